@@ -1,0 +1,73 @@
+"""What travels through a forward pass, and what a model may ask of attention.
+
+Shape letters are the same in every file of this project:
+    T tokens in the step        R rows (requests) in the step     D model width
+    H query heads of this rank  G key/value heads of this rank    A head width
+    P pages                     S tokens per page                 V vocabulary
+    F MLP width of this rank    M page-table width                L layers or positions
+
+Decision: keys and values always go through the paged cache. A layer stores them (one fused kernel
+with the rotary embedding), then attention reads pages, for prefill and decode alike: one path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tensors of one step. Under a CUDA graph they are static buffers, refilled before replay.
+
+    Row r feeds the tokens starts_R1[r]:starts_R1[r + 1] of the step. Rows that only pad a graph
+    have length 1 and one token in the dead page 0.
+    """
+
+    token_ids_T: Tensor  # int64
+    positions_T: Tensor  # int64, 0-based position in its request
+    cells_T: Tensor  # int64, page * S + offset: where the token's key and value go
+    starts_R1: Tensor  # int32 [R + 1]
+    lengths_R: Tensor  # int32, tokens of the request including this step's
+    page_table_RM: Tensor  # int32; entries past the request's pages are 0
+    sampled_at: Tensor  # int64: for each sampling row, the index into T it predicts from
+    num_rows: int
+    max_new: int  # most tokens any row feeds; 1 = every row is a decode row
+    max_length: int  # an upper bound of lengths_R, on the host
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """One layer's cache. Zero-filled at start; page 0 is never given to a request."""
+
+    k_PSGA: Tensor
+    v_PSGA: Tensor
+
+
+class Attend(Protocol):
+    """A backend bound to one step's rows and to the caches."""
+
+    def __call__(self, layer: int, q_THA: Tensor) -> Tensor:
+        """Causal attention of q over each row's cached context, scale A**-0.5. Returns o_THA."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """Everything a forward pass needs besides weights and token ids."""
+
+    batch: Batch
+    caches: tuple[PagedKV, ...]  # by layer
+    attend: Attend
+
+
+class AttentionBackend(Protocol):
+    """Made once per engine with the caches."""
+
+    name: str
+
+    def bind(self, batch: Batch) -> Attend:
+        """Host work once per step. Reads no tensor's values, so a CUDA graph can capture it."""
+        ...

@@ -1,0 +1,46 @@
+"""What a model keeps between steps: paged keys and values, and recurrent states of fixed size.
+
+A model file computes its layout; sizing, the allocator and the device side all read it.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class PagedGroup(Struct, frozen=True):
+    """Layers whose keys and values share a geometry (per rank)."""
+
+    layers: tuple[int, ...]
+    num_heads: int  # key/value heads of this rank
+    k_width: int  # elements per head
+    v_width: int
+    bytes_per_element: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers of the group together."""
+        per_layer = self.num_heads * (self.k_width + self.v_width) * self.bytes_per_element
+        return per_layer * len(self.layers)
+
+
+class StateGroup(Struct, frozen=True):
+    """Layers with a recurrent state of fixed size (per rank)."""
+
+    layers: tuple[int, ...]
+    bytes_per_state: int  # of one layer
+
+
+class CacheLayout(Struct, frozen=True):
+    """One page id serves every paged layer: each group has that page at the same index."""
+
+    paged: tuple[PagedGroup, ...]
+    state: StateGroup | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(group.bytes_per_token for group in self.paged)
+
+    @property
+    def bytes_per_state(self) -> int:
+        return len(self.state.layers) * self.state.bytes_per_state if self.state else 0

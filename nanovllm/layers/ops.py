@@ -1,0 +1,37 @@
+"""The fused operations that layers are written in, and their choice by device and recipe.
+
+Each has one meaning, given by the plain-torch reference in nanovllm_kernels.reference, and any
+number of implementations. `kernels.<name>: torch` in a recipe brings the reference back, which is
+both the ablation and the bisection tool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """One implementation per operation.
+
+    rms_norm(x_TD, gain_D, eps) -> y_TD
+        x / sqrt(mean(x^2) + eps), computed in float32, cast to x's dtype, times gain.
+    add_rms_norm(x_TD, residual_TD, gain_D, eps) -> (y_TD, sum_TD)
+        sum = x + residual; y = rms_norm(sum). May overwrite both inputs.
+    silu_mul(gate_up_T2F) -> y_TF
+        silu(first half) * second half of each line.
+    rope_store(qkv_TX, q_gain_A, k_gain_A, eps, cos_sin_LA, positions_T, cells_T, k_PSGA, v_PSGA)
+        -> q_THA
+        Splits qkv into heads [H q | G k | G v] of width A (G from k_PSGA); normalises q and k per
+        head when gains are given (None = no norm); rotates q and k half-split (cos_sin_LA: cos in
+        the first A/2 columns, sin in the rest, float32, row = position); writes k and v to the
+        cells of the cache; returns the rotated q.
+    """
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    silu_mul: Callable[[Tensor], Tensor]
+    rope_store: Callable[..., Tensor]

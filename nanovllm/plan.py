@@ -1,0 +1,81 @@
+"""What the scheduler asks the device to do in one step.
+
+A plan holds places and counts, never the value of a token the device has not reported yet: that is
+what lets step N+1 be planned while step N is still running. Plans execute in order on one stream,
+so anything the scheduler frees may be reused by any later plan.
+
+The rows of a step are the decode rows followed by the prompt chunks. Decode rows repeat from step
+to step, so a plan names them only when they changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from nanovllm.wire import Sampling
+
+Int32 = npt.NDArray[np.int32]
+
+
+class Admit(Struct, frozen=True, array_like=True):
+    """Put a request into a slot. Its first `num_cached` tokens are already in memory."""
+
+    slot: int
+    tokens: bytes  # int32: the prompt, then outputs generated before a preemption
+    num_prompt: int  # of these tokens, the client's prompt
+    num_cached: int
+    pages: list[int]  # room for all of `tokens`; the first ones hold the cached part
+    sampling: Sampling
+    stop_ids: list[int]  # impossible before sampling.min_tokens outputs
+    restore_from: int = -1  # checkpoint holding the recurrent state at num_cached; -1 = zero state
+
+
+class Grant(Struct, frozen=True, array_like=True):
+    """Pages appended to a slot's page table, from index `at` on."""
+
+    slot: int
+    at: int
+    pages: list[int]
+
+
+class Chunk(Struct, frozen=True, array_like=True):
+    """Some of a slot's known tokens to feed in this step."""
+
+    slot: int
+    num_tokens: int
+    samples: bool  # False for a chunk that stops short of the prompt's end
+    save_to: int = -1  # checkpoint that receives the recurrent state after this chunk
+
+
+class StepPlan(Struct, frozen=True, array_like=True):
+    step: int
+    admits: list[Admit]
+    grants: list[Grant]
+    num_decodes: int
+    decodes: bytes | None  # int32 slots, each feeding its newest token; None = as in the last plan
+    num_drafts: int  # guesses that every decode row verifies besides; they live on the device
+    chunks: list[Chunk]
+    max_length: int  # no row's context, this step included, is longer (tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log-probabilities of one sampled row: its token's, and the best `n` alternatives'."""
+
+    row: int  # index into StepResult.tokens
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the device sampled: one line per sampling row, decodes first, -1 where a draft failed."""
+
+    step: int
+    tokens: Int32  # [sampling rows, 1 + num_drafts]
+    logprobs: tuple[RowLogprobs, ...] = ()

@@ -1,0 +1,133 @@
+"""Messages between API processes and the engine process.
+
+Every message is immutable, msgpack-encoded, and carries plain values only. Token ids and request
+ids travel as packed little-endian arrays: one step of 256 requests is two byte strings, not 256
+objects. A field that only one of the two processes needs does not belong here.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from msgspec import Struct
+
+WORKER_BITS = 48  # request_id = (API worker << WORKER_BITS) | counter
+
+
+class FinishReason(IntEnum):
+    STOP = 1  # a stop token (end of sequence, stop_token_ids)
+    LENGTH = 2  # max_new tokens, or the context is full
+    ABORT = 3  # the client asked for it, or left
+
+
+class RefusalKind(IntEnum):
+    TOO_LONG = 1  # can never fit: HTTP 400
+    QUEUE_FULL = 2  # try again later: HTTP 503
+    INVALID = 3  # the engine cannot honour a field: HTTP 400
+
+
+class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to pick tokens. temperature == 0 means argmax; every default means "off"."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0  # any int64; the API process draws one when the client gave none
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0  # stop_ids are impossible before this many output tokens
+    logprobs: int = -1  # -1 = none; n = the chosen token's and the n best ones'
+
+
+class Generate(Struct, frozen=True, tag="gen", array_like=True):
+    request_id: int
+    prompt: bytes  # int32 token ids, at least one
+    max_new: int
+    stop_ids: list[int]
+    sampling: Sampling
+    priority: int = 0  # lower is served first
+    salt: str = ""  # requests share cached pages only within equal salts
+
+
+class Abort(Struct, frozen=True, tag="abort", array_like=True):
+    request_id: int
+
+
+class Ready(Struct, frozen=True, tag="ready", array_like=True):
+    """The engine's first message on every connection."""
+
+    worker: int  # this connection's number, the high bits of its request ids
+    model: str  # served name
+    max_model_tokens: int
+    vocab_size: int
+    num_pages: int
+    page_tokens: int
+    num_slots: int
+    facts: dict[str, str] = {}  # what was chosen at start: kernels, dtype, device
+
+
+class Started(Struct, frozen=True, array_like=True):
+    """The request left the queue for the first time."""
+
+    request_id: int
+    num_cached: int  # prompt tokens found in the prefix cache
+
+
+class Finish(Struct, frozen=True, array_like=True):
+    """Sent with, or after, the request's last tokens."""
+
+    request_id: int
+    reason: FinishReason
+    stop_id: int = -1  # the token that ended it, when reason is STOP
+
+
+class Refusal(Struct, frozen=True, array_like=True):
+    request_id: int
+    kind: RefusalKind
+    message: str
+
+
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """For one generated token: itself and its best alternatives, best first."""
+
+    request_id: int
+    token_id: int
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Stats(Struct, frozen=True, kw_only=True):
+    """Gauges now, counters since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0  # 0..1
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt tokens: found in the prefix cache
+    generated_tokens: int = 0
+    num_steps: int = 0
+    host_bubble_s: float = 0.0  # time the device had no step queued while there was work
+    steps_by_mode: dict[str, int] = {}  # "FULL/decode", "NONE/mixed", ...
+    padded_tokens: int = 0
+
+
+class StepOutput(Struct, frozen=True, tag="out", array_like=True):
+    """Everything one API process learns from one engine step."""
+
+    ids: bytes = b""  # int64 request ids of the rows that gained tokens
+    tokens: bytes = b""  # int32, in row order
+    counts: bytes = b""  # int32 tokens per row; empty means one each
+    started: list[Started] = []
+    finished: list[Finish] = []
+    refused: list[Refusal] = []
+    logprobs: list[TokenLogprobs] = []
+    stats: Stats | None = None
+
+
+ToEngine = Generate | Abort
+FromEngine = Ready | StepOutput
