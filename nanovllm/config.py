@@ -103,7 +103,7 @@ class Config(Struct, frozen=True, kw_only=True):
 def load_config(
     recipe_path: str | None, overrides: Iterable[str] = (), flags: Mapping[str, object] = {}
 ) -> Config:
-    """Read a recipe (None = the embedded demo), apply `section.key=value` overrides, find the model.
+    """Read a recipe (None = the embedded demo), apply `section.key=value` overrides.
 
     Raises ConfigError with one line for the user.
     """

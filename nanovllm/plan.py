@@ -74,7 +74,7 @@ class RowLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the device sampled: one line per sampling row, decodes first, -1 where a draft failed."""
+    """What the device sampled: a line per sampling row, decodes first, -1 where a draft failed."""
 
     step: int
     tokens: Int32  # [sampling rows, 1 + num_drafts]

@@ -1,0 +1,146 @@
+"""Seeded loads: token prompts for the engine, text prompts and arrival times for a server.
+
+Knows neither HTTP nor the engine. The offline shapes are the ones other engines were measured on:
+same generator, same seed, therefore the same token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+import msgspec
+from msgspec import Struct
+
+MAX_PROMPT_ID = 10_000
+SHAPES = {  # requests, prompt tokens, output tokens
+    "bs1": (1, 128, 512),
+    "bs64": (64, 1024, 256),
+    "bs256": (256, 128, 256),
+    "prefill": (16, 4000, 1),
+}
+OFFLINE_NAMES = ("w1", *SHAPES)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoad:
+    """Requests that are all submitted at once, and may not stop early."""
+
+    name: str
+    prompts: list[list[int]]
+    outputs: list[int]  # tokens to generate, per prompt
+    temperature: float
+
+    def warm_up(self, seed: int, vocab_size: int) -> TokenLoad:
+        """Other prompts of the same shapes with short outputs that end at as different times."""
+        other = token_load(self.name, seed=seed, vocab_size=vocab_size)
+        outputs = [1 + num // 32 for num in other.outputs]
+        return TokenLoad(self.name, other.prompts, outputs, self.temperature)
+
+
+def token_load(name: str, *, seed: int, vocab_size: int) -> TokenLoad:
+    """One of OFFLINE_NAMES. Ids wrap around in vocabularies below 10,001 tokens."""
+    rng = Random(seed)
+
+    def prompt(num_tokens: int) -> list[int]:
+        return [rng.randint(0, MAX_PROMPT_ID) for _ in range(num_tokens)]
+
+    if name == "w1":
+        prompts = [prompt(rng.randint(100, 1024)) for _ in range(256)]
+        outputs = [rng.randint(100, 1024) for _ in range(256)]
+    else:
+        count, prompt_tokens, output_tokens = SHAPES[name]
+        prompts = [prompt(prompt_tokens) for _ in range(count)]
+        outputs = [output_tokens] * count
+    if vocab_size <= MAX_PROMPT_ID:
+        prompts = [[token % vocab_size for token in tokens] for tokens in prompts]
+    return TokenLoad(name, prompts, outputs, 0.6 if name == "w1" else 0.0)
+
+
+class Load(Struct, frozen=True, kw_only=True):
+    """What a server is asked. Exactly one of `concurrency` and `request_rate` is set."""
+
+    num_prompts: int
+    input_len: int  # tokens, chat template included
+    output_len: int
+    range_ratio: float = 0.0  # lengths are uniform in [(1 - ratio) * len, (1 + ratio) * len]
+    concurrency: int | None = None  # closed loop: so many requests in flight, always
+    request_rate: float | None = None  # open loop: so many arrivals a second, come what may
+    burstiness: float = 1.0  # shape of the gamma-distributed gaps: 1 is Poisson, below is burstier
+    seed: int = 0
+    temperature: float = 0.6
+    ignore_eos: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"rate{self.request_rate:g}" if self.concurrency is None else f"c{self.concurrency}"
+
+    def warm_up(self, count: int) -> Load:
+        """`count` other prompts of the same lengths with at most 16 output tokens, closed loop."""
+        return msgspec.structs.replace(
+            self,
+            num_prompts=count,
+            output_len=min(self.output_len, 16),
+            concurrency=min(count, self.concurrency or count),
+            request_rate=None,
+            seed=self.seed + 1_000_003,
+        )
+
+
+def random_text(rng: Random, num_words: int) -> str:
+    return " ".join(rng.choices(WORDS, k=num_words))
+
+
+def chat_bodies(load: Load, model: str, num_words: Callable[[int], int]) -> list[bytes]:
+    """The JSON bodies of a run; `num_words` says how many words make so many prompt tokens."""
+    rng = Random(load.seed)
+    bodies = []
+    for _ in range(load.num_prompts):
+        words = num_words(_length(rng, load.input_len, load.range_ratio))
+        body: dict[str, object] = {
+            "model": model,
+            "messages": [{"role": "user", "content": random_text(rng, words)}],
+            "max_tokens": _length(rng, load.output_len, load.range_ratio),
+            "temperature": load.temperature,
+            "ignore_eos": load.ignore_eos,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        bodies.append(msgspec.json.encode(body))
+    return bodies
+
+
+def arrivals(load: Load) -> list[float]:
+    """Seconds after the start at which each request is due; empty for a closed loop."""
+    if load.request_rate is None:
+        return []
+    rng = Random(f"arrivals {load.seed}")
+    shape = load.burstiness
+    at, times = 0.0, []
+    for _ in range(load.num_prompts):
+        times.append(at)
+        at += rng.gammavariate(shape, 1.0 / (load.request_rate * shape))
+    return times
+
+
+def _length(rng: Random, mean: int, ratio: float) -> int:
+    return max(1, rng.randint(round(mean * (1.0 - ratio)), round(mean * (1.0 + ratio))))
+
+
+# Short and common, so that most tokenizers spend one token on each.
+WORDS = tuple(
+    """
+    time year people way day man thing woman life child world school state family student group
+    country problem hand part place case week company system program question work number night
+    point home water room mother area money story fact month lot right study book eye job word
+    business issue side kind head house service friend father power hour game line end member law
+    car city community name president team minute idea kid body information back parent face level
+    office door health person art war history party result change morning reason research girl guy
+    moment air teacher force education foot boy age policy music market sense nation plan college
+    interest death experience effect use class control field development role effort rate heart
+    drug show leader light voice wife police mind price report decision son view town road drive
+    arm difference value building action season society tax director record paper space ground form
+    event official matter center couple site project base activity star table need court oil half
+    """.split()
+)

@@ -1,0 +1,64 @@
+"""Who holds which page. Knows nothing about tokens, requests or tensors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+DEAD_PAGE = 0  # padding rows write here; it belongs to nobody and is never given out
+
+
+class PagePool:
+    """Reference-counted pages 1..num_pages.
+
+    Every page is in exactly one of three places: held (holders > 0), cached (nobody holds it, its
+    contents may still be found) or blank.
+    """
+
+    def __init__(self, num_pages: int, forget: Callable[[int], None]) -> None:
+        self.num_pages = num_pages
+        self._holders = [0] * (num_pages + 1)
+        self._blank = deque(range(1, num_pages + 1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._forget = forget  # told when a cached page is about to be overwritten
+
+    @property
+    def num_free(self) -> int:
+        return len(self._blank) + len(self._cached)
+
+    def take(self, count: int) -> list[int] | None:
+        """Hold `count` pages with undefined contents, or change nothing and return None."""
+        if count > self.num_free:
+            return None
+        pages = []
+        for _ in range(count):
+            if self._blank:
+                page = self._blank.popleft()
+            else:
+                page, _ = self._cached.popitem(last=False)
+                self._forget(page)
+            self._holders[page] = 1
+            pages.append(page)
+        return pages
+
+    def hold(self, page: int) -> None:
+        if self._holders[page] == 0:
+            del self._cached[page]
+        self._holders[page] += 1
+
+    def drop(self, page: int, *, keep: bool) -> None:
+        """Give up one hold. The last holder says whether the contents are worth keeping."""
+        self._holders[page] -= 1
+        assert self._holders[page] >= 0, f"page {page} dropped more often than held"
+        if self._holders[page] == 0:
+            if keep:
+                self._cached[page] = None
+            else:
+                self._blank.append(page)
+
+    def check(self) -> None:
+        held = {page for page, count in enumerate(self._holders) if count}
+        blank, cached = set(self._blank), set(self._cached)
+        assert len(self._blank) == len(blank), "a page is blank twice"
+        assert held | blank | cached == set(range(1, self.num_pages + 1)), "a page is lost"
+        assert not (held & blank or held & cached or blank & cached), "a page is in two places"

@@ -1,0 +1,313 @@
+"""Any schedule must give every request the text it would get alone."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from nanovllm.engine.loop import EngineLoop
+from nanovllm.kv.memory import KVMemory
+from nanovllm.kv.pages import PagePool
+from nanovllm.plan import StepResult
+from nanovllm.sched.scheduler import Scheduler
+from nanovllm.wire import Abort, FinishReason, Generate, RefusalKind, Sampling, StepOutput
+from tests.paper_gpu import VOCAB, PaperGPU, ids, solo_run
+
+PAGE = 4
+NUM_ENGINES = 200 * settings().max_examples  # 20,000; --hypothesis-profile=quick: 1,000
+# Few stems and few token values, so that requests often share pages.
+stems = st.sampled_from([[1] * 5, [2] * 8, [1, 1, 2, 1, 1, 2, 1, 1]])
+tails = st.lists(st.integers(0, 2), min_size=1, max_size=7)
+
+
+def pack(tokens: list[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def generate(
+    request_id: int, prompt: list[int], max_new: int, stops: Sequence[int] = (), priority: int = 0
+) -> Generate:
+    return Generate(request_id, pack(prompt), max_new, list(stops), Sampling(), priority)
+
+
+@st.composite
+def conversations(draw) -> list[tuple[list[int], int, list[int], int | None, int, int]]:
+    """(prompt tail, max_new, stop ids, request continued, steps until the next, priority)."""
+    turns = []
+    for i in range(draw(st.integers(1, 12))):
+        continues = draw(st.none() | st.integers(0, i - 1)) if i else None
+        prompt = draw(tails) if continues is not None else draw(stems) + draw(tails)
+        stops = draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))
+        pause, priority = draw(st.integers(0, 6)), draw(st.integers(-1, 1))
+        turns.append((prompt, draw(st.integers(1, 9)), stops, continues, pause, priority))
+    return turns
+
+
+class Harness:
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        num_slots: int,
+        budget: int,
+        depth: int = 1,
+        checkpoints: int = 0,
+        drafts: int = 0,
+        prefix: bool = True,
+        max_queue: int = 1000,
+        ageing: int = 3,
+    ) -> None:
+        self.budget = budget
+        self.memory = KVMemory(num_pages, PAGE, checkpoints, prefix=prefix)
+        self.scheduler = Scheduler(
+            self.memory,
+            num_slots=num_slots,
+            step_tokens=budget,
+            max_model_tokens=4096,
+            num_drafts=drafts,
+            max_queue=max_queue,
+            ageing_steps=ageing,
+        )
+        self.gpu = PaperGPU(num_slots, num_pages, PAGE, checkpoints)
+        self.loop = EngineLoop(self.scheduler, self.gpu, self.collect, depth)
+        self.text: dict[int, list[int]] = {}
+        self.finish: dict[int, FinishReason] = {}
+        self.stop_id: dict[int, int] = {}
+        self.refused: dict[int, RefusalKind] = {}
+        self.cached: dict[int, int] = {}
+
+    def collect(self, out: StepOutput) -> None:
+        for started in out.started:
+            assert started.request_id not in self.cached, "started twice"
+            self.cached[started.request_id] = started.num_cached
+        tokens = ids(out.tokens)
+        names = np.frombuffer(out.ids, np.int64).tolist()
+        counts = ids(out.counts) if out.counts else [1] * len(names)
+        assert sum(counts) == len(tokens)
+        for name, count in zip(names, counts, strict=True):
+            assert name not in self.finish, "spoke after it finished"
+            self.text.setdefault(name, []).extend(tokens[:count])
+            del tokens[:count]
+        for done in out.finished:
+            assert done.request_id not in self.finish, "finished twice"
+            self.finish[done.request_id] = done.reason
+            self.stop_id[done.request_id] = done.stop_id
+        for refusal in out.refused:
+            self.refused[refusal.request_id] = refusal.kind
+
+    def say(self, message: Generate | Abort) -> None:
+        self.loop.handle(message)
+        self.loop.tell()
+
+    def step(self) -> None:
+        self.loop.step()
+        self.scheduler.check()
+        assert self.gpu.most_tokens <= self.budget
+
+    def finish_all(self, most_steps: int = 4000) -> None:
+        for _ in range(most_steps):
+            if self.loop.idle:
+                return
+            self.step()
+        raise AssertionError("the engine is stuck")
+
+
+@settings(max_examples=NUM_ENGINES, deadline=None)
+@given(
+    turns=conversations(),
+    num_pages=st.integers(8, 14),
+    num_slots=st.integers(1, 5),
+    budget=st.integers(1, 20),
+    depth=st.integers(0, 2),
+    drafts=st.sampled_from([0, 1, 3]),
+    checkpoints=st.sampled_from([0, 1, 3]),
+    abort_every=st.sampled_from([0, 3]),
+    prefix=st.sampled_from([True, True, False]),
+)
+def test_batching_never_changes_the_text(
+    turns, num_pages, num_slots, budget, depth, drafts, checkpoints, abort_every, prefix
+) -> None:
+    harness = Harness(
+        num_pages=num_pages,
+        num_slots=num_slots,
+        budget=budget,
+        depth=depth,
+        checkpoints=checkpoints,
+        drafts=drafts,
+        prefix=prefix,
+    )
+    expected: dict[int, list[int]] = {}
+    prompts: list[list[int]] = []
+    for request_id, (tail, max_new, stop_ids, continues, pause, priority) in enumerate(turns):
+        earlier = prompts[continues] + expected[continues] if continues is not None else []
+        prompts.append(earlier + tail)
+        expected[request_id] = solo_run(prompts[-1], max_new, stop_ids, recurrent=checkpoints > 0)
+        harness.say(generate(request_id, prompts[-1], max_new, stop_ids, priority))
+        for _ in range(pause):
+            harness.step()
+        if abort_every and request_id % abort_every == 2:
+            harness.say(Abort(request_id - 1))
+    harness.finish_all()
+    for request_id, text in expected.items():
+        got = harness.text.get(request_id, [])
+        max_new, stop_ids = turns[request_id][1:3]
+        if not harness.memory.fits(len(prompts[request_id]) + max_new + drafts):
+            assert got == [] and harness.refused[request_id] == RefusalKind.TOO_LONG
+        elif harness.finish[request_id] == FinishReason.ABORT:
+            assert abort_every and request_id % abort_every == 1
+            assert got == text[: len(got)]  # cut short, never wrong
+        else:
+            assert got == text
+            by_stop = text[-1] in stop_ids
+            reason = FinishReason.STOP if by_stop else FinishReason.LENGTH
+            assert harness.finish[request_id] == reason
+            assert harness.stop_id[request_id] == (text[-1] if by_stop else -1)
+    assert harness.memory.pool.num_free == num_pages, "a finished request still holds pages"
+
+
+@pytest.mark.parametrize("checkpoints", [0, 2])
+@pytest.mark.parametrize("budget", [5, 20])  # with and without chunking
+def test_an_equal_prompt_costs_at_most_one_page(checkpoints, budget) -> None:
+    harness = Harness(num_pages=16, num_slots=2, budget=budget, checkpoints=checkpoints)
+    for request_id in (0, 1):
+        harness.say(generate(request_id, list(range(14)), 3))
+        harness.finish_all()
+    assert harness.cached == {0: 0, 1: 12}
+    assert harness.scheduler.stats().cached_tokens == 12
+
+
+def test_tenants_never_share_pages() -> None:
+    harness = Harness(num_pages=16, num_slots=2, budget=20)
+    salts = ["", "a", "b", "a", "", "a\x00"]
+    for request_id, salt in enumerate(salts):
+        request = Generate(request_id, pack([7] * 14), 2, [], Sampling(), 0, salt)
+        harness.say(request)
+        harness.finish_all()
+    assert list(harness.cached.values()) == [0, 0, 0, 12, 12, 0]
+
+
+def test_the_prefix_cache_can_be_turned_off() -> None:
+    harness = Harness(num_pages=16, num_slots=2, budget=20, prefix=False)
+    for request_id in (0, 1):
+        harness.say(generate(request_id, list(range(14)), 3))
+        harness.finish_all()
+    assert harness.cached == {0: 0, 1: 0}
+
+
+def test_a_long_prompt_never_stalls_running_streams() -> None:
+    harness = Harness(num_pages=400, num_slots=4, budget=16)
+    harness.say(generate(0, [1, 2, 3], 60))
+    for _ in range(4):
+        harness.step()
+    harness.say(generate(1, [2] * 600, 1))
+    before = len(harness.text[0])
+    for _ in range(30):
+        harness.step()
+    assert len(harness.text[0]) == before + 30  # a token every step while 600 tokens are fed
+    assert 1 not in harness.finish
+    harness.finish_all()
+    assert harness.finish[1] == FinishReason.LENGTH
+
+
+def test_ageing_lets_a_patient_request_pass_urgent_newcomers() -> None:
+    harness = Harness(num_pages=40, num_slots=1, budget=8, ageing=5)
+    harness.say(generate(0, [1] * 4, 8))
+    harness.step()
+    harness.say(generate(1, [1] * 4, 2, priority=1))  # worth 5 steps of waiting
+    order: list[int] = []
+    for i in range(2, 30):
+        harness.say(generate(i, [1] * 4, 2))
+        harness.step()
+        order += [i for i in harness.finish if i not in order]
+    harness.finish_all()
+    order += [i for i in harness.finish if i not in order]
+    assert 1 < order.index(1) < 8  # later than some that came after it, far earlier than the last
+    assert sorted(order) == list(range(30))
+
+
+def test_a_full_queue_refuses() -> None:
+    harness = Harness(num_pages=40, num_slots=1, budget=8, max_queue=2)
+    for i in range(4):
+        harness.say(generate(i, [1, 2, 3], 4))
+    assert harness.refused == {2: RefusalKind.QUEUE_FULL, 3: RefusalKind.QUEUE_FULL}
+    harness.finish_all()
+    assert sorted(harness.finish) == [0, 1]
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    harness = Harness(num_pages=4, num_slots=1, budget=8)
+    harness.say(generate(0, [1] * 10, 7))  # 17 tokens, 16 places
+    harness.say(generate(1, [], 7))
+    assert harness.refused == {0: RefusalKind.TOO_LONG, 1: RefusalKind.INVALID}
+    assert harness.loop.idle
+
+
+class CountingTokens(array):
+    """A token array that counts how many tokens are copied out of it by slicing."""
+
+    copied = 0
+
+    def __getitem__(self, at):
+        got = super().__getitem__(at)
+        if isinstance(at, slice):
+            CountingTokens.copied += len(got)
+        return got
+
+
+def test_a_decode_step_never_copies_the_context() -> None:
+    harness = Harness(num_pages=600, num_slots=1, budget=4000)
+    harness.say(generate(0, [1] * 2000, 41))
+    harness.step()
+    (request,) = harness.scheduler._decoding.requests
+    request.tokens = CountingTokens("i", request.tokens)
+    harness.finish_all()
+    assert CountingTokens.copied <= 41 + PAGE  # each new token once, when its page fills up
+    assert CountingTokens.copied >= 40 - PAGE
+
+
+def test_a_steady_decode_repeats_its_rows() -> None:
+    """Only the first plan of an unchanged batch names its rows."""
+    harness = Harness(num_pages=200, num_slots=8, budget=64)
+    plans = []
+    launch = harness.gpu.launch
+    harness.gpu.launch = lambda plan: (plans.append(plan), launch(plan))[1]
+    for i in range(8):
+        harness.say(generate(i, [i] * 5, 30))
+    harness.finish_all()
+    steady = [plan for plan in plans if plan.num_decodes == 8]
+    assert len(steady) == 29
+    assert [plan.decodes is None for plan in steady] == [False] + [True] * 28
+
+
+def test_results_of_the_wrong_shape_are_an_error() -> None:
+    harness = Harness(num_pages=20, num_slots=2, budget=64)
+    harness.say(generate(0, [1, 2], 3))
+    plan = harness.scheduler.plan()
+    assert plan is not None
+    with pytest.raises(ValueError, match="zip"):
+        harness.scheduler.complete(StepResult(plan.step, np.zeros((2, 1), np.int32)))
+
+
+@given(st.lists(st.sampled_from(["take", "hold", "drop"]), max_size=60), st.data())
+def test_every_page_is_in_exactly_one_place(actions, data) -> None:
+    forgotten: list[int] = []
+    pool = PagePool(6, forgotten.append)
+    held: list[int] = []
+    for action in actions:
+        if action == "take":
+            held += pool.take(data.draw(st.integers(0, 3))) or []
+        elif held:
+            page = data.draw(st.sampled_from(held))
+            if action == "hold":
+                pool.hold(page)
+                held.append(page)
+            else:
+                pool.drop(page, keep=data.draw(st.booleans()))
+                held.remove(page)
+        pool.check()
+        assert pool.num_free == 6 - len(set(held))
+        assert 0 not in held
