@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.kv.memory import KVMemory
@@ -128,6 +128,25 @@ class Harness:
     abort_every=st.sampled_from([0, 3]),
     prefix=st.sampled_from([True, True, False]),
 )
+@example(  # rare: pages come free for a preempted request whose last token is still in flight
+    turns=[
+        ([1, 1, 1, 1, 1, 0], 1, [], None, 2, 0),
+        ([2, 2, 2, 2, 2, 2, 2, 2, 0, 0], 3, [], None, 2, 0),
+        ([0], 4, [], 1, 4, 1),
+        ([1, 1, 1, 1, 1, 0], 1, [], None, 0, 0),
+        ([0], 2, [], 2, 5, -1),
+        ([1, 1, 1, 1, 1, 0], 1, [], None, 5, 0),
+    ]
+    + [([1, 1, 1, 1, 1, 0], 1, [], None, 0, 0)] * 4,
+    num_pages=10,
+    num_slots=2,
+    budget=3,
+    depth=2,
+    drafts=1,
+    checkpoints=3,
+    abort_every=3,
+    prefix=True,
+)
 def test_batching_never_changes_the_text(
     turns, num_pages, num_slots, budget, depth, drafts, checkpoints, abort_every, prefix
 ) -> None:
@@ -211,6 +230,18 @@ def test_a_long_prompt_never_stalls_running_streams() -> None:
     assert 1 not in harness.finish
     harness.finish_all()
     assert harness.finish[1] == FinishReason.LENGTH
+
+
+def test_the_least_urgent_is_preempted() -> None:
+    harness = Harness(num_pages=8, num_slots=3, budget=32)
+    for i in range(3):
+        harness.say(generate(i, [i] * 6, 14))  # five pages each in the end, eight in all
+    for _ in range(17):
+        harness.step()
+    assert harness.text[0] == solo_run([0] * 6, 14, [], recurrent=False)  # a token every step
+    assert harness.scheduler.stats().num_preemptions >= 2
+    harness.finish_all()
+    assert list(harness.finish) == [0, 1, 2]
 
 
 def test_ageing_lets_a_patient_request_pass_urgent_newcomers() -> None:

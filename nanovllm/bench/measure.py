@@ -1,8 +1,8 @@
 """From the stamps of each request to the numbers of a run.
 
-TTFT is from sending to the first chunk with text, TPOT is (last - first chunk) / (tokens - 1) of one
-request, ITL is every gap between chunks, E2EL is from sending to the last chunk. Knows neither
-HTTP nor the engine.
+TTFT: from sending to the first chunk with text. TPOT: (last - first chunk) / (tokens - 1) of one
+request. ITL: every gap between chunks. E2EL: from sending to the last chunk. Knows neither HTTP nor
+the engine.
 """
 
 from __future__ import annotations

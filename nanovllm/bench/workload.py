@@ -89,7 +89,7 @@ class Load(Struct, frozen=True, kw_only=True):
 
 
 def random_text(rng: Random, num_words: int) -> str:
-    return " ".join(rng.choices(WORDS, k=num_words))
+    return " ".join(rng.choices(WORDS.split(), k=num_words))
 
 
 def chat_bodies(load: Load, model: str, num_words: Callable[[int], int]) -> list[bytes]:
@@ -129,18 +129,16 @@ def _length(rng: Random, mean: int, ratio: float) -> int:
 
 
 # Short and common, so that most tokenizers spend one token on each.
-WORDS = tuple(
-    """
-    time year people way day man thing woman life child world school state family student group
-    country problem hand part place case week company system program question work number night
-    point home water room mother area money story fact month lot right study book eye job word
-    business issue side kind head house service friend father power hour game line end member law
-    car city community name president team minute idea kid body information back parent face level
-    office door health person art war history party result change morning reason research girl guy
-    moment air teacher force education foot boy age policy music market sense nation plan college
-    interest death experience effect use class control field development role effort rate heart
-    drug show leader light voice wife police mind price report decision son view town road drive
-    arm difference value building action season society tax director record paper space ground form
-    event official matter center couple site project base activity star table need court oil half
-    """.split()
-)
+WORDS = """
+time year people way day man thing woman life child world school state family student group
+country problem hand part place case week company system program question work number night
+point home water room mother area money story fact month lot right study book eye job word
+business issue side kind head house service friend father power hour game line end member law
+car city community name president team minute idea kid body information back parent face level
+office door health person art war history party result change morning reason research girl guy
+moment air teacher force education foot boy age policy music market sense nation plan college
+interest death experience effect use class control field development role effort rate heart
+drug show leader light voice wife police mind price report decision son view town road drive
+arm difference value building action season society tax director record paper space ground form
+event official matter center couple site project base activity star table need court oil half
+"""

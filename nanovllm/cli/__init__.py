@@ -1,0 +1,44 @@
+"""The command line: names, loaded when used. Starting `nanovllm --help` imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from nanovllm.config import ConfigError
+from nanovllm.registry import resolve
+
+COMMANDS = {
+    "serve": "nanovllm.cli.serve:serve",
+    "bench": "nanovllm.cli.bench:bench",
+    "check-kernels": "nanovllm.cli.check_kernels:check_kernels",
+}
+
+
+class LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: Any = resolve(COMMANDS, cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="nanovllm")
+def cli() -> None:
+    """nanovllm: an LLM inference server."""
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one line and exit code 2, never a traceback."""
+    try:
+        cli()
+    except ConfigError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)

@@ -109,7 +109,7 @@ class KVMemory:
         """
         keys: list[Key] = []
         parent, usable, size = root, 0, self.page_tokens
-        for i in range((len(tokens) - 1) // size if self.prefix else 0):
+        for i in range((len(tokens) - 1) // size):
             parent = chain(parent, tokens[i * size : (i + 1) * size])
             if parent not in self._page_of:
                 break

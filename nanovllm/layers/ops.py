@@ -8,9 +8,28 @@ both the ablation and the bisection tool.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
+
+from nanovllm.config import ConfigError, Kernels
+from nanovllm.registry import resolve
+
+IMPLEMENTATIONS = {
+    "torch": {
+        "rms_norm": "nanovllm_kernels.reference:rms_norm",
+        "add_rms_norm": "nanovllm_kernels.reference:add_rms_norm",
+        "silu_mul": "nanovllm_kernels.reference:silu_mul",
+        "rope_store": "nanovllm_kernels.reference:rope_store",
+    },
+    "triton": {
+        "rms_norm": "nanovllm_kernels.norm:rms_norm",
+        "add_rms_norm": "nanovllm_kernels.norm:add_rms_norm",
+        "silu_mul": "nanovllm_kernels.activation:silu_mul",
+        "rope_store": "nanovllm_kernels.rope:rope_store",
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +54,15 @@ class Ops:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
     rope_store: Callable[..., Tensor]
+
+
+def select_ops(kernels: Kernels, device: torch.device) -> Ops:
+    """What the recipe asks for. "auto" is triton on a GPU; a CPU has only torch."""
+    chosen = {}
+    for field in fields(Ops):
+        asked = getattr(kernels, field.name)
+        if asked == "triton" and device.type == "cpu":
+            raise ConfigError(f"kernels.{field.name} is triton, which needs a GPU; use torch")
+        kind = ("torch" if device.type == "cpu" else "triton") if asked == "auto" else asked
+        chosen[field.name] = resolve(IMPLEMENTATIONS[kind], field.name)
+    return Ops(**chosen)

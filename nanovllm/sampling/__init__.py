@@ -1,0 +1,19 @@
+"""Which features may change logits before a token is drawn, in the order they apply.
+
+To add one: a file here that satisfies base.Processor, one line below, a field in wire.Sampling.
+"""
+
+PROCESSORS = (
+    "nanovllm.sampling.logit_bias:LogitBias",
+    "nanovllm.sampling.min_tokens:MinTokens",
+    "nanovllm.sampling.penalties:Penalties",
+)
+
+DRAWS = {
+    "torch": "nanovllm_kernels.sampling_reference:draw",
+    "triton": "nanovllm_kernels.sampling:draw",
+}
+FLOORS = {
+    "torch": "nanovllm_kernels.sampling_reference:floors",
+    "triton": "nanovllm_kernels.sampling:floors",
+}

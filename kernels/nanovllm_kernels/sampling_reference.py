@@ -1,0 +1,121 @@
+"""Drawing tokens in plain torch: the definition, and what runs on a CPU.
+
+Shapes: S sampling rows, V vocabulary, N slots (per-request numbers are read by slot), B blocks of
+the vocabulary, W tokens of one block.
+
+Decision: a random number is a function of (seed, position, vocabulary index) and of nothing else:
+element `index` of a SplitMix64 stream (Steele, Lea, Flood 2014) that starts at a mix of seed and
+position. A request therefore draws the same text in any batch, and again after a preemption.
+
+Decision: a token is drawn by the Gumbel maximum in two levels: a block of the vocabulary by its
+total weight, then a token within that block. The distribution is the one of a single maximum over
+the vocabulary, but only B + W Gumbel numbers are needed instead of V, which leaves the kernel
+nothing to do but to read the logits once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BLOCK = 2048  # part of the definition: another width draws other tokens from the same seed
+BLOCK_INDEX = 1 << 32  # blocks use the stream from here on, tokens the elements before it
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64, whose products wrap like unsigned ones
+MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIX_2 = 0x94D049BB133111EB - (1 << 64)
+LOWEST = -3.4028234663852886e38  # the lowest finite float32
+
+
+def draw(
+    logits_SV: Tensor,
+    slots_S: Tensor,
+    positions_S: Tensor,
+    inverse_temperatures_N: Tensor,
+    seeds_N: Tensor,
+    floors_S: Tensor | None = None,
+) -> Tensor:
+    """One token per row, int64: softmax(logits / temperature) over the logits >= floor.
+
+    An inverse temperature of 0 means the largest logit, the first of equal ones.
+    """
+    inverse_S = inverse_temperatures_N[slots_S]
+    x_SV = logits_SV.float()
+    if floors_S is not None:
+        x_SV = x_SV.masked_fill(x_SV < floors_S[:, None], -torch.inf)
+    scaled_SV = (x_SV - x_SV.amax(-1, keepdim=True)) * inverse_S[:, None]
+    padding = -x_SV.shape[1] % BLOCK
+    blocks_SBW = functional.pad(scaled_SV, (0, padding), value=-torch.inf).unflatten(1, (-1, BLOCK))
+    keys_S1 = stream_keys(seeds_N[slots_S], positions_S)[:, None]
+    starts_B = torch.arange(blocks_SBW.shape[1], device=x_SV.device) * BLOCK
+    weights_SB = blocks_SBW.logsumexp(-1) + gumbel(keys_S1, BLOCK_INDEX + starts_B)
+    block_S1 = weights_SB.argmax(-1, keepdim=True)
+    indices_SW = block_S1 * BLOCK + torch.arange(BLOCK, device=x_SV.device)
+    block_SW = blocks_SBW.take_along_dim(block_S1[:, :, None], 1)[:, 0]
+    within_S = (block_SW + gumbel(keys_S1, indices_SW)).argmax(-1)
+    return torch.where(inverse_S == 0, x_SV.argmax(-1), block_S1[:, 0] * BLOCK + within_S)
+
+
+def floors(
+    logits_SV: Tensor,
+    slots_S: Tensor,
+    inverse_temperatures_N: Tensor,
+    top_ks_N: Tensor,
+    top_ps_N: Tensor,
+    min_p_gaps_N: Tensor,
+) -> Tensor:
+    """The smallest logit that min-p, top-k and top-p, in this order, leave possible in each row.
+
+    min-p keeps the logits >= largest + gap, where gap = temperature * ln(min_p), -inf for off.
+    top-k (0 = off) keeps those >= the k-th largest. top-p (1 = off) keeps those >= the largest
+    value v such that the logits >= v weigh at least top_p of all that were kept so far. Equal
+    logits share one fate, so a tie at the boundary keeps all of it, and the largest always stays.
+    Weights are float32 sums: where a boundary lies within rounding of top_p, implementations may
+    differ by one value.
+    """
+    sorted_SV = logits_SV.float().sort(-1, descending=True).values
+    top_S1 = sorted_SV[:, :1]
+    inverse_S1, top_p_S1 = inverse_temperatures_N[slots_S, None], top_ps_N[slots_S, None]
+    k_S1 = top_ks_N[slots_S, None].long()
+    last = logits_SV.shape[1] - 1
+    kth_S1 = sorted_SV.take_along_dim((k_S1 - 1).clamp(0, last), 1)
+    low_S1 = torch.maximum(top_S1 + min_p_gaps_N[slots_S, None], kth_S1.where(k_S1 > 0, LOWEST))
+    weights_SV = torch.exp((sorted_SV - top_S1) * inverse_S1).where(sorted_SV >= low_S1, 0.0)
+    mass_SV = weights_SV.cumsum(-1)
+    num_kept_S1 = (mass_SV - weights_SV < top_p_S1 * mass_SV[:, -1:]).sum(-1, keepdim=True)
+    nucleus_S1 = sorted_SV.take_along_dim((num_kept_S1 - 1).clamp(min=0), 1)
+    return torch.maximum(low_S1, nucleus_S1.where(top_p_S1 < 1, LOWEST))[:, 0]
+
+
+def stream_keys(seeds_S: Tensor, positions_S: Tensor) -> Tensor:
+    """Where each row's stream starts, int64."""
+    return mix(mix(seeds_S) + positions_S)
+
+
+def gumbel(keys: Tensor, indices: Tensor) -> Tensor:
+    """Standard Gumbel numbers, float32: -log of an exponential number, -log(1 - u).
+
+    Near u = 0, where the large Gumbel numbers come from, the logarithm's series is exact to
+    float32 whatever the logarithm's own error.
+    """
+    u = uniforms(keys, indices)
+    series = u * (1 + u * (0.5 + u * (1 / 3)))
+    return -torch.log(torch.where(u < 2**-8, series, -torch.log(1 - u)))
+
+
+def uniforms(keys: Tensor, indices: Tensor) -> Tensor:
+    """float32 in [2**-33, 1 - 2**-24]: never 0 or 1, and finely spaced near 0."""
+    bits = (mix(keys + (indices + 1) * GOLDEN) >> 32) & 0xFFFFFFFF
+    return (bits.float() * 2**-32 + 2**-33).clamp(max=1 - 2**-24)
+
+
+def mix(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 on int64 bit patterns."""
+    x = (x ^ shift_right(x, 30)) * MIX_1
+    x = (x ^ shift_right(x, 27)) * MIX_2
+    return x ^ shift_right(x, 31)
+
+
+def shift_right(x: Tensor, count: int) -> Tensor:
+    """The logical shift of int64, which torch has only as the arithmetic one."""
+    return (x >> count) & ((1 << 64 - count) - 1)

@@ -1,0 +1,137 @@
+"""One run against the engine process without HTTP: token ids in, token ids out, over IPC.
+
+Knows neither how the engine was started nor what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from nanovllm.bench.machine import fingerprint
+from nanovllm.bench.measure import Sample, summarise
+from nanovllm.bench.outcome import Advance, Outcome, ProgressBar, now
+from nanovllm.bench.report import stats_facts
+from nanovllm.bench.workload import TokenLoad, token_load
+from nanovllm.config import Config
+from nanovllm.ipc.client import EngineClient
+from nanovllm.wire import Finish, Generate, Ready, Refusal, Sampling, TokenLogprobs
+
+STATS_S = 0.5  # the engine's counters come five times a second, and when it falls idle
+
+
+async def measure_engine(
+    path: str, config: Config, workload: str, *, seed: int, warm_up: bool, bar: ProgressBar
+) -> Outcome:
+    """Warm up and run one of OFFLINE_NAMES on the engine whose socket is at `path`."""
+    client = await EngineClient.connect(path)
+    ready = client.ready
+    load = token_load(workload, seed=seed, vocab_size=ready.vocab_size)
+    if warm_up:
+        warm = load.warm_up(seed + 1, ready.vocab_size)
+        with bar(len(warm.prompts), "warm-up") as advance:
+            await run(client, warm, advance)
+    before, started_at = client.stats, now()
+    with bar(len(load.prompts), f"{ready.model} {load.name}") as advance:
+        samples = await run(client, load, advance)
+    machine = fingerprint()
+    await asyncio.sleep(STATS_S)
+    engine = stats_facts(before, client.stats)
+    client.close()
+    return Outcome(
+        kind="offline",
+        model=ready.model,
+        started_at=started_at,
+        summary=summarise(samples),
+        recipe=msgspec.json.decode(ready.facts["recipe"]),
+        changed=config.changed,
+        workload={
+            "name": load.name,
+            "concurrency": len(load.prompts),
+            "request_rate": None,
+            "burstiness": 1.0,
+            "seed": seed,
+            "num_prompts": len(load.prompts),
+            "temperature": load.temperature,
+            "ignore_eos": True,
+            "arrivals": "all at once",
+            "prompts": "random token ids, no two prompts alike, other ones in the warm-up",
+            "warmup": len(load.prompts) if warm_up else 0,
+        },
+        metrics={},
+        engine=engine,
+        machine=machine,
+    )
+
+
+class Engine(Protocol):
+    """What is used of ipc.client.EngineClient."""
+
+    ready: Ready
+
+    def new_id(self) -> int: ...
+    def submit(self, request: Generate, sink: Stopwatch) -> None: ...
+
+
+class Stopwatch:
+    """Receives one request's results and stamps them."""
+
+    def __init__(self, num_prompt: int, max_new: int, finished: Callable[[int], None]) -> None:
+        self.sample = Sample(sent=time.perf_counter(), stamps=[], input_tokens=num_prompt)
+        self._max_new = max_new
+        self._finished = finished
+
+    def started(self, num_cached: int) -> None:
+        self.sample.cached_tokens = num_cached
+
+    def tokens(self, token_ids: Sequence[int]) -> None:
+        self.sample.stamps.append(time.perf_counter())
+        self.sample.output_tokens += len(token_ids)
+
+    def logprobs(self, entry: TokenLogprobs) -> None:
+        raise AssertionError("nobody asked for logprobs")
+
+    def finish(self, finish: Finish) -> None:
+        if self.sample.output_tokens != self._max_new:
+            self.sample.error = f"{self.sample.output_tokens} tokens came, not {self._max_new}"
+        self._finished(self.sample.output_tokens)
+
+    def refused(self, refusal: Refusal) -> None:
+        self.sample.error = refusal.message
+        self._finished(0)
+
+    def lost(self) -> None:
+        self.sample.error = "the engine died"
+        self._finished(0)
+
+    def flush(self) -> None: ...
+
+
+async def run(engine: Engine, load: TokenLoad, advance: Advance) -> list[Sample]:
+    """Submit everything at once, and wait for all of it."""
+    over = asyncio.get_running_loop().create_future()
+    waiting = len(load.prompts)
+
+    def finished(num_tokens: int) -> None:
+        nonlocal waiting
+        waiting -= 1
+        advance(1, num_tokens)
+        if not waiting and not over.done():
+            over.set_result(None)
+
+    prompts = [array("i", prompt).tobytes() for prompt in load.prompts]
+    sinks = []
+    for at, prompt in enumerate(prompts):
+        # No stop ids: nothing but the length ends a request.
+        sampling = Sampling(temperature=load.temperature, seed=at)
+        request = Generate(engine.new_id(), prompt, load.outputs[at], [], sampling)
+        sink = Stopwatch(len(load.prompts[at]), load.outputs[at], finished)
+        sinks.append(sink)
+        engine.submit(request, sink)
+    await over
+    return [sink.sample for sink in sinks]

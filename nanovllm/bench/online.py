@@ -1,0 +1,291 @@
+"""One run against a server: asks what it serves, spreads the load over client processes.
+
+Knows neither how a chunk is read nor what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from random import Random
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+from msgspec import Struct
+
+from nanovllm.bench import client
+from nanovllm.bench.machine import fingerprint
+from nanovllm.bench.measure import Sample, summarise
+from nanovllm.bench.outcome import Advance, Outcome, ProgressBar, now
+from nanovllm.bench.report import engine_facts
+from nanovllm.bench.workload import Load, arrivals, chat_bodies, random_text
+from nanovllm.config import Config, ConfigError
+
+SCRAPE_S = 1.0
+READY_S = 60.0  # to start a client process
+
+SpawnContext = multiprocessing.context.SpawnContext
+
+
+class Served(Struct, frozen=True):
+    """What a server says about itself, and how it counts the words of our prompts."""
+
+    model: str
+    tokens_per_word: float
+    overhead_tokens: float  # of the chat template
+
+    def num_words(self, num_tokens: int) -> int:
+        return max(1, round((num_tokens - self.overhead_tokens) / self.tokens_per_word))
+
+
+class Run(Struct, frozen=True):
+    samples: list[Sample]
+    client_busy: float  # of the busiest client process
+    gauges: dict[str, float]  # the largest values of the server's metrics while it ran
+
+
+class _Api:
+    """The few requests that measure nothing."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self.url = url
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # No proxy from the environment may stand between a benchmark and its server.
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=120.0, trust_env=False)
+
+    def __enter__(self) -> _Api:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def call(self, method: str, path: str, body: object = None) -> bytes:
+        try:
+            content = None if body is None else msgspec.json.encode(body)
+            reply = self._http.request(method, path, content=content)
+        except httpx.HTTPError as error:
+            raise ConfigError(
+                f"no server answers at {self.url} ({error}); start one with `nanovllm serve`, "
+                "or name another with --url"
+            ) from None
+        if reply.status_code != 200:
+            raise ConfigError(f"{self.url}{path}: HTTP {reply.status_code}: {reply.text[:300]}")
+        return reply.content
+
+
+def measure_server(
+    load: Load,
+    config: Config | None,
+    *,
+    url: str,
+    api_key: str | None,
+    goals_ms: Mapping[str, float],
+    warmup: int | None,
+    processes: int,
+    bar: ProgressBar,
+) -> Outcome:
+    """Warm up, send the load, ask the server what it did. `config`: what it was started with."""
+    where = target(url, api_key)
+    with _Api(url, api_key) as api:
+        served = ask_server(api, load)
+        if config is not None and served.model != config.served_name:
+            raise ConfigError(f"{url} serves {served.model}; the recipe is {config.served_name}")
+
+        def send(part: Load, label: str) -> Run:
+            with bar(part.num_prompts, label) as advance:
+                return run(part, served, where, processes, lambda: scrape(api), advance)
+
+        num_warm = (load.concurrency or 8) if warmup is None else warmup
+        if num_warm:
+            send(load.warm_up(num_warm), "warm-up")
+        before, started_at = scrape(api), now()
+        result = send(load, served.model)
+        engine = engine_facts(before, scrape(api), result.gauges)
+    return Outcome(
+        kind="serve",
+        model=served.model,
+        started_at=started_at,
+        summary=summarise(result.samples, goals_ms),
+        recipe={"model": served.model} if config is None else msgspec.to_builtins(config.recipe),
+        changed={} if config is None else config.changed,
+        workload=msgspec.to_builtins(load)
+        | {
+            "name": load.name,
+            "arrivals": "closed loop" if load.request_rate is None else "gamma",
+            "prompts": "random words, no two prompts alike, other ones in the warm-up",
+            "warmup": num_warm,
+            "processes": processes,
+        },
+        metrics={"client_busy": result.client_busy},
+        engine=engine,
+        machine=fingerprint(),
+    )
+
+
+def target(url: str, api_key: str | None) -> client.Target:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--url {url}: write it as http://host:port")
+    tls = parts.scheme == "https"
+    return client.Target(parts.hostname, parts.port or (443 if tls else 80), tls, api_key)
+
+
+def ask_server(api: _Api, load: Load) -> Served:
+    """Two short requests tell how many tokens our words become: no tokenizer is needed here."""
+    models = msgspec.json.decode(api.call("GET", "/v1/models"), type=_Models).data
+    if not models:
+        raise ConfigError(f"{api.url}/v1/models lists no model")
+    model, rng = models[0], Random(f"probe {load.seed}")
+    few, many = 16, max(64, load.input_len // 4)
+    low = _prompt_tokens(api, model.id, random_text(rng, few))
+    high = _prompt_tokens(api, model.id, random_text(rng, many))
+    per_word = (high - low) / (many - few)
+    if per_word <= 0.0:
+        raise ConfigError(f"{api.url} counts {low} tokens for {few} words, but {high} for {many}")
+    limit = model.max_model_len
+    longest = (load.input_len + load.output_len) * (1.0 + load.range_ratio)
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"--input-len + --output-len is up to {longest:.0f} tokens; {model.id} at {api.url} "
+            f"takes at most {limit}"
+        )
+    return Served(model.id, per_word, low - few * per_word)
+
+
+def run(
+    load: Load,
+    served: Served,
+    where: client.Target,
+    processes: int,
+    read: Callable[[], dict[str, float]],
+    advance: Advance,
+) -> Run:
+    """Send the load from client processes; `read` is asked for the server's metrics meanwhile."""
+    context = multiprocessing.get_context("spawn")
+    bodies = chat_bodies(load, served.model, served.num_words)
+    count = min(processes, load.num_prompts, load.concurrency or processes)
+    take = None if load.concurrency is None else Tickets(context)
+    with _clients(context, _split(load, where, bodies, count), take) as pipes:
+        for pipe in pipes:
+            _receive(pipe, READY_S)
+        start = time.perf_counter() + 0.1
+        for pipe in pipes:
+            pipe.send_bytes(msgspec.msgpack.encode(start))
+        return _gather(pipes, read, advance)
+
+
+def scrape(api: _Api) -> dict[str, float]:
+    """The server's metrics by name and labels; empty when it has none."""
+    try:
+        text = api.call("GET", "/metrics").decode()
+    except ConfigError:
+        return {}
+    lines = (line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#")
+    return {parts[0]: float(parts[1]) for parts in lines if len(parts) == 2}
+
+
+class Tickets:
+    """Hands out 0, 1, 2, ... to all client processes together."""
+
+    def __init__(self, context: SpawnContext) -> None:
+        self._next = context.Value("q", 0)
+
+    def __call__(self) -> int:
+        with self._next.get_lock():
+            self._next.value += 1
+            return int(self._next.value) - 1
+
+
+class _Model(Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(Struct):
+    data: list[_Model]
+
+
+class _Counted(Struct):
+    usage: dict[str, object]
+
+
+def _prompt_tokens(api: _Api, model: str, text: str) -> int:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 1,
+        "temperature": 0.0,
+    }
+    reply = api.call("POST", "/v1/chat/completions", body)
+    return msgspec.convert(
+        msgspec.json.decode(reply, type=_Counted).usage.get("prompt_tokens"), int
+    )
+
+
+def _split(load: Load, where: client.Target, bodies: list[bytes], count: int) -> list[client.Share]:
+    """Closed loop: every process may send every body. Open loop: each has its own arrivals."""
+    if load.concurrency is not None:
+        lanes = [len(range(at, load.concurrency, count)) for at in range(count)]
+        return [client.Share(where, bodies, [], num) for num in lanes]
+    due = arrivals(load)
+    return [client.Share(where, bodies[at::count], due[at::count], 0) for at in range(count)]
+
+
+@contextmanager
+def _clients(
+    context: SpawnContext, shares: list[client.Share], take: Tickets | None
+) -> Iterator[list[Connection]]:
+    pipes, workers = [], []
+    try:
+        for share in shares:
+            here, there = context.Pipe()
+            worker = context.Process(target=client.main, args=(share, take, there), daemon=True)
+            worker.start()
+            there.close()  # so that its death is an EOF here
+            pipes.append(here)
+            workers.append(worker)
+        yield pipes
+        for worker in workers:
+            worker.join(5.0)
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+
+
+def _gather(
+    pipes: list[Connection],
+    read: Callable[[], dict[str, float]],
+    advance: Advance,
+) -> Run:
+    samples: list[Sample] = []
+    gauges: dict[str, float] = {}
+    busy, scraped, open_pipes = 0.0, 0.0, list(pipes)
+    while open_pipes:
+        for pipe in wait(open_pipes, SCRAPE_S):
+            assert isinstance(pipe, Connection)
+            report = msgspec.msgpack.decode(_receive(pipe, 0.0), type=client.Report)
+            if isinstance(report, client.Progress):
+                advance(report.num_finished, report.num_chunks)
+                continue
+            samples += report.samples
+            busy = max(busy, report.busy)
+            open_pipes.remove(pipe)
+        if time.perf_counter() - scraped > SCRAPE_S:
+            for name, value in read().items():
+                gauges[name] = max(value, gauges.get(name, value))
+            scraped = time.perf_counter()
+    return Run(samples, busy, gauges)
+
+
+def _receive(pipe: Connection, limit_s: float) -> bytes:
+    try:
+        if pipe.poll(limit_s):
+            return pipe.recv_bytes()
+    except (EOFError, OSError):
+        pass
+    raise RuntimeError("a client process of the benchmark died or did not start")

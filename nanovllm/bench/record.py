@@ -1,0 +1,112 @@
+"""The record of one measurement: its schema, its place under results/, its writer and reader.
+
+Does not know how anything was measured. `python -m nanovllm.bench.record > results/schema.json`
+writes the schema.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from nanovllm.bench.machine import Machine
+from nanovllm.config import ConfigError
+
+Kind = Literal["serve", "offline", "kernels", "kv", "graphs", "parity"]
+SECRETS = ("--api-key", "server.api_key")
+UNNAMED = ("load.", "server.")  # altered keys that do not tell records of a day apart
+
+
+class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    schema_version: int = 1
+    kind: Kind
+    machine: Machine
+    commit: str  # full hash; empty when unknown
+    dirty: bool  # the tree differed from the commit
+    started_at: str  # UTC, ISO 8601
+    duration_s: float
+    argv: list[str]  # the command that reproduces it, secrets left out
+    recipe: dict[str, Any]  # fully resolved
+    changed: dict[str, Any]  # what flags and --set altered
+    workload: dict[str, Any]  # name, concurrency, seed, lengths, arrivals
+    metrics: dict[str, float]  # names carry units
+    versions: dict[str, str]
+    notes: str = ""  # begins with "invalid:" when the run says nothing
+
+    @property
+    def is_publishable(self) -> bool:
+        return bool(self.commit) and not self.dirty and not self.notes.startswith("invalid:")
+
+
+def write(record: Record, results_dir: Path) -> Path:
+    """results/<machine>/<kind>/<date>_<commit>_<name>.json, or scratch/ if nobody could redo it.
+
+    Never overwrites: a second record of that name gets a number.
+    """
+    place = Path(record.machine.slug, record.kind)
+    folder = results_dir / (place if record.is_publishable else "scratch" / place)
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{record.started_at[:10]}_{record.commit[:7] or 'unknown'}_{name(record)}"
+    path, again = folder / f"{stem}.json", 1
+    while path.exists():
+        again += 1
+        path = folder / f"{stem}_{again}.json"
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+    return path
+
+
+def read(path: Path) -> Record:
+    """Raises ConfigError that names the file and the field."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Record)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path} is no record: {error}") from None
+
+
+def name(record: Record) -> str:
+    """`qwen3-8b_w1_depth0`: the model, the workload, and what was altered."""
+    model = str(record.recipe["model"]).rstrip("/").rsplit("/", 1)[-1]
+    altered = [
+        f"{path.rsplit('.', 1)[-1]}{value}"
+        for path, value in record.changed.items()
+        if not path.startswith(UNNAMED)
+    ]
+    return "_".join(_slug(part) for part in (model, str(record.workload["name"]), *altered))
+
+
+def without_secrets(argv: list[str]) -> list[str]:
+    """A command line fit to be published."""
+    shown: list[str] = []
+    for text in argv:
+        if shown and shown[-1] in SECRETS:
+            text = "..."
+        shown.append(re.sub(rf"^({'|'.join(SECRETS)})=.*", r"\1=...", text))
+    return shown
+
+
+def hide_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for a recipe's or an override's keys, at any depth."""
+    shown: dict[str, Any] = {}
+    for key, value in values.items():
+        if key.rsplit(".", 1)[-1] == "api_key" and value is not None:
+            value = "..."
+        shown[key] = hide_secrets(value) if isinstance(value, Mapping) else value
+    return shown
+
+
+def schema() -> bytes:
+    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Record)), indent=2) + b"\n"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(schema())

@@ -1,0 +1,158 @@
+"""The engine process: build, report ready, run the step loop, shut down. Knows no policies."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from nanovllm.config import Config, Recipe
+from nanovllm.engine.executor import Executor
+from nanovllm.engine.loop import EngineLoop
+from nanovllm.ipc.channel import Connection, Listener
+from nanovllm.kv.memory import KVMemory
+from nanovllm.log import fields
+from nanovllm.runner.build import Built, build
+from nanovllm.sched.scheduler import Scheduler
+from nanovllm.wire import WORKER_BITS, Ready, Stats, StepOutput, ToEngine
+
+log = logging.getLogger("engine")
+STATS_EVERY_S = 0.2
+
+
+def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[], None]) -> None:
+    """Serve until every API process has gone. Raises ConfigError if the recipe cannot be served."""
+    built = build(config)
+    recipe = built.recipe
+    memory = KVMemory(built.num_pages, int(recipe.cache.page_tokens), prefix=recipe.cache.prefix)
+    scheduler = Scheduler(
+        memory,
+        num_slots=int(recipe.schedule.slots),
+        step_tokens=int(recipe.schedule.step_tokens),
+        max_model_tokens=built.max_model_tokens,
+        max_queue=recipe.schedule.max_queue,
+        ageing_steps=recipe.schedule.ageing_steps,
+    )
+    ready()
+    connections = [listener.accept() for _ in range(num_workers)]
+    for worker, connection in enumerate(connections):
+        connection.send(greeting(config, built, recipe, worker))
+    Engine(scheduler, built.runner, connections, recipe.schedule.depth).run()
+
+
+def greeting(config: Config, built: Built, recipe: Recipe, worker: int) -> Ready:
+    return Ready(
+        worker=worker,
+        model=config.served_name,
+        max_model_tokens=built.max_model_tokens,
+        vocab_size=built.vocab_size,
+        num_pages=built.num_pages,
+        page_tokens=int(recipe.cache.page_tokens),
+        num_slots=int(recipe.schedule.slots),
+        facts={"recipe": msgspec.json.encode(recipe).decode()},
+    )
+
+
+class Engine:
+    """The loop with its mail: one thread reads each API process, one thread writes to it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        connections: list[Connection],
+        depth: int,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.loop = EngineLoop(scheduler, executor, self.publish, depth)
+        self._inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self._outboxes: list[queue.SimpleQueue[StepOutput]] = []
+        self._num_open = len(connections)
+        self._stats_due = 0.0
+        for connection in connections:
+            outbox: queue.SimpleQueue[StepOutput] = queue.SimpleQueue()
+            self._outboxes.append(outbox)
+            for work in (self._read, self._write):
+                threading.Thread(target=work, args=(connection, outbox), daemon=True).start()
+
+    def run(self) -> None:
+        while self._num_open:
+            self._take_mail()
+            self.loop.tell()
+            self.loop.step()
+        log.info("stopped %s", fields(steps=self.scheduler.stats().num_steps))
+
+    def _take_mail(self) -> None:
+        """Everything that has arrived; waits for something only when there is nothing to run."""
+        if self.loop.idle:
+            self.publish(StepOutput(stats=self.stats()))
+            self._take(self._inbox.get())
+        while not self._inbox.empty():
+            self._take(self._inbox.get())
+
+    def _take(self, message: ToEngine | None) -> None:
+        if message is None:
+            self._num_open -= 1
+        else:
+            self.loop.handle(message)
+
+    def stats(self) -> Stats:
+        modes: dict[str, int] = dict(getattr(self.executor, "steps_by_mode", {}))
+        padded = getattr(self.executor, "padded_tokens", 0)
+        return msgspec.structs.replace(
+            self.scheduler.stats(), steps_by_mode=modes, padded_tokens=padded
+        )
+
+    def publish(self, output: StepOutput) -> None:
+        """One message a step to each API process that has a part in it."""
+        if output.stats is None and time.monotonic() >= self._stats_due:
+            self._stats_due = time.monotonic() + STATS_EVERY_S
+            output = msgspec.structs.replace(output, stats=self.stats())
+        if len(self._outboxes) == 1:
+            self._outboxes[0].put(output)
+            return
+        for worker, outbox in enumerate(self._outboxes):
+            if (part := part_of(output, worker)) is not None:
+                outbox.put(part)
+
+    def _read(self, connection: Connection, _: object) -> None:
+        while (message := connection.recv()) is not None:
+            self._inbox.put(message)
+        self._inbox.put(None)
+
+    def _write(self, connection: Connection, outbox: queue.SimpleQueue[StepOutput]) -> None:
+        try:
+            while True:
+                connection.send(outbox.get())
+        except OSError:
+            pass  # the API process has gone; its reader says so to the loop
+
+
+def part_of(output: StepOutput, worker: int) -> StepOutput | None:
+    """What one API process needs to know of a step; None if nothing."""
+
+    def mine(request_id: int) -> bool:
+        return request_id >> WORKER_BITS == worker
+
+    ids = np.frombuffer(output.ids, np.int64)
+    chosen = (ids >> WORKER_BITS) == worker
+    one_each = not output.counts
+    counts = np.ones(len(ids), np.int32) if one_each else np.frombuffer(output.counts, np.int32)
+    tokens = np.frombuffer(output.tokens, np.int32)[np.repeat(chosen, counts)]
+    part = StepOutput(
+        ids=ids[chosen].tobytes(),
+        tokens=tokens.tobytes(),
+        counts=b"" if one_each else counts[chosen].tobytes(),
+        started=[x for x in output.started if mine(x.request_id)],
+        finished=[x for x in output.finished if mine(x.request_id)],
+        refused=[x for x in output.refused if mine(x.request_id)],
+        logprobs=[x for x in output.logprobs if mine(x.request_id)],
+        stats=output.stats,
+    )
+    return part if part != StepOutput() else None

@@ -1,0 +1,144 @@
+"""Messages over a Unix socket: frames of a little-endian u32 length and one msgpack message.
+
+Owns framing and both ends: a blocking one for the engine process and an asyncio one for API
+processes. Knows nothing about what the messages mean.
+
+Decision: a stream socket and these few lines instead of a message library, because here a dead
+peer is an end of file at once; with heartbeats it would be a guess after seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from nanovllm.wire import FromEngine, ToEngine
+
+T = TypeVar("T")
+HEADER = struct.Struct("<I")
+READ_BYTES = 256 * 1024
+RETRY_S = 0.05
+
+
+class Frames(Generic[T]):
+    """Turns bytes, however they are cut, into the messages completed by them."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
+        self._decode = decoder.decode
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> list[T]:
+        self._buffer += data
+        messages: list[T] = []
+        at = 0
+        with memoryview(self._buffer) as view:
+            while at + HEADER.size <= len(view):
+                begin = at + HEADER.size
+                end = begin + HEADER.unpack_from(view, at)[0]
+                if end > len(view):
+                    break
+                messages.append(self._decode(view[begin:end]))
+                at = end
+        del self._buffer[:at]
+        return messages
+
+
+def frame(encoder: msgspec.msgpack.Encoder, message: object) -> bytes:
+    body = encoder.encode(message)
+    return HEADER.pack(len(body)) + body
+
+
+class Connection:
+    """The engine's end of one connection. One thread may send while another receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._encoder = msgspec.msgpack.Encoder()
+        self._frames = Frames(msgspec.msgpack.Decoder[ToEngine](ToEngine))
+        self._chunk = memoryview(bytearray(READ_BYTES))
+        self._received: deque[ToEngine] = deque()
+
+    def send(self, message: FromEngine) -> None:
+        """Blocks while the peer's buffer is full. Raises OSError when the peer is gone."""
+        self._sock.sendall(frame(self._encoder, message))
+
+    def recv(self) -> ToEngine | None:
+        """The next message, blocking; None when the peer is gone."""
+        while not self._received:
+            try:
+                count = self._sock.recv_into(self._chunk)
+            except ConnectionError:
+                return None
+            if not count:
+                return None
+            self._received.extend(self._frames.feed(self._chunk[:count]))
+        return self._received.popleft()
+
+    def close(self) -> None:
+        """Also wakes a thread that is blocked in `recv`: it gets None."""
+        with contextlib.suppress(OSError):  # the peer closed first
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+
+class Listener:
+    """The engine's address. Bound at once: API processes may connect before `accept` is called."""
+
+    def __init__(self, path: str) -> None:
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._sock.bind(path)
+        self._sock.listen()
+
+    def accept(self) -> Connection:
+        return Connection(self._sock.accept()[0])
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class AsyncConnection(asyncio.Protocol):
+    """An API process's end: decoded messages arrive in a callback, all of one read together."""
+
+    def __init__(
+        self, received: Callable[[list[FromEngine]], None], lost: Callable[[], None]
+    ) -> None:
+        self._received = received
+        self._lost = lost
+        self._encoder = msgspec.msgpack.Encoder()
+        self._frames = Frames(msgspec.msgpack.Decoder[FromEngine](FromEngine))
+        self._transport: asyncio.Transport
+
+    @classmethod
+    async def connect(
+        cls, path: str, received: Callable[[list[FromEngine]], None], lost: Callable[[], None]
+    ) -> AsyncConnection:
+        """Waits for the engine to appear at `path`; who started it watches whether it lives."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                return (await loop.create_unix_connection(lambda: cls(received, lost), path))[1]
+            except (FileNotFoundError, ConnectionRefusedError):
+                await asyncio.sleep(RETRY_S)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received(self._frames.feed(data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost()
+
+    def send(self, message: ToEngine) -> None:
+        self._transport.write(frame(self._encoder, message))
+
+    def close(self) -> None:
+        self._transport.close()

@@ -1,0 +1,166 @@
+"""An API process's view of the engine: submit and abort requests, route results to their sinks.
+
+Results arrive once per engine step, as packed arrays, and reach each request through plain calls:
+no queue, task or future per request. Knows nothing about HTTP or text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from nanovllm.ipc.channel import AsyncConnection
+from nanovllm.wire import (
+    WORKER_BITS,
+    Abort,
+    Finish,
+    FromEngine,
+    Generate,
+    Ready,
+    Refusal,
+    Stats,
+    StepOutput,
+    TokenLogprobs,
+)
+
+log = logging.getLogger("ipc")
+
+
+class EngineLostError(Exception):
+    """The engine process is gone."""
+
+
+class Sink(Protocol):
+    """Where one request's results go. Called from the event loop; must not block."""
+
+    def started(self, num_cached: int) -> None: ...
+
+    def logprobs(self, entry: TokenLogprobs) -> None:
+        """Precedes the `tokens` call that brings its token."""
+        ...
+
+    def tokens(self, token_ids: Sequence[int]) -> None: ...
+
+    def finish(self, finish: Finish) -> None: ...
+
+    def refused(self, refusal: Refusal) -> None: ...
+
+    def lost(self) -> None:
+        """The engine is gone, or this sink raised: nothing more will come."""
+        ...
+
+    def flush(self) -> None:
+        """Everything a step had for this request was delivered. May be called twice in a step."""
+        ...
+
+
+class EngineClient:
+    """One connection to the engine. `step_time` is when the latest results came (monotonic)."""
+
+    ready: Ready
+
+    def __init__(self, on_lost: Callable[[], None] = lambda: None) -> None:
+        self.stats = Stats()
+        self.is_lost = False
+        self.step_time = 0.0
+        self._on_lost = on_lost
+        self._sinks: dict[int, Sink] = {}
+        self._num_ids = 0
+        self._connection: AsyncConnection
+        self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def connect(cls, path: str, on_lost: Callable[[], None] = lambda: None) -> EngineClient:
+        """Returns once the engine has said `Ready`. Raises EngineLostError if it dies before."""
+        client = cls(on_lost)
+        client._connection = await AsyncConnection.connect(path, client._received, client._lost)
+        await client._is_ready
+        return client
+
+    def new_id(self) -> int:
+        self._num_ids += 1
+        return self.ready.worker << WORKER_BITS | self._num_ids
+
+    def submit(self, request: Generate, sink: Sink) -> None:
+        if self.is_lost:
+            raise EngineLostError
+        self._sinks[request.request_id] = sink
+        self._connection.send(request)
+
+    def abort(self, request_id: int) -> None:
+        """The sink hears nothing more, not even of its end. Unknown ids are fine."""
+        if self._sinks.pop(request_id, None) is not None and not self.is_lost:
+            self._connection.send(Abort(request_id))
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _received(self, messages: list[FromEngine]) -> None:
+        self.step_time = time.monotonic()
+        touched: list[Sink] = []
+        for message in messages:
+            if isinstance(message, StepOutput):
+                self._dispatch(message, touched)
+            else:
+                self.ready = message
+                self._is_ready.set_result(None)
+        for sink in touched:
+            sink.flush()
+
+    def _dispatch(self, out: StepOutput, touched: list[Sink]) -> None:
+        if out.stats is not None:
+            self.stats = out.stats
+        for start in out.started:
+            if (sink := self._sinks.get(start.request_id)) is not None:
+                sink.started(start.num_cached)
+        for entry in out.logprobs:
+            if (sink := self._sinks.get(entry.request_id)) is not None:
+                sink.logprobs(entry)
+        self._dispatch_tokens(out, touched)
+        for finish in out.finished:
+            if (sink := self._sinks.pop(finish.request_id, None)) is not None:
+                try:
+                    sink.finish(finish)
+                except Exception:
+                    self._failed(finish.request_id, sink)
+                touched.append(sink)
+        for refusal in out.refused:
+            if (sink := self._sinks.pop(refusal.request_id, None)) is not None:
+                sink.refused(refusal)
+                touched.append(sink)
+
+    def _dispatch_tokens(self, out: StepOutput, touched: list[Sink]) -> None:
+        """The loop that runs once per generated token."""
+        sinks = self._sinks
+        tokens = memoryview(out.tokens).cast("i")
+        counts = memoryview(out.counts).cast("i") if out.counts else None
+        end = 0
+        for row, request_id in enumerate(memoryview(out.ids).cast("q")):
+            begin, end = end, end + (1 if counts is None else counts[row])
+            if (sink := sinks.get(request_id)) is None:
+                continue  # aborted: the engine had not heard of it yet
+            try:
+                sink.tokens(tokens[begin:end])
+            except Exception:
+                self._failed(request_id, sink)
+            touched.append(sink)
+
+    def _failed(self, request_id: int, sink: Sink) -> None:
+        """One request's text could not be made; the others of the step must not notice."""
+        log.exception("request %d failed", request_id)
+        self.abort(request_id)
+        sink.lost()
+
+    def _lost(self) -> None:
+        self.is_lost = True
+        if not self._is_ready.done():
+            self._is_ready.set_exception(EngineLostError("the engine died while starting"))
+        sinks, self._sinks = list(self._sinks.values()), {}
+        for sink in sinks:
+            sink.lost()
+        for sink in sinks:
+            sink.flush()
+        self._on_lost()

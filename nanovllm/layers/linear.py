@@ -1,0 +1,53 @@
+"""Linear layers cut over tensor-parallel ranks.
+
+Each module says how its parameters are cut (`placements`); loading is done elsewhere, once, for
+all of them. A fused parameter is a list of named parts, each cut on its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.dist.mesh import Mesh, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which slice of each checkpoint tensor this rank keeps: the parts follow one another."""
+
+    dim: int  # the dimension that is cut
+    parts: tuple[tuple[str, Span], ...]  # an unfused parameter has the one part ""
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    """Uninitialised, of the default dtype and device: the loader sets both, then fills it."""
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+class ColumnLinear(nn.Module):
+    """y = x W^T, outputs cut over ranks. `parts` are fused in order: q, k, v or gate, up."""
+
+    def __init__(self, width: int, parts: dict[str, Span]) -> None:
+        super().__init__()
+        self.weight = parameter(sum(span.count for span in parts.values()), width)
+        self.placements = {"weight": Placement(0, tuple(parts.items()))}
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return F.linear(x_TD, self.weight)
+
+
+class RowLinear(nn.Module):
+    """y = x W^T with the inputs cut over ranks; the partial results are summed."""
+
+    def __init__(self, inputs: Span, width: int, mesh: Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.weight = parameter(width, inputs.count)
+        self.placements = {"weight": Placement(1, (("", inputs),))}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mesh.all_reduce(F.linear(x, self.weight))

@@ -1,0 +1,48 @@
+"""Rotary position embedding: the table of cosines and sines that `Ops.rope_store` applies.
+
+Decision: the table is computed in float32, angles included, because the reference implementation
+is: a more exact table would be a different model at long positions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+
+class PlainRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="default"):
+    rope_theta: float
+
+
+class Llama3Rope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="llama3"):
+    """Llama 3.1: slow rotations are stretched by `factor`, fast ones kept, the rest blended."""
+
+    rope_theta: float
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+Rope = PlainRope | Llama3Rope
+
+
+def cos_sin_table(rope: Rope, head_width: int, max_tokens: int) -> Tensor:
+    """cos_sin_LA, float32: row = position, cosines in the first half, sines in the second."""
+    exponents = torch.arange(0, head_width, 2, dtype=torch.float32) / head_width
+    frequencies = 1 / rope.rope_theta**exponents  # radians per token
+    if isinstance(rope, Llama3Rope):
+        frequencies = stretched(frequencies, rope)
+    angles = torch.arange(max_tokens, dtype=torch.float32)[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+def stretched(frequencies: Tensor, rope: Llama3Rope) -> Tensor:
+    """Frequencies whose period exceeds the original context divided, smoothly, by `factor`."""
+    turns = rope.original_max_position_embeddings / (2 * math.pi / frequencies)
+    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = kept.clamp(0, 1)  # 1: a fast rotation, seen whole often enough while training
+    return (1 - kept) * frequencies / rope.factor + kept * frequencies

@@ -1,0 +1,67 @@
+"""A checkpoint's config.json as the typed config of its family.
+
+Both spellings of rotary parameters are accepted: `rope_parameters`, and the older `rope_theta`
+with an optional `rope_scaling`. Everything else is what the family's Config declares.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+from msgspec import Struct
+
+from nanovllm.config import Config, ConfigError
+from nanovllm.layers.rope import Rope
+from nanovllm.models import MODELS
+from nanovllm.models.decoder import Decoder, DecoderConfig
+from nanovllm.registry import resolve
+
+
+class Spelling(Struct, frozen=True):
+    """What must be read before the family's own Config can be."""
+
+    architectures: list[str]
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_theta: float | None = None
+
+
+def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
+    """The model class and its config. Raises ConfigError naming the file and the field."""
+    path = Path(config.config_path)
+    try:
+        raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        spelling = msgspec.convert(raw, Spelling)
+        name = spelling.architectures[0] if spelling.architectures else "empty"
+        if name not in MODELS:
+            known = ", ".join(sorted(MODELS))
+            raise ConfigError(f"{path}: architectures is {name}; supported are {known}")
+        family: type[Decoder] = resolve(MODELS, name)
+        for field, only in family.Config.ONLY.items():
+            if raw.get(field, only) != only:
+                shown, allowed = (
+                    msgspec.json.encode(value).decode() for value in (raw[field], only)
+                )
+                raise ConfigError(f"{path}: {field} is {shown}; only {allowed} is supported")
+        raw["rope_parameters"] = rope_parameters(spelling, path)
+        return family, msgspec.convert(raw, family.Config)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except msgspec.DecodeError as error:  # not JSON, a missing field, or one of the wrong type
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def rope_parameters(spelling: Spelling, path: Path) -> dict[str, Any]:
+    """Either spelling as `rope_parameters`, with its rope_type."""
+    rope = spelling.rope_parameters
+    if rope is None:
+        if spelling.rope_theta is None:
+            raise ConfigError(f"{path}: missing field rope_theta (or rope_parameters)")
+        rope = {**(spelling.rope_scaling or {}), "rope_theta": spelling.rope_theta}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kinds = [known.__struct_config__.tag for known in get_args(Rope)]
+    if kind not in kinds:
+        raise ConfigError(f"{path}: rope type is {kind}; supported are {', '.join(kinds)}")
+    return {**rope, "rope_type": kind}

@@ -1,0 +1,158 @@
+"""What the dense decoder-only families share: config fields, tensor names, block, forward pass.
+
+What is true of one family only stands in that family's file.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta, Struct
+from torch import Tensor, nn
+
+from nanovllm.attention.base import ForwardContext
+from nanovllm.dist.mesh import Mesh
+from nanovllm.kv.layout import CacheLayout, PagedGroup
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embedding import Vocabulary
+from nanovllm.layers.mlp import MLP
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.ops import Ops
+from nanovllm.layers.rope import Rope, cos_sin_table
+
+Count = Annotated[int, Meta(ge=1)]
+Rule = tuple[str, str] | tuple[str, str, str]  # checkpoint name, parameter[, part]; {} = a number
+
+
+class DecoderConfig(Struct, frozen=True, kw_only=True):
+    """The fields of config.json in use; a missing one is an error that names it."""
+
+    ONLY: ClassVar[dict[str, object]] = {  # fields of which we compute one value alone
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+        "hidden_act": "silu",
+        "quantization_config": None,
+    }
+
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Count | None = None
+    max_position_embeddings: Count
+    rms_norm_eps: float
+    rope_parameters: Rope  # models/config.py turns the older rope_theta and rope_scaling into it
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm that first adds what came before to the residual."""
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, *, qk_norm: bool
+    ) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.attn_norm = RMSNorm(width, eps, ops)
+        self.attn = Attention(
+            layer,
+            width=width,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_width=config.head_width,
+            norm_eps=eps if qk_norm else None,
+            mesh=mesh,
+            ops=ops,
+        )
+        self.mlp_norm = RMSNorm(width, eps, ops)
+        self.mlp = MLP(width, config.intermediate_size, mesh, ops)
+
+    def forward(
+        self, x_TD: Tensor, residual_TD: Tensor | None, cos_sin_LA: Tensor, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """The MLP's output, not yet added to the residual stream, and that stream."""
+        x_TD, residual_TD = self.attn_norm(x_TD, residual_TD)
+        x_TD, residual_TD = self.mlp_norm(self.attn(x_TD, cos_sin_LA, ctx), residual_TD)
+        return self.mlp(x_TD), residual_TD
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, final norm, head.
+
+    WEIGHTS says which checkpoint tensor fills which parameter, IGNORED which may be there unused.
+    """
+
+    Config: ClassVar[type[DecoderConfig]]
+    WEIGHTS: ClassVar[tuple[Rule, ...]] = (
+        ("model.embed_tokens.weight", "embed.weight"),
+        ("model.layers.{}.input_layernorm.weight", "layers.{}.attn_norm.weight"),
+        ("model.layers.{}.self_attn.q_proj.weight", "layers.{}.attn.qkv.weight", "q"),
+        ("model.layers.{}.self_attn.k_proj.weight", "layers.{}.attn.qkv.weight", "k"),
+        ("model.layers.{}.self_attn.v_proj.weight", "layers.{}.attn.qkv.weight", "v"),
+        ("model.layers.{}.self_attn.o_proj.weight", "layers.{}.attn.out.weight"),
+        ("model.layers.{}.post_attention_layernorm.weight", "layers.{}.mlp_norm.weight"),
+        ("model.layers.{}.mlp.gate_proj.weight", "layers.{}.mlp.gate_up.weight", "gate"),
+        ("model.layers.{}.mlp.up_proj.weight", "layers.{}.mlp.gate_up.weight", "up"),
+        ("model.layers.{}.mlp.down_proj.weight", "layers.{}.mlp.down.weight"),
+        ("model.norm.weight", "norm.weight"),
+        ("lm_head.weight", "head.weight"),
+    )
+    IGNORED: ClassVar[tuple[str, ...]] = ("model.layers.{}.self_attn.rotary_emb.inv_freq",)
+    cos_sin_LA: Tensor
+
+    def __init__(self, config: DecoderConfig, mesh: Mesh, ops: Ops, max_tokens: int) -> None:
+        """`max_tokens`: no request is longer. It is the length of the rotary table."""
+        super().__init__()
+        self.embed = Vocabulary(config.vocab_size, config.hidden_size, mesh)
+        self.layers = nn.ModuleList(
+            self.block(config, layer, mesh, ops) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        tied = config.tie_word_embeddings
+        self.head = self.embed if tied else Vocabulary(config.vocab_size, config.hidden_size, mesh)
+        table = cos_sin_table(config.rope_parameters, config.head_width, max_tokens)
+        self.register_buffer("cos_sin_LA", table, persistent=False)
+
+    @staticmethod
+    def block(config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Block:
+        """The family's block of this layer."""
+        raise NotImplementedError
+
+    def forward(self, token_ids_T: Tensor, ctx: ForwardContext) -> Tensor:
+        """The last hidden states x_TD, normalised."""
+        x_TD: Tensor = self.embed(token_ids_T)
+        residual_TD: Tensor | None = None
+        for block in self.layers:
+            x_TD, residual_TD = block(x_TD, residual_TD, self.cos_sin_LA, ctx)
+        x_TD, _ = self.norm(x_TD, residual_TD)
+        return x_TD
+
+    def logits(self, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
+        """logits_SV of the sampling rows, in the model's dtype; V is this rank's share."""
+        return self.head.logits(x_TD[ctx.batch.sampled_at])
+
+    @staticmethod
+    def cache_layout(config: DecoderConfig, mesh: Mesh, dtype_bytes: int) -> CacheLayout:
+        heads = mesh.span_or_copy("num_key_value_heads", config.num_key_value_heads)
+        group = PagedGroup(
+            layers=tuple(range(config.num_hidden_layers)),
+            num_heads=heads.count,
+            k_width=config.head_width,
+            v_width=config.head_width,
+            bytes_per_element=dtype_bytes,
+        )
+        return CacheLayout(paged=(group,))

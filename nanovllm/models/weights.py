@@ -1,0 +1,197 @@
+"""Checkpoint tensors into parameters: every tensor used once, every parameter filled once.
+
+Knows no family: a model's WEIGHTS say which tensor fills what, its layers' `placements` which
+slice of it. Tensors are views of the mapped file, so host memory never holds a second copy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from msgspec import Struct
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from nanovllm.config import Config, ConfigError
+from nanovllm.dist.mesh import Mesh
+from nanovllm.layers.linear import Placement
+from nanovllm.layers.ops import Ops
+from nanovllm.models.config import read_model_config
+from nanovllm.models.decoder import Decoder, Rule
+
+INDEX = "model.safetensors.index.json"
+
+
+def load_model(
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: Ops,
+    max_tokens: int,
+) -> Decoder:
+    """Build the model on the device and fill it. No request will be longer than `max_tokens`.
+
+    Raises ConfigError: one line naming the file, and the tensor where there is one.
+    """
+    family, model_config = read_model_config(config)
+    with device, default_dtype(dtype):
+        model = family(model_config, mesh, ops, max_tokens)
+    if config.recipe.load.format == "dummy":
+        fill_random(model, device, config.recipe.load.seed)
+    else:
+        assert config.model_dir is not None
+        fill_from_files(model, Path(config.model_dir))
+    return model
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def fill_random(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Gains of one; matrices that keep the scale of what they multiply."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1)
+        else:
+            parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a checkpoint tensor goes: `count` lines of it, from `start` on, along `dim`."""
+
+    into: Tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    dim: int
+    start: int
+    count: int
+
+
+def fill_from_files(model: Decoder, folder: Path) -> None:
+    wanted = destinations(model, model.WEIGHTS)
+    ignored = ignored_names(model)
+    paths = shards(folder)
+    total_bytes = sum(path.stat().st_size for path in paths)
+    filled: set[str] = set()
+    # disable=None: no bar where stderr is not a terminal.
+    with tqdm(total=total_bytes, desc="weights", unit="B", unit_scale=True, disable=None) as bar:
+        for path in paths:
+            for name, tensor in tensors(path):
+                bar.update(tensor.nbytes)
+                if ignored.fullmatch(name):
+                    continue
+                if name not in wanted:
+                    raise ConfigError(f"{path}: unexpected tensor {name}")
+                if name in filled:
+                    raise ConfigError(f"{path}: tensor {name} was in another file already")
+                filled.add(name)
+                put(tensor, wanted[name], f"{path}: tensor {name}")
+    missing = sorted(wanted.keys() - filled)
+    if missing:
+        more = f", and {len(missing) - 1} more" if missing[1:] else ""
+        where = paths[0] if len(paths) == 1 else folder
+        raise ConfigError(f"{where}: missing tensor {missing[0]}{more}")
+
+
+def put(tensor: Tensor, to: Destination, what: str) -> None:
+    if tuple(tensor.shape) != to.shape:
+        raise ConfigError(f"{what} has shape {list(tensor.shape)}, expected {list(to.shape)}")
+    to.into.copy_(tensor.narrow(to.dim, to.start, to.count))
+
+
+def destinations(model: nn.Module, rules: Iterable[Rule]) -> dict[str, Destination]:
+    """By checkpoint name; together they fill every parameter exactly once."""
+    patterns = [(numbered(rule[1]), rule[0], "".join(rule[2:])) for rule in rules]
+    found: dict[str, Destination] = {}
+    for path, module in model.named_modules():
+        for field, parameter in module.named_parameters(recurse=False):
+            target = f"{path}.{field}".lstrip(".")
+            sources = {}
+            for pattern, source, part in patterns:
+                if match := pattern.fullmatch(target):
+                    sources[part] = source.format(*match.groups())
+            slices = dict(destinations_in(parameter, getattr(module, "placements", {}).get(field)))
+            assert sources.keys() == slices.keys(), f"WEIGHTS does not fill {target}"
+            found.update((sources[part], slices[part]) for part in slices)
+    return found
+
+
+def destinations_in(
+    parameter: Tensor, placement: Placement | None
+) -> Iterator[tuple[str, Destination]]:
+    """The named parts of one parameter, in order. Without a placement it is one uncut part."""
+    if placement is None:
+        size = parameter.shape[0]
+        yield "", Destination(parameter, tuple(parameter.shape), 0, 0, size)
+        return
+    at = 0
+    for part, span in placement.parts:
+        into = parameter.narrow(placement.dim, at, span.count)
+        shape = list(into.shape)
+        shape[placement.dim] = span.full
+        yield part, Destination(into, tuple(shape), placement.dim, span.start, span.count)
+        at += span.count
+
+
+def ignored_names(model: Decoder) -> re.Pattern[str]:
+    """Names that may be in a checkpoint unused: IGNORED, and second names of tied parameters."""
+    own = dict(model.named_parameters())
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - own.keys()
+    names = [*model.IGNORED, *(rule[0] for rule in model.WEIGHTS if rule[1] in tied)]
+    return re.compile("|".join(numbered(name).pattern for name in names))
+
+
+def numbered(name: str) -> re.Pattern[str]:
+    return re.compile(re.escape(name).replace(r"\{\}", r"(\d+)"))
+
+
+class Index(Struct, frozen=True):
+    weight_map: dict[str, str]  # tensor name -> file name
+
+
+def shards(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: those the index names, else all there are."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = set(msgspec.json.decode(index.read_bytes(), type=Index).weight_map.values())
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{index}: {error}") from None
+        for name in sorted(names):
+            if not (folder / name).is_file():
+                raise ConfigError(f"{index}: names {name}, which is not there")
+        return [folder / name for name in sorted(names)]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise ConfigError(
+            f"{folder} has no *.safetensors; --load-format dummy runs without weights"
+        )
+    return found
+
+
+def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """In the order of the file, so that a disk is read forwards."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.offset_keys():
+                yield name, file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} is not a whole safetensors file: {error}") from None

@@ -1,0 +1,91 @@
+"""Runner: the order of one step on one device, and nothing else.
+
+Implements engine.executor.Executor. Everything runs on one stream, in the order of the plans.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.attention.base import AttentionBackend, Batch, ForwardContext, PagedKV
+from nanovllm.plan import StepPlan
+from nanovllm.runner.batch import RowBuilder, StepRows, gather
+from nanovllm.runner.graphs import DecodeGraphs
+from nanovllm.runner.results import Handle, start_copy
+from nanovllm.runner.slots import Slots
+from nanovllm.sampling.sampler import Sampler, SampleRows
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What a forward pass leaves for sampling. Under a graph: static, possibly padded."""
+
+    batch: Batch
+    logits_SV: Tensor | None  # None: no row samples in this step
+
+
+class Runner:
+    def __init__(
+        self,
+        model: nn.Module,
+        slots: Slots,
+        sampler: Sampler,
+        caches: tuple[PagedKV, ...],
+        backend: AttentionBackend,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.slots = slots
+        self.sampler = sampler
+        self.caches = caches
+        self.backend = backend
+        self.device = device
+        self.builder = RowBuilder(slots.dead, slots.dead, device)
+        self.graphs = DecodeGraphs(self.forward, self.builder.static_slots_R)
+        self.steps_by_mode: Counter[str] = Counter()
+        self.padded_tokens = 0
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Handle:
+        """Enqueue one step. Nothing here waits for the device."""
+        self.slots.apply(plan)
+        self.sampler.admit(plan.admits)
+        rows = self.builder.rows(plan)
+        forwarded = self._run(rows)
+        num_rows = len(rows.slots_R)
+        lengths_R = forwarded.batch.lengths_R[:num_rows]
+        self.slots.advance(rows.slots_R, lengths_R)
+        if forwarded.logits_SV is None:
+            return start_copy(plan.step, None, self.device)
+        num_sampled = len(rows.sampled_slots)
+        sampled_S, slots_S = rows.sampled_rows_S, rows.slots_R
+        if sampled_S is not None:
+            lengths_R, slots_S = lengths_R[sampled_S], slots_S[sampled_S]
+        drawn = SampleRows(slots_S, lengths_R.long(), rows.sampled_slots)
+        sampled = self.sampler.sample(forwarded.logits_SV[:num_sampled], drawn)
+        self.slots.append(slots_S, drawn.positions_S, sampled.tokens_S)
+        return start_copy(plan.step, sampled, self.device)
+
+    def _run(self, rows: StepRows) -> Forwarded:
+        """Replay a graph where one fits, else run eagerly."""
+        decode = rows.counts_R is None
+        size = self.graphs.fit(len(rows.slots_R)) if decode else None
+        mode = "NONE" if size is None else "FULL"
+        self.steps_by_mode[f"{mode}/{'decode' if decode else 'mixed'}"] += 1
+        if size is None:
+            return self.forward(rows)
+        self.padded_tokens += size - len(rows.slots_R)
+        replayed = self.graphs.replay(size)
+        assert isinstance(replayed, Forwarded)
+        return replayed
+
+    def forward(self, rows: StepRows) -> Forwarded:
+        batch = gather(rows, self.slots)
+        ctx = ForwardContext(batch, self.caches, self.backend.bind(batch))
+        hidden_TD = self.model(batch.token_ids_T, ctx)
+        logits_SV = self.model.logits(hidden_TD, ctx) if len(batch.sampled_at) else None
+        return Forwarded(batch, logits_SV)

@@ -1,0 +1,98 @@
+"""Numbers per slot: numpy on the host, the same on the device, sent in one copy per step.
+
+Knows no feature. Two kinds: single numbers (Columns), and lists of tokens (TokenLists).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nanovllm.plan import Int32
+
+TYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64}  # of columns read there
+
+
+def upload(array: Int32, device: torch.device) -> Tensor:
+    """Never waits. The pinned copy may be dropped at once: the allocator keeps it until sent."""
+    host = torch.from_numpy(array)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
+class Columns:
+    """One structured array; a slot's line travels as a whole.
+
+    The device tensors never move, so a CUDA graph may read them. Lines start as zeros: the dead
+    slot's always are.
+    """
+
+    def __init__(
+        self, fields: Sequence[tuple[str, str]], num_lines: int, device: torch.device
+    ) -> None:
+        line = np.dtype([("slot", "i8"), *fields], align=True)
+        self.host = np.zeros(num_lines, line)
+        self.host["slot"] = np.arange(num_lines)
+        self._words_NX = torch.zeros(
+            num_lines, line.itemsize // 4, dtype=torch.int32, device=device
+        )
+
+    def on_device(self, name: str) -> Tensor:
+        """The column as a strided view of all lines."""
+        return self._view(self._words_NX, name)
+
+    def send(self, slots: Int32) -> None:
+        """Bring these slots' lines to the device."""
+        lines = self.host[slots].view(np.int32).reshape(len(slots), -1)
+        sent_AX = upload(lines, self._words_NX.device)
+        self._words_NX.index_copy_(0, self._view(sent_AX, "slot"), sent_AX)
+
+    def _view(self, words_NX: Tensor, name: str) -> Tensor:
+        assert self.host.dtype.fields is not None
+        kind, offset = self.host.dtype.fields[name][:2]
+        first = offset // 4
+        words = words_NX[:, first : first + kind.itemsize // 4]
+        return words.view(TYPES[kind.str[1:]])[:, 0]
+
+
+class TokenLists:
+    """Per slot, tokens and a number for each; as wide as the longest list so far (K).
+
+    Unused entries are token 0 with the number 0, which adding up does not notice.
+    """
+
+    def __init__(self, num_lines: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.lengths = np.zeros(num_lines, np.int32)  # on the host
+        self.tokens_NK = torch.zeros(num_lines, 0, dtype=torch.int32, device=device)
+        self.values_NK = torch.zeros(num_lines, 0, dtype=torch.float32, device=device)
+
+    def put(self, slots: Int32, lists: Sequence[dict[int, float]]) -> None:
+        """Replace the slots' lists. Tokens outside the vocabulary are left out: none is drawn."""
+        kept = [{t: v for t, v in entry.items() if 0 <= t < self.vocab_size} for entry in lists]
+        lengths = np.array([len(entry) for entry in kept], np.int32)
+        changed = np.flatnonzero((lengths > 0) | (self.lengths[slots] > 0))
+        self.lengths[slots] = lengths
+        if not len(changed):
+            return
+        self._widen(int(lengths.max()))
+        width = self.tokens_NK.shape[1]
+        lines = np.zeros((len(changed), 1 + 2 * width), np.int32)
+        lines[:, 0] = slots[changed]
+        values: npt.NDArray[np.float32] = lines[:, 1 + width :].view(np.float32)
+        for line, at in enumerate(changed):
+            lines[line, 1 : 1 + lengths[at]] = list(kept[at])
+            values[line, : lengths[at]] = list(kept[at].values())
+        sent_AX = upload(lines, self.tokens_NK.device)
+        slots_A = sent_AX[:, 0].long()
+        self.tokens_NK.index_copy_(0, slots_A, sent_AX[:, 1 : 1 + width])
+        self.values_NK.index_copy_(0, slots_A, sent_AX[:, 1 + width :].view(torch.float32))
+
+    def _widen(self, width: int) -> None:
+        missing = width - self.tokens_NK.shape[1]
+        if missing > 0:
+            self.tokens_NK = torch.nn.functional.pad(self.tokens_NK, (0, missing))
+            self.values_NK = torch.nn.functional.pad(self.values_NK, (0, missing))

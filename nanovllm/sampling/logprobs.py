@@ -1,0 +1,46 @@
+"""Log-probabilities of drawn tokens and of the best alternatives.
+
+They are the model's own: log-softmax of the logits before any feature or temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from nanovllm.plan import Admit, Int32
+from nanovllm.sampling.base import DeviceLogprobs, PerSlot, SampleRows, Wanted
+from nanovllm.sampling.columns import upload
+
+
+class Logprobs:
+    FIELDS = (("num_logprobs", "i4"),)  # 1 + how many alternatives; 0 = none, not even the token's
+
+    def __init__(self, per_slot: PerSlot) -> None:
+        self.host = per_slot.columns.host
+
+    def admit(self, admits: Sequence[Admit]) -> None:
+        for admit in admits:
+            self.host["num_logprobs"][admit.slot] = admit.sampling.logprobs + 1
+
+    def wanted(self, host_slots: Int32) -> Wanted:
+        return self.host["num_logprobs"][host_slots] > 0
+
+    def of(self, logits_SV: Tensor, tokens_S: Tensor, rows: SampleRows) -> DeviceLogprobs | None:
+        wanted = np.flatnonzero(self.wanted(rows.host_slots)).astype(np.int32)
+        if not len(wanted):
+            return None
+        counts = self.host["num_logprobs"][rows.host_slots[wanted]] - 1
+        at_W = upload(wanted, logits_SV.device).long()
+        logits_WV = logits_SV[at_W].float()
+        total_W1 = logits_WV.logsumexp(-1, keepdim=True)
+        top_WK = logits_WV.topk(int(counts.max()), -1)
+        return DeviceLogprobs(
+            rows=[int(row) for row in wanted],
+            counts=[int(count) for count in counts],
+            chosen_W=(logits_WV.take_along_dim(tokens_S[at_W, None], 1) - total_W1)[:, 0],
+            top_ids_WK=top_WK.indices,
+            top_logprobs_WK=top_WK.values - total_W1,
+        )

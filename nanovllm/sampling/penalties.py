@@ -1,0 +1,66 @@
+"""Repetition (of prompt and output), frequency and presence penalties (of output only).
+
+Decision: nothing is counted between steps. The tokens of a request are on the device anyway, so
+the logits of exactly these tokens are changed where they stand, which costs in proportion to the
+request's length instead of the vocabulary, and leaves nothing to restore after a preemption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.plan import Admit, Int32
+from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
+from nanovllm.sampling.columns import upload
+
+
+class Penalties:
+    FIELDS = (("repetition", "f4"), ("presence", "f4"), ("frequency", "f4"), ("penalised", "?"))
+
+    def __init__(self, per_slot: PerSlot) -> None:
+        columns = per_slot.columns
+        self.host = columns.host
+        self.tokens_NL, self.prompt_lengths_N = per_slot.tokens_NL, per_slot.prompt_lengths_N
+        self.repetition_N = columns.on_device("repetition")
+        self.presence_N = columns.on_device("presence")
+        self.frequency_N = columns.on_device("frequency")
+
+    def admit(self, admits: Sequence[Admit]) -> None:
+        for admit in admits:
+            asked, line = admit.sampling, self.host[admit.slot]
+            line["repetition"] = asked.repetition_penalty
+            line["presence"] = asked.presence_penalty
+            line["frequency"] = asked.frequency_penalty
+            additive = asked.presence_penalty != 0 or asked.frequency_penalty != 0
+            line["penalised"] = additive or asked.repetition_penalty != 1
+
+    def wanted(self, host_slots: Int32) -> Wanted:
+        return self.host["penalised"][host_slots]
+
+    def apply(self, logits_SV: Tensor, rows: SampleRows) -> None:
+        wanted = np.flatnonzero(self.wanted(rows.host_slots)).astype(np.int32)
+        at_W = upload(wanted, logits_SV.device).long()
+        slots_W, lengths_W1 = rows.slots_S[at_W], rows.positions_S[at_W, None]
+        tokens_WL = self.tokens_NL[slots_W, : rows.max_length].long()
+        prompts_W1 = self.prompt_lengths_N[slots_W, None]
+        index_L = torch.arange(tokens_WL.shape[1], device=tokens_WL.device)
+        known_WL = index_L < lengths_W1
+        output_WL = known_WL & (index_L >= prompts_W1)
+        # Other entries stand in as the newest token, so that each entry of a token says the same
+        # and their order in a scatter does not matter.
+        newest_W1 = tokens_WL.take_along_dim(lengths_W1 - 1, 1)
+        logits_X, lines_W1 = logits_SV.view(-1), at_W[:, None] * logits_SV.shape[1]
+
+        at_X = (lines_W1 + torch.where(known_WL, tokens_WL, newest_W1)).flatten()
+        factors_X = self.repetition_N[slots_W, None].expand_as(tokens_WL).flatten()
+        old_X = logits_X[at_X]
+        logits_X[at_X] = torch.where(old_X > 0, old_X / factors_X, old_X * factors_X)
+
+        at_X = (lines_W1 + torch.where(output_WL, tokens_WL, newest_W1)).flatten()
+        logits_X.scatter_add_(0, at_X, (output_WL * -self.frequency_N[slots_W, None]).flatten())
+        presence_W1 = self.presence_N[slots_W, None] * (lengths_W1 > prompts_W1)
+        logits_X[at_X] = logits_X[at_X] - presence_W1.expand_as(tokens_WL).flatten()

@@ -1,0 +1,109 @@
+"""From logits to tokens: features, truncation, draw, log-probabilities. Knows no feature by name.
+
+Decision: a step whose rows ask for nothing but a temperature (`plain`) is one draw on the raw
+logits and touches the host not at all, so it may be part of a CUDA graph. Any other step costs the
+launches of the features somebody asked for, on a float32 copy if they change logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.plan import Admit, Int32
+from nanovllm.registry import resolve
+from nanovllm.sampling import DRAWS, PROCESSORS
+from nanovllm.sampling.base import DeviceLogprobs, Feature, PerSlot, Processor, Sampled, SampleRows
+from nanovllm.sampling.columns import Columns
+from nanovllm.sampling.logprobs import Logprobs
+from nanovllm.sampling.truncate import Truncation
+
+__all__ = ["DeviceLogprobs", "SampleRows", "Sampled", "Sampler"]
+
+FIELDS = (("seed", "i8"), ("inverse_temperature", "f4"), ("special", "?"))
+HOTTEST = 1e6  # the largest inverse temperature: below 1e-6 a temperature is as good as 0
+
+
+class Sampler:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        tokens_NL: Tensor,
+        prompt_lengths_N: Tensor,
+        kernel: str,
+    ) -> None:
+        """`kernel` is "torch" or "triton". The two tensors are the runner's, by slot."""
+        made = [resolve(dict(zip(PROCESSORS, PROCESSORS, strict=True)), p) for p in PROCESSORS]
+        fields = [f for part in (*made, Truncation, Logprobs) for f in part.FIELDS]
+        self.columns = Columns([*FIELDS, *fields], num_slots + 1, device)
+        per_slot = PerSlot(self.columns, tokens_NL, prompt_lengths_N, vocab_size)
+        self.seeds_N = self.columns.on_device("seed")
+        self.inverse_temperatures_N = self.columns.on_device("inverse_temperature")
+        self.processors: list[Processor] = [make(per_slot) for make in made]
+        self.truncation = Truncation(per_slot, self.inverse_temperatures_N, kernel)
+        self.logprobs = Logprobs(per_slot)
+        self.features: tuple[Feature, ...] = (*self.processors, self.truncation, self.logprobs)
+        self._draw: Callable[..., Tensor] = resolve(DRAWS, kernel)
+
+    def admit(self, admits: Sequence[Admit]) -> None:
+        """Take over the requests' wishes; the slots' former ones are forgotten."""
+        if not admits:
+            return
+        host, slots = self.columns.host, np.array([admit.slot for admit in admits], np.int32)
+        for admit in admits:
+            heat, line = admit.sampling.temperature, host[admit.slot]
+            line["seed"] = admit.sampling.seed
+            line["inverse_temperature"] = min(1 / heat, HOTTEST) if heat > 0 else 0.0
+        for feature in self.features:
+            feature.admit(admits)
+        host["special"][slots] = np.any([f.wanted(slots) for f in self.features], 0)
+        self.columns.send(slots)
+
+    def plain(self, host_slots: Int32) -> bool:
+        """Whether `draw` alone serves these rows."""
+        return not self.columns.host["special"][host_slots].any()
+
+    def draw(
+        self,
+        logits_SV: Tensor,
+        slots_S: Tensor,
+        positions_S: Tensor,
+        floors_S: Tensor | None = None,
+    ) -> Tensor:
+        """A token per row, int64, by seed and temperature. Device work only: may be captured."""
+        return self._draw(
+            logits_SV, slots_S, positions_S, self.inverse_temperatures_N, self.seeds_N, floors_S
+        )
+
+    def warm_up(self, logits_SV: Tensor) -> None:
+        """Compile what any step may need for such logits, so that no request waits for it."""
+        slots_S = torch.zeros(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
+        rows = SampleRows(slots_S, slots_S, np.zeros(len(logits_SV), np.int32))
+        for logits in (logits_SV, logits_SV.float()):
+            self.draw(logits, slots_S, slots_S)
+            self.draw(logits, slots_S, slots_S, self.truncation.floors(logits, rows))
+
+    def sample(self, logits_SV: Tensor, rows: SampleRows) -> Sampled:
+        """Never waits for the device; leaves logits_SV as it was."""
+        slots = rows.host_slots
+        if self.plain(slots):
+            return Sampled(self.draw(logits_SV, rows.slots_S, rows.positions_S), None)
+        changed_SV = logits_SV
+        wanted = [p for p in self.processors if p.wanted(slots).any()]
+        if wanted:
+            changed_SV = logits_SV.to(
+                torch.float32, copy=True, memory_format=torch.contiguous_format
+            )
+        for processor in wanted:
+            processor.apply(changed_SV, rows)
+        floors_S = None
+        if self.truncation.wanted(slots).any():
+            floors_S = self.truncation.floors(changed_SV, rows)
+        tokens_S = self.draw(changed_SV, rows.slots_S, rows.positions_S, floors_S)
+        return Sampled(tokens_S, self.logprobs.of(logits_SV, tokens_S, rows))

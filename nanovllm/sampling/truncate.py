@@ -1,0 +1,51 @@
+"""min-p, top-k and top-p: the smallest logit each row may still draw. One kernel finds it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from nanovllm.plan import Admit, Int32
+from nanovllm.registry import resolve
+from nanovllm.sampling import FLOORS
+from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
+
+
+class Truncation:
+    FIELDS = (("top_k", "i4"), ("top_p", "f4"), ("min_p_gap", "f4"), ("truncated", "?"))
+
+    def __init__(self, per_slot: PerSlot, inverse_temperatures_N: Tensor, kernel: str) -> None:
+        columns = per_slot.columns
+        self.host = columns.host
+        self.find_floors: Callable[..., Tensor] = resolve(FLOORS, kernel)
+        self.inverse_temperatures_N = inverse_temperatures_N
+        self.top_k_N = columns.on_device("top_k")
+        self.top_p_N = columns.on_device("top_p")
+        self.min_p_gap_N = columns.on_device("min_p_gap")
+
+    def admit(self, admits: Sequence[Admit]) -> None:
+        for admit in admits:
+            asked, line = admit.sampling, self.host[admit.slot]
+            greedy = asked.temperature == 0  # the largest logit survives every truncation
+            on = asked.top_k > 0 or asked.top_p < 1 or asked.min_p > 0
+            line["truncated"] = on and not greedy
+            line["top_k"] = max(asked.top_k, 0)
+            line["top_p"] = asked.top_p
+            # p >= min_p * largest p, said of logits.
+            gap = asked.temperature * math.log(asked.min_p) if asked.min_p > 0 else -math.inf
+            line["min_p_gap"] = gap
+
+    def wanted(self, host_slots: Int32) -> Wanted:
+        return self.host["truncated"][host_slots]
+
+    def floors(self, logits_SV: Tensor, rows: SampleRows) -> Tensor:
+        return self.find_floors(
+            logits_SV,
+            rows.slots_S,
+            self.inverse_temperatures_N,
+            self.top_k_N,
+            self.top_p_N,
+            self.min_p_gap_N,
+        )

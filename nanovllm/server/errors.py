@@ -1,0 +1,65 @@
+"""What a refused request is told: an HTTP status and the OpenAI error body.
+
+Knows nothing about which checks exist.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+from msgspec import Struct
+
+MAX_MESSAGE_CHARS = 1000  # a request may not choose how long its refusal is
+
+
+class ErrorBody(Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(Struct, frozen=True):
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """Ends a request. `param` is the body's field at fault, with its path: `messages[0].role`."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        if len(message) > MAX_MESSAGE_CHARS:
+            message = message[: MAX_MESSAGE_CHARS - 3] + "..."
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> bytes:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = ErrorBody(self.message, kind, self.param, self.code)
+        return msgspec.json.encode(ErrorResponse(error))
+
+
+def bad_value(param: str, requirement: str, value: object) -> ApiError:
+    """`temperature must be between 0 and 2, not 3.0`"""
+    shown = repr(value)
+    shown = shown if len(shown) <= 100 else shown[:97] + "..."
+    return ApiError(
+        400, f"{param} must be {requirement}, not {shown}", param=param, code="invalid_value"
+    )
+
+
+def bad_body(error: msgspec.DecodeError) -> ApiError:
+    """From msgspec's words for a body that is no JSON or has a field of the wrong type."""
+    text = str(error)
+    if not isinstance(error, msgspec.ValidationError):
+        return ApiError(400, f"the body is not valid JSON: {text}", code="invalid_json")
+    complaint, _, place = text.partition(" - at ")
+    path = re.search(r"\$\.([\w.\[\]]*\w\]?)", place)  # without the [...] of a mapping's value
+    missing = re.search(r"required field `(\w+)`", complaint)
+    param = ".".join(found[1] for found in (path, missing) if found) or None
+    return ApiError(400, f"{param or 'the body'}: {complaint}", param=param, code="invalid_type")

@@ -1,0 +1,82 @@
+"""What this server serves: the model's name and limits, its tokenizer, template and defaults.
+
+Read once at start from the model's files and the engine's `Ready`; immutable afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from nanovllm.config import Config, ConfigError
+from nanovllm.registry import resolve
+from nanovllm.server.detokenize import Vocabulary
+from nanovllm.server.parsers import PARSERS, parser_for
+from nanovllm.server.parsers.base import ParserFactory
+from nanovllm.server.template import Template
+from nanovllm.wire import Ready
+
+
+T = TypeVar("T", bound=Struct)
+
+
+class GenerationConfig(Struct, frozen=True):
+    """The parts of generation_config.json that stand in for what a request leaves out."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    eos_token_id: int | list[int] | None = None
+
+
+class ModelConfig(Struct, frozen=True):
+    """The parts of config.json that matter here."""
+
+    architectures: list[str] = []
+    eos_token_id: int | list[int] | None = None
+
+
+class Served:
+    def __init__(self, config: Config, ready: Ready) -> None:
+        """Slow, once: reads the tokenizer. Raises ConfigError."""
+        self.name = ready.model
+        self.created = int(time.time())
+        self.max_model_tokens = ready.max_model_tokens
+        self.vocab_size = ready.vocab_size
+        self.page_tokens = ready.page_tokens
+        self.num_pages = ready.num_pages
+        self.template = Template(Path(config.tokenizer_dir))
+        self.vocabulary = Vocabulary(self.template.tokenizer)
+        model = _read(Path(config.config_path), ModelConfig)
+        path = Path(config.model_dir or config.tokenizer_dir) / "generation_config.json"
+        self.defaults = _read(path, GenerationConfig) if path.is_file() else GenerationConfig()
+        self.eos_ids = self._eos_ids(model)
+        choice = config.recipe.server.parser
+        if choice == "auto":
+            choice = parser_for(model.architectures, config.recipe.model)
+        try:
+            self.parser: ParserFactory = resolve(PARSERS, choice)
+        except ValueError as error:
+            raise ConfigError(f"server.parser: {error}") from None
+
+    def _eos_ids(self, model: ModelConfig) -> frozenset[int]:
+        """The two files differ in many checkpoints; every token that one of them names ends."""
+        found: set[int] = set()
+        for ids in (self.defaults.eos_token_id, model.eos_token_id):
+            found.update([ids] if isinstance(ids, int) else ids or ())
+        if not found and self.template.eos_id is not None:
+            found.add(self.template.eos_id)
+        return frozenset(token_id for token_id in found if token_id < self.vocab_size)
+
+
+def _read(path: Path, schema: type[T]) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=schema)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None

@@ -1,0 +1,202 @@
+"""Qwen3 in plain torch, as small as training needs it, and its files in Hugging Face layout.
+
+Parameters carry the official names, so transformers and nanovllm load what `save` writes. How
+queries meet keys is left to the caller (`attend`): packed rows in training, a cache in writing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+END_OF_TEXT, END_OF_TURN = 2039, 2041  # ids of <|endoftext|> and <|im_end|>
+CONTEXT = 4096
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [B, heads, T, head_dim], k and v [B, kv_heads, T, head_dim]) -> like q."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    inner: int
+    head_dim: int = 64
+    vocab: int = 2048
+    eps: float = 1e-6
+    rope_theta: float = 10000.0
+
+
+# Decision: more heads than hidden / head_dim and a narrow MLP. The demo's work is finding and
+# copying (which tool, which value), little of it is knowledge.
+BIG = Shape(hidden=256, layers=8, heads=8, kv_heads=2, inner=256)
+DRAFT = Shape(hidden=128, layers=4, heads=4, kv_heads=2, inner=256)
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def rotary(positions_T: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    half = torch.arange(0, shape.head_dim, 2, device=positions_T.device) / shape.head_dim
+    angles = positions_T.float()[:, None] / shape.rope_theta ** half[None]
+    return torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    left, right = x.float().chunk(2, -1)
+    cos, sin = rope
+    return (x.float() * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.q_proj = linear(shape.hidden, shape.heads * shape.head_dim)
+        self.k_proj = linear(shape.hidden, shape.kv_heads * shape.head_dim)
+        self.v_proj = linear(shape.hidden, shape.kv_heads * shape.head_dim)
+        self.o_proj = linear(shape.heads * shape.head_dim, shape.hidden)
+        self.q_norm = Norm(shape.head_dim, shape.eps)
+        self.k_norm = Norm(shape.head_dim, shape.eps)
+
+    def forward(self, x: Tensor, layer: int, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        rows, length, _ = x.shape
+        q, k, v = (
+            project(x).view(rows, length, -1, self.head_dim).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
+        out = attend(layer, q, k, v)
+        return self.o_proj(out.transpose(1, 2).reshape(rows, length, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = linear(shape.hidden, shape.inner)
+        self.up_proj = linear(shape.hidden, shape.inner)
+        self.down_proj = linear(shape.inner, shape.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(shape.hidden, shape.eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = Norm(shape.hidden, shape.eps)
+        self.mlp = MLP(shape)
+
+    def forward(self, x: Tensor, layer: int, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), layer, rope, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Trunk(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = Norm(shape.hidden, shape.eps)
+
+
+class Qwen3(nn.Module):
+    def __init__(self, shape: Shape, seed: int = 0) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Trunk(shape)
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                last = name.endswith(("o_proj.weight", "down_proj.weight"))
+                scale = (2 * shape.layers) ** -0.5 if last else 1.0
+                nn.init.normal_(parameter, std=0.03 * scale, generator=generator)
+
+    def forward(self, tokens_BT: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Logits [B, T, vocab]."""
+        x = self.model.embed_tokens(tokens_BT)
+        rope = rotary(positions_T, self.shape)
+        for layer, block in enumerate(self.model.layers):
+            x = block(x, layer, rope, attend)
+        return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
+
+
+def config_json(shape: Shape) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": END_OF_TURN,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": shape.inner,
+        "max_position_embeddings": CONTEXT,
+        "max_window_layers": shape.layers,
+        "model_type": "qwen3",
+        "num_attention_heads": shape.heads,
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.kv_heads,
+        "pad_token_id": END_OF_TEXT,
+        "rms_norm_eps": shape.eps,
+        "rope_scaling": None,
+        "rope_theta": shape.rope_theta,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": shape.vocab,
+    }
+
+
+def save(model: Qwen3, folder: Path) -> None:
+    """Write config.json, generation_config.json and bfloat16 weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    generation = {
+        "do_sample": False,
+        "eos_token_id": [END_OF_TURN, END_OF_TEXT],
+        "pad_token_id": END_OF_TEXT,
+        "temperature": 0.0,
+    }
+    for name, content in (
+        ("config.json", config_json(model.shape)),
+        ("generation_config.json", generation),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def load(folder: Path, shape: Shape, device: str) -> Qwen3:
+    model = Qwen3(shape).to(device)
+    model.load_state_dict({k: v.float() for k, v in load_file(folder / "model.safetensors").items()})
+    return model

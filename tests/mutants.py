@@ -1,0 +1,56 @@
+"""Seeded faults: each must make the paper-GPU tests fail. Run by tests/test_mutants.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+MEMORY, SCHEDULER = "nanovllm/kv/memory.py", "nanovllm/sched/scheduler.py"
+POLICY, PAPER = "nanovllm/sched/policy.py", "tests/paper_gpu.py"
+
+MUTANTS = [
+    Mutant("page hash ignores its parent", MEMORY, "sha256(parent + tok", "sha256(tok"),
+    Mutant("salt is ignored", MEMORY, '"little") + raw)', '"little"))'),
+    Mutant("no token left to compute", MEMORY, "range((len(tokens) - 1) // size):", "range(len(tokens) // size):"),
+    Mutant("cached page not held on admission", MEMORY, "            self.pool.hold(page)\n", "            pass\n"),
+    Mutant("pages stay held when admission fails", MEMORY, "            self._drop(holding.pages)\n            return None", "            return None"),
+    Mutant("evicted page stays findable", MEMORY, "        del self._page_of[self._key_of.pop(page)]", "        self._key_of.pop(page)"),
+    Mutant("hybrid hit without a checkpoint", MEMORY, "if not self.hybrid or parent in self._checkpoint_of:", "if True:"),
+    Mutant("checkpoint findable in the plan that writes it", MEMORY, "        self._unpublished[key] = checkpoint", "        self._checkpoint_of[key] = checkpoint"),
+    Mutant("restore reads the newest checkpoint", MEMORY, "checkpoint = self._checkpoint_of[holding.keys[-1]]", "checkpoint = next(reversed(self._checkpoint_of.values()))"),
+    Mutant("checkpoint named after a shorter prefix", MEMORY, "for i in range(known * size, end, size):", "for i in range(known * size, end - size, size):"),
+    Mutant("prefix: false still commits and finds", MEMORY, "// size if self.prefix else 0\n", "// size\n"),
+    Mutant("pages findable in the plan that writes them", SCHEDULER, "        self._planned[request.slot] = end\n        self._longest = max(self._longest, end)\n", "        self._planned[request.slot] = end\n        self._longest = max(self._longest, end)\n        self.memory.commit(request.id, request.tokens, end)\n"),
+    Mutant("chunk jumps over the checkpoint boundary", SCHEDULER, "min(boundary if done < boundary else until,", "min(until,"),
+    Mutant("re-admitted before its token arrived", SCHEDULER, "            if request.num_in_flight:\n                return", "            if False:\n                return"),
+    Mutant("surplus token of a finished request delivered", SCHEDULER, "            if request.finish is None:\n                hoped", "            if True:\n                hoped"),
+    Mutant("the most urgent is preempted first", SCHEDULER, "(victim := self._running.last)", "(victim := self._running.first)"),
+    Mutant("commit covers a token no step has computed", SCHEDULER, "len(tokens) - 1)\n            self._retire", "len(tokens))\n            self._retire"),
+    Mutant("refused drafts still count as computed", SCHEDULER, "            self._planned[request.slot] -= hoped - kept", "            pass"),
+    Mutant("no room for drafts", SCHEDULER, "end = int(self._planned[request.slot]) + 1 + num_drafts", "end = int(self._planned[request.slot]) + 1"),
+    Mutant("drafts overdraw the token budget", SCHEDULER, "num_drafts = min(self.num_drafts, self.step_tokens // len(rows.requests) - 1)", "num_drafts = self.num_drafts"),
+    Mutant("stop inside accepted drafts ignored", SCHEDULER, "                finish = FinishReason.STOP\n                break\n", "                finish = FinishReason.STOP\n"),
+    Mutant("the limit is noticed one token late", SCHEDULER, "if len(tokens) >= request.limit:", "if len(tokens) > request.limit:"),
+    Mutant("slot leaked on preemption", SCHEDULER, "        self._free_slots.append(request.slot)\n", "        pass\n"),
+    Mutant("restarts from the prompt only", SCHEDULER, "tokens=request.tokens.tobytes()", "tokens=request.spec.prompt"),
+    Mutant("changed rows are called the same", SCHEDULER, "        same = decodes is self._last_decodes\n", "        same = len(decodes.requests) == len(self._last_decodes.requests)\n"),
+    Mutant("a preempted request keeps its row", SCHEDULER, "kept = [r for r in rows.requests if r.slot >= 0 and r.id not in stalled]", "kept = [r for r in rows.requests if r.id not in stalled]"),
+    Mutant("a stalled request keeps its row", SCHEDULER, "kept = [r for r in rows.requests if r.slot >= 0 and r.id not in stalled]", "kept = [r for r in rows.requests if r.slot >= 0]"),
+    Mutant("grants written at the wrong index", SCHEDULER, "at = int(self._room[request.slot]) // self.memory.page_tokens", "at = int(self._planned[request.slot]) // self.memory.page_tokens"),
+    Mutant("tokens in flight forgotten on preemption", SCHEDULER, "victim.num_in_flight = int(self._planned[victim.slot]) + 1 - len(victim.tokens)", "victim.num_in_flight = 0"),
+    Mutant("decodes and chunks overdraw the budget", SCHEDULER, "        plan.budget -= len(rows.requests) * (1 + num_drafts)\n", ""),
+    Mutant("the longest context is understated", SCHEDULER, "self._longest = max(self._longest, int(ends.max()))", "self._longest = max(self._longest, int(ends.min()))"),
+    Mutant("first tokens are matched to the wrong requests", SCHEDULER, "requests = flight.decodes.requests + flight.firsts", "requests = flight.firsts + flight.decodes.requests"),
+    Mutant("counts left out although rows differ", SCHEDULER, "            counts = gains[gains > 0].tobytes()", '            counts = b""'),
+    Mutant("waiting never ages", POLICY, "(priority * ageing_steps + step, arrival)", "(priority, arrival)"),
+    Mutant("priority ignored", POLICY, "(priority * ageing_steps + step, arrival)", "(step, arrival)"),
+    Mutant("device: recurrent state not rolled back", PAPER, "slot.length, slot.state, slot.last = length, state, tokens[-1]", "slot.length, slot.last = length, tokens[-1]"),
+    Mutant("device: results in reverse order", PAPER, "np.array(sampled[::-1], np.int32)", "np.array(sampled, np.int32)"),
+]  # fmt: skip

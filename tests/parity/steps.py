@@ -1,0 +1,87 @@
+"""Runs a model step by step as the runner would, without one: pages, batches, all logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import Batch, ForwardContext, PagedKV
+from nanovllm.attention.torch_ref import TorchPaged
+from nanovllm.config import Kernels, Load
+from nanovllm.dist.mesh import Mesh
+from nanovllm.layers.ops import select_ops
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.weights import load_model, read_model_config
+from tests.parity.tiny import config_of
+
+CPU = torch.device("cpu")
+PAGE_TOKENS, PAGES_EACH = 4, 20
+MAX_TOKENS = PAGE_TOKENS * PAGES_EACH
+
+
+def load(
+    folder: Path,
+    mesh: Mesh = Mesh(),
+    dtype: torch.dtype = torch.float32,
+    how: Load = Load(),
+) -> Decoder:
+    ops = select_ops(Kernels(), CPU)
+    return load_model(config_of(folder, how), mesh, CPU, dtype, ops, MAX_TOKENS)
+
+
+class Steps:
+    """Some prompts advancing together, each in its own scattered pages of a cache full of NaN."""
+
+    def __init__(self, folder: Path, model: Decoder, prompts: list[Tensor], mesh: Mesh) -> None:
+        self.model, self.prompts = model, prompts
+        self.done = [0] * len(prompts)
+        _, config = read_model_config(config_of(folder))
+        (group,) = model.cache_layout(config, mesh, 4).paged
+        num_pages = len(prompts) * PAGES_EACH
+        shape = (num_pages + 1, PAGE_TOKENS, group.num_heads, group.k_width)
+        self.caches = tuple(
+            PagedKV(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+            for _ in group.layers
+        )
+        self.backend = TorchPaged(self.caches)
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)) + 1
+        self.pages = order.view(len(prompts), PAGES_EACH).int()
+
+    def feed(self, counts: tuple[int, ...]) -> list[Tensor]:
+        """Feed counts[i] tokens of prompt i (0: it has no row in this step); their logits."""
+        rows = [row for row, count in enumerate(counts) if count]
+        spans = {row: torch.arange(self.done[row], self.done[row] + counts[row]) for row in rows}
+        for row in rows:
+            self.done[row] += counts[row]
+        lengths = [self.done[row] for row in rows]
+        used = [-(-length // PAGE_TOKENS) for length in lengths]
+        table = torch.zeros(len(rows), PAGES_EACH, dtype=torch.int32)
+        for at, row in enumerate(rows):
+            table[at, : used[at]] = self.pages[row, : used[at]]
+        starts = [0]
+        for row in rows:
+            starts.append(starts[-1] + counts[row])
+        batch = Batch(
+            token_ids_T=torch.cat([self.prompts[row][spans[row]] for row in rows]),
+            positions_T=torch.cat([spans[row] for row in rows]),
+            cells_T=torch.cat(
+                [
+                    self.pages[row].long()[spans[row] // PAGE_TOKENS] * PAGE_TOKENS
+                    + spans[row] % PAGE_TOKENS
+                    for row in rows
+                ]
+            ),
+            starts_R1=torch.tensor(starts, dtype=torch.int32),
+            lengths_R=torch.tensor(lengths, dtype=torch.int32),
+            page_table_RM=table,
+            sampled_at=torch.arange(starts[-1]),
+            num_rows=len(rows),
+            max_new=max(counts),
+            max_length=max(lengths),
+        )
+        ctx = ForwardContext(batch, self.caches, self.backend.bind(batch))
+        with torch.inference_mode():
+            logits = self.model.logits(self.model(batch.token_ids_T, ctx), ctx)
+        return list(logits.split([counts[row] for row in rows]))

@@ -1,0 +1,61 @@
+"""The references of the fused operations, and which implementation a recipe gets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nanovllm_kernels import reference
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from nanovllm.config import ConfigError, Kernels
+from nanovllm.layers.ops import Ops, select_ops
+
+CPU = torch.device("cpu")
+REFERENCE = Ops(
+    reference.rms_norm, reference.add_rms_norm, reference.silu_mul, reference.rope_store
+)
+
+
+def test_a_cpu_runs_the_references() -> None:
+    assert select_ops(Kernels(), CPU) == REFERENCE
+
+
+def test_a_gpu_can_run_the_references() -> None:
+    kernels = Kernels(rms_norm="torch", add_rms_norm="torch", silu_mul="torch", rope_store="torch")
+    assert select_ops(kernels, torch.device("cuda")) == REFERENCE
+
+
+def test_triton_on_a_cpu_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        select_ops(Kernels(silu_mul="triton"), CPU)
+    assert str(caught.value) == "kernels.silu_mul is triton, which needs a GPU; use torch"
+
+
+def test_norms_round_where_transformers_does() -> None:
+    """Bit for bit in bfloat16: normalised in float32, rounded, then scaled."""
+    torch.manual_seed(0)
+    theirs = Qwen3RMSNorm(128, eps=1e-6).bfloat16()
+    theirs.weight.data.normal_(1, 0.3)
+    x, residual = torch.randn(2, 7, 128).mul(3).bfloat16()
+    with torch.inference_mode():
+        assert torch.equal(reference.rms_norm(x, theirs.weight, 1e-6), theirs(x))
+        normed, total = reference.add_rms_norm(x, residual, theirs.weight, 1e-6)
+        assert torch.equal(total, x + residual)
+        assert torch.equal(normed, theirs(total))
+
+
+def test_rope_store_writes_its_cells_and_no_others() -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(3, 4 * 8)  # heads: 2 q, 1 k, 1 v, of width 8
+    k_cache, v_cache = torch.full((2, 5, 4, 1, 8), torch.nan)
+    quarter_turn = torch.cat([torch.zeros(6, 4), torch.ones(6, 4)], dim=1)
+    cells = torch.tensor([17, 4, 6])
+    q = reference.rope_store(
+        qkv, None, None, 0.0, quarter_turn, torch.tensor([5, 0, 2]), cells, k_cache, v_cache
+    )
+    heads = qkv.view(3, 4, 8)
+    turned = torch.cat([-heads[..., 4:], heads[..., :4]], dim=-1)
+    assert torch.equal(q, turned[:, :2])
+    assert torch.equal(k_cache.view(20, 8)[cells], turned[:, 2])
+    assert torch.equal(v_cache.view(20, 8)[cells], heads[:, 3])
+    assert int(k_cache.isnan().sum()) == int(v_cache.isnan().sum()) == 17 * 8

@@ -1,0 +1,89 @@
+"""Tiny checkpoints with loud weights, written and computed by transformers.
+
+A freshly initialised transformers model hides mistakes: norm gains are 1 and attention is nearly
+uniform, so dropping a third of its tensors changes no logit. Loud weights make each one matter.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from nanovllm.config import Config, Load, Recipe
+
+COMMON = dict(
+    vocab_size=200,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=256,
+    bos_token_id=None,
+    eos_token_id=None,  # generate() runs to its max_new_tokens
+)
+LLAMA3_ROPE = dict(  # an original context so short that the scaling matters from the start
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "qwen3": ("qwen3", {}),
+    "qwen3 gqa 1, head_dim 24": ("qwen3", dict(num_key_value_heads=4, head_dim=24)),
+    "qwen3 gqa 3, tied": (
+        "qwen3",
+        dict(num_attention_heads=6, head_dim=8, tie_word_embeddings=True),
+    ),
+    "qwen3 gqa 8": ("qwen3", dict(num_attention_heads=8, num_key_value_heads=1)),
+    "llama": ("llama", {}),
+    "llama gqa 1, tied": ("llama", dict(num_key_value_heads=4, tie_word_embeddings=True)),
+    "llama gqa 3, head_dim 8": (
+        "llama",
+        dict(hidden_size=96, num_attention_heads=6, head_dim=8),
+    ),
+    "llama gqa 8, head_dim 24": (
+        "llama",
+        dict(num_attention_heads=8, num_key_value_heads=1, head_dim=24),
+    ),
+    "llama llama3 rope": ("llama", dict(rope_parameters=LLAMA3_ROPE)),
+}
+
+
+def make_tiny(
+    folder: Path, family: str, *, max_shard_size: str = "1GB", **overrides: object
+) -> PreTrainedModel:
+    """Save a seeded random checkpoint of the family under `folder`; return the float32 model."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](**{**COMMON, **overrides})
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    make_loud(model)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def make_loud(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+        else:
+            nn.init.normal_(parameter, std=1.5 * parameter.shape[-1] ** -0.5)
+
+
+def config_of(folder: Path, load: Load = Load()) -> Config:
+    """What load_config would make of a recipe naming this folder."""
+    return Config(
+        recipe=Recipe(model=str(folder), device="cpu", load=load),
+        source="test",
+        changed={},
+        model_dir=str(folder),
+        config_path=str(folder / "config.json"),
+        tokenizer_dir=str(folder),
+        served_name="tiny",
+    )

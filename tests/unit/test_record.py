@@ -1,0 +1,169 @@
+"""A record says where it came from, goes where it belongs, and can be read back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from nanovllm.bench import machine, record
+from nanovllm.bench.machine import Commit, Machine
+from nanovllm.bench.record import Record
+from nanovllm.config import ConfigError
+
+ROOT = Path(__file__).parents[2]
+HASH = "4f2c9ab" + "0" * 33
+RECORD = Record(
+    kind="offline",
+    machine=Machine(gpu="NVIDIA H200", gpu_count=1, cpu="Xeon", cpu_cores=16, memory_gib=128.0,
+                    system="Linux"),
+    commit=HASH,
+    dirty=False,
+    started_at="2026-11-21T10:00:00+00:00",
+    duration_s=5.0,
+    argv=["nanovllm", "bench", "--offline", "recipes/qwen3-0.6b.yaml"],
+    recipe={"model": "Qwen/Qwen3-0.6B", "schedule": {"depth": 1}},
+    changed={"load.format": "dummy"},
+    workload={"name": "w1", "concurrency": 256, "seed": 0},
+    metrics={"output_tokens_per_s": 100.0, "ttft_p50_ms": 20.0, "duration_s": 5.0},
+    versions={"torch": "2.11.0"},
+)  # fmt: skip
+
+
+def changed(**fields: object) -> Record:
+    return msgspec.structs.replace(RECORD, **fields)
+
+
+def git(root: Path, *arguments: str) -> str:
+    command = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(root), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_written_records_read_back_and_never_overwrite(tmp_path: Path) -> None:
+    first = record.write(RECORD, tmp_path)
+    folder = tmp_path / "h200-x1" / "offline"
+    assert first == folder / "2026-11-21_4f2c9ab_qwen3-0.6b_w1.json"
+    assert record.read(first) == RECORD
+    second = record.write(RECORD, tmp_path)
+    assert second == folder / "2026-11-21_4f2c9ab_qwen3-0.6b_w1_2.json"
+
+
+def test_an_ablation_shows_in_the_name(tmp_path: Path) -> None:
+    ablated = changed(changed={"load.format": "dummy", "cache.prefix": False, "schedule.depth": 0})
+    assert record.write(ablated, tmp_path).name == (
+        "2026-11-21_4f2c9ab_qwen3-0.6b_w1_prefixfalse_depth0.json"
+    )
+
+
+@pytest.mark.parametrize(
+    "fields", [{"dirty": True}, {"commit": ""}, {"notes": "invalid: 9 of 10 requests failed"}]
+)
+def test_what_nobody_can_repeat_goes_to_scratch(tmp_path: Path, fields: dict[str, object]) -> None:
+    path = record.write(changed(**fields), tmp_path)
+    assert path.relative_to(tmp_path).parts[:3] == ("scratch", "h200-x1", "offline")
+
+
+def test_a_broken_record_is_refused_with_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"schema_version": 1, "kind": "serve", "speed": 3}')
+    with pytest.raises(ConfigError, match=r"a\.json is no record: .*speed"):
+        record.read(path)
+    with pytest.raises(ConfigError, match=r"missing\.json is no record"):
+        record.read(tmp_path / "missing.json")
+
+
+def test_secrets_stay_out() -> None:
+    argv = ["bench", "--api-key", "s3cret", "--api-key=s3cret", "--set", "server.api_key=s3cret"]
+    assert record.without_secrets(argv) == [
+        "bench", "--api-key", "...", "--api-key=...", "--set", "server.api_key=...",
+    ]  # fmt: skip
+    recipe = {"model": "m", "server": {"api_key": "s3cret", "port": 1}, "server.api_key": "s3cret"}
+    assert record.hide_secrets(recipe) == {
+        "model": "m",
+        "server": {"api_key": "...", "port": 1},
+        "server.api_key": "...",
+    }
+    assert record.hide_secrets({"api_key": None}) == {"api_key": None}
+
+
+def test_every_file_under_results_is_a_record() -> None:
+    for path in sorted((ROOT / "results").rglob("*.json")):
+        place = path.relative_to(ROOT / "results")
+        if place.parts[0] not in ("scratch", "schema.json"):
+            found = record.read(path)
+            assert found.is_publishable, path
+            assert place.parts[:2] == (found.machine.slug, found.kind), path
+            assert path.name.startswith(f"{found.started_at[:10]}_{found.commit[:7]}_"), path
+
+
+def test_schema_file_is_current() -> None:
+    written = (ROOT / "results" / "schema.json").read_bytes()
+    assert written == record.schema(), "python -m nanovllm.bench.record > results/schema.json"
+
+
+def test_git_tells_commit_and_dirt(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    (tmp_path / "a.py").write_text("1")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "one")
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert machine.commit(tmp_path) == Commit(head, is_dirty=False)
+    (tmp_path / ".commit").write_text("a" * 40)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "r.json").write_text("{}")
+    assert machine.commit(tmp_path, given="b" * 40) == Commit(head, is_dirty=False)
+    (tmp_path / "new.py").write_text("2")
+    assert machine.commit(tmp_path) == Commit(head, is_dirty=True)
+
+
+def test_without_git_a_file_or_an_option_tells(tmp_path: Path) -> None:
+    assert machine.commit(tmp_path) == Commit("", is_dirty=True)
+    (tmp_path / ".commit").write_text("a" * 40 + "\n")
+    assert machine.commit(tmp_path) == Commit("a" * 40, is_dirty=False)
+    assert machine.commit(tmp_path, given="b" * 40 + "-dirty") == Commit("b" * 40, is_dirty=True)
+    assert machine.commit(tmp_path, given="b" * 7) == Commit("", is_dirty=True)
+
+
+def test_gpus_are_read_from_nvidia_smi() -> None:
+    csv = (
+        "NVIDIA H200, 580.159.03, 700.00, 1980, 3201, 1755, 143771\n"
+        "NVIDIA H200, 580.159.03, 700.00, 1980, 3201, [N/A], 143771\n"
+    )
+    header = "| NVIDIA-SMI 580.159.03   Driver Version: 580.159.03   CUDA Version: 13.0  |"
+    gpus = machine.parse_gpus(csv, header)
+    assert gpus == {
+        "gpu": "NVIDIA H200",
+        "gpu_count": 2,
+        "gpu_memory_mib": 143771.0,
+        "driver": "580.159.03",
+        "cuda": "13.0",
+        "power_limit_w": 700.0,
+        "max_sm_mhz": 1980.0,
+        "max_memory_mhz": 3201.0,
+        "sm_mhz": 1755.0,
+    }
+    found = Machine(**gpus, cpu="x", cpu_cores=1, memory_gib=1.0, system="Linux")
+    assert found.slug == "h200-x2"
+    odd = csv.replace("1755", "[N/A]").replace("700.00", "[Not Supported]")
+    assert (machine.parse_gpus(odd, "")["sm_mhz"], machine.parse_gpus(odd, "")["cuda"]) == (0.0, "")
+    assert machine.parse_gpus("", "") == {}
+
+
+def test_a_machine_without_gpu_has_a_name() -> None:
+    found = msgspec.structs.replace(machine.fingerprint(), gpu="", gpu_count=0, cpu_cores=2)
+    assert found.slug == "cpu-x2"
+    assert found.memory_gib > 0.1 and found.cpu
+
+
+def test_versions_come_without_importing() -> None:
+    code = """
+import sys
+from nanovllm.bench.machine import versions
+sys.stdout.write(f"{versions()['torch']} {'torch' in sys.modules}")
+"""
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.split()[1] == "False" and shown[0].isdigit()

@@ -1,0 +1,136 @@
+"""The loads are the ones other engines were measured on, and the same for the same seed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+
+import msgspec
+import pytest
+
+from nanovllm.bench.workload import Load, arrivals, chat_bodies, random_text, token_load
+
+VOCAB = 151_936
+
+
+def test_w1_is_the_published_workload() -> None:
+    load = token_load("w1", seed=0, vocab_size=VOCAB)
+    random.seed(0)
+    prompts = []
+    for _ in range(256):
+        num_tokens = random.randint(100, 1024)
+        prompts.append([random.randint(0, 10000) for _ in range(num_tokens)])
+    outputs = [random.randint(100, 1024) for _ in range(256)]
+    assert load.prompts == prompts
+    assert load.outputs == outputs
+    assert sum(load.outputs) == 133_966  # the published number of output tokens
+    assert load.temperature == 0.6
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "prompt_tokens", "output_tokens"),
+    [
+        ("bs1", 1, 128, 512),
+        ("bs64", 64, 1024, 256),
+        ("bs256", 256, 128, 256),
+        ("prefill", 16, 4000, 1),
+    ],
+)
+def test_batch_workloads(name: str, count: int, prompt_tokens: int, output_tokens: int) -> None:
+    load = token_load(name, seed=0, vocab_size=VOCAB)
+    random.seed(0)
+    assert load.prompts == [
+        [random.randint(0, 10000) for _ in range(prompt_tokens)] for _ in range(count)
+    ]
+    assert load.outputs == [output_tokens] * count
+    assert load.temperature == 0.0
+
+
+def test_small_vocabularies_wrap_the_same_ids() -> None:
+    large = token_load("bs1", seed=3, vocab_size=10_001).prompts[0]
+    small = token_load("bs1", seed=3, vocab_size=512).prompts[0]
+    assert max(large) > 512
+    assert small == [token % 512 for token in large]
+
+
+def test_warm_up_has_the_shapes_but_not_the_prompts() -> None:
+    load = token_load("w1", seed=0, vocab_size=VOCAB)
+    warm = load.warm_up(1, VOCAB)
+    assert len(warm.prompts) == 256
+    assert not {tuple(p[:50]) for p in load.prompts} & {tuple(p[:50]) for p in warm.prompts}
+    assert 1 <= min(warm.outputs) < max(warm.outputs) <= 33
+    assert token_load("bs64", seed=0, vocab_size=VOCAB).warm_up(1, VOCAB).outputs == [9] * 64
+
+
+def test_chat_bodies_aim_at_the_lengths() -> None:
+    load = Load(num_prompts=400, input_len=100, output_len=40, range_ratio=0.5, concurrency=1)
+    asked: list[int] = []
+
+    def num_words(num_tokens: int) -> int:
+        asked.append(num_tokens)
+        return num_tokens // 2
+
+    bodies = [msgspec.json.decode(body) for body in chat_bodies(load, "m", num_words)]
+    prompts = [body["messages"][0]["content"] for body in bodies]
+    assert [len(prompt.split()) for prompt in prompts] == [num // 2 for num in asked]
+    assert len(set(prompts)) == 400
+    outputs = [body["max_tokens"] for body in bodies]
+    for lengths, mean in ((asked, 100), (outputs, 40)):
+        assert min(lengths) >= mean / 2 and max(lengths) <= mean * 3 / 2
+        assert statistics.mean(lengths) == pytest.approx(mean, rel=0.05)
+    first = bodies[0]
+    del first["messages"], first["max_tokens"]
+    assert first == {
+        "model": "m",
+        "temperature": 0.6,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def test_chat_bodies_follow_the_seed() -> None:
+    def made(seed: int) -> list[bytes]:
+        load = Load(num_prompts=3, input_len=20, output_len=4, concurrency=1, seed=seed)
+        return chat_bodies(load, "m", lambda tokens: tokens)
+
+    assert made(1) == made(1)
+    assert made(1) != made(2)
+
+
+def test_the_warm_up_of_an_online_load_repeats_none_of_its_prompts() -> None:
+    load = Load(num_prompts=8, input_len=50, output_len=256, request_rate=4.0)
+    warm = load.warm_up(5)
+    assert (warm.num_prompts, warm.concurrency, warm.request_rate) == (5, 5, None)
+    assert (warm.input_len, warm.output_len) == (50, 16)
+    prompts = set(chat_bodies(load, "m", lambda tokens: tokens))
+    assert not prompts & set(chat_bodies(warm, "m", lambda tokens: tokens))
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float) -> None:
+    load = Load(
+        num_prompts=20_000, input_len=1, output_len=1, request_rate=50.0, burstiness=burstiness
+    )
+    times = arrivals(load)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    assert times[0] == 0.0 and len(times) == 20_000
+    assert statistics.mean(gaps) == pytest.approx(1 / 50, rel=0.05)
+    # A gamma distribution's squared coefficient of variation is 1 / shape.
+    variation = statistics.variance(gaps) / statistics.mean(gaps) ** 2
+    assert variation == pytest.approx(1 / burstiness, rel=0.1)
+
+
+def test_a_closed_loop_has_no_arrivals() -> None:
+    load = Load(num_prompts=3, input_len=1, output_len=1, concurrency=2)
+    assert arrivals(load) == []
+    assert load.name == "c2"
+    assert msgspec.structs.replace(load, concurrency=None, request_rate=2.5).name == "rate2.5"
+
+
+def test_words_are_words() -> None:
+    words = random_text(random.Random(0), 5_000).split()
+    assert len(words) == 5_000
+    assert 150 < len(set(words)) < 250
+    assert all(word.isascii() and word.isalpha() for word in words)
