@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.attention.base import Batch, PagedKV
+from nanovllm.kv.layout import CacheLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,13 @@ class RowGroup:
     pages_RM: Tensor  # int64, cut to the group's longest context
     seen_R1NC: Tensor  # bool: what each query may look at
     dirt_RC11: Tensor  # bool: cells past the row's end, of undefined contents
+
+
+def supports(
+    device: torch.device, dtype: torch.dtype, layout: CacheLayout, page_tokens: int
+) -> str | None:
+    """It always serves; a GPU would wait for it at every step."""
+    return None
 
 
 class TorchPaged:

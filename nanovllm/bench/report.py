@@ -160,7 +160,7 @@ def engine_facts(
 
 
 def stats_facts(before: Stats, after: Stats) -> dict[str, float]:
-    """The same from the engine's own counters, which it reports about once a second."""
+    """The same from the engine's own counters, which it sends with its results."""
     facts: dict[str, float] = {
         f"Steps {mode}": count - before.steps_by_mode.get(mode, 0)
         for mode, count in after.steps_by_mode.items()

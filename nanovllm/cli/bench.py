@@ -139,7 +139,7 @@ def bench(ctx: click.Context, /, **given: object) -> None:
 def check(options: Options, typed: Sequence[str]) -> None:
     """Refuse combinations that would otherwise be silently ignored."""
     own_engine = options.offline or options.start
-    flags = {"overrides": "--set"} | {name: f"--{name.replace('_', '-')}" for name in typed}
+    flags = {name: f"--{name.replace('_', '-')}" for name in typed} | {"overrides": "--set"}
     if options.offline and options.start:
         raise ConfigError("--offline and --start exclude each other")
     if options.concurrency is not None and options.request_rate is not None:

@@ -86,7 +86,7 @@ class Destination:
 def fill_from_files(model: Decoder, folder: Path) -> None:
     wanted = destinations(model, model.WEIGHTS)
     ignored = ignored_names(model)
-    paths = shards(folder)
+    source, paths = shards(folder)
     total_bytes = sum(path.stat().st_size for path in paths)
     filled: set[str] = set()
     # disable=None: no bar where stderr is not a terminal.
@@ -105,8 +105,7 @@ def fill_from_files(model: Decoder, folder: Path) -> None:
     missing = sorted(wanted.keys() - filled)
     if missing:
         more = f", and {len(missing) - 1} more" if missing[1:] else ""
-        where = paths[0] if len(paths) == 1 else folder
-        raise ConfigError(f"{where}: missing tensor {missing[0]}{more}")
+        raise ConfigError(f"{source}: missing tensor {missing[0]}{more}")
 
 
 def put(tensor: Tensor, to: Destination, what: str) -> None:
@@ -165,8 +164,8 @@ class Index(Struct, frozen=True):
     weight_map: dict[str, str]  # tensor name -> file name
 
 
-def shards(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those the index names, else all there are."""
+def shards(folder: Path) -> tuple[Path, list[Path]]:
+    """What stands for the checkpoint in messages, and its files: the index's, the one, or all."""
     index = folder / INDEX
     if index.is_file():
         try:
@@ -176,15 +175,16 @@ def shards(folder: Path) -> list[Path]:
         for name in sorted(names):
             if not (folder / name).is_file():
                 raise ConfigError(f"{index}: names {name}, which is not there")
-        return [folder / name for name in sorted(names)]
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
+        return index, [folder / name for name in sorted(names)]
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return single, [single]
     found = sorted(folder.glob("*.safetensors"))
     if not found:
         raise ConfigError(
             f"{folder} has no *.safetensors; --load-format dummy runs without weights"
         )
-    return found
+    return folder, found
 
 
 def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:

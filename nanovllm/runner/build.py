@@ -14,19 +14,21 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from nanovllm.attention import choose_backend
 from nanovllm.attention.base import PagedKV
+from nanovllm.attention.choose import choose_backend
 from nanovllm.config import Config, ConfigError, Recipe
 from nanovllm.dist.mesh import Mesh
 from nanovllm.layers.ops import select_ops
 from nanovllm.log import fields
-from nanovllm.models.weights import load_model, read_model_config
+from nanovllm.models.config import read_model_config
+from nanovllm.models.weights import load_model
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.graphs import graph_sizes
 from nanovllm.runner.runner import Runner
 from nanovllm.runner.sizing import make_caches, num_pages_that_fit
 from nanovllm.runner.slots import Slots
-from nanovllm.sampling.sampler import Sampler, SampleRows
+from nanovllm.sampling.base import SampleRows
+from nanovllm.sampling.sampler import Sampler
 
 log = logging.getLogger("engine")
 MOST_TOKENS = 32768  # context served by default, when the model's own is longer
@@ -63,7 +65,9 @@ def build(config: Config) -> Built:
         prompt_lengths_N=slots.prompt_lengths_N,
         kernel="triton" if recipe.kernels.sample == "triton" else "torch",
     )
-    make_backend, chosen = choose_backend(recipe.kernels.attention, device, layout, page_tokens)
+    make_backend, chosen, passed_over = choose_backend(
+        recipe.kernels.attention, device, dtype, layout, page_tokens
+    )
 
     def runner_on(caches: tuple[PagedKV, ...]) -> Runner:
         return Runner(model, slots, sampler, caches, make_backend(caches), device)
@@ -99,6 +103,7 @@ def build(config: Config) -> Built:
             device=device.type,
             dtype=str(dtype).removeprefix("torch."),
             attention=chosen,
+            not_chosen=repr(passed_over) if passed_over else None,
             pages=num_pages,
             page_tokens=page_tokens,
             graphs=len(runner.graphs.captured),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.plan import RowLogprobs, StepResult
-from nanovllm.sampling.sampler import DeviceLogprobs, Sampled
+from nanovllm.sampling.base import DeviceLogprobs, Sampled
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from nanovllm.runner.batch import RowBuilder, StepRows, gather
 from nanovllm.runner.graphs import DecodeGraphs
 from nanovllm.runner.results import Handle, start_copy
 from nanovllm.runner.slots import Slots
-from nanovllm.sampling.sampler import Sampler, SampleRows
+from nanovllm.sampling.base import SampleRows
+from nanovllm.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Runner:
         sampled_S, slots_S = rows.sampled_rows_S, rows.slots_R
         if sampled_S is not None:
             lengths_R, slots_S = lengths_R[sampled_S], slots_S[sampled_S]
-        drawn = SampleRows(slots_S, lengths_R.long(), rows.sampled_slots)
+        drawn = SampleRows(slots_S, lengths_R.long(), rows.sampled_slots, rows.max_length)
         sampled = self.sampler.sample(forwarded.logits_SV[:num_sampled], drawn)
         self.slots.append(slots_S, drawn.positions_S, sampled.tokens_S)
         return start_copy(plan.step, sampled, self.device)

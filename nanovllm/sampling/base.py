@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from nanovllm.plan import Admit, Int32
-from nanovllm.sampling.columns import Columns
+from nanovllm.sampling.columns import Columns, Fields
 
 Wanted = npt.NDArray[np.bool_]
 
@@ -60,7 +60,7 @@ class PerSlot:
 class Feature(Protocol):
     """Something a request may ask of sampling, and its numbers per slot."""
 
-    def __init__(self, per_slot: PerSlot) -> None: ...
+    FIELDS: Fields  # its columns
 
     def admit(self, admits: Sequence[Admit]) -> None:
         """Write the slots' columns on the host; Sampler sends them."""
@@ -73,6 +73,8 @@ class Feature(Protocol):
 
 class Processor(Feature, Protocol):
     """A feature that changes logits."""
+
+    def __init__(self, per_slot: PerSlot) -> None: ...
 
     def apply(self, logits_SV: Tensor, rows: SampleRows) -> None:
         """In place, on contiguous float32 logits. Rows that did not ask stay as they are."""

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from nanovllm.plan import Int32
 
+Fields = tuple[tuple[str, str], ...]  # name and numpy type of each column
+
 TYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64}  # of columns read there
 
 
@@ -30,9 +32,7 @@ class Columns:
     slot's always are.
     """
 
-    def __init__(
-        self, fields: Sequence[tuple[str, str]], num_lines: int, device: torch.device
-    ) -> None:
+    def __init__(self, fields: Fields, num_lines: int, device: torch.device) -> None:
         line = np.dtype([("slot", "i8"), *fields], align=True)
         self.host = np.zeros(num_lines, line)
         self.host["slot"] = np.arange(num_lines)

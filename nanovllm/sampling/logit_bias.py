@@ -9,11 +9,11 @@ from torch import Tensor
 
 from nanovllm.plan import Admit, Int32
 from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
-from nanovllm.sampling.columns import TokenLists
+from nanovllm.sampling.columns import Fields, TokenLists
 
 
 class LogitBias:
-    FIELDS = ()
+    FIELDS: Fields = ()
 
     def __init__(self, per_slot: PerSlot) -> None:
         num_lines = len(per_slot.tokens_NL)

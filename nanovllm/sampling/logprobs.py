@@ -12,11 +12,13 @@ from torch import Tensor
 
 from nanovllm.plan import Admit, Int32
 from nanovllm.sampling.base import DeviceLogprobs, PerSlot, SampleRows, Wanted
-from nanovllm.sampling.columns import upload
+from nanovllm.sampling.columns import Fields, upload
 
 
 class Logprobs:
-    FIELDS = (("num_logprobs", "i4"),)  # 1 + how many alternatives; 0 = none, not even the token's
+    FIELDS: Fields = (
+        ("num_logprobs", "i4"),
+    )  # 1 + how many alternatives; 0 = none, not even the token's
 
     def __init__(self, per_slot: PerSlot) -> None:
         self.host = per_slot.columns.host

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from nanovllm.plan import Admit, Int32
 from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
-from nanovllm.sampling.columns import TokenLists
+from nanovllm.sampling.columns import Fields, TokenLists
 
 
 class MinTokens:
-    FIELDS = (("may_stop_at", "i4"),)  # the first position at which a stop token is possible
+    FIELDS: Fields = (("may_stop_at", "i4"),)  # first position where a stop token is possible
 
     def __init__(self, per_slot: PerSlot) -> None:
         num_lines = len(per_slot.tokens_NL)

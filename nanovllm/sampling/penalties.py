@@ -15,11 +15,16 @@ from torch import Tensor
 
 from nanovllm.plan import Admit, Int32
 from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
-from nanovllm.sampling.columns import upload
+from nanovllm.sampling.columns import Fields, upload
 
 
 class Penalties:
-    FIELDS = (("repetition", "f4"), ("presence", "f4"), ("frequency", "f4"), ("penalised", "?"))
+    FIELDS: Fields = (
+        ("repetition", "f4"),
+        ("presence", "f4"),
+        ("frequency", "f4"),
+        ("penalised", "?"),
+    )
 
     def __init__(self, per_slot: PerSlot) -> None:
         columns = per_slot.columns

@@ -24,7 +24,7 @@ from nanovllm.sampling.truncate import Truncation
 __all__ = ["DeviceLogprobs", "SampleRows", "Sampled", "Sampler"]
 
 FIELDS = (("seed", "i8"), ("inverse_temperature", "f4"), ("special", "?"))
-HOTTEST = 1e6  # the largest inverse temperature: below 1e-6 a temperature is as good as 0
+COLDEST = 1e6  # the largest inverse temperature: below 1e-6 a temperature is as good as 0
 
 
 class Sampler:
@@ -39,9 +39,10 @@ class Sampler:
         kernel: str,
     ) -> None:
         """`kernel` is "torch" or "triton". The two tensors are the runner's, by slot."""
-        made = [resolve(dict(zip(PROCESSORS, PROCESSORS, strict=True)), p) for p in PROCESSORS]
+        paths = {path: path for path in PROCESSORS}
+        made = [resolve(paths, path) for path in paths]
         fields = [f for part in (*made, Truncation, Logprobs) for f in part.FIELDS]
-        self.columns = Columns([*FIELDS, *fields], num_slots + 1, device)
+        self.columns = Columns((*FIELDS, *fields), num_slots + 1, device)
         per_slot = PerSlot(self.columns, tokens_NL, prompt_lengths_N, vocab_size)
         self.seeds_N = self.columns.on_device("seed")
         self.inverse_temperatures_N = self.columns.on_device("inverse_temperature")
@@ -59,7 +60,7 @@ class Sampler:
         for admit in admits:
             heat, line = admit.sampling.temperature, host[admit.slot]
             line["seed"] = admit.sampling.seed
-            line["inverse_temperature"] = min(1 / heat, HOTTEST) if heat > 0 else 0.0
+            line["inverse_temperature"] = min(1 / heat, COLDEST) if heat > 0 else 0.0
         for feature in self.features:
             feature.admit(admits)
         host["special"][slots] = np.any([f.wanted(slots) for f in self.features], 0)

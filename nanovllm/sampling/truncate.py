@@ -11,13 +11,14 @@ from nanovllm.plan import Admit, Int32
 from nanovllm.registry import resolve
 from nanovllm.sampling import FLOORS
 from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
+from nanovllm.sampling.columns import Fields
 
 
 class Truncation:
-    FIELDS = (("top_k", "i4"), ("top_p", "f4"), ("min_p_gap", "f4"), ("truncated", "?"))
+    FIELDS: Fields = (("top_k", "i4"), ("top_p", "f4"), ("min_p_gap", "f4"), ("truncated", "?"))
 
     def __init__(self, per_slot: PerSlot, inverse_temperatures_N: Tensor, kernel: str) -> None:
-        columns = per_slot.columns
+        columns, self.vocab_size = per_slot.columns, per_slot.vocab_size
         self.host = columns.host
         self.find_floors: Callable[..., Tensor] = resolve(FLOORS, kernel)
         self.inverse_temperatures_N = inverse_temperatures_N
@@ -31,7 +32,7 @@ class Truncation:
             greedy = asked.temperature == 0  # the largest logit survives every truncation
             on = asked.top_k > 0 or asked.top_p < 1 or asked.min_p > 0
             line["truncated"] = on and not greedy
-            line["top_k"] = max(asked.top_k, 0)
+            line["top_k"] = min(max(asked.top_k, 0), self.vocab_size)  # any int may come
             line["top_p"] = asked.top_p
             # p >= min_p * largest p, said of logits.
             gap = asked.temperature * math.log(asked.min_p) if asked.min_p > 0 else -math.inf

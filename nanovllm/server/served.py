@@ -20,7 +20,6 @@ from nanovllm.server.parsers.base import ParserFactory
 from nanovllm.server.template import Template
 from nanovllm.wire import Ready
 
-
 T = TypeVar("T", bound=Struct)
 
 
@@ -54,8 +53,10 @@ class Served:
         self.template = Template(Path(config.tokenizer_dir))
         self.vocabulary = Vocabulary(self.template.tokenizer)
         model = _read(Path(config.config_path), ModelConfig)
-        path = Path(config.model_dir or config.tokenizer_dir) / "generation_config.json"
-        self.defaults = _read(path, GenerationConfig) if path.is_file() else GenerationConfig()
+        self.defaults = GenerationConfig()
+        if config.model_dir is not None:
+            path = Path(config.model_dir) / "generation_config.json"
+            self.defaults = _read(path, GenerationConfig) if path.is_file() else self.defaults
         self.eos_ids = self._eos_ids(model)
         choice = config.recipe.server.parser
         if choice == "auto":

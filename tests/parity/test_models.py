@@ -106,7 +106,7 @@ def test_llama3_scaling_matters_in_these_tests(tmp_path: Path) -> None:
 
 
 def test_the_older_rope_spelling_is_the_same_model(tmp_path: Path) -> None:
-    """Hub checkpoints say rope_theta and rope_scaling where transformers 5 saves rope_parameters."""
+    """The hub says rope_theta and rope_scaling, transformers 5 saves rope_parameters."""
     expected = expected_logits(make_tiny(tmp_path, "llama", rope_parameters=LLAMA3_ROPE))
     raw = AutoConfig.from_pretrained(tmp_path).to_dict()
     scaling = raw.pop("rope_parameters")
@@ -116,5 +116,3 @@ def test_the_older_rope_spelling_is_the_same_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw))
     steps = Steps(tmp_path, load(tmp_path), prompts(), Mesh())
     assert_equal_logits(our_logits(steps, [LENGTHS]), expected)
-
-

@@ -1,0 +1,175 @@
+"""One chat request on its connection: when to write what, and when to give up.
+
+Headers wait for the first event, so that what the engine refuses is a real HTTP status. Knows
+neither tokens nor chunks: the session has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from nanovllm.ipc.client import EngineClient, EngineLostError
+from nanovllm.log import fields
+from nanovllm.server.answers import DONE, KEEP_ALIVE, error_event
+from nanovllm.server.asgi import JSON, Header, Receive, Send, Writer, start
+from nanovllm.server.chat import ChatSession
+from nanovllm.server.errors import ApiError
+from nanovllm.server.metrics import Metrics
+from nanovllm.server.protocol import ChatRequest
+from nanovllm.server.served import Served
+from nanovllm.server.template import Prompt
+
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+CLIENT_LEFT = 499  # the status in the log; nobody is there to be told
+
+
+class Reply:
+    def __init__(
+        self, client: EngineClient, metrics: Metrics, request_id: str, send: Send, *, quiet_s: float
+    ) -> None:
+        """`quiet_s`: after so long without an event a stream gets a comment."""
+        self.session: ChatSession
+        self.is_over = False
+        self._client = client
+        self._metrics = metrics
+        self._request_id = request_id
+        self._writer = Writer(send)
+        self._quiet_s = quiet_s
+        self._is_quiet = True  # nothing was written since the last tick
+        self._timer: asyncio.TimerHandle | None = None
+        self._status = 0  # 0: headers not sent
+        self._num_seen = 0  # tokens at the last update
+        self._begun = self._started = self._first = self._last = time.monotonic()
+
+    def open(self, request: ChatRequest, prompt: Prompt, served: Served, seed: int) -> None:
+        """Submit to the engine. Raises ApiError if the request cannot be served."""
+        self.session = ChatSession(
+            request,
+            prompt,
+            served,
+            response_id=f"chatcmpl-{self._request_id}",
+            created=int(time.time()),
+            seed=seed,
+            new_id=self._client.new_id,
+            abort=self._client.abort,
+            update=self.update,
+        )
+        try:
+            for choice in self.session.choices:
+                self._client.submit(choice.message, choice)
+        except EngineLostError:
+            raise ApiError(503, "the engine is gone", code="engine_failed") from None
+        self._metrics.prompt_tokens.observe(self.session.num_prompt)
+        self._metrics.params_n.observe(request.num_choices)
+        self._metrics.params_max_tokens.observe(self.session.choices[0].message.max_new)
+        if request.stream:
+            self._wait_quietly()
+
+    async def run(self, receive: Receive) -> None:
+        """Until the response is complete or the client has left: `receive` returns then."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not self.is_over:
+            self.session.abort_all()
+            self._over(CLIENT_LEFT)
+
+    def update(self) -> None:
+        """A step has changed the session. Runs once per stream and step."""
+        session = self.session
+        if self.is_over:
+            return
+        if session.num_tokens != self._num_seen:
+            self._measure()
+        elif session.is_started and not self._num_seen:
+            self._started = self._client.step_time
+        if session.failure is not None:
+            self.fail(session.failure)
+        elif session.out:
+            self._write(b"".join(session.out), is_last=session.is_done)
+            session.out.clear()
+        elif session.is_done:
+            self._answer(200, session.body())
+
+    def fail(self, failure: ApiError) -> None:
+        """Tell the client, in the form that is still possible, and end."""
+        self.session.abort_all()
+        self._metrics.rejected[failure.code or "error"] += 1
+        if self._status:
+            self._write(error_event(failure.body()) + DONE, is_last=True)
+        else:
+            self._answer(failure.status, failure.body())
+
+    def _measure(self) -> None:
+        now, metrics = self._client.step_time, self._metrics
+        if self._num_seen:
+            metrics.inter_token_s.observe(now - self._last)
+        else:
+            self._first = now
+            metrics.time_to_first_token_s.observe(now - self._begun)
+            metrics.queue_s.observe(self._started - self._begun)
+            metrics.prefill_s.observe(now - self._started)
+        self._last = now
+        self._num_seen = self.session.num_tokens
+
+    def _write(self, data: bytes, *, is_last: bool = False) -> None:
+        self._is_quiet = False
+        if not self._status:
+            self._status = 200
+            self._writer.put(
+                start(200, EVENT_STREAM, [*self._headers(), (b"cache-control", b"no-cache")])
+            )
+        if is_last:
+            self._over(200)
+        self._writer.put({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    def _answer(self, status: int, body: bytes) -> None:
+        headers = [*self._headers(), (b"content-length", b"%d" % len(body))]
+        if status == 503:
+            headers.append((b"retry-after", b"1"))
+        self._over(status)
+        self._writer.put(start(status, JSON, headers))
+        self._writer.put({"type": "http.response.body", "body": body})
+
+    def _headers(self) -> list[Header]:
+        return [(b"x-request-id", self._request_id.encode())]
+
+    def _wait_quietly(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._quiet_s, self._tick)
+
+    def _tick(self) -> None:
+        if self._is_quiet:
+            self._write(KEEP_ALIVE)
+        self._is_quiet = True
+        self._wait_quietly()
+
+    def _over(self, status: int) -> None:
+        self.is_over = True
+        self._status = status
+        if self._timer is not None:
+            self._timer.cancel()
+        session, metrics = self.session, self._metrics
+        if session.is_done:
+            self._measure_whole()
+        for choice in session.choices:
+            metrics.finished[choice.reason or "abort"] += 1
+        self.summary = fields(
+            id=self._request_id,
+            status=status,
+            prompt=session.num_prompt,
+            cached=session.num_cached,
+            completion=session.num_tokens,
+            ttft=self._first - self._begun if session.num_tokens else None,
+            e2e=time.monotonic() - self._begun,
+            finish=session.finish_reasons or "abort",
+        )
+
+    def _measure_whole(self) -> None:
+        session, metrics = self.session, self._metrics
+        metrics.e2e_s.observe(self._last - self._begun)
+        metrics.inference_s.observe(self._last - self._started)
+        metrics.decode_s.observe(self._last - self._first)
+        metrics.generation_tokens.observe(session.num_tokens)
+        if session.num_tokens > 1:
+            per_token = (self._last - self._first) / (session.num_tokens - 1)
+            metrics.time_per_output_token_s.observe(per_token)

@@ -1,0 +1,101 @@
+"""Seeded choice with a part of everything held out.
+
+One value, name or wording in ten is reserved by its own hash: training never draws it, evaluation
+draws only it. Nothing here knows what the text is about.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+T = TypeVar("T")
+Node = str | list["Node"] | tuple["Node", ...]  # text, sequence, alternatives
+ONE_IN = 10
+
+
+def reserved(text: str) -> bool:
+    """Whether this text is kept for evaluation."""
+    return zlib.crc32(text.lower().encode()) % ONE_IN == 0
+
+
+class Pool:
+    """Values, split once into those for training and those for evaluation."""
+
+    def __init__(self, text: str) -> None:
+        values = [value.strip() for value in text.replace("\n", ",").split(",") if value.strip()]
+        self.train = [value for value in values if not reserved(value)]
+        self.held = [value for value in values if reserved(value)]
+        if not self.held:
+            self.held = [self.train.pop()]
+
+
+@lru_cache(maxsize=None)
+def parse(template: str) -> Node:
+    """`(a|b)` are alternatives, and may nest; everything else is text."""
+    alternatives: list[Node] = []
+    sequence: list[Node] = []
+    stack: list[tuple[list[Node], list[Node]]] = []
+    for piece in re.split(r"([(|)])", template):
+        if piece == "(":
+            stack.append((alternatives, sequence))
+            alternatives, sequence = [], []
+        elif piece == "|" and stack:
+            alternatives.append(sequence)
+            sequence = []
+        elif piece == ")" and stack:
+            group = (*alternatives, sequence)
+            alternatives, sequence = stack.pop()
+            sequence.append(group)
+        elif piece:
+            sequence.append(piece)
+    if stack:
+        raise ValueError(f"unclosed ( in {template!r}")
+    return sequence
+
+
+class Draw:
+    """A source of choices; `held` decides on which side of the split they fall."""
+
+    def __init__(self, seed: int, held: bool = False) -> None:
+        self.random = random.Random(seed)
+        self.held = held
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def pick(self, options: Sequence[T]) -> T:
+        return options[int(self.random.random() * len(options))]
+
+    def number(self, low: int, high: int) -> int:
+        return low + int(self.random.random() * (high - low + 1))
+
+    def some(self, options: Sequence[T], count: int) -> list[T]:
+        """`count` different options in random order."""
+        return self.random.sample(options, count)
+
+    def value(self, pool: Pool) -> str:
+        return self.pick(pool.held if self.held else pool.train)
+
+    def made(self, make: Callable[[], T], key: Callable[[T], str] = str) -> T:
+        """The first made thing on this side of the split."""
+        for _ in range(200):
+            thing = make()
+            if reserved(key(thing)) == self.held:
+                break
+        return thing
+
+    def wording(self, templates: Sequence[str]) -> str:
+        """One way to say it: a template with its alternatives chosen, {fields} left in."""
+        return self.made(lambda: self._expand(parse(self.pick(templates))))
+
+    def _expand(self, node: Node) -> str:
+        if isinstance(node, str):
+            return node
+        if isinstance(node, tuple):
+            return self._expand(self.pick(node))
+        return "".join([self._expand(part) for part in node])

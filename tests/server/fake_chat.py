@@ -1,0 +1,111 @@
+"""A tiny chat server with known timing and token counts: `python fake_chat.py PORT [ill] [KEY]`.
+
+A prompt costs 9 tokens and 2 per word. "ill": it refuses every fifth request, and drops every
+seventh in the middle. It streams like a server one would not wish for: a comment first, an empty
+chunk, reasoning, events cut in two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+FIRST_S = 0.03  # from request to first token
+GAP_S = 0.004  # between tokens
+
+
+class FakeChat:
+    def __init__(self, is_ill: bool, api_key: str | None) -> None:
+        self.is_ill = is_ill
+        self.api_key = api_key
+        self.num_requests = 0
+        self.prompts: list[str] = []
+
+    async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await read_head(reader):
+            method, path = head.split()[:2]
+            length = 0
+            for line in head.lower().split("\r\n"):
+                if line.startswith("content-length:"):
+                    length = int(line.split(":")[1])
+            body = json.loads(await reader.readexactly(length)) if length else {}
+            if path == "/health":
+                reply(writer, 200, {})
+            elif self.api_key and f"bearer {self.api_key}" not in head.lower():
+                reply(writer, 401, {"error": {"message": "wrong key"}})
+            elif (method, path) == ("GET", "/v1/models"):
+                reply(writer, 200, {"data": [{"id": "fake", "max_model_len": 4096}]})
+            elif (method, path) == ("GET", "/metrics"):
+                text = "# a comment\nvllm:num_preemptions_total 0\n"
+                text += f'nanovllm:graph_steps_total{{mode="FULL"}} {self.num_requests}\n'
+                text += 'vllm:kv_cache_usage_perc{engine="0"} 0.5\n'
+                reply(writer, 200, text)
+            else:
+                await self.chat(body, writer)
+
+    async def chat(self, body: dict, writer: asyncio.StreamWriter) -> None:
+        prompt = body["messages"][0]["content"]
+        usage = {
+            "prompt_tokens": 9 + 2 * len(prompt.split()),
+            "completion_tokens": body["max_tokens"],
+            "prompt_tokens_details": {"cached_tokens": self.prompts.count(prompt)},
+        }
+        if not body.get("stream"):
+            return reply(writer, 200, {"choices": [], "usage": usage})
+        self.prompts.append(prompt)
+        self.num_requests += 1
+        if self.is_ill and self.num_requests % 5 == 0:
+            return reply(writer, 503, {"error": {"message": "the queue is full"}})
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n")
+        writer.write(b"Transfer-Encoding: chunked\r\n\r\n")
+        chunk(writer, b": keep-alive\n\n")
+        event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+        await asyncio.sleep(FIRST_S)
+        for at in range(body["max_tokens"]):
+            if at:
+                await asyncio.sleep(GAP_S)
+            if self.is_ill and self.num_requests % 7 == 0:
+                return writer.close()
+            delta = {"reasoning": "hm"} if at == 0 else {"content": "a\n\nb"}
+            event(writer, {"choices": [{"index": 0, "delta": delta}]})
+        event(writer, {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
+        event(writer, {"choices": [], "usage": usage})
+        chunk(writer, b"data: [DONE]\n\n")
+        return writer.write(b"0\r\n\r\n")
+
+
+async def read_head(reader: asyncio.StreamReader) -> str:
+    try:
+        return (await reader.readuntil(b"\r\n\r\n")).decode()
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return ""
+
+
+def reply(writer: asyncio.StreamWriter, status: int, body: object) -> None:
+    content = (body if isinstance(body, str) else json.dumps(body)).encode()
+    writer.write(
+        f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
+    )
+
+
+def event(writer: asyncio.StreamWriter, body: dict) -> None:
+    data = b"data: " + json.dumps({"id": "chatcmpl-1", **body}).encode() + b"\n\n"
+    chunk(writer, data[:11])
+    chunk(writer, data[11:])
+
+
+def chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+
+async def main(port: int, is_ill: bool, api_key: str | None) -> None:
+    server = await asyncio.start_server(FakeChat(is_ill, api_key).connection, "127.0.0.1", port)
+    async with server:
+        await server.serve_forever()
+
+
+if __name__ == "__main__":
+    rest = sys.argv[2:]
+    ill = "ill" in rest
+    asyncio.run(main(int(sys.argv[1]), ill, next((word for word in rest if word != "ill"), None)))

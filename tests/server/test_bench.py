@@ -1,0 +1,361 @@
+"""The benchmark against a server and an engine whose behaviour is known exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from nanovllm import launch
+from nanovllm.bench import offline, online, record
+from nanovllm.bench.measure import Summary
+from nanovllm.bench.outcome import Advance, Outcome
+from nanovllm.bench.started import started
+from nanovllm.bench.workload import Load, token_load
+from nanovllm.cli import bench as command
+from nanovllm.config import ConfigError
+from nanovllm.wire import Finish, FinishReason, Generate, Ready, Refusal, RefusalKind, Stats
+
+ROOT = Path(__file__).parents[2]
+FAKE = Path(__file__).with_name("fake_chat.py")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextlib.contextmanager
+def fake_chat(*arguments: str) -> Iterator[str]:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with started([sys.executable, str(FAKE), str(port), *arguments], url):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Iterator[str]:
+    with fake_chat() as url:
+        yield url
+
+
+@contextlib.contextmanager
+def no_bar(total: int, label: str) -> Iterator[Advance]:
+    counts = [0, 0]
+
+    def advance(requests: int, tokens: int) -> None:
+        counts[0] += requests
+        counts[1] += tokens
+
+    yield advance
+    assert counts[0] == total  # a progress bar that ends at 100 %
+    assert counts[1] > 0
+
+
+def measure(url: str, load: Load, api_key: str | None = None, warmup: int = 2) -> Outcome:
+    return online.measure_server(
+        load, None, url=url, api_key=api_key, goals_ms={}, warmup=warmup, processes=2, bar=no_bar
+    )
+
+
+def test_a_closed_loop_measures_what_the_server_does(healthy: str) -> None:
+    load = Load(num_prompts=24, input_len=101, output_len=10, concurrency=6)
+    outcome = measure(healthy, load)
+    summary = outcome.summary
+    assert (summary.completed, summary.failed) == (24, 0)
+    assert summary.input_tokens == 24 * 101  # the word count was found by asking
+    assert (summary.output_tokens, summary.cached_tokens) == (240, 0)
+    assert summary.peak_concurrent == 6
+    assert summary.itl.count == 24 * 9  # the empty chunk, the comment and the usage are no tokens
+    # Lower bounds are the server's sleeps; upper ones leave room for a busy machine.
+    assert 30.0 <= summary.ttft.p50 < 130.0
+    assert 4.0 <= summary.tpot.p50 < 40.0
+    assert summary.e2el.p50 >= 30.0 + 9 * 4.0
+    assert summary.duration_s >= 4 * (0.03 + 9 * 0.004)  # four rounds of six
+    assert outcome.engine["Steps FULL"] == 24.0
+    assert outcome.engine["Peak KV cache usage (%)"] == 50.0
+    assert (outcome.model, outcome.workload["name"]) == ("fake", "c6")
+    assert 0.0 < outcome.metrics["client_busy"] < 1.0
+
+
+def test_an_open_loop_sends_when_requests_are_due(healthy: str) -> None:
+    load = Load(num_prompts=40, input_len=20, output_len=4, request_rate=50.0, seed=1)
+    summary = measure(healthy, load).summary
+    assert (summary.completed, summary.output_tokens) == (40, 160)
+    assert summary.late.count == 40 and summary.late.p50 < 50.0
+    assert 0.4 < summary.duration_s < 3.0  # 40 arrivals at 50 a second
+    assert 1 <= summary.peak_concurrent < 40
+
+
+def test_failures_are_counted_named_and_make_a_run_invalid() -> None:
+    with fake_chat("ill") as url:
+        load = Load(num_prompts=35, input_len=20, output_len=4, concurrency=1)
+        summary = measure(url, load, warmup=0).summary
+    refused = [error for error in summary.errors if error.startswith("HTTP 503")]
+    assert refused and "the queue is full" in refused[0]
+    assert summary.errors[refused[0]] == 7
+    # Each seventh of the 35 is dropped, and the 35th was refused before that.
+    assert summary.errors["the server closed the connection"] == 4
+    assert (summary.completed, summary.failed) == (24, 11)
+    assert not summary.is_valid
+
+
+def test_an_api_key_is_sent_everywhere() -> None:
+    load = Load(num_prompts=2, input_len=20, output_len=2, concurrency=1)
+    with fake_chat("secret") as url:
+        assert measure(url, load, api_key="secret").summary.completed == 2
+        with pytest.raises(ConfigError, match=r"HTTP 401: .*wrong key"):
+            measure(url, load)
+
+
+def test_unusable_servers_are_refused_in_one_line(healthy: str) -> None:
+    load = Load(num_prompts=1, input_len=4000, output_len=200, concurrency=1)
+    with pytest.raises(ConfigError, match=r"is up to 4200 tokens; fake at .* takes at most 4096"):
+        measure(healthy, load)
+    with pytest.raises(ConfigError, match=r"no server answers at http://127\.0\.0\.1:9"):
+        measure("http://127.0.0.1:9", load)
+    with pytest.raises(ConfigError, match="--url localhost:8000: write it as http://host:port"):
+        measure("localhost:8000", load)
+
+
+def test_the_command_prints_a_table_and_writes_both_files(healthy: str, tmp_path: Path) -> None:
+    results, shown = tmp_path / "results", tmp_path / "out.json"
+    arguments = ["--url", healthy, "--concurrency", "4", "--num-prompts", "8", "--input-len", "51"]
+    arguments += ["--output-len", "6", "--goodput", "ttft:5000", "--json-out", str(shown)]
+    arguments += ["--api-key", "s3cret", "--results-dir", str(results)]
+    line = [sys.executable, "-m", "nanovllm", "bench", *arguments]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "============ Serving Benchmark Result ============" in done.stdout
+    assert "Successful requests:                     8" in done.stdout
+    assert "fake: 100%" in done.stderr and "8/8" in done.stderr
+    (path,) = results.rglob("*.json")
+    assert f"record: {path}" in done.stdout
+    assert "s3cret" not in path.read_text()
+    written = record.read(path)
+    assert (written.kind, written.recipe) == ("serve", {"model": "fake"})
+    assert (written.workload["concurrency"], written.workload["input_len"]) == (4, 51)
+    assert written.metrics["output_tokens"] == 48.0 and written.metrics["steps_full"] == 8.0
+    needed = {"output_tokens_per_s", "duration_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms"}
+    assert needed | {"itl_p99_ms", "e2e_p50_ms"} <= written.metrics.keys()
+    found = json.loads(shown.read_text())
+    assert (found["completed"], found["max_concurrency"]) == (8, 4)
+    assert found["output_throughput"] == pytest.approx(written.metrics["output_tokens_per_s"])
+    assert found["request_goodput"] == pytest.approx(found["request_throughput"])
+
+
+def test_the_command_starts_and_stops_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    fake = [sys.executable, str(FAKE), str(port)]
+    monkeypatch.setattr(command, "serve_command", lambda options, extra: fake)
+    arguments = ["--start", "--set", f"server.port={port}", "--num-prompts", "2", "--warmup", "0"]
+    arguments += ["--set", "server.served_name=fake", "--input-len", "20", "--output-len", "2"]
+    done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    (path,) = tmp_path.rglob("*.json")
+    written = record.read(path)
+    assert 0.0 < written.metrics["start_to_ready_s"] < 30.0
+    assert written.changed == {"server.port": port, "server.served_name": "fake"}
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/health")
+
+
+def test_serve_is_started_with_the_options_of_the_bench() -> None:
+    given = {parameter.name: parameter.default for parameter in command.bench.params}
+    given = {k: v if isinstance(v, str | int | float | bool) else None for k, v in given.items()}
+    own = {"recipe": "r.yaml", "overrides": ("schedule.depth=1",), "load_format": "dummy"}
+    own |= {"api_key": "k", "ablate": (), "goodput": ()}
+    options = command.Options(**{**given, **own})
+    assert command.serve_command(options, ("cache.prefix=false",))[1:] == [
+        "-m", "nanovllm", "serve", "r.yaml", "--set", "schedule.depth=1", "--set",
+        "cache.prefix=false", "--load-format", "dummy", "--api-key", "k",
+    ]  # fmt: skip
+
+
+def test_a_server_that_does_not_start_shows_its_last_words(healthy: str) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    dying = [sys.executable, "-c", "import sys; sys.exit('no such checkpoint')"]
+    with (
+        pytest.raises(ConfigError, match="did not come up: no such checkpoint"),
+        started(dying, url),
+    ):
+        pass
+    with pytest.raises(ConfigError, match="something already listens"), started(dying, healthy):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--concurrency", "2", "--request-rate", "3"], "give one"),
+        (["--offline", "--start"], "exclude each other"),
+        (["--offline", "--concurrency", "2"], "--concurrency has no effect"),
+        (["--workload", "w1"], "--workload names a load of --offline"),
+        (["--ablate", "schedule.depth=0"], "--ablate needs an engine of its own"),
+        (["--set", "schedule.depth=0"], "--set describes the server"),
+        (["--start", "--url", "http://x:1"], "--start serves where the recipe says"),
+        (["--offline", "--ablate", "a.b=1", "--json-out", "x"], "--json-out holds one run"),
+        (["--goodput", "itl:3"], "--goodput itl:3: write ttft, tpot or e2el"),
+        (["--offline", "--set", "schedule.dept=0"], "did you mean schedule.depth"),
+    ],
+)
+def test_senseless_combinations_are_refused(arguments: list[str], message: str) -> None:
+    error = CliRunner().invoke(command.bench, arguments).exception
+    assert isinstance(error, ConfigError) and message in str(error)
+
+
+# -- offline ---------------------------------------------------------------------------------
+
+
+class PaperEngine:
+    """Stands in for EngineClient: each request gets its tokens, two a message."""
+
+    def __init__(self, refuses: int = -1, loses: int = -1, dies: bool = False) -> None:
+        recipe = json.dumps({"model": "paper", "schedule": {"depth": 1}})
+        self.ready = Ready(0, "paper", 4096, 512, 100, 64, 256, {"recipe": recipe})
+        self.stats = Stats()
+        self.requests: list[Generate] = []
+        self.faults = (refuses, loses, dies)
+
+    def new_id(self) -> int:
+        return len(self.requests)
+
+    def submit(self, request: Generate, sink: offline.Stopwatch) -> None:
+        self.requests.append(request)
+        asyncio.get_running_loop().call_later(0.002, self.answer, request, sink)
+
+    def answer(self, request: Generate, sink: offline.Stopwatch) -> None:
+        refuses, loses, dies = self.faults
+        if dies:
+            return sink.lost()
+        if request.request_id == refuses:
+            return sink.refused(Refusal(refuses, RefusalKind.TOO_LONG, "too long"))
+        sink.started(3)
+        rest = request.max_new - (request.request_id == loses)
+        while rest:
+            num, rest = min(2, rest), max(0, rest - 2)
+            sink.tokens([1] * num)
+            sink.flush()
+        self.stats = Stats(steps_by_mode={"FULL/decode": 5 * len(self.requests)})
+        return sink.finish(Finish(request.request_id, FinishReason.LENGTH))
+
+    def close(self) -> None: ...
+
+
+def run_paper(engine: PaperEngine, name: str = "bs64") -> Summary:
+    load = token_load(name, seed=0, vocab_size=512)
+    with no_bar(len(load.prompts), name) as advance:
+        return offline.summarise(asyncio.run(offline.run(engine, load, advance)))
+
+
+def test_the_engine_gets_the_workload_and_every_token_counts() -> None:
+    engine = PaperEngine()
+    summary = run_paper(engine)
+    assert (summary.completed, summary.failed) == (64, 0)
+    assert summary.output_tokens == 64 * 256
+    assert summary.input_tokens == 64 * 1024 and summary.cached_tokens == 64 * 3
+    assert summary.itl.count == 64 * 127
+    assert summary.ttft.p50 >= 2.0
+    assert summary.duration_s >= 0.002
+    sent = engine.requests[5]
+    assert list(array("i", sent.prompt)) == token_load("bs64", seed=0, vocab_size=512).prompts[5]
+    assert (sent.max_new, sent.stop_ids, sent.sampling.temperature) == (256, [], 0.0)
+
+
+def test_an_engine_that_does_less_than_asked_is_not_fast() -> None:
+    summary = run_paper(PaperEngine(refuses=3, loses=9))
+    assert summary.errors == {"too long": 1, "255 tokens came, not 256": 1}
+    assert (summary.completed, summary.is_valid) == (62, False)
+
+
+@pytest.fixture
+def paper(monkeypatch: pytest.MonkeyPatch) -> list[PaperEngine]:
+    """The command meets PaperEngines; the list of them."""
+    engines: list[PaperEngine] = []
+
+    async def connect(path: str) -> PaperEngine:
+        assert path == "engine.sock"
+        engines.append(PaperEngine())
+        return engines[-1]
+
+    @contextlib.contextmanager
+    def engine_process(config: object) -> Iterator[str]:
+        time.sleep(0.01)
+        yield "engine.sock"
+
+    monkeypatch.setattr(offline.EngineClient, "connect", connect)
+    monkeypatch.setattr(launch, "engine_process", engine_process)
+    monkeypatch.setattr(offline, "STATS_S", 0.0)
+    return engines
+
+
+RECIPE = str(ROOT / "recipes" / "qwen3-0.6b.yaml")
+
+
+def test_offline_writes_a_record_that_says_so(tmp_path: Path, paper: list[PaperEngine]) -> None:
+    arguments = ["--offline", RECIPE, "--workload", "bs1", "--load-format", "dummy"]
+    done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "============ Offline Benchmark Result ============" in done.output
+    assert "Steps FULL/decode:                       5 " in done.output
+    (path,) = tmp_path.rglob("*.json")
+    written = record.read(path)
+    assert (written.kind, written.workload["name"]) == ("offline", "bs1")
+    assert (written.workload["concurrency"], written.recipe["model"]) == (1, "paper")
+    assert written.changed == {"load.format": "dummy"}
+    assert written.metrics["output_tokens"] == 512.0
+    assert written.metrics["start_to_ready_s"] >= 0.01
+    assert written.metrics["output_tokens_per_s"] == pytest.approx(512 / written.duration_s)
+    (engine,) = paper
+    assert [request.max_new for request in engine.requests] == [17, 512]  # the warm-up first
+    assert engine.requests[0].prompt != engine.requests[1].prompt
+
+
+def test_ablations_write_records_that_differ_in_one_key(
+    tmp_path: Path, paper: list[PaperEngine]
+) -> None:
+    arguments = ["--offline", RECIPE, "--workload", "bs1", "--load-format", "dummy", "--warmup=0"]
+    arguments += ["--ablate", "schedule.depth=0", "--ablate", "cache.prefix=false"]
+    done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    found = [record.read(path) for path in tmp_path.rglob("*.json")]
+    plain = {"load.format": "dummy"}
+    assert sorted((one.changed for one in found), key=str) == sorted(
+        (plain, plain | {"schedule.depth": 0}, plain | {"cache.prefix": False}), key=str
+    )
+    assert "changed.schedule.depth: - -> 0" in done.output
+    assert "changed.cache.prefix: - -> False" in done.output
+    assert len(paper) == 3 and len({path.name for path in tmp_path.rglob("*.json")}) == 3
+
+    paths = sorted(str(path) for path in tmp_path.rglob("*.json"))[:2]
+    compared = CliRunner().invoke(command.bench, ["--compare", *paths])
+    assert compared.exit_code == 0
+    assert "output_tokens_per_s" in compared.output and "B/A" in compared.output
+
+
+def test_a_dead_engine_makes_the_command_fail(tmp_path: Path, paper: list[PaperEngine],
+                                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    async def connect(path: str) -> PaperEngine:
+        return PaperEngine(dies=True)
+
+    monkeypatch.setattr(offline.EngineClient, "connect", connect)
+    arguments = ["--offline", RECIPE, "--workload", "bs1", "--load-format", "dummy"]
+    done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "1 x the engine died" in done.output and "invalid: 1 of 1" in done.output
+    (path,) = tmp_path.rglob("*.json")
+    assert path.relative_to(tmp_path).parts[0] == "scratch"
