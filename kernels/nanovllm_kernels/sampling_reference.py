@@ -80,6 +80,7 @@ def floors(
     last = logits_SV.shape[1] - 1
     kth_S1 = sorted_SV.take_along_dim((k_S1 - 1).clamp(0, last), 1)
     low_S1 = torch.maximum(top_S1 + min_p_gaps_N[slots_S, None], kth_S1.where(k_S1 > 0, LOWEST))
+    low_S1 = low_S1.clamp(min=LOWEST)
     weights_SV = torch.exp((sorted_SV - top_S1) * inverse_S1).where(sorted_SV >= low_S1, 0.0)
     mass_SV = weights_SV.cumsum(-1)
     num_kept_S1 = (mass_SV - weights_SV < top_p_S1 * mass_SV[:, -1:]).sum(-1, keepdim=True)

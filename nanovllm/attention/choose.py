@@ -24,7 +24,7 @@ def choose_backend(
 
     Raises ConfigError with the reason if the recipe asks for one that cannot serve here.
     """
-    passed_over = []
+    passed_over: list[str] = []
     for candidate in PREFERRED[device.type] if name == "auto" else (name,):
         backend = resolve(BACKENDS, candidate)
         reason = import_module(backend.__module__).supports(device, dtype, layout, page_tokens)

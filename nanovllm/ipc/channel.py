@@ -15,7 +15,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import msgspec
 
@@ -128,8 +128,7 @@ class AsyncConnection(asyncio.Protocol):
                 await asyncio.sleep(RETRY_S)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
 
     def data_received(self, data: bytes) -> None:
         self._received(self._frames.feed(data))

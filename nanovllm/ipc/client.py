@@ -116,6 +116,7 @@ class EngineClient:
         for start in out.started:
             if (sink := self._sinks.get(start.request_id)) is not None:
                 sink.started(start.num_cached)
+                touched.append(sink)
         for entry in out.logprobs:
             if (sink := self._sinks.get(entry.request_id)) is not None:
                 sink.logprobs(entry)

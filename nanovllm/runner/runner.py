@@ -9,9 +9,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, Batch, ForwardContext, PagedKV
+from nanovllm.models.decoder import Decoder
 from nanovllm.plan import StepPlan
 from nanovllm.runner.batch import RowBuilder, StepRows, gather
 from nanovllm.runner.graphs import DecodeGraphs
@@ -32,7 +33,7 @@ class Forwarded:
 class Runner:
     def __init__(
         self,
-        model: nn.Module,
+        model: Decoder,
         slots: Slots,
         sampler: Sampler,
         caches: tuple[PagedKV, ...],

@@ -29,14 +29,14 @@ class Truncation:
     def admit(self, admits: Sequence[Admit]) -> None:
         for admit in admits:
             asked, line = admit.sampling, self.host[admit.slot]
-            greedy = asked.temperature == 0  # the largest logit survives every truncation
-            on = asked.top_k > 0 or asked.top_p < 1 or asked.min_p > 0
-            line["truncated"] = on and not greedy
-            line["top_k"] = min(max(asked.top_k, 0), self.vocab_size)  # any int may come
-            line["top_p"] = asked.top_p
+            # The largest logit survives every truncation: a greedy row has no use for any.
+            on = asked.temperature > 0 and (asked.top_k > 0 or asked.top_p < 1 or asked.min_p > 0)
+            line["truncated"] = on
+            line["top_k"] = min(max(asked.top_k, 0), self.vocab_size) if on else 0
+            line["top_p"] = asked.top_p if on else 1.0
             # p >= min_p * largest p, said of logits.
-            gap = asked.temperature * math.log(asked.min_p) if asked.min_p > 0 else -math.inf
-            line["min_p_gap"] = gap
+            narrow = on and asked.min_p > 0
+            line["min_p_gap"] = asked.temperature * math.log(asked.min_p) if narrow else -math.inf
 
     def wanted(self, host_slots: Int32) -> Wanted:
         return self.host["truncated"][host_slots]

@@ -6,11 +6,13 @@ Knows nothing about which checks exist.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import msgspec
 from msgspec import Struct
 
 MAX_MESSAGE_CHARS = 1000  # a request may not choose how long its refusal is
+HEADERS = {401: [(b"www-authenticate", b"Bearer")], 503: [(b"retry-after", b"1")]}
 
 
 class ErrorBody(Struct, frozen=True):
@@ -28,7 +30,13 @@ class ApiError(Exception):
     """Ends a request. `param` is the body's field at fault, with its path: `messages[0].role`."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
         if len(message) > MAX_MESSAGE_CHARS:
             message = message[: MAX_MESSAGE_CHARS - 3] + "..."
@@ -37,6 +45,7 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.code = code
+        self.headers = [*headers, *HEADERS.get(status, ())]
 
     def body(self) -> bytes:
         kind = "invalid_request_error" if self.status < 500 else "server_error"

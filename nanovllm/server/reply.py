@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 
 from nanovllm.ipc.client import EngineClient, EngineLostError
 from nanovllm.log import fields
@@ -31,6 +32,7 @@ class Reply:
         """`quiet_s`: after so long without an event a stream gets a comment."""
         self.session: ChatSession
         self.is_over = False
+        self.summary = ""  # for the log, once it is over
         self._client = client
         self._metrics = metrics
         self._request_id = request_id
@@ -39,6 +41,7 @@ class Reply:
         self._is_quiet = True  # nothing was written since the last tick
         self._timer: asyncio.TimerHandle | None = None
         self._status = 0  # 0: headers not sent
+        self._is_started = False
         self._num_seen = 0  # tokens at the last update
         self._begun = self._started = self._first = self._last = time.monotonic()
 
@@ -79,10 +82,11 @@ class Reply:
         session = self.session
         if self.is_over:
             return
+        if session.is_started and not self._is_started:
+            self._is_started = True
+            self._started = self._client.step_time
         if session.num_tokens != self._num_seen:
             self._measure()
-        elif session.is_started and not self._num_seen:
-            self._started = self._client.step_time
         if session.failure is not None:
             self.fail(session.failure)
         elif session.out:
@@ -96,9 +100,10 @@ class Reply:
         self.session.abort_all()
         self._metrics.rejected[failure.code or "error"] += 1
         if self._status:
-            self._write(error_event(failure.body()) + DONE, is_last=True)
+            events = (*self.session.out, error_event(failure.body()), DONE)
+            self._write(b"".join(events), is_last=True)
         else:
-            self._answer(failure.status, failure.body())
+            self._answer(failure.status, failure.body(), failure.headers)
 
     def _measure(self) -> None:
         now, metrics = self._client.step_time, self._metrics
@@ -116,23 +121,20 @@ class Reply:
         self._is_quiet = False
         if not self._status:
             self._status = 200
-            self._writer.put(
-                start(200, EVENT_STREAM, [*self._headers(), (b"cache-control", b"no-cache")])
-            )
+            headers = [self._id_header(), (b"cache-control", b"no-cache")]
+            self._writer.put(start(200, EVENT_STREAM, headers))
         if is_last:
             self._over(200)
         self._writer.put({"type": "http.response.body", "body": data, "more_body": not is_last})
 
-    def _answer(self, status: int, body: bytes) -> None:
-        headers = [*self._headers(), (b"content-length", b"%d" % len(body))]
-        if status == 503:
-            headers.append((b"retry-after", b"1"))
+    def _answer(self, status: int, body: bytes, more: Iterable[Header] = ()) -> None:
+        headers = [self._id_header(), *more, (b"content-length", b"%d" % len(body))]
         self._over(status)
         self._writer.put(start(status, JSON, headers))
         self._writer.put({"type": "http.response.body", "body": body})
 
-    def _headers(self) -> list[Header]:
-        return [(b"x-request-id", self._request_id.encode())]
+    def _id_header(self) -> Header:
+        return (b"x-request-id", self._request_id.encode())
 
     def _wait_quietly(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._quiet_s, self._tick)
@@ -152,7 +154,8 @@ class Reply:
         if session.is_done:
             self._measure_whole()
         for choice in session.choices:
-            metrics.finished[choice.reason or "abort"] += 1
+            if choice.reason or status == CLIENT_LEFT:
+                metrics.finished[choice.reason or "abort"] += 1
         self.summary = fields(
             id=self._request_id,
             status=status,
@@ -161,7 +164,7 @@ class Reply:
             completion=session.num_tokens,
             ttft=self._first - self._begun if session.num_tokens else None,
             e2e=time.monotonic() - self._begun,
-            finish=session.finish_reasons or "abort",
+            finish=session.finish_reasons or ("abort" if status == CLIENT_LEFT else "error"),
         )
 
     def _measure_whole(self) -> None:

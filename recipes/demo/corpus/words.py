@@ -211,9 +211,13 @@ def sentence(draw: Draw) -> str:
 
 def code(draw: Draw) -> str:
     """An identifier such as an order number."""
-    letters = "".join(draw.pick("ABCDEFGHJKLMNPRSTUVWXYZ") for _ in range(draw.number(1, 3)))
-    digits = "".join(draw.pick("0123456789") for _ in range(draw.number(2, 5)))
-    return draw.made(lambda: draw.pick([f"{letters}-{digits}", f"{letters}{digits}", f"#{digits}"]))
+
+    def make() -> str:
+        letters = "".join(draw.pick("ABCDEFGHJKLMNPRSTUVWXYZ") for _ in range(draw.number(1, 3)))
+        digits = "".join(draw.pick("0123456789") for _ in range(draw.number(2, 5)))
+        return draw.pick([f"{letters}-{digits}", f"{letters}{digits}", f"#{digits}"])
+
+    return draw.made(make)
 
 
 def email(draw: Draw) -> str:

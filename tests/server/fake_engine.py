@@ -1,0 +1,189 @@
+"""An engine without a model: it speaks the wire protocol and answers with the prompt's last words.
+
+Each request's output is the text of its last user message, then the end token; so every stream
+has its own right answer, however many run at once. Attributes change what it does, from any
+thread, between requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from array import array
+from dataclasses import dataclass, field
+
+import msgspec
+from tokenizers import Tokenizer
+
+from nanovllm.ipc.channel import Frames, frame
+from nanovllm.wire import (
+    Abort,
+    Finish,
+    FinishReason,
+    Generate,
+    Ready,
+    Refusal,
+    RefusalKind,
+    Started,
+    Stats,
+    StepOutput,
+    TokenLogprobs,
+    ToEngine,
+)
+
+USER, END = "<|im_start|>user\n", "<|im_end|>"
+FILLER = "x"  # what follows the end token when it does not end the request
+
+
+@dataclass(eq=False)
+class Running:
+    spec: Generate
+    output: list[int]
+    num_sent: int = 0
+    is_started: bool = False
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    path: str
+    tokenizer: Tokenizer
+    max_model_tokens: int = 512
+    vocab_size: int = 4096
+    tokens_per_step: int = 1
+    step_s: float = 0.0
+    num_cached: int = 0
+    num_workers: int = 1
+    refuse: Refusal | None = None  # its kind and message, for every request from now on
+    answer: str | None = None  # instead of the last user message
+    answer_ids: list[int] | None = None  # the same, as ids, with no end token after them
+    is_stuck: bool = False  # start requests, but never give them a token
+    generates: list[Generate] = field(default_factory=list)
+    aborts: list[int] = field(default_factory=list)
+    running: dict[int, Running] = field(default_factory=dict)
+
+    def start(self) -> None:
+        is_up = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._peers: list[asyncio.StreamWriter] = []
+
+        def live() -> None:
+            asyncio.set_event_loop(self._loop)
+            self._server = self._loop.run_until_complete(
+                asyncio.start_unix_server(self._talk, self.path)
+            )
+            self._loop.call_soon(is_up.set)
+            self._loop.run_forever()
+
+        threading.Thread(target=live, daemon=True).start()
+        is_up.wait()
+
+    def die(self) -> None:
+        """Close every connection, as a killed process would."""
+
+        def close() -> None:
+            for peer in self._peers:
+                peer.transport.abort()
+
+        self._loop.call_soon_threadsafe(close)
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        worker = len(self._peers)
+        self._peers.append(writer)
+        ready = Ready(
+            worker=worker,
+            model="demo",
+            max_model_tokens=self.max_model_tokens,
+            vocab_size=self.vocab_size,
+            num_pages=64,
+            page_tokens=16,
+            num_slots=256,
+        )
+        encoder = msgspec.msgpack.Encoder()
+        writer.write(frame(encoder, ready))
+        frames = Frames(msgspec.msgpack.Decoder[ToEngine](ToEngine))
+        stepping = asyncio.create_task(self._step_forever(writer, encoder))
+        while data := await reader.read(65536):
+            for message in frames.feed(data):
+                if isinstance(message, Abort):
+                    self.aborts.append(message.request_id)
+                    self.running.pop(message.request_id, None)
+                else:
+                    self._add(message, writer, encoder)
+        stepping.cancel()
+
+    def _add(
+        self, message: Generate, writer: asyncio.StreamWriter, encoder: msgspec.msgpack.Encoder
+    ) -> None:
+        self.generates.append(message)
+        if self.refuse is not None:
+            refusal = Refusal(message.request_id, self.refuse.kind, self.refuse.message)
+            writer.write(frame(encoder, StepOutput(refused=[refusal])))
+        else:
+            self.running[message.request_id] = Running(message, self.output_of(message))
+
+    def output_of(self, message: Generate) -> list[int]:
+        if self.answer_ids is not None:
+            return list(self.answer_ids)
+        answer = self.answer
+        if answer is None:
+            prompt = self.tokenizer.decode(array("i", message.prompt), skip_special_tokens=False)
+            answer = prompt.rpartition(USER)[2].partition(END)[0]
+        return self.tokenizer.encode(answer + END, add_special_tokens=False).ids
+
+    async def _step_forever(
+        self, writer: asyncio.StreamWriter, encoder: msgspec.msgpack.Encoder
+    ) -> None:
+        while True:
+            await asyncio.sleep(self.step_s if self.running else 0.001)
+            if self.running:
+                writer.write(frame(encoder, self._step()))
+                await writer.drain()
+
+    def _step(self) -> StepOutput:
+        ids, tokens, counts = array("q"), array("i"), array("i")
+        started: list[Started] = []
+        finished: list[Finish] = []
+        logprobs: list[TokenLogprobs] = []
+        for request_id, request in list(self.running.items()):
+            if not request.is_started:
+                request.is_started = True
+                started.append(Started(request_id, self.num_cached))
+            if self.is_stuck:
+                continue
+            new = [self._next(request) for _ in range(self.tokens_per_step)]
+            for at, token in enumerate(new):
+                is_stop = token in request.spec.stop_ids
+                if is_stop or request.num_sent + at + 1 >= request.spec.max_new:
+                    del new[at + 1 :]
+                    reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
+                    finished.append(Finish(request_id, reason, token if is_stop else -1))
+                    del self.running[request_id]
+                    break
+            request.num_sent += len(new)
+            ids.append(request_id)
+            tokens.extend(new)
+            counts.append(len(new))
+            if (num_tops := request.spec.sampling.logprobs) >= 0:
+                for token in new:
+                    tops = [token + i for i in range(num_tops)]
+                    values = [-0.5 - i for i in range(num_tops)]
+                    logprobs.append(TokenLogprobs(request_id, token, -0.5, tops, values))
+        one_each = all(count == 1 for count in counts)
+        return StepOutput(
+            ids=ids.tobytes(),
+            tokens=tokens.tobytes(),
+            counts=b"" if one_each else counts.tobytes(),
+            started=started,
+            finished=finished,
+            logprobs=logprobs,
+            stats=Stats(num_running=len(self.running), kv_usage=0.25),
+        )
+
+    def _next(self, request: Running) -> int:
+        if request.output:
+            return request.output.pop(0)
+        return int(self.tokenizer.token_to_id(FILLER))
+
+
+def queue_full() -> Refusal:
+    return Refusal(0, RefusalKind.QUEUE_FULL, "4096 requests are waiting already")

@@ -1,0 +1,133 @@
+"""However ids and text are cut, the text is the tokenizer's own."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, strategies as st
+
+from nanovllm.server.detokenize import StopStrings, Vocabulary
+from tests.server.tiny_tokenizer import metaspace_tokenizer, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+VOCABULARY = Vocabulary(TOKENIZER)
+METASPACE = metaspace_tokenizer()
+METASPACE_VOCABULARY = Vocabulary(METASPACE)
+SIZE = TOKENIZER.get_vocab_size()
+
+
+def pieces(items, data):
+    """The items in order, cut anywhere."""
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(items)), max_size=8)))
+    return [items[a:b] for a, b in zip([0, *cuts], [*cuts, len(items)], strict=True) if a < b]
+
+
+def streamed(vocabulary, parts, *, skip_special=True):
+    detokenizer = vocabulary.detokenizer(skip_special=skip_special)
+    out = [detokenizer.feed(part) for part in parts]
+    return [*out, detokenizer.finish()]
+
+
+@given(st.lists(st.integers(0, SIZE - 1), max_size=30), st.data(), st.booleans())
+def test_any_ids_read_as_the_tokenizer_reads_them(ids, data, skip_special) -> None:
+    expected = TOKENIZER.decode(ids, skip_special_tokens=skip_special)
+    parts = streamed(VOCABULARY, pieces(ids, data), skip_special=skip_special)
+    assert "".join(parts) == expected
+
+
+@given(st.text(max_size=40), st.data())
+def test_any_text_comes_back_and_never_half_a_character(text, data) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    parts = streamed(VOCABULARY, pieces(ids, data), skip_special=False)
+    assert "".join(parts) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in part for part in parts)
+
+
+@given(st.text(st.sampled_from("the quick é日😀 \n"), max_size=20), st.data())
+def test_tokens_that_depend_on_their_neighbours_read_as_the_tokenizer_reads_them(
+    text, data
+) -> None:
+    ids = METASPACE.encode(text, add_special_tokens=False).ids
+    assert not METASPACE_VOCABULARY.is_byte_level
+    expected = METASPACE.decode(ids, skip_special_tokens=True)
+    assert "".join(streamed(METASPACE_VOCABULARY, pieces(ids, data))) == expected
+
+
+def test_half_a_character_waits_and_is_replaced_at_the_end() -> None:
+    ids = TOKENIZER.encode("ü").ids  # not in the training text: two tokens of one byte
+    assert len(ids) == 2
+    assert streamed(VOCABULARY, [ids[:1], ids[1:]]) == ["", "ü", ""]
+    assert streamed(VOCABULARY, [ids[:1]]) == ["", "\ufffd"]
+
+
+def test_ids_beyond_the_vocabulary_are_visible() -> None:
+    assert streamed(VOCABULARY, [[SIZE + 7], [0, SIZE]]) == [f"<{SIZE + 7}>", f"<{SIZE}>", ""]
+    assert VOCABULARY.bytes_of(SIZE + 7) == f"<{SIZE + 7}>".encode()
+    size = METASPACE_VOCABULARY.size
+    assert streamed(METASPACE_VOCABULARY, [[size]]) == [f"<{size}>", ""]
+
+
+def test_the_bytes_of_a_token_are_those_of_the_text() -> None:
+    text = "naïve 日本 😀ü"
+    ids = TOKENIZER.encode(text).ids
+    assert b"".join(VOCABULARY.bytes_of(i) for i in ids) == text.encode()
+    (space_the,) = (i for i, p in enumerate(METASPACE_VOCABULARY.texts) if p == " the")
+    assert METASPACE_VOCABULARY.bytes_of(space_the) == b" the"
+
+
+def test_a_token_costs_less_than_a_microsecond() -> None:
+    ids = [i for i in range(SIZE) if VOCABULARY.texts[i] is not None] * 50
+    rows = [memoryview(b"") for _ in ()] or [(i,) for i in ids]
+    detokenizer = VOCABULARY.detokenizer(skip_special=True)
+    best = float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        for row in rows:
+            detokenizer.feed(row)
+        best = min(best, time.perf_counter() - begin)
+    assert best / len(rows) < 1e-6
+
+
+stops = st.lists(st.text("ab<", min_size=1, max_size=3), min_size=1, max_size=3)
+
+
+@given(st.text("ab<c", max_size=20), stops, st.data(), st.booleans())
+def test_stop_strings_are_found_however_the_text_is_cut(text, stops, data, include) -> None:
+    def cut_at_stop(parts):
+        finder, out = StopStrings(stops, include=include), ""
+        for part in parts:
+            sure, is_stopped = finder.feed(part)
+            out += sure
+            if is_stopped:
+                return out, True
+        return out + finder.finish(), False
+
+    assert cut_at_stop(pieces(text, data)) == cut_at_stop(list(text))
+    shown, is_stopped = cut_at_stop(list(text))
+    assert is_stopped == any(stop in text for stop in stops)
+    assert text.startswith(shown)
+    if not is_stopped:
+        assert shown == text
+    elif not include:
+        assert not any(stop in shown for stop in stops)
+    else:
+        assert any(shown.endswith(stop) for stop in stops)
+
+
+@pytest.mark.parametrize(
+    ("include", "expected"), [(False, ("ab", True)), (True, ("abSTOP", True))]
+)
+def test_a_stop_string_over_three_pieces(include, expected) -> None:
+    finder = StopStrings(["STOP"], include=include)
+    assert finder.feed("abS") == ("ab", False)
+    assert finder.feed("TO") == ("", False)
+    assert finder.feed("P and more") == (expected[0][2:], True)
+
+
+def test_text_that_only_resembles_a_stop_string_is_released() -> None:
+    finder = StopStrings(["STOP"], include=False)
+    assert finder.feed("ST") == ("", False)
+    assert finder.feed("ART S") == ("START ", False)
+    assert finder.finish() == "S"

@@ -1,0 +1,132 @@
+"""The Triton kernels equal the reference.
+
+They run in Triton's interpreter, in a process of its own: TRITON_INTERPRET must be set before
+triton is imported, and other tests may have imported it already.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings, strategies as st
+from nanovllm_kernels import sampling as kernels, sampling_reference as reference
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+def in_interpreter(test):
+    """Collected as a test in the child process only; the parent runs the child."""
+    if not INTERPRETED:
+        test.__test__ = False
+    return test
+
+
+def test_in_the_interpreter() -> None:
+    if INTERPRETED:
+        return
+    pytest_here = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    child = subprocess.run(
+        ["env", "TRITON_INTERPRET=1", *pytest_here], capture_output=True, text=True, timeout=600
+    )
+    assert child.returncode == 0, child.stdout[-4000:]
+    assert "5 passed" in child.stdout  # this test and the four below
+
+
+@triton.jit
+def uniforms_kernel(keys, indices, out, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    key, index = tl.load(keys + at).to(tl.uint64), tl.load(indices + at).to(tl.uint64)
+    tl.store(out + at, kernels.uniforms(key, index))
+
+
+@in_interpreter
+def test_uniforms_are_equal_to_the_last_bit() -> None:
+    torch.manual_seed(1)
+    size = 4096
+    keys = torch.randint(-(2**63), 2**63 - 1, (size,))
+    indices = torch.randint(0, 2**33, (size,))
+    keys[0] = 0 - 4 * torch.tensor(reference.GOLDEN)  # all bits zero: the smallest number there is
+    indices[0] = 3
+    out = torch.empty(size)
+    uniforms_kernel[(1,)](keys, indices, out, SIZE=size)
+    assert torch.equal(out, reference.uniforms(keys, indices))
+    assert out[0].item() == 2**-33
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits of some rows in either type, some with many equal values; numbers per slot."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    rows, vocab = draw(st.integers(1, 4)), draw(st.sampled_from([5, 2048, 2049, 6007]))
+    spread = draw(st.sampled_from([0.0, 0.5, 4.0, 30.0]))
+    logits_SV = torch.randn(rows, vocab + 3, generator=generator)[:, :vocab] * spread
+    if draw(st.booleans()):
+        logits_SV = logits_SV.round()  # ties, and zeros of both signs
+    if draw(st.booleans()):
+        logits_SV[torch.rand(rows, vocab, generator=generator) < 0.3] = -math.inf
+        logits_SV[:, vocab // 2] = 1.0
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+
+    def column(values: st.SearchStrategy, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(draw(st.lists(values, min_size=7, max_size=7)), dtype=dtype)
+
+    gaps = st.just(-math.inf) | st.floats(-20, 0)
+    return logits_SV.to(dtype), {
+        "slots": torch.randint(0, 7, (rows,), generator=generator),
+        "positions": torch.randint(0, 10**5, (rows,), generator=generator),
+        "inverse": column(st.sampled_from([0.0, 0.5, 1.0, 1 / 0.6, 50.0]), torch.float32),
+        "seed": column(st.integers(-(2**63), 2**63 - 1), torch.int64),
+        "top_k": column(st.sampled_from([0, 1, 2, 3, 40, 2048, 6006, 6007]), torch.int32),
+        "top_p": column(st.just(1.0) | st.floats(0.01, 0.99), torch.float32),
+        "gap": column(gaps, torch.float32),
+    }
+
+
+def allowed(module, logits_SV, case, top_p) -> torch.Tensor:
+    numbers = case["inverse"], case["top_k"], top_p, case["gap"]
+    return logits_SV.float() >= module.floors(logits_SV, case["slots"], *numbers)[:, None]
+
+
+@in_interpreter
+@settings(deadline=None, max_examples=80)
+@given(case=cases())
+def test_floors_keep_what_the_sorting_reference_keeps(case) -> None:
+    logits_SV, numbers = case
+    possible = logits_SV > -math.inf
+    found = allowed(kernels, logits_SV, numbers, numbers["top_p"]) & possible
+    # Sums in another order: the kernel may take the boundary of a slightly different top_p.
+    shifted = [(numbers["top_p"] + e).where(numbers["top_p"] < 1, 1.0) for e in (-1e-5, 1e-5)]
+    fewest, most = (allowed(reference, logits_SV, numbers, p) & possible for p in shifted)
+    assert (fewest <= found).all()
+    assert (found <= most).all()
+
+
+@in_interpreter
+@settings(deadline=None, max_examples=40)
+@given(case=cases())
+def test_top_k_and_min_p_are_exact(case) -> None:
+    logits_SV, numbers = case
+    numbers["top_p"] = torch.ones(7)
+    found, expected = (
+        allowed(m, logits_SV, numbers, numbers["top_p"]) for m in (kernels, reference)
+    )
+    assert torch.equal(found & (logits_SV > -math.inf), expected & (logits_SV > -math.inf))
+
+
+@in_interpreter
+@settings(deadline=None, max_examples=60)
+@given(case=cases(), truncated=st.booleans())
+def test_draws_are_equal(case, truncated) -> None:
+    logits_SV, numbers = case
+    slots, inverse = numbers["slots"], numbers["inverse"]
+    floors_S = None
+    if truncated:
+        top_k, top_p, gap = numbers["top_k"], numbers["top_p"], numbers["gap"]
+        floors_S = reference.floors(logits_SV, slots, inverse, top_k, top_p, gap)
+    args = logits_SV, slots, numbers["positions"], inverse, numbers["seed"], floors_S
+    assert kernels.draw(*args).tolist() == reference.draw(*args).tolist()
