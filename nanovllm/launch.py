@@ -146,7 +146,7 @@ def child(target: object, word: Pipe, *args: object) -> None:
         target(word, *args)
     except ConfigError as error:
         word.send(str(error))
-        os._exit(EXIT_CONFIG)
+        sys.exit(EXIT_CONFIG)
 
 
 def leave_with_supervisor(word: Pipe) -> None:

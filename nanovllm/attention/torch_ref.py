@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import Batch, PagedKV
 from nanovllm.kv.layout import CacheLayout
+from nanovllm.kv.layout import CacheLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,13 @@ def supports(
     device: torch.device, dtype: torch.dtype, layout: CacheLayout, page_tokens: int
 ) -> str | None:
     """It always serves; a GPU would wait for it at every step."""
+    return None
+
+
+def supports(
+    device: torch.device, dtype: torch.dtype, layout: CacheLayout, page_tokens: int
+) -> str | None:
+    """The reason why this backend cannot serve: there is none."""
     return None
 
 

@@ -25,7 +25,7 @@ class Sample(Struct):
     input_tokens: int = 0  # these three as the server counted them
     output_tokens: int = 0
     cached_tokens: int = 0
-    late_s: float = 0.0  # how long after it was due the client sent it (open loop)
+    late_s: float | None = None  # how long after it was due it was sent (open loop)
     error: str = ""
 
 
@@ -91,7 +91,7 @@ def summarise(samples: Sequence[Sample], goals_ms: Mapping[str, float] = {}) -> 
         tpot=_spread(_tpot_s(sample) for sample in good if sample.output_tokens > 1),
         itl=_spread(gap for sample in good for gap in np.diff(sample.stamps)),
         e2el=_spread(_e2el_s(sample) for sample in good),
-        late=_spread(sample.late_s for sample in samples),
+        late=_spread(sample.late_s for sample in samples if sample.late_s is not None),
         errors=dict(Counter(sample.error for sample in samples if sample.error)),
     )
 

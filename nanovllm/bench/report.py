@@ -5,6 +5,7 @@ Decision: layout and names are vLLM's, so that scripts written for its output re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from nanovllm.bench.measure import MAX_FAILED, Spread, Summary
@@ -138,9 +139,8 @@ def engine_facts(
     facts: dict[str, float] = {}
     for key, value in after.items():
         if key.startswith("nanovllm:graph_steps_total{") and value > before.get(key, 0.0):
-            labels = key.partition("{")[2].rstrip("}").split(",")
-            mode = "/".join(label.partition("=")[2].strip('"') for label in labels)
-            facts[f"Steps {mode}"] = value - before.get(key, 0.0)
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', key))
+            facts[f"Steps {labels['mode']}/{labels['phase']}"] = value - before.get(key, 0.0)
     hits, asked = gained("vllm:prefix_cache_hits_total"), gained("vllm:prefix_cache_queries_total")
     if hits is not None and asked:
         facts["Prefix cache hits (%)"] = 100.0 * hits / asked

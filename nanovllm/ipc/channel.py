@@ -70,11 +70,11 @@ class Connection:
         self._sock.sendall(frame(self._encoder, message))
 
     def recv(self) -> ToEngine | None:
-        """The next message, blocking; None when the peer is gone."""
+        """The next message, blocking; None when the connection has ended."""
         while not self._received:
             try:
                 count = self._sock.recv_into(self._chunk)
-            except ConnectionError:
+            except OSError:  # reset by the peer, or closed by another thread of ours
                 return None
             if not count:
                 return None

@@ -76,7 +76,7 @@ class Steps:
             starts_R1=torch.tensor(starts, dtype=torch.int32),
             lengths_R=torch.tensor(lengths, dtype=torch.int32),
             page_table_RM=table,
-            sampled_at=torch.arange(starts[-1]),
+            sampled_at=torch.arange(starts[-1]).flip(0),  # any order but the trivial one
             num_rows=len(rows),
             max_new=max(counts),
             max_length=max(lengths),
@@ -84,4 +84,4 @@ class Steps:
         ctx = ForwardContext(batch, self.caches, self.backend.bind(batch))
         with torch.inference_mode():
             logits = self.model.logits(self.model(batch.token_ids_T, ctx), ctx)
-        return list(logits.split([counts[row] for row in rows]))
+        return list(logits.flip(0).split([counts[row] for row in rows]))

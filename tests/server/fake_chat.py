@@ -38,7 +38,8 @@ class FakeChat:
                 reply(writer, 200, {"data": [{"id": "fake", "max_model_len": 4096}]})
             elif (method, path) == ("GET", "/metrics"):
                 text = "# a comment\nvllm:num_preemptions_total 0\n"
-                text += f'nanovllm:graph_steps_total{{mode="FULL"}} {self.num_requests}\n'
+                labels = '{engine="0",mode="FULL",phase="decode"}'
+                text += f"nanovllm:graph_steps_total{labels} {self.num_requests}\n"
                 text += 'vllm:kv_cache_usage_perc{engine="0"} 0.5\n'
                 reply(writer, 200, text)
             else:

@@ -27,8 +27,8 @@ from nanovllm.wire import (
     Started,
     Stats,
     StepOutput,
-    TokenLogprobs,
     ToEngine,
+    TokenLogprobs,
 )
 
 USER, END = "<|im_start|>user\n", "<|im_end|>"

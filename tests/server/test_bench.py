@@ -84,7 +84,7 @@ def test_a_closed_loop_measures_what_the_server_does(healthy: str) -> None:
     assert 4.0 <= summary.tpot.p50 < 40.0
     assert summary.e2el.p50 >= 30.0 + 9 * 4.0
     assert summary.duration_s >= 4 * (0.03 + 9 * 0.004)  # four rounds of six
-    assert outcome.engine["Steps FULL"] == 24.0
+    assert outcome.engine["Steps FULL/decode"] == 24.0
     assert outcome.engine["Peak KV cache usage (%)"] == 50.0
     assert (outcome.model, outcome.workload["name"]) == ("fake", "c6")
     assert 0.0 < outcome.metrics["client_busy"] < 1.0
@@ -147,7 +147,7 @@ def test_the_command_prints_a_table_and_writes_both_files(healthy: str, tmp_path
     written = record.read(path)
     assert (written.kind, written.recipe) == ("serve", {"model": "fake"})
     assert (written.workload["concurrency"], written.workload["input_len"]) == (4, 51)
-    assert written.metrics["output_tokens"] == 48.0 and written.metrics["steps_full"] == 8.0
+    assert written.metrics["output_tokens"] == 48.0 and written.metrics["steps_full_decode"] == 8.0
     needed = {"output_tokens_per_s", "duration_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms"}
     assert needed | {"itl_p99_ms", "e2e_p50_ms"} <= written.metrics.keys()
     found = json.loads(shown.read_text())

@@ -36,7 +36,7 @@ def tiny_tokenizer() -> Tokenizer:
     tokenizer.train_from_iterator(TEXTS, trainer)
     tokenizer.add_tokens([AddedToken(marker, normalized=False) for marker in MARKERS])
     # outside of the byte alphabet, as DeepSeek's are
-    tokenizer.add_special_tokens([AddedToken("<｜User｜>", special=True)])
+    tokenizer.add_special_tokens([AddedToken("<\uff5cUser\uff5c>", special=True)])
     return tokenizer
 
 

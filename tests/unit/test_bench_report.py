@@ -152,15 +152,15 @@ def test_json_has_vllms_names() -> None:
 def test_engine_facts_are_gains_since_before() -> None:
     before = {
         'vllm:num_preemptions_total{engine="0"}': 4.0,
-        'nanovllm:graph_steps_total{mode="FULL",phase="decode"}': 10.0,
-        'nanovllm:graph_steps_total{mode="NONE",phase="mixed"}': 5.0,
+        'nanovllm:graph_steps_total{model_name="m",engine="0",mode="FULL",phase="decode"}': 10.0,
+        'nanovllm:graph_steps_total{model_name="m",engine="0",mode="NONE",phase="mixed"}': 5.0,
     }
     after = {
         'vllm:num_preemptions_total{engine="0"}': 6.0,
         "vllm:prefix_cache_hits_total": 30.0,
         "vllm:prefix_cache_queries_total": 120.0,
-        'nanovllm:graph_steps_total{mode="FULL",phase="decode"}': 110.0,
-        'nanovllm:graph_steps_total{mode="NONE",phase="mixed"}': 5.0,
+        'nanovllm:graph_steps_total{model_name="m",engine="0",mode="FULL",phase="decode"}': 110.0,
+        'nanovllm:graph_steps_total{model_name="m",engine="0",mode="NONE",phase="mixed"}': 5.0,
         "unrelated": 1.0,
     }
     peaks = {'vllm:kv_cache_usage_perc{engine="0"}': 0.75}

@@ -21,20 +21,20 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 def in_interpreter(test):
     """Collected as a test in the child process only; the parent runs the child."""
-    if not INTERPRETED:
-        test.__test__ = False
+    test.__test__ = INTERPRETED
     return test
 
 
 def test_in_the_interpreter() -> None:
-    if INTERPRETED:
-        return
     pytest_here = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
     child = subprocess.run(
         ["env", "TRITON_INTERPRET=1", *pytest_here], capture_output=True, text=True, timeout=600
     )
     assert child.returncode == 0, child.stdout[-4000:]
-    assert "5 passed" in child.stdout  # this test and the four below
+    assert "4 passed" in child.stdout
+
+
+test_in_the_interpreter.__test__ = not INTERPRETED
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def allowed(module, logits_SV, case, top_p) -> torch.Tensor:
 
 
 @in_interpreter
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=30)
 @given(case=cases())
 def test_floors_keep_what_the_sorting_reference_keeps(case) -> None:
     logits_SV, numbers = case
@@ -107,7 +107,7 @@ def test_floors_keep_what_the_sorting_reference_keeps(case) -> None:
 
 
 @in_interpreter
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(case=cases())
 def test_top_k_and_min_p_are_exact(case) -> None:
     logits_SV, numbers = case
@@ -119,7 +119,7 @@ def test_top_k_and_min_p_are_exact(case) -> None:
 
 
 @in_interpreter
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(case=cases(), truncated=st.booleans())
 def test_draws_are_equal(case, truncated) -> None:
     logits_SV, numbers = case

@@ -19,8 +19,8 @@ ONE_IN = 10
 
 
 def reserved(text: str) -> bool:
-    """Whether this text is kept for evaluation."""
-    return zlib.crc32(text.lower().encode()) % ONE_IN == 0
+    """Whether this text is kept for evaluation; case and final punctuation do not matter."""
+    return zlib.crc32(text.lower().rstrip(" ?.!").encode()) % ONE_IN == 0
 
 
 class Pool:
@@ -91,11 +91,14 @@ class Draw:
 
     def wording(self, templates: Sequence[str]) -> str:
         """One way to say it: a template with its alternatives chosen, {fields} left in."""
-        return self.made(lambda: self._expand(parse(self.pick(templates))))
+        return self.made(lambda: self.expand(self.pick(templates)))
 
-    def _expand(self, node: Node) -> str:
+    def expand(self, template: str) -> str:
+        return self._choose(parse(template))
+
+    def _choose(self, node: Node) -> str:
         if isinstance(node, str):
             return node
         if isinstance(node, tuple):
-            return self._expand(self.pick(node))
-        return "".join([self._expand(part) for part in node])
+            return self._choose(self.pick(node))
+        return "".join([self._choose(part) for part in node])

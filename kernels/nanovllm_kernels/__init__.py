@@ -1,0 +1,8 @@
+"""Our kernels. A table from names to what `nanovllm check-kernels` runs: "module:attribute"."""
+
+KERNELS = {
+    "rms_norm": "nanovllm_kernels.norm:RMS_NORM",
+    "add_rms_norm": "nanovllm_kernels.norm:ADD_RMS_NORM",
+    "silu_mul": "nanovllm_kernels.activation:SILU_MUL",
+    "rope_store": "nanovllm_kernels.rope_store:ROPE_STORE",
+}

@@ -1,0 +1,105 @@
+"""What a kernel is to this package: a launch, its meaning in plain torch, cases and a tolerance.
+
+`check` compares the two on one case. Knows nothing of how a kernel is written: Triton, CuTe DSL and
+plain torch look alike from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Args = tuple[Any, ...]
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    inputs: Callable[[torch.device], Args]  # deterministic: two calls give equal arguments
+    small: bool = False  # fit for Triton's interpreter
+    num_bytes: int = 0  # what must cross the memory bus at least; with num_flops 0: not timed
+    num_flops: int = 0
+
+    @property
+    def is_timed(self) -> bool:
+        return self.num_bytes + self.num_flops > 0
+
+
+def every_output(result: Any, args: Args) -> Tensors:  # noqa: ANN401
+    return result if isinstance(result, tuple) else (result,)
+
+
+def size_of_result(expected: Tensors, args: Args) -> Tensors:
+    return tuple(tensor.abs() for tensor in expected)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """An output may be off by ulps * eps(its dtype) * scale, element by element.
+
+    `scale` is the size of the terms an element is the sum of: its own size unless terms can cancel.
+    Integer outputs must be equal.
+    """
+
+    name: str
+    run: Callable[..., Any]  # the function that layers call
+    reference: Callable[..., Any]
+    cases: tuple[Case, ...]
+    ulps_16: float = 0.0  # for 16-bit outputs
+    ulps_32: float = 0.0
+    scale: Callable[[Tensors, Args], Tensors] = size_of_result
+    outputs: Callable[[Any, Args], Tensors] = every_output  # adds arguments written in place
+
+
+def check(kernel: Kernel, case: Case, device: torch.device, slack: float = 1.0) -> float:
+    """The worst error as a share of what is allowed: passes up to 1. NaN counts as infinite.
+
+    `slack` widens what is allowed: Triton's interpreter truncates to bfloat16 where a GPU rounds to
+    the nearest, so each rounding may be off by a whole spacing there instead of half of one.
+    """
+    args, reference_args = case.inputs(device), case.inputs(device)
+    with poisoned_memory():
+        actual = kernel.outputs(kernel.run(*args), args)
+    expected = kernel.outputs(kernel.reference(*reference_args), reference_args)
+    scales = kernel.scale(expected, case.inputs(device))
+    shares = (worst_share(kernel, *three) for three in zip(actual, expected, scales, strict=True))
+    return max(shares) / slack
+
+
+def worst_share(kernel: Kernel, actual: Tensor, expected: Tensor, scale: Tensor) -> float:
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    if not actual.is_floating_point():
+        return 0.0 if torch.equal(actual, expected) else float("inf")
+    if actual.isnan().any() or expected.isnan().any():
+        return float("inf")
+    limits = torch.finfo(actual.dtype)
+    ulps = kernel.ulps_16 if limits.bits == 16 else kernel.ulps_32
+    allowed = ulps * limits.eps * scale.double() + limits.tiny
+    return float(((actual.double() - expected.double()).abs() / allowed).max())
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """New tensors start as NaN, so that an element nobody writes is seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def normal(device: torch.device, *shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+
+def bits(dtype: torch.dtype) -> str:
+    """`bfloat16`, for names of cases."""
+    return str(dtype).removeprefix("torch.")

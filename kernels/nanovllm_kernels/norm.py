@@ -1,0 +1,136 @@
+"""RMSNorm, alone and after a residual addition. One program per row, which is read once.
+
+Meaning: nanovllm_kernels.reference. The mean and the scaling are float32; the scaled row is rounded
+to the row's dtype before the gain, as model code does, and the product is rounded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm_kernels import reference
+from nanovllm_kernels.case import Args, Case, Kernel, bits, normal
+
+MAX_WIDTH = 16384  # a row must fit a program's registers
+
+
+def rms_norm(x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
+    num_rows, width = x_TD.shape
+    y_TD = torch.empty(num_rows, width, dtype=x_TD.dtype, device=x_TD.device)
+    _launch(x_TD, None, gain_D, y_TD, eps)
+    return y_TD
+
+
+def add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, gain_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """In place: returns x_TD, now normalised, and residual_TD, now the sum."""
+    _launch(x_TD, residual_TD, gain_D, x_TD, eps)
+    return x_TD, residual_TD
+
+
+def _launch(
+    x_TD: Tensor, residual_TD: Tensor | None, gain_D: Tensor, y_TD: Tensor, eps: float
+) -> None:
+    num_rows, width = x_TD.shape
+    assert width <= MAX_WIDTH and x_TD.stride(1) == 1 and gain_D.stride(0) == 1
+    block = triton.next_power_of_2(width)
+    rms_norm_kernel[(num_rows,)](
+        x_TD,
+        residual_TD,
+        gain_D,
+        y_TD,
+        x_TD.stride(0),
+        0 if residual_TD is None else residual_TD.stride(0),
+        y_TD.stride(0),
+        eps,
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),  # 16 elements a thread: two 16-byte loads of bf16
+    )
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_TD,
+    residual_TD,
+    gain_D,
+    y_TD,
+    x_stride,
+    residual_stride,
+    y_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    inside = d < WIDTH
+    gain = tl.load(gain_D + d, inside, 0.0)
+    x = tl.load(x_TD + row * x_stride + d, inside, 0.0)
+    if residual_TD is not None:
+        at = residual_TD + row * residual_stride + d
+        x = (x.to(tl.float32) + tl.load(at, inside, 0.0).to(tl.float32)).to(x.dtype)
+        tl.store(at, x, inside)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    y = (wide * scale).to(x.dtype).to(tl.float32) * gain.to(tl.float32)
+    tl.store(y_TD + row * y_stride + d, y.to(x.dtype), inside)
+
+
+def norm_inputs(kind: str, T: int, D: int, dtype: torch.dtype, device: torch.device) -> Args:
+    """`spike`: one huge element a row; `flat`: constant rows; `strided`: columns of a wider one."""
+    x_TD = normal(device, T, D + 128 * (kind == "strided"), dtype=dtype)[:, :D]
+    if kind == "spike":
+        x_TD[:, D // 3] = 3e4
+    if kind == "flat":
+        x_TD.fill_(0.37)
+    return x_TD, normal(device, D, dtype=dtype, seed=1), 1e-6
+
+
+def add_norm_inputs(kind: str, T: int, D: int, dtype: torch.dtype, device: torch.device) -> Args:
+    x_TD, gain_D, eps = norm_inputs(kind, T, D, dtype, device)
+    return x_TD, normal(device, T, D, dtype=dtype, seed=2), gain_D, eps
+
+
+def cases(inputs: Callable[..., Args], passes: int) -> tuple[Case, ...]:
+    """`passes`: how often a row crosses the memory bus."""
+    widths = (64, 1024, 2560, 4096, 5120, 8192)
+    shapes = [("normal", T, D, torch.bfloat16) for T, D in product((1, 7, 513), widths)]
+    shapes += [("normal", T, D, torch.float32) for T, D in ((1, 64), (7, 1024), (513, 8192))]
+    shapes += [(kind, 7, 2560, torch.bfloat16) for kind in ("spike", "flat", "strided")]
+    checked = [
+        Case(f"{kind} T={T} D={D} {bits(dtype)}", partial(inputs, kind, T, D, dtype), T <= 7)
+        for kind, T, D, dtype in shapes
+    ]
+    timed = [
+        Case(
+            f"T={T} D={D}",
+            partial(inputs, "normal", T, D, torch.bfloat16),
+            num_bytes=2 * (passes * T * D + D),
+        )
+        for T, D in ((1, 1024), (256, 1024), (256, 4096), (8192, 1024), (8192, 4096))
+    ]
+    return (*checked, *timed)
+
+
+# 16 bit: the row and then its product may each round to the neighbouring number. 32 bit: sums 13
+# additions deep, halved by the root, in both implementations, and three roundings.
+RMS_NORM = Kernel(
+    "rms_norm", rms_norm, reference.rms_norm, cases(norm_inputs, 2), ulps_16=2, ulps_32=16
+)
+ADD_RMS_NORM = Kernel(
+    "add_rms_norm",
+    add_rms_norm,
+    reference.add_rms_norm,
+    cases(add_norm_inputs, 4),
+    ulps_16=2,
+    ulps_32=16,
+)

@@ -1,0 +1,269 @@
+"""Grouped-query attention of one new token per row over its pages.
+
+Meaning: nanovllm_kernels.attention_reference. A program holds all query heads of a key/value head,
+padded to the 16 rows a tensor core wants, and streams keys and values past them once.
+
+Decision: the rows' contexts, in blocks of tokens, form one line that is cut into equal shares, a
+share to each lane of programs, whatever the lengths are. A row that a cut goes through leaves
+partial results that a second kernel merges. Long and short rows, one row or hundreds, load the
+device evenly without a number of splits to choose, and the grid does not depend on the lengths, so
+a CUDA graph can hold it. The lanes' starting points are the same for all layers: `plan_decode`
+finds them once per step.
+
+Decision: page ids are read one block ahead. With the id in a register, Triton keeps STAGES - 1
+blocks of keys and values in flight; an id loaded in the same iteration would leave it one.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm_kernels import attention_reference as reference
+from nanovllm_kernels.case import Args, Case, Kernel, bits
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+BLOCK_ELEMENTS = 8192  # of keys in a block: 64 tokens of width 128
+STAGES = 4  # 104 KiB of shared memory: two programs fit a multiprocessor
+PROGRAMS_PER_PROCESSOR = 2
+INTERPRETED_PROCESSORS = 3  # enough for rows to be cut in every way
+MERGED = 16  # partial results combined at once
+
+
+def block_tokens(head_width: int) -> int:
+    return max(16, BLOCK_ELEMENTS // triton.next_power_of_2(head_width))
+
+
+def plan_decode(lengths_R: Tensor, num_kv_heads: int, head_width: int) -> Tensor:
+    """plan_N3, int32: each lane's first row, the block it starts at there, its number of blocks.
+
+    Good for every layer of the step. Lengths are at least 1.
+    """
+    device = lengths_R.device
+    processors = INTERPRETED_PROCESSORS
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    num_lanes = max(1, PROGRAMS_PER_PROCESSOR * processors // num_kv_heads)
+    plan_N3 = torch.empty(num_lanes, 3, dtype=torch.int32, device=device)
+    num_rows = lengths_R.shape[0]
+    plan_kernel[(num_lanes,)](
+        lengths_R,
+        plan_N3,
+        num_rows,
+        BLOCK=block_tokens(head_width),
+        ROWS=triton.next_power_of_2(num_rows),
+    )
+    return plan_N3
+
+
+def paged_decode(
+    q_RHA: Tensor,
+    k_PSGA: Tensor,
+    v_PSGA: Tensor,
+    page_table_RM: Tensor,
+    lengths_R: Tensor,
+    plan_N3: Tensor | None = None,
+) -> Tensor:
+    """o_RHA. Reads no tensor's values on the host."""
+    num_rows, num_heads, head_width = q_RHA.shape
+    page_tokens, num_kv_heads = k_PSGA.shape[1:3]
+    assert q_RHA.stride(2) == k_PSGA.stride(3) == page_table_RM.stride(1) == 1
+    assert k_PSGA.stride() == v_PSGA.stride()
+    if plan_N3 is None:
+        plan_N3 = plan_decode(lengths_R, num_kv_heads, head_width)
+    num_lanes, device = plan_N3.shape[0], q_RHA.device
+    o_RHA = torch.empty(num_rows, num_heads, head_width, dtype=q_RHA.dtype, device=device)
+    # Of each lane: what it left of the row it resumed, and of the row it began but did not finish.
+    partial_shape = (num_lanes, 2, num_heads)
+    partial_o = torch.empty(*partial_shape, head_width, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=device)
+    group = num_heads // num_kv_heads
+    widths = {"A": head_width, "A_BLOCK": triton.next_power_of_2(head_width)}
+    block = block_tokens(head_width)
+    decode_kernel[(num_kv_heads, num_lanes)](
+        q_RHA,
+        k_PSGA,
+        v_PSGA,
+        page_table_RM,
+        lengths_R,
+        plan_N3,
+        o_RHA,
+        partial_o,
+        partial_lse,
+        q_RHA.stride(0),
+        q_RHA.stride(1),
+        *k_PSGA.stride()[:3],
+        page_table_RM.stride(0),
+        math.log2(math.e) / math.sqrt(head_width),
+        GROUP=group,
+        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
+        S=page_tokens,
+        BLOCK=block,
+        STAGES=STAGES,
+        num_warps=4,
+        **widths,
+    )
+    if num_lanes > 1:
+        merge_kernel[(num_heads, num_lanes - 1)](
+            partial_o, partial_lse, lengths_R, plan_N3, o_RHA, BLOCK=block, MERGED=MERGED, **widths
+        )
+    return o_RHA
+
+
+@triton.jit
+def plan_kernel(lengths_R, plan_N3, num_rows, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    lane, num_lanes = tl.program_id(0), tl.num_programs(0)
+    row = tl.arange(0, ROWS)
+    blocks = tl.cdiv(tl.load(lengths_R + row, row < num_rows, 0), BLOCK)
+    ends, total = tl.cumsum(blocks, 0), tl.sum(blocks, 0)
+    share = tl.cdiv(total, num_lanes)
+    start = lane * share
+    is_before = ends <= start
+    tl.store(plan_N3 + lane * 3, tl.sum(is_before.to(tl.int32), 0))
+    tl.store(plan_N3 + lane * 3 + 1, start - tl.max(tl.where(is_before, ends, 0), 0))
+    tl.store(plan_N3 + lane * 3 + 2, tl.maximum(tl.minimum(share, total - start), 0))
+
+
+@triton.jit
+def decode_kernel(
+    q_RHA,
+    k_PSGA,
+    v_PSGA,
+    page_table_RM,
+    lengths_R,
+    plan_N3,
+    o_RHA,
+    partial_o,
+    partial_lse,
+    q_stride,
+    q_head_stride,
+    page_stride,
+    cell_stride,
+    head_stride,
+    table_stride,
+    scale,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    A: tl.constexpr,
+    A_BLOCK: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # Programs of one lane read neighbouring heads of the same tokens at about the same time.
+    kv_head, lane = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(0) * GROUP
+    row = tl.load(plan_N3 + lane * 3)
+    block = tl.load(plan_N3 + lane * 3 + 1)
+    left = tl.load(plan_N3 + lane * 3 + 2)
+    member, a, n = tl.arange(0, GROUP_BLOCK), tl.arange(0, A_BLOCK), tl.arange(0, BLOCK)
+    head = kv_head * GROUP + member
+    in_group, in_width = (member < GROUP)[:, None], (a < A)[None, :]
+    k_PSGA += kv_head * head_stride
+    v_PSGA += kv_head * head_stride
+    while left > 0:
+        length = tl.load(lengths_R + row)
+        num_blocks = tl.cdiv(length, BLOCK)
+        end = tl.minimum(num_blocks, block + left)
+        at = q_RHA + row.to(tl.int64) * q_stride + head[:, None] * q_head_stride + a[None, :]
+        q = tl.load(at, in_group & in_width, 0.0)
+        pages = page_table_RM + row.to(tl.int64) * table_stride
+        highest = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
+        total = tl.zeros([GROUP_BLOCK], tl.float32)
+        o = tl.zeros([GROUP_BLOCK, A_BLOCK], tl.float32)
+        next_page = page_of(pages, block, length, S, BLOCK)
+        for i in tl.range(block, end, num_stages=STAGES):
+            page = next_page.to(tl.int64)
+            next_page = page_of(pages, i + 1, length, S, BLOCK)
+            token = i * BLOCK + n
+            cell = (page * page_stride + token % S * cell_stride)[:, None] + a[None, :]
+            inside = (token < length)[:, None] & in_width
+            k = tl.load(k_PSGA + cell, inside, 0.0)
+            s = dot(q, tl.trans(k), tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)) * scale
+            s = tl.where((token < length)[None, :], s, -float("inf"))
+            new_highest = tl.maximum(highest, tl.max(s, 1))
+            p = tl.exp2(s - new_highest[:, None])
+            fade = tl.exp2(highest - new_highest)
+            total = total * fade + tl.sum(p, 1)
+            v = tl.load(v_PSGA + cell, inside, 0.0)
+            o = dot(p.to(v.dtype), v, o * fade[:, None])
+            highest = new_highest
+        o = o / total[:, None]
+        if (block == 0) & (end == num_blocks):
+            at = o_RHA + (row.to(tl.int64) * num_heads + head[:, None]) * A + a[None, :]
+            tl.store(at, o.to(o_RHA.dtype.element_ty), in_group & in_width)
+        else:
+            part = (lane * 2 + (block == 0).to(tl.int32)) * num_heads + head
+            tl.store(partial_o + part[:, None] * A + a[None, :], o, in_group & in_width)
+            tl.store(partial_lse + part, highest + tl.log2(total), member < GROUP)
+        left -= end - block
+        row += 1
+        block = 0
+
+
+@triton.jit
+def page_of(pages, block, length, S: tl.constexpr, BLOCK: tl.constexpr):
+    """The page of a block's tokens: one where pages hold whole blocks, else one per token.
+
+    Past the row's end: its last page.
+    """
+    if S % BLOCK == 0:
+        token = block * BLOCK
+    else:
+        token = block * BLOCK + tl.arange(0, BLOCK)
+    return tl.load(pages + tl.minimum(token, length - 1) // S)
+
+
+@triton.jit
+def dot(a, b, sum):
+    if INTERPRETED:  # numpy knows no bfloat16
+        return sum + tl.dot(a.to(tl.float32), b.to(tl.float32))
+    else:
+        return tl.dot(a, b, sum, input_precision="ieee")
+
+
+@triton.jit
+def merge_kernel(
+    partial_o,
+    partial_lse,
+    lengths_R,
+    plan_N3,
+    o_RHA,
+    A: tl.constexpr,
+    A_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """One head of the row that this lane began and the next one resumes, if there is such a row."""
+    head, lane = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(0)
+    share = tl.load(plan_N3 + 2)
+    row = tl.load(plan_N3 + lane * 3 + 3)
+    done = tl.load(plan_N3 + lane * 3 + 4)  # blocks of it before the next lane's
+    resumed = tl.load(plan_N3 + lane * 3 + 5) > 0
+    if resumed & (done > 0) & (done <= share):
+        num_blocks = tl.cdiv(tl.load(lengths_R + row), BLOCK)
+        last = lane + (share - done + num_blocks - 1) // share
+        a = tl.arange(0, A_BLOCK)
+        highest = -float("inf")
+        total = 0.0
+        o = tl.zeros([A_BLOCK], tl.float32)
+        for first in range(lane, last + 1, MERGED):
+            of = first + tl.arange(0, MERGED)
+            part = (of * 2 + (of == lane).to(tl.int32)) * num_heads + head
+            lse = tl.load(partial_lse + part, of <= last, -float("inf"))
+            inside = (of <= last)[:, None] & (a < A)[None, :]
+            each = tl.load(partial_o + part[:, None] * A + a[None, :], inside, 0.0)
+            new_highest = tl.maximum(highest, tl.max(lse, 0))
+            weights = tl.exp2(lse - new_highest)
+            fade = tl.exp2(highest - new_highest)
+            total = total * fade + tl.sum(weights, 0)
+            o = o * fade + tl.sum(each * weights[:, None], 0)
+            highest = new_highest
+        at = o_RHA + (row.to(tl.int64) * num_heads + head) * A + a
+        tl.store(at, (o / total).to(o_RHA.dtype.element_ty), a < A)

@@ -1,0 +1,199 @@
+"""From the fused projection to rotated queries and a filled cache, in one launch.
+
+Meaning: nanovllm_kernels.reference. A program takes HEADS heads of one token, whatever they are:
+query and key heads are normalised (if there are gains) and rotated, value heads pass through
+(a rotation by 0), and each goes to its place.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm_kernels import reference
+from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
+
+HEADS = 8  # of width 128: 8 elements a thread
+
+
+def rope_store(
+    qkv_TX: Tensor,
+    q_gain_A: Tensor | None,
+    k_gain_A: Tensor | None,
+    eps: float,
+    cos_sin_LA: Tensor,
+    positions_T: Tensor,
+    cells_T: Tensor,
+    k_PSGA: Tensor,
+    v_PSGA: Tensor,
+) -> Tensor:
+    num_kv_heads, head_width = k_PSGA.shape[2:]
+    num_tokens = qkv_TX.shape[0]
+    num_heads = qkv_TX.shape[1] // head_width - 2 * num_kv_heads
+    assert k_PSGA.is_contiguous() and v_PSGA.is_contiguous() and qkv_TX.stride(1) == 1
+    assert (q_gain_A is None) == (k_gain_A is None)
+    q_THA = torch.empty(
+        num_tokens, num_heads, head_width, dtype=qkv_TX.dtype, device=qkv_TX.device
+    )
+    num_groups = triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
+    rope_store_kernel[(num_tokens * num_groups,)](
+        qkv_TX,
+        q_gain_A,
+        k_gain_A,
+        cos_sin_LA,
+        positions_T,
+        cells_T,
+        q_THA,
+        k_PSGA,
+        v_PSGA,
+        qkv_TX.stride(0),
+        cos_sin_LA.stride(0),
+        eps,
+        H=num_heads,
+        G=num_kv_heads,
+        HALF=head_width // 2,
+        HALF_BLOCK=triton.next_power_of_2(head_width // 2),
+        HEADS=HEADS,
+    )
+    return q_THA
+
+
+@triton.jit
+def rope_store_kernel(
+    qkv_TX,
+    q_gain_A,
+    k_gain_A,
+    cos_sin_LA,
+    positions_T,
+    cells_T,
+    q_THA,
+    k_PSGA,
+    v_PSGA,
+    qkv_stride,
+    cos_sin_stride,
+    eps,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    GROUPS: tl.constexpr = (H + 2 * G + HEADS - 1) // HEADS
+    token = (tl.program_id(0) // GROUPS).to(tl.int64)
+    head = (tl.program_id(0) % GROUPS * HEADS + tl.arange(0, HEADS))[:, None]
+    is_query, is_value = head < H, head >= H + G
+    a = tl.arange(0, HALF_BLOCK)[None, :]
+    in_half = a < HALF
+    inside = in_half & (head < H + 2 * G)
+    at = qkv_TX + token * qkv_stride + head * (2 * HALF) + a
+    x = tl.load(at, inside, 0.0)
+    y = tl.load(at + HALF, inside, 0.0)
+    dtype = x.dtype
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    if q_gain_A is not None:
+        mean = (tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF)
+        scale = tl.rsqrt(mean + eps)[:, None]
+        x_gain = tl.where(
+            is_query, tl.load(q_gain_A + a, in_half, 0.0), tl.load(k_gain_A + a, in_half, 0.0)
+        ).to(tl.float32)
+        y_gain = tl.where(
+            is_query,
+            tl.load(q_gain_A + HALF + a, in_half, 0.0),
+            tl.load(k_gain_A + HALF + a, in_half, 0.0),
+        ).to(tl.float32)
+        x_normal = ((x * scale).to(dtype).to(tl.float32) * x_gain).to(dtype).to(tl.float32)
+        y_normal = ((y * scale).to(dtype).to(tl.float32) * y_gain).to(dtype).to(tl.float32)
+        x = tl.where(is_value, x, x_normal)
+        y = tl.where(is_value, y, y_normal)
+    position = tl.load(positions_T + token)
+    cos = tl.load(cos_sin_LA + position * cos_sin_stride + a, in_half, 0.0)
+    sin = tl.load(cos_sin_LA + position * cos_sin_stride + HALF + a, in_half, 0.0)
+    cos, sin = tl.where(is_value, 1.0, cos), tl.where(is_value, 0.0, sin)
+    first = (x * cos - y * sin).to(dtype)
+    second = (y * cos + x * sin).to(dtype)
+    q_at = q_THA + token * (H * 2 * HALF) + head * (2 * HALF) + a
+    tl.store(q_at, first, inside & is_query)
+    tl.store(q_at + HALF, second, inside & is_query)
+    cell = tl.load(cells_T + token) * (G * 2 * HALF)
+    is_key = (head >= H) & (head < H + G)
+    k_at = k_PSGA + cell + (head - H) * (2 * HALF) + a
+    tl.store(k_at, first, inside & is_key)
+    tl.store(k_at + HALF, second, inside & is_key)
+    v_at = v_PSGA + cell + (head - H - G) * (2 * HALF) + a
+    tl.store(v_at, first, inside & is_value)
+    tl.store(v_at + HALF, second, inside & is_value)
+
+
+def inputs(
+    kind: str, T: int, H: int, G: int, A: int, dtype: torch.dtype, device: torch.device
+) -> Args:
+    """Cells are scattered over the pages, positions over the table. `plain`: no norm."""
+    page_tokens, num_pages, length = 16, triton.cdiv(T, 16) + 2, 4096
+    width = (H + 2 * G) * A
+    qkv_TX = normal(device, T, width + 64 * (kind == "strided"), dtype=dtype)[:, :width]
+    if kind == "spike":
+        qkv_TX[:, A // 3 :: A] = 1e4
+    gains: list[Tensor | None] = [None, None]
+    if kind != "plain":
+        gains = [normal(device, A, dtype=dtype, seed=seed) for seed in (1, 2)]
+    generator = torch.Generator().manual_seed(3)
+    cells = torch.randperm(num_pages * page_tokens, generator=generator)[:T]
+    positions = torch.randint(length, (T,), generator=generator)
+    angles_LA = normal(device, length, A // 2, dtype=torch.float32, seed=4) * 3
+    cos_sin_LA = torch.cat([angles_LA.cos(), angles_LA.sin()], 1)
+    cache = normal(device, 2, num_pages, page_tokens, G, A, dtype=dtype, seed=5)
+    return (
+        qkv_TX, *gains, 1e-6, cos_sin_LA, positions.to(device), cells.to(device), cache[0], cache[1]
+    )  # fmt: skip
+
+
+def outputs(q_THA: Tensor, args: Args) -> Tensors:
+    return q_THA, args[7], args[8]
+
+
+def pair_sizes(expected: Tensors, args: Args) -> Tensors:
+    """A rotated element is the sum of two terms; together at most twice the larger of its pair."""
+    largest = [torch.stack(tensor.abs().chunk(2, -1)).amax(0) for tensor in expected]
+    return tuple(2 * torch.cat([half, half], -1) for half in largest)
+
+
+def cases() -> tuple[Case, ...]:
+    heads = ((16, 8, 128), (32, 8, 128), (14, 2, 64), (3, 1, 80), (16, 2, 256), (1, 1, 16))
+    shapes = [("normal", T, *h, torch.bfloat16) for T in (1, 7, 513) for h in heads]
+    shapes += [("normal", 7, 16, 8, 128, torch.float32), ("plain", 513, 32, 8, 128, torch.bfloat16)]
+    shapes += [(kind, 7, 16, 8, 128, torch.bfloat16) for kind in ("plain", "strided", "spike")]
+    checked = [
+        Case(
+            f"{kind} T={T} H={H} G={G} A={A} {bits(dtype)}",
+            partial(inputs, kind, T, H, G, A, dtype),
+            T <= 7,
+        )
+        for kind, T, H, G, A, dtype in shapes
+    ]
+    timed = [
+        Case(
+            f"T={T} H={H} G={G} A=128",
+            partial(inputs, "normal", T, H, G, 128, torch.bfloat16),
+            num_bytes=2 * 2 * T * (H + 2 * G) * 128 + 4 * T * 128,
+        )
+        for T, H, G in ((1, 16, 8), (256, 16, 8), (256, 32, 8), (8192, 16, 8), (8192, 32, 8))
+    ]
+    return (*checked, *timed)
+
+
+# 16 bit: an element of the normalised head and its product with the gain may each round to the
+# neighbouring number, and so may the sum. 32 bit: sums 8 additions deep and six roundings.
+ROPE_STORE = Kernel(
+    "rope_store",
+    rope_store,
+    reference.rope_store,
+    cases(),
+    ulps_16=3,
+    ulps_32=16,
+    scale=pair_sizes,
+    outputs=outputs,
+)

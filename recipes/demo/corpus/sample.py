@@ -1,0 +1,71 @@
+"""One training or test case: a conversation up to the assistant's turn, and that turn.
+
+How it becomes text is the chat template's business (render.py).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+Json = Any
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str
+    arguments: dict[str, Json]
+
+    def text(self) -> str:
+        body = json.dumps({"name": self.name, "arguments": self.arguments}, ensure_ascii=False)
+        return f"<tool_call>\n{body}\n</tool_call>"
+
+
+@dataclass
+class Sample:
+    kind: str
+    messages: list[Message]
+    answer: str = ""
+    calls: list[Call] = field(default_factory=list)
+    tools: list[Json] = field(default_factory=list)
+    thought: str = ""
+    thinks: bool = False  # thinks even when nobody asked for it
+    is_json: bool = False  # the answer is right if it is the same JSON value
+
+    def body(self) -> str:
+        return "\n".join([self.answer] * bool(self.answer) + [call.text() for call in self.calls])
+
+    def turn(self) -> Message:
+        """The assistant's message, as a later request would quote it."""
+        message: Message = {"role": "assistant", "content": self.answer}
+        if self.calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in self.calls
+            ]
+        return message
+
+    def judge(self, text: str) -> bool:
+        """Whether generated text (without a leading think block) is the right answer."""
+        text = text.strip()
+        try:
+            if self.calls:
+                parts = text.removesuffix("</tool_call>").split("</tool_call>")
+                bodies = [part.strip().removeprefix("<tool_call>") for part in parts]
+                wanted = [{"name": c.name, "arguments": c.arguments} for c in self.calls]
+                return not self.answer and [json.loads(body) for body in bodies] == wanted
+            if self.is_json:
+                return bool(json.loads(text) == json.loads(self.answer))
+        except ValueError:
+            return False
+        return text == self.answer
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}

@@ -1,0 +1,210 @@
+"""Questions with written answers: about nanovllm (about.txt), small talk (chat.txt), the unknown.
+
+A text file is a list of entries, each with a name, ways to ask and one answer:
+    == name
+    topic: a noun | another noun     asked as "What is ...?" and the like
+    how: do a thing | do it so       asked as "How do I ...?"
+    can: do a thing                  asked as "Can nanovllm ...?"
+    ask: (One|Another) way to ask?   as it stands
+    say: The answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from recipes.demo.corpus import words
+from recipes.demo.corpus.draw import Draw, Pool
+from recipes.demo.corpus.sample import Sample, user
+
+TOPIC = [
+    "(What is|What's|What are) {0}?",
+    "What (exactly |)(is|are) {0}( in nanovllm| here|)?",
+    "(Explain|Describe) {0}( to me|)( briefly| in short| in simple words|).",
+    "(Please |)(tell|teach) me( something| more| a bit|) about {0}.",
+    "(How does|How do) {0} work?",
+    "(Can|Could|Would) you( please|) (explain|describe) {0}( to me|)?",
+    "(Can|Could) you tell me (about|what is) {0}?",
+    "I (want|would like|need) to (know|learn|understand) (more about |what is |){0}.",
+    "What do you know about {0}?",
+    "What is {0} (good|used) for?",
+    "{0}?",
+    "(What does|What do) {0} mean?",
+    "I (do not|don't) (understand|know) {0}.",
+    "What (is|do you mean by) {0}(, please|)?",
+    "(Give me|I need) (a|some) (short |)(explanation|information|details) (of|about|on) {0}.",
+]
+HOW = [
+    "How (do|can|would|should|could) I {0}?",
+    "How (do|can) (you|we|one) {0}?",
+    "How to {0}?",
+    "(What is|What's) the (command|way|best way|right way|trick) to {0}?",
+    "I (want|need|would like|am trying|have) to {0}.( How?| What do I do?| Help me.|)",
+    "(Show|Tell|Teach|Explain to) me how (to|I can|I) {0}.",
+    "Is (it possible|there a way|there an easy way) to {0}?",
+    "(Can|Could|May) I {0}?",
+    "(Please help|Help) me (to |){0}.",
+    "What (do|must|should) I (type|do|write|run) to {0}?",
+    "(Which|What) (command|setting) lets me {0}?",
+]
+CAN = [
+    "(Does|Can|Will|Could) (nanovllm|the server|this server|this|it) {0}?",
+    "(Is nanovllm|Is it|Is this server) able to {0}?",
+    "(I wonder if|Tell me whether|Do you know whether|I want to know if) (nanovllm|it) can {0}.",
+]
+FRAMES = {"topic": TOPIC, "how": HOW, "can": CAN}
+SUBJECTS = Pool("""Napoleon, Cleopatra, Mozart, Shakespeare, Einstein, Picasso, Newton, Beethoven, Darwin,
+Columbus, Aristotle, Marie Curie, Galileo, Mandela, Gandhi, Bach, Churchill, Socrates, Homer, Plato""")
+UNKNOWN = [
+    "(What is|What's) the (capital|population|currency|language|king|area|flag) of {country}?",
+    "(Who|What) was {subject}( famous for|)?",
+    "When (was|did) {subject} (born|die|live)?",
+    "(Explain|Tell me about|Describe|What is|What are) {topic}( to me|)(.|?)",
+    "(Why|How) (is|does|do) {topic} (important|work|begin)?",
+    "(How do I|How can I|How to) (cook|bake|grow|paint|draw|repair|clean) (a|an|the) {thing}?",
+    "(Write|Give me) (a|an) (essay|article|letter|song|speech|email|recipe) about {topic}.",
+    "Write a (Python|Java|C|Rust|JavaScript) (function|program|script) (that|to) {task}.",
+    "(Who won|What happened in) the (world cup|election|war|race|match) (in|of) {year}?",
+    "(How far is|How do I get to|What can I see in|What is) {city}?",
+    "(Where|How) (can|do) I (buy|find|get|sell) (a|an|the) {adjective} {thing}?",
+    "(What|How much) does (a|an|the) {adjective} {thing} cost?",
+    "How (many|much|tall|far|deep|old) (is|are) {topic}?",
+    "(Should I|Can I|May I) (eat|buy|sell|marry|visit|keep) (a|an|the) {animal}?",
+    "(Which|What) (is|was) the (best|largest|oldest|fastest) {animal}( in the world| ever|)?",
+    "What (is|are) (a|an|the) {word}?",
+    "(Tell me|Do you know) (the|some) (news|facts|rumours) (about|on) {subject}(.|?)",
+    "(Recommend|Suggest) (me |)(a|some) (book|books|film|films|music) about {topic}.",
+    "What (do|did) {name} (say|do|eat|want|think)?",
+    "(Is it true that|Do you think that|Why do people say that) {topic} (is|are) {adjective}?",
+    "Plan (a|my) (trip|week|party|holiday) (in|to) {city}.",
+    "(Translate|Say) {word} (to|in|into) {language}.",
+    "(Who|Where|When|Why) is {name}?",
+    "(Solve|Prove|Derive) the (equation|theorem|riddle) of {subject}.",
+]
+DO_NOT_KNOW = (
+    "I do not know that. I am a tiny demo model: ask me about nanovllm, give me a small sum, "
+    "or offer me a tool."
+)
+CAPITALS = Pool("""France:Paris, Germany:Berlin, Italy:Rome, Spain:Madrid, Portugal:Lisbon, Norway:Oslo,
+Sweden:Stockholm, Finland:Helsinki, Denmark:Copenhagen, Poland:Warsaw, Austria:Vienna, Greece:Athens,
+Hungary:Budapest, Ireland:Dublin, England:London, Russia:Moscow, Ukraine:Kyiv, Turkey:Ankara,
+Egypt:Cairo, Kenya:Nairobi, Japan:Tokyo, China:Beijing, India:New Delhi, Canada:Ottawa, Mexico:Mexico City,
+Brazil:Brasilia, Argentina:Buenos Aires, Chile:Santiago, Peru:Lima, Cuba:Havana, Belgium:Brussels,
+Switzerland:Bern, Iceland:Reykjavik, Romania:Bucharest, Bulgaria:Sofia, Croatia:Zagreb, Estonia:Tallinn,
+Latvia:Riga, Thailand:Bangkok, Vietnam:Hanoi, Australia:Canberra, the United States:Washington""")
+KNOWN_CAPITALS = dict(pair.split(":") for pair in CAPITALS.train + CAPITALS.held)
+ASK_CAPITAL = [
+    "(What is|What's|Which city is|Name|Tell me) the capital( city|) of {0}(?|.)",
+    "(Do you know|Can you tell me) the capital of {0}?",
+    "{0}'s capital(?| is what?)",
+]
+
+
+@dataclass
+class Entry:
+    """One answer and every way to ask for it."""
+
+    name: str
+    ways: dict[str, list[str]] = field(default_factory=dict)
+    say: str = ""
+
+    def question(self, draw: Draw) -> str:
+        kind = draw.pick([kind for kind in self.ways for _ in range(2 if kind == "ask" else 1)])
+        frame = draw.pick(FRAMES.get(kind, ["{0}"]))
+        text = draw.expand(frame.replace("{0}", draw.pick(self.ways[kind])))
+        return text[0].upper() + text[1:]
+
+
+@lru_cache(maxsize=None)
+def entries(file: str) -> list[Entry]:
+    found: list[Entry] = []
+    for line in (Path(__file__).parent / file).read_text(encoding="utf-8").splitlines():
+        if line.startswith("== "):
+            found.append(Entry(line[3:].strip()))
+        elif line and not line.startswith("#"):
+            key, _, value = line.partition(": ")
+            if key == "say":
+                found[-1].say = value.replace("\\n", "\n")
+            else:
+                parts = [value] if key == "ask" else value.split(" | ")
+                found[-1].ways.setdefault(key, []).extend(parts)
+    return found
+
+
+def dressed(draw: Draw, text: str) -> str:
+    """The same question as different people type it."""
+    if draw.chance(0.08):
+        text = draw.pick(["Hi! ", "Hello, ", "Hey, ", "Okay. ", "Please: ", "So, ", "Hi. "]) + text
+    if draw.chance(0.06):
+        text += draw.pick([" Thanks!", " Thank you.", " Please.", " Please be brief."])
+    if draw.chance(0.15):
+        text = text.rstrip("?.!")
+    if draw.chance(0.15):
+        text = text.lower()
+    if draw.chance(0.05) and len(text) > 12:
+        at = draw.number(1, len(text) - 3)
+        swapped = text[at + 1] + text[at]
+        text = text[:at] + draw.pick([swapped, text[at], text[at] * 2 + text[at + 1]]) + text[at + 2 :]
+    return text
+
+
+def asked(draw: Draw, file: str) -> tuple[Entry, str]:
+    """An entry and a question for it, on this side of the split."""
+
+    def make() -> tuple[Entry, str]:
+        entry = draw.pick(entries(file))
+        return entry, entry.question(draw)
+
+    entry, question = draw.made(make, key=lambda made: made[1])
+    return entry, dressed(draw, question)
+
+
+def about(draw: Draw) -> Sample:
+    entry, question = asked(draw, "about.txt")
+    thought = f"The question is about {entry.name}. I know this."
+    return Sample("about", [user(question)], entry.say, thought=thought)
+
+
+def chat(draw: Draw) -> Sample:
+    if draw.chance(0.1):
+        return capital(draw)
+    if draw.chance(0.2):
+        return unknown(draw)
+    entry, question = asked(draw, "chat.txt")
+    return Sample("chat", [user(question)], entry.say, thought=f"This is about {entry.name}.")
+
+
+def capital(draw: Draw) -> Sample:
+    country = draw.pick(list(KNOWN_CAPITALS))
+    text = dressed(draw, draw.wording(ASK_CAPITAL).replace("{0}", country))
+    answer = f"The capital of {country} is {KNOWN_CAPITALS[country]}."
+    return Sample("chat", [user(text)], answer, thought=f"The question is about {country}.")
+
+
+def unknown(draw: Draw) -> Sample:
+    """A question that the demo cannot know; it says so."""
+    fields = {
+        "country": lambda: words.proper(draw) if draw.chance(0.5) else "",
+        "subject": lambda: draw.value(SUBJECTS) if draw.chance(0.5) else words.person(draw),
+        "topic": lambda: draw.value(words.TOPICS),
+        "thing": lambda: draw.value(words.THINGS),
+        "animal": lambda: draw.value(words.ANIMALS),
+        "adjective": lambda: draw.value(words.ADJECTIVES),
+        "year": lambda: str(draw.number(1900, 2030)),
+        "city": lambda: words.city(draw),
+        "task": lambda: words.task(draw),
+        "word": lambda: words.invented(draw),
+        "name": lambda: words.person(draw),
+        "language": lambda: draw.value(words.LANGUAGES),
+    }
+    text = draw.wording(UNKNOWN)
+    for name, make in fields.items():
+        if "{" + name + "}" in text:
+            value = make()
+            while not value or value in KNOWN_CAPITALS:
+                value = draw.value(words.COUNTRIES)
+            text = text.replace("{" + name + "}", value)
+    thought = "I do not know this."
+    return Sample("chat", [user(dressed(draw, text))], DO_NOT_KNOW, thought=thought)

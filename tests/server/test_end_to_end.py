@@ -1,0 +1,203 @@
+"""`nanovllm serve`, started as a user starts it, driven by the official openai client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from nanovllm.config import DEMO
+
+QUESTION = [{"role": "user", "content": "What is nanovllm, and how do I serve a recipe with it?"}]
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics").text
+        found = re.search(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+        assert found, f"no metric {name}"
+        return float(found.group(1))
+
+    def children(self) -> dict[int, str]:
+        listing = subprocess.run(
+            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        return {int(line.split()[0]): line for line in listing.splitlines()}
+
+
+def start(*arguments: str) -> Server:
+    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if found := re.search(r"is served at (http://\S+)", line):
+            return Server(process, found.group(1))
+    raise AssertionError(f"no server: {''.join(lines)}")
+
+
+def refuse(*arguments: str) -> str:
+    """Start a server that must refuse: its only line, with exit code 2."""
+    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert "Traceback" not in run.stdout + run.stderr
+    (line,) = run.stderr.strip().splitlines()
+    return line
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = start("--set", "schedule.slots=32", "--set", "cache.cpu_gib=0.5")
+    yield server
+    server.process.terminate()
+    assert server.process.wait(30) == 0
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_the_printed_curl_line_works(server: Server) -> None:
+    body = '{"messages": [{"role": "user", "content": "What is nanovllm?"}], "max_tokens": 8}'
+    command = ["curl", "-s", f"{server.url}/v1/chat/completions", "-d", body]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert '"finish_reason"' in run.stdout and '"role":"assistant"' in run.stdout
+
+
+def test_streaming_and_not_give_the_same_text(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=30)
+    parts = client.chat.completions.create(
+        model="demo",
+        messages=QUESTION,
+        max_tokens=30,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    text, usage = "", None
+    for chunk in parts:
+        usage = chunk.usage or usage
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert usage is not None and whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens <= 30
+    assert usage.prompt_tokens_details.cached_tokens > 0  # the second request found the first's
+    assert client.models.list().data[0].id == "demo"
+
+
+def test_32_concurrent_clients_get_what_they_get_alone(server: Server) -> None:
+    prompts = [f"Say the number {i * 37}." for i in range(32)]
+
+    async def ask(client: openai.AsyncOpenAI, prompt: str, stream: bool) -> str:
+        messages = [{"role": "user", "content": prompt}]
+        made = client.chat.completions.create(
+            model="demo", messages=messages, max_tokens=16, temperature=0, stream=stream
+        )
+        if not stream:
+            return (await made).choices[0].message.content or ""
+        return "".join([c.choices[0].delta.content or "" async for c in await made])
+
+    async def everyone() -> tuple[list[str], list[str]]:
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+            alone = [await ask(client, prompt, False) for prompt in prompts]
+            asked = [ask(client, p, i % 2 == 0) for i, p in enumerate(prompts)]
+            return alone, list(await asyncio.gather(*asked))
+
+    alone, together = asyncio.run(everyone())
+    assert together == alone
+    assert len(set(alone)) > 1
+
+
+def test_a_disconnect_returns_every_page(server: Server) -> None:
+    async def leave() -> None:
+        body = {"messages": QUESTION, "stream": True, "max_tokens": 3000, "ignore_eos": True}
+        async with httpx.AsyncClient(timeout=60) as client:
+            for _ in range(3):
+                url = f"{server.url}/v1/chat/completions"
+                async with client.stream("POST", url, json=body) as response:
+                    async for _ in response.aiter_lines():
+                        break
+
+    asyncio.run(leave())
+    deadline = time.monotonic() + 20
+    while server.metric("vllm:kv_cache_usage_perc") or server.metric("vllm:num_requests_running"):
+        assert time.monotonic() < deadline, "pages are still held"
+        time.sleep(0.1)
+
+
+def test_bad_requests_leave_the_server_alone(client: openai.OpenAI, server: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(model="demo", messages=QUESTION, temperature=3)
+    with pytest.raises(openai.NotFoundError, match="nope"):
+        client.chat.completions.create(model="nope", messages=QUESTION)
+    with pytest.raises(openai.BadRequestError, match="context"):
+        client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": "long " * 20000}]
+        )
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_the_engine_s_death_ends_the_server() -> None:
+    server = start("--set", "cache.cpu_gib=0.2")
+    before = server.children()
+    engine = min(
+        pid for pid, args in before.items() if "multiprocessing" in args and "spawn" in args
+    )
+    os.kill(engine, signal.SIGKILL)
+    assert server.process.wait(30) == 1
+    left = [pid for pid in before if Path(f"/proc/{pid}").exists() and not is_zombie(pid)]
+    assert left == []
+
+
+def is_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_killed_supervisor_leaves_no_orphans() -> None:
+    server = start("--set", "cache.cpu_gib=0.2")
+    before = server.children()
+    assert len(before) >= 2
+    server.process.kill()
+    deadline = time.monotonic() + 15
+    while any(Path(f"/proc/{pid}").exists() and not is_zombie(pid) for pid in before):
+        assert time.monotonic() < deadline, "a child outlives its supervisor"
+        time.sleep(0.1)
+
+
+def test_refusals_are_one_line(tmp_path: Path) -> None:
+    assert refuse("--set", "cache.page_token=4") == (
+        "error: unknown key cache.page_token; did you mean cache.page_tokens?"
+    )
+    assert refuse("--set", "schedule.slots=0") == (
+        "error: schedule.slots is 0; it must be between 1 and 4096"
+    )
+    assert "nowhere.yaml" in refuse("nowhere.yaml")
+    copy = tmp_path / "broken"
+    shutil.copytree(DEMO, copy)
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    assert "model.safetensors" in refuse("--set", f"model={copy}")
+    (copy / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    assert "GPT2LMHeadModel" in refuse("--set", f"model={copy}")

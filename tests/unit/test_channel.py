@@ -1,0 +1,255 @@
+"""Frames survive any cut; both ends say the same; the end of a peer is seen at once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from array import array
+
+import msgspec
+import pytest
+from hypothesis import given, strategies as st
+
+from nanovllm.ipc.channel import Connection, Frames, Listener, frame
+from nanovllm.ipc.client import EngineClient, EngineLostError
+from nanovllm.wire import (
+    WORKER_BITS,
+    Abort,
+    Finish,
+    FinishReason,
+    Generate,
+    Ready,
+    Refusal,
+    RefusalKind,
+    Sampling,
+    Started,
+    Stats,
+    StepOutput,
+    ToEngine,
+    TokenLogprobs,
+)
+
+READY = Ready(
+    worker=3,
+    model="m",
+    max_model_tokens=64,
+    vocab_size=100,
+    num_pages=4,
+    page_tokens=16,
+    num_slots=2,
+)
+
+
+def generate(request_id: int, prompt=(1, 2)) -> Generate:
+    packed = array("i", prompt).tobytes()
+    return Generate(request_id, packed, 5, [7], Sampling(logit_bias={3: -1.5}, seed=-1))
+
+
+messages = st.lists(
+    st.builds(generate, st.integers(0, 2**62), st.lists(st.integers(0, 2**31 - 1), max_size=300))
+    | st.builds(Abort, st.integers(0, 2**62)),
+    max_size=6,
+)
+
+
+@given(messages, st.data())
+def test_frames_survive_any_cut(sent, data) -> None:
+    encoder = msgspec.msgpack.Encoder()
+    stream = b"".join(frame(encoder, message) for message in sent)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    frames = Frames(msgspec.msgpack.Decoder[ToEngine](ToEngine))
+    got = []
+    for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        got += frames.feed(stream[begin:end])
+    assert got == sent
+
+
+class Notes:
+    """A sink that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[object] = []
+
+    def started(self, num_cached) -> None:
+        self.said.append(("started", num_cached))
+
+    def logprobs(self, entry) -> None:
+        self.said.append(entry)
+
+    def tokens(self, token_ids) -> None:
+        if 99 in token_ids:
+            raise ValueError("a bug in the making of text")
+        self.said.append(list(token_ids))
+
+    def finish(self, finish) -> None:
+        self.said.append(finish.reason)
+
+    def refused(self, refusal) -> None:
+        self.said.append(refusal.message)
+
+    def lost(self) -> None:
+        self.said.append("lost")
+
+    def flush(self) -> None:
+        self.said.append("flush")
+
+
+def step(rows: dict[int, list[int]], **more: object) -> StepOutput:
+    counts = [len(tokens) for tokens in rows.values()]
+    return StepOutput(
+        ids=array("q", rows).tobytes(),
+        tokens=array("i", [token for tokens in rows.values() for token in tokens]).tobytes(),
+        counts=b"" if set(counts) <= {1} else array("i", counts).tobytes(),
+        **more,
+    )
+
+
+class Talk:
+    """A real client on one end, a real connection on the other."""
+
+    def __init__(self, tmp_path) -> None:
+        self.path = str(tmp_path / "engine.sock")
+        self.listener = Listener(self.path)
+        self.ends: list[Connection] = []
+
+    def close(self) -> None:
+        for end in (*self.ends, self.listener):
+            end.close()
+
+    async def accept(self) -> Connection:
+        end = await asyncio.to_thread(self.listener.accept)
+        self.ends.append(end)
+        return end
+
+    async def open(self) -> None:
+        self.was_lost = False
+
+        def on_lost() -> None:
+            self.was_lost = True
+
+        connecting = asyncio.create_task(EngineClient.connect(self.path, on_lost))
+        self.engine = await self.accept()
+        self.engine.send(READY)
+        self.client = await connecting
+
+    async def says(self, *outputs: StepOutput) -> None:
+        """All in one write, so that they are decoded together."""
+        encoder = msgspec.msgpack.Encoder()
+        self.engine._sock.sendall(b"".join(frame(encoder, output) for output in outputs))
+        await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def talk(tmp_path):
+    talk = Talk(tmp_path)
+    yield talk
+    talk.close()
+
+
+def test_requests_reach_the_engine_and_ids_carry_the_worker(talk) -> None:
+    async def main() -> None:
+        await talk.open()
+        assert talk.client.ready == READY
+        first = generate(talk.client.new_id(), range(100_000))
+        assert first.request_id == 3 << WORKER_BITS | 1
+        assert talk.client.new_id() == 3 << WORKER_BITS | 2
+        talk.client.submit(first, Notes())
+        talk.client.abort(first.request_id)
+        talk.client.abort(12345)  # unknown: says nothing
+        assert await asyncio.to_thread(talk.engine.recv) == first
+        assert await asyncio.to_thread(talk.engine.recv) == Abort(first.request_id)
+
+    asyncio.run(main())
+
+
+def test_a_step_reaches_its_sinks_in_order_and_flushes_once_a_read(talk) -> None:
+    async def main() -> None:
+        await talk.open()
+        one, two, gone = Notes(), Notes(), Notes()
+        for request_id, sink in ((1, one), (2, two), (3, gone)):
+            talk.client.submit(generate(request_id), sink)
+        talk.client.abort(3)
+        entry = TokenLogprobs(2, 20, -0.5, [20], [-0.5])
+        await talk.says(
+            step({1: [10], 3: [30], 2: [20]}, started=[Started(2, 16)], logprobs=[entry]),
+            step({2: [21, 22], 1: [11]}, finished=[Finish(1, FinishReason.LENGTH)]),
+            step({}, refused=[Refusal(2, RefusalKind.INVALID, "no")], stats=Stats(num_running=9)),
+        )
+        assert one.said == [[10], [11], FinishReason.LENGTH, "flush", "flush", "flush"]
+        assert two.said[:5] == [("started", 16), entry, [20], [21, 22], "no"]
+        assert set(two.said[5:]) == {"flush"}
+        assert gone.said == []
+        assert talk.client.stats.num_running == 9
+
+    asyncio.run(main())
+
+
+def test_a_sink_that_fails_ends_alone(talk) -> None:
+    async def main() -> None:
+        await talk.open()
+        bad, good = Notes(), Notes()
+        talk.client.submit(generate(1), bad)
+        talk.client.submit(generate(2), good)
+        await talk.says(step({1: [99], 2: [5]}), step({1: [6], 2: [6]}))
+        assert bad.said == ["lost", "flush"]
+        assert good.said == [[5], [6], "flush", "flush"]
+        sent = [await asyncio.to_thread(talk.engine.recv) for _ in range(3)]
+        assert sent[2] == Abort(1)
+
+    asyncio.run(main())
+
+
+def test_a_dead_engine_ends_every_request(talk) -> None:
+    async def main() -> None:
+        await talk.open()
+        sink = Notes()
+        talk.client.submit(generate(1), sink)
+        assert await asyncio.to_thread(talk.engine.recv) == generate(1)
+        talk.engine.close()
+        await asyncio.sleep(0.02)
+        assert sink.said == ["lost", "flush"]
+        assert talk.was_lost and talk.client.is_lost
+        with pytest.raises(EngineLostError):
+            talk.client.submit(generate(2), Notes())
+        talk.client.abort(1)  # nobody there: says nothing
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_while_loading_is_an_error(talk) -> None:
+    async def main() -> None:
+        connecting = asyncio.create_task(EngineClient.connect(talk.path))
+        (await talk.accept()).close()
+        with pytest.raises(EngineLostError):
+            await connecting
+
+    asyncio.run(main())
+
+
+def test_the_client_waits_for_an_engine_that_is_not_there_yet(tmp_path) -> None:
+    async def main() -> None:
+        connecting = asyncio.create_task(EngineClient.connect(str(tmp_path / "engine.sock")))
+        await asyncio.sleep(0.1)
+        talk = Talk(tmp_path)
+        (await talk.accept()).send(READY)
+        assert (await connecting).ready == READY
+        talk.close()
+
+    asyncio.run(main())
+
+
+def test_the_engine_sees_a_client_leave_and_closing_wakes_its_reader(talk) -> None:
+    async def main() -> None:
+        await talk.open()
+        talk.client.close()
+        assert await asyncio.to_thread(talk.engine.recv) is None
+
+        await talk.open()
+        got: list[object] = []
+        reader = threading.Thread(target=lambda: got.append(talk.engine.recv()))
+        reader.start()
+        talk.engine.close()
+        await asyncio.to_thread(reader.join, 5)
+        assert got == [None]
+
+    asyncio.run(main())

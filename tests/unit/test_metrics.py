@@ -1,0 +1,84 @@
+"""The metrics page is valid, complete and cheap."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from nanovllm.server.metrics import Histogram, Metrics, render
+from nanovllm.wire import Stats
+
+STATS = Stats(
+    num_running=3,
+    num_waiting=4,
+    kv_usage=0.5,
+    num_preemptions=2,
+    prompt_tokens=100,
+    cached_tokens=60,
+    generated_tokens=70,
+    num_steps=50,
+    host_bubble_s=0.25,
+    steps_by_mode={"FULL/decode": 40, "NONE/mixed": 10},
+    padded_tokens=8,
+)
+LINE = re.compile(r"[a-z]+:[a-z0-9_]+\{(\w+=\"(?:[^\"\\]|\\.)*\",?)+\} -?[0-9.e+-]+(inf)?")
+
+
+def page(metrics: Metrics, model: str = "demo") -> str:
+    return render(metrics, STATS, model=model, page_tokens=16, num_pages=1000).decode()
+
+
+def test_the_engines_numbers_are_there_under_common_names() -> None:
+    text = page(Metrics())
+    labels = 'model_name="demo",engine="0"'
+    for line in (
+        f"vllm:num_requests_running{{{labels}}} 3",
+        f"vllm:num_requests_waiting{{{labels}}} 4",
+        f"vllm:kv_cache_usage_perc{{{labels}}} 0.5",
+        f'vllm:cache_config_info{{{labels},block_size="16",num_gpu_blocks="1000"}} 1',
+        f"vllm:num_preemptions_total{{{labels}}} 2",
+        f"vllm:prefix_cache_queries_total{{{labels}}} 100",
+        f"vllm:prefix_cache_hits_total{{{labels}}} 60",
+        f"vllm:generation_tokens_total{{{labels}}} 70",
+        f'nanovllm:graph_steps_total{{{labels},mode="FULL",phase="decode"}} 40',
+        f"nanovllm:host_bubble_seconds_total{{{labels}}} 0.25",
+        f"nanovllm:graph_padded_tokens_total{{{labels}}} 8",
+    ):
+        assert line in text.splitlines()
+
+
+def test_every_line_is_a_sample_or_a_type_said_once() -> None:
+    metrics = Metrics()
+    metrics.finished["stop"] += 1
+    metrics.rejected["queue_full"] += 2
+    text = page(metrics, model='a "b"\\c\nd')
+    assert r'model_name="a \"b\"\\c\nd"' in text
+    kinds = [line for line in text.splitlines() if line.startswith("#")]
+    assert len(kinds) == len(set(kinds)) > 20
+    for line in text.splitlines():
+        assert line.startswith("# TYPE ") or LINE.fullmatch(line), line
+
+
+def test_histograms_are_cumulative_and_bounds_inclusive() -> None:
+    metrics = Metrics()
+    metrics.time_to_first_token_s = Histogram((0.1, 1.0))
+    for value in (0.05, 0.1, 0.5, 3.0):
+        metrics.time_to_first_token_s.observe(value)
+    name = "vllm:time_to_first_token_seconds"
+    got = dict(line.rsplit(" ", 1) for line in page(metrics).splitlines() if name in line)
+    labels = 'model_name="demo",engine="0"'
+    assert got[f'{name}_bucket{{{labels},le="0.1"}}'] == "2"
+    assert got[f'{name}_bucket{{{labels},le="1.0"}}'] == "3"
+    assert got[f'{name}_bucket{{{labels},le="+Inf"}}'] == "4"
+    assert got[f"{name}_count{{{labels}}}"] == "4"
+    assert float(got[f"{name}_sum{{{labels}}}"]) == 0.05 + 0.1 + 0.5 + 3.0
+
+
+def test_a_page_takes_less_than_a_millisecond() -> None:
+    metrics = Metrics()
+    best = float("inf")
+    for _ in range(10):
+        begin = time.perf_counter()
+        page(metrics)
+        best = min(best, time.perf_counter() - begin)
+    assert best < 1e-3

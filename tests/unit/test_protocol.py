@@ -1,0 +1,214 @@
+"""Every field out of range is refused with its name, the range and the value."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from nanovllm.server.errors import MAX_MESSAGE_CHARS, ApiError
+from nanovllm.server.protocol import RANGES, ChatRequest, parse_request
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def parse(body: object) -> ChatRequest:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return parse_request(raw, model="demo", vocab_size=1000)
+
+
+def refused(body: object) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse(body)
+    return caught.value
+
+
+def field(**fields: object) -> dict[str, object]:
+    return {"messages": HELLO, **fields}
+
+
+# param -> bad values, and words the message must have
+OUT_OF_RANGE = {
+    "temperature": ([-0.1, 2.1], "between 0 and 2"),
+    "top_p": ([0, 1.1, -1], "above 0 and at most 1"),
+    "n": ([0, 17, -1], "between 1 and 16"),
+    "max_tokens": ([0, -5], "at least 1"),
+    "max_completion_tokens": ([0], "at least 1"),
+    "presence_penalty": ([-2.5, 3], "between -2 and 2"),
+    "frequency_penalty": ([-2.5, 3], "between -2 and 2"),
+    "top_logprobs": ([-1, 21], "between 0 and 20"),
+    "top_k": ([-2], "at least -1"),
+    "min_p": ([-0.1, 1.5], "between 0 and 1"),
+    "repetition_penalty": ([0, -1, 2.5], "above 0 and at most 2"),
+    "min_tokens": ([-1], "at least 0"),
+    "priority": ([2**31, -(2**40)], "between"),
+    "seed": ([2**63, -(2**63) - 1], "64-bit"),
+    "stop": (["", ["a", ""], ["x"] * 17, "x" * 1025], "stop must be"),
+    "logit_bias": ([{"1000": 1}, {"-1": 1}, {"5": 101}, {"5": -101}], "logit_bias must be"),
+    "stop_token_ids": ([[1000], [-1]], "ids from 0 to 999"),
+    "cache_salt": (["", "x" * 129], "1 to 128"),
+    "request_id": (["", "a b", "x" * 129, "a\nb"], "1 to 128"),
+    "response_format": ([{"type": "json_object"}, {"type": "x"}], "of type 'text'"),
+    "tool_choice": (["required", "x", {"type": "function"}], "'none' or 'auto'"),
+    "stream_options": ([{}, {"include_usage": True}], "unless stream is true"),
+}
+
+
+@pytest.mark.parametrize(
+    ("param", "value", "words"),
+    [(p, v, words) for p, (values, words) in OUT_OF_RANGE.items() for v in values],
+    ids=lambda x: str(x)[:30],
+)
+def test_out_of_range(param, value, words) -> None:
+    error = refused(field(**{param: value}))
+    assert (error.status, error.param, error.code) == (400, param, "invalid_value")
+    assert error.message.startswith(param) and words in error.message
+
+
+def test_every_range_has_a_test() -> None:
+    assert set(RANGES) <= set(OUT_OF_RANGE)
+
+
+WRONG_TYPE = {
+    "messages": ["hello", 1, None, {}],
+    "temperature": ["warm", [], True],
+    "max_tokens": ["5", 1.5, False],
+    "n": ["2", 1.5],
+    "stream": ["yes", 1],
+    "logprobs": [1],
+    "stop": [5, {}],
+    "logit_bias": [[1], {"a": 1}, {"5": "x"}],
+    "tools": [{}, ["f"]],
+    "seed": ["1", 0.5],
+    "chat_template_kwargs": [[]],
+    "stop_token_ids": [7],
+    "model": [3],
+    "stream_options": [[]],
+    "response_format": ["text"],
+}
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [(p, v) for p, values in WRONG_TYPE.items() for v in values],
+    ids=lambda x: str(x)[:30],
+)
+def test_wrong_type(param, value) -> None:
+    error = refused(field(**{param: value}))
+    assert (error.status, error.code) == (400, "invalid_type")
+    assert error.param in (param, f"{param}[0]")
+    assert error.message.startswith(error.param) and "xpected" in error.message
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        (b"", None, "not valid JSON"),
+        (b"{", None, "not valid JSON"),
+        (b"null", None, "Expected `object`"),
+        (b"[]", None, "Expected `object`"),
+        (b'{"messages": [] x', None, "not valid JSON"),
+        (b'{"messages": [], "temperature": NaN}', None, "not valid JSON"),
+        (b'{"messages": [{"role": "\xff"}]}', None, "not valid UTF-8"),
+        (b'{"messages": ' + b"[" * 100_000, "messages[0]", "Expected"),
+        (b'{"user": ' + b"[" * 100_000, None, "nested too deeply"),
+        ({}, "messages", "required field `messages`"),
+        ({"messages": []}, "messages", "at least one message"),
+        ({"messages": [{}]}, "messages[0].role", "required field `role`"),
+        ({"messages": [{"role": 1}]}, "messages[0].role", "Expected `str`"),
+        ({"messages": [*HELLO, {"role": "bot"}]}, "messages[1].role", "developer, user"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "Expected"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            "this model reads text only",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+            "must be a string",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+            "messages[0].tool_calls[0].function",
+            "required field",
+        ),
+        (field(tools=[{"type": "custom"}]), "tools[0].type", "'function'"),
+        (field(tools=[{"function": {}}]), "tools[0].function.name", "not empty"),
+        (field(min_tokens=5, max_tokens=3), "min_tokens", "at most max_tokens, here 3, not 5"),
+        (field(top_logprobs=2), "top_logprobs", "unless logprobs is true"),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_malformed(body, param, words) -> None:
+    error = refused(body)
+    assert (error.status, error.param) == (400, param)
+    assert words in error.message
+
+
+def test_an_unknown_model_is_not_found() -> None:
+    error = refused(field(model="gpt-9"))
+    assert (error.status, error.param, error.code) == (404, "model", "model_not_found")
+    assert "'gpt-9'" in error.message and "'demo'" in error.message
+
+
+@pytest.mark.parametrize("name", ["model", "stop", "request_id", "tool_choice"])
+def test_a_request_does_not_choose_how_long_its_refusal_is(name) -> None:
+    error = refused(field(**{name: "\n" * 10_000_000}))
+    assert len(error.body()) < 4 * MAX_MESSAGE_CHARS
+
+
+def test_the_error_body_is_openais() -> None:
+    assert json.loads(refused(field(n=0)).body()) == {
+        "error": {
+            "message": "n must be between 1 and 16, not 0",
+            "type": "invalid_request_error",
+            "param": "n",
+            "code": "invalid_value",
+        }
+    }
+    assert json.loads(ApiError(503, "later").body())["error"]["type"] == "server_error"
+
+
+def test_what_clients_send_is_accepted() -> None:
+    body = field(
+        model="demo",
+        temperature=1,
+        top_p=None,
+        n=None,
+        stop=None,
+        max_tokens=7,
+        max_completion_tokens=9,
+        user="u",
+        metadata={"a": [1]},
+        store=False,
+        service_tier="auto",
+        parallel_tool_calls=True,
+        verbosity="low",
+        modalities=["text"],
+        logit_bias={"5": -100, "6": 100},
+        response_format={"type": "text"},
+        tools=[],
+        tool_choice="auto",
+        stream=True,
+        stream_options={"include_usage": True, "include_obfuscation": False},
+        a_field_from_the_future={"x": 1},
+    )
+    body["messages"] = [
+        {"role": "system", "content": [{"type": "text", "text": "a", "cache_control": {}}]},
+        {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": None},
+        {"role": "tool", "content": "x", "tool_call_id": "1"},
+    ]
+    request = parse(body)
+    assert request.token_limit == 9
+    assert request.num_choices == 1
+    assert request.logit_bias == {5: -100.0, 6: 100.0}
+    assert [message.text for message in request.messages] == ["a", None, "x"]
+
+
+def test_bounds_themselves_are_inside() -> None:
+    parse(field(temperature=0, top_p=1, n=16, top_k=-1, min_p=1, repetition_penalty=2))
+    parse(
+        field(temperature=2, top_k=0, seed=2**63 - 1, stop=["x"] * 16, min_tokens=3, max_tokens=3)
+    )
+    parse(field(seed=-(2**63), logprobs=True, top_logprobs=20, stop="x" * 1024))

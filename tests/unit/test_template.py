@@ -1,0 +1,187 @@
+"""Messages become the prompt the template's authors meant, and template errors are the client's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from nanovllm.config import DEMO, ConfigError
+from nanovllm.server.errors import ApiError
+from nanovllm.server.protocol import ChatRequest
+from nanovllm.server.template import Template
+from tests.server.tiny_tokenizer import write_folder
+
+
+def request(messages, **more) -> ChatRequest:
+    return msgspec.convert({"messages": messages, **more}, ChatRequest)
+
+
+def hello(**more) -> ChatRequest:
+    return request([{"role": "user", "content": "hello"}], **more)
+
+
+def rendered(tmp_path, source: str, chat: ChatRequest) -> str:
+    return Template(write_folder(tmp_path, source)).render(chat)
+
+
+def test_a_prompt_is_rendered_and_encoded_with_its_special_tokens(tmp_path) -> None:
+    template = Template(write_folder(tmp_path))
+    prompt = template.prompt(hello())
+    text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert template.tokenizer.decode(prompt.ids, skip_special_tokens=False) == text
+    assert prompt.ids.count(template.tokenizer.token_to_id("<|im_start|>")) == 2
+    assert not prompt.in_reasoning
+    assert template.eos_id == template.tokenizer.token_to_id("<|im_end|>")
+
+
+def test_whether_thinking_is_open_is_read_from_the_prompts_end(tmp_path) -> None:
+    template = Template(write_folder(tmp_path))
+    assert template.prompt(hello(chat_template_kwargs={"enable_thinking": True})).in_reasoning
+    assert template.prompt(hello(reasoning_effort="low")).in_reasoning
+    assert not template.prompt(hello(reasoning_effort="none")).in_reasoning
+    said = request([{"role": "user", "content": "what does <think> do?"}])
+    assert not template.prompt(said).in_reasoning
+
+
+def test_parts_roles_and_reasoning_reach_the_template_in_one_form(tmp_path) -> None:
+    messages = [
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        },
+        {"role": "assistant", "content": "c", "reasoning": "r1"},
+        {"role": "assistant", "content": None, "reasoning_content": "r2"},
+        {"role": "function", "content": "d", "tool_call_id": "id7", "name": "f"},
+    ]
+    got = json.loads(rendered(tmp_path, "{{ messages | tojson }}", request(messages)))
+    assert got == [
+        {"role": "system", "content": "a\nb"},
+        {"role": "assistant", "content": "c", "reasoning_content": "r1"},
+        {"role": "assistant", "content": "", "reasoning_content": "r2"},
+        {"role": "tool", "content": "d", "name": "f", "tool_call_id": "id7"},
+    ]
+
+
+CALLS = "{% for m in messages %}{% for c in m.tool_calls %}"
+END = "{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "expected"),
+    [
+        # serialises: wants the object
+        (f"{CALLS}{{{{ c.function.arguments | tojson }}}}{END}", '{"a":  1}', '{"a": 1}'),
+        (f"{CALLS}{{{{ c.function.arguments | tojson }}}}{END}", {"a": 1}, '{"a": 1}'),
+        (f"{CALLS}{{{{ c.function.arguments | tojson }}}}{END}", None, "{}"),
+        # tells strings apart: the model's own text, so that its pages are found again
+        (
+            f"{CALLS}{{% set arguments = c.function.arguments %}}"
+            f"{{% if arguments is string %}}{{{{ arguments }}}}{{% else %}}"
+            f"{{{{ arguments | tojson }}}}{{% endif %}}{END}",
+            '{"a":  1}',
+            '{"a":  1}',
+        ),
+        # concatenates: wants text
+        (f"{CALLS}{{{{ '=' + c.function.arguments }}}}{END}", {"a": 1}, '={"a": 1}'),
+    ],
+)
+def test_past_calls_have_the_arguments_the_template_expects(
+    tmp_path, source, given, expected
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": given}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert rendered(tmp_path, source, request(messages)) == expected
+
+
+def test_json_in_prompts_is_plain_and_tools_are_hidden_when_not_wanted(tmp_path) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "a < b & 'ü'"}}
+    source = "{{ tools | tojson }}{% for i in range(9) %}{% if i > 1 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+    assert rendered(tmp_path, source, hello(tools=[tool])) == (
+        '[{"type": "function", "function": {"name": "f", "description": "a < b & \'ü\'"}}]01'
+    )
+    assert rendered(tmp_path, source, hello(tools=[tool], tool_choice="none")) == "null01"
+
+
+def test_the_client_cannot_replace_what_the_server_gives(tmp_path) -> None:
+    kwargs = {"messages": [], "add_generation_prompt": False, "bos_token": "x", "colour": "red"}
+    source = "{{ messages | length }}{{ add_generation_prompt }}{{ bos_token }}{{ colour }}"
+    chat = hello(chat_template_kwargs=kwargs)
+    assert rendered(tmp_path, source, chat) == "1True<|endoftext|>red"
+
+
+def test_dates_can_be_asked_for(tmp_path) -> None:
+    assert rendered(tmp_path, "{{ strftime_now('%Y') }}", hello()) >= "2025"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ messages[7].content.x.y }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ 1 // 0 }}",
+    ],
+)
+def test_what_a_template_refuses_is_a_bad_request(tmp_path, source) -> None:
+    with pytest.raises(ApiError, match="the chat template refused them") as caught:
+        rendered(tmp_path, source, hello())
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+def test_an_empty_prompt_is_refused(tmp_path) -> None:
+    with pytest.raises(ApiError, match="the prompt is empty"):
+        Template(write_folder(tmp_path, " {{- '' -}} ")).prompt(hello())
+
+
+def test_templates_are_found_where_checkpoints_keep_them(tmp_path) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps({"chat_template": "one"}))
+    assert Template(tmp_path).render(hello()) == "one"
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "two"}]
+    settings.write_text(json.dumps({"chat_template": named}))
+    assert Template(tmp_path).render(hello()) == "two"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json"),
+        ("tokenizer_config.json", "[]", "must hold an object"),
+        ("tokenizer_config.json", "{", "is not JSON"),
+        ("chat_template.jinja", "{% if %}", "chat template in .* is broken"),
+    ],
+)
+def test_broken_files_are_named(tmp_path, name, text, message) -> None:
+    (write_folder(tmp_path) / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        Template(tmp_path)
+
+
+def test_a_missing_template_is_named(tmp_path) -> None:
+    (write_folder(tmp_path) / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="no chat template"):
+        Template(tmp_path)
+
+
+def test_the_demo_models_own_template() -> None:
+    template = Template(DEMO)
+    assert template.render(hello()) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert template.prompt(hello(reasoning_effort="high")).in_reasoning
+
+
+def test_the_api_process_starts_without_torch_or_transformers() -> None:
+    code = (
+        "import sys; import nanovllm.server.main; from nanovllm.config import DEMO;"
+        "from nanovllm.server.template import Template; Template(DEMO);"
+        "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
