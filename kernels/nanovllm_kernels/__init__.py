@@ -5,4 +5,6 @@ KERNELS = {
     "add_rms_norm": "nanovllm_kernels.norm:ADD_RMS_NORM",
     "silu_mul": "nanovllm_kernels.activation:SILU_MUL",
     "rope_store": "nanovllm_kernels.rope_store:ROPE_STORE",
+    "paged_decode": "nanovllm_kernels.paged_decode:PAGED_DECODE",
+    "paged_prefill": "nanovllm_kernels.paged_prefill:PAGED_PREFILL",
 }

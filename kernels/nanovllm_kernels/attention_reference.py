@@ -1,0 +1,97 @@
+"""Causal attention over pages in float32, row by row: the meaning of the paged kernels.
+
+Also the inputs and the error bound that their cases share. Knows no kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from nanovllm_kernels.case import Args, Tensors, normal
+
+
+def paged_prefill(
+    q_THA: Tensor,
+    k_PSGA: Tensor,
+    v_PSGA: Tensor,
+    page_table_RM: Tensor,
+    starts_R1: Tensor,
+    lengths_R: Tensor,
+    max_new: int,
+) -> Tensor:
+    """o_THA, float32. Row r's queries starts_R1[r]:starts_R1[r + 1] are its last tokens."""
+    starts, lengths = starts_R1.tolist(), lengths_R.tolist()
+    page_tokens, num_kv_heads, head_width = k_PSGA.shape[1:]
+    o_THA = torch.empty(q_THA.shape, dtype=torch.float32, device=q_THA.device)
+    for row, length in enumerate(lengths):
+        rows = slice(starts[row], starts[row + 1])
+        q_TGHA = q_THA[rows].float().unflatten(1, (num_kv_heads, -1))
+        pages = page_table_RM[row, : -(-length // page_tokens)].long()
+        k_LGA = k_PSGA[pages].flatten(0, 1)[:length].float()
+        v_LGA = v_PSGA[pages].flatten(0, 1)[:length].float()
+        scores = torch.einsum("tgha,lga->tghl", q_TGHA, k_LGA) / math.sqrt(head_width)
+        at_L = torch.arange(length, device=q_THA.device)
+        seen_TL = at_L <= at_L[length - len(q_TGHA) :, None]
+        weights = scores.masked_fill(~seen_TL[:, None, None], -torch.inf).softmax(-1)
+        o_THA[rows] = torch.einsum("tghl,lga->tgha", weights, v_LGA).flatten(1, 2)
+    return o_THA
+
+
+def paged_decode(
+    q_RHA: Tensor, k_PSGA: Tensor, v_PSGA: Tensor, page_table_RM: Tensor, lengths_R: Tensor
+) -> Tensor:
+    starts_R1 = torch.arange(len(lengths_R) + 1)
+    return paged_prefill(q_RHA, k_PSGA, v_PSGA, page_table_RM, starts_R1, lengths_R, 1)
+
+
+def weighted_sizes(reference: Callable[..., Tensor]) -> Callable[[Tensors, Args], Tensors]:
+    """The sum of weight * |value|: what rounded weights and a rounded result err in proportion to.
+
+    Values themselves may cancel.
+    """
+
+    def scale(expected: Tensors, args: Args) -> Tensors:
+        q_THA, k_PSGA, v_PSGA, *rest = args
+        return (reference(q_THA, k_PSGA, v_PSGA.abs(), *rest),)
+
+    return scale
+
+
+def paged_inputs(
+    lengths: Sequence[int],
+    new: Sequence[int],
+    heads: tuple[int, int, int],
+    page_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kind: str = "normal",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q_THA, k_PSGA, v_PSGA, page_table_RM, starts_R1, lengths_R of rows with scattered pages.
+
+    heads: (H, G, A). Cells that belong to nobody hold NaN. A row of length 1 lives in page 0, as
+    rows that pad a graph do. `spike`: one key per row outweighs all others.
+    """
+    H, G, A = heads
+    counts = [-(-length // page_tokens) for length in lengths]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(7)) + 1
+    table_RM = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    cache = normal(device, 2, sum(counts) + 1, page_tokens, G, A, dtype=dtype, seed=1)
+    cache[:, 0, 1:] = torch.nan
+    used = 0
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        pages = order[used : used + count]
+        used += count
+        if length > 1:
+            table_RM[row, :count] = pages
+            past = length - (count - 1) * page_tokens
+            cache[:, pages[-1], past:] = torch.nan
+            if kind == "spike":
+                cache[0, pages[count // 2], 0] *= 30
+    starts_R1 = torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    q_THA = normal(device, sum(new), H, A, dtype=dtype, seed=2)
+    lengths_R = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return q_THA, cache[0], cache[1], table_RM.to(device), starts_R1.to(device), lengths_R

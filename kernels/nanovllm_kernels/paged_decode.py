@@ -31,7 +31,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 BLOCK_ELEMENTS = 8192  # of keys in a block: 64 tokens of width 128
 STAGES = 4  # 104 KiB of shared memory: two programs fit a multiprocessor
 PROGRAMS_PER_PROCESSOR = 2
-INTERPRETED_PROCESSORS = 3  # enough for rows to be cut in every way
+INTERPRETED_PROCESSORS = 8  # few enough for rows to be cut in every way
 MERGED = 16  # partial results combined at once
 
 
@@ -56,7 +56,7 @@ def plan_decode(lengths_R: Tensor, num_kv_heads: int, head_width: int) -> Tensor
         plan_N3,
         num_rows,
         BLOCK=block_tokens(head_width),
-        ROWS=triton.next_power_of_2(num_rows),
+        ROWS=max(1024, triton.next_power_of_2(num_rows)),  # mostly one size, so compiled once
     )
     return plan_N3
 
@@ -115,7 +115,7 @@ def paged_decode(
     return o_RHA
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["lengths_R"])
 def plan_kernel(lengths_R, plan_N3, num_rows, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     lane, num_lanes = tl.program_id(0), tl.num_programs(0)
     row = tl.arange(0, ROWS)
@@ -129,7 +129,10 @@ def plan_kernel(lengths_R, plan_N3, num_rows, BLOCK: tl.constexpr, ROWS: tl.cons
     tl.store(plan_N3 + lane * 3 + 2, tl.maximum(tl.minimum(share, total - start), 0))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["page_table_RM", "lengths_R"],
+)
 def decode_kernel(
     q_RHA,
     k_PSGA,
@@ -227,7 +230,7 @@ def dot(a, b, sum):
         return tl.dot(a, b, sum, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["lengths_R"])
 def merge_kernel(
     partial_o,
     partial_lse,
@@ -267,3 +270,97 @@ def merge_kernel(
             highest = new_highest
         at = o_RHA + (row.to(tl.int64) * num_heads + head) * A + a
         tl.store(at, (o / total).to(o_RHA.dtype.element_ty), a < A)
+
+
+def inputs(
+    lengths: tuple[int, ...],
+    heads: tuple[int, int, int],
+    page_tokens: int,
+    dtype: torch.dtype,
+    kind: str,
+    device: torch.device,
+) -> Args:
+    new = [1] * len(lengths)
+    q, k, v, table, _, at = reference.paged_inputs(
+        lengths, new, heads, page_tokens, dtype, device, kind
+    )
+    return q, k, v, table, at
+
+
+def cases() -> tuple[Case, ...]:
+    ragged = (1, 130, 7, 64, 65, 1, 300, 17, 128)
+    small = [
+        ((1,), (2, 1, 128), 16),
+        ((1000,), (2, 1, 64), 16),  # one row over all lanes
+        (ragged, (4, 2, 128), 16),
+        (ragged, (8, 2, 128), 128),
+        (ragged, (3, 1, 80), 32),
+        (ragged, (4, 2, 64), 64),
+        (ragged, (2, 2, 256), 48),
+        (ragged, (20, 1, 16), 16),  # more query heads than a tensor core's 16 rows
+        (ragged, (8, 8, 64), 128),
+        ((1,) * 5, (4, 2, 128), 128),
+    ]
+    large = [
+        ((2000, *ragged, 5000), heads, page_tokens)
+        for heads in ((16, 8, 128), (32, 8, 128), (14, 2, 64), (16, 2, 256), (12, 4, 80))
+        for page_tokens in (16, 64, 128)
+    ]
+    checked = [*((*shape, torch.bfloat16, "normal") for shape in (*small, *large))]
+    checked += [
+        (ragged, (4, 2, 64), 16, torch.float32, "normal"),
+        (ragged, (4, 2, 128), 32, torch.bfloat16, "spike"),
+    ]
+    return (
+        *(
+            Case(
+                f"{kind} rows={len(lengths)} longest={max(lengths)} HGA={heads} page={page} "
+                f"{bits(dtype)}",
+                partial(inputs, lengths, heads, page, dtype, kind),
+                small=sum(lengths) < 1100,
+            )
+            for lengths, heads, page, dtype, kind in checked
+        ),
+        *timed_cases(),
+    )
+
+
+def timed_cases() -> list[Case]:
+    spread = tuple(torch.linspace(100, 2048, 256).int().tolist())  # a batch in the middle of W1
+    shapes = [
+        (f"R={R} ctx={length}", (length,) * R, (H, G, A), page_tokens)
+        for R, length, H, G, A, page_tokens in (
+            (1, 1024, 16, 8, 128, 128),
+            (1, 32768, 32, 8, 128, 128),
+            (8, 4096, 32, 8, 128, 128),
+            (64, 1024, 16, 8, 128, 128),
+            (64, 1024, 32, 8, 128, 128),
+            (256, 1024, 16, 8, 128, 128),
+            (256, 1024, 16, 8, 128, 64),
+            (256, 1024, 16, 8, 128, 16),
+            (256, 1024, 32, 8, 128, 128),
+            (64, 4096, 16, 2, 256, 64),
+        )
+    ]
+    shapes.append(("R=256 ctx=100..2048", spread, (16, 8, 128), 128))
+    return [
+        Case(
+            f"{name} HGA={heads} page={page}",
+            partial(inputs, lengths, heads, page, torch.bfloat16, "normal"),
+            num_bytes=4 * heads[2] * (sum(lengths) * heads[1] + len(lengths) * heads[0]),
+        )
+        for name, lengths, heads, page in shapes
+    ]
+
+
+# 16 bit: weights and the result are each rounded by half an ulp. 32 bit: a score is a sum of up to
+# 256 products, and an error in it is one of the weight.
+PAGED_DECODE = Kernel(
+    "paged_decode",
+    paged_decode,
+    reference.paged_decode,
+    cases(),
+    ulps_16=1,
+    ulps_32=256,
+    scale=reference.weighted_sizes(reference.paged_decode),
+)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from nanovllm.attention.base import Batch, PagedKV
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.kv.layout import CacheLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +29,13 @@ class RowGroup:
     num_new: int  # tokens each row feeds
     pages_RM: Tensor  # int64, cut to the group's longest context
     seen_R1NC: Tensor  # bool: what each query may look at
-    dirt_RC11: Tensor  # bool: cells past the row's end, of undefined contents
+    dirt: tuple[Tensor, Tensor]  # rows and cells past their ends, of undefined contents
 
 
 def supports(
     device: torch.device, dtype: torch.dtype, layout: CacheLayout, page_tokens: int
 ) -> str | None:
     """It always serves; a GPU would wait for it at every step."""
-    return None
-
-
-def supports(
-    device: torch.device, dtype: torch.dtype, layout: CacheLayout, page_tokens: int
-) -> str | None:
-    """The reason why this backend cannot serve: there is none."""
     return None
 
 
@@ -75,7 +67,7 @@ def groups_of(batch: Batch, page_tokens: int) -> Iterator[RowGroup]:
             num_new=new,
             pages_RM=batch.page_table_RM[rows, :num_pages].long(),
             seen_R1NC=(cells_C <= last_seen_RN[:, :, None])[:, None],
-            dirt_RC11=(cells_C >= lengths_R[:, None])[:, :, None, None],
+            dirt=(cells_C >= lengths_R[:, None]).nonzero(as_tuple=True),
         )
 
 
@@ -93,7 +85,8 @@ class TorchAttend:
 
 def attend(group: RowGroup, q_THA: Tensor, cache: PagedKV) -> Tensor:
     def context(pages_PSGA: Tensor) -> Tensor:
-        cells_RCGA = pages_PSGA[group.pages_RM].flatten(1, 2).masked_fill_(group.dirt_RC11, 0)
+        cells_RCGA = pages_PSGA[group.pages_RM].flatten(1, 2)  # a copy
+        cells_RCGA[group.dirt] = 0
         return cells_RCGA.transpose(1, 2)
 
     q_RNHA = q_THA.reshape(group.num_rows, group.num_new, *q_THA.shape[1:])

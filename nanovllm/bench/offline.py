@@ -48,7 +48,7 @@ async def measure_engine(
         model=ready.model,
         started_at=started_at,
         summary=summarise(samples),
-        recipe=msgspec.json.decode(ready.facts["recipe"]),
+        recipe=msgspec.json.decode(ready.recipe),
         changed=config.changed,
         workload={
             "name": load.name,

@@ -54,7 +54,7 @@ def greeting(config: Config, built: Built, recipe: Recipe, worker: int) -> Ready
         num_pages=built.num_pages,
         page_tokens=int(recipe.cache.page_tokens),
         num_slots=int(recipe.schedule.slots),
-        facts={"recipe": msgspec.json.encode(recipe).decode()},
+        recipe=msgspec.json.encode(recipe).decode(),
     )
 
 

@@ -27,7 +27,7 @@ IMPLEMENTATIONS = {
         "rms_norm": "nanovllm_kernels.norm:rms_norm",
         "add_rms_norm": "nanovllm_kernels.norm:add_rms_norm",
         "silu_mul": "nanovllm_kernels.activation:silu_mul",
-        "rope_store": "nanovllm_kernels.rope:rope_store",
+        "rope_store": "nanovllm_kernels.rope_store:rope_store",
     },
 }
 

@@ -53,7 +53,9 @@ class RowBuilder:
         chunk_counts = np.array([c.num_tokens for c in plan.chunks], np.int32)
         ends = np.array([c.samples for c in plan.chunks], bool)
         counts = np.concatenate((np.ones(num_decodes, np.int32), chunk_counts))
-        sampled = np.concatenate((np.ones(num_decodes, bool), ends)).nonzero()[0].astype(np.int32)
+        sampled = np.flatnonzero(np.concatenate((np.ones(num_decodes, bool), ends))).astype(
+            np.int32
+        )
         chunk_slots_R, counts_R, sampled_S = upload([chunk_slots, counts, sampled], self.device)
         return StepRows(
             slots_R=torch.cat((decodes_R, chunk_slots_R.long())),

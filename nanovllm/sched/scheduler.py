@@ -11,15 +11,13 @@ decode costs a few array operations a step and some 0.3 us a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
-import numpy.typing as npt
 
 from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import Admit, Chunk, Grant, StepPlan, StepResult
 from nanovllm.sched.policy import Line, urgency
 from nanovllm.sched.request import Request, arrive
+from nanovllm.sched.rows import Flight, Plan, Rows, rows_of
 from nanovllm.wire import (
     Finish,
     FinishReason,
@@ -31,42 +29,6 @@ from nanovllm.wire import (
     StepOutput,
     TokenLogprobs,
 )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """Some requests, and the same as arrays."""
-
-    requests: list[Request]
-    slots: npt.NDArray[np.int32]
-    ids: npt.NDArray[np.int64]
-
-
-def rows_of(requests: list[Request]) -> Rows:
-    count = len(requests)
-    slots = np.fromiter((r.slot for r in requests), np.int32, count)
-    ids = np.fromiter((r.spec.request_id for r in requests), np.int64, count)
-    return Rows(requests, slots, ids)
-
-
-@dataclass(slots=True)
-class Plan:
-    """A StepPlan under construction."""
-
-    budget: int  # tokens left
-    admits: list[Admit] = field(default_factory=list)
-    grants: list[Grant] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    chunked: list[Request] = field(default_factory=list)  # the requests of `chunks`
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """What an issued step will sample, in the order of its result's lines."""
-
-    decodes: Rows
-    firsts: list[Request]  # requests whose prompt ends in this step
-    num_drafts: int
 
 
 class Scheduler:

@@ -185,10 +185,10 @@ class Choice:
     def tokens(self, token_ids: Sequence[int]) -> None:
         session = self._session
         count = len(token_ids)
+        session.num_tokens += count
         if not self._num_tokens:
             self._writer.begin()
         self._num_tokens += count
-        session.num_tokens += count
         if self._parser.in_reasoning:
             session.num_reasoning += count
         if token_ids[-1] in self._stop_ids and not self._include_stop:

@@ -5,94 +5,15 @@ Float32, loud random weights, scheduler + runner + sampler, no processes.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
-from transformers import PreTrainedModel
 
-from nanovllm.config import Cache, Config, Schedule, Server
-from nanovllm.engine.loop import EngineLoop
-from nanovllm.kv.memory import KVMemory
-from nanovllm.runner.build import build
-from nanovllm.sched.scheduler import Scheduler
-from nanovllm.wire import Abort, FinishReason, Generate, Sampling, StepOutput
+from nanovllm.config import Config
+from nanovllm.wire import Abort, FinishReason, Sampling
 from tests.parity.tiny import CASES, config_of, make_tiny
-
-GREEDY = Sampling(temperature=0.0)
-
-
-def pack(tokens: Iterable[int]) -> bytes:
-    return array("i", tokens).tobytes()
-
-
-class EngineOnCpu:
-    def __init__(
-        self,
-        config: Config,
-        *,
-        pages: int = 200,
-        page_tokens: int = 4,
-        slots: int = 8,
-        step_tokens: int = 64,
-        prefix: bool = True,
-        depth: int = 1,
-    ) -> None:
-        recipe = replace(
-            config.recipe,
-            cache=Cache(page_tokens=page_tokens, pages=pages, prefix=prefix),
-            schedule=Schedule(slots=slots, step_tokens=step_tokens, depth=depth),
-            server=Server(max_model_tokens=200),
-        )
-        built = build(replace(config, recipe=recipe))
-        self.memory = KVMemory(pages, page_tokens, prefix=prefix)
-        self.scheduler = Scheduler(
-            self.memory, num_slots=slots, step_tokens=step_tokens, max_model_tokens=200
-        )
-        self.loop = EngineLoop(self.scheduler, built.runner, self.collect, depth)
-        self.text: dict[int, list[int]] = {}
-        self.cached: dict[int, int] = {}
-        self.finish: dict[int, FinishReason] = {}
-
-    def collect(self, out: StepOutput) -> None:
-        names = np.frombuffer(out.ids, np.int64).tolist()
-        for name, token in zip(names, np.frombuffer(out.tokens, np.int32).tolist(), strict=True):
-            self.text.setdefault(name, []).append(token)
-        self.cached |= {s.request_id: s.num_cached for s in out.started}
-        self.finish |= {f.request_id: f.reason for f in out.finished}
-
-    def submit(
-        self,
-        request_id: int,
-        prompt: list[int],
-        max_new: int,
-        sampling: Sampling = GREEDY,
-        stops: Iterable[int] = (),
-    ) -> None:
-        self.loop.handle(Generate(request_id, pack(prompt), max_new, list(stops), sampling))
-
-    def run(self) -> None:
-        while not self.loop.idle:
-            self.loop.step()
-            self.scheduler.check()
-
-
-def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, 199, rng.integers(3, 60)).tolist() for _ in range(count)]
-
-
-@torch.inference_mode()
-def reference(model: PreTrainedModel, prompt: list[int], max_new: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new
-    )
-    return out[0, len(prompt) :].tolist()
+from tests.whole_engine import WholeEngine, prompts_of, reference
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -101,12 +22,12 @@ def test_single_requests_and_a_mixed_batch(case: str, tmp_path: Path) -> None:
     model = make_tiny(tmp_path, family, **overrides)
     prompts = prompts_of(6)
     expected = {i: reference(model, p, 24) for i, p in enumerate(prompts)}
-    alone = EngineOnCpu(config_of(tmp_path), prefix=False)
+    alone = WholeEngine(config_of(tmp_path), prefix=False)
     for i, prompt in enumerate(prompts):
         alone.submit(i, prompt, 24)
         alone.run()
     assert alone.text == expected
-    batched = EngineOnCpu(config_of(tmp_path))
+    batched = WholeEngine(config_of(tmp_path))
     for i, prompt in enumerate(prompts):
         batched.submit(i, prompt, 24)
         batched.loop.step()
@@ -120,8 +41,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, list[list[in
     family, overrides = CASES["qwen3 gqa 3, tied"]
     model = make_tiny(folder, family, **overrides)
     prompts = prompts_of(10, seed=1)
-    prompts[3] = prompts[2][:20] + [5]
-    prompts[4] = prompts[2][:20] + [6, 7]
+    prompts[3] = [*prompts[2][:20], 5]
+    prompts[4] = [*prompts[2][:20], 6, 7]
     return config_of(folder), prompts, [reference(model, p, 20) for p in prompts]
 
 
@@ -129,7 +50,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, list[list[in
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_chunking_and_depth_never_change_the_text(tiny, step_tokens: int, depth: int) -> None:
     config, prompts, expected = tiny
-    engine = EngineOnCpu(config, step_tokens=step_tokens, depth=depth, slots=5)
+    engine = WholeEngine(config, step_tokens=step_tokens, depth=depth, slots=5)
     for i, prompt in enumerate(prompts):
         engine.submit(i, prompt, 20)
     engine.run()
@@ -138,7 +59,7 @@ def test_chunking_and_depth_never_change_the_text(tiny, step_tokens: int, depth:
 
 def test_a_prefix_hit_gives_the_same_text(tiny) -> None:
     config, prompts, expected = tiny
-    engine = EngineOnCpu(config)
+    engine = WholeEngine(config)
     for turn in range(3):
         for i, prompt in enumerate(prompts):
             engine.submit(100 * turn + i, prompt, 20)
@@ -151,7 +72,7 @@ def test_a_prefix_hit_gives_the_same_text(tiny) -> None:
 
 def test_preemption_gives_the_same_text(tiny) -> None:
     config, prompts, expected = tiny
-    engine = EngineOnCpu(config, pages=30, slots=6, step_tokens=32)
+    engine = WholeEngine(config, pages=30, slots=6, step_tokens=32)
     for i, prompt in enumerate(prompts):
         engine.submit(i, prompt, 20)
     engine.run()
@@ -162,7 +83,7 @@ def test_preemption_gives_the_same_text(tiny) -> None:
 
 def test_aborts_in_between_leave_the_others_alone(tiny) -> None:
     config, prompts, expected = tiny
-    engine = EngineOnCpu(config, pages=60, slots=4, step_tokens=32)
+    engine = WholeEngine(config, pages=60, slots=4, step_tokens=32)
     for i, prompt in enumerate(prompts):
         engine.submit(i, prompt, 20)
         engine.loop.step()
@@ -179,7 +100,7 @@ def test_aborts_in_between_leave_the_others_alone(tiny) -> None:
 
 def test_stop_tokens_and_min_tokens(tiny) -> None:
     config, prompts, expected = tiny
-    engine = EngineOnCpu(config)
+    engine = WholeEngine(config)
     stop = expected[0][5]
     engine.submit(0, prompts[0], 20, stops=[stop])
     at = expected[0].index(stop)
@@ -193,16 +114,16 @@ def test_stop_tokens_and_min_tokens(tiny) -> None:
 def test_a_seed_gives_the_same_text_whatever_else_runs(tiny) -> None:
     config, prompts, _ = tiny
     drawn = Sampling(temperature=0.9, top_p=0.95, seed=1234, presence_penalty=0.3)
-    alone = EngineOnCpu(config)
+    alone = WholeEngine(config)
     alone.submit(0, prompts[0], 20, drawn)
     alone.run()
-    crowd = EngineOnCpu(config, pages=40, step_tokens=16, slots=5)
+    crowd = WholeEngine(config, pages=40, step_tokens=16, slots=5)
     for i, prompt in enumerate(prompts[1:], start=1):
         crowd.submit(i, prompt, 20, Sampling(temperature=1.5, seed=i))
     crowd.submit(0, prompts[0], 20, drawn)
     crowd.run()
     assert crowd.text[0] == alone.text[0]
-    other = EngineOnCpu(config)
+    other = WholeEngine(config)
     other.submit(0, prompts[0], 20, replace(drawn, seed=4321))
     other.run()
     assert other.text[0] != alone.text[0]

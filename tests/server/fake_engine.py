@@ -52,7 +52,6 @@ class FakeEngine:
     tokens_per_step: int = 1
     step_s: float = 0.0
     num_cached: int = 0
-    num_workers: int = 1
     refuse: Refusal | None = None  # its kind and message, for every request from now on
     answer: str | None = None  # instead of the last user message
     answer_ids: list[int] | None = None  # the same, as ids, with no end token after them
@@ -76,6 +75,15 @@ class FakeEngine:
 
         threading.Thread(target=live, daemon=True).start()
         is_up.wait()
+
+    def reset(self) -> None:
+        """As it was made, and nothing running."""
+        fresh = FakeEngine(self.path, self.tokenizer)
+        for name in ("tokens_per_step", "step_s", "num_cached", "refuse", "answer", "answer_ids"):
+            setattr(self, name, getattr(fresh, name))
+        self.is_stuck = False
+        for held in (self.generates, self.aborts, self.running):
+            held.clear()
 
     def die(self) -> None:
         """Close every connection, as a killed process would."""

@@ -174,6 +174,21 @@ def test_the_command_starts_and_stops_a_server(
         httpx.get(f"http://127.0.0.1:{port}/health")
 
 
+def test_the_demo_model_is_served_and_measured_as_users_do_it(tmp_path: Path) -> None:
+    arguments = ["--start", "--device", "cpu", "--set", f"server.port={free_port()}"]
+    arguments += ["--api-key", "s3cret", "--concurrency", "2", "--num-prompts", "4"]
+    arguments += ["--input-len", "60", "--output-len", "8", "--results-dir", str(tmp_path)]
+    line = [sys.executable, "-m", "nanovllm", "bench", *arguments]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.rglob("*.json")
+    written = record.read(path)
+    assert written.metrics["completed"] == 4.0 and written.metrics["output_tokens"] == 32.0
+    assert 180.0 <= written.metrics["input_tokens"] <= 300.0  # four prompts that aim at 60
+    assert written.metrics["start_to_ready_s"] > 0.1
+    assert written.changed["device"] == "cpu" and "s3cret" not in path.read_text()
+
+
 def test_serve_is_started_with_the_options_of_the_bench() -> None:
     given = {parameter.name: parameter.default for parameter in command.bench.params}
     given = {k: v if isinstance(v, str | int | float | bool) else None for k, v in given.items()}

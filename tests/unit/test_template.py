@@ -99,7 +99,8 @@ def test_past_calls_have_the_arguments_the_template_expects(
 
 def test_json_in_prompts_is_plain_and_tools_are_hidden_when_not_wanted(tmp_path) -> None:
     tool = {"type": "function", "function": {"name": "f", "description": "a < b & 'ü'"}}
-    source = "{{ tools | tojson }}{% for i in range(9) %}{% if i > 1 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+    loop = "{% for i in range(9) %}{% if i > 1 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+    source = "{{ tools | tojson }}" + loop
     assert rendered(tmp_path, source, hello(tools=[tool])) == (
         '[{"type": "function", "function": {"name": "f", "description": "a < b & \'ü\'"}}]01'
     )

@@ -25,7 +25,7 @@ SPOKEN = {
         "the sum of {a} and {b}",
         "{a} and {b} together",
     ],
-    "-": ["{a} - {b}", "{a}-{b}", "{a} minus {b}", "{a} less {b}"],
+    "-": ["{a} - {b}", "{a}-{b}", "{a} minus {b}"],
     "*": [
         "{a} * {b}",
         "{a}*{b}",

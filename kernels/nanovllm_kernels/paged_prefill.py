@@ -1,0 +1,209 @@
+"""Causal grouped-query attention of any number of new tokens per row over its pages.
+
+Meaning: nanovllm_kernels.attention_reference. The portable path, where flash-attn-4 is not: a plain
+flash attention, a program per row, head and TILE new tokens. Reads pages as paged_decode does.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm_kernels import attention_reference as reference
+from nanovllm_kernels.case import Args, Case, Kernel, bits
+from nanovllm_kernels.paged_decode import block_tokens, dot, page_of
+
+TILE = 128
+STAGES = 3
+
+
+def paged_prefill(
+    q_THA: Tensor,
+    k_PSGA: Tensor,
+    v_PSGA: Tensor,
+    page_table_RM: Tensor,
+    starts_R1: Tensor,
+    lengths_R: Tensor,
+    max_new: int,
+) -> Tensor:
+    """o_THA. Row r feeds starts_R1[r]:starts_R1[r + 1], at most max_new, the last of its tokens."""
+    num_heads, head_width = q_THA.shape[1:]
+    page_tokens, num_kv_heads = k_PSGA.shape[1:3]
+    assert q_THA.stride(2) == k_PSGA.stride(3) == page_table_RM.stride(1) == 1
+    assert k_PSGA.stride() == v_PSGA.stride()
+    o_THA = torch.empty(q_THA.shape, dtype=q_THA.dtype, device=q_THA.device)
+    grid = (triton.cdiv(max_new, TILE), num_heads, lengths_R.shape[0])
+    prefill_kernel[grid](
+        q_THA,
+        k_PSGA,
+        v_PSGA,
+        page_table_RM,
+        starts_R1,
+        lengths_R,
+        o_THA,
+        q_THA.stride(0),
+        q_THA.stride(1),
+        *k_PSGA.stride()[:3],
+        page_table_RM.stride(0),
+        math.log2(math.e) / math.sqrt(head_width),
+        GROUP=num_heads // num_kv_heads,
+        A=head_width,
+        A_BLOCK=triton.next_power_of_2(head_width),
+        S=page_tokens,
+        BLOCK=block_tokens(head_width),
+        TILE=TILE,
+        STAGES=STAGES,
+        num_warps=8,
+    )
+    return o_THA
+
+
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["page_table_RM", "starts_R1", "lengths_R"],
+)
+def prefill_kernel(
+    q_THA,
+    k_PSGA,
+    v_PSGA,
+    page_table_RM,
+    starts_R1,
+    lengths_R,
+    o_THA,
+    q_stride,
+    q_head_stride,
+    page_stride,
+    cell_stride,
+    head_stride,
+    table_stride,
+    scale,
+    GROUP: tl.constexpr,
+    A: tl.constexpr,
+    A_BLOCK: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # The last tiles see most tokens, so they start first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, row = tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts_R1 + row)
+    num_new = tl.load(starts_R1 + row + 1) - start
+    if tile * TILE < num_new:
+        length = tl.load(lengths_R + row)
+        new = tile * TILE + tl.arange(0, TILE)
+        a, n = tl.arange(0, A_BLOCK), tl.arange(0, BLOCK)
+        in_width = (a < A)[None, :]
+        inside_q = (new < num_new)[:, None] & in_width
+        token_q = (start + new).to(tl.int64)[:, None]
+        at = q_THA + token_q * q_stride + head * q_head_stride + a[None, :]
+        q = tl.load(at, inside_q, 0.0)
+        k_PSGA += head // GROUP * head_stride
+        v_PSGA += head // GROUP * head_stride
+        pages = page_table_RM + row.to(tl.int64) * table_stride
+        position = length - num_new + new
+        num_seen = tl.minimum(length, length - num_new + (tile + 1) * TILE)
+        highest = tl.full([TILE], -float("inf"), tl.float32)
+        total = tl.zeros([TILE], tl.float32)
+        o = tl.zeros([TILE, A_BLOCK], tl.float32)
+        next_page = page_of(pages, 0, length, S, BLOCK)
+        for i in tl.range(0, tl.cdiv(num_seen, BLOCK), num_stages=STAGES):
+            page = next_page.to(tl.int64)
+            next_page = page_of(pages, i + 1, length, S, BLOCK)
+            token = i * BLOCK + n
+            cell = (page * page_stride + token % S * cell_stride)[:, None] + a[None, :]
+            inside = (token < length)[:, None] & in_width
+            k = tl.load(k_PSGA + cell, inside, 0.0)
+            s = dot(q, tl.trans(k), tl.zeros([TILE, BLOCK], tl.float32)) * scale
+            s = tl.where(token[None, :] <= position[:, None], s, -float("inf"))
+            new_highest = tl.maximum(highest, tl.max(s, 1))
+            p = tl.exp2(s - new_highest[:, None])
+            fade = tl.exp2(highest - new_highest)
+            total = total * fade + tl.sum(p, 1)
+            v = tl.load(v_PSGA + cell, inside, 0.0)
+            o = dot(p.to(v.dtype), v, o * fade[:, None])
+            highest = new_highest
+        o = o / total[:, None]
+        at = o_THA + (token_q * tl.num_programs(1) + head) * A + a[None, :]
+        tl.store(at, o.to(o_THA.dtype.element_ty), inside_q)
+
+
+def inputs(
+    lengths: tuple[int, ...],
+    new: tuple[int, ...],
+    heads: tuple[int, int, int],
+    page_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Args:
+    paged = reference.paged_inputs(lengths, new, heads, page_tokens, dtype, device)
+    return *paged, max(new)
+
+
+def cases() -> tuple[Case, ...]:
+    lengths = (1, 130, 7, 64, 200, 33)  # decode rows, whole prompts and later chunks together
+    new = (1, 130, 1, 63, 5, 32)
+    long = ((4096, 1, 1500, 700), (4096, 1, 513, 1))
+    checked = [
+        (lengths, new, (4, 2, 128), 16, torch.bfloat16),
+        (lengths, new, (2, 2, 64), 128, torch.bfloat16),
+        (lengths, new, (3, 1, 80), 64, torch.bfloat16),
+        (lengths, new, (2, 1, 256), 48, torch.bfloat16),
+        (lengths, new, (2, 1, 64), 16, torch.float32),
+        *(
+            (*long, heads, page_tokens, torch.bfloat16)
+            for heads in ((16, 8, 128), (14, 2, 64), (16, 2, 256), (12, 4, 80))
+            for page_tokens in (16, 64, 128)
+        ),
+    ]
+    timed = [
+        ((4096,) * 16, (4096,) * 16, (32, 8, 128), 128),
+        ((4096,) * 16, (4096,) * 16, (16, 8, 128), 128),
+        ((4096,) * 16, (4096,) * 16, (32, 8, 128), 16),
+        ((8192,) * 4, (2048,) * 4, (16, 2, 256), 128),
+    ]
+    return (
+        *(
+            Case(
+                f"rows={len(new)} new={max(new)} longest={max(lengths)} HGA={heads} page={page} "
+                f"{bits(dtype)}",
+                partial(inputs, lengths, new, heads, page, dtype),
+                small=sum(lengths) < 1000,
+            )
+            for lengths, new, heads, page, dtype in checked
+        ),
+        *(
+            Case(
+                f"{len(new)} x {new[0]} of {lengths[0]} HGA={heads} page={page}",
+                partial(inputs, lengths, new, heads, page, torch.bfloat16),
+                num_flops=causal_flops(lengths, new, heads),
+            )
+            for lengths, new, heads, page in timed
+        ),
+    )
+
+
+def causal_flops(
+    lengths: tuple[int, ...], new: tuple[int, ...], heads: tuple[int, int, int]
+) -> int:
+    """Two products of head width for each pair of a query and a token it sees."""
+    pairs = sum(n * length - n * (n - 1) // 2 for n, length in zip(new, lengths, strict=True))
+    return 4 * heads[0] * heads[2] * pairs
+
+
+# As for paged_decode.
+PAGED_PREFILL = Kernel(
+    "paged_prefill",
+    paged_prefill,
+    reference.paged_prefill,
+    cases(),
+    ulps_16=1,
+    ulps_32=256,
+    scale=reference.weighted_sizes(reference.paged_prefill),
+)

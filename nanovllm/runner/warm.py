@@ -1,0 +1,62 @@
+"""Steps without requests: rows of the dead slot, to measure memory, compile and capture."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from nanovllm.config import Recipe
+from nanovllm.runner.batch import StepRows
+from nanovllm.runner.graphs import graph_sizes
+from nanovllm.runner.runner import Runner
+from nanovllm.sampling.base import SampleRows
+
+
+def dead_rows(runner: Runner, num_rows: int, tokens_each: int) -> StepRows:
+    """Rows of the dead slot: any shape of step can be run without a request."""
+    slots_R = torch.full((num_rows,), runner.slots.dead, device=runner.device)
+    counts_R = torch.full((num_rows,), tokens_each, dtype=torch.int32, device=runner.device)
+    host = np.full(num_rows, runner.slots.dead, np.int32)
+    return StepRows(
+        slots_R=slots_R,
+        counts_R=counts_R if tokens_each > 1 else None,
+        sampled_rows_S=None,
+        sampled_slots=host,
+        num_tokens=num_rows * tokens_each,
+        max_new=tokens_each,
+        max_length=tokens_each,
+    )
+
+
+@torch.inference_mode()
+def run_dead(runner: Runner, num_rows: int, tokens_each: int) -> None:
+    rows = dead_rows(runner, num_rows, tokens_each)
+    forwarded = runner.forward(rows)
+    assert forwarded.logits_SV is not None
+    drawn = SampleRows(rows.slots_R, forwarded.batch.lengths_R.long(), rows.sampled_slots)
+    runner.sampler.sample(forwarded.logits_SV, drawn)
+
+
+def largest_steps(runner: Runner, recipe: Recipe) -> None:
+    """The steps that take most memory: a full prefill, and a row in every slot."""
+    step_tokens, longest = int(recipe.schedule.step_tokens), int(recipe.server.max_model_tokens)
+    num_rows = -(-step_tokens // longest)
+    run_dead(runner, num_rows, step_tokens // num_rows)
+    run_dead(runner, int(recipe.schedule.slots), 1)
+
+
+def warm_up(runner: Runner, recipe: Recipe) -> None:
+    """Compile what the first requests would otherwise wait for."""
+    if runner.device.type == "cpu":
+        run_dead(runner, 1, 2)
+        return
+    longest = min(int(recipe.schedule.step_tokens), int(recipe.server.max_model_tokens))
+    for num_rows, tokens_each in [(1, 1), (1, 2), (1, 17), (2, longest // 2), (1, longest)]:
+        run_dead(runner, num_rows, tokens_each)
+    torch.cuda.synchronize(runner.device)
+
+
+@torch.inference_mode()
+def capture(runner: Runner, recipe: Recipe) -> None:
+    sizes = graph_sizes(int(recipe.schedule.slots))
+    runner.graphs.capture(sizes, int(recipe.server.max_model_tokens))

@@ -1,0 +1,47 @@
+"""Requests as rows of steps: the same as arrays, a plan being built, a step in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from nanovllm.plan import Admit, Chunk, Grant
+from nanovllm.sched.request import Request
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Some requests, and the same as arrays."""
+
+    requests: list[Request]
+    slots: npt.NDArray[np.int32]
+    ids: npt.NDArray[np.int64]
+
+
+def rows_of(requests: list[Request]) -> Rows:
+    count = len(requests)
+    slots = np.fromiter((r.slot for r in requests), np.int32, count)
+    ids = np.fromiter((r.spec.request_id for r in requests), np.int64, count)
+    return Rows(requests, slots, ids)
+
+
+@dataclass(slots=True)
+class Plan:
+    """A StepPlan under construction."""
+
+    budget: int  # tokens left
+    admits: list[Admit] = field(default_factory=list)
+    grants: list[Grant] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    chunked: list[Request] = field(default_factory=list)  # the requests of `chunks`
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """What an issued step will sample, in the order of its result's lines."""
+
+    decodes: Rows
+    firsts: list[Request]  # requests whose prompt ends in this step
+    num_drafts: int

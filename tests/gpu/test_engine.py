@@ -1,0 +1,96 @@
+"""The whole engine on a GPU in bf16 against transformers in float32, teacher-forced.
+
+Text would flip at near-ties, so the reference scores the very tokens the engine chose.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from msgspec.structs import replace
+from transformers import PreTrainedModel
+
+from nanovllm.config import Config, Kernels
+from nanovllm.wire import Sampling
+from tests.parity.tiny import config_of, make_tiny
+from tests.whole_engine import WholeEngine, prompts_of
+
+SHAPE = dict(
+    vocab_size=2000,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=128,
+)
+MODES = {
+    "flash, graphs": Kernels(attention="flash"),
+    "flash, eager": Kernels(attention="flash", cuda_graphs=False),
+    "triton, graphs": Kernels(attention="triton"),
+    "torch, eager": Kernels(
+        attention="torch", rms_norm="torch", add_rms_norm="torch", silu_mul="torch",
+        rope_store="torch", sample="torch", cuda_graphs=False,
+    ),
+}  # fmt: skip
+TOLERANCE = 0.25  # of a log-probability; bf16 through 4 loud layers, measured 0.05 to 0.15
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("tiny")
+    model = make_tiny(folder, "qwen3", **SHAPE).bfloat16()
+    model.save_pretrained(folder)
+    return config_of(folder), model.float()
+
+
+@torch.inference_mode()
+def reference_logprobs(model: PreTrainedModel, prompt: list[int], text: list[int]) -> torch.Tensor:
+    logits = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("page_tokens", [16, 128])
+def test_greedy_choices_agree_with_the_reference(tiny, mode: str, page_tokens: int) -> None:
+    config, model = tiny
+    recipe = replace(config.recipe, device="cuda", kernels=MODES[mode])
+    engine = WholeEngine(
+        replace(config, recipe=recipe), page_tokens=page_tokens, slots=12, step_tokens=64
+    )
+    prompts = prompts_of(12)
+    asked = Sampling(temperature=0.0, logprobs=1)
+    for i, prompt in enumerate(prompts):
+        engine.submit(i, prompt, 30, asked)
+        engine.loop.step()
+    engine.run()
+    if "graphs" in mode:
+        assert engine.runner.steps_by_mode["FULL/decode"] > 20
+    worst = 0.0
+    for i, prompt in enumerate(prompts):
+        expected = reference_logprobs(model, prompt, engine.text[i])
+        for at, entry in enumerate(engine.logprobs[i]):
+            best = expected[at].max().item()
+            assert best - expected[at, entry.token_id].item() < TOLERANCE, "not a near-tie"
+            worst = max(worst, abs(expected[at, entry.token_id].item() - entry.logprob))
+    assert 0 < worst < TOLERANCE
+
+
+@pytest.mark.gpu
+def test_a_page_hit_and_a_preemption_stay_near_the_reference(tiny) -> None:
+    config, model = tiny
+    recipe = replace(config.recipe, device="cuda")
+    engine = WholeEngine(
+        replace(config, recipe=recipe), pages=40, page_tokens=16, slots=12, step_tokens=64
+    )
+    prompts = prompts_of(14, seed=3)
+    for i, prompt in enumerate(prompts + prompts):
+        engine.submit(i, prompt, 40)
+    engine.run()
+    assert engine.scheduler.stats().num_preemptions > 0
+    assert sum(engine.cached.values()) > 0
+    for i, prompt in enumerate(prompts + prompts):
+        expected = reference_logprobs(model, prompt, engine.text[i])
+        chosen = expected.gather(1, torch.tensor(engine.text[i])[:, None])[:, 0]
+        assert (expected.max(1).values - chosen).max().item() < TOLERANCE

@@ -1,0 +1,111 @@
+"""A real API process in front of a fake engine: uvicorn on a loopback port, in a child process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from tokenizers import Tokenizer
+
+from nanovllm import log
+from nanovllm.config import DEMO, Config, load_config
+from nanovllm.server.main import run
+from tests.server.fake_engine import FakeEngine
+
+
+class Api:
+    def __init__(self, url: str, engine: FakeEngine, process: BaseProcess, log_path: Path) -> None:
+        self.url = url
+        self.engine = engine
+        self.process = process
+        self.http = httpx.Client(base_url=url, trust_env=False, timeout=20)
+        self._log_path = log_path
+
+    def chat(self, text: str = "hello", **more: Any) -> httpx.Response:
+        return self.http.post("/v1/chat/completions", json=body(text, **more))
+
+    def events(self, text: str = "hello", **more: Any) -> list[Any]:
+        """The objects of a stream, [DONE] included."""
+        response = self.chat(text, stream=True, **more)
+        assert response.headers["content-type"].startswith("text/event-stream"), response.text
+        return parsed_events(response.text)
+
+    def openai(self, **options: Any) -> openai.AsyncOpenAI:
+        client = httpx.AsyncClient(trust_env=False, timeout=20)
+        options = {"api_key": "x", "max_retries": 0, **options}
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", http_client=client, **options)
+
+    def log(self) -> str:
+        return self._log_path.read_text()
+
+
+def body(text: str = "hello", **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **more}
+
+
+def parsed_events(text: str) -> list[Any]:
+    events = []
+    for block in text.split("\n\n")[:-1]:
+        assert block.startswith("data: ") and "\n" not in block
+        data = block.removeprefix("data: ")
+        events.append(data if data == "[DONE]" else json.loads(data))
+    return events
+
+
+def content(events: list[Any], index: int = 0) -> str:
+    choices = [choice for event in events[:-1] for choice in event["choices"]]
+    return "".join(c["delta"].get("content") or "" for c in choices if c["index"] == index)
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *overrides: str, **engine_options: Any) -> Iterator[Api]:
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    engine = FakeEngine(str(folder / "engine.sock"), tokenizer, **engine_options)
+    engine.start()
+    config = load_config(None, overrides)
+    sock = socket.create_server(("127.0.0.1", 0))
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    log_path = folder / "log"
+    process = context.Process(
+        target=child, args=(config, engine.path, sock, theirs, log_path), daemon=True
+    )
+    process.start()
+    theirs.close()
+    assert ours.poll(60) and ours.recv() == "ready"
+    api = Api(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, process, log_path)
+    sock.close()
+    try:
+        yield api
+    finally:
+        api.http.close()
+        process.terminate()
+        process.join(20)
+        assert process.exitcode == 0
+
+
+def child(
+    config: Config, engine_path: str, sock: socket.socket, word: Connection, log_path: Path
+) -> None:
+    with log_path.open("w") as file:
+        os.dup2(file.fileno(), 1)
+    log.setup()
+    run(config, engine_path, 0, sock, lambda: word.send("ready"))
+
+
+def eventually(check: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.005)

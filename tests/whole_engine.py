@@ -1,0 +1,93 @@
+"""Scheduler, runner and sampler together in one process: a whole engine without mail or HTTP."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+from transformers import PreTrainedModel
+
+from nanovllm.config import Cache, Config, Schedule, Server
+from nanovllm.engine.loop import EngineLoop
+from nanovllm.kv.memory import KVMemory
+from nanovllm.runner.build import build
+from nanovllm.sched.scheduler import Scheduler
+from nanovllm.wire import FinishReason, Generate, Sampling, StepOutput, TokenLogprobs
+
+GREEDY = Sampling(temperature=0.0)
+MAX_TOKENS = 200
+
+
+class WholeEngine:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        pages: int = 200,
+        page_tokens: int = 4,
+        slots: int = 8,
+        step_tokens: int = 64,
+        prefix: bool = True,
+        depth: int = 1,
+    ) -> None:
+        recipe = replace(
+            config.recipe,
+            cache=Cache(page_tokens=page_tokens, pages=pages, prefix=prefix),
+            schedule=Schedule(slots=slots, step_tokens=step_tokens, depth=depth),
+            server=Server(max_model_tokens=MAX_TOKENS),
+        )
+        built = build(replace(config, recipe=recipe))
+        self.runner = built.runner
+        self.memory = KVMemory(pages, page_tokens, prefix=prefix)
+        self.scheduler = Scheduler(
+            self.memory, num_slots=slots, step_tokens=step_tokens, max_model_tokens=MAX_TOKENS
+        )
+        self.loop = EngineLoop(self.scheduler, self.runner, self.collect, depth)
+        self.text: dict[int, list[int]] = {}
+        self.cached: dict[int, int] = {}
+        self.finish: dict[int, FinishReason] = {}
+        self.logprobs: dict[int, list[TokenLogprobs]] = {}
+
+    def collect(self, out: StepOutput) -> None:
+        names = np.frombuffer(out.ids, np.int64).tolist()
+        for name, token in zip(names, np.frombuffer(out.tokens, np.int32).tolist(), strict=True):
+            self.text.setdefault(name, []).append(token)
+        self.cached |= {s.request_id: s.num_cached for s in out.started}
+        for entry in out.logprobs:
+            self.logprobs.setdefault(entry.request_id, []).append(entry)
+        self.finish |= {f.request_id: f.reason for f in out.finished}
+
+    def submit(
+        self,
+        request_id: int,
+        prompt: list[int],
+        max_new: int,
+        sampling: Sampling = GREEDY,
+        stops: Iterable[int] = (),
+    ) -> None:
+        self.loop.handle(
+            Generate(request_id, array("i", prompt).tobytes(), max_new, list(stops), sampling)
+        )
+
+    def run(self) -> None:
+        while not self.loop.idle:
+            self.loop.step()
+            self.scheduler.check()
+
+
+def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 199, rng.integers(3, 60)).tolist() for _ in range(count)]
+
+
+@torch.inference_mode()
+def reference(model: PreTrainedModel, prompt: list[int], max_new: int) -> list[int]:
+    """What transformers generates greedily."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new
+    )
+    return out[0, len(prompt) :].tolist()
