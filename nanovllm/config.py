@@ -60,6 +60,7 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     silu_mul: Literal["auto", "torch", "triton"] = "auto"
     rope_store: Literal["auto", "torch", "triton"] = "auto"
     sample: Literal["auto", "torch", "triton"] = "auto"
+    batch_prep: Literal["auto", "torch", "triton"] = "auto"
     cuda_graphs: bool = True
 
 

@@ -66,7 +66,7 @@ class Ready(Struct, frozen=True, tag="ready", array_like=True):
     num_pages: int
     page_tokens: int
     num_slots: int
-    recipe: str  # JSON: the recipe without any "auto", for whoever reports what ran
+    recipe: str = "{}"  # JSON: the recipe without any "auto", for whoever reports what ran
 
 
 class Started(Struct, frozen=True, array_like=True):

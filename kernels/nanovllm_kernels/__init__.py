@@ -7,4 +7,6 @@ KERNELS = {
     "rope_store": "nanovllm_kernels.rope_store:ROPE_STORE",
     "paged_decode": "nanovllm_kernels.paged_decode:PAGED_DECODE",
     "paged_prefill": "nanovllm_kernels.paged_prefill:PAGED_PREFILL",
+    "gather_decode": "nanovllm_kernels.batch_prep:GATHER_DECODE",
+    "settle": "nanovllm_kernels.batch_prep:SETTLE",
 }

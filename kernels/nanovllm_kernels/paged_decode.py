@@ -28,23 +28,24 @@ from nanovllm_kernels import attention_reference as reference
 from nanovllm_kernels.case import Args, Case, Kernel, bits
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-BLOCK_ELEMENTS = 8192  # of keys in a block: 64 tokens of width 128
+BLOCK_BYTES = 16384  # of keys in a block: 64 tokens of width 128 in 16 bits
 STAGES = 4  # 104 KiB of shared memory: two programs fit a multiprocessor
 PROGRAMS_PER_PROCESSOR = 2
 INTERPRETED_PROCESSORS = 8  # few enough for rows to be cut in every way
 MERGED = 16  # partial results combined at once
 
 
-def block_tokens(head_width: int) -> int:
-    return max(16, BLOCK_ELEMENTS // triton.next_power_of_2(head_width))
+def block_tokens(pages_PSGA: Tensor) -> int:
+    width_bytes = triton.next_power_of_2(pages_PSGA.shape[3]) * pages_PSGA.itemsize
+    return max(16, BLOCK_BYTES // width_bytes)
 
 
-def plan_decode(lengths_R: Tensor, num_kv_heads: int, head_width: int) -> Tensor:
+def plan_decode(lengths_R: Tensor, k_PSGA: Tensor) -> Tensor:
     """plan_N3, int32: each lane's first row, the block it starts at there, its number of blocks.
 
     Good for every layer of the step. Lengths are at least 1.
     """
-    device = lengths_R.device
+    device, num_kv_heads = lengths_R.device, k_PSGA.shape[2]
     processors = INTERPRETED_PROCESSORS
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -55,7 +56,7 @@ def plan_decode(lengths_R: Tensor, num_kv_heads: int, head_width: int) -> Tensor
         lengths_R,
         plan_N3,
         num_rows,
-        BLOCK=block_tokens(head_width),
+        BLOCK=block_tokens(k_PSGA),
         ROWS=max(1024, triton.next_power_of_2(num_rows)),  # mostly one size, so compiled once
     )
     return plan_N3
@@ -75,7 +76,7 @@ def paged_decode(
     assert q_RHA.stride(2) == k_PSGA.stride(3) == page_table_RM.stride(1) == 1
     assert k_PSGA.stride() == v_PSGA.stride()
     if plan_N3 is None:
-        plan_N3 = plan_decode(lengths_R, num_kv_heads, head_width)
+        plan_N3 = plan_decode(lengths_R, k_PSGA)
     num_lanes, device = plan_N3.shape[0], q_RHA.device
     o_RHA = torch.empty(num_rows, num_heads, head_width, dtype=q_RHA.dtype, device=device)
     # Of each lane: what it left of the row it resumed, and of the row it began but did not finish.
@@ -84,7 +85,7 @@ def paged_decode(
     partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=device)
     group = num_heads // num_kv_heads
     widths = {"A": head_width, "A_BLOCK": triton.next_power_of_2(head_width)}
-    block = block_tokens(head_width)
+    block = block_tokens(k_PSGA)
     decode_kernel[(num_kv_heads, num_lanes)](
         q_RHA,
         k_PSGA,
@@ -224,10 +225,11 @@ def page_of(pages, block, length, S: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def dot(a, b, sum):
+    """In full precision: float32 operands are split in three, 16-bit ones are exact anyway."""
     if INTERPRETED:  # numpy knows no bfloat16
         return sum + tl.dot(a.to(tl.float32), b.to(tl.float32))
     else:
-        return tl.dot(a, b, sum, input_precision="ieee")
+        return tl.dot(a, b, sum, input_precision="tf32x3")
 
 
 @triton.jit(do_not_specialize_on_alignment=["lengths_R"])

@@ -1,7 +1,7 @@
 """Causal grouped-query attention of any number of new tokens per row over its pages.
 
 Meaning: nanovllm_kernels.attention_reference. The portable path, where flash-attn-4 is not: a plain
-flash attention, a program per row, head and TILE new tokens. Reads pages as paged_decode does.
+flash attention, a program per row, head and tile of new tokens. Reads pages as paged_decode does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nanovllm_kernels import attention_reference as reference
 from nanovllm_kernels.case import Args, Case, Kernel, bits
 from nanovllm_kernels.paged_decode import block_tokens, dot, page_of
 
-TILE = 128
+TILE_BYTES = 256  # of one column of queries: 128 of them in 16 bits
 STAGES = 3
 
 
@@ -37,7 +37,8 @@ def paged_prefill(
     assert q_THA.stride(2) == k_PSGA.stride(3) == page_table_RM.stride(1) == 1
     assert k_PSGA.stride() == v_PSGA.stride()
     o_THA = torch.empty(q_THA.shape, dtype=q_THA.dtype, device=q_THA.device)
-    grid = (triton.cdiv(max_new, TILE), num_heads, lengths_R.shape[0])
+    tile = TILE_BYTES // q_THA.itemsize
+    grid = (triton.cdiv(max_new, tile), num_heads, lengths_R.shape[0])
     prefill_kernel[grid](
         q_THA,
         k_PSGA,
@@ -55,10 +56,10 @@ def paged_prefill(
         A=head_width,
         A_BLOCK=triton.next_power_of_2(head_width),
         S=page_tokens,
-        BLOCK=block_tokens(head_width),
-        TILE=TILE,
+        BLOCK=block_tokens(k_PSGA),
+        TILE=tile,
         STAGES=STAGES,
-        num_warps=8,
+        num_warps=tile // 16,
     )
     return o_THA
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanovllm_kernels import reference
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
 
-HEADS = 8  # of width 128: 8 elements a thread
+HEADS = 8  # of width 128, in two warps: a 16-byte load of each half a thread
 
 
 def rope_store(
@@ -58,6 +58,7 @@ def rope_store(
         HALF=head_width // 2,
         HALF_BLOCK=triton.next_power_of_2(head_width // 2),
         HEADS=HEADS,
+        num_warps=2,
     )
     return q_THA
 
@@ -85,10 +86,9 @@ def rope_store_kernel(
     GROUPS: tl.constexpr = (H + 2 * G + HEADS - 1) // HEADS
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     head = (tl.program_id(0) % GROUPS * HEADS + tl.arange(0, HEADS))[:, None]
-    is_query, is_value = head < H, head >= H + G
     a = tl.arange(0, HALF_BLOCK)[None, :]
-    in_half = a < HALF
-    inside = in_half & (head < H + 2 * G)
+    inside = (a < HALF) & (head < H + 2 * G)
+    is_query, is_key, is_value = head < H, (head >= H) & (head < H + G), head >= H + G
     at = qkv_TX + token * qkv_stride + head * (2 * HALF) + a
     x = tl.load(at, inside, 0.0)
     y = tl.load(at + HALF, inside, 0.0)
@@ -96,36 +96,37 @@ def rope_store_kernel(
     x, y = x.to(tl.float32), y.to(tl.float32)
     if q_gain_A is not None:
         mean = (tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF)
-        scale = tl.rsqrt(mean + eps)[:, None]
-        x_gain = tl.where(
-            is_query, tl.load(q_gain_A + a, in_half, 0.0), tl.load(k_gain_A + a, in_half, 0.0)
-        ).to(tl.float32)
-        y_gain = tl.where(
-            is_query,
-            tl.load(q_gain_A + HALF + a, in_half, 0.0),
-            tl.load(k_gain_A + HALF + a, in_half, 0.0),
-        ).to(tl.float32)
-        x_normal = ((x * scale).to(dtype).to(tl.float32) * x_gain).to(dtype).to(tl.float32)
-        y_normal = ((y * scale).to(dtype).to(tl.float32) * y_gain).to(dtype).to(tl.float32)
-        x = tl.where(is_value, x, x_normal)
-        y = tl.where(is_value, y, y_normal)
-    position = tl.load(positions_T + token)
-    cos = tl.load(cos_sin_LA + position * cos_sin_stride + a, in_half, 0.0)
-    sin = tl.load(cos_sin_LA + position * cos_sin_stride + HALF + a, in_half, 0.0)
-    cos, sin = tl.where(is_value, 1.0, cos), tl.where(is_value, 0.0, sin)
+        scale = tl.where(is_value, 1.0, tl.rsqrt(mean + eps)[:, None])
+        x_gain = gain_of(q_gain_A + a, k_gain_A + a, is_query & inside, is_key & inside)
+        y_gain = gain_of(
+            q_gain_A + HALF + a, k_gain_A + HALF + a, is_query & inside, is_key & inside
+        )
+        x = ((x * scale).to(dtype).to(tl.float32) * x_gain).to(dtype).to(tl.float32)
+        y = ((y * scale).to(dtype).to(tl.float32) * y_gain).to(dtype).to(tl.float32)
+    # Loaded per head, as x and y are, so that no value changes threads.
+    angles = cos_sin_LA + tl.load(positions_T + token) * cos_sin_stride + a
+    rotated = inside & (head < H + G)
+    cos = tl.load(angles, rotated, 1.0)
+    sin = tl.load(angles + HALF, rotated, 0.0)
     first = (x * cos - y * sin).to(dtype)
     second = (y * cos + x * sin).to(dtype)
     q_at = q_THA + token * (H * 2 * HALF) + head * (2 * HALF) + a
     tl.store(q_at, first, inside & is_query)
     tl.store(q_at + HALF, second, inside & is_query)
     cell = tl.load(cells_T + token) * (G * 2 * HALF)
-    is_key = (head >= H) & (head < H + G)
     k_at = k_PSGA + cell + (head - H) * (2 * HALF) + a
     tl.store(k_at, first, inside & is_key)
     tl.store(k_at + HALF, second, inside & is_key)
     v_at = v_PSGA + cell + (head - H - G) * (2 * HALF) + a
     tl.store(v_at, first, inside & is_value)
     tl.store(v_at + HALF, second, inside & is_value)
+
+
+@triton.jit
+def gain_of(q_gain_at, k_gain_at, is_query, is_key):
+    """1 for value heads."""
+    gain = tl.load(q_gain_at, is_query, 0.0) + tl.load(k_gain_at, is_key, 0.0)
+    return tl.where(is_query | is_key, gain.to(tl.float32), 1.0)
 
 
 def inputs(

@@ -7,6 +7,7 @@ steady decode step uploads nothing, and under a CUDA graph the gathering is part
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +16,18 @@ from torch import Tensor
 
 from nanovllm.attention.base import Batch
 from nanovllm.plan import Int32, StepPlan
+from nanovllm.registry import resolve
 from nanovllm.runner.slots import Slots
 from nanovllm.runner.upload import upload
+
+GATHER_DECODE = {
+    "torch": "nanovllm_kernels.batch_reference:gather_decode",
+    "triton": "nanovllm_kernels.batch_prep:gather_decode",
+}
+SETTLE = {
+    "torch": "nanovllm_kernels.batch_reference:settle",
+    "triton": "nanovllm_kernels.batch_prep:settle",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,35 +88,74 @@ class RowBuilder:
         self.decode_slots = slots
 
 
-def gather(rows: StepRows, slots: Slots) -> Batch:
-    """Device work only: capturable when every row feeds one token."""
-    size = slots.page_tokens
-    before_R = slots.lengths_N[rows.slots_R]
-    num_rows = len(rows.slots_R)
-    steps = torch.arange(num_rows + 1, dtype=torch.int32, device=slots.device)
-    if rows.counts_R is None:
-        slots_T, positions_T = rows.slots_R, before_R.long()
-        starts_R1, lengths_R = steps, before_R + 1
-        ends_R = steps[:-1].long()
-    else:
-        starts_R1 = torch.zeros_like(steps)
-        torch.cumsum(rows.counts_R, 0, dtype=torch.int32, out=starts_R1[1:])
-        row_T = torch.repeat_interleave(
-            torch.arange(num_rows, device=slots.device), rows.counts_R, output_size=rows.num_tokens
+class BatchPrep:
+    """Slots to a step's tensors, and a step's outcome back. `kernel`: "torch" or "triton"."""
+
+    def __init__(self, slots: Slots, kernel: str) -> None:
+        self.slots = slots
+        self._gather_decode: Callable[..., tuple[Tensor, ...]] = resolve(GATHER_DECODE, kernel)
+        self._settle: Callable[..., None] = resolve(SETTLE, kernel)
+
+    def gather(self, rows: StepRows) -> Batch:
+        """Device work only: capturable when every row feeds one token."""
+        slots, num_rows = self.slots, len(rows.slots_R)
+        num_pages = min(-(-rows.max_length // slots.page_tokens), slots.max_pages)
+        steps_R1 = torch.arange(num_rows + 1, dtype=torch.int32, device=slots.device)
+        if rows.counts_R is not None:
+            return gather_chunks(rows, rows.counts_R, slots, num_pages)
+        ids_R, positions_R, cells_R, lengths_R, table_RM = self._gather_decode(
+            rows.slots_R,
+            slots.lengths_N,
+            slots.tokens_NL,
+            slots.pages_NM,
+            slots.page_tokens,
+            num_pages,
         )
-        slots_T = rows.slots_R[row_T]
-        offsets_T = torch.arange(rows.num_tokens, device=slots.device) - starts_R1[row_T]
-        positions_T = before_R[row_T] + offsets_T
-        lengths_R = before_R + rows.counts_R
-        ends_R = starts_R1[1:].long() - 1
-    num_pages = min(-(-rows.max_length // size), slots.max_pages)
+        return Batch(
+            token_ids_T=ids_R,
+            positions_T=positions_R,
+            cells_T=cells_R,
+            starts_R1=steps_R1,
+            lengths_R=lengths_R,
+            page_table_RM=table_RM,
+            sampled_at=steps_R1[:-1].long(),
+            num_rows=num_rows,
+            max_new=1,
+            max_length=rows.max_length,
+        )
+
+    def settle(
+        self,
+        slots_R: Tensor,
+        lengths_R: Tensor,
+        slots_S: Tensor,
+        positions_S: Tensor,
+        tokens_S: Tensor,
+    ) -> None:
+        """Each request's length is now lengths_R; sampled tokens are known, to be fed next."""
+        state = self.slots.lengths_N, self.slots.tokens_NL
+        self._settle(slots_R, lengths_R, slots_S, positions_S, tokens_S, *state)
+
+
+def gather_chunks(rows: StepRows, counts_R: Tensor, slots: Slots, num_pages: int) -> Batch:
+    """Rows that feed any number of tokens."""
+    size, num_rows, device = slots.page_tokens, len(rows.slots_R), slots.device
+    before_R = slots.lengths_N[rows.slots_R]
+    starts_R1 = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+    torch.cumsum(counts_R, 0, dtype=torch.int32, out=starts_R1[1:])
+    row_T = torch.repeat_interleave(
+        torch.arange(num_rows, device=device), counts_R, output_size=rows.num_tokens
+    )
+    offsets_T = torch.arange(rows.num_tokens, device=device) - starts_R1[row_T]
+    slots_T, positions_T = rows.slots_R[row_T], before_R[row_T] + offsets_T
     pages_T = slots.pages_NM[slots_T, positions_T // size].long()
+    ends_R = starts_R1[1:].long() - 1
     return Batch(
         token_ids_T=slots.tokens_NL[slots_T, positions_T].long(),
         positions_T=positions_T,
         cells_T=pages_T * size + positions_T % size,
         starts_R1=starts_R1,
-        lengths_R=lengths_R,
+        lengths_R=before_R + counts_R,
         page_table_RM=slots.pages_NM[rows.slots_R, :num_pages],
         sampled_at=ends_R if rows.sampled_rows_S is None else ends_R[rows.sampled_rows_S],
         num_rows=num_rows,

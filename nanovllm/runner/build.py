@@ -21,6 +21,7 @@ from nanovllm.log import fields
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import load_model
+from nanovllm.runner.batch import BatchPrep
 from nanovllm.runner.runner import Runner
 from nanovllm.runner.sizing import make_caches, num_pages_that_fit
 from nanovllm.runner.slots import Slots
@@ -56,7 +57,7 @@ def build(config: Config) -> Built:
     )
     sized = time.perf_counter()
     warm_up(runner, recipe)
-    if recipe.kernels.cuda_graphs and device.type == "cuda":
+    if recipe.kernels.cuda_graphs and device.type == "cuda" and runner.backend.name != "torch":
         capture(runner, recipe)
     log.info(
         "built %s",
@@ -93,6 +94,7 @@ def with_caches(
     """A runner with as many pages as fit; the recipe that says so; what was not chosen, and why."""
     num_slots, page_tokens = int(recipe.schedule.slots), int(recipe.cache.page_tokens)
     slots = Slots(num_slots, int(recipe.server.max_model_tokens), page_tokens, device)
+    prep = BatchPrep(slots, recipe.kernels.batch_prep)
     sampler = Sampler(
         num_slots=num_slots,
         vocab_size=vocab_size,
@@ -107,7 +109,7 @@ def with_caches(
 
     def runner_with(num_pages: int) -> Runner:
         caches = make_caches(layout, num_pages, page_tokens, dtype, device)
-        return Runner(model, slots, sampler, caches, backend(caches), device)
+        return Runner(model, slots, prep, sampler, caches, backend(caches), device)
 
     num_pages = recipe.cache.pages
     if num_pages == "auto":
@@ -165,7 +167,7 @@ def resolve(recipe: Recipe, device: torch.device, dtype: torch.dtype, model_toke
         )
     step_tokens = pick(schedule.step_tokens, 512, 8192)
     slots = min(pick(schedule.slots, 16, 512), step_tokens)
-    names = ("rms_norm", "add_rms_norm", "silu_mul", "rope_store", "sample")
+    names = ("rms_norm", "add_rms_norm", "silu_mul", "rope_store", "sample", "batch_prep")
     fast = "torch" if on_cpu else "triton"
     chosen = {k: fast for k in names if getattr(kernels, k) == "auto"}
     return replace(

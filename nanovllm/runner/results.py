@@ -38,10 +38,8 @@ class Handle:
         return StepResult(self.step, lines, read(self.logprobs) if self.logprobs else ())
 
 
-def start_copy(step: int, sampled: Sampled | None, device: torch.device) -> Handle:
+def start_copy(step: int, sampled: Sampled, device: torch.device) -> Handle:
     """Enqueue the copies behind the step; nothing here waits."""
-    if sampled is None:
-        return Handle(step, torch.zeros(0, dtype=torch.int32), None, passed(device))
     tokens_S = to_host(sampled.tokens_S.to(torch.int32))
     logprobs = begin(sampled.logprobs) if sampled.logprobs is not None else None
     return Handle(step, tokens_S, logprobs, passed(device))

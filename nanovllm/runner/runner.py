@@ -14,11 +14,11 @@ from torch import Tensor
 from nanovllm.attention.base import AttentionBackend, Batch, ForwardContext, PagedKV
 from nanovllm.models.decoder import Decoder
 from nanovllm.plan import StepPlan
-from nanovllm.runner.batch import RowBuilder, StepRows, gather
+from nanovllm.runner.batch import BatchPrep, RowBuilder, StepRows
 from nanovllm.runner.graphs import DecodeGraphs
 from nanovllm.runner.results import Handle, start_copy
 from nanovllm.runner.slots import Slots
-from nanovllm.sampling.base import SampleRows
+from nanovllm.sampling.base import Sampled, SampleRows
 from nanovllm.sampling.sampler import Sampler
 
 
@@ -35,6 +35,7 @@ class Runner:
         self,
         model: Decoder,
         slots: Slots,
+        prep: BatchPrep,
         sampler: Sampler,
         caches: tuple[PagedKV, ...],
         backend: AttentionBackend,
@@ -42,6 +43,7 @@ class Runner:
     ) -> None:
         self.model = model
         self.slots = slots
+        self.prep = prep
         self.sampler = sampler
         self.caches = caches
         self.backend = backend
@@ -58,19 +60,19 @@ class Runner:
         self.sampler.admit(plan.admits)
         rows = self.builder.rows(plan)
         forwarded = self._run(rows)
-        num_rows = len(rows.slots_R)
-        lengths_R = forwarded.batch.lengths_R[:num_rows]
-        self.slots.advance(rows.slots_R, lengths_R)
-        if forwarded.logits_SV is None:
-            return start_copy(plan.step, None, self.device)
-        num_sampled = len(rows.sampled_slots)
-        sampled_S, slots_S = rows.sampled_rows_S, rows.slots_R
-        if sampled_S is not None:
-            lengths_R, slots_S = lengths_R[sampled_S], slots_S[sampled_S]
-        drawn = SampleRows(slots_S, lengths_R.long(), rows.sampled_slots, rows.max_length)
-        sampled = self.sampler.sample(forwarded.logits_SV[:num_sampled], drawn)
-        self.slots.append(slots_S, drawn.positions_S, sampled.tokens_S)
+        lengths_R = forwarded.batch.lengths_R[: len(rows.slots_R)]
+        slots_S, lengths_S = rows.slots_R, lengths_R
+        if rows.sampled_rows_S is not None:
+            slots_S, lengths_S = slots_S[rows.sampled_rows_S], lengths_R[rows.sampled_rows_S]
+        drawn = SampleRows(slots_S, lengths_S.long(), rows.sampled_slots, rows.max_length)
+        sampled = self._sample(forwarded.logits_SV, drawn)
+        self.prep.settle(rows.slots_R, lengths_R, slots_S, drawn.positions_S, sampled.tokens_S)
         return start_copy(plan.step, sampled, self.device)
+
+    def _sample(self, logits_SV: Tensor | None, rows: SampleRows) -> Sampled:
+        if logits_SV is None:
+            return Sampled(rows.slots_S, None)  # of no rows
+        return self.sampler.sample(logits_SV[: len(rows.slots_S)], rows)
 
     def _run(self, rows: StepRows) -> Forwarded:
         """Replay a graph where one fits, else run eagerly."""
@@ -86,7 +88,7 @@ class Runner:
         return replayed
 
     def forward(self, rows: StepRows) -> Forwarded:
-        batch = gather(rows, self.slots)
+        batch = self.prep.gather(rows)
         ctx = ForwardContext(batch, self.caches, self.backend.bind(batch))
         hidden_TD = self.model(batch.token_ids_T, ctx)
         logits_SV = self.model.logits(hidden_TD, ctx) if len(batch.sampled_at) else None

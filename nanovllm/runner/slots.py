@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from nanovllm.plan import Int32, StepPlan
 from nanovllm.runner.upload import upload
@@ -58,15 +57,6 @@ class Slots:
             self.tokens_NL.view(-1).index_copy_(0, token_at_T.long(), tokens_T)
             self.lengths_N.index_copy_(0, at_N, cached_N)
             self.prompt_lengths_N.index_copy_(0, at_N, prompts_N)
-
-    def advance(self, slots_R: Tensor, lengths_R: Tensor) -> None:
-        """The rows' tokens are computed: each request's length is now lengths_R (int32)."""
-        self.lengths_N.index_copy_(0, slots_R, lengths_R)
-
-    def append(self, slots_S: Tensor, positions_S: Tensor, tokens_S: Tensor) -> None:
-        """Sampled tokens become known: the next step feeds them from here."""
-        at_S = slots_S * self.tokens_NL.shape[1] + positions_S
-        self.tokens_NL.view(-1).index_copy_(0, at_S, tokens_S.to(torch.int32))
 
 
 def arange(count: int) -> Int32:

@@ -33,16 +33,17 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     """Raises ApiError (413) as soon as the body is known to be too large, or ClientLeftError."""
     announced = header(scope, b"content-length") or b"0"
-    size = int(announced) if announced.isdigit() else 0
+    num_expected = int(announced) if announced.isdigit() else 0
     parts: list[bytes] = []
-    while size <= max_bytes:
+    num_read = 0
+    while max(num_read, num_expected) <= max_bytes:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientLeftError
         parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
+        num_read += len(parts[-1])
+        if not message.get("more_body", False) and num_read <= max_bytes:
             return b"".join(parts)
-        size = max(size, sum(map(len, parts)))
     text = f"the body must be at most {max_bytes} bytes (server.max_body_bytes)"
     raise ApiError(413, text, code="body_too_large")
 

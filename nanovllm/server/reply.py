@@ -43,7 +43,7 @@ class Reply:
         self._status = 0  # 0: headers not sent
         self._is_started = False
         self._num_seen = 0  # tokens at the last update
-        self._begun = self._started = self._first = self._last = time.monotonic()
+        self.begun = self._started = self._first = self._last = time.monotonic()
 
     def open(self, request: ChatRequest, prompt: Prompt, served: Served, seed: int) -> None:
         """Submit to the engine. Raises ApiError if the request cannot be served."""
@@ -111,8 +111,8 @@ class Reply:
             metrics.inter_token_s.observe(now - self._last)
         else:
             self._first = now
-            metrics.time_to_first_token_s.observe(now - self._begun)
-            metrics.queue_s.observe(self._started - self._begun)
+            metrics.time_to_first_token_s.observe(now - self.begun)
+            metrics.queue_s.observe(self._started - self.begun)
             metrics.prefill_s.observe(now - self._started)
         self._last = now
         self._num_seen = self.session.num_tokens
@@ -162,14 +162,14 @@ class Reply:
             prompt=session.num_prompt,
             cached=session.num_cached,
             completion=session.num_tokens,
-            ttft=self._first - self._begun if session.num_tokens else None,
-            e2e=time.monotonic() - self._begun,
+            ttft=self._first - self.begun if session.num_tokens else None,
+            e2e=time.monotonic() - self.begun,
             finish=session.finish_reasons or ("abort" if status == CLIENT_LEFT else "error"),
         )
 
     def _measure_whole(self) -> None:
         session, metrics = self.session, self._metrics
-        metrics.e2e_s.observe(self._last - self._begun)
+        metrics.e2e_s.observe(self._last - self.begun)
         metrics.inference_s.observe(self._last - self._started)
         metrics.decode_s.observe(self._last - self._first)
         metrics.generation_tokens.observe(session.num_tokens)

@@ -1,13 +1,11 @@
 """Qwen3 in plain torch, as small as training needs it, and its files in Hugging Face layout.
 
-Parameters carry the official names, so transformers and nanovllm load what `save` writes. How
-queries meet keys is left to the caller (`attend`): packed rows in training, a cache in writing.
+Parameters carry the official names, so transformers and nanovllm load what `save` writes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 END_OF_TEXT, END_OF_TURN = 2039, 2041  # ids of <|endoftext|> and <|im_end|>
 CONTEXT = 4096
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [B, heads, T, head_dim], k and v [B, kv_heads, T, head_dim]) -> like q."""
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -69,6 +64,40 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return (x.float() * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)
 
 
+class Cache:
+    """Keys and values of all tokens so far, of rows that are equally long."""
+
+    def __init__(self, shape: Shape, rows: int, length: int, device: str) -> None:
+        size = (shape.layers, 2, rows, shape.kv_heads, length, shape.head_dim)
+        self.memory = torch.zeros(size, device=device)
+        self.layer = self.used = 0
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The layers call in their order, once for each new token."""
+        end = self.used + k.shape[2]
+        memory = self.memory[self.layer]
+        memory[0, :, :, self.used : end] = k
+        memory[1, :, :, self.used : end] = v
+        self.layer += 1
+        if self.layer == len(self.memory):
+            self.layer, self.used = 0, end
+        return memory[0, :, :, :end], memory[1, :, :, :end]
+
+
+Where = BlockMask | Tensor | Cache
+"""What a query may look at: a mask over packed rows (sparse on a GPU, dense elsewhere), or all
+that a cache holds, for one new token."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, where: Where) -> Tensor:
+    if isinstance(where, Cache):
+        k, v = where.extend(k, v)
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    if isinstance(where, Tensor):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=where, enable_gqa=True)
+    return flex_attention(q, k, v, block_mask=where, enable_gqa=True)
+
+
 class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -80,14 +109,14 @@ class Attention(nn.Module):
         self.q_norm = Norm(shape.head_dim, shape.eps)
         self.k_norm = Norm(shape.head_dim, shape.eps)
 
-    def forward(self, x: Tensor, layer: int, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], where: Where) -> Tensor:
         rows, length, _ = x.shape
         q, k, v = (
             project(x).view(rows, length, -1, self.head_dim).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
-        out = attend(layer, q, k, v)
+        out = attend(q, k, v, where)
         return self.o_proj(out.transpose(1, 2).reshape(rows, length, -1))
 
 
@@ -110,8 +139,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden, shape.eps)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor, layer: int, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), layer, rope, attend)
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], where: Where) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, where)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -135,12 +164,12 @@ class Qwen3(nn.Module):
                 scale = (2 * shape.layers) ** -0.5 if last else 1.0
                 nn.init.normal_(parameter, std=0.03 * scale, generator=generator)
 
-    def forward(self, tokens_BT: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+    def forward(self, tokens_BT: Tensor, positions_T: Tensor, where: Where) -> Tensor:
         """Logits [B, T, vocab]."""
         x = self.model.embed_tokens(tokens_BT)
         rope = rotary(positions_T, self.shape)
-        for layer, block in enumerate(self.model.layers):
-            x = block(x, layer, rope, attend)
+        for block in self.model.layers:
+            x = block(x, rope, where)
         return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
 

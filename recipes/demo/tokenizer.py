@@ -1,5 +1,7 @@
 """The demo's tokenizer: byte-level BPE over 2,048 tokens, trained on a sample of the corpus.
 
+    python -m recipes.demo.tokenizer      (only when the corpus has changed a lot)
+
 Decision: a space is a token of its own unless punctuation follows it, and digits and capitals
 inside a word stand alone. So a name is the same tokens after a space as after a quote, and a
 small model can copy it from a sentence into JSON. It costs longer prompts, which are cheap here.
@@ -8,12 +10,18 @@ small model can copy it from a sentence into JSON. It costs longer prompts, whic
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from recipes.demo.corpus import render
+from recipes.demo.corpus.draw import Draw
+from recipes.demo.corpus.mix import document, thinking
+
 VOCAB_SIZE = 2048
+SEED, DOCUMENTS = 0, 30_000
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKERS = [
     "<think>",
@@ -23,6 +31,7 @@ MARKERS = [
     "<tool_response>",
     "</tool_response>",
 ]
+MARKER = re.compile("|".join(re.escape(text) for text in CONTROL + MARKERS))
 PIECES = r"\p{Lu}?\p{Ll}+|\p{L}|\p{N}| ?[^\s\p{L}\p{N}]+|\n+|\s"
 
 
@@ -40,7 +49,8 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    plain = (part for text in texts for part in MARKER.split(text))
+    tokenizer.train_from_iterator(plain, trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in CONTROL])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKERS])
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
@@ -75,3 +85,18 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "unk_token": None,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def main() -> None:
+    """Train on a sample of the corpus and replace the files that ship."""
+    draw = Draw(SEED)
+    texts = []
+    for _ in range(DOCUMENTS):
+        sample = document(draw)
+        mode = thinking(draw, sample)
+        texts.append(render.prompt(sample, mode) + render.completion(sample, mode))
+    save_tokenizer(train_tokenizer(texts), render.DEMO)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,8 +12,9 @@ from nanovllm.attention.torch_ref import TorchPaged
 from nanovllm.config import Kernels, Load
 from nanovllm.dist.mesh import Mesh
 from nanovllm.layers.ops import select_ops
+from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.weights import load_model, read_model_config
+from nanovllm.models.weights import load_model
 from tests.parity.tiny import config_of
 
 CPU = torch.device("cpu")

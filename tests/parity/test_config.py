@@ -10,7 +10,7 @@ import pytest
 
 from nanovllm.config import ConfigError
 from nanovllm.layers.rope import Llama3Rope, PlainRope
-from nanovllm.models.weights import read_model_config
+from nanovllm.models.config import read_model_config
 from tests.parity.tiny import config_of
 
 HUB_LLAMA: dict[str, Any] = dict(  # spelled as the hub does

@@ -12,7 +12,8 @@ from transformers import AutoConfig
 
 from nanovllm.dist.mesh import Mesh
 from nanovllm.layers.rope import cos_sin_table
-from nanovllm.models.weights import destinations, read_model_config
+from nanovllm.models.config import read_model_config
+from nanovllm.models.weights import destinations
 from tests.parity.steps import Steps, load
 from tests.parity.tiny import CASES, LLAMA3_ROPE, config_of, make_tiny
 

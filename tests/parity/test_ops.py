@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
 from nanovllm_kernels import reference
@@ -23,6 +25,16 @@ def test_a_cpu_runs_the_references() -> None:
 def test_a_gpu_can_run_the_references() -> None:
     kernels = Kernels(rms_norm="torch", add_rms_norm="torch", silu_mul="torch", rope_store="torch")
     assert select_ops(kernels, torch.device("cuda")) == REFERENCE
+
+
+def test_a_gpu_runs_triton_by_default() -> None:
+    chosen = select_ops(Kernels(rms_norm="torch"), torch.device("cuda"))
+    assert chosen.rms_norm is reference.rms_norm
+    for name in ("add_rms_norm", "silu_mul", "rope_store"):
+        kernel, meaning = getattr(chosen, name), getattr(reference, name)
+        assert kernel.__name__ == name
+        assert kernel is not meaning
+        assert len(signature(kernel).parameters) == len(signature(meaning).parameters)
 
 
 def test_triton_on_a_cpu_is_refused() -> None:

@@ -241,7 +241,7 @@ class PaperEngine:
 
     def __init__(self, refuses: int = -1, loses: int = -1, dies: bool = False) -> None:
         recipe = json.dumps({"model": "paper", "schedule": {"depth": 1}})
-        self.ready = Ready(0, "paper", 4096, 512, 100, 64, 256, {"recipe": recipe})
+        self.ready = Ready(0, "paper", 4096, 512, 100, 64, 256, recipe)
         self.stats = Stats()
         self.requests: list[Generate] = []
         self.faults = (refuses, loses, dies)

@@ -334,16 +334,16 @@ def test_a_client_that_leaves_is_aborted_at_once(api, stream) -> None:
 
 
 def test_a_client_that_reads_slowly_loses_nothing_and_holds_up_nobody(api) -> None:
-    api.engine.answer = "word " * 400
-    # 20 MB, far more than the sockets between us hold
+    api.engine.answer = "word " * 200
+    # 10 MB and more, beyond what the sockets between us hold
     request = body(stream=True, n=16, logprobs=True, top_logprobs=20)
     with api.http.stream("POST", "/v1/chat/completions", json=request) as response:
         eventually(lambda: len(api.engine.generates) == 16)
         eventually(lambda: not api.engine.running, timeout_s=20)
         api.engine.answer = "quick"
-        assert httpx.post(
-            f"{api.url}/v1/chat/completions", json=body(), trust_env=False
-        ).json()["choices"][0]["message"] == {"role": "assistant", "content": "quick"}
+        assert httpx.post(f"{api.url}/v1/chat/completions", json=body(), trust_env=False).json()[
+            "choices"
+        ][0]["message"] == {"role": "assistant", "content": "quick"}
         events = parsed_events(response.read().decode())
     assert events[-1] == "[DONE]"
-    assert [content(events, index) for index in range(16)] == ["word " * 400] * 16
+    assert [content(events, index) for index in range(16)] == ["word " * 200] * 16

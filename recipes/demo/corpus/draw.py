@@ -27,7 +27,7 @@ class Pool:
     """Values, split once into those for training and those for evaluation."""
 
     def __init__(self, text: str) -> None:
-        values = [value.strip() for value in text.replace("\n", ",").split(",") if value.strip()]
+        values = [value.strip() for value in text.replace("\n", " ").split(",") if value.strip()]
         self.train = [value for value in values if not reserved(value)]
         self.held = [value for value in values if reserved(value)]
         if not self.held:

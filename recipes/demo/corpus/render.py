@@ -1,0 +1,93 @@
+"""Samples become text through the chat template that ships, then tokens, then packed rows."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from recipes.demo.corpus.draw import Draw
+from recipes.demo.corpus.mix import document, thinking
+from recipes.demo.corpus.sample import Sample
+
+DEMO = Path(__file__).resolve().parents[3] / "nanovllm" / "demo"
+END = "<|im_end|>"
+ANSWER = 4096  # added to the tokens that the model has to write itself
+OPEN_ROWS = 16
+
+Rows = npt.NDArray[np.int16]
+
+
+@lru_cache(maxsize=1)
+def template() -> jinja2.Template:
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    return environment.from_string((DEMO / "chat_template.jinja").read_text(encoding="utf-8"))
+
+
+@lru_cache(maxsize=1)
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+
+
+def prompt(sample: Sample, enable_thinking: bool | None) -> str:
+    choice: dict[str, Any] = {}
+    if enable_thinking is not None:
+        choice["enable_thinking"] = enable_thinking
+    return template().render(
+        messages=sample.messages, tools=sample.tools, add_generation_prompt=True, **choice
+    )
+
+
+def completion(sample: Sample, enable_thinking: bool | None) -> str:
+    body = sample.body() + END
+    if enable_thinking:
+        return f"{sample.thought}\n</think>\n\n{body}"
+    if enable_thinking is None and sample.thinks:
+        return f"<think>\n{sample.thought}\n</think>\n\n{body}"
+    return body
+
+
+def encode(texts: list[str]) -> list[list[int]]:
+    return [made.ids for made in tokenizer().encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def packed(seed: int, rows: int, length: int) -> Rows:
+    """Training rows of whole documents, each ended by <|endoftext|>, which also fills up."""
+    draw = Draw(seed)
+    end = tokenizer().token_to_id("<|endoftext|>")
+    done: list[list[int]] = []
+    filling: list[list[int]] = []
+    while len(done) < rows:
+        samples = [document(draw) for _ in range(256)]
+        modes = [thinking(draw, sample) for sample in samples]
+        pairs = list(zip(samples, modes, strict=True))
+        asked = encode([prompt(*pair) for pair in pairs])
+        said = encode([completion(*pair) for pair in pairs])
+        for question, answer in zip(asked, said, strict=True):
+            ids = [*question, *(token + ANSWER for token in answer), end]
+            place(ids, length, filling, done)
+    table = np.full((rows, length), end, np.int16)
+    for row, ids in enumerate(done[:rows]):
+        table[row, : len(ids)] = ids
+    return table
+
+
+def place(ids: list[int], length: int, filling: list[list[int]], done: list[list[int]]) -> None:
+    """Put a document into the first open row with room; a document that fits in none is dropped."""
+    if len(ids) > length:
+        return
+    for row in filling:
+        if len(row) + len(ids) <= length:
+            row.extend(ids)
+            return
+    if len(filling) == OPEN_ROWS:
+        fullest = max(range(OPEN_ROWS), key=lambda i: len(filling[i]))
+        done.append(filling.pop(fullest))
+    filling.append(list(ids))

@@ -1,0 +1,283 @@
+"""Conversations with tools: one call, several at once, answers from results, and no call at all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.demo.corpus import rewrite, sums, talk, toolbox, words
+from recipes.demo.corpus.draw import Draw
+from recipes.demo.corpus.sample import Call, Message, Sample, system, user
+from recipes.demo.corpus.toolbox import Family, Tool, Value
+
+NO_TOOL_FITS = "None of the tools at hand can do that."
+NO_TOOLS = "I cannot do that by myself. Offer me a tool for it in the request and I will call it."
+SYSTEMS = [
+    "You are a helpful assistant.",
+    "You are a helpful assistant with access to tools.",
+    "You are nanovllm's demo model. Answer briefly.",
+    "Use the tools when they help.",
+    "Be brief.",
+    "Answer in English.",
+    "You are a friendly assistant. Be short and precise.",
+]
+
+
+@dataclass
+class Step:
+    """One request to one tool."""
+
+    tool: Tool
+    text: str
+    values: dict[str, Value]
+
+    @property
+    def call(self) -> Call:
+        return toolbox.call(self.tool, self.values)
+
+
+def opening(draw: Draw) -> list[Message]:
+    return [system(draw.pick(SYSTEMS))] if draw.chance(0.3) else []
+
+
+def offer(draw: Draw, wanted: list[Family], extra: int) -> list[Tool]:
+    """The wanted families and some others, all different, in random order."""
+    chosen = list(wanted)
+    titles = {family.title for family in chosen}
+    while len(chosen) < len(wanted) + extra:
+        family = toolbox.draw_family(draw)
+        if family.title not in titles:
+            titles.add(family.title)
+            chosen.append(family)
+    style = toolbox.draw_style(draw)
+    tools = [toolbox.build(draw, family, style) for family in chosen]
+    order = list(range(len(tools)))
+    draw.random.shuffle(order)
+    return [tools[i] for i in order]
+
+
+def with_family(tools: list[Tool], family: Family) -> Tool:
+    return next(tool for tool in tools if tool.family is family)
+
+
+def polite(draw: Draw, text: str) -> str:
+    if draw.chance(0.1):
+        text = draw.pick(["Hi! ", "Hello, ", "Hey, ", "Please: ", "Okay. "]) + text
+    if draw.chance(0.06):
+        text += draw.pick([" Thanks!", " Thank you.", " Please."])
+    return text
+
+
+def extras(draw: Draw) -> int:
+    return draw.pick([0, 0, 1, 1, 2, 2, 3, 4])
+
+
+def thought(steps: list[Step]) -> str:
+    parts = []
+    for step in steps:
+        arguments = [f"{name} {spoken(value)}" for name, value in step.call.arguments.items()]
+        parts.append(f"{step.tool.name} with {words.listing(arguments)}")
+    return f"I call {', then '.join(parts)}."
+
+
+def spoken(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def plan_one(draw: Draw, tools: list[Tool], family: Family) -> list[Step]:
+    tool = with_family(tools, family)
+    text, values = toolbox.ask(draw, tool)
+    return [Step(tool, text, values)]
+
+
+def calling(draw: Draw) -> Sample:
+    family = toolbox.draw_family(draw)
+    tools = offer(draw, [family], extras(draw))
+    history = earlier(draw, tools) if draw.chance(0.2) else []
+    steps = plan_one(draw, tools, family)
+    return Sample(
+        "call",
+        [*opening(draw), *history, user(polite(draw, steps[0].text))],
+        calls=[step.call for step in steps],
+        tools=[tool.schema for tool in tools],
+        thought=thought(steps),
+    )
+
+
+def earlier(draw: Draw, tools: list[Tool]) -> list[Message]:
+    """An exchange that is already over, with the same tools."""
+    step = plan_one(draw, tools, draw.pick(tools).family)[0]
+    result, answer = outcome(draw, step)
+    return [
+        user(step.text),
+        Sample("call", [], calls=[step.call]).turn(),
+        {"role": "tool", "content": result},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+def plan_several(draw: Draw, tools: list[Tool], wanted: list[Family]) -> tuple[str, list[Step]]:
+    """The same question about several things, or several questions in one."""
+    if len(wanted) == 1:
+        shared = plan_shared(draw, with_family(tools, wanted[0]))
+        if shared:
+            return shared
+        wanted = wanted * 2
+    steps = [plan_one(draw, tools, family)[0] for family in wanted]
+    text = steps[0].text
+    for step in steps[1:]:
+        part = step.text
+        if draw.chance(0.5):
+            joint = draw.pick([", and ", " and ", ", then ", " and also "])
+            text = text.rstrip(".?! ") + joint + (part[0].lower() + part[1:])
+        else:
+            text += draw.pick([" ", " Also: ", " And: ", "\n", " Then: "]) + part
+    return text, steps
+
+
+def plan_shared(draw: Draw, tool: Tool) -> tuple[str, list[Step]] | None:
+    """ "... in Oslo and Lima": one argument has several values, the others are shared."""
+    text = draw.wording(tool.family.asks)
+    kinds = {slot.key: slot.kind for slot in tool.family.slots}
+    keys = toolbox.FIELD.findall(text)
+    free = {"city", "company", "person", "word", "room", "code", "topic", "day", "thing", "snake"}
+    many = [key for key in keys if kinds[key] in free and f'"{{{key}}}"' not in text]
+    if not many:
+        return None
+    varied = draw.pick(many)
+    values = {key: toolbox.draw_value(draw, kinds[key]) for key in keys}
+    each: list[Value] = []
+    for _ in range(draw.pick([2, 2, 2, 3])):
+        each.append(toolbox.draw_value(draw, kinds[varied]))
+    joined = words.listing([value[0] for value in each])
+    steps = [Step(tool, "", values | {varied: value}) for value in each]
+    return toolbox.fill(text, values | {varied: (joined, None)}), steps
+
+
+def parallel_plan(draw: Draw) -> tuple[list[Tool], str, list[Step]]:
+    count = draw.pick([1, 1, 2, 2, 2, 3])
+    wanted: list[Family] = []
+    while len(wanted) < count:
+        family = toolbox.draw_family(draw)
+        if family.title not in {known.title for known in wanted}:
+            wanted.append(family)
+    tools = offer(draw, wanted, max(0, extras(draw) - count + 1))
+    text, steps = plan_several(draw, tools, wanted)
+    return tools, text, steps
+
+
+def parallel(draw: Draw) -> Sample:
+    tools, text, steps = parallel_plan(draw)
+    return Sample(
+        "parallel",
+        [*opening(draw), user(polite(draw, text))],
+        calls=[step.call for step in steps],
+        tools=[tool.schema for tool in tools],
+        thought=thought(steps),
+    )
+
+
+def outcome(draw: Draw, step: Step) -> tuple[str, str]:
+    """What the tool returns, and the sentence that reports it."""
+    shape = draw.random.random()
+    name = step.tool.name
+    if shape < 0.08:
+        error = draw.pick(["not found", "no access", "timed out", "not known", "is too far away"])
+        text = f"{words.word(draw)} {error}"
+        return json.dumps({"error": text}, ensure_ascii=False), f"{name} failed: {text}."
+    if shape < 0.2:
+        text = draw.pick([words.phrase, words.sentence, words.title, words.code])(draw).rstrip(".!")
+        return text, f"{name} says: {text}."
+    if shape < 0.32 or not step.tool.family.reply:
+        keys = list({words.word(draw) for _ in range(draw.number(1, 4))})
+        kinds = [draw.pick(["word", "count", "city", "title", "amount", "code"]) for _ in keys]
+        values = {
+            key: toolbox.draw_value(draw, kind) for key, kind in zip(keys, kinds, strict=True)
+        }
+        pairs = ", ".join(f"{key} {value[0]}" for key, value in values.items())
+        return as_json({key: value[1] for key, value in values.items()}), f"{name} says: {pairs}."
+    return family_outcome(draw, step)
+
+
+def family_outcome(draw: Draw, step: Step) -> tuple[str, str]:
+    gets = step.tool.family.gets
+    values = {slot.key: toolbox.draw_value(draw, slot.kind) for slot in gets}
+    fields: dict[str, Any] = {}
+    for slot in gets:
+        name = draw.pick([name for name in slot.names if name not in fields])
+        fields[name] = values[slot.key][1]
+    if draw.chance(0.25):
+        fields.setdefault(words.word(draw), words.count(draw))
+    if draw.chance(0.25):
+        shown = {
+            step.tool.names[key]: value[1]
+            for key, value in step.values.items()
+            if step.tool.names[key] not in fields
+        }
+        fields = shown | fields
+    items = list(fields.items())
+    if draw.chance(0.2):
+        draw.random.shuffle(items)
+    reply = step.tool.family.reply
+    known = step.values | values
+    missing = [key for key in toolbox.FIELD.findall(reply) if key not in known]
+    if missing:
+        pairs = ", ".join(f"{key} {spoken(value)}" for key, value in items)
+        return as_json(dict(items)), f"{step.tool.name} says: {pairs}."
+    return as_json(dict(items)), toolbox.fill(reply, known)
+
+
+def as_json(value: dict[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def result(draw: Draw) -> Sample:
+    """The tools have answered; now the user gets the answer."""
+    if draw.chance(0.35):
+        tools, text, steps = parallel_plan(draw)
+    else:
+        family = toolbox.draw_family(draw)
+        tools = offer(draw, [family], extras(draw) // 2)
+        steps = plan_one(draw, tools, family)
+        text = steps[0].text
+    outcomes = [outcome(draw, step) for step in steps]
+    calls = Sample("call", [], calls=[step.call for step in steps])
+    return Sample(
+        "result",
+        [
+            *opening(draw),
+            user(polite(draw, text)),
+            calls.turn(),
+            *({"role": "tool", "content": content} for content, _ in outcomes),
+        ],
+        " ".join(answer for _, answer in outcomes),
+        tools=[tool.schema for tool in tools],
+        thought="The tool has answered, so I report it.",
+    )
+
+
+def counts(tool: Tool) -> bool:
+    """Whether sums are this tool's business."""
+    return tool.family.title in ("calculator", "arithmetic")
+
+
+def no_call(draw: Draw) -> Sample:
+    """Tools are offered but not needed, or do not fit; or one is needed and none is offered."""
+    shape = draw.random.random()
+    if shape < 0.5:
+        make = draw.pick([talk.about, talk.chat, rewrite.rewriting, rewrite.echo, sums.arithmetic])
+        sample = make(draw)
+        tools = [tool for tool in offer(draw, [], draw.number(1, 4)) if not counts(tool)]
+        sample.kind = "no_call"
+        sample.messages = [*opening(draw), *sample.messages]
+        sample.tools = [tool.schema for tool in tools]
+        return sample
+    family = draw.pick(toolbox.families())
+    tools = offer(draw, [family], draw.number(1, 3))
+    step = plan_one(draw, tools, family)[0]
+    messages = [*opening(draw), user(polite(draw, step.text))]
+    if shape < 0.8 or counts(step.tool):
+        others = [tool.schema for tool in tools if tool.family is not family]
+        return Sample("no_call", messages, NO_TOOL_FITS, tools=others, thought="No tool fits this.")
+    return Sample("no_call", messages, NO_TOOLS, thought="This needs a tool, and there is none.")

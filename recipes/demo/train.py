@@ -1,0 +1,152 @@
+"""Trains the demo model and its draft model together, from nothing, on one GPU.
+
+    python -m recipes.demo.train --out nanovllm/demo
+
+Worker processes write the corpus while the GPU learns, so no text is seen twice. The draft model
+learns in the same loop from the big one's probabilities, because agreeing with it is its job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from recipes.demo.corpus import render
+from recipes.demo.model import BIG, DRAFT, END_OF_TEXT, Qwen3, Where, save
+from recipes.demo.muon import Optimizer
+
+log = logging.getLogger("train")
+SHARD_ROWS = 64
+WARM_UP = 100  # steps until the full learning rate
+ASKED_WEIGHT = 0.1  # of a prompt's token in the loss at the start; falls to 0
+
+
+def shard(job: tuple[int, int]) -> render.Rows:
+    seed, length = job
+    return render.packed(seed, SHARD_ROWS, length)
+
+
+def quiet_worker() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def batches(args: argparse.Namespace) -> Iterator[render.Rows]:
+    """Fresh rows for every step, in an order that only the seed decides."""
+    jobs = ((args.seed * 1_000_000 + i, args.length) for i in range(args.steps * args.rows))
+    with get_context("fork").Pool(args.workers, quiet_worker) as pool:
+        kept: list[render.Rows] = []
+        for rows in pool.imap(shard, jobs):
+            kept.append(rows)
+            while sum(map(len, kept)) >= args.rows:
+                ready = np.concatenate(kept)
+                kept = [ready[args.rows :]]
+                yield ready[: args.rows]
+
+
+def same_document(rows_BT: Tensor) -> Where:
+    """Which tokens see which: earlier ones of the same document."""
+    ends_BT = (rows_BT == END_OF_TEXT).int()
+    document_BT = ends_BT.cumsum(1) - ends_BT  # the end belongs to what it ends
+    rows, length = rows_BT.shape
+    if not rows_BT.is_cuda:
+        same = document_BT[:, None, :, None] == document_BT[:, None, None, :]
+        return same & torch.ones(length, length, dtype=torch.bool).tril()
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (document_BT[b, q] == document_BT[b, k])
+
+    return create_block_mask(sees, rows, None, length, length, device="cuda")
+
+
+def answer_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+    return (losses * weights.flatten()).sum() / weights.sum()
+
+
+def imitation_loss(logits: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
+    """Cross entropy with the big model's probabilities."""
+    losses = -(teacher.float().softmax(-1) * logits.float().log_softmax(-1)).sum(-1)
+    return (losses * weights).sum() / weights.sum()
+
+
+def as_is(function: Callable[..., Any], **_: object) -> Callable[..., Any]:
+    return function
+
+
+def train(args: argparse.Namespace) -> None:
+    stream = batches(args)
+    ready = next(stream)  # the workers start before CUDA does
+    on_gpu = args.device == "cuda"
+    compiled = torch.compile if on_gpu else as_is
+    torch.set_float32_matmul_precision("high")
+    models = [
+        Qwen3(shape, args.seed + i).to(args.device) for i, shape in enumerate((BIG, DRAFT))
+    ]
+    optimizers = [Optimizer(model) for model in models]
+    losses = [compiled(loss, dynamic=False) for loss in (answer_loss, imitation_loss)]
+    if on_gpu:
+        for block in [*models[0].model.layers, *models[1].model.layers]:
+            block.compile(dynamic=False)
+    positions_T = torch.arange(args.length, device=args.device)
+    started, waited, step, progress = time.monotonic(), 0.0, 0, 0.0
+    while progress < 1:
+        rows_BT = torch.from_numpy(ready).to(args.device).long()
+        tokens_BT = rows_BT % render.ANSWER
+        where = same_document(tokens_BT)
+        targets = tokens_BT[:, 1:]
+        weights = torch.where(rows_BT[:, 1:] >= render.ANSWER, 1.0, ASKED_WEIGHT * (1 - progress))
+        with torch.autocast(args.device, torch.bfloat16, enabled=on_gpu):
+            big, draft = (model(tokens_BT, positions_T, where)[:, :-1] for model in models)
+            taught = losses[0](big, targets, weights)
+            copied = losses[1](draft, big.detach(), weights)
+        (taught + copied).backward()
+        for optimizer in optimizers:
+            optimizer.step(min(1.0, (step + 1) / WARM_UP) * (1 - progress))
+        step += 1
+        before = time.monotonic()
+        ready = next(stream)
+        waited += time.monotonic() - before
+        if step == 10:  # compiled by now
+            started, waited = time.monotonic(), 0.0
+        elapsed = time.monotonic() - started
+        progress = max(step / args.steps, elapsed / 60 / args.minutes if step >= 10 else 0.0)
+        if step % args.log_every == 0:
+            speed = (step - 10) * ready.size / elapsed / 1e6
+            log.info(
+                "step %5d  %5.0f s  loss %.4f  draft %.4f  %.2f M tokens/s  waited %.0f s",
+                *(step, elapsed, taught.item(), copied.item(), speed, waited),
+            )
+    stream.close()
+    save(models[0], args.out)
+    save(models[1], args.out / "draft")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for the two models")
+    parser.add_argument("--steps", type=int, default=12000)
+    parser.add_argument("--minutes", type=float, default=7.0, help="stop earlier if time is up")
+    parser.add_argument("--rows", type=int, default=32, help="rows of a step")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--log-every", type=int, default=200)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

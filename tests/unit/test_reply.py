@@ -1,0 +1,229 @@
+"""When a reply writes what: headers late, comments while quiet, nothing lost while it waits."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from nanovllm.config import load_config
+from nanovllm.server.asgi import Writer
+from nanovllm.server.metrics import Metrics
+from nanovllm.server.protocol import ChatRequest
+from nanovllm.server.reply import Reply
+from nanovllm.server.served import Served
+from nanovllm.wire import Finish, FinishReason, Generate, Ready, Refusal, RefusalKind
+
+
+class SlowSend:
+    """An ASGI `send` that waits while it is told to, as uvicorn's does for a slow client."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+
+    async def __call__(self, message: dict[str, Any]) -> None:
+        while not self.may_write.is_set():
+            await self.may_write.wait()
+        self.sent.append(message["body"])
+
+
+def test_a_write_is_done_when_put_returns() -> None:
+    async def main() -> None:
+        send = SlowSend()
+        writer = Writer(send)
+        num_tasks = len(asyncio.all_tasks())
+        writer.put({"body": 1})
+        assert send.sent == [1]
+        assert len(asyncio.all_tasks()) == num_tasks
+
+    asyncio.run(main())
+
+
+def test_writes_stay_in_order_when_the_client_is_slow() -> None:
+    async def main() -> None:
+        send = SlowSend()
+        writer = Writer(send)
+        writer.put({"body": 0})
+        send.may_write.clear()
+        for number in range(1, 4):
+            writer.put({"body": number})
+        await asyncio.sleep(0.01)
+        assert send.sent == [0]
+        send.may_write.set()
+        await asyncio.sleep(0)
+        send.may_write.clear()  # it waits twice
+        writer.put({"body": 4})
+        await asyncio.sleep(0.01)
+        send.may_write.set()
+        await asyncio.sleep(0.01)
+        writer.put({"body": 5})
+        assert send.sent == [0, 1, 2, 3, 4, 5]
+
+    asyncio.run(main())
+
+
+def test_what_send_raises_reaches_the_caller() -> None:
+    async def broken(message: dict[str, Any]) -> None:
+        raise RuntimeError("no")
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError):
+            Writer(broken).put({})
+
+    asyncio.run(main())
+
+
+class Engine:
+    """As much of EngineClient as a reply uses."""
+
+    def __init__(self) -> None:
+        self.step_time = 0.0
+        self.num_ids = 0
+        self.sinks: dict[int, Any] = {}
+        self.aborted: list[int] = []
+        self.abort = self.aborted.append
+
+    def new_id(self) -> int:
+        self.num_ids += 1
+        return self.num_ids
+
+    def submit(self, message: Generate, sink: Any) -> None:
+        self.sinks[message.request_id] = sink
+
+
+class Client:
+    """The other end: what arrived, as text."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.text = ""
+        self.num_writes = 0
+        self.is_complete = False
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.num_writes += 1
+            self.text += message["body"].decode()
+            self.is_complete = not message.get("more_body", False)
+
+
+READY = Ready(
+    worker=0,
+    model="demo",
+    max_model_tokens=100,
+    vocab_size=4096,
+    num_pages=4,
+    page_tokens=16,
+    num_slots=4,
+)
+
+
+@pytest.fixture(scope="module")
+def served() -> Served:
+    return Served(load_config(None), READY)
+
+
+def opened(served, **fields: object) -> tuple[Engine, Client, Reply, Metrics]:
+    engine, client, metrics = Engine(), Client(), Metrics()
+    reply = Reply(engine, metrics, "id", client.send, quiet_s=0.05)
+    message = {"role": "user", "content": "hi"}
+    request = msgspec.convert({"messages": [message], **fields}, ChatRequest)
+    reply.open(request, served.template.prompt(request), served, seed=1)
+    return engine, client, reply, metrics
+
+
+def test_a_stream_that_waits_gets_comments_then_its_events(served) -> None:
+    async def main() -> None:
+        engine, client, reply, _ = opened(served, stream=True)
+        assert client.status == 0
+        await asyncio.sleep(0.13)
+        assert (client.status, client.text) == (200, ": keep-alive\n\n" * 2)
+        sink = engine.sinks[1]
+        sink.tokens(served.template.tokenizer.encode("hello").ids)
+        sink.finish(Finish(1, FinishReason.LENGTH))
+        sink.flush()
+        assert client.text.endswith("data: [DONE]\n\n") and client.is_complete and reply.is_over
+        text = client.text
+        await asyncio.sleep(0.1)
+        sink.flush()
+        assert client.text == text
+
+    asyncio.run(main())
+
+
+def test_a_stream_with_events_gets_no_comments(served) -> None:
+    async def main() -> None:
+        engine, client, _, _ = opened(served, stream=True)
+        for _ in range(6):
+            await asyncio.sleep(0.02)
+            engine.sinks[1].tokens(served.template.tokenizer.encode("a").ids)
+            engine.sinks[1].flush()
+        assert client.text.count("data: ") == 7 and "keep-alive" not in client.text
+
+    asyncio.run(main())
+
+
+def test_a_refusal_after_a_comment_is_an_event(served) -> None:
+    async def main() -> None:
+        engine, client, _, metrics = opened(served, stream=True, n=2)
+        await asyncio.sleep(0.07)
+        engine.sinks[1].refused(Refusal(1, RefusalKind.QUEUE_FULL, "full"))
+        engine.sinks[1].flush()
+        assert client.status == 200 and client.is_complete
+        assert '"code":"queue_full"' in client.text and client.text.endswith("data: [DONE]\n\n")
+        assert 2 in engine.aborted
+        assert metrics.rejected["queue_full"] == 1
+
+    asyncio.run(main())
+
+
+def test_one_write_a_step_however_many_choices_and_tokens(served) -> None:
+    async def main() -> None:
+        engine, client, _, _ = opened(served, stream=True, n=3)
+        for num_steps in (1, 2):
+            for sink in engine.sinks.values():
+                sink.tokens(served.template.tokenizer.encode("a b").ids)
+            for sink in engine.sinks.values():
+                sink.flush()
+            assert client.num_writes == num_steps
+        assert client.text.count("data: ") == 3 + 2 * 3
+
+    asyncio.run(main())
+
+
+def test_the_clock_starts_and_stops_where_it_should(served) -> None:
+    async def main() -> None:
+        engine, client, reply, metrics = opened(served)
+        sink = engine.sinks[1]
+        (token,) = served.template.tokenizer.encode("a").ids
+        for when, call in (
+            (1.0, lambda: sink.started(0)),
+            (3.0, lambda: sink.tokens([token])),
+            (3.5, lambda: sink.tokens([token])),
+            (4.5, lambda: (sink.tokens([token]), sink.finish(Finish(1, FinishReason.LENGTH)))),
+        ):
+            engine.step_time = reply.begun + when
+            call()
+            sink.flush()
+        assert client.status == 200 and client.is_complete
+        got = {name: h.total for name, h in metrics.histograms().items() if sum(h.counts)}
+        expected = {
+            "vllm:time_to_first_token_seconds": 3.0,
+            "vllm:inter_token_latency_seconds": 1.5,
+            "vllm:request_time_per_output_token_seconds": 0.75,
+            "vllm:e2e_request_latency_seconds": 4.5,
+            "vllm:request_queue_time_seconds": 1.0,
+            "vllm:request_inference_time_seconds": 3.5,
+            "vllm:request_prefill_time_seconds": 2.0,
+            "vllm:request_decode_time_seconds": 1.5,
+            "vllm:request_generation_tokens": 3.0,
+        }
+        assert expected == {name: pytest.approx(got[name]) for name in expected}
+
+    asyncio.run(main())
