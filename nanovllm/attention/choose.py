@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 
 import torch
 
@@ -18,7 +17,7 @@ PREFERRED = {"cuda": ("flash", "triton", "torch"), "cpu": ("torch",)}  # by devi
 
 
 def choose_backend(
-    name: str, device: torch.device, dtype: torch.dtype, layout: CacheLayout, page_tokens: int
+    name: str, device: torch.device, layout: CacheLayout, page_tokens: int
 ) -> tuple[Factory, str, str]:
     """The backend's class, its name, and why the preferred ones before it were passed over.
 
@@ -27,7 +26,7 @@ def choose_backend(
     passed_over: list[str] = []
     for candidate in PREFERRED[device.type] if name == "auto" else (name,):
         backend = resolve(BACKENDS, candidate)
-        reason = import_module(backend.__module__).supports(device, dtype, layout, page_tokens)
+        reason = backend.supports(device, layout, page_tokens)
         if reason is None:
             return backend, candidate, "; ".join(passed_over)
         passed_over.append(f"{candidate}: {reason}")

@@ -34,18 +34,16 @@ class RowGroup:
     dirt: tuple[Tensor, ...]
 
 
-def supports(
-    device: torch.device, dtype: torch.dtype, layout: CacheLayout, page_tokens: int
-) -> str | None:
-    """It always serves; a GPU would wait for it at every step."""
-    return None
-
-
 class TorchPaged:
     name = "torch"
 
     def __init__(self, caches: tuple[PagedKV, ...]) -> None:
         self.caches = caches
+
+    @staticmethod
+    def supports(device: torch.device, layout: CacheLayout, page_tokens: int) -> str | None:
+        """Always, but a GPU waits for the host at every step."""
+        return None
 
     def bind(self, batch: Batch) -> TorchAttend:
         page_tokens = self.caches[0].k_PSGA.shape[1]

@@ -104,7 +104,7 @@ def with_caches(
         kernel=recipe.kernels.sample,
     )
     backend, chosen, passed_over = choose_backend(
-        recipe.kernels.attention, device, dtype, layout, page_tokens
+        recipe.kernels.attention, device, layout, page_tokens
     )
 
     def runner_with(num_pages: int) -> Runner:

@@ -1,0 +1,82 @@
+"""How long a launch takes on a GPU, and how fast that GPU can be. Knows no kernel.
+
+Decision: launches are timed inside a CUDA graph, so that the host's pace is not measured; the graph
+goes round copies of the arguments that together exceed the L2 cache several times, because in an
+engine other layers run in between. Arguments too small for that are named warm: so they are in an
+engine, where the layer before has just written them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm_kernels.case import Args, Case, Kernel, normal
+
+CACHES = 4  # L2 sizes that a round of arguments fills, to be cold
+MOST_COPIES = 32
+LAUNCHES = 8  # per graph, at least
+REPLAYS = 15
+COPIED_BYTES = 2 << 30
+MATRIX = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    copy_bytes_per_s: float  # read and written together
+    matmul_flops: float  # bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    us: float
+    is_cold: bool
+
+
+def ceilings(device: torch.device) -> Ceilings:
+    source, target = torch.empty(2, COPIED_BYTES, dtype=torch.uint8, device=device).random_()
+    copy_us = graph_us([lambda: target.copy_(source)] * 4)
+    a, b = normal(device, 2, MATRIX, MATRIX, dtype=torch.bfloat16)
+    product = torch.empty_like(a)
+    matmul_us = graph_us([lambda: torch.mm(a, b, out=product)] * 10)
+    return Ceilings(2e6 * COPIED_BYTES / copy_us, 2e6 * MATRIX**3 / matmul_us)
+
+
+def time_case(kernel: Kernel, case: Case, device: torch.device) -> Timing:
+    copies = [case.inputs(device)]
+    wanted = CACHES * torch.cuda.get_device_properties(device).L2_cache_size
+    num_copies = min(max(1, -(-wanted // size_of(copies[0]))), MOST_COPIES)
+    copies += [case.inputs(device) for _ in range(num_copies - 1)]
+    rounds = -(-LAUNCHES // num_copies)
+    calls = [lambda args=args: kernel.run(*args) for args in copies * rounds]
+    return Timing(graph_us(calls), num_copies * size_of(copies[0]) >= wanted)
+
+
+def size_of(args: Args) -> int:
+    return sum(arg.nbytes for arg in args if isinstance(arg, torch.Tensor))
+
+
+def graph_us(calls: list[Callable[[], object]]) -> float:
+    """Median time of a call, in microseconds."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()  # compiles, and sets up library workspaces
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+    graph.replay()
+    for mark in marks[:-1]:
+        mark.record()
+        graph.replay()
+    marks[-1].record()
+    marks[-1].synchronize()
+    times_ms = [start.elapsed_time(end) for start, end in zip(marks, marks[1:], strict=False)]
+    return 1e3 * statistics.median(times_ms) / len(calls)
