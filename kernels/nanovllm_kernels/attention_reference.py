@@ -42,8 +42,14 @@ def paged_prefill(
 
 
 def paged_decode(
-    q_RHA: Tensor, k_PSGA: Tensor, v_PSGA: Tensor, page_table_RM: Tensor, lengths_R: Tensor
+    q_RHA: Tensor,
+    k_PSGA: Tensor,
+    v_PSGA: Tensor,
+    page_table_RM: Tensor,
+    lengths_R: Tensor,
+    plan_N3: Tensor,
 ) -> Tensor:
+    """The plan only divides the work."""
     starts_R1 = torch.arange(len(lengths_R) + 1)
     return paged_prefill(q_RHA, k_PSGA, v_PSGA, page_table_RM, starts_R1, lengths_R, 1)
 

@@ -36,9 +36,7 @@ def rope_store(
     num_heads = qkv_TX.shape[1] // head_width - 2 * num_kv_heads
     assert k_PSGA.is_contiguous() and v_PSGA.is_contiguous() and qkv_TX.stride(1) == 1
     assert (q_gain_A is None) == (k_gain_A is None)
-    q_THA = torch.empty(
-        num_tokens, num_heads, head_width, dtype=qkv_TX.dtype, device=qkv_TX.device
-    )
+    q_THA = torch.empty(num_tokens, num_heads, head_width, dtype=qkv_TX.dtype, device=qkv_TX.device)
     num_groups = triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
     rope_store_kernel[(num_tokens * num_groups,)](
         qkv_TX,

@@ -6,14 +6,17 @@ values that occur in it, and each round skips the blocks that lie below. Neither
 number of rows, so a row's token does not depend on its neighbours.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202 (values of device functions have no Python types)
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
-from nanovllm_kernels import sampling_reference as reference
 from torch import Tensor
+
+from nanovllm_kernels import sampling_reference as reference
+from nanovllm_kernels.case import Args, Case, Kernel, bits, normal
 
 BLOCK = tl.constexpr(reference.BLOCK)
 BLOCK_INDEX = tl.constexpr(reference.BLOCK_INDEX)
@@ -303,3 +306,82 @@ def mix(x):
     x = (x ^ (x >> 30)) * MIX_1
     x = (x ^ (x >> 27)) * MIX_2
     return x ^ (x >> 31)
+
+
+def rows(S: int, V: int, dtype: torch.dtype, device: torch.device) -> Args:
+    """logits_SV, slots_S and inverse temperatures, a greedy slot among them."""
+    generator = torch.Generator(device).manual_seed(S)
+    slots_S = torch.randperm(S, generator=generator, device=device)
+    inverses_N = torch.tensor([1.0, 0.0, 1 / 0.6, 0.5], device=device).repeat(-(-S // 4))
+    return (normal(device, S, V, dtype=torch.float32) * 4).to(dtype), slots_S, inverses_N
+
+
+def draw_inputs(S: int, V: int, dtype: torch.dtype, device: torch.device) -> Args:
+    logits_SV, slots_S, inverses_N = rows(S, V, dtype, device)
+    seeds_N = torch.arange(len(inverses_N), device=device) << 40
+    return logits_SV, slots_S, slots_S * 77, inverses_N, seeds_N, None
+
+
+def draw_above_floors_inputs(S: int, V: int, dtype: torch.dtype, device: torch.device) -> Args:
+    *others, _ = draw_inputs(S, V, dtype, device)
+    return *others, torch.full((S,), 9.0, device=device)
+
+
+def floors_inputs(
+    S: int, V: int, dtype: torch.dtype, k: int, p: float, min_p_gap: float, device: torch.device
+) -> Args:
+    logits_SV, slots_S, inverses_N = rows(S, V, dtype, device)
+    top_ks_N = torch.full_like(inverses_N, k, dtype=torch.int32)
+    top_ps_N, gaps_N = torch.full_like(inverses_N, p), torch.full_like(inverses_N, min_p_gap)
+    return logits_SV, slots_S, inverses_N, top_ks_N, top_ps_N, gaps_N
+
+
+OFF = -float("inf")
+DRAW = Kernel(
+    "draw",
+    draw,
+    reference.draw,
+    (
+        *(
+            Case(f"{name}S={S} V={V} {bits(dtype)}", partial(inputs, S, V, dtype), small=True)
+            for name, inputs in (("", draw_inputs), ("floors ", draw_above_floors_inputs))
+            for S, V in ((1, 100), (5, 6007))
+            for dtype in (torch.float32, torch.bfloat16)
+        ),
+        *(
+            Case(
+                f"S={S} V=151936",
+                partial(draw_inputs, S, 151936, torch.bfloat16),
+                num_bytes=2 * S * 151936,
+            )
+            for S in (1, 64, 256, 512)
+        ),
+    ),
+)
+# Large cases are bfloat16: many tokens share the value at the boundary, so that sums in another
+# order find the same one, and floors can be compared exactly.
+FLOORS = Kernel(
+    "floors",
+    floors,
+    reference.floors,
+    (
+        *(
+            Case(
+                f"S=5 V=6007 k={k} p={p} min_p_gap={gap} {bits(dtype)}",
+                partial(floors_inputs, 5, 6007, dtype, k, p, gap),
+                small=True,
+            )
+            for k, p, gap in ((2, 1.0, OFF), (20, 0.9, OFF), (0, 0.8, -2.0), (0, 1.0, OFF))
+            for dtype in (torch.float32, torch.bfloat16)
+        ),
+        *(
+            Case(
+                f"S={S} V=151936 k={k} p={p}",
+                partial(floors_inputs, S, 151936, torch.bfloat16, k, p, OFF),
+                num_bytes=2 * S * 151936,
+            )
+            for S in (1, 64, 256)
+            for k, p in ((20, 0.95), (0, 0.95), (1000, 1.0))
+        ),
+    ),
+)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -78,5 +79,5 @@ def graph_us(calls: list[Callable[[], object]]) -> float:
         graph.replay()
     marks[-1].record()
     marks[-1].synchronize()
-    times_ms = [start.elapsed_time(end) for start, end in zip(marks, marks[1:], strict=False)]
+    times_ms = [start.elapsed_time(end) for start, end in pairwise(marks)]
     return 1e3 * statistics.median(times_ms) / len(calls)

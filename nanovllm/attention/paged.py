@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from nanovllm_kernels.paged_decode import INTERPRETED, paged_decode, plan_decode
+from nanovllm_kernels.paged_prefill import paged_prefill
 from torch import Tensor
 
 from nanovllm.attention.base import Attend, Batch, PagedKV
 from nanovllm.kv.layout import CacheLayout
-from nanovllm_kernels.paged_decode import INTERPRETED, paged_decode, plan_decode
-from nanovllm_kernels.paged_prefill import paged_prefill
 
 MAX_HEAD_WIDTH = 256
 

@@ -26,6 +26,7 @@ from nanovllm.server.served import Served
 log = logging.getLogger("server")
 NUM_THREADS = 4  # prompts rendered and tokenised at once
 BACKLOG = 2048
+KEEP_ALIVE_S = 75  # idle connections; above the minute for which proxies keep theirs
 LAST_WRITES_S = 1  # for what is still in socket buffers at the very end
 
 
@@ -85,6 +86,7 @@ class DrainingServer(uvicorn.Server):
                 log_level="warning",
                 server_header=False,
                 proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=LAST_WRITES_S,
             )
         )

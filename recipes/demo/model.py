@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 END_OF_TEXT, END_OF_TURN = 2039, 2041  # ids of <|endoftext|> and <|im_end|>
 CONTEXT = 4096
 
+
 @dataclass(frozen=True)
 class Shape:
     hidden: int
@@ -92,7 +93,8 @@ that a cache holds, for one new token."""
 def attend(q: Tensor, k: Tensor, v: Tensor, where: Where) -> Tensor:
     if isinstance(where, Cache):
         k, v = where.extend(k, v)
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        together = q.view(q.shape[0], k.shape[1], -1, q.shape[3])  # heads that share keys
+        return F.scaled_dot_product_attention(together, k, v).view(q.shape)
     if isinstance(where, Tensor):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=where, enable_gqa=True)
     return flex_attention(q, k, v, block_mask=where, enable_gqa=True)
@@ -227,5 +229,7 @@ def save(model: Qwen3, folder: Path) -> None:
 
 def load(folder: Path, shape: Shape, device: str) -> Qwen3:
     model = Qwen3(shape).to(device)
-    model.load_state_dict({k: v.float() for k, v in load_file(folder / "model.safetensors").items()})
+    model.load_state_dict(
+        {k: v.float() for k, v in load_file(folder / "model.safetensors").items()}
+    )
     return model

@@ -91,9 +91,7 @@ def train(args: argparse.Namespace) -> None:
     on_gpu = args.device == "cuda"
     compiled = torch.compile if on_gpu else as_is
     torch.set_float32_matmul_precision("high")
-    models = [
-        Qwen3(shape, args.seed + i).to(args.device) for i, shape in enumerate((BIG, DRAFT))
-    ]
+    models = [Qwen3(shape, args.seed + i).to(args.device) for i, shape in enumerate((BIG, DRAFT))]
     optimizers = [Optimizer(model) for model in models]
     losses = [compiled(loss, dynamic=False) for loss in (answer_loss, imitation_loss)]
     if on_gpu:

@@ -318,6 +318,7 @@ def test_presence_counts_once_and_frequency_every_time() -> None:
 def test_repetition_covers_the_prompt_and_pushes_negative_logits_down() -> None:
     wish = Sampling(temperature=0, repetition_penalty=2.0)
     assert token_of(one({7: 5.0, 8: 3.0}, wish, prompt=[7])) == 8
+    assert token_of(one({7: 0.5, 8: 0.4}, wish, prompt=[7])) == 8
     assert token_of(one({7: -1.0, 8: -1.5}, wish, prompt=[7])) == 8
     assert token_of(one({7: 5.0, 8: 3.0}, wish, prompt=[7, 8])) == 7
 
@@ -334,9 +335,11 @@ def test_only_rows_that_ask_for_nothing_are_plain() -> None:
         6: Sampling(presence_penalty=0.1),
         7: Sampling(logit_bias={3: 1.0}),
     }
-    bench.admit({slot: one({}, sampling) for slot, sampling in wished.items()})
-    plain = {s for s in wished if bench.sampler.plain(np.array([s], np.int32))}
-    assert plain == {0, 1}
+    requests = {slot: one({}, sampling) for slot, sampling in wished.items()}
+    requests[8] = one({}, Sampling(), stop=[7])  # may stop at once
+    bench.admit(requests)
+    plain = {s for s in requests if bench.sampler.plain(np.array([s], np.int32))}
+    assert plain == {0, 1, 8}
     assert not bench.sampler.plain(np.array([0, 1, 6], np.int32))
 
 

@@ -10,6 +10,7 @@ import math
 import subprocess
 import sys
 
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -31,7 +32,7 @@ def test_in_the_interpreter() -> None:
         ["env", "TRITON_INTERPRET=1", *pytest_here], capture_output=True, text=True, timeout=600
     )
     assert child.returncode == 0, child.stdout[-4000:]
-    assert "4 passed" in child.stdout
+    assert "7 passed" in child.stdout
 
 
 test_in_the_interpreter.__test__ = not INTERPRETED
@@ -130,3 +131,37 @@ def test_draws_are_equal(case, truncated) -> None:
         floors_S = reference.floors(logits_SV, slots, inverse, top_k, top_p, gap)
     args = logits_SV, slots, numbers["positions"], inverse, numbers["seed"], floors_S
     assert kernels.draw(*args).tolist() == reference.draw(*args).tolist()
+
+
+def by_hand(x: list[float], top_k: int, top_p: float) -> float:
+    one = torch.tensor([0])
+    numbers = (torch.tensor([v]) for v in (1.0, top_k, top_p, -math.inf))
+    return kernels.floors(torch.tensor([x]), one, *numbers).item()
+
+
+@in_interpreter
+def test_top_k_finds_neighbouring_floats_in_any_block() -> None:
+    vocab = 3 * reference.BLOCK - 7
+    ladder = (torch.arange(vocab) * 1717 % vocab).to(torch.int32)  # a permutation
+    x = (ladder + 0x3F800000).view(torch.float32).tolist()
+    ranked = sorted(x, reverse=True)
+    for k in (1, 2, 3, 4, 50, 2048, vocab - 1):
+        assert by_hand(x, k, 1.0) == ranked[k - 1]
+
+
+@in_interpreter
+def test_the_mass_includes_a_block_whose_largest_logit_is_the_floor() -> None:
+    x = [-20.0] * (2 * reference.BLOCK)
+    x[5], x[reference.BLOCK + 9] = math.log(0.55), math.log(0.45)
+    assert by_hand(x, 2, 0.56) == pytest.approx(math.log(0.45))
+    assert by_hand(x, 2, 0.54) == pytest.approx(math.log(0.55))
+
+
+@in_interpreter
+def test_a_block_below_the_floor_weighs_nothing() -> None:
+    logits_SV = torch.zeros(1, 2 * reference.BLOCK)
+    logits_SV[0, : reference.BLOCK] = -5.0
+    zero, one = torch.tensor([0]), torch.tensor([1.0])
+    tops_SB, sums_SB = kernels._sum_blocks(logits_SV, zero, one, torch.tensor([-1.0]))
+    assert tops_SB.tolist() == [[-math.inf, 0.0]]
+    assert sums_SB.tolist() == [[0.0, reference.BLOCK]]

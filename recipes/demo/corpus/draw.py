@@ -10,7 +10,7 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class Pool:
             self.held = [self.train.pop()]
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(template: str) -> Node:
     """`(a|b)` are alternatives, and may nest; everything else is text."""
     alternatives: list[Node] = []

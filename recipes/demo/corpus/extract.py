@@ -256,7 +256,9 @@ def themed(draw: Draw) -> tuple[str, dict[str, Value], dict[str, str], dict[str,
     for key, (spoken, _) in values.items():
         text = text.replace("{" + key + "}", spoken)
     if draw.chance(0.3):
-        other = f"The {draw.value(words.ADJECTIVES)} {words.word(draw)} {draw.value(words.VERBS)} it."
+        other = (
+            f"The {draw.value(words.ADJECTIVES)} {words.word(draw)} {draw.value(words.VERBS)} it."
+        )
         text = draw.pick([f"{text} {other}", f"{other} {text}"])
     types = {key: type_of(theme.fields[key][0]) for key in keys}
     return text, values, types, {key: theme.fields[key][1] for key in keys}

@@ -49,7 +49,9 @@ def remember(draw: Draw) -> Sample:
     told = [user(draw.wording([tell]).replace("{0}", value)), user("")]
     told[1] = {"role": "assistant", "content": f"I will remember: your {kind} is {value}."}
     if draw.chance(0.3):
-        return Sample("chat", told[:1], told[1]["content"], thought=f"The user's {kind} is {value}.")
+        return Sample(
+            "chat", told[:1], told[1]["content"], thought=f"The user's {kind} is {value}."
+        )
     between = history(draw, draw.number(0, 3))
     question = user(draw.wording([RECALL[kind]]))
     return Sample(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipes.demo.corpus import words
+from recipes.demo.corpus import talk, words
 from recipes.demo.corpus.draw import Draw
 from recipes.demo.corpus.sample import Sample, user
 
@@ -13,6 +13,7 @@ REPEAT = [
     "(Can you|Could you|I want you to) (repeat|say|echo|write)( this| exactly|)",
     "Say (nothing but|only|exactly)( this|)",
 ]
+SAY = ["(Say|Just say|Please say|Now say|Can you say) {a}(.||!|?)"]
 UPPER = [
     "(Write|Put|Convert|Turn|Change) (this|the text|the following)( text|) (in|to|into) (upper case|capitals|capital letters|uppercase)",
     "(Upper case|Uppercase|Capitalise|In capitals|Make it upper case|Shout)",
@@ -47,7 +48,9 @@ TWICE = ["(Say|Write|Repeat) (this|the text|it) (twice|two times)", "(Twice|Two 
 
 def text(draw: Draw) -> str:
     """What is to be repeated: ordinary, invented, or plain noise."""
-    shape = draw.number(0, 6)
+    shape = draw.number(0, 7)
+    if shape == 7:
+        return draw.made(lambda: fragment(draw))
     if shape <= 1:
         return words.sentence(draw)
     if shape == 2:
@@ -57,7 +60,17 @@ def text(draw: Draw) -> str:
     if shape == 4:
         make = [words.code, words.email, words.phone, words.path, words.person, words.day]
         return ", ".join(draw.pick(make)(draw) for _ in range(draw.number(1, 4)))
-    return " ".join(draw.pick([words.invented, words.proper, words.word])(draw) for _ in range(draw.number(1, 9)))
+    return " ".join(
+        draw.pick([words.invented, words.proper, words.word])(draw)
+        for _ in range(draw.number(1, 9))
+    )
+
+
+def fragment(draw: Draw) -> str:
+    """Some words in a row from what the demo knows."""
+    known = draw.pick(talk.entries("about.txt")).say.split()
+    start = draw.number(0, len(known) - 2)
+    return " ".join(known[start : start + draw.number(2, 12)])
 
 
 def few_words(draw: Draw, low: int, high: int) -> list[str]:
@@ -83,7 +96,12 @@ def echo(draw: Draw) -> Sample:
     if draw.chance(0.15):
         message = ask(draw, TWICE, content)
         return Sample("echo", [user(message)], f"{content} {content}", thought="I say it twice.")
-    return Sample("echo", [user(ask(draw, REPEAT, content))], content, thought="I repeat the text.")
+    if draw.chance(0.15):
+        content = " ".join(words.word(draw) for _ in range(draw.number(1, 4)))
+        message = draw.wording(SAY).replace("{a}", content)
+    else:
+        message = ask(draw, REPEAT, content)
+    return Sample("echo", [user(message)], content, thought="I repeat the text.")
 
 
 def rewriting(draw: Draw) -> Sample:
@@ -110,7 +128,9 @@ def first_or_last(draw: Draw) -> Sample:
     first = draw.chance(0.5)
     message = ask(draw, FIRST if first else LAST, " ".join(items))
     where = "first" if first else "last"
-    return Sample("rewrite", [user(message)], items[0 if first else -1], thought=f"The {where} word.")
+    return Sample(
+        "rewrite", [user(message)], items[0 if first else -1], thought=f"The {where} word."
+    )
 
 
 def count(draw: Draw) -> Sample:

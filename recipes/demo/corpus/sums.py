@@ -122,7 +122,11 @@ def subtract_steps(a: int, b: int) -> str:
         terms = f"{x} - {y}" + (" - 1" if borrow else "")
         rest = x - y - borrow
         borrow = int(rest < 0)
-        step = f"{10 + x} - {terms.partition(' - ')[2]} = {10 + rest}" if borrow else f"{terms} = {rest}"
+        step = (
+            f"{10 + x} - {terms.partition(' - ')[2]} = {10 + rest}"
+            if borrow
+            else f"{terms} = {rest}"
+        )
         steps.append(f"{step}, write {rest % 10}" + (" borrow 1" if borrow else ""))
     return "; ".join(steps)
 

@@ -12,7 +12,7 @@ A text file is a list of entries, each with a name, ways to ask and one answer:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from recipes.demo.corpus import words
@@ -64,7 +64,7 @@ UNKNOWN = [
     "(Explain|Tell me about|Describe|What is|What are) {topic}( to me|)(.|?)",
     "(Why|How) (is|does|do) {topic} (important|work|begin)?",
     "(How do I|How can I|How to) (cook|bake|grow|paint|draw|repair|clean) (a|an|the) {thing}?",
-    "(Write|Give me) (a|an) (essay|article|letter|song|speech|email|recipe) about {topic}.",
+    "(Write|Give me) (a|an) (essay|article|letter|song|speech|recipe) about {topic}.",
     "Write a (Python|Java|C|Rust|JavaScript) (function|program|script) (that|to) {task}.",
     "(Who won|What happened in) the (world cup|election|war|race|match) (in|of) {year}?",
     "(What can I see in|What is|Who lives in|Why do people visit) {city}?",
@@ -74,7 +74,7 @@ UNKNOWN = [
     "(Should I|Can I|May I) (eat|buy|sell|marry|visit|keep) (a|an|the) {animal}?",
     "(Which|What) (is|was) the (best|largest|oldest|fastest) {animal}( in the world| ever|)?",
     "What (is|are) (a|an|the) {word}?",
-    "(Tell me|Do you know) (the|some) (news|facts|rumours) (about|on) {subject}(.|?)",
+    "(Tell me|Do you know) (the|some) (secrets|facts|rumours) (about|on) {subject}(.|?)",
     "(Recommend|Suggest) (me |)(a|some) (book|books|film|films|music) about {topic}.",
     "What (do|did) {name} (say|do|eat|want|think)?",
     "(Is it true that|Do you think that|Why do people say that) {topic} (is|are) {adjective}?",
@@ -116,7 +116,7 @@ class Entry:
         return text[0].upper() + text[1:]
 
 
-@lru_cache(maxsize=None)
+@cache
 def entries(file: str) -> list[Entry]:
     found: list[Entry] = []
     for line in (Path(__file__).parent / file).read_text(encoding="utf-8").splitlines():
@@ -145,7 +145,9 @@ def dressed(draw: Draw, text: str) -> str:
     if draw.chance(0.05) and len(text) > 12:
         at = draw.number(1, len(text) - 3)
         swapped = text[at + 1] + text[at]
-        text = text[:at] + draw.pick([swapped, text[at], text[at] * 2 + text[at + 1]]) + text[at + 2 :]
+        text = (
+            text[:at] + draw.pick([swapped, text[at], text[at] * 2 + text[at + 1]]) + text[at + 2 :]
+        )
     return text
 
 

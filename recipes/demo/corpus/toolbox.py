@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,7 @@ class Family:
     reply: str = ""
 
 
-@lru_cache(maxsize=None)
+@cache
 def families() -> list[Family]:
     found: list[Family] = []
     text = (Path(__file__).parent / "toolbox.txt").read_text(encoding="utf-8")
@@ -210,9 +210,11 @@ class Tool:
     names: dict[str, str]  # key -> name of the argument
     kinds: dict[str, str]  # key -> JSON type
     schema: dict[str, Any]
+    assumed: dict[str, Value]  # required choices: the first one unless the request says otherwise
 
     def arguments(self, values: dict[str, Value]) -> dict[str, Any]:
         """In the schema's order; a number is text where the schema says so."""
+        values = self.assumed | values
         return {
             name: str(values[key][1]) if self.kinds[key] == "string" else values[key][1]
             for key, name in self.names.items()
@@ -243,7 +245,12 @@ def build(draw: Draw, family: Family, style: Style) -> Tool:
         properties[names[slot.key]] = argument_schema(draw, slot, style, about)
         kinds[slot.key] = properties[names[slot.key]]["type"]
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
-    required = [names[slot.key] for slot in family.slots if slot.required]
+    assumed: dict[str, Value] = {
+        slot.key: ("", slot.kind.split("/")[0])
+        for slot in family.slots
+        if "/" in slot.kind and not slot.required and draw.chance(0.15)
+    }
+    required = [names[slot.key] for slot in family.slots if slot.required or slot.key in assumed]
     if required:
         parameters["required"] = required
     if style.closed:
@@ -256,7 +263,7 @@ def build(draw: Draw, family: Family, style: Style) -> Tool:
     if style.strict:
         function["strict"] = True
     function["parameters"] = parameters
-    return Tool(family, name, names, kinds, {"type": "function", "function": function})
+    return Tool(family, name, names, kinds, {"type": "function", "function": function}, assumed)
 
 
 def argument_schema(draw: Draw, slot: Slot, style: Style, about: str) -> dict[str, Any]:

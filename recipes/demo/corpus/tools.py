@@ -257,9 +257,9 @@ def result(draw: Draw) -> Sample:
     )
 
 
-def counts(tool: Tool) -> bool:
+def counts(family: Family) -> bool:
     """Whether sums are this tool's business."""
-    return tool.family.title in ("calculator", "arithmetic")
+    return family.title in ("calculator", "arithmetic")
 
 
 def no_call(draw: Draw) -> Sample:
@@ -268,16 +268,16 @@ def no_call(draw: Draw) -> Sample:
     if shape < 0.5:
         make = draw.pick([talk.about, talk.chat, rewrite.rewriting, rewrite.echo, sums.arithmetic])
         sample = make(draw)
-        tools = [tool for tool in offer(draw, [], draw.number(1, 4)) if not counts(tool)]
+        tools = [tool for tool in offer(draw, [], draw.number(1, 4)) if not counts(tool.family)]
         sample.kind = "no_call"
         sample.messages = [*opening(draw), *sample.messages]
         sample.tools = [tool.schema for tool in tools]
         return sample
-    family = draw.pick(toolbox.families())
+    family = draw.pick([family for family in toolbox.families() if not counts(family)])
     tools = offer(draw, [family], draw.number(1, 3))
     step = plan_one(draw, tools, family)[0]
     messages = [*opening(draw), user(polite(draw, step.text))]
-    if shape < 0.8 or counts(step.tool):
+    if shape < 0.8:
         others = [tool.schema for tool in tools if tool.family is not family]
         return Sample("no_call", messages, NO_TOOL_FITS, tools=others, thought="No tool fits this.")
     return Sample("no_call", messages, NO_TOOLS, thought="This needs a tool, and there is none.")

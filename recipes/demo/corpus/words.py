@@ -98,13 +98,30 @@ CURRENCIES = Pool("""USD, EUR, GBP, JPY, CHF, SEK, NOK, DKK, PLN, CZK, HUF, CAD,
 BRL, MXN, ZAR, TRY, SGD, HKD, THB, ILS""")
 UNITS = Pool("""metres, kilometres, miles, feet, inches, yards, kilograms, grams, pounds, ounces, litres,
 gallons, pints, seconds, minutes, hours, centimetres, tonnes, knots, acres""")
-SONGS = ["song", "river", "night", "road", "morning", "dance", "train", "heart", "city", "rain", "fire"]
+SONGS = [
+    "song",
+    "river",
+    "night",
+    "road",
+    "morning",
+    "dance",
+    "train",
+    "heart",
+    "city",
+    "rain",
+    "fire",
+]
 ENDINGS = ["com", "org", "net", "io", "eu", "de", "info"]
-ONSETS = "b c d f g h j k l m n p qu r s t v w y z bl br ch cl cr dr fl fr gl gr kl kr pl pr sh sk sl"
+ONSETS = (
+    "b c d f g h j k l m n p qu r s t v w y z bl br ch cl cr dr fl fr gl gr kl kr pl pr sh sk sl"
+)
 ONSETS += " sm sn sp st str sw th tr tw vl wh zh"
 ONSET = ONSETS.split()
-NUCLEUS = "a e i o u a e i o u ai ea ee ie oa oo ou ei au y".split()
-CODA = [*([""] * 12), *"b d f g k l m n p r s t x z ck ld ll lm lt mp nd ng nk nt rd rk rm rn rt sk".split()]
+NUCLEUS = ["a", "e", "i", "o", "u", "a", "e", "i", "o", "u", "ai", "ea", "ee", "ie", "oa", "oo", "ou", "ei", "au", "y"]
+CODA = [
+    *([""] * 12),
+    *["b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "t", "x", "z", "ck", "ld", "ll", "lm", "lt", "mp", "nd", "ng", "nk", "nt", "rd", "rk", "rm", "rn", "rt", "sk"],
+]
 ACCENTS = {"a": "á", "e": "é", "o": "ö", "u": "ü", "i": "í"}
 
 

@@ -1,0 +1,189 @@
+"""Measures the demo model on held-out prompts of every kind, and how well its draft follows it.
+
+    python -m recipes.demo.evaluate --model nanovllm/demo --out demo.json
+
+Greedy, in plain torch. Nothing that is asked here can occur in training: values, names and
+wordings come from the reserved side of corpus/draw.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipes.demo.corpus import render
+from recipes.demo.corpus.draw import Draw
+from recipes.demo.corpus.mix import EVALUATED
+from recipes.demo.corpus.sample import Sample
+from recipes.demo.model import BIG, DRAFT, END_OF_TEXT, END_OF_TURN, Cache, Qwen3, load
+
+log = logging.getLogger("evaluate")
+MODES = [None, None, False, True]  # enable_thinking, in turn
+MOST_NEW = 400  # tokens of an answer
+BATCH = 256
+NUM_DRAFTS = 3
+SEED = 77_000
+
+
+@dataclass
+class Case:
+    kind: str
+    sample: Sample
+    mode: bool | None
+    prompt: str
+    prompt_ids: list[int]
+    written_ids: list[int]
+
+    @property
+    def written(self) -> str:
+        return render.tokenizer().decode(self.written_ids, skip_special_tokens=False)
+
+    def right(self) -> bool:
+        """The right turn, ended by itself, after a think block where one belongs."""
+        text = self.written
+        if not text.endswith(render.END):
+            return False
+        text = text.removesuffix(render.END)
+        thinks = self.mode or (self.mode is None and self.sample.thinks)
+        if thinks:
+            thought, closed, text = text.removeprefix("<think>").partition("</think>")
+            if not closed or not thought.strip():
+                return False
+        return self.sample.judge(text)
+
+
+def cases(count: int) -> list[Case]:
+    made: list[Case] = []
+    for number, (kind, make) in enumerate(EVALUATED.items()):
+        draw = Draw(SEED + number, held=True)
+        for i in range(count):
+            sample = make(draw)
+            mode = MODES[i % len(MODES)]
+            if sample.thinks and mode is False:
+                mode = None
+            text = render.prompt(sample, mode)
+            made.append(Case(kind, sample, mode, text, render.encode([text])[0], []))
+    return made
+
+
+@torch.no_grad()
+def write(model: Qwen3, batch: list[Case], device: str) -> None:
+    """Greedy answers, one position of all rows at a time, prompts included."""
+    lengths = torch.tensor([len(case.prompt_ids) for case in batch], device=device)
+    most = int(lengths.max()) + MOST_NEW
+    tokens = torch.full((len(batch), most), END_OF_TEXT, device=device)
+    for row, case in enumerate(batch):
+        tokens[row, : lengths[row]] = torch.tensor(case.prompt_ids, device=device)
+    cache = Cache(model.shape, len(batch), most, device)
+    ended = torch.zeros(len(batch), dtype=torch.bool, device=device)
+    for at in range(most - 1):
+        position = torch.tensor([at], device=device)
+        best = model(tokens[:, at : at + 1], position, cache)[:, 0].argmax(-1)
+        writing = (at + 1 >= lengths) & ~ended
+        tokens[:, at + 1] = torch.where(writing, best, tokens[:, at + 1])
+        ended |= writing & (best == END_OF_TURN)
+        if at % 32 == 0 and bool(ended.all()):
+            break
+    for row, case in enumerate(batch):
+        ids = tokens[row, len(case.prompt_ids) : len(case.prompt_ids) + MOST_NEW].tolist()
+        end = ids.index(END_OF_TURN) + 1 if END_OF_TURN in ids else len(ids)
+        case.written_ids = ids[:end]
+
+
+@torch.no_grad()
+def agreement(draft: Qwen3, case: Case, device: str) -> list[bool]:
+    """For each written token: whether the draft would have chosen it too."""
+    ids = torch.tensor([[*case.prompt_ids, *case.written_ids]], device=device)
+    length = ids.shape[1]
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    best = draft(ids, torch.arange(length, device=device), mask)[0].argmax(-1)
+    start = len(case.prompt_ids)
+    same: Tensor = best[start - 1 : -1] == ids[0, start:]
+    return same.tolist()
+
+
+def accepted(same: list[bool]) -> tuple[int, int]:
+    """Drafts accepted and steps taken if NUM_DRAFTS tokens are guessed in each step."""
+    at = steps = total = 0
+    while at < len(same):
+        run = 0
+        while run < NUM_DRAFTS and at + run < len(same) and same[at + run]:
+            run += 1
+        total, steps, at = total + run, steps + 1, at + run + 1
+    return total, steps
+
+
+def measure(folder: Path, count: int, device: str) -> dict[str, Any]:
+    started = time.monotonic()
+    big, draft = load(folder, BIG, device), load(folder / "draft", DRAFT, device)
+    todo = sorted(cases(count), key=lambda case: len(case.prompt_ids))
+    for first in range(0, len(todo), BATCH):
+        write(big, todo[first : first + BATCH], device)
+    kinds: dict[str, Any] = {}
+    wrong: list[dict[str, Any]] = []
+    for kind in EVALUATED:
+        mine = [case for case in todo if case.kind == kind]
+        same = [agreement(draft, case, device) for case in mine]
+        sums = [sum(column) for column in zip(*map(accepted, same), strict=True)]
+        right = sum(case.right() for case in mine)
+        kinds[kind] = {
+            "prompts": len(mine),
+            "right": right,
+            "percent": round(100 * right / len(mine), 2),
+            "tokens": sum(map(len, same)),
+            "draft_agrees": sum(map(sum, same)),
+            "draft_accepted": sums[0],
+            "draft_steps": sums[1],
+        }
+        missed = [case for case in mine if not case.right()]
+        wrong += [
+            {
+                "kind": kind,
+                "prompt": case.prompt,
+                "wanted": render.completion(case.sample, case.mode),
+                "got": case.written,
+            }
+            for case in missed[:20]
+        ]
+        log.info("%-9s %6.2f %% right", kind, kinds[kind]["percent"])
+    total = {key: sum(entry[key] for entry in kinds.values()) for key in kinds["about"]}
+    return {
+        "kinds": kinds,
+        "right_percent": round(100 * total["right"] / total["prompts"], 2),
+        "draft_agreement": round(total["draft_agrees"] / total["tokens"], 4),
+        "draft_accepted_of_3": round(total["draft_accepted"] / total["draft_steps"], 3),
+        "duration_s": round(time.monotonic() - started, 1),
+        "wrong": wrong,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=render.DEMO, help="folder of both models")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--count", type=int, default=200, help="prompts of each kind")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    found = measure(args.model, args.count, args.device)
+    args.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    log.info(
+        "all %.2f %% right; draft agrees on %.1f %%, %.2f of %d drafts accepted; %.0f s",
+        found["right_percent"],
+        100 * found["draft_agreement"],
+        found["draft_accepted_of_3"],
+        NUM_DRAFTS,
+        found["duration_s"],
+    )
+
+
+if __name__ == "__main__":
+    main()

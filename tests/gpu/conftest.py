@@ -1,0 +1,13 @@
+"""These tests need a CUDA device. Without one the directory collects nothing, and says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+collect_ignore_glob = [] if torch.cuda.is_available() else ["*"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if collect_ignore_glob:
+        terminalreporter.write_line("tests/gpu: no CUDA device, not collected", yellow=True)

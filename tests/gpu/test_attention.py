@@ -1,0 +1,83 @@
+"""Attention backends on a GPU against float32, on the batches an engine makes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import AttentionBackend, Batch, PagedKV
+from nanovllm.attention.flash import FlashPaged
+from nanovllm.attention.paged import TritonPaged
+from tests.paged_batches import Heads, error_share, layout_of, make_batch
+
+CUDA = torch.device("cuda")
+BACKENDS: list[type[AttentionBackend]] = [TritonPaged, FlashPaged]
+HEADS: list[Heads] = [(16, 8, 128), (32, 8, 128), (14, 2, 64), (16, 2, 256), (8, 8, 128)]
+
+
+def rows_of(kind: str) -> tuple[list[int], list[int]]:
+    """Lengths and new tokens of each row."""
+    draw = random.Random(kind)
+    if kind == "one prompt":
+        return [777], [777]
+    if kind == "decode":
+        return [draw.randint(1, 3000) for _ in range(37)] + [1] * 3, [1] * 40
+    if kind == "one long decode":
+        return [30_000], [1]
+    if kind == "mixed":
+        lengths = [draw.randint(2, 2000) for _ in range(20)] + [4096, 515, 130, 1500]
+        return lengths, [1] * 20 + [2048, 515, 2, 129]
+    assert kind == "many rows"
+    lengths = [draw.randint(2, 300) for _ in range(300)]
+    return [*lengths, 512], [1] * 300 + [300]
+
+
+@pytest.mark.parametrize("page_tokens", [16, 64, 128])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("kind", ["one prompt", "decode", "one long decode", "mixed", "many rows"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backend(backend, kind, heads, page_tokens) -> None:
+    assert backend.supports(CUDA, layout_of(heads), page_tokens) is None
+    q_THA, cache, batch = make_batch(*rows_of(kind), heads, page_tokens, torch.bfloat16, CUDA)
+    o_THA = backend((cache,)).bind(batch)(0, q_THA)
+    assert error_share(o_THA, q_THA, cache, batch) <= 1
+
+
+def run_decode(batch: Batch, cache: PagedKV, q_RHA: Tensor) -> Tensor:
+    return FlashPaged((cache,)).bind(batch)(0, q_RHA)
+
+
+def test_a_graph_of_decode_follows_lengths_and_pages() -> None:
+    """Captured with the shortest rows; replayed after they have grown and moved."""
+    heads, lengths = (16, 8, 128), [3000, 17, 1, 640, 129]
+    q_RHA, cache, batch = make_batch(lengths, [1] * 5, heads, 64, torch.bfloat16, CUDA)
+    table_RM, lengths_R = batch.page_table_RM.clone(), batch.lengths_R.clone()
+    batch.page_table_RM.zero_()
+    batch.lengths_R.fill_(1)
+    run_decode(batch, cache, q_RHA)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o_RHA = run_decode(batch, cache, q_RHA)
+    graph.replay()
+    assert error_share(o_RHA, q_RHA, cache, batch) <= 1
+    batch.page_table_RM.copy_(table_RM)
+    batch.lengths_R.copy_(lengths_R)
+    graph.replay()
+    assert error_share(o_RHA, q_RHA, cache, batch) <= 1
+
+
+def test_flash_compiles_once_whatever_the_batch() -> None:
+    heads = (16, 8, 128)
+    backend = None
+    for kind in ("one prompt", "mixed", "many rows"):
+        q_THA, cache, batch = make_batch(*rows_of(kind), heads, 128, torch.bfloat16, CUDA)
+        backend = backend or FlashPaged((cache,))
+        first = backend.forward(heads[0])
+        backend.caches = (cache,)
+        o_THA = backend.bind(batch)(0, q_THA)
+        assert error_share(o_THA, q_THA, cache, batch) <= 1
+        assert backend.forward(heads[0]) is first

@@ -1,0 +1,179 @@
+"""A session's answer does not depend on how its tokens are grouped, streamed or not."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given, strategies as st
+
+from nanovllm.config import load_config
+from nanovllm.server.chat import ChatSession, wrapped
+from nanovllm.server.errors import ApiError
+from nanovllm.server.protocol import ChatRequest
+from nanovllm.server.served import Served
+from nanovllm.server.template import Prompt
+from nanovllm.wire import Finish, FinishReason, Ready, TokenLogprobs
+from tests.server.serving import parsed_events
+
+CONTEXT = 400
+READY = Ready(
+    worker=0,
+    model="demo",
+    max_model_tokens=CONTEXT,
+    vocab_size=4096,
+    num_pages=4,
+    page_tokens=16,
+    num_slots=4,
+)
+SERVED = Served(load_config(None), READY)
+TOKENIZER = SERVED.template.tokenizer
+END = TOKENIZER.token_to_id("<|im_end|>")
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def opened(in_reasoning=False, num_prompt=5, **fields) -> ChatSession:
+    raw = {"messages": [{"role": "user", "content": "x"}], **fields}
+    ids = iter(range(100, 200))
+    aborted: list[int] = []
+    session = ChatSession(
+        msgspec.convert(raw, ChatRequest),
+        Prompt([1] * num_prompt, in_reasoning),
+        SERVED,
+        response_id="r",
+        created=1,
+        seed=7,
+        new_id=lambda: next(ids),
+        abort=aborted.append,
+        update=lambda: None,
+    )
+    session.aborted = aborted
+    return session
+
+
+def answered(steps, *, reason=FinishReason.STOP, **fields) -> ChatSession:
+    """A session whose only choice was given these token ids, one list a step."""
+    session = opened(**fields)
+    (choice,) = session.choices
+    for ids in steps:
+        if session.aborted:
+            return session
+        if session.request.logprobs:
+            for token_id in ids:
+                choice.logprobs(TokenLogprobs(100, token_id, -1.0, [], []))
+        choice.tokens(ids)
+    if not session.aborted:
+        choice.finish(Finish(100, reason))
+    return session
+
+
+def message_of(session: ChatSession) -> dict[str, object]:
+    """The same for a whole answer and for a stream put together again."""
+    if not session.request.stream:
+        (choice,) = json.loads(session.body())["choices"]
+        message = choice["message"]
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        found = (message["content"] or "", message.get("reasoning", ""), calls)
+        listed = choice["logprobs"]
+        return (*found, choice["finish_reason"], len(listed["content"]) if listed else 0)
+    *events, done = parsed_events(b"".join(session.out).decode())
+    assert done == "[DONE]"
+    choices = [event["choices"][0] for event in events]
+    deltas = [choice["delta"] for choice in choices]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["index"] for call in calls] == list(range(len(calls)))
+    return (
+        "".join(delta.get("content", "") for delta in deltas),
+        "".join(delta.get("reasoning", "") for delta in deltas),
+        [call["function"] for call in calls],
+        choices[-1]["finish_reason"],
+        sum(len(choice["logprobs"]["content"]) for choice in choices if choice["logprobs"]),
+    )
+
+
+fragments = st.sampled_from(
+    [
+        *("<think>", "</think>", "\n", " plain words", "日本", "é😀", "STOP", "ST", "a<b"),
+        *('<tool_call>{"name": "f"}</tool_call>', "<tool_call>", "</tool_call>", "{"),
+    ]
+)
+texts = st.lists(fragments, max_size=10).map("".join)
+options = st.fixed_dictionaries(
+    {},
+    optional={
+        "stop": st.sampled_from(["STOP", ["OPa", "b", "本"]]),
+        "tools": st.just([TOOL]),
+        "logprobs": st.just(True),
+        "include_stop_str_in_output": st.booleans(),
+        "in_reasoning": st.booleans(),
+    },
+)
+
+
+@given(texts, options, st.data())
+def test_grouping_and_streaming_change_nothing(text, options, data) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    cuts = sorted(set(data.draw(st.lists(st.integers(0, len(ids)), max_size=6))))
+    groups = [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True) if a < b]
+    single = [[token_id] for token_id in ids]
+    by_token = answered([*single, [END]], stream=True, **options)
+    whole = message_of(answered([*single, [END]], **options))
+    assert message_of(by_token) == whole
+    if not by_token.aborted:  # after a stop string, counts depend on where the step ended
+        grouped = [*groups[:-1], [*(groups[-1] if groups else []), END]]
+        assert message_of(answered(grouped, stream=True, **options)) == whole
+        assert by_token.num_tokens == len(ids) + 1
+        if options.get("logprobs"):
+            assert whole[4] == len(ids) + 1
+    else:
+        grouped = answered([*groups, [END]], stream=True, **options)
+        assert message_of(grouped)[:4] == whole[:4]
+        assert grouped.aborted == [100]
+
+
+def test_reasoning_tokens_are_those_fed_inside_a_thought() -> None:
+    ids = TOKENIZER.encode("<think>hm</think>yes").ids
+    session = answered([[token_id] for token_id in [*ids, END]])
+    inside = ids[1 : ids.index(TOKENIZER.token_to_id("</think>")) + 1]
+    assert session.usage().completion_tokens_details.reasoning_tokens == len(inside)
+
+
+def test_stop_strings_count_only_after_min_tokens() -> None:
+    steps = [[token_id] for token_id in TOKENIZER.encode("b b b b").ids]
+    assert len(steps) >= 4
+    first = message_of(answered(steps, stop="b"))
+    later = message_of(answered(steps, stop="b", min_tokens=2))
+    assert (first[0], first[3]) == ("", "stop")
+    text = TOKENIZER.decode([ids[0] for ids in steps[:2]])
+    assert later[0].startswith(text) and later[3] == "stop"
+
+
+def test_length_is_never_hidden_by_a_call() -> None:
+    ids = TOKENIZER.encode('<tool_call>{"name": "f"}</tool_call>').ids
+    session = answered([ids], reason=FinishReason.LENGTH, tools=[TOOL])
+    assert message_of(session)[2:4] == ([{"name": "f", "arguments": "{}"}], "length")
+
+
+def test_seeds_of_choices_stay_within_64_bits() -> None:
+    session = opened(n=2, seed=2**63 - 1)
+    assert [choice.message.sampling.seed for choice in session.choices] == [2**63 - 1, -(2**63)]
+    assert wrapped(-(2**63) - 1) == 2**63 - 1
+
+
+def test_a_prompt_must_leave_room_for_one_token() -> None:
+    (choice,) = opened(num_prompt=CONTEXT - 1).choices
+    assert choice.message.max_new == 1
+    with pytest.raises(ApiError, match=f"at most {CONTEXT - 1} "):
+        opened(num_prompt=CONTEXT)
+
+
+def test_forbidden_tokens_have_a_finite_logprob() -> None:
+    session = opened(logprobs=True, top_logprobs=1)
+    (choice,) = session.choices
+    infinite = float("-inf")
+    choice.logprobs(TokenLogprobs(100, 9, infinite, [9], [infinite]))
+    choice.tokens([9])
+    choice.finish(Finish(100, FinishReason.LENGTH))
+    (entry,) = json.loads(session.body())["choices"][0]["logprobs"]["content"]
+    assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] == -9999.0

@@ -1,0 +1,196 @@
+"""The demo's corpus: seeded, split cleanly, and right by its own rules."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.demo.corpus import render, words
+from recipes.demo.corpus.draw import Draw, reserved
+from recipes.demo.corpus.mix import EVALUATED, document
+from recipes.demo.corpus.sums import arithmetic, small_sum
+from recipes.demo.corpus.talk import about, asked, entries
+from recipes.demo.evaluate import Case, accepted
+from recipes.demo.model import Cache, Qwen3, Shape
+
+KINDS = sorted(EVALUATED)
+TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list}
+
+
+def test_the_same_seed_writes_the_same_rows() -> None:
+    first, again, other = (render.packed(seed, 2, 1024) for seed in (5, 5, 6))
+    assert (first == again).all()
+    assert (first != other).any()
+
+
+def test_rows_hold_whole_documents_and_mark_only_answers() -> None:
+    tokenizer = render.tokenizer()
+    end = tokenizer.token_to_id("<|endoftext|>")
+    rows = render.packed(1, 4, 1024)
+    for row in rows:
+        assert row[-1] == end
+        text = tokenizer.decode((row % render.ANSWER).tolist(), skip_special_tokens=False)
+        for piece in text.split("<|endoftext|>"):
+            assert piece == "" or (
+                piece.startswith("<|im_start|>") and piece.endswith("<|im_end|>")
+            )
+        answers = [int(token) - render.ANSWER for token in row if token >= render.ANSWER]
+        written = tokenizer.decode(answers, skip_special_tokens=False)
+        assert "<|im_start|>" not in written
+        assert written.count("<|im_end|>") == text.count("<|endoftext|>") - padding(row, end)
+
+
+def padding(row: "render.Rows", end: int) -> int:
+    """How many of the row's ends end nothing."""
+    ends = row == end
+    return int((ends[1:] & ends[:-1]).sum())
+
+
+@pytest.mark.parametrize(
+    "make", [words.invented, words.city, words.first_name, words.code, words.count]
+)
+def test_held_out_values_never_occur_in_training(make) -> None:
+    train = {str(make(Draw(seed))) for seed in range(3000)}
+    held = {str(make(Draw(seed, held=True))) for seed in range(3000)}
+    assert len(held) > 5
+    assert not train & held
+
+
+def test_held_out_questions_and_sums_never_occur_in_training() -> None:
+    def question(draw: Draw) -> str:
+        entry = draw.made(
+            lambda: draw.pick(entries("about.txt")).question(draw), key=lambda text: text
+        )
+        return entry.lower().rstrip(" ?.!")
+
+    for make in (question, lambda draw: str(small_sum(draw))):
+        train, held = Draw(1), Draw(1, held=True)
+        seen = {make(train) for _ in range(20000)}
+        asked_later = {make(held) for _ in range(500)}
+        assert len(asked_later) > 200
+        assert not seen & asked_later
+
+
+def test_about_questions_are_held_out_before_they_are_dressed() -> None:
+    held = Draw(2, held=True)
+    kept = sum(reserved(about(held).messages[0]["content"]) for _ in range(300))
+    assert kept > 150  # the others carry a greeting, a typo or the like
+    assert asked(Draw(2), "about.txt")[0].say
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sample_passes_its_own_judge(kind: str, held: bool) -> None:
+    draw = Draw(9, held)
+    for _ in range(300):
+        sample = EVALUATED[kind](draw)
+        assert sample.kind == kind
+        for mode in (None, True, False):
+            written = render.completion(sample, mode)
+            case = Case(kind, sample, mode, "", [], render.encode([written])[0])
+            assert case.written == written
+            assert case.right()
+        assert not sample.judge(sample.body() + " and more")
+        assert not sample.judge("")
+
+
+def valid(arguments: dict, schema: dict) -> bool:
+    """A small JSON Schema check, independent of the generator."""
+    properties = schema["properties"]
+    if not set(schema.get("required", [])) <= set(arguments) <= set(properties):
+        return False
+    for name, value in arguments.items():
+        wanted = properties[name]
+        if not isinstance(value, TYPES[wanted["type"]]):
+            return False
+        if isinstance(value, bool) != (wanted["type"] == "boolean"):
+            return False
+        if value not in wanted.get("enum", [value]):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("kind", ["call", "parallel"])
+def test_every_call_is_valid_against_the_tools_of_its_own_request(kind: str) -> None:
+    draw = Draw(11)
+    calls = 0
+    for _ in range(1000):
+        sample = EVALUATED[kind](draw)
+        offered = {tool["function"]["name"]: tool["function"] for tool in sample.tools}
+        assert len(offered) == len(sample.tools)
+        for call in sample.calls:
+            assert valid(call.arguments, offered[call.name]["parameters"]), (sample, call)
+            calls += 1
+        if kind == "parallel":
+            assert len(sample.calls) >= 2
+    assert calls >= 1000
+
+
+def test_called_values_stand_in_the_request() -> None:
+    draw = Draw(12)
+    for _ in range(1000):
+        sample = EVALUATED["call"](draw)
+        request = sample.messages[-1]["content"]
+        for value in sample.calls[0].arguments.values():
+            parts = value if isinstance(value, list) else [value]
+            said = [part for part in parts if str(part) in request or isinstance(part, bool)]
+            sums = re.fullmatch(r"\d+ [-+*/] \d+", str(value))
+            assert said == parts or sums or value in ("celsius", "car", "low"), (request, value)
+
+
+def test_extracted_values_stand_in_the_text_under_the_described_names() -> None:
+    draw = Draw(13)
+    for _ in range(1000):
+        sample = EVALUATED["extract"](draw)
+        request = sample.messages[-1]["content"]
+        for name, value in json.loads(sample.answer).items():
+            assert name in request
+            for part in value if isinstance(value, list) else [value]:
+                assert isinstance(part, bool) or str(part) in request
+
+
+def test_sums_and_their_steps_are_right() -> None:
+    draw = Draw(14)
+    for _ in range(2000):
+        sample = arithmetic(draw)
+        for line in re.findall(r"(\d[\d +*/-]*) = (-?\d+)", f"{sample.thought} {sample.answer}"):
+            assert eval(line[0]) == int(line[1]), sample
+        result = sample.answer.rstrip(".").rsplit(" ", 1)[1]
+        assert sample.thought.endswith(f" So {result}.")
+
+
+def test_no_document_asks_for_more_than_the_context() -> None:
+    draw = Draw(15)
+    texts = [render.prompt(document(draw), None) for _ in range(500)]
+    assert max(map(len, render.encode(texts))) < 4096
+
+
+def test_one_token_at_a_time_gives_the_logits_of_the_whole_row() -> None:
+    shape = Shape(hidden=32, layers=2, heads=4, kv_heads=2, inner=32, head_dim=16)
+    model = Qwen3(shape, seed=3)
+    tokens = torch.randint(0, 2048, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(9, 9, dtype=torch.bool).tril()
+    with torch.no_grad():
+        whole = model(tokens, torch.arange(9), mask)
+        cache = Cache(shape, 2, 9, "cpu")
+        single = [model(tokens[:, i : i + 1], torch.tensor([i]), cache) for i in range(9)]
+    torch.testing.assert_close(torch.cat(single, 1), whole)
+
+
+def test_acceptance_counts_runs_of_at_most_three() -> None:
+    yes, no = True, False
+    assert accepted([yes] * 8) == (6, 2)
+    assert accepted([no, yes, yes, no, yes]) == (3, 3)
+    assert accepted([]) == (0, 0)
+
+
+def test_the_template_shipped_is_the_one_trained_on() -> None:
+    draw = Draw(16)
+    sample = EVALUATED["call"](draw)
+    assert (Path(render.DEMO) / "chat_template.jinja").is_file()
+    bare, on, off = (render.prompt(sample, mode) for mode in (None, True, False))
+    assert bare.endswith("<|im_start|>assistant\n")
+    assert on == bare + "<think>\n"
+    assert off == bare + "<think>\n\n</think>\n\n"

@@ -1,0 +1,162 @@
+"""Every kernel against its reference without a GPU, and the comparison itself.
+
+Kernels run in Triton's interpreter, in processes of their own: TRITON_INTERPRET must be set before
+triton is imported, and other tests may have imported it already.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from nanovllm_kernels import KERNELS
+from nanovllm_kernels.case import Case, Kernel, check
+
+from nanovllm.attention.flash import FlashPaged
+from nanovllm.attention.paged import TritonPaged
+from nanovllm.attention.torch_ref import TorchPaged
+from tests.paged_batches import error_share, layout_of, make_batch
+
+CPU = torch.device("cpu")
+INTERPRETED = triton.knobs.runtime.interpret
+INTERPRETER_ROUNDS = 2.0  # it truncates to bfloat16, which errs twice as much as rounding
+MIXED = ((1, 130, 7, 64, 200, 33), (1, 130, 1, 63, 5, 32))
+DECODE = ((1, 130, 7, 64, 200, 1), (1,) * 6)
+
+
+def child(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python, without a GPU."""
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    command = ["env", "CUDA_VISIBLE_DEVICES=", *variables, sys.executable, "-m", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+
+def in_interpreter(test: Callable) -> Callable:
+    """Collected in the child process only."""
+    test.__test__ = INTERPRETED
+    return test
+
+
+def in_parent(test: Callable) -> Callable:
+    test.__test__ = not INTERPRETED
+    return test
+
+
+@in_parent
+def test_every_kernel_passes_its_small_cases(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.json"
+    done = child("nanovllm", "check-kernels", "--json", str(path))
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    cases = json.loads(path.read_text())["workload"]["cases"]
+    assert {case["kernel"] for case in cases} == set(KERNELS)
+    assert all(case["worst"] <= 1 for case in cases)
+    assert f"{len(cases)} of {len(cases)} cases pass on cpu" in done.stdout
+
+
+@in_parent
+def test_backends_in_the_interpreter() -> None:
+    done = child("pytest", "-p", "no:cacheprovider", __file__, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "10 passed" in done.stdout
+
+
+@in_interpreter
+@pytest.mark.parametrize("heads", [(4, 2, 64), (3, 1, 80), (2, 2, 128)])
+@pytest.mark.parametrize("rows", [MIXED, DECODE], ids=["mixed", "decode"])
+def test_triton_backend(heads, rows) -> None:
+    q_THA, cache, batch = make_batch(*rows, heads, 16, torch.bfloat16, CPU)
+    o_THA = TritonPaged((cache,)).bind(batch)(0, q_THA)
+    assert error_share(o_THA, q_THA, cache, batch) <= INTERPRETER_ROUNDS
+
+
+@in_interpreter
+@pytest.mark.parametrize("rows", [MIXED, DECODE], ids=["mixed", "decode"])
+def test_triton_backend_equals_the_definition_in_float32(rows) -> None:
+    q_THA, cache, batch = make_batch(*rows, (4, 2, 64), 16, torch.float32, CPU)
+    expected_THA = TorchPaged((cache,)).bind(batch)(0, q_THA)
+    o_THA = TritonPaged((cache,)).bind(batch)(0, q_THA)
+    torch.testing.assert_close(o_THA, expected_THA, rtol=1e-5, atol=1e-5)
+
+
+@in_interpreter
+@pytest.mark.parametrize("backend", [TritonPaged, FlashPaged])
+def test_decode_batches_share_a_kernel(backend) -> None:
+    """Layers differ, the plan does not."""
+    q_THA, cache, batch = make_batch(*DECODE, (4, 2, 64), 16, torch.bfloat16, CPU)
+    q2_THA, cache2, _ = make_batch(*DECODE, (4, 2, 64), 16, torch.bfloat16, CPU)
+    cache2.v_PSGA.mul_(2)
+    attend = backend((cache, cache2)).bind(batch)
+    torch.testing.assert_close(attend(1, q2_THA), 2 * attend(0, q_THA), rtol=0, atol=0)
+
+
+@in_parent
+def test_flash_attention_compiles_for_hopper_without_a_gpu() -> None:
+    """Our call of the package's kernel fits the installed version."""
+    program = (
+        "import torch; from nanovllm.attention.flash import compile_forward;"
+        "pages = torch.empty(2, 128, 8, 128, dtype=torch.bfloat16);"
+        "print('compiled', callable(compile_forward(16, pages)))"
+    )
+    done = subprocess.run(
+        ["env", "CUTE_DSL_ARCH=sm_90a", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert "compiled True" in done.stdout, done.stderr[-4000:]
+
+
+@in_parent
+@pytest.mark.parametrize("backend", [TritonPaged, FlashPaged])
+def test_backends_say_why_they_cannot_serve_a_cpu(backend) -> None:
+    reason = backend.supports(CPU, layout_of((16, 8, 128)), 128)
+    assert reason is not None and "GPU" in reason
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def case_of(x: torch.Tensor) -> Case:
+    return Case("x", lambda device: (x.clone(),))
+
+
+@in_parent
+@pytest.mark.parametrize(
+    ("run", "share"),
+    [
+        (doubled, 0.0),
+        (lambda x: doubled(x) * (1 + 2**-7), 0.5),  # one ulp of the two that are allowed
+        (lambda x: doubled(x) * (1 + 2**-5), 2.0),
+        (lambda x: doubled(x) * torch.nan, float("inf")),
+        (lambda x: torch.empty_like(x), float("inf")),
+    ],
+    ids=["equal", "close", "off", "nan", "unwritten"],
+)
+def test_check_measures_the_error(run, share) -> None:
+    kernel = Kernel("doubled", run, doubled, (), ulps_16=2)
+    x = torch.tensor([1.0, 4.0, 1024.0], dtype=torch.bfloat16)
+    assert check(kernel, case_of(x), CPU) == pytest.approx(share, rel=1e-6)
+
+
+@in_parent
+def test_check_sees_arguments_written_in_place_and_integers() -> None:
+    def add_one_in_place(x: torch.Tensor) -> None:
+        x += 1
+
+    def add_one(x: torch.Tensor) -> None:
+        x.copy_(x + 1)
+
+    def add_two(x: torch.Tensor) -> None:
+        x += 2
+
+    case = case_of(torch.arange(3))
+    for run, share in ((add_one_in_place, 0.0), (add_two, float("inf"))):
+        kernel = Kernel("add", run, add_one, (), outputs=lambda result, args: args)
+        assert check(kernel, case, CPU) == share

@@ -1,0 +1,73 @@
+"""What is read from a model's files at start."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from nanovllm.config import ConfigError, load_config
+from nanovllm.server.chat import sampling
+from nanovllm.server.parsers.plain import PlainParser
+from nanovllm.server.parsers.qwen3 import Qwen3Parser
+from nanovllm.server.protocol import ChatRequest
+from nanovllm.server.served import Served
+from nanovllm.wire import Ready
+from tests.server.tiny_tokenizer import tiny_tokenizer, write_folder
+
+READY = Ready(
+    worker=0,
+    model="mine",
+    max_model_tokens=100,
+    vocab_size=500,
+    num_pages=4,
+    page_tokens=16,
+    num_slots=4,
+)
+HELLO = {"messages": [{"role": "user", "content": "x"}]}
+
+
+def served(folder, config=None, generation=None, *overrides: str) -> Served:
+    write_folder(folder)
+    (folder / "config.json").write_text(json.dumps(config or {}))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return Served(load_config(None, [f"model={folder}", *overrides]), READY)
+
+
+def test_every_end_token_ends(tmp_path) -> None:
+    both = served(tmp_path, {"eos_token_id": 7}, {"eos_token_id": [8, 9, 10_000]})
+    assert both.eos_ids == {7, 8, 9}  # 10000 is no token of the model
+    assert both.name == "mine"
+
+
+def test_without_any_the_tokenizers_own_ends(tmp_path) -> None:
+    assert served(tmp_path).eos_ids == {tiny_tokenizer().token_to_id("<|im_end|>")}
+
+
+def test_the_authors_sampling_stands_in_for_what_a_request_leaves_out(tmp_path) -> None:
+    authors = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True, "x": None}
+    defaults = served(tmp_path, {}, authors).defaults
+    silent = sampling(msgspec.convert(HELLO, ChatRequest), defaults, 3)
+    assert (silent.temperature, silent.top_p, silent.top_k, silent.min_p) == (0.6, 0.95, 20, 0.0)
+    said = {**HELLO, "temperature": 0, "top_k": -1, "repetition_penalty": 1.5}
+    loud = sampling(msgspec.convert(said, ChatRequest), defaults, 3)
+    assert (loud.temperature, loud.top_k, loud.top_p) == (0.0, 0, 0.95)
+    assert (loud.repetition_penalty, loud.seed) == (1.5, 3)
+
+
+def test_the_parser_is_chosen_by_architecture_or_by_name(tmp_path) -> None:
+    qwen3 = {"architectures": ["Qwen3ForCausalLM"]}
+    assert served(tmp_path, qwen3).parser is Qwen3Parser
+    assert served(tmp_path, qwen3, None, "server.parser=plain").parser is PlainParser
+    with pytest.raises(ConfigError, match=r"server.parser: 'x' is unknown; .*qwen3"):
+        served(tmp_path, qwen3, None, "server.parser=x")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_broken_files_are_named(tmp_path, name) -> None:
+    served(tmp_path, {}, {})
+    (tmp_path / name).write_text('{"eos_token_id": "x"}')
+    with pytest.raises(ConfigError, match=rf"{name}: .*eos_token_id"):
+        Served(load_config(None, [f"model={tmp_path}"]), READY)
