@@ -119,7 +119,8 @@ class Attention(nn.Module):
         )
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
         out = attend(q, k, v, where)
-        return self.o_proj(out.transpose(1, 2).reshape(rows, length, -1))
+        joined: Tensor = self.o_proj(out.transpose(1, 2).reshape(rows, length, -1))
+        return joined
 
 
 class MLP(nn.Module):
@@ -130,7 +131,8 @@ class MLP(nn.Module):
         self.down_proj = linear(shape.inner, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class Block(nn.Module):
@@ -143,7 +145,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], where: Where) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, where)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return x  # noqa: RET504
 
 
 class Trunk(nn.Module):

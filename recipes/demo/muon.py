@@ -29,8 +29,8 @@ def orthogonal(x: Tensor) -> Tensor:
 
 class Optimizer:
     def __init__(self, model: nn.Module) -> None:
-        groups: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
-        others = []
+        groups: dict[torch.Size, list[Tensor]] = defaultdict(list)
+        others: list[Tensor] = []
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2 and "embed" not in name:
                 groups[parameter.shape].append(parameter)
@@ -47,7 +47,7 @@ class Optimizer:
     def step(self, pace: float) -> None:
         """One step with `pace` of the full learning rates; clears the gradients."""
         for matrices, momentum in self.groups:
-            gradient = torch.stack([matrix.grad for matrix in matrices])
+            gradient = torch.stack([m.grad for m in matrices if m.grad is not None])
             momentum.lerp_(gradient, 1 - MOMENTUM)
             update = orthogonal(gradient.lerp(momentum, MOMENTUM)).float()
             rows, columns = update.shape[1:]

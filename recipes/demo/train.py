@@ -12,7 +12,7 @@ import argparse
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def quiet_worker() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def batches(args: argparse.Namespace) -> Iterator[render.Rows]:
+def batches(args: argparse.Namespace) -> Generator[render.Rows, None, None]:
     """Fresh rows for every step, in an order that only the seed decides."""
     jobs = ((args.seed * 1_000_000 + i, args.length) for i in range(args.steps * args.rows))
     with get_context("fork").Pool(args.workers, quiet_worker) as pool:

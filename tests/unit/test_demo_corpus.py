@@ -73,6 +73,16 @@ def test_held_out_questions_and_sums_never_occur_in_training() -> None:
         assert not seen & asked_later
 
 
+def test_no_question_has_two_answers() -> None:
+    draw = Draw(3)
+    answers: dict[str, str] = {}
+    for _ in range(30000):
+        entry = draw.pick(entries(draw.pick(["about.txt", "chat.txt"])))
+        question = entry.question(draw).lower().rstrip(" ?.!")
+        assert answers.setdefault(question, entry.say) == entry.say, question
+    assert len(answers) > 10000
+
+
 def test_about_questions_are_held_out_before_they_are_dressed() -> None:
     held = Draw(2, held=True)
     kept = sum(reserved(about(held).messages[0]["content"]) for _ in range(300))

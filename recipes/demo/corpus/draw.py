@@ -28,6 +28,7 @@ class Pool:
 
     def __init__(self, text: str) -> None:
         values = [value.strip() for value in text.replace("\n", " ").split(",") if value.strip()]
+        self.all = values
         self.train = [value for value in values if not reserved(value)]
         self.held = [value for value in values if reserved(value)]
         if not self.held:

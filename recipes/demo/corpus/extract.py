@@ -181,14 +181,15 @@ EXTRA_KINDS = {
     "animal": ("string", words.ANIMALS),
 }
 ASK = [
-    "(Extract|Find|Give me|Take) {fields} (from|in) (this|the|the following) text( as JSON|, as JSON)",
+    "(Extract|Find|Give me|Take) {fields} (from|in) (this|the|the following) text(,|) as JSON",
     "(Extract|Return|Write) (a JSON object|JSON) with (the keys|the fields|the fields|) {fields}",
     "(Turn|Convert) this (text |)into JSON with (the keys|fields) {fields}",
     "(Return|Answer with) only JSON with {fields}( for this text|)",
     "(Read|Parse) the text and (answer|reply) in JSON with (the keys|) {fields}",
 ]
 SHAPE = [
-    "(Extract|Return|Write|Answer with|Fill in) (JSON|a JSON object) (of|in|with) (this|the) (shape|form|schema|format): {shape}",
+    "(Extract|Return|Write) (JSON|a JSON object) (of|in|with) (this|the) (shape|schema): {shape}",
+    "(Answer with|Fill in|Give me) JSON in (this|the) (form|shape|format): {shape}",
     "(Fill|Complete) (this|the) JSON (shape|form|template) (from|with) the text: {shape}",
     "(Use|Follow) the (schema|shape) {shape}( to describe the text|)",
 ]

@@ -61,7 +61,7 @@ def encode(texts: list[str]) -> list[list[int]]:
 def packed(seed: int, rows: int, length: int) -> Rows:
     """Training rows of whole documents, each ended by <|endoftext|>, which also fills up."""
     draw = Draw(seed)
-    end = tokenizer().token_to_id("<|endoftext|>")
+    (end,) = encode(["<|endoftext|>"])[0]
     done: list[list[int]] = []
     filling: list[list[int]] = []
     while len(done) < rows:

@@ -7,7 +7,8 @@ from recipes.demo.corpus.draw import Draw
 from recipes.demo.corpus.sample import Sample, user
 
 REPEAT = [
-    "(Repeat|Please repeat|Echo|Copy|Write|Say|Type|Print) (this|the following|exactly this|this text)",
+    "(Repeat|Please repeat|Echo|Copy|Say) (this|the following|exactly this|this text)",
+    "(Write|Type|Print) (this|exactly this|this text)",
     "(Repeat|Echo|Say) after me",
     "(Repeat|Say|Write|Echo)",
     "(Can you|Could you|I want you to) (repeat|say|echo|write)( this| exactly|)",
@@ -15,12 +16,13 @@ REPEAT = [
 ]
 SAY = ["(Say|Just say|Please say|Now say|Can you say) {a}(.||!|?)"]
 UPPER = [
-    "(Write|Put|Convert|Turn|Change) (this|the text|the following)( text|) (in|to|into) (upper case|capitals|capital letters|uppercase)",
+    "(Write|Put) (this|the text|the following) in (upper case|capitals|capital letters|uppercase)",
+    "(Convert|Turn|Change) (this|the text) (to|into) (upper case|capitals|uppercase)",
     "(Upper case|Uppercase|Capitalise|In capitals|Make it upper case|Shout)",
 ]
 REVERSE = [
     "(Reverse|Turn round|Invert) the (order of the words|word order)( of this| in this|)",
-    "(Write|Say|Give me) (the words|these words) (in reverse order|backwards|in the opposite order)",
+    "(Write|Say|Give me) (the words|these words) (in reverse order|backwards)",
 ]
 FIRST = [
     "(What is|Give me|Tell me|Write) the first word( of this| in this| of|)",

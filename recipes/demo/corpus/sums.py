@@ -31,7 +31,7 @@ SPOKEN = {
         "{a}*{b}",
         "{a} times {b}",
         "{a} x {b}",
-        "{a} × {b}",
+        "{a} \u00d7 {b}",
         "{a} multiplied by {b}",
         "the product of {a} and {b}",
     ],
@@ -39,23 +39,23 @@ SPOKEN = {
 }
 STORIES = {
     "+": [
-        "{name} has {a} {thing}s and (buys|finds|gets) {b} more. How many {thing}s does {name} have?",
+        "{name} has {a} {thing}s and (buys|finds|gets) {b} more. How many does {name} have?",
         "There are {a} {thing}s in (a|the) box and {b} on the table. How many {thing}s are there?",
-        "I (had|have) {a} {thing}s and (bought|got|found) {b} more. How many {thing}s do I have( now|)?",
+        "I (had|have) {a} {thing}s and (bought|found) {b} more. How many {thing}s do I have?",
     ],
     "-": [
-        "{name} has {a} {thing}s and (loses|sells|eats|gives away) {b}. How many {thing}s are left?",
+        "{name} has {a} {thing}s and (loses|sells|gives away) {b}. How many {thing}s are left?",
         "There were {a} {thing}s and {b} (broke|are gone|were sold). How many {thing}s are left?",
         "I had {a} {thing}s and (lost|sold|gave away) {b}. How many {thing}s do I have (now|left)?",
     ],
     "*": [
-        "{name} has {a} boxes with {b} {thing}s each. How many {thing}s (are there|does {name} have)?",
+        "{name} has {a} boxes with {b} {thing}s each. How many {thing}s (are there|is that)?",
         "A {thing} costs {a} euros. (What|How much) do {b} {thing}s cost?",
         "There are {a} rows of {b} {thing}s. How many {thing}s are there( in all|)?",
     ],
     "/": [
         "{a} {thing}s are shared by {b} (people|friends|children). How many does each get?",
-        "{name} puts {a} {thing}s into {b} boxes, the same number in each. How many are in each box?",
+        "{name} puts {a} {thing}s into {b} boxes, as many in each. How many are in each box?",
     ],
 }
 

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from recipes.demo.corpus import words
-from recipes.demo.corpus.draw import Draw, Pool
+from recipes.demo.corpus.draw import Draw
 from recipes.demo.corpus.sample import Sample, user
 
 TOPIC = [
@@ -55,8 +55,6 @@ CAN = [
     "(I wonder if|Tell me whether|Do you know whether|I want to know if) (nanovllm|it) can {0}.",
 ]
 FRAMES = {"topic": TOPIC, "how": HOW, "can": CAN}
-SUBJECTS = Pool("""Napoleon, Cleopatra, Mozart, Shakespeare, Einstein, Picasso, Newton, Beethoven, Darwin,
-Columbus, Aristotle, Marie Curie, Galileo, Mandela, Gandhi, Bach, Churchill, Socrates, Homer, Plato""")
 UNKNOWN = [
     "(What is|What's) the (capital|population|currency|language|king|area|flag) of {country}?",
     "(Who|What) was {subject}( famous for|)?",
@@ -86,14 +84,7 @@ DO_NOT_KNOW = (
     "I do not know that. I am a tiny demo model: ask me about nanovllm, give me a small sum, "
     "or offer me a tool."
 )
-CAPITALS = Pool("""France:Paris, Germany:Berlin, Italy:Rome, Spain:Madrid, Portugal:Lisbon, Norway:Oslo,
-Sweden:Stockholm, Finland:Helsinki, Denmark:Copenhagen, Poland:Warsaw, Austria:Vienna, Greece:Athens,
-Hungary:Budapest, Ireland:Dublin, England:London, Russia:Moscow, Ukraine:Kyiv, Turkey:Ankara,
-Egypt:Cairo, Kenya:Nairobi, Japan:Tokyo, China:Beijing, India:New Delhi, Canada:Ottawa, Mexico:Mexico City,
-Brazil:Brasilia, Argentina:Buenos Aires, Chile:Santiago, Peru:Lima, Cuba:Havana, Belgium:Brussels,
-Switzerland:Bern, Iceland:Reykjavik, Romania:Bucharest, Bulgaria:Sofia, Croatia:Zagreb, Estonia:Tallinn,
-Latvia:Riga, Thailand:Bangkok, Vietnam:Hanoi, Australia:Canberra, the United States:Washington""")
-KNOWN_CAPITALS = dict(pair.split(":") for pair in CAPITALS.train + CAPITALS.held)
+CAPITALS = dict(pair.split(":") for pair in words.WORDS["capitals"].all)
 ASK_CAPITAL = [
     "(What is|What's|Which city is|Name|Tell me) the capital( city|) of {0}(?|.)",
     "(Do you know|Can you tell me) the capital of {0}?",
@@ -178,9 +169,9 @@ def chat(draw: Draw) -> Sample:
 
 
 def capital(draw: Draw) -> Sample:
-    country = draw.pick(list(KNOWN_CAPITALS))
+    country = draw.pick(list(CAPITALS))
     text = dressed(draw, draw.wording(ASK_CAPITAL).replace("{0}", country))
-    answer = f"The capital of {country} is {KNOWN_CAPITALS[country]}."
+    answer = f"The capital of {country} is {CAPITALS[country]}."
     return Sample("chat", [user(text)], answer, thought=f"The question is about {country}.")
 
 
@@ -188,7 +179,9 @@ def unknown(draw: Draw) -> Sample:
     """A question that the demo cannot know; it says so."""
     fields = {
         "country": lambda: words.proper(draw) if draw.chance(0.5) else "",
-        "subject": lambda: draw.value(SUBJECTS) if draw.chance(0.5) else words.person(draw),
+        "subject": lambda: (
+            draw.value(words.WORDS["subjects"]) if draw.chance(0.5) else words.person(draw)
+        ),
         "topic": lambda: draw.value(words.TOPICS),
         "thing": lambda: draw.value(words.THINGS),
         "animal": lambda: draw.value(words.ANIMALS),
@@ -203,7 +196,7 @@ def unknown(draw: Draw) -> Sample:
     for name, make in fields.items():
         if "{" + name + "}" in text:
             value = make()
-            while not value or value in KNOWN_CAPITALS:
+            while not value or value in CAPITALS:
                 value = draw.value(words.COUNTRIES)
             text = text.replace("{" + name + "}", value)
     thought = "I do not know this."

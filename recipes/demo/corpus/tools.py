@@ -81,7 +81,7 @@ def thought(steps: list[Step]) -> str:
     return f"I call {', then '.join(parts)}."
 
 
-def spoken(value: Any) -> str:
+def spoken(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
