@@ -19,6 +19,7 @@ from msgspec import Struct
 from nanovllm.wire import Sampling
 
 Int32 = npt.NDArray[np.int32]
+Masks = npt.NDArray[np.int32]  # [masked rows, words]: bit i of word w allows token 32 * w + i
 
 
 class Admit(Struct, frozen=True, array_like=True):
@@ -60,6 +61,7 @@ class StepPlan(Struct, frozen=True, array_like=True):
     num_drafts: int  # guesses that every decode row verifies besides; they live on the device
     chunks: list[Chunk]
     max_length: int  # no row's context, this step included, is longer (tokens)
+    masked: list[int]  # sampling rows (decodes first) that wait for a mask of allowed tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ class Generate(Struct, frozen=True, tag="gen", array_like=True):
     sampling: Sampling
     priority: int = 0  # lower is served first
     salt: str = ""  # requests share cached pages only within equal salts
+    grammar: str = ""  # a structural tag (JSON) that the text must match from its first token
 
 
 class Abort(Struct, frozen=True, tag="abort", array_like=True):

@@ -10,12 +10,15 @@ No torch, no device, microseconds per step.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from nanovllm.kv.pages import DEAD_PAGE
-from nanovllm.plan import Admit, StepPlan, StepResult
+from nanovllm.plan import Admit, Masks, StepPlan, StepResult
+from nanovllm.wire import StepOutput
 
 VOCAB = 50
 
@@ -34,16 +37,30 @@ def ids(raw: bytes) -> list[int]:
     return got.tolist()
 
 
-def solo_run(prompt: list[int], max_new: int, stop_ids: list[int], *, recurrent: bool) -> list[int]:
+def allowed_after(text: list[int]) -> int:
+    """A toy grammar: which token must follow a text, as the only bit of a mask."""
+    return (7 * len(text) + sum(text)) % VOCAB
+
+
+def solo_run(
+    prompt: list[int],
+    max_new: int,
+    stop_ids: list[int],
+    *,
+    recurrent: bool,
+    grammar: bool = False,
+) -> list[int]:
     """The oracle: what the request must produce, whatever it was batched with."""
     cells: list[int] = []
-    state, out = 0, []
+    state: int = 0
+    out: list[int] = []
     queue = list(prompt)
     while True:
         for token in queue:
             cells.append(advance(cells[-1] if cells else 0, token))
             state = advance(state, token) if recurrent else 0
-        out.append(next_token(cells, state))
+        token = next_token(cells, state)
+        out.append(constrained(token, allowed_after(out)) if grammar else token)
         if out[-1] in stop_ids or len(out) == max_new:
             return out
         queue = out[-1:]
@@ -58,11 +75,40 @@ class Slot:
     last: int = -1
 
 
-@dataclass
+def constrained(token: int, allowed: int) -> int:
+    """What a masked draw makes of a token: it still depends on all of the context."""
+    return (allowed + token % 2) % VOCAB
+
+
+class PaperMasker:
+    """Implements engine.loop.Masker. A mask's word is the token the toy grammar allows."""
+
+    def __init__(self) -> None:
+        self.text: dict[int, list[int]] = {}
+
+    def fill(self, request_ids: list[int]) -> Masks:
+        words = [allowed_after(self.text.get(name, [])) for name in request_ids]
+        return np.array(words, np.int32).reshape(-1, 1)
+
+    def advance(self, output: StepOutput) -> None:
+        tokens, names = ids(output.tokens), np.frombuffer(output.ids, np.int64).tolist()
+        for name, count in zip(names, ids(output.counts) or [1] * len(names), strict=True):
+            self.text.setdefault(name, []).extend(tokens[:count])
+            del tokens[:count]
+
+
 class PaperHandle:
-    result: StepResult
+    def __init__(self, step: int, finish: Callable[[Masks | None], StepResult]) -> None:
+        self.step = step
+        self.finish = finish
+        self.result: StepResult | None = None
+
+    def sample(self, masks: Masks | None) -> None:
+        assert self.result is None, "sampled twice"
+        self.result = self.finish(masks)
 
     def wait(self) -> StepResult:
+        assert self.result is not None, "waited for a step that was not sampled"
         return self.result
 
 
@@ -80,6 +126,7 @@ class PaperGPU:
         self.decodes: list[int] = []
         self.steps = 0
         self.most_tokens = 0  # any step fed
+        self.unsampled: PaperHandle | None = None
 
     def launch(self, plan: StepPlan) -> PaperHandle:
         self.steps += 1
@@ -97,7 +144,8 @@ class PaperGPU:
         rows += [(c.slot, c.num_tokens, 0, c.samples, c.save_to) for c in plan.chunks]
         assert len({row[0] for row in rows}) == len(rows), "a slot has two rows"
         self.most_tokens = max(self.most_tokens, sum(row[1] for row in rows))
-        sampled = []
+        assert self.unsampled is None, "launched behind a step that was not sampled"
+        to_sample = []
         for slot_id, num_tokens, num_drafts, samples, save_to in reversed(rows):
             slot = self._slot(slot_id)
             for _ in range(num_tokens - num_drafts):
@@ -106,14 +154,33 @@ class PaperGPU:
             if save_to >= 0:
                 self.checkpoints[save_to] = slot.state
             if samples:
-                line = self._sample(slot, num_drafts)
-                sampled.append(line + [-1] * (1 + plan.num_drafts - len(line)))
-        lines = np.array(sampled[::-1], np.int32).reshape(len(sampled), 1 + plan.num_drafts)
-        return PaperHandle(StepResult(plan.step, lines))
+                to_sample.append((slot, num_drafts))
+        handle = PaperHandle(plan.step, partial(self._finish, plan, to_sample[::-1]))
+        self.unsampled = handle
+        if not plan.masked:
+            handle.sample(None)
+        return handle
 
-    def _sample(self, slot: Slot, num_drafts: int) -> list[int]:
+    def _finish(
+        self, plan: StepPlan, rows: list[tuple[Slot, int]], masks: Masks | None
+    ) -> StepResult:
+        allowed: dict[int, int] = {}
+        if masks is not None:
+            assert len(masks) == len(plan.masked)
+            allowed = dict(zip(plan.masked, masks[:, 0].tolist(), strict=True))
+        sampled = []
+        for row, (slot, num_drafts) in reversed(list(enumerate(rows))):
+            line = self._sample(slot, num_drafts, allowed.get(row))
+            sampled.append(line + [-1] * (1 + plan.num_drafts - len(line)))
+        self.unsampled = None
+        lines = np.array(sampled[::-1], np.int32).reshape(len(sampled), 1 + plan.num_drafts)
+        return StepResult(plan.step, lines)
+
+    def _sample(self, slot: Slot, num_drafts: int, allowed: int | None) -> list[int]:
         """The next token, and more while drafts guess right. Wrong guesses leave dirt behind."""
         tokens = [self._next(slot)]
+        if allowed is not None:
+            tokens = [constrained(tokens[0], allowed)]
         length, state = slot.length, slot.state
         for i in range(num_drafts):
             right = (tokens[-1] + slot.length + i) % 3 > 0

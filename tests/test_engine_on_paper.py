@@ -15,7 +15,7 @@ from nanovllm.kv.pages import PagePool
 from nanovllm.plan import StepResult
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Abort, FinishReason, Generate, RefusalKind, Sampling, StepOutput
-from tests.paper_gpu import VOCAB, PaperGPU, ids, solo_run
+from tests.paper_gpu import VOCAB, PaperGPU, PaperMasker, ids, solo_run
 
 PAGE = 4
 NUM_ENGINES = 200 * settings().max_examples  # 20,000; --hypothesis-profile=quick: 1,000
@@ -29,9 +29,16 @@ def pack(tokens: list[int]) -> bytes:
 
 
 def generate(
-    request_id: int, prompt: list[int], max_new: int, stops: Sequence[int] = (), priority: int = 0
+    request_id: int,
+    prompt: list[int],
+    max_new: int,
+    stops: Sequence[int] = (),
+    priority: int = 0,
+    grammar: str = "",
 ) -> Generate:
-    return Generate(request_id, pack(prompt), max_new, list(stops), Sampling(), priority)
+    return Generate(
+        request_id, pack(prompt), max_new, list(stops), Sampling(), priority, "", grammar
+    )
 
 
 @st.composite
@@ -73,7 +80,7 @@ class Harness:
             ageing_steps=ageing,
         )
         self.gpu = PaperGPU(num_slots, num_pages, PAGE, checkpoints)
-        self.loop = EngineLoop(self.scheduler, self.gpu, self.collect, depth)
+        self.loop = EngineLoop(self.scheduler, self.gpu, self.collect, PaperMasker(), depth)
         self.text: dict[int, list[int]] = {}
         self.finish: dict[int, FinishReason] = {}
         self.stop_id: dict[int, int] = {}
@@ -127,6 +134,7 @@ class Harness:
     checkpoints=st.sampled_from([0, 1, 3]),
     abort_every=st.sampled_from([0, 3]),
     prefix=st.sampled_from([True, True, False]),
+    grammar_every=st.sampled_from([0, 0, 1, 2, 3]),
 )
 @example(  # rare: pages come free for a preempted request whose last token is still in flight
     turns=[
@@ -146,9 +154,19 @@ class Harness:
     checkpoints=3,
     abort_every=3,
     prefix=True,
+    grammar_every=0,
 )
 def test_batching_never_changes_the_text(
-    turns, num_pages, num_slots, budget, depth, drafts, checkpoints, abort_every, prefix
+    turns,
+    num_pages,
+    num_slots,
+    budget,
+    depth,
+    drafts,
+    checkpoints,
+    abort_every,
+    prefix,
+    grammar_every,
 ) -> None:
     harness = Harness(
         num_pages=num_pages,
@@ -164,8 +182,12 @@ def test_batching_never_changes_the_text(
     for request_id, (tail, max_new, stop_ids, continues, pause, priority) in enumerate(turns):
         earlier = prompts[continues] + expected[continues] if continues is not None else []
         prompts.append(earlier + tail)
-        expected[request_id] = solo_run(prompts[-1], max_new, stop_ids, recurrent=checkpoints > 0)
-        harness.say(generate(request_id, prompts[-1], max_new, stop_ids, priority))
+        prompt, grammar = prompts[-1], grammar_every > 0 and request_id % grammar_every == 0
+        expected[request_id] = solo_run(
+            prompt, max_new, stop_ids, recurrent=checkpoints > 0, grammar=grammar
+        )
+        asked = generate(request_id, prompt, max_new, stop_ids, priority, "toy" * grammar)
+        harness.say(asked)
         for _ in range(pause):
             harness.step()
         if abort_every and request_id % abort_every == 2:

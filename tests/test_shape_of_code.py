@@ -21,7 +21,7 @@ MAY_READ_ENVIRONMENT = {"nanovllm/config.py", "nanovllm/log.py"}
 ON_DEVICE = {"jit", "kernel"}  # @triton.jit, @cute.jit, @cute.kernel: check-kernels measures them
 WAITS = {"item", "tolist", "cpu", "nonzero", "synchronize"}
 MUST_NOT_WAIT = ("nanovllm/sampling/", "nanovllm/runner/runner.py", "nanovllm/runner/batch.py",
-                 "nanovllm/runner/slots.py", "nanovllm/models/qwen3.py", "nanovllm/models/llama.py",
+                 "nanovllm/runner/slots.py", "nanovllm/models/decoder.py", "nanovllm/layers/",
                  "nanovllm/attention/flash.py", "nanovllm/attention/paged.py")  # fmt: skip
 TOP_LEVEL = {
     "pyproject.toml",
@@ -60,7 +60,8 @@ def test_shape(path: Path) -> None:
 
 
 def is_on_device(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(getattr(d, "attr", getattr(d, "id", "")) in ON_DEVICE for d in node.decorator_list)
+    used = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
+    return any(getattr(d, "attr", getattr(d, "id", "")) in ON_DEVICE for d in used)
 
 
 def on_host(node: ast.Call) -> bool:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from nanovllm.config import Cache, Config, Schedule, Server
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.kv.memory import KVMemory
+from nanovllm.plan import Masks
 from nanovllm.runner.build import build
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import FinishReason, Generate, Sampling, StepOutput, TokenLogprobs
@@ -41,15 +42,26 @@ class WholeEngine:
         )
         built = build(replace(config, recipe=recipe))
         self.runner = built.runner
+        self.vocab_size = built.vocab_size
+        self.num_masked = 0
         self.memory = KVMemory(pages, page_tokens, prefix=prefix)
         self.scheduler = Scheduler(
             self.memory, num_slots=slots, step_tokens=step_tokens, max_model_tokens=MAX_TOKENS
         )
-        self.loop = EngineLoop(self.scheduler, self.runner, self.collect, depth)
+        self.loop = EngineLoop(self.scheduler, self.runner, self.collect, self, depth)
         self.text: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
         self.finish: dict[int, FinishReason] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
+
+    def fill(self, request_ids: list[int]) -> Masks:
+        """As a masker: even tokens only."""
+        words = np.full((len(request_ids), -(-self.vocab_size // 32)), 0x55555555, np.int32)
+        self.num_masked += len(request_ids)
+        return words
+
+    def advance(self, output: StepOutput) -> None:
+        """As a masker: nothing to follow."""
 
     def collect(self, out: StepOutput) -> None:
         names = np.frombuffer(out.ids, np.int64).tolist()
@@ -67,9 +79,17 @@ class WholeEngine:
         max_new: int,
         sampling: Sampling = GREEDY,
         stops: Iterable[int] = (),
+        grammar: str = "",
     ) -> None:
         self.loop.handle(
-            Generate(request_id, array("i", prompt).tobytes(), max_new, list(stops), sampling)
+            Generate(
+                request_id,
+                array("i", prompt).tobytes(),
+                max_new,
+                list(stops),
+                sampling,
+                grammar=grammar,
+            )
         )
 
     def run(self) -> None:

@@ -8,5 +8,7 @@ KERNELS = {
     "paged_decode": "nanovllm_kernels.paged_decode:PAGED_DECODE",
     "paged_prefill": "nanovllm_kernels.paged_prefill:PAGED_PREFILL",
     "gather_decode": "nanovllm_kernels.batch_prep:GATHER_DECODE",
+    "draw": "nanovllm_kernels.sampling:DRAW",
+    "floors": "nanovllm_kernels.sampling:FLOORS",
     "settle": "nanovllm_kernels.batch_prep:SETTLE",
 }

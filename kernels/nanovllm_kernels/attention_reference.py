@@ -79,12 +79,13 @@ def paged_inputs(
     """q_THA, k_PSGA, v_PSGA, page_table_RM, starts_R1, lengths_R of rows with scattered pages.
 
     heads: (H, G, A). Cells that belong to nobody hold NaN. A row of length 1 lives in page 0, as
-    rows that pad a graph do. `spike`: one key per row outweighs all others.
+    rows that pad a graph do. `spike`: a late key outweighs all others for some heads.
     """
     H, G, A = heads
     counts = [-(-length // page_tokens) for length in lengths]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(7)) + 1
     table_RM = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    q_THA = normal(device, sum(new), H, A, dtype=dtype, seed=2)
     cache = normal(device, 2, sum(counts) + 1, page_tokens, G, A, dtype=dtype, seed=1)
     cache[:, 0, 1:] = torch.nan
     used = 0
@@ -96,8 +97,7 @@ def paged_inputs(
             past = length - (count - 1) * page_tokens
             cache[:, pages[-1], past:] = torch.nan
             if kind == "spike":
-                cache[0, pages[count // 2], 0] *= 30
+                cache[0, pages[count * 9 // 10], 0] = 4 * q_THA[sum(new[:row]), :: H // G]
     starts_R1 = torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    q_THA = normal(device, sum(new), H, A, dtype=dtype, seed=2)
     lengths_R = torch.tensor(lengths, dtype=torch.int32, device=device)
     return q_THA, cache[0], cache[1], table_RM.to(device), starts_R1.to(device), lengths_R

@@ -4,25 +4,46 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from nanovllm.engine.executor import Executor, StepHandle
+from nanovllm.plan import Masks
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Abort, Generate, StepOutput, ToEngine
 
 
+class Masker(Protocol):
+    """Which tokens the grammars of running requests allow next."""
+
+    def fill(self, request_ids: list[int]) -> Masks:
+        """A mask per request. One that has finished gets any."""
+        ...
+
+    def advance(self, output: StepOutput) -> None:
+        """Follow the tokens of a step, and forget the requests it finished."""
+        ...
+
+
 class EngineLoop:
-    """depth = 1 plans step N+1 while the device runs step N; depth = 0 never overlaps."""
+    """depth = 1 plans step N+1 while the device runs step N; depth = 0 never overlaps.
+
+    Decision: where rows follow a grammar, step N+1's forward pass is launched as always and only
+    its sampling waits until step N's tokens are on the host and the masks are made: the host
+    computes masks while the device computes logits.
+    """
 
     def __init__(
         self,
         scheduler: Scheduler,
         executor: Executor,
         publish: Callable[[StepOutput], None],
+        masker: Masker,
         depth: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.publish = publish
+        self.masker = masker
         self.depth = depth
         self._in_flight: deque[StepHandle] = deque()
 
@@ -41,11 +62,22 @@ class EngineLoop:
         """Publish refusals and the like at once, without waiting for a step."""
         told = self.scheduler.output()
         if told.started or told.finished or told.refused:
-            self.publish(told)
+            self._publish(told)
 
     def step(self) -> None:
         plan = self.scheduler.plan()
         if plan is not None:
-            self._in_flight.append(self.executor.launch(plan))
-        while len(self._in_flight) > (self.depth if plan is not None else 0):
-            self.publish(self.scheduler.complete(self._in_flight.popleft().wait()))
+            handle = self.executor.launch(plan)
+            if plan.masked:
+                self._complete(0)  # a mask follows from every token before it
+                handle.sample(self.masker.fill(self.scheduler.masked_ids(plan)))
+            self._in_flight.append(handle)
+        self._complete(self.depth if plan is not None else 0)
+
+    def _complete(self, most_in_flight: int) -> None:
+        while len(self._in_flight) > most_in_flight:
+            self._publish(self.scheduler.complete(self._in_flight.popleft().wait()))
+
+    def _publish(self, output: StepOutput) -> None:
+        self.masker.advance(output)
+        self.publish(output)

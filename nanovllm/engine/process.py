@@ -7,19 +7,31 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from nanovllm.config import Config, Recipe
 from nanovllm.engine.executor import Executor
+from nanovllm.engine.grammars import Compiled, Grammars, stop_ids_of
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.ipc.channel import Connection, Listener
 from nanovllm.kv.memory import KVMemory
 from nanovllm.log import fields
 from nanovllm.runner.build import Built, build
 from nanovllm.sched.scheduler import Scheduler
-from nanovllm.wire import WORKER_BITS, Ready, Stats, StepOutput, ToEngine
+from nanovllm.wire import (
+    WORKER_BITS,
+    Abort,
+    Generate,
+    Ready,
+    Refusal,
+    RefusalKind,
+    Stats,
+    StepOutput,
+    ToEngine,
+)
 
 log = logging.getLogger("engine")
 STATS_EVERY_S = 0.2
@@ -42,7 +54,10 @@ def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[
     connections = [listener.accept() for _ in range(num_workers)]
     for worker, connection in enumerate(connections):
         connection.send(greeting(config, built, recipe, worker))
-    Engine(scheduler, built.runner, connections, recipe.schedule.depth).run()
+    folder = Path(config.tokenizer_dir)
+    stop_ids = stop_ids_of(Path(config.model_dir) if config.model_dir else folder)
+    grammars = Grammars(folder, built.vocab_size, stop_ids or [0])
+    Engine(scheduler, built.runner, grammars, connections, recipe.schedule.depth).run()
 
 
 def greeting(config: Config, built: Built, recipe: Recipe, worker: int) -> Ready:
@@ -65,13 +80,16 @@ class Engine:
         self,
         scheduler: Scheduler,
         executor: Executor,
+        grammars: Grammars,
         connections: list[Connection],
         depth: int,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self.loop = EngineLoop(scheduler, executor, self.publish, depth)
-        self._inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self.grammars = grammars
+        self.loop = EngineLoop(scheduler, executor, self.publish, grammars, depth)
+        self._compiling: set[int] = set()  # requests that wait for their grammar
+        self._inbox: queue.SimpleQueue[ToEngine | Compiled | None] = queue.SimpleQueue()
         self._outboxes: list[queue.SimpleQueue[StepOutput]] = []
         self._num_open = len(connections)
         self._stats_due = 0.0
@@ -96,11 +114,32 @@ class Engine:
         while not self._inbox.empty():
             self._take(self._inbox.get())
 
-    def _take(self, message: ToEngine | None) -> None:
-        if message is None:
-            self._num_open -= 1
-        else:
-            self.loop.handle(message)
+    def _take(self, message: ToEngine | Compiled | None) -> None:
+        match message:
+            case None:
+                self._num_open -= 1
+            case Generate() if message.grammar:
+                self._compiling.add(message.request_id)
+                self.grammars.compile(message, self._inbox.put)
+            case Compiled():
+                self._start(message)
+            case Abort(request_id) if request_id in self._compiling:
+                self._compiling.remove(request_id)
+            case _:
+                self.loop.handle(message)
+
+    def _start(self, compiled: Compiled) -> None:
+        """A request whose grammar is ready, or will never be."""
+        request_id = compiled.request.request_id
+        if request_id not in self._compiling:
+            return  # aborted meanwhile
+        self._compiling.remove(request_id)
+        if compiled.error is not None:
+            refusal = Refusal(request_id, RefusalKind.INVALID, compiled.error)
+            self.publish(StepOutput(refused=[refusal]))
+            return
+        self.grammars.follow(request_id, compiled)
+        self.loop.handle(compiled.request)
 
     def stats(self) -> Stats:
         modes: dict[str, int] = dict(getattr(self.executor, "steps_by_mode", {}))

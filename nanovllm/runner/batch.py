@@ -18,7 +18,8 @@ from nanovllm.attention.base import Batch
 from nanovllm.plan import Int32, StepPlan
 from nanovllm.registry import resolve
 from nanovllm.runner.slots import Slots
-from nanovllm.runner.upload import upload
+from nanovllm.runner.upload import upload_together
+from nanovllm.sampling.columns import upload
 
 GATHER_DECODE = {
     "torch": "nanovllm_kernels.batch_reference:gather_decode",
@@ -67,7 +68,9 @@ class RowBuilder:
         sampled = np.flatnonzero(np.concatenate((np.ones(num_decodes, bool), ends))).astype(
             np.int32
         )
-        chunk_slots_R, counts_R, sampled_S = upload([chunk_slots, counts, sampled], self.device)
+        chunk_slots_R, counts_R, sampled_S = upload_together(
+            [chunk_slots, counts, sampled], self.device
+        )
         return StepRows(
             slots_R=torch.cat((decodes_R, chunk_slots_R.long())),
             counts_R=counts_R,
@@ -83,8 +86,7 @@ class RowBuilder:
         most = max(len(slots), len(self.decode_slots))
         padded = np.full(most, self.dead_slot, np.int32)
         padded[: len(slots)] = slots
-        (sent_R,) = upload([padded], self.device)
-        self.static_slots_R[:most].copy_(sent_R)
+        self.static_slots_R[:most].copy_(upload(padded, self.device))
         self.decode_slots = slots
 
 

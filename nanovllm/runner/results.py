@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nanovllm.plan import RowLogprobs, StepResult
+from nanovllm.plan import Masks, RowLogprobs, StepResult
 from nanovllm.sampling.base import DeviceLogprobs, Sampled
 
 
@@ -23,26 +24,39 @@ class HostLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Handle:
-    """Implements engine.executor.StepHandle."""
+class Copy:
+    """A step's tokens on their way."""
 
-    step: int
     tokens_S: Tensor  # int32, on the host once `event` has passed
     logprobs: HostLogprobs | None
     event: torch.cuda.Event | None
 
+
+class Handle:
+    """Implements engine.executor.StepHandle. `finish` samples, given masks or None."""
+
+    def __init__(self, step: int, finish: Callable[[Masks | None], Copy]) -> None:
+        self.step = step
+        self._finish = finish
+        self._copy: Copy | None = None
+
+    def sample(self, masks: Masks | None) -> None:
+        self._copy = self._finish(masks)
+
     def wait(self) -> StepResult:
-        if self.event is not None:
-            self.event.synchronize()
-        lines = self.tokens_S.numpy().reshape(-1, 1).copy()
-        return StepResult(self.step, lines, read(self.logprobs) if self.logprobs else ())
+        copy = self._copy
+        assert copy is not None, "the step was not sampled"
+        if copy.event is not None:
+            copy.event.synchronize()
+        lines = copy.tokens_S.numpy().reshape(-1, 1).copy()
+        return StepResult(self.step, lines, read(copy.logprobs) if copy.logprobs else ())
 
 
-def start_copy(step: int, sampled: Sampled, device: torch.device) -> Handle:
+def start_copy(sampled: Sampled, device: torch.device) -> Copy:
     """Enqueue the copies behind the step; nothing here waits."""
     tokens_S = to_host(sampled.tokens_S.to(torch.int32))
     logprobs = begin(sampled.logprobs) if sampled.logprobs is not None else None
-    return Handle(step, tokens_S, logprobs, passed(device))
+    return Copy(tokens_S, logprobs, passed(device))
 
 
 def passed(device: torch.device) -> torch.cuda.Event | None:

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, Batch, ForwardContext, PagedKV
 from nanovllm.models.decoder import Decoder
-from nanovllm.plan import StepPlan
+from nanovllm.plan import Masks, StepPlan
 from nanovllm.runner.batch import BatchPrep, RowBuilder, StepRows
 from nanovllm.runner.graphs import DecodeGraphs
-from nanovllm.runner.results import Handle, start_copy
+from nanovllm.runner.results import Copy, Handle, start_copy
 from nanovllm.runner.slots import Slots
 from nanovllm.sampling.base import Sampled, SampleRows
+from nanovllm.sampling.masks import allow
 from nanovllm.sampling.sampler import Sampler
 
 
@@ -60,19 +62,30 @@ class Runner:
         self.sampler.admit(plan.admits)
         rows = self.builder.rows(plan)
         forwarded = self._run(rows)
+        handle = Handle(plan.step, partial(self._finish, rows, forwarded, plan.masked))
+        if not plan.masked:
+            handle.sample(None)
+        return handle
+
+    @torch.inference_mode()
+    def _finish(
+        self, rows: StepRows, forwarded: Forwarded, masked: list[int], masks: Masks | None
+    ) -> Copy:
+        """Sample, and bring the outcome to the slots and on its way to the host."""
         lengths_R = forwarded.batch.lengths_R[: len(rows.slots_R)]
         slots_S, lengths_S = rows.slots_R, lengths_R
         if rows.sampled_rows_S is not None:
             slots_S, lengths_S = slots_S[rows.sampled_rows_S], lengths_R[rows.sampled_rows_S]
         drawn = SampleRows(slots_S, lengths_S.long(), rows.sampled_slots, rows.max_length)
-        sampled = self._sample(forwarded.logits_SV, drawn)
+        if forwarded.logits_SV is None:
+            sampled = Sampled(slots_S, None)  # of no rows
+        else:
+            logits_SV = forwarded.logits_SV[: len(slots_S)]
+            if masks is not None:
+                logits_SV = allow(logits_SV, masked, masks)
+            sampled = self.sampler.sample(logits_SV, drawn)
         self.prep.settle(rows.slots_R, lengths_R, slots_S, drawn.positions_S, sampled.tokens_S)
-        return start_copy(plan.step, sampled, self.device)
-
-    def _sample(self, logits_SV: Tensor | None, rows: SampleRows) -> Sampled:
-        if logits_SV is None:
-            return Sampled(rows.slots_S, None)  # of no rows
-        return self.sampler.sample(logits_SV[: len(rows.slots_S)], rows)
+        return start_copy(sampled, self.device)
 
     def _run(self, rows: StepRows) -> Forwarded:
         """Replay a graph where one fits, else run eagerly."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from nanovllm.plan import Int32, StepPlan
-from nanovllm.runner.upload import upload
+from nanovllm.runner.upload import upload_together
 
 
 class Slots:
@@ -46,7 +46,7 @@ class Slots:
         cached = np.array([a.num_cached for a in plan.admits], np.int32)
         prompts = np.array([a.num_prompt for a in plan.admits], np.int32)
         pages = np.array([page for _, _, pages in held for page in pages], np.int32)
-        sent = upload(
+        sent = upload_together(
             [slots, cached, prompts, joined(token_at), joined(known), joined(page_at), pages],
             self.device,
         )

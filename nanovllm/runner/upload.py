@@ -1,23 +1,18 @@
-"""Host arrays to the device: everything of a kind in one pinned, asynchronous copy."""
+"""Several host arrays to the device in one pinned, asynchronous copy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nanovllm.plan import Int32
+from nanovllm.sampling.columns import upload
 
-def upload(arrays: Sequence[npt.NDArray[np.int32]], device: torch.device) -> list[Tensor]:
-    """int32 arrays as int32 device tensors, in order. Never waits.
 
-    The pinned buffer may be dropped at once: the host allocator does not reuse it before the copy
-    has run.
-    """
+def upload_together(arrays: Sequence[Int32], device: torch.device) -> list[Tensor]:
+    """The arrays as int32 device tensors, in order. Never waits."""
     sizes = [len(array) for array in arrays]
-    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    if sum(sizes):
-        np.concatenate(arrays, out=host.numpy())
-    return list(host.to(device, non_blocking=True).split(sizes))
+    return list(torch.split(upload(np.concatenate(arrays), device), sizes))

@@ -53,6 +53,10 @@ def warm_up(runner: Runner, recipe: Recipe) -> None:
     longest = min(int(recipe.schedule.step_tokens), int(recipe.server.max_model_tokens))
     for num_rows, tokens_each in [(1, 1), (1, 2), (1, 17), (2, longest // 2), (1, longest)]:
         run_dead(runner, num_rows, tokens_each)
+    with torch.inference_mode():
+        logits_SV = runner.forward(dead_rows(runner, 1, 1)).logits_SV
+        assert logits_SV is not None
+        runner.sampler.warm_up(logits_SV)
     torch.cuda.synchronize(runner.device)
 
 

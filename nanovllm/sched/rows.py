@@ -18,13 +18,15 @@ class Rows:
     requests: list[Request]
     slots: npt.NDArray[np.int32]
     ids: npt.NDArray[np.int64]
+    masked: list[int]  # indices of those that follow a grammar
 
 
 def rows_of(requests: list[Request]) -> Rows:
     count = len(requests)
     slots = np.fromiter((r.slot for r in requests), np.int32, count)
     ids = np.fromiter((r.spec.request_id for r in requests), np.int64, count)
-    return Rows(requests, slots, ids)
+    masked = [i for i, r in enumerate(requests) if r.spec.grammar]
+    return Rows(requests, slots, ids, masked)
 
 
 @dataclass(slots=True)

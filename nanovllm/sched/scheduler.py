@@ -143,6 +143,7 @@ class Scheduler:
         self._last_decodes = decodes
         firsts = [r for r, c in zip(plan.chunked, plan.chunks, strict=True) if c.samples]
         self._flights[self._step] = Flight(decodes, firsts, num_drafts)
+        masked = [len(decodes.requests) + i for i, r in enumerate(firsts) if r.spec.grammar]
         for request in firsts:
             self._prefilling.remove(request)
         if firsts:
@@ -156,7 +157,14 @@ class Scheduler:
             num_drafts=num_drafts,
             chunks=plan.chunks,
             max_length=self._longest,
+            masked=decodes.masked + masked,
         )
+
+    def masked_ids(self, plan: StepPlan) -> list[int]:
+        """The requests of plan.masked; some may have finished since."""
+        flight = self._flights[plan.step]
+        requests = flight.decodes.requests + flight.firsts
+        return [requests[row].id for row in plan.masked]
 
     def _plan_decodes(self, plan: Plan) -> tuple[Rows, int]:
         """One row for each decoding request that may still sample; its drafts share the budget."""
@@ -167,6 +175,8 @@ class Scheduler:
         if not rows.requests:
             return rows, 0
         num_drafts = min(self.num_drafts, self.step_tokens // len(rows.requests) - 1)
+        if rows.masked:
+            num_drafts = 0  # a grammar would have to see the drafts, which are on the device
         ends = self._planned[rows.slots] + (1 + num_drafts)
         short = np.flatnonzero(ends > self._room[rows.slots])
         if short.size:

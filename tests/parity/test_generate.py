@@ -127,3 +127,17 @@ def test_a_seed_gives_the_same_text_whatever_else_runs(tiny) -> None:
     other.submit(0, prompts[0], 20, replace(drawn, seed=4321))
     other.run()
     assert other.text[0] != alone.text[0]
+
+
+def test_a_mask_forbids_and_leaves_the_others_alone(tiny) -> None:
+    config, prompts, expected = tiny
+    engine = WholeEngine(config, step_tokens=32, slots=6)
+    for i, prompt in enumerate(prompts):
+        engine.submit(i, prompt, 20, grammar="even" if i % 2 else "")
+    engine.run()
+    assert engine.num_masked == 5 * 20
+    for i, text in enumerate(expected):
+        if i % 2:
+            assert engine.text[i] != text and all(token % 2 == 0 for token in engine.text[i])
+        else:
+            assert engine.text[i] == text

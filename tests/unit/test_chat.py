@@ -139,6 +139,25 @@ def test_reasoning_tokens_are_those_fed_inside_a_thought() -> None:
     assert session.usage().completion_tokens_details.reasoning_tokens == len(inside)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_was_held_back_comes_at_the_end(stream) -> None:
+    held = [*TOKENIZER.encode("a <tool_c").ids]
+    session = answered([[i] for i in held], stream=stream, tools=[TOOL], stop="callback")
+    assert message_of(session)[0] == "a <tool_c"
+    half = TOKENIZER.encode("\N{SNOWMAN}").ids[:1]
+    assert TOKENIZER.decode(half) == "\ufffd"
+    session = answered([half], reason=FinishReason.LENGTH, stream=stream)
+    assert message_of(session)[0] == "\ufffd"
+
+
+def test_cached_tokens_are_those_of_the_choice_that_started_first() -> None:
+    session = opened(n=2)  # the second finds the first one's pages
+    session.choices[0].started(16)
+    session.choices[1].started(0)
+    session.choices[1].started(32)
+    assert session.usage().prompt_tokens_details.cached_tokens == 16
+
+
 def test_stop_strings_count_only_after_min_tokens() -> None:
     steps = [[token_id] for token_id in TOKENIZER.encode("b b b b").ids]
     assert len(steps) >= 4

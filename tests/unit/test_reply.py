@@ -18,22 +18,26 @@ from nanovllm.wire import Finish, FinishReason, Generate, Ready, Refusal, Refusa
 
 
 class SlowSend:
-    """An ASGI `send` that waits while it is told to, as uvicorn's does for a slow client."""
+    """An ASGI `send` that waits when it has no permit, as uvicorn's does for a slow client."""
 
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-        self.may_write = asyncio.Event()
-        self.may_write.set()
+    def __init__(self, permits: int) -> None:
+        self.sent: list[int] = []
+        self._permits = asyncio.Semaphore(permits)
 
     async def __call__(self, message: dict[str, Any]) -> None:
-        while not self.may_write.is_set():
-            await self.may_write.wait()
+        await self._permits.acquire()
         self.sent.append(message["body"])
+
+    async def read(self, count: int) -> None:
+        """The client reads so many."""
+        for _ in range(count):
+            self._permits.release()
+        await asyncio.sleep(0.01)
 
 
 def test_a_write_is_done_when_put_returns() -> None:
     async def main() -> None:
-        send = SlowSend()
+        send = SlowSend(permits=1)
         writer = Writer(send)
         num_tasks = len(asyncio.all_tasks())
         writer.put({"body": 1})
@@ -45,23 +49,46 @@ def test_a_write_is_done_when_put_returns() -> None:
 
 def test_writes_stay_in_order_when_the_client_is_slow() -> None:
     async def main() -> None:
-        send = SlowSend()
+        send = SlowSend(permits=1)
         writer = Writer(send)
-        writer.put({"body": 0})
-        send.may_write.clear()
-        for number in range(1, 4):
+        for number in range(4):
             writer.put({"body": number})
         await asyncio.sleep(0.01)
         assert send.sent == [0]
-        send.may_write.set()
-        await asyncio.sleep(0)
-        send.may_write.clear()  # it waits twice
-        writer.put({"body": 4})
-        await asyncio.sleep(0.01)
-        send.may_write.set()
-        await asyncio.sleep(0.01)
-        writer.put({"body": 5})
+        await send.read(2)
+        assert send.sent == [0, 1, 2]
+        writer.put({"body": 4})  # while 3 waits in the queue
+        await send.read(1)
+        assert send.sent == [0, 1, 2, 3]
+        await send.read(2)
+        writer.put({"body": 5})  # nothing waits any more
         assert send.sent == [0, 1, 2, 3, 4, 5]
+
+    asyncio.run(main())
+
+
+class Gate:
+    """A `send` that waits once, for whoever opens it."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.opened = asyncio.Event()
+
+    async def __call__(self, message: dict[str, Any]) -> None:
+        if not self.opened.is_set():
+            await self.opened.wait()
+        self.sent.append(message["body"])
+
+
+def test_a_write_does_not_overtake_one_that_may_go_on_but_has_not_yet() -> None:
+    async def main() -> None:
+        send = Gate()
+        writer = Writer(send)
+        writer.put({"body": 1})
+        send.opened.set()
+        writer.put({"body": 2})
+        await asyncio.sleep(0.01)
+        assert send.sent == [1, 2]
 
     asyncio.run(main())
 

@@ -51,8 +51,6 @@ class Qwen3Parser:
         body, self._buffer = self._buffer, ""
         if self._state == "call":
             return [Text(CALL + body)]
-        if self._is_after_marker:
-            body = body.lstrip()
         return [self._shown(body)] if body else []
 
     def _step(self, events: list[Event]) -> bool:
