@@ -76,8 +76,15 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shutdown_s: float = 5.0  # how long running requests may finish after SIGTERM
 
 
+class Paper(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of `engine: paper`, which answers at a fixed rate without a model: the server by itself."""
+
+    tokens_per_s: float = 250.0  # of each stream; a step takes the inverse
+
+
 class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str = "demo"  # "demo", a local folder, or a hub id
+    engine: Literal["model", "paper"] = "model"
     config: str | None = None  # a config.json to use when the model's folder is not at hand
     device: Literal["auto", "cuda", "cpu"] = "auto"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16, on a CPU float32
@@ -87,6 +94,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     schedule: Schedule = Schedule()
     kernels: Kernels = Kernels()
     server: Server = Server()
+    paper: Paper = Paper()
 
 
 class Config(Struct, frozen=True, kw_only=True):
@@ -183,6 +191,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "server.max_model_tokens": (2, 1 << 24),
     "server.max_body_bytes": (1024, 1 << 31),
     "server.shutdown_s": (0, 3600),
+    "paper.tokens_per_s": (0.01, 100_000),
 }
 
 

@@ -47,7 +47,7 @@ MUTANTS = [
     Mutant("tokens in flight forgotten on preemption", SCHEDULER, "victim.num_in_flight = int(self._planned[victim.slot]) + 1 - len(victim.tokens)", "victim.num_in_flight = 0"),
     Mutant("decodes and chunks overdraw the budget", SCHEDULER, "        plan.budget -= len(rows.requests) * (1 + num_drafts)\n", ""),
     Mutant("the longest context is understated", SCHEDULER, "self._longest = max(self._longest, int(ends.max()))", "self._longest = max(self._longest, int(ends.min()))"),
-    Mutant("first tokens are matched to the wrong requests", SCHEDULER, "requests = flight.decodes.requests + flight.firsts", "requests = flight.firsts + flight.decodes.requests"),
+    Mutant("first tokens are matched to the wrong requests", SCHEDULER, "requests = flight.decodes.requests + flight.firsts\n        lines", "requests = flight.firsts + flight.decodes.requests\n        lines"),
     Mutant("counts left out although rows differ", SCHEDULER, "            counts = gains[gains > 0].tobytes()", '            counts = b""'),
     Mutant("drafts of rows with a grammar", SCHEDULER, "        if rows.masked:\n", "        if False:\n"),
     Mutant("first tokens escape the grammar", SCHEDULER, "masked=decodes.masked + masked", "masked=decodes.masked"),

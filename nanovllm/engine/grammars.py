@@ -1,7 +1,7 @@
 """Grammars of running requests: compiled in threads, followed token by token, made into masks.
 
 Implements engine.loop.Masker with xgrammar, which is imported with the first grammar: it takes
-seconds. Knows no HTTP and no schemas: a grammar is a structural tag, vetted by the API process.
+seconds, and torch. Knows no HTTP and no schemas: a grammar is a structural tag, vetted by the API process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer
 
 from nanovllm.plan import Masks
@@ -93,6 +92,7 @@ class Grammars:
     # -- Masker -----------------------------------------------------------------------------
 
     def fill(self, request_ids: list[int]) -> Masks:
+        import torch
         import xgrammar
 
         masks = np.full((len(request_ids), self._num_words), -1, np.int32)

@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 
 from nanovllm.config import Config, Recipe
+from nanovllm.engine import paper
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.grammars import Compiled, Grammars, stop_ids_of
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.ipc.channel import Connection, Listener
 from nanovllm.kv.memory import KVMemory
 from nanovllm.log import fields
-from nanovllm.runner.build import Built, build
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import (
     WORKER_BITS,
@@ -39,34 +39,45 @@ STATS_EVERY_S = 0.2
 
 def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[], None]) -> None:
     """Serve until every API process has gone. Raises ConfigError if the recipe cannot be served."""
-    built = build(config)
-    recipe = built.recipe
-    memory = KVMemory(built.num_pages, int(recipe.cache.page_tokens), prefix=recipe.cache.prefix)
+    executor, recipe, vocab_size = build(config)
+    memory = KVMemory(
+        int(recipe.cache.pages), int(recipe.cache.page_tokens), prefix=recipe.cache.prefix
+    )
     scheduler = Scheduler(
         memory,
         num_slots=int(recipe.schedule.slots),
         step_tokens=int(recipe.schedule.step_tokens),
-        max_model_tokens=built.max_model_tokens,
+        max_model_tokens=int(recipe.server.max_model_tokens),
         max_queue=recipe.schedule.max_queue,
         ageing_steps=recipe.schedule.ageing_steps,
     )
     ready()
     connections = [listener.accept() for _ in range(num_workers)]
     for worker, connection in enumerate(connections):
-        connection.send(greeting(config, built, recipe, worker))
+        connection.send(greeting(config, recipe, vocab_size, worker))
     folder = Path(config.tokenizer_dir)
     stop_ids = stop_ids_of(Path(config.model_dir) if config.model_dir else folder)
-    grammars = Grammars(folder, built.vocab_size, stop_ids or [0])
-    Engine(scheduler, built.runner, grammars, connections, recipe.schedule.depth).run()
+    grammars = Grammars(folder, vocab_size, stop_ids or [0])
+    Engine(scheduler, executor, grammars, connections, recipe.schedule.depth).run()
 
 
-def greeting(config: Config, built: Built, recipe: Recipe, worker: int) -> Ready:
+def build(config: Config) -> tuple[Executor, Recipe, int]:
+    """What runs plans, the recipe without any "auto", and the size of the vocabulary."""
+    if config.recipe.engine == "paper":
+        return paper.build(config)
+    from nanovllm.runner import build as runner  # imports torch
+
+    built = runner.build(config)
+    return built.runner, built.recipe, built.vocab_size
+
+
+def greeting(config: Config, recipe: Recipe, vocab_size: int, worker: int) -> Ready:
     return Ready(
         worker=worker,
         model=config.served_name,
-        max_model_tokens=built.max_model_tokens,
-        vocab_size=built.vocab_size,
-        num_pages=built.num_pages,
+        max_model_tokens=int(recipe.server.max_model_tokens),
+        vocab_size=vocab_size,
+        num_pages=int(recipe.cache.pages),
         page_tokens=int(recipe.cache.page_tokens),
         num_slots=int(recipe.schedule.slots),
         recipe=msgspec.json.encode(recipe).decode(),

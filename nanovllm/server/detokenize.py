@@ -4,7 +4,7 @@ Never emits half a character. However ids and text are cut into pieces, the piec
 same. Knows nothing about requests or the OpenAI API.
 
 Decision: for byte-level vocabularies (all of ours) every token's bytes are tabulated at start
-(150 ms for 150,000 tokens), so that most tokens cost a list lookup; others are decoded again with
+(0.4 s for 150,000 tokens), so that most tokens cost a list lookup; others are decoded again with
 their neighbours each time, because their pieces depend on each other.
 """
 

@@ -44,7 +44,8 @@ def quiet_worker() -> None:
 
 def batches(args: argparse.Namespace) -> Generator[render.Rows, None, None]:
     """Fresh rows for every step, in an order that only the seed decides."""
-    jobs = ((args.seed * 1_000_000 + i, args.length) for i in range(args.steps * args.rows))
+    shards = args.steps * args.rows // SHARD_ROWS + 2
+    jobs = ((args.seed * 1_000_000 + i, args.length) for i in range(shards))
     with get_context("fork").Pool(args.workers, quiet_worker) as pool:
         kept: list[render.Rows] = []
         for rows in pool.imap(shard, jobs):

@@ -111,10 +111,21 @@ class Talk:
         self.path = str(tmp_path / "engine.sock")
         self.listener = Listener(self.path)
         self.ends: list[Connection] = []
+        self.client: EngineClient | None = None
 
     def close(self) -> None:
         for end in (*self.ends, self.listener):
             end.close()
+
+    def run(self, main) -> None:
+        async def whole() -> None:
+            try:
+                await main()
+            finally:
+                if self.client is not None:
+                    self.client.close()
+
+        asyncio.run(whole())
 
     async def accept(self) -> Connection:
         end = await asyncio.to_thread(self.listener.accept)
@@ -159,7 +170,7 @@ def test_requests_reach_the_engine_and_ids_carry_the_worker(talk) -> None:
         assert await asyncio.to_thread(talk.engine.recv) == first
         assert await asyncio.to_thread(talk.engine.recv) == Abort(first.request_id)
 
-    asyncio.run(main())
+    talk.run(main)
 
 
 def test_a_step_reaches_its_sinks_in_order_and_flushes_once_a_read(talk) -> None:
@@ -181,7 +192,7 @@ def test_a_step_reaches_its_sinks_in_order_and_flushes_once_a_read(talk) -> None
         assert gone.said == []
         assert talk.client.stats.num_running == 9
 
-    asyncio.run(main())
+    talk.run(main)
 
 
 def test_a_sink_that_fails_ends_alone(talk) -> None:
@@ -196,7 +207,7 @@ def test_a_sink_that_fails_ends_alone(talk) -> None:
         sent = [await asyncio.to_thread(talk.engine.recv) for _ in range(3)]
         assert sent[2] == Abort(1)
 
-    asyncio.run(main())
+    talk.run(main)
 
 
 def test_a_dead_engine_ends_every_request(talk) -> None:
@@ -213,7 +224,7 @@ def test_a_dead_engine_ends_every_request(talk) -> None:
             talk.client.submit(generate(2), Notes())
         talk.client.abort(1)  # nobody there: says nothing
 
-    asyncio.run(main())
+    talk.run(main)
 
 
 def test_an_engine_that_dies_while_loading_is_an_error(talk) -> None:
@@ -223,7 +234,7 @@ def test_an_engine_that_dies_while_loading_is_an_error(talk) -> None:
         with pytest.raises(EngineLostError):
             await connecting
 
-    asyncio.run(main())
+    talk.run(main)
 
 
 def test_the_client_waits_for_an_engine_that_is_not_there_yet(tmp_path) -> None:
@@ -232,7 +243,9 @@ def test_the_client_waits_for_an_engine_that_is_not_there_yet(tmp_path) -> None:
         await asyncio.sleep(0.1)
         talk = Talk(tmp_path)
         (await talk.accept()).send(READY)
-        assert (await connecting).ready == READY
+        client = await connecting
+        assert client.ready == READY
+        client.close()
         talk.close()
 
     asyncio.run(main())
@@ -252,4 +265,4 @@ def test_the_engine_sees_a_client_leave_and_closing_wakes_its_reader(talk) -> No
         await asyncio.to_thread(reader.join, 5)
         assert got == [None]
 
-    asyncio.run(main())
+    talk.run(main)

@@ -1,0 +1,105 @@
+"""An engine made of paper: tokens at a fixed rate, without a model, a device or torch.
+
+It measures the server by itself: HTTP, text, mail, scheduler and cache are the real ones. Every
+answer is one sentence over and over, also where log-probabilities were asked for: there are none.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+from tokenizers import Tokenizer
+
+from nanovllm.config import Config, ConfigError, Recipe
+from nanovllm.plan import Int32, Masks, StepPlan, StepResult
+
+SENTENCE = " These words come from an engine made of paper, which has nothing to think about."
+MOST_TOKENS = 32768  # context served by default, when the model's own is longer
+
+
+class Numbers(Struct, frozen=True):
+    """What a paper model needs of config.json."""
+
+    vocab_size: int
+    max_position_embeddings: int
+
+
+class PaperHandle:
+    def __init__(self, result: StepResult, masked: list[int], ends_at: float) -> None:
+        self._result = result
+        self._masked = masked
+        self._ends_at = ends_at
+
+    def sample(self, masks: Masks) -> None:
+        """The sentence's token where it is allowed, else the first one that is."""
+        for row, mask in zip(self._masked, masks, strict=True):
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            if self._result.tokens[row, 0] not in allowed:
+                self._result.tokens[row, 0] = allowed[0]
+
+    def wait(self) -> StepResult:
+        time.sleep(max(0.0, self._ends_at - time.monotonic()))
+        return self._result
+
+
+class PaperExecutor:
+    """Implements engine.executor.Executor. Steps take `step_s` each, one after the other."""
+
+    def __init__(self, sentence: list[int], num_slots: int, step_s: float) -> None:
+        self._sentence: Int32 = np.array(sentence, np.int32)
+        self._num_said = np.zeros(num_slots, np.int64)  # per slot: its tokens so far
+        self._decodes: Int32 = np.zeros(0, np.int32)
+        self._step_s = step_s
+        self._ends_at = 0.0  # of the newest step
+
+    def launch(self, plan: StepPlan) -> PaperHandle:
+        for admit in plan.admits:
+            self._num_said[admit.slot] = len(admit.tokens) // 4 - admit.num_prompt
+        if plan.decodes is not None:
+            self._decodes = np.frombuffer(plan.decodes, np.int32)
+        firsts = [chunk.slot for chunk in plan.chunks if chunk.samples]
+        slots = np.concatenate((self._decodes, np.array(firsts, np.int32)))
+        tokens = self._sentence[self._num_said[slots] % len(self._sentence)]
+        self._num_said[slots] += 1
+        self._ends_at = max(self._ends_at, time.monotonic()) + self._step_s
+        result = StepResult(plan.step, tokens.reshape(-1, 1))
+        return PaperHandle(result, plan.masked, self._ends_at)
+
+
+def build(config: Config) -> tuple[PaperExecutor, Recipe, int]:
+    """As runner.build: what runs plans, the recipe with its numbers, the vocabulary's size."""
+    path = Path(config.config_path)
+    try:
+        model = msgspec.json.decode(path.read_bytes(), type=Numbers)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    recipe = resolve(config.recipe, model.max_position_embeddings)
+    tokenizer = Tokenizer.from_file(str(Path(config.tokenizer_dir) / "tokenizer.json"))
+    sentence = tokenizer.encode(SENTENCE, add_special_tokens=False).ids
+    executor = PaperExecutor(sentence, int(recipe.schedule.slots), 1 / recipe.paper.tokens_per_s)
+    return executor, recipe, model.vocab_size
+
+
+def resolve(recipe: Recipe, model_tokens: int) -> Recipe:
+    """The numbers of a GPU, and pages for every slot: paper is cheap."""
+
+    def pick(value: object, otherwise: int) -> int:
+        return otherwise if value == "auto" else int(str(value))
+
+    schedule, cache, server = recipe.schedule, recipe.cache, recipe.server
+    most = pick(server.max_model_tokens, min(model_tokens, MOST_TOKENS))
+    step_tokens = pick(schedule.step_tokens, 8192)
+    slots = min(pick(schedule.slots, 512), step_tokens)
+    page_tokens = pick(cache.page_tokens, 128)
+    pages = pick(cache.pages, slots * -(-most // page_tokens))
+    return replace(
+        recipe,
+        schedule=replace(schedule, step_tokens=step_tokens, slots=slots),
+        cache=replace(cache, page_tokens=page_tokens, pages=pages),
+        server=replace(server, max_model_tokens=most),
+    )
