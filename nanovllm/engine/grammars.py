@@ -1,7 +1,8 @@
 """Grammars of running requests: compiled in threads, followed token by token, made into masks.
 
 Implements engine.loop.Masker with xgrammar, which is imported with the first grammar: it takes
-seconds, and torch. Knows no HTTP and no schemas: a grammar is a structural tag, vetted by the API process.
+seconds, and imports torch. Knows no HTTP and no schemas: a grammar is a structural tag, vetted by
+the API process.
 """
 
 from __future__ import annotations
