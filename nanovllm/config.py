@@ -59,6 +59,7 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     add_rms_norm: Literal["auto", "torch", "triton"] = "auto"
     silu_mul: Literal["auto", "torch", "triton"] = "auto"
     rope_store: Literal["auto", "torch", "triton"] = "auto"
+    small_linear: Literal["auto", "torch", "triton"] = "auto"  # products of steps of a few rows
     sample: Literal["auto", "torch", "triton"] = "auto"
     batch_prep: Literal["auto", "torch", "triton"] = "auto"
     cuda_graphs: bool = True

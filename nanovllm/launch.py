@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from nanovllm import log
 from nanovllm.config import Config, ConfigError
@@ -49,7 +50,7 @@ def engine_process(
     """
     folder = tempfile.mkdtemp(prefix="nanovllm-")
     path = os.path.join(folder, "engine.sock")
-    process, word = spawn(run_engine, config, path, num_workers)
+    process, word = spawn("nanovllm-engine", run_engine, config, path, num_workers)
     try:
         wait_ready(process, word, stopped or threading.Event())
         yield path
@@ -63,7 +64,9 @@ def serve(config: Config) -> int:
     server = config.recipe.server
     sock = listen(server.host, server.port)
     with sock, interruptible() as stopped, engine_process(config, server.workers, stopped) as path:
-        workers = [spawn(run_api, config, path, i, sock) for i in range(server.workers)]
+        workers = [
+            spawn(f"nanovllm-api{i}", run_api, config, path, i, sock) for i in range(server.workers)
+        ]
         try:
             for process, word in workers:
                 wait_ready(process, word, stopped)
@@ -126,11 +129,14 @@ def watch(stopped: threading.Event) -> int:
 # -- children -------------------------------------------------------------------------------
 
 
-def spawn(target: object, *args: object) -> tuple[BaseProcess, Pipe]:
-    """Start a child; it says "ready" or an error on the returned pipe, and dies with us."""
+def spawn(name: str, target: object, *args: object) -> tuple[BaseProcess, Pipe]:
+    """Start a child; it says "ready" or an error on the returned pipe, and dies with us.
+
+    The system's list of processes shows `name`, up to 15 characters of it.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=child, args=(target, theirs, *args))
+    process = context.Process(target=child, args=(target, theirs, *args), name=name)
     process.start()
     theirs.close()
     return process, ours
@@ -139,6 +145,8 @@ def spawn(target: object, *args: object) -> tuple[BaseProcess, Pipe]:
 def child(target: object, word: Pipe, *args: object) -> None:
     """Runs in the child. Interrupts are the supervisor's business."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError):  # only Linux has it
+        Path("/proc/self/comm").write_text(multiprocessing.current_process().name)
     log.setup()
     threading.Thread(target=leave_with_supervisor, args=(word,), daemon=True).start()
     try:

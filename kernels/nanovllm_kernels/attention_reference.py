@@ -47,7 +47,7 @@ def paged_decode(
     v_PSGA: Tensor,
     page_table_RM: Tensor,
     lengths_R: Tensor,
-    plan_N3: Tensor,
+    plan_N5: Tensor,
 ) -> Tensor:
     """The plan only divides the work."""
     starts_R1 = torch.arange(len(lengths_R) + 1)

@@ -7,11 +7,13 @@ Decision: the rows' contexts, in blocks of tokens, form one line that is cut int
 share to each lane of programs, whatever the lengths are. A row that a cut goes through leaves
 partial results that a second kernel merges. Long and short rows, one row or hundreds, load the
 device evenly without a number of splits to choose, and the grid does not depend on the lengths, so
-a CUDA graph can hold it. The lanes' starting points are the same for all layers: `plan_decode`
-finds them once per step.
+a CUDA graph can hold it. The cuts are the same for all layers: `plan_decode` finds them once per
+step.
 
-Decision: page ids are read one block ahead. With the id in a register, Triton keeps STAGES - 1
-blocks of keys and values in flight; an id loaded in the same iteration would leave it one.
+Decision: a lane is one loop over its blocks, across the ends of rows, and what a block's address
+depends on (row, length, page) is read one block ahead. Only so does Triton keep STAGES - 1 blocks
+of keys and values in flight all the time: an id loaded in the same iteration would leave it one,
+and a loop per row would drain at each row's end.
 """
 
 from __future__ import annotations
@@ -41,25 +43,26 @@ def block_tokens(pages_PSGA: Tensor) -> int:
 
 
 def plan_decode(lengths_R: Tensor, k_PSGA: Tensor) -> Tensor:
-    """plan_N3, int32: each lane's first row, the block it starts at there, its number of blocks.
+    """plan_N5, int32. Good for every layer of the step. Lengths are at least 1.
 
-    Good for every layer of the step. Lengths are at least 1.
+    Of each lane: its first row, the block it starts at there, its number of blocks; and if it
+    begins a row that it does not finish: that row, over how many lanes the row goes, or 0.
     """
     device, num_kv_heads = lengths_R.device, k_PSGA.shape[2]
     processors = INTERPRETED_PROCESSORS
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     num_lanes = max(1, PROGRAMS_PER_PROCESSOR * processors // num_kv_heads)
-    plan_N3 = torch.empty(num_lanes, 3, dtype=torch.int32, device=device)
+    plan_N5 = torch.empty(num_lanes, 5, dtype=torch.int32, device=device)
     num_rows = lengths_R.shape[0]
     plan_kernel[(num_lanes,)](
         lengths_R,
-        plan_N3,
+        plan_N5,
         num_rows,
         BLOCK=block_tokens(k_PSGA),
         ROWS=max(1024, triton.next_power_of_2(num_rows)),  # mostly one size, so compiled once
     )
-    return plan_N3
+    return plan_N5
 
 
 def paged_decode(
@@ -68,14 +71,14 @@ def paged_decode(
     v_PSGA: Tensor,
     page_table_RM: Tensor,
     lengths_R: Tensor,
-    plan_N3: Tensor,
+    plan_N5: Tensor,
 ) -> Tensor:
-    """o_RHA. `plan_N3`: plan_decode's, of the same lengths. Reads no values on the host."""
+    """o_RHA. `plan_N5`: plan_decode's, of the same lengths. Reads no values on the host."""
     num_rows, num_heads, head_width = q_RHA.shape
     page_tokens, num_kv_heads = k_PSGA.shape[1:3]
     assert q_RHA.stride(2) == k_PSGA.stride(3) == page_table_RM.stride(1) == 1
     assert k_PSGA.stride() == v_PSGA.stride()
-    num_lanes, device = plan_N3.shape[0], q_RHA.device
+    num_lanes, device = plan_N5.shape[0], q_RHA.device
     o_RHA = torch.empty(num_rows, num_heads, head_width, dtype=q_RHA.dtype, device=device)
     # Of each lane: what it left of the row it resumed, and of the row it began but did not finish.
     partial_shape = (num_lanes, 2, num_heads)
@@ -83,14 +86,13 @@ def paged_decode(
     partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=device)
     group = num_heads // num_kv_heads
     widths = {"A": head_width, "A_BLOCK": triton.next_power_of_2(head_width)}
-    block = block_tokens(k_PSGA)
     decode_kernel[(num_kv_heads, num_lanes)](
         q_RHA,
         k_PSGA,
         v_PSGA,
         page_table_RM,
         lengths_R,
-        plan_N3,
+        plan_N5,
         o_RHA,
         partial_o,
         partial_lse,
@@ -98,38 +100,47 @@ def paged_decode(
         q_RHA.stride(1),
         *k_PSGA.stride()[:3],
         page_table_RM.stride(0),
+        page_table_RM.shape[1],
         math.log2(math.e) / math.sqrt(head_width),
         GROUP=group,
         GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
         S=page_tokens,
-        BLOCK=block,
+        BLOCK=block_tokens(k_PSGA),
         STAGES=STAGES,
         num_warps=4,
         **widths,
     )
-    if num_lanes > 1:
-        merge_kernel[(num_heads, num_lanes - 1)](
-            partial_o, partial_lse, lengths_R, plan_N3, o_RHA, BLOCK=block, MERGED=MERGED, **widths
-        )
+    merge_kernel[(num_heads, num_lanes)](
+        partial_o, partial_lse, plan_N5, o_RHA, MERGED=MERGED, num_warps=1, **widths
+    )
     return o_RHA
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["lengths_R"])
-def plan_kernel(lengths_R, plan_N3, num_rows, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def plan_kernel(lengths_R, plan_N5, num_rows, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     lane, num_lanes = tl.program_id(0), tl.num_programs(0)
     row = tl.arange(0, ROWS)
     blocks = tl.cdiv(tl.load(lengths_R + row, row < num_rows, 0), BLOCK)
     ends, total = tl.cumsum(blocks, 0), tl.sum(blocks, 0)
     share = tl.cdiv(total, num_lanes)
-    start = lane * share
+    start = tl.minimum(lane * share, total)
+    stop = tl.minimum(start + share, total)
+    plan_N5 += lane * 5
     is_before = ends <= start
-    tl.store(plan_N3 + lane * 3, tl.sum(is_before.to(tl.int32), 0))
-    tl.store(plan_N3 + lane * 3 + 1, start - tl.max(tl.where(is_before, ends, 0), 0))
-    tl.store(plan_N3 + lane * 3 + 2, tl.maximum(tl.minimum(share, total - start), 0))
+    tl.store(plan_N5, tl.sum(is_before.to(tl.int32), 0))
+    tl.store(plan_N5 + 1, start - tl.max(tl.where(is_before, ends, 0), 0))
+    tl.store(plan_N5 + 2, stop - start)
+    # The row of the last block: where it began, and where it ends.
+    is_before = ends < stop
+    row_start = tl.max(tl.where(is_before, ends, 0), 0)
+    row_end = tl.min(tl.where(is_before, total, ends), 0)
+    is_cut = (start < stop) & (row_start >= start) & (row_end > stop)
+    tl.store(plan_N5 + 3, tl.sum(is_before.to(tl.int32), 0))
+    tl.store(plan_N5 + 4, tl.where(is_cut, tl.cdiv(row_end, share) - lane, 0))
 
 
 @triton.jit(
-    do_not_specialize=["table_stride"],
+    do_not_specialize=["table_stride", "table_width"],
     do_not_specialize_on_alignment=["page_table_RM", "lengths_R"],
 )
 def decode_kernel(
@@ -138,7 +149,7 @@ def decode_kernel(
     v_PSGA,
     page_table_RM,
     lengths_R,
-    plan_N3,
+    plan_N5,
     o_RHA,
     partial_o,
     partial_lse,
@@ -148,6 +159,7 @@ def decode_kernel(
     cell_stride,
     head_stride,
     table_stride,
+    table_width,
     scale,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -160,62 +172,66 @@ def decode_kernel(
     # Programs of one lane read neighbouring heads of the same tokens at about the same time.
     kv_head, lane = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(0) * GROUP
-    row = tl.load(plan_N3 + lane * 3)
-    block = tl.load(plan_N3 + lane * 3 + 1)
-    left = tl.load(plan_N3 + lane * 3 + 2)
+    row = tl.load(plan_N5 + lane * 5)
+    block = tl.load(plan_N5 + lane * 5 + 1)
+    count = tl.load(plan_N5 + lane * 5 + 2)
+    if count == 0:
+        return
     member, a, n = tl.arange(0, GROUP_BLOCK), tl.arange(0, A_BLOCK), tl.arange(0, BLOCK)
     head = kv_head * GROUP + member
-    in_group, in_width = (member < GROUP)[:, None], (a < A)[None, :]
+    inside_q = (member < GROUP)[:, None] & (a < A)[None, :]
     k_PSGA += kv_head * head_stride
     v_PSGA += kv_head * head_stride
-    while left > 0:
+    q_RHA += head[:, None] * q_head_stride + a[None, :]
+    began = block  # where this lane began the row
+    length = tl.load(lengths_R + row)
+    page = page_of(page_table_RM + row.to(tl.int64) * table_stride, table_width, block, S, BLOCK)
+    q = tl.load(q_RHA + row.to(tl.int64) * q_stride, inside_q, 0.0)
+    highest = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP_BLOCK], tl.float32)
+    o = tl.zeros([GROUP_BLOCK, A_BLOCK], tl.float32)
+    for i in tl.range(0, count, num_stages=STAGES):
+        token = block * BLOCK + n
+        cell = (page.to(tl.int64) * page_stride + token % S * cell_stride)[:, None] + a[None, :]
+        inside = (token < length)[:, None] & (a < A)[None, :]
+        k = tl.load(k_PSGA + cell, inside, 0.0)
+        v = tl.load(v_PSGA + cell, inside, 0.0)
+        s = dot(q, tl.trans(k), tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)) * scale
+        s = tl.where((token < length)[None, :], s, -float("inf"))
+        highest = tl.where(block == began, -float("inf"), highest)  # forgets the row before
+        new_highest = tl.maximum(highest, tl.max(s, 1))
+        p = tl.exp2(s - new_highest[:, None])
+        fade = tl.exp2(highest - new_highest)
+        total = total * fade + tl.sum(p, 1)
+        o = dot(p.to(v.dtype), v, o * fade[:, None])
+        highest = new_highest
+        is_end = (block + 1) * BLOCK >= length
+        if is_end | (i + 1 == count):
+            mean = o / total[:, None]
+            if is_end & (began == 0):
+                at = o_RHA + (row.to(tl.int64) * num_heads + head[:, None]) * A + a[None, :]
+                tl.store(at, mean.to(o_RHA.dtype.element_ty), inside_q)
+            else:
+                part = (lane * 2 + (began == 0).to(tl.int32)) * num_heads + head
+                tl.store(partial_o + part[:, None] * A + a[None, :], mean, inside_q)
+                tl.store(partial_lse + part, highest + tl.log2(total), member < GROUP)
+        row += (is_end & (i + 1 < count)).to(tl.int32)
+        block = tl.where(is_end, 0, block + 1)
+        began = tl.where(is_end, 0, began)
         length = tl.load(lengths_R + row)
-        num_blocks = tl.cdiv(length, BLOCK)
-        end = tl.minimum(num_blocks, block + left)
-        at = q_RHA + row.to(tl.int64) * q_stride + head[:, None] * q_head_stride + a[None, :]
-        q = tl.load(at, in_group & in_width, 0.0)
         pages = page_table_RM + row.to(tl.int64) * table_stride
-        highest = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
-        total = tl.zeros([GROUP_BLOCK], tl.float32)
-        o = tl.zeros([GROUP_BLOCK, A_BLOCK], tl.float32)
-        next_page = page_of(pages, block, length, S, BLOCK)
-        for i in tl.range(block, end, num_stages=STAGES):
-            page = next_page.to(tl.int64)
-            next_page = page_of(pages, i + 1, length, S, BLOCK)
-            token = i * BLOCK + n
-            cell = (page * page_stride + token % S * cell_stride)[:, None] + a[None, :]
-            inside = (token < length)[:, None] & in_width
-            k = tl.load(k_PSGA + cell, inside, 0.0)
-            s = dot(q, tl.trans(k), tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)) * scale
-            s = tl.where((token < length)[None, :], s, -float("inf"))
-            new_highest = tl.maximum(highest, tl.max(s, 1))
-            p = tl.exp2(s - new_highest[:, None])
-            fade = tl.exp2(highest - new_highest)
-            total = total * fade + tl.sum(p, 1)
-            v = tl.load(v_PSGA + cell, inside, 0.0)
-            o = dot(p.to(v.dtype), v, o * fade[:, None])
-            highest = new_highest
-        o = o / total[:, None]
-        if (block == 0) & (end == num_blocks):
-            at = o_RHA + (row.to(tl.int64) * num_heads + head[:, None]) * A + a[None, :]
-            tl.store(at, o.to(o_RHA.dtype.element_ty), in_group & in_width)
-        else:
-            part = (lane * 2 + (block == 0).to(tl.int32)) * num_heads + head
-            tl.store(partial_o + part[:, None] * A + a[None, :], o, in_group & in_width)
-            tl.store(partial_lse + part, highest + tl.log2(total), member < GROUP)
-        left -= end - block
-        row += 1
-        block = 0
+        page = page_of(pages, table_width, block, S, BLOCK)
+        q = tl.load(q_RHA + row.to(tl.int64) * q_stride, inside_q, 0.0)
 
 
 @triton.jit
-def page_of(pages, block, length, S: tl.constexpr, BLOCK: tl.constexpr):
+def page_of(pages, table_width, block, S: tl.constexpr, BLOCK: tl.constexpr):
     """The page of a block's tokens: one where pages hold whole blocks, else one per token.
 
-    Past the row's end: its last page.
+    Past the row's end it is any page.
     """
     token = block * BLOCK if S % BLOCK == 0 else block * BLOCK + tl.arange(0, BLOCK)
-    return tl.load(pages + tl.minimum(token, length - 1) // S)
+    return tl.load(pages + tl.minimum(token // S, table_width - 1))
 
 
 @triton.jit
@@ -226,46 +242,41 @@ def dot(a, b, sum):
     return tl.dot(a, b, sum, input_precision="tf32x3")
 
 
-@triton.jit(do_not_specialize_on_alignment=["lengths_R"])
+@triton.jit
 def merge_kernel(
     partial_o,
     partial_lse,
-    lengths_R,
-    plan_N3,
+    plan_N5,
     o_RHA,
     A: tl.constexpr,
     A_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """One head of the row that this lane began and the next one resumes, if there is such a row."""
+    """One head of the row that this lane begins and others finish, if there is such a row."""
     head, lane = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(0)
-    share = tl.load(plan_N3 + 2)
-    row = tl.load(plan_N3 + lane * 3 + 3)
-    done = tl.load(plan_N3 + lane * 3 + 4)  # blocks of it before the next lane's
-    resumed = tl.load(plan_N3 + lane * 3 + 5) > 0
-    if resumed & (done > 0) & (done <= share):
-        num_blocks = tl.cdiv(tl.load(lengths_R + row), BLOCK)
-        last = lane + (share - done + num_blocks - 1) // share
-        a = tl.arange(0, A_BLOCK)
-        highest = -float("inf")
-        total = 0.0
-        o = tl.zeros([A_BLOCK], tl.float32)
-        for first in range(lane, last + 1, MERGED):
-            of = first + tl.arange(0, MERGED)
-            part = (of * 2 + (of == lane).to(tl.int32)) * num_heads + head
-            lse = tl.load(partial_lse + part, of <= last, -float("inf"))
-            inside = (of <= last)[:, None] & (a < A)[None, :]
-            each = tl.load(partial_o + part[:, None] * A + a[None, :], inside, 0.0)
-            new_highest = tl.maximum(highest, tl.max(lse, 0))
-            weights = tl.exp2(lse - new_highest)
-            fade = tl.exp2(highest - new_highest)
-            total = total * fade + tl.sum(weights, 0)
-            o = o * fade + tl.sum(each * weights[:, None], 0)
-            highest = new_highest
-        at = o_RHA + (row.to(tl.int64) * num_heads + head) * A + a
-        tl.store(at, (o / total).to(o_RHA.dtype.element_ty), a < A)
+    row = tl.load(plan_N5 + lane * 5 + 3)
+    num_lanes = tl.load(plan_N5 + lane * 5 + 4)
+    if num_lanes == 0:
+        return
+    a = tl.arange(0, A_BLOCK)
+    highest = -float("inf")
+    total = 0.0
+    o = tl.zeros([A_BLOCK], tl.float32)
+    for first in range(0, num_lanes, MERGED):
+        nth = first + tl.arange(0, MERGED)
+        part = ((lane + nth) * 2 + (nth == 0).to(tl.int32)) * num_heads + head
+        lse = tl.load(partial_lse + part, nth < num_lanes, -float("inf"))
+        inside = (nth < num_lanes)[:, None] & (a < A)[None, :]
+        each = tl.load(partial_o + part[:, None] * A + a[None, :], inside, 0.0)
+        new_highest = tl.maximum(highest, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_highest)
+        fade = tl.exp2(highest - new_highest)
+        total = total * fade + tl.sum(weights, 0)
+        o = o * fade + tl.sum(each * weights[:, None], 0)
+        highest = new_highest
+    at = o_RHA + (row.to(tl.int64) * num_heads + head) * A + a
+    tl.store(at, (o / total).to(o_RHA.dtype.element_ty), a < A)
 
 
 def inputs(

@@ -51,6 +51,7 @@ def paged_prefill(
         q_THA.stride(1),
         *k_PSGA.stride()[:3],
         page_table_RM.stride(0),
+        page_table_RM.shape[1],
         math.log2(math.e) / math.sqrt(head_width),
         GROUP=num_heads // num_kv_heads,
         A=head_width,
@@ -65,7 +66,7 @@ def paged_prefill(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride"],
+    do_not_specialize=["table_stride", "table_width"],
     do_not_specialize_on_alignment=["page_table_RM", "starts_R1", "lengths_R"],
 )
 def prefill_kernel(
@@ -82,6 +83,7 @@ def prefill_kernel(
     cell_stride,
     head_stride,
     table_stride,
+    table_width,
     scale,
     GROUP: tl.constexpr,
     A: tl.constexpr,
@@ -113,10 +115,10 @@ def prefill_kernel(
         highest = tl.full([TILE], -float("inf"), tl.float32)
         total = tl.zeros([TILE], tl.float32)
         o = tl.zeros([TILE, A_BLOCK], tl.float32)
-        next_page = page_of(pages, 0, length, S, BLOCK)
+        next_page = page_of(pages, table_width, 0, S, BLOCK)
         for i in tl.range(0, tl.cdiv(num_seen, BLOCK), num_stages=STAGES):
             page = next_page.to(tl.int64)
-            next_page = page_of(pages, i + 1, length, S, BLOCK)
+            next_page = page_of(pages, table_width, i + 1, S, BLOCK)
             token = i * BLOCK + n
             cell = (page * page_stride + token % S * cell_stride)[:, None] + a[None, :]
             inside = (token < length)[:, None] & in_width

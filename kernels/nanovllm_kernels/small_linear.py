@@ -19,11 +19,13 @@ anything stale.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as functional
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,77 +49,91 @@ class Shape(NamedTuple):
 
 
 def shape_of(num_lines: int) -> Shape:
-    if num_lines <= 2048:  # as many programs as multiprocessors, or fewer: each needs more in flight
+    if num_lines <= 2048:  # a program per multiprocessor, at most: each keeps more in flight
         return Shape(8, 8, 128, 4)
     return Shape(8 if num_lines < 65536 else 16, 4, 128, 4)
 
 
-def fits(x_TD: Tensor, weight_ND: Tensor, *, normed: bool = False) -> bool:
-    num_rows, width = x_TD.shape
-    rows = num_rows <= MOST_ROWS and (not normed or num_rows * width <= MOST_NORMED)
-    return rows and width % 16 == 0 and weight_ND.dtype.itemsize == 2
+@dataclass(frozen=True, slots=True)
+class SmallLinear:
+    """The methods of layers.ops.Ops of the same names, each in one launch."""
+
+    overlap: bool = True  # with the launch before, on devices that can
+    shape: Shape | None = None  # None: the best known
+
+    def fits(self, x_TD: Tensor, weight_ND: Tensor, *, normed: bool = False) -> bool:
+        num_rows, width = x_TD.shape
+        few = num_rows <= MOST_ROWS and (not normed or num_rows * width <= MOST_NORMED)
+        return few and width % 16 == 0 and weight_ND.dtype.itemsize == 2
+
+    def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
+        return self._launch(x_TD, None, None, 0.0, weight_ND, 1)[0]
+
+    def norm_linear(
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        gain_D: Tensor,
+        eps: float,
+        weight_ND: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        return self._launch(x_TD, residual_TD, gain_D, eps, weight_ND, 1)
+
+    def norm_gate_up(
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        gain_D: Tensor,
+        eps: float,
+        weight_ND: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        return self._launch(x_TD, residual_TD, gain_D, eps, weight_ND, 2)
+
+    def _launch(
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        gain_D: Tensor | None,
+        eps: float,
+        weight_ND: Tensor,
+        parts: int,  # of W: 2 = gate and up
+    ) -> tuple[Tensor, Tensor]:
+        (num_rows, width), num_lines = x_TD.shape, weight_ND.shape[0] // parts
+        assert x_TD.stride(1) == 1 and weight_ND.is_contiguous() and width % 16 == 0
+        y_TN = torch.empty(num_rows, num_lines, dtype=x_TD.dtype, device=x_TD.device)
+        sum_TD = None
+        if residual_TD is not None:  # not in place: every program reads the old one
+            sum_TD = torch.empty(num_rows, width, dtype=x_TD.dtype, device=x_TD.device)
+        shape = self.shape or shape_of(num_lines)
+        overlap = self.overlap and can_overlap(x_TD.device)
+        small_linear_kernel[(triton.cdiv(num_lines, shape.lines),)](
+            x_TD,
+            residual_TD,
+            gain_D,
+            weight_ND,
+            y_TN,
+            sum_TD,
+            num_rows,
+            num_lines,
+            width,
+            x_TD.stride(0),
+            0 if residual_TD is None else residual_TD.stride(0),
+            eps,
+            GATED=parts == 2,
+            ROWS=triton.next_power_of_2(num_rows),
+            LINES=shape.lines,
+            SLICES=shape.warps,
+            DEPTH=shape.depth,
+            EVEN=width % (shape.warps * shape.depth) == 0,
+            STAGES=shape.stages,
+            OVERLAP=overlap,
+            num_warps=shape.warps,
+            launch_pdl=overlap,
+        )
+        return y_TN, x_TD if sum_TD is None else sum_TD
 
 
-def linear(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    y_TN, _ = _launch(x_TD, None, None, 0.0, weight_ND)
-    return y_TN
-
-
-def norm_linear(
-    x_TD: Tensor, residual_TD: Tensor | None, gain_D: Tensor, eps: float, weight_ND: Tensor
-) -> tuple[Tensor, Tensor]:
-    return _launch(x_TD, residual_TD, gain_D, eps, weight_ND)
-
-
-def norm_gate_up(
-    x_TD: Tensor, residual_TD: Tensor | None, gain_D: Tensor, eps: float, weight_ND: Tensor
-) -> tuple[Tensor, Tensor]:
-    return _launch(x_TD, residual_TD, gain_D, eps, weight_ND, gated=True)
-
-
-def _launch(
-    x_TD: Tensor,
-    residual_TD: Tensor | None,
-    gain_D: Tensor | None,
-    eps: float,
-    weight_ND: Tensor,
-    *,
-    gated: bool = False,
-    shape: Shape | None = None,
-    overlap: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """(y_TN, the residual stream). `overlap`: with the launch before, on devices that can."""
-    (num_rows, width), num_lines = x_TD.shape, weight_ND.shape[0] // (1 + gated)
-    assert x_TD.stride(1) == 1 and weight_ND.is_contiguous() and width % 16 == 0
-    y_TN = torch.empty(num_rows, num_lines, dtype=x_TD.dtype, device=x_TD.device)
-    sum_TD = None if residual_TD is None else torch.empty_like(residual_TD)
-    shape = shape or shape_of(num_lines)
-    overlap = overlap and can_overlap(x_TD.device)
-    small_linear_kernel[(triton.cdiv(num_lines, shape.lines),)](
-        x_TD,
-        residual_TD,
-        gain_D,
-        weight_ND,
-        y_TN,
-        sum_TD,
-        num_rows,
-        num_lines,
-        width,
-        x_TD.stride(0),
-        0 if residual_TD is None else residual_TD.stride(0),
-        eps,
-        GATED=gated,
-        ROWS=triton.next_power_of_2(num_rows),
-        LINES=shape.lines,
-        SLICES=shape.warps,
-        DEPTH=shape.depth,
-        EVEN=width % (shape.warps * shape.depth) == 0,
-        STAGES=shape.stages,
-        OVERLAP=overlap,
-        num_warps=shape.warps,
-        launch_pdl=overlap,
-    )
-    return y_TN, x_TD if sum_TD is None else sum_TD
+SMALL_LINEAR = SmallLinear()
 
 
 def can_overlap(device: torch.device) -> bool:
@@ -159,6 +175,7 @@ def small_linear_kernel(
     weight_ND += line * D
     t = tl.arange(0, ROWS)[None, :, None]
     slice, d = tl.arange(0, SLICES)[:, None, None], tl.arange(0, DEPTH)[None, None, :]
+    kept = tl.where(first == 0, T, 0)  # rows of the sum that this program writes
     y = tl.zeros([SLICES, ROWS, LINES], tl.float32)
     up = tl.zeros([SLICES, ROWS, LINES], tl.float32)
     squares = tl.zeros([SLICES, ROWS, DEPTH], tl.float32)
@@ -170,7 +187,7 @@ def small_linear_kernel(
             if residual_TD is not None:
                 residual = tl.load(residual_TD + t * residual_stride + at, inside, 0.0)
                 x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-                tl.store(sum_TD + t * D + at, x, inside & (first == 0))
+                tl.store(sum_TD + t * D + at, x, inside & (t < kept))
             wide = x.to(tl.float32)
             squares += wide * wide
             x = (wide * load(gain_D, at, D, EVEN).to(tl.float32)).to(x.dtype)
@@ -217,3 +234,117 @@ def dot(x, weight, sum):
     if INTERPRETED:  # numpy knows no bfloat16
         x, weight = x.to(tl.float32), weight.to(tl.float32)
     return tl.dot(x, tl.permute(weight, (0, 2, 1)), sum)
+
+
+def linear_reference(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
+    return functional.linear(x_TD.float(), weight_ND.float()).to(x_TD.dtype)
+
+
+def norm_linear_reference(
+    x_TD: Tensor, residual_TD: Tensor | None, gain_D: Tensor, eps: float, weight_ND: Tensor
+) -> tuple[Tensor, Tensor]:
+    normed_TD, sum_TD = normed(x_TD, residual_TD, gain_D, eps)
+    return linear_reference(normed_TD, weight_ND), sum_TD
+
+
+def norm_gate_up_reference(
+    x_TD: Tensor, residual_TD: Tensor | None, gain_D: Tensor, eps: float, weight_ND: Tensor
+) -> tuple[Tensor, Tensor]:
+    y_T2F, sum_TD = norm_linear_reference(x_TD, residual_TD, gain_D, eps, weight_ND)
+    return reference.silu_mul(y_T2F), sum_TD
+
+
+def normed(
+    x_TD: Tensor, residual_TD: Tensor | None, gain_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    if residual_TD is None:
+        return reference.rms_norm(x_TD, gain_D, eps), x_TD
+    return reference.add_rms_norm(x_TD, residual_TD, gain_D, eps)
+
+
+def linear_inputs(T: int, N: int, D: int, device: torch.device) -> Args:
+    weight_ND = normal(device, N, D, dtype=torch.bfloat16, seed=1).mul_(D**-0.5)
+    return normal(device, T, D + 32, dtype=torch.bfloat16)[:, :D], weight_ND
+
+
+def norm_inputs(T: int, N: int, D: int, device: torch.device, kind: str = "normal") -> Args:
+    """`first`: no residual yet; `spike`: one huge element a row."""
+    x_TD, weight_ND = linear_inputs(T, N, D, device)
+    if kind == "spike":
+        x_TD[:, D // 3] = 3e4
+    residual_TD = None if kind == "first" else normal(device, T, D, dtype=x_TD.dtype, seed=2)
+    return x_TD, residual_TD, normal(device, D, dtype=x_TD.dtype, seed=3), 1e-6, weight_ND
+
+
+def sizes(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
+    """Of each product's terms together, as their errors add up: root of the sum of squares."""
+    return functional.linear(x_TD.float().square(), weight_ND.float().square()).sqrt()
+
+
+def linear_scale(expected: Tensors, args: Args) -> Tensors:
+    return (expected[0].abs() + sizes(*args),)
+
+
+def norm_scale(expected: Tensors, args: Args) -> Tensors:
+    y_TN, sum_TD = (tensor.abs() for tensor in expected)
+    return y_TN + sizes(normed(*args[:4])[0], args[4]), sum_TD
+
+
+def gate_up_scale(expected: Tensors, args: Args) -> Tensors:
+    """Errors of the gate, by at most 1.1 of which its activation moves, and of the other factor."""
+    y_TF, sum_TD = (tensor.abs() for tensor in expected)
+    normed_TD, _ = normed(*args[:4])
+    gate_TF, up_TF = linear_reference(normed_TD, args[4]).float().chunk(2, -1)
+    gate_size_TF, up_size_TF = sizes(normed_TD, args[4]).chunk(2, -1)
+    of_gate_TF = 1.1 * gate_size_TF * up_TF.abs()
+    return y_TF + of_gate_TF + functional.silu(gate_TF).abs() * up_size_TF, sum_TD
+
+
+def cases(
+    inputs: Callable[..., Args], kinds: tuple[str, ...], shapes: list[tuple[int, int]]
+) -> tuple[Case, ...]:
+    """`shapes`: N, D of Qwen3's layers, timed. The checked ones end within blocks of both."""
+    checked = [(T, N, D) for T, N in ((1, 8), (3, 44), (16, 24)) for D in (64, 512, 1136)]
+    odd = [
+        Case(f"{kind} T=2 N=24 D=528", partial(inputs, 2, 24, 528, kind=kind), True)
+        for kind in kinds
+    ]
+    timed = [
+        Case(
+            f"T={T} N={N} D={D}",
+            partial(inputs, T, N, D),
+            num_bytes=2 * (N * D + T * D * (1 + 2 * bool(kinds)) + T * N),
+        )
+        for (N, D), T in product(shapes, (1, 2, 4, 8))
+    ]
+    small = [Case(f"T={T} N={N} D={D}", partial(inputs, T, N, D), True) for T, N, D in checked]
+    return (*small, *odd, *timed)
+
+
+PLAIN = [(1024, 2048), (1024, 3072), (151936, 1024), (4096, 4096), (4096, 12288), (151936, 4096)]
+
+# An ulp for the rounding of y; a third of one in each term of a product, of which there are many.
+LINEAR = Kernel(
+    "small_linear",
+    SMALL_LINEAR.linear,
+    linear_reference,
+    cases(linear_inputs, (), PLAIN),
+    ulps_16=1,
+    scale=linear_scale,
+)
+NORM_LINEAR = Kernel(
+    "norm_linear",
+    SMALL_LINEAR.norm_linear,
+    norm_linear_reference,
+    cases(norm_inputs, ("first", "spike"), [(4096, 1024), (6144, 4096)]),
+    ulps_16=1.5,
+    scale=norm_scale,
+)
+NORM_GATE_UP = Kernel(
+    "norm_gate_up",
+    SMALL_LINEAR.norm_gate_up,
+    norm_gate_up_reference,
+    cases(norm_inputs, ("first", "spike"), [(6144, 1024), (24576, 4096)]),
+    ulps_16=1.5,
+    scale=gate_up_scale,
+)

@@ -51,12 +51,12 @@ def bind_decode(caches: tuple[PagedKV, ...], batch: Batch) -> Attend:
 class TritonDecode:
     caches: tuple[PagedKV, ...]
     batch: Batch
-    plan_N3: Tensor
+    plan_N5: Tensor
 
     def __call__(self, layer: int, q_THA: Tensor) -> Tensor:
         cache, batch = self.caches[layer], self.batch
         return paged_decode(
-            q_THA, cache.k_PSGA, cache.v_PSGA, batch.page_table_RM, batch.lengths_R, self.plan_N3
+            q_THA, cache.k_PSGA, cache.v_PSGA, batch.page_table_RM, batch.lengths_R, self.plan_N5
         )
 
 

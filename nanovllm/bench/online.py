@@ -17,7 +17,7 @@ import httpx
 import msgspec
 from msgspec import Struct
 
-from nanovllm.bench import client
+from nanovllm.bench import client, cpu
 from nanovllm.bench.machine import fingerprint
 from nanovllm.bench.measure import Sample, summarise
 from nanovllm.bench.outcome import Advance, Outcome, ProgressBar, now
@@ -87,8 +87,12 @@ def measure_server(
     warmup: int | None,
     processes: int,
     bar: ProgressBar,
+    supervisor: int | None = None,
 ) -> Outcome:
-    """Warm up, send the load, ask the server what it did. `config`: what it was started with."""
+    """Warm up, send the load, ask the server what it did.
+
+    `config`: what it was started with. `supervisor`: its process id, if it is one of ours.
+    """
     where = target(url, api_key)
     with _Api(url, api_key) as api:
         served = ask_server(api, load)
@@ -103,13 +107,16 @@ def measure_server(
         if num_warm:
             send(load.warm_up(num_warm), "warm-up")
         before, started_at = scrape(api), now()
+        cpu_before = {} if supervisor is None else cpu.cpu_s(supervisor)
         result = send(load, served.model)
+        cpu_after = {} if supervisor is None else cpu.cpu_s(supervisor)
         engine = engine_facts(before, scrape(api), result.gauges)
+    summary = summarise(result.samples, goals_ms)
     return Outcome(
         kind="serve",
         model=served.model,
         started_at=started_at,
-        summary=summarise(result.samples, goals_ms),
+        summary=summary,
         recipe={"model": served.model} if config is None else msgspec.to_builtins(config.recipe),
         changed={} if config is None else config.changed,
         workload=msgspec.to_builtins(load)
@@ -121,7 +128,7 @@ def measure_server(
             "processes": processes,
         },
         metrics={"client_busy": result.client_busy},
-        engine=engine,
+        engine=engine | cpu.facts(cpu_before, cpu_after, summary.output_tokens),
         machine=fingerprint(),
     )
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from nanovllm.bench.machine import Machine
+from nanovllm.bench.machine import Machine, commit, fingerprint, versions
 from nanovllm.config import ConfigError
 
 Kind = Literal["serve", "offline", "kernels", "kv", "graphs", "parity"]
@@ -57,8 +57,44 @@ def write(record: Record, results_dir: Path) -> Path:
     while path.exists():
         again += 1
         path = folder / f"{stem}_{again}.json"
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+    write_to(path, record)
     return path
+
+
+def write_to(path: Path, record: Record) -> None:
+    """Raises ConfigError when the file cannot be written."""
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def of_this_machine(
+    *,
+    kind: Kind,
+    started_at: str,
+    duration_s: float,
+    recipe: Mapping[str, Any],
+    changed: Mapping[str, Any],
+    workload: dict[str, Any],
+    metrics: dict[str, float],
+) -> Record:
+    """What was just measured here, by the command line that runs."""
+    tree = commit()
+    return Record(
+        kind=kind,
+        machine=fingerprint(),
+        commit=tree.hash,
+        dirty=tree.is_dirty,
+        started_at=started_at,
+        duration_s=duration_s,
+        argv=without_secrets(["nanovllm", *sys.argv[1:]]),
+        recipe=hide_secrets(recipe),
+        changed=hide_secrets(changed),
+        workload=workload,
+        metrics=metrics,
+        versions=versions(),
+    )
 
 
 def read(path: Path) -> Record:

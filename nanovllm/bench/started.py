@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import httpx
+from msgspec import Struct
 
 from nanovllm.config import ConfigError
 
@@ -20,9 +21,14 @@ READY_S = 3600.0  # the largest checkpoints load for many minutes
 STOP_S = 60.0
 
 
+class Started(Struct, frozen=True):
+    pid: int
+    ready_s: float  # from start to ready
+
+
 @contextmanager
-def started(command: Sequence[str], url: str) -> Iterator[float]:
-    """Run a server until the block ends; yields its seconds from start to ready.
+def started(command: Sequence[str], url: str) -> Iterator[Started]:
+    """Run a server until the block ends.
 
     Raises ConfigError with the server's last lines when it does not come up.
     """
@@ -38,7 +44,7 @@ def started(command: Sequence[str], url: str) -> Iterator[float]:
                     tail = "".join(output.readlines()[-5:]).strip()
                     raise ConfigError(f"the server did not come up: {tail}")
                 time.sleep(POLL_S)
-            yield time.perf_counter() - begin
+            yield Started(server.pid, time.perf_counter() - begin)
         finally:
             server.terminate()
             try:

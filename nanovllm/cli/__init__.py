@@ -14,6 +14,8 @@ COMMANDS = {
     "serve": "nanovllm.cli.serve:serve",
     "bench": "nanovllm.cli.bench:bench",
     "check-kernels": "nanovllm.cli.check_kernels:check_kernels",
+    "capture-graphs": "nanovllm.cli.capture_graphs:capture_graphs",
+    "profile-kv": "nanovllm.cli.profile_kv:profile_kv",
 }
 
 

@@ -177,9 +177,9 @@ def run_one(options: Options, extra: tuple[str, ...]) -> record.Record:
         if not server.port:
             raise ConfigError("server.port is 0; --start must know where the server will listen")
         url = f"http://{server.host}:{server.port}"
-        with started(serve_command(options, extra), url) as ready_s:
-            outcome = online_outcome(options, config, url)
-        metrics = outcome.metrics | {"start_to_ready_s": ready_s}
+        with started(serve_command(options, extra), url) as process:
+            outcome = online_outcome(options, config, url, process.pid)
+        metrics = outcome.metrics | {"start_to_ready_s": process.ready_s}
         outcome = msgspec.structs.replace(outcome, metrics=metrics)
     else:
         outcome = online_outcome(options, config, options.url or DEFAULT_URL)
@@ -218,11 +218,14 @@ def offline_outcome(options: Options, config: Config) -> Outcome:
     return msgspec.structs.replace(outcome, metrics={"start_to_ready_s": ready_s})
 
 
-def online_outcome(options: Options, config: Config | None, url: str) -> Outcome:
+def online_outcome(
+    options: Options, config: Config | None, url: str, supervisor: int | None = None
+) -> Outcome:
     outcome = online.measure_server(
         load_of(options),
         config,
         url=url,
+        supervisor=supervisor,
         api_key=options.api_key,
         goals_ms=goals_of(options.goodput),
         warmup=options.warmup,

@@ -1,4 +1,4 @@
-"""Grouped-query attention: projections around one fused rope-and-store and the bound backend.
+"""Grouped-query attention behind its norm: projections around rope-and-store and the backend.
 
 Knows neither pages nor lengths: those are the backend's.
 """
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from nanovllm.attention.base import ForwardContext
 from nanovllm.dist.mesh import Mesh
-from nanovllm.layers.linear import ColumnLinear, RowLinear, parameter
+from nanovllm.layers.linear import NormedLinear, RowLinear, parameter
 from nanovllm.layers.ops import Ops
 
 
 class Attention(nn.Module):
-    """`norm_eps`: query and key heads are RMS-normalised with it before the rotation; None: not."""
+    """`qk_norm`: query and key heads are RMS-normalised before the rotation."""
 
     def __init__(
         self,
@@ -24,31 +24,35 @@ class Attention(nn.Module):
         num_heads: int,
         num_kv_heads: int,
         head_width: int,
-        norm_eps: float | None,
+        eps: float,
+        qk_norm: bool,
         mesh: Mesh,
         ops: Ops,
     ) -> None:
         super().__init__()
-        self.layer, self.norm_eps, self.ops = layer, norm_eps or 0.0, ops
+        self.layer, self.eps, self.ops = layer, eps, ops
         q = mesh.span("num_attention_heads", num_heads).of_width(head_width)
         kv = mesh.span_or_copy("num_key_value_heads", num_kv_heads).of_width(head_width)
-        self.qkv = ColumnLinear(width, {"q": q, "k": kv, "v": kv})
-        self.q_gain = parameter(head_width) if norm_eps is not None else None
-        self.k_gain = parameter(head_width) if norm_eps is not None else None
-        self.out = RowLinear(q, width, mesh)
+        self.qkv = NormedLinear(width, eps, {"q": q, "k": kv, "v": kv}, ops)
+        self.q_gain = parameter(head_width) if qk_norm else None
+        self.k_gain = parameter(head_width) if qk_norm else None
+        self.out = RowLinear(q, width, mesh, ops)
 
-    def forward(self, x_TD: Tensor, cos_sin_LA: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, residual_TD: Tensor | None, cos_sin_LA: Tensor, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """What to add to the residual stream, and that stream."""
         cache = ctx.caches[self.layer]
+        qkv_TX, residual_TD = self.qkv(x_TD, residual_TD)
         q_THA = self.ops.rope_store(
-            self.qkv(x_TD),
+            qkv_TX,
             self.q_gain,
             self.k_gain,
-            self.norm_eps,
+            self.eps,
             cos_sin_LA,
             ctx.batch.positions_T,
             ctx.batch.cells_T,
             cache.k_PSGA,
             cache.v_PSGA,
         )
-        y_TD: Tensor = self.out(ctx.attend(self.layer, q_THA).flatten(1))
-        return y_TD
+        return self.out(ctx.attend(self.layer, q_THA).flatten(1)), residual_TD

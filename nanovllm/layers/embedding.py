@@ -7,14 +7,15 @@ from torch import Tensor, nn
 
 from nanovllm.dist.mesh import Mesh
 from nanovllm.layers.linear import Placement, parameter
+from nanovllm.layers.ops import Ops
 
 
 class Vocabulary(nn.Module):
     """One vector a token. A model with tied embeddings uses one of these at both ends."""
 
-    def __init__(self, vocab_size: int, width: int, mesh: Mesh) -> None:
+    def __init__(self, vocab_size: int, width: int, mesh: Mesh, ops: Ops) -> None:
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.ops = mesh, ops
         self.span = mesh.span("vocab_size", vocab_size)
         self.weight = parameter(self.span.count, width)
         self.placements = {"weight": Placement(0, (("", self.span),))}
@@ -29,4 +30,4 @@ class Vocabulary(nn.Module):
 
     def logits(self, x_SD: Tensor) -> Tensor:
         """Of this rank's share of the vocabulary, in x's dtype: samplers never need all of it."""
-        return F.linear(x_SD, self.weight)
+        return self.ops.linear(x_SD, self.weight)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.dist.mesh import Mesh, Span
+from nanovllm.layers.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +28,36 @@ def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
-class ColumnLinear(nn.Module):
-    """y = x W^T, outputs cut over ranks. `parts` are fused in order: q, k, v or gate, up."""
+class NormedLinear(nn.Module):
+    """y = rms_norm(x + residual) W^T, outputs cut over ranks.
 
-    def __init__(self, width: int, parts: dict[str, Span]) -> None:
+    `parts` are fused in order: q, k, v or gate, up.
+    """
+
+    def __init__(self, width: int, eps: float, parts: dict[str, Span], ops: Ops) -> None:
         super().__init__()
+        self.eps, self.ops = eps, ops
+        self.gain = parameter(width)
         self.weight = parameter(sum(span.count for span in parts.values()), width)
         self.placements = {"weight": Placement(0, tuple(parts.items()))}
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return F.linear(x_TD, self.weight)
+    def forward(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """y and the sum x + residual. May overwrite both inputs."""
+        return self.ops.norm_linear(x_TD, residual_TD, self.gain, self.eps, self.weight)
+
+    def gated(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As forward, but y = silu(first half) * second half."""
+        return self.ops.norm_gate_up(x_TD, residual_TD, self.gain, self.eps, self.weight)
 
 
 class RowLinear(nn.Module):
     """y = x W^T with the inputs cut over ranks; the partial results are summed."""
 
-    def __init__(self, inputs: Span, width: int, mesh: Mesh) -> None:
+    def __init__(self, inputs: Span, width: int, mesh: Mesh, ops: Ops) -> None:
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.ops = mesh, ops
         self.weight = parameter(width, inputs.count)
         self.placements = {"weight": Placement(1, (("", inputs),))}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.mesh.all_reduce(F.linear(x, self.weight))
+        return self.mesh.all_reduce(self.ops.linear(x, self.weight))

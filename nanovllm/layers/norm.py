@@ -1,4 +1,4 @@
-"""RMS normalisation of the residual stream, fused with the addition before it."""
+"""RMS normalisation of the residual stream, after the addition of what came before."""
 
 from __future__ import annotations
 
@@ -16,10 +16,5 @@ class RMSNorm(nn.Module):
         self.weight = parameter(width)
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(normalised, sum) of x and the residual stream, which begins with x where it is None.
-
-        May overwrite both inputs.
-        """
-        if residual_TD is None:
-            return self.ops.rms_norm(x_TD, self.weight, self.eps), x_TD
-        return self.ops.add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
+        """As Ops.norm."""
+        return self.ops.norm(x_TD, residual_TD, self.weight, self.eps)

@@ -1,16 +1,22 @@
-"""The fused operations that layers are written in, and their choice by device and recipe.
+"""The operations that layers are written in, and their choice by device and recipe.
 
 Each has one meaning, given by the plain-torch reference in nanovllm_kernels.reference, and any
 number of implementations. `kernels.<name>: torch` in a recipe brings the reference back, which is
 both the ablation and the bisection tool.
+
+Decision: products are operations too, together with the norm before them and the gate after them,
+because a step of a few rows is launches and weights, and one kernel does all of it. The number of
+rows, which a CUDA graph fixes, decides: layers do not know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.config import ConfigError, Kernels
@@ -22,14 +28,45 @@ IMPLEMENTATIONS = {
         "add_rms_norm": "nanovllm_kernels.reference:add_rms_norm",
         "silu_mul": "nanovllm_kernels.reference:silu_mul",
         "rope_store": "nanovllm_kernels.reference:rope_store",
+        "small_linear": "nanovllm.layers.ops:ONE_BY_ONE",
     },
     "triton": {
         "rms_norm": "nanovllm_kernels.norm:rms_norm",
         "add_rms_norm": "nanovllm_kernels.norm:add_rms_norm",
         "silu_mul": "nanovllm_kernels.activation:silu_mul",
         "rope_store": "nanovllm_kernels.rope_store:rope_store",
+        "small_linear": "nanovllm_kernels.small_linear:SMALL_LINEAR",
     },
 }
+
+
+class SmallLinear(Protocol):
+    """The methods of Ops of the same names, each in one launch, for steps of a few rows."""
+
+    def fits(self, x_TD: Tensor, weight_ND: Tensor, *, normed: bool = False) -> bool: ...
+
+    def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor: ...
+
+    def norm_linear(
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        gain_D: Tensor,
+        eps: float,
+        weight_ND: Tensor,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def norm_gate_up(
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        gain_D: Tensor,
+        eps: float,
+        weight_ND: Tensor,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+ONE_BY_ONE: SmallLinear | None = None  # the other operations do it, whatever the number of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +85,57 @@ class Ops:
         head when gains are given (None = no norm); rotates q and k half-split (cos_sin_LA: cos in
         the first A/2 columns, sin in the rest, float32, row = position); writes k and v to the
         cells of the cache; returns the rotated q.
+
+    The methods are compositions of these. A residual stream of None begins with x.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
     rope_store: Callable[..., Tensor]
+    small_linear: SmallLinear | None = ONE_BY_ONE
+
+    def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
+        """x W^T."""
+        if self.small_linear is not None and self.small_linear.fits(x_TD, weight_ND):
+            return self.small_linear.linear(x_TD, weight_ND)
+        return F.linear(x_TD, weight_ND)
+
+    def norm(
+        self, x_TD: Tensor, residual_TD: Tensor | None, gain_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(normalised, sum) of x and the residual stream. May overwrite both inputs."""
+        if residual_TD is None:
+            return self.rms_norm(x_TD, gain_D, eps), x_TD
+        return self.add_rms_norm(x_TD, residual_TD, gain_D, eps)
+
+    def norm_linear(
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        gain_D: Tensor,
+        eps: float,
+        weight_ND: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """(linear of the normalised, sum). May overwrite both inputs."""
+        if self.small_linear is not None and self.small_linear.fits(x_TD, weight_ND, normed=True):
+            return self.small_linear.norm_linear(x_TD, residual_TD, gain_D, eps, weight_ND)
+        x_TD, residual_TD = self.norm(x_TD, residual_TD, gain_D, eps)
+        return self.linear(x_TD, weight_ND), residual_TD
+
+    def norm_gate_up(
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        gain_D: Tensor,
+        eps: float,
+        weight_ND: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """(silu_mul of norm_linear, sum); N = 2F. May overwrite both inputs."""
+        if self.small_linear is not None and self.small_linear.fits(x_TD, weight_ND, normed=True):
+            return self.small_linear.norm_gate_up(x_TD, residual_TD, gain_D, eps, weight_ND)
+        y_T2F, residual_TD = self.norm_linear(x_TD, residual_TD, gain_D, eps, weight_ND)
+        return self.silu_mul(y_T2F), residual_TD
 
 
 def select_ops(kernels: Kernels, device: torch.device) -> Ops:

@@ -60,34 +60,32 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm that first adds what came before to the residual."""
+    """Attention and MLP, each adding what came before to the residual stream first."""
 
     def __init__(
         self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, *, qk_norm: bool
     ) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.attn_norm = RMSNorm(width, eps, ops)
         self.attn = Attention(
             layer,
             width=width,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_width=config.head_width,
-            norm_eps=eps if qk_norm else None,
+            eps=eps,
+            qk_norm=qk_norm,
             mesh=mesh,
             ops=ops,
         )
-        self.mlp_norm = RMSNorm(width, eps, ops)
-        self.mlp = MLP(width, config.intermediate_size, mesh, ops)
+        self.mlp = MLP(width, config.intermediate_size, eps, mesh, ops)
 
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, cos_sin_LA: Tensor, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """The MLP's output, not yet added to the residual stream, and that stream."""
-        x_TD, residual_TD = self.attn_norm(x_TD, residual_TD)
-        x_TD, residual_TD = self.mlp_norm(self.attn(x_TD, cos_sin_LA, ctx), residual_TD)
-        return self.mlp(x_TD), residual_TD
+        x_TD, residual_TD = self.attn(x_TD, residual_TD, cos_sin_LA, ctx)
+        return self.mlp(x_TD, residual_TD)
 
 
 class Decoder(nn.Module):
@@ -99,12 +97,12 @@ class Decoder(nn.Module):
     Config: ClassVar[type[DecoderConfig]]
     WEIGHTS: ClassVar[tuple[Rule, ...]] = (
         ("model.embed_tokens.weight", "embed.weight"),
-        ("model.layers.{}.input_layernorm.weight", "layers.{}.attn_norm.weight"),
+        ("model.layers.{}.input_layernorm.weight", "layers.{}.attn.qkv.gain"),
         ("model.layers.{}.self_attn.q_proj.weight", "layers.{}.attn.qkv.weight", "q"),
         ("model.layers.{}.self_attn.k_proj.weight", "layers.{}.attn.qkv.weight", "k"),
         ("model.layers.{}.self_attn.v_proj.weight", "layers.{}.attn.qkv.weight", "v"),
         ("model.layers.{}.self_attn.o_proj.weight", "layers.{}.attn.out.weight"),
-        ("model.layers.{}.post_attention_layernorm.weight", "layers.{}.mlp_norm.weight"),
+        ("model.layers.{}.post_attention_layernorm.weight", "layers.{}.mlp.gate_up.gain"),
         ("model.layers.{}.mlp.gate_proj.weight", "layers.{}.mlp.gate_up.weight", "gate"),
         ("model.layers.{}.mlp.up_proj.weight", "layers.{}.mlp.gate_up.weight", "up"),
         ("model.layers.{}.mlp.down_proj.weight", "layers.{}.mlp.down.weight"),
@@ -117,13 +115,13 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, mesh: Mesh, ops: Ops, max_tokens: int) -> None:
         """`max_tokens`: no request is longer. It is the length of the rotary table."""
         super().__init__()
-        self.embed = Vocabulary(config.vocab_size, config.hidden_size, mesh)
+        vocabulary = config.vocab_size, config.hidden_size, mesh, ops
+        self.embed = Vocabulary(*vocabulary)
         self.layers = nn.ModuleList(
             self.block(config, layer, mesh, ops) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        tied = config.tie_word_embeddings
-        self.head = self.embed if tied else Vocabulary(config.vocab_size, config.hidden_size, mesh)
+        self.head = self.embed if config.tie_word_embeddings else Vocabulary(*vocabulary)
         table = cos_sin_table(config.rope_parameters, config.head_width, max_tokens)
         self.register_buffer("cos_sin_LA", table, persistent=False)
 

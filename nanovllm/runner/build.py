@@ -167,7 +167,8 @@ def resolve(recipe: Recipe, device: torch.device, dtype: torch.dtype, model_toke
         )
     step_tokens = pick(schedule.step_tokens, 512, 8192)
     slots = min(pick(schedule.slots, 16, 512), step_tokens)
-    names = ("rms_norm", "add_rms_norm", "silu_mul", "rope_store", "sample", "batch_prep")
+    names = ("rms_norm", "add_rms_norm", "silu_mul", "rope_store", "small_linear")
+    names += ("sample", "batch_prep")
     fast = "torch" if on_cpu else "triton"
     chosen = {k: fast for k in names if getattr(kernels, k) == "auto"}
     return replace(

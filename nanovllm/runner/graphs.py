@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from nanovllm.config import Recipe
 from nanovllm.runner.batch import StepRows
 
 
@@ -21,6 +22,18 @@ def graph_sizes(most: int) -> list[int]:
     sizes = [*range(1, 9), *range(16, 64, 8), *range(64, 128, 8), *range(128, 256, 16)]
     sizes += range(256, most + 1, 32)
     return sorted({min(size, most) for size in sizes} | {most})
+
+
+def obstacles(recipe: Recipe) -> list[str]:
+    """Why no step can be captured, of a recipe without any "auto"; empty: decode steps can."""
+    found = []
+    if recipe.device != "cuda":
+        found.append(f"device is {recipe.device}: CUDA graphs need a CUDA device")
+    if recipe.kernels.attention == "torch":
+        found.append("kernels.attention is torch, which reads tensors' values on the host")
+    if not recipe.kernels.cuda_graphs:
+        found.append("kernels.cuda_graphs is false")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +71,16 @@ class DecodeGraphs:
     def fit(self, num_rows: int) -> int | None:
         """The smallest captured size for so many rows."""
         return next((size for size in self._sizes if size >= num_rows), None)
+
+    def why_eager(self, rows: StepRows) -> str | None:
+        """Why a step of these rows is not a replay; None: it is."""
+        if not self.captured:
+            return "no graph was captured"
+        if rows.counts_R is not None:
+            return "a prompt chunk feeds a varying number of tokens"
+        if self.fit(len(rows.slots_R)) is None:
+            return f"{len(rows.slots_R)} rows are more than the largest graph's {self._sizes[-1]}"
+        return None
 
     def replay(self, size: int) -> object:
         self.captured[size].graph.replay()

@@ -94,7 +94,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, where: Where) -> Tensor:
     if isinstance(where, Cache):
         k, v = where.extend(k, v)
         together = q.view(q.shape[0], k.shape[1], -1, q.shape[3])  # heads that share keys
-        return F.scaled_dot_product_attention(together, k, v).view(q.shape)
+        return F.scaled_dot_product_attention(together, k, v).reshape(q.shape)
     if isinstance(where, Tensor):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=where, enable_gqa=True)
     return flex_attention(q, k, v, block_mask=where, enable_gqa=True)

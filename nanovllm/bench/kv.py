@@ -1,0 +1,144 @@
+"""How much of a device's memory becomes cache, and what fits into it.
+
+Knows bytes and tokens, not how they are shown.
+
+Decision: on a GPU the model is built with random weights: what a full step takes does not depend
+on them, and nothing is read from a disk. On a CPU nothing is built.
+"""
+
+from __future__ import annotations
+
+import torch
+from msgspec import Struct
+from msgspec.structs import replace
+
+from nanovllm.bench.resolved import Resolved
+from nanovllm.config import Config
+from nanovllm.layers.ops import select_ops
+from nanovllm.models.weights import default_dtype, load_model
+from nanovllm.runner.build import with_caches
+from nanovllm.runner.sizing import GIB, num_pages_that_fit
+from nanovllm.runner.warm import largest_steps
+
+
+class Budget(Struct, frozen=True, kw_only=True):
+    """A GPU's memory in bytes. What is left of `share` becomes pages."""
+
+    total: int
+    share: float  # cache.memory_fraction
+    weights: int
+    step: int  # the most a step takes beside the weights, measured
+    others: int  # what is not ours, and what CUDA itself takes
+    graphs: int  # kept free for them
+
+    @property
+    def room(self) -> int:
+        taken = self.weights + self.step + self.others + self.graphs
+        return int(self.total * self.share) - taken
+
+
+class Fit(Struct, frozen=True, kw_only=True):
+    token_bytes: int
+    page_tokens: int
+    weight_bytes: int
+    room_bytes: int
+    budget: Budget | None  # None on a CPU, where cache.cpu_gib says how much
+    fitting_pages: int  # what room allows, and slots could use
+    useful_pages: int  # of all slots' longest requests together
+    asked_pages: int | None  # cache.pages, if the recipe says it
+    slots: int
+
+    @property
+    def page_bytes(self) -> int:
+        return self.token_bytes * self.page_tokens
+
+    @property
+    def pages(self) -> int:
+        return self.fitting_pages if self.asked_pages is None else self.asked_pages
+
+    @property
+    def limit(self) -> str:
+        """What keeps it from being more pages."""
+        if self.asked_pages is not None:
+            return "cache.pages"
+        if self.pages == self.useful_pages:
+            return "schedule.slots times server.max_model_tokens"
+        return "cache.cpu_gib" if self.budget is None else "cache.memory_fraction"
+
+    def pages_of(self, num_tokens: int) -> int:
+        """Of one request."""
+        return -(-num_tokens // self.page_tokens)
+
+    def requests_of(self, num_tokens: int) -> int:
+        """How many such requests have room in the cache together; slots may allow fewer."""
+        return self.pages // self.pages_of(num_tokens)
+
+
+def fit(config: Config, found: Resolved) -> Fit:
+    """Raises ConfigError when not even one page fits."""
+    recipe = found.recipe
+    slots = int(recipe.schedule.slots)
+    useful_pages = slots * -(-int(recipe.server.max_model_tokens) // found.page_tokens)
+    budget = None
+    if found.device.type == "cpu":
+        pages = num_pages_that_fit(
+            recipe,
+            found.layout,
+            page_tokens=found.page_tokens,
+            useful_pages=useful_pages,
+            full_step=lambda: None,
+            device=found.device,
+        )
+    else:
+        pages, budget = measured(config, found, useful_pages)
+    return Fit(
+        token_bytes=found.layout.bytes_per_token,
+        page_tokens=found.page_tokens,
+        weight_bytes=weight_bytes(found),
+        room_bytes=int(recipe.cache.cpu_gib * GIB) if budget is None else budget.room,
+        budget=budget,
+        fitting_pages=pages,
+        useful_pages=useful_pages,
+        asked_pages=None if recipe.cache.pages == "auto" else int(recipe.cache.pages),
+        slots=slots,
+    )
+
+
+def weight_bytes(found: Resolved) -> int:
+    """Of the model's parameters and tables, from their shapes alone."""
+    ops = select_ops(found.recipe.kernels, found.device)
+    most = int(found.recipe.server.max_model_tokens)
+    with torch.device("meta"), default_dtype(found.dtype):
+        model = found.family(found.model_config, found.mesh, ops, most)
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def measured(config: Config, found: Resolved, useful_pages: int) -> tuple[int, Budget]:
+    """Pages that fit on this GPU, as the engine would find them, and the memory they leave."""
+    recipe, device = found.recipe, found.device
+    random = replace(config, recipe=replace(recipe, load=replace(recipe.load, format="dummy")))
+    ops = select_ops(recipe.kernels, device)
+    most = int(recipe.server.max_model_tokens)
+    model = load_model(random, found.mesh, device, found.dtype, ops, most)
+    one_page = replace(recipe, cache=replace(recipe.cache, pages=1))
+    vocab_size = found.model_config.vocab_size
+    runner, _, _ = with_caches(one_page, model, vocab_size, found.layout, device, found.dtype)
+    pages = num_pages_that_fit(
+        recipe,
+        found.layout,
+        page_tokens=found.page_tokens,
+        useful_pages=useful_pages,
+        full_step=lambda: largest_steps(runner, recipe),
+        device=device,
+    )
+    peak = torch.cuda.max_memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    weights = weight_bytes(found)
+    return pages, Budget(
+        total=total,
+        share=recipe.cache.memory_fraction,
+        weights=weights,
+        step=peak - weights,
+        others=total - free - torch.cuda.memory_reserved(device),
+        graphs=GIB,
+    )

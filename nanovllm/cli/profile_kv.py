@@ -1,0 +1,139 @@
+"""`nanovllm profile-kv`: how much of the memory becomes KV cache, what fits into it, and why.
+
+Not how it is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from nanovllm.bench.outcome import now
+from nanovllm.bench.record import of_this_machine, write_to
+from nanovllm.cli.options import recipe_options
+from nanovllm.config import ConfigError, load_config
+
+if TYPE_CHECKING:
+    from nanovllm.bench.kv import Budget, Fit
+    from nanovllm.bench.resolved import Resolved
+
+KIB, GIB = 1 << 10, 1 << 30
+
+
+@click.command("profile-kv")
+@recipe_options
+@click.option(
+    "--tokens-per-request",
+    type=click.IntRange(min=1),
+    help="prompt and output together (default server.max_model_tokens)",
+)
+@click.option("--json", "path", type=click.Path(path_type=Path), help="write the record here")
+def profile_kv(
+    recipe: str | None,
+    overrides: tuple[str, ...],
+    device: str | None,
+    tp: int | None,
+    load_format: str | None,
+    tokens_per_request: int | None,
+    path: Path | None,
+) -> None:
+    """Show what fits into RECIPE's cache on this machine. No weights are read."""
+    from nanovllm.bench.kv import fit
+    from nanovllm.bench.resolved import resolved
+
+    flags = {"device": device, "parallel.tp": tp, "load.format": load_format}
+    config = load_config(recipe, overrides, flags)
+    started, clock = now(), time.monotonic()
+    found = resolved(config)
+    longest = int(found.recipe.server.max_model_tokens)
+    each = tokens_per_request or longest
+    if each > longest:
+        raise ConfigError(
+            f"--tokens-per-request is {each}; server.max_model_tokens allows {longest}"
+        )
+    fitted = fit(config, found)
+    for text in lines(found, fitted, each):
+        click.echo(text)
+    if path is not None:
+        record = of_this_machine(
+            kind="kv",
+            started_at=started,
+            duration_s=time.monotonic() - clock,
+            recipe=msgspec.to_builtins(found.recipe),
+            changed=config.changed,
+            workload={"name": "profile-kv", "tokens_per_request": each, "limit": fitted.limit},
+            metrics=metrics(fitted, each),
+        )
+        write_to(path, record)
+
+
+def lines(found: Resolved, fitted: Fit, each: int) -> Iterator[str]:
+    recipe = found.recipe
+    yield f"{recipe.model} on {found.device_name}, {recipe.dtype}"
+    yield ""
+    shapes = " + ".join(
+        f"{len(group.layers)} layers x {group.num_heads} heads x ({group.k_width} + "
+        f"{group.v_width}) x {group.bytes_per_element} bytes"
+        for group in found.layout.paged
+    )
+    yield row("a token", f"{fitted.token_bytes / KIB:,.1f} KiB", shapes)
+    yield row("a page", f"{fitted.page_bytes / KIB:,.1f} KiB", f"{fitted.page_tokens} tokens")
+    yield ""
+    if fitted.budget is None:
+        yield row("weights", gib(fitted.weight_bytes), "beside the cache")
+        yield row("room for pages", gib(fitted.room_bytes), "cache.cpu_gib")
+    else:
+        yield from budget_lines(fitted.budget, found)
+    yield ""
+    yield row("pages", f"{fitted.pages:,}", f"as many as {fitted.limit} allows")
+    if fitted.asked_pages is not None:
+        yield row("pages that would fit", f"{fitted.fitting_pages:,}", "")
+    yield row("tokens", f"{fitted.pages * fitted.page_tokens:,}", "")
+    requests = fitted.requests_of(each)
+    slots = f"but schedule.slots is {fitted.slots}" if requests > fitted.slots else ""
+    yield row(f"requests of {each:,}", f"{requests:,}", f"{fitted.pages_of(each)} pages each")
+    running = min(requests, fitted.slots)
+    yield row("of them at once", f"{running:,}", slots or "as many as have room")
+
+
+def budget_lines(budget: Budget, found: Resolved) -> Iterator[str]:
+    schedule = found.recipe.schedule
+    steps = f"measured: {schedule.step_tokens} prompt tokens, or {schedule.slots} decode rows"
+    yield row("device memory", gib(budget.total), "")
+    yield row("of it ours", gib(budget.total * budget.share), f"{budget.share:g} of it")
+    yield row("- weights", gib(budget.weights), "")
+    yield row("- a full step", gib(budget.step), steps)
+    yield row("- others", gib(budget.others), "CUDA itself, and other processes")
+    yield row("- graphs", gib(budget.graphs), "kept free for them")
+    yield row("room for pages", gib(budget.room), "")
+
+
+def row(name: str, value: str, why: str) -> str:
+    return f"{name:22} {value:>14}  {why}".rstrip()
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:,.2f} GiB"
+
+
+def metrics(fitted: Fit, each: int) -> dict[str, float]:
+    found: dict[str, float] = {
+        "token_bytes": fitted.token_bytes,
+        "page_bytes": fitted.page_bytes,
+        "weight_bytes": fitted.weight_bytes,
+        "room_bytes": fitted.room_bytes,
+        "pages": fitted.pages,
+        "pages_that_fit": fitted.fitting_pages,
+        "tokens": fitted.pages * fitted.page_tokens,
+        "requests": fitted.requests_of(each),
+        "requests_at_once": min(fitted.requests_of(each), fitted.slots),
+    }
+    if fitted.budget is not None:
+        found["step_bytes"] = fitted.budget.step
+        found["other_bytes"] = fitted.budget.others
+    return {name: float(value) for name, value in found.items()}
