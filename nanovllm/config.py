@@ -89,6 +89,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     config: str | None = None  # a config.json to use when the model's folder is not at hand
     device: Literal["auto", "cuda", "cpu"] = "auto"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16, on a CPU float32
+    cpu_threads: int | Auto = "auto"  # of matrix products on a CPU; auto: by the model's size
     load: Load = Load()
     parallel: Parallel = Parallel()
     cache: Cache = Cache()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import torch
@@ -154,7 +154,7 @@ def kinds(runner: Runner, recipe: Recipe) -> list[Kind]:
     ]
 
 
-def padded_share(graphs: list[Graph]) -> float:
+def padded_share(graphs: Sequence[Graph]) -> float:
     """Dead rows / rows over all replays of the load."""
     rows = sum(graph.used * graph.rows for graph in graphs)
     dead = sum(graph.used * graph.rows * graph.padding for graph in graphs)

@@ -62,7 +62,7 @@ class Fit(Struct, frozen=True, kw_only=True):
         if self.asked_pages is not None:
             return "cache.pages"
         if self.pages == self.useful_pages:
-            return "schedule.slots times server.max_model_tokens"
+            return "schedule.slots x server.max_model_tokens"
         return "cache.cpu_gib" if self.budget is None else "cache.memory_fraction"
 
     def pages_of(self, num_tokens: int) -> int:

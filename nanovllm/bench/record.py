@@ -45,19 +45,24 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def write(record: Record, results_dir: Path) -> Path:
+    path = new_path(record, results_dir)
+    write_to(path, record)
+    return path
+
+
+def new_path(record: Record, results_dir: Path, suffix: str = ".json") -> Path:
     """results/<machine>/<kind>/<date>_<commit>_<name>.json, or scratch/ if nobody could redo it.
 
-    Never overwrites: a second record of that name gets a number.
+    Never one that exists: a second record of that name gets a number.
     """
     place = Path(record.machine.slug, record.kind)
     folder = results_dir / (place if record.is_publishable else "scratch" / place)
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{record.started_at[:10]}_{record.commit[:7] or 'unknown'}_{name(record)}"
-    path, again = folder / f"{stem}.json", 1
+    path, again = folder / f"{stem}{suffix}", 1
     while path.exists():
         again += 1
-        path = folder / f"{stem}_{again}.json"
-    write_to(path, record)
+        path = folder / f"{stem}_{again}{suffix}"
     return path
 
 

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from nanovllm.bench.plot import Panel, Point, Series, draw
-from nanovllm.bench.record import UNNAMED, Record
+from nanovllm.bench.record import UNNAMED, Record, new_path
 from nanovllm.config import ConfigError
 
 RATE, TPOT, TTFT = "output_tokens_per_s", "tpot_p50_ms", "ttft_p50_ms"
@@ -160,6 +161,14 @@ def plot(shared: str, found: Sequence[Curve]) -> str:
     if not drawn:
         raise ConfigError(f"no record has {TPOT} or {TTFT}: nothing to plot")
     return draw("Throughput against latency", f"{shared}; points: requests in flight", drawn)
+
+
+def place(records: Sequence[Record], results_dir: Path) -> Path:
+    """Of the plot, beside its records."""
+    first = records[0]
+    return new_path(
+        replace(first, workload=first.workload | {"name": "sweep"}), results_dir, ".svg"
+    )
 
 
 def write(path: Path, shared: str, found: Sequence[Curve]) -> None:

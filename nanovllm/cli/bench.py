@@ -19,9 +19,9 @@ from msgspec import Struct
 from tqdm import tqdm
 
 from nanovllm import launch
-from nanovllm.bench import machine, offline, online, record, report
+from nanovllm.bench import machine, offline, online, record, report, sweep
 from nanovllm.bench.outcome import Advance, Outcome
-from nanovllm.bench.started import started
+from nanovllm.bench.started import Started, started
 from nanovllm.bench.workload import OFFLINE_NAMES, Load
 from nanovllm.cli.options import recipe_options
 from nanovllm.config import Config, ConfigError, load_config
@@ -46,6 +46,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     url: str | None
     api_key: str | None
     concurrency: int | None
+    sweep: str | None
     request_rate: float | None
     burstiness: float
     num_prompts: int | None
@@ -61,12 +62,14 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     json_out: str | None
     results_dir: str
     commit: str | None
-    compare: tuple[str, str] | None
+    compare: bool
+    more: tuple[str, ...]
+    plot: Path | None
 
 
 ONLINE_ONLY = (
-    "url", "concurrency", "request_rate", "burstiness", "num_prompts", "input_len", "output_len",
-    "range_ratio", "temperature", "ignore_eos", "goodput", "processes",
+    "url", "concurrency", "sweep", "request_rate", "burstiness", "num_prompts", "input_len",
+    "output_len", "range_ratio", "temperature", "ignore_eos", "goodput", "processes",
 )  # fmt: skip
 OF_THE_RECIPE = ("overrides", "device", "tp", "load_format")
 POSITIVE = click.IntRange(min=1)
@@ -86,6 +89,7 @@ POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--concurrency", type=POSITIVE, help="closed loop: requests in flight, all the time (default 8)"
 )
+@click.option("--sweep", metavar="1,4,16,64", help="one run for each concurrency, and a plot")
 @click.option("--request-rate", type=POSITIVE_FLOAT, help="open loop: arrivals per second")
 @click.option(
     "--burstiness", type=POSITIVE_FLOAT, default=1.0, help="of arrivals: 1 = Poisson, less = bursty"
@@ -110,40 +114,70 @@ POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 @click.option("--json-out", metavar="FILE", help="results with vLLM's key names")
 @click.option("--results-dir", default="results", help="where records go (default results)")
 @click.option("--commit", help="of a copy without .git: git describe --always --abbrev=40 --dirty")
-@click.option("--compare", nargs=2, metavar="A.json B.json", help="two records, metric by metric")
+@click.option("--compare", is_flag=True, help="the arguments are records: show their ratios")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), metavar="FILE.svg", help="of --sweep or --compare"
+)
+@click.argument("more", nargs=-1)
 @click.pass_context
 def bench(ctx: click.Context, /, **given: object) -> None:
     """Measure a running server, or with --start or --offline one of RECIPE.
 
+    With --compare, show records of earlier runs: bench --compare A.json B.json ...
+
     Exits with 1 when more than 1 % of the requests failed.
     """
     options = msgspec.convert(given, Options)
-    if options.compare is not None:
-        left, right = (record.read(Path(path)) for path in options.compare)
-        click.echo(report.compare(left, right))
-        return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what we started is stopped
     typed = [n for n in given if ctx.get_parameter_source(n) is ParameterSource.COMMANDLINE]
+    if options.compare:
+        compare(options, typed)
+        return
     check(options, typed)
+    check_load(options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what we started is stopped
     try:
-        records = [run_one(options, extra) for extra in ((), *((key,) for key in options.ablate))]
+        runs = [run(options, extra) for extra in ((), *((key,) for key in options.ablate))]
     except launch.EngineDied as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(launch.EXIT_CRASH)
-    for changed in records[1:]:
-        click.echo(f"\n{report.compare(records[0], changed)}")
+    records = [written for measured in runs for written in measured]
+    if options.sweep is not None:
+        show_curves(records, options.plot or sweep.place(records, Path(options.results_dir)))
+    else:
+        for changed in records[1:]:
+            click.echo(f"\n{report.compare(records[0], changed)}")
     if any(written.notes for written in records):
         sys.exit(1)
 
 
+def compare(options: Options, typed: Sequence[str]) -> None:
+    """Two records metric by metric, more of them load by load."""
+    for name in typed:
+        if name not in ("recipe", "more", "compare", "plot"):
+            raise ConfigError(f"--compare measures nothing; {flags_of(typed)[name]} has no effect")
+    paths = (options.recipe, *options.more)
+    records = [record.read(Path(path)) for path in paths if path is not None]
+    if len(records) < 2:
+        raise ConfigError("--compare needs two records or more: --compare A.json B.json")
+    if len(records) == 2:
+        click.echo(report.compare(*records))
+    if len(records) > 2 or options.plot is not None:
+        show_curves(records, options.plot)
+
+
+def show_curves(records: Sequence[record.Record], path: Path | None) -> None:
+    shared, found = sweep.curves(records)
+    click.echo(f"\n{shared}\n{sweep.table(found)}")
+    if path is not None:
+        sweep.write(path, shared, found)
+        click.echo(f"plot: {path}")
+
+
 def check(options: Options, typed: Sequence[str]) -> None:
     """Refuse combinations that would otherwise be silently ignored."""
-    own_engine = options.offline or options.start
-    flags = {name: f"--{name.replace('_', '-')}" for name in typed} | {"overrides": "--set"}
+    own_engine, flags = options.offline or options.start, flags_of(typed)
     if options.offline and options.start:
         raise ConfigError("--offline and --start exclude each other")
-    if options.concurrency is not None and options.request_rate is not None:
-        raise ConfigError("--concurrency (closed loop) and --request-rate (open loop): give one")
     for name in typed:
         if options.offline and name in ONLINE_ONLY:
             raise ConfigError(f"--offline runs a fixed --workload; {flags[name]} has no effect")
@@ -153,14 +187,31 @@ def check(options: Options, typed: Sequence[str]) -> None:
             raise ConfigError("--ablate needs an engine of its own: --offline or --start")
         if not own_engine and options.recipe is None and name in OF_THE_RECIPE:
             raise ConfigError(f"{flags[name]} describes the server: name its RECIPE, or --start it")
-    if options.ablate and options.json_out is not None:
-        raise ConfigError("--json-out holds one run; drop it, or --ablate")
     if options.start and options.url is not None:
         raise ConfigError("--start serves where the recipe says; set server.host and server.port")
 
 
-def run_one(options: Options, extra: tuple[str, ...]) -> record.Record:
-    """Measure, print, write. `extra`: an ablation."""
+def check_load(options: Options) -> None:
+    """The same of how much is sent, and of files."""
+    if options.concurrency is not None and options.request_rate is not None:
+        raise ConfigError("--concurrency (closed loop) and --request-rate (open loop): give one")
+    loads = (options.concurrency, options.request_rate)
+    if options.sweep is not None and loads != (None, None):
+        raise ConfigError("--sweep says the concurrencies; drop --concurrency and --request-rate")
+    if (options.ablate or options.sweep) and options.json_out is not None:
+        raise ConfigError("--json-out holds one run; drop it, or --ablate and --sweep")
+    if options.more:
+        raise ConfigError(f"one RECIPE, not also {options.more[0]}; records are for --compare")
+    if options.plot is not None and options.sweep is None:
+        raise ConfigError("--plot draws a --sweep, or records to --compare")
+
+
+def flags_of(typed: Sequence[str]) -> dict[str, str]:
+    return {name: f"--{name.replace('_', '-')}" for name in typed} | {"overrides": "--set"}
+
+
+def run(options: Options, extra: tuple[str, ...]) -> list[record.Record]:
+    """Measure, print, write: one run, or one for each concurrency. `extra`: an ablation."""
     config = None
     if options.offline or options.start or options.recipe is not None:
         flags = {
@@ -171,19 +222,28 @@ def run_one(options: Options, extra: tuple[str, ...]) -> record.Record:
         }
         config = load_config(options.recipe, (*options.overrides, *extra), flags)
     if config is not None and options.offline:
-        outcome = offline_outcome(options, config)
-    elif config is not None and options.start:
-        server = config.recipe.server
-        if not server.port:
-            raise ConfigError("server.port is 0; --start must know where the server will listen")
-        url = f"http://{server.host}:{server.port}"
-        with started(serve_command(options, extra), url) as process:
-            outcome = online_outcome(options, config, url, process.pid)
-        metrics = outcome.metrics | {"start_to_ready_s": process.ready_s}
-        outcome = msgspec.structs.replace(outcome, metrics=metrics)
-    else:
-        outcome = online_outcome(options, config, options.url or DEFAULT_URL)
-    return publish(options, outcome)
+        return [publish(options, offline_outcome(options, config))]
+    loads = loads_of(options)
+    with server_of(options, config, extra) as (url, process):
+        return [
+            publish(options, online_outcome(options, load, config, url, process)) for load in loads
+        ]
+
+
+@contextmanager
+def server_of(
+    options: Options, config: Config | None, extra: tuple[str, ...]
+) -> Iterator[tuple[str, Started | None]]:
+    """The address of the server to drive, and its process if it is ours, until the block ends."""
+    if config is None or not options.start:
+        yield options.url or DEFAULT_URL, None
+        return
+    server = config.recipe.server
+    if not server.port:
+        raise ConfigError("server.port is 0; --start must know where the server will listen")
+    url = f"http://{server.host}:{server.port}"
+    with started(serve_command(options, extra), url) as process:
+        yield url, process
 
 
 def serve_command(options: Options, extra: tuple[str, ...]) -> list[str]:
@@ -219,13 +279,13 @@ def offline_outcome(options: Options, config: Config) -> Outcome:
 
 
 def online_outcome(
-    options: Options, config: Config | None, url: str, supervisor: int | None = None
+    options: Options, load: Load, config: Config | None, url: str, process: Started | None
 ) -> Outcome:
     outcome = online.measure_server(
-        load_of(options),
+        load,
         config,
         url=url,
-        supervisor=supervisor,
+        supervisor=None if process is None else process.pid,
         api_key=options.api_key,
         goals_ms=goals_of(options.goodput),
         warmup=options.warmup,
@@ -238,7 +298,10 @@ def online_outcome(
             "limit; raise --processes",
             err=True,
         )
-    return outcome
+    if process is None:
+        return outcome
+    metrics = outcome.metrics | {"start_to_ready_s": process.ready_s}
+    return msgspec.structs.replace(outcome, metrics=metrics)
 
 
 def publish(options: Options, outcome: Outcome) -> record.Record:
@@ -252,10 +315,17 @@ def publish(options: Options, outcome: Outcome) -> record.Record:
     return written
 
 
-def load_of(options: Options) -> Load:
-    concurrency = options.concurrency
-    if concurrency is None and options.request_rate is None:
-        concurrency = DEFAULT_CONCURRENCY
+def loads_of(options: Options) -> list[Load]:
+    """No two of a sweep send the same prompts, which would find their pages cached."""
+    if options.sweep is None:
+        concurrency = options.concurrency
+        if concurrency is None and options.request_rate is None:
+            concurrency = DEFAULT_CONCURRENCY
+        return [load_of(options, concurrency, options.seed)]
+    return [load_of(options, each, options.seed + each) for each in sweep.parse(options.sweep)]
+
+
+def load_of(options: Options, concurrency: int | None, seed: int) -> Load:
     return Load(
         num_prompts=options.num_prompts or min(8 * (concurrency or 16), 1024),
         input_len=options.input_len,
@@ -264,7 +334,7 @@ def load_of(options: Options) -> Load:
         concurrency=concurrency,
         request_rate=options.request_rate,
         burstiness=options.burstiness,
-        seed=options.seed,
+        seed=seed,
         temperature=options.temperature,
         ignore_eos=options.ignore_eos,
     )

@@ -22,18 +22,18 @@ from nanovllm.config import Config, ConfigError, Recipe, load_config
 
 if TYPE_CHECKING:
     from nanovllm.bench.graphs import Graph, Kind
-    from nanovllm.bench.resolved import Resolved
 
 HEAD = (
     f"{'mode':12} {'rows':>5} {'capture ms':>11} {'memory MiB':>11} {'replay ms':>10} "
-    f"{'eager ms':>9} {'eager/replay':>13} {'max |logit diff|':>17} {'steps %':>8} {'padding %':>10}"
+    f"{'eager ms':>9} {'eager/replay':>13} {'max |logit diff|':>17} {'steps %':>8} "
+    f"{'padding %':>10}"
 )
 
 
 @click.command("capture-graphs")
 @recipe_options
 @click.option("--concurrency", type=click.IntRange(min=1), help="padding if so many rows decode")
-@click.option("--load", metavar="LO-HI", help="or any number from LO to HI (default 1 to all slots)")
+@click.option("--load", metavar="LO-HI", help="or any of LO to HI (default 1 to all slots)")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="write the record here")
 def capture_graphs(
     recipe: str | None,
@@ -49,14 +49,28 @@ def capture_graphs(
 
     Exits with 1 if a graph gives other logits.
     """
+    from nanovllm.bench.graphs import Kind
     from nanovllm.bench.resolved import resolved
+    from nanovllm.runner.graphs import obstacles
 
     flags = {"device": device, "parallel.tp": tp, "load.format": load_format}
     config = load_config(recipe, overrides, flags)
     started, clock = now(), time.monotonic()
     found = resolved(config)
-    rows = rows_of(concurrency, load, int(found.recipe.schedule.slots))
-    built, graphs, kinds = examine(config, found, rows)
+    click.echo(
+        f"{found.recipe.model} on {found.device_name}, {found.recipe.dtype}, attention "
+        f"{found.recipe.kernels.attention}, up to {found.recipe.schedule.slots} rows"
+    )
+    if found.passed_over:
+        click.echo(f"attention not chosen: {found.passed_over}")
+    if reasons := obstacles(found.recipe):  # nothing need be loaded
+        click.echo("\n  ".join(("no step is captured:", *reasons)))
+        rows, built = range(0), found.recipe
+        graphs: list[Graph] = []
+        kinds = [Kind(steps="all", why_eager="; ".join(reasons))]
+    else:
+        rows = rows_of(concurrency, load, int(found.recipe.schedule.slots))
+        built, graphs, kinds = examine(config, rows)
     if path is not None:
         record = of_this_machine(
             kind="graphs",
@@ -66,7 +80,7 @@ def capture_graphs(
             changed=config.changed,
             workload={
                 "name": "capture-graphs",
-                "rows": [rows.start, rows.stop - 1],
+                "rows": [rows.start, rows.stop - 1] if rows else [],
                 "graphs": msgspec.to_builtins(graphs),
                 "steps": msgspec.to_builtins(kinds),
             },
@@ -78,26 +92,11 @@ def capture_graphs(
         sys.exit(1)
 
 
-def examine(
-    config: Config, found: Resolved, rows: range
-) -> tuple[Recipe, Sequence[Graph], Sequence[Kind]]:
-    """Print as it goes. Nothing is loaded when nothing can be captured."""
+def examine(config: Config, rows: range) -> tuple[Recipe, list[Graph], list[Kind]]:
+    """Capture, measure, and print as it goes."""
     from nanovllm.bench import graphs as bench
     from nanovllm.runner.build import build
-    from nanovllm.runner.graphs import obstacles
 
-    recipe = found.recipe
-    click.echo(
-        f"{recipe.model} on {found.device_name}, {recipe.dtype}, attention "
-        f"{recipe.kernels.attention}, up to {recipe.schedule.slots} rows"
-    )
-    if found.passed_over:
-        click.echo(f"attention not chosen: {found.passed_over}")
-    if reasons := obstacles(recipe):
-        click.echo("no step is captured:")
-        for reason in reasons:
-            click.echo(f"  {reason}")
-        return recipe, [], [bench.Kind(steps="all", why_eager="; ".join(reasons))]
     built = build(config)
     runner = built.runner
     filled, most = bench.context_of(runner)

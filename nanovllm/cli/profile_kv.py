@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from nanovllm.bench.kv import Budget, Fit
     from nanovllm.bench.resolved import Resolved
 
-KIB, GIB = 1 << 10, 1 << 30
-
 
 @click.command("profile-kv")
 @recipe_options
@@ -81,16 +79,16 @@ def lines(found: Resolved, fitted: Fit, each: int) -> Iterator[str]:
         f"{group.v_width}) x {group.bytes_per_element} bytes"
         for group in found.layout.paged
     )
-    yield row("a token", f"{fitted.token_bytes / KIB:,.1f} KiB", shapes)
-    yield row("a page", f"{fitted.page_bytes / KIB:,.1f} KiB", f"{fitted.page_tokens} tokens")
+    yield row("a token", size(fitted.token_bytes), shapes)
+    yield row("a page", size(fitted.page_bytes), f"{fitted.page_tokens} tokens")
     yield ""
     if fitted.budget is None:
-        yield row("weights", gib(fitted.weight_bytes), "beside the cache")
-        yield row("room for pages", gib(fitted.room_bytes), "cache.cpu_gib")
+        yield row("weights", size(fitted.weight_bytes), "beside the cache")
+        yield row("room for pages", size(fitted.room_bytes), "cache.cpu_gib")
     else:
         yield from budget_lines(fitted.budget, found)
     yield ""
-    yield row("pages", f"{fitted.pages:,}", f"as many as {fitted.limit} allows")
+    yield row("pages", f"{fitted.pages:,}", f"limited by {fitted.limit}")
     if fitted.asked_pages is not None:
         yield row("pages that would fit", f"{fitted.fitting_pages:,}", "")
     yield row("tokens", f"{fitted.pages * fitted.page_tokens:,}", "")
@@ -104,21 +102,25 @@ def lines(found: Resolved, fitted: Fit, each: int) -> Iterator[str]:
 def budget_lines(budget: Budget, found: Resolved) -> Iterator[str]:
     schedule = found.recipe.schedule
     steps = f"measured: {schedule.step_tokens} prompt tokens, or {schedule.slots} decode rows"
-    yield row("device memory", gib(budget.total), "")
-    yield row("of it ours", gib(budget.total * budget.share), f"{budget.share:g} of it")
-    yield row("- weights", gib(budget.weights), "")
-    yield row("- a full step", gib(budget.step), steps)
-    yield row("- others", gib(budget.others), "CUDA itself, and other processes")
-    yield row("- graphs", gib(budget.graphs), "kept free for them")
-    yield row("room for pages", gib(budget.room), "")
+    yield row("device memory", size(budget.total), "")
+    yield row("of it ours", size(budget.total * budget.share), f"{budget.share:g} of it")
+    yield row("- weights", size(budget.weights), "")
+    yield row("- a full step", size(budget.step), steps)
+    yield row("- others", size(budget.others), "CUDA itself, and other processes")
+    yield row("- graphs", size(budget.graphs), "kept free for them")
+    yield row("room for pages", size(budget.room), "")
 
 
 def row(name: str, value: str, why: str) -> str:
     return f"{name:22} {value:>14}  {why}".rstrip()
 
 
-def gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.2f} GiB"
+def size(num_bytes: float) -> str:
+    for unit in ("KiB", "MiB"):
+        num_bytes /= 1024
+        if num_bytes < 1024:
+            return f"{num_bytes:.1f} {unit}"
+    return f"{num_bytes / 1024:.2f} GiB"
 
 
 def metrics(fitted: Fit, each: int) -> dict[str, float]:

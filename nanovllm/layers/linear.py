@@ -29,25 +29,25 @@ def parameter(*shape: int) -> nn.Parameter:
 
 
 class NormedLinear(nn.Module):
-    """y = rms_norm(x + residual) W^T, outputs cut over ranks.
+    """y = rms_norm(x + residual) W^T, outputs cut over ranks. `parts` are fused in order: q, k, v.
 
-    `parts` are fused in order: q, k, v or gate, up.
+    `gated`: the parts are gate and up, of equal widths, and y is silu(gate) * up.
     """
 
-    def __init__(self, width: int, eps: float, parts: dict[str, Span], ops: Ops) -> None:
+    def __init__(
+        self, width: int, eps: float, parts: dict[str, Span], ops: Ops, *, gated: bool = False
+    ) -> None:
         super().__init__()
-        self.eps, self.ops = eps, ops
+        self.eps, self.ops, self.gated = eps, ops, gated
         self.gain = parameter(width)
         self.weight = parameter(sum(span.count for span in parts.values()), width)
         self.placements = {"weight": Placement(0, tuple(parts.items()))}
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """y and the sum x + residual. May overwrite both inputs."""
-        return self.ops.norm_linear(x_TD, residual_TD, self.gain, self.eps, self.weight)
-
-    def gated(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As forward, but y = silu(first half) * second half."""
-        return self.ops.norm_gate_up(x_TD, residual_TD, self.gain, self.eps, self.weight)
+        return self.ops.norm_linear(
+            x_TD, residual_TD, self.gain, self.eps, self.weight, gated=self.gated
+        )
 
 
 class RowLinear(nn.Module):

@@ -13,10 +13,10 @@ class MLP(nn.Module):
     def __init__(self, width: int, inner_width: int, eps: float, mesh: Mesh, ops: Ops) -> None:
         super().__init__()
         inner = mesh.span("intermediate_size", inner_width)
-        self.gate_up = NormedLinear(width, eps, {"gate": inner, "up": inner}, ops)
+        self.gate_up = NormedLinear(width, eps, {"gate": inner, "up": inner}, ops, gated=True)
         self.down = RowLinear(inner, width, mesh, ops)
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
         """What to add to the residual stream, and that stream."""
-        x_TF, residual_TD = self.gate_up.gated(x_TD, residual_TD)
+        x_TF, residual_TD = self.gate_up(x_TD, residual_TD)
         return self.down(x_TF), residual_TD

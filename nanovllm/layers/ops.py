@@ -54,15 +54,8 @@ class SmallLinear(Protocol):
         gain_D: Tensor,
         eps: float,
         weight_ND: Tensor,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def norm_gate_up(
-        self,
-        x_TD: Tensor,
-        residual_TD: Tensor | None,
-        gain_D: Tensor,
-        eps: float,
-        weight_ND: Tensor,
+        *,
+        gated: bool = False,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -116,26 +109,16 @@ class Ops:
         gain_D: Tensor,
         eps: float,
         weight_ND: Tensor,
+        *,
+        gated: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """(linear of the normalised, sum). May overwrite both inputs."""
-        if self.small_linear is not None and self.small_linear.fits(x_TD, weight_ND, normed=True):
-            return self.small_linear.norm_linear(x_TD, residual_TD, gain_D, eps, weight_ND)
+        """(linear of norm's, or silu_mul of that if `gated`; norm's sum). May overwrite both."""
+        small = self.small_linear
+        if small is not None and small.fits(x_TD, weight_ND, normed=True):
+            return small.norm_linear(x_TD, residual_TD, gain_D, eps, weight_ND, gated=gated)
         x_TD, residual_TD = self.norm(x_TD, residual_TD, gain_D, eps)
-        return self.linear(x_TD, weight_ND), residual_TD
-
-    def norm_gate_up(
-        self,
-        x_TD: Tensor,
-        residual_TD: Tensor | None,
-        gain_D: Tensor,
-        eps: float,
-        weight_ND: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """(silu_mul of norm_linear, sum); N = 2F. May overwrite both inputs."""
-        if self.small_linear is not None and self.small_linear.fits(x_TD, weight_ND, normed=True):
-            return self.small_linear.norm_gate_up(x_TD, residual_TD, gain_D, eps, weight_ND)
-        y_T2F, residual_TD = self.norm_linear(x_TD, residual_TD, gain_D, eps, weight_ND)
-        return self.silu_mul(y_T2F), residual_TD
+        y_TN = self.linear(x_TD, weight_ND)
+        return self.silu_mul(y_TN) if gated else y_TN, residual_TD
 
 
 def select_ops(kernels: Kernels, device: torch.device) -> Ops:

@@ -85,7 +85,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The MLP's output, not yet added to the residual stream, and that stream."""
         x_TD, residual_TD = self.attn(x_TD, residual_TD, cos_sin_LA, ctx)
-        return self.mlp(x_TD, residual_TD)
+        x_TD, residual_TD = self.mlp(x_TD, residual_TD)
+        return x_TD, residual_TD
 
 
 class Decoder(nn.Module):

@@ -50,6 +50,8 @@ def build(config: Config) -> Built:
     mesh = Mesh()
     ops = select_ops(recipe.kernels, device)
     model = load_model(config, mesh, device, dtype, ops, int(recipe.server.max_model_tokens))
+    if device.type == "cpu":
+        torch.set_num_threads(cpu_threads(recipe, model))
     loaded = time.perf_counter()
     layout = model.cache_layout(model_config, mesh, dtype.itemsize)
     runner, recipe, passed_over = with_caches(
@@ -147,6 +149,14 @@ def choose_device(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
     return torch.device("cpu"), getattr(torch, dtype)
 
 
+def cpu_threads(recipe: Recipe, model: Decoder) -> int:
+    """One for each 50 M weights: threads of a small model mostly wait for each other."""
+    if recipe.cpu_threads != "auto":
+        return recipe.cpu_threads
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    return max(1, min(torch.get_num_threads(), num_weights // 50_000_000))
+
+
 def resolve(recipe: Recipe, device: torch.device, dtype: torch.dtype, model_tokens: int) -> Recipe:
     """Every "auto" that needs no measurement."""
     on_cpu = device.type == "cpu"
@@ -167,8 +177,15 @@ def resolve(recipe: Recipe, device: torch.device, dtype: torch.dtype, model_toke
         )
     step_tokens = pick(schedule.step_tokens, 512, 8192)
     slots = min(pick(schedule.slots, 16, 512), step_tokens)
-    names = ("rms_norm", "add_rms_norm", "silu_mul", "rope_store", "small_linear")
-    names += ("sample", "batch_prep")
+    names = (
+        "rms_norm",
+        "add_rms_norm",
+        "silu_mul",
+        "rope_store",
+        "small_linear",
+        "sample",
+        "batch_prep",
+    )
     fast = "torch" if on_cpu else "triton"
     chosen = {k: fast for k in names if getattr(kernels, k) == "auto"}
     return replace(

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -167,8 +167,14 @@ def test_the_engine_s_death_ends_the_server() -> None:
     )
     os.kill(engine, signal.SIGKILL)
     assert server.process.wait(30) == 1
-    left = [pid for pid in before if Path(f"/proc/{pid}").exists() and not is_zombie(pid)]
-    assert left == []
+    all_leave(before)
+
+
+def all_leave(processes: Iterable[int]) -> None:
+    deadline = time.monotonic() + 15
+    while any(Path(f"/proc/{pid}").exists() and not is_zombie(pid) for pid in processes):
+        assert time.monotonic() < deadline, "a child outlives its supervisor"
+        time.sleep(0.1)
 
 
 def is_zombie(pid: int) -> bool:
@@ -180,10 +186,7 @@ def test_a_killed_supervisor_leaves_no_orphans() -> None:
     before = server.children()
     assert len(before) >= 2
     server.process.kill()
-    deadline = time.monotonic() + 15
-    while any(Path(f"/proc/{pid}").exists() and not is_zombie(pid) for pid in before):
-        assert time.monotonic() < deadline, "a child outlives its supervisor"
-        time.sleep(0.1)
+    all_leave(before)
 
 
 def test_refusals_are_one_line(tmp_path: Path) -> None:
