@@ -103,6 +103,7 @@ def settle(
         tokens_NL,
         num_rows,
         num_sampled,
+        lengths_N.shape[0] - 1,
         tokens_NL.shape[1],
         BLOCK=ROWS,
     )
@@ -119,17 +120,18 @@ def settle_kernel(
     tokens_NL,
     num_rows,
     num_sampled,
+    dead,
     tokens_stride,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots_R + row, row < num_rows, 0)
+    slot = tl.load(slots_R + row, row < num_rows, dead)
     length = tl.load(lengths_R + row, row < num_rows, 0)
-    tl.store(lengths_N + slot, length, row < num_rows)
-    slot = tl.load(slots_S + row, row < num_sampled, 0)
+    tl.store(lengths_N + slot, length, slot < dead)
+    slot = tl.load(slots_S + row, row < num_sampled, dead)
     position = tl.load(positions_S + row, row < num_sampled, 0)
     token = tl.load(tokens_S + row, row < num_sampled, 0).to(tl.int32)
-    tl.store(tokens_NL + slot * tokens_stride + position, token, row < num_sampled)
+    tl.store(tokens_NL + slot * tokens_stride + position, token, slot < dead)
 
 
 def state(num_rows: int, num_slots: int, width: int, device: torch.device) -> Tensors:
@@ -155,6 +157,9 @@ def gather_inputs(num_rows: int, page_tokens: int, device: torch.device) -> Args
 
 def settle_inputs(num_rows: int, num_sampled: int, device: torch.device) -> Args:
     slots_R, lengths_N, tokens_NL, _ = state(num_rows, 300, 2000, device)
+    slots_R[-1] = 299  # the dead slot
+    lengths_N[-1].zero_()
+    tokens_NL[-1].zero_()
     lengths_R = lengths_N[slots_R] + 1
     slots_S = slots_R.flip(0)[:num_sampled]
     positions_S = lengths_R.flip(0)[:num_sampled].long()

@@ -215,7 +215,7 @@ def decode_kernel(
                 part = (lane * 2 + (began == 0).to(tl.int32)) * num_heads + head
                 tl.store(partial_o + part[:, None] * A + a[None, :], mean, inside_q)
                 tl.store(partial_lse + part, highest + tl.log2(total), member < GROUP)
-        row += (is_end & (i + 1 < count)).to(tl.int32)
+        row += (is_end & (i + 1 < count)).to(tl.int32)  # after the last row there is none to read
         block = tl.where(is_end, 0, block + 1)
         began = tl.where(is_end, 0, began)
         length = tl.load(lengths_R + row)

@@ -36,7 +36,6 @@ from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 MOST_ROWS = 16  # beyond, the library's product is as fast
 MOST_NORMED = 16384  # rows * width: every program reads all of x
-FETCHED_BYTES = tl.constexpr(4096)  # of each line of weights, ahead of x
 
 
 class Shape(NamedTuple):
@@ -46,12 +45,13 @@ class Shape(NamedTuple):
     warps: int
     depth: int  # inputs that a warp takes at a time
     stages: int
+    ahead: int  # bytes of each line that are fetched while the launch before runs
 
 
 def shape_of(num_lines: int) -> Shape:
     if num_lines <= 2048:  # a program per multiprocessor, at most: each keeps more in flight
-        return Shape(8, 8, 128, 4)
-    return Shape(8 if num_lines < 65536 else 16, 4, 128, 4)
+        return Shape(8, 8, 128, 4, 4096)
+    return Shape(8 if num_lines < 65536 else 16, 4, 128, 4, 4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,7 @@ class SmallLinear:
             DEPTH=shape.depth,
             EVEN=width % (shape.warps * shape.depth) == 0,
             STAGES=shape.stages,
+            AHEAD=shape.ahead,
             OVERLAP=overlap,
             num_warps=shape.warps,
             launch_pdl=overlap,
@@ -153,14 +154,15 @@ def small_linear_kernel(
     DEPTH: tl.constexpr,
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     first = tl.program_id(0) * LINES
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-        fetch_ahead(weight_ND, first, N, D, LINES)
+        fetch_ahead(weight_ND, first, N, D, LINES, AHEAD)
         if GATED:
-            fetch_ahead(weight_ND + N.to(tl.int64) * D, first, N, D, LINES)
+            fetch_ahead(weight_ND + N.to(tl.int64) * D, first, N, D, LINES, AHEAD)
         tl.extra.cuda.gdc_wait()
     # Tensors here are [SLICES, rows or lines, DEPTH]. Lines past the last read the last.
     line = tl.minimum(first + tl.arange(0, LINES), N - 1)[None, :, None].to(tl.int64)
@@ -201,13 +203,13 @@ def small_linear_kernel(
 
 
 @triton.jit
-def fetch_ahead(weight_ND, first, N, D, LINES: tl.constexpr):
+def fetch_ahead(weight_ND, first, N, D, LINES: tl.constexpr, AHEAD: tl.constexpr):
     """The beginning of each of the program's lines, into the L2 cache. A warp asks for a line."""
     line = tl.minimum(first + tl.arange(0, LINES * 32) // 32, N - 1)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
         "=r,l,r",
-        [(weight_ND + line.to(tl.int64) * D).to(tl.int64), tl.minimum(2 * D, FETCHED_BYTES)],
+        [(weight_ND + line.to(tl.int64) * D).to(tl.int64), tl.minimum(2 * D, AHEAD)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -260,12 +262,13 @@ def linear_inputs(T: int, N: int, D: int, device: torch.device) -> Args:
 
 
 def norm_inputs(T: int, N: int, D: int, device: torch.device, kind: str = "normal") -> Args:
-    """`first`: no residual yet; `spike`: one huge element a row."""
+    """`first`: no residual yet; `spike`: one huge element a row; `faint`: squares of eps' size."""
     x_TD, weight_ND = linear_inputs(T, N, D, device)
     if kind == "spike":
         x_TD[:, D // 3] = 3e4
     residual_TD = None if kind == "first" else normal(device, T, D, dtype=x_TD.dtype, seed=2)
-    return x_TD, residual_TD, normal(device, D, dtype=x_TD.dtype, seed=3), 1e-6, weight_ND
+    eps = 1.0 if kind == "faint" else 1e-6
+    return x_TD, residual_TD, normal(device, D, dtype=x_TD.dtype, seed=3), eps, weight_ND
 
 
 def sizes(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
@@ -313,6 +316,7 @@ def cases(
     return (*small, *odd, *timed)
 
 
+KINDS = ("first", "spike", "faint")
 PLAIN = [(1024, 2048), (1024, 3072), (151936, 1024), (4096, 4096), (4096, 12288), (151936, 4096)]
 
 # An ulp for the rounding of y; a third of one in each term of a product, of which there are many.
@@ -328,7 +332,7 @@ NORM_LINEAR = Kernel(
     "norm_linear",
     SMALL_LINEAR.norm_linear,
     norm_linear_reference,
-    cases(norm_inputs, ("first", "spike"), [(4096, 1024), (6144, 4096)]),
+    cases(norm_inputs, KINDS, [(4096, 1024), (6144, 4096)]),
     ulps_16=1.5,
     scale=norm_scale,
 )
@@ -336,7 +340,7 @@ NORM_GATE_UP = Kernel(
     "norm_gate_up",
     partial(SMALL_LINEAR.norm_linear, gated=True),
     partial(norm_linear_reference, gated=True),
-    cases(norm_inputs, ("first", "spike"), [(6144, 1024), (24576, 4096)]),
+    cases(norm_inputs, KINDS, [(6144, 1024), (24576, 4096)]),
     ulps_16=1.5,
     scale=gate_up_scale,
 )

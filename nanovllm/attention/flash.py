@@ -10,6 +10,7 @@ compiles without a GPU.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -116,18 +117,19 @@ def compile_forward(num_heads: int, k_PSGA: Tensor) -> Callable[..., None]:
         sizes = tuple(cute.sym_int() for _ in range(rank))
         return make_fake_tensor(dtype, sizes, 8 if dtype.width == 16 else 1)
 
-    compiled: Callable[..., None] = cute.compile(
-        kernel,
-        like(3, dtype),
-        like(4, dtype),
-        like(4, dtype),
-        like(3, dtype),
-        None,
-        1.0,
-        mCuSeqlensQ=like(1, cutlass.Int32),
-        mSeqUsedK=like(1, cutlass.Int32),
-        mPageTable=like(2, cutlass.Int32),
-        stream=make_fake_stream(),
-        options="--enable-tvm-ffi",
-    )
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of an unused argument
+        compiled: Callable[..., None] = cute.compile(
+            kernel,
+            like(3, dtype),
+            like(4, dtype),
+            like(4, dtype),
+            like(3, dtype),
+            None,
+            1.0,
+            mCuSeqlensQ=like(1, cutlass.Int32),
+            mSeqUsedK=like(1, cutlass.Int32),
+            mPageTable=like(2, cutlass.Int32),
+            stream=make_fake_stream(),
+            options="--enable-tvm-ffi",
+        )
     return compiled

@@ -52,6 +52,7 @@ class Runner:
         self.device = device
         self.builder = RowBuilder(slots.dead, slots.dead, device)
         self.graphs = DecodeGraphs(self.forward, self.builder.static_slots_R)
+        self.tails = DecodeGraphs(self.draw_plainly, self.builder.static_slots_R)
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
 
@@ -72,6 +73,16 @@ class Runner:
         self, rows: StepRows, forwarded: Forwarded, masked: list[int], masks: Masks | None
     ) -> Copy:
         """Sample, and bring the outcome to the slots and on its way to the host."""
+        size = forwarded.batch.num_rows
+        if (
+            masks is None
+            and rows.counts_R is None
+            and size in self.tails.captured
+            and self.sampler.plain(rows.sampled_slots)
+        ):
+            tokens_R = self.tails.replay(size)
+            assert isinstance(tokens_R, Tensor)
+            return start_copy(Sampled(tokens_R[: len(rows.slots_R)], None), self.device)
         lengths_R = forwarded.batch.lengths_R[: len(rows.slots_R)]
         slots_S, lengths_S = rows.slots_R, lengths_R
         if rows.sampled_rows_S is not None:
@@ -86,6 +97,19 @@ class Runner:
             sampled = self.sampler.sample(logits_SV, drawn)
         self.prep.settle(rows.slots_R, lengths_R, slots_S, drawn.positions_S, sampled.tokens_S)
         return start_copy(sampled, self.device)
+
+    def draw_plainly(self, rows: StepRows) -> Tensor:
+        """Behind a replayed forward pass: tokens by seed and temperature alone, and settled.
+
+        Captured too, because its launches cost the host as much as all of the forward pass.
+        """
+        forwarded = self.graphs.captured[len(rows.slots_R)].output
+        assert isinstance(forwarded, Forwarded) and forwarded.logits_SV is not None
+        lengths_R = forwarded.batch.lengths_R
+        positions_R = lengths_R.long()
+        tokens_R = self.sampler.draw(forwarded.logits_SV, rows.slots_R, positions_R)
+        self.prep.settle(rows.slots_R, lengths_R, rows.slots_R, positions_R, tokens_R)
+        return tokens_R.to(torch.int32)
 
     def _run(self, rows: StepRows) -> Forwarded:
         """Replay a graph where one fits, else run eagerly."""

@@ -63,4 +63,5 @@ def warm_up(runner: Runner, recipe: Recipe) -> None:
 @torch.inference_mode()
 def capture(runner: Runner, recipe: Recipe) -> None:
     sizes = graph_sizes(int(recipe.schedule.slots))
-    runner.graphs.capture(sizes, int(recipe.server.max_model_tokens))
+    for graphs in (runner.graphs, runner.tails):
+        graphs.capture(sizes, int(recipe.server.max_model_tokens))
