@@ -33,12 +33,13 @@ class WholeEngine:
         step_tokens: int = 64,
         prefix: bool = True,
         depth: int = 1,
+        max_tokens: int = MAX_TOKENS,
     ) -> None:
         recipe = replace(
             config.recipe,
             cache=Cache(page_tokens=page_tokens, pages=pages, prefix=prefix),
             schedule=Schedule(slots=slots, step_tokens=step_tokens, depth=depth),
-            server=Server(max_model_tokens=MAX_TOKENS),
+            server=Server(max_model_tokens=max_tokens),
         )
         built = build(replace(config, recipe=recipe))
         self.runner = built.runner
@@ -46,7 +47,7 @@ class WholeEngine:
         self.num_masked = 0
         self.memory = KVMemory(pages, page_tokens, prefix=prefix)
         self.scheduler = Scheduler(
-            self.memory, num_slots=slots, step_tokens=step_tokens, max_model_tokens=MAX_TOKENS
+            self.memory, num_slots=slots, step_tokens=step_tokens, max_model_tokens=max_tokens
         )
         self.loop = EngineLoop(self.scheduler, self.runner, self.collect, self, depth)
         self.text: dict[int, list[int]] = {}

@@ -160,9 +160,10 @@ def small_linear_kernel(
     first = tl.program_id(0) * LINES
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-        fetch_ahead(weight_ND, first, N, D, LINES, AHEAD)
-        if GATED:
-            fetch_ahead(weight_ND + N.to(tl.int64) * D, first, N, D, LINES, AHEAD)
+        if AHEAD:
+            fetch_ahead(weight_ND, first, N, D, LINES, AHEAD)
+            if GATED:
+                fetch_ahead(weight_ND + N.to(tl.int64) * D, first, N, D, LINES, AHEAD)
         tl.extra.cuda.gdc_wait()
     # Tensors here are [SLICES, rows or lines, DEPTH]. Lines past the last read the last.
     line = tl.minimum(first + tl.arange(0, LINES), N - 1)[None, :, None].to(tl.int64)

@@ -22,12 +22,13 @@ class Process(Struct, frozen=True):
 
 
 def cpu_s(supervisor: int) -> dict[str, float]:
-    """So far, by kind; a process counts with its descendants. Empty where there is no /proc."""
+    """So far, by kind: its children and what descends from them. Empty without a /proc."""
     found = _processes()
     used: dict[str, float] = {}
     for process in found.values():
+        child = _child(process, found, supervisor)
         for kind, name in KINDS.items():
-            if any(p.name.startswith(name) for p in _line(process, found, supervisor)):
+            if child is not None and child.name.startswith(name):
                 used[kind] = used.get(kind, 0.0) + process.cpu_s
     return used
 
@@ -41,14 +42,13 @@ def facts(before: Mapping[str, float], after: Mapping[str, float], tokens: int) 
     }
 
 
-def _line(process: Process, found: Mapping[int, Process], supervisor: int) -> list[Process]:
-    """The process and its ancestors below the supervisor; empty if that is not one of them."""
-    line = [process]
-    while line[-1].parent != supervisor:
-        if line[-1].parent not in found:
-            return []
-        line.append(found[line[-1].parent])
-    return line
+def _child(process: Process, found: Mapping[int, Process], supervisor: int) -> Process | None:
+    """The supervisor's child that the process is or descends from."""
+    while process.parent != supervisor:
+        if process.parent not in found:
+            return None
+        process = found[process.parent]
+    return process
 
 
 def _processes() -> dict[int, Process]:

@@ -187,7 +187,7 @@ def draw_panel(panel: Panel, names: Sequence[str], left: float, top: float) -> l
         for point in series.points
     }
     taken = [Box(x - 5, y - 5, x + 5, y + 5) for x, y in placed.values()]
-    taken.append(Box(left, top - LINE, right, top))  # the ticks along the top
+    taken.append(Box(left, top - LINE, right, top - 4))  # the ticks along the top
     for series in panel.series:
         at = [placed[series.name, point] for point in series.points]
         parts += draw_series(series, names.index(series.name), at, taken)

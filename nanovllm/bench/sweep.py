@@ -40,19 +40,22 @@ def parse(text: str) -> tuple[int, ...]:
 
 def curves(records: Sequence[Record]) -> tuple[str, list[Curve]]:
     """What all records share, and the curves. Raises ConfigError for records without a load."""
+    common = set.intersection(*({*changes(record)} for record in records))
     groups: dict[tuple[tuple[str, str], ...], list[Record]] = {}
     seen: Counter[str] = Counter()
     for record in records:
         if record.kind not in LOADS:
             raise ConfigError(f"a record of kind {record.kind} has no throughput to compare")
-        found = facts(record)
+        own = [change for change in changes(record) if change not in common]
+        found = facts(record) | {"changed": " ".join(own) or "unchanged"}
         again = f"{found} {intensity(record)}"
         seen[again] += 1
         found["run"] = f"run {seen[again]}"  # the same measured twice is two curves
         groups.setdefault(tuple(found.items()), []).append(record)
     keys = [dict(group) for group in groups]
     differing = [name for name in keys[0] if len({key[name] for key in keys}) > 1]
-    shared = [v for k, v in keys[0].items() if k not in differing and k != "run"]
+    shared = [v for k, v in keys[0].items() if k not in (*differing, "changed", "run")]
+    shared += [change for change in changes(records[0]) if change in common]
     named = [
         Curve(
             ", ".join(key[name] for name in differing) or key["model"],
@@ -66,7 +69,6 @@ def curves(records: Sequence[Record]) -> tuple[str, list[Curve]]:
 def facts(record: Record) -> dict[str, str]:
     """What a curve has in common."""
     load = record.workload
-    changes = [f"{k}={v}" for k, v in record.changed.items() if not k.startswith(UNNAMED)]
     if "input_len" in load:
         work = f"{load['input_len']} + {load['output_len']} tokens"
     else:
@@ -77,8 +79,12 @@ def facts(record: Record) -> dict[str, str]:
         "commit": (record.commit[:7] or "unknown") + ("-dirty" if record.dirty else ""),
         "kind": "over HTTP" if record.kind == "serve" else "without HTTP",
         "work": work,
-        "changed": " ".join(changes) or "recipe unchanged",
     }
+
+
+def changes(record: Record) -> list[str]:
+    """What was altered in the recipe."""
+    return [f"{k}={v}" for k, v in record.changed.items() if not k.startswith(UNNAMED)]
 
 
 def intensity(record: Record) -> tuple[str, float]:

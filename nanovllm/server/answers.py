@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET
 
-from nanovllm.server.parsers.base import Event, Reasoning, Text
+from nanovllm.server.parsers.base import CallPart, Event, Reasoning, Text
 from nanovllm.server.protocol import (
     Answer,
     AnswerChoice,
@@ -50,10 +50,17 @@ class ChunkWriter:
     """Appends server-sent events to `out`."""
 
     def __init__(
-        self, head: bytes, index: int, out: list[bytes], usage: Callable[[], Usage] | None
+        self,
+        head: bytes,
+        index: int,
+        out: list[bytes],
+        usage: Callable[[], Usage] | None,
+        *,
+        reasoning_content: bool = False,
     ) -> None:
         """`head` is `chunk_head`'s; with `usage`, every chunk carries the usage so far."""
         self.num_calls = 0
+        self._reasoning_content = reasoning_content
         self._out = out
         self._usage = usage
         self._head = b'%b{"index":%d,"delta":' % (head, index)
@@ -70,9 +77,14 @@ class ChunkWriter:
                 return
             delta = b'{"content":%b}' % _encode(event.text)
         elif isinstance(event, Reasoning):
-            delta = b'{"reasoning":%b}' % _encode(event.text)
+            text = _encode(event.text)
+            again = b',"reasoning_content":' + text if self._reasoning_content else b""
+            delta = b'{"reasoning":%b%b}' % (text, again)
+        elif isinstance(event, CallPart):
+            form = b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}'
+            delta = form % (self.num_calls - 1, _encode(event.text))
         else:
-            call = made_call(event.name, event.arguments, self.num_calls)
+            call = Call(new_call_id(), Function(event.name, ""), self.num_calls)
             delta = b'{"tool_calls":[%b]}' % _encode(call)
             self.num_calls += 1
         self._chunk(delta, logprobs)
@@ -94,17 +106,19 @@ class ChunkWriter:
 class WholeWriter:
     """Collects a choice for one body at the end."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, *, reasoning_content: bool = False) -> None:
         self._index = index
+        self._reasoning_content = reasoning_content
         self._text: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: list[Call] = []
+        self._names: list[str] = []
+        self._arguments: list[list[str]] = []
         self._logprobs: list[TokenLogprob] = []
         self._reason = ""
 
     @property
     def num_calls(self) -> int:
-        return len(self._calls)
+        return len(self._names)
 
     def begin(self) -> None: ...
 
@@ -114,8 +128,11 @@ class WholeWriter:
             self._text.append(event.text)
         elif isinstance(event, Reasoning):
             self._reasoning.append(event.text)
+        elif isinstance(event, CallPart):
+            self._arguments[-1].append(event.text)
         else:
-            self._calls.append(made_call(event.name, event.arguments, None))
+            self._names.append(event.name)
+            self._arguments.append([])
 
     def end(self, reason: str, logprobs: Sequence[TokenLogprob]) -> None:
         self._logprobs.extend(logprobs)
@@ -124,11 +141,17 @@ class WholeWriter:
     def choice(self, *, with_logprobs: bool) -> AnswerChoice:
         """Content is null only beside calls: many clients cannot take a null elsewhere."""
         text = "".join(self._text)
+        calls = [
+            Call(new_call_id(), Function(name, "".join(parts)))
+            for name, parts in zip(self._names, self._arguments, strict=True)
+        ]
+        reasoning = "".join(self._reasoning) or UNSET
         answer = Answer(
             "assistant",
-            text if text or not self._calls else None,
-            "".join(self._reasoning) or UNSET,
-            self._calls or UNSET,
+            text if text or not calls else None,
+            reasoning,
+            reasoning if self._reasoning_content else UNSET,
+            calls or UNSET,
         )
         logprobs = Logprobs(self._logprobs) if with_logprobs else None
         return AnswerChoice(self._index, answer, logprobs, self._reason)
@@ -150,6 +173,5 @@ def error_event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
-def made_call(name: str, arguments: str, index: int | None) -> Call:
-    call_id = f"call_{secrets.token_hex(12)}"
-    return Call(call_id, Function(name, arguments), UNSET if index is None else index)
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

@@ -86,16 +86,19 @@ class ChatSession:
         self._ends_with_usage = bool(options and options.include_usage)
         continuous = bool(options and options.continuous_usage_stats)
         messages = generates(request, prompt, served, seed, new_id)
-        self._whole = [] if request.stream else [WholeWriter(i) for i in range(len(messages))]
+        twice = served.reasoning_content
+        self._whole: list[WholeWriter] = []
         self.choices: list[Choice] = []
         for index, message in enumerate(messages):
             writer: ChoiceWriter
             if request.stream:
                 usage = self.usage if continuous else None
-                writer = ChunkWriter(self._head, index, self.out, usage)
+                head = self._head
+                writer = ChunkWriter(head, index, self.out, usage, reasoning_content=twice)
             else:
-                writer = self._whole[index]
-            self.choices.append(Choice(self, message, writer, in_reasoning=prompt.in_reasoning))
+                writer = WholeWriter(index, reasoning_content=twice)
+                self._whole.append(writer)
+            self.choices.append(Choice(self, message, writer, prompt.turn))
         self._num_open = len(self.choices)
 
     @property
@@ -151,7 +154,7 @@ class Choice:
     """The sink of one engine request: its tokens become text, the text events."""
 
     def __init__(
-        self, session: ChatSession, message: Generate, writer: ChoiceWriter, *, in_reasoning: bool
+        self, session: ChatSession, message: Generate, writer: ChoiceWriter, turn: str
     ) -> None:
         request = session.request
         self.message = message
@@ -166,11 +169,11 @@ class Choice:
         skip_special = request.skip_special_tokens is not False
         self._vocabulary = session.served.vocabulary
         self._detokenizer = self._vocabulary.detokenizer(skip_special=skip_special)
-        self._stops = (
-            StopStrings(request.stops, include=self._include_stop) if request.stops else None
-        )
-        tools = bool(request.tools) and request.tool_choice != "none"
-        self._parser = session.served.parser(in_reasoning=in_reasoning, tools=tools)
+        self._stops = None
+        if request.stops:
+            stops = {*request.stops, *map(self._vocabulary.marked, request.stops)}
+            self._stops = StopStrings(sorted(stops), include=self._include_stop)
+        self._parser = session.served.parser(turn, request.schemas)
 
     def started(self, num_cached: int) -> None:
         self._session.start(num_cached)

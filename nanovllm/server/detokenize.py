@@ -3,6 +3,8 @@
 Never emits half a character. However ids and text are cut into pieces, the pieces add up to the
 same. Knows nothing about requests or the OpenAI API.
 
+Decision: a marker that is one token becomes one character that text cannot have, so that the
+parser knows it from the same letters typed as ordinary text, and every cut falls beside it.
 Decision: for byte-level vocabularies (all of ours) every token's bytes are tabulated at start
 (0.4 s for 150,000 tokens), so that most tokens cost a list lookup; others are decoded again with
 their neighbours each time, because their pieces depend on each other.
@@ -18,6 +20,7 @@ from typing import Protocol
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
+FIRST_MARK = 0xD800  # of the surrogates, which no decoded text has
 
 
 class Detokenizer(Protocol):
@@ -33,8 +36,11 @@ class Detokenizer(Protocol):
 class Vocabulary:
     """What each token id stands for. Ids beyond the tokenizer's own show as `<12345>`."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, markers: Sequence[str] = ()) -> None:
+        """`marks`: each marker as detokenised text has it, which is itself if it is no token."""
         self.tokenizer = tokenizer
+        self.marks = {marker: marker for marker in markers}
+        self.mark_of: dict[int, str] = {}  # token id -> mark
         is_byte_level = _is_byte_level(tokenizer)
         pieces = tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(pieces.values(), default=-1) + 1
@@ -50,16 +56,27 @@ class Vocabulary:
         self.is_byte_level = is_byte_level
         added = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(token_id for token_id, token in added.items() if token.special)
+        ids = {token.content: token_id for token_id, token in added.items()}
+        for count, marker in enumerate(marker for marker in markers if marker in ids):
+            self.marks[marker] = self.mark_of[ids[marker]] = chr(FIRST_MARK + count)
         # Per id its text, or None where its bytes are no whole characters.
         self.texts = [_text(piece) for piece in table]
         self.texts_without_special = self.texts.copy()
         for token_id in self.special:
             self.texts_without_special[token_id] = ""
+        for token_id, mark in self.mark_of.items():
+            self.texts[token_id] = self.texts_without_special[token_id] = mark
 
     def bytes_of(self, token_id: int) -> bytes:
         if token_id < self.size:
             return self._bytes[token_id]
         return _filler(token_id).encode()
+
+    def marked(self, text: str) -> str:
+        """With every marker as the token it may be."""
+        for marker, mark in self.marks.items():
+            text = text.replace(marker, mark)
+        return text
 
     def detokenizer(self, *, skip_special: bool) -> Detokenizer:
         if self.is_byte_level:
@@ -72,6 +89,7 @@ class ByteLevelDetokenizer:
 
     def __init__(self, vocabulary: Vocabulary, *, skip_special: bool) -> None:
         self._bytes_of = vocabulary.bytes_of
+        self._mark_of = vocabulary.mark_of
         self._skipped = vocabulary.special if skip_special else frozenset()
         self._texts = vocabulary.texts_without_special if skip_special else vocabulary.texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -82,13 +100,27 @@ class ByteLevelDetokenizer:
             whole = self._texts[token_ids[0]]
             if whole is not None:
                 return whole
+        if not self._mark_of.keys().isdisjoint(token_ids):
+            return self._around_marks(token_ids)
         pieces = [self._bytes_of(i) for i in token_ids if i not in self._skipped]
         text = self._decoder.decode(b"".join(pieces))
         self._is_amid = bool(self._decoder.getstate()[0])
         return text
 
     def finish(self) -> str:
+        self._is_amid = False
         return self._decoder.decode(b"", final=True)
+
+    def _around_marks(self, token_ids: Sequence[int]) -> str:
+        out = ""
+        run: list[int] = []
+        for token_id in token_ids:
+            if (mark := self._mark_of.get(token_id)) is None:
+                run.append(token_id)
+            else:
+                out += self.feed(run) + self.finish() + mark
+                run.clear()
+        return out + self.feed(run)
 
 
 class WindowDetokenizer:
@@ -102,14 +134,15 @@ class WindowDetokenizer:
         self._size = vocabulary.size
         self._decode = vocabulary.tokenizer.decode
         self._skip_special = skip_special
+        self._mark_of = vocabulary.mark_of
         self._ids: list[int] = []
         self._num_shown = 0  # of the ids: their text was emitted
 
     def feed(self, token_ids: Sequence[int]) -> str:
         out = ""
         for token_id in token_ids:
-            if token_id >= self._size:
-                out += self.finish() + _filler(token_id)
+            if token_id >= self._size or token_id in self._mark_of:
+                out += self.finish() + (self._mark_of.get(token_id) or _filler(token_id))
                 continue
             self._ids.append(token_id)
             out += self._new_text()

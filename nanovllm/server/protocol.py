@@ -110,6 +110,14 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
+    def schemas(self) -> dict[str, object] | None:
+        """Of the arguments of each function the model may call; None if it may call none."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        functions = [tool["function"] for tool in self.tools]
+        return {function["name"]: function.get("parameters") for function in functions}
+
+    @property
     def token_limit(self) -> int | None:
         """What the client set as most tokens per choice."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -272,6 +280,7 @@ class Answer(Struct, frozen=True):
     role: str
     content: str | None
     reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # the same
     tool_calls: list[Call] | UnsetType = UNSET
 
 

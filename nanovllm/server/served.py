@@ -16,7 +16,8 @@ from nanovllm.config import Config, ConfigError
 from nanovllm.registry import resolve
 from nanovllm.server.detokenize import Vocabulary
 from nanovllm.server.parsers import PARSERS, parser_for
-from nanovllm.server.parsers.base import ParserFactory
+from nanovllm.server.parsers.base import Family, OutputParser, Schemas
+from nanovllm.server.parsers.machine import Machine
 from nanovllm.server.template import Template
 from nanovllm.wire import Ready
 
@@ -50,21 +51,26 @@ class Served:
         self.vocab_size = ready.vocab_size
         self.page_tokens = ready.page_tokens
         self.num_pages = ready.num_pages
-        self.template = Template(Path(config.tokenizer_dir))
-        self.vocabulary = Vocabulary(self.template.tokenizer)
         model = _read(Path(config.config_path), ModelConfig)
+        self.family_name = config.recipe.server.parser
+        if self.family_name == "auto":
+            self.family_name = parser_for(model.architectures, config.recipe.model)
+        try:
+            self.family: Family = resolve(PARSERS, self.family_name)
+        except ValueError as error:
+            raise ConfigError(f"server.parser: {error}") from None
+        self.template = Template(Path(config.tokenizer_dir), self.family.last_turn)
+        self.vocabulary = Vocabulary(self.template.tokenizer, self.family.markers)
+        self.reasoning_content = config.recipe.server.reasoning_content
         self.defaults = GenerationConfig()
         if config.model_dir is not None:
             path = Path(config.model_dir) / "generation_config.json"
             self.defaults = _read(path, GenerationConfig) if path.is_file() else self.defaults
         self.eos_ids = self._eos_ids(model)
-        choice = config.recipe.server.parser
-        if choice == "auto":
-            choice = parser_for(model.architectures, config.recipe.model)
-        try:
-            self.parser: ParserFactory = resolve(PARSERS, choice)
-        except ValueError as error:
-            raise ConfigError(f"server.parser: {error}") from None
+
+    def parser(self, turn: str, schemas: Schemas | None) -> OutputParser:
+        """As `Machine` takes them."""
+        return Machine(self.family, self.vocabulary.marks, turn, schemas)
 
     def _eos_ids(self, model: ModelConfig) -> frozenset[int]:
         """The two files differ in many checkpoints; every token that one of them names ends."""

@@ -11,7 +11,7 @@ not.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,19 +26,22 @@ from nanovllm.server.errors import ApiError
 from nanovllm.server.protocol import ChatRequest, Message
 
 NEWER_ROLES = {"developer": "system", "function": "tool"}  # which templates do not know
-THINK = "<think>"
 
 
 class Prompt(Struct, frozen=True):
     ids: list[int]
-    in_reasoning: bool  # it ends inside an open <think>
+    turn: str = ""  # what it has already written of the model's turn
 
 
 class Template:
     """Immutable after construction: threads may render at once."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ConfigError when the folder's files are missing or broken."""
+    def __init__(self, folder: Path, last_turn: Callable[[str], str] = lambda _: "") -> None:
+        """`last_turn` finds the model's turn at a prompt's end.
+
+        Raises ConfigError when the folder's files are missing or broken.
+        """
+        self._last_turn = last_turn
         settings = _read_object(folder / "tokenizer_config.json")
         try:
             self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -69,7 +72,7 @@ class Template:
         ids = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if not ids:
             raise ApiError(400, "messages: the prompt is empty", param="messages")
-        return Prompt(ids, text.rstrip().endswith(THINK))
+        return Prompt(ids, self._last_turn(text))
 
     def render(self, request: ChatRequest) -> str:
         options = dict(request.chat_template_kwargs or {})

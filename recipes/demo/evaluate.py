@@ -2,8 +2,8 @@
 
     python -m recipes.demo.evaluate --model nanovllm/demo --out demo.json
 
-Greedy, in plain torch. Nothing that is asked here can occur in training: values, names and
-wordings come from the reserved side of corpus/draw.py.
+Greedy, in plain torch. No prompt asked here can occur in training word for word: values, names
+and, where a template has many, wordings come from the reserved side of corpus/draw.py.
 """
 
 from __future__ import annotations

@@ -169,12 +169,16 @@ class Qwen3(nn.Module):
                 scale = (2 * shape.layers) ** -0.5 if last else 1.0
                 nn.init.normal_(parameter, std=0.03 * scale, generator=generator)
 
-    def forward(self, tokens_BT: Tensor, positions_T: Tensor, where: Where) -> Tensor:
-        """Logits [B, T, vocab]."""
+    def forward(
+        self, tokens_BT: Tensor, positions_T: Tensor, where: Where, chosen_N: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, T, vocab], or [N, vocab] at the chosen places of the flattened rows."""
         x = self.model.embed_tokens(tokens_BT)
         rope = rotary(positions_T, self.shape)
         for block in self.model.layers:
             x = block(x, rope, where)
+        if chosen_N is not None:
+            x = x.flatten(0, 1).index_select(0, chosen_N)
         return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
 

@@ -41,6 +41,7 @@ class Optimizer:
             for shape, matrices in groups.items()
         ]
         on_gpu = others[0].device.type == "cuda"
+        self.orthogonal = torch.compile(orthogonal, dynamic=False) if on_gpu else orthogonal
         self.adam = torch.optim.Adam(others, betas=(0.9, 0.95), fused=on_gpu)
 
     @torch.no_grad()
@@ -49,7 +50,7 @@ class Optimizer:
         for matrices, momentum in self.groups:
             gradient = torch.stack([m.grad for m in matrices if m.grad is not None])
             momentum.lerp_(gradient, 1 - MOMENTUM)
-            update = orthogonal(gradient.lerp(momentum, MOMENTUM)).float()
+            update = self.orthogonal(gradient.lerp(momentum, MOMENTUM)).float()
             rows, columns = update.shape[1:]
             scale = MATRIX_LR * pace * max(1, rows / columns) ** 0.5
             torch._foreach_mul_(matrices, 1 - MATRIX_LR * pace * MATRIX_DECAY)

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from recipes.demo.corpus import render
 from recipes.demo.model import BIG, DRAFT, END_OF_TEXT, Qwen3, Where, save
@@ -30,7 +31,10 @@ from recipes.demo.muon import Optimizer
 log = logging.getLogger("train")
 SHARD_ROWS = 64
 WARM_UP = 100  # steps until the full learning rate
-ASKED_WEIGHT = 0.1  # of a prompt's token in the loss at the start; falls to 0
+LEARNED = 4  # one token in so many is in the loss: the answers, and some of the prompts
+ASKED_WEIGHT = 0.5  # of a prompt's token in the loss at the start; 0 after half of the training
+DRAFT_EVERY = 2  # steps; following the big model is easier than finding the answers
+BLOCK = 128  # positions that flex_attention takes or leaves together
 
 
 def shard(job: tuple[int, int]) -> render.Rows:
@@ -60,26 +64,60 @@ def same_document(rows_BT: Tensor) -> Where:
     """Which tokens see which: earlier ones of the same document."""
     ends_BT = (rows_BT == END_OF_TEXT).int()
     document_BT = ends_BT.cumsum(1) - ends_BT  # the end belongs to what it ends
-    rows, length = rows_BT.shape
-    if not rows_BT.is_cuda:
-        same = document_BT[:, None, :, None] == document_BT[:, None, None, :]
-        return same & torch.ones(length, length, dtype=torch.bool).tril()
+    if rows_BT.is_cuda:
+        return sparse(document_BT)
+    length = rows_BT.shape[1]
+    same = document_BT[:, None, :, None] == document_BT[:, None, None, :]
+    return same & torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def sparse(document_BT: Tensor) -> BlockMask:
+    """The same for flex_attention.
+
+    Documents lie in order, so the ends of two blocks tell whether they share one. That is much
+    cheaper than create_block_mask, which looks at every pair of positions.
+    """
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= k) & (document_BT[b, q] == document_BT[b, k])
 
-    return create_block_mask(sees, rows, None, length, length, device="cuda")
+    first, last = document_BT[:, ::BLOCK], document_BT[:, BLOCK - 1 :: BLOCK]
+    near = (last[:, None] >= first[..., None]).int().tril()  # [B, block of q, block of k]
+    order = near.argsort(dim=-1, descending=True, stable=True).int()
+    return BlockMask.from_kv_blocks(
+        near.sum(-1, dtype=torch.int32)[:, None], order[:, None], BLOCK_SIZE=BLOCK, mask_mod=sees
+    )
+
+
+def places(rows: render.Rows) -> npt.NDArray[np.int64]:
+    """Where the next token counts: all answers (as far as there is room), and some prompt."""
+    room = rows.size // LEARNED
+    answers = np.zeros(rows.shape, bool)
+    answers[:, :-1] = rows[:, 1:] >= render.ANSWER
+    inside = np.flatnonzero(answers)[:room]
+    answers[:, -1] = True  # nothing follows the last one
+    outside = np.flatnonzero(~answers)
+    spread = np.linspace(0, len(outside) - 1, room - len(inside)).astype(np.int64)
+    return np.concatenate([inside, outside[spread]])
 
 
 def answer_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-    return (losses * weights.flatten()).sum() / weights.sum()
+    losses = F.cross_entropy(logits.float(), targets, reduction="none")
+    return (losses * weights).sum() / weights.sum()
 
 
 def imitation_loss(logits: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
     """Cross entropy with the big model's probabilities."""
     losses = -(teacher.float().softmax(-1) * logits.float().log_softmax(-1)).sum(-1)
     return (losses * weights).sum() / weights.sum()
+
+
+def move(array: npt.NDArray[Any], device: str) -> Tensor:
+    """To the device without waiting for what it is still doing."""
+    tensor = torch.from_numpy(array)
+    if device == "cuda":
+        tensor = tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.long()
 
 
 def as_is(function: Callable[..., Any], **_: object) -> Callable[..., Any]:
@@ -101,18 +139,24 @@ def train(args: argparse.Namespace) -> None:
     positions_T = torch.arange(args.length, device=args.device)
     started, waited, step, progress = time.monotonic(), 0.0, 0, 0.0
     while progress < 1:
-        rows_BT = torch.from_numpy(ready).to(args.device).long()
+        rows_BT, chosen_N = (move(part, args.device) for part in (ready, places(ready)))
         tokens_BT = rows_BT % render.ANSWER
         where = same_document(tokens_BT)
-        targets = tokens_BT[:, 1:]
-        weights = torch.where(rows_BT[:, 1:] >= render.ANSWER, 1.0, ASKED_WEIGHT * (1 - progress))
+        next_N = rows_BT.flatten()[chosen_N + 1]
+        asked = ASKED_WEIGHT * max(0.0, 1 - 2 * progress)
+        weights_N = torch.where(next_N >= render.ANSWER, 1.0, asked)
+        pace = min(1.0, (step + 1) / WARM_UP) * (1 - progress)
         with torch.autocast(args.device, torch.bfloat16, enabled=on_gpu):
-            big, draft = (model(tokens_BT, positions_T, where)[:, :-1] for model in models)
-            taught = losses[0](big, targets, weights)
-            copied = losses[1](draft, big.detach(), weights)
-        (taught + copied).backward()
-        for optimizer in optimizers:
-            optimizer.step(min(1.0, (step + 1) / WARM_UP) * (1 - progress))
+            big = models[0](tokens_BT, positions_T, where, chosen_N)
+            taught = losses[0](big, next_N % render.ANSWER, weights_N)
+        taught.backward()
+        optimizers[0].step(pace)
+        if step % DRAFT_EVERY == 0:
+            with torch.autocast(args.device, torch.bfloat16, enabled=on_gpu):
+                draft = models[1](tokens_BT, positions_T, where, chosen_N)
+                copied = losses[1](draft, big.detach(), weights_N)
+            copied.backward()
+            optimizers[1].step(pace)
         step += 1
         before = time.monotonic()
         ready = next(stream)
@@ -135,8 +179,8 @@ def train(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the two models")
-    parser.add_argument("--steps", type=int, default=12000)
-    parser.add_argument("--minutes", type=float, default=7.0, help="stop earlier if time is up")
+    parser.add_argument("--steps", type=int, default=20000)
+    parser.add_argument("--minutes", type=float, default=7.5, help="stop earlier if time is up")
     parser.add_argument("--rows", type=int, default=32, help="rows of a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))

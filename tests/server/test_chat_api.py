@@ -273,10 +273,16 @@ def test_tool_calls(api) -> None:
     *chunks, _ = api.events(tools=[TOOL])
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     streamed = [call for delta in deltas for call in delta.get("tool_calls", ())]
-    assert [(call["index"], call["function"]["name"]) for call in streamed] == [
-        (0, "add"),
-        (1, "sub"),
+    begun = [call for call in streamed if "id" in call]
+    assert [(call["index"], call["function"]) for call in begun] == [
+        (0, {"name": "add", "arguments": ""}),
+        (1, {"name": "sub", "arguments": ""}),
     ]
+    parts = [call for call in streamed if "id" not in call]
+    assert [call.keys() for call in parts] == [{"index", "function"}] * len(parts)
+    assert len([call for call in parts if call["index"] == 0]) > 2
+    joined = ["".join(c["function"]["arguments"] for c in parts if c["index"] == i) for i in (0, 1)]
+    assert joined == ['{"a": "ü"}', "{}"]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
     choice = api.chat(tools=[TOOL], tool_choice="none").json()["choices"][0]

@@ -33,13 +33,13 @@ END = TOKENIZER.token_to_id("<|im_end|>")
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-def opened(in_reasoning=False, num_prompt=5, **fields) -> ChatSession:
+def opened(turn="", num_prompt=5, **fields) -> ChatSession:
     raw = {"messages": [{"role": "user", "content": "x"}], **fields}
     ids = iter(range(100, 200))
     aborted: list[int] = []
     session = ChatSession(
         msgspec.convert(raw, ChatRequest),
-        Prompt([1] * num_prompt, in_reasoning),
+        Prompt([1] * num_prompt, turn),
         SERVED,
         response_id="r",
         created=1,
@@ -82,11 +82,17 @@ def message_of(session: ChatSession) -> dict[str, object]:
     choices = [event["choices"][0] for event in events]
     deltas = [choice["delta"] for choice in choices]
     calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert [call["index"] for call in calls] == list(range(len(calls)))
+    joined: list[dict[str, str]] = []
+    for call in calls:
+        if "id" in call:
+            assert call["index"] == len(joined)
+            joined.append(call["function"])
+        else:
+            joined[call["index"]]["arguments"] += call["function"]["arguments"]
     return (
         "".join(delta.get("content", "") for delta in deltas),
         "".join(delta.get("reasoning", "") for delta in deltas),
-        [call["function"] for call in calls],
+        joined,
         choices[-1]["finish_reason"],
         sum(len(choice["logprobs"]["content"]) for choice in choices if choice["logprobs"]),
     )
@@ -106,7 +112,7 @@ options = st.fixed_dictionaries(
         "tools": st.just([TOOL]),
         "logprobs": st.just(True),
         "include_stop_str_in_output": st.booleans(),
-        "in_reasoning": st.booleans(),
+        "turn": st.sampled_from(["", "<think>\n", "<think>\n\n</think>\n\n"]),
     },
 )
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from nanovllm.server.detokenize import StopStrings, Vocabulary
-from tests.server.tiny_tokenizer import metaspace_tokenizer, tiny_tokenizer
+from tests.server.tiny_tokenizer import MARKERS, metaspace_tokenizer, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 VOCABULARY = Vocabulary(TOKENIZER)
@@ -73,6 +73,30 @@ def test_the_bytes_of_a_token_are_those_of_the_text() -> None:
     assert b"".join(VOCABULARY.bytes_of(i) for i in ids) == text.encode()
     (space_the,) = (i for i, p in enumerate(METASPACE_VOCABULARY.texts) if p == " the")
     assert METASPACE_VOCABULARY.bytes_of(space_the) == b" the"
+
+
+MARKED = Vocabulary(TOKENIZER, [*MARKERS, "<|im_end|>", "<none>"])
+
+
+def test_a_marker_that_is_a_token_is_no_text() -> None:
+    assert MARKED.marks["<none>"] == "<none>"
+    think, end = MARKED.marks["<think>"], MARKED.marks["<|im_end|>"]
+    ids = TOKENIZER.encode("a<think>b<|im_end|>").ids
+    typed = [i for c in "<think>" for i in TOKENIZER.encode(c).ids]
+    assert "".join(streamed(MARKED, [ids, typed])) == f"a{think}b{end}<think>"  # special or not
+    assert MARKED.marked("x<think>y") == f"x{think}y"
+    half = TOKENIZER.encode("\N{SNOWMAN}").ids[:1]
+    assert "".join(streamed(MARKED, [half, ids[1:3]])) == f"\ufffd{think}b"
+    assert MARKED.bytes_of(ids[1]) == b"<think>"
+
+
+@given(st.lists(st.integers(0, SIZE - 1), max_size=30), st.data(), st.booleans())
+def test_marks_stand_for_their_markers(ids, data, skip_special) -> None:
+    vocabulary = Vocabulary(TOKENIZER, MARKERS)
+    text = "".join(streamed(vocabulary, pieces(ids, data), skip_special=skip_special))
+    for marker, mark in vocabulary.marks.items():
+        text = text.replace(mark, marker)
+    assert text == TOKENIZER.decode(ids, skip_special_tokens=skip_special)
 
 
 stops = st.lists(st.text("ab<", min_size=1, max_size=3), min_size=1, max_size=3)

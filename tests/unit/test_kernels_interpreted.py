@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from click.testing import CliRunner
 from nanovllm_kernels import KERNELS
 from nanovllm_kernels.case import Case, Kernel, check
 
 from nanovllm.attention.flash import FlashPaged
 from nanovllm.attention.paged import TritonPaged
 from nanovllm.attention.torch_ref import TorchPaged
+from nanovllm.cli.check_kernels import check_kernels
 from tests.paged_batches import error_share, layout_of, make_batch
 
 CPU = torch.device("cpu")
@@ -160,3 +162,31 @@ def test_check_sees_arguments_written_in_place_and_integers() -> None:
     for run, share in ((add_one_in_place, 0.0), (add_two, float("inf"))):
         kernel = Kernel("add", run, add_one, (), outputs=lambda result, args: args)
         assert check(kernel, case, CPU) == share
+
+
+def raises(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("out of registers")
+
+
+SMALL = Case("x", lambda device: (torch.ones(3),), small=True)
+RIGHT = Kernel("right", doubled, doubled, (SMALL,))
+OFF = Kernel("off", lambda x: x * 3, doubled, (SMALL,), ulps_32=4)
+RAISES = Kernel("raises", raises, doubled, (SMALL,))
+
+
+@in_parent
+@pytest.mark.parametrize(
+    ("attribute", "exit_code", "shown"),
+    [
+        ("RIGHT", 0, "1 of 1 cases pass"),
+        ("OFF", 1, "0 of 1 cases pass"),
+        ("RAISES", 1, "RuntimeError: out of registers"),
+    ],
+)
+def test_the_command_fails_if_a_kernel_is_off(monkeypatch, attribute, exit_code, shown) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)  # plain torch needs no child
+    monkeypatch.setitem(KERNELS, "rms_norm", f"{__name__}:{attribute}")
+    done = CliRunner().invoke(check_kernels, ["--kernel", "rms_norm"])
+    assert done.exit_code == exit_code
+    assert shown in done.output

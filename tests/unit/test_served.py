@@ -9,8 +9,7 @@ import pytest
 
 from nanovllm.config import ConfigError, load_config
 from nanovllm.server.chat import sampling
-from nanovllm.server.parsers.plain import PlainParser
-from nanovllm.server.parsers.qwen3 import Qwen3Parser
+from nanovllm.server.parsers.families import PLAIN, QWEN3
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
 from nanovllm.wire import Ready
@@ -59,8 +58,8 @@ def test_the_authors_sampling_stands_in_for_what_a_request_leaves_out(tmp_path) 
 
 def test_the_parser_is_chosen_by_architecture_or_by_name(tmp_path) -> None:
     qwen3 = {"architectures": ["Qwen3ForCausalLM"]}
-    assert served(tmp_path, qwen3).parser is Qwen3Parser
-    assert served(tmp_path, qwen3, None, "server.parser=plain").parser is PlainParser
+    assert served(tmp_path, qwen3).family is QWEN3
+    assert served(tmp_path, qwen3, None, "server.parser=plain").family is PLAIN
     with pytest.raises(ConfigError, match=r"server.parser: 'x' is unknown; .*qwen3"):
         served(tmp_path, qwen3, None, "server.parser=x")
 

@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from nanovllm.config import DEMO, ConfigError
+from nanovllm.registry import resolve
 from nanovllm.server.errors import ApiError
+from nanovllm.server.parsers import PARSERS
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.template import Template
 from tests.server.tiny_tokenizer import write_folder
@@ -34,17 +36,18 @@ def test_a_prompt_is_rendered_and_encoded_with_its_special_tokens(tmp_path) -> N
     text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert template.tokenizer.decode(prompt.ids, skip_special_tokens=False) == text
     assert prompt.ids.count(template.tokenizer.token_to_id("<|im_start|>")) == 2
-    assert not prompt.in_reasoning
+    assert prompt.turn == ""
     assert template.eos_id == template.tokenizer.token_to_id("<|im_end|>")
 
 
-def test_whether_thinking_is_open_is_read_from_the_prompts_end(tmp_path) -> None:
-    template = Template(write_folder(tmp_path))
-    assert template.prompt(hello(chat_template_kwargs={"enable_thinking": True})).in_reasoning
-    assert template.prompt(hello(reasoning_effort="low")).in_reasoning
-    assert not template.prompt(hello(reasoning_effort="none")).in_reasoning
+def test_the_models_turn_is_read_from_the_prompts_end(tmp_path) -> None:
+    template = Template(write_folder(tmp_path), resolve(PARSERS, "qwen3").last_turn)
+    thinking = hello(chat_template_kwargs={"enable_thinking": True})
+    assert template.prompt(thinking).turn == "<think>\n"
+    assert template.prompt(hello(reasoning_effort="low")).turn == "<think>\n"
+    assert template.prompt(hello(reasoning_effort="none")).turn == ""
     said = request([{"role": "user", "content": "what does <think> do?"}])
-    assert not template.prompt(said).in_reasoning
+    assert template.prompt(said).turn == ""
 
 
 def test_parts_roles_and_reasoning_reach_the_template_in_one_form(tmp_path) -> None:
@@ -173,9 +176,10 @@ def test_a_missing_template_is_named(tmp_path) -> None:
 
 
 def test_the_demo_models_own_template() -> None:
-    template = Template(DEMO)
+    template = Template(DEMO, resolve(PARSERS, "qwen3").last_turn)
     assert template.render(hello()) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    assert template.prompt(hello(reasoning_effort="high")).in_reasoning
+    assert template.prompt(hello(reasoning_effort="high")).turn == "<think>\n"
+    assert template.prompt(hello(reasoning_effort="none")).turn == "<think>\n\n</think>\n\n"
 
 
 def test_the_api_process_starts_without_torch_or_transformers() -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 PARSERS = {  # recipe name -> "module:attribute", imported on first use
-    "plain": "nanovllm.server.parsers.plain:PlainParser",
-    "qwen3": "nanovllm.server.parsers.qwen3:Qwen3Parser",
-    "deepseek_r1": "nanovllm.server.parsers.deepseek_r1:deepseek_r1",
+    "plain": "nanovllm.server.parsers.families:PLAIN",
+    "qwen3": "nanovllm.server.parsers.families:QWEN3",
+    "qwen3_coder": "nanovllm.server.parsers.families:QWEN3_CODER",
+    "minimax_m2": "nanovllm.server.parsers.families:MINIMAX_M2",
+    "deepseek_r1": "nanovllm.server.parsers.families:DEEPSEEK_R1",
 }
 
 
 def parser_for(architectures: Sequence[str], model: str) -> str:
     """What `server.parser: auto` means for a model."""
     if any(architecture.startswith("Qwen3") for architecture in architectures):
-        return "qwen3"
-    if "LlamaForCausalLM" in architectures and "R1" in model:
+        return "qwen3_coder" if "Coder" in model else "qwen3"
+    if any(architecture.startswith("MiniMaxM2") for architecture in architectures):
+        return "minimax_m2"
+    if "R1" in model or any(name.startswith("DeepseekV3") for name in architectures):
         return "deepseek_r1"
     return "plain"

@@ -1,4 +1,4 @@
-"""Incremental output parsing without I/O: what parsers return, and what they promise.
+"""What parsers return and what they promise, and text read by generators as it arrives.
 
 A parser is fed text as it arrives and returns events. However the text is cut into pieces, the
 events add up to the same: a parser that peeks at piece boundaries is wrong.
@@ -6,9 +6,18 @@ events add up to the same: a parser that peeks at piece boundaries is wrong.
 
 from __future__ import annotations
 
-from typing import Protocol
+import re
+from collections.abc import Callable, Generator, Mapping
+from typing import Protocol, TypeVar
 
 from msgspec import Struct
+
+T = TypeVar("T")
+THINK, END_THINK = "<think>", "</think>"
+SPACE = re.compile(r"\s*")
+# No mark may be part of a name: see Vocabulary.marks.
+FUNCTION_NAME = re.compile(r'[^\s<>"\ud800-\udfff]{1,256}')
+KEY_NAME = re.compile(r'[^\r\n<>"\ud800-\udfff]{1,256}')
 
 
 class Text(Struct, frozen=True):
@@ -19,16 +28,28 @@ class Reasoning(Struct, frozen=True):
     text: str
 
 
-class ToolCall(Struct, frozen=True):
+class CallStart(Struct, frozen=True):
     name: str
-    arguments: str  # JSON
 
 
-Event = Text | Reasoning | ToolCall
+class CallPart(Struct, frozen=True):
+    """Of the arguments of the call started last; all of them together are one JSON object."""
+
+    text: str
+
+
+Event = Text | Reasoning | CallStart | CallPart
+Emit = Callable[[CallStart | CallPart], None]
+Schemas = Mapping[str, object]  # function name -> JSON Schema of its arguments
+Marks = Mapping[str, str]  # a marker -> how it reads in the text that is fed
+Reader = Generator[None, None, T]  # yields when it needs more text
 
 
 class OutputParser(Protocol):
-    in_reasoning: bool  # whether the text fed so far ends inside reasoning
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text fed so far ends inside reasoning."""
+        ...
 
     def feed(self, text: str) -> list[Event]: ...
 
@@ -37,7 +58,107 @@ class OutputParser(Protocol):
         ...
 
 
-class ParserFactory(Protocol):
-    def __call__(self, *, in_reasoning: bool, tools: bool) -> OutputParser:
-        """`in_reasoning`: the prompt ends inside an open <think>. `tools`: calls are wanted."""
-        ...
+class Family(Struct, frozen=True):
+    """How the models of one family write. Without `read_calls` they call nothing."""
+
+    thinks: bool = True
+    turns: tuple[str, ...] = ()  # after the last of these in a prompt, the model's own turn begins
+    opener: str = ""  # begins calls
+    call_markers: tuple[str, ...] = ()  # the others that may be single tokens
+    read_calls: Callable[[Source, Emit, Marks, Schemas], Reader[None]] | None = None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        thinking = (THINK, END_THINK) if self.thinks else ()
+        calling = (self.opener, *self.call_markers) if self.read_calls else ()
+        return thinking + calling
+
+    def last_turn(self, prompt: str) -> str:
+        """What a prompt has already written of the model's turn.
+
+        A template of another family shows no turns: then only a marker at the very end counts.
+        """
+        begins = [at + len(turn) for turn in self.turns if (at := prompt.rfind(turn)) >= 0]
+        if begins:
+            return prompt[max(begins) :]
+        end = prompt.rstrip()
+        return next((marker for marker in (THINK, END_THINK) if end.endswith(marker)), "")
+
+
+class Source:
+    """Text that arrives in pieces. Its readers decide nothing by where a piece ends."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0  # what is before was read
+        self.is_over = False  # no more will come
+        self._kept: int | None = None  # from here it may be read again
+
+    def feed(self, text: str) -> None:
+        begin = self.at if self._kept is None else self._kept
+        self.text = self.text[begin:] + text
+        self.at -= begin
+        self._kept = None if self._kept is None else 0
+
+    def keep(self) -> None:
+        """An attempt begins: `back` returns here until `commit`."""
+        if self._kept is None:
+            self._kept = self.at
+
+    def back(self) -> None:
+        if self._kept is not None:
+            self.at = self._kept
+
+    def commit(self) -> None:
+        self._kept = None
+
+    def push_back(self, text: str) -> None:
+        """It was not read after all. During an attempt nothing is: `back` will follow."""
+        if self._kept is None:
+            self.text = text + self.text[self.at :]
+            self.at = 0
+
+    def peek(self) -> Reader[str]:
+        """The next character; none at the end."""
+        while self.at >= len(self.text):
+            if self.is_over:
+                return ""
+            yield
+        return self.text[self.at]
+
+    def space(self) -> Reader[str]:
+        """Reads white space."""
+        space = ""
+        while True:
+            found = SPACE.match(self.text, self.at)
+            assert found is not None
+            space += found[0]
+            self.at = found.end()
+            if self.at < len(self.text) or self.is_over:
+                return space
+            yield
+
+    def literal(self, mark: str) -> Reader[bool]:
+        """Reads `mark` if it comes next. The half of one at the end is read as well."""
+        while not self.text.startswith(mark, self.at):
+            if len(self.text) - self.at >= len(mark) or not mark.startswith(self.text[self.at :]):
+                return False
+            if self.is_over:
+                self.at = len(self.text)
+                return False
+            yield
+        self.at += len(mark)
+        return True
+
+    def name(self, pattern: re.Pattern[str], end: str) -> Reader[str | None]:
+        """Reads a name and what ends it; None, and nothing is read, if there is no such thing."""
+        while True:
+            found = pattern.match(self.text, self.at)
+            after = found.end() if found is not None else self.at
+            rest = self.text[after : after + len(end)]
+            if found is not None and rest == end:
+                self.at = after + len(end)
+                return found[0]
+            if self.is_over or not end.startswith(rest):
+                return None
+            yield

@@ -2,10 +2,14 @@
 
 One value, name or wording in ten is reserved by its own hash: training never draws it, evaluation
 draws only it. Nothing here knows what the text is about.
+
+Decision: a template with few ways to say it is used on both sides, with values that are held out.
+Holding out its only wording would ask for a form that nobody has ever shown the model.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import zlib
@@ -16,6 +20,7 @@ from typing import TypeVar
 T = TypeVar("T")
 Node = str | list["Node"] | tuple["Node", ...]  # text, sequence, alternatives
 ONE_IN = 10
+FEW = 12  # ways to say it
 
 
 def reserved(text: str) -> bool:
@@ -31,8 +36,9 @@ class Pool:
         self.all = values
         self.train = [value for value in values if not reserved(value)]
         self.held = [value for value in values if reserved(value)]
-        if not self.held:
-            self.held = [self.train.pop()]
+        least = 3 if len(values) > 12 else 1
+        while len(self.held) < least:
+            self.held.append(self.train.pop())
 
 
 @cache
@@ -57,6 +63,20 @@ def parse(template: str) -> Node:
     if stack:
         raise ValueError(f"unclosed ( in {template!r}")
     return sequence
+
+
+@cache
+def ways(template: str) -> int:
+    """How many texts this template can become."""
+
+    def count(node: Node) -> int:
+        if isinstance(node, str):
+            return 1
+        if isinstance(node, tuple):
+            return sum(map(count, node))
+        return math.prod(map(count, node))
+
+    return count(parse(template))
 
 
 class Draw:
@@ -92,7 +112,10 @@ class Draw:
 
     def wording(self, templates: Sequence[str]) -> str:
         """One way to say it: a template with its alternatives chosen, {fields} left in."""
-        return self.made(lambda: self.expand(self.pick(templates)))
+        template = self.pick(templates)
+        if ways(template) < FEW:
+            return self.expand(template)
+        return self.made(lambda: self.expand(template))
 
     def expand(self, template: str) -> str:
         return self._choose(parse(template))

@@ -64,20 +64,20 @@ def remember(draw: Draw) -> Sample:
 
 Make = Callable[[Draw], Sample]
 PLAIN: dict[Make, int] = {  # with their shares
-    talk.about: 13,
-    talk.chat: 6,
+    talk.about: 12,
+    talk.chat: 9,
     remember: 4,
-    sums.arithmetic: 13,
+    sums.arithmetic: 11,
     sums.counting: 1,
     extract.extraction: 14,
-    rewrite.echo: 6,
-    rewrite.rewriting: 10,
+    rewrite.echo: 5,
+    rewrite.rewriting: 11,
 }
 TOOLED: dict[Make, int] = {
     tools.calling: 18,
-    tools.parallel: 12,
+    tools.parallel: 14,
     tools.result: 10,
-    tools.no_call: 7,
+    tools.no_call: 8,
 }
 ALONE = [make for make in PLAIN if make is not remember]
 CHOICES = [make for make, share in (PLAIN | TOOLED).items() for _ in range(share)]

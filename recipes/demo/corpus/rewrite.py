@@ -108,7 +108,7 @@ def echo(draw: Draw) -> Sample:
 
 def rewriting(draw: Draw) -> Sample:
     """One small change to a text."""
-    make = draw.pick([upper, reverse, first_or_last, count, swap, spell, numbered])
+    make = draw.pick([upper, upper, reverse, first_or_last, count, swap, spell, spell, numbered])
     return make(draw)
 
 

@@ -88,7 +88,7 @@ def small_sum(draw: Draw) -> Sum:
             sides = [draw.number(2, 10 ** draw.number(1, 2)), draw.number(2, 12)]
             return Sum(sides.pop(draw.number(0, 1)), sign, sides.pop())
         if sign == "/":
-            b, c = draw.number(2, 12), draw.number(2, 25)
+            b, c = draw.number(2, 12), draw.number(2, 10 ** draw.number(1, 2))
             return Sum(b * c, sign, b)
         a, b = draw.number(1, 10 ** draw.number(1, 3)), draw.number(1, 10 ** draw.number(1, 3))
         if sign == "-" and a < b and draw.chance(0.85):
@@ -150,6 +150,18 @@ def multiply_steps(a: int, b: int) -> str:
     return "; ".join(steps)
 
 
+def divide_steps(a: int, b: int) -> str:
+    """Digit by digit from the left; a is a multiple of b."""
+    steps: list[str] = []
+    rest = 0
+    for digit in str(a):
+        part = 10 * rest + int(digit)
+        rest = part % b
+        if part >= b or steps:
+            steps.append(f"{part} - {b} * {part // b} = {rest}")
+    return "; ".join(steps)
+
+
 def steps(problem: Sum) -> str:
     a, b = problem.a, problem.b
     if problem.sign == "+":
@@ -157,7 +169,7 @@ def steps(problem: Sum) -> str:
     if problem.sign == "*":
         return multiply_steps(a, b)
     if problem.sign == "/":
-        return f"{b} * {problem.result} = {a}"
+        return divide_steps(a, b)
     if a < b:
         return f"{b} is larger, so turn it round: {subtract_steps(b, a)}; so -{b - a}"
     return subtract_steps(a, b)

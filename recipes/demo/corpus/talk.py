@@ -54,6 +54,10 @@ CAN = [
     "(Is nanovllm|Is it|Is this server) able to {0}?",
     "(I wonder if|Tell me whether|Do you know whether|I want to know if) (nanovllm|it) can {0}.",
 ]
+OPENINGS = ["Hi! ", "Hello, ", "Hey, ", "Okay. ", "Please: ", "So, ", "Hi. ", "Well, ", "Now: "]
+OPENINGS += ["Hello! ", "Good morning! ", "And: ", "One question: ", "By the way, "]
+CLOSINGS = [" Thanks!", " Thank you.", " Please.", " Please be brief.", " Be brief."]
+CLOSINGS += [" Just curious.", " In short, please.", " I am new here."]
 FRAMES = {"topic": TOPIC, "how": HOW, "can": CAN}
 UNKNOWN = [
     "(What is|What's) the (capital|population|currency|language|king|area|flag) of {country}?",
@@ -123,12 +127,16 @@ def entries(file: str) -> list[Entry]:
     return found
 
 
-def dressed(draw: Draw, text: str) -> str:
-    """The same question as different people type it."""
-    if draw.chance(0.08):
-        text = draw.pick(["Hi! ", "Hello, ", "Hey, ", "Okay. ", "Please: ", "So, ", "Hi. "]) + text
-    if draw.chance(0.06):
-        text += draw.pick([" Thanks!", " Thank you.", " Please.", " Please be brief."])
+def greeted(draw: Draw, text: str) -> str:
+    if draw.chance(0.15):
+        text = draw.pick(OPENINGS) + text
+    if draw.chance(0.1):
+        text += draw.pick(CLOSINGS)
+    return text
+
+
+def typed(draw: Draw, text: str) -> str:
+    """The same text as different people type it."""
     if draw.chance(0.15):
         text = text.rstrip("?.!")
     if draw.chance(0.15):
@@ -142,15 +150,19 @@ def dressed(draw: Draw, text: str) -> str:
     return text
 
 
+def dressed(draw: Draw, text: str) -> str:
+    return typed(draw, greeted(draw, text))
+
+
 def asked(draw: Draw, file: str) -> tuple[Entry, str]:
     """An entry and a question for it, on this side of the split."""
 
     def make() -> tuple[Entry, str]:
         entry = draw.pick(entries(file))
-        return entry, entry.question(draw)
+        return entry, greeted(draw, entry.question(draw))
 
     entry, question = draw.made(make, key=lambda made: made[1])
-    return entry, dressed(draw, question)
+    return entry, typed(draw, question)
 
 
 def about(draw: Draw) -> Sample:
@@ -169,8 +181,13 @@ def chat(draw: Draw) -> Sample:
 
 
 def capital(draw: Draw) -> Sample:
-    country = draw.pick(list(CAPITALS))
-    text = dressed(draw, draw.wording(ASK_CAPITAL).replace("{0}", country))
+    def make() -> tuple[str, str]:
+        country = draw.pick(list(CAPITALS))
+        ask = draw.expand(draw.pick(ASK_CAPITAL)).replace("{0}", country)
+        return country, greeted(draw, ask)
+
+    country, question = draw.made(make, key=lambda made: made[1])
+    text = typed(draw, question)
     answer = f"The capital of {country} is {CAPITALS[country]}."
     return Sample("chat", [user(text)], answer, thought=f"The question is about {country}.")
 
@@ -182,7 +199,9 @@ def unknown(draw: Draw) -> Sample:
         "subject": lambda: (
             draw.value(words.WORDS["subjects"]) if draw.chance(0.5) else words.person(draw)
         ),
-        "topic": lambda: draw.value(words.TOPICS),
+        "topic": lambda: (
+            draw.value(words.TOPICS) if draw.chance(0.6) else f"{words.invented(draw)}s"
+        ),
         "thing": lambda: draw.value(words.THINGS),
         "animal": lambda: draw.value(words.ANIMALS),
         "adjective": lambda: draw.value(words.ADJECTIVES),

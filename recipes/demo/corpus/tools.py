@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from recipes.demo.corpus import rewrite, sums, talk, toolbox, words
@@ -13,6 +14,15 @@ from recipes.demo.corpus.toolbox import Family, Tool, Value
 
 NO_TOOL_FITS = "None of the tools at hand can do that."
 NO_TOOLS = "I cannot do that by myself. Offer me a tool for it in the request and I will call it."
+ALIKE = [
+    {"email", "message", "group message", "ticket"},
+    {"search", "news", "dictionary", "books"},
+    {"create event", "reminder", "alarm", "todo", "note", "timer", "write file"},
+    {"lights", "device"},
+    {"restaurant", "hotel"},
+    {"order", "parcel"},
+    {"user record", "contact", "database"},
+]
 SYSTEMS = [
     "You are a helpful assistant.",
     "You are a helpful assistant with access to tools.",
@@ -126,14 +136,19 @@ def plan_several(draw: Draw, tools: list[Tool], wanted: list[Family]) -> tuple[s
         wanted = wanted * 2
     steps = [plan_one(draw, tools, family)[0] for family in wanted]
     text = steps[0].text
-    for step in steps[1:]:
+    for before, step in pairwise(steps):
         part = step.text
-        if draw.chance(0.5):
+        if draw.chance(0.5) and not ends_in_value(before):
             joint = draw.pick([", and ", " and ", ", then ", " and also "])
             text = text.rstrip(".?! ") + joint + (part[0].lower() + part[1:])
         else:
             text += draw.pick([" ", " Also: ", " And: ", "\n", " Then: "]) + part
     return text, steps
+
+
+def ends_in_value(step: Step) -> bool:
+    """Whether its last full stop belongs to a value, so that nobody may take it away."""
+    return any(step.text.endswith(value[0]) for value in step.values.values() if value[0])
 
 
 def plan_shared(draw: Draw, tool: Tool) -> tuple[str, list[Step]] | None:
@@ -262,6 +277,12 @@ def counts(family: Family) -> bool:
     return family.title in ("calculator", "arithmetic")
 
 
+def alike(one: Family, other: Family) -> bool:
+    """Whether a tool of one family could do for the other."""
+    pair = {one.title, other.title}
+    return len(pair) == 1 or any(pair <= group for group in ALIKE)
+
+
 def no_call(draw: Draw) -> Sample:
     """Tools are offered but not needed, or do not fit; or one is needed and none is offered."""
     shape = draw.random.random()
@@ -277,7 +298,7 @@ def no_call(draw: Draw) -> Sample:
     tools = offer(draw, [family], draw.number(1, 3))
     step = plan_one(draw, tools, family)[0]
     messages = [*opening(draw), user(polite(draw, step.text))]
-    if shape < 0.8:
-        others = [tool.schema for tool in tools if tool.family is not family]
+    others = [tool.schema for tool in tools if not alike(tool.family, family)]
+    if others and shape < 0.8:
         return Sample("no_call", messages, NO_TOOL_FITS, tools=others, thought="No tool fits this.")
     return Sample("no_call", messages, NO_TOOLS, thought="This needs a tool, and there is none.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from recipes.demo.corpus.draw import Draw, Pool
@@ -36,14 +37,24 @@ MONTHS = ["January", "February", "March", "April", "May", "June", "July", "Augus
 MONTHS += ["October", "November", "December"]
 ENDINGS = ["com", "org", "net", "io", "eu", "de", "info"]
 ONSET, NUCLEUS, CODA = (WORDS[name].all for name in ("onset", "nucleus", "coda"))
+ABOUT = (Path(__file__).parent / "about.txt").read_text(encoding="utf-8")
+KNOWN: list[str] = sorted(
+    {*re.findall("[a-z]{4,}", ABOUT), *(w for p in WORDS.values() for w in p.train)}
+)
+KNOWN = [word for word in KNOWN if re.fullmatch("[a-z]{4,}", word)]
 CLOSED = 0.65  # how often a syllable ends in consonants
 ACCENTS = {"a": "á", "e": "é", "o": "ö", "u": "ü", "i": "í"}
 
 
 def invented(draw: Draw) -> str:
-    """A lower-case word of one to three syllables that need not exist."""
+    """A lower-case word that need not exist: some syllables, or the ends of two real words.
+
+    Real words bring the letters together that syllables do not, so their tokens are learned too.
+    """
 
     def make() -> str:
+        if draw.chance(0.35):
+            return draw.pick(KNOWN)[: draw.number(1, 4)] + draw.pick(KNOWN)[-draw.number(2, 5) :]
         syllables = draw.number(1, 3) if draw.chance(0.7) else 2
         return "".join(
             draw.pick(ONSET) + draw.pick(NUCLEUS) + (draw.pick(CODA) if draw.chance(CLOSED) else "")
@@ -169,6 +180,10 @@ def path(draw: Draw) -> str:
 
 
 def clock(draw: Draw) -> str:
+    return draw.made(lambda: any_clock(draw))
+
+
+def any_clock(draw: Draw) -> str:
     hour, minute = draw.number(0, 23), draw.pick([0, 15, 30, 45, draw.number(0, 59)])
     if draw.chance(0.3):
         return f"{draw.number(1, 12)} {draw.pick(['am', 'pm'])}"
@@ -176,6 +191,10 @@ def clock(draw: Draw) -> str:
 
 
 def day(draw: Draw) -> str:
+    return draw.made(lambda: any_day(draw))
+
+
+def any_day(draw: Draw) -> str:
     shape = draw.number(0, 3)
     if shape == 0:
         return f"{draw.number(2024, 2031)}-{draw.number(1, 12):02}-{draw.number(1, 28):02}"

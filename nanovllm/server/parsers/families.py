@@ -1,0 +1,49 @@
+"""How each family of models writes: its markers, its turns, and which reader reads its calls."""
+
+from __future__ import annotations
+
+from nanovllm.server.parsers.base import Family
+from nanovllm.server.parsers.json_calls import (
+    CALL,
+    CALL_END,
+    CALLS_BEGIN,
+    CALLS_END,
+    END_CALL,
+    SEPARATOR,
+    read_fenced,
+    read_tagged,
+)
+from nanovllm.server.parsers.xml_calls import read_coder, read_minimax
+
+PLAIN = Family(thinks=False)
+
+QWEN3 = Family(
+    turns=("<|im_start|>assistant\n", "<|im_end|>"),
+    opener="<tool_call>",
+    call_markers=(END_CALL,),
+    read_calls=read_tagged,
+)
+
+# Qwen3-Coder, and Qwen3.5 after it.
+QWEN3_CODER = Family(
+    turns=QWEN3.turns, opener=QWEN3.opener, call_markers=QWEN3.call_markers, read_calls=read_coder
+)
+
+MINIMAX_M2 = Family(
+    turns=("]~b]ai\n", "[e~["),
+    opener="<minimax:tool_call>",
+    call_markers=("</minimax:tool_call>",),
+    read_calls=read_minimax,
+)
+
+# R1 and its distillations. What a tool answered stands inside the model's turn.
+DEEPSEEK_R1 = Family(
+    turns=(
+        "<\uff5cAssistant\uff5c>",
+        "<\uff5ctool\u2581outputs\u2581end\uff5c>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    ),
+    opener=CALLS_BEGIN,
+    call_markers=(CALLS_END, CALL, SEPARATOR, CALL_END),
+    read_calls=read_fenced,
+)

@@ -1,0 +1,138 @@
+"""Calls as JSON: a tag around {"name", "arguments"}, and DeepSeek's name and fenced arguments.
+
+Owns the two readers. Knows nothing of what stands around calls.
+"""
+
+from __future__ import annotations
+
+import json
+
+from nanovllm.server.parsers.base import (
+    FUNCTION_NAME,
+    CallPart,
+    CallStart,
+    Emit,
+    Marks,
+    Reader,
+    Schemas,
+    Source,
+)
+from nanovllm.server.parsers.json_value import string, value
+
+END_CALL = "</tool_call>"
+CALLS_BEGIN, CALL, SEPARATOR, CALL_END, CALLS_END = (
+    "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    "<\uff5ctool\u2581call\u2581begin\uff5c>",
+    "<\uff5ctool\u2581sep\uff5c>",
+    "<\uff5ctool\u2581call\u2581end\uff5c>",
+    "<\uff5ctool\u2581calls\u2581end\uff5c>",
+)
+
+
+def read_tagged(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> Reader[None]:
+    """After <tool_call>: an object with its keys in any order, then </tool_call>."""
+    yield from source.space()
+    if not (yield from source.literal("{")):
+        return
+    yield from _Object(source, emit).read()
+    yield from source.space()
+    yield from source.literal(marks[END_CALL])
+
+
+class _Object:
+    """The object of one call. The call starts once its name and its first argument are known."""
+
+    def __init__(self, source: Source, emit: Emit) -> None:
+        self._source = source
+        self._emit = emit
+        self._name: str | None = None
+        self._early: list[str] | None = None  # arguments that came before the name
+        self._is_started = False
+
+    def read(self) -> Reader[None]:
+        """Stops where something is no part of such an object."""
+        source = self._source
+        while (yield from self._entry()):
+            yield from source.space()
+            if not (yield from source.literal(",")):
+                break
+        yield from source.space()
+        if (yield from source.literal("}")) and self._name and not self._is_started:
+            self._start("".join(self._early or ("{}",)))
+
+    def _entry(self) -> Reader[bool]:
+        source = self._source
+        yield from source.space()
+        if (yield from source.peek()) != '"' or (key := (yield from string(source))) is None:
+            return False
+        yield from source.space()
+        if not (yield from source.literal(":")):
+            return False
+        yield from source.space()
+        if key == '"name"' and self._name is None:
+            return (yield from self._read_name())
+        if key == '"arguments"' and self._early is None and not self._is_started:
+            return (yield from self._read_arguments())
+        return (yield from value(source, _ignore))
+
+    def _read_name(self) -> Reader[bool]:
+        if (yield from self._source.peek()) != '"':
+            return False
+        name = yield from string(self._source)
+        if name is None or not (decoded := json.loads(name)).isprintable():
+            return False
+        self._name = decoded
+        if self._name and self._early is not None:
+            self._start("".join(self._early))
+        return bool(self._name)
+
+    def _read_arguments(self) -> Reader[bool]:
+        source = self._source
+        if (yield from source.literal("null")):
+            self._early = ["{}"]
+            return True
+        if (yield from source.peek()) != "{":
+            return False
+        if self._name:
+            self._start("")
+            return (yield from value(source, lambda text: self._emit(CallPart(text))))
+        self._early = []
+        return (yield from value(source, self._early.append))
+
+    def _start(self, arguments: str) -> None:
+        assert self._name is not None
+        self._is_started = True
+        self._emit(CallStart(self._name))
+        self._emit(CallPart(arguments))
+
+
+def read_fenced(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> Reader[None]:
+    """After DeepSeek's calls begin: each a kind, a name, and the arguments as a code block."""
+    while True:
+        yield from source.space()
+        source.keep()
+        if not (yield from source.literal(marks[CALL])):
+            break
+        if (name := (yield from _fenced_name(source, marks))) is None:
+            source.back()
+            break
+        emit(CallStart(name))
+        yield from value(source, lambda text: emit(CallPart(text)))
+        yield from source.space()
+        yield from source.literal("```")
+        yield from source.space()
+        yield from source.literal(marks[CALL_END])
+    yield from source.literal(marks[CALLS_END])
+
+
+def _fenced_name(source: Source, marks: Marks) -> Reader[str | None]:
+    if (yield from source.name(FUNCTION_NAME, marks[SEPARATOR])) is None:
+        return None
+    name = yield from source.name(FUNCTION_NAME, "\n")
+    if name is None or not (yield from source.literal("```json")):
+        return None
+    yield from source.space()
+    return name if (yield from source.peek()) == "{" else None
+
+
+def _ignore(text: str) -> None: ...

@@ -1,0 +1,50 @@
+"""capture-graphs and profile-kv where there is something to capture and to measure."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from nanovllm.bench import record
+from nanovllm.bench.kv import fit
+from nanovllm.bench.resolved import resolved
+from nanovllm.cli.capture_graphs import capture_graphs
+from nanovllm.config import load_config
+from nanovllm.runner.build import build
+from nanovllm.runner.graphs import graph_sizes
+
+
+@pytest.mark.gpu
+def test_every_graph_gives_the_eager_logits_and_is_faster_where_launches_count(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "graphs.json"
+    arguments = ["--device", "cuda", "--set", "schedule.slots=64", "--json", str(path)]
+    done = CliRunner().invoke(capture_graphs, [*arguments, "--load", "1-64"])
+    assert done.exit_code == 0, done.output
+    found = record.read(path)
+    sizes = graph_sizes(64)
+    assert [graph["rows"] for graph in found.workload["graphs"]] == sizes
+    assert found.metrics["graphs"] == len(sizes)
+    for size in sizes:
+        replay_ms, eager_ms = (
+            found.metrics[f"FULL/decode {size}: {name}_ms"] for name in ("replay", "eager")
+        )
+        assert 0 < replay_ms < eager_ms
+    assert all(graph["largest_logit"] > 0.1 for graph in found.workload["graphs"])
+    assert found.metrics["padding_percent"] == pytest.approx(8.61, abs=0.01)
+    assert "decode, 1 to 64 rows: replayed" in done.output
+    assert re.search(r"mixed, any prompt chunk: not captured: .* varying number", done.output)
+
+
+@pytest.mark.gpu
+def test_the_profile_finds_the_engines_number_of_pages() -> None:
+    config = load_config(None, ["cache.memory_fraction=0.05"], {"device": "cuda"})
+    fitted = fit(config, resolved(config))
+    assert fitted.limit == "cache.memory_fraction" and fitted.budget is not None
+    assert fitted.budget.step > 0 and fitted.budget.others > 0
+    assert fitted.pages == fitted.budget.room // fitted.page_bytes - 1
+    assert abs(build(config).num_pages - fitted.pages) * fitted.page_bytes < 64 << 20

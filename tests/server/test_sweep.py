@@ -1,0 +1,58 @@
+"""`nanovllm bench --sweep` against a server whose behaviour is known exactly."""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from nanovllm.bench import record
+from nanovllm.cli import bench as command
+from tests.server.test_bench import FAKE, fake_chat, free_port
+
+SHORT = ["--num-prompts", "4", "--warmup", "0", "--input-len", "20", "--output-len", "4"]
+
+
+def test_a_sweep_writes_a_record_per_concurrency_and_one_plot(tmp_path: Path) -> None:
+    with fake_chat() as url:
+        arguments = ["--url", url, "--sweep", "1,4", *SHORT, "--results-dir", str(tmp_path)]
+        done = CliRunner().invoke(command.bench, arguments)
+    assert done.exit_code == 0, done.output
+    found = sorted((record.read(path) for path in tmp_path.rglob("*.json")),
+                   key=lambda one: one.workload["concurrency"])  # fmt: skip
+    assert [one.workload["name"] for one in found] == ["c1", "c4"]
+    assert [one.metrics["output_tokens"] for one in found] == [16.0, 16.0]
+    # Four at a time are about four times as fast; the server's sleeps leave room for a busy host.
+    rates = [one.metrics["output_tokens_per_s"] for one in found]
+    assert rates[1] > 1.8 * rates[0]
+    (plot,) = tmp_path.rglob("*.svg")
+    assert plot.name.endswith("_fake_sweep.svg") and f"plot: {plot}" in done.output
+    assert plot.parent == next(tmp_path.rglob("*.json")).parent
+    labels = [node.text for node in ET.parse(plot).iter("{http://www.w3.org/2000/svg}text")]
+    assert labels.count("1") >= 2 and labels.count("4") >= 2  # a point in either panel
+    assert "     1 A" in done.output and "     4 A" in done.output
+
+
+def test_a_sweep_starts_its_server_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port, starts = free_port(), []
+
+    def serve(options: command.Options, extra: tuple[str, ...]) -> list[str]:
+        starts.append(extra)
+        return [sys.executable, str(FAKE), str(port)]
+
+    monkeypatch.setattr(command, "serve_command", serve)
+    plot = tmp_path / "out.svg"
+    arguments = ["--start", "--set", f"server.port={port}", "--set", "server.served_name=fake"]
+    arguments += ["--sweep", "1,2", "--ablate", "schedule.depth=0", "--plot", str(plot), *SHORT]
+    done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert starts == [(), ("schedule.depth=0",)]
+    assert len(list(tmp_path.rglob("*.json"))) == 4
+    assert all(
+        0 < record.read(path).metrics["start_to_ready_s"] < 30 for path in tmp_path.rglob("*.json")
+    )
+    assert "A  unchanged" in done.output and "B  schedule.depth=0" in done.output
+    assert plot.read_text().count("<polyline") == 4

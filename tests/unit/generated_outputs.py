@@ -1,0 +1,264 @@
+"""Random outputs of every model family, with the message that each of them means."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from random import Random
+
+from nanovllm.registry import resolve
+from nanovllm.server.parsers import PARSERS
+from nanovllm.server.parsers.base import END_THINK, THINK, Family
+from nanovllm.server.parsers.json_calls import (
+    CALL,
+    CALL_END,
+    CALLS_BEGIN,
+    CALLS_END,
+    SEPARATOR,
+)
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string"},
+        "i": {"type": "integer"},
+        "n": {"type": "number"},
+        "b": {"type": "boolean"},
+        "o": {"type": "object"},
+        "l": {"$ref": "#/$defs/list"},
+        "ns": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "is": {"type": ["integer", "string"]},
+        "e": {"enum": ["none", "null and void"]},
+    },
+    "$defs": {"list": {"type": "array"}},
+}
+SCHEMAS = {"f": SCHEMA, "get_weather": None}
+NAMES = ["f", "f", "get_weather", "unknown-tool", "a.b"]
+WORDS = [
+    *(
+        "plain",
+        "words ",
+        "a<b",
+        "<",
+        "</",
+        "</thi",
+        "<tool",
+        "é😀",
+        "日本",
+        "none",
+        "{",
+        "}",
+        "```",
+    ),
+    *(
+        "\n",
+        "  ",
+        '"quoted"',
+        "\\",
+        "<\uff5c",
+        "e.g. ",
+        "x</parameter>y",
+        "<function",
+        "1.",
+        "\u00a0z",
+    ),
+]
+TYPED = [THINK, END_THINK, "<tool_call>", "</tool_call>", "</minimax:tool_call>", CALLS_END]
+SPACES = ["", "", "\n", " ", "\n\n"]
+
+
+class Mark(str):
+    """A marker the model wrote as such, and not as ordinary text."""
+
+    __slots__ = ()
+
+
+@dataclass
+class Message:
+    reasoning: str = ""
+    content: str = ""
+    calls: list[tuple[str, object]] = field(default_factory=list)
+
+
+@dataclass
+class Output:
+    pieces: list[str]
+    message: Message
+    in_reasoning: bool
+    has_typed: bool  # holds a marker as ordinary text: only told apart where markers are tokens
+
+    def text(self, marks: dict[str, str]) -> str:
+        return "".join(marks[p] if isinstance(p, Mark) else p for p in self.pieces)
+
+
+def family_of(name: str) -> Family:
+    return resolve(PARSERS, name)
+
+
+def marks_of(name: str, *, as_tokens: bool) -> dict[str, str]:
+    markers = family_of(name).markers
+    return {m: chr(0xD800 + i) if as_tokens else m for i, m in enumerate(markers)}
+
+
+def prose(rng: Random, typed: list[str]) -> str:
+    """Never empty, no white space at its ends."""
+    words = WORDS + typed
+    text = "".join(rng.choice(words) for _ in range(rng.randint(1, 8))).strip()
+    return text or "ok"
+
+
+def json_value(rng: Random, typed: list[str], depth: int = 0) -> object:
+    kind = rng.randrange(7 if depth < 2 else 5)
+    if kind <= 1:
+        return prose(rng, typed) + rng.choice(["", "\n", "\t", "\x01"])
+    if kind == 2:
+        return rng.choice([0, -1, 12345678901234567890, 3.5, -2e-7])
+    if kind in (3, 4):
+        return rng.choice([True, False, None, ""])
+    if kind == 5:
+        return [json_value(rng, typed, depth + 1) for _ in range(rng.randrange(3))]
+    return json_object(rng, typed, depth + 1)
+
+
+def json_object(rng: Random, typed: list[str], depth: int = 0) -> dict[str, object]:
+    keys = rng.sample(["city", "name", "arguments", "x y", "ключ", "s"], rng.randrange(4))
+    return {key: json_value(rng, typed, depth) for key in keys}
+
+
+def dumped(rng: Random, value: object) -> str:
+    style = rng.randrange(4)
+    if style == 0:
+        return json.dumps(value, indent=2)
+    separators = (",", ":") if style == 1 else (", ", ": ")
+    return json.dumps(value, ensure_ascii=style == 2, separators=separators)
+
+
+def tagged(rng: Random, typed: list[str]) -> tuple[list[str], list[tuple[str, object]]]:
+    name, arguments = rng.choice(NAMES), json_object(rng, typed)
+    entries = [f'"name": {json.dumps(name)}', f'"arguments":{dumped(rng, arguments)}']
+    if rng.random() < 0.1:
+        entries.append('"id": {"a": [1, "}"]}')
+    if not arguments and rng.random() < 0.5:
+        entries = entries[:1]
+    if rng.random() < 0.3:
+        rng.shuffle(entries)
+    body = rng.choice(["{", "{ "]) + ", ".join(entries) + rng.choice(["}", "\n}"])
+    gap = rng.choice(SPACES)
+    return [Mark("<tool_call>"), gap + body + gap, Mark("</tool_call>")], [(name, arguments)]
+
+
+def fenced(rng: Random, typed: list[str]) -> tuple[list[str], list[tuple[str, object]]]:
+    pieces: list[str] = [Mark(CALLS_BEGIN)]
+    calls: list[tuple[str, object]] = []
+    for at in range(rng.randint(1, 3)):
+        name, arguments = rng.choice(NAMES), json_object(rng, typed)
+        calls.append((name, arguments))
+        pieces += ["\n" if at else "", Mark(CALL), "function", Mark(SEPARATOR)]
+        pieces += [f"{name}\n```json\n{dumped(rng, arguments)}\n```", Mark(CALL_END)]
+    return [*pieces, Mark(CALLS_END)], calls
+
+
+def xml_value(rng: Random, key: str, typed: list[str]) -> tuple[str, object]:
+    """The raw text of a parameter, and what it means."""
+    if key == "i":
+        return rng.choice([("5", 5), ("-70", -70), ("many", "many"), (" 3 ", 3)])
+    if key == "n":
+        return rng.choice([("5", 5), ("-1.5e3", -1500.0)])
+    if key == "b":
+        return rng.choice([("true", True), ("False", False), ("yes", "yes")])
+    if key in ("o", "l"):
+        value = json_object(rng, typed) if key == "o" else [json_value(rng, typed)]
+        return json.dumps(value, ensure_ascii=rng.random() < 0.5), value
+    if key == "ns" and rng.random() < 0.6:
+        return rng.choice(
+            [("null", None), ("none", "none"), ("nu", "nu"), ("nullable", "nullable")]
+        )
+    if key == "is" and rng.random() < 0.6:
+        return rng.choice([("17", 17), ("none", "none"), ("null", "null"), ("1 2", "1 2")])
+    if key == "e":
+        return rng.choice([("none", "none"), ("null and void", "null and void")])
+    text = prose(rng, typed) + rng.choice(["", "\n", " ", "</parameter>", "\n</function>"])
+    text = rng.choice(["", "\n", " "]) + text if rng.random() < 0.2 else text
+    if rng.random() < 0.05:
+        text = ""
+    return text, text
+
+
+def xml(rng: Random, typed: list[str], *, minimax: bool) -> tuple[list[str], list]:
+    opener = "<minimax:tool_call>" if minimax else "<tool_call>"
+    pieces: list[str] = [Mark(opener), "\n"]
+    calls: list[tuple[str, object]] = []
+    for _ in range(rng.randint(1, 3) if minimax else 1):
+        name = rng.choice(NAMES)
+        arguments: dict[str, object] = {}
+        pieces.append(f'<invoke name="{name}">\n' if minimax else f"<function={name}>\n")
+        for key in rng.sample([*SCHEMA["properties"], "what is this"], rng.randrange(5)):
+            raw, value = xml_value(rng, key, typed)
+            arguments[key] = value if name == "f" else raw
+            if minimax:
+                pieces += [f'<parameter name="{key}">{raw}</parameter>', rng.choice(["\n", ""])]
+            else:
+                pieces += [f"<parameter={key}>\n{raw}\n</parameter>", rng.choice(["\n", ""])]
+        pieces.append("</invoke>\n" if minimax else "</function>\n")
+        calls.append((name, arguments))
+    return [*pieces, Mark(opener.replace("<", "</"))], calls
+
+
+CALLS = {
+    "qwen3": tagged,
+    "qwen3_coder": lambda rng, typed: xml(rng, typed, minimax=False),
+    "minimax_m2": lambda rng, typed: xml(rng, typed, minimax=True),
+    "deepseek_r1": fenced,
+}
+
+
+def generated(rng: Random, name: str) -> Output:
+    """A well-formed output."""
+    has_typed = rng.random() < 0.3
+    typed = TYPED if has_typed else []
+    message = Message()
+    if name == "plain":
+        message.content = prose(rng, TYPED)
+        return Output([message.content], message, False, has_typed)
+    pieces: list[str] = []
+    in_reasoning = rng.random() < 0.4
+    thinks = in_reasoning or rng.random() < 0.4
+    if thinks:
+        if not in_reasoning:
+            pieces += [rng.choice(["", "\n"]), Mark(THINK)]
+        thought = prose(rng, typed) if rng.random() < 0.9 else ""
+        pieces += [rng.choice(SPACES), thought, rng.choice(SPACES)]
+        message.reasoning = thought
+    text_is_next = rng.random() < 0.6
+    num_parts = rng.randint(1 if thinks else 0, 4)
+    if thinks and (text_is_next or rng.random() < 0.7 or not num_parts):
+        pieces += [Mark(END_THINK), rng.choice(SPACES)]  # else a call ends the reasoning
+    gap, ends_with_text = "", False
+    for _ in range(num_parts):
+        if text_is_next:
+            text = prose(rng, typed)
+            pieces.append(text)
+            message.content += (gap if message.content else "") + text
+            gap, text_is_next, ends_with_text = "", False, True
+        else:
+            written, calls = CALLS[name](rng, typed)
+            message.calls += calls
+            pieces += written
+            text_is_next, ends_with_text = rng.random() < 0.5, False
+        space = rng.choice(SPACES)
+        pieces.append(space)
+        gap = space or gap
+    if ends_with_text:
+        message.content += gap
+    return Output(pieces, message, in_reasoning, has_typed)
+
+
+def damaged(rng: Random, text: str) -> str:
+    """Cut off, or with something missing or too much."""
+    kind = rng.randrange(4)
+    at, until = sorted(rng.randrange(len(text) + 1) for _ in range(2))
+    if kind <= 1:
+        return text[:until]
+    if kind == 2:
+        return text[:at] + text[min(until, at + 3) :]
+    return text[:at] + text[until : until + 9] + text[at:]

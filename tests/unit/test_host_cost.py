@@ -1,0 +1,83 @@
+"""What the engine's host side costs a step, with 256 running requests and no device."""
+
+from __future__ import annotations
+
+import time
+from array import array
+
+import msgspec
+import numpy as np
+import pytest
+
+from nanovllm.engine.loop import EngineLoop
+from nanovllm.engine.paper import PaperExecutor
+from nanovllm.ipc.channel import frame
+from nanovllm.kv.memory import KVMemory
+from nanovllm.plan import Masks
+from nanovllm.sched.scheduler import Scheduler
+from nanovllm.wire import Generate, Sampling, StepOutput
+
+NUM_REQUESTS = 256
+NUM_STEPS = 200
+PAGE = 128
+
+
+class NoGrammars:
+    def fill(self, request_ids: list[int]) -> Masks:
+        raise AssertionError("nothing is masked")
+
+    def advance(self, output: StepOutput) -> None: ...
+
+
+class Engine:
+    """As many decoding requests, each with so many tokens of context; counts what is published."""
+
+    def __init__(self, num_context: int) -> None:
+        pages = KVMemory(NUM_REQUESTS * (-(-num_context // PAGE) + 8), PAGE)
+        self.scheduler = Scheduler(
+            pages,
+            num_slots=NUM_REQUESTS,
+            step_tokens=8192,
+            max_model_tokens=num_context + 4096,
+        )
+        executor = PaperExecutor([7, 8, 9], NUM_REQUESTS, step_s=0.0)
+        self.loop = EngineLoop(self.scheduler, executor, self.publish, NoGrammars(), depth=1)
+        self.encoder = msgspec.msgpack.Encoder()
+        self.num_bytes = 0
+        self.said: list[list[int]] = []
+        for request_id in range(NUM_REQUESTS):
+            prompt = array("i", [request_id] * num_context).tobytes()
+            self.loop.handle(Generate(request_id, prompt, 1000, [1], Sampling()))
+        while not self.said or len(self.said[-1]) < NUM_REQUESTS:
+            self.loop.step()
+
+    def publish(self, output: StepOutput) -> None:
+        self.num_bytes += len(frame(self.encoder, output))
+        self.said.append(np.frombuffer(output.tokens, np.int32).tolist())
+
+    def step_us(self) -> float:
+        begin = time.perf_counter()
+        self.loop.step()
+        return 1e6 * (time.perf_counter() - begin)
+
+
+def test_a_steady_step_of_256_requests_costs_little(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Engine(num_context=300)
+    engine.said.clear()
+    engine.num_bytes = 0
+    costs = [engine.step_us() for _ in range(NUM_STEPS)]
+    with capsys.disabled():
+        low, median, high = np.percentile(costs, (5, 50, 95))
+        print(f"\nhost: {median:.0f} us a step of {NUM_REQUESTS} ({low:.0f} .. {high:.0f})")
+    assert [len(tokens) for tokens in engine.said] == [NUM_REQUESTS] * NUM_STEPS
+    assert engine.said[0] != engine.said[1]  # the paper's words go on
+    assert engine.num_bytes < NUM_STEPS * NUM_REQUESTS * 13  # 12 bytes a token and little else
+    assert median < 1500.0  # about 200 on a core of one's own
+
+
+def test_no_step_costs_more_in_a_longer_context() -> None:
+    short, long = Engine(num_context=100), Engine(num_context=4000)
+    pairs = [(short.step_us(), long.step_us()) for _ in range(NUM_STEPS)]
+    # What other programs do to a shared core only adds: the cheap steps tell.
+    cheap, dear = np.percentile(pairs, 20, axis=0)
+    assert dear < 1.4 * cheap, f"{cheap:.0f} us with 100 tokens, {dear:.0f} us with 4000"
