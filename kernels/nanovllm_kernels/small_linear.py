@@ -34,8 +34,11 @@ from nanovllm_kernels import reference
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-MOST_ROWS = 16  # beyond, the library's product is as fast
-MOST_NORMED = 16384  # rows * width: every program reads all of x
+# Where it beats the library on one H200 (results/LOG.md, 2026-11-21).
+ALWAYS_ROWS = 4  # up to so many rows a plain product
+MOST_ROWS = 16  # or up to so many,
+MOST_OUTPUTS = 32768  # with at most so many results: rows * lines
+MOST_NORMED = 4096  # with a norm, rows * width: every program reads all of x
 
 
 class Shape(NamedTuple):
@@ -48,22 +51,29 @@ class Shape(NamedTuple):
     ahead: int  # bytes of each line that are fetched while the launch before runs
 
 
-def shape_of(num_lines: int) -> Shape:
-    if num_lines <= 2048:  # a program per multiprocessor, at most: each keeps more in flight
-        return Shape(8, 8, 128, 4, 4096)
-    return Shape(8 if num_lines < 65536 else 16, 4, 128, 4, 4096)
+def shape_of(num_lines: int, width: int, gated: bool) -> Shape:
+    """The fastest of eleven for each layer of Qwen3-0.6B and 8B, one row, on one H200."""
+    if num_lines <= 2048:
+        return Shape(8, 4, 128, 3, 4096)
+    if num_lines <= 4096 <= width:
+        return Shape(8, 4, 128, 6, 4096)
+    return Shape(8 if gated else 16, 4, 128, 4, 4096)
 
 
 @dataclass(frozen=True, slots=True)
 class SmallLinear:
     """The methods of layers.ops.Ops of the same names, each in one launch."""
 
-    overlap: bool = True  # with the launch before, on devices that can
+    overlap: bool = False  # with the launch before: in a chain of layers it loses what it gains
     shape: Shape | None = None  # None: the best known
 
     def fits(self, x_TD: Tensor, weight_ND: Tensor, *, normed: bool = False) -> bool:
         num_rows, width = x_TD.shape
-        few = num_rows <= MOST_ROWS and (not normed or num_rows * width <= MOST_NORMED)
+        if normed:
+            few = num_rows <= MOST_ROWS and num_rows * width <= MOST_NORMED
+        else:
+            few_results = num_rows * weight_ND.shape[0] <= MOST_OUTPUTS
+            few = num_rows <= (MOST_ROWS if few_results else ALWAYS_ROWS)
         return few and width % 16 == 0 and weight_ND.dtype.itemsize == 2
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
@@ -96,7 +106,7 @@ class SmallLinear:
         sum_TD = None
         if residual_TD is not None:  # not in place: every program reads the old one
             sum_TD = torch.empty(num_rows, width, dtype=x_TD.dtype, device=x_TD.device)
-        shape = self.shape or shape_of(num_lines)
+        shape = self.shape or shape_of(num_lines, width, gated)
         overlap = self.overlap and can_overlap(x_TD.device)
         small_linear_kernel[(triton.cdiv(num_lines, shape.lines),)](
             x_TD,
@@ -300,7 +310,8 @@ def cases(
     inputs: Callable[..., Args], kinds: tuple[str, ...], shapes: list[tuple[int, int]]
 ) -> tuple[Case, ...]:
     """`shapes`: N, D of Qwen3's layers, timed. The checked ones end within blocks of both."""
-    checked = [(T, N, D) for T, N in ((1, 8), (3, 44), (16, 24)) for D in (64, 1024, 1136)]
+    most = 4 if kinds else 16  # rows of which norms are computed here
+    checked = [(T, N, D) for T, N in ((1, 8), (3, 44), (most, 24)) for D in (64, 1024, 1136)]
     odd = [
         Case(f"{kind} T=2 N=24 D=528", partial(inputs, 2, 24, 528, kind=kind), True)
         for kind in kinds
