@@ -18,7 +18,7 @@ from msgspec import Struct
 from nanovllm.bench.machine import Machine, commit, fingerprint, versions
 from nanovllm.config import ConfigError
 
-Kind = Literal["serve", "offline", "kernels", "kv", "graphs", "parity"]
+Kind = Literal["serve", "offline", "kernels", "kv", "graphs", "parity", "demo"]
 SECRETS = ("--api-key", "server.api_key")
 UNNAMED = ("load.", "server.")  # altered keys that do not tell records of a day apart
 

@@ -11,14 +11,18 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from nanovllm.bench import record
 from recipes.demo.corpus import render
 from recipes.demo.corpus.draw import Draw
 from recipes.demo.corpus.mix import EVALUATED
@@ -165,15 +169,39 @@ def measure(folder: Path, count: int, device: str) -> dict[str, Any]:
     }
 
 
+def record_of(found: dict[str, Any], started_at: str, count: int) -> record.Record:
+    """The percentages; `wrong` stays in the JSON file."""
+    metrics = {f"right_{kind}_percent": entry["percent"] for kind, entry in found["kinds"].items()}
+    metrics["right_percent"] = found["right_percent"]
+    metrics["draft_agreement_percent"] = 100 * found["draft_agreement"]
+    metrics["draft_accepted_of_3"] = found["draft_accepted_of_3"]
+    made = record.of_this_machine(
+        kind="demo",
+        started_at=started_at,
+        duration_s=found["duration_s"],
+        recipe={"model": "demo"},
+        changed={},
+        workload={"name": "held-out", "concurrency": 1, "prompts_per_kind": count},
+        metrics=metrics,
+    )
+    argv = ["python", "-m", "recipes.demo.evaluate", *sys.argv[1:]]
+    return msgspec.structs.replace(made, argv=argv)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=render.DEMO, help="folder of both models")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--count", type=int, default=200, help="prompts of each kind")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--results-dir", type=Path, help="write a record there, too")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
     found = measure(args.model, args.count, args.device)
+    if args.results_dir is not None:
+        path = record.write(record_of(found, started_at, args.count), args.results_dir)
+        log.info("record: %s", path)
     args.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     log.info(
         "all %.2f %% right; draft agrees on %.1f %%, %.2f of %d drafts accepted; %.0f s",
