@@ -85,15 +85,16 @@ def test_a_page_hit_and_a_preemption_stay_near_the_reference(tiny) -> None:
         replace(config, recipe=recipe), pages=40, page_tokens=16, slots=12, step_tokens=64
     )
     prompts = prompts_of(14, seed=3)
-    for i, prompt in enumerate(prompts):
+    prompts += prompts[::-1]  # the last ones' pages are still there
+    for i, prompt in enumerate(prompts[:14]):
         engine.submit(i, prompt, 40)
     engine.run()
-    for i, prompt in enumerate(prompts, start=len(prompts)):
+    for i, prompt in enumerate(prompts[14:], start=14):
         engine.submit(i, prompt, 40)
         engine.run()
     assert engine.scheduler.stats().num_preemptions > 0
     assert sum(engine.cached.values()) > 0
-    for i, prompt in enumerate(prompts + prompts):
+    for i, prompt in enumerate(prompts):
         expected = reference_logprobs(model, prompt, engine.text[i])
         chosen = expected.gather(1, torch.tensor(engine.text[i])[:, None])[:, 0]
         assert (expected.max(1).values - chosen).max().item() < TOLERANCE
