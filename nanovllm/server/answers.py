@@ -9,14 +9,14 @@ encoding a chunk object is 0.7 us and validating one 6 us.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 
 from nanovllm.server.parsers.base import CallPart, Event, Reasoning, Text
-from nanovllm.server.protocol import (
+from nanovllm.server.shapes import (
     Answer,
     AnswerChoice,
     Call,
@@ -31,19 +31,24 @@ KEEP_ALIVE = b": keep-alive\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
+class Details(Struct):
+    """Of the tokens since the last event, as far as the request asked for it."""
+
+    logprobs: list[TokenLogprob] = []
+    token_ids: list[int] = []
+
+
 class ChoiceWriter(Protocol):
     @property
     def num_calls(self) -> int: ...
 
-    def begin(self) -> None:
-        """The first token came, whether or not it shows."""
+    def begin(self, prompt_ids: list[int]) -> None:
+        """The first token came, whether or not it shows. `prompt_ids`: if they are wanted."""
         ...
 
-    def write(self, event: Event, logprobs: Sequence[TokenLogprob]) -> None:
-        """`logprobs`: of the tokens since the last event."""
-        ...
+    def write(self, event: Event, details: Details | None) -> None: ...
 
-    def end(self, reason: str, logprobs: Sequence[TokenLogprob]) -> None: ...
+    def end(self, reason: str, details: Details | None) -> None: ...
 
 
 class ChunkWriter:
@@ -64,22 +69,29 @@ class ChunkWriter:
         self._out = out
         self._usage = usage
         self._head = b'%b{"index":%d,"delta":' % (head, index)
-        self._text_head = self._head + b'{"content":'
-        self._text_tail = b'},"logprobs":null,"finish_reason":null}]}\n\n'
+        self._tail = b'},"logprobs":null,"finish_reason":null}]}\n\n'
+        # Of the chunks that are nothing but text, by their event.
+        self._heads: dict[type[Event], bytes] = {Text: self._head + b'{"content":'}
+        if not reasoning_content:
+            self._heads[Reasoning] = self._head + b'{"reasoning":'
+        if usage is not None:
+            self._heads.clear()
 
-    def begin(self) -> None:
-        self._chunk(b'{"role":"assistant","content":""}')
+    def begin(self, prompt_ids: list[int]) -> None:
+        more = b',"prompt_token_ids":' + _encode(prompt_ids) if prompt_ids else b""
+        self._chunk(b'{"role":"assistant","content":""}', more=more)
 
-    def write(self, event: Event, logprobs: Sequence[TokenLogprob]) -> None:
+    def write(self, event: Event, details: Details | None) -> None:
+        if details is None and (head := self._heads.get(type(event))):  # nearly every chunk
+            text = event.text  # type: ignore[union-attr]  # no other event has a head
+            self._out.append(head + _encode(text) + self._tail)
+            return
         if isinstance(event, Text):
-            if not logprobs and self._usage is None:  # nearly every chunk there is
-                self._out.append(self._text_head + _encode(event.text) + self._text_tail)
-                return
             delta = b'{"content":%b}' % _encode(event.text)
         elif isinstance(event, Reasoning):
-            text = _encode(event.text)
-            again = b',"reasoning_content":' + text if self._reasoning_content else b""
-            delta = b'{"reasoning":%b%b}' % (text, again)
+            quoted = _encode(event.text)
+            again = b',"reasoning_content":' + quoted if self._reasoning_content else b""
+            delta = b'{"reasoning":%b%b}' % (quoted, again)
         elif isinstance(event, CallPart):
             form = b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}'
             delta = form % (self.num_calls - 1, _encode(event.text))
@@ -87,20 +99,27 @@ class ChunkWriter:
             call = Call(new_call_id(), Function(event.name, ""), self.num_calls)
             delta = b'{"tool_calls":[%b]}' % _encode(call)
             self.num_calls += 1
-        self._chunk(delta, logprobs)
+        self._chunk(delta, details)
 
-    def end(self, reason: str, logprobs: Sequence[TokenLogprob]) -> None:
-        self._chunk(b"{}", logprobs, _encode(reason))
+    def end(self, reason: str, details: Details | None) -> None:
+        self._chunk(b"{}", details, _encode(reason))
 
     def _chunk(
-        self, delta: bytes, logprobs: Sequence[TokenLogprob] = (), reason: bytes = b"null"
+        self,
+        delta: bytes,
+        details: Details | None = None,
+        reason: bytes = b"null",
+        more: bytes = b"",
     ) -> None:
-        listed = _encode(Logprobs(list(logprobs))) if logprobs else b"null"
+        listed, ids = b"null", b""
+        if details is not None:
+            if details.logprobs:
+                listed = _encode(Logprobs(details.logprobs))
+            if details.token_ids:
+                ids = b',"token_ids":' + _encode(details.token_ids)
         usage = b',"usage":' + _encode(self._usage()) if self._usage is not None else b""
-        self._out.append(
-            self._head
-            + b'%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (delta, listed, reason, usage)
-        )
+        choice = b'%b,"logprobs":%b,"finish_reason":%b%b}]' % (delta, listed, reason, ids)
+        self._out.append(self._head + choice + usage + more + b"}\n\n")
 
 
 class WholeWriter:
@@ -113,17 +132,17 @@ class WholeWriter:
         self._reasoning: list[str] = []
         self._names: list[str] = []
         self._arguments: list[list[str]] = []
-        self._logprobs: list[TokenLogprob] = []
+        self._details = Details()
         self._reason = ""
 
     @property
     def num_calls(self) -> int:
         return len(self._names)
 
-    def begin(self) -> None: ...
+    def begin(self, prompt_ids: list[int]) -> None: ...
 
-    def write(self, event: Event, logprobs: Sequence[TokenLogprob]) -> None:
-        self._logprobs.extend(logprobs)
+    def write(self, event: Event, details: Details | None) -> None:
+        self._learn(details)
         if isinstance(event, Text):
             self._text.append(event.text)
         elif isinstance(event, Reasoning):
@@ -134,9 +153,14 @@ class WholeWriter:
             self._names.append(event.name)
             self._arguments.append([])
 
-    def end(self, reason: str, logprobs: Sequence[TokenLogprob]) -> None:
-        self._logprobs.extend(logprobs)
+    def end(self, reason: str, details: Details | None) -> None:
+        self._learn(details)
         self._reason = reason
+
+    def _learn(self, details: Details | None) -> None:
+        if details is not None:
+            self._details.logprobs += details.logprobs
+            self._details.token_ids += details.token_ids
 
     def choice(self, *, with_logprobs: bool) -> AnswerChoice:
         """Content is null only beside calls: many clients cannot take a null elsewhere."""
@@ -153,8 +177,9 @@ class WholeWriter:
             reasoning if self._reasoning_content else UNSET,
             calls or UNSET,
         )
-        logprobs = Logprobs(self._logprobs) if with_logprobs else None
-        return AnswerChoice(self._index, answer, logprobs, self._reason)
+        logprobs = Logprobs(self._details.logprobs) if with_logprobs else None
+        token_ids = self._details.token_ids or UNSET
+        return AnswerChoice(self._index, answer, logprobs, self._reason, token_ids)
 
 
 def chunk_head(response_id: str, created: int, model: str) -> bytes:

@@ -24,15 +24,17 @@ from nanovllm.server.asgi import (
     Receive,
     Scope,
     Send,
+    Writer,
     header,
     read_body,
     respond,
 )
 from nanovllm.server.errors import ApiError
 from nanovllm.server.metrics import Metrics, render
-from nanovllm.server.protocol import REQUEST_ID, ModelCard, ModelList, parse_request
+from nanovllm.server.protocol import REQUEST_ID, parse_request
 from nanovllm.server.reply import CLIENT_LEFT, Reply
 from nanovllm.server.served import Served
+from nanovllm.server.shapes import ModelCard, ModelList
 
 log = logging.getLogger("server")
 CHAT = "/v1/chat/completions"
@@ -126,7 +128,8 @@ class App:
         body = await read_body(scope, receive, self._max_body_bytes)
         request = parse_request(body, model=served.name, vocab_size=served.vocab_size)
         request_id = request.request_id or request_id
-        reply = Reply(self._client, self._metrics, request_id, send, quiet_s=self._quiet_s)
+        writer = Writer(scope, send)
+        reply = Reply(self._client, self._metrics, request_id, writer, quiet_s=self._quiet_s)
         loop = asyncio.get_running_loop()
         prompt = await loop.run_in_executor(self._threads, served.template.prompt, request)
         reply.open(request, prompt, served, seed=secrets.randbits(63))

@@ -6,32 +6,34 @@ engine is two callbacks away.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 
 import msgspec
+from msgspec import UNSET
 
 from nanovllm.server.answers import (
     DONE,
     ChoiceWriter,
     ChunkWriter,
+    Details,
     WholeWriter,
     chunk_head,
     usage_chunk,
 )
 from nanovllm.server.detokenize import StopStrings
 from nanovllm.server.errors import ApiError
-from nanovllm.server.parsers.base import Event
-from nanovllm.server.protocol import (
+from nanovllm.server.orders import generates
+from nanovllm.server.parsers.base import CallPart, CallStart, Event, Reasoning, joined
+from nanovllm.server.protocol import ChatRequest
+from nanovllm.server.served import Served
+from nanovllm.server.shapes import (
     ChatCompletion,
-    ChatRequest,
     CompletionDetails,
     PromptDetails,
     TokenLogprob,
     TopLogprob,
     Usage,
 )
-from nanovllm.server.served import GenerationConfig, Served
 from nanovllm.server.template import Prompt
 from nanovllm.wire import (
     Finish,
@@ -39,7 +41,6 @@ from nanovllm.wire import (
     Generate,
     Refusal,
     RefusalKind,
-    Sampling,
     TokenLogprobs,
 )
 
@@ -75,6 +76,7 @@ class ChatSession:
         self.is_started = False
         self.num_prompt = len(prompt.ids)
         self.num_cached = 0
+        self.prompt_ids = prompt.ids if request.return_token_ids else []
         self.num_tokens = 0  # of all choices
         self.num_reasoning = 0
         self.update = update
@@ -122,7 +124,12 @@ class ChatSession:
         wanted = bool(self.request.logprobs)
         choices = [writer.choice(with_logprobs=wanted) for writer in self._whole]
         completion = ChatCompletion(
-            self._response_id, self._created, self.served.name, choices, self.usage()
+            self._response_id,
+            self._created,
+            self.served.name,
+            choices,
+            self.usage(),
+            self.prompt_ids or UNSET,
         )
         return msgspec.json.encode(completion)
 
@@ -163,7 +170,14 @@ class Choice:
         self._session = session
         self._writer = writer
         self._num_tokens = 0
-        self._logprobs: list[TokenLogprob] = []
+        self._details = Details() if request.logprobs or request.return_token_ids else None
+        self._returns_ids = bool(request.return_token_ids)
+        self._hides_reasoning = request.include_reasoning is False
+        self._calls_once = request.parallel_tool_calls is False
+        self._interval = (request.stream_interval or 1) if request.stream else 1
+        self._num_calls = 0
+        self._waiting: list[Event] = []  # for the rest of an interval
+        self._num_written = 0  # tokens at the last event that was written
         self._include_stop = bool(request.include_stop_str_in_output)
         self._stop_ids = frozenset(message.stop_ids)
         skip_special = request.skip_special_tokens is not False
@@ -183,15 +197,19 @@ class Choice:
             TopLogprob(*self._shown(token_id, logprob))
             for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
         ]
-        self._logprobs.append(TokenLogprob(*self._shown(entry.token_id, entry.logprob), tops))
+        assert self._details is not None
+        listed = TokenLogprob(*self._shown(entry.token_id, entry.logprob), tops)
+        self._details.logprobs.append(listed)
 
     def tokens(self, token_ids: Sequence[int]) -> None:
         session = self._session
         count = len(token_ids)
         session.num_tokens += count
         if not self._num_tokens:
-            self._writer.begin()
+            self._writer.begin(session.prompt_ids)
         self._num_tokens += count
+        if self._returns_ids and self._details is not None:
+            self._details.token_ids.extend(token_ids)
         if self._parser.in_reasoning:
             session.num_reasoning += count
         if token_ids[-1] in self._stop_ids and not self._include_stop:
@@ -213,7 +231,8 @@ class Choice:
             code = "context_length_exceeded"
             failure = ApiError(400, refusal.message, param="messages", code=code)
         else:
-            failure = ApiError(400, refusal.message, code="invalid_value")
+            param = self._session.request.constrained_by
+            failure = ApiError(400, refusal.message, param=param, code="invalid_value")
         self._session.fail(failure)
 
     def lost(self) -> None:
@@ -234,88 +253,47 @@ class Choice:
     def _end(self, reason: str) -> None:
         if self._stops is not None and (text := self._stops.finish()):
             self._write(self._parser.feed(text))
-        self._write(self._parser.finish())
+        self._write(self._parser.finish(), is_last=True)
         if reason == "stop" and self._writer.num_calls:
             reason = "tool_calls"
         self.reason = reason
-        self._writer.end(reason, self._logprobs)
+        self._writer.end(reason, self._details)
         self._session.end_choice()
 
-    def _write(self, events: Sequence[Event]) -> None:
+    def _write(self, events: list[Event], *, is_last: bool = False) -> None:
+        if self._hides_reasoning or self._calls_once:
+            events = self._wanted(events)
+        if self._interval > 1:
+            events = self._due(events, is_last=is_last)
         for event in events:
-            self._writer.write(event, self._logprobs)
-            if self._logprobs:
-                self._logprobs = []
+            self._writer.write(event, self._details)
+            if self._details is not None:
+                self._details = Details()
+
+    def _wanted(self, events: list[Event]) -> list[Event]:
+        wanted: list[Event] = []
+        for event in events:
+            if self._hides_reasoning and isinstance(event, Reasoning):
+                self._details = self._details and Details()
+                continue
+            is_call = isinstance(event, CallStart | CallPart)
+            self._num_calls += isinstance(event, CallStart)
+            if not (self._calls_once and is_call and self._num_calls > 1):
+                wanted.append(event)
+        return wanted
+
+    def _due(self, events: list[Event], *, is_last: bool) -> list[Event]:
+        """One write for so many tokens; the first and the last come at once."""
+        self._waiting += events
+        is_first = not self._num_written
+        if not (is_first or is_last or self._num_tokens - self._num_written >= self._interval):
+            return []
+        if self._waiting:
+            self._num_written = self._num_tokens
+        events, self._waiting = joined(self._waiting), []
+        return events
 
     def _shown(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
         piece = self._vocabulary.bytes_of(token_id)
         # JSON has no infinity; a forbidden token's is the most negative number clients expect.
         return piece.decode(errors="replace"), max(logprob, -9999.0), list(piece)
-
-
-def generates(
-    request: ChatRequest,
-    prompt: Prompt,
-    served: Served,
-    seed: int,
-    new_id: Callable[[], int],
-) -> list[Generate]:
-    """One engine request per choice. Raises ApiError if the prompt does not fit."""
-    num_prompt, context = len(prompt.ids), served.max_model_tokens
-    if num_prompt >= context:
-        raise ApiError(
-            400,
-            f"messages: the prompt has {num_prompt} tokens; with at least one token to generate "
-            f"it must have at most {context - 1} (the context is {context})",
-            param="messages",
-            code="context_length_exceeded",
-        )
-    limit = request.token_limit
-    room = context - num_prompt
-    stop_ids = set(request.stop_token_ids or ())
-    if not request.ignore_eos:
-        stop_ids |= served.eos_ids
-    first_seed = seed if request.seed is None else request.seed
-    packed = array("i", prompt.ids).tobytes()
-    return [
-        Generate(
-            request_id=new_id(),
-            prompt=packed,
-            max_new=room if limit is None else min(limit, room),
-            stop_ids=sorted(stop_ids),
-            sampling=sampling(request, served.defaults, wrapped(first_seed + index)),
-            priority=request.priority or 0,
-            salt=request.cache_salt or "",
-        )
-        for index in range(request.num_choices)
-    ]
-
-
-def sampling(request: ChatRequest, defaults: GenerationConfig, seed: int) -> Sampling:
-    """What the request says, else what the model's authors say, else plain sampling."""
-
-    def chosen(field: str, otherwise: float) -> float:
-        for source in (request, defaults):
-            value: float | None = getattr(source, field)
-            if value is not None:
-                return value
-        return otherwise
-
-    return Sampling(
-        temperature=chosen("temperature", 1.0),
-        top_p=chosen("top_p", 1.0),
-        top_k=max(0, int(chosen("top_k", 0))),
-        min_p=chosen("min_p", 0.0),
-        repetition_penalty=chosen("repetition_penalty", 1.0),
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        seed=seed,
-        logit_bias=request.logit_bias or {},
-        min_tokens=request.min_tokens or 0,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else -1,
-    )
-
-
-def wrapped(seed: int) -> int:
-    """Into 64 bits, signed."""
-    return (seed + 2**63) % 2**64 - 2**63

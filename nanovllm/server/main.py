@@ -16,11 +16,13 @@ from types import FrameType
 
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nanovllm.config import Config
 from nanovllm.ipc.client import EngineClient
 from nanovllm.log import fields
 from nanovllm.server.app import App
+from nanovllm.server.asgi import extensions
 from nanovllm.server.served import Served
 
 log = logging.getLogger("server")
@@ -28,6 +30,7 @@ NUM_THREADS = 4  # prompts rendered and tokenised at once
 BACKLOG = 2048
 KEEP_ALIVE_S = 75  # idle connections; above the minute for which proxies keep theirs
 LAST_WRITES_S = 1  # for what is still in socket buffers at the very end
+NO_LIMIT = 2**31 - 1
 
 
 def run(
@@ -66,6 +69,18 @@ async def _serve(
         log.info("stopped %s", fields(worker=worker))
 
 
+class Protocol(HttpToolsProtocol):
+    """Never asks a writer to wait, and hands the connection to the application: asgi.Writer."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        transport.set_write_buffer_limits(high=NO_LIMIT)
+        super().connection_made(transport)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = extensions(self.transport)
+
+
 class DrainingServer(uvicorn.Server):
     """A signal ends the intake; the server goes when the last request has, or time is up."""
 
@@ -78,7 +93,7 @@ class DrainingServer(uvicorn.Server):
                 host=host,
                 port=port,
                 backlog=BACKLOG,
-                http="httptools",
+                http=Protocol,
                 ws="none",
                 lifespan="off",
                 access_log=False,

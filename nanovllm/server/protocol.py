@@ -1,4 +1,4 @@
-"""The bodies of /v1/chat/completions: what a request may say, and the shapes of answers.
+"""The body of a request to /v1/chat/completions: which fields it may have, in which ranges.
 
 Owns field types and ranges. Knows neither the engine nor the model, except for the counts it is
 given to check against.
@@ -13,14 +13,21 @@ import re
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
 
 from nanovllm.server.errors import ApiError, bad_body, bad_value
+from nanovllm.server.parsers.base import FUNCTION_NAME
+from nanovllm.server.tool_choice import ToolChoice, tool_choice
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024  # matching costs each token up to this much
 MAX_TOP_LOGPROBS = 20
+MAX_TOOLS = 512
+MAX_ALLOWED = 1024  # token ids: each slot has room for so many
+MAX_BAD_WORDS = 128
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")  # it is echoed in a header
 
@@ -62,10 +69,6 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class ResponseFormat(Struct, frozen=True):
-    type: str
-
-
 class ChatRequest(Struct, frozen=True, kw_only=True):
     messages: list[Message]
     model: str | None = None
@@ -83,7 +86,7 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
+    response_format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -93,6 +96,8 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -100,6 +105,14 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     request_id: str | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_ids: bool | None = None
+    stream_interval: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
 
     @property
     def num_choices(self) -> int:
@@ -112,10 +125,30 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     @property
     def schemas(self) -> dict[str, object] | None:
         """Of the arguments of each function the model may call; None if it may call none."""
-        if not self.tools or self.tool_choice == "none":
-            return None
-        functions = [tool["function"] for tool in self.tools]
-        return {function["name"]: function.get("parameters") for function in functions}
+        functions = [tool["function"] for tool in self.tools or ()]
+        schemas = {function["name"]: function.get("parameters") for function in functions}
+        return None if self.choice_of_tools.mode == "none" else schemas
+
+    @property
+    def choice_of_tools(self) -> ToolChoice:
+        """Raises ApiError."""
+        names = [tool["function"]["name"] for tool in self.tools or ()]
+        return tool_choice(self.tool_choice, names)
+
+    @property
+    def constrained_by(self) -> str | None:
+        """The first field that asks for a form of output which only a grammar can ensure."""
+        if self.structured_outputs is not None:
+            return "structured_outputs"
+        if (self.response_format or {}).get("type", "text") != "text":
+            return "response_format"
+        if self.thinking_token_budget not in (None, -1):
+            return "thinking_token_budget"
+        choice = self.choice_of_tools
+        if choice.mode == "required" or len(choice.names) < len(self.schemas or ()):
+            return "tool_choice"
+        is_strict = any(tool["function"].get("strict") for tool in self.tools or ())
+        return "tools" if is_strict and choice.mode != "none" else None
 
     @property
     def token_limit(self) -> int | None:
@@ -152,6 +185,8 @@ RANGES = {
     "min_p": Range(0, 1),
     "repetition_penalty": Range(0, 2, open=True),
     "min_tokens": Range(0),
+    "stream_interval": Range(1),
+    "thinking_token_budget": Range(-1),
     "priority": Range(-(2**31), 2**31 - 1),
 }
 _decoder = msgspec.json.Decoder(ChatRequest)
@@ -175,7 +210,9 @@ def parse_request(body: bytes, *, model: str, vocab_size: int) -> ChatRequest:
         if value is not None and not allowed.holds(value):
             raise bad_value(field, str(allowed), value)
     _check_messages(request.messages)
+    _check_continuation(request)
     _check_sampling(request, vocab_size)
+    _check_choice_of_tokens(request)
     _check_output(request)
     return request
 
@@ -194,6 +231,18 @@ def _check_messages(messages: list[Message]) -> None:
                 raise bad_value(f"{where}.text", "a string", None)
 
 
+def _check_continuation(request: ChatRequest) -> None:
+    if not request.continue_final_message:
+        return
+    if request.add_generation_prompt:
+        text = "continue_final_message must be left out where add_generation_prompt is true"
+        raise ApiError(400, text, param="continue_final_message", code="invalid_value")
+    last = request.messages[-1]
+    if last.role != "assistant" or not last.text or last.tool_calls:
+        where = f"messages[{len(request.messages) - 1}]"
+        raise bad_value(where, "an assistant's with text, to be continued", last.role)
+
+
 def _check_sampling(request: ChatRequest, vocab_size: int) -> None:
     if request.seed is not None and not -(2**63) <= request.seed < 2**63:
         raise bad_value("seed", "a 64-bit integer", request.seed)
@@ -202,14 +251,27 @@ def _check_sampling(request: ChatRequest, vocab_size: int) -> None:
             raise bad_value("logit_bias", f"keyed by ids from 0 to {vocab_size - 1}", token_id)
         if not -100 <= bias <= 100:
             raise bad_value("logit_bias", "between -100 and 100 for each token", bias)
-    for token_id in request.stop_token_ids or ():
-        if not 0 <= token_id < vocab_size:
-            raise bad_value("stop_token_ids", f"ids from 0 to {vocab_size - 1}", token_id)
+    for field in ("stop_token_ids", "allowed_token_ids"):
+        for token_id in getattr(request, field) or ():
+            if not 0 <= token_id < vocab_size:
+                raise bad_value(field, f"ids from 0 to {vocab_size - 1}", token_id)
+    if request.top_logprobs and not request.logprobs:
+        raise bad_value("top_logprobs", "0 unless logprobs is true", request.top_logprobs)
     limit = request.token_limit
     if request.min_tokens is not None and limit is not None and request.min_tokens > limit:
         raise bad_value("min_tokens", f"at most max_tokens, here {limit}", request.min_tokens)
-    if request.top_logprobs and not request.logprobs:
-        raise bad_value("top_logprobs", "0 unless logprobs is true", request.top_logprobs)
+
+
+def _check_choice_of_tokens(request: ChatRequest) -> None:
+    allowed, bad_words = request.allowed_token_ids, request.bad_words
+    if allowed is not None and not 0 < len(allowed) <= MAX_ALLOWED:
+        raise bad_value("allowed_token_ids", f"1 to {MAX_ALLOWED} ids", len(allowed))
+    if allowed and request.repetition_penalty not in (None, 1):
+        text = "left out where repetition_penalty is not 1"
+        raise bad_value("allowed_token_ids", text, allowed[0])
+    if bad_words is not None and (len(bad_words) > MAX_BAD_WORDS or not all(bad_words)):
+        text = f"at most {MAX_BAD_WORDS} words that are not empty"
+        raise bad_value("bad_words", text, bad_words[:3])
 
 
 def _check_output(request: ChatRequest) -> None:
@@ -225,105 +287,50 @@ def _check_output(request: ChatRequest) -> None:
             param="stream_options",
             code="invalid_value",
         )
-    if request.response_format is not None and request.response_format.type != "text":
-        raise bad_value("response_format", "of type 'text'", request.response_format.type)
     salt = request.cache_salt
     if salt is not None and not 0 < len(salt) <= 128:
         raise bad_value("cache_salt", "a string of 1 to 128 characters", salt)
     if request.request_id is not None and not REQUEST_ID.fullmatch(request.request_id):
         raise bad_value("request_id", "1 to 128 of A-Z a-z 0-9 . _ -", request.request_id)
+    _check_format(request)
     _check_tools(request)
 
 
+def _check_format(request: ChatRequest) -> None:
+    wanted, other = request.response_format, request.structured_outputs
+    if wanted is not None:
+        kind = wanted.get("type")
+        if kind not in FORMATS:
+            raise bad_value("response_format.type", f"one of {', '.join(FORMATS)}", kind)
+        body = wanted.get("json_schema")
+        if kind == "json_schema" and not isinstance(body, dict):
+            raise bad_value("response_format.json_schema", "an object with the schema", body)
+    if other is None:
+        return
+    if wanted is not None and wanted["type"] != "text":
+        text = "response_format and structured_outputs cannot both be given"
+        raise ApiError(400, text, param="structured_outputs", code="invalid_value")
+    named = [field for field in STRUCTURES if other.get(field) not in (None, False)]
+    if len(named) != 1:
+        raise bad_value("structured_outputs", f"exactly one of {', '.join(STRUCTURES)}", named)
+
+
 def _check_tools(request: ChatRequest) -> None:
+    if len(request.tools or ()) > MAX_TOOLS:
+        raise bad_value("tools", f"at most {MAX_TOOLS} tools", len(request.tools or ()))
     for at, tool in enumerate(request.tools or ()):
         if tool.get("type", "function") != "function":
             raise bad_value(f"tools[{at}].type", "'function'", tool["type"])
-        function = tool.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not name:
-            raise bad_value(f"tools[{at}].function.name", "a string that is not empty", name)
-    if request.tool_choice not in (None, "none", "auto"):
-        raise bad_value("tool_choice", "'none' or 'auto'", request.tool_choice)
-
-
-class Function(Struct, frozen=True):
-    name: str
-    arguments: str  # JSON
-
-
-class Call(Struct, frozen=True, omit_defaults=True):
-    id: str
-    function: Function
-    index: int | UnsetType = UNSET  # in streams only
-    type: str = msgspec.field(default_factory=lambda: "function")  # a factory's is never omitted
-
-
-class TopLogprob(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]  # true UTF-8, also of a part of a character
-
-
-class TokenLogprob(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class Logprobs(Struct, frozen=True):
-    content: list[TokenLogprob]
-
-
-class Answer(Struct, frozen=True):
-    role: str
-    content: str | None
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET  # the same
-    tool_calls: list[Call] | UnsetType = UNSET
-
-
-class AnswerChoice(Struct, frozen=True):
-    index: int
-    message: Answer
-    logprobs: Logprobs | None
-    finish_reason: str
-
-
-class PromptDetails(Struct, frozen=True):
-    cached_tokens: int
-
-
-class CompletionDetails(Struct, frozen=True):
-    reasoning_tokens: int
-
-
-class Usage(Struct, frozen=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails
-
-
-class ChatCompletion(Struct, frozen=True):
-    id: str
-    created: int
-    model: str
-    choices: list[AnswerChoice]
-    usage: Usage
-    object: str = "chat.completion"
-
-
-class ModelCard(Struct, frozen=True):
-    id: str
-    created: int
-    max_model_len: int
-    object: str = "model"
-    owned_by: str = "nanovllm"
-
-
-class ModelList(Struct, frozen=True):
-    data: list[ModelCard]
-    object: str = "list"
+        function = tool.get("function") or {}
+        if not isinstance(function, dict):
+            raise bad_value(f"tools[{at}].function", "an object", function)
+        name = function.get("name")
+        if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
+            requirement = "1 to 256 characters without white space, quotes and <>"
+            raise bad_value(f"tools[{at}].function.name", requirement, name)
+        parameters, strict = function.get("parameters"), function.get("strict")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise bad_value(f"tools[{at}].function.parameters", "a JSON Schema", parameters)
+        if strict is not None and not isinstance(strict, bool):
+            raise bad_value(f"tools[{at}].function.strict", "true or false", strict)
+    _ = request.choice_of_tools

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from nanovllm.ipc.client import EngineClient, EngineLostError
 from nanovllm.log import fields
 from nanovllm.server.answers import DONE, KEEP_ALIVE, error_event
-from nanovllm.server.asgi import JSON, Header, Receive, Send, Writer, start
+from nanovllm.server.asgi import JSON, Header, Receive, Writer, start
 from nanovllm.server.chat import ChatSession
 from nanovllm.server.errors import ApiError
 from nanovllm.server.metrics import Metrics
@@ -27,7 +27,13 @@ CLIENT_LEFT = 499  # the status in the log; nobody is there to be told
 
 class Reply:
     def __init__(
-        self, client: EngineClient, metrics: Metrics, request_id: str, send: Send, *, quiet_s: float
+        self,
+        client: EngineClient,
+        metrics: Metrics,
+        request_id: str,
+        writer: Writer,
+        *,
+        quiet_s: float,
     ) -> None:
         """`quiet_s`: after so long without an event a stream gets a comment."""
         self.session: ChatSession
@@ -36,7 +42,7 @@ class Reply:
         self._client = client
         self._metrics = metrics
         self._request_id = request_id
-        self._writer = Writer(send)
+        self._writer = writer
         self._quiet_s = quiet_s
         self._is_quiet = True  # nothing was written since the last tick
         self._timer: asyncio.TimerHandle | None = None
@@ -125,7 +131,9 @@ class Reply:
             self._writer.put(start(200, EVENT_STREAM, headers))
         if is_last:
             self._over(200)
-        self._writer.put({"type": "http.response.body", "body": data, "more_body": not is_last})
+            self._writer.put({"type": "http.response.body", "body": data})
+        else:
+            self._writer.chunk(data)
 
     def _answer(self, status: int, body: bytes, more: Iterable[Header] = ()) -> None:
         headers = [self._id_header(), *more, (b"content-length", b"%d" % len(body))]

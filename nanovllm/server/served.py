@@ -59,7 +59,9 @@ class Served:
             self.family: Family = resolve(PARSERS, self.family_name)
         except ValueError as error:
             raise ConfigError(f"server.parser: {error}") from None
-        self.template = Template(Path(config.tokenizer_dir), self.family.last_turn)
+        self.template = Template(
+            Path(config.tokenizer_dir), self.family.last_turn, self.family.tool_template
+        )
         self.vocabulary = Vocabulary(self.template.tokenizer, self.family.markers)
         self.reasoning_content = config.recipe.server.reasoning_content
         self.defaults = GenerationConfig()

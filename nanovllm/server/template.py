@@ -11,7 +11,8 @@ not.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +27,9 @@ from nanovllm.server.errors import ApiError
 from nanovllm.server.protocol import ChatRequest, Message
 
 NEWER_ROLES = {"developer": "system", "function": "tool"}  # which templates do not know
+TEMPLATES = Path(__file__).parent / "templates"
+MAX_PROMPT_CHARS = 1 << 26
+MAX_RENDER_S = 5.0
 
 
 class Prompt(Struct, frozen=True):
@@ -36,10 +40,16 @@ class Prompt(Struct, frozen=True):
 class Template:
     """Immutable after construction: threads may render at once."""
 
-    def __init__(self, folder: Path, last_turn: Callable[[str], str] = lambda _: "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        last_turn: Callable[[str], str] = lambda _: "",
+        tool_template: str = "",
+    ) -> None:
         """`last_turn` finds the model's turn at a prompt's end.
 
-        Raises ConfigError when the folder's files are missing or broken.
+        `tool_template` (a file in templates/) serves requests with tools if the model's own
+        template ignores them. Raises ConfigError when the folder's files are missing or broken.
         """
         self._last_turn = last_turn
         settings = _read_object(folder / "tokenizer_config.json")
@@ -56,8 +66,14 @@ class Template:
         # Templates that print arguments as they are need the model's own text back; those that
         # serialise or iterate need the object.
         self._arguments_as_text = "arguments is string" in source or "tojson" not in source
+        self._opens_thinking = "\uff5c><think>" in source
+        environment = _environment()
+        self._tool_template: jinja2.Template | None = None
+        if tool_template and "tools" not in source:
+            own = (TEMPLATES / tool_template).read_text(encoding="utf-8")
+            self._tool_template = environment.from_string(own)
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template in {folder} is broken: {error}") from None
 
@@ -82,12 +98,19 @@ class Template:
         options |= self._special
         options["messages"] = [self._as_dict(message) for message in request.messages]
         options["tools"] = None if request.tool_choice == "none" else request.tools or None
-        options["add_generation_prompt"] = True
+        continued = request.messages[-1].text if request.continue_final_message else None
+        opens_turn = continued is None and request.add_generation_prompt is not False
+        options["add_generation_prompt"] = opens_turn
+        template = self._template
+        if self._tool_template is not None and _has_tools(options):
+            template = self._tool_template
+            options["opens_thinking"] = self._opens_thinking
         try:
-            return self._template.render(options)
+            text = _within_limits(template.generate(options))
         except Exception as error:  # whatever a template does with the client's values
             text = f"messages: the chat template refused them: {error}"
             raise ApiError(400, text, param="messages", code="template_error") from None
+        return text if continued is None else _cut_after(text, continued)
 
     def _as_dict(self, message: Message) -> dict[str, Any]:
         calls = [
@@ -128,6 +151,36 @@ class Template:
                 return given
             return value if isinstance(value, dict) else given
         return given
+
+
+def _has_tools(options: dict[str, Any]) -> bool:
+    return bool(options["tools"]) or any(
+        message["role"] == "tool" or "tool_calls" in message for message in options["messages"]
+    )
+
+
+def _within_limits(pieces: Iterable[str]) -> str:
+    """What a template makes of the client's values may be neither endless nor slow."""
+    deadline = time.monotonic() + MAX_RENDER_S
+    text: list[str] = []
+    num_chars = 0
+    for piece in pieces:
+        text.append(piece)
+        num_chars += len(piece)
+        if num_chars > MAX_PROMPT_CHARS:
+            raise ValueError(f"the prompt has more than {MAX_PROMPT_CHARS} characters")
+        if time.monotonic() > deadline:
+            raise ValueError(f"it takes longer than {MAX_RENDER_S:g} s")
+    return "".join(text)
+
+
+def _cut_after(prompt: str, last: str) -> str:
+    """The prompt up to the end of its last message, which the model is to continue."""
+    for wanted in (last, last.strip()):
+        if wanted and (at := prompt.rfind(wanted)) >= 0:
+            return prompt[: at + len(wanted)]
+    text = "the chat template changes the last message, so that it cannot be continued"
+    raise ApiError(400, text, param="continue_final_message", code="template_error")
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -290,6 +290,32 @@ def test_tool_calls(api) -> None:
     assert choice["finish_reason"] == "stop"
 
 
+def test_the_openai_client_puts_streamed_calls_together(api) -> None:
+    api.engine.answer = (
+        "<think>hm</think>Now:\n"
+        '<tool_call>\n{"arguments": {"a": "</tool_call>", "b": [1]}, "name": "add"}\n</tool_call>\n'
+        '<tool_call>\n{"name": "add", "arguments": {"a": "\\u00fc"}}\n</tool_call>\n'
+    )
+    api.engine.tokens_per_step = 3
+
+    async def main() -> None:
+        async with (
+            api.openai() as client,
+            client.chat.completions.stream(
+                model="demo", messages=[{"role": "user", "content": "?"}], tools=[TOOL]
+            ) as stream,
+        ):
+            answer = (await stream.get_final_completion()).choices[0]
+        assert answer.finish_reason == "tool_calls" and answer.message.content == "Now:"
+        found = [(c.function.name, c.function.arguments) for c in answer.message.tool_calls]
+        assert found == [
+            ("add", '{"a": "</tool_call>", "b": [1]}'),
+            ("add", '{"a": "\\u00fc"}'),
+        ]
+
+    asyncio.run(main())
+
+
 def test_a_call_alone_has_no_content(api) -> None:
     api.engine.answer = '<tool_call>{"name": "add"}</tool_call>'
     message = api.chat(tools=[TOOL]).json()["choices"][0]["message"]

@@ -39,6 +39,11 @@ BAD = {
         "messages[0].content[0].type",
     ),
     "a model": (json.dumps(body(model="gpt-9")).encode(), 404, "model"),
+    "a format": (
+        json.dumps(body(response_format={"type": "json_schema"})).encode(),
+        400,
+        "response_format.json_schema",
+    ),
     "too long": (json.dumps(body("word " * 2000)).encode(), 400, "messages"),
     "too large": (json.dumps(body("x" * 300_000)).encode(), 413, None),
     **{
@@ -52,7 +57,7 @@ BAD = {
             "seed": 2**70,
             "logit_bias": {"4096": 1},
             "top_logprobs": 3,
-            "response_format": {"type": "json_schema"},
+            "thinking_token_budget": -5,
             "tool_choice": "required",
             "stream_options": {"include_usage": True},
             "cache_salt": "",

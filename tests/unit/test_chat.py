@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from nanovllm.config import load_config
-from nanovllm.server.chat import ChatSession, wrapped
+from nanovllm.server.chat import ChatSession
 from nanovllm.server.errors import ApiError
+from nanovllm.server.orders import wrapped
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
 from nanovllm.server.template import Prompt
@@ -33,14 +34,14 @@ END = TOKENIZER.token_to_id("<|im_end|>")
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-def opened(turn="", num_prompt=5, **fields) -> ChatSession:
+def opened(turn="", num_prompt=5, served=SERVED, **fields) -> ChatSession:
     raw = {"messages": [{"role": "user", "content": "x"}], **fields}
     ids = iter(range(100, 200))
     aborted: list[int] = []
     session = ChatSession(
         msgspec.convert(raw, ChatRequest),
         Prompt([1] * num_prompt, turn),
-        SERVED,
+        served,
         response_id="r",
         created=1,
         seed=7,
@@ -202,3 +203,82 @@ def test_forbidden_tokens_have_a_finite_logprob() -> None:
     choice.finish(Finish(100, FinishReason.LENGTH))
     (entry,) = json.loads(session.body())["choices"][0]["logprobs"]["content"]
     assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] == -9999.0
+
+
+CALL = '<tool_call>{"name": "f"}</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_only_when_parallel_calls_are_not_wanted(stream) -> None:
+    ids = TOKENIZER.encode(f"a{CALL}\n{CALL}b").ids
+    session = answered([ids], stream=stream, tools=[TOOL], parallel_tool_calls=False)
+    found = message_of(session)
+    assert found[0] == "a\nb" and len(found[2]) == 1 and found[3] == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_can_be_left_out_with_its_logprobs(stream) -> None:
+    ids = TOKENIZER.encode("<think>hm</think>yes").ids
+    steps = [[token_id] for token_id in ids]
+    session = answered(steps, stream=stream, include_reasoning=False, logprobs=True)
+    found = message_of(session)
+    assert found[:2] == ("yes", "")
+    assert found[4] < len(ids)
+    assert "hm" not in str(session.out or session.body())
+
+
+def test_an_interval_writes_less_often() -> None:
+    steps = [[token_id] for token_id in TOKENIZER.encode("b b b b b b b b").ids]
+    every = answered(steps, stream=True)
+    rare = answered(steps, stream=True, stream_interval=4)
+    assert message_of(rare) == message_of(every)
+    texts = [event["choices"][0]["delta"].get("content") for event in chunks_of(rare)]
+    assert len([text for text in texts if text]) == 1 + -(-(len(steps) - 1) // 4)
+    assert len(every.out) - len(rare.out) >= len(steps) // 2
+
+
+def chunks_of(session: ChatSession) -> list[dict]:
+    return parsed_events(b"".join(session.out).decode())[:-1]
+
+
+def test_token_ids_are_returned_when_asked_for() -> None:
+    ids = TOKENIZER.encode("<think>hm</think>yes").ids
+    wanted = {"return_token_ids": True, "num_prompt": 3}
+    body = json.loads(answered([ids, [END]], **wanted).body())
+    assert body["prompt_token_ids"] == [1, 1, 1]
+    assert body["choices"][0]["token_ids"] == [*ids, END]
+    first, *rest = chunks_of(answered([ids, [END]], stream=True, **wanted))
+    assert first["prompt_token_ids"] == [1, 1, 1]
+    assert [i for c in rest for i in c["choices"][0].get("token_ids", [])] == [*ids, END]
+    assert "token_ids" not in str(answered([ids, [END]]).body())
+
+
+def test_a_stop_string_may_name_a_marker() -> None:
+    ids = TOKENIZER.encode("<think>hm</think>yes").ids
+    assert message_of(answered([ids], stop="</think>"))[:2] == ("", "hm")
+    typed = [i for c in "a</think>yes" for i in TOKENIZER.encode(c).ids]
+    assert message_of(answered([typed], stop="</think>"))[0] == "a"
+
+
+def test_reasoning_is_named_twice_where_the_recipe_says_so() -> None:
+    served = Served(load_config(None, ["server.reasoning_content=true"]), READY)
+    ids = TOKENIZER.encode("<think>hm</think>").ids
+    body = json.loads(answered([ids], served=served).body())
+    message = body["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "hm"
+    events = chunks_of(answered([ids], served=served, stream=True))
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert [d for d in deltas if "reasoning" in d] == [
+        {"reasoning": "hm", "reasoning_content": "hm"}
+    ]
+    message = json.loads(answered([ids[:1]], served=served).body())["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": ""}
+
+
+def test_allowed_tokens_and_bad_words_are_biases() -> None:
+    (a,) = TOKENIZER.encode("a").ids
+    session = opened(allowed_token_ids=[5, a], bad_words=["a"], logit_bias={5: 2.0})
+    assert session.choices[0].message.sampling.logit_bias == {5: 1002.0, a: -1000.0}
+    with pytest.raises(ApiError, match=r"bad_words\[1\] must be a single token") as caught:
+        opened(bad_words=["a", "incomprehensible"])
+    assert caught.value.param == "bad_words[1]"

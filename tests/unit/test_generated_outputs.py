@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from random import Random
 
 import msgspec
 import pytest
+from tokenizers import AddedToken
 
 from nanovllm.server.answers import ChunkWriter, WholeWriter
+from nanovllm.server.detokenize import Vocabulary
 from nanovllm.server.parsers import PARSERS
 from nanovllm.server.parsers.base import CallPart, CallStart, Reasoning
 from nanovllm.server.parsers.machine import Machine
+from tests.server.tiny_tokenizer import tiny_tokenizer
 from tests.unit.generated_outputs import (
     SCHEMAS,
+    Mark,
     Message,
     damaged,
     family_of,
@@ -56,10 +61,10 @@ def streamed(parser: Machine, parts: list[str]) -> Message:
     """Put together from the chunks, as a client does."""
     out: list[bytes] = []
     writer = ChunkWriter(b'data: {"choices":[', 0, out, None, reasoning_content=True)
-    writer.begin()
+    writer.begin([])
     for events in (*map(parser.feed, parts), parser.finish()):
         for event in events:
-            writer.write(event, ())
+            writer.write(event, None)
     message = Message()
     calls: list[list[str]] = []
     for data in out:
@@ -83,11 +88,38 @@ def streamed(parser: Machine, parts: list[str]) -> Message:
 def whole(parser: Machine, text: str) -> Message:
     writer = WholeWriter(0)
     for event in parser.feed(text) + parser.finish():
-        writer.write(event, ())
+        writer.write(event, None)
     answer = writer.choice(with_logprobs=False).message
     calls = [(call.function.name, call.function.arguments) for call in answer.tool_calls or ()]
     reasoning = answer.reasoning if isinstance(answer.reasoning, str) else ""
     return Message(reasoning, answer.content or "", calls)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_the_grouping_of_tokens_changes_nothing(name) -> None:
+    """Bytes of characters, markers as tokens, and markers typed: from ids to the message."""
+    rng = Random(name)
+    tokenizer = tiny_tokenizer()
+    markers = family_of(name).markers
+    tokenizer.add_tokens([AddedToken(marker, normalized=False) for marker in markers])
+    vocabulary = Vocabulary(tokenizer, markers)
+    assert vocabulary.marks == marks_of(name, as_tokens=True)
+    ids_of = functools.cache(lambda character: tokenizer.encode(character).ids)
+    for _ in range(NUM_OUTPUTS // 4):
+        output = generated(rng, name)
+        ids: list[int] = []
+        for piece in output.pieces:
+            is_mark = isinstance(piece, Mark)
+            ids += ids_of(piece) if is_mark else [i for c in piece for i in ids_of(c)]
+        parts, end = [], 0
+        detokenizer = vocabulary.detokenizer(skip_special=True)
+        while end < len(ids):
+            begin, end = end, end + rng.choice([1, 1, 2, 3, 20])
+            parts.append(detokenizer.feed(ids[begin:end]))
+        parts.append(detokenizer.finish())
+        ways = (vocabulary.marks, output.in_reasoning, SCHEMAS)
+        got = streamed(machine(name, *ways), parts)
+        assert got == whole(machine(name, *ways), output.text(vocabulary.marks)), ids
 
 
 @pytest.mark.parametrize("name", PARSERS)

@@ -170,6 +170,16 @@ QWEN3 = {
         {},
         call("f", '{"a": "1\\n2\\\\d"}'),
     ),
+    "half a pair": (
+        tool_call('{"name": "f", "arguments": {"a": "\\ud83dx\\ud83d\\ude00\\ude00"}}'),
+        {},
+        call("f", '{"a": "\\ufffdx\\ud83d\\ude00\\ufffd"}'),
+    ),
+    "white space that JSON does not know": (
+        tool_call('{"name": "f", "arguments": {"a":\u00a01}}'),
+        {},
+        [*call("f", "{}"), Text('"a":\u00a01}}\n</tool_call>')],
+    ),
     "no tools, no calls": (f"a {ADD} b", {"tools": False}, [Text(f"a {ADD} b")]),
     "half a marker at the end": ("a <tool_c", {}, [Text("a <tool_c")]),
     "a bracket at the end": (f"{ADD}\na <", {}, [*ADDED, Text("a <")]),

@@ -42,14 +42,18 @@ OUT_OF_RANGE = {
     "repetition_penalty": ([0, -1, 2.5], "above 0 and at most 2"),
     "min_tokens": ([-1], "at least 0"),
     "priority": ([2**31, -(2**40)], "between"),
+    "stream_interval": ([0], "at least 1"),
     "seed": ([2**63, -(2**63) - 1], "64-bit"),
     "stop": (["", ["a", ""], ["x"] * 17, "x" * 1025], "stop must be"),
     "logit_bias": ([{"1000": 1}, {"-1": 1}, {"5": 101}, {"5": -101}], "logit_bias must be"),
     "stop_token_ids": ([[1000], [-1]], "ids from 0 to 999"),
+    "allowed_token_ids": ([[1000], [-1], [], [1] * 1025], "allowed_token_ids must be"),
+    "bad_words": ([[""], ["x"] * 129], "at most 128 words"),
     "cache_salt": (["", "x" * 129], "1 to 128"),
     "request_id": (["", "a b", "x" * 129, "a\nb"], "1 to 128"),
-    "response_format": ([{"type": "json_object"}, {"type": "x"}], "of type 'text'"),
-    "tool_choice": (["required", "x", {"type": "function"}], "'none' or 'auto'"),
+    "thinking_token_budget": ([-2], "at least -1"),
+    "structured_outputs": ([{}, {"regex": "a", "choice": ["b"]}], "exactly one of json, regex"),
+    "tool_choice": (["required", "x"], "tool_choice must be"),
     "stream_options": ([{}, {"include_usage": True}], "unless stream is true"),
 }
 
@@ -134,7 +138,49 @@ def test_wrong_type(param, value) -> None:
             "required field",
         ),
         (field(tools=[{"type": "custom"}]), "tools[0].type", "'function'"),
-        (field(tools=[{"function": {}}]), "tools[0].function.name", "not empty"),
+        (field(tools=[{"function": {}}]), "tools[0].function.name", "1 to 256"),
+        (field(tools=[{"function": {"name": "a b"}}]), "tools[0].function.name", "white space"),
+        (
+            field(tools=[{"function": {"name": f"f{i}"}} for i in range(513)]),
+            "tools",
+            "at most 512 tools, not 513",
+        ),
+        (
+            field(continue_final_message=True, add_generation_prompt=True),
+            "continue_final_message",
+            "left out",
+        ),
+        (field(continue_final_message=True), "messages[0]", "an assistant's with text"),
+        (
+            field(allowed_token_ids=[1], repetition_penalty=1.1),
+            "allowed_token_ids",
+            "left out where repetition_penalty",
+        ),
+        (field(response_format={}), "response_format.type", "one of text, json_object"),
+        (field(response_format={"type": "x"}), "response_format.type", "not 'x'"),
+        (
+            field(response_format={"type": "json_schema"}),
+            "response_format.json_schema",
+            "an object with the schema",
+        ),
+        (
+            field(
+                response_format={"type": "json_object"}, structured_outputs={"json_object": True}
+            ),
+            "structured_outputs",
+            "cannot both be given",
+        ),
+        (
+            field(tools=[{"function": {"name": "f", "parameters": []}}]),
+            "tools[0].function.parameters",
+            "a JSON Schema",
+        ),
+        (
+            field(tools=[{"function": {"name": "f", "strict": 1}}]),
+            "tools[0].function.strict",
+            "true or false",
+        ),
+        (field(tools=[{"function": "f"}]), "tools[0].function", "an object"),
         (field(min_tokens=5, max_tokens=3), "min_tokens", "at most max_tokens, here 3, not 5"),
         (field(top_logprobs=2), "top_logprobs", "unless logprobs is true"),
     ],
@@ -212,3 +258,36 @@ def test_bounds_themselves_are_inside() -> None:
         field(temperature=2, top_k=0, seed=2**63 - 1, stop=["x"] * 16, min_tokens=3, max_tokens=3)
     )
     parse(field(seed=-(2**63), logprobs=True, top_logprobs=20, stop="x" * 1024))
+
+
+TOOLS = [{"function": {"name": "f"}}, {"function": {"name": "g"}}]
+ONE = {"type": "function", "function": {"name": "f"}}
+STRICT = [{"function": {"name": "f", "strict": True}}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "text"}, "tools": TOOLS}, None),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"thinking_token_budget": -1}, None),
+        ({"thinking_token_budget": 0}, "thinking_token_budget"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": ONE}, "tool_choice"),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [ONE]},
+                },
+            },
+            "tool_choice",
+        ),
+        ({"tools": STRICT}, "tools"),
+        ({"tools": STRICT, "tool_choice": "none"}, None),
+    ],
+)
+def test_what_needs_a_grammar(fields, expected) -> None:
+    assert parse(field(**fields)).constrained_by == expected

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from nanovllm.config import load_config
-from nanovllm.server.asgi import Writer
+from nanovllm.server.asgi import Writer, extensions, start
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.reply import Reply
@@ -17,91 +17,74 @@ from nanovllm.server.served import Served
 from nanovllm.wire import Finish, FinishReason, Generate, Ready, Refusal, RefusalKind
 
 
-class SlowSend:
-    """An ASGI `send` that waits when it has no permit, as uvicorn's does for a slow client."""
-
-    def __init__(self, permits: int) -> None:
-        self.sent: list[int] = []
-        self._permits = asyncio.Semaphore(permits)
-
-    async def __call__(self, message: dict[str, Any]) -> None:
-        await self._permits.acquire()
-        self.sent.append(message["body"])
-
-    async def read(self, count: int) -> None:
-        """The client reads so many."""
-        for _ in range(count):
-            self._permits.release()
-        await asyncio.sleep(0.01)
-
-
-def test_a_write_is_done_when_put_returns() -> None:
-    async def main() -> None:
-        send = SlowSend(permits=1)
-        writer = Writer(send)
-        num_tasks = len(asyncio.all_tasks())
-        writer.put({"body": 1})
-        assert send.sent == [1]
-        assert len(asyncio.all_tasks()) == num_tasks
-
-    asyncio.run(main())
-
-
-def test_writes_stay_in_order_when_the_client_is_slow() -> None:
-    async def main() -> None:
-        send = SlowSend(permits=1)
-        writer = Writer(send)
-        for number in range(4):
-            writer.put({"body": number})
-        await asyncio.sleep(0.01)
-        assert send.sent == [0]
-        await send.read(2)
-        assert send.sent == [0, 1, 2]
-        writer.put({"body": 4})  # while 3 waits in the queue
-        await send.read(1)
-        assert send.sent == [0, 1, 2, 3]
-        await send.read(2)
-        writer.put({"body": 5})  # nothing waits any more
-        assert send.sent == [0, 1, 2, 3, 4, 5]
-
-    asyncio.run(main())
-
-
-class Gate:
-    """A `send` that waits once, for whoever opens it."""
+class Client:
+    """The other end, connection and `send` in one: what arrived, as text."""
 
     def __init__(self) -> None:
-        self.sent: list[int] = []
-        self.opened = asyncio.Event()
+        self.status = 0
+        self.text = ""
+        self.num_writes = 0
+        self.is_complete = False
+        self.has_left = False
 
-    async def __call__(self, message: dict[str, Any]) -> None:
-        if not self.opened.is_set():
-            await self.opened.wait()
-        self.sent.append(message["body"])
+    async def send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.num_writes += 1
+            self.text += message["body"].decode()
+            self.is_complete = not message.get("more_body", False)
+
+    def write(self, data: bytes) -> None:
+        size, _, rest = data.partition(b"\r\n")
+        assert len(rest) == int(size, 16) + 2 and rest.endswith(b"\r\n")
+        assert self.status and not self.is_complete and not self.has_left
+        self.num_writes += 1
+        self.text += rest[:-2].decode()
+
+    def is_closing(self) -> bool:
+        return self.has_left
+
+    def writer(self) -> Writer:
+        return Writer({"extensions": extensions(self)}, self.send)
 
 
-def test_a_write_does_not_overtake_one_that_may_go_on_but_has_not_yet() -> None:
-    async def main() -> None:
-        send = Gate()
-        writer = Writer(send)
-        writer.put({"body": 1})
-        send.opened.set()
-        writer.put({"body": 2})
-        await asyncio.sleep(0.01)
-        assert send.sent == [1, 2]
-
-    asyncio.run(main())
+def body(text: bytes, *, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": text, "more_body": more}
 
 
-def test_what_send_raises_reaches_the_caller() -> None:
+def test_writes_are_done_in_order_when_they_return() -> None:
+    client = Client()
+    writer = client.writer()
+    writer.put(start(200, b"text/plain", []))
+    writer.chunk(b"first chunk, ")
+    writer.chunk(b"second")
+    assert (client.status, client.text, client.is_complete) == (200, "first chunk, second", False)
+    writer.put(body(b"."))
+    assert (client.text, client.is_complete) == ("first chunk, second.", True)
+
+
+def test_nothing_is_written_to_a_client_that_has_left() -> None:
+    client = Client()
+    writer = client.writer()
+    writer.put(start(200, b"text/plain", []))
+    client.has_left = True
+    writer.chunk(b"lost")
+    assert client.text == ""
+
+
+def test_what_goes_wrong_with_a_write_reaches_the_caller() -> None:
     async def broken(message: dict[str, Any]) -> None:
-        raise RuntimeError("no")
+        raise ValueError("no")
 
-    async def main() -> None:
-        with pytest.raises(RuntimeError):
-            Writer(broken).put({})
+    async def waits(message: dict[str, Any]) -> None:
+        await asyncio.sleep(0)
 
-    asyncio.run(main())
+    scope = {"extensions": extensions(Client())}
+    with pytest.raises(ValueError, match="no"):
+        Writer(scope, broken).put(body(b""))
+    with pytest.raises(RuntimeError, match="made a write wait"):
+        Writer(scope, waits).put(body(b""))
 
 
 class Engine:
@@ -122,24 +105,6 @@ class Engine:
         self.sinks[message.request_id] = sink
 
 
-class Client:
-    """The other end: what arrived, as text."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.text = ""
-        self.num_writes = 0
-        self.is_complete = False
-
-    async def send(self, message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        else:
-            self.num_writes += 1
-            self.text += message["body"].decode()
-            self.is_complete = not message.get("more_body", False)
-
-
 READY = Ready(
     worker=0,
     model="demo",
@@ -158,7 +123,7 @@ def served() -> Served:
 
 def opened(served, **fields: object) -> tuple[Engine, Client, Reply, Metrics]:
     engine, client, metrics = Engine(), Client(), Metrics()
-    reply = Reply(engine, metrics, "id", client.send, quiet_s=0.05)
+    reply = Reply(engine, metrics, "id", client.writer(), quiet_s=0.05)
     message = {"role": "user", "content": "hi"}
     request = msgspec.convert({"messages": [message], **fields}, ChatRequest)
     reply.open(request, served.template.prompt(request), served, seed=1)

@@ -13,6 +13,8 @@ from nanovllm.config import DEMO, ConfigError
 from nanovllm.registry import resolve
 from nanovllm.server.errors import ApiError
 from nanovllm.server.parsers import PARSERS
+from nanovllm.server.parsers.base import CallPart, CallStart
+from nanovllm.server.parsers.machine import Machine
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.template import Template
 from tests.server.tiny_tokenizer import write_folder
@@ -115,6 +117,70 @@ def test_the_client_cannot_replace_what_the_server_gives(tmp_path) -> None:
     source = "{{ messages | length }}{{ add_generation_prompt }}{{ bos_token }}{{ colour }}"
     chat = hello(chat_template_kwargs=kwargs)
     assert rendered(tmp_path, source, chat) == "1True<|endoftext|>red"
+
+
+def test_the_last_message_can_be_continued(tmp_path) -> None:
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Well, "}]
+    template = Template(write_folder(tmp_path), resolve(PARSERS, "qwen3").last_turn)
+    chat = request(messages, continue_final_message=True)
+    assert template.render(chat).endswith("<|im_start|>assistant\nWell, ")
+    assert template.prompt(chat).turn == "Well, "
+    assert template.render(request(messages, add_generation_prompt=False)).endswith(
+        "Well, <|im_end|>\n"
+    )
+    with pytest.raises(ApiError, match="cannot be continued"):
+        rendered(tmp_path, "{{ messages[0].content }}", chat)
+
+
+END_OF_SENTENCE = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
+R1 = "{% for m in messages %}<\uff5c{{ m.role }}\uff5c>{{ m.content }}{% endfor %}"
+
+
+def test_deepseek_r1_gets_tools_although_its_template_ignores_them(tmp_path) -> None:
+    family = resolve(PARSERS, "deepseek_r1")
+    source = R1 + "<\uff5cAssistant\uff5c><think>\n"
+    template = Template(write_folder(tmp_path, source), family.last_turn, family.tool_template)
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert template.render(hello()) == "<\uff5cuser\uff5c>hello<\uff5cAssistant\uff5c><think>"
+    first = template.prompt(hello(tools=[tool]))
+    text = template.render(hello(tools=[tool]))
+    assert (
+        text.startswith("<|endoftext|># Tools\n") and '\n{"type": "function", "function":' in text
+    )
+    assert text.endswith("<\uff5cUser\uff5c>hello<\uff5cAssistant\uff5c><think>\n")
+    assert first.turn == "<think>\n"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "content": "<think>", "tool_call_id": "1"},
+        {"role": "tool", "content": "8", "tool_call_id": "1"},
+    ]
+    said = request(messages, tools=[tool])
+    text = template.render(said)
+    assert text.startswith("<|endoftext|>Be kind.\n\n# Tools")
+    wrote, results = text[text.index("<\uff5cUser") :].split(END_OF_SENTENCE)
+    block = 'function<\uff5ctool\u2581sep\uff5c>f\n```json\n{"a": 1}\n```'
+    assert wrote.count(block) == 2
+    assert results.startswith("<\uff5ctool\u2581outputs\u2581begin\uff5c>")
+    assert results.endswith(
+        "8<\uff5ctool\u2581output\u2581end\uff5c><\uff5ctool\u2581outputs\u2581end\uff5c>"
+    )
+    assert template.prompt(said).turn == ""
+    # what the template shows of a call is what the parser reads
+    parser = Machine(family, {m: m for m in family.markers}, "", {})
+    events = parser.feed(wrote.partition("Assistant\uff5c>")[2]) + parser.finish()
+    assert [e.name for e in events if isinstance(e, CallStart)] == ["f", "f"]
+    assert [e.text for e in events if isinstance(e, CallPart)] == ['{"a": 1}'] * 2
+
+
+@pytest.mark.parametrize("source", ["{{ 'x' * 100000000 }}", FOREVER])
+def test_a_template_is_neither_endless_nor_slow(tmp_path, source, monkeypatch) -> None:
+    monkeypatch.setattr("nanovllm.server.template.MAX_RENDER_S", 0.2)
+    with pytest.raises(ApiError, match=r"more than \d+ characters|longer than 0.2 s"):
+        rendered(tmp_path, source, hello())
 
 
 def test_dates_can_be_asked_for(tmp_path) -> None:

@@ -6,15 +6,16 @@ events add up to the same: a parser that peeks at piece boundaries is wrong.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Protocol, TypeVar
 
 from msgspec import Struct
 
 T = TypeVar("T")
 THINK, END_THINK = "<think>", "</think>"
-SPACE = re.compile(r"\s*")
+SPACE = re.compile(r"[ \t\r\n]*")  # JSON's
 # No mark may be part of a name: see Vocabulary.marks.
 FUNCTION_NAME = re.compile(r'[^\s<>"\ud800-\udfff]{1,256}')
 KEY_NAME = re.compile(r'[^\r\n<>"\ud800-\udfff]{1,256}')
@@ -45,6 +46,17 @@ Marks = Mapping[str, str]  # a marker -> how it reads in the text that is fed
 Reader = Generator[None, None, T]  # yields when it needs more text
 
 
+def joined(events: Iterable[Event]) -> list[Event]:
+    """The same with as few events as possible."""
+    out: list[Event] = []
+    for kind, run in itertools.groupby(events, type):
+        if kind is CallStart:
+            out.extend(run)
+        else:
+            out.append(kind("".join(e.text for e in run if not isinstance(e, CallStart))))
+    return out
+
+
 class OutputParser(Protocol):
     @property
     def in_reasoning(self) -> bool:
@@ -63,6 +75,7 @@ class Family(Struct, frozen=True):
 
     thinks: bool = True
     turns: tuple[str, ...] = ()  # after the last of these in a prompt, the model's own turn begins
+    tool_template: str = ""  # ours, for chat templates that ignore tools
     opener: str = ""  # begins calls
     call_markers: tuple[str, ...] = ()  # the others that may be single tokens
     read_calls: Callable[[Source, Emit, Marks, Schemas], Reader[None]] | None = None

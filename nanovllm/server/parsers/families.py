@@ -43,6 +43,7 @@ DEEPSEEK_R1 = Family(
         "<\uff5ctool\u2581outputs\u2581end\uff5c>",
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
     ),
+    tool_template="deepseek_r1.jinja",
     opener=CALLS_BEGIN,
     call_markers=(CALLS_END, CALL, SEPARATOR, CALL_END),
     read_calls=read_fenced,

@@ -1,8 +1,9 @@
 """JSON read as it is generated: whatever has been taken can be closed into valid JSON.
 
 Decision: the model's own text is passed on, not a parsed and printed copy, so that strings stream
-character by character and numbers keep their digits. Two slips that models make in strings are
-mended: control characters as they are, and a backslash before a character that needs none.
+character by character and numbers keep their digits. Slips that models make in strings are
+mended: control characters as they are, a backslash before a character that needs none, and half
+of a surrogate pair, which many clients refuse.
 """
 
 from __future__ import annotations
@@ -148,7 +149,8 @@ def _escape(source: Source) -> Reader[str]:
         size = _escape_size(text)
         if size:
             source.at += size
-            return text[:size]
+            is_half = size == 6 and 0xD800 <= int(text[2:6], 16) < 0xE000
+            return "\\ufffd" if is_half else text[:size]
         if size == 0:
             source.at += 1
             return "\\\\"
@@ -170,7 +172,7 @@ def _escape_size(text: str) -> int | None:
         return 6
     second = text[6:]
     if not all(character in form for character, form in zip(second, LOW_SURROGATE, strict=False)):
-        return 6  # half a pair, as it was written
+        return 6  # half a pair
     if len(second) < 6:
         return None
     return 12

@@ -1,0 +1,90 @@
+"""The shapes of answers, as they are encoded. Knows nothing of how they come about."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+
+class Function(Struct, frozen=True):
+    name: str
+    arguments: str  # JSON
+
+
+class Call(Struct, frozen=True, omit_defaults=True):
+    id: str
+    function: Function
+    index: int | UnsetType = UNSET  # in streams only
+    type: str = msgspec.field(default_factory=lambda: "function")  # a factory's is never omitted
+
+
+class TopLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]  # true UTF-8, also of a part of a character
+
+
+class TokenLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class Logprobs(Struct, frozen=True):
+    content: list[TokenLogprob]
+
+
+class Answer(Struct, frozen=True):
+    role: str
+    content: str | None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # the same
+    tool_calls: list[Call] | UnsetType = UNSET
+
+
+class AnswerChoice(Struct, frozen=True):
+    index: int
+    message: Answer
+    logprobs: Logprobs | None
+    finish_reason: str
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class PromptDetails(Struct, frozen=True):
+    cached_tokens: int
+
+
+class CompletionDetails(Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class Usage(Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class ChatCompletion(Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[AnswerChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    object: str = "chat.completion"
+
+
+class ModelCard(Struct, frozen=True):
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "nanovllm"
+
+
+class ModelList(Struct, frozen=True):
+    data: list[ModelCard]
+    object: str = "list"

@@ -1,0 +1,61 @@
+"""tool_choice in its four forms: which functions may be called, and whether one must be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from nanovllm.server.errors import ApiError, bad_value
+
+FORMS = "'none', 'auto', 'required', a function or allowed_tools"
+
+
+class ToolChoice(Struct, frozen=True):
+    mode: str  # none, auto, required
+    names: tuple[str, ...] = ()  # of the functions that may be called
+    is_named: bool = False  # exactly one call, of the only one of the names
+
+
+def tool_choice(given: str | dict[str, Any] | None, names: Sequence[str]) -> ToolChoice:
+    """`names`: of the request's tools. Raises ApiError."""
+    names = tuple(names)
+    if given is None:
+        return ToolChoice("auto" if names else "none", names)
+    if given == "none":
+        return ToolChoice("none")
+    if given in ("auto", "required"):
+        if given == "required":
+            _need_tools(names)
+        return ToolChoice(given if names else "none", names)
+    kind = given.get("type") if isinstance(given, dict) else None
+    if not isinstance(given, dict) or kind not in ("function", "allowed_tools"):
+        raise bad_value("tool_choice", FORMS, given)
+    _need_tools(names)
+    if kind == "function":
+        return ToolChoice("required", (_name(given, "tool_choice", names),), is_named=True)
+    allowed = given.get("allowed_tools", given)
+    mode = allowed.get("mode") if isinstance(allowed, dict) else None
+    tools = allowed.get("tools") if isinstance(allowed, dict) else None
+    where = "tool_choice.allowed_tools"
+    if mode not in ("auto", "required"):
+        raise bad_value(f"{where}.mode", "'auto' or 'required'", mode)
+    if not isinstance(tools, list) or not tools:
+        raise bad_value(f"{where}.tools", "a list of at least one function", tools)
+    found = [_name(tool, f"{where}.tools[{at}]", names) for at, tool in enumerate(tools)]
+    return ToolChoice(mode, tuple(dict.fromkeys(found)))
+
+
+def _name(given: object, where: str, names: tuple[str, ...]) -> str:
+    function = given.get("function") if isinstance(given, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if name not in names:
+        raise bad_value(f"{where}.function.name", "the name of one of the tools", name)
+    return str(name)
+
+
+def _need_tools(names: tuple[str, ...]) -> None:
+    if not names:
+        text = "tool_choice must be left out, 'none' or 'auto' where there are no tools"
+        raise ApiError(400, text, param="tool_choice", code="invalid_value")
