@@ -208,9 +208,9 @@ def _check_ranges(recipe: Recipe) -> None:
 
 def _locate(recipe: Recipe, base: Path, source: str, changed: dict[str, Any]) -> Config:
     folder = DEMO if recipe.model == "demo" else Path(recipe.model).expanduser()
-    if not folder.is_dir():
-        folder = _hub_folder(recipe.model) or folder
     dummy = recipe.load.format == "dummy"
+    if not folder.is_dir():
+        folder = _hub_folder(recipe.model, download=not dummy) or folder
     if folder.is_dir():
         config_path = folder / "config.json"
         if not config_path.is_file():
@@ -221,8 +221,8 @@ def _locate(recipe: Recipe, base: Path, source: str, changed: dict[str, Any]) ->
             raise ConfigError(f"config: {config_path} does not exist")
     else:
         raise ConfigError(
-            f"model {recipe.model!r} is neither a folder nor in the local hub cache; "
-            "download it first, or use --load-format dummy with a recipe that names its config"
+            f"model {recipe.model!r} is neither a folder nor a model that the hub or its local "
+            "cache has; or use --load-format dummy with a recipe that names its config"
         )
     has_tokenizer = (folder / "tokenizer.json").is_file()
     if not has_tokenizer and not dummy:
@@ -239,12 +239,19 @@ def _locate(recipe: Recipe, base: Path, source: str, changed: dict[str, Any]) ->
     )
 
 
-def _hub_folder(model: str) -> Path | None:
-    """The newest downloaded snapshot of a hub id, downloading it when the hub can be reached."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    snapshots = home / "hub" / f"models--{model.replace('/', '--')}" / "snapshots"
-    found = sorted(snapshots.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
-    return found[-1].parent if found else None
+def _hub_folder(model: str, *, download: bool) -> Path | None:
+    """A hub id's files in the local hub cache, brought there first if allowed and needed."""
+    if model.count("/") != 1:
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    wanted = ["*.json", "*.safetensors", "*.jinja"]
+    try:
+        found = snapshot_download(model, allow_patterns=wanted, local_files_only=not download)
+    except (OSError, ValueError, HfHubHTTPError):  # no such model, no network, not an id
+        return None
+    return Path(found)
 
 
 def cache_dir() -> Path:

@@ -187,7 +187,9 @@ class Choice:
         if request.stops:
             stops = {*request.stops, *map(self._vocabulary.marked, request.stops)}
             self._stops = StopStrings(sorted(stops), include=self._include_stop)
-        self._parser = session.served.parser(turn, request.schemas)
+        self._parser = session.served.parser(
+            turn, request.schemas, is_spelled=bool(message.grammar)
+        )
 
     def started(self, num_cached: int) -> None:
         self._session.start(num_cached)

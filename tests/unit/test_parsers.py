@@ -318,6 +318,16 @@ def test_markers_typed_as_text_are_text_where_they_are_tokens(name) -> None:
     assert parsed(name, ["x" + text], as_tokens=True) == [Text("x" + text)]
 
 
+def test_under_a_grammar_markers_count_however_they_were_written() -> None:
+    marks = marks_of("qwen3", as_tokens=True)
+    expected = [Reasoning("hm"), *ADDED]
+    for think in ("<think>", marks["<think>"]):
+        for end in ("</think>", marks["</think>"]):
+            parser = Machine(family_of("qwen3"), marks, "", {}, is_spelled=True)
+            text = f"{think}hm{end}{ADD}"
+            assert merged([e for c in text for e in parser.feed(c)] + parser.finish()) == expected
+
+
 def test_plain_is_verbatim() -> None:
     text = f"<think>hm</think>\n{ADD}"
     assert parsed("plain", [text]) == [Text(text)]

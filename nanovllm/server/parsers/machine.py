@@ -36,11 +36,26 @@ TEXT = 2
 class Machine:
     """`OutputParser` for one output."""
 
-    def __init__(self, family: Family, marks: Marks, turn: str, schemas: Schemas | None) -> None:
-        """`turn`: what the prompt has already written of it. `schemas` None: no calls wanted."""
+    def __init__(
+        self,
+        family: Family,
+        marks: Marks,
+        turn: str,
+        schemas: Schemas | None,
+        *,
+        is_spelled: bool = False,
+    ) -> None:
+        """`turn`: what the prompt has already written of it. `schemas` None: no calls wanted.
+
+        `is_spelled`: a grammar ruled the output. It knows letters and not tokens, so that markers
+        count however they were written.
+        """
         self._family = family
-        self._marks = marks
         self._shown = {ord(mark): name for name, mark in marks.items() if mark != name}
+        self._is_spelled = is_spelled
+        if is_spelled:
+            marks = {name: name for name in marks}
+        self._marks = marks
         self._schemas: Schemas = schemas or {}
         self._think = marks[THINK] if family.thinks else ""
         self._end_think = marks[END_THINK] if family.thinks else ""
@@ -49,7 +64,7 @@ class Machine:
             REASONING: [mark for mark in (self._end_think, self._opener) if mark],
             TEXT: [self._opener] if self._opener else [],
         }
-        self._are_tokens = len(self._shown) == len(marks)
+        self._are_tokens = len(self._shown) == len(marks) and not is_spelled
         self._events: list[Event] = []
         self._parts: list[str] = []  # of the arguments of the call that goes on
         self._buffer = ""
@@ -78,7 +93,7 @@ class Machine:
         if self._are_tokens and self._is_flowing and text.isascii():
             self._say(text)  # no marker is ASCII
             return self._events
-        self._buffer += text
+        self._buffer += self._named(text) if self._is_spelled else text
         while self._step():
             pass
         if self._parts:
