@@ -60,9 +60,11 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     silu_mul: Literal["auto", "torch", "triton"] = "auto"
     rope_store: Literal["auto", "torch", "triton"] = "auto"
     small_linear: Literal["auto", "torch", "triton"] = "auto"  # products of steps of a few rows
+    gated_linear: Literal["auto", "torch", "cute"] = "auto"  # of steps of many rows
     sample: Literal["auto", "torch", "triton"] = "auto"
     batch_prep: Literal["auto", "torch", "triton"] = "auto"
     cuda_graphs: bool = True
+    mixed_graph_tokens: int = 2048  # largest step with a prompt chunk that replays graphs; 0: none
 
 
 class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -189,6 +191,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "schedule.depth": (0, 4),
     "schedule.max_queue": (0, 1 << 20),
     "schedule.ageing_steps": (1, 1 << 20),
+    "kernels.mixed_graph_tokens": (0, 1 << 20),
     "server.port": (0, 65535),
     "server.workers": (1, 64),
     "server.max_model_tokens": (2, 1 << 24),

@@ -8,6 +8,7 @@ KERNELS = {
     "small_linear": "nanovllm_kernels.small_linear:LINEAR",
     "norm_linear": "nanovllm_kernels.small_linear:NORM_LINEAR",
     "norm_gate_up": "nanovllm_kernels.small_linear:NORM_GATE_UP",
+    "gated_linear": "nanovllm_kernels.gated_linear:KERNEL",
     "paged_decode": "nanovllm_kernels.paged_decode:PAGED_DECODE",
     "paged_prefill": "nanovllm_kernels.paged_prefill:PAGED_PREFILL",
     "gather_decode": "nanovllm_kernels.batch_prep:GATHER_DECODE",

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from nanovllm_kernels.gated_linear import obstacle
 from torch import Tensor
 
 from nanovllm.config import ConfigError, Kernels
@@ -29,6 +30,7 @@ IMPLEMENTATIONS = {
         "silu_mul": "nanovllm_kernels.reference:silu_mul",
         "rope_store": "nanovllm_kernels.reference:rope_store",
         "small_linear": "nanovllm.layers.ops:ONE_BY_ONE",
+        "gated_linear": "nanovllm.layers.ops:ONE_BY_ONE",
     },
     "triton": {
         "rms_norm": "nanovllm_kernels.norm:rms_norm",
@@ -37,6 +39,7 @@ IMPLEMENTATIONS = {
         "rope_store": "nanovllm_kernels.rope_store:rope_store",
         "small_linear": "nanovllm_kernels.small_linear:SMALL_LINEAR",
     },
+    "cute": {"gated_linear": "nanovllm_kernels.gated_linear:GATED_LINEAR"},
 }
 
 
@@ -59,7 +62,15 @@ class SmallLinear(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-ONE_BY_ONE: SmallLinear | None = None  # the other operations do it, whatever the number of rows
+class GatedLinear(Protocol):
+    """silu_mul of linear in one launch, for steps of many rows."""
+
+    def fits(self, x_TD: Tensor, weight_ND: Tensor) -> bool: ...
+
+    def __call__(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor: ...
+
+
+ONE_BY_ONE = None  # the other operations do it, whatever the number of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +98,7 @@ class Ops:
     silu_mul: Callable[[Tensor], Tensor]
     rope_store: Callable[..., Tensor]
     small_linear: SmallLinear | None = ONE_BY_ONE
+    gated_linear: GatedLinear | None = ONE_BY_ONE
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
         """x W^T."""
@@ -117,17 +129,29 @@ class Ops:
         if small is not None and small.fits(x_TD, weight_ND, normed=True):
             return small.norm_linear(x_TD, residual_TD, gain_D, eps, weight_ND, gated=gated)
         x_TD, residual_TD = self.norm(x_TD, residual_TD, gain_D, eps)
-        y_TN = self.linear(x_TD, weight_ND)
-        return self.silu_mul(y_TN) if gated else y_TN, residual_TD
+        if not gated:
+            return self.linear(x_TD, weight_ND), residual_TD
+        if self.gated_linear is not None and self.gated_linear.fits(x_TD, weight_ND):
+            return self.gated_linear(x_TD, weight_ND), residual_TD
+        return self.silu_mul(self.linear(x_TD, weight_ND)), residual_TD
 
 
 def select_ops(kernels: Kernels, device: torch.device) -> Ops:
-    """What the recipe asks for. "auto" is triton on a GPU; a CPU has only torch."""
+    """What the recipe asks for. Raises ConfigError if that cannot run here."""
     chosen = {}
     for field in fields(Ops):
         asked = getattr(kernels, field.name)
-        if asked == "triton" and device.type == "cpu":
+        kind = fastest(field.name, device) if asked == "auto" else asked
+        if kind == "triton" and device.type == "cpu":
             raise ConfigError(f"kernels.{field.name} is triton, which needs a GPU; use torch")
-        kind = ("torch" if device.type == "cpu" else "triton") if asked == "auto" else asked
+        if kind == "cute" and (reason := obstacle(device)) is not None:
+            raise ConfigError(f"kernels.{field.name} is cute, but {reason}; use torch")
         chosen[field.name] = resolve(IMPLEMENTATIONS[kind], field.name)
     return Ops(**chosen)
+
+
+def fastest(operation: str, device: torch.device) -> str:
+    """What "auto" means on this device."""
+    if operation == "gated_linear":
+        return "torch" if obstacle(device) else "cute"
+    return "torch" if device.type == "cpu" else "triton"

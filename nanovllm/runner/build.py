@@ -16,12 +16,13 @@ from nanovllm.attention.choose import choose_backend
 from nanovllm.config import Config, ConfigError, Recipe
 from nanovllm.dist.mesh import Mesh
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.layers.ops import select_ops
+from nanovllm.layers.ops import fastest, select_ops
 from nanovllm.log import fields
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import load_model
 from nanovllm.runner.batch import BatchPrep
+from nanovllm.runner.graphs import obstacles
 from nanovllm.runner.runner import Runner
 from nanovllm.runner.sizing import make_caches, num_pages_that_fit
 from nanovllm.runner.slots import Slots
@@ -59,7 +60,7 @@ def build(config: Config) -> Built:
     )
     sized = time.perf_counter()
     warm_up(runner, recipe)
-    if recipe.kernels.cuda_graphs and device.type == "cuda" and runner.backend.name != "torch":
+    if not obstacles(recipe):
         capture(runner, recipe)
     log.info(
         "built %s",
@@ -183,11 +184,11 @@ def resolve(recipe: Recipe, device: torch.device, dtype: torch.dtype, model_toke
         "silu_mul",
         "rope_store",
         "small_linear",
+        "gated_linear",
         "sample",
         "batch_prep",
     )
-    fast = "torch" if on_cpu else "triton"
-    chosen = {k: fast for k in names if getattr(kernels, k) == "auto"}
+    chosen = {k: fastest(k, device) for k in names if getattr(kernels, k) == "auto"}
     return replace(
         recipe,
         device=device.type,

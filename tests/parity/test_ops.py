@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from inspect import signature
 
 import pytest
 import torch
 from nanovllm_kernels import reference
+from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from nanovllm.config import ConfigError, Kernels
@@ -42,6 +43,37 @@ def test_triton_on_a_cpu_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         select_ops(Kernels(silu_mul="triton"), CPU)
     assert str(caught.value) == "kernels.silu_mul is triton, which needs a GPU; use torch"
+
+
+def test_the_fused_gate_is_refused_where_it_cannot_run() -> None:
+    with pytest.raises(ConfigError) as caught:
+        select_ops(Kernels(gated_linear="cute"), CPU)
+    reason = "it is used on Hopper GPUs only"
+    assert str(caught.value) == f"kernels.gated_linear is cute, but {reason}; use torch"
+
+
+class Doubled:
+    """In place of the fused gate: for three rows and more, and plain to tell apart."""
+
+    def fits(self, x_TD: Tensor, weight_ND: Tensor) -> bool:
+        return len(x_TD) >= 3
+
+    def __call__(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
+        return 2 * reference.silu_mul(x_TD @ weight_ND.T)
+
+
+@pytest.mark.parametrize(("num_rows", "factor"), [(2, 1.0), (3, 2.0)])
+def test_the_fused_gate_takes_steps_of_many_rows(num_rows: int, factor: float) -> None:
+    torch.manual_seed(0)
+    x, weight, gain = torch.randn(num_rows, 8), torch.randn(12, 8), torch.randn(8)
+    fused = replace(REFERENCE, gated_linear=Doubled())
+    actual, total = fused.norm_linear(x, None, gain, 1e-6, weight, gated=True)
+    expected, _ = REFERENCE.norm_linear(x, None, gain, 1e-6, weight, gated=True)
+    torch.testing.assert_close(actual, factor * expected)
+    assert torch.equal(total, x)
+    # Products without a gate are none of its business.
+    plain, _ = fused.norm_linear(x, None, gain, 1e-6, weight)
+    assert torch.equal(plain, REFERENCE.norm_linear(x, None, gain, 1e-6, weight)[0])
 
 
 def test_norms_round_where_transformers_does() -> None:
