@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanovllm_kernels import reference
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
+from nanovllm_kernels.paged_decode import overlaps
 
 HEADS = 8  # of width 128, in two warps: a 16-byte load of each half a thread
 
@@ -56,6 +57,7 @@ def rope_store(
         HALF=head_width // 2,
         HALF_BLOCK=triton.next_power_of_2(head_width // 2),
         HEADS=HEADS,
+        OVERLAP=overlaps(num_tokens, qkv_TX.device),
         num_warps=2,
     )
     return q_THA
@@ -80,7 +82,10 @@ def rope_store_kernel(
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:  # of attention with this
+        tl.extra.cuda.gdc_launch_dependents()
     GROUPS: tl.constexpr = (H + 2 * G + HEADS - 1) // HEADS
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     head = (tl.program_id(0) % GROUPS * HEADS + tl.arange(0, HEADS))[:, None]
