@@ -55,10 +55,11 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which implementation of each operation; "torch" is always the plain reference."""
 
     attention: Literal["auto", "torch", "triton", "flash"] = "auto"
-    rms_norm: Literal["auto", "torch", "triton"] = "auto"
-    add_rms_norm: Literal["auto", "torch", "triton"] = "auto"
-    silu_mul: Literal["auto", "torch", "triton"] = "auto"
-    rope_store: Literal["auto", "torch", "triton"] = "auto"
+    decode: Literal["auto", "torch", "triton", "cute"] = "auto"  # attention of decode rows
+    rms_norm: Literal["auto", "torch", "triton", "compile"] = "auto"
+    add_rms_norm: Literal["auto", "torch", "triton", "compile"] = "auto"
+    silu_mul: Literal["auto", "torch", "triton", "compile"] = "auto"
+    rope_store: Literal["auto", "torch", "triton", "compile"] = "auto"
     small_linear: Literal["auto", "torch", "triton"] = "auto"  # products of steps of a few rows
     gated_linear: Literal["auto", "torch", "cute"] = "auto"  # of steps of many rows
     sample: Literal["auto", "torch", "triton"] = "auto"

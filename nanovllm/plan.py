@@ -81,3 +81,12 @@ class StepResult:
     step: int
     tokens: Int32  # [sampling rows, 1 + num_drafts]
     logprobs: tuple[RowLogprobs, ...] = ()
+
+
+def mode_key(mode: str, plan: StepPlan) -> str:
+    """What a step is counted as: how it ran, and for whom, e.g. "FULL/decode"."""
+    if plan.masked:
+        return f"{mode}/structured"
+    if not plan.chunks:
+        return f"{mode}/decode"
+    return f"{mode}/mixed" if plan.num_decodes else f"{mode}/prefill"

@@ -40,6 +40,7 @@ class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     min_tokens: int = 0  # stop_ids are impossible before this many output tokens
     logprobs: int = -1  # -1 = none; n = the chosen token's and the n best ones'
+    bad_words: list[list[int]] = []  # tokens that may not follow each other
 
 
 class Generate(Struct, frozen=True, tag="gen", array_like=True):
@@ -112,8 +113,10 @@ class Stats(Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0  # of the prompt tokens: found in the prefix cache
     generated_tokens: int = 0
     num_steps: int = 0
-    host_bubble_s: float = 0.0  # time the device had no step queued while there was work
-    steps_by_mode: dict[str, int] = {}  # "FULL/decode", "NONE/mixed", ...
+    host_bubble_s: float = 0.0  # the device waited for the host while there was work
+    host_s: dict[str, float] = {}  # host time by part of a step: "plan", "launch", ...
+    host_step_p50_s: float = 0.0  # all of these in one step, of the newest thousand
+    steps_by_mode: dict[str, int] = {}  # keys of plan.mode_key: "FULL/decode", "NONE/mixed", ...
     padded_tokens: int = 0
 
 

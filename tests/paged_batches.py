@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from nanovllm_kernels.attention_reference import paged_inputs, paged_prefill
@@ -37,6 +38,7 @@ def make_batch(
         page_table_RM=table_RM,
         sampled_at=unused,
         num_rows=len(lengths),
+        num_decodes=len(list(takewhile(lambda count: count == 1, new))),
         max_new=max(new),
         max_length=max(lengths),
     )

@@ -10,6 +10,7 @@ No torch, no device, microseconds per step.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -98,6 +99,8 @@ class PaperMasker:
 
 
 class PaperHandle:
+    gap_s = 0.0
+
     def __init__(self, step: int, finish: Callable[[Masks | None], StepResult]) -> None:
         self.step = step
         self.finish = finish
@@ -125,6 +128,8 @@ class PaperGPU:
         self.recurrent = num_checkpoints > 0
         self.decodes: list[int] = []
         self.steps = 0
+        self.steps_by_mode: Counter[str] = Counter()
+        self.padded_tokens = 0
         self.most_tokens = 0  # any step fed
         self.unsampled: PaperHandle | None = None
 

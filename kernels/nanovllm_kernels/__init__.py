@@ -10,6 +10,7 @@ KERNELS = {
     "norm_gate_up": "nanovllm_kernels.small_linear:NORM_GATE_UP",
     "gated_linear": "nanovllm_kernels.gated_linear:KERNEL",
     "paged_decode": "nanovllm_kernels.paged_decode:PAGED_DECODE",
+    "paged_decode_cute": "nanovllm_kernels.paged_decode_cute:PAGED_DECODE_CUTE",
     "paged_prefill": "nanovllm_kernels.paged_prefill:PAGED_PREFILL",
     "gather_decode": "nanovllm_kernels.batch_prep:GATHER_DECODE",
     "draw": "nanovllm_kernels.sampling:DRAW",

@@ -30,13 +30,20 @@ def paged_prefill(
     starts_R1: Tensor,
     lengths_R: Tensor,
     max_new: int,
+    out_THA: Tensor | None = None,
 ) -> Tensor:
-    """o_THA. Row r feeds starts_R1[r]:starts_R1[r + 1], at most max_new, the last of its tokens."""
+    """o_THA, which is out_THA if given.
+
+    Row r feeds starts_R1[r]:starts_R1[r + 1], at most max_new, the last of its tokens.
+    """
     num_heads, head_width = q_THA.shape[1:]
     page_tokens, num_kv_heads = k_PSGA.shape[1:3]
     assert q_THA.stride(2) == k_PSGA.stride(3) == page_table_RM.stride(1) == 1
     assert k_PSGA.stride() == v_PSGA.stride()
-    o_THA = torch.empty(q_THA.shape, dtype=q_THA.dtype, device=q_THA.device)
+    o_THA = out_THA
+    if o_THA is None:
+        o_THA = torch.empty(q_THA.shape, dtype=q_THA.dtype, device=q_THA.device)
+    assert o_THA.is_contiguous()
     tile = TILE_BYTES // q_THA.itemsize
     grid = (triton.cdiv(max_new, tile), num_heads, lengths_R.shape[0])
     prefill_kernel[grid](

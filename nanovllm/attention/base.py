@@ -12,7 +12,7 @@ with the rotary embedding), then attention reads pages, for prefill and decode a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -34,8 +34,20 @@ class Batch:
     page_table_RM: Tensor  # int32; entries past the request's pages are 0
     sampled_at: Tensor  # int64: for each sampling row, the index into T it predicts from
     num_rows: int
+    num_decodes: int  # so many rows, the first ones, feed one token each
     max_new: int  # most tokens any row feeds; 1 = every row is a decode row
     max_length: int  # an upper bound of lengths_R, on the host
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """These rows alone, among the tokens of the whole step."""
+        return replace(
+            self,
+            starts_R1=self.starts_R1[start : stop + 1],
+            lengths_R=self.lengths_R[start:stop],
+            page_table_RM=self.page_table_RM[start:stop],
+            num_rows=stop - start,
+            num_decodes=max(0, min(self.num_decodes, stop) - start),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +61,11 @@ class PagedKV:
 class Attend(Protocol):
     """A backend bound to one step's rows and to the caches."""
 
-    def __call__(self, layer: int, q_THA: Tensor) -> Tensor:
-        """Causal attention of q over each row's cached context, scale A**-0.5. Returns o_THA."""
+    def __call__(self, layer: int, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
+        """Causal attention of q over each row's cached context, scale A**-0.5.
+
+        Returns o_THA, which is out_THA if given. Lines of no row's tokens are left undefined.
+        """
         ...
 
 

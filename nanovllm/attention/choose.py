@@ -3,31 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
+from msgspec.structs import replace
 
 from nanovllm.attention import BACKENDS
-from nanovllm.attention.base import AttentionBackend, PagedKV
-from nanovllm.config import ConfigError
+from nanovllm.attention.base import AttentionBackend
+from nanovllm.attention.flash import HOPPER
+from nanovllm.config import ConfigError, Kernels
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.registry import resolve
 
-Factory = Callable[[tuple[PagedKV, ...]], AttentionBackend]
+Factory = Callable[..., AttentionBackend]  # of caches, and of a kernel for decode rows
+DECODE = {  # importing the second takes a second
+    "triton": "nanovllm_kernels.paged_decode",
+    "cute": "nanovllm_kernels.paged_decode_cute",
+}
 PREFERRED = {"cuda": ("flash", "triton", "torch"), "cpu": ("torch",)}  # by device type
 
 
 def choose_backend(
-    name: str, device: torch.device, layout: CacheLayout, page_tokens: int
-) -> tuple[Factory, str, str]:
-    """The backend's class, its name, and why the preferred ones before it were passed over.
+    kernels: Kernels,
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: CacheLayout,
+    page_tokens: int,
+) -> tuple[Factory, Kernels, str]:
+    """The backend's class, which kernels that means, and why preferred ones were passed over.
 
     Raises ConfigError with the reason if the recipe asks for one that cannot serve here.
     """
     passed_over: list[str] = []
-    for candidate in PREFERRED[device.type] if name == "auto" else (name,):
-        backend = resolve(BACKENDS, candidate)
-        reason = backend.supports(device, layout, page_tokens)
-        if reason is None:
-            return backend, candidate, "; ".join(passed_over)
-        passed_over.append(f"{candidate}: {reason}")
+    asked = kernels.attention
+    for name in PREFERRED[device.type] if asked == "auto" else (asked,):
+        backend = resolve(BACKENDS, name)
+        if (reason := backend.supports(device, layout, page_tokens)) is not None:
+            passed_over.append(f"{name}: {reason}")
+            continue
+        if name == "torch":
+            return backend, replace(kernels, attention=name, decode=name), "; ".join(passed_over)
+        decode = kernels.decode
+        if decode == "torch":
+            raise ConfigError(f"kernels.decode is torch, but kernels.attention is {name}")
+        if decode != "triton":
+            reason = cute_obstacle(device, dtype, layout, page_tokens)
+            if reason is not None and decode == "cute":
+                raise ConfigError(f"kernels.decode is cute, but {reason}; use triton")
+            passed_over += [f"decode by cute: {reason}"] if reason else []
+            decode = "triton" if reason else "cute"
+        factory = partial(backend, decode=import_module(DECODE[decode]))
+        return factory, replace(kernels, attention=name, decode=decode), "; ".join(passed_over)
     raise ConfigError(f"kernels.attention: {'; '.join(passed_over)}")
+
+
+def cute_obstacle(
+    device: torch.device, dtype: torch.dtype, layout: CacheLayout, page_tokens: int
+) -> str | None:
+    """Why decode rows are not for the CuTe DSL kernel, or None."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
+        return "it is for Hopper GPUs"
+    if find_spec("cutlass") is None:
+        return "the package nvidia-cutlass-dsl is not installed"
+    kernel = import_module(DECODE["cute"])
+    reason: str | None = kernel.obstacle(page_tokens, layout.paged[0].k_width, dtype)
+    return reason

@@ -1,4 +1,4 @@
-"""Attention of prefill and mixed batches by flash-attn-4; decode batches go to our own kernel.
+"""Attention of prompt chunks by flash-attn-4; decode rows go to our own kernel.
 
 Decision: the Hopper kernel is compiled here, once per number of query heads, with every size left
 open, and called directly. The package's own entry point spends about a thousand lines of Python per
@@ -13,14 +13,16 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from nanovllm_kernels import paged_decode as triton_decode
 from torch import Tensor
 
 from nanovllm.attention.base import Attend, Batch, PagedKV
-from nanovllm.attention.paged import bind_decode
+from nanovllm.attention.paged import DecodeKernel, bind_rows
 from nanovllm.kv.layout import CacheLayout
 
 HOPPER = 9
@@ -30,8 +32,9 @@ MAX_HEAD_WIDTH = 256
 class FlashPaged:
     name = "flash"
 
-    def __init__(self, caches: tuple[PagedKV, ...]) -> None:
+    def __init__(self, caches: tuple[PagedKV, ...], decode: DecodeKernel = triton_decode) -> None:
         self.caches = caches
+        self.decode = decode
         self._compiled: dict[int, Callable[..., None]] = {}  # by number of query heads
 
     @staticmethod
@@ -49,9 +52,7 @@ class FlashPaged:
         return None
 
     def bind(self, batch: Batch) -> Attend:
-        if batch.max_new == 1:
-            return bind_decode(self.caches, batch)
-        return FlashAttend(self, batch)
+        return bind_rows(self.caches, batch, partial(FlashAttend, self), self.decode)
 
     def forward(self, num_heads: int) -> Callable[..., None]:
         """Compiles on first use, for seconds: the engine's warm-up is to get here first."""
@@ -65,9 +66,9 @@ class FlashAttend:
     backend: FlashPaged
     batch: Batch
 
-    def __call__(self, layer: int, q_THA: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
         cache, batch = self.backend.caches[layer], self.batch
-        o_THA = torch.empty_like(q_THA)
+        o_THA = torch.empty_like(q_THA) if out_THA is None else out_THA
         self.backend.forward(q_THA.shape[1])(
             q_THA,
             cache.k_PSGA,

@@ -1,14 +1,18 @@
-"""Paged attention by our own Triton kernels: the portable GPU path, and every backend's decode.
+"""Paged attention by our own kernels: in Triton the portable GPU path, and every backend's decode.
 
 Knows shapes and launches; the arithmetic is in nanovllm_kernels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
-from nanovllm_kernels.paged_decode import INTERPRETED, paged_decode, plan_decode
+from nanovllm_kernels import paged_decode as triton_decode
+from nanovllm_kernels.paged_decode import INTERPRETED
 from nanovllm_kernels.paged_prefill import paged_prefill
 from torch import Tensor
 
@@ -16,13 +20,31 @@ from nanovllm.attention.base import Attend, Batch, PagedKV
 from nanovllm.kv.layout import CacheLayout
 
 MAX_HEAD_WIDTH = 256
+FEW_ROWS = 8  # for which the Triton kernel is the faster one
+
+
+class DecodeKernel(Protocol):
+    """A module of nanovllm_kernels with the functions of paged_decode; they share its meaning."""
+
+    def plan_decode(self, lengths_R: Tensor, k_PSGA: Tensor) -> Any: ...  # noqa: ANN401
+
+    def paged_decode(
+        self,
+        q_RHA: Tensor,
+        k_PSGA: Tensor,
+        v_PSGA: Tensor,
+        page_table_RM: Tensor,
+        lengths_R: Tensor,
+        plan: Any,  # noqa: ANN401
+    ) -> Tensor: ...
 
 
 class TritonPaged:
     name = "triton"
 
-    def __init__(self, caches: tuple[PagedKV, ...]) -> None:
+    def __init__(self, caches: tuple[PagedKV, ...], decode: DecodeKernel = triton_decode) -> None:
         self.caches = caches
+        self.decode = decode
 
     @staticmethod
     def supports(device: torch.device, layout: CacheLayout, page_tokens: int) -> str | None:
@@ -37,27 +59,54 @@ class TritonPaged:
         return None
 
     def bind(self, batch: Batch) -> Attend:
-        if batch.max_new == 1:
-            return bind_decode(self.caches, batch)
-        return TritonPrefill(self.caches, batch)
+        return bind_rows(self.caches, batch, partial(TritonPrefill, self.caches), self.decode)
 
 
-def bind_decode(caches: tuple[PagedKV, ...], batch: Batch) -> Attend:
-    """For a batch in which every row feeds one token."""
-    return TritonDecode(caches, batch, plan_decode(batch.lengths_R, caches[0].k_PSGA))
+def bind_rows(
+    caches: tuple[PagedKV, ...],
+    batch: Batch,
+    bind_chunks: Callable[[Batch], Attend],
+    kernel: DecodeKernel,
+) -> Attend:
+    """Decode rows to our own kernel, prompt chunks to the backend's."""
+    at = batch.num_decodes
+    if at == 0:
+        return bind_chunks(batch)
+    rows = batch.rows(0, at)
+    kernel = triton_decode if at <= FEW_ROWS else kernel
+    decode = Decode(caches, rows, kernel, kernel.plan_decode(rows.lengths_R, caches[0].k_PSGA))
+    if at == batch.num_rows:
+        return decode
+    return Both(decode, bind_chunks(batch.rows(at, batch.num_rows)))
 
 
 @dataclass(frozen=True, slots=True)
-class TritonDecode:
+class Decode:
     caches: tuple[PagedKV, ...]
     batch: Batch
-    plan_N5: Tensor
+    kernel: DecodeKernel
+    plan: Any
 
-    def __call__(self, layer: int, q_THA: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
         cache, batch = self.caches[layer], self.batch
-        return paged_decode(
-            q_THA, cache.k_PSGA, cache.v_PSGA, batch.page_table_RM, batch.lengths_R, self.plan_N5
+        o_RHA = self.kernel.paged_decode(
+            q_THA, cache.k_PSGA, cache.v_PSGA, batch.page_table_RM, batch.lengths_R, self.plan
         )
+        return o_RHA if out_THA is None else out_THA.copy_(o_RHA)
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """Of a step with decode rows, which come first, and prompt chunks."""
+
+    decode: Decode
+    chunks: Attend
+
+    def __call__(self, layer: int, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
+        o_THA = self.chunks(layer, q_THA, out_THA)
+        at = self.decode.batch.num_rows
+        o_THA[:at] = self.decode(layer, q_THA[:at])
+        return o_THA
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +114,7 @@ class TritonPrefill:
     caches: tuple[PagedKV, ...]
     batch: Batch
 
-    def __call__(self, layer: int, q_THA: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
         cache, batch = self.caches[layer], self.batch
         return paged_prefill(
             q_THA,
@@ -75,4 +124,5 @@ class TritonPrefill:
             batch.starts_R1,
             batch.lengths_R,
             batch.max_new,
+            out_THA,
         )

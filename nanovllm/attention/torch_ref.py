@@ -76,11 +76,11 @@ class TorchAttend:
     caches: tuple[PagedKV, ...]
     groups: tuple[RowGroup, ...]
 
-    def __call__(self, layer: int, q_THA: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
         cache = self.caches[layer]
         queries = torch.split(q_THA, [group.num_rows * group.num_new for group in self.groups])
         pairs = zip(self.groups, queries, strict=True)
-        return torch.cat([attend(group, q_THA, cache) for group, q_THA in pairs])
+        return torch.cat([attend(group, q_THA, cache) for group, q_THA in pairs], out=out_THA)
 
 
 def attend(group: RowGroup, q_THA: Tensor, cache: PagedKV) -> Tensor:

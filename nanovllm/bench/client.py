@@ -13,8 +13,8 @@ import asyncio
 import gc
 import signal
 import time
-from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext
 from typing import cast
 
 import httptools
@@ -25,7 +25,7 @@ from msgspec import Struct
 from nanovllm.bench.measure import Sample
 
 REQUEST_TIMEOUT_S = 600.0
-PROGRESS_S = 0.2
+READY_S = 60.0  # to start a client process
 
 
 class Target(Struct, frozen=True):
@@ -54,17 +54,28 @@ class Share(Struct, frozen=True):
     num_lanes: int  # closed loop: requests this process keeps in flight
 
 
-class Progress(Struct, frozen=True, tag="progress"):
-    num_finished: int  # since the last report
-    num_chunks: int
-
-
-class Done(Struct, frozen=True, tag="done"):
+class Done(Struct):
     samples: list[Sample]
     busy: float  # share of the run in which this process was on a CPU
 
 
-Report = Progress | Done
+class Shared:
+    """What all client processes of a run have in common."""
+
+    def __init__(self, context: SpawnContext, num_clients: int) -> None:
+        self.all_ready = context.Barrier(num_clients + 1)  # the parent too
+        self.counts = context.Array("q", 3)  # bodies taken, requests finished, chunks received
+
+    def take(self) -> int:
+        """0, 1, 2, ..., each to one caller only."""
+        with self.counts.get_lock():
+            self.counts[0] += 1
+            return int(self.counts[0]) - 1
+
+    def finished(self, num_chunks: int) -> None:
+        with self.counts.get_lock():
+            self.counts[1] += 1
+            self.counts[2] += num_chunks
 
 
 class _Delta(Struct):
@@ -188,51 +199,46 @@ class Channel(asyncio.Protocol):
 class _Driver:
     """Runs one share of requests; finished ones gather in `samples`."""
 
-    def __init__(self, share: Share, start: float) -> None:
+    def __init__(self, share: Share, shared: Shared) -> None:
         self.samples: list[Sample] = []
         self._share = share
-        self._start = start
-        self._num_reported = 0
+        self._shared = shared
+        self._start = time.perf_counter()
         self._idle: list[Channel] = []
 
-    async def closed_loop(self, take: Callable[[], int]) -> None:
-        async def lane() -> None:
-            while (at := take()) < len(self._share.bodies):
-                await self._send(self._share.bodies[at])
+    async def run(self) -> Done:
+        cpu = time.process_time()
+        due_s = self._share.due_s
+        if due_s:
+            await asyncio.gather(*map(self._one, self._share.bodies, due_s))
+        else:
+            await asyncio.gather(*(self._lane() for _ in range(self._share.num_lanes)))
+        wall = time.perf_counter() - self._start
+        return Done(self.samples, (time.process_time() - cpu) / max(wall, 1e-9))
 
-        await self._at(0.0)
-        await asyncio.gather(*(lane() for _ in range(self._share.num_lanes)))
+    async def _lane(self) -> None:
+        while (at := self._shared.take()) < len(self._share.bodies):
+            await self._send(self._share.bodies[at])
 
-    async def open_loop(self) -> None:
-        async def one(body: bytes, due_s: float) -> None:
-            await self._at(due_s)
-            await self._send(body, due_s)
-
-        await asyncio.gather(*map(one, self._share.bodies, self._share.due_s))
-
-    def progress(self) -> Progress:
-        new = self.samples[self._num_reported :]
-        self._num_reported += len(new)
-        return Progress(len(new), sum(len(sample.stamps) for sample in new))
-
-    async def _at(self, due_s: float) -> None:
+    async def _one(self, body: bytes, due_s: float) -> None:
         await asyncio.sleep(self._start + due_s - time.perf_counter())
+        await self._send(body, due_s)
 
     async def _send(self, body: bytes, due_s: float | None = None) -> None:
-        target = self._share.target
         while self._idle and not self._idle[-1].is_open:
             self._idle.pop()
         try:
             channel = self._idle.pop() if self._idle else await self._connect()
         except OSError as error:
-            self.samples.append(Sample(time.perf_counter(), [], error=f"cannot connect: {error}"))
-            return
-        sample = await channel.ask(target.request(body))
+            sample = Sample(time.perf_counter(), [], error=f"cannot connect: {error}")
+        else:
+            sample = await channel.ask(self._share.target.request(body))
+            if channel.is_open:
+                self._idle.append(channel)
         if due_s is not None:
             sample.late_s = sample.sent - self._start - due_s
         self.samples.append(sample)
-        if channel.is_open:
-            self._idle.append(channel)
+        self._shared.finished(len(sample.stamps))
 
     async def _connect(self) -> Channel:
         target, loop = self._share.target, asyncio.get_running_loop()
@@ -241,32 +247,9 @@ class _Driver:
         return channel
 
 
-async def _report(driver: _Driver, pipe: Connection) -> None:
-    while True:
-        await asyncio.sleep(PROGRESS_S)
-        pipe.send_bytes(msgspec.msgpack.encode(driver.progress()))
-
-
-async def _run(share: Share, take: Callable[[], int] | None, pipe: Connection) -> Done:
-    pipe.send_bytes(b"ready")
-    start: float = msgspec.msgpack.decode(pipe.recv_bytes(), type=float)
-    driver = _Driver(share, start)
-    cpu = time.process_time()
-    reporter = asyncio.create_task(_report(driver, pipe))
-    work: Awaitable[None] = driver.closed_loop(take) if take else driver.open_loop()
-    await work
-    reporter.cancel()
-    pipe.send_bytes(msgspec.msgpack.encode(driver.progress()))
-    wall = time.perf_counter() - start
-    return Done(driver.samples, (time.process_time() - cpu) / max(wall, 1e-9))
-
-
-def main(share: Share, take: Callable[[], int] | None, pipe: Connection) -> None:
-    """A client process: reports "ready", receives the start time, sends `Report`s.
-
-    `take` hands out the next request's index, each to one process only; None is the open loop.
-    """
+def main(share: Share, shared: Shared, pipe: Connection) -> None:
+    """A client process: waits until all are there, and sends what it is `Done` with."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     gc.disable()  # nothing here is cyclic, and a pause would look like the server's
-    done = uvloop.run(_run(share, take, pipe))
-    pipe.send_bytes(msgspec.msgpack.encode(done))
+    shared.all_ready.wait(READY_S)
+    pipe.send_bytes(msgspec.msgpack.encode(uvloop.run(_Driver(share, shared).run())))

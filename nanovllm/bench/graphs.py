@@ -11,31 +11,37 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
 
+import numpy as np
 import torch
 from msgspec import Struct
 
 from nanovllm.config import Recipe
-from nanovllm.runner.graphs import decode_rows
+from nanovllm.plan import Chunk, StepPlan
+from nanovllm.runner.batch import StepRows
+from nanovllm.runner.graphs import Captured, decode_rows
+from nanovllm.runner.pieces import Pieces
 from nanovllm.runner.runner import Forwarded, Runner
 from nanovllm.runner.warm import dead_rows
 
 CONTEXT = 1024  # longest made-up request, where the cache holds that many for every slot
 ROUNDS, STEPS = 3, 10  # the median of so many times, each of so many steps
+MOST_DECODES = 64  # beside prompt chunks
 MOST_OFF = 0.05  # of the largest logit; rounding in bfloat16 stays well below
 
 
 class Graph(Struct, frozen=True, kw_only=True):
     mode: str
-    rows: int
+    rows: int  # of pieces: tokens
     capture_s: float
     memory_bytes: int
     replay_s: float
     eager_s: float
     difference: float  # largest, of any logit
     largest_logit: float
-    used: float  # share of the load's steps
+    used: float  # share of the load's steps, which are decode steps
     padding: float  # dead rows / rows in these steps
 
     @property
@@ -81,32 +87,62 @@ def occupy(runner: Runner, seed: int = 0) -> None:
 
 @torch.inference_mode()
 def measure(runner: Runner, load: range) -> Iterator[Graph]:
-    """Smallest graph first. Spoils the runner's slots and caches. `load`: rows of the steps."""
+    """Smallest graph first, then pieces. Spoils the runner's slots and caches.
+
+    `load`: rows of the decode steps.
+    """
     occupy(runner)
     steps = Counter(runner.graphs.fit(rows) for rows in load)
     for size, captured in sorted(runner.graphs.captured.items()):
-
-        def replay(size: int = size) -> object:
-            return runner.graphs.replay(size)
-
-        def eager(size: int = size) -> object:
-            rows = decode_rows(runner.graphs.static_slots_R[:size], longest(runner))
-            return runner.graphs.run(rows)
-
-        expected, found = logits(eager()).float(), logits(replay()).float()
+        decode = decode_rows(runner.graphs.static_slots_R[:size], longest(runner))
+        eager, replay = partial(runner.forward, decode), partial(runner.graphs.replay, size)
         fed = sum(rows for rows in load if runner.graphs.fit(rows) == size)
-        yield Graph(
-            mode="FULL/decode",
-            rows=size,
-            capture_s=captured.seconds,
-            memory_bytes=captured.bytes_used,
-            difference=float((found - expected).abs().max()),
-            largest_logit=float(expected.abs().max()),
-            replay_s=seconds_of(replay, runner.device),
-            eager_s=seconds_of(eager, runner.device),
-            used=steps[size] / len(load),
-            padding=1 - fed / (steps[size] * size) if steps[size] else 0.0,
-        )
+        padding = 1 - fed / (steps[size] * size) if steps[size] else 0.0
+        used = steps[size] / len(load)
+        yield compared(runner, "FULL/decode", size, captured, eager, replay, used, padding)
+    runner.slots.lengths_N //= 2  # leaves the requests room for chunks
+    for size, pieces in runner.pieces.captured.items():
+        eager = partial(runner.forward, mixed_rows(runner, size))
+        yield compared(runner, "PIECEWISE/mixed", size, pieces, eager, partial(eager, size))
+
+
+def compared(
+    runner: Runner,
+    mode: str,
+    size: int,
+    captured: Captured | Pieces,
+    eager: Callable[[], object],
+    replay: Callable[[], object],
+    used: float = 0.0,
+    padding: float = 0.0,
+) -> Graph:
+    expected, found = logits(eager()).float(), logits(replay()).float()
+    return Graph(
+        mode=mode,
+        rows=size,
+        capture_s=captured.seconds,
+        memory_bytes=captured.bytes_used,
+        difference=float((found - expected).abs().max()),
+        largest_logit=float(expected.abs().max()),
+        replay_s=seconds_of(replay, runner.device),
+        eager_s=seconds_of(eager, runner.device),
+        used=used,
+        padding=padding,
+    )
+
+
+def mixed_rows(runner: Runner, num_tokens: int) -> StepRows:
+    """Decode rows, and as many chunks of other requests as it takes."""
+    filled, most = context_of(runner)
+    num_decodes = min(MOST_DECODES, filled // 2, num_tokens // 2)
+    starts = range(num_decodes, num_tokens, most // 2)
+    chunks = [
+        Chunk(slot, min(most // 2, num_tokens - start), True)
+        for slot, start in zip(range(num_decodes, filled), starts, strict=False)
+    ]
+    decodes = np.arange(num_decodes, dtype=np.int32).tobytes()
+    plan = StepPlan(0, [], [], num_decodes, decodes, 0, chunks, longest(runner), [])
+    return runner.builder.rows(plan)
 
 
 def logits(forwarded: object) -> torch.Tensor:
@@ -135,17 +171,22 @@ def wait(device: torch.device) -> None:
 
 def kinds(runner: Runner, recipe: Recipe) -> list[Kind]:
     """Every kind of step, as the runner itself answers for it."""
-    slots = int(recipe.schedule.slots)
+    slots, most = int(recipe.schedule.slots), int(recipe.schedule.step_tokens)
     decode = decode_rows(runner.graphs.static_slots_R, longest(runner))
-    mixed = dead_rows(runner, 1, 2)
+    captured = max(runner.pieces.captured, default=1)
+    sizes = [(1, captured), (captured + 1, most)]
     return [
         Kind(
             steps=f"decode, 1 to {slots} rows",
-            why_eager=runner.graphs.why_eager(decode),
+            why_eager=runner.why_eager(decode),
         ),
-        Kind(
-            steps="prefill and mixed, any prompt chunk",
-            why_eager=runner.graphs.why_eager(mixed),
+        *(
+            Kind(
+                steps=f"prefill and mixed, {low} to {high} tokens",
+                why_eager=runner.why_eager(dead_rows(runner, 1, high)),
+            )
+            for low, high in sizes
+            if high > low
         ),
         Kind(
             steps="sampling, after either",

@@ -34,13 +34,16 @@ class Spread(Struct, frozen=True):
 
     count: int = 0
     mean: float = 0.0
-    median: float = 0.0
     std: float = 0.0
     p50: float = 0.0
     p90: float = 0.0
     p95: float = 0.0
     p99: float = 0.0
     max: float = 0.0
+
+    @property
+    def median(self) -> float:
+        return self.p50
 
 
 class Summary(Struct, frozen=True, kw_only=True):
@@ -63,6 +66,14 @@ class Summary(Struct, frozen=True, kw_only=True):
     @property
     def is_valid(self) -> bool:
         return self.completed > 0 and self.failed <= MAX_FAILED * (self.completed + self.failed)
+
+    @property
+    def verdict(self) -> str:
+        """Empty for a valid run."""
+        if self.is_valid:
+            return ""
+        total = self.completed + self.failed
+        return f"invalid: {self.failed} of {total} requests failed, more than {MAX_FAILED:.0%}"
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -142,18 +153,8 @@ def _spread(seconds: Iterable[float]) -> Spread:
     ms: npt.NDArray[np.float64] = 1e3 * np.fromiter(seconds, np.float64)
     if not ms.size:
         return Spread()
-    p50, p90, p95, p99 = (float(value) for value in np.percentile(ms, (50, 90, 95, 99)))
-    return Spread(
-        count=ms.size,
-        mean=float(ms.mean()),
-        median=p50,
-        std=float(ms.std()),
-        p50=p50,
-        p90=p90,
-        p95=p95,
-        p99=p99,
-        max=float(ms.max()),
-    )
+    p50, p90, p95, p99 = map(float, np.percentile(ms, (50, 90, 95, 99)))
+    return Spread(ms.size, float(ms.mean()), float(ms.std()), p50, p90, p95, p99, float(ms.max()))
 
 
 def _peak_tokens_per_s(samples: Sequence[Sample], start: float) -> float:

@@ -13,13 +13,13 @@ from typing import Protocol
 
 import msgspec
 
-from nanovllm.bench.machine import fingerprint
 from nanovllm.bench.measure import Sample, summarise
-from nanovllm.bench.outcome import Advance, Outcome, ProgressBar, now
-from nanovllm.bench.report import stats_facts
+from nanovllm.bench.outcome import Advance, Outcome, ProgressBar, concluded, now
+from nanovllm.bench.report import engine_facts, samples_of
 from nanovllm.bench.workload import TokenLoad, token_load
 from nanovllm.config import Config
 from nanovllm.ipc.client import EngineClient
+from nanovllm.server.metrics import Metrics, render
 from nanovllm.wire import Finish, Generate, Ready, Refusal, Sampling, TokenLogprobs
 
 STATS_S = 0.5  # the engine's counters come five times a second, and when it falls idle
@@ -36,16 +36,14 @@ async def measure_engine(
         warm = load.warm_up(seed + 1, ready.vocab_size)
         with bar(len(warm.prompts), "warm-up") as advance:
             await run(client, warm, advance)
-    before, started_at = client.stats, now()
+    before, started_at = samples_now(client), now()
     with bar(len(load.prompts), f"{ready.model} {load.name}") as advance:
         samples = await run(client, load, advance)
-    machine = fingerprint()
     await asyncio.sleep(STATS_S)
-    engine = stats_facts(before, client.stats)
+    engine = engine_facts(before, samples_now(client), {})
     client.close()
-    return Outcome(
-        kind="offline",
-        model=ready.model,
+    return concluded(
+        "offline",
         started_at=started_at,
         summary=summarise(samples),
         recipe=msgspec.json.decode(ready.recipe),
@@ -63,10 +61,21 @@ async def measure_engine(
             "prompts": "random token ids, no two prompts alike, other ones in the warm-up",
             "warmup": len(load.prompts) if warm_up else 0,
         },
-        metrics={},
         engine=engine,
-        machine=machine,
     )
+
+
+def samples_now(client: EngineClient) -> dict[str, float]:
+    """As a server's metrics page says them."""
+    ready = client.ready
+    page = render(
+        Metrics(),
+        client.stats,
+        model=ready.model,
+        page_tokens=ready.page_tokens,
+        num_pages=ready.num_pages,
+    )
+    return samples_of(page.decode())
 
 
 class Engine(Protocol):

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnContext
 from random import Random
+from threading import BrokenBarrierError
 from urllib.parse import urlsplit
 
 import httpx
@@ -18,17 +20,14 @@ import msgspec
 from msgspec import Struct
 
 from nanovllm.bench import client, cpu
-from nanovllm.bench.machine import fingerprint
 from nanovllm.bench.measure import Sample, summarise
-from nanovllm.bench.outcome import Advance, Outcome, ProgressBar, now
-from nanovllm.bench.report import engine_facts
+from nanovllm.bench.outcome import Advance, Outcome, ProgressBar, concluded, now
+from nanovllm.bench.report import engine_facts, samples_of
 from nanovllm.bench.workload import Load, arrivals, chat_bodies, random_text
 from nanovllm.config import Config, ConfigError
 
 SCRAPE_S = 1.0
-READY_S = 60.0  # to start a client process
-
-SpawnContext = multiprocessing.context.SpawnContext
+PROGRESS_S = 0.2
 
 
 class Served(Struct, frozen=True):
@@ -55,18 +54,12 @@ class _Api:
         self.url = url
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # No proxy from the environment may stand between a benchmark and its server.
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=120.0, trust_env=False)
-
-    def __enter__(self) -> _Api:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.close()
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=120.0, trust_env=False)
 
     def call(self, method: str, path: str, body: object = None) -> bytes:
         try:
             content = None if body is None else msgspec.json.encode(body)
-            reply = self._http.request(method, path, content=content)
+            reply = self.http.request(method, path, content=content)
         except httpx.HTTPError as error:
             raise ConfigError(
                 f"no server answers at {self.url} ({error}); start one with `nanovllm serve`, "
@@ -94,7 +87,8 @@ def measure_server(
     `config`: what it was started with. `supervisor`: its process id, if it is one of ours.
     """
     where = target(url, api_key)
-    with _Api(url, api_key) as api:
+    api = _Api(url, api_key)
+    with api.http:
         served = ask_server(api, load)
         if config is not None and served.model != config.served_name:
             raise ConfigError(f"{url} serves {served.model}; the recipe is {config.served_name}")
@@ -112,9 +106,9 @@ def measure_server(
         cpu_after = {} if supervisor is None else cpu.cpu_s(supervisor)
         engine = engine_facts(before, scrape(api), result.gauges)
     summary = summarise(result.samples, goals_ms)
-    return Outcome(
-        kind="serve",
-        model=served.model,
+    engine |= cpu.facts(cpu_before, cpu_after, summary.output_tokens)
+    return concluded(
+        "serve",
         started_at=started_at,
         summary=summary,
         recipe={"model": served.model} if config is None else msgspec.to_builtins(config.recipe),
@@ -127,9 +121,8 @@ def measure_server(
             "warmup": num_warm,
             "processes": processes,
         },
-        metrics={"client_busy": result.client_busy},
-        engine=engine | cpu.facts(cpu_before, cpu_after, summary.output_tokens),
-        machine=fingerprint(),
+        engine=engine,
+        client_busy=result.client_busy,
     )
 
 
@@ -172,39 +165,24 @@ def run(
     advance: Advance,
 ) -> Run:
     """Send the load from client processes; `read` is asked for the server's metrics meanwhile."""
-    context = multiprocessing.get_context("spawn")
     bodies = chat_bodies(load, served.model, served.num_words)
     count = min(processes, load.num_prompts, load.concurrency or processes)
-    take = None if load.concurrency is None else Tickets(context)
-    with _clients(context, _split(load, where, bodies, count), take) as pipes:
-        for pipe in pipes:
-            _receive(pipe, READY_S)
-        start = time.perf_counter() + 0.1
-        for pipe in pipes:
-            pipe.send_bytes(msgspec.msgpack.encode(start))
-        return _gather(pipes, read, advance)
+    context = multiprocessing.get_context("spawn")
+    shared = client.Shared(context, count)
+    with _clients(context, _split(load, where, bodies, count), shared) as pipes:
+        try:
+            shared.all_ready.wait(client.READY_S)
+            return _gather(pipes, shared, read, advance)
+        except (BrokenBarrierError, EOFError, OSError):
+            raise RuntimeError("a client process died or did not start") from None
 
 
 def scrape(api: _Api) -> dict[str, float]:
-    """The server's metrics by name and labels; empty when it has none."""
+    """The server's metrics; empty when it has none."""
     try:
-        text = api.call("GET", "/metrics").decode()
+        return samples_of(api.call("GET", "/metrics").decode())
     except ConfigError:
         return {}
-    lines = (line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#")
-    return {parts[0]: float(parts[1]) for parts in lines if len(parts) == 2}
-
-
-class Tickets:
-    """Hands out 0, 1, 2, ... to all client processes together."""
-
-    def __init__(self, context: SpawnContext) -> None:
-        self._next = context.Value("q", 0)
-
-    def __call__(self) -> int:
-        with self._next.get_lock():
-            self._next.value += 1
-            return int(self._next.value) - 1
 
 
 class _Model(Struct):
@@ -244,20 +222,18 @@ def _split(load: Load, where: client.Target, bodies: list[bytes], count: int) ->
 
 @contextmanager
 def _clients(
-    context: SpawnContext, shares: list[client.Share], take: Tickets | None
+    context: SpawnContext, shares: list[client.Share], shared: client.Shared
 ) -> Iterator[list[Connection]]:
     pipes, workers = [], []
     try:
         for share in shares:
             here, there = context.Pipe()
-            worker = context.Process(target=client.main, args=(share, take, there), daemon=True)
+            worker = context.Process(target=client.main, args=(share, shared, there), daemon=True)
             worker.start()
             there.close()  # so that its death is an EOF here
             pipes.append(here)
             workers.append(worker)
         yield pipes
-        for worker in workers:
-            worker.join(5.0)
     finally:
         for worker in workers:
             worker.terminate()
@@ -266,33 +242,25 @@ def _clients(
 
 def _gather(
     pipes: list[Connection],
+    shared: client.Shared,
     read: Callable[[], dict[str, float]],
     advance: Advance,
 ) -> Run:
     samples: list[Sample] = []
     gauges: dict[str, float] = {}
-    busy, scraped, open_pipes = 0.0, 0.0, list(pipes)
-    while open_pipes:
-        for pipe in wait(open_pipes, SCRAPE_S):
+    busy, scraped, shown, waiting = 0.0, 0.0, (0, 0), set(pipes)
+    while waiting:
+        for pipe in wait(waiting, PROGRESS_S):
             assert isinstance(pipe, Connection)
-            report = msgspec.msgpack.decode(_receive(pipe, 0.0), type=client.Report)
-            if isinstance(report, client.Progress):
-                advance(report.num_finished, report.num_chunks)
-                continue
-            samples += report.samples
-            busy = max(busy, report.busy)
-            open_pipes.remove(pipe)
+            done = msgspec.msgpack.decode(pipe.recv_bytes(), type=client.Done)
+            samples += done.samples
+            busy = max(busy, done.busy)
+            waiting.remove(pipe)
+        _, finished, chunks = shared.counts[:]
+        advance(finished - shown[0], chunks - shown[1])
+        shown = finished, chunks
         if time.perf_counter() - scraped > SCRAPE_S:
             for name, value in read().items():
                 gauges[name] = max(value, gauges.get(name, value))
             scraped = time.perf_counter()
     return Run(samples, busy, gauges)
-
-
-def _receive(pipe: Connection, limit_s: float) -> bytes:
-    try:
-        if pipe.poll(limit_s):
-            return pipe.recv_bytes()
-    except (EOFError, OSError):
-        pass
-    raise RuntimeError("a client process of the benchmark died or did not start")

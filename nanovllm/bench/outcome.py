@@ -1,4 +1,4 @@
-"""One measured run, whatever measured it, before it is printed and recorded.
+"""One measured run, whatever measured it, before it is printed and written.
 
 Knows neither HTTP nor the engine.
 """
@@ -6,70 +6,50 @@ Knows neither HTTP nor the engine.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from typing import Any
 
 from msgspec import Struct
 
-from nanovllm.bench import measure, report
-from nanovllm.bench.machine import Commit, Machine, versions
-from nanovllm.bench.record import Kind, Record, hide_secrets, without_secrets
+from nanovllm.bench.measure import Summary, metrics
+from nanovllm.bench.record import Kind, Record, of_this_machine
 
 Advance = Callable[[int, int], None]  # requests finished and tokens received since the last call
 ProgressBar = Callable[[int, str], AbstractContextManager[Advance]]  # of so many requests, label
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    kind: Kind
-    model: str
-    started_at: str
-    summary: measure.Summary
-    recipe: dict[str, Any]
-    changed: dict[str, Any]
-    workload: dict[str, Any]  # at least name, concurrency, request_rate, burstiness
-    metrics: dict[str, float]  # beside those of the summary
+    summary: Summary
     engine: dict[str, float]  # lines of the table's last section
-    machine: Machine
+    record: Record  # its workload has at least name, concurrency, request_rate, burstiness
 
-    def table(self) -> str:
-        mode = "Offline" if self.kind == "offline" else "Serving"
-        return report.table(
-            self.summary,
-            title=f" {mode} Benchmark Result ",
-            concurrency=self.workload["concurrency"],
-            request_rate=self.workload["request_rate"],
-            engine=self.engine,
-        )
 
-    def vllm_json(self) -> dict[str, object]:
-        return report.vllm_json(
-            self.summary,
-            date=self.started_at,
-            model=self.model,
-            concurrency=self.workload["concurrency"],
-            request_rate=self.workload["request_rate"],
-            burstiness=self.workload["burstiness"],
-        )
-
-    def as_record(self, commit: Commit, argv: list[str]) -> Record:
-        engine = {metric_name(label): value for label, value in self.engine.items()}
-        return Record(
-            kind=self.kind,
-            machine=self.machine,
-            commit=commit.hash,
-            dirty=commit.is_dirty,
-            started_at=self.started_at,
-            duration_s=self.summary.duration_s,
-            argv=without_secrets(argv),
-            recipe=hide_secrets(self.recipe),
-            changed=hide_secrets(self.changed),
-            workload=self.workload,
-            metrics=measure.metrics(self.summary) | self.metrics | engine,
-            versions=versions(),
-            notes=report.verdict(self.summary),
-        )
+def concluded(
+    kind: Kind,
+    *,
+    started_at: str,
+    summary: Summary,
+    recipe: Mapping[str, Any],
+    changed: Mapping[str, Any],
+    workload: dict[str, Any],
+    engine: dict[str, float],
+    **more: float,
+) -> Outcome:
+    """`more`: metrics that the table does not show."""
+    labelled = {metric_name(label): value for label, value in engine.items()}
+    record = of_this_machine(
+        kind=kind,
+        started_at=started_at,
+        duration_s=summary.duration_s,
+        recipe=recipe,
+        changed=changed,
+        workload=workload,
+        metrics=metrics(summary) | more | labelled,
+        notes=summary.verdict,
+    )
+    return Outcome(summary=summary, engine=engine, record=record)
 
 
 def metric_name(label: str) -> str:

@@ -18,9 +18,10 @@ from msgspec import Struct
 from nanovllm.bench.machine import Machine, commit, fingerprint, versions
 from nanovllm.config import ConfigError
 
-Kind = Literal["serve", "offline", "kernels", "kv", "graphs", "parity", "demo"]
+Kind = Literal["serve", "offline", "kernels", "kv", "graphs", "parity", "demo", "clients"]
 SECRETS = ("--api-key", "server.api_key")
-UNNAMED = ("load.", "server.")  # altered keys that do not tell records of a day apart
+# Altered keys that do not tell records of a day apart.
+UNNAMED = ("load.", "server.host", "server.port", "server.api_key", "server.served_name")
 
 
 class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,6 +84,7 @@ def of_this_machine(
     changed: Mapping[str, Any],
     workload: dict[str, Any],
     metrics: dict[str, float],
+    notes: str = "",
 ) -> Record:
     """What was just measured here, by the command line that runs."""
     tree = commit()
@@ -99,6 +101,7 @@ def of_this_machine(
         workload=workload,
         metrics=metrics,
         versions=versions(),
+        notes=notes,
     )
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from nanovllm.bench.measure import MAX_FAILED, Spread, Summary
+from nanovllm.bench.measure import Summary
+from nanovllm.bench.outcome import Outcome
 from nanovllm.bench.record import Record
-from nanovllm.wire import Stats
 
 WIDTH = 50
 HEADS = {
@@ -21,26 +21,27 @@ HEADS = {
 }
 SHOWN = ("mean", "median", "p50", "p90", "p95", "p99")
 MAX_ERRORS = 5  # kinds of errors listed
+STEPS = "nanovllm:graph_steps_total"
+GAINS = {  # lines of the table: counters of the server
+    "Preemptions": "vllm:num_preemptions_total",
+    "Padded tokens": "nanovllm:graph_padded_tokens_total",
+    "Host bubble (s)": "nanovllm:host_bubble_seconds_total",
+}
 
 
-def table(
-    summary: Summary,
-    *,
-    title: str,
-    concurrency: int | None,
-    request_rate: float | None,
-    engine: Mapping[str, float],
-) -> str:
-    duration = summary.duration_s
+def table(outcome: Outcome) -> str:
+    summary, load = outcome.summary, outcome.record.workload
+    mode = "Offline" if outcome.record.kind == "offline" else "Serving"
+    duration, total = summary.duration_s, summary.input_tokens + summary.output_tokens
     lines = [
-        title.center(WIDTH, "="),
+        f" {mode} Benchmark Result ".center(WIDTH, "="),
         _line("Successful requests:", summary.completed),
         _line("Failed requests:", summary.failed),
     ]
-    if concurrency is not None:
-        lines.append(_line("Maximum request concurrency:", concurrency))
-    if request_rate is not None:
-        lines.append(_line("Request rate configured (RPS):", request_rate))
+    if load["concurrency"] is not None:
+        lines.append(_line("Maximum request concurrency:", load["concurrency"]))
+    if load["request_rate"] is not None:
+        lines.append(_line("Request rate configured (RPS):", load["request_rate"]))
     lines += [
         _line("Benchmark duration (s):", duration),
         _line("Total input tokens:", summary.input_tokens),
@@ -49,7 +50,6 @@ def table(
     ]
     if summary.num_good is not None:
         lines.append(_line("Request goodput (req/s):", summary.num_good / duration))
-    total = summary.input_tokens + summary.output_tokens
     lines += [
         _line("Output token throughput (tok/s):", summary.output_tokens_per_s),
         _line("Peak output token throughput (tok/s):", summary.peak_tokens_per_s),
@@ -58,118 +58,99 @@ def table(
     ]
     for name, spread in summary.latencies().items():
         lines.append(HEADS[name].center(WIDTH, "-"))
-        lines += _latency_lines(name.upper(), spread)
-    if engine:
+        for key in (*SHOWN, "max") if name == "itl" else SHOWN:
+            label = f"{key.capitalize()} {name.upper()} (ms):"
+            lines.append(_line(label, float(getattr(spread, key))))
+    if outcome.engine:
         lines.append("Engine (nanovllm)".center(WIDTH, "-"))
-        lines += [_line(f"{name}:", value) for name, value in engine.items()]
-    lines.append("=" * WIDTH)
-    return "\n".join(lines + errors(summary))
+        lines += [_line(f"{name}:", value) for name, value in outcome.engine.items()]
+    return "\n".join([*lines, "=" * WIDTH, *errors(summary)])
 
 
 def errors(summary: Summary) -> list[str]:
     """What failed how often, and what that means for the run."""
     worst = sorted(summary.errors.items(), key=lambda item: -item[1])[:MAX_ERRORS]
     lines = [f"{count} x {error}" for error, count in worst]
-    return lines if summary.is_valid else [*lines, verdict(summary)]
+    return lines if summary.is_valid else [*lines, summary.verdict]
 
 
-def verdict(summary: Summary) -> str:
-    """Empty for a valid run."""
-    if summary.is_valid:
-        return ""
-    total = summary.completed + summary.failed
-    return f"invalid: {summary.failed} of {total} requests failed, more than {MAX_FAILED:.0%}"
-
-
-def vllm_json(
-    summary: Summary,
-    *,
-    date: str,
-    model: str,
-    concurrency: int | None,
-    request_rate: float | None,
-    burstiness: float,
-) -> dict[str, object]:
+def vllm_json(outcome: Outcome) -> dict[str, object]:
     """The file of `vllm bench serve --save-result`, and the keys of `vllm bench throughput`."""
-    duration = summary.duration_s
-    total = summary.input_tokens + summary.output_tokens
-    num_good = summary.num_good
+    summary, load, model = outcome.summary, outcome.record.workload, outcome.record.recipe["model"]
+    duration, total = summary.duration_s, summary.input_tokens + summary.output_tokens
+    good, rate = summary.num_good, load["request_rate"]
     found: dict[str, object] = {
-        "date": date,
+        "date": outcome.record.started_at,
         "backend": "nanovllm",
         "model_id": model,
         "tokenizer_id": model,
         "num_prompts": summary.completed + summary.failed,
-        "request_rate": "inf" if request_rate is None else request_rate,
-        "burstiness": burstiness,
-        "max_concurrency": concurrency,
-        "duration": duration,
+        "request_rate": "inf" if rate is None else rate,
+        "burstiness": load["burstiness"],
+        "max_concurrency": load["concurrency"],
         "completed": summary.completed,
         "failed": summary.failed,
         "total_input_tokens": summary.input_tokens,
         "total_output_tokens": summary.output_tokens,
-        "request_throughput": summary.completed / duration,
-        "request_goodput": None if num_good is None else num_good / duration,
+        "request_goodput": None if good is None else good / duration,
         "output_throughput": summary.output_tokens_per_s,
-        "total_token_throughput": total / duration,
         "max_output_tokens_per_s": summary.peak_tokens_per_s,
         "max_concurrent_requests": summary.peak_concurrent,
-        "elapsed_time": duration,
         "num_requests": summary.completed,
         "total_num_tokens": total,
-        "requests_per_second": summary.completed / duration,
-        "tokens_per_second": total / duration,
         "errors": summary.errors,
     }
+    for value, names in (
+        (duration, ("duration", "elapsed_time")),
+        (summary.completed / duration, ("request_throughput", "requests_per_second")),
+        (total / duration, ("total_token_throughput", "tokens_per_second")),
+    ):
+        found |= dict.fromkeys(names, value)
     for name, spread in summary.latencies().items():
-        for key in ("mean", "median", "std", "p50", "p90", "p95", "p99"):
+        for key in (*SHOWN, "std"):
             found[f"{key}_{name}_ms"] = getattr(spread, key)
     return found
+
+
+def samples_of(page: str) -> dict[str, float]:
+    """A metrics page's values by name and labels."""
+    lines = (line.rsplit(" ", 1) for line in page.splitlines() if line and line[0] != "#")
+    return {parts[0]: float(parts[1]) for parts in lines if len(parts) == 2}
 
 
 def engine_facts(
     before: Mapping[str, float], after: Mapping[str, float], peaks: Mapping[str, float]
 ) -> dict[str, float]:
-    """What the server's own metrics say of a run; only what it exports."""
+    """What the engine's metrics say of a run; only what it exports."""
 
     def gained(name: str) -> float | None:
         keys = [key for key in after if key.split("{", 1)[0] == name]
         return sum(after[key] - before.get(key, 0.0) for key in keys) if keys else None
 
     facts: dict[str, float] = {}
-    for key, value in after.items():
-        if key.startswith("nanovllm:graph_steps_total{") and value > before.get(key, 0.0):
-            labels = dict(re.findall(r'(\w+)="([^"]*)"', key))
-            facts[f"Steps {labels['mode']}/{labels['phase']}"] = value - before.get(key, 0.0)
+    for key, labels in labelled(after, STEPS):
+        if after[key] > before.get(key, 0.0):
+            facts[f"Steps {labels['mode']}/{labels['phase']}"] = after[key] - before.get(key, 0.0)
     hits, asked = gained("vllm:prefix_cache_hits_total"), gained("vllm:prefix_cache_queries_total")
     if hits is not None and asked:
         facts["Prefix cache hits (%)"] = 100.0 * hits / asked
-    totals = {
-        "Preemptions": "vllm:num_preemptions_total",
-        "Padded tokens": "nanovllm:graph_padded_tokens_total",
-        "Host bubble (s)": "nanovllm:host_bubble_seconds_total",
-    }
-    for shown, name in totals.items():
-        total = gained(name)
-        if total is not None:
-            facts[shown] = total
-    usage = [v for k, v in peaks.items() if k.startswith("vllm:kv_cache_usage_perc")]
+    facts |= {shown: total for shown, name in GAINS.items() if (total := gained(name)) is not None}
+    if steps := gained("nanovllm:steps_total"):
+        for key, labels in labelled(after, "nanovllm:host_seconds_total"):
+            spent = after[key] - before.get(key, 0.0)
+            facts[f"Host us/step {labels['part']}"] = 1e6 * spent / steps
+    for key, _ in labelled(after, "nanovllm:host_step_p50_seconds"):
+        facts["Host us/step p50"] = 1e6 * after[key]
+    usage = [peaks[key] for key, _ in labelled(peaks, "vllm:kv_cache_usage_perc")]
     if usage:
         facts["Peak KV cache usage (%)"] = 100.0 * max(usage)
     return facts
 
 
-def stats_facts(before: Stats, after: Stats) -> dict[str, float]:
-    """The same from the engine's own counters, which it sends with its results."""
-    facts: dict[str, float] = {
-        f"Steps {mode}": count - before.steps_by_mode.get(mode, 0)
-        for mode, count in after.steps_by_mode.items()
-        if count > before.steps_by_mode.get(mode, 0)
-    }
-    facts["Preemptions"] = after.num_preemptions - before.num_preemptions
-    facts["Padded tokens"] = after.padded_tokens - before.padded_tokens
-    facts["Host bubble (s)"] = after.host_bubble_s - before.host_bubble_s
-    return facts
+def labelled(samples: Mapping[str, float], name: str) -> list[tuple[str, dict[str, str]]]:
+    """The keys of one metric, with their labels."""
+    found = [key for key in samples if key.split("{", 1)[0] == name]
+    return [(key, dict(re.findall(r'(\w+)="([^"]*)"', key))) for key in found]
 
 
 def compare(a: Record, b: Record) -> str:
@@ -203,11 +184,6 @@ def _origin(record: Record) -> str:
 def _differences(label: str, a: Mapping[str, object], b: Mapping[str, object]) -> list[str]:
     keys = [key for key in {**a, **b} if a.get(key) != b.get(key)]
     return [f"{label}.{key}: {a.get(key, '-')} -> {b.get(key, '-')}" for key in keys]
-
-
-def _latency_lines(name: str, spread: Spread) -> list[str]:
-    keys = (*SHOWN, "max") if name == "ITL" else SHOWN
-    return [_line(f"{key.capitalize()} {name} (ms):", float(getattr(spread, key))) for key in keys]
 
 
 def _line(label: str, value: float) -> str:

@@ -46,8 +46,8 @@ def resolved(config: Config) -> Resolved:
     recipe = resolve(config.recipe, device, dtype, model_config.max_position_embeddings)
     mesh = Mesh()
     layout = family.cache_layout(model_config, mesh, dtype.itemsize)
-    _, attention, passed_over = choose_backend(
-        recipe.kernels.attention, device, layout, int(recipe.cache.page_tokens)
+    _, kernels, passed_over = choose_backend(
+        recipe.kernels, device, dtype, layout, int(recipe.cache.page_tokens)
     )
-    recipe = replace(recipe, kernels=replace(recipe.kernels, attention=attention))
+    recipe = replace(recipe, kernels=kernels)
     return Resolved(recipe, family, model_config, layout, mesh, device, dtype, passed_over)

@@ -21,6 +21,10 @@ READY_S = 3600.0  # the largest checkpoints load for many minutes
 STOP_S = 60.0
 
 
+class NotStarted(ConfigError):
+    """The server ended before it was ready."""
+
+
 class Started(Struct, frozen=True):
     pid: int
     ready_s: float  # from start to ready
@@ -30,7 +34,7 @@ class Started(Struct, frozen=True):
 def started(command: Sequence[str], url: str) -> Iterator[Started]:
     """Run a server until the block ends.
 
-    Raises ConfigError with the server's last lines when it does not come up.
+    Raises NotStarted with the server's last lines when it does not come up.
     """
     if _is_healthy(url):
         raise ConfigError(f"something already listens at {url}; stop it, or set server.port")
@@ -42,7 +46,7 @@ def started(command: Sequence[str], url: str) -> Iterator[Started]:
                 if server.poll() is not None or time.perf_counter() - begin > READY_S:
                     output.seek(0)
                     tail = "".join(output.readlines()[-5:]).strip()
-                    raise ConfigError(f"the server did not come up: {tail}")
+                    raise NotStarted(f"the server did not come up: {tail}")
                 time.sleep(POLL_S)
             yield Started(server.pid, time.perf_counter() - begin)
         finally:

@@ -12,11 +12,13 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from nanovllm.bench.plot import Panel, Point, Series, draw
+from nanovllm.bench import plot
+from nanovllm.bench.plot import Panel, Point
 from nanovllm.bench.record import UNNAMED, Record, new_path
 from nanovllm.config import ConfigError
 
 RATE, TPOT, TTFT = "output_tokens_per_s", "tpot_p50_ms", "ttft_p50_ms"
+SPEED = "output tokens per second"
 LOADS = ("serve", "offline")  # the kinds of record that have throughput and latency
 
 
@@ -70,7 +72,8 @@ def facts(record: Record) -> dict[str, str]:
     """What a curve has in common."""
     load = record.workload
     if "input_len" in load:
-        work = f"{load['input_len']} + {load['output_len']} tokens"
+        kind = " structured" if load.get("structured") else ""
+        work = f"{load['input_len']} + {load['output_len']}{kind} tokens"
     else:
         work = str(load["name"])
     return {
@@ -96,91 +99,54 @@ def intensity(record: Record) -> tuple[str, float]:
     return str(count), float(count)
 
 
-def table(found: Sequence[Curve]) -> str:
+def table(shared: str, found: Sequence[Curve]) -> str:
     """Per load, every curve's speed and its ratio to the first curve that has this load."""
-    letters = [chr(ord("A") + at % 26) for at in range(len(found))]
-    lines = [f"{letter}  {curve.name}" for letter, curve in zip(letters, found, strict=True)]
-    lines.append(
-        f"{'load':>6} {'':2} {'tok/s':>11} {'ratio':>6} {'tok/s/user':>11} {'TPOT p50 ms':>12} "
-        f"{'ratio':>6} {'TTFT p50 ms':>12} {'ratio':>6}"
-    )
-    loads = {intensity(record): None for curve in found for record in curve.records}
-    for load in sorted(loads, key=lambda load: load[1]):
-        first: Mapping[str, float] | None = None
-        for letter, curve in zip(letters, found, strict=True):
-            for record in curve.records:
-                if intensity(record) == load:
-                    lines.append(f"{load[0]:>6} {letter:2} {cells(record.metrics, first)}")
-                    first = first or record.metrics
+    columns = ((RATE, "tok/s"), (TPOT, "TPOT p50 ms"), (TTFT, "TTFT p50 ms"))
+    head = " ".join(f"{title:>12} {'ratio':>6}" for _, title in columns)
+    lines = [shared, f"{'load':>6} {head}"]
+    firsts: dict[str, Mapping[str, float]] = {}
+    rows = [(curve.name, record) for curve in found for record in curve.records]
+    for name, record in sorted(rows, key=lambda row: intensity(row[1])[1]):
+        load, metrics = intensity(record)[0], record.metrics
+        cells = []
+        for metric, _ in columns:
+            value, first = metrics.get(metric), firsts.get(load, {}).get(metric)
+            cells.append("-" if value is None else f"{value:,.2f}")
+            cells.append(f"{value / first:.3f}" if value is not None and first else "")
+        firsts.setdefault(load, metrics)
+        shown = " ".join(f"{cell:>{(12, 6)[at % 2]}}" for at, cell in enumerate(cells))
+        lines.append(f"{load:>6} {shown}  {name}")
     return "\n".join(lines)
 
 
-def cells(metrics: Mapping[str, float], first: Mapping[str, float] | None) -> str:
-    def of(name: str, width: int) -> str:
-        value = metrics.get(name)
-        return f"{'-':>{width}}" if value is None else f"{value:>{width},.2f}"
+def draw(path: Path, shared: str, found: Sequence[Curve]) -> None:
+    """Throughput against both latencies; points are labelled with their loads.
 
-    def ratio(name: str) -> str:
-        base = first.get(name) if first else None
-        return f"{metrics[name] / base:6.3f}" if base and name in metrics else f"{'':6}"
+    Raises ConfigError when there is nothing to draw, or no file to be written.
+    """
 
-    tpot = metrics.get(TPOT)
-    per_user = f"{1e3 / tpot:>11,.1f}" if tpot else f"{'-':>11}"
-    return (
-        f"{of(RATE, 11)} {ratio(RATE)} {per_user} {of(TPOT, 12)} {ratio(TPOT)} {of(TTFT, 12)} "
-        f"{ratio(TTFT)}"
-    ).rstrip()
-
-
-def plot(shared: str, found: Sequence[Curve]) -> str:
-    """An SVG of throughput against both latencies; the labels of points are their loads."""
-
-    def series(metric: str) -> tuple[Series, ...]:
-        lines = []
-        for curve in found:
-            points = [
+    def lines(metric: str) -> dict[str, list[Point]]:
+        points = {
+            curve.name: [
                 Point(record.metrics[metric], record.metrics[RATE], intensity(record)[0])
                 for record in curve.records
                 if metric in record.metrics
             ]
-            if points:
-                lines.append(Series(curve.name, tuple(points)))
-        return tuple(lines)
+            for curve in found
+        }
+        return {name: line for name, line in points.items() if line}
 
     panels = [
-        Panel(
-            title="Against time per output token",
-            x_label="TPOT p50 (ms)",
-            y_label="output tokens per second",
-            series=series(TPOT),
-            also=lambda ms: 1e3 / ms,
-            also_label="tokens per second and user",
-        ),
-        Panel(
-            title="Against time to first token",
-            x_label="TTFT p50 (ms)",
-            y_label="output tokens per second",
-            series=series(TTFT),
-        ),
+        Panel("Against time per output token", "TPOT p50 (ms)", SPEED, lines(TPOT)),
+        Panel("Against time to first token", "TTFT p50 (ms)", SPEED, lines(TTFT)),
     ]
-    drawn = [panel for panel in panels if panel.series]
+    drawn = [panel for panel in panels if panel.lines]
     if not drawn:
         raise ConfigError(f"no record has {TPOT} or {TTFT}: nothing to plot")
-    return draw("Throughput against latency", f"{shared}; points: requests in flight", drawn)
+    plot.draw(path, f"Throughput against latency: {shared}", drawn)
 
 
-def place(records: Sequence[Record], results_dir: Path) -> Path:
-    """Of the plot, beside its records."""
+def place(records: Sequence[Record], results_dir: Path, name: str, suffix: str) -> Path:
+    """Of what is said of these records together, beside them."""
     first = records[0]
-    return new_path(
-        replace(first, workload=first.workload | {"name": "sweep"}), results_dir, ".svg"
-    )
-
-
-def write(path: Path, shared: str, found: Sequence[Curve]) -> None:
-    """Raises ConfigError when the file cannot be written."""
-    drawing = plot(shared, found)
-    try:
-        path.write_text(drawing)
-    except OSError as error:
-        raise ConfigError(f"--plot {path}: {error.strerror}") from None
+    return new_path(replace(first, workload=first.workload | {"name": name}), results_dir, suffix)

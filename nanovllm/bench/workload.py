@@ -21,6 +21,26 @@ SHAPES = {  # requests, prompt tokens, output tokens
     "prefill": (16, 4000, 1),
 }
 OFFLINE_NAMES = ("w1", *SHAPES)
+RECORDS = {
+    "name": "records",
+    "strict": True,
+    "schema": {
+        "type": "array",
+        "minItems": 1000,
+        "items": {
+            "type": "object",
+            "properties": {
+                "id": {"type": "integer"},
+                "name": {"type": "string", "maxLength": 20},
+                "kind": {"enum": ["sensor", "engine", "valve", "pump"]},
+                "values": {"type": "array", "items": {"type": "number"}, "maxItems": 4},
+                "in_use": {"type": "boolean"},
+            },
+            "required": ["id", "name", "kind", "values", "in_use"],
+            "additionalProperties": False,
+        },
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +91,12 @@ class Load(Struct, frozen=True, kw_only=True):
     seed: int = 0
     temperature: float = 0.6
     ignore_eos: bool = True
+    structured: bool = False  # every answer follows RECORDS, which no output length gets to end
 
     @property
     def name(self) -> str:
-        return f"rate{self.request_rate:g}" if self.concurrency is None else f"c{self.concurrency}"
+        name = f"c{self.concurrency}" if self.request_rate is None else f"rate{self.request_rate:g}"
+        return f"{name}-structured" if self.structured else name
 
     def warm_up(self, count: int) -> Load:
         """`count` other prompts of the same lengths with at most 16 output tokens, closed loop."""
@@ -107,6 +129,10 @@ def chat_bodies(load: Load, model: str, num_words: Callable[[int], int]) -> list
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if load.structured:  # without a thought before it, which follows no schema
+            body["response_format"] = {"type": "json_schema", "json_schema": RECORDS}
+            body["chat_template_kwargs"] = {"enable_thinking": False}
+            del body["ignore_eos"]  # the schema says where an answer may end
         bodies.append(msgspec.json.encode(body))
     return bodies
 

@@ -7,21 +7,22 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 import uvloop
 from click.core import ParameterSource
-from msgspec import Struct
+from msgspec.structs import asdict, replace
 from tqdm import tqdm
 
 from nanovllm import launch
-from nanovllm.bench import machine, offline, online, record, report, sweep
+from nanovllm.bench import machine, offline, online, plot, record, report, sweep
 from nanovllm.bench.outcome import Advance, Outcome
-from nanovllm.bench.started import Started, started
+from nanovllm.bench.started import NotStarted, Started, started
 from nanovllm.bench.workload import OFFLINE_NAMES, Load
 from nanovllm.cli.options import recipe_options
 from nanovllm.config import Config, ConfigError, load_config
@@ -31,8 +32,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 BUSY = 0.9  # share of a run on the CPU above which a client process may be what limits it
 
 
-class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The command line."""
+class Options(Load, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The command line: a load, and whom it is for. num_prompts is 0 where it says nothing."""
 
     recipe: str | None
     overrides: tuple[str, ...]
@@ -45,19 +46,9 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ablate: tuple[str, ...]
     url: str | None
     api_key: str | None
-    concurrency: int | None
     sweep: str | None
-    request_rate: float | None
-    burstiness: float
-    num_prompts: int | None
-    input_len: int
-    output_len: int
-    range_ratio: float
-    temperature: float
-    ignore_eos: bool
     goodput: tuple[str, ...]
     processes: int | None
-    seed: int
     warmup: int | None
     json_out: str | None
     results_dir: str
@@ -67,12 +58,9 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     plot: Path | None
 
 
-ONLINE_ONLY = (
-    "url", "concurrency", "sweep", "request_rate", "burstiness", "num_prompts", "input_len",
-    "output_len", "range_ratio", "temperature", "ignore_eos", "goodput", "processes",
-)  # fmt: skip
+ONLINE_ONLY = {*Load.__struct_fields__, "url", "sweep", "goodput", "processes"} - {"seed"}
 OF_THE_RECIPE = ("overrides", "device", "tp", "load_format")
-POSITIVE = click.IntRange(min=1)
+COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 
 
@@ -82,7 +70,7 @@ POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 @click.option("--start", is_flag=True, help="serve RECIPE for this run, and stop it afterwards")
 @click.option("--workload", type=click.Choice(OFFLINE_NAMES), default="w1", help="of --offline")
 @click.option(
-    "--ablate", multiple=True, metavar="KEY=VALUE", help="run again with this; may be repeated"
+    "--ablate", multiple=True, metavar="KEY=VALUE[,...]", help="run again so; may be repeated"
 )
 @click.option("--url", help=f"server to drive (default {DEFAULT_URL})")
 @click.option("--api-key", help="bearer token of the server")
@@ -94,7 +82,7 @@ POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--burstiness", type=POSITIVE_FLOAT, default=1.0, help="of arrivals: 1 = Poisson, less = bursty"
 )
-@click.option("--num-prompts", type=POSITIVE, help="default 8 per stream, at most 1024")
+@click.option("--num-prompts", type=COUNT, default=0, help="default 8 per stream, at most 1024")
 @click.option("--input-len", type=POSITIVE, default=1000, help="prompt tokens (default 1000)")
 @click.option("--output-len", type=POSITIVE, default=256, help="tokens to generate (default 256)")
 @click.option(
@@ -105,18 +93,17 @@ POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 )
 @click.option("--temperature", type=click.FloatRange(0, 2), default=0.6, help="default 0.6")
 @click.option("--ignore-eos/--no-ignore-eos", default=True, help="default: exact output lengths")
+@click.option("--structured", is_flag=True, help="every answer follows a JSON schema")
 @click.option("--goodput", multiple=True, metavar="ttft|tpot|e2el:MS", help="count good requests")
 @click.option("--processes", type=POSITIVE, help="client processes (default half the cores, <= 4)")
 @click.option("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default 0)")
-@click.option(
-    "--warmup", type=click.IntRange(min=0), help="requests sent before (default: the concurrency)"
-)
+@click.option("--warmup", type=COUNT, help="requests sent before (default: the concurrency)")
 @click.option("--json-out", metavar="FILE", help="results with vLLM's key names")
 @click.option("--results-dir", default="results", help="where records go (default results)")
 @click.option("--commit", help="of a copy without .git: git describe --always --abbrev=40 --dirty")
 @click.option("--compare", is_flag=True, help="the arguments are records: show their ratios")
 @click.option(
-    "--plot", type=click.Path(path_type=Path), metavar="FILE.svg", help="of --sweep or --compare"
+    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="of --sweep or --compare"
 )
 @click.argument("more", nargs=-1)
 @click.pass_context
@@ -133,21 +120,39 @@ def bench(ctx: click.Context, /, **given: object) -> None:
         compare(options, typed)
         return
     check(options, typed)
-    check_load(options)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what we started is stopped
-    try:
-        runs = [run(options, extra) for extra in ((), *((key,) for key in options.ablate))]
-    except launch.EngineDied as error:
-        click.echo(f"error: {error}", err=True)
+    extras = [(), *(tuple(text.split(",")) for text in options.ablate)]
+    configs = [config_of(options, extra) for extra in extras]  # before anything is measured
+    records: list[record.Record] = []
+    died = 0
+    for config in configs:
+        try:
+            records += run(options, config)
+        except (launch.EngineDied, NotStarted) as error:
+            click.echo(f"error: {error}", err=True)
+            died += 1
+    if len(records) > 1:
+        conclude(options, records)
+    if died:
         sys.exit(launch.EXIT_CRASH)
-    records = [written for measured in runs for written in measured]
-    if options.sweep is not None:
-        show_curves(records, options.plot or sweep.place(records, Path(options.results_dir)))
-    else:
-        for changed in records[1:]:
-            click.echo(f"\n{report.compare(records[0], changed)}")
     if any(written.notes for written in records):
         sys.exit(1)
+
+
+def conclude(options: Options, records: Sequence[record.Record]) -> None:
+    """What several runs say together, beside their records: a table, of a sweep also a plot."""
+    results, load = Path(options.results_dir), records[0].workload["name"]
+    name = "sweep" if options.sweep else f"{load} ablation"
+    path = sweep.place(records, results, name, ".txt")
+    shared, found = sweep.curves(records)
+    text = sweep.table(shared, found)
+    command = " ".join(records[0].argv)
+    path.write_text(f"{records[0].started_at}  {command}\n\n{text}\n")
+    click.echo(f"\n{text}\ntable: {path}")
+    if options.sweep is not None and (problem := plot.missing()):
+        click.echo(f"no plot: {problem}")
+    elif options.sweep is not None:
+        show_plot(options.plot or sweep.place(records, results, name, ".svg"), shared, found)
 
 
 def compare(options: Options, typed: Sequence[str]) -> None:
@@ -162,78 +167,76 @@ def compare(options: Options, typed: Sequence[str]) -> None:
     if len(records) == 2:
         click.echo(report.compare(*records))
     if len(records) > 2 or options.plot is not None:
-        show_curves(records, options.plot)
+        shared, found = sweep.curves(records)
+        click.echo(f"\n{sweep.table(shared, found)}")
+        if options.plot is not None:
+            show_plot(options.plot, shared, found)
 
 
-def show_curves(records: Sequence[record.Record], path: Path | None) -> None:
-    shared, found = sweep.curves(records)
-    click.echo(f"\n{shared}\n{sweep.table(found)}")
-    if path is not None:
-        sweep.write(path, shared, found)
-        click.echo(f"plot: {path}")
+def show_plot(path: Path, shared: str, found: Sequence[sweep.Curve]) -> None:
+    sweep.draw(path, shared, found)
+    click.echo(f"plot: {path}")
 
 
 def check(options: Options, typed: Sequence[str]) -> None:
     """Refuse combinations that would otherwise be silently ignored."""
     own_engine, flags = options.offline or options.start, flags_of(typed)
-    if options.offline and options.start:
-        raise ConfigError("--offline and --start exclude each other")
     for name in typed:
         if options.offline and name in ONLINE_ONLY:
             raise ConfigError(f"--offline runs a fixed --workload; {flags[name]} has no effect")
-        if not options.offline and name == "workload":
-            raise ConfigError("--workload names a load of --offline")
-        if not own_engine and name == "ablate":
-            raise ConfigError("--ablate needs an engine of its own: --offline or --start")
         if not own_engine and options.recipe is None and name in OF_THE_RECIPE:
             raise ConfigError(f"{flags[name]} describes the server: name its RECIPE, or --start it")
-    if options.start and options.url is not None:
-        raise ConfigError("--start serves where the recipe says; set server.host and server.port")
-
-
-def check_load(options: Options) -> None:
-    """The same of how much is sent, and of files."""
-    if options.concurrency is not None and options.request_rate is not None:
-        raise ConfigError("--concurrency (closed loop) and --request-rate (open loop): give one")
-    loads = (options.concurrency, options.request_rate)
-    if options.sweep is not None and loads != (None, None):
-        raise ConfigError("--sweep says the concurrencies; drop --concurrency and --request-rate")
-    if (options.ablate or options.sweep) and options.json_out is not None:
-        raise ConfigError("--json-out holds one run; drop it, or --ablate and --sweep")
-    if options.more:
-        raise ConfigError(f"one RECIPE, not also {options.more[0]}; records are for --compare")
-    if options.plot is not None and options.sweep is None:
-        raise ConfigError("--plot draws a --sweep, or records to --compare")
+    several, rate = bool(options.ablate or options.sweep), options.request_rate
+    has_load, has_sweep = options.concurrency is not None, options.sweep is not None
+    for is_wrong, message in (
+        (options.offline and options.start, "--offline and --start exclude each other"),
+        (not options.offline and "workload" in typed, "--workload names a load of --offline"),
+        (not own_engine and options.ablate, "--ablate needs an engine: --offline or --start"),
+        (options.start and options.url, "--start serves at the recipe's server.host and .port"),
+        (has_load and rate, "--concurrency (closed loop) or --request-rate (open loop): give one"),
+        (has_sweep and has_load, "--sweep says the concurrencies; drop --concurrency"),
+        (has_sweep and rate, "--sweep says the concurrencies; drop --request-rate"),
+        (several and options.json_out, "--json-out holds one run; drop it, --ablate and --sweep"),
+        (options.more, "one RECIPE and nothing else; records are for --compare"),
+        (options.plot and not has_sweep, "--plot draws a --sweep, or records to --compare"),
+        (options.plot and plot.missing(), plot.missing()),
+    ):
+        if is_wrong:
+            raise ConfigError(message)
 
 
 def flags_of(typed: Sequence[str]) -> dict[str, str]:
     return {name: f"--{name.replace('_', '-')}" for name in typed} | {"overrides": "--set"}
 
 
-def run(options: Options, extra: tuple[str, ...]) -> list[record.Record]:
-    """Measure, print, write: one run, or one for each concurrency. `extra`: an ablation."""
-    config = None
-    if options.offline or options.start or options.recipe is not None:
-        flags = {
-            "device": options.device,
-            "parallel.tp": options.tp,
-            "load.format": options.load_format,
-            "server.api_key": options.api_key if options.start else None,
-        }
-        config = load_config(options.recipe, (*options.overrides, *extra), flags)
+def config_of(options: Options, extra: Sequence[str]) -> Config | None:
+    """Of the engine to measure, as far as it is known. `extra`: an ablation."""
+    if not (options.offline or options.start or options.recipe is not None):
+        return None
+    flags = {
+        "device": options.device,
+        "parallel.tp": options.tp,
+        "load.format": options.load_format,
+        "server.api_key": options.api_key if options.start else None,
+    }
+    return load_config(options.recipe, (*options.overrides, *extra), flags)
+
+
+def run(options: Options, config: Config | None) -> list[record.Record]:
+    """Measure, print, write: one run, or one for each concurrency."""
     if config is not None and options.offline:
-        return [publish(options, offline_outcome(options, config))]
-    loads = loads_of(options)
-    with server_of(options, config, extra) as (url, process):
+        return [publish(options, *offline_outcome(options, config))]
+    with server_of(options, config) as (url, process):
+        ready_s = None if process is None else process.ready_s
+        supervisor = None if process is None else process.pid
         return [
-            publish(options, online_outcome(options, load, config, url, process)) for load in loads
+            publish(options, online_outcome(options, load, config, url, supervisor), ready_s)
+            for load in loads_of(options)
         ]
 
 
 @contextmanager
-def server_of(
-    options: Options, config: Config | None, extra: tuple[str, ...]
-) -> Iterator[tuple[str, Started | None]]:
+def server_of(options: Options, config: Config | None) -> Iterator[tuple[str, Started | None]]:
     """The address of the server to drive, and its process if it is ours, until the block ends."""
     if config is None or not options.start:
         yield options.url or DEFAULT_URL, None
@@ -242,102 +245,81 @@ def server_of(
     if not server.port:
         raise ConfigError("server.port is 0; --start must know where the server will listen")
     url = f"http://{server.host}:{server.port}"
-    with started(serve_command(options, extra), url) as process:
+    with started(serve_command(options.recipe, config.changed), url) as process:
         yield url, process
 
 
-def serve_command(options: Options, extra: tuple[str, ...]) -> list[str]:
-    command = [sys.executable, "-m", "nanovllm", "serve"]
-    command += [] if options.recipe is None else [options.recipe]
-    for override in (*options.overrides, *extra):
-        command += ["--set", override]
-    for flag, value in (
-        ("--device", options.device),
-        ("--tp", options.tp),
-        ("--load-format", options.load_format),
-        ("--api-key", options.api_key),
-    ):
-        command += [] if value is None else [flag, str(value)]
+def serve_command(recipe: str | None, changed: Mapping[str, Any]) -> list[str]:
+    command = [sys.executable, "-m", "nanovllm", "serve", *([recipe] if recipe else [])]
+    for key, value in changed.items():
+        command += ["--set", f"{key}={msgspec.json.encode(value).decode()}"]  # JSON is YAML
     return command
 
 
-def offline_outcome(options: Options, config: Config) -> Outcome:
+def offline_outcome(options: Options, config: Config) -> tuple[Outcome, float]:
+    """Also how long the engine took from start to ready."""
     begin = time.perf_counter()
     with launch.engine_process(config) as path:
         ready_s = time.perf_counter() - begin
-        outcome = uvloop.run(
-            offline.measure_engine(
-                path,
-                config,
-                options.workload,
-                seed=options.seed,
-                warm_up=options.warmup != 0,
-                bar=progress_bar,
-            )
+        measuring = offline.measure_engine(
+            path,
+            config,
+            options.workload,
+            seed=options.seed,
+            warm_up=options.warmup != 0,
+            bar=progress_bar,
         )
-    return msgspec.structs.replace(outcome, metrics={"start_to_ready_s": ready_s})
+        return uvloop.run(measuring), ready_s
 
 
 def online_outcome(
-    options: Options, load: Load, config: Config | None, url: str, process: Started | None
+    options: Options, load: Load, config: Config | None, url: str, supervisor: int | None
 ) -> Outcome:
     outcome = online.measure_server(
         load,
         config,
         url=url,
-        supervisor=None if process is None else process.pid,
+        supervisor=supervisor,
         api_key=options.api_key,
         goals_ms=goals_of(options.goodput),
         warmup=options.warmup,
         processes=options.processes or max(1, min(4, (os.cpu_count() or 2) // 2)),
         bar=progress_bar,
     )
-    if (busy := outcome.metrics["client_busy"]) > BUSY:
+    if (busy := outcome.record.metrics["client_busy"]) > BUSY:
         click.echo(
             f"warning: a client process was busy {busy:.0%} of the time, so the client may be the "
             "limit; raise --processes",
             err=True,
         )
-    if process is None:
-        return outcome
-    metrics = outcome.metrics | {"start_to_ready_s": process.ready_s}
-    return msgspec.structs.replace(outcome, metrics=metrics)
+    return outcome
 
 
-def publish(options: Options, outcome: Outcome) -> record.Record:
-    click.echo(outcome.table())
+def publish(options: Options, outcome: Outcome, ready_s: float | None) -> record.Record:
+    click.echo(report.table(outcome))
     if options.json_out is not None:
-        shown = msgspec.json.encode(outcome.vllm_json())
+        shown = msgspec.json.encode(report.vllm_json(outcome))
         Path(options.json_out).write_bytes(msgspec.json.format(shown))
-    commit = machine.commit(given=options.commit)
-    written = outcome.as_record(commit, ["nanovllm", *sys.argv[1:]])
+    written, tree = outcome.record, machine.commit(given=options.commit)
+    metrics = written.metrics | ({} if ready_s is None else {"start_to_ready_s": ready_s})
+    written = replace(written, commit=tree.hash, dirty=tree.is_dirty, metrics=metrics)
     click.echo(f"record: {record.write(written, Path(options.results_dir))}")
     return written
 
 
 def loads_of(options: Options) -> list[Load]:
     """No two of a sweep send the same prompts, which would find their pages cached."""
-    if options.sweep is None:
-        concurrency = options.concurrency
-        if concurrency is None and options.request_rate is None:
-            concurrency = DEFAULT_CONCURRENCY
-        return [load_of(options, concurrency, options.seed)]
-    return [load_of(options, each, options.seed + each) for each in sweep.parse(options.sweep)]
+    if options.sweep is not None:
+        return [load_of(options, at, options.seed + at) for at in sweep.parse(options.sweep)]
+    if options.concurrency is None and options.request_rate is None:
+        return [load_of(options, DEFAULT_CONCURRENCY, options.seed)]
+    return [load_of(options, options.concurrency, options.seed)]
 
 
 def load_of(options: Options, concurrency: int | None, seed: int) -> Load:
-    return Load(
-        num_prompts=options.num_prompts or min(8 * (concurrency or 16), 1024),
-        input_len=options.input_len,
-        output_len=options.output_len,
-        range_ratio=options.range_ratio,
-        concurrency=concurrency,
-        request_rate=options.request_rate,
-        burstiness=options.burstiness,
-        seed=seed,
-        temperature=options.temperature,
-        ignore_eos=options.ignore_eos,
-    )
+    num_prompts = options.num_prompts or min(8 * (concurrency or 16), 1024)
+    chosen = {"concurrency": concurrency, "seed": seed, "num_prompts": num_prompts}
+    return msgspec.convert(asdict(options) | chosen, Load)
 
 
 def goals_of(goodput: Sequence[str]) -> dict[str, float]:

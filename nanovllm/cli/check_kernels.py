@@ -1,6 +1,7 @@
 """`nanovllm check-kernels`: every kernel, every case, against its reference; on a GPU also timed.
 
-Without a GPU the small cases run in Triton's interpreter. Knows no kernel.
+Without a GPU the small cases run in Triton's interpreter, and what is written in CuTe DSL is
+compiled for Hopper, but not run. Knows no kernel's details.
 """
 
 from __future__ import annotations
@@ -8,18 +9,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 from nanovllm_kernels import KERNELS
 
-from nanovllm.bench import machine
 from nanovllm.bench.outcome import now
-from nanovllm.bench.record import Record
+from nanovllm.bench.record import of_this_machine, write_to
 from nanovllm.registry import resolve
 
 if TYPE_CHECKING:
@@ -29,12 +31,34 @@ if TYPE_CHECKING:
 INTERPRETER_SLACK = 2.0  # it truncates where a GPU rounds
 
 
+def compile_flash() -> object:
+    import torch
+
+    from nanovllm.attention.flash import compile_forward
+
+    return compile_forward(16, torch.empty(1, 128, 8, 128, dtype=torch.bfloat16, device="meta"))
+
+
+def compile_decode() -> object:
+    from nanovllm_kernels import paged_decode_cute
+
+    return paged_decode_cute.compile_decode(2, 128, 128)
+
+
+# In CuTe DSL: each compiles one kernel for the GPU present, else for what CUTE_DSL_ARCH names.
+COMPILED: dict[str, Callable[[], object]] = {
+    "flash_forward": compile_flash,
+    "paged_decode_cute": compile_decode,
+}
+
+
 class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one case gave. Shares are of this card's own copy or matmul speed."""
 
     kernel: str
     case: str
-    worst: float | None  # error as a share of what is allowed; None: not a number
+    worst: float | None = None  # error as a share of what is allowed; None: not a number
+    skipped: str = ""  # why it was not checked
     problem: str = ""
     us: float | None = None
     tb_per_s: float | None = None
@@ -48,7 +72,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 @click.command("check-kernels")
-@click.option("--kernel", "names", multiple=True, type=click.Choice(list(KERNELS)))
+@click.option("--kernel", "names", multiple=True, type=click.Choice([*{**KERNELS, **COMPILED}]))
 @click.option("--json", "path", type=click.Path(path_type=Path), help="write the record here")
 @click.option("--quick", is_flag=True, help="small cases only, and no timing")
 def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool) -> None:
@@ -70,21 +94,37 @@ def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool) -> Non
             f"TB/s, multiplies {limits.matmul_flops / 1e12:.0f} TFLOP/s"
         )
     results = []
-    for result in check_all(names or tuple(KERNELS), device, limits, quick):
+    chosen = names or tuple({**KERNELS, **COMPILED})
+    compiled = (compile_one(name) for name in chosen if name in COMPILED)
+    run = [name for name in chosen if name in KERNELS]
+    for result in chain(compiled, check_all(run, device, limits, quick)):
         results.append(result)
         click.echo(line(result))
-    failed = [result for result in results if not result.passed]
-    click.echo(f"{len(results) - len(failed)} of {len(results)} cases pass on {device.type}")
+    failed = [result for result in results if not result.passed and not result.skipped]
+    skipped = sum(bool(result.skipped) for result in results)
+    click.echo(
+        f"{len(results) - len(failed) - skipped} of {len(results)} cases pass on {device.type}"
+        + (f", {skipped} not checked" if skipped else "")
+    )
     if path is not None:
-        record = record_of(results, limits, started, time.monotonic() - clock)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+        record = of_this_machine(
+            kind="kernels",
+            started_at=started,
+            duration_s=time.monotonic() - clock,
+            recipe={"model": "none"},
+            changed={},
+            workload={"name": "check-kernels", "cases": msgspec.to_builtins(results)},
+            metrics=metrics(results, limits),
+        )
+        write_to(path, record)
     sys.exit(1 if failed else 0)
 
 
 def run_interpreted(names: Sequence[str], path: Path | None) -> int:
     """Triton decides when it is imported whether it interprets: hence a new process."""
     click.echo("no CUDA device: small cases in Triton's interpreter, nothing is timed")
-    command = ["env", "TRITON_INTERPRET=1", sys.executable, "-m", "nanovllm", "check-kernels"]
+    environment = ["TRITON_INTERPRET=1", "CUTE_DSL_ARCH=sm_90a"]
+    command = ["env", *environment, sys.executable, "-m", "nanovllm", "check-kernels"]
     for name in names:
         command += ["--kernel", name]
     if path is not None:
@@ -92,14 +132,35 @@ def run_interpreted(names: Sequence[str], path: Path | None) -> int:
     return subprocess.run(command, check=False).returncode
 
 
+def compile_one(name: str) -> Result:
+    result, began = Result(kernel=name, case="compiles"), time.monotonic()
+    try:
+        COMPILED[name]()
+    except ModuleNotFoundError as error:
+        return missing(name, error)
+    except Exception as error:
+        return replace(result, problem=f"{type(error).__name__}: {error}")
+    return replace(result, case=f"compiles, in {time.monotonic() - began:.1f} s", worst=0.0)
+
+
+def missing(name: str, error: ModuleNotFoundError) -> Result:
+    return Result(kernel=name, case="", skipped=f"not checked: {error.name} is not installed")
+
+
 def check_all(
     names: Iterable[str], device: torch.device, limits: Ceilings | None, quick: bool
 ) -> Iterator[Result]:
     for name in names:
-        kernel = resolve(KERNELS, name)
-        for case in kernel.cases:
-            if case.small or (device.type == "cuda" and not quick):
-                yield check_case(kernel, case, device, limits)
+        try:
+            kernel = resolve(KERNELS, name)
+        except ModuleNotFoundError as error:
+            yield missing(name, error)
+            continue
+        cases = [c for c in kernel.cases if c.small or (device.type == "cuda" and not quick)]
+        if not cases and name not in COMPILED:
+            yield Result(kernel=name, case="", skipped="not checked: no case of it is small")
+        for case in cases:
+            yield check_case(kernel, case, device, limits)
 
 
 def check_case(kernel: Any, case: Any, device: torch.device, limits: Ceilings | None) -> Result:  # noqa: ANN401
@@ -107,18 +168,18 @@ def check_case(kernel: Any, case: Any, device: torch.device, limits: Ceilings | 
     from nanovllm_kernels.timing import time_case
 
     slack = 1.0 if device.type == "cuda" else INTERPRETER_SLACK
-    base = Result(kernel=kernel.name, case=case.name, worst=None)
+    base = Result(kernel=kernel.name, case=case.name)
     try:
         worst = check(kernel, case, device, slack)
-        base = msgspec.structs.replace(base, worst=worst if worst < float("inf") else None)
+        base = replace(base, worst=worst if worst < float("inf") else None)
         if limits is None or not case.is_timed:
             return base
         timing = time_case(kernel, case, device)
     except Exception as error:
         # One kernel that does not compile must not hide what the others do.
-        return msgspec.structs.replace(base, problem=f"{type(error).__name__}: {error}")
+        return replace(base, problem=f"{type(error).__name__}: {error}")
     bytes_per_s, flops = (1e6 * n / timing.us for n in (case.num_bytes, case.num_flops))
-    return msgspec.structs.replace(
+    return replace(
         base,
         us=timing.us,
         tb_per_s=bytes_per_s / 1e12 if case.num_bytes else None,
@@ -130,6 +191,8 @@ def check_case(kernel: Any, case: Any, device: torch.device, limits: Ceilings | 
 
 def line(result: Result) -> str:
     worst = "not a number" if result.worst is None else f"{result.worst:.3f}"
+    if result.skipped:
+        return f"?    {result.kernel:14} {result.skipped}"
     text = f"{'ok  ' if result.passed else 'FAIL'} {result.kernel:14} {result.case:68} {worst:>6}"
     if result.us is not None:
         rates = ((result.tb_per_s, "TB/s"), (result.tflops, "TFLOP/s"))
@@ -139,28 +202,15 @@ def line(result: Result) -> str:
     return f"{text} {result.problem}".rstrip()
 
 
-def record_of(
-    results: Sequence[Result], limits: Ceilings | None, started: str, duration_s: float
-) -> Record:
-    commit = machine.commit()
-    metrics: dict[str, float] = {"failed": sum(not result.passed for result in results)}
+def metrics(results: Sequence[Result], limits: Ceilings | None) -> dict[str, float]:
+    found: dict[str, float] = {
+        "failed": sum(not result.passed and not result.skipped for result in results),
+        "not_checked": sum(bool(result.skipped) for result in results),
+    }
     if limits is not None:
-        metrics["copy_tb_per_s"] = limits.copy_bytes_per_s / 1e12
-        metrics["matmul_tflops"] = limits.matmul_flops / 1e12
+        found["copy_tb_per_s"] = limits.copy_bytes_per_s / 1e12
+        found["matmul_tflops"] = limits.matmul_flops / 1e12
     for result in results:
         if result.us is not None:
-            metrics[f"{result.kernel}: {result.case}: us"] = result.us
-    return Record(
-        kind="kernels",
-        machine=machine.fingerprint(),
-        commit=commit.hash,
-        dirty=commit.is_dirty,
-        started_at=started,
-        duration_s=duration_s,
-        argv=["nanovllm", *sys.argv[1:]],
-        recipe={"model": "none"},
-        changed={},
-        workload={"name": "check-kernels", "cases": msgspec.to_builtins(list(results))},
-        metrics=metrics,
-        versions=machine.versions(),
-    )
+            found[f"{result.kernel}: {result.case}: us"] = result.us
+    return found

@@ -3,17 +3,25 @@
 Implements engine.loop.Masker with xgrammar, which is imported with the first grammar: it takes
 seconds, and imports torch. Knows no HTTP and no schemas: a grammar is a structural tag, vetted by
 the API process.
+
+Decision: the cache is ours. xgrammar 0.2.8's own takes rules for equal that differ in nothing but
+the ids of their tokens, and gives the masks of one for the other.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import re
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -24,9 +32,16 @@ from nanovllm.wire import Generate, StepOutput
 if TYPE_CHECKING:
     import xgrammar
 
-COMPILE_THREADS = 2
+COMPILERS = 2  # at once, each of so many threads, which do not hold the interpreter's lock
+COMPILER_THREADS = max(1, (os.cpu_count() or 1) // 4)
 CACHE_BYTES = 256 << 20
-COMPILE_S = 10.0  # a grammar that takes longer is refused; its thread is left to finish
+COMPILE_S = 10.0  # one that takes longer is refused: its thread goes on, but not in the way
+MASK_S = 0.1  # of CPU time; usual masks take 0.05 ms
+TRIED_TOKENS = 16
+NOISE = re.compile(r"^\[.*?\] \S+: (Check failed: .* is false: )?")  # where in xgrammar's source
+
+
+Outcome: TypeAlias = "xgrammar.CompiledGrammar | str"  # or why there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,47 +54,61 @@ class Compiled:
 
 
 class Grammars:
-    """One compiler with its cache, and a matcher per running request."""
+    """One compiler, what it has compiled, and a matcher per running request."""
 
     def __init__(self, tokenizer_dir: Path, vocab_size: int, stop_ids: list[int]) -> None:
         self.vocab_size = vocab_size
         self._tokenizer_dir = tokenizer_dir
         self._stop_ids = stop_ids
-        self._threads = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
+        self._turns = threading.Semaphore(COMPILERS)
+        self._making = threading.Lock()  # takes seconds
+        self._lock = threading.Lock()
         self._compiler: xgrammar.GrammarCompiler | None = None
-        self._making = threading.Lock()
+        self._known: OrderedDict[str, Future[Outcome]] = OrderedDict()  # least used first
         self._matchers: dict[int, xgrammar.GrammarMatcher] = {}
         self._num_words = -(-vocab_size // 32)
 
     def compile(self, request: Generate, done: Callable[[Compiled], None]) -> None:
-        """Returns at once; `done` is called from another thread, at least once."""
-        late = f"the grammar takes longer than {COMPILE_S:.0f} s to compile"
-        clock = threading.Timer(COMPILE_S, done, (Compiled(request, None, late),))
+        """Returns at once; `done` is called once, from any thread."""
+        with self._lock:
+            known = self._known.get(request.grammar)
+            future = self._known[request.grammar] = known or Future()
+            self._known.move_to_end(request.grammar)
+        if known is None:
+            threading.Thread(target=self._work, args=(request.grammar, future), daemon=True).start()
+        future.add_done_callback(lambda found: done(self._matched(request, found.result())))
+
+    def _work(self, tag: str, future: Future[Outcome]) -> None:
+        self._turns.acquire()
+        ends = itertools.count()
+
+        def end(outcome: Outcome) -> None:
+            if next(ends) == 0:  # the clock and the compiler both come here
+                self._turns.release()
+                future.set_result(outcome)
+            elif not isinstance(outcome, str):  # late: for the next who asks
+                with self._lock:
+                    self._known[tag] = Future()
+                    self._known[tag].set_result(outcome)
+
+        late = f"the grammar takes longer than {COMPILE_S:g} s to compile"
+        clock = threading.Timer(COMPILE_S, end, (late,))
         clock.daemon = True
         clock.start()
+        end(self._compile(tag))
+        clock.cancel()
+        with self._lock:
+            while sum(map(_size, self._known.values())) > CACHE_BYTES:
+                self._known.popitem(last=False)
 
-        def work() -> None:
-            compiled = self._compile(request)
-            clock.cancel()
-            done(compiled)  # after the time is up: nobody waits for it any more
-
-        self._threads.submit(work)
-
-    def _compile(self, request: Generate) -> Compiled:
-        import xgrammar
-
+    def _compile(self, tag: str) -> Outcome:
         try:
-            grammar = self._ready_compiler().compile_structural_tag(request.grammar)
-            stops = request.stop_ids or self._stop_ids
-            matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=stops)
+            grammar = self._ready_compiler().compile_structural_tag(tag)
+            self._try(grammar)
         except Exception as problem:  # xgrammar's errors share no class below RuntimeError
-            return Compiled(request, None, f"the grammar does not compile: {str(problem)[:300]}")
-        return Compiled(request, matcher, None)
-
-    def follow(self, request_id: int, compiled: Compiled) -> None:
-        """From now on the request's tokens come from `fill` and go to `advance`."""
-        assert compiled.matcher is not None
-        self._matchers[request_id] = compiled.matcher
+            reason = NOISE.sub("", str(problem)).strip()
+            return f"the grammar does not compile: {reason[:300]}"
+        return grammar
 
     def _ready_compiler(self) -> xgrammar.GrammarCompiler:
         import xgrammar
@@ -87,8 +116,46 @@ class Grammars:
         with self._making:
             if self._compiler is None:
                 info = token_table(self._tokenizer_dir, self.vocab_size, self._stop_ids)
-                self._compiler = xgrammar.GrammarCompiler(info, cache_limit_bytes=CACHE_BYTES)
+                self._compiler = xgrammar.GrammarCompiler(
+                    info, max_threads=COMPILER_THREADS, cache_enabled=False
+                )
             return self._compiler
+
+    def _try(self, grammar: xgrammar.CompiledGrammar) -> None:
+        """Write a few tokens: a grammar that matches nothing, or slowly, is refused now.
+
+        Once it runs, every other request waits for its masks.
+        """
+        import torch
+        import xgrammar
+
+        matcher = xgrammar.GrammarMatcher(grammar)
+        mask = np.zeros(self._num_words, np.int32)
+        for _ in range(TRIED_TOKENS):
+            begun = time.thread_time()
+            matcher.fill_next_token_bitmask(torch.from_numpy(mask[None]))
+            if (spent := time.thread_time() - begun) > MASK_S:
+                raise ValueError(f"its masks take {1000 * spent:.0f} ms a token")
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            if not allowed.size:
+                raise ValueError("nothing matches it")
+            # One in the middle: the first are rare characters, the last long words.
+            matcher.accept_token(int(allowed[allowed.size // 2]))
+            if matcher.is_terminated():
+                return
+
+    def _matched(self, request: Generate, outcome: Outcome) -> Compiled:
+        import xgrammar
+
+        if isinstance(outcome, str):
+            return Compiled(request, None, outcome)
+        stops = request.stop_ids or self._stop_ids
+        return Compiled(request, xgrammar.GrammarMatcher(outcome, override_stop_tokens=stops), None)
+
+    def follow(self, request_id: int, compiled: Compiled) -> None:
+        """From now on the request's tokens come from `fill` and go to `advance`."""
+        assert compiled.matcher is not None
+        self._matchers[request_id] = compiled.matcher
 
     # -- Masker -----------------------------------------------------------------------------
 
@@ -103,6 +170,11 @@ class Grammars:
             at, matchers = zip(*live, strict=True)
             filler = xgrammar.BatchGrammarMatcher()
             filler.batch_fill_next_token_bitmask(list(matchers), torch.from_numpy(masks), list(at))
+            for row in np.flatnonzero(~masks.any(axis=1)):  # no way on: the output ends here
+                stops = np.array(self._matchers.pop(request_ids[row]).stop_token_ids)
+                np.bitwise_or.at(
+                    masks[row].view(np.uint32), stops // 32, np.uint32(1) << stops % 32
+                )
         return masks
 
     def advance(self, output: StepOutput) -> None:
@@ -128,16 +200,25 @@ class Grammars:
                 )
 
 
+def _size(known: Future[Outcome]) -> int:
+    outcome = known.result() if known.done() else ""
+    return 1000 if isinstance(outcome, str) else int(outcome.memory_size_bytes)
+
+
 def token_table(folder: Path, vocab_size: int, stop_ids: list[int]) -> xgrammar.TokenizerInfo:
-    """What each token id spells. Ids beyond the tokenizer's vocabulary spell nothing."""
+    """What each token id spells. Ids beyond the tokenizer's vocabulary spell nothing.
+
+    Added tokens spell a byte that no text has: only a grammar that names their ids can match them.
+    """
     import xgrammar
 
     path = folder / "tokenizer.json"
-    vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
-    spelled = [""] * vocab_size
-    for token, token_id in vocabulary.items():
+    tokenizer = Tokenizer.from_file(str(path))
+    added = tokenizer.get_added_tokens_decoder()
+    spelled: list[Any] = [""] * vocab_size
+    for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
         if token_id < vocab_size:
-            spelled[token_id] = token
+            spelled[token_id] = b"\xff" if token_id in added else token
     decoder = json.dumps(json.loads(path.read_text()).get("decoder"))
     kinds = xgrammar.VocabType
     kind = kinds.BYTE_LEVEL if "ByteLevel" in decoder else kinds.BYTE_FALLBACK

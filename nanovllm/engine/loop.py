@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from nanovllm.engine.clock import StepClock
 from nanovllm.engine.executor import Executor, StepHandle
 from nanovllm.plan import Masks
 from nanovllm.sched.scheduler import Scheduler
@@ -45,7 +46,10 @@ class EngineLoop:
         self.publish = publish
         self.masker = masker
         self.depth = depth
-        self._in_flight: deque[StepHandle] = deque()
+        self.clock = StepClock()  # of the host
+        self.bubble_s = 0.0  # in all, the device waited for the host while there was work
+        self._in_flight: deque[tuple[StepHandle, bool]] = deque()  # True: the first after a rest
+        self._rested = True
 
     @property
     def idle(self) -> bool:
@@ -65,18 +69,30 @@ class EngineLoop:
             self._publish(told)
 
     def step(self) -> None:
+        self.clock.skip()
         plan = self.scheduler.plan()
+        self.clock.lap("plan")
         if plan is not None:
             handle = self.executor.launch(plan)
+            self.clock.lap("launch")
             if plan.masked:
                 self._complete(0)  # a mask follows from every token before it
                 handle.sample(self.masker.fill(self.scheduler.masked_ids(plan)))
-            self._in_flight.append(handle)
+                self.clock.lap("mask")
+            self._in_flight.append((handle, self._rested))
         self._complete(self.depth if plan is not None else 0)
+        self._rested = self.idle
+        if plan is not None:
+            self.clock.end_step()
 
     def _complete(self, most_in_flight: int) -> None:
         while len(self._in_flight) > most_in_flight:
-            self._publish(self.scheduler.complete(self._in_flight.popleft().wait()))
+            handle, rested = self._in_flight.popleft()
+            result = handle.wait()
+            self.clock.skip()
+            self.bubble_s += 0.0 if rested else handle.gap_s
+            self._publish(self.scheduler.complete(result))
+            self.clock.lap("complete")
 
     def _publish(self, output: StepOutput) -> None:
         self.masker.advance(output)

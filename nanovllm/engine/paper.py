@@ -7,6 +7,7 @@ answer is one sentence over and over, also where log-probabilities were asked fo
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from nanovllm.config import Config, ConfigError, Recipe
-from nanovllm.plan import Int32, Masks, StepPlan, StepResult
+from nanovllm.plan import Int32, Masks, StepPlan, StepResult, mode_key
 
 SENTENCE = " These words come from an engine made of paper, which has nothing to think about."
 MOST_TOKENS = 32768  # context served by default, when the model's own is longer
@@ -30,7 +31,10 @@ class Numbers(Struct, frozen=True):
 
 
 class PaperHandle:
-    def __init__(self, result: StepResult, masked: list[int], ends_at: float) -> None:
+    def __init__(
+        self, result: StepResult, masked: list[int], ends_at: float, gap_s: float = 0.0
+    ) -> None:
+        self.gap_s = gap_s
         self._result = result
         self._masked = masked
         self._ends_at = ends_at
@@ -56,6 +60,8 @@ class PaperExecutor:
         self._decodes: Int32 = np.zeros(0, np.int32)
         self._step_s = step_s
         self._ends_at = 0.0  # of the newest step
+        self.steps_by_mode: Counter[str] = Counter()
+        self.padded_tokens = 0
 
     def launch(self, plan: StepPlan) -> PaperHandle:
         for admit in plan.admits:
@@ -66,9 +72,11 @@ class PaperExecutor:
         slots = np.concatenate((self._decodes, np.array(firsts, np.int32)))
         tokens = self._sentence[self._num_said[slots] % len(self._sentence)]
         self._num_said[slots] += 1
-        self._ends_at = max(self._ends_at, time.monotonic()) + self._step_s
+        gap_s = max(0.0, time.monotonic() - self._ends_at)
+        self._ends_at += gap_s + self._step_s
+        self.steps_by_mode[mode_key("PAPER", plan)] += 1
         result = StepResult(plan.step, tokens.reshape(-1, 1))
-        return PaperHandle(result, plan.masked, self._ends_at)
+        return PaperHandle(result, plan.masked, self._ends_at, gap_s)
 
 
 def build(config: Config) -> tuple[PaperExecutor, Recipe, int]:

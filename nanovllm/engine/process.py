@@ -153,10 +153,14 @@ class Engine:
         self.loop.handle(compiled.request)
 
     def stats(self) -> Stats:
-        modes: dict[str, int] = dict(getattr(self.executor, "steps_by_mode", {}))
-        padded = getattr(self.executor, "padded_tokens", 0)
+        clock = self.loop.clock
         return msgspec.structs.replace(
-            self.scheduler.stats(), steps_by_mode=modes, padded_tokens=padded
+            self.scheduler.stats(),
+            host_bubble_s=self.loop.bubble_s,
+            host_s=dict(clock.total_s),
+            host_step_p50_s=clock.step_p50_s(),
+            steps_by_mode=dict(self.executor.steps_by_mode),
+            padded_tokens=self.executor.padded_tokens,
         )
 
     def publish(self, output: StepOutput) -> None:

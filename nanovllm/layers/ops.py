@@ -2,7 +2,7 @@
 
 Each has one meaning, given by the plain-torch reference in nanovllm_kernels.reference, and any
 number of implementations. `kernels.<name>: torch` in a recipe brings the reference back, which is
-both the ablation and the bisection tool.
+both the ablation and the bisection tool; `compile` leaves the fusing to torch.compile.
 
 Decision: products are operations too, together with the norm before them and the gate after them,
 because a step of a few rows is launches and weights, and one kernel does all of it. The number of
@@ -11,9 +11,10 @@ rows, which a CUDA graph fixes, decides: layers do not know.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -146,8 +147,21 @@ def select_ops(kernels: Kernels, device: torch.device) -> Ops:
             raise ConfigError(f"kernels.{field.name} is triton, which needs a GPU; use torch")
         if kind == "cute" and (reason := obstacle(device)) is not None:
             raise ConfigError(f"kernels.{field.name} is cute, but {reason}; use torch")
-        chosen[field.name] = resolve(IMPLEMENTATIONS[kind], field.name)
+        if kind == "compile":
+            chosen[field.name] = compiled(field.name, device)
+        else:
+            chosen[field.name] = resolve(IMPLEMENTATIONS[kind], field.name)
     return Ops(**chosen)
+
+
+def compiled(operation: str, device: torch.device) -> Any:  # noqa: ANN401
+    """The reference through torch.compile: for one token, for the first number, then for any.
+
+    Only sizes that have changed become variables. With `dynamic=True` widths would be, too.
+    """
+    if device.type == "cpu" and shutil.which("g++") is None:
+        raise ConfigError(f"kernels.{operation} is compile, which needs g++ on a CPU; use torch")
+    return torch.compile(resolve(IMPLEMENTATIONS["torch"], operation))
 
 
 def fastest(operation: str, device: torch.device) -> str:

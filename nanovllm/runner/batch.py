@@ -39,6 +39,7 @@ class StepRows:
     counts_R: Tensor | None  # int32 tokens per row; None = one each
     sampled_rows_S: Tensor | None  # int64 indices of the rows that sample; None = all
     sampled_slots: Int32  # the same rows' slots, on the host
+    num_decodes: int  # so many rows, the first ones, feed one token each
     num_tokens: int
     max_new: int
     max_length: int
@@ -60,7 +61,8 @@ class RowBuilder:
         num_decodes, max_length = plan.num_decodes, plan.max_length
         decodes_R = self.static_slots_R[:num_decodes]
         if not plan.chunks:
-            return StepRows(decodes_R, None, None, self.decode_slots, num_decodes, 1, max_length)
+            shape = num_decodes, num_decodes, 1, max_length
+            return StepRows(decodes_R, None, None, self.decode_slots, *shape)
         chunk_slots = np.array([c.slot for c in plan.chunks], np.int32)
         chunk_counts = np.array([c.num_tokens for c in plan.chunks], np.int32)
         ends = np.array([c.samples for c in plan.chunks], bool)
@@ -76,6 +78,7 @@ class RowBuilder:
             counts_R=counts_R,
             sampled_rows_S=None if len(sampled) == len(counts) else sampled_S.long(),
             sampled_slots=np.concatenate((self.decode_slots, chunk_slots[ends])),
+            num_decodes=num_decodes,
             num_tokens=int(counts.sum()),
             max_new=int(counts.max()),
             max_length=max_length,
@@ -122,6 +125,7 @@ class BatchPrep:
             page_table_RM=table_RM,
             sampled_at=steps_R1[:-1].long(),
             num_rows=num_rows,
+            num_decodes=num_rows,
             max_new=1,
             max_length=rows.max_length,
         )
@@ -137,6 +141,13 @@ class BatchPrep:
         """Each request's length is now lengths_R; sampled tokens are known, to be fed next."""
         state = self.slots.lengths_N, self.slots.tokens_NL
         self._settle(slots_R, lengths_R, slots_S, positions_S, tokens_S, *state)
+
+
+def rowless(inputs_3T: Tensor) -> Batch:
+    """Token ids, positions and cells of nobody's tokens, for what looks at tokens alone."""
+    ids_T, positions_T, cells_T = inputs_3T
+    none = torch.empty(0, dtype=torch.int32, device=inputs_3T.device)
+    return Batch(ids_T, positions_T, cells_T, none, none, none, none, 0, 0, 0, 0)
 
 
 def gather_chunks(rows: StepRows, counts_R: Tensor, slots: Slots, num_pages: int) -> Batch:
@@ -161,6 +172,7 @@ def gather_chunks(rows: StepRows, counts_R: Tensor, slots: Slots, num_pages: int
         page_table_RM=slots.pages_NM[rows.slots_R, :num_pages],
         sampled_at=ends_R if rows.sampled_rows_S is None else ends_R[rows.sampled_rows_S],
         num_rows=num_rows,
+        num_decodes=rows.num_decodes,
         max_new=rows.max_new,
         max_length=rows.max_length,
     )

@@ -68,6 +68,7 @@ def build(config: Config) -> Built:
             device=device.type,
             dtype=recipe.dtype,
             attention=recipe.kernels.attention,
+            decode=recipe.kernels.decode,
             not_chosen=repr(passed_over) if passed_over else None,
             pages=recipe.cache.pages,
             page_tokens=recipe.cache.page_tokens,
@@ -106,8 +107,8 @@ def with_caches(
         prompt_lengths_N=slots.prompt_lengths_N,
         kernel=recipe.kernels.sample,
     )
-    backend, chosen, passed_over = choose_backend(
-        recipe.kernels.attention, device, layout, page_tokens
+    backend, kernels, passed_over = choose_backend(
+        recipe.kernels, device, dtype, layout, page_tokens
     )
 
     def runner_with(num_pages: int) -> Runner:
@@ -124,11 +125,8 @@ def with_caches(
             full_step=lambda: largest_steps(runner_with(1), recipe),
             device=device,
         )
-    resolved = replace(
-        recipe,
-        cache=replace(recipe.cache, pages=num_pages),
-        kernels=replace(recipe.kernels, attention=chosen),
-    )
+    cache = replace(recipe.cache, pages=num_pages)
+    resolved = replace(recipe, cache=cache, kernels=kernels)
     return runner_with(num_pages), resolved, passed_over
 
 

@@ -1,5 +1,7 @@
 """CUDA graphs of the decode step: which sizes, capture, replay. Does not know what is captured.
 
+Graphs of prompt chunks are in runner/pieces.py.
+
 Decision: a graph reads the slots of its rows from one static buffer and gathers everything else
 from device state, so replaying needs no refill unless the rows changed.
 """
@@ -9,9 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanovllm.config import Recipe
 from nanovllm.runner.batch import StepRows
@@ -37,6 +41,26 @@ def obstacles(recipe: Recipe) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """A tensor's, without being its owner."""
+
+    __cuda_array_interface__: dict[str, object]
+
+
+def borrowed(x: Tensor) -> Tensor:
+    """x, made during a capture, without holding its memory back from the pool's later captures.
+
+    A pool's memory stays mapped as long as its graphs live, so until a later capture's replay the
+    contents are x's.
+    """
+    if not x.is_cuda:
+        return x  # of a stand-in for a graph, which has no pool
+    assert x.is_contiguous()
+    flat = {"data": (x.data_ptr(), False), "shape": (x.nbytes,), "typestr": "|u1", "version": 3}
+    return torch.as_tensor(Memory(flat), device=x.device).view(x.dtype).view(x.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class Captured:
     graph: torch.cuda.CUDAGraph
     output: object
@@ -45,10 +69,19 @@ class Captured:
 
 
 class DecodeGraphs:
-    """`run` maps the rows of a decode step to device tensors; it is captured once per size."""
+    """`run` maps the rows of a decode step to device tensors; it is captured once per size.
 
-    def __init__(self, run: Callable[[StepRows], object], static_slots_R: torch.Tensor) -> None:
+    `keep`: what to keep of a captured run's, because kept tensors of all sizes take memory.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[StepRows], object],
+        static_slots_R: Tensor,
+        keep: Callable[[Any], object] = lambda output: output,
+    ) -> None:
         self.run = run
+        self.keep = keep
         self.static_slots_R = static_slots_R
         self.captured: dict[int, Captured] = {}
         self._sizes: list[int] = []
@@ -65,28 +98,20 @@ class DecodeGraphs:
                 output = self.run(rows)
             seconds = time.perf_counter() - started
             bytes_used = torch.cuda.memory_reserved() - used
-            self.captured[size] = Captured(graph, output, seconds, bytes_used)
+            self.captured[size] = Captured(graph, self.keep(output), seconds, bytes_used)
+            del output  # or the next capture could not have its memory
         self._sizes = sorted(self.captured)
 
     def fit(self, num_rows: int) -> int | None:
         """The smallest captured size for so many rows."""
         return next((size for size in self._sizes if size >= num_rows), None)
 
-    def why_eager(self, rows: StepRows) -> str | None:
-        """Why a step of these rows is not a replay; None: it is."""
-        if not self.captured:
-            return "no graph was captured"
-        if rows.counts_R is not None:
-            return "a prompt chunk feeds a varying number of tokens"
-        if self.fit(len(rows.slots_R)) is None:
-            return f"{len(rows.slots_R)} rows are more than the largest graph's {self._sizes[-1]}"
-        return None
-
     def replay(self, size: int) -> object:
         self.captured[size].graph.replay()
         return self.captured[size].output
 
 
-def decode_rows(slots_R: torch.Tensor, max_length: int) -> StepRows:
+def decode_rows(slots_R: Tensor, max_length: int) -> StepRows:
     """Rows that feed one token each, as captured: the host's copy of the slots is not needed."""
-    return StepRows(slots_R, None, None, np.zeros(0, np.int32), len(slots_R), 1, max_length)
+    shape = len(slots_R), len(slots_R), 1, max_length
+    return StepRows(slots_R, None, None, np.zeros(0, np.int32), *shape)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,46 +28,102 @@ class HostLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A step's tokens on their way."""
+    """A step's tokens on their way: int32, on the host once the step has ended."""
 
-    tokens_S: Tensor  # int32, on the host once `event` has passed
+    tokens_S: Tensor
     logprobs: HostLogprobs | None
-    event: torch.cuda.Event | None
+
+
+class HostEvent:
+    """Of torch.cuda.Event what is used, where the host computes: enqueued work is done work."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """In milliseconds."""
+        return 1e3 * (end.at - self.at)
+
+
+Event = Any  # a torch.cuda.Event, or a HostEvent
+Gap = tuple[Event, Event]
+
+
+class DeviceClock:
+    """When the device has work: events around what a step enqueues. Nothing waits for them.
+
+    Decision: a gap ends right before the forward pass, not at the step's first small upload, which
+    a waiting device takes at once while the host still prepares the rest.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        timed = partial(torch.cuda.Event, enable_timing=True)
+        self._new: Callable[[], Event] = timed if device.type == "cuda" else HostEvent
+        self._free: list[Event] = []
+        self._ended = self._event()
+
+    def begin(self) -> Gap:
+        """Work follows. Returns the gap before it, for `seconds`."""
+        return self._ended, self._event()
+
+    def end(self) -> Event:
+        """No more work follows; the event passes when all of it is done."""
+        self._ended = self._event()
+        return self._ended
+
+    def seconds(self, gap: Gap) -> float:
+        """To be asked once, of a gap that has passed: its events are used again."""
+        self._free += gap
+        return 1e-3 * float(gap[0].elapsed_time(gap[1]))
+
+    def _event(self) -> Event:
+        event = self._free.pop() if self._free else self._new()
+        event.record()
+        return event
 
 
 class Handle:
-    """Implements engine.executor.StepHandle. `finish` samples, given masks or None."""
+    """Implements engine.executor.StepHandle. `finish` samples, given masks or None.
 
-    def __init__(self, step: int, finish: Callable[[Masks | None], Copy]) -> None:
+    `gap`: before the forward pass, which has been enqueued.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        clock: DeviceClock,
+        gap: Gap,
+        finish: Callable[[Masks | None], Copy],
+    ) -> None:
         self.step = step
+        self.gap_s = 0.0
+        self._clock = clock
+        self._gaps = [gap]
         self._finish = finish
         self._copy: Copy | None = None
+        self._done: Event = None
 
     def sample(self, masks: Masks | None) -> None:
+        if masks is not None:  # the forward pass has been left alone meanwhile
+            self._gaps.append(self._clock.begin())
         self._copy = self._finish(masks)
+        self._done = self._clock.end()
 
     def wait(self) -> StepResult:
         copy = self._copy
         assert copy is not None, "the step was not sampled"
-        if copy.event is not None:
-            copy.event.synchronize()
+        self._done.synchronize()
+        self.gap_s = sum(map(self._clock.seconds, self._gaps))
         lines = copy.tokens_S.numpy().reshape(-1, 1).copy()
         return StepResult(self.step, lines, read(copy.logprobs) if copy.logprobs else ())
 
 
-def start_copy(sampled: Sampled, device: torch.device) -> Copy:
+def start_copy(sampled: Sampled) -> Copy:
     """Enqueue the copies behind the step; nothing here waits."""
     tokens_S = to_host(sampled.tokens_S.to(torch.int32))
-    logprobs = begin(sampled.logprobs) if sampled.logprobs is not None else None
-    return Copy(tokens_S, logprobs, passed(device))
-
-
-def passed(device: torch.device) -> torch.cuda.Event | None:
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
+    return Copy(tokens_S, begin(sampled.logprobs) if sampled.logprobs is not None else None)
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Implements engine.executor.Executor. Everything runs on one stream, in the order
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, Batch, ForwardContext, PagedKV
 from nanovllm.models.decoder import Decoder
-from nanovllm.plan import Masks, StepPlan
+from nanovllm.plan import Masks, StepPlan, mode_key
 from nanovllm.runner.batch import BatchPrep, RowBuilder, StepRows
-from nanovllm.runner.graphs import DecodeGraphs
-from nanovllm.runner.results import Copy, Handle, start_copy
+from nanovllm.runner.graphs import DecodeGraphs, borrowed
+from nanovllm.runner.pieces import PiecewiseGraphs
+from nanovllm.runner.results import Copy, DeviceClock, Handle, start_copy
 from nanovllm.runner.slots import Slots
 from nanovllm.sampling.base import Sampled, SampleRows
 from nanovllm.sampling.masks import allow
@@ -51,8 +52,10 @@ class Runner:
         self.backend = backend
         self.device = device
         self.builder = RowBuilder(slots.dead, slots.dead, device)
-        self.graphs = DecodeGraphs(self.forward, self.builder.static_slots_R)
+        self.graphs = DecodeGraphs(self.forward, self.builder.static_slots_R, sharing_logits)
         self.tails = DecodeGraphs(self.draw_plainly, self.builder.static_slots_R)
+        self.pieces = PiecewiseGraphs(self.hidden, caches, device)
+        self.clock = DeviceClock(device)
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
 
@@ -62,9 +65,14 @@ class Runner:
         self.slots.apply(plan)
         self.sampler.admit(plan.admits)
         rows = self.builder.rows(plan)
-        forwarded = self._run(rows)
-        handle = Handle(plan.step, partial(self._finish, rows, forwarded, plan.masked))
-        if not plan.masked:
+        gap = self.clock.begin()
+        forwarded, mode = self._run(rows)
+        self.steps_by_mode[mode_key(mode, plan)] += 1
+        finish = partial(self._finish, rows, forwarded, plan.masked)
+        handle = Handle(plan.step, self.clock, gap, finish)
+        if plan.masked:
+            self.clock.end()
+        else:
             handle.sample(None)
         return handle
 
@@ -82,7 +90,7 @@ class Runner:
         ):
             tokens_R = self.tails.replay(size)
             assert isinstance(tokens_R, Tensor)
-            return start_copy(Sampled(tokens_R[: len(rows.slots_R)], None), self.device)
+            return start_copy(Sampled(tokens_R[: len(rows.slots_R)], None))
         lengths_R = forwarded.batch.lengths_R[: len(rows.slots_R)]
         slots_S, lengths_S = rows.slots_R, lengths_R
         if rows.sampled_rows_S is not None:
@@ -96,7 +104,7 @@ class Runner:
                 logits_SV = allow(logits_SV, masked, masks)
             sampled = self.sampler.sample(logits_SV, drawn)
         self.prep.settle(rows.slots_R, lengths_R, slots_S, drawn.positions_S, sampled.tokens_S)
-        return start_copy(sampled, self.device)
+        return start_copy(sampled)
 
     def draw_plainly(self, rows: StepRows) -> Tensor:
         """Behind a replayed forward pass: tokens by seed and temperature alone, and settled.
@@ -111,22 +119,44 @@ class Runner:
         self.prep.settle(rows.slots_R, lengths_R, rows.slots_R, positions_R, tokens_R)
         return tokens_R.to(torch.int32)
 
-    def _run(self, rows: StepRows) -> Forwarded:
-        """Replay a graph where one fits, else run eagerly."""
+    def _run(self, rows: StepRows) -> tuple[Forwarded, str]:
+        """Replay a graph where one fits, else run eagerly. Says which: FULL, PIECEWISE or NONE."""
         decode = rows.counts_R is None
-        size = self.graphs.fit(len(rows.slots_R)) if decode else None
-        mode = "NONE" if size is None else "FULL"
-        self.steps_by_mode[f"{mode}/{'decode' if decode else 'mixed'}"] += 1
+        size = (self.graphs if decode else self.pieces).fit(rows.num_tokens)
         if size is None:
-            return self.forward(rows)
-        self.padded_tokens += size - len(rows.slots_R)
+            return self.forward(rows), "NONE"
+        self.padded_tokens += size - rows.num_tokens
+        if not decode:
+            return self.forward(rows, size), "PIECEWISE"
         replayed = self.graphs.replay(size)
         assert isinstance(replayed, Forwarded)
-        return replayed
+        return replayed, "FULL"
 
-    def forward(self, rows: StepRows) -> Forwarded:
+    def why_eager(self, rows: StepRows) -> str | None:
+        """Why a step of these rows replays nothing; None: it does."""
+        decode = rows.counts_R is None
+        graphs = self.graphs if decode else self.pieces
+        if not graphs.captured:
+            return "no graph was captured"
+        if graphs.fit(rows.num_tokens) is None:
+            count = f"{rows.num_tokens} {'rows' if decode else 'tokens'}"
+            return f"{count} are more than the largest graph's {max(graphs.captured)}"
+        return None
+
+    def forward(self, rows: StepRows, size: int | None = None) -> Forwarded:
+        """Launch by launch, or the pieces of this size around attention."""
         batch = self.prep.gather(rows)
         ctx = ForwardContext(batch, self.caches, self.backend.bind(batch))
-        hidden_TD = self.model(batch.token_ids_T, ctx)
+        hidden_TD = self.pieces.replay(size, ctx) if size else self.hidden(ctx)
         logits_SV = self.model.logits(hidden_TD, ctx) if len(batch.sampled_at) else None
         return Forwarded(batch, logits_SV)
+
+    def hidden(self, ctx: ForwardContext) -> Tensor:
+        hidden_TD: Tensor = self.model(ctx.batch.token_ids_T, ctx)
+        return hidden_TD
+
+
+def sharing_logits(forwarded: Forwarded) -> Forwarded:
+    """Graphs of all sizes leave their logits in the same memory: one step's are of use."""
+    assert forwarded.logits_SV is not None
+    return replace(forwarded, logits_SV=borrowed(forwarded.logits_SV))

@@ -8,6 +8,7 @@ import torch
 from nanovllm.config import Recipe
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.graphs import graph_sizes
+from nanovllm.runner.pieces import piece_sizes
 from nanovllm.runner.runner import Runner
 from nanovllm.sampling.base import SampleRows
 
@@ -22,6 +23,7 @@ def dead_rows(runner: Runner, num_rows: int, tokens_each: int) -> StepRows:
         counts_R=counts_R if tokens_each > 1 else None,
         sampled_rows_S=None,
         sampled_slots=host,
+        num_decodes=num_rows if tokens_each == 1 else 0,
         num_tokens=num_rows * tokens_each,
         max_new=tokens_each,
         max_length=tokens_each,
@@ -65,3 +67,5 @@ def capture(runner: Runner, recipe: Recipe) -> None:
     sizes = graph_sizes(int(recipe.schedule.slots))
     for graphs in (runner.graphs, runner.tails):
         graphs.capture(sizes, int(recipe.server.max_model_tokens))
+    most = min(recipe.kernels.mixed_graph_tokens, int(recipe.schedule.step_tokens))
+    runner.pieces.capture(piece_sizes(most))

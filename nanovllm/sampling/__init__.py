@@ -5,6 +5,7 @@ To add one: a file here that satisfies base.Processor, one line below, a field i
 
 PROCESSORS = (
     "nanovllm.sampling.logit_bias:LogitBias",
+    "nanovllm.sampling.bad_words:BadWords",
     "nanovllm.sampling.min_tokens:MinTokens",
     "nanovllm.sampling.penalties:Penalties",
 )

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 from msgspec import UNSET, Struct
 
-from nanovllm.server.parsers.base import CallPart, Event, Reasoning, Text
+from nanovllm.server.parsers.base import CallPart, CallStart, Event, Reasoning, Text
 from nanovllm.server.shapes import (
     Answer,
     AnswerChoice,
@@ -36,19 +35,6 @@ class Details(Struct):
 
     logprobs: list[TokenLogprob] = []
     token_ids: list[int] = []
-
-
-class ChoiceWriter(Protocol):
-    @property
-    def num_calls(self) -> int: ...
-
-    def begin(self, prompt_ids: list[int]) -> None:
-        """The first token came, whether or not it shows. `prompt_ids`: if they are wanted."""
-        ...
-
-    def write(self, event: Event, details: Details | None) -> None: ...
-
-    def end(self, reason: str, details: Details | None) -> None: ...
 
 
 class ChunkWriter:
@@ -126,32 +112,25 @@ class WholeWriter:
     """Collects a choice for one body at the end."""
 
     def __init__(self, index: int, *, reasoning_content: bool = False) -> None:
+        self.num_calls = 0
         self._index = index
         self._reasoning_content = reasoning_content
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._names: list[str] = []
-        self._arguments: list[list[str]] = []
+        self._said: dict[type[Event], list[str]] = {Text: [], Reasoning: []}
+        self._calls: list[tuple[str, list[str]]] = []
         self._details = Details()
         self._reason = ""
-
-    @property
-    def num_calls(self) -> int:
-        return len(self._names)
 
     def begin(self, prompt_ids: list[int]) -> None: ...
 
     def write(self, event: Event, details: Details | None) -> None:
         self._learn(details)
-        if isinstance(event, Text):
-            self._text.append(event.text)
-        elif isinstance(event, Reasoning):
-            self._reasoning.append(event.text)
+        if isinstance(event, CallStart):
+            self.num_calls += 1
+            self._calls.append((event.name, []))
         elif isinstance(event, CallPart):
-            self._arguments[-1].append(event.text)
+            self._calls[-1][1].append(event.text)
         else:
-            self._names.append(event.name)
-            self._arguments.append([])
+            self._said[type(event)].append(event.text)
 
     def end(self, reason: str, details: Details | None) -> None:
         self._learn(details)
@@ -164,15 +143,11 @@ class WholeWriter:
 
     def choice(self, *, with_logprobs: bool) -> AnswerChoice:
         """Content is null only beside calls: many clients cannot take a null elsewhere."""
-        text = "".join(self._text)
-        calls = [
-            Call(new_call_id(), Function(name, "".join(parts)))
-            for name, parts in zip(self._names, self._arguments, strict=True)
-        ]
-        reasoning = "".join(self._reasoning) or UNSET
+        reasoning = "".join(self._said[Reasoning]) or UNSET
+        calls = [Call(new_call_id(), Function(name, "".join(parts))) for name, parts in self._calls]
         answer = Answer(
             "assistant",
-            text if text or not calls else None,
+            "".join(self._said[Text]) or (None if calls else ""),
             reasoning,
             reasoning if self._reasoning_content else UNSET,
             calls or UNSET,

@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Executor
 
 import msgspec
@@ -40,7 +40,6 @@ log = logging.getLogger("server")
 CHAT = "/v1/chat/completions"
 QUIET_S = 10.0  # a stream without events for so long gets a comment
 METRICS_TEXT = b"text/plain; version=0.0.4; charset=utf-8"
-Handler = Callable[[Scope, Receive, Send, str], Awaitable[None]]
 
 
 class App:
@@ -63,18 +62,17 @@ class App:
         self._threads = threads
         self._quiet_s = quiet_s
         self._metrics = Metrics()
-        self._routes: dict[str, tuple[str, Handler]] = {
-            CHAT: ("POST", self._chat),
-            "/v1/models": ("GET", self._models),
-            "/health": ("GET", self._health),
-            "/metrics": ("GET", self._show_metrics),
+        self._pages: dict[str, Callable[[], tuple[bytes, bytes]]] = {
+            "/v1/models": self._models,
+            "/health": self._health,
+            "/metrics": self._show_metrics,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         named = (header(scope, b"x-request-id") or b"").decode("latin-1")
         request_id = named if REQUEST_ID.fullmatch(named) else secrets.token_hex(16)
         try:
-            await self._handler(scope)(scope, receive, send, request_id)
+            await self._answer(scope, receive, send, request_id)
         except ClientLeftError:
             log.info("request %s", fields(id=request_id, status=CLIENT_LEFT))
         except ApiError as error:
@@ -92,18 +90,22 @@ class App:
         for reply in list(self.replies):
             reply.fail(ApiError(503, "the server is shutting down", code="shutting_down"))
 
-    def _handler(self, scope: Scope) -> Handler:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         path = scope["path"]
         if path != "/health":
             self._authorise(scope)
-        if path not in self._routes:
+        if path != CHAT and path not in self._pages:
             raise ApiError(404, f"{path[:200]} does not exist", code="not_found")
-        method, handler = self._routes[path]
+        method = "POST" if path == CHAT else "GET"
         if scope["method"] != method:
             text = f"{path} accepts {method}, not {scope['method'][:20]}"
             allow = [(b"allow", method.encode())]
             raise ApiError(405, text, code="method_not_allowed", headers=allow)
-        return handler
+        if path == CHAT:
+            await self._chat(scope, receive, send, request_id)
+        else:
+            kind, body = self._pages[path]()
+            await respond(send, 200, kind, body, [(b"x-request-id", request_id.encode())])
 
     def _authorise(self, scope: Scope) -> None:
         if self._key is None:
@@ -125,6 +127,10 @@ class App:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         served = self._served
+        kind = (header(scope, b"content-type") or JSON).partition(b";")[0].strip()
+        if kind.lower() != JSON:
+            text = f"the content-type must be application/json, not {kind[:100].decode('latin-1')}"
+            raise ApiError(400, text, code="invalid_content_type")
         body = await read_body(scope, receive, self._max_body_bytes)
         request = parse_request(body, model=served.name, vocab_size=served.vocab_size)
         request_id = request.request_id or request_id
@@ -140,27 +146,23 @@ class App:
             self.replies.discard(reply)
             log.info("request %s", reply.summary)
 
-    async def _models(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+    def _models(self) -> tuple[bytes, bytes]:
         served = self._served
         card = ModelCard(served.name, served.created, served.max_model_tokens)
-        body = msgspec.json.encode(ModelList([card]))
-        await respond(send, 200, JSON, body, [(b"x-request-id", request_id.encode())])
+        return JSON, msgspec.json.encode(ModelList([card]))
 
-    async def _health(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+    def _health(self) -> tuple[bytes, bytes]:
         if self._client.is_lost or self.is_draining:
             text = "the engine is gone" if self._client.is_lost else "the server is shutting down"
             raise ApiError(503, text, code="unhealthy")
-        more = [(b"x-request-id", request_id.encode())]
-        await respond(send, 200, JSON, b'{"status":"ok"}', more)
+        return JSON, b'{"status":"ok"}'
 
-    async def _show_metrics(
-        self, scope: Scope, receive: Receive, send: Send, request_id: str
-    ) -> None:
-        body = render(
+    def _show_metrics(self) -> tuple[bytes, bytes]:
+        served = self._served
+        return METRICS_TEXT, render(
             self._metrics,
             self._client.stats,
-            model=self._served.name,
-            page_tokens=self._served.page_tokens,
-            num_pages=self._served.num_pages,
+            model=served.name,
+            page_tokens=served.page_tokens,
+            num_pages=served.num_pages,
         )
-        await respond(send, 200, METRICS_TEXT, body, [(b"x-request-id", request_id.encode())])

@@ -13,7 +13,6 @@ from msgspec import UNSET
 
 from nanovllm.server.answers import (
     DONE,
-    ChoiceWriter,
     ChunkWriter,
     Details,
     WholeWriter,
@@ -92,7 +91,7 @@ class ChatSession:
         self._whole: list[WholeWriter] = []
         self.choices: list[Choice] = []
         for index, message in enumerate(messages):
-            writer: ChoiceWriter
+            writer: ChunkWriter | WholeWriter
             if request.stream:
                 usage = self.usage if continuous else None
                 head = self._head
@@ -146,10 +145,8 @@ class ChatSession:
             self.out.append(DONE)
 
     def fail(self, failure: ApiError) -> None:
-        """The first failure is the whole request's; nothing more is wanted from the engine."""
-        if self.failure is None:
-            self.failure = failure
-            self.abort_all()
+        """The first failure is the whole request's."""
+        self.failure = self.failure or failure
 
     def abort_all(self) -> None:
         for choice in self.choices:
@@ -161,7 +158,11 @@ class Choice:
     """The sink of one engine request: its tokens become text, the text events."""
 
     def __init__(
-        self, session: ChatSession, message: Generate, writer: ChoiceWriter, turn: str
+        self,
+        session: ChatSession,
+        message: Generate,
+        writer: ChunkWriter | WholeWriter,
+        turn: str,
     ) -> None:
         request = session.request
         self.message = message
@@ -170,14 +171,16 @@ class Choice:
         self._session = session
         self._writer = writer
         self._num_tokens = 0
+        self._logprobs: list[TokenLogprob] = []  # of tokens to come in this step
         self._details = Details() if request.logprobs or request.return_token_ids else None
         self._returns_ids = bool(request.return_token_ids)
         self._hides_reasoning = request.include_reasoning is False
         self._calls_once = request.parallel_tool_calls is False
-        self._interval = (request.stream_interval or 1) if request.stream else 1
         self._num_calls = 0
-        self._waiting: list[Event] = []  # for the rest of an interval
-        self._num_written = 0  # tokens at the last event that was written
+        self._is_named = request.choice_of_tools.is_named
+        self._interval = (request.stream_interval or 1) if request.stream else 1
+        self._waiting: list[Event] = []
+        self._due_at = 0  # how many tokens there must be before anything is written
         self._include_stop = bool(request.include_stop_str_in_output)
         self._stop_ids = frozenset(message.stop_ids)
         skip_special = request.skip_special_tokens is not False
@@ -188,7 +191,7 @@ class Choice:
             stops = {*request.stops, *map(self._vocabulary.marked, request.stops)}
             self._stops = StopStrings(sorted(stops), include=self._include_stop)
         self._parser = session.served.parser(
-            turn, request.schemas, is_spelled=bool(message.grammar)
+            turn, request.schemas, is_spelled=request.spells_markers
         )
 
     def started(self, num_cached: int) -> None:
@@ -199,26 +202,18 @@ class Choice:
             TopLogprob(*self._shown(token_id, logprob))
             for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
         ]
-        assert self._details is not None
-        listed = TokenLogprob(*self._shown(entry.token_id, entry.logprob), tops)
-        self._details.logprobs.append(listed)
+        self._logprobs.append(TokenLogprob(*self._shown(entry.token_id, entry.logprob), tops))
 
     def tokens(self, token_ids: Sequence[int]) -> None:
-        session = self._session
-        count = len(token_ids)
-        session.num_tokens += count
-        if not self._num_tokens:
-            self._writer.begin(session.prompt_ids)
-        self._num_tokens += count
-        if self._returns_ids and self._details is not None:
-            self._details.token_ids.extend(token_ids)
-        if self._parser.in_reasoning:
-            session.num_reasoning += count
-        if token_ids[-1] in self._stop_ids and not self._include_stop:
-            token_ids = token_ids[:-1]
-        text = self._detokenizer.feed(token_ids)
-        if text:
-            self._show(text)
+        """A step's. They are read one by one and written together."""
+        end = self._num_tokens + len(token_ids)
+        if end > self._due_at:
+            self._due_at = end
+        for token_id in token_ids:
+            if not self.reason:  # else a stop string came before
+                self._token(token_id)
+        if self._waiting:
+            self._write([])
 
     def finish(self, finish: Finish) -> None:
         if text := self._detokenizer.finish():
@@ -241,6 +236,24 @@ class Choice:
         text = "the engine failed before this request was finished"
         self._session.fail(ApiError(503, text, code="engine_failed"))
 
+    def _token(self, token_id: int) -> None:
+        session = self._session
+        session.num_tokens += 1
+        self._num_tokens += 1
+        if self._num_tokens == 1:
+            self._writer.begin(session.prompt_ids)
+        if self._parser.in_reasoning:
+            session.num_reasoning += 1
+        if self._details is not None:
+            self._details.logprobs += self._logprobs[:1]
+            del self._logprobs[:1]
+            if self._returns_ids:
+                self._details.token_ids.append(token_id)
+        if token_id in self._stop_ids and not self._include_stop:
+            return
+        if text := self._detokenizer.feed(token_id):
+            self._show(text)
+
     def _show(self, text: str) -> None:
         """Raw text, stop strings included, reaches the parser up to the first stop string."""
         is_stopped = False
@@ -256,8 +269,8 @@ class Choice:
         if self._stops is not None and (text := self._stops.finish()):
             self._write(self._parser.feed(text))
         self._write(self._parser.finish(), is_last=True)
-        if reason == "stop" and self._writer.num_calls:
-            reason = "tool_calls"
+        if reason == "stop" and self._writer.num_calls and not self._is_named:
+            reason = "tool_calls"  # of the model's own accord, that is: as OpenAI has it
         self.reason = reason
         self._writer.end(reason, self._details)
         self._session.end_choice()
@@ -265,8 +278,13 @@ class Choice:
     def _write(self, events: list[Event], *, is_last: bool = False) -> None:
         if self._hides_reasoning or self._calls_once:
             events = self._wanted(events)
-        if self._interval > 1:
-            events = self._due(events, is_last=is_last)
+        if self._num_tokens < self._due_at and not is_last:
+            self._waiting += events
+            return
+        if self._waiting:
+            events, self._waiting = joined(self._waiting + events), []
+        if events:
+            self._due_at = self._num_tokens + self._interval
         for event in events:
             self._writer.write(event, self._details)
             if self._details is not None:
@@ -283,17 +301,6 @@ class Choice:
             if not (self._calls_once and is_call and self._num_calls > 1):
                 wanted.append(event)
         return wanted
-
-    def _due(self, events: list[Event], *, is_last: bool) -> list[Event]:
-        """One write for so many tokens; the first and the last come at once."""
-        self._waiting += events
-        is_first = not self._num_written
-        if not (is_first or is_last or self._num_tokens - self._num_written >= self._interval):
-            return []
-        if self._waiting:
-            self._num_written = self._num_tokens
-        events, self._waiting = joined(self._waiting), []
-        return events
 
     def _shown(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
         piece = self._vocabulary.bytes_of(token_id)

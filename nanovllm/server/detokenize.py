@@ -15,22 +15,11 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Sequence
-from typing import Protocol
 
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
 FIRST_MARK = 0xD800  # of the surrogates, which no decoded text has
-
-
-class Detokenizer(Protocol):
-    """One output's ids to text."""
-
-    def feed(self, token_ids: Sequence[int]) -> str: ...
-
-    def finish(self) -> str:
-        """The output ended: what is left of an unfinished character."""
-        ...
 
 
 class Vocabulary:
@@ -79,9 +68,9 @@ class Vocabulary:
         return text
 
     def detokenizer(self, *, skip_special: bool) -> Detokenizer:
-        if self.is_byte_level:
-            return ByteLevelDetokenizer(self, skip_special=skip_special)
-        return WindowDetokenizer(self, skip_special=skip_special)
+        """For one output: `feed` ids, then `finish` for the rest of an unfinished character."""
+        kind = ByteLevelDetokenizer if self.is_byte_level else WindowDetokenizer
+        return kind(self, skip_special=skip_special)
 
 
 class ByteLevelDetokenizer:
@@ -95,32 +84,22 @@ class ByteLevelDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_amid = False  # a character: the decoder holds bytes
 
-    def feed(self, token_ids: Sequence[int]) -> str:
-        if len(token_ids) == 1 and not self._is_amid and token_ids[0] < len(self._texts):
-            whole = self._texts[token_ids[0]]
+    def feed(self, token_id: int) -> str:
+        if not self._is_amid and token_id < len(self._texts):
+            whole = self._texts[token_id]
             if whole is not None:
                 return whole
-        if not self._mark_of.keys().isdisjoint(token_ids):
-            return self._around_marks(token_ids)
-        pieces = [self._bytes_of(i) for i in token_ids if i not in self._skipped]
-        text = self._decoder.decode(b"".join(pieces))
+        if (mark := self._mark_of.get(token_id)) is not None:
+            return self.finish() + mark
+        if token_id in self._skipped:
+            return ""
+        text = self._decoder.decode(self._bytes_of(token_id))
         self._is_amid = bool(self._decoder.getstate()[0])
         return text
 
     def finish(self) -> str:
         self._is_amid = False
         return self._decoder.decode(b"", final=True)
-
-    def _around_marks(self, token_ids: Sequence[int]) -> str:
-        out = ""
-        run: list[int] = []
-        for token_id in token_ids:
-            if (mark := self._mark_of.get(token_id)) is None:
-                run.append(token_id)
-            else:
-                out += self.feed(run) + self.finish() + mark
-                run.clear()
-        return out + self.feed(run)
 
 
 class WindowDetokenizer:
@@ -138,15 +117,11 @@ class WindowDetokenizer:
         self._ids: list[int] = []
         self._num_shown = 0  # of the ids: their text was emitted
 
-    def feed(self, token_ids: Sequence[int]) -> str:
-        out = ""
-        for token_id in token_ids:
-            if token_id >= self._size or token_id in self._mark_of:
-                out += self.finish() + (self._mark_of.get(token_id) or _filler(token_id))
-                continue
-            self._ids.append(token_id)
-            out += self._new_text()
-        return out
+    def feed(self, token_id: int) -> str:
+        if token_id >= self._size or token_id in self._mark_of:
+            return self.finish() + (self._mark_of.get(token_id) or _filler(token_id))
+        self._ids.append(token_id)
+        return self._new_text()
 
     def finish(self) -> str:
         """Also starts a new window."""
@@ -166,6 +141,9 @@ class WindowDetokenizer:
 
     def _text(self, count: int) -> str:
         return self._decode(self._ids[:count], skip_special_tokens=self._skip_special)
+
+
+Detokenizer = ByteLevelDetokenizer | WindowDetokenizer
 
 
 class StopStrings:

@@ -9,21 +9,9 @@ import re
 from collections.abc import Iterable
 
 import msgspec
-from msgspec import Struct
 
 MAX_MESSAGE_CHARS = 1000  # a request may not choose how long its refusal is
 HEADERS = {401: [(b"www-authenticate", b"Bearer")], 503: [(b"retry-after", b"1")]}
-
-
-class ErrorBody(Struct, frozen=True):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(Struct, frozen=True):
-    error: ErrorBody
 
 
 class ApiError(Exception):
@@ -49,17 +37,20 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = ErrorBody(self.message, kind, self.param, self.code)
-        return msgspec.json.encode(ErrorResponse(error))
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
 
 
 def bad_value(param: str, requirement: str, value: object) -> ApiError:
     """`temperature must be between 0 and 2, not 3.0`"""
     shown = repr(value)
     shown = shown if len(shown) <= 100 else shown[:97] + "..."
-    return ApiError(
-        400, f"{param} must be {requirement}, not {shown}", param=param, code="invalid_value"
-    )
+    return misplaced(param, f"must be {requirement}, not {shown}")
+
+
+def misplaced(param: str, complaint: str) -> ApiError:
+    """`stream_options must be left out unless stream is true`"""
+    return ApiError(400, f"{param} {complaint}", param=param, code="invalid_value")
 
 
 def bad_body(error: msgspec.DecodeError) -> ApiError:

@@ -126,6 +126,9 @@ def render(
         ("nanovllm:graph_padded_tokens_total", stats.padded_tokens),
     ):
         page.add(name, "counter", {"": value})
+    host_s = {_listed({"part": part}): spent for part, spent in stats.host_s.items()}
+    page.add("nanovllm:host_seconds_total", "counter", host_s)
+    page.add("nanovllm:host_step_p50_seconds", "gauge", {"": stats.host_step_p50_s})
     by_mode = {}
     for key, count in stats.steps_by_mode.items():
         mode, _, phase = key.partition("/")

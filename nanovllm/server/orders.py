@@ -11,9 +11,11 @@ from collections.abc import Callable
 from nanovllm.server.errors import ApiError, bad_value
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import GenerationConfig, Served
+from nanovllm.server.structured.tag import structural_tag
 from nanovllm.server.template import Prompt
 from nanovllm.wire import Generate, Sampling
 
+MAX_BAD_WORD_TOKENS = 32
 FORCED = 1000.0  # a logit that no other overcomes, and float32 still adds exactly enough to
 
 
@@ -35,12 +37,15 @@ def generates(
             code="context_length_exceeded",
         )
     limit = request.token_limit
+    if limit is not None and limit > context:
+        field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        raise bad_value(field, f"at most {context}, the model's context", limit)
     room = context - num_prompt
     stop_ids = set(request.stop_token_ids or ())
     if not request.ignore_eos:
         stop_ids |= served.eos_ids
     first_seed = seed if request.seed is None else request.seed
-    biases = _biases(request, served)
+    words = _bad_words(request, served)
     grammar = _grammar(request, served, prompt)
     packed = array("i", prompt.ids).tobytes()
     return [
@@ -49,7 +54,7 @@ def generates(
             prompt=packed,
             max_new=room if limit is None else min(limit, room),
             stop_ids=sorted(stop_ids),
-            sampling=sampling(request, served.defaults, wrapped(first_seed + index), biases),
+            sampling=sampling(request, served.defaults, wrapped(first_seed + index), words),
             priority=request.priority or 0,
             salt=request.cache_salt or "",
             grammar=grammar,
@@ -60,31 +65,36 @@ def generates(
 
 def _grammar(request: ChatRequest, served: Served, prompt: Prompt) -> str:
     """The structural tag that the output must match; empty if it may be anything."""
-    if (field := request.constrained_by) is None:
+    if request.constrained_by is None:
         return ""
-    text = f"{field} asks for a constrained output, which this server does not have yet"
-    raise ApiError(400, text, param=field, code="invalid_value")
+    return structural_tag(request, served, prompt.turn)
 
 
-def _biases(request: ChatRequest, served: Served) -> dict[int, float]:
-    """logit_bias, with allowed tokens and forbidden words written in the same way."""
+def _biases(request: ChatRequest) -> dict[int, float]:
+    """logit_bias, with allowed tokens written in the same way."""
     biases = dict(request.logit_bias or {})
     for token_id in request.allowed_token_ids or ():
         biases[token_id] = biases.get(token_id, 0.0) + FORCED
-    encode = served.template.tokenizer.encode
-    for at, word in enumerate(request.bad_words or ()):
-        spellings = [encode(text, add_special_tokens=False).ids for text in (word, f" {word}")]
-        single = {ids[0] for ids in spellings if len(ids) == 1}
-        if not all(single.intersection(ids) for ids in spellings):
-            requirement = "a single token of this model: longer words cannot be forbidden"
-            raise bad_value(f"bad_words[{at}]", requirement, word)
-        for token_id in single:
-            biases[token_id] = biases.get(token_id, 0.0) - 2 * FORCED
     return biases
 
 
+def _bad_words(request: ChatRequest, served: Served) -> list[list[int]]:
+    """The tokens of each word, as they begin a text and as they follow a space."""
+    words = [word.lstrip() for word in request.bad_words or ()]
+    spellings = [spelling for word in words for spelling in (word, f" {word}")]
+    encode = served.template.tokenizer.encode_batch_fast
+    found: list[list[int]] = []
+    for at, encoded in enumerate(encode(spellings, add_special_tokens=False)):
+        if len(encoded.ids) > MAX_BAD_WORD_TOKENS:
+            where = f"bad_words[{at // 2}]"
+            raise bad_value(where, f"at most {MAX_BAD_WORD_TOKENS} tokens long", words[at // 2])
+        if encoded.ids and encoded.ids not in found:
+            found.append(encoded.ids)
+    return found
+
+
 def sampling(
-    request: ChatRequest, defaults: GenerationConfig, seed: int, biases: dict[int, float]
+    request: ChatRequest, defaults: GenerationConfig, seed: int, bad_words: list[list[int]]
 ) -> Sampling:
     """What the request says, else what the model's authors say, else plain sampling."""
 
@@ -105,9 +115,10 @@ def sampling(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         seed=seed,
-        logit_bias=biases,
+        logit_bias=_biases(request),
         min_tokens=request.min_tokens or 0,
         logprobs=(request.top_logprobs or 0) if request.logprobs else -1,
+        bad_words=bad_words,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from nanovllm.server.errors import ApiError, bad_body, bad_value
+from nanovllm.server.errors import ApiError, bad_body, bad_value, misplaced
 from nanovllm.server.parsers.base import FUNCTION_NAME
 from nanovllm.server.tool_choice import ToolChoice, tool_choice
 
@@ -24,10 +24,11 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024  # matching costs each token up to this much
 MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 512
-MAX_ALLOWED = 1024  # token ids: each slot has room for so many
-MAX_BAD_WORDS = 128
+MAX_TOKEN_IDS = 1024  # in a list: once one is so long, every slot has room for it
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 128
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")  # it is echoed in a header
 
@@ -147,8 +148,16 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
         choice = self.choice_of_tools
         if choice.mode == "required" or len(choice.names) < len(self.schemas or ()):
             return "tool_choice"
+        if self.parallel_tool_calls is False and self.schemas:
+            return "parallel_tool_calls"
         is_strict = any(tool["function"].get("strict") for tool in self.tools or ())
         return "tools" if is_strict and choice.mode != "none" else None
+
+    @property
+    def spells_markers(self) -> bool:
+        """Whether a structural tag of the client's has the model write markers letter by letter."""
+        kind = (self.response_format or {}).get("type")
+        return kind == "structural_tag" or "structural_tag" in (self.structured_outputs or {})
 
     @property
     def token_limit(self) -> int | None:
@@ -211,8 +220,8 @@ def parse_request(body: bytes, *, model: str, vocab_size: int) -> ChatRequest:
             raise bad_value(field, str(allowed), value)
     _check_messages(request.messages)
     _check_continuation(request)
-    _check_sampling(request, vocab_size)
-    _check_choice_of_tokens(request)
+    _check_sampling(request)
+    _check_token_ids(request, vocab_size)
     _check_output(request)
     return request
 
@@ -235,26 +244,24 @@ def _check_continuation(request: ChatRequest) -> None:
     if not request.continue_final_message:
         return
     if request.add_generation_prompt:
-        text = "continue_final_message must be left out where add_generation_prompt is true"
-        raise ApiError(400, text, param="continue_final_message", code="invalid_value")
+        text = "must be left out where add_generation_prompt is true"
+        raise misplaced("continue_final_message", text)
     last = request.messages[-1]
     if last.role != "assistant" or not last.text or last.tool_calls:
         where = f"messages[{len(request.messages) - 1}]"
         raise bad_value(where, "an assistant's with text, to be continued", last.role)
 
 
-def _check_sampling(request: ChatRequest, vocab_size: int) -> None:
+def _check_sampling(request: ChatRequest) -> None:
     if request.seed is not None and not -(2**63) <= request.seed < 2**63:
         raise bad_value("seed", "a 64-bit integer", request.seed)
-    for token_id, bias in (request.logit_bias or {}).items():
-        if not 0 <= token_id < vocab_size:
-            raise bad_value("logit_bias", f"keyed by ids from 0 to {vocab_size - 1}", token_id)
+    for bias in (request.logit_bias or {}).values():
         if not -100 <= bias <= 100:
             raise bad_value("logit_bias", "between -100 and 100 for each token", bias)
-    for field in ("stop_token_ids", "allowed_token_ids"):
-        for token_id in getattr(request, field) or ():
-            if not 0 <= token_id < vocab_size:
-                raise bad_value(field, f"ids from 0 to {vocab_size - 1}", token_id)
+    sizes = [len(word) for word in request.bad_words or ()]
+    if len(sizes) > MAX_BAD_WORDS or not all(0 < size <= MAX_BAD_WORD_CHARS for size in sizes):
+        text = f"at most {MAX_BAD_WORDS} words of 1 to {MAX_BAD_WORD_CHARS} characters"
+        raise bad_value("bad_words", text, request.bad_words)
     if request.top_logprobs and not request.logprobs:
         raise bad_value("top_logprobs", "0 unless logprobs is true", request.top_logprobs)
     limit = request.token_limit
@@ -262,16 +269,19 @@ def _check_sampling(request: ChatRequest, vocab_size: int) -> None:
         raise bad_value("min_tokens", f"at most max_tokens, here {limit}", request.min_tokens)
 
 
-def _check_choice_of_tokens(request: ChatRequest) -> None:
-    allowed, bad_words = request.allowed_token_ids, request.bad_words
-    if allowed is not None and not 0 < len(allowed) <= MAX_ALLOWED:
-        raise bad_value("allowed_token_ids", f"1 to {MAX_ALLOWED} ids", len(allowed))
+def _check_token_ids(request: ChatRequest, vocab_size: int) -> None:
+    for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        ids = getattr(request, field) or ()
+        if len(ids) > MAX_TOKEN_IDS:
+            raise bad_value(field, f"at most {MAX_TOKEN_IDS} ids", len(ids))
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise bad_value(field, f"ids from 0 to {vocab_size - 1}", token_id)
+    allowed = request.allowed_token_ids
+    if allowed == []:
+        raise bad_value("allowed_token_ids", "at least one id", allowed)
     if allowed and request.repetition_penalty not in (None, 1):
-        text = "left out where repetition_penalty is not 1"
-        raise bad_value("allowed_token_ids", text, allowed[0])
-    if bad_words is not None and (len(bad_words) > MAX_BAD_WORDS or not all(bad_words)):
-        text = f"at most {MAX_BAD_WORDS} words that are not empty"
-        raise bad_value("bad_words", text, bad_words[:3])
+        raise misplaced("allowed_token_ids", "must be left out where repetition_penalty is not 1")
 
 
 def _check_output(request: ChatRequest) -> None:
@@ -281,12 +291,10 @@ def _check_output(request: ChatRequest) -> None:
         if not 0 < len(stop) <= MAX_STOP_CHARS:
             raise bad_value("stop", f"strings of 1 to {MAX_STOP_CHARS} characters", stop)
     if request.stream_options is not None and not request.stream:
-        raise ApiError(
-            400,
-            "stream_options must be left out unless stream is true",
-            param="stream_options",
-            code="invalid_value",
-        )
+        raise misplaced("stream_options", "must be left out unless stream is true")
+    if request.reasoning_effort not in (None, *EFFORTS):
+        requirement = f"one of {', '.join(EFFORTS)}"
+        raise bad_value("reasoning_effort", requirement, request.reasoning_effort)
     salt = request.cache_salt
     if salt is not None and not 0 < len(salt) <= 128:
         raise bad_value("cache_salt", "a string of 1 to 128 characters", salt)
@@ -308,8 +316,7 @@ def _check_format(request: ChatRequest) -> None:
     if other is None:
         return
     if wanted is not None and wanted["type"] != "text":
-        text = "response_format and structured_outputs cannot both be given"
-        raise ApiError(400, text, param="structured_outputs", code="invalid_value")
+        raise misplaced("structured_outputs", "cannot be given together with response_format")
     named = [field for field in STRUCTURES if other.get(field) not in (None, False)]
     if len(named) != 1:
         raise bad_value("structured_outputs", f"exactly one of {', '.join(STRUCTURES)}", named)

@@ -16,7 +16,7 @@ from nanovllm.config import Config, ConfigError
 from nanovllm.registry import resolve
 from nanovllm.server.detokenize import Vocabulary
 from nanovllm.server.parsers import PARSERS, parser_for
-from nanovllm.server.parsers.base import Family, OutputParser, Schemas
+from nanovllm.server.parsers.base import Family, Schemas
 from nanovllm.server.parsers.machine import Machine
 from nanovllm.server.template import Template
 from nanovllm.wire import Ready
@@ -70,7 +70,7 @@ class Served:
             self.defaults = _read(path, GenerationConfig) if path.is_file() else self.defaults
         self.eos_ids = self._eos_ids(model)
 
-    def parser(self, turn: str, schemas: Schemas | None, *, is_spelled: bool) -> OutputParser:
+    def parser(self, turn: str, schemas: Schemas | None, *, is_spelled: bool) -> Machine:
         """As `Machine` takes them."""
         return Machine(self.family, self.vocabulary.marks, turn, schemas, is_spelled=is_spelled)
 

@@ -11,13 +11,17 @@ not.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.nodes import Node
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Struct
 from tokenizers import Tokenizer
@@ -67,13 +71,13 @@ class Template:
         # serialise or iterate need the object.
         self._arguments_as_text = "arguments is string" in source or "tojson" not in source
         self._opens_thinking = "\uff5c><think>" in source
-        environment = _environment()
+        self._environment = _Environment()
         self._tool_template: jinja2.Template | None = None
         if tool_template and "tools" not in source:
             own = (TEMPLATES / tool_template).read_text(encoding="utf-8")
-            self._tool_template = environment.from_string(own)
+            self._tool_template = self._environment.from_string(own)
         try:
-            self._template = environment.from_string(source)
+            self._template = self._environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template in {folder} is broken: {error}") from None
 
@@ -105,6 +109,7 @@ class Template:
         if self._tool_template is not None and _has_tools(options):
             template = self._tool_template
             options["opens_thinking"] = self._opens_thinking
+        self._environment.start_clock()
         try:
             text = _within_limits(template.generate(options))
         except Exception as error:  # whatever a template does with the client's values
@@ -140,17 +145,14 @@ class Template:
         return shown
 
     def _arguments(self, given: str | dict[str, Any] | None) -> str | dict[str, Any]:
-        if given is None or given == "":
-            given = {}
+        given = given or {}
         if self._arguments_as_text:
             return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        if isinstance(given, str):
-            try:
-                value = json.loads(given)
-            except ValueError:
-                return given
-            return value if isinstance(value, dict) else given
-        return given
+        try:
+            value = json.loads(given) if isinstance(given, str) else given
+        except ValueError:
+            return given
+        return value if isinstance(value, dict) else given
 
 
 def _has_tools(options: dict[str, Any]) -> bool:
@@ -160,8 +162,6 @@ def _has_tools(options: dict[str, Any]) -> bool:
 
 
 def _within_limits(pieces: Iterable[str]) -> str:
-    """What a template makes of the client's values may be neither endless nor slow."""
-    deadline = time.monotonic() + MAX_RENDER_S
     text: list[str] = []
     num_chars = 0
     for piece in pieces:
@@ -169,8 +169,6 @@ def _within_limits(pieces: Iterable[str]) -> str:
         num_chars += len(piece)
         if num_chars > MAX_PROMPT_CHARS:
             raise ValueError(f"the prompt has more than {MAX_PROMPT_CHARS} characters")
-        if time.monotonic() > deadline:
-            raise ValueError(f"it takes longer than {MAX_RENDER_S:g} s")
     return "".join(text)
 
 
@@ -183,34 +181,43 @@ def _cut_after(prompt: str, last: str) -> str:
     raise ApiError(400, text, param="continue_final_message", code="template_error")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    """As transformers sets it up, which is what templates are written for."""
+class _CodeGenerator(CodeGenerator):
+    """Compiled templates look at the clock at the beginning of each block."""
 
-    def tojson(
-        value: object,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
+    def blockvisit(self, nodes: Iterable[Node], frame: Frame) -> None:
+        self.writeline("environment.check_time()")
+        super().blockvisit(nodes, frame)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """As transformers sets it up, which is what templates are written for; with a time limit.
+
+    Decision: the limit is compiled into templates, because a thread cannot be stopped and whatever
+    a template does for long, it does in loops and recursions, with output or without.
+    """
+
+    code_generator_class = _CodeGenerator
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
+        self.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self._local = threading.local()
 
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
+    def start_clock(self) -> None:
+        """This thread renders from now on."""
+        self._local.deadline = time.monotonic() + MAX_RENDER_S
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+    def check_time(self) -> None:
+        if time.monotonic() > self._local.deadline:
+            raise ValueError(f"it takes longer than {MAX_RENDER_S:g} s")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
 
 
 def _template_source(folder: Path, settings: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from nanovllm.server.errors import ApiError, bad_value
+from nanovllm.server.errors import bad_value, misplaced
 
 FORMS = "'none', 'auto', 'required', a function or allowed_tools"
 
@@ -57,5 +57,5 @@ def _name(given: object, where: str, names: tuple[str, ...]) -> str:
 
 def _need_tools(names: tuple[str, ...]) -> None:
     if not names:
-        text = "tool_choice must be left out, 'none' or 'auto' where there are no tools"
-        raise ApiError(400, text, param="tool_choice", code="invalid_value")
+        text = "must be left out, 'none' or 'auto' where there are no tools"
+        raise misplaced("tool_choice", text)

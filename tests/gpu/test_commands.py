@@ -15,6 +15,7 @@ from nanovllm.cli.capture_graphs import capture_graphs
 from nanovllm.config import load_config
 from nanovllm.runner.build import build
 from nanovllm.runner.graphs import graph_sizes
+from nanovllm.runner.pieces import piece_sizes
 
 
 @pytest.mark.gpu
@@ -26,18 +27,20 @@ def test_every_graph_gives_the_eager_logits_and_is_faster_where_launches_count(
     done = CliRunner().invoke(capture_graphs, [*arguments, "--load", "1-64"])
     assert done.exit_code == 0, done.output
     found = record.read(path)
-    sizes = graph_sizes(64)
-    assert [graph["rows"] for graph in found.workload["graphs"]] == sizes
-    assert found.metrics["graphs"] == len(sizes)
-    for size in sizes:
+    modes = [("FULL/decode", size) for size in graph_sizes(64)]
+    modes += [("PIECEWISE/mixed", size) for size in piece_sizes(2048)]
+    assert [(graph["mode"], graph["rows"]) for graph in found.workload["graphs"]] == modes
+    assert found.metrics["graphs"] == len(modes)
+    for mode, size in modes:
         replay_ms, eager_ms = (
-            found.metrics[f"FULL/decode {size}: {name}_ms"] for name in ("replay", "eager")
+            found.metrics[f"{mode} {size}: {name}_ms"] for name in ("replay", "eager")
         )
         assert 0 < replay_ms < eager_ms
     assert all(graph["largest_logit"] > 0.1 for graph in found.workload["graphs"])
     assert found.metrics["padding_percent"] == pytest.approx(8.61, abs=0.01)
     assert "decode, 1 to 64 rows: replayed" in done.output
-    assert re.search(r"mixed, any prompt chunk: not captured: .* varying number", done.output)
+    assert "prefill and mixed, 1 to 2048 tokens: replayed" in done.output
+    assert re.search(r"mixed, 2049 to 8192 tokens: not captured: 8192 .* 2048", done.output)
 
 
 @pytest.mark.gpu

@@ -27,7 +27,11 @@ SHAPE = dict(
 MODES = {
     "flash, graphs": Kernels(attention="flash"),
     "flash, eager": Kernels(attention="flash", cuda_graphs=False),
+    "flash, graphs of decode only": Kernels(attention="flash", mixed_graph_tokens=0),
     "triton, graphs": Kernels(attention="triton"),
+    "compile, graphs": Kernels(
+        rms_norm="compile", add_rms_norm="compile", silu_mul="compile", rope_store="compile"
+    ),
     "torch, eager": Kernels(
         attention="torch", rms_norm="torch", add_rms_norm="torch", silu_mul="torch",
         rope_store="torch", sample="torch", cuda_graphs=False,
@@ -66,7 +70,11 @@ def test_greedy_choices_agree_with_the_reference(tiny, mode: str, page_tokens: i
         engine.loop.step()
     engine.run()
     if "graphs" in mode:
-        assert engine.runner.steps_by_mode["FULL/decode"] > 20
+        modes = engine.runner.steps_by_mode
+        assert modes["FULL/decode"] > 20
+        pieces = modes["PIECEWISE/mixed"] + modes["PIECEWISE/prefill"]
+        assert (pieces == 0) == ("only" in mode)
+        assert pieces == 0 or modes["NONE/mixed"] + modes["NONE/prefill"] == 0
     worst = 0.0
     for i, prompt in enumerate(prompts):
         expected = reference_logprobs(model, prompt, engine.text[i])

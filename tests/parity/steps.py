@@ -79,6 +79,7 @@ class Steps:
             page_table_RM=table,
             sampled_at=torch.arange(starts[-1]).flip(0),  # any order but the trivial one
             num_rows=len(rows),
+            num_decodes=0,
             max_new=max(counts),
             max_length=max(lengths),
         )

@@ -45,6 +45,40 @@ def test_triton_on_a_cpu_is_refused() -> None:
     assert str(caught.value) == "kernels.silu_mul is triton, which needs a GPU; use torch"
 
 
+def test_compiling_on_a_cpu_takes_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        select_ops(Kernels(rope_store="compile"), CPU)
+    expected = "kernels.rope_store is compile, which needs g++ on a CPU; use torch"
+    assert str(caught.value) == expected
+
+
+@torch.inference_mode()
+def test_compiled_references_mean_the_same_for_any_number_of_tokens() -> None:
+    """And write to the cache itself, not to a copy of it."""
+    names = ("rms_norm", "add_rms_norm", "silu_mul", "rope_store")
+    ops = select_ops(Kernels(**dict.fromkeys(names, "compile")), CPU)
+    torch.manual_seed(0)
+    gain, table = torch.randn(16), torch.randn(32, 16)
+    for tokens in (5, 9):
+        x, residual = torch.randn(tokens, 16), torch.randn(tokens, 16)
+        close(ops.rms_norm(x, gain, 1e-6), reference.rms_norm(x, gain, 1e-6))
+        expected = reference.add_rms_norm(x, residual, gain, 1e-6)
+        close(ops.add_rms_norm(x, residual, gain, 1e-6), expected)
+        close(ops.silu_mul(x), reference.silu_mul(x))
+        qkv, cells = torch.randn(tokens, 8 * 16), torch.randperm(40)[:tokens]
+        arguments = qkv, gain, gain, 1e-6, table, torch.arange(tokens), cells
+        caches = [torch.zeros(2, 10, 4, 2, 16) for _ in range(2)]
+        found = ops.rope_store(*arguments, *caches[0])
+        close(found, reference.rope_store(*arguments, *caches[1]))
+        close(caches[0], caches[1])
+        assert int((caches[0] != 0).any(-1).any(-1).sum()) == 2 * tokens
+
+
+def close(actual: object, expected: object) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_the_fused_gate_is_refused_where_it_cannot_run() -> None:
     with pytest.raises(ConfigError) as caught:
         select_ops(Kernels(gated_linear="cute"), CPU)

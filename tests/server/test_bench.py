@@ -24,11 +24,12 @@ from nanovllm.bench.outcome import Advance, Outcome
 from nanovllm.bench.started import started
 from nanovllm.bench.workload import Load, token_load
 from nanovllm.cli import bench as command
-from nanovllm.config import ConfigError
+from nanovllm.config import Config, ConfigError, load_config
 from nanovllm.wire import Finish, FinishReason, Generate, Ready, Refusal, RefusalKind, Stats
 
 ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).with_name("fake_chat.py")
+RECIPE = str(ROOT / "recipes" / "qwen3-0.6b.yaml")
 
 
 def free_port() -> int:
@@ -86,8 +87,9 @@ def test_a_closed_loop_measures_what_the_server_does(healthy: str) -> None:
     assert summary.duration_s >= 4 * (0.03 + 9 * 0.004)  # four rounds of six
     assert outcome.engine["Steps FULL/decode"] == 24.0
     assert outcome.engine["Peak KV cache usage (%)"] == 50.0
-    assert (outcome.model, outcome.workload["name"]) == ("fake", "c6")
-    assert 0.0 < outcome.metrics["client_busy"] < 1.0
+    written = outcome.record
+    assert (written.recipe["model"], written.workload["name"]) == ("fake", "c6")
+    assert 0.0 < written.metrics["client_busy"] < 1.0
 
 
 def test_an_open_loop_sends_when_requests_are_due(healthy: str) -> None:
@@ -161,7 +163,7 @@ def test_the_command_starts_and_stops_a_server(
 ) -> None:
     port = free_port()
     fake = [sys.executable, str(FAKE), str(port)]
-    monkeypatch.setattr(command, "serve_command", lambda options, extra: fake)
+    monkeypatch.setattr(command, "serve_command", lambda recipe, changed: fake)
     arguments = ["--start", "--set", f"server.port={port}", "--num-prompts", "2", "--warmup", "0"]
     arguments += ["--set", "server.served_name=fake", "--input-len", "20", "--output-len", "2"]
     done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
@@ -189,16 +191,13 @@ def test_the_demo_model_is_served_and_measured_as_users_do_it(tmp_path: Path) ->
     assert written.changed["device"] == "cpu" and "s3cret" not in path.read_text()
 
 
-def test_serve_is_started_with_the_options_of_the_bench() -> None:
-    given = {parameter.name: parameter.default for parameter in command.bench.params}
-    given = {k: v if isinstance(v, str | int | float | bool) else None for k, v in given.items()}
-    own = {"recipe": "r.yaml", "overrides": ("schedule.depth=1",), "load_format": "dummy"}
-    own |= {"api_key": "k", "ablate": (), "goodput": ()}
-    options = command.Options(**{**given, **own})
-    assert command.serve_command(options, ("cache.prefix=false",))[1:] == [
-        "-m", "nanovllm", "serve", "r.yaml", "--set", "schedule.depth=1", "--set",
-        "cache.prefix=false", "--load-format", "dummy", "--api-key", "k",
-    ]  # fmt: skip
+def test_serve_is_started_with_what_the_bench_changes() -> None:
+    changed = {"load.format": "dummy", "server.api_key": "a: b", "cache.prefix": False}
+    shown = command.serve_command(RECIPE, changed)
+    assert shown[1:5] == ["-m", "nanovllm", "serve", RECIPE]
+    assert shown[5::2] == ["--set"] * 3
+    assert load_config(RECIPE, shown[6::2]).changed == changed
+    assert command.serve_command(None, {})[1:] == ["-m", "nanovllm", "serve"]
 
 
 def test_a_server_that_does_not_start_shows_its_last_words(healthy: str) -> None:
@@ -220,9 +219,9 @@ def test_a_server_that_does_not_start_shows_its_last_words(healthy: str) -> None
         (["--offline", "--start"], "exclude each other"),
         (["--offline", "--concurrency", "2"], "--concurrency has no effect"),
         (["--workload", "w1"], "--workload names a load of --offline"),
-        (["--ablate", "schedule.depth=0"], "--ablate needs an engine of its own"),
+        (["--ablate", "schedule.depth=0"], "--ablate needs an engine"),
         (["--set", "schedule.depth=0"], "--set describes the server"),
-        (["--start", "--url", "http://x:1"], "--start serves where the recipe says"),
+        (["--start", "--url", "http://x:1"], "--start serves at the recipe's"),
         (["--offline", "--ablate", "a.b=1", "--json-out", "x"], "--json-out holds one run"),
         (["--goodput", "itl:3"], "--goodput itl:3: write ttft, tpot or e2el"),
         (["--offline", "--set", "schedule.dept=0"], "did you mean schedule.depth"),
@@ -318,15 +317,12 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> list[PaperEngine]:
     return engines
 
 
-RECIPE = str(ROOT / "recipes" / "qwen3-0.6b.yaml")
-
-
 def test_offline_writes_a_record_that_says_so(tmp_path: Path, paper: list[PaperEngine]) -> None:
     arguments = ["--offline", RECIPE, "--workload", "bs1", "--load-format", "dummy"]
     done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "============ Offline Benchmark Result ============" in done.output
-    assert "Steps FULL/decode:                       5 " in done.output
+    assert "Steps FULL/decode:                       5.00 " in done.output
     (path,) = tmp_path.rglob("*.json")
     written = record.read(path)
     assert (written.kind, written.workload["name"]) == ("offline", "bs1")
@@ -352,14 +348,41 @@ def test_ablations_write_records_that_differ_in_one_key(
     assert sorted((one.changed for one in found), key=str) == sorted(
         (plain, plain | {"schedule.depth": 0}, plain | {"cache.prefix": False}), key=str
     )
-    assert "changed.schedule.depth: - -> 0" in done.output
-    assert "changed.cache.prefix: - -> False" in done.output
+    (table,) = tmp_path.rglob("*_paper_bs1-ablation.txt")
+    assert f"table: {table}" in done.output
+    rows = [row.split() for row in table.read_text().splitlines()[-3:]]
+    assert [row[-1] for row in rows] == ["unchanged", "schedule.depth=0", "cache.prefix=False"]
+    assert [len(row) for row in rows] == [5, 8, 8]  # two of them with three ratios
     assert len(paper) == 3 and len({path.name for path in tmp_path.rglob("*.json")}) == 3
 
     paths = sorted(str(path) for path in tmp_path.rglob("*.json"))[:2]
     compared = CliRunner().invoke(command.bench, ["--compare", *paths])
     assert compared.exit_code == 0
     assert "output_tokens_per_s" in compared.output and "B/A" in compared.output
+
+
+def test_an_ablation_that_does_not_start_costs_its_own_row_only(
+    tmp_path: Path, paper: list[PaperEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def engine_process(config: Config) -> Iterator[str]:
+        if config.recipe.schedule.depth == 0:
+            raise launch.EngineDied("nanovllm-engine ended with exit code 1")
+        yield "engine.sock"
+
+    monkeypatch.setattr(launch, "engine_process", engine_process)
+    arguments = ["--offline", RECIPE, "--workload", "bs1", "--load-format", "dummy", "--warmup=0"]
+    arguments += ["--ablate", "schedule.depth=0", "--results-dir", str(tmp_path)]
+    together = "cache.prefix=false,kernels.silu_mul=torch"
+    done = CliRunner().invoke(command.bench, [*arguments, "--ablate", together])
+    assert done.exit_code == launch.EXIT_CRASH
+    assert "error: nanovllm-engine ended with exit code 1" in done.output
+    (table,) = tmp_path.rglob("*_bs1-ablation.txt")
+    rows = table.read_text().splitlines()[-2:]
+    assert rows[0].endswith("  unchanged")
+    assert rows[1].endswith("  cache.prefix=False kernels.silu_mul=torch")
+    wrong = CliRunner().invoke(command.bench, [*arguments, "--ablate", "cache.prefx=false"])
+    assert isinstance(wrong.exception, ConfigError) and len(paper) == 2  # before any run
 
 
 def test_a_dead_engine_makes_the_command_fail(tmp_path: Path, paper: list[PaperEngine],

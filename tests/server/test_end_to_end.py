@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -19,41 +17,9 @@ import openai
 import pytest
 
 from nanovllm.config import DEMO
+from tests.server.demo_server import Server, start
 
 QUESTION = [{"role": "user", "content": "What is nanovllm, and how do I serve a recipe with it?"}]
-
-
-@dataclass
-class Server:
-    process: subprocess.Popen[str]
-    url: str
-
-    def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics").text
-        found = re.search(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
-        assert found, f"no metric {name}"
-        return float(found.group(1))
-
-    def children(self) -> dict[int, str]:
-        listing = subprocess.run(
-            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        return {int(line.split()[0]): line for line in listing.splitlines()}
-
-
-def start(*arguments: str) -> Server:
-    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.STDOUT)
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if found := re.search(r"is served at (http://\S+)", line):
-            return Server(process, found.group(1))
-    raise AssertionError(f"no server: {''.join(lines)}")
 
 
 def refuse(*arguments: str) -> str:
@@ -70,8 +36,7 @@ def refuse(*arguments: str) -> str:
 def server() -> Iterator[Server]:
     server = start("--set", "schedule.slots=32", "--set", "cache.cpu_gib=0.5")
     yield server
-    server.process.terminate()
-    assert server.process.wait(30) == 0
+    assert server.stop() == 0
 
 
 @pytest.fixture
@@ -81,7 +46,8 @@ def client(server: Server) -> openai.OpenAI:
 
 def test_the_printed_curl_line_works(server: Server) -> None:
     body = '{"messages": [{"role": "user", "content": "What is nanovllm?"}], "max_tokens": 8}'
-    command = ["curl", "-s", f"{server.url}/v1/chat/completions", "-d", body]
+    header = ["-H", "Content-Type: application/json"]
+    command = ["curl", "-s", f"{server.url}/v1/chat/completions", *header, "-d", body]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert '"finish_reason"' in run.stdout and '"role":"assistant"' in run.stdout
 
@@ -162,10 +128,7 @@ def test_bad_requests_leave_the_server_alone(client: openai.OpenAI, server: Serv
 def test_the_engine_s_death_ends_the_server() -> None:
     server = start("--set", "cache.cpu_gib=0.2")
     before = server.children()
-    engine = min(
-        pid for pid, args in before.items() if "multiprocessing" in args and "spawn" in args
-    )
-    os.kill(engine, signal.SIGKILL)
+    os.kill(server.engine_pid(), signal.SIGKILL)
     assert server.process.wait(30) == 1
     all_leave(before)
 

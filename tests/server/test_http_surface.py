@@ -124,7 +124,28 @@ def test_a_body_too_large_is_refused_without_reading_it_all(api) -> None:
         for _ in range(30):
             yield b"x" * 10_000
 
-    assert api.http.post(CHAT, content=chunks()).status_code == 413
+    found = error(api.http.post(CHAT, content=chunks()))
+    assert (found["code"], found["message"]) == (
+        "body_too_large",
+        "the body must be at most 200000 bytes (server.max_body_bytes)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("application/json", 200),
+        ("Application/JSON; charset=utf-8", 200),
+        ("text/plain", 400),
+        ("application/x-www-form-urlencoded", 400),
+    ],
+)
+def test_a_body_says_that_it_is_json(api, kind, status) -> None:
+    raw = json.dumps(body()).encode()
+    response = api.http.post(CHAT, content=raw, headers={"Content-Type": kind})
+    assert response.status_code == status
+    if status == 400:
+        assert f"must be application/json, not {kind}" in error(response)["message"]
 
 
 def test_routes(api) -> None:
@@ -150,6 +171,7 @@ def test_routes(api) -> None:
 def test_request_ids(api, given, is_kept) -> None:
     responses = [
         api.http.post(CHAT, json=body(), headers={"X-Request-Id": given}),
+        api.http.post(CHAT, json=body(stream=True), headers={"X-Request-Id": given}),
         api.http.get("/v1/models", headers={"X-Request-Id": given}),
         api.http.post(CHAT, json={}, headers={"X-Request-Id": given}),
         api.http.get("/nowhere", headers={"X-Request-Id": given}),

@@ -33,14 +33,14 @@ def test_a_sweep_writes_a_record_per_concurrency_and_one_plot(tmp_path: Path) ->
     assert plot.parent == next(tmp_path.rglob("*.json")).parent
     labels = [node.text for node in ET.parse(plot).iter("{http://www.w3.org/2000/svg}text")]
     assert labels.count("1") >= 2 and labels.count("4") >= 2  # a point in either panel
-    assert "     1 A" in done.output and "     4 A" in done.output
+    assert "\n     1  " in done.output and "\n     4  " in done.output
 
 
 def test_a_sweep_starts_its_server_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port, starts = free_port(), []
 
-    def serve(options: command.Options, extra: tuple[str, ...]) -> list[str]:
-        starts.append(extra)
+    def serve(recipe: str | None, changed: dict[str, object]) -> list[str]:
+        starts.append(changed.get("schedule.depth"))
         return [sys.executable, str(FAKE), str(port)]
 
     monkeypatch.setattr(command, "serve_command", serve)
@@ -49,10 +49,15 @@ def test_a_sweep_starts_its_server_once(tmp_path: Path, monkeypatch: pytest.Monk
     arguments += ["--sweep", "1,2", "--ablate", "schedule.depth=0", "--plot", str(plot), *SHORT]
     done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert starts == [(), ("schedule.depth=0",)]
+    assert starts == [None, 0]
     assert len(list(tmp_path.rglob("*.json"))) == 4
     assert all(
         0 < record.read(path).metrics["start_to_ready_s"] < 30 for path in tmp_path.rglob("*.json")
     )
-    assert "A  unchanged" in done.output and "B  schedule.depth=0" in done.output
-    assert plot.read_text().count("<polyline") == 4
+    (table,) = tmp_path.rglob("*_sweep.txt")
+    rows = [row.split() for row in table.read_text().splitlines()[-4:]]
+    assert [(row[0], row[-1]) for row in rows] == [
+        ("1", "unchanged"), ("1", "schedule.depth=0"), ("2", "unchanged"), ("2", "schedule.depth=0")
+    ]  # fmt: skip
+    words = [node.text for node in ET.parse(plot).iter("{http://www.w3.org/2000/svg}text")]
+    assert words.count("unchanged") == words.count("schedule.depth=0") == 1

@@ -85,7 +85,7 @@ class Output:
     pieces: list[str]
     message: Message
     in_reasoning: bool
-    has_typed: bool  # holds a marker as ordinary text: only told apart where markers are tokens
+    has_typed: bool  # says a marker as ordinary text: only told apart where markers are tokens
 
     def text(self, marks: dict[str, str]) -> str:
         return "".join(marks[p] if isinstance(p, Mark) else p for p in self.pieces)
@@ -150,7 +150,7 @@ def tagged(rng: Random, typed: list[str]) -> tuple[list[str], list[tuple[str, ob
 def fenced(rng: Random, typed: list[str]) -> tuple[list[str], list[tuple[str, object]]]:
     pieces: list[str] = [Mark(CALLS_BEGIN)]
     calls: list[tuple[str, object]] = []
-    for at in range(rng.randint(1, 3)):
+    for at in range(rng.choice([1, 1, 2, 3])):
         name, arguments = rng.choice(NAMES), json_object(rng, typed)
         calls.append((name, arguments))
         pieces += ["\n" if at else "", Mark(CALL), "function", Mark(SEPARATOR)]
@@ -188,7 +188,7 @@ def xml(rng: Random, typed: list[str], *, minimax: bool) -> tuple[list[str], lis
     opener = "<minimax:tool_call>" if minimax else "<tool_call>"
     pieces: list[str] = [Mark(opener), "\n"]
     calls: list[tuple[str, object]] = []
-    for _ in range(rng.randint(1, 3) if minimax else 1):
+    for _ in range(rng.choice([1, 1, 2, 3]) if minimax else 1):
         name = rng.choice(NAMES)
         arguments: dict[str, object] = {}
         pieces.append(f'<invoke name="{name}">\n' if minimax else f"<function={name}>\n")
@@ -213,35 +213,38 @@ CALLS = {
 
 
 def generated(rng: Random, name: str) -> Output:
-    """A well-formed output."""
+    """A well-formed output, or one that was cut in its thought."""
     has_typed = rng.random() < 0.3
-    typed = TYPED if has_typed else []
-    message = Message()
     if name == "plain":
-        message.content = prose(rng, TYPED)
-        return Output([message.content], message, False, has_typed)
+        text = prose(rng, TYPED)
+        return Output([text], Message(content=text), False, has_typed)
+    said = [family_of(name).opener, *(TYPED if has_typed else [])]  # what opens no call is text
+    message = Message()
     pieces: list[str] = []
     in_reasoning = rng.random() < 0.4
     thinks = in_reasoning or rng.random() < 0.4
     if thinks:
         if not in_reasoning:
             pieces += [rng.choice(["", "\n"]), Mark(THINK)]
-        thought = prose(rng, typed) if rng.random() < 0.9 else ""
-        pieces += [rng.choice(SPACES), thought, rng.choice(SPACES)]
-        message.reasoning = thought
+        message.reasoning = prose(rng, said) if rng.random() < 0.9 else ""
+        space = rng.choice(SPACES)
+        pieces += [rng.choice(SPACES), message.reasoning, space]
+        if rng.random() < 0.1:
+            message.reasoning += space if message.reasoning else ""
+            return Output(pieces, message, in_reasoning, has_typed)
     text_is_next = rng.random() < 0.6
     num_parts = rng.randint(1 if thinks else 0, 4)
-    if thinks and (text_is_next or rng.random() < 0.7 or not num_parts):
+    if thinks and (text_is_next or rng.random() < 0.7):
         pieces += [Mark(END_THINK), rng.choice(SPACES)]  # else a call ends the reasoning
     gap, ends_with_text = "", False
     for _ in range(num_parts):
         if text_is_next:
-            text = prose(rng, typed)
+            text = prose(rng, said)
             pieces.append(text)
             message.content += (gap if message.content else "") + text
             gap, text_is_next, ends_with_text = "", False, True
         else:
-            written, calls = CALLS[name](rng, typed)
+            written, calls = CALLS[name](rng, rng.choice([[], TYPED]))
             message.calls += calls
             pieces += written
             text_is_next, ends_with_text = rng.random() < 0.5, False

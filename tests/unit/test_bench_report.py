@@ -7,8 +7,10 @@ import math
 import msgspec
 import pytest
 
-from nanovllm.bench.measure import Sample, Spread, metrics, summarise
-from nanovllm.bench.report import compare, engine_facts, stats_facts, table, verdict, vllm_json
+from nanovllm.bench.measure import Sample, Spread, Summary, metrics, summarise
+from nanovllm.bench.outcome import Outcome
+from nanovllm.bench.report import compare, engine_facts, samples_of, table, vllm_json
+from nanovllm.server.metrics import Metrics, render
 from nanovllm.wire import Stats
 from tests.unit.test_record import RECORD
 
@@ -22,6 +24,11 @@ LOST = Sample(sent=10.0, stamps=[10.1], input_tokens=9, output_tokens=9, error="
 
 def near(value: float) -> object:
     return pytest.approx(value, abs=1e-6)
+
+
+def outcome(summary: Summary, **workload: object) -> Outcome:
+    record = msgspec.structs.replace(RECORD, kind="serve", workload=workload)
+    return Outcome(summary=summary, engine={"Preemptions": 3.0}, record=record)
 
 
 def test_numbers_by_hand() -> None:
@@ -61,11 +68,11 @@ def test_goodput_counts_requests_within_every_goal() -> None:
 
 
 def test_more_than_one_percent_of_failures_makes_a_run_invalid() -> None:
-    assert verdict(summarise(SAMPLES[:1] * 99 + [LOST])) == ""
-    assert verdict(summarise(SAMPLES[:1] * 98 + [LOST] * 2)) == (
+    assert summarise(SAMPLES[:1] * 99 + [LOST]).verdict == ""
+    assert summarise(SAMPLES[:1] * 98 + [LOST] * 2).verdict == (
         "invalid: 2 of 100 requests failed, more than 1%"
     )
-    assert verdict(summarise([LOST])).startswith("invalid: 1 of 1")
+    assert summarise([LOST]).verdict.startswith("invalid: 1 of 1")
     assert summarise([]).is_valid is False
 
 
@@ -81,13 +88,8 @@ def test_metric_names_of_a_record() -> None:
 
 
 def test_table_has_vllms_layout() -> None:
-    text = table(
-        summarise([*SAMPLES, LOST], {"ttft": 150.0}),
-        title=" Serving Benchmark Result ",
-        concurrency=2,
-        request_rate=None,
-        engine={"Preemptions": 3.0},
-    )
+    summary = summarise([*SAMPLES, LOST], {"ttft": 150.0})
+    text = table(outcome(summary, concurrency=2, request_rate=None))
     lines = [line.rstrip() for line in text.splitlines()]
     assert lines[:6] == [
         "============ Serving Benchmark Result ============",
@@ -128,14 +130,9 @@ def test_table_has_vllms_layout() -> None:
 
 
 def test_json_has_vllms_names() -> None:
-    shown = vllm_json(
-        summarise(SAMPLES),
-        date="2026-11-21",
-        model="m",
-        concurrency=None,
-        request_rate=2.5,
-        burstiness=1.0,
-    )
+    load = {"concurrency": None, "request_rate": 2.5, "burstiness": 1.0}
+    shown = vllm_json(outcome(summarise(SAMPLES), **load))
+    assert (shown["model_id"], shown["date"]) == ("Qwen/Qwen3-0.6B", RECORD.started_at)
     assert shown["total_output_tokens"] == 6
     assert shown["output_throughput"] == near(6 / 2.3)
     assert shown["total_token_throughput"] == near(18 / 2.3)
@@ -173,16 +170,25 @@ def test_engine_facts_are_gains_since_before() -> None:
     assert engine_facts({}, {}, {}) == {}
 
 
-def test_stats_facts_are_gains_since_before() -> None:
-    before = Stats(num_preemptions=1, host_bubble_s=0.5, steps_by_mode={"FULL/decode": 3})
-    after = Stats(num_preemptions=1, host_bubble_s=0.75, padded_tokens=8,
-                  steps_by_mode={"FULL/decode": 9, "NONE/mixed": 2})  # fmt: skip
-    assert stats_facts(before, after) == {
+def test_engine_facts_come_from_our_own_metrics_page() -> None:
+    def page(stats: Stats) -> dict[str, float]:
+        return samples_of(render(Metrics(), stats, model="m", page_tokens=64, num_pages=9).decode())
+
+    before = page(Stats(num_preemptions=1, host_bubble_s=0.5, steps_by_mode={"FULL/decode": 3},
+                        num_steps=3, host_s={"plan": 1.0}))  # fmt: skip
+    after = page(Stats(num_preemptions=1, host_bubble_s=0.75, padded_tokens=8, num_steps=11,
+                       host_s={"plan": 1.0004, "launch": 0.0008}, host_step_p50_s=150e-6,
+                       steps_by_mode={"FULL/decode": 9, "NONE/structured": 2}))  # fmt: skip
+    found = engine_facts(before, after, {})
+    assert {name: round(value, 6) for name, value in found.items()} == {
         "Steps FULL/decode": 6,
-        "Steps NONE/mixed": 2,
+        "Steps NONE/structured": 2,
         "Preemptions": 0,
         "Padded tokens": 8,
         "Host bubble (s)": 0.25,
+        "Host us/step plan": 50.0,
+        "Host us/step launch": 100.0,
+        "Host us/step p50": 150.0,
     }
 
 

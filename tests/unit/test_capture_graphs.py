@@ -12,7 +12,15 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from nanovllm.bench import graphs as bench, record
-from nanovllm.bench.graphs import Graph, context_of, kinds, measure, occupy, padded_share
+from nanovllm.bench.graphs import (
+    Graph,
+    context_of,
+    kinds,
+    measure,
+    mixed_rows,
+    occupy,
+    padded_share,
+)
 from nanovllm.cli.capture_graphs import capture_graphs, line, metrics, padding, rows_of, total
 from nanovllm.config import Cache, ConfigError, Kernels, Schedule, Server, load_config
 from nanovllm.runner.batch import StepRows
@@ -20,6 +28,7 @@ from nanovllm.runner.build import Built, build
 from nanovllm.runner.graphs import Captured, decode_rows, graph_sizes, obstacles
 from nanovllm.runner.runner import Forwarded, Runner
 from nanovllm.runner.warm import dead_rows
+from tests.tape import capture_on_tapes
 
 SLOTS = 12
 
@@ -111,17 +120,25 @@ def test_a_gpu_recipe_has_no_obstacle_but_its_own_wishes() -> None:
 def test_the_runner_says_which_steps_it_does_not_replay(built: Built) -> None:
     runner = built.runner
     decode = decode_rows(runner.graphs.static_slots_R[:9], 256)
-    assert runner.graphs.why_eager(decode) == "no graph was captured"
+    assert runner.why_eager(decode) == "no graph was captured"
     capture_pretended(runner, [4, 8])
-    assert runner.graphs.why_eager(decode) == "9 rows are more than the largest graph's 8"
-    assert runner.graphs.why_eager(decode_rows(runner.graphs.static_slots_R[:8], 256)) is None
-    mixed = "a prompt chunk feeds a varying number of tokens"
-    assert runner.graphs.why_eager(dead_rows(runner, 1, 2)) == mixed
+    assert runner.why_eager(decode) == "9 rows are more than the largest graph's 8"
+    assert runner.why_eager(decode_rows(runner.graphs.static_slots_R[:8], 256)) is None
+    no_piece = "no graph was captured"
+    assert runner.why_eager(dead_rows(runner, 1, 2)) == no_piece
     capture_pretended(runner, [SLOTS])
+    sampling = ("sampling, after either", "its launches depend on what the rows ask for")
     assert [(kind.steps, kind.why_eager) for kind in kinds(runner, built.recipe)] == [
         ("decode, 1 to 12 rows", None),
-        ("prefill and mixed, any prompt chunk", mixed),
-        ("sampling, after either", "its launches depend on what the rows ask for"),
+        ("prefill and mixed, 2 to 64 tokens", no_piece),
+        sampling,
+    ]
+    capture_on_tapes(runner, [16, 32])
+    assert [(kind.steps, kind.why_eager) for kind in kinds(runner, built.recipe)] == [
+        ("decode, 1 to 12 rows", None),
+        ("prefill and mixed, 1 to 32 tokens", None),
+        ("prefill and mixed, 33 to 64 tokens", "64 tokens are more than the largest graph's 32"),
+        sampling,
     ]
 
 
@@ -153,6 +170,25 @@ def test_a_faithful_graph_gives_the_same_logits_row_by_row(built: Built) -> None
     assert (found[2].capture_s, found[2].memory_bytes) == (0.25, 4 << 20)
     graph = runner.graphs.captured[4].graph
     assert graph.count == 1 + 1 + 1  # compared, then warmed up and timed
+
+
+def test_pieces_are_measured_on_mixed_steps(built: Built) -> None:
+    runner = built.runner
+    capture_pretended(runner, [4])
+    capture_on_tapes(runner, [8, 50])
+    assert [mixed_rows(runner, size).num_tokens for size in (8, 50)] == [8, 50]
+    assert mixed_rows(runner, 50).num_decodes == SLOTS // 2
+    four, *pieces = measure(runner, range(3, 5))
+    assert four.mode == "FULL/decode"
+    assert [(graph.mode, graph.rows) for graph in pieces] == [
+        ("PIECEWISE/mixed", 8),
+        ("PIECEWISE/mixed", 50),
+    ]
+    assert all(graph.difference < 1e-3 < 1 < graph.largest_logit for graph in pieces)
+    assert all(graph.replay_s > 0 and graph.eager_s > 0 for graph in pieces)
+    assert all((graph.used, graph.padding) == (0, 0) for graph in pieces)
+    runner.pieces.captured[8].graphs.reverse()
+    assert not list(measure(runner, range(3, 5)))[1].is_right
 
 
 def test_a_graph_that_reads_other_rows_is_found_out(built: Built) -> None:
@@ -217,7 +253,7 @@ def test_eager_and_replay_are_the_runners_own(built: Built) -> None:
     occupy(runner)
     rows = decode_rows(runner.graphs.static_slots_R[:5], 256)
     with torch.inference_mode():
-        replayed, eager = runner._run(rows), runner.forward(rows)
-    assert isinstance(replayed, Forwarded)
+        (replayed, mode), eager = runner._run(rows), runner.forward(rows)
+    assert isinstance(replayed, Forwarded) and mode == "FULL"
     assert replayed.logits_SV.shape[0] == SLOTS and runner.padded_tokens == SLOTS - 5
     torch.testing.assert_close(replayed.logits_SV[:5], eager.logits_SV, rtol=1e-4, atol=1e-4)

@@ -113,9 +113,13 @@ options = st.fixed_dictionaries(
         "tools": st.just([TOOL]),
         "logprobs": st.just(True),
         "include_stop_str_in_output": st.booleans(),
+        "include_reasoning": st.booleans(),
+        "parallel_tool_calls": st.booleans(),
+        "stream_interval": st.integers(1, 5),
+        "min_tokens": st.integers(0, 3),
         "turn": st.sampled_from(["", "<think>\n", "<think>\n\n</think>\n\n"]),
     },
-)
+).filter(lambda drawn: drawn.get("parallel_tool_calls") or not drawn.get("min_tokens"))
 
 
 @given(texts, options, st.data())
@@ -127,16 +131,16 @@ def test_grouping_and_streaming_change_nothing(text, options, data) -> None:
     by_token = answered([*single, [END]], stream=True, **options)
     whole = message_of(answered([*single, [END]], **options))
     assert message_of(by_token) == whole
-    if not by_token.aborted:  # after a stop string, counts depend on where the step ended
-        grouped = [*groups[:-1], [*(groups[-1] if groups else []), END]]
-        assert message_of(answered(grouped, stream=True, **options)) == whole
+    grouped = answered(
+        [*groups[:-1], [*(groups[-1] if groups else []), END]], stream=True, **options
+    )
+    assert message_of(grouped) == whole
+    assert grouped.usage() == by_token.usage()
+    assert grouped.aborted == by_token.aborted
+    if not by_token.aborted:
         assert by_token.num_tokens == len(ids) + 1
-        if options.get("logprobs"):
-            assert whole[4] == len(ids) + 1
-    else:
-        grouped = answered([*groups, [END]], stream=True, **options)
-        assert message_of(grouped)[:4] == whole[:4]
-        assert grouped.aborted == [100]
+    if options.get("logprobs") and options.get("include_reasoning") is not False:
+        assert whole[4] == by_token.num_tokens
 
 
 def test_reasoning_tokens_are_those_fed_inside_a_thought() -> None:
@@ -181,6 +185,11 @@ def test_length_is_never_hidden_by_a_call() -> None:
     assert message_of(session)[2:4] == ([{"name": "f", "arguments": "{}"}], "length")
 
 
+def test_tools_alone_are_no_tool_calls() -> None:
+    ids = TOKENIZER.encode("Use <tool_call> for it.").ids
+    assert message_of(answered([ids], tools=[TOOL]))[1:4] == ("", [], "stop")
+
+
 def test_seeds_of_choices_stay_within_64_bits() -> None:
     session = opened(n=2, seed=2**63 - 1)
     assert [choice.message.sampling.seed for choice in session.choices] == [2**63 - 1, -(2**63)]
@@ -217,14 +226,26 @@ def test_one_call_only_when_parallel_calls_are_not_wanted(stream) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_can_be_left_out_with_its_logprobs(stream) -> None:
+def test_reasoning_can_be_left_out_with_its_logprobs_and_ids(stream) -> None:
     ids = TOKENIZER.encode("<think>hm</think>yes").ids
-    steps = [[token_id] for token_id in ids]
-    session = answered(steps, stream=stream, include_reasoning=False, logprobs=True)
-    found = message_of(session)
-    assert found[:2] == ("yes", "")
-    assert found[4] < len(ids)
-    assert "hm" not in str(session.out or session.body())
+    wanted = {"include_reasoning": False, "logprobs": True, "return_token_ids": True}
+    for steps in ([[token_id] for token_id in ids], [ids]):
+        session = answered(steps, stream=stream, **wanted)
+        found = message_of(session)
+        assert found[:2] == ("yes", "")
+        tail = ids[ids.index(TOKENIZER.token_to_id("</think>")) :]
+        assert found[4] == len(tail)
+        assert "hm" not in str(session.out or session.body())
+        shown = chunks_of(session) if stream else [json.loads(session.body())]
+        assert [i for c in shown for i in c["choices"][0].get("token_ids", [])] == tail
+
+
+def test_a_call_the_client_has_named_ends_with_stop(monkeypatch) -> None:
+    monkeypatch.setattr("nanovllm.server.orders._grammar", lambda *_: "")
+    ids = TOKENIZER.encode('<tool_call>{"name": "f"}</tool_call>').ids
+    for choice, expected in ((TOOL, "stop"), ("required", "tool_calls"), ("auto", "tool_calls")):
+        session = answered([ids], tools=[TOOL], tool_choice=choice)
+        assert message_of(session)[2:4] == ([{"name": "f", "arguments": "{}"}], expected)
 
 
 def test_an_interval_writes_less_often() -> None:
@@ -250,7 +271,7 @@ def test_token_ids_are_returned_when_asked_for() -> None:
     first, *rest = chunks_of(answered([ids, [END]], stream=True, **wanted))
     assert first["prompt_token_ids"] == [1, 1, 1]
     assert [i for c in rest for i in c["choices"][0].get("token_ids", [])] == [*ids, END]
-    assert "token_ids" not in str(answered([ids, [END]]).body())
+    assert "token_ids" not in str(answered([ids, [END]], logprobs=True).body())
 
 
 def test_a_stop_string_may_name_a_marker() -> None:
@@ -275,10 +296,24 @@ def test_reasoning_is_named_twice_where_the_recipe_says_so() -> None:
     assert message == {"role": "assistant", "content": ""}
 
 
-def test_allowed_tokens_and_bad_words_are_biases() -> None:
-    (a,) = TOKENIZER.encode("a").ids
-    session = opened(allowed_token_ids=[5, a], bad_words=["a"], logit_bias={5: 2.0})
-    assert session.choices[0].message.sampling.logit_bias == {5: 1002.0, a: -1000.0}
-    with pytest.raises(ApiError, match=r"bad_words\[1\] must be a single token") as caught:
-        opened(bad_words=["a", "incomprehensible"])
+def test_allowed_tokens_are_biases() -> None:
+    session = opened(allowed_token_ids=[5, 6], logit_bias={5: 2.0})
+    assert session.choices[0].message.sampling.logit_bias == {5: 1002.0, 6: 1000.0}
+
+
+def test_bad_words_are_forbidden_at_the_start_of_a_text_and_after_a_space() -> None:
+    ids = {text: TOKENIZER.encode(text).ids for text in ("a", " a", "xylophone", " xylophone")}
+    assert len(ids["xylophone"]) > 1 and ids["a"] != ids[" a"]
+    session = opened(bad_words=["a", " xylophone", "a"])
+    assert session.choices[0].message.sampling.bad_words == list(ids.values())
+    with pytest.raises(ApiError, match=r"bad_words\[1\] must be at most 32 tokens") as caught:
+        opened(bad_words=["a", "\N{SNOWMAN}" * 40])
     assert caught.value.param == "bad_words[1]"
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_more_tokens_than_the_context_are_refused_and_less_cut_to_what_is_left(field) -> None:
+    assert opened(**{field: CONTEXT}).choices[0].message.max_new == CONTEXT - 5
+    with pytest.raises(ApiError, match=f"{field} must be at most {CONTEXT}, ") as caught:
+        opened(**{field: CONTEXT + 1})
+    assert caught.value.param == field

@@ -115,7 +115,7 @@ def test_the_grouping_of_tokens_changes_nothing(name) -> None:
         detokenizer = vocabulary.detokenizer(skip_special=True)
         while end < len(ids):
             begin, end = end, end + rng.choice([1, 1, 2, 3, 20])
-            parts.append(detokenizer.feed(ids[begin:end]))
+            parts.append("".join(map(detokenizer.feed, ids[begin:end])))
         parts.append(detokenizer.finish())
         ways = (vocabulary.marks, output.in_reasoning, SCHEMAS)
         got = streamed(machine(name, *ways), parts)
@@ -137,8 +137,7 @@ def test_cuts_and_streaming_change_nothing(name) -> None:
         ways = (marks, output.in_reasoning, SCHEMAS if number % 7 else None)
         expected = whole(machine(name, *ways), text)
         assert streamed(machine(name, *ways), cut(rng, text)) == expected, text
-        if number % 3 == 0:
-            assert message_of(machine(name, *ways), list(text)) == expected, text
+        assert message_of(machine(name, *ways), list(text)) == expected, text
         if number % 100 == 0:
             for at in range(len(text)):
                 assert message_of(machine(name, *ways), [text[:at], text[at:]]) == expected, text

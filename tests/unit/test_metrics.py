@@ -18,6 +18,8 @@ STATS = Stats(
     generated_tokens=70,
     num_steps=50,
     host_bubble_s=0.25,
+    host_s={"plan": 0.5},
+    host_step_p50_s=0.001,
     steps_by_mode={"FULL/decode": 40, "NONE/mixed": 10},
     padded_tokens=8,
 )
@@ -41,6 +43,8 @@ def test_the_engines_numbers_are_there_under_common_names() -> None:
         f"vllm:prefix_cache_hits_total{{{labels}}} 60",
         f"vllm:generation_tokens_total{{{labels}}} 70",
         f'nanovllm:graph_steps_total{{{labels},mode="FULL",phase="decode"}} 40',
+        f'nanovllm:host_seconds_total{{{labels},part="plan"}} 0.5',
+        f"nanovllm:host_step_p50_seconds{{{labels}}} 0.001",
         f"nanovllm:host_bubble_seconds_total{{{labels}}} 0.25",
         f"nanovllm:graph_padded_tokens_total{{{labels}}} 8",
     ):

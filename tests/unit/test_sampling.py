@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,7 @@ from nanovllm.plan import Admit
 from nanovllm.sampling.sampler import Sampled, Sampler, SampleRows
 from nanovllm.wire import Sampling
 
-VOCAB, BLOCK, NUM_SLOTS, MAX_TOKENS = 5003, 2048, 9, 40
+VOCAB, BLOCK, NUM_SLOTS, MAX_TOKENS = 5003, 2048, 11, 40
 WORD = 1 << 64
 
 
@@ -42,6 +43,10 @@ def changed_logits(asked: Asked) -> np.ndarray:
     for token, bias in wish.logit_bias.items():
         if 0 <= token < VOCAB:
             x[token] += bias
+    for word in wish.bad_words:
+        *before, last = word
+        if max(word) < VOCAB and asked.output[len(asked.output) - len(before) :] == before:
+            x[last] = -math.inf
     if len(asked.output) < wish.min_tokens:
         for token in asked.stop_ids:
             if 0 <= token < VOCAB:
@@ -186,11 +191,23 @@ def wishes(draw: st.DrawFn, rng: np.random.Generator) -> Sampling:
     )
 
 
+def word_about(rng: np.random.Generator, asked: Asked) -> list[int]:
+    """Often one that the newest tokens have begun."""
+    likely = np.argsort(-asked.logits)[:8]
+    known = asked.tokens if rng.random() < 0.3 else asked.output
+    before = known[len(known) - int(rng.integers(0, 4)) :] if rng.random() < 0.7 else known[:2]
+    return [*before, int(rng.choice([*likely, VOCAB]))]
+
+
 @st.composite
 def batches(draw: st.DrawFn) -> dict[int, Asked]:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     slots = draw(st.lists(st.integers(0, NUM_SLOTS - 1), min_size=1, max_size=5, unique=True))
-    return {slot: asking(rng, draw(wishes(rng))) for slot in slots}
+    asked = {slot: asking(rng, draw(wishes(rng))) for slot in slots}
+    for one in asked.values():
+        words = [word_about(rng, one) for _ in range(rng.choice([0, 0, 1, 4]))]
+        one.sampling = msgspec.structs.replace(one.sampling, bad_words=words)
+    return asked
 
 
 def asking(rng: np.random.Generator, sampling: Sampling) -> Asked:
@@ -323,6 +340,30 @@ def test_repetition_covers_the_prompt_and_pushes_negative_logits_down() -> None:
     assert token_of(one({7: 5.0, 8: 3.0}, wish, prompt=[7, 8])) == 7
 
 
+@pytest.mark.parametrize(
+    ("prompt", "output", "token"),
+    [
+        ([1], [5, 6], 8),
+        ([1], [6], 7),
+        ([1], [6, 5], 7),
+        ([1, 5, 6], [], 7),  # what the prompt has begun may be finished
+        ([1, 5], [6], 7),
+        ([1], [9], 7),
+    ],
+)
+def test_a_bad_word_is_never_completed(prompt, output, token) -> None:
+    words = [[5, 6, 7], [4], [9, 8]]
+    wish = Sampling(temperature=0, bad_words=words)
+    assert token_of(one({4: 9.0, 7: 5.0, 8: 4.0}, wish, prompt=prompt, output=output)) == token
+
+
+def test_a_reused_slot_forgets_the_bad_words_of_the_one_before() -> None:
+    bench, logits = Bench(), {4: 9.0, 7: 5.0}
+    for words, token in ([[4], [7, 4]], 7), ([[7, 8, 4]], 4), ([], 4):
+        bench.admit({3: one(logits, Sampling(temperature=0, bad_words=words), output=[2])})
+        assert bench.sample({3: one(logits, Sampling(), output=[2])}).tokens_S.tolist() == [token]
+
+
 def test_only_rows_that_ask_for_nothing_are_plain() -> None:
     bench = Bench()
     wished = {
@@ -334,12 +375,14 @@ def test_only_rows_that_ask_for_nothing_are_plain() -> None:
         5: Sampling(logprobs=0),
         6: Sampling(presence_penalty=0.1),
         7: Sampling(logit_bias={3: 1.0}),
+        9: Sampling(bad_words=[[3, VOCAB]]),  # no such token
+        10: Sampling(bad_words=[[3, 4]]),
     }
     requests = {slot: one({}, sampling) for slot, sampling in wished.items()}
     requests[8] = one({}, Sampling(), stop=[7])  # may stop at once
     bench.admit(requests)
     plain = {s for s in requests if bench.sampler.plain(np.array([s], np.int32))}
-    assert plain == {0, 1, 8}
+    assert plain == {0, 1, 8, 9}
     assert not bench.sampler.plain(np.array([0, 1, 6], np.int32))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 
 import msgspec
 import pytest
@@ -50,6 +51,15 @@ def test_the_models_turn_is_read_from_the_prompts_end(tmp_path) -> None:
     assert template.prompt(hello(reasoning_effort="none")).turn == ""
     said = request([{"role": "user", "content": "what does <think> do?"}])
     assert template.prompt(said).turn == ""
+
+
+def test_an_effort_says_whether_to_think_unless_the_kwargs_do(tmp_path) -> None:
+    source = "{{ enable_thinking }} {{ reasoning_effort }}"
+    kwargs = {"enable_thinking": False, "reasoning_effort": "x"}
+    assert rendered(tmp_path, source, hello(reasoning_effort="low")) == "True low"
+    assert rendered(tmp_path, source, hello(reasoning_effort="none")) == "False none"
+    chat = hello(reasoning_effort="high", chat_template_kwargs=kwargs)
+    assert rendered(tmp_path, source, chat) == "False x"
 
 
 def test_parts_roles_and_reasoning_reach_the_template_in_one_form(tmp_path) -> None:
@@ -125,6 +135,10 @@ def test_the_last_message_can_be_continued(tmp_path) -> None:
     chat = request(messages, continue_final_message=True)
     assert template.render(chat).endswith("<|im_start|>assistant\nWell, ")
     assert template.prompt(chat).turn == "Well, "
+    messages[1]["content"] = "assistant"  # as the line before it says, and the next one would
+    chat = request(messages, continue_final_message=True)
+    assert template.render(chat).endswith("<|im_end|>\n<|im_start|>assistant\nassistant")
+    messages[1]["content"] = "Well, "
     assert template.render(request(messages, add_generation_prompt=False)).endswith(
         "Well, <|im_end|>\n"
     )
@@ -134,6 +148,8 @@ def test_the_last_message_can_be_continued(tmp_path) -> None:
 
 END_OF_SENTENCE = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
+SILENTLY = FOREVER.replace("x", "")
+TREE = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}"
 R1 = "{% for m in messages %}<\uff5c{{ m.role }}\uff5c>{{ m.content }}{% endfor %}"
 
 
@@ -176,11 +192,22 @@ def test_deepseek_r1_gets_tools_although_its_template_ignores_them(tmp_path) -> 
     assert [e.text for e in events if isinstance(e, CallPart)] == ['{"a": 1}'] * 2
 
 
-@pytest.mark.parametrize("source", ["{{ 'x' * 100000000 }}", FOREVER])
-def test_a_template_is_neither_endless_nor_slow(tmp_path, source, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ 'x' * 70000000 }}", r"more than 67108864 characters"),
+        (FOREVER, "longer than 0.2 s"),
+        (SILENTLY, "longer than 0.2 s"),
+        (TREE, "longer than 0.2 s"),
+    ],
+)
+def test_a_template_is_neither_endless_nor_slow(tmp_path, source, words, monkeypatch) -> None:
     monkeypatch.setattr("nanovllm.server.template.MAX_RENDER_S", 0.2)
-    with pytest.raises(ApiError, match=r"more than \d+ characters|longer than 0.2 s"):
-        rendered(tmp_path, source, hello())
+    template = Template(write_folder(tmp_path, source))
+    begin = time.monotonic()
+    with pytest.raises(ApiError, match=words):
+        template.render(hello())
+    assert time.monotonic() - begin < 2
 
 
 def test_dates_can_be_asked_for(tmp_path) -> None:

@@ -90,6 +90,20 @@ def test_chat_bodies_aim_at_the_lengths() -> None:
     }
 
 
+def test_structured_bodies_ask_for_more_records_than_an_answer_can_hold() -> None:
+    load = Load(num_prompts=2, input_len=20, output_len=4000, concurrency=1, structured=True)
+    body = msgspec.json.decode(chat_bodies(load, "m", lambda tokens: tokens)[1])
+    asked = body["response_format"]["json_schema"]
+    assert body["response_format"]["type"] == "json_schema" and asked["strict"] is True
+    shortest = {"id": 0, "name": "", "kind": "pump", "values": [], "in_use": True}
+    assert sorted(asked["schema"]["items"]["required"]) == sorted(shortest)
+    # A token is seldom longer than eight characters.
+    assert asked["schema"]["minItems"] * len(msgspec.json.encode(shortest)) / 8 > load.output_len
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert "ignore_eos" not in body
+    assert load.name == "c1-structured" and load.warm_up(1).structured
+
+
 def test_chat_bodies_follow_the_seed() -> None:
     def made(seed: int) -> list[bytes]:
         load = Load(num_prompts=3, input_len=20, output_len=4, concurrency=1, seed=seed)

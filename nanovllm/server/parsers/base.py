@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -55,19 +55,6 @@ def joined(events: Iterable[Event]) -> list[Event]:
         else:
             out.append(kind("".join(e.text for e in run if not isinstance(e, CallStart))))
     return out
-
-
-class OutputParser(Protocol):
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether the text fed so far ends inside reasoning."""
-        ...
-
-    def feed(self, text: str) -> list[Event]: ...
-
-    def finish(self) -> list[Event]:
-        """The stream ended: release whatever was held back."""
-        ...
 
 
 class Family(Struct, frozen=True):
@@ -139,11 +126,11 @@ class Source:
             yield
         return self.text[self.at]
 
-    def space(self) -> Reader[str]:
+    def space(self, pattern: re.Pattern[str] = SPACE) -> Reader[str]:
         """Reads white space."""
         space = ""
         while True:
-            found = SPACE.match(self.text, self.at)
+            found = pattern.match(self.text, self.at)
             assert found is not None
             space += found[0]
             self.at = found.end()

@@ -34,76 +34,71 @@ def read_tagged(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> R
     yield from source.space()
     if not (yield from source.literal("{")):
         return
-    yield from _Object(source, emit).read()
+    call = _Call(source, emit)
+    while (yield from _entry(source, call)):
+        yield from source.space()
+        if not (yield from source.literal(",")):
+            break
+    yield from source.space()
+    if (yield from source.literal("}")):
+        call.end()
     yield from source.space()
     yield from source.literal(marks[END_CALL])
 
 
-class _Object:
-    """The object of one call. The call starts once its name and its first argument are known."""
+def _entry(source: Source, call: _Call) -> Reader[bool]:
+    yield from source.space()
+    if (yield from source.peek()) != '"' or (key := (yield from string(source))) is None:
+        return False
+    yield from source.space()
+    if not (yield from source.literal(":")):
+        return False
+    yield from source.space()
+    return (yield from call.read(key))
+
+
+class _Call:
+    """It starts once its name is known and its arguments have begun."""
 
     def __init__(self, source: Source, emit: Emit) -> None:
         self._source = source
         self._emit = emit
-        self._name: str | None = None
+        self._name = ""
         self._early: list[str] | None = None  # arguments that came before the name
         self._is_started = False
 
-    def read(self) -> Reader[None]:
-        """Stops where something is no part of such an object."""
+    def read(self, key: str) -> Reader[bool]:
+        """What a key holds; whether it may."""
         source = self._source
-        while (yield from self._entry()):
-            yield from source.space()
-            if not (yield from source.literal(",")):
-                break
-        yield from source.space()
-        if (yield from source.literal("}")) and self._name and not self._is_started:
-            self._start("".join(self._early or ("{}",)))
-
-    def _entry(self) -> Reader[bool]:
-        source = self._source
-        yield from source.space()
-        if (yield from source.peek()) != '"' or (key := (yield from string(source))) is None:
-            return False
-        yield from source.space()
-        if not (yield from source.literal(":")):
-            return False
-        yield from source.space()
-        if key == '"name"' and self._name is None:
-            return (yield from self._read_name())
-        if key == '"arguments"' and self._early is None and not self._is_started:
-            return (yield from self._read_arguments())
-        return (yield from value(source, _ignore))
-
-    def _read_name(self) -> Reader[bool]:
-        if (yield from self._source.peek()) != '"':
-            return False
-        name = yield from string(self._source)
-        if name is None or not (decoded := json.loads(name)).isprintable():
-            return False
-        self._name = decoded
-        if self._name and self._early is not None:
-            self._start("".join(self._early))
-        return bool(self._name)
-
-    def _read_arguments(self) -> Reader[bool]:
-        source = self._source
+        if key == '"name"' and not self._name:
+            name = (yield from string(source)) if (yield from source.peek()) == '"' else None
+            decoded = json.loads(name or '""')
+            self._name = decoded if decoded.isprintable() else ""
+            if self._name and self._early is not None:
+                self._start()
+            return bool(self._name)
+        if key != '"arguments"' or self._early is not None or self._is_started:
+            return (yield from value(source, _ignore))
+        self._early = []
         if (yield from source.literal("null")):
             self._early = ["{}"]
             return True
         if (yield from source.peek()) != "{":
             return False
-        if self._name:
-            self._start("")
-            return (yield from value(source, lambda text: self._emit(CallPart(text))))
-        self._early = []
-        return (yield from value(source, self._early.append))
+        if not self._name:
+            return (yield from value(source, self._early.append))
+        self._start()
+        return (yield from value(source, lambda text: self._emit(CallPart(text))))
 
-    def _start(self, arguments: str) -> None:
-        assert self._name is not None
+    def end(self) -> None:
+        if self._name and not self._is_started:
+            self._early = self._early or ["{}"]
+            self._start()
+
+    def _start(self) -> None:
         self._is_started = True
         self._emit(CallStart(self._name))
-        self._emit(CallPart(arguments))
+        self._emit(CallPart("".join(self._early or ())))
 
 
 def read_fenced(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> Reader[None]:

@@ -17,11 +17,13 @@ from nanovllm.server.parsers.base import Reader, Source
 MAX_DEPTH = 100  # clients parse with recursion
 MAX_SCALAR = 1000
 PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+PAIR = r"u[dD][89abAB]{0}{0}\\u[dD][c-fC-F]{0}{0}".format("[0-9a-fA-F]")  # of surrogates
+ESCAPE = re.compile(rf'\\(["\\/bfnrt]|{PAIR}|u[0-9a-fA-F]{{4}})')
+LONG, LONGEST = r"\u0000", r"\ud800\udc00"
+HALF = re.compile(r"\\u[dD][89a-fA-F]..")  # a surrogate by itself
 SCALAR_RUN = re.compile(r"[-+.0-9A-Za-z]+")
 SCALAR = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 CLOSER = {"{": "}", "[": "]"}
-HEX = "0123456789abcdefABCDEF"
-LOW_SURROGATE = ("\\", "u", "dD", "cdefCDEF", HEX, HEX)
 Take = Callable[[str], None]
 
 
@@ -32,86 +34,77 @@ def value(source: Source, take: Take) -> Reader[bool]:
     at the end of the source is dropped.
     """
     walk = _Walk(source, take)
-    while (yield from walk.next()):
-        if not walk.closers and walk.expected == ",":
-            return True
-    take("".join(reversed(walk.closers)))
-    return False
+    is_whole = yield from walk.value(MAX_DEPTH)
+    if not is_whole and source.at < len(source.text):
+        source.push_back(walk.held)
+    return is_whole
 
 
 class _Walk:
     def __init__(self, source: Source, take: Take) -> None:
-        self.closers: list[str] = []
-        self.expected = "value"
+        self.held = ""  # read, and no place to close: commas, keys, colons
         self._source = source
         self._take = take
-        self._held = ""  # read, and no place to close: commas, keys, colons
 
-    def next(self) -> Reader[bool]:
-        """Reads up to the next place where something else is expected."""
+    def value(self, depth: int) -> Reader[bool]:
         source = self._source
-        self._held += yield from source.space()
+        self.held += yield from source.space()
         character = yield from source.peek()
-        if self.expected == "value":
-            is_good = yield from self._value(character)
-        elif self.expected == "key":
-            is_good = yield from self._key(character)
-        else:
-            is_good = self._comma(character)
-        if not is_good and source.at < len(source.text):
-            source.push_back(self._held)
-        return is_good
-
-    def _value(self, character: str) -> Reader[bool]:
-        source = self._source
-        self.expected = ","
         if character == '"':
             source.at += 1
             self._took('"')
             is_whole = yield from string_body(source, self._take)
             self._take('"')
             return is_whole
-        if character in CLOSER and len(self.closers) < MAX_DEPTH:
+        if character in CLOSER and depth:
             source.at += 1
             self._took(character)
-            self.closers.append(CLOSER[character])
-            self._held = yield from source.space()
-            if (yield from source.peek()) == self.closers[-1]:
-                source.at += 1
-                self._took(self.closers.pop())
-            else:
-                self.expected = "key" if character == "{" else "value"
-            return True
+            is_whole = yield from self._entries(CLOSER[character], depth - 1)
+            if not is_whole:
+                self._take(CLOSER[character])
+            return is_whole
         scalar = yield from _scalar(source)
         if scalar:
             self._took(scalar)
         return bool(scalar)
 
-    def _key(self, character: str) -> Reader[bool]:
-        if character != '"' or (key := (yield from string(self._source))) is None:
+    def _entries(self, closer: str, depth: int) -> Reader[bool]:
+        """Up to and with the closer."""
+        source = self._source
+        self.held += yield from source.space()
+        character = yield from source.peek()
+        comes_more = character != closer
+        while comes_more:
+            if closer == "}" and not (yield from self._key()):
+                return False
+            if not (yield from self.value(depth)):
+                return False
+            self.held += yield from source.space()
+            character = yield from source.peek()
+            if comes_more := character == ",":
+                source.at += 1
+                self.held += character
+        if character != closer:
             return False
-        self._held += key
-        self._held += yield from self._source.space()
-        self.expected = "value"
-        if not (yield from self._source.literal(":")):
-            return False
-        self._held += ":"
+        source.at += 1
+        self._took(closer)
         return True
 
-    def _comma(self, character: str) -> bool:
-        if character == ",":
-            self._held += ","
-            self.expected = "key" if self.closers[-1] == "}" else "value"
-        elif character == self.closers[-1]:
-            self._took(self.closers.pop())
-        else:
+    def _key(self) -> Reader[bool]:
+        source = self._source
+        self.held += yield from source.space()
+        if (yield from source.peek()) != '"' or (key := (yield from string(source))) is None:
             return False
-        self._source.at += 1
+        self.held += key
+        self.held += yield from source.space()
+        if not (yield from source.literal(":")):
+            return False
+        self.held += ":"
         return True
 
     def _took(self, text: str) -> None:
-        self._take(self._held + text)
-        self._held = ""
+        self._take(self.held + text)
+        self.held = ""
 
 
 def string(source: Source) -> Reader[str | None]:
@@ -144,38 +137,23 @@ def string_body(source: Source, take: Take) -> Reader[bool]:
 
 def _escape(source: Source) -> Reader[str]:
     """Reads what begins with the backslash that comes next; nothing if the text ends in it."""
-    while True:
-        text = source.text[source.at : source.at + 12]
-        size = _escape_size(text)
-        if size:
-            source.at += size
-            is_half = size == 6 and 0xD800 <= int(text[2:6], 16) < 0xE000
-            return "\\ufffd" if is_half else text[:size]
-        if size == 0:
-            source.at += 1
-            return "\\\\"
+    while _may_grow(source.text[source.at : source.at + len(LONGEST)]):
         if source.is_over:
             source.at = len(source.text)
             return ""
         yield
+    found = ESCAPE.match(source.text, source.at)
+    if found is None:
+        source.at += 1
+        return "\\\\"
+    source.at = found.end()
+    return "\\ufffd" if HALF.fullmatch(found[0]) else found[0]
 
 
-def _escape_size(text: str) -> int | None:
-    """Of the escape that `text` begins with: 0 if it is none, None if more is needed."""
-    if text[1:2] != "u":
-        return None if len(text) < 2 else 2 if text[1] in '"\\/bfnrt' else 0
-    if not all(character in HEX for character in text[2:6]):
-        return 0
-    if len(text) < 6:
-        return None
-    if not 0xD800 <= int(text[2:6], 16) < 0xDC00:
-        return 6
-    second = text[6:]
-    if not all(character in form for character, form in zip(second, LOW_SURROGATE, strict=False)):
-        return 6  # half a pair
-    if len(second) < 6:
-        return None
-    return 12
+def _may_grow(text: str) -> bool:
+    """Whether it is the beginning of an escape."""
+    whole = (text + form[len(text) :] for form in (LONG, LONGEST) if len(text) < len(form))
+    return any(map(ESCAPE.fullmatch, whole))
 
 
 def _scalar(source: Source) -> Reader[str]:

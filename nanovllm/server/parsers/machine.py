@@ -9,6 +9,7 @@ has started (its name was sent) and breaks off is closed; what did not fit is te
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from nanovllm.server.detokenize import held_back
@@ -27,14 +28,11 @@ from nanovllm.server.parsers.base import (
     Text,
 )
 
-# States: plain numbers, because the attributes of an Enum cost 0.1 us each, some times a token.
-START = 0  # nothing but white space so far
-REASONING = 1
-TEXT = 2
+WHITE = re.compile(r"\s*")
 
 
 class Machine:
-    """`OutputParser` for one output."""
+    """Reads one output."""
 
     def __init__(
         self,
@@ -60,148 +58,126 @@ class Machine:
         self._think = marks[THINK] if family.thinks else ""
         self._end_think = marks[END_THINK] if family.thinks else ""
         self._opener = marks[family.opener] if schemas is not None and family.read_calls else ""
-        self._awaited = {
-            REASONING: [mark for mark in (self._end_think, self._opener) if mark],
-            TEXT: [self._opener] if self._opener else [],
+        self._awaited = {  # by `in_reasoning`
+            True: [mark for mark in (self._end_think, self._opener) if mark],
+            False: [self._opener] if self._opener else [],
         }
         self._are_tokens = len(self._shown) == len(marks) and not is_spelled
         self._events: list[Event] = []
         self._parts: list[str] = []  # of the arguments of the call that goes on
-        self._buffer = ""
         self._space = ""  # at the end of what was said: a marker may take it
-        self._gap = ""  # white space since the marker
         self._has_text = False
-        self._source: Source | None = None  # while a reader is at work
-        self._reader: Reader[None]
-        self._is_called = False  # the reader has started a call
-        self._is_over = False
-        self._state, self._is_fresh = _begun(family, turn)
-
-    @property
-    def in_reasoning(self) -> bool:
-        return self._state == REASONING
-
-    @property
-    def _is_flowing(self) -> bool:
-        """Amid text or reasoning."""
-        return not self._is_fresh and self._source is None and self._state != START
+        self._is_called = False  # the calls that are read have begun
+        self._is_flowing = False  # amid text or reasoning, and nothing is held back
+        begun, self._is_fresh = _begun(family, turn)  # fresh: a marker came last
+        self._has_begun = begun is not None
+        self.in_reasoning = bool(begun)  # whether the text fed so far ends inside reasoning
+        self._source = Source()
+        self._reader = self._read()
 
     def feed(self, text: str) -> list[Event]:
-        if self._state == TEXT and not self._opener and not self._is_fresh:
+        if self._is_flowing and not self._awaited[self.in_reasoning]:
             return [Text(self._named(text))] if text else []  # nothing ends this state
         self._events = []
-        if self._are_tokens and self._is_flowing and text.isascii():
+        if self._is_flowing and self._are_tokens and text.isascii():
             self._say(text)  # no marker is ASCII
             return self._events
-        self._buffer += self._named(text) if self._is_spelled else text
-        while self._step():
-            pass
+        self._source.feed(self._named(text) if self._is_spelled else text)
+        next(self._reader, None)
         if self._parts:
             self._flush()
         return self._events
 
     def finish(self) -> list[Event]:
-        self._is_over = True
+        """The stream ended: what was held back."""
+        self._source.is_over = True
         events = self.feed("")
-        if self._state == START:
-            self._state = TEXT
-        if self._buffer:
-            if self._is_fresh:
-                self._end_gap()
-            self._say(self._buffer)
         if not self._is_fresh:
             self._emit_text(self._space)
         return events
 
-    def _step(self) -> bool:
-        """Take what is sure from the buffer; whether there may be more."""
-        if self._source is not None:
-            return self._read(self._source)
-        if self._state == START:
-            return self._begin()
-        if self._is_fresh and not self._settle():
-            return False
-        awaited = self._awaited[self._state]
-        at, mark = first(self._buffer, awaited)
-        if mark:
-            self._say(self._buffer[:at])
-            self._buffer = self._buffer[at + len(mark) :]
-            if mark == self._opener:
-                self._open()
-            else:
-                self._enter_text()
-            return True
-        sure = len(self._buffer) - max((held_back(self._buffer, m) for m in awaited), default=0)
-        if sure:
-            self._say(self._buffer[:sure])
-            self._buffer = self._buffer[sure:]
-        return False
-
-    def _begin(self) -> bool:
-        begun = self._buffer.lstrip()
-        if begun.startswith(self._think):
-            self._buffer = begun[len(self._think) :]
-            self._state, self._is_fresh = REASONING, True
-        elif begun.startswith(self._end_think):
-            self._enter_text()
-        elif self._think.startswith(begun) or self._end_think.startswith(begun):
-            return False
-        else:
-            self._state = TEXT
-        return True
-
-    def _settle(self) -> bool:
-        """Drop white space, and a marker that says again what is known; whether text follows."""
-        known = self._think if self._state == REASONING else self._end_think
+    def _read(self) -> Reader[None]:
+        if not self._has_begun:
+            yield from self._begin()
         while True:
-            text = self._buffer.lstrip()
-            self._gap += self._buffer[: len(self._buffer) - len(text)]
-            self._buffer = text
-            if not text or (known.startswith(text) and text != known):
-                return False
-            if not known or not text.startswith(known):
-                break
-            self._buffer = text[len(known) :]
-        self._end_gap()
-        return True
+            if self._is_fresh:
+                yield from self._settle()
+            mark = yield from self._marker()
+            if not mark:
+                return
+            if mark != self._opener:
+                self._enter_text()
+            elif not (yield from self._calls()):
+                self._say(mark)
 
-    def _end_gap(self) -> None:
-        if self._has_text:
-            self._space = self._gap or self._space
-        self._is_fresh = False
+    def _begin(self) -> Reader[None]:
+        source = self._source
+        source.keep()
+        yield from source.space(WHITE)
+        if (yield from source.literal(self._think)):
+            self.in_reasoning = self._is_fresh = True
+        elif (yield from source.literal(self._end_think)):
+            self._enter_text()
+        else:
+            source.back()
+        source.commit()
+
+    def _settle(self) -> Reader[None]:
+        """Drops white space, and markers that say again what is known, if anything follows."""
+        source = self._source
+        known = self._think if self.in_reasoning else self._end_think
+        gap, is_known = "", True
+        while is_known:
+            gap += yield from source.space(WHITE)
+            source.keep()
+            is_known = bool(known) and (yield from source.literal(known))
+            if not is_known:
+                source.back()
+            source.commit()
+        if (yield from source.peek()):
+            self._is_fresh = False
+            if self._has_text:
+                self._space = gap or self._space
+
+    def _marker(self) -> Reader[str]:
+        """Says what comes before the next marker, and reads that; none at the end."""
+        source, awaited = self._source, self._awaited[self.in_reasoning]
+        while True:
+            text = source.text[source.at :]
+            at, mark = first(text, awaited)
+            if not mark:
+                held = max((held_back(text, mark) for mark in awaited), default=0)
+                at = len(text) - (0 if source.is_over else held)
+            self._say(text[:at])
+            source.at += at + len(mark)
+            if mark or source.is_over:
+                return mark
+            self._is_flowing = at == len(text)
+            yield
+            self._is_flowing = False
+
+    def _calls(self) -> Reader[bool]:
+        """Reads what an opener opens: whether there was a call. If not, nothing was read."""
+        source = self._source
+        source.keep()
+        self._is_called = False
+        assert self._family.read_calls is not None
+        yield from self._family.read_calls(source, self._call, self._marks, self._schemas)
+        if not self._is_called:
+            source.back()
+        source.commit()
+        return self._is_called
 
     def _enter_text(self) -> None:
         """A marker was read: its white space is not shown, unless it parts two texts."""
-        self._state, self._is_fresh = TEXT, True
-        self._gap = ""
+        self.in_reasoning, self._is_fresh = False, True
         if not self._has_text:
             self._space = ""
-
-    def _open(self) -> None:
-        self._source = Source()
-        self._source.keep()
-        self._is_called = False
-        assert self._family.read_calls is not None
-        self._reader = self._family.read_calls(self._source, self._call, self._marks, self._schemas)
-
-    def _read(self, source: Source) -> bool:
-        source.feed(self._buffer)
-        source.is_over = self._is_over
-        self._buffer = ""
-        if next(self._reader, True) is None:
-            return False
-        self._source = None
-        if not self._is_called:
-            source.back()
-            self._say(self._opener)
-        self._buffer = source.text[source.at :]
-        return True
 
     def _call(self, event: CallStart | CallPart) -> None:
         if isinstance(event, CallPart):
             self._parts.append(event.text)
             return
-        assert self._source is not None
         self._source.commit()
         self._is_called = True
         self._enter_text()
@@ -217,7 +193,7 @@ class Machine:
         """White space at the end waits: a marker would take it."""
         if not text:
             return
-        if not text[-1].isspace() or not self._awaited[self._state]:
+        if not text[-1].isspace() or not self._awaited[self.in_reasoning]:
             self._emit_text(self._space + text)
             self._space = ""
         elif said := text.rstrip():
@@ -232,7 +208,7 @@ class Machine:
         if self._parts:
             self._flush()
         text = self._named(text)
-        if self._state == REASONING:
+        if self.in_reasoning:
             self._events.append(Reasoning(text))
         else:
             self._has_text = True
@@ -243,16 +219,16 @@ class Machine:
         return text if text.isascii() else text.translate(self._shown)
 
 
-def _begun(family: Family, turn: str) -> tuple[int, bool]:
-    """The state a prompt leaves the machine in, and whether a marker came last."""
+def _begun(family: Family, turn: str) -> tuple[bool | None, bool]:
+    """Whether a prompt ends in reasoning (None: it has not begun), and whether with a marker."""
     if not family.thinks:
-        return TEXT, False
+        return False, False
     end = turn.rstrip()
     if turn.rfind(THINK) > turn.rfind(END_THINK):
-        return REASONING, end.endswith(THINK)
+        return True, end.endswith(THINK)
     if end:
-        return TEXT, end.endswith(END_THINK)
-    return START, False
+        return False, end.endswith(END_THINK)
+    return None, False
 
 
 def first(text: str, marks: Iterable[str]) -> tuple[int, str]:

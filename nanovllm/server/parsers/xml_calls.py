@@ -139,11 +139,10 @@ def _value(form: Form, source: Source, end_block: str, argument: Argument) -> Re
         text, begin = source.text, source.at
         at = text.find(form.end_value, begin)
         if at < 0:
-            sure = len(text) - _held_back(text, begin, form)
-            if source.is_over:
-                sure = len(text)
-            argument.take(text[begin:sure])
-            source.at = sure
+            ends = (form.end_value, form.pad + form.end_value)
+            held = 0 if source.is_over else max(held_back(text[begin:], end) for end in ends)
+            source.at = len(text) - held
+            argument.take(text[begin : source.at])
             if source.is_over:
                 return False
             yield
@@ -168,11 +167,3 @@ def _follows(text: str, tags: tuple[str, ...], is_over: bool) -> bool | None:
     if any(tag.startswith(text) for tag in tags):
         return True if is_over else None
     return False
-
-
-def _held_back(text: str, begin: int, form: Form) -> int:
-    """How much of the unread text may turn out to be the beginning of the value's end."""
-    unread = text[max(begin, len(text) - len(form.pad + form.end_value)) :]
-    if held := held_back(unread, form.end_value):
-        return held + unread.endswith(form.pad, 0, -held) * len(form.pad)
-    return len(form.pad) if form.pad and unread.endswith(form.pad) else 0

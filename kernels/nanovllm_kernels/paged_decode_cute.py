@@ -1,0 +1,622 @@
+"""Grouped-query attention of one new token per row over its pages, for Hopper, in CuTe DSL.
+
+Meaning: nanovllm_kernels.attention_reference. Widths 64 and 128, bfloat16, up to 16 query heads per
+key/value head, pages of 16, 32 or a multiple of 64 tokens; paged_decode is for everything else.
+
+Decision: as there, the rows' contexts form one line that is cut into equal shares, a share to each
+lane. A key/value head of a lane is one block of threads, alone on its multiprocessor; the heads of
+a lane run side by side, since they read neighbouring memory. A warp of its own keeps all of shared
+memory in flight: it runs ahead of the others across the ends of rows, and notes for them what is in
+each block.
+
+Decision: four warps share a block by its tokens, each with a softmax of its own; they meet at a
+row's end only. The query heads of a key/value head are padded to the 16 rows of a tensor core.
+
+Decision: one launch, in which the last lane to finish a row that was cut merges its parts. The plan
+and the first row's old tokens are loaded without waiting for the kernel before (programmatic
+dependent launch). So that kernel must write neither plan, lengths nor page table, nor let this one
+start before what it itself depends on is done.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+import triton
+from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from torch import Tensor
+
+from nanovllm_kernels.case import Args, Case
+from nanovllm_kernels.paged_decode import PAGED_DECODE, inputs, plan_kernel
+
+BLOCK = 64  # tokens
+WARPS = 4  # that compute
+PIECE = BLOCK // WARPS  # tokens of a block that a warp takes: as many as a tensor core wants
+THREADS = 32 * WARPS
+HALF = 64  # elements of a cell that fit a swizzled line of shared memory
+WIDTHS = (HALF, 2 * HALF)
+SHARED_BYTES = 225 * 1024
+LOWEST = -1e30  # below every score, and finite, so that differences are numbers
+MERGED = 8  # partial results that are loaded at once
+QUAD = 4  # elements of a result that a thread handles together
+READ_ONCE = 0x12F0000000000000  # a cache policy: the first to be evicted
+LOG2_E = math.log2(math.e)
+
+
+class Plan(NamedTuple):
+    lanes_N5: Tensor  # of plan_kernel, in pieces
+    arrived_NG: Tensor  # of the row that a lane begins, how many lanes are done: 0 before and after
+
+
+class Given(NamedTuple):
+    """In global memory, besides the caches."""
+
+    q: cute.Tensor
+    table: cute.Tensor
+    lengths: cute.Tensor
+    o: cute.Tensor
+    lanes: cute.Tensor
+    arrived: cute.Tensor
+    partial_o: cute.Tensor  # of each lane: what it left of the row it resumed, and of the row it
+    partial_lse: cute.Tensor  # began
+
+
+def obstacle(page_tokens: int, width: int, dtype: torch.dtype) -> str | None:
+    """Why a cache is not for this kernel, or None."""
+    if dtype != torch.bfloat16 or width not in WIDTHS:
+        return f"it computes in bfloat16, with heads of width {WIDTHS[0]} or {WIDTHS[1]}"
+    if page_tokens % BLOCK and page_tokens not in (PIECE, 2 * PIECE):
+        return f"pages must have {PIECE}, {2 * PIECE} or a multiple of {BLOCK} tokens"
+    return None
+
+
+def plan_decode(lengths_R: Tensor, k_PSGA: Tensor) -> Plan:
+    """Good for every layer of the step."""
+    device, num_rows, num_kv_heads = lengths_R.device, len(lengths_R), k_PSGA.shape[2]
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    num_lanes = max(1, processors // num_kv_heads)
+    lanes_N5 = torch.empty(num_lanes, 5, dtype=torch.int32, device=device)
+    most_rows = max(1024, triton.next_power_of_2(num_rows))
+    plan_kernel[(num_lanes,)](lengths_R, lanes_N5, num_rows, BLOCK=PIECE, ROWS=most_rows)
+    return Plan(lanes_N5, torch.zeros(num_lanes, num_kv_heads, dtype=torch.int32, device=device))
+
+
+def paged_decode(
+    q_RHA: Tensor,
+    k_PSGA: Tensor,
+    v_PSGA: Tensor,
+    page_table_RM: Tensor,
+    lengths_R: Tensor,
+    plan: Plan,
+) -> Tensor:
+    """o_RHA. `plan`: plan_decode's, of the same lengths. Reads no values on the host."""
+    num_rows, num_heads, width = q_RHA.shape
+    page_tokens, num_kv_heads = k_PSGA.shape[1:3]
+    assert q_RHA.stride(1) == width
+    device = q_RHA.device
+    o_RHA = torch.empty(num_rows, num_heads, width, dtype=q_RHA.dtype, device=device)
+    shape = (len(plan.lanes_N5), 2, num_heads)
+    partial_o = torch.empty(*shape, width, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(shape, dtype=torch.float32, device=device)
+    given = Given(q_RHA, page_table_RM, lengths_R, o_RHA, *plan, partial_o, partial_lse)
+    compile_decode(num_heads // num_kv_heads, width, page_tokens)(k_PSGA, v_PSGA, given)
+    return o_RHA
+
+
+@cache
+def compile_decode(group: int, width: int, page_tokens: int) -> Callable[..., None]:
+    """For `group` query heads per key/value head. Needs no GPU, only to know of one."""
+    any_ = cute.sym_int
+
+    def like(dtype: Any, *sizes: int, divisibility: int = 1) -> Any:  # noqa: ANN401
+        """A tensor of these sizes, the last one dense, as torch allocates it."""
+        strides = [cute.sym_int64(divisibility=divisibility) for _ in sizes[1:]]
+        align = divisibility * dtype.width // 8
+        return cute.runtime.make_fake_tensor(dtype, sizes, (*strides, 1), assumed_align=align)
+
+    q, o, cache = (
+        like(BFloat16, *sizes, width, divisibility=8)
+        for sizes in ((any_(), any_()), (any_(), any_()), (any_(), page_tokens, any_()))
+    )
+    given = Given(
+        q=q,
+        table=like(Int32, any_(), any_()),
+        lengths=like(Int32, any_()),
+        o=o,
+        lanes=like(Int32, any_(), 5),
+        arrived=like(Int32, any_(), any_()),
+        partial_o=like(Float32, any_(), 2, any_(), width, divisibility=4),
+        partial_lse=like(Float32, any_(), 2, any_()),
+    )
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    decode = PagedDecode(group, width, page_tokens)
+    compiled: Callable[..., None] = cute.compile(
+        decode, cache, cache, given, stream, options="--enable-tvm-ffi"
+    )
+    return compiled
+
+
+class Shared(NamedTuple):
+    """In shared memory, of one block of threads."""
+
+    k: cute.Tensor  # [token, element, stage]
+    v: cute.Tensor
+    q: cute.Tensor  # [head, element, stage], where a row begins
+    notes: cute.Tensor  # [4, stage]: see PagedDecode.load
+    full: cute.Pointer  # barriers: the block is there
+    empty: cute.Pointer  # every warp is done with it
+    first_q: cute.Pointer  # the first row's queries are there
+    results: cute.Tensor  # [element, head, warp, parity]: what each warp has of a row
+    sums: cute.Tensor  # [2, head, warp, parity]: its highest score, and its sum of weights
+    is_last: cute.Pointer
+
+
+class Running(NamedTuple):
+    """What a thread has of its warp's softmax."""
+
+    o: cute.Tensor  # weighted values
+    highest: cute.Tensor  # score
+    total: cute.Tensor  # of weights
+
+
+class PagedDecode:
+    def __init__(self, group: int, width: int, page_tokens: int) -> None:
+        assert 1 <= group <= 16, f"{group} query heads share a key/value head"
+        self.group, self.width, self.page_tokens = group, width, page_tokens
+        self.scale = LOG2_E / math.sqrt(width)
+        self.unit = min(BLOCK, page_tokens)  # tokens of a block that lie in one page
+        self.pages_per_block = BLOCK // self.unit
+        self.window = 32 // self.pages_per_block  # blocks whose pages a warp's threads hold
+        self.q_bytes = 2 * group * width
+        self.padded = width + 8  # elements between the heads of a warp's result
+        fixed = 8 * WARPS * group * (self.padded + 2) + 2 * (16 - group) * width + 2048
+        stage = 4 * BLOCK * width + self.q_bytes + 32
+        self.stages = min(16, (SHARED_BYTES - fixed) // stage)
+
+    @cute.jit
+    def __call__(self, k: cute.Tensor, v: cute.Tensor, given: Given, stream: Any) -> None:  # noqa: ANN401
+        line = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        ring = cute.tile_to_shape(line, (BLOCK, self.width, self.stages), (0, 1, 2))
+        boxes = []
+        for tokens in (self.unit, PIECE):
+            box = cute.tile_to_shape(line, (tokens, HALF), (0, 1))
+            for pages in (k, v):
+                cells = cute.make_tensor(pages.iterator, cute.select(pages.layout, [1, 3, 2, 0]))
+                op = cpasync.CopyBulkTensorTileG2SOp()
+                info = cpasync.make_tiled_tma_atom(op, cells, box, (tokens, HALF))
+                boxes.append((info[0], info[1]))
+        self.kernel(*boxes, given, ring).launch(
+            grid=[cute.size(given.arrived, mode=[1]), cute.size(given.arrived, mode=[0]), 1],
+            block=[THREADS + 32, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        k_whole: tuple,
+        v_whole: tuple,
+        k_piece: tuple,
+        v_piece: tuple,
+        given: Given,
+        ring: cute.ComposedLayout,
+    ) -> None:
+        shared = self.allocate(ring)
+        nth_warp = arch.make_warp_uniform(arch.warp_idx())
+        if nth_warp == WARPS:
+            with arch.elect_one():
+                arch.mbarrier_init(shared.first_q, 1)
+                for stage in cutlass.range_constexpr(self.stages):
+                    arch.mbarrier_init(shared.full + stage, 1)
+                    arch.mbarrier_init(shared.empty + stage, WARPS)
+            arch.mbarrier_init_fence()
+        arch.sync_threads()
+        if nth_warp == WARPS:
+            whole = self.copies(self.unit, (k_whole, v_whole), shared)
+            self.load(whole, self.copies(PIECE, (k_piece, v_piece), shared), given, shared)
+        else:
+            self.compute(given, shared)
+
+    def allocate(self, ring: cute.ComposedLayout) -> Shared:
+        smem = cutlass.utils.SmemAllocator()
+        k, v = (smem.allocate_tensor(BFloat16, ring.outer, 1024, ring.inner) for _ in range(2))
+        # The rows past the group are the next slot's: what comes of them is not read.
+        slot = self.group * self.width
+        slots = cute.make_layout((16, self.width, self.stages), stride=(self.width, 1, slot))
+        q = smem.allocate_array(BFloat16, cute.cosize(slots), byte_alignment=128)
+        heads = (self.group, WARPS, 2)
+        strides = [self.padded * n for n in (1, self.group, self.group * WARPS)]
+        outcome = cute.make_layout((self.width, *heads), stride=(1, *strides))
+        return Shared(
+            k=k,
+            v=v,
+            q=cute.make_tensor(q, slots),
+            notes=smem.allocate_tensor(Int32, cute.make_layout((4, self.stages)), 16),
+            full=smem.allocate_array(Int64, self.stages),
+            empty=smem.allocate_array(Int64, self.stages),
+            first_q=smem.allocate_array(Int64, 1),
+            results=smem.allocate_tensor(Float32, outcome, 16),
+            sums=smem.allocate_tensor(Float32, cute.make_layout((2, *heads)), 16),
+            is_last=smem.allocate_array(Int32, 1),
+        )
+
+    def copies(self, box: int, boxes: tuple, shared: Shared) -> list:
+        """Of keys and of values: the tokens of a box, how to copy one, from [box of the page, half,
+        head, page], to [box of the block, half, stage].
+        """
+        found = []
+        for (atom, cells), ring in zip(boxes, (shared.k, shared.v), strict=True):
+            cpasync.prefetch_descriptor(atom)
+            tiles = [
+                cute.group_modes(cute.flat_divide(x, (box, HALF)), 0, 2) for x in (ring, cells)
+            ]
+            to, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), *tiles)
+            found.append((box, atom, source, to))
+        return found
+
+    @cute.jit
+    def load(self, whole: list, pieces: list, given: Given, shared: Shared) -> None:
+        """Fills the ring with this lane's blocks, and with each a note: its row, or -1 after all;
+        where its tokens end; whether it is the lane's first (1) or last (2) of the row, and four
+        times its first piece; the row's first and last lane.
+        """
+        lane, last_row = arch.block_idx()[1], cute.size(given.lengths) - 1
+        share = given.lanes[0, 2]  # of the line of all rows' pieces
+        start, piece, left = lane * share, given.lanes[lane, 1], given.lanes[lane, 2]
+        first_row = row = min(given.lanes[lane, 0], last_row)
+        length, base = given.lengths[row], piece // WARPS
+        window = self.pages_of(given.table, row, base)
+        ahead = min(row + 1, last_row)
+        ahead_length = given.lengths[ahead]
+        ahead_window = self.pages_of(given.table, ahead, Int32(0))
+        # The first row's old tokens may come while the kernel before this one still runs.
+        early = min((length - 1) // BLOCK, (piece + left + WARPS - 1) // WARPS) - base
+        early = min(early, self.stages)
+        i, stage, phase = Int32(0), Int32(0), Int32(1)
+        while left >= 0:
+            full = shared.full + stage
+            if i == early:
+                arch.griddepcontrol_wait()
+                self.copy_first_q(given.q, shared, first_row)
+            if i >= self.stages:
+                arch.mbarrier_wait(shared.empty + stage, phase)
+            if left == 0:
+                left = Int32(-1)
+                with arch.elect_one():
+                    shared.notes[0, stage] = Int32(-1)
+                    arch.mbarrier_arrive(full)
+            else:
+                row_start, row_pieces = start - piece, pieces_of(length)
+                block, skipped = piece // WARPS, piece % WARPS
+                stop = min(WARPS, row_pieces - block * WARPS, skipped + left)
+                taken = stop - skipped
+                begins = Int32((i == 0) | (piece == 0))
+                ends = Int32((left == taken) | (piece + taken == row_pieces))
+                brings_q = Int32((piece == 0) & (i > 0))
+                with arch.elect_one():
+                    first, last = row_start // share, (row_start + row_pieces - 1) // share
+                    shared.notes[0, stage] = row
+                    shared.notes[1, stage] = min(stop * PIECE, length - block * BLOCK)
+                    shared.notes[2, stage] = begins + 2 * ends + 4 * skipped
+                    shared.notes[3, stage] = first + (last << 16)
+                    num_bytes = taken * (4 * PIECE * self.width) + brings_q * self.q_bytes
+                    arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
+                if brings_q != 0:
+                    self.copy_q(given.q, shared, stage, row)
+                span = (block, skipped * PIECE, stop * PIECE)
+                pages = (window, (block - base) * self.pages_per_block)
+                if taken == WARPS:
+                    self.copy_cells(whole, (full, stage), span, pages)
+                else:
+                    self.copy_cells(pieces, (full, stage), span, pages)
+                left -= taken
+                start += taken
+                piece += taken
+                if piece == row_pieces:
+                    row, piece, base = ahead, Int32(0), Int32(0)
+                    length, window = ahead_length, ahead_window
+                    ahead = min(row + 1, last_row)
+                    ahead_length = given.lengths[ahead]
+                    ahead_window = self.pages_of(given.table, ahead, Int32(0))
+                elif piece // WARPS == base + self.window:
+                    base = piece // WARPS
+                    window = self.pages_of(given.table, row, base)
+            i += 1
+            stage += 1
+            if stage == self.stages:
+                stage = Int32(0)
+                phase ^= 1
+        arch.griddepcontrol_launch_dependents()
+
+    def pages_of(self, table: cute.Tensor, row: Int32, block: Int32) -> Int32:
+        """Thread n of the warp: the page of the n-th unit from a block on. Past the end any one."""
+        unit = block * self.pages_per_block + arch.lane_idx()
+        page = unit * self.unit // self.page_tokens
+        return table[row, cutlass.min(page, table.shape[1] - 1)]
+
+    @cute.jit
+    def copy_cells(self, copies: list, slot: tuple, span: tuple, pages: tuple) -> None:
+        """To a slot (barrier, stage), of a span (block, its tokens begin..end), whose pages the
+        warp's threads hold (page, from which thread on).
+        """
+        (full, stage), (block, begin, end), (window, first_unit) = slot, span, pages
+        for box, atom, source, to in copies:
+            for nth in cutlass.range_constexpr(BLOCK // box):
+                page = arch.shuffle_sync(window, first_unit + nth * box // self.unit)
+                place = (block * BLOCK + nth * box) % self.page_tokens // box
+                if (begin <= nth * box) & (nth * box < end):
+                    for half in cutlass.range_constexpr(self.width // HALF):
+                        cute.copy(
+                            atom,
+                            source[None, place, half, arch.block_idx()[0], page],
+                            to[None, nth, half, stage],
+                            tma_bar_ptr=full,
+                            cache_policy=Int64(READ_ONCE),
+                        )
+
+    @cute.jit
+    def copy_first_q(self, q: cute.Tensor, shared: Shared, row: Int32) -> None:
+        """By the warp's own threads: a bulk copy would queue behind all early blocks."""
+        eights = self.width // 8
+        for begin in cutlass.range_constexpr(0, self.group * eights, 32):
+            member, eight = (begin + arch.lane_idx()) // eights, (begin + arch.lane_idx()) % eights
+            if member < self.group:
+                head = arch.block_idx()[0] * self.group + member
+                values = cute.local_tile(q[row, head, None], (8,), (eight,)).load()
+                cute.local_tile(shared.q[member, None, 0], (8,), (eight,)).store(values)
+        arch.sync_warp()
+        with arch.elect_one():
+            arch.mbarrier_arrive(shared.first_q)
+
+    def copy_q(self, q: cute.Tensor, shared: Shared, stage: Int32, row: Int32) -> None:
+        size = cute.make_layout(self.group * self.width)
+        head = arch.block_idx()[0] * self.group
+        source = cute.make_tensor(cute.domain_offset((row, head, 0), q).iterator, size)
+        to = cute.make_tensor(shared.q[None, None, stage].iterator, size)
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
+        with arch.elect_one():
+            cute.copy(atom, source, to, mbar_ptr=shared.full + stage)
+
+    @cute.jit
+    def compute(self, given: Given, shared: Shared) -> None:
+        thread = arch.lane_idx()
+        nth_warp = arch.make_warp_uniform(arch.warp_idx())
+        op = warp.MmaF16BF16Op(BFloat16, Float32, (16, 8, 16))
+        mma = cute.make_tiled_mma(op, (1, 1, 1), permutation_mnk=(16, 16, 16))
+        part = mma.get_slice(thread)
+        plain = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), BFloat16)
+        turned = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), BFloat16)
+        q_copy = cute.make_tiled_copy_A(plain, mma).get_slice(thread)
+        k_copy = cute.make_tiled_copy_B(plain, mma).get_slice(thread)
+        v_copy = cute.make_tiled_copy_B(turned, mma).get_slice(thread)
+        # This warp's tokens: keys [token, element, stage], values [element, token, stage].
+        k = cute.flat_divide(shared.k, (PIECE, self.width))[None, None, nth_warp, 0, None]
+        v = cute.make_tensor(shared.v.iterator, cute.select(shared.v.layout, [1, 0, 2]))
+        v = cute.flat_divide(v, (self.width, PIECE))[None, None, 0, nth_warp, None]
+        q_from, k_from = q_copy.partition_S(shared.q), k_copy.partition_S(k)
+        v_from = v_copy.partition_S(v)
+        q_in = part.make_fragment_A(part.partition_A(shared.q[None, None, 0]))
+        k_in = part.make_fragment_B(part.partition_B(k[None, None, 0]))
+        v_in = part.make_fragment_B(part.partition_B(v[None, None, 0]))
+        v_at = part.partition_B(cute.make_identity_tensor((self.width, PIECE)))
+        scores = part.partition_shape_C((16, PIECE))
+        s, t = cute.make_rmem_tensor(scores, Float32), cute.make_rmem_tensor(scores, Float32)
+        p = cute.make_rmem_tensor(part.partition_shape_A((16, PIECE)), BFloat16)
+        o = cute.make_rmem_tensor(part.partition_shape_C((16, self.width)), Float32)
+        rows = 1 if self.group <= 8 else 2  # of the 16 that this thread holds: thread // 4, + 8
+        run = Running(o, *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)))
+        p.fill(0.0)
+
+        stage, phase, parity = Int32(0), Int32(0), Int32(0)
+        arch.mbarrier_wait(shared.full + stage, phase)
+        row = shared.notes[0, stage]
+        while row >= 0:
+            tokens = shared.notes[1, stage] - nth_warp * PIECE
+            flags, lanes = shared.notes[2, stage], shared.notes[3, stage]
+            if flags & 1 != 0:
+                arch.mbarrier_wait(shared.first_q, 0)
+                cute.copy(q_copy, q_from[None, None, None, stage], q_copy.retile(q_in))
+                run.highest.fill(LOWEST)
+                run.total.fill(0.0)
+                run.o.fill(0.0)
+            if (tokens > 0) & (nth_warp >= flags // 4):
+                cute.copy(k_copy, k_from[None, None, None, stage], k_copy.retile(k_in))
+                s.fill(0.0)
+                t.fill(0.0)
+                for step in cutlass.range_constexpr(self.width // 16):
+                    sum_ = (s, t)[step % 2]  # two chains, since each waits for itself
+                    cute.gemm(mma, sum_, q_in[None, None, step], k_in[None, None, step], sum_)
+                s.store(s.load() + t.load())
+                cute.copy(v_copy, v_from[None, None, None, stage], v_copy.retile(v_in))
+                if tokens < PIECE:  # what lies past the row's end may be anything
+                    for n in cutlass.range_constexpr(cute.size(v_in)):
+                        v_in[n] = cutlass.select_(v_at[n][1] < tokens, v_in[n], BFloat16(0))
+                    for n in cutlass.range_constexpr(8):
+                        token = n // 4 * 8 + thread % 4 * 2 + n % 2
+                        s[n] = cutlass.select_(token < tokens, s[n], Float32(-math.inf))
+                for r in cutlass.range_constexpr(rows):
+                    self.soften(s, p, run, r)
+                cute.gemm(mma, o, p[None, None, 0], v_in[None, None, 0], o)
+            arch.sync_warp()
+            with arch.elect_one():
+                arch.mbarrier_arrive(shared.empty + stage)
+            if flags & 2 != 0:
+                self.leave(run, shared, parity)
+                arch.barrier(barrier_id=1, number_of_threads=THREADS)
+                self.finish(given, shared, parity, row, lanes & 0xFFFF, lanes >> 16)
+                parity ^= 1  # the next results go elsewhere, so one meeting a row is enough
+            stage += 1
+            if stage == self.stages:
+                stage = Int32(0)
+                phase ^= 1
+            arch.mbarrier_wait(shared.full + stage, phase)
+            row = shared.notes[0, stage]
+
+    def soften(self, s: cute.Tensor, p: cute.Tensor, run: Running, r: int) -> None:
+        """One row's scores become weights; what was summed before fades."""
+        o, highest, total = run
+        places = [n for n in range(8) if n // 2 % 2 == r]
+        best = highest[r]
+        for n in places:
+            best = arch.fmax(best, s[n])
+        for distance in (1, 2):
+            best = arch.fmax(best, arch.shuffle_sync_bfly(best, distance))
+        fade = arch.exp2((highest[r] - best) * self.scale)
+        weights = [arch.exp2(s[n] * self.scale - best * self.scale) for n in places]
+        for n, weight in zip(places, weights, strict=True):
+            p[n] = weight.to(BFloat16)
+        highest[r] = best
+        total[r] = total[r] * fade + ((weights[0] + weights[1]) + (weights[2] + weights[3]))
+        for n in range(cute.size(o)):
+            if n // 2 % 2 == r:
+                o[n] = o[n] * fade
+
+    @cute.jit
+    def leave(self, run: Running, shared: Shared, parity: Int32) -> None:
+        """Puts what this warp has of a row where the others see it."""
+        thread = arch.lane_idx()
+        nth_warp = arch.make_warp_uniform(arch.warp_idx())
+        for r in cutlass.range_constexpr(cute.size(run.total)):
+            weight = run.total[r]
+            for distance in (1, 2):
+                weight += arch.shuffle_sync_bfly(weight, distance)
+            head = thread // 4 + 8 * r
+            if head < self.group:
+                for n in cutlass.range_constexpr(self.width // 4):
+                    a = n // 2 * 8 + thread % 4 * 2 + n % 2
+                    shared.results[a, head, nth_warp, parity] = run.o[n // 2 * 4 + r * 2 + n % 2]
+                if thread % 4 == 0:
+                    shared.sums[0, head, nth_warp, parity] = run.highest[r]
+                    shared.sums[1, head, nth_warp, parity] = weight
+
+    @cute.jit
+    def finish(
+        self, given: Given, shared: Shared, parity: Int32, row: Int32, first: Int32, last: Int32
+    ) -> None:
+        """The warps' parts become the row's result, or if the row was cut, this lane's part."""
+        thread = arch.thread_idx()[0]
+        kv_head, lane = arch.block_idx()[0], arch.block_idx()[1]
+        quads = self.width // QUAD
+        for begin in cutlass.range_constexpr(0, self.group * quads, THREADS):
+            member, quad = (begin + thread) // quads, (begin + thread) % quads
+            if member < self.group:
+                head = kv_head * self.group + member
+                sums = [[shared.sums[n, member, w, parity] for w in range(WARPS)] for n in range(2)]
+                best = sums[0][0]
+                for w in cutlass.range_constexpr(1, WARPS):
+                    best = arch.fmax(best, sums[0][w])
+                fades = [arch.exp2((highest - best) * self.scale) for highest in sums[0]]
+                total = Float32(0)
+                for w in cutlass.range_constexpr(WARPS):
+                    total += sums[1][w] * fades[w]
+                mean = cute.full(QUAD, 0.0, Float32)
+                for w in cutlass.range_constexpr(WARPS):
+                    part = quad_of(shared.results[None, member, w, parity], quad)
+                    mean += part.load() * (fades[w] / total)
+                if first == last:
+                    quad_of(given.o[row, head, None], quad).store(mean.to(BFloat16))
+                else:
+                    began = Int32(lane == first)
+                    quad_of(given.partial_o[lane, began, head, None], quad).store(mean)
+                    if quad == 0:
+                        lse = best * self.scale + cute.math.log2(total)
+                        given.partial_lse[lane, began, head] = lse
+        if first != last:
+            arch.barrier(barrier_id=1, number_of_threads=THREADS)
+            if thread == 0:
+                arrived = cute.domain_offset((first, kv_head), given.arrived).iterator
+                before = arch.atomic_add(arrived, Int32(1), sem="acq_rel", scope="gpu")
+                if before == last - first:
+                    given.arrived[first, kv_head] = Int32(0)
+                shared.is_last[0] = Int32(before == last - first)
+            arch.barrier(barrier_id=1, number_of_threads=THREADS)
+            if shared.is_last[0] != 0:
+                self.merge(given, row, first, last)
+
+    @cute.jit
+    def merge(self, given: Given, row: Int32, first: Int32, last: Int32) -> None:
+        """The result of a row that lanes first..last share."""
+        quads = self.width // QUAD
+        for begin in cutlass.range(0, self.group * quads, THREADS, unroll=1):
+            at = begin + arch.thread_idx()[0]
+            member, quad = at // quads, at % quads
+            if member < self.group:
+                head = arch.block_idx()[0] * self.group + member
+                best, total = Float32(LOWEST), Float32(0)
+                mean = cute.make_rmem_tensor(QUAD, Float32)
+                mean.fill(0.0)
+                for lane in cutlass.range(first, last + 1, MERGED, unroll=1):
+                    each = [cutlass.min(lane + n, last) for n in range(MERGED)]
+                    parts = [(x, Int32(x == first), head) for x in each]
+                    lse = [given.partial_lse[part] for part in parts]
+                    some = [quad_of(given.partial_o[(*part, None)], quad).load() for part in parts]
+                    highest = best
+                    for n in cutlass.range_constexpr(MERGED):
+                        best = arch.fmax(best, lse[n])
+                    fade = arch.exp2(highest - best)
+                    total = total * fade
+                    mean.store(mean.load() * fade)
+                    for n in cutlass.range_constexpr(MERGED):
+                        weight = arch.exp2(lse[n] - best)
+                        weight = cutlass.select_(lane + n <= last, weight, Float32(0))
+                        total += weight
+                        mean.store(mean.load() + some[n] * weight)
+                result = mean.load() * (1.0 / total)
+                quad_of(given.o[row, head, None], quad).store(result.to(BFloat16))
+
+
+def pieces_of(length: Int32) -> Int32:
+    return (length + PIECE - 1) // PIECE
+
+
+def quad_of(line: cute.Tensor, nth: Int32) -> cute.Tensor:
+    return cute.local_tile(line, (QUAD,), (nth,))
+
+
+def cases() -> tuple[Case, ...]:
+    """Those of paged_decode that this runs, and its own corners."""
+    ragged = (1, 130, 7, 64, 65, 1, 300, 17, 128)
+    corners = (
+        (ragged, (4, 4, 128), 16),
+        ((2000, *ragged, 5000), (16, 1, 64), 16),  # a tensor core's rows in full
+        ((9000,), (16, 1, 128), 64),  # over all lanes
+        ((9000, 300), (32, 32, 128), 128),  # more pages in a lane than a warp's threads hold
+        ((9000, 300), (32, 32, 64), 16),
+        (ragged * 70, (14, 2, 64), 32),
+    )
+    checked = tuple(
+        Case(
+            f"rows={len(lengths)} longest={max(lengths)} HGA={heads} page={page_tokens}",
+            partial(inputs, lengths, heads, page_tokens, torch.bfloat16, "normal"),
+        )
+        for lengths, heads, page_tokens in corners
+    )
+    return tuple(
+        replace(case, inputs=partial(planned, case), small=False)
+        for case in (*checked, *filter(fits, PAGED_DECODE.cases))
+    )
+
+
+def fits(case: Case) -> bool:
+    width, page_tokens = re.findall(r"(\d+)\) page=(\d+)", case.name)[0]
+    known = int(width) in WIDTHS and int(page_tokens) in (16, 32, 64, 128)
+    return known and "float32" not in case.name
+
+
+def planned(case: Case, device: torch.device) -> Args:
+    *args, _ = case.inputs(device)
+    return *args, plan_decode(args[4], args[1])
+
+
+PAGED_DECODE_CUTE = replace(PAGED_DECODE, name="paged_decode_cute", run=paged_decode, cases=cases())

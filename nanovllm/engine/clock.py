@@ -1,0 +1,43 @@
+"""What each part of a step costs the host. Knows neither the parts nor what a step is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from time import perf_counter
+
+import numpy as np
+
+NEWEST = 1024  # steps
+
+
+class StepClock:
+    """Cheap enough for every step: a lap takes 0.2 us."""
+
+    def __init__(self) -> None:
+        self.total_s: defaultdict[str, float] = defaultdict(float)  # by part, since the start
+        self._steps_s = np.zeros(NEWEST)  # a ring
+        self._num_steps = 0
+        self._step_s = 0.0
+        self._now = perf_counter()
+
+    def skip(self) -> None:
+        """What went by since the last call was waiting, or another's."""
+        self._now = perf_counter()
+
+    def lap(self, part: str) -> None:
+        """What went by since the last call was this part's."""
+        now = perf_counter()
+        spent = now - self._now
+        self.total_s[part] += spent
+        self._step_s += spent
+        self._now = now
+
+    def end_step(self) -> None:
+        self._steps_s[self._num_steps % NEWEST] = self._step_s
+        self._num_steps += 1
+        self._step_s = 0.0
+
+    def step_p50_s(self) -> float:
+        """0 before the first step."""
+        known = self._steps_s[: self._num_steps]
+        return float(np.median(known)) if known.size else 0.0

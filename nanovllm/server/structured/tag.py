@@ -1,0 +1,186 @@
+"""What a request lets the model write, from its first token to its last, as one structural tag:
+thinking, then calls in the family's own syntax, or text, or the form the client asked for.
+
+Decision: markers that are single tokens are matched as tokens, and the engine gives added tokens
+no text that a grammar could match. So none of them appears inside JSON or prose, and the same
+letters typed as ordinary text end nothing, for the grammar and for the parser alike.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from nanovllm.server.errors import ApiError, bad_value
+from nanovllm.server.parsers.base import END_THINK, THINK
+from nanovllm.server.protocol import STRUCTURES, ChatRequest
+from nanovllm.server.served import Served
+from nanovllm.server.structured.calls import (
+    ANY_TEXT,
+    MAX_SPACE,
+    SYNTAX,
+    Format,
+    calls,
+    constant,
+    either,
+    json_of,
+    optional,
+    sequence,
+    spelled,
+)
+from nanovllm.server.structured.patterns import PatternError, vet
+from nanovllm.server.structured.schemas import MAX_BYTES, MAX_VALUES, Schema, vetted
+
+MAX_TAG_DEPTH = 32
+GAP: Format = {"type": "regex", "pattern": "\n{0,2}"}  # after thinking
+
+
+def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
+    """As JSON. `turn`: what the prompt has written of the model's. Raises ApiError."""
+    for field in ("min_tokens", "ignore_eos", "bad_words"):  # they may leave no token at all
+        if getattr(request, field):
+            text = f"{field} must be left out where {request.constrained_by} needs a grammar"
+            raise ApiError(400, text, param=field, code="invalid_value")
+    try:
+        whole = _Writer(request, served).whole(turn)
+        return json.dumps({"type": "structural_tag", "format": whole})
+    except RecursionError:
+        param = request.constrained_by
+        text = f"{param} is nested too deeply"
+        raise ApiError(400, text, param=param, code="invalid_value") from None
+
+
+class _Writer:
+    def __init__(self, request: ChatRequest, served: Served) -> None:
+        self._request = request
+        self._family = served.family
+        self._syntax = SYNTAX.get(served.family_name)
+        self._id_of = served.template.tokenizer.token_to_id
+        marks = served.vocabulary.marks
+        ids = {mark: self._id_of(mark) for mark in marks if marks[mark] != mark}
+        self._ids = {mark: token_id for mark, token_id in ids.items() if token_id is not None}
+
+    def whole(self, turn: str) -> Format:
+        answer = self._answer()
+        if not self._family.thinks:
+            return answer
+        if turn.rfind(THINK) > turn.rfind(END_THINK):
+            return sequence(self._thinking(), GAP, answer)
+        if turn.strip():
+            return answer
+        return sequence(optional(spelled(THINK, self._ids), self._thinking(), GAP), answer)
+
+    def _thinking(self) -> Format:
+        budget, end_id = self._request.thinking_token_budget, self._ids.get(END_THINK)
+        text = ANY_TEXT if budget in (None, -1) else ANY_TEXT | {"max_tokens": budget}
+        end = {"type": "token", "token": end_id}
+        return {"type": "tag", "begin": "", "content": text, "end": end if end_id else END_THINK}
+
+    def _answer(self) -> Format:
+        choice, syntax = self._request.choice_of_tools, self._syntax
+        content = self._content()
+        if syntax is None and choice.mode == "required":
+            text = "tool_choice: this model has no syntax of its own for calls"
+            raise ApiError(400, text, param="tool_choice", code="invalid_value")
+        if syntax is None or choice.mode == "none":
+            return content or ANY_TEXT
+        once = choice.is_named or self._request.parallel_tool_calls is False
+        calling = calls(syntax, self._schemas(choice.names), self._ids, once=once)
+        if choice.mode == "required":
+            return calling
+        if content is not None:
+            return either(calling, content)
+        opener = self._family.opener
+        before = ANY_TEXT if opener in self._ids else ANY_TEXT | {"excludes": [opener]}
+        return sequence(before, optional(calling))
+
+    def _schemas(self, names: tuple[str, ...]) -> dict[str, tuple[str, Schema]]:
+        found: dict[str, tuple[str, Schema]] = {}
+        for at, function in enumerate(tool["function"] for tool in self._request.tools or ()):
+            if function["name"] in names:
+                where = f"tools[{at}].function.parameters"
+                given = function.get("parameters") or {"type": "object", "properties": {}}
+                exact = function.get("strict") is True
+                found[function["name"]] = (where, vetted(given, where, exact=exact))
+        return found
+
+    # -- the content that the client asked for --------------------------------------------------
+
+    def _content(self) -> Format | None:
+        """None if it may be any text."""
+        wanted, given = self._request.response_format or {}, self._request.structured_outputs
+        if given is not None:
+            return self._structured(given)
+        kind, where = wanted.get("type"), "response_format.json_schema.schema"
+        if kind == "json_object":
+            return json_of({"type": "object"})
+        if kind == "json_schema":
+            body = wanted["json_schema"]
+            return json_of(vetted(body.get("schema"), where, exact=body.get("strict") is not False))
+        return self._tag(wanted, "response_format") if kind == "structural_tag" else None
+
+    def _structured(self, given: dict[str, Any]) -> Format:
+        kind = next(k for k in STRUCTURES if given.get(k) not in (None, False))
+        value, where = given[kind], f"structured_outputs.{kind}"
+        space = 1 if given.get("disable_any_whitespace") else MAX_SPACE
+        if kind == "json_object":
+            return json_of({"type": "object"}, max_space=space)
+        if kind == "json":
+            schema = vetted(_loaded(value, where), where, exact=given.get("strict") is not False)
+            return json_of(schema, max_space=space)
+        if kind == "choice":
+            is_list = isinstance(value, list) and 0 < len(value) <= MAX_VALUES
+            if not is_list or not all(isinstance(text, str) and text for text in value):
+                raise bad_value(where, f"a list of 1 to {MAX_VALUES} strings", value)
+            return either(*map(constant, value))
+        if kind == "structural_tag":
+            return self._tag(_loaded(value, where), where)
+        format_ = {"type": kind, "pattern" if kind == "regex" else "grammar": value}
+        made: Format = self._format(format_, where, 0)
+        return made
+
+    def _tag(self, given: Any, where: str) -> Format:  # noqa: ANN401 - any JSON
+        if len(json.dumps(given)) > MAX_BYTES:
+            raise bad_value(where, f"at most {MAX_BYTES} bytes of JSON", "more")
+        if not isinstance(given, dict) or not isinstance(given.get("format"), dict):
+            raise bad_value(f"{where}.format", "an object", given)
+        made: Format = self._format(given["format"], f"{where}.format", 0)
+        return made
+
+    def _format(self, given: Any, where: str, depth: int) -> Any:  # noqa: ANN401
+        """The same with schemas and expressions vetted, and tokens by their ids."""
+        if depth > MAX_TAG_DEPTH:
+            raise bad_value(where, f"nested at most {MAX_TAG_DEPTH} deep", "more")
+        if isinstance(given, list):
+            return [self._format(e, f"{where}[{i}]", depth + 1) for i, e in enumerate(given)]
+        if not isinstance(given, dict):
+            return given
+        kind = given.get("type")
+        if kind == "json_schema":
+            schema = vetted(given.get("json_schema"), f"{where}.json_schema", exact=True)
+            return {"max_whitespace_cnt": MAX_SPACE} | given | {"json_schema": schema}
+        if kind == "regex":
+            try:
+                vet(_text(given.get("pattern"), where))
+            except PatternError as error:
+                raise bad_value(where, f"without {error}", given["pattern"]) from None
+        if kind == "grammar":
+            _text(given.get("grammar"), where)
+        if kind == "token" and isinstance(given.get("token"), str):
+            if (token_id := self._id_of(given["token"])) is None:
+                raise bad_value(f"{where}.token", "a token of this model", given["token"])
+            return given | {"token": token_id}
+        return {key: self._format(v, f"{where}.{key}", depth + 1) for key, v in given.items()}
+
+
+def _text(value: Any, where: str) -> str:  # noqa: ANN401
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_BYTES:
+        raise bad_value(where, f"a string of 1 to {MAX_BYTES} characters", value)
+    return value
+
+
+def _loaded(value: Any, where: str) -> Any:  # noqa: ANN401
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise bad_value(where, f"JSON ({error})", value) from None

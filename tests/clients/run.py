@@ -1,0 +1,124 @@
+"""Runs one set of clients, freshly installed, against `nanovllm serve`, and writes a record.
+
+    python -m tests.clients.run node       # openai for Node, the AI SDK
+    python -m tests.clients.run python     # LangChain, LiteLLM
+    python -m tests.clients.run suite      # openai for Python and httpx: their tests of the suite
+
+Every check is a line, `PASSED name` or `FAILED name - why`; what the clients do is not known here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from nanovllm.bench import record
+from tests.server.demo_server import start
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SUITE = "tests/server/test_openai_client.py"
+OPTIONS = ["--set", "schedule.slots=8", "--set", "cache.cpu_gib=0.2"]
+Prepared = tuple[list[str], dict[str, str]]  # a command with the word URL in it; versions
+
+
+def node(folder: Path) -> Prepared:
+    shutil.copytree(HERE / "node", folder, dirs_exist_ok=True)
+    subprocess.run(["npm", "install", "--silent", "--no-package-lock"], cwd=folder, check=True)
+    packages = json.loads((folder / "package.json").read_text())["dependencies"]
+    manifests = {name: folder / "node_modules" / name / "package.json" for name in packages}
+    found = {name: json.loads(path.read_text())["version"] for name, path in manifests.items()}
+    return ["npm", "--silent", "--prefix", str(folder), "run", "check", "--", "URL"], found
+
+
+def python(folder: Path) -> Prepared:
+    wanted = HERE / "python_optional.txt"
+    interpreter = str(folder / "bin" / "python")
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    subprocess.run([interpreter, "-m", "pip", "install", "-q", "-r", str(wanted)], check=True)
+    listed = [interpreter, "-m", "pip", "list", "--format", "json"]
+    listing = subprocess.run(listed, capture_output=True, check=True).stdout
+    found = {entry["name"]: entry["version"] for entry in json.loads(listing)}
+    pinned = re.findall(r"^[\w-]+", wanted.read_text(), re.MULTILINE)
+    shown = {name: found[name] for name in (*pinned, "langchain-core", "openai")}
+    # LiteLLM downloads its list of prices unless it is told not to.
+    command = ["env", "LITELLM_LOCAL_MODEL_COST_MAP=True", interpreter]
+    return [*command, str(HERE / "python_optional.py"), "URL"], shown
+
+
+def suite(folder: Path) -> Prepared:
+    """With the packages that run this, and a server that the tests start themselves."""
+    command = [sys.executable, "-m", "pytest", "-rA", "--show-capture=no", SUITE]
+    return command, {name: metadata.version(name) for name in ("openai", "httpx", "pydantic")}
+
+
+KINDS: dict[str, Callable[[Path], Prepared]] = {"node": node, "python": python, "suite": suite}
+
+
+def outcomes(command: list[str]) -> dict[str, bool]:
+    """Of every check, as its line comes; everything printed is passed on."""
+    found: dict[str, bool] = {}
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        sys.stdout.write(line)
+        if match := re.match(r"(PASSED|FAILED|ERROR|XFAIL) (?:\S+::)?(.*?)(?: - |$)", line):
+            found[match[2]] = match[1] == "PASSED"
+    if process.wait():
+        found["exit code"] = False
+    return found
+
+
+def record_of(
+    kind: str, found: dict[str, bool], versions: dict[str, str], started: str, took_s: float
+) -> record.Record:
+    """One metric for each check: 1 if it passed."""
+    made = record.of_this_machine(
+        kind="clients",
+        started_at=started,
+        duration_s=round(took_s, 1),
+        recipe={"model": "demo"},
+        changed={},
+        workload={"name": kind, "concurrency": 1},
+        metrics={name: float(passed) for name, passed in found.items()},
+    )
+    argv = ["python", "-m", "tests.clients.run", *sys.argv[1:]]
+    return msgspec.structs.replace(made, argv=argv, versions=made.versions | versions)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--results-dir", type=Path, help="write a record there")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        command, versions = KINDS[args.kind](Path(folder))
+        started, begun = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+        server = start(*OPTIONS)
+        try:
+            found = outcomes([word.replace("URL", server.url) for word in command])
+        finally:
+            server.stop()
+    for name, version in sorted(versions.items()):
+        sys.stdout.write(f"{name} {version}\n")
+    sys.stdout.write(f"{sum(found.values())} of {len(found)} checks passed\n")
+    if args.results_dir is not None:
+        made = record_of(args.kind, found, versions, started, time.monotonic() - begun)
+        sys.stdout.write(f"record: {record.write(made, args.results_dir)}\n")
+    return 0 if found and all(found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

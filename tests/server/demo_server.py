@@ -1,0 +1,55 @@
+"""`nanovllm serve` as a process of its own, started as a user starts it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+
+import httpx
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics").text
+        found = re.search(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+        assert found, f"no metric {name}"
+        return float(found.group(1))
+
+    def children(self) -> dict[int, str]:
+        listing = subprocess.run(
+            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        return {int(line.split()[0]): line for line in listing.splitlines()}
+
+    def engine_pid(self) -> int:
+        """The first process that the supervisor spawned."""
+        return min(pid for pid, args in self.children().items() if "spawn_main" in args)
+
+    def stop(self) -> int:
+        """Its exit code."""
+        self.process.terminate()
+        return self.process.wait(30)
+
+
+def start(*arguments: str) -> Server:
+    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if found := re.search(r"is served at (http://\S+)", line):
+            # Whoever reads no more log lines would stop the server once the pipe is full.
+            threading.Thread(target=process.stdout.read, daemon=True).start()
+            return Server(process, found.group(1))
+    raise AssertionError(f"no server: {''.join(lines)}")

@@ -1,0 +1,57 @@
+"""Which attention kernels a recipe gets on this machine, and what it is told about the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanovllm.attention.choose import choose_backend
+from nanovllm.attention.torch_ref import TorchPaged
+from nanovllm.config import ConfigError, Kernels
+from nanovllm.kv.layout import CacheLayout, PagedGroup
+
+LAYOUT = CacheLayout(paged=(PagedGroup((0,), 2, 64, 64, 2),))
+CPU = torch.device("cpu")
+
+
+def test_a_cpu_has_one_backend_for_all_rows() -> None:
+    factory, kernels, passed_over = choose_backend(Kernels(), CPU, torch.float32, LAYOUT, 16)
+    assert factory is TorchPaged
+    assert (kernels.attention, kernels.decode, passed_over) == ("torch", "torch", "")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        (Kernels(attention="flash"), "kernels.attention: flash: flash-attn-4 is used on Hopper"),
+        (Kernels(attention="triton"), "kernels.attention: triton: Triton's kernels run on a GPU"),
+    ],
+)
+def test_what_cannot_run_here_is_refused_with_the_reason(kernels: Kernels, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_backend(kernels, CPU, torch.float32, LAYOUT, 16)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("decode", "chosen", "passed_over"),
+    [
+        ("auto", "triton", "decode by cute: it is for Hopper GPUs"),
+        ("triton", "triton", ""),
+        ("cute", None, "kernels.decode is cute, but it is for Hopper GPUs; use triton"),
+        ("torch", None, "kernels.decode is torch, but kernels.attention is triton"),
+    ],
+)
+def test_decode_rows_get_the_portable_kernel_where_there_is_no_hopper(
+    decode: str, chosen: str | None, passed_over: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.attention.paged.TritonPaged.supports", lambda *_: None)
+    asked = Kernels(attention="triton", decode=decode)
+    if chosen is None:
+        with pytest.raises(ConfigError) as caught:
+            choose_backend(asked, CPU, torch.float32, LAYOUT, 16)
+        assert str(caught.value) == passed_over
+        return
+    factory, kernels, said = choose_backend(asked, CPU, torch.float32, LAYOUT, 16)
+    assert (kernels.attention, kernels.decode, said) == ("triton", chosen, passed_over)
+    assert factory(()).decode.__name__ == "nanovllm_kernels.paged_decode"
