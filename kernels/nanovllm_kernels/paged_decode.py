@@ -43,9 +43,9 @@ OVERLAPPED_ROWS = 8
 HOPPER = 9
 
 
-def overlaps(num_rows: int, device: torch.device) -> bool:
+def overlaps(num_rows: int, device: torch.device, most: int = OVERLAPPED_ROWS) -> bool:
     """Whether launches of so many rows overlap."""
-    if device.type != "cuda" or num_rows > OVERLAPPED_ROWS:
+    if device.type != "cuda" or num_rows > most:
         return False
     return torch.cuda.get_device_capability(device)[0] >= HOPPER
 

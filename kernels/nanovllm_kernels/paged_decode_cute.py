@@ -24,7 +24,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -36,6 +36,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from torch import Tensor
 
 from nanovllm_kernels.case import Args, Case
+from nanovllm_kernels.kept import kept
 from nanovllm_kernels.paged_decode import PAGED_DECODE, inputs, plan_kernel
 
 BLOCK = 64  # tokens
@@ -112,7 +113,7 @@ def paged_decode(
     return o_RHA
 
 
-@cache
+@kept
 def compile_decode(group: int, width: int, page_tokens: int) -> Callable[..., None]:
     """For `group` query heads per key/value head. Needs no GPU, only to know of one."""
     any_ = cute.sym_int

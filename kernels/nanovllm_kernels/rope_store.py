@@ -18,6 +18,7 @@ from nanovllm_kernels import reference
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
 from nanovllm_kernels.paged_decode import overlaps
 
+MOST_OVERLAPPED = 128  # tokens: attention of so many rows is launched before this ends
 HEADS = 8  # of width 128, in two warps: a 16-byte load of each half a thread
 
 
@@ -57,7 +58,7 @@ def rope_store(
         HALF=head_width // 2,
         HALF_BLOCK=triton.next_power_of_2(head_width // 2),
         HEADS=HEADS,
-        OVERLAP=overlaps(num_tokens, qkv_TX.device),
+        OVERLAP=overlaps(num_tokens, qkv_TX.device, MOST_OVERLAPPED),
         num_warps=2,
     )
     return q_THA

@@ -27,6 +27,9 @@ from nanovllm.kv.layout import CacheLayout
 
 HOPPER = 9
 MAX_HEAD_WIDTH = 256
+# Windows, sinks, sparse blocks, other scores' tensors and scalars, schedules: a kernel that comes
+# from the disk knows no defaults.
+UNUSED = (None, None, None, None, (None, None), None, None)
 
 
 class FlashPaged:
@@ -76,34 +79,50 @@ class FlashAttend:
             o_THA,
             None,
             1 / math.sqrt(q_THA.shape[2]),
-            mCuSeqlensQ=batch.starts_R1,
-            mSeqUsedK=batch.lengths_R,
-            mPageTable=batch.page_table_RM,
+            batch.starts_R1,
+            None,
+            None,
+            batch.lengths_R,
+            batch.page_table_RM,
+            *UNUSED,
         )
         return o_THA
 
 
 def compile_forward(num_heads: int, k_PSGA: Tensor) -> Callable[..., None]:
-    """The causal forward kernel over pages shaped like k_PSGA: (q, k, v, o, lse, scale, ...).
+    """The causal forward kernel over pages shaped like k_PSGA.
 
-    Needs no GPU, only to know that it compiles for one.
+    Its arguments: q, k, v, o, no log-sum-exp, the scale, where each row's queries start, None,
+    None, the rows' lengths, the page table, UNUSED.
+
+    From the disk, if it was compiled before.
     """
+    from nanovllm_kernels.kept import kept
+
+    page_tokens, num_kv_heads, width = k_PSGA.shape[1:]
+    dtype = str(k_PSGA.dtype).removeprefix("torch.")
+    return kept(compile_causal)(num_heads // num_kv_heads, page_tokens, width, dtype)
+
+
+def compile_causal(
+    group: int, page_tokens: int, width: int, dtype_name: str
+) -> Callable[..., None]:
+    """For `group` query heads per key/value head. Needs no GPU, only to know of one."""
     import cutlass
     from cutlass import cute
     from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
     from flash_attn.cute.interface import _tile_size_fwd_sm90
     from quack.compile_utils import make_fake_stream, make_fake_tensor
 
-    page_tokens, num_kv_heads, width = k_PSGA.shape[1:]
-    dtype = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[k_PSGA.dtype]
+    dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype_name]
     tiles = _tile_size_fwd_sm90(width, width, True, False)
     kernel = FlashAttentionForwardSm90(
         dtype,
         width,
         width,
-        num_heads // num_kv_heads,
+        group,
         is_causal=True,
-        pack_gqa=num_heads > num_kv_heads,
+        pack_gqa=group > 1,
         tile_m=tiles.m_block_size,
         tile_n=tiles.n_block_size,
         num_stages=2,
@@ -127,9 +146,11 @@ def compile_forward(num_heads: int, k_PSGA: Tensor) -> Callable[..., None]:
             like(3, dtype),
             None,
             1.0,
-            mCuSeqlensQ=like(1, cutlass.Int32),
-            mSeqUsedK=like(1, cutlass.Int32),
-            mPageTable=like(2, cutlass.Int32),
+            like(1, cutlass.Int32),
+            None,
+            None,
+            like(1, cutlass.Int32),
+            like(2, cutlass.Int32),
             stream=make_fake_stream(),
             options="--enable-tvm-ffi",
         )

@@ -20,7 +20,7 @@ from nanovllm.attention.base import Attend, Batch, PagedKV
 from nanovllm.kv.layout import CacheLayout
 
 MAX_HEAD_WIDTH = 256
-FEW_ROWS = 8  # for which the Triton kernel is the faster one
+CUTE_ROWS = range(9, 129)  # for which the CuTe DSL kernel is the faster one
 
 
 class DecodeKernel(Protocol):
@@ -73,7 +73,7 @@ def bind_rows(
     if at == 0:
         return bind_chunks(batch)
     rows = batch.rows(0, at)
-    kernel = triton_decode if at <= FEW_ROWS else kernel
+    kernel = kernel if at in CUTE_ROWS else triton_decode
     decode = Decode(caches, rows, kernel, kernel.plan_decode(rows.lengths_R, caches[0].k_PSGA))
     if at == batch.num_rows:
         return decode
