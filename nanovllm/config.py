@@ -1,4 +1,4 @@
-"""A recipe becomes one frozen `Config`. The only reader of the environment.
+"""A recipe becomes one frozen `Config`.
 
 A recipe (YAML) says everything about one deployment of one model, in sections. Unknown keys are
 errors that name the path and the nearest valid name; `--set section.key=value` overrides any key.
@@ -259,7 +259,7 @@ def _hub_folder(model: str, *, download: bool) -> Path | None:
 
 
 def cache_dir() -> Path:
-    """Where compiled things may be kept between starts."""
+    """Where compiled kernels are kept between starts."""
     return Path(os.environ.get("NANOVLLM_CACHE", "~/.cache/nanovllm")).expanduser()
 
 

@@ -17,7 +17,6 @@ from functools import partial
 
 import numpy as np
 
-from nanovllm.kv.pages import DEAD_PAGE
 from nanovllm.plan import Admit, Masks, StepPlan, StepResult
 from nanovllm.wire import StepOutput
 
@@ -219,7 +218,7 @@ class PaperGPU:
         at = slot.length
         cell = advance(self._cell(slot, at - 1) if at else 0, token)
         page = slot.pages[at // self.page_tokens]
-        assert page != DEAD_PAGE
+        assert page != 0  # which is nobody's
         self.memory[page][at % self.page_tokens] = cell
         slot.state = advance(slot.state, token) if self.recurrent else 0
         slot.length += 1

@@ -13,6 +13,7 @@ KERNELS = {
     "paged_decode_cute": "nanovllm_kernels.paged_decode_cute:PAGED_DECODE_CUTE",
     "paged_prefill": "nanovllm_kernels.paged_prefill:PAGED_PREFILL",
     "gather_decode": "nanovllm_kernels.batch_prep:GATHER_DECODE",
+    "allow": "nanovllm_kernels.allow:KERNEL",
     "draw": "nanovllm_kernels.sampling:DRAW",
     "floors": "nanovllm_kernels.sampling:FLOORS",
     "settle": "nanovllm_kernels.batch_prep:SETTLE",

@@ -23,8 +23,8 @@ def kept(compile_kernel: Callable[Args, Compiled]) -> Callable[Args, Compiled]:
     for package in ("nanovllm_kernels", "flash_attn.cute"):
         found = find_spec(package)
         folders = found.submodule_search_locations if found is not None else None
-        for folder in map(Path, folders or ()):
-            if folder not in quack.cache.EXTRA_SOURCE_DIRS:
-                quack.cache.EXTRA_SOURCE_DIRS.append(folder)
+        for sources in map(Path, folders or ()):
+            if sources not in quack.cache.EXTRA_SOURCE_DIRS:
+                quack.cache.EXTRA_SOURCE_DIRS.append(sources)
     cached: Callable[Args, Compiled] = quack.cache.jit_cache(compile_kernel)
     return cached

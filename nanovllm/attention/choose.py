@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from nanovllm.attention import BACKENDS
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.flash import HOPPER
-from nanovllm.config import ConfigError, Kernels
+from nanovllm.config import ConfigError, Kernels, cache_dir
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.registry import resolve
 
@@ -67,6 +67,7 @@ def cute_obstacle(
         return "it is for Hopper GPUs"
     if find_spec("cutlass") is None:
         return "the package nvidia-cutlass-dsl is not installed"
-    kernel = import_module(DECODE["cute"])
+    kernel, kept = import_module(DECODE["cute"]), vars(import_module("quack.cache"))
+    kept["CACHE_DIR"] = str(cache_dir() / "cute")
     reason: str | None = kernel.obstacle(page_tokens, layout.paged[0].k_width, dtype)
     return reason

@@ -60,7 +60,12 @@ class FlashPaged:
     def forward(self, num_heads: int) -> Callable[..., None]:
         """Compiles on first use, for seconds: the engine's warm-up is to get here first."""
         if num_heads not in self._compiled:
-            self._compiled[num_heads] = compile_forward(num_heads, self.caches[0].k_PSGA)
+            from nanovllm_kernels.kept import kept
+
+            page_tokens, num_kv_heads, width = (k_PSGA := self.caches[0].k_PSGA).shape[1:]
+            shape = num_heads // num_kv_heads, page_tokens, width
+            dtype = str(k_PSGA.dtype).removeprefix("torch.")
+            self._compiled[num_heads] = kept(compile_causal)(*shape, dtype)
         return self._compiled[num_heads]
 
 
@@ -89,25 +94,14 @@ class FlashAttend:
         return o_THA
 
 
-def compile_forward(num_heads: int, k_PSGA: Tensor) -> Callable[..., None]:
-    """The causal forward kernel over pages shaped like k_PSGA.
-
-    Its arguments: q, k, v, o, no log-sum-exp, the scale, where each row's queries start, None,
-    None, the rows' lengths, the page table, UNUSED.
-
-    From the disk, if it was compiled before.
-    """
-    from nanovllm_kernels.kept import kept
-
-    page_tokens, num_kv_heads, width = k_PSGA.shape[1:]
-    dtype = str(k_PSGA.dtype).removeprefix("torch.")
-    return kept(compile_causal)(num_heads // num_kv_heads, page_tokens, width, dtype)
-
-
 def compile_causal(
     group: int, page_tokens: int, width: int, dtype_name: str
 ) -> Callable[..., None]:
-    """For `group` query heads per key/value head. Needs no GPU, only to know of one."""
+    """The causal forward kernel for `group` query heads per key/value head.
+
+    Its arguments: q, k, v, o, no log-sum-exp, the scale, where each row's queries start, None,
+    None, the rows' lengths, the page table, UNUSED. Needs no GPU, only to know of one.
+    """
     import cutlass
     from cutlass import cute
     from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90

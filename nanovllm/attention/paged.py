@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 import torch
 from nanovllm_kernels import paged_decode as triton_decode
@@ -20,23 +21,8 @@ from nanovllm.attention.base import Attend, Batch, PagedKV
 from nanovllm.kv.layout import CacheLayout
 
 MAX_HEAD_WIDTH = 256
+DecodeKernel = ModuleType  # with the functions of nanovllm_kernels.paged_decode, meaning the same
 CUTE_ROWS = range(9, 129)  # for which the CuTe DSL kernel is the faster one
-
-
-class DecodeKernel(Protocol):
-    """A module of nanovllm_kernels with the functions of paged_decode; they share its meaning."""
-
-    def plan_decode(self, lengths_R: Tensor, k_PSGA: Tensor) -> Any: ...  # noqa: ANN401
-
-    def paged_decode(
-        self,
-        q_RHA: Tensor,
-        k_PSGA: Tensor,
-        v_PSGA: Tensor,
-        page_table_RM: Tensor,
-        lengths_R: Tensor,
-        plan: Any,  # noqa: ANN401
-    ) -> Tensor: ...
 
 
 class TritonPaged:

@@ -15,7 +15,7 @@ import signal
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
-from typing import cast
+from typing import Any, cast
 
 import httptools
 import msgspec
@@ -88,19 +88,9 @@ class _Choice(Struct):
     delta: _Delta = msgspec.field(default_factory=_Delta)
 
 
-class _Details(Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-
-
 class _Chunk(Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: dict[str, Any] | None = None
     error: msgspec.Raw | None = None
 
 
@@ -183,10 +173,10 @@ class Channel(asyncio.Protocol):
             if delta.content or delta.reasoning or delta.reasoning_content:
                 sample.stamps.append(self._now)
         if chunk.usage is not None:
-            details = chunk.usage.prompt_tokens_details
-            sample.input_tokens = chunk.usage.prompt_tokens
-            sample.output_tokens = chunk.usage.completion_tokens
-            sample.cached_tokens = (details and details.cached_tokens) or 0
+            details = chunk.usage.get("prompt_tokens_details") or {}
+            sample.input_tokens = chunk.usage["prompt_tokens"]
+            sample.output_tokens = chunk.usage["completion_tokens"]
+            sample.cached_tokens = details.get("cached_tokens") or 0
         if chunk.error is not None:
             sample.error = bytes(chunk.error)[:200].decode(errors="replace")
 

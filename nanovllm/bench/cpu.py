@@ -13,11 +13,8 @@ KINDS = {"Server": "nanovllm-api", "Engine": "nanovllm-engine"}
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-def cpu_s(supervisor: int) -> dict[str, float]:
-    """User and system time so far, by kind: of its children and what descends from them.
-
-    Empty without a /proc.
-    """
+def cpu_s(supervisor: int | None) -> dict[str, float]:
+    """User and system time so far, by kind: of its children and theirs. Empty without a /proc."""
     found: dict[int, tuple[int, str, int]] = {}  # parent, name and ticks, by process id
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

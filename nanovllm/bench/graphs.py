@@ -49,13 +49,6 @@ class Graph(Struct, frozen=True, kw_only=True):
         return self.difference <= MOST_OFF * self.largest_logit  # False for a NaN
 
 
-class Kind(Struct, frozen=True, kw_only=True):
-    """Steps that run alike."""
-
-    steps: str
-    why_eager: str | None  # None: a graph is replayed
-
-
 def longest(runner: Runner) -> int:
     """Tokens of a request, at most."""
     return runner.slots.tokens_NL.shape[1] - 1
@@ -169,34 +162,32 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def kinds(runner: Runner, recipe: Recipe) -> list[Kind]:
-    """Every kind of step, as the runner itself answers for it."""
+def why_eager(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
+    """As the runner itself answers for every kind of step. None: a graph is replayed."""
     slots, most = int(recipe.schedule.slots), int(recipe.schedule.step_tokens)
-    decode = decode_rows(runner.graphs.static_slots_R, longest(runner))
     captured = max(runner.pieces.captured, default=1)
-    sizes = [(1, captured), (captured + 1, most)]
-    return [
-        Kind(
-            steps=f"decode, 1 to {slots} rows",
-            why_eager=runner.why_eager(decode),
-        ),
-        *(
-            Kind(
-                steps=f"prefill and mixed, {low} to {high} tokens",
-                why_eager=runner.why_eager(dead_rows(runner, 1, high)),
-            )
-            for low, high in sizes
-            if high > low
-        ),
-        Kind(
-            steps="sampling, after either",
-            why_eager="its launches depend on what the rows ask for",
-        ),
-    ]
+    decode = decode_rows(runner.graphs.static_slots_R, longest(runner))
+    found = {f"decode, 1 to {slots} rows": runner.why_eager(decode)}
+    for low, high in ((1, captured), (captured + 1, most)):
+        if high > low:
+            why = runner.why_eager(dead_rows(runner, 1, high))
+            found[f"prefill and mixed, {low} to {high} tokens"] = why
+    return found | {"sampling, after either": "its launches depend on what the rows ask for"}
 
 
-def padded_share(graphs: Sequence[Graph]) -> float:
-    """Dead rows / rows over all replays of the load."""
+def metrics(graphs: Sequence[Graph]) -> dict[str, float]:
+    """Of a record. Padding: dead rows / rows over all replays of the load."""
     rows = sum(graph.used * graph.rows for graph in graphs)
     dead = sum(graph.used * graph.rows * graph.padding for graph in graphs)
-    return dead / rows if rows else 0.0
+    found = {
+        "graphs": float(len(graphs)),
+        "capture_s": sum(graph.capture_s for graph in graphs),
+        "memory_mib": sum(graph.memory_bytes for graph in graphs) / 2**20,
+        "padding_percent": 100 * dead / rows if rows else 0.0,
+    }
+    for graph in graphs:
+        name = f"{graph.mode} {graph.rows}"
+        found[f"{name}: replay_ms"] = 1e3 * graph.replay_s
+        found[f"{name}: eager_ms"] = 1e3 * graph.eager_s
+        found[f"{name}: max_logit_difference"] = graph.difference
+    return found

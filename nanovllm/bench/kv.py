@@ -17,6 +17,7 @@ from nanovllm.config import Config
 from nanovllm.layers.ops import select_ops
 from nanovllm.models.weights import default_dtype, load_model
 from nanovllm.runner.build import with_caches
+from nanovllm.runner.runner import Runner
 from nanovllm.runner.sizing import GIB, num_pages_that_fit
 from nanovllm.runner.warm import largest_steps
 
@@ -57,6 +58,10 @@ class Fit(Struct, frozen=True, kw_only=True):
         return self.fitting_pages if self.asked_pages is None else self.asked_pages
 
     @property
+    def tokens(self) -> int:
+        return self.pages * self.page_tokens
+
+    @property
     def limit(self) -> str:
         """What keeps it from being more pages."""
         if self.asked_pages is not None:
@@ -76,25 +81,24 @@ class Fit(Struct, frozen=True, kw_only=True):
 
 def fit(config: Config, found: Resolved) -> Fit:
     """Raises ConfigError when not even one page fits."""
-    recipe = found.recipe
+    recipe, device = found.recipe, found.device
     slots = int(recipe.schedule.slots)
     useful_pages = slots * -(-int(recipe.server.max_model_tokens) // found.page_tokens)
-    budget = None
-    if found.device.type == "cpu":
-        pages = num_pages_that_fit(
-            recipe,
-            found.layout,
-            page_tokens=found.page_tokens,
-            useful_pages=useful_pages,
-            full_step=lambda: None,
-            device=found.device,
-        )
-    else:
-        pages, budget = measured(config, found, useful_pages)
+    runner = None if device.type == "cpu" else runner_of(config, found)
+    pages = num_pages_that_fit(
+        recipe,
+        found.layout,
+        page_tokens=found.page_tokens,
+        useful_pages=useful_pages,
+        full_step=lambda: None if runner is None else largest_steps(runner, recipe),
+        device=device,
+    )
+    weights = weight_bytes(found)
+    budget = None if runner is None else budget_of(found, weights)
     return Fit(
         token_bytes=found.layout.bytes_per_token,
         page_tokens=found.page_tokens,
-        weight_bytes=weight_bytes(found),
+        weight_bytes=weights,
         room_bytes=int(recipe.cache.cpu_gib * GIB) if budget is None else budget.room,
         budget=budget,
         fitting_pages=pages,
@@ -113,8 +117,8 @@ def weight_bytes(found: Resolved) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
-def measured(config: Config, found: Resolved, useful_pages: int) -> tuple[int, Budget]:
-    """Pages that fit on this GPU, as the engine would find them, and the memory they leave."""
+def runner_of(config: Config, found: Resolved) -> Runner:
+    """With random weights and one page."""
     recipe, device = found.recipe, found.device
     random = replace(config, recipe=replace(recipe, load=replace(recipe.load, format="dummy")))
     ops = select_ops(recipe.kernels, device)
@@ -122,23 +126,17 @@ def measured(config: Config, found: Resolved, useful_pages: int) -> tuple[int, B
     model = load_model(random, found.mesh, device, found.dtype, ops, most)
     one_page = replace(recipe, cache=replace(recipe.cache, pages=1))
     vocab_size = found.model_config.vocab_size
-    runner, _, _ = with_caches(one_page, model, vocab_size, found.layout, device, found.dtype)
-    pages = num_pages_that_fit(
-        recipe,
-        found.layout,
-        page_tokens=found.page_tokens,
-        useful_pages=useful_pages,
-        full_step=lambda: largest_steps(runner, recipe),
-        device=device,
-    )
-    peak = torch.cuda.max_memory_allocated(device)
-    free, total = torch.cuda.mem_get_info(device)
-    weights = weight_bytes(found)
-    return pages, Budget(
+    return with_caches(one_page, model, vocab_size, found.layout, device, found.dtype)[0]
+
+
+def budget_of(found: Resolved, weights: int) -> Budget:
+    """While the runner that took the full steps is still there."""
+    free, total = torch.cuda.mem_get_info(found.device)
+    return Budget(
         total=total,
-        share=recipe.cache.memory_fraction,
+        share=found.recipe.cache.memory_fraction,
         weights=weights,
-        step=peak - weights,
-        others=total - free - torch.cuda.memory_reserved(device),
+        step=torch.cuda.max_memory_allocated(found.device) - weights,
+        others=total - free - torch.cuda.memory_reserved(found.device),
         graphs=GIB,
     )

@@ -9,10 +9,12 @@ import os
 import platform
 import re
 import subprocess
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 ROOT = Path(__file__).parents[2]  # of the checkout
@@ -20,7 +22,15 @@ PACKAGES = (
     "nanovllm", "torch", "triton", "nvidia-cutlass-dsl", "flash-attn-4", "transformers",
     "tokenizers", "xgrammar", "uvicorn", "uvloop", "httptools", "msgspec", "numpy",
 )  # fmt: skip
-GPU_QUERY = "name,driver_version,power.limit,clocks.max.sm,clocks.max.mem,clocks.sm,memory.total"
+GPU_FIELDS = {  # of Machine: what nvidia-smi calls them
+    "gpu": "name",
+    "driver": "driver_version",
+    "power_limit_w": "power.limit",
+    "max_sm_mhz": "clocks.max.sm",
+    "max_memory_mhz": "clocks.max.mem",
+    "sm_mhz": "clocks.sm",
+    "gpu_memory_mib": "memory.total",
+}
 
 
 class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,13 +63,16 @@ class Commit(Struct, frozen=True):
 
 
 def fingerprint() -> Machine:
-    return Machine(
-        **_gpu(),
-        cpu=_cpu(),
-        cpu_cores=os.cpu_count() or 1,
-        memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        system=platform.platform(),
-    )
+    info = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.is_file() else None
+    query = [f"--query-gpu={','.join(GPU_FIELDS.values())}", "--format=csv,noheader,nounits"]
+    found = parse_gpus(_output(["nvidia-smi", *query]), _output(["nvidia-smi"])) | {
+        "cpu": model[1].strip() if model else platform.processor(),
+        "cpu_cores": os.cpu_count() or 1,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.platform(),
+    }
+    return msgspec.convert(found, Machine, strict=False)
 
 
 def commit(root: Path = ROOT, given: str | None = None) -> Commit:
@@ -82,48 +95,20 @@ def commit(root: Path = ROOT, given: str | None = None) -> Commit:
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
 def parse_gpus(csv: str, header: str) -> dict[str, Any]:
-    """Machine's GPU fields from nvidia-smi's answer to GPU_QUERY and its plain header."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in csv.splitlines() if line.strip()]
+    """Machine's GPU fields from nvidia-smi's answer to GPU_FIELDS and its plain header."""
+    rows = [line.split(", ") for line in csv.splitlines()]
     if not rows:
         return {}
-    name, driver, *numbers = rows[0]
-    power, max_sm, max_memory, sm, memory = map(_number, numbers)
+    cells = zip(GPU_FIELDS, rows[0], strict=True)
+    known = {field: cell for field, cell in cells if not cell.startswith("[")}  # [N/A] and the like
     cuda = re.search(r"CUDA Version\s*:\s*([\d.]+)", header)
-    return {
-        "gpu": name,
-        "gpu_count": len(rows),
-        "gpu_memory_mib": memory,
-        "driver": driver,
-        "cuda": cuda[1] if cuda else "",
-        "power_limit_w": power,
-        "max_sm_mhz": max_sm,
-        "max_memory_mhz": max_memory,
-        "sm_mhz": sm,
-    }
-
-
-def _gpu() -> dict[str, Any]:
-    query = [f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"]
-    return parse_gpus(_output(["nvidia-smi", *query]), _output(["nvidia-smi"]))
-
-
-def _number(cell: str) -> float:
-    """nvidia-smi writes [N/A] where a card does not say."""
-    return float(cell) if re.fullmatch(r"[\d.]+", cell) else 0.0
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.is_file() else None
-    return found[1].strip() if found else platform.processor()
+    return known | {"gpu_count": len(rows), "cuda": cuda[1] if cuda else ""}
 
 
 def _output(command: list[str]) -> str:

@@ -9,18 +9,17 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
-from nanovllm.bench.measure import Sample, summarise
+from nanovllm.bench.measure import Sample
 from nanovllm.bench.outcome import Advance, Outcome, ProgressBar, concluded, now
 from nanovllm.bench.report import engine_facts, samples_of
 from nanovllm.bench.workload import TokenLoad, token_load
 from nanovllm.config import Config
 from nanovllm.ipc.client import EngineClient
 from nanovllm.server.metrics import Metrics, render
-from nanovllm.wire import Finish, Generate, Ready, Refusal, Sampling, TokenLogprobs
+from nanovllm.wire import Finish, Generate, Refusal, Sampling, TokenLogprobs
 
 STATS_S = 0.5  # the engine's counters come five times a second, and when it falls idle
 
@@ -45,14 +44,13 @@ async def measure_engine(
     return concluded(
         "offline",
         started_at=started_at,
-        summary=summarise(samples),
+        samples=samples,
         recipe=msgspec.json.decode(ready.recipe),
         changed=config.changed,
         workload={
             "name": load.name,
             "concurrency": len(load.prompts),
             "request_rate": None,
-            "burstiness": 1.0,
             "seed": seed,
             "num_prompts": len(load.prompts),
             "temperature": load.temperature,
@@ -76,15 +74,6 @@ def samples_now(client: EngineClient) -> dict[str, float]:
         num_pages=ready.num_pages,
     )
     return samples_of(page.decode())
-
-
-class Engine(Protocol):
-    """What is used of ipc.client.EngineClient."""
-
-    ready: Ready
-
-    def new_id(self) -> int: ...
-    def submit(self, request: Generate, sink: Stopwatch) -> None: ...
 
 
 class Stopwatch:
@@ -121,17 +110,13 @@ class Stopwatch:
     def flush(self) -> None: ...
 
 
-async def run(engine: Engine, load: TokenLoad, advance: Advance) -> list[Sample]:
+async def run(engine: EngineClient, load: TokenLoad, advance: Advance) -> list[Sample]:
     """Submit everything at once, and wait for all of it."""
-    over = asyncio.get_running_loop().create_future()
-    waiting = len(load.prompts)
+    done = asyncio.Semaphore(0)
 
     def finished(num_tokens: int) -> None:
-        nonlocal waiting
-        waiting -= 1
         advance(1, num_tokens)
-        if not waiting and not over.done():
-            over.set_result(None)
+        done.release()
 
     prompts = [array("i", prompt).tobytes() for prompt in load.prompts]
     sinks = []
@@ -142,5 +127,6 @@ async def run(engine: Engine, load: TokenLoad, advance: Advance) -> list[Sample]
         sink = Stopwatch(len(load.prompts[at]), load.outputs[at], finished)
         sinks.append(sink)
         engine.submit(request, sink)
-    await over
+    for _ in sinks:
+        await done.acquire()
     return [sink.sample for sink in sinks]

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnContext
 from random import Random
 from threading import BrokenBarrierError
 from urllib.parse import urlsplit
@@ -20,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from nanovllm.bench import client, cpu
-from nanovllm.bench.measure import Sample, summarise
+from nanovllm.bench.measure import Sample
 from nanovllm.bench.outcome import Advance, Outcome, ProgressBar, concluded, now
 from nanovllm.bench.report import engine_facts, samples_of
 from nanovllm.bench.workload import Load, arrivals, chat_bodies, random_text
@@ -56,10 +54,9 @@ class _Api:
         # No proxy from the environment may stand between a benchmark and its server.
         self.http = httpx.Client(base_url=url, headers=headers, timeout=120.0, trust_env=False)
 
-    def call(self, method: str, path: str, body: object = None) -> bytes:
+    def call(self, method: str, path: str, body: object = None) -> httpx.Response:
         try:
-            content = None if body is None else msgspec.json.encode(body)
-            reply = self.http.request(method, path, content=content)
+            reply = self.http.request(method, path, json=body)
         except httpx.HTTPError as error:
             raise ConfigError(
                 f"no server answers at {self.url} ({error}); start one with `nanovllm serve`, "
@@ -67,7 +64,7 @@ class _Api:
             ) from None
         if reply.status_code != 200:
             raise ConfigError(f"{self.url}{path}: HTTP {reply.status_code}: {reply.text[:300]}")
-        return reply.content
+        return reply
 
 
 def measure_server(
@@ -101,16 +98,17 @@ def measure_server(
         if num_warm:
             send(load.warm_up(num_warm), "warm-up")
         before, started_at = scrape(api), now()
-        cpu_before = {} if supervisor is None else cpu.cpu_s(supervisor)
+        cpu_before = cpu.cpu_s(supervisor)
         result = send(load, served.model)
-        cpu_after = {} if supervisor is None else cpu.cpu_s(supervisor)
+        cpu_after = cpu.cpu_s(supervisor)
         engine = engine_facts(before, scrape(api), result.gauges)
-    summary = summarise(result.samples, goals_ms)
-    engine |= cpu.facts(cpu_before, cpu_after, summary.output_tokens)
+    tokens = sum(sample.output_tokens for sample in result.samples if not sample.error)
+    engine |= cpu.facts(cpu_before, cpu_after, tokens)
     return concluded(
         "serve",
         started_at=started_at,
-        summary=summary,
+        samples=result.samples,
+        goals_ms=goals_ms,
         recipe={"model": served.model} if config is None else msgspec.to_builtins(config.recipe),
         changed={} if config is None else config.changed,
         workload=msgspec.to_builtins(load)
@@ -136,24 +134,24 @@ def target(url: str, api_key: str | None) -> client.Target:
 
 def ask_server(api: _Api, load: Load) -> Served:
     """Two short requests tell how many tokens our words become: no tokenizer is needed here."""
-    models = msgspec.json.decode(api.call("GET", "/v1/models"), type=_Models).data
+    models = api.call("GET", "/v1/models").json()["data"]
     if not models:
         raise ConfigError(f"{api.url}/v1/models lists no model")
-    model, rng = models[0], Random(f"probe {load.seed}")
+    model, limit = models[0]["id"], models[0].get("max_model_len")
+    rng = Random(f"probe {load.seed}")
     few, many = 16, max(64, load.input_len // 4)
-    low = _prompt_tokens(api, model.id, random_text(rng, few))
-    high = _prompt_tokens(api, model.id, random_text(rng, many))
+    low = _prompt_tokens(api, model, random_text(rng, few))
+    high = _prompt_tokens(api, model, random_text(rng, many))
     per_word = (high - low) / (many - few)
     if per_word <= 0.0:
         raise ConfigError(f"{api.url} counts {low} tokens for {few} words, but {high} for {many}")
-    limit = model.max_model_len
     longest = (load.input_len + load.output_len) * (1.0 + load.range_ratio)
     if limit is not None and longest > limit:
         raise ConfigError(
-            f"--input-len + --output-len is up to {longest:.0f} tokens; {model.id} at {api.url} "
+            f"--input-len + --output-len is up to {longest:.0f} tokens; {model} at {api.url} "
             f"takes at most {limit}"
         )
-    return Served(model.id, per_word, low - few * per_word)
+    return Served(model, per_word, low - few * per_word)
 
 
 def run(
@@ -165,79 +163,46 @@ def run(
     advance: Advance,
 ) -> Run:
     """Send the load from client processes; `read` is asked for the server's metrics meanwhile."""
-    bodies = chat_bodies(load, served.model, served.num_words)
+    bodies, due = chat_bodies(load, served.model, served.num_words), arrivals(load)
     count = min(processes, load.num_prompts, load.concurrency or processes)
     context = multiprocessing.get_context("spawn")
     shared = client.Shared(context, count)
-    with _clients(context, _split(load, where, bodies, count), shared) as pipes:
-        try:
-            shared.all_ready.wait(client.READY_S)
-            return _gather(pipes, shared, read, advance)
-        except (BrokenBarrierError, EOFError, OSError):
-            raise RuntimeError("a client process died or did not start") from None
-
-
-def scrape(api: _Api) -> dict[str, float]:
-    """The server's metrics; empty when it has none."""
+    pipes: list[Connection] = []
+    workers = []
     try:
-        return samples_of(api.call("GET", "/metrics").decode())
-    except ConfigError:
-        return {}
-
-
-class _Model(Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Models(Struct):
-    data: list[_Model]
-
-
-class _Counted(Struct):
-    usage: dict[str, object]
-
-
-def _prompt_tokens(api: _Api, model: str, text: str) -> int:
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": text}],
-        "max_tokens": 1,
-        "temperature": 0.0,
-    }
-    reply = api.call("POST", "/v1/chat/completions", body)
-    return msgspec.convert(
-        msgspec.json.decode(reply, type=_Counted).usage.get("prompt_tokens"), int
-    )
-
-
-def _split(load: Load, where: client.Target, bodies: list[bytes], count: int) -> list[client.Share]:
-    """Closed loop: every process may send every body. Open loop: each has its own arrivals."""
-    if load.concurrency is not None:
-        lanes = [len(range(at, load.concurrency, count)) for at in range(count)]
-        return [client.Share(where, bodies, [], num) for num in lanes]
-    due = arrivals(load)
-    return [client.Share(where, bodies[at::count], due[at::count], 0) for at in range(count)]
-
-
-@contextmanager
-def _clients(
-    context: SpawnContext, shares: list[client.Share], shared: client.Shared
-) -> Iterator[list[Connection]]:
-    pipes, workers = [], []
-    try:
-        for share in shares:
+        for at in range(count):
+            if load.concurrency is None:  # each has its own arrivals
+                share = client.Share(where, bodies[at::count], due[at::count], 0)
+            else:  # every process may send every body
+                share = client.Share(where, bodies, [], len(range(at, load.concurrency, count)))
             here, there = context.Pipe()
             worker = context.Process(target=client.main, args=(share, shared, there), daemon=True)
             worker.start()
             there.close()  # so that its death is an EOF here
             pipes.append(here)
             workers.append(worker)
-        yield pipes
+        shared.all_ready.wait(client.READY_S)
+        return _gather(pipes, shared, read, advance)
+    except (BrokenBarrierError, EOFError, OSError):
+        raise RuntimeError("a client process died or did not start") from None
     finally:
         for worker in workers:
             worker.terminate()
             worker.join()
+
+
+def scrape(api: _Api) -> dict[str, float]:
+    """The server's metrics; empty when it has none."""
+    try:
+        return samples_of(api.call("GET", "/metrics").text)
+    except ConfigError:
+        return {}
+
+
+def _prompt_tokens(api: _Api, model: str, text: str) -> int:
+    messages = [{"role": "user", "content": text}]
+    body = {"model": model, "messages": messages, "max_tokens": 1, "temperature": 0.0}
+    return int(api.call("POST", "/v1/chat/completions", body).json()["usage"]["prompt_tokens"])
 
 
 def _gather(

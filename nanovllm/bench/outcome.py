@@ -6,14 +6,15 @@ Knows neither HTTP nor the engine.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from typing import Any
 
 from msgspec import Struct
 
-from nanovllm.bench.measure import Summary, metrics
+from nanovllm.bench.measure import Sample, summarise, verdict
 from nanovllm.bench.record import Kind, Record, of_this_machine
 
 Advance = Callable[[int, int], None]  # requests finished and tokens received since the last call
@@ -21,16 +22,17 @@ ProgressBar = Callable[[int, str], AbstractContextManager[Advance]]  # of so man
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    summary: Summary
+    record: Record
     engine: dict[str, float]  # lines of the table's last section
-    record: Record  # its workload has at least name, concurrency, request_rate, burstiness
+    errors: dict[str, int]  # how often each came
 
 
 def concluded(
     kind: Kind,
     *,
     started_at: str,
-    summary: Summary,
+    samples: Sequence[Sample],
+    goals_ms: Mapping[str, float] = {},
     recipe: Mapping[str, Any],
     changed: Mapping[str, Any],
     workload: dict[str, Any],
@@ -38,18 +40,20 @@ def concluded(
     **more: float,
 ) -> Outcome:
     """`more`: metrics that the table does not show."""
+    metrics = summarise(samples, goals_ms)
     labelled = {metric_name(label): value for label, value in engine.items()}
     record = of_this_machine(
         kind=kind,
         started_at=started_at,
-        duration_s=summary.duration_s,
+        duration_s=metrics["duration_s"],
         recipe=recipe,
         changed=changed,
         workload=workload,
-        metrics=metrics(summary) | more | labelled,
-        notes=summary.verdict,
+        metrics=metrics | more | labelled,
+        notes=verdict(metrics),
     )
-    return Outcome(summary=summary, engine=engine, record=record)
+    errors = Counter(sample.error for sample in samples if sample.error)
+    return Outcome(record=record, engine=engine, errors=dict(errors.most_common()))
 
 
 def metric_name(label: str) -> str:

@@ -1,6 +1,6 @@
-"""How the numbers of a run are shown: console table, JSON with vLLM's names, two records compared.
+"""How the numbers of a run are shown: as a console table, and beside those of another run.
 
-Decision: layout and names are vLLM's, so that scripts written for its output read ours.
+Decision: the table's layout and names are vLLM's, so that scripts written for its output read ours.
 """
 
 from __future__ import annotations
@@ -8,18 +8,48 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from nanovllm.bench.measure import Summary
+import pandas as pd
+
 from nanovllm.bench.outcome import Outcome
 from nanovllm.bench.record import Record
 
 WIDTH = 50
+LINES = (  # label, metric or part of the load, digits
+    ("Successful requests", "completed", 0),
+    ("Failed requests", "failed", 0),
+    ("Maximum request concurrency", "concurrency", 0),
+    ("Request rate configured (RPS)", "request_rate", 2),
+    ("Benchmark duration (s)", "duration_s", 2),
+    ("Total input tokens", "input_tokens", 0),
+    ("Total generated tokens", "output_tokens", 0),
+    ("Request throughput (req/s)", "requests_per_s", 2),
+    ("Request goodput (req/s)", "good_requests_per_s", 2),
+    ("Output token throughput (tok/s)", "output_tokens_per_s", 2),
+    ("Peak output token throughput (tok/s)", "peak_output_tokens_per_s", 2),
+    ("Peak concurrent requests", "peak_concurrent", 2),
+    ("Total token throughput (tok/s)", "total_tokens_per_s", 2),
+)
 HEADS = {
-    "ttft": "Time to First Token",
-    "tpot": "Time per Output Token (excl. 1st token)",
-    "itl": "Inter-token Latency",
-    "e2el": "End-to-end Latency",
+    "TTFT": "Time to First Token",
+    "TPOT": "Time per Output Token (excl. 1st token)",
+    "ITL": "Inter-token Latency",
+    "E2EL": "End-to-end Latency",
 }
-SHOWN = ("mean", "median", "p50", "p90", "p95", "p99")
+SHOWN = {"Mean": "mean", "Median": "p50", "P50": "p50", "P90": "p90", "P95": "p95", "P99": "p99"}
+VLLM = {  # our names, and its
+    "concurrency": ("max_concurrency",),
+    "completed": ("completed", "num_requests"),
+    "failed": ("failed",),
+    "duration_s": ("duration", "elapsed_time"),
+    "input_tokens": ("total_input_tokens",),
+    "output_tokens": ("total_output_tokens",),
+    "good_requests_per_s": ("request_goodput",),
+    "requests_per_s": ("request_throughput", "requests_per_second"),
+    "output_tokens_per_s": ("output_throughput",),
+    "peak_output_tokens_per_s": ("max_output_tokens_per_s",),
+    "peak_concurrent": ("max_concurrent_requests",),
+    "total_tokens_per_s": ("total_token_throughput", "tokens_per_second"),
+}
 MAX_ERRORS = 5  # kinds of errors listed
 STEPS = "nanovllm:graph_steps_total"
 GAINS = {  # lines of the table: counters of the server
@@ -30,85 +60,39 @@ GAINS = {  # lines of the table: counters of the server
 
 
 def table(outcome: Outcome) -> str:
-    summary, load = outcome.summary, outcome.record.workload
-    mode = "Offline" if outcome.record.kind == "offline" else "Serving"
-    duration, total = summary.duration_s, summary.input_tokens + summary.output_tokens
-    lines = [
-        f" {mode} Benchmark Result ".center(WIDTH, "="),
-        _line("Successful requests:", summary.completed),
-        _line("Failed requests:", summary.failed),
-    ]
-    if load["concurrency"] is not None:
-        lines.append(_line("Maximum request concurrency:", load["concurrency"]))
-    if load["request_rate"] is not None:
-        lines.append(_line("Request rate configured (RPS):", load["request_rate"]))
-    lines += [
-        _line("Benchmark duration (s):", duration),
-        _line("Total input tokens:", summary.input_tokens),
-        _line("Total generated tokens:", summary.output_tokens),
-        _line("Request throughput (req/s):", summary.completed / duration),
-    ]
-    if summary.num_good is not None:
-        lines.append(_line("Request goodput (req/s):", summary.num_good / duration))
-    lines += [
-        _line("Output token throughput (tok/s):", summary.output_tokens_per_s),
-        _line("Peak output token throughput (tok/s):", summary.peak_tokens_per_s),
-        _line("Peak concurrent requests:", float(summary.peak_concurrent)),
-        _line("Total token throughput (tok/s):", total / duration),
-    ]
-    for name, spread in summary.latencies().items():
-        lines.append(HEADS[name].center(WIDTH, "-"))
-        for key in (*SHOWN, "max") if name == "itl" else SHOWN:
-            label = f"{key.capitalize()} {name.upper()} (ms):"
-            lines.append(_line(label, float(getattr(spread, key))))
+    record = outcome.record
+    values = record.workload | record.metrics
+    mode = "Offline" if record.kind == "offline" else "Serving"
+    lines = [f" {mode} Benchmark Result ".center(WIDTH, "=")]
+    for label, name, digits in LINES:
+        if values.get(name) is not None:
+            lines.append(_line(label, values[name], digits))
+    for short, head in HEADS.items():
+        lines.append(head.center(WIDTH, "-"))
+        name = "e2e" if short == "E2EL" else short.lower()
+        for shown, key in (SHOWN | {"Max": "max"} if short == "ITL" else SHOWN).items():
+            lines.append(_line(f"{shown} {short} (ms)", values.get(f"{name}_{key}_ms", 0.0)))
     if outcome.engine:
         lines.append("Engine (nanovllm)".center(WIDTH, "-"))
-        lines += [_line(f"{name}:", value) for name, value in outcome.engine.items()]
-    return "\n".join([*lines, "=" * WIDTH, *errors(summary)])
-
-
-def errors(summary: Summary) -> list[str]:
-    """What failed how often, and what that means for the run."""
-    worst = sorted(summary.errors.items(), key=lambda item: -item[1])[:MAX_ERRORS]
-    lines = [f"{count} x {error}" for error, count in worst]
-    return lines if summary.is_valid else [*lines, summary.verdict]
+        lines += [_line(label, value) for label, value in outcome.engine.items()]
+    lines.append("=" * WIDTH)
+    lines += [f"{n} x {error}" for error, n in [*outcome.errors.items()][:MAX_ERRORS]]
+    return "\n".join([*lines, record.notes]).rstrip()
 
 
 def vllm_json(outcome: Outcome) -> dict[str, object]:
     """The file of `vllm bench serve --save-result`, and the keys of `vllm bench throughput`."""
-    summary, load, model = outcome.summary, outcome.record.workload, outcome.record.recipe["model"]
-    duration, total = summary.duration_s, summary.input_tokens + summary.output_tokens
-    good, rate = summary.num_good, load["request_rate"]
-    found: dict[str, object] = {
-        "date": outcome.record.started_at,
-        "backend": "nanovllm",
-        "model_id": model,
-        "tokenizer_id": model,
-        "num_prompts": summary.completed + summary.failed,
-        "request_rate": "inf" if rate is None else rate,
-        "burstiness": load["burstiness"],
-        "max_concurrency": load["concurrency"],
-        "completed": summary.completed,
-        "failed": summary.failed,
-        "total_input_tokens": summary.input_tokens,
-        "total_output_tokens": summary.output_tokens,
-        "request_goodput": None if good is None else good / duration,
-        "output_throughput": summary.output_tokens_per_s,
-        "max_output_tokens_per_s": summary.peak_tokens_per_s,
-        "max_concurrent_requests": summary.peak_concurrent,
-        "num_requests": summary.completed,
-        "total_num_tokens": total,
-        "errors": summary.errors,
-    }
-    for value, names in (
-        (duration, ("duration", "elapsed_time")),
-        (summary.completed / duration, ("request_throughput", "requests_per_second")),
-        (total / duration, ("total_token_throughput", "tokens_per_second")),
-    ):
-        found |= dict.fromkeys(names, value)
-    for name, spread in summary.latencies().items():
-        for key in (*SHOWN, "std"):
-            found[f"{key}_{name}_ms"] = getattr(spread, key)
+    record = outcome.record
+    values = record.workload | record.metrics
+    found = {theirs: values.get(ours) for ours, names in VLLM.items() for theirs in names}
+    found |= {"date": record.started_at, "backend": "nanovllm", "errors": outcome.errors}
+    found |= dict.fromkeys(("model_id", "tokenizer_id"), record.recipe["model"])
+    found |= {"num_prompts": values["completed"] + values["failed"]}
+    found["request_rate"] = values.get("request_rate") or "inf"
+    for short in map(str.lower, HEADS):
+        for key, ours in (SHOWN | {"Std": "std"}).items():
+            name = "e2e" if short == "e2el" else short
+            found[f"{key.lower()}_{short}_ms"] = values.get(f"{name}_{ours}_ms", 0.0)
     return found
 
 
@@ -122,23 +106,23 @@ def engine_facts(
     before: Mapping[str, float], after: Mapping[str, float], peaks: Mapping[str, float]
 ) -> dict[str, float]:
     """What the engine's metrics say of a run; only what it exports."""
+    gains = {key: value - before.get(key, 0.0) for key, value in after.items()}
 
     def gained(name: str) -> float | None:
-        keys = [key for key in after if key.split("{", 1)[0] == name]
-        return sum(after[key] - before.get(key, 0.0) for key in keys) if keys else None
+        found = [gains[key] for key, _ in labelled(gains, name)]
+        return sum(found) if found else None
 
     facts: dict[str, float] = {}
-    for key, labels in labelled(after, STEPS):
-        if after[key] > before.get(key, 0.0):
-            facts[f"Steps {labels['mode']}/{labels['phase']}"] = after[key] - before.get(key, 0.0)
+    for key, labels in labelled(gains, STEPS):
+        if gains[key]:
+            facts[f"Steps {labels['mode']}/{labels['phase']}"] = gains[key]
     hits, asked = gained("vllm:prefix_cache_hits_total"), gained("vllm:prefix_cache_queries_total")
     if hits is not None and asked:
         facts["Prefix cache hits (%)"] = 100.0 * hits / asked
     facts |= {shown: total for shown, name in GAINS.items() if (total := gained(name)) is not None}
     if steps := gained("nanovllm:steps_total"):
-        for key, labels in labelled(after, "nanovllm:host_seconds_total"):
-            spent = after[key] - before.get(key, 0.0)
-            facts[f"Host us/step {labels['part']}"] = 1e6 * spent / steps
+        for key, labels in labelled(gains, "nanovllm:host_seconds_total"):
+            facts[f"Host us/step {labels['part']}"] = 1e6 * gains[key] / steps
     for key, _ in labelled(after, "nanovllm:host_step_p50_seconds"):
         facts["Host us/step p50"] = 1e6 * after[key]
     usage = [peaks[key] for key, _ in labelled(peaks, "vllm:kv_cache_usage_perc")]
@@ -154,24 +138,19 @@ def labelled(samples: Mapping[str, float], name: str) -> list[tuple[str, dict[st
 
 
 def compare(a: Record, b: Record) -> str:
-    """Every metric of both with b/a, under what else differs between the two."""
+    """Every metric with B/A, under what else differs between the two."""
     lines = [f"A  {_origin(a)}", f"B  {_origin(b)}"]
-    lines += _differences("changed", a.changed, b.changed)
-    lines += _differences("workload", a.workload, b.workload)
-    if a.machine.slug != b.machine.slug:
-        lines.append(f"machine: {a.machine.slug} -> {b.machine.slug}")
-    names = [name for name in a.metrics if name in b.metrics]
-    width = max((len(name) for name in names), default=6)
-    lines.append(f"{'metric':<{width}} {'A':>14} {'B':>14} {'B/A':>8}")
-    for name in names:
-        left, right = a.metrics[name], b.metrics[name]
-        ratio = f"{right / left:.3f}" if left else "-"
-        lines.append(f"{name:<{width}} {left:>14,.3f} {right:>14,.3f} {ratio:>8}")
-    for side, mine, other in (("A", a, b), ("B", b, a)):
-        lost = [name for name in mine.metrics if name not in other.metrics]
-        if lost:
-            lines.append(f"only in {side}: {', '.join(lost)}")
-    return "\n".join(lines)
+    for label, left, right in (
+        ("changed.", a.changed, b.changed),
+        ("workload.", a.workload, b.workload),
+        ("", {"machine": a.machine.slug}, {"machine": b.machine.slug}),
+    ):
+        keys = [key for key in left | right if left.get(key) != right.get(key)]
+        lines += [f"{label}{key}: {left.get(key, '-')} -> {right.get(key, '-')}" for key in keys]
+    metrics = pd.DataFrame({"A": a.metrics, "B": b.metrics})
+    metrics["B/A"] = (metrics["B"] / metrics["A"]).where(metrics["A"] != 0)
+    metrics.columns.name = "metric"
+    return "\n".join([*lines, metrics.to_string(na_rep="-", float_format="{:,.3f}".format)])
 
 
 def _origin(record: Record) -> str:
@@ -181,11 +160,5 @@ def _origin(record: Record) -> str:
     return f"{when} {record.machine.slug} {record.recipe['model']}{note}"
 
 
-def _differences(label: str, a: Mapping[str, object], b: Mapping[str, object]) -> list[str]:
-    keys = [key for key in {**a, **b} if a.get(key) != b.get(key)]
-    return [f"{label}.{key}: {a.get(key, '-')} -> {b.get(key, '-')}" for key in keys]
-
-
-def _line(label: str, value: float) -> str:
-    shown = f"{value:.2f}" if isinstance(value, float) else str(value)
-    return f"{label:<40} {shown:<10}"
+def _line(label: str, value: float, digits: int = 2) -> str:
+    return f"{label + ':':<40} {value:<10.{digits}f}"

@@ -5,11 +5,11 @@ Knows how a record is read, not how it was measured.
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from msgspec import Struct
+import pandas as pd
 from msgspec.structs import replace
 
 from nanovllm.bench import plot
@@ -22,50 +22,42 @@ SPEED = "output tokens per second"
 LOADS = ("serve", "offline")  # the kinds of record that have throughput and latency
 
 
-class Curve(Struct, frozen=True):
-    """Runs that differ in their concurrency (or arrival rate) alone, least first."""
-
-    name: str  # in what it differs from the other curves
-    records: tuple[Record, ...]
+Curves = Mapping[str, Sequence[Record]]  # named after their differences; least load first
 
 
 def parse(text: str) -> tuple[int, ...]:
     """`1,4,16`: the concurrencies of a sweep. Raises ConfigError."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+    if not re.fullmatch(r"[1-9]\d*(, ?[1-9]\d*)*", text):
         raise ConfigError(f"--sweep {text}: write concurrencies, 1 or more each, as in 1,4,16,64")
-    found = tuple(int(part) for part in parts)
+    found = tuple(map(int, text.split(",")))
     if len(set(found)) < len(found):
         raise ConfigError(f"--sweep {text}: names a concurrency twice")
     return found
 
 
-def curves(records: Sequence[Record]) -> tuple[str, list[Curve]]:
-    """What all records share, and the curves. Raises ConfigError for records without a load."""
-    common = set.intersection(*({*changes(record)} for record in records))
-    groups: dict[tuple[tuple[str, str], ...], list[Record]] = {}
-    seen: Counter[str] = Counter()
+def curves(records: Sequence[Record]) -> tuple[str, Curves]:
+    """What all records share, and curves of those that differ in concurrency or rate alone.
+
+    Raises ConfigError for records without a load.
+    """
     for record in records:
         if record.kind not in LOADS:
             raise ConfigError(f"a record of kind {record.kind} has no throughput to compare")
-        own = [change for change in changes(record) if change not in common]
-        found = facts(record) | {"changed": " ".join(own) or "unchanged"}
-        again = f"{found} {intensity(record)}"
-        seen[again] += 1
-        found["run"] = f"run {seen[again]}"  # the same measured twice is two curves
-        groups.setdefault(tuple(found.items()), []).append(record)
-    keys = [dict(group) for group in groups]
-    differing = [name for name in keys[0] if len({key[name] for key in keys}) > 1]
-    shared = [v for k, v in keys[0].items() if k not in (*differing, "changed", "run")]
+    common = set.intersection(*({*changes(record)} for record in records))
+    own = [" ".join(one for one in changes(record) if one not in common) for record in records]
+    keys = pd.DataFrame(map(facts, records)).assign(changed=[one or "unchanged" for one in own])
+    loaded = keys.assign(load=[intensity(record)[0] for record in records])
+    again = loaded.groupby([*loaded]).cumcount()  # the same measured twice is two curves
+    keys["run"] = [f"run {count + 1}" for count in again]
+    differing = [name for name in keys if keys[name].nunique() > 1]
+    shared = [keys[name][0] for name in keys if name not in (*differing, "changed", "run")]
     shared += [change for change in changes(records[0]) if change in common]
-    named = [
-        Curve(
-            ", ".join(key[name] for name in differing) or key["model"],
-            tuple(sorted(group, key=lambda record: intensity(record)[1])),
-        )
-        for key, group in zip(keys, groups.values(), strict=True)
-    ]
-    return ", ".join(shared), named
+    found: dict[str, list[Record]] = {}
+    for names, record in zip(keys[differing or ["model"]].to_numpy(), records, strict=True):
+        found.setdefault(", ".join(names), []).append(record)
+    for group in found.values():
+        group.sort(key=lambda record: intensity(record)[1])
+    return ", ".join(shared), found
 
 
 def facts(record: Record) -> dict[str, str]:
@@ -99,51 +91,45 @@ def intensity(record: Record) -> tuple[str, float]:
     return str(count), float(count)
 
 
-def table(shared: str, found: Sequence[Curve]) -> str:
+def table(shared: str, found: Curves) -> str:
     """Per load, every curve's speed and its ratio to the first curve that has this load."""
     columns = ((RATE, "tok/s"), (TPOT, "TPOT p50 ms"), (TTFT, "TTFT p50 ms"))
     head = " ".join(f"{title:>12} {'ratio':>6}" for _, title in columns)
     lines = [shared, f"{'load':>6} {head}"]
     firsts: dict[str, Mapping[str, float]] = {}
-    rows = [(curve.name, record) for curve in found for record in curve.records]
+    rows = [(name, record) for name, records in found.items() for record in records]
     for name, record in sorted(rows, key=lambda row: intensity(row[1])[1]):
         load, metrics = intensity(record)[0], record.metrics
-        cells = []
+        first, text = firsts.setdefault(load, metrics), f"{load:>6}"
         for metric, _ in columns:
-            value, first = metrics.get(metric), firsts.get(load, {}).get(metric)
-            cells.append("-" if value is None else f"{value:,.2f}")
-            cells.append(f"{value / first:.3f}" if value is not None and first else "")
-        firsts.setdefault(load, metrics)
-        shown = " ".join(f"{cell:>{(12, 6)[at % 2]}}" for at, cell in enumerate(cells))
-        lines.append(f"{load:>6} {shown}  {name}")
+            value, base = metrics.get(metric), first.get(metric)
+            ratio = f"{value / base:.3f}" if value and base and first is not metrics else ""
+            text += f" {'-' if value is None else f'{value:,.2f}':>12} {ratio:>6}"
+        lines.append(f"{text}  {name}")
     return "\n".join(lines)
 
 
-def draw(path: Path, shared: str, found: Sequence[Curve]) -> None:
+def draw(path: Path, shared: str, found: Curves) -> None:
     """Throughput against both latencies; points are labelled with their loads.
 
     Raises ConfigError when there is nothing to draw, or no file to be written.
     """
-
-    def lines(metric: str) -> dict[str, list[Point]]:
-        points = {
-            curve.name: [
-                Point(record.metrics[metric], record.metrics[RATE], intensity(record)[0])
-                for record in curve.records
-                if metric in record.metrics
-            ]
-            for curve in found
-        }
-        return {name: line for name, line in points.items() if line}
-
-    panels = [
-        Panel("Against time per output token", "TPOT p50 (ms)", SPEED, lines(TPOT)),
-        Panel("Against time to first token", "TTFT p50 (ms)", SPEED, lines(TTFT)),
-    ]
-    drawn = [panel for panel in panels if panel.lines]
-    if not drawn:
+    panels = []
+    for metric, head, unit in (
+        (TPOT, "Against time per output token", "TPOT p50 (ms)"),
+        (TTFT, "Against time to first token", "TTFT p50 (ms)"),
+    ):
+        lines: dict[str, list[Point]] = {}
+        for name, records in found.items():
+            for one in records:
+                if metric in one.metrics:
+                    point = Point(one.metrics[metric], one.metrics[RATE], intensity(one)[0])
+                    lines.setdefault(name, []).append(point)
+        if lines:
+            panels.append(Panel(head, unit, SPEED, lines))
+    if not panels:
         raise ConfigError(f"no record has {TPOT} or {TTFT}: nothing to plot")
-    plot.draw(path, f"Throughput against latency: {shared}", drawn)
+    plot.draw(path, f"Throughput against latency: {shared}", panels)
 
 
 def place(records: Sequence[Record], results_dir: Path, name: str, suffix: str) -> Path:

@@ -24,8 +24,8 @@ from nanovllm.bench import machine, offline, online, plot, record, report, sweep
 from nanovllm.bench.outcome import Advance, Outcome
 from nanovllm.bench.started import NotStarted, Started, started
 from nanovllm.bench.workload import OFFLINE_NAMES, Load
-from nanovllm.cli.options import recipe_options
-from nanovllm.config import Config, ConfigError, load_config
+from nanovllm.cli.options import config_of, recipe_options
+from nanovllm.config import Config, ConfigError
 
 DEFAULT_CONCURRENCY = 8
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -50,7 +50,7 @@ class Options(Load, frozen=True, kw_only=True, forbid_unknown_fields=True):
     goodput: tuple[str, ...]
     processes: int | None
     warmup: int | None
-    json_out: str | None
+    json_out: Path | None
     results_dir: str
     commit: str | None
     compare: bool
@@ -98,7 +98,7 @@ POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 @click.option("--processes", type=POSITIVE, help="client processes (default half the cores, <= 4)")
 @click.option("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default 0)")
 @click.option("--warmup", type=COUNT, help="requests sent before (default: the concurrency)")
-@click.option("--json-out", metavar="FILE", help="results with vLLM's key names")
+@click.option("--json-out", type=click.Path(path_type=Path), help="results with vLLM's key names")
 @click.option("--results-dir", default="results", help="where records go (default results)")
 @click.option("--commit", help="of a copy without .git: git describe --always --abbrev=40 --dirty")
 @click.option("--compare", is_flag=True, help="the arguments are records: show their ratios")
@@ -122,7 +122,7 @@ def bench(ctx: click.Context, /, **given: object) -> None:
     check(options, typed)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what we started is stopped
     extras = [(), *(tuple(text.split(",")) for text in options.ablate)]
-    configs = [config_of(options, extra) for extra in extras]  # before anything is measured
+    configs = [engine_config(options, extra) for extra in extras]  # before anything is measured
     records: list[record.Record] = []
     died = 0
     for config in configs:
@@ -173,7 +173,7 @@ def compare(options: Options, typed: Sequence[str]) -> None:
             show_plot(options.plot, shared, found)
 
 
-def show_plot(path: Path, shared: str, found: Sequence[sweep.Curve]) -> None:
+def show_plot(path: Path, shared: str, found: sweep.Curves) -> None:
     sweep.draw(path, shared, found)
     click.echo(f"plot: {path}")
 
@@ -186,8 +186,8 @@ def check(options: Options, typed: Sequence[str]) -> None:
             raise ConfigError(f"--offline runs a fixed --workload; {flags[name]} has no effect")
         if not own_engine and options.recipe is None and name in OF_THE_RECIPE:
             raise ConfigError(f"{flags[name]} describes the server: name its RECIPE, or --start it")
-    several, rate = bool(options.ablate or options.sweep), options.request_rate
-    has_load, has_sweep = options.concurrency is not None, options.sweep is not None
+    rate, has_sweep = options.request_rate, options.sweep is not None
+    has_load = options.concurrency is not None
     for is_wrong, message in (
         (options.offline and options.start, "--offline and --start exclude each other"),
         (not options.offline and "workload" in typed, "--workload names a load of --offline"),
@@ -196,7 +196,7 @@ def check(options: Options, typed: Sequence[str]) -> None:
         (has_load and rate, "--concurrency (closed loop) or --request-rate (open loop): give one"),
         (has_sweep and has_load, "--sweep says the concurrencies; drop --concurrency"),
         (has_sweep and rate, "--sweep says the concurrencies; drop --request-rate"),
-        (several and options.json_out, "--json-out holds one run; drop it, --ablate and --sweep"),
+        (options.json_out and (has_sweep or options.ablate), "--json-out holds one run"),
         (options.more, "one RECIPE and nothing else; records are for --compare"),
         (options.plot and not has_sweep, "--plot draws a --sweep, or records to --compare"),
         (options.plot and plot.missing(), plot.missing()),
@@ -209,30 +209,41 @@ def flags_of(typed: Sequence[str]) -> dict[str, str]:
     return {name: f"--{name.replace('_', '-')}" for name in typed} | {"overrides": "--set"}
 
 
-def config_of(options: Options, extra: Sequence[str]) -> Config | None:
+def engine_config(options: Options, extra: Sequence[str]) -> Config | None:
     """Of the engine to measure, as far as it is known. `extra`: an ablation."""
     if not (options.offline or options.start or options.recipe is not None):
         return None
-    flags = {
-        "device": options.device,
-        "parallel.tp": options.tp,
-        "load.format": options.load_format,
-        "server.api_key": options.api_key if options.start else None,
-    }
-    return load_config(options.recipe, (*options.overrides, *extra), flags)
+    return config_of(
+        options.recipe,
+        (*options.overrides, *extra),
+        device=options.device,
+        tp=options.tp,
+        load_format=options.load_format,
+        api_key=options.api_key if options.start else None,
+    )
 
 
 def run(options: Options, config: Config | None) -> list[record.Record]:
     """Measure, print, write: one run, or one for each concurrency."""
     if config is not None and options.offline:
         return [publish(options, *offline_outcome(options, config))]
-    with server_of(options, config) as (url, process):
-        ready_s = None if process is None else process.ready_s
-        supervisor = None if process is None else process.pid
-        return [
-            publish(options, online_outcome(options, load, config, url, supervisor), ready_s)
+    with server_of(options, config) as (url, server):
+        ready_s = server.ready_s if server else None
+        outcomes = (
+            online.measure_server(
+                load,
+                config,
+                url=url,
+                supervisor=server.pid if server else None,
+                api_key=options.api_key,
+                goals_ms=goals_of(options.goodput),
+                warmup=options.warmup,
+                processes=options.processes or max(1, min(4, (os.cpu_count() or 2) // 2)),
+                bar=progress_bar,
+            )
             for load in loads_of(options)
-        ]
+        )
+        return [publish(options, outcome, ready_s) for outcome in outcomes]
 
 
 @contextmanager
@@ -272,65 +283,45 @@ def offline_outcome(options: Options, config: Config) -> tuple[Outcome, float]:
         return uvloop.run(measuring), ready_s
 
 
-def online_outcome(
-    options: Options, load: Load, config: Config | None, url: str, supervisor: int | None
-) -> Outcome:
-    outcome = online.measure_server(
-        load,
-        config,
-        url=url,
-        supervisor=supervisor,
-        api_key=options.api_key,
-        goals_ms=goals_of(options.goodput),
-        warmup=options.warmup,
-        processes=options.processes or max(1, min(4, (os.cpu_count() or 2) // 2)),
-        bar=progress_bar,
-    )
-    if (busy := outcome.record.metrics["client_busy"]) > BUSY:
+def publish(options: Options, outcome: Outcome, ready_s: float | None) -> record.Record:
+    click.echo(report.table(outcome))
+    if options.json_out is not None:
+        shown = msgspec.json.encode(report.vllm_json(outcome))
+        options.json_out.write_bytes(msgspec.json.format(shown))
+    written, tree = outcome.record, machine.commit(given=options.commit)
+    metrics = written.metrics | ({} if ready_s is None else {"start_to_ready_s": ready_s})
+    written = replace(written, commit=tree.hash, dirty=tree.is_dirty, metrics=metrics)
+    click.echo(f"record: {record.write(written, Path(options.results_dir))}")
+    if (busy := metrics.get("client_busy", 0.0)) > BUSY:
         click.echo(
             f"warning: a client process was busy {busy:.0%} of the time, so the client may be the "
             "limit; raise --processes",
             err=True,
         )
-    return outcome
-
-
-def publish(options: Options, outcome: Outcome, ready_s: float | None) -> record.Record:
-    click.echo(report.table(outcome))
-    if options.json_out is not None:
-        shown = msgspec.json.encode(report.vllm_json(outcome))
-        Path(options.json_out).write_bytes(msgspec.json.format(shown))
-    written, tree = outcome.record, machine.commit(given=options.commit)
-    metrics = written.metrics | ({} if ready_s is None else {"start_to_ready_s": ready_s})
-    written = replace(written, commit=tree.hash, dirty=tree.is_dirty, metrics=metrics)
-    click.echo(f"record: {record.write(written, Path(options.results_dir))}")
     return written
 
 
 def loads_of(options: Options) -> list[Load]:
     """No two of a sweep send the same prompts, which would find their pages cached."""
+    seeds: dict[int | None, int] = {options.concurrency: options.seed}
     if options.sweep is not None:
-        return [load_of(options, at, options.seed + at) for at in sweep.parse(options.sweep)]
-    if options.concurrency is None and options.request_rate is None:
-        return [load_of(options, DEFAULT_CONCURRENCY, options.seed)]
-    return [load_of(options, options.concurrency, options.seed)]
-
-
-def load_of(options: Options, concurrency: int | None, seed: int) -> Load:
-    num_prompts = options.num_prompts or min(8 * (concurrency or 16), 1024)
-    chosen = {"concurrency": concurrency, "seed": seed, "num_prompts": num_prompts}
-    return msgspec.convert(asdict(options) | chosen, Load)
+        seeds = {count: options.seed + count for count in sweep.parse(options.sweep)}
+    elif options.concurrency is None and options.request_rate is None:
+        seeds = {DEFAULT_CONCURRENCY: options.seed}
+    loads = []
+    for concurrency, seed in seeds.items():
+        num_prompts = options.num_prompts or min(8 * (concurrency or 16), 1024)
+        chosen = {"concurrency": concurrency, "seed": seed, "num_prompts": num_prompts}
+        loads.append(msgspec.convert(asdict(options) | chosen, Load))
+    return loads
 
 
 def goals_of(goodput: Sequence[str]) -> dict[str, float]:
     goals = {}
     for text in goodput:
-        name, _, value = text.partition(":")
-        if name not in ("ttft", "tpot", "e2el") or not re.fullmatch(r"\d+(\.\d+)?", value):
-            raise ConfigError(
-                f"--goodput {text}: write ttft, tpot or e2el, a colon, and the most ms"
-            )
-        goals[name] = float(value)
+        if not (found := re.fullmatch(r"(ttft|tpot|e2el):(\d+(?:\.\d+)?)", text)):
+            raise ConfigError(f"--goodput {text}: write ttft, tpot or e2el, a colon, and the ms")
+        goals[found[1]] = float(found[2])
     return goals
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from nanovllm_kernels import KERNELS
 
-from nanovllm.bench.outcome import now
-from nanovllm.bench.record import of_this_machine, write_to
+from nanovllm.cli.options import json_option, write_record
 from nanovllm.registry import resolve
 
 if TYPE_CHECKING:
@@ -31,24 +30,10 @@ if TYPE_CHECKING:
 INTERPRETER_SLACK = 2.0  # it truncates where a GPU rounds
 
 
-def compile_flash() -> object:
-    import torch
-
-    from nanovllm.attention.flash import compile_forward
-
-    return compile_forward(16, torch.empty(1, 128, 8, 128, dtype=torch.bfloat16, device="meta"))
-
-
-def compile_decode() -> object:
-    from nanovllm_kernels import paged_decode_cute
-
-    return paged_decode_cute.compile_decode(2, 128, 128)
-
-
-# In CuTe DSL: each compiles one kernel for the GPU present, else for what CUTE_DSL_ARCH names.
-COMPILED: dict[str, Callable[[], object]] = {
-    "flash_forward": compile_flash,
-    "paged_decode_cute": compile_decode,
+# In CuTe DSL: compiled for the GPU present, else for what CUTE_DSL_ARCH names. Of what, with what.
+COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
+    "flash_forward": ("nanovllm.attention.flash:compile_causal", (2, 128, 128, "bfloat16")),
+    "paged_decode_cute": ("nanovllm_kernels.paged_decode_cute:compile_decode", (2, 128, 128)),
 }
 
 
@@ -73,7 +58,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 @click.command("check-kernels")
 @click.option("--kernel", "names", multiple=True, type=click.Choice([*{**KERNELS, **COMPILED}]))
-@click.option("--json", "path", type=click.Path(path_type=Path), help="write the record here")
+@json_option
 @click.option("--quick", is_flag=True, help="small cases only, and no timing")
 def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool) -> None:
     """Compare every kernel with its reference. Exit code 1 if one is off."""
@@ -81,10 +66,12 @@ def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool) -> Non
     import triton
 
     if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
-        sys.exit(run_interpreted(names, path))
-    started, clock = now(), time.monotonic()
+        # Triton decides when it is imported whether it interprets: hence a new process.
+        click.echo("no CUDA device: small cases in Triton's interpreter, nothing is timed")
+        again = ["env", "TRITON_INTERPRET=1", "CUTE_DSL_ARCH=sm_90a", sys.executable, "-m"]
+        sys.exit(subprocess.run([*again, "nanovllm", *sys.argv[1:]], check=False).returncode)
+    began, limits = datetime.now(UTC), None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    limits = None
     if device.type == "cuda" and not quick:
         from nanovllm_kernels.timing import ceilings
 
@@ -94,73 +81,56 @@ def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool) -> Non
             f"TB/s, multiplies {limits.matmul_flops / 1e12:.0f} TFLOP/s"
         )
     results = []
-    chosen = names or tuple({**KERNELS, **COMPILED})
-    compiled = (compile_one(name) for name in chosen if name in COMPILED)
-    run = [name for name in chosen if name in KERNELS]
-    for result in chain(compiled, check_all(run, device, limits, quick)):
-        results.append(result)
-        click.echo(line(result))
-    failed = [result for result in results if not result.passed and not result.skipped]
+    for name in names or {**COMPILED, **KERNELS}:
+        for result in check_one(name, device, limits, quick):
+            results.append(result)
+            click.echo(line(result))
+    failed = sum(not result.passed and not result.skipped for result in results)
     skipped = sum(bool(result.skipped) for result in results)
     click.echo(
-        f"{len(results) - len(failed) - skipped} of {len(results)} cases pass on {device.type}"
+        f"{len(results) - failed - skipped} of {len(results)} cases pass on {device.type}"
         + (f", {skipped} not checked" if skipped else "")
     )
-    if path is not None:
-        record = of_this_machine(
-            kind="kernels",
-            started_at=started,
-            duration_s=time.monotonic() - clock,
-            recipe={"model": "none"},
-            changed={},
-            workload={"name": "check-kernels", "cases": msgspec.to_builtins(results)},
-            metrics=metrics(results, limits),
-        )
-        write_to(path, record)
+    write_record(
+        path,
+        began,
+        kind="kernels",
+        recipe={"model": "none"},
+        changed={},
+        workload={"name": "check-kernels", "cases": msgspec.to_builtins(results)},
+        metrics={"failed": float(failed), "not_checked": float(skipped)} | times(results, limits),
+    )
     sys.exit(1 if failed else 0)
 
 
-def run_interpreted(names: Sequence[str], path: Path | None) -> int:
-    """Triton decides when it is imported whether it interprets: hence a new process."""
-    click.echo("no CUDA device: small cases in Triton's interpreter, nothing is timed")
-    environment = ["TRITON_INTERPRET=1", "CUTE_DSL_ARCH=sm_90a"]
-    command = ["env", *environment, sys.executable, "-m", "nanovllm", "check-kernels"]
-    for name in names:
-        command += ["--kernel", name]
-    if path is not None:
-        command += ["--json", str(path)]
-    return subprocess.run(command, check=False).returncode
+def check_one(
+    name: str, device: torch.device, limits: Ceilings | None, quick: bool
+) -> Iterator[Result]:
+    """It may be compiled, or run against its reference, or both."""
+    try:
+        if name in COMPILED:
+            yield compile_one(name)
+        if name in KERNELS:
+            kernel = resolve(KERNELS, name)
+            cases = [c for c in kernel.cases if c.small or (device.type == "cuda" and not quick)]
+            if not cases and name not in COMPILED:
+                yield Result(kernel=name, case="", skipped="not checked: no case of it is small")
+            for case in cases:
+                yield check_case(kernel, case, device, limits)
+    except ModuleNotFoundError as error:
+        yield Result(kernel=name, case="", skipped=f"not checked: {error.name} is not installed")
 
 
 def compile_one(name: str) -> Result:
-    result, began = Result(kernel=name, case="compiles"), time.monotonic()
+    began, (_, arguments) = time.monotonic(), COMPILED[name]
     try:
-        COMPILED[name]()
-    except ModuleNotFoundError as error:
-        return missing(name, error)
+        compiles = resolve({name: path for name, (path, _) in COMPILED.items()}, name)
+        getattr(compiles, "__wrapped__", compiles)(*arguments)  # anew, not from the disk
+    except ModuleNotFoundError:
+        raise
     except Exception as error:
-        return replace(result, problem=f"{type(error).__name__}: {error}")
-    return replace(result, case=f"compiles, in {time.monotonic() - began:.1f} s", worst=0.0)
-
-
-def missing(name: str, error: ModuleNotFoundError) -> Result:
-    return Result(kernel=name, case="", skipped=f"not checked: {error.name} is not installed")
-
-
-def check_all(
-    names: Iterable[str], device: torch.device, limits: Ceilings | None, quick: bool
-) -> Iterator[Result]:
-    for name in names:
-        try:
-            kernel = resolve(KERNELS, name)
-        except ModuleNotFoundError as error:
-            yield missing(name, error)
-            continue
-        cases = [c for c in kernel.cases if c.small or (device.type == "cuda" and not quick)]
-        if not cases and name not in COMPILED:
-            yield Result(kernel=name, case="", skipped="not checked: no case of it is small")
-        for case in cases:
-            yield check_case(kernel, case, device, limits)
+        return Result(kernel=name, case="compiles", problem=f"{type(error).__name__}: {error}")
+    return Result(kernel=name, case=f"compiles, in {time.monotonic() - began:.1f} s", worst=0.0)
 
 
 def check_case(kernel: Any, case: Any, device: torch.device, limits: Ceilings | None) -> Result:  # noqa: ANN401
@@ -202,15 +172,9 @@ def line(result: Result) -> str:
     return f"{text} {result.problem}".rstrip()
 
 
-def metrics(results: Sequence[Result], limits: Ceilings | None) -> dict[str, float]:
-    found: dict[str, float] = {
-        "failed": sum(not result.passed and not result.skipped for result in results),
-        "not_checked": sum(bool(result.skipped) for result in results),
-    }
+def times(results: Sequence[Result], limits: Ceilings | None) -> dict[str, float]:
+    found = {f"{one.kernel}: {one.case}: us": one.us for one in results if one.us is not None}
     if limits is not None:
         found["copy_tb_per_s"] = limits.copy_bytes_per_s / 1e12
         found["matmul_tflops"] = limits.matmul_flops / 1e12
-    for result in results:
-        if result.us is not None:
-            found[f"{result.kernel}: {result.case}: us"] = result.us
     return found

@@ -5,18 +5,16 @@ Not how it is measured.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from nanovllm.bench.outcome import now
-from nanovllm.bench.record import of_this_machine, write_to
-from nanovllm.cli.options import recipe_options
-from nanovllm.config import ConfigError, load_config
+from nanovllm.cli.options import config_of, json_option, recipe_options, write_record
+from nanovllm.config import ConfigError
 
 if TYPE_CHECKING:
     from nanovllm.bench.kv import Budget, Fit
@@ -30,44 +28,30 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     help="prompt and output together (default server.max_model_tokens)",
 )
-@click.option("--json", "path", type=click.Path(path_type=Path), help="write the record here")
-def profile_kv(
-    recipe: str | None,
-    overrides: tuple[str, ...],
-    device: str | None,
-    tp: int | None,
-    load_format: str | None,
-    tokens_per_request: int | None,
-    path: Path | None,
-) -> None:
+@json_option
+def profile_kv(tokens_per_request: int | None, path: Path | None, **recipe: Any) -> None:  # noqa: ANN401
     """Show what fits into RECIPE's cache on this machine. No weights are read."""
     from nanovllm.bench.kv import fit
     from nanovllm.bench.resolved import resolved
 
-    flags = {"device": device, "parallel.tp": tp, "load.format": load_format}
-    config = load_config(recipe, overrides, flags)
-    started, clock = now(), time.monotonic()
+    config, began = config_of(**recipe), datetime.now(UTC)
     found = resolved(config)
-    longest = int(found.recipe.server.max_model_tokens)
-    each = tokens_per_request or longest
-    if each > longest:
-        raise ConfigError(
-            f"--tokens-per-request is {each}; server.max_model_tokens allows {longest}"
-        )
+    most = int(found.recipe.server.max_model_tokens)
+    each = tokens_per_request or most
+    if each > most:
+        raise ConfigError(f"--tokens-per-request is {each}; server.max_model_tokens allows {most}")
     fitted = fit(config, found)
     for text in lines(found, fitted, each):
         click.echo(text)
-    if path is not None:
-        record = of_this_machine(
-            kind="kv",
-            started_at=started,
-            duration_s=time.monotonic() - clock,
-            recipe=msgspec.to_builtins(found.recipe),
-            changed=config.changed,
-            workload={"name": "profile-kv", "tokens_per_request": each, "limit": fitted.limit},
-            metrics=metrics(fitted, each),
-        )
-        write_to(path, record)
+    write_record(
+        path,
+        began,
+        kind="kv",
+        recipe=msgspec.to_builtins(found.recipe),
+        changed=config.changed,
+        workload={"name": "profile-kv", "tokens_per_request": each, "limit": fitted.limit},
+        metrics=metrics(fitted, each),
+    )
 
 
 def lines(found: Resolved, fitted: Fit, each: int) -> Iterator[str]:
@@ -91,7 +75,7 @@ def lines(found: Resolved, fitted: Fit, each: int) -> Iterator[str]:
     yield row("pages", f"{fitted.pages:,}", f"limited by {fitted.limit}")
     if fitted.asked_pages is not None:
         yield row("pages that would fit", f"{fitted.fitting_pages:,}", "")
-    yield row("tokens", f"{fitted.pages * fitted.page_tokens:,}", "")
+    yield row("tokens", f"{fitted.tokens:,}", "")
     requests = fitted.requests_of(each)
     slots = f"but schedule.slots is {fitted.slots}" if requests > fitted.slots else ""
     yield row(f"requests of {each:,}", f"{requests:,}", f"{fitted.pages_of(each)} pages each")
@@ -124,18 +108,12 @@ def size(num_bytes: float) -> str:
 
 
 def metrics(fitted: Fit, each: int) -> dict[str, float]:
-    found: dict[str, float] = {
-        "token_bytes": fitted.token_bytes,
-        "page_bytes": fitted.page_bytes,
-        "weight_bytes": fitted.weight_bytes,
-        "room_bytes": fitted.room_bytes,
-        "pages": fitted.pages,
+    names = ("token_bytes", "page_bytes", "weight_bytes", "room_bytes", "pages", "tokens")
+    found = {name: getattr(fitted, name) for name in names} | {
         "pages_that_fit": fitted.fitting_pages,
-        "tokens": fitted.pages * fitted.page_tokens,
         "requests": fitted.requests_of(each),
         "requests_at_once": min(fitted.requests_of(each), fitted.slots),
     }
     if fitted.budget is not None:
-        found["step_bytes"] = fitted.budget.step
-        found["other_bytes"] = fitted.budget.others
+        found |= {"step_bytes": fitted.budget.step, "other_bytes": fitted.budget.others}
     return {name: float(value) for name, value in found.items()}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
 from nanovllm import launch, log
-from nanovllm.cli.options import recipe_options
-from nanovllm.config import load_config
+from nanovllm.cli.options import config_of, recipe_options
 
 
 @click.command()
@@ -16,27 +16,10 @@ from nanovllm.config import load_config
 @click.option("--host", help="address to listen on (default 127.0.0.1)")
 @click.option("--port", type=int, help="port to listen on (default 8000; 0 picks a free one)")
 @click.option("--api-key", help="require it as a bearer token on every route but /health")
-def serve(
-    recipe: str | None,
-    overrides: tuple[str, ...],
-    device: str | None,
-    tp: int | None,
-    load_format: str | None,
-    host: str | None,
-    port: int | None,
-    api_key: str | None,
-) -> None:
+def serve(**recipe: Any) -> None:  # noqa: ANN401
     """Serve RECIPE (a YAML file; without one, the embedded demo model)."""
     log.setup()
-    flags = {
-        "device": device,
-        "parallel.tp": tp,
-        "load.format": load_format,
-        "server.host": host,
-        "server.port": port,
-        "server.api_key": api_key,
-    }
-    config = load_config(recipe, overrides, flags)
+    config = config_of(**recipe)
     try:
         sys.exit(launch.serve(config))
     except launch.EngineDied as error:

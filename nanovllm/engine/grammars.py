@@ -10,16 +10,13 @@ the ids of their tokens, and gives the masks of one for the other.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -34,6 +31,7 @@ if TYPE_CHECKING:
 
 COMPILERS = 2  # at once, each of so many threads, which do not hold the interpreter's lock
 COMPILER_THREADS = max(1, (os.cpu_count() or 1) // 4)
+MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
 CACHE_BYTES = 256 << 20
 COMPILE_S = 10.0  # one that takes longer is refused: its thread goes on, but not in the way
 MASK_S = 0.1  # of CPU time; usual masks take 0.05 ms
@@ -42,15 +40,6 @@ NOISE = re.compile(r"^\[.*?\] \S+: (Check failed: .* is false: )?")  # where in 
 
 
 Outcome: TypeAlias = "xgrammar.CompiledGrammar | str"  # or why there is none
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """A request with its matcher, or with what went wrong."""
-
-    request: Generate
-    matcher: xgrammar.GrammarMatcher | None
-    error: str | None
 
 
 class Grammars:
@@ -66,38 +55,35 @@ class Grammars:
         self._compiler: xgrammar.GrammarCompiler | None = None
         self._known: OrderedDict[str, Future[Outcome]] = OrderedDict()  # least used first
         self._matchers: dict[int, xgrammar.GrammarMatcher] = {}
+        self._filler: xgrammar.BatchGrammarMatcher | None = None
         self._num_words = -(-vocab_size // 32)
 
-    def compile(self, request: Generate, done: Callable[[Compiled], None]) -> None:
-        """Returns at once; `done` is called once, from any thread."""
+    def compile(self, tag: str) -> Future[Outcome]:
+        """Returns at once; whoever asks for the same grammar shares the future."""
         with self._lock:
-            known = self._known.get(request.grammar)
-            future = self._known[request.grammar] = known or Future()
-            self._known.move_to_end(request.grammar)
+            known = self._known.get(tag)
+            future = self._known[tag] = known or Future()
+            self._known.move_to_end(tag)
         if known is None:
-            threading.Thread(target=self._work, args=(request.grammar, future), daemon=True).start()
-        future.add_done_callback(lambda found: done(self._matched(request, found.result())))
+            threading.Thread(target=self._work, args=(tag, future), daemon=True).start()
+        return future
 
     def _work(self, tag: str, future: Future[Outcome]) -> None:
-        self._turns.acquire()
-        ends = itertools.count()
+        compiling: Future[Outcome] = Future()
 
-        def end(outcome: Outcome) -> None:
-            if next(ends) == 0:  # the clock and the compiler both come here
-                self._turns.release()
-                future.set_result(outcome)
-            elif not isinstance(outcome, str):  # late: for the next who asks
-                with self._lock:
-                    self._known[tag] = Future()
-                    self._known[tag].set_result(outcome)
+        def compile_now() -> None:
+            compiling.set_result(self._compile(tag))
 
-        late = f"the grammar takes longer than {COMPILE_S:g} s to compile"
-        clock = threading.Timer(COMPILE_S, end, (late,))
-        clock.daemon = True
-        clock.start()
-        end(self._compile(tag))
-        clock.cancel()
+        with self._turns:
+            threading.Thread(target=compile_now, daemon=True).start()
+            try:
+                outcome = compiling.result(COMPILE_S)
+            except TimeoutError:
+                outcome = f"the grammar takes longer than {COMPILE_S:g} s to compile"
+        future.set_result(outcome)
+        compiling.result()  # late or not: for the next who asks
         with self._lock:
+            self._known[tag] = compiling
             while sum(map(_size, self._known.values())) > CACHE_BYTES:
                 self._known.popitem(last=False)
 
@@ -144,18 +130,13 @@ class Grammars:
             if matcher.is_terminated():
                 return
 
-    def _matched(self, request: Generate, outcome: Outcome) -> Compiled:
+    def follow(self, request: Generate, grammar: xgrammar.CompiledGrammar) -> None:
+        """From now on the request's tokens come from `fill` and go to `advance`."""
         import xgrammar
 
-        if isinstance(outcome, str):
-            return Compiled(request, None, outcome)
         stops = request.stop_ids or self._stop_ids
-        return Compiled(request, xgrammar.GrammarMatcher(outcome, override_stop_tokens=stops), None)
-
-    def follow(self, request_id: int, compiled: Compiled) -> None:
-        """From now on the request's tokens come from `fill` and go to `advance`."""
-        assert compiled.matcher is not None
-        self._matchers[request_id] = compiled.matcher
+        matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=stops)
+        self._matchers[request.request_id] = matcher
 
     # -- Masker -----------------------------------------------------------------------------
 
@@ -168,8 +149,9 @@ class Grammars:
         live = [(i, m) for i, m in there if m is not None and not m.is_terminated()]
         if live:
             at, matchers = zip(*live, strict=True)
-            filler = xgrammar.BatchGrammarMatcher()
-            filler.batch_fill_next_token_bitmask(list(matchers), torch.from_numpy(masks), list(at))
+            self._filler = self._filler or xgrammar.BatchGrammarMatcher(max_threads=MASK_THREADS)
+            into = torch.from_numpy(masks)
+            self._filler.batch_fill_next_token_bitmask(list(matchers), into, list(at))
             for row in np.flatnonzero(~masks.any(axis=1)):  # no way on: the output ends here
                 stops = np.array(self._matchers.pop(request_ids[row]).stop_token_ids)
                 np.bitwise_or.at(
@@ -212,16 +194,13 @@ def token_table(folder: Path, vocab_size: int, stop_ids: list[int]) -> xgrammar.
     """
     import xgrammar
 
-    path = folder / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     added = tokenizer.get_added_tokens_decoder()
     spelled: list[Any] = [""] * vocab_size
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
         if token_id < vocab_size:
             spelled[token_id] = b"\xff" if token_id in added else token
-    decoder = json.dumps(json.loads(path.read_text()).get("decoder"))
-    kinds = xgrammar.VocabType
-    kind = kinds.BYTE_LEVEL if "ByteLevel" in decoder else kinds.BYTE_FALLBACK
+    kind = xgrammar.VocabType.BYTE_LEVEL
     return xgrammar.TokenizerInfo(
         spelled, vocab_type=kind, vocab_size=vocab_size, stop_token_ids=stop_ids
     )

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ import numpy as np
 from nanovllm.config import Config, Recipe
 from nanovllm.engine import paper
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.grammars import Compiled, Grammars, stop_ids_of
+from nanovllm.engine.grammars import Grammars, Outcome, stop_ids_of
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.ipc.channel import Connection, Listener
 from nanovllm.kv.memory import KVMemory
@@ -35,6 +36,7 @@ from nanovllm.wire import (
 
 log = logging.getLogger("engine")
 STATS_EVERY_S = 0.2
+Waited = tuple[Generate, Outcome]  # for its grammar
 
 
 def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[], None]) -> None:
@@ -54,7 +56,18 @@ def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[
     ready()
     connections = [listener.accept() for _ in range(num_workers)]
     for worker, connection in enumerate(connections):
-        connection.send(greeting(config, recipe, vocab_size, worker))
+        connection.send(
+            Ready(
+                worker=worker,
+                model=config.served_name,
+                max_model_tokens=int(recipe.server.max_model_tokens),
+                vocab_size=vocab_size,
+                num_pages=int(recipe.cache.pages),
+                page_tokens=int(recipe.cache.page_tokens),
+                num_slots=int(recipe.schedule.slots),
+                recipe=msgspec.json.encode(recipe).decode(),
+            )
+        )
     folder = Path(config.tokenizer_dir)
     stop_ids = stop_ids_of(Path(config.model_dir) if config.model_dir else folder)
     grammars = Grammars(folder, vocab_size, stop_ids or [0])
@@ -69,19 +82,6 @@ def build(config: Config) -> tuple[Executor, Recipe, int]:
 
     built = runner.build(config)
     return built.runner, built.recipe, built.vocab_size
-
-
-def greeting(config: Config, recipe: Recipe, vocab_size: int, worker: int) -> Ready:
-    return Ready(
-        worker=worker,
-        model=config.served_name,
-        max_model_tokens=int(recipe.server.max_model_tokens),
-        vocab_size=vocab_size,
-        num_pages=int(recipe.cache.pages),
-        page_tokens=int(recipe.cache.page_tokens),
-        num_slots=int(recipe.schedule.slots),
-        recipe=msgspec.json.encode(recipe).decode(),
-    )
 
 
 class Engine:
@@ -100,7 +100,7 @@ class Engine:
         self.grammars = grammars
         self.loop = EngineLoop(scheduler, executor, self.publish, grammars, depth)
         self._compiling: set[int] = set()  # requests that wait for their grammar
-        self._inbox: queue.SimpleQueue[ToEngine | Compiled | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ToEngine | Waited | None] = queue.SimpleQueue()
         self._outboxes: list[queue.SimpleQueue[StepOutput]] = []
         self._num_open = len(connections)
         self._stats_due = 0.0
@@ -125,32 +125,33 @@ class Engine:
         while not self._inbox.empty():
             self._take(self._inbox.get())
 
-    def _take(self, message: ToEngine | Compiled | None) -> None:
+    def _take(self, message: ToEngine | Waited | None) -> None:
         match message:
             case None:
                 self._num_open -= 1
             case Generate() if message.grammar:
                 self._compiling.add(message.request_id)
-                self.grammars.compile(message, self._inbox.put)
-            case Compiled():
-                self._start(message)
+                self.grammars.compile(message.grammar).add_done_callback(
+                    lambda made: self._inbox.put((message, made.result()))
+                )
+            case (request, outcome):
+                self._start(request, outcome)
             case Abort(request_id) if request_id in self._compiling:
                 self._compiling.remove(request_id)
             case _:
                 self.loop.handle(message)
 
-    def _start(self, compiled: Compiled) -> None:
-        """A request whose grammar is ready, or will never be."""
-        request_id = compiled.request.request_id
-        if request_id not in self._compiling:
+    def _start(self, request: Generate, outcome: Outcome) -> None:
+        """Its grammar is ready, or will never be."""
+        if request.request_id not in self._compiling:
             return  # aborted meanwhile
-        self._compiling.remove(request_id)
-        if compiled.error is not None:
-            refusal = Refusal(request_id, RefusalKind.INVALID, compiled.error)
+        self._compiling.remove(request.request_id)
+        if isinstance(outcome, str):
+            refusal = Refusal(request.request_id, RefusalKind.INVALID, outcome)
             self.publish(StepOutput(refused=[refusal]))
             return
-        self.grammars.follow(request_id, compiled)
-        self.loop.handle(compiled.request)
+        self.grammars.follow(request, outcome)
+        self.loop.handle(request)
 
     def stats(self) -> Stats:
         clock = self.loop.clock
@@ -181,11 +182,9 @@ class Engine:
         self._inbox.put(None)
 
     def _write(self, connection: Connection, outbox: queue.SimpleQueue[StepOutput]) -> None:
-        try:
+        with suppress(OSError):  # the API process has gone; its reader says so to the loop
             while True:
                 connection.send(outbox.get())
-        except OSError:
-            pass  # the API process has gone; its reader says so to the loop
 
 
 def part_of(output: StepOutput, worker: int) -> StepOutput | None:

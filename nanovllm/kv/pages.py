@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-DEAD_PAGE = 0  # padding rows write here; it belongs to nobody and is never given out
-
 
 class PagePool:
-    """Reference-counted pages 1..num_pages.
+    """Reference-counted pages 1..num_pages. Page 0 is nobody's: padding rows write there.
 
     Every page is in exactly one of three places: held (holders > 0), cached (nobody holds it, its
     contents may still be found) or blank.

@@ -51,8 +51,8 @@ def build(config: Config) -> Built:
     mesh = Mesh()
     ops = select_ops(recipe.kernels, device)
     model = load_model(config, mesh, device, dtype, ops, int(recipe.server.max_model_tokens))
-    if device.type == "cpu":
-        torch.set_num_threads(cpu_threads(recipe, model))
+    # Beside a GPU, threads that wait for the next small copy would take the cores of the others.
+    torch.set_num_threads(cpu_threads(recipe, model) if device.type == "cpu" else 1)
     loaded = time.perf_counter()
     layout = model.cache_layout(model_config, mesh, dtype.itemsize)
     runner, recipe, passed_over = with_caches(

@@ -21,7 +21,6 @@ from nanovllm.runner.pieces import PiecewiseGraphs
 from nanovllm.runner.results import Copy, DeviceClock, Handle, start_copy
 from nanovllm.runner.slots import Slots
 from nanovllm.sampling.base import Sampled, SampleRows
-from nanovllm.sampling.masks import allow
 from nanovllm.sampling.sampler import Sampler
 
 
@@ -82,9 +81,10 @@ class Runner:
     ) -> Copy:
         """Sample, and bring the outcome to the slots and on its way to the host."""
         size = forwarded.batch.num_rows
+        if masks is not None and forwarded.logits_SV is not None:
+            self.sampler.allow(forwarded.logits_SV, masked, masks)
         if (
-            masks is None
-            and rows.counts_R is None
+            rows.counts_R is None
             and size in self.tails.captured
             and self.sampler.plain(rows.sampled_slots)
         ):
@@ -100,8 +100,6 @@ class Runner:
             sampled = Sampled(slots_S, None)  # of no rows
         else:
             logits_SV = forwarded.logits_SV[: len(slots_S)]
-            if masks is not None:
-                logits_SV = allow(logits_SV, masked, masks)
             sampled = self.sampler.sample(logits_SV, drawn)
         self.prep.settle(rows.slots_R, lengths_R, slots_S, drawn.positions_S, sampled.tokens_S)
         return start_copy(sampled)

@@ -18,3 +18,7 @@ FLOORS = {
     "torch": "nanovllm_kernels.sampling_reference:floors",
     "triton": "nanovllm_kernels.sampling:floors",
 }
+ALLOW = {
+    "torch": "nanovllm_kernels.allow:reference",
+    "triton": "nanovllm_kernels.allow:allow",
+}

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.plan import Admit, Int32
+from nanovllm.plan import Admit, Int32, Masks
 from nanovllm.registry import resolve
-from nanovllm.sampling import DRAWS, PROCESSORS
+from nanovllm.sampling import ALLOW, DRAWS, PROCESSORS
 from nanovllm.sampling.base import DeviceLogprobs, Feature, PerSlot, Processor, Sampled, SampleRows
-from nanovllm.sampling.columns import Columns
+from nanovllm.sampling.columns import Columns, upload
 from nanovllm.sampling.logprobs import Logprobs
 from nanovllm.sampling.truncate import Truncation
 
@@ -51,6 +51,7 @@ class Sampler:
         self.logprobs = Logprobs(per_slot)
         self.features: tuple[Feature, ...] = (*self.processors, self.truncation, self.logprobs)
         self._draw: Callable[..., Tensor] = resolve(DRAWS, kernel)
+        self._allow: Callable[[Tensor, Tensor, Tensor], None] = resolve(ALLOW, kernel)
 
     def admit(self, admits: Sequence[Admit]) -> None:
         """Take over the requests' wishes; the slots' former ones are forgotten."""
@@ -89,6 +90,16 @@ class Sampler:
         for logits in (logits_SV, logits_SV.float()):
             self.draw(logits, slots_S, slots_S)
             self.draw(logits, slots_S, slots_S, self.truncation.floors(logits, rows))
+        every = np.full((1, -(-logits_SV.shape[1] // 32)), -1, np.int32)
+        self.allow(logits_SV, [0], every)
+
+    def allow(self, logits_SV: Tensor, rows: list[int], masks: Masks) -> None:
+        """What the grammars of `rows` forbid becomes impossible, in place.
+
+        Log-probabilities are those of the masked distribution: what the request could have drawn.
+        """
+        rows_W = upload(np.array(rows, np.int32), logits_SV.device).long()
+        self._allow(logits_SV, rows_W, upload(np.ascontiguousarray(masks), logits_SV.device))
 
     def sample(self, logits_SV: Tensor, rows: SampleRows) -> Sampled:
         """Never waits for the device; leaves logits_SV as it was."""

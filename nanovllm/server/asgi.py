@@ -18,7 +18,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
 
 JSON = b"application/json"
-EXTENSION = "nanovllm"  # of the scope: the connection, for a Writer
+EXTENSION = "nanovllm"  # of the scope: {"transport": the connection}, for a Writer
 
 
 class ClientLeftError(Exception):
@@ -58,11 +58,6 @@ async def respond(
 def start(status: int, kind: bytes, more: Iterable[Header]) -> Message:
     headers = [(b"content-type", kind), *more]
     return {"type": "http.response.start", "status": status, "headers": headers}
-
-
-def extensions(transport: asyncio.Transport) -> dict[str, dict[object, object]]:
-    """What a request's scope must bring for a Writer."""
-    return {EXTENSION: {"transport": transport}}
 
 
 class Writer:

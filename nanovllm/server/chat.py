@@ -19,10 +19,10 @@ from nanovllm.server.answers import (
     chunk_head,
     usage_chunk,
 )
-from nanovllm.server.detokenize import StopStrings
+from nanovllm.server.detokenize import Detokenizer, StopStrings
 from nanovllm.server.errors import ApiError
 from nanovllm.server.orders import generates
-from nanovllm.server.parsers.base import CallPart, CallStart, Event, Reasoning, joined
+from nanovllm.server.parsers.base import Event, Reasoning, joined
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
 from nanovllm.server.shapes import (
@@ -43,6 +43,10 @@ from nanovllm.wire import (
     TokenLogprobs,
 )
 
+REFUSALS = {  # kind -> status, param, code
+    RefusalKind.QUEUE_FULL: (503, None, "queue_full"),
+    RefusalKind.TOO_LONG: (400, "messages", "context_length_exceeded"),
+}
 # ABORT is the answer to our own Abort, after which nobody listens.
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -173,23 +177,19 @@ class Choice:
         self._num_tokens = 0
         self._logprobs: list[TokenLogprob] = []  # of tokens to come in this step
         self._details = Details() if request.logprobs or request.return_token_ids else None
-        self._returns_ids = bool(request.return_token_ids)
         self._hides_reasoning = request.include_reasoning is False
-        self._calls_once = request.parallel_tool_calls is False
-        self._num_calls = 0
-        self._is_named = request.choice_of_tools.is_named
         self._interval = (request.stream_interval or 1) if request.stream else 1
         self._waiting: list[Event] = []
         self._due_at = 0  # how many tokens there must be before anything is written
-        self._include_stop = bool(request.include_stop_str_in_output)
-        self._stop_ids = frozenset(message.stop_ids)
+        include_stop = bool(request.include_stop_str_in_output)
+        self._hidden_ids = frozenset(() if include_stop else message.stop_ids)
         skip_special = request.skip_special_tokens is not False
         self._vocabulary = session.served.vocabulary
-        self._detokenizer = self._vocabulary.detokenizer(skip_special=skip_special)
+        self._detokenizer = Detokenizer(self._vocabulary, skip_special=skip_special)
         self._stops = None
         if request.stops:
             stops = {*request.stops, *map(self._vocabulary.marked, request.stops)}
-            self._stops = StopStrings(sorted(stops), include=self._include_stop)
+            self._stops = StopStrings(sorted(stops), include=include_stop)
         self._parser = session.served.parser(
             turn, request.schemas, is_spelled=request.spells_markers
         )
@@ -222,15 +222,9 @@ class Choice:
             self._end(REASONS[finish.reason])
 
     def refused(self, refusal: Refusal) -> None:
-        if refusal.kind == RefusalKind.QUEUE_FULL:
-            failure = ApiError(503, refusal.message, code="queue_full")
-        elif refusal.kind == RefusalKind.TOO_LONG:
-            code = "context_length_exceeded"
-            failure = ApiError(400, refusal.message, param="messages", code=code)
-        else:
-            param = self._session.request.constrained_by
-            failure = ApiError(400, refusal.message, param=param, code="invalid_value")
-        self._session.fail(failure)
+        otherwise = 400, self._session.request.constrained_by, "invalid_value"
+        status, param, code = REFUSALS.get(refusal.kind, otherwise)
+        self._session.fail(ApiError(status, refusal.message, param=param, code=code))
 
     def lost(self) -> None:
         text = "the engine failed before this request was finished"
@@ -247,9 +241,9 @@ class Choice:
         if self._details is not None:
             self._details.logprobs += self._logprobs[:1]
             del self._logprobs[:1]
-            if self._returns_ids:
+            if session.request.return_token_ids:
                 self._details.token_ids.append(token_id)
-        if token_id in self._stop_ids and not self._include_stop:
+        if token_id in self._hidden_ids:
             return
         if text := self._detokenizer.feed(token_id):
             self._show(text)
@@ -269,15 +263,17 @@ class Choice:
         if self._stops is not None and (text := self._stops.finish()):
             self._write(self._parser.feed(text))
         self._write(self._parser.finish(), is_last=True)
-        if reason == "stop" and self._writer.num_calls and not self._is_named:
+        is_named = self._session.request.choice_of_tools.is_named
+        if reason == "stop" and self._writer.num_calls and not is_named:
             reason = "tool_calls"  # of the model's own accord, that is: as OpenAI has it
         self.reason = reason
         self._writer.end(reason, self._details)
         self._session.end_choice()
 
     def _write(self, events: list[Event], *, is_last: bool = False) -> None:
-        if self._hides_reasoning or self._calls_once:
-            events = self._wanted(events)
+        if self._hides_reasoning and any(isinstance(event, Reasoning) for event in events):
+            events = [event for event in events if not isinstance(event, Reasoning)]
+            self._details = self._details and Details()
         if self._num_tokens < self._due_at and not is_last:
             self._waiting += events
             return
@@ -289,18 +285,6 @@ class Choice:
             self._writer.write(event, self._details)
             if self._details is not None:
                 self._details = Details()
-
-    def _wanted(self, events: list[Event]) -> list[Event]:
-        wanted: list[Event] = []
-        for event in events:
-            if self._hides_reasoning and isinstance(event, Reasoning):
-                self._details = self._details and Details()
-                continue
-            is_call = isinstance(event, CallStart | CallPart)
-            self._num_calls += isinstance(event, CallStart)
-            if not (self._calls_once and is_call and self._num_calls > 1):
-                wanted.append(event)
-        return wanted
 
     def _shown(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
         piece = self._vocabulary.bytes_of(token_id)

@@ -5,20 +5,19 @@ same. Knows nothing about requests or the OpenAI API.
 
 Decision: a marker that is one token becomes one character that text cannot have, so that the
 parser knows it from the same letters typed as ordinary text, and every cut falls beside it.
-Decision: for byte-level vocabularies (all of ours) every token's bytes are tabulated at start
-(0.4 s for 150,000 tokens), so that most tokens cost a list lookup; others are decoded again with
-their neighbours each time, because their pieces depend on each other.
+Decision: only byte-level vocabularies, which all our families have. Every token's bytes are
+tabulated at start (0.4 s for 150,000 tokens), so that most tokens cost a list lookup.
 """
 
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
-REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
+from nanovllm.config import ConfigError
+
 FIRST_MARK = 0xD800  # of the surrogates, which no decoded text has
 
 
@@ -26,30 +25,32 @@ class Vocabulary:
     """What each token id stands for. Ids beyond the tokenizer's own show as `<12345>`."""
 
     def __init__(self, tokenizer: Tokenizer, markers: Sequence[str] = ()) -> None:
-        """`marks`: each marker as detokenised text has it, which is itself if it is no token."""
-        self.tokenizer = tokenizer
+        """`marks`: each marker as detokenised text has it, which is itself if it is no token.
+
+        Raises ConfigError if the vocabulary is not byte-level.
+        """
+        if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+            raise ConfigError("tokenizer.json: the decoder must be ByteLevel, and is another")
         self.marks = {marker: marker for marker in markers}
         self.mark_of: dict[int, str] = {}  # token id -> mark
-        is_byte_level = _is_byte_level(tokenizer)
         pieces = tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(pieces.values(), default=-1) + 1
         byte_of = _byte_of_character()
-        table: list[bytes] = [_filler(token_id).encode() for token_id in range(self.size)]
+        table = [b"<%d>" % token_id for token_id in range(self.size)]
         for piece, token_id in pieces.items():
-            table[token_id] = (
-                _mapped(piece, byte_of)
-                if is_byte_level
-                else _unmarked(piece, tokenizer.decode([token_id], skip_special_tokens=False))
-            )
+            try:
+                table[token_id] = bytes(byte_of[character] for character in piece)
+            except KeyError:  # an added token outside of the alphabet is its own text
+                table[token_id] = piece.encode()
         self._bytes = table
-        self.is_byte_level = is_byte_level
         added = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(token_id for token_id, token in added.items() if token.special)
         ids = {token.content: token_id for token_id, token in added.items()}
         for count, marker in enumerate(marker for marker in markers if marker in ids):
             self.marks[marker] = self.mark_of[ids[marker]] = chr(FIRST_MARK + count)
         # Per id its text, or None where its bytes are no whole characters.
-        self.texts = [_text(piece) for piece in table]
+        texts = (piece.decode(errors="replace") for piece in table)
+        self.texts = [None if "\ufffd" in text else text for text in texts]
         self.texts_without_special = self.texts.copy()
         for token_id in self.special:
             self.texts_without_special[token_id] = ""
@@ -57,9 +58,7 @@ class Vocabulary:
             self.texts[token_id] = self.texts_without_special[token_id] = mark
 
     def bytes_of(self, token_id: int) -> bytes:
-        if token_id < self.size:
-            return self._bytes[token_id]
-        return _filler(token_id).encode()
+        return self._bytes[token_id] if token_id < self.size else b"<%d>" % token_id
 
     def marked(self, text: str) -> str:
         """With every marker as the token it may be."""
@@ -67,14 +66,9 @@ class Vocabulary:
             text = text.replace(marker, mark)
         return text
 
-    def detokenizer(self, *, skip_special: bool) -> Detokenizer:
-        """For one output: `feed` ids, then `finish` for the rest of an unfinished character."""
-        kind = ByteLevelDetokenizer if self.is_byte_level else WindowDetokenizer
-        return kind(self, skip_special=skip_special)
 
-
-class ByteLevelDetokenizer:
-    """Every token is some bytes; a UTF-8 decoder holds those of an unfinished character."""
+class Detokenizer:
+    """For one output: `feed` ids, then `finish` for the rest of an unfinished character."""
 
     def __init__(self, vocabulary: Vocabulary, *, skip_special: bool) -> None:
         self._bytes_of = vocabulary.bytes_of
@@ -100,50 +94,6 @@ class ByteLevelDetokenizer:
     def finish(self) -> str:
         self._is_amid = False
         return self._decoder.decode(b"", final=True)
-
-
-class WindowDetokenizer:
-    """For vocabularies whose tokens read differently beside others (leading spaces, byte runs).
-
-    New text is the difference between decoding the ids since the last sure place with and
-    without the newest ones.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, *, skip_special: bool) -> None:
-        self._size = vocabulary.size
-        self._decode = vocabulary.tokenizer.decode
-        self._skip_special = skip_special
-        self._mark_of = vocabulary.mark_of
-        self._ids: list[int] = []
-        self._num_shown = 0  # of the ids: their text was emitted
-
-    def feed(self, token_id: int) -> str:
-        if token_id >= self._size or token_id in self._mark_of:
-            return self.finish() + (self._mark_of.get(token_id) or _filler(token_id))
-        self._ids.append(token_id)
-        return self._new_text()
-
-    def finish(self) -> str:
-        """Also starts a new window."""
-        text = self._text(len(self._ids))[len(self._text(self._num_shown)) :]
-        self._ids, self._num_shown = [], 0
-        return text
-
-    def _new_text(self) -> str:
-        before = self._text(self._num_shown)
-        text = self._text(len(self._ids))
-        if len(text) <= len(before) or text.endswith(REPLACEMENT):
-            return ""
-        # The window keeps the ids shown last, whose text decides how the next ones begin.
-        self._ids = self._ids[self._num_shown :]
-        self._num_shown = len(self._ids)
-        return text[len(before) :]
-
-    def _text(self, count: int) -> str:
-        return self._decode(self._ids[:count], skip_special_tokens=self._skip_special)
-
-
-Detokenizer = ByteLevelDetokenizer | WindowDetokenizer
 
 
 class StopStrings:
@@ -182,32 +132,6 @@ def held_back(text: str, mark: str) -> int:
     return 0
 
 
-def _filler(token_id: int) -> str:
-    return f"<{token_id}>"
-
-
-def _text(piece: bytes) -> str | None:
-    try:
-        return piece.decode()
-    except UnicodeDecodeError:
-        return None
-
-
-def _mapped(piece: str, byte_of: dict[str, int]) -> bytes:
-    """A token in the byte-level alphabet; added tokens outside of it are their own text."""
-    try:
-        return bytes(byte_of[character] for character in piece)
-    except KeyError:
-        return piece.encode()
-
-
-def _unmarked(piece: str, decoded: str) -> bytes:
-    """A token of another vocabulary, as far as it has bytes by itself: for logprobs."""
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        return bytes.fromhex(piece[3:5])
-    return (" " + decoded if piece.startswith("\u2581") else decoded).encode()
-
-
 def _byte_of_character() -> dict[str, int]:
     """GPT-2's alphabet: printable bytes stand for themselves, the rest for U+0100 and on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -215,12 +139,3 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {
         chr(0x100 + at): byte for at, byte in enumerate(others)
     }
-
-
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    if tokenizer.decoder is None:
-        return False
-    decoder = json.loads(tokenizer.decoder.__getstate__())
-    if decoder["type"] == "Sequence" and len(decoder["decoders"]) == 1:
-        decoder = decoder["decoders"][0]
-    return bool(decoder["type"] == "ByteLevel")

@@ -22,7 +22,7 @@ from nanovllm.config import Config
 from nanovllm.ipc.client import EngineClient
 from nanovllm.log import fields
 from nanovllm.server.app import App
-from nanovllm.server.asgi import extensions
+from nanovllm.server.asgi import EXTENSION
 from nanovllm.server.served import Served
 
 log = logging.getLogger("server")
@@ -78,7 +78,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = extensions(self.transport)
+        self.scope["extensions"] = {EXTENSION: {"transport": self.transport}}
 
 
 class DrainingServer(uvicorn.Server):

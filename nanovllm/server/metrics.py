@@ -7,11 +7,14 @@ and the engine's numbers are the same from all.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from nanovllm.wire import Stats
+
+quoted = json.JSONEncoder(ensure_ascii=False).encode
 
 # fmt: off
 TTFT_S = (
@@ -32,7 +35,8 @@ CHOICES = (1, 2, 5, 10, 20)
 
 
 class Histogram:
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(self, name: str, bounds: Sequence[float]) -> None:
+        self.name = name
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
@@ -46,36 +50,24 @@ class Metrics:
     """What one API process counts by itself."""
 
     def __init__(self) -> None:
-        self.time_to_first_token_s = Histogram(TTFT_S)
-        self.inter_token_s = Histogram(TOKEN_S)
-        self.time_per_output_token_s = Histogram(TOKEN_S)
-        self.e2e_s = Histogram(REQUEST_S)
-        self.queue_s = Histogram(REQUEST_S)
-        self.inference_s = Histogram(REQUEST_S)
-        self.prefill_s = Histogram(REQUEST_S)
-        self.decode_s = Histogram(REQUEST_S)
-        self.prompt_tokens = Histogram(TOKENS)
-        self.generation_tokens = Histogram(TOKENS)
-        self.params_n = Histogram(CHOICES)
-        self.params_max_tokens = Histogram(TOKENS)
+        self.time_to_first_token_s = Histogram("vllm:time_to_first_token_seconds", TTFT_S)
+        self.inter_token_s = Histogram("vllm:inter_token_latency_seconds", TOKEN_S)
+        per_token = "vllm:request_time_per_output_token_seconds"
+        self.time_per_output_token_s = Histogram(per_token, TOKEN_S)
+        self.e2e_s = Histogram("vllm:e2e_request_latency_seconds", REQUEST_S)
+        self.queue_s = Histogram("vllm:request_queue_time_seconds", REQUEST_S)
+        self.inference_s = Histogram("vllm:request_inference_time_seconds", REQUEST_S)
+        self.prefill_s = Histogram("vllm:request_prefill_time_seconds", REQUEST_S)
+        self.decode_s = Histogram("vllm:request_decode_time_seconds", REQUEST_S)
+        self.prompt_tokens = Histogram("vllm:request_prompt_tokens", TOKENS)
+        self.generation_tokens = Histogram("vllm:request_generation_tokens", TOKENS)
+        self.params_n = Histogram("vllm:request_params_n", CHOICES)
+        self.params_max_tokens = Histogram("vllm:request_params_max_tokens", TOKENS)
         self.finished: Counter[str] = Counter()  # choices, by finish reason
         self.rejected: Counter[str] = Counter()  # requests, by error code
 
-    def histograms(self) -> Mapping[str, Histogram]:
-        return {
-            "vllm:time_to_first_token_seconds": self.time_to_first_token_s,
-            "vllm:inter_token_latency_seconds": self.inter_token_s,
-            "vllm:request_time_per_output_token_seconds": self.time_per_output_token_s,
-            "vllm:e2e_request_latency_seconds": self.e2e_s,
-            "vllm:request_queue_time_seconds": self.queue_s,
-            "vllm:request_inference_time_seconds": self.inference_s,
-            "vllm:request_prefill_time_seconds": self.prefill_s,
-            "vllm:request_decode_time_seconds": self.decode_s,
-            "vllm:request_prompt_tokens": self.prompt_tokens,
-            "vllm:request_generation_tokens": self.generation_tokens,
-            "vllm:request_params_n": self.params_n,
-            "vllm:request_params_max_tokens": self.params_max_tokens,
-        }
+    def histograms(self) -> list[Histogram]:
+        return [found for found in vars(self).values() if isinstance(found, Histogram)]
 
 
 class Page:
@@ -85,16 +77,21 @@ class Page:
         self._lines: list[str] = []
         self._labels = _listed(labels)
 
-    def add(self, name: str, kind: str, samples: Mapping[str, float]) -> None:
-        """`samples`: value by further labels, as `_listed` writes them ("" = none)."""
+    def add(
+        self, name: str, kind: str, samples: float | Mapping[str, float], labels: str = ""
+    ) -> None:
+        """`samples`: one, or by the values of their `labels`. Slashes part several of either."""
         self._lines.append(f"# TYPE {name} {kind}")
-        for further, value in samples.items():
-            labels = f"{self._labels},{further}" if further else self._labels
-            self._lines.append(f"{name}{{{labels}}} {value:.17g}")
+        if not isinstance(samples, Mapping):
+            self._lines.append(f"{name}{{{self._labels}}} {samples:.17g}")
+            return
+        for values, sample in samples.items():
+            further = _listed(dict(zip(labels.split("/"), values.split("/"), strict=True)))
+            self._lines.append(f"{name}{{{self._labels},{further}}} {sample:.17g}")
 
-    def add_histogram(self, name: str, histogram: Histogram) -> None:
+    def add_histogram(self, histogram: Histogram) -> None:
+        name, count = histogram.name, 0
         self._lines.append(f"# TYPE {name} histogram")
-        count = 0
         for bound, here in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
             count += here
             self._lines.append(f'{name}_bucket{{{self._labels},le="{bound}"}} {count}')
@@ -109,45 +106,30 @@ def render(
     metrics: Metrics, stats: Stats, *, model: str, page_tokens: int, num_pages: int
 ) -> bytes:
     page = Page(model_name=model, engine=0)
-    page.add("vllm:num_requests_running", "gauge", {"": stats.num_running})
-    page.add("vllm:num_requests_waiting", "gauge", {"": stats.num_waiting})
-    page.add("vllm:kv_cache_usage_perc", "gauge", {"": stats.kv_usage})
-    sizes = _listed({"block_size": page_tokens, "num_gpu_blocks": num_pages})
-    page.add("vllm:cache_config_info", "gauge", {sizes: 1})
-    for name, value in (
-        ("vllm:num_preemptions_total", stats.num_preemptions),
-        ("vllm:prompt_tokens_total", stats.prompt_tokens),
-        ("vllm:prompt_tokens_cached_total", stats.cached_tokens),
-        ("vllm:prefix_cache_queries_total", stats.prompt_tokens),
-        ("vllm:prefix_cache_hits_total", stats.cached_tokens),
-        ("vllm:generation_tokens_total", stats.generated_tokens),
-        ("nanovllm:steps_total", stats.num_steps),
-        ("nanovllm:host_bubble_seconds_total", stats.host_bubble_s),
-        ("nanovllm:graph_padded_tokens_total", stats.padded_tokens),
-    ):
-        page.add(name, "counter", {"": value})
-    host_s = {_listed({"part": part}): spent for part, spent in stats.host_s.items()}
-    page.add("nanovllm:host_seconds_total", "counter", host_s)
-    page.add("nanovllm:host_step_p50_seconds", "gauge", {"": stats.host_step_p50_s})
-    by_mode = {}
-    for key, count in stats.steps_by_mode.items():
-        mode, _, phase = key.partition("/")
-        by_mode[_listed({"mode": mode, "phase": phase})] = count
-    page.add("nanovllm:graph_steps_total", "counter", by_mode)
-    finished = {_listed({"finished_reason": key}): n for key, n in metrics.finished.items()}
-    page.add("vllm:request_success_total", "counter", finished)
-    rejected = {_listed({"reason": key}): n for key, n in metrics.rejected.items()}
-    page.add("vllm:admission_rejections_total", "counter", rejected)
-    for name, histogram in metrics.histograms().items():
-        page.add_histogram(name, histogram)
+    page.add("vllm:num_requests_running", "gauge", stats.num_running)
+    page.add("vllm:num_requests_waiting", "gauge", stats.num_waiting)
+    page.add("vllm:kv_cache_usage_perc", "gauge", stats.kv_usage)
+    sizes = {f"{page_tokens}/{num_pages}": 1}
+    page.add("vllm:cache_config_info", "gauge", sizes, "block_size/num_gpu_blocks")
+    page.add("vllm:num_preemptions_total", "counter", stats.num_preemptions)
+    page.add("vllm:prompt_tokens_total", "counter", stats.prompt_tokens)
+    page.add("vllm:prompt_tokens_cached_total", "counter", stats.cached_tokens)
+    page.add("vllm:prefix_cache_queries_total", "counter", stats.prompt_tokens)
+    page.add("vllm:prefix_cache_hits_total", "counter", stats.cached_tokens)
+    page.add("vllm:generation_tokens_total", "counter", stats.generated_tokens)
+    page.add("nanovllm:steps_total", "counter", stats.num_steps)
+    page.add("nanovllm:host_bubble_seconds_total", "counter", stats.host_bubble_s)
+    page.add("nanovllm:graph_padded_tokens_total", "counter", stats.padded_tokens)
+    page.add("nanovllm:host_seconds_total", "counter", stats.host_s, "part")
+    page.add("nanovllm:host_step_p50_seconds", "gauge", stats.host_step_p50_s)
+    page.add("nanovllm:graph_steps_total", "counter", stats.steps_by_mode, "mode/phase")
+    page.add("vllm:request_success_total", "counter", metrics.finished, "finished_reason")
+    page.add("vllm:admission_rejections_total", "counter", metrics.rejected, "reason")
+    for histogram in metrics.histograms():
+        page.add_histogram(histogram)
     return page.text()
 
 
 def _listed(labels: Mapping[str, object]) -> str:
-    """`a="1",b="two"`, escaped as the format wants it."""
-    return ",".join(
-        '{}="{}"'.format(
-            key, str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        )
-        for key, value in labels.items()
-    )
+    """`a="1",b="two"`, quoted as JSON is."""
+    return ",".join(f"{key}={quoted(str(value))}" for key, value in labels.items())

@@ -46,7 +46,8 @@ def generates(
         stop_ids |= served.eos_ids
     first_seed = seed if request.seed is None else request.seed
     words = _bad_words(request, served)
-    grammar = _grammar(request, served, prompt)
+    is_free = request.constrained_by is None
+    grammar = "" if is_free else structural_tag(request, served, prompt.turn)
     packed = array("i", prompt.ids).tobytes()
     return [
         Generate(
@@ -61,13 +62,6 @@ def generates(
         )
         for index in range(request.num_choices)
     ]
-
-
-def _grammar(request: ChatRequest, served: Served, prompt: Prompt) -> str:
-    """The structural tag that the output must match; empty if it may be anything."""
-    if request.constrained_by is None:
-        return ""
-    return structural_tag(request, served, prompt.turn)
 
 
 def _biases(request: ChatRequest) -> dict[int, float]:

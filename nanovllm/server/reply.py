@@ -42,6 +42,7 @@ class Reply:
         self._client = client
         self._metrics = metrics
         self._request_id = request_id
+        self._id_header = (b"x-request-id", request_id.encode())
         self._writer = writer
         self._quiet_s = quiet_s
         self._is_quiet = True  # nothing was written since the last tick
@@ -127,7 +128,7 @@ class Reply:
         self._is_quiet = False
         if not self._status:
             self._status = 200
-            headers = [self._id_header(), (b"cache-control", b"no-cache")]
+            headers = [self._id_header, (b"cache-control", b"no-cache")]
             self._writer.put(start(200, EVENT_STREAM, headers))
         if is_last:
             self._over(200)
@@ -136,13 +137,10 @@ class Reply:
             self._writer.chunk(data)
 
     def _answer(self, status: int, body: bytes, more: Iterable[Header] = ()) -> None:
-        headers = [self._id_header(), *more, (b"content-length", b"%d" % len(body))]
+        headers = [self._id_header, *more, (b"content-length", b"%d" % len(body))]
         self._over(status)
         self._writer.put(start(status, JSON, headers))
         self._writer.put({"type": "http.response.body", "body": body})
-
-    def _id_header(self) -> Header:
-        return (b"x-request-id", self._request_id.encode())
 
     def _wait_quietly(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._quiet_s, self._tick)

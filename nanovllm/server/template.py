@@ -134,15 +134,13 @@ class Template:
             "role": NEWER_ROLES.get(message.role, message.role),
             "content": "" if text is None and not calls else text,
         }
-        if calls:
-            shown["tool_calls"] = calls
-        if message.name is not None:
-            shown["name"] = message.name
-        if message.tool_call_id is not None:
-            shown["tool_call_id"] = message.tool_call_id
-        if (reasoning := message.reasoning or message.reasoning_content) is not None:
-            shown["reasoning_content"] = reasoning
-        return shown
+        further = {
+            "tool_calls": calls or None,
+            "name": message.name,
+            "tool_call_id": message.tool_call_id,
+            "reasoning_content": message.reasoning or message.reasoning_content,
+        }
+        return shown | {key: value for key, value in further.items() if value is not None}
 
     def _arguments(self, given: str | dict[str, Any] | None) -> str | dict[str, Any]:
         given = given or {}

@@ -21,18 +21,18 @@ class ToolChoice(Struct, frozen=True):
 def tool_choice(given: str | dict[str, Any] | None, names: Sequence[str]) -> ToolChoice:
     """`names`: of the request's tools. Raises ApiError."""
     names = tuple(names)
-    if given is None:
+    if given in (None, "auto"):
         return ToolChoice("auto" if names else "none", names)
     if given == "none":
         return ToolChoice("none")
-    if given in ("auto", "required"):
-        if given == "required":
-            _need_tools(names)
-        return ToolChoice(given if names else "none", names)
     kind = given.get("type") if isinstance(given, dict) else None
-    if not isinstance(given, dict) or kind not in ("function", "allowed_tools"):
+    if given != "required" and kind not in ("function", "allowed_tools"):
         raise bad_value("tool_choice", FORMS, given)
-    _need_tools(names)
+    if not names:
+        text = "must be left out, 'none' or 'auto' where there are no tools"
+        raise misplaced("tool_choice", text)
+    if not isinstance(given, dict):
+        return ToolChoice("required", names)
     if kind == "function":
         return ToolChoice("required", (_name(given, "tool_choice", names),), is_named=True)
     allowed = given.get("allowed_tools", given)
@@ -53,9 +53,3 @@ def _name(given: object, where: str, names: tuple[str, ...]) -> str:
     if name not in names:
         raise bad_value(f"{where}.function.name", "the name of one of the tools", name)
     return str(name)
-
-
-def _need_tools(names: tuple[str, ...]) -> None:
-    if not names:
-        text = "must be left out, 'none' or 'auto' where there are no tools"
-        raise misplaced("tool_choice", text)

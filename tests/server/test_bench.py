@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from nanovllm import launch
 from nanovllm.bench import offline, online, record
-from nanovllm.bench.measure import Summary
+from nanovllm.bench.measure import Sample, summarise, verdict
 from nanovllm.bench.outcome import Advance, Outcome
 from nanovllm.bench.started import started
 from nanovllm.bench.workload import Load, token_load
@@ -74,17 +74,17 @@ def measure(url: str, load: Load, api_key: str | None = None, warmup: int = 2) -
 def test_a_closed_loop_measures_what_the_server_does(healthy: str) -> None:
     load = Load(num_prompts=24, input_len=101, output_len=10, concurrency=6)
     outcome = measure(healthy, load)
-    summary = outcome.summary
-    assert (summary.completed, summary.failed) == (24, 0)
-    assert summary.input_tokens == 24 * 101  # the word count was found by asking
-    assert (summary.output_tokens, summary.cached_tokens) == (240, 0)
-    assert summary.peak_concurrent == 6
-    assert summary.itl.count == 24 * 9  # the empty chunk, the comment and the usage are no tokens
+    metrics = outcome.record.metrics
+    assert (metrics["completed"], metrics["failed"]) == (24, 0)
+    assert metrics["input_tokens"] == 24 * 101  # the word count was found by asking
+    assert (metrics["output_tokens"], metrics["cached_tokens"]) == (240, 0)
+    assert metrics["peak_concurrent"] == 6
+    assert metrics["output_chunks"] == 240  # the empty one, the comment and the usage are no tokens
     # Lower bounds are the server's sleeps; upper ones leave room for a busy machine.
-    assert 30.0 <= summary.ttft.p50 < 130.0
-    assert 4.0 <= summary.tpot.p50 < 40.0
-    assert summary.e2el.p50 >= 30.0 + 9 * 4.0
-    assert summary.duration_s >= 4 * (0.03 + 9 * 0.004)  # four rounds of six
+    assert 30.0 <= metrics["ttft_p50_ms"] < 130.0
+    assert 4.0 <= metrics["tpot_p50_ms"] < 40.0
+    assert metrics["e2e_p50_ms"] >= 30.0 + 9 * 4.0
+    assert metrics["duration_s"] >= 4 * (0.03 + 9 * 0.004)  # four rounds of six
     assert outcome.engine["Steps FULL/decode"] == 24.0
     assert outcome.engine["Peak KV cache usage (%)"] == 50.0
     written = outcome.record
@@ -94,30 +94,31 @@ def test_a_closed_loop_measures_what_the_server_does(healthy: str) -> None:
 
 def test_an_open_loop_sends_when_requests_are_due(healthy: str) -> None:
     load = Load(num_prompts=40, input_len=20, output_len=4, request_rate=50.0, seed=1)
-    summary = measure(healthy, load).summary
-    assert (summary.completed, summary.output_tokens) == (40, 160)
-    assert summary.late.count == 40 and summary.late.p50 < 50.0
-    assert 0.4 < summary.duration_s < 3.0  # 40 arrivals at 50 a second
-    assert 1 <= summary.peak_concurrent < 40
+    metrics = measure(healthy, load).record.metrics
+    assert (metrics["completed"], metrics["output_tokens"]) == (40, 160)
+    assert -1.0 < metrics["client_late_p50_ms"] < 50.0
+    assert 0.4 < metrics["duration_s"] < 3.0  # 40 arrivals at 50 a second
+    assert 1 <= metrics["peak_concurrent"] < 40
 
 
 def test_failures_are_counted_named_and_make_a_run_invalid() -> None:
     with fake_chat("ill") as url:
         load = Load(num_prompts=35, input_len=20, output_len=4, concurrency=1)
-        summary = measure(url, load, warmup=0).summary
-    refused = [error for error in summary.errors if error.startswith("HTTP 503")]
+        outcome = measure(url, load, warmup=0)
+    errors, metrics = outcome.errors, outcome.record.metrics
+    refused = [error for error in errors if error.startswith("HTTP 503")]
     assert refused and "the queue is full" in refused[0]
-    assert summary.errors[refused[0]] == 7
+    assert errors[refused[0]] == 7
     # Each seventh of the 35 is dropped, and the 35th was refused before that.
-    assert summary.errors["the server closed the connection"] == 4
-    assert (summary.completed, summary.failed) == (24, 11)
-    assert not summary.is_valid
+    assert errors["the server closed the connection"] == 4
+    assert (metrics["completed"], metrics["failed"]) == (24, 11)
+    assert outcome.record.notes == "invalid: 11 of 35 requests failed, more than 1%"
 
 
 def test_an_api_key_is_sent_everywhere() -> None:
     load = Load(num_prompts=2, input_len=20, output_len=2, concurrency=1)
     with fake_chat("secret") as url:
-        assert measure(url, load, api_key="secret").summary.completed == 2
+        assert measure(url, load, api_key="secret").record.metrics["completed"] == 2
         with pytest.raises(ConfigError, match=r"HTTP 401: .*wrong key"):
             measure(url, load)
 
@@ -152,6 +153,8 @@ def test_the_command_prints_a_table_and_writes_both_files(healthy: str, tmp_path
     assert written.metrics["output_tokens"] == 48.0 and written.metrics["steps_full_decode"] == 8.0
     needed = {"output_tokens_per_s", "duration_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms"}
     assert needed | {"itl_p99_ms", "e2e_p50_ms"} <= written.metrics.keys()
+    assert written.metrics["good_requests_per_s"] == written.metrics["requests_per_s"]
+    assert written.metrics["requests_per_s"] == pytest.approx(8 / written.duration_s)
     found = json.loads(shown.read_text())
     assert (found["completed"], found["max_concurrency"]) == (8, 4)
     assert found["output_throughput"] == pytest.approx(written.metrics["output_tokens_per_s"])
@@ -220,9 +223,9 @@ def test_a_server_that_does_not_start_shows_its_last_words(healthy: str) -> None
         (["--offline", "--concurrency", "2"], "--concurrency has no effect"),
         (["--workload", "w1"], "--workload names a load of --offline"),
         (["--ablate", "schedule.depth=0"], "--ablate needs an engine"),
+        (["--offline", "--ablate", "a.b=1", "--json-out", "x"], "--json-out holds one run"),
         (["--set", "schedule.depth=0"], "--set describes the server"),
         (["--start", "--url", "http://x:1"], "--start serves at the recipe's"),
-        (["--offline", "--ablate", "a.b=1", "--json-out", "x"], "--json-out holds one run"),
         (["--goodput", "itl:3"], "--goodput itl:3: write ttft, tpot or e2el"),
         (["--offline", "--set", "schedule.dept=0"], "did you mean schedule.depth"),
     ],
@@ -270,30 +273,32 @@ class PaperEngine:
     def close(self) -> None: ...
 
 
-def run_paper(engine: PaperEngine, name: str = "bs64") -> Summary:
+def run_paper(engine: PaperEngine, name: str = "bs64") -> list[Sample]:
     load = token_load(name, seed=0, vocab_size=512)
     with no_bar(len(load.prompts), name) as advance:
-        return offline.summarise(asyncio.run(offline.run(engine, load, advance)))
+        return asyncio.run(offline.run(engine, load, advance))
 
 
 def test_the_engine_gets_the_workload_and_every_token_counts() -> None:
     engine = PaperEngine()
-    summary = run_paper(engine)
-    assert (summary.completed, summary.failed) == (64, 0)
-    assert summary.output_tokens == 64 * 256
-    assert summary.input_tokens == 64 * 1024 and summary.cached_tokens == 64 * 3
-    assert summary.itl.count == 64 * 127
-    assert summary.ttft.p50 >= 2.0
-    assert summary.duration_s >= 0.002
+    metrics = summarise(run_paper(engine))
+    assert (metrics["completed"], metrics["failed"]) == (64, 0)
+    assert metrics["output_tokens"] == 64 * 256
+    assert metrics["input_tokens"] == 64 * 1024 and metrics["cached_tokens"] == 64 * 3
+    assert metrics["output_chunks"] == 64 * 128
+    assert metrics["ttft_p50_ms"] >= 2.0
+    assert metrics["duration_s"] >= 0.002
     sent = engine.requests[5]
     assert list(array("i", sent.prompt)) == token_load("bs64", seed=0, vocab_size=512).prompts[5]
     assert (sent.max_new, sent.stop_ids, sent.sampling.temperature) == (256, [], 0.0)
 
 
 def test_an_engine_that_does_less_than_asked_is_not_fast() -> None:
-    summary = run_paper(PaperEngine(refuses=3, loses=9))
-    assert summary.errors == {"too long": 1, "255 tokens came, not 256": 1}
-    assert (summary.completed, summary.is_valid) == (62, False)
+    samples = run_paper(PaperEngine(refuses=3, loses=9))
+    errors = sorted(sample.error for sample in samples if sample.error)
+    assert errors == ["255 tokens came, not 256", "too long"]
+    metrics = summarise(samples)
+    assert metrics["completed"] == 62 and verdict(metrics).startswith("invalid: 2 of 64")
 
 
 @pytest.fixture

@@ -1,14 +1,12 @@
-"""From stamps to numbers, to the console table, to vLLM's names, to a comparison."""
+"""From stamps to numbers, to the console table, to a comparison."""
 
 from __future__ import annotations
-
-import math
 
 import msgspec
 import pytest
 
-from nanovllm.bench.measure import Sample, Spread, Summary, metrics, summarise
-from nanovllm.bench.outcome import Outcome
+from nanovllm.bench.measure import Sample, summarise, verdict
+from nanovllm.bench.outcome import Outcome, concluded
 from nanovllm.bench.report import compare, engine_facts, samples_of, table, vllm_json
 from nanovllm.server.metrics import Metrics, render
 from nanovllm.wire import Stats
@@ -26,70 +24,66 @@ def near(value: float) -> object:
     return pytest.approx(value, abs=1e-6)
 
 
-def outcome(summary: Summary, **workload: object) -> Outcome:
-    record = msgspec.structs.replace(RECORD, kind="serve", workload=workload)
-    return Outcome(summary=summary, engine={"Preemptions": 3.0}, record=record)
+def outcome(samples: list[Sample], goals_ms: dict[str, float], **workload: object) -> Outcome:
+    return concluded(
+        "serve", started_at=RECORD.started_at, samples=samples, goals_ms=goals_ms,
+        recipe=RECORD.recipe, changed={}, workload=workload, engine={"Preemptions": 3.0},
+    )  # fmt: skip
 
 
 def test_numbers_by_hand() -> None:
-    summary = summarise([*SAMPLES, LOST])
-    assert (summary.completed, summary.failed, summary.errors) == (2, 1, {"HTTP 503: full": 1})
-    assert summary.duration_s == near(2.3)
-    assert (summary.input_tokens, summary.output_tokens, summary.cached_tokens) == (12, 6, 3)
-    assert summary.output_tokens_per_s == near(6 / 2.3)
-    assert (summary.ttft.mean, summary.ttft.max) == (near(150.0), near(200.0))
-    assert (summary.tpot.mean, summary.tpot.max) == (near((100 + 1800) / 2), near(1800.0))
-    assert (summary.itl.count, summary.itl.mean) == (3, near((100 + 200 + 1800) / 3))
-    assert summary.itl.std == near(math.sqrt(sum((x - 700) ** 2 for x in (100, 200, 1800)) / 3))
-    assert (summary.e2el.p50, summary.e2el.p99) == (near(1200.0), near(400 + 0.99 * 1600))
-    assert summary.peak_concurrent == 2
-    assert summary.peak_tokens_per_s == near(5.0)  # all of the first, half of the second
+    found = summarise([*SAMPLES, LOST])
+    assert (found["completed"], found["failed"]) == (2, 1)
+    assert found["duration_s"] == near(2.3)
+    tokens = [found[f"{name}_tokens"] for name in ("input", "output", "cached")]
+    assert (tokens, found["output_chunks"]) == ([12, 6, 3], 5)
+    assert found["output_tokens_per_s"] == near(6 / 2.3)
+    assert (found["ttft_mean_ms"], found["ttft_max_ms"]) == (near(150.0), near(200.0))
+    assert (found["ttft_p50_ms"], found["ttft_p99_ms"]) == (near(150.0), near(199.0))
+    assert found["tpot_mean_ms"] == found["tpot_p50_ms"] == near((100 + 1800) / 2)
+    assert found["tpot_max_ms"] == near(1800.0)
+    assert found["itl_mean_ms"] == near((100 + 200 + 1800) / 3)
+    assert found["itl_p99_ms"] == near(200 + 0.98 * 1600)
+    assert (found["e2e_p50_ms"], found["e2e_p99_ms"]) == (near(1200.0), near(400 + 0.99 * 1600))
+    assert found["peak_concurrent"] == 2
+    assert found["peak_output_tokens_per_s"] == near(5.0)  # all of the first, half of the second
 
 
 def test_one_token_has_no_tpot_and_no_itl() -> None:
-    summary = summarise([Sample(sent=0.0, stamps=[0.5], input_tokens=1, output_tokens=1)])
-    assert (summary.ttft.p50, summary.tpot, summary.itl) == (near(500.0), Spread(), Spread())
-    found = metrics(summary)
+    found = summarise([Sample(sent=0.0, stamps=[0.5], input_tokens=1, output_tokens=1)])
     assert found["ttft_p50_ms"] == near(500.0)
     assert not [name for name in found if name.startswith(("tpot", "itl"))]
 
 
 def test_requests_that_do_not_overlap_are_not_concurrent() -> None:
     one, other = (Sample(sent=t, stamps=[t + 1.0], output_tokens=1) for t in (0.0, 1.0))
-    assert summarise([one, other]).peak_concurrent == 1
+    assert summarise([one, other])["peak_concurrent"] == 1
 
 
 def test_goodput_counts_requests_within_every_goal() -> None:
-    assert summarise(SAMPLES).num_good is None
-    assert summarise(SAMPLES, {"ttft": 150.0}).num_good == 1
-    assert summarise(SAMPLES, {"ttft": 250.0}).num_good == 2
-    assert summarise(SAMPLES, {"ttft": 250.0, "tpot": 500.0}).num_good == 1
-    assert summarise([*SAMPLES, LOST], {"e2el": 9e9}).num_good == 2
+    def num_good(samples: list[Sample], **goals_ms: float) -> float:
+        found = summarise(samples, goals_ms)
+        return found["good_requests_per_s"] * found["duration_s"]
+
+    assert "good_requests_per_s" not in summarise(SAMPLES)
+    assert num_good(SAMPLES, ttft=150.0) == near(1)
+    assert num_good(SAMPLES, ttft=250.0) == near(2)
+    assert num_good(SAMPLES, ttft=250.0, tpot=500.0) == near(1)
+    assert num_good([*SAMPLES, LOST], e2el=9e9) == near(2)
 
 
 def test_more_than_one_percent_of_failures_makes_a_run_invalid() -> None:
-    assert summarise(SAMPLES[:1] * 99 + [LOST]).verdict == ""
-    assert summarise(SAMPLES[:1] * 98 + [LOST] * 2).verdict == (
+    assert verdict(summarise(SAMPLES[:1] * 99 + [LOST])) == ""
+    assert verdict(summarise(SAMPLES[:1] * 98 + [LOST] * 2)) == (
         "invalid: 2 of 100 requests failed, more than 1%"
     )
-    assert summarise([LOST]).verdict.startswith("invalid: 1 of 1")
-    assert summarise([]).is_valid is False
-
-
-def test_metric_names_of_a_record() -> None:
-    found = metrics(summarise(SAMPLES))
-    assert found["output_tokens_per_s"] == near(6 / 2.3)
-    assert found["duration_s"] == near(2.3)
-    assert found["ttft_p50_ms"] == near(150.0)
-    assert found["ttft_p99_ms"] == near(199.0)
-    assert found["tpot_p50_ms"] == near(950.0)
-    assert found["itl_p99_ms"] == near(200 + 0.98 * 1600)
-    assert found["e2e_p50_ms"] == near(1200.0)
+    assert verdict(summarise([LOST])).startswith("invalid: 1 of 1")
+    assert verdict(summarise([])).startswith("invalid: 0 of 0")
 
 
 def test_table_has_vllms_layout() -> None:
-    summary = summarise([*SAMPLES, LOST], {"ttft": 150.0})
-    text = table(outcome(summary, concurrency=2, request_rate=None))
+    given = outcome([*SAMPLES, LOST], {"ttft": 150.0}, name="x", concurrency=2, request_rate=None)
+    text = table(given)
     lines = [line.rstrip() for line in text.splitlines()]
     assert lines[:6] == [
         "============ Serving Benchmark Result ============",
@@ -129,17 +123,26 @@ def test_table_has_vllms_layout() -> None:
     ]
 
 
+def test_an_open_loop_shows_its_rate_and_the_worst_errors() -> None:
+    failed = [Sample(0.0, [], error=f"E{kind}") for kind in range(7) for _ in range(kind + 1)]
+    given = outcome([*SAMPLES, *failed], {}, name="x", concurrency=None, request_rate=2.5)
+    lines = [line.rstrip() for line in table(given).splitlines()]
+    assert lines[3] == "Request rate configured (RPS):           2.50"
+    assert not [line for line in lines if "concurrency" in line or "goodput" in line]
+    assert lines[-7:-1] == ["=" * 50, "7 x E6", "6 x E5", "5 x E4", "4 x E3", "3 x E2"]
+
+
 def test_json_has_vllms_names() -> None:
-    load = {"concurrency": None, "request_rate": 2.5, "burstiness": 1.0}
-    shown = vllm_json(outcome(summarise(SAMPLES), **load))
+    load = {"concurrency": None, "request_rate": 2.5}
+    shown = vllm_json(outcome(SAMPLES, {}, **load))
     assert (shown["model_id"], shown["date"]) == ("Qwen/Qwen3-0.6B", RECORD.started_at)
-    assert shown["total_output_tokens"] == 6
+    assert (shown["num_prompts"], shown["total_output_tokens"]) == (2, 6)
     assert shown["output_throughput"] == near(6 / 2.3)
     assert shown["total_token_throughput"] == near(18 / 2.3)
     assert (shown["request_rate"], shown["max_concurrency"]) == (2.5, None)
     assert (shown["mean_ttft_ms"], shown["median_ttft_ms"]) == (near(150.0), near(150.0))
     assert shown["p99_itl_ms"] == near(200 + 0.98 * 1600)
-    assert shown["std_e2el_ms"] == near(800.0)
+    assert (shown["std_e2el_ms"], shown["mean_e2el_ms"]) == (near(800.0), near(1200.0))
     assert shown["tokens_per_second"] == near(18 / 2.3)
     keys = {f"{s}_{m}_ms" for s in ("mean", "median", "std", "p50", "p90", "p95", "p99")
             for m in ("ttft", "tpot", "itl", "e2el")}  # fmt: skip
@@ -204,4 +207,4 @@ def test_compare_shows_the_ablation_and_the_ratios() -> None:
     rows = {line.split()[0]: line.split()[1:] for line in lines}
     assert rows["output_tokens_per_s"] == ["100.000", "50.000", "0.500"]
     assert rows["ttft_p50_ms"] == ["20.000", "30.000", "1.500"]
-    assert "only in A: duration_s" in lines and "only in B: new_s" in lines
+    assert (rows["duration_s"], rows["new_s"]) == (["5.000", "-", "-"], ["-", "1.000", "-"])

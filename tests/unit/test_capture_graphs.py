@@ -15,13 +15,13 @@ from nanovllm.bench import graphs as bench, record
 from nanovllm.bench.graphs import (
     Graph,
     context_of,
-    kinds,
     measure,
+    metrics,
     mixed_rows,
     occupy,
-    padded_share,
+    why_eager,
 )
-from nanovllm.cli.capture_graphs import capture_graphs, line, metrics, padding, rows_of, total
+from nanovllm.cli.capture_graphs import capture_graphs, rows_of, table
 from nanovllm.config import Cache, ConfigError, Kernels, Schedule, Server, load_config
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.build import Built, build
@@ -102,7 +102,7 @@ def test_on_a_cpu_the_reasons_are_listed_and_that_is_no_failure(tmp_path: Path) 
     ]
     written = record.read(path)
     assert (written.kind, written.metrics["graphs"]) == ("graphs", 0.0)
-    assert written.workload["steps"] == [{"steps": "all", "why_eager": "; ".join(reasons)}]
+    assert written.workload["steps"] == {"all": "; ".join(reasons)}
     assert written.recipe["schedule"]["slots"] == 16
 
 
@@ -128,13 +128,13 @@ def test_the_runner_says_which_steps_it_does_not_replay(built: Built) -> None:
     assert runner.why_eager(dead_rows(runner, 1, 2)) == no_piece
     capture_pretended(runner, [SLOTS])
     sampling = ("sampling, after either", "its launches depend on what the rows ask for")
-    assert [(kind.steps, kind.why_eager) for kind in kinds(runner, built.recipe)] == [
+    assert [*why_eager(runner, built.recipe).items()] == [
         ("decode, 1 to 12 rows", None),
         ("prefill and mixed, 2 to 64 tokens", no_piece),
         sampling,
     ]
     capture_on_tapes(runner, [16, 32])
-    assert [(kind.steps, kind.why_eager) for kind in kinds(runner, built.recipe)] == [
+    assert [*why_eager(runner, built.recipe).items()] == [
         ("decode, 1 to 12 rows", None),
         ("prefill and mixed, 1 to 32 tokens", None),
         ("prefill and mixed, 33 to 64 tokens", "64 tokens are more than the largest graph's 32"),
@@ -166,7 +166,7 @@ def test_a_faithful_graph_gives_the_same_logits_row_by_row(built: Built) -> None
     # Rows 3 and 4 replay the graph of 4, rows 5 to 8 that of 8.
     assert [graph.used for graph in found] == pytest.approx([0, 0, 2 / 6, 4 / 6, 0])
     assert [graph.padding for graph in found] == pytest.approx([0, 0, 1 / 8, 6 / 32, 0])
-    assert padded_share(found) == pytest.approx((1 + 6) / (8 + 32))
+    assert metrics(found)["padding_percent"] == pytest.approx(100 * (1 + 6) / (8 + 32))
     assert (found[2].capture_s, found[2].memory_bytes) == (0.25, 4 << 20)
     graph = runner.graphs.captured[4].graph
     assert graph.count == 1 + 1 + 1  # compared, then warmed up and timed
@@ -206,18 +206,17 @@ def test_logits_that_are_no_numbers_are_not_right() -> None:
 
 
 def test_rows_of_a_load() -> None:
-    assert rows_of(None, None, 16) == range(1, 17)
-    assert rows_of(5, None, 16) == range(5, 6)
-    assert rows_of(None, "3-16", 16) == range(3, 17)
-    for concurrency, load, message in (
-        (3, "1-2", "give one"),
-        (None, "3", "--load 3: write the fewest and the most rows"),
-        (None, "5-3", "--load 5-3: a step has 1 to 16 rows"),
-        (None, "0-3", "--load 0-3: a step has 1 to 16 rows"),
-        (17, None, r"--concurrency 17: a step has 1 to 16 rows \(schedule.slots\)"),
+    assert rows_of(None, 16) == range(1, 17)
+    assert rows_of("5-5", 16) == range(5, 6)
+    assert rows_of("3-16", 16) == range(3, 17)
+    for load, message in (
+        ("3", "--load 3: write the fewest and the most rows"),
+        ("5-3", "--load 5-3: a step has 1 to 16 rows"),
+        ("0-3", "--load 0-3: a step has 1 to 16 rows"),
+        ("17-17", r"--load 17-17: a step has 1 to 16 rows \(schedule.slots\)"),
     ):
         with pytest.raises(ConfigError, match=message):
-            rows_of(concurrency, load, 16)
+            rows_of(load, 16)
 
 
 @pytest.mark.parametrize("most", [8, 64, 256, 512])
@@ -229,21 +228,39 @@ def test_under_a_uniform_load_less_than_a_tenth_is_padding(most: int) -> None:
 
 def test_the_table_and_its_record() -> None:
     graphs = [graph(8, padding=0.25), graph(16, used=0.5, difference=5.0)]
-    assert line(graphs[0]).split() == [
-        "FULL/decode", "8", "200.0", "3.0", "1.000", "4.000", "4.00", "0.00000", "50.0", "25.0",
+    head, right, wrong, total = map(str.split, table(graphs).splitlines())
+    assert head[:4] == ["mode", "rows", "capture", "ms"]
+    assert right == [
+        "FULL/decode", "8", "200.000", "3.000", "1.000", "4.000", "4.000", "0.000", "50.000",
+        "25.000",
     ]  # fmt: skip
-    assert line(graphs[1]).split()[7:] == ["5.00000", "50.0", "0.0", "FAIL"]
-    assert total(graphs).split() == ["all", "2", "400.0", "6.0"]
-    assert padding(graphs, range(1, 17)) == (
-        "decode rows any of 1 to 16, equally often: 8.3% of the rows computed are padding "
-        "(most: 25.0%, in the graph of 8)"
-    )
-    assert padding(graphs[1:], range(16, 17)).startswith("decode rows steady 16: 0.0% of the rows")
+    assert wrong[7:] == ["5.000", "50.000", "0.000", "FAIL"]
+    assert total == ["all", "2", "400.000", "6.000"]
     found = metrics(graphs)
     assert found["padding_percent"] == pytest.approx(100 * 2 / 24)
     assert found["FULL/decode 8: eager_ms"] == 4.0
     assert found["FULL/decode 16: max_logit_difference"] == 5.0
     assert json.loads(json.dumps(found)) == found
+
+
+def test_the_command_shows_and_records_what_it_measured(
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_pretended(built.runner, [4, SLOTS])
+    monkeypatch.setattr("nanovllm.runner.graphs.obstacles", lambda recipe: [])
+    monkeypatch.setattr("nanovllm.runner.build.build", lambda config: built)
+    path = tmp_path / "graphs.json"
+    given = ["--device", "cpu", "--load", "3-4", "--json", str(path)]
+    done = CliRunner().invoke(capture_graphs, given)
+    assert done.exit_code == 0, done.exception
+    assert "times of a forward pass over 12 made-up requests of 32 to 64 tokens" in done.output
+    assert "if 3 to 4 rows decode, equally often, 12.5% of the rows computed are" in done.output
+    assert "decode, 1 to 12 rows: replayed" in done.output
+    assert "prefill and mixed, 2 to 64 tokens: not captured: no graph was" in done.output
+    written = record.read(path)
+    assert [graph["rows"] for graph in written.workload["graphs"]] == [4, SLOTS]
+    assert written.workload["rows"] == [3, 4] and written.recipe["schedule"]["slots"] == SLOTS
+    assert written.workload["steps"]["decode, 1 to 12 rows"] is None
 
 
 def test_eager_and_replay_are_the_runners_own(built: Built) -> None:

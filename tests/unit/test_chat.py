@@ -114,12 +114,11 @@ options = st.fixed_dictionaries(
         "logprobs": st.just(True),
         "include_stop_str_in_output": st.booleans(),
         "include_reasoning": st.booleans(),
-        "parallel_tool_calls": st.booleans(),
         "stream_interval": st.integers(1, 5),
         "min_tokens": st.integers(0, 3),
         "turn": st.sampled_from(["", "<think>\n", "<think>\n\n</think>\n\n"]),
     },
-).filter(lambda drawn: drawn.get("parallel_tool_calls") or not drawn.get("min_tokens"))
+)
 
 
 @given(texts, options, st.data())
@@ -214,17 +213,6 @@ def test_forbidden_tokens_have_a_finite_logprob() -> None:
     assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] == -9999.0
 
 
-CALL = '<tool_call>{"name": "f"}</tool_call>'
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_one_call_only_when_parallel_calls_are_not_wanted(stream) -> None:
-    ids = TOKENIZER.encode(f"a{CALL}\n{CALL}b").ids
-    session = answered([ids], stream=stream, tools=[TOOL], parallel_tool_calls=False)
-    found = message_of(session)
-    assert found[0] == "a\nb" and len(found[2]) == 1 and found[3] == "tool_calls"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_can_be_left_out_with_its_logprobs_and_ids(stream) -> None:
     ids = TOKENIZER.encode("<think>hm</think>yes").ids
@@ -241,7 +229,7 @@ def test_reasoning_can_be_left_out_with_its_logprobs_and_ids(stream) -> None:
 
 
 def test_a_call_the_client_has_named_ends_with_stop(monkeypatch) -> None:
-    monkeypatch.setattr("nanovllm.server.orders._grammar", lambda *_: "")
+    monkeypatch.setattr("nanovllm.server.orders.structural_tag", lambda *_: "")
     ids = TOKENIZER.encode('<tool_call>{"name": "f"}</tool_call>').ids
     for choice, expected in ((TOOL, "stop"), ("required", "tool_calls"), ("auto", "tool_calls")):
         session = answered([ids], tools=[TOOL], tool_choice=choice)

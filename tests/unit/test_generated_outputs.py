@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken
 
 from nanovllm.server.answers import ChunkWriter, WholeWriter
-from nanovllm.server.detokenize import Vocabulary
+from nanovllm.server.detokenize import Detokenizer, Vocabulary
 from nanovllm.server.parsers import PARSERS
 from nanovllm.server.parsers.base import CallPart, CallStart, Reasoning
 from nanovllm.server.parsers.machine import Machine
@@ -112,7 +112,7 @@ def test_the_grouping_of_tokens_changes_nothing(name) -> None:
             is_mark = isinstance(piece, Mark)
             ids += ids_of(piece) if is_mark else [i for c in piece for i in ids_of(c)]
         parts, end = [], 0
-        detokenizer = vocabulary.detokenizer(skip_special=True)
+        detokenizer = Detokenizer(vocabulary, skip_special=True)
         while end < len(ids):
             begin, end = end, end + rng.choice([1, 1, 2, 3, 20])
             parts.append("".join(map(detokenizer.feed, ids[begin:end])))

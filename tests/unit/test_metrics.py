@@ -65,10 +65,10 @@ def test_every_line_is_a_sample_or_a_type_said_once() -> None:
 
 def test_histograms_are_cumulative_and_bounds_inclusive() -> None:
     metrics = Metrics()
-    metrics.time_to_first_token_s = Histogram((0.1, 1.0))
+    name = "vllm:time_to_first_token_seconds"
+    metrics.time_to_first_token_s = Histogram(name, (0.1, 1.0))
     for value in (0.05, 0.1, 0.5, 3.0):
         metrics.time_to_first_token_s.observe(value)
-    name = "vllm:time_to_first_token_seconds"
     got = dict(line.rsplit(" ", 1) for line in page(metrics).splitlines() if name in line)
     labels = 'model_name="demo",engine="0"'
     assert got[f'{name}_bucket{{{labels},le="0.1"}}'] == "2"

@@ -137,18 +137,22 @@ def test_gpus_are_read_from_nvidia_smi() -> None:
     assert gpus == {
         "gpu": "NVIDIA H200",
         "gpu_count": 2,
-        "gpu_memory_mib": 143771.0,
+        "gpu_memory_mib": "143771",
         "driver": "580.159.03",
         "cuda": "13.0",
-        "power_limit_w": 700.0,
-        "max_sm_mhz": 1980.0,
-        "max_memory_mhz": 3201.0,
-        "sm_mhz": 1755.0,
+        "power_limit_w": "700.00",
+        "max_sm_mhz": "1980",
+        "max_memory_mhz": "3201",
+        "sm_mhz": "1755",
     }
-    found = Machine(**gpus, cpu="x", cpu_cores=1, memory_gib=1.0, system="Linux")
+    rest = {"cpu": "x", "cpu_cores": 1, "memory_gib": 1.0, "system": "Linux"}
+    found = msgspec.convert(gpus | rest, Machine, strict=False)
     assert found.slug == "h200-x2"
+    assert (found.gpu_memory_mib, found.power_limit_w, found.max_sm_mhz) == (143771, 700, 1980)
+    assert (found.max_memory_mhz, found.sm_mhz, found.driver) == (3201, 1755, "580.159.03")
     odd = csv.replace("1755", "[N/A]").replace("700.00", "[Not Supported]")
-    assert (machine.parse_gpus(odd, "")["sm_mhz"], machine.parse_gpus(odd, "")["cuda"]) == (0.0, "")
+    other = msgspec.convert(machine.parse_gpus(odd, "") | rest, Machine, strict=False)
+    assert (other.sm_mhz, other.power_limit_w, other.cuda) == (0.0, 0.0, "")
     assert machine.parse_gpus("", "") == {}
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from nanovllm.config import load_config
-from nanovllm.server.asgi import Writer, extensions, start
+from nanovllm.server.asgi import EXTENSION, Writer, start
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.reply import Reply
@@ -46,7 +46,7 @@ class Client:
         return self.has_left
 
     def writer(self) -> Writer:
-        return Writer({"extensions": extensions(self)}, self.send)
+        return Writer({"extensions": {EXTENSION: {"transport": self}}}, self.send)
 
 
 def body(text: bytes, *, more: bool = False) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def test_what_goes_wrong_with_a_write_reaches_the_caller() -> None:
     async def waits(message: dict[str, Any]) -> None:
         await asyncio.sleep(0)
 
-    scope = {"extensions": extensions(Client())}
+    scope = {"extensions": {EXTENSION: {"transport": Client()}}}
     with pytest.raises(ValueError, match="no"):
         Writer(scope, broken).put(body(b""))
     with pytest.raises(RuntimeError, match="made a write wait"):
@@ -204,7 +204,7 @@ def test_the_clock_starts_and_stops_where_it_should(served) -> None:
             call()
             sink.flush()
         assert client.status == 200 and client.is_complete
-        got = {name: h.total for name, h in metrics.histograms().items() if sum(h.counts)}
+        got = {h.name: h.total for h in metrics.histograms() if sum(h.counts)}
         expected = {
             "vllm:time_to_first_token_seconds": 3.0,
             "vllm:inter_token_latency_seconds": 1.5,

@@ -14,6 +14,7 @@ import xgrammar
 
 from nanovllm.config import DEMO, load_config
 from nanovllm.engine.grammars import token_table
+from nanovllm.server.detokenize import Detokenizer
 from nanovllm.server.errors import ApiError
 from nanovllm.server.parsers.base import CallPart, CallStart, Reasoning, Text, joined
 from nanovllm.server.protocol import ChatRequest, parse_request
@@ -130,7 +131,8 @@ def said(tokens, *, family="qwen3", turn="", **fields) -> list:
     assert allows(tokens, family=family, turn=turn, **fields)
     tokens = ids(tokens) if isinstance(tokens, str) else tokens
     parser = served(family).parser(turn, request(**fields).schemas, is_spelled=False)
-    text = "".join(map(served(family).vocabulary.detokenizer(skip_special=True).feed, tokens))
+    detokenizer = Detokenizer(served(family).vocabulary, skip_special=True)
+    text = "".join(map(detokenizer.feed, tokens))
     return joined(parser.feed(text) + parser.finish())
 
 

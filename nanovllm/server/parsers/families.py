@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from nanovllm.server.parsers.base import Family
 from nanovllm.server.parsers.json_calls import (
     CALL,
@@ -25,9 +27,7 @@ QWEN3 = Family(
 )
 
 # Qwen3-Coder, and Qwen3.5 after it.
-QWEN3_CODER = Family(
-    turns=QWEN3.turns, opener=QWEN3.opener, call_markers=QWEN3.call_markers, read_calls=read_coder
-)
+QWEN3_CODER = replace(QWEN3, read_calls=read_coder)
 
 MINIMAX_M2 = Family(
     turns=("]~b]ai\n", "[e~["),

@@ -17,7 +17,7 @@ from nanovllm.server.parsers.base import (
     Schemas,
     Source,
 )
-from nanovllm.server.parsers.json_value import string, value
+from nanovllm.server.parsers.json_value import key, string, value
 
 END_CALL = "</tool_call>"
 CALLS_BEGIN, CALL, SEPARATOR, CALL_END, CALLS_END = (
@@ -47,14 +47,10 @@ def read_tagged(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> R
 
 
 def _entry(source: Source, call: _Call) -> Reader[bool]:
-    yield from source.space()
-    if (yield from source.peek()) != '"' or (key := (yield from string(source))) is None:
+    if (found := (yield from key(source, _ignore))) is None:
         return False
     yield from source.space()
-    if not (yield from source.literal(":")):
-        return False
-    yield from source.space()
-    return (yield from call.read(key))
+    return (yield from call.read(found))
 
 
 class _Call:

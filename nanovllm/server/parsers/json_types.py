@@ -29,7 +29,7 @@ def as_json(text: str, types: Types) -> str:
     """
     stripped = text.strip()
     try:
-        found = _type(json.loads(stripped, parse_constant=_refused))
+        found = json_type(json.loads(stripped, parse_constant=_refused))
     except (ValueError, RecursionError):
         found = ""
     if found and found != "string" and found in types:
@@ -55,7 +55,7 @@ def _types(schema: object, root: object, depth: int) -> Types:
         return frozenset("number" if name == "integer" else str(name) for name in names)
     if "const" in schema or isinstance(schema.get("enum"), list):
         values = [schema["const"]] if "const" in schema else schema["enum"]
-        return frozenset(_type(value) for value in values)
+        return frozenset(json_type(value) for value in values)
     if isinstance(reference := schema.get("$ref"), str):
         return _types(_resolved(reference, root), root, depth - 1)
     for union in ("anyOf", "oneOf", "allOf"):
@@ -77,7 +77,7 @@ def _resolved(reference: str, root: object) -> object:
     return at
 
 
-def _type(value: object) -> str:
+def json_type(value: object) -> str:
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, int | float):

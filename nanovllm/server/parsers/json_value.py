@@ -36,19 +36,19 @@ def value(source: Source, take: Take) -> Reader[bool]:
     walk = _Walk(source, take)
     is_whole = yield from walk.value(MAX_DEPTH)
     if not is_whole and source.at < len(source.text):
-        source.push_back(walk.held)
+        source.push_back("".join(walk.held))
     return is_whole
 
 
 class _Walk:
     def __init__(self, source: Source, take: Take) -> None:
-        self.held = ""  # read, and no place to close: commas, keys, colons
+        self.held: list[str] = []  # read, and no place to close: commas, keys, colons
         self._source = source
         self._take = take
 
     def value(self, depth: int) -> Reader[bool]:
         source = self._source
-        self.held += yield from source.space()
+        self.held.append((yield from source.space()))
         character = yield from source.peek()
         if character == '"':
             source.at += 1
@@ -71,40 +71,41 @@ class _Walk:
     def _entries(self, closer: str, depth: int) -> Reader[bool]:
         """Up to and with the closer."""
         source = self._source
-        self.held += yield from source.space()
+        self.held.append((yield from source.space()))
         character = yield from source.peek()
         comes_more = character != closer
         while comes_more:
-            if closer == "}" and not (yield from self._key()):
+            if closer == "}" and (yield from key(source, self.held.append)) is None:
                 return False
             if not (yield from self.value(depth)):
                 return False
-            self.held += yield from source.space()
+            self.held.append((yield from source.space()))
             character = yield from source.peek()
             if comes_more := character == ",":
                 source.at += 1
-                self.held += character
+                self.held.append(character)
         if character != closer:
             return False
         source.at += 1
         self._took(closer)
         return True
 
-    def _key(self) -> Reader[bool]:
-        source = self._source
-        self.held += yield from source.space()
-        if (yield from source.peek()) != '"' or (key := (yield from string(source))) is None:
-            return False
-        self.held += key
-        self.held += yield from source.space()
-        if not (yield from source.literal(":")):
-            return False
-        self.held += ":"
-        return True
-
     def _took(self, text: str) -> None:
-        self._take(self.held + text)
-        self.held = ""
+        self._take("".join(self.held) + text)
+        self.held.clear()
+
+
+def key(source: Source, take: Take) -> Reader[str | None]:
+    """Reads a key and its colon; returns the key, quotes included, and None where there is none."""
+    take((yield from source.space()))
+    if (yield from source.peek()) != '"' or (found := (yield from string(source))) is None:
+        return None
+    take(found)
+    take((yield from source.space()))
+    if not (yield from source.literal(":")):
+        return None
+    take(":")
+    return found
 
 
 def string(source: Source) -> Reader[str | None]:

@@ -10,7 +10,6 @@ has started (its name was sent) and breaks off is closed; what did not fit is te
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 from nanovllm.server.detokenize import held_back
 from nanovllm.server.parsers.base import (
@@ -144,7 +143,8 @@ class Machine:
         source, awaited = self._source, self._awaited[self.in_reasoning]
         while True:
             text = source.text[source.at :]
-            at, mark = first(text, awaited)
+            found = [(at, mark) for mark in awaited if (at := text.find(mark)) >= 0]
+            at, mark = min(found, default=(0, ""))
             if not mark:
                 held = max((held_back(text, mark) for mark in awaited), default=0)
                 at = len(text) - (0 if source.is_over else held)
@@ -229,9 +229,3 @@ def _begun(family: Family, turn: str) -> tuple[bool | None, bool]:
     if end:
         return False, end.endswith(END_THINK)
     return None, False
-
-
-def first(text: str, marks: Iterable[str]) -> tuple[int, str]:
-    """Where the first of the marks is, and which; an empty one if there is none."""
-    found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
-    return min(found, default=(0, ""))

@@ -23,11 +23,12 @@ from nanovllm.server.parsers.base import (
 )
 from nanovllm.server.parsers.json_types import Types, as_json, quoted, types_of
 
+END_VALUE = "</parameter>"
+
 
 class Form(Struct, frozen=True):
     call: tuple[str, str]  # before and after a function's name
     parameter: tuple[str, str]  # before and after a parameter's name
-    end_value: str
     end_call: str
     end_block: str
     pad: str  # stands at both ends of every value
@@ -36,7 +37,6 @@ class Form(Struct, frozen=True):
 CODER = Form(
     call=("<function=", ">"),
     parameter=("<parameter=", ">"),
-    end_value="</parameter>",
     end_call="</function>",
     end_block="</tool_call>",
     pad="\n",
@@ -44,7 +44,6 @@ CODER = Form(
 MINIMAX = Form(
     call=('<invoke name="', '">'),
     parameter=('<parameter name="', '">'),
-    end_value="</parameter>",
     end_call="</invoke>",
     end_block="</minimax:tool_call>",
     pad="",
@@ -137,9 +136,9 @@ def _value(form: Form, source: Source, end_block: str, argument: Argument) -> Re
     following = (form.parameter[0], form.end_call, end_block)
     while True:
         text, begin = source.text, source.at
-        at = text.find(form.end_value, begin)
+        at = text.find(END_VALUE, begin)
         if at < 0:
-            ends = (form.end_value, form.pad + form.end_value)
+            ends = (END_VALUE, form.pad + END_VALUE)
             held = 0 if source.is_over else max(held_back(text[begin:], end) for end in ends)
             source.at = len(text) - held
             argument.take(text[begin : source.at])
@@ -147,23 +146,17 @@ def _value(form: Form, source: Source, end_block: str, argument: Argument) -> Re
                 return False
             yield
             continue
-        is_end = _follows(text[at + len(form.end_value) :].lstrip(), following, source.is_over)
-        if is_end is None:
-            yield
-            continue
+        after = text[at + len(END_VALUE) :].lstrip()
+        is_end = after.startswith(following)
+        if not is_end and any(tag.startswith(after) for tag in following):
+            if not source.is_over:
+                yield
+                continue
+            is_end = True
         if is_end:
             has_pad = form.pad and text.endswith(form.pad, begin, at)
             argument.take(text[begin : at - len(form.pad) if has_pad else at])
-            source.at = at + len(form.end_value)
+            source.at = at + len(END_VALUE)
             return True
         source.at = at + 1
         argument.take(text[begin : at + 1])
-
-
-def _follows(text: str, tags: tuple[str, ...], is_over: bool) -> bool | None:
-    """Whether one of the tags comes next; None if that is still open."""
-    if text.startswith(tags):
-        return True
-    if any(tag.startswith(text) for tag in tags):
-        return True if is_over else None
-    return False

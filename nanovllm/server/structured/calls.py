@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from nanovllm.server.errors import ApiError
 from nanovllm.server.parsers.base import KEY_NAME
+from nanovllm.server.parsers.json_calls import CALL, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from nanovllm.server.structured.schemas import DEFINITIONS, Schema, resolved
 
 Format = dict[str, Any]
@@ -46,15 +47,8 @@ SYNTAX = {
         parameter=('<parameter name="NAME">', "</parameter>\n"),
     ),
     "deepseek_r1": Syntax(
-        (
-            "<\uff5ctool\u2581call\u2581begin\uff5c>function<\uff5ctool\u2581sep\uff5c>NAME\n"
-            "```json\n",
-            "\n```<\uff5ctool\u2581call\u2581end\uff5c>",
-        ),
-        block=(
-            "<\uff5ctool\u2581calls\u2581begin\uff5c>",
-            "<\uff5ctool\u2581calls\u2581end\uff5c>",
-        ),
+        (f"{CALL}function{SEPARATOR}NAME\n```json\n", f"\n```{CALL_END}"),
+        block=(CALLS_BEGIN, CALLS_END),
     ),
 }
 
@@ -100,9 +94,7 @@ def calls(
 
 
 def _call(syntax: Syntax, name: str, where: str, schema: Schema, ids: Ids) -> Format:
-    target = schema
-    while "$ref" in target:
-        target = resolved(target["$ref"], schema)
+    target = resolved(schema, schema)
     if target and target.get("type") != "object":
         text = f"{where}: the schema must be an object's"
         raise ApiError(400, text, param=where, code="invalid_schema")
@@ -136,9 +128,7 @@ def _parameters(syntax: Syntax, where: str, target: Schema, root: Schema) -> For
 
 def _value(schema: Schema, root: Schema, text: Format) -> Format:
     """Strings stand as they are, everything else as JSON."""
-    target = schema
-    while "$ref" in target:
-        target = resolved(target["$ref"], root)
+    target = resolved(schema, root)
     if "enum" in target:
         values = (v if isinstance(v, str) else json.dumps(v) for v in target["enum"])
         return either(*map(constant, values))

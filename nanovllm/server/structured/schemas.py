@@ -18,6 +18,7 @@ from itertools import combinations
 from typing import Any, NoReturn
 
 from nanovllm.server.errors import ApiError
+from nanovllm.server.parsers.json_types import json_type
 from nanovllm.server.structured.patterns import FORMATS, MAX_COUNT, PatternError, whole
 
 MAX_BYTES = 1 << 16
@@ -46,7 +47,6 @@ UNENFORCED = (
 )
 DEFINITIONS = ("$defs", "definitions")
 Schema = dict[str, Any]
-Facts = tuple[set[str] | None, set[str], dict[str, set[str]]]
 
 
 def vetted(schema: object, where: str, *, exact: bool) -> Schema:
@@ -62,8 +62,17 @@ def vetted(schema: object, where: str, *, exact: bool) -> Schema:
     return made
 
 
-def resolved(reference: object, root: object) -> Any:  # noqa: ANN401 - any JSON
-    """The schema a `$ref` names; None if that is no form that xgrammar follows."""
+def resolved(schema: Any, root: object) -> Any:  # noqa: ANN401 - any JSON
+    """Where its references end: None after one that xgrammar does not follow, one of them if they
+    go round."""
+    seen: list[object] = []
+    while isinstance(schema, dict) and "$ref" in schema and schema not in seen:
+        seen.append(schema)
+        schema = _named(schema["$ref"], root)
+    return schema
+
+
+def _named(reference: object, root: object) -> Any:  # noqa: ANN401 - any JSON
     steps = reference.split("/") if isinstance(reference, str) else ["?"]
     if steps == ["#"]:
         return root
@@ -143,14 +152,11 @@ class _Vetting:
         return {"enum": fitting}
 
     def _reference(self, given: Schema, path: str) -> Schema:
-        seen: list[object] = []
-        target: object = given
-        while isinstance(target, dict) and "$ref" in target:
-            self.expect(target["$ref"] not in seen, path, "has a '$ref' that leads to itself")
-            seen.append(target["$ref"])
-            target = resolved(target["$ref"], self._root)
+        target = resolved(given, self._root)
+        goes_round = isinstance(target, dict) and "$ref" in target
+        self.expect(not goes_round, path, "has a '$ref' that leads to itself")
         if target is None:
-            self._inexact(path, f"a '$ref' other than '#' and '#/$defs/NAME' ({seen[-1]!r})")
+            self._inexact(path, f"a '$ref' other than '#' and '#/$defs/NAME' ({given['$ref']!r})")
             return {}
         return {"$ref": given["$ref"]}
 
@@ -163,16 +169,12 @@ class _Vetting:
         if union == "allOf":
             self._inexact(path, "'allOf' of several schemas")
             return {}
-        facts = [_facts(self._target(branch)) for branch in branches]
-        if union == "oneOf" and not all(_are_apart(a, b) for a, b in combinations(facts, 2)):
-            self._inexact(path, "'oneOf' with branches that may match the same")
+        if union == "oneOf":  # apart, if a fact of one excludes the other's
+            facts = [_facts(resolved(branch, self._root)) for branch in branches]
+            for a, b in combinations(facts, 2):
+                if not any(a[name].isdisjoint(b[name]) for name in a.keys() & b.keys()):
+                    self._inexact(path, "'oneOf' with branches that may match the same")
         return {"anyOf": made}
-
-    def _target(self, given: Any) -> Schema:  # noqa: ANN401 - any JSON
-        """Where its references end. `_reference` sees to it that they do."""
-        while isinstance(given, dict) and "$ref" in given:
-            given = resolved(given["$ref"], self._root)
-        return given if isinstance(given, dict) else {}
 
     # -- one type -----------------------------------------------------------------------------
 
@@ -226,13 +228,12 @@ class _Vetting:
                 limits = f"above {MAX_NUMBER} or of more than {NUM_DECIMALS} decimals"
                 self._inexact(path, f"{keyword!r} {limits}")
         if made["type"] == "integer":  # bounds as the inclusive ones, which are whole
-            above, below = made.pop("exclusiveMinimum", None), made.pop("exclusiveMaximum", None)
-            lows = [math.ceil(made["minimum"])] if "minimum" in made else []
-            highs = [math.floor(made["maximum"])] if "maximum" in made else []
-            lows += [] if above is None else [math.floor(above) + 1]
-            highs += [] if below is None else [math.ceil(below) - 1]
-            made |= {"minimum": max(lows)} if lows else {}
-            made |= {"maximum": min(highs)} if highs else {}
+            if (above := made.pop("exclusiveMinimum", None)) is not None:
+                made["minimum"] = max(math.floor(above) + 1, made.get("minimum", -MAX_NUMBER))
+            if (below := made.pop("exclusiveMaximum", None)) is not None:
+                made["maximum"] = min(math.ceil(below) - 1, made.get("maximum", MAX_NUMBER))
+            bounds = {"minimum": math.ceil, "maximum": math.floor}
+            made |= {key: inward(made[key]) for key, inward in bounds.items() if key in made}
         return made
 
     def _object(self, given: Schema, path: str, depth: int) -> Schema:
@@ -286,50 +287,27 @@ class _Vetting:
         return low, None if high is None else int(high)
 
 
-def _facts(schema: Schema) -> Facts:
-    """What is plain about all that matches: see _texts, _kinds and _tags."""
-    return _texts(schema), _kinds(schema), _tags(schema)
-
-
-def _are_apart(a: Facts, b: Facts) -> bool:
-    """Whether it is plain that nothing matches both: by types, values, or a tag's values."""
-    if a[0] is not None and b[0] is not None:
-        return a[0].isdisjoint(b[0])
-    if a[1] and b[1] and a[1].isdisjoint(b[1]):
-        return True
-    return any(a[2][name].isdisjoint(b[2][name]) for name in a[2].keys() & b[2].keys())
-
-
-def _texts(schema: object) -> set[str] | None:
-    """The values it lists, as JSON."""
+def _facts(schema: object) -> dict[str, set[str]]:
+    """What is plain about all that matches: the types it may have, the values as JSON, and the same
+    of each property that must be there."""
     if not isinstance(schema, dict):
-        return None
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return {json.dumps(value) for value in values} if isinstance(values, list) else None
-
-
-def _kinds(schema: Schema) -> set[str]:
-    """The types of what matches; empty if that is not plain."""
-    if (texts := _texts(schema)) is not None:
-        return set().union(*(_types_of(json.loads(text)) for text in texts))
-    named = schema.get("type", [])
-    kinds = {str(name) for name in (named if isinstance(named, list) else [named])}
-    return kinds | ({"number", "integer"} if kinds & {"number", "integer"} else set())
-
-
-def _tags(schema: Schema) -> dict[str, set[str]]:
-    """The properties that must be there with one of a few values."""
-    properties, required = schema.get("properties"), schema.get("required")
-    if not isinstance(properties, dict) or not isinstance(required, list):
         return {}
-    listed = {name: _texts(schema) for name, schema in properties.items() if name in required}
-    return {name: texts for name, texts in listed.items() if texts is not None}
+    facts: dict[str, set[str]] = {}
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    named = schema.get("type")
+    if isinstance(values, list):
+        facts["values"] = {json.dumps(value) for value in values}
+        facts["types"] = set().union(*map(_types_of, values))
+    elif named is not None:
+        names = named if isinstance(named, list) else [named]
+        facts["types"] = {"number" if name == "integer" else str(name) for name in names}
+    properties, required = schema.get("properties"), schema.get("required")
+    if isinstance(properties, dict) and isinstance(required, list):
+        for name in (name for name in properties if name in required):
+            facts |= {f"{name}/{key}": fact for key, fact in _facts(properties[name]).items()}
+    return facts
 
 
-def _types_of(value: object) -> set[str]:
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int | float):
-        return {"number", "integer"} if value == value // 1 else {"number"}
-    named = {str: "string", dict: "object", list: "array", type(None): "null"}
-    return {named[type(value)]}
+def _types_of(value: Any) -> set[str]:  # noqa: ANN401 - any JSON
+    name = json_type(value)
+    return {name, "integer"} if name == "number" and value == value // 1 else {name}
