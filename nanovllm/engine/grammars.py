@@ -37,8 +37,6 @@ COMPILE_S = 10.0  # one that takes longer is refused: its thread goes on, but no
 MASK_S = 0.1  # of CPU time; usual masks take 0.05 ms
 TRIED_TOKENS = 16
 NOISE = re.compile(r"^\[.*?\] \S+: (Check failed: .* is false: )?")  # where in xgrammar's source
-
-
 Outcome: TypeAlias = "xgrammar.CompiledGrammar | str"  # or why there is none
 
 
@@ -188,18 +186,20 @@ def _size(known: Future[Outcome]) -> int:
 
 
 def token_table(folder: Path, vocab_size: int, stop_ids: list[int]) -> xgrammar.TokenizerInfo:
-    """What each token id spells. Ids beyond the tokenizer's vocabulary spell nothing.
+    """What each token id spells.
 
-    Added tokens spell a byte that no text has: only a grammar that names their ids can match them.
+    Added tokens and ids beyond the vocabulary spell a byte that no text has: only a grammar that
+    names their ids can match them. Spelling nothing would make them special to xgrammar, which
+    looks through all special ones with every token.
     """
     import xgrammar
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     added = tokenizer.get_added_tokens_decoder()
-    spelled: list[Any] = [""] * vocab_size
+    spelled: list[Any] = [b"\xff"] * vocab_size
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-        if token_id < vocab_size:
-            spelled[token_id] = b"\xff" if token_id in added else token
+        if token_id < vocab_size and token_id not in added:
+            spelled[token_id] = token
     kind = xgrammar.VocabType.BYTE_LEVEL
     return xgrammar.TokenizerInfo(
         spelled, vocab_type=kind, vocab_size=vocab_size, stop_token_ids=stop_ids
