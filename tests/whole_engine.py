@@ -10,11 +10,11 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from nanovllm.config import Cache, Config, Schedule, Server
+from nanovllm.config import Cache, Config, Schedule, Server, load_config
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import Masks
-from nanovllm.runner.build import build
+from nanovllm.runner.build import Built, build
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import FinishReason, Generate, Sampling, StepOutput, TokenLogprobs
 
@@ -97,6 +97,13 @@ class WholeEngine:
         while not self.loop.idle:
             self.loop.step()
             self.scheduler.check()
+
+
+def small_demo(slots: int) -> Built:
+    """The device side of the demo model on a CPU: 100 pages of 8 tokens, requests of up to 256."""
+    sizes = ["cache.pages=100", "cache.page_tokens=8", "server.max_model_tokens=256"]
+    sizes += [f"schedule.slots={slots}", "schedule.step_tokens=64"]
+    return build(load_config(None, ["device=cpu", *sizes]))
 
 
 def prompts_of(count: int, seed: int = 0) -> list[list[int]]:

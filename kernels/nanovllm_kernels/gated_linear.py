@@ -16,19 +16,19 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
+from nanovllm_kernels.device import is_hopper
+from nanovllm_kernels.reference import silu_mul
+from nanovllm_kernels.small_linear import gated_sizes, linear_reference
 
-HOPPER = 9
 TILE_ROWS = 128
 LEAST_WORK = 3 * 10**9  # multiply-adds
 
 
 def obstacle(device: torch.device) -> str | None:
     """Why it cannot run here, or None."""
-    is_gpu = device.type == "cuda" and torch.cuda.is_available()
-    if not is_gpu or torch.cuda.get_device_capability(device)[0] != HOPPER:
+    if not is_hopper(device):
         return "it is used on Hopper GPUs only"
     if find_spec("quack") is None:
         return "the package quack-kernels, a part of flash-attn-4, is not installed"
@@ -52,6 +52,8 @@ class GatedLinear:
         """y_TF. `weight_ND`: the lines of the gate, then those of up."""
         from quack.gemm_config import GemmConfig
         from quack.gemm_interface import gemm_act
+
+        import nanovllm_kernels.kept  # noqa: F401 - before quack reads the sources
 
         cluster = (2, 1) if x_TD.shape[0] > TILE_ROWS else (1, 2)
         tile = GemmConfig(
@@ -78,8 +80,7 @@ GATED_LINEAR = GatedLinear()
 
 
 def reference(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    gate_TF, up_TF = functional.linear(x_TD.float(), weight_ND.float()).chunk(2, -1)
-    return functional.silu(gate_TF) * up_TF
+    return silu_mul(linear_reference(x_TD.float(), weight_ND))
 
 
 def inputs(T: int, N: int, D: int, device: torch.device) -> Args:
@@ -90,12 +91,10 @@ def inputs(T: int, N: int, D: int, device: torch.device) -> Args:
 
 def scale(expected: Tensors, args: Args) -> Tensors:
     """What float32 sums may err by is little beside the rounding of the result."""
-    x_TD, weight_ND = args
-    sizes_TN = functional.linear(x_TD.float().abs(), weight_ND.float().abs())
-    gate_size_TF, up_size_TF = sizes_TN.chunk(2, -1)
-    gate_TF, up_TF = functional.linear(x_TD.float(), weight_ND.float()).chunk(2, -1)
-    of_sums = 1.1 * gate_size_TF * up_TF.abs() + functional.silu(gate_TF).abs() * up_size_TF
-    return (expected[0].abs() + of_sums / 256,)
+    x_TD, weight_ND = (tensor.float() for tensor in args)
+    sizes_TN = linear_reference(x_TD.abs(), weight_ND.abs())
+    of_sums_TF = gated_sizes(linear_reference(x_TD, weight_ND), sizes_TN)
+    return (expected[0].abs() + of_sums_TF / 256,)
 
 
 def cases() -> tuple[Case, ...]:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from nanovllm_kernels import attention_reference as reference
 from nanovllm_kernels.case import Args, Case, Kernel, bits
+from nanovllm_kernels.device import can_overlap
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 BLOCK_BYTES = 16384  # of keys in a block: 64 tokens of width 128 in 16 bits
@@ -40,14 +41,11 @@ PROGRAMS_PER_PROCESSOR = 2
 INTERPRETED_PROCESSORS = 12  # few enough for rows to be cut in every way
 MERGED = 16  # partial results combined at once
 OVERLAPPED_ROWS = 8
-HOPPER = 9
 
 
 def overlaps(num_rows: int, device: torch.device, most: int = OVERLAPPED_ROWS) -> bool:
     """Whether launches of so many rows overlap."""
-    if device.type != "cuda" or num_rows > most:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= HOPPER
+    return num_rows <= most and can_overlap(device)
 
 
 def block_tokens(pages_PSGA: Tensor) -> int:
@@ -56,25 +54,23 @@ def block_tokens(pages_PSGA: Tensor) -> int:
 
 
 def plan_decode(lengths_R: Tensor, k_PSGA: Tensor) -> Tensor:
-    """plan_N5, int32. Good for every layer of the step. Lengths are at least 1.
+    """plan_N5 of plan_lanes. Good for every layer of the step."""
+    return plan_lanes(lengths_R, k_PSGA.shape[2], block_tokens(k_PSGA), PROGRAMS_PER_PROCESSOR)
+
+
+def plan_lanes(lengths_R: Tensor, num_kv_heads: int, block: int, per_processor: int) -> Tensor:
+    """plan_N5, int32, for blocks of so many tokens. Lengths are at least 1.
 
     Of each lane: its first row, the block it starts at there, its number of blocks; and if it
     begins a row that it does not finish: that row, over how many lanes the row goes, or 0.
     """
-    device, num_kv_heads = lengths_R.device, k_PSGA.shape[2]
-    processors = INTERPRETED_PROCESSORS
+    device, num_rows, processors = lengths_R.device, len(lengths_R), INTERPRETED_PROCESSORS
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    num_lanes = max(1, PROGRAMS_PER_PROCESSOR * processors // num_kv_heads)
+    num_lanes = max(1, per_processor * processors // num_kv_heads)
     plan_N5 = torch.empty(num_lanes, 5, dtype=torch.int32, device=device)
-    num_rows = lengths_R.shape[0]
-    plan_kernel[(num_lanes,)](
-        lengths_R,
-        plan_N5,
-        num_rows,
-        BLOCK=block_tokens(k_PSGA),
-        ROWS=max(1024, triton.next_power_of_2(num_rows)),  # mostly one size, so compiled once
-    )
+    most_rows = max(1024, triton.next_power_of_2(num_rows))  # mostly one size, so compiled once
+    plan_kernel[(num_lanes,)](lengths_R, plan_N5, num_rows, BLOCK=block, ROWS=most_rows)
     return plan_N5
 
 
@@ -89,16 +85,12 @@ def paged_decode(
     """o_RHA. `plan_N5`: plan_decode's, of the same lengths. Reads no values on the host."""
     num_rows, num_heads, head_width = q_RHA.shape
     page_tokens, num_kv_heads = k_PSGA.shape[1:3]
+    num_lanes = plan_N5.shape[0]
     assert q_RHA.stride(2) == k_PSGA.stride(3) == page_table_RM.stride(1) == 1
     assert k_PSGA.stride() == v_PSGA.stride()
-    num_lanes, device = plan_N5.shape[0], q_RHA.device
-    o_RHA = torch.empty(num_rows, num_heads, head_width, dtype=q_RHA.dtype, device=device)
-    # Of each lane: what it left of the row it resumed, and of the row it began but did not finish.
-    partial_shape = (num_lanes, 2, num_heads)
-    partial_o = torch.empty(*partial_shape, head_width, dtype=torch.float32, device=device)
-    partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=device)
+    o_RHA, partial_o, partial_lse = results_of(q_RHA, num_lanes)
     group = num_heads // num_kv_heads
-    overlap = overlaps(num_rows, device)
+    overlap = overlaps(num_rows, q_RHA.device)
     both = {
         "A": head_width,
         "A_BLOCK": triton.next_power_of_2(head_width),
@@ -133,6 +125,19 @@ def paged_decode(
         partial_o, partial_lse, plan_N5, o_RHA, MERGED=MERGED, num_warps=1, **both
     )
     return o_RHA
+
+
+def results_of(q_RHA: Tensor, num_lanes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for o_RHA, and for partial_o [N, 2, H, A] and partial_lse [N, 2, H]: what each lane
+    leaves of the row it resumed, and of the row it began but did not finish.
+    """
+    (num_rows, num_heads, width), device = q_RHA.shape, q_RHA.device
+    shape = (num_lanes, 2, num_heads)
+    return (
+        torch.empty(num_rows, num_heads, width, dtype=q_RHA.dtype, device=device),
+        torch.empty(*shape, width, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["lengths_R"])

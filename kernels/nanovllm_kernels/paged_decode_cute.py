@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import cutlass
 import torch
-import triton
 from cutlass import BFloat16, Float32, Int32, Int64, cute
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
@@ -37,7 +36,7 @@ from torch import Tensor
 
 from nanovllm_kernels.case import Args, Case
 from nanovllm_kernels.kept import kept
-from nanovllm_kernels.paged_decode import PAGED_DECODE, inputs, plan_kernel
+from nanovllm_kernels.paged_decode import PAGED_DECODE, inputs, plan_lanes, results_of
 
 BLOCK = 64  # tokens
 WARPS = 4  # that compute
@@ -54,12 +53,12 @@ LOG2_E = math.log2(math.e)
 
 
 class Plan(NamedTuple):
-    lanes_N5: Tensor  # of plan_kernel, in pieces
+    lanes_N5: Tensor  # of plan_lanes, in pieces
     arrived_NG: Tensor  # of the row that a lane begins, how many lanes are done: 0 before and after
 
 
 class Given(NamedTuple):
-    """In global memory, besides the caches."""
+    """In global memory, besides the caches. The last four: see plan_lanes, Plan, results_of."""
 
     q: cute.Tensor
     table: cute.Tensor
@@ -67,8 +66,8 @@ class Given(NamedTuple):
     o: cute.Tensor
     lanes: cute.Tensor
     arrived: cute.Tensor
-    partial_o: cute.Tensor  # of each lane: what it left of the row it resumed, and of the row it
-    partial_lse: cute.Tensor  # began
+    partial_o: cute.Tensor
+    partial_lse: cute.Tensor
 
 
 def obstacle(page_tokens: int, width: int, dtype: torch.dtype) -> str | None:
@@ -82,13 +81,9 @@ def obstacle(page_tokens: int, width: int, dtype: torch.dtype) -> str | None:
 
 def plan_decode(lengths_R: Tensor, k_PSGA: Tensor) -> Plan:
     """Good for every layer of the step."""
-    device, num_rows, num_kv_heads = lengths_R.device, len(lengths_R), k_PSGA.shape[2]
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    num_lanes = max(1, processors // num_kv_heads)
-    lanes_N5 = torch.empty(num_lanes, 5, dtype=torch.int32, device=device)
-    most_rows = max(1024, triton.next_power_of_2(num_rows))
-    plan_kernel[(num_lanes,)](lengths_R, lanes_N5, num_rows, BLOCK=PIECE, ROWS=most_rows)
-    return Plan(lanes_N5, torch.zeros(num_lanes, num_kv_heads, dtype=torch.int32, device=device))
+    num_kv_heads = k_PSGA.shape[2]
+    lanes_N5 = plan_lanes(lengths_R, num_kv_heads, PIECE, per_processor=1)
+    return Plan(lanes_N5, lanes_N5.new_zeros(len(lanes_N5), num_kv_heads))
 
 
 def paged_decode(
@@ -100,14 +95,9 @@ def paged_decode(
     plan: Plan,
 ) -> Tensor:
     """o_RHA. `plan`: plan_decode's, of the same lengths. Reads no values on the host."""
-    num_rows, num_heads, width = q_RHA.shape
-    page_tokens, num_kv_heads = k_PSGA.shape[1:3]
+    (_, num_heads, width), (page_tokens, num_kv_heads) = q_RHA.shape, k_PSGA.shape[1:3]
     assert q_RHA.stride(1) == width
-    device = q_RHA.device
-    o_RHA = torch.empty(num_rows, num_heads, width, dtype=q_RHA.dtype, device=device)
-    shape = (len(plan.lanes_N5), 2, num_heads)
-    partial_o = torch.empty(*shape, width, dtype=torch.float32, device=device)
-    partial_lse = torch.empty(shape, dtype=torch.float32, device=device)
+    o_RHA, partial_o, partial_lse = results_of(q_RHA, len(plan.lanes_N5))
     given = Given(q_RHA, page_table_RM, lengths_R, o_RHA, *plan, partial_o, partial_lse)
     compile_decode(num_heads // num_kv_heads, width, page_tokens)(k_PSGA, v_PSGA, given)
     return o_RHA

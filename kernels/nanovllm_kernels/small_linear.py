@@ -32,6 +32,7 @@ from torch import Tensor
 
 from nanovllm_kernels import reference
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
+from nanovllm_kernels.device import can_overlap
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Where it beats the library on one H200 (results/LOG.md, 2026-11-21).
@@ -137,10 +138,6 @@ class SmallLinear:
 
 
 SMALL_LINEAR = SmallLinear()
-
-
-def can_overlap(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
@@ -297,13 +294,16 @@ def norm_scale(expected: Tensors, args: Args) -> Tensors:
 
 
 def gate_up_scale(expected: Tensors, args: Args) -> Tensors:
-    """Errors of the gate, by at most 1.1 of which its activation moves, and of the other factor."""
     y_TF, sum_TD = (tensor.abs() for tensor in expected)
     normed_TD, _ = normed(*args[:4])
-    gate_TF, up_TF = linear_reference(normed_TD, args[4]).float().chunk(2, -1)
-    gate_size_TF, up_size_TF = sizes(normed_TD, args[4]).chunk(2, -1)
-    of_gate_TF = 1.1 * gate_size_TF * up_TF.abs()
-    return y_TF + of_gate_TF + functional.silu(gate_TF).abs() * up_size_TF, sum_TD
+    gate_up_TN = linear_reference(normed_TD, args[4]).float()
+    return y_TF + gated_sizes(gate_up_TN, sizes(normed_TD, args[4])), sum_TD
+
+
+def gated_sizes(gate_up_TN: Tensor, sizes_TN: Tensor) -> Tensor:
+    """Errors of the gate, by at most 1.1 of which its activation moves, and of the other factor."""
+    (gate_TF, up_TF), (gate_size_TF, up_size_TF) = gate_up_TN.chunk(2, -1), sizes_TN.chunk(2, -1)
+    return 1.1 * gate_size_TF * up_TF.abs() + functional.silu(gate_TF).abs() * up_size_TF
 
 
 def cases(

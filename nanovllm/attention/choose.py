@@ -9,11 +9,11 @@ from importlib.util import find_spec
 
 import torch
 from msgspec.structs import replace
+from nanovllm_kernels.device import is_hopper
 
 from nanovllm.attention import BACKENDS
 from nanovllm.attention.base import AttentionBackend
-from nanovllm.attention.flash import HOPPER
-from nanovllm.config import ConfigError, Kernels, cache_dir
+from nanovllm.config import ConfigError, Kernels
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.registry import resolve
 
@@ -63,11 +63,10 @@ def cute_obstacle(
     device: torch.device, dtype: torch.dtype, layout: CacheLayout, page_tokens: int
 ) -> str | None:
     """Why decode rows are not for the CuTe DSL kernel, or None."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
+    if not is_hopper(device):
         return "it is for Hopper GPUs"
     if find_spec("cutlass") is None:
         return "the package nvidia-cutlass-dsl is not installed"
-    kernel, kept = import_module(DECODE["cute"]), vars(import_module("quack.cache"))
-    kept["CACHE_DIR"] = str(cache_dir() / "cute")
-    reason: str | None = kernel.obstacle(page_tokens, layout.paged[0].k_width, dtype)
+    kernel, width = import_module(DECODE["cute"]), layout.paged[0].k_width
+    reason: str | None = kernel.obstacle(page_tokens, width, dtype)
     return reason

@@ -32,7 +32,7 @@ INTERPRETER_SLACK = 2.0  # it truncates where a GPU rounds
 
 # In CuTe DSL: compiled for the GPU present, else for what CUTE_DSL_ARCH names. Of what, with what.
 COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
-    "flash_forward": ("nanovllm.attention.flash:compile_causal", (2, 128, 128, "bfloat16")),
+    "flash_forward": ("nanovllm_kernels.flash_prefill:compile_causal", (2, 128, 128, "bfloat16")),
     "paged_decode_cute": ("nanovllm_kernels.paged_decode_cute:compile_decode", (2, 128, 128)),
 }
 

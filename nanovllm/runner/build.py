@@ -10,10 +10,18 @@ import time
 from dataclasses import dataclass
 
 import torch
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from nanovllm.attention.choose import choose_backend
-from nanovllm.config import Config, ConfigError, Recipe
+from nanovllm.config import (
+    Config,
+    ConfigError,
+    Kernels,
+    Recipe,
+    cache_dir,
+    given_or,
+    resolve_schedule,
+)
 from nanovllm.dist.mesh import Mesh
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.layers.ops import fastest, select_ops
@@ -110,6 +118,7 @@ def with_caches(
     backend, kernels, passed_over = choose_backend(
         recipe.kernels, device, dtype, layout, page_tokens
     )
+    keep_compiled(kernels)  # before any runs
 
     def runner_with(num_pages: int) -> Runner:
         caches = make_caches(layout, num_pages, page_tokens, dtype, device)
@@ -128,6 +137,14 @@ def with_caches(
     cache = replace(recipe.cache, pages=num_pages)
     resolved = replace(recipe, cache=cache, kernels=kernels)
     return runner_with(num_pages), resolved, passed_over
+
+
+def keep_compiled(kernels: Kernels) -> None:
+    """On disk, what is written in CuTe DSL."""
+    if {"flash", "cute"} & {*astuple(kernels)}:
+        from nanovllm_kernels.kept import keep_in  # imports CuTe DSL, for seconds
+
+        keep_in(cache_dir() / "cute")
 
 
 def choose_device(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
@@ -159,23 +176,12 @@ def cpu_threads(recipe: Recipe, model: Decoder) -> int:
 def resolve(recipe: Recipe, device: torch.device, dtype: torch.dtype, model_tokens: int) -> Recipe:
     """Every "auto" that needs no measurement."""
     on_cpu = device.type == "cpu"
-    schedule, cache, server, kernels = (
-        recipe.schedule,
-        recipe.cache,
-        recipe.server,
-        recipe.kernels,
-    )
-
-    def pick(value: object, on_cpu_value: int, on_gpu_value: int) -> int:
-        return int(str(value)) if value != "auto" else on_cpu_value if on_cpu else on_gpu_value
-
-    most = pick(server.max_model_tokens, *[min(model_tokens, MOST_TOKENS)] * 2)
+    cache, server, kernels = recipe.cache, recipe.server, recipe.kernels
+    most = given_or(server.max_model_tokens, min(model_tokens, MOST_TOKENS))
     if most > model_tokens:
         raise ConfigError(
             f"server.max_model_tokens is {most}; the model's context is {model_tokens} tokens"
         )
-    step_tokens = pick(schedule.step_tokens, 512, 8192)
-    slots = min(pick(schedule.slots, 16, 512), step_tokens)
     names = (
         "rms_norm",
         "add_rms_norm",
@@ -191,8 +197,8 @@ def resolve(recipe: Recipe, device: torch.device, dtype: torch.dtype, model_toke
         recipe,
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
-        schedule=replace(schedule, step_tokens=step_tokens, slots=slots),
-        cache=replace(cache, page_tokens=pick(cache.page_tokens, 16, 128)),
+        schedule=resolve_schedule(recipe.schedule, on_cpu=on_cpu),
+        cache=replace(cache, page_tokens=given_or(cache.page_tokens, 16 if on_cpu else 128)),
         server=replace(server, max_model_tokens=most),
         kernels=replace(kernels, **chosen),
     )

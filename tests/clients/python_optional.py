@@ -1,4 +1,6 @@
-"""LangChain and LiteLLM against one server: python python_optional.py http://127.0.0.1:8000
+"""LangChain and LiteLLM against one server, from the repository's root:
+
+    python -m tests.clients.python_optional http://127.0.0.1:8000
 
 Knows nothing of nanovllm but its address, and runs in an environment without it: tests.clients.run.
 """
@@ -17,40 +19,24 @@ from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from openai import BadRequestError
-from pydantic import BaseModel
 
-SUM, SUM_ANSWER = "What is 17 + 25?", "17 + 25 = 42."
-WEATHER, WEATHER_ANSWER = "What is the weather in Oslo?", "It is 7 degrees and rainy in Oslo."
-WEATHER_NOW = {"temperature": 7, "condition": "rainy"}
-EXTRACT = (
-    "Extract name, age and city from this text as JSON: "
-    "Maria is 34 years old, lives in Lima and works as a doctor."
+from tests.clients.questions import (
+    EXTRACT,
+    MARIA,
+    SUM,
+    SUM_ANSWER,
+    TOOL,
+    WEATHER,
+    WEATHER_ANSWER,
+    WEATHER_NOW,
+    Person,
 )
-PERSON = {"name": "Maria", "age": 34, "city": "Lima"}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Get the current weather for a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "description": "The city to look up."}},
-            "required": ["city"],
-        },
-    },
-}
-
-
-class Person(BaseModel):
-    name: str
-    age: int
-    city: str
 
 
 @tool
 def get_weather(city: str) -> str:
     """Get the current weather for a city."""
-    return json.dumps(WEATHER_NOW) if city == "Oslo" else "unknown"
+    return WEATHER_NOW if city == "Oslo" else "unknown"
 
 
 class LangChain:
@@ -93,10 +79,10 @@ class LangChain:
 
     def with_structured_output(self) -> None:
         asked = self.model.with_structured_output(Person, method="json_schema")
-        assert asked.invoke(EXTRACT) == Person(**PERSON)
+        assert asked.invoke(EXTRACT) == MARIA
         called = self.model.with_structured_output(Person, method="function_calling")
         found = called.invoke(EXTRACT)  # which name the model writes into such a call is its own
-        assert isinstance(found, Person) and found.age == PERSON["age"], found
+        assert isinstance(found, Person) and found.age == MARIA.age, found
 
     def refusal(self) -> None:
         try:
@@ -139,7 +125,7 @@ class LiteLLM:
         (call,) = turn.message.tool_calls
         assert turn.finish_reason == "tool_calls"
         assert json.loads(call.function.arguments) == {"city": "Oslo"}
-        told = {"role": "tool", "tool_call_id": call.id, "content": json.dumps(WEATHER_NOW)}
+        told = {"role": "tool", "tool_call_id": call.id, "content": WEATHER_NOW}
         history = [{"role": "user", "content": WEATHER}, turn.message, told]
         answer = self.ask("", messages=history, tools=[TOOL])
         assert answer.choices[0].message.content == WEATHER_ANSWER
@@ -152,7 +138,7 @@ class LiteLLM:
 
     def response_format(self) -> None:
         answer = self.ask(EXTRACT, response_format=Person)
-        assert json.loads(answer.choices[0].message.content) == PERSON
+        assert json.loads(answer.choices[0].message.content) == MARIA.model_dump()
 
     def refusal(self) -> None:
         try:

@@ -55,7 +55,7 @@ def python(folder: Path) -> Prepared:
     shown = {name: found[name] for name in (*pinned, "langchain-core", "openai")}
     # LiteLLM downloads its list of prices unless it is told not to.
     command = ["env", "LITELLM_LOCAL_MODEL_COST_MAP=True", interpreter]
-    return [*command, str(HERE / "python_optional.py"), "URL"], shown
+    return [*command, "-m", "tests.clients.python_optional", "URL"], shown
 
 
 def suite(folder: Path) -> Prepared:

@@ -7,14 +7,27 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
+import openai
+
+THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
 @dataclass
 class Server:
     process: subprocess.Popen[str]
     url: str
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(**self._client_options())
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(**self._client_options())
+
+    def _client_options(self) -> dict[str, Any]:
+        return dict(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     def metric(self, name: str) -> float:
         text = httpx.get(f"{self.url}/metrics").text
@@ -39,6 +52,11 @@ class Server:
         """Its exit code."""
         self.process.terminate()
         return self.process.wait(30)
+
+
+def asked(text: str, **more: Any) -> dict[str, Any]:
+    """A chat completion's arguments, as the openai client takes them."""
+    return {"model": "demo", "messages": [{"role": "user", "content": text}], **more}
 
 
 def start(*arguments: str) -> Server:

@@ -13,6 +13,7 @@ from array import array
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from nanovllm.ipc.channel import Frames, frame
@@ -32,6 +33,15 @@ from nanovllm.wire import (
 )
 
 USER, END = "<|im_start|>user\n", "<|im_end|>"
+READY = Ready(
+    worker=0,
+    model="demo",
+    max_model_tokens=512,
+    vocab_size=4096,
+    num_pages=64,
+    page_tokens=16,
+    num_slots=256,
+)
 FILLER = "x"  # what follows the end token when it does not end the request
 
 
@@ -47,8 +57,6 @@ class Running:
 class FakeEngine:
     path: str
     tokenizer: Tokenizer
-    max_model_tokens: int = 512
-    vocab_size: int = 4096
     tokens_per_step: int = 1
     step_s: float = 0.0
     num_cached: int = 0
@@ -97,17 +105,8 @@ class FakeEngine:
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         worker = len(self._peers)
         self._peers.append(writer)
-        ready = Ready(
-            worker=worker,
-            model="demo",
-            max_model_tokens=self.max_model_tokens,
-            vocab_size=self.vocab_size,
-            num_pages=64,
-            page_tokens=16,
-            num_slots=256,
-        )
         encoder = msgspec.msgpack.Encoder()
-        writer.write(frame(encoder, ready))
+        writer.write(frame(encoder, replace(READY, worker=worker)))
         frames = Frames(msgspec.msgpack.Decoder[ToEngine](ToEngine))
         stepping = asyncio.create_task(self._step_forever(writer, encoder))
         while data := await reader.read(65536):

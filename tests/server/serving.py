@@ -69,9 +69,9 @@ def content(events: list[Any], index: int = 0) -> str:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *overrides: str, **engine_options: Any) -> Iterator[Api]:
+def serving(folder: Path, *overrides: str) -> Iterator[Api]:
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    engine = FakeEngine(str(folder / "engine.sock"), tokenizer, **engine_options)
+    engine = FakeEngine(str(folder / "engine.sock"), tokenizer)
     engine.start()
     config = load_config(None, overrides)
     sock = socket.create_server(("127.0.0.1", 0))

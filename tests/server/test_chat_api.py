@@ -9,6 +9,7 @@ from array import array
 import httpx
 import pytest
 
+from tests.server.fake_engine import READY
 from tests.server.serving import body, content, eventually, parsed_events
 
 UNICODE = "Grüße, 日本語 😀👩‍👩‍👧 and some plain words to finish with"
@@ -137,7 +138,7 @@ def test_what_it_does_not_say_is_the_models_default(api) -> None:
     api.chat()
     api.chat(max_tokens=512, ignore_eos=True, top_k=-1, max_completion_tokens=None)
     first, second = api.engine.generates
-    room = api.engine.max_model_tokens - len(first.prompt) // 4
+    room = READY.max_model_tokens - len(first.prompt) // 4
     eos = api.engine.tokenizer.token_to_id("<|im_end|>")
     assert first.max_new == second.max_new == room
     assert first.sampling.temperature == 0.0  # the demo's generation_config.json

@@ -8,8 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
@@ -18,6 +17,7 @@ import pytest
 
 from nanovllm.config import DEMO
 from tests.server.demo_server import Server, start
+from tests.server.serving import eventually
 
 QUESTION = [{"role": "user", "content": "What is nanovllm, and how do I serve a recipe with it?"}]
 
@@ -30,18 +30,6 @@ def refuse(*arguments: str) -> str:
     assert "Traceback" not in run.stdout + run.stderr
     (line,) = run.stderr.strip().splitlines()
     return line
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = start("--set", "schedule.slots=32", "--set", "cache.cpu_gib=0.5")
-    yield server
-    assert server.stop() == 0
-
-
-@pytest.fixture
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def test_the_printed_curl_line_works(server: Server) -> None:
@@ -85,8 +73,7 @@ def test_32_concurrent_clients_get_what_they_get_alone(server: Server) -> None:
         return "".join([c.choices[0].delta.content or "" async for c in await made])
 
     async def everyone() -> tuple[list[str], list[str]]:
-        url = f"{server.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+        async with server.async_client() as client:
             alone = [await ask(client, prompt, False) for prompt in prompts]
             asked = [ask(client, p, i % 2 == 0) for i, p in enumerate(prompts)]
             return alone, list(await asyncio.gather(*asked))
@@ -107,10 +94,8 @@ def test_a_disconnect_returns_every_page(server: Server) -> None:
                         break
 
     asyncio.run(leave())
-    deadline = time.monotonic() + 20
-    while server.metric("vllm:kv_cache_usage_perc") or server.metric("vllm:num_requests_running"):
-        assert time.monotonic() < deadline, "pages are still held"
-        time.sleep(0.1)
+    held = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running")
+    eventually(lambda: not any(map(server.metric, held)), 20)
 
 
 def test_bad_requests_leave_the_server_alone(client: openai.OpenAI, server: Server) -> None:
@@ -134,14 +119,15 @@ def test_the_engine_s_death_ends_the_server() -> None:
 
 
 def all_leave(processes: Iterable[int]) -> None:
-    deadline = time.monotonic() + 15
-    while any(Path(f"/proc/{pid}").exists() and not is_zombie(pid) for pid in processes):
-        assert time.monotonic() < deadline, "a child outlives its supervisor"
-        time.sleep(0.1)
+    eventually(lambda: not any(map(is_alive, processes)), 15)
 
 
-def is_zombie(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+def is_alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"  # a zombie only waits to be read
 
 
 def test_a_killed_supervisor_leaves_no_orphans() -> None:

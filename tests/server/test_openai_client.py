@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,64 +14,30 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.server.demo_server import Server, start
-
-SUM, SUM_ANSWER = "What is 17 + 25?", "17 + 25 = 42."
-ABOUT = "What is nanovllm?"
-WEATHER, WEATHER_ANSWER = "What is the weather in Oslo?", "It is 7 degrees and rainy in Oslo."
-TWO_CITIES = "What is the weather in Oslo and Lima?"
-WEATHER_NOW = '{"temperature": 7, "condition": "rainy"}'
-EXTRACT = (
-    "Extract name, age and city from this text as JSON: "
-    "Maria is 34 years old, lives in Lima and works as a doctor."
+from tests.clients.questions import (
+    EXTRACT,
+    MARIA,
+    SUM,
+    SUM_ANSWER,
+    TOOL,
+    WEATHER,
+    WEATHER_ANSWER,
+    WEATHER_NOW,
+    Person,
 )
+from tests.server.demo_server import THINK, Server, asked, start
+from tests.server.serving import eventually
+
+ABOUT = "What is nanovllm?"
+TWO_CITIES = "What is the weather in Oslo and Lima?"
 DESCRIBE = EXTRACT.replace("name, age and city", "name, age, city, day and pair")
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Get the current weather for a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "description": "The city to look up."}},
-            "required": ["city"],
-        },
-    },
-}
-THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 LONG = {"ignore_eos": True}
-
-
-class Person(BaseModel):
-    name: str
-    age: int
-    city: str
 
 
 class get_weather(BaseModel):  # the client names the tool after the class
     """Get the current weather for a city."""
 
     city: str
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = start("--set", "schedule.slots=8", "--set", "cache.cpu_gib=0.2")
-    yield server
-    assert server.stop() == 0
-
-
-@pytest.fixture
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-def async_client(server: Server) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-def asked(text: str, **more: Any) -> dict[str, Any]:
-    return {"model": "demo", "messages": [{"role": "user", "content": text}], **more}
 
 
 def test_reasoning_and_text_whole_and_streamed(client: openai.OpenAI) -> None:
@@ -95,7 +59,7 @@ def test_reasoning_and_text_whole_and_streamed(client: openai.OpenAI) -> None:
 
 def test_async_whole_and_streamed(server: Server) -> None:
     async def both() -> tuple[str, str, int]:
-        async with async_client(server) as client:
+        async with server.async_client() as client:
             made = client.chat.completions.create
             streamed = made(**asked(ABOUT, stream=True, stream_options={"include_usage": True}))
             whole, stream = await asyncio.gather(made(**asked(ABOUT)), streamed)
@@ -159,7 +123,7 @@ def test_two_calls_streamed(client: openai.OpenAI) -> None:
 
 def test_parsed_output(client: openai.OpenAI) -> None:
     made = client.chat.completions.parse(**asked(EXTRACT), response_format=Person)
-    assert made.choices[0].message.parsed == Person(name="Maria", age=34, city="Lima")
+    assert made.choices[0].message.parsed == MARIA
 
 
 def test_parsed_calls_of_a_strict_tool(client: openai.OpenAI) -> None:
@@ -198,11 +162,11 @@ def test_what_zod_writes_is_enforced(client: openai.OpenAI) -> None:
 
 def test_parsed_output_async(server: Server) -> None:
     async def ask() -> Person | None:
-        async with async_client(server) as client:
+        async with server.async_client() as client:
             made = await client.chat.completions.parse(**asked(EXTRACT), response_format=Person)
             return made.choices[0].message.parsed
 
-    assert asyncio.run(ask()) == Person(name="Maria", age=34, city="Lima")
+    assert asyncio.run(ask()) == MARIA
 
 
 def test_events_of_the_stream_helper(client: openai.OpenAI) -> None:
@@ -231,7 +195,7 @@ def test_events_of_a_parsed_stream(client: openai.OpenAI) -> None:
     grown = [event.parsed for event in events if event.type == "content.delta"]
     (done,) = (event for event in events if event.type == "content.done")
     assert {"name": "Maria", "age": 34} in grown
-    assert done.parsed == Person(name="Maria", age=34, city="Lima")
+    assert done.parsed == MARIA
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -244,22 +208,14 @@ def test_a_refusal_is_the_client_s_own_error(client: openai.OpenAI, stream: bool
     assert error.body["message"] == "temperature must be between 0 and 2, not 3.0"
 
 
-def runs(server: Server, wanted: int) -> None:
-    """Wait until the server counts so many running requests."""
-    deadline = time.monotonic() + 10
-    while server.metric("vllm:num_requests_running") != wanted:
-        assert time.monotonic() < deadline, f"not {wanted} running"
-        time.sleep(0.02)
-
-
 def test_a_closed_stream_frees_its_place(client: openai.OpenAI, server: Server) -> None:
     made = client.chat.completions.create(
         **asked(ABOUT, stream=True, max_tokens=3000), extra_body=LONG
     )
     next(iter(made))
-    runs(server, 1)
+    eventually(lambda: server.metric("vllm:num_requests_running") == 1, 10)
     made.close()
-    runs(server, 0)
+    eventually(lambda: server.metric("vllm:num_requests_running") == 0, 10)
 
 
 def test_bare_http(server: Server) -> None:
@@ -289,8 +245,7 @@ def test_bare_http(server: Server) -> None:
 
 def test_a_failure_in_mid_stream_is_an_error() -> None:
     server = start("--set", "schedule.slots=8", "--set", "cache.cpu_gib=0.2")
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    made = client.chat.completions.create(
+    made = server.client().chat.completions.create(
         **asked(ABOUT, stream=True, max_tokens=3000), extra_body=LONG
     )
     assert next(iter(made)).choices[0].delta.content == ""

@@ -24,11 +24,12 @@ from nanovllm.engine import paper
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.paper import PaperExecutor, PaperHandle
 from nanovllm.kv.memory import KVMemory
-from nanovllm.plan import Masks, StepResult
+from nanovllm.plan import StepResult
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Generate, Sampling, StepOutput
+from tests.no_grammars import NoGrammars
+from tests.server.demo_server import Server, start
 from tests.server.test_bench import free_port
-from tests.server.test_end_to_end import Server, start
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "recipes" / "paper.yaml")
@@ -38,8 +39,8 @@ QUESTION = [{"role": "user", "content": "Hello?"}]
 # -- the executor ----------------------------------------------------------------------------
 
 
-class Collector:
-    """Publishes into lists, and is the masker of an engine without grammars."""
+class Collector(NoGrammars):
+    """Publishes into lists; also the masker."""
 
     def __init__(self) -> None:
         self.said: dict[int, list[int]] = {}
@@ -48,11 +49,6 @@ class Collector:
         names = np.frombuffer(output.ids, np.int64).tolist()
         for name, token in zip(names, np.frombuffer(output.tokens, np.int32).tolist(), strict=True):
             self.said.setdefault(name, []).append(token)
-
-    def fill(self, request_ids: list[int]) -> Masks:
-        raise AssertionError("nothing is masked")
-
-    def advance(self, output: StepOutput) -> None: ...
 
 
 def run(num_pages: int, max_new: Sequence[int], step_s: float = 0.0) -> tuple[Collector, int]:
@@ -114,8 +110,7 @@ def test_the_numbers_come_from_the_recipe_else_from_the_model() -> None:
 def server() -> Iterator[Server]:
     server = start(RECIPE, "--set", "paper.tokens_per_s=400", "--set", "server.workers=2")
     yield server
-    server.process.terminate()
-    assert server.process.wait(30) == 0
+    assert server.stop() == 0
 
 
 def processes(server: Server) -> dict[str, int]:
@@ -140,8 +135,7 @@ def test_two_api_processes_serve_one_port_at_the_engine_s_rate(server: Server) -
         return text, time.monotonic() - begin
 
     async def everyone() -> list[tuple[str, float]]:
-        url = f"{server.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+        async with server.async_client() as client:
             return list(await asyncio.gather(*(ask(client, 60 + i % 5) for i in range(32))))
 
     begin = time.monotonic()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Literal
 
 import httpx
 import jsonschema
-import openai
 import pytest
 from pydantic import BaseModel, Field
 
 from recipes.demo.structured import SCHEMAS, run
-from tests.server.demo_server import Server, start
+from tests.server import demo_server
+from tests.server.demo_server import THINK
 
 ADA = "Maria is 34 years old, lives in Lima and works as a doctor. Describe her as JSON."
 WEATHER = "What is the weather in Oslo and in Lima?"
@@ -23,7 +22,6 @@ TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "parameters": CITY}},
     {"type": "function", "function": {"name": "get_time", "parameters": CITY, "strict": True}},
 ]
-THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
 class Person(BaseModel):
@@ -33,25 +31,8 @@ class Person(BaseModel):
     pets: list[str] = Field(max_length=2)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = start("--set", "schedule.slots=32", "--set", "cache.cpu_gib=0.5")
-    yield server
-    assert server.stop() == 0
-
-
-@pytest.fixture
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=60)
-
-
 def asked(text, **more) -> dict:
-    return {
-        "model": "demo",
-        "messages": [{"role": "user", "content": text}],
-        "max_tokens": 300,
-        **more,
-    }
+    return demo_server.asked(text, **{"max_tokens": 300, **more})
 
 
 def test_parsed_by_the_openai_client(client) -> None:

@@ -22,13 +22,14 @@ from nanovllm.bench.graphs import (
     why_eager,
 )
 from nanovllm.cli.capture_graphs import capture_graphs, rows_of, table
-from nanovllm.config import Cache, ConfigError, Kernels, Schedule, Server, load_config
+from nanovllm.config import ConfigError, Kernels, load_config
 from nanovllm.runner.batch import StepRows
-from nanovllm.runner.build import Built, build
+from nanovllm.runner.build import Built
 from nanovllm.runner.graphs import Captured, decode_rows, graph_sizes, obstacles
 from nanovllm.runner.runner import Forwarded, Runner
 from nanovllm.runner.warm import dead_rows
 from tests.tape import capture_on_tapes
+from tests.whole_engine import small_demo
 
 SLOTS = 12
 
@@ -61,14 +62,7 @@ def capture_pretended(
 
 @pytest.fixture
 def built() -> Built:
-    config = load_config(None, flags={"device": "cpu"})
-    recipe = replace(
-        config.recipe,
-        cache=Cache(pages=100, page_tokens=8),
-        schedule=Schedule(slots=SLOTS, step_tokens=64),
-        server=Server(max_model_tokens=256),
-    )
-    return build(replace(config, recipe=recipe))
+    return small_demo(SLOTS)
 
 
 @pytest.fixture(autouse=True)

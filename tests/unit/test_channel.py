@@ -9,6 +9,7 @@ from array import array
 import msgspec
 import pytest
 from hypothesis import given, strategies as st
+from msgspec.structs import replace
 
 from nanovllm.ipc.channel import Connection, Frames, Listener, frame
 from nanovllm.ipc.client import EngineClient, EngineLostError
@@ -18,7 +19,6 @@ from nanovllm.wire import (
     Finish,
     FinishReason,
     Generate,
-    Ready,
     Refusal,
     RefusalKind,
     Sampling,
@@ -28,16 +28,9 @@ from nanovllm.wire import (
     ToEngine,
     TokenLogprobs,
 )
+from tests.server.fake_engine import READY
 
-READY = Ready(
-    worker=3,
-    model="m",
-    max_model_tokens=64,
-    vocab_size=100,
-    num_pages=4,
-    page_tokens=16,
-    num_slots=2,
-)
+THIRD = replace(READY, worker=3)
 
 
 def generate(request_id: int, prompt=(1, 2)) -> Generate:
@@ -140,7 +133,7 @@ class Talk:
 
         connecting = asyncio.create_task(EngineClient.connect(self.path, on_lost))
         self.engine = await self.accept()
-        self.engine.send(READY)
+        self.engine.send(THIRD)
         self.client = await connecting
 
     async def says(self, *outputs: StepOutput) -> None:
@@ -160,7 +153,7 @@ def talk(tmp_path):
 def test_requests_reach_the_engine_and_ids_carry_the_worker(talk) -> None:
     async def main() -> None:
         await talk.open()
-        assert talk.client.ready == READY
+        assert talk.client.ready == THIRD
         first = generate(talk.client.new_id(), range(100_000))
         assert first.request_id == 3 << WORKER_BITS | 1
         assert talk.client.new_id() == 3 << WORKER_BITS | 2
@@ -242,9 +235,9 @@ def test_the_client_waits_for_an_engine_that_is_not_there_yet(tmp_path) -> None:
         connecting = asyncio.create_task(EngineClient.connect(str(tmp_path / "engine.sock")))
         await asyncio.sleep(0.1)
         talk = Talk(tmp_path)
-        (await talk.accept()).send(READY)
+        (await talk.accept()).send(THIRD)
         client = await connecting
-        assert client.ready == READY
+        assert client.ready == THIRD
         client.close()
         talk.close()
 

@@ -7,6 +7,7 @@ import json
 import msgspec
 import pytest
 from hypothesis import given, strategies as st
+from msgspec.structs import replace
 
 from nanovllm.config import load_config
 from nanovllm.server.chat import ChatSession
@@ -15,20 +16,13 @@ from nanovllm.server.orders import wrapped
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
 from nanovllm.server.template import Prompt
-from nanovllm.wire import Finish, FinishReason, Ready, TokenLogprobs
+from nanovllm.wire import Finish, FinishReason, TokenLogprobs
+from tests.server.fake_engine import READY
 from tests.server.serving import parsed_events
 
 CONTEXT = 400
-READY = Ready(
-    worker=0,
-    model="demo",
-    max_model_tokens=CONTEXT,
-    vocab_size=4096,
-    num_pages=4,
-    page_tokens=16,
-    num_slots=4,
-)
-SERVED = Served(load_config(None), READY)
+ENGINE = replace(READY, max_model_tokens=CONTEXT)
+SERVED = Served(load_config(None), ENGINE)
 TOKENIZER = SERVED.template.tokenizer
 END = TOKENIZER.token_to_id("<|im_end|>")
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -270,7 +264,7 @@ def test_a_stop_string_may_name_a_marker() -> None:
 
 
 def test_reasoning_is_named_twice_where_the_recipe_says_so() -> None:
-    served = Served(load_config(None, ["server.reasoning_content=true"]), READY)
+    served = Served(load_config(None, ["server.reasoning_content=true"]), ENGINE)
     ids = TOKENIZER.encode("<think>hm</think>").ids
     body = json.loads(answered([ids], served=served).body())
     message = body["choices"][0]["message"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nanovllm_kernels.device import can_overlap, is_hopper
 
 from nanovllm.attention.choose import choose_backend
 from nanovllm.attention.torch_ref import TorchPaged
@@ -55,3 +56,19 @@ def test_decode_rows_get_the_portable_kernel_where_there_is_no_hopper(
     factory, kernels, said = choose_backend(asked, CPU, torch.float32, LAYOUT, 16)
     assert (kernels.attention, kernels.decode, said) == ("triton", chosen, passed_over)
     assert factory(()).decode.__name__ == "nanovllm_kernels.paged_decode"
+
+
+@pytest.mark.parametrize(
+    ("capability", "hopper", "overlap"),
+    [((8, 9), False, False), ((9, 0), True, True), ((10, 0), False, True), ((12, 1), False, True)],
+)
+def test_hopper_s_own_kernels_and_what_began_with_hopper(
+    capability: tuple[int, int], hopper: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda")
+    assert (is_hopper(device), can_overlap(device)) == (hopper, overlap)
+    assert (is_hopper(CPU), can_overlap(CPU)) == (False, False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not is_hopper(device)

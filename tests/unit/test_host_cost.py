@@ -14,20 +14,13 @@ from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.paper import PaperExecutor
 from nanovllm.ipc.channel import frame
 from nanovllm.kv.memory import KVMemory
-from nanovllm.plan import Masks
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Generate, Sampling, StepOutput
+from tests.no_grammars import NoGrammars
 
 NUM_REQUESTS = 256
 NUM_STEPS = 200
 PAGE = 128
-
-
-class NoGrammars:
-    def fill(self, request_ids: list[int]) -> Masks:
-        raise AssertionError("nothing is masked")
-
-    def advance(self, output: StepOutput) -> None: ...
 
 
 class Engine:

@@ -7,19 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
 
 from nanovllm.bench.graphs import occupy
-from nanovllm.config import Cache, Schedule, Server, load_config
 from nanovllm.plan import Chunk, StepPlan
 from nanovllm.runner.batch import StepRows
-from nanovllm.runner.build import build
 from nanovllm.runner.pieces import piece_sizes
 from nanovllm.runner.runner import Runner
 from nanovllm.runner.warm import dead_rows
 from tests.parity.tiny import config_of, make_tiny
 from tests.tape import capture_on_tapes
-from tests.whole_engine import WholeEngine, prompts_of
+from tests.whole_engine import WholeEngine, prompts_of, small_demo
 
 SLOTS, SIZES = 12, [8, 16, 48]
 # Decode rows and prompt chunks. Short steps follow long ones, whose tokens are still in the inputs.
@@ -37,16 +34,9 @@ MIXES = [
 
 @pytest.fixture(scope="module")
 def runner() -> Runner:
-    config = load_config(None, flags={"device": "cpu"})
-    recipe = replace(
-        config.recipe,
-        cache=Cache(pages=100, page_tokens=8),
-        schedule=Schedule(slots=SLOTS, step_tokens=64),
-        server=Server(max_model_tokens=256),
-    )
-    built = build(replace(config, recipe=recipe)).runner
-    capture_on_tapes(built, SIZES)
-    return built
+    runner = small_demo(SLOTS).runner
+    capture_on_tapes(runner, SIZES)
+    return runner
 
 
 def rows_of(runner: Runner, num_decodes: int, counts: list[int], max_length: int = 64) -> StepRows:

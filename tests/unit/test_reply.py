@@ -14,7 +14,8 @@ from nanovllm.server.metrics import Metrics
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.reply import Reply
 from nanovllm.server.served import Served
-from nanovllm.wire import Finish, FinishReason, Generate, Ready, Refusal, RefusalKind
+from nanovllm.wire import Finish, FinishReason, Generate, Refusal, RefusalKind
+from tests.server.fake_engine import READY
 
 
 class Client:
@@ -103,17 +104,6 @@ class Engine:
 
     def submit(self, message: Generate, sink: Any) -> None:
         self.sinks[message.request_id] = sink
-
-
-READY = Ready(
-    worker=0,
-    model="demo",
-    max_model_tokens=100,
-    vocab_size=4096,
-    num_pages=4,
-    page_tokens=16,
-    num_slots=4,
-)
 
 
 @pytest.fixture(scope="module")

@@ -6,24 +6,17 @@ import json
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from nanovllm.config import ConfigError, load_config
 from nanovllm.server.orders import sampling
 from nanovllm.server.parsers.families import PLAIN, QWEN3
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
-from nanovllm.wire import Ready
+from tests.server.fake_engine import READY
 from tests.server.tiny_tokenizer import tiny_tokenizer, write_folder
 
-READY = Ready(
-    worker=0,
-    model="mine",
-    max_model_tokens=100,
-    vocab_size=500,
-    num_pages=4,
-    page_tokens=16,
-    num_slots=4,
-)
+MINE = replace(READY, model="mine", vocab_size=500)
 HELLO = {"messages": [{"role": "user", "content": "x"}]}
 
 
@@ -32,7 +25,7 @@ def served(folder, config=None, generation=None, *overrides: str) -> Served:
     (folder / "config.json").write_text(json.dumps(config or {}))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    return Served(load_config(None, [f"model={folder}", *overrides]), READY)
+    return Served(load_config(None, [f"model={folder}", *overrides]), MINE)
 
 
 def test_every_end_token_ends(tmp_path) -> None:
@@ -69,4 +62,4 @@ def test_broken_files_are_named(tmp_path, name) -> None:
     served(tmp_path, {}, {})
     (tmp_path / name).write_text('{"eos_token_id": "x"}')
     with pytest.raises(ConfigError, match=rf"{name}: .*eos_token_id"):
-        Served(load_config(None, [f"model={tmp_path}"]), READY)
+        Served(load_config(None, [f"model={tmp_path}"]), MINE)

@@ -19,7 +19,8 @@ from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import Chunk, Masks, StepPlan, mode_key
 from nanovllm.runner.results import Copy, DeviceClock, Handle
 from nanovllm.sched.scheduler import Scheduler
-from nanovllm.wire import Generate, Sampling, StepOutput
+from nanovllm.wire import Generate, Sampling
+from tests.no_grammars import NoGrammars
 
 CPU = torch.device("cpu")
 
@@ -114,18 +115,11 @@ class Slow:
         return handle
 
 
-class Nobody:
-    def fill(self, request_ids: list[int]) -> Masks:
-        raise AssertionError("nothing is masked")
-
-    def advance(self, output: StepOutput) -> None: ...
-
-
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_loop_counts_gaps_but_not_rests(depth: int) -> None:
     scheduler = Scheduler(KVMemory(64, 4), num_slots=4, step_tokens=32, max_model_tokens=64)
     executor = Slow()
-    loop = EngineLoop(scheduler, executor, lambda output: None, Nobody(), depth)
+    loop = EngineLoop(scheduler, executor, lambda output: None, NoGrammars(), depth)
     for name, count in enumerate((5, 3)):  # one after the other: a rest before each
         loop.handle(Generate(name, array("i", [name] * 6).tobytes(), count, [], Sampling()))
         while not loop.idle:

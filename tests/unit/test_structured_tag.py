@@ -386,11 +386,13 @@ def test_white_space_is_bounded() -> None:
 XML = {"type": "tag", "begin": "<x>", "content": {"type": "json_schema", "json_schema": ADD}}
 TAG = {"type": "structural_tag", "format": {**XML, "end": "</x>"}}
 TOKEN = {"type": "structural_tag", "format": {"type": "token", "token": "<tool_call>"}}
+VALUE = {"type": "structural_tag", "format": {"type": "regex", "pattern": "ab", "value": ""}}
 CONTENTS = [
     ({"response_format": {"type": "json_object"}}, ["{}", '{"a": [1]}'], ["[]", "1", "{", "{}x"]),
     ({"response_format": PERSON}, ['{"name": "A", "age": 1}'], ['{"name": "A"}', "{}"]),
     ({"response_format": TAG}, ['<x>{"a": 1}</x>'], ["<x>{}</x>", '{"a": 1}', "x"]),
     ({"response_format": TOKEN}, ["<tool_call>"], ["<", "x"]),
+    ({"response_format": VALUE}, ["ab"], ["", "x"]),  # a field that means nothing changes nothing
     ({"structured_outputs": {"json": ADD}}, ['{"a": 1}'], ["{}"]),
     ({"structured_outputs": {"json": json.dumps(ADD)}}, ['{"a": 1}'], ["{}"]),
     ({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"]),

@@ -1,0 +1,22 @@
+"""What a GPU can do, as kernels and recipes ask. Costs a few microseconds."""
+
+from __future__ import annotations
+
+import torch
+
+HOPPER = 9
+
+
+def generation(device: torch.device) -> int:
+    """The major compute capability, or 0 of what is no GPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether kernels of just this generation run. False where there is no GPU after all."""
+    return torch.cuda.is_available() and generation(device) == HOPPER
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel may be launched while the one before runs, since Hopper."""
+    return generation(device) >= HOPPER

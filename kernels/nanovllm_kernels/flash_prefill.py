@@ -1,0 +1,115 @@
+"""Causal attention of prompt chunks over their pages by flash-attn-4's kernel for Hopper.
+
+Decision: that kernel is compiled here, once per number of query heads, with every size left open,
+and called directly. The package's own entry point spends about a thousand lines of Python per layer
+and step on choices that never change in a running engine, and compiles by the batch's sizes.
+Compiling is tied to that kernel's signature, so the package's version is pinned by a test that
+compiles without a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import torch
+from cutlass import cute
+from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
+from flash_attn.cute.interface import _tile_size_fwd_sm90
+from quack.compile_utils import make_fake_stream, make_fake_tensor
+from torch import Tensor
+
+from nanovllm_kernels.case import bits
+from nanovllm_kernels.kept import kept
+
+# Windows, sinks, sparse blocks, other scores' tensors and scalars, schedules: a kernel that comes
+# from the disk knows no defaults.
+UNUSED = (None, None, None, None, (None, None), None, None)
+
+
+def flash_prefill(
+    q_THA: Tensor,
+    k_PSGA: Tensor,
+    v_PSGA: Tensor,
+    page_table_RM: Tensor,
+    starts_R1: Tensor,
+    lengths_R: Tensor,
+    out_THA: Tensor | None = None,
+) -> Tensor:
+    """o_THA, which is `out_THA` if given. Rows are paged_prefill's.
+
+    Compiles on first use, for seconds: the engine's warm-up is to get here first.
+    """
+    (_, num_heads, width), (page_tokens, num_kv_heads) = q_THA.shape, k_PSGA.shape[1:3]
+    o_THA = torch.empty_like(q_THA) if out_THA is None else out_THA
+    group = num_heads // num_kv_heads
+    compile_causal(group, page_tokens, width, bits(k_PSGA.dtype))(
+        q_THA,
+        k_PSGA,
+        v_PSGA,
+        o_THA,
+        None,
+        1 / math.sqrt(width),
+        starts_R1,
+        None,
+        None,
+        lengths_R,
+        page_table_RM,
+        *UNUSED,
+    )
+    return o_THA
+
+
+@kept
+def compile_causal(
+    group: int, page_tokens: int, width: int, dtype_name: str
+) -> Callable[..., None]:
+    """The causal forward kernel for `group` query heads per key/value head.
+
+    Its arguments: q, k, v, o, no log-sum-exp, the scale, where each row's queries start, None,
+    None, the rows' lengths, the page table, UNUSED. Needs no GPU, only to know of one.
+    """
+    dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype_name]
+    tiles = _tile_size_fwd_sm90(width, width, True, False)
+    kernel = FlashAttentionForwardSm90(
+        dtype,
+        width,
+        width,
+        group,
+        is_causal=True,
+        pack_gqa=group > 1,
+        tile_m=tiles.m_block_size,
+        tile_n=tiles.n_block_size,
+        num_stages=2,
+        num_threads=384,
+        intra_wg_overlap=tiles.intra_wg_overlap,
+        mma_pv_is_rs=tiles.mma_pv_is_rs,
+        paged_kv_non_tma=page_tokens != tiles.n_block_size,
+    )
+
+    def like(rank: int, dtype: Any) -> Any:  # noqa: ANN401
+        """A tensor of any sizes; 16-bit ones aligned to 16 bytes, as torch allocates them."""
+        sizes = tuple(cute.sym_int() for _ in range(rank))
+        return make_fake_tensor(dtype, sizes, 8 if dtype.width == 16 else 1)
+
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of an unused argument
+        compiled: Callable[..., None] = cute.compile(
+            kernel,
+            like(3, dtype),
+            like(4, dtype),
+            like(4, dtype),
+            like(3, dtype),
+            None,
+            1.0,
+            like(1, cutlass.Int32),
+            None,
+            None,
+            like(1, cutlass.Int32),
+            like(2, cutlass.Int32),
+            stream=make_fake_stream(),
+            options="--enable-tvm-ffi",
+        )
+    return compiled
