@@ -46,6 +46,7 @@ class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Schedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     slots: int | Auto = "auto"  # most requests on the device at once; auto: 16 on a CPU, else 512
     step_tokens: int | Auto = "auto"  # token budget of a step; auto: 512 on a CPU, else 8192
+    mixed_step_tokens: int | Auto = "auto"  # of a step that also decodes; auto: step_tokens
     depth: int = 1  # steps planned ahead of the device; 0 = never overlap
     max_queue: int = 4096  # waiting requests beyond which a new one is refused (503)
     ageing_steps: int = 256  # a waiting request gains one priority level in so many steps
@@ -189,6 +190,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "cache.cpu_gib": (0.001, 4096),
     "schedule.slots": (1, 4096),
     "schedule.step_tokens": (1, 1 << 20),
+    "schedule.mixed_step_tokens": (1, 1 << 20),
     "schedule.depth": (0, 4),
     "schedule.max_queue": (0, 1 << 20),
     "schedule.ageing_steps": (1, 1 << 20),
@@ -208,6 +210,18 @@ def _check_ranges(recipe: Recipe) -> None:
         value = getattr(getattr(recipe, section), key)
         if value != "auto" and not low <= value <= high:
             raise ConfigError(f"{path} is {value}; it must be between {low} and {high}")
+
+
+def given_or(value: int | Auto, otherwise: int) -> int:
+    return otherwise if value == "auto" else value
+
+
+def resolve_schedule(schedule: Schedule, *, on_cpu: bool) -> Schedule:
+    """Without any "auto". No step has more than step_tokens."""
+    most = given_or(schedule.step_tokens, 512 if on_cpu else 8192)
+    mixed = min(given_or(schedule.mixed_step_tokens, most), most)
+    slots = min(given_or(schedule.slots, 16 if on_cpu else 512), most)
+    return structs.replace(schedule, slots=slots, step_tokens=most, mixed_step_tokens=mixed)
 
 
 def _locate(recipe: Recipe, base: Path, source: str, changed: dict[str, Any]) -> Config:

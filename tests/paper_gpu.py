@@ -129,7 +129,7 @@ class PaperGPU:
         self.steps = 0
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
-        self.most_tokens = 0  # any step fed
+        self.fed: list[tuple[int, int]] = []  # by each step: tokens of decode rows, of chunks
         self.unsampled: PaperHandle | None = None
 
     def launch(self, plan: StepPlan) -> PaperHandle:
@@ -147,7 +147,8 @@ class PaperGPU:
         rows = [(slot, 1 + plan.num_drafts, plan.num_drafts, True, -1) for slot in self.decodes]
         rows += [(c.slot, c.num_tokens, 0, c.samples, c.save_to) for c in plan.chunks]
         assert len({row[0] for row in rows}) == len(rows), "a slot has two rows"
-        self.most_tokens = max(self.most_tokens, sum(row[1] for row in rows))
+        num_decoded = plan.num_decodes * (1 + plan.num_drafts)
+        self.fed.append((num_decoded, sum(row[1] for row in rows) - num_decoded))
         assert self.unsampled is None, "launched behind a step that was not sampled"
         to_sample = []
         for slot_id, num_tokens, num_drafts, samples, save_to in reversed(rows):

@@ -13,6 +13,7 @@ from nanovllm.engine.loop import EngineLoop
 from nanovllm.kv.memory import KVMemory
 from nanovllm.kv.pages import PagePool
 from nanovllm.plan import StepResult
+from nanovllm.sched.policy import prompt_budget
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Abort, FinishReason, Generate, RefusalKind, Sampling, StepOutput
 from tests.paper_gpu import VOCAB, PaperGPU, PaperMasker, ids, solo_run
@@ -61,6 +62,7 @@ class Harness:
         num_pages: int,
         num_slots: int,
         budget: int,
+        mixed: int = 1000,
         depth: int = 1,
         checkpoints: int = 0,
         drafts: int = 0,
@@ -68,12 +70,13 @@ class Harness:
         max_queue: int = 1000,
         ageing: int = 3,
     ) -> None:
-        self.budget = budget
+        self.budget, self.mixed = budget, mixed
         self.memory = KVMemory(num_pages, PAGE, checkpoints, prefix=prefix)
         self.scheduler = Scheduler(
             self.memory,
             num_slots=num_slots,
             step_tokens=budget,
+            mixed_step_tokens=mixed,
             max_model_tokens=4096,
             num_drafts=drafts,
             max_queue=max_queue,
@@ -113,7 +116,9 @@ class Harness:
     def step(self) -> None:
         self.loop.step()
         self.scheduler.check()
-        assert self.gpu.most_tokens <= self.budget
+        for decoded, fed in self.gpu.fed[-1:]:
+            assert decoded + fed <= self.budget
+            assert not decoded or fed <= max(self.mixed - decoded, -(-self.mixed // 4))
 
     def finish_all(self, most_steps: int = 4000) -> None:
         for _ in range(most_steps):
@@ -129,6 +134,7 @@ class Harness:
     num_pages=st.integers(8, 14),
     num_slots=st.integers(1, 5),
     budget=st.integers(1, 20),
+    mixed=st.integers(1, 20),
     depth=st.integers(0, 2),
     drafts=st.sampled_from([0, 1, 3]),
     checkpoints=st.sampled_from([0, 1, 3]),
@@ -149,6 +155,7 @@ class Harness:
     num_pages=10,
     num_slots=2,
     budget=3,
+    mixed=3,
     depth=2,
     drafts=1,
     checkpoints=3,
@@ -161,6 +168,7 @@ def test_batching_never_changes_the_text(
     num_pages,
     num_slots,
     budget,
+    mixed,
     depth,
     drafts,
     checkpoints,
@@ -172,6 +180,7 @@ def test_batching_never_changes_the_text(
         num_pages=num_pages,
         num_slots=num_slots,
         budget=budget,
+        mixed=mixed,
         depth=depth,
         checkpoints=checkpoints,
         drafts=drafts,
@@ -252,6 +261,50 @@ def test_a_long_prompt_never_stalls_running_streams() -> None:
     assert 1 not in harness.finish
     harness.finish_all()
     assert harness.finish[1] == FinishReason.LENGTH
+
+
+def test_a_step_that_decodes_has_a_budget_of_its_own() -> None:
+    harness = Harness(num_pages=400, num_slots=4, budget=64, mixed=24)
+    harness.say(generate(0, [1] * 130, 12))
+    harness.say(generate(1, [2] * 200, 12))
+    harness.finish_all()
+    both, one = [(2, 0)] * 5, [(1, 0)] * 6
+    assert harness.gpu.fed == [(0, 64)] * 3 + [(1, 23)] * 6 + both + one
+    assert [len(harness.text[i]) for i in (0, 1)] == [12, 12]
+
+
+def test_more_decode_rows_than_the_budget_stop_neither_themselves_nor_prompts() -> None:
+    harness = Harness(num_pages=400, num_slots=9, budget=64, mixed=6)
+    for i in range(8):
+        harness.say(generate(i, [i] * 5, 40))
+    for _ in range(3):
+        harness.step()
+    harness.say(generate(8, [9] * 30, 1))
+    before = len(harness.text[0])
+    for _ in range(15):
+        harness.step()
+    assert harness.gpu.fed[-15:] == [(8, 2)] * 15  # a quarter of the budget, rounded up
+    assert [len(harness.text[i]) for i in range(8)] == [before + 15] * 8
+    harness.step()
+    assert harness.finish == {8: FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "mixed", "decoded", "prompt"),
+    [
+        (8192, 4096, 1, 4095),
+        (8192, 4096, 512, 3584),
+        (8192, 512, 384, 128),
+        (8192, 512, 385, 128),
+        (8192, 512, 512, 128),
+        (8192, 1, 512, 1),
+        (8192, 8192, 512, 7680),
+        (512, 512, 500, 12),  # never beyond step_tokens, not even for the quarter
+        (512, 512, 512, 0),
+    ],
+)
+def test_the_prompt_budget_beside_decode_rows(step_tokens, mixed, decoded, prompt) -> None:
+    assert prompt_budget(step_tokens, mixed, decoded) == prompt
 
 
 def test_the_least_urgent_is_preempted() -> None:

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from nanovllm.config import Config, ConfigError, Recipe
+from nanovllm.config import Config, ConfigError, Recipe, given_or, resolve_schedule
 from nanovllm.plan import Int32, Masks, StepPlan, StepResult, mode_key
 
 SENTENCE = " These words come from an engine made of paper, which has nothing to think about."
@@ -95,19 +95,14 @@ def build(config: Config) -> tuple[PaperExecutor, Recipe, int]:
 
 def resolve(recipe: Recipe, model_tokens: int) -> Recipe:
     """The numbers of a GPU, and pages for every slot: paper is cheap."""
-
-    def pick(value: object, otherwise: int) -> int:
-        return otherwise if value == "auto" else int(str(value))
-
-    schedule, cache, server = recipe.schedule, recipe.cache, recipe.server
-    most = pick(server.max_model_tokens, min(model_tokens, MOST_TOKENS))
-    step_tokens = pick(schedule.step_tokens, 8192)
-    slots = min(pick(schedule.slots, 512), step_tokens)
-    page_tokens = pick(cache.page_tokens, 128)
-    pages = pick(cache.pages, slots * -(-most // page_tokens))
+    cache, server = recipe.cache, recipe.server
+    most = given_or(server.max_model_tokens, min(model_tokens, MOST_TOKENS))
+    schedule = resolve_schedule(recipe.schedule, on_cpu=False)
+    page_tokens = given_or(cache.page_tokens, 128)
+    pages = given_or(cache.pages, int(schedule.slots) * -(-most // page_tokens))
     return replace(
         recipe,
-        schedule=replace(schedule, step_tokens=step_tokens, slots=slots),
+        schedule=schedule,
         cache=replace(cache, page_tokens=page_tokens, pages=pages),
         server=replace(server, max_model_tokens=most),
     )

@@ -49,6 +49,7 @@ def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[
         memory,
         num_slots=int(recipe.schedule.slots),
         step_tokens=int(recipe.schedule.step_tokens),
+        mixed_step_tokens=int(recipe.schedule.mixed_step_tokens),
         max_model_tokens=int(recipe.server.max_model_tokens),
         max_queue=recipe.schedule.max_queue,
         ageing_steps=recipe.schedule.ageing_steps,

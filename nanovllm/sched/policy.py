@@ -1,4 +1,4 @@
-"""Who goes first: the order of the queue, and with it of preemption. Knows no pages."""
+"""Who goes first, in the queue and in preemption, and with how many tokens. Knows no pages."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ def urgency(priority: int, step: int, arrival: int, ageing_steps: int) -> tuple[
     two requests never changes and the key can be fixed at arrival: no starvation, no re-sorting.
     """
     return (priority * ageing_steps + step, arrival)
+
+
+def prompt_budget(step_tokens: int, mixed_step_tokens: int, num_decoded: int) -> int:
+    """Prompt tokens of a step whose decode rows feed `num_decoded` tokens (at least one).
+
+    As many as fill up `mixed_step_tokens` but at least a quarter of it, so that prompts go on
+    beside any number of rows; never more than fill up `step_tokens`.
+    """
+    share = max(mixed_step_tokens - num_decoded, -(-mixed_step_tokens // 4))
+    return min(share, step_tokens - num_decoded)
 
 
 def _key(request: Request) -> tuple[int, int]:

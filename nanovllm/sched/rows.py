@@ -33,7 +33,7 @@ def rows_of(requests: list[Request]) -> Rows:
 class Plan:
     """A StepPlan under construction."""
 
-    budget: int  # tokens left
+    budget: int  # prompt tokens it may still take
     admits: list[Admit] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)

@@ -12,10 +12,11 @@ decode costs a few array operations a step and some 0.3 us a row.
 from __future__ import annotations
 
 import numpy as np
+from msgspec.structs import replace
 
 from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import Admit, Chunk, Grant, StepPlan, StepResult
-from nanovllm.sched.policy import Line, urgency
+from nanovllm.sched.policy import Line, prompt_budget, urgency
 from nanovllm.sched.request import Request, arrive
 from nanovllm.sched.rows import Flight, Plan, Rows, rows_of
 from nanovllm.wire import (
@@ -32,7 +33,10 @@ from nanovllm.wire import (
 
 
 class Scheduler:
-    """`num_slots` never exceeds `step_tokens`, so that every decode row fits every step."""
+    """`num_slots` never exceeds `step_tokens`, so that every decode row fits every step.
+
+    `mixed_step_tokens` limits the prompts of steps with decode rows, never the rows themselves.
+    """
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class Scheduler:
         *,
         num_slots: int,
         step_tokens: int,
+        mixed_step_tokens: int = 1 << 30,
         max_model_tokens: int,
         num_drafts: int = 0,
         max_queue: int = 1 << 30,
@@ -47,6 +52,7 @@ class Scheduler:
     ) -> None:
         self.memory = memory
         self.step_tokens = step_tokens
+        self.mixed_step_tokens = mixed_step_tokens
         self.max_model_tokens = max_model_tokens
         self.num_drafts = num_drafts
         self.max_queue = max_queue
@@ -66,9 +72,7 @@ class Scheduler:
         self._step = 0
         self._arrivals = 0
         self._longest = 0  # no decoding row's context is longer
-        self._started: list[Started] = []
-        self._finished: list[Finish] = []
-        self._refused: list[Refusal] = []
+        self._told = StepOutput()  # since the last output
         self._num_preemptions = self._prompt_tokens = self._cached_tokens = self._generated = 0
 
     @property
@@ -83,7 +87,7 @@ class Scheduler:
         request = arrive(spec, order)
         self._arrivals += 1
         if (refusal := self._refuse(request)) is not None:
-            self._refused.append(Refusal(request.id, *refusal))
+            self._told.refused.append(Refusal(request.id, *refusal))
             return
         self._by_id[request.id] = request
         self._waiting.add(request)
@@ -92,10 +96,8 @@ class Scheduler:
         if request.num_prompt < 1 or request.spec.max_new < 1:
             return RefusalKind.INVALID, "the prompt and max_tokens must be at least one token"
         if request.limit > self.max_model_tokens:
-            limits = (
-                f"{request.num_prompt} prompt tokens and {request.spec.max_new} new ones exceed"
-            )
-            return RefusalKind.TOO_LONG, f"{limits} the context of {self.max_model_tokens} tokens"
+            asked = f"{request.num_prompt} prompt tokens and {request.spec.max_new} new ones exceed"
+            return RefusalKind.TOO_LONG, f"{asked} the context of {self.max_model_tokens} tokens"
         if not self.memory.fits(request.limit + self.num_drafts):
             room = self.memory.pool.num_pages * self.memory.page_tokens
             return RefusalKind.TOO_LONG, f"{request.limit} tokens exceed the cache of {room} tokens"
@@ -110,8 +112,7 @@ class Scheduler:
 
     def output(self) -> StepOutput:
         """What happened besides tokens since the last output."""
-        told = StepOutput(started=self._started, finished=self._finished, refused=self._refused)
-        self._started, self._finished, self._refused = [], [], []
+        told, self._told = self._told, StepOutput()
         return told
 
     def stats(self) -> Stats:
@@ -186,7 +187,8 @@ class Scheduler:
             return rows, 0
         self._planned[rows.slots] = ends
         self._longest = max(self._longest, int(ends.max()))
-        plan.budget -= len(rows.requests) * (1 + num_drafts)
+        num_decoded = len(rows.requests) * (1 + num_drafts)
+        plan.budget = prompt_budget(self.step_tokens, self.mixed_step_tokens, num_decoded)
         return rows, num_drafts
 
     def _make_room(self, rows: Rows, short: list[Request], num_drafts: int, plan: Plan) -> Rows:
@@ -241,7 +243,7 @@ class Scheduler:
         self._look_again(request)
         if not request.was_started:
             request.was_started = True
-            self._started.append(Started(request.id, known.num_cached))
+            self._told.started.append(Started(request.id, known.num_cached))
             self._prompt_tokens += request.num_prompt
             self._cached_tokens += known.num_cached
         return Admit(
@@ -294,7 +296,7 @@ class Scheduler:
     def _retire(self, request: Request, reason: FinishReason, stop_id: int = -1) -> None:
         request.finish = reason
         del self._by_id[request.id]
-        self._finished.append(Finish(request.id, reason, stop_id))
+        self._told.finished.append(Finish(request.id, reason, stop_id))
         if request.slot >= 0:
             self._evacuate(request)
         else:
@@ -334,14 +336,8 @@ class Scheduler:
             counts = gains[gains > 0].tobytes()
         self._generated += lines.size
         told = self.output()
-        return StepOutput(
-            ids=ids.tobytes(),
-            tokens=lines.tobytes(),
-            counts=counts,
-            started=told.started,
-            finished=told.finished,
-            refused=told.refused,
-            logprobs=logprobs,
+        return replace(
+            told, ids=ids.tobytes(), tokens=lines.tobytes(), counts=counts, logprobs=logprobs
         )
 
     def _append(self, request: Request, line: list[int], hoped: int) -> int:
