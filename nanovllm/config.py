@@ -63,6 +63,7 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rope_store: Literal["auto", "torch", "triton", "compile"] = "auto"
     small_linear: Literal["auto", "torch", "triton"] = "auto"  # products of steps of a few rows
     gated_linear: Literal["auto", "torch", "cute"] = "auto"  # of steps of many rows
+    skinny_linear: Literal["auto", "torch", "cute"] = "auto"  # of up to 128 rows, reading weights
     sample: Literal["auto", "torch", "triton"] = "auto"
     batch_prep: Literal["auto", "torch", "triton"] = "auto"
     cuda_graphs: bool = True

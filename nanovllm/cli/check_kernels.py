@@ -34,6 +34,15 @@ INTERPRETER_SLACK = 2.0  # it truncates where a GPU rounds
 COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
     "flash_forward": ("nanovllm_kernels.flash_prefill:compile_causal", (2, 128, 128, "bfloat16")),
     "paged_decode_cute": ("nanovllm_kernels.paged_decode_cute:compile_decode", (2, 128, 128)),
+    **{
+        name: ("nanovllm_kernels.skinny_linear:compile_product", (64, 2, False, *kind, 1))
+        for name, kind in {
+            "skinny_linear": (False, False, False),
+            "skinny_linear_add": (False, False, True),
+            "skinny_norm_linear": (True, False, False),
+            "skinny_norm_gate_up": (True, True, False),
+        }.items()
+    },
 }
 
 
@@ -162,8 +171,8 @@ def check_case(kernel: Any, case: Any, device: torch.device, limits: Ceilings | 
 def line(result: Result) -> str:
     worst = "not a number" if result.worst is None else f"{result.worst:.3f}"
     if result.skipped:
-        return f"?    {result.kernel:14} {result.skipped}"
-    text = f"{'ok  ' if result.passed else 'FAIL'} {result.kernel:14} {result.case:68} {worst:>6}"
+        return f"?    {result.kernel:19} {result.skipped}"
+    text = f"{'ok  ' if result.passed else 'FAIL'} {result.kernel:19} {result.case:68} {worst:>6}"
     if result.us is not None:
         rates = ((result.tb_per_s, "TB/s"), (result.tflops, "TFLOP/s"))
         shown = " ".join(f"{rate:.2f} {unit}" for rate, unit in rates if rate is not None)

@@ -40,8 +40,8 @@ class Attention(nn.Module):
 
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, cos_sin_LA: Tensor, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        """What to add to the residual stream, and that stream."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """As Ops.linear_add."""
         cache = ctx.caches[self.layer]
         qkv_TX, residual_TD = self.qkv(x_TD, residual_TD)
         q_THA = self.ops.rope_store(
@@ -55,4 +55,5 @@ class Attention(nn.Module):
             cache.k_PSGA,
             cache.v_PSGA,
         )
-        return self.out(ctx.attend(self.layer, q_THA).flatten(1)), residual_TD
+        x_TD, residual_TD = self.out(ctx.attend(self.layer, q_THA).flatten(1), residual_TD)
+        return x_TD, residual_TD

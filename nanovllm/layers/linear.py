@@ -51,7 +51,7 @@ class NormedLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """y = x W^T with the inputs cut over ranks; the partial results are summed."""
+    """y = x W^T, inputs cut over ranks and the partial results summed, for the residual stream."""
 
     def __init__(self, inputs: Span, width: int, mesh: Mesh, ops: Ops) -> None:
         super().__init__()
@@ -59,5 +59,8 @@ class RowLinear(nn.Module):
         self.weight = parameter(width, inputs.count)
         self.placements = {"weight": Placement(1, (("", inputs),))}
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mesh.all_reduce(self.ops.linear(x, self.weight))
+    def forward(self, x_TD: Tensor, residual_TN: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As Ops.linear_add."""
+        if self.mesh.tp_size == 1:
+            return self.ops.linear_add(x_TD, self.weight, residual_TN)
+        return self.mesh.all_reduce(self.ops.linear(x_TD, self.weight)), residual_TN

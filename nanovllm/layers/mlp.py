@@ -16,7 +16,7 @@ class MLP(nn.Module):
         self.gate_up = NormedLinear(width, eps, {"gate": inner, "up": inner}, ops, gated=True)
         self.down = RowLinear(inner, width, mesh, ops)
 
-    def forward(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """What to add to the residual stream, and that stream."""
-        x_TF, residual_TD = self.gate_up(x_TD, residual_TD)
-        return self.down(x_TF), residual_TD
+    def forward(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """As Ops.linear_add."""
+        x_TD, residual_TD = self.down(*self.gate_up(x_TD, residual_TD))
+        return x_TD, residual_TD

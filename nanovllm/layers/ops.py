@@ -32,6 +32,7 @@ IMPLEMENTATIONS = {
         "rope_store": "nanovllm_kernels.reference:rope_store",
         "small_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "gated_linear": "nanovllm.layers.ops:ONE_BY_ONE",
+        "skinny_linear": "nanovllm.layers.ops:ONE_BY_ONE",
     },
     "triton": {
         "rms_norm": "nanovllm_kernels.norm:rms_norm",
@@ -40,7 +41,10 @@ IMPLEMENTATIONS = {
         "rope_store": "nanovllm_kernels.rope_store:rope_store",
         "small_linear": "nanovllm_kernels.small_linear:SMALL_LINEAR",
     },
-    "cute": {"gated_linear": "nanovllm_kernels.gated_linear:GATED_LINEAR"},
+    "cute": {
+        "gated_linear": "nanovllm_kernels.gated_linear:GATED_LINEAR",
+        "skinny_linear": "nanovllm_kernels.skinny_linear:SKINNY_LINEAR",
+    },
 }
 
 
@@ -69,6 +73,28 @@ class GatedLinear(Protocol):
     def fits(self, x_TD: Tensor, weight_ND: Tensor) -> bool: ...
 
     def __call__(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor: ...
+
+
+class SkinnyLinear(Protocol):
+    """The methods of Ops of the same names, each in one launch, for steps of up to 128 rows."""
+
+    def fits(
+        self,
+        x_TD: Tensor,
+        weight_ND: Tensor,
+        *,
+        normed: bool = False,
+        gated: bool = False,
+        added: bool = False,
+    ) -> bool: ...
+
+    def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor: ...
+
+    def linear_add(self, x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor: ...
+
+    def norm_linear(
+        self, x_TD: Tensor, gain_D: Tensor, eps: float, weight_ND: Tensor, *, gated: bool = False
+    ) -> Tensor: ...
 
 
 ONE_BY_ONE = None  # the other operations do it, whatever the number of rows
@@ -100,12 +126,24 @@ class Ops:
     rope_store: Callable[..., Tensor]
     small_linear: SmallLinear | None = ONE_BY_ONE
     gated_linear: GatedLinear | None = ONE_BY_ONE
+    skinny_linear: SkinnyLinear | None = ONE_BY_ONE
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
         """x W^T."""
+        if self.skinny_linear is not None and self.skinny_linear.fits(x_TD, weight_ND):
+            return self.skinny_linear.linear(x_TD, weight_ND)
         if self.small_linear is not None and self.small_linear.fits(x_TD, weight_ND):
             return self.small_linear.linear(x_TD, weight_ND)
         return F.linear(x_TD, weight_ND)
+
+    def linear_add(
+        self, x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """(x W^T, the residual stream), or (their sum, None). May overwrite the stream."""
+        skinny = self.skinny_linear
+        if skinny is not None and skinny.fits(x_TD, weight_ND, added=True):
+            return skinny.linear_add(x_TD, weight_ND, residual_TN), None
+        return self.linear(x_TD, weight_ND), residual_TN
 
     def norm(
         self, x_TD: Tensor, residual_TD: Tensor | None, gain_D: Tensor, eps: float
@@ -126,7 +164,13 @@ class Ops:
         gated: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """(linear of norm's, or silu_mul of that if `gated`; norm's sum). May overwrite both."""
-        small = self.small_linear
+        skinny, small = self.skinny_linear, self.small_linear
+        if (
+            skinny is not None
+            and residual_TD is None  # the product before has added it
+            and skinny.fits(x_TD, weight_ND, normed=True, gated=gated)
+        ):
+            return skinny.norm_linear(x_TD, gain_D, eps, weight_ND, gated=gated), x_TD
         if small is not None and small.fits(x_TD, weight_ND, normed=True):
             return small.norm_linear(x_TD, residual_TD, gain_D, eps, weight_ND, gated=gated)
         x_TD, residual_TD = self.norm(x_TD, residual_TD, gain_D, eps)
@@ -166,6 +210,6 @@ def compiled(operation: str, device: torch.device) -> Any:  # noqa: ANN401
 
 def fastest(operation: str, device: torch.device) -> str:
     """What "auto" means on this device."""
-    if operation == "gated_linear":
+    if operation in IMPLEMENTATIONS["cute"]:
         return "torch" if obstacle(device) else "cute"
     return "torch" if device.type == "cpu" else "triton"

@@ -82,8 +82,8 @@ class Block(nn.Module):
 
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, cos_sin_LA: Tensor, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        """The MLP's output, not yet added to the residual stream, and that stream."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """The MLP's output and the residual stream, or their sum and None."""
         x_TD, residual_TD = self.attn(x_TD, residual_TD, cos_sin_LA, ctx)
         x_TD, residual_TD = self.mlp(x_TD, residual_TD)
         return x_TD, residual_TD

@@ -189,6 +189,7 @@ def resolve(recipe: Recipe, device: torch.device, dtype: torch.dtype, model_toke
         "rope_store",
         "small_linear",
         "gated_linear",
+        "skinny_linear",
         "sample",
         "batch_prep",
     )

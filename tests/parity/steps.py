@@ -11,7 +11,7 @@ from nanovllm.attention.base import Batch, ForwardContext, PagedKV
 from nanovllm.attention.torch_ref import TorchPaged
 from nanovllm.config import Kernels, Load
 from nanovllm.dist.mesh import Mesh
-from nanovllm.layers.ops import select_ops
+from nanovllm.layers.ops import Ops, select_ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import load_model
@@ -27,8 +27,9 @@ def load(
     mesh: Mesh = Mesh(),
     dtype: torch.dtype = torch.float32,
     how: Load = Load(),
+    ops: Ops | None = None,
 ) -> Decoder:
-    ops = select_ops(Kernels(), CPU)
+    ops = ops or select_ops(Kernels(), CPU)
     return load_model(config_of(folder, how), mesh, CPU, dtype, ops, MAX_TOKENS)
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from nanovllm_kernels.reference import rms_norm, silu_mul
 from torch import Tensor
 from transformers import AutoConfig
 
+from nanovllm.config import Kernels
 from nanovllm.dist.mesh import Mesh
+from nanovllm.layers.ops import select_ops
 from nanovllm.layers.rope import cos_sin_table
 from nanovllm.models.config import read_model_config
 from nanovllm.models.weights import destinations
-from tests.parity.steps import Steps, load
+from tests.parity.steps import CPU, Steps, load
 from tests.parity.tiny import CASES, LLAMA3_ROPE, config_of, make_tiny
 
 Schedule = list[tuple[int, int]]  # per step, the tokens that each of two prompts feeds
@@ -62,6 +66,47 @@ def test_logits_match_transformers(case: str, tmp_path: Path) -> None:
     for schedule in SCHEDULES.values():
         steps = Steps(tmp_path, model, prompts(), Mesh())
         assert_equal_logits(our_logits(steps, schedule), expected)
+
+
+class InPlace:
+    """In place of the products of few rows: adds to the residual stream, where that is."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def fits(self, x_TD: Tensor, weight_ND: Tensor, **kind: bool) -> bool:
+        return len(x_TD) <= 8
+
+    def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
+        self.calls.append("linear")
+        return x_TD @ weight_ND.T
+
+    def linear_add(self, x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor:
+        self.calls.append("add")
+        return residual_TN.add_(x_TD @ weight_ND.T)
+
+    def norm_linear(
+        self, x_TD: Tensor, gain_D: Tensor, eps: float, weight_ND: Tensor, *, gated: bool = False
+    ) -> Tensor:
+        self.calls.append("gated" if gated else "normed")
+        y_TN = rms_norm(x_TD, gain_D, eps) @ weight_ND.T
+        return silu_mul(y_TN) if gated else y_TN
+
+
+@pytest.mark.parametrize("case", ["qwen3", "llama gqa 1, tied"])
+def test_products_of_few_rows_add_to_the_residual_stream(case: str, tmp_path: Path) -> None:
+    """In some steps and not in others, and of a layer everything or nothing."""
+    family, overrides = CASES[case]
+    expected = expected_logits(make_tiny(tmp_path, family, **overrides))
+    products = InPlace()
+    model = load(tmp_path, ops=replace(select_ops(Kernels(), CPU), skinny_linear=products))
+    steps = Steps(tmp_path, model, prompts(), Mesh())
+    assert_equal_logits(our_logits(steps, SCHEDULES["one late"]), expected)
+    # The steps have 16, 9, 21 and 16 tokens: none is small.
+    assert products.calls == []
+    steps = Steps(tmp_path, model, prompts(), Mesh())
+    assert_equal_logits(our_logits(steps, SCHEDULES["decode"]), expected)
+    assert products.calls == [*["normed", "add", "gated", "add"] * 2, "linear"] * 3
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,0 +1,621 @@
+"""Matrix products of up to 128 rows, for Hopper, in CuTe DSL: all of a layer around its attention.
+
+y = f(x) W^T; f is nothing or an RMSNorm. What follows is nothing, SiLU-mul, or the addition of the
+residual stream. Meaning: `small_linear`'s references and `linear_add_reference`. bfloat16.
+
+Decision: reading W is all the work there is, so every multiprocessor gets an equal part of it at
+once. A block of threads owns some lines of W and a slice of their inputs; the blocks that share
+lines are a cluster, and each of them finishes an equal share of the lines, whose parts the others
+copy into its shared memory in one piece (stores of single numbers took 10 us).
+
+Decision: the norm has no launch of its own. Its gain is applied to x on the way from shared memory
+to the tensor cores, which see the squares go by; its scale, a factor of a row of y, at the end. The
+product before has added the residual stream already, so x is all there is to read.
+
+Decision: where a slice is short, a block takes less than half of a multiprocessor's shared memory.
+So blocks of the next launch start while the last ones of this are still at work, and have their
+weights under way when x is there (programmatic dependent launch).
+
+Decision: x comes in boxes of 16 rows. Boxes that end far beyond x's last row are slow: 8 rows in a
+box of 64 took twice the time of 64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
+from torch import Tensor
+
+from nanovllm_kernels import small_linear
+from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
+from nanovllm_kernels.kept import kept
+
+DEEP = 64  # inputs in a swizzled line of shared memory
+BOX_ROWS = 16
+GROUP_ROWS = 64  # of x, that four warps multiply
+MOST_ROWS = 2 * GROUP_ROWS
+LARGE = 16 * 1024 * 1024  # elements of W from which on more than GROUP_ROWS rows are faster here
+LEAST_LINES, MOST_LINES = 32, 128
+PROCESSORS = 132
+EVEN = 0.9  # share of the multiprocessors' time that is to be of use
+HALF_BYTES, WHOLE_BYTES = 112 * 1024, 225 * 1024
+LONG = 2048  # inputs of a slice from which on more in flight is better than an early start
+READ_ONCE = 0x12F0000000000000  # a cache policy: the first to be evicted
+LOG2_E = math.log2(math.e)
+
+
+class Kind(NamedTuple):
+    normed: bool = False
+    gated: bool = False
+    added: bool = False
+
+
+class Shape(NamedTuple):
+    """Of a cluster."""
+
+    lines: int  # of W; if gated, half of them gates and half the lines they belong to
+    splits: int  # blocks of threads, each with its slice of the inputs
+    is_large: bool = False  # a block has a multiprocessor to itself
+
+
+@cache
+def shape_of(num_lines: int, width: int, kind: Kind, num_rows: int) -> Shape | None:
+    """None: other products are faster, or the weights cannot be cut evenly."""
+    has_many_rows = num_rows > GROUP_ROWS
+    splits = 1 if num_lines >= 8192 else 2 if num_lines >= 4096 else 4
+    is_small = has_many_rows and num_lines * width < LARGE
+    if num_rows > MOST_ROWS or is_small or width % (DEEP * splits):
+        return None
+    unit = 8 * splits * (1 + kind.gated)
+    best, found = EVEN, 0
+    for lines in range(unit, MOST_LINES + has_many_rows * GROUP_ROWS + 1, unit):
+        blocks = num_lines // lines * splits
+        use = blocks / (-(-blocks // PROCESSORS) * PROCESSORS)
+        if num_lines % lines == 0 and lines >= LEAST_LINES and use >= best:
+            best, found = use, lines
+    is_one_wave = found > 0 and num_lines // found * splits <= PROCESSORS
+    if not found or (has_many_rows and not is_one_wave):
+        return None
+    is_long = not kind.normed and width // splits >= LONG
+    return Shape(found, splits, has_many_rows or (is_long and is_one_wave))
+
+
+class SkinnyLinear:
+    """One of layers.ops.SkinnyLinear. Compiles with the first product, for a second or two."""
+
+    def fits(
+        self,
+        x_TD: Tensor,
+        weight_ND: Tensor,
+        *,
+        normed: bool = False,
+        gated: bool = False,
+        added: bool = False,
+    ) -> bool:
+        kind = Kind(normed, gated, added)
+        shape = shape_of(*weight_ND.shape, kind, len(x_TD))
+        return shape is not None and weight_ND.dtype == torch.bfloat16
+
+    def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
+        return self._launch(Kind(), x_TD, weight_ND)
+
+    def linear_add(self, x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor:
+        """In place of the residual stream."""
+        return self._launch(Kind(added=True), x_TD, weight_ND, residual_TN=residual_TN)
+
+    def norm_linear(
+        self, x_TD: Tensor, gain_D: Tensor, eps: float, weight_ND: Tensor, *, gated: bool = False
+    ) -> Tensor:
+        return self._launch(Kind(True, gated), x_TD, weight_ND, gain_D, eps)
+
+    def _launch(
+        self,
+        kind: Kind,
+        x_TD: Tensor,
+        weight_ND: Tensor,
+        gain_D: Tensor | None = None,
+        eps: float = 0.0,
+        residual_TN: Tensor | None = None,
+    ) -> Tensor:
+        num_rows, num_lines = len(x_TD), len(weight_ND)
+        shape = shape_of(num_lines, x_TD.shape[1], kind, num_rows)
+        assert shape is not None and x_TD.stride(1) == weight_ND.stride(1) == 1
+        y_TN = residual_TN
+        if y_TN is None:
+            y_TN = x_TD.new_empty(num_rows, num_lines // (1 + kind.gated))
+        groups = 1 if num_rows <= GROUP_ROWS else 2
+        run = compile_product(*shape, *kind, groups)
+        run(x_TD, weight_ND, y_TN, gain_D, residual_TN, eps)
+        return y_TN
+
+
+SKINNY_LINEAR = SkinnyLinear()
+
+
+@kept
+def compile_product(
+    lines: int, splits: int, is_large: bool, normed: bool, gated: bool, added: bool, groups: int
+) -> Callable[..., None]:
+    """Shape, Kind, GROUP_ROWS that there may be. Needs no GPU, only to know of one."""
+    any_ = cute.sym_int
+
+    def like() -> Any:  # noqa: ANN401
+        """A matrix as torch allocates it, of any sizes."""
+        strides = (cute.sym_int64(divisibility=8), 1)
+        return cute.runtime.make_fake_tensor(BFloat16, (any_(), any_()), strides, assumed_align=16)
+
+    gain = cute.runtime.make_fake_tensor(BFloat16, (any_(),), (1,), assumed_align=16)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    compiled: Callable[..., None] = cute.compile(
+        Product(Shape(lines, splits, is_large), Kind(normed, gated, added), groups),
+        like(),
+        like(),
+        like(),
+        gain if normed else None,
+        like() if added else None,
+        Float32(0),
+        stream,
+        options="--enable-tvm-ffi",
+    )
+    return compiled
+
+
+class Shared(NamedTuple):
+    """In shared memory, of one block of threads."""
+
+    x: cute.Tensor  # [row, input, stage]
+    weight: cute.Tensor  # [line, input, stage]
+    gain: cute.Tensor | None  # [input, stage]
+    full: cute.Pointer  # barriers: the stage is there
+    empty: cute.Pointer  # every warp is done with it
+    own: cute.Tensor  # [line of the share, row, whose share]: this slice's sums, where x was
+    parts: cute.Tensor  # [line of this block's share, row, whose slice]
+    landed: cute.Pointer  # barrier: all of parts is there
+
+
+class Size(NamedTuple):
+    rows: Int32
+    active: Int32  # rows, up to a whole box
+    steps: Int32  # of DEEP inputs, in a slice
+
+
+class Product:
+    def __init__(self, shape: Shape, kind: Kind, groups: int) -> None:
+        self.kind, self.lines, self.splits = kind, shape.lines, shape.splits
+        self.rows, self.threads = GROUP_ROWS * groups, 128 * groups
+        self.halves = 1 + kind.gated
+        self.box = self.lines // self.halves  # lines that lie together in W
+        self.share = self.box // self.splits  # of them, that a block finishes
+        assert self.share % 8 == 0, shape
+        width = self.share * self.halves
+        self.squares = width  # their place behind a row's sums
+        self.padded = width + (8 if width % 16 == 0 else 16)  # a warp meets every bank
+        self.part = self.rows * self.padded
+        self.step_bytes = 2 * DEEP * self.lines + 2 * DEEP * kind.normed
+        parts = 4 * self.splits * self.part
+        room = (WHOLE_BYTES if shape.is_large else HALF_BYTES) - 1024
+        room -= parts if self.splits > 1 else 0
+        self.stages = min(12, room // (2 * DEEP * self.rows + self.step_bytes))
+        assert self.stages >= 2, shape
+        self.ring_bytes = max(2 * DEEP * self.stages * (self.rows + self.lines), parts)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        weight: cute.Tensor,
+        y: cute.Tensor,
+        gain: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        eps: Float32,
+        stream: Any,  # noqa: ANN401
+    ) -> None:
+        line = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        rings, boxes = [], []
+        for matrix, size, box in ((x, self.rows, BOX_ROWS), (weight, self.lines, self.box)):
+            rings.append(cute.tile_to_shape(line, (size, DEEP, self.stages), (0, 1, 2)))
+            one = cute.tile_to_shape(line, (box, DEEP), (0, 1))
+            op = cpasync.CopyBulkTensorTileG2SOp()
+            info = cpasync.make_tiled_tma_atom(op, matrix, one, (box, DEEP))
+            boxes.append((info[0], info[1]))
+        source = warpgroup.OperandSource
+        mma = make_trivial_tiled_mma(
+            BFloat16,
+            BFloat16,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (self.rows // GROUP_ROWS, 1, 1),
+            tiler_mn=(GROUP_ROWS, self.lines),
+            a_source=source.RMEM if self.kind.normed else source.SMEM,
+        )
+        rows = x.shape[0]
+        active = (rows + BOX_ROWS - 1) // BOX_ROWS * BOX_ROWS
+        size = Size(rows, active, x.shape[1] // (DEEP * self.splits))
+        self.kernel(*boxes, y, gain, residual, eps, *rings, mma, size).launch(
+            grid=[self.splits, weight.shape[0] // self.lines, 1],
+            block=[self.threads + 32, 1, 1],
+            cluster=[self.splits, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x_box: tuple,
+        weight_box: tuple,
+        y: cute.Tensor,
+        gain: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        eps: Float32,
+        x_ring: cute.ComposedLayout,
+        weight_ring: cute.ComposedLayout,
+        mma: cute.TiledMma,
+        size: Size,
+    ) -> None:
+        shared = self.allocate(x_ring, weight_ring)
+        nth_warp = arch.make_warp_uniform(arch.warp_idx())
+        is_loader = nth_warp == self.threads // 32
+        if is_loader:
+            with arch.elect_one():
+                for stage in cutlass.range_constexpr(self.stages):
+                    arch.mbarrier_init(shared.full + stage, 1)
+                    arch.mbarrier_init(shared.empty + stage, self.threads // 32)
+                arch.mbarrier_init(shared.landed, 1)
+            arch.mbarrier_init_fence()
+            with arch.elect_one():
+                num_bytes = size.active * (4 * self.padded * self.splits)
+                arch.mbarrier_arrive_and_expect_tx(shared.landed, num_bytes)
+        if cutlass.const_expr(self.splits > 1):
+            arch.cluster_arrive()
+        arch.sync_threads()
+        if is_loader:
+            self.load(x_box, weight_box, gain, shared, size)
+            if cutlass.const_expr(self.splits > 1):
+                arch.cluster_wait()
+        else:
+            self.compute(shared, mma, size)
+            self.finish(y, residual, eps, shared, size)
+
+    def allocate(self, x_ring: cute.ComposedLayout, weight_ring: cute.ComposedLayout) -> Shared:
+        smem = cutlass.utils.SmemAllocator()
+        ring = smem.allocate(self.ring_bytes, 1024)
+        weight = ring + 2 * DEEP * self.stages * self.rows
+        strides = (1, self.padded, self.part)
+        sums = cute.make_layout((self.padded, self.rows, self.splits), stride=strides)
+        own = cute.make_tensor(cute.recast_ptr(ring, dtype=Float32), sums)
+        gain = None
+        if self.kind.normed:
+            gain = smem.allocate_tensor(BFloat16, cute.make_layout((DEEP, self.stages)), 128)
+        return Shared(
+            x=cute.make_tensor(cute.recast_ptr(ring, x_ring.inner, BFloat16), x_ring.outer),
+            weight=cute.make_tensor(
+                cute.recast_ptr(weight, weight_ring.inner, BFloat16), weight_ring.outer
+            ),
+            gain=gain,
+            full=smem.allocate_array(Int64, self.stages),
+            empty=smem.allocate_array(Int64, self.stages),
+            own=own,
+            parts=smem.allocate_tensor(Float32, sums, 128) if self.splits > 1 else own,
+            landed=smem.allocate_array(Int64, 1),
+        )
+
+    @cute.jit
+    def load(
+        self,
+        x_box: tuple,
+        weight_box: tuple,
+        gain: cute.Tensor | None,
+        shared: Shared,
+        size: Size,
+    ) -> None:
+        """Fills the ring with this block's slice: weights first, since x may not be there yet."""
+        x_copy = self.copy_of(x_box, shared.x, BOX_ROWS)
+        weight_copy = self.copy_of(weight_box, shared.weight, self.box)
+        first = arch.block_idx()[0] * size.steps
+        early = cutlass.min(size.steps, self.stages)
+        for i in cutlass.range(0, early, unroll=1):
+            self.load_weight(weight_copy, gain, shared, size, first + i, i)
+        arch.griddepcontrol_wait()
+        for i in cutlass.range(0, early, unroll=1):
+            self.load_x(x_copy, shared, size, first + i, i)
+        stage, phase = Int32(0), Int32(0)
+        for i in cutlass.range(early, size.steps, unroll=1):
+            arch.mbarrier_wait(shared.empty + stage, phase)
+            self.load_weight(weight_copy, gain, shared, size, first + i, stage)
+            self.load_x(x_copy, shared, size, first + i, stage)
+            stage += 1
+            if stage == self.stages:
+                stage = Int32(0)
+                phase ^= 1
+        arch.griddepcontrol_launch_dependents()
+
+    def copy_of(self, box: tuple, ring: cute.Tensor, rows: int) -> tuple:
+        """How to copy a box, from [nth box, step], to [nth box, 0, stage]."""
+        atom, matrix = box
+        cpasync.prefetch_descriptor(atom)
+        tiles = [cute.group_modes(cute.flat_divide(t, (rows, DEEP)), 0, 2) for t in (ring, matrix)]
+        to, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), *tiles)
+        return atom, source, to
+
+    @cute.jit
+    def load_weight(
+        self,
+        copy: tuple,
+        gain: cute.Tensor | None,
+        shared: Shared,
+        size: Size,
+        step: Int32,
+        stage: Int32,
+    ) -> None:
+        atom, source, to = copy
+        full = shared.full + stage
+        with arch.elect_one():
+            num_bytes = size.active * (2 * DEEP) + self.step_bytes
+            arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
+        for half in cutlass.range_constexpr(self.halves):
+            cute.copy(
+                atom,
+                source[None, arch.block_idx()[1] + half * arch.grid_dim()[1], step],
+                to[None, half, 0, stage],
+                tma_bar_ptr=full,
+                cache_policy=Int64(READ_ONCE),
+            )
+        if cutlass.const_expr(self.kind.normed):
+            bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
+            gains = cute.local_tile(gain, (DEEP,), (step,))
+            with arch.elect_one():
+                cute.copy(bulk, gains, shared.gain[None, stage], mbar_ptr=full)
+
+    @cute.jit
+    def load_x(self, copy: tuple, shared: Shared, size: Size, step: Int32, stage: Int32) -> None:
+        atom, source, to = copy
+        for nth in cutlass.range_constexpr(self.rows // BOX_ROWS):
+            if nth * BOX_ROWS < size.rows:
+                cute.copy(
+                    atom,
+                    source[None, nth, step],
+                    to[None, nth, 0, stage],
+                    tma_bar_ptr=shared.full + stage,
+                )
+
+    @cute.jit
+    def compute(self, shared: Shared, mma: cute.TiledMma, size: Size) -> None:
+        """This slice's sums, and those of x's squares, of all lines of the cluster."""
+        thread = arch.thread_idx()[0]
+        slice_ = mma.get_slice(thread)
+        weight = slice_.make_fragment_B(slice_.partition_B(shared.weight))
+        sums = cute.make_rmem_tensor(slice_.partition_shape_C((self.rows, self.lines)), Float32)
+        sums.fill(0.0)
+        squares = cute.make_rmem_tensor(2, Float32)
+        squares.fill(0.0)
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        if cutlass.const_expr(self.kind.normed):
+            plain = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), BFloat16)
+            x_copy = cute.make_tiled_copy_A(plain, mma).get_slice(thread)
+            x_from = x_copy.partition_S(shared.x)
+            one = cute.make_tensor(shared.x.iterator, cute.select(shared.x.layout, [0, 1]))
+            x = slice_.make_fragment_A(slice_.partition_A(one))
+        else:
+            x = slice_.make_fragment_A(slice_.partition_A(shared.x))
+        stage, phase = Int32(0), Int32(0)
+        for _ in cutlass.range(0, size.steps, unroll=1):
+            arch.mbarrier_wait(shared.full + stage, phase)
+            if cutlass.const_expr(self.kind.normed):
+                cute.copy(x_copy, x_from[None, None, None, stage], x_copy.retile(x))
+                self.apply_gain(x, shared.gain[None, stage], squares)
+            warpgroup.fence()
+            for k in cutlass.range_constexpr(DEEP // 16):
+                at = (None, None, k) if self.kind.normed else (None, None, k, stage)
+                cute.gemm(atom, sums, x[at], weight[None, None, k, stage], sums)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            arch.sync_warp()
+            with arch.elect_one():
+                arch.mbarrier_arrive(shared.empty + stage)
+            stage += 1
+            if stage == self.stages:
+                stage = Int32(0)
+                phase ^= 1
+        arch.barrier(barrier_id=1, number_of_threads=self.threads)  # all have read the ring
+        self.leave(sums, squares, shared, size)
+
+    def apply_gain(self, x: cute.Tensor, gain: cute.Tensor, squares: cute.Tensor) -> None:
+        """Of a thread's eight elements of each 16 inputs: two inputs, of two rows, twice."""
+        pair = 2 * (arch.lane_idx() % 4)
+        for k in range(DEEP // 16):
+            for n in range(8):
+                value = x[8 * k + n].to(Float32)
+                squares[n // 2 % 2] += value * value
+                factor = gain[16 * k + 8 * (n // 4) + pair + n % 2].to(Float32)
+                x[8 * k + n] = (value * factor).to(BFloat16)
+
+    @cute.jit
+    def leave(self, sums: cute.Tensor, squares: cute.Tensor, shared: Shared, size: Size) -> None:
+        """Puts the sums where x was, share by share, and sends each share to its block."""
+        thread, lane = arch.thread_idx()[0], arch.lane_idx()
+        row = thread // 32 * 16 + lane // 4
+        if thread // 32 * 16 < size.active:
+            for n in cutlass.range_constexpr(self.lines // 2):
+                line = n // 4 * 8
+                half, within = line // self.box, line % self.box
+                peer, place = within // self.share, half * self.share + within % self.share
+                column = place + 2 * (lane % 4) + n % 2
+                shared.own[column, row + n // 2 % 2 * 8, peer] = sums[n]
+            if cutlass.const_expr(self.kind.normed):
+                for n in cutlass.range_constexpr(2):
+                    square = squares[n]
+                    for distance in (1, 2):
+                        square += arch.shuffle_sync_bfly(square, distance)
+                    if lane % 4 == 0:
+                        for peer in cutlass.range_constexpr(self.splits):
+                            shared.own[self.squares, row + 8 * n, peer] = square
+        if cutlass.const_expr(self.splits == 1):
+            arch.barrier(barrier_id=1, number_of_threads=self.threads)
+        else:
+            arch.fence_view_async_shared()
+            arch.barrier(barrier_id=1, number_of_threads=self.threads)
+            arch.cluster_wait()  # the others have set up their barriers
+            if thread < 32:
+                with arch.elect_one():
+                    for peer in cutlass.range_constexpr(self.splits):
+                        self.send(shared, peer, size.active * (4 * self.padded))
+            arch.mbarrier_wait(shared.landed, 0)
+
+    def send(self, shared: Shared, peer: int, num_bytes: Int32) -> None:
+        nth = arch.block_idx()[0]
+        source = shared.own.iterator + peer * self.part
+        to = arch.map_dsmem_ptr(shared.parts.iterator + nth * self.part, peer)
+        barrier = arch.map_dsmem_ptr(shared.landed, peer)
+        arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+            "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[
+                Int32(to.toint()),
+                Int32(source.toint()),
+                num_bytes,
+                Int32(barrier.toint()),
+            ],
+        )
+
+    @cute.jit
+    def finish(
+        self,
+        y: cute.Tensor,
+        residual: cute.Tensor | None,
+        eps: Float32,
+        shared: Shared,
+        size: Size,
+    ) -> None:
+        """This block's share of the lines: adds the slices up, eight lines of a row at a time."""
+        if cutlass.const_expr(self.kind.added):
+            arch.griddepcontrol_wait()  # long over: the launch before may have left the stream
+        eights = self.share // 8
+        first = (arch.block_idx()[1] * self.splits + arch.block_idx()[0]) * eights
+        width = Float32(size.steps * (self.splits * DEEP))
+        for at in cutlass.range(arch.thread_idx()[0], size.rows * eights, self.threads, unroll=1):
+            row, eight = at // eights, at % eights
+            totals = []
+            for half in cutlass.range_constexpr(self.halves):
+                total = cute.full(8, 0.0, Float32)
+                for nth in cutlass.range_constexpr(self.splits):
+                    total += eight_of(shared.parts[None, row, nth], half * eights + eight).load()
+                totals.append(total)
+            if cutlass.const_expr(self.kind.normed):
+                square = Float32(0)
+                for nth in cutlass.range_constexpr(self.splits):
+                    square += shared.parts[self.squares, row, nth]
+                scale = cute.math.rsqrt(square / width + eps)
+                totals = [total * scale for total in totals]
+            result = totals[0]
+            if cutlass.const_expr(self.kind.gated):
+                result = result / (1.0 + cute.math.exp2(result * -LOG2_E)) * totals[1]
+            if cutlass.const_expr(self.kind.added):
+                result += eight_of(residual[row, None], first + eight).load().to(Float32)
+            eight_of(y[row, None], first + eight).store(result.to(BFloat16))
+
+
+def eight_of(line: cute.Tensor, nth: Int32) -> cute.Tensor:
+    return cute.local_tile(line, (8,), (nth,))
+
+
+def linear_add_reference(x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor:
+    y_TN = torch.nn.functional.linear(x_TD.float(), weight_ND.float())
+    return (y_TN + residual_TN.float()).to(x_TD.dtype)
+
+
+def add_inputs(T: int, N: int, D: int, device: torch.device) -> Args:
+    inputs = small_linear.linear_inputs(T, N, D, device)
+    return *inputs, normal(device, T, N, dtype=torch.bfloat16, seed=2)
+
+
+def add_scale(expected: Tensors, args: Args) -> Tensors:
+    return (expected[0].abs() + small_linear.sizes(*args[:2]) + args[2].abs(),)
+
+
+def norm_inputs(T: int, N: int, D: int, device: torch.device, kind: str = "first") -> Args:
+    """small_linear's, of a stream that has been added up."""
+    x_TD, _, gain_D, eps, weight_ND = small_linear.norm_inputs(T, N, D, device, kind)
+    return x_TD, gain_D, eps, weight_ND
+
+
+def norm_reference(
+    x_TD: Tensor, gain_D: Tensor, eps: float, weight_ND: Tensor, *, gated: bool = False
+) -> Tensor:
+    args = x_TD, None, gain_D, eps, weight_ND
+    return small_linear.norm_linear_reference(*args, gated=gated)[0]
+
+
+def norm_scale(of: Callable[[Tensors, Args], Tensors], expected: Tensors, args: Args) -> Tensors:
+    x_TD, gain_D, eps, weight_ND = args
+    return of((*expected, x_TD), (x_TD, None, gain_D, eps, weight_ND))[:1]
+
+
+def cases(
+    kind: Kind, inputs: Callable[..., Args], layers: list[tuple[int, int]]
+) -> tuple[Case, ...]:
+    """`layers`: N, D of Qwen3-0.6B and 8B."""
+    N, D = layers[0]
+    spiked = [
+        Case(f"{odd} T=9 N={N} D={D}", partial(inputs, 9, N, D, kind=odd))
+        for odd in ("spike", "faint")
+        if kind.normed
+    ]
+    checked = [
+        Case(
+            f"T={T} N={N} D={D}",
+            partial(inputs, T, N, D),
+            num_bytes=2 * (N * D + T * D + T * N) if T in TIMED else 0,
+        )
+        for (N, D), T in product(layers, (1, 2, 8, 16, 17, 32, 63, 64, 100, 128))
+        if shape_of(N, D, kind, T) is not None
+    ]
+    return *spiked, *checked
+
+
+TIMED = (1, 8, 32, 64, 128)  # rows
+LINEAR = Kernel(
+    "skinny_linear",
+    SKINNY_LINEAR.linear,
+    small_linear.linear_reference,
+    cases(Kind(), small_linear.linear_inputs, [(151936, 1024), (151936, 4096)]),
+    ulps_16=1,
+    scale=small_linear.linear_scale,
+)
+LINEAR_ADD = Kernel(
+    "skinny_linear_add",
+    SKINNY_LINEAR.linear_add,
+    linear_add_reference,
+    cases(Kind(added=True), add_inputs, [(1024, 2048), (1024, 3072), (4096, 4096), (4096, 12288)]),
+    ulps_16=1,
+    scale=add_scale,
+)
+NORM_LINEAR = Kernel(
+    "skinny_norm_linear",
+    SKINNY_LINEAR.norm_linear,
+    norm_reference,
+    cases(Kind(normed=True), norm_inputs, [(4096, 1024), (6144, 4096)]),
+    ulps_16=2,
+    scale=partial(norm_scale, small_linear.norm_scale),
+)
+NORM_GATE_UP = Kernel(
+    "skinny_norm_gate_up",
+    partial(SKINNY_LINEAR.norm_linear, gated=True),
+    partial(norm_reference, gated=True),
+    cases(Kind(normed=True, gated=True), norm_inputs, [(6144, 1024), (24576, 4096)]),
+    ulps_16=2,
+    scale=partial(norm_scale, small_linear.gate_up_scale),
+)

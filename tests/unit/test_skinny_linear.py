@@ -1,0 +1,101 @@
+"""Products of few rows in CuTe DSL without a GPU: how weights are cut, and that all of it compiles.
+
+What they compute is checked on a GPU only (check-kernels, tests/gpu).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import torch
+from nanovllm_kernels.skinny_linear import SKINNY_LINEAR, Kind, Product, compile_product, shape_of
+"""
+LAYERS = """
+plain, added, normed, gated = Kind(), Kind(added=True), Kind(True), Kind(True, True)
+for num_lines, width, kind, num_rows in (
+    (4096, 1024, normed, 64),
+    (1024, 2048, added, 64),
+    (6144, 1024, gated, 64),
+    (6144, 4096, normed, 128),
+    (4096, 12288, added, 64),
+    (24576, 4096, gated, 64),
+    (24576, 4096, gated, 128),
+    (151936, 4096, plain, 64),
+):
+    shape = shape_of(num_lines, width, kind, num_rows)
+    groups = 1 + (num_rows > 64)
+    stages = Product(shape, kind, groups).stages
+    run = compile_product(*shape, *kind, groups)
+    print(*shape, stages, num_lines // shape.lines * shape.splits, callable(run))
+"""
+CHOICE = """
+for num_lines, width, num_rows, kind in (
+    (4096, 1024, 64, {}),
+    (4096, 1024, 65, {}),  # the library is faster, the weights are few
+    (4096, 4096, 128, {"added": True}),
+    (4096, 4096, 129, {"added": True}),
+    (151936, 4096, 64, {}),
+    (151936, 4096, 65, {}),  # in many waves, with little room
+    (4096, 1056, 1, {}),  # not whole steps of both slices
+    (5003, 1024, 1, {}),
+    (3072, 1024, 1, {"normed": True, "gated": True}),  # 96 or 192 blocks
+    (2048, 1024, 1, {"normed": True, "gated": True}),
+):
+    x = torch.empty(num_rows, width, dtype=torch.bfloat16)
+    weight = torch.empty(num_lines, width, dtype=torch.bfloat16, device="meta")
+    print(SKINNY_LINEAR.fits(x, weight, **kind), SKINNY_LINEAR.fits(x, weight.half(), **kind))
+"""
+
+
+def printed(code: str) -> list[str]:
+    """By a process of its own: the architecture is read when the package is imported."""
+    variables = ["CUTE_DSL_ARCH=sm_90a", "CUDA_VISIBLE_DEVICES=", "QUACK_CACHE_ENABLED=0"]
+    command = ["env", *variables, sys.executable, "-c", CODE + code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.splitlines()
+
+
+def test_it_compiles_for_the_layers_of_both_models() -> None:
+    """Lines, slices, alone on a multiprocessor; stages; blocks, of which 132 run at once."""
+    assert printed(LAYERS) == [
+        "64 2 False 5 128 True",
+        "32 4 False 7 128 True",
+        "96 2 False 4 128 True",
+        "96 2 True 5 128 True",
+        "64 2 True 12 128 True",
+        "96 1 False 5 256 True",
+        "192 1 True 5 128 True",
+        "128 1 False 4 1187 True",
+    ]
+
+
+def test_what_fits() -> None:
+    found = [line.split() for line in printed(CHOICE)]
+    assert [fits for fits, _ in found] == [
+        *("True", "False", "True", "False", "True"),
+        *("False", "False", "False", "False", "True"),
+    ]
+    assert {of_other_dtype for _, of_other_dtype in found} == {"False"}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_layers_of_larger_models_fit(tp_size: int) -> None:
+    """DeepSeek-R1-Distill-Llama 70B, also cut over two ranks."""
+    code = f"""
+tp = {tp_size}
+layers = [
+    (10240 // tp, 8192, Kind(True)),
+    (8192, 8192 // tp, Kind(added=True)),
+    (57344 // tp, 8192, Kind(True, True)),
+    (8192, 28672 // tp, Kind(added=True)),
+]
+for num_lines, width, kind in layers:
+    shape = shape_of(num_lines, width, kind, 32)
+    print(shape and num_lines % shape.lines == 0 and width % (64 * shape.splits) == 0)
+"""
+    assert printed(code) == ["True"] * 4
