@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 COMPILERS = 2  # at once, each of so many threads, which do not hold the interpreter's lock
 COMPILER_THREADS = max(1, (os.cpu_count() or 1) // 4)
-MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
+MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 CACHE_BYTES = 256 << 20
 COMPILE_S = 10.0  # one that takes longer is refused: its thread goes on, but not in the way
 MASK_S = 0.1  # of CPU time; usual masks take 0.05 ms

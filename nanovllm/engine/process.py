@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import threading
@@ -54,6 +55,8 @@ def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[
         max_queue=recipe.schedule.max_queue,
         ageing_steps=recipe.schedule.ageing_steps,
     )
+    gc.collect()
+    gc.freeze()  # what there is by now is never garbage; do not visit it again
     ready()
     connections = [listener.accept() for _ in range(num_workers)]
     for worker, connection in enumerate(connections):

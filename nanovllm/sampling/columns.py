@@ -19,7 +19,7 @@ Fields = tuple[tuple[str, str], ...]  # name and numpy type of each column
 TYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64}  # of columns read there
 
 
-def upload(array: Int32, device: torch.device) -> Tensor:
+def upload(array: npt.NDArray[np.integer], device: torch.device) -> Tensor:
     """Never waits. The pinned copy may be dropped at once: the allocator keeps it until sent."""
     host = torch.from_numpy(array)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)

@@ -47,6 +47,7 @@ class Sampler:
         self.seeds_N = self.columns.on_device("seed")
         self.inverse_temperatures_N = self.columns.on_device("inverse_temperature")
         self.processors: list[Processor] = [make(per_slot) for make in made]
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.truncation = Truncation(per_slot, self.inverse_temperatures_N, kernel)
         self.logprobs = Logprobs(per_slot)
         self.features: tuple[Feature, ...] = (*self.processors, self.truncation, self.logprobs)
@@ -97,9 +98,16 @@ class Sampler:
         """What the grammars of `rows` forbid becomes impossible, in place.
 
         Log-probabilities are those of the masked distribution: what the request could have drawn.
+        The upload goes on while the device computes: its use alone waits for it.
         """
-        rows_W = upload(np.array(rows, np.int32), logits_SV.device).long()
-        self._allow(logits_SV, rows_W, upload(np.ascontiguousarray(masks), logits_SV.device))
+        with torch.cuda.stream(self._beside):
+            sent = [upload(np.ascontiguousarray(x), logits_SV.device) for x in (rows, masks)]
+        if self._beside is not None:
+            user = torch.cuda.current_stream(logits_SV.device)
+            user.wait_stream(self._beside)
+            for tensor in sent:
+                tensor.record_stream(user)
+        self._allow(logits_SV, *sent)
 
     def sample(self, logits_SV: Tensor, rows: SampleRows) -> Sampled:
         """Never waits for the device; leaves logits_SV as it was."""
