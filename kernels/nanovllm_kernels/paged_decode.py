@@ -81,14 +81,18 @@ def paged_decode(
     page_table_RM: Tensor,
     lengths_R: Tensor,
     plan_N5: Tensor,
+    out_RHA: Tensor | None = None,
 ) -> Tensor:
-    """o_RHA. `plan_N5`: plan_decode's, of the same lengths. Reads no values on the host."""
+    """o_RHA, which is `out_RHA` if given. `plan_N5`: plan_decode's, of the same lengths.
+
+    Reads no values on the host.
+    """
     num_rows, num_heads, head_width = q_RHA.shape
     page_tokens, num_kv_heads = k_PSGA.shape[1:3]
     num_lanes = plan_N5.shape[0]
     assert q_RHA.stride(2) == k_PSGA.stride(3) == page_table_RM.stride(1) == 1
     assert k_PSGA.stride() == v_PSGA.stride()
-    o_RHA, partial_o, partial_lse = results_of(q_RHA, num_lanes)
+    o_RHA, partial_o, partial_lse = results_of(q_RHA, num_lanes, out_RHA)
     group = num_heads // num_kv_heads
     overlap = overlaps(num_rows, q_RHA.device)
     both = {
@@ -127,14 +131,19 @@ def paged_decode(
     return o_RHA
 
 
-def results_of(q_RHA: Tensor, num_lanes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for o_RHA, and for partial_o [N, 2, H, A] and partial_lse [N, 2, H]: what each lane
-    leaves of the row it resumed, and of the row it began but did not finish.
+def results_of(
+    q_RHA: Tensor, num_lanes: int, out_RHA: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for o_RHA, if there is none, and for partial_o [N, 2, H, A] and partial_lse [N, 2, H]:
+    what each lane leaves of the row it resumed, and of the row it began but did not finish.
     """
     (num_rows, num_heads, width), device = q_RHA.shape, q_RHA.device
     shape = (num_lanes, 2, num_heads)
+    if out_RHA is None:
+        out_RHA = torch.empty(num_rows, num_heads, width, dtype=q_RHA.dtype, device=device)
+    assert out_RHA.is_contiguous()
     return (
-        torch.empty(num_rows, num_heads, width, dtype=q_RHA.dtype, device=device),
+        out_RHA,
         torch.empty(*shape, width, dtype=torch.float32, device=device),
         torch.empty(shape, dtype=torch.float32, device=device),
     )

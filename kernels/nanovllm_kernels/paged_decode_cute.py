@@ -93,11 +93,12 @@ def paged_decode(
     page_table_RM: Tensor,
     lengths_R: Tensor,
     plan: Plan,
+    out_RHA: Tensor | None = None,
 ) -> Tensor:
-    """o_RHA. `plan`: plan_decode's, of the same lengths. Reads no values on the host."""
+    """paged_decode's."""
     (_, num_heads, width), (page_tokens, num_kv_heads) = q_RHA.shape, k_PSGA.shape[1:3]
     assert q_RHA.stride(1) == width
-    o_RHA, partial_o, partial_lse = results_of(q_RHA, len(plan.lanes_N5))
+    o_RHA, partial_o, partial_lse = results_of(q_RHA, len(plan.lanes_N5), out_RHA)
     given = Given(q_RHA, page_table_RM, lengths_R, o_RHA, *plan, partial_o, partial_lse)
     compile_decode(num_heads // num_kv_heads, width, page_tokens)(k_PSGA, v_PSGA, given)
     return o_RHA

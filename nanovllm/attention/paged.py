@@ -75,10 +75,9 @@ class Decode:
 
     def __call__(self, layer: int, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
         cache, batch = self.caches[layer], self.batch
-        o_RHA = self.kernel.paged_decode(
-            q_THA, cache.k_PSGA, cache.v_PSGA, batch.page_table_RM, batch.lengths_R, self.plan
-        )
-        return o_RHA if out_THA is None else out_THA.copy_(o_RHA)
+        rows = batch.page_table_RM, batch.lengths_R, self.plan
+        o_THA: Tensor = self.kernel.paged_decode(q_THA, cache.k_PSGA, cache.v_PSGA, *rows, out_THA)
+        return o_THA
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ class Both:
     def __call__(self, layer: int, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
         o_THA = self.chunks(layer, q_THA, out_THA)
         at = self.decode.batch.num_rows
-        o_THA[:at] = self.decode(layer, q_THA[:at])
+        self.decode(layer, q_THA[:at], o_THA[:at])
         return o_THA
 
 

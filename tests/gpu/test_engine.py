@@ -5,6 +5,8 @@ Text would flip at near-ties, so the reference scores the very tokens the engine
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from msgspec.structs import replace
@@ -40,12 +42,31 @@ MODES = {
 TOLERANCE = 0.25  # of a log-probability; bf16 through 4 loud layers, measured 0.05 to 0.15
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, PreTrainedModel]:
-    folder = tmp_path_factory.mktemp("tiny")
-    model = make_tiny(folder, "qwen3", **SHAPE).bfloat16()
+WIDE = {  # of Qwen3-0.6B: its products of few rows are read by the CuTe DSL kernel
+    **SHAPE,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
+Made = tuple[Config, PreTrainedModel]
+
+
+def made(folder: Path, shape: dict[str, int]) -> Made:
+    model = make_tiny(folder, "qwen3", **shape).bfloat16()
     model.save_pretrained(folder)
     return config_of(folder), model.float()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return made(tmp_path_factory.mktemp("tiny"), SHAPE)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return made(tmp_path_factory.mktemp("wide"), WIDE)
 
 
 @torch.inference_mode()
@@ -58,8 +79,30 @@ def reference_logprobs(model: PreTrainedModel, prompt: list[int], text: list[int
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("page_tokens", [16, 128])
 def test_greedy_choices_agree_with_the_reference(tiny, mode: str, page_tokens: int) -> None:
-    config, model = tiny
-    recipe = replace(config.recipe, device="cuda", kernels=MODES[mode])
+    engine = agreeing(tiny, MODES[mode], page_tokens)
+    if "graphs" in mode:
+        modes = engine.runner.steps_by_mode
+        assert modes["FULL/decode"] > 20
+        pieces = modes["PIECEWISE/mixed"] + modes["PIECEWISE/prefill"]
+        assert (pieces == 0) == ("only" in mode)
+        assert pieces == 0 or modes["NONE/mixed"] + modes["NONE/prefill"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("skinny", ["cute", "torch"])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_products_of_few_rows_agree_with_the_reference(wide, skinny: str, graphs: bool) -> None:
+    kernels = Kernels(attention="flash", skinny_linear=skinny, cuda_graphs=graphs)
+    products = agreeing(wide, kernels, 128).runner.model.layers[1].mlp.down
+    x_TD = torch.empty(12, 3072, dtype=torch.bfloat16, device="cuda")
+    used = products.ops.skinny_linear
+    assert (used is not None and used.fits(x_TD, products.weight, added=True)) == (skinny == "cute")
+
+
+def agreeing(made: Made, kernels: Kernels, page_tokens: int) -> WholeEngine:
+    """After requests that come one by one; every choice is a best one, or nearly."""
+    config, model = made
+    recipe = replace(config.recipe, device="cuda", kernels=kernels)
     engine = WholeEngine(
         replace(config, recipe=recipe), page_tokens=page_tokens, slots=12, step_tokens=64
     )
@@ -69,12 +112,6 @@ def test_greedy_choices_agree_with_the_reference(tiny, mode: str, page_tokens: i
         engine.submit(i, prompt, 30, asked)
         engine.loop.step()
     engine.run()
-    if "graphs" in mode:
-        modes = engine.runner.steps_by_mode
-        assert modes["FULL/decode"] > 20
-        pieces = modes["PIECEWISE/mixed"] + modes["PIECEWISE/prefill"]
-        assert (pieces == 0) == ("only" in mode)
-        assert pieces == 0 or modes["NONE/mixed"] + modes["NONE/prefill"] == 0
     worst = 0.0
     for i, prompt in enumerate(prompts):
         expected = reference_logprobs(model, prompt, engine.text[i])
@@ -83,6 +120,7 @@ def test_greedy_choices_agree_with_the_reference(tiny, mode: str, page_tokens: i
             assert best - expected[at, entry.token_id].item() < TOLERANCE, "not a near-tie"
             worst = max(worst, abs(expected[at, entry.token_id].item() - entry.logprob))
     assert 0 < worst < TOLERANCE
+    return engine
 
 
 @pytest.mark.gpu
