@@ -286,9 +286,12 @@ class Product:
             self.load(x_box, weight_box, gain, shared, size)
             if cutlass.const_expr(self.splits > 1):
                 arch.cluster_wait()
+                arch.cluster_arrive()
         else:
             self.compute(shared, mma, size)
             self.finish(y, residual, eps, shared, size)
+        if cutlass.const_expr(self.splits > 1):
+            arch.cluster_wait()  # all have what they were sent: this memory is read no more
 
     def allocate(self, x_ring: cute.ComposedLayout, weight_ring: cute.ComposedLayout) -> Shared:
         smem = cutlass.utils.SmemAllocator()
@@ -475,6 +478,7 @@ class Product:
                     for peer in cutlass.range_constexpr(self.splits):
                         self.send(shared, peer, size.active * (4 * self.padded))
             arch.mbarrier_wait(shared.landed, 0)
+            arch.cluster_arrive()
 
     def send(self, shared: Shared, peer: int, num_bytes: Int32) -> None:
         nth = arch.block_idx()[0]
