@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# The records behind README's tables, made on the machine present (one GPU), with random weights:
+#   results/measure.sh [PART ...]       parts: structured online offline kernels ablation sweep
+# All of them take about 15 minutes on one H200. Run in the project's root.
+set -uo pipefail
+common=(--load-format dummy)
+[ -f .commit ] && common+=(--commit "$(cat .commit)") # of a copy without .git
+small=recipes/qwen3-0.6b.yaml large=recipes/qwen3-8b.yaml
+
+online() { # RECIPE STREAMS PROMPT_TOKENS [MORE]
+    nanovllm bench --start "$1" --concurrency "$2" --input-len "$3" --processes 6 "${@:4}" "${common[@]}"
+}
+
+measure() {
+    case $1 in
+    structured) # at most 10 % below the same streams without a schema
+        online $small 64 1000 --num-prompts 512
+        online $small 64 1000 --num-prompts 512 --structured
+        ;;
+    online)
+        online $small 64 1000 --num-prompts 512
+        online $large 64 1000 --num-prompts 512
+        online $small 256 136 --num-prompts 1024 --set server.workers=4
+        online $large 256 136 --num-prompts 1024 --set server.workers=4
+        nanovllm bench --start recipes/paper.yaml --concurrency 256 --processes 4 --input-len 32 --output-len 1000
+        ;;
+    offline)
+        for recipe in $small $large; do
+            for load in w1 bs1 bs64 bs256 prefill; do
+                nanovllm bench --offline $recipe --workload $load "${common[@]}"
+            done
+        done
+        ;;
+    kernels)
+        nanovllm check-kernels --json "results/kernels-$(date +%F).json"
+        nanovllm capture-graphs $small --load-format dummy --load 1-512 --json "results/graphs-$(date +%F).json"
+        ;;
+    ablation) # what each optimisation brings, on one machine
+        nanovllm bench --offline $small --workload w1 "${common[@]}" \
+            --ablate kernels.cuda_graphs=false --ablate kernels.mixed_graph_tokens=0 --ablate schedule.depth=0 \
+            --ablate kernels.skinny_linear=torch --ablate kernels.skinny_linear=torch,kernels.small_linear=torch \
+            --ablate kernels.gated_linear=torch --ablate kernels.attention=triton --ablate kernels.decode=triton \
+            --ablate kernels.rms_norm=torch,kernels.add_rms_norm=torch --ablate kernels.silu_mul=torch \
+            --ablate kernels.rope_store=torch --ablate kernels.sample=torch --ablate kernels.batch_prep=torch \
+            --ablate kernels.rms_norm=compile,kernels.add_rms_norm=compile,kernels.silu_mul=compile,kernels.rope_store=compile
+        ;;
+    sweep) # and a plot
+        nanovllm bench --start $small --sweep 1,4,16,64,128,256 --input-len 1000 --processes 6 "${common[@]}"
+        ;;
+    *) echo "no part $1" >&2 && return 2 ;;
+    esac
+}
+
+[ $# -gt 0 ] || set -- structured online offline kernels ablation sweep
+for part in "$@"; do
+    measure "$part" || exit
+done
