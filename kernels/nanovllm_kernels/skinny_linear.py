@@ -102,10 +102,10 @@ class SkinnyLinear:
         gated: bool = False,
         added: bool = False,
     ) -> bool:
-        if len(x_TD) > MOST_ROWS or weight_ND.dtype != torch.bfloat16:
+        if x_TD.shape[0] > MOST_ROWS or weight_ND.dtype != torch.bfloat16:
             return False  # at once: a step of many rows is launched kernel by kernel
         kind = Kind(normed, gated, added)
-        return shape_of(*weight_ND.shape, kind, len(x_TD)) is not None
+        return shape_of(*weight_ND.shape, kind, x_TD.shape[0]) is not None
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
         return self._launch(Kind(), x_TD, weight_ND)

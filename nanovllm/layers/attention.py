@@ -5,15 +5,15 @@ Knows neither pages nor lengths: those are the backend's.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext
 from nanovllm.dist.mesh import Mesh
-from nanovllm.layers.linear import NormedLinear, RowLinear, parameter
+from nanovllm.layers.linear import Layer, NormedLinear, RowLinear, parameter
 from nanovllm.layers.ops import Ops
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """`qk_norm`: query and key heads are RMS-normalised before the rotation."""
 
     def __init__(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.dist.mesh import Mesh
-from nanovllm.layers.linear import Placement, parameter
+from nanovllm.layers.linear import Layer, Placement, parameter
 from nanovllm.layers.ops import Ops
 
 
-class Vocabulary(nn.Module):
+class Vocabulary(Layer):
     """One vector a token. A model with tied embeddings uses one of these at both ends."""
 
     def __init__(self, vocab_size: int, width: int, mesh: Mesh, ops: Ops) -> None:

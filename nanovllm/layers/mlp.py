@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.dist.mesh import Mesh
-from nanovllm.layers.linear import NormedLinear, RowLinear
+from nanovllm.layers.linear import Layer, NormedLinear, RowLinear
 from nanovllm.layers.ops import Ops
 
 
-class MLP(nn.Module):
+class MLP(Layer):
     def __init__(self, width: int, inner_width: int, eps: float, mesh: Mesh, ops: Ops) -> None:
         super().__init__()
         inner = mesh.span("intermediate_size", inner_width)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from nanovllm.layers.linear import parameter
+from nanovllm.layers.linear import Layer, parameter
 from nanovllm.layers.ops import Ops
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     def __init__(self, width: int, eps: float, ops: Ops) -> None:
         super().__init__()
         self.eps = eps

@@ -76,17 +76,9 @@ class GatedLinear(Protocol):
 
 
 class SkinnyLinear(Protocol):
-    """The methods of Ops of the same names, each in one launch, for steps of up to 128 rows."""
+    """Methods of Ops, each in one launch, for up to 128 rows. `kind`: normed, gated, added."""
 
-    def fits(
-        self,
-        x_TD: Tensor,
-        weight_ND: Tensor,
-        *,
-        normed: bool = False,
-        gated: bool = False,
-        added: bool = False,
-    ) -> bool: ...
+    def fits(self, x_TD: Tensor, weight_ND: Tensor, **kind: bool) -> bool: ...
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor: ...
 

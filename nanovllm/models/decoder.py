@@ -15,6 +15,7 @@ from nanovllm.dist.mesh import Mesh
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embedding import Vocabulary
+from nanovllm.layers.linear import Layer
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.ops import Ops
@@ -59,7 +60,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
-class Block(nn.Module):
+class Block(Layer):
     """Attention and MLP, each adding what came before to the residual stream first."""
 
     def __init__(
@@ -89,7 +90,7 @@ class Block(nn.Module):
         return x_TD, residual_TD
 
 
-class Decoder(nn.Module):
+class Decoder(Layer):
     """Embedding, blocks, final norm, head.
 
     WEIGHTS says which checkpoint tensor fills which parameter, IGNORED which may be there unused.
