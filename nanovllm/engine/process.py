@@ -42,6 +42,7 @@ Waited = tuple[Generate, Outcome]  # for its grammar
 
 def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[], None]) -> None:
     """Serve until every API process has gone. Raises ConfigError if the recipe cannot be served."""
+    gc.disable()  # nothing that is built is garbage
     executor, recipe, vocab_size = build(config)
     memory = KVMemory(
         int(recipe.cache.pages), int(recipe.cache.page_tokens), prefix=recipe.cache.prefix
@@ -56,7 +57,8 @@ def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[
         ageing_steps=recipe.schedule.ageing_steps,
     )
     gc.collect()
-    gc.freeze()  # what there is by now is never garbage; do not visit it again
+    gc.freeze()  # do not visit it again
+    gc.enable()
     ready()
     connections = [listener.accept() for _ in range(num_workers)]
     for worker, connection in enumerate(connections):

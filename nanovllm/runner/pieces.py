@@ -24,11 +24,10 @@ from nanovllm.runner.graphs import borrowed
 
 
 def piece_sizes(most: int) -> list[int]:
-    """Numbers of tokens to capture: padding is at most 12 %, from 1024 on 6 %, or 31 tokens."""
-    sizes = [*range(32, 512, 32), *range(512, 1024, 64)]
-    start = 1024
+    """Numbers of tokens to capture: padding is at most 12 %, or 31 tokens."""
+    sizes, start = [*range(32, 256, 32)], 256
     while start < most:
-        sizes += range(start, 2 * start, start // 16)
+        sizes += range(start, 2 * start, start // 8)
         start *= 2
     return sorted({min(size, most) for size in sizes} | {most}) if most else []
 

@@ -123,10 +123,10 @@ def test_the_text_is_the_same_through_pieces(tmp_path: Path) -> None:
 @pytest.mark.parametrize("most", [1, 32, 200, 2048, 8192])
 def test_sizes_keep_padding_small(most: int) -> None:
     sizes = piece_sizes(most)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == most and len(sizes) <= 15 + 8 + 16 * 3 + 1
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most and len(sizes) <= 7 + 8 * 5 + 1
     for tokens in range(1, most + 1):
         padding = min(size for size in sizes if size >= tokens) - tokens
-        assert padding <= max(31, tokens * (0.0625 if tokens > 1024 else 0.125))
+        assert padding <= max(31, tokens * 0.125)
 
 
 def test_no_sizes_at_all() -> None:
