@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanovllm_kernels import reference
 from nanovllm_kernels.case import Args, Case, Kernel, bits, normal
+from nanovllm_kernels.device import follows
 
 BLOCK = 1024  # 8 elements a thread: one 16-byte load of each half
 
@@ -24,15 +25,26 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     width = twice // 2
     assert gate_up_T2F.stride(1) == 1
     y_TF = torch.empty(num_rows, width, dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
-    num_blocks = triton.cdiv(width, BLOCK)
+    num_blocks, waits = triton.cdiv(width, BLOCK), follows(num_rows, gate_up_T2F.device)
     silu_mul_kernel[(num_rows * num_blocks,)](
-        gate_up_T2F, y_TF, gate_up_T2F.stride(0), width, num_blocks, BLOCK=BLOCK
+        gate_up_T2F,
+        y_TF,
+        gate_up_T2F.stride(0),
+        width,
+        num_blocks,
+        BLOCK=BLOCK,
+        WAITS=waits,
+        launch_pdl=waits,
     )
     return y_TF
 
 
 @triton.jit
-def silu_mul_kernel(gate_up_T2F, y_TF, stride, width, num_blocks, BLOCK: tl.constexpr):
+def silu_mul_kernel(
+    gate_up_T2F, y_TF, stride, width, num_blocks, BLOCK: tl.constexpr, WAITS: tl.constexpr
+):
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     f = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
     inside = f < width

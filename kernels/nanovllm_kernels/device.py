@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 HOPPER = 9
+FOLLOWING = 512  # rows of a step: above, launches are short beside the work
 
 
 def generation(device: torch.device) -> int:
@@ -20,3 +21,8 @@ def is_hopper(device: torch.device) -> bool:
 def can_overlap(device: torch.device) -> bool:
     """Whether a kernel may be launched while the one before runs, since Hopper."""
     return generation(device) >= HOPPER
+
+
+def follows(num_rows: int, device: torch.device, most: int = FOLLOWING) -> bool:
+    """Whether a kernel of so many rows is launched early, and then waits for the one before."""
+    return num_rows <= most and can_overlap(device)

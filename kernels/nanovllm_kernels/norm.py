@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanovllm_kernels import reference
 from nanovllm_kernels.case import Args, Case, Kernel, bits, normal
+from nanovllm_kernels.device import follows
 
 MAX_WIDTH = 16384  # a row must fit a program's registers
 
@@ -42,6 +43,7 @@ def _launch(
     num_rows, width = x_TD.shape
     assert width <= MAX_WIDTH and x_TD.stride(1) == 1 and gain_D.stride(0) == 1
     block = triton.next_power_of_2(width)
+    waits = follows(num_rows, x_TD.device)
     rms_norm_kernel[(num_rows,)](
         x_TD,
         residual_TD,
@@ -53,6 +55,8 @@ def _launch(
         eps,
         WIDTH=width,
         BLOCK=block,
+        WAITS=waits,
+        launch_pdl=waits,
         num_warps=min(max(block // 512, 1), 16),  # 16 elements a thread: two 16-byte loads of bf16
     )
 
@@ -69,11 +73,14 @@ def rms_norm_kernel(
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < WIDTH
     gain = tl.load(gain_D + d, inside, 0.0)
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_TD + row * x_stride + d, inside, 0.0)
     if residual_TD is not None:
         at = residual_TD + row * residual_stride + d

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from nanovllm_kernels import attention_reference as reference
 from nanovllm_kernels.case import Args, Case, Kernel, bits
-from nanovllm_kernels.device import can_overlap
+from nanovllm_kernels.device import follows
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 BLOCK_BYTES = 16384  # of keys in a block: 64 tokens of width 128 in 16 bits
@@ -41,11 +41,6 @@ PROGRAMS_PER_PROCESSOR = 2
 INTERPRETED_PROCESSORS = 12  # few enough for rows to be cut in every way
 MERGED = 16  # partial results combined at once
 OVERLAPPED_ROWS = 8
-
-
-def overlaps(num_rows: int, device: torch.device, most: int = OVERLAPPED_ROWS) -> bool:
-    """Whether launches of so many rows overlap."""
-    return num_rows <= most and can_overlap(device)
 
 
 def block_tokens(pages_PSGA: Tensor) -> int:
@@ -94,12 +89,13 @@ def paged_decode(
     assert k_PSGA.stride() == v_PSGA.stride()
     o_RHA, partial_o, partial_lse = results_of(q_RHA, num_lanes, out_RHA)
     group = num_heads // num_kv_heads
-    overlap = overlaps(num_rows, q_RHA.device)
+    waits = follows(num_rows, q_RHA.device)
     both = {
         "A": head_width,
         "A_BLOCK": triton.next_power_of_2(head_width),
-        "OVERLAP": overlap,
-        "launch_pdl": overlap,
+        "LEADS": waits and num_rows <= OVERLAPPED_ROWS,
+        "WAITS": waits,
+        "launch_pdl": waits,
     }
     decode_kernel[(num_kv_heads, num_lanes)](
         q_RHA,
@@ -201,10 +197,13 @@ def decode_kernel(
     S: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    LEADS: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
-    if OVERLAP:
+    if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
+    elif WAITS:
+        tl.extra.cuda.gdc_wait()
     # Programs of one lane read neighbouring heads of the same tokens at about the same time.
     kv_head, lane = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(0) * GROUP
@@ -222,7 +221,7 @@ def decode_kernel(
     began = block  # where this lane began the row
     length = tl.load(lengths_R + row)
     page = page_of(page_table_RM + row.to(tl.int64) * table_stride, table_width, block, S, BLOCK)
-    if OVERLAP:
+    if LEADS:
         tl.extra.cuda.gdc_wait()
     q = tl.load(q_RHA + row.to(tl.int64) * q_stride, inside_q, 0.0)
     highest = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
@@ -289,14 +288,15 @@ def merge_kernel(
     A: tl.constexpr,
     A_BLOCK: tl.constexpr,
     MERGED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    LEADS: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     """One head of the row that this lane begins and others finish, if there is such a row."""
     head, lane = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(0)
     row = tl.load(plan_N5 + lane * 5 + 3)
     num_lanes = tl.load(plan_N5 + lane * 5 + 4)
-    if OVERLAP:  # before any return: what follows waits for this kernel only
+    if WAITS:  # before any return: what follows waits for this kernel only
         tl.extra.cuda.gdc_wait()
     if num_lanes == 0:
         return

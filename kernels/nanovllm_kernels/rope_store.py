@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovllm_kernels import reference
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
-from nanovllm_kernels.paged_decode import overlaps
+from nanovllm_kernels.device import follows
 
 MOST_OVERLAPPED = 128  # tokens: attention of so many rows is launched before this ends
 HEADS = 8  # of width 128, in two warps: a 16-byte load of each half a thread
@@ -39,6 +39,7 @@ def rope_store(
     assert k_PSGA.is_contiguous() and v_PSGA.is_contiguous() and qkv_TX.stride(1) == 1
     assert (q_gain_A is None) == (k_gain_A is None)
     q_THA = torch.empty(num_tokens, num_heads, head_width, dtype=qkv_TX.dtype, device=qkv_TX.device)
+    waits = follows(num_tokens, qkv_TX.device)
     num_groups = triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
     rope_store_kernel[(num_tokens * num_groups,)](
         qkv_TX,
@@ -58,8 +59,10 @@ def rope_store(
         HALF=head_width // 2,
         HALF_BLOCK=triton.next_power_of_2(head_width // 2),
         HEADS=HEADS,
-        OVERLAP=overlaps(num_tokens, qkv_TX.device, MOST_OVERLAPPED),
+        LEADS=waits and num_tokens <= MOST_OVERLAPPED,
+        WAITS=waits,
         num_warps=2,
+        launch_pdl=waits,
     )
     return q_THA
 
@@ -83,9 +86,12 @@ def rope_store_kernel(
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    LEADS: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
-    if OVERLAP:  # of attention with this
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    if LEADS:  # attention, which may read what came before this before it waits
         tl.extra.cuda.gdc_launch_dependents()
     GROUPS: tl.constexpr = (H + 2 * G + HEADS - 1) // HEADS
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
