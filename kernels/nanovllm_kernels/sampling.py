@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels import sampling_reference as reference
-from nanovllm_kernels.case import Args, Case, Kernel, bits, normal
+from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
 
 BLOCK = tl.constexpr(reference.BLOCK)
 BLOCK_INDEX = tl.constexpr(reference.BLOCK_INDEX)
@@ -336,7 +336,32 @@ def floors_inputs(
     return logits_SV, slots_S, inverses_N, top_ks_N, top_ps_N, gaps_N
 
 
+def floors_room(expected: Tensors, args: Args) -> Tensors:
+    """How far floors may be off: not at all, but where top_p is a value's mass within rounding.
+
+    There the boundary is that value or its neighbour, as sums happen to be rounded.
+    """
+    logits_SV, slots_S, inverses_N, top_ks_N, top_ps_N, gaps_N = args
+    others_N = inverses_N, top_ks_N, torch.ones_like(top_ps_N), gaps_N
+    x_SV, floor_S1 = logits_SV.float(), expected[0][:, None]
+    is_kept_SV = x_SV >= reference.floors(logits_SV, slots_S, *others_N)[:, None]
+    scaled_SV = (x_SV - x_SV.amax(-1, keepdim=True)).double() * inverses_N[slots_S, None]
+    mass_SV = scaled_SV.exp() * is_kept_SV
+    needed_S = top_ps_N[slots_S] * mass_SV.sum(-1)
+    rounding_S = SUM_ROUNDING * mass_SV.sum(-1)
+    is_bare_S = (mass_SV * (x_SV >= floor_S1)).sum(-1) - needed_S <= rounding_S
+    is_near_S = needed_S - (mass_SV * (x_SV > floor_S1)).sum(-1) <= rounding_S
+    below_S = x_SV.masked_fill((x_SV >= floor_S1) | ~is_kept_SV, OFF).amax(-1)
+    above_S = x_SV.masked_fill(x_SV <= floor_S1, -OFF).amin(-1)
+    room_S = torch.maximum(
+        (expected[0] - below_S).where(is_bare_S & below_S.isfinite(), 0.0),
+        (above_S - expected[0]).where(is_near_S & above_S.isfinite(), 0.0),
+    )
+    return (room_S.where(top_ps_N[slots_S] < 1, 0.0),)
+
+
 OFF = -float("inf")
+SUM_ROUNDING = 1e-5  # relative, of a float32 sum over a vocabulary
 DRAW = Kernel(
     "draw",
     draw,
@@ -358,8 +383,6 @@ DRAW = Kernel(
         ),
     ),
 )
-# Large cases are bfloat16: many tokens share the value at the boundary, so that sums in another
-# order find the same one, and floors can be compared exactly.
 FLOORS = Kernel(
     "floors",
     floors,
@@ -384,4 +407,6 @@ FLOORS = Kernel(
             for k, p in ((20, 0.95), (0, 0.95), (1000, 1.0))
         ),
     ),
+    ulps_32=1 / torch.finfo(torch.float32).eps,
+    scale=floors_room,
 )

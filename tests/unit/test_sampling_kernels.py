@@ -32,7 +32,7 @@ def test_in_the_interpreter() -> None:
         ["env", "TRITON_INTERPRET=1", *pytest_here], capture_output=True, text=True, timeout=600
     )
     assert child.returncode == 0, child.stdout[-4000:]
-    assert "7 passed" in child.stdout
+    assert "8 passed" in child.stdout
 
 
 test_in_the_interpreter.__test__ = not INTERPRETED
@@ -166,3 +166,21 @@ def test_a_block_below_the_floor_weighs_nothing() -> None:
     tops_SB, sums_SB = kernels._sum_blocks(logits_SV, zero, one, torch.tensor([-1.0]))
     assert tops_SB.tolist() == [[-math.inf, 0.0]]
     assert sums_SB.tolist() == [[0.0, reference.BLOCK]]
+
+
+@in_interpreter
+def test_a_floor_may_be_off_only_where_top_p_is_a_mass() -> None:
+    """All four weigh 1: two of them are half of the mass, within rounding, and never 0.6 of it."""
+    logits_SV, flat = torch.tensor([[4.0, 2.5, 2.0, 1.0]]), torch.zeros(1)
+    for top_p, top_k, floor, room in (
+        (0.5, 0, 2.5, 0.5),  # its neighbour below may be meant
+        (0.500005, 0, 2.0, 0.5),  # or above
+        (0.6, 0, 2.0, 0.0),
+        (0.999999, 0, 1.0, 0.0),  # which nothing lies below
+        (0.5, 2, 4.0, 1.5),  # of the two that top-k leaves
+        (1.0, 3, 2.0, 0.0),
+    ):
+        numbers = torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([kernels.OFF])
+        args = (logits_SV, torch.tensor([0]), flat, *numbers)
+        assert kernels.floors(*args).tolist() == [floor]
+        assert kernels.floors_room((torch.tensor([floor]),), args)[0].tolist() == [room]
