@@ -39,36 +39,30 @@ class Stopped(RuntimeError):
     """A signal came while a process was starting."""
 
 
-@contextlib.contextmanager
-def engine_process(
-    config: Config, num_workers: int = 1, stopped: threading.Event | None = None
-) -> Iterator[str]:
-    """Run an engine; yields the path of its socket once it is ready for so many connections.
+Child = tuple[BaseProcess, Pipe]
 
-    Raises ConfigError with the engine's own message if the recipe cannot be served, EngineDied if
-    it crashed, Stopped if the event was set while it was loading.
-    """
+
+@contextlib.contextmanager
+def engine_process(config: Config, num_workers: int = 1) -> Iterator[tuple[str, Child]]:
+    """Run an engine for so many connections; where its socket will be, and for whom to wait."""
     folder = tempfile.mkdtemp(prefix="nanovllm-")
     path = os.path.join(folder, "engine.sock")
-    process, word = spawn("nanovllm-engine", run_engine, config, path, num_workers)
+    engine = spawn("nanovllm-engine", run_engine, config, path, num_workers)
     try:
-        wait_ready(process, word, stopped or threading.Event())
-        yield path
+        yield path, engine
     finally:
-        stop([process], grace_s=5.0)
+        stop([engine[0]], grace_s=5.0)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def serve(config: Config) -> int:
     """Run a server until a signal or a death; returns the exit code."""
     server = config.recipe.server
-    sock = listen(server.host, server.port)
-    with sock, interruptible() as stopped, engine_process(config, server.workers, stopped) as path:
-        workers = [
-            spawn(f"nanovllm-api{i}", run_api, config, path, i, sock) for i in range(server.workers)
-        ]
+    sock, num = listen(server.host, server.port), server.workers
+    with sock, interruptible() as stopped, engine_process(config, num) as (path, engine):
+        workers = [spawn(f"nanovllm-api{i}", run_api, config, path, i, sock) for i in range(num)]
         try:
-            for process, word in workers:
+            for process, word in [engine, *workers]:
                 wait_ready(process, word, stopped)
             announce(config, sock)
             return watch(stopped)
@@ -129,7 +123,7 @@ def watch(stopped: threading.Event) -> int:
 # -- children -------------------------------------------------------------------------------
 
 
-def spawn(name: str, target: object, *args: object) -> tuple[BaseProcess, Pipe]:
+def spawn(name: str, target: object, *args: object) -> Child:
     """Start a child; it says "ready" or an error on the returned pipe, and dies with us.
 
     The system's list of processes shows `name`, up to 15 characters of it.
@@ -171,15 +165,19 @@ def run_engine(word: Pipe, config: Config, path: str, num_workers: int) -> None:
 
 
 def run_api(word: Pipe, config: Config, path: str, worker: int, sock: socket.socket) -> None:
+    from nanovllm.ipc.client import EngineLostError
     from nanovllm.server.main import run
 
-    run(config, path, worker, sock, lambda: word.send("ready"))
+    try:
+        run(config, path, worker, sock, lambda: word.send("ready"))
+    except EngineLostError:
+        sys.exit(EXIT_CRASH)  # what there is to say of it, the supervisor says
 
 
-def wait_ready(process: BaseProcess, word: Pipe, stopped: threading.Event) -> None:
-    """Raises ConfigError with the child's message, EngineDied, or Stopped."""
+def wait_ready(process: BaseProcess, word: Pipe, stopped: threading.Event | None = None) -> None:
+    """Raises ConfigError with the child's message, EngineDied if it crashed, or Stopped."""
     while not word.poll(0.1):
-        if stopped.is_set():
+        if stopped is not None and stopped.is_set():
             raise Stopped
     try:
         said = word.recv()

@@ -270,7 +270,8 @@ def serve_command(recipe: str | None, changed: Mapping[str, Any]) -> list[str]:
 def offline_outcome(options: Options, config: Config) -> tuple[Outcome, float]:
     """Also how long the engine took from start to ready."""
     begin = time.perf_counter()
-    with launch.engine_process(config) as path:
+    with launch.engine_process(config) as (path, engine):
+        launch.wait_ready(*engine)
         ready_s = time.perf_counter() - begin
         measuring = offline.measure_engine(
             path,

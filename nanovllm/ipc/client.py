@@ -159,6 +159,7 @@ class EngineClient:
         self.is_lost = True
         if not self._is_ready.done():
             self._is_ready.set_exception(EngineLostError("the engine died while starting"))
+            return
         sinks, self._sinks = list(self._sinks.values()), {}
         for sink in sinks:
             sink.lost()

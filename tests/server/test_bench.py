@@ -312,12 +312,13 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> list[PaperEngine]:
         return engines[-1]
 
     @contextlib.contextmanager
-    def engine_process(config: object) -> Iterator[str]:
+    def engine_process(config: object) -> Iterator[tuple[str, tuple[()]]]:
         time.sleep(0.01)
-        yield "engine.sock"
+        yield "engine.sock", ()
 
     monkeypatch.setattr(offline.EngineClient, "connect", connect)
     monkeypatch.setattr(launch, "engine_process", engine_process)
+    monkeypatch.setattr(launch, "wait_ready", lambda: None)
     monkeypatch.setattr(offline, "STATS_S", 0.0)
     return engines
 
@@ -370,10 +371,10 @@ def test_an_ablation_that_does_not_start_costs_its_own_row_only(
     tmp_path: Path, paper: list[PaperEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextlib.contextmanager
-    def engine_process(config: Config) -> Iterator[str]:
+    def engine_process(config: Config) -> Iterator[tuple[str, tuple[()]]]:
         if config.recipe.schedule.depth == 0:
             raise launch.EngineDied("nanovllm-engine ended with exit code 1")
-        yield "engine.sock"
+        yield "engine.sock", ()
 
     monkeypatch.setattr(launch, "engine_process", engine_process)
     arguments = ["--offline", RECIPE, "--workload", "bs1", "--load-format", "dummy", "--warmup=0"]
