@@ -24,7 +24,7 @@ from nanovllm.config import (
 )
 from nanovllm.dist.mesh import Mesh
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.layers.ops import fastest, select_ops
+from nanovllm.layers.ops import Ops, fastest, select_ops
 from nanovllm.log import fields
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
@@ -182,17 +182,7 @@ def resolve(recipe: Recipe, device: torch.device, dtype: torch.dtype, model_toke
         raise ConfigError(
             f"server.max_model_tokens is {most}; the model's context is {model_tokens} tokens"
         )
-    names = (
-        "rms_norm",
-        "add_rms_norm",
-        "silu_mul",
-        "rope_store",
-        "small_linear",
-        "gated_linear",
-        "skinny_linear",
-        "sample",
-        "batch_prep",
-    )
+    names = (*Ops.__dataclass_fields__, "sample", "batch_prep")
     chosen = {k: fastest(k, device) for k in names if getattr(kernels, k) == "auto"}
     return replace(
         recipe,

@@ -12,10 +12,12 @@ import pytest
 
 CODE = """
 import torch
-from nanovllm_kernels.skinny_linear import SKINNY_LINEAR, Kind, Product, compile_product, shape_of
+from nanovllm_kernels.skinny_linear import (
+    SKINNY_LINEAR, WIDE_LINEAR, Kind, Product, compile_product, shape_of
+)
+plain, added, normed, gated = Kind(), Kind(added=True), Kind(True), Kind(True, True)
 """
 LAYERS = """
-plain, added, normed, gated = Kind(), Kind(added=True), Kind(True), Kind(True, True)
 for num_lines, width, kind, num_rows in (
     (4096, 1024, normed, 64),
     (1024, 2048, added, 64),
@@ -31,6 +33,24 @@ for num_lines, width, kind, num_rows in (
     stages = Product(shape, kind, groups).stages
     run = compile_product(*shape, *kind, groups)
     print(*shape, stages, num_lines // shape.lines * shape.splits, callable(run))
+"""
+TILED = """
+for num_lines, width, kind, num_rows in (
+    (4096, 1024, normed, 100),
+    (4096, 1024, normed, 129),
+    (1024, 2048, added, 256),
+    (6144, 1024, gated, 256),
+    (6144, 4096, normed, 256),
+    (4096, 12288, added, 256),
+):
+    shape = shape_of(num_lines, width, kind, num_rows, 4)
+    product = Product(shape, kind, 1)
+    run = compile_product(*shape, *kind, 1)
+    print(*shape, product.stages, num_lines // shape.lines * product.blocks, callable(run))
+for weight in (torch.empty(4104, 1024), torch.empty(1024, 2048)):
+    weight = weight.bfloat16()
+    x = [weight.new_empty(num_rows, weight.shape[1]) for num_rows in (100, 256, 257)]
+    print(*(WIDE_LINEAR.fits(one, weight, added=True) for one in x))
 """
 CHOICE = """
 for num_lines, width, num_rows, kind in (
@@ -63,14 +83,28 @@ def printed(code: str) -> list[str]:
 def test_it_compiles_for_the_layers_of_both_models() -> None:
     """Lines, slices, alone on a multiprocessor; stages; blocks, of which 132 run at once."""
     assert printed(LAYERS) == [
-        "64 2 False 5 128 True",
-        "32 4 False 7 128 True",
-        "96 2 False 4 128 True",
-        "96 2 True 5 128 True",
-        "64 2 True 12 128 True",
-        "96 1 False 5 256 True",
-        "192 1 True 5 128 True",
-        "128 1 False 4 1187 True",
+        "64 2 False 1 5 128 True",
+        "32 4 False 1 7 128 True",
+        "96 2 False 1 4 128 True",
+        "96 2 True 1 5 128 True",
+        "64 2 True 1 12 128 True",
+        "96 1 False 1 5 256 True",
+        "192 1 True 1 5 128 True",
+        "128 1 False 1 4 1187 True",
+    ]
+
+
+def test_tiles_of_rows_share_their_weights() -> None:
+    """Lines, slices, alone on a multiprocessor, tiles; stages; blocks, of which 132 run at once."""
+    assert printed(TILED) == [
+        "64 1 False 2 6 128 True",
+        "128 1 False 4 4 128 True",
+        "32 1 False 4 9 128 True",
+        "192 1 False 4 3 128 True",
+        "192 1 True 4 6 128 True",
+        "128 1 True 4 9 128 True",
+        "False False False",  # no even cut
+        "True True False",  # 2 tiles, 4, and too many rows
     ]
 
 
