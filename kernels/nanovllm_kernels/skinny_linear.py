@@ -655,13 +655,14 @@ def cases(
             partial(inputs, T, N, D),
             num_bytes=2 * (N * D + T * D + T * N) if T in TIMED else 0,
         )
-        for (N, D), T in product(layers, (1, 2, 8, 16, 17, 32, 63, 64, 100, 128, 129, 177, 256))
+        for (N, D), T in product(layers, ROWS)
         if shape_of(N, D, kind, T, MOST_TILES) is not None
     ]
     return *spiked, *checked
 
 
-TIMED = (1, 8, 32, 64, 128, 256)  # rows
+ROWS = (1, 2, 8, 16, 17, 32, 63, 64, 65, 100, 128, 129, 192, 250, 256)
+TIMED = (1, 8, 32, 64, 128, 256)
 LINEAR = Kernel(
     "skinny_linear",
     WIDE_LINEAR.linear,
