@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from msgspec.structs import astuple, replace
+from msgspec.structs import asdict, astuple, replace
 
 from nanovllm.attention.choose import choose_backend
 from nanovllm.config import (
@@ -75,8 +75,7 @@ def build(config: Config) -> Built:
         fields(
             device=device.type,
             dtype=recipe.dtype,
-            attention=recipe.kernels.attention,
-            decode=recipe.kernels.decode,
+            **asdict(recipe.kernels),
             not_chosen=repr(passed_over) if passed_over else None,
             pages=recipe.cache.pages,
             page_tokens=recipe.cache.page_tokens,
