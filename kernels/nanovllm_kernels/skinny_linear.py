@@ -1,7 +1,7 @@
 """Matrix products of some rows, for Hopper, in CuTe DSL: all of a layer around its attention.
 
 y = f(x) W^T; f is nothing or an RMSNorm. What follows is nothing, SiLU-mul, or the addition of the
-residual stream. Meaning: `small_linear`'s references and `linear_add_reference`. bfloat16.
+residual stream. Meaning: the references in skinny_cases.py. bfloat16.
 
 Decision: reading W is all the work there is, so every multiprocessor gets an equal part of it at
 once. A block of threads owns some lines of W and a slice of their inputs; the blocks that share
@@ -28,8 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
-from itertools import product
+from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -40,8 +39,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 from torch import Tensor
 
-from nanovllm_kernels import small_linear
-from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
 from nanovllm_kernels.kept import kept
 
 DEEP = 64  # inputs in a swizzled line of shared memory
@@ -605,94 +602,3 @@ class Product:
 
 def eight_of(line: cute.Tensor, nth: Int32) -> cute.Tensor:
     return cute.local_tile(line, (8,), (nth,))
-
-
-def linear_add_reference(x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor:
-    y_TN = small_linear.linear_reference(x_TD.float(), weight_ND)
-    return (y_TN + residual_TN.float()).to(x_TD.dtype)
-
-
-def add_inputs(T: int, N: int, D: int, device: torch.device) -> Args:
-    inputs = small_linear.linear_inputs(T, N, D, device)
-    return *inputs, normal(device, T, N, dtype=torch.bfloat16, seed=2)
-
-
-def add_scale(expected: Tensors, args: Args) -> Tensors:
-    return (expected[0].abs() + small_linear.sizes(*args[:2]) + args[2].abs(),)
-
-
-def norm_inputs(T: int, N: int, D: int, device: torch.device, kind: str = "first") -> Args:
-    """small_linear's, of a stream that has been added up."""
-    x_TD, _, gain_D, eps, weight_ND = small_linear.norm_inputs(T, N, D, device, kind)
-    return x_TD, gain_D, eps, weight_ND
-
-
-def norm_reference(
-    x_TD: Tensor, gain_D: Tensor, eps: float, weight_ND: Tensor, *, gated: bool = False
-) -> Tensor:
-    args = x_TD, None, gain_D, eps, weight_ND
-    return small_linear.norm_linear_reference(*args, gated=gated)[0]
-
-
-def norm_scale(of: Callable[[Tensors, Args], Tensors], expected: Tensors, args: Args) -> Tensors:
-    x_TD, gain_D, eps, weight_ND = args
-    return of((*expected, x_TD), (x_TD, None, gain_D, eps, weight_ND))[:1]
-
-
-def cases(
-    kind: Kind, inputs: Callable[..., Args], layers: list[tuple[int, int]]
-) -> tuple[Case, ...]:
-    """`layers`: N, D of Qwen3-0.6B and 8B."""
-    N, D = layers[0]
-    spiked = [
-        Case(f"{odd} T=9 N={N} D={D}", partial(inputs, 9, N, D, kind=odd))
-        for odd in ("spike", "faint")
-        if kind.normed
-    ]
-    checked = [
-        Case(
-            f"T={T} N={N} D={D}",
-            partial(inputs, T, N, D),
-            num_bytes=2 * (N * D + T * D + T * N) if T in TIMED else 0,
-        )
-        for (N, D), T in product(layers, ROWS)
-        if shape_of(N, D, kind, T, CHECKED.most_tiles) is not None
-    ]
-    return *spiked, *checked
-
-
-CHECKED = SKINNY_LINEAR  # to be WIDE_LINEAR: tiles have been compiled, but have not run yet
-ROWS = (1, 2, 8, 16, 17, 32, 63, 64, 65, 100, 128, 129, 192, 250, 256)
-TIMED = (1, 8, 32, 64, 128, 256)
-LINEAR = Kernel(
-    "skinny_linear",
-    CHECKED.linear,
-    small_linear.linear_reference,
-    cases(Kind(), small_linear.linear_inputs, [(151936, 1024), (151936, 4096)]),
-    ulps_16=1,
-    scale=small_linear.linear_scale,
-)
-LINEAR_ADD = Kernel(
-    "skinny_linear_add",
-    CHECKED.linear_add,
-    linear_add_reference,
-    cases(Kind(added=True), add_inputs, [(1024, 2048), (1024, 3072), (4096, 4096), (4096, 12288)]),
-    ulps_16=1,
-    scale=add_scale,
-)
-NORM_LINEAR = Kernel(
-    "skinny_norm_linear",
-    CHECKED.norm_linear,
-    norm_reference,
-    cases(Kind(normed=True), norm_inputs, [(4096, 1024), (6144, 4096)]),
-    ulps_16=2,
-    scale=partial(norm_scale, small_linear.norm_scale),
-)
-NORM_GATE_UP = Kernel(
-    "skinny_norm_gate_up",
-    partial(CHECKED.norm_linear, gated=True),
-    partial(norm_reference, gated=True),
-    cases(Kind(normed=True, gated=True), norm_inputs, [(6144, 1024), (24576, 4096)]),
-    ulps_16=2,
-    scale=partial(norm_scale, small_linear.gate_up_scale),
-)

@@ -1,0 +1,106 @@
+"""What products of some rows mean, in plain torch, and the cases they are checked with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from nanovllm_kernels import small_linear
+from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
+from nanovllm_kernels.skinny_linear import SKINNY_LINEAR, Kind, shape_of
+
+CHECKED = SKINNY_LINEAR  # to be WIDE_LINEAR: tiles have been compiled, but have not run yet
+ROWS = (1, 2, 8, 16, 17, 32, 63, 64, 65, 100, 128, 129, 192, 250, 256)
+TIMED = (1, 8, 32, 64, 128, 256)
+
+
+def linear_add_reference(x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor:
+    y_TN = small_linear.linear_reference(x_TD.float(), weight_ND)
+    return (y_TN + residual_TN.float()).to(x_TD.dtype)
+
+
+def add_inputs(T: int, N: int, D: int, device: torch.device) -> Args:
+    inputs = small_linear.linear_inputs(T, N, D, device)
+    return *inputs, normal(device, T, N, dtype=torch.bfloat16, seed=2)
+
+
+def add_scale(expected: Tensors, args: Args) -> Tensors:
+    return (expected[0].abs() + small_linear.sizes(*args[:2]) + args[2].abs(),)
+
+
+def norm_inputs(T: int, N: int, D: int, device: torch.device, kind: str = "first") -> Args:
+    """small_linear's, of a stream that has been added up."""
+    x_TD, _, gain_D, eps, weight_ND = small_linear.norm_inputs(T, N, D, device, kind)
+    return x_TD, gain_D, eps, weight_ND
+
+
+def norm_reference(
+    x_TD: Tensor, gain_D: Tensor, eps: float, weight_ND: Tensor, *, gated: bool = False
+) -> Tensor:
+    args = x_TD, None, gain_D, eps, weight_ND
+    return small_linear.norm_linear_reference(*args, gated=gated)[0]
+
+
+def norm_scale(of: Callable[[Tensors, Args], Tensors], expected: Tensors, args: Args) -> Tensors:
+    x_TD, gain_D, eps, weight_ND = args
+    return of((*expected, x_TD), (x_TD, None, gain_D, eps, weight_ND))[:1]
+
+
+def cases(
+    kind: Kind, inputs: Callable[..., Args], layers: list[tuple[int, int]]
+) -> tuple[Case, ...]:
+    """`layers`: N, D of Qwen3-0.6B and 8B."""
+    N, D = layers[0]
+    spiked = [
+        Case(f"{odd} T=9 N={N} D={D}", partial(inputs, 9, N, D, kind=odd))
+        for odd in ("spike", "faint")
+        if kind.normed
+    ]
+    checked = [
+        Case(
+            f"T={T} N={N} D={D}",
+            partial(inputs, T, N, D),
+            num_bytes=2 * (N * D + T * D + T * N) if T in TIMED else 0,
+        )
+        for (N, D), T in product(layers, ROWS)
+        if shape_of(N, D, kind, T, CHECKED.most_tiles) is not None
+    ]
+    return *spiked, *checked
+
+
+LINEAR = Kernel(
+    "skinny_linear",
+    CHECKED.linear,
+    small_linear.linear_reference,
+    cases(Kind(), small_linear.linear_inputs, [(151936, 1024), (151936, 4096)]),
+    ulps_16=1,
+    scale=small_linear.linear_scale,
+)
+LINEAR_ADD = Kernel(
+    "skinny_linear_add",
+    CHECKED.linear_add,
+    linear_add_reference,
+    cases(Kind(added=True), add_inputs, [(1024, 2048), (1024, 3072), (4096, 4096), (4096, 12288)]),
+    ulps_16=1,
+    scale=add_scale,
+)
+NORM_LINEAR = Kernel(
+    "skinny_norm_linear",
+    CHECKED.norm_linear,
+    norm_reference,
+    cases(Kind(normed=True), norm_inputs, [(4096, 1024), (6144, 4096)]),
+    ulps_16=2,
+    scale=partial(norm_scale, small_linear.norm_scale),
+)
+NORM_GATE_UP = Kernel(
+    "skinny_norm_gate_up",
+    partial(CHECKED.norm_linear, gated=True),
+    partial(norm_reference, gated=True),
+    cases(Kind(normed=True, gated=True), norm_inputs, [(6144, 1024), (24576, 4096)]),
+    ulps_16=2,
+    scale=partial(norm_scale, small_linear.gate_up_scale),
+)
