@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The records behind README's tables, made on the machine present (one GPU), with random weights:
-#   results/measure.sh [PART ...]       parts: structured online offline kernels ablation sweep
-# All of them take about 15 minutes on one H200. Run in the project's root.
+#   results/measure.sh [PART ...]       parts: online offline kernels ablation sweep
+# and structured, which online begins with. All of them take about 20 minutes on one H200. Run in the project's root.
 set -uo pipefail
 common=(--load-format dummy)
 [ -f .commit ] && common+=(--commit "$(cat .commit)") # of a copy without .git
@@ -18,7 +18,7 @@ measure() {
         online $small 64 1000 --num-prompts 512 --structured
         ;;
     online)
-        online $small 64 1000 --num-prompts 512
+        measure structured
         online $large 64 1000 --num-prompts 512
         online $small 256 136 --num-prompts 1024 --set server.workers=4
         online $large 256 136 --num-prompts 1024 --set server.workers=4
@@ -51,7 +51,7 @@ measure() {
     esac
 }
 
-[ $# -gt 0 ] || set -- structured online offline kernels ablation sweep
+[ $# -gt 0 ] || set -- online offline kernels ablation sweep
 for part in "$@"; do
     measure "$part" || exit
 done

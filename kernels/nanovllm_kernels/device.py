@@ -23,6 +23,6 @@ def can_overlap(device: torch.device) -> bool:
     return generation(device) >= HOPPER
 
 
-def follows(num_rows: int, device: torch.device, most: int = FOLLOWING) -> bool:
+def follows(num_rows: int, device: torch.device) -> bool:
     """Whether a kernel of so many rows is launched early, and then waits for the one before."""
-    return num_rows <= most and can_overlap(device)
+    return num_rows <= FOLLOWING and can_overlap(device)

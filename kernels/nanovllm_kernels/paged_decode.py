@@ -93,7 +93,6 @@ def paged_decode(
     both = {
         "A": head_width,
         "A_BLOCK": triton.next_power_of_2(head_width),
-        "LEADS": waits and num_rows <= OVERLAPPED_ROWS,
         "WAITS": waits,
         "launch_pdl": waits,
     }
@@ -118,6 +117,7 @@ def paged_decode(
         S=page_tokens,
         BLOCK=block_tokens(k_PSGA),
         STAGES=STAGES,
+        LEADS=waits and num_rows <= OVERLAPPED_ROWS,
         num_warps=4,
         **both,
     )
@@ -288,7 +288,6 @@ def merge_kernel(
     A: tl.constexpr,
     A_BLOCK: tl.constexpr,
     MERGED: tl.constexpr,
-    LEADS: tl.constexpr,
     WAITS: tl.constexpr,
 ):
     """One head of the row that this lane begins and others finish, if there is such a row."""

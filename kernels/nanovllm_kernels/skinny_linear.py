@@ -69,6 +69,7 @@ class Shape(NamedTuple):
     splits: int  # blocks of threads, each with its slice of the inputs
     is_large: bool = False  # a block has a multiprocessor to itself
     tiles: int = 1  # blocks, each with GROUP_ROWS rows of its own, that read W together
+    groups: int = 1  # of GROUP_ROWS rows, that a block multiplies
 
 
 @cache
@@ -94,7 +95,8 @@ def shape_of(
     if not found or (has_many_rows and not is_one_wave):
         return None
     is_long = not kind.normed and width // splits >= LONG
-    return Shape(found, splits, has_many_rows or (is_long and is_one_wave))
+    is_large = has_many_rows or (is_long and is_one_wave)
+    return Shape(found, splits, is_large, groups=1 + has_many_rows)
 
 
 def tiled_shape_of(
@@ -160,8 +162,7 @@ class SkinnyLinear:
         y_TN = residual_TN
         if y_TN is None:
             y_TN = x_TD.new_empty(num_rows, num_lines // (1 + kind.gated))
-        groups = 1 if num_rows <= GROUP_ROWS or shape.tiles > 1 else 2
-        run = compile_product(*shape, *kind, groups)
+        run = compile_product(*shape, *kind)
         run(x_TD, weight_ND, y_TN, gain_D, residual_TN, eps)
         return y_TN
 
@@ -176,12 +177,12 @@ def compile_product(
     splits: int,
     is_large: bool,
     tiles: int,
+    groups: int,
     normed: bool,
     gated: bool,
     added: bool,
-    groups: int,
 ) -> Callable[..., None]:
-    """Shape, Kind, GROUP_ROWS that there may be. Needs no GPU, only to know of one."""
+    """Of a Shape and a Kind. Needs no GPU, only to know of one."""
     any_ = cute.sym_int
 
     def like() -> Any:  # noqa: ANN401
@@ -192,7 +193,7 @@ def compile_product(
     gain = cute.runtime.make_fake_tensor(BFloat16, (any_(),), (1,), assumed_align=16)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     compiled: Callable[..., None] = cute.compile(
-        Product(Shape(lines, splits, is_large, tiles), Kind(normed, gated, added), groups),
+        Product(Shape(lines, splits, is_large, tiles, groups), Kind(normed, gated, added)),
         like(),
         like(),
         like(),
@@ -229,11 +230,11 @@ class Work(NamedTuple):
 
 
 class Product:
-    def __init__(self, shape: Shape, kind: Kind, groups: int) -> None:
+    def __init__(self, shape: Shape, kind: Kind) -> None:
         self.kind, self.lines, self.splits, self.tiles = kind, *shape[:2], shape.tiles
-        assert shape.tiles == 1 or (shape.splits, groups) == (1, 1), shape
+        assert shape.tiles == 1 or (shape.splits, shape.groups) == (1, 1), shape
         self.blocks = shape.splits * shape.tiles  # of a cluster
-        self.rows, self.threads = GROUP_ROWS * groups, 128 * groups
+        self.rows, self.threads = GROUP_ROWS * shape.groups, 128 * shape.groups
         self.halves = 1 + kind.gated
         self.box = self.lines // self.halves  # lines that lie together in W
         self.share = self.box // self.splits  # of them, that a block finishes
