@@ -32,11 +32,15 @@ class Batch:
     starts_R1: Tensor  # int32 [R + 1]
     lengths_R: Tensor  # int32, tokens of the request including this step's
     page_table_RM: Tensor  # int32; entries past the request's pages are 0
-    sampled_at: Tensor  # int64: for each sampling row, the index into T it predicts from
+    sampled_at: Tensor | None  # int64: where in T rows predict from, at least one; None: at all
     num_rows: int
     num_decodes: int  # so many rows, the first ones, feed one token each
     max_new: int  # most tokens any row feeds; 1 = every row is a decode row
     max_length: int  # an upper bound of lengths_R, on the host
+
+    def sampled(self, x_TX: Tensor) -> Tensor:
+        """The lines that rows predict from."""
+        return x_TX if self.sampled_at is None else x_TX[self.sampled_at]
 
     def rows(self, start: int, stop: int) -> Batch:
         """These rows alone, among the tokens of the whole step."""

@@ -76,6 +76,7 @@ class Block(Layer):
             head_width=config.head_width,
             eps=eps,
             qk_norm=qk_norm,
+            is_last=layer + 1 == config.num_hidden_layers,
             mesh=mesh,
             ops=ops,
         )
@@ -133,17 +134,17 @@ class Decoder(Layer):
         raise NotImplementedError
 
     def forward(self, token_ids_T: Tensor, ctx: ForwardContext) -> Tensor:
-        """The last hidden states x_TD, normalised."""
+        """The last hidden states x_SD of the tokens that rows predict from, normalised."""
         x_TD: Tensor = self.embed(token_ids_T)
         residual_TD: Tensor | None = None
         for block in self.layers:
             x_TD, residual_TD = block(x_TD, residual_TD, self.cos_sin_LA, ctx)
-        x_TD, _ = self.norm(x_TD, residual_TD)
-        return x_TD
+        x_SD: Tensor = self.norm(x_TD, residual_TD)[0]
+        return x_SD
 
-    def logits(self, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
-        """logits_SV of the sampling rows, in the model's dtype; V is this rank's share."""
-        return self.head.logits(x_TD[ctx.batch.sampled_at])
+    def logits(self, x_SD: Tensor) -> Tensor:
+        """logits_SV in the model's dtype; V is this rank's share."""
+        return self.head.logits(x_SD)
 
     @staticmethod
     def cache_layout(config: DecoderConfig, mesh: Mesh, dtype_bytes: int) -> CacheLayout:

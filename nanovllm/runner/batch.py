@@ -123,7 +123,7 @@ class BatchPrep:
             starts_R1=steps_R1,
             lengths_R=lengths_R,
             page_table_RM=table_RM,
-            sampled_at=steps_R1[:-1].long(),
+            sampled_at=None,
             num_rows=num_rows,
             num_decodes=num_rows,
             max_new=1,
@@ -143,11 +143,11 @@ class BatchPrep:
         self._settle(slots_R, lengths_R, slots_S, positions_S, tokens_S, *state)
 
 
-def rowless(inputs_3T: Tensor) -> Batch:
+def rowless(inputs_3T: Tensor, sampled_at: Tensor) -> Batch:
     """Token ids, positions and cells of nobody's tokens, for what looks at tokens alone."""
     ids_T, positions_T, cells_T = inputs_3T
     none = torch.empty(0, dtype=torch.int32, device=inputs_3T.device)
-    return Batch(ids_T, positions_T, cells_T, none, none, none, none, 0, 0, 0, 0)
+    return Batch(ids_T, positions_T, cells_T, none, none, none, sampled_at, 0, 0, 0, 0)
 
 
 def gather_chunks(rows: StepRows, counts_R: Tensor, slots: Slots, num_pages: int) -> Batch:
@@ -162,7 +162,9 @@ def gather_chunks(rows: StepRows, counts_R: Tensor, slots: Slots, num_pages: int
     offsets_T = torch.arange(rows.num_tokens, device=device) - starts_R1[row_T]
     slots_T, positions_T = rows.slots_R[row_T], before_R[row_T] + offsets_T
     pages_T = slots.pages_NM[slots_T, positions_T // size].long()
-    ends_R = starts_R1[1:].long() - 1
+    sampled_at = starts_R1[1:].long() - 1
+    if rows.sampled_rows_S is not None and len(rows.sampled_rows_S):
+        sampled_at = sampled_at[rows.sampled_rows_S]
     return Batch(
         token_ids_T=slots.tokens_NL[slots_T, positions_T].long(),
         positions_T=positions_T,
@@ -170,7 +172,7 @@ def gather_chunks(rows: StepRows, counts_R: Tensor, slots: Slots, num_pages: int
         starts_R1=starts_R1,
         lengths_R=before_R + counts_R,
         page_table_RM=slots.pages_NM[rows.slots_R, :num_pages],
-        sampled_at=ends_R if rows.sampled_rows_S is None else ends_R[rows.sampled_rows_S],
+        sampled_at=sampled_at,
         num_rows=num_rows,
         num_decodes=rows.num_decodes,
         max_new=rows.max_new,

@@ -1,7 +1,8 @@
 """CUDA graphs of steps with prompt chunks: the model between its attentions, piece by piece.
 
-Attention depends on the step's rows, so it runs eagerly between two pieces; all else depends on the
-number of tokens alone. Does not know what a model is: where it calls `attend`, there it is cut.
+Attention depends on the step's rows, so it runs eagerly between two pieces. All else depends on the
+number of tokens alone, since the last piece takes as many sampling rows as there can be. Does not
+know what a model is: where it calls `attend`, there it is cut.
 
 Decision: queries stay where a piece left them in the graphs' memory, which nothing here holds on
 to, so layers and sizes share it: between two pieces nobody else writes there. What attention
@@ -39,22 +40,24 @@ Graph = Any  # a torch.cuda.CUDAGraph, or what does as it does
 class Pieces:
     graphs: list[Graph]
     cuts: list[tuple[int, Tensor, Tensor]]  # after each graph but the last: layer, q_THA, o_THA
-    output: Tensor  # of each token
+    output: Tensor  # of each token that is sampled at
     seconds: float
     bytes_used: int
 
 
 class PiecewiseGraphs:
-    """`run` maps a step's tokens to a result for each, through `attend`; captured once per size."""
+    """`run` maps a step's tokens to results, through `attend`; captured once per size."""
 
     def __init__(
         self,
         run: Callable[[ForwardContext], Tensor],
         caches: tuple[PagedKV, ...],
+        most_rows: int,
         device: torch.device,
     ) -> None:
         self.run = run
         self.caches = caches
+        self.sampled_S = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self.device = device
         self.new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph
         self.captured: dict[int, Pieces] = {}  # by number of tokens, ascending
@@ -69,7 +72,7 @@ class PiecewiseGraphs:
         self.captured = dict(sorted(found.items()))
 
     def _capture(self, size: int) -> Pieces:
-        batch = rowless(self.inputs_3T[:, :size])
+        batch = rowless(self.inputs_3T[:, :size], self.sampled_S[:size])
         started, used = time.perf_counter(), torch.cuda.memory_reserved()
         graphs: list[Graph] = []
         cuts: list[tuple[int, Tensor, Tensor]] = []
@@ -107,15 +110,18 @@ class PiecewiseGraphs:
         return next((size for size in self.captured if size >= num_tokens), None)
 
     def replay(self, size: int, ctx: ForwardContext) -> Tensor:
-        """What `run` returns for the step's tokens. Those that pad it are fed to the dead page."""
+        """What `run` returns for the step. Tokens that pad it are fed to the dead page."""
         pieces, batch = self.captured[size], ctx.batch
-        num_tokens = len(batch.token_ids_T)
+        assert batch.sampled_at is not None  # of a step with chunks
+        num_tokens, num_sampled = len(batch.token_ids_T), len(batch.sampled_at)
         inputs = batch.token_ids_T, batch.positions_T, batch.cells_T
         self.inputs_3T[:, :num_tokens] = torch.stack(inputs)
         self.inputs_3T[:, num_tokens:size] = 0
+        self.sampled_S[:num_sampled] = batch.sampled_at
+        self.sampled_S[num_sampled:size] = 0
         first, *others = pieces.graphs
         first.replay()
         for (layer, q_THA, o_THA), graph in zip(pieces.cuts, others, strict=True):
             ctx.attend(layer, q_THA[:num_tokens], o_THA[:num_tokens])
             graph.replay()
-        return pieces.output[:num_tokens]
+        return pieces.output[:num_sampled]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,26 +12,15 @@ import torch
 from torch import Tensor
 
 from nanovllm.plan import Masks, RowLogprobs, StepResult
-from nanovllm.sampling.base import DeviceLogprobs, Sampled
-
-
-@dataclass(frozen=True, slots=True)
-class HostLogprobs:
-    """DeviceLogprobs copied, or on their way."""
-
-    rows: list[int]
-    counts: list[int]
-    chosen_W: Tensor
-    top_ids_WK: Tensor
-    top_logprobs_WK: Tensor
+from nanovllm.sampling.base import Sampled, SampledLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A step's tokens on their way: int32, on the host once the step has ended."""
+    """What was sampled, on its way: on the host once the step has ended."""
 
-    tokens_S: Tensor
-    logprobs: HostLogprobs | None
+    tokens_S: Tensor  # int32
+    logprobs: SampledLogprobs | None
 
 
 class HostEvent:
@@ -132,17 +121,16 @@ def to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def begin(found: DeviceLogprobs) -> HostLogprobs:
-    return HostLogprobs(
-        rows=found.rows,
-        counts=found.counts,
+def begin(found: SampledLogprobs) -> SampledLogprobs:
+    return replace(
+        found,
         chosen_W=to_host(found.chosen_W),
         top_ids_WK=to_host(found.top_ids_WK),
         top_logprobs_WK=to_host(found.top_logprobs_WK),
     )
 
 
-def read(found: HostLogprobs) -> tuple[RowLogprobs, ...]:
+def read(found: SampledLogprobs) -> tuple[RowLogprobs, ...]:
     chosen = found.chosen_W.tolist()
     ids, values = found.top_ids_WK.tolist(), found.top_logprobs_WK.tolist()
     return tuple(

@@ -53,7 +53,7 @@ class Runner:
         self.builder = RowBuilder(slots.dead, slots.dead, device)
         self.graphs = DecodeGraphs(self.forward, self.builder.static_slots_R, sharing_logits)
         self.tails = DecodeGraphs(self.draw_plainly, self.builder.static_slots_R)
-        self.pieces = PiecewiseGraphs(self.hidden, caches, device)
+        self.pieces = PiecewiseGraphs(self.hidden, caches, slots.dead, device)
         self.clock = DeviceClock(device)
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
@@ -145,13 +145,13 @@ class Runner:
         """Launch by launch, or the pieces of this size around attention."""
         batch = self.prep.gather(rows)
         ctx = ForwardContext(batch, self.caches, self.backend.bind(batch))
-        hidden_TD = self.pieces.replay(size, ctx) if size else self.hidden(ctx)
-        logits_SV = self.model.logits(hidden_TD, ctx) if len(batch.sampled_at) else None
-        return Forwarded(batch, logits_SV)
+        hidden_SD = self.pieces.replay(size, ctx) if size else self.hidden(ctx)
+        samples = rows.counts_R is None or len(rows.sampled_slots)
+        return Forwarded(batch, self.model.logits(hidden_SD) if samples else None)
 
     def hidden(self, ctx: ForwardContext) -> Tensor:
-        hidden_TD: Tensor = self.model(ctx.batch.token_ids_T, ctx)
-        return hidden_TD
+        hidden_SD: Tensor = self.model(ctx.batch.token_ids_T, ctx)
+        return hidden_SD
 
 
 def sharing_logits(forwarded: Forwarded) -> Forwarded:

@@ -31,8 +31,8 @@ class SampleRows:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceLogprobs:
-    """Of the W rows that want any: rows and counts on the host, the rest on the device."""
+class SampledLogprobs:
+    """Of the W rows that want any. The tensors are where they were computed, or copied."""
 
     rows: list[int]  # indices into Sampled.tokens_S
     counts: list[int]  # how many of the K best each row asked for
@@ -44,7 +44,7 @@ class DeviceLogprobs:
 @dataclass(frozen=True, slots=True)
 class Sampled:
     tokens_S: Tensor  # int64
-    logprobs: DeviceLogprobs | None
+    logprobs: SampledLogprobs | None
 
 
 @dataclass(frozen=True, slots=True)

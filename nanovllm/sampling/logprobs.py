@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from nanovllm.plan import Admit, Int32
-from nanovllm.sampling.base import DeviceLogprobs, PerSlot, SampleRows, Wanted
+from nanovllm.sampling.base import PerSlot, SampledLogprobs, SampleRows, Wanted
 from nanovllm.sampling.columns import Fields, upload
 
 
@@ -30,7 +30,7 @@ class Logprobs:
     def wanted(self, host_slots: Int32) -> Wanted:
         return self.host["num_logprobs"][host_slots] > 0
 
-    def of(self, logits_SV: Tensor, tokens_S: Tensor, rows: SampleRows) -> DeviceLogprobs | None:
+    def of(self, logits_SV: Tensor, tokens_S: Tensor, rows: SampleRows) -> SampledLogprobs | None:
         wanted = np.flatnonzero(self.wanted(rows.host_slots)).astype(np.int32)
         if not len(wanted):
             return None
@@ -39,7 +39,7 @@ class Logprobs:
         logits_WV = logits_SV[at_W].float()
         total_W1 = logits_WV.logsumexp(-1, keepdim=True)
         top_WK = logits_WV.topk(int(counts.max()), -1)
-        return DeviceLogprobs(
+        return SampledLogprobs(
             rows=[int(row) for row in wanted],
             counts=[int(count) for count in counts],
             chosen_W=(logits_WV.take_along_dim(tokens_S[at_W, None], 1) - total_W1)[:, 0],

@@ -16,12 +16,10 @@ from torch import Tensor
 from nanovllm.plan import Admit, Int32, Masks
 from nanovllm.registry import resolve
 from nanovllm.sampling import ALLOW, DRAWS, PROCESSORS
-from nanovllm.sampling.base import DeviceLogprobs, Feature, PerSlot, Processor, Sampled, SampleRows
+from nanovllm.sampling.base import Feature, PerSlot, Processor, Sampled, SampleRows
 from nanovllm.sampling.columns import Columns, upload
 from nanovllm.sampling.logprobs import Logprobs
 from nanovllm.sampling.truncate import Truncation
-
-__all__ = ["DeviceLogprobs", "SampleRows", "Sampled", "Sampler"]
 
 FIELDS = (("seed", "i8"), ("inverse_temperature", "f4"), ("special", "?"))
 COLDEST = 1e6  # the largest inverse temperature: below 1e-6 a temperature is as good as 0

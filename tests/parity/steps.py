@@ -86,5 +86,5 @@ class Steps:
         )
         ctx = ForwardContext(batch, self.caches, self.backend.bind(batch))
         with torch.inference_mode():
-            logits = self.model.logits(self.model(batch.token_ids_T, ctx), ctx)
+            logits = self.model.logits(self.model(batch.token_ids_T, ctx))
         return list(logits.flip(0).split([counts[row] for row in rows]))

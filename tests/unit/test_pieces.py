@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,34 @@ def test_pieces_around_attention_are_the_eager_step_whatever_the_mix(runner: Run
             assert (pages[:, 1:] != old[:, 1:]).any(-1).any(-1).sum() == 2 * rows.num_tokens
         size = min(size for size in SIZES if size >= rows.num_tokens)
         assert runner.padded_tokens - padded == size - rows.num_tokens
+
+
+@torch.inference_mode()
+def test_behind_the_last_attention_only_sampling_rows_go_on(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    for block in runner.model.layers:
+        monkeypatch.setattr(block.mlp, "forward", watched(block.mlp.forward, seen))
+    chunk = StepPlan(0, [], [], 0, b"", 0, [Chunk(1, 50, False)], 64, [])
+    for rows, num_sampling in (
+        (rows_of(runner, 3, [9, 30, 1]), 5),  # of three chunks the first and the last
+        (runner.builder.rows(chunk), 1),  # none, but a step's row is needed to do something with
+    ):
+        seen.clear()
+        runner.forward(rows)
+        assert seen == [rows.num_tokens] * (len(runner.model.layers) - 1) + [num_sampling]
+    last = runner.pieces.captured[16].graphs[-1].operations
+    lines = {len(args[0]) for name, args, _, _ in last if "linear" in str(name)}
+    assert lines == {SLOTS}  # as many rows as can sample, of 16 tokens
+
+
+def watched(forward: Callable[..., object], seen: list[int]) -> Callable[..., object]:
+    def watching(x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> object:
+        seen.append(len(x_TD))
+        return forward(x_TD, residual_TD)
+
+    return watching
 
 
 def test_only_attention_is_left_out_of_the_pieces(runner: Runner) -> None:

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from nanovllm.plan import Admit
-from nanovllm.sampling.sampler import Sampled, Sampler, SampleRows
+from nanovllm.sampling.base import Sampled, SampleRows
+from nanovllm.sampling.sampler import Sampler
 from nanovllm.wire import Sampling
 
 VOCAB, BLOCK, NUM_SLOTS, MAX_TOKENS = 5003, 2048, 11, 40
