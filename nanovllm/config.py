@@ -63,8 +63,7 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rope_store: Literal["auto", "torch", "triton", "compile"] = "auto"
     small_linear: Literal["auto", "torch", "triton"] = "auto"  # products of steps of a few rows
     gated_linear: Literal["auto", "torch", "cute"] = "auto"  # of steps of many rows
-    # Of up to 128 rows; wide: of 256, compiled for Hopper but not yet measured, so never by auto.
-    skinny_linear: Literal["auto", "torch", "cute", "wide"] = "auto"
+    skinny_linear: Literal["auto", "torch", "cute"] = "auto"  # of up to 128 rows, reading weights
     sample: Literal["auto", "torch", "triton"] = "auto"
     batch_prep: Literal["auto", "torch", "triton"] = "auto"
     cuda_graphs: bool = True

@@ -1,4 +1,4 @@
-"""Matrix products of some rows, for Hopper, in CuTe DSL: all of a layer around its attention.
+"""Matrix products of up to 128 rows, for Hopper, in CuTe DSL: all of a layer around its attention.
 
 y = f(x) W^T; f is nothing or an RMSNorm. What follows is nothing, SiLU-mul, or the addition of the
 residual stream. Meaning: the references in skinny_cases.py. bfloat16.
@@ -7,10 +7,6 @@ Decision: reading W is all the work there is, so every multiprocessor gets an eq
 once. A block of threads owns some lines of W and a slice of their inputs; the blocks that share
 lines are a cluster, and each of them finishes an equal share of the lines, whose parts the others
 copy into its shared memory in one piece (stores of single numbers took 10 us).
-
-Decision: up to 128 rows are one block's. More, if asked for, are tiles of 64, whose blocks are a
-cluster: each loads a part of its lines of W into the shared memory of all of them. Read by each
-alone, they would cross the L2 cache four times, which is what limits products of so many rows.
 
 Decision: the norm has no launch of its own. Its gain is applied to x on the way from shared memory
 to the tensor cores, which see the squares go by; its scale, a factor of a row of y, at the end. The
@@ -33,7 +29,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import torch
-from cutlass import BFloat16, Float32, Int16, Int32, Int64, cute
+from cutlass import BFloat16, Float32, Int32, Int64, cute
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
@@ -45,7 +41,6 @@ DEEP = 64  # inputs in a swizzled line of shared memory
 BOX_ROWS = 16
 GROUP_ROWS = 64  # of x, that four warps multiply
 MOST_ROWS = 2 * GROUP_ROWS
-MOST_TILES = 4
 LARGE = 16 * 1024 * 1024  # elements of W from which on more than GROUP_ROWS rows are faster here
 LEAST_LINES, MOST_LINES = 32, 128
 PROCESSORS = 132
@@ -68,20 +63,15 @@ class Shape(NamedTuple):
     lines: int  # of W; if gated, half of them gates and half the lines they belong to
     splits: int  # blocks of threads, each with its slice of the inputs
     is_large: bool = False  # a block has a multiprocessor to itself
-    tiles: int = 1  # blocks, each with GROUP_ROWS rows of its own, that read W together
     groups: int = 1  # of GROUP_ROWS rows, that a block multiplies
 
 
 @cache
-def shape_of(
-    num_lines: int, width: int, kind: Kind, num_rows: int, most_tiles: int = 1
-) -> Shape | None:
+def shape_of(num_lines: int, width: int, kind: Kind, num_rows: int) -> Shape | None:
     """None: other products are faster, or the weights cannot be cut evenly."""
     has_many_rows = num_rows > GROUP_ROWS
     splits = 1 if num_lines >= 8192 else 2 if num_lines >= 4096 else 4
     is_small = has_many_rows and num_lines * width < LARGE
-    if most_tiles > 1 and (num_rows > MOST_ROWS or is_small):
-        return tiled_shape_of(num_lines, width, kind, num_rows, most_tiles)
     if num_rows > MOST_ROWS or is_small or width % (DEEP * splits):
         return None
     unit = 8 * splits * (1 + kind.gated)
@@ -96,29 +86,11 @@ def shape_of(
         return None
     is_long = not kind.normed and width // splits >= LONG
     is_large = has_many_rows or (is_long and is_one_wave)
-    return Shape(found, splits, is_large, groups=1 + has_many_rows)
-
-
-def tiled_shape_of(
-    num_lines: int, width: int, kind: Kind, num_rows: int, most_tiles: int
-) -> Shape | None:
-    """A wave of blocks that need not add up slices."""
-    tiles = 2 if num_rows <= 2 * GROUP_ROWS else 4
-    if num_rows > GROUP_ROWS * min(tiles, most_tiles) or width % DEEP:
-        return None
-    unit = 8 * tiles * (1 + kind.gated)
-    for lines in range(unit, MOST_LINES + GROUP_ROWS + 1, unit):
-        blocks = num_lines // lines * tiles
-        if num_lines % lines == 0 and EVEN * PROCESSORS <= blocks <= PROCESSORS:
-            return Shape(lines, 1, num_lines * width >= LARGE, tiles)
-    return None
+    return Shape(found, splits, is_large, 1 + has_many_rows)
 
 
 class SkinnyLinear:
     """One of layers.ops.SkinnyLinear. Compiles with the first product, for a second or two."""
-
-    def __init__(self, most_tiles: int = 1) -> None:
-        self.most_tiles = most_tiles
 
     def fits(
         self,
@@ -129,11 +101,10 @@ class SkinnyLinear:
         gated: bool = False,
         added: bool = False,
     ) -> bool:
-        most_rows = max(MOST_ROWS, GROUP_ROWS * self.most_tiles)
-        if x_TD.shape[0] > most_rows or weight_ND.dtype != torch.bfloat16:
+        if x_TD.shape[0] > MOST_ROWS or weight_ND.dtype != torch.bfloat16:
             return False  # at once: a step of many rows is launched kernel by kernel
         kind = Kind(normed, gated, added)
-        return shape_of(*weight_ND.shape, kind, x_TD.shape[0], self.most_tiles) is not None
+        return shape_of(*weight_ND.shape, kind, x_TD.shape[0]) is not None
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
         return self._launch(Kind(), x_TD, weight_ND)
@@ -157,7 +128,7 @@ class SkinnyLinear:
         residual_TN: Tensor | None = None,
     ) -> Tensor:
         num_rows, num_lines = len(x_TD), len(weight_ND)
-        shape = shape_of(num_lines, x_TD.shape[1], kind, num_rows, self.most_tiles)
+        shape = shape_of(num_lines, x_TD.shape[1], kind, num_rows)
         assert shape is not None and x_TD.stride(1) == weight_ND.stride(1) == 1
         y_TN = residual_TN
         if y_TN is None:
@@ -168,19 +139,11 @@ class SkinnyLinear:
 
 
 SKINNY_LINEAR = SkinnyLinear()
-WIDE_LINEAR = SkinnyLinear(MOST_TILES)
 
 
 @kept
 def compile_product(
-    lines: int,
-    splits: int,
-    is_large: bool,
-    tiles: int,
-    groups: int,
-    normed: bool,
-    gated: bool,
-    added: bool,
+    lines: int, splits: int, is_large: bool, groups: int, normed: bool, gated: bool, added: bool
 ) -> Callable[..., None]:
     """Of a Shape and a Kind. Needs no GPU, only to know of one."""
     any_ = cute.sym_int
@@ -193,7 +156,7 @@ def compile_product(
     gain = cute.runtime.make_fake_tensor(BFloat16, (any_(),), (1,), assumed_align=16)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     compiled: Callable[..., None] = cute.compile(
-        Product(Shape(lines, splits, is_large, tiles, groups), Kind(normed, gated, added)),
+        Product(Shape(lines, splits, is_large, groups), Kind(normed, gated, added)),
         like(),
         like(),
         like(),
@@ -219,21 +182,15 @@ class Shared(NamedTuple):
     landed: cute.Pointer  # barrier: all of parts is there
 
 
-class Work(NamedTuple):
-    """Of one block of threads."""
-
-    row: Int32  # the first
+class Size(NamedTuple):
     rows: Int32
     active: Int32  # rows, up to a whole box
-    slice: Int32
     steps: Int32  # of DEEP inputs, in a slice
 
 
 class Product:
     def __init__(self, shape: Shape, kind: Kind) -> None:
-        self.kind, self.lines, self.splits, self.tiles = kind, *shape[:2], shape.tiles
-        assert shape.tiles == 1 or (shape.splits, shape.groups) == (1, 1), shape
-        self.blocks = shape.splits * shape.tiles  # of a cluster
+        self.kind, self.lines, self.splits = kind, shape.lines, shape.splits
         self.rows, self.threads = GROUP_ROWS * shape.groups, 128 * shape.groups
         self.halves = 1 + kind.gated
         self.box = self.lines // self.halves  # lines that lie together in W
@@ -264,15 +221,10 @@ class Product:
     ) -> None:
         line = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         rings, boxes = [], []
-        alone = together = cpasync.CopyBulkTensorTileG2SOp()
-        if cutlass.const_expr(self.tiles > 1):
-            together = cpasync.CopyBulkTensorTileG2SMulticastOp()
-        for matrix, size, box, op in (
-            (x, self.rows, BOX_ROWS, alone),
-            (weight, self.lines, self.box // self.tiles, together),
-        ):
+        for matrix, size, box in ((x, self.rows, BOX_ROWS), (weight, self.lines, self.box)):
             rings.append(cute.tile_to_shape(line, (size, DEEP, self.stages), (0, 1, 2)))
             one = cute.tile_to_shape(line, (box, DEEP), (0, 1))
+            op = cpasync.CopyBulkTensorTileG2SOp()
             info = cpasync.make_tiled_tma_atom(op, matrix, one, (box, DEEP))
             boxes.append((info[0], info[1]))
         source = warpgroup.OperandSource
@@ -286,11 +238,13 @@ class Product:
             tiler_mn=(GROUP_ROWS, self.lines),
             a_source=source.RMEM if self.kind.normed else source.SMEM,
         )
-        steps = x.shape[1] // (DEEP * self.splits)
-        self.kernel(*boxes, y, gain, residual, eps, *rings, mma, x.shape[0], steps).launch(
-            grid=[self.blocks, weight.shape[0] // self.lines, 1],
+        rows = x.shape[0]
+        active = (rows + BOX_ROWS - 1) // BOX_ROWS * BOX_ROWS
+        size = Size(rows, active, x.shape[1] // (DEEP * self.splits))
+        self.kernel(*boxes, y, gain, residual, eps, *rings, mma, size).launch(
+            grid=[self.splits, weight.shape[0] // self.lines, 1],
             block=[self.threads + 32, 1, 1],
-            cluster=[self.blocks, 1, 1],
+            cluster=[self.splits, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -308,43 +262,34 @@ class Product:
         x_ring: cute.ComposedLayout,
         weight_ring: cute.ComposedLayout,
         mma: cute.TiledMma,
-        rows: Int32,
-        steps: Int32,
+        size: Size,
     ) -> None:
-        shared, work = self.allocate(x_ring, weight_ring), self.work_of(rows, steps)
+        shared = self.allocate(x_ring, weight_ring)
         nth_warp = arch.make_warp_uniform(arch.warp_idx())
         is_loader = nth_warp == self.threads // 32
         if is_loader:
             with arch.elect_one():
                 for stage in cutlass.range_constexpr(self.stages):
                     arch.mbarrier_init(shared.full + stage, 1)
-                    arch.mbarrier_init(shared.empty + stage, self.threads // 32 * self.tiles)
+                    arch.mbarrier_init(shared.empty + stage, self.threads // 32)
                 arch.mbarrier_init(shared.landed, 1)
             arch.mbarrier_init_fence()
             with arch.elect_one():
-                num_bytes = work.active * (4 * self.padded * self.splits)
+                num_bytes = size.active * (4 * self.padded * self.splits)
                 arch.mbarrier_arrive_and_expect_tx(shared.landed, num_bytes)
-        if cutlass.const_expr(self.blocks > 1):
+        if cutlass.const_expr(self.splits > 1):
             arch.cluster_arrive()
         arch.sync_threads()
         if is_loader:
-            self.load(x_box, weight_box, gain, shared, work)
+            self.load(x_box, weight_box, gain, shared, size)
             if cutlass.const_expr(self.splits > 1):
                 arch.cluster_wait()
-            if cutlass.const_expr(self.blocks > 1):
                 arch.cluster_arrive()
         else:
-            self.compute(shared, mma, work)
-            self.finish(y, residual, eps, shared, work)
-        if cutlass.const_expr(self.blocks > 1):
+            self.compute(shared, mma, size)
+            self.finish(y, residual, eps, shared, size)
+        if cutlass.const_expr(self.splits > 1):
             arch.cluster_wait()  # all have what they were sent: this memory is read no more
-
-    def work_of(self, rows: Int32, steps: Int32) -> Work:
-        nth = arch.block_idx()[0]
-        row, slice_ = (nth * GROUP_ROWS, Int32(0)) if self.tiles > 1 else (Int32(0), nth)
-        if self.tiles > 1:
-            rows = cutlass.max(cutlass.min(rows - row, GROUP_ROWS), 0)
-        return Work(row, rows, (rows + BOX_ROWS - 1) // BOX_ROWS * BOX_ROWS, slice_, steps)
 
     def allocate(self, x_ring: cute.ComposedLayout, weight_ring: cute.ComposedLayout) -> Shared:
         smem = cutlass.utils.SmemAllocator()
@@ -376,25 +321,23 @@ class Product:
         weight_box: tuple,
         gain: cute.Tensor | None,
         shared: Shared,
-        work: Work,
+        size: Size,
     ) -> None:
         """Fills the ring with this block's slice: weights first, since x may not be there yet."""
         x_copy = self.copy_of(x_box, shared.x, BOX_ROWS)
-        weight_copy = self.copy_of(weight_box, shared.weight, self.box // self.tiles)
-        first = work.slice * work.steps
-        early = cutlass.min(work.steps, self.stages)
-        if cutlass.const_expr(self.tiles > 1):
-            arch.cluster_wait()  # the others have set up their barriers
+        weight_copy = self.copy_of(weight_box, shared.weight, self.box)
+        first = arch.block_idx()[0] * size.steps
+        early = cutlass.min(size.steps, self.stages)
         for i in cutlass.range(0, early, unroll=1):
-            self.load_weight(weight_copy, gain, shared, work, first + i, i)
+            self.load_weight(weight_copy, gain, shared, size, first + i, i)
         arch.griddepcontrol_wait()
         for i in cutlass.range(0, early, unroll=1):
-            self.load_x(x_copy, shared, work, first + i, i)
+            self.load_x(x_copy, shared, size, first + i, i)
         stage, phase = Int32(0), Int32(0)
-        for i in cutlass.range(early, work.steps, unroll=1):
+        for i in cutlass.range(early, size.steps, unroll=1):
             arch.mbarrier_wait(shared.empty + stage, phase)
-            self.load_weight(weight_copy, gain, shared, work, first + i, stage)
-            self.load_x(x_copy, shared, work, first + i, stage)
+            self.load_weight(weight_copy, gain, shared, size, first + i, stage)
+            self.load_x(x_copy, shared, size, first + i, stage)
             stage += 1
             if stage == self.stages:
                 stage = Int32(0)
@@ -415,28 +358,22 @@ class Product:
         copy: tuple,
         gain: cute.Tensor | None,
         shared: Shared,
-        work: Work,
+        size: Size,
         step: Int32,
         stage: Int32,
     ) -> None:
         atom, source, to = copy
         full = shared.full + stage
         with arch.elect_one():
-            num_bytes = work.active * (2 * DEEP) + self.step_bytes
+            num_bytes = size.active * (2 * DEEP) + self.step_bytes
             arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
         for half in cutlass.range_constexpr(self.halves):
-            nth, place, everyone = arch.block_idx()[1] + half * arch.grid_dim()[1], half, {}
-            if cutlass.const_expr(self.tiles > 1):  # this block's part, for all of them
-                nth = nth * self.tiles + arch.block_idx()[0]
-                place = half * self.tiles + arch.block_idx()[0]
-                everyone = {"mcast_mask": Int16((1 << self.tiles) - 1)}
             cute.copy(
                 atom,
-                source[None, nth, step],
-                to[None, place, 0, stage],
+                source[None, arch.block_idx()[1] + half * arch.grid_dim()[1], step],
+                to[None, half, 0, stage],
                 tma_bar_ptr=full,
                 cache_policy=Int64(READ_ONCE),
-                **everyone,
             )
         if cutlass.const_expr(self.kind.normed):
             bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
@@ -445,22 +382,20 @@ class Product:
                 cute.copy(bulk, gains, shared.gain[None, stage], mbar_ptr=full)
 
     @cute.jit
-    def load_x(self, copy: tuple, shared: Shared, work: Work, step: Int32, stage: Int32) -> None:
+    def load_x(self, copy: tuple, shared: Shared, size: Size, step: Int32, stage: Int32) -> None:
         atom, source, to = copy
         for nth in cutlass.range_constexpr(self.rows // BOX_ROWS):
-            if nth * BOX_ROWS < work.rows:
+            if nth * BOX_ROWS < size.rows:
                 cute.copy(
                     atom,
-                    source[None, work.row // BOX_ROWS + nth, step],
+                    source[None, nth, step],
                     to[None, nth, 0, stage],
                     tma_bar_ptr=shared.full + stage,
                 )
 
     @cute.jit
-    def compute(self, shared: Shared, mma: cute.TiledMma, work: Work) -> None:
+    def compute(self, shared: Shared, mma: cute.TiledMma, size: Size) -> None:
         """This slice's sums, and those of x's squares, of all lines of the cluster."""
-        if cutlass.const_expr(self.tiles > 1):
-            arch.cluster_wait()  # the others have set up their barriers
         thread = arch.thread_idx()[0]
         slice_ = mma.get_slice(thread)
         weight = slice_.make_fragment_B(slice_.partition_B(shared.weight))
@@ -479,7 +414,7 @@ class Product:
         else:
             x = slice_.make_fragment_A(slice_.partition_A(shared.x))
         stage, phase = Int32(0), Int32(0)
-        for _ in cutlass.range(0, work.steps, unroll=1):
+        for _ in cutlass.range(0, size.steps, unroll=1):
             arch.mbarrier_wait(shared.full + stage, phase)
             if cutlass.const_expr(self.kind.normed):
                 cute.copy(x_copy, x_from[None, None, None, stage], x_copy.retile(x))
@@ -492,17 +427,13 @@ class Product:
             warpgroup.wait_group(0)
             arch.sync_warp()
             with arch.elect_one():
-                for peer in cutlass.range_constexpr(self.tiles):
-                    to = peer if self.tiles > 1 else None
-                    arch.mbarrier_arrive(shared.empty + stage, to)
+                arch.mbarrier_arrive(shared.empty + stage)
             stage += 1
             if stage == self.stages:
                 stage = Int32(0)
                 phase ^= 1
-        if cutlass.const_expr(self.tiles > 1):
-            arch.cluster_arrive()
         arch.barrier(barrier_id=1, number_of_threads=self.threads)  # all have read the ring
-        self.leave(sums, squares, shared, work)
+        self.leave(sums, squares, shared, size)
 
     def apply_gain(self, x: cute.Tensor, gain: cute.Tensor, squares: cute.Tensor) -> None:
         """Of a thread's eight elements of each 16 inputs: two inputs, of two rows, twice."""
@@ -515,11 +446,11 @@ class Product:
                 x[8 * k + n] = (value * factor).to(BFloat16)
 
     @cute.jit
-    def leave(self, sums: cute.Tensor, squares: cute.Tensor, shared: Shared, work: Work) -> None:
+    def leave(self, sums: cute.Tensor, squares: cute.Tensor, shared: Shared, size: Size) -> None:
         """Puts the sums where x was, share by share, and sends each share to its block."""
         thread, lane = arch.thread_idx()[0], arch.lane_idx()
         row = thread // 32 * 16 + lane // 4
-        if thread // 32 * 16 < work.active:
+        if thread // 32 * 16 < size.active:
             for n in cutlass.range_constexpr(self.lines // 2):
                 line = n // 4 * 8
                 half, within = line // self.box, line % self.box
@@ -543,7 +474,7 @@ class Product:
             if thread < 32:
                 with arch.elect_one():
                     for peer in cutlass.range_constexpr(self.splits):
-                        self.send(shared, peer, work.active * (4 * self.padded))
+                        self.send(shared, peer, size.active * (4 * self.padded))
             arch.mbarrier_wait(shared.landed, 0)
             arch.cluster_arrive()
 
@@ -570,15 +501,15 @@ class Product:
         residual: cute.Tensor | None,
         eps: Float32,
         shared: Shared,
-        work: Work,
+        size: Size,
     ) -> None:
         """This block's share of the lines: adds the slices up, eight lines of a row at a time."""
         if cutlass.const_expr(self.kind.added):
             arch.griddepcontrol_wait()  # long over: the launch before may have left the stream
         eights = self.share // 8
-        first = (arch.block_idx()[1] * self.splits + work.slice) * eights
-        width = Float32(work.steps * (self.splits * DEEP))
-        for at in cutlass.range(arch.thread_idx()[0], work.rows * eights, self.threads, unroll=1):
+        first = (arch.block_idx()[1] * self.splits + arch.block_idx()[0]) * eights
+        width = Float32(size.steps * (self.splits * DEEP))
+        for at in cutlass.range(arch.thread_idx()[0], size.rows * eights, self.threads, unroll=1):
             row, eight = at // eights, at % eights
             totals = []
             for half in cutlass.range_constexpr(self.halves):
@@ -596,9 +527,8 @@ class Product:
             if cutlass.const_expr(self.kind.gated):
                 result = result / (1.0 + cute.math.exp2(result * -LOG2_E)) * totals[1]
             if cutlass.const_expr(self.kind.added):
-                old = eight_of(residual[work.row + row, None], first + eight)
-                result += old.load().to(Float32)
-            eight_of(y[work.row + row, None], first + eight).store(result.to(BFloat16))
+                result += eight_of(residual[row, None], first + eight).load().to(Float32)
+            eight_of(y[row, None], first + eight).store(result.to(BFloat16))
 
 
 def eight_of(line: cute.Tensor, nth: Int32) -> cute.Tensor:

@@ -35,7 +35,7 @@ COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
     "flash_forward": ("nanovllm_kernels.flash_prefill:compile_causal", (2, 128, 128, "bfloat16")),
     "paged_decode_cute": ("nanovllm_kernels.paged_decode_cute:compile_decode", (2, 128, 128)),
     **{
-        name: ("nanovllm_kernels.skinny_linear:compile_product", (64, 2, False, 1, 1, *kind))
+        name: ("nanovllm_kernels.skinny_linear:compile_product", (64, 2, False, 1, *kind))
         for name, kind in {
             "skinny_linear": (False, False, False),
             "skinny_linear_add": (False, False, True),

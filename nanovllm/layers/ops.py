@@ -45,7 +45,6 @@ IMPLEMENTATIONS = {
         "gated_linear": "nanovllm_kernels.gated_linear:GATED_LINEAR",
         "skinny_linear": "nanovllm_kernels.skinny_linear:SKINNY_LINEAR",
     },
-    "wide": {"skinny_linear": "nanovllm_kernels.skinny_linear:WIDE_LINEAR"},
 }
 
 
@@ -77,7 +76,7 @@ class GatedLinear(Protocol):
 
 
 class SkinnyLinear(Protocol):
-    """Methods of Ops, each in one launch, for steps of some rows. `kind`: normed, gated, added."""
+    """Methods of Ops, each in one launch, for up to 128 rows. `kind`: normed, gated, added."""
 
     def fits(self, x_TD: Tensor, weight_ND: Tensor, **kind: bool) -> bool: ...
 
@@ -182,8 +181,8 @@ def select_ops(kernels: Kernels, device: torch.device) -> Ops:
         kind = fastest(field.name, device) if asked == "auto" else asked
         if kind == "triton" and device.type == "cpu":
             raise ConfigError(f"kernels.{field.name} is triton, which needs a GPU; use torch")
-        if kind in ("cute", "wide") and (reason := obstacle(device)) is not None:
-            raise ConfigError(f"kernels.{field.name} is {kind}, but {reason}; use torch")
+        if kind == "cute" and (reason := obstacle(device)) is not None:
+            raise ConfigError(f"kernels.{field.name} is cute, but {reason}; use torch")
         if kind == "compile":
             chosen[field.name] = compiled(field.name, device)
         else:

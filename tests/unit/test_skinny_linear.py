@@ -12,38 +12,24 @@ import pytest
 
 CODE = """
 import torch
-from nanovllm_kernels.skinny_linear import (
-    SKINNY_LINEAR, WIDE_LINEAR, Kind, Product, compile_product, shape_of
-)
+from nanovllm_kernels.skinny_linear import SKINNY_LINEAR, Kind, Product, compile_product, shape_of
 plain, added, normed, gated = Kind(), Kind(added=True), Kind(True), Kind(True, True)
 """
 LAYERS = """
-for num_lines, width, kind, num_rows, most_tiles in (
-    (4096, 1024, normed, 64, 1),
-    (1024, 2048, added, 64, 1),
-    (6144, 1024, gated, 64, 1),
-    (6144, 4096, normed, 128, 1),
-    (4096, 12288, added, 64, 1),
-    (24576, 4096, gated, 64, 1),
-    (24576, 4096, gated, 128, 1),
-    (151936, 4096, plain, 64, 1),
-    (4096, 1024, normed, 100, 4),
-    (4096, 1024, normed, 129, 4),
-    (1024, 2048, added, 256, 4),
-    (6144, 1024, gated, 256, 4),
-    (6144, 4096, normed, 256, 4),
-    (4096, 12288, added, 256, 4),
+for num_lines, width, kind, num_rows in (
+    (4096, 1024, normed, 64),
+    (1024, 2048, added, 64),
+    (6144, 1024, gated, 64),
+    (6144, 4096, normed, 128),
+    (4096, 12288, added, 64),
+    (24576, 4096, gated, 64),
+    (24576, 4096, gated, 128),
+    (151936, 4096, plain, 64),
 ):
-    shape = shape_of(num_lines, width, kind, num_rows, most_tiles)
-    product = Product(shape, kind)
+    shape = shape_of(num_lines, width, kind, num_rows)
+    stages = Product(shape, kind).stages
     run = compile_product(*shape, *kind)
-    print(*shape, product.stages, num_lines // shape.lines * product.blocks, callable(run))
-"""
-WIDE_CHOICE = """
-for weight in (torch.empty(4104, 1024), torch.empty(1024, 2048)):
-    weight = weight.bfloat16()
-    x = [weight.new_empty(num_rows, weight.shape[1]) for num_rows in (100, 256, 257)]
-    print(*(WIDE_LINEAR.fits(one, weight, added=True) for one in x))
+    print(*shape, stages, num_lines // shape.lines * shape.splits, callable(run))
 """
 CHOICE = """
 for num_lines, width, num_rows, kind in (
@@ -74,29 +60,16 @@ def printed(code: str) -> list[str]:
 
 
 def test_it_compiles_for_the_layers_of_both_models() -> None:
-    """Lines, slices, alone on a multiprocessor, tiles, groups; stages; blocks, 132 run at once."""
+    """Lines, slices, alone on a multiprocessor, groups; stages; blocks, 132 run at once."""
     assert printed(LAYERS) == [
-        "64 2 False 1 1 5 128 True",
-        "32 4 False 1 1 7 128 True",
-        "96 2 False 1 1 4 128 True",
-        "96 2 True 1 2 5 128 True",
-        "64 2 True 1 1 12 128 True",
-        "96 1 False 1 1 5 256 True",
-        "192 1 True 1 2 5 128 True",
-        "128 1 False 1 1 4 1187 True",
-        "64 1 False 2 1 6 128 True",  # from here on tiles of rows that share their weights
-        "128 1 False 4 1 4 128 True",
-        "32 1 False 4 1 9 128 True",
-        "192 1 False 4 1 3 128 True",
-        "192 1 True 4 1 6 128 True",
-        "128 1 True 4 1 9 128 True",
-    ]
-
-
-def test_what_fits_in_tiles() -> None:
-    assert printed(WIDE_CHOICE) == [
-        "False False False",  # no even cut
-        "True True False",  # 2 tiles, 4, and too many rows
+        "64 2 False 1 5 128 True",
+        "32 4 False 1 7 128 True",
+        "96 2 False 1 4 128 True",
+        "96 2 True 2 5 128 True",
+        "64 2 True 1 12 128 True",
+        "96 1 False 1 5 256 True",
+        "192 1 True 2 5 128 True",
+        "128 1 False 1 4 1187 True",
     ]
 
 
