@@ -102,7 +102,12 @@ def shape_of(
 def tiled_shape_of(
     num_lines: int, width: int, kind: Kind, num_rows: int, most_tiles: int
 ) -> Shape | None:
-    """A wave of blocks that need not add up slices."""
+    """A wave of blocks that need not add up slices, unless x is the larger part of what is read."""
+    if num_lines < 2 * width and num_rows <= GROUP_ROWS * most_tiles and not kind.gated:
+        lines = num_lines * 4 * -(-num_rows // MOST_ROWS) // 128
+        is_even = lines % 32 == 0 and num_lines % lines == 0 and width % (4 * DEEP) == 0
+        if is_even and lines <= MOST_LINES // 2:
+            return Shape(lines, 4, True)
     tiles = 2 if num_rows <= 2 * GROUP_ROWS else 4
     if num_rows > GROUP_ROWS * min(tiles, most_tiles) or width % DEEP:
         return None
@@ -286,9 +291,9 @@ class Product:
             tiler_mn=(GROUP_ROWS, self.lines),
             a_source=source.RMEM if self.kind.normed else source.SMEM,
         )
-        steps = x.shape[1] // (DEEP * self.splits)
+        steps, tall = x.shape[1] // (DEEP * self.splits), self.rows * self.tiles
         self.kernel(*boxes, y, gain, residual, eps, *rings, mma, x.shape[0], steps).launch(
-            grid=[self.blocks, weight.shape[0] // self.lines, 1],
+            grid=[self.blocks, weight.shape[0] // self.lines, (x.shape[0] + tall - 1) // tall],
             block=[self.threads + 32, 1, 1],
             cluster=[self.blocks, 1, 1],
             stream=stream,
@@ -331,7 +336,9 @@ class Product:
             self.load(x_box, weight_box, gain, shared, work)
             if cutlass.const_expr(self.splits > 1):
                 arch.cluster_wait()
-            if cutlass.const_expr(self.blocks > 1):
+            if cutlass.const_expr(self.tiles > 1):
+                arch.cluster_arrive_relaxed()
+            elif cutlass.const_expr(self.blocks > 1):
                 arch.cluster_arrive()
         else:
             self.compute(shared, mma, work)
@@ -341,9 +348,10 @@ class Product:
 
     def work_of(self, rows: Int32, steps: Int32) -> Work:
         nth = arch.block_idx()[0]
-        row, slice_ = (nth * GROUP_ROWS, Int32(0)) if self.tiles > 1 else (Int32(0), nth)
-        if self.tiles > 1:
-            rows = cutlass.max(cutlass.min(rows - row, GROUP_ROWS), 0)
+        row, slice_ = arch.block_idx()[2] * self.rows, nth
+        if self.tiles > 1:  # then they are the cluster, and one along the grid
+            row, slice_ = nth * self.rows, Int32(0)
+        rows = cutlass.max(cutlass.min(rows - row, self.rows), 0)
         return Work(row, rows, (rows + BOX_ROWS - 1) // BOX_ROWS * BOX_ROWS, slice_, steps)
 
     def allocate(self, x_ring: cute.ComposedLayout, weight_ring: cute.ComposedLayout) -> Shared:
@@ -476,33 +484,46 @@ class Product:
             x_from = x_copy.partition_S(shared.x)
             one = cute.make_tensor(shared.x.iterator, cute.select(shared.x.layout, [0, 1]))
             x = slice_.make_fragment_A(slice_.partition_A(one))
+            fresh = cute.make_fragment_like(x)
         else:
             x = slice_.make_fragment_A(slice_.partition_A(shared.x))
-        stage, phase = Int32(0), Int32(0)
-        for _ in cutlass.range(0, work.steps, unroll=1):
+        stage, phase, before = Int32(0), Int32(0), Int32(0)
+        for i in cutlass.range(0, work.steps, unroll=1):
             arch.mbarrier_wait(shared.full + stage, phase)
             if cutlass.const_expr(self.kind.normed):
-                cute.copy(x_copy, x_from[None, None, None, stage], x_copy.retile(x))
-                self.apply_gain(x, shared.gain[None, stage], squares)
+                cute.copy(x_copy, x_from[None, None, None, stage], x_copy.retile(fresh))
+                self.apply_gain(fresh, shared.gain[None, stage], squares)
+                warpgroup.wait_group(0)  # the step before: its inputs are registers
+                x.store(fresh.load())
             warpgroup.fence()
             for k in cutlass.range_constexpr(DEEP // 16):
                 at = (None, None, k) if self.kind.normed else (None, None, k, stage)
                 cute.gemm(atom, sums, x[at], weight[None, None, k, stage], sums)
             warpgroup.commit_group()
-            warpgroup.wait_group(0)
-            arch.sync_warp()
-            with arch.elect_one():
-                for peer in cutlass.range_constexpr(self.tiles):
-                    to = peer if self.tiles > 1 else None
-                    arch.mbarrier_arrive(shared.empty + stage, to)
+            if cutlass.const_expr(not self.kind.normed):
+                warpgroup.wait_group(1)  # the step before
+            if i > 0 and i + self.stages <= work.steps:
+                self.release(shared.empty + before)  # of which another load waits
+            before = stage
             stage += 1
             if stage == self.stages:
                 stage = Int32(0)
                 phase ^= 1
+        warpgroup.wait_group(0)
         if cutlass.const_expr(self.tiles > 1):
-            arch.cluster_arrive()
+            arch.cluster_arrive_relaxed()
         arch.barrier(barrier_id=1, number_of_threads=self.threads)  # all have read the ring
         self.leave(sums, squares, shared, work)
+
+    @cute.jit
+    def release(self, empty: cute.Pointer) -> None:
+        arch.sync_warp()
+        if cutlass.const_expr(self.tiles > 1):
+            if arch.lane_idx() < self.tiles:
+                arch.mbarrier_arrive(empty, arch.lane_idx())
+        else:
+            with arch.elect_one():
+                arch.mbarrier_arrive(empty)
 
     def apply_gain(self, x: cute.Tensor, gain: cute.Tensor, squares: cute.Tensor) -> None:
         """Of a thread's eight elements of each 16 inputs: two inputs, of two rows, twice."""
