@@ -107,7 +107,7 @@ def tiled_shape_of(
         lines = num_lines * 4 * -(-num_rows // MOST_ROWS) // 128
         is_even = lines % 32 == 0 and num_lines % lines == 0 and width % (4 * DEEP) == 0
         if is_even and lines <= MOST_LINES // 2:
-            return Shape(lines, 4, True)
+            return Shape(lines, 4, True, groups=2)
     tiles = 2 if num_rows <= 2 * GROUP_ROWS else 4
     if num_rows > GROUP_ROWS * min(tiles, most_tiles) or width % DEEP:
         return None
