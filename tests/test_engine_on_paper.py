@@ -49,7 +49,7 @@ def conversations(draw) -> list[tuple[list[int], int, list[int], int | None, int
     for i in range(draw(st.integers(1, 12))):
         continues = draw(st.none() | st.integers(0, i - 1)) if i else None
         prompt = draw(tails) if continues is not None else draw(stems) + draw(tails)
-        stops = draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))
+        stops = draw(st.lists(st.integers(0, VOCAB - 1), max_size=6))
         pause, priority = draw(st.integers(0, 6)), draw(st.integers(-1, 1))
         turns.append((prompt, draw(st.integers(1, 9)), stops, continues, pause, priority))
     return turns
@@ -394,7 +394,7 @@ def test_results_of_the_wrong_shape_are_an_error() -> None:
     harness.say(generate(0, [1, 2], 3))
     plan = harness.scheduler.plan()
     assert plan is not None
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="2 lines for a step of 1 rows"):
         harness.scheduler.complete(StepResult(plan.step, np.zeros((2, 1), np.int32)))
 
 

@@ -6,7 +6,7 @@ complete(); nothing in it depends on a token the host has not seen.
 
 Decision: what changes every step is kept in numpy columns, one element per slot, and decode rows
 are planned and completed as arrays. Rows are rebuilt only when membership changes, so a steady
-decode costs a few array operations a step and some 0.3 us a row.
+decode costs a few array operations a step, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from nanovllm.kv.memory import KVMemory
-from nanovllm.plan import Admit, Chunk, Grant, StepPlan, StepResult
+from nanovllm.plan import Admit, Chunk, Grant, Int32, StepPlan, StepResult
 from nanovllm.sched.policy import Line, prompt_budget, urgency
 from nanovllm.sched.request import Request, arrive
 from nanovllm.sched.rows import Flight, Plan, Rows, rows_of
+from nanovllm.sched.tails import Tails
 from nanovllm.wire import (
     Finish,
     FinishReason,
@@ -62,6 +63,7 @@ class Scheduler:
         self._planned = np.zeros(num_slots, np.int32)  # tokens the issued plans compute, at most
         self._limit = np.zeros(num_slots, np.int32)
         self._room = np.zeros(num_slots, np.int32)  # tokens the held pages can take
+        self._tails = Tails(num_slots, memory.page_tokens)
         self._waiting = Line()
         self._running = Line()  # the last one is preempted first
         self._prefilling = Line()  # of the running: those with prompt left to feed
@@ -69,8 +71,7 @@ class Scheduler:
         self._last_decodes = self._decoding  # what the device has
         self._by_id: dict[int, Request] = {}
         self._flights: dict[int, Flight] = {}
-        self._step = 0
-        self._arrivals = 0
+        self._step = self._arrivals = 0
         self._longest = 0  # no decoding row's context is longer
         self._told = StepOutput()  # since the last output
         self._num_preemptions = self._prompt_tokens = self._cached_tokens = self._generated = 0
@@ -106,8 +107,7 @@ class Scheduler:
         return None
 
     def abort(self, request_id: int) -> None:
-        request = self._by_id.get(request_id)
-        if request is not None:  # else it finished a moment ago
+        if (request := self._by_id.get(request_id)) is not None:  # else it has just finished
             self._retire(request, FinishReason.ABORT)
 
     def output(self) -> StepOutput:
@@ -143,28 +143,29 @@ class Scheduler:
         same = decodes is self._last_decodes
         self._last_decodes = decodes
         firsts = [r for r, c in zip(plan.chunked, plan.chunks, strict=True) if c.samples]
-        self._flights[self._step] = Flight(decodes, firsts, num_drafts)
-        masked = [len(decodes.requests) + i for i, r in enumerate(firsts) if r.spec.grammar]
-        for request in firsts:
-            self._prefilling.remove(request)
+        rows = decodes
         if firsts:
-            self._decoding = rows_of(self._decoding.requests + firsts)
+            for request in firsts:
+                self._prefilling.remove(request)
+            rows = rows_of(decodes.requests + firsts)
+            is_all = decodes is self._decoding
+            self._decoding = rows if is_all else rows_of(self._decoding.requests + firsts)
+        self._flights[self._step] = Flight(rows, len(decodes.requests), num_drafts)
         return StepPlan(
             step=self._step,
             admits=plan.admits,
             grants=plan.grants,
             num_decodes=len(decodes.requests),
-            decodes=None if same else decodes.slots.tobytes(),
+            decodes=None if same else decodes.slots.astype(np.int32).tobytes(),
             num_drafts=num_drafts,
             chunks=plan.chunks,
             max_length=self._longest,
-            masked=decodes.masked + masked,
+            masked=rows.masked,
         )
 
     def masked_ids(self, plan: StepPlan) -> list[int]:
         """The requests of plan.masked; some may have finished since."""
-        flight = self._flights[plan.step]
-        requests = flight.decodes.requests + flight.firsts
+        requests = self._flights[plan.step].rows.requests
         return [requests[row].id for row in plan.masked]
 
     def _plan_decodes(self, plan: Plan) -> tuple[Rows, int]:
@@ -197,6 +198,7 @@ class Scheduler:
         Returns the rows that can go ahead.
         """
         stalled: set[int] = set()
+        num_preemptions = self._num_preemptions
         for request in sorted(short, key=lambda r: r.urgency):
             if request.slot < 0:
                 continue  # preempted for a more urgent one
@@ -210,8 +212,9 @@ class Scheduler:
                 at = int(self._room[request.slot]) // self.memory.page_tokens
                 plan.grants.append(Grant(request.slot, at, pages))
                 self._room[request.slot] += len(pages) * self.memory.page_tokens
-        kept = [r for r in rows.requests if r.slot >= 0 and r.id not in stalled]
-        return rows if len(kept) == len(rows.requests) else rows_of(kept)
+        if not stalled and num_preemptions == self._num_preemptions:
+            return rows
+        return rows_of([r for r in rows.requests if r.slot >= 0 and r.id not in stalled])
 
     def _plan_chunks(self, plan: Plan) -> None:
         for request in self._prefilling:
@@ -240,7 +243,7 @@ class Scheduler:
         self._waiting.remove(request)
         self._running.add(request)
         self._prefilling.add(request)
-        self._look_again(request)
+        self._tails.begin(request)
         if not request.was_started:
             request.was_started = True
             self._told.started.append(Started(request.id, known.num_cached))
@@ -274,6 +277,7 @@ class Scheduler:
 
     def _preempt(self, victim: Request) -> None:
         """Back to the queue; it will recompute, mostly from its own cached pages."""
+        self._tails.flush(victim)
         if victim.prefill_until <= self._planned[victim.slot]:
             victim.num_in_flight = int(self._planned[victim.slot]) + 1 - len(victim.tokens)
         self._num_preemptions += 1
@@ -306,74 +310,77 @@ class Scheduler:
 
     def complete(self, result: StepResult) -> StepOutput:
         """Take a step's tokens: append, finish, commit pages. Steps complete in order."""
-        flight = self._flights.pop(result.step)
-        requests = flight.decodes.requests + flight.firsts
-        lines, ids = result.tokens, flight.decodes.ids
-        if flight.firsts:
-            ids = np.concatenate((ids, rows_of(flight.firsts).ids))
-        ragged = flight.num_drafts > 0
-        for row, (request, line) in enumerate(zip(requests, lines.tolist(), strict=True)):
-            if request.finish is None:
-                hoped = 1 + flight.num_drafts if row < len(flight.decodes.requests) else 1
-                kept = self._append(request, line, hoped)
-            else:
-                kept = 0  # finished while this step was in flight: the tokens are surplus
-            if kept < len(line):
-                lines[row, kept:] = -1
-                ragged = True
+        flight, lines = self._flights.pop(result.step), result.tokens
+        rows = flight.rows
+        if len(lines) != len(rows.requests):
+            raise ValueError(f"{len(lines)} lines for a step of {len(rows.requests)} rows")
+        kept_R = self._append(flight, lines)
         logprobs = [
             TokenLogprobs(
-                int(ids[p.row]), int(lines[p.row, 0]), p.logprob, p.top_ids, p.top_logprobs
+                int(rows.ids[p.row]), int(lines[p.row, 0]), p.logprob, p.top_ids, p.top_logprobs
             )
             for p in result.logprobs
-            if lines[p.row, 0] >= 0
+            if kept_R[p.row]
         ]
-        counts = b""
-        if ragged:
-            there = lines >= 0
-            gains = there.sum(1, dtype=np.int32)
-            lines, ids = lines[there], ids[gains > 0]
-            counts = gains[gains > 0].tobytes()
+        ids, counts = rows.ids, b""
+        if lines.shape[1] > 1 or not kept_R.all():
+            lines = lines[np.arange(lines.shape[1]) < kept_R[:, None]]
+            ids, counts = ids[kept_R > 0], kept_R[kept_R > 0].tobytes()
         self._generated += lines.size
         told = self.output()
         return replace(
             told, ids=ids.tobytes(), tokens=lines.tobytes(), counts=counts, logprobs=logprobs
         )
 
-    def _append(self, request: Request, line: list[int], hoped: int) -> int:
-        """Returns how many of the line's tokens the request keeps, of the `hoped` planned for."""
-        tokens, kept = request.tokens, 0
-        finish, token = None, -1
+    def _append(self, flight: Flight, lines_RT: Int32) -> Int32:
+        """How many tokens of its line each request keeps: none if it finished meanwhile."""
+        rows, kept_R = flight.rows, np.zeros(len(lines_RT), np.int32)
+        here = np.arange(len(lines_RT))  # the rows whose requests still have their slots
+        if rows is not self._decoding:  # somebody came or went since
+            is_here = [r.slot == s for r, s in zip(rows.requests, rows.slots, strict=True)]
+            for row in np.flatnonzero(~np.array(is_here, bool)).tolist():
+                hoped = 1 + flight.num_drafts if row < flight.num_decodes else 1
+                kept_R[row] = self._append_away(rows.requests[row], lines_RT[row].tolist(), hoped)
+            here = here[is_here]
+        drafted = here[here < flight.num_decodes]
+        for nth, tokens_R in enumerate(lines_RT.T):
+            if nth:
+                here = here[tokens_R[here] >= 0]  # else this draft and all after it were refused
+            kept_R[here] += 1
+            due = self._tails.append(rows.slots[here], tokens_R[here])
+            ended = [i for i in due if self._look_at(rows.requests[here[i]])]
+            if ended:
+                here = np.delete(here, ended)
+        if flight.num_drafts:  # those that were refused were planned for, but are not computed
+            self._planned[rows.slots[drafted]] -= 1 + flight.num_drafts - kept_R[drafted]
+        return kept_R
+
+    def _append_away(self, request: Request, line: list[int], hoped: int) -> int:
+        """To a request without a slot: it was preempted, or it has finished and keeps nothing."""
+        kept = 0
         for token in line:
-            if token < 0:
-                break  # this draft and all after it were refused
-            tokens.append(token)
-            kept += 1
-            if token in request.stop_ids:
-                finish = FinishReason.STOP
+            if token < 0 or request.finish is not None:
                 break
-            if len(tokens) >= request.look_at:
-                if len(tokens) >= request.limit:
-                    finish = FinishReason.LENGTH
-                    break
-                if request.slot >= 0:  # every token but the newest has been computed
-                    self.memory.commit(request.id, tokens, len(tokens) - 1)
-                    self._look_again(request)
-        if request.slot < 0:
-            request.num_in_flight -= hoped
-        elif kept < hoped:
-            self._planned[request.slot] -= hoped - kept
-        if finish is not None:
-            if request.slot >= 0:
-                self.memory.commit(request.id, tokens, len(tokens) - 1)
-            self._retire(request, finish, token if finish == FinishReason.STOP else -1)
+            request.tokens.append(token)
+            kept += 1
+            self._end(request)
+        request.num_in_flight -= hoped
         return kept
 
-    def _look_again(self, request: Request) -> None:
-        """Set when completion must look: a page has filled up, or the limit is reached."""
-        size = self.memory.page_tokens
-        page_full = (len(request.tokens) - 1) // size * size + size + 1
-        request.look_at = min(page_full, request.limit)
+    def _look_at(self, request: Request) -> bool:
+        """A page may be full, or the request at its end. Returns whether it is."""
+        self._tails.flush(request)
+        # Every token but the newest has been computed.
+        self.memory.commit(request.id, request.tokens, len(request.tokens) - 1)
+        return self._end(request)
+
+    def _end(self, request: Request) -> bool:
+        """Retire the request if its newest token is its last. Returns whether it is."""
+        if (token := request.tokens[-1]) in request.stop_ids:
+            self._retire(request, FinishReason.STOP, token)
+        elif len(request.tokens) >= request.limit:
+            self._retire(request, FinishReason.LENGTH)
+        return request.finish is not None
 
     def check(self) -> None:
         """Invariants that hold between any two calls. Tests call this after every step."""
@@ -388,7 +395,6 @@ class Scheduler:
         for request in self._running:
             planned = int(self._planned[request.slot])
             assert planned < request.limit + self.num_drafts
-            assert planned <= self._room[request.slot]
-            assert planned <= self._longest
+            assert planned <= min(self._room[request.slot], self._longest)
             if request.id in prefilling:
                 assert planned < request.prefill_until

@@ -26,23 +26,24 @@ PAGE = 128
 class Engine:
     """As many decoding requests, each with so many tokens of context; counts what is published."""
 
-    def __init__(self, num_context: int) -> None:
-        pages = KVMemory(NUM_REQUESTS * (-(-num_context // PAGE) + 8), PAGE)
+    def __init__(self, num_context: int, num_requests: int = NUM_REQUESTS) -> None:
+        pages = KVMemory(num_requests * (-(-num_context // PAGE) + 8), PAGE)
         self.scheduler = Scheduler(
             pages,
-            num_slots=NUM_REQUESTS,
+            num_slots=num_requests,
             step_tokens=8192,
             max_model_tokens=num_context + 4096,
         )
-        executor = PaperExecutor([7, 8, 9], NUM_REQUESTS, step_s=0.0)
+        executor = PaperExecutor([7, 8, 9], num_requests, step_s=0.0)
         self.loop = EngineLoop(self.scheduler, executor, self.publish, NoGrammars(), depth=1)
         self.encoder = msgspec.msgpack.Encoder()
         self.num_bytes = 0
         self.said: list[list[int]] = []
-        for request_id in range(NUM_REQUESTS):
-            prompt = array("i", [request_id] * num_context).tobytes()
+        for request_id in range(num_requests):
+            # Of all lengths, so that in each step the pages of some become full.
+            prompt = array("i", [request_id] * (num_context + request_id % PAGE)).tobytes()
             self.loop.handle(Generate(request_id, prompt, 1000, [1], Sampling()))
-        while not self.said or len(self.said[-1]) < NUM_REQUESTS:
+        while not self.said or len(self.said[-1]) < num_requests:
             self.loop.step()
 
     def publish(self, output: StepOutput) -> None:
@@ -76,3 +77,11 @@ def test_no_step_costs_more_in_a_longer_context() -> None:
     # What other programs do to a shared core only adds: the cheap steps tell.
     cheap, dear = np.percentile(pairs, 20, axis=0)
     assert dear < 1.4 * cheap, f"{cheap:.0f} us with 100 tokens, {dear:.0f} us with 4000"
+
+
+def test_sixteen_times_the_requests_cost_a_step_little_more() -> None:
+    """A few array operations more, and what some rows have to do when a page is full."""
+    few, many = Engine(num_context=300, num_requests=16), Engine(num_context=300)
+    pairs = [(few.step_us(), many.step_us()) for _ in range(NUM_STEPS)]
+    cheap, dear = np.percentile(pairs, 20, axis=0)
+    assert dear < 2.5 * cheap, f"{cheap:.0f} us with 16 requests, {dear:.0f} us with 256"
