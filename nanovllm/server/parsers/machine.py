@@ -63,16 +63,14 @@ class Machine:
         }
         self._are_tokens = len(self._shown) == len(marks) and not is_spelled
         self._events: list[Event] = []
-        self._parts: list[str] = []  # of the arguments of the call that goes on
         self._space = ""  # at the end of what was said: a marker may take it
         self._has_text = False
         self._is_called = False  # the calls that are read have begun
         self._is_flowing = False  # amid text or reasoning, and nothing is held back
-        begun, self._is_fresh = _begun(family, turn)  # fresh: a marker came last
-        self._has_begun = begun is not None
+        begun, self._is_fresh = family.begun(turn)  # fresh: a marker came last
         self.in_reasoning = bool(begun)  # whether the text fed so far ends inside reasoning
         self._source = Source()
-        self._reader = self._read()
+        self._reader = self._read(has_begun=begun is not None)
 
     def feed(self, text: str) -> list[Event]:
         if self._is_flowing and not self._awaited[self.in_reasoning]:
@@ -83,8 +81,6 @@ class Machine:
             return self._events
         self._source.feed(self._named(text) if self._is_spelled else text)
         next(self._reader, None)
-        if self._parts:
-            self._flush()
         return self._events
 
     def finish(self) -> list[Event]:
@@ -95,8 +91,8 @@ class Machine:
             self._emit_text(self._space)
         return events
 
-    def _read(self) -> Reader[None]:
-        if not self._has_begun:
+    def _read(self, *, has_begun: bool) -> Reader[None]:
+        if not has_begun:
             yield from self._begin()
         while True:
             if self._is_fresh:
@@ -175,19 +171,17 @@ class Machine:
             self._space = ""
 
     def _call(self, event: CallStart | CallPart) -> None:
-        if isinstance(event, CallPart):
-            self._parts.append(event.text)
-            return
-        self._source.commit()
-        self._is_called = True
-        self._enter_text()
-        self._flush()
-        self._events.append(event)
-
-    def _flush(self) -> None:
-        if text := "".join(self._parts):
-            self._events.append(CallPart(self._named(text)))
-        self._parts.clear()
+        """Parts that follow each other become one."""
+        if isinstance(event, CallStart):
+            self._source.commit()
+            self._is_called = True
+            self._enter_text()
+            self._events.append(event)
+        elif text := self._named(event.text):
+            if self._events and isinstance(last := self._events[-1], CallPart):
+                self._events[-1] = CallPart(last.text + text)
+            else:
+                self._events.append(CallPart(text))
 
     def _say(self, text: str) -> None:
         """White space at the end waits: a marker would take it."""
@@ -205,8 +199,6 @@ class Machine:
     def _emit_text(self, text: str) -> None:
         if not text:
             return
-        if self._parts:
-            self._flush()
         text = self._named(text)
         if self.in_reasoning:
             self._events.append(Reasoning(text))
@@ -217,15 +209,3 @@ class Machine:
     def _named(self, text: str) -> str:
         """Markers that are none here read as their text."""
         return text if text.isascii() else text.translate(self._shown)
-
-
-def _begun(family: Family, turn: str) -> tuple[bool | None, bool]:
-    """Whether a prompt ends in reasoning (None: it has not begun), and whether with a marker."""
-    if not family.thinks:
-        return False, False
-    end = turn.rstrip()
-    if turn.rfind(THINK) > turn.rfind(END_THINK):
-        return True, end.endswith(THINK)
-    if end:
-        return False, end.endswith(END_THINK)
-    return None, False
