@@ -49,7 +49,7 @@ class App:
         threads: Executor,
     ) -> None:
         """`threads` render and tokenise prompts."""
-        self.is_draining = False
+        self.is_draining = False  # takes no new requests, and /health says so
         self.replies: set[Reply] = set()
         self._client = client
         self._served = served
@@ -76,10 +76,6 @@ class App:
         except Exception:
             log.exception("request %s", fields(id=request_id, status=500))
             self._refuse(scope, writer, ApiError(500, "internal error"), request_id)
-
-    def drain(self) -> None:
-        """Take no new requests; /health says so."""
-        self.is_draining = True
 
     def end_replies(self) -> None:
         """The time for open requests is over."""
@@ -160,11 +156,11 @@ class App:
         return JSON, b'{"status":"ok"}'
 
     def _show_metrics(self) -> tuple[bytes, bytes]:
-        served = self._served
+        ready = self._client.ready
         return METRICS_TEXT, render(
             self._metrics,
             self._client.stats,
-            model=served.name,
-            page_tokens=served.page_tokens,
-            num_pages=served.num_pages,
+            model=ready.model,
+            page_tokens=ready.page_tokens,
+            num_pages=ready.num_pages,
         )

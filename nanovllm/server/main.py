@@ -109,7 +109,7 @@ class DrainingServer(uvicorn.Server):
         """Repeated signals change nothing: a terminal's Ctrl-C and the supervisor both send one."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self._shutdown_s
-            self._app.drain()
+            self._app.is_draining = True
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn asks ten times a second whether to stop."""

@@ -49,8 +49,6 @@ class Served:
         self.created = int(time.time())
         self.max_model_tokens = ready.max_model_tokens
         self.vocab_size = ready.vocab_size
-        self.page_tokens = ready.page_tokens
-        self.num_pages = ready.num_pages
         model = _read(Path(config.config_path), ModelConfig)
         name = config.recipe.server.parser
         if name == "auto":
