@@ -107,7 +107,10 @@ class Template:
         opens_turn = continued is None and request.add_generation_prompt is not False
         options["add_generation_prompt"] = opens_turn
         template = self._template
-        if self._tool_template is not None and _has_tools(options):
+        is_with_tools = options["tools"] or any(
+            message["role"] == "tool" or "tool_calls" in message for message in options["messages"]
+        )
+        if self._tool_template is not None and is_with_tools:
             template = self._tool_template
             options["opens_thinking"] = self._opens_thinking
         self._environment.start_clock()
@@ -144,12 +147,6 @@ class Template:
                 arguments = value if isinstance(value, dict) else arguments
         function = {"name": call.function.name, "arguments": arguments}
         return {"id": call.id, "type": "function", "function": function}
-
-
-def _has_tools(options: dict[str, Any]) -> bool:
-    return bool(options["tools"]) or any(
-        message["role"] == "tool" or "tool_calls" in message for message in options["messages"]
-    )
 
 
 def _within_limits(pieces: Iterable[str]) -> str:
