@@ -63,6 +63,7 @@ class Machine:
         }
         self._are_tokens = len(self._shown) == len(marks) and not is_spelled
         self._events: list[Event] = []
+        self._parts: list[str] = []  # of the arguments of the call that goes on
         self._space = ""  # at the end of what was said: a marker may take it
         self._has_text = False
         self._is_called = False  # the calls that are read have begun
@@ -81,6 +82,8 @@ class Machine:
             return self._events
         self._source.feed(self._named(text) if self._is_spelled else text)
         next(self._reader, None)
+        if self._parts:
+            self._flush()
         return self._events
 
     def finish(self) -> list[Event]:
@@ -171,17 +174,19 @@ class Machine:
             self._space = ""
 
     def _call(self, event: CallStart | CallPart) -> None:
-        """Parts that follow each other become one."""
-        if isinstance(event, CallStart):
-            self._source.commit()
-            self._is_called = True
-            self._enter_text()
-            self._events.append(event)
-        elif text := self._named(event.text):
-            if self._events and isinstance(last := self._events[-1], CallPart):
-                self._events[-1] = CallPart(last.text + text)
-            else:
-                self._events.append(CallPart(text))
+        if isinstance(event, CallPart):
+            self._parts.append(event.text)
+            return
+        self._source.commit()
+        self._is_called = True
+        self._enter_text()
+        self._flush()
+        self._events.append(event)
+
+    def _flush(self) -> None:
+        if text := "".join(self._parts):
+            self._events.append(CallPart(self._named(text)))
+        self._parts.clear()
 
     def _say(self, text: str) -> None:
         """White space at the end waits: a marker would take it."""
@@ -199,6 +204,8 @@ class Machine:
     def _emit_text(self, text: str) -> None:
         if not text:
             return
+        if self._parts:
+            self._flush()
         text = self._named(text)
         if self.in_reasoning:
             self._events.append(Reasoning(text))
