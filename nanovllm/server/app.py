@@ -27,14 +27,12 @@ from nanovllm.server.asgi import (
     Writer,
     header,
     read_body,
-    respond,
 )
 from nanovllm.server.errors import ApiError
 from nanovllm.server.metrics import Metrics, render
 from nanovllm.server.protocol import REQUEST_ID, parse_request
 from nanovllm.server.reply import CLIENT_LEFT, Reply
 from nanovllm.server.served import Served
-from nanovllm.server.shapes import ModelCard, ModelList
 
 log = logging.getLogger("server")
 CHAT = "/v1/chat/completions"
@@ -49,18 +47,15 @@ class App:
         served: Served,
         config: ServerConfig,
         threads: Executor,
-        *,
-        quiet_s: float = QUIET_S,
     ) -> None:
         """`threads` render and tokenise prompts."""
-        self.is_draining = False
+        self.is_draining = False  # takes no new requests, and /health says so
         self.replies: set[Reply] = set()
         self._client = client
         self._served = served
         self._max_body_bytes = config.max_body_bytes
         self._key = None if config.api_key is None else config.api_key.encode()
         self._threads = threads
-        self._quiet_s = quiet_s
         self._metrics = Metrics()
         self._pages: dict[str, Callable[[], tuple[bytes, bytes]]] = {
             "/v1/models": self._models,
@@ -71,26 +66,25 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         named = (header(scope, b"x-request-id") or b"").decode("latin-1")
         request_id = named if REQUEST_ID.fullmatch(named) else secrets.token_hex(16)
+        writer = Writer(scope, send)
         try:
-            await self._answer(scope, receive, send, request_id)
+            await self._answer(scope, receive, writer, request_id)
         except ClientLeftError:
             log.info("request %s", fields(id=request_id, status=CLIENT_LEFT))
         except ApiError as error:
-            await self._refuse(scope, send, error, request_id)
+            self._refuse(scope, writer, error, request_id)
         except Exception:
             log.exception("request %s", fields(id=request_id, status=500))
-            await self._refuse(scope, send, ApiError(500, "internal error"), request_id)
-
-    def drain(self) -> None:
-        """Take no new requests; /health says so."""
-        self.is_draining = True
+            self._refuse(scope, writer, ApiError(500, "internal error"), request_id)
 
     def end_replies(self) -> None:
         """The time for open requests is over."""
         for reply in list(self.replies):
             reply.fail(ApiError(503, "the server is shutting down", code="shutting_down"))
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+    async def _answer(
+        self, scope: Scope, receive: Receive, writer: Writer, request_id: str
+    ) -> None:
         path = scope["path"]
         if path != "/health":
             self._authorise(scope)
@@ -102,10 +96,10 @@ class App:
             allow = [(b"allow", method.encode())]
             raise ApiError(405, text, code="method_not_allowed", headers=allow)
         if path == CHAT:
-            await self._chat(scope, receive, send, request_id)
+            await self._chat(scope, receive, writer, request_id)
         else:
             kind, body = self._pages[path]()
-            await respond(send, 200, kind, body, [(b"x-request-id", request_id.encode())])
+            writer.respond(200, kind, body, [(b"x-request-id", request_id.encode())])
 
     def _authorise(self, scope: Scope) -> None:
         if self._key is None:
@@ -115,15 +109,15 @@ class App:
             text = "this server needs the header 'Authorization: Bearer <api key>'"
             raise ApiError(401, text, code="invalid_api_key")
 
-    async def _refuse(self, scope: Scope, send: Send, error: ApiError, request_id: str) -> None:
+    def _refuse(self, scope: Scope, writer: Writer, error: ApiError, request_id: str) -> None:
         """Only before a response has begun."""
         if scope["path"] == CHAT:
             self._metrics.rejected[error.code or "error"] += 1
             log.info("request %s", fields(id=request_id, status=error.status, error=error.code))
         more = [(b"x-request-id", request_id.encode()), *error.headers]
-        await respond(send, error.status, JSON, error.body(), more)
+        writer.respond(error.status, JSON, error.body(), more)
 
-    async def _chat(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+    async def _chat(self, scope: Scope, receive: Receive, writer: Writer, request_id: str) -> None:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         served = self._served
@@ -134,8 +128,7 @@ class App:
         body = await read_body(scope, receive, self._max_body_bytes)
         request = parse_request(body, model=served.name, vocab_size=served.vocab_size)
         request_id = request.request_id or request_id
-        writer = Writer(scope, send)
-        reply = Reply(self._client, self._metrics, request_id, writer, quiet_s=self._quiet_s)
+        reply = Reply(self._client, self._metrics, request_id, writer, quiet_s=QUIET_S)
         loop = asyncio.get_running_loop()
         prompt = await loop.run_in_executor(self._threads, served.template.prompt, request)
         reply.open(request, prompt, served, seed=secrets.randbits(63))
@@ -147,9 +140,14 @@ class App:
             log.info("request %s", reply.summary)
 
     def _models(self) -> tuple[bytes, bytes]:
-        served = self._served
-        card = ModelCard(served.name, served.created, served.max_model_tokens)
-        return JSON, msgspec.json.encode(ModelList([card]))
+        card = {
+            "id": self._served.name,
+            "created": self._served.created,
+            "max_model_len": self._served.max_model_tokens,
+            "object": "model",
+            "owned_by": "nanovllm",
+        }
+        return JSON, msgspec.json.encode({"data": [card], "object": "list"})
 
     def _health(self) -> tuple[bytes, bytes]:
         if self._client.is_lost or self.is_draining:
@@ -158,11 +156,11 @@ class App:
         return JSON, b'{"status":"ok"}'
 
     def _show_metrics(self) -> tuple[bytes, bytes]:
-        served = self._served
+        ready = self._client.ready
         return METRICS_TEXT, render(
             self._metrics,
             self._client.stats,
-            model=served.name,
-            page_tokens=served.page_tokens,
-            num_pages=served.num_pages,
+            model=ready.model,
+            page_tokens=ready.page_tokens,
+            num_pages=ready.num_pages,
         )

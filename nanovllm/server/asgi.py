@@ -48,13 +48,6 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     raise ApiError(413, text, code="body_too_large")
 
 
-async def respond(
-    send: Send, status: int, kind: bytes, body: bytes, more: Iterable[Header] = ()
-) -> None:
-    await send(start(status, kind, [*more, (b"content-length", b"%d" % len(body))]))
-    await send({"type": "http.response.body", "body": body})
-
-
 def start(status: int, kind: bytes, more: Iterable[Header]) -> Message:
     headers = [(b"content-type", kind), *more]
     return {"type": "http.response.start", "status": status, "headers": headers}
@@ -79,6 +72,11 @@ class Writer:
         except StopIteration:
             return
         raise RuntimeError("the connection made a write wait")
+
+    def respond(self, status: int, kind: bytes, body: bytes, more: Iterable[Header]) -> None:
+        """The whole of a response."""
+        self.put(start(status, kind, [*more, (b"content-length", b"%d" % len(body))]))
+        self.put({"type": "http.response.body", "body": body})
 
     def chunk(self, data: bytes) -> None:
         """A part of the body, not the last, of a response without a content length."""

@@ -23,7 +23,7 @@ from nanovllm.server.detokenize import Detokenizer, StopStrings
 from nanovllm.server.errors import ApiError
 from nanovllm.server.orders import generates
 from nanovllm.server.parsers.base import Event, Reasoning, joined
-from nanovllm.server.protocol import ChatRequest
+from nanovllm.server.protocol import ChatRequest, StreamOptions
 from nanovllm.server.served import Served
 from nanovllm.server.shapes import (
     ChatCompletion,
@@ -87,19 +87,17 @@ class ChatSession:
         self._response_id = response_id
         self._created = created
         self._head = chunk_head(response_id, created, served.name)
-        options = request.stream_options
-        self._ends_with_usage = bool(options and options.include_usage)
-        continuous = bool(options and options.continuous_usage_stats)
-        messages = generates(request, prompt, served, seed, new_id)
+        options = request.stream_options or StreamOptions()
+        self._ends_with_usage = options.include_usage
+        usage = self.usage if options.continuous_usage_stats else None
         twice = served.reasoning_content
         self._whole: list[WholeWriter] = []
         self.choices: list[Choice] = []
-        for index, message in enumerate(messages):
+        for index, message in enumerate(generates(request, prompt, served, seed, new_id)):
             writer: ChunkWriter | WholeWriter
             if request.stream:
-                usage = self.usage if continuous else None
-                head = self._head
-                writer = ChunkWriter(head, index, self.out, usage, reasoning_content=twice)
+                out = self.out
+                writer = ChunkWriter(self._head, index, out, usage, reasoning_content=twice)
             else:
                 writer = WholeWriter(index, reasoning_content=twice)
                 self._whole.append(writer)
@@ -171,6 +169,7 @@ class Choice:
         request = session.request
         self.message = message
         self.reason = ""  # why it ended
+        self.started = session.start
         self.flush = session.update
         self._session = session
         self._writer = writer
@@ -193,9 +192,6 @@ class Choice:
         self._parser = session.served.parser(
             turn, request.schemas, is_spelled=request.spells_markers
         )
-
-    def started(self, num_cached: int) -> None:
-        self._session.start(num_cached)
 
     def logprobs(self, entry: TokenLogprobs) -> None:
         tops = [

@@ -18,7 +18,7 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from nanovllm.config import Config
+from nanovllm.config import Config, Server as ServerConfig
 from nanovllm.ipc.client import EngineClient
 from nanovllm.log import fields
 from nanovllm.server.app import App
@@ -45,28 +45,21 @@ def run(
     `ready` is called once requests are accepted. Raises ConfigError if the model's files are
     broken, EngineLostError if the engine dies before it is ready.
     """
+
+    async def serve() -> None:
+        client = await EngineClient.connect(engine_path, lambda: log.error("the engine is gone"))
+        served = Served(config, client.ready)
+        with ThreadPoolExecutor(NUM_THREADS, "prompt") as threads:
+            app = App(client, served, config.recipe.server, threads)
+            gc.collect()
+            gc.freeze()  # the vocabulary's objects are never garbage; do not visit them again
+            server = DrainingServer(app, config.recipe.server, ready)
+            log.info("ready %s", fields(worker=worker, model=served.name))
+            await server.serve(None if sock is None else [sock])
+            log.info("stopped %s", fields(worker=worker))
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, engine_path, worker, sock, ready))
-
-
-async def _serve(
-    config: Config,
-    engine_path: str,
-    worker: int,
-    sock: socket.socket | None,
-    ready: Callable[[], None],
-) -> None:
-    settings = config.recipe.server
-    client = await EngineClient.connect(engine_path, lambda: log.error("the engine is gone"))
-    served = Served(config, client.ready)
-    with ThreadPoolExecutor(NUM_THREADS, "prompt") as threads:
-        app = App(client, served, settings, threads)
-        gc.collect()
-        gc.freeze()  # the vocabulary's objects are never garbage; do not visit them again
-        server = DrainingServer(app, settings.host, settings.port, settings.shutdown_s, ready)
-        log.info("ready %s", fields(worker=worker, model=served.name))
-        await server.serve(None if sock is None else [sock])
-        log.info("stopped %s", fields(worker=worker))
+        runner.run(serve())
 
 
 class Protocol(HttpToolsProtocol):
@@ -84,14 +77,12 @@ class Protocol(HttpToolsProtocol):
 class DrainingServer(uvicorn.Server):
     """A signal ends the intake; the server goes when the last request has, or time is up."""
 
-    def __init__(
-        self, app: App, host: str, port: int, shutdown_s: float, ready: Callable[[], None]
-    ) -> None:
+    def __init__(self, app: App, settings: ServerConfig, ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                host=host,
-                port=port,
+                host=settings.host,
+                port=settings.port,
                 backlog=BACKLOG,
                 http=Protocol,
                 ws="none",
@@ -106,7 +97,7 @@ class DrainingServer(uvicorn.Server):
             )
         )
         self._app = app
-        self._shutdown_s = shutdown_s
+        self._shutdown_s = settings.shutdown_s
         self._ready = ready
         self._deadline: float | None = None
 
@@ -118,7 +109,7 @@ class DrainingServer(uvicorn.Server):
         """Repeated signals change nothing: a terminal's Ctrl-C and the supervisor both send one."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self._shutdown_s
-            self._app.drain()
+            self._app.is_draining = True
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn asks ten times a second whether to stop."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from nanovllm.wire import Stats
 
@@ -32,6 +32,7 @@ REQUEST_S = (
 # fmt: on
 TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 CHOICES = (1, 2, 5, 10, 20)
+Sample = tuple[str, str, float]  # what follows the metric's name, further labels, value
 
 
 class Histogram:
@@ -44,6 +45,14 @@ class Histogram:
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+    def samples(self) -> Iterator[Sample]:
+        count = 0
+        for bound, here in zip((*self.bounds, "+Inf"), self.counts, strict=True):
+            count += here
+            yield "_bucket", f',le="{bound}"', count
+        yield "_sum", "", self.total
+        yield "_count", "", count
 
 
 class Metrics:
@@ -70,66 +79,46 @@ class Metrics:
         return [found for found in vars(self).values() if isinstance(found, Histogram)]
 
 
-class Page:
-    """Prometheus' text format, version 0.0.4."""
-
-    def __init__(self, **labels: object) -> None:
-        self._lines: list[str] = []
-        self._labels = _listed(labels)
-
-    def add(
-        self, name: str, kind: str, samples: float | Mapping[str, float], labels: str = ""
-    ) -> None:
-        """`samples`: one, or by the values of their `labels`. Slashes part several of either."""
-        self._lines.append(f"# TYPE {name} {kind}")
-        if not isinstance(samples, Mapping):
-            self._lines.append(f"{name}{{{self._labels}}} {samples:.17g}")
-            return
-        for values, sample in samples.items():
-            further = _listed(dict(zip(labels.split("/"), values.split("/"), strict=True)))
-            self._lines.append(f"{name}{{{self._labels},{further}}} {sample:.17g}")
-
-    def add_histogram(self, histogram: Histogram) -> None:
-        name, count = histogram.name, 0
-        self._lines.append(f"# TYPE {name} histogram")
-        for bound, here in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
-            count += here
-            self._lines.append(f'{name}_bucket{{{self._labels},le="{bound}"}} {count}')
-        self._lines.append(f"{name}_sum{{{self._labels}}} {histogram.total:.17g}")
-        self._lines.append(f"{name}_count{{{self._labels}}} {count}")
-
-    def text(self) -> bytes:
-        return ("\n".join(self._lines) + "\n").encode()
-
-
 def render(
     metrics: Metrics, stats: Stats, *, model: str, page_tokens: int, num_pages: int
 ) -> bytes:
-    page = Page(model_name=model, engine=0)
-    page.add("vllm:num_requests_running", "gauge", stats.num_running)
-    page.add("vllm:num_requests_waiting", "gauge", stats.num_waiting)
-    page.add("vllm:kv_cache_usage_perc", "gauge", stats.kv_usage)
+    """Prometheus' text format, version 0.0.4."""
+    lines: list[str] = []
+    ours = f'model_name={quoted(model)},engine="0"'
+
+    def add(name: str, kind: str, samples: float | Iterable[Sample]) -> None:
+        lines.append(f"# TYPE {name} {kind}")
+        if isinstance(samples, int | float):
+            samples = [("", "", samples)]
+        for suffix, labels, value in samples:
+            lines.append(f"{name}{suffix}{{{ours}{labels}}} {value:.17g}")
+
+    add("vllm:num_requests_running", "gauge", stats.num_running)
+    add("vllm:num_requests_waiting", "gauge", stats.num_waiting)
+    add("vllm:kv_cache_usage_perc", "gauge", stats.kv_usage)
     sizes = {f"{page_tokens}/{num_pages}": 1}
-    page.add("vllm:cache_config_info", "gauge", sizes, "block_size/num_gpu_blocks")
-    page.add("vllm:num_preemptions_total", "counter", stats.num_preemptions)
-    page.add("vllm:prompt_tokens_total", "counter", stats.prompt_tokens)
-    page.add("vllm:prompt_tokens_cached_total", "counter", stats.cached_tokens)
-    page.add("vllm:prefix_cache_queries_total", "counter", stats.prompt_tokens)
-    page.add("vllm:prefix_cache_hits_total", "counter", stats.cached_tokens)
-    page.add("vllm:generation_tokens_total", "counter", stats.generated_tokens)
-    page.add("nanovllm:steps_total", "counter", stats.num_steps)
-    page.add("nanovllm:host_bubble_seconds_total", "counter", stats.host_bubble_s)
-    page.add("nanovllm:graph_padded_tokens_total", "counter", stats.padded_tokens)
-    page.add("nanovllm:host_seconds_total", "counter", stats.host_s, "part")
-    page.add("nanovllm:host_step_p50_seconds", "gauge", stats.host_step_p50_s)
-    page.add("nanovllm:graph_steps_total", "counter", stats.steps_by_mode, "mode/phase")
-    page.add("vllm:request_success_total", "counter", metrics.finished, "finished_reason")
-    page.add("vllm:admission_rejections_total", "counter", metrics.rejected, "reason")
+    add("vllm:cache_config_info", "gauge", _by("block_size/num_gpu_blocks", sizes))
+    add("vllm:num_preemptions_total", "counter", stats.num_preemptions)
+    add("vllm:prompt_tokens_total", "counter", stats.prompt_tokens)
+    add("vllm:prompt_tokens_cached_total", "counter", stats.cached_tokens)
+    add("vllm:prefix_cache_queries_total", "counter", stats.prompt_tokens)
+    add("vllm:prefix_cache_hits_total", "counter", stats.cached_tokens)
+    add("vllm:generation_tokens_total", "counter", stats.generated_tokens)
+    add("nanovllm:steps_total", "counter", stats.num_steps)
+    add("nanovllm:host_bubble_seconds_total", "counter", stats.host_bubble_s)
+    add("nanovllm:graph_padded_tokens_total", "counter", stats.padded_tokens)
+    add("nanovllm:host_seconds_total", "counter", _by("part", stats.host_s))
+    add("nanovllm:host_step_p50_seconds", "gauge", stats.host_step_p50_s)
+    add("nanovllm:graph_steps_total", "counter", _by("mode/phase", stats.steps_by_mode))
+    add("vllm:request_success_total", "counter", _by("finished_reason", metrics.finished))
+    add("vllm:admission_rejections_total", "counter", _by("reason", metrics.rejected))
     for histogram in metrics.histograms():
-        page.add_histogram(histogram)
-    return page.text()
+        add(histogram.name, "histogram", histogram.samples())
+    return ("\n".join(lines) + "\n").encode()
 
 
-def _listed(labels: Mapping[str, object]) -> str:
-    """`a="1",b="two"`, quoted as JSON is."""
-    return ",".join(f"{key}={quoted(str(value))}" for key, value in labels.items())
+def _by(labels: str, values: Mapping[str, float]) -> Iterator[Sample]:
+    """`values` by those of their labels. Slashes part several of either."""
+    for key, value in values.items():
+        named = zip(labels.split("/"), key.split("/"), strict=True)
+        yield "", "".join(f",{label}={quoted(text)}" for label, text in named), value

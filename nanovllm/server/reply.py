@@ -137,10 +137,8 @@ class Reply:
             self._writer.chunk(data)
 
     def _answer(self, status: int, body: bytes, more: Iterable[Header] = ()) -> None:
-        headers = [self._id_header, *more, (b"content-length", b"%d" % len(body))]
         self._over(status)
-        self._writer.put(start(status, JSON, headers))
-        self._writer.put({"type": "http.response.body", "body": body})
+        self._writer.respond(status, JSON, body, [self._id_header, *more])
 
     def _wait_quietly(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._quiet_s, self._tick)

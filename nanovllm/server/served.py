@@ -49,14 +49,12 @@ class Served:
         self.created = int(time.time())
         self.max_model_tokens = ready.max_model_tokens
         self.vocab_size = ready.vocab_size
-        self.page_tokens = ready.page_tokens
-        self.num_pages = ready.num_pages
         model = _read(Path(config.config_path), ModelConfig)
-        self.family_name = config.recipe.server.parser
-        if self.family_name == "auto":
-            self.family_name = parser_for(model.architectures, config.recipe.model)
+        name = config.recipe.server.parser
+        if name == "auto":
+            name = parser_for(model.architectures, config.recipe.model)
         try:
-            self.family: Family = resolve(PARSERS, self.family_name)
+            self.family: Family = resolve(PARSERS, name)
         except ValueError as error:
             raise ConfigError(f"server.parser: {error}") from None
         self.template = Template(

@@ -24,10 +24,7 @@ class TopLogprob(Struct, frozen=True):
     bytes: list[int]  # true UTF-8, also of a part of a character
 
 
-class TokenLogprob(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
+class TokenLogprob(TopLogprob, frozen=True):
     top_logprobs: list[TopLogprob]
 
 
@@ -75,16 +72,3 @@ class ChatCompletion(Struct, frozen=True):
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
     object: str = "chat.completion"
-
-
-class ModelCard(Struct, frozen=True):
-    id: str
-    created: int
-    max_model_len: int
-    object: str = "model"
-    owned_by: str = "nanovllm"
-
-
-class ModelList(Struct, frozen=True):
-    data: list[ModelCard]
-    object: str = "list"

@@ -10,6 +10,7 @@ not.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -28,7 +29,7 @@ from tokenizers import Tokenizer
 
 from nanovllm.config import ConfigError
 from nanovllm.server.errors import ApiError
-from nanovllm.server.protocol import ChatRequest, Message
+from nanovllm.server.protocol import ChatRequest, Message, PastCall
 
 NEWER_ROLES = {"developer": "system", "function": "tool"}  # which templates do not know
 TEMPLATES = Path(__file__).parent / "templates"
@@ -106,7 +107,10 @@ class Template:
         opens_turn = continued is None and request.add_generation_prompt is not False
         options["add_generation_prompt"] = opens_turn
         template = self._template
-        if self._tool_template is not None and _has_tools(options):
+        is_with_tools = options["tools"] or any(
+            message["role"] == "tool" or "tool_calls" in message for message in options["messages"]
+        )
+        if self._tool_template is not None and is_with_tools:
             template = self._tool_template
             options["opens_thinking"] = self._opens_thinking
         self._environment.start_clock()
@@ -118,17 +122,7 @@ class Template:
         return text if continued is None else _cut_after(text, continued)
 
     def _as_dict(self, message: Message) -> dict[str, Any]:
-        calls = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": self._arguments(call.function.arguments),
-                },
-            }
-            for call in message.tool_calls or ()
-        ]
+        calls = [self._call(call) for call in message.tool_calls or ()]
         text = message.text
         shown: dict[str, Any] = {
             "role": NEWER_ROLES.get(message.role, message.role),
@@ -142,21 +136,17 @@ class Template:
         }
         return shown | {key: value for key, value in further.items() if value is not None}
 
-    def _arguments(self, given: str | dict[str, Any] | None) -> str | dict[str, Any]:
-        given = given or {}
+    def _call(self, call: PastCall) -> dict[str, Any]:
+        arguments = call.function.arguments or {}
         if self._arguments_as_text:
-            return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        try:
-            value = json.loads(given) if isinstance(given, str) else given
-        except ValueError:
-            return given
-        return value if isinstance(value, dict) else given
-
-
-def _has_tools(options: dict[str, Any]) -> bool:
-    return bool(options["tools"]) or any(
-        message["role"] == "tool" or "tool_calls" in message for message in options["messages"]
-    )
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+        elif isinstance(arguments, str):
+            with contextlib.suppress(ValueError):
+                value = json.loads(arguments)
+                arguments = value if isinstance(value, dict) else arguments
+        function = {"name": call.function.name, "arguments": arguments}
+        return {"id": call.id, "type": "function", "function": function}
 
 
 def _within_limits(pieces: Iterable[str]) -> str:

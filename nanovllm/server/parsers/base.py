@@ -57,6 +57,17 @@ def joined(events: Iterable[Event]) -> list[Event]:
     return out
 
 
+class Syntax(Struct, frozen=True):
+    """What a call looks like, to the byte. NAME is a function's or a parameter's, QUOTED the same
+    as JSON."""
+
+    call: tuple[str, str]  # before and after the arguments
+    block: tuple[str, str] = ("", "")  # before the first call and after the last
+    between: str = "\n"
+    style: str = "json"  # of the arguments
+    parameter: tuple[str, str] = ("", "")  # before and after one in XML
+
+
 class Family(Struct, frozen=True):
     """How the models of one family write. Without `read_calls` they call nothing."""
 
@@ -65,6 +76,7 @@ class Family(Struct, frozen=True):
     tool_template: str = ""  # ours, for chat templates that ignore tools
     opener: str = ""  # begins calls
     call_markers: tuple[str, ...] = ()  # the others that may be single tokens
+    syntax: Syntax | None = None  # as its models write calls, and its templates
     read_calls: Callable[[Source, Emit, Marks, Schemas], Reader[None]] | None = None
 
     @property
@@ -83,6 +95,15 @@ class Family(Struct, frozen=True):
             return prompt[max(begins) :]
         end = prompt.rstrip()
         return next((marker for marker in (THINK, END_THINK) if end.endswith(marker)), "")
+
+    def begun(self, turn: str) -> tuple[bool | None, bool]:
+        """Whether it ends in reasoning (None: nothing has begun), and whether with a marker."""
+        if not self.thinks:
+            return False, False
+        end = turn.rstrip()
+        if turn.rfind(THINK) > turn.rfind(END_THINK):
+            return True, end.endswith(THINK)
+        return (False, end.endswith(END_THINK)) if end else (None, False)
 
 
 class Source:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nanovllm.server.parsers.base import Family
+from nanovllm.server.parsers.base import Family, Syntax
 from nanovllm.server.parsers.json_calls import (
     CALL,
     CALL_END,
@@ -23,16 +23,32 @@ QWEN3 = Family(
     turns=("<|im_start|>assistant\n", "<|im_end|>"),
     opener="<tool_call>",
     call_markers=(END_CALL,),
+    syntax=Syntax(('<tool_call>\n{"name": QUOTED, "arguments": ', "}\n</tool_call>")),
     read_calls=read_tagged,
 )
 
 # Qwen3-Coder, and Qwen3.5 after it.
-QWEN3_CODER = replace(QWEN3, read_calls=read_coder)
+QWEN3_CODER = replace(
+    QWEN3,
+    syntax=Syntax(
+        ("<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>"),
+        style="qwen_xml",
+        parameter=("<parameter=NAME>\n", "\n</parameter>\n"),
+    ),
+    read_calls=read_coder,
+)
 
 MINIMAX_M2 = Family(
     turns=("]~b]ai\n", "[e~["),
     opener="<minimax:tool_call>",
     call_markers=("</minimax:tool_call>",),
+    syntax=Syntax(
+        ('<invoke name="NAME">\n', "</invoke>\n"),
+        block=("<minimax:tool_call>\n", "</minimax:tool_call>"),
+        between="",
+        style="minimax_xml",
+        parameter=('<parameter name="NAME">', "</parameter>\n"),
+    ),
     read_calls=read_minimax,
 )
 
@@ -46,5 +62,9 @@ DEEPSEEK_R1 = Family(
     tool_template="deepseek_r1.jinja",
     opener=CALLS_BEGIN,
     call_markers=(CALLS_END, CALL, SEPARATOR, CALL_END),
+    syntax=Syntax(
+        (f"{CALL}function{SEPARATOR}NAME\n```json\n", f"\n```{CALL_END}"),
+        block=(CALLS_BEGIN, CALLS_END),
+    ),
     read_calls=read_fenced,
 )

@@ -35,7 +35,7 @@ def read_tagged(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> R
     if not (yield from source.literal("{")):
         return
     call = _Call(source, emit)
-    while (yield from _entry(source, call)):
+    while (yield from call.entry()):
         yield from source.space()
         if not (yield from source.literal(",")):
             break
@@ -44,13 +44,6 @@ def read_tagged(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> R
         call.end()
     yield from source.space()
     yield from source.literal(marks[END_CALL])
-
-
-def _entry(source: Source, call: _Call) -> Reader[bool]:
-    if (found := (yield from key(source, _ignore))) is None:
-        return False
-    yield from source.space()
-    return (yield from call.read(found))
 
 
 class _Call:
@@ -63,17 +56,20 @@ class _Call:
         self._early: list[str] | None = None  # arguments that came before the name
         self._is_started = False
 
-    def read(self, key: str) -> Reader[bool]:
-        """What a key holds; whether it may."""
+    def entry(self) -> Reader[bool]:
+        """Reads a key and what it holds; whether it may."""
         source = self._source
-        if key == '"name"' and not self._name:
+        if (found := (yield from key(source, _ignore))) is None:
+            return False
+        yield from source.space()
+        if found == '"name"' and not self._name:
             name = (yield from string(source)) if (yield from source.peek()) == '"' else None
             decoded = json.loads(name or '""')
             self._name = decoded if decoded.isprintable() else ""
             if self._name and self._early is not None:
                 self._start()
             return bool(self._name)
-        if key != '"arguments"' or self._early is not None or self._is_started:
+        if found != '"arguments"' or self._early is not None or self._is_started:
             return (yield from value(source, _ignore))
         self._early = []
         if (yield from source.literal("null")):

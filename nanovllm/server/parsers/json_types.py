@@ -57,7 +57,7 @@ def _types(schema: object, root: object, depth: int) -> Types:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         return frozenset(json_type(value) for value in values)
     if isinstance(reference := schema.get("$ref"), str):
-        return _types(_resolved(reference, root), root, depth - 1)
+        return _types(pointed(reference, root), root, depth - 1)
     for union in ("anyOf", "oneOf", "allOf"):
         if isinstance(branches := schema.get(union), list) and branches:
             found = [_types(branch, root, depth - 1) for branch in branches]
@@ -70,7 +70,8 @@ def _types(schema: object, root: object, depth: int) -> Types:
     return frozenset()
 
 
-def _resolved(reference: str, root: object) -> object:
+def pointed(reference: str, root: object) -> Any:  # noqa: ANN401 - any JSON
+    """What a reference of a schema names; None if there is nothing."""
     at = root
     for step in reference.removeprefix("#").split("/")[1:]:
         at = _mapping(at).get(step.replace("~1", "/").replace("~0", "~"))

@@ -68,11 +68,10 @@ class Machine:
         self._has_text = False
         self._is_called = False  # the calls that are read have begun
         self._is_flowing = False  # amid text or reasoning, and nothing is held back
-        begun, self._is_fresh = _begun(family, turn)  # fresh: a marker came last
-        self._has_begun = begun is not None
+        begun, self._is_fresh = family.begun(turn)  # fresh: a marker came last
         self.in_reasoning = bool(begun)  # whether the text fed so far ends inside reasoning
         self._source = Source()
-        self._reader = self._read()
+        self._reader = self._read(has_begun=begun is not None)
 
     def feed(self, text: str) -> list[Event]:
         if self._is_flowing and not self._awaited[self.in_reasoning]:
@@ -95,8 +94,8 @@ class Machine:
             self._emit_text(self._space)
         return events
 
-    def _read(self) -> Reader[None]:
-        if not self._has_begun:
+    def _read(self, *, has_begun: bool) -> Reader[None]:
+        if not has_begun:
             yield from self._begin()
         while True:
             if self._is_fresh:
@@ -217,15 +216,3 @@ class Machine:
     def _named(self, text: str) -> str:
         """Markers that are none here read as their text."""
         return text if text.isascii() else text.translate(self._shown)
-
-
-def _begun(family: Family, turn: str) -> tuple[bool | None, bool]:
-    """Whether a prompt ends in reasoning (None: it has not begun), and whether with a marker."""
-    if not family.thinks:
-        return False, False
-    end = turn.rstrip()
-    if turn.rfind(THINK) > turn.rfind(END_THINK):
-        return True, end.endswith(THINK)
-    if end:
-        return False, end.endswith(END_THINK)
-    return None, False

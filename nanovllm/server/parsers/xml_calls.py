@@ -148,12 +148,11 @@ def _value(form: Form, source: Source, end_block: str, argument: Argument) -> Re
             continue
         after = text[at + len(END_VALUE) :].lstrip()
         is_end = after.startswith(following)
-        if not is_end and any(tag.startswith(after) for tag in following):
-            if not source.is_over:
-                yield
-                continue
-            is_end = True
-        if is_end:
+        may_end = any(tag.startswith(after) for tag in following)
+        if may_end and not is_end and not source.is_over:
+            yield
+            continue
+        if is_end or may_end:
             has_pad = form.pad and text.endswith(form.pad, begin, at)
             argument.take(text[begin : at - len(form.pad) if has_pad else at])
             source.at = at + len(END_VALUE)

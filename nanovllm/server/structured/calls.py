@@ -8,11 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec import Struct
-
 from nanovllm.server.errors import ApiError
-from nanovllm.server.parsers.base import KEY_NAME
-from nanovllm.server.parsers.json_calls import CALL, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from nanovllm.server.parsers.base import KEY_NAME, Syntax
 from nanovllm.server.structured.schemas import DEFINITIONS, Schema, resolved
 
 Format = dict[str, Any]
@@ -20,37 +17,6 @@ Ids = Mapping[str, int]  # of the markers that are tokens
 ANY_TEXT: Format = {"type": "any_text"}
 MAX_SPACE = 8  # white space between two tokens of JSON
 LENGTHS = re.compile(r"\.\{(\d+),(\d*)\}")  # what schemas.py makes of them
-
-
-class Syntax(Struct, frozen=True):
-    """NAME is a function's or a parameter's, QUOTED the same as JSON."""
-
-    call: tuple[str, str]  # before and after the arguments
-    block: tuple[str, str] = ("", "")  # before the first call and after the last
-    between: str = "\n"
-    style: str = "json"  # of the arguments
-    parameter: tuple[str, str] = ("", "")  # before and after one in XML
-
-
-SYNTAX = {
-    "qwen3": Syntax(('<tool_call>\n{"name": QUOTED, "arguments": ', "}\n</tool_call>")),
-    "qwen3_coder": Syntax(
-        ("<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>"),
-        style="qwen_xml",
-        parameter=("<parameter=NAME>\n", "\n</parameter>\n"),
-    ),
-    "minimax_m2": Syntax(
-        ('<invoke name="NAME">\n', "</invoke>\n"),
-        block=("<minimax:tool_call>\n", "</minimax:tool_call>"),
-        between="",
-        style="minimax_xml",
-        parameter=('<parameter name="NAME">', "</parameter>\n"),
-    ),
-    "deepseek_r1": Syntax(
-        (f"{CALL}function{SEPARATOR}NAME\n```json\n", f"\n```{CALL_END}"),
-        block=(CALLS_BEGIN, CALLS_END),
-    ),
-}
 
 
 def json_of(schema: Schema, style: str = "json", max_space: int = MAX_SPACE) -> Format:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from itertools import combinations
 from typing import Any, NoReturn
 
 from nanovllm.server.errors import ApiError
-from nanovllm.server.parsers.json_types import json_type
+from nanovllm.server.parsers.json_types import json_type, pointed
 from nanovllm.server.structured.patterns import FORMATS, MAX_COUNT, PatternError, whole
 
 MAX_BYTES = 1 << 16
@@ -46,6 +47,7 @@ UNENFORCED = (
     *("$dynamicRef", "$recursiveRef"),
 )
 DEFINITIONS = ("$defs", "definitions")
+FOLLOWED = re.compile(r"#(/(\$defs|definitions)/[^/~%]*)?")  # references
 Schema = dict[str, Any]
 
 
@@ -68,18 +70,10 @@ def resolved(schema: Any, root: object) -> Any:  # noqa: ANN401 - any JSON
     seen: list[object] = []
     while isinstance(schema, dict) and "$ref" in schema and schema not in seen:
         seen.append(schema)
-        schema = _named(schema["$ref"], root)
+        reference = schema["$ref"]
+        is_followed = isinstance(reference, str) and FOLLOWED.fullmatch(reference)
+        schema = pointed(reference, root) if is_followed else None
     return schema
-
-
-def _named(reference: object, root: object) -> Any:  # noqa: ANN401 - any JSON
-    steps = reference.split("/") if isinstance(reference, str) else ["?"]
-    if steps == ["#"]:
-        return root
-    if len(steps) != 3 or steps[0] != "#" or steps[1] not in DEFINITIONS or {*"~%"} & {*steps[2]}:
-        return None
-    named = root.get(steps[1]) if isinstance(root, dict) else None
-    return named.get(steps[2]) if isinstance(named, dict) else None
 
 
 class _Vetting:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from nanovllm.server.errors import ApiError, bad_value
+from nanovllm.server.errors import ApiError, bad_value, misplaced
 from nanovllm.server.parsers.base import END_THINK, THINK
 from nanovllm.server.protocol import STRUCTURES, ChatRequest
 from nanovllm.server.served import Served
 from nanovllm.server.structured.calls import (
     ANY_TEXT,
     MAX_SPACE,
-    SYNTAX,
     Format,
     calls,
     constant,
@@ -39,22 +38,19 @@ def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
     """As JSON. `turn`: what the prompt has written of the model's. Raises ApiError."""
     for field in ("min_tokens", "ignore_eos", "bad_words"):  # they may leave no token at all
         if getattr(request, field):
-            text = f"{field} must be left out where {request.constrained_by} needs a grammar"
-            raise ApiError(400, text, param=field, code="invalid_value")
+            text = f"must be left out where {request.constrained_by} needs a grammar"
+            raise misplaced(field, text)
     try:
         whole = _Writer(request, served).whole(turn)
         return json.dumps({"type": "structural_tag", "format": whole})
     except RecursionError:
-        param = request.constrained_by
-        text = f"{param} is nested too deeply"
-        raise ApiError(400, text, param=param, code="invalid_value") from None
+        raise misplaced(str(request.constrained_by), "is nested too deeply") from None
 
 
 class _Writer:
     def __init__(self, request: ChatRequest, served: Served) -> None:
         self._request = request
         self._family = served.family
-        self._syntax = SYNTAX.get(served.family_name)
         self._id_of = served.template.tokenizer.token_to_id
         marks = served.vocabulary.marks
         ids = {mark: self._id_of(mark) for mark in marks if marks[mark] != mark}
@@ -62,13 +58,10 @@ class _Writer:
 
     def whole(self, turn: str) -> Format:
         answer = self._answer()
-        if not self._family.thinks:
-            return answer
-        if turn.rfind(THINK) > turn.rfind(END_THINK):
-            return sequence(self._thinking(), GAP, answer)
-        if turn.strip():
-            return answer
-        return sequence(optional(spelled(THINK, self._ids), self._thinking(), GAP), answer)
+        in_reasoning, _ = self._family.begun(turn)
+        if in_reasoning is None:
+            return sequence(optional(spelled(THINK, self._ids), self._thinking(), GAP), answer)
+        return sequence(self._thinking(), GAP, answer) if in_reasoning else answer
 
     def _thinking(self) -> Format:
         budget, end_id = self._request.thinking_token_budget, self._ids.get(END_THINK)
@@ -77,7 +70,7 @@ class _Writer:
         return {"type": "tag", "begin": "", "content": text, "end": end if end_id else END_THINK}
 
     def _answer(self) -> Format:
-        choice, syntax = self._request.choice_of_tools, self._syntax
+        choice, syntax = self._request.choice_of_tools, self._family.syntax
         content = self._content()
         if syntax is None and choice.mode == "required":
             text = "tool_choice: this model has no syntax of its own for calls"
