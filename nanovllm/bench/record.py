@@ -20,7 +20,7 @@ from nanovllm.config import ConfigError
 
 Kind = Literal["serve", "offline", "kernels", "kv", "graphs", "parity", "demo", "clients"]
 SECRETS = ("--api-key", "server.api_key")
-# Altered keys that do not tell records of a day apart.
+# Changed keys that do not tell records of a day apart.
 UNNAMED = ("load.", "server.host", "server.port", "server.api_key", "server.served_name")
 
 
@@ -43,6 +43,21 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def is_publishable(self) -> bool:
         return bool(self.commit) and not self.dirty and not self.notes.startswith("invalid:")
+
+    @property
+    def model(self) -> str:
+        """The last part of its name or path."""
+        return str(self.recipe["model"]).rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def version(self) -> str:
+        """`4f2c9ab`, or `4f2c9ab-dirty`."""
+        return (self.commit[:7] or "unknown") + ("-dirty" if self.dirty else "")
+
+    @property
+    def altered(self) -> dict[str, Any]:
+        """Of `changed`, what tells records of a day apart."""
+        return {key: value for key, value in self.changed.items() if not key.startswith(UNNAMED)}
 
 
 def write(record: Record, results_dir: Path) -> Path:
@@ -115,13 +130,8 @@ def read(path: Path) -> Record:
 
 def name(record: Record) -> str:
     """`qwen3-8b_w1_depth0`: the model, the workload, and what was altered."""
-    model = str(record.recipe["model"]).rstrip("/").rsplit("/", 1)[-1]
-    altered = [
-        f"{path.rsplit('.', 1)[-1]}{value}"
-        for path, value in record.changed.items()
-        if not path.startswith(UNNAMED)
-    ]
-    return "_".join(_slug(part) for part in (model, str(record.workload["name"]), *altered))
+    altered = [f"{key.rsplit('.', 1)[-1]}{value}" for key, value in record.altered.items()]
+    return "_".join(map(_slug, (record.model, str(record.workload["name"]), *altered)))
 
 
 def without_secrets(argv: list[str]) -> list[str]:

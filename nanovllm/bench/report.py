@@ -1,4 +1,4 @@
-"""How the numbers of a run are shown: as a console table, and beside those of another run.
+"""How the numbers of a run are shown: as a console table, or a file with vLLM's names.
 
 Decision: the table's layout and names are vLLM's, so that scripts written for its output read ours.
 """
@@ -8,10 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-import pandas as pd
-
 from nanovllm.bench.outcome import Outcome
-from nanovllm.bench.record import Record
 
 WIDTH = 50
 LINES = (  # label, metric or part of the load, digits
@@ -135,29 +132,6 @@ def labelled(samples: Mapping[str, float], name: str) -> list[tuple[str, dict[st
     """The keys of one metric, with their labels."""
     found = [key for key in samples if key.split("{", 1)[0] == name]
     return [(key, dict(re.findall(r'(\w+)="([^"]*)"', key))) for key in found]
-
-
-def compare(a: Record, b: Record) -> str:
-    """Every metric with B/A, under what else differs between the two."""
-    lines = [f"A  {_origin(a)}", f"B  {_origin(b)}"]
-    for label, left, right in (
-        ("changed.", a.changed, b.changed),
-        ("workload.", a.workload, b.workload),
-        ("", {"machine": a.machine.slug}, {"machine": b.machine.slug}),
-    ):
-        keys = [key for key in left | right if left.get(key) != right.get(key)]
-        lines += [f"{label}{key}: {left.get(key, '-')} -> {right.get(key, '-')}" for key in keys]
-    metrics = pd.DataFrame({"A": a.metrics, "B": b.metrics})
-    metrics["B/A"] = (metrics["B"] / metrics["A"]).where(metrics["A"] != 0)
-    metrics.columns.name = "metric"
-    return "\n".join([*lines, metrics.to_string(na_rep="-", float_format="{:,.3f}".format)])
-
-
-def _origin(record: Record) -> str:
-    state = "-dirty" if record.dirty else ""
-    note = f"  ({record.notes})" if record.notes else ""
-    when = f"{record.started_at} {record.commit[:7] or 'unknown'}{state}"
-    return f"{when} {record.machine.slug} {record.recipe['model']}{note}"
 
 
 def _line(label: str, value: float, digits: int = 2) -> str:

@@ -20,7 +20,7 @@ from msgspec.structs import asdict, replace
 from tqdm import tqdm
 
 from nanovllm import launch
-from nanovllm.bench import machine, offline, online, plot, record, report, sweep
+from nanovllm.bench import machine, offline, online, record, report, sweep
 from nanovllm.bench.outcome import Advance, Outcome
 from nanovllm.bench.started import NotStarted, Started, started
 from nanovllm.bench.workload import OFFLINE_NAMES, Load
@@ -149,7 +149,7 @@ def conclude(options: Options, records: Sequence[record.Record]) -> None:
     command = " ".join(records[0].argv)
     path.write_text(f"{records[0].started_at}  {command}\n\n{text}\n")
     click.echo(f"\n{text}\ntable: {path}")
-    if options.sweep is not None and (problem := plot.missing()):
+    if options.sweep is not None and (problem := sweep.missing()):
         click.echo(f"no plot: {problem}")
     elif options.sweep is not None:
         show_plot(options.plot or sweep.place(records, results, name, ".svg"), shared, found)
@@ -165,7 +165,7 @@ def compare(options: Options, typed: Sequence[str]) -> None:
     if len(records) < 2:
         raise ConfigError("--compare needs two records or more: --compare A.json B.json")
     if len(records) == 2:
-        click.echo(report.compare(*records))
+        click.echo(sweep.compare(*records))
     if len(records) > 2 or options.plot is not None:
         shared, found = sweep.curves(records)
         click.echo(f"\n{sweep.table(shared, found)}")
@@ -199,7 +199,7 @@ def check(options: Options, typed: Sequence[str]) -> None:
         (options.json_out and (has_sweep or options.ablate), "--json-out holds one run"),
         (options.more, "one RECIPE and nothing else; records are for --compare"),
         (options.plot and not has_sweep, "--plot draws a --sweep, or records to --compare"),
-        (options.plot and plot.missing(), plot.missing()),
+        (options.plot and sweep.missing(), sweep.missing()),
     ):
         if is_wrong:
             raise ConfigError(message)
