@@ -17,10 +17,10 @@ import httpx
 import msgspec
 from msgspec import Struct
 
-from nanovllm.bench import client, cpu
-from nanovllm.bench.measure import Sample
-from nanovllm.bench.outcome import Advance, Outcome, ProgressBar, concluded, now
+from nanovllm.bench import client
+from nanovllm.bench.measure import Advance, Outcome, ProgressBar, Sample, concluded, now
 from nanovllm.bench.report import engine_facts, samples_of
+from nanovllm.bench.started import Started, cpu_facts, cpu_s
 from nanovllm.bench.workload import Load, arrivals, chat_bodies, random_text
 from nanovllm.config import Config, ConfigError
 
@@ -66,6 +66,19 @@ class _Api:
             raise ConfigError(f"{self.url}{path}: HTTP {reply.status_code}: {reply.text[:300]}")
         return reply
 
+    def metrics(self) -> dict[str, float]:
+        """The server's metrics page; empty when it has none."""
+        try:
+            return samples_of(self.call("GET", "/metrics").text)
+        except ConfigError:
+            return {}
+
+    def prompt_tokens(self, model: str, text: str) -> int:
+        messages = [{"role": "user", "content": text}]
+        body = {"model": model, "messages": messages, "max_tokens": 1, "temperature": 0.0}
+        reply = self.call("POST", "/v1/chat/completions", body)
+        return int(reply.json()["usage"]["prompt_tokens"])
+
 
 def measure_server(
     load: Load,
@@ -77,11 +90,11 @@ def measure_server(
     warmup: int | None,
     processes: int,
     bar: ProgressBar,
-    supervisor: int | None = None,
+    server: Started | None = None,
 ) -> Outcome:
     """Warm up, send the load, ask the server what it did.
 
-    `config`: what it was started with. `supervisor`: its process id, if it is one of ours.
+    `config`: what it was started with. `server`: its process, if it is one of ours.
     """
     where = target(url, api_key)
     api = _Api(url, api_key)
@@ -92,18 +105,18 @@ def measure_server(
 
         def send(part: Load, label: str) -> Run:
             with bar(part.num_prompts, label) as advance:
-                return run(part, served, where, processes, lambda: scrape(api), advance)
+                return run(part, served, where, processes, api.metrics, advance)
 
         num_warm = (load.concurrency or 8) if warmup is None else warmup
         if num_warm:
             send(load.warm_up(num_warm), "warm-up")
-        before, started_at = scrape(api), now()
-        cpu_before = cpu.cpu_s(supervisor)
+        before, started_at = api.metrics(), now()
+        cpu_before = cpu_s(server.pid) if server else {}
         result = send(load, served.model)
-        cpu_after = cpu.cpu_s(supervisor)
-        engine = engine_facts(before, scrape(api), result.gauges)
+        cpu_after = cpu_s(server.pid) if server else {}
+        engine = engine_facts(before, api.metrics(), result.gauges)
     tokens = sum(sample.output_tokens for sample in result.samples if not sample.error)
-    engine |= cpu.facts(cpu_before, cpu_after, tokens)
+    engine |= cpu_facts(cpu_before, cpu_after, tokens)
     return concluded(
         "serve",
         started_at=started_at,
@@ -121,6 +134,7 @@ def measure_server(
         },
         engine=engine,
         client_busy=result.client_busy,
+        **({"start_to_ready_s": server.ready_s} if server else {}),
     )
 
 
@@ -140,8 +154,8 @@ def ask_server(api: _Api, load: Load) -> Served:
     model, limit = models[0]["id"], models[0].get("max_model_len")
     rng = Random(f"probe {load.seed}")
     few, many = 16, max(64, load.input_len // 4)
-    low = _prompt_tokens(api, model, random_text(rng, few))
-    high = _prompt_tokens(api, model, random_text(rng, many))
+    low = api.prompt_tokens(model, random_text(rng, few))
+    high = api.prompt_tokens(model, random_text(rng, many))
     per_word = (high - low) / (many - few)
     if per_word <= 0.0:
         raise ConfigError(f"{api.url} counts {low} tokens for {few} words, but {high} for {many}")
@@ -189,20 +203,6 @@ def run(
         for worker in workers:
             worker.terminate()
             worker.join()
-
-
-def scrape(api: _Api) -> dict[str, float]:
-    """The server's metrics; empty when it has none."""
-    try:
-        return samples_of(api.call("GET", "/metrics").text)
-    except ConfigError:
-        return {}
-
-
-def _prompt_tokens(api: _Api, model: str, text: str) -> int:
-    messages = [{"role": "user", "content": text}]
-    body = {"model": model, "messages": messages, "max_tokens": 1, "temperature": 0.0}
-    return int(api.call("POST", "/v1/chat/completions", body).json()["usage"]["prompt_tokens"])
 
 
 def _gather(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from nanovllm.bench.outcome import Outcome
+from nanovllm.bench.measure import Outcome
 
 WIDTH = 50
 LINES = (  # label, metric or part of the load, digits

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from nanovllm import launch
 from nanovllm.bench import machine, offline, online, record, report, sweep
-from nanovllm.bench.outcome import Advance, Outcome
+from nanovllm.bench.measure import Advance, Outcome
 from nanovllm.bench.started import NotStarted, Started, started
 from nanovllm.bench.workload import OFFLINE_NAMES, Load
 from nanovllm.cli.options import config_of, recipe_options
@@ -226,15 +226,14 @@ def engine_config(options: Options, extra: Sequence[str]) -> Config | None:
 def run(options: Options, config: Config | None) -> list[record.Record]:
     """Measure, print, write: one run, or one for each concurrency."""
     if config is not None and options.offline:
-        return [publish(options, *offline_outcome(options, config))]
+        return [publish(options, offline_outcome(options, config))]
     with server_of(options, config) as (url, server):
-        ready_s = server.ready_s if server else None
         outcomes = (
             online.measure_server(
                 load,
                 config,
                 url=url,
-                supervisor=server.pid if server else None,
+                server=server,
                 api_key=options.api_key,
                 goals_ms=goals_of(options.goodput),
                 warmup=options.warmup,
@@ -243,7 +242,7 @@ def run(options: Options, config: Config | None) -> list[record.Record]:
             )
             for load in loads_of(options)
         )
-        return [publish(options, outcome, ready_s) for outcome in outcomes]
+        return [publish(options, outcome) for outcome in outcomes]
 
 
 @contextmanager
@@ -267,33 +266,31 @@ def serve_command(recipe: str | None, changed: Mapping[str, Any]) -> list[str]:
     return command
 
 
-def offline_outcome(options: Options, config: Config) -> tuple[Outcome, float]:
-    """Also how long the engine took from start to ready."""
+def offline_outcome(options: Options, config: Config) -> Outcome:
     begin = time.perf_counter()
     with launch.engine_process(config) as (path, engine):
         launch.wait_ready(*engine)
-        ready_s = time.perf_counter() - begin
         measuring = offline.measure_engine(
             path,
             config,
             options.workload,
+            ready_s=time.perf_counter() - begin,
             seed=options.seed,
             warm_up=options.warmup != 0,
             bar=progress_bar,
         )
-        return uvloop.run(measuring), ready_s
+        return uvloop.run(measuring)
 
 
-def publish(options: Options, outcome: Outcome, ready_s: float | None) -> record.Record:
+def publish(options: Options, outcome: Outcome) -> record.Record:
     click.echo(report.table(outcome))
     if options.json_out is not None:
         shown = msgspec.json.encode(report.vllm_json(outcome))
         options.json_out.write_bytes(msgspec.json.format(shown))
-    written, tree = outcome.record, machine.commit(given=options.commit)
-    metrics = written.metrics | ({} if ready_s is None else {"start_to_ready_s": ready_s})
-    written = replace(written, commit=tree.hash, dirty=tree.is_dirty, metrics=metrics)
+    tree = machine.commit(given=options.commit)
+    written = replace(outcome.record, commit=tree.hash, dirty=tree.is_dirty)
     click.echo(f"record: {record.write(written, Path(options.results_dir))}")
-    if (busy := metrics.get("client_busy", 0.0)) > BUSY:
+    if (busy := written.metrics.get("client_busy", 0.0)) > BUSY:
         click.echo(
             f"warning: a client process was busy {busy:.0%} of the time, so the client may be the "
             "limit; raise --processes",
