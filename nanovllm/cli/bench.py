@@ -20,11 +20,11 @@ from msgspec.structs import asdict, replace
 from tqdm import tqdm
 
 from nanovllm import launch
-from nanovllm.bench import machine, offline, online, record, report, sweep
+from nanovllm.bench import offline, online, record, report, sweep
 from nanovllm.bench.measure import Advance, Outcome
 from nanovllm.bench.started import NotStarted, Started, started
 from nanovllm.bench.workload import OFFLINE_NAMES, Load
-from nanovllm.cli.options import config_of, recipe_options
+from nanovllm.cli.commands import config_of, recipe_options
 from nanovllm.config import Config, ConfigError
 
 DEFAULT_CONCURRENCY = 8
@@ -226,7 +226,20 @@ def engine_config(options: Options, extra: Sequence[str]) -> Config | None:
 def run(options: Options, config: Config | None) -> list[record.Record]:
     """Measure, print, write: one run, or one for each concurrency."""
     if config is not None and options.offline:
-        return [publish(options, offline_outcome(options, config))]
+        begin = time.perf_counter()
+        with launch.engine_process(config) as (path, engine):
+            launch.wait_ready(*engine)
+            measuring = offline.measure_engine(
+                path,
+                config,
+                options.workload,
+                ready_s=time.perf_counter() - begin,
+                seed=options.seed,
+                warm_up=options.warmup != 0,
+                bar=progress_bar,
+            )
+            outcome = uvloop.run(measuring)
+        return [publish(options, outcome)]
     with server_of(options, config) as (url, server):
         outcomes = (
             online.measure_server(
@@ -266,28 +279,12 @@ def serve_command(recipe: str | None, changed: Mapping[str, Any]) -> list[str]:
     return command
 
 
-def offline_outcome(options: Options, config: Config) -> Outcome:
-    begin = time.perf_counter()
-    with launch.engine_process(config) as (path, engine):
-        launch.wait_ready(*engine)
-        measuring = offline.measure_engine(
-            path,
-            config,
-            options.workload,
-            ready_s=time.perf_counter() - begin,
-            seed=options.seed,
-            warm_up=options.warmup != 0,
-            bar=progress_bar,
-        )
-        return uvloop.run(measuring)
-
-
 def publish(options: Options, outcome: Outcome) -> record.Record:
     click.echo(report.table(outcome))
     if options.json_out is not None:
         shown = msgspec.json.encode(report.vllm_json(outcome))
         options.json_out.write_bytes(msgspec.json.format(shown))
-    tree = machine.commit(given=options.commit)
+    tree = record.commit(given=options.commit)
     written = replace(outcome.record, commit=tree.hash, dirty=tree.is_dirty)
     click.echo(f"record: {record.write(written, Path(options.results_dir))}")
     if (busy := written.metrics.get("client_busy", 0.0)) > BUSY:
