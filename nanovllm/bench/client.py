@@ -16,6 +16,7 @@ import time
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import httptools
 import msgspec
@@ -28,27 +29,11 @@ REQUEST_TIMEOUT_S = 600.0
 READY_S = 60.0  # to start a client process
 
 
-class Target(Struct, frozen=True):
-    """Where chat requests go."""
-
-    host: str
-    port: int
-    tls: bool
-    api_key: str | None
-
-    def request(self, body: bytes) -> bytes:
-        auth = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
-        head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n{auth}"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        return head.encode() + body
-
-
 class Share(Struct, frozen=True):
     """What one client process does of a run."""
 
-    target: Target
+    url: str
+    api_key: str | None
     bodies: list[bytes]
     due_s: list[float]  # when to send each body; empty: each lane sends its next when it is free
     num_lanes: int  # closed loop: requests this process keeps in flight
@@ -56,7 +41,7 @@ class Share(Struct, frozen=True):
 
 class Done(Struct):
     samples: list[Sample]
-    busy: float  # share of the run in which this process was on a CPU
+    busy: float  # share of the run in which this process, or the busiest, was on a CPU
 
 
 class Shared:
@@ -195,6 +180,13 @@ class _Driver:
         self._shared = shared
         self._start = time.perf_counter()
         self._idle: list[Channel] = []
+        self._url = urlsplit(share.url)
+        auth = f"Authorization: Bearer {share.api_key}\r\n" if share.api_key else ""
+        host = self._url.netloc.rpartition("@")[2]
+        self._head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n{auth}"
+            "Content-Type: application/json\r\nContent-Length:"
+        )
 
     async def run(self) -> Done:
         cpu = time.process_time()
@@ -222,7 +214,7 @@ class _Driver:
         except OSError as error:
             sample = Sample(time.perf_counter(), [], error=f"cannot connect: {error}")
         else:
-            sample = await channel.ask(self._share.target.request(body))
+            sample = await channel.ask(f"{self._head} {len(body)}\r\n\r\n".encode() + body)
             if channel.is_open:
                 self._idle.append(channel)
         if due_s is not None:
@@ -231,9 +223,10 @@ class _Driver:
         self._shared.finished(len(sample.stamps))
 
     async def _connect(self) -> Channel:
-        target, loop = self._share.target, asyncio.get_running_loop()
-        tls = True if target.tls else None
-        _, channel = await loop.create_connection(Channel, target.host, target.port, ssl=tls)
+        host, loop = self._url.hostname or "", asyncio.get_running_loop()
+        tls, port = (True, 443) if self._url.scheme == "https" else (None, 80)
+        port = self._url.port or port
+        _, channel = await loop.create_connection(Channel, host, port, ssl=tls)
         return channel
 
 

@@ -1,6 +1,6 @@
 """Every captured graph against the eager run of the same step: time, memory, logits, padding.
 
-Knows what a runner is, not how results are shown.
+Knows what a runner is, not how one is built.
 
 Decision: the rows are made-up requests of random tokens, lengths and cached keys, not dead rows.
 Dead rows are all alike, so a graph that reads another row's slot would give the right logits.
@@ -8,17 +8,21 @@ Dead rows are all alike, so a graph that reads another row's slot would give the
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 
+import msgspec
 import numpy as np
+import pandas as pd
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 
-from nanovllm.config import Recipe
+from nanovllm.config import ConfigError, Recipe
 from nanovllm.plan import Chunk, StepPlan
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.graphs import Captured, decode_rows
@@ -41,8 +45,8 @@ class Graph(Struct, frozen=True, kw_only=True):
     eager_s: float
     difference: float  # largest, of any logit
     largest_logit: float
-    used: float  # share of the load's steps, which are decode steps
-    padding: float  # dead rows / rows in these steps
+    used: float = 0.0  # share of the load's steps, which are decode steps
+    padding: float = 0.0  # dead rows / rows in these steps
 
     @property
     def is_right(self) -> bool:
@@ -91,8 +95,8 @@ def measure(runner: Runner, load: range) -> Iterator[Graph]:
         eager, replay = partial(runner.forward, decode), partial(runner.graphs.replay, size)
         fed = sum(rows for rows in load if runner.graphs.fit(rows) == size)
         padding = 1 - fed / (steps[size] * size) if steps[size] else 0.0
-        used = steps[size] / len(load)
-        yield compared(runner, "FULL/decode", size, captured, eager, replay, used, padding)
+        graph = compared(runner, "FULL/decode", size, captured, eager, replay)
+        yield replace(graph, used=steps[size] / len(load), padding=padding)
     runner.slots.lengths_N //= 2  # leaves the requests room for chunks
     for size, pieces in runner.pieces.captured.items():
         eager = partial(runner.forward, mixed_rows(runner, size))
@@ -106,8 +110,6 @@ def compared(
     captured: Captured | Pieces,
     eager: Callable[[], object],
     replay: Callable[[], object],
-    used: float = 0.0,
-    padding: float = 0.0,
 ) -> Graph:
     expected, found = logits(eager()).float(), logits(replay()).float()
     return Graph(
@@ -119,8 +121,6 @@ def compared(
         largest_logit=float(expected.abs().max()),
         replay_s=seconds_of(replay, runner.device),
         eager_s=seconds_of(eager, runner.device),
-        used=used,
-        padding=padding,
     )
 
 
@@ -191,3 +191,39 @@ def metrics(graphs: Sequence[Graph]) -> dict[str, float]:
         found[f"{name}: eager_ms"] = 1e3 * graph.eager_s
         found[f"{name}: max_logit_difference"] = graph.difference
     return found
+
+
+def rows_of(load: str | None, slots: int) -> range:
+    """Rows of decode steps, each as often as any other."""
+    if load is None:
+        return range(1, slots + 1)
+    if not re.fullmatch(r"\d+-\d+", load):
+        raise ConfigError(f"--load {load}: write the fewest and the most rows, as in 1-64")
+    low, high = map(int, load.split("-"))
+    if not 1 <= low <= high <= slots:
+        raise ConfigError(f"--load {load}: a step has 1 to {slots} rows (schedule.slots)")
+    return range(low, high + 1)
+
+
+def table(graphs: Sequence[Graph]) -> str:
+    """One row for each, and the sums of what they cost."""
+    found = pd.DataFrame(msgspec.to_builtins(graphs))
+    shown = pd.DataFrame(
+        {
+            "mode": found["mode"],
+            "rows": found["rows"],
+            "capture ms": 1e3 * found["capture_s"],
+            "memory MiB": found["memory_bytes"] / 2**20,
+            "replay ms": 1e3 * found["replay_s"],
+            "eager ms": 1e3 * found["eager_s"],
+            "eager/replay": found["eager_s"] / found["replay_s"],
+            "max |logit diff|": found["difference"],
+            "steps %": 100 * found["used"],
+            "padding %": 100 * found["padding"],
+            "": ["" if graph.is_right else "FAIL" for graph in graphs],
+        }
+    )
+    total = {"mode": "all", "rows": len(graphs)}
+    sums = shown[["capture ms", "memory MiB"]].sum()
+    shown = pd.concat([shown, pd.DataFrame([total | sums.to_dict()])])
+    return str(shown.to_string(index=False, na_rep="", float_format="{:,.3f}".format))

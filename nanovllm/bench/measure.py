@@ -1,4 +1,4 @@
-"""From the stamps of each request to the numbers of a run.
+"""From the stamps of each request to the numbers of a run, and to its record.
 
 TTFT: from sending to the first chunk with text. TPOT: (last - first chunk) / (tokens - 1) of one
 request. ITL: every gap between chunks. E2E: from sending to the last chunk. Knows neither HTTP nor
@@ -7,13 +7,22 @@ the engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
+from nanovllm.bench.record import Kind, Record, of_this_machine
+
 MAX_FAILED = 0.01  # share of failed requests above which a run says nothing
 PERCENTILES = (50, 90, 95, 99)
+Advance = Callable[[int, int], None]  # requests finished and tokens received since the last call
+ProgressBar = Callable[[int, str], AbstractContextManager[Advance]]  # of so many requests, label
 
 
 class Sample(Struct):
@@ -38,6 +47,41 @@ class Sample(Struct):
     @property
     def e2el_s(self) -> float:
         return self.stamps[-1] - self.sent
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    record: Record
+    engine: dict[str, float]  # lines of the table's last section
+    errors: dict[str, int]  # how often each came
+
+
+def concluded(
+    kind: Kind,
+    *,
+    started_at: str,
+    samples: Sequence[Sample],
+    goals_ms: Mapping[str, float] = {},
+    recipe: Mapping[str, Any],
+    changed: Mapping[str, Any],
+    workload: dict[str, Any],
+    engine: dict[str, float],
+    **more: float,
+) -> Outcome:
+    """`more`: metrics that the table does not show."""
+    metrics = summarise(samples, goals_ms)
+    labelled = {metric_name(label): value for label, value in engine.items()}
+    record = of_this_machine(
+        kind=kind,
+        started_at=started_at,
+        duration_s=metrics["duration_s"],
+        recipe=recipe,
+        changed=changed,
+        workload=workload,
+        metrics=metrics | more | labelled,
+        notes=verdict(metrics),
+    )
+    errors = Counter(sample.error for sample in samples if sample.error)
+    return Outcome(record=record, engine=engine, errors=dict(errors.most_common()))
 
 
 def summarise(samples: Sequence[Sample], goals_ms: Mapping[str, float] = {}) -> dict[str, float]:
@@ -106,3 +150,12 @@ def peak_concurrent(samples: Sequence[Sample]) -> int:
     changes = [(sample.sent, 1) for sample in samples]
     changes += [(sample.stamps[-1], -1) for sample in samples]
     return int(np.cumsum([change for _, change in sorted(changes)]).max(initial=0))
+
+
+def metric_name(label: str) -> str:
+    """`Peak KV cache usage (%)` -> `peak_kv_cache_usage_percent`."""
+    return re.sub(r"[^a-z0-9]+", "_", label.lower().replace("%", "percent")).strip("_")
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from nanovllm.bench.measure import Sample
-from nanovllm.bench.outcome import Advance, Outcome, ProgressBar, concluded, now
+from nanovllm.bench.measure import Advance, Outcome, ProgressBar, Sample, concluded, now
 from nanovllm.bench.report import engine_facts, samples_of
 from nanovllm.bench.workload import TokenLoad, token_load
 from nanovllm.config import Config
@@ -25,9 +24,19 @@ STATS_S = 0.5  # the engine's counters come five times a second, and when it fal
 
 
 async def measure_engine(
-    path: str, config: Config, workload: str, *, seed: int, warm_up: bool, bar: ProgressBar
+    path: str,
+    config: Config,
+    workload: str,
+    *,
+    ready_s: float,
+    seed: int,
+    warm_up: bool,
+    bar: ProgressBar,
 ) -> Outcome:
-    """Warm up and run one of OFFLINE_NAMES on the engine whose socket is at `path`."""
+    """Warm up and run one of OFFLINE_NAMES on the engine whose socket is at `path`.
+
+    `ready_s`: how long it took from start to ready.
+    """
     client = await EngineClient.connect(path)
     ready = client.ready
     load = token_load(workload, seed=seed, vocab_size=ready.vocab_size)
@@ -60,6 +69,7 @@ async def measure_engine(
             "warmup": len(load.prompts) if warm_up else 0,
         },
         engine=engine,
+        start_to_ready_s=ready_s,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 from random import Random
 from threading import BrokenBarrierError
@@ -17,10 +17,11 @@ import httpx
 import msgspec
 from msgspec import Struct
 
-from nanovllm.bench import client, cpu
-from nanovllm.bench.measure import Sample
-from nanovllm.bench.outcome import Advance, Outcome, ProgressBar, concluded, now
+from nanovllm.bench import client
+from nanovllm.bench.client import Done
+from nanovllm.bench.measure import Advance, Outcome, ProgressBar, concluded, now
 from nanovllm.bench.report import engine_facts, samples_of
+from nanovllm.bench.started import Started, cpu_facts, cpu_s
 from nanovllm.bench.workload import Load, arrivals, chat_bodies, random_text
 from nanovllm.config import Config, ConfigError
 
@@ -39,17 +40,15 @@ class Served(Struct, frozen=True):
         return max(1, round((num_tokens - self.overhead_tokens) / self.tokens_per_word))
 
 
-class Run(Struct, frozen=True):
-    samples: list[Sample]
-    client_busy: float  # of the busiest client process
-    gauges: dict[str, float]  # the largest values of the server's metrics while it ran
-
-
 class _Api:
     """The few requests that measure nothing."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url {url}: write it as http://host:port")
         self.url = url
+        self.api_key = api_key
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # No proxy from the environment may stand between a benchmark and its server.
         self.http = httpx.Client(base_url=url, headers=headers, timeout=120.0, trust_env=False)
@@ -66,6 +65,19 @@ class _Api:
             raise ConfigError(f"{self.url}{path}: HTTP {reply.status_code}: {reply.text[:300]}")
         return reply
 
+    def metrics(self) -> dict[str, float]:
+        """The server's metrics page; empty when it has none."""
+        try:
+            return samples_of(self.call("GET", "/metrics").text)
+        except ConfigError:
+            return {}
+
+    def prompt_tokens(self, model: str, text: str) -> int:
+        messages = [{"role": "user", "content": text}]
+        body = {"model": model, "messages": messages, "max_tokens": 1, "temperature": 0.0}
+        reply = self.call("POST", "/v1/chat/completions", body)
+        return int(reply.json()["usage"]["prompt_tokens"])
+
 
 def measure_server(
     load: Load,
@@ -77,33 +89,32 @@ def measure_server(
     warmup: int | None,
     processes: int,
     bar: ProgressBar,
-    supervisor: int | None = None,
+    server: Started | None = None,
 ) -> Outcome:
     """Warm up, send the load, ask the server what it did.
 
-    `config`: what it was started with. `supervisor`: its process id, if it is one of ours.
+    `config`: what it was started with. `server`: its process, if it is one of ours.
     """
-    where = target(url, api_key)
     api = _Api(url, api_key)
     with api.http:
         served = ask_server(api, load)
         if config is not None and served.model != config.served_name:
             raise ConfigError(f"{url} serves {served.model}; the recipe is {config.served_name}")
 
-        def send(part: Load, label: str) -> Run:
+        def send(part: Load, label: str) -> tuple[Done, dict[str, float]]:
             with bar(part.num_prompts, label) as advance:
-                return run(part, served, where, processes, lambda: scrape(api), advance)
+                return run(part, served, api, processes, advance)
 
         num_warm = (load.concurrency or 8) if warmup is None else warmup
         if num_warm:
             send(load.warm_up(num_warm), "warm-up")
-        before, started_at = scrape(api), now()
-        cpu_before = cpu.cpu_s(supervisor)
-        result = send(load, served.model)
-        cpu_after = cpu.cpu_s(supervisor)
-        engine = engine_facts(before, scrape(api), result.gauges)
+        before, started_at = api.metrics(), now()
+        cpu_before = cpu_s(server.pid) if server else {}
+        result, peaks = send(load, served.model)
+        cpu_after = cpu_s(server.pid) if server else {}
+        engine = engine_facts(before, api.metrics(), peaks)
     tokens = sum(sample.output_tokens for sample in result.samples if not sample.error)
-    engine |= cpu.facts(cpu_before, cpu_after, tokens)
+    engine |= cpu_facts(cpu_before, cpu_after, tokens)
     return concluded(
         "serve",
         started_at=started_at,
@@ -120,16 +131,9 @@ def measure_server(
             "processes": processes,
         },
         engine=engine,
-        client_busy=result.client_busy,
+        client_busy=result.busy,
+        **({"start_to_ready_s": server.ready_s} if server else {}),
     )
-
-
-def target(url: str, api_key: str | None) -> client.Target:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"--url {url}: write it as http://host:port")
-    tls = parts.scheme == "https"
-    return client.Target(parts.hostname, parts.port or (443 if tls else 80), tls, api_key)
 
 
 def ask_server(api: _Api, load: Load) -> Served:
@@ -140,8 +144,8 @@ def ask_server(api: _Api, load: Load) -> Served:
     model, limit = models[0]["id"], models[0].get("max_model_len")
     rng = Random(f"probe {load.seed}")
     few, many = 16, max(64, load.input_len // 4)
-    low = _prompt_tokens(api, model, random_text(rng, few))
-    high = _prompt_tokens(api, model, random_text(rng, many))
+    low = api.prompt_tokens(model, random_text(rng, few))
+    high = api.prompt_tokens(model, random_text(rng, many))
     per_word = (high - low) / (many - few)
     if per_word <= 0.0:
         raise ConfigError(f"{api.url} counts {low} tokens for {few} words, but {high} for {many}")
@@ -155,14 +159,9 @@ def ask_server(api: _Api, load: Load) -> Served:
 
 
 def run(
-    load: Load,
-    served: Served,
-    where: client.Target,
-    processes: int,
-    read: Callable[[], dict[str, float]],
-    advance: Advance,
-) -> Run:
-    """Send the load from client processes; `read` is asked for the server's metrics meanwhile."""
+    load: Load, served: Served, api: _Api, processes: int, advance: Advance
+) -> tuple[Done, dict[str, float]]:
+    """Send the load from client processes. Also the largest of the server's metrics meanwhile."""
     bodies, due = chat_bodies(load, served.model, served.num_words), arrivals(load)
     count = min(processes, load.num_prompts, load.concurrency or processes)
     context = multiprocessing.get_context("spawn")
@@ -172,9 +171,10 @@ def run(
     try:
         for at in range(count):
             if load.concurrency is None:  # each has its own arrivals
-                share = client.Share(where, bodies[at::count], due[at::count], 0)
+                part = bodies[at::count], due[at::count], 0
             else:  # every process may send every body
-                share = client.Share(where, bodies, [], len(range(at, load.concurrency, count)))
+                part = bodies, [], len(range(at, load.concurrency, count))
+            share = client.Share(api.url, api.api_key, *part)
             here, there = context.Pipe()
             worker = context.Process(target=client.main, args=(share, shared, there), daemon=True)
             worker.start()
@@ -182,7 +182,7 @@ def run(
             pipes.append(here)
             workers.append(worker)
         shared.all_ready.wait(client.READY_S)
-        return _gather(pipes, shared, read, advance)
+        return _gather(pipes, shared, api, advance)
     except (BrokenBarrierError, EOFError, OSError):
         raise RuntimeError("a client process died or did not start") from None
     finally:
@@ -191,41 +191,23 @@ def run(
             worker.join()
 
 
-def scrape(api: _Api) -> dict[str, float]:
-    """The server's metrics; empty when it has none."""
-    try:
-        return samples_of(api.call("GET", "/metrics").text)
-    except ConfigError:
-        return {}
-
-
-def _prompt_tokens(api: _Api, model: str, text: str) -> int:
-    messages = [{"role": "user", "content": text}]
-    body = {"model": model, "messages": messages, "max_tokens": 1, "temperature": 0.0}
-    return int(api.call("POST", "/v1/chat/completions", body).json()["usage"]["prompt_tokens"])
-
-
 def _gather(
-    pipes: list[Connection],
-    shared: client.Shared,
-    read: Callable[[], dict[str, float]],
-    advance: Advance,
-) -> Run:
-    samples: list[Sample] = []
-    gauges: dict[str, float] = {}
-    busy, scraped, shown, waiting = 0.0, 0.0, (0, 0), set(pipes)
+    pipes: list[Connection], shared: client.Shared, api: _Api, advance: Advance
+) -> tuple[Done, dict[str, float]]:
+    total, peaks = Done([], 0.0), dict[str, float]()
+    scraped, shown, waiting = 0.0, (0, 0), set(pipes)
     while waiting:
         for pipe in wait(waiting, PROGRESS_S):
             assert isinstance(pipe, Connection)
-            done = msgspec.msgpack.decode(pipe.recv_bytes(), type=client.Done)
-            samples += done.samples
-            busy = max(busy, done.busy)
+            done = msgspec.msgpack.decode(pipe.recv_bytes(), type=Done)
+            total.samples += done.samples
+            total.busy = max(total.busy, done.busy)
             waiting.remove(pipe)
         _, finished, chunks = shared.counts[:]
         advance(finished - shown[0], chunks - shown[1])
         shown = finished, chunks
         if time.perf_counter() - scraped > SCRAPE_S:
-            for name, value in read().items():
-                gauges[name] = max(value, gauges.get(name, value))
+            for name, value in api.metrics().items():
+                peaks[name] = max(value, peaks.get(name, value))
             scraped = time.perf_counter()
-    return Run(samples, busy, gauges)
+    return total, peaks

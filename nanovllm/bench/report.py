@@ -1,4 +1,4 @@
-"""How the numbers of a run are shown: as a console table, and beside those of another run.
+"""How the numbers of a run are shown: as a console table, or a file with vLLM's names.
 
 Decision: the table's layout and names are vLLM's, so that scripts written for its output read ours.
 """
@@ -8,50 +8,42 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-import pandas as pd
-
-from nanovllm.bench.outcome import Outcome
-from nanovllm.bench.record import Record
+from nanovllm.bench.measure import Outcome
 
 WIDTH = 50
-LINES = (  # label, metric or part of the load, digits
-    ("Successful requests", "completed", 0),
-    ("Failed requests", "failed", 0),
-    ("Maximum request concurrency", "concurrency", 0),
-    ("Request rate configured (RPS)", "request_rate", 2),
-    ("Benchmark duration (s)", "duration_s", 2),
-    ("Total input tokens", "input_tokens", 0),
-    ("Total generated tokens", "output_tokens", 0),
-    ("Request throughput (req/s)", "requests_per_s", 2),
-    ("Request goodput (req/s)", "good_requests_per_s", 2),
-    ("Output token throughput (tok/s)", "output_tokens_per_s", 2),
-    ("Peak output token throughput (tok/s)", "peak_output_tokens_per_s", 2),
-    ("Peak concurrent requests", "peak_concurrent", 2),
-    ("Total token throughput (tok/s)", "total_tokens_per_s", 2),
+LINES = (  # label, metric or part of the load, digits, and what vLLM's files call it
+    ("Successful requests", "completed", 0, "completed num_requests"),
+    ("Failed requests", "failed", 0, "failed"),
+    ("Maximum request concurrency", "concurrency", 0, "max_concurrency"),
+    ("Request rate configured (RPS)", "request_rate", 2, "request_rate"),
+    ("Benchmark duration (s)", "duration_s", 2, "duration elapsed_time"),
+    ("Total input tokens", "input_tokens", 0, "total_input_tokens"),
+    ("Total generated tokens", "output_tokens", 0, "total_output_tokens"),
+    ("Request throughput (req/s)", "requests_per_s", 2, "request_throughput requests_per_second"),
+    ("Request goodput (req/s)", "good_requests_per_s", 2, "request_goodput"),
+    ("Output token throughput (tok/s)", "output_tokens_per_s", 2, "output_throughput"),
+    (
+        "Peak output token throughput (tok/s)",
+        "peak_output_tokens_per_s",
+        2,
+        "max_output_tokens_per_s",
+    ),
+    ("Peak concurrent requests", "peak_concurrent", 2, "max_concurrent_requests"),
+    (
+        "Total token throughput (tok/s)",
+        "total_tokens_per_s",
+        2,
+        "total_token_throughput tokens_per_second",
+    ),
 )
-HEADS = {
-    "TTFT": "Time to First Token",
-    "TPOT": "Time per Output Token (excl. 1st token)",
-    "ITL": "Inter-token Latency",
-    "E2EL": "End-to-end Latency",
-}
+LATENCIES = (  # metric, short name, head
+    ("ttft", "TTFT", "Time to First Token"),
+    ("tpot", "TPOT", "Time per Output Token (excl. 1st token)"),
+    ("itl", "ITL", "Inter-token Latency"),
+    ("e2e", "E2EL", "End-to-end Latency"),
+)
 SHOWN = {"Mean": "mean", "Median": "p50", "P50": "p50", "P90": "p90", "P95": "p95", "P99": "p99"}
-VLLM = {  # our names, and its
-    "concurrency": ("max_concurrency",),
-    "completed": ("completed", "num_requests"),
-    "failed": ("failed",),
-    "duration_s": ("duration", "elapsed_time"),
-    "input_tokens": ("total_input_tokens",),
-    "output_tokens": ("total_output_tokens",),
-    "good_requests_per_s": ("request_goodput",),
-    "requests_per_s": ("request_throughput", "requests_per_second"),
-    "output_tokens_per_s": ("output_throughput",),
-    "peak_output_tokens_per_s": ("max_output_tokens_per_s",),
-    "peak_concurrent": ("max_concurrent_requests",),
-    "total_tokens_per_s": ("total_token_throughput", "tokens_per_second"),
-}
 MAX_ERRORS = 5  # kinds of errors listed
-STEPS = "nanovllm:graph_steps_total"
 GAINS = {  # lines of the table: counters of the server
     "Preemptions": "vllm:num_preemptions_total",
     "Padded tokens": "nanovllm:graph_padded_tokens_total",
@@ -64,12 +56,11 @@ def table(outcome: Outcome) -> str:
     values = record.workload | record.metrics
     mode = "Offline" if record.kind == "offline" else "Serving"
     lines = [f" {mode} Benchmark Result ".center(WIDTH, "=")]
-    for label, name, digits in LINES:
+    for label, name, digits, _ in LINES:
         if values.get(name) is not None:
             lines.append(_line(label, values[name], digits))
-    for short, head in HEADS.items():
+    for name, short, head in LATENCIES:
         lines.append(head.center(WIDTH, "-"))
-        name = "e2e" if short == "E2EL" else short.lower()
         for shown, key in (SHOWN | {"Max": "max"} if short == "ITL" else SHOWN).items():
             lines.append(_line(f"{shown} {short} (ms)", values.get(f"{name}_{key}_ms", 0.0)))
     if outcome.engine:
@@ -84,15 +75,14 @@ def vllm_json(outcome: Outcome) -> dict[str, object]:
     """The file of `vllm bench serve --save-result`, and the keys of `vllm bench throughput`."""
     record = outcome.record
     values = record.workload | record.metrics
-    found = {theirs: values.get(ours) for ours, names in VLLM.items() for theirs in names}
+    found = {theirs: values.get(ours) for _, ours, _, names in LINES for theirs in names.split()}
     found |= {"date": record.started_at, "backend": "nanovllm", "errors": outcome.errors}
     found |= dict.fromkeys(("model_id", "tokenizer_id"), record.recipe["model"])
     found |= {"num_prompts": values["completed"] + values["failed"]}
-    found["request_rate"] = values.get("request_rate") or "inf"
-    for short in map(str.lower, HEADS):
+    found["request_rate"] = found["request_rate"] or "inf"
+    for name, short, _ in LATENCIES:
         for key, ours in (SHOWN | {"Std": "std"}).items():
-            name = "e2e" if short == "e2el" else short
-            found[f"{key.lower()}_{short}_ms"] = values.get(f"{name}_{ours}_ms", 0.0)
+            found[f"{key}_{short}_ms".lower()] = values.get(f"{name}_{ours}_ms", 0.0)
     return found
 
 
@@ -107,57 +97,34 @@ def engine_facts(
 ) -> dict[str, float]:
     """What the engine's metrics say of a run; only what it exports."""
     gains = {key: value - before.get(key, 0.0) for key, value in after.items()}
-
-    def gained(name: str) -> float | None:
-        found = [gains[key] for key, _ in labelled(gains, name)]
-        return sum(found) if found else None
-
-    facts: dict[str, float] = {}
-    for key, labels in labelled(gains, STEPS):
-        if gains[key]:
-            facts[f"Steps {labels['mode']}/{labels['phase']}"] = gains[key]
-    hits, asked = gained("vllm:prefix_cache_hits_total"), gained("vllm:prefix_cache_queries_total")
+    by_kind = by_label(gains, "nanovllm:graph_steps_total", "mode", "phase")
+    facts = {f"Steps {kind}": count for kind, count in by_kind.items() if count}
+    hits = by_label(gains, "vllm:prefix_cache_hits_total").get("")
+    asked = by_label(gains, "vllm:prefix_cache_queries_total").get("")
     if hits is not None and asked:
         facts["Prefix cache hits (%)"] = 100.0 * hits / asked
-    facts |= {shown: total for shown, name in GAINS.items() if (total := gained(name)) is not None}
-    if steps := gained("nanovllm:steps_total"):
-        for key, labels in labelled(gains, "nanovllm:host_seconds_total"):
-            facts[f"Host us/step {labels['part']}"] = 1e6 * gains[key] / steps
-    for key, _ in labelled(after, "nanovllm:host_step_p50_seconds"):
-        facts["Host us/step p50"] = 1e6 * after[key]
-    usage = [peaks[key] for key, _ in labelled(peaks, "vllm:kv_cache_usage_perc")]
-    if usage:
-        facts["Peak KV cache usage (%)"] = 100.0 * max(usage)
+    for shown, name in GAINS.items():
+        if (gain := by_label(gains, name).get("")) is not None:
+            facts[shown] = gain
+    if steps := by_label(gains, "nanovllm:steps_total").get(""):
+        by_part = by_label(gains, "nanovllm:host_seconds_total", "part")
+        facts |= {f"Host us/step {part}": 1e6 * s / steps for part, s in by_part.items()}
+    if (p50 := by_label(after, "nanovllm:host_step_p50_seconds").get("")) is not None:
+        facts["Host us/step p50"] = 1e6 * p50
+    if usage := by_label(peaks, "vllm:kv_cache_usage_perc", "engine"):
+        facts["Peak KV cache usage (%)"] = 100.0 * max(usage.values())
     return facts
 
 
-def labelled(samples: Mapping[str, float], name: str) -> list[tuple[str, dict[str, str]]]:
-    """The keys of one metric, with their labels."""
-    found = [key for key in samples if key.split("{", 1)[0] == name]
-    return [(key, dict(re.findall(r'(\w+)="([^"]*)"', key))) for key in found]
-
-
-def compare(a: Record, b: Record) -> str:
-    """Every metric with B/A, under what else differs between the two."""
-    lines = [f"A  {_origin(a)}", f"B  {_origin(b)}"]
-    for label, left, right in (
-        ("changed.", a.changed, b.changed),
-        ("workload.", a.workload, b.workload),
-        ("", {"machine": a.machine.slug}, {"machine": b.machine.slug}),
-    ):
-        keys = [key for key in left | right if left.get(key) != right.get(key)]
-        lines += [f"{label}{key}: {left.get(key, '-')} -> {right.get(key, '-')}" for key in keys]
-    metrics = pd.DataFrame({"A": a.metrics, "B": b.metrics})
-    metrics["B/A"] = (metrics["B"] / metrics["A"]).where(metrics["A"] != 0)
-    metrics.columns.name = "metric"
-    return "\n".join([*lines, metrics.to_string(na_rep="-", float_format="{:,.3f}".format)])
-
-
-def _origin(record: Record) -> str:
-    state = "-dirty" if record.dirty else ""
-    note = f"  ({record.notes})" if record.notes else ""
-    when = f"{record.started_at} {record.commit[:7] or 'unknown'}{state}"
-    return f"{when} {record.machine.slug} {record.recipe['model']}{note}"
+def by_label(samples: Mapping[str, float], name: str, *labels: str) -> dict[str, float]:
+    """A metric's samples added up, by these labels' values: `FULL/decode`. No labels: one sum."""
+    found: dict[str, float] = {}
+    for key, value in samples.items():
+        if key.split("{", 1)[0] == name:
+            values = dict(re.findall(r'(\w+)="([^"]*)"', key))
+            group = "/".join(values.get(label, "") for label in labels)
+            found[group] = found.get(group, 0.0) + value
+    return found
 
 
 def _line(label: str, value: float, digits: int = 2) -> str:

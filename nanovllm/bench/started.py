@@ -1,15 +1,17 @@
-"""A server of our own for one run, started as a user starts it.
+"""A server of our own for one run, started as a user starts it, and its processes' CPU time.
 
-Knows neither what a server does nor what will be asked of it.
+Knows what launch calls the processes, neither what they do nor what will be asked of them.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 from msgspec import Struct
@@ -19,6 +21,8 @@ from nanovllm.config import ConfigError
 POLL_S = 0.05
 READY_S = 3600.0  # the largest checkpoints load for many minutes
 STOP_S = 60.0
+KINDS = {"Server": "nanovllm-api", "Engine": "nanovllm-engine"}
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class NotStarted(ConfigError):
@@ -56,6 +60,38 @@ def started(command: Sequence[str], url: str) -> Iterator[Started]:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
+
+
+def cpu_s(supervisor: int) -> dict[str, float]:
+    """User and system time so far, by kind: of its children and theirs. Empty without a /proc."""
+    found: dict[int, tuple[int, str, int]] = {}  # parent, name and ticks, by process id
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            head, _, tail = path.read_text().rpartition(") ")
+        except OSError:
+            continue  # it has ended
+        state = tail.split()  # from the third field of proc(5) on
+        name = head.partition("(")[2]
+        found[int(path.parent.name)] = int(state[1]), name, int(state[11]) + int(state[12])
+    used: dict[str, float] = {}
+    for parent, name, ticks in found.values():
+        while parent != supervisor and parent in found:
+            parent, name, _ = found[parent]
+        for kind, prefix in KINDS.items():
+            if parent == supervisor and name.startswith(prefix):
+                used[kind] = used.get(kind, 0.0) + ticks / TICKS_PER_S
+    return used
+
+
+def cpu_facts(
+    before: Mapping[str, float], after: Mapping[str, float], tokens: int
+) -> dict[str, float]:
+    """Lines of the table, per token of a run."""
+    return {
+        f"{kind} CPU us per token": 1e6 * (seconds - before.get(kind, 0.0)) / tokens
+        for kind, seconds in after.items()
+        if tokens
+    }
 
 
 def _is_healthy(url: str) -> bool:

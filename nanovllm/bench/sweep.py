@@ -1,4 +1,4 @@
-"""Records of several runs side by side: which belong to one curve, a table of ratios, a plot.
+"""Records of several runs side by side: metric by metric, as a table of ratios, as a plot.
 
 Knows how a record is read, not how it was measured.
 """
@@ -7,19 +7,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 
 import pandas as pd
 from msgspec.structs import replace
 
-from nanovllm.bench import plot
-from nanovllm.bench.plot import Panel, Point
-from nanovllm.bench.record import UNNAMED, Record, new_path
+from nanovllm.bench.record import Record, new_path
 from nanovllm.config import ConfigError
 
 RATE, TPOT, TTFT = "output_tokens_per_s", "tpot_p50_ms", "ttft_p50_ms"
-SPEED = "output tokens per second"
+PANELS = {  # of the plot: title and unit
+    TPOT: ("Against time per output token", "TPOT p50 (ms)"),
+    TTFT: ("Against time to first token", "TTFT p50 (ms)"),
+}
 LOADS = ("serve", "offline")  # the kinds of record that have throughput and latency
+LOG_ABOVE = 20.0  # an axis whose values differ by more than this factor is logarithmic
+INCHES = (7.0, 4.6)  # of a panel
+# Told apart by colour-blind readers (Okabe and Ito), and by their markers in print.
+LOOKS = (
+    ("#0072b2", "o"), ("#d55e00", "s"), ("#009e73", "D"), ("#cc79a7", "^"), ("#e69f00", "v"),
+    ("#56b4e9", "P"),
+)  # fmt: skip
 
 
 Curves = Mapping[str, Sequence[Record]]  # named after their differences; least load first
@@ -69,9 +79,9 @@ def facts(record: Record) -> dict[str, str]:
     else:
         work = str(load["name"])
     return {
-        "model": str(record.recipe["model"]).rstrip("/").rsplit("/", 1)[-1],
+        "model": record.model,
         "machine": record.machine.slug,
-        "commit": (record.commit[:7] or "unknown") + ("-dirty" if record.dirty else ""),
+        "commit": record.version,
         "kind": "over HTTP" if record.kind == "serve" else "without HTTP",
         "work": work,
     }
@@ -79,7 +89,7 @@ def facts(record: Record) -> dict[str, str]:
 
 def changes(record: Record) -> list[str]:
     """What was altered in the recipe."""
-    return [f"{k}={v}" for k, v in record.changed.items() if not k.startswith(UNNAMED)]
+    return [f"{key}={value}" for key, value in record.altered.items()]
 
 
 def intensity(record: Record) -> tuple[str, float]:
@@ -109,30 +119,80 @@ def table(shared: str, found: Curves) -> str:
     return "\n".join(lines)
 
 
+def missing() -> str | None:
+    """Why nothing can be drawn, or None."""
+    return None if find_spec("matplotlib") else "plots need matplotlib: pip install nanovllm[plot]"
+
+
 def draw(path: Path, shared: str, found: Curves) -> None:
     """Throughput against both latencies; points are labelled with their loads.
 
-    Raises ConfigError when there is nothing to draw, or no file to be written.
+    Writes an SVG, PNG or PDF, by the path's suffix. Raises ConfigError when it cannot, or when
+    there is nothing to draw.
     """
-    panels = []
-    for metric, head, unit in (
-        (TPOT, "Against time per output token", "TPOT p50 (ms)"),
-        (TTFT, "Against time to first token", "TTFT p50 (ms)"),
-    ):
-        lines: dict[str, list[Point]] = {}
-        for name, records in found.items():
-            for one in records:
-                if metric in one.metrics:
-                    point = Point(one.metrics[metric], one.metrics[RATE], intensity(one)[0])
-                    lines.setdefault(name, []).append(point)
-        if lines:
-            panels.append(Panel(head, unit, SPEED, lines))
+    if problem := missing():
+        raise ConfigError(problem)
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    runs = pd.DataFrame(
+        {"curve": name, "load": intensity(record)[0], **record.metrics}
+        for name, records in found.items()
+        for record in records
+    )
+    panels = [metric for metric in PANELS if metric in runs]
     if not panels:
         raise ConfigError(f"no record has {TPOT} or {TTFT}: nothing to plot")
-    plot.draw(path, f"Throughput against latency: {shared}", panels)
+    figure = Figure((INCHES[0] * len(panels), INCHES[1] + 0.25 * len(found)), layout="constrained")
+    figure.suptitle(f"Throughput against latency: {shared}")
+    looks = dict(zip(found, cycle(LOOKS), strict=False))  # the same in every panel
+    for at, metric in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), at + 1)
+        title, unit = PANELS[metric]
+        measured = runs.dropna(subset=metric)
+        axes.set(title=title, xlabel=unit, ylabel="output tokens per second")
+        axes.set(xscale=scale(measured[metric]), yscale=scale(measured[RATE]))
+        for name, curve in measured.groupby("curve", sort=False):
+            colour, marker = looks[name]
+            axes.plot(curve[metric], curve[RATE], label=name, color=colour, marker=marker)
+            for load, *point in curve[["load", metric, RATE]].to_numpy():
+                axes.annotate(load, point, (4, 4), textcoords="offset points", fontsize=8)
+        axes.grid(visible=True, alpha=0.3)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left")
+    try:
+        with matplotlib.rc_context({"svg.fonttype": "none"}):  # words stay words
+            figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:  # no such folder, or no such format
+        raise ConfigError(f"--plot {path}: {error}") from None
+
+
+def scale(values: Sequence[float]) -> str:
+    return "log" if 0 < min(values) * LOG_ABOVE < max(values) else "linear"
 
 
 def place(records: Sequence[Record], results_dir: Path, name: str, suffix: str) -> Path:
     """Of what is said of these records together, beside them."""
     first = records[0]
     return new_path(replace(first, workload=first.workload | {"name": name}), results_dir, suffix)
+
+
+def compare(a: Record, b: Record) -> str:
+    """Every metric with B/A, under what else differs between the two."""
+    lines = [f"A  {_origin(a)}", f"B  {_origin(b)}"]
+    for label, left, right in (
+        ("changed.", a.changed, b.changed),
+        ("workload.", a.workload, b.workload),
+        ("", {"machine": a.machine.slug}, {"machine": b.machine.slug}),
+    ):
+        keys = [key for key in left | right if left.get(key) != right.get(key)]
+        lines += [f"{label}{key}: {left.get(key, '-')} -> {right.get(key, '-')}" for key in keys]
+    metrics = pd.DataFrame({"A": a.metrics, "B": b.metrics})
+    metrics["B/A"] = (metrics["B"] / metrics["A"]).where(metrics["A"] != 0)
+    metrics.columns.name = "metric"
+    return "\n".join([*lines, metrics.to_string(na_rep="-", float_format="{:,.3f}".format)])
+
+
+def _origin(record: Record) -> str:
+    note = f"  ({record.notes})" if record.notes else ""
+    where = f"{record.version} {record.machine.slug}"
+    return f"{record.started_at} {where} {record.recipe['model']}{note}"

@@ -11,11 +11,11 @@ from nanovllm.config import ConfigError
 from nanovllm.registry import resolve
 
 COMMANDS = {
-    "serve": "nanovllm.cli.serve:serve",
+    "serve": "nanovllm.cli.commands:serve",
     "bench": "nanovllm.cli.bench:bench",
     "check-kernels": "nanovllm.cli.check_kernels:check_kernels",
-    "capture-graphs": "nanovllm.cli.capture_graphs:capture_graphs",
-    "profile-kv": "nanovllm.cli.profile_kv:profile_kv",
+    "capture-graphs": "nanovllm.cli.commands:capture_graphs",
+    "profile-kv": "nanovllm.cli.commands:profile_kv",
 }
 
 

@@ -20,11 +20,11 @@ from msgspec.structs import asdict, replace
 from tqdm import tqdm
 
 from nanovllm import launch
-from nanovllm.bench import machine, offline, online, plot, record, report, sweep
-from nanovllm.bench.outcome import Advance, Outcome
+from nanovllm.bench import offline, online, record, report, sweep
+from nanovllm.bench.measure import Advance, Outcome
 from nanovllm.bench.started import NotStarted, Started, started
 from nanovllm.bench.workload import OFFLINE_NAMES, Load
-from nanovllm.cli.options import config_of, recipe_options
+from nanovllm.cli.commands import config_of, recipe_options
 from nanovllm.config import Config, ConfigError
 
 DEFAULT_CONCURRENCY = 8
@@ -149,7 +149,7 @@ def conclude(options: Options, records: Sequence[record.Record]) -> None:
     command = " ".join(records[0].argv)
     path.write_text(f"{records[0].started_at}  {command}\n\n{text}\n")
     click.echo(f"\n{text}\ntable: {path}")
-    if options.sweep is not None and (problem := plot.missing()):
+    if options.sweep is not None and (problem := sweep.missing()):
         click.echo(f"no plot: {problem}")
     elif options.sweep is not None:
         show_plot(options.plot or sweep.place(records, results, name, ".svg"), shared, found)
@@ -165,7 +165,7 @@ def compare(options: Options, typed: Sequence[str]) -> None:
     if len(records) < 2:
         raise ConfigError("--compare needs two records or more: --compare A.json B.json")
     if len(records) == 2:
-        click.echo(report.compare(*records))
+        click.echo(sweep.compare(*records))
     if len(records) > 2 or options.plot is not None:
         shared, found = sweep.curves(records)
         click.echo(f"\n{sweep.table(shared, found)}")
@@ -199,7 +199,7 @@ def check(options: Options, typed: Sequence[str]) -> None:
         (options.json_out and (has_sweep or options.ablate), "--json-out holds one run"),
         (options.more, "one RECIPE and nothing else; records are for --compare"),
         (options.plot and not has_sweep, "--plot draws a --sweep, or records to --compare"),
-        (options.plot and plot.missing(), plot.missing()),
+        (options.plot and sweep.missing(), sweep.missing()),
     ):
         if is_wrong:
             raise ConfigError(message)
@@ -226,15 +226,27 @@ def engine_config(options: Options, extra: Sequence[str]) -> Config | None:
 def run(options: Options, config: Config | None) -> list[record.Record]:
     """Measure, print, write: one run, or one for each concurrency."""
     if config is not None and options.offline:
-        return [publish(options, *offline_outcome(options, config))]
+        begin = time.perf_counter()
+        with launch.engine_process(config) as (path, engine):
+            launch.wait_ready(*engine)
+            measuring = offline.measure_engine(
+                path,
+                config,
+                options.workload,
+                ready_s=time.perf_counter() - begin,
+                seed=options.seed,
+                warm_up=options.warmup != 0,
+                bar=progress_bar,
+            )
+            outcome = uvloop.run(measuring)
+        return [publish(options, outcome)]
     with server_of(options, config) as (url, server):
-        ready_s = server.ready_s if server else None
         outcomes = (
             online.measure_server(
                 load,
                 config,
                 url=url,
-                supervisor=server.pid if server else None,
+                server=server,
                 api_key=options.api_key,
                 goals_ms=goals_of(options.goodput),
                 warmup=options.warmup,
@@ -243,7 +255,7 @@ def run(options: Options, config: Config | None) -> list[record.Record]:
             )
             for load in loads_of(options)
         )
-        return [publish(options, outcome, ready_s) for outcome in outcomes]
+        return [publish(options, outcome) for outcome in outcomes]
 
 
 @contextmanager
@@ -267,33 +279,15 @@ def serve_command(recipe: str | None, changed: Mapping[str, Any]) -> list[str]:
     return command
 
 
-def offline_outcome(options: Options, config: Config) -> tuple[Outcome, float]:
-    """Also how long the engine took from start to ready."""
-    begin = time.perf_counter()
-    with launch.engine_process(config) as (path, engine):
-        launch.wait_ready(*engine)
-        ready_s = time.perf_counter() - begin
-        measuring = offline.measure_engine(
-            path,
-            config,
-            options.workload,
-            seed=options.seed,
-            warm_up=options.warmup != 0,
-            bar=progress_bar,
-        )
-        return uvloop.run(measuring), ready_s
-
-
-def publish(options: Options, outcome: Outcome, ready_s: float | None) -> record.Record:
+def publish(options: Options, outcome: Outcome) -> record.Record:
     click.echo(report.table(outcome))
     if options.json_out is not None:
         shown = msgspec.json.encode(report.vllm_json(outcome))
         options.json_out.write_bytes(msgspec.json.format(shown))
-    written, tree = outcome.record, machine.commit(given=options.commit)
-    metrics = written.metrics | ({} if ready_s is None else {"start_to_ready_s": ready_s})
-    written = replace(written, commit=tree.hash, dirty=tree.is_dirty, metrics=metrics)
+    tree = record.commit(given=options.commit)
+    written = replace(outcome.record, commit=tree.hash, dirty=tree.is_dirty)
     click.echo(f"record: {record.write(written, Path(options.results_dir))}")
-    if (busy := metrics.get("client_busy", 0.0)) > BUSY:
+    if (busy := written.metrics.get("client_busy", 0.0)) > BUSY:
         click.echo(
             f"warning: a client process was busy {busy:.0%} of the time, so the client may be the "
             "limit; raise --processes",

@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from nanovllm_kernels import KERNELS
 
-from nanovllm.cli.options import json_option, write_record
+from nanovllm.cli.commands import json_option, write_record
 from nanovllm.registry import resolve
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from click.testing import CliRunner
 
 from nanovllm import launch
 from nanovllm.bench import offline, online, record
-from nanovllm.bench.measure import Sample, summarise, verdict
-from nanovllm.bench.outcome import Advance, Outcome
+from nanovllm.bench.measure import Advance, Outcome, Sample, summarise, verdict
 from nanovllm.bench.started import started
 from nanovllm.bench.workload import Load, token_load
 from nanovllm.cli import bench as command

@@ -18,7 +18,8 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from nanovllm.bench import cpu, record
+from nanovllm.bench import record
+from nanovllm.bench.started import cpu_facts, cpu_s
 from nanovllm.config import DEMO, ConfigError, load_config
 from nanovllm.engine import paper
 from nanovllm.engine.loop import EngineLoop
@@ -222,7 +223,7 @@ def test_cpu_time_is_that_of_the_named_children_and_their_own() -> None:
         for process in started:
             assert process.stdout is not None and process.stdout.readline() == b"spun\n"
         deadline = time.monotonic() + 20
-        while (used := cpu.cpu_s(os.getpid())).get("Engine", 0.0) < 0.58:
+        while (used := cpu_s(os.getpid())).get("Engine", 0.0) < 0.58:
             assert time.monotonic() < deadline, used
             time.sleep(0.02)
         assert used.keys() == {"Server", "Engine"}
@@ -231,6 +232,6 @@ def test_cpu_time_is_that_of_the_named_children_and_their_own() -> None:
         for process in started:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    facts = cpu.facts({"Server": 1.0}, {"Server": 1.5, "Engine": 0.25}, 10_000)
+    facts = cpu_facts({"Server": 1.0}, {"Server": 1.5, "Engine": 0.25}, 10_000)
     assert facts == {"Server CPU us per token": 50.0, "Engine CPU us per token": 25.0}
-    assert cpu.cpu_s(1 << 30) == {}
+    assert cpu_s(1 << 30) == {}

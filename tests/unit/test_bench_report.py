@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from nanovllm.bench.measure import Sample, summarise, verdict
-from nanovllm.bench.outcome import Outcome, concluded
-from nanovllm.bench.report import compare, engine_facts, samples_of, table, vllm_json
+from nanovllm.bench.measure import Outcome, Sample, concluded, summarise, verdict
+from nanovllm.bench.report import engine_facts, samples_of, table, vllm_json
+from nanovllm.bench.sweep import compare
 from nanovllm.server.metrics import Metrics, render
 from nanovllm.wire import Stats
 from tests.unit.test_record import RECORD

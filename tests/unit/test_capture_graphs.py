@@ -19,9 +19,11 @@ from nanovllm.bench.graphs import (
     metrics,
     mixed_rows,
     occupy,
+    rows_of,
+    table,
     why_eager,
 )
-from nanovllm.cli.capture_graphs import capture_graphs, rows_of, table
+from nanovllm.cli.commands import capture_graphs
 from nanovllm.config import ConfigError, Kernels, load_config
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.build import Built

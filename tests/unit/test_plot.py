@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from nanovllm.bench import plot, sweep
-from nanovllm.bench.plot import Panel, Point, draw, scale
+from nanovllm.bench import sweep
 from nanovllm.bench.record import Record, write_to
+from nanovllm.bench.sweep import draw, scale
 from nanovllm.cli.bench import Options, bench, loads_of
 from nanovllm.config import ConfigError
 from tests.unit.test_record import RECORD
@@ -51,25 +51,28 @@ def test_values_that_differ_by_much_get_a_logarithmic_axis() -> None:
 
 
 def test_a_drawing_says_what_it_shows_and_has_its_suffix_s_format(tmp_path: Path) -> None:
-    lines = {"a < b": [Point(1.0, 100.0, "one"), Point(4.0, 500.0, "many")]}
-    panels = [Panel("left", "ms", "tok/s", lines), Panel("right", "s", "tok/s", lines)]
-    draw(tmp_path / "out.svg", "Title & more", panels)
+    lines = {"a < b": [at_load(1, 100, 1.0, 2.0), at_load(4, 500, 4.0, 5.0)]}
+    draw(tmp_path / "out.svg", "Title & more", lines)
     found = texts(tmp_path / "out.svg")
-    for words in ("Title & more", "left", "right", "ms", "s", "a < b"):
+    for words in (
+        "Throughput against latency: Title & more", "Against time per output token",
+        "Against time to first token", "TPOT p50 (ms)", "TTFT p50 (ms)", "a < b",
+    ):  # fmt: skip
         assert words in found
-    assert found.count("tok/s") == found.count("one") == found.count("many") == 2
-    draw(tmp_path / "out.png", "Title", panels)
+    assert found.count("output tokens per second") == 2
+    assert found.count("1") >= 2 and found.count("4") >= 2
+    draw(tmp_path / "out.png", "Title", lines)
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match=r"--plot .*out\.doc: Format 'doc' is not supported"):
-        draw(tmp_path / "out.doc", "Title", panels)
+        draw(tmp_path / "out.doc", "Title", lines)
 
 
 def test_without_matplotlib_the_user_is_told_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(sweep, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install nanovllm\[plot\]"):
-        draw(tmp_path / "out.svg", "Title", [])
+        draw(tmp_path / "out.svg", "Title", {})
 
 
 # -- curves ----------------------------------------------------------------------------------

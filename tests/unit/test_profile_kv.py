@@ -8,9 +8,9 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from nanovllm.bench import kv, record
-from nanovllm.bench.kv import Budget, Fit, fit
+from nanovllm.bench.kv import Budget, Fit, budget_lines, fit, size
 from nanovllm.bench.resolved import resolved
-from nanovllm.cli.profile_kv import budget_lines, profile_kv, size
+from nanovllm.cli.commands import profile_kv
 from nanovllm.config import ConfigError, load_config
 from nanovllm.models.weights import load_model
 from nanovllm.runner.build import build, select_ops

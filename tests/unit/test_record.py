@@ -9,9 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from nanovllm.bench import machine, record
-from nanovllm.bench.machine import Commit, Machine
-from nanovllm.bench.record import Record
+from nanovllm.bench import record
+from nanovllm.bench.record import Commit, Machine, Record
 from nanovllm.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -110,21 +109,21 @@ def test_git_tells_commit_and_dirt(tmp_path: Path) -> None:
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "one")
     head = git(tmp_path, "rev-parse", "HEAD")
-    assert machine.commit(tmp_path) == Commit(head, is_dirty=False)
+    assert record.commit(tmp_path) == Commit(head, is_dirty=False)
     (tmp_path / ".commit").write_text("a" * 40)
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "r.json").write_text("{}")
-    assert machine.commit(tmp_path, given="b" * 40) == Commit(head, is_dirty=False)
+    assert record.commit(tmp_path, given="b" * 40) == Commit(head, is_dirty=False)
     (tmp_path / "new.py").write_text("2")
-    assert machine.commit(tmp_path) == Commit(head, is_dirty=True)
+    assert record.commit(tmp_path) == Commit(head, is_dirty=True)
 
 
 def test_without_git_a_file_or_an_option_tells(tmp_path: Path) -> None:
-    assert machine.commit(tmp_path) == Commit("", is_dirty=True)
+    assert record.commit(tmp_path) == Commit("", is_dirty=True)
     (tmp_path / ".commit").write_text("a" * 40 + "\n")
-    assert machine.commit(tmp_path) == Commit("a" * 40, is_dirty=False)
-    assert machine.commit(tmp_path, given="b" * 40 + "-dirty") == Commit("b" * 40, is_dirty=True)
-    assert machine.commit(tmp_path, given="b" * 7) == Commit("", is_dirty=True)
+    assert record.commit(tmp_path) == Commit("a" * 40, is_dirty=False)
+    assert record.commit(tmp_path, given="b" * 40 + "-dirty") == Commit("b" * 40, is_dirty=True)
+    assert record.commit(tmp_path, given="b" * 7) == Commit("", is_dirty=True)
 
 
 def test_gpus_are_read_from_nvidia_smi() -> None:
@@ -133,7 +132,7 @@ def test_gpus_are_read_from_nvidia_smi() -> None:
         "NVIDIA H200, 580.159.03, 700.00, 1980, 3201, [N/A], 143771\n"
     )
     header = "| NVIDIA-SMI 580.159.03   Driver Version: 580.159.03   CUDA Version: 13.0  |"
-    gpus = machine.parse_gpus(csv, header)
+    gpus = record.parse_gpus(csv, header)
     assert gpus == {
         "gpu": "NVIDIA H200",
         "gpu_count": 2,
@@ -151,13 +150,13 @@ def test_gpus_are_read_from_nvidia_smi() -> None:
     assert (found.gpu_memory_mib, found.power_limit_w, found.max_sm_mhz) == (143771, 700, 1980)
     assert (found.max_memory_mhz, found.sm_mhz, found.driver) == (3201, 1755, "580.159.03")
     odd = csv.replace("1755", "[N/A]").replace("700.00", "[Not Supported]")
-    other = msgspec.convert(machine.parse_gpus(odd, "") | rest, Machine, strict=False)
+    other = msgspec.convert(record.parse_gpus(odd, "") | rest, Machine, strict=False)
     assert (other.sm_mhz, other.power_limit_w, other.cuda) == (0.0, 0.0, "")
-    assert machine.parse_gpus("", "") == {}
+    assert record.parse_gpus("", "") == {}
 
 
 def test_a_machine_without_gpu_has_a_name() -> None:
-    found = msgspec.structs.replace(machine.fingerprint(), gpu="", gpu_count=0, cpu_cores=2)
+    found = msgspec.structs.replace(record.fingerprint(), gpu="", gpu_count=0, cpu_cores=2)
     assert found.slug == "cpu-x2"
     assert found.memory_gib > 0.1 and found.cpu
 
@@ -165,7 +164,7 @@ def test_a_machine_without_gpu_has_a_name() -> None:
 def test_versions_come_without_importing() -> None:
     code = """
 import sys
-from nanovllm.bench.machine import versions
+from nanovllm.bench.record import versions
 sys.stdout.write(f"{versions()['torch']} {'torch' in sys.modules}")
 """
     command = [sys.executable, "-c", code]

@@ -1,0 +1,172 @@
+"""The commands that take a recipe and little else, and what every command shares.
+
+Starting any of them, or `nanovllm --help`, imports no torch before it is needed. Not how anything
+is measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from nanovllm import launch, log
+from nanovllm.bench.record import of_this_machine, write_to
+from nanovllm.config import Config, ConfigError, load_config
+
+Function = Callable[..., Any]
+RECIPE_KEYS = {
+    "device": "device",
+    "tp": "parallel.tp",
+    "load_format": "load.format",
+    "host": "server.host",
+    "port": "server.port",
+    "api_key": "server.api_key",
+}
+json_option = click.option(
+    "--json", "path", type=click.Path(path_type=Path), help="write the record here"
+)
+
+
+def recipe_options(function: Function) -> Function:
+    """RECIPE, --set, --device, --tp, --load-format."""
+    for option in (
+        click.option("--load-format", help="auto, safetensors, or dummy (random weights)"),
+        click.option("--tp", type=int, help="tensor-parallel ranks"),
+        click.option("--device", help="auto, cuda or cpu"),
+        click.option(
+            "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="override a recipe key"
+        ),
+        click.argument("recipe", required=False),
+    ):
+        function = option(function)
+    return function
+
+
+def config_of(recipe: str | None, overrides: Sequence[str], **flags: object) -> Config:
+    """`flags`: by the names of RECIPE_KEYS."""
+    return load_config(recipe, overrides, {RECIPE_KEYS[name]: flags[name] for name in flags})
+
+
+def write_record(path: Path | None, began: datetime, **fields: Any) -> None:  # noqa: ANN401
+    """Of what began then and has just ended; nothing without a path."""
+    if path is not None:
+        took_s = (datetime.now(UTC) - began).total_seconds()
+        started_at = began.isoformat(timespec="seconds")
+        write_to(path, of_this_machine(started_at=started_at, duration_s=took_s, **fields))
+
+
+@click.command()
+@recipe_options
+@click.option("--host", help="address to listen on (default 127.0.0.1)")
+@click.option("--port", type=int, help="port to listen on (default 8000; 0 picks a free one)")
+@click.option("--api-key", help="require it as a bearer token on every route but /health")
+def serve(**recipe: Any) -> None:  # noqa: ANN401
+    """Serve RECIPE (a YAML file; without one, the embedded demo model)."""
+    log.setup()
+    config = config_of(**recipe)
+    try:
+        sys.exit(launch.serve(config))
+    except launch.EngineDied as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(launch.EXIT_CRASH)
+    except launch.Stopped:
+        sys.exit(0)
+
+
+@click.command("profile-kv")
+@recipe_options
+@click.option(
+    "--tokens-per-request",
+    type=click.IntRange(min=1),
+    help="prompt and output together (default server.max_model_tokens)",
+)
+@json_option
+def profile_kv(tokens_per_request: int | None, path: Path | None, **recipe: Any) -> None:  # noqa: ANN401
+    """Show what fits into RECIPE's cache on this machine. No weights are read."""
+    from nanovllm.bench import kv
+    from nanovllm.bench.resolved import resolved
+
+    config, began = config_of(**recipe), datetime.now(UTC)
+    found = resolved(config)
+    most = int(found.recipe.server.max_model_tokens)
+    each = tokens_per_request or most
+    if each > most:
+        raise ConfigError(f"--tokens-per-request is {each}; server.max_model_tokens allows {most}")
+    fitted = kv.fit(config, found)
+    for text in kv.lines(found, fitted, each):
+        click.echo(text)
+    write_record(
+        path,
+        began,
+        kind="kv",
+        recipe=msgspec.to_builtins(found.recipe),
+        changed=config.changed,
+        workload={"name": "profile-kv", "tokens_per_request": each, "limit": fitted.limit},
+        metrics=kv.metrics(fitted, each),
+    )
+
+
+@click.command("capture-graphs")
+@recipe_options
+@click.option("--load", metavar="LO-HI", help="rows of decode steps (default 1 to all slots)")
+@json_option
+def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None:  # noqa: ANN401
+    """Capture what RECIPE would, replay each graph, and compare it with the eager run.
+
+    Exits with 1 if a graph gives other logits.
+    """
+    from nanovllm.bench import graphs as bench
+    from nanovllm.bench.resolved import resolved
+    from nanovllm.runner.build import build
+    from nanovllm.runner.graphs import obstacles
+
+    config, began = config_of(**recipe), datetime.now(UTC)
+    found = resolved(config)
+    final = found.recipe
+    click.echo(
+        f"{final.model} on {found.device_name}, {final.dtype}, attention "
+        f"{final.kernels.attention}, up to {final.schedule.slots} rows"
+    )
+    if found.passed_over:
+        click.echo(f"attention not chosen: {found.passed_over}")
+    graphs: list[bench.Graph] = []
+    steps: dict[str, str | None]
+    if reasons := obstacles(final):  # nothing need be loaded
+        click.echo("\n  ".join(("no step is captured:", *reasons)))
+        rows, steps = range(0), {"all": "; ".join(reasons)}
+    else:
+        rows, built = bench.rows_of(load, int(final.schedule.slots)), build(config)
+        final, (filled, most) = built.recipe, bench.context_of(built.runner)
+        graphs = list(bench.measure(built.runner, rows))
+        percent = bench.metrics(graphs)["padding_percent"]
+        click.echo(
+            f"times of a forward pass over {filled} made-up requests of {most // 2} to {most} "
+            f"tokens\n\n{bench.table(graphs)}\n\nif {rows[0]} to {rows[-1]} rows decode, equally "
+            f"often, {percent:.1f}% of the rows computed are padding\n"
+        )
+        steps = bench.why_eager(built.runner, final)
+        for step, why in steps.items():
+            click.echo(f"{step}: " + ("replayed" if why is None else f"not captured: {why}"))
+    write_record(
+        path,
+        began,
+        kind="graphs",
+        recipe=msgspec.to_builtins(final),
+        changed=config.changed,
+        workload={
+            "name": "capture-graphs",
+            "rows": [rows.start, rows.stop - 1] if rows else [],
+            "graphs": msgspec.to_builtins(graphs),
+            "steps": steps,
+        },
+        metrics=bench.metrics(graphs),
+    )
+    if not all(graph.is_right for graph in graphs):
+        click.echo("FAIL: a graph gives other logits than the same step without it", err=True)
+        sys.exit(1)
