@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it. Only the scheduler may change one."""
+"""A request as the scheduler sees it. Only the scheduler and its tails may change one."""
 
 from __future__ import annotations
 

@@ -342,7 +342,7 @@ class Scheduler:
                 hoped = 1 + flight.num_drafts if row < flight.num_decodes else 1
                 kept_R[row] = self._append_away(rows.requests[row], lines_RT[row].tolist(), hoped)
             here = here[is_here]
-        drafted = here[here < flight.num_decodes]
+        present = here
         for nth, tokens_R in enumerate(lines_RT.T):
             if nth:
                 here = here[tokens_R[here] >= 0]  # else this draft and all after it were refused
@@ -352,6 +352,7 @@ class Scheduler:
             if ended:
                 here = np.delete(here, ended)
         if flight.num_drafts:  # those that were refused were planned for, but are not computed
+            drafted = present[present < flight.num_decodes]
             self._planned[rows.slots[drafted]] -= 1 + flight.num_drafts - kept_R[drafted]
         return kept_R
 
@@ -368,9 +369,8 @@ class Scheduler:
         return kept
 
     def _look_at(self, request: Request) -> bool:
-        """A page may be full, or the request at its end. Returns whether it is."""
+        """Share its full pages: all but its newest token is computed. Returns whether it ended."""
         self._tails.flush(request)
-        # Every token but the newest has been computed.
         self.memory.commit(request.id, request.tokens, len(request.tokens) - 1)
         return self._end(request)
 

@@ -25,15 +25,11 @@ class Tails:
         self._stops_KN = np.zeros((STOPS, num_slots), np.int32)
 
     def begin(self, request: Request) -> None:
-        """Of a request in a slot, an empty one."""
-        slot, stops, num_tokens = request.slot, list(request.stop_ids), len(request.tokens)
-        until_full = self.page_tokens - (num_tokens - 1) % self.page_tokens
-        self._counts_N[slot] = 0
-        self._due_N[slot] = min(until_full, request.limit - num_tokens)
-        if len(stops) > STOPS:
-            self._due_N[slot] = 1
-        self._stops_KN[:, slot] = -1
-        self._stops_KN[: len(stops), slot] = stops[:STOPS]
+        """Of a request that has just got its slot."""
+        stops = list(request.stop_ids)
+        self._stops_KN[:, request.slot] = -1
+        self._stops_KN[: len(stops), request.slot] = stops[:STOPS]
+        self._empty(request)
 
     def append(self, slots_R: npt.NDArray[np.int64], tokens_R: Int32) -> list[int]:
         """A token each. Returns the rows whose requests are to be looked at."""
@@ -49,4 +45,11 @@ class Tails:
         """To the list of a request in a slot."""
         tail = self._tokens_NT[request.slot, : self._counts_N[request.slot]]
         request.tokens.frombytes(tail.tobytes())
-        self.begin(request)
+        self._empty(request)
+
+    def _empty(self, request: Request) -> None:
+        num_tokens = len(request.tokens)
+        until_full = self.page_tokens - (num_tokens - 1) % self.page_tokens
+        due = min(until_full, request.limit - num_tokens)
+        self._counts_N[request.slot] = 0
+        self._due_N[request.slot] = due if len(request.stop_ids) <= STOPS else 1
