@@ -1,4 +1,4 @@
-"""The paper-GPU tests are worth something: every seeded fault makes them fail."""
+"""The paper-GPU tests are worth something: every seeded fault makes one of the fixed ones fail."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ TAKEN = ("nanovllm/*.py", "nanovllm/kv/*.py", "nanovllm/sched/*.py", "nanovllm/e
          "tests/__init__.py", "tests/conftest.py", "tests/paper_gpu.py",
          "tests/test_engine_on_paper.py", "pyproject.toml")  # fmt: skip
 
+# Finds each of them too, but some of them only once in a thousand tries.
 RANDOM = "test_batching_never_changes_the_text"
 
 
@@ -31,13 +32,8 @@ def test_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     assert text.count(mutant.old) == 1, "the mutant no longer fits the code"
     target.write_text(text.replace(mutant.old, mutant.new))
     command = [sys.executable, "-m", "pytest", "-x", "--tb=short", "-p", "no:cacheprovider",
-               "-W", "ignore", "--hypothesis-profile=mutant", "-o", "pythonpath=.",
-               "tests/test_engine_on_paper.py"]  # fmt: skip
-    for tests in (f"not {RANDOM}", RANDOM):  # the one that takes seconds only if others pass
-        run = subprocess.run(
-            [*command, "-k", tests], cwd=tmp_path, capture_output=True, text=True, timeout=300
-        )
-        if run.returncode:
-            break
+               "-W", "ignore", "--hypothesis-profile=quick", "-o", "pythonpath=.",
+               "tests/test_engine_on_paper.py", "-k", f"not {RANDOM}"]  # fmt: skip
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert run.returncode == 1, f"survived:\n{run.stdout[-2000:]}"
     assert "failed" in run.stdout, f"broke instead of failing:\n{run.stdout[-2000:]}{run.stderr}"
