@@ -1,0 +1,106 @@
+"""A whole engine over the paper GPU: say messages, step it, read the texts it published."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from nanovllm.engine.loop import EngineLoop
+from nanovllm.kv.memory import KVMemory
+from nanovllm.sched.scheduler import Scheduler
+from nanovllm.wire import Abort, FinishReason, Generate, RefusalKind, Sampling, StepOutput
+from tests.paper_gpu import PaperGPU, PaperMasker, ids
+
+PAGE = 4
+
+
+def pack(tokens: list[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def generate(
+    request_id: int,
+    prompt: list[int],
+    max_new: int,
+    stops: Sequence[int] = (),
+    priority: int = 0,
+    grammar: str = "",
+) -> Generate:
+    return Generate(
+        request_id, pack(prompt), max_new, list(stops), Sampling(), priority, "", grammar
+    )
+
+
+class PaperEngine:
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        num_slots: int,
+        budget: int,
+        mixed: int = 1000,
+        depth: int = 1,
+        checkpoints: int = 0,
+        drafts: int = 0,
+        prefix: bool = True,
+        max_queue: int = 1000,
+        ageing: int = 3,
+    ) -> None:
+        self.budget, self.mixed = budget, mixed
+        self.memory = KVMemory(num_pages, PAGE, checkpoints, prefix=prefix)
+        self.scheduler = Scheduler(
+            self.memory,
+            num_slots=num_slots,
+            step_tokens=budget,
+            mixed_step_tokens=mixed,
+            max_model_tokens=4096,
+            num_drafts=drafts,
+            max_queue=max_queue,
+            ageing_steps=ageing,
+        )
+        self.gpu = PaperGPU(num_slots, num_pages, PAGE, checkpoints)
+        self.loop = EngineLoop(self.scheduler, self.gpu, self.collect, PaperMasker(), depth)
+        self.text: dict[int, list[int]] = {}
+        self.finish: dict[int, FinishReason] = {}
+        self.stop_id: dict[int, int] = {}
+        self.refused: dict[int, RefusalKind] = {}
+        self.cached: dict[int, int] = {}
+
+    def collect(self, out: StepOutput) -> None:
+        for started in out.started:
+            assert started.request_id not in self.cached, "started twice"
+            self.cached[started.request_id] = started.num_cached
+        tokens = ids(out.tokens)
+        names = np.frombuffer(out.ids, np.int64).tolist()
+        counts = ids(out.counts) if out.counts else [1] * len(names)
+        assert sum(counts) == len(tokens)
+        for name, count in zip(names, counts, strict=True):
+            assert name not in self.finish, "spoke after it finished"
+            self.text.setdefault(name, []).extend(tokens[:count])
+            del tokens[:count]
+        for done in out.finished:
+            assert done.request_id not in self.finish, "finished twice"
+            self.finish[done.request_id] = done.reason
+            self.stop_id[done.request_id] = done.stop_id
+        for refusal in out.refused:
+            self.refused[refusal.request_id] = refusal.kind
+
+    def say(self, message: Generate | Abort) -> None:
+        self.loop.handle(message)
+        self.loop.tell()
+
+    def step(self) -> None:
+        self.loop.step()
+        self.scheduler.check()
+        for decoded, fed in self.gpu.fed[-1:]:
+            assert decoded + fed <= self.budget
+            assert not decoded or fed <= max(self.mixed - decoded, -(-self.mixed // 4))
+
+    def finish_all(self, most_steps: int = 4000) -> None:
+        for _ in range(most_steps):
+            if self.loop.idle:
+                return
+            self.step()
+        raise AssertionError("the engine is stuck")
