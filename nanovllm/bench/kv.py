@@ -8,17 +8,17 @@ on them, and nothing is read from a disk. On a CPU nothing is built.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from nanovllm.bench.resolved import Resolved
 from nanovllm.config import Config
 from nanovllm.layers.ops import select_ops
-from nanovllm.models.weights import default_dtype, load_model
-from nanovllm.runner.build import with_caches
+from nanovllm.models.weights import default_dtype
+from nanovllm.runner.build import Resolved, load, with_caches
 from nanovllm.runner.runner import Runner
 from nanovllm.runner.sizing import GIB, num_pages_that_fit
 from nanovllm.runner.warm import largest_steps
@@ -121,14 +121,10 @@ def weight_bytes(found: Resolved) -> int:
 
 def runner_of(config: Config, found: Resolved) -> Runner:
     """With random weights and one page."""
-    recipe, device = found.recipe, found.device
+    recipe = config.recipe
     random = replace(config, recipe=replace(recipe, load=replace(recipe.load, format="dummy")))
-    ops = select_ops(recipe.kernels, device)
-    most = int(recipe.server.max_model_tokens)
-    model = load_model(random, found.mesh, device, found.dtype, ops, most)
-    one_page = replace(recipe, cache=replace(recipe.cache, pages=1))
-    vocab_size = found.model_config.vocab_size
-    return with_caches(one_page, model, vocab_size, found.layout, device, found.dtype)[0]
+    one_page = replace(found.recipe, cache=replace(found.recipe.cache, pages=1))
+    return with_caches(dataclasses.replace(found, recipe=one_page), load(random, found))[0]
 
 
 def budget_of(found: Resolved, weights: int) -> Budget:

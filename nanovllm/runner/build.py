@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from msgspec.structs import asdict, astuple, replace
 
-from nanovllm.attention.choose import choose_backend
+from nanovllm.attention.choose import Factory, choose_backend
 from nanovllm.config import (
     Config,
     ConfigError,
@@ -27,7 +27,7 @@ from nanovllm.kv.layout import CacheLayout
 from nanovllm.layers.ops import Ops, fastest, select_ops
 from nanovllm.log import fields
 from nanovllm.models.config import read_model_config
-from nanovllm.models.decoder import Decoder
+from nanovllm.models.decoder import Decoder, DecoderConfig
 from nanovllm.models.weights import load_model
 from nanovllm.runner.batch import BatchPrep
 from nanovllm.runner.graphs import obstacles
@@ -42,6 +42,29 @@ MOST_TOKENS = 32768  # context served by default, when the model's own is longer
 
 
 @dataclass(frozen=True, slots=True)
+class Resolved:
+    """What a recipe becomes on this machine, as far as is known before anything is loaded."""
+
+    recipe: Recipe  # without any "auto" but cache.pages
+    family: type[Decoder]
+    model_config: DecoderConfig
+    layout: CacheLayout
+    mesh: Mesh
+    device: torch.device
+    dtype: torch.dtype
+    backend: Factory
+    passed_over: str  # attention backends that were not chosen, and why
+
+    @property
+    def page_tokens(self) -> int:
+        return int(self.recipe.cache.page_tokens)
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+
+
+@dataclass(frozen=True, slots=True)
 class Built:
     runner: Runner
     recipe: Recipe  # without any "auto"
@@ -53,19 +76,12 @@ class Built:
 def build(config: Config) -> Built:
     """Raises ConfigError, with one line for the user, if this machine cannot serve the recipe."""
     started = time.perf_counter()
-    device, dtype = choose_device(config.recipe)
-    _, model_config = read_model_config(config)
-    recipe = resolve(config.recipe, device, dtype, model_config.max_position_embeddings)
-    mesh = Mesh()
-    ops = select_ops(recipe.kernels, device)
-    model = load_model(config, mesh, device, dtype, ops, int(recipe.server.max_model_tokens))
+    found = resolved(config)
+    model, device = load(config, found), found.device
     # Beside a GPU, threads that wait for the next small copy would take the cores of the others.
-    torch.set_num_threads(cpu_threads(recipe, model) if device.type == "cpu" else 1)
+    torch.set_num_threads(cpu_threads(found.recipe, model) if device.type == "cpu" else 1)
     loaded = time.perf_counter()
-    layout = model.cache_layout(model_config, mesh, dtype.itemsize)
-    runner, recipe, passed_over = with_caches(
-        recipe, model, model_config.vocab_size, layout, device, dtype
-    )
+    runner, recipe = with_caches(found, model)
     sized = time.perf_counter()
     warm_up(runner, recipe)
     if not obstacles(recipe):
@@ -76,7 +92,7 @@ def build(config: Config) -> Built:
             device=device.type,
             dtype=recipe.dtype,
             **asdict(recipe.kernels),
-            not_chosen=repr(passed_over) if passed_over else None,
+            not_chosen=repr(found.passed_over) if found.passed_over else None,
             pages=recipe.cache.pages,
             page_tokens=recipe.cache.page_tokens,
             graphs=len(runner.graphs.captured),
@@ -90,52 +106,72 @@ def build(config: Config) -> Built:
         recipe=recipe,
         num_pages=int(recipe.cache.pages),
         max_model_tokens=int(recipe.server.max_model_tokens),
-        vocab_size=model_config.vocab_size,
+        vocab_size=found.model_config.vocab_size,
     )
 
 
-def with_caches(
-    recipe: Recipe,
-    model: Decoder,
-    vocab_size: int,
-    layout: CacheLayout,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> tuple[Runner, Recipe, str]:
-    """A runner with as many pages as fit; the recipe that says so; what was not chosen, and why."""
-    num_slots, page_tokens = int(recipe.schedule.slots), int(recipe.cache.page_tokens)
+def resolved(config: Config) -> Resolved:
+    """Raises ConfigError if this machine cannot serve the recipe."""
+    device, dtype = choose_device(config.recipe)
+    family, model_config = read_model_config(config)
+    recipe = resolve(config.recipe, device, dtype, model_config.max_position_embeddings)
+    mesh = Mesh()
+    layout = family.cache_layout(model_config, mesh, dtype.itemsize)
+    backend, kernels, passed_over = choose_backend(
+        recipe.kernels, device, dtype, layout, int(recipe.cache.page_tokens)
+    )
+    return Resolved(
+        recipe=replace(recipe, kernels=kernels),
+        family=family,
+        model_config=model_config,
+        layout=layout,
+        mesh=mesh,
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        passed_over=passed_over,
+    )
+
+
+def load(config: Config, found: Resolved) -> Decoder:
+    """The model with its weights."""
+    ops = select_ops(found.recipe.kernels, found.device)
+    most = int(found.recipe.server.max_model_tokens)
+    return load_model(config, found.mesh, found.device, found.dtype, ops, most)
+
+
+def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
+    """A runner with as many pages as fit, and the recipe that says so."""
+    recipe, device, page_tokens = found.recipe, found.device, found.page_tokens
+    num_slots = int(recipe.schedule.slots)
     slots = Slots(num_slots, int(recipe.server.max_model_tokens), page_tokens, device)
     prep = BatchPrep(slots, recipe.kernels.batch_prep)
     sampler = Sampler(
         num_slots=num_slots,
-        vocab_size=vocab_size,
+        vocab_size=found.model_config.vocab_size,
         device=device,
         tokens_NL=slots.tokens_NL,
         prompt_lengths_N=slots.prompt_lengths_N,
         kernel=recipe.kernels.sample,
     )
-    backend, kernels, passed_over = choose_backend(
-        recipe.kernels, device, dtype, layout, page_tokens
-    )
-    keep_compiled(kernels)  # before any runs
+    keep_compiled(recipe.kernels)  # before any runs
 
     def runner_with(num_pages: int) -> Runner:
-        caches = make_caches(layout, num_pages, page_tokens, dtype, device)
-        return Runner(model, slots, prep, sampler, caches, backend(caches), device)
+        caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device)
+        return Runner(model, slots, prep, sampler, caches, found.backend(caches), device)
 
     num_pages = recipe.cache.pages
     if num_pages == "auto":
         num_pages = num_pages_that_fit(
             recipe,
-            layout,
+            found.layout,
             page_tokens=page_tokens,
             useful_pages=num_slots * slots.max_pages,
             full_step=lambda: largest_steps(runner_with(1), recipe),
             device=device,
         )
     cache = replace(recipe.cache, pages=num_pages)
-    resolved = replace(recipe, cache=cache, kernels=kernels)
-    return runner_with(num_pages), resolved, passed_over
+    return runner_with(num_pages), replace(recipe, cache=cache)
 
 
 def keep_compiled(kernels: Kernels) -> None:

@@ -10,10 +10,9 @@ from click.testing import CliRunner
 
 from nanovllm.bench import record
 from nanovllm.bench.kv import fit
-from nanovllm.bench.resolved import resolved
 from nanovllm.cli.commands import capture_graphs
 from nanovllm.config import load_config
-from nanovllm.runner.build import build
+from nanovllm.runner.build import build, resolved
 from nanovllm.runner.graphs import graph_sizes
 from nanovllm.runner.pieces import piece_sizes
 

@@ -9,11 +9,10 @@ from msgspec.structs import replace
 
 from nanovllm.bench import kv, record
 from nanovllm.bench.kv import Budget, Fit, budget_lines, fit, size
-from nanovllm.bench.resolved import resolved
 from nanovllm.cli.commands import profile_kv
 from nanovllm.config import ConfigError, load_config
 from nanovllm.models.weights import load_model
-from nanovllm.runner.build import build, select_ops
+from nanovllm.runner.build import build, resolved, select_ops
 
 GIB = 1 << 30
 RECIPES = Path(__file__).parents[2] / "recipes"
