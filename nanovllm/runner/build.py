@@ -114,7 +114,7 @@ def resolved(config: Config) -> Resolved:
     """Raises ConfigError if this machine cannot serve the recipe."""
     device, dtype = choose_device(config.recipe)
     family, model_config = read_model_config(config)
-    recipe = resolve(config.recipe, device, dtype, model_config.max_position_embeddings)
+    recipe = without_autos(config.recipe, device, dtype, model_config.max_position_embeddings)
     mesh = Mesh()
     layout = family.cache_layout(model_config, mesh, dtype.itemsize)
     backend, kernels, passed_over = choose_backend(
@@ -208,7 +208,9 @@ def cpu_threads(recipe: Recipe, model: Decoder) -> int:
     return max(1, min(torch.get_num_threads(), num_weights // 50_000_000))
 
 
-def resolve(recipe: Recipe, device: torch.device, dtype: torch.dtype, model_tokens: int) -> Recipe:
+def without_autos(
+    recipe: Recipe, device: torch.device, dtype: torch.dtype, model_tokens: int
+) -> Recipe:
     """Every "auto" that needs no measurement."""
     on_cpu = device.type == "cpu"
     cache, server, kernels = recipe.cache, recipe.server, recipe.kernels

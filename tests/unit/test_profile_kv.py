@@ -11,8 +11,7 @@ from nanovllm.bench import kv, record
 from nanovllm.bench.kv import Budget, Fit, budget_lines, fit, size
 from nanovllm.cli.commands import profile_kv
 from nanovllm.config import ConfigError, load_config
-from nanovllm.models.weights import load_model
-from nanovllm.runner.build import build, resolved, select_ops
+from nanovllm.runner.build import build, load, resolved
 
 GIB = 1 << 30
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -87,8 +86,7 @@ def test_the_engine_takes_as_many_pages() -> None:
 def test_weights_counted_from_shapes_are_those_loaded() -> None:
     config = load_config(None, flags={"device": "cpu"})
     found = resolved(config)
-    ops = select_ops(found.recipe.kernels, found.device)
-    model = load_model(config, found.mesh, found.device, found.dtype, ops, 4096)
+    model = load(config, found)
     held = {t.data_ptr(): t.untyped_storage().nbytes() for t in model.state_dict().values()}
     held[model.cos_sin_LA.data_ptr()] = model.cos_sin_LA.nbytes
     assert kv.weight_bytes(found) == sum(held.values())
