@@ -11,19 +11,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
-import cutlass
 import torch
-from cutlass import cute
-from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
-from flash_attn.cute.interface import _tile_size_fwd_sm90
-from quack.compile_utils import make_fake_stream, make_fake_tensor
 from torch import Tensor
 
 from nanovllm_kernels.case import bits
-from nanovllm_kernels.kept import kept
+from nanovllm_kernels.kept import Compiled, kept
 
 # Windows, sinks, sparse blocks, other scores' tensors and scalars, schedules: a kernel that comes
 # from the disk knows no defaults.
@@ -64,14 +58,18 @@ def flash_prefill(
 
 
 @kept
-def compile_causal(
-    group: int, page_tokens: int, width: int, dtype_name: str
-) -> Callable[..., None]:
+def compile_causal(group: int, page_tokens: int, width: int, dtype_name: str) -> Compiled:
     """The causal forward kernel for `group` query heads per key/value head.
 
     Its arguments: q, k, v, o, no log-sum-exp, the scale, where each row's queries start, None,
     None, the rows' lengths, the page table, UNUSED. Needs no GPU, only to know of one.
     """
+    import cutlass
+    from cutlass import cute
+    from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90  # imports torch.compile
+    from flash_attn.cute.interface import _tile_size_fwd_sm90
+    from quack.compile_utils import make_fake_stream, make_fake_tensor
+
     dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype_name]
     tiles = _tile_size_fwd_sm90(width, width, True, False)
     kernel = FlashAttentionForwardSm90(
@@ -96,7 +94,7 @@ def compile_causal(
         return make_fake_tensor(dtype, sizes, 8 if dtype.width == 16 else 1)
 
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # of an unused argument
-        compiled: Callable[..., None] = cute.compile(
+        compiled: Compiled = cute.compile(
             kernel,
             like(3, dtype),
             like(4, dtype),

@@ -1,0 +1,73 @@
+"""Compiles gated_linear's product out of parts of the package quack, with which it imports
+torch.compile: 4 s, for starts that find nothing on disk only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float16, Float32, Int32, cute
+from quack.epilogue.library import linear_act_mod
+from quack.rounding import RoundingMode
+from quack.tile_scheduler import TileSchedulerOptions
+
+from nanovllm_kernels.kept import Compiled
+
+DTYPES = {"bfloat16": BFloat16, "float16": Float16}
+HOPPER = 9
+
+
+class Product:
+    """Tiles of `rows` by `lines`, two of which are a cluster and share what they have in common."""
+
+    def __init__(self, dtype: Any, rows: int, lines: int, is_tall: bool) -> None:  # noqa: ANN401
+        epilogue = linear_act_mod(
+            "swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=False
+        )
+        self.of_pairs = epilogue._mint((), HOPPER, True, False, (), RoundingMode.RN, (), False)
+        self.product = self.of_pairs(
+            Float32,
+            dtype,
+            (rows, lines),
+            (2, 1, 1) if is_tall else (1, 2, 1),
+            pingpong=True,
+            is_persistent=True,
+            gather_A=False,
+            concat_layout=("B",),  # all gates, then all ups
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        x_TD: cute.Tensor,
+        weight_ND: cute.Tensor,
+        y_TF: cute.Tensor,
+        num_clusters: Int32,
+        stream: CUstream,
+    ) -> None:
+        outputs = self.of_pairs.EpilogueArguments(mAuxOut=y_TF)
+        schedule = TileSchedulerOptions(num_clusters)
+        self.product(x_TD, weight_ND, None, None, outputs, schedule, None, stream, None, None)
+
+
+def compile_product(dtype_name: str, rows: int, lines: int, is_tall: bool) -> Compiled:
+    """Of any sizes. Needs no GPU, only to know of one."""
+    dtype = DTYPES[dtype_name]
+
+    def like(num_columns: Any) -> Any:  # noqa: ANN401
+        strides = (cute.sym_int64(divisibility=8), 1)
+        return cute.runtime.make_fake_tensor(
+            dtype, (cute.sym_int(), num_columns), strides, assumed_align=16
+        )
+
+    num_inputs = cute.sym_int()
+    compiled: Compiled = cute.compile(
+        Product(dtype, rows, lines, is_tall),
+        like(num_inputs),
+        like(num_inputs),
+        like(cute.sym_int(divisibility=8)),
+        Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options="--enable-tvm-ffi",
+    )
+    return compiled
