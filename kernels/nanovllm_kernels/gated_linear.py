@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
 from nanovllm_kernels.device import is_hopper
-from nanovllm_kernels.kept import Compiled, kept
+from nanovllm_kernels.kept import Compiled, Kept
 from nanovllm_kernels.reference import silu_mul
 from nanovllm_kernels.small_linear import gated_sizes, linear_reference
 
@@ -60,7 +60,7 @@ class GatedLinear:
         return y_TF
 
 
-@kept
+@Kept
 def compile_gated(dtype_name: str, is_tall: bool) -> Compiled:
     """Of any sizes; `is_tall`: two tiles of rows share weights, else two tiles of lines share rows.
 

@@ -14,11 +14,10 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
-from typing import ParamSpec
+from typing import Any, Generic, ParamSpec
 
 Args = ParamSpec("Args")
 Compiled = Callable[..., None]
@@ -34,7 +33,7 @@ DISK = Disk()
 
 
 def keep_in(folder: Path) -> None:
-    """Every kernel, from now on."""
+    """Every kernel of this process, from now on."""
     DISK.folder = folder / made_of()
 
 
@@ -49,42 +48,43 @@ def made_of() -> str:
     return digest.hexdigest()
 
 
-def kept(compile_kernel: Callable[Args, Compiled]) -> Callable[Args, Compiled]:
-    """The same, in memory and on disk. Its arguments are plain values, which `repr` tells apart."""
-    known: dict[str, Compiled] = {}
+class Kept(Generic[Args]):
+    """A function that compiles a kernel, called once for equal arguments, or not if it is on disk.
 
-    @wraps(compile_kernel)
-    def get(*args: Args.args, **kwargs: Args.kwargs) -> Compiled:
-        key = f"{compile_kernel.__module__}.{compile_kernel.__qualname__} {args} {kwargs}"
-        if key not in known:
-            known[key] = load(key) or save(key, compile_kernel(*args, **kwargs))
-        return known[key]
+    Arguments are plain values, which `repr` tells apart.
+    """
 
-    return get
+    def __init__(self, compiles: Callable[Args, Compiled]) -> None:
+        self.compiles = compiles
+        self.known: dict[str, Compiled] = {}
+
+    def __call__(self, *args: Args.args, **kwargs: Args.kwargs) -> Compiled:
+        key = f"{self.compiles.__module__}.{self.compiles.__qualname__} {args} {kwargs}"
+        if key not in self.known:
+            name = f"{sha256(key.encode()).hexdigest()}.o"
+            path = DISK.folder and DISK.folder / name
+            kernel = load(path) if path and path.exists() else None
+            if kernel is None:
+                kernel = self.compiles(*args, **kwargs)
+                if path:
+                    save(kernel, path)
+            self.known[key] = kernel
+        return self.known[key]
 
 
-def path_of(key: str) -> Path | None:
-    return DISK.folder and DISK.folder / f"{sha256(key.encode()).hexdigest()}.o"
+def load(path: Path) -> Compiled | None:
+    """None if the file is damaged."""
+    from cutlass import cute  # for a second
 
-
-def load(key: str) -> Compiled | None:
-    """A file that cannot be loaded is none."""
-    from cutlass import cute
-
-    path = path_of(key)
-    if path is None or not path.exists():
-        return None
-    with suppress(Exception):  # whatever a damaged file makes of the loader
+    with suppress(Exception):  # whatever the loader makes of it
         loaded: Compiled = cute.runtime.load_module(str(path), enable_tvm_ffi=True)[NAME]
         return loaded
     return None
 
 
-def save(key: str, compiled: Compiled) -> Compiled:
+def save(kernel: Any, path: Path) -> None:  # noqa: ANN401
     """Under its name only when it is whole: others may look for it at the same time."""
-    if (path := path_of(key)) is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        begun = path.with_suffix(f".{os.getpid()}")
-        compiled.export_to_c(object_file_path=str(begun), function_name=NAME)  # type: ignore[attr-defined]
-        begun.replace(path)
-    return compiled
+    path.parent.mkdir(parents=True, exist_ok=True)
+    begun = path.with_suffix(f".{os.getpid()}")
+    kernel.export_to_c(object_file_path=str(begun), function_name=NAME)
+    begun.replace(path)

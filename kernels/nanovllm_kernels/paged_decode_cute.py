@@ -35,7 +35,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from torch import Tensor
 
 from nanovllm_kernels.case import Args, Case
-from nanovllm_kernels.kept import kept
+from nanovllm_kernels.kept import Kept
 from nanovllm_kernels.paged_decode import PAGED_DECODE, inputs, plan_lanes, results_of
 
 BLOCK = 64  # tokens
@@ -104,7 +104,7 @@ def paged_decode(
     return o_RHA
 
 
-@kept
+@Kept
 def compile_decode(group: int, width: int, page_tokens: int) -> Callable[..., None]:
     """For `group` query heads per key/value head. Needs no GPU, only to know of one."""
     any_ = cute.sym_int

@@ -35,7 +35,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 from torch import Tensor
 
-from nanovllm_kernels.kept import kept
+from nanovllm_kernels.kept import Kept
 
 DEEP = 64  # inputs in a swizzled line of shared memory
 BOX_ROWS = 16
@@ -141,7 +141,7 @@ class SkinnyLinear:
 SKINNY_LINEAR = SkinnyLinear()
 
 
-@kept
+@Kept
 def compile_product(
     lines: int, splits: int, is_large: bool, groups: int, normed: bool, gated: bool, added: bool
 ) -> Callable[..., None]:

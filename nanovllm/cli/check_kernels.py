@@ -19,8 +19,10 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 from nanovllm_kernels import KERNELS
+from nanovllm_kernels.kept import keep_in
 
 from nanovllm.cli.commands import json_option, write_record
+from nanovllm.config import cache_dir
 from nanovllm.registry import resolve
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ INTERPRETER_SLACK = 2.0  # it truncates where a GPU rounds
 # In CuTe DSL: compiled for the GPU present, else for what CUTE_DSL_ARCH names. Of what, with what.
 COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
     "flash_forward": ("nanovllm_kernels.flash_prefill:compile_causal", (2, 128, 128, "bfloat16")),
+    "gated_linear": ("nanovllm_kernels.gated_linear:compile_gated", ("bfloat16", True)),
     "paged_decode_cute": ("nanovllm_kernels.paged_decode_cute:compile_decode", (2, 128, 128)),
     **{
         name: ("nanovllm_kernels.skinny_linear:compile_product", (64, 2, False, 1, *kind))
@@ -89,6 +92,7 @@ def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool) -> Non
             f"{torch.cuda.get_device_name(device)}: copies {limits.copy_bytes_per_s / 1e12:.2f} "
             f"TB/s, multiplies {limits.matmul_flops / 1e12:.0f} TFLOP/s"
         )
+    keep_in(cache_dir() / "cute")
     results = []
     for name in names or {**COMPILED, **KERNELS}:
         for result in check_one(name, device, limits, quick):
@@ -134,7 +138,7 @@ def compile_one(name: str) -> Result:
     began, (_, arguments) = time.monotonic(), COMPILED[name]
     try:
         compiles = resolve({name: path for name, (path, _) in COMPILED.items()}, name)
-        getattr(compiles, "__wrapped__", compiles)(*arguments)  # anew, not from the disk
+        getattr(compiles, "compiles", compiles)(*arguments)  # anew, not from the disk
     except ModuleNotFoundError:
         raise
     except Exception as error:

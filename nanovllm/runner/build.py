@@ -10,13 +10,13 @@ import time
 from dataclasses import dataclass
 
 import torch
-from msgspec.structs import asdict, astuple, replace
+from msgspec.structs import asdict, replace
+from nanovllm_kernels.kept import keep_in
 
 from nanovllm.attention.choose import Factory, choose_backend
 from nanovllm.config import (
     Config,
     ConfigError,
-    Kernels,
     Recipe,
     cache_dir,
     given_or,
@@ -154,7 +154,7 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
         prompt_lengths_N=slots.prompt_lengths_N,
         kernel=recipe.kernels.sample,
     )
-    keep_compiled(recipe.kernels)  # before any runs
+    keep_in(cache_dir() / "cute")  # before any runs
 
     def runner_with(num_pages: int) -> Runner:
         caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device)
@@ -172,14 +172,6 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
         )
     cache = replace(recipe.cache, pages=num_pages)
     return runner_with(num_pages), replace(recipe, cache=cache)
-
-
-def keep_compiled(kernels: Kernels) -> None:
-    """On disk, what is written in CuTe DSL."""
-    if {"flash", "cute"} & {*astuple(kernels)}:
-        from nanovllm_kernels.kept import keep_in  # imports CuTe DSL, for seconds
-
-        keep_in(cache_dir() / "cute")
 
 
 def choose_device(recipe: Recipe) -> tuple[torch.device, torch.dtype]:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nanovllm_kernels.kept import keep_in
+
+from nanovllm.config import cache_dir
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["*"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_once() -> None:
+    keep_in(cache_dir() / "cute")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,89 +1,134 @@
-"""Compiled CuTe DSL kernels on disk: where, and under a key of everything they are made of."""
+"""Compiled CuTe DSL kernels on disk: found by what they are made of, at little cost."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from nanovllm_kernels import kept
 
 from nanovllm.cli.check_kernels import COMPILED
-from nanovllm.config import Kernels
 from nanovllm.registry import resolve
-from nanovllm.runner.build import keep_compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flash-attn-4's imports
 COMPILE = """
 import sys
-from contextlib import suppress
 from pathlib import Path
-import torch
+from nanovllm_kernels.flash_prefill import compile_causal
+from nanovllm_kernels.gated_linear import compile_gated
+from nanovllm_kernels.kept import keep_in
+from nanovllm_kernels.paged_decode_cute import compile_decode
+from nanovllm_kernels.skinny_linear import compile_product
 
-def gated():
-    from nanovllm_kernels.gated_linear import GATED_LINEAR
-    x, weight = (torch.zeros(128, 64, dtype=torch.bfloat16) for _ in range(2))
-    with suppress(RuntimeError):  # there is no GPU to run it on
-        GATED_LINEAR(x, weight)
-
-def decode():
-    from nanovllm_kernels.paged_decode_cute import compile_decode
+def compile_all(folder):
+    keep_in(Path(folder))
+    compile_gated("bfloat16", True)
     compile_decode(2, 64, 16)
-    print("compiled:", compile_decode.cache_info().misses)
+    compile_product(64, 2, False, 1, False, False, False)
+    compile_causal(2, 128, 128, "bfloat16")
 
-def keep_in(folder):
-    from nanovllm_kernels import kept
-    kept.keep_in(Path(folder))
+compile_all(sys.argv[1])
+print({"torch._dynamo", "torch._inductor", "quack", "flash_attn"} & {*sys.modules})
 """
 
 
-def run(then: str, folder: Path) -> str:
+def run(code: str, folder: Path) -> str:
     """In a process of its own: the architecture is read when the package is imported."""
-    command = ["env", f"QUACK_CACHE_DIR={folder}", "CUTE_DSL_ARCH=sm_90a", "QUACK_ARCH=90"]
-    command += ["CUDA_VISIBLE_DEVICES=", sys.executable, "-c", COMPILE + then]
+    command = ["env", "CUTE_DSL_ARCH=sm_90a", "QUACK_ARCH=90", "CUDA_VISIBLE_DEVICES="]
+    command += [sys.executable, "-c", code, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
 
-def test_a_second_start_compiles_nothing_wherever_it_was_told_and_whatever_came_first(
-    tmp_path: Path,
-) -> None:
-    folder, other = tmp_path / "kept", tmp_path / "other"
-    assert run("gated(); decode()", folder) == "compiled: 1\n"
-    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*.o")}
-    assert len(written) == 2 and len({path.parent for path in written}) == 1
-    assert run(f"keep_in({str(folder)!r}); decode(); gated()", other) == "compiled: 0\n"
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.o")} == written
-    assert not other.exists()
+def files(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_second_start_compiles_nothing_and_imports_no_compiler(tmp_path: Path) -> None:
+    assert "torch._dynamo" in run(COMPILE, tmp_path)
+    written = files(tmp_path)
+    assert len(written) == 4 and {path.suffix for path in written} == {".o"}
+    assert len({path.parent for path in written}) == 1
+    assert run(COMPILE, tmp_path) == "set()\n"
+    assert files(tmp_path) == written
+
+
+class Kernel:
+    """Of paper: a file with its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def export_to_c(self, object_file_path: str, function_name: str) -> None:
+        Path(object_file_path).write_text(f"{function_name} {self.name}")
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(kept, "DISK", kept.Disk())
+    monkeypatch.setattr(kept, "load", lambda path: read_whole(path))
+    return []
+
+
+def read_whole(path: Path) -> str | None:
+    text = path.read_text()
+    return text if text.startswith(kept.NAME) else None
+
+
+def compiler(compiled: list[str]) -> kept.Kept:
+    @kept.Kept
+    def compiles(size: int, name: str = "a") -> Kernel:
+        compiled.append(f"{size} {name}")
+        return Kernel(f"{size} {name}")
+
+    return compiles
+
+
+def test_equal_arguments_compile_once(compiled: list[str], tmp_path: Path) -> None:
+    compiles = compiler(compiled)
+    for _ in range(2):
+        assert [compiles(n, name).name for n in (1, 2) for name in "ab"] == [*compiled]
+    assert compiled == ["1 a", "1 b", "2 a", "2 b"]
+    assert files(tmp_path) == {}  # nobody said where
+
+
+def test_another_process_finds_them(compiled: list[str], tmp_path: Path) -> None:
+    kept.keep_in(tmp_path)
+    compiler(compiled)(7, "b")
+    assert compiler(compiled)(7, "b") == "kernel 7 b"
+    assert compiled == ["7 b"]
+    compiler(compiled)(7, "c")
+    assert compiled == ["7 b", "7 c"]
+
+
+def test_a_damaged_file_is_written_anew(compiled: list[str], tmp_path: Path) -> None:
+    kept.keep_in(tmp_path)
+    compiler(compiled)(7)
+    (path,) = files(tmp_path)
+    path.write_text("half a ker")
+    assert compiler(compiled)(7).name == "7 a"
+    assert compiler(compiled)(7) == "kernel 7 a"
+    assert [*files(tmp_path)] == [path] and compiled == ["7 a", "7 a"]
+
+
+@pytest.mark.parametrize("package", kept.PACKAGES)
+def test_versions_belong_to_the_key(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    version, before = kept.metadata.version, kept.made_of()
+    assert kept.made_of() == before
+    monkeypatch.setattr(kept.metadata, "version", lambda p: version(p) + ".1" * (p == package))
+    assert kept.made_of() != before
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_what_compiles_a_kernel_belongs_to_its_key(name: str) -> None:
-    import flash_attn.cute
-    import quack.cache
-
-    compiles = resolve({name: COMPILED[name][0]}, name).__wrapped__
-    for source in (compiles.__code__.co_filename, flash_attn.cute.__file__):
-        assert any(Path(source).is_relative_to(known) for known in quack.cache.EXTRA_SOURCE_DIRS)
-
-
-@pytest.mark.parametrize(
-    ("changed", "is_kept"),
-    [
-        ({}, False),
-        ({"attention": "triton", "decode": "triton"}, False),
-        ({"attention": "flash", "decode": "triton"}, True),
-        ({"attention": "triton", "decode": "cute"}, True),
-        ({"gated_linear": "cute"}, True),
-    ],
-)
-def test_an_engine_keeps_what_it_compiles(
-    changed: dict[str, str], is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_sources_of_what_compiles_a_kernel_belong_to_its_key(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import quack.cache
-
-    monkeypatch.setattr(quack.cache, "CACHE_DIR", "as it was")
-    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
-    keep_compiled(Kernels(**{"attention": "torch", "decode": "torch", **changed}))
-    assert (str(tmp_path / "cute") if is_kept else "as it was") == quack.cache.CACHE_DIR
+    compiles: Callable[..., object] = resolve({name: COMPILED[name][0]}, name).compiles
+    source, before = Path(compiles.__code__.co_filename), kept.made_of()
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + b" " * (p == source))
+    assert kept.made_of() != before
