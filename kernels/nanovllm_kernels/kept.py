@@ -17,9 +17,9 @@ from contextlib import suppress
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Generic, ParamSpec
+from typing import Any, Generic, NamedTuple, TypeVarTuple
 
-Args = ParamSpec("Args")
+Kind = TypeVarTuple("Kind")
 Compiled = Callable[..., None]
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "quack-kernels")
 NAME = "kernel"  # in every object file
@@ -48,24 +48,36 @@ def made_of() -> str:
     return digest.hexdigest()
 
 
-class Kept(Generic[Args]):
+class Job(NamedTuple):
+    """A kernel to compile."""
+
+    function: str  # "module:name" of a Kept
+    arguments: str  # as Python writes them
+    path: Path | None  # where it is kept
+
+
+class Kept(Generic[*Kind]):
     """A function that compiles a kernel, called once for equal arguments, or not if it is on disk.
 
     Arguments are plain values, which `repr` tells apart.
     """
 
-    def __init__(self, compiles: Callable[Args, Compiled]) -> None:
+    def __init__(self, compiles: Callable[[*Kind], Compiled]) -> None:
         self.compiles = compiles
         self.known: dict[str, Compiled] = {}
 
-    def __call__(self, *args: Args.args, **kwargs: Args.kwargs) -> Compiled:
-        key = f"{self.compiles.__module__}.{self.compiles.__qualname__} {args} {kwargs}"
+    def job(self, *kind: *Kind) -> Job:
+        function, arguments = f"{self.compiles.__module__}:{self.compiles.__qualname__}", repr(kind)
+        name = sha256(f"{function} {arguments}".encode()).hexdigest()
+        return Job(function, arguments, DISK.folder and DISK.folder / f"{name}.o")
+
+    def __call__(self, *kind: *Kind) -> Compiled:
+        key = repr(kind)
         if key not in self.known:
-            name = f"{sha256(key.encode()).hexdigest()}.o"
-            path = DISK.folder and DISK.folder / name
+            path = self.job(*kind).path
             kernel = load(path) if path and path.exists() else None
             if kernel is None:
-                kernel = self.compiles(*args, **kwargs)
+                kernel = self.compiles(*kind)
                 if path:
                     save(kernel, path)
             self.known[key] = kernel

@@ -16,9 +16,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from nanovllm.config import Config
-from nanovllm.layers.ops import select_ops
-from nanovllm.models.weights import default_dtype
-from nanovllm.runner.build import Resolved, load, with_caches
+from nanovllm.runner.build import load, with_caches
+from nanovllm.runner.resolved import Resolved
 from nanovllm.runner.runner import Runner
 from nanovllm.runner.sizing import GIB, num_pages_that_fit
 from nanovllm.runner.warm import largest_steps
@@ -112,10 +111,7 @@ def fit(config: Config, found: Resolved) -> Fit:
 
 def weight_bytes(found: Resolved) -> int:
     """Of the model's parameters and tables, from their shapes alone."""
-    ops = select_ops(found.recipe.kernels, found.device)
-    most = int(found.recipe.server.max_model_tokens)
-    with torch.device("meta"), default_dtype(found.dtype):
-        model = found.family(found.model_config, found.mesh, ops, most)
+    model = found.shapes()
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 

@@ -90,7 +90,7 @@ def serve(**recipe: Any) -> None:  # noqa: ANN401
 def profile_kv(tokens_per_request: int | None, path: Path | None, **recipe: Any) -> None:  # noqa: ANN401
     """Show what fits into RECIPE's cache on this machine. No weights are read."""
     from nanovllm.bench import kv
-    from nanovllm.runner.build import resolved
+    from nanovllm.runner.resolved import resolved
 
     config, began = config_of(**recipe), datetime.now(UTC)
     found = resolved(config)
@@ -122,8 +122,9 @@ def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None: 
     Exits with 1 if a graph gives other logits.
     """
     from nanovllm.bench import graphs as bench
-    from nanovllm.runner.build import build, resolved
+    from nanovllm.runner.build import build
     from nanovllm.runner.graphs import obstacles
+    from nanovllm.runner.resolved import resolved
 
     config, began = config_of(**recipe), datetime.now(UTC)
     found = resolved(config)

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from nanovllm_kernels import flash_prefill, gated_linear, kept, paged_decode_cute, skinny_linear
 
 from nanovllm.bench import record
 from nanovllm.bench.kv import fit
 from nanovllm.cli.commands import capture_graphs
 from nanovllm.config import load_config
-from nanovllm.runner.build import build, resolved
+from nanovllm.runner.build import build
 from nanovllm.runner.graphs import graph_sizes
 from nanovllm.runner.pieces import piece_sizes
+from nanovllm.runner.resolved import resolved
 
 
 @pytest.mark.gpu
@@ -50,3 +52,26 @@ def test_the_profile_finds_the_engines_number_of_pages() -> None:
     assert fitted.budget.step > 0 and fitted.budget.others > 0
     assert fitted.pages == fitted.budget.room // fitted.page_bytes - 1
     assert abs(build(config).num_pages - fitted.pages) * fitted.page_bytes < 64 << 20
+
+
+@pytest.mark.gpu
+def test_a_first_start_compiles_beside_the_loading_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = [
+        flash_prefill.compile_causal,
+        gated_linear.compile_gated,
+        paged_decode_cute.compile_decode,
+        skinny_linear.compile_product,
+    ]
+    for kernel in kernels:
+        monkeypatch.setattr(kernel, "known", {})
+    monkeypatch.setattr(kept, "DISK", kept.Disk())
+    monkeypatch.setattr(kept, "save", lambda kernel, path: pytest.fail(f"compiled {path}"))
+    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
+    recipe = Path(__file__).parents[2] / "recipes" / "qwen3-0.6b.yaml"
+    with caplog.at_level("INFO"):
+        build(load_config(str(recipe), ["load.format=dummy", "cache.memory_fraction=0.2"]))
+    num_kernels = sum(len(kernel.known) for kernel in kernels)
+    assert num_kernels >= 7
+    assert f"compiled kernels={num_kernels} failed=0" in caplog.text

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.config import ConfigError, Schedule, load_config, resolve_schedule
 from nanovllm.engine import paper
-from nanovllm.runner.build import without_autos
+from nanovllm.runner.resolved import without_autos
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

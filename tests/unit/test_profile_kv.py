@@ -11,7 +11,8 @@ from nanovllm.bench import kv, record
 from nanovllm.bench.kv import Budget, Fit, budget_lines, fit, size
 from nanovllm.cli.commands import profile_kv
 from nanovllm.config import ConfigError, load_config
-from nanovllm.runner.build import build, load, resolved
+from nanovllm.runner.build import build, load
+from nanovllm.runner.resolved import resolved
 
 GIB = 1 << 30
 RECIPES = Path(__file__).parents[2] / "recipes"

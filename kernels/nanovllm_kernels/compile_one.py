@@ -1,0 +1,23 @@
+"""Compiles one kernel to disk: python -m nanovllm_kernels.compile_one FOLDER FUNCTION ARGUMENTS.
+
+The last two are those of a kept.Job.
+"""
+
+from __future__ import annotations
+
+import sys
+from ast import literal_eval
+from importlib import import_module
+from pathlib import Path
+
+from nanovllm_kernels.kept import keep_in
+
+
+def main(folder: str, function: str, arguments: str) -> None:
+    keep_in(Path(folder))
+    module, _, name = function.partition(":")
+    getattr(import_module(module), name)(*literal_eval(arguments))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

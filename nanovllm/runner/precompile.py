@@ -1,0 +1,99 @@
+"""What a first start lacks of compiled CuTe DSL kernels: compiled beside the loading of weights.
+
+Decision: each in a process of its own. To compile one takes seconds of Python, which hold the
+interpreter's lock, and the imports of a compiler, which the engine is spared. Nothing depends on
+it: a kernel that is not listed here, or fails here, is compiled where it is first used.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nanovllm_kernels.gated_linear import compile_gated
+from nanovllm_kernels.kept import Job
+
+from nanovllm.layers.embedding import Vocabulary
+from nanovllm.layers.linear import NormedLinear, RowLinear
+from nanovllm.log import fields
+from nanovllm.models.decoder import Decoder
+from nanovllm.runner.resolved import Resolved
+
+log = logging.getLogger("engine")
+LEAST_CORES = 8  # with fewer, the processes wait for each other
+HOPPER = ("env", "CUTE_DSL_ARCH=sm_90a", "QUACK_ARCH=90", "CUDA_VISIBLE_DEVICES=")
+
+
+def jobs_of(found: Resolved) -> list[Job]:
+    """The kernels in CuTe DSL that an engine needs before it is ready."""
+    kernels, dtype, page_tokens = found.recipe.kernels, found.recipe.dtype, found.page_tokens
+    width = found.layout.paged[0].k_width
+    group = found.model_config.num_attention_heads // found.model_config.num_key_value_heads
+    jobs: list[Job] = []
+    if kernels.attention == "flash":
+        from nanovllm_kernels.flash_prefill import compile_causal
+
+        jobs.append(compile_causal.job(group, page_tokens, width, dtype))
+    if kernels.decode == "cute":
+        from nanovllm_kernels.paged_decode_cute import compile_decode
+
+        jobs.append(compile_decode.job(group, width, page_tokens))
+    if kernels.gated_linear == "cute":
+        jobs.append(compile_gated.job(dtype, True))
+    if kernels.skinny_linear == "cute":
+        jobs += products_of(found.shapes())
+    return jobs
+
+
+def products_of(model: Decoder) -> list[Job]:
+    """Of few rows, with the norm before and what comes after."""
+    from nanovllm_kernels.skinny_linear import MOST_ROWS, Kind, compile_product, shape_of
+
+    found = set()
+    for module in model.modules():
+        match module:
+            case NormedLinear():
+                kind = Kind(normed=True, gated=module.gated)
+            case RowLinear():
+                kind = Kind(added=module.mesh.tp_size == 1)
+            case Vocabulary():
+                kind = Kind()
+            case _:
+                continue
+        shapes = {shape_of(*module.weight.shape, kind, n) for n in range(1, MOST_ROWS + 1)}
+        found |= {(*shape, *kind) for shape in shapes if shape is not None}
+    return [compile_product.job(*kind) for kind in sorted(found)]
+
+
+@contextmanager
+def compiled_beside(jobs: list[Job]) -> Iterator[None]:
+    """Compiles those that are not on disk, beside what is done in the meantime."""
+    began = time.perf_counter()
+    lacking = [job for job in jobs if job.path and not job.path.exists()]
+    if len(lacking) < 2 or len(os.sched_getaffinity(0)) < LEAST_CORES:
+        lacking = []
+    processes = [start(job) for job in lacking]
+    try:
+        yield
+        for process in processes:
+            process.wait()
+    finally:
+        for process in processes:
+            process.kill()
+    if lacking:
+        failed = sum(process.returncode != 0 for process in processes)
+        seconds = time.perf_counter() - began
+        log.info("compiled %s", fields(kernels=len(lacking), failed=failed, s=seconds))
+
+
+def start(job: Job) -> subprocess.Popen[bytes]:
+    assert job.path is not None
+    command = [*HOPPER, sys.executable, "-m", "nanovllm_kernels.compile_one"]
+    command += [str(job.path.parent.parent), job.function, job.arguments]
+    quiet = subprocess.DEVNULL  # what goes wrong will again, where the kernel is used
+    return subprocess.Popen(command, stdout=quiet, stderr=quiet)
