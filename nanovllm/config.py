@@ -274,8 +274,8 @@ def _hub_folder(model: str, *, download: bool) -> Path | None:
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept between starts."""
-    return Path(os.environ.get("NANOVLLM_CACHE", "~/.cache/nanovllm")).expanduser()
+    """Where compiled CuTe DSL kernels are kept between starts."""
+    return Path(os.environ.get("NANOVLLM_CACHE", "~/.cache/nanovllm")).expanduser() / "cute"
 
 
 def choices(section: type[Struct], key: str) -> tuple[str, ...]:

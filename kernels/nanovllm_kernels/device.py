@@ -23,6 +23,11 @@ def can_overlap(device: torch.device) -> bool:
     return generation(device) >= HOPPER
 
 
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def follows(num_rows: int, device: torch.device) -> bool:
     """Whether a kernel of so many rows is launched early, and then waits for the one before."""
     return num_rows <= FOLLOWING and can_overlap(device)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
-from nanovllm_kernels.device import is_hopper
+from nanovllm_kernels.device import is_hopper, processors
 from nanovllm_kernels.kept import Compiled, Kept
 from nanovllm_kernels.reference import silu_mul
 from nanovllm_kernels.small_linear import gated_sizes, linear_reference
@@ -54,9 +54,8 @@ class GatedLinear:
         """y_TF. `weight_ND`: the lines of the gate, then those of up."""
         num_rows, num_lines = len(x_TD), len(weight_ND)
         y_TF = x_TD.new_empty(num_rows, num_lines // 2)
-        num_clusters = torch.cuda.get_device_properties(x_TD.device).multi_processor_count // 2
         run = compile_gated(bits(x_TD.dtype), num_rows > TILE_ROWS)
-        run(x_TD, weight_ND, y_TF, num_clusters)
+        run(x_TD, weight_ND, y_TF, processors(x_TD.device) // 2)
         return y_TF
 
 

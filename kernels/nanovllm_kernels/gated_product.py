@@ -1,5 +1,7 @@
-"""Compiles gated_linear's product out of parts of the package quack, with which it imports
-torch.compile: 4 s, for starts that find nothing on disk only."""
+"""Compiles gated_linear's product out of parts of the package quack.
+
+Imports torch.compile with them, for 4 s: for starts that do not find the product on disk.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from quack.rounding import RoundingMode
 from quack.tile_scheduler import TileSchedulerOptions
 
 from nanovllm_kernels.kept import Compiled
+from nanovllm_kernels.like import like
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 HOPPER = 9
@@ -52,20 +55,12 @@ class Product:
 
 def compile_product(dtype_name: str, rows: int, lines: int, is_tall: bool) -> Compiled:
     """Of any sizes. Needs no GPU, only to know of one."""
-    dtype = DTYPES[dtype_name]
-
-    def like(num_columns: Any) -> Any:  # noqa: ANN401
-        strides = (cute.sym_int64(divisibility=8), 1)
-        return cute.runtime.make_fake_tensor(
-            dtype, (cute.sym_int(), num_columns), strides, assumed_align=16
-        )
-
-    num_inputs = cute.sym_int()
+    dtype, num_inputs = DTYPES[dtype_name], cute.sym_int()
     compiled: Compiled = cute.compile(
         Product(dtype, rows, lines, is_tall),
-        like(num_inputs),
-        like(num_inputs),
-        like(cute.sym_int(divisibility=8)),
+        like(dtype, cute.sym_int(), num_inputs, divisibility=8),
+        like(dtype, cute.sym_int(), num_inputs, divisibility=8),
+        like(dtype, cute.sym_int(), cute.sym_int(divisibility=8), divisibility=8),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",

@@ -17,7 +17,7 @@ from contextlib import suppress
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVarTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVarTuple
 
 Kind = TypeVarTuple("Kind")
 Compiled = Callable[..., None]
@@ -25,16 +25,9 @@ PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "quack-kerne
 NAME = "kernel"  # in every object file
 
 
-class Disk:
-    folder: Path | None = None  # None: kernels are kept in memory only
-
-
-DISK = Disk()
-
-
 def keep_in(folder: Path) -> None:
     """Every kernel of this process, from now on."""
-    DISK.folder = folder / made_of()
+    Kept.folder = folder / made_of()
 
 
 def made_of() -> str:
@@ -62,26 +55,27 @@ class Kept(Generic[*Kind]):
     Arguments are plain values, which `repr` tells apart.
     """
 
+    folder: ClassVar[Path | None] = None  # None: kernels are kept in memory only
+
     def __init__(self, compiles: Callable[[*Kind], Compiled]) -> None:
         self.compiles = compiles
-        self.known: dict[str, Compiled] = {}
+        self.known: dict[tuple[*Kind], Compiled] = {}
 
     def job(self, *kind: *Kind) -> Job:
         function, arguments = f"{self.compiles.__module__}:{self.compiles.__qualname__}", repr(kind)
         name = sha256(f"{function} {arguments}".encode()).hexdigest()
-        return Job(function, arguments, DISK.folder and DISK.folder / f"{name}.o")
+        return Job(function, arguments, self.folder and self.folder / f"{name}.o")
 
     def __call__(self, *kind: *Kind) -> Compiled:
-        key = repr(kind)
-        if key not in self.known:
+        if kind not in self.known:
             path = self.job(*kind).path
             kernel = load(path) if path and path.exists() else None
             if kernel is None:
                 kernel = self.compiles(*kind)
                 if path:
                     save(kernel, path)
-            self.known[key] = kernel
-        return self.known[key]
+            self.known[kind] = kernel
+        return self.known[kind]
 
 
 def load(path: Path) -> Compiled | None:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from nanovllm_kernels import attention_reference as reference
 from nanovllm_kernels.case import Args, Case, Kernel, bits
-from nanovllm_kernels.device import follows
+from nanovllm_kernels.device import follows, processors
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 BLOCK_BYTES = 16384  # of keys in a block: 64 tokens of width 128 in 16 bits
@@ -59,10 +59,9 @@ def plan_lanes(lengths_R: Tensor, num_kv_heads: int, block: int, per_processor: 
     Of each lane: its first row, the block it starts at there, its number of blocks; and if it
     begins a row that it does not finish: that row, over how many lanes the row goes, or 0.
     """
-    device, num_rows, processors = lengths_R.device, len(lengths_R), INTERPRETED_PROCESSORS
-    if device.type == "cuda":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-    num_lanes = max(1, per_processor * processors // num_kv_heads)
+    device, num_rows = lengths_R.device, len(lengths_R)
+    num_processors = processors(device) if device.type == "cuda" else INTERPRETED_PROCESSORS
+    num_lanes = max(1, per_processor * num_processors // num_kv_heads)
     plan_N5 = torch.empty(num_lanes, 5, dtype=torch.int32, device=device)
     most_rows = max(1024, triton.next_power_of_2(num_rows))  # mostly one size, so compiled once
     plan_kernel[(num_lanes,)](lengths_R, plan_N5, num_rows, BLOCK=block, ROWS=most_rows)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,7 +34,8 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from torch import Tensor
 
 from nanovllm_kernels.case import Args, Case
-from nanovllm_kernels.kept import Kept
+from nanovllm_kernels.kept import Compiled, Kept
+from nanovllm_kernels.like import like
 from nanovllm_kernels.paged_decode import PAGED_DECODE, inputs, plan_lanes, results_of
 
 BLOCK = 64  # tokens
@@ -105,15 +105,9 @@ def paged_decode(
 
 
 @Kept
-def compile_decode(group: int, width: int, page_tokens: int) -> Callable[..., None]:
+def compile_decode(group: int, width: int, page_tokens: int) -> Compiled:
     """For `group` query heads per key/value head. Needs no GPU, only to know of one."""
     any_ = cute.sym_int
-
-    def like(dtype: Any, *sizes: int, divisibility: int = 1) -> Any:  # noqa: ANN401
-        """A tensor of these sizes, the last one dense, as torch allocates it."""
-        strides = [cute.sym_int64(divisibility=divisibility) for _ in sizes[1:]]
-        align = divisibility * dtype.width // 8
-        return cute.runtime.make_fake_tensor(dtype, sizes, (*strides, 1), assumed_align=align)
 
     q, o, cache = (
         like(BFloat16, *sizes, width, divisibility=8)
@@ -131,7 +125,7 @@ def compile_decode(group: int, width: int, page_tokens: int) -> Callable[..., No
     )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     decode = PagedDecode(group, width, page_tokens)
-    compiled: Callable[..., None] = cute.compile(
+    compiled: Compiled = cute.compile(
         decode, cache, cache, given, stream, options="--enable-tvm-ffi"
     )
     return compiled

@@ -23,7 +23,6 @@ box of 64 took twice the time of 64.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -35,7 +34,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 from torch import Tensor
 
-from nanovllm_kernels.kept import Kept
+from nanovllm_kernels.kept import Compiled, Kept
+from nanovllm_kernels.like import like
 
 DEEP = 64  # inputs in a swizzled line of shared memory
 BOX_ROWS = 16
@@ -144,24 +144,20 @@ SKINNY_LINEAR = SkinnyLinear()
 @Kept
 def compile_product(
     lines: int, splits: int, is_large: bool, groups: int, normed: bool, gated: bool, added: bool
-) -> Callable[..., None]:
+) -> Compiled:
     """Of a Shape and a Kind. Needs no GPU, only to know of one."""
-    any_ = cute.sym_int
 
-    def like() -> Any:  # noqa: ANN401
-        """A matrix as torch allocates it, of any sizes."""
-        strides = (cute.sym_int64(divisibility=8), 1)
-        return cute.runtime.make_fake_tensor(BFloat16, (any_(), any_()), strides, assumed_align=16)
+    def of_rank(rank: int) -> Any:  # noqa: ANN401
+        return like(BFloat16, *(cute.sym_int() for _ in range(rank)), divisibility=8)
 
-    gain = cute.runtime.make_fake_tensor(BFloat16, (any_(),), (1,), assumed_align=16)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    compiled: Callable[..., None] = cute.compile(
+    compiled: Compiled = cute.compile(
         Product(Shape(lines, splits, is_large, groups), Kind(normed, gated, added)),
-        like(),
-        like(),
-        like(),
-        gain if normed else None,
-        like() if added else None,
+        of_rank(2),
+        of_rank(2),
+        of_rank(2),
+        of_rank(1) if normed else None,
+        of_rank(2) if added else None,
         Float32(0),
         stream,
         options="--enable-tvm-ffi",

@@ -84,7 +84,7 @@ def fit(config: Config, found: Resolved) -> Fit:
     """Raises ConfigError when not even one page fits."""
     recipe, device = found.recipe, found.device
     slots = int(recipe.schedule.slots)
-    useful_pages = slots * -(-int(recipe.server.max_model_tokens) // found.page_tokens)
+    useful_pages = slots * -(-found.max_model_tokens // found.page_tokens)
     runner = None if device.type == "cpu" else runner_of(config, found)
     pages = num_pages_that_fit(
         recipe,
@@ -111,7 +111,7 @@ def fit(config: Config, found: Resolved) -> Fit:
 
 def weight_bytes(found: Resolved) -> int:
     """Of the model's parameters and tables, from their shapes alone."""
-    model = found.shapes()
+    model = found.empty_model(torch.device("meta"))
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 

@@ -94,7 +94,7 @@ def profile_kv(tokens_per_request: int | None, path: Path | None, **recipe: Any)
 
     config, began = config_of(**recipe), datetime.now(UTC)
     found = resolved(config)
-    most = int(found.recipe.server.max_model_tokens)
+    most = found.max_model_tokens
     each = tokens_per_request or most
     if each > most:
         raise ConfigError(f"--tokens-per-request is {each}; server.max_model_tokens allows {most}")

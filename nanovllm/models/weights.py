@@ -20,36 +20,22 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanovllm.config import Config, ConfigError
-from nanovllm.dist.mesh import Mesh
 from nanovllm.layers.linear import Placement
-from nanovllm.layers.ops import Ops
-from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder, Rule
 
 INDEX = "model.safetensors.index.json"
 
 
-def load_model(
-    config: Config,
-    mesh: Mesh,
-    device: torch.device,
-    dtype: torch.dtype,
-    ops: Ops,
-    max_tokens: int,
-) -> Decoder:
-    """Build the model on the device and fill it. No request will be longer than `max_tokens`.
+def fill(model: Decoder, config: Config) -> None:
+    """Every parameter, where it is.
 
     Raises ConfigError: one line naming the file, and the tensor where there is one.
     """
-    family, model_config = read_model_config(config)
-    with device, default_dtype(dtype):
-        model = family(model_config, mesh, ops, max_tokens)
     if config.recipe.load.format == "dummy":
-        fill_random(model, device, config.recipe.load.seed)
+        fill_random(model, config.recipe.load.seed)
     else:
         assert config.model_dir is not None
         fill_from_files(model, Path(config.model_dir))
-    return model
 
 
 @contextmanager
@@ -62,9 +48,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def fill_random(model: nn.Module, device: torch.device, seed: int) -> None:
+def fill_random(model: nn.Module, seed: int) -> None:
     """Gains of one; matrices that keep the scale of what they multiply."""
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.fill_(1)

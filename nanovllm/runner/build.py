@@ -16,7 +16,7 @@ from nanovllm_kernels.kept import keep_in
 from nanovllm.config import Config, Recipe, cache_dir
 from nanovllm.log import fields
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.weights import load_model
+from nanovllm.models.weights import fill
 from nanovllm.runner.batch import BatchPrep
 from nanovllm.runner.graphs import obstacles
 from nanovllm.runner.precompile import compiled_beside, jobs_of
@@ -78,10 +78,11 @@ def build(config: Config) -> Built:
 
 def load(config: Config, found: Resolved) -> Decoder:
     """The model with its weights, and on disk the kernels it needs that are written in CuTe DSL."""
-    keep_in(cache_dir() / "cute")
-    with compiled_beside(jobs_of(found)):
-        most = found.max_model_tokens
-        return load_model(config, found.mesh, found.device, found.dtype, found.ops(), most)
+    keep_in(cache_dir())
+    model = found.empty_model(found.device)
+    with compiled_beside(jobs_of(found, model)):
+        fill(model, config)
+    return model
 
 
 def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:

@@ -29,7 +29,7 @@ LEAST_CORES = 8  # with fewer, the processes wait for each other
 HOPPER = ("env", "CUTE_DSL_ARCH=sm_90a", "QUACK_ARCH=90", "CUDA_VISIBLE_DEVICES=")
 
 
-def jobs_of(found: Resolved) -> list[Job]:
+def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
     """The kernels in CuTe DSL that an engine needs before it is ready."""
     kernels, dtype, page_tokens = found.recipe.kernels, found.recipe.dtype, found.page_tokens
     width = found.layout.paged[0].k_width
@@ -46,7 +46,7 @@ def jobs_of(found: Resolved) -> list[Job]:
     if kernels.gated_linear == "cute":
         jobs.append(compile_gated.job(dtype, True))
     if kernels.skinny_linear == "cute":
-        jobs += products_of(found.shapes())
+        jobs += products_of(model)
     return jobs
 
 

@@ -46,14 +46,14 @@ class Resolved:
     def max_model_tokens(self) -> int:
         return int(self.recipe.server.max_model_tokens)
 
-    def ops(self) -> Ops:
-        """Raises ConfigError if the recipe asks for one that cannot run here."""
-        return select_ops(self.recipe.kernels, self.device)
+    def empty_model(self, device: torch.device) -> Decoder:
+        """With its tables, but nothing in its parameters. On "meta" it has shapes alone.
 
-    def shapes(self) -> Decoder:
-        """The model without numbers: its parameters and tables have shapes alone."""
-        with torch.device("meta"), default_dtype(self.dtype):
-            return self.family(self.model_config, self.mesh, self.ops(), self.max_model_tokens)
+        Raises ConfigError if the recipe asks for a kernel that cannot run here.
+        """
+        ops = select_ops(self.recipe.kernels, self.device)
+        with device, default_dtype(self.dtype):
+            return self.family(self.model_config, self.mesh, ops, self.max_model_tokens)
 
 
 def resolved(config: Config) -> Resolved:

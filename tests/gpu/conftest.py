@@ -13,7 +13,7 @@ collect_ignore_glob = [] if torch.cuda.is_available() else ["*"]
 
 @pytest.fixture(scope="session", autouse=True)
 def compile_once() -> None:
-    keep_in(cache_dir() / "cute")
+    keep_in(cache_dir())
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -66,7 +66,7 @@ def test_a_first_start_compiles_beside_the_loading_alone(
     ]
     for kernel in kernels:
         monkeypatch.setattr(kernel, "known", {})
-    monkeypatch.setattr(kept, "DISK", kept.Disk())
+    monkeypatch.setattr(kept.Kept, "folder", None)
     monkeypatch.setattr(kept, "save", lambda kernel, path: pytest.fail(f"compiled {path}"))
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
     recipe = Path(__file__).parents[2] / "recipes" / "qwen3-0.6b.yaml"

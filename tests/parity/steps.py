@@ -14,7 +14,7 @@ from nanovllm.dist.mesh import Mesh
 from nanovllm.layers.ops import Ops, select_ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.weights import load_model
+from nanovllm.models.weights import default_dtype, fill
 from tests.parity.tiny import config_of
 
 CPU = torch.device("cpu")
@@ -29,8 +29,12 @@ def load(
     how: Load = Load(),
     ops: Ops | None = None,
 ) -> Decoder:
-    ops = ops or select_ops(Kernels(), CPU)
-    return load_model(config_of(folder, how), mesh, CPU, dtype, ops, MAX_TOKENS)
+    config = config_of(folder, how)
+    family, model_config = read_model_config(config)
+    with CPU, default_dtype(dtype):
+        model = family(model_config, mesh, ops or select_ops(Kernels(), CPU), MAX_TOKENS)
+    fill(model, config)
+    return model
 
 
 class Steps:

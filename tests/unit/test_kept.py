@@ -12,6 +12,7 @@ from nanovllm_kernels import kept
 
 from nanovllm.cli.check_kernels import COMPILED
 from nanovllm.registry import resolve
+from nanovllm.runner.precompile import HOPPER
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flash-attn-4's imports
 COMPILE = """
@@ -37,8 +38,7 @@ print({"torch._dynamo", "torch._inductor", "quack", "flash_attn"} & {*sys.module
 
 def run(code: str, folder: Path) -> str:
     """In a process of its own: the architecture is read when the package is imported."""
-    command = ["env", "CUTE_DSL_ARCH=sm_90a", "QUACK_ARCH=90", "CUDA_VISIBLE_DEVICES="]
-    command += [sys.executable, "-c", code, str(folder)]
+    command = [*HOPPER, sys.executable, "-c", code, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -69,7 +69,7 @@ class Kernel:
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(kept, "DISK", kept.Disk())
+    monkeypatch.setattr(kept.Kept, "folder", None)
     monkeypatch.setattr(kept, "load", lambda path: read_whole(path))
     return []
 

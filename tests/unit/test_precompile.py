@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from msgspec.structs import replace
 from nanovllm_kernels import kept
 from nanovllm_kernels.flash_prefill import compile_causal
@@ -23,9 +26,20 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 IN_CUTE = {"attention": "flash", "decode": "cute", "gated_linear": "cute", "skinny_linear": "cute"}
 
 
+START = """
+import sys
+from nanovllm.config import load_config
+from nanovllm.runner.build import build
+from nanovllm.runner.precompile import products_of
+
+products_of(build(load_config(None, flags={"device": "cpu"})).runner.model)
+print({"torch._dynamo", "torch._inductor", "quack", "flash_attn"} & {*sys.modules})
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(kept, "DISK", kept.Disk())
+    monkeypatch.setattr(kept.Kept, "folder", None)
     kept.keep_in(tmp_path)
     return tmp_path
 
@@ -37,6 +51,10 @@ def on_a_gpu(name: str, **kernels: str) -> Resolved:
     chosen = replace(found.recipe.kernels, **kernels)
     recipe = replace(found.recipe, dtype="bfloat16", kernels=chosen)
     return dataclasses.replace(found, recipe=recipe)
+
+
+def jobs_for(found: Resolved) -> list[kept.Job]:
+    return jobs_of(found, found.empty_model(torch.device("meta")))
 
 
 @pytest.mark.parametrize(
@@ -77,15 +95,20 @@ def test_the_kernels_of_a_recipe(
         compile_gated.job("bfloat16", True),
         *[compile_product.job(*kind) for kind in products],
     ]
-    assert jobs_of(on_a_gpu(name, **IN_CUTE)) == expected
+    assert jobs_for(on_a_gpu(name, **IN_CUTE)) == expected
     assert len({job.path for job in expected}) == len(expected)
 
 
 def test_what_is_not_written_in_cute_is_not_compiled(folder: Path) -> None:
-    assert jobs_of(on_a_gpu("qwen3-0.6b")) == []
-    assert [job.function for job in jobs_of(on_a_gpu("qwen3-0.6b", decode="cute"))] == [
+    assert jobs_for(on_a_gpu("qwen3-0.6b")) == []
+    assert [job.function for job in jobs_for(on_a_gpu("qwen3-0.6b", decode="cute"))] == [
         "nanovllm_kernels.paged_decode_cute:compile_decode"
     ]
+
+
+def test_a_start_imports_no_compiler() -> None:
+    done = subprocess.run([sys.executable, "-c", START], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_they_are_on_disk_when_the_weights_are_loaded(
