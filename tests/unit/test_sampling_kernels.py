@@ -32,7 +32,7 @@ def test_in_the_interpreter() -> None:
         ["env", "TRITON_INTERPRET=1", *pytest_here], capture_output=True, text=True, timeout=600
     )
     assert child.returncode == 0, child.stdout[-4000:]
-    assert "8 passed" in child.stdout
+    assert "12 passed" in child.stdout
 
 
 test_in_the_interpreter.__test__ = not INTERPRETED
@@ -82,8 +82,10 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         "positions": torch.randint(0, 10**5, (rows,), generator=generator),
         "inverse": column(st.sampled_from([0.0, 0.5, 1.0, 1 / 0.6, 50.0]), torch.float32),
         "seed": column(st.integers(-(2**63), 2**63 - 1), torch.int64),
-        "top_k": column(st.sampled_from([0, 1, 2, 3, 40, 2048, 6006, 6007]), torch.int32),
-        "top_p": column(st.just(1.0) | st.floats(0.01, 0.99), torch.float32),
+        "top_k": column(st.sampled_from([0, 1, 2, 3, 40, 1000, 2048, 6006, 6007]), torch.int32),
+        "top_p": column(
+            st.sampled_from([1.0, 1e-6, 0.999999]) | st.floats(0.01, 0.99), torch.float32
+        ),
         "gap": column(gaps, torch.float32),
     }
 
@@ -184,3 +186,59 @@ def test_a_floor_may_be_off_only_where_top_p_is_a_mass() -> None:
         args = (logits_SV, torch.tensor([0]), flat, *numbers)
         assert kernels.floors(*args).tolist() == [floor]
         assert kernels.floors_room((torch.tensor([floor]),), args)[0].tolist() == [room]
+
+
+def many_wishes(device: str = "cpu") -> tuple:
+    return kernels.floors_mixed_inputs(6007, torch.bfloat16, torch.device(device))
+
+
+@in_interpreter
+def test_a_floor_depends_neither_on_other_rows_nor_on_how_programs_share_blocks(
+    monkeypatch,
+) -> None:
+    logits_SV, slots_S, *numbers = many_wishes()
+    together = kernels.floors(logits_SV, slots_S, *numbers)
+    alone = [kernels.floors(logits_SV[[i]], slots_S[[i]], *numbers) for i in range(len(slots_S))]
+    assert torch.equal(torch.cat(alone), together)
+    monkeypatch.setattr(kernels, "PROGRAMS", 9)  # one a row, for three blocks
+    assert torch.equal(kernels.floors(logits_SV, slots_S, *numbers), together)
+
+
+@in_interpreter
+def test_a_row_of_nan_ends_and_leaves_the_others_alone() -> None:
+    logits_SV, slots_S, *numbers = many_wishes()
+    expected = kernels.floors(logits_SV, slots_S, *numbers)
+    for broken in (2, 3):
+        logits = logits_SV.clone()
+        logits[broken, ::2] = math.nan
+        found = kernels.floors(logits, slots_S, *numbers)
+        others = torch.arange(len(slots_S)) != broken
+        assert torch.equal(found[others], expected[others])
+        logits[broken] = math.nan
+        kernels.floors(logits, slots_S, *numbers)
+
+
+@in_interpreter
+def test_a_bracket_with_more_logits_than_are_copied() -> None:
+    """One logit far below all others: the passes do not tell these apart."""
+    vocab, room = 10 * reference.BLOCK, kernels.CANDIDATES.value
+    assert vocab > room
+    x = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 4
+    x[77] = -1e30
+    ranked = x.sort(descending=True).values
+    assert by_hand(x.tolist(), 15000, 1.0) == ranked[14999]
+    weights = (ranked.double() - ranked[0]).exp().cumsum(0)
+    for top_k, top_p in ((0, 0.5), (17000, 0.9)):
+        kept = weights[: top_k or vocab]
+        boundary = (kept < top_p * kept[-1]).sum()
+        assert by_hand(x.tolist(), top_k, top_p) == ranked[boundary]
+
+
+@in_interpreter
+def test_equal_logits_in_every_block() -> None:
+    vocab = 10 * reference.BLOCK
+    at = torch.arange(vocab)
+    x = (at % 3 + at % 2).float().tolist()  # 3.0 is a sixth of them
+    for top_k, floor in ((20, 3), (3413, 3), (3414, 2), (10240, 2), (10241, 1), (vocab - 1, 0)):
+        assert by_hand(x, top_k, 1.0) == floor
+    assert by_hand([5.0] * vocab, 0, 0.3) == by_hand([5.0] * vocab, 20000, 0.3) == 5.0
