@@ -4,9 +4,9 @@
 chooses a block and a token in it. Neither it nor `floors` depends on the number of rows, so a row's
 token does not depend on its neighbours.
 
-Decision: `floors` needs no sort. Two passes over the logits, by many programs a row, narrow a bracket
-to an eighth each; a third copies the logits in it, between which one program per row bisects. A
-bracket with more logits than the copy has room for is bisected in the row itself.
+Decision: `floors` needs no sort. Two passes over the logits, by many programs a row, narrow a
+bracket to an eighth each; a third copies the logits in it, between which one program per row
+bisects. A bracket with more logits than the copy has room for is bisected in the row itself.
 """
 
 from __future__ import annotations
