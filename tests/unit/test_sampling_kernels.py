@@ -242,3 +242,5 @@ def test_equal_logits_in_every_block() -> None:
     for top_k, floor in ((20, 3), (3413, 3), (3414, 2), (10240, 2), (10241, 1), (vocab - 1, 0)):
         assert by_hand(x, top_k, 1.0) == floor
     assert by_hand([5.0] * vocab, 0, 0.3) == by_hand([5.0] * vocab, 20000, 0.3) == 5.0
+    for zeros in ([0.0] * 4 + [-0.0], [-0.0] + [0.0] * 4):  # are equal, whatever their bits
+        assert by_hand(zeros, 0, 0.5) == by_hand(zeros, 3, 1.0) == 0.0
