@@ -19,6 +19,6 @@ KERNELS = {
     "gather_decode": "nanovllm_kernels.batch_prep:GATHER_DECODE",
     "allow": "nanovllm_kernels.allow:KERNEL",
     "draw": "nanovllm_kernels.sampling:DRAW",
-    "floors": "nanovllm_kernels.sampling:FLOORS",
+    "floors": "nanovllm_kernels.floors:FLOORS",
     "settle": "nanovllm_kernels.batch_prep:SETTLE",
 }

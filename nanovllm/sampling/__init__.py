@@ -16,7 +16,7 @@ DRAWS = {
 }
 FLOORS = {
     "torch": "nanovllm_kernels.sampling_reference:floors",
-    "triton": "nanovllm_kernels.sampling:floors",
+    "triton": "nanovllm_kernels.floors:floors",
 }
 ALLOW = {
     "torch": "nanovllm_kernels.allow:reference",

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from hypothesis import given, settings, strategies as st
-from nanovllm_kernels import sampling as kernels, sampling_reference as reference
+from nanovllm_kernels import floors as kernels, sampling, sampling_reference as reference
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -42,7 +42,7 @@ test_in_the_interpreter.__test__ = not INTERPRETED
 def uniforms_kernel(keys, indices, out, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     key, index = tl.load(keys + at).to(tl.uint64), tl.load(indices + at).to(tl.uint64)
-    tl.store(out + at, kernels.uniforms(key, index))
+    tl.store(out + at, sampling.uniforms(key, index))
 
 
 @in_interpreter
@@ -132,7 +132,7 @@ def test_draws_are_equal(case, truncated) -> None:
         top_k, top_p, gap = numbers["top_k"], numbers["top_p"], numbers["gap"]
         floors_S = reference.floors(logits_SV, slots, inverse, top_k, top_p, gap)
     args = logits_SV, slots, numbers["positions"], inverse, numbers["seed"], floors_S
-    assert kernels.draw(*args).tolist() == reference.draw(*args).tolist()
+    assert sampling.draw(*args).tolist() == reference.draw(*args).tolist()
 
 
 def by_hand(x: list[float], top_k: int, top_p: float) -> float:
@@ -165,7 +165,7 @@ def test_a_block_below_the_floor_weighs_nothing() -> None:
     logits_SV = torch.zeros(1, 2 * reference.BLOCK)
     logits_SV[0, : reference.BLOCK] = -5.0
     zero, one = torch.tensor([0]), torch.tensor([1.0])
-    tops_SB, sums_SB = kernels._sum_blocks(logits_SV, zero, one, torch.tensor([-1.0]))
+    tops_SB, sums_SB = sampling._sum_blocks(logits_SV, zero, one, torch.tensor([-1.0]))
     assert tops_SB.tolist() == [[-math.inf, 0.0]]
     assert sums_SB.tolist() == [[0.0, reference.BLOCK]]
 
