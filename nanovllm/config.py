@@ -64,6 +64,8 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     small_linear: Literal["auto", "torch", "triton"] = "auto"  # products of steps of a few rows
     gated_linear: Literal["auto", "torch", "cute"] = "auto"  # of steps of many rows
     skinny_linear: Literal["auto", "torch", "cute"] = "auto"  # of up to 128 rows, reading weights
+    sliced_linear: Literal["auto", "torch", "library"] = "auto"  # of some hundred rows: split-K
+    added_linear: Literal["auto", "torch", "library"] = "auto"  # of thousands, onto the residual
     sample: Literal["auto", "torch", "triton"] = "auto"
     batch_prep: Literal["auto", "torch", "triton"] = "auto"
     cuda_graphs: bool = True

@@ -9,6 +9,8 @@ KERNELS = {
     "norm_linear": "nanovllm_kernels.small_linear:NORM_LINEAR",
     "norm_gate_up": "nanovllm_kernels.small_linear:NORM_GATE_UP",
     "gated_linear": "nanovllm_kernels.gated_linear:KERNEL",
+    "sliced_linear": "nanovllm_kernels.library_linear:SLICED",
+    "added_linear": "nanovllm_kernels.library_linear:ADDED",
     "skinny_linear": "nanovllm_kernels.skinny_cases:LINEAR",
     "skinny_linear_add": "nanovllm_kernels.skinny_cases:LINEAR_ADD",
     "skinny_norm_linear": "nanovllm_kernels.skinny_cases:NORM_LINEAR",

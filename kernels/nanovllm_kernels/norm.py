@@ -32,16 +32,17 @@ def rms_norm(x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, gain_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """In place: returns x_TD, now normalised, and residual_TD, now the sum."""
-    _launch(x_TD, residual_TD, gain_D, x_TD, eps)
-    return x_TD, residual_TD
+    """In place: returns x_TD (of slices the first), now normalised, and residual_TD, the sum."""
+    y_TD = x_TD if x_TD.ndim == 2 else x_TD[0]
+    _launch(x_TD, residual_TD, gain_D, y_TD, eps)
+    return y_TD, residual_TD
 
 
 def _launch(
     x_TD: Tensor, residual_TD: Tensor | None, gain_D: Tensor, y_TD: Tensor, eps: float
 ) -> None:
-    num_rows, width = x_TD.shape
-    assert width <= MAX_WIDTH and x_TD.stride(1) == 1 and gain_D.stride(0) == 1
+    num_rows, width = y_TD.shape
+    assert width <= MAX_WIDTH and x_TD.stride(-1) == 1 and gain_D.stride(0) == 1
     block = triton.next_power_of_2(width)
     waits = follows(num_rows, x_TD.device)
     rms_norm_kernel[(num_rows,)](
@@ -50,9 +51,11 @@ def _launch(
         gain_D,
         y_TD,
         x_TD.stride(0),
+        x_TD.stride(-2),
         0 if residual_TD is None else residual_TD.stride(0),
         y_TD.stride(0),
         eps,
+        SLICES=len(x_TD) if x_TD.ndim == 3 else 1,
         WIDTH=width,
         BLOCK=block,
         WAITS=waits,
@@ -67,10 +70,12 @@ def rms_norm_kernel(
     residual_TD,
     gain_D,
     y_TD,
+    slice_stride,
     x_stride,
     residual_stride,
     y_stride,
     eps,
+    SLICES: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WAITS: tl.constexpr,
@@ -83,8 +88,12 @@ def rms_norm_kernel(
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_TD + row * x_stride + d, inside, 0.0)
     if residual_TD is not None:
+        total = x.to(tl.float32)
+        for nth in tl.static_range(1, SLICES):
+            at = x_TD + nth * slice_stride + row * x_stride + d
+            total += tl.load(at, inside, 0.0).to(tl.float32)
         at = residual_TD + row * residual_stride + d
-        x = (x.to(tl.float32) + tl.load(at, inside, 0.0).to(tl.float32)).to(x.dtype)
+        x = (total + tl.load(at, inside, 0.0).to(tl.float32)).to(x.dtype)
         tl.store(at, x, inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
@@ -104,15 +113,17 @@ def norm_inputs(kind: str, T: int, D: int, dtype: torch.dtype, device: torch.dev
 
 def add_norm_inputs(kind: str, T: int, D: int, dtype: torch.dtype, device: torch.device) -> Args:
     x_TD, gain_D, eps = norm_inputs(kind, T, D, dtype, device)
+    if kind == "slices":
+        x_TD = normal(device, 3, T, D, dtype=dtype)
     return x_TD, normal(device, T, D, dtype=dtype, seed=2), gain_D, eps
 
 
-def cases(inputs: Callable[..., Args], passes: int) -> tuple[Case, ...]:
-    """`passes`: how often a row crosses the memory bus."""
+def cases(inputs: Callable[..., Args], passes: int, *kinds: str) -> tuple[Case, ...]:
+    """`passes`: how often a row crosses the memory bus. `kinds`: more of inputs."""
     widths = (64, 1024, 2560, 4096, 5120, 8192)
     shapes = [("normal", T, D, torch.bfloat16) for T, D in product((1, 7, 513), widths)]
     shapes += [("normal", T, D, torch.float32) for T, D in ((1, 64), (7, 1024), (513, 8192))]
-    shapes += [(kind, 7, 2560, torch.bfloat16) for kind in ("spike", "flat", "strided")]
+    shapes += [(kind, 7, 2560, torch.bfloat16) for kind in ("spike", "flat", "strided", *kinds)]
     checked = [
         Case(f"{kind} T={T} D={D} {bits(dtype)}", partial(inputs, kind, T, D, dtype), T <= 7)
         for kind, T, D, dtype in shapes
@@ -137,7 +148,7 @@ ADD_RMS_NORM = Kernel(
     "add_rms_norm",
     add_rms_norm,
     reference.add_rms_norm,
-    cases(add_norm_inputs, 4),
+    cases(add_norm_inputs, 4, "slices"),
     ulps_16=2,
     ulps_32=16,
 )

@@ -20,8 +20,13 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, gain_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    sum_TD = x_TD + residual_TD
+    sum_TD = (summed(x_TD) + residual_TD.float()).to(residual_TD.dtype)
     return rms_norm(sum_TD, gain_D, eps), sum_TD
+
+
+def summed(x: Tensor) -> Tensor:
+    """Of slices x_STN their sum x_TN, in float32; else x."""
+    return x.float().sum(0) if x.ndim == 3 else x
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
@@ -41,6 +46,7 @@ def rope_store(
     v_PSGA: Tensor,
 ) -> Tensor:
     page_tokens, num_kv_heads, head_width = k_PSGA.shape[1:]
+    qkv_TX = summed(qkv_TX).to(qkv_TX.dtype)
     heads_TXA = qkv_TX.view(qkv_TX.shape[0], -1, head_width)
     num_heads = heads_TXA.shape[1] - 2 * num_kv_heads
     q_THA, k_TGA, v_TGA = torch.split(heads_TXA, [num_heads, num_kv_heads, num_kv_heads], 1)

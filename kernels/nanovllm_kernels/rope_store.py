@@ -34,9 +34,9 @@ def rope_store(
     v_PSGA: Tensor,
 ) -> Tensor:
     num_kv_heads, head_width = k_PSGA.shape[2:]
-    num_tokens = qkv_TX.shape[0]
-    num_heads = qkv_TX.shape[1] // head_width - 2 * num_kv_heads
-    assert k_PSGA.is_contiguous() and v_PSGA.is_contiguous() and qkv_TX.stride(1) == 1
+    num_tokens = qkv_TX.shape[-2]
+    num_heads = qkv_TX.shape[-1] // head_width - 2 * num_kv_heads
+    assert k_PSGA.is_contiguous() and v_PSGA.is_contiguous() and qkv_TX.stride(-1) == 1
     assert (q_gain_A is None) == (k_gain_A is None)
     q_THA = torch.empty(num_tokens, num_heads, head_width, dtype=qkv_TX.dtype, device=qkv_TX.device)
     waits = follows(num_tokens, qkv_TX.device)
@@ -52,8 +52,10 @@ def rope_store(
         k_PSGA,
         v_PSGA,
         qkv_TX.stride(0),
+        qkv_TX.stride(-2),
         cos_sin_LA.stride(0),
         eps,
+        SLICES=len(qkv_TX) if qkv_TX.ndim == 3 else 1,
         H=num_heads,
         G=num_kv_heads,
         HALF=head_width // 2,
@@ -78,9 +80,11 @@ def rope_store_kernel(
     q_THA,
     k_PSGA,
     v_PSGA,
+    slice_stride,
     qkv_stride,
     cos_sin_stride,
     eps,
+    SLICES: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     HALF: tl.constexpr,
@@ -104,6 +108,11 @@ def rope_store_kernel(
     y = tl.load(at + HALF, inside, 0.0)
     dtype = x.dtype
     x, y = x.to(tl.float32), y.to(tl.float32)
+    if SLICES > 1:
+        for nth in tl.static_range(1, SLICES):
+            x += tl.load(at + nth * slice_stride, inside, 0.0).to(tl.float32)
+            y += tl.load(at + nth * slice_stride + HALF, inside, 0.0).to(tl.float32)
+        x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
     if q_gain_A is not None:
         mean = (tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF)
         scale = tl.where(is_value, 1.0, tl.rsqrt(mean + eps)[:, None])
@@ -148,6 +157,8 @@ def inputs(
     qkv_TX = normal(device, T, width + 64 * (kind == "strided"), dtype=dtype)[:, :width]
     if kind == "spike":
         qkv_TX[:, A // 3 :: A] = 1e4
+    if kind == "slices":
+        qkv_TX = normal(device, 2, T, width, dtype=dtype)
     gains: list[Tensor | None] = [None, None]
     if kind != "plain":
         gains = [normal(device, A, dtype=dtype, seed=seed) for seed in (1, 2)]
@@ -176,7 +187,9 @@ def cases() -> tuple[Case, ...]:
     heads = ((16, 8, 128), (32, 8, 128), (14, 2, 64), (3, 1, 80), (16, 2, 256), (1, 1, 16))
     shapes = [("normal", T, *h, torch.bfloat16) for T in (1, 7, 513) for h in heads]
     shapes += [("normal", 7, 16, 8, 128, torch.float32), ("plain", 513, 32, 8, 128, torch.bfloat16)]
-    shapes += [(kind, 7, 16, 8, 128, torch.bfloat16) for kind in ("plain", "strided", "spike")]
+    shapes += [
+        (kind, 7, 16, 8, 128, torch.bfloat16) for kind in ("plain", "strided", "spike", "slices")
+    ]
     checked = [
         Case(
             f"{kind} T={T} H={H} G={G} A={A} {bits(dtype)}",

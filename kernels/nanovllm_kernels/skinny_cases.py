@@ -10,25 +10,12 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels import small_linear
-from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
+from nanovllm_kernels.case import Args, Case, Kernel, Tensors
+from nanovllm_kernels.library_linear import add_inputs, add_reference, add_scale
 from nanovllm_kernels.skinny_linear import SKINNY_LINEAR, Kind, shape_of
 
 ROWS = (1, 2, 8, 16, 17, 32, 63, 64, 65, 100, 128)
 TIMED = (1, 8, 32, 64, 128)
-
-
-def linear_add_reference(x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor:
-    y_TN = small_linear.linear_reference(x_TD.float(), weight_ND)
-    return (y_TN + residual_TN.float()).to(x_TD.dtype)
-
-
-def add_inputs(T: int, N: int, D: int, device: torch.device) -> Args:
-    inputs = small_linear.linear_inputs(T, N, D, device)
-    return *inputs, normal(device, T, N, dtype=torch.bfloat16, seed=2)
-
-
-def add_scale(expected: Tensors, args: Args) -> Tensors:
-    return (expected[0].abs() + small_linear.sizes(*args[:2]) + args[2].abs(),)
 
 
 def norm_inputs(T: int, N: int, D: int, device: torch.device, kind: str = "first") -> Args:
@@ -82,7 +69,7 @@ LINEAR = Kernel(
 LINEAR_ADD = Kernel(
     "skinny_linear_add",
     SKINNY_LINEAR.linear_add,
-    linear_add_reference,
+    add_reference,
     cases(Kind(added=True), add_inputs, [(1024, 2048), (1024, 3072), (4096, 4096), (4096, 12288)]),
     ulps_16=1,
     scale=add_scale,

@@ -33,6 +33,12 @@ IMPLEMENTATIONS = {
         "small_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "gated_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "skinny_linear": "nanovllm.layers.ops:ONE_BY_ONE",
+        "sliced_linear": "nanovllm.layers.ops:ONE_BY_ONE",
+        "added_linear": "nanovllm.layers.ops:ONE_BY_ONE",
+    },
+    "library": {
+        "sliced_linear": "nanovllm_kernels.library_linear:SLICED_LINEAR",
+        "added_linear": "nanovllm_kernels.library_linear:ADDED_LINEAR",
     },
     "triton": {
         "rms_norm": "nanovllm_kernels.norm:rms_norm",
@@ -89,6 +95,22 @@ class SkinnyLinear(Protocol):
     ) -> Tensor: ...
 
 
+class SlicedLinear(Protocol):
+    """linear as slices of the inputs, in one launch, for steps of some hundred rows."""
+
+    def fits(self, x_TD: Tensor, weight_ND: Tensor) -> bool: ...
+
+    def __call__(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor: ...
+
+
+class AddedLinear(Protocol):
+    """linear_add in one launch, for steps of thousands of rows."""
+
+    def fits(self, x_TD: Tensor, weight_ND: Tensor) -> bool: ...
+
+    def __call__(self, x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor: ...
+
+
 ONE_BY_ONE = None  # the other operations do it, whatever the number of rows
 
 
@@ -109,7 +131,8 @@ class Ops:
         the first A/2 columns, sin in the rest, float32, row = position); writes k and v to the
         cells of the cache; returns the rotated q.
 
-    The methods are compositions of these. A residual stream of None begins with x.
+    The methods are compositions of these. A residual stream of None begins with x. Where a product
+    goes to one of these two, x of add_rms_norm or qkv may be slices of it, x_STN, summed up there.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -119,6 +142,8 @@ class Ops:
     small_linear: SmallLinear | None = ONE_BY_ONE
     gated_linear: GatedLinear | None = ONE_BY_ONE
     skinny_linear: SkinnyLinear | None = ONE_BY_ONE
+    sliced_linear: SlicedLinear | None = ONE_BY_ONE
+    added_linear: AddedLinear | None = ONE_BY_ONE
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
         """x W^T."""
@@ -128,14 +153,25 @@ class Ops:
             return self.small_linear.linear(x_TD, weight_ND)
         return F.linear(x_TD, weight_ND)
 
+    def slices(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
+        """linear's, or slices of it."""
+        if self.sliced_linear is not None and self.sliced_linear.fits(x_TD, weight_ND):
+            return self.sliced_linear(x_TD, weight_ND)
+        return self.linear(x_TD, weight_ND)
+
     def linear_add(
         self, x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """(x W^T, the residual stream), or (their sum, None). May overwrite the stream."""
-        skinny = self.skinny_linear
+        """(x W^T or its slices, the residual stream), or (the sum, None). May overwrite the stream.
+
+        For add_rms_norm.
+        """
+        skinny, added = self.skinny_linear, self.added_linear
         if skinny is not None and skinny.fits(x_TD, weight_ND, added=True):
             return skinny.linear_add(x_TD, weight_ND, residual_TN), None
-        return self.linear(x_TD, weight_ND), residual_TN
+        if added is not None and added.fits(x_TD, weight_ND):
+            return added(x_TD, weight_ND, residual_TN), None
+        return self.slices(x_TD, weight_ND), residual_TN
 
     def norm(
         self, x_TD: Tensor, residual_TD: Tensor | None, gain_D: Tensor, eps: float
@@ -155,7 +191,10 @@ class Ops:
         *,
         gated: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """(linear of norm's, or silu_mul of that if `gated`; norm's sum). May overwrite both."""
+        """(linear of norm's, or silu_mul of that if `gated`; norm's sum). May overwrite both.
+
+        Not gated it is for rope_store: slices, perhaps.
+        """
         skinny, small = self.skinny_linear, self.small_linear
         if (
             skinny is not None
@@ -163,11 +202,11 @@ class Ops:
             and skinny.fits(x_TD, weight_ND, normed=True, gated=gated)
         ):
             return skinny.norm_linear(x_TD, gain_D, eps, weight_ND, gated=gated), x_TD
-        if small is not None and small.fits(x_TD, weight_ND, normed=True):
+        if small is not None and x_TD.ndim == 2 and small.fits(x_TD, weight_ND, normed=True):
             return small.norm_linear(x_TD, residual_TD, gain_D, eps, weight_ND, gated=gated)
         x_TD, residual_TD = self.norm(x_TD, residual_TD, gain_D, eps)
         if not gated:
-            return self.linear(x_TD, weight_ND), residual_TD
+            return self.slices(x_TD, weight_ND), residual_TD
         if self.gated_linear is not None and self.gated_linear.fits(x_TD, weight_ND):
             return self.gated_linear(x_TD, weight_ND), residual_TD
         return self.silu_mul(self.linear(x_TD, weight_ND)), residual_TD
@@ -204,4 +243,6 @@ def fastest(operation: str, device: torch.device) -> str:
     """What "auto" means on this device."""
     if operation in IMPLEMENTATIONS["cute"]:
         return "torch" if obstacle(device) else "cute"
-    return "torch" if device.type == "cpu" else "triton"
+    if device.type == "cpu":
+        return "torch"
+    return "library" if operation in IMPLEMENTATIONS["library"] else "triton"

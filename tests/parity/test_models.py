@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from nanovllm_kernels import library_linear
 from nanovllm_kernels.reference import rms_norm, silu_mul
 from torch import Tensor
 from transformers import AutoConfig
@@ -107,6 +109,27 @@ def test_products_of_few_rows_add_to_the_residual_stream(case: str, tmp_path: Pa
     steps = Steps(tmp_path, model, prompts(), Mesh())
     assert_equal_logits(our_logits(steps, SCHEDULES["decode"]), expected)
     assert products.calls == [*["normed", "add", "gated", "add"] * 2, "linear"] * 3
+
+
+@pytest.mark.parametrize(("case", "num_sliced"), [("qwen3", 3), ("llama gqa 1, tied", 2)])
+def test_products_in_slices_and_onto_the_stream(
+    case: str, num_sliced: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but gate and up are sliced (but a qkv of many lines), or else o and down are added."""
+    family, overrides = CASES[case]
+    expected = expected_logits(make_tiny(tmp_path, family, **overrides))
+    monkeypatch.setattr(library_linear, "LEAST_SLICED_ROWS", 1)
+    monkeypatch.setattr(library_linear, "LEAST_ADDED_WORK", 1)
+    for field, product, times in (
+        ("sliced_linear", library_linear.SLICED_LINEAR, num_sliced),
+        ("added_linear", library_linear.ADDED_LINEAR, 2),
+    ):
+        counted = Mock(wraps=product, fits=product.fits)
+        model = load(tmp_path, ops=replace(select_ops(Kernels(), CPU), **{field: counted}))
+        for schedule in ("one late", "decode"):
+            steps = Steps(tmp_path, model, prompts(), Mesh())
+            assert_equal_logits(our_logits(steps, SCHEDULES[schedule]), expected)
+        assert counted.call_count == times * 2 * (4 + 4)  # layers, steps
 
 
 @pytest.mark.parametrize("case", CASES)

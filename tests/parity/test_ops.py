@@ -7,7 +7,7 @@ from inspect import signature
 
 import pytest
 import torch
-from nanovllm_kernels import reference
+from nanovllm_kernels import library_linear, reference
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -108,6 +108,60 @@ def test_the_fused_gate_takes_steps_of_many_rows(num_rows: int, factor: float) -
     # Products without a gate are none of its business.
     plain, _ = fused.norm_linear(x, None, gain, 1e-6, weight)
     assert torch.equal(plain, REFERENCE.norm_linear(x, None, gain, 1e-6, weight)[0])
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_lines", "num_inputs", "slices"),
+    [
+        (64, 1024, 2048, 1),  # other kernels'
+        (65, 1024, 2048, 4),
+        (256, 1024, 3072, 4),
+        (256, 4096, 12288, 2),
+        (384, 4096, 12288, 2),
+        (385, 4096, 12288, 1),  # fills a GPU
+        (192, 6144, 4096, 2),
+        (160, 4096, 1024, 1),  # too many lines
+        (160, 1024, 1032, 1),  # cannot be cut
+    ],
+)
+def test_products_of_some_hundred_rows_are_sliced(num_rows, num_lines, num_inputs, slices) -> None:
+    assert library_linear.num_slices(num_rows, num_lines, num_inputs) == slices
+
+
+@torch.inference_mode()
+def test_slices_are_summed_up_by_what_follows() -> None:
+    torch.manual_seed(0)
+    x, weight, gain = torch.randn(65, 96), torch.randn(48, 96), torch.randn(48)
+    stream = torch.randn(65, 48)
+    ops = select_ops(Kernels(sliced_linear="library"), CPU)
+    slices, rest = ops.linear_add(x, weight, stream)
+    assert slices.shape == (4, 65, 48)
+    torch.testing.assert_close(slices[1], x[:, 24:48] @ weight[:, 24:48].T)
+    assert rest is stream
+    for found, expected in zip(
+        ops.norm(slices, rest, gain, 1e-6),
+        REFERENCE.norm(x @ weight.T, stream, gain, 1e-6),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_inputs", "added"), [(1023, 8, False), (1024, 8, True), (1024, 16, False)]
+)
+def test_the_library_adds_the_stream_in_steps_of_many_rows(
+    num_rows, num_inputs, added, monkeypatch
+) -> None:
+    monkeypatch.setattr(library_linear, "LEAST_ADDED_WORK", 1024 * 8 * 12)
+    monkeypatch.setattr(library_linear, "MOST_ADDED_INPUTS", 8)
+    torch.manual_seed(0)
+    x, weight = torch.randn(num_rows, num_inputs), torch.randn(12, num_inputs)
+    stream = torch.randn(num_rows, 12)
+    expected = stream + x @ weight.T
+    ops = select_ops(Kernels(added_linear="library"), CPU)
+    found, rest = ops.linear_add(x, weight, stream)
+    assert (found is stream, rest is None) == (added, added)
+    torch.testing.assert_close(found if rest is None else found + rest, expected)
 
 
 def test_norms_round_where_transformers_does() -> None:
