@@ -64,6 +64,9 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     small_linear: Literal["auto", "torch", "triton"] = "auto"  # products of steps of a few rows
     gated_linear: Literal["auto", "torch", "cute"] = "auto"  # of steps of many rows
     skinny_linear: Literal["auto", "torch", "cute"] = "auto"  # of up to 128 rows, reading weights
+    added_linear: Literal["auto", "torch", "addmm"] = (
+        "auto"  # of many rows, for the residual stream
+    )
     sample: Literal["auto", "torch", "triton"] = "auto"
     batch_prep: Literal["auto", "torch", "triton"] = "auto"
     cuda_graphs: bool = True

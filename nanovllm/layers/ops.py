@@ -33,7 +33,9 @@ IMPLEMENTATIONS = {
         "small_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "gated_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "skinny_linear": "nanovllm.layers.ops:ONE_BY_ONE",
+        "added_linear": "nanovllm.layers.ops:ONE_BY_ONE",
     },
+    "addmm": {"added_linear": "nanovllm.layers.ops:ADDED_BY_LIBRARY"},
     "triton": {
         "rms_norm": "nanovllm_kernels.norm:rms_norm",
         "add_rms_norm": "nanovllm_kernels.norm:add_rms_norm",
@@ -89,6 +91,24 @@ class SkinnyLinear(Protocol):
     ) -> Tensor: ...
 
 
+class AddedLinear:
+    """linear_add in one launch, for steps of many rows: the library's product adds the stream.
+
+    Decision: not for long inputs. At 8192 tokens of Qwen3-8B, with the norm after it, o takes 386
+    instead of 415 us, down 1215 instead of 1184.
+    """
+
+    LEAST_ROWS, MOST_INPUTS = 1024, 4096
+
+    def fits(self, x_TD: Tensor, weight_ND: Tensor) -> bool:
+        return x_TD.shape[0] >= self.LEAST_ROWS and weight_ND.shape[1] <= self.MOST_INPUTS
+
+    def __call__(self, x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor:
+        """In place of the residual stream."""
+        return residual_TN.addmm_(x_TD, weight_ND.t())
+
+
+ADDED_BY_LIBRARY = AddedLinear()
 ONE_BY_ONE = None  # the other operations do it, whatever the number of rows
 
 
@@ -119,6 +139,7 @@ class Ops:
     small_linear: SmallLinear | None = ONE_BY_ONE
     gated_linear: GatedLinear | None = ONE_BY_ONE
     skinny_linear: SkinnyLinear | None = ONE_BY_ONE
+    added_linear: AddedLinear | None = ONE_BY_ONE
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
         """x W^T."""
@@ -135,6 +156,8 @@ class Ops:
         skinny = self.skinny_linear
         if skinny is not None and skinny.fits(x_TD, weight_ND, added=True):
             return skinny.linear_add(x_TD, weight_ND, residual_TN), None
+        if self.added_linear is not None and self.added_linear.fits(x_TD, weight_ND):
+            return self.added_linear(x_TD, weight_ND, residual_TN), None
         return self.linear(x_TD, weight_ND), residual_TN
 
     def norm(
@@ -204,4 +227,6 @@ def fastest(operation: str, device: torch.device) -> str:
     """What "auto" means on this device."""
     if operation in IMPLEMENTATIONS["cute"]:
         return "torch" if obstacle(device) else "cute"
+    if operation in IMPLEMENTATIONS["addmm"]:
+        return "torch" if device.type == "cpu" else "addmm"
     return "torch" if device.type == "cpu" else "triton"

@@ -110,6 +110,20 @@ def test_the_fused_gate_takes_steps_of_many_rows(num_rows: int, factor: float) -
     assert torch.equal(plain, REFERENCE.norm_linear(x, None, gain, 1e-6, weight)[0])
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "num_inputs", "added"), [(1023, 8, False), (1024, 8, True), (1024, 4104, False)]
+)
+def test_the_library_adds_the_stream_in_steps_of_many_rows(num_rows, num_inputs, added) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(num_rows, num_inputs), torch.randn(12, num_inputs)
+    stream = torch.randn(num_rows, 12)
+    ops = select_ops(Kernels(added_linear="addmm"), CPU)
+    expected = stream + x @ weight.T
+    found, rest = ops.linear_add(x, weight, stream)
+    assert (found is stream, rest is None) == (added, added)
+    torch.testing.assert_close(found if rest is None else found + rest, expected)
+
+
 def test_norms_round_where_transformers_does() -> None:
     """Bit for bit in bfloat16: normalised in float32, rounded, then scaled."""
     torch.manual_seed(0)
