@@ -118,9 +118,12 @@ ADDED = Kernel(
     "added_linear",
     ADDED_LINEAR,
     add_reference,
-    tuple(
-        Case(f"T={T} N={N} D={D}", partial(add_inputs, T, N, D), num_flops=2 * T * N * D)
-        for T, N, D in ((4096, 4096, 4096), (8448, 4096, 4096))
+    (
+        Case("T=33 N=200 D=96", partial(add_inputs, 33, 200, 96), small=True),
+        *(
+            Case(f"T={T} N=4096 D=4096", partial(add_inputs, T, 4096, 4096), num_flops=T << 25)
+            for T in (4096, 8448)
+        ),
     ),
     ulps_16=1,
     scale=add_scale,
