@@ -19,6 +19,7 @@ from msgspec import Struct
 from nanovllm.wire import Sampling
 
 Int32 = npt.NDArray[np.int32]
+CORRUPTED = -2  # in place of a row's token: its logits were NaN or infinite
 Masks = npt.NDArray[np.int32]  # [masked rows, words]: bit i of word w allows token 32 * w + i
 
 
@@ -62,6 +63,8 @@ class StepPlan(Struct, frozen=True, array_like=True):
     chunks: list[Chunk]
     max_length: int  # no row's context, this step included, is longer (tokens)
     masked: list[int]  # sampling rows (decodes first) that wait for a mask of allowed tokens
+    clean: list[int] = []  # pages to fill with zeros before anything else: NaN was written there
+    copies: list[tuple[int, int]] = []  # then, whole pages: from, to
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,10 @@ class RowLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the device sampled: a line per sampling row, decodes first, -1 where a draft failed."""
+    """What the device sampled: a line per sampling row, decodes first, -1 where a draft failed.
+
+    CORRUPTED as a line's first token: there is none, and nothing the request wrote can be used.
+    """
 
     step: int
     tokens: Int32  # [sampling rows, 1 + num_drafts]

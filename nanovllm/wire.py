@@ -18,12 +18,14 @@ class FinishReason(IntEnum):
     STOP = 1  # a stop token (end of sequence, stop_token_ids)
     LENGTH = 2  # max_new tokens, or the context is full
     ABORT = 3  # the client asked for it, or left
+    ERROR = 4  # its logits were NaN or infinite: what it was told so far may be wrong
 
 
 class RefusalKind(IntEnum):
     TOO_LONG = 1  # can never fit: HTTP 400
     QUEUE_FULL = 2  # try again later: HTTP 503
     INVALID = 3  # the engine cannot honour a field: HTTP 400
+    FAILED = 4  # its admission raised an exception, which is logged: HTTP 500
 
 
 class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
