@@ -2,9 +2,10 @@
 
     python -m recipes.demo.evaluate --model nanovllm/demo --out demo.json
 
-Besides, how many answers are word salad (forms.py), and what becomes of the prompts of wild.txt,
-which people wrote and no generator knows. Greedy, in plain torch. No prompt asked here can occur in training word for word: values, names
-and, where a template has many, wordings come from the reserved side of corpus/draw.py.
+Greedy, in plain torch. No prompt asked here can occur in training word for word: values, names
+and, where a template has many, wordings come from the reserved side of corpus/draw.py. Besides:
+how many answers are word salad (forms.py), and what becomes of the prompts of wild.txt, which
+no generator knows.
 """
 
 from __future__ import annotations
@@ -102,8 +103,9 @@ def wild_cases() -> list[Case]:
     lines = (Path(__file__).parent / "wild.txt").read_text(encoding="utf-8").splitlines()
     made: list[Case] = []
     for line in lines:
-        if not line.startswith("# "):
-            sample = Sample(WILD, [user(line.replace("\\n", "\n"))], refuses=True)
+        if not line.startswith("#: "):
+            request = user(line.removeprefix("~ ").replace("\\n", "\n"))
+            sample = Sample(WILD, [request], refuses=not line.startswith("~ "))
             text = render.prompt(sample, None)
             made.append(Case(WILD, sample, None, text, render.encode([text])[0], []))
     return made
@@ -113,7 +115,8 @@ def of_wild(cases: list[Case]) -> dict[str, Any]:
     return {
         "prompts": len(cases),
         "salad": sum(case.salad() for case in cases),
-        "says_so": sum(case.says_so() for case in cases),
+        "beyond": sum(case.sample.refuses for case in cases),
+        "says_so": sum(case.says_so() for case in cases if case.sample.refuses),
         "answers": [{"prompt": c.sample.messages[0]["content"], "got": c.written} for c in cases],
     }
 
@@ -202,7 +205,7 @@ def measure(folder: Path, count: int, device: str) -> dict[str, Any]:
         log.info("%-9s %6.2f %% right, %d salad", kind, *map(kinds[kind].get, ("percent", "salad")))
     total = {key: sum(entry[key] for entry in kinds.values()) for key in kinds["about"]}
     wild = of_wild([case for case in todo if case.kind == WILD])
-    log.info("%-9s %d prompts, %d salad, %d say so", WILD, *list(wild.values())[:3])
+    log.info("%-9s %d prompts, %d salad; %d beyond it, %d say so", WILD, *list(wild.values())[:4])
     return {
         "kinds": kinds,
         "wild": wild,
@@ -225,6 +228,8 @@ def record_of(found: dict[str, Any], started_at: str, count: int) -> record.Reco
     )
     metrics["draft_agreement_percent"] = 100 * found["draft_agreement"]
     metrics["draft_accepted_of_3"] = found["draft_accepted_of_3"]
+    says_so = found["wild"]["says_so"] / found["wild"]["beyond"]
+    metrics["wild_says_so_percent"] = round(100 * says_so, 2)
     made = record.of_this_machine(
         kind="demo",
         started_at=started_at,

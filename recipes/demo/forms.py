@@ -26,7 +26,7 @@ ALLOWED = re.compile("|".join(f"(?:{shape})" for shape in SHAPES))
 
 @cache
 def sentences() -> frozenset[str]:
-    """Every answer that is written down, and the first sentence of each, which "shorter" asks for."""
+    """Every answer that is written down, and what "shorter" makes of it: its first sentence."""
     whole = {entry.say for file in ("about.txt", "chat.txt") for entry in talk.entries(file)}
     first = {re.split(r"(?<=[.!?])\s", text)[0] for text in whole}
     return frozenset(whole | first | REFUSALS | {follow.IS_SURE})

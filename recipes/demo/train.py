@@ -1,4 +1,4 @@
-"""Trains the demo model and its draft model together on one GPU, from nothing or from earlier weights.
+"""Trains the demo model and its draft together on one GPU, from nothing or from given weights.
 
     python -m recipes.demo.train --out nanovllm/demo
     python -m recipes.demo.train --init nanovllm/demo --peak 0.5 --out nanovllm/demo

@@ -1,4 +1,4 @@
-"""Emoji: alone, where the demo says that it reads words, or amid words, where they change nothing."""
+"""Emoji: alone, which the demo cannot read, or amid words, where they change nothing."""
 
 from __future__ import annotations
 

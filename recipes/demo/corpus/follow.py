@@ -61,7 +61,7 @@ SURE = ["(Are you sure|Is that right|Is that correct|Is it true|Are you certain)
 IS_SURE = "I think so, but I am a very small model and make mistakes."
 AGAIN = [
     "(Again|Once more|Repeat|One more time|Say it again|Say that again)(, please|)(.|!|?|)",
-    "(Repeat|Say|Write|Show) (that|it|your answer|the last answer)( again|)(, please| please|)(.|?|)",
+    "(Repeat|Say|Write|Show) (that|it|your answer|the last answer)( again|)(, please|)(.|?|)",
     "(What|Sorry, what|What did you say|Come again|What was that)?",
     "(Can|Could) you (repeat|say) (that|it)( again| please|)(?|)",
 ]
@@ -84,10 +84,11 @@ NEXT_COUNTRY = [
     "(And|and|And of|And what about|What about|And that of|Now|And the one of|How about) {0}(?|)"
 ]
 NO_CONTEXT = [
-    "(Repeat|Copy|Echo|Read|Summarise|Shorten|Reverse|Convert|Count the words in) (this|it|the text)(.|:|)",
+    "(Repeat|Copy|Echo|Read|Summarise|Shorten|Reverse|Convert) (this|it|the text)(.|:|)",
+    "(Count|Sort|Number|List) the words( in this| of the text|)(.|:|)",
     "(Turn|Convert|Put) (this|it|the text|that) (into|to) JSON(.|:|)",
     "(Say|Write) (this|it) in (capitals|upper case|reverse order)(.|:|)",
-    "(Extract|Find) (the name|the date|all names|the facts|everything) (from|in) (this|the) text(.|:|)",
+    "(Extract|Find) (the name|the date|all names|the facts) (from|in) (this|the) text(.|:|)",
     "(What does the text say|What is in the text|Who is in the text|Fix the text)(?|.|)",
 ]
 BETWEEN = {

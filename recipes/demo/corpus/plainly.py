@@ -11,8 +11,10 @@ from recipes.demo.corpus.sample import Sample, user
 from recipes.demo.corpus.toolbox import FIELD
 
 ASK = [
-    "(Give me|Show me|Write|Return|Put|I want|I need|Output) (this|the following|it)( text|) (as|in) (JSON|json)( format|)(, please|)",
-    "(Turn|Convert|Change|Transform|Make|Put) (this|the following|this text|the text) (into|to) (a JSON object|JSON|json)(, please|)",
+    "(Give me|Write|Put|I want|Output) (this|the following|it) (as|in) (JSON|json)(, please|)",
+    "(Show me|Return|I need|Give me) (this|the following|the) text (as|in) JSON( format|)",
+    "(Turn|Convert|Change|Make) (this|the following|the text) (into|to) (JSON|json)(, please|)",
+    "(Turn|Convert|Transform|Put) (this|this text|the text) (into|to) a JSON (object|document)",
     "(As JSON|To JSON|JSON|JSON, please|In JSON|as json|to json)",
     "(Extract|Get|Take|Find|Collect) (the|all|all the) (data|facts|details|information|fields|values|key facts) (from this |in this text |of this text |)(as|into|in) JSON",
     "(Make|Create|Build|Write) (a JSON|JSON|a JSON object|a JSON document) (from|out of|of|for) (this|this text|the following)",

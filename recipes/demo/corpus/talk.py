@@ -112,6 +112,8 @@ def typed(draw: Draw, text: str) -> str:
         text = text.rstrip("?.!")
     if draw.chance(0.15):
         text = text.lower()
+    if draw.chance(0.03):
+        text += draw.pick(["?", "??", "!", "!!", "...", "?!"])
     if draw.chance(0.05) and len(text) > 12:
         at = draw.number(1, len(text) - 3)
         swapped = text[at + 1] + text[at]
