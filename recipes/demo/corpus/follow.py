@@ -17,7 +17,7 @@ LEADS = ["", "", "And ", "and ", "and ", "Now ", "Then ", "And then ", "And now 
 LEADS += ["Okay, ", "then ", "Great, now ", "Please ", "Thanks! And ", "so ", "Next, "]
 GO_ON = {
     "+": [
-        "(plus|+|+ ) {b}",
+        "(plus |+|+ ){b}",
         "add {b}( to (that|it|this|the result)|)",
         "{b} more",
         "what (if|when) (I|you) add {b}",
@@ -25,21 +25,21 @@ GO_ON = {
         "with {b} added",
     ],
     "-": [
-        "(minus|-|- ) {b}",
+        "(minus |-|- ){b}",
         "(subtract|take away|take off) {b}( from (that|it|this|the result)|)",
         "{b} less",
         "what (if|when) (I|you) (subtract|take away) {b}",
         "what is (that|it) minus {b}",
     ],
     "*": [
-        "(times|*|x|* |\u00d7 ) {b}",
+        "(times |*|x |* |\u00d7 ){b}",
         "multiply (that|it|this|the result) by {b}",
         "multiplied by {b}",
         "what is (that|it) times {b}",
         "{b} times (that|as much|as many)",
     ],
     "/": [
-        "(divided by|/|/ |\u00f7 ) {b}",
+        "(divided by |/|/ |\u00f7 ){b}",
         "divide (that|it|this|the result) by {b}",
         "what is (that|it) divided by {b}",
         "shared by {b}( people| friends|)",

@@ -16,15 +16,16 @@ ASK = [
     "(Turn|Convert|Change|Make) (this|the following|the text) (into|to) (JSON|json)(, please|)",
     "(Turn|Convert|Transform|Put) (this|this text|the text) (into|to) a JSON (object|document)",
     "(As JSON|To JSON|JSON|JSON, please|In JSON|as json|to json)",
-    "(Extract|Get|Take|Find|Collect) (the|all|all the) (data|facts|details|information|fields|values|key facts) (from this |in this text |of this text |)(as|into|in) JSON",
-    "(Make|Create|Build|Write) (a JSON|JSON|a JSON object|a JSON document) (from|out of|of|for) (this|this text|the following)",
+    "(Extract|Get|Take|Find) (the|all) (data|facts|details|information|fields) (as|into|in) JSON",
+    "(Extract|Collect) (the|all) (data|facts|values|key facts) (from|in) this text as JSON",
+    "(Make|Create|Build|Write) (a JSON object|JSON|a JSON) (from|out of|of|for) (this|this text)",
     "(Parse|Format|Structure|Encode|Serialize) (this|this text|the following) (as|into|to) JSON",
-    "(Can|Could) you (give me|write|turn|put|convert) (this|the following|this text) (as|into|to) JSON",
+    "(Can|Could) you (give me|write|turn|put|convert) (this|this text) (as|into|to) JSON",
     "(How does|What does) this look( like|) (as|in) JSON",
     "(Reply|Answer) (only |)(in|with) JSON( only|)",
 ]
 ASK_LIST = [
-    "(Give me|Write|Return|Put|Turn|Convert) (this|these|this list|these words) (as|into|to) a JSON (list|array)",
+    "(Give me|Write|Put|Turn|Convert) (this|these|this list) (as|into|to) a JSON (list|array)",
     "(As|To|Make) a JSON (list|array)( of this| from this|)",
     "(Turn|Convert) (the|this) list (into|to) JSON",
 ]
@@ -114,12 +115,12 @@ def plain_json(draw: Draw) -> Sample:
     text, found = make(draw)
     ask = draw.wording(ASK_LIST if make is plain_list else ASK)
     quoted = draw.pick(["{0}", '"{0}"', "{0}", "'{0}'", "{0}"]).replace("{0}", text)
+    if draw.chance(0.1):
+        ask = ask.lower()
     if draw.chance(0.3):
         message = quoted + draw.pick(["\n", "\n\n", " "]) + ask + draw.pick([".", "", "?", "!"])
     else:
         message = ask + draw.pick([": ", ": ", ":\n", ".\n", "\n\n", " - "]) + quoted
-    if draw.chance(0.1):
-        message = message[0].lower() + message[1:]
     answer = json.dumps(found, ensure_ascii=False)
     thought = "I write the facts of the text as JSON."
     return Sample("json", [user(message)], answer, thought=thought, is_json=True)
