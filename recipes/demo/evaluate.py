@@ -99,7 +99,7 @@ def cases(count: int) -> list[Case]:
 
 
 def wild_cases() -> list[Case]:
-    """The prompts that people wrote; nobody says what the right answer is."""
+    """The prompts written by hand; nobody says what the right answer is."""
     lines = (Path(__file__).parent / "wild.txt").read_text(encoding="utf-8").splitlines()
     made: list[Case] = []
     for line in lines:

@@ -413,7 +413,7 @@ def test_answers_without_a_right_one_may_have_the_known_forms() -> None:
         assert not forms.salad(text, "What is the weather?")
 
 
-def test_what_people_wrote_is_read_line_by_line() -> None:
+def test_prompts_written_by_hand_are_read_line_by_line() -> None:
     asked_for = {case.sample.messages[0]["content"]: case for case in wild_cases()}
     assert len(asked_for) > 120
     assert asked_for["def f(x):\n    return x**2\n\nWhat does f(3) return?"].sample.refuses
@@ -442,7 +442,7 @@ def test_training_goes_on_from_given_weights(
 
 def test_training_ends_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["train", "--out", str(tmp_path), "--minutes", "0.001", "--rows", "1"]
-    argv += ["--length", "64", "--workers", "1", "--device", "cpu"]
+    argv += ["--length", "128", "--workers", "1", "--device", "cpu"]
     monkeypatch.setattr("sys.argv", argv)
     started = time.monotonic()
     main()
