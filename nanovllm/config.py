@@ -82,6 +82,7 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: int = 1
     max_model_tokens: int | Auto = "auto"  # auto: the model's own, at most 32768
     max_body_bytes: int = 32 * 1024 * 1024
+    stall_s: float = 10.0  # silence of the engine, or delay of a step, that /health calls a stall
     shutdown_s: float = 5.0  # how long running requests may finish after SIGTERM
 
 
@@ -202,6 +203,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "server.workers": (1, 64),
     "server.max_model_tokens": (2, 1 << 24),
     "server.max_body_bytes": (1024, 1 << 31),
+    "server.stall_s": (2, 3600),
     "server.shutdown_s": (0, 3600),
     "paper.tokens_per_s": (0.01, 100_000),
 }

@@ -135,5 +135,15 @@ class StepOutput(Struct, frozen=True, tag="out", array_like=True):
     stats: Stats | None = None
 
 
+class Beat(Struct, frozen=True, tag="beat", array_like=True):
+    """The engine process is alive: sent twice a second by a thread of its own.
+
+    A process that is stopped sends none. One whose step loop hangs says so here.
+    """
+
+    step_age_s: float  # since the loop last got on; 0 while it has nothing to do
+    late_s: float  # of that, beyond what the step in flight may take, judged by earlier steps
+
+
 ToEngine = Generate | Abort
-FromEngine = Ready | StepOutput
+FromEngine = Ready | StepOutput | Beat

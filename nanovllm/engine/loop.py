@@ -8,6 +8,7 @@ from typing import Protocol
 
 from nanovllm.engine.clock import StepClock
 from nanovllm.engine.executor import Executor, StepHandle
+from nanovllm.engine.progress import Progress
 from nanovllm.plan import Masks
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Abort, Generate, StepOutput, ToEngine
@@ -47,6 +48,7 @@ class EngineLoop:
         self.masker = masker
         self.depth = depth
         self.clock = StepClock()  # of the host
+        self.progress = Progress()
         self.bubble_s = 0.0  # in all, the device waited for the host while there was work
         self._in_flight: deque[tuple[StepHandle, bool]] = deque()  # True: the first after a rest
         self._rested = True
@@ -73,6 +75,7 @@ class EngineLoop:
         plan = self.scheduler.plan()
         self.clock.lap("plan")
         if plan is not None:
+            self.progress.begin(plan.num_decodes + sum(c.num_tokens for c in plan.chunks))
             handle = self.executor.launch(plan)
             self.clock.lap("launch")
             if plan.masked:
@@ -89,6 +92,7 @@ class EngineLoop:
         while len(self._in_flight) > most_in_flight:
             handle, rested = self._in_flight.popleft()
             result = handle.wait()
+            self.progress.end()
             self.clock.skip()
             self.bubble_s += 0.0 if rested else handle.gap_s
             self._publish(self.scheduler.complete(result))

@@ -26,6 +26,7 @@ from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import (
     WORKER_BITS,
     Abort,
+    Beat,
     Generate,
     Ready,
     Refusal,
@@ -37,6 +38,7 @@ from nanovllm.wire import (
 
 log = logging.getLogger("engine")
 STATS_EVERY_S = 0.2
+BEAT_EVERY_S = 0.5
 Waited = tuple[Generate, Outcome]  # for its grammar
 
 
@@ -107,14 +109,15 @@ class Engine:
         self.loop = EngineLoop(scheduler, executor, self.publish, grammars, depth)
         self._compiling: set[int] = set()  # requests that wait for their grammar
         self._inbox: queue.SimpleQueue[ToEngine | Waited | None] = queue.SimpleQueue()
-        self._outboxes: list[queue.SimpleQueue[StepOutput]] = []
+        self._outboxes: list[queue.SimpleQueue[StepOutput | Beat]] = []
         self._num_open = len(connections)
         self._stats_due = 0.0
         for connection in connections:
-            outbox: queue.SimpleQueue[StepOutput] = queue.SimpleQueue()
+            outbox: queue.SimpleQueue[StepOutput | Beat] = queue.SimpleQueue()
             self._outboxes.append(outbox)
             for work in (self._read, self._write):
                 threading.Thread(target=work, args=(connection, outbox), daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
 
     def run(self) -> None:
         while self._num_open:
@@ -187,7 +190,15 @@ class Engine:
             self._inbox.put(message)
         self._inbox.put(None)
 
-    def _write(self, connection: Connection, outbox: queue.SimpleQueue[StepOutput]) -> None:
+    def _beat(self) -> None:
+        progress = self.loop.progress
+        while True:
+            beat = Beat(progress.age_s(), progress.late_s())
+            for outbox in self._outboxes:
+                outbox.put(beat)
+            time.sleep(BEAT_EVERY_S)
+
+    def _write(self, connection: Connection, outbox: queue.SimpleQueue[StepOutput | Beat]) -> None:
         with suppress(OSError):  # the API process has gone; its reader says so to the loop
             while True:
                 connection.send(outbox.get())

@@ -16,6 +16,7 @@ from nanovllm.ipc.channel import AsyncConnection
 from nanovllm.wire import (
     WORKER_BITS,
     Abort,
+    Beat,
     Finish,
     FromEngine,
     Generate,
@@ -66,6 +67,8 @@ class EngineClient:
         self.stats = Stats()
         self.is_lost = False
         self.step_time = 0.0
+        self._beat = Beat(0.0, 0.0)
+        self._beat_at: float | None = None  # when it came
         self._on_lost = on_lost
         self._sinks: dict[int, Sink] = {}
         self._num_ids = 0
@@ -98,12 +101,29 @@ class EngineClient:
     def close(self) -> None:
         self._connection.close()
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which the engine process has given no sign of life; 0 before its first."""
+        return 0.0 if self._beat_at is None else time.monotonic() - self._beat_at
+
+    @property
+    def step_age_s(self) -> float:
+        """Seconds since the engine's step loop last got on; 0 while it has nothing to do."""
+        return self._beat.step_age_s and self._beat.step_age_s + self.silent_s
+
+    @property
+    def late_s(self) -> float:
+        """How far the step in flight is beyond what a step may take; 0 or less if it is not."""
+        return self._beat.late_s and self._beat.late_s + self.silent_s
+
     def _received(self, messages: list[FromEngine]) -> None:
         self.step_time = time.monotonic()
         touched: list[Sink] = []
         for message in messages:
             if isinstance(message, StepOutput):
                 self._dispatch(message, touched)
+            elif isinstance(message, Beat):
+                self._beat, self._beat_at = message, self.step_time
             else:
                 self.ready = message
                 self._is_ready.set_result(None)

@@ -53,6 +53,7 @@ class App:
         self.replies: set[Reply] = set()
         self._client = client
         self._served = served
+        self._stall_s = config.stall_s
         self._max_body_bytes = config.max_body_bytes
         self._key = None if config.api_key is None else config.api_key.encode()
         self._threads = threads
@@ -150,9 +151,16 @@ class App:
         return JSON, msgspec.json.encode({"data": [card], "object": "list"})
 
     def _health(self) -> tuple[bytes, bytes]:
-        if self._client.is_lost or self.is_draining:
-            text = "the engine is gone" if self._client.is_lost else "the server is shutting down"
+        client = self._client
+        if client.is_lost or self.is_draining:
+            text = "the engine is gone" if client.is_lost else "the server is shutting down"
             raise ApiError(503, text, code="unhealthy")
+        if (silent_s := client.silent_s) > self._stall_s:
+            text = f"the engine has given no sign of life for {silent_s:.0f} s"
+            raise ApiError(503, text, code="stalled")
+        if (late_s := client.late_s) > self._stall_s:
+            text = f"the engine's step takes {late_s:.0f} s longer than any before"
+            raise ApiError(503, text, code="stalled")
         return JSON, b'{"status":"ok"}'
 
     def _show_metrics(self) -> tuple[bytes, bytes]:
@@ -163,4 +171,5 @@ class App:
             model=ready.model,
             page_tokens=ready.page_tokens,
             num_pages=ready.num_pages,
+            step_age_s=self._client.step_age_s,
         )

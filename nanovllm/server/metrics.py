@@ -12,6 +12,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from nanovllm.server.metric_help import HELP
+from nanovllm.server.process_facts import process_facts
 from nanovllm.wire import Stats
 
 quoted = json.JSONEncoder(ensure_ascii=False).encode
@@ -69,6 +71,8 @@ class Metrics:
         self.prefill_s = Histogram("vllm:request_prefill_time_seconds", REQUEST_S)
         self.decode_s = Histogram("vllm:request_decode_time_seconds", REQUEST_S)
         self.prompt_tokens = Histogram("vllm:request_prompt_tokens", TOKENS)
+        computed = "vllm:request_prefill_kv_computed_tokens"
+        self.computed_prompt_tokens = Histogram(computed, TOKENS)
         self.generation_tokens = Histogram("vllm:request_generation_tokens", TOKENS)
         self.params_n = Histogram("vllm:request_params_n", CHOICES)
         self.params_max_tokens = Histogram("vllm:request_params_max_tokens", TOKENS)
@@ -80,13 +84,20 @@ class Metrics:
 
 
 def render(
-    metrics: Metrics, stats: Stats, *, model: str, page_tokens: int, num_pages: int
+    metrics: Metrics,
+    stats: Stats,
+    *,
+    model: str,
+    page_tokens: int,
+    num_pages: int,
+    step_age_s: float = 0.0,
 ) -> bytes:
     """Prometheus' text format, version 0.0.4."""
     lines: list[str] = []
     ours = f'model_name={quoted(model)},engine="0"'
 
     def add(name: str, kind: str, samples: float | Iterable[Sample]) -> None:
+        lines.append(f"# HELP {name} {HELP[name]}")
         lines.append(f"# TYPE {name} {kind}")
         if isinstance(samples, int | float):
             samples = [("", "", samples)]
@@ -105,6 +116,7 @@ def render(
     add("vllm:prefix_cache_hits_total", "counter", stats.cached_tokens)
     add("vllm:generation_tokens_total", "counter", stats.generated_tokens)
     add("nanovllm:steps_total", "counter", stats.num_steps)
+    add("nanovllm:last_step_age_seconds", "gauge", step_age_s)
     add("nanovllm:host_bubble_seconds_total", "counter", stats.host_bubble_s)
     add("nanovllm:graph_padded_tokens_total", "counter", stats.padded_tokens)
     add("nanovllm:host_seconds_total", "counter", _by("part", stats.host_s))
@@ -114,6 +126,9 @@ def render(
     add("vllm:admission_rejections_total", "counter", _by("reason", metrics.rejected))
     for histogram in metrics.histograms():
         add(histogram.name, "histogram", histogram.samples())
+    for name, value in process_facts().items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# HELP {name} {HELP[name]}", f"# TYPE {name} {kind}", f"{name} {value:.17g}"]
     return ("\n".join(lines) + "\n").encode()
 
 

@@ -121,6 +121,8 @@ class Reply:
             metrics.time_to_first_token_s.observe(now - self.begun)
             metrics.queue_s.observe(self._started - self.begun)
             metrics.prefill_s.observe(now - self._started)
+            computed = self.session.num_prompt - self.session.num_cached
+            metrics.computed_prompt_tokens.observe(computed)
         self._last = now
         self._num_seen = self.session.num_tokens
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 
 from nanovllm.server.metrics import Histogram, Metrics, render
 from nanovllm.wire import Stats
@@ -23,7 +24,9 @@ STATS = Stats(
     steps_by_mode={"FULL/decode": 40, "NONE/mixed": 10},
     padded_tokens=8,
 )
-LINE = re.compile(r"[a-z]+:[a-z0-9_]+\{(\w+=\"(?:[^\"\\]|\\.)*\",?)+\} -?[0-9.e+-]+(inf)?")
+LINE = re.compile(
+    r"(?:process_[a-z_]+|[a-z]+:[a-z0-9_]+\{(\w+=\"(?:[^\"\\]|\\.)*\",?)+\}) -?[0-9.e+-]+(inf)?"
+)
 
 
 def page(metrics: Metrics, model: str = "demo") -> str:
@@ -57,10 +60,23 @@ def test_every_line_is_a_sample_or_a_type_said_once() -> None:
     metrics.rejected["queue_full"] += 2
     text = page(metrics, model='a "b"\\c\nd')
     assert r'model_name="a \"b\"\\c\nd"' in text
-    kinds = [line for line in text.splitlines() if line.startswith("#")]
-    assert len(kinds) == len(set(kinds)) > 20
+    said = [line.split(" ", 3) for line in text.splitlines() if line.startswith("#")]
+    assert [word for _, word, *_ in said] == ["HELP", "TYPE"] * (len(said) // 2)
+    helped = [name for _, word, name, text in said if word == "HELP" and text.endswith(".")]
+    typed = [name for _, word, name, _ in said if word == "TYPE"]
+    assert helped == typed and len(typed) == len(set(typed)) > 20
     for line in text.splitlines():
-        assert line.startswith("# TYPE ") or LINE.fullmatch(line), line
+        assert line.startswith("#") or LINE.fullmatch(line), line
+
+
+def test_the_process_is_described_as_by_other_exporters() -> None:
+    facts = dict(line.rsplit(" ", 1) for line in page(Metrics()).splitlines())
+    assert 1e6 < float(facts["process_resident_memory_bytes"]) < 1e11
+    assert 0 < time.time() - float(facts["process_start_time_seconds"]) < 86400
+    before = float(facts["process_open_fds"])
+    with Path("/dev/null").open(), Path("/dev/null").open():
+        opened = dict(line.rsplit(" ", 1) for line in page(Metrics()).splitlines())
+    assert float(opened["process_open_fds"]) == before + 2
 
 
 def test_histograms_are_cumulative_and_bounds_inclusive() -> None:
