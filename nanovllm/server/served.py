@@ -49,6 +49,7 @@ class Served:
         self.created = int(time.time())
         self.max_model_tokens = ready.max_model_tokens
         self.vocab_size = ready.vocab_size
+        self.raise_priority = config.recipe.server.raise_priority
         model = _read(Path(config.config_path), ModelConfig)
         name = config.recipe.server.parser
         if name == "auto":

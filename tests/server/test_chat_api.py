@@ -72,7 +72,7 @@ def test_usage_with_every_chunk_counts_up(api) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, _ = api.events("one two three four", stream_options=options)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts) and counts[0] == 1
+    assert counts == sorted(counts) and counts[0] == 0  # the role comes before any token
     (sent,) = api.engine.generates
     assert counts[-1] == len(api.engine.output_of(sent))
 
@@ -119,7 +119,7 @@ def test_what_the_request_says_reaches_the_engine(api) -> None:
         min_tokens=2,
         max_tokens=50,
         stop_token_ids=[9],
-        priority=-3,
+        priority=3,
         cache_salt="tenant",
         bad_words=["a"],
     )
@@ -129,7 +129,7 @@ def test_what_the_request_says_reaches_the_engine(api) -> None:
     assert (said.repetition_penalty, said.presence_penalty) == (1.1, 0.2)
     assert (said.frequency_penalty, said.seed, said.logit_bias) == (0.3, -5, {7: -2.0})
     assert (said.min_tokens, said.logprobs, sent.max_new) == (2, -1, 50)
-    assert (sent.priority, sent.salt) == (-3, "tenant")
+    assert (sent.priority, sent.salt) == (3, "tenant")
     assert said.bad_words == [api.engine.tokenizer.encode(text).ids for text in ("a", " a")]
     assert {9} < set(sent.stop_ids)
 
