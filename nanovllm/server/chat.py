@@ -205,7 +205,10 @@ class Choice:
             stops = {*request.stops, *map(self._vocabulary.marked, request.stops)}
             self._stops = StopStrings(sorted(stops), include=include_stop)
         self._parser = session.served.parser(
-            turn, request.schemas, is_spelled=request.spells_markers
+            turn,
+            request.schemas,
+            is_spelled=request.spells_markers,
+            mends=request.constrained_by is None,
         )
 
     def logprobs(self, entry: TokenLogprobs) -> None:

@@ -69,9 +69,12 @@ class Served:
             self.defaults = _read(path, GenerationConfig) if path.is_file() else self.defaults
         self.eos_ids = self._eos_ids(model)
 
-    def parser(self, turn: str, schemas: Schemas | None, *, is_spelled: bool) -> Machine:
+    def parser(
+        self, turn: str, schemas: Schemas | None, *, is_spelled: bool, mends: bool
+    ) -> Machine:
         """As `Machine` takes them."""
-        return Machine(self.family, self.vocabulary.marks, turn, schemas, is_spelled=is_spelled)
+        marks = self.vocabulary.marks
+        return Machine(self.family, marks, turn, schemas, is_spelled=is_spelled, mends=mends)
 
     def _eos_ids(self, model: ModelConfig) -> frozenset[int]:
         """The two files differ in many checkpoints; every token that one of them names ends."""
