@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from nanovllm.server.errors import ApiError, bad_body, bad_value, misplaced
 from nanovllm.server.parsers.base import FUNCTION_NAME
-from nanovllm.server.ranges import check_biases, check_numbers, check_token_ids, ranges
+from nanovllm.server.ranges import check_biases, check_token_ids, ranges
 from nanovllm.server.tool_choice import ToolChoice, tool_choice
 from nanovllm.server.unsupported import Unsupported, check_unsupported
 
@@ -171,7 +171,6 @@ class ChatRequest(Unsupported, frozen=True, kw_only=True):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-NUMBERS = tuple(ranges(MOST_TOKENS, raise_priority=True))  # the fields that are one
 _decoder = msgspec.json.Decoder(ChatRequest)
 
 
@@ -187,10 +186,14 @@ def parse_request(
 
     `context`: the most tokens of a prompt and its answer.
     """
+    allowed = ranges(context, raise_priority=raise_priority)
     try:
         request = _decoder.decode(body)
     except msgspec.DecodeError as error:
-        raise bad_body(error) from None
+        refusal = bad_body(error)
+        if refusal.param in allowed and "out of range" in refusal.message:
+            refusal = misplaced(refusal.param, f"must be {allowed[refusal.param]}, not far beyond")
+        raise refusal from None
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8: {error}", code="invalid_json") from None
     except RecursionError:
@@ -199,8 +202,9 @@ def parse_request(
         text = f"the model {request.model!r} does not exist; this server has {model!r}"
         raise ApiError(404, text, param="model", code="model_not_found")
     check_unsupported(request)
-    numbers = ((field, getattr(request, field)) for field in NUMBERS)
-    check_numbers(numbers, context, raise_priority=raise_priority)
+    for field, limits in allowed.items():
+        if (value := getattr(request, field)) is not None and not limits.holds(value):
+            raise bad_value(field, str(limits), value)
     _check_messages(request.messages)
     _check_continuation(request)
     _check_sampling(request)

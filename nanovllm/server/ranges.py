@@ -7,7 +7,7 @@ column, message and tensor that it reaches later.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from msgspec import Struct
 
@@ -59,16 +59,6 @@ def ranges(context: int, *, raise_priority: bool) -> dict[str, Range]:
         "stream_interval": Range(1, INT32),
         "thinking_token_budget": Range(-1, INT32),
     }
-
-
-def check_numbers(
-    values: Iterable[tuple[str, float | None]], context: int, *, raise_priority: bool
-) -> None:
-    """`values`: of the fields that `ranges` names. Raises ApiError for the first one outside."""
-    allowed = ranges(context, raise_priority=raise_priority)
-    for field, value in values:
-        if value is not None and not allowed[field].holds(value):
-            raise bad_value(field, str(allowed[field]), value)
 
 
 def check_token_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
