@@ -70,7 +70,7 @@ class Served:
         self.eos_ids = self._eos_ids(model)
 
     def parser(
-        self, turn: str, schemas: Schemas | None, *, is_spelled: bool, mends: bool
+        self, turn: str, schemas: Schemas | None, *, is_spelled: bool, mends: bool = False
     ) -> Machine:
         """As `Machine` takes them."""
         marks = self.vocabulary.marks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -68,13 +69,16 @@ def test_a_stream(api, tokens_per_step) -> None:
     assert usage["usage"]["prompt_tokens"] == len(sent.prompt) // 4
 
 
-def test_usage_with_every_chunk_counts_up(api) -> None:
+@pytest.mark.parametrize("tokens_per_step", [1, 3])
+def test_usage_with_every_chunk_counts_up(api, tokens_per_step) -> None:
+    api.engine.tokens_per_step = tokens_per_step
     options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, _ = api.events("one two three four", stream_options=options)
+    *chunks, usage, _ = api.events("one two three four", stream_options=options)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts) and counts[0] == 0  # the role comes before any token
+    assert counts[0] == 0  # the role comes before any token
+    assert all(later > earlier for earlier, later in pairwise(counts))
     (sent,) = api.engine.generates
-    assert counts[-1] == len(api.engine.output_of(sent))
+    assert counts[-1] == usage["usage"]["completion_tokens"] == len(api.engine.output_of(sent))
 
 
 def test_32_clients_at_once_each_get_their_own_answer(api) -> None:
