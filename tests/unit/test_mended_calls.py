@@ -7,10 +7,13 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
+from nanovllm.config import load_config
 from nanovllm.server.answers import WholeWriter
 from nanovllm.server.parsers.base import CallPart, CallStart, Event, Reasoning, Text, joined
 from nanovllm.server.parsers.machine import Machine
+from nanovllm.server.served import Served
 from tests.unit.generated_outputs import family_of, marks_of
+from tests.unit.test_chat import END, ENGINE, TOKENIZER, answered, message_of
 
 WEATHER = {
     "type": "object",
@@ -152,6 +155,29 @@ def test_without_tools_nothing_is_a_call() -> None:
 
 def test_a_call_inside_a_thought_needs_its_opener() -> None:
     assert seen(f"<think>hm\n{BARE}\nhm</think>ok") == [Reasoning(f"hm\n{BARE}\nhm"), Text("ok")]
+
+
+CODER = Served(load_config(None, ["server.parser=qwen3_coder"]), ENGINE)
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": WEATHER}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_a_client_gets_the_call(stream, size) -> None:
+    ids = TOKENIZER.encode(f"Let me look.\n{BARE}\n</tool_call>").ids
+    steps = [ids[at : at + size] for at in range(0, len(ids), size)]
+    session = answered([*steps, [END]], served=CODER, tools=[TOOL], stream=stream)
+    text, _, calls, reason, _ = message_of(session)
+    assert (text, reason) == ("Let me look.", "tool_calls")
+    assert calls == [{"name": "weather", "arguments": '{"city": "Paris"}'}]
+
+
+def test_where_a_grammar_rules_the_text_is_what_it_says(monkeypatch) -> None:
+    monkeypatch.setattr("nanovllm.server.orders.structural_tag", lambda *_: "")
+    ids = TOKENIZER.encode(BARE).ids
+    for fields in ({"parallel_tool_calls": False}, {"response_format": {"type": "json_object"}}):
+        session = answered([ids], served=CODER, tools=[TOOL], **fields)
+        assert message_of(session)[:3] == (BARE, "", [])
 
 
 pieces = st.sampled_from(
