@@ -6,6 +6,7 @@ import httpx
 import openai
 import pytest
 
+from nanovllm.wire import Refusal, RefusalKind
 from tests.server.serving import body, content, eventually
 
 ERROR = {
@@ -85,6 +86,15 @@ def test_the_openai_client_raises(api) -> None:
         with pytest.raises(openai.APIError, match="cannot be trusted") as caught:
             list(client.chat.completions.create(stream=True, **asked))
     assert caught.value.code == "corrupted_output"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_could_not_be_admitted_is_a_500_too(api, stream) -> None:
+    api.engine.refuse = Refusal(0, RefusalKind.FAILED, "its log says why")
+    response = api.chat(stream=stream, n=2)
+    assert response.status_code == 500 and response.headers["x-request-id"]
+    error = {"message": "its log says why", "code": "admission_failed"}
+    assert response.json() == {"error": ERROR | error}
 
 
 def test_the_log_says_so(api) -> None:
