@@ -79,6 +79,7 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     served_name: str | None = None  # None: the last part of the model's name
     parser: str = "auto"
     reasoning_content: bool = False  # name reasoning that way too, for clients that need it
+    raise_priority: bool = False  # clients may ask for a priority below 0, down to -100
     workers: int = 1
     max_model_tokens: int | Auto = "auto"  # auto: the model's own, at most 32768
     max_body_bytes: int = 32 * 1024 * 1024

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from nanovllm.plan import Admit, Masks, StepPlan, StepResult
-from nanovllm.wire import StepOutput
+from nanovllm.wire import Generate, StepOutput
 
 VOCAB = 50
 
@@ -131,6 +131,9 @@ class PaperGPU:
         self.padded_tokens = 0
         self.fed: list[tuple[int, int]] = []  # by each step: tokens of decode rows, of chunks
         self.unsampled: PaperHandle | None = None
+
+    def vet(self, request: Generate) -> None:
+        """Paper takes any."""
 
     def launch(self, plan: StepPlan) -> PaperHandle:
         self.steps += 1

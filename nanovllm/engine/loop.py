@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -11,7 +12,10 @@ from nanovllm.engine.executor import Executor, StepHandle
 from nanovllm.engine.progress import Progress
 from nanovllm.plan import Masks
 from nanovllm.sched.scheduler import Scheduler
-from nanovllm.wire import Abort, Generate, StepOutput, ToEngine
+from nanovllm.wire import Abort, Generate, Refusal, RefusalKind, StepOutput, ToEngine
+
+log = logging.getLogger("engine")
+FAILED = "the engine failed to admit this request; its log says why"
 
 
 class Masker(Protocol):
@@ -58,11 +62,22 @@ class EngineLoop:
         return not self._in_flight and not self.scheduler.has_work
 
     def handle(self, message: ToEngine) -> None:
+        """An exception of one request's admission is that request's end, and nobody else's."""
         match message:
             case Generate():
-                self.scheduler.add(message)
+                try:
+                    self.executor.vet(message)
+                    self.scheduler.add(message)
+                except Exception:
+                    self.fail(message.request_id)
             case Abort(request_id):
                 self.scheduler.abort(request_id)
+
+    def fail(self, request_id: int) -> None:
+        """Refuse a request because of the exception that is being handled."""
+        log.exception("request %d cannot be admitted", request_id)
+        refusal = Refusal(request_id, RefusalKind.FAILED, FAILED)
+        self._publish(StepOutput(refused=[refusal]))
 
     def tell(self) -> None:
         """Publish refusals and the like at once, without waiting for a step."""

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from nanovllm.config import Config, ConfigError, Recipe, given_or, resolve_schedule
 from nanovllm.plan import Int32, Masks, StepPlan, StepResult, mode_key
+from nanovllm.wire import Generate
 
 SENTENCE = " These words come from an engine made of paper, which has nothing to think about."
 MOST_TOKENS = 32768  # context served by default, when the model's own is longer
@@ -62,6 +63,9 @@ class PaperExecutor:
         self._ends_at = 0.0  # of the newest step
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
+
+    def vet(self, request: Generate) -> None:
+        """Paper takes any."""
 
     def launch(self, plan: StepPlan) -> PaperHandle:
         for admit in plan.admits:

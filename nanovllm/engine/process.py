@@ -159,7 +159,11 @@ class Engine:
             refusal = Refusal(request.request_id, RefusalKind.INVALID, outcome)
             self.publish(StepOutput(refused=[refusal]))
             return
-        self.grammars.follow(request, outcome)
+        try:
+            self.grammars.follow(request, outcome)
+        except Exception:
+            self.loop.fail(request.request_id)
+            return
         self.loop.handle(request)
 
     def stats(self) -> Stats:

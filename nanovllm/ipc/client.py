@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from nanovllm.ipc.channel import AsyncConnection
@@ -88,10 +89,11 @@ class EngineClient:
         return self.ready.worker << WORKER_BITS | self._num_ids
 
     def submit(self, request: Generate, sink: Sink) -> None:
+        """Raises EngineLostError. Whatever it raises, the sink will hear nothing."""
         if self.is_lost:
             raise EngineLostError
-        self._sinks[request.request_id] = sink
         self._connection.send(request)
+        self._sinks[request.request_id] = sink
 
     def abort(self, request_id: int) -> None:
         """The sink hears nothing more, not even of its end. Unknown ids are fine."""
@@ -127,8 +129,7 @@ class EngineClient:
             else:
                 self.ready = message
                 self._is_ready.set_result(None)
-        for sink in touched:
-            sink.flush()
+        self._flush(touched)
 
     def _dispatch(self, out: StepOutput, touched: list[Sink]) -> None:
         if out.stats is not None:
@@ -139,7 +140,11 @@ class EngineClient:
                 touched.append(sink)
         for entry in out.logprobs:
             if (sink := self._sinks.get(entry.request_id)) is not None:
-                sink.logprobs(entry)
+                try:
+                    sink.logprobs(entry)
+                except Exception:
+                    self._failed(entry.request_id, sink)
+                    touched.append(sink)
         self._dispatch_tokens(out, touched)
         for finish in out.finished:
             if (sink := self._sinks.pop(finish.request_id, None)) is not None:
@@ -183,6 +188,16 @@ class EngineClient:
         sinks, self._sinks = list(self._sinks.values()), {}
         for sink in sinks:
             sink.lost()
-        for sink in sinks:
-            sink.flush()
+        self._flush(sinks)
         self._on_lost()
+
+    def _flush(self, sinks: list[Sink]) -> None:
+        """What one of them raises must not end the connection, and every other request with it."""
+        for sink in sinks:
+            try:
+                sink.flush()
+            except Exception:
+                log.exception("an answer could not be written")
+                with suppress(Exception):  # it may still say so to its client
+                    sink.lost()
+                    sink.flush()

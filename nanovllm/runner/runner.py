@@ -22,6 +22,7 @@ from nanovllm.runner.results import Copy, DeviceClock, Handle, start_copy
 from nanovllm.runner.slots import Slots
 from nanovllm.sampling.base import Sampled, SampleRows
 from nanovllm.sampling.sampler import Sampler
+from nanovllm.sampling.vetting import Vetting
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Runner:
         self.clock = DeviceClock(device)
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
+        self.vet = Vetting(sampler.vocab_size).vet
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Handle:

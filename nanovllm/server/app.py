@@ -127,7 +127,13 @@ class App:
             text = f"the content-type must be application/json, not {kind[:100].decode('latin-1')}"
             raise ApiError(400, text, code="invalid_content_type")
         body = await read_body(scope, receive, self._max_body_bytes)
-        request = parse_request(body, model=served.name, vocab_size=served.vocab_size)
+        request = parse_request(
+            body,
+            model=served.name,
+            vocab_size=served.vocab_size,
+            context=served.max_model_tokens,
+            raise_priority=served.raise_priority,
+        )
         request_id = request.request_id or request_id
         reply = Reply(self._client, self._metrics, request_id, writer, quiet_s=QUIET_S)
         loop = asyncio.get_running_loop()

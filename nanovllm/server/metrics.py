@@ -78,6 +78,7 @@ class Metrics:
         self.params_max_tokens = Histogram("vllm:request_params_max_tokens", TOKENS)
         self.finished: Counter[str] = Counter()  # choices, by finish reason
         self.rejected: Counter[str] = Counter()  # requests, by error code
+        self.corrupted_requests = 0
 
     def histograms(self) -> list[Histogram]:
         return [found for found in vars(self).values() if isinstance(found, Histogram)]
@@ -124,6 +125,7 @@ def render(
     add("nanovllm:graph_steps_total", "counter", _by("mode/phase", stats.steps_by_mode))
     add("vllm:request_success_total", "counter", _by("finished_reason", metrics.finished))
     add("vllm:admission_rejections_total", "counter", _by("reason", metrics.rejected))
+    add("nanovllm:corrupted_requests_total", "counter", metrics.corrupted_requests)
     for histogram in metrics.histograms():
         add(histogram.name, "histogram", histogram.samples())
     for name, value in process_facts().items():

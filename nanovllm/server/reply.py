@@ -14,7 +14,7 @@ from nanovllm.ipc.client import EngineClient, EngineLostError
 from nanovllm.log import fields
 from nanovllm.server.answers import DONE, KEEP_ALIVE, error_event
 from nanovllm.server.asgi import JSON, Header, Receive, Writer, start
-from nanovllm.server.chat import ChatSession
+from nanovllm.server.chat import CORRUPTED, ChatSession
 from nanovllm.server.errors import ApiError
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.protocol import ChatRequest
@@ -68,8 +68,11 @@ class Reply:
         try:
             for choice in self.session.choices:
                 self._client.submit(choice.message, choice)
-        except EngineLostError:
-            raise ApiError(503, "the engine is gone", code="engine_failed") from None
+        except Exception as problem:
+            self.session.abort_all()  # the choices before
+            if isinstance(problem, EngineLostError):
+                raise ApiError(503, "the engine is gone", code="engine_failed") from None
+            raise
         self._metrics.prompt_tokens.observe(self.session.num_prompt)
         self._metrics.params_n.observe(request.num_choices)
         self._metrics.params_max_tokens.observe(self.session.choices[0].message.max_new)
@@ -103,9 +106,12 @@ class Reply:
             self._answer(200, session.body())
 
     def fail(self, failure: ApiError) -> None:
-        """Tell the client, in the form that is still possible, and end."""
+        """Tell the client once, in the form that is still possible, and end."""
+        if self.is_over:
+            return
         self.session.abort_all()
         self._metrics.rejected[failure.code or "error"] += 1
+        self._metrics.corrupted_requests += failure.code == CORRUPTED
         if self._status:
             events = (*self.session.out, error_event(failure.body()), DONE)
             self._write(b"".join(events), is_last=True)

@@ -49,6 +49,7 @@ class Served:
         self.created = int(time.time())
         self.max_model_tokens = ready.max_model_tokens
         self.vocab_size = ready.vocab_size
+        self.raise_priority = config.recipe.server.raise_priority
         model = _read(Path(config.config_path), ModelConfig)
         name = config.recipe.server.parser
         if name == "auto":
@@ -68,9 +69,12 @@ class Served:
             self.defaults = _read(path, GenerationConfig) if path.is_file() else self.defaults
         self.eos_ids = self._eos_ids(model)
 
-    def parser(self, turn: str, schemas: Schemas | None, *, is_spelled: bool) -> Machine:
+    def parser(
+        self, turn: str, schemas: Schemas | None, *, is_spelled: bool, mends: bool = False
+    ) -> Machine:
         """As `Machine` takes them."""
-        return Machine(self.family, self.vocabulary.marks, turn, schemas, is_spelled=is_spelled)
+        marks = self.vocabulary.marks
+        return Machine(self.family, marks, turn, schemas, is_spelled=is_spelled, mends=mends)
 
     def _eos_ids(self, model: ModelConfig) -> frozenset[int]:
         """The two files differ in many checkpoints; every token that one of them names ends."""

@@ -44,6 +44,7 @@ BAD = {
         400,
         "response_format.json_schema",
     ),
+    "a bias": (json.dumps(body(logit_bias={"4096": 1})).encode(), 400, "logit_bias.4096"),
     "too long": (json.dumps(body("word " * 2000)).encode(), 400, "messages"),
     "too large": (json.dumps(body("x" * 300_000)).encode(), 413, None),
     **{
@@ -55,7 +56,7 @@ BAD = {
             "max_tokens": 0,
             "stop": "",
             "seed": 2**70,
-            "logit_bias": {"4096": 1},
+            "echo": True,
             "top_logprobs": 3,
             "thinking_token_budget": -5,
             "tool_choice": "required",

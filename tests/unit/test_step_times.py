@@ -107,6 +107,7 @@ class Slow:
         self.paper = PaperExecutor([5], 4, 0.0)
         self.steps_by_mode: Counter[str] = self.paper.steps_by_mode
         self.padded_tokens = 0
+        self.vet = self.paper.vet
 
     def launch(self, plan: StepPlan) -> object:
         handle = self.paper.launch(plan)
