@@ -110,6 +110,9 @@ def render(
     add("nanovllm:host_seconds_total", "counter", _by("part", stats.host_s))
     add("nanovllm:host_step_p50_seconds", "gauge", stats.host_step_p50_s)
     add("nanovllm:graph_steps_total", "counter", _by("mode/phase", stats.steps_by_mode))
+    add("nanovllm:grammar_compilations_waiting", "gauge", stats.num_compiling)
+    failures = _by("reason", stats.grammar_failures)
+    add("nanovllm:grammar_compilation_failures_total", "counter", failures)
     add("vllm:request_success_total", "counter", _by("finished_reason", metrics.finished))
     add("vllm:admission_rejections_total", "counter", _by("reason", metrics.rejected))
     for histogram in metrics.histograms():
