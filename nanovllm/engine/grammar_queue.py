@@ -130,7 +130,6 @@ class GrammarQueue:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._trials.close()
 
     # -- workers ----------------------------------------------------------------------------
 

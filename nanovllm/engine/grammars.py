@@ -47,11 +47,15 @@ class Grammars:
         self.vocab_size = vocab_size
         self._stop_ids = stop_ids
         tokens = tokenizer_dir, vocab_size, stop_ids
-        trials = Trials(partial(attempt_of, *tokens))
-        self.queue = GrammarQueue(trials, Compiler(*tokens), compile_s)
+        self._trials = Trials(partial(attempt_of, *tokens))
+        self.queue = GrammarQueue(self._trials, Compiler(*tokens), compile_s)
         self._matchers: dict[int, xgrammar.GrammarMatcher] = {}
         self._filler: xgrammar.BatchGrammarMatcher | None = None
         self._num_words = -(-vocab_size // 32)
+
+    def close(self) -> None:
+        self.queue.close()
+        self._trials.close()
 
     @property
     def num_followed(self) -> int:

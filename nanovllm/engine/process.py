@@ -123,7 +123,7 @@ class Engine:
             self._take_mail()
             self.loop.tell()
             self.loop.step()
-        self.grammars.queue.close()
+        self.grammars.close()
         log.info("stopped %s", fields(steps=self.scheduler.stats().num_steps))
 
     def _take_mail(self) -> None:
