@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine")
 WORKERS = 2
 AGEING_BYTES = 16 << 10  # a second of waiting is worth so many bytes of a smaller grammar
+QUEUE_BYTES = 64 << 20  # of the different grammars that are waited for
 CACHE_BYTES = 256 << 20
 ENTRY_BYTES = 1000  # of the cache's own, for each grammar
 TIMEOUT_KEPT_S = 60.0  # a machine that was busy then may be quiet now
@@ -93,11 +94,16 @@ class GrammarQueue:
         """`told` gets the grammar once it is there, which may be now, unless the request leaves."""
         with self._changed:
             kept = self._kept.get(tag)
-            if kept is None or kept.until < time.monotonic():
+            if kept is not None and kept.until > time.monotonic():
+                self._kept.move_to_end(tag)
+                outcome = kept.outcome
+            elif tag in self._jobs or sum(map(len, self._jobs)) + len(tag) <= QUEUE_BYTES:
                 self._wait(request_id, tag, told)
                 return
-            self._kept.move_to_end(tag)
-        told(kept.outcome)
+            else:
+                reason = f"{QUEUE_BYTES} bytes of grammars are waiting already"
+                outcome = Failure(RefusalKind.QUEUE_FULL, reason)
+        told(outcome)
 
     def _wait(self, request_id: int, tag: str, told: Told) -> None:
         job = self._jobs.get(tag)
@@ -163,19 +169,22 @@ class GrammarQueue:
             self._builder.prepare()
             reason = trial.result(job.tag, self._compile_s)
         except TimeoutError:
-            self.failures["timeout"] += 1
             reason = f"the grammar takes longer than {self._compile_s:g} s to compile"
-            return Failure(RefusalKind.INVALID, reason, TIMEOUT_KEPT_S)
+            return self._failed("timeout", Failure(RefusalKind.INVALID, reason, TIMEOUT_KEPT_S))
         except TrialDiedError as error:
             if not job.waiting:
                 return None
             log.warning("a grammar of %d bytes was given up: %s", len(job.tag), error)
-            self.failures["died"] += 1
-            return Failure(RefusalKind.FAILED, "the grammar's compiler has died", 0.0)
+            reason = "the grammar's compiler has died"
+            return self._failed("died", Failure(RefusalKind.FAILED, reason, 0.0))
         if reason:
-            self.failures["invalid"] += 1
-            return Failure(RefusalKind.INVALID, reason)
+            return self._failed("invalid", Failure(RefusalKind.INVALID, reason))
         return self._builder.build(job.tag) if job.waiting else None
+
+    def _failed(self, how: str, failure: Failure) -> Failure:
+        with self._changed:
+            self.failures[how] += 1
+        return failure
 
     def _tell(self, job: Job, outcome: Outcome | None) -> None:
         with self._changed:

@@ -30,7 +30,9 @@ from nanovllm.wire import Generate, StepOutput
 if TYPE_CHECKING:
     import xgrammar
 
-COMPILER_THREADS = max(1, (os.cpu_count() or 1) // 4)  # they do not hold the interpreter's lock
+COMPILER_THREADS = max(
+    1, min(8, (os.cpu_count() or 1) // 4)
+)  # they do not hold the interpreter's lock
 MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 MASK_S = 0.1  # of CPU time; usual masks take 0.05 ms
 TRIED_TOKENS = 16

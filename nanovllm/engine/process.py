@@ -176,7 +176,7 @@ class Engine:
                 self.grammars.follow(request, grammar)
             self.loop.handle(request)
         except Exception:
-            log.exception("request %d failed", request.request_id)
+            log.exception("request %d could not be admitted", request.request_id)
             self._refuse(request, Failure(RefusalKind.FAILED, "the request could not be admitted"))
 
     def _refuse(self, request: Generate, why: Failure) -> None:

@@ -170,10 +170,14 @@ def limit_resources() -> None:
     """Beyond them an allocation fails, which xgrammar raises as an error, or the fork crashes."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)  # who is asked about the same text later prints the same
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, most = resource.getrlimit(resource.RLIMIT_STACK)
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, most))
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_STACK, STACK_BYTES)
     with suppress(OSError):  # only Linux says how much it has
         num_pages = int(Path("/proc/self/statm").read_text().split()[5])
-        num_bytes = num_pages * resource.getpagesize() + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+        limit(resource.RLIMIT_DATA, num_pages * resource.getpagesize() + MEMORY_BYTES)
+
+
+def limit(kind: int, num_bytes: int) -> None:
+    _, most = resource.getrlimit(kind)
+    within = num_bytes if most == resource.RLIM_INFINITY else min(num_bytes, most)
+    resource.setrlimit(kind, (within, most))

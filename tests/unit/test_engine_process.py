@@ -175,18 +175,18 @@ def test_aborted_while_it_follows_its_grammar(running) -> None:
 
 
 def test_an_exception_of_one_admission_is_its_own(running, monkeypatch) -> None:
-    handle = running.engine.loop.handle
+    add = running.engine.scheduler.add
 
-    def sometimes(message: ToEngine) -> None:
-        if isinstance(message, Generate) and message.request_id in (1, 4):
+    def sometimes(request: Generate, *more: float) -> None:
+        if request.request_id in (1, 4):
             raise OverflowError("of this request")
-        handle(message)
+        add(request, *more)
 
-    monkeypatch.setattr(running.engine.loop, "handle", sometimes)
+    monkeypatch.setattr(running.engine.scheduler, "add", sometimes)
     running.say(asked(1), asked(2), asked(3, "fine unfollowable"), asked(4, "fine"), asked(5))
     running.hear(1, 2, 3, 4, 5)
-    failed = RefusalKind.FAILED, "the request could not be admitted"
-    assert running.refused == {1: failed, 3: failed, 4: failed}
+    kinds = {request_id: kind for request_id, (kind, _) in running.refused.items()}
+    assert kinds == dict.fromkeys((1, 3, 4), RefusalKind.FAILED)
     assert running.tokens == {2: SENTENCE, 5: SENTENCE}
     assert running.grammars.num_followed == 0
 

@@ -130,6 +130,23 @@ def test_who_left_is_not_compiled_for(trials, tmp_path) -> None:
     asking.check_empty()
 
 
+def test_waiting_grammars_take_bounded_memory(trials, tmp_path, monkeypatch) -> None:
+    asking = Asking(trials)
+    held(asking, tmp_path)
+    monkeypatch.setattr(grammar_queue, "QUEUE_BYTES", 100_000)
+    tags = [f"fine #{i}{'x' * 45_000}" for i in range(3)]
+    for request_id, tag in enumerate(tags):
+        asking.ask(request_id, tag)
+    full = Failure(RefusalKind.QUEUE_FULL, "100000 bytes of grammars are waiting already")
+    assert asking.hear() == {2: full}
+    asking.ask(3, tags[0])  # shares what waits
+    release(asking, tmp_path)
+    assert asking.hear(3) == {0: tags[0], 1: tags[1], 3: tags[0]}
+    asking.ask(4, tags[2])
+    assert asking.hear() == {4: tags[2]}
+    asking.check_empty()
+
+
 def test_asked_again_after_all_had_left_it_begins_anew(trials, tmp_path) -> None:
     asking, go_on = Asking(trials), tmp_path / "log"
     tag = f"hang {go_on}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from nanovllm.engine import trials as trials_module
-from nanovllm.engine.trials import TrialDiedError, Trials
-from tests.fake_trials import fake_trials, logged, wait_gone
+from nanovllm.engine.trials import Attempt, TrialDiedError, Trials
+from tests.fake_trials import attempt, fake_trials, logged, wait_gone
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,6 +124,19 @@ def test_a_server_that_cannot_start_is_an_error_each_time() -> None:
         with pytest.raises(TrialDiedError):
             ask(broken, "fine")
     broken.close()
+
+
+def test_limits_of_the_system_may_be_lower_than_ours() -> None:
+    low = Trials(prepare_with_little)
+    assert ask(low, "fine") == ""
+    assert ask(low, "memory 300") == "too much"
+    low.close()
+
+
+def prepare_with_little() -> Attempt:
+    for kind, most in ((resource.RLIMIT_STACK, 1 << 20), (resource.RLIMIT_DATA, 200 << 20)):
+        resource.setrlimit(kind, (most, most))
+    return attempt
 
 
 def broken_prepare():
