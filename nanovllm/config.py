@@ -87,6 +87,10 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shutdown_s: float = 5.0  # how long running requests may finish after SIGTERM
 
 
+class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    compile_s: float = 10.0  # a grammar that takes longer to compile is refused (400)
+
+
 class Paper(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of `engine: paper`, which answers at a fixed rate without a model: the server by itself."""
 
@@ -106,6 +110,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     schedule: Schedule = Schedule()
     kernels: Kernels = Kernels()
     server: Server = Server()
+    structured_outputs: StructuredOutputs = StructuredOutputs()
     paper: Paper = Paper()
 
 
@@ -206,6 +211,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "server.max_body_bytes": (1024, 1 << 31),
     "server.stall_s": (2, 3600),
     "server.shutdown_s": (0, 3600),
+    "structured_outputs.compile_s": (0.1, 600),
     "paper.tokens_per_s": (0.01, 100_000),
 }
 

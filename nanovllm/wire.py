@@ -120,6 +120,8 @@ class Stats(Struct, frozen=True, kw_only=True):
     host_step_p50_s: float = 0.0  # all of these in one step, of the newest thousand
     steps_by_mode: dict[str, int] = {}  # keys of plan.mode_key: "FULL/decode", "NONE/mixed", ...
     padded_tokens: int = 0
+    num_compiling: int = 0  # requests that wait for their grammars; not in num_waiting
+    grammar_failures: dict[str, int] = {}  # by reason: "invalid", "timeout", "died"
 
 
 class StepOutput(Struct, frozen=True, tag="out", array_like=True):

@@ -17,7 +17,8 @@ import numpy as np
 from nanovllm.config import Config, Recipe
 from nanovllm.engine import paper
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.grammars import Grammars, Outcome, stop_ids_of
+from nanovllm.engine.grammar_queue import Failure, Outcome
+from nanovllm.engine.grammars import Grammars, stop_ids_of
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.ipc.channel import Connection, Listener
 from nanovllm.kv.memory import KVMemory
@@ -78,7 +79,8 @@ def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[
         )
     folder = Path(config.tokenizer_dir)
     stop_ids = stop_ids_of(Path(config.model_dir) if config.model_dir else folder)
-    grammars = Grammars(folder, vocab_size, stop_ids or [0])
+    compile_s = recipe.structured_outputs.compile_s
+    grammars = Grammars(folder, vocab_size, stop_ids or [0], compile_s)
     Engine(scheduler, executor, grammars, connections, recipe.schedule.depth).run()
 
 
@@ -124,6 +126,7 @@ class Engine:
             self._take_mail()
             self.loop.tell()
             self.loop.step()
+        self.grammars.close()
         log.info("stopped %s", fields(steps=self.scheduler.stats().num_steps))
 
     def _take_mail(self) -> None:
@@ -138,33 +141,51 @@ class Engine:
         match message:
             case None:
                 self._num_open -= 1
-            case Generate() if message.grammar:
-                self._compiling.add(message.request_id)
-                self.grammars.compile(message.grammar).add_done_callback(
-                    lambda made: self._inbox.put((message, made.result()))
-                )
+            case Generate():
+                self._receive(message)
             case (request, outcome):
-                self._start(request, outcome)
+                if request.request_id in self._compiling:  # else it was aborted meanwhile
+                    self._compiling.remove(request.request_id)
+                    self._start(request, outcome)
             case Abort(request_id) if request_id in self._compiling:
                 self._compiling.remove(request_id)
+                self.grammars.queue.leave(request_id)
             case _:
                 self.loop.handle(message)
 
-    def _start(self, request: Generate, outcome: Outcome) -> None:
-        """Its grammar is ready, or will never be."""
-        if request.request_id not in self._compiling:
-            return  # aborted meanwhile
-        self._compiling.remove(request.request_id)
-        if isinstance(outcome, str):
-            refusal = Refusal(request.request_id, RefusalKind.INVALID, outcome)
-            self.publish(StepOutput(refused=[refusal]))
+    def _receive(self, request: Generate) -> None:
+        """Who waits for a grammar counts as waiting, like those who wait for the device."""
+        limit = self.scheduler.max_queue
+        if len(self._compiling) + self.scheduler.stats().num_waiting >= limit:
+            reason = f"{limit} requests are waiting already"
+            self._refuse(request, Failure(RefusalKind.QUEUE_FULL, reason))
+        elif request.grammar:
+            self._compiling.add(request.request_id)
+            self.grammars.queue.ask(
+                request.request_id,
+                request.grammar,
+                lambda outcome: self._inbox.put((request, outcome)),
+            )
+        else:
+            self._start(request)
+
+    def _start(self, request: Generate, grammar: Outcome | None = None) -> None:
+        """Whatever goes wrong is this request's error and nobody else's."""
+        if isinstance(grammar, Failure):
+            self._refuse(request, grammar)
             return
         try:
-            self.grammars.follow(request, outcome)
+            if grammar is not None:
+                self.grammars.follow(request, grammar)
         except Exception:
             self.loop.fail(request.request_id)
-            return
-        self.loop.handle(request)
+        else:
+            self.loop.handle(request)
+
+    def _refuse(self, request: Generate, why: Failure) -> None:
+        output = StepOutput(refused=[Refusal(request.request_id, why.kind, why.reason)])
+        self.grammars.advance(output)
+        self.publish(output)
 
     def stats(self) -> Stats:
         clock = self.loop.clock
@@ -175,6 +196,8 @@ class Engine:
             host_step_p50_s=clock.step_p50_s(),
             steps_by_mode=dict(self.executor.steps_by_mode),
             padded_tokens=self.executor.padded_tokens,
+            num_compiling=len(self._compiling),
+            grammar_failures=dict(self.grammars.queue.failures),
         )
 
     def publish(self, output: StepOutput) -> None:

@@ -66,6 +66,7 @@ def tool(name, schema, strict=True):
     return {"type": "function", "function": function}
 
 
+WIDE = {"type": "object", "properties": {"x": {"enum": ["y" * 700 + str(i) for i in range(50)]}}}
 TOOLS = [tool("add", ADD), tool("say", SAY)]
 PERSON = {
     "type": "json_schema",
@@ -432,6 +433,14 @@ def test_with_tools_it_is_calls_or_the_content() -> None:
         ({"structured_outputs": {"grammar": "x" * 70_000}}, "grammar must be a string of 1 to"),
         ({"structured_outputs": {"choice": []}}, "choice must be a list of 1 to 2000 strings"),
         ({"structured_outputs": {"choice": [""]}}, "choice must be a list of 1 to 2000 strings"),
+        (
+            {"structured_outputs": {"choice": [str(i) * 33 for i in range(1000, 1500)]}},
+            "structured_outputs.choice must be at most 65536 bytes in all, not 66000",
+        ),
+        (
+            {"tools": [tool(f"f{i}", WIDE, strict=True) for i in range(40)]},
+            r"tools needs a grammar of \d{7} bytes; it must be at most 1048576",
+        ),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json must be JSON"),
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json: .*'not'"),
         ({"structured_outputs": {"structural_tag": {}}}, "structural_tag.format must be an obj"),
