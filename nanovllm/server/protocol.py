@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from nanovllm.server.errors import ApiError, bad_body, bad_value, misplaced
+from nanovllm.server.errors import ApiError, bad_body, bad_value, misplaced, unknown_model
 from nanovllm.server.parsers.base import FUNCTION_NAME
 from nanovllm.server.tool_choice import ToolChoice, tool_choice
 
@@ -211,9 +211,8 @@ def parse_request(body: bytes, *, model: str, vocab_size: int) -> ChatRequest:
         raise ApiError(400, f"the body is not valid UTF-8: {error}", code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
-    if request.model not in (None, model):
-        text = f"the model {request.model!r} does not exist; this server has {model!r}"
-        raise ApiError(404, text, param="model", code="model_not_found")
+    if request.model is not None and request.model != model:
+        raise unknown_model(request.model, model)
     for field, allowed in RANGES.items():
         value = getattr(request, field)
         if value is not None and not allowed.holds(value):
