@@ -13,6 +13,7 @@ import asyncio
 import logging
 import secrets
 import socket
+import struct
 import time
 from collections import deque
 from contextlib import suppress
@@ -32,6 +33,7 @@ from nanovllm.server.metrics import OTHER_PATH, Metrics
 log = logging.getLogger("server")
 LINGER_S = 2.0  # how long a refused client may go on sending, so that it reads what it was told
 KERNEL_UNSENT_BYTES = 64 * 1024  # what we can't count; the rest of a slow reader's waits with us
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: the kernel keeps nothing for the client either
 NO_LIMIT = 2**31 - 1
 
 
@@ -58,7 +60,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = False  # a request's first line or headers have begun
         self._in_body = False  # its headers are complete and its body is not; self.cycle is its own
         self._num_headers = 0
-        self._head_bytes = 0  # in complete headers
+        self._head_bytes = 0  # of the first line and complete headers
         self._fed_bytes = 0  # since the latest complete part of a request, as far as reads tell
         self._has_turned = False  # such a part ended amid the bytes just read
         self._is_deaf = False  # what comes from now on is not looked at
@@ -114,16 +116,13 @@ class Connection(HttpToolsProtocol):
         self._allow(self._settings.header_timeout_s)
 
     def on_url(self, url: bytes) -> None:
-        self._head_bytes += len(url)
+        self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Also a trailer of a chunked body, which counts as a header and is dropped."""
         self._num_headers += 1
-        self._head_bytes += len(name) + len(value) + len(b": \r\n")
-        settings = self._settings
-        if self._num_headers > settings.max_headers or self._head_bytes > settings.max_header_bytes:
-            raise self._too_large()
+        self._count(len(name) + len(value) + len(b": \r\n"))
         if self._in_head:
             super().on_header(name, value)
 
@@ -196,10 +195,18 @@ class Connection(HttpToolsProtocol):
         if is_slow:
             self._metrics.num_slow_readers += 1
             log.info("dropped a slow reader %s", fields(unread=unread))
+            raw = self.transport.get_extra_info("socket")
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             self.transport.abort()
 
     def _allow(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
+
+    def _count(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        settings = self._settings
+        if self._num_headers > settings.max_headers or self._head_bytes > settings.max_header_bytes:
+            raise self._too_large()
 
     def _too_large(self) -> ApiError:
         settings = self._settings
