@@ -34,7 +34,7 @@ from nanovllm.server.asgi import (
     unless_left,
 )
 from nanovllm.server.errors import ApiError, shutting_down, unknown_model
-from nanovllm.server.large import LARGE_BYTES, LargeBodies, Room
+from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, LargeBodies, Room
 from nanovllm.server.metrics import OTHER_PATH, Metrics, render
 from nanovllm.server.protocol import REQUEST_ID, ChatRequest, parse_request
 from nanovllm.server.reply import CLIENT_LEFT, Reply
@@ -187,9 +187,11 @@ class App:
         served = self._served
         with self._room.taken() as grown:
             body = await read_body(scope, receive, self._max_body_bytes, grown)
-            if len(body) > LARGE_BYTES:
+            request: ChatRequest | None = None
+            if len(body) <= LARGE_BYTES:
+                request = parse_request(body, model=served.name, vocab_size=served.vocab_size)
+            if request is None or len(request.messages) > MANY_MESSAGES:
                 return await unless_left(receive, self._large.prepare(body))
-        request = parse_request(body, model=served.name, vocab_size=served.vocab_size)
         prompt = await asyncio.get_running_loop().run_in_executor(
             self._threads, served.template.prompt, request, served.max_model_tokens
         )

@@ -127,6 +127,9 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and self.parser.get_method() == b"POST":
+            text = "this server speaks HTTP/1.1 alone: leave out the header Upgrade"
+            raise ApiError(400, text, code="invalid_http")  # the parser would skip the body
         super().on_headers_complete()
         self._in_head, self._in_body, self._has_turned = False, True, True
         self._allow(self._settings.body_timeout_s)

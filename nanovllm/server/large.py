@@ -34,6 +34,7 @@ from nanovllm.server.template import Prompt
 from nanovllm.wire import Ready
 
 log = logging.getLogger("server")
+MANY_MESSAGES = 128  # as large a body as any: templates take some 15 us for each, with the lock
 LARGE_BYTES = 128 * 1024  # of a body; some 30,000 tokens of English
 MAX_LEFT_BYTES = 1024 * 1024  # of what is not messages, which the API process must decode too
 MAX_S = 30.0  # for one body, in a process that others may slow down

@@ -10,6 +10,7 @@ import gc
 import logging
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ from nanovllm.server.metrics import Metrics
 from nanovllm.server.served import Served
 
 log = logging.getLogger("server")
+SWITCH_S = 0.001  # how long a thread that renders may keep the event loop waiting
 NUM_THREADS = 4  # prompts rendered and tokenised at once
 BACKLOG = 2048
 KEEP_ALIVE_S = 75  # idle connections; above the minute for which proxies keep theirs
@@ -53,6 +55,7 @@ def run(
 
     async def serve() -> None:
         client = await EngineClient.connect(engine_path, lambda: log.error("the engine is gone"))
+        sys.setswitchinterval(SWITCH_S)
         served, metrics = Served(config, client.ready), Metrics()
         with (
             ThreadPoolExecutor(NUM_THREADS, "prompt") as threads,

@@ -60,6 +60,11 @@ def chat(text: str = "hello", **more: object) -> bytes:
     return head(len(raw)) + raw
 
 
+def many(count: int) -> bytes:
+    raw = json.dumps({"messages": [{"role": "user", "content": ""}] * count}).encode()
+    return head(len(raw)) + raw
+
+
 def head(length: int) -> bytes:
     more = f"Host: x\r\nConnection: close\r\nContent-Length: {length}"
     return f"POST {CHAT} HTTP/1.1\r\n{more}\r\n\r\n".encode()
@@ -92,6 +97,14 @@ async def short_messages(address: Address, _: int) -> None:
     await ask(address, MANY)
 
 
+async def medium_messages(address: Address, _: int) -> None:
+    await ask(address, FEWER)
+
+
+async def medium_prompts(address: Address, _: int) -> None:
+    await ask(address, MEDIUM)
+
+
 async def headers(address: Address, _: int) -> None:
     async with connected(address) as (_, writer):
         writer.write(b"GET /health HTTP/1.1\r\nbig: ")
@@ -115,12 +128,9 @@ async def slow_bodies(address: Address, _: int) -> None:
 
 
 def nested(seed: int) -> dict[str, Any]:
-    """A schema that takes long to compile: long strings with patterns, many optional parts."""
-    parts = {
-        f"p{seed}_{i}": {"type": "string", "pattern": f"^([a-z]{{1,{30 + i}}}-){{0,30}}[0-9]{{9}}$"}
-        for i in range(40)
-    }
-    return {"type": "object", "properties": parts, "additionalProperties": False}
+    """A schema that takes seconds to compile: long strings, each of another length."""
+    parts = {f"p{i}": {"type": "string", "maxLength": 1500 + seed % 997 + i} for i in range(40)}
+    return {"type": "object", "properties": parts, "required": [], "additionalProperties": False}
 
 
 def structured(schema: dict[str, Any]) -> bytes:
@@ -175,11 +185,13 @@ async def stops_and_biases(address: Address, client: int) -> None:
 
 
 LARGE = chat("word " * 400_000)
-MANY = json.dumps({"messages": [{"role": "user", "content": ""}] * 60_000}).encode()
-MANY = head(len(MANY)) + MANY
+MEDIUM = chat("word " * 12_000)
+MANY, FEWER = many(60_000), many(3_000)
 ABUSES: dict[str, tuple[Abuse, int]] = {  # and how many clients
     PROMPTS: (large_prompts, 4),
     "60,000 messages": (short_messages, 4),
+    "prompts of 60 kB": (medium_prompts, 4),
+    "3,000 messages": (medium_messages, 4),
     "endless headers": (headers, 4),
     "half-open connections": (half_open, 500),
     "slow bodies": (slow_bodies, 100),

@@ -286,6 +286,22 @@ def test_what_was_asked_before_rubbish_is_answered(limited) -> None:
     assert statuses(data) in ([200], [200, 400]) and b'"content":"hello"' in data
 
 
+def test_an_offer_to_speak_otherwise_is_not_taken(limited) -> None:
+    """Some clients offer HTTP/2 so. The parser skips the body then, so we say what is wrong."""
+    offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAA\r\n"
+    for more in (offer, offer.replace("h2c", "websocket")):
+        with connected(limited) as sock:
+            sock.sendall(post(more=more) + DATA + b"anything else")
+            data = received(sock)
+        assert statuses(data) == [400] and b"leave out the header Upgrade" in data
+        with connected(limited) as sock:
+            sock.sendall(get(more.encode()) + b"anything else")
+            assert statuses(received(sock)) == [200]
+    with connected(limited) as sock:
+        sock.sendall(b"CONNECT example.org:443 HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 1000)
+        assert statuses(received(sock)) == [400]
+
+
 def test_connections_that_come_and_go_at_once(limited) -> None:
     pid = limited.process.pid
     before = len(os.listdir(f"/proc/{pid}/fd"))

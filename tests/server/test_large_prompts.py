@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from nanovllm.config import DEMO
 from nanovllm.server.errors import ApiError
-from nanovllm.server.large import LARGE_BYTES, Room
+from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, Room
 from nanovllm.server.length import EXACT_CHARS, Lengths, longest_token
 from tests.server.serving import Api, body, content, eventually, parsed_events, serving
 
@@ -110,6 +110,14 @@ def test_errors_of_large_bodies_are_those_of_small_ones(api) -> None:
     many = {f"f{i}": {"x": "y" * 100} for i in range(20_000)}
     found = api.chat(response_format={"type": "json_object", "more": many}).json()["error"]
     assert found["code"] == "body_too_large" and "beside its messages" in found["message"]
+
+
+def test_many_messages_are_as_much_work_as_a_large_body(tmp_path) -> None:
+    with serving(tmp_path) as api:
+        for count, num_processes in ((MANY_MESSAGES, 0), (MANY_MESSAGES + 1, 1)):
+            messages = [{"role": "user", "content": ""}] * count
+            assert too_long(api.http.post(CHAT, json={"messages": messages})) > 511
+            assert len(large_processes(api)) == num_processes
 
 
 def test_small_requests_do_not_wait_for_large_ones(api) -> None:
