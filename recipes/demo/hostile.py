@@ -39,6 +39,7 @@ from nanovllm.config import load_config
 log = logging.getLogger("hostile")
 CHAT = "/v1/chat/completions"
 MOST_RATIO, MOST_MIB = 2.0, 1024.0
+PATIENCE_S = 120.0
 PROMPTS = "prompts of 2 MB"
 SMALL = {
     "messages": [{"role": "user", "content": "What is nanovllm?"}],
@@ -258,16 +259,16 @@ def first_token_s(http: httpx.Client) -> float:
 
 
 def waits_s(url: str, seconds: float) -> list[float]:
-    """Of one request after another; a failed one counts as infinitely long."""
+    """Of one request after another; a failed one counts as PATIENCE_S."""
     found, end = [], time.monotonic() + seconds
     fresh = httpx.Limits(max_keepalive_connections=0)  # as strangers have
-    with httpx.Client(base_url=url, trust_env=False, timeout=120, limits=fresh) as http:
+    with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S, limits=fresh) as http:
         while time.monotonic() < end or len(found) < 3:
             try:
                 found.append(first_token_s(http))
             except httpx.HTTPError as error:
                 log.info("the small request failed: %s", error)
-                found.append(float("inf"))
+                found.append(PATIENCE_S)
             time.sleep(0.02)
     return found
 
