@@ -84,6 +84,11 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_model_tokens: int | Auto = "auto"  # auto: the model's own, at most 32768
     max_body_bytes: int = 32 * 1024 * 1024
     stall_s: float = 10.0  # silence of the engine, or delay of a step, that /health calls a stall
+    max_header_bytes: int = 64 * 1024  # of a request's first line and headers
+    max_headers: int = 100
+    header_timeout_s: float = 10.0  # from a connection's start, or a request's first byte
+    body_timeout_s: float = 60.0  # for a body to come, and for a finished response to be read
+    max_unread_bytes: int = 1024 * 1024  # of a stream; one that is read more slowly is dropped
     shutdown_s: float = 5.0  # how long running requests may finish after SIGTERM
 
 
@@ -210,6 +215,11 @@ RANGES: dict[str, tuple[float, float]] = {
     "server.max_model_tokens": (2, 1 << 24),
     "server.max_body_bytes": (1024, 1 << 31),
     "server.stall_s": (2, 3600),
+    "server.max_header_bytes": (1024, 1 << 24),
+    "server.max_headers": (8, 10_000),
+    "server.header_timeout_s": (0.1, 3600),
+    "server.body_timeout_s": (0.1, 3600),
+    "server.max_unread_bytes": (1024, 1 << 31),
     "server.shutdown_s": (0, 3600),
     "structured_outputs.compile_s": (0.1, 600),
     "paper.tokens_per_s": (0.01, 100_000),

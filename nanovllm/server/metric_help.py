@@ -26,6 +26,8 @@ HELP = {
     "nanovllm:corrupted_requests_total": "Requests that ended because their logits were NaN.",
     "vllm:request_success_total": "Finished choices, by finish reason.",
     "vllm:admission_rejections_total": "Refused requests, by error code.",
+    "nanovllm:http_requests_total": "Answered HTTP requests, by path and status.",
+    "nanovllm:dropped_slow_readers_total": "Streams dropped because the client did not read.",
     "vllm:time_to_first_token_seconds": "From a request's arrival to its first token.",
     "vllm:inter_token_latency_seconds": "Between two of a request's steps that brought tokens.",
     "vllm:request_time_per_output_token_seconds": "Mean time of a request's tokens but the first.",

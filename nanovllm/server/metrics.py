@@ -34,6 +34,7 @@ REQUEST_S = (
 # fmt: on
 TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 CHOICES = (1, 2, 5, 10, 20)
+OTHER_PATH = "other"  # label of what no route serves, and of what was never understood
 Sample = tuple[str, str, float]  # what follows the metric's name, further labels, value
 
 
@@ -79,6 +80,8 @@ class Metrics:
         self.finished: Counter[str] = Counter()  # choices, by finish reason
         self.rejected: Counter[str] = Counter()  # requests, by error code
         self.corrupted_requests = 0
+        self.responses: Counter[tuple[str, int]] = Counter()  # by path and HTTP status
+        self.num_slow_readers = 0  # connections dropped because the client read too slowly
 
     def histograms(self) -> list[Histogram]:
         return [found for found in vars(self).values() if isinstance(found, Histogram)]
@@ -129,12 +132,19 @@ def render(
     add("vllm:request_success_total", "counter", _by("finished_reason", metrics.finished))
     add("vllm:admission_rejections_total", "counter", _by("reason", metrics.rejected))
     add("nanovllm:corrupted_requests_total", "counter", metrics.corrupted_requests)
+    add("nanovllm:http_requests_total", "counter", _by_status(metrics.responses))
+    add("nanovllm:dropped_slow_readers_total", "counter", metrics.num_slow_readers)
     for histogram in metrics.histograms():
         add(histogram.name, "histogram", histogram.samples())
     for name, value in process_facts().items():
         kind = "counter" if name.endswith("_total") else "gauge"
         lines += [f"# HELP {name} {HELP[name]}", f"# TYPE {name} {kind}", f"{name} {value:.17g}"]
     return ("\n".join(lines) + "\n").encode()
+
+
+def _by_status(responses: Mapping[tuple[str, int], int]) -> Iterator[Sample]:
+    for (path, status), count in responses.items():
+        yield "", f',path={quoted(path)},status="{status}"', count
 
 
 def _by(labels: str, values: Mapping[str, float]) -> Iterator[Sample]:

@@ -18,6 +18,7 @@ from nanovllm.server.detokenize import Vocabulary
 from nanovllm.server.parsers import PARSERS, parser_for
 from nanovllm.server.parsers.base import Family, Schemas
 from nanovllm.server.parsers.machine import Machine
+from nanovllm.server.protocol import ChatRequest, parse_request
 from nanovllm.server.template import Template
 from nanovllm.wire import Ready
 
@@ -75,6 +76,16 @@ class Served:
         """As `Machine` takes them."""
         marks = self.vocabulary.marks
         return Machine(self.family, marks, turn, schemas, is_spelled=is_spelled, mends=mends)
+
+    def request(self, body: bytes) -> ChatRequest:
+        """A body's request, every field of it in this model's range. Raises ApiError."""
+        return parse_request(
+            body,
+            model=self.name,
+            vocab_size=self.vocab_size,
+            context=self.max_model_tokens,
+            raise_priority=self.raise_priority,
+        )
 
     def _eos_ids(self, model: ModelConfig) -> frozenset[int]:
         """The two files differ in many checkpoints; every token that one of them names ends."""
