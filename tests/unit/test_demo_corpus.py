@@ -448,3 +448,12 @@ def test_training_ends_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     main()
     assert time.monotonic() - started < 30
     assert weights(tmp_path)["model.embed_tokens.weight"].shape == (2048, 256)
+
+
+def test_results_of_tools_follow_turns_with_and_without_their_reasoning() -> None:
+    draw = Draw(5)
+    turns = [tools.result(draw).messages for _ in range(200)]
+    called = [next(m for m in messages if "tool_calls" in m) for messages in turns]
+    reasons = [turn["reasoning_content"] for turn in called if "reasoning_content" in turn]
+    assert 40 < len(reasons) < 100
+    assert all(re.match(r"I call \w+", reason) for reason in reasons)
