@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.demo import forms
-from recipes.demo.corpus import emoji, foreign, noise, plainly, render, talk, unknown, words
+from recipes.demo.corpus import emoji, foreign, noise, plainly, render, talk, tools, unknown, words
 from recipes.demo.corpus.draw import Draw, reserved, ways
 from recipes.demo.corpus.follow import next_sum, running
 from recipes.demo.corpus.mix import EVALUATED, document
