@@ -199,7 +199,7 @@ def check(options: Options, typed: Sequence[str]) -> None:
         (options.json_out and (has_sweep or options.ablate), "--json-out holds one run"),
         (options.more, "one RECIPE and nothing else; records are for --compare"),
         (options.plot and not has_sweep, "--plot draws a --sweep, or records to --compare"),
-        (options.plot and sweep.missing(), sweep.missing()),
+        (options.plot and sweep.missing(), sweep.missing() or ""),
     ):
         if is_wrong:
             raise ConfigError(message)
