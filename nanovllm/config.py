@@ -219,10 +219,10 @@ def resolve_schedule(schedule: Schedule, *, on_cpu: bool) -> Schedule:
     return structs.replace(schedule, slots=slots, step_tokens=most, mixed_step_tokens=mixed)
 
 
-def resolve_context(asked: int | Auto, model_tokens: int, cache_tokens: int, cache: str) -> int:
-    """`server.max_model_tokens` as a number. `cache` says in words why the cache holds no more.
+def resolve_context(asked: int | Auto, model_tokens: int, cache_tokens: int, cure: str) -> int:
+    """`server.max_model_tokens` as a number: no longer than the model's context, nor the cache.
 
-    Raises ConfigError if what was asked for is longer than the model's context or the cache.
+    Raises ConfigError if what was asked for is; `cure` says how a larger cache is had.
     """
     if asked == "auto":
         return min(model_tokens, MOST_TOKENS, cache_tokens)
@@ -232,8 +232,8 @@ def resolve_context(asked: int | Auto, model_tokens: int, cache_tokens: int, cac
         )
     if asked > cache_tokens:
         raise ConfigError(
-            f"server.max_model_tokens is {asked}, but the cache holds {cache_tokens} tokens: "
-            f"{cache}, or --set server.max_model_tokens={cache_tokens}"
+            f"server.max_model_tokens is {asked}, but the cache holds {cache_tokens} tokens "
+            f"({cure}, or --set server.max_model_tokens={cache_tokens})"
         )
     return asked
 

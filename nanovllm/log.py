@@ -60,7 +60,7 @@ class JsonLine(logging.Formatter):
         }
         for argument in record.args if isinstance(record.args, tuple) else ():
             if isinstance(argument, Fields):
-                found = {**argument.values, **found}
+                found = {**found, **argument.values, **found}
         if record.exc_info:
             found["exception"] = self.formatException(record.exc_info)
         return json.dumps(found, default=str)
@@ -132,11 +132,12 @@ class QueuedLines(logging.Handler):
 
 
 class Progress:
-    """A line when a long work begins, every few seconds, and when it is done."""
+    """A line when a long work begins, every two seconds with its share, and when it is done."""
 
     EVERY_S = 2.0
 
-    def __init__(self, log: logging.Logger, what: str, total: float, unit: str) -> None:
+    def __init__(self, log: logging.Logger, what: str, total: float, unit: str = "") -> None:
+        """`unit`: "GB" of a total in bytes, else the name of what is counted."""
         self._log = log
         self._what = what
         self._total = total
@@ -144,22 +145,22 @@ class Progress:
         self._done = 0.0
         self._began = time.monotonic()
         self._due = self._began + self.EVERY_S
-        log.info("%s: %s", what, self._amount(total))
+        log.info("%s: %s", what, self._shown(total))
 
-    def advance(self, amount: float) -> None:
+    def advance(self, amount: float = 1) -> None:
         self._done += amount
         now = time.monotonic()
         if now >= self._due and self._done < self._total:
             self._due = now + self.EVERY_S
-            share = f"{self._done / self._total:.0%}"
-            done, total = self._amount(self._done), self._amount(self._total)
-            self._log.info("%s: %s of %s, %s", self._what, done, total, share)
+            done, total = self._shown(self._done), self._shown(self._total)
+            share = self._done / self._total
+            self._log.info("%s: %s of %s, %.0f %%", self._what, done, total, 100 * share)
 
     def finish(self) -> None:
         self._log.info("%s: done in %.1f s", self._what, time.monotonic() - self._began)
 
-    def _amount(self, value: float) -> str:
-        return f"{value:.2f} GB" if self._unit == "GB" else f"{value:.0f} {self._unit}"
+    def _shown(self, amount: float) -> str:
+        return f"{amount / 1e9:.2f} GB" if self._unit == "GB" else f"{amount:.0f} {self._unit}"
 
 
 def setup(log_format: str = "text") -> None:

@@ -110,11 +110,10 @@ def profile_kv(tokens_per_request: int | None, path: Path | None, **recipe: Any)
 
     config, began = config_of(**recipe), datetime.now(UTC)
     found = resolved(config)
-    most = found.max_model_tokens
-    each = tokens_per_request or most
-    if each > most:
-        raise ConfigError(f"--tokens-per-request is {each}; server.max_model_tokens allows {most}")
     fitted = kv.fit(config, found)
+    each = tokens_per_request or fitted.context
+    if each > fitted.context:
+        raise ConfigError(f"--tokens-per-request is {each}; the context is {fitted.context}")
     for text in kv.lines(found, fitted, each):
         click.echo(text)
     write_record(
