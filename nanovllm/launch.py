@@ -124,7 +124,7 @@ def listen(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-    except (OSError, ValueError) as error:  # a name may be none at all
+    except (OSError, ValueError, TypeError) as error:  # a name may be none at all
         sock.close()
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot listen on {url_of(host, port)[7:]}: {why}") from None
@@ -166,8 +166,13 @@ def watch(processes: Sequence[BaseProcess], stopped: threading.Event) -> int:
 
 
 def endings(processes: Iterable[BaseProcess]) -> str:
-    """`nanovllm-engine ended by SIGKILL (9); out of memory?`, for each that has ended."""
-    return ", ".join(map(ending, (one for one in processes if one.exitcode is not None)))
+    """`nanovllm-engine ended by SIGKILL (9); out of memory?`, for each that went wrong.
+
+    Those that a signal ended come first: others end because they miss them.
+    """
+    ended = [process for process in processes if process.exitcode is not None]
+    wrong = [process for process in ended if process.exitcode] or ended
+    return ", ".join(map(ending, sorted(wrong, key=lambda one: (one.exitcode or 0) >= 0)))
 
 
 def ending(process: BaseProcess) -> str:
@@ -221,7 +226,11 @@ def child(target: object, pipe: Pipe, config: Config, *args: object) -> None:
         Path("/proc/self/comm").write_text(multiprocessing.current_process().name)
     setup(config.recipe.server.log_format)
     threading.Thread(target=leave_with_supervisor, args=(pipe,), daemon=True).start()
-    word = Word(pipe)
+    run_child(target, Word(pipe), config, *args)
+
+
+def run_child(target: object, word: Word, config: Config, *args: object) -> None:
+    """What is wrong with the recipe, or with a disk before it is ready, is one line's worth."""
     try:
         assert callable(target)
         target(word, config, *args)

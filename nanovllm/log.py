@@ -136,7 +136,7 @@ class Progress:
 
     EVERY_S = 2.0
 
-    def __init__(self, log: logging.Logger, what: str, total: float, unit: str = "") -> None:
+    def __init__(self, log: logging.Logger, what: str, total: float, unit: str) -> None:
         """`unit`: "GB" of a total in bytes, else the name of what is counted."""
         self._log = log
         self._what = what
@@ -145,7 +145,7 @@ class Progress:
         self._done = 0.0
         self._began = time.monotonic()
         self._due = self._began + self.EVERY_S
-        log.info("%s: %s", what, self._shown(total))
+        log.info("%s: %s %s", what, self._shown(total), unit)
 
     def advance(self, amount: float = 1) -> None:
         self._done += amount
@@ -154,13 +154,14 @@ class Progress:
             self._due = now + self.EVERY_S
             done, total = self._shown(self._done), self._shown(self._total)
             share = self._done / self._total
-            self._log.info("%s: %s of %s, %.0f %%", self._what, done, total, 100 * share)
+            said = f"{done} of {total} {self._unit}"
+            self._log.info("%s: %s, %.0f %%", self._what, said, 100 * share)
 
     def finish(self) -> None:
         self._log.info("%s: done in %.1f s", self._what, time.monotonic() - self._began)
 
     def _shown(self, amount: float) -> str:
-        return f"{amount / 1e9:.2f} GB" if self._unit == "GB" else f"{amount:.0f} {self._unit}"
+        return f"{amount / 1e9:.2f}" if self._unit == "GB" else f"{amount:.0f}"
 
 
 def setup(log_format: str = "text") -> None:

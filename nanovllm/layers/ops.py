@@ -218,8 +218,8 @@ def select_ops(kernels: Kernels, device: torch.device) -> Ops:
     for field in fields(Ops):
         asked = getattr(kernels, field.name)
         kind = fastest(field.name, device) if asked == "auto" else asked
-        if kind in ("triton", "library") and device.type == "cpu":
-            raise ConfigError(f"kernels.{field.name} is {kind}, which needs a GPU; use torch")
+        if kind == "triton" and device.type == "cpu":
+            raise ConfigError(f"kernels.{field.name} is triton, which needs a GPU; use torch")
         if kind == "cute" and (reason := obstacle(device)) is not None:
             raise ConfigError(f"kernels.{field.name} is cute, but {reason}; use torch")
         if kind == "compile":

@@ -78,7 +78,7 @@ def compiled_beside(jobs: list[Job]) -> Iterator[None]:
     if not lacking:
         yield
         return
-    progress = Progress(log, "compiling beside that", len(lacking), "kernels")
+    progress = Progress(log, "compiling meanwhile", len(lacking), "kernels")
     processes = [start(job) for job in lacking]
     try:
         yield
