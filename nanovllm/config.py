@@ -146,7 +146,7 @@ def read_recipe(
         key, equals, written = text.partition("=")
         if not equals:
             raise ConfigError(f"--set {text}: write section.key=value")
-        changed[key.strip()] = parse(written, f"--set {text}")
+        changed[key.strip()] = parse(written, f"--set {key}: the value")  # maybe a secret
     for path, value in changed.items():
         put(raw, path, value)
     recipe = converted(raw, Recipe)

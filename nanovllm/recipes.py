@@ -5,10 +5,12 @@ Knows no keys of a recipe. Whatever the text of a name, it is found or it is not
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
 
+log = logging.getLogger("serve")
 PACKAGE = Path(__file__).parent
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 SUFFIXES = (".yaml", ".yml")
@@ -46,6 +48,8 @@ def folder_of(model: str, *, download: bool) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
+    if download:
+        log.info("looking for %s in the hub's cache, else it is downloaded", model)
     wanted = ["*.json", "*.safetensors", "*.jinja"]
     try:
         found = snapshot_download(model, allow_patterns=wanted, local_files_only=not download)

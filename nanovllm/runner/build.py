@@ -104,9 +104,8 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
     recipe, device, page_tokens = found.recipe, found.device, found.page_tokens
     num_slots, most = int(recipe.schedule.slots), found.max_model_tokens
 
-    def runner_with(num_pages: int, max_tokens: int) -> Runner:
+    def rows_of(max_tokens: int) -> tuple[Slots, BatchPrep, Sampler]:
         slots = Slots(num_slots, max_tokens, page_tokens, device)
-        prep = BatchPrep(slots, recipe.kernels.batch_prep)
         sampler = Sampler(
             num_slots=num_slots,
             vocab_size=found.model_config.vocab_size,
@@ -115,8 +114,13 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
             prompt_lengths_N=slots.prompt_lengths_N,
             kernel=recipe.kernels.sample,
         )
+        return slots, BatchPrep(slots, recipe.kernels.batch_prep), sampler
+
+    rows = rows_of(most)
+
+    def runner_with(num_pages: int) -> Runner:
         caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device)
-        return Runner(model, slots, prep, sampler, caches, found.backend(caches), device)
+        return Runner(model, *rows, caches, found.backend(caches), device)
 
     num_pages = recipe.cache.pages
     if num_pages == "auto":
@@ -124,14 +128,15 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
             recipe,
             found.layout,
             page_tokens=page_tokens,
-            useful_pages=num_slots * -(-most // page_tokens),
-            full_step=lambda: largest_steps(runner_with(1, most), recipe),
+            useful_pages=num_slots * rows[0].max_pages,
+            full_step=lambda: largest_steps(runner_with(1), recipe),
             device=device,
         )
-        most = found.context_in(num_pages)
+        if (held := found.context_in(num_pages)) < most:
+            most, rows = held, rows_of(held)
     cache, server = replace(recipe.cache, pages=num_pages), recipe.server
     sized = replace(recipe, cache=cache, server=replace(server, max_model_tokens=most))
-    return runner_with(num_pages, most), sized
+    return runner_with(num_pages), sized
 
 
 def cpu_threads(recipe: Recipe, model: Decoder) -> int:

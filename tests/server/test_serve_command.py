@@ -270,7 +270,7 @@ def test_a_start_says_what_it_does_in_json(small) -> None:
     _, lines, _ = small
     said = [line["message"] for line in lines]
     steps = ("starting demo", "importing torch", "loading ", "sizing", "cache of 80 pages of 16",
-             "warming up", "built ", "ready ", "demo is served at http://127.0.0.1:")  # fmt: skip
+             "warming up", "built ", "demo is served at http://127.0.0.1:")  # fmt: skip
     at = [next(i for i, text in enumerate(said) if text.startswith(step)) for step in steps]
     assert at == sorted(at)
     assert "GB" in said[at[2]] and "up to 1280 tokens" in said[at[4]]
@@ -290,7 +290,7 @@ def test_a_request_without_max_tokens_fits_the_cache(small) -> None:
         reply = client.post("/v1/chat/completions", json=body)
     assert reply.status_code == 200
     line = json.loads(process.stdout.readline())
-    while line["message"].startswith("request") and line["status"] == 401:
+    while line.get("status") in (None, 401):
         line = json.loads(process.stdout.readline())
     usage = reply.json()["usage"]
     assert (line["status"], line["completion"]) == (200, usage["completion_tokens"])

@@ -127,8 +127,8 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("cache.pages=[1", "--set cache.pages=[1 is not YAML: line 1: expected ',' or ']', but "
-         "got '<stream end>'"),
+        ("cache.pages=[1", "--set cache.pages: the value is not YAML: line 1: expected ',' or "
+         "']', but got '<stream end>'"),
         ("cache.pages", "--set cache.pages: write section.key=value"),
         ("cache.pages=half", "cache.pages is 'half'; it must be a whole number or auto"),
         ("cache.pages=1", "cache.pages is 1; it must be between 2 and 1073741824"),
@@ -139,6 +139,8 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
         ("device=gpu", "device is 'gpu'; it must be auto, cuda or cpu"),
         ("load.format=gguf", "load.format is 'gguf'; it must be auto, safetensors or dummy"),
         ("server.api_key=12345", "server.api_key must be text"),
+        ("server.api_key=[12345", "--set server.api_key: the value is not YAML: line 1: expected "
+         "',' or ']', but got '<stream end>'"),
         ("server.port=70000", "server.port is 70000; it must be between 0 and 65535"),
         ("server.log_format=xml", "server.log_format is 'xml'; it must be text or json"),
         ("cache.page_token=4", "unknown key cache.page_token; did you mean cache.page_tokens?"),
@@ -147,7 +149,7 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
         ("zzz=1", "unknown key zzz; a recipe has model, engine, config, device, dtype, "
          "cpu_threads, load, parallel, cache, schedule, kernels, server, paper"),
         ("load={seed: 1, seed: 2}",
-         "--set load={seed: 1, seed: 2} is not YAML: line 1: the key seed stands twice"),
+         "--set load: the value is not YAML: line 1: the key seed stands twice"),
     ],
 )  # fmt: skip
 def test_a_wrong_key_or_value_is_named(override: str, line: str) -> None:
