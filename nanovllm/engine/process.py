@@ -88,7 +88,8 @@ def build(config: Config) -> tuple[Executor, Recipe, int]:
     """What runs plans, the recipe without any "auto", and the size of the vocabulary."""
     if config.recipe.engine == "paper":
         return paper.build(config)
-    from nanovllm.runner import build as runner  # imports torch
+    log.info("importing torch")  # takes seconds
+    from nanovllm.runner import build as runner
 
     built = runner.build(config)
     return built.runner, built.recipe, built.vocab_size

@@ -15,7 +15,7 @@ from msgspec import Struct
 from nanovllm.config import Config, ConfigError
 from nanovllm.registry import resolve
 from nanovllm.server.detokenize import Vocabulary
-from nanovllm.server.parsers import PARSERS, parser_for
+from nanovllm.server.parsers import PARSERS, parser_of
 from nanovllm.server.parsers.base import Family, Schemas
 from nanovllm.server.parsers.machine import Machine
 from nanovllm.server.protocol import ChatRequest, parse_request
@@ -39,7 +39,6 @@ class GenerationConfig(Struct, frozen=True):
 class ModelConfig(Struct, frozen=True):
     """The parts of config.json that matter here."""
 
-    architectures: list[str] = []
     eos_token_id: int | list[int] | None = None
 
 
@@ -52,13 +51,7 @@ class Served:
         self.vocab_size = ready.vocab_size
         self.raise_priority = config.recipe.server.raise_priority
         model = _read(Path(config.config_path), ModelConfig)
-        name = config.recipe.server.parser
-        if name == "auto":
-            name = parser_for(model.architectures, config.recipe.model)
-        try:
-            self.family: Family = resolve(PARSERS, name)
-        except ValueError as error:
-            raise ConfigError(f"server.parser: {error}") from None
+        self.family: Family = resolve(PARSERS, parser_of(config))
         self.template = Template(
             Path(config.tokenizer_dir), self.family.last_turn, self.family.tool_template
         )
