@@ -18,11 +18,12 @@ from nanovllm.log import fields
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import fill
 from nanovllm.runner.batch import BatchPrep
+from nanovllm.runner.caches import make_caches
 from nanovllm.runner.graphs import obstacles
 from nanovllm.runner.precompile import compiled_beside, jobs_of
 from nanovllm.runner.resolved import Resolved, resolved
 from nanovllm.runner.runner import Runner
-from nanovllm.runner.sizing import make_caches, num_pages_that_fit
+from nanovllm.runner.sizing import num_pages_that_fit
 from nanovllm.runner.slots import Slots
 from nanovllm.runner.warm import capture, largest_steps, warm_up
 from nanovllm.sampling.sampler import Sampler
@@ -102,7 +103,8 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
 
     def runner_with(num_pages: int) -> Runner:
         caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device)
-        return Runner(model, slots, prep, sampler, caches, found.backend(caches), device)
+        backend = found.backend(caches.by_layer)
+        return Runner(model, slots, prep, sampler, caches, backend, device)
 
     num_pages = recipe.cache.pages
     if num_pages == "auto":
