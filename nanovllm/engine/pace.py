@@ -12,7 +12,7 @@ from collections import deque
 
 from nanovllm.config import Schedule, given_or
 
-TARGET = 3.0  # quiet steps that a mixed one takes: noise leaves it below four
+TARGET = 2.5  # quiet steps that a mixed one takes: with all noise it stays below four
 UNITS = 64  # parts of step_tokens: prompts beside decode rows get one at least
 QUIET_WINDOW, COST_WINDOW = 9, 5  # steps
 STALE_STEPS = 64  # a quiet step is due after so many without one, for about as many rows

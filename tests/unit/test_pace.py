@@ -140,10 +140,10 @@ def test_a_decode_step_beside_long_prompts_stays_below_four_quiet_ones(
     settled = load.device.mixed[5:] if name != "cpu" else load.device.mixed  # a CPU starts low
     worst = sorted(step.seconds / step.quiet_s for step in settled)
     assert worst[int(0.99 * (len(worst) - 1))] < 4
-    # Nor do prompts starve: they have the device for half of the time at least.
+    # Nor do prompts starve: they have the device for 45 % of the time at least.
     beside = [step for step in load.device.steps if step.rows][30:]
     quiet_s, all_s = (sum(getattr(s, k) for s in beside) for k in ("quiet_s", "seconds"))
-    assert all_s > 2 * quiet_s
+    assert 0.55 * all_s > quiet_s
 
 
 def test_without_it_the_same_streams_wait_ten_times_as_long() -> None:
@@ -191,11 +191,11 @@ def test_it_goes_where_the_times_say() -> None:
     pace = PaceKeeper(512, start=64)
     assert pace.prompt_tokens == 64 and pace.mixed_step_tokens == 64
     assert told(pace, 0, 100, 10e-3) == 64  # of quiet steps nothing is known
-    assert told(pace, 8, 0, 10e-3) == 200  # two of these in 20 ms, at 0.1 ms a token
+    assert told(pace, 8, 0, 10e-3) == 144  # 15 ms at 0.1 ms a token, in whole units
     for _ in range(3):
         assert told(pace, 8, 96, 10e-3 + 96 * 0.2e-3) % 8 == 0
-    assert pace.prompt_tokens == int((TARGET - 1) * 10 / 0.2) // 8 * 8 == 96
-    assert pace.mixed_step_tokens == 96 + 8
+    assert pace.prompt_tokens == int((TARGET - 1) * 10 / 0.2) // 8 * 8 == 72
+    assert pace.mixed_step_tokens == 72 + 8
     for _ in range(3):
         told(pace, 8, 96, 10e-3 + 96 * 5e-3)
     assert pace.prompt_tokens == 512 // UNITS == 8  # the least
