@@ -109,7 +109,7 @@ class Engine:
         self.scheduler = scheduler
         self.executor = executor
         self.grammars = grammars
-        self.loop = EngineLoop(scheduler, executor, self.publish, grammars, depth, pace)
+        self.loop = EngineLoop(scheduler, executor, self.publish, grammars, depth, pace=pace)
         self._compiling: set[int] = set()  # requests that wait for their grammar
         self._inbox: queue.SimpleQueue[ToEngine | Waited | None] = queue.SimpleQueue()
         self._outboxes: list[queue.SimpleQueue[StepOutput]] = []

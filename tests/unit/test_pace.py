@@ -99,7 +99,7 @@ class Load:
         sizes = {"step_tokens": step_tokens, "mixed_step_tokens": step_tokens}
         self.scheduler = Scheduler(memory, num_slots=64, max_model_tokens=1 << 20, **sizes)
         masker = NoGrammars()
-        self.loop = EngineLoop(self.scheduler, device, lambda _: None, masker, 1, pace)
+        self.loop = EngineLoop(self.scheduler, device, lambda _: None, masker, 1, pace=pace)
         self.num_requests = 0
 
     def add(self, num_prompt: int, max_new: int) -> None:
