@@ -99,6 +99,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     folder: Path = tmp_path_factory.mktemp("poisoned")
     model = make_tiny(folder, "qwen3", **SHAPE, max_position_embeddings=2048).bfloat16()
     model.get_input_embeddings().weight.data[POISON] = math.nan
+    model.get_output_embeddings().weight.data[POISON] = 0  # it is hardly ever drawn
     model.save_pretrained(folder)
     return config_of(folder)
 

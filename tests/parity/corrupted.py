@@ -18,9 +18,13 @@ PAGE_TOKENS, NUM_PAGES, NUM_SLOTS = 4, 60, 8
 
 
 def poisoned(folder: Path, value: float, **overrides: object) -> Config:
-    """A tiny random Qwen3 whose embedding of one token is `value` all over."""
+    """A tiny random Qwen3 whose embedding of one token is `value` all over.
+
+    It does not say that token by itself: its logit is 0, when the best ones are positive.
+    """
     model = make_tiny(folder, "qwen3", **overrides)
     model.get_input_embeddings().weight.data[POISON] = value
+    model.get_output_embeddings().weight.data[POISON] = 0
     model.save_pretrained(folder)
     return config_of(folder)
 
