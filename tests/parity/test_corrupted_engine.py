@@ -77,10 +77,9 @@ def test_they_end_with_an_error_and_nobody_else_does(
             assert engine.finish[turn + i] == FinishReason.LENGTH
             assert i == 7 or engine.text[turn + i] == text
     cleaned = {page for plan in plans for page in plan.clean}
-    assert len(cleaned) >= 4
+    assert pages == 200 or len(cleaned) >= 4  # of 200 none is needed again
     assert engine.memory.pool.num_free == pages
     assert engine.runner.slots.tokens_NL.min() == 0
-    # Everybody was told in the step that drew: nothing was fed for long.
     assert engine.scheduler.stats().num_running == 0
 
 
