@@ -89,7 +89,7 @@ def test_pages_are_cleaned_in_the_step_that_hands_them_out_again(
     """So few pages that the next request gets the corrupted one's."""
     engine = WholeEngine(config, pages=20, slots=2, step_tokens=64)
     plans = watched(engine)
-    engine.submit(20, BAD[20], 15)
+    engine.submit(20, [POISON, *range(20, 86)], 1)  # 17 of the 20
     engine.run()
     assert engine.finish[20] == FinishReason.ERROR
     written = {page for plan in plans for admit in plan.admits for page in admit.pages}
