@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from nanovllm.config import Schedule, given_or
+from nanovllm.config import Schedule
 
 TARGET = 2.5  # quiet steps that a mixed one takes: with all noise it stays below four
 UNITS = 64  # parts of step_tokens: prompts beside decode rows get one at least
@@ -88,8 +88,11 @@ def middle(values: deque[float]) -> float:
 
 
 def pace_of(schedule: Schedule, device: str) -> PaceKeeper | None:
-    """None where the recipe has a number. A CPU starts low: there a long step takes a second."""
+    """Of a resolved schedule; None where the recipe has a number.
+
+    A CPU starts low: there a step of step_tokens takes a good part of a second.
+    """
     if schedule.mixed_step_tokens != "auto":
         return None
-    step_tokens = given_or(schedule.step_tokens, 0)
+    step_tokens = int(schedule.step_tokens)
     return PaceKeeper(step_tokens, start=step_tokens // 8 if device == "cpu" else step_tokens)

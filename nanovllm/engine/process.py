@@ -85,7 +85,7 @@ def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[
 
 
 def build(config: Config) -> tuple[Executor, Recipe, int]:
-    """What runs plans, the recipe without any "auto", and the size of the vocabulary."""
+    """What runs plans, the recipe as Ready tells it, and the size of the vocabulary."""
     if config.recipe.engine == "paper":
         return paper.build(config)
     from nanovllm.runner import build as runner  # imports torch

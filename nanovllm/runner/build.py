@@ -34,7 +34,7 @@ log = logging.getLogger("engine")
 @dataclass(frozen=True, slots=True)
 class Built:
     runner: Runner
-    recipe: Recipe  # without any "auto"
+    recipe: Recipe  # without any "auto" but mixed_step_tokens's
     num_pages: int
     max_model_tokens: int
     vocab_size: int

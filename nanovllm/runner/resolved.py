@@ -24,7 +24,7 @@ MOST_TOKENS = 32768  # context served by default, when the model's own is longer
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    recipe: Recipe  # without any "auto" but cache.pages
+    recipe: Recipe  # without any "auto" but cache.pages and mixed_step_tokens
     family: type[Decoder]
     model_config: DecoderConfig
     layout: CacheLayout
