@@ -43,7 +43,9 @@ class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Schedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     slots: int | Auto = "auto"  # most requests on the device at once; auto: 16 on a CPU, else 512
     step_tokens: int | Auto = "auto"  # token budget of a step; auto: 512 on a CPU, else 8192
-    mixed_step_tokens: int | Auto = "auto"  # of a step that also decodes; auto: step_tokens
+    # Of a step that also decodes; auto: follows the measured times of steps (engine/pace.py), so
+    # that a step with prompts takes less than four without.
+    mixed_step_tokens: int | Auto = "auto"
     depth: int = 1  # steps planned ahead of the device; 0 = never overlap
     max_queue: int = 4096  # waiting requests beyond which a new one is refused (503)
     ageing_steps: int = 256  # a waiting request gains one priority level in so many steps
@@ -231,9 +233,10 @@ def given_or(value: int | Auto, otherwise: int) -> int:
 
 
 def resolve_schedule(schedule: Schedule, *, on_cpu: bool) -> Schedule:
-    """Without any "auto". No step has more than step_tokens."""
+    """Without any "auto" but that of mixed_step_tokens. No step has more than step_tokens."""
     most = given_or(schedule.step_tokens, 512 if on_cpu else 8192)
-    mixed = min(given_or(schedule.mixed_step_tokens, most), most)
+    mixed = schedule.mixed_step_tokens
+    mixed = mixed if mixed == "auto" else min(mixed, most)
     slots = min(given_or(schedule.slots, 16 if on_cpu else 512), most)
     return structs.replace(schedule, slots=slots, step_tokens=most, mixed_step_tokens=mixed)
 

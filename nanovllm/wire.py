@@ -70,7 +70,8 @@ class Ready(Struct, frozen=True, tag="ready", array_like=True):
     num_pages: int
     page_tokens: int
     num_slots: int
-    recipe: str = "{}"  # JSON: the recipe without any "auto", for whoever reports what ran
+    # JSON, for whoever reports what ran: the recipe without any "auto" but mixed_step_tokens's.
+    recipe: str = "{}"
 
 
 class Started(Struct, frozen=True, array_like=True):

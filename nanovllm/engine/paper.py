@@ -32,9 +32,15 @@ class Numbers(Struct, frozen=True):
 
 class PaperHandle:
     def __init__(
-        self, result: StepResult, masked: list[int], ends_at: float, gap_s: float = 0.0
+        self,
+        result: StepResult,
+        masked: list[int],
+        ends_at: float,
+        gap_s: float = 0.0,
+        busy_s: float = 0.0,
     ) -> None:
         self.gap_s = gap_s
+        self.busy_s = busy_s
         self._result = result
         self._masked = masked
         self._ends_at = ends_at
@@ -79,7 +85,7 @@ class PaperExecutor:
         self._ends_at += gap_s + self._step_s
         self.steps_by_mode[mode_key("PAPER", plan)] += 1
         result = StepResult(plan.step, tokens.reshape(-1, 1))
-        return PaperHandle(result, plan.masked, self._ends_at, gap_s)
+        return PaperHandle(result, plan.masked, self._ends_at, gap_s, self._step_s)
 
 
 def build(config: Config) -> tuple[PaperExecutor, Recipe, int]:

@@ -18,12 +18,13 @@ from nanovllm.log import fields
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import fill
 from nanovllm.runner.batch import BatchPrep
+from nanovllm.runner.caches import make_caches
 from nanovllm.runner.graphs import obstacles
 from nanovllm.runner.precompile import compiled_beside, jobs_of
 from nanovllm.runner.resolved import Resolved, resolved
 from nanovllm.runner.room import check_room
 from nanovllm.runner.runner import Runner
-from nanovllm.runner.sizing import make_caches, num_pages_that_fit
+from nanovllm.runner.sizing import num_pages_that_fit
 from nanovllm.runner.slots import Slots
 from nanovllm.runner.warm import capture, largest_steps, warm_up
 from nanovllm.sampling.sampler import Sampler
@@ -34,7 +35,7 @@ log = logging.getLogger("engine")
 @dataclass(frozen=True, slots=True)
 class Built:
     runner: Runner
-    recipe: Recipe  # without any "auto"
+    recipe: Recipe  # without any "auto" but mixed_step_tokens's
     num_pages: int
     max_model_tokens: int
     vocab_size: int
@@ -120,7 +121,7 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
 
     def runner_with(num_pages: int) -> Runner:
         caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device)
-        return Runner(model, *rows, caches, found.backend(caches), device)
+        return Runner(model, *rows, caches, found.backend(caches.by_layer), device)
 
     num_pages = recipe.cache.pages
     if num_pages == "auto":

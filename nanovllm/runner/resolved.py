@@ -25,7 +25,7 @@ MEASURED_LATER = 1 << 30  # pages
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    recipe: Recipe  # without any "auto" but cache.pages
+    recipe: Recipe  # without any "auto" but cache.pages and mixed_step_tokens
     family: type[Decoder]
     model_config: DecoderConfig
     layout: CacheLayout

@@ -10,34 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.attention.base import PagedKV
 from nanovllm.config import Auto, ConfigError, Recipe, resolve_context
 from nanovllm.kv.layout import CacheLayout
 
 GIB = 1 << 30
-
-
-def make_caches(
-    layout: CacheLayout,
-    num_pages: int,
-    page_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[PagedKV, ...]:
-    """Zero-filled caches by layer, with the dead page 0 besides `num_pages`.
-
-    Zeros, because a bulk copy of a request's last page also reads the cells past its end, and a
-    weight of 0 times NaN is NaN.
-    """
-    caches: dict[int, PagedKV] = {}
-    for group in layout.paged:
-        shape = (num_pages + 1, page_tokens, group.num_heads)
-        for layer in group.layers:
-            caches[layer] = PagedKV(
-                torch.zeros(*shape, group.k_width, dtype=dtype, device=device),
-                torch.zeros(*shape, group.v_width, dtype=dtype, device=device),
-            )
-    return tuple(caches[layer] for layer in sorted(caches))
 
 
 def num_pages_that_fit(
