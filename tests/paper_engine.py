@@ -27,9 +27,10 @@ def generate(
     stops: Sequence[int] = (),
     priority: int = 0,
     grammar: str = "",
+    salt: str = "",
 ) -> Generate:
     return Generate(
-        request_id, pack(prompt), max_new, list(stops), Sampling(), priority, "", grammar
+        request_id, pack(prompt), max_new, list(stops), Sampling(), priority, salt, grammar
     )
 
 
@@ -46,7 +47,11 @@ class PaperEngine:
         drafts: int = 0,
         prefix: bool = True,
         max_queue: int = 1000,
-        ageing: int = 3,
+        ageing: float = 3.0,
+        overtake: int = 64,
+        least_spared: int = 6,
+        unlucky: int = 0,
+        glitches: frozenset[int] = frozenset(),
     ) -> None:
         self.budget, self.mixed = budget, mixed
         self.memory = KVMemory(num_pages, PAGE, checkpoints, prefix=prefix)
@@ -58,10 +63,12 @@ class PaperEngine:
             max_model_tokens=4096,
             num_drafts=drafts,
             max_queue=max_queue,
-            ageing_steps=ageing,
+            ageing_s=ageing,
+            overtake_steps=overtake,
+            least_spared=least_spared,
         )
-        self.gpu = PaperGPU(num_slots, num_pages, PAGE, checkpoints)
-        self.loop = EngineLoop(self.scheduler, self.gpu, self.collect, PaperMasker(), depth)
+        self.gpu = PaperGPU(num_slots, num_pages, PAGE, checkpoints, unlucky, glitches)
+        self.loop = EngineLoop(self.scheduler, self.gpu, self.collect, PaperMasker(), depth, self.now)
         self.text: dict[int, list[int]] = {}
         self.finish: dict[int, FinishReason] = {}
         self.stop_id: dict[int, int] = {}
@@ -86,6 +93,10 @@ class PaperEngine:
             self.stop_id[done.request_id] = done.stop_id
         for refusal in out.refused:
             self.refused[refusal.request_id] = refusal.kind
+
+    def now(self) -> float:
+        """The paper clock: a second a step."""
+        return float(self.gpu.steps)
 
     def say(self, message: Generate | Abort) -> None:
         self.loop.handle(message)

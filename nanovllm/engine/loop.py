@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -40,12 +41,14 @@ class EngineLoop:
         publish: Callable[[StepOutput], None],
         masker: Masker,
         depth: int = 1,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.publish = publish
         self.masker = masker
         self.depth = depth
+        self.now = now  # seconds: who came when decides who goes first
         self.clock = StepClock()  # of the host
         self.bubble_s = 0.0  # in all, the device waited for the host while there was work
         self._in_flight: deque[tuple[StepHandle, bool]] = deque()  # True: the first after a rest
@@ -58,7 +61,7 @@ class EngineLoop:
     def handle(self, message: ToEngine) -> None:
         match message:
             case Generate():
-                self.scheduler.add(message)
+                self.scheduler.add(message, self.now())
             case Abort(request_id):
                 self.scheduler.abort(request_id)
 
