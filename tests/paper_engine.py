@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.kv.memory import KVMemory
+from nanovllm.plan import StepPlan
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Abort, FinishReason, Generate, RefusalKind, Sampling, StepOutput
-from tests.paper_gpu import PaperGPU, PaperMasker, ids
+from tests.paper_gpu import PaperGPU, PaperHandle, PaperMasker, ids
 
 PAGE = 4
 
@@ -35,12 +37,18 @@ def generate(
 
 
 class PaperEngine:
+    """Implements engine.executor.Executor, too: it keeps the plans that its paper GPU runs."""
+
+    steps_by_mode: Counter[str] = Counter()
+    padded_tokens = 0
+
     def __init__(
         self,
         *,
         num_pages: int,
         num_slots: int,
         budget: int,
+        page: int = PAGE,
         mixed: int = 1000,
         depth: int = 1,
         checkpoints: int = 0,
@@ -54,7 +62,7 @@ class PaperEngine:
         glitches: frozenset[int] = frozenset(),
     ) -> None:
         self.budget, self.mixed = budget, mixed
-        self.memory = KVMemory(num_pages, PAGE, checkpoints, prefix=prefix)
+        self.memory = KVMemory(num_pages, page, checkpoints, prefix=prefix)
         self.scheduler = Scheduler(
             self.memory,
             num_slots=num_slots,
@@ -67,8 +75,9 @@ class PaperEngine:
             overtake_steps=overtake,
             least_spared=least_spared,
         )
-        self.gpu = PaperGPU(num_slots, num_pages, PAGE, checkpoints, unlucky, glitches)
-        self.loop = EngineLoop(self.scheduler, self.gpu, self.collect, PaperMasker(), depth, self.now)
+        self.gpu = PaperGPU(num_slots, num_pages, page, checkpoints, unlucky, glitches)
+        self.plans: list[StepPlan] = []
+        self.loop = EngineLoop(self.scheduler, self, self.collect, PaperMasker(), depth, self.now)
         self.text: dict[int, list[int]] = {}
         self.finish: dict[int, FinishReason] = {}
         self.stop_id: dict[int, int] = {}
@@ -101,6 +110,10 @@ class PaperEngine:
     def say(self, message: Generate | Abort) -> None:
         self.loop.handle(message)
         self.loop.tell()
+
+    def launch(self, plan: StepPlan) -> PaperHandle:
+        self.plans.append(plan)
+        return self.gpu.launch(plan)
 
     def step(self) -> None:
         self.loop.step()
