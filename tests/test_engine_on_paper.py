@@ -40,8 +40,9 @@ def test_tenants_never_share_pages() -> None:
     assert list(engine.cached.values()) == [0, 0, 0, 13, 13, 0]
 
 
-def test_the_prefix_cache_can_be_turned_off() -> None:
-    engine = PaperEngine(num_pages=16, num_slots=2, budget=20, prefix=False)
+@pytest.mark.parametrize("page", [4, 16])
+def test_the_prefix_cache_can_be_turned_off(page) -> None:
+    engine = PaperEngine(num_pages=16, page=page, num_slots=2, budget=20, prefix=False)
     for request_id in (0, 1):
         engine.say(generate(request_id, list(range(14)), 3))
         engine.finish_all()
@@ -130,6 +131,18 @@ def test_a_preempted_request_waits_for_its_tokens_in_flight() -> None:
     assert engine.scheduler.stats().num_waiting == 1
     engine.finish_all()
     assert engine.text[2] == solo_run([2] * 4, 10, [], recurrent=False)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("num_new", range(3, 10))
+def test_pages_become_free_while_a_preempted_request_has_tokens_in_flight(num_new, depth) -> None:
+    engine = PaperEngine(num_pages=9, num_slots=4, budget=32, depth=depth)
+    asked = [([0] * 6, 6), ([1] * 6, num_new), ([2] * 4, 10), ([3] * 4, 3)]
+    for i, (prompt, max_new) in enumerate(asked):
+        engine.say(generate(i, prompt, max_new))
+    engine.finish_all()
+    for i, (prompt, max_new) in enumerate(asked):
+        assert engine.text[i] == solo_run(prompt, max_new, [], recurrent=False)
 
 
 def test_pages_are_found_only_after_the_plan_that_writes_them() -> None:

@@ -42,6 +42,7 @@ def test_eight_choices_of_a_prompt_compute_it_once(page, num_slots) -> None:
         assert engine.text[i] == solo_run(PROMPT, 5 + i, [], recurrent=False)
     stats = engine.scheduler.stats()
     assert (stats.prompt_tokens, stats.cached_tokens) == (800, 693)
+    assert engine.memory.pool.num_free == 2000
 
 
 def test_pages_of_choices_are_stored_once() -> None:
@@ -169,6 +170,15 @@ def test_a_page_is_copied_as_its_owner_left_it() -> None:
         assert engine.text[i] == solo_run([1] * num_prompt, 9, [], recurrent=False)
 
 
+def test_a_last_page_is_known_by_all_that_comes_before_it() -> None:
+    engine = PaperEngine(num_pages=20, num_slots=2, budget=20)
+    for i, prompt in enumerate(([1] * 4 + [3, 3], [2] * 4 + [5, 5], [2] * 4 + [3, 3])):
+        engine.say(generate(i, prompt, 5))
+        engine.finish_all()
+        assert engine.text[i] == solo_run(prompt, 5, [], recurrent=False)
+    assert engine.cached == {0: 0, 1: 0, 2: 4}
+
+
 def test_keys_of_pages_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bytes] = []
     chain = nanovllm.kv.keys.chain
@@ -230,6 +240,19 @@ def test_a_long_prompt_is_overtaken_in_so_many_steps_and_no_more(overtake) -> No
     early = [i for i in engine.cached if 0 < i < 100]
     assert early == list(range(1, overtake + 1))
     engine.finish_all()
+
+
+def test_waiting_alone_does_not_count_as_being_overtaken() -> None:
+    engine = PaperEngine(num_pages=60, num_slots=16, budget=64, overtake=5)
+    engine.say(generate(0, [1] * 60, 30))
+    engine.step()
+    engine.say(generate(1, [2] * 180, 4))
+    engine.say(generate(2, [3] * 180, 4))
+    for _ in range(15):
+        engine.step()
+    engine.say(generate(3, [4] * 5, 3))
+    engine.finish_all()
+    assert list(engine.finish) == [3, 0, 1, 2]
 
 
 def test_no_flood_of_the_most_urgent_starves_anybody_longer_than_stated() -> None:

@@ -132,7 +132,7 @@ class KVMemory:
 
     def _most_shared(self, keys: PageKeys) -> int:
         """Leading pages that a request may share with others: one token is left to compute."""
-        return (len(keys.tokens) - 1) // self.page_tokens if self.prefix else 0
+        return (len(keys.tokens) - 1) // self.page_tokens
 
     def _copies_last(self, keys: PageKeys) -> bool:
         """Whether a copy of a last page could spare tokens. A page's middle has no checkpoint."""
@@ -283,12 +283,12 @@ class KVMemory:
         """
         holding = self._holdings[request_id]
         self._condemn(holding.pages[start // self.page_tokens :])
-        self._lose_checkpoints(holding.keys)
+        self._lose_checkpoints(holding.keys, start)
 
     def condemn_text(self, keys: PageKeys) -> None:
         """As condemn(), of a request that has released its pages since it wrote them."""
         self._condemn([self._page_of[key] for key in keys.computed if key in self._page_of])
-        self._lose_checkpoints(keys)
+        self._lose_checkpoints(keys, 0)
 
     def _condemn(self, pages: list[int]) -> None:
         self._dirty.update(pages)
@@ -296,8 +296,8 @@ class KVMemory:
             self._forget(page)
             self.pool.blank(page)
 
-    def _lose_checkpoints(self, keys: PageKeys) -> None:
-        for key in keys.computed:
+    def _lose_checkpoints(self, keys: PageKeys, start: int) -> None:
+        for key in keys.computed[start // self.page_tokens :]:
             if (checkpoint := self._checkpoint_of.pop(key, -1)) >= 0:
                 self._blank_checkpoints.append(checkpoint)
 
