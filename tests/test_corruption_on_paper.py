@@ -164,12 +164,22 @@ def test_nan_of_a_token_in_flight_when_its_request_is_preempted() -> None:
             assert engine.text[10 + i] == text([i] * 6, 14)
 
 
-@pytest.mark.parametrize(("num_pages", "max_new"), [(9, [14, 14, 14]), (7, [3, 12, 14])])
-def test_a_preempted_request_whose_token_in_flight_is_wrong_is_over(num_pages, max_new) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "num_prompt", "max_new"),
+    [
+        ({"num_pages": 9}, 6, [14, 14, 14]),
+        ({"num_pages": 7}, 6, [3, 12, 14]),  # its full pages could still be found
+        ({"num_pages": 7, "page": 8, "drafts": 5, "depth": 2}, 8, [10, 10, 14]),  # and its last one
+    ],
+)
+def test_a_preempted_request_whose_token_in_flight_is_wrong_is_over(
+    sizes, num_prompt, max_new
+) -> None:
     def begin(glitches: frozenset[int]) -> PaperEngine:
-        engine = PaperEngine(num_pages=num_pages, num_slots=3, budget=32, glitches=glitches)
-        for i in range(3):
-            engine.say(generate(i, [i] * 6, max_new[i]))
+        engine = PaperEngine(num_slots=3, budget=64, glitches=glitches, **sizes)
+        for i in range(2):
+            engine.say(generate(i, [i] * num_prompt, max_new[i]))
+        engine.say(generate(2, [2] * 6, max_new[2]))
         return engine
 
     engine = begin(frozenset())

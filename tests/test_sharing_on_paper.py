@@ -154,6 +154,20 @@ def test_a_copy_does_not_ask_for_more_pages_than_there_are() -> None:
     assert engine.text[1] == solo_run([1] * 6, 2, [], recurrent=False)
 
 
+def test_a_page_that_was_only_copied_from_is_free_in_the_next_step() -> None:
+    engine = PaperEngine(num_pages=6, num_slots=2, budget=30, depth=0)
+    for i, prompt in enumerate(([1] * 6, [2] * 5)):
+        engine.say(generate(i, prompt, 1))
+        engine.finish_all()
+    engine.say(generate(2, [1] * 6, 8))  # two pages, and the one copied from
+    engine.say(generate(3, [2] * 10, 2))  # three, one of them known, and one to spare
+    engine.step()
+    assert waiting(engine) == (1, 0)
+    engine.step()
+    assert waiting(engine) == (0, 0)
+    engine.finish_all()
+
+
 def test_a_page_is_copied_as_its_owner_left_it() -> None:
     """Its owner has written more behind the prompt, which is nobody else's."""
     engine = PaperEngine(num_pages=20, num_slots=2, budget=20)
