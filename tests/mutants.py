@@ -30,7 +30,7 @@ MUTANTS = [
     Mutant("checkpoint named after a shorter prefix", MEMORY, "keys.full(end // self.page_tokens - 1)", "keys.full(max(end // self.page_tokens - 2, 0))"),
     Mutant("prefix: false still commits and finds", MEMORY, "num_computed // self.page_tokens if self.prefix else 0", "num_computed // self.page_tokens"),
     Mutant("prefix: false still shares last pages", MEMORY, "between and self.prefix and", "between and"),
-    Mutant("pages findable in the plan that writes them", MEMORY, "            self._expected.setdefault(key, page)\n        holding", "            self._name(key, page)\n        holding"),
+    Mutant("pages findable in the plan that writes them", MEMORY, "            self._expected.setdefault(key, page)\n", "            self._name(key, page)\n"),
     Mutant("copied before the source is computed", MEMORY, "            self._expected.setdefault(holding.keys.last(num_computed), page)", "            self._name(holding.keys.last(num_computed), page)"),
     Mutant("the page before the last is copied", MEMORY, "page = holding.pages[(num_computed - 1) // self.page_tokens]", "page = holding.pages[(num_computed - 1) // self.page_tokens - 1]"),
     Mutant("copied to the wrong page", MEMORY, "-1, (source, blank[0]))", "-1, (source, pages[0]))"),

@@ -179,15 +179,15 @@ class KVMemory:
 
     def extend(self, request_id: int, num_tokens: int) -> list[int] | None:
         """Make room for `num_tokens` in all. Returns the new pages, or None if there is no room."""
-        holding = self._holdings[request_id]
-        pages = self._take(max(self.num_pages_for(num_tokens) - len(holding.pages), 0))
-        if pages is not None:
-            holding.pages += pages
+        held = self._holdings[request_id].pages
+        pages = self._take(max(self.num_pages_for(num_tokens) - len(held), 0))
+        if pages:
+            held += pages
         return pages
 
     def _take(self, count: int) -> list[int] | None:
         pages = self.pool.take(count)
-        if pages and self._dirty:
+        if self._dirty and pages:
             dirty = self._dirty.intersection(pages)
             self._to_clean += sorted(dirty)
             self._dirty -= dirty
@@ -205,9 +205,9 @@ class KVMemory:
 
         Nobody finds them before publish(): rows of one plan must not read each other's pages.
         """
-        for key, page in self._newly_full(request_id, num_computed):
-            self._expected.setdefault(key, page)
         holding = self._holdings[request_id]
+        for key, page in self._newly_full(holding, num_computed):
+            self._expected.setdefault(key, page)
         if num_computed == len(holding.keys.tokens) and self._copies_last(holding.keys):
             page = holding.pages[(num_computed - 1) // self.page_tokens]
             self._expected.setdefault(holding.keys.last(num_computed), page)
@@ -217,11 +217,12 @@ class KVMemory:
 
         Some issued plan computes all of them. Costs nothing unless a page has just filled up.
         """
-        for key, page in self._newly_full(request_id, num_computed):
-            self._name(key, page)
-
-    def _newly_full(self, request_id: int, num_computed: int) -> list[tuple[Key, int]]:
         holding = self._holdings[request_id]
+        if num_computed // self.page_tokens > holding.num_named:
+            for key, page in self._newly_full(holding, num_computed):
+                self._name(key, page)
+
+    def _newly_full(self, holding: Holding, num_computed: int) -> list[tuple[Key, int]]:
         first, last = holding.num_named, num_computed // self.page_tokens if self.prefix else 0
         if last <= first:
             return []

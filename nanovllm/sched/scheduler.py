@@ -157,10 +157,11 @@ class Scheduler:
             num_drafts = 0  # a grammar would have to see the drafts, which are on the device
         ends_R = planned_R + (1 + num_drafts)
         if short := self._decoding.short_of_room(rows, ends_R):
-            rows = self._make_room(rows, short, num_drafts, plan)
-            if not rows.requests:
-                return rows, 0
-            ends_R = self._decoding.planned[rows.slots] + (1 + num_drafts)
+            going = self._make_room(rows, short, num_drafts, plan)
+            if not going.requests:
+                return going, 0
+            if going is not rows:
+                rows, ends_R = going, self._decoding.planned[going.slots] + (1 + num_drafts)
         self._decoding.planned[rows.slots] = ends_R
         plan.max_length = int(ends_R.max())
         plan.num_tokens = len(rows.requests) * (1 + num_drafts)
@@ -207,7 +208,7 @@ class Scheduler:
             if kept_R[p.row]
         ]
         ids, counts = rows.ids, b""
-        if lines.shape[1] > 1 or np.count_nonzero(kept_R) < len(kept_R):
+        if lines.shape[1] > 1 or not kept_R.all():
             lines = lines[np.arange(lines.shape[1]) < kept_R[:, None]]
             ids, counts = ids[kept_R > 0], kept_R[kept_R > 0].tobytes()
         self._generated += lines.size
@@ -227,8 +228,9 @@ class Scheduler:
         for nth, tokens_R in enumerate(lines_RT.T):
             if nth:
                 here = here[tokens_R[here] >= 0]  # else this draft and all after it were refused
-            kept_R[here] += 1
-            due = self._decoding.tails.append(rows.slots[here], tokens_R[here])
+            at = here if len(here) < len(kept_R) else slice(None)  # all: views instead of copies
+            kept_R[at] += 1
+            due = self._decoding.tails.append(rows.slots[at], tokens_R[at])
             ended = [i for i in due if self._queue.look_at(rows.requests[here[i]])]
             if ended:
                 here = np.delete(here, ended)
