@@ -44,12 +44,11 @@ class PageKeys:
 
     def full(self, index: int) -> Key:
         """The key of a page whose tokens are all known."""
-        size = self.page_tokens
-        while len(self._full) <= index:
-            at = len(self._full) * size
-            parent = self._full[-1] if at else self._root
-            self._full.append(chain(parent, self.tokens[at : at + size]))
-        return self._full[index]
+        full, size = self._full, self.page_tokens
+        for i in range(len(full), index + 1):
+            parent = full[-1] if i else self._root
+            full.append(chain(parent, self.tokens[i * size : (i + 1) * size]))
+        return full[index]
 
     def last(self, num_tokens: int) -> Key:
         """The key of the page with token `num_tokens` - 1, seen as if none came after that."""

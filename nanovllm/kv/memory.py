@@ -51,7 +51,7 @@ class KVMemory:
         self.prefix = prefix
         self.pool = PagePool(num_pages, self._forget)
         self._page_of: dict[Key, int] = {}
-        self._keys_of: dict[int, list[Key]] = {}  # full, and with a prompt's last tokens
+        self._keys_of: dict[int, tuple[Key, ...]] = {}  # full, and up to a prompt's last token
         self._expected: dict[Key, int] = {}  # pages the plan being built computes
         self._sources: list[int] = []  # pages it copies from
         self._checkpoint_of: OrderedDict[Key, int] = OrderedDict()  # oldest first
@@ -206,8 +206,8 @@ class KVMemory:
         Nobody finds them before publish(): rows of one plan must not read each other's pages.
         """
         holding = self._holdings[request_id]
-        for key, page in self._newly_full(holding, num_computed):
-            self._expected.setdefault(key, page)
+        for i in self._newly_full(holding, num_computed):
+            self._expected.setdefault(holding.keys.full(i), holding.pages[i])
         if num_computed == len(holding.keys.tokens) and self._copies_last(holding.keys):
             page = holding.pages[(num_computed - 1) // self.page_tokens]
             self._expected.setdefault(holding.keys.last(num_computed), page)
@@ -218,21 +218,20 @@ class KVMemory:
         Some issued plan computes all of them. Costs nothing unless a page has just filled up.
         """
         holding = self._holdings[request_id]
-        if num_computed // self.page_tokens > holding.num_named:
-            for key, page in self._newly_full(holding, num_computed):
-                self._name(key, page)
+        for i in self._newly_full(holding, num_computed):
+            self._name(holding.keys.full(i), holding.pages[i])
 
-    def _newly_full(self, holding: Holding, num_computed: int) -> list[tuple[Key, int]]:
+    def _newly_full(self, holding: Holding, num_computed: int) -> range:
+        """Indices of the pages that have become full since this was last asked."""
         first, last = holding.num_named, num_computed // self.page_tokens if self.prefix else 0
-        if last <= first:
-            return []
-        holding.num_named = last
-        return [(holding.keys.full(i), holding.pages[i]) for i in range(first, last)]
+        if last > first:
+            holding.num_named = last
+        return range(first, last)
 
     def _name(self, key: Key, page: int) -> None:
         if key not in self._page_of:  # else: an equal page got there first, this one stays private
             self._page_of[key] = page
-            self._keys_of.setdefault(page, []).append(key)
+            self._keys_of[page] = (*self._keys_of.get(page, ()), key)
 
     def save_checkpoint(self, request_id: int, end: int) -> int:
         """A checkpoint for the recurrent state after `end` tokens, a page boundary; -1 = none.

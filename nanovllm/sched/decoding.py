@@ -89,9 +89,7 @@ class Decoding:
     def short_of_room(self, rows: Rows, ends_R: Int32) -> list[Request]:
         """The requests whose pages don't reach so far."""
         short = ends_R > self.room.take(rows.slots)
-        if not np.count_nonzero(short):
-            return []
-        return [rows.requests[i] for i in np.flatnonzero(short)]
+        return [rows.requests[i] for i in short.nonzero()[0].tolist()]
 
     def issue(
         self, step: int, decodes: Rows, firsts: list[Request], num_drafts: int

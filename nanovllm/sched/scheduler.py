@@ -126,7 +126,7 @@ class Scheduler:
         self._step += 1
         self._fed += plan.num_tokens
         self._steps_by_tokens[bisect_left(STEP_TOKENS, plan.num_tokens)] += 1
-        firsts = self._queue.issue(plan)
+        firsts = self._queue.issue(plan) if plan.chunks else []
         rows, same = self._decoding.issue(self._step, decodes, firsts, num_drafts)
         return StepPlan(
             step=self._step,
