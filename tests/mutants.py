@@ -12,7 +12,11 @@ class Mutant(NamedTuple):
     new: str
 
 
-KEYS, MEMORY, SCHEDULER = "nanovllm/kv/keys.py", "nanovllm/kv/memory.py", "nanovllm/sched/scheduler.py"
+KEYS, MEMORY, SCHEDULER = (
+    "nanovllm/kv/keys.py",
+    "nanovllm/kv/memory.py",
+    "nanovllm/sched/scheduler.py",
+)
 QUEUE, DECODING = "nanovllm/sched/queue.py", "nanovllm/sched/decoding.py"
 POLICY, TAILS = "nanovllm/sched/policy.py", "nanovllm/sched/tails.py"
 PAPER = "tests/paper_gpu.py"
