@@ -39,9 +39,6 @@ def generate(
 class PaperEngine:
     """Implements engine.executor.Executor, too: it keeps the plans that its paper GPU runs."""
 
-    steps_by_mode: Counter[str] = Counter()
-    padded_tokens = 0
-
     def __init__(
         self,
         *,
@@ -77,6 +74,8 @@ class PaperEngine:
         )
         self.gpu = PaperGPU(num_slots, num_pages, page, checkpoints, unlucky, glitches)
         self.plans: list[StepPlan] = []
+        self.steps_by_mode: Counter[str] = Counter()
+        self.padded_tokens = 0
         self.loop = EngineLoop(self.scheduler, self, self.collect, PaperMasker(), depth, self.now)
         self.text: dict[int, list[int]] = {}
         self.finish: dict[int, FinishReason] = {}
