@@ -62,7 +62,7 @@ MUTANTS = [
     Mutant("a checkpoint of a corrupted request is kept", MEMORY, "        for key in keys.computed[start // self.page_tokens :]:\n", "        for key in ():\n"),
     Mutant("a page of a corrupted request is not cleaned", MEMORY, "        self._dirty.update(pages)\n", ""),
     Mutant("pages are cleaned again and again", MEMORY, "            self._dirty -= dirty\n", ""),
-    Mutant("pages are cleaned a step late", SCHEDULER, "            clean=self.memory.taken_dirty(),\n", "            clean=self._late,\n"),
+    Mutant("pages are cleaned a step late", SCHEDULER, "            clean=self.memory.taken_dirty(),\n", "            clean=[] if plan.admits else self.memory.taken_dirty(),\n"),
     Mutant("a page that rows grow into is not cleaned", MEMORY, "pages = self._take(max(", "pages = self.pool.take(max("),
     Mutant("a corrupted row is taken for a token", SCHEDULER, "corrupted = lines_RT[:, 0] == CORRUPTED", "corrupted = lines_RT[:, 0] == CORRUPTED - 1"),
     Mutant("a corrupted request goes on", SCHEDULER, "                self._queue.retire(requests[row], FinishReason.ERROR)\n", "                pass\n"),

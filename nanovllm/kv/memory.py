@@ -74,6 +74,7 @@ class KVMemory:
         return self.num_pages_for(num_tokens) <= self.pool.num_pages
 
     def holds(self, request_id: int) -> bool:
+        """Whether the request has pages, also if it has left its slot."""
         return request_id in self._holdings
 
     # -- admission --------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class KVMemory:
     def reach(self, keys: PageKeys) -> tuple[int, int]:
         """How many tokens are known now, and how many will be when the plan being built is issued.
 
-        An estimate, and dear only where the two differ.
+        An estimate: pages that were evicted since the request was last refused may still count.
         """
         size, most = self.page_tokens, self._most_shared(keys)
         now = then = num_pages = self._count_known(keys)
@@ -222,7 +223,7 @@ class KVMemory:
             self._name(holding.keys.full(i), holding.pages[i])
 
     def _newly_full(self, holding: Holding, num_computed: int) -> range:
-        """Indices of the pages that have become full since this was last asked."""
+        """Indices of the pages that have become full since this was last asked; none twice."""
         first, last = holding.num_named, num_computed // self.page_tokens if self.prefix else 0
         if last > first:
             holding.num_named = last

@@ -20,6 +20,8 @@ from nanovllm.sched.tails import Tails
 
 
 class Decoding:
+    """Columns by slot for all requests in slots, the rows of those that decode, steps in flight."""
+
     def __init__(self, num_slots: int, page_tokens: int) -> None:
         self.page_tokens = page_tokens
         self.planned = np.zeros(num_slots, np.int32)  # tokens the issued plans compute, at most
@@ -59,7 +61,10 @@ class Decoding:
         return bool(self.planned[request.slot] < request.prefill_until)
 
     def leave(self, request: Request) -> None:
-        """It gives up its slot; plans that have been issued may still write to its pages."""
+        """A request gives up its slot; issued plans may still write to its pages.
+
+        From now on it says itself how many of their lines concern it, and what they write.
+        """
         self.tails.flush(request)
         num_known, planned = len(request.tokens), int(self.planned[request.slot])
         if planned >= request.prefill_until:

@@ -17,7 +17,10 @@ from nanovllm.wire import Finish, FinishReason, Generate, Refusal, RefusalKind, 
 
 
 class Queue:
-    """The limits are those of Scheduler."""
+    """Requests from their arrival until nothing is on its way for them; their slots and pages.
+
+    What the limits mean is said by Scheduler.
+    """
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class Queue:
     # -- arrivals ---------------------------------------------------------------------------
 
     def add(self, spec: Generate, now: float) -> None:
+        """Queue a request that came `now` (seconds), or refuse it."""
         order = urgency(spec.priority, now, self._arrivals, self.ageing_s)
         request = arrive(spec, order, self.memory.page_tokens)
         self._arrivals += 1
@@ -87,8 +91,11 @@ class Queue:
         self._admit_waiting(plan)
 
     def _admit_waiting(self, plan: Plan) -> None:
-        """In order of urgency, but past those that would better wait a step, and for a while past
-        those for which there are no pages. What the former will need is kept for them.
+        """Admit requests in order of urgency while tokens, slots and pages last.
+
+        Passed over are those that should wait a step for a prompt that is being computed (their
+        slots and pages are kept for them), and those without pages, as long as they have been
+        overtaken in fewer than `overtake_steps` steps.
         """
         no_pages: list[Request] = []
         num_overtaken = at = kept_pages = 0
