@@ -48,7 +48,8 @@ class Schedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mixed_step_tokens: int | Auto = "auto"
     depth: int = 1  # steps planned ahead of the device; 0 = never overlap
     max_queue: int = 4096  # waiting requests beyond which a new one is refused (503)
-    ageing_steps: int = 256  # a waiting request gains one priority level in so many steps
+    ageing_s: float = 1.0  # a waiting request gains one priority level in so many seconds
+    overtake_steps: int = 64  # in so many, others may be admitted past one that has no pages
 
 
 class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -202,7 +203,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "schedule.mixed_step_tokens": (1, 1 << 20),
     "schedule.depth": (0, 4),
     "schedule.max_queue": (0, 1 << 20),
-    "schedule.ageing_steps": (1, 1 << 20),
+    "schedule.ageing_s": (0.001, 86400),
+    "schedule.overtake_steps": (0, 1 << 20),
     "kernels.mixed_graph_tokens": (0, 1 << 20),
     "server.port": (0, 65535),
     "server.workers": (1, 64),

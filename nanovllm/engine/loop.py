@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class EngineLoop:
         masker: Masker,
         depth: int = 1,
         pace: PaceKeeper | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -65,6 +67,7 @@ class EngineLoop:
         self.masker = masker
         self.depth = depth
         self.pace = pace
+        self.now = now  # seconds: who came when decides who goes first
         self.clock = StepClock()  # of the host
         self.progress = Progress()
         self.bubble_s = 0.0  # in all, the device waited for the host while there was work
@@ -81,7 +84,7 @@ class EngineLoop:
             case Generate():
                 try:
                     self.executor.vet(message)
-                    self.scheduler.add(message)
+                    self.scheduler.add(message, self.now())
                 except Exception:
                     self.fail(message.request_id)
             case Abort(request_id):

@@ -60,7 +60,8 @@ def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[
         ),
         max_model_tokens=int(recipe.server.max_model_tokens),
         max_queue=recipe.schedule.max_queue,
-        ageing_steps=recipe.schedule.ageing_steps,
+        ageing_s=recipe.schedule.ageing_s,
+        overtake_steps=recipe.schedule.overtake_steps,
     )
     gc.collect()
     gc.freeze()  # do not visit it again

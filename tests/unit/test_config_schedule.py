@@ -46,6 +46,20 @@ def test_a_budget_out_of_range_is_refused(value: int) -> None:
         load_config(None, [f"schedule.mixed_step_tokens={value}"])
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "limits"),
+    [
+        ("ageing_s", "0.0", "0.001 and 86400"),
+        ("ageing_s", "86401.0", "0.001 and 86400"),
+        ("overtake_steps", "-1", "0 and 1048576"),
+    ],
+)
+def test_who_waits_how_long_has_its_limits(key: str, value: str, limits: str) -> None:
+    said = f"^schedule.{key} is {value}; it must be between {limits}$"
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, [f"schedule.{key}={value}"])
+
+
 def test_a_budget_is_a_number() -> None:
     with pytest.raises(ConfigError, match=r"mixed_step_tokens"):
         load_config(None, ["schedule.mixed_step_tokens=half"])
