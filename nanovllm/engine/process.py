@@ -163,7 +163,7 @@ class Engine:
     def _receive(self, request: Generate) -> None:
         """Who waits for a grammar counts as waiting, like those who wait for the device."""
         limit = self.scheduler.max_queue
-        if len(self._compiling) + self.scheduler.stats().num_waiting >= limit:
+        if len(self._compiling) + self.scheduler.num_waiting >= limit:
             reason = f"{limit} requests are waiting already"
             self._refuse(request, Failure(RefusalKind.QUEUE_FULL, reason))
         elif request.grammar:

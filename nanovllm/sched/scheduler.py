@@ -80,6 +80,15 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._queue.by_id)
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue.waiting)
+
+    @property
+    def max_queue(self) -> int:
+        """Waiting requests beyond which a new one is refused."""
+        return self._queue.max_queue
+
     def add(self, spec: Generate, now: float) -> None:
         """Queue a request that came `now` (seconds); one that could never run is refused."""
         self._queue.add(spec, now)

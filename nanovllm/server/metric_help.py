@@ -3,7 +3,7 @@
 HELP = {
     "vllm:num_requests_running": "Requests on the device.",
     "vllm:num_requests_waiting": "Requests in the queue.",
-    "vllm:num_requests_waiting_by_reason": "Requests in the queue, by what they wait for.",
+    "vllm:num_requests_waiting_by_reason": "Requests in the queue: for capacity, or deferred.",
     "vllm:kv_cache_usage_perc": "Share of the cache's pages that requests hold, 0 to 1.",
     "vllm:cache_config_info": "Tokens of a page and number of pages, as labels.",
     "vllm:num_preemptions_total": "Requests sent back to the queue for want of pages.",

@@ -147,7 +147,8 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
         ("page_tokens=4", "unknown key page_tokens; did you mean cache.page_tokens?"),
         ("load.zzz=1", "unknown key load.zzz; load has format, seed"),
         ("zzz=1", "unknown key zzz; a recipe has model, engine, config, device, dtype, "
-         "cpu_threads, load, parallel, cache, schedule, kernels, server, paper"),
+         "cpu_threads, load, parallel, cache, schedule, kernels, server, "
+         "structured_outputs, paper"),
         ("load={seed: 1, seed: 2}",
          "--set load: the value is not YAML: line 1: the key seed stands twice"),
     ],
