@@ -136,7 +136,8 @@ def test_neighbours_of_a_corrupted_row_are_as_beside_a_sound_one(runner: Runner)
         plans, prompts = Plans(runner), [prompt_of(40 + 9 * i, i) for i in range(12)]
         if poisoned:
             prompts[3][20] = prompts[8][0] = POISON
-        asked = [Sampling(temperature=0.0), Sampling(temperature=1.0, seed=5)]
+        # Cold enough that nobody draws the poisoned token.
+        asked = [Sampling(temperature=0.0), Sampling(temperature=0.2, seed=5)]
         admits = [
             admit(i, prompt, [1 + 2 * i, 2 + 2 * i], 0, asked[i % 2])
             for i, prompt in enumerate(prompts)
@@ -181,16 +182,25 @@ def test_flash_attention_reads_past_the_end_so_cleaning_is_needed(config: Config
 
 @pytest.mark.parametrize("shared", [128, 100, 131, 150])
 def test_a_copied_page_carries_a_prompt_on_from_any_token(runner: Runner, shared: int) -> None:
-    first = prompt_of(150, 4)
+    """Fed in steps of the same shapes, so that what is computed is the same to the bit."""
+    first = prompt_of(190, 4)
     second = [*first[:shared], *prompt_of(60, 5)]
-    expected = Plans(runner).text(0, second, [20, 21], 20)
+
+    def go_on(plans: Plans, slot: int) -> list[int]:
+        tokens = [plans.step((), (), {slot: 60})[slot]]
+        return [*tokens, *(plans.step((), [slot])[slot] for _ in range(19))]
+
+    whole = Plans(runner)
+    whole.step([admit(0, second, [20, 21])], (), {0: shared}, partial=[0])
+    expected = go_on(whole, 0)
     plans = Plans(runner)
-    plans.step([admit(1, first, [22, 23])], (), {1: 150})
-    whole, cut = divmod(shared, PAGE_TOKENS)
-    copies = [([22, 23][whole], 25)] if cut else []
-    pages = [22, 25] if whole else [25, 26]
-    found = plans.text(2, second, pages, 20, num_cached=shared, copies=copies)
-    agreeing = sum(a == b for a, b in zip(found, expected, strict=True))
-    assert found[0] == expected[0] and agreeing >= 15, "bf16 may flip a near-tie, not the start"
+    plans.step([admit(1, first, [22, 23])], (), {1: shared}, partial=[1])
+    plans.step((), (), {1: 190 - shared})
+    at, cut = divmod(shared, PAGE_TOKENS)
+    copies = [([22, 23][at], 25)] if cut else []
+    carried = admit(2, second, [22, 25] if at else [25, 26], shared)
+    found = [plans.step([carried], (), {2: 60}, copies=copies)[2]]
+    found += [plans.step((), [2])[2] for _ in range(19)]
+    assert found == expected
     without = plans.text(3, second, [27, 28], 20, num_cached=shared)
     assert sum(a == b for a, b in zip(without, expected, strict=True)) < 5
