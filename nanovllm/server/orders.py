@@ -11,7 +11,7 @@ from collections.abc import Callable
 from nanovllm.server.errors import ApiError, bad_value
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import GenerationConfig, Served
-from nanovllm.server.structured.tag import structural_tag
+from nanovllm.server.structured.tag import structural_tag, vet_tools
 from nanovllm.server.template import Prompt
 from nanovllm.wire import Generate, Sampling
 
@@ -46,8 +46,11 @@ def generates(
         stop_ids |= served.eos_ids
     first_seed = seed if request.seed is None else request.seed
     words = _bad_words(request, served)
-    is_free = request.constrained_by is None
-    grammar = "" if is_free else structural_tag(request, served, prompt.turn)
+    grammar = ""
+    if request.constrained_by is not None:
+        grammar = structural_tag(request, served, prompt.turn)
+    elif request.tools:
+        vet_tools(request, served)
     packed = array("i", prompt.ids).tobytes()
     return [
         Generate(

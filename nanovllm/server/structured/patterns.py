@@ -137,4 +137,4 @@ def _class(part: tuple[Any, Any], in_json: bool) -> str:
     return "^" * (code is op.NOT_LITERAL) + "-".join(f"\\u{{{end:x}}}" for end in ends)
 
 
-FORMATS = {name: whole(f"^{pattern}$") for name, pattern in _FORMATS.items()}
+FORMATS = _FORMATS

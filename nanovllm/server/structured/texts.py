@@ -1,0 +1,110 @@
+"""Which strings match what is said of them: as words, as an automaton, or as one whose length is
+counted while it is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import reduce
+
+from nanovllm.server.structured.automata import (
+    ANYTHING,
+    MANY,
+    Dfa,
+    PatternError,
+    TooLargeError,
+    difference,
+    found,
+    intersection,
+    lengths,
+    loosened,
+    whole,
+    words,
+)
+from nanovllm.server.structured.facts import Text
+from nanovllm.server.structured.patterns import FORMATS
+
+MOST_COUNTED = 300  # characters that states may count
+
+
+def automaton(text: Text) -> Dfa:
+    """All that match. Raises PatternError."""
+    made = loose(replace(text, values=None, low=0, high=None), exact=True)[0]
+    if text.values is not None:
+        return words(v for v in words_of(text) if made.accepts(v))
+    if text.low or text.high is not None:
+        made = intersection(made, lengths(text.low, text.high))
+    return made
+
+
+def words_of(text: Text) -> list[str]:
+    """Of its values those that match the rest, apart from what `loose` says."""
+    high = text.high
+    kept = [
+        v for v in text.values or () if text.low <= len(v) <= (len(v) if high is None else high)
+    ]
+    dfas = [(found(pattern), is_found) for pattern, is_found in text.patterns]
+    dfas += [(whole(FORMATS[name]), True) for name in text.formats]
+    return [
+        value
+        for value in kept
+        if value not in text.excluded and all(dfa.accepts(value) == right for dfa, right in dfas)
+    ]
+
+
+def loose(text: Text, *, exact: bool = False) -> tuple[Dfa, int | None]:
+    """Those that match and are no longer than so many characters; the number is enough to keep the
+    limit, as every text that long may end. Raises PatternError."""
+    highs = [] if text.high is None else [text.high]
+    dfas = [whole(FORMATS[name]) for name in text.formats]
+    for pattern, is_found in text.patterns:
+        if not is_found or exact:
+            dfas.append(found(pattern) if is_found else difference(ANYTHING, found(pattern)))
+        else:
+            dfa, high = loosened(pattern)
+            dfas.append(dfa)
+            highs += [] if high is None else [high]
+    made = reduce(intersection, dfas, ANYTHING)
+    if text.excluded:
+        made = difference(made, words(text.excluded))
+    if text.low:
+        if text.low > MOST_COUNTED:
+            raise TooLargeError(f"a length of at least {text.low}")
+        made = intersection(made, lengths(text.low, None))
+    high = min(highs, default=None)
+    if high is None or (longest := longest_of(made)) is not None and longest <= high:
+        return made, None
+    if high > MANY and may_end_at(made, high):
+        return made, high
+    if high > MOST_COUNTED:
+        raise TooLargeError(f"a length of at most {high} beside what it says else")
+    return intersection(made, lengths(0, high)), None
+
+
+def longest_of(dfa: Dfa) -> int | None:
+    """None if there is no limit."""
+    now, count = {0}, 0
+    while now:
+        now = {to for at in now for _, _, to in dfa.edges[at]}
+        count += 1
+        if count > len(dfa.edges):
+            return None
+    return count - 1
+
+
+def may_end_at(dfa: Dfa, length: int) -> bool:
+    """Whether every text of so many characters that may go on may also end."""
+    now = frozenset({0})
+    seen: dict[frozenset[int], int] = {}
+    for at in range(length):
+        if now in seen:  # from here on it goes round
+            period = at - seen[now]
+            rest = (length - at) % period
+            for _ in range(rest):
+                now = frozenset(to for state in now for _, _, to in dfa.edges[state])
+            break
+        seen[now] = at
+        now = frozenset(to for state in now for _, _, to in dfa.edges[state])
+    return now <= dfa.finals
+
+
+__all__ = ["PatternError", "automaton", "loose", "words_of"]
