@@ -159,6 +159,14 @@ class Object:
         least = max(made.low, len(made.required))
         return None if made.high is not None and made.high < least else made
 
+    def simple(self) -> Object:
+        """Without what takes many rules: numbers of properties, and patterns of their names."""
+        layers = tuple(
+            Layer(la.properties, (), ANYTHING if la.patterns else la.rest, (), la.closes)
+            for la in self.layers
+        )
+        return Object(layers, self.required)
+
 
 @dataclass(frozen=True, eq=False)
 class Facts:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from functools import reduce
 
 from nanovllm.server.structured import numbers, texts
-from nanovllm.server.structured.automata import PatternError
+from nanovllm.server.structured.automata import MAX_EXPLORED, PatternError
 from nanovllm.server.structured.facts import (
     ANYTHING,
     EVERYTHING,
@@ -22,6 +23,7 @@ from nanovllm.server.structured.objects import Objects
 from nanovllm.server.structured.reading import Reader
 from nanovllm.server.structured.rules import Rule, Rules, TooManyRulesError, literal
 
+MAX_STATES = 1500  # of all texts that are narrowed, and of all names, to be compiled in time
 MAX_PREFIX = 1000  # items of an array that are each of their own
 
 
@@ -29,6 +31,7 @@ class Grammar:
     def __init__(self, reader: Reader, max_space: int) -> None:
         self.reader = reader
         self.rules = Rules(max_space)
+        self.room = MAX_STATES
         self._objects = Objects(self)
         self._names: dict[Conj, str] = {}
         self._waiting: deque[Conj] = deque()
@@ -56,11 +59,7 @@ class Grammar:
 
     def _write(self, conj: Conj) -> None:
         body = self.rules.bodies[self._names[conj]]
-        try:
-            alternatives = self.reader.facts(conj)
-        except InexactError as error:
-            self.reader.inexact(self.reader.path(conj), f"the opposite of a schema with {error}")
-            alternatives = self.reader.facts(tuple(literal for literal in conj if literal > 0))
+        alternatives = self.reader.settled(conj)
         if any(facts is EVERYTHING for facts in alternatives):
             alternatives = [EVERYTHING]
         for facts in alternatives:
@@ -70,16 +69,22 @@ class Grammar:
     def typed(self, facts: Facts, path: str) -> Rule:
         if facts is EVERYTHING:
             return [(self.rules.basic("any"),)]
-        made: Rule = []
-        try:
-            made += [('"null"',)] if facts.null else []
-            made += [('"true"' if value else '"false"',) for value in facts.booleans]
-            made += [(self.number(facts.number, path),)] if facts.number else []
-            made += [(self.string(facts.text, path),)] if facts.text else []
-            made += self.array(facts.array, path) if facts.array else []
-            made += self._objects.written(facts.object, path) if facts.object else []
-        except InexactError as error:
-            self.reader.inexact(path, str(error))
+        made: Rule = [('"null"',)] if facts.null else []
+        made += [('"true"' if value else '"false"',) for value in facts.booleans]
+        made += [(self.number(facts.number, path),)] if facts.number else []
+        made += [(self.string(facts.text, path),)] if facts.text else []
+        if facts.array:
+            try:
+                made += self.array(facts.array)
+            except InexactError as error:
+                self.reader.inexact(path, str(error))
+                made += self.array(replace(facts.array, contains=()))
+        if facts.object:
+            try:
+                made += self._objects.written(facts.object, path)
+            except (InexactError, PatternError) as error:
+                self.reader.inexact(path, str(error))
+                made += self._objects.written(facts.object.simple(), path)
         return made
 
     def number(self, number: Number, path: str) -> str:
@@ -93,9 +98,12 @@ class Grammar:
         if number == Number(is_integer=True):
             return self.rules.basic("integer")
         try:
-            return self.rules.dfa(numbers.automaton(number), in_json=False)
+            dfa = numbers.automaton(number)
+            self.reader.spend(len(dfa.edges), path)
+            return self.rules.dfa(dfa, in_json=False)
         except PatternError as error:
             self.reader.inexact(path, f"a number with {error}")
+            self.reader.spend(MAX_EXPLORED, path)
             return self.rules.basic("integer" if number.is_integer else "number")
 
     def string(self, text: Text, path: str) -> str:
@@ -107,19 +115,20 @@ class Grammar:
                     return self.rules.basic("string")
                 if text.low <= texts.MOST_COUNTED:
                     return self.rules.lengthy(text.low, text.high, "value")
-            dfa, high = texts.loose(text)
+            dfa, high = texts.loose(text, most_cases=min(texts.MOST_CASES, self.room))
+            self.room -= len(dfa.edges)
+            self.reader.spend(len(dfa.edges), path)
         except PatternError as error:
             self.reader.inexact(path, f"a string with {error}")
+            self.reader.spend(MAX_EXPLORED, path)
             return self.rules.basic("string")
         if high is None:
             return self.rules.add("text", [(r'"\""', self.rules.dfa(dfa, "value"))])
         body = self.rules.add("body", [(self.rules.dfa(dfa),)], mark=f"max_chars={high}")
         return self.rules.add("text", [(r'"\""', body, r'"\""')])
 
-    def array(self, array: Array, path: str) -> Rule:
-        first = max((len(prefix) for prefix, _ in array.layers), default=0)
-        if first > MAX_PREFIX:
-            raise InexactError(f"more than {MAX_PREFIX} items of their own")
+    def array(self, array: Array) -> Rule:
+        first = min(MAX_PREFIX, max((len(prefix) for prefix, _ in array.layers), default=0))
         is_said = any(rest is not None for _, rest in array.layers) or not array.layers
         rest = reduce(both, (rest for _, rest in array.layers if rest), ANYTHING)
         if not is_said and array.low <= first:
@@ -140,7 +149,7 @@ class Grammar:
             if high is not None and i >= high:
                 tail = self.rules.add("tail", [('""',)])
                 continue
-            more = [("comma", items[i], tail)]
+            more: Rule = [("comma", items[i], tail)]
             tail = self.rules.add("tail", more if i < low else [('""',), *more])
         return [*made, ('"["', "ws", items[0] if items else other, tail, "ws", '"]"')]
 

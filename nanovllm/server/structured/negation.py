@@ -45,14 +45,14 @@ class Opposite:
         return [facts for facts in made if not facts.is_empty()]
 
     def _type(self) -> Iterator[Facts]:
-        types = self._reader.types(self._given, self._path) or []
+        types = self._reader.keywords.types(self._given, self._path) or []
         taken = {"number" if name == "integer" else name for name in types}
         yield EVERYTHING.only(*(kind for kind in KINDS if kind not in taken))
 
     def _values(self) -> Iterator[Facts]:
         given = self._given
         values = [given["const"]] if "const" in given else given["enum"]
-        known = self._reader.valued(values if isinstance(values, list) else [], self._path)
+        known = self._reader.keywords.valued(values if isinstance(values, list) else [], self._path)
         if any(facts.array or facts.object for facts in known):
             raise InexactError("objects or arrays as values")
         plain = known[0] if known else NONE
@@ -68,7 +68,7 @@ class Opposite:
 
     def _counts(self) -> Iterator[Facts]:
         """Lengths and numbers of items and of properties."""
-        given, reader, path = self._given, self._reader, self._path
+        given, reader, path = self._given, self._reader.keywords, self._path
         low, high = reader.counts(given, path, "minLength", "maxLength")
         if low:
             yield Facts(text=Text(high=low - 1))
@@ -86,7 +86,7 @@ class Opposite:
             yield Facts(object=Object(low=high + 1))
 
     def _bounds(self) -> Iterator[Facts]:
-        low, high = self._reader.bounds(self._given, self._path)
+        low, high = self._reader.keywords.bounds(self._given, self._path)
         if low:
             yield Facts(number=Number(high=(low[0], not low[1])))
         if high:
@@ -94,7 +94,7 @@ class Opposite:
 
     def _pattern(self) -> Iterator[Facts]:
         pattern = self._given["pattern"]
-        if not self._reader.pattern(pattern, self._path):
+        if not self._reader.keywords.pattern(pattern, self._path):
             raise InexactError("'pattern'")
         yield Facts(text=Text(patterns=((pattern, False),)))
 
@@ -105,7 +105,7 @@ class Opposite:
                 yield Facts(object=Object((layer,), (name,)))
 
     def _required(self) -> Iterator[Facts]:
-        for name in self._reader.names(self._given["required"], self._path):
+        for name in self._reader.keywords.names(self._given["required"], self._path):
             yield Facts(object=Object((Layer({name: (1,)}, closes=False),)))
 
     def _items(self) -> Iterator[Facts]:

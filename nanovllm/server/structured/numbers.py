@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 
-from nanovllm.server.structured.automata import Dfa, PatternError, explored
+from nanovllm.server.structured.automata import Dfa, PatternError, TooLargeError, explored
 from nanovllm.server.structured.facts import Number
 
-MAX_MULTIPLE = 5000  # as an integer, once both it and the numbers have lost their decimals
+MAX_MULTIPLE = 2000  # as an integer, once both it and the numbers have lost their decimals
 MAX_DIGITS = 400
 ZERO, NINE, POINT, MINUS = 0x30, 0x39, 0x2E, 0x2D
 Place = tuple[str, int, tuple[int, ...], int]  # phase, digits in it, comparisons, remainder
@@ -35,7 +35,7 @@ class _Digits:
         multiples = [int(multiple * 10**scale) for multiple in number.multiples]
         self._modulus = math.lcm(*multiples)
         if self._modulus > MAX_MULTIPLE:
-            raise PatternError(f"multiples above {MAX_MULTIPLE} times their last decimal")
+            raise TooLargeError(f"multiples above {MAX_MULTIPLE} times their last decimal")
 
     def edges_of(self, at: tuple[str, bool, Place | None]) -> Iterator[tuple[int, int, object]]:
         sign, is_done, place = at
@@ -94,7 +94,7 @@ class _Digits:
         signs = []
         for order, limit, value in zip(orders, self._limits, self._values, strict=True):
             final = _final(order, phase, count, limit)
-            if sign and value > 0 or not sign and value < 0:
+            if (sign and value > 0) or (not sign and value < 0):
                 final = -1 if sign else 1  # of another sign (and nobody writes -0 here)
             elif sign:
                 final = -final

@@ -12,13 +12,13 @@ from nanovllm.server.structured.automata import (
     NOTHING,
     Dfa,
     difference,
-    found,
     intersection,
     other_than,
     union,
 )
 from nanovllm.server.structured.facts import ANYTHING, Conj, Object, both
 from nanovllm.server.structured.negation import InexactError
+from nanovllm.server.structured.regexes import found
 from nanovllm.server.structured.rules import Rule, is_plain, literal
 from nanovllm.server.structured.texts import automaton
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 STRIDE = 8  # properties of which one is chosen at once
 MAX_CASES = 20_000  # of properties and of their number
-MAX_KINDS = 16  # of other properties, by the patterns that their names match
+MAX_NAMES = 30  # that match a pattern, to be taken for named ones
+MAX_KINDS = 40  # of other properties, by the patterns that their names match
 MAX_NAME_STATES = 400  # of one object's; beyond, other names may not begin as those do
 
 
@@ -36,6 +37,8 @@ class Objects:
         self._grammar = grammar
         self._rules = grammar.rules
         self._known: dict[object, Rule] = {}
+        self._room = 4 * MAX_NAME_STATES
+        self._starts: dict[tuple[str, ...], Dfa] = {}
 
     def written(self, given: Object, path: str) -> Rule:
         """Its sequences. Raises InexactError."""
@@ -56,35 +59,48 @@ class Objects:
         allowed = self._names(given.names)
         patterns = list(dict.fromkeys(p for layer in given.layers for p, _ in layer.patterns))
         dfas = {pattern: found(pattern) for pattern in patterns}
+        for dfa in dfas.values():
+            names += [name for name in dfa.few(MAX_NAMES) or () if name not in names]
         parts = []
         for name in names:
             matching = frozenset(p for p in patterns if dfas[p].accepts(name))
             said = [layer.of(name, matching) or () for layer in given.layers]
             conj = reduce(both, said, ANYTHING) if allowed.accepts(name) else (1,)
             parts.append((name, conj, name in given.required))
-        return parts, self._others(given, names, allowed, dfas)
+        return parts, self._others(given, names, allowed, dfas, path)
 
     def _names(self, conj: Conj) -> Dfa:
         if conj == ANYTHING:
             return ALL_TEXTS
-        known = [facts.text for facts in self._grammar.reader.facts(conj) if facts.text]
+        known = [facts.text for facts in self._grammar.reader.settled(conj) if facts.text]
         return reduce(union, map(automaton, known), NOTHING) if known else NOTHING
 
     def _others(
-        self, given: Object, names: list[str], allowed: Dfa, dfas: dict[str, Dfa]
+        self, given: Object, names: list[str], allowed: Dfa, dfas: dict[str, Dfa], path: str
     ) -> list[tuple[Dfa, Conj]]:
         """Kinds of properties that nobody names: by the patterns that their names match."""
         is_said = any(layer.rest is not None for layer in given.layers)
         is_closed = not is_said and any(layer.closes for layer in given.layers)
         if is_closed and not dfas:
             return []
-        start = other_than(names, MAX_NAME_STATES) if names else ALL_TEXTS
+        start = ALL_TEXTS
+        if names:
+            start = self._starts.get(tuple(names)) or other_than(
+                names, max(1, min(MAX_NAME_STATES, self._room))
+            )
+            if self._starts.setdefault(tuple(names), start) is start:
+                self._room -= len(start.edges)
         kinds: list[tuple[Dfa, frozenset[str]]] = [(intersection(allowed, start), frozenset())]
         for pattern, dfa in dfas.items():
             split = []
             for kind, matching in kinds:
-                split += [(intersection(kind, dfa), matching | {pattern}),
-                          (difference(kind, dfa), matching)]  # fmt: skip
+                both_match = intersection(kind, dfa)
+                if both_match.is_empty():
+                    split.append((kind, matching))
+                    continue
+                split.append((both_match, matching | {pattern}))
+                split.append((difference(kind, dfa), matching))
+                self._grammar.reader.spend(len(both_match.edges) + len(split[-1][0].edges), path)
             kinds = [(kind, matching) for kind, matching in split if not kind.is_empty()]
             if len(kinds) > MAX_KINDS:
                 raise InexactError("'patternProperties' that overlap in too many ways")
@@ -139,10 +155,8 @@ class _Members:
             shown = json.dumps(name, ensure_ascii=not is_plain(name))[1:]
             self._pairs.append((literal(shown), "colon", grammar.value(conj)))
         self._others = [
-            (self._rules.dfa(kind, "key") if not kind.is_everything() else self._rules.basic("key_chars"),
-             "colon", grammar.value(conj))
-            for kind, conj in others
-        ]  # fmt: skip
+            (self._rules.dfa(kind, "key"), "colon", grammar.value(conj)) for kind, conj in others
+        ]
         required = [i for i, part in enumerate(parts) if part[2]]
         self._last_required = required[-1] if required else -1
         self._is_required = {*required}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from nanovllm.server.errors import ApiError
 from nanovllm.server.parsers.base import KEY_NAME
 from nanovllm.server.structured import texts
-from nanovllm.server.structured.automata import Dfa, PatternError, difference, found, intersection
+from nanovllm.server.structured.automata import Dfa, PatternError, difference, intersection
 from nanovllm.server.structured.facts import Conj, Object, Text
 from nanovllm.server.structured.forms import (
     ANY_TEXT,
@@ -23,6 +23,7 @@ from nanovllm.server.structured.forms import (
 from nanovllm.server.structured.grammar import Grammar
 from nanovllm.server.structured.negation import InexactError
 from nanovllm.server.structured.objects import Objects
+from nanovllm.server.structured.regexes import found
 from nanovllm.server.structured.rules import Rules
 from nanovllm.server.structured.schemas import MAX_SPACE, OBJECT, read
 
@@ -40,12 +41,12 @@ class Parameters:
     def form(self) -> Format:
         """Raises ApiError."""
         found = []
-        for facts in self._reader.facts(self._conj):
+        for facts in self._reader.settled(self._conj):
             try:
                 form = self._object(facts.object) if facts.object else None
-            except InexactError as error:
+            except (InexactError, PatternError) as error:
                 self._reader.inexact("#", str(error))
-                continue
+                form = self._object(facts.object.simple()) if facts.object else None
             found += [form] if form else []
         if not found:
             self._reader.refuse("#", "must be an object's")
@@ -89,7 +90,7 @@ class Parameters:
 
     def _value(self, conj: Conj) -> Format | None:
         """None if there is none."""
-        alternatives = self._reader.facts(conj)
+        alternatives = self._reader.settled(conj)
         forms: list[Format] = []
         if any(facts.text == Text() for facts in alternatives):
             forms.append(self._any_text())

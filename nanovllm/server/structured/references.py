@@ -52,7 +52,7 @@ def pointer(reference: object, root: object, names: Addresses) -> tuple[Any, str
     if steps and not steps.startswith("/"):
         raise UnknownReferenceError
     for step in unquote(steps).split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")  # noqa: PLW2901
+        step = step.replace("~1", "/").replace("~0", "~")
         if isinstance(at, dict) and step in at:
             at = at[step]
         elif isinstance(at, list) and step.isascii() and step.isdigit() and int(step) < len(at):

@@ -13,12 +13,14 @@ import json
 from collections.abc import Iterable
 from itertools import count
 
-from nanovllm.server.structured.automata import LAST, MANY, Dfa, Ranges, inverted, merged
+from nanovllm.server.structured.automata import LAST, Dfa, Ranges, inverted, merged
+from nanovllm.server.structured.regexes import MANY
 
 MAX_RULES = 60_000
 SPACE = r"[ \n\r\t]"
 FREE = r'[^"\\\x00-\x1f]'  # characters of strings that need no escape
 ENDS = {"value": r"[,}\]]", "key": '":"'}  # what may follow behind a string
+BEGINS = r' (= ["{\[0-9\-tfn])'  # what may follow before a value
 ESCAPES = {0x22: '"', 0x5C: "\\\\", 0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r"}
 GROUPS = tuple(
     tuple((ord(c), ord(c)) for c in sorted(letters))
@@ -48,6 +50,7 @@ class Rules:
         self.bodies["ws"] = [(self._space,)]
         self.bodies["colon"] = [("ws", '":"', "ws")]
         self.bodies["comma"] = [("ws", '","', "ws")]
+        self._ahead["colon"] = self._ahead["comma"] = BEGINS
         self.bodies["next"] = [("ws", '","', "ws", r'"\""')]  # to the next key
 
     def name(self, hint: str) -> str:
@@ -119,7 +122,7 @@ class Rules:
 
     def words(self, texts: Iterable[str]) -> str:
         """JSON of these."""
-        sequences = [
+        sequences: Rule = [
             (literal(json.dumps(text, ensure_ascii=not is_plain(text))),) for text in texts
         ]
         return self.add("word", sequences)
@@ -305,7 +308,7 @@ _CHARS = {
 _BASIC: dict[str, Rule] = {
     **_CHARS,
     "any_escape": [(r'["\\/bfnrt]',), ('"u"', "[0-9a-fA-F]{4}")],
-    "escape": [(r'["\\bfnrt]',), ('"u00"', "[01]", "[0-9a-fA-F]")],  # of one character that needs it
+    "escape": [(r'["\\bfnrt]',), ('"u00"', "[01]", "[0-9a-fA-F]")],  # what needs it
     "string": [(r'"\""', "value_chars")],
     "integer": [('"0"',), ("sign", "[1-9]", "[0-9]*")],
     "sign": [('""',), ('"-"',)],

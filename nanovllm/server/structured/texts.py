@@ -8,22 +8,20 @@ from functools import reduce
 
 from nanovllm.server.structured.automata import (
     ANYTHING,
-    MANY,
     Dfa,
-    PatternError,
     TooLargeError,
     difference,
-    found,
     intersection,
     lengths,
-    loosened,
-    whole,
     words,
 )
 from nanovllm.server.structured.facts import Text
 from nanovllm.server.structured.patterns import FORMATS
+from nanovllm.server.structured.regexes import MANY, found, loosened, whole
 
-MOST_COUNTED = 300  # characters that states may count
+MOST_COUNTED = 256  # characters that states may count
+MOST_CASES = 600  # of states and lengths: longer texts are left out
+LEAST_CASES = 60
 
 
 def automaton(text: Text) -> Dfa:
@@ -51,7 +49,9 @@ def words_of(text: Text) -> list[str]:
     ]
 
 
-def loose(text: Text, *, exact: bool = False) -> tuple[Dfa, int | None]:
+def loose(
+    text: Text, *, exact: bool = False, most_cases: int = MOST_CASES
+) -> tuple[Dfa, int | None]:
     """Those that match and are no longer than so many characters; the number is enough to keep the
     limit, as every text that long may end. Raises PatternError."""
     highs = [] if text.high is None else [text.high]
@@ -71,13 +71,20 @@ def loose(text: Text, *, exact: bool = False) -> tuple[Dfa, int | None]:
             raise TooLargeError(f"a length of at least {text.low}")
         made = intersection(made, lengths(text.low, None))
     high = min(highs, default=None)
-    if high is None or (longest := longest_of(made)) is not None and longest <= high:
+    longest = longest_of(made)
+    if high is None or (longest is not None and longest <= high):
         return made, None
     if high > MANY and may_end_at(made, high):
         return made, high
-    if high > MOST_COUNTED:
-        raise TooLargeError(f"a length of at most {high} beside what it says else")
-    return intersection(made, lengths(0, high)), None
+    cases = max(LEAST_CASES, most_cases) // len(made.edges)
+    return intersection(made, lengths(0, min(high, cases + shortest(made)))), None
+
+
+def shortest(dfa: Dfa) -> int:
+    now, count = {0}, 0
+    while now and not now & dfa.finals:
+        now, count = {to for at in now for _, _, to in dfa.edges[at]}, count + 1
+    return count
 
 
 def longest_of(dfa: Dfa) -> int | None:
@@ -105,6 +112,3 @@ def may_end_at(dfa: Dfa, length: int) -> bool:
         seen[now] = at
         now = frozenset(to for state in now for _, _, to in dfa.edges[state])
     return now <= dfa.finals
-
-
-__all__ = ["PatternError", "automaton", "loose", "words_of"]
