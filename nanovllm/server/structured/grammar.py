@@ -18,9 +18,9 @@ from nanovllm.server.structured.facts import (
     Text,
     both,
 )
-from nanovllm.server.structured.negation import InexactError
 from nanovllm.server.structured.objects import Objects
 from nanovllm.server.structured.reading import Reader
+from nanovllm.server.structured.register import InexactError
 from nanovllm.server.structured.rules import Rule, Rules, TooManyRulesError, literal
 
 MAX_STATES = 1500  # of all texts that are narrowed, and of all names, to be compiled in time
@@ -32,7 +32,7 @@ class Grammar:
         self.reader = reader
         self.rules = Rules(max_space)
         self.room = MAX_STATES
-        self._objects = Objects(self)
+        self._objects = Objects(reader, self.rules, self.value)
         self._names: dict[Conj, str] = {}
         self._waiting: deque[Conj] = deque()
 

@@ -1,12 +1,12 @@
-"""What the keywords of one schema say about each type, apart from those that hold schemas which speak
-of the same value."""
+"""What the keywords of one schema say about each type, apart from those with schemas that speak of
+the same value."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.server.parsers.json_types import json_type
 from nanovllm.server.structured.automata import MAX_EXPLORED, PatternError, TooLargeError
@@ -24,9 +24,7 @@ from nanovllm.server.structured.facts import (
 )
 from nanovllm.server.structured.patterns import FORMATS
 from nanovllm.server.structured.regexes import found
-
-if TYPE_CHECKING:
-    from nanovllm.server.structured.reading import Reader
+from nanovllm.server.structured.register import Register
 
 MAX_VALUES = 5000  # of one enum
 MAX_LENGTH = 1 << 20
@@ -40,7 +38,7 @@ Schema = dict[str, Any]
 
 
 class Keywords:
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Register) -> None:
         self._reader = reader
 
     def own(self, given: Schema, path: str) -> list[Facts]:
@@ -212,7 +210,7 @@ class Keywords:
         if not is_list and not self._reader.exact:
             return ()
         self._reader.expect(is_list, path, "has no list of names as 'required'")
-        return tuple(dict.fromkeys(given))  # type: ignore[call-overload, no-any-return]
+        return tuple(dict.fromkeys(given))  # type: ignore[call-overload]
 
 
 def fraction(value: float) -> Fraction:

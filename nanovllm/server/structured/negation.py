@@ -4,27 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from nanovllm.server.structured.facts import (
     EVERYTHING,
     Array,
+    Conj,
     Facts,
     Layer,
     Number,
     Object,
     Text,
 )
+from nanovllm.server.structured.keywords import Keywords
+from nanovllm.server.structured.register import InexactError
 
-if TYPE_CHECKING:
-    from nanovllm.server.structured.reading import Reader
+
+class Reader(Protocol):
+    """Of the schema and those within it (reading.py)."""
+
+    keywords: Keywords
+
+    def conj(self, schema: object, path: str) -> Conj: ...
+    def facts(self, conj: Conj) -> list[Facts]: ...
+    def opposite(self, conj: Conj) -> list[Facts]: ...
+    def product(self, some: list[Facts], others: list[Facts], path: str) -> list[Facts]: ...
+    def listed(self, branches: object, path: str) -> list[Conj]: ...
+    def target(self, given: dict[str, Any], path: str) -> list[Conj]: ...
+
 
 NONE = Facts()
 KINDS = ("null", "boolean", "number", "string", "array", "object")
-
-
-class InexactError(Exception):
-    """What cannot be enforced."""
 
 
 class Opposite:

@@ -4,8 +4,8 @@ be there, whose names are not among them."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import reduce
-from typing import TYPE_CHECKING
 
 from nanovllm.server.structured.automata import (
     ANYTHING as ALL_TEXTS,
@@ -17,13 +17,11 @@ from nanovllm.server.structured.automata import (
     union,
 )
 from nanovllm.server.structured.facts import ANYTHING, Conj, Object, both
-from nanovllm.server.structured.negation import InexactError
+from nanovllm.server.structured.reading import Reader
 from nanovllm.server.structured.regexes import found
-from nanovllm.server.structured.rules import Rule, is_plain, literal
+from nanovllm.server.structured.register import InexactError
+from nanovllm.server.structured.rules import Rule, Rules, is_plain, literal
 from nanovllm.server.structured.texts import automaton
-
-if TYPE_CHECKING:
-    from nanovllm.server.structured.grammar import Grammar
 
 STRIDE = 8  # properties of which one is chosen at once
 MAX_CASES = 20_000  # of properties and of their number
@@ -33,9 +31,11 @@ MAX_NAME_STATES = 400  # of one object's; beyond, other names may not begin as t
 
 
 class Objects:
-    def __init__(self, grammar: Grammar) -> None:
-        self._grammar = grammar
-        self._rules = grammar.rules
+    def __init__(self, reader: Reader, rules: Rules, value: Callable[[Conj], str]) -> None:
+        """`value` names the rule of what schemas say together."""
+        self._reader = reader
+        self._rules = rules
+        self._value = value
         self._known: dict[object, Rule] = {}
         self._room = 4 * MAX_NAME_STATES
         self._starts: dict[tuple[str, ...], Dfa] = {}
@@ -72,7 +72,7 @@ class Objects:
     def _names(self, conj: Conj) -> Dfa:
         if conj == ANYTHING:
             return ALL_TEXTS
-        known = [facts.text for facts in self._grammar.reader.settled(conj) if facts.text]
+        known = [facts.text for facts in self._reader.settled(conj) if facts.text]
         return reduce(union, map(automaton, known), NOTHING) if known else NOTHING
 
     def _others(
@@ -100,7 +100,7 @@ class Objects:
                     continue
                 split.append((both_match, matching | {pattern}))
                 split.append((difference(kind, dfa), matching))
-                self._grammar.reader.spend(len(both_match.edges) + len(split[-1][0].edges), path)
+                self._reader.spend(len(both_match.edges) + len(split[-1][0].edges), path)
             kinds = [(kind, matching) for kind, matching in split if not kind.is_empty()]
             if len(kinds) > MAX_KINDS:
                 raise InexactError("'patternProperties' that overlap in too many ways")
@@ -129,7 +129,7 @@ class Objects:
         cap = high + 1 if high is not None else low if counts else 0
         if (cap + 1) * max(1, len(parts)) > MAX_CASES:
             raise InexactError("'minProperties' or 'maxProperties' of too many properties")
-        writer = _Members(self._grammar, parts, others, low if counts else 0, high)
+        writer = _Members(self._rules, self._value, parts, others, low if counts else 0, high)
         made: Rule = [('"{"', "ws", '"}"')] if not num_required and not low else []
         if high == 0:
             return made
@@ -142,20 +142,21 @@ class _Members:
 
     def __init__(
         self,
-        grammar: Grammar,
+        rules: Rules,
+        value: Callable[[Conj], str],
         parts: list[tuple[str, Conj, bool]],
         others: list[tuple[Dfa, Conj]],
         low: int,
         high: int | None,
     ) -> None:
-        self._rules = grammar.rules
+        self._rules = rules
         self._low, self._high = low, high
         self._pairs = []
         for name, conj, _ in parts:
             shown = json.dumps(name, ensure_ascii=not is_plain(name))[1:]
-            self._pairs.append((literal(shown), "colon", grammar.value(conj)))
+            self._pairs.append((literal(shown), "colon", value(conj)))
         self._others = [
-            (self._rules.dfa(kind, "key"), "colon", grammar.value(conj)) for kind, conj in others
+            (self._rules.dfa(kind, "key"), "colon", value(conj)) for kind, conj in others
         ]
         required = [i for i, part in enumerate(parts) if part[2]]
         self._last_required = required[-1] if required else -1

@@ -21,9 +21,9 @@ from nanovllm.server.structured.forms import (
     sequence,
 )
 from nanovllm.server.structured.grammar import Grammar
-from nanovllm.server.structured.negation import InexactError
 from nanovllm.server.structured.objects import Objects
 from nanovllm.server.structured.regexes import found
+from nanovllm.server.structured.register import InexactError
 from nanovllm.server.structured.rules import Rules
 from nanovllm.server.structured.schemas import MAX_SPACE, OBJECT, read
 
@@ -54,7 +54,7 @@ class Parameters:
 
     def _object(self, given: Object) -> Format | None:
         """None if nothing matches."""
-        objects = Objects(Grammar(self._reader, MAX_SPACE))
+        objects = Objects(self._reader, Rules(MAX_SPACE), lambda _: "any")
         parts, others = objects.parts(given, "#")
         if given.low > len(given.required) or given.high is not None:
             self._reader.inexact("#", "'minProperties' or 'maxProperties' of parameters")

@@ -7,14 +7,11 @@ and formats that JSON Schema does not have mean nothing, as in JSON Schema itsel
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
-from nanovllm.server.errors import ApiError
 from nanovllm.server.structured.automata import PatternError
 from nanovllm.server.structured.facts import (
-    ANYTHING,
     EVERYTHING,
     Conj,
     Facts,
@@ -23,73 +20,27 @@ from nanovllm.server.structured.facts import (
     Text,
 )
 from nanovllm.server.structured.keywords import Keywords
-from nanovllm.server.structured.negation import InexactError, Opposite
+from nanovllm.server.structured.negation import Opposite
 from nanovllm.server.structured.references import Addresses, UnknownReferenceError, pointer
 from nanovllm.server.structured.regexes import found
+from nanovllm.server.structured.register import MAX_ALTERNATIVES, InexactError, Register
+from nanovllm.server.structured.texts import automaton
 
-MAX_PARTS = 20_000  # schemas within one
-MAX_ALTERNATIVES = 200  # of one value
-MAX_WORK = 60_000  # mergings, and states of automata
 MAX_NESTED = 64  # keywords that speak of the same value
 UNENFORCED = ("unevaluatedItems", "$dynamicRef", "$recursiveRef")
 Schema = dict[str, Any]
 
 
-class Reader:
-    """Of one schema. Every place is a JSON pointer."""
+class Reader(Register):
+    """Of one schema."""
 
     def __init__(self, root: object, where: str, *, exact: bool) -> None:
+        super().__init__(where, exact=exact)
+        self.keywords = Keywords(self)
         self._root = root
-        self._where = where
-        self.exact = exact
         self._names: Addresses | None = None
-        self._schemas: list[tuple[Any, str]] = [(False, "#")]  # numbered from 1 on
-        self._numbers: dict[int, int] = {}
-        self._constants: dict[str, Conj] = {}
         self._known: dict[Conj, list[Facts]] = {}
         self._open: list[int] = []
-        self._work = 0
-        self.keywords = Keywords(self)
-
-    # -- what goes wrong ----------------------------------------------------------------------
-
-    def refuse(self, path: str, text: str) -> NoReturn:
-        text = f"{self._where}: the schema {text}, at {path}"
-        raise ApiError(400, text, param=self._where, code="invalid_schema")
-
-    def expect(self, holds: bool, path: str, otherwise: str) -> None:
-        if not holds:
-            self.refuse(path, otherwise)
-
-    def inexact(self, path: str, what: str) -> None:
-        """Under best effort, nothing: go on without."""
-        text = f"has {what}, which cannot be enforced; leave it out or ask for strict: false"
-        self.expect(not self.exact, path, text)
-
-    # -- schemas by number --------------------------------------------------------------------
-
-    def conj(self, schema: object, path: str) -> Conj:
-        if schema is True or schema == {}:
-            return ANYTHING
-        if schema is False:
-            return (1,)
-        if not isinstance(schema, dict):
-            self.refuse(path, "is no object")
-        number = self._numbers.get(id(schema))
-        if number is None:
-            self._schemas.append((schema, path))
-            number = self._numbers[id(schema)] = len(self._schemas)
-            self.expect(number <= MAX_PARTS, path, f"has more than {MAX_PARTS} parts")
-        return (number,)
-
-    def path(self, conj: Conj) -> str:
-        return self._schemas[abs(conj[0]) - 1][1] if conj else "#"
-
-    def constant(self, value: object, path: str) -> Conj:
-        key = json.dumps(value, sort_keys=True)
-        if key not in self._constants:
-            self._constants[key] = self.conj({"const": value}, path)
-        return self._constants[key]
 
     def facts(self, conj: Conj) -> list[Facts]:
         """The alternatives; none if nothing matches."""
@@ -109,26 +60,11 @@ class Reader:
             self.inexact(self.path(conj), f"the opposite of a schema with {error}")
             return self.facts(tuple(literal for literal in conj if literal > 0))
 
-    def spend(self, work: int, path: str) -> None:
-        """What takes time is counted, so that no schema takes long."""
-        self._work += work
-        self.expect(self._work <= MAX_WORK, path, "takes too long to combine what it says")
-
-    def product(self, some: list[Facts], others: list[Facts], path: str) -> list[Facts]:
-        self.spend(len(some) * len(others), path)
-        if some == [EVERYTHING]:
-            return others
-        made = [both for a in some for b in others if not (both := a.and_(b)).is_empty()]
-        if len(made) > MAX_ALTERNATIVES:
-            self.inexact(path, f"more than {MAX_ALTERNATIVES} combinations of alternatives")
-            return some
-        return made
-
     def _literal(self, literal: int) -> list[Facts]:
         key = (literal,)
         if (known := self._known.get(key)) is not None:
             return known
-        schema, path = self._schemas[abs(literal) - 1]
+        schema, path = self.schema(literal)
         self.expect(literal not in self._open, path, "has a '$ref' that leads to itself")
         self.expect(len(self._open) < MAX_NESTED, path, f"is nested more than {MAX_NESTED} deep")
         self._open.append(literal)
@@ -306,8 +242,6 @@ class Reader:
 
 def is_no_text(text: Text) -> bool:
     """Whether no text matches, as far as that is cheap to say."""
-    from nanovllm.server.structured.texts import automaton
-
     try:
         return automaton(text).is_empty()
     except PatternError:
