@@ -203,7 +203,11 @@ def arrange(data: Any, schema: Any, root: Any, depth: int = 0) -> Any:
         for name, inner in mapping(one.get("properties")).items():
             order.setdefault(name, []).append(inner)
     for one in schemas:
-        for name in one.get("required") if isinstance(one.get("required"), list) else ():
+        names = listed(one.get("required"))
+        for keyword in ("dependentRequired", "dependencies"):
+            for name, needed in mapping(one.get(keyword)).items():
+                names = [*names, name, *listed(needed)]
+        for name in names:
             order.setdefault(name, [])
     for name in data:
         order.setdefault(name, [])

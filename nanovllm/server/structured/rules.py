@@ -133,7 +133,6 @@ class Rules:
         if key in self._known:
             return self._known[key]
         names = [self.name("at") for _ in dfa.edges]
-        self._known[key] = names[0]
         free = f"{end}_chars" if end and in_json else ""
         for at, edges in enumerate(dfa.edges):
             if free and at in dfa.finals and edges == ((0, LAST, at),):
@@ -151,7 +150,8 @@ class Rules:
                 body.append((r'"\""' if end and in_json else '""',))
             self.bodies[names[at]] = body
             self._tell(names[at], end)
-        return names[0] if names[0] != free else self.add("any", [(free,)])
+        self._known[key] = names[0]
+        return names[0]
 
     def _moves(self, ranges: Ranges, to: str, *, in_json: bool, free: str) -> Rule:
         """One character of these, then a rule."""

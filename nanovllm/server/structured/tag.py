@@ -15,6 +15,7 @@ from nanovllm.server.errors import ApiError, bad_value, misplaced
 from nanovllm.server.parsers.base import END_THINK, THINK
 from nanovllm.server.protocol import STRUCTURES, ChatRequest
 from nanovllm.server.served import Served
+from nanovllm.server.structured.automata import PatternError
 from nanovllm.server.structured.calls import arguments, calls, spelled
 from nanovllm.server.structured.forms import (
     ANY_TEXT,
@@ -25,7 +26,7 @@ from nanovllm.server.structured.forms import (
     optional,
     sequence,
 )
-from nanovllm.server.structured.patterns import PatternError, vet
+from nanovllm.server.structured.patterns import vet
 from nanovllm.server.structured.schemas import MAX_SPACE, OBJECT, compiled
 
 MAX_TAG_DEPTH = 32
