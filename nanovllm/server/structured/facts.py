@@ -32,6 +32,7 @@ class Number:
     multiples: frozenset[Fraction] = frozenset()
     values: tuple[Fraction, ...] | None = None
     excluded: frozenset[Fraction] = frozenset()
+    no_multiples: frozenset[Fraction] = frozenset()  # of which it is none
 
     def and_(self, other: Number) -> Number | None:
         lows = [bound for bound in (self.low, other.low) if bound]
@@ -43,6 +44,7 @@ class Number:
             self.multiples | other.multiples,
             _common(self.values, other.values),
             self.excluded | other.excluded,
+            self.no_multiples | other.no_multiples,
         )
         if made.values is not None:
             kept = tuple(value for value in made.values if made.has(value))
@@ -63,6 +65,7 @@ class Number:
             or (low and (value < low[0] or (low[1] and value == low[0])))
             or (high and (value > high[0] or (high[1] and value == high[0])))
             or any(value % multiple for multiple in self.multiples)
+            or any(value % multiple == 0 for multiple in self.no_multiples)
         )
 
 

@@ -119,13 +119,16 @@ class Keywords:
 
     def _number(self, given: Schema, path: str) -> Facts | None:
         low, high = self.bounds(given, path)
-        multiples: set[Fraction] = set()
-        if (multiple := given.get("multipleOf")) is not None:
-            is_number = json_type(multiple) == "number" and fraction(multiple) > 0
-            self._reader.expect(is_number, path, "has no number above 0 as 'multipleOf'")
-            multiples = {fraction(multiple)}
-        made = Number(low=low, high=high, multiples=frozenset(multiples))
+        made = Number(low=low, high=high, multiples=self.multiple(given, path))
         return None if made == Number() else replace(EVERYTHING, number=made.and_(Number()))
+
+    def multiple(self, given: Schema, path: str) -> frozenset[Fraction]:
+        value = given.get("multipleOf")
+        if value is None:
+            return frozenset()
+        is_number = json_type(value) == "number" and math.isfinite(value) and value > 0
+        self._reader.expect(is_number, path, "has no number above 0 as 'multipleOf'")
+        return frozenset({fraction(value)})
 
     def bounds(self, given: Schema, path: str) -> tuple[Bound | None, Bound | None]:
         found: list[list[Bound]] = [[], []]

@@ -102,6 +102,10 @@ class Opposite:
         if high:
             yield Facts(number=Number(low=(high[0], not high[1])))
 
+    def _multiple(self) -> Iterator[Facts]:
+        number = self._reader.keywords.multiple(self._given, self._path)
+        yield Facts(number=Number(no_multiples=number))
+
     def _pattern(self) -> Iterator[Facts]:
         pattern = self._given["pattern"]
         if not self._reader.keywords.pattern(pattern, self._path):
@@ -169,6 +173,7 @@ KEYWORDS = {
     **dict.fromkeys(("maxLength", "maxItems", "maxProperties"), Opposite._counts),
     **dict.fromkeys(("minimum", "exclusiveMinimum"), Opposite._bounds),
     **dict.fromkeys(("maximum", "exclusiveMaximum"), Opposite._bounds),
+    "multipleOf": Opposite._multiple,
     "pattern": Opposite._pattern,
     "properties": Opposite._properties,
     "required": Opposite._required,
@@ -181,7 +186,7 @@ KEYWORDS = {
     "not": Opposite._not,
 }
 WITHOUT = (
-    *("format", "multipleOf", "patternProperties", "additionalProperties", "propertyNames"),
+    *("format", "patternProperties", "additionalProperties", "propertyNames"),
     *("unevaluatedProperties", "unevaluatedItems", "prefixItems", "uniqueItems", "if"),
     *("dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
 )

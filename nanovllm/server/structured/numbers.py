@@ -30,9 +30,12 @@ class _Digits:
         bounds = [bound[0] for bound in (number.low, number.high) if bound]
         self._limits = [_digits(abs(value)) for value in (*bounds, *sorted(number.excluded))]
         self._values = [*bounds, *sorted(number.excluded)]
-        scale = max((_decimals(multiple) for multiple in number.multiples), default=0)
-        self._scale = scale if number.multiples else None
-        multiples = [int(multiple * 10**scale) for multiple in number.multiples]
+        counted = number.multiples | number.no_multiples
+        scale = max(map(_decimals, counted), default=0)
+        if number.no_multiples and not number.multiples and not number.is_integer:
+            scale += 1
+        self._scale = scale if counted else None
+        multiples = [int(multiple * 10**scale) for multiple in counted]
         self._modulus = math.lcm(*multiples)
         if self._modulus > MAX_MULTIPLE:
             raise TooLargeError(f"multiples above {MAX_MULTIPLE} times their last decimal")
@@ -89,7 +92,10 @@ class _Digits:
         phase, count, orders, rest = place
         if self._scale is not None:
             missing = self._scale - (count if phase == "frac" else 0)
-            if rest * 10**missing % self._modulus:
+            value = Fraction(rest * 10**missing, 10**self._scale)
+            if any(value % multiple for multiple in self._number.multiples):
+                return False
+            if any(value % multiple == 0 for multiple in self._number.no_multiples):
                 return False
         signs = []
         for order, limit, value in zip(orders, self._limits, self._values, strict=True):

@@ -11,7 +11,7 @@ from nanovllm.server.structured.facts import ANYTHING, EVERYTHING, Conj, Facts
 
 MAX_PARTS = 20_000  # schemas within one
 MAX_ALTERNATIVES = 200  # of one value
-MAX_WORK = 60_000  # mergings, and states of automata
+MAX_WORK = 40_000  # mergings, and states of automata
 
 
 class InexactError(Exception):
