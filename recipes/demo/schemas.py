@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jsonschema
 import msgspec
@@ -37,6 +37,8 @@ log = logging.getLogger("schemas")
 LIMIT_S = 20.0  # for one schema, instances included
 MOST_KEYS = 60  # left out of one instance
 ENDED = "xgrammar took too long"
+Json: TypeAlias = Any
+Unnamed = set[tuple[int, str]]  # an object, by its id, and a key
 
 
 @dataclass
@@ -93,9 +95,10 @@ def compiler() -> xgrammar.GrammarCompiler:
     return xgrammar.GrammarCompiler(table, max_threads=1, cache_enabled=False)
 
 
-def weigh(found: Found, grammar: Any, schema: Any, test: Any) -> None:
-    data, names = plain(test["data"]), named(schema)
-    arranged = arrange(data, schema, schema)
+def weigh(found: Found, grammar: xgrammar.CompiledGrammar, schema: Json, test: Json) -> None:
+    data = plain(test["data"])
+    unnamed: Unnamed = set()
+    arranged = arrange(data, schema, schema, unnamed)
     passes = matches(grammar, arranged) or matches(grammar, data)
     if not test["valid"]:
         found.invalid += 1
@@ -105,7 +108,7 @@ def weigh(found: Found, grammar: Any, schema: Any, test: Any) -> None:
         return
     found.valid += 1
     left_out = 0
-    while not passes and left_out < MOST_KEYS and drop(arranged, grammar, names):
+    while not passes and left_out < MOST_KEYS and drop(arranged, grammar, unnamed):
         left_out += 1
         passes = matches(grammar, arranged)
     found.valid_passed += passes and not left_out
@@ -116,12 +119,12 @@ def weigh(found: Found, grammar: Any, schema: Any, test: Any) -> None:
         found.wrong.append(f"refused at {text[:at][-60:]!r} before {text[at:][:60]!r}")
 
 
-def matches(grammar: Any, data: object) -> bool:
+def matches(grammar: xgrammar.CompiledGrammar, data: object) -> bool:
     matcher = xgrammar.GrammarMatcher(grammar)
     return bool(matcher.accept_string(shown(data)) and matcher.is_completed())
 
 
-def reached(grammar: Any, text: str) -> int:
+def reached(grammar: xgrammar.CompiledGrammar, text: str) -> int:
     """How many characters the grammar reads."""
     matcher = xgrammar.GrammarMatcher(grammar)
     for at, letter in enumerate(text):
@@ -130,18 +133,18 @@ def reached(grammar: Any, text: str) -> int:
     return len(text)
 
 
-def drop(data: Any, grammar: Any, names: set[str]) -> bool:
-    """Take out the object's key at which the grammar stops, if no schema names it."""
+def drop(data: Json, grammar: xgrammar.CompiledGrammar, unnamed: Unnamed) -> bool:
+    """Take out the object's key at which the grammar stops, if no schema of it names it."""
     text = shown(data)
     at = reached(grammar, text)
     for owner, key, begin, end in spans(data):
-        if begin <= at < end and key not in names:
+        if begin <= at < end and (id(owner), key) in unnamed:
             del owner[key]
             return True
     return False
 
 
-def spans(data: Any, at: int = 0) -> Iterator[tuple[dict[str, Any], str, int, int]]:
+def spans(data: Json, at: int = 0) -> Iterator[tuple[dict[str, Any], str, int, int]]:
     """Where in its text every key of every object stands, with what separates it from others."""
     if isinstance(data, dict):
         at += 1
@@ -162,7 +165,7 @@ def shown(data: object) -> str:
     return json.dumps(data, ensure_ascii=False)
 
 
-def plain(data: Any) -> Any:
+def plain(data: Json) -> Json:
     """Numbers that are whole without decimals, as grammars of integers write them."""
     if isinstance(data, dict):
         return {key: plain(value) for key, value in data.items()}
@@ -173,28 +176,14 @@ def plain(data: Any) -> Any:
     )
 
 
-def named(schema: Any) -> set[str]:
-    names: set[str] = set()
-    waiting = [schema]
-    while waiting:
-        at = waiting.pop()
-        if isinstance(at, dict):
-            properties = at.get("properties")
-            names.update(properties if isinstance(properties, dict) else ())
-            waiting += at.values()
-        elif isinstance(at, list):
-            waiting += at
-    return names
-
-
 # -- the order of properties -----------------------------------------------------------------------
 
 
-def arrange(data: Any, schema: Any, root: Any, depth: int = 0) -> Any:
-    """With keys in the order in which the grammar writes them."""
+def arrange(data: Json, schema: Json, root: Json, unnamed: Unnamed, depth: int = 0) -> Json:
+    """With keys in the order in which the grammar writes them. Adds those that no schema names."""
     schemas = list(together(schema, root, data, 0)) if depth < 60 else []
     if isinstance(data, list):
-        return [arrange(v, {"allOf": list(items(schemas, i))}, root, depth + 1)
+        return [arrange(v, {"allOf": list(items(schemas, i))}, root, unnamed, depth + 1)
                 for i, v in enumerate(data)]  # fmt: skip
     if not isinstance(data, dict):
         return data
@@ -209,18 +198,23 @@ def arrange(data: Any, schema: Any, root: Any, depth: int = 0) -> Any:
                 names = [*names, name, *listed(needed)]
         for name in names:
             order.setdefault(name, [])
+    known = set(order)
     for name in data:
         order.setdefault(name, [])
         for one in schemas:
             if name not in mapping(one.get("properties")):
                 order[name] += list(mapping(one.get("patternProperties")).values())
                 order[name].append(one.get("additionalProperties", True))
-    return {
-        n: arrange(data[n], {"allOf": s}, root, depth + 1) for n, s in order.items() if n in data
+    made = {
+        name: arrange(data[name], {"allOf": inner}, root, unnamed, depth + 1)
+        for name, inner in order.items()
+        if name in data
     }
+    unnamed.update((id(made), name) for name in made if name not in known)
+    return made
 
 
-def items(schemas: list[Any], at: int) -> Iterator[Any]:
+def items(schemas: list[Any], at: int) -> Iterator[Json]:
     for one in schemas:
         prefix = one.get("prefixItems", one.get("items"))
         if isinstance(prefix, list):
@@ -233,7 +227,7 @@ def items(schemas: list[Any], at: int) -> Iterator[Any]:
             yield one.get("items", True)
 
 
-def together(schema: Any, root: Any, data: Any, depth: int) -> Iterator[dict[str, Any]]:
+def together(schema: Json, root: Json, data: Json, depth: int) -> Iterator[dict[str, Any]]:
     """The schema and all that it merges for this instance, in the grammar's order."""
     if not isinstance(schema, dict) or depth > 30:
         return
@@ -253,27 +247,27 @@ def together(schema: Any, root: Any, data: Any, depth: int) -> Iterator[dict[str
         yield from together(one, root, data, depth + 1)
 
 
-def is_valid(data: Any, branch: Any, root: Any) -> bool:
+def is_valid(data: Json, branch: Json, root: Json) -> bool:
     shared = {key: root[key] for key in ("$defs", "definitions", "$schema") if key in mapping(root)}
-    whole = {"allOf": [branch], **shared}
+    whole: dict[str, Json] = {"allOf": [branch], **shared}
     try:
         return bool(jsonschema.validators.validator_for(whole)(whole).is_valid(data))
     except Exception:  # a reference that it can't follow, or a schema that it can't read
         return False
 
 
-def target(reference: str, root: Any) -> Any:
+def target(reference: str, root: Json) -> Json:
     at = root
     for step in reference.removeprefix("#").split("/")[1:]:
         at = mapping(at).get(step.replace("~1", "/").replace("~0", "~"))
     return at
 
 
-def mapping(value: Any) -> dict[str, Any]:
+def mapping(value: Json) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def listed(value: Any) -> list[Any]:
+def listed(value: Json) -> list[Any]:
     return value if isinstance(value, list) else []
 
 

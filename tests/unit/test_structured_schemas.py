@@ -293,7 +293,8 @@ HOSTILE = [
     named(*(f"p{i}" for i in range(3000)), minProperties=500, maxProperties=2000),
     named(*("ab" * i for i in range(900)), additionalProperties=STRING),
     deep(5000),
-    {"$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(90)} | {"d90": {}}, "$ref": "#/$defs/d0"},
+    {"$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(90)},
+     "$ref": "#/$defs/d0"},
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from nanovllm.server.structured.reading import Reader
 from nanovllm.server.structured.register import InexactError
 from nanovllm.server.structured.rules import Rule, Rules, TooManyRulesError, literal
 
-MAX_STATES = 1500  # of all texts that are narrowed, and of all names, to be compiled in time
+MAX_STATES = 2000  # of all texts that are narrowed, and of all names, to be compiled in time
 MAX_PREFIX = 1000  # items of an array that are each of their own
 
 

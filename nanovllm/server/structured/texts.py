@@ -3,6 +3,7 @@ counted while it is written."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
 
@@ -11,6 +12,7 @@ from nanovllm.server.structured.automata import (
     Dfa,
     TooLargeError,
     difference,
+    explored,
     intersection,
     lengths,
     words,
@@ -20,8 +22,10 @@ from nanovllm.server.structured.patterns import FORMATS
 from nanovllm.server.structured.regexes import MANY, found, loosened, whole
 
 MOST_COUNTED = 256  # characters that states may count
-MOST_CASES = 600  # of states and lengths: longer texts are left out
+MOST_CASES = 1000  # of states and lengths: longer texts are left out
 LEAST_CASES = 60
+WIDE = 10  # characters that may come next where a text goes on
+SLACK = 3  # characters beyond what a text needs to end
 
 
 def automaton(text: Text) -> Dfa:
@@ -66,6 +70,7 @@ def loose(
     made = reduce(intersection, dfas, ANYTHING)
     if text.excluded:
         made = difference(made, words(text.excluded))
+    num_states = len(made.edges)
     if text.low:
         if text.low > MOST_COUNTED:
             raise TooLargeError(f"a length of at least {text.low}")
@@ -76,8 +81,49 @@ def loose(
         return made, None
     if high > MANY and may_end_at(made, high):
         return made, high
-    cases = max(LEAST_CASES, most_cases) // len(made.edges)
+    cases = max(LEAST_CASES, most_cases) // num_states
+    slack = max(distances(made)) + SLACK
+    if cases < high and slack < high // 2 and dwells(made):
+        return ending_within(made, slack), high - slack
     return intersection(made, lengths(0, min(high, cases + shortest(made)))), None
+
+
+def distances(dfa: Dfa) -> list[int]:
+    """How many characters every state is away from where a text may end."""
+    before: list[list[int]] = [[] for _ in dfa.edges]
+    for at, edges in enumerate(dfa.edges):
+        for _, _, to in edges:
+            before[to].append(at)
+    known = dict.fromkeys(dfa.finals, 0)
+    waiting = list(dfa.finals)
+    for at in waiting:
+        for other in before[at]:
+            if other not in known:
+                known[other] = known[at] + 1
+                waiting.append(other)
+    return [known[at] for at in range(len(dfa.edges))]
+
+
+def ending_within(dfa: Dfa, most: int) -> Dfa:
+    """Those of its texts that may end after at most so many characters, wherever they are."""
+    away = distances(dfa)
+
+    def edges_of(at: tuple[int, int]) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        for low, high, to in dfa.edges[at[0]]:
+            since = 0 if to in dfa.finals else at[1] + 1
+            if since + away[to] <= most:
+                yield low, high, (to, since)
+
+    return explored((0, 0), edges_of, lambda at: at[0] in dfa.finals)
+
+
+def dwells(dfa: Dfa) -> bool:
+    """Whether texts may go on for long and end anywhere: as words do, not what ends in a suffix."""
+    return any(
+        to in dfa.finals and high - low >= WIDE
+        for at in dfa.finals
+        for low, high, to in dfa.edges[at]
+    )
 
 
 def shortest(dfa: Dfa) -> int:
