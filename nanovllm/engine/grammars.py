@@ -1,4 +1,4 @@
-"""Grammars of running requests: compiled in threads, followed token by token, made into masks.
+"""Grammars of running requests: compiled, followed token by token, made into masks.
 
 Implements engine.loop.Masker with xgrammar, which is imported with the first grammar: it takes
 seconds, and imports torch. Knows no HTTP and no schemas: a grammar is a structural tag, vetted by
@@ -15,118 +15,53 @@ import os
 import re
 import threading
 import time
-from collections import OrderedDict
-from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from nanovllm.engine.grammar_queue import GrammarQueue
+from nanovllm.engine.trials import MEMORY_BYTES, Attempt, Trials
 from nanovllm.plan import Masks
 from nanovllm.wire import Generate, StepOutput
 
 if TYPE_CHECKING:
     import xgrammar
 
-COMPILERS = 2  # at once, each of so many threads, which do not hold the interpreter's lock
-COMPILER_THREADS = max(1, (os.cpu_count() or 1) // 4)
+COMPILER_THREADS = max(
+    1, min(8, (os.cpu_count() or 1) // 4)
+)  # they do not hold the interpreter's lock
 MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-CACHE_BYTES = 256 << 20
-COMPILE_S = 10.0  # one that takes longer is refused: its thread goes on, but not in the way
 MASK_S = 0.1  # of CPU time; usual masks take 0.05 ms
 TRIED_TOKENS = 16
 NOISE = re.compile(r"^\[.*?\] \S+: (Check failed: .* is false: )?")  # where in xgrammar's source
-Outcome: TypeAlias = "xgrammar.CompiledGrammar | str"  # or why there is none
 
 
 class Grammars:
-    """One compiler, what it has compiled, and a matcher per running request."""
+    """A matcher per running request, and `queue`, where requests wait for their grammars."""
 
-    def __init__(self, tokenizer_dir: Path, vocab_size: int, stop_ids: list[int]) -> None:
+    def __init__(
+        self, tokenizer_dir: Path, vocab_size: int, stop_ids: list[int], compile_s: float
+    ) -> None:
+        """`compile_s`: what takes longer to compile is refused."""
         self.vocab_size = vocab_size
-        self._tokenizer_dir = tokenizer_dir
         self._stop_ids = stop_ids
-        self._turns = threading.Semaphore(COMPILERS)
-        self._making = threading.Lock()  # takes seconds
-        self._lock = threading.Lock()
-        self._compiler: xgrammar.GrammarCompiler | None = None
-        self._known: OrderedDict[str, Future[Outcome]] = OrderedDict()  # least used first
+        tokens = tokenizer_dir, vocab_size, stop_ids
+        self._trials = Trials(partial(attempt_of, *tokens))
+        self.queue = GrammarQueue(self._trials, Compiler(*tokens), compile_s)
         self._matchers: dict[int, xgrammar.GrammarMatcher] = {}
         self._filler: xgrammar.BatchGrammarMatcher | None = None
         self._num_words = -(-vocab_size // 32)
 
-    def compile(self, tag: str) -> Future[Outcome]:
-        """Returns at once; whoever asks for the same grammar shares the future."""
-        with self._lock:
-            known = self._known.get(tag)
-            future = self._known[tag] = known or Future()
-            self._known.move_to_end(tag)
-        if known is None:
-            threading.Thread(target=self._work, args=(tag, future), daemon=True).start()
-        return future
+    def close(self) -> None:
+        self.queue.close()
+        self._trials.close()
 
-    def _work(self, tag: str, future: Future[Outcome]) -> None:
-        compiling: Future[Outcome] = Future()
-
-        def compile_now() -> None:
-            compiling.set_result(self._compile(tag))
-
-        with self._turns:
-            threading.Thread(target=compile_now, daemon=True).start()
-            try:
-                outcome = compiling.result(COMPILE_S)
-            except TimeoutError:
-                outcome = f"the grammar takes longer than {COMPILE_S:g} s to compile"
-        future.set_result(outcome)
-        compiling.result()  # late or not: for the next who asks
-        with self._lock:
-            self._known[tag] = compiling
-            while sum(map(_size, self._known.values())) > CACHE_BYTES:
-                self._known.popitem(last=False)
-
-    def _compile(self, tag: str) -> Outcome:
-        try:
-            grammar = self._ready_compiler().compile_structural_tag(tag)
-            self._try(grammar)
-        except Exception as problem:  # xgrammar's errors share no class below RuntimeError
-            reason = NOISE.sub("", str(problem)).strip()
-            return f"the grammar does not compile: {reason[:300]}"
-        return grammar
-
-    def _ready_compiler(self) -> xgrammar.GrammarCompiler:
-        import xgrammar
-
-        with self._making:
-            if self._compiler is None:
-                info = token_table(self._tokenizer_dir, self.vocab_size, self._stop_ids)
-                self._compiler = xgrammar.GrammarCompiler(
-                    info, max_threads=COMPILER_THREADS, cache_enabled=False
-                )
-            return self._compiler
-
-    def _try(self, grammar: xgrammar.CompiledGrammar) -> None:
-        """Write a few tokens: a grammar that matches nothing, or slowly, is refused now.
-
-        Once it runs, every other request waits for its masks.
-        """
-        import torch
-        import xgrammar
-
-        matcher = xgrammar.GrammarMatcher(grammar)
-        mask = np.zeros(self._num_words, np.int32)
-        for _ in range(TRIED_TOKENS):
-            begun = time.thread_time()
-            matcher.fill_next_token_bitmask(torch.from_numpy(mask[None]))
-            if (spent := time.thread_time() - begun) > MASK_S:
-                raise ValueError(f"its masks take {1000 * spent:.0f} ms a token")
-            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-            if not allowed.size:
-                raise ValueError("nothing matches it")
-            # One in the middle: the first are rare characters, the last long words.
-            matcher.accept_token(int(allowed[allowed.size // 2]))
-            if matcher.is_terminated():
-                return
+    @property
+    def num_followed(self) -> int:
+        return len(self._matchers)
 
     def follow(self, request: Generate, grammar: xgrammar.CompiledGrammar) -> None:
         """From now on the request's tokens come from `fill` and go to `advance`."""
@@ -160,8 +95,10 @@ class Grammars:
     def advance(self, output: StepOutput) -> None:
         if self._matchers and output.ids:
             self._follow(output)
-        for finish in output.finished:
-            self._matchers.pop(finish.request_id, None)
+        ended = [one.request_id for one in output.finished]
+        ended += [one.request_id for one in output.refused]
+        for request_id in ended:
+            self._matchers.pop(request_id, None)
 
     def _follow(self, output: StepOutput) -> None:
         tokens = np.frombuffer(output.tokens, np.int32).tolist()
@@ -180,9 +117,71 @@ class Grammars:
                 )
 
 
-def _size(known: Future[Outcome]) -> int:
-    outcome = known.result() if known.done() else ""
-    return 1000 if isinstance(outcome, str) else int(outcome.memory_size_bytes)
+# -- what a grammar compiles to -----------------------------------------------------------------
+
+
+class Compiler:
+    """Implements grammar_queue.Builder."""
+
+    def __init__(self, folder: Path, vocab_size: int, stop_ids: list[int]) -> None:
+        self._tokens = folder, vocab_size, stop_ids
+        self._preparing = threading.Lock()
+        self._compiler: xgrammar.GrammarCompiler | None = None
+
+    def prepare(self) -> None:
+        with self._preparing:
+            if self._compiler is None:
+                import xgrammar
+
+                self._compiler = xgrammar.GrammarCompiler(
+                    token_table(*self._tokens), max_threads=COMPILER_THREADS, cache_enabled=False
+                )
+
+    def build(self, tag: str) -> xgrammar.CompiledGrammar:
+        assert self._compiler is not None, "not prepared"
+        return self._compiler.compile_structural_tag(tag)
+
+
+def attempt_of(folder: Path, vocab_size: int, stop_ids: list[int]) -> Attempt:
+    """Compiles a grammar and writes a bit. Runs in the process of trials."""
+    compiler = Compiler(folder, vocab_size, stop_ids)
+    compiler.prepare()
+
+    def attempt(tag: str) -> str:
+        try:
+            write_some(compiler.build(tag), vocab_size)
+        except Exception as problem:  # xgrammar's errors share no class below RuntimeError
+            reason = NOISE.sub("", str(problem)).strip()
+            if "bad_alloc" in reason or isinstance(problem, MemoryError):
+                return f"the grammar takes more than {MEMORY_BYTES >> 20} MiB to compile"
+            return f"the grammar does not compile: {reason[:300]}"
+        return ""
+
+    return attempt
+
+
+def write_some(grammar: xgrammar.CompiledGrammar, vocab_size: int) -> None:
+    """A few tokens: a grammar that matches nothing, or slowly, is refused now.
+
+    Once it runs, every other request waits for its masks. Raises ValueError.
+    """
+    import torch
+    import xgrammar
+
+    matcher = xgrammar.GrammarMatcher(grammar)
+    mask = np.zeros(-(-vocab_size // 32), np.int32)
+    for _ in range(TRIED_TOKENS):
+        begun = time.thread_time()
+        matcher.fill_next_token_bitmask(torch.from_numpy(mask[None]))
+        if (spent := time.thread_time() - begun) > MASK_S:
+            raise ValueError(f"its masks take {1000 * spent:.0f} ms a token")
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if not allowed.size:
+            raise ValueError("nothing matches it")
+        # One in the middle: the first are rare characters, the last long words.
+        matcher.accept_token(int(allowed[allowed.size // 2]))
+        if matcher.is_terminated():
+            return
 
 
 def token_table(folder: Path, vocab_size: int, stop_ids: list[int]) -> xgrammar.TokenizerInfo:

@@ -14,11 +14,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from nanovllm.config import Config, Recipe
+from nanovllm.config import Config, Recipe, given_or
 from nanovllm.engine import paper
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.grammars import Grammars, Outcome, stop_ids_of
+from nanovllm.engine.grammar_queue import Failure, Outcome
+from nanovllm.engine.grammars import Grammars, stop_ids_of
 from nanovllm.engine.loop import EngineLoop
+from nanovllm.engine.pace import PaceKeeper, pace_of
 from nanovllm.ipc.channel import Connection, Listener
 from nanovllm.kv.memory import KVMemory
 from nanovllm.log import fields
@@ -26,6 +28,7 @@ from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import (
     WORKER_BITS,
     Abort,
+    Beat,
     Generate,
     Ready,
     Refusal,
@@ -37,6 +40,7 @@ from nanovllm.wire import (
 
 log = logging.getLogger("engine")
 STATS_EVERY_S = 0.2
+BEAT_EVERY_S = 0.5
 Waited = tuple[Generate, Outcome]  # for its grammar
 
 
@@ -51,10 +55,13 @@ def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[
         memory,
         num_slots=int(recipe.schedule.slots),
         step_tokens=int(recipe.schedule.step_tokens),
-        mixed_step_tokens=int(recipe.schedule.mixed_step_tokens),
+        mixed_step_tokens=given_or(
+            recipe.schedule.mixed_step_tokens, int(recipe.schedule.step_tokens)
+        ),
         max_model_tokens=int(recipe.server.max_model_tokens),
         max_queue=recipe.schedule.max_queue,
-        ageing_steps=recipe.schedule.ageing_steps,
+        ageing_s=recipe.schedule.ageing_s,
+        overtake_steps=recipe.schedule.overtake_steps,
     )
     gc.collect()
     gc.freeze()  # do not visit it again
@@ -76,15 +83,18 @@ def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[
         )
     folder = Path(config.tokenizer_dir)
     stop_ids = stop_ids_of(Path(config.model_dir) if config.model_dir else folder)
-    grammars = Grammars(folder, vocab_size, stop_ids or [0])
-    Engine(scheduler, executor, grammars, connections, recipe.schedule.depth).run()
+    compile_s = recipe.structured_outputs.compile_s
+    grammars = Grammars(folder, vocab_size, stop_ids or [0], compile_s)
+    pace = pace_of(recipe.schedule, recipe.device)
+    Engine(scheduler, executor, grammars, connections, recipe.schedule.depth, pace).run()
 
 
 def build(config: Config) -> tuple[Executor, Recipe, int]:
-    """What runs plans, the recipe without any "auto", and the size of the vocabulary."""
+    """What runs plans, the recipe as Ready tells it, and the size of the vocabulary."""
     if config.recipe.engine == "paper":
         return paper.build(config)
-    from nanovllm.runner import build as runner  # imports torch
+    log.info("importing torch")  # takes seconds
+    from nanovllm.runner import build as runner
 
     built = runner.build(config)
     return built.runner, built.recipe, built.vocab_size
@@ -100,27 +110,30 @@ class Engine:
         grammars: Grammars,
         connections: list[Connection],
         depth: int,
+        pace: PaceKeeper | None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.grammars = grammars
-        self.loop = EngineLoop(scheduler, executor, self.publish, grammars, depth)
+        self.loop = EngineLoop(scheduler, executor, self.publish, grammars, depth, pace=pace)
         self._compiling: set[int] = set()  # requests that wait for their grammar
         self._inbox: queue.SimpleQueue[ToEngine | Waited | None] = queue.SimpleQueue()
-        self._outboxes: list[queue.SimpleQueue[StepOutput]] = []
+        self._outboxes: list[queue.SimpleQueue[StepOutput | Beat]] = []
         self._num_open = len(connections)
         self._stats_due = 0.0
         for connection in connections:
-            outbox: queue.SimpleQueue[StepOutput] = queue.SimpleQueue()
+            outbox: queue.SimpleQueue[StepOutput | Beat] = queue.SimpleQueue()
             self._outboxes.append(outbox)
             for work in (self._read, self._write):
                 threading.Thread(target=work, args=(connection, outbox), daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
 
     def run(self) -> None:
         while self._num_open:
             self._take_mail()
             self.loop.tell()
             self.loop.step()
+        self.grammars.close()
         log.info("stopped %s", fields(steps=self.scheduler.stats().num_steps))
 
     def _take_mail(self) -> None:
@@ -135,29 +148,51 @@ class Engine:
         match message:
             case None:
                 self._num_open -= 1
-            case Generate() if message.grammar:
-                self._compiling.add(message.request_id)
-                self.grammars.compile(message.grammar).add_done_callback(
-                    lambda made: self._inbox.put((message, made.result()))
-                )
+            case Generate():
+                self._receive(message)
             case (request, outcome):
-                self._start(request, outcome)
+                if request.request_id in self._compiling:  # else it was aborted meanwhile
+                    self._compiling.remove(request.request_id)
+                    self._start(request, outcome)
             case Abort(request_id) if request_id in self._compiling:
                 self._compiling.remove(request_id)
+                self.grammars.queue.leave(request_id)
             case _:
                 self.loop.handle(message)
 
-    def _start(self, request: Generate, outcome: Outcome) -> None:
-        """Its grammar is ready, or will never be."""
-        if request.request_id not in self._compiling:
-            return  # aborted meanwhile
-        self._compiling.remove(request.request_id)
-        if isinstance(outcome, str):
-            refusal = Refusal(request.request_id, RefusalKind.INVALID, outcome)
-            self.publish(StepOutput(refused=[refusal]))
+    def _receive(self, request: Generate) -> None:
+        """Who waits for a grammar counts as waiting, like those who wait for the device."""
+        limit = self.scheduler.max_queue
+        if len(self._compiling) + self.scheduler.num_waiting >= limit:
+            reason = f"{limit} requests are waiting already"
+            self._refuse(request, Failure(RefusalKind.QUEUE_FULL, reason))
+        elif request.grammar:
+            self._compiling.add(request.request_id)
+            self.grammars.queue.ask(
+                request.request_id,
+                request.grammar,
+                lambda outcome: self._inbox.put((request, outcome)),
+            )
+        else:
+            self._start(request)
+
+    def _start(self, request: Generate, grammar: Outcome | None = None) -> None:
+        """Whatever goes wrong is this request's error and nobody else's."""
+        if isinstance(grammar, Failure):
+            self._refuse(request, grammar)
             return
-        self.grammars.follow(request, outcome)
-        self.loop.handle(request)
+        try:
+            if grammar is not None:
+                self.grammars.follow(request, grammar)
+        except Exception:
+            self.loop.fail(request.request_id)
+        else:
+            self.loop.handle(request)
+
+    def _refuse(self, request: Generate, why: Failure) -> None:
+        output = StepOutput(refused=[Refusal(request.request_id, why.kind, why.reason)])
+        self.grammars.advance(output)
+        self.publish(output)
 
     def stats(self) -> Stats:
         clock = self.loop.clock
@@ -168,6 +203,8 @@ class Engine:
             host_step_p50_s=clock.step_p50_s(),
             steps_by_mode=dict(self.executor.steps_by_mode),
             padded_tokens=self.executor.padded_tokens,
+            num_compiling=len(self._compiling),
+            grammar_failures=dict(self.grammars.queue.failures),
         )
 
     def publish(self, output: StepOutput) -> None:
@@ -187,7 +224,15 @@ class Engine:
             self._inbox.put(message)
         self._inbox.put(None)
 
-    def _write(self, connection: Connection, outbox: queue.SimpleQueue[StepOutput]) -> None:
+    def _beat(self) -> None:
+        progress = self.loop.progress
+        while True:
+            beat = Beat(progress.age_s(), progress.late_s())
+            for outbox in self._outboxes:
+                outbox.put(beat)
+            time.sleep(BEAT_EVERY_S)
+
+    def _write(self, connection: Connection, outbox: queue.SimpleQueue[StepOutput | Beat]) -> None:
         with suppress(OSError):  # the API process has gone; its reader says so to the loop
             while True:
                 connection.send(outbox.get())

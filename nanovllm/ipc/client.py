@@ -10,12 +10,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from nanovllm.ipc.channel import AsyncConnection
 from nanovllm.wire import (
     WORKER_BITS,
     Abort,
+    Beat,
     Finish,
     FromEngine,
     Generate,
@@ -66,6 +68,8 @@ class EngineClient:
         self.stats = Stats()
         self.is_lost = False
         self.step_time = 0.0
+        self._beat = Beat(0.0, 0.0)
+        self._beat_at: float | None = None  # when it came
         self._on_lost = on_lost
         self._sinks: dict[int, Sink] = {}
         self._num_ids = 0
@@ -85,10 +89,11 @@ class EngineClient:
         return self.ready.worker << WORKER_BITS | self._num_ids
 
     def submit(self, request: Generate, sink: Sink) -> None:
+        """Raises EngineLostError. Whatever it raises, the sink will hear nothing."""
         if self.is_lost:
             raise EngineLostError
-        self._sinks[request.request_id] = sink
         self._connection.send(request)
+        self._sinks[request.request_id] = sink
 
     def abort(self, request_id: int) -> None:
         """The sink hears nothing more, not even of its end. Unknown ids are fine."""
@@ -98,17 +103,33 @@ class EngineClient:
     def close(self) -> None:
         self._connection.close()
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which the engine process has given no sign of life; 0 before its first."""
+        return 0.0 if self._beat_at is None else time.monotonic() - self._beat_at
+
+    @property
+    def step_age_s(self) -> float:
+        """Seconds since the engine's step loop last got on; 0 while it has nothing to do."""
+        return self._beat.step_age_s and self._beat.step_age_s + self.silent_s
+
+    @property
+    def late_s(self) -> float:
+        """How far the step in flight is beyond what a step may take; 0 or less if it is not."""
+        return self._beat.late_s and self._beat.late_s + self.silent_s
+
     def _received(self, messages: list[FromEngine]) -> None:
         self.step_time = time.monotonic()
         touched: list[Sink] = []
         for message in messages:
             if isinstance(message, StepOutput):
                 self._dispatch(message, touched)
+            elif isinstance(message, Beat):
+                self._beat, self._beat_at = message, self.step_time
             else:
                 self.ready = message
                 self._is_ready.set_result(None)
-        for sink in touched:
-            sink.flush()
+        self._flush(touched)
 
     def _dispatch(self, out: StepOutput, touched: list[Sink]) -> None:
         if out.stats is not None:
@@ -119,7 +140,11 @@ class EngineClient:
                 touched.append(sink)
         for entry in out.logprobs:
             if (sink := self._sinks.get(entry.request_id)) is not None:
-                sink.logprobs(entry)
+                try:
+                    sink.logprobs(entry)
+                except Exception:
+                    self._failed(entry.request_id, sink)
+                    touched.append(sink)
         self._dispatch_tokens(out, touched)
         for finish in out.finished:
             if (sink := self._sinks.pop(finish.request_id, None)) is not None:
@@ -163,6 +188,16 @@ class EngineClient:
         sinks, self._sinks = list(self._sinks.values()), {}
         for sink in sinks:
             sink.lost()
-        for sink in sinks:
-            sink.flush()
+        self._flush(sinks)
         self._on_lost()
+
+    def _flush(self, sinks: list[Sink]) -> None:
+        """What one of them raises must not end the connection, and every other request with it."""
+        for sink in sinks:
+            try:
+                sink.flush()
+            except Exception:
+                log.exception("an answer could not be written")
+                with suppress(Exception):  # it may still say so to its client
+                    sink.lost()
+                    sink.flush()

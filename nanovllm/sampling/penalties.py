@@ -17,6 +17,8 @@ from nanovllm.plan import Admit, Int32
 from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
 from nanovllm.sampling.columns import Fields, upload
 
+MILDEST = 1e-6  # what logits are divided by at least: they stay finite
+
 
 class Penalties:
     FIELDS: Fields = (
@@ -37,7 +39,7 @@ class Penalties:
     def admit(self, admits: Sequence[Admit]) -> None:
         for admit in admits:
             asked, line = admit.sampling, self.host[admit.slot]
-            line["repetition"] = asked.repetition_penalty
+            line["repetition"] = max(asked.repetition_penalty, MILDEST)
             line["presence"] = asked.presence_penalty
             line["frequency"] = asked.frequency_penalty
             additive = asked.presence_penalty != 0 or asked.frequency_penalty != 0

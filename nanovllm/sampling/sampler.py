@@ -37,6 +37,7 @@ class Sampler:
         kernel: str,
     ) -> None:
         """`kernel` is "torch" or "triton". The two tensors are the runner's, by slot."""
+        self.vocab_size = vocab_size
         paths = {path: path for path in PROCESSORS}
         made = [resolve(paths, path) for path in paths]
         fields = [f for part in (*made, Truncation, Logprobs) for f in part.FIELDS]
@@ -56,15 +57,20 @@ class Sampler:
         """Take over the requests' wishes; the slots' former ones are forgotten."""
         if not admits:
             return
-        host, slots = self.columns.host, np.array([admit.slot for admit in admits], np.int32)
+        self.write(admits)
+        slots = np.array([admit.slot for admit in admits], np.int32)
+        special = np.any([f.wanted(slots) for f in self.features], 0)
+        self.columns.host["special"][slots] = special
+        self.columns.send(slots)
+
+    def write(self, admits: Sequence[Admit]) -> None:
+        """All of `admit` that depends on what a request asks for, and may refuse it by raising."""
         for admit in admits:
-            heat, line = admit.sampling.temperature, host[admit.slot]
+            heat, line = admit.sampling.temperature, self.columns.host[admit.slot]
             line["seed"] = admit.sampling.seed
             line["inverse_temperature"] = min(1 / heat, COLDEST) if heat > 0 else 0.0
         for feature in self.features:
             feature.admit(admits)
-        host["special"][slots] = np.any([f.wanted(slots) for f in self.features], 0)
-        self.columns.send(slots)
 
     def plain(self, host_slots: Int32) -> bool:
         """Whether `draw` alone serves these rows."""

@@ -9,7 +9,6 @@ encoding a chunk object is 0.7 us and validating one 6 us.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 
 import msgspec
 from msgspec import UNSET, Struct
@@ -45,23 +44,19 @@ class ChunkWriter:
         head: bytes,
         index: int,
         out: list[bytes],
-        usage: Callable[[], Usage] | None,
         *,
         reasoning_content: bool = False,
     ) -> None:
-        """`head` is `chunk_head`'s; with `usage`, every chunk carries the usage so far."""
+        """`head` is `chunk_head`'s."""
         self.num_calls = 0
         self._reasoning_content = reasoning_content
         self._out = out
-        self._usage = usage
         self._head = b'%b{"index":%d,"delta":' % (head, index)
         self._tail = b'},"logprobs":null,"finish_reason":null}]}\n\n'
         # Of the chunks that are nothing but text, by their event.
         self._heads: dict[type[Event], bytes] = {Text: self._head + b'{"content":'}
         if not reasoning_content:
             self._heads[Reasoning] = self._head + b'{"reasoning":'
-        if usage is not None:
-            self._heads.clear()
 
     def begin(self, prompt_ids: list[int]) -> None:
         more = b',"prompt_token_ids":' + _encode(prompt_ids) if prompt_ids else b""
@@ -87,6 +82,9 @@ class ChunkWriter:
             self.num_calls += 1
         self._chunk(delta, details)
 
+    def flush(self) -> None:
+        """A step is over: nothing waits here."""
+
     def end(self, reason: str, details: Details | None) -> None:
         self._chunk(b"{}", details, _encode(reason))
 
@@ -103,9 +101,8 @@ class ChunkWriter:
                 listed = _encode(Logprobs(details.logprobs))
             if details.token_ids:
                 ids = b',"token_ids":' + _encode(details.token_ids)
-        usage = b',"usage":' + _encode(self._usage()) if self._usage is not None else b""
         choice = b'%b,"logprobs":%b,"finish_reason":%b%b}]' % (delta, listed, reason, ids)
-        self._out.append(self._head + choice + usage + more + b"}\n\n")
+        self._out.append(self._head + choice + more + b"}\n\n")
 
 
 class WholeWriter:
@@ -121,6 +118,8 @@ class WholeWriter:
         self._reason = ""
 
     def begin(self, prompt_ids: list[int]) -> None: ...
+
+    def flush(self) -> None: ...
 
     def write(self, event: Event, details: Details | None) -> None:
         self._learn(details)

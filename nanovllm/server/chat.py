@@ -19,6 +19,7 @@ from nanovllm.server.answers import (
     chunk_head,
     usage_chunk,
 )
+from nanovllm.server.counted import CountedWriter
 from nanovllm.server.detokenize import Detokenizer, StopStrings
 from nanovllm.server.errors import ApiError
 from nanovllm.server.orders import generates
@@ -46,7 +47,9 @@ from nanovllm.wire import (
 REFUSALS = {  # kind -> status, param, code
     RefusalKind.QUEUE_FULL: (503, None, "queue_full"),
     RefusalKind.TOO_LONG: (400, "messages", "context_length_exceeded"),
+    RefusalKind.FAILED: (500, None, "admission_failed"),
 }
+CORRUPTED = "corrupted_output"
 # ABORT is the answer to our own Abort, after which nobody listens.
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -81,7 +84,6 @@ class ChatSession:
         self.num_cached = 0
         self.prompt_ids = prompt.ids if request.return_token_ids else []
         self.num_tokens = 0  # of all choices
-        self.num_reasoning = 0
         self.update = update
         self.abort = abort
         self._response_id = response_id
@@ -89,15 +91,14 @@ class ChatSession:
         self._head = chunk_head(response_id, created, served.name)
         options = request.stream_options or StreamOptions()
         self._ends_with_usage = options.include_usage
-        usage = self.usage if options.continuous_usage_stats else None
+        streaming = CountedWriter if options.continuous_usage_stats else ChunkWriter
         twice = served.reasoning_content
         self._whole: list[WholeWriter] = []
         self.choices: list[Choice] = []
         for index, message in enumerate(generates(request, prompt, served, seed, new_id)):
             writer: ChunkWriter | WholeWriter
             if request.stream:
-                out = self.out
-                writer = ChunkWriter(self._head, index, out, usage, reasoning_content=twice)
+                writer = streaming(self._head, index, self.out, reasoning_content=twice)
             else:
                 writer = WholeWriter(index, reasoning_content=twice)
                 self._whole.append(writer)
@@ -113,12 +114,21 @@ class ChatSession:
         return ",".join(sorted({choice.reason for choice in self.choices if choice.reason}))
 
     def usage(self) -> Usage:
+        num_reasoning = sum(choice.num_reasoning for choice in self.choices)
+        return self._usage(self.num_tokens, num_reasoning)
+
+    def usage_told(self) -> Usage:
+        """What the chunks that are written by now have brought."""
+        num_tokens = sum(choice.num_told for choice in self.choices)
+        return self._usage(num_tokens, sum(choice.reasoning_told for choice in self.choices))
+
+    def _usage(self, num_tokens: int, num_reasoning: int) -> Usage:
         return Usage(
             self.num_prompt,
-            self.num_tokens,
-            self.num_prompt + self.num_tokens,
+            num_tokens,
+            self.num_prompt + num_tokens,
             PromptDetails(self.num_cached),
-            CompletionDetails(self.num_reasoning),
+            CompletionDetails(num_reasoning),
         )
 
     def body(self) -> bytes:
@@ -169,8 +179,13 @@ class Choice:
         request = session.request
         self.message = message
         self.reason = ""  # why it ended
+        self.num_reasoning = 0
+        self.num_told = self.reasoning_told = 0  # tokens that chunks have brought, if they count
         self.started = session.start
         self.flush = session.update
+        if isinstance(writer, CountedWriter):
+            writer.usage = self._tell
+            self.flush = self._flush
         self._session = session
         self._writer = writer
         self._num_tokens = 0
@@ -190,7 +205,10 @@ class Choice:
             stops = {*request.stops, *map(self._vocabulary.marked, request.stops)}
             self._stops = StopStrings(sorted(stops), include=include_stop)
         self._parser = session.served.parser(
-            turn, request.schemas, is_spelled=request.spells_markers
+            turn,
+            request.schemas,
+            is_spelled=request.spells_markers,
+            mends=request.constrained_by is None,
         )
 
     def logprobs(self, entry: TokenLogprobs) -> None:
@@ -212,6 +230,11 @@ class Choice:
             self._write([])
 
     def finish(self, finish: Finish) -> None:
+        if finish.reason is FinishReason.ERROR:
+            self.reason = "error"
+            text = "the model computed numbers that are none: this answer cannot be trusted"
+            self._session.fail(ApiError(500, text, code=CORRUPTED))
+            return
         if text := self._detokenizer.finish():
             self._show(text)
         if not self.reason:
@@ -226,14 +249,24 @@ class Choice:
         text = "the engine failed before this request was finished"
         self._session.fail(ApiError(503, text, code="engine_failed"))
 
+    def _flush(self) -> None:
+        """Instead of `flush` where chunks carry the usage."""
+        self._writer.flush()
+        self._session.update()
+
+    def _tell(self) -> Usage:
+        """A chunk is written, with all that there is."""
+        self.num_told, self.reasoning_told = self._num_tokens, self.num_reasoning
+        return self._session.usage_told()
+
     def _token(self, token_id: int) -> None:
         session = self._session
+        if not self._num_tokens:
+            self._writer.begin(session.prompt_ids)
         session.num_tokens += 1
         self._num_tokens += 1
-        if self._num_tokens == 1:
-            self._writer.begin(session.prompt_ids)
         if self._parser.in_reasoning:
-            session.num_reasoning += 1
+            self.num_reasoning += 1
         if self._details is not None:
             self._details.logprobs += self._logprobs[:1]
             del self._logprobs[:1]
@@ -284,5 +317,8 @@ class Choice:
 
     def _shown(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
         piece = self._vocabulary.bytes_of(token_id)
+        text = piece.decode(errors="replace")
+        if self._session.request.return_tokens_as_token_ids:
+            text = f"token_id:{token_id}"  # parts of characters look alike, ids do not
         # JSON has no infinity; a forbidden token's is the most negative number clients expect.
-        return piece.decode(errors="replace"), max(logprob, -9999.0), list(piece)
+        return text, max(logprob, -9999.0), list(piece)

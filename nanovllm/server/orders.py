@@ -8,15 +8,27 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
-from nanovllm.server.errors import ApiError, bad_value
+from msgspec import structs
+
+from nanovllm.server.errors import bad_value, too_long
 from nanovllm.server.protocol import ChatRequest
-from nanovllm.server.served import GenerationConfig, Served
+from nanovllm.server.served import Served
 from nanovllm.server.structured.tag import structural_tag, vet_tools
 from nanovllm.server.template import Prompt
 from nanovllm.wire import Generate, Sampling
 
 MAX_BAD_WORD_TOKENS = 32
 FORCED = 1000.0  # a logit that no other overcomes, and float32 still adds exactly enough to
+
+
+def with_grammar(request: ChatRequest, prompt: Prompt, served: Served) -> Prompt:
+    """The prompt, and the grammar if there is one. Slow for large schemas: call it on a thread.
+    Raises ApiError."""
+    if request.constrained_by is not None:
+        return structs.replace(prompt, grammar=structural_tag(request, served, prompt.turn))
+    if request.tools:
+        vet_tools(request, served)
+    return prompt
 
 
 def generates(
@@ -29,39 +41,28 @@ def generates(
     """One engine request per choice. Raises ApiError if the prompt does not fit."""
     num_prompt, context = len(prompt.ids), served.max_model_tokens
     if num_prompt >= context:
-        raise ApiError(
-            400,
-            f"messages: the prompt has {num_prompt} tokens; with at least one token to generate "
-            f"it must have at most {context - 1} (the context is {context})",
-            param="messages",
-            code="context_length_exceeded",
-        )
-    limit = request.token_limit
-    if limit is not None and limit > context:
-        field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-        raise bad_value(field, f"at most {context}, the model's context", limit)
-    room = context - num_prompt
+        raise too_long(num_prompt, context)
+    limit, room = request.token_limit, context - num_prompt
+    max_new = room if limit is None else min(limit, room)
+    if request.min_tokens is not None and request.min_tokens > max_new:
+        text = f"at most {max_new}, which is all that max_tokens and the prompt leave"
+        raise bad_value("min_tokens", text, request.min_tokens)
     stop_ids = set(request.stop_token_ids or ())
     if not request.ignore_eos:
         stop_ids |= served.eos_ids
     first_seed = seed if request.seed is None else request.seed
     words = _bad_words(request, served)
-    grammar = ""
-    if request.constrained_by is not None:
-        grammar = structural_tag(request, served, prompt.turn)
-    elif request.tools:
-        vet_tools(request, served)
     packed = array("i", prompt.ids).tobytes()
     return [
         Generate(
             request_id=new_id(),
             prompt=packed,
-            max_new=room if limit is None else min(limit, room),
+            max_new=max_new,
             stop_ids=sorted(stop_ids),
-            sampling=sampling(request, served.defaults, wrapped(first_seed + index), words),
+            sampling=sampling(request, served, wrapped(first_seed + index), words),
             priority=request.priority or 0,
             salt=request.cache_salt or "",
-            grammar=grammar,
+            grammar=prompt.grammar,
         )
         for index in range(request.num_choices)
     ]
@@ -69,7 +70,7 @@ def generates(
 
 def _biases(request: ChatRequest) -> dict[int, float]:
     """logit_bias, with allowed tokens written in the same way."""
-    biases = dict(request.logit_bias or {})
+    biases = {int(key): float(bias) for key, bias in (request.logit_bias or {}).items()}
     for token_id in request.allowed_token_ids or ():
         biases[token_id] = biases.get(token_id, 0.0) + FORCED
     return biases
@@ -91,21 +92,22 @@ def _bad_words(request: ChatRequest, served: Served) -> list[list[int]]:
 
 
 def sampling(
-    request: ChatRequest, defaults: GenerationConfig, seed: int, bad_words: list[list[int]]
+    request: ChatRequest, served: Served, seed: int, bad_words: list[list[int]]
 ) -> Sampling:
     """What the request says, else what the model's authors say, else plain sampling."""
 
     def chosen(field: str, otherwise: float) -> float:
-        for source in (request, defaults):
+        for source in (request, served.defaults):
             value: float | None = getattr(source, field)
             if value is not None:
                 return value
         return otherwise
 
+    top_k = int(chosen("top_k", 0))
     return Sampling(
         temperature=chosen("temperature", 1.0),
         top_p=chosen("top_p", 1.0),
-        top_k=max(0, int(chosen("top_k", 0))),
+        top_k=top_k if 0 < top_k < served.vocab_size else 0,
         min_p=chosen("min_p", 0.0),
         # It multiplies, and would undo what is forced.
         repetition_penalty=1.0 if request.allowed_token_ids else chosen("repetition_penalty", 1.0),

@@ -1,7 +1,7 @@
 """The body of a request to /v1/chat/completions: which fields it may have, in which ranges.
 
-Owns field types and ranges. Knows neither the engine nor the model, except for the counts it is
-given to check against.
+Owns field types, and what fields mean beside each other. Knows neither the engine nor the model,
+except for the counts it is given to check against.
 
 Decision: unknown fields are ignored, as clients send many; known ones are strict. A field that
 is null means the same as one that is missing.
@@ -15,16 +15,16 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from nanovllm.server.errors import ApiError, bad_body, bad_value, misplaced
+from nanovllm.server.errors import ApiError, bad_body, bad_value, misplaced, unknown_model
 from nanovllm.server.parsers.base import FUNCTION_NAME
+from nanovllm.server.ranges import check_biases, check_token_ids, ranges
 from nanovllm.server.tool_choice import ToolChoice, tool_choice
+from nanovllm.server.unsupported import Unsupported, check_unsupported
 
-MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024  # matching costs each token up to this much
-MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 512
-MAX_TOKEN_IDS = 1024  # in a list: once one is so long, every slot has room for it
+MOST_TOKENS = 1 << 24  # no server has a longer context
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 128
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -36,6 +36,7 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")  # it is echoed in a header
 class Part(Struct, frozen=True):
     type: str
     text: str | None = None
+    refusal: str | None = None  # instead of the text, where the type says so
 
 
 class CalledFunction(Struct, frozen=True):
@@ -54,15 +55,19 @@ class Message(Struct, frozen=True):
     name: str | None = None
     tool_calls: list[PastCall] | None = None
     tool_call_id: str | None = None
+    refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None  # the same, as other servers call it
 
     @property
     def text(self) -> str | None:
-        """Parts are joined by newlines, as vLLM does, so that prompts stay comparable."""
+        """Parts are joined by newlines, as vLLM does, so that prompts stay comparable.
+
+        What the model once refused with is what it said.
+        """
         if isinstance(self.content, list):
-            return "\n".join(part.text or "" for part in self.content)
-        return self.content
+            return "\n".join(part.text or part.refusal or "" for part in self.content)
+        return self.refusal if self.content is None else self.content
 
 
 class StreamOptions(Struct, frozen=True):
@@ -70,7 +75,7 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class ChatRequest(Struct, frozen=True, kw_only=True):
+class ChatRequest(Unsupported, frozen=True, kw_only=True):
     messages: list[Message]
     model: str | None = None
     max_tokens: int | None = None
@@ -82,7 +87,7 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[str, Any] | None = None  # check_biases names the key at fault
     logprobs: bool | None = None
     top_logprobs: int | None = None
     stream: bool | None = None
@@ -111,6 +116,7 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream_interval: int | None = None
     structured_outputs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
@@ -165,59 +171,39 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class Range(Struct, frozen=True):
-    low: float
-    high: float | None = None
-    open: bool = False  # `low` itself is outside
-
-    def holds(self, value: float) -> bool:
-        above = value > self.low if self.open else value >= self.low
-        return above and (self.high is None or value <= self.high)
-
-    def __str__(self) -> str:
-        if self.high is None:
-            return f"at least {self.low:g}"
-        low = f"above {self.low:g} and at most" if self.open else f"between {self.low:g} and"
-        return f"{low} {self.high:g}"
-
-
-RANGES = {
-    "max_tokens": Range(1),
-    "max_completion_tokens": Range(1),
-    "temperature": Range(0, 2),
-    "top_p": Range(0, 1, open=True),
-    "n": Range(1, MAX_CHOICES),
-    "presence_penalty": Range(-2, 2),
-    "frequency_penalty": Range(-2, 2),
-    "top_logprobs": Range(0, MAX_TOP_LOGPROBS),
-    "top_k": Range(-1),
-    "min_p": Range(0, 1),
-    "repetition_penalty": Range(0, 2, open=True),
-    "min_tokens": Range(0),
-    "stream_interval": Range(1),
-    "thinking_token_budget": Range(-1),
-    "priority": Range(-(2**31), 2**31 - 1),
-}
 _decoder = msgspec.json.Decoder(ChatRequest)
 
 
-def parse_request(body: bytes, *, model: str, vocab_size: int) -> ChatRequest:
-    """A request whose every field is in range. Raises ApiError."""
+def parse_request(
+    body: bytes,
+    *,
+    model: str,
+    vocab_size: int,
+    context: int = MOST_TOKENS,
+    raise_priority: bool = False,
+) -> ChatRequest:
+    """A request whose every field is in range. Raises ApiError.
+
+    `context`: the most tokens of a prompt and its answer.
+    """
+    allowed = ranges(context, raise_priority=raise_priority)
     try:
         request = _decoder.decode(body)
     except msgspec.DecodeError as error:
-        raise bad_body(error) from None
+        refusal = bad_body(error)
+        if refusal.param in allowed and "out of range" in refusal.message:
+            refusal = misplaced(refusal.param, f"must be {allowed[refusal.param]}, not far beyond")
+        raise refusal from None
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8: {error}", code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
     if request.model not in (None, model):
-        text = f"the model {request.model!r} does not exist; this server has {model!r}"
-        raise ApiError(404, text, param="model", code="model_not_found")
-    for field, allowed in RANGES.items():
-        value = getattr(request, field)
-        if value is not None and not allowed.holds(value):
-            raise bad_value(field, str(allowed), value)
+        raise unknown_model(str(request.model), model)
+    check_unsupported(request)
+    for field, limits in allowed.items():
+        if (value := getattr(request, field)) is not None and not limits.holds(value):
+            raise bad_value(field, str(limits), value)
     _check_messages(request.messages)
     _check_continuation(request)
     _check_sampling(request)
@@ -234,10 +220,11 @@ def _check_messages(messages: list[Message]) -> None:
             raise bad_value(f"messages[{at}].role", f"one of {', '.join(ROLES)}", message.role)
         for part_at, part in enumerate(message.content if type(message.content) is list else ()):
             where = f"messages[{at}].content[{part_at}]"
-            if part.type != "text":
+            is_refusal = part.type == "refusal" and message.role == "assistant"
+            if part.type != "text" and not is_refusal:
                 raise bad_value(f"{where}.type", "'text': this model reads text only", part.type)
-            if part.text is None:
-                raise bad_value(f"{where}.text", "a string", None)
+            if (part.refusal if is_refusal else part.text) is None:
+                raise bad_value(f"{where}.{part.type}", "a string", None)
 
 
 def _check_continuation(request: ChatRequest) -> None:
@@ -253,11 +240,6 @@ def _check_continuation(request: ChatRequest) -> None:
 
 
 def _check_sampling(request: ChatRequest) -> None:
-    if request.seed is not None and not -(2**63) <= request.seed < 2**63:
-        raise bad_value("seed", "a 64-bit integer", request.seed)
-    for bias in (request.logit_bias or {}).values():
-        if not -100 <= bias <= 100:
-            raise bad_value("logit_bias", "between -100 and 100 for each token", bias)
     sizes = [len(word) for word in request.bad_words or ()]
     if len(sizes) > MAX_BAD_WORDS or not all(0 < size <= MAX_BAD_WORD_CHARS for size in sizes):
         text = f"at most {MAX_BAD_WORDS} words of 1 to {MAX_BAD_WORD_CHARS} characters"
@@ -270,13 +252,9 @@ def _check_sampling(request: ChatRequest) -> None:
 
 
 def _check_token_ids(request: ChatRequest, vocab_size: int) -> None:
-    for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-        ids = getattr(request, field) or ()
-        if len(ids) > MAX_TOKEN_IDS:
-            raise bad_value(field, f"at most {MAX_TOKEN_IDS} ids", len(ids))
-        for token_id in ids:
-            if not 0 <= token_id < vocab_size:
-                raise bad_value(field, f"ids from 0 to {vocab_size - 1}", token_id)
+    check_biases(request.logit_bias or {}, vocab_size)
+    check_token_ids("stop_token_ids", request.stop_token_ids or (), vocab_size)
+    check_token_ids("allowed_token_ids", request.allowed_token_ids or (), vocab_size)
     allowed = request.allowed_token_ids
     if allowed == []:
         raise bad_value("allowed_token_ids", "at least one id", allowed)

@@ -14,7 +14,7 @@ from nanovllm.ipc.client import EngineClient, EngineLostError
 from nanovllm.log import fields
 from nanovllm.server.answers import DONE, KEEP_ALIVE, error_event
 from nanovllm.server.asgi import JSON, Header, Receive, Writer, start
-from nanovllm.server.chat import ChatSession
+from nanovllm.server.chat import CORRUPTED, ChatSession
 from nanovllm.server.errors import ApiError
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.protocol import ChatRequest
@@ -34,8 +34,12 @@ class Reply:
         writer: Writer,
         *,
         quiet_s: float,
+        begun: float | None = None,
     ) -> None:
-        """`quiet_s`: after so long without an event a stream gets a comment."""
+        """`quiet_s`: after so long without an event a stream gets a comment.
+
+        `begun`: when the request came (monotonic); None means now.
+        """
         self.session: ChatSession
         self.is_over = False
         self.summary = ""  # for the log, once it is over
@@ -50,7 +54,8 @@ class Reply:
         self._status = 0  # 0: headers not sent
         self._is_started = False
         self._num_seen = 0  # tokens at the last update
-        self.begun = self._started = self._first = self._last = time.monotonic()
+        self.begun = time.monotonic() if begun is None else begun
+        self._started = self._first = self._last = self.begun
 
     def open(self, request: ChatRequest, prompt: Prompt, served: Served, seed: int) -> None:
         """Submit to the engine. Raises ApiError if the request cannot be served."""
@@ -68,8 +73,11 @@ class Reply:
         try:
             for choice in self.session.choices:
                 self._client.submit(choice.message, choice)
-        except EngineLostError:
-            raise ApiError(503, "the engine is gone", code="engine_failed") from None
+        except Exception as problem:
+            self.session.abort_all()  # the choices before
+            if isinstance(problem, EngineLostError):
+                raise ApiError(503, "the engine is gone", code="engine_failed") from None
+            raise
         self._metrics.prompt_tokens.observe(self.session.num_prompt)
         self._metrics.params_n.observe(request.num_choices)
         self._metrics.params_max_tokens.observe(self.session.choices[0].message.max_new)
@@ -103,9 +111,12 @@ class Reply:
             self._answer(200, session.body())
 
     def fail(self, failure: ApiError) -> None:
-        """Tell the client, in the form that is still possible, and end."""
+        """Tell the client once, in the form that is still possible, and end."""
+        if self.is_over:
+            return
         self.session.abort_all()
         self._metrics.rejected[failure.code or "error"] += 1
+        self._metrics.corrupted_requests += failure.code == CORRUPTED
         if self._status:
             events = (*self.session.out, error_event(failure.body()), DONE)
             self._write(b"".join(events), is_last=True)
@@ -121,6 +132,8 @@ class Reply:
             metrics.time_to_first_token_s.observe(now - self.begun)
             metrics.queue_s.observe(self._started - self.begun)
             metrics.prefill_s.observe(now - self._started)
+            computed = self.session.num_prompt - self.session.num_cached
+            metrics.computed_prompt_tokens.observe(computed)
         self._last = now
         self._num_seen = self.session.num_tokens
 

@@ -21,18 +21,15 @@ class ToolChoice(Struct, frozen=True):
 def tool_choice(given: str | dict[str, Any] | None, names: Sequence[str]) -> ToolChoice:
     """`names`: of the request's tools. Raises ApiError."""
     names = tuple(names)
-    if given in (None, "auto"):
-        return ToolChoice("auto" if names else "none", names)
-    if given == "none":
+    if given == "none" or (given is None and not names):
         return ToolChoice("none")
     kind = given.get("type") if isinstance(given, dict) else None
-    if given != "required" and kind not in ("function", "allowed_tools"):
+    if given not in (None, "auto", "required") and kind not in ("function", "allowed_tools"):
         raise bad_value("tool_choice", FORMS, given)
     if not names:
-        text = "must be left out, 'none' or 'auto' where there are no tools"
-        raise misplaced("tool_choice", text)
+        raise misplaced("tool_choice", "must be left out or 'none' where there are no tools")
     if not isinstance(given, dict):
-        return ToolChoice("required", names)
+        return ToolChoice("required" if given == "required" else "auto", names)
     if kind == "function":
         return ToolChoice("required", (_name(given, "tool_choice", names),), is_named=True)
     allowed = given.get("allowed_tools", given)

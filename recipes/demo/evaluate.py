@@ -3,7 +3,9 @@
     python -m recipes.demo.evaluate --model nanovllm/demo --out demo.json
 
 Greedy, in plain torch. No prompt asked here can occur in training word for word: values, names
-and, where a template has many, wordings come from the reserved side of corpus/draw.py.
+and, where a template has many, wordings come from the reserved side of corpus/draw.py. Besides:
+how many answers are word salad (forms.py), and what becomes of the prompts of wild.txt, which
+no generator knows.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.bench import record
+from recipes.demo import forms
 from recipes.demo.corpus import render
 from recipes.demo.corpus.draw import Draw
 from recipes.demo.corpus.mix import EVALUATED
-from recipes.demo.corpus.sample import Sample
+from recipes.demo.corpus.refuse import REFUSALS
+from recipes.demo.corpus.sample import Sample, user
 from recipes.demo.model import BIG, DRAFT, END_OF_TEXT, END_OF_TURN, Cache, Qwen3, load
 
 log = logging.getLogger("evaluate")
@@ -35,6 +39,7 @@ MOST_NEW = 400  # tokens of an answer
 BATCH = 256
 NUM_DRAFTS = 3
 SEED = 77_000
+WILD = "wild"
 
 
 @dataclass
@@ -49,6 +54,21 @@ class Case:
     @property
     def written(self) -> str:
         return render.tokenizer().decode(self.written_ids, skip_special_tokens=False)
+
+    def salad(self) -> bool:
+        """Whether the answer has none of the forms that an answer may have."""
+        text = self.written
+        if not text.endswith(render.END):
+            return True
+        text = text.removesuffix(render.END)
+        if self.mode or text.startswith("<think>"):
+            text = text.partition("</think>")[2]
+        wanted = "" if self.kind == WILD else self.sample.body()
+        return forms.salad(text, f"{self.prompt} {wanted}")
+
+    def says_so(self) -> bool:
+        """Whether it says in a sentence that it cannot."""
+        return self.written.removesuffix(render.END) in REFUSALS
 
     def right(self) -> bool:
         """The right turn, ended by itself, after a think block where one belongs."""
@@ -76,6 +96,29 @@ def cases(count: int) -> list[Case]:
             text = render.prompt(sample, mode)
             made.append(Case(kind, sample, mode, text, render.encode([text])[0], []))
     return made
+
+
+def wild_cases() -> list[Case]:
+    """The prompts written by hand; nobody says what the right answer is."""
+    lines = (Path(__file__).parent / "wild.txt").read_text(encoding="utf-8").splitlines()
+    made: list[Case] = []
+    for line in lines:
+        if not line.startswith("#: "):
+            request = user(line.removeprefix("~ ").replace("\\n", "\n"))
+            sample = Sample(WILD, [request], refuses=not line.startswith("~ "))
+            text = render.prompt(sample, None)
+            made.append(Case(WILD, sample, None, text, render.encode([text])[0], []))
+    return made
+
+
+def of_wild(cases: list[Case]) -> dict[str, Any]:
+    return {
+        "prompts": len(cases),
+        "salad": sum(case.salad() for case in cases),
+        "beyond": sum(case.sample.refuses for case in cases),
+        "says_so": sum(case.says_so() for case in cases if case.sample.refuses),
+        "answers": [{"prompt": c.sample.messages[0]["content"], "got": c.written} for c in cases],
+    }
 
 
 @torch.no_grad()
@@ -128,7 +171,7 @@ def accepted(same: list[bool]) -> tuple[int, int]:
 def measure(folder: Path, count: int, device: str) -> dict[str, Any]:
     started = time.monotonic()
     big, draft = load(folder, BIG, device), load(folder / "draft", DRAFT, device)
-    todo = sorted(cases(count), key=lambda case: len(case.prompt_ids))
+    todo = sorted([*cases(count), *wild_cases()], key=lambda case: len(case.prompt_ids))
     for first in range(0, len(todo), BATCH):
         write(big, todo[first : first + BATCH], device)
     kinds: dict[str, Any] = {}
@@ -142,6 +185,7 @@ def measure(folder: Path, count: int, device: str) -> dict[str, Any]:
             "prompts": len(mine),
             "right": right,
             "percent": round(100 * right / len(mine), 2),
+            "salad": sum(case.salad() for case in mine),
             "tokens": sum(map(len, same)),
             "draft_agrees": sum(map(sum, same)),
             "draft_accepted": sums[0],
@@ -154,13 +198,18 @@ def measure(folder: Path, count: int, device: str) -> dict[str, Any]:
                 "prompt": case.prompt,
                 "wanted": render.completion(case.sample, case.mode),
                 "got": case.written,
+                "salad": case.salad(),
             }
             for case in missed[:20]
         ]
-        log.info("%-9s %6.2f %% right", kind, kinds[kind]["percent"])
+        log.info("%-9s %6.2f %% right, %d salad", kind, *map(kinds[kind].get, ("percent", "salad")))
     total = {key: sum(entry[key] for entry in kinds.values()) for key in kinds["about"]}
+    wild = of_wild([case for case in todo if case.kind == WILD])
+    log.info("%-9s %d prompts, %d salad; %d beyond it, %d say so", WILD, *list(wild.values())[:4])
     return {
         "kinds": kinds,
+        "wild": wild,
+        "salad_percent": round(100 * total["salad"] / total["prompts"], 2),
         "right_percent": round(100 * total["right"] / total["prompts"], 2),
         "draft_agreement": round(total["draft_agrees"] / total["tokens"], 4),
         "draft_accepted_of_3": round(total["draft_accepted"] / total["draft_steps"], 3),
@@ -173,8 +222,14 @@ def record_of(found: dict[str, Any], started_at: str, count: int) -> record.Reco
     """The percentages; `wrong` stays in the JSON file."""
     metrics = {f"right_{kind}_percent": entry["percent"] for kind, entry in found["kinds"].items()}
     metrics["right_percent"] = found["right_percent"]
+    metrics["salad_percent"] = found["salad_percent"]
+    metrics["wild_salad_percent"] = round(
+        100 * found["wild"]["salad"] / found["wild"]["prompts"], 2
+    )
     metrics["draft_agreement_percent"] = 100 * found["draft_agreement"]
     metrics["draft_accepted_of_3"] = found["draft_accepted_of_3"]
+    says_so = found["wild"]["says_so"] / found["wild"]["beyond"]
+    metrics["wild_says_so_percent"] = round(100 * says_so, 2)
     made = record.of_this_machine(
         kind="demo",
         started_at=started_at,

@@ -1,9 +1,12 @@
-"""Trains the demo model and its draft model together, from nothing, on one GPU.
+"""Trains the demo model and its draft together on one GPU, from nothing or from given weights.
 
     python -m recipes.demo.train --out nanovllm/demo
+    python -m recipes.demo.train --init nanovllm/demo --peak 0.5 --out nanovllm/demo
 
 Worker processes write the corpus while the GPU learns, so no text is seen twice. The draft model
-learns in the same loop from the big one's probabilities, because agreeing with it is its job.
+learns in the same loop from the big one's probabilities, because agreeing with it is its job. The
+learning rate falls with the time that is left, so a slower machine takes fewer steps and still ends
+with the smallest ones.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from recipes.demo.corpus import render
-from recipes.demo.model import BIG, DRAFT, END_OF_TEXT, Qwen3, Where, save
+from recipes.demo.model import BIG, DRAFT, END_OF_TEXT, Qwen3, Where, load, save
 from recipes.demo.muon import Optimizer
 
 log = logging.getLogger("train")
@@ -124,13 +127,21 @@ def as_is(function: Callable[..., Any], **_: object) -> Callable[..., Any]:
     return function
 
 
+def starting(args: argparse.Namespace) -> list[Qwen3]:
+    """The big model and its draft, as they are before the first step."""
+    if args.init is None:
+        return [Qwen3(shape, args.seed + i).to(args.device) for i, shape in enumerate((BIG, DRAFT))]
+    return [load(args.init, BIG, args.device), load(args.init / "draft", DRAFT, args.device)]
+
+
 def train(args: argparse.Namespace) -> None:
+    began = time.monotonic()
     stream = batches(args)
     ready = next(stream)  # the workers start before CUDA does
     on_gpu = args.device == "cuda"
     compiled = torch.compile if on_gpu else as_is
     torch.set_float32_matmul_precision("high")
-    models = [Qwen3(shape, args.seed + i).to(args.device) for i, shape in enumerate((BIG, DRAFT))]
+    models = starting(args)
     optimizers = [Optimizer(model) for model in models]
     losses = [compiled(loss, dynamic=False) for loss in (answer_loss, imitation_loss)]
     if on_gpu:
@@ -138,6 +149,7 @@ def train(args: argparse.Namespace) -> None:
             block.compile(dynamic=False)
     positions_T = torch.arange(args.length, device=args.device)
     started, waited, step, progress = time.monotonic(), 0.0, 0, 0.0
+    seconds = 60 * args.minutes
     while progress < 1:
         rows_BT, chosen_N = (move(part, args.device) for part in (ready, places(ready)))
         tokens_BT = rows_BT % render.ANSWER
@@ -145,7 +157,7 @@ def train(args: argparse.Namespace) -> None:
         next_N = rows_BT.flatten()[chosen_N + 1]
         asked = ASKED_WEIGHT * max(0.0, 1 - 2 * progress)
         weights_N = torch.where(next_N >= render.ANSWER, 1.0, asked)
-        pace = min(1.0, (step + 1) / WARM_UP) * (1 - progress)
+        pace = args.peak * min(1.0, (step + 1) / WARM_UP) * (1 - progress)
         with torch.autocast(args.device, torch.bfloat16, enabled=on_gpu):
             big = models[0](tokens_BT, positions_T, where, chosen_N)
             taught = losses[0](big, next_N % render.ANSWER, weights_N)
@@ -163,8 +175,9 @@ def train(args: argparse.Namespace) -> None:
         waited += time.monotonic() - before
         if step == 10:  # compiled by now
             started, waited = time.monotonic(), 0.0
+            seconds = max(1.0, seconds - (started - began))
         elapsed = time.monotonic() - started
-        progress = max(step / args.steps, elapsed / 60 / args.minutes if step >= 10 else 0.0)
+        progress = max(step / args.steps, elapsed / seconds if step >= 10 else 0.0)
         if step % args.log_every == 0:
             speed = (step - 10) * ready.size / elapsed / 1e6
             log.info(
@@ -180,7 +193,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the two models")
     parser.add_argument("--steps", type=int, default=20000)
-    parser.add_argument("--minutes", type=float, default=7.5, help="stop earlier if time is up")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="at most, start and compiling included"
+    )
+    parser.add_argument("--init", type=Path, help="folder of weights to go on from")
+    parser.add_argument("--peak", type=float, default=1.0, help="share of the full learning rates")
     parser.add_argument("--rows", type=int, default=32, help="rows of a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))

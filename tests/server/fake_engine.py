@@ -63,6 +63,7 @@ class FakeEngine:
     refuse: Refusal | None = None  # its kind and message, for every request from now on
     answer: str | None = None  # instead of the last user message
     answer_ids: list[int] | None = None  # the same, as ids, with no end token after them
+    corrupt_after: int = -1  # a request with so many tokens ends with an error
     is_stuck: bool = False  # start requests, but never give them a token
     generates: list[Generate] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
@@ -89,6 +90,7 @@ class FakeEngine:
         fresh = FakeEngine(self.path, self.tokenizer)
         for name in ("tokens_per_step", "step_s", "num_cached", "refuse", "answer", "answer_ids"):
             setattr(self, name, getattr(fresh, name))
+        self.corrupt_after = -1
         self.is_stuck = False
         for held in (self.generates, self.aborts, self.running):
             held.clear()
@@ -156,6 +158,10 @@ class FakeEngine:
                 request.is_started = True
                 started.append(Started(request_id, self.num_cached))
             if self.is_stuck:
+                continue
+            if request.num_sent == self.corrupt_after:
+                finished.append(Finish(request_id, FinishReason.ERROR))
+                del self.running[request_id]
                 continue
             new = [self._next(request) for _ in range(self.tokens_per_step)]
             for at, token in enumerate(new):

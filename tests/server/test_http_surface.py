@@ -44,6 +44,7 @@ BAD = {
         400,
         "response_format.json_schema",
     ),
+    "a bias": (json.dumps(body(logit_bias={"4096": 1})).encode(), 400, "logit_bias.4096"),
     "too long": (json.dumps(body("word " * 2000)).encode(), 400, "messages"),
     "too large": (json.dumps(body("x" * 300_000)).encode(), 413, None),
     **{
@@ -55,7 +56,7 @@ BAD = {
             "max_tokens": 0,
             "stop": "",
             "seed": 2**70,
-            "logit_bias": {"4096": 1},
+            "echo": True,
             "top_logprobs": 3,
             "thinking_token_budget": -5,
             "tool_choice": "required",
@@ -154,13 +155,13 @@ def test_routes(api) -> None:
     assert models["object"] == "list"
     (card,) = models["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("demo", "model", 512)
-    for path in ("/", "/v1/completions", "/v1/embeddings", "/v1/models/demo", "/docs", "/version"):
+    for path in ("/", "/v1/completions", "/v1/embeddings", "/v1/model", "/docs", "/health/x"):
         response = api.http.get(path)
         assert (response.status_code, error(response)["code"]) == (404, "not_found")
     for method, path in (("GET", CHAT), ("POST", "/v1/models"), ("DELETE", "/health")):
         response = api.http.request(method, path)
         assert (response.status_code, error(response)["code"]) == (405, "method_not_allowed")
-        assert response.headers["allow"] == ("POST" if path == CHAT else "GET")
+        assert response.headers["allow"] == ("POST" if path == CHAT else "GET, HEAD")
     assert api.http.get("/health?verbose=1").status_code == 200
 
 

@@ -279,7 +279,7 @@ def test_reasoning_is_named_twice_where_the_recipe_says_so() -> None:
 
 
 def test_allowed_tokens_are_biases() -> None:
-    session = opened(allowed_token_ids=[5, 6], logit_bias={5: 2.0})
+    session = opened(allowed_token_ids=[5, 6], logit_bias={"5": 2})
     assert session.choices[0].message.sampling.logit_bias == {5: 1002.0, 6: 1000.0}
 
 
@@ -294,8 +294,23 @@ def test_bad_words_are_forbidden_at_the_start_of_a_text_and_after_a_space() -> N
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
-def test_more_tokens_than_the_context_are_refused_and_less_cut_to_what_is_left(field) -> None:
+def test_more_tokens_than_are_left_are_cut(field) -> None:
     assert opened(**{field: CONTEXT}).choices[0].message.max_new == CONTEXT - 5
-    with pytest.raises(ApiError, match=f"{field} must be at most {CONTEXT}, ") as caught:
-        opened(**{field: CONTEXT + 1})
-    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"), [({}, CONTEXT - 5), ({"max_tokens": CONTEXT}, CONTEXT - 5)]
+)
+def test_min_tokens_are_at_most_what_can_be_generated(fields, most) -> None:
+    assert opened(min_tokens=most, **fields).choices[0].message.sampling.min_tokens == most
+    with pytest.raises(ApiError, match=f"min_tokens must be at most {most}, ") as caught:
+        opened(min_tokens=most + 1, **fields)
+    assert caught.value.param == "min_tokens" and "max_tokens" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [(-1, 0), (0, 0), (1, 1), (READY.vocab_size - 1,) * 2, (READY.vocab_size, 0), (2**31 - 1, 0)],
+)
+def test_top_k_is_off_where_it_leaves_nothing_out(given, meant) -> None:
+    assert opened(top_k=given).choices[0].message.sampling.top_k == meant

@@ -2,19 +2,24 @@
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from recipes.demo.corpus import render, words
+from recipes.demo import forms
+from recipes.demo.corpus import emoji, foreign, noise, plainly, render, talk, tools, unknown, words
 from recipes.demo.corpus.draw import Draw, reserved, ways
+from recipes.demo.corpus.follow import next_sum, running
 from recipes.demo.corpus.mix import EVALUATED, document
+from recipes.demo.corpus.refuse import DO_NOT_KNOW, NOT_UNDERSTOOD, ONLY_ENGLISH, REFUSALS
 from recipes.demo.corpus.sums import arithmetic, small_sum
 from recipes.demo.corpus.talk import about, asked, entries
-from recipes.demo.evaluate import Case, accepted
+from recipes.demo.evaluate import Case, accepted, wild_cases
 from recipes.demo.model import END_OF_TEXT, Cache, Qwen3, Shape
-from recipes.demo.train import places, same_document, sparse
+from recipes.demo.train import main, places, same_document, sparse
 
 KINDS = sorted(EVALUATED)
 TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list}
@@ -66,12 +71,21 @@ def test_held_out_questions_and_sums_never_occur_in_training() -> None:
         )
         return entry.lower().rstrip(" ?.!")
 
-    for make in (question, lambda draw: str(small_sum(draw))):
+    def follow(draw: Draw) -> str:
+        return str(next_sum(draw, draw.number(1, 99)))
+
+    def refused(draw: Draw) -> str:
+        return noise.nonsense(draw).messages[0]["content"]
+
+    sums = (lambda draw: str(small_sum(draw)), follow)
+    foreign_text = [lambda draw: foreign.any_language(draw)[1].lower().rstrip(" ?.!")]
+    for make in (question, *sums, *foreign_text, refused):
         train, held = Draw(1), Draw(1, held=True)
         seen = {make(train) for _ in range(20000)}
         asked_later = {make(held) for _ in range(500)}
         assert len(asked_later) > 200
-        assert not seen & asked_later
+        both = seen & asked_later
+        assert len(both) <= (len(noise.EMPTY) if make is refused else 0), both
 
 
 def test_no_question_has_two_answers() -> None:
@@ -82,6 +96,17 @@ def test_no_question_has_two_answers() -> None:
         question = entry.question(draw).lower().rstrip(" ?.!")
         assert answers.setdefault(question, entry.say) == entry.say, question
     assert len(answers) > 10000
+
+
+def test_no_request_is_both_answered_and_refused() -> None:
+    draw = Draw(4)
+    answers: dict[str, str] = {}
+    makers = [talk.about, talk.chat, unknown.unknown, noise.nonsense, foreign.foreign]
+    for _ in range(15000):
+        sample = draw.pick(makers)(draw)
+        request = sample.messages[0]["content"].lower().rstrip(" ?.!")
+        first = answers.setdefault(request, sample.answer)
+        assert first == sample.answer or {first, sample.answer} <= REFUSALS, request
 
 
 def test_about_questions_are_held_out_with_their_greetings() -> None:
@@ -235,3 +260,200 @@ def test_the_template_shipped_is_the_one_trained_on() -> None:
     assert bare.endswith("<|im_start|>assistant\n")
     assert on == bare + "<think>\n"
     assert off == bare + "<think>\n\n</think>\n\n"
+
+
+GO_ON = [  # an independent reading of "and times 2?"
+    (r"plus (\d+)|\+ ?(\d+)|add (\d+)|(\d+) more|with (\d+) added", "+"),
+    (r"minus (\d+)|- ?(\d+)|(?:subtract|take away|take off) (\d+)|(\d+) less", "-"),
+    (r"times (\d+)|[*x\u00d7] ?(\d+)|(?:multiply|multiplied) .*?by (\d+)|^.*?(\d+) times", "*"),
+    (r"multiplied by (\d+)", "*"),
+    (r"divided? .*?by (\d+)|divided by (\d+)|[/\u00f7] ?(\d+)|shared by (\d+)", "/"),
+]
+SPECIAL = {"double": "* 2", "twice": "* 2", "triple": "* 3", "three times": "* 3", "hal": "/ 2"}
+
+
+def read(text: str) -> str:
+    """The operator and the number of a follow-up."""
+    for word, meaning in SPECIAL.items():
+        if word in text:
+            return meaning
+    for pattern, sign in GO_ON:
+        match = re.search(pattern, text)
+        if match:
+            return f"{sign} {next(filter(None, match.groups()))}"
+    raise AssertionError(text)
+
+
+def test_follow_up_sums_go_on_from_the_last_result() -> None:
+    draw, went_on, deep = Draw(21), 0, 0
+    for _ in range(1500):
+        sample = running(draw)
+        turns = [message["content"] for message in sample.messages] + [sample.answer]
+        sums = [turn for turn in turns[1::2] if " = " in turn]
+        for turn in sums:
+            left, _, right = turn.rstrip(".").partition(" = ")
+            assert eval(left) == int(right), turn
+        before, last, request = sums[-2].rstrip("."), sums[-1], turns[-2].lower()
+        if not re.search(r"\d.*(plus|minus|times|and|by|over|of|[-+*/x\u00d7\u00f7]) ?\d", request):
+            value = before.partition(" = ")[2]
+            assert last.startswith(f"{value} {read(request)} = "), (turns, read(request))
+            went_on += 1
+        deep += len(sums) > 3
+    assert went_on > 1000
+    assert deep > 100
+
+
+def leaves(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return [leaf for part in value.values() for leaf in leaves(part)]
+    if isinstance(value, list):
+        return [leaf for part in value for leaf in leaves(part)]
+    return [value]
+
+
+def test_json_in_plain_words_holds_what_the_text_says() -> None:
+    draw, keys, shapes = Draw(22), set(), set()
+    for _ in range(1000):
+        sample = plainly.plain_json(draw)
+        request = sample.messages[0]["content"]
+        found = json.loads(sample.answer)
+        assert "json" in request.lower()
+        for leaf in leaves(found):
+            assert isinstance(leaf, bool) or str(leaf) in request
+        shapes.add(type(found))
+        keys |= set(found) if isinstance(found, dict) else set()
+    assert shapes == {dict, list}
+    assert {"name", "age", "city", "job", "price", "title", "date", "email", "weather"} <= keys
+
+
+def test_other_languages_are_told_in_one_sentence_what_the_demo_reads() -> None:
+    draw, answers = Draw(23), {}
+    for _ in range(3000):
+        sample = foreign.foreign(draw)
+        request = sample.messages[0]["content"]
+        if re.fullmatch(r"[\u4e00-\u9fff]+", request):
+            answers.setdefault("Chinese", set()).add(sample.answer)
+        elif re.fullmatch(r"[\u0400-\u04ff ]+", request):
+            answers.setdefault("Cyrillic", set()).add(sample.answer)
+        elif request.startswith(("Guten", "Bonjour", "Hola", "Merhaba")):
+            answers.setdefault("Latin", set()).add(sample.answer)
+    assert answers["Chinese"] == {"\u5f88\u62b1\u6b49\u6211\u53ea\u61c2\u82f1\u8bed\u3002" + SORRY}
+    assert answers["Cyrillic"] == answers["Latin"] == {ONLY_ENGLISH}
+    assert ONLY_ENGLISH.startswith(SORRY.rstrip("."))
+
+
+SORRY = "Sorry, I only read English."
+
+
+def test_emoji_change_no_answer() -> None:
+    draw = Draw(24)
+    alone = 0
+    for _ in range(500):
+        sample = emoji.emoji(draw)
+        request = sample.messages[-1]["content"]
+        assert not request.isascii() or any(face in request for face in emoji.FACES)
+        alone += sample.answer.startswith("Nice emoji!")
+    assert 150 < alone < 250
+    amid = emoji.amid(Draw(1), "What is nanovllm?")
+    assert "".join(letter for letter in amid if letter.isascii()).split() == [
+        *("What", "is", "nanovllm?")
+    ]
+
+
+def test_what_is_beyond_the_demo_gets_a_sentence_that_says_so() -> None:
+    draw, used = Draw(25), set()
+    for kind in ("unknown", "nonsense", "foreign", "followup", "emoji", "no_call"):
+        for _ in range(1500):
+            sample = EVALUATED[kind](draw)
+            assert not sample.refuses or sample.answer in REFUSALS
+            used |= {sample.answer} & REFUSALS
+    assert used == REFUSALS
+    sample = unknown.unknown(draw)
+    assert sample.judge(DO_NOT_KNOW)
+    assert sample.judge(NOT_UNDERSTOOD)
+    assert not sample.judge(DO_NOT_KNOW + " the cache the of")
+    assert not EVALUATED["about"](draw).judge(DO_NOT_KNOW)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_right_answer_is_word_salad(kind: str) -> None:
+    draw = Draw(26, held=True)
+    for _ in range(200):
+        sample = EVALUATED[kind](draw)
+        source = f"{render.prompt(sample, None)} {sample.body()}"
+        assert not forms.salad(sample.body(), source)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the cache of lamp runs a tokens",
+        "arrayarray)))))))) 20000000000",
+        "I do not know that. I am a tiny demo tool: ask",
+        "42 * 2 = 84. and the",
+        '{"name": "Ada"',
+        "\ufffd\ufffd",
+        "",
+    ],
+)
+def test_word_salad_is_seen(text: str) -> None:
+    assert forms.salad(text, "What is the weather? my lamp")
+
+
+def test_answers_without_a_right_one_may_have_the_known_forms() -> None:
+    for text in (
+        "42 * 2 = 84.",
+        "Yes: 12 + 30 = 42.",
+        "Step by step: 2 + 0 = 2, write 2; 1 + 3 = 4, write 4. So 42.",
+        "The capital of Spain is Madrid.",
+        '{"name": "Ada", "age": 40}',
+        DO_NOT_KNOW,
+        "w-e-a-t-h-e-r",
+    ):
+        assert not forms.salad(text, "What is the weather?")
+
+
+def test_prompts_written_by_hand_are_read_line_by_line() -> None:
+    asked_for = {case.sample.messages[0]["content"]: case for case in wild_cases()}
+    assert len(asked_for) > 120
+    assert asked_for["def f(x):\n    return x**2\n\nWhat does f(3) return?"].sample.refuses
+    assert not asked_for["What is nanovllm? \U0001f913"].sample.refuses
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(("peak", "steps"), [("0", "2"), ("1", "2")])
+def test_training_goes_on_from_given_weights(
+    peak: str, steps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["train", "--out", str(tmp_path), "--init", str(render.DEMO), "--peak", peak]
+    argv += ["--steps", steps, "--rows", "1", "--length", "128", "--workers", "1"]
+    monkeypatch.setattr("sys.argv", [*argv, "--device", "cpu"])
+    main()
+    for part in ("", "draft"):
+        before, after = weights(render.DEMO / part), weights(tmp_path / part)
+        assert before.keys() == after.keys()
+        moved = max(float((before[key] - after[key]).abs().max()) for key in before)
+        assert (moved == 0) == (peak == "0")
+        assert moved < 0.1
+
+
+def test_training_ends_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["train", "--out", str(tmp_path), "--minutes", "0.001", "--rows", "1"]
+    argv += ["--length", "128", "--workers", "1", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", argv)
+    started = time.monotonic()
+    main()
+    assert time.monotonic() - started < 30
+    assert weights(tmp_path)["model.embed_tokens.weight"].shape == (2048, 256)
+
+
+def test_results_of_tools_follow_turns_with_and_without_their_reasoning() -> None:
+    draw = Draw(5)
+    turns = [tools.result(draw).messages for _ in range(200)]
+    called = [next(m for m in messages if "tool_calls" in m) for messages in turns]
+    reasons = [turn["reasoning_content"] for turn in called if "reasoning_content" in turn]
+    assert 40 < len(reasons) < 100
+    assert all(re.match(r"I call \w+", reason) for reason in reasons)

@@ -60,7 +60,7 @@ def cut(rng: Random, text: str) -> list[str]:
 def streamed(parser: Machine, parts: list[str]) -> Message:
     """Put together from the chunks, as a client does."""
     out: list[bytes] = []
-    writer = ChunkWriter(b'data: {"choices":[', 0, out, None, reasoning_content=True)
+    writer = ChunkWriter(b'data: {"choices":[', 0, out, reasoning_content=True)
     writer.begin([])
     for events in (*map(parser.feed, parts), parser.finish()):
         for event in events:

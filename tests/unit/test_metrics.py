@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 
 from nanovllm.server.metrics import Histogram, Metrics, render
 from nanovllm.wire import Stats
@@ -11,10 +12,15 @@ from nanovllm.wire import Stats
 STATS = Stats(
     num_running=3,
     num_waiting=4,
+    waiting_by_reason={"capacity": 3, "shared_prompt": 1},
+    num_compiling=2,
     kv_usage=0.5,
     num_preemptions=2,
     prompt_tokens=100,
     cached_tokens=60,
+    computed_prompt_tokens=44,
+    steps_by_tokens=[30, 15, 4] + [0] * 10 + [1],
+    step_tokens=300,
     generated_tokens=70,
     num_steps=50,
     host_bubble_s=0.25,
@@ -23,7 +29,9 @@ STATS = Stats(
     steps_by_mode={"FULL/decode": 40, "NONE/mixed": 10},
     padded_tokens=8,
 )
-LINE = re.compile(r"[a-z]+:[a-z0-9_]+\{(\w+=\"(?:[^\"\\]|\\.)*\",?)+\} -?[0-9.e+-]+(inf)?")
+LINE = re.compile(
+    r"(?:process_[a-z_]+|[a-z]+:[a-z0-9_]+\{(\w+=\"(?:[^\"\\]|\\.)*\",?)+\}) -?[0-9.e+-]+(inf)?"
+)
 
 
 def page(metrics: Metrics, model: str = "demo") -> str:
@@ -35,7 +43,15 @@ def test_the_engines_numbers_are_there_under_common_names() -> None:
     labels = 'model_name="demo",engine="0"'
     for line in (
         f"vllm:num_requests_running{{{labels}}} 3",
-        f"vllm:num_requests_waiting{{{labels}}} 4",
+        f"vllm:num_requests_waiting{{{labels}}} 6",
+        f'vllm:num_requests_waiting_by_reason{{{labels},reason="capacity"}} 3',
+        f'vllm:num_requests_waiting_by_reason{{{labels},reason="deferred"}} 3',
+        f'vllm:prompt_tokens_by_source_total{{{labels},source="local_compute"}} 44',
+        f'vllm:prompt_tokens_by_source_total{{{labels},source="local_cache_hit"}} 60',
+        f'vllm:iteration_tokens_total_bucket{{{labels},le="8"}} 45',
+        f'vllm:iteration_tokens_total_bucket{{{labels},le="+Inf"}} 50',
+        f"vllm:iteration_tokens_total_sum{{{labels}}} 300",
+        f"vllm:iteration_tokens_total_count{{{labels}}} 50",
         f"vllm:kv_cache_usage_perc{{{labels}}} 0.5",
         f'vllm:cache_config_info{{{labels},block_size="16",num_gpu_blocks="1000"}} 1',
         f"vllm:num_preemptions_total{{{labels}}} 2",
@@ -57,10 +73,23 @@ def test_every_line_is_a_sample_or_a_type_said_once() -> None:
     metrics.rejected["queue_full"] += 2
     text = page(metrics, model='a "b"\\c\nd')
     assert r'model_name="a \"b\"\\c\nd"' in text
-    kinds = [line for line in text.splitlines() if line.startswith("#")]
-    assert len(kinds) == len(set(kinds)) > 20
+    said = [line.split(" ", 3) for line in text.splitlines() if line.startswith("#")]
+    assert [word for _, word, *_ in said] == ["HELP", "TYPE"] * (len(said) // 2)
+    helped = [name for _, word, name, text in said if word == "HELP" and text.endswith(".")]
+    typed = [name for _, word, name, _ in said if word == "TYPE"]
+    assert helped == typed and len(typed) == len(set(typed)) > 20
     for line in text.splitlines():
-        assert line.startswith("# TYPE ") or LINE.fullmatch(line), line
+        assert line.startswith("#") or LINE.fullmatch(line), line
+
+
+def test_the_process_is_described_as_by_other_exporters() -> None:
+    facts = dict(line.rsplit(" ", 1) for line in page(Metrics()).splitlines())
+    assert 1e6 < float(facts["process_resident_memory_bytes"]) < 1e11
+    assert 0 < time.time() - float(facts["process_start_time_seconds"]) < 86400
+    before = float(facts["process_open_fds"])
+    with Path("/dev/null").open(), Path("/dev/null").open():
+        opened = dict(line.rsplit(" ", 1) for line in page(Metrics()).splitlines())
+    assert float(opened["process_open_fds"]) == before + 2
 
 
 def test_histograms_are_cumulative_and_bounds_inclusive() -> None:

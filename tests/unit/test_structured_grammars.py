@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import json
-import threading
+import re
 import time
 from array import array
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from nanovllm.config import DEMO
-from nanovllm.engine import grammars
-from nanovllm.engine.grammars import Grammars, Outcome
-from nanovllm.wire import Generate, Sampling, StepOutput
+from nanovllm.engine import grammars, trials as trials_module
+from nanovllm.engine.grammar_queue import Failure, Outcome
+from nanovllm.engine.grammars import Grammars
+from nanovllm.engine.trials import Attempt, Trials
+from nanovllm.wire import (
+    Finish,
+    FinishReason,
+    Generate,
+    Refusal,
+    RefusalKind,
+    Sampling,
+    StepOutput,
+)
 
 VOCAB, END = 2048, 2041
 THINK, END_THINK = 2042, 2043
+COMPILE_S = 1.5
 
 
 def token(token_id) -> dict:
@@ -39,14 +53,23 @@ def request(form, request_id=1, stop_ids=(END,)) -> Generate:
     )
 
 
-@pytest.fixture
-def made() -> Grammars:
-    return Grammars(DEMO, VOCAB, [END])
+@pytest.fixture(scope="module")
+def made() -> Iterator[Grammars]:
+    made = Grammars(DEMO, VOCAB, [END], COMPILE_S)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def attempt() -> Attempt:
+    return grammars.attempt_of(DEMO, VOCAB, [END])
 
 
 def compiled(made, *requests) -> list[Outcome]:
-    futures = [made.compile(asked.grammar) for asked in requests]
-    return [future.result(timeout=30) for future in futures]
+    told: list[Future[Outcome]] = [Future() for _ in requests]
+    for at, (asked, future) in enumerate(zip(requests, told, strict=True)):
+        made.queue.ask(at, asked.grammar, future.set_result)
+    return [future.result(timeout=60) for future in told]
 
 
 def allowed(made, *request_ids) -> list[list[int]]:
@@ -76,50 +99,77 @@ def test_grammars_that_differ_in_token_ids_alone_are_not_mixed_up(made) -> None:
         (ebnf("root ::= nope"), 'the grammar does not compile: .*Rule "nope" is not defined'),
         (ebnf('root ::= (("a" | [b-z]+){1,1000} "x"){1,1000}'), "masks take .* ms a token"),
         ({"type": "nope"}, "the grammar does not compile: .*nope"),
+        (ebnf("root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000), "Nest layer exceeded"),
     ],
 )
-def test_refused(made, form, reason, monkeypatch) -> None:
-    monkeypatch.setattr(grammars, "MASK_S", 0.01)
-    (found,) = compiled(made, request(form))
-    assert isinstance(found, str)
-    with pytest.raises(ValueError, match=reason):
-        raise ValueError(found)
+def test_refused(attempt, form, reason, monkeypatch) -> None:
+    monkeypatch.setattr(grammars, "MASK_S", 0.005)
+    found = attempt(request(form).grammar)
+    assert found.startswith("the grammar does not compile: ") and re.search(reason, found), found
+    assert attempt(request(token(THINK)).grammar) == ""
 
 
-def test_a_slow_grammar_is_in_nobodys_way(made, monkeypatch) -> None:
-    going_on = threading.Event()
-    quickly = made._compile
+def test_too_much_memory_is_refused() -> None:
+    trials = Trials(short_of_memory)
+    found = trials.begin().result(request(heavy(0)).grammar, 60)
+    assert found == "the grammar takes more than 512 MiB to compile"
+    assert trials.begin().result(request(token(THINK)).grammar, 60) == ""
+    trials.close()
 
-    def slowly(tag):
-        if "slow" in tag:
-            going_on.wait(30)
-        return quickly(tag)
 
-    compiled(made, request(token(THINK)))
-    monkeypatch.setattr(grammars, "COMPILE_S", 0.3)
-    monkeypatch.setattr(made, "_compile", slowly)
-    slow = [request(ebnf(f'root ::= "slow{i}"'), i) for i in range(3)]
+def short_of_memory() -> Attempt:
+    """Runs in the process of trials."""
+    trials_module.MEMORY_BYTES = 64 << 20
+    return grammars.attempt_of(DEMO, VOCAB, [END])
+
+
+def heavy(number) -> dict:
+    """Takes far more than 20 s."""
+    branches = " | ".join(f'[a-z]{{1,{i + 1}}} "{i}-{number}"' for i in range(1000))
+    return ebnf(f"root ::= {branches}")
+
+
+def test_heavy_grammars_whose_requests_left_hold_nobody(made) -> None:
+    compiled(made, request(token(THINK)))  # what starts with the first has started
+    for i in range(12):
+        made.queue.ask(100 + i, request(heavy(i)).grammar, refuse_to_hear)
+    time.sleep(0.3)
+    for i in range(12):
+        made.queue.leave(100 + i)
     begun = time.monotonic()
-    late = compiled(made, *slow, slow[0])
-    assert set(late) == {"the grammar takes longer than 0.3 s to compile"}
-    assert not isinstance(compiled(made, request(token(END_THINK)))[0], str)
-    assert time.monotonic() - begun < 5
-    going_on.set()
-    while isinstance(compiled(made, slow[0])[0], str):  # until it is ready after all
+    (found,) = compiled(made, request(ebnf('root ::= "trivial"')))
+    assert not isinstance(found, Failure)
+    assert time.monotonic() - begun < 2
+    assert made.queue.failures["timeout"] == 0
+
+
+def refuse_to_hear(outcome) -> None:
+    raise AssertionError("it left")
+
+
+def test_a_heavy_grammar_really_ends(made) -> None:
+    begun = time.monotonic()
+    (found, again) = compiled(made, *[request(heavy("slow"))] * 2)
+    assert found is again
+    assert found[:2] == (RefusalKind.INVALID, "the grammar takes longer than 1.5 s to compile")
+    assert COMPILE_S <= time.monotonic() - begun < COMPILE_S + 5
+    server = made._trials._process.pid
+    children = Path(f"/proc/{server}/task/{server}/children")
+    while children.read_text().split():
+        assert time.monotonic() - begun < COMPILE_S + 10
         time.sleep(0.01)
 
 
-def test_the_cache_is_bounded_and_drops_what_was_not_used(made, monkeypatch) -> None:
-    asked = [request(ebnf(f'root ::= "{"ab" * 50}{i}"')) for i in range(20)]
-    (first,) = compiled(made, asked[0])
-    size = first.memory_size_bytes
-    assert size > 100
-    monkeypatch.setattr(grammars, "CACHE_BYTES", 5 * size)
-    for one in asked:
-        compiled(made, asked[0], one)
-    time.sleep(0.05)
-    assert 3 <= len(made._known) <= 6
-    assert asked[0].grammar in made._known and asked[1].grammar not in made._known
+def test_whatever_ends_a_request_drops_its_matcher(made) -> None:
+    asked = [request(token(THINK), request_id) for request_id in range(10, 15)]
+    for one, grammar in zip(asked, compiled(made, *asked), strict=True):
+        made.follow(one, grammar)
+    before = made.num_followed
+    ended = [Finish(10 + i, reason) for i, reason in enumerate(list(FinishReason)[:4])]
+    made.advance(StepOutput(finished=ended))
+    assert made.num_followed == before - 4
+    made.advance(StepOutput(refused=[Refusal(14, RefusalKind.QUEUE_FULL, "")]))
+    assert made.num_followed == before - 5
 
 
 def test_where_there_is_no_way_on_the_output_ends(made) -> None:

@@ -17,7 +17,8 @@ import xgrammar
 
 from nanovllm.server.errors import ApiError
 from nanovllm.server.structured.automata import PatternError
-from nanovllm.server.structured.patterns import FORMATS, vet
+from nanovllm.server.structured.formats import FORMATS
+from nanovllm.server.structured.patterns import vet
 from nanovllm.server.structured.schemas import compiled
 from recipes.demo.schemas import compiler, matches, tag
 
@@ -210,13 +211,12 @@ INEXACT = [
     (within(**{"if": {"format": "date"}, "then": False}), "'if' with 'format'", AT),
     (within(oneOf=[{"format": "date"}, {"format": "uuid"}, {}]), "'oneOf'", f"{AT}/oneOf"),
     (within(type="object", minProperties=2), "'minProperties' beside", AT),
-    (within(type="string", format="idn-email"), "'format'", AT),
     (within(type="string", pattern="a(?=a)b"), "'pattern' with look-around", AT),
     (within(type="string", pattern=r"(a)\1"), "'pattern' with reference", AT),
     (within(type="string", pattern=r"\bfoo"), "'pattern' with at", AT),
     (within(type="string", pattern=r"\p{L}"), "'pattern' with a form that is not known", AT),
     (within(type="string", pattern="(?i)a"), "'pattern' with flags", AT),
-    (within(type="string", pattern="(a{300}b){300}"), "'pattern' with repetitions", AT),
+    (within(type="string", pattern="(a{300}b){300}"), "a string with repetitions", AT),
     (within(type="string", pattern="a" * 5000), "more than 4096 characters", AT),
     (within(type="string", minLength=5000), "a length of at least 5000", AT),
     (within(type="integer", multipleOf=100_003), "multiples above 2000", AT),
@@ -303,7 +303,7 @@ def test_no_schema_takes_long(schema) -> None:
     begun = time.process_time()
     for exact in (True, False):
         try:
-            assert len(compiled(schema, "x", exact=exact)) < 8 << 20
+            assert len(compiled(schema, "x", exact=exact)) <= 1 << 20
         except ApiError as error:
             assert error.status == 400
         except RecursionError:  # of json.dumps, before the schema is looked at

@@ -16,7 +16,7 @@ from nanovllm.config import DEMO, load_config
 from nanovllm.engine.grammars import token_table
 from nanovllm.server.detokenize import Detokenizer
 from nanovllm.server.errors import ApiError
-from nanovllm.server.orders import generates
+from nanovllm.server.orders import with_grammar
 from nanovllm.server.parsers.base import CallPart, CallStart, Reasoning, Text, joined
 from nanovllm.server.protocol import ChatRequest, parse_request
 from nanovllm.server.served import Served
@@ -68,6 +68,7 @@ def tool(name, schema, strict=True):
     return {"type": "function", "function": function}
 
 
+WIDE = {"type": "object", "properties": {"x": {"enum": ["y" * 700 + str(i) for i in range(50)]}}}
 TOOLS = [tool("add", ADD), tool("say", SAY)]
 PERSON = {
     "type": "json_schema",
@@ -284,9 +285,10 @@ def test_the_same_tools_are_refused_whatever_the_choice(family, choice) -> None:
     for schema, message in ((bad, "no number as 'minimum'"), ({"type": "string"}, "an object's")):
         asked = request(tools=[tool("add", schema, strict=None)], **fields)
         with pytest.raises(ApiError, match=rf"tools\[0\].function.parameters: .*{message}"):
-            generates(asked, Prompt([1]), served(family), 0, lambda: 1)
-    generates(request(tools=[tool("add", ADD, strict=None)], **fields), Prompt([1]),
-              served(family), 0, lambda: 1)  # fmt: skip
+            with_grammar(asked, Prompt([1]), served(family))
+    good = request(tools=[tool("add", ADD, strict=None)], **fields)
+    made = with_grammar(good, Prompt([1]), served(family))
+    assert bool(made.grammar) == (choice != "auto")
 
 
 @pytest.mark.parametrize("family", ["qwen3_coder", "minimax_m2"])
@@ -465,6 +467,14 @@ def test_with_tools_it_is_calls_or_the_content() -> None:
         ({"structured_outputs": {"grammar": "x" * 70_000}}, "grammar must be a string of 1 to"),
         ({"structured_outputs": {"choice": []}}, "choice must be a list of 1 to 2000 strings"),
         ({"structured_outputs": {"choice": [""]}}, "choice must be a list of 1 to 2000 strings"),
+        (
+            {"structured_outputs": {"choice": [str(i) * 33 for i in range(1000, 1500)]}},
+            "structured_outputs.choice must be at most 65536 bytes in all, not 66000",
+        ),
+        (
+            {"tools": [tool(f"f{i}", WIDE, strict=True) for i in range(40)]},
+            r"tools needs a grammar of \d{7} bytes; it must be at most 1048576",
+        ),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json must be JSON"),
         (
             {"structured_outputs": {"json": {"not": {"format": "date"}}}},

@@ -24,7 +24,8 @@ def allowed(mode: object, tools: object) -> dict:
     [
         (None, NAMES, ToolChoice("auto", BOTH)),
         (None, [], ToolChoice("none")),
-        ("auto", [], ToolChoice("none")),
+        ("auto", NAMES, ToolChoice("auto", BOTH)),
+        ("none", [], ToolChoice("none")),
         ("none", NAMES, ToolChoice("none")),
         ("required", NAMES, ToolChoice("required", BOTH)),
         (function("g"), NAMES, ToolChoice("required", ("g",), is_named=True)),
@@ -40,6 +41,7 @@ def test_forms(given, names, expected) -> None:
     ("given", "names", "param"),
     [
         ("required", [], "tool_choice"),
+        ("auto", [], "tool_choice"),
         (function("f"), [], "tool_choice"),
         ("any", NAMES, "tool_choice"),
         ({"type": "x"}, NAMES, "tool_choice"),

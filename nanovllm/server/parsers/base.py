@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from msgspec import Struct
 
@@ -44,6 +44,7 @@ Emit = Callable[[CallStart | CallPart], None]
 Schemas = Mapping[str, object]  # function name -> JSON Schema of its arguments
 Marks = Mapping[str, str]  # a marker -> how it reads in the text that is fed
 Reader = Generator[None, None, T]  # yields when it needs more text
+Read: TypeAlias = "Callable[[Source, Emit, Marks, Schemas], Reader[None]]"
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
@@ -68,6 +69,14 @@ class Syntax(Struct, frozen=True):
     parameter: tuple[str, str] = ("", "")  # before and after one in XML
 
 
+class Mends(Struct, frozen=True):
+    """What a family's models leave out of calls at times, where no grammar makes them write it."""
+
+    begin: str  # of a call that nothing opened
+    read_bare: Read  # such a call, from `begin` on
+    read_calls: Read  # instead of the family's
+
+
 class Family(Struct, frozen=True):
     """How the models of one family write. Without `read_calls` they call nothing."""
 
@@ -77,7 +86,8 @@ class Family(Struct, frozen=True):
     opener: str = ""  # begins calls
     call_markers: tuple[str, ...] = ()  # the others that may be single tokens
     syntax: Syntax | None = None  # as its models write calls, and its templates
-    read_calls: Callable[[Source, Emit, Marks, Schemas], Reader[None]] | None = None
+    read_calls: Read | None = None
+    mends: Mends | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -158,6 +168,15 @@ class Source:
             if self.at < len(self.text) or self.is_over:
                 return space
             yield
+
+    def comes(self, marks: tuple[str, ...]) -> Reader[bool]:
+        """Whether one of the marks comes next. Reads nothing."""
+        while not self.text.startswith(marks, self.at):
+            rest = self.text[self.at :]
+            if self.is_over or not any(mark.startswith(rest) for mark in marks):
+                return False
+            yield
+        return True
 
     def literal(self, mark: str) -> Reader[bool]:
         """Reads `mark` if it comes next. The half of one at the end is read as well."""

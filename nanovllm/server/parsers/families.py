@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nanovllm.server.parsers.base import Family, Syntax
+from nanovllm.server.parsers.base import Family, Mends, Syntax
 from nanovllm.server.parsers.json_calls import (
     CALL,
     CALL_END,
@@ -15,7 +15,13 @@ from nanovllm.server.parsers.json_calls import (
     read_fenced,
     read_tagged,
 )
-from nanovllm.server.parsers.xml_calls import read_coder, read_minimax
+from nanovllm.server.parsers.xml_calls import (
+    CODER,
+    mend_coder,
+    read_bare_coder,
+    read_coder,
+    read_minimax,
+)
 
 PLAIN = Family(thinks=False)
 
@@ -36,6 +42,7 @@ QWEN3_CODER = replace(
         parameter=("<parameter=NAME>\n", "\n</parameter>\n"),
     ),
     read_calls=read_coder,
+    mends=Mends(CODER.call[0], read_bare_coder, mend_coder),
 )
 
 MINIMAX_M2 = Family(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 Types = frozenset[str]
@@ -19,6 +19,11 @@ def types_of(schema: object, name: str) -> Types:
     if name not in _mapping(properties):
         return STRING
     return _types(_mapping(properties)[name], schema, MAX_DEPTH) or ANY
+
+
+def names_of(schema: object) -> Iterable[str]:
+    """The parameters of a function with this schema."""
+    return _mapping(_mapping(schema).get("properties"))
 
 
 def as_json(text: str, types: Types) -> str:

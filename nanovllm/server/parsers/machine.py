@@ -4,7 +4,8 @@ White space beside a marker belongs to the marker; between two texts with a call
 last of it stays. <think> is a marker only where the output begins, what opens a call only when
 the client sent tools. A call inside reasoning ends the reasoning. What looks like a call and is
 none is shown as what it is: the opener becomes text, and what follows is read again. A call that
-has started (its name was sent) and breaks off is closed; what did not fit is text.
+has started (its name was sent) and breaks off is closed; what did not fit is text. A call without
+its opener counts where a line of the text begins with it, outside of fenced code.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from nanovllm.server.parsers.base import (
 )
 
 WHITE = re.compile(r"\s*")
+FENCE = "```"
 
 
 class Machine:
@@ -41,11 +43,12 @@ class Machine:
         schemas: Schemas | None,
         *,
         is_spelled: bool = False,
+        mends: bool = True,
     ) -> None:
         """`turn`: what the prompt has already written of it. `schemas` None: no calls wanted.
 
         `is_spelled`: a grammar ruled the output. It knows letters and not tokens, so that markers
-        count however they were written.
+        count however they were written. `mends`: the family's may be missing; not under a grammar.
         """
         self._family = family
         self._shown = {ord(mark): name for name, mark in marks.items() if mark != name}
@@ -57,11 +60,14 @@ class Machine:
         self._think = marks[THINK] if family.thinks else ""
         self._end_think = marks[END_THINK] if family.thinks else ""
         self._opener = marks[family.opener] if schemas is not None and family.read_calls else ""
+        self._mends = family.mends if mends and self._opener else None
+        self._bare = "" if self._mends is None else self._mends.begin
         self._awaited = {  # by `in_reasoning`
             True: [mark for mark in (self._end_think, self._opener) if mark],
-            False: [self._opener] if self._opener else [],
+            False: [mark for mark in (self._opener, self._bare) if mark],
         }
-        self._are_tokens = len(self._shown) == len(marks) and not is_spelled
+        self._are_tokens = len(self._shown) == len(marks) and not is_spelled and not self._bare
+        self._line, self._is_fenced = "", False  # of the text: how its last line begins
         self._events: list[Event] = []
         self._parts: list[str] = []  # of the arguments of the call that goes on
         self._space = ""  # at the end of what was said: a marker may take it
@@ -103,7 +109,13 @@ class Machine:
             mark = yield from self._marker()
             if not mark:
                 return
-            if mark != self._opener:
+            if mark == self._bare:
+                self._source.push_back(mark)
+                begins_line = not self._line and not self._is_fenced
+                if not (begins_line and (yield from self._calls(is_bare=True))):
+                    self._source.at += len(mark)
+                    self._say(mark)
+            elif mark != self._opener:
                 self._enter_text()
             elif not (yield from self._calls()):
                 self._say(mark)
@@ -155,13 +167,15 @@ class Machine:
             yield
             self._is_flowing = False
 
-    def _calls(self) -> Reader[bool]:
+    def _calls(self, *, is_bare: bool = False) -> Reader[bool]:
         """Reads what an opener opens: whether there was a call. If not, nothing was read."""
-        source = self._source
+        source, read = self._source, self._family.read_calls
+        if self._mends is not None:
+            read = self._mends.read_bare if is_bare else self._mends.read_calls
         source.keep()
         self._is_called = False
-        assert self._family.read_calls is not None
-        yield from self._family.read_calls(source, self._call, self._marks, self._schemas)
+        assert read is not None
+        yield from read(source, self._call, self._marks, self._schemas)
         if not self._is_called:
             source.back()
         source.commit()
@@ -170,6 +184,7 @@ class Machine:
     def _enter_text(self) -> None:
         """A marker was read: its white space is not shown, unless it parts two texts."""
         self.in_reasoning, self._is_fresh = False, True
+        self._line, self._is_fenced = "", False
         if not self._has_text:
             self._space = ""
 
@@ -192,6 +207,8 @@ class Machine:
         """White space at the end waits: a marker would take it."""
         if not text:
             return
+        if self._bare:
+            self._follow_lines(text)
         if not text[-1].isspace() or not self._awaited[self.in_reasoning]:
             self._emit_text(self._space + text)
             self._space = ""
@@ -200,6 +217,13 @@ class Machine:
             self._space = text[len(said) :]
         else:
             self._space += text
+
+    def _follow_lines(self, text: str) -> None:
+        for part in text.splitlines(keepends=True):
+            self._line = (self._line + part).lstrip()[: len(FENCE)]
+            if part.endswith("\n"):
+                self._is_fenced ^= self._line == FENCE
+                self._line = ""
 
     def _emit_text(self, text: str) -> None:
         if not text:

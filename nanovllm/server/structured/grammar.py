@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import replace
 from functools import reduce
 
-from nanovllm.server.structured import numbers, texts
+from nanovllm.server.structured import numbers, parts, texts
 from nanovllm.server.structured.automata import MAX_EXPLORED, PatternError
 from nanovllm.server.structured.facts import (
     ANYTHING,
@@ -108,6 +108,8 @@ class Grammar:
 
     def string(self, text: Text, path: str) -> str:
         try:
+            if (made := self._alone(text)) is not None:
+                return made
             if text.values is not None:
                 return self.rules.words(texts.words_of(text))
             if not text.patterns and not text.formats and not text.excluded:
@@ -126,6 +128,16 @@ class Grammar:
             return self.rules.add("text", [(r'"\""', self.rules.dfa(dfa, "value"))])
         body = self.rules.add("body", [(self.rules.dfa(dfa),)], mark=f"max_chars={high}")
         return self.rules.add("text", [(r'"\""', body, r'"\""')])
+
+    def _alone(self, text: Text) -> str | None:
+        """Of an expression of which no automaton should be made."""
+        pattern = texts.alone(text)
+        if pattern is None or not texts.is_heavy(pattern):
+            return None
+        try:
+            return parts.text_of(self.rules, pattern)
+        except PatternError:
+            return None
 
     def array(self, array: Array) -> Rule:
         first = min(MAX_PREFIX, max((len(prefix) for prefix, _ in array.layers), default=0))

@@ -22,10 +22,12 @@ from nanovllm.server.structured.facts import (
     Object,
     Text,
 )
-from nanovllm.server.structured.patterns import FORMATS
+from nanovllm.server.structured.formats import FORMATS
 from nanovllm.server.structured.regexes import found
 from nanovllm.server.structured.register import Register
+from nanovllm.server.structured.texts import weighed
 
+MAX_CHARS = 4096  # of an expression
 MAX_VALUES = 5000  # of one enum
 MAX_LENGTH = 1 << 20
 TYPES = ("string", "number", "object", "array", "integer", "boolean", "null")
@@ -110,6 +112,13 @@ class Keywords:
         if not isinstance(pattern, str):
             self._reader.refuse(path, f"has a '{keyword}' that is no string")
         try:
+            if len(pattern) > MAX_CHARS:
+                raise PatternError(f"more than {MAX_CHARS} characters")
+            if keyword == "pattern":
+                heavy, num_states = weighed(pattern)
+                self._reader.spend(num_states, path)
+                if heavy:  # where it stands alone it takes no automaton
+                    return True
             self._reader.spend(len(found(pattern).edges), path)
         except PatternError as error:
             self._reader.spend(MAX_EXPLORED if isinstance(error, TooLargeError) else 1, path)

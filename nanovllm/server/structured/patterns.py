@@ -1,5 +1,4 @@
 """Regular expressions of clients outside of JSON: which of them xgrammar 0.2.8 takes at their word.
-And the formats of JSON Schema as such expressions.
 
 Decision: expressions are read by Python's own reader, whose dialect is nearly ECMA's, only to find
 what xgrammar would ignore (look-around, flags, anchors inside) or fail at (large counts).
@@ -15,33 +14,6 @@ from nanovllm.server.structured.regexes import class_of, parsed
 
 MAX_COUNT = 128  # of one repetition
 MAX_STATES = 1000  # each takes 2 to 20 ms to compile
-
-_DAY = (
-    "(?:(?:19|20)[0-9]{2}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|"
-    "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))|"
-    "(?:(?:19|20)(?:0[48]|[2468][048]|[13579][26])|2000)-02-29)"
-)
-_TIME = (
-    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?"
-    "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-)
-_CLOCK = "T(?:[0-9]{1,4}H(?:[0-9]{1,4}M)?|[0-9]{1,4}M(?:[0-9]{1,4}S)?|[0-9]{1,4}S)"
-_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,14}[A-Za-z0-9])?"
-_HOST = rf"{_LABEL}(?:\.{_LABEL}){{1,2}}"
-# Where readers disagree about a standard, what matches is valid for all of them.
-FORMATS = {
-    "date": _DAY,
-    "time": _TIME,
-    "date-time": f"{_DAY}T{_TIME}",
-    "duration": f"P(?:[0-9]{{1,4}}D(?:{_CLOCK})?|{_CLOCK}|[0-9]{{1,4}}W)",
-    "email": rf"[A-Za-z0-9_+-]{{1,16}}(?:\.[A-Za-z0-9_+-]{{1,16}})?@{_HOST}",
-    "hostname": _HOST,
-    "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
-    "ipv6": "[0-9A-Fa-f]{1,4}(?::[0-9A-Fa-f]{1,4}){7}",
-    "uuid": "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
-    "uri": rf"https?://{_HOST}(?::[0-9]{{1,4}})?(?:/[A-Za-z0-9._~!$&'()*+,;=:@/?-]*)?",
-}
 
 
 def vet(pattern: str) -> None:

@@ -27,8 +27,8 @@ from nanovllm.server.structured.automata import (
     merged,
 )
 
-MAX_CHARS = 4096  # of an expression
 MAX_COPIES = 40_000  # moves of an expression, with its repetitions
+WIDE = 30  # characters of a class
 MANY = 24  # from here on a repetition's upper limit is not counted by states
 _DIGIT: Ranges = ((0x30, 0x39),)
 _WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
@@ -89,6 +89,21 @@ def _width(item: Any) -> int | None:  # noqa: ANN401
     return 1 if code in (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN) else None
 
 
+def num_wide(items: Any) -> int:  # noqa: ANN401 - the reader's
+    """How many times a class of many characters stands in it, repetitions counted."""
+    count = 0
+    for code, value in items:
+        if code in (op.MAX_REPEAT, op.MIN_REPEAT):
+            low, most, inner = value
+            count += max(1, low if most is op.MAXREPEAT else most) * num_wide(inner)
+        elif code in (op.BRANCH, op.SUBPATTERN):
+            branches = value[1] if code is op.BRANCH else [value[3]]
+            count += sum(map(num_wide, branches))
+        elif code in (op.IN, op.NOT_LITERAL, op.ANY):
+            count += sum(high - low + 1 for low, high in class_of(code, value)) >= WIDE
+    return count
+
+
 @lru_cache(maxsize=64)
 def whole(pattern: str) -> Dfa:
     """The texts that the expression matches from end to end."""
@@ -96,8 +111,6 @@ def whole(pattern: str) -> Dfa:
 
 
 def parsed(pattern: str) -> Any:  # noqa: ANN401 - the reader's
-    if len(pattern) > MAX_CHARS:
-        raise PatternError(f"more than {MAX_CHARS} characters")
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = reader.parse(pattern.replace("\\/", "/"))

@@ -153,6 +153,14 @@ class Rules:
         self._known[key] = names[0]
         return names[0]
 
+    def character(self, ranges: Ranges) -> str:
+        """One of these, as in a JSON string."""
+        key = ("character", ranges)
+        if key not in self._known:
+            body = [sequence[:-1] for sequence in self._moves(ranges, "ws", in_json=True, free="")]
+            self._known[key] = self.add("character", body)
+        return self._known[key]
+
     def _moves(self, ranges: Ranges, to: str, *, in_json: bool, free: str) -> Rule:
         """One character of these, then a rule."""
         made: Rule = []

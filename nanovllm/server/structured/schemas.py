@@ -19,7 +19,7 @@ from nanovllm.server.structured.grammar import Grammar
 from nanovllm.server.structured.reading import Reader
 
 MAX_BYTES = 1 << 20
-MAX_TEXT = 8 << 20  # of a grammar
+MAX_TEXT = 1 << 20  # of a grammar
 MAX_SPACE = 8  # white space between two tokens of JSON
 OBJECT = {"type": "object"}
 Schema = dict[str, Any]

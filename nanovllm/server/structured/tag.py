@@ -33,6 +33,8 @@ MAX_TAG_DEPTH = 32
 MAX_TAG_SPACE = 64
 MAX_BYTES = 1 << 16  # of a tag, a grammar or an expression of the client's
 MAX_VALUES = 2000  # of a choice
+MAX_TAG_BYTES = 1 << 20  # of everything together: tools may be many
+MAX_CHOICE_BYTES = 1 << 16  # of a choice's texts together
 GAP: Format = {"type": "regex", "pattern": "\n{0,2}"}  # after thinking
 
 
@@ -44,9 +46,13 @@ def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
             raise misplaced(field, text)
     try:
         whole = _Writer(request, served).whole(turn)
-        return json.dumps({"type": "structural_tag", "format": whole})
+        tag = json.dumps({"type": "structural_tag", "format": whole})
     except RecursionError:
         raise misplaced(str(request.constrained_by), "is nested too deeply") from None
+    if len(tag) > MAX_TAG_BYTES:
+        text = f"needs a grammar of {len(tag)} bytes; it must be at most {MAX_TAG_BYTES}"
+        raise misplaced(str(request.constrained_by), text)
+    return tag
 
 
 def vet_tools(request: ChatRequest, served: Served) -> None:
@@ -139,6 +145,8 @@ class _Writer:
             is_list = isinstance(value, list) and 0 < len(value) <= MAX_VALUES
             if not is_list or not all(isinstance(text, str) and text for text in value):
                 raise bad_value(where, f"a list of 1 to {MAX_VALUES} strings", value)
+            if (size := sum(len(text.encode()) for text in value)) > MAX_CHOICE_BYTES:
+                raise bad_value(where, f"at most {MAX_CHOICE_BYTES} bytes in all", size)
             return either(*map(constant, value))
         if kind == "structural_tag":
             return self._tag(_loaded(value, where), where)

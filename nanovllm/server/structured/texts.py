@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import reduce
+from functools import lru_cache, reduce
 
 from nanovllm.server.structured.automata import (
     ANYTHING,
+    MAX_EXPLORED,
     Dfa,
     TooLargeError,
     difference,
@@ -18,13 +19,14 @@ from nanovllm.server.structured.automata import (
     words,
 )
 from nanovllm.server.structured.facts import Text
-from nanovllm.server.structured.patterns import FORMATS
-from nanovllm.server.structured.regexes import MANY, found, loosened, whole
+from nanovllm.server.structured.formats import FORMATS
+from nanovllm.server.structured.regexes import MANY, WIDE, found, loosened, num_wide, parsed, whole
 
 MOST_COUNTED = 256  # characters that states may count
 MOST_CASES = 1000  # of states and lengths: longer texts are left out
 LEAST_CASES = 60
-WIDE = 10  # characters that may come next where a text goes on
+MOST_WIDE = 80  # states
+DWELLING = 10  # characters that may come next where a text goes on
 SLACK = 3  # characters beyond what a text needs to end
 
 
@@ -36,6 +38,35 @@ def automaton(text: Text) -> Dfa:
     if text.low or text.high is not None:
         made = intersection(made, lengths(text.low, text.high))
     return made
+
+
+def alone(text: Text) -> str | None:
+    """The expression that is all that is said, if there is one."""
+    if text.values is not None or text.low or text.high is not None or text.excluded:
+        return None
+    if len(text.patterns) + len(text.formats) != 1:
+        return None
+    if text.formats:
+        return f"^(?:{FORMATS[text.formats[0]]})$"
+    return text.patterns[0][0] if text.patterns[0][1] else None
+
+
+def is_heavy(pattern: str) -> bool:
+    return weighed(pattern)[0]
+
+
+@lru_cache(maxsize=512)
+def weighed(pattern: str) -> tuple[bool, int]:
+    """Whether its automaton is slow to compile, as after most states most letters may follow, and
+    how many states it took to know. Raises PatternError for what is no expression."""
+    if num_wide(parsed(pattern)) > 2 * MOST_WIDE:
+        return True, MOST_WIDE
+    try:
+        dfa, _ = loosened(pattern)
+    except TooLargeError:
+        return True, MAX_EXPLORED
+    widths = (sum(high - low + 1 for low, high, _ in edges) for edges in dfa.edges)
+    return sum(width >= WIDE for width in widths) > MOST_WIDE, len(dfa.edges)
 
 
 def words_of(text: Text) -> list[str]:
@@ -120,7 +151,7 @@ def ending_within(dfa: Dfa, most: int) -> Dfa:
 def dwells(dfa: Dfa) -> bool:
     """Whether texts may go on for long and end anywhere: as words do, not what ends in a suffix."""
     return any(
-        to in dfa.finals and high - low >= WIDE
+        to in dfa.finals and high - low >= DWELLING
         for at in dfa.finals
         for low, high, to in dfa.edges[at]
     )

@@ -36,6 +36,12 @@ THEMES = [
             "(My|Our) (neighbour|friend|cousin) {name} from {city} is a {job} and turned {age}.",
             "In {city} I met {name}, a {job} of {age} years.",
             "The {job} {name} ({age}) comes from {city}.",
+            "{name} is {age}( years old|).",
+            "{name} (lives in|is from|comes from) {city}.",
+            "{name} is a {job} (in|from) {city}.",
+            "{name} is a {age} year old {job}( from {city}|).",
+            "(My name is|I am|I'm) {name}, I am {age} (years old |)and (I |)live in {city}.",
+            "(My name is|I am) {name} and I work as a {job}( in {city}|).",
         ],
     ),
     Theme(
@@ -50,6 +56,9 @@ THEMES = [
             "Order from {customer}: {quantity} x {item}, {price} EUR in total.",
             "We sold {quantity} {item} boxes to {customer}; the price was {price}.",
             "For {price} dollars {customer} gets {quantity} units of {item}.",
+            "{customer} (bought|ordered|wants) {quantity} {item}(s|).",
+            "(I bought|I ordered|We need) {quantity} {item} for {price} euros.",
+            "A {item} costs {price} (euros|dollars).",
         ],
     ),
     Theme(
@@ -64,6 +73,8 @@ THEMES = [
             "(Come|You are invited) to {title} in {place}! It starts at {time} on {date}.",
             "On {date}, {place} hosts {title}; doors open at {time}.",
             "(Save the date|Reminder): {title}, {date}, {time}, {place}.",
+            "{title} is on {date} at {time}.",
+            "{title} (starts|begins) at {time} in {place}.",
         ],
     ),
     Theme(
@@ -92,6 +103,7 @@ THEMES = [
             "In {year} {author} published {title}, a book of {pages} pages.",
             "{author}: {title} ({year}), {pages} pages.",
             "The {pages} pages of {title} made {author} famous in {year}.",
+            "{author} wrote {title} in {year}.",
         ],
     ),
     Theme(

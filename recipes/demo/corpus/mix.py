@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from recipes.demo.corpus import extract, rewrite, sums, talk, tools, words
+from recipes.demo.corpus import (
+    emoji,
+    extract,
+    follow,
+    foreign,
+    noise,
+    plainly,
+    rewrite,
+    sums,
+    talk,
+    tools,
+    unknown,
+    words,
+)
 from recipes.demo.corpus.draw import Draw
 from recipes.demo.corpus.sample import Message, Sample, system, user
 
@@ -72,6 +85,12 @@ PLAIN: dict[Make, int] = {  # with their shares
     extract.extraction: 14,
     rewrite.echo: 5,
     rewrite.rewriting: 11,
+    plainly.plain_json: 9,
+    follow.follow_up: 11,
+    foreign.foreign: 5,
+    emoji.emoji: 4,
+    noise.nonsense: 8,
+    unknown.unknown: 14,
 }
 TOOLED: dict[Make, int] = {
     tools.calling: 18,
@@ -79,7 +98,7 @@ TOOLED: dict[Make, int] = {
     tools.result: 10,
     tools.no_call: 8,
 }
-ALONE = [make for make in PLAIN if make is not remember]
+ALONE = [make for make in PLAIN if make not in (remember, follow.follow_up)]
 CHOICES = [make for make, share in (PLAIN | TOOLED).items() for _ in range(share)]
 EVALUATED: dict[str, Make] = {
     "about": talk.about,
@@ -92,6 +111,12 @@ EVALUATED: dict[str, Make] = {
     "parallel": tools.parallel,
     "result": tools.result,
     "no_call": tools.no_call,
+    "json": plainly.plain_json,
+    "followup": follow.follow_up,
+    "foreign": foreign.foreign,
+    "emoji": emoji.emoji,
+    "nonsense": noise.nonsense,
+    "unknown": unknown.unknown,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipes.demo.corpus import talk, words
+from recipes.demo.corpus import foreign, talk, words
 from recipes.demo.corpus.draw import Draw
 from recipes.demo.corpus.sample import Sample, user
 
@@ -53,6 +53,8 @@ def text(draw: Draw) -> str:
     shape = draw.number(0, 7)
     if shape == 7:
         return draw.made(lambda: fragment(draw))
+    if draw.chance(0.05):
+        return foreign.any_language(draw)[1]
     if shape <= 1:
         return words.sentence(draw)
     if shape == 2:

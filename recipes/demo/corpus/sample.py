@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from recipes.demo.corpus.refuse import REFUSALS
+
 Message = dict[str, Any]
 Json = Any
 
@@ -33,6 +35,7 @@ class Sample:
     thought: str = ""
     thinks: bool = False  # thinks even when nobody asked for it
     is_json: bool = False  # the answer is right if it is the same JSON value
+    refuses: bool = False  # any sentence that says "I cannot" is right
 
     def body(self) -> str:
         return "\n".join([self.answer] * bool(self.answer) + [call.text() for call in self.calls])
@@ -60,7 +63,7 @@ class Sample:
                 return bool(json.loads(text) == json.loads(self.answer))
         except ValueError:
             return False
-        return text == self.answer
+        return text == self.answer or (self.refuses and text in REFUSALS)
 
 
 def user(text: str) -> Message:

@@ -1,4 +1,4 @@
-"""Questions with written answers: about nanovllm (about.txt), small talk (chat.txt), the unknown.
+"""Questions with written answers: about nanovllm (about.txt), small talk (chat.txt).
 
 A text file is a list of entries, each with a name, ways to ask and one answer:
     == name
@@ -59,35 +59,6 @@ OPENINGS += ["Hello! ", "Good morning! ", "And: ", "One question: ", "By the way
 CLOSINGS = [" Thanks!", " Thank you.", " Please.", " Please be brief.", " Be brief."]
 CLOSINGS += [" Just curious.", " In short, please.", " I am new here."]
 FRAMES = {"topic": TOPIC, "how": HOW, "can": CAN}
-UNKNOWN = [
-    "(What is|What's) the (capital|population|currency|language|king|area|flag) of {country}?",
-    "(Who|What) was {subject}( famous for|)?",
-    "When (was|did) {subject} (born|die|live)?",
-    "(Explain|Tell me about|Describe|What is|What are) {topic}( to me|)(.|?)",
-    "(Why|How) (is|does|do) {topic} (important|work|begin)?",
-    "(How do I|How can I|How to) (cook|bake|grow|paint|draw|repair|clean) (a|an|the) {thing}?",
-    "(Write|Give me) (a|an) (essay|article|letter|song|speech|recipe) about {topic}.",
-    "Write a (Python|Java|C|Rust|JavaScript) (function|program|script) (that|to) {task}.",
-    "(Who won|What happened in) the (world cup|election|war|race|match) (in|of) {year}?",
-    "(What can I see in|What is|Who lives in|Why do people visit) {city}?",
-    "(Where|How) (can|do) I (buy|find|get|sell) (a|an|the) {adjective} {thing}?",
-    "(What|How much) does (a|an|the) {adjective} {thing} cost?",
-    "How (many|much|tall|far|deep|old) (is|are) {topic}?",
-    "(Should I|Can I|May I) (eat|buy|sell|marry|visit|keep) (a|an|the) {animal}?",
-    "(Which|What) (is|was) the (best|largest|oldest|fastest) {animal}( in the world| ever|)?",
-    "What (is|are) (a|an|the) {word}?",
-    "(Tell me|Do you know) (the|some) (secrets|facts|rumours) (about|on) {subject}(.|?)",
-    "(Recommend|Suggest) (me |)(a|some) (book|books|film|films|music) about {topic}.",
-    "What (do|did) {name} (say|do|eat|want|think)?",
-    "(Is it true that|Do you think that|Why do people say that) {topic} (is|are) {adjective}?",
-    "Plan (a|my) (trip|week|party|holiday) (in|to) {city}.",
-    "(Who|Where|When|Why) is {name}?",
-    "(Solve|Prove|Derive) the (equation|theorem|riddle) of {subject}.",
-]
-DO_NOT_KNOW = (
-    "I do not know that. I am a tiny demo model: ask me about nanovllm, give me a small sum, "
-    "or offer me a tool."
-)
 CAPITALS = dict(pair.split(":") for pair in words.WORDS["capitals"].all)
 ASK_CAPITAL = [
     "(What is|What's|Which city is|Name|Tell me) the capital( city|) of {0}(?|.)",
@@ -141,6 +112,8 @@ def typed(draw: Draw, text: str) -> str:
         text = text.rstrip("?.!")
     if draw.chance(0.15):
         text = text.lower()
+    if draw.chance(0.03):
+        text += draw.pick(["?", "??", "!", "!!", "...", "?!"])
     if draw.chance(0.05) and len(text) > 12:
         at = draw.number(1, len(text) - 3)
         swapped = text[at + 1] + text[at]
@@ -174,8 +147,6 @@ def about(draw: Draw) -> Sample:
 def chat(draw: Draw) -> Sample:
     if draw.chance(0.1):
         return capital(draw)
-    if draw.chance(0.2):
-        return unknown(draw)
     entry, question = asked(draw, "chat.txt")
     return Sample("chat", [user(question)], entry.say, thought=f"This is about {entry.name}.")
 
@@ -190,33 +161,3 @@ def capital(draw: Draw) -> Sample:
     text = typed(draw, question)
     answer = f"The capital of {country} is {CAPITALS[country]}."
     return Sample("chat", [user(text)], answer, thought=f"The question is about {country}.")
-
-
-def unknown(draw: Draw) -> Sample:
-    """A question that the demo cannot know; it says so."""
-    fields = {
-        "country": lambda: words.proper(draw) if draw.chance(0.5) else "",
-        "subject": lambda: (
-            draw.value(words.WORDS["subjects"]) if draw.chance(0.5) else words.person(draw)
-        ),
-        "topic": lambda: (
-            draw.value(words.TOPICS) if draw.chance(0.6) else f"{words.invented(draw)}s"
-        ),
-        "thing": lambda: draw.value(words.THINGS),
-        "animal": lambda: draw.value(words.ANIMALS),
-        "adjective": lambda: draw.value(words.ADJECTIVES),
-        "year": lambda: str(draw.number(1900, 2030)),
-        "city": lambda: words.city(draw),
-        "task": lambda: words.task(draw),
-        "word": lambda: words.invented(draw),
-        "name": lambda: words.person(draw),
-    }
-    text = draw.wording(UNKNOWN)
-    for name, make in fields.items():
-        if "{" + name + "}" in text:
-            value = make()
-            while not value or value in CAPITALS:
-                value = draw.value(words.COUNTRIES)
-            text = text.replace("{" + name + "}", value)
-    thought = "I do not know this."
-    return Sample("chat", [user(dressed(draw, text))], DO_NOT_KNOW, thought=thought)

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from recipes.demo.corpus import rewrite, sums, talk, toolbox, words
+from recipes.demo.corpus import foreign, noise, plainly, rewrite, sums, talk, toolbox, words
 from recipes.demo.corpus.draw import Draw
+from recipes.demo.corpus.refuse import NO_TOOL_FITS, NO_TOOLS
 from recipes.demo.corpus.sample import Call, Message, Sample, system, user
 from recipes.demo.corpus.toolbox import Family, Tool, Value
 
-NO_TOOL_FITS = "None of the tools at hand can do that."
-NO_TOOLS = "I cannot do that by myself. Offer me a tool for it in the request and I will call it."
 ALIKE = [
     {"email", "message", "group message", "ticket"},
     {"search", "news", "dictionary", "books"},
@@ -23,6 +22,9 @@ ALIKE = [
     {"order", "parcel"},
     {"user record", "contact", "database"},
 ]
+SELF_DONE = [talk.about, talk.chat, rewrite.rewriting, rewrite.echo, sums.arithmetic]
+SELF_DONE += [talk.about, talk.chat, rewrite.rewriting, sums.arithmetic]
+SELF_DONE += [noise.nonsense, foreign.foreign, plainly.plain_json]
 SYSTEMS = [
     "You are a helpful assistant.",
     "You are a helpful assistant with access to tools.",
@@ -257,13 +259,15 @@ def result(draw: Draw) -> Sample:
         steps = plan_one(draw, tools, family)
         text = steps[0].text
     outcomes = [outcome(draw, step) for step in steps]
-    calls = Sample("call", [], calls=[step.call for step in steps])
+    turn = Sample("call", [], calls=[step.call for step in steps]).turn()
+    if draw.chance(0.35):  # clients send the turn's reasoning back, too
+        turn["reasoning_content"] = thought(steps)
     return Sample(
         "result",
         [
             *opening(draw),
             user(polite(draw, text)),
-            calls.turn(),
+            turn,
             *({"role": "tool", "content": content} for content, _ in outcomes),
         ],
         " ".join(answer for _, answer in outcomes),
@@ -287,7 +291,7 @@ def no_call(draw: Draw) -> Sample:
     """Tools are offered but not needed, or do not fit; or one is needed and none is offered."""
     shape = draw.random.random()
     if shape < 0.5:
-        make = draw.pick([talk.about, talk.chat, rewrite.rewriting, rewrite.echo, sums.arithmetic])
+        make = draw.pick(SELF_DONE)
         sample = make(draw)
         tools = [tool for tool in offer(draw, [], draw.number(1, 4)) if not counts(tool.family)]
         sample.kind = "no_call"

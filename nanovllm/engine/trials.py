@@ -1,0 +1,183 @@
+"""Work that may crash, never end or take all memory is first tried in a process of its own.
+
+    engine: Trials ---- control socket ----> server process: has loaded and prepared everything
+            Trial  ---- one socket each ---> its forks: each tries one text, answers and ends
+
+A fork leaves as soon as the other end of its socket closes: when the engine gives it up, and when
+the engine ends in whatever way. The server leaves likewise. Knows nothing about grammars.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import struct
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NoReturn, TypeAlias
+
+Attempt: TypeAlias = Callable[[str], str]  # returns what is wrong with a text, "" if nothing is
+
+HEADER = struct.Struct("<Q")  # bytes of the text that follows
+MEMORY_BYTES = 512 << 20  # what one attempt may add to the server's memory
+STACK_BYTES = 4 << 20  # half of a thread's: what passes here does not overflow there
+START_S = 120.0  # for the server to be ready: imports take 2 s, on a busy machine more
+
+
+class TrialDiedError(Exception):
+    """The process ended without an answer, or could not be started."""
+
+
+class Trial:
+    """One attempt. `cancel` may be called by any thread at any time; it ends the process."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def result(self, text: str, limit_s: float) -> str:
+        """What is wrong with the text, "" if nothing is. To be called once.
+
+        Raises TimeoutError if an attempt takes more than `limit_s`, and TrialDiedError.
+        """
+        data = text.encode()
+        with self._sock as sock:  # closing it ends the process
+            try:
+                sock.settimeout(START_S)
+                sock.sendall(HEADER.pack(len(data)) + data)
+                begun = sock.recv(1)
+            except OSError as error:  # a timeout is one, too
+                raise TrialDiedError(f"no process took it: {error}") from None
+            sock.settimeout(limit_s)
+            try:
+                answer = b"".join(iter(lambda: sock.recv(4096), b"")) if begun else b""
+            except ConnectionError:
+                answer = b""
+        if not answer:
+            raise TrialDiedError("the process ended without an answer")
+        return answer[1:].decode()
+
+    def cancel(self) -> None:
+        with suppress(OSError):  # it is over
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+
+class Trials:
+    """Starts its server process with the first trial, and again whenever it has died."""
+
+    def __init__(self, prepare: Callable[[], Attempt]) -> None:
+        """`prepare` is pickled, and called once in each server process."""
+        self._prepare = prepare
+        self._lock = threading.Lock()
+        self._process: BaseProcess | None = None
+        self._control: socket.socket | None = None
+
+    def begin(self) -> Trial:
+        """Does not wait for the server process to be ready. Raises OSError if none can start."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, self._lock:
+                if not self._hand_over(theirs):
+                    self._start()
+                    self._hand_over(theirs)
+        except BaseException:
+            ours.close()
+            raise
+        return Trial(ours)
+
+    def close(self) -> None:
+        """End the server process. The forks of running trials answer all the same."""
+        with self._lock:
+            self._stop()
+
+    def _hand_over(self, theirs: socket.socket) -> bool:
+        if self._control is None:
+            return False
+        try:
+            socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+        except OSError:  # it has died since the last one
+            return False
+        return True
+
+    def _start(self) -> None:
+        self._stop()
+        context = multiprocessing.get_context("spawn")
+        self._control, theirs = socket.socketpair()
+        self._process = context.Process(
+            target=serve, args=(theirs, self._prepare), name="nanovllm-trials", daemon=True
+        )
+        with theirs:
+            self._process.start()
+
+    def _stop(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()  # it has nothing to lose
+            self._process.join()
+        self._process = self._control = None
+
+
+# -- the server process and its forks --------------------------------------------------------
+
+
+def serve(control: socket.socket, prepare: Callable[[], Attempt]) -> NoReturn:
+    """Fork for every socket that comes, until the engine's end of `control` closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor's business
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    with suppress(OSError):  # only Linux has them
+        Path("/proc/self/comm").write_text(multiprocessing.current_process().name)
+        Path("/proc/self/oom_score_adj").write_text("1000")  # rather us than the engine
+    warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads are idle at a fork
+    attempt = prepare()
+    gc.freeze()  # forks need not visit it
+    with suppress(OSError):
+        while found := socket.recv_fds(control, 1, 1)[1]:
+            with socket.socket(fileno=found[0]) as asked, suppress(OSError):
+                if os.fork() == 0:
+                    control.close()
+                    answer(asked, attempt)
+    os._exit(0)
+
+
+def answer(asked: socket.socket, attempt: Attempt) -> NoReturn:
+    """Runs in a fork. Whatever happens, it ends here."""
+    try:
+        asked.sendall(b"+")
+        limit_resources()
+        (size,) = HEADER.unpack(asked.recv(HEADER.size, socket.MSG_WAITALL))
+        text = asked.recv(size, socket.MSG_WAITALL).decode()
+        threading.Thread(target=leave_with_asker, args=(asked,), daemon=True).start()
+        asked.sendall(b"+" + attempt(text).encode())
+    finally:
+        os._exit(0)
+
+
+def leave_with_asker(asked: socket.socket) -> None:
+    with suppress(OSError):
+        asked.recv(1)
+    os._exit(0)
+
+
+def limit_resources() -> None:
+    """Beyond them an allocation fails, which xgrammar raises as an error, or the fork crashes."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)  # who is asked about the same text later prints the same
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_STACK, STACK_BYTES)
+    with suppress(OSError):  # only Linux says how much it has
+        num_pages = int(Path("/proc/self/statm").read_text().split()[5])
+        limit(resource.RLIMIT_DATA, num_pages * resource.getpagesize() + MEMORY_BYTES)
+
+
+def limit(kind: int, num_bytes: int) -> None:
+    _, most = resource.getrlimit(kind)
+    within = num_bytes if most == resource.RLIM_INFINITY else min(num_bytes, most)
+    resource.setrlimit(kind, (within, most))

@@ -1,0 +1,75 @@
+"""A stream that says with every chunk how many tokens there are by now (continuous_usage_stats).
+
+Clients take the difference of two counts for what a chunk brought, so it has to rise from each
+chunk to the next: whatever a step brings of a choice is one chunk here, its end included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from nanovllm.server.answers import ChunkWriter, Details, new_call_id
+from nanovllm.server.parsers.base import CallPart, CallStart, Event, Text
+from nanovllm.server.shapes import Call, Function, Usage
+
+_encode = msgspec.json.Encoder().encode
+
+
+class CountedWriter(ChunkWriter):
+    usage: Callable[[], Usage]  # called once for each chunk
+
+    def __init__(
+        self, head: bytes, index: int, out: list[bytes], *, reasoning_content: bool = False
+    ) -> None:
+        super().__init__(head, index, out, reasoning_content=reasoning_content)
+        self._delta: dict[str, Any] = {}  # of the step that goes on
+        self._details = Details()
+
+    def write(self, event: Event, details: Details | None) -> None:
+        self._learn(details)
+        delta = self._delta
+        if isinstance(event, CallStart):
+            call = Call(new_call_id(), Function(event.name, ""), self.num_calls)
+            delta.setdefault("tool_calls", []).append(msgspec.to_builtins(call))
+            self.num_calls += 1
+        elif isinstance(event, CallPart):
+            calls = delta.setdefault("tool_calls", [])
+            if not calls:  # it goes on with one that began in an earlier step
+                calls.append({"index": self.num_calls - 1, "function": {"arguments": ""}})
+            calls[-1]["function"]["arguments"] += event.text
+        else:
+            names = ["content"] if isinstance(event, Text) else ["reasoning"]
+            if names == ["reasoning"] and self._reasoning_content:
+                names.append("reasoning_content")
+            for name in names:
+                delta[name] = delta.get(name, "") + event.text
+
+    def flush(self) -> None:
+        if self._delta:
+            self._put(b"null")
+
+    def end(self, reason: str, details: Details | None) -> None:
+        self._learn(details)
+        self._put(_encode(reason))
+
+    def _learn(self, details: Details | None) -> None:
+        if details is not None:
+            self._details.logprobs += details.logprobs
+            self._details.token_ids += details.token_ids
+
+    def _put(self, reason: bytes) -> None:
+        delta, details = self._delta, self._details
+        self._delta, self._details = {}, Details()
+        self._chunk(_encode(delta), details, reason)
+
+    def _chunk(
+        self,
+        delta: bytes,
+        details: Details | None = None,
+        reason: bytes = b"null",
+        more: bytes = b"",
+    ) -> None:
+        super()._chunk(delta, details, reason, more + b',"usage":' + _encode(self.usage()))

@@ -1,0 +1,82 @@
+"""The numbers a request may hold: of every field its range, and how one outside is refused.
+
+Whole numbers are not bounded by their type: a body may hold any. What passes here fits every
+column, message and tensor that it reaches later.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+from msgspec import Struct
+
+from nanovllm.server.errors import bad_value
+
+MAX_CHOICES = 16
+MAX_TOP_LOGPROBS = 20
+MAX_TOKEN_IDS = 1024  # in a list: once one is so long, every slot has room for it
+MAX_BIAS = 100
+MOST_URGENT = -100  # the lowest priority of a server that lets clients raise theirs
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,18})")
+
+
+class Range(Struct, frozen=True):
+    low: float
+    high: float
+    open: bool = False  # `low` itself is outside
+    note: str = ""  # follows both ends in a message
+
+    def holds(self, value: float) -> bool:
+        above = value > self.low if self.open else value >= self.low
+        return above and value <= self.high
+
+    def __str__(self) -> str:
+        begin = f"above {self.low} and at most" if self.open else f"between {self.low} and"
+        return f"{begin} {self.high}{self.note}"
+
+
+def ranges(context: int, *, raise_priority: bool) -> dict[str, Range]:
+    """Of every field that is one number. `context`: the most tokens of a prompt and its answer."""
+    tokens = Range(1, context, note=", the model's context")
+    priorities = Range(0, INT32, note=" (below 0: a server with server.raise_priority)")
+    return {
+        "max_tokens": tokens,
+        "max_completion_tokens": tokens,
+        "min_tokens": Range(0, context, note=", the model's context"),
+        "temperature": Range(0, 2),
+        "top_p": Range(0, 1, open=True),
+        "top_k": Range(-1, INT32),
+        "min_p": Range(0, 1),
+        "repetition_penalty": Range(0, 2, open=True),
+        "presence_penalty": Range(-2, 2),
+        "frequency_penalty": Range(-2, 2),
+        "n": Range(1, MAX_CHOICES),
+        "top_logprobs": Range(0, MAX_TOP_LOGPROBS),
+        "seed": Range(-INT64 - 1, INT64, note=" (64 bits)"),
+        "priority": Range(MOST_URGENT, INT32) if raise_priority else priorities,
+        "stream_interval": Range(1, INT32),
+        "thinking_token_budget": Range(-1, INT32),
+    }
+
+
+def check_token_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
+    """Raises ApiError."""
+    if len(ids) > MAX_TOKEN_IDS:
+        raise bad_value(field, f"at most {MAX_TOKEN_IDS} ids", len(ids))
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise bad_value(field, f"ids from 0 to {vocab_size - 1}", token_id)
+
+
+def check_biases(given: Mapping[str, object], vocab_size: int) -> None:
+    """Of logit_bias: the message names the key at fault. Raises ApiError."""
+    if len(given) > MAX_TOKEN_IDS:
+        raise bad_value("logit_bias", f"at most {MAX_TOKEN_IDS} ids", len(given))
+    for key, bias in given.items():
+        where = f"logit_bias.{key[:40]}"
+        if not WHOLE.fullmatch(key) or not 0 <= int(key) < vocab_size:
+            raise bad_value(where, f"keyed by a token id from 0 to {vocab_size - 1}", key)
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:  # type: ignore[operator]
+            raise bad_value(where, f"a number between {-MAX_BIAS} and {MAX_BIAS}", bias)

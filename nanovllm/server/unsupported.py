@@ -1,0 +1,84 @@
+"""What other servers offer and this one does not. Where it would change an answer it is refused.
+
+Unknown fields are ignored, as clients send many that only say more about a request (user, store,
+metadata, ...). One that asks for other tokens, or for something else in the answer, must not be.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct, structs
+
+from nanovllm.server.errors import ApiError
+
+STRUCTURED = "use structured_outputs"
+INSTEAD = {
+    "chat_template": "this server renders prompts with the model's own",
+    "custom_logit_processor": "use logit_bias, bad_words or allowed_token_ids",
+    "documents": "give them in chat_template_kwargs",
+    "ebnf": STRUCTURED,
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "grammar": STRUCTURED,
+    "guided_choice": STRUCTURED,
+    "guided_grammar": STRUCTURED,
+    "guided_json": STRUCTURED,
+    "guided_regex": STRUCTURED,
+    "json_schema": "use response_format or structured_outputs",
+    "logits_processors": "use logit_bias, bad_words or allowed_token_ids",
+    "regex": STRUCTURED,
+    "stop_regex": "use stop",
+    "structural_tag": STRUCTURED,
+    "truncate_prompt_tokens": "prompts are never cut",
+}
+
+
+class Unsupported(Struct, frozen=True, kw_only=True):
+    """Null, false, what is empty and the default of a field change nothing, and are accepted."""
+
+    add_special_tokens: Any = False
+    audio: Any = None
+    best_of: Any = 1
+    chat_template: Any = None
+    custom_logit_processor: Any = None
+    documents: Any = None
+    ebnf: Any = None
+    echo: Any = False
+    function_call: Any = "none"
+    functions: Any = None
+    grammar: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    json_schema: Any = None
+    kv_transfer_params: Any = None
+    length_penalty: Any = 1
+    logits_processors: Any = None
+    logprob_token_ids: Any = None
+    lora_path: Any = None
+    mm_processor_kwargs: Any = None
+    modalities: Any = msgspec.field(default_factory=lambda: ["text"])
+    prompt_logprobs: Any = None
+    regex: Any = None
+    repetition_detection: Any = None
+    stop_regex: Any = None
+    structural_tag: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = False
+    vllm_xargs: Any = None
+
+
+DEFAULTS = structs.asdict(Unsupported())
+
+
+def check_unsupported(request: Unsupported) -> None:
+    """Raises ApiError."""
+    for field, default in DEFAULTS.items():
+        value = getattr(request, field)
+        if value is not None and value is not False and value not in (default, [], {}, ""):
+            hint = f": {INSTEAD[field]}" if field in INSTEAD else ""
+            text = f"{field} is not supported by this server{hint}"
+            raise ApiError(400, text, param=field, code="unsupported_parameter")

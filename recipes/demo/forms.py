@@ -1,0 +1,63 @@
+"""Which forms an answer of the demo may have. What has none of them is word salad."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+
+from recipes.demo.corpus import follow, talk
+from recipes.demo.corpus.refuse import REFUSALS
+
+SUM = r"-?\d+( [-+*/] -?\d+)+ = -?\d+\."
+SHAPES = [
+    SUM,
+    f"Yes: {SUM}",
+    r"Step by step: [-+*/=;.,\d ]*((write|carry|borrow|so|So) ?[-+*/=;.,\d ]*)+",
+    r"-?\d+ is larger, so turn it round.*",
+    r"\d+(, \d+)*",
+    r"The capital of [A-Z][\w ]+ is [A-Z][\w. ]+\.",
+    r"I will remember: your [a-z ]+ is .{1,40}\.",
+    r"Your [a-z ]+ is .{1,40}\.",
+    r"I am [A-Z]\w*\.",
+]
+ALLOWED = re.compile("|".join(f"(?:{shape})" for shape in SHAPES))
+
+
+@cache
+def sentences() -> frozenset[str]:
+    """Every answer that is written down, and what "shorter" makes of it: its first sentence."""
+    whole = {entry.say for file in ("about.txt", "chat.txt") for entry in talk.entries(file)}
+    first = {re.split(r"(?<=[.!?])\s", text)[0] for text in whole}
+    return frozenset(whole | first | REFUSALS | {follow.IS_SURE})
+
+
+def is_json(text: str) -> bool:
+    """One JSON value, or one in each pair of <tool_call> tags."""
+    parts = [text]
+    if text.startswith("<tool_call>"):
+        parts = text.replace("<tool_call>", "").removesuffix("</tool_call>").split("</tool_call>")
+    try:
+        return all(isinstance(json.loads(part), dict | list) for part in parts)
+    except ValueError:
+        return False
+
+
+def copied(text: str, source: str) -> bool:
+    """Whether all words stand in the source, up to case, spelling out and numbered lines."""
+    known = set(re.findall(r"\w+", source.lower()))
+    found: list[str] = re.findall(r"\w+", re.sub(r"(?m)^\d+\. ", "", text.lower()))
+    spelled = "".join(found)
+    return bool(found) and (set(found) <= known or spelled in known)
+
+
+def salad(text: str, source: str) -> bool:
+    """Whether an answer to `source` has no form that an answer may have.
+
+    It may be a sentence that is written down, a sum, the steps of one, JSON, tool calls, or words
+    of the source (the request, and the right answer where there is one).
+    """
+    text = text.strip()
+    if text in sentences() or ALLOWED.fullmatch(text) or is_json(text):
+        return False
+    return not copied(text, source)
