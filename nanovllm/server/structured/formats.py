@@ -151,3 +151,8 @@ FORMATS = {
     "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
     "regex": rf"\^?(?:{_ATOM}[*+?]?)*\$?",  # no groups: what nests is not regular
 }
+# Where a length or an expression stands beside the format: no longer than most are, as all cases of
+# both together have to be counted.
+_SOME = rf"{_label(_ALNUM, 20)}(?:\.{_label(_ALNUM, 20)}){{0,2}}"
+_MAIL = rf"[{_ATEXT}]{{1,20}}(?:\.[{_ATEXT}]{{1,20}}){{0,1}}@{_SOME}"
+SHORTER = {"hostname": _SOME, "idn-hostname": _SOME, "email": _MAIL, "idn-email": _MAIL}

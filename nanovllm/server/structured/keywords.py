@@ -28,7 +28,7 @@ from nanovllm.server.structured.register import Register
 from nanovllm.server.structured.texts import weighed
 
 MAX_CHARS = 4096  # of an expression
-MAX_VALUES = 5000  # of one enum
+MAX_VALUES = 20_000  # of one enum
 MAX_LENGTH = 1 << 20
 TYPES = ("string", "number", "object", "array", "integer", "boolean", "null")
 STANDARD_FORMATS = (

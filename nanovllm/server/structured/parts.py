@@ -17,14 +17,25 @@ MOST_COPIES = 500  # of parts that repeat
 def text_of(rules: Rules, pattern: str) -> str:
     """The rule for a JSON string, quotes included, in which the expression is found. Raises
     PatternError."""
-    tree = list(parsed(pattern))
-    starts = tree[:1] == [(op.AT, op.AT_BEGINNING)]
-    ends = tree[-1:] == [(op.AT, op.AT_END)]
     parts = _Parts(rules)
-    inner = parts.sequence(tree[starts : len(tree) - ends])
-    free = "" if starts and ends else parts.loop(parts.character(((0, 0x10FFFF),)))
-    before, behind = () if starts else (free,), () if ends else (free,)
-    return rules.add("text", [(r'"\""', *before, *inner, *behind, r'"\""')])
+    body: Rule = []
+    for tree in _alternatives(list(parsed(pattern))):
+        starts = tree[:1] == [(op.AT, op.AT_BEGINNING)]
+        ends = tree[-1:] == [(op.AT, op.AT_END)]
+        inner = parts.sequence(tree[starts : len(tree) - ends])
+        free = "" if starts and ends else parts.loop(parts.character(((0, 0x10FFFF),)))
+        before, behind = () if starts else (free,), () if ends else (free,)
+        body.append((r'"\""', *before, *inner, *behind, r'"\""'))
+    return rules.add("text", body)
+
+
+def _alternatives(tree: list[Any]) -> list[list[Any]]:
+    """Each with anchors of its own."""
+    if len(tree) == 1 and tree[0][0] is op.BRANCH:
+        return [one for branch in tree[0][1][1] for one in _alternatives(list(branch))]
+    if len(tree) == 1 and tree[0][0] is op.SUBPATTERN and not any(tree[0][1][1:3]):
+        return _alternatives(list(tree[0][1][3]))
+    return [tree]
 
 
 class _Parts:

@@ -3,6 +3,7 @@ counted while it is written."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, reduce
@@ -19,7 +20,7 @@ from nanovllm.server.structured.automata import (
     words,
 )
 from nanovllm.server.structured.facts import Text
-from nanovllm.server.structured.formats import FORMATS
+from nanovllm.server.structured.formats import FORMATS, SHORTER
 from nanovllm.server.structured.regexes import MANY, WIDE, found, loosened, num_wide, parsed, whole
 
 MOST_COUNTED = 256  # characters that states may count
@@ -42,13 +43,14 @@ def automaton(text: Text) -> Dfa:
 
 def alone(text: Text) -> str | None:
     """The expression that is all that is said, if there is one."""
-    if text.values is not None or text.low or text.high is not None or text.excluded:
+    expressions = [f"^(?:{FORMATS[name]})$" for name in text.formats]
+    expressions += [pattern for pattern, is_found in text.patterns if is_found]
+    num_said = len(text.formats) + len(text.patterns)
+    if num_said != 1 or not expressions or text.values is not None or text.excluded:
         return None
-    if len(text.patterns) + len(text.formats) != 1:
-        return None
-    if text.formats:
-        return f"^(?:{FORMATS[text.formats[0]]})$"
-    return text.patterns[0][0] if text.patterns[0][1] else None
+    least, most = parsed(expressions[0]).getwidth()
+    is_implied = text.low <= least and (text.high is None or most <= text.high)
+    return expressions[0] if is_implied else None
 
 
 def is_heavy(pattern: str) -> bool:
@@ -76,11 +78,12 @@ def words_of(text: Text) -> list[str]:
         v for v in text.values or () if text.low <= len(v) <= (len(v) if high is None else high)
     ]
     dfas = [(found(pattern), is_found) for pattern, is_found in text.patterns]
-    dfas += [(whole(FORMATS[name]), True) for name in text.formats]
     return [
         value
         for value in kept
-        if value not in text.excluded and all(dfa.accepts(value) == right for dfa, right in dfas)
+        if value not in text.excluded
+        and all(dfa.accepts(value) == right for dfa, right in dfas)
+        and all(re.fullmatch(FORMATS[name], value) for name in text.formats)
     ]
 
 
@@ -90,7 +93,7 @@ def loose(
     """Those that match and are no longer than so many characters; the number is enough to keep the
     limit, as every text that long may end. Raises PatternError."""
     highs = [] if text.high is None else [text.high]
-    dfas = [whole(FORMATS[name]) for name in text.formats]
+    dfas = [whole(SHORTER.get(name, FORMATS[name])) for name in text.formats]
     for pattern, is_found in text.patterns:
         if not is_found or exact:
             dfas.append(found(pattern) if is_found else difference(ANYTHING, found(pattern)))
