@@ -187,17 +187,7 @@ def arrange(data: Json, schema: Json, root: Json, unnamed: Unnamed, depth: int =
                 for i, v in enumerate(data)]  # fmt: skip
     if not isinstance(data, dict):
         return data
-    order: dict[str, list[Any]] = {}
-    for one in schemas:
-        for name, inner in mapping(one.get("properties")).items():
-            order.setdefault(name, []).append(inner)
-    for one in schemas:
-        names = listed(one.get("required"))
-        for keyword in ("dependentRequired", "dependencies"):
-            for name, needed in mapping(one.get(keyword)).items():
-                names = [*names, name, *listed(needed)]
-        for name in names:
-            order.setdefault(name, [])
+    order = named_by(schemas, data)
     known = set(order)
     for name in data:
         order.setdefault(name, [])
@@ -212,6 +202,25 @@ def arrange(data: Json, schema: Json, root: Json, unnamed: Unnamed, depth: int =
     }
     unnamed.update((id(made), name) for name in made if name not in known)
     return made
+
+
+def named_by(schemas: list[Json], data: Json) -> dict[str, list[Json]]:
+    """What they say of each property that they name, in that order."""
+    order: dict[str, list[Json]] = {}
+    for one in schemas:
+        for value in [one.get("const"), *listed(one.get("enum"))]:
+            if value == data:
+                order |= {name: [{"const": inner}] for name, inner in mapping(value).items()}
+        for name, inner in mapping(one.get("properties")).items():
+            order.setdefault(name, []).append(inner)
+    for one in schemas:
+        names = listed(one.get("required"))
+        for keyword in ("dependentRequired", "dependencies"):
+            for name, needed in mapping(one.get(keyword)).items():
+                names = [*names, name, *listed(needed)]
+        for name in names:
+            order.setdefault(name, [])
+    return order
 
 
 def items(schemas: list[Any], at: int) -> Iterator[Json]:
@@ -248,7 +257,9 @@ def together(schema: Json, root: Json, data: Json, depth: int) -> Iterator[dict[
 
 
 def is_valid(data: Json, branch: Json, root: Json) -> bool:
-    shared = {key: root[key] for key in ("$defs", "definitions", "$schema") if key in mapping(root)}
+    shared: dict[str, Json] = {
+        key: root[key] for key in ("$defs", "definitions", "$schema") if key in mapping(root)
+    }
     whole: dict[str, Json] = {"allOf": [branch], **shared}
     try:
         return bool(jsonschema.validators.validator_for(whole)(whole).is_valid(data))

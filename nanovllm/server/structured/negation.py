@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any, Protocol
 
 from nanovllm.server.structured.facts import (
@@ -58,6 +59,8 @@ class Opposite:
         types = self._reader.keywords.types(self._given, self._path) or []
         taken = {"number" if name == "integer" else name for name in types}
         yield EVERYTHING.only(*(kind for kind in KINDS if kind not in taken))
+        if "number" not in types and "integer" in types:
+            yield Facts(number=Number(no_multiples=frozenset({Fraction(1)})))
 
     def _values(self) -> Iterator[Facts]:
         given = self._given

@@ -33,7 +33,7 @@ class _Digits:
         counted = number.multiples | number.no_multiples
         scale = max(map(_decimals, counted), default=0)
         if number.no_multiples and not number.multiples and not number.is_integer:
-            scale += 1
+            scale += 2  # decimals by which it may miss them
         self._scale = scale if counted else None
         multiples = [int(multiple * 10**scale) for multiple in counted]
         self._modulus = math.lcm(*multiples)

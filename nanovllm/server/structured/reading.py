@@ -100,13 +100,13 @@ class Reader(Register):
         ):
             if keyword in given:
                 made = read(given, keyword, f"{path}/{keyword}", made)
-        if given.get("unevaluatedProperties", True) not in (True, {}):
+        if "unevaluatedProperties" in given:
             rest = self.conj(given["unevaluatedProperties"], f"{path}/unevaluatedProperties")
             made = [
                 facts
                 if facts.object is None
                 else replace(facts, object=facts.object.and_(
-                    Object((Layer({}, rest=rest, beside=facts.object.layers),))))
+                    Object((Layer({}, rest=rest, beside=evaluated(facts.object)),))))
                 for facts in made
             ]  # fmt: skip
         return made
@@ -156,7 +156,7 @@ class Reader(Register):
                     if j == i or self._are_apart(matched[i], matched[j]):
                         continue
                     try:
-                        opposite = self.facts(tuple(-n for n in branches[j]) or (1,))
+                        opposite = self.opposite(branches[j])
                     except InexactError:
                         self.inexact(path, "'oneOf' with branches that may match the same")
                         break
@@ -196,7 +196,7 @@ class Reader(Register):
 
     def opposite(self, conj: Conj) -> list[Facts]:
         """Of all of them together. Raises InexactError."""
-        return [facts for literal in conj for facts in self.facts((-literal,))]
+        return [silent(facts) for literal in conj for facts in self.facts((-literal,))]
 
     def _not(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
         try:
@@ -238,6 +238,19 @@ class Reader(Register):
                      for facts in holds if facts.object]  # fmt: skip
             made = self.product(made, [lacks, *holds], path)
         return made
+
+
+def silent(facts: Facts) -> Facts:
+    """The same about properties, of which it does not speak where others are asked for."""
+    if facts.object is None:
+        return facts
+    layers = tuple(replace(layer, closes=False) for layer in facts.object.layers)
+    return replace(facts, object=replace(facts.object, layers=layers))
+
+
+def evaluated(given: Object) -> tuple[Layer, ...]:
+    """What speaks of properties by a schema that holds, not by the opposite of one."""
+    return tuple(layer for layer in given.layers if layer.closes)
 
 
 def is_no_text(text: Text) -> bool:
