@@ -75,6 +75,8 @@ CASES = [
     ({"type": "string", "format": "email", "maxLength": 12}, ["a@b.de"], ["a", "any@example.com"]),
     ({"type": "string", "pattern": "^$|^([a-z]{1,90}/){0,9}x$", "minLength": 0},
      ["", "x", "ab/c/x"], ["a", "a" * 91 + "/x"]),
+    ({"type": "string", "pattern": "^[a-z]+:([a-z0-9]+)?:[a-z]+$", "maxLength": 60},
+     ["a::b", "abcdefghijklmno:xyz:abcdefghijklm"], ["a:b", "a" * 59 + "::b"]),
     ({"allOf": [{"pattern": "a"}, {"pattern": "b"}], "type": "string"}, ["ab", "bxa"], ["a", "b"]),
     ({"type": "string", "format": "x-mine"}, ["anything"], [1]),
     ({"enum": ["a", 'b"\\c', None, 1.5, 2, True, {"x": [1]}, ["z"]]},

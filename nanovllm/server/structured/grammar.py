@@ -20,6 +20,7 @@ from nanovllm.server.structured.facts import (
 )
 from nanovllm.server.structured.objects import Objects
 from nanovllm.server.structured.reading import Reader
+from nanovllm.server.structured.regexes import parsed
 from nanovllm.server.structured.register import InexactError
 from nanovllm.server.structured.rules import Rule, Rules, TooManyRulesError, literal
 
@@ -34,6 +35,7 @@ class Grammar:
         self.room = MAX_STATES
         self._objects = Objects(reader, self.rules, self.value)
         self._names: dict[Conj, str] = {}
+        self._texts: dict[Text, str] = {}
         self._waiting: deque[Conj] = deque()
 
     def text(self, conj: Conj) -> str | None:
@@ -107,6 +109,11 @@ class Grammar:
             return self.rules.basic("integer" if number.is_integer else "number")
 
     def string(self, text: Text, path: str) -> str:
+        if text not in self._texts:
+            self._texts[text] = self._string(text, path)
+        return self._texts[text]
+
+    def _string(self, text: Text, path: str) -> str:
         try:
             if (made := self._alone(text)) is not None:
                 return made
@@ -132,10 +139,15 @@ class Grammar:
     def _alone(self, text: Text) -> str | None:
         """Of an expression of which no automaton should be made."""
         pattern = texts.alone(text)
-        if pattern is None or not texts.is_heavy(pattern):
+        if pattern is None:
+            return None
+        high = text.high
+        if high is not None and parsed(pattern).getwidth()[1] <= high:
+            high = None
+        if not texts.is_heavy(pattern) and (high is None or not texts.is_cut_short(text)):
             return None
         try:
-            return parts.text_of(self.rules, pattern)
+            return parts.text_of(self.rules, pattern, high)
         except PatternError:
             return None
 

@@ -7,17 +7,25 @@ from __future__ import annotations
 from re import _constants as op  # type: ignore[attr-defined]
 from typing import Any
 
-from nanovllm.server.structured.automata import TooLargeError
+from nanovllm.server.structured.automata import PatternError, TooLargeError
 from nanovllm.server.structured.regexes import MANY, class_of, parsed
 from nanovllm.server.structured.rules import Rule, Rules, Sequence
 
+LEAST_SHARE = 8  # characters of one repetition
 MOST_COPIES = 500  # of parts that repeat
 
 
-def text_of(rules: Rules, pattern: str) -> str:
-    """The rule for a JSON string, quotes included, in which the expression is found. Raises
+def text_of(rules: Rules, pattern: str, high: int | None = None) -> str:
+    """The rule for a JSON string, quotes included, in which the expression is found. `high`: the
+    most characters, of which each repetition without a limit gets the same share. Raises
     PatternError."""
-    parts = _Parts(rules)
+    share = None
+    if high is not None:
+        width, loops = _widths(parsed(pattern))
+        share = (high - width) // max(1, loops)
+        if share < LEAST_SHARE:
+            raise PatternError(f"a length of at most {high} beside what it says else")
+    parts = _Parts(rules, share)
     body: Rule = []
     for tree in _alternatives(list(parsed(pattern))):
         starts = tree[:1] == [(op.AT, op.AT_BEGINNING)]
@@ -25,8 +33,32 @@ def text_of(rules: Rules, pattern: str) -> str:
         inner = parts.sequence(tree[starts : len(tree) - ends])
         free = "" if starts and ends else parts.loop(parts.character(((0, 0x10FFFF),)))
         before, behind = () if starts else (free,), () if ends else (free,)
+        if share is not None and free:
+            raise PatternError("a length beside an expression that may stand anywhere")
         body.append((r'"\""', *before, *inner, *behind, r'"\""'))
     return rules.add("text", body)
+
+
+def _widths(items: Any) -> tuple[int, int]:  # noqa: ANN401
+    """The most characters of all but the repetitions without a limit, and how many of those there
+    are. Raises PatternError where those repeat more than single characters."""
+    width = loops = 0
+    for code, value in items:
+        if code in (op.MAX_REPEAT, op.MIN_REPEAT):
+            low, most, inner = value
+            more, inside = _widths(inner)
+            if (inside and most != 1) or (most is op.MAXREPEAT and inner.getwidth() != (1, 1)):
+                raise PatternError("repetitions of more than single characters")
+            width += more * (low if most is op.MAXREPEAT else most)
+            loops += inside + (most is op.MAXREPEAT)
+        elif code in (op.BRANCH, op.SUBPATTERN):
+            branches = value[1] if code is op.BRANCH else [value[3]]
+            both = [_widths(branch) for branch in branches]
+            width += max(one[0] for one in both)
+            loops += max(one[1] for one in both)
+        elif code is not op.AT:
+            width += 1
+    return width, loops
 
 
 def _alternatives(tree: list[Any]) -> list[list[Any]]:
@@ -39,8 +71,9 @@ def _alternatives(tree: list[Any]) -> list[list[Any]]:
 
 
 class _Parts:
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, share: int | None) -> None:
         self._rules = rules
+        self._share = share
         self._known: dict[str, str] = {}
         self._num_copies = 0
 
@@ -69,19 +102,25 @@ class _Parts:
         least = (one,) * low
         if most is op.MAXREPEAT:
             self._count(low)
+            if self._share is not None:
+                return (*least, self._limited(one, self._share))
             return (*least, self.loop(one))
         if is_one and most - low > MANY:
             self._count(low)
-            key = f"{one} {most - low}"
-            if key not in self._known:
-                mark = f"max_chars={most - low}"
-                self._known[key] = self._rules.add("body", [(self.loop(one),)], mark=mark)
-            return (*least, self._known[key])
+            return (*least, self._limited(one, most - low))
         self._count(most)
         more = ""
         for _ in range(most - low):
             more = self._rules.add("more", [('""',), (one, more) if more else (one,)])
         return (*least, more) if more else least
+
+    def _limited(self, one: str, most: int) -> str:
+        """So many of one character, counted while they are written."""
+        key = f"{one} {most}"
+        if key not in self._known:
+            mark = f"max_chars={most}"
+            self._known[key] = self._rules.add("body", [(self.loop(one),)], mark=mark)
+        return self._known[key]
 
     def _count(self, copies: int) -> None:
         self._num_copies += copies

@@ -42,15 +42,13 @@ def automaton(text: Text) -> Dfa:
 
 
 def alone(text: Text) -> str | None:
-    """The expression that is all that is said, if there is one."""
+    """The expression that is all that is said but for a greatest length, if there is one."""
     expressions = [f"^(?:{FORMATS[name]})$" for name in text.formats]
     expressions += [pattern for pattern, is_found in text.patterns if is_found]
     num_said = len(text.formats) + len(text.patterns)
     if num_said != 1 or not expressions or text.values is not None or text.excluded:
         return None
-    least, most = parsed(expressions[0]).getwidth()
-    is_implied = text.low <= least and (text.high is None or most <= text.high)
-    return expressions[0] if is_implied else None
+    return expressions[0] if text.low <= parsed(expressions[0]).getwidth()[0] else None
 
 
 def is_heavy(pattern: str) -> bool:
@@ -165,6 +163,15 @@ def shortest(dfa: Dfa) -> int:
     while now and not now & dfa.finals:
         now, count = {to for at in now for _, _, to in dfa.edges[at]}, count + 1
     return count
+
+
+def is_cut_short(text: Text) -> bool:
+    """Whether its length and what else is said of it would have to be counted together."""
+    made, _ = loose(replace(text, high=None))
+    longest = longest_of(made)
+    high = text.high or 0
+    is_kept = longest is not None and longest <= high
+    return not is_kept and not (high > MANY and may_end_at(made, high)) and high > MANY
 
 
 def longest_of(dfa: Dfa) -> int | None:
