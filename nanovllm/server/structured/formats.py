@@ -66,15 +66,15 @@ _IPV6 = _ipv6()
 def _label(letter: str, size: int) -> str:
     """A host name's label of at most so many characters of a class, none beginning with xn--.
 
-    `letter`: what stands in the class, A-Z and a-z among it.
+    `letter`: what stands in the class, A-Z and a-z among it. `size`: 0 for any.
     """
 
     def rest(most: int) -> str:
-        return f"(?:[{letter}-]{{0,{most - 1}}}[{letter}])?"
+        return f"(?:[{letter}-]{{0,{most - 1 if size else ''}}}[{letter}])?"
 
     not_x = letter.replace("a-z", "a-wyz").replace("A-Z", "A-WYZ")
     not_n = letter.replace("a-z", "a-mo-z").replace("A-Z", "A-MO-Z")
-    after_x = f"[{not_n}]{rest(size - 2)}|-[{letter}-]{{0,{size - 3}}}[{letter}]"
+    after_x = f"[{not_n}]{rest(size - 2)}|-[{letter}-]{{0,{size - 3 if size else ''}}}[{letter}]"
     after_xn = f"[{letter}]{rest(size - 3)}|-[{letter}]{rest(size - 4)}"
     return f"(?:[{not_x}]{rest(size - 1)}|[xX](?:{after_x}|[nN](?:{after_xn})?)?)"
 
@@ -158,3 +158,15 @@ FORMATS = {
 _SOME = rf"{_label(_ALNUM, 20)}(?:\.{_label(_ALNUM, 20)}){{0,2}}"
 _MAIL = rf"[{_ATEXT}]{{1,20}}(?:\.[{_ATEXT}]{{1,20}}){{0,1}}@{_SOME}"
 SHORTER = {"hostname": _SOME, "idn-hostname": _SOME, "email": _MAIL, "idn-email": _MAIL}
+# As they are written where nothing stands beside them: hosts and names before an @ without the
+# limit of a label's length, but of at most so many characters in all (parts.py).
+_ANY_LABEL = _label(_ALNUM, 0)
+_HOST_NAME = rf"{_ANY_LABEL}(?:\.{_ANY_LABEL})*"
+_NAME = rf"[{_ATEXT}]+(?:\.[{_ATEXT}]+)*"
+_WRITTEN_MAIL = rf"(?:(?P<most64>{_NAME})|{_QUOTED})@(?:(?P<most63>{_HOST_NAME})|{_LITERAL})"
+WRITTEN = {
+    "hostname": f"(?P<most63>{_HOST_NAME})",
+    "idn-hostname": rf"(?P<most63>{_HOST_NAME})|{_IDN}(?:\.{_IDN}){{0,4}}",
+    "email": _WRITTEN_MAIL,
+    "idn-email": rf"{_WRITTEN_MAIL}|{_WIDE}{{1,64}}@(?:{_IDN}(?:\.{_IDN}){{0,4}})",
+}

@@ -4,14 +4,17 @@ no states for every count: the limit of a large repetition is counted while it i
 
 from __future__ import annotations
 
+import re
 from re import _constants as op  # type: ignore[attr-defined]
 from typing import Any
 
 from nanovllm.server.structured.automata import PatternError, TooLargeError
-from nanovllm.server.structured.regexes import MANY, class_of, parsed
+from nanovllm.server.structured.regexes import MANY, anchored, class_of, parsed
 from nanovllm.server.structured.rules import Rule, Rules, Sequence
+from nanovllm.server.structured.texts import SLACK, distances, ending_within
 
 LEAST_SHARE = 8  # characters of one repetition
+LIMIT = re.compile("most([0-9]+)")  # names a group of at most so many characters
 MOST_COPIES = 500  # of parts that repeat
 
 
@@ -25,9 +28,10 @@ def text_of(rules: Rules, pattern: str, high: int | None = None) -> str:
         share = (high - width) // max(1, loops)
         if share < LEAST_SHARE:
             raise PatternError(f"a length of at most {high} beside what it says else")
-    parts = _Parts(rules, share)
+    whole = parsed(pattern)
+    parts = _Parts(rules, share, whole.state.groupdict)
     body: Rule = []
-    for tree in _alternatives(list(parsed(pattern))):
+    for tree in _alternatives(list(whole)):
         starts = tree[:1] == [(op.AT, op.AT_BEGINNING)]
         ends = tree[-1:] == [(op.AT, op.AT_END)]
         inner = parts.sequence(tree[starts : len(tree) - ends])
@@ -71,9 +75,11 @@ def _alternatives(tree: list[Any]) -> list[list[Any]]:
 
 
 class _Parts:
-    def __init__(self, rules: Rules, share: int | None) -> None:
+    def __init__(self, rules: Rules, share: int | None, names: dict[str, int]) -> None:
         self._rules = rules
         self._share = share
+        most = {number: LIMIT.fullmatch(name) for name, number in names.items()}
+        self._most = {number: int(found[1]) for number, found in most.items() if found}
         self._known: dict[str, str] = {}
         self._num_copies = 0
 
@@ -83,13 +89,27 @@ class _Parts:
     def _item(self, code: Any, value: Any) -> Sequence:  # noqa: ANN401
         if code in (op.MAX_REPEAT, op.MIN_REPEAT):
             return self._repeated(*value)
+        if code is op.SUBPATTERN and value[0] in self._most:
+            return (self._counted(value[3], self._most[value[0]]),)
         if code is op.SUBPATTERN and not any(value[1:3]):
             return (self._branches([value[3]]),)
         if code is op.BRANCH:
             return (self._branches(value[1]),)
         return (self.character(class_of(code, value)),)
 
+    def _counted(self, inner: Any, most: int) -> str:  # noqa: ANN401
+        """Of at most so many characters, counted while they are written: an automaton whose texts
+        can always end soon."""
+        dfa = anchored(list(inner))
+        slack = max(distances(dfa)) + SLACK
+        body = self._rules.dfa(ending_within(dfa, slack))
+        return self._rules.add("body", [(body,)], mark=f"max_chars={most - slack}")
+
     def _branches(self, branches: Any) -> str:  # noqa: ANN401
+        if len(branches) == 1 and len(branches[0]) == 1:
+            only = self._item(*branches[0][0])
+            if len(only) == 1:
+                return only[0]
         key = str(branches)
         if key not in self._known:
             body: Rule = [self.sequence(branch) or ('""',) for branch in branches]
@@ -103,23 +123,25 @@ class _Parts:
         if most is op.MAXREPEAT:
             self._count(low)
             if self._share is not None:
-                return (*least, self._limited(one, self._share))
+                return (self._limited(one, low, low + self._share),)
             return (*least, self.loop(one))
         if is_one and most - low > MANY:
             self._count(low)
-            return (*least, self._limited(one, most - low))
+            return (self._limited(one, low, most),)
         self._count(most)
         more = ""
         for _ in range(most - low):
             more = self._rules.add("more", [('""',), (one, more) if more else (one,)])
         return (*least, more) if more else least
 
-    def _limited(self, one: str, most: int) -> str:
+    def _limited(self, one: str, low: int, most: int) -> str:
         """So many of one character, counted while they are written."""
-        key = f"{one} {most}"
+        self._count(low)
+        key = f"{one} {low} {most}"
         if key not in self._known:
+            body = (one,) * low
             mark = f"max_chars={most}"
-            self._known[key] = self._rules.add("body", [(self.loop(one),)], mark=mark)
+            self._known[key] = self._rules.add("body", [(*body, self.loop(one))], mark=mark)
         return self._known[key]
 
     def _count(self, copies: int) -> None:

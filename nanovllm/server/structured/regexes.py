@@ -48,6 +48,12 @@ def found(pattern: str) -> Dfa:
     return _deterministic(made, texts)
 
 
+def anchored(items: list[Any]) -> Dfa:
+    """The texts that these parts of an expression match from end to end."""
+    made = _Nfa()
+    return _deterministic(made, made.build([[_BEGINNING, *items, _ENDING]], made.state()))
+
+
 @lru_cache(maxsize=512)
 def loosened(pattern: str) -> tuple[Dfa, int | None]:
     """The same without the upper limit of its one large repetition, where the limit is also one of
@@ -64,9 +70,7 @@ def loosened(pattern: str) -> tuple[Dfa, int | None]:
         return found(pattern), None
     code, (low, most, repeated) = inner[large[0]]
     inner[large[0]] = (code, (low, op.MAXREPEAT, repeated))
-    made = _Nfa()
-    loose = _deterministic(made, made.build([[tree[0], *inner, tree[-1]]], made.state()))
-    return loose, most + sum(width for width in others if width is not None)
+    return anchored(inner), most + sum(width for width in others if width is not None)
 
 
 _BEGINNING, _ENDING = (op.AT, op.AT_BEGINNING), (op.AT, op.AT_END)

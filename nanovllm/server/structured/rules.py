@@ -154,7 +154,11 @@ class Rules:
         return names[0]
 
     def character(self, ranges: Ranges) -> str:
-        """One of these, as in a JSON string."""
+        """One of these, as in a JSON string: its rule, or what it is."""
+        if not without(((0, 0x10FFFF),), _SPECIAL) or not any(
+            a <= high and low <= b for low, high in ranges for a, b in _SPECIAL
+        ):
+            return class_text(ranges)
         key = ("character", ranges)
         if key not in self._known:
             body = [sequence[:-1] for sequence in self._moves(ranges, "ws", in_json=True, free="")]

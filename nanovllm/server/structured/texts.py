@@ -20,13 +20,13 @@ from nanovllm.server.structured.automata import (
     words,
 )
 from nanovllm.server.structured.facts import Text
-from nanovllm.server.structured.formats import FORMATS, SHORTER
+from nanovllm.server.structured.formats import FORMATS, SHORTER, WRITTEN
 from nanovllm.server.structured.regexes import MANY, WIDE, found, loosened, num_wide, parsed, whole
 
 MOST_COUNTED = 256  # characters that states may count
 MOST_CASES = 1000  # of states and lengths: longer texts are left out
 LEAST_CASES = 60
-MOST_WIDE = 80  # states
+MOST_WIDE = 160  # states
 DWELLING = 10  # characters that may come next where a text goes on
 SLACK = 3  # characters beyond what a text needs to end
 
@@ -43,7 +43,7 @@ def automaton(text: Text) -> Dfa:
 
 def alone(text: Text) -> str | None:
     """The expression that is all that is said but for a greatest length, if there is one."""
-    expressions = [f"^(?:{FORMATS[name]})$" for name in text.formats]
+    expressions = [f"^(?:{WRITTEN.get(name, FORMATS[name])})$" for name in text.formats]
     expressions += [pattern for pattern, is_found in text.patterns if is_found]
     num_said = len(text.formats) + len(text.patterns)
     if num_said != 1 or not expressions or text.values is not None or text.excluded:
@@ -59,7 +59,7 @@ def is_heavy(pattern: str) -> bool:
 def weighed(pattern: str) -> tuple[bool, int]:
     """Whether its automaton is slow to compile, as after most states most letters may follow, and
     how many states it took to know. Raises PatternError for what is no expression."""
-    if num_wide(parsed(pattern)) > 2 * MOST_WIDE:
+    if "(?P<most" in pattern or num_wide(parsed(pattern)) > 2 * MOST_WIDE:
         return True, MOST_WIDE
     try:
         dfa, _ = loosened(pattern)
