@@ -36,6 +36,7 @@ from nanovllm.server.asgi import (
 from nanovllm.server.errors import ApiError, shutting_down, unknown_model
 from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, LargeBodies, Room
 from nanovllm.server.metrics import OTHER_PATH, Metrics, render
+from nanovllm.server.orders import with_grammar
 from nanovllm.server.protocol import REQUEST_ID, ChatRequest
 from nanovllm.server.reply import CLIENT_LEFT, Reply
 from nanovllm.server.served import Served
@@ -184,7 +185,15 @@ class App:
             log.info("request %s", reply.summary)
 
     async def _prepared(self, scope: Scope, receive: Receive) -> tuple[ChatRequest, Prompt]:
-        """The body, checked, and as a prompt."""
+        """The body, checked, and as a prompt with its grammar."""
+        request, prompt = await self._prompted(scope, receive)
+        if request.constrained_by is not None or request.tools:
+            prompt = await asyncio.get_running_loop().run_in_executor(
+                self._threads, with_grammar, request, prompt, self._served
+            )
+        return request, prompt
+
+    async def _prompted(self, scope: Scope, receive: Receive) -> tuple[ChatRequest, Prompt]:
         served = self._served
         with self._room.taken() as grown:
             body = await read_body(scope, receive, self._max_body_bytes, grown)

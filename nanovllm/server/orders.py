@@ -8,15 +8,27 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
+from msgspec import structs
+
 from nanovllm.server.errors import bad_value, too_long
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
-from nanovllm.server.structured.tag import structural_tag
+from nanovllm.server.structured.tag import structural_tag, vet_tools
 from nanovllm.server.template import Prompt
 from nanovllm.wire import Generate, Sampling
 
 MAX_BAD_WORD_TOKENS = 32
 FORCED = 1000.0  # a logit that no other overcomes, and float32 still adds exactly enough to
+
+
+def with_grammar(request: ChatRequest, prompt: Prompt, served: Served) -> Prompt:
+    """The prompt, and the grammar if there is one. Slow for large schemas: call it on a thread.
+    Raises ApiError."""
+    if request.constrained_by is not None:
+        return structs.replace(prompt, grammar=structural_tag(request, served, prompt.turn))
+    if request.tools:
+        vet_tools(request, served)
+    return prompt
 
 
 def generates(
@@ -40,8 +52,6 @@ def generates(
         stop_ids |= served.eos_ids
     first_seed = seed if request.seed is None else request.seed
     words = _bad_words(request, served)
-    is_free = request.constrained_by is None
-    grammar = "" if is_free else structural_tag(request, served, prompt.turn)
     packed = array("i", prompt.ids).tobytes()
     return [
         Generate(
@@ -52,7 +62,7 @@ def generates(
             sampling=sampling(request, served, wrapped(first_seed + index), words),
             priority=request.priority or 0,
             salt=request.cache_salt or "",
-            grammar=grammar,
+            grammar=prompt.grammar,
         )
         for index in range(request.num_choices)
     ]

@@ -38,6 +38,7 @@ MAX_RENDER_S = 5.0
 class Prompt(Struct, frozen=True):
     ids: list[int]
     turn: str = ""  # what it has already written of the model's turn
+    grammar: str = ""  # that the output follows
 
 
 class Template:

@@ -108,7 +108,7 @@ def test_structured_outputs(client, structure, allowed) -> None:
 REFUSED = [
     ({"grammar": "root ::= nope"}, "structured_outputs", 'Rule "nope" is not defined'),
     ({"regex": "(?=a)b"}, "structured_outputs.regex", "look-around"),
-    ({"json": {"not": {}}}, "structured_outputs.json", "'not'"),
+    ({"json": {"not": {"format": "date"}}}, "structured_outputs.json", "'not'"),
 ]
 
 

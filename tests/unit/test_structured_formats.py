@@ -12,7 +12,9 @@ from uuid import UUID
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.server.structured.formats import FORMATS
+from nanovllm.server.structured.formats import FORMATS, WRITTEN
+from nanovllm.server.structured.schemas import compiled
+from recipes.demo.schemas import compiler, matches, tag
 
 RIGHT = {
     "date": "2024-02-29 1900-02-28 2000-02-29 1582-10-15 2100-12-31 0004-02-29 9999-04-30",
@@ -91,6 +93,19 @@ READERS: dict[str, Callable[[str], object]] = {
     "uri": is_uri,
     "regex": re.compile,
 }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_grammars_allow_the_same(name: str) -> None:
+    """Of host names and of names before an @ all but the longest."""
+    text = compiled({"type": "string", "format": name}, "x", exact=True)
+    grammar = compiler().compile_structural_tag(tag(text))
+    texts = [text for text in RIGHT[name].split(" ") if len(text) < 60]
+    assert [text for text in texts if not matches(grammar, text)] == []
+    assert [text for text in WRONG[name].split(" ") if matches(grammar, text)] == []
+    if name in WRITTEN:
+        assert matches(grammar, RIGHT[name].split(" ")[0])
+        assert not matches(grammar, "a" * 65 + RIGHT[name].split(" ")[0])
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -1,8 +1,8 @@
 """The formats of JSON Schema as regular expressions for whole strings, by the standards they name.
 
 Where readers disagree about a standard, what matches is valid for all of them: no year 0000, no
-zone in an IPv6 address, no A-labels (xn--...), whose letters no expression can check. Knows neither
-JSON's escapes nor grammars.
+zone in an IPv6 address, no A-labels (xn--...), whose letters no expression can check. Numbers have
+up to nine digits, so that a model comes to an end. Knows neither JSON's escapes nor grammars.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _DATE = (
     "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))|"
     f"(?:[0-9]{{2}}{_TWO}|{_TWO}00)-02-29)"
 )
-_PARTS = r"(?:\.[0-9]+)?"  # of a second
+_PARTS = r"(?:\.[0-9]{1,9})?"  # of a second
 _HOURS = "(?:[01][0-9]|2[0-3])"
 
 
@@ -32,10 +32,11 @@ def _leap_second() -> str:
 _TIME = (
     f"(?:{_HOURS}:[0-5][0-9]:[0-5][0-9]{_PARTS}(?:[Zz]|[+-]{_HOURS}:[0-5][0-9])|{_leap_second()})"
 )
-_CLOCK = "T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)"
-_DAYS = "[0-9]+D"
-_MONTHS = f"[0-9]+M(?:{_DAYS})?"
-_CALENDAR = f"(?:{_DAYS}|{_MONTHS}|[0-9]+Y(?:{_MONTHS})?)"
+_N = "[0-9]{1,9}"
+_CLOCK = f"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
+_DAYS = f"{_N}D"
+_MONTHS = f"{_N}M(?:{_DAYS})?"
+_CALENDAR = f"(?:{_DAYS}|{_MONTHS}|{_N}Y(?:{_MONTHS})?)"
 
 # -- hosts -----------------------------------------------------------------------------------
 
@@ -65,15 +66,15 @@ _IPV6 = _ipv6()
 def _label(letter: str, size: int) -> str:
     """A host name's label of at most so many characters of a class, none beginning with xn--.
 
-    `letter`: what stands in the class, A-Z and a-z among it.
+    `letter`: what stands in the class, A-Z and a-z among it. `size`: 0 for any.
     """
 
     def rest(most: int) -> str:
-        return f"(?:[{letter}-]{{0,{most - 1}}}[{letter}])?"
+        return f"(?:[{letter}-]{{0,{most - 1 if size else ''}}}[{letter}])?"
 
     not_x = letter.replace("a-z", "a-wyz").replace("A-Z", "A-WYZ")
     not_n = letter.replace("a-z", "a-mo-z").replace("A-Z", "A-MO-Z")
-    after_x = f"[{not_n}]{rest(size - 2)}|-[{letter}-]{{0,{size - 3}}}[{letter}]"
+    after_x = f"[{not_n}]{rest(size - 2)}|-[{letter}-]{{0,{size - 3 if size else ''}}}[{letter}]"
     after_xn = f"[{letter}]{rest(size - 3)}|-[{letter}]{rest(size - 4)}"
     return f"(?:[{not_x}]{rest(size - 1)}|[xX](?:{after_x}|[nN](?:{after_xn})?)?)"
 
@@ -92,6 +93,7 @@ _IDN_HOST = rf"(?:{_HOST}|{_IDN}(?:\.{_IDN}){{0,4}})"
 # -- mail ------------------------------------------------------------------------------------
 
 _ATEXT = "A-Za-z0-9!#$%&'*+/=?^_`{|}~-"
+_DOTLESS = f"[{_ATEXT}]{{1,64}}"
 _QUOTED = r'"(?:[ !#-\[\]-~]|\\[ -~])*"'
 _LITERAL = rf"\[(?:{_IPV4}|IPv6:{_IPV6})\]"
 
@@ -110,7 +112,7 @@ def _uris(beyond: str) -> tuple[str, str]:
     no_colon = f"(?:[{_UNRESERVED}{_SUB}@{beyond}-]|{_PCT})"
     user = f"(?:(?:[{_UNRESERVED}{_SUB}:{beyond}-]|{_PCT})*@)?"
     name = f"(?:[{_UNRESERVED}{_SUB}{beyond}-]|{_PCT})*"
-    future = rf"[Vv][0-9A-Fa-f]+\.[{_UNRESERVED}{_SUB}:-]+"
+    future = rf"v[0-9A-Fa-f]+\.[{_UNRESERVED}{_SUB}:-]+"
     authority = rf"//{user}(?:\[(?:{_IPV6}|{future})\]|{name})(?::[0-9]*)?(?:/{pchar}*)*"
     more = f"(?:/{pchar}*)*"
     absolute_path = f"/(?:{pchar}+{more})?"
@@ -134,8 +136,8 @@ FORMATS = {
     "date": _DATE,
     "time": _TIME,
     "date-time": f"{_DATE}[Tt]{_TIME}",
-    "duration": f"P(?:{_CALENDAR}(?:{_CLOCK})?|{_CLOCK}|[0-9]+W)",
-    "email": rf"(?:[{_ATEXT}]+(?:\.[{_ATEXT}]+)*|{_QUOTED})@(?:{_HOST}|{_LITERAL})",
+    "duration": f"P(?:{_CALENDAR}(?:{_CLOCK})?|{_CLOCK}|{_N}W)",
+    "email": rf"(?:{_DOTLESS}(?:\.{_DOTLESS}){{0,4}}|{_QUOTED})@(?:{_HOST}|{_LITERAL})",
     "idn-email": rf"(?:{_WIDE}+(?:\.{_WIDE}+)*|{_QUOTED})@(?:{_IDN_HOST}|{_LITERAL})",
     "hostname": _HOST,
     "idn-hostname": _IDN_HOST,
@@ -150,4 +152,21 @@ FORMATS = {
     "json-pointer": _POINTER,
     "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
     "regex": rf"\^?(?:{_ATOM}[*+?]?)*\$?",  # no groups: what nests is not regular
+}
+# Where a length or an expression stands beside the format: no longer than most are, as all cases of
+# both together have to be counted.
+_SOME = rf"{_label(_ALNUM, 20)}(?:\.{_label(_ALNUM, 20)}){{0,2}}"
+_MAIL = rf"[{_ATEXT}]{{1,20}}(?:\.[{_ATEXT}]{{1,20}}){{0,1}}@{_SOME}"
+SHORTER = {"hostname": _SOME, "idn-hostname": _SOME, "email": _MAIL, "idn-email": _MAIL}
+# As they are written where nothing stands beside them: hosts and names before an @ without the
+# limit of a label's length, but of at most so many characters in all (parts.py).
+_ANY_LABEL = _label(_ALNUM, 0)
+_HOST_NAME = rf"{_ANY_LABEL}(?:\.{_ANY_LABEL})*"
+_NAME = rf"[{_ATEXT}]+(?:\.[{_ATEXT}]+)*"
+_WRITTEN_MAIL = rf"(?:(?P<most64>{_NAME})|{_QUOTED})@(?:(?P<most63>{_HOST_NAME})|{_LITERAL})"
+WRITTEN = {
+    "hostname": f"(?P<most63>{_HOST_NAME})",
+    "idn-hostname": rf"(?P<most63>{_HOST_NAME})|{_IDN}(?:\.{_IDN}){{0,4}}",
+    "email": _WRITTEN_MAIL,
+    "idn-email": rf"{_WRITTEN_MAIL}|{_WIDE}{{1,64}}@(?:{_IDN}(?:\.{_IDN}){{0,4}})",
 }

@@ -15,22 +15,24 @@ from nanovllm.server.errors import ApiError, bad_value, misplaced
 from nanovllm.server.parsers.base import END_THINK, THINK
 from nanovllm.server.protocol import STRUCTURES, ChatRequest
 from nanovllm.server.served import Served
-from nanovllm.server.structured.calls import (
+from nanovllm.server.structured.automata import PatternError
+from nanovllm.server.structured.calls import arguments, calls, spelled
+from nanovllm.server.structured.forms import (
     ANY_TEXT,
-    MAX_SPACE,
     Format,
-    calls,
     constant,
     either,
-    json_of,
+    grammar,
     optional,
     sequence,
-    spelled,
 )
-from nanovllm.server.structured.patterns import PatternError, vet
-from nanovllm.server.structured.schemas import MAX_BYTES, MAX_VALUES, Schema, vetted
+from nanovllm.server.structured.patterns import vet
+from nanovllm.server.structured.schemas import MAX_SPACE, OBJECT, compiled
 
 MAX_TAG_DEPTH = 32
+MAX_TAG_SPACE = 64
+MAX_BYTES = 1 << 16  # of a tag, a grammar or an expression of the client's
+MAX_VALUES = 2000  # of a choice
 MAX_TAG_BYTES = 1 << 20  # of everything together: tools may be many
 MAX_CHOICE_BYTES = 1 << 16  # of a choice's texts together
 GAP: Format = {"type": "regex", "pattern": "\n{0,2}"}  # after thinking
@@ -51,6 +53,12 @@ def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
         text = f"needs a grammar of {len(tag)} bytes; it must be at most {MAX_TAG_BYTES}"
         raise misplaced(str(request.constrained_by), text)
     return tag
+
+
+def vet_tools(request: ChatRequest, served: Served) -> None:
+    """Of a request whose output is free. Raises ApiError as `structural_tag` does once a call is
+    required, so that the same tools are refused whatever the choice."""
+    _Writer(request, served).vet_functions()
 
 
 class _Writer:
@@ -84,7 +92,7 @@ class _Writer:
         if syntax is None or choice.mode == "none":
             return content or ANY_TEXT
         once = choice.is_named or self._request.parallel_tool_calls is False
-        calling = calls(syntax, self._schemas(choice.names), self._ids, once=once)
+        calling = calls(syntax, self._functions(choice.names), self._ids, once=once)
         if choice.mode == "required":
             return calling
         if content is not None:
@@ -93,14 +101,20 @@ class _Writer:
         before = ANY_TEXT if opener in self._ids else ANY_TEXT | {"excludes": [opener]}
         return sequence(before, optional(calling))
 
-    def _schemas(self, names: tuple[str, ...]) -> dict[str, tuple[str, Schema]]:
-        found: dict[str, tuple[str, Schema]] = {}
+    def vet_functions(self) -> None:
+        """What no grammar will be made of is refused like what one is made of."""
+        choice, syntax = self._request.choice_of_tools, self._family.syntax
+        if syntax is not None and choice.mode != "none":
+            for where, schema, exact in self._functions(choice.names).values():
+                arguments(syntax, where, schema, exact=exact)
+
+    def _functions(self, names: tuple[str, ...]) -> dict[str, tuple[str, object, bool]]:
+        found: dict[str, tuple[str, object, bool]] = {}
         for at, function in enumerate(tool["function"] for tool in self._request.tools or ()):
             if function["name"] in names:
                 where = f"tools[{at}].function.parameters"
                 given = function.get("parameters") or {"type": "object", "properties": {}}
-                exact = function.get("strict") is True
-                found[function["name"]] = (where, vetted(given, where, exact=exact))
+                found[function["name"]] = (where, given, function.get("strict") is True)
         return found
 
     # -- the content that the client asked for --------------------------------------------------
@@ -112,10 +126,10 @@ class _Writer:
             return self._structured(given)
         kind, where = wanted.get("type"), "response_format.json_schema.schema"
         if kind == "json_object":
-            return json_of({"type": "object"})
+            return grammar(compiled(OBJECT, where, exact=True))
         if kind == "json_schema":
-            body = wanted["json_schema"]
-            return json_of(vetted(body.get("schema"), where, exact=body.get("strict") is not False))
+            body, exact = wanted["json_schema"], wanted["json_schema"].get("strict") is not False
+            return grammar(compiled(body.get("schema"), where, exact=exact))
         return self._tag(wanted, "response_format") if kind == "structural_tag" else None
 
     def _structured(self, given: dict[str, Any]) -> Format:
@@ -123,10 +137,10 @@ class _Writer:
         value, where = given[kind], f"structured_outputs.{kind}"
         space = 1 if given.get("disable_any_whitespace") else MAX_SPACE
         if kind == "json_object":
-            return json_of({"type": "object"}, max_space=space)
+            return grammar(compiled(OBJECT, where, exact=True, max_space=space))
         if kind == "json":
-            schema = vetted(_loaded(value, where), where, exact=given.get("strict") is not False)
-            return json_of(schema, max_space=space)
+            schema, exact = _loaded(value, where), given.get("strict") is not False
+            return grammar(compiled(schema, where, exact=exact, max_space=space))
         if kind == "choice":
             is_list = isinstance(value, list) and 0 < len(value) <= MAX_VALUES
             if not is_list or not all(isinstance(text, str) and text for text in value):
@@ -158,8 +172,13 @@ class _Writer:
             return given
         kind = given.get("type")
         if kind == "json_schema":
-            schema = vetted(given.get("json_schema"), f"{where}.json_schema", exact=True)
-            return {"max_whitespace_cnt": MAX_SPACE} | given | {"json_schema": schema}
+            place, space = f"{where}.json_schema", given.get("max_whitespace_cnt", MAX_SPACE)
+            if type(space) is not int or not 0 <= space <= MAX_TAG_SPACE:
+                limits = f"an integer from 0 to {MAX_TAG_SPACE}"
+                raise bad_value(f"{where}.max_whitespace_cnt", limits, space)
+            if given.get("style", "json") != "json":
+                raise bad_value(f"{where}.style", "json", given["style"])
+            return grammar(compiled(given.get("json_schema"), place, exact=True, max_space=space))
         if kind == "regex":
             try:
                 vet(_text(given.get("pattern"), where))

@@ -1,0 +1,288 @@
+"""Languages of texts as deterministic automata over code points: words, lengths and regular
+expressions (regexes.py), which intersect and exclude each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+LAST = 0x10FFFF
+MAX_STATES = 2000  # of an automaton
+MAX_EXPLORED = 8000  # of what it is made from
+MAX_TURNS = 40
+Ranges = tuple[tuple[int, int], ...]  # of code points, ascending and apart
+Edge = tuple[int, int, int]  # from one code point to another, and the state behind
+EVERY: Ranges = ((0, LAST),)
+
+
+class PatternError(ValueError):
+    """Says what in the expression cannot be enforced."""
+
+
+class TooLargeError(PatternError):
+    """There would be too many states."""
+
+
+@dataclass(frozen=True)
+class Dfa:
+    """State 0 is the first. Where no edge leads, nothing matches."""
+
+    edges: tuple[tuple[Edge, ...], ...]
+    finals: frozenset[int]
+
+    def step(self, state: int, code: int) -> int | None:
+        return next((to for low, high, to in self.edges[state] if low <= code <= high), None)
+
+    def accepts(self, text: str) -> bool:
+        state = 0
+        for letter in text:
+            if (to := self.step(state, ord(letter))) is None:
+                return False
+            state = to
+        return state in self.finals
+
+    def is_empty(self) -> bool:
+        """Sound because every automaton here is trimmed."""
+        return not self.finals
+
+    def few(self, most: int) -> list[str] | None:
+        """Its texts, if there are no more than so many."""
+        texts: list[str] = []
+        waiting = [(0, "")]
+        while waiting:
+            at, text = waiting.pop()
+            if at in self.finals:
+                texts.append(text)
+            for low, high, to in self.edges[at]:
+                waiting += [
+                    (to, text + chr(code)) for code in range(low, min(high, low + most) + 1)
+                ]
+            if len(texts) > most or len(waiting) > most or len(text) > len(self.edges):
+                return None
+        return sorted(texts)
+
+    def is_everything(self) -> bool:
+        return self == ANYTHING
+
+
+ANYTHING = Dfa((((0, LAST, 0),),), frozenset({0}))
+NOTHING = Dfa(((),), frozenset())
+
+
+def explored(
+    start: object,
+    edges_of: Callable[[Any], Iterable[tuple[int, int, Any]]],
+    is_final: Callable[[Any], bool],
+) -> Dfa:
+    """The smallest automaton of what `edges_of` says, whose states may be anything hashable. Its
+    edges do not overlap. Raises TooLargeError."""
+    numbers = {start: 0}
+    edges: list[list[Edge]] = []
+    finals = set()
+    waiting = [start]
+    while waiting:
+        at = waiting.pop(0) if len(waiting) < 100 else waiting.pop()
+        mine = []
+        for low, high, to in edges_of(at):
+            if to not in numbers:
+                numbers[to] = len(numbers)
+                waiting.append(to)
+                if len(numbers) > MAX_EXPLORED:
+                    raise TooLargeError("too many cases")
+            mine.append((low, high, numbers[to]))
+        number = numbers[at]
+        edges.extend([] for _ in range(number + 1 - len(edges)))
+        edges[number] = mine
+        if is_final(at):
+            finals.add(number)
+    return _smallest(edges, finals)
+
+
+def _smallest(edges: list[list[Edge]], finals: set[int]) -> Dfa:
+    """Without states that lead nowhere, and with equal ones as one."""
+    before: list[list[int]] = [[] for _ in edges]
+    for at, mine in enumerate(edges):
+        for _, _, to in mine:
+            before[to].append(at)
+    alive, waiting = set(finals), list(finals)
+    while waiting:
+        for at in before[waiting.pop()]:
+            if at not in alive:
+                alive.add(at)
+                waiting.append(at)
+    if 0 not in alive:
+        return NOTHING
+    kinds = {at: int(at in finals) for at in alive}
+    num_kinds = len(set(kinds.values()))
+    for turn in itertools.count():
+        seen: dict[object, int] = {}
+        now = {}
+        for at in alive:
+            known = _joined([(a, b, kinds[to]) for a, b, to in edges[at] if to in alive])
+            now[at] = seen.setdefault((kinds[at], tuple(known)), len(seen))
+        kinds = now
+        if len(seen) == num_kinds:
+            break
+        if turn > MAX_TURNS:  # long chains, in which hardly any two are equal
+            kinds = {at: at for at in alive}
+            break
+        num_kinds = len(seen)
+    return _numbered(edges, finals & alive, kinds)
+
+
+def _numbered(edges: list[list[Edge]], finals: set[int], kinds: dict[int, int]) -> Dfa:
+    """One state a kind, in the order in which they are reached."""
+    one_of = {kind: at for at, kind in kinds.items()}
+    order, number_of = [kinds[0]], {kinds[0]: 0}
+    made: list[tuple[Edge, ...]] = []
+    for kind in order:
+        mine = []
+        for low, high, to in edges[one_of[kind]]:
+            if to not in kinds:
+                continue
+            if kinds[to] not in number_of:
+                number_of[kinds[to]] = len(order)
+                order.append(kinds[to])
+            mine.append((low, high, number_of[kinds[to]]))
+        made.append(tuple(_joined(mine)))
+    if len(made) > MAX_STATES:
+        raise TooLargeError("too many cases")
+    return Dfa(
+        tuple(made), frozenset(number_of[kinds[at]] for at in finals if kinds[at] in number_of)
+    )
+
+
+def _joined(edges: list[Edge]) -> list[Edge]:
+    made: list[Edge] = []
+    for low, high, to in sorted(edges):
+        if made and made[-1][2] == to and made[-1][1] + 1 == low:
+            made[-1] = (made[-1][0], high, to)
+        else:
+            made.append((low, high, to))
+    return made
+
+
+# -- one of two, both, or not ---------------------------------------------------------------------
+
+
+def intersection(one: Dfa, other: Dfa) -> Dfa:
+    if one.is_everything():
+        return other
+    return one if other.is_everything() else _product(one, other, lambda a, b: a and b)
+
+
+def difference(one: Dfa, other: Dfa) -> Dfa:
+    return _product(one, other, lambda a, b: a and not b)
+
+
+def union(one: Dfa, other: Dfa) -> Dfa:
+    return _product(one, other, lambda a, b: a or b)
+
+
+def _product(one: Dfa, other: Dfa, keep: Callable[[bool, bool], bool]) -> Dfa:
+    Pair = tuple[int | None, int | None]
+    needs_one, needs_other = not keep(False, True), not keep(True, False)
+
+    def edges_of(pair: Pair) -> Iterable[tuple[int, int, Pair]]:
+        left = one.edges[pair[0]] if pair[0] is not None else ()
+        right = other.edges[pair[1]] if pair[1] is not None else ()
+        cuts = sorted({c for a, b, _ in (*left, *right) for c in (a, b + 1)})
+        i = j = 0
+        for low, after in itertools.pairwise(cuts):
+            while i < len(left) and left[i][1] < low:
+                i += 1
+            while j < len(right) and right[j][1] < low:
+                j += 1
+            to_one = left[i][2] if i < len(left) and left[i][0] <= low else None
+            to_other = right[j][2] if j < len(right) and right[j][0] <= low else None
+            if (to_one is None and (needs_one or to_other is None)) or (
+                to_other is None and needs_other
+            ):
+                continue
+            yield low, after - 1, (to_one, to_other)
+
+    def is_final(pair: Pair) -> bool:
+        return keep(pair[0] in one.finals, pair[1] in other.finals)
+
+    return explored((0, 0), edges_of, is_final)
+
+
+def words(texts: Iterable[str]) -> Dfa:
+    """These and no others."""
+    trie: list[dict[int, int]] = [{}]
+    finals = set()
+    for text in texts:
+        at = 0
+        for letter in text:
+            if (to := trie[at].get(ord(letter))) is None:
+                to = trie[at][ord(letter)] = len(trie)
+                trie.append({})
+                if len(trie) > MAX_EXPLORED:
+                    raise TooLargeError("too many cases")
+            at = to
+        finals.add(at)
+    return _smallest([sorted((c, c, to) for c, to in node.items()) for node in trie], finals)
+
+
+def other_than(texts: Iterable[str], most_states: int) -> Dfa:
+    """All texts but these. Where there would be too many states, texts that begin as one of these
+    are left out as well."""
+    trie: list[dict[int, int]] = [{}]
+    finals = set()
+    depth = [0]
+    for text in sorted(texts):
+        at = 0
+        for letter in text:
+            if (to := trie[at].get(ord(letter))) is None:
+                to = trie[at][ord(letter)] = len(trie)
+                trie.append({})
+                depth.append(depth[at] + 1)
+            at = to
+        finals.add(at)
+    last = max(depth)
+    while last and sum(d <= last for d in depth) > most_states:
+        last -= 1
+    kept = [at for at, d in enumerate(depth) if d <= last]
+    number = {at: i + 1 for i, at in enumerate(kept)} | {0: 0}
+    sink = 1
+    edges: list[tuple[Edge, ...]] = [(), ((0, LAST, sink),)]
+    edges.extend(() for _ in kept[1:])
+    for at in kept:
+        mine = [(c, c, number[to]) for c, to in trie[at].items() if to in number]
+        others = inverted(merged([(c, c) for c in trie[at]]))
+        edges[number[at]] = tuple(sorted(mine + [(a, b, sink) for a, b in others]))
+    return Dfa(tuple(edges), frozenset({sink, *(number[at] for at in kept if at not in finals)}))
+
+
+def lengths(low: int, high: int | None) -> Dfa:
+    """Texts of so many characters."""
+    last = low if high is None else high
+    if last > MAX_STATES:
+        raise TooLargeError("too many cases")
+    edges: list[tuple[Edge, ...]] = [((0, LAST, at + 1),) for at in range(last)]
+    edges.append(((0, LAST, last),) if high is None else ())
+    return Dfa(tuple(edges), frozenset(range(low, last + 1)))
+
+
+# -- sets of code points ------------------------------------------------------------------------
+
+
+def merged(ranges: list[tuple[int, int]]) -> Ranges:
+    made: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if made and low <= made[-1][1] + 1:
+            made[-1] = (made[-1][0], max(made[-1][1], high))
+        else:
+            made.append((low, high))
+    return tuple(made)
+
+
+def inverted(ranges: Ranges) -> Ranges:
+    made, begin = [], 0
+    for low, high in ranges:
+        if low > begin:
+            made.append((begin, low - 1))
+        begin = high + 1
+    return (*made, (begin, LAST)) if begin <= LAST else tuple(made)

@@ -1,0 +1,215 @@
+"""What a schema says about a value, type by type, with all that applies to it merged into one.
+
+Schemas inside (of properties, of items) stay unread: a `Conj` names those that hold together, and
+is read when the grammar gets there. So recursion ends, and what applies twice is merged once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TypeAlias
+
+Conj: TypeAlias = tuple[int, ...]  # of schemas that all hold, by number; of -n its opposite
+Bound: TypeAlias = tuple[Fraction, bool]  # and whether the bound itself is excluded
+ANYTHING: Conj = ()
+KINDS = ("null", "boolean", "number", "string", "array", "object")
+
+
+def both(one: Conj, other: Conj) -> Conj:
+    return one + tuple(literal for literal in other if literal not in one)
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    return other if one is None else one if other is None else min(one, other)
+
+
+@dataclass(frozen=True)
+class Number:
+    is_integer: bool = False
+    low: Bound | None = None
+    high: Bound | None = None
+    multiples: frozenset[Fraction] = frozenset()
+    values: tuple[Fraction, ...] | None = None
+    excluded: frozenset[Fraction] = frozenset()
+    no_multiples: frozenset[Fraction] = frozenset()  # of which it is none
+
+    def and_(self, other: Number) -> Number | None:
+        lows = [bound for bound in (self.low, other.low) if bound]
+        highs = [bound for bound in (self.high, other.high) if bound]
+        made = Number(
+            self.is_integer or other.is_integer,
+            max(lows, default=None),
+            min(highs, default=None, key=lambda bound: (bound[0], not bound[1])),
+            self.multiples | other.multiples,
+            _common(self.values, other.values),
+            self.excluded | other.excluded,
+            self.no_multiples | other.no_multiples,
+        )
+        if made.values is not None:
+            kept = tuple(value for value in made.values if made.has(value))
+            return replace(made, values=kept) if kept else None
+        if made.low and made.high:
+            is_empty = made.low[0] > made.high[0] or (
+                made.low[0] == made.high[0] and (made.low[1] or made.high[1])
+            )
+            return None if is_empty else made
+        return made
+
+    def has(self, value: Fraction) -> bool:
+        """Apart from its `values`."""
+        low, high = self.low, self.high
+        return not (
+            value in self.excluded
+            or (self.is_integer and value.denominator != 1)
+            or (low and (value < low[0] or (low[1] and value == low[0])))
+            or (high and (value > high[0] or (high[1] and value == high[0])))
+            or any(value % multiple for multiple in self.multiples)
+            or any(value % multiple == 0 for multiple in self.no_multiples)
+        )
+
+
+@dataclass(frozen=True)
+class Text:
+    patterns: tuple[tuple[str, bool], ...] = ()  # found, or found nowhere
+    formats: tuple[str, ...] = ()
+    low: int = 0
+    high: int | None = None
+    values: tuple[str, ...] | None = None
+    excluded: frozenset[str] = frozenset()
+
+    def and_(self, other: Text) -> Text | None:
+        made = Text(
+            tuple(dict.fromkeys(self.patterns + other.patterns)),
+            tuple(dict.fromkeys(self.formats + other.formats)),
+            max(self.low, other.low),
+            _least(self.high, other.high),
+            _common(self.values, other.values),
+            self.excluded | other.excluded,
+        )
+        is_empty = made.values == () or (made.high is not None and made.high < made.low)
+        return None if is_empty else made
+
+
+def _common(one: tuple[object, ...] | None, other: tuple[object, ...] | None):  # type: ignore[no-untyped-def] # noqa: ANN202
+    if one is None or other is None:
+        return other if one is None else one
+    kept = set(other)
+    return tuple(value for value in one if value in kept)
+
+
+@dataclass(frozen=True)
+class Array:
+    """`layers`: of each schema the first items, and those that follow (None: nothing is said)."""
+
+    layers: tuple[tuple[tuple[Conj, ...], Conj | None], ...] = ()
+    low: int = 0
+    high: int | None = None
+    contains: tuple[Conj, ...] = ()
+
+    def and_(self, other: Array) -> Array | None:
+        made = Array(
+            self.layers + other.layers,
+            max(self.low, other.low),
+            _least(self.high, other.high),
+            self.contains + other.contains,
+        )
+        return None if made.high is not None and made.high < made.low else made
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """What one schema says about properties. `rest`: of those that are not named and match no
+    pattern (None: nothing is said), nor are spoken of by the layers `beside` it. `closes`: where
+    no layer says anything of the rest, there is none."""
+
+    properties: dict[str, Conj]
+    patterns: tuple[tuple[str, Conj], ...] = ()
+    rest: Conj | None = None
+    beside: tuple[Layer, ...] = ()
+    closes: bool = True
+
+    def of(self, name: str | None, matching: frozenset[str]) -> Conj | None:
+        """For a property of this name, or with None for any that nobody names: of the patterns it
+        matches those. None if nothing is said."""
+        said: Conj | None = None
+        if name is not None and name in self.properties:
+            said = self.properties[name]
+        for pattern, conj in self.patterns:
+            if pattern in matching:
+                said = both(said or (), conj)
+        if said is not None or any(layer.of(name, matching) is not None for layer in self.beside):
+            return said
+        return self.rest
+
+
+@dataclass(frozen=True, eq=False)
+class Object:
+    layers: tuple[Layer, ...] = ()
+    required: tuple[str, ...] = ()
+    low: int = 0
+    high: int | None = None
+    names: Conj = ANYTHING
+
+    def and_(self, other: Object) -> Object | None:
+        made = Object(
+            self.layers + other.layers,
+            tuple(dict.fromkeys(self.required + other.required)),
+            max(self.low, other.low),
+            _least(self.high, other.high),
+            both(self.names, other.names),
+        )
+        least = max(made.low, len(made.required))
+        return None if made.high is not None and made.high < least else made
+
+    def simple(self) -> Object:
+        """Without what takes many rules: numbers of properties, and patterns of their names."""
+        layers = tuple(
+            Layer(la.properties, (), ANYTHING if la.patterns else la.rest, (), la.closes)
+            for la in self.layers
+        )
+        return Object(layers, self.required)
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """Per type what is said about values of it; None or empty where no value may be of it."""
+
+    null: bool = False
+    booleans: tuple[bool, ...] = ()
+    number: Number | None = None
+    text: Text | None = None
+    array: Array | None = None
+    object: Object | None = None
+
+    def and_(self, other: Facts) -> Facts:
+        return Facts(
+            self.null and other.null,
+            tuple(value for value in self.booleans if value in other.booleans),
+            self.number and other.number and self.number.and_(other.number),
+            self.text and other.text and self.text.and_(other.text),
+            self.array and other.array and self.array.and_(other.array),
+            self.object and other.object and self.object.and_(other.object),
+        )
+
+    def is_empty(self) -> bool:
+        return not (
+            self.null or self.booleans or self.number or self.text or self.array or self.object
+        )
+
+    def only(self, *kinds: str) -> Facts:
+        """Of these types, as JSON Schema names them."""
+        number = self.number if {"number", "integer"} & set(kinds) else None
+        if number and "number" not in kinds:
+            number = number.and_(Number(is_integer=True))
+        return Facts(
+            self.null and "null" in kinds,
+            self.booleans if "boolean" in kinds else (),
+            number,
+            self.text if "string" in kinds else None,
+            self.array if "array" in kinds else None,
+            self.object if "object" in kinds else None,
+        )
+
+
+EVERYTHING = Facts(True, (True, False), Number(), Text(), Array(), Object())

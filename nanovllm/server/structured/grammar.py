@@ -1,0 +1,199 @@
+"""A schema that has been read, as a grammar: a rule for every set of schemas that hold together."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from functools import reduce
+
+from nanovllm.server.structured import numbers, parts, texts
+from nanovllm.server.structured.automata import MAX_EXPLORED, PatternError
+from nanovllm.server.structured.facts import (
+    ANYTHING,
+    EVERYTHING,
+    Array,
+    Conj,
+    Facts,
+    Number,
+    Text,
+    both,
+)
+from nanovllm.server.structured.objects import Objects
+from nanovllm.server.structured.reading import Reader
+from nanovllm.server.structured.regexes import parsed
+from nanovllm.server.structured.register import InexactError
+from nanovllm.server.structured.rules import Rule, Rules, TooManyRulesError, literal
+
+MAX_STATES = 2000  # of all texts that are narrowed, and of all names, to be compiled in time
+MAX_PREFIX = 1000  # items of an array that are each of their own
+
+
+class Grammar:
+    def __init__(self, reader: Reader, max_space: int) -> None:
+        self.reader = reader
+        self.rules = Rules(max_space)
+        self.room = MAX_STATES
+        self._objects = Objects(reader, self.rules, self.value)
+        self._names: dict[Conj, str] = {}
+        self._texts: dict[Text, str] = {}
+        self._waiting: deque[Conj] = deque()
+
+    def text(self, conj: Conj) -> str | None:
+        """None if nothing matches."""
+        root = self.value(conj)
+        if root == "any":
+            root = self.rules.add("value", [("any",)])
+        try:
+            while self._waiting:
+                self._write(self._waiting.popleft())
+            return self.rules.text(root)
+        except TooManyRulesError:
+            self.reader.refuse("#", "comes to too large a grammar")
+
+    def value(self, conj: Conj) -> str:
+        """The name of its rule."""
+        if conj == ANYTHING:
+            return self.rules.basic("any")
+        if conj not in self._names:
+            self._names[conj] = self.rules.add("value", [])
+            self._waiting.append(conj)
+        return self._names[conj]
+
+    def _write(self, conj: Conj) -> None:
+        body = self.rules.bodies[self._names[conj]]
+        alternatives = self.reader.settled(conj)
+        if any(facts is EVERYTHING for facts in alternatives):
+            alternatives = [EVERYTHING]
+        for facts in alternatives:
+            body += self.typed(facts, self.reader.path(conj))
+        body[:] = list(dict.fromkeys(body))
+
+    def typed(self, facts: Facts, path: str) -> Rule:
+        if facts is EVERYTHING:
+            return [(self.rules.basic("any"),)]
+        made: Rule = [('"null"',)] if facts.null else []
+        made += [('"true"' if value else '"false"',) for value in facts.booleans]
+        made += [(self.number(facts.number, path),)] if facts.number else []
+        made += [(self.string(facts.text, path),)] if facts.text else []
+        if facts.array:
+            try:
+                made += self.array(facts.array)
+            except InexactError as error:
+                self.reader.inexact(path, str(error))
+                made += self.array(replace(facts.array, contains=()))
+        if facts.object:
+            try:
+                made += self._objects.written(facts.object, path)
+            except (InexactError, PatternError) as error:
+                self.reader.inexact(path, str(error))
+                made += self._objects.written(facts.object.simple(), path)
+        return made
+
+    def number(self, number: Number, path: str) -> str:
+        if number.values is not None:
+            shown = [str(v) for v in number.values if v.denominator == 1 and number.has(v)]
+            shown += [repr(float(v)) for v in number.values if number.has(v)]
+            shown = [text for text in dict.fromkeys(shown) if "e" not in text]
+            return self.rules.add("number", [(literal(text),) for text in shown])
+        if number == Number():
+            return self.rules.basic("number")
+        if number == Number(is_integer=True):
+            return self.rules.basic("integer")
+        try:
+            dfa = numbers.automaton(number)
+            self.reader.spend(len(dfa.edges), path)
+            return self.rules.dfa(dfa, in_json=False)
+        except PatternError as error:
+            self.reader.inexact(path, f"a number with {error}")
+            self.reader.spend(MAX_EXPLORED, path)
+            return self.rules.basic("integer" if number.is_integer else "number")
+
+    def string(self, text: Text, path: str) -> str:
+        if text not in self._texts:
+            self._texts[text] = self._string(text, path)
+        return self._texts[text]
+
+    def _string(self, text: Text, path: str) -> str:
+        try:
+            if (made := self._alone(text)) is not None:
+                return made
+            if text.values is not None:
+                return self.rules.words(texts.words_of(text))
+            if not text.patterns and not text.formats and not text.excluded:
+                if not text.low and text.high is None:
+                    return self.rules.basic("string")
+                if text.low <= texts.MOST_COUNTED:
+                    return self.rules.lengthy(text.low, text.high, "value")
+            dfa, high = texts.loose(text, most_cases=min(texts.MOST_CASES, self.room))
+            self.room -= len(dfa.edges)
+            self.reader.spend(len(dfa.edges), path)
+        except PatternError as error:
+            self.reader.inexact(path, f"a string with {error}")
+            self.reader.spend(MAX_EXPLORED, path)
+            return self.rules.basic("string")
+        if high is None:
+            return self.rules.add("text", [(r'"\""', self.rules.dfa(dfa, "value"))])
+        body = self.rules.add("body", [(self.rules.dfa(dfa),)], mark=f"max_chars={high}")
+        return self.rules.add("text", [(r'"\""', body, r'"\""')])
+
+    def _alone(self, text: Text) -> str | None:
+        """Of an expression of which no automaton should be made."""
+        pattern = texts.alone(text)
+        if pattern is None:
+            return None
+        high = text.high
+        if high is not None and parsed(pattern).getwidth()[1] <= high:
+            high = None
+        if not texts.is_heavy(pattern) and (high is None or not texts.is_cut_short(text)):
+            return None
+        try:
+            return parts.text_of(self.rules, pattern, high)
+        except PatternError:
+            return None
+
+    def array(self, array: Array) -> Rule:
+        first = min(MAX_PREFIX, max((len(prefix) for prefix, _ in array.layers), default=0))
+        is_said = any(rest is not None for _, rest in array.layers) or not array.layers
+        rest = reduce(both, (rest for _, rest in array.layers if rest), ANYTHING)
+        if not is_said and array.low <= first:
+            rest = (1,)
+        if array.contains:
+            return self._containing(array, rest, first)
+        items = []
+        for i in range(first):
+            parts = (p[i] if i < len(p) else r or () for p, r in array.layers)
+            items.append(self.value(reduce(both, parts, ANYTHING)))
+        other = self.value(rest)
+        low, high = array.low, array.high
+        made: Rule = [] if low else [('"["', "ws", '"]"')]
+        if high == 0:
+            return made
+        tail = self._tail(max(first, 1), other, low, high)
+        for i in range(first - 1, 0, -1):
+            if high is not None and i >= high:
+                tail = self.rules.add("tail", [('""',)])
+                continue
+            more: Rule = [("comma", items[i], tail)]
+            tail = self.rules.add("tail", more if i < low else [('""',), *more])
+        return [*made, ('"["', "ws", items[0] if items else other, tail, "ws", '"]"')]
+
+    def _tail(self, there: int, other: str, low: int, high: int | None) -> str:
+        more = self.rules.add("item", [("comma", other)])
+        least = max(0, low - there)
+        if high is not None and high <= there:
+            return self.rules.add("tail", [('""',)])
+        if high is not None:
+            return self.rules.add("tail", [(f"{more}{{{least},{high - there}}}",)])
+        loop = self.rules.name("loop")
+        self.rules.bodies[loop] = [('""',), (more, loop)]
+        return self.rules.add("tail", [(f"{more}{{{least},{least}}}", loop)]) if least else loop
+
+    def _containing(self, array: Array, rest: Conj, first: int) -> Rule:
+        if len(array.contains) > 1 or first or array.low > 1 or array.high is not None:
+            raise InexactError("'contains' beside other keywords of arrays")
+        other = self.value(rest)
+        wanted = self.value(both(rest, array.contains[0]))
+        before, behind = self.rules.name("loop"), self.rules.name("loop")
+        self.rules.bodies[before] = [('""',), (other, "comma", before)]
+        self.rules.bodies[behind] = [('""',), ("comma", other, behind)]
+        return [('"["', "ws", before, wanted, behind, "ws", '"]"')]

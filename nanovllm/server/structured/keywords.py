@@ -1,0 +1,229 @@
+"""What the keywords of one schema say about each type, apart from those with schemas that speak of
+the same value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from nanovllm.server.parsers.json_types import json_type
+from nanovllm.server.structured.automata import MAX_EXPLORED, PatternError, TooLargeError
+from nanovllm.server.structured.facts import (
+    ANYTHING,
+    EVERYTHING,
+    Array,
+    Bound,
+    Conj,
+    Facts,
+    Layer,
+    Number,
+    Object,
+    Text,
+)
+from nanovllm.server.structured.formats import FORMATS
+from nanovllm.server.structured.regexes import found
+from nanovllm.server.structured.register import Register
+from nanovllm.server.structured.texts import weighed
+
+MAX_CHARS = 4096  # of an expression
+MAX_VALUES = 20_000  # of one enum
+MAX_LENGTH = 1 << 20
+TYPES = ("string", "number", "object", "array", "integer", "boolean", "null")
+STANDARD_FORMATS = (
+    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname"),
+    *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template"),
+    *("json-pointer", "relative-json-pointer", "regex"),
+)
+Schema = dict[str, Any]
+
+
+class Keywords:
+    def __init__(self, reader: Register) -> None:
+        self._reader = reader
+
+    def own(self, given: Schema, path: str) -> list[Facts]:
+        """What it says itself, without the schemas that speak of the same value."""
+        facts = EVERYTHING
+        if (types := self.types(given, path)) is not None:
+            facts = facts.only(*types)
+        for kind in (self._number, self._text, self._array, self._object):
+            if (more := kind(given, path)) is not None:
+                facts = facts.and_(more)
+        made = [] if facts.is_empty() else [facts]
+        for keyword in ("const", "enum"):
+            if keyword in given:
+                values = [given["const"]] if keyword == "const" else given["enum"]
+                fits = isinstance(values, list) and 0 < len(values) <= MAX_VALUES
+                self._reader.expect(
+                    fits, path, f"has an 'enum' that is no list of 1 to {MAX_VALUES} values"
+                )
+                made = self._reader.product(made, self.valued(values, path), path)
+        return made
+
+    def types(self, given: Schema, path: str) -> list[str] | None:
+        named = given.get("type")
+        if named is None:
+            return None
+        names = named if isinstance(named, list) else [named]
+        are_known = names and all(name in TYPES for name in names)
+        self._reader.expect(
+            bool(are_known), path, f"has a 'type' that is not of {', '.join(TYPES)}"
+        )
+        return names
+
+    def valued(self, values: list[Any], path: str) -> list[Facts]:
+        """Objects and arrays as schemas of their parts."""
+        texts = tuple(dict.fromkeys(v for v in values if isinstance(v, str)))
+        numbers = tuple(dict.fromkeys(fraction(v) for v in values if json_type(v) == "number"))
+        booleans = tuple(v for v in (True, False) if any(v is value for value in values))
+        made = [
+            Facts(
+                null=any(v is None for v in values),
+                booleans=booleans,
+                number=Number(values=numbers) if numbers else None,
+                text=Text(values=texts) if texts else None,
+            )
+        ]
+        for value in values:
+            if isinstance(value, list):
+                items = tuple(self._reader.constant(item, path) for item in value)
+                made.append(Facts(array=Array(((items, (1,)),), len(items), len(items))))
+            elif isinstance(value, dict):
+                named = {name: self._reader.constant(inner, path) for name, inner in value.items()}
+                made.append(Facts(object=Object((Layer(named, rest=(1,)),), tuple(named))))
+        return [facts for facts in made if not facts.is_empty()]
+
+    def _text(self, given: Schema, path: str) -> Facts | None:
+        low, high = self.counts(given, path, "minLength", "maxLength")
+        pattern, form = given.get("pattern"), given.get("format")
+        made = Text(low=low, high=high)
+        if pattern is not None and self.pattern(pattern, path):
+            made = replace(made, patterns=((pattern, True),))
+        if form in FORMATS:
+            made = replace(made, formats=(form,))
+        elif form in STANDARD_FORMATS:
+            self._reader.inexact(path, f"a 'format' that is not of {', '.join(FORMATS)}")
+        return None if made == Text() else replace(EVERYTHING, text=made.and_(Text()))
+
+    def pattern(self, pattern: object, path: str, keyword: str = "pattern") -> bool:
+        """Whether it can be enforced."""
+        if not isinstance(pattern, str):
+            self._reader.refuse(path, f"has a '{keyword}' that is no string")
+        try:
+            if len(pattern) > MAX_CHARS:
+                raise PatternError(f"more than {MAX_CHARS} characters")
+            if keyword == "pattern":
+                heavy, num_states = weighed(pattern)
+                self._reader.spend(num_states, path)
+                if heavy:  # where it stands alone it takes no automaton
+                    return True
+            self._reader.spend(len(found(pattern).edges), path)
+        except PatternError as error:
+            self._reader.spend(MAX_EXPLORED if isinstance(error, TooLargeError) else 1, path)
+            self._reader.inexact(path, f"a '{keyword}' with {error}")
+            return False
+        return True
+
+    def _number(self, given: Schema, path: str) -> Facts | None:
+        low, high = self.bounds(given, path)
+        made = Number(low=low, high=high, multiples=self.multiple(given, path))
+        return None if made == Number() else replace(EVERYTHING, number=made.and_(Number()))
+
+    def multiple(self, given: Schema, path: str) -> frozenset[Fraction]:
+        value = given.get("multipleOf")
+        if value is None:
+            return frozenset()
+        is_number = json_type(value) == "number" and math.isfinite(value) and value > 0
+        self._reader.expect(is_number, path, "has no number above 0 as 'multipleOf'")
+        return frozenset({fraction(value)})
+
+    def bounds(self, given: Schema, path: str) -> tuple[Bound | None, Bound | None]:
+        found: list[list[Bound]] = [[], []]
+        for side, names in enumerate(("minimum exclusiveMinimum", "maximum exclusiveMaximum")):
+            for name in names.split():
+                value = given.get(name)
+                if value is None or (isinstance(value, bool) and name.startswith("excl")):
+                    continue  # as draft 4 writes it
+                fits = json_type(value) == "number" and math.isfinite(value)
+                self._reader.expect(fits, path, f"has no number as {name!r}")
+                is_out = name.startswith("excl") or given.get(f"exclusive{name.title()}") is True
+                found[side].append((fraction(value), is_out))
+        low = max(found[0], default=None)
+        return low, min(found[1], default=None, key=lambda bound: (bound[0], not bound[1]))
+
+    def _array(self, given: Schema, path: str) -> Facts | None:
+        low, high = self.counts(given, path, "minItems", "maxItems")
+        prefix, rest, place = given.get("prefixItems"), given.get("items"), "items"
+        if isinstance(rest, list):  # a tuple as draft 7 writes it, and the AI SDK from zod
+            prefix, rest, place = rest, given.get("additionalItems"), "additionalItems"
+        self._reader.expect(isinstance(prefix, list | None), path, "has no list as 'prefixItems'")
+        first = tuple(
+            self._reader.conj(item, f"{path}/prefixItems/{i}")
+            for i, item in enumerate(prefix or ())
+        )
+        after = None if rest is None else self._reader.conj(rest, f"{path}/{place}")
+        layers = () if prefix is None and after is None else ((first, after),)
+        is_unique = given.get("uniqueItems", False) is not False
+        if is_unique and (high is None or high > 1):
+            self._reader.inexact(path, "'uniqueItems'")
+        if "contains" in given:
+            least, most = self.counts(given, path, "minContains", "maxContains")
+            if ("minContains" in given and least != 1) or most is not None:
+                self._reader.inexact(path, "'minContains' or 'maxContains'")
+                least = 0
+        contains: tuple[Conj, ...] = ()
+        if "contains" in given and ("minContains" not in given or least == 1):
+            contains = (self._reader.conj(given["contains"], f"{path}/contains"),)
+        if not layers and not low and high is None and not contains:
+            return None
+        return replace(EVERYTHING, array=Array(layers, low, high, contains))
+
+    def _object(self, given: Schema, path: str) -> Facts | None:
+        properties = given.get("properties", {})
+        patterns = given.get("patternProperties", {})
+        self._reader.expect(
+            isinstance(properties, dict), path, "has 'properties' that are no object"
+        )
+        self._reader.expect(
+            isinstance(patterns, dict), path, "has 'patternProperties' that are no object"
+        )
+        required = self.names(given.get("required", []), path)
+        low, high = self.counts(given, path, "minProperties", "maxProperties")
+        named = {n: self._reader.conj(s, f"{path}/properties/{n}") for n, s in properties.items()}
+        kept = tuple(
+            (pattern, self._reader.conj(inner, f"{path}/patternProperties/{pattern}"))
+            for pattern, inner in patterns.items()
+            if self.pattern(pattern, path, "patternProperties")
+        )
+        rest = given.get("additionalProperties")
+        after = None if rest is None else self._reader.conj(rest, f"{path}/additionalProperties")
+        if len(kept) < len(patterns) and after is not None:
+            after = ANYTHING if after != (1,) else after
+        layers = (Layer(named, kept, after),) if named or kept or after is not None else ()
+        names = self._reader.conj(given.get("propertyNames", True), f"{path}/propertyNames")
+        if not layers and not required and not low and high is None and names == ANYTHING:
+            return None
+        return replace(EVERYTHING, object=Object((), required, 0, None).and_(
+            Object(layers, required, low, high, names)))  # fmt: skip
+
+    def counts(self, given: Schema, path: str, least: str, most: str) -> tuple[int, int | None]:
+        there = {keyword: given[keyword] for keyword in (least, most) if keyword in given}
+        for keyword, value in there.items():
+            fits = json_type(value) == "number" and value == value // 1 and value >= 0
+            self._reader.expect(fits, path, f"has no integer from 0 as {keyword!r}")
+        low, high = int(there.get(least, 0)), there.get(most)
+        self._reader.expect(low <= MAX_LENGTH, path, f"has {least!r} above {MAX_LENGTH}")
+        return low, None if high is None or high > MAX_LENGTH else int(high)
+
+    def names(self, given: object, path: str) -> tuple[str, ...]:
+        is_list = isinstance(given, list) and all(isinstance(name, str) for name in given)
+        if not is_list and not self._reader.exact:
+            return ()
+        self._reader.expect(is_list, path, "has no list of names as 'required'")
+        return tuple(dict.fromkeys(given))  # type: ignore[call-overload]
+
+
+def fraction(value: float) -> Fraction:
+    return Fraction(repr(value)) if isinstance(value, float) else Fraction(value)

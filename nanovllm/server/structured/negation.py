@@ -1,0 +1,195 @@
+"""What is true of a value that a schema does not match: one of its keywords fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, Protocol
+
+from nanovllm.server.structured.facts import (
+    EVERYTHING,
+    Array,
+    Conj,
+    Facts,
+    Layer,
+    Number,
+    Object,
+    Text,
+)
+from nanovllm.server.structured.keywords import Keywords
+from nanovllm.server.structured.register import InexactError
+
+
+class Reader(Protocol):
+    """Of the schema and those within it (reading.py)."""
+
+    keywords: Keywords
+
+    def conj(self, schema: object, path: str) -> Conj: ...
+    def facts(self, conj: Conj) -> list[Facts]: ...
+    def opposite(self, conj: Conj) -> list[Facts]: ...
+    def product(self, some: list[Facts], others: list[Facts], path: str) -> list[Facts]: ...
+    def listed(self, branches: object, path: str) -> list[Conj]: ...
+    def target(self, given: dict[str, Any], path: str) -> list[Conj]: ...
+
+
+NONE = Facts()
+KINDS = ("null", "boolean", "number", "string", "array", "object")
+
+
+class Opposite:
+    def __init__(self, reader: Reader, given: dict[str, Any], path: str) -> None:
+        self._reader = reader
+        self._given = given
+        self._path = path
+
+    def alternatives(self) -> list[Facts]:
+        """Raises InexactError."""
+        made: list[Facts] = []
+        for keyword in self._given:
+            read = KEYWORDS.get(keyword)
+            if read is not None:
+                made += read(self)
+            elif keyword in WITHOUT:
+                raise InexactError(repr(keyword))
+        return [facts for facts in made if not facts.is_empty()]
+
+    def _type(self) -> Iterator[Facts]:
+        types = self._reader.keywords.types(self._given, self._path) or []
+        taken = {"number" if name == "integer" else name for name in types}
+        yield EVERYTHING.only(*(kind for kind in KINDS if kind not in taken))
+        if "number" not in types and "integer" in types:
+            yield Facts(number=Number(no_multiples=frozenset({Fraction(1)})))
+
+    def _values(self) -> Iterator[Facts]:
+        given = self._given
+        values = [given["const"]] if "const" in given else given["enum"]
+        known = self._reader.keywords.valued(values if isinstance(values, list) else [], self._path)
+        if any(facts.array or facts.object for facts in known):
+            raise InexactError("objects or arrays as values")
+        plain = known[0] if known else NONE
+        yield replace(
+            EVERYTHING,
+            null=not plain.null,
+            booleans=tuple(v for v in (True, False) if v not in plain.booleans),
+            number=Number(
+                excluded=frozenset(plain.number.values or ()) if plain.number else frozenset()
+            ),
+            text=Text(excluded=frozenset(plain.text.values or ()) if plain.text else frozenset()),
+        )
+
+    def _counts(self) -> Iterator[Facts]:
+        """Lengths and numbers of items and of properties."""
+        given, reader, path = self._given, self._reader.keywords, self._path
+        low, high = reader.counts(given, path, "minLength", "maxLength")
+        if low:
+            yield Facts(text=Text(high=low - 1))
+        if high is not None:
+            yield Facts(text=Text(low=high + 1))
+        low, high = reader.counts(given, path, "minItems", "maxItems")
+        if low:
+            yield Facts(array=Array(high=low - 1))
+        if high is not None:
+            yield Facts(array=Array(low=high + 1))
+        low, high = reader.counts(given, path, "minProperties", "maxProperties")
+        if low:
+            yield Facts(object=Object(high=low - 1))
+        if high is not None:
+            yield Facts(object=Object(low=high + 1))
+
+    def _bounds(self) -> Iterator[Facts]:
+        low, high = self._reader.keywords.bounds(self._given, self._path)
+        if low:
+            yield Facts(number=Number(high=(low[0], not low[1])))
+        if high:
+            yield Facts(number=Number(low=(high[0], not high[1])))
+
+    def _multiple(self) -> Iterator[Facts]:
+        number = self._reader.keywords.multiple(self._given, self._path)
+        yield Facts(number=Number(no_multiples=number))
+
+    def _pattern(self) -> Iterator[Facts]:
+        pattern = self._given["pattern"]
+        if not self._reader.keywords.pattern(pattern, self._path):
+            raise InexactError("'pattern'")
+        yield Facts(text=Text(patterns=((pattern, False),)))
+
+    def _properties(self) -> Iterator[Facts]:
+        for name, inner in self._given["properties"].items():
+            for literal in self._reader.conj(inner, f"{self._path}/properties/{name}"):
+                layer = Layer({name: (-literal,)}, closes=False)
+                yield Facts(object=Object((layer,), (name,)))
+
+    def _required(self) -> Iterator[Facts]:
+        for name in self._reader.keywords.names(self._given["required"], self._path):
+            yield Facts(object=Object((Layer({name: (1,)}, closes=False),)))
+
+    def _items(self) -> Iterator[Facts]:
+        rest = self._given["items"]
+        if isinstance(rest, list) or "prefixItems" in self._given:
+            raise InexactError("'items'")
+        for literal in self._reader.conj(rest, f"{self._path}/items"):
+            yield Facts(array=Array(contains=((-literal,),)))
+
+    def _contains(self) -> Iterator[Facts]:
+        if "minContains" in self._given or "maxContains" in self._given:
+            raise InexactError("'contains'")
+        conj = self._reader.conj(self._given["contains"], f"{self._path}/contains")
+        opposite = tuple(-literal for literal in conj) or (1,)
+        yield Facts(array=Array((((), opposite),)))
+
+    def _reference(self) -> Iterator[Facts]:
+        for conj in self._reader.target(self._given, f"{self._path}/$ref"):
+            yield from self._reader.opposite(conj)
+
+    def _all(self) -> Iterator[Facts]:
+        for conj in self._reader.listed(self._given["allOf"], f"{self._path}/allOf"):
+            yield from self._reader.opposite(conj)
+
+    def _any(self) -> Iterator[Facts]:
+        made = [EVERYTHING]
+        for conj in self._reader.listed(self._given["anyOf"], f"{self._path}/anyOf"):
+            made = self._reader.product(made, self._reader.opposite(conj), self._path)
+        yield from made
+
+    def _one(self) -> Iterator[Facts]:
+        """None of them, or two."""
+        branches = self._reader.listed(self._given["oneOf"], f"{self._path}/oneOf")
+        made = [EVERYTHING]
+        for conj in branches:
+            made = self._reader.product(made, self._reader.opposite(conj), self._path)
+        yield from made
+        for i, conj in enumerate(branches):
+            for other in branches[:i]:
+                yield from self._reader.facts(tuple(dict.fromkeys(conj + other)))
+
+    def _not(self) -> Iterator[Facts]:
+        yield from self._reader.facts(self._reader.conj(self._given["not"], f"{self._path}/not"))
+
+
+KEYWORDS = {
+    "type": Opposite._type,
+    "const": Opposite._values,
+    "enum": Opposite._values,
+    **dict.fromkeys(("minLength", "minItems", "minProperties"), Opposite._counts),
+    **dict.fromkeys(("maxLength", "maxItems", "maxProperties"), Opposite._counts),
+    **dict.fromkeys(("minimum", "exclusiveMinimum"), Opposite._bounds),
+    **dict.fromkeys(("maximum", "exclusiveMaximum"), Opposite._bounds),
+    "multipleOf": Opposite._multiple,
+    "pattern": Opposite._pattern,
+    "properties": Opposite._properties,
+    "required": Opposite._required,
+    "items": Opposite._items,
+    "contains": Opposite._contains,
+    "$ref": Opposite._reference,
+    "allOf": Opposite._all,
+    "anyOf": Opposite._any,
+    "oneOf": Opposite._one,
+    "not": Opposite._not,
+}
+WITHOUT = (
+    *("format", "patternProperties", "additionalProperties", "propertyNames"),
+    *("unevaluatedProperties", "unevaluatedItems", "prefixItems", "uniqueItems", "if"),
+    *("dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
+)

@@ -1,0 +1,141 @@
+"""Numbers as texts: of which range, of which multiples, with which exceptions. Without exponents
+where anything is said of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+
+from nanovllm.server.structured.automata import Dfa, PatternError, TooLargeError, explored
+from nanovllm.server.structured.facts import Number
+
+MAX_MULTIPLE = 2000  # as an integer, once both it and the numbers have lost their decimals
+MAX_DIGITS = 400
+ZERO, NINE, POINT, MINUS = 0x30, 0x39, 0x2E, 0x2D
+Place = tuple[str, int, tuple[int, ...], int]  # phase, digits in it, comparisons, remainder
+
+
+def automaton(number: Number) -> Dfa:
+    """Of all but `values`. Raises PatternError where it has too many cases."""
+    digits = _Digits(number)
+    return explored(("", False, None), digits.edges_of, digits.is_final)
+
+
+class _Digits:
+    """Reads a number digit by digit and compares it, as it goes, with all that bounds it."""
+
+    def __init__(self, number: Number) -> None:
+        self._number = number
+        bounds = [bound[0] for bound in (number.low, number.high) if bound]
+        self._limits = [_digits(abs(value)) for value in (*bounds, *sorted(number.excluded))]
+        self._values = [*bounds, *sorted(number.excluded)]
+        counted = number.multiples | number.no_multiples
+        scale = max(map(_decimals, counted), default=0)
+        if number.no_multiples and not number.multiples and not number.is_integer:
+            scale += 2  # decimals by which it may miss them
+        self._scale = scale if counted else None
+        multiples = [int(multiple * 10**scale) for multiple in counted]
+        self._modulus = math.lcm(*multiples)
+        if self._modulus > MAX_MULTIPLE:
+            raise TooLargeError(f"multiples above {MAX_MULTIPLE} times their last decimal")
+
+    def edges_of(self, at: tuple[str, bool, Place | None]) -> Iterator[tuple[int, int, object]]:
+        sign, is_done, place = at
+        if place is None:
+            if not sign and (self._number.low is None or self._number.low[0] < 0):
+                yield MINUS, MINUS, ("-", False, None)
+            start: Place = ("int", 0, (0,) * len(self._limits), 0)
+            for digit in range(10):
+                yield ZERO + digit, ZERO + digit, (sign, digit == 0, self._next(start, digit))
+            return
+        phase, count, orders, rest = place
+        if phase == "int" and not self._number.is_integer and self._scale != 0:
+            settled = tuple(
+                order if len(limit[0]) == count else -1 if count < len(limit[0]) else 1
+                for order, limit in zip(orders, self._limits, strict=True)
+            )
+            yield POINT, POINT, (sign, False, ("frac", 0, settled, rest))
+        if not is_done and not (phase == "frac" and count == self._scale):
+            for digit in range(10):
+                to = self._next(place, digit)
+                if not self._is_beyond(sign, to):
+                    yield ZERO + digit, ZERO + digit, (sign, False, to)
+
+    def _next(self, place: Place, digit: int) -> Place:
+        phase, count, orders, rest = place
+        known = []
+        for order, (before, behind) in zip(orders, self._limits, strict=True):
+            digits = before if phase == "int" else behind
+            if phase == "int" and count >= len(before):
+                known.append(1)
+            elif order:
+                known.append(order)
+            else:
+                other = int(digits[count]) if count < len(digits) else 0
+                known.append((digit > other) - (digit < other))
+        most = max((len(limit[phase != "int"]) for limit in self._limits), default=0) + 1
+        most = max(most, (self._scale or 0) + 1 if phase == "frac" else 2)
+        rest = (10 * rest + digit) % self._modulus if self._scale is not None else 0
+        return phase, min(count + 1, most), tuple(known), rest
+
+    def _is_beyond(self, sign: str, place: Place) -> bool:
+        """Whatever digits follow: too many for every bound on that side."""
+        high = self._number.low if sign else self._number.high
+        at = 0 if sign or self._number.low is None else 1
+        return bool(high and place[1] > len(self._limits[at][0]) and place[0] == "int")
+
+    def is_final(self, at: tuple[str, bool, Place | None]) -> bool:
+        sign, _, place = at
+        if place is None or (place[0] == "frac" and place[1] == 0):
+            return False
+        phase, count, orders, rest = place
+        if self._scale is not None:
+            missing = self._scale - (count if phase == "frac" else 0)
+            value = Fraction(rest * 10**missing, 10**self._scale)
+            if any(value % multiple for multiple in self._number.multiples):
+                return False
+            if any(value % multiple == 0 for multiple in self._number.no_multiples):
+                return False
+        signs = []
+        for order, limit, value in zip(orders, self._limits, self._values, strict=True):
+            final = _final(order, phase, count, limit)
+            if (sign and value > 0) or (not sign and value < 0):
+                final = -1 if sign else 1  # of another sign (and nobody writes -0 here)
+            elif sign:
+                final = -final
+            signs.append(final)
+        number, at_bound = self._number, 0
+        for bound, outside in ((number.low, -1), (number.high, 1)):
+            if bound:
+                if signs[at_bound] == outside or (bound[1] and signs[at_bound] == 0):
+                    return False
+                at_bound += 1
+        return 0 not in signs[at_bound:]
+
+
+def _final(order: int, phase: str, count: int, limit: tuple[str, str]) -> int:
+    before, behind = limit
+    if phase == "int":
+        if count != len(before):
+            return -1 if count < len(before) else 1
+        return order or (-1 if behind else 0)
+    return order or (-1 if behind[count:] else 0)
+
+
+def _digits(value: Fraction) -> tuple[str, str]:
+    """Before and behind the point."""
+    scale = _decimals(value)
+    text = str(int(value * 10**scale)).rjust(scale + 1, "0")
+    if len(text) > MAX_DIGITS:
+        raise PatternError(f"numbers of more than {MAX_DIGITS} digits")
+    return (text[:-scale], text[-scale:]) if scale else (text, "")
+
+
+def _decimals(value: Fraction) -> int:
+    scale = 0
+    while value.denominator != 1:
+        value, scale = value * 10, scale + 1
+        if scale > MAX_DIGITS:
+            raise PatternError(f"numbers of more than {MAX_DIGITS} digits")
+    return scale

@@ -1,0 +1,212 @@
+"""Objects as rules: the properties that schemas name in their order, then others where they may
+be there, whose names are not among them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import reduce
+
+from nanovllm.server.structured.automata import (
+    ANYTHING as ALL_TEXTS,
+    NOTHING,
+    Dfa,
+    difference,
+    intersection,
+    other_than,
+    union,
+)
+from nanovllm.server.structured.facts import ANYTHING, Conj, Object, both
+from nanovllm.server.structured.reading import Reader
+from nanovllm.server.structured.regexes import found
+from nanovllm.server.structured.register import InexactError
+from nanovllm.server.structured.rules import Rule, Rules, is_plain, literal
+from nanovllm.server.structured.texts import automaton
+
+STRIDE = 8  # properties of which one is chosen at once
+MAX_CASES = 20_000  # of properties and of their number
+MAX_NAMES = 30  # that match a pattern, to be taken for named ones
+MAX_KINDS = 40  # of other properties, by the patterns that their names match
+MAX_NAME_STATES = 400  # of one object's; beyond, other names may not begin as those do
+
+
+class Objects:
+    def __init__(self, reader: Reader, rules: Rules, value: Callable[[Conj], str]) -> None:
+        """`value` names the rule of what schemas say together."""
+        self._reader = reader
+        self._rules = rules
+        self._value = value
+        self._known: dict[object, Rule] = {}
+        self._room = 4 * MAX_NAME_STATES
+        self._starts: dict[tuple[str, ...], Dfa] = {}
+
+    def written(self, given: Object, path: str) -> Rule:
+        """Its sequences. Raises InexactError."""
+        parts, others = self.parts(given, path)
+        key = (tuple(parts), tuple(others), given.low, given.high)
+        if key not in self._known:
+            self._known[key] = self._body(parts, others, given)
+        return self._known[key]
+
+    def parts(
+        self, given: Object, path: str
+    ) -> tuple[list[tuple[str, Conj, bool]], list[tuple[Dfa, Conj]]]:
+        """What it names, each with its schemas and whether it is required, and what it does not.
+        Raises InexactError."""
+        names = list(
+            dict.fromkeys([n for la in given.layers for n in la.properties] + list(given.required))
+        )
+        allowed = self._names(given.names)
+        patterns = list(dict.fromkeys(p for layer in given.layers for p, _ in layer.patterns))
+        dfas = {pattern: found(pattern) for pattern in patterns}
+        for dfa in dfas.values():
+            names += [name for name in dfa.few(MAX_NAMES) or () if name not in names]
+        parts = []
+        for name in names:
+            matching = frozenset(p for p in patterns if dfas[p].accepts(name))
+            said = [layer.of(name, matching) or () for layer in given.layers]
+            conj = reduce(both, said, ANYTHING) if allowed.accepts(name) else (1,)
+            parts.append((name, conj, name in given.required))
+        return parts, self._others(given, names, allowed, dfas, path)
+
+    def _names(self, conj: Conj) -> Dfa:
+        if conj == ANYTHING:
+            return ALL_TEXTS
+        known = [facts.text for facts in self._reader.settled(conj) if facts.text]
+        return reduce(union, map(automaton, known), NOTHING) if known else NOTHING
+
+    def _others(
+        self, given: Object, names: list[str], allowed: Dfa, dfas: dict[str, Dfa], path: str
+    ) -> list[tuple[Dfa, Conj]]:
+        """Kinds of properties that nobody names: by the patterns that their names match."""
+        is_said = any(layer.rest is not None for layer in given.layers)
+        is_closed = not is_said and any(layer.closes for layer in given.layers)
+        if is_closed and not dfas:
+            return []
+        start = ALL_TEXTS
+        if names:
+            start = self._starts.get(tuple(names)) or other_than(
+                names, max(1, min(MAX_NAME_STATES, self._room))
+            )
+            if self._starts.setdefault(tuple(names), start) is start:
+                self._room -= len(start.edges)
+        kinds: list[tuple[Dfa, frozenset[str]]] = [(intersection(allowed, start), frozenset())]
+        for pattern, dfa in dfas.items():
+            split = []
+            for kind, matching in kinds:
+                both_match = intersection(kind, dfa)
+                if both_match.is_empty():
+                    split.append((kind, matching))
+                    continue
+                split.append((both_match, matching | {pattern}))
+                split.append((difference(kind, dfa), matching))
+                self._reader.spend(len(both_match.edges) + len(split[-1][0].edges), path)
+            kinds = [(kind, matching) for kind, matching in split if not kind.is_empty()]
+            if len(kinds) > MAX_KINDS:
+                raise InexactError("'patternProperties' that overlap in too many ways")
+        made = []
+        for kind, matching in kinds:
+            said = [layer.of(None, matching) for layer in given.layers]
+            conj = reduce(both, (part for part in said if part), ANYTHING)
+            if not kind.is_empty() and conj != (1,) and (matching or not is_closed):
+                made.append((kind, conj))
+        return made
+
+    def _body(
+        self,
+        parts: list[tuple[str, Conj, bool]],
+        others: list[tuple[Dfa, Conj]],
+        given: Object,
+    ) -> Rule:
+        num_required = len(given.required)
+        low = given.low if given.low > num_required else 0
+        if others and low > 1:
+            raise InexactError("'minProperties' beside properties that it does not name")
+        counts = low > 0 and not (low == 1 and not num_required)
+        high = given.high
+        if high is not None and not others and high >= len(parts):
+            high = None
+        cap = high + 1 if high is not None else low if counts else 0
+        if (cap + 1) * max(1, len(parts)) > MAX_CASES:
+            raise InexactError("'minProperties' or 'maxProperties' of too many properties")
+        writer = _Members(self._rules, self._value, parts, others, low if counts else 0, high)
+        made: Rule = [('"{"', "ws", '"}"')] if not num_required and not low else []
+        if high == 0:
+            return made
+        return [*made, ('"{"', "ws", r'"\""', writer.choice(0, 0), "ws", '"}"')]
+
+
+class _Members:
+    """Rules by how many of the named properties are behind, and, where that matters, by how many
+    are written."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        value: Callable[[Conj], str],
+        parts: list[tuple[str, Conj, bool]],
+        others: list[tuple[Dfa, Conj]],
+        low: int,
+        high: int | None,
+    ) -> None:
+        self._rules = rules
+        self._low, self._high = low, high
+        self._pairs = []
+        for name, conj, _ in parts:
+            shown = json.dumps(name, ensure_ascii=not is_plain(name))[1:]
+            self._pairs.append((literal(shown), "colon", value(conj)))
+        self._others = [
+            (self._rules.dfa(kind, "key"), "colon", value(conj)) for kind, conj in others
+        ]
+        required = [i for i, part in enumerate(parts) if part[2]]
+        self._last_required = required[-1] if required else -1
+        self._is_required = {*required}
+        self._made: dict[tuple[int, int], str] = {}
+        self._tails: dict[tuple[int, int], str] = {}
+        self._pair_names: dict[int, str] = {}
+        self._needed = [(0, 0)]
+        self._made[0, 0] = self._rules.name("part")
+        self._build()
+
+    def choice(self, at: int, written: int) -> str:
+        """The rule for the next property and all behind it. Its quote is written."""
+        key = (at, written)
+        if key not in self._made:
+            self._made[key] = self._rules.name("part")
+            self._needed.append(key)
+        return self._made[key]
+
+    def _build(self) -> None:
+        while self._needed:
+            at, written = self._needed.pop()
+            self._rules.bodies[self._made[at, written]] = self._next(at, written)
+
+    def _next(self, at: int, written: int) -> Rule:
+        if self._high is not None and written >= self._high:
+            return []
+        body: Rule = []
+        for i in range(at, min(at + STRIDE, len(self._pairs))):
+            if i not in self._pair_names:
+                self._pair_names[i] = self._rules.add("pair", [self._pairs[i]])
+            body.append((self._pair_names[i], self._after(i + 1, written)))
+            if i in self._is_required:
+                return body
+        if at + STRIDE < len(self._pairs):
+            return [*body, (self.choice(at + STRIDE, written),)]
+        for other in self._others:
+            body.append((*other, self._after(len(self._pairs), written)))
+        return body
+
+    def _after(self, at: int, written: int) -> str:
+        """What may follow a property: the end, or a comma and more."""
+        counted = self._high is not None or self._low > 0
+        most = self._low if self._high is None else self._high
+        now = min(written + 1, most) if counted else 0
+        key = (at, now)
+        if key not in self._tails:
+            self._tails[key] = self._rules.name("tail")
+            body: Rule = [('""',)] if self._last_required < at and now >= self._low else []
+            if (at < len(self._pairs) or self._others) and (self._high is None or now < self._high):
+                body.append(("next", self.choice(at, now)))
+            self._rules.bodies[self._tails[key]] = body
+        return self._tails[key]

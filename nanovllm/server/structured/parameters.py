@@ -1,0 +1,129 @@
+"""A function's parameters as XML: one element each, in the order of the schema. Strings stand as
+they are, everything else as JSON.
+
+Decision: not xgrammar's own styles, which allow white space around values that have none.
+"""
+
+from __future__ import annotations
+
+from nanovllm.server.errors import ApiError
+from nanovllm.server.parsers.base import KEY_NAME
+from nanovllm.server.structured import texts
+from nanovllm.server.structured.automata import Dfa, PatternError, difference, intersection
+from nanovllm.server.structured.facts import Conj, Object, Text
+from nanovllm.server.structured.forms import (
+    ANY_TEXT,
+    Format,
+    constant,
+    either,
+    grammar,
+    optional,
+    sequence,
+)
+from nanovllm.server.structured.grammar import Grammar
+from nanovllm.server.structured.objects import Objects
+from nanovllm.server.structured.regexes import found
+from nanovllm.server.structured.register import InexactError
+from nanovllm.server.structured.rules import Rules
+from nanovllm.server.structured.schemas import MAX_SPACE, OBJECT, read
+
+NO_STRING = {"type": ["null", "boolean", "number", "object", "array"]}
+
+
+class Parameters:
+    def __init__(self, syntax: tuple[str, str], schema: object, where: str, *, exact: bool) -> None:
+        """`syntax`: before and after one, with NAME for its name."""
+        self._before, self._after = syntax
+        self._where = where
+        self._reader = read(schema, where, exact=exact)
+        self._conj = self._reader.conj(schema, "#") + self._reader.conj(OBJECT, "#")
+
+    def form(self) -> Format:
+        """Raises ApiError."""
+        found = []
+        for facts in self._reader.settled(self._conj):
+            try:
+                form = self._object(facts.object) if facts.object else None
+            except (InexactError, PatternError) as error:
+                self._reader.inexact("#", str(error))
+                form = self._object(facts.object.simple()) if facts.object else None
+            found += [form] if form else []
+        if not found:
+            self._reader.refuse("#", "must be an object's")
+        return either(*found)
+
+    def _object(self, given: Object) -> Format | None:
+        """None if nothing matches."""
+        objects = Objects(self._reader, Rules(MAX_SPACE), lambda _: "any")
+        parts, others = objects.parts(given, "#")
+        if given.low > len(given.required) or given.high is not None:
+            self._reader.inexact("#", "'minProperties' or 'maxProperties' of parameters")
+        made = []
+        for name, conj, is_required in parts:
+            value = self._value(conj)
+            if value is None and is_required:
+                return None
+            if value is None:
+                continue
+            if not KEY_NAME.fullmatch(name):
+                text = f"{self._where}: this model cannot write a parameter named {name!r}"
+                raise ApiError(400, text, param=self._where, code="invalid_schema")
+            begin = constant(self._before.replace("NAME", name))
+            element = begin, value, constant(self._after)
+            made.append(sequence(*element) if is_required else optional(*element))
+        made += [self._more(names, conj) for names, conj in others]
+        return sequence(*made)
+
+    def _more(self, names: Dfa, conj: Conj) -> Format:
+        """Any number of others."""
+        value = self._value(conj)
+        if value is None:
+            return constant("")
+        begin, end = self._before.split("NAME")
+        rules = Rules(0)
+        names = intersection(names, found(f"^(?:{KEY_NAME.pattern})$"))
+        name = rules.text(rules.dfa(names, in_json=False))
+        if name is None:
+            return constant("")
+        element = constant(begin), grammar(name), constant(end), value, constant(self._after)
+        return {"type": "star", "content": sequence(*element)}
+
+    def _value(self, conj: Conj) -> Format | None:
+        """None if there is none."""
+        alternatives = self._reader.settled(conj)
+        forms: list[Format] = []
+        if any(facts.text == Text() for facts in alternatives):
+            forms.append(self._any_text())
+        else:
+            forms += [form for facts in alternatives if facts.text
+                      if (form := self._text(facts.text, self._reader.path(conj)))]  # fmt: skip
+        others = Grammar(self._reader, MAX_SPACE).text(conj + self._reader.conj(NO_STRING, "#"))
+        if others is not None:
+            forms.append(grammar(others))
+        return either(*forms) if forms else None
+
+    def _any_text(self) -> Format:
+        return ANY_TEXT | {"excludes": [self._after.strip()]}
+
+    def _text(self, text: Text, path: str) -> Format | None:
+        try:
+            if text.values is not None:
+                words = texts.words_of(text)
+                return either(*map(constant, words)) if words else None
+            if not text.patterns and not text.formats and not text.excluded:
+                free = self._any_text()
+                if text.high is not None:
+                    free |= {"max_chars": text.high - text.low}
+                least = {"type": "regex", "pattern": f"[^<]{{{text.low}}}"}
+                return sequence(least, free) if text.low else free
+            dfa, high = texts.loose(text)
+            dfa = difference(dfa, found(self._after.strip()))
+        except PatternError as error:
+            self._reader.inexact(path, f"a string with {error}")
+            return self._any_text()
+        rules = Rules(0)
+        body = rules.dfa(dfa, in_json=False)
+        if high is not None:
+            body = rules.add("text", [(rules.add("body", [(body,)], mark=f"max_chars={high}"),)])
+        made = rules.text(body)
+        return None if made is None else grammar(made)

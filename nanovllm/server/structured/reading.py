@@ -1,0 +1,261 @@
+"""JSON Schemas of clients, read: what each says about each type (facts.py), with `allOf`, `$ref`,
+`not`, `if` and the like resolved, as alternatives of which one must hold.
+
+What can't be enforced is refused with its keyword and place; best effort leaves it out. Keywords
+and formats that JSON Schema does not have mean nothing, as in JSON Schema itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.server.structured.automata import PatternError
+from nanovllm.server.structured.facts import (
+    EVERYTHING,
+    Conj,
+    Facts,
+    Layer,
+    Object,
+    Text,
+)
+from nanovllm.server.structured.keywords import Keywords
+from nanovllm.server.structured.negation import Opposite
+from nanovllm.server.structured.references import Addresses, UnknownReferenceError, pointer
+from nanovllm.server.structured.regexes import found
+from nanovllm.server.structured.register import MAX_ALTERNATIVES, InexactError, Register
+from nanovllm.server.structured.texts import automaton
+
+MAX_NESTED = 64  # keywords that speak of the same value
+UNENFORCED = ("unevaluatedItems", "$dynamicRef", "$recursiveRef")
+Schema = dict[str, Any]
+
+
+class Reader(Register):
+    """Of one schema."""
+
+    def __init__(self, root: object, where: str, *, exact: bool) -> None:
+        super().__init__(where, exact=exact)
+        self.keywords = Keywords(self)
+        self._root = root
+        self._names: Addresses | None = None
+        self._known: dict[Conj, list[Facts]] = {}
+        self._open: list[int] = []
+
+    def facts(self, conj: Conj) -> list[Facts]:
+        """The alternatives; none if nothing matches."""
+        if (known := self._known.get(conj)) is not None:
+            return known
+        made = [EVERYTHING]
+        for literal in conj:
+            made = self.product(made, self._literal(literal), self.path((literal,)))
+        self._known[conj] = made
+        return made
+
+    def settled(self, conj: Conj) -> list[Facts]:
+        """The same, once what can't be enforced has been refused or, as best effort, left out."""
+        try:
+            return self.facts(conj)
+        except InexactError as error:
+            self.inexact(self.path(conj), f"the opposite of a schema with {error}")
+            return self.facts(tuple(literal for literal in conj if literal > 0))
+
+    def _literal(self, literal: int) -> list[Facts]:
+        key = (literal,)
+        if (known := self._known.get(key)) is not None:
+            return known
+        schema, path = self.schema(literal)
+        self.expect(literal not in self._open, path, "has a '$ref' that leads to itself")
+        self.expect(len(self._open) < MAX_NESTED, path, f"is nested more than {MAX_NESTED} deep")
+        self._open.append(literal)
+        try:
+            if schema is False:
+                made = [] if literal > 0 else [EVERYTHING]
+            elif literal > 0:
+                made = self._alternatives(schema, path)
+            else:
+                made = Opposite(self, schema, path).alternatives()
+        finally:
+            self._open.pop()
+        self._known[key] = made
+        return made
+
+    # -- one schema -----------------------------------------------------------------------------
+
+    def _alternatives(self, given: Schema, path: str) -> list[Facts]:
+        for keyword in UNENFORCED:
+            if keyword in given and given[keyword] not in (True, {}):
+                self.inexact(path, repr(keyword))
+        made = self.keywords.own(given, path)
+        for keyword, read in (
+            ("$ref", self._reference),
+            ("allOf", self._all),
+            ("anyOf", self._any),
+            ("oneOf", self._one),
+            ("not", self._not),
+            ("if", self._if),
+            ("dependentRequired", self._dependent),
+            ("dependentSchemas", self._dependent),
+            ("dependencies", self._dependent),
+        ):
+            if keyword in given:
+                made = read(given, keyword, f"{path}/{keyword}", made)
+        if "unevaluatedProperties" in given:
+            rest = self.conj(given["unevaluatedProperties"], f"{path}/unevaluatedProperties")
+            made = [
+                facts
+                if facts.object is None
+                else replace(facts, object=facts.object.and_(
+                    Object((Layer({}, rest=rest, beside=evaluated(facts.object)),))))
+                for facts in made
+            ]  # fmt: skip
+        return made
+
+    # -- schemas that speak of the same value -----------------------------------------------------
+
+    def _reference(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
+        for conj in self.target(given, path):
+            made = self.product(made, self.facts(conj), path)
+        return made
+
+    def target(self, given: Schema, path: str) -> list[Conj]:
+        """Of its `$ref`; under best effort nothing for one that leads nowhere."""
+        reference = given["$ref"]
+        try:
+            if self._names is None:
+                self._names = Addresses(self._root)
+            target, place = pointer(reference, self._root, self._names)
+        except UnknownReferenceError:
+            path = path.removesuffix("/$ref")
+            self.inexact(path, f"a '$ref' to what is not in it ({reference!r})")
+            return []
+        return [self.conj(target, place)]
+
+    def listed(self, branches: object, path: str) -> list[Conj]:
+        if not isinstance(branches, list) or not branches:
+            self.refuse(path, "must be a list of at least one schema")
+        return [self.conj(branch, f"{path}/{i}") for i, branch in enumerate(branches)]
+
+    def _all(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
+        for conj in self.listed(given["allOf"], path):
+            made = self.product(made, self.facts(conj), path)
+        return made
+
+    def _any(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
+        branches = self.listed(given["anyOf"], path)
+        return self.product(made, [f for conj in branches for f in self.facts(conj)], path)
+
+    def _one(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
+        """Where two branches may both match, the others' opposites are merged into each."""
+        branches = self.listed(given["oneOf"], path)
+        matched = [self.product(made, self.facts(conj), path) for conj in branches]
+        alone = list(matched)
+        if self.exact:
+            for i in range(len(branches)):
+                for j in range(len(branches)):
+                    if j == i or self._are_apart(matched[i], matched[j]):
+                        continue
+                    try:
+                        opposite = self.opposite(branches[j])
+                    except InexactError:
+                        self.inexact(path, "'oneOf' with branches that may match the same")
+                        break
+                    alone[i] = self.product(alone[i], opposite, path)
+        both = [facts for branch in alone for facts in branch]
+        if len(both) > MAX_ALTERNATIVES:
+            self.inexact(path, f"more than {MAX_ALTERNATIVES} alternatives")
+            return made
+        return both
+
+    def _are_apart(self, some: list[Facts], others: list[Facts], depth: int = 3) -> bool:
+        """Plainly: what is not sure of is no."""
+        self.spend(len(some) * len(others), "#")
+        return all(self._is_plainly_empty(a.and_(b), depth) for a in some for b in others)
+
+    def _is_plainly_empty(self, facts: Facts, depth: int) -> bool:
+        if facts.null or facts.booleans or facts.number or facts.array:
+            return False
+        if facts.text is not None and not is_no_text(facts.text):
+            return False
+        if facts.object is None:
+            return True
+        for name in facts.object.required if depth else ():
+            conj: Conj = ()
+            for layer in facts.object.layers:
+                matching = frozenset(p for p, _ in layer.patterns if found(p).accepts(name))
+                conj += layer.of(name, matching) or ()
+            conj = tuple(dict.fromkeys(conj))
+            if conj and not any(literal in self._open for literal in conj):
+                try:
+                    inner = self.facts(conj)
+                except InexactError:
+                    continue
+                if all(self._is_plainly_empty(one, depth - 1) for one in inner):
+                    return True
+        return False
+
+    def opposite(self, conj: Conj) -> list[Facts]:
+        """Of all of them together. Raises InexactError."""
+        return [silent(facts) for literal in conj for facts in self.facts((-literal,))]
+
+    def _not(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
+        try:
+            return self.product(made, self.opposite(self.conj(given["not"], path)), path)
+        except InexactError as error:
+            self.inexact(path.removesuffix("/not"), f"'not' with {error}")
+            return made
+
+    def _if(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
+        if "then" not in given and "else" not in given:
+            return made
+        place = path.removesuffix("/if")
+        condition = self.conj(given["if"], path)
+        then = self.conj(given.get("then", True), f"{place}/then")
+        other = self.conj(given.get("else", True), f"{place}/else")
+        try:
+            holds = self.product(self.facts(condition), self.facts(then), path)
+            fails = self.product(self.opposite(condition), self.facts(other), path)
+        except InexactError as error:
+            self.inexact(place, f"'if' with {error}")
+            return made
+        return self.product(made, holds + fails, path)
+
+    def _dependent(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
+        """Either the property is not there, or what depends on it holds."""
+        needs = given[keyword]
+        if not isinstance(needs, dict):
+            self.refuse(path, "must be an object")
+        for name, needed in needs.items():
+            there = replace(EVERYTHING, object=Object(required=(name,)))
+            if isinstance(needed, list):
+                names = self.keywords.names(needed, f"{path}/{name}")
+                holds = [there.and_(replace(EVERYTHING, object=Object(required=names)))]
+            else:
+                inner = self.facts(self.conj(needed, f"{path}/{name}"))
+                holds = self.product([there], inner, path)
+            lacks = replace(EVERYTHING, object=Object((Layer({name: (1,)}, closes=False),)))
+            holds = [replace(facts, null=False, booleans=(), number=None, text=None, array=None)
+                     for facts in holds if facts.object]  # fmt: skip
+            made = self.product(made, [lacks, *holds], path)
+        return made
+
+
+def silent(facts: Facts) -> Facts:
+    """The same about properties, of which it does not speak where others are asked for."""
+    if facts.object is None:
+        return facts
+    layers = tuple(replace(layer, closes=False) for layer in facts.object.layers)
+    return replace(facts, object=replace(facts.object, layers=layers))
+
+
+def evaluated(given: Object) -> tuple[Layer, ...]:
+    """What speaks of properties by a schema that holds, not by the opposite of one."""
+    return tuple(layer for layer in given.layers if layer.closes)
+
+
+def is_no_text(text: Text) -> bool:
+    """Whether no text matches, as far as that is cheap to say."""
+    try:
+        return automaton(text).is_empty()
+    except PatternError:
+        return False

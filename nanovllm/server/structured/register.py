@@ -1,0 +1,85 @@
+"""The schemas within one, by number, and what is told of them: where one is refused, and how much
+work it takes to read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from nanovllm.server.errors import ApiError
+from nanovllm.server.structured.facts import ANYTHING, EVERYTHING, Conj, Facts
+
+MAX_PARTS = 20_000  # schemas within one
+MAX_ALTERNATIVES = 200  # of one value
+MAX_WORK = 40_000  # mergings, and states of automata
+
+
+class InexactError(Exception):
+    """What cannot be enforced."""
+
+
+class Register:
+    """Of one schema. Every place is a JSON pointer."""
+
+    def __init__(self, where: str, *, exact: bool) -> None:
+        self.exact = exact
+        self._where = where
+        self._schemas: list[tuple[Any, str]] = [(False, "#")]  # numbered from 1 on
+        self._numbers: dict[int, int] = {}
+        self._constants: dict[str, Conj] = {}
+        self._work = 0
+
+    def refuse(self, path: str, text: str) -> NoReturn:
+        text = f"{self._where}: the schema {text}, at {path}"
+        raise ApiError(400, text, param=self._where, code="invalid_schema")
+
+    def expect(self, holds: bool, path: str, otherwise: str) -> None:
+        if not holds:
+            self.refuse(path, otherwise)
+
+    def inexact(self, path: str, what: str) -> None:
+        """Under best effort, nothing: go on without."""
+        text = f"has {what}, which cannot be enforced; leave it out or ask for strict: false"
+        self.expect(not self.exact, path, text)
+
+    def spend(self, work: int, path: str) -> None:
+        """What takes time is counted, so that no schema takes long."""
+        self._work += work
+        self.expect(self._work <= MAX_WORK, path, "takes too long to combine what it says")
+
+    def conj(self, schema: object, path: str) -> Conj:
+        if schema is True or schema == {}:
+            return ANYTHING
+        if schema is False:
+            return (1,)
+        if not isinstance(schema, dict):
+            self.refuse(path, "is no object")
+        number = self._numbers.get(id(schema))
+        if number is None:
+            self._schemas.append((schema, path))
+            number = self._numbers[id(schema)] = len(self._schemas)
+            self.expect(number <= MAX_PARTS, path, f"has more than {MAX_PARTS} parts")
+        return (number,)
+
+    def schema(self, literal: int) -> tuple[Any, str]:
+        """It or the one whose opposite is meant, and where it stands."""
+        return self._schemas[abs(literal) - 1]
+
+    def path(self, conj: Conj) -> str:
+        return self._schemas[abs(conj[0]) - 1][1] if conj else "#"
+
+    def constant(self, value: object, path: str) -> Conj:
+        key = json.dumps(value, sort_keys=True)
+        if key not in self._constants:
+            self._constants[key] = self.conj({"const": value}, path)
+        return self._constants[key]
+
+    def product(self, some: list[Facts], others: list[Facts], path: str) -> list[Facts]:
+        self.spend(len(some) * len(others), path)
+        if some == [EVERYTHING]:
+            return others
+        made = [both for a in some for b in others if not (both := a.and_(b)).is_empty()]
+        if len(made) > MAX_ALTERNATIVES:
+            self.inexact(path, f"more than {MAX_ALTERNATIVES} combinations of alternatives")
+            return some
+        return made

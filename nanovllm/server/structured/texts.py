@@ -1,0 +1,201 @@
+"""Which strings match what is said of them: as words, as an automaton, or as one whose length is
+counted while it is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache, reduce
+
+from nanovllm.server.structured.automata import (
+    ANYTHING,
+    MAX_EXPLORED,
+    Dfa,
+    TooLargeError,
+    difference,
+    explored,
+    intersection,
+    lengths,
+    words,
+)
+from nanovllm.server.structured.facts import Text
+from nanovllm.server.structured.formats import FORMATS, SHORTER, WRITTEN
+from nanovllm.server.structured.regexes import MANY, WIDE, found, loosened, num_wide, parsed, whole
+
+MOST_COUNTED = 256  # characters that states may count
+MOST_CASES = 1000  # of states and lengths: longer texts are left out
+LEAST_CASES = 60
+MOST_WIDE = 160  # states
+DWELLING = 10  # characters that may come next where a text goes on
+SLACK = 3  # characters beyond what a text needs to end
+
+
+def automaton(text: Text) -> Dfa:
+    """All that match. Raises PatternError."""
+    made = loose(replace(text, values=None, low=0, high=None), exact=True)[0]
+    if text.values is not None:
+        return words(v for v in words_of(text) if made.accepts(v))
+    if text.low or text.high is not None:
+        made = intersection(made, lengths(text.low, text.high))
+    return made
+
+
+def alone(text: Text) -> str | None:
+    """The expression that is all that is said but for a greatest length, if there is one."""
+    expressions = [f"^(?:{WRITTEN.get(name, FORMATS[name])})$" for name in text.formats]
+    expressions += [pattern for pattern, is_found in text.patterns if is_found]
+    num_said = len(text.formats) + len(text.patterns)
+    if num_said != 1 or not expressions or text.values is not None or text.excluded:
+        return None
+    return expressions[0] if text.low <= parsed(expressions[0]).getwidth()[0] else None
+
+
+def is_heavy(pattern: str) -> bool:
+    return weighed(pattern)[0]
+
+
+@lru_cache(maxsize=512)
+def weighed(pattern: str) -> tuple[bool, int]:
+    """Whether its automaton is slow to compile, as after most states most letters may follow, and
+    how many states it took to know. Raises PatternError for what is no expression."""
+    if "(?P<most" in pattern or num_wide(parsed(pattern)) > 2 * MOST_WIDE:
+        return True, MOST_WIDE
+    try:
+        dfa, _ = loosened(pattern)
+    except TooLargeError:
+        return True, MAX_EXPLORED
+    widths = (sum(high - low + 1 for low, high, _ in edges) for edges in dfa.edges)
+    return sum(width >= WIDE for width in widths) > MOST_WIDE, len(dfa.edges)
+
+
+def words_of(text: Text) -> list[str]:
+    """Of its values those that match the rest, apart from what `loose` says."""
+    high = text.high
+    kept = [
+        v for v in text.values or () if text.low <= len(v) <= (len(v) if high is None else high)
+    ]
+    dfas = [(found(pattern), is_found) for pattern, is_found in text.patterns]
+    return [
+        value
+        for value in kept
+        if value not in text.excluded
+        and all(dfa.accepts(value) == right for dfa, right in dfas)
+        and all(re.fullmatch(FORMATS[name], value) for name in text.formats)
+    ]
+
+
+def loose(
+    text: Text, *, exact: bool = False, most_cases: int = MOST_CASES
+) -> tuple[Dfa, int | None]:
+    """Those that match and are no longer than so many characters; the number is enough to keep the
+    limit, as every text that long may end. Raises PatternError."""
+    highs = [] if text.high is None else [text.high]
+    dfas = [whole(SHORTER.get(name, FORMATS[name])) for name in text.formats]
+    for pattern, is_found in text.patterns:
+        if not is_found or exact:
+            dfas.append(found(pattern) if is_found else difference(ANYTHING, found(pattern)))
+        else:
+            dfa, high = loosened(pattern)
+            dfas.append(dfa)
+            highs += [] if high is None else [high]
+    made = reduce(intersection, dfas, ANYTHING)
+    if text.excluded:
+        made = difference(made, words(text.excluded))
+    num_states = len(made.edges)
+    if text.low:
+        if text.low > MOST_COUNTED:
+            raise TooLargeError(f"a length of at least {text.low}")
+        made = intersection(made, lengths(text.low, None))
+    high = min(highs, default=None)
+    longest = longest_of(made)
+    if high is None or (longest is not None and longest <= high):
+        return made, None
+    if high > MANY and may_end_at(made, high):
+        return made, high
+    cases = max(LEAST_CASES, most_cases) // num_states
+    slack = max(distances(made)) + SLACK
+    if cases < high and slack < high // 2 and dwells(made):
+        return ending_within(made, slack), high - slack
+    return intersection(made, lengths(0, min(high, cases + shortest(made)))), None
+
+
+def distances(dfa: Dfa) -> list[int]:
+    """How many characters every state is away from where a text may end."""
+    before: list[list[int]] = [[] for _ in dfa.edges]
+    for at, edges in enumerate(dfa.edges):
+        for _, _, to in edges:
+            before[to].append(at)
+    known = dict.fromkeys(dfa.finals, 0)
+    waiting = list(dfa.finals)
+    for at in waiting:
+        for other in before[at]:
+            if other not in known:
+                known[other] = known[at] + 1
+                waiting.append(other)
+    return [known[at] for at in range(len(dfa.edges))]
+
+
+def ending_within(dfa: Dfa, most: int) -> Dfa:
+    """Those of its texts that may end after at most so many characters, wherever they are."""
+    away = distances(dfa)
+
+    def edges_of(at: tuple[int, int]) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        for low, high, to in dfa.edges[at[0]]:
+            since = 0 if to in dfa.finals else at[1] + 1
+            if since + away[to] <= most:
+                yield low, high, (to, since)
+
+    return explored((0, 0), edges_of, lambda at: at[0] in dfa.finals)
+
+
+def dwells(dfa: Dfa) -> bool:
+    """Whether texts may go on for long and end anywhere: as words do, not what ends in a suffix."""
+    return any(
+        to in dfa.finals and high - low >= DWELLING
+        for at in dfa.finals
+        for low, high, to in dfa.edges[at]
+    )
+
+
+def shortest(dfa: Dfa) -> int:
+    now, count = {0}, 0
+    while now and not now & dfa.finals:
+        now, count = {to for at in now for _, _, to in dfa.edges[at]}, count + 1
+    return count
+
+
+def is_cut_short(text: Text) -> bool:
+    """Whether its length and what else is said of it would have to be counted together."""
+    made, _ = loose(replace(text, high=None))
+    longest = longest_of(made)
+    high = text.high or 0
+    is_kept = longest is not None and longest <= high
+    return not is_kept and not (high > MANY and may_end_at(made, high)) and high > MANY
+
+
+def longest_of(dfa: Dfa) -> int | None:
+    """None if there is no limit."""
+    now, count = {0}, 0
+    while now:
+        now = {to for at in now for _, _, to in dfa.edges[at]}
+        count += 1
+        if count > len(dfa.edges):
+            return None
+    return count - 1
+
+
+def may_end_at(dfa: Dfa, length: int) -> bool:
+    """Whether every text of so many characters that may go on may also end."""
+    now = frozenset({0})
+    seen: dict[frozenset[int], int] = {}
+    for at in range(length):
+        if now in seen:  # from here on it goes round
+            period = at - seen[now]
+            rest = (length - at) % period
+            for _ in range(rest):
+                now = frozenset(to for state in now for _, _, to in dfa.edges[state])
+            break
+        seen[now] = at
+        now = frozenset(to for state in now for _, _, to in dfa.edges[state])
+    return now <= dfa.finals
