@@ -92,6 +92,8 @@ def render(
     page_tokens: int,
     num_pages: int,
     step_age_s: float = 0.0,
+    num_open: int = 0,
+    num_tasks: int = 0,
 ) -> bytes:
     """Prometheus' text format, version 0.0.4."""
     lines: list[str] = []
@@ -124,10 +126,14 @@ def render(
     add("nanovllm:host_step_p50_seconds", "gauge", stats.host_step_p50_s)
     add("nanovllm:graph_steps_total", "counter", _by("mode/phase", stats.steps_by_mode))
     add("nanovllm:grammar_compilations_waiting", "gauge", stats.num_compiling)
+    add("nanovllm:grammar_matchers", "gauge", stats.num_matchers)
+    add("nanovllm:grammar_cache_bytes", "gauge", stats.grammar_cache_bytes)
     failures = _by("reason", stats.grammar_failures)
     add("nanovllm:grammar_compilation_failures_total", "counter", failures)
     add("vllm:request_success_total", "counter", _by("finished_reason", metrics.finished))
     add("vllm:admission_rejections_total", "counter", _by("reason", metrics.rejected))
+    add("nanovllm:open_choices", "gauge", num_open)
+    add("nanovllm:asyncio_tasks", "gauge", num_tasks)
     add("nanovllm:corrupted_requests_total", "counter", metrics.corrupted_requests)
     for histogram in metrics.histograms():
         add(histogram.name, "histogram", histogram.samples())
