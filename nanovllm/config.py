@@ -1,7 +1,7 @@
 """A recipe becomes one frozen `Config`.
 
 A recipe (YAML) says everything about one deployment of one model, in sections. Unknown keys are
-errors that name the path and the nearest valid name; `--set section.key=value` overrides any key.
+errors that name the path and a near valid name; `--set section.key=value` overrides any key.
 "auto" exists only here: whoever resolves one writes the concrete value into a new Config.
 """
 
@@ -11,19 +11,16 @@ import difflib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-import msgspec
-import yaml
 from msgspec import Struct, structs
 
-PACKAGE = Path(__file__).parent
-DEMO = PACKAGE / "demo"  # the embedded default model: config, weights, tokenizer, template
+from nanovllm import recipes
+from nanovllm.typed_yaml import ConfigError as ConfigError, converted, parse, put, read
+
+DEMO = recipes.PACKAGE / "demo"  # the embedded default model: config, weights, tokenizer, template
 Auto = Literal["auto"]
-
-
-class ConfigError(ValueError):
-    """The user's recipe, flags or checkpoint are wrong; the message is all they need to see."""
+MOST_TOKENS = 32768  # context served by default, when the model's own is longer
 
 
 class Load(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,10 +43,13 @@ class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Schedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     slots: int | Auto = "auto"  # most requests on the device at once; auto: 16 on a CPU, else 512
     step_tokens: int | Auto = "auto"  # token budget of a step; auto: 512 on a CPU, else 8192
-    mixed_step_tokens: int | Auto = "auto"  # of a step that also decodes; auto: step_tokens
+    # Of a step that also decodes; auto: follows the measured times of steps (engine/pace.py), so
+    # that a step with prompts takes less than four without.
+    mixed_step_tokens: int | Auto = "auto"
     depth: int = 1  # steps planned ahead of the device; 0 = never overlap
     max_queue: int = 4096  # waiting requests beyond which a new one is refused (503)
-    ageing_steps: int = 256  # a waiting request gains one priority level in so many steps
+    ageing_s: float = 1.0  # a waiting request gains one priority level in so many seconds
+    overtake_steps: int = 64  # in so many, others may be admitted past one that has no pages
 
 
 class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,16 +75,22 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_key: str | None = None  # None: what NANOVLLM_API_KEY says
     served_name: str | None = None  # None: the last part of the model's name
     parser: str = "auto"
     reasoning_content: bool = False  # name reasoning that way too, for clients that need it
     raise_priority: bool = False  # clients may ask for a priority below 0, down to -100
     workers: int = 1
-    max_model_tokens: int | Auto = "auto"  # auto: the model's own, at most 32768
+    max_model_tokens: int | Auto = "auto"  # auto: the model's own, 32768, or what the cache holds
     max_body_bytes: int = 32 * 1024 * 1024
     stall_s: float = 10.0  # silence of the engine, or delay of a step, that /health calls a stall
+    max_header_bytes: int = 64 * 1024  # of a request's first line and headers
+    max_headers: int = 100
+    header_timeout_s: float = 10.0  # from a connection's start, or a request's first byte
+    body_timeout_s: float = 60.0  # for a body to come, and for a finished response to be read
+    max_unread_bytes: int = 1024 * 1024  # of a stream; one that is read more slowly is dropped
     shutdown_s: float = 5.0  # how long running requests may finish after SIGTERM
+    log_format: Literal["text", "json"] = "text"  # json: one object a line
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,70 +132,64 @@ class Config(Struct, frozen=True, kw_only=True):
     served_name: str
 
 
+class Checked(Struct, frozen=True):
+    """A recipe without mistakes, whose model was not looked for yet."""
+
+    recipe: Recipe
+    source: str  # as Config.source
+    base: Path  # what the recipe's paths start from
+    changed: dict[str, Any]
+
+
 def load_config(
-    recipe_path: str | None, overrides: Iterable[str] = (), flags: Mapping[str, object] = {}
+    named: str | None, overrides: Iterable[str] = (), flags: Mapping[str, object] = {}
 ) -> Config:
-    """Read a recipe (None = the embedded demo), apply `section.key=value` overrides.
+    """A recipe file, the name of a shipped one, a model's folder or hub id, or None: the demo.
 
     Raises ConfigError with one line for the user.
     """
-    raw: dict[str, Any] = {}
-    if recipe_path is not None:
-        raw = _read_yaml(Path(recipe_path))
-    changed: dict[str, Any] = {}
-    for path, value in flags.items():
-        if value is not None:
-            changed[path] = value
+    return locate(read_recipe(named, overrides, flags))
+
+
+def read_recipe(
+    named: str | None, overrides: Iterable[str] = (), flags: Mapping[str, object] = {}
+) -> Checked:
+    """The recipe with `section.key=value` overrides. The network is not asked for anything."""
+    raw, source, base = _find(named)
+    changed = {path: value for path, value in flags.items() if value is not None}
     for text in overrides:
-        path, equals, value = text.partition("=")
+        key, equals, written = text.partition("=")
         if not equals:
             raise ConfigError(f"--set {text}: write section.key=value")
-        changed[path.strip()] = yaml.safe_load(value)
+        changed[key.strip()] = parse(written, f"--set {key}: the value")  # maybe a secret
     for path, value in changed.items():
-        _put(raw, path, value)
-    _check_names(raw, Recipe, "")
-    try:
-        recipe = msgspec.convert(raw, Recipe)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"recipe: {error}") from None
+        put(raw, path, value)
+    recipe = converted(raw, Recipe)
     _check_ranges(recipe)
-    base = Path(recipe_path).parent if recipe_path else Path()
-    return _locate(recipe, base, recipe_path or "built in", changed)
+    if recipe.server.api_key is None:
+        recipe = structs.replace(
+            recipe, server=structs.replace(recipe.server, api_key=given_api_key())
+        )
+    return Checked(recipe, source, base, changed)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"recipe {path}: expected sections such as 'model:' at the top")
-    return raw
-
-
-def _put(raw: dict[str, Any], path: str, value: object) -> None:
-    *sections, key = path.split(".")
-    for section in sections:
-        raw = raw.setdefault(section, {})
-        if not isinstance(raw, dict):
-            raise ConfigError(f"--set {path}: {section!r} is not a section")
-    raw[key] = value
-
-
-def _check_names(raw: Mapping[str, Any], schema: type[Struct], path: str) -> None:
-    """Refuse unknown keys with their path and the nearest valid name."""
-    fields = {field.name: field.type for field in structs.fields(schema)}
-    for key, value in raw.items():
-        if key not in fields:
-            close = difflib.get_close_matches(str(key), fields, 1, 0.0)
-            raise ConfigError(f"unknown key {path}{key}; did you mean {path}{close[0]}?")
-        section = fields[key]
-        if isinstance(section, type) and issubclass(section, Struct):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{path}{key} is a section; write {path}{key}.<key>")
-            _check_names(value, section, f"{path}{key}.")
+def _find(named: str | None) -> tuple[dict[str, Any], str, Path]:
+    """What a recipe says before any override, where that is, and what its paths start from."""
+    if named is None:
+        return {}, "built in", Path()
+    path, model = recipes.find(named)
+    if path is not None:
+        return read(path), str(path), path.parent
+    if model is not None:
+        return {"model": model}, model, Path()
+    if os.path.isdir(named):
+        raise ConfigError(f"{named} is a folder without a config.json, so no model to serve")
+    known = recipes.shipped()
+    near = difflib.get_close_matches(named, known, 1)
+    raise ConfigError(
+        f"{named!r} is no recipe file, no model's folder, no hub id (owner/name) and no shipped "
+        f"recipe ({', '.join(known)})" + (f"; did you mean {near[0]}?" if near else "")
+    )
 
 
 RANGES: dict[str, tuple[float, float]] = {
@@ -203,13 +203,19 @@ RANGES: dict[str, tuple[float, float]] = {
     "schedule.mixed_step_tokens": (1, 1 << 20),
     "schedule.depth": (0, 4),
     "schedule.max_queue": (0, 1 << 20),
-    "schedule.ageing_steps": (1, 1 << 20),
+    "schedule.ageing_s": (0.001, 86400),
+    "schedule.overtake_steps": (0, 1 << 20),
     "kernels.mixed_graph_tokens": (0, 1 << 20),
     "server.port": (0, 65535),
     "server.workers": (1, 64),
     "server.max_model_tokens": (2, 1 << 24),
     "server.max_body_bytes": (1024, 1 << 31),
     "server.stall_s": (2, 3600),
+    "server.max_header_bytes": (1024, 1 << 24),
+    "server.max_headers": (8, 10_000),
+    "server.header_timeout_s": (0.1, 3600),
+    "server.body_timeout_s": (0.1, 3600),
+    "server.max_unread_bytes": (1024, 1 << 31),
     "server.shutdown_s": (0, 3600),
     "structured_outputs.compile_s": (0.1, 600),
     "paper.tokens_per_s": (0.01, 100_000),
@@ -229,66 +235,79 @@ def given_or(value: int | Auto, otherwise: int) -> int:
 
 
 def resolve_schedule(schedule: Schedule, *, on_cpu: bool) -> Schedule:
-    """Without any "auto". No step has more than step_tokens."""
+    """Without any "auto" but that of mixed_step_tokens. No step has more than step_tokens."""
     most = given_or(schedule.step_tokens, 512 if on_cpu else 8192)
-    mixed = min(given_or(schedule.mixed_step_tokens, most), most)
+    mixed = schedule.mixed_step_tokens
+    mixed = mixed if mixed == "auto" else min(mixed, most)
     slots = min(given_or(schedule.slots, 16 if on_cpu else 512), most)
     return structs.replace(schedule, slots=slots, step_tokens=most, mixed_step_tokens=mixed)
 
 
-def _locate(recipe: Recipe, base: Path, source: str, changed: dict[str, Any]) -> Config:
-    folder = DEMO if recipe.model == "demo" else Path(recipe.model).expanduser()
+def resolve_context(asked: int | Auto, model_tokens: int, cache_tokens: int, cure: str) -> int:
+    """`server.max_model_tokens` as a number: no longer than the model's context, nor the cache.
+
+    Raises ConfigError if what was asked for is; `cure` says how a larger cache is had.
+    """
+    if asked == "auto":
+        return min(model_tokens, MOST_TOKENS, cache_tokens)
+    if asked > model_tokens:
+        raise ConfigError(
+            f"server.max_model_tokens is {asked}; the model's context is {model_tokens} tokens"
+        )
+    if asked > cache_tokens:
+        raise ConfigError(
+            f"server.max_model_tokens is {asked}, but the cache holds {cache_tokens} tokens "
+            f"({cure}, or --set server.max_model_tokens={cache_tokens})"
+        )
+    return asked
+
+
+def locate(checked: Checked) -> Config:
+    """Find the model's files; the hub is asked for what is not here, unless weights are dummies."""
+    recipe = checked.recipe
     dummy = recipe.load.format == "dummy"
-    if not folder.is_dir():
-        folder = _hub_folder(recipe.model, download=not dummy) or folder
-    if folder.is_dir():
+    folder = DEMO if recipe.model == "demo" else recipes.folder_of(recipe.model, download=not dummy)
+    if folder is not None:
         config_path = folder / "config.json"
         if not config_path.is_file():
             raise ConfigError(f"{folder} has no config.json")
     elif recipe.config is not None and dummy:
-        config_path = base / recipe.config
-        if not config_path.is_file():
+        config_path = checked.base / recipe.config
+        if not os.path.isfile(config_path):
             raise ConfigError(f"config: {config_path} does not exist")
     else:
         raise ConfigError(
             f"model {recipe.model!r} is neither a folder nor a model that the hub or its local "
             "cache has; or use --load-format dummy with a recipe that names its config"
         )
-    has_tokenizer = (folder / "tokenizer.json").is_file()
+    has_tokenizer = folder is not None and (folder / "tokenizer.json").is_file()
     if not has_tokenizer and not dummy:
         raise ConfigError(f"{folder} has no tokenizer.json")
-    name = recipe.server.served_name or recipe.model.rstrip("/").rsplit("/", 1)[-1]
+    last = recipe.model.rstrip("/").rsplit("/", 1)[-1]
+    name = Path(recipe.model).resolve().name if last in ("", ".", "..") else last
     return Config(
         recipe=recipe,
-        source=source,
-        changed=changed,
-        model_dir=str(folder) if folder.is_dir() else None,
+        source=checked.source,
+        changed=checked.changed,
+        model_dir=str(folder) if folder is not None else None,
         config_path=str(config_path),
         tokenizer_dir=str(folder if has_tokenizer else DEMO),
-        served_name=name,
+        served_name=recipe.server.served_name or name,
     )
 
 
-def _hub_folder(model: str, *, download: bool) -> Path | None:
-    """A hub id's files in the local hub cache, brought there first if allowed and needed."""
-    if model.count("/") != 1:
-        return None
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+def without_api_key(config: Config) -> Config:
+    """For processes that need to know no more than that there is one."""
+    server = config.recipe.server
+    hidden = structs.replace(server, api_key=None if server.api_key is None else "...")
+    return structs.replace(config, recipe=structs.replace(config.recipe, server=hidden))
 
-    wanted = ["*.json", "*.safetensors", "*.jinja"]
-    try:
-        found = snapshot_download(model, allow_patterns=wanted, local_files_only=not download)
-    except (OSError, ValueError, HfHubHTTPError):  # no such model, no network, not an id
-        return None
-    return Path(found)
+
+def given_api_key() -> str | None:
+    """Of the environment, which `ps` does not show. It is never printed or recorded."""
+    return os.environ.get("NANOVLLM_API_KEY") or None
 
 
 def cache_dir() -> Path:
     """Where compiled CuTe DSL kernels are kept between starts."""
     return Path(os.environ.get("NANOVLLM_CACHE", "~/.cache/nanovllm")).expanduser() / "cute"
-
-
-def choices(section: type[Struct], key: str) -> tuple[str, ...]:
-    """The literal values a key accepts, for messages and capability probes."""
-    return next(get_args(field.type) for field in structs.fields(section) if field.name == key)

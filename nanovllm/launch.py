@@ -10,6 +10,8 @@ A child dies with its supervisor: each holds one end of a pipe and leaves when t
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import multiprocessing
 import os
 import shutil
@@ -19,20 +21,27 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NoReturn
 
-from nanovllm import log
-from nanovllm.config import Config, ConfigError
+from msgspec.structs import replace
 
+from nanovllm.config import Config, ConfigError, Server, cache_dir, without_api_key
+from nanovllm.log import setup
+from nanovllm.server.parsers import parser_of
+
+log = logging.getLogger("serve")
 EXIT_CONFIG = 2
 EXIT_CRASH = 1
+MOST_SOCKET_PATH = 107  # bytes, of a Unix socket's address
+OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 
 
 class EngineDied(RuntimeError):
-    """A process ended before it was ready."""
+    """A process ended before it was ready; the message says which, and how."""
 
 
 class Stopped(RuntimeError):
@@ -45,64 +54,100 @@ Child = tuple[BaseProcess, Pipe]
 @contextlib.contextmanager
 def engine_process(config: Config, num_workers: int = 1) -> Iterator[tuple[str, Child]]:
     """Run an engine for so many connections; where its socket will be, and for whom to wait."""
-    folder = tempfile.mkdtemp(prefix="nanovllm-")
-    path = os.path.join(folder, "engine.sock")
-    engine = spawn("nanovllm-engine", run_engine, config, path, num_workers)
     try:
-        yield path, engine
+        folder = tempfile.mkdtemp(prefix="nanovllm-")
+    except OSError as error:  # says itself which folders were tried
+        raise ConfigError(f"no folder for the engine's socket (TMPDIR): {error}") from None
+    path = os.path.join(folder, "engine.sock")
+    try:
+        if len(os.fsencode(path)) > MOST_SOCKET_PATH:
+            raise ConfigError(f"{path} is too long for the engine's socket; set another TMPDIR")
+        engine = spawn("nanovllm-engine", without_api_key(config), run_engine, path, num_workers)
+        try:
+            yield path, engine
+        finally:
+            stop([engine[0]], grace_s=0.0)  # whoever it worked for has gone
     finally:
-        stop([engine[0]], grace_s=5.0)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def serve(config: Config) -> int:
-    """Run a server until a signal or a death; returns the exit code."""
+    """Run a server until a signal or a death; returns the exit code.
+
+    The first SIGTERM or SIGINT ends the intake and lets requests finish: 0. A second one, at any
+    time, kills all processes and exits with 128 + its number. When a process ends by itself, the
+    log says how, and the code is its own, or 1 where that would be 0 or a signal.
+    """
     server = config.recipe.server
+    config = replace(config, recipe=replace(config.recipe, server=with_parser(config)))
     sock, num = listen(server.host, server.port), server.workers
     with sock, interruptible() as stopped, engine_process(config, num) as (path, engine):
-        workers = [spawn(f"nanovllm-api{i}", run_api, config, path, i, sock) for i in range(num)]
+        workers = [spawn(f"nanovllm-api{i}", config, run_api, path, i, sock) for i in range(num)]
+        processes = [process for process, _ in (engine, *workers)]
         try:
-            for process, word in [engine, *workers]:
+            for process, word in (engine, *workers):
                 wait_ready(process, word, stopped)
             announce(config, sock)
-            return watch(stopped)
+            return watch(processes, stopped)
+        except EngineDied:  # maybe because another one did, which then stands first
+            raise EngineDied(endings(processes)) from None
         except Stopped:
             return 0
         finally:
-            stop([process for process, _ in workers], grace_s=server.shutdown_s + 5)
+            stop(processes[1:], grace_s=server.shutdown_s + 5)
+
+
+def with_parser(config: Config) -> Server:
+    """Whose parser has a name. Raises ConfigError if there is no such parser."""
+    return replace(config.recipe.server, parser=parser_of(config))
 
 
 def announce(config: Config, sock: socket.socket) -> None:
-    host, port = sock.getsockname()[:2]
-    url = f"http://{host}:{port}"
+    url = url_of(*sock.getsockname()[:2])
     key = ' -H "Authorization: Bearer $KEY"' if config.recipe.server.api_key else ""
     body = '{"messages": [{"role": "user", "content": "What is nanovllm?"}]}'
-    sys.stdout.write(
-        f"\n{config.served_name} is served at {url}\n\n"
-        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n\n"
-    )
-    sys.stdout.flush()
+    curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    log.info("%s is served at %s\n\n  %s\n", config.served_name, url, curl)
+
+
+def url_of(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:
     """One listening socket, shared by all API processes."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error.strerror}") from None
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-    except OSError as error:
+    except (OSError, ValueError, TypeError) as error:  # a name may be none at all
         sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen on {url_of(host, port)[7:]}: {why}") from None
     sock.listen(2048)
     return sock
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """SIGTERM and SIGINT set the event instead of raising; the old handlers come back."""
+    """SIGTERM and SIGINT set the event instead of raising; the old handlers come back.
+
+    The second one kills all children and exits, whatever was going on.
+    """
     event = threading.Event()
-    old = {s: signal.signal(s, lambda *_: event.set()) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def handle(number: int, _: object) -> None:
+        if event.is_set():  # a second one
+            for process in multiprocessing.active_children():
+                process.kill()
+            sys.exit(128 + number)
+        event.set()
+
+    old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield event
     finally:
@@ -110,45 +155,92 @@ def interruptible() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def watch(stopped: threading.Event) -> int:
+def watch(processes: Sequence[BaseProcess], stopped: threading.Event) -> int:
     """Until a signal (0) or until any process ends (its own code, never 0)."""
-    processes = multiprocessing.active_children()
     while not stopped.wait(0.2):
-        for process in processes:
-            if process.exitcode is not None:
-                return process.exitcode if process.exitcode > 0 else EXIT_CRASH
+        codes = [process.exitcode for process in processes if process.exitcode is not None]
+        if codes:
+            log.error("%s; stopping", endings(processes))
+            return max(EXIT_CRASH, *codes)
     return 0
+
+
+def endings(processes: Iterable[BaseProcess]) -> str:
+    """`nanovllm-engine ended by SIGKILL (9); out of memory?`, for each that went wrong.
+
+    Those that a signal ended come first: others end because they miss them.
+    """
+    ended = [process for process in processes if process.exitcode is not None]
+    wrong = [process for process in ended if process.exitcode] or ended
+    return ", ".join(map(ending, sorted(wrong, key=lambda one: (one.exitcode or 0) >= 0)))
+
+
+def ending(process: BaseProcess) -> str:
+    code = process.exitcode or 0
+    if code >= 0:
+        return f"{process.name} ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        name = "signal"
+    guess = "; out of memory?" if -code == signal.SIGKILL else ""
+    return f"{process.name} ended by {name} ({-code}){guess}"
 
 
 # -- children -------------------------------------------------------------------------------
 
 
-def spawn(name: str, target: object, *args: object) -> Child:
+def spawn(name: str, config: Config, target: object, *args: object) -> Child:
     """Start a child; it says "ready" or an error on the returned pipe, and dies with us.
 
     The system's list of processes shows `name`, up to 15 characters of it.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=child, args=(target, theirs, *args), name=name)
+    process = context.Process(target=child, args=(target, theirs, config, *args), name=name)
     process.start()
     theirs.close()
     return process, ours
 
 
-def child(target: object, word: Pipe, *args: object) -> None:
+class Word:
+    """What a child says to its supervisor: that it is ready, or once why it never will be."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self.is_ready = False
+
+    def ready(self) -> None:
+        self.is_ready = True
+        self._pipe.send("ready")
+
+    def sorry(self, why: object) -> NoReturn:
+        self._pipe.send(str(why))
+        sys.exit(EXIT_CONFIG)
+
+
+def child(target: object, pipe: Pipe, config: Config, *args: object) -> None:
     """Runs in the child. Interrupts are the supervisor's business."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # only Linux has it
         Path("/proc/self/comm").write_text(multiprocessing.current_process().name)
-    log.setup()
-    threading.Thread(target=leave_with_supervisor, args=(word,), daemon=True).start()
+    setup(config.recipe.server.log_format)
+    threading.Thread(target=leave_with_supervisor, args=(pipe,), daemon=True).start()
+    run_child(target, Word(pipe), config, *args)
+
+
+def run_child(target: object, word: Word, config: Config, *args: object) -> None:
+    """What is wrong with the recipe, or with a disk before it is ready, is one line's worth."""
     try:
         assert callable(target)
-        target(word, *args)
+        target(word, config, *args)
     except ConfigError as error:
-        word.send(str(error))
-        sys.exit(EXIT_CONFIG)
+        word.sorry(error)
+    except OSError as error:
+        if word.is_ready or error.errno not in OF_A_DISK:
+            raise
+        where = error.filename or f"one of {tempfile.gettempdir()}, {cache_dir()}, Triton's cache"
+        word.sorry(f"cannot write {where}: {error.strerror}")
 
 
 def leave_with_supervisor(word: Pipe) -> None:
@@ -157,19 +249,24 @@ def leave_with_supervisor(word: Pipe) -> None:
     os._exit(EXIT_CRASH)
 
 
-def run_engine(word: Pipe, config: Config, path: str, num_workers: int) -> None:
+def run_engine(word: Word, config: Config, path: str, num_workers: int) -> None:
     from nanovllm.engine.process import main
     from nanovllm.ipc.channel import Listener
 
-    main(config, Listener(path), num_workers, lambda: word.send("ready"))
+    def ready() -> None:
+        """From now on it ends with its last connection, also where all processes get a SIGTERM."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        word.ready()
+
+    main(config, Listener(path), num_workers, ready)
 
 
-def run_api(word: Pipe, config: Config, path: str, worker: int, sock: socket.socket) -> None:
+def run_api(word: Word, config: Config, path: str, worker: int, sock: socket.socket) -> None:
     from nanovllm.ipc.client import EngineLostError
     from nanovllm.server.main import run
 
     try:
-        run(config, path, worker, sock, lambda: word.send("ready"))
+        run(config, path, worker, sock, word.ready)
     except EngineLostError:
         sys.exit(EXIT_CRASH)  # what there is to say of it, the supervisor says
 
@@ -183,13 +280,13 @@ def wait_ready(process: BaseProcess, word: Pipe, stopped: threading.Event | None
         said = word.recv()
     except EOFError:
         process.join()
-        raise EngineDied(f"{process.name} ended with exit code {process.exitcode}") from None
+        raise EngineDied(ending(process)) from None
     if said != "ready":
         process.join()
         raise ConfigError(said)
 
 
-def stop(processes: list[BaseProcess], grace_s: float) -> None:
+def stop(processes: Sequence[BaseProcess], grace_s: float) -> None:
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + grace_s

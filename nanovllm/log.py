@@ -1,13 +1,44 @@
-"""Logging setup: one structured line per event on stdout."""
+"""Logging: one line per event on stdout, as text or as JSON, written by a thread of its own.
+
+Nobody waits for whoever reads stdout: lines wait in a bounded queue, lines beyond the bound and
+lines that a full disk refused are counted, and the next line that finds room is preceded by their
+number. A reader that has gone for good ends the output, and nothing else.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-import sys
+import queue
+import select
+import threading
+import time
+from datetime import UTC, datetime
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+MOST_LINES = 4096  # that wait to be written
+FLUSH_S = 1.0  # how long an end waits for its last lines
+ALWAYS = ("serve",)  # what the user asked for is said at every level: the address, the end
+STDOUT = 1
 
 
-class _Line(logging.Formatter):
+class Fields(str):
+    """`a=1 b=two` as text, and the values for whoever writes JSON."""
+
+    values: dict[str, object]
+
+
+def fields(**values: object) -> Fields:
+    """Floats show three decimals; None is left out."""
+    values = {k: v for k, v in values.items() if v is not None}
+    shown = {k: f"{v:.3f}" if isinstance(v, float) else v for k, v in values.items()}
+    text = Fields(" ".join(f"{k}={v}" for k, v in shown.items()))
+    text.values = values
+    return text
+
+
+class TextLine(logging.Formatter):
     """`2026-11-21T12:00:00.123 info server request id=... tokens=...`"""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -17,17 +48,134 @@ class _Line(logging.Formatter):
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
-def setup() -> None:
-    """Send everything at NANOVLLM_LOG (default info) and above to stdout. Call once a process."""
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(_Line())
-    level = os.environ.get("NANOVLLM_LOG", "info").upper()
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+class JsonLine(logging.Formatter):
+    """`{"time": "2026-11-21T12:00:00.123+00:00", "level": "info", ..., "id": ...}`, in UTC."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        found: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for argument in record.args if isinstance(record.args, tuple) else ():
+            if isinstance(argument, Fields):
+                found = {**found, **argument.values, **found}
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps(found, default=str)
+
+
+FORMATS: dict[str, type[logging.Formatter]] = {"text": TextLine, "json": JsonLine}
+
+
+class QueuedLines(logging.Handler):
+    """Writes to a file descriptor without ever waiting for it."""
+
+    def __init__(self, fd: int = STDOUT, most_lines: int = MOST_LINES) -> None:
+        super().__init__()
+        self._fd = fd
+        self._most_lines = most_lines
+        self._lines: queue.SimpleQueue[bytes | threading.Event | None] = queue.SimpleQueue()
+        self._counting = threading.Lock()
+        self._dropped = 0  # since the last line that was taken
+        self._is_read = True
+        threading.Thread(target=self._write_all, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self._counting:
+            if self._lines.qsize() >= self._most_lines:
+                self._dropped += 1
+                return
+            dropped, self._dropped = self._dropped, 0
+        if dropped:
+            said = f"{dropped} lines of this log are missing here: nobody took them"
+            self._put(logging.LogRecord("log", logging.WARNING, "", 0, said, None, None))
+        self._put(record)
+
+    def _put(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put(f"{self.format(record)}\n".encode(errors="backslashreplace"))
+        except Exception:  # arguments that do not fit their message: the line is at fault alone
+            self.handleError(record)
+
+    def _write_all(self) -> None:
+        while (line := self._lines.get()) is not None:
+            if isinstance(line, threading.Event):
+                line.set()
+                continue
+            try:
+                if self._is_read:
+                    self._write(line)
+            except BrokenPipeError:
+                self._is_read = False
+            except OSError:  # a full disk, which may have room again
+                with self._counting:
+                    self._dropped += 1
+
+    def _write(self, line: bytes) -> None:
+        while line:
+            try:
+                line = line[os.write(self._fd, line) :]
+            except BlockingIOError:  # somebody else's idea of this pipe
+                select.select([], [self._fd], [])
+
+    def flush(self) -> None:
+        """Wait a second at most, for a reader that reads."""
+        written = threading.Event()
+        self._lines.put(written)
+        written.wait(FLUSH_S)
+
+    def close(self) -> None:
+        self._lines.put(None)
+        super().close()
+
+
+class Progress:
+    """A line when a long work begins, every two seconds with its share, and when it is done."""
+
+    EVERY_S = 2.0
+
+    def __init__(self, log: logging.Logger, what: str, total: float, unit: str) -> None:
+        """`unit`: "GB" of a total in bytes, else the name of what is counted."""
+        self._log = log
+        self._what = what
+        self._total = total
+        self._unit = unit
+        self._done = 0.0
+        self._began = time.monotonic()
+        self._due = self._began + self.EVERY_S
+        log.info("%s: %s %s", what, self._shown(total), unit)
+
+    def advance(self, amount: float = 1) -> None:
+        self._done += amount
+        now = time.monotonic()
+        if now >= self._due and self._done < self._total:
+            self._due = now + self.EVERY_S
+            done, total = self._shown(self._done), self._shown(self._total)
+            share = self._done / self._total
+            said = f"{done} of {total} {self._unit}"
+            self._log.info("%s: %s, %.0f %%", self._what, said, 100 * share)
+
+    def finish(self) -> None:
+        self._log.info("%s: done in %.1f s", self._what, time.monotonic() - self._began)
+
+    def _shown(self, amount: float) -> str:
+        return f"{amount / 1e9:.2f}" if self._unit == "GB" else f"{amount:.0f}"
+
+
+def setup(log_format: str = "text") -> None:
+    """Send everything at NANOVLLM_LOG (default info) and above to stdout. Call once a process.
+
+    Raises ValueError when there is no such level.
+    """
+    level = os.environ.get("NANOVLLM_LOG", "info")
+    if level.lower() not in LEVELS:
+        raise ValueError(f"NANOVLLM_LOG is {level!r}; it must be one of {', '.join(LEVELS)}")
+    handler = QueuedLines()
+    handler.setFormatter(FORMATS[log_format]())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for name in ALWAYS:
+        logging.getLogger(name).setLevel(min(logging.getLogger().level, logging.INFO))
     for name in ("httpx", "urllib3", "transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def fields(**values: object) -> str:
-    """`a=1 b=two`, floats at three decimals, None left out."""
-    shown = {k: f"{v:.3f}" if isinstance(v, float) else v for k, v in values.items()}
-    return " ".join(f"{k}={v}" for k, v in shown.items() if v is not None)

@@ -70,7 +70,8 @@ class Ready(Struct, frozen=True, tag="ready", array_like=True):
     num_pages: int
     page_tokens: int
     num_slots: int
-    recipe: str = "{}"  # JSON: the recipe without any "auto", for whoever reports what ran
+    # JSON, for whoever reports what ran: the recipe without any "auto" but mixed_step_tokens's.
+    recipe: str = "{}"
 
 
 class Started(Struct, frozen=True, array_like=True):
@@ -104,17 +105,24 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
 class Stats(Struct, frozen=True, kw_only=True):
     """Gauges now, counters since the start."""
 
     num_running: int = 0
     num_waiting: int = 0
+    waiting_by_reason: dict[str, int] = {}  # "capacity"; "shared_prompt": another computes it now
     kv_usage: float = 0.0  # 0..1
     num_preemptions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt tokens: found in the prefix cache
+    computed_prompt_tokens: int = 0  # fed; some twice, where a request was preempted
     generated_tokens: int = 0
     num_steps: int = 0
+    step_tokens: int = 0  # fed in all of them
+    steps_by_tokens: list[int] = []  # those that fed up to STEP_TOKENS[i], then those with more
     host_bubble_s: float = 0.0  # the device waited for the host while there was work
     host_s: dict[str, float] = {}  # host time by part of a step: "plan", "launch", ...
     host_step_p50_s: float = 0.0  # all of these in one step, of the newest thousand

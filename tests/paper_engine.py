@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.kv.memory import KVMemory
+from nanovllm.plan import StepPlan
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Abort, FinishReason, Generate, RefusalKind, Sampling, StepOutput
-from tests.paper_gpu import PaperGPU, PaperMasker, ids
+from tests.paper_gpu import PaperGPU, PaperHandle, PaperMasker, ids
 
 PAGE = 4
 
@@ -27,29 +29,37 @@ def generate(
     stops: Sequence[int] = (),
     priority: int = 0,
     grammar: str = "",
+    salt: str = "",
 ) -> Generate:
     return Generate(
-        request_id, pack(prompt), max_new, list(stops), Sampling(), priority, "", grammar
+        request_id, pack(prompt), max_new, list(stops), Sampling(), priority, salt, grammar
     )
 
 
 class PaperEngine:
+    """Implements engine.executor.Executor, too: it keeps the plans that its paper GPU runs."""
+
     def __init__(
         self,
         *,
         num_pages: int,
         num_slots: int,
         budget: int,
+        page: int = PAGE,
         mixed: int = 1000,
         depth: int = 1,
         checkpoints: int = 0,
         drafts: int = 0,
         prefix: bool = True,
         max_queue: int = 1000,
-        ageing: int = 3,
+        ageing: float = 3.0,
+        overtake: int = 64,
+        least_spared: int = 6,
+        unlucky: int = 0,
+        glitches: frozenset[int] = frozenset(),
     ) -> None:
         self.budget, self.mixed = budget, mixed
-        self.memory = KVMemory(num_pages, PAGE, checkpoints, prefix=prefix)
+        self.memory = KVMemory(num_pages, page, checkpoints, prefix=prefix)
         self.scheduler = Scheduler(
             self.memory,
             num_slots=num_slots,
@@ -58,10 +68,15 @@ class PaperEngine:
             max_model_tokens=4096,
             num_drafts=drafts,
             max_queue=max_queue,
-            ageing_steps=ageing,
+            ageing_s=ageing,
+            overtake_steps=overtake,
+            least_spared=least_spared,
         )
-        self.gpu = PaperGPU(num_slots, num_pages, PAGE, checkpoints)
-        self.loop = EngineLoop(self.scheduler, self.gpu, self.collect, PaperMasker(), depth)
+        self.gpu = PaperGPU(num_slots, num_pages, page, checkpoints, unlucky, glitches)
+        self.plans: list[StepPlan] = []
+        self.steps_by_mode: Counter[str] = Counter()
+        self.padded_tokens = 0
+        self.loop = EngineLoop(self.scheduler, self, self.collect, PaperMasker(), depth, self.now)
         self.text: dict[int, list[int]] = {}
         self.finish: dict[int, FinishReason] = {}
         self.stop_id: dict[int, int] = {}
@@ -87,9 +102,17 @@ class PaperEngine:
         for refusal in out.refused:
             self.refused[refusal.request_id] = refusal.kind
 
+    def now(self) -> float:
+        """The paper clock: a second a step."""
+        return float(self.gpu.steps)
+
     def say(self, message: Generate | Abort) -> None:
         self.loop.handle(message)
         self.loop.tell()
+
+    def launch(self, plan: StepPlan) -> PaperHandle:
+        self.plans.append(plan)
+        return self.gpu.launch(plan)
 
     def step(self) -> None:
         self.loop.step()

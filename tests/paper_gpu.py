@@ -4,6 +4,10 @@ A page cell holds a hash of the whole prefix up to that token, as a deep layer's
 is "read my cells back through my page table", a recurrent layer is a rolling hash, and the next
 token is a hash of both: a wrong page, a stale checkpoint, a lost chunk or a swapped row changes the
 text. Rows of one plan run in reverse order, because nothing may depend on their order.
+
+It can go wrong as a GPU does: NaN comes of POISON in a text, of a stroke of bad luck (`glitches`),
+or of a cell that holds it. Zero times NaN is NaN, so it spreads to whoever reads a page that has it
+anywhere, also past their own tokens; what they write is NaN, too. Only `clean` ends that.
 No torch, no device, microseconds per step.
 """
 
@@ -17,18 +21,27 @@ from functools import partial
 
 import numpy as np
 
-from nanovllm.plan import Admit, Masks, StepPlan, StepResult
+from nanovllm.plan import CORRUPTED, Admit, Masks, StepPlan, StepResult
 from nanovllm.wire import Generate, StepOutput
 
 VOCAB = 50
+POISON = VOCAB  # as a token of a prompt: its keys and values are NaN
+NAN = -7  # as a cell or a state
+BLANK = -1
 
 
 def advance(state: int, token: int) -> int:
+    if state == NAN or token == POISON:
+        return NAN
     return (state * 1_000_003 + token + 1) % (1 << 61)
 
 
-def next_token(cells: list[int], state: int) -> int:
-    return hash((tuple(cells), state)) % VOCAB
+def next_token(cells: list[int], state: int, unlucky: int = 0) -> int:
+    """`unlucky`: every so many contexts give NaN for logits, with healthy keys and values."""
+    if NAN in cells or state == NAN:
+        return CORRUPTED
+    drawn = hash((tuple(cells), state))
+    return CORRUPTED if unlucky and drawn // VOCAB % unlucky == 0 else drawn % VOCAB
 
 
 def ids(raw: bytes) -> list[int]:
@@ -49,8 +62,12 @@ def solo_run(
     *,
     recurrent: bool,
     grammar: bool = False,
+    unlucky: int = 0,
 ) -> list[int]:
-    """The oracle: what the request must produce, whatever it was batched with."""
+    """The oracle: what the request must produce, whatever it was batched with.
+
+    CORRUPTED in the end: it must end with an error there.
+    """
     cells: list[int] = []
     state: int = 0
     out: list[int] = []
@@ -59,7 +76,9 @@ def solo_run(
         for token in queue:
             cells.append(advance(cells[-1] if cells else 0, token))
             state = advance(state, token) if recurrent else 0
-        token = next_token(cells, state)
+        token = next_token(cells, state, unlucky)
+        if token == CORRUPTED:
+            return [*out, token]
         out.append(constrained(token, allowed_after(out)) if grammar else token)
         if out[-1] in stop_ids or len(out) == max_new:
             return out
@@ -115,13 +134,25 @@ class PaperHandle:
 
 
 class PaperGPU:
-    """Implements engine.executor.Executor. `num_checkpoints` > 0 adds a recurrent layer."""
+    """Implements engine.executor.Executor. `num_checkpoints` > 0 adds a recurrent layer.
+
+    `glitches`: steps whose last row gets NaN for the newest token it feeds.
+    """
 
     def __init__(
-        self, num_slots: int, num_pages: int, page_tokens: int, num_checkpoints: int
+        self,
+        num_slots: int,
+        num_pages: int,
+        page_tokens: int,
+        num_checkpoints: int,
+        unlucky: int = 0,
+        glitches: frozenset[int] = frozenset(),
     ) -> None:
         self.page_tokens = page_tokens
-        self.memory = [[-1] * page_tokens for _ in range(num_pages + 1)]
+        self.unlucky = unlucky
+        self.glitches = glitches
+        self.struck: list[list[int]] = []  # what the slots knew that were hit by a glitch
+        self.memory = [[BLANK] * page_tokens for _ in range(num_pages + 1)]
         self.slots: list[Slot | None] = [None] * num_slots
         self.checkpoints = [-1] * num_checkpoints
         self.recurrent = num_checkpoints > 0
@@ -138,6 +169,7 @@ class PaperGPU:
     def launch(self, plan: StepPlan) -> PaperHandle:
         self.steps += 1
         assert plan.step == self.steps, "a plan is missing"
+        self._clean_and_copy(plan)
         for admit in plan.admits:
             self._admit(admit)
         for grant in plan.grants:
@@ -158,6 +190,8 @@ class PaperGPU:
             slot = self._slot(slot_id)
             for _ in range(num_tokens - num_drafts):
                 self._feed(slot, self._next_fed(slot))
+            if self.steps in self.glitches and slot_id == rows[-1][0]:
+                self._strike(slot)
             assert slot.length + num_drafts <= plan.max_length
             if save_to >= 0:
                 self.checkpoints[save_to] = slot.state
@@ -168,6 +202,24 @@ class PaperGPU:
         if not plan.masked:
             handle.sample(None)
         return handle
+
+    def _clean_and_copy(self, plan: StepPlan) -> None:
+        """What a plan does before its forward pass: with pages of those it admits or lets grow."""
+        given = {page for got in (*plan.admits, *plan.grants) for page in got.pages}
+        assert len(set(plan.clean)) == len(plan.clean), "cleaned twice"
+        for page in plan.clean:
+            self.memory[page] = [BLANK] * self.page_tokens
+        sources, targets = {src for src, _ in plan.copies}, {dst for _, dst in plan.copies}
+        assert len(targets) == len(plan.copies) and targets <= given and not sources & targets
+        assert not sources.intersection(plan.clean), "copied from a page that was just cleaned"
+        for src, dst in plan.copies:
+            self.memory[dst] = self.memory[src].copy()
+
+    def _strike(self, slot: Slot) -> None:
+        at = slot.length - 1
+        self.memory[slot.pages[at // self.page_tokens]][at % self.page_tokens] = NAN
+        slot.state = NAN if self.recurrent else 0
+        self.struck.append(slot.known)
 
     def _finish(
         self, plan: StepPlan, rows: list[tuple[Slot, int]], masks: Masks | None
@@ -187,6 +239,9 @@ class PaperGPU:
     def _sample(self, slot: Slot, num_drafts: int, allowed: int | None) -> list[int]:
         """The next token, and more while drafts guess right. Wrong guesses leave dirt behind."""
         tokens = [self._next(slot)]
+        if tokens == [CORRUPTED]:
+            slot.last = 0  # what a device makes of it: never a negative index
+            return tokens
         if allowed is not None:
             tokens = [constrained(tokens[0], allowed)]
         length, state = slot.length, slot.state
@@ -194,19 +249,24 @@ class PaperGPU:
             right = (tokens[-1] + slot.length + i) % 3 > 0
             draft = tokens[-1] if right else (tokens[-1] + 1) % VOCAB
             self._feed(slot, draft)
-            if right and slot.length == length + 1:
+            if right and slot.length == length + 1 and self._next(slot) != CORRUPTED:
                 length, state = slot.length, slot.state
                 tokens.append(self._next(slot))
         slot.length, slot.state, slot.last = length, state, tokens[-1]
         return tokens
 
     def _next(self, slot: Slot) -> int:
-        return next_token([self._cell(slot, i) for i in range(slot.length)], slot.state)
+        pages = slot.pages[: -(-slot.length // self.page_tokens)]
+        cells = [cell for page in pages for cell in self.memory[page]]
+        if NAN in cells:
+            return CORRUPTED
+        return next_token(cells[: slot.length], slot.state, self.unlucky)
 
     def _admit(self, admit: Admit) -> None:
         known = ids(admit.tokens)
         assert 0 < admit.num_prompt <= len(known) and admit.num_cached < len(known)
         assert len(admit.pages) * self.page_tokens >= len(known), "pages for all known tokens"
+        assert not self.recurrent or admit.num_cached % self.page_tokens == 0, "no such state"
         state = self.checkpoints[admit.restore_from] if admit.restore_from >= 0 else 0
         self.slots[admit.slot] = Slot(known, state, admit.num_cached, list(admit.pages))
 
@@ -220,11 +280,15 @@ class PaperGPU:
 
     def _feed(self, slot: Slot, token: int) -> None:
         at = slot.length
-        cell = advance(self._cell(slot, at - 1) if at else 0, token)
         page = slot.pages[at // self.page_tokens]
         assert page != 0  # which is nobody's
-        self.memory[page][at % self.page_tokens] = cell
+        cells, here = self.memory[page], at % self.page_tokens
+        cell = advance(self._cell(slot, at - 1) if at else 0, token)
+        cells[here] = BLANK  # written before it is read
+        cells[here] = NAN if NAN in cells else cell
         slot.state = advance(slot.state, token) if self.recurrent else 0
+        if cells[here] == NAN and self.recurrent:
+            slot.state = NAN
         slot.length += 1
 
     def _cell(self, slot: Slot, at: int) -> int:

@@ -14,7 +14,7 @@ from tests.mutants import MUTANTS, Mutant
 ROOT = Path(__file__).parents[1]
 TAKEN = ("nanovllm/*.py", "nanovllm/kv/*.py", "nanovllm/sched/*.py", "nanovllm/engine/*.py",
          "tests/__init__.py", "tests/paper_gpu.py", "tests/paper_engine.py",
-         "tests/test_engine_on_paper.py", "pyproject.toml")  # fmt: skip
+         "tests/test_*_on_paper.py", "pyproject.toml")  # fmt: skip
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name.replace(" ", "-"))
@@ -28,8 +28,9 @@ def test_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     text = target.read_text()
     assert text.count(mutant.old) == 1, "the mutant no longer fits the code"
     target.write_text(text.replace(mutant.old, mutant.new))
+    suites = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("tests/test_*.py"))
     command = [sys.executable, "-m", "pytest", "-x", "--tb=short", "-p", "no:cacheprovider",
-               "-W", "ignore", "-o", "pythonpath=.", "tests/test_engine_on_paper.py"]  # fmt: skip
+               "-W", "ignore", "-o", "pythonpath=.", *suites]  # fmt: skip
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert run.returncode == 1, f"survived:\n{run.stdout[-2000:]}"
     assert "failed" in run.stdout, f"broke instead of failing:\n{run.stdout[-2000:]}{run.stderr}"

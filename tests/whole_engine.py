@@ -35,6 +35,7 @@ class WholeEngine:
         depth: int = 1,
         max_tokens: int = MAX_TOKENS,
     ) -> None:
+        max_tokens = min(max_tokens, pages * page_tokens)
         recipe = replace(
             config.recipe,
             cache=Cache(page_tokens=page_tokens, pages=pages, prefix=prefix),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanovllm_kernels import batch_reference as reference
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors
+from nanovllm_kernels.sampling_reference import CORRUPTED
 
 PAGES = 512  # columns of the page table a program copies
 ROWS = 128  # rows a program settles
@@ -131,6 +132,7 @@ def settle_kernel(
     slot = tl.load(slots_S + row, row < num_sampled, dead)
     position = tl.load(positions_S + row, row < num_sampled, 0)
     token = tl.load(tokens_S + row, row < num_sampled, 0).to(tl.int32)
+    token = tl.maximum(token, 0)  # CORRUPTED is no token
     tl.store(tokens_NL + slot * tokens_stride + position, token, slot < dead)
 
 
@@ -164,6 +166,7 @@ def settle_inputs(num_rows: int, num_sampled: int, device: torch.device) -> Args
     slots_S = slots_R.flip(0)[:num_sampled]
     positions_S = lengths_R.flip(0)[:num_sampled].long()
     tokens_S = torch.arange(num_sampled, device=device) + 7
+    tokens_S[::3] = CORRUPTED
     return slots_R, lengths_R, slots_S, positions_S, tokens_S, lengths_N, tokens_NL
 
 

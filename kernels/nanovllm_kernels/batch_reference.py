@@ -36,12 +36,12 @@ def settle(
     lengths_N: Tensor,
     tokens_NL: Tensor,
 ) -> None:
-    """In place: the rows' new lengths, and each sampled token at its position.
+    """In place: the rows' new lengths, and each sampled token at its position, 0 if CORRUPTED.
 
     The last slot is dead: it stays all zeros, whatever its rows, which only pad a graph, drew.
     """
     lengths_N.index_copy_(0, slots_R, lengths_R)
     at_S = slots_S * tokens_NL.shape[1] + positions_S
-    tokens_NL.view(-1).index_copy_(0, at_S, tokens_S.to(torch.int32))
+    tokens_NL.view(-1).index_copy_(0, at_S, tokens_S.clamp(min=0).to(torch.int32))
     lengths_N[-1].zero_()
     tokens_NL[-1].zero_()

@@ -3,6 +3,9 @@
 `draw` reads the logits once: every program sums up one block of one row, then one program per row
 chooses a block and a token in it. It does not depend on the number of rows, so a row's token does
 not depend on its neighbours.
+
+Decision: what is wrong with a row is read off the sums, which are needed anyway: a NaN or +inf
+anywhere makes its block's sum NaN, and where nothing is possible all sums are 0.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ GOLDEN = tl.constexpr(reference.GOLDEN % (1 << 64))
 MIX_1 = tl.constexpr(reference.MIX_1 % (1 << 64))
 MIX_2 = tl.constexpr(reference.MIX_2 % (1 << 64))
 LOWEST = tl.constexpr(reference.LOWEST)
+CORRUPTED = tl.constexpr(reference.CORRUPTED)
 
 
 def draw(
@@ -61,7 +65,11 @@ def draw(
 def _sum_blocks(
     logits_SV: Tensor, slots_S: Tensor, inverses_N: Tensor, floors_S: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Each block's largest logit, and its sum of exp((logit - largest) / temperature)."""
+    """Each block's largest logit, and its sum of exp((logit - largest) / temperature).
+
+    The sum is at least 1, 0 in a block where nothing is possible, and NaN if a NaN or +inf is in
+    it. Of greedy rows it is that at temperature 1.
+    """
     num_rows, vocab = logits_SV.shape
     num_blocks = triton.cdiv(vocab, reference.BLOCK)
     # Two tensors: a view into one would be aligned for some S only, and Triton compiles for each.
@@ -99,8 +107,9 @@ def sum_kernel(
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = load(logits_SV + row.to(tl.int64) * logits_stride, at, vocab)
     if floors_S is not None:
-        x = tl.where(x >= tl.load(floors_S + row), x, -float("inf"))
+        x = tl.where(x < tl.load(floors_S + row), -float("inf"), x)  # a NaN stays
     inverse = tl.load(inverses_N + tl.load(slots_S + row) * inverses_stride)
+    inverse = tl.where(inverse == 0, 1.0, inverse)  # -inf * 0 would be NaN
     top = tl.max(x, 0)
     # An empty block has no largest logit to subtract; its weights are 0 without.
     total = tl.sum(tl.exp((x - tl.maximum(top, LOWEST)) * inverse), 0)
@@ -134,17 +143,20 @@ def draw_kernel(
     block = tl.arange(0, BLOCKS)
     tops = tl.load(tops_SB + row * num_blocks + block, block < num_blocks, -float("inf"))
     sums = tl.load(sums_SB + row * num_blocks + block, block < num_blocks, 0.0)
+    is_sound = tl.sum(sums, 0) > 0
+    if is_sound == 0:
+        tl.store(tokens_S + row, CORRUPTED)
+        return
     top = tl.max(tops, 0)
     noise = gumbel(key, BLOCK_INDEX + block.to(tl.uint64) * BLOCK)
     weights = tl.where(inverse == 0, tops, (tops - top) * inverse + tl.log(sums) + noise)
-    # Logits of NaN compare with nothing; the minimum keeps even their token in the vocabulary.
-    chosen = tl.minimum(tl.argmax(weights, 0), num_blocks - 1)
+    chosen = tl.argmax(weights, 0)
     at = chosen * BLOCK + tl.arange(0, BLOCK)
     x = load(logits_SV + row.to(tl.int64) * logits_stride, at, vocab)
     if floors_S is not None:
-        x = tl.where(x >= tl.load(floors_S + row), x, -float("inf"))
+        x = tl.where(x < tl.load(floors_S + row), -float("inf"), x)
     x = tl.where(inverse == 0, x, (x - top) * inverse + gumbel(key, at.to(tl.uint64)))
-    token = tl.minimum(chosen * BLOCK + tl.argmax(x, 0), vocab - 1)
+    token = chosen * BLOCK + tl.argmax(x, 0)
     tl.store(tokens_S + row, token.to(tl.int64))
 
 
@@ -187,6 +199,15 @@ def draw_inputs(S: int, V: int, dtype: torch.dtype, device: torch.device) -> Arg
     return logits_SV, slots_S, slots_S * 77, inverses_N, seeds_N, None
 
 
+def draw_corrupted_inputs(S: int, V: int, dtype: torch.dtype, device: torch.device) -> Args:
+    """One number in every second row is NaN or +inf; one row has nothing but -inf."""
+    logits_SV, *others = draw_inputs(S, V, dtype, device)
+    for row in range(0, S, 2):
+        logits_SV[row, (row + 1) * 7919 % V] = float("inf") if row % 4 else float("nan")
+    logits_SV[-1] = -float("inf")
+    return logits_SV, *others
+
+
 def draw_above_floors_inputs(S: int, V: int, dtype: torch.dtype, device: torch.device) -> Args:
     *others, _ = draw_inputs(S, V, dtype, device)
     return *others, torch.full((S,), 9.0, device=device)
@@ -199,7 +220,11 @@ DRAW = Kernel(
     (
         *(
             Case(f"{name}S={S} V={V} {bits(dtype)}", partial(inputs, S, V, dtype), small=True)
-            for name, inputs in (("", draw_inputs), ("floors ", draw_above_floors_inputs))
+            for name, inputs in (
+                ("", draw_inputs),
+                ("floors ", draw_above_floors_inputs),
+                ("corrupted ", draw_corrupted_inputs),
+            )
             for S, V in ((1, 100), (5, 6007))
             for dtype in (torch.float32, torch.bfloat16)
         ),

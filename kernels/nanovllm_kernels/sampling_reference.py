@@ -25,6 +25,7 @@ GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64, whose products wrap like un
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
 LOWEST = -3.4028234663852886e38  # the lowest finite float32
+CORRUPTED = -2  # in place of a token: the row has a NaN or +inf, or nothing is possible
 
 
 def draw(
@@ -37,13 +38,15 @@ def draw(
 ) -> Tensor:
     """One token per row, int64: softmax(logits / temperature) over the logits >= floor.
 
-    An inverse temperature of 0 means the largest logit, the first of equal ones.
+    An inverse temperature of 0 means the largest logit, the first of equal ones. CORRUPTED for a
+    row with a NaN or +inf anywhere, or with nothing but -inf, which means impossible.
     """
     inverse_S = inverse_temperatures_N[slots_S]
     x_SV = logits_SV.float()
     if floors_S is not None:
         x_SV = x_SV.masked_fill(x_SV < floors_S[:, None], -torch.inf)
-    scaled_SV = (x_SV - x_SV.amax(-1, keepdim=True)) * inverse_S[:, None]
+    top_S1 = x_SV.amax(-1, keepdim=True)  # NaN if there is one: no floor is above it
+    scaled_SV = (x_SV - top_S1) * inverse_S[:, None]
     padding = -x_SV.shape[1] % BLOCK
     blocks_SBW = functional.pad(scaled_SV, (0, padding), value=-torch.inf).unflatten(1, (-1, BLOCK))
     keys_S1 = stream_keys(seeds_N[slots_S], positions_S)[:, None]
@@ -53,7 +56,8 @@ def draw(
     indices_SW = block_S1 * BLOCK + torch.arange(BLOCK, device=x_SV.device)
     block_SW = blocks_SBW.take_along_dim(block_S1[:, :, None], 1)[:, 0]
     within_S = (block_SW + gumbel(keys_S1, indices_SW)).argmax(-1)
-    return torch.where(inverse_S == 0, x_SV.argmax(-1), block_S1[:, 0] * BLOCK + within_S)
+    token_S = torch.where(inverse_S == 0, x_SV.argmax(-1), block_S1[:, 0] * BLOCK + within_S)
+    return token_S.where(top_S1[:, 0].isfinite(), CORRUPTED)
 
 
 def floors(

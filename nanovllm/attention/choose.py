@@ -43,9 +43,12 @@ def choose_backend(
         if (reason := backend.supports(device, layout, page_tokens)) is not None:
             passed_over.append(f"{name}: {reason}")
             continue
-        if name == "torch":
-            return backend, replace(kernels, attention=name, decode=name), "; ".join(passed_over)
         decode = kernels.decode
+        if name == "torch":
+            if decode not in ("auto", "torch"):
+                why = "on a CPU" if device.type == "cpu" else f"kernels.attention is {name}"
+                raise ConfigError(f"kernels.decode is {decode}, but decode rows are by torch {why}")
+            return backend, replace(kernels, attention=name, decode=name), "; ".join(passed_over)
         if decode == "torch":
             raise ConfigError(f"kernels.decode is torch, but kernels.attention is {name}")
         if decode != "triton":

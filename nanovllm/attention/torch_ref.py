@@ -2,13 +2,17 @@
 
 Cells past a row's end are read but never counted, whatever they hold: a NaN there must not scream.
 Unlike other backends this one reads the batch's values, so no CUDA graph can capture it.
+
+Decision: rows are computed together where they feed equally many tokens and their contexts are of
+similar length: a group reads as many cells for each row as for its longest, and one row of 4,000
+tokens among eight short ones made the step twenty times as long.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -17,17 +21,20 @@ from torch import Tensor
 from nanovllm.attention.base import Batch, PagedKV
 from nanovllm.kv.layout import CacheLayout
 
+SPARE_CELLS = 256  # of a row: fewer cost less than a group more
+
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Neighbouring rows that feed equally many tokens, N each; all decode rows are one group.
+    """Rows that feed equally many tokens, N each, over contexts of similar lengths.
 
     C counts cells: the group's longest context, rounded up to whole pages.
     """
 
+    tokens_X: Tensor  # int64: the rows' tokens in the step, N of one row after N of another
     num_rows: int
     num_new: int  # tokens each row feeds
-    pages_RM: Tensor  # int64, cut to the group's longest context
+    pages_X: Tensor  # row by row, cut to the group's longest context
     seen_R1NC: Tensor  # bool: what each query may look at
     # Rows and cells past their ends, of undefined contents. As indices: filling through a mask
     # took a quarter of a decode step.
@@ -39,6 +46,7 @@ class TorchPaged:
 
     def __init__(self, caches: tuple[PagedKV, ...]) -> None:
         self.caches = caches
+        self._copies_2X = torch.empty(2, 0)
 
     @staticmethod
     def supports(device: torch.device, layout: CacheLayout, page_tokens: int) -> str | None:
@@ -47,25 +55,41 @@ class TorchPaged:
 
     def bind(self, batch: Batch) -> TorchAttend:
         page_tokens = self.caches[0].k_PSGA.shape[1]
-        return TorchAttend(self.caches, tuple(groups_of(batch, page_tokens)))
+        groups = tuple(groups_of(batch, page_tokens))
+        most_pages = max(len(group.pages_X) for group in groups)
+        page_size = max(max(c.k_PSGA[0].numel(), c.v_PSGA[0].numel()) for c in self.caches)
+        if self._copies_2X.shape[1] < most_pages * page_size:
+            self._copies_2X = self.caches[0].k_PSGA.new_empty(2, most_pages * page_size)
+        return TorchAttend(self.caches, groups, self._copies_2X)
+
+
+def alike(counts: list[int], lengths: list[int]) -> Iterator[list[int]]:
+    """Rows that are computed together."""
+    group: list[int] = []
+    for row in sorted(range(len(counts)), key=lambda row: (counts[row], lengths[row])):
+        if group:
+            longest = 2 * lengths[group[0]] + SPARE_CELLS
+            if counts[row] != counts[group[0]] or lengths[row] > longest:
+                yield group
+                group = []
+        group.append(row)
+    yield group
 
 
 def groups_of(batch: Batch, page_tokens: int) -> Iterator[RowGroup]:
-    counts_R = batch.starts_R1.diff()
-    at = 0
-    for new, same in groupby(counts_R.tolist()):
-        num_rows = len(list(same))
-        rows = slice(at, at + num_rows)
-        at += num_rows
-        lengths_R = batch.lengths_R[rows]
-        num_pages = -(-int(lengths_R.max()) // page_tokens)
+    counts, lengths = batch.starts_R1.diff().tolist(), batch.lengths_R.tolist()
+    for members in alike(counts, lengths):
+        rows = torch.tensor(members, device=batch.lengths_R.device)
+        new, lengths_R = counts[members[0]], batch.lengths_R[rows]
+        num_pages = -(-lengths[members[-1]] // page_tokens)
         cells_C = torch.arange(num_pages * page_tokens, device=lengths_R.device)
         queries_N = torch.arange(new, device=lengths_R.device)
         last_seen_RN = (lengths_R - new)[:, None] + queries_N
         yield RowGroup(
-            num_rows=num_rows,
+            tokens_X=(batch.starts_R1[rows][:, None] + queries_N).flatten(),
+            num_rows=len(members),
             num_new=new,
-            pages_RM=batch.page_table_RM[rows, :num_pages].long(),
+            pages_X=batch.page_table_RM[rows, :num_pages].flatten(),
             seen_R1NC=(cells_C <= last_seen_RN[:, :, None])[:, None],
             dirt=(cells_C >= lengths_R[:, None]).nonzero(as_tuple=True),
         )
@@ -75,25 +99,32 @@ def groups_of(batch: Batch, page_tokens: int) -> Iterator[RowGroup]:
 class TorchAttend:
     caches: tuple[PagedKV, ...]
     groups: tuple[RowGroup, ...]
+    # Where contexts are copied to, keys and values. Kept from step to step: for memory of this size
+    # malloc asks the system, whose page faults took as long as attention.
+    copies_2X: Tensor
 
     def __call__(self, layer: int, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
         cache = self.caches[layer]
-        queries = torch.split(q_THA, [group.num_rows * group.num_new for group in self.groups])
-        pairs = zip(self.groups, queries, strict=True)
-        return torch.cat([attend(group, q_THA, cache) for group, q_THA in pairs], out=out_THA)
+        o_THA = torch.empty_like(q_THA) if out_THA is None else out_THA
+        for group in self.groups:
+            o_THA[group.tokens_X] = attend(group, q_THA[group.tokens_X], cache, self.copies_2X)
+        return o_THA
 
 
-def attend(group: RowGroup, q_THA: Tensor, cache: PagedKV) -> Tensor:
-    def context(pages_PSGA: Tensor) -> Tensor:
-        cells_RCGA = pages_PSGA[group.pages_RM].flatten(1, 2)  # a copy
+def attend(group: RowGroup, q_THA: Tensor, cache: PagedKV, copies_2X: Tensor) -> Tensor:
+    def context(pages_PSGA: Tensor, copy_X: Tensor) -> Tensor:
+        shape = len(group.pages_X), *pages_PSGA.shape[1:]
+        copied_PSGA = copy_X[: math.prod(shape)].view(shape)
+        torch.index_select(pages_PSGA, 0, group.pages_X, out=copied_PSGA)
+        cells_RCGA = copied_PSGA.view(group.num_rows, -1, *shape[2:])
         cells_RCGA[group.dirt] = 0
         return cells_RCGA.transpose(1, 2)
 
     q_RNHA = q_THA.reshape(group.num_rows, group.num_new, *q_THA.shape[1:])
     o_RHNA = F.scaled_dot_product_attention(
         q_RNHA.transpose(1, 2),
-        context(cache.k_PSGA),
-        context(cache.v_PSGA),
+        context(cache.k_PSGA, copies_2X[0]),
+        context(cache.v_PSGA, copies_2X[1]),
         attn_mask=group.seen_R1NC,
         enable_gqa=True,
     )

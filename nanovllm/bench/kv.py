@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from nanovllm.config import Config
 from nanovllm.runner.build import load, with_caches
 from nanovllm.runner.resolved import Resolved
+from nanovllm.runner.room import weight_bytes
 from nanovllm.runner.runner import Runner
 from nanovllm.runner.sizing import GIB, num_pages_that_fit
 from nanovllm.runner.warm import largest_steps
@@ -49,6 +50,7 @@ class Fit(Struct, frozen=True, kw_only=True):
     useful_pages: int  # of all slots' longest requests together
     asked_pages: int | None  # cache.pages, if the recipe says it
     slots: int
+    context: int  # what server.max_model_tokens becomes
 
     @property
     def page_bytes(self) -> int:
@@ -96,6 +98,7 @@ def fit(config: Config, found: Resolved) -> Fit:
     )
     weights = weight_bytes(found)
     budget = None if runner is None else budget_of(found, weights)
+    asked_pages = None if recipe.cache.pages == "auto" else int(recipe.cache.pages)
     return Fit(
         token_bytes=found.layout.bytes_per_token,
         page_tokens=found.page_tokens,
@@ -104,15 +107,10 @@ def fit(config: Config, found: Resolved) -> Fit:
         budget=budget,
         fitting_pages=pages,
         useful_pages=useful_pages,
-        asked_pages=None if recipe.cache.pages == "auto" else int(recipe.cache.pages),
+        asked_pages=asked_pages,
         slots=slots,
+        context=found.context_in(asked_pages or pages),
     )
-
-
-def weight_bytes(found: Resolved) -> int:
-    """Of the model's parameters and tables, from their shapes alone."""
-    model = found.empty_model(torch.device("meta"))
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def runner_of(config: Config, found: Resolved) -> Runner:
@@ -158,6 +156,8 @@ def lines(found: Resolved, fitted: Fit, each: int) -> Iterator[str]:
     if fitted.asked_pages is not None:
         yield row("pages that would fit", f"{fitted.fitting_pages:,}", "")
     yield row("tokens", f"{fitted.tokens:,}", "")
+    own = found.model_config.max_position_embeddings
+    yield row("context", f"{fitted.context:,}", f"of one request; the model's own is {own:,}")
     requests = fitted.requests_of(each)
     slots = f"but schedule.slots is {fitted.slots}" if requests > fitted.slots else ""
     yield row(f"requests of {each:,}", f"{requests:,}", f"{fitted.pages_of(each)} pages each")
@@ -190,7 +190,15 @@ def size(num_bytes: float) -> str:
 
 
 def metrics(fitted: Fit, each: int) -> dict[str, float]:
-    names = ("token_bytes", "page_bytes", "weight_bytes", "room_bytes", "pages", "tokens")
+    names = (
+        "token_bytes",
+        "page_bytes",
+        "weight_bytes",
+        "room_bytes",
+        "pages",
+        "tokens",
+        "context",
+    )
     found = {name: getattr(fitted, name) for name in names} | {
         "pages_that_fit": fitted.fitting_pages,
         "requests": fitted.requests_of(each),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from random import Random
 from threading import BrokenBarrierError
@@ -22,22 +22,28 @@ from nanovllm.bench.client import Done
 from nanovllm.bench.measure import Advance, Outcome, ProgressBar, concluded, now
 from nanovllm.bench.report import engine_facts, samples_of
 from nanovllm.bench.started import Started, cpu_facts, cpu_s
-from nanovllm.bench.workload import Load, arrivals, chat_bodies, random_text
+from nanovllm.bench.workload import (
+    LEAD,
+    WORDS,
+    Load,
+    Wording,
+    arrivals,
+    chat_bodies,
+    chat_body,
+    lengths,
+)
 from nanovllm.config import Config, ConfigError
 
 SCRAPE_S = 1.0
 PROGRESS_S = 0.2
+SOME_WORDS = WORDS[:64]  # enough for prompts that are all different
 
 
 class Served(Struct, frozen=True):
-    """What a server says about itself, and how it counts the words of our prompts."""
+    """What a server says about itself, and texts of exact lengths as it counts tokens."""
 
     model: str
-    tokens_per_word: float
-    overhead_tokens: float  # of the chat template
-
-    def num_words(self, num_tokens: int) -> int:
-        return max(1, round((num_tokens - self.overhead_tokens) / self.tokens_per_word))
+    wording: Wording
 
 
 class _Api:
@@ -72,9 +78,9 @@ class _Api:
         except ConfigError:
             return {}
 
-    def prompt_tokens(self, model: str, text: str) -> int:
-        messages = [{"role": "user", "content": text}]
-        body = {"model": model, "messages": messages, "max_tokens": 1, "temperature": 0.0}
+    def prompt_tokens(self, load: Load, model: str, text: str) -> int:
+        """As a request of this load is counted."""
+        body = chat_body(load, model, text) | {"max_tokens": 1}
         reply = self.call("POST", "/v1/chat/completions", body)
         return int(reply.json()["usage"]["prompt_tokens"])
 
@@ -137,32 +143,45 @@ def measure_server(
 
 
 def ask_server(api: _Api, load: Load) -> Served:
-    """Two short requests tell how many tokens our words become: no tokenizer is needed here."""
+    """Short requests tell how many tokens our words become: no tokenizer is needed here."""
     models = api.call("GET", "/v1/models").json()["data"]
     if not models:
         raise ConfigError(f"{api.url}/v1/models lists no model")
     model, limit = models[0]["id"], models[0].get("max_model_len")
-    rng = Random(f"probe {load.seed}")
-    few, many = 16, max(64, load.input_len // 4)
-    low = api.prompt_tokens(model, random_text(rng, few))
-    high = api.prompt_tokens(model, random_text(rng, many))
-    per_word = (high - low) / (many - few)
-    if per_word <= 0.0:
-        raise ConfigError(f"{api.url} counts {low} tokens for {few} words, but {high} for {many}")
     longest = (load.input_len + load.output_len) * (1.0 + load.range_ratio)
     if limit is not None and longest > limit:
         raise ConfigError(
             f"--input-len + --output-len is up to {longest:.0f} tokens; {model} at {api.url} "
             f"takes at most {limit}"
         )
-    return Served(model, per_word, low - few * per_word)
+    wording = wording_of(lambda text: api.prompt_tokens(load, model, text))
+    for num_tokens in lengths(load.input_len, load.range_ratio):
+        if num_tokens < wording.shortest():
+            raise ConfigError(
+                f"--input-len (with --range-ratio) is {num_tokens} tokens; the chat template of "
+                f"{model} and a word take {wording.shortest()}"
+            )
+        if not wording.reaches(num_tokens):
+            raise ConfigError(f"no words of ours are exactly {num_tokens} tokens at {api.url}")
+    text = wording.text(Random(f"probe {load.seed}"), load.input_len)
+    if (counted := api.prompt_tokens(load, model, text)) != load.input_len:
+        raise ConfigError(f"{api.url} counts {counted} tokens where {load.input_len} were expected")
+    return Served(model, wording)
+
+
+def wording_of(count: Callable[[str], int]) -> Wording:
+    """One request where every word is one token, else one for each of some words."""
+    overhead = count(LEAD)
+    if count(" ".join((LEAD, *WORDS))) == overhead + len(WORDS):
+        return Wording(overhead, dict.fromkeys(WORDS, 1))
+    return Wording(overhead, {word: count(f"{LEAD} {word}") - overhead for word in SOME_WORDS})
 
 
 def run(
     load: Load, served: Served, api: _Api, processes: int, advance: Advance
 ) -> tuple[Done, dict[str, float]]:
     """Send the load from client processes. Also the largest of the server's metrics meanwhile."""
-    bodies, due = chat_bodies(load, served.model, served.num_words), arrivals(load)
+    bodies, due = chat_bodies(load, served.model, served.wording.text), arrivals(load)
     count = min(processes, load.num_prompts, load.concurrency or processes)
     context = multiprocessing.get_context("spawn")
     shared = client.Shared(context, count)

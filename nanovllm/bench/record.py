@@ -24,7 +24,6 @@ from msgspec import Struct
 from nanovllm.config import ConfigError
 
 Kind = Literal["serve", "offline", "kernels", "kv", "graphs", "parity", "demo", "clients"]
-SECRETS = ("--api-key", "server.api_key")
 # Changed keys that do not tell records of a day apart.
 UNNAMED = ("load.", "server.host", "server.port", "server.api_key", "server.served_name")
 
@@ -236,9 +235,11 @@ def without_secrets(argv: list[str]) -> list[str]:
     """A command line fit to be published."""
     shown: list[str] = []
     for text in argv:
-        if shown and shown[-1] in SECRETS:
+        if shown and shown[-1] == "--api-key":
             text = "..."
-        shown.append(re.sub(rf"^({'|'.join(SECRETS)})=.*", r"\1=...", text))
+        elif "api_key" in text or text.startswith("--api-key="):
+            text = re.sub(r"^(.*?api.key|[^=]*)=.*", r"\1=...", text, flags=re.DOTALL)
+        shown.append(text)
     return shown
 
 

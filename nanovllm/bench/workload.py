@@ -6,7 +6,7 @@ same generator, same seed, therefore the same token ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
@@ -110,29 +110,71 @@ class Load(Struct, frozen=True, kw_only=True):
         )
 
 
-def random_text(rng: Random, num_words: int) -> str:
-    return " ".join(rng.choices(WORDS.split(), k=num_words))
+class Wording:
+    """Texts of exactly so many prompt tokens, from words whose tokens are known.
+
+    A text is LEAD and words after it. Every word costs the same in every place, because tokenizers
+    cut text at spaces first.
+    """
+
+    def __init__(self, overhead: int, costs: Mapping[str, int]) -> None:
+        """`overhead`: tokens of a prompt that is LEAD alone, chat template included."""
+        self.overhead = overhead
+        self._costs = costs
+        self._fitting: list[list[str]] = [[]]  # by the tokens that are left: words that may follow
+
+    def shortest(self) -> int:
+        """Prompt tokens of LEAD and one word."""
+        return self.overhead + min(self._costs.values())
+
+    def reaches(self, num_tokens: int) -> bool:
+        """Whether any text has so many tokens."""
+        return num_tokens > self.overhead and bool(self._words_for(num_tokens - self.overhead))
+
+    def text(self, rng: Random, num_tokens: int) -> str:
+        """Of a length that is reached."""
+        left, words = num_tokens - self.overhead, [LEAD]
+        while left:
+            words.append(rng.choice(self._words_for(left)))
+            left -= self._costs[words[-1]]
+        return " ".join(words)
+
+    def _words_for(self, left: int) -> list[str]:
+        """Those after which the rest can be made of words again, or nothing is left."""
+        fitting = self._fitting
+        while len(fitting) <= left:
+            rests = ((word, len(fitting) - cost) for word, cost in self._costs.items())
+            words = [w for w, rest in rests if rest == 0 or (rest > 0 and fitting[rest])]
+            fitting.append(fitting[-1] if words == fitting[-1] else words)
+        return fitting[left]
 
 
-def chat_bodies(load: Load, model: str, num_words: Callable[[int], int]) -> list[bytes]:
-    """The JSON bodies of a run; `num_words` says how many words make so many prompt tokens."""
+def chat_body(load: Load, model: str, text: str) -> dict[str, object]:
+    """What makes the prompt of a request, and how its tokens are chosen."""
+    body: dict[str, object] = {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "temperature": load.temperature,
+        "ignore_eos": load.ignore_eos,
+    }
+    if load.structured:  # without a thought before it, which follows no schema
+        body["response_format"] = {"type": "json_schema", "json_schema": RECORDS}
+        body["chat_template_kwargs"] = {"enable_thinking": False}
+        del body["ignore_eos"]  # the schema says where an answer may end
+    return body
+
+
+def chat_bodies(load: Load, model: str, text: Callable[[Random, int], str]) -> list[bytes]:
+    """The JSON bodies of a run; `text` makes one of so many prompt tokens."""
     rng = Random(load.seed)
     bodies = []
     for _ in range(load.num_prompts):
-        words = num_words(_length(rng, load.input_len, load.range_ratio))
-        body: dict[str, object] = {
-            "model": model,
-            "messages": [{"role": "user", "content": random_text(rng, words)}],
+        body = chat_body(load, model, text(rng, _length(rng, load.input_len, load.range_ratio)))
+        body |= {
             "max_tokens": _length(rng, load.output_len, load.range_ratio),
-            "temperature": load.temperature,
-            "ignore_eos": load.ignore_eos,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if load.structured:  # without a thought before it, which follows no schema
-            body["response_format"] = {"type": "json_schema", "json_schema": RECORDS}
-            body["chat_template_kwargs"] = {"enable_thinking": False}
-            del body["ignore_eos"]  # the schema says where an answer may end
         bodies.append(msgspec.json.encode(body))
     return bodies
 
@@ -150,12 +192,17 @@ def arrivals(load: Load) -> list[float]:
     return times
 
 
+def lengths(mean: int, ratio: float) -> range:
+    return range(max(1, round(mean * (1.0 - ratio))), max(1, round(mean * (1.0 + ratio))) + 1)
+
+
 def _length(rng: Random, mean: int, ratio: float) -> int:
-    return max(1, rng.randint(round(mean * (1.0 - ratio)), round(mean * (1.0 + ratio))))
+    return rng.choice(lengths(mean, ratio))
 
 
+LEAD = "Words:"
 # Short and common, so that most tokenizers spend one token on each.
-WORDS = """
+TEXT = """
 time year people way day man thing woman life child world school state family student group
 country problem hand part place case week company system program question work number night
 point home water room mother area money story fact month lot right study book eye job word
@@ -168,3 +215,4 @@ drug show leader light voice wife police mind price report decision son view tow
 arm difference value building action season society tax director record paper space ground form
 event official matter center couple site project base activity star table need court oil half
 """
+WORDS = tuple(TEXT.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -39,6 +40,11 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point: a user's mistake is one line and exit code 2, never a traceback."""
+    for fd in range(3):  # a closed one would become the next file or socket that is opened
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     try:
         cli()
     except ConfigError as error:

@@ -25,7 +25,7 @@ from nanovllm.bench.measure import Advance, Outcome
 from nanovllm.bench.started import NotStarted, Started, started
 from nanovllm.bench.workload import OFFLINE_NAMES, Load
 from nanovllm.cli.commands import config_of, recipe_options
-from nanovllm.config import Config, ConfigError
+from nanovllm.config import Config, ConfigError, given_api_key
 
 DEFAULT_CONCURRENCY = 8
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -73,7 +73,7 @@ POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     "--ablate", multiple=True, metavar="KEY=VALUE[,...]", help="run again so; may be repeated"
 )
 @click.option("--url", help=f"server to drive (default {DEFAULT_URL})")
-@click.option("--api-key", help="bearer token of the server")
+@click.option("--api-key", help="bearer token of the server (or NANOVLLM_API_KEY)")
 @click.option(
     "--concurrency", type=POSITIVE, help="closed loop: requests in flight, all the time (default 8)"
 )
@@ -83,7 +83,9 @@ POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     "--burstiness", type=POSITIVE_FLOAT, default=1.0, help="of arrivals: 1 = Poisson, less = bursty"
 )
 @click.option("--num-prompts", type=COUNT, default=0, help="default 8 per stream, at most 1024")
-@click.option("--input-len", type=POSITIVE, default=1000, help="prompt tokens (default 1000)")
+@click.option(
+    "--input-len", type=POSITIVE, default=1000, help="prompt tokens in all (default 1000)"
+)
 @click.option("--output-len", type=POSITIVE, default=256, help="tokens to generate (default 256)")
 @click.option(
     "--range-ratio",
@@ -199,7 +201,7 @@ def check(options: Options, typed: Sequence[str]) -> None:
         (options.json_out and (has_sweep or options.ablate), "--json-out holds one run"),
         (options.more, "one RECIPE and nothing else; records are for --compare"),
         (options.plot and not has_sweep, "--plot draws a --sweep, or records to --compare"),
-        (options.plot and sweep.missing(), sweep.missing()),
+        (options.plot and sweep.missing(), sweep.missing() or ""),
     ):
         if is_wrong:
             raise ConfigError(message)
@@ -240,6 +242,7 @@ def run(options: Options, config: Config | None) -> list[record.Record]:
             )
             outcome = uvloop.run(measuring)
         return [publish(options, outcome)]
+    key = config.recipe.server.api_key if config is not None else given_api_key()
     with server_of(options, config) as (url, server):
         outcomes = (
             online.measure_server(
@@ -247,7 +250,7 @@ def run(options: Options, config: Config | None) -> list[record.Record]:
                 config,
                 url=url,
                 server=server,
-                api_key=options.api_key,
+                api_key=options.api_key or key,
                 goals_ms=goals_of(options.goodput),
                 warmup=options.warmup,
                 processes=options.processes or max(1, min(4, (os.cpu_count() or 2) // 2)),
@@ -267,7 +270,7 @@ def server_of(options: Options, config: Config | None) -> Iterator[tuple[str, St
     server = config.recipe.server
     if not server.port:
         raise ConfigError("server.port is 0; --start must know where the server will listen")
-    url = f"http://{server.host}:{server.port}"
+    url = launch.url_of(server.host, server.port)
     with started(serve_command(options.recipe, config.changed), url) as process:
         yield url, process
 

@@ -6,6 +6,7 @@ is measured.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -17,7 +18,7 @@ import msgspec
 
 from nanovllm import launch, log
 from nanovllm.bench.record import of_this_machine, write_to
-from nanovllm.config import Config, ConfigError, load_config
+from nanovllm.config import Config, ConfigError, load_config, locate, read_recipe
 
 Function = Callable[..., Any]
 RECIPE_KEYS = {
@@ -27,6 +28,7 @@ RECIPE_KEYS = {
     "host": "server.host",
     "port": "server.port",
     "api_key": "server.api_key",
+    "log_format": "server.log_format",
 }
 json_option = click.option(
     "--json", "path", type=click.Path(path_type=Path), help="write the record here"
@@ -34,7 +36,7 @@ json_option = click.option(
 
 
 def recipe_options(function: Function) -> Function:
-    """RECIPE, --set, --device, --tp, --load-format."""
+    """RECIPE (as `nanovllm serve --help` says), --set, --device, --tp, --load-format."""
     for option in (
         click.option("--load-format", help="auto, safetensors, or dummy (random weights)"),
         click.option("--tp", type=int, help="tensor-parallel ranks"),
@@ -65,13 +67,27 @@ def write_record(path: Path | None, began: datetime, **fields: Any) -> None:  # 
 @recipe_options
 @click.option("--host", help="address to listen on (default 127.0.0.1)")
 @click.option("--port", type=int, help="port to listen on (default 8000; 0 picks a free one)")
-@click.option("--api-key", help="require it as a bearer token on every route but /health")
-def serve(**recipe: Any) -> None:  # noqa: ANN401
-    """Serve RECIPE (a YAML file; without one, the embedded demo model)."""
-    log.setup()
-    config = config_of(**recipe)
+@click.option("--api-key", help="bearer token of every route but /health (or NANOVLLM_API_KEY)")
+@click.option("--log-format", help="text (default) or json, one object a line")
+def serve(recipe: str | None, overrides: Sequence[str], **flags: object) -> None:
+    """Serve RECIPE over HTTP; without one, the embedded demo model.
+
+    RECIPE is a recipe file, a model's folder, the name of a shipped recipe (qwen3-8b), or a hub id
+    (Qwen/Qwen3-8B), looked for in this order.
+
+    The first SIGTERM or Ctrl-C lets running requests finish and exits with 0, a second one exits
+    at once with 143 or 130.
+    """
+    checked = read_recipe(recipe, overrides, {RECIPE_KEYS[name]: flags[name] for name in flags})
+    server = checked.recipe.server
     try:
-        sys.exit(launch.serve(config))
+        log.setup(server.log_format)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    say = logging.getLogger("serve")
+    say.info("starting %s, recipe %s", checked.recipe.model, checked.source)
+    try:
+        sys.exit(launch.serve(locate(checked)))
     except launch.EngineDied as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(launch.EXIT_CRASH)
@@ -94,11 +110,10 @@ def profile_kv(tokens_per_request: int | None, path: Path | None, **recipe: Any)
 
     config, began = config_of(**recipe), datetime.now(UTC)
     found = resolved(config)
-    most = found.max_model_tokens
-    each = tokens_per_request or most
-    if each > most:
-        raise ConfigError(f"--tokens-per-request is {each}; server.max_model_tokens allows {most}")
     fitted = kv.fit(config, found)
+    each = tokens_per_request or fitted.context
+    if each > fitted.context:
+        raise ConfigError(f"--tokens-per-request is {each}; the context is {fitted.context}")
     for text in kv.lines(found, fitted, each):
         click.echo(text)
     write_record(

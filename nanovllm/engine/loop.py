@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from nanovllm.engine.clock import StepClock
 from nanovllm.engine.executor import Executor, StepHandle
+from nanovllm.engine.pace import PaceKeeper
 from nanovllm.engine.progress import Progress
 from nanovllm.plan import Masks
 from nanovllm.sched.scheduler import Scheduler
@@ -30,12 +33,22 @@ class Masker(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    handle: StepHandle
+    rested: bool  # the first step after a rest
+    num_decodes: int
+    num_prompt: int  # prompt tokens
+
+
 class EngineLoop:
     """depth = 1 plans step N+1 while the device runs step N; depth = 0 never overlaps.
 
     Decision: where rows follow a grammar, step N+1's forward pass is launched as always and only
     its sampling waits until step N's tokens are on the host and the masks are made: the host
     computes masks while the device computes logits.
+
+    `pace`: keeps scheduler.mixed_step_tokens fitting; None: it stays as it is.
     """
 
     def __init__(
@@ -45,16 +58,20 @@ class EngineLoop:
         publish: Callable[[StepOutput], None],
         masker: Masker,
         depth: int = 1,
+        pace: PaceKeeper | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.publish = publish
         self.masker = masker
         self.depth = depth
+        self.pace = pace
+        self.now = now  # seconds: who came when decides who goes first
         self.clock = StepClock()  # of the host
         self.progress = Progress()
         self.bubble_s = 0.0  # in all, the device waited for the host while there was work
-        self._in_flight: deque[tuple[StepHandle, bool]] = deque()  # True: the first after a rest
+        self._in_flight: deque[InFlight] = deque()
         self._rested = True
 
     @property
@@ -67,7 +84,7 @@ class EngineLoop:
             case Generate():
                 try:
                     self.executor.vet(message)
-                    self.scheduler.add(message)
+                    self.scheduler.add(message, self.now())
                 except Exception:
                     self.fail(message.request_id)
             case Abort(request_id):
@@ -87,6 +104,8 @@ class EngineLoop:
 
     def step(self) -> None:
         self.clock.skip()
+        if self.pace is not None:
+            self.scheduler.mixed_step_tokens = self.pace.mixed_step_tokens
         plan = self.scheduler.plan()
         self.clock.lap("plan")
         if plan is not None:
@@ -97,7 +116,10 @@ class EngineLoop:
                 self._complete(0)  # a mask follows from every token before it
                 handle.sample(self.masker.fill(self.scheduler.masked_ids(plan)))
                 self.clock.lap("mask")
-            self._in_flight.append((handle, self._rested))
+            num_prompt = sum(chunk.num_tokens for chunk in plan.chunks)
+            self._in_flight.append(InFlight(handle, self._rested, plan.num_decodes, num_prompt))
+            if self.pace is not None:
+                self.pace.planned(plan.num_decodes, num_prompt)
         self._complete(self.depth if plan is not None else 0)
         self._rested = self.idle
         if plan is not None:
@@ -105,11 +127,13 @@ class EngineLoop:
 
     def _complete(self, most_in_flight: int) -> None:
         while len(self._in_flight) > most_in_flight:
-            handle, rested = self._in_flight.popleft()
-            result = handle.wait()
+            step = self._in_flight.popleft()
+            result = step.handle.wait()
             self.progress.end()
             self.clock.skip()
-            self.bubble_s += 0.0 if rested else handle.gap_s
+            self.bubble_s += 0.0 if step.rested else step.handle.gap_s
+            if self.pace is not None:
+                self.pace.measured(step.num_decodes, step.num_prompt, step.handle.busy_s)
             self._publish(self.scheduler.complete(result))
             self.clock.lap("complete")
 

@@ -16,12 +16,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from nanovllm.config import Config, ConfigError, Recipe, given_or, resolve_schedule
+from nanovllm.config import Config, ConfigError, Recipe, given_or, resolve_context, resolve_schedule
 from nanovllm.plan import Int32, Masks, StepPlan, StepResult, mode_key
 from nanovllm.wire import Generate
 
 SENTENCE = " These words come from an engine made of paper, which has nothing to think about."
-MOST_TOKENS = 32768  # context served by default, when the model's own is longer
 
 
 class Numbers(Struct, frozen=True):
@@ -33,9 +32,15 @@ class Numbers(Struct, frozen=True):
 
 class PaperHandle:
     def __init__(
-        self, result: StepResult, masked: list[int], ends_at: float, gap_s: float = 0.0
+        self,
+        result: StepResult,
+        masked: list[int],
+        ends_at: float,
+        gap_s: float = 0.0,
+        busy_s: float = 0.0,
     ) -> None:
         self.gap_s = gap_s
+        self.busy_s = busy_s
         self._result = result
         self._masked = masked
         self._ends_at = ends_at
@@ -80,7 +85,7 @@ class PaperExecutor:
         self._ends_at += gap_s + self._step_s
         self.steps_by_mode[mode_key("PAPER", plan)] += 1
         result = StepResult(plan.step, tokens.reshape(-1, 1))
-        return PaperHandle(result, plan.masked, self._ends_at, gap_s)
+        return PaperHandle(result, plan.masked, self._ends_at, gap_s, self._step_s)
 
 
 def build(config: Config) -> tuple[PaperExecutor, Recipe, int]:
@@ -100,9 +105,10 @@ def build(config: Config) -> tuple[PaperExecutor, Recipe, int]:
 def resolve(recipe: Recipe, model_tokens: int) -> Recipe:
     """The numbers of a GPU, and pages for every slot: paper is cheap."""
     cache, server = recipe.cache, recipe.server
-    most = given_or(server.max_model_tokens, min(model_tokens, MOST_TOKENS))
     schedule = resolve_schedule(recipe.schedule, on_cpu=False)
-    page_tokens = given_or(cache.page_tokens, 128)
+    page_tokens, asked = given_or(cache.page_tokens, 128), server.max_model_tokens
+    held = given_or(cache.pages, 1 << 30) * page_tokens
+    most = resolve_context(asked, model_tokens, held, "raise cache.pages")
     pages = given_or(cache.pages, int(schedule.slots) * -(-most // page_tokens))
     return replace(
         recipe,

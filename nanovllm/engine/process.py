@@ -14,12 +14,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from nanovllm.config import Config, Recipe
+from nanovllm.config import Config, Recipe, given_or
 from nanovllm.engine import paper
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.grammar_queue import Failure, Outcome
 from nanovllm.engine.grammars import Grammars, stop_ids_of
 from nanovllm.engine.loop import EngineLoop
+from nanovllm.engine.pace import PaceKeeper, pace_of
 from nanovllm.ipc.channel import Connection, Listener
 from nanovllm.kv.memory import KVMemory
 from nanovllm.log import fields
@@ -54,10 +55,13 @@ def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[
         memory,
         num_slots=int(recipe.schedule.slots),
         step_tokens=int(recipe.schedule.step_tokens),
-        mixed_step_tokens=int(recipe.schedule.mixed_step_tokens),
+        mixed_step_tokens=given_or(
+            recipe.schedule.mixed_step_tokens, int(recipe.schedule.step_tokens)
+        ),
         max_model_tokens=int(recipe.server.max_model_tokens),
         max_queue=recipe.schedule.max_queue,
-        ageing_steps=recipe.schedule.ageing_steps,
+        ageing_s=recipe.schedule.ageing_s,
+        overtake_steps=recipe.schedule.overtake_steps,
     )
     gc.collect()
     gc.freeze()  # do not visit it again
@@ -81,14 +85,16 @@ def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[
     stop_ids = stop_ids_of(Path(config.model_dir) if config.model_dir else folder)
     compile_s = recipe.structured_outputs.compile_s
     grammars = Grammars(folder, vocab_size, stop_ids or [0], compile_s)
-    Engine(scheduler, executor, grammars, connections, recipe.schedule.depth).run()
+    pace = pace_of(recipe.schedule, recipe.device)
+    Engine(scheduler, executor, grammars, connections, recipe.schedule.depth, pace).run()
 
 
 def build(config: Config) -> tuple[Executor, Recipe, int]:
-    """What runs plans, the recipe without any "auto", and the size of the vocabulary."""
+    """What runs plans, the recipe as Ready tells it, and the size of the vocabulary."""
     if config.recipe.engine == "paper":
         return paper.build(config)
-    from nanovllm.runner import build as runner  # imports torch
+    log.info("importing torch")  # takes seconds
+    from nanovllm.runner import build as runner
 
     built = runner.build(config)
     return built.runner, built.recipe, built.vocab_size
@@ -104,11 +110,12 @@ class Engine:
         grammars: Grammars,
         connections: list[Connection],
         depth: int,
+        pace: PaceKeeper | None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.grammars = grammars
-        self.loop = EngineLoop(scheduler, executor, self.publish, grammars, depth)
+        self.loop = EngineLoop(scheduler, executor, self.publish, grammars, depth, pace=pace)
         self._compiling: set[int] = set()  # requests that wait for their grammar
         self._inbox: queue.SimpleQueue[ToEngine | Waited | None] = queue.SimpleQueue()
         self._outboxes: list[queue.SimpleQueue[StepOutput | Beat]] = []
@@ -156,7 +163,7 @@ class Engine:
     def _receive(self, request: Generate) -> None:
         """Who waits for a grammar counts as waiting, like those who wait for the device."""
         limit = self.scheduler.max_queue
-        if len(self._compiling) + self.scheduler.stats().num_waiting >= limit:
+        if len(self._compiling) + self.scheduler.num_waiting >= limit:
             reason = f"{limit} requests are waiting already"
             self._refuse(request, Failure(RefusalKind.QUEUE_FULL, reason))
         elif request.grammar:

@@ -1,45 +1,32 @@
 """KVMemory: the only face of the cache the scheduler sees.
 
 It answers four questions: what is already known of this prompt (admit), may it grow (extend), what
-may others reuse (commit), and who is done (release). It deals in page ids and checkpoint ids; the
-bytes live on the device.
+may others reuse (expect, commit), and who is done (release). It deals in page ids and checkpoint
+ids; the bytes live on the device.
 
 Decision: a request is admitted with pages for all of its prompt at once. Chunks then never compete
 for pages, so only a decode row that outgrows its last page can cause a preemption.
+
+Decision: the page with a prompt's last tokens is found by equal prompts, too, although it is not
+full and its owner goes on writing to it. They get a copy, and compute one token.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
-from hashlib import sha256
-from typing import TypeAlias
 
+from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.pages import PagePool
-
-Key = bytes
-Tokens: TypeAlias = "array[int]"  # typecode "i"
-
-
-def root_key(salt: str) -> Key:
-    """The parent of first pages: tenants with different salts never share a page."""
-    raw = salt.encode()
-    return sha256(len(raw).to_bytes(8, "little") + raw).digest()
-
-
-def chain(parent: Key, tokens: Tokens) -> Key:
-    """Name a page by everything before it: equal keys mean equal salts and token prefixes."""
-    return sha256(parent + tokens.tobytes()).digest()
 
 
 @dataclass(slots=True)
 class Holding:
-    """What one request holds. keys[i] names pages[i]; the pages past len(keys) are private."""
+    """What one request holds. The first `num_named` pages are full and others may find them."""
 
-    root: Key
+    keys: PageKeys
     pages: list[int]
-    keys: list[Key]
+    num_named: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +34,7 @@ class Admission:
     num_cached: int  # tokens
     pages: list[int]
     checkpoint: int  # -1 = start from the zero state
+    copy: tuple[int, int] | None  # from a page to one of `pages`, before the cached part is read
 
 
 class KVMemory:
@@ -63,11 +51,16 @@ class KVMemory:
         self.prefix = prefix
         self.pool = PagePool(num_pages, self._forget)
         self._page_of: dict[Key, int] = {}
-        self._key_of: dict[int, Key] = {}
+        self._keys_of: dict[int, tuple[Key, ...]] = {}  # full, and up to a prompt's last token
+        self._expected: dict[Key, int] = {}  # pages the plan being built computes
+        self._sources: list[int] = []  # pages it copies from
         self._checkpoint_of: OrderedDict[Key, int] = OrderedDict()  # oldest first
         self._blank_checkpoints = list(range(num_checkpoints))
         self._unpublished: dict[Key, int] = {}  # checkpoints the plan being built will write
         self._holdings: dict[int, Holding] = {}
+        self._dirty: set[int] = set()  # NaN may be in there: nobody's next without being cleaned
+        self._to_clean: list[int] = []  # handed out since the last plan
+        self._num_releases = 0  # so often something has become free
 
     @property
     def usage(self) -> float:
@@ -80,78 +73,173 @@ class KVMemory:
     def fits(self, num_tokens: int) -> bool:
         return self.num_pages_for(num_tokens) <= self.pool.num_pages
 
-    def admit(self, request_id: int, tokens: Tokens, salt: str, reserve: int) -> Admission | None:
-        """Hold the longest known prefix and blank pages for the rest of `tokens`.
+    def holds(self, request_id: int) -> bool:
+        """Whether the request has pages, also if it has left its slot."""
+        return request_id in self._holdings
+
+    # -- admission --------------------------------------------------------------------------
+
+    def admit(self, request_id: int, keys: PageKeys, reserve: int) -> Admission | None:
+        """Hold the longest known prefix and blank pages for the rest of the known tokens.
 
         One token is always left to compute. None, and nothing held, unless `reserve` pages would
         stay free for the requests already running.
         """
-        holding, usable = self._known_prefix(tokens, root_key(salt))
-        for page in holding.pages:
-            self.pool.hold(page)
-        missing = self.num_pages_for(len(tokens)) - len(holding.pages)
-        blank = self.pool.take(missing) if missing + reserve <= self.pool.num_free else None
-        if blank is None:
-            self._drop(holding.pages)
+        total = self.num_pages_for(len(keys.tokens))
+        if not self._may_fit(keys, total + reserve):
             return None
-        checkpoint = -1
-        if self.hybrid and usable:
-            checkpoint = self._checkpoint_of[holding.keys[-1]]
-            self._checkpoint_of.move_to_end(holding.keys[-1])
-        holding.pages += blank
-        self._holdings[request_id] = holding
-        return Admission(usable * self.page_tokens, holding.pages.copy(), checkpoint)
+        pages, source = self._find(keys)
+        missing = total - len(pages)
+        for page in pages:
+            self.pool.hold(page)
+        if source:
+            self.pool.hold(source)
+            if missing + reserve > self.pool.num_free:  # it may be the very page that is missing
+                self._drop([source])
+                source = 0
+        blank = self._take(missing) if missing + reserve <= self.pool.num_free else None
+        if blank is None:
+            self._drop(pages)
+            keys.refused_at = self._num_releases
+            return None
+        num_known, checkpoint = len(pages), -1
+        if self.hybrid and num_known:
+            checkpoint = self._checkpoint_of[keys.full(num_known - 1)]
+            self._checkpoint_of.move_to_end(keys.full(num_known - 1))
+        pages += blank
+        self._holdings[request_id] = Holding(keys, pages, num_known)
+        if not source:
+            cached = num_known * self.page_tokens
+            return Admission(cached, pages.copy(), checkpoint, None)
+        self._sources.append(source)
+        return Admission(len(keys.tokens) - 1, pages.copy(), -1, (source, blank[0]))
 
-    def _known_prefix(self, tokens: Tokens, root: Key) -> tuple[Holding, int]:
-        """The cached pages that may be used, and their number.
+    def _find(self, keys: PageKeys) -> tuple[list[int], int]:
+        """The cached pages that may be used, and one with all the rest to copy from (0 = none).
 
         With recurrent layers a boundary is usable only if the state there was saved too.
         """
-        keys: list[Key] = []
-        parent, usable, size = root, 0, self.page_tokens
-        for i in range((len(tokens) - 1) // size):
-            parent = chain(parent, tokens[i * size : (i + 1) * size])
-            if parent not in self._page_of:
-                break
-            keys.append(parent)
-            if not self.hybrid or parent in self._checkpoint_of:
-                usable = len(keys)
-        del keys[usable:]
-        return Holding(root, [self._page_of[key] for key in keys], keys), usable
+        pages: list[int] = []
+        usable, most = 0, self._most_shared(keys)
+        while len(pages) < most and (page := self._page_of.get(keys.full(len(pages)))):
+            pages.append(page)
+            if not self.hybrid or keys.full(len(pages) - 1) in self._checkpoint_of:
+                usable = len(pages)
+        keys.num_known = len(pages)
+        del pages[usable:]
+        whole = len(pages) == most and self._copies_last(keys)
+        source = self._page_of.get(keys.last(len(keys.tokens)), 0) if whole else 0
+        return pages, source
+
+    def _most_shared(self, keys: PageKeys) -> int:
+        """Leading pages that a request may share with others: one token is left to compute."""
+        return (len(keys.tokens) - 1) // self.page_tokens
+
+    def _copies_last(self, keys: PageKeys) -> bool:
+        """Whether a copy of a last page could spare tokens. A page's middle has no checkpoint."""
+        between = (len(keys.tokens) - 1) % self.page_tokens > 0
+        return between and self.prefix and not self.hybrid
+
+    def _may_fit(self, keys: PageKeys, wanted: int) -> bool:
+        """Whether to try at all: a request that waits for pages is asked about in every step.
+
+        Since it was last refused, something must have become free, or known of its text.
+        """
+        before = keys.num_known
+        if wanted - self._count_known(keys) > self.pool.num_free:
+            return False
+        return keys.num_known > before or keys.refused_at != self._num_releases
+
+    def _count_known(self, keys: PageKeys) -> int:
+        """At most so many leading pages can be found; fewer if some were evicted since."""
+        most = self._most_shared(keys)
+        while keys.num_known < most and keys.full(keys.num_known) in self._page_of:
+            keys.num_known += 1
+        return keys.num_known
+
+    def reach(self, keys: PageKeys) -> tuple[int, int]:
+        """How many tokens are known now, and how many will be when the plan being built is issued.
+
+        An estimate: pages that were evicted since the request was last refused may still count.
+        """
+        size, most = self.page_tokens, self._most_shared(keys)
+        now = then = num_pages = self._count_known(keys)
+        while num_pages < most and keys.full(num_pages) in self._expected:
+            num_pages += 1
+            if not self.hybrid or keys.full(num_pages - 1) in self._unpublished:
+                then = num_pages
+        if num_pages == most and self._expected and self._copies_last(keys):
+            last, whole = keys.last(len(keys.tokens)), len(keys.tokens) - 1
+            if last in self._page_of:
+                return (whole if now == most else now * size), whole
+            if last in self._expected:
+                return now * size, whole
+        return now * size, then * size
+
+    # -- growth -----------------------------------------------------------------------------
 
     def extend(self, request_id: int, num_tokens: int) -> list[int] | None:
         """Make room for `num_tokens` in all. Returns the new pages, or None if there is no room."""
-        holding = self._holdings[request_id]
-        pages = self.pool.take(max(self.num_pages_for(num_tokens) - len(holding.pages), 0))
-        if pages is not None:
-            holding.pages += pages
+        held = self._holdings[request_id].pages
+        pages = self._take(max(self.num_pages_for(num_tokens) - len(held), 0))
+        if pages:
+            held += pages
         return pages
 
-    def commit(self, request_id: int, tokens: Tokens, num_computed: int) -> None:
+    def _take(self, count: int) -> list[int] | None:
+        pages = self.pool.take(count)
+        if self._dirty and pages:
+            dirty = self._dirty.intersection(pages)
+            self._to_clean += sorted(dirty)
+            self._dirty -= dirty
+        return pages
+
+    def taken_dirty(self) -> list[int]:
+        """Pages that must be cleaned by the plan that is about to be issued; tells each once."""
+        pages, self._to_clean = self._to_clean, []
+        return pages
+
+    # -- what others may find ---------------------------------------------------------------
+
+    def expect(self, request_id: int, num_computed: int) -> None:
+        """The plan being built computes the first `num_computed` known tokens.
+
+        Nobody finds them before publish(): rows of one plan must not read each other's pages.
+        """
+        holding = self._holdings[request_id]
+        for i in self._newly_full(holding, num_computed):
+            self._expected.setdefault(holding.keys.full(i), holding.pages[i])
+        if num_computed == len(holding.keys.tokens) and self._copies_last(holding.keys):
+            page = holding.pages[(num_computed - 1) // self.page_tokens]
+            self._expected.setdefault(holding.keys.last(num_computed), page)
+
+    def commit(self, request_id: int, num_computed: int) -> None:
         """Let others find the full pages among the first `num_computed` known tokens.
 
         Some issued plan computes all of them. Costs nothing unless a page has just filled up.
         """
-        holding, size = self._holdings[request_id], self.page_tokens
-        num_full = min(num_computed, len(tokens)) // size if self.prefix else 0
-        for i in range(len(holding.keys), num_full):
-            parent = holding.keys[-1] if holding.keys else holding.root
-            key = chain(parent, tokens[i * size : (i + 1) * size])
-            holding.keys.append(key)
-            if key not in self._page_of:  # else: an equal page got there first, ours stays private
-                self._page_of[key] = holding.pages[i]
-                self._key_of[holding.pages[i]] = key
+        holding = self._holdings[request_id]
+        for i in self._newly_full(holding, num_computed):
+            self._name(holding.keys.full(i), holding.pages[i])
 
-    def save_checkpoint(self, request_id: int, tokens: Tokens, end: int) -> int:
-        """A checkpoint for the recurrent state after tokens[:end], a page boundary; -1 = none.
+    def _newly_full(self, holding: Holding, num_computed: int) -> range:
+        """Indices of the pages that have become full since this was last asked; none twice."""
+        first, last = holding.num_named, num_computed // self.page_tokens if self.prefix else 0
+        if last > first:
+            holding.num_named = last
+        return range(first, last)
+
+    def _name(self, key: Key, page: int) -> None:
+        if key not in self._page_of:  # else: an equal page got there first, this one stays private
+            self._page_of[key] = page
+            self._keys_of[page] = (*self._keys_of.get(page, ()), key)
+
+    def save_checkpoint(self, request_id: int, end: int) -> int:
+        """A checkpoint for the recurrent state after `end` tokens, a page boundary; -1 = none.
 
         It cannot be found before publish(): the plan that writes it must not also read it.
         """
-        holding, size = self._holdings[request_id], self.page_tokens
-        known = min(len(holding.keys), end // size)
-        key = holding.keys[known - 1] if known else holding.root
-        for i in range(known * size, end, size):
-            key = chain(key, tokens[i : i + size])
+        key = self._holdings[request_id].keys.full(end // self.page_tokens - 1)
         if not self.hybrid or key in self._checkpoint_of or key in self._unpublished:
             return -1
         if self._blank_checkpoints:
@@ -164,20 +252,73 @@ class KVMemory:
         return checkpoint
 
     def publish(self) -> None:
-        """The plan is complete: later plans may restore what it saves."""
+        """The plan is complete: later plans may read what it computes and restore what it saves."""
+        for key, page in self._expected.items():
+            self._name(key, page)
+        self._expected.clear()
+        if self._unpublished or self._sources:
+            self._num_releases += 1
         self._checkpoint_of |= self._unpublished
         self._unpublished.clear()
+        self._drop(self._sources)
+        self._sources.clear()
+
+    # -- departures -------------------------------------------------------------------------
+
+    def suspect(self, request_id: int, written: range) -> None:
+        """No result vouches for these tokens: clean their pages before the next owner gets them.
+
+        What they say may still be found where it is a full page: whoever reads NaN there would
+        have computed NaN. But not beyond the tokens of a page that is found by its first ones.
+        """
+        holding, size = self._holdings[request_id], self.page_tokens
+        for i in range(written.start // size, self.num_pages_for(written.stop) if written else 0):
+            self._dirty.add(holding.pages[i])
+            if i >= holding.num_named:
+                self._forget(holding.pages[i])
+
+    def condemn(self, request_id: int, start: int = 0) -> None:
+        """What the request wrote from token `start` on is wrong, or what it read there was.
+
+        None of these pages can be found any more; each is cleaned before its next owner gets it.
+        """
+        holding = self._holdings[request_id]
+        self._condemn(holding.pages[start // self.page_tokens :])
+        self._lose_checkpoints(holding.keys, start)
+
+    def condemn_text(self, keys: PageKeys) -> None:
+        """As condemn(), of a request that has released its pages since it wrote them."""
+        self._condemn([self._page_of[key] for key in keys.computed if key in self._page_of])
+        self._lose_checkpoints(keys, 0)
+
+    def _condemn(self, pages: list[int]) -> None:
+        self._dirty.update(pages)
+        for page in pages:
+            self._forget(page)
+            self.pool.blank(page)
+
+    def _lose_checkpoints(self, keys: PageKeys, start: int) -> None:
+        for key in keys.computed[start // self.page_tokens :]:
+            if (checkpoint := self._checkpoint_of.pop(key, -1)) >= 0:
+                self._blank_checkpoints.append(checkpoint)
 
     def release(self, request_id: int) -> None:
+        self._num_releases += 1
         self._drop(self._holdings.pop(request_id).pages)
 
     def _drop(self, pages: list[int]) -> None:
         for page in reversed(pages):  # tail first: a chain is evicted from its leaves
-            self.pool.drop(page, keep=page in self._key_of)
+            self.pool.drop(page, keep=page in self._keys_of)
 
     def _forget(self, page: int) -> None:
-        del self._page_of[self._key_of.pop(page)]
+        for key in self._keys_of.pop(page, ()):
+            del self._page_of[key]
 
     def check(self) -> None:
         self.pool.check()
-        assert {page: key for key, page in self._page_of.items()} == self._key_of
+        named = {key: page for page, keys in self._keys_of.items() for key in keys}
+        assert named == self._page_of
+        assert not self._expected and not self._sources and not self._unpublished
+        for holding in self._holdings.values():
+            assert holding.num_named <= len(holding.keys.computed)
+            assert holding.num_named <= len(holding.pages)

@@ -54,6 +54,12 @@ class PagePool:
             else:
                 self._blank.append(page)
 
+    def blank(self, page: int) -> None:
+        """Its contents may not be found any more. Costs its holders nothing."""
+        if page in self._cached:
+            del self._cached[page]
+            self._blank.append(page)
+
     def check(self) -> None:
         held = {page for page, count in enumerate(self._holders) if count}
         blank, cached = set(self._blank), set(self._cached)

@@ -6,6 +6,7 @@ slice of it. Tensors are views of the mapped file, so host memory never holds a 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,12 +18,13 @@ import torch
 from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from nanovllm.config import Config, ConfigError
 from nanovllm.layers.linear import Placement
+from nanovllm.log import Progress
 from nanovllm.models.decoder import Decoder, Rule
 
+log = logging.getLogger("engine")
 INDEX = "model.safetensors.index.json"
 
 
@@ -51,11 +53,15 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def fill_random(model: nn.Module, seed: int) -> None:
     """Gains of one; matrices that keep the scale of what they multiply."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    progress = Progress(log, "random weights", total, "GB")
     for parameter in model.parameters():
+        progress.advance(parameter.nbytes)
         if parameter.ndim == 1:
             parameter.fill_(1)
         else:
             parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+    progress.finish()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +81,24 @@ def fill_from_files(model: Decoder, folder: Path) -> None:
     source, paths = shards(folder)
     total_bytes = sum(path.stat().st_size for path in paths)
     filled: set[str] = set()
-    # disable=None: no bar where stderr is not a terminal.
-    with tqdm(total=total_bytes, desc="weights", unit="B", unit_scale=True, disable=None) as bar:
-        for path in paths:
-            for name, tensor in tensors(path):
-                bar.update(tensor.nbytes)
-                if ignored.fullmatch(name):
-                    continue
-                if name not in wanted:
-                    raise ConfigError(f"{path}: unexpected tensor {name}")
-                if name in filled:
-                    raise ConfigError(f"{path}: tensor {name} was in another file already")
-                filled.add(name)
-                put(tensor, wanted[name], f"{path}: tensor {name}")
+    progress = Progress(log, f"loading {folder}", total_bytes, "GB")
+    for path in paths:
+        for name, tensor in tensors(path):
+            if ignored.fullmatch(name):
+                progress.advance(tensor.nbytes)
+                continue
+            if name not in wanted:
+                raise ConfigError(f"{path}: unexpected tensor {name}")
+            if name in filled:
+                raise ConfigError(f"{path}: tensor {name} was in another file already")
+            filled.add(name)
+            put(tensor, wanted[name], f"{path}: tensor {name}")
+            progress.advance(tensor.nbytes)
     missing = sorted(wanted.keys() - filled)
     if missing:
         more = f", and {len(missing) - 1} more" if missing[1:] else ""
         raise ConfigError(f"{source}: missing tensor {missing[0]}{more}")
+    progress.finish()
 
 
 def put(tensor: Tensor, to: Destination, what: str) -> None:

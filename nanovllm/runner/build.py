@@ -18,11 +18,13 @@ from nanovllm.log import fields
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import fill
 from nanovllm.runner.batch import BatchPrep
+from nanovllm.runner.caches import make_caches
 from nanovllm.runner.graphs import obstacles
 from nanovllm.runner.precompile import compiled_beside, jobs_of
 from nanovllm.runner.resolved import Resolved, resolved
+from nanovllm.runner.room import check_room
 from nanovllm.runner.runner import Runner
-from nanovllm.runner.sizing import make_caches, num_pages_that_fit
+from nanovllm.runner.sizing import num_pages_that_fit
 from nanovllm.runner.slots import Slots
 from nanovllm.runner.warm import capture, largest_steps, warm_up
 from nanovllm.sampling.sampler import Sampler
@@ -33,7 +35,7 @@ log = logging.getLogger("engine")
 @dataclass(frozen=True, slots=True)
 class Built:
     runner: Runner
-    recipe: Recipe  # without any "auto"
+    recipe: Recipe  # without any "auto" but mixed_step_tokens's
     num_pages: int
     max_model_tokens: int
     vocab_size: int
@@ -47,8 +49,20 @@ def build(config: Config) -> Built:
     # Beside a GPU, threads that wait for the next small copy would take the cores of the others.
     torch.set_num_threads(cpu_threads(found.recipe, model) if device.type == "cpu" else 1)
     loaded = time.perf_counter()
+    log.info("sizing the cache, which compiles what the largest steps need")
     runner, recipe = with_caches(found, model)
     sized = time.perf_counter()
+    own = found.model_config.max_position_embeddings
+    log.info(
+        "cache of %d pages of %d tokens, %.2f GB; a request has up to %d tokens (the model's own "
+        "context is %d)",
+        recipe.cache.pages,
+        found.page_tokens,
+        int(recipe.cache.pages) * found.page_tokens * found.layout.bytes_per_token / 1e9,
+        recipe.server.max_model_tokens,
+        own,
+    )
+    log.info("warming up")
     warm_up(runner, recipe)
     if not obstacles(recipe):
         capture(runner, recipe)
@@ -71,13 +85,14 @@ def build(config: Config) -> Built:
         runner=runner,
         recipe=recipe,
         num_pages=int(recipe.cache.pages),
-        max_model_tokens=found.max_model_tokens,
+        max_model_tokens=int(recipe.server.max_model_tokens),
         vocab_size=found.model_config.vocab_size,
     )
 
 
 def load(config: Config, found: Resolved) -> Decoder:
     """The model with its weights, and on disk the kernels it needs that are written in CuTe DSL."""
+    check_room(found)
     keep_in(cache_dir())
     model = found.empty_model(found.device)
     with compiled_beside(jobs_of(found, model)):
@@ -88,21 +103,25 @@ def load(config: Config, found: Resolved) -> Decoder:
 def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
     """A runner with as many pages as fit, and the recipe that says so."""
     recipe, device, page_tokens = found.recipe, found.device, found.page_tokens
-    num_slots = int(recipe.schedule.slots)
-    slots = Slots(num_slots, found.max_model_tokens, page_tokens, device)
-    prep = BatchPrep(slots, recipe.kernels.batch_prep)
-    sampler = Sampler(
-        num_slots=num_slots,
-        vocab_size=found.model_config.vocab_size,
-        device=device,
-        tokens_NL=slots.tokens_NL,
-        prompt_lengths_N=slots.prompt_lengths_N,
-        kernel=recipe.kernels.sample,
-    )
+    num_slots, most = int(recipe.schedule.slots), found.max_model_tokens
+
+    def rows_of(max_tokens: int) -> tuple[Slots, BatchPrep, Sampler]:
+        slots = Slots(num_slots, max_tokens, page_tokens, device)
+        sampler = Sampler(
+            num_slots=num_slots,
+            vocab_size=found.model_config.vocab_size,
+            device=device,
+            tokens_NL=slots.tokens_NL,
+            prompt_lengths_N=slots.prompt_lengths_N,
+            kernel=recipe.kernels.sample,
+        )
+        return slots, BatchPrep(slots, recipe.kernels.batch_prep), sampler
+
+    rows = rows_of(most)
 
     def runner_with(num_pages: int) -> Runner:
         caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device)
-        return Runner(model, slots, prep, sampler, caches, found.backend(caches), device)
+        return Runner(model, *rows, caches, found.backend(caches.by_layer), device)
 
     num_pages = recipe.cache.pages
     if num_pages == "auto":
@@ -110,12 +129,15 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
             recipe,
             found.layout,
             page_tokens=page_tokens,
-            useful_pages=num_slots * slots.max_pages,
+            useful_pages=num_slots * rows[0].max_pages,
             full_step=lambda: largest_steps(runner_with(1), recipe),
             device=device,
         )
-    cache = replace(recipe.cache, pages=num_pages)
-    return runner_with(num_pages), replace(recipe, cache=cache)
+        if (held := found.context_in(num_pages)) < most:
+            most, rows = held, rows_of(held)
+    cache, server = replace(recipe.cache, pages=num_pages), recipe.server
+    sized = replace(recipe, cache=cache, server=replace(server, max_model_tokens=most))
+    return runner_with(num_pages), sized
 
 
 def cpu_threads(recipe: Recipe, model: Decoder) -> int:

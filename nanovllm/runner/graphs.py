@@ -86,8 +86,10 @@ class DecodeGraphs:
         self.captured: dict[int, Captured] = {}
         self._sizes: list[int] = []
 
-    def capture(self, sizes: list[int], max_length: int) -> None:
-        """Largest first, so that the smaller ones reuse its memory."""
+    def capture(
+        self, sizes: list[int], max_length: int, captured: Callable[[], None] = lambda: None
+    ) -> None:
+        """Largest first, so that the smaller ones reuse its memory. `captured` hears of each."""
         pool = torch.cuda.graph_pool_handle()
         for size in sorted(sizes, reverse=True):
             rows = decode_rows(self.static_slots_R[:size], max_length)
@@ -100,6 +102,7 @@ class DecodeGraphs:
             bytes_used = torch.cuda.memory_reserved() - used
             self.captured[size] = Captured(graph, self.keep(output), seconds, bytes_used)
             del output  # or the next capture could not have its memory
+            captured()
         self._sizes = sorted(self.captured)
 
     def fit(self, num_rows: int) -> int | None:

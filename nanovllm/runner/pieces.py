@@ -63,12 +63,15 @@ class PiecewiseGraphs:
         self.captured: dict[int, Pieces] = {}  # by number of tokens, ascending
         self._pool: Any = None
 
-    def capture(self, sizes: list[int]) -> None:
-        """Largest first, so that the smaller ones reuse its memory."""
+    def capture(self, sizes: list[int], captured: Callable[[], None] = lambda: None) -> None:
+        """Largest first, so that the smaller ones reuse its memory. `captured` hears of each."""
         most = max(sizes, default=0)
         self.inputs_3T = torch.zeros(3, most, dtype=torch.int64, device=self.device)
         self.o_THA = torch.empty(0)
-        found = {size: self._capture(size) for size in sorted(sizes, reverse=True)}
+        found = {}
+        for size in sorted(sizes, reverse=True):
+            found[size] = self._capture(size)
+            captured()
         self.captured = dict(sorted(found.items()))
 
     def _capture(self, size: int) -> Pieces:

@@ -11,7 +11,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,7 +19,7 @@ from nanovllm_kernels.kept import Job
 
 from nanovllm.layers.embedding import Vocabulary
 from nanovllm.layers.linear import NormedLinear, RowLinear
-from nanovllm.log import fields
+from nanovllm.log import Progress
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.resolved import Resolved
 
@@ -73,22 +72,26 @@ def products_of(model: Decoder) -> list[Job]:
 @contextmanager
 def compiled_beside(jobs: list[Job]) -> Iterator[None]:
     """Compiles those that are not on disk, beside what is done in the meantime."""
-    began = time.perf_counter()
     lacking = [job for job in jobs if job.path and not job.path.exists()]
     if len(lacking) < 2 or len(os.sched_getaffinity(0)) < LEAST_CORES:
         lacking = []
+    if not lacking:
+        yield
+        return
+    progress = Progress(log, "compiling meanwhile", len(lacking), "kernels")
     processes = [start(job) for job in lacking]
     try:
         yield
         for process in processes:
             process.wait()
+            progress.advance()
     finally:
         for process in processes:
             process.kill()
-    if lacking:
-        failed = sum(process.returncode != 0 for process in processes)
-        seconds = time.perf_counter() - began
-        log.info("compiled %s", fields(kernels=len(lacking), failed=failed, s=seconds))
+    failed = sum(process.returncode != 0 for process in processes)
+    if failed:
+        log.warning("%d of %d did not compile; again where they are used", failed, len(lacking))
+    progress.finish()
 
 
 def start(job: Job) -> subprocess.Popen[bytes]:

@@ -11,20 +11,21 @@ import torch
 from msgspec.structs import replace
 
 from nanovllm.attention.choose import Factory, choose_backend
-from nanovllm.config import Config, ConfigError, Recipe, given_or, resolve_schedule
+from nanovllm.config import Auto, Config, ConfigError, Recipe, given_or, resolve_schedule
 from nanovllm.dist.mesh import Mesh
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.layers.ops import Ops, fastest, select_ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder, DecoderConfig
 from nanovllm.models.weights import default_dtype
+from nanovllm.runner.sizing import fitting_context, known_pages
 
-MOST_TOKENS = 32768  # context served by default, when the model's own is longer
+MEASURED_LATER = 1 << 30  # pages
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    recipe: Recipe  # without any "auto" but cache.pages
+    recipe: Recipe  # without any "auto" but cache.pages and mixed_step_tokens
     family: type[Decoder]
     model_config: DecoderConfig
     layout: CacheLayout
@@ -33,6 +34,7 @@ class Resolved:
     dtype: torch.dtype
     backend: Factory
     passed_over: str  # attention backends that were not chosen, and why
+    asked_context: int | Auto  # server.max_model_tokens, before the cache's size had its say
 
     @property
     def page_tokens(self) -> int:
@@ -45,6 +47,11 @@ class Resolved:
     @property
     def max_model_tokens(self) -> int:
         return int(self.recipe.server.max_model_tokens)
+
+    def context_in(self, num_pages: int) -> int:
+        """server.max_model_tokens in a cache of so many pages. Raises ConfigError: too few."""
+        asked, tokens = self.asked_context, self.max_model_tokens
+        return fitting_context(asked, tokens, num_pages, self.recipe, self.layout, self.page_tokens)
 
     def empty_model(self, device: torch.device) -> Decoder:
         """With its tables, but nothing in its parameters. On "meta" it has shapes alone.
@@ -60,9 +67,11 @@ def resolved(config: Config) -> Resolved:
     """Raises ConfigError if this machine cannot serve the recipe."""
     device, dtype = choose_device(config.recipe)
     family, model_config = read_model_config(config)
-    recipe = without_autos(config.recipe, device, dtype, model_config.max_position_embeddings)
     mesh = Mesh()
     layout = family.cache_layout(model_config, mesh, dtype.itemsize)
+    recipe = without_autos(config.recipe, device, dtype)
+    most = context_of(recipe, layout, model_config.max_position_embeddings)
+    recipe = replace(recipe, server=replace(recipe.server, max_model_tokens=most))
     backend, kernels, passed_over = choose_backend(
         recipe.kernels, device, dtype, layout, int(recipe.cache.page_tokens)
     )
@@ -76,7 +85,16 @@ def resolved(config: Config) -> Resolved:
         dtype=dtype,
         backend=backend,
         passed_over=passed_over,
+        asked_context=config.recipe.server.max_model_tokens,
     )
+
+
+def context_of(recipe: Recipe, layout: CacheLayout, model_tokens: int) -> int:
+    """server.max_model_tokens, as far as it is known before anything is loaded."""
+    page_tokens = int(recipe.cache.page_tokens)
+    pages = known_pages(recipe, layout, page_tokens) or MEASURED_LATER
+    asked = recipe.server.max_model_tokens
+    return fitting_context(asked, model_tokens, pages, recipe, layout, page_tokens)
 
 
 def choose_device(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
@@ -97,17 +115,13 @@ def choose_device(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
     return torch.device("cpu"), getattr(torch, dtype)
 
 
-def without_autos(
-    recipe: Recipe, device: torch.device, dtype: torch.dtype, model_tokens: int
-) -> Recipe:
-    """Every "auto" that needs no measurement."""
+def without_autos(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Recipe:
+    """Every "auto" but those of the cache's pages and of the context, which go together."""
     on_cpu = device.type == "cpu"
-    cache, server, kernels = recipe.cache, recipe.server, recipe.kernels
-    most = given_or(server.max_model_tokens, min(model_tokens, MOST_TOKENS))
-    if most > model_tokens:
-        raise ConfigError(
-            f"server.max_model_tokens is {most}; the model's context is {model_tokens} tokens"
-        )
+    cache, kernels = recipe.cache, recipe.kernels
+    for name in ("sample", "batch_prep"):
+        if on_cpu and getattr(kernels, name) == "triton":
+            raise ConfigError(f"kernels.{name} is triton, which needs a GPU; use torch")
     names = (*Ops.__dataclass_fields__, "sample", "batch_prep")
     chosen = {k: fastest(k, device) for k in names if getattr(kernels, k) == "auto"}
     return replace(
@@ -116,6 +130,5 @@ def without_autos(
         dtype=str(dtype).removeprefix("torch."),
         schedule=resolve_schedule(recipe.schedule, on_cpu=on_cpu),
         cache=replace(cache, page_tokens=given_or(cache.page_tokens, 16 if on_cpu else 128)),
-        server=replace(server, max_model_tokens=most),
         kernels=replace(kernels, **chosen),
     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.plan import Masks, RowLogprobs, StepResult
+from nanovllm.plan import CORRUPTED, Int32, Masks, RowLogprobs, StepResult
 from nanovllm.sampling.base import Sampled, SampledLogprobs
 
 
@@ -62,10 +62,14 @@ class DeviceClock:
         self._ended = self._event()
         return self._ended
 
+    def between(self, start: Event, end: Event) -> float:
+        """Seconds between two events that have passed."""
+        return 1e-3 * float(start.elapsed_time(end))
+
     def seconds(self, gap: Gap) -> float:
         """To be asked once, of a gap that has passed: its events are used again."""
         self._free += gap
-        return 1e-3 * float(gap[0].elapsed_time(gap[1]))
+        return self.between(*gap)
 
     def _event(self) -> Event:
         event = self._free.pop() if self._free else self._new()
@@ -87,7 +91,7 @@ class Handle:
         finish: Callable[[Masks | None], Copy],
     ) -> None:
         self.step = step
-        self.gap_s = 0.0
+        self.gap_s = self.busy_s = 0.0
         self._clock = clock
         self._gaps = [gap]
         self._finish = finish
@@ -104,9 +108,11 @@ class Handle:
         copy = self._copy
         assert copy is not None, "the step was not sampled"
         self._done.synchronize()
+        span_s = self._clock.between(self._gaps[0][0], self._done)
         self.gap_s = sum(map(self._clock.seconds, self._gaps))
+        self.busy_s = span_s - self.gap_s
         lines = copy.tokens_S.numpy().reshape(-1, 1).copy()
-        return StepResult(self.step, lines, read(copy.logprobs) if copy.logprobs else ())
+        return StepResult(self.step, lines, read(copy.logprobs, lines) if copy.logprobs else ())
 
 
 def start_copy(sampled: Sampled) -> Copy:
@@ -130,10 +136,12 @@ def begin(found: SampledLogprobs) -> SampledLogprobs:
     )
 
 
-def read(found: SampledLogprobs) -> tuple[RowLogprobs, ...]:
+def read(found: SampledLogprobs, lines: Int32) -> tuple[RowLogprobs, ...]:
+    """Of the rows that drew a token: a corrupted one has no log-probabilities."""
     chosen = found.chosen_W.tolist()
     ids, values = found.top_ids_WK.tolist(), found.top_logprobs_WK.tolist()
     return tuple(
         RowLogprobs(row, chosen[i], ids[i][:count], values[i][:count])
         for i, (row, count) in enumerate(zip(found.rows, found.counts, strict=True))
+        if lines[row, 0] != CORRUPTED
     )

@@ -12,10 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionBackend, Batch, ForwardContext, PagedKV
+from nanovllm.attention.base import AttentionBackend, Batch, ForwardContext
 from nanovllm.models.decoder import Decoder
 from nanovllm.plan import Masks, StepPlan, mode_key
 from nanovllm.runner.batch import BatchPrep, RowBuilder, StepRows
+from nanovllm.runner.caches import Caches
 from nanovllm.runner.graphs import DecodeGraphs, borrowed
 from nanovllm.runner.pieces import PiecewiseGraphs
 from nanovllm.runner.results import Copy, DeviceClock, Handle, start_copy
@@ -40,7 +41,7 @@ class Runner:
         slots: Slots,
         prep: BatchPrep,
         sampler: Sampler,
-        caches: tuple[PagedKV, ...],
+        caches: Caches,
         backend: AttentionBackend,
         device: torch.device,
     ) -> None:
@@ -48,13 +49,14 @@ class Runner:
         self.slots = slots
         self.prep = prep
         self.sampler = sampler
-        self.caches = caches
+        self.pages = caches
+        self.caches = caches.by_layer
         self.backend = backend
         self.device = device
         self.builder = RowBuilder(slots.dead, slots.dead, device)
         self.graphs = DecodeGraphs(self.forward, self.builder.static_slots_R, sharing_logits)
         self.tails = DecodeGraphs(self.draw_plainly, self.builder.static_slots_R)
-        self.pieces = PiecewiseGraphs(self.hidden, caches, slots.dead, device)
+        self.pieces = PiecewiseGraphs(self.hidden, self.caches, slots.dead, device)
         self.clock = DeviceClock(device)
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
@@ -63,6 +65,8 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Handle:
         """Enqueue one step. Nothing here waits for the device."""
+        refuse_unknown(plan)
+        self.pages.apply(plan)
         self.slots.apply(plan)
         self.sampler.admit(plan.admits)
         rows = self.builder.rows(plan)
@@ -154,6 +158,13 @@ class Runner:
     def hidden(self, ctx: ForwardContext) -> Tensor:
         hidden_SD: Tensor = self.model(ctx.batch.token_ids_T, ctx)
         return hidden_SD
+
+
+def refuse_unknown(plan: StepPlan) -> None:
+    """Raises ValueError if the plan asks for what this runner does not do."""
+    states = [a.restore_from for a in plan.admits] + [c.save_to for c in plan.chunks]
+    if plan.num_drafts or any(state >= 0 for state in states):
+        raise ValueError(f"plan {plan.step} has drafts or recurrent states, which do not exist yet")
 
 
 def sharing_logits(forwarded: Forwarded) -> Forwarded:

@@ -5,38 +5,15 @@ Knows bytes, not requests.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 
-from nanovllm.attention.base import PagedKV
-from nanovllm.config import ConfigError, Recipe
+from nanovllm.config import Auto, ConfigError, Recipe, resolve_context
 from nanovllm.kv.layout import CacheLayout
 
 GIB = 1 << 30
-
-
-def make_caches(
-    layout: CacheLayout,
-    num_pages: int,
-    page_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[PagedKV, ...]:
-    """Zero-filled caches by layer, with the dead page 0 besides `num_pages`.
-
-    Zeros, because a bulk copy of a request's last page also reads the cells past its end, and a
-    weight of 0 times NaN is NaN.
-    """
-    caches: dict[int, PagedKV] = {}
-    for group in layout.paged:
-        shape = (num_pages + 1, page_tokens, group.num_heads)
-        for layer in group.layers:
-            caches[layer] = PagedKV(
-                torch.zeros(*shape, group.k_width, dtype=dtype, device=device),
-                torch.zeros(*shape, group.v_width, dtype=dtype, device=device),
-            )
-    return tuple(caches[layer] for layer in sorted(caches))
 
 
 def num_pages_that_fit(
@@ -63,10 +40,48 @@ def num_pages_that_fit(
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)
         room = int(total * recipe.cache.memory_fraction) - peak - others - GIB  # 1 GiB for graphs
-    pages = min(room // page_bytes - 1, useful_pages)
+    return min(pages_in(room, page_bytes), useful_pages)
+
+
+def pages_in(room: int, page_bytes: int) -> int:
+    """Beside the dead page. Raises ConfigError when that is hardly any."""
+    pages = room // page_bytes - 1
     if pages < 2:
         raise ConfigError(
             f"no room for a cache: {room / GIB:.2f} GiB left, a page takes {page_bytes / GIB:.3f}; "
             "raise cache.memory_fraction (cache.cpu_gib on a CPU) or lower schedule.step_tokens"
         )
-    return int(pages)
+    return pages
+
+
+def known_pages(recipe: Recipe, layout: CacheLayout, page_tokens: int) -> int | None:
+    """How many pages there will be, useful or not. None where that must be measured: on a GPU."""
+    if recipe.cache.pages != "auto":
+        return recipe.cache.pages
+    if recipe.device != "cpu":
+        return None
+    return pages_in(int(recipe.cache.cpu_gib * GIB), layout.bytes_per_token * page_tokens)
+
+
+def fitting_context(
+    asked: int | Auto,
+    model_tokens: int,
+    num_pages: int,
+    recipe: Recipe,
+    layout: CacheLayout,
+    page_tokens: int,
+) -> int:
+    """`server.max_model_tokens` as a number, of which a cache of so many pages holds one request.
+
+    Raises ConfigError if what was `asked` for exceeds the cache, or the model's context.
+    """
+    pages = 0 if asked == "auto" else -(-asked // page_tokens)
+    if recipe.cache.pages != "auto":
+        cure = f"--set cache.pages={pages}"
+    elif recipe.device == "cpu":
+        bytes_needed = (pages + 1) * layout.bytes_per_token * page_tokens
+        cure = f"--set cache.cpu_gib={math.ceil(10 * bytes_needed / GIB) / 10:g}"
+    else:
+        cure = "raise cache.memory_fraction"
+    size = f"{num_pages} pages of {page_tokens}, {layout.bytes_per_token / 1024:.0f} KiB a token"
+    return resolve_context(asked, model_tokens, num_pages * page_tokens, f"{size}; {cure}")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 
 from nanovllm.config import Recipe
+from nanovllm.log import Progress
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.graphs import graph_sizes
 from nanovllm.runner.pieces import piece_sizes
 from nanovllm.runner.runner import Runner
 from nanovllm.sampling.base import SampleRows
+
+log = logging.getLogger("engine")
 
 
 def dead_rows(runner: Runner, num_rows: int, tokens_each: int) -> StepRows:
@@ -65,7 +70,10 @@ def warm_up(runner: Runner, recipe: Recipe) -> None:
 @torch.inference_mode()
 def capture(runner: Runner, recipe: Recipe) -> None:
     sizes = graph_sizes(int(recipe.schedule.slots))
-    for graphs in (runner.graphs, runner.tails):
-        graphs.capture(sizes, int(recipe.server.max_model_tokens))
     most = min(recipe.kernels.mixed_graph_tokens, int(recipe.schedule.step_tokens))
-    runner.pieces.capture(piece_sizes(most))
+    pieces = piece_sizes(most)
+    progress = Progress(log, "capturing", 2 * len(sizes) + len(pieces), "CUDA graphs")
+    for graphs in (runner.graphs, runner.tails):
+        graphs.capture(sizes, int(recipe.server.max_model_tokens), progress.advance)
+    runner.pieces.capture(pieces, progress.advance)
+    progress.finish()

@@ -43,7 +43,7 @@ class SampledLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    tokens_S: Tensor  # int64
+    tokens_S: Tensor  # int64; plan.CORRUPTED where a row's logits were NaN or infinite
     logprobs: SampledLogprobs | None
 
 

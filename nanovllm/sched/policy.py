@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from nanovllm.sched.request import Request
 
+LOOKED_AT = 32  # requests of the queue that a step looks at in vain before it gives up
+LEAST_SPARED = 32  # tokens worth waiting a step for: a step does that many almost for nothing
 
-def urgency(priority: int, step: int, arrival: int, ageing_steps: int) -> tuple[int, int]:
+
+def urgency(priority: int, now: float, arrival: int, ageing_s: float) -> tuple[float, int]:
     """Sort key of a request that arrives now; the smallest goes first.
 
-    Waiting `ageing_steps` steps is worth one priority level. Everybody ages alike, so the order of
+    Waiting `ageing_s` seconds is worth one priority level. Everybody ages alike, so the order of
     two requests never changes and the key can be fixed at arrival: no starvation, no re-sorting.
     """
-    return (priority * ageing_steps + step, arrival)
+    return (priority * ageing_s + now, arrival)
 
 
 def prompt_budget(step_tokens: int, mixed_step_tokens: int, num_decoded: int) -> int:
@@ -27,8 +30,13 @@ def prompt_budget(step_tokens: int, mixed_step_tokens: int, num_decoded: int) ->
     return min(share, step_tokens - num_decoded)
 
 
-def _key(request: Request) -> tuple[int, int]:
-    return request.urgency
+def worth_waiting(spared: int, left: int, least: int) -> bool:
+    """Whether a request should wait for tokens that the step being planned computes for others.
+
+    `spared` of the `left` tokens it would have to compute itself; one step later they are cached.
+    Those who share little with others would only be late.
+    """
+    return spared >= least and 2 * spared >= left
 
 
 class Line:
@@ -36,6 +44,7 @@ class Line:
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
+        self._keys: list[tuple[float, int]] = []  # beside them: bisect then calls no function
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -43,18 +52,15 @@ class Line:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
 
-    @property
-    def first(self) -> Request:
-        return self._requests[0]
-
-    @property
-    def last(self) -> Request:
-        return self._requests[-1]
+    def __getitem__(self, index: int) -> Request:
+        return self._requests[index]
 
     def add(self, request: Request) -> None:
-        insort(self._requests, request, key=_key)
+        at = bisect_left(self._keys, request.urgency)
+        self._keys.insert(at, request.urgency)
+        self._requests.insert(at, request)
 
     def remove(self, request: Request) -> None:
-        at = bisect_left(self._requests, request.urgency, key=_key)
+        at = bisect_left(self._keys, request.urgency)
         assert self._requests[at] is request
-        del self._requests[at]
+        del self._requests[at], self._keys[at]

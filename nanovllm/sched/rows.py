@@ -35,9 +35,12 @@ class Plan:
 
     budget: int  # prompt tokens it may still take
     admits: list[Admit] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     chunked: list[Request] = field(default_factory=list)  # the requests of `chunks`
+    num_tokens: int = 0  # fed, drafts included
+    max_length: int = 0  # no row's context is longer
 
 
 @dataclass(frozen=True, slots=True)

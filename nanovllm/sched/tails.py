@@ -23,12 +23,14 @@ class Tails:
         self._counts_N = np.zeros(num_slots, np.int32)
         self._due_N = np.zeros(num_slots, np.int32)  # the count at which to look at the request
         self._stops_KN = np.zeros((STOPS, num_slots), np.int32)
+        self._most_stops = 1  # rows of it that anybody has needed
 
     def begin(self, request: Request) -> None:
         """Of a request that has just got its slot."""
         stops = list(request.stop_ids)
         self._stops_KN[:, request.slot] = -1
         self._stops_KN[: len(stops), request.slot] = stops[:STOPS]
+        self._most_stops = max(self._most_stops, min(len(stops), STOPS))
         self._empty(request)
 
     def append(self, slots_R: npt.NDArray[np.int64], tokens_R: Int32) -> list[int]:
@@ -37,8 +39,8 @@ class Tails:
         self._tokens_NT[slots_R, at_R] = tokens_R
         at_R += 1
         self._counts_N[slots_R] = at_R
-        is_stop_R = (self._stops_KN.take(slots_R, 1) == tokens_R).any(0)
-        rows: list[int] = np.flatnonzero(is_stop_R | (at_R >= self._due_N[slots_R])).tolist()
+        is_stop_R = (self._stops_KN[: self._most_stops].take(slots_R, 1) == tokens_R).any(0)
+        rows: list[int] = (is_stop_R | (at_R >= self._due_N[slots_R])).nonzero()[0].tolist()
         return rows
 
     def flush(self, request: Request) -> None:

@@ -10,11 +10,15 @@ import asyncio
 import hmac
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
+from typing import Any
 
 import msgspec
 
+from nanovllm import __version__
 from nanovllm.config import Server as ServerConfig
 from nanovllm.ipc.client import EngineClient
 from nanovllm.log import fields
@@ -27,17 +31,24 @@ from nanovllm.server.asgi import (
     Writer,
     header,
     read_body,
+    unless_left,
 )
-from nanovllm.server.errors import ApiError
-from nanovllm.server.metrics import Metrics, render
-from nanovllm.server.protocol import REQUEST_ID, parse_request
+from nanovllm.server.errors import ApiError, shutting_down, unknown_model
+from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, LargeBodies, Room
+from nanovllm.server.metrics import OTHER_PATH, Metrics, render
+from nanovllm.server.protocol import REQUEST_ID, ChatRequest
 from nanovllm.server.reply import CLIENT_LEFT, Reply
 from nanovllm.server.served import Served
+from nanovllm.server.template import Prompt
 
 log = logging.getLogger("server")
 CHAT = "/v1/chat/completions"
+MODELS = "/v1/models"
+PROBES = ("/health", "/ready")  # whoever watches a server has no key
+READING = ("GET", "HEAD")
 QUIET_S = 10.0  # a stream without events for so long gets a comment
 METRICS_TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+MAX_LARGE_BODIES = 4  # of the greatest size, all at once
 
 
 class App:
@@ -46,23 +57,35 @@ class App:
         client: EngineClient,
         served: Served,
         config: ServerConfig,
+        metrics: Metrics,
         threads: Executor,
+        large: LargeBodies,
     ) -> None:
-        """`threads` render and tokenise prompts."""
+        """`threads` render and tokenise the prompts of small bodies, `large` has the others."""
         self.is_draining = False  # takes no new requests, and /health says so
-        self.replies: set[Reply] = set()
+        self._replies: set[Reply] = set()
+        self._preparing: set[asyncio.Task[Any]] = set()  # requests that are not replies yet
         self._client = client
         self._served = served
         self._stall_s = config.stall_s
         self._max_body_bytes = config.max_body_bytes
         self._key = None if config.api_key is None else config.api_key.encode()
         self._threads = threads
-        self._metrics = Metrics()
+        self._large = large
+        self._room = Room(MAX_LARGE_BODIES * config.max_body_bytes)
+        self._metrics = metrics
         self._pages: dict[str, Callable[[], tuple[bytes, bytes]]] = {
-            "/v1/models": self._models,
+            MODELS: self._models,
             "/health": self._health,
+            "/ready": self._ready,
+            "/version": self._version,
             "/metrics": self._show_metrics,
         }
+
+    @property
+    def is_idle(self) -> bool:
+        """No request waits for an answer, not even one that is still read."""
+        return not (self._replies or self._preparing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         named = (header(scope, b"x-request-id") or b"").decode("latin-1")
@@ -74,32 +97,49 @@ class App:
             log.info("request %s", fields(id=request_id, status=CLIENT_LEFT))
         except ApiError as error:
             self._refuse(scope, writer, error, request_id)
+        except asyncio.CancelledError:  # end_all
+            if not writer.status:
+                self._refuse(scope, writer, shutting_down(), request_id)
         except Exception:
             log.exception("request %s", fields(id=request_id, status=500))
             self._refuse(scope, writer, ApiError(500, "internal error"), request_id)
+        finally:
+            self._metrics.responses[self._route(scope), writer.status or CLIENT_LEFT] += 1
 
-    def end_replies(self) -> None:
+    def end_all(self) -> None:
         """The time for open requests is over."""
-        for reply in list(self.replies):
-            reply.fail(ApiError(503, "the server is shutting down", code="shutting_down"))
+        for reply in list(self._replies):
+            reply.fail(shutting_down())
+        for task in self._preparing:
+            task.cancel()
+
+    def _route(self, scope: Scope) -> str:
+        """The path as a label, of which there are only so many."""
+        path: str = scope["path"]
+        if path.startswith(f"{MODELS}/"):
+            return MODELS
+        return path if path == CHAT or path in self._pages else OTHER_PATH
 
     async def _answer(
         self, scope: Scope, receive: Receive, writer: Writer, request_id: str
     ) -> None:
-        path = scope["path"]
-        if path != "/health":
+        path: str = scope["path"]
+        if path not in PROBES:
             self._authorise(scope)
-        if path != CHAT and path not in self._pages:
+        page = self._pages.get(path)
+        if path.startswith(f"{MODELS}/"):
+            page = partial(self._model, path.removeprefix(f"{MODELS}/"))
+        if path != CHAT and page is None:
             raise ApiError(404, f"{path[:200]} does not exist", code="not_found")
-        method = "POST" if path == CHAT else "GET"
-        if scope["method"] != method:
-            text = f"{path} accepts {method}, not {scope['method'][:20]}"
-            allow = [(b"allow", method.encode())]
+        methods = ("POST",) if page is None else READING
+        if scope["method"] not in methods:
+            text = f"{path[:200]} accepts {methods[0]}, not {scope['method'][:20]}"
+            allow = [(b"allow", ", ".join(methods).encode())]
             raise ApiError(405, text, code="method_not_allowed", headers=allow)
-        if path == CHAT:
+        if page is None:
             await self._chat(scope, receive, writer, request_id)
         else:
-            kind, body = self._pages[path]()
+            kind, body = page()
             writer.respond(200, kind, body, [(b"x-request-id", request_id.encode())])
 
     def _authorise(self, scope: Scope) -> None:
@@ -119,44 +159,64 @@ class App:
         writer.respond(error.status, JSON, error.body(), more)
 
     async def _chat(self, scope: Scope, receive: Receive, writer: Writer, request_id: str) -> None:
+        begun = time.monotonic()
         if self.is_draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
-        served = self._served
+            raise shutting_down()
         kind = (header(scope, b"content-type") or JSON).partition(b";")[0].strip()
         if kind.lower() != JSON:
             text = f"the content-type must be application/json, not {kind[:100].decode('latin-1')}"
             raise ApiError(400, text, code="invalid_content_type")
-        body = await read_body(scope, receive, self._max_body_bytes)
-        request = parse_request(
-            body,
-            model=served.name,
-            vocab_size=served.vocab_size,
-            context=served.max_model_tokens,
-            raise_priority=served.raise_priority,
-        )
+        task = asyncio.current_task()
+        assert task is not None
+        self._preparing.add(task)
+        try:
+            request, prompt = await self._prepared(scope, receive)
+        finally:
+            self._preparing.discard(task)
         request_id = request.request_id or request_id
-        reply = Reply(self._client, self._metrics, request_id, writer, quiet_s=QUIET_S)
-        loop = asyncio.get_running_loop()
-        prompt = await loop.run_in_executor(self._threads, served.template.prompt, request)
-        reply.open(request, prompt, served, seed=secrets.randbits(63))
-        self.replies.add(reply)
+        reply = Reply(self._client, self._metrics, request_id, writer, quiet_s=QUIET_S, begun=begun)
+        reply.open(request, prompt, self._served, seed=secrets.randbits(63))
+        self._replies.add(reply)
         try:
             await reply.run(receive)
         finally:
-            self.replies.discard(reply)
+            self._replies.discard(reply)
             log.info("request %s", reply.summary)
 
+    async def _prepared(self, scope: Scope, receive: Receive) -> tuple[ChatRequest, Prompt]:
+        """The body, checked, and as a prompt."""
+        served = self._served
+        with self._room.taken() as grown:
+            body = await read_body(scope, receive, self._max_body_bytes, grown)
+            request: ChatRequest | None = None
+            if len(body) <= LARGE_BYTES:
+                request = served.request(body)
+            if request is None or len(request.messages) > MANY_MESSAGES:
+                return await unless_left(receive, self._large.prepare(body))
+        prompt = await asyncio.get_running_loop().run_in_executor(
+            self._threads, served.template.prompt, request, served.max_model_tokens
+        )
+        return request, prompt
+
     def _models(self) -> tuple[bytes, bytes]:
-        card = {
+        return JSON, msgspec.json.encode({"data": [self._card()], "object": "list"})
+
+    def _model(self, name: str) -> tuple[bytes, bytes]:
+        if name != self._served.name:
+            raise unknown_model(name, self._served.name)
+        return JSON, msgspec.json.encode(self._card())
+
+    def _card(self) -> dict[str, object]:
+        return {
             "id": self._served.name,
             "created": self._served.created,
             "max_model_len": self._served.max_model_tokens,
             "object": "model",
             "owned_by": "nanovllm",
         }
-        return JSON, msgspec.json.encode({"data": [card], "object": "list"})
 
     def _health(self) -> tuple[bytes, bytes]:
+        """Whether this process should live on."""
         client = self._client
         if client.is_lost or self.is_draining:
             text = "the engine is gone" if client.is_lost else "the server is shutting down"
@@ -168,6 +228,14 @@ class App:
             text = f"the engine's step takes {late_s:.0f} s longer than any before"
             raise ApiError(503, text, code="stalled")
         return JSON, b'{"status":"ok"}'
+
+    def _ready(self) -> tuple[bytes, bytes]:
+        """Whether it should be sent requests: as healthy as it must be, and not about to end."""
+        self._health()
+        return JSON, b'{"status":"ready"}'
+
+    def _version(self) -> tuple[bytes, bytes]:
+        return JSON, msgspec.json.encode({"version": __version__})
 
     def _show_metrics(self) -> tuple[bytes, bytes]:
         ready = self._client.ready

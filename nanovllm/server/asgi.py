@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from nanovllm.server.errors import ApiError
 
+T = TypeVar("T")
 Scope = dict[str, Any]
 Message = dict[str, Any]
 Header = tuple[bytes, bytes]
@@ -30,8 +31,13 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """Raises ApiError (413) as soon as the body is known to be too large, or ClientLeftError."""
+async def read_body(
+    scope: Scope, receive: Receive, max_bytes: int, grown: Callable[[int], None] = lambda _: None
+) -> bytes:
+    """Raises ApiError (413) as soon as the body is known to be too large, or ClientLeftError.
+
+    `grown` hears how long the body is by now, and may raise.
+    """
     announced = header(scope, b"content-length") or b"0"
     num_expected = int(announced) if announced.isdigit() else 0
     parts: list[bytes] = []
@@ -42,10 +48,32 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
             raise ClientLeftError
         parts.append(message.get("body", b""))
         num_read += len(parts[-1])
+        grown(num_read)
         if not message.get("more_body", False) and num_read <= max_bytes:
             return b"".join(parts)
     text = f"the body must be at most {max_bytes} bytes (server.max_body_bytes)"
     raise ApiError(413, text, code="body_too_large")
+
+
+async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns; it is cancelled, with ClientLeftError, when the client leaves.
+
+    Only once the request was read: further parts of it would be lost.
+    """
+
+    async def leaving() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, left = asyncio.create_task(work), asyncio.create_task(leaving())
+    try:
+        await asyncio.wait((working, left), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeftError
+        return working.result()
+    finally:
+        working.cancel()
+        left.cancel()
 
 
 def start(status: int, kind: bytes, more: Iterable[Header]) -> Message:
@@ -56,17 +84,20 @@ def start(status: int, kind: bytes, more: Iterable[Header]) -> Message:
 class Writer:
     """Sends one response from callbacks, in order.
 
-    Decision: neither task nor queue. server.main lifts the limit on what a connection may buffer,
-    so `send` never waits and is stepped by hand; what a slow client has not read yet waits in
-    memory, and its max_tokens bounds it. The chunks of a stream go to the connection directly,
-    which saves 1.5 to 3 us of some 11 a token: `send` would check again what it checked before.
+    Decision: neither task nor queue. server.connection lifts the limit at which a write would
+    wait, so `send` never does and is stepped by hand; what a slow client has not read yet waits
+    in memory, and the connection drops whoever leaves too much of it. The chunks of a stream go
+    to the connection directly, which saves 1.5 to 3 us of some 11 a token: `send` would check
+    again what it checked before.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
+        self.status = 0  # 0: headers not sent
         self._send = send
         self._transport: asyncio.Transport = scope["extensions"][EXTENSION]["transport"]
 
     def put(self, message: Message) -> None:
+        self.status = message.get("status", self.status)
         try:
             self._send(message).send(None)
         except StopIteration:

@@ -53,6 +53,27 @@ def misplaced(param: str, complaint: str) -> ApiError:
     return ApiError(400, f"{param} {complaint}", param=param, code="invalid_value")
 
 
+def too_long(num_tokens: int, context: int, *, is_least: bool = False) -> ApiError:
+    """A prompt that leaves no room for an answer. `is_least`: it has at least `num_tokens`."""
+    counted = f"at least {num_tokens}" if is_least else str(num_tokens)
+    text = (
+        f"messages: the prompt has {counted} tokens; with at least one token to generate "
+        f"it must have at most {context - 1} (the context is {context})"
+    )
+    return ApiError(400, text, param="messages", code="context_length_exceeded")
+
+
+def unknown_model(asked: str, served: str) -> ApiError:
+    text = f"the model {asked[:200]!r} does not exist; this server has {served!r}"
+    return ApiError(404, text, param="model", code="model_not_found")
+
+
+def shutting_down() -> ApiError:
+    close = [(b"connection", b"close")]
+    text = "the server is shutting down"
+    return ApiError(503, text, code="shutting_down", headers=close)
+
+
 def bad_body(error: msgspec.DecodeError) -> ApiError:
     """From msgspec's words for a body that is no JSON or has a field of the wrong type."""
     text = str(error)

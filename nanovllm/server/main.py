@@ -8,29 +8,36 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import signal
 import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nanovllm.config import Config, Server as ServerConfig
 from nanovllm.ipc.client import EngineClient
 from nanovllm.log import fields
 from nanovllm.server.app import App
-from nanovllm.server.asgi import EXTENSION
+from nanovllm.server.connection import Connection
+from nanovllm.server.large import LargeBodies
+from nanovllm.server.metrics import Metrics
 from nanovllm.server.served import Served
 
 log = logging.getLogger("server")
+SWITCH_S = 0.001  # how long a thread that renders may keep the event loop waiting
 NUM_THREADS = 4  # prompts rendered and tokenised at once
 BACKLOG = 2048
 KEEP_ALIVE_S = 75  # idle connections; above the minute for which proxies keep theirs
 LAST_WRITES_S = 1  # for what is still in socket buffers at the very end
-NO_LIMIT = 2**31 - 1
+SAME_SIGNAL_S = 0.5  # one that goes to a whole group comes again from the supervisor
 
 
 def run(
@@ -48,12 +55,16 @@ def run(
 
     async def serve() -> None:
         client = await EngineClient.connect(engine_path, lambda: log.error("the engine is gone"))
-        served = Served(config, client.ready)
-        with ThreadPoolExecutor(NUM_THREADS, "prompt") as threads:
-            app = App(client, served, config.recipe.server, threads)
+        sys.setswitchinterval(SWITCH_S)
+        served, metrics = Served(config, client.ready), Metrics()
+        with (
+            ThreadPoolExecutor(NUM_THREADS, "prompt") as threads,
+            LargeBodies(config, client.ready) as large,
+        ):
+            app = App(client, served, config.recipe.server, metrics, threads, large)
             gc.collect()
             gc.freeze()  # the vocabulary's objects are never garbage; do not visit them again
-            server = DrainingServer(app, config.recipe.server, ready)
+            server = DrainingServer(app, config.recipe.server, metrics, ready)
             log.info("ready %s", fields(worker=worker, model=served.name))
             await server.serve(None if sock is None else [sock])
             log.info("stopped %s", fields(worker=worker))
@@ -62,29 +73,22 @@ def run(
         runner.run(serve())
 
 
-class Protocol(HttpToolsProtocol):
-    """Never asks a writer to wait, and hands the connection to the application: asgi.Writer."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        transport.set_write_buffer_limits(high=NO_LIMIT)
-        super().connection_made(transport)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["extensions"] = {EXTENSION: {"transport": self.transport}}
-
-
 class DrainingServer(uvicorn.Server):
-    """A signal ends the intake; the server goes when the last request has, or time is up."""
+    """A signal ends the intake; the server goes when the last request has, or time is up.
 
-    def __init__(self, app: App, settings: ServerConfig, ready: Callable[[], None]) -> None:
+    A second signal ends the time.
+    """
+
+    def __init__(
+        self, app: App, settings: ServerConfig, metrics: Metrics, ready: Callable[[], None]
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 host=settings.host,
                 port=settings.port,
                 backlog=BACKLOG,
-                http=Protocol,
+                http=cast(Any, partial(Connection, settings, metrics)),
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -99,24 +103,45 @@ class DrainingServer(uvicorn.Server):
         self._app = app
         self._shutdown_s = settings.shutdown_s
         self._ready = ready
+        self._signalled = 0.0
         self._deadline: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Those that whoever started us did not make us ignore."""
+        kinds = (signal.SIGTERM, signal.SIGINT)
+        heard = [kind for kind in kinds if signal.getsignal(kind) is not signal.SIG_IGN]
+        before = {kind: signal.signal(kind, self.handle_exit) for kind in heard}
+        try:
+            yield
+        finally:
+            for kind, handler in before.items():
+                signal.signal(kind, handler)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Repeated signals change nothing: a terminal's Ctrl-C and the supervisor both send one."""
+        now = time.monotonic()
         if self._deadline is None:
-            self._deadline = time.monotonic() + self._shutdown_s
+            self._signalled = now
+            self._deadline = now + self._shutdown_s
             self._app.is_draining = True
+        elif now > self._signalled + SAME_SIGNAL_S:
+            self._deadline = now
+            self.force_exit = True
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn asks ten times a second whether to stop."""
+        now = time.monotonic()
+        for connection in list(self.server_state.connections):
+            cast(Connection, connection).look_after(now)
         if self._deadline is not None:
-            is_late = time.monotonic() >= self._deadline
+            is_late = now >= self._deadline
             if is_late:
-                self._app.end_replies()
-            if is_late or not self._app.replies:
+                self._app.end_all()
+                await asyncio.sleep(0)  # they answer now
+            if is_late or self._app.is_idle:
                 return True
         return await super().on_tick(counter)

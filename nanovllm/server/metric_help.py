@@ -3,7 +3,7 @@
 HELP = {
     "vllm:num_requests_running": "Requests on the device.",
     "vllm:num_requests_waiting": "Requests in the queue.",
-    "vllm:num_requests_waiting_by_reason": "Requests in the queue, by what they wait for.",
+    "vllm:num_requests_waiting_by_reason": "Requests in the queue: for capacity, or deferred.",
     "vllm:kv_cache_usage_perc": "Share of the cache's pages that requests hold, 0 to 1.",
     "vllm:cache_config_info": "Tokens of a page and number of pages, as labels.",
     "vllm:num_preemptions_total": "Requests sent back to the queue for want of pages.",
@@ -30,6 +30,8 @@ HELP = {
     "nanovllm:corrupted_requests_total": "Requests that ended because their logits were NaN.",
     "vllm:request_success_total": "Finished choices, by finish reason.",
     "vllm:admission_rejections_total": "Refused requests, by error code.",
+    "nanovllm:http_requests_total": "Answered HTTP requests, by path and status.",
+    "nanovllm:dropped_slow_readers_total": "Streams dropped because the client did not read.",
     "vllm:time_to_first_token_seconds": "From a request's arrival to its first token.",
     "vllm:inter_token_latency_seconds": "Between two of a request's steps that brought tokens.",
     "vllm:request_time_per_output_token_seconds": "Mean time of a request's tokens but the first.",

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from nanovllm.server.metric_help import HELP
 from nanovllm.server.process_facts import process_facts
-from nanovllm.wire import Stats
+from nanovllm.wire import STEP_TOKENS, Stats
 
 quoted = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -34,6 +34,7 @@ REQUEST_S = (
 # fmt: on
 TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 CHOICES = (1, 2, 5, 10, 20)
+OTHER_PATH = "other"  # label of what no route serves, and of what was never understood
 Sample = tuple[str, str, float]  # what follows the metric's name, further labels, value
 
 
@@ -79,6 +80,8 @@ class Metrics:
         self.finished: Counter[str] = Counter()  # choices, by finish reason
         self.rejected: Counter[str] = Counter()  # requests, by error code
         self.corrupted_requests = 0
+        self.responses: Counter[tuple[str, int]] = Counter()  # by path and HTTP status
+        self.num_slow_readers = 0  # connections dropped because the client read too slowly
 
     def histograms(self) -> list[Histogram]:
         return [found for found in vars(self).values() if isinstance(found, Histogram)]
@@ -96,51 +99,88 @@ def render(
     num_tasks: int = 0,
 ) -> bytes:
     """Prometheus' text format, version 0.0.4."""
-    lines: list[str] = []
-    ours = f'model_name={quoted(model)},engine="0"'
+    page = _Page(f'model_name={quoted(model)},engine="0"')
+    sizes = {f"{page_tokens}/{num_pages}": 1}
+    page.add("vllm:cache_config_info", "gauge", _by("block_size/num_gpu_blocks", sizes))
+    page.add("nanovllm:last_step_age_seconds", "gauge", step_age_s)
+    page.add("nanovllm:open_choices", "gauge", num_open)
+    page.add("nanovllm:asyncio_tasks", "gauge", num_tasks)
+    _queue_and_cache(page, stats)
+    _steps(page, stats)
+    finished = _by("finished_reason", metrics.finished)
+    page.add("vllm:request_success_total", "counter", finished)
+    page.add("vllm:admission_rejections_total", "counter", _by("reason", metrics.rejected))
+    page.add("nanovllm:corrupted_requests_total", "counter", metrics.corrupted_requests)
+    page.add("nanovllm:http_requests_total", "counter", _by_status(metrics.responses))
+    page.add("nanovllm:dropped_slow_readers_total", "counter", metrics.num_slow_readers)
+    for histogram in metrics.histograms():
+        page.add(histogram.name, "histogram", histogram.samples())
+    for name, value in process_facts().items():
+        page.add(name, "counter" if name.endswith("_total") else "gauge", value, labels="")
+    return ("\n".join(page.lines) + "\n").encode()
 
-    def add(name: str, kind: str, samples: float | Iterable[Sample]) -> None:
-        lines.append(f"# HELP {name} {HELP[name]}")
-        lines.append(f"# TYPE {name} {kind}")
+
+class _Page:
+    """The lines of a metrics page. `labels`: what every sample has, unless told otherwise."""
+
+    def __init__(self, labels: str) -> None:
+        self.lines: list[str] = []
+        self._labels = labels
+
+    def add(
+        self, name: str, kind: str, samples: float | Iterable[Sample], labels: str | None = None
+    ) -> None:
+        self.lines.append(f"# HELP {name} {HELP[name]}")
+        self.lines.append(f"# TYPE {name} {kind}")
         if isinstance(samples, int | float):
             samples = [("", "", samples)]
-        for suffix, labels, value in samples:
-            lines.append(f"{name}{suffix}{{{ours}{labels}}} {value:.17g}")
+        ours = self._labels if labels is None else labels
+        for suffix, further, value in samples:
+            named = f"{{{ours}{further}}}" if ours or further else ""
+            self.lines.append(f"{name}{suffix}{named} {value:.17g}")
 
-    add("vllm:num_requests_running", "gauge", stats.num_running)
-    add("vllm:num_requests_waiting", "gauge", stats.num_waiting)
-    add("vllm:kv_cache_usage_perc", "gauge", stats.kv_usage)
-    sizes = {f"{page_tokens}/{num_pages}": 1}
-    add("vllm:cache_config_info", "gauge", _by("block_size/num_gpu_blocks", sizes))
-    add("vllm:num_preemptions_total", "counter", stats.num_preemptions)
-    add("vllm:prompt_tokens_total", "counter", stats.prompt_tokens)
-    add("vllm:prompt_tokens_cached_total", "counter", stats.cached_tokens)
-    add("vllm:prefix_cache_queries_total", "counter", stats.prompt_tokens)
-    add("vllm:prefix_cache_hits_total", "counter", stats.cached_tokens)
-    add("vllm:generation_tokens_total", "counter", stats.generated_tokens)
-    add("nanovllm:steps_total", "counter", stats.num_steps)
-    add("nanovllm:last_step_age_seconds", "gauge", step_age_s)
-    add("nanovllm:host_bubble_seconds_total", "counter", stats.host_bubble_s)
-    add("nanovllm:graph_padded_tokens_total", "counter", stats.padded_tokens)
-    add("nanovllm:host_seconds_total", "counter", _by("part", stats.host_s))
-    add("nanovllm:host_step_p50_seconds", "gauge", stats.host_step_p50_s)
-    add("nanovllm:graph_steps_total", "counter", _by("mode/phase", stats.steps_by_mode))
-    add("nanovllm:grammar_compilations_waiting", "gauge", stats.num_compiling)
-    add("nanovllm:grammar_matchers", "gauge", stats.num_matchers)
-    add("nanovllm:grammar_cache_bytes", "gauge", stats.grammar_cache_bytes)
+
+def _queue_and_cache(page: _Page, stats: Stats) -> None:
+    page.add("vllm:num_requests_running", "gauge", stats.num_running)
+    deferred = stats.waiting_by_reason.get("shared_prompt", 0) + stats.num_compiling
+    waiting = stats.num_waiting + stats.num_compiling
+    page.add("vllm:num_requests_waiting", "gauge", waiting)
+    reasons = {"capacity": waiting - deferred, "deferred": deferred}
+    page.add("vllm:num_requests_waiting_by_reason", "gauge", _by("reason", reasons))
+    page.add("vllm:kv_cache_usage_perc", "gauge", stats.kv_usage)
+    page.add("vllm:num_preemptions_total", "counter", stats.num_preemptions)
+    page.add("vllm:prompt_tokens_total", "counter", stats.prompt_tokens)
+    page.add("vllm:prompt_tokens_cached_total", "counter", stats.cached_tokens)
+    sources = {
+        "local_compute": stats.computed_prompt_tokens,
+        "local_cache_hit": stats.cached_tokens,
+    }
+    page.add("vllm:prompt_tokens_by_source_total", "counter", _by("source", sources))
+    page.add("vllm:prefix_cache_queries_total", "counter", stats.prompt_tokens)
+    page.add("vllm:prefix_cache_hits_total", "counter", stats.cached_tokens)
+    page.add("nanovllm:grammar_compilations_waiting", "gauge", stats.num_compiling)
+    page.add("nanovllm:grammar_matchers", "gauge", stats.num_matchers)
+    page.add("nanovllm:grammar_cache_bytes", "gauge", stats.grammar_cache_bytes)
     failures = _by("reason", stats.grammar_failures)
-    add("nanovllm:grammar_compilation_failures_total", "counter", failures)
-    add("vllm:request_success_total", "counter", _by("finished_reason", metrics.finished))
-    add("vllm:admission_rejections_total", "counter", _by("reason", metrics.rejected))
-    add("nanovllm:open_choices", "gauge", num_open)
-    add("nanovllm:asyncio_tasks", "gauge", num_tasks)
-    add("nanovllm:corrupted_requests_total", "counter", metrics.corrupted_requests)
-    for histogram in metrics.histograms():
-        add(histogram.name, "histogram", histogram.samples())
-    for name, value in process_facts().items():
-        kind = "counter" if name.endswith("_total") else "gauge"
-        lines += [f"# HELP {name} {HELP[name]}", f"# TYPE {name} {kind}", f"{name} {value:.17g}"]
-    return ("\n".join(lines) + "\n").encode()
+    page.add("nanovllm:grammar_compilation_failures_total", "counter", failures)
+
+
+def _steps(page: _Page, stats: Stats) -> None:
+    page.add("vllm:generation_tokens_total", "counter", stats.generated_tokens)
+    fed = Histogram("vllm:iteration_tokens_total", STEP_TOKENS)
+    fed.counts, fed.total = stats.steps_by_tokens or fed.counts, stats.step_tokens
+    page.add(fed.name, "histogram", fed.samples())
+    page.add("nanovllm:steps_total", "counter", stats.num_steps)
+    page.add("nanovllm:host_bubble_seconds_total", "counter", stats.host_bubble_s)
+    page.add("nanovllm:graph_padded_tokens_total", "counter", stats.padded_tokens)
+    page.add("nanovllm:host_seconds_total", "counter", _by("part", stats.host_s))
+    page.add("nanovllm:host_step_p50_seconds", "gauge", stats.host_step_p50_s)
+    page.add("nanovllm:graph_steps_total", "counter", _by("mode/phase", stats.steps_by_mode))
+
+
+def _by_status(responses: Mapping[tuple[str, int], int]) -> Iterator[Sample]:
+    for (path, status), count in responses.items():
+        yield "", f',path={quoted(path)},status="{status}"', count
 
 
 def _by(labels: str, values: Mapping[str, float]) -> Iterator[Sample]:

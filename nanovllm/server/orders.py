@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
-from nanovllm.server.errors import ApiError, bad_value
+from nanovllm.server.errors import bad_value, too_long
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
 from nanovllm.server.structured.tag import structural_tag
@@ -29,13 +29,7 @@ def generates(
     """One engine request per choice. Raises ApiError if the prompt does not fit."""
     num_prompt, context = len(prompt.ids), served.max_model_tokens
     if num_prompt >= context:
-        raise ApiError(
-            400,
-            f"messages: the prompt has {num_prompt} tokens; with at least one token to generate "
-            f"it must have at most {context - 1} (the context is {context})",
-            param="messages",
-            code="context_length_exceeded",
-        )
+        raise too_long(num_prompt, context)
     limit, room = request.token_limit, context - num_prompt
     max_new = room if limit is None else min(limit, room)
     if request.min_tokens is not None and request.min_tokens > max_new:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from nanovllm.server.errors import ApiError, bad_body, bad_value, misplaced
+from nanovllm.server.errors import ApiError, bad_body, bad_value, misplaced, unknown_model
 from nanovllm.server.parsers.base import FUNCTION_NAME
 from nanovllm.server.ranges import check_biases, check_token_ids, ranges
 from nanovllm.server.tool_choice import ToolChoice, tool_choice
@@ -199,8 +199,7 @@ def parse_request(
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
     if request.model not in (None, model):
-        text = f"the model {request.model!r} does not exist; this server has {model!r}"
-        raise ApiError(404, text, param="model", code="model_not_found")
+        raise unknown_model(str(request.model), model)
     check_unsupported(request)
     for field, limits in allowed.items():
         if (value := getattr(request, field)) is not None and not limits.holds(value):

@@ -34,8 +34,12 @@ class Reply:
         writer: Writer,
         *,
         quiet_s: float,
+        begun: float | None = None,
     ) -> None:
-        """`quiet_s`: after so long without an event a stream gets a comment."""
+        """`quiet_s`: after so long without an event a stream gets a comment.
+
+        `begun`: when the request came (monotonic); None means now.
+        """
         self.session: ChatSession
         self.is_over = False
         self.summary = ""  # for the log, once it is over
@@ -50,7 +54,8 @@ class Reply:
         self._status = 0  # 0: headers not sent
         self._is_started = False
         self._num_seen = 0  # tokens at the last update
-        self.begun = self._started = self._first = self._last = time.monotonic()
+        self.begun = time.monotonic() if begun is None else begun
+        self._started = self._first = self._last = self.begun
 
     def open(self, request: ChatRequest, prompt: Prompt, served: Served, seed: int) -> None:
         """Submit to the engine. Raises ApiError if the request cannot be served."""

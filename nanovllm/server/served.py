@@ -15,9 +15,10 @@ from msgspec import Struct
 from nanovllm.config import Config, ConfigError
 from nanovllm.registry import resolve
 from nanovllm.server.detokenize import Vocabulary
-from nanovllm.server.parsers import PARSERS, parser_for
+from nanovllm.server.parsers import PARSERS, parser_of
 from nanovllm.server.parsers.base import Family, Schemas
 from nanovllm.server.parsers.machine import Machine
+from nanovllm.server.protocol import ChatRequest, parse_request
 from nanovllm.server.template import Template
 from nanovllm.wire import Ready
 
@@ -38,7 +39,6 @@ class GenerationConfig(Struct, frozen=True):
 class ModelConfig(Struct, frozen=True):
     """The parts of config.json that matter here."""
 
-    architectures: list[str] = []
     eos_token_id: int | list[int] | None = None
 
 
@@ -51,13 +51,7 @@ class Served:
         self.vocab_size = ready.vocab_size
         self.raise_priority = config.recipe.server.raise_priority
         model = _read(Path(config.config_path), ModelConfig)
-        name = config.recipe.server.parser
-        if name == "auto":
-            name = parser_for(model.architectures, config.recipe.model)
-        try:
-            self.family: Family = resolve(PARSERS, name)
-        except ValueError as error:
-            raise ConfigError(f"server.parser: {error}") from None
+        self.family: Family = resolve(PARSERS, parser_of(config))
         self.template = Template(
             Path(config.tokenizer_dir), self.family.last_turn, self.family.tool_template
         )
@@ -75,6 +69,16 @@ class Served:
         """As `Machine` takes them."""
         marks = self.vocabulary.marks
         return Machine(self.family, marks, turn, schemas, is_spelled=is_spelled, mends=mends)
+
+    def request(self, body: bytes) -> ChatRequest:
+        """A body's request, every field of it in this model's range. Raises ApiError."""
+        return parse_request(
+            body,
+            model=self.name,
+            vocab_size=self.vocab_size,
+            context=self.max_model_tokens,
+            raise_priority=self.raise_priority,
+        )
 
     def _eos_ids(self, model: ModelConfig) -> frozenset[int]:
         """The two files differ in many checkpoints; every token that one of them names ends."""

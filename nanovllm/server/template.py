@@ -3,9 +3,6 @@
 Knows nothing about requests in flight, and nothing of how ids become text again.
 
 Decision: `tokenizers` and jinja2 alone; transformers would add seconds to every start.
-Decision: prompts are encoded as a batch of one, because `encode` holds the interpreter's lock
-(1.8 s for 445,000 tokens on a thread, every stream standing still) and `encode_batch_fast` does
-not.
 """
 
 from __future__ import annotations
@@ -29,6 +26,7 @@ from tokenizers import Tokenizer
 
 from nanovllm.config import ConfigError
 from nanovllm.server.errors import ApiError
+from nanovllm.server.length import Lengths
 from nanovllm.server.protocol import ChatRequest, Message, PastCall
 
 NEWER_ROLES = {"developer": "system", "function": "tool"}  # which templates do not know
@@ -62,6 +60,7 @@ class Template:
             self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises Exception itself
             raise ConfigError(f"{folder / 'tokenizer.json'}: {error}") from None
+        self._lengths = Lengths(self.tokenizer)
         self._special = {
             name: text
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -87,10 +86,14 @@ class Template:
         eos = self._special.get("eos_token")
         return None if eos is None else self.tokenizer.token_to_id(eos)
 
-    def prompt(self, request: ChatRequest) -> Prompt:
-        """Slow for long prompts: call it on a thread. Raises ApiError."""
+    def prompt(self, request: ChatRequest, context: int | None = None) -> Prompt:
+        """Slow for long prompts: call it on a thread. Raises ApiError.
+
+        A prompt that surely has as many tokens as `context`, or more, is refused without being
+        tokenised to its end.
+        """
         text = self.render(request)
-        ids = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        ids = self._lengths.encode(text, context)
         if not ids:
             raise ApiError(400, "messages: the prompt is empty", param="messages")
         return Prompt(ids, self._last_turn(text))

@@ -67,7 +67,24 @@ def test_a_prefix_hit_gives_the_same_text(tiny) -> None:
     assert [engine.text[i] for i in range(10)] == expected
     assert [engine.text[200 + i] for i in range(10)] == expected
     assert engine.cached[3] >= 20 // 4 * 4  # shares a stem with the request before
-    assert engine.cached[200] == (len(prompts[0]) - 1) // 4 * 4
+    assert engine.cached[200] == len(prompts[0]) - 1  # full pages, and a copy of the last one
+
+
+@pytest.mark.parametrize("step_tokens", [16, 512])
+def test_choices_of_a_prompt_share_its_pages_and_give_the_same_text(tiny, step_tokens: int) -> None:
+    config, prompts, expected = tiny
+    engine = WholeEngine(config, page_tokens=16, slots=5, step_tokens=step_tokens)
+    for i, prompt in enumerate(prompts):
+        for choice in range(3):
+            engine.submit(100 * choice + i, prompt, 20)
+    engine.run()
+    for choice in range(3):
+        assert [engine.text[100 * choice + i] for i in range(10)] == expected
+    if step_tokens > sum(map(len, prompts)):  # whole prompts in one step
+        long = [i for i, prompt in enumerate(prompts) if len(prompt) > 33]  # worth waiting for
+        assert len(long) > 2
+        for i in long:
+            assert engine.cached[100 + i] == engine.cached[200 + i] == len(prompts[i]) - 1
 
 
 def test_preemption_gives_the_same_text(tiny) -> None:

@@ -67,7 +67,7 @@ def start(*arguments: str) -> Server:
     for line in process.stdout:
         lines.append(line)
         if found := re.search(r"is served at (http://\S+)", line):
-            # Whoever reads no more log lines would stop the server once the pipe is full.
+            # Read on, or its last lines would wait a second for a reader.
             threading.Thread(target=process.stdout.read, daemon=True).start()
             return Server(process, found.group(1))
     raise AssertionError(f"no server: {''.join(lines)}")

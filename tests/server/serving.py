@@ -78,9 +78,7 @@ def serving(folder: Path, *overrides: str) -> Iterator[Api]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     log_path = folder / "log"
-    process = context.Process(
-        target=child, args=(config, engine.path, sock, theirs, log_path), daemon=True
-    )
+    process = context.Process(target=child, args=(config, engine.path, sock, theirs, log_path))
     process.start()
     theirs.close()
     assert ours.poll(60) and ours.recv() == "ready"

@@ -92,7 +92,7 @@ def test_a_closed_loop_measures_what_the_server_does(healthy: str) -> None:
 
 
 def test_an_open_loop_sends_when_requests_are_due(healthy: str) -> None:
-    load = Load(num_prompts=40, input_len=20, output_len=4, request_rate=50.0, seed=1)
+    load = Load(num_prompts=40, input_len=21, output_len=4, request_rate=50.0, seed=1)
     metrics = measure(healthy, load).record.metrics
     assert (metrics["completed"], metrics["output_tokens"]) == (40, 160)
     assert -1.0 < metrics["client_late_p50_ms"] < 50.0
@@ -102,7 +102,7 @@ def test_an_open_loop_sends_when_requests_are_due(healthy: str) -> None:
 
 def test_failures_are_counted_named_and_make_a_run_invalid() -> None:
     with fake_chat("ill") as url:
-        load = Load(num_prompts=35, input_len=20, output_len=4, concurrency=1)
+        load = Load(num_prompts=35, input_len=21, output_len=4, concurrency=1)
         outcome = measure(url, load, warmup=0)
     errors, metrics = outcome.errors, outcome.record.metrics
     refused = [error for error in errors if error.startswith("HTTP 503")]
@@ -115,7 +115,7 @@ def test_failures_are_counted_named_and_make_a_run_invalid() -> None:
 
 
 def test_an_api_key_is_sent_everywhere() -> None:
-    load = Load(num_prompts=2, input_len=20, output_len=2, concurrency=1)
+    load = Load(num_prompts=2, input_len=21, output_len=2, concurrency=1)
     with fake_chat("secret") as url:
         assert measure(url, load, api_key="secret").record.metrics["completed"] == 2
         with pytest.raises(ConfigError, match=r"HTTP 401: .*wrong key"):
@@ -167,7 +167,7 @@ def test_the_command_starts_and_stops_a_server(
     fake = [sys.executable, str(FAKE), str(port)]
     monkeypatch.setattr(command, "serve_command", lambda recipe, changed: fake)
     arguments = ["--start", "--set", f"server.port={port}", "--num-prompts", "2", "--warmup", "0"]
-    arguments += ["--set", "server.served_name=fake", "--input-len", "20", "--output-len", "2"]
+    arguments += ["--set", "server.served_name=fake", "--input-len", "31", "--output-len", "2"]
     done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
     assert done.exit_code == 0, done.output
     (path,) = tmp_path.rglob("*.json")

@@ -131,7 +131,7 @@ def test_the_dashboard_shows_what_an_operator_asks_for() -> None:
     assert named >= {
         "vllm:time_to_first_token_seconds_bucket",
         "vllm:inter_token_latency_seconds_bucket",
-        "vllm:num_requests_waiting",
+        "vllm:num_requests_waiting_by_reason",
         "vllm:kv_cache_usage_perc",
         "nanovllm:host_bubble_seconds_total",
         "nanovllm:graph_steps_total",

@@ -155,13 +155,13 @@ def test_routes(api) -> None:
     assert models["object"] == "list"
     (card,) = models["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("demo", "model", 512)
-    for path in ("/", "/v1/completions", "/v1/embeddings", "/v1/models/demo", "/docs", "/version"):
+    for path in ("/", "/v1/completions", "/v1/embeddings", "/v1/model", "/docs", "/health/x"):
         response = api.http.get(path)
         assert (response.status_code, error(response)["code"]) == (404, "not_found")
     for method, path in (("GET", CHAT), ("POST", "/v1/models"), ("DELETE", "/health")):
         response = api.http.request(method, path)
         assert (response.status_code, error(response)["code"]) == (405, "method_not_allowed")
-        assert response.headers["allow"] == ("POST" if path == CHAT else "GET")
+        assert response.headers["allow"] == ("POST" if path == CHAT else "GET, HEAD")
     assert api.http.get("/health?verbose=1").status_code == 200
 
 

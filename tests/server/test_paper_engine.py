@@ -182,7 +182,7 @@ def test_the_engine_process_has_no_torch(server: Server) -> None:
 def test_bench_counts_the_cpu_time_of_each_kind_of_process(tmp_path: Path) -> None:
     arguments = ["--start", RECIPE, "--set", f"server.port={free_port()}"]
     arguments += ["--set", "server.workers=2", "--concurrency", "16", "--num-prompts", "32"]
-    arguments += ["--input-len", "20", "--output-len", "100", "--results-dir", str(tmp_path)]
+    arguments += ["--input-len", "31", "--output-len", "100", "--results-dir", str(tmp_path)]
     line = [sys.executable, "-m", "nanovllm", "bench", *arguments]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

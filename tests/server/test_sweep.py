@@ -13,7 +13,7 @@ from nanovllm.bench import record
 from nanovllm.cli import bench as command
 from tests.server.test_bench import FAKE, fake_chat, free_port
 
-SHORT = ["--num-prompts", "4", "--warmup", "0", "--input-len", "20", "--output-len", "4"]
+SHORT = ["--num-prompts", "4", "--warmup", "0", "--input-len", "31", "--output-len", "4"]
 
 
 def test_a_sweep_writes_a_record_per_concurrency_and_one_plot(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.demo import forms
-from recipes.demo.corpus import emoji, foreign, noise, plainly, render, talk, unknown, words
+from recipes.demo.corpus import emoji, foreign, noise, plainly, render, talk, tools, unknown, words
 from recipes.demo.corpus.draw import Draw, reserved, ways
 from recipes.demo.corpus.follow import next_sum, running
 from recipes.demo.corpus.mix import EVALUATED, document
@@ -448,3 +448,12 @@ def test_training_ends_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     main()
     assert time.monotonic() - started < 30
     assert weights(tmp_path)["model.embed_tokens.weight"].shape == (2048, 256)
+
+
+def test_results_of_tools_follow_turns_with_and_without_their_reasoning() -> None:
+    draw = Draw(5)
+    turns = [tools.result(draw).messages for _ in range(200)]
+    called = [next(m for m in messages if "tool_calls" in m) for messages in turns]
+    reasons = [turn["reasoning_content"] for turn in called if "reasoning_content" in turn]
+    assert 40 < len(reasons) < 100
+    assert all(re.match(r"I call \w+", reason) for reason in reasons)

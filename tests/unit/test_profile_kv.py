@@ -34,7 +34,7 @@ def test_qwen3_by_hand(tmp_path: Path) -> None:
     assert (token, pages) == (114688, 145)
     # Embedding (it is the head too), 28 blocks, final norm; the rotary table is float32.
     block = 1024 * (2048 + 2 * 1024) + 2048 * 1024 + 2 * 128 + 3 * 1024 * 3072 + 2 * 1024
-    weights = 2 * (151936 * 1024 + 28 * block + 1024) + 32768 * 128 * 4
+    weights = 2 * (151936 * 1024 + 28 * block + 1024) + 18560 * 128 * 4
     assert run(*arguments, "--tokens-per-request", "1256") == [
         "Qwen/Qwen3-0.6B on CPU, bfloat16",
         "a token 112.0 KiB 28 layers x 8 heads x (128 + 128) x 2 bytes",
@@ -43,6 +43,7 @@ def test_qwen3_by_hand(tmp_path: Path) -> None:
         "room for pages 2.00 GiB cache.cpu_gib",
         "pages 145 limited by cache.cpu_gib",
         "tokens 18,560",
+        "context 18,560 of one request; the model's own is 40,960",
         "requests of 1,256 14 10 pages each",
         "of them at once 14 as many as have room",
     ]
@@ -51,6 +52,7 @@ def test_qwen3_by_hand(tmp_path: Path) -> None:
     assert written.metrics == {
         "token_bytes": 114688.0, "page_bytes": 114688.0 * 128, "weight_bytes": float(weights),
         "room_bytes": 2.0 * GIB, "pages": 145.0, "pages_that_fit": 145.0, "tokens": 18560.0,
+        "context": 18560.0,
         "requests": 14.0, "requests_at_once": 14.0,
     }  # fmt: skip
 
@@ -71,7 +73,7 @@ def test_a_recipe_may_say_the_pages() -> None:
 
 def test_impossible_wishes_are_refused_in_one_line() -> None:
     for arguments, message in (
-        (["--tokens-per-request", "5000"], "is 5000; server.max_model_tokens allows 4096"),
+        (["--tokens-per-request", "5000"], "is 5000; the context is 4096"),
         (["--set", "cache.cpu_gib=0.001", "--set", "cache.page_tokens=512"], "no room for a cache"),
     ):
         error = CliRunner().invoke(profile_kv, ["--device", "cpu", *arguments]).exception
@@ -112,6 +114,7 @@ def test_a_gpus_memory_is_shared_out_to_the_byte() -> None:
     fitted = Fit(
         token_bytes=1024, page_tokens=128, weight_bytes=16 * GIB, room_bytes=budget.room,
         budget=budget, fitting_pages=1000, useful_pages=2000, asked_pages=None, slots=64,
+        context=4096,
     )  # fmt: skip
     assert (fitted.limit, fitted.page_bytes) == ("cache.memory_fraction", 131072)
     assert (fitted.pages_of(129), fitted.requests_of(129)) == (2, 500)

@@ -79,6 +79,10 @@ def test_secrets_stay_out() -> None:
     assert record.without_secrets(argv) == [
         "bench", "--api-key", "...", "--api-key=...", "--set", "server.api_key=...",
     ]  # fmt: skip
+    forms = ["--set=server.api_key=a=b", "server={api_key: s3cret}", "server.port=9"]
+    assert record.without_secrets(forms) == [
+        "--set=server.api_key=...", "server=...", "server.port=9",
+    ]  # fmt: skip
     recipe = {"model": "m", "server": {"api_key": "s3cret", "port": 1}, "server.api_key": "s3cret"}
     assert record.hide_secrets(recipe) == {
         "model": "m",

@@ -152,8 +152,26 @@ def test_impossible_tokens_stay_impossible() -> None:
     assert set(tokens.tolist()) == {1, 3}
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_broken_logits_still_draw_a_token_of_the_vocabulary(value) -> None:
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+def test_rows_without_any_number_are_corrupted(value) -> None:
     n = torch.arange(2)
     tokens = reference.draw(torch.full((2, 2100), value), n, n, torch.tensor([0.0, 1.0]), n)
-    assert tokens.tolist() == [0, 0]
+    assert tokens.tolist() == [reference.CORRUPTED] * 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("floor", [None, -math.inf, 1.5, math.nan])
+def test_one_bad_number_anywhere_corrupts_its_row_alone(value, floor) -> None:
+    size = 64
+    n = torch.arange(size)
+    logits_SV = torch.randn(size, 2100, generator=torch.Generator().manual_seed(4))
+    logits_SV[:, 7] = -math.inf  # impossible, which is no corruption
+    inverse_N = torch.tensor([0.0, 1.0, 50.0, 0.1]).repeat(size // 4)
+    floors_S = None if floor is None else torch.full((size,), floor)
+    fine = reference.draw(logits_SV, n, n, inverse_N, n, floors_S)
+    assert (fine >= 0).all()
+    logits_SV[n[::3], n[::3] * 33 % 2100] = value
+    found = reference.draw(logits_SV, n, n, inverse_N, n, floors_S)
+    assert (found[::3] == reference.CORRUPTED).all()
+    others = n % 3 > 0
+    assert torch.equal(found[others], fine[others])

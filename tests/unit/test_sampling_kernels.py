@@ -32,7 +32,7 @@ def test_in_the_interpreter() -> None:
         ["env", "TRITON_INTERPRET=1", *pytest_here], capture_output=True, text=True, timeout=600
     )
     assert child.returncode == 0, child.stdout[-4000:]
-    assert "12 passed" in child.stdout
+    assert "17 passed" in child.stdout
 
 
 test_in_the_interpreter.__test__ = not INTERPRETED
@@ -57,6 +57,9 @@ def test_uniforms_are_equal_to_the_last_bit() -> None:
     uniforms_kernel[(1,)](keys, indices, out, SIZE=size)
     assert torch.equal(out, reference.uniforms(keys, indices))
     assert out[0].item() == 2**-33
+
+
+WRONG = (None, math.nan, math.inf, -math.inf)  # in a row: nothing, one number, all of them
 
 
 @st.composite
@@ -133,6 +136,47 @@ def test_draws_are_equal(case, truncated) -> None:
         floors_S = reference.floors(logits_SV, slots, inverse, top_k, top_p, gap)
     args = logits_SV, slots, numbers["positions"], inverse, numbers["seed"], floors_S
     assert sampling.draw(*args).tolist() == reference.draw(*args).tolist()
+
+
+@in_interpreter
+@settings(deadline=None, max_examples=30)
+@given(case=cases(), truncated=st.booleans(), data=st.data())
+def test_a_corrupted_row_is_told_and_its_neighbours_stay(case, truncated, data) -> None:
+    logits_SV, numbers = case
+    rows, vocab = logits_SV.shape
+    kinds = data.draw(st.lists(st.sampled_from(WRONG), min_size=rows, max_size=rows))
+    args = numbers["slots"], numbers["positions"], numbers["inverse"], numbers["seed"]
+    wishes = numbers["slots"], numbers["inverse"], *(numbers[k] for k in ("top_k", "top_p", "gap"))
+    before = logits_SV.clone()
+    for row, kind in enumerate(kinds):
+        if kind is None:
+            continue
+        if kind == -math.inf:
+            logits_SV[row] = kind
+        else:
+            logits_SV[row, data.draw(st.integers(0, vocab - 1))] = kind
+    found, expected = (
+        sampling.draw(x, *args, kernels.floors(x, *wishes) if truncated else None).tolist()
+        for x in (logits_SV, before)
+    )
+    is_wrong = [kind is not None for kind in kinds]
+    assert [token == reference.CORRUPTED for token in found] == is_wrong
+    assert all(a == b or wrong for a, b, wrong in zip(found, expected, is_wrong, strict=True))
+
+
+@in_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_bad_number_among_151936_is_found(dtype, value) -> None:
+    vocab = 151_936
+    places = [0, 2047, 2048, 77_777, vocab - 2049, vocab - 1]
+    logits_SV = torch.randn(len(places), vocab, generator=torch.Generator().manual_seed(5))
+    rows = torch.arange(len(places))
+    args = rows, rows, torch.tensor([0.0, 1.0]).repeat(len(places)), rows
+    logits_SV = logits_SV.to(dtype)
+    assert (sampling.draw(logits_SV, *args) >= 0).all()
+    logits_SV[rows, torch.tensor(places)] = value
+    assert sampling.draw(logits_SV, *args).tolist() == [reference.CORRUPTED] * len(places)
 
 
 def by_hand(x: list[float], top_k: int, top_p: float) -> float:
@@ -214,8 +258,10 @@ def test_a_row_of_nan_ends_and_leaves_the_others_alone() -> None:
         found = kernels.floors(logits, slots_S, *numbers)
         others = torch.arange(len(slots_S)) != broken
         assert torch.equal(found[others], expected[others])
-        logits[broken] = math.nan
-        kernels.floors(logits, slots_S, *numbers)
+        for value in (math.nan, math.inf, -math.inf):
+            logits[broken] = value
+            found = kernels.floors(logits, slots_S, *numbers)
+            assert torch.equal(found[others], expected[others])
 
 
 @in_interpreter

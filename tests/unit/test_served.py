@@ -53,7 +53,7 @@ def test_the_parser_is_chosen_by_architecture_or_by_name(tmp_path) -> None:
     qwen3 = {"architectures": ["Qwen3ForCausalLM"]}
     assert served(tmp_path, qwen3).family is QWEN3
     assert served(tmp_path, qwen3, None, "server.parser=plain").family is PLAIN
-    with pytest.raises(ConfigError, match=r"server.parser: 'x' is unknown; .*qwen3"):
+    with pytest.raises(ConfigError, match=r"server.parser is 'x'; it must be auto, .*qwen3"):
         served(tmp_path, qwen3, None, "server.parser=x")
 
 

@@ -47,6 +47,7 @@ def test_a_gap_is_what_passes_between_the_work_of_two_steps() -> None:
     assert second.wait().tokens.tolist() == [[7]] and first.wait().step == 1
     assert 0.02 <= second.gap_s < 0.03 + 0.02
     assert first.gap_s < 0.01
+    assert 0.03 <= first.busy_s < 0.06 and 0.03 <= second.busy_s < 0.06
 
 
 def test_waiting_for_masks_is_a_gap_too() -> None:
@@ -57,6 +58,7 @@ def test_waiting_for_masks_is_a_gap_too() -> None:
     masked.sample(np.zeros((1, 1), np.int32))
     masked.wait()
     assert 0.02 <= masked.gap_s < 0.05
+    assert masked.busy_s < 0.01
 
 
 class Tick:
@@ -94,6 +96,7 @@ def test_events_are_used_again_but_not_while_a_step_needs_them(
             last = in_flight[0]
     last.wait()
     assert last.gap_s == 1.0  # the next event after the end of the step before
+    assert last.busy_s == 1.0  # and its own end is the next
     assert Tick.made <= 2 * 3 + 2
 
 

@@ -8,10 +8,12 @@ import statistics
 
 import msgspec
 import pytest
+from hypothesis import given, strategies as st
 
-from nanovllm.bench.workload import Load, arrivals, chat_bodies, random_text, token_load
+from nanovllm.bench.workload import WORDS, Load, Wording, arrivals, chat_bodies, token_load
 
 VOCAB = 151_936
+WORDING = Wording(9, dict.fromkeys(WORDS, 1))
 
 
 def test_w1_is_the_published_workload() -> None:
@@ -67,13 +69,13 @@ def test_chat_bodies_aim_at_the_lengths() -> None:
     load = Load(num_prompts=400, input_len=100, output_len=40, range_ratio=0.5, concurrency=1)
     asked: list[int] = []
 
-    def num_words(num_tokens: int) -> int:
+    def text(rng: random.Random, num_tokens: int) -> str:
         asked.append(num_tokens)
-        return num_tokens // 2
+        return " ".join(rng.choices(WORDS, k=num_tokens))
 
-    bodies = [msgspec.json.decode(body) for body in chat_bodies(load, "m", num_words)]
+    bodies = [msgspec.json.decode(body) for body in chat_bodies(load, "m", text)]
     prompts = [body["messages"][0]["content"] for body in bodies]
-    assert [len(prompt.split()) for prompt in prompts] == [num // 2 for num in asked]
+    assert [len(prompt.split()) for prompt in prompts] == asked
     assert len(set(prompts)) == 400
     outputs = [body["max_tokens"] for body in bodies]
     for lengths, mean in ((asked, 100), (outputs, 40)):
@@ -92,7 +94,7 @@ def test_chat_bodies_aim_at_the_lengths() -> None:
 
 def test_structured_bodies_ask_for_more_records_than_an_answer_can_hold() -> None:
     load = Load(num_prompts=2, input_len=20, output_len=4000, concurrency=1, structured=True)
-    body = msgspec.json.decode(chat_bodies(load, "m", lambda tokens: tokens)[1])
+    body = msgspec.json.decode(chat_bodies(load, "m", WORDING.text)[1])
     asked = body["response_format"]["json_schema"]
     assert body["response_format"]["type"] == "json_schema" and asked["strict"] is True
     shortest = {"id": 0, "name": "", "kind": "pump", "values": [], "in_use": True}
@@ -107,7 +109,7 @@ def test_structured_bodies_ask_for_more_records_than_an_answer_can_hold() -> Non
 def test_chat_bodies_follow_the_seed() -> None:
     def made(seed: int) -> list[bytes]:
         load = Load(num_prompts=3, input_len=20, output_len=4, concurrency=1, seed=seed)
-        return chat_bodies(load, "m", lambda tokens: tokens)
+        return chat_bodies(load, "m", WORDING.text)
 
     assert made(1) == made(1)
     assert made(1) != made(2)
@@ -118,8 +120,8 @@ def test_the_warm_up_of_an_online_load_repeats_none_of_its_prompts() -> None:
     warm = load.warm_up(5)
     assert (warm.num_prompts, warm.concurrency, warm.request_rate) == (5, 5, None)
     assert (warm.input_len, warm.output_len) == (50, 16)
-    prompts = set(chat_bodies(load, "m", lambda tokens: tokens))
-    assert not prompts & set(chat_bodies(warm, "m", lambda tokens: tokens))
+    prompts = set(chat_bodies(load, "m", WORDING.text))
+    assert not prompts & set(chat_bodies(warm, "m", WORDING.text))
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
@@ -143,8 +145,27 @@ def test_a_closed_loop_has_no_arrivals() -> None:
     assert msgspec.structs.replace(load, concurrency=None, request_rate=2.5).name == "rate2.5"
 
 
+@given(
+    overhead=st.integers(1, 30),
+    costs=st.dictionaries(st.sampled_from(WORDS), st.integers(1, 5), min_size=1, max_size=8),
+    num_tokens=st.integers(0, 120),
+    seed=st.integers(0, 5),
+)
+def test_a_text_has_exactly_the_tokens(overhead, costs, num_tokens, seed) -> None:
+    wording = Wording(overhead, costs)
+    reached = {overhead}
+    for _ in range(num_tokens):
+        reached |= {n + c for n in reached for c in costs.values() if n + c <= num_tokens}
+    assert wording.reaches(num_tokens) == (num_tokens > overhead and num_tokens in reached)
+    if wording.reaches(num_tokens):
+        first, *words = wording.text(random.Random(seed), num_tokens).split()
+        assert first == "Words:"
+        assert overhead + sum(costs[word] for word in words) == num_tokens
+    assert wording.shortest() == overhead + min(costs.values())
+
+
 def test_words_are_words() -> None:
-    words = random_text(random.Random(0), 5_000).split()
+    words = WORDING.text(random.Random(0), 5_009).split()[1:]
     assert len(words) == 5_000
     assert 150 < len(set(words)) < 250
     assert all(word.isascii() and word.isalpha() for word in words)

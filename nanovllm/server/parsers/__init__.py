@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from nanovllm.config import Config, ConfigError
 
 PARSERS = {  # recipe name -> "module:attribute", imported on first use
     "plain": "nanovllm.server.parsers.families:PLAIN",
@@ -11,6 +17,26 @@ PARSERS = {  # recipe name -> "module:attribute", imported on first use
     "minimax_m2": "nanovllm.server.parsers.families:MINIMAX_M2",
     "deepseek_r1": "nanovllm.server.parsers.families:DEEPSEEK_R1",
 }
+
+
+class Named(Struct, frozen=True):
+    """The part of config.json that says what family a model is of."""
+
+    architectures: list[str] = []
+
+
+def parser_of(config: Config) -> str:
+    """The recipe's, or for "auto" what config.json implies. Raises ConfigError."""
+    name, path = config.recipe.server.parser, Path(config.config_path)
+    if name == "auto":
+        try:
+            model = msgspec.json.decode(path.read_bytes(), type=Named)
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"{path}: {error}") from None
+        return parser_for(model.architectures, config.recipe.model)
+    if name not in PARSERS:
+        raise ConfigError(f"server.parser is {name!r}; it must be auto, {', '.join(PARSERS)}")
+    return name
 
 
 def parser_for(architectures: Sequence[str], model: str) -> str:

@@ -259,13 +259,15 @@ def result(draw: Draw) -> Sample:
         steps = plan_one(draw, tools, family)
         text = steps[0].text
     outcomes = [outcome(draw, step) for step in steps]
-    calls = Sample("call", [], calls=[step.call for step in steps])
+    turn = Sample("call", [], calls=[step.call for step in steps]).turn()
+    if draw.chance(0.35):  # clients send the turn's reasoning back, too
+        turn["reasoning_content"] = thought(steps)
     return Sample(
         "result",
         [
             *opening(draw),
             user(polite(draw, text)),
-            calls.turn(),
+            turn,
             *({"role": "tool", "content": content} for content, _ in outcomes),
         ],
         " ".join(answer for _, answer in outcomes),

@@ -1,0 +1,71 @@
+"""Keys and values on the device, and what a plan asks of whole pages. Knows layouts, no requests.
+
+Decision: all layers of a group lie in one tensor, so that a page of all of them is filled or copied
+by one launch. A layer's part of it is contiguous: attention sees no difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import PagedKV
+from nanovllm.kv.layout import CacheLayout
+from nanovllm.plan import Int32, StepPlan
+from nanovllm.runner.upload import upload_together
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    tensors: tuple[Tensor, ...]  # keys, then values, of each group: [L, P, S, G, A]
+    by_layer: tuple[PagedKV, ...]  # views of these
+
+    def apply(self, plan: StepPlan) -> None:
+        """Zeros into the pages of plan.clean, then plan.copies, which all read before any writes.
+
+        Whoever read these pages is behind us on the stream. Never waits.
+        """
+        if not plan.clean and not plan.copies:
+            return
+        sources, targets = [src for src, _ in plan.copies], [dst for _, dst in plan.copies]
+        lists = [as_int32(pages) for pages in (plan.clean, sources, targets)]
+        sent = upload_together(lists, self.tensors[0].device)
+        clean_P, sources_P, targets_P = (pages_P.long() for pages_P in sent)
+        for cells_LPSGA in self.tensors:
+            if plan.clean:
+                cells_LPSGA.index_fill_(1, clean_P, 0)
+            if plan.copies:
+                cells_LPSGA.index_copy_(1, targets_P, cells_LPSGA.index_select(1, sources_P))
+
+
+def as_int32(pages: list[int]) -> Int32:
+    return np.array(pages, np.int32)
+
+
+def make_caches(
+    layout: CacheLayout,
+    num_pages: int,
+    page_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Caches:
+    """Zero-filled caches with the dead page 0 besides `num_pages`.
+
+    Zeros, because a bulk copy of a request's last page also reads the cells past its end, and a
+    weight of 0 times NaN is NaN. For the same reason a page that may hold NaN is cleaned.
+    """
+    tensors: list[Tensor] = []
+    caches: dict[int, PagedKV] = {}
+    for group in layout.paged:
+        shape = (len(group.layers), num_pages + 1, page_tokens, group.num_heads)
+        keys, values = (
+            torch.zeros(*shape, width, dtype=dtype, device=device)
+            for width in (group.k_width, group.v_width)
+        )
+        tensors += (keys, values)
+        for at, layer in enumerate(group.layers):
+            caches[layer] = PagedKV(keys[at], values[at])
+    return Caches(tuple(tensors), tuple(caches[layer] for layer in sorted(caches)))

@@ -1,0 +1,183 @@
+"""Whether weights and cache have room in this machine's memory, said before either is allocated.
+
+Knows bytes, neither what is in them nor how they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from nanovllm.config import ConfigError
+from nanovllm.runner.resolved import Resolved
+
+GIB = 1 << 30
+NO_LIMIT = 1 << 60  # what control groups without a limit report is larger
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a model takes in memory, and of how much."""
+
+    model: str
+    parameters: int
+    dtype: str
+    dtype_bytes: int
+    table_bytes: int  # beside the parameters
+    cache_key: str  # which key of the recipe says how much cache; empty: what is left
+    cache_bytes: int
+    page_bytes: int
+    room: int
+    place: str  # what has that room
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.dtype_bytes + self.table_bytes
+
+    @property
+    def total(self) -> int:
+        return self.weight_bytes + self.cache_bytes
+
+    @property
+    def arithmetic(self) -> str:
+        weights = gib(self.weight_bytes)
+        if self.cache_key:
+            weights += f" and {gib(self.cache_bytes)} of cache ({self.cache_key})"
+        return (
+            f"{self.model} does not fit: {self.parameters / 1e9:.2f} B parameters x "
+            f"{self.dtype_bytes} bytes ({self.dtype}) = {weights}; "
+            f"{self.place} has {gib(self.room)} available"
+        )
+
+
+def check_room(found: Resolved) -> None:
+    """Raises ConfigError with the arithmetic, and what would fit."""
+    need = need_of(found)
+    if need.total <= need.room:
+        return
+    for changes, one in smaller_ones(need):
+        if one.total <= one.room:
+            raise ConfigError(f"{need.arithmetic}; {changes} takes {gib(one.total)} in all")
+    raise ConfigError(f"{need.arithmetic}; it needs a smaller model or a larger machine")
+
+
+def smaller_ones(need: Need) -> Iterator[tuple[str, Need]]:
+    """Flags that make the same model take less, the least harmful first."""
+    yield from less_cache(need, "")
+    if need.dtype_bytes > 2:
+        pages = need.cache_key == "cache.pages"  # as many, of keys and values of half the size
+        half = replace(
+            need,
+            dtype="bfloat16",
+            dtype_bytes=2,
+            cache_bytes=need.cache_bytes // 2 if pages else need.cache_bytes,
+            page_bytes=need.page_bytes // 2,
+        )
+        yield "--set dtype=bfloat16", half
+        yield from less_cache(half, "--set dtype=bfloat16 ")
+
+
+def less_cache(need: Need, before: str) -> Iterator[tuple[str, Need]]:
+    left = need.room - need.weight_bytes
+    if need.cache_key == "cache.cpu_gib" and (tenths := 10 * left // GIB) > 0:
+        smaller = replace(need, cache_bytes=tenths * GIB // 10)
+        yield f"{before}--set cache.cpu_gib={tenths / 10:g}", smaller
+    if need.cache_key == "cache.pages" and (pages := left // need.page_bytes - 1) > 1:
+        smaller = replace(need, cache_bytes=(pages + 1) * need.page_bytes)
+        yield f"{before}--set cache.pages={pages}", smaller
+
+
+def need_of(found: Resolved) -> Need:
+    recipe, device = found.recipe, found.device
+    model = found.empty_model(torch.device("meta"))
+    page_bytes = found.layout.bytes_per_token * found.page_tokens
+    if device.type == "cpu":
+        room, place = host_memory(), "this machine"
+    else:
+        free, total = torch.cuda.mem_get_info(device)
+        room = min(free, int(total * recipe.cache.memory_fraction) - (total - free))
+        place = f"{found.device_name} with cache.memory_fraction {recipe.cache.memory_fraction:g}"
+    if recipe.cache.pages != "auto":
+        key, cache_bytes = "cache.pages", (recipe.cache.pages + 1) * page_bytes
+    elif device.type == "cpu":
+        useful = int(recipe.schedule.slots) * -(-found.max_model_tokens // found.page_tokens) + 1
+        key = "cache.cpu_gib"
+        cache_bytes = min(int(recipe.cache.cpu_gib * GIB), useful * page_bytes)
+    else:
+        key, cache_bytes = "", 0
+    return Need(
+        model=recipe.model,
+        parameters=sum(tensor.numel() for tensor in model.parameters()),
+        dtype=recipe.dtype,
+        dtype_bytes=found.dtype.itemsize,
+        table_bytes=sum(tensor.nbytes for tensor in model.buffers()),
+        cache_key=key,
+        cache_bytes=cache_bytes,
+        page_bytes=page_bytes,
+        room=room,
+        place=place,
+    )
+
+
+def weight_bytes(found: Resolved) -> int:
+    """Of the model's parameters and tables, from their shapes alone."""
+    return need_of(found).weight_bytes
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+# -- what the host has ------------------------------------------------------------------------
+
+
+def host_memory(root: Path = Path("/")) -> int:
+    """Bytes that may be allocated: what the kernel calls available, within every control group."""
+    return min(available(root), *group_rooms(root), NO_LIMIT)
+
+
+def available(root: Path) -> int:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return NO_LIMIT
+    kib = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return next(kib, NO_LIMIT // 1024) * 1024
+
+
+def group_rooms(root: Path) -> Iterator[int]:
+    """What each limit above this process leaves; files that were read may be forgotten again."""
+    for folder, most, used, files in groups(root):
+        try:
+            limit = int((folder / most).read_text())
+            taken = int((folder / used).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # no such group here, or "max"
+            continue
+        if limit < NO_LIMIT:
+            yield max(0, limit - taken + sum(int(stat.get(name, 0)) for name in files))
+
+
+def groups(root: Path) -> Iterator[tuple[Path, str, str, tuple[str, str]]]:
+    """Folders of both versions, from this process's group to the topmost, and their files."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds == "":
+            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+            files = ("inactive_file", "active_file")
+        elif "memory" in kinds.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            files = ("total_inactive_file", "total_active_file")
+        else:
+            continue
+        own = Path(path.lstrip("/"))
+        for folder in (own, *own.parents):
+            yield top / folder, *names, files

@@ -1,0 +1,274 @@
+"""Queue: who waits, who has a slot and pages, who must go and in what state their pages are then.
+
+Decision: pages of a request that leaves are free at once, unless a step on its way still writes to
+them; then they are kept until its result says what it wrote. Only preemption, which needs pages
+now, gives up pages that nobody can vouch for, and these are cleaned before their next owner.
+"""
+
+from __future__ import annotations
+
+from nanovllm.kv.memory import KVMemory
+from nanovllm.plan import CORRUPTED, Admit, Chunk
+from nanovllm.sched.decoding import Decoding
+from nanovllm.sched.policy import LOOKED_AT, Line, urgency, worth_waiting
+from nanovllm.sched.request import Request, arrive
+from nanovllm.sched.rows import Plan
+from nanovllm.wire import Finish, FinishReason, Generate, Refusal, RefusalKind, Started, StepOutput
+
+
+class Queue:
+    """Requests from their arrival until nothing is on its way for them; their slots and pages.
+
+    What the limits mean is said by Scheduler.
+    """
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        decoding: Decoding,
+        *,
+        num_slots: int,
+        max_model_tokens: int,
+        num_drafts: int,
+        max_queue: int,
+        ageing_s: float,
+        overtake_steps: int,
+        least_spared: int,
+    ) -> None:
+        self.memory = memory
+        self.decoding = decoding
+        self.max_model_tokens = max_model_tokens
+        self.num_drafts = num_drafts
+        self.max_queue = max_queue
+        self.ageing_s = ageing_s
+        self.overtake_steps = overtake_steps
+        self.least_spared = least_spared
+        self.waiting = Line()
+        self.running = Line()  # the last one is preempted first
+        self.prefilling = Line()  # of the running: those with known tokens left to feed
+        self.by_id: dict[int, Request] = {}
+        self.told = StepOutput()  # since the last output
+        self.num_deferred = 0  # in the newest plan: wait for what it computes for others
+        self.num_preemptions = self.prompt_tokens = self.cached_tokens = self.computed_tokens = 0
+        self._arrivals = 0
+        self._free_slots = list(range(num_slots))[::-1]
+
+    # -- arrivals ---------------------------------------------------------------------------
+
+    def add(self, spec: Generate, now: float) -> None:
+        """Queue a request that came `now` (seconds), or refuse it."""
+        order = urgency(spec.priority, now, self._arrivals, self.ageing_s)
+        request = arrive(spec, order, self.memory.page_tokens)
+        self._arrivals += 1
+        if (refusal := self._refuse(request)) is not None:
+            self.told.refused.append(Refusal(request.id, *refusal))
+            return
+        self.by_id[request.id] = request
+        self.waiting.add(request)
+
+    def _refuse(self, request: Request) -> tuple[RefusalKind, str] | None:
+        if request.num_prompt < 1 or request.spec.max_new < 1:
+            return RefusalKind.INVALID, "the prompt and max_tokens must be at least one token"
+        if request.limit > self.max_model_tokens:
+            asked = f"{request.num_prompt} prompt tokens and {request.spec.max_new} new ones exceed"
+            return RefusalKind.TOO_LONG, f"{asked} the context of {self.max_model_tokens} tokens"
+        if not self.memory.fits(request.limit + self.num_drafts):
+            room = self.memory.pool.num_pages * self.memory.page_tokens
+            return RefusalKind.TOO_LONG, f"{request.limit} tokens exceed the cache of {room} tokens"
+        if len(self.waiting) >= self.max_queue:
+            return RefusalKind.QUEUE_FULL, f"{self.max_queue} requests are waiting already"
+        return None
+
+    # -- admission --------------------------------------------------------------------------
+
+    def plan_prompts(self, plan: Plan) -> None:
+        """Feed the prompts of running requests, then of those that can be admitted."""
+        self.num_deferred = 0
+        for request in self.prefilling:
+            if plan.budget == 0:
+                return
+            self._feed(request, plan)
+        self._admit_waiting(plan)
+
+    def _admit_waiting(self, plan: Plan) -> None:
+        """Admit requests in order of urgency while tokens, slots and pages last.
+
+        Passed over are those that should wait a step for a prompt that is being computed (their
+        slots and pages are kept for them), and those without pages, as long as they have been
+        overtaken in fewer than `overtake_steps` steps.
+        """
+        no_pages: list[Request] = []
+        num_overtaken = at = kept_pages = 0
+        while plan.budget > 0 and at < min(len(self.waiting), LOOKED_AT):
+            if len(self._free_slots) <= self.num_deferred:
+                break
+            request = self.waiting[at]
+            if request.num_in_flight:
+                break  # preempted; its last token is still on its way
+            if (num_pages := self._defer(request, plan)) is not None:
+                self.num_deferred += 1
+                kept_pages += num_pages
+                at += 1
+            elif self._admit(request, plan, kept_pages):
+                num_overtaken = len(no_pages)
+                self._feed(request, plan)
+            elif request.num_overtaken < self.overtake_steps:
+                no_pages.append(request)
+                at += 1
+            else:
+                break  # from now on what becomes free is for this one
+        for request in no_pages[:num_overtaken]:
+            request.num_overtaken += 1
+
+    def _defer(self, request: Request, plan: Plan) -> int | None:
+        """The pages it will need in the next step, if it should wait for what this one computes."""
+        if not plan.chunks:
+            return None
+        now, then = self.memory.reach(request.keys)
+        if not worth_waiting(then - now, len(request.tokens) - now, self.least_spared):
+            return None
+        return self.memory.num_pages_for(len(request.tokens)) - then // self.memory.page_tokens
+
+    def _admit(self, request: Request, plan: Plan, kept_pages: int) -> bool:
+        reserve = len(self.running) + kept_pages  # each that runs may need a page soon
+        known = self.memory.admit(request.id, request.keys, reserve)
+        if known is None:
+            return False
+        request.slot = self._free_slots.pop()
+        request.prefill_until = len(request.tokens)
+        request.num_cached = known.num_cached
+        request.num_overtaken = 0
+        self.waiting.remove(request)
+        self.running.add(request)
+        self.prefilling.add(request)
+        self.decoding.begin(request, len(known.pages))
+        if not request.was_started:
+            request.was_started = True
+            self.told.started.append(Started(request.id, known.num_cached))
+            self.prompt_tokens += request.num_prompt
+            self.cached_tokens += known.num_cached
+        admit = Admit(
+            slot=request.slot,
+            tokens=request.tokens.tobytes(),
+            num_prompt=request.num_prompt,
+            num_cached=known.num_cached,
+            pages=known.pages,
+            sampling=request.spec.sampling,
+            stop_ids=request.spec.stop_ids,
+            restore_from=known.checkpoint,
+        )
+        plan.admits.append(admit)
+        if known.copy is not None:
+            plan.copies.append(known.copy)
+        return True
+
+    def _feed(self, request: Request, plan: Plan) -> None:
+        """Plan the next chunk; one never jumps over the boundary where a state is to be saved."""
+        done, until = int(self.decoding.planned[request.slot]), request.prefill_until
+        size = self.memory.page_tokens
+        boundary = (until - 1) // size * size if self.memory.hybrid else 0
+        end = min(boundary if done < boundary else until, done + plan.budget)
+        save_to = -1
+        if end == boundary > 0:
+            save_to = self.memory.save_checkpoint(request.id, end)
+        self.decoding.planned[request.slot] = end
+        self.memory.expect(request.id, end)
+        plan.chunks.append(Chunk(request.slot, end - done, end >= until, save_to))
+        plan.chunked.append(request)
+        plan.budget -= end - done
+        plan.num_tokens += end - done
+        plan.max_length = max(plan.max_length, end)
+        self.computed_tokens += end - done
+
+    def issue(self, plan: Plan) -> list[Request]:
+        """The plan is complete. Returns the requests whose known tokens it feeds to the end."""
+        self.memory.publish()
+        firsts = [r for r, c in zip(plan.chunked, plan.chunks, strict=True) if c.samples]
+        for request in firsts:
+            self.prefilling.remove(request)
+        return firsts
+
+    # -- departures -------------------------------------------------------------------------
+
+    def preempt(self, victim: Request) -> None:
+        """Back to the queue; it will recompute, mostly from its own cached pages."""
+        self.num_preemptions += 1
+        self._leave(victim)
+        self.memory.suspect(victim.id, victim.written)
+        self.memory.release(victim.id)
+        self.waiting.add(victim)
+
+    def retire(self, request: Request, reason: FinishReason, stop_id: int = -1) -> None:
+        """The request is over; nothing that is still on its way for it will be told."""
+        request.finish = reason
+        del self.by_id[request.id]
+        self.told.finished.append(Finish(request.id, reason, stop_id))
+        if request.slot < 0:
+            self.waiting.remove(request)
+            return
+        self._leave(request)
+        if reason is FinishReason.ERROR:
+            self.memory.condemn(request.id)
+        elif request.num_in_flight:
+            return  # until its lines have come
+        else:
+            self.memory.suspect(request.id, request.written)
+        self.memory.release(request.id)
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        if self.decoding.prefills(request):
+            self.prefilling.remove(request)
+        self.decoding.leave(request)
+        self._free_slots.append(request.slot)
+        request.slot = -1
+
+    def land(self, request: Request, line: list[int]) -> int:
+        """A line for a request off the device. Returns how many of its tokens are kept."""
+        request.num_in_flight -= 1
+        if request.finish is None:
+            return self._land_preempted(request, line)
+        if self.memory.holds(request.id):
+            if line[0] == CORRUPTED:
+                self.memory.condemn(request.id, request.written.start)
+            if not request.num_in_flight:
+                self.memory.release(request.id)
+        return 0
+
+    def _land_preempted(self, request: Request, line: list[int]) -> int:
+        if line[0] == CORRUPTED:
+            self.memory.condemn_text(request.keys)
+            self.retire(request, FinishReason.ERROR)
+            return 0
+        for kept, token in enumerate(line):
+            if token < 0:
+                return kept
+            request.tokens.append(token)
+            if self.end(request):
+                return kept + 1
+        return len(line)
+
+    def look_at(self, request: Request) -> bool:
+        """Share its full pages: all but its newest token is computed. Returns whether it ended."""
+        self.decoding.tails.flush(request)
+        self.memory.commit(request.id, len(request.tokens) - 1)
+        return self.end(request)
+
+    def end(self, request: Request) -> bool:
+        """Retire the request if its newest token is its last. Returns whether it is."""
+        if (token := request.tokens[-1]) in request.stop_ids:
+            self.retire(request, FinishReason.STOP, token)
+        elif len(request.tokens) >= request.limit:
+            self.retire(request, FinishReason.LENGTH)
+        return request.finish is not None
+
+    def check(self) -> None:
+        self.memory.check()
+        slots = [r.slot for r in self.running]
+        assert len(set(slots)) == len(slots) and not set(slots) & set(self._free_slots)
+        assert len(slots) + len(self._free_slots) == len(self.decoding.planned), "a slot is lost"
+        assert {r.id for r in self.prefilling} == {
+            r.id for r in self.running if self.decoding.prefills(r)
+        }
+        assert len(self.running) + len(self.waiting) == len(self.by_id)
+        self.decoding.check(list(self.running), self.num_drafts)

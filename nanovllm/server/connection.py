@@ -1,0 +1,259 @@
+"""One HTTP connection: how much it may send, how long that may take, how much may wait for it.
+
+Counts bytes, headers and seconds before anybody looks at a request, its key included. Knows
+neither routes nor bodies' meaning.
+
+Decision: `look_after` is called for every connection ten times a second, instead of timers of
+their own: nothing is to be cancelled, and a connection that ends leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import struct
+import time
+from collections import deque
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from nanovllm.config import Server as ServerConfig
+from nanovllm.log import fields
+from nanovllm.server.asgi import EXTENSION, JSON
+from nanovllm.server.errors import ApiError, shutting_down
+from nanovllm.server.metrics import OTHER_PATH, Metrics
+
+log = logging.getLogger("server")
+LINGER_S = 2.0  # how long a refused client may go on sending, so that it reads what it was told
+KERNEL_UNSENT_BYTES = 64 * 1024  # what we can't count; the rest of a slow reader's waits with us
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: the kernel keeps nothing for the client either
+NO_LIMIT = 2**31 - 1
+
+
+class Flow(FlowControl):
+    """Reading stays paused while pipelined requests wait, so that they can't pile up."""
+
+    def __init__(self, transport: asyncio.Transport, pipeline: deque[Any]) -> None:
+        super().__init__(transport)
+        self._pipeline = pipeline
+
+    def resume_reading(self) -> None:
+        if not self._pipeline:
+            super().resume_reading()
+
+
+class Connection(HttpToolsProtocol):
+    """Never asks a writer to wait, and hands the transport to the application: asgi.Writer."""
+
+    def __init__(self, settings: ServerConfig, metrics: Metrics, **given: Any) -> None:  # noqa: ANN401
+        """`given` is what uvicorn makes its protocols of."""
+        super().__init__(**given)
+        self._settings = settings
+        self._metrics = metrics
+        self._in_head = False  # a request's first line or headers have begun
+        self._in_body = False  # its headers are complete and its body is not; self.cycle is its own
+        self._num_headers = 0
+        self._head_bytes = 0  # of the first line and complete headers
+        self._fed_bytes = 0  # since the latest complete part of a request, as far as reads tell
+        self._has_turned = False  # such a part ended amid the bytes just read
+        self._is_deaf = False  # what comes from now on is not looked at
+        self._deadline: float | None = None  # for what is being read; monotonic, as all times
+        self._unread_before = 0  # bytes of a finished response, at the last progress
+        self._read_by = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        transport.set_write_buffer_limits(high=NO_LIMIT)
+        with suppress(OSError, AttributeError):  # not every system can
+            raw = transport.get_extra_info("socket")
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, KERNEL_UNSENT_BYTES)
+        super().connection_made(transport)
+        self.flow = Flow(transport, self.pipeline)
+        self._allow(self._settings.header_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            return
+        self._unset_keepalive_if_required()
+        was_idle = not (self._in_head or self._in_body)
+        if was_idle and self._deadline is None:
+            self._allow(self._settings.header_timeout_s)
+        self._has_turned = False
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._is_deaf = True  # we speak nothing else; the request itself is answered
+            self._deadline = None
+            self.cycle.keep_alive = False
+            return
+        except httptools.HttpParserError as error:
+            ours = error.__context__  # raised in a callback
+            invalid = ApiError(400, "this is not valid HTTP", code="invalid_http")
+            self._refuse(ours if isinstance(ours, ApiError) else invalid)
+            return
+        # httptools keeps the beginning of a header until all of it is there.
+        self._fed_bytes = 0 if self._has_turned else self._fed_bytes + len(data)
+        if self._fed_bytes > self._settings.max_header_bytes:
+            self._refuse(self._too_large())
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {EXTENSION: {"transport": self.transport}}
+        self._in_head = True
+        self._num_headers = self._head_bytes = self._fed_bytes = 0
+        self._allow(self._settings.header_timeout_s)
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Also a trailer of a chunked body, which counts as a header and is dropped."""
+        self._num_headers += 1
+        self._count(len(name) + len(value) + len(b": \r\n"))
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and self.parser.get_method() == b"POST":
+            text = "this server speaks HTTP/1.1 alone: leave out the header Upgrade"
+            raise ApiError(400, text, code="invalid_http")  # the parser would skip the body
+        super().on_headers_complete()
+        self._in_head, self._in_body, self._has_turned = False, True, True
+        self._allow(self._settings.body_timeout_s)
+
+    def on_body(self, body: bytes) -> None:
+        self._has_turned = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_body, self._has_turned = False, True
+        self._deadline = None
+        self.flow.resume_reading()  # or nobody would notice that the client leaves
+
+    def on_response_complete(self) -> None:
+        has_waited = bool(self.pipeline)
+        super().on_response_complete()
+        if self._deadline is None:
+            return
+        if has_waited:  # reading goes on only now
+            self._allow(self._settings.body_timeout_s)
+        elif self._in_body:  # answered before it was all read
+            self._deadline = min(self._deadline, time.monotonic() + LINGER_S)
+
+    # -- limits -----------------------------------------------------------------------------
+
+    def look_after(self, now: float) -> None:
+        """End what takes too long. To be called often, with the monotonic time."""
+        unread = self.transport.get_write_buffer_size()
+        if unread:
+            self._look_at_reader(unread, now)
+        else:
+            self._unread_before = 0
+        if self._deadline is None or now < self._deadline:
+            return
+        if self._is_deaf or self.transport.is_closing():
+            self.transport.abort()
+        elif self.pipeline:  # not read on because of ourselves
+            self._allow(self._settings.body_timeout_s)
+        elif self._in_body:
+            limit = self._settings.body_timeout_s
+            self._refuse(_too_slow(f"the body must be complete within {limit:g} s", "body"))
+        else:
+            limit = self._settings.header_timeout_s
+            self._refuse(_too_slow(f"the headers must be complete within {limit:g} s", "header"))
+
+    def shutdown(self) -> None:
+        """The server ends. A request that was not read to its end is told so."""
+        if self._in_head and not self._is_deaf:
+            self._refuse(shutting_down())
+        else:
+            super().shutdown()
+
+    def _look_at_reader(self, unread: int, now: float) -> None:
+        """A stream may have so much unread; a finished response must be read at some pace."""
+        most = self._settings.max_unread_bytes
+        cycle = self.cycle
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            is_slow = unread > most
+        elif not self._unread_before or unread <= self._unread_before - most:
+            self._unread_before = unread
+            self._read_by = now + self._settings.body_timeout_s
+            is_slow = False
+        else:
+            is_slow = now > self._read_by
+        if is_slow:
+            self._metrics.num_slow_readers += 1
+            log.info("dropped a slow reader %s", fields(unread=unread))
+            raw = self.transport.get_extra_info("socket")
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            self.transport.abort()
+
+    def _allow(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+
+    def _count(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        settings = self._settings
+        if self._num_headers > settings.max_headers or self._head_bytes > settings.max_header_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        settings = self._settings
+        text = (
+            f"headers must have at most {settings.max_header_bytes} bytes in all "
+            f"(server.max_header_bytes) and be at most {settings.max_headers} (server.max_headers)"
+        )
+        return ApiError(431, text, code="headers_too_large")
+
+    def _refuse(self, error: ApiError) -> None:
+        """Read no more. Whoever waits for an answer gets one, in order."""
+        self._is_deaf = True
+        self._deadline = None
+        cycle, is_own = self.cycle, self._in_body
+        is_open = cycle is not None and not cycle.response_complete
+        if self.pipeline or (is_own and (not is_open or cycle.response_started)):
+            self.transport.abort()  # a queue behind something broken, or answered already
+        elif is_open and not is_own:
+            cycle.keep_alive = False  # what was asked before is still answered, and nothing else
+        elif not self.transport.is_closing():
+            if is_own:
+                cycle.disconnected = True
+                cycle.message_event.set()
+            self._metrics.responses[OTHER_PATH, error.status] += 1
+            log.info("connection %s", fields(status=error.status, error=error.code))
+            self.transport.write(_whole_response(error))
+            self.transport.write_eof()
+            self._allow(LINGER_S)
+
+
+def _too_slow(text: str, part: str) -> ApiError:
+    return ApiError(408, f"{text} (server.{part}_timeout_s)", code="request_timeout")
+
+
+def _whole_response(error: ApiError) -> bytes:
+    """For a connection on which nothing follows."""
+    body = error.body()
+    headers = {
+        b"content-type": JSON,
+        b"content-length": b"%d" % len(body),
+        b"x-request-id": secrets.token_hex(16).encode(),
+        **dict(error.headers),
+        b"connection": b"close",
+    }
+    head = [b"HTTP/1.1 %d %b" % (error.status, HTTPStatus(error.status).phrase.encode())]
+    head += [b"%b: %b" % header for header in headers.items()]
+    return b"\r\n".join([*head, b"", body])

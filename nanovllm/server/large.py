@@ -1,0 +1,207 @@
+"""Large bodies become prompts in a process of their own, one at a time, the smallest first.
+
+Small requests notice neither their queue nor their decoding, which holds the interpreter's lock
+(0.4 s for 30 MB of short messages). The process has a low priority, begins with the first large
+body, and is killed when one takes too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection as Pipe
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from nanovllm.config import Config
+from nanovllm.log import setup
+from nanovllm.server.errors import ApiError
+from nanovllm.server.protocol import ChatRequest
+from nanovllm.server.served import Served
+from nanovllm.server.template import Prompt
+from nanovllm.wire import Ready
+
+log = logging.getLogger("server")
+MANY_MESSAGES = 128  # as large a body as any: templates take some 15 us for each, with the lock
+LARGE_BYTES = 128 * 1024  # of a body; some 30,000 tokens of English
+MAX_LEFT_BYTES = 1024 * 1024  # of what is not messages, which the API process must decode too
+MAX_S = 30.0  # for one body, in a process that others may slow down
+START_S = 120.0
+NICENESS = 10
+NAME = "nanovllm-large"
+Answer = tuple[ChatRequest, Prompt]
+
+
+class Room:
+    """Bytes of large bodies that are being read or wait to become prompts, all together."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._left = max_bytes
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[Callable[[int], None]]:
+        """Yields a function to be called with a body's length as it grows: it raises ApiError."""
+        held = 0
+
+        def grow(num_bytes: int) -> None:
+            nonlocal held
+            more = num_bytes - held
+            if num_bytes <= LARGE_BYTES:
+                return
+            if more > self._left:
+                text = "too many large requests wait already"
+                raise ApiError(503, text, code="overloaded")
+            self._left -= more
+            held = num_bytes
+
+        try:
+            yield grow
+        finally:
+            self._left += held
+
+
+class LargeBodies:
+    """The queue, and the thread that waits for the process. A context that ends both."""
+
+    def __init__(self, config: Config, ready: Ready) -> None:
+        self._worker = _Worker(config, ready)
+        self._thread = ThreadPoolExecutor(1, "large")
+        self._waiting: list[tuple[int, int, bytes, asyncio.Future[Answer]]] = []
+        self._numbers = itertools.count()
+        self._is_busy = False
+
+    def __enter__(self) -> LargeBodies:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.kill()
+        self._thread.shutdown()
+        self._worker.kill()  # if it was just starting
+
+    async def prepare(self, body: bytes) -> Answer:
+        """A checked request without its messages, and its prompt. Raises ApiError.
+
+        Whoever is cancelled leaves the queue; what is being worked on is finished.
+        """
+        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        entry = (len(body), next(self._numbers), body, done)
+        heapq.heappush(self._waiting, entry)
+        self._start_next()
+        try:
+            return await done
+        finally:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+                heapq.heapify(self._waiting)
+
+    def _start_next(self) -> None:
+        if self._waiting and not self._is_busy:
+            _, _, body, done = heapq.heappop(self._waiting)
+            self._is_busy = True
+            running = asyncio.get_running_loop().run_in_executor(
+                self._thread, self._worker.prepare, body
+            )
+            running.add_done_callback(partial(self._finished, done))
+
+    def _finished(self, done: asyncio.Future[Answer], running: asyncio.Future[Answer]) -> None:
+        self._is_busy = False
+        error = running.exception()
+        if done.done():
+            pass  # cancelled: the client has left
+        elif error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(running.result())
+        self._start_next()
+
+
+class _Worker:
+    """The process, as one thread sees it."""
+
+    def __init__(self, config: Config, ready: Ready) -> None:
+        self._given = config, ready
+        self._running: tuple[BaseProcess, Pipe] | None = None
+
+    def prepare(self, body: bytes) -> Answer:
+        """Blocks. Raises ApiError."""
+        try:
+            pipe = self._pipe()
+            pipe.send_bytes(body)
+            if not pipe.poll(MAX_S):
+                self.kill()
+                text = f"the body takes longer than {MAX_S:g} s to become a prompt"
+                raise ApiError(400, text, code="too_slow")
+            answer = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            self.kill()
+            text = "the process for large requests ended; the next one begins anew"
+            raise ApiError(503, text, code="large_body_failed") from None
+        if answer[0] == "error":
+            _, status, message, param, code = answer
+            raise ApiError(status, message, param=param, code=code)
+        _, request, prompt = answer
+        return request, prompt
+
+    def kill(self) -> None:
+        if self._running is not None:
+            process, pipe = self._running
+            self._running = None
+            process.kill()
+            pipe.close()
+
+    def _pipe(self) -> Pipe:
+        if self._running is None:
+            context = multiprocessing.get_context("spawn")
+            ours, theirs = context.Pipe()
+            process = context.Process(target=work, args=(theirs, *self._given), name=NAME)
+            process.start()
+            theirs.close()
+            self._running = process, ours
+            if not ours.poll(START_S):
+                raise EOFError
+            ours.recv_bytes()
+        return self._running[1]
+
+
+def work(pipe: Pipe, config: Config, ready: Ready) -> None:
+    """The process's life: bodies in, answers out, until the other end of the pipe is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # it ends with whoever started it
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):  # only Linux has it
+        Path("/proc/self/comm").write_text(NAME)
+    os.nice(NICENESS)
+    setup()
+    served = Served(config, ready)
+    with contextlib.suppress(EOFError, OSError):
+        pipe.send_bytes(b"ready")
+        while True:
+            pipe.send_bytes(answered(pipe.recv_bytes(), served))
+
+
+def answered(body: bytes, served: Served) -> bytes:
+    """Pickled: ("prompt", request, prompt), or ("error", ...) with an ApiError's arguments."""
+    try:
+        request = served.request(body)
+        prompt = served.template.prompt(request, served.max_model_tokens)
+        rest = replace(request, messages=[], chat_template_kwargs=None)
+        if len(pickle.dumps(rest)) > MAX_LEFT_BYTES:
+            text = f"the body must have at most {MAX_LEFT_BYTES} bytes beside its messages"
+            raise ApiError(400, text, code="body_too_large")
+    except Exception as error:
+        if not isinstance(error, ApiError):
+            log.exception("a large body failed")
+            error = ApiError(500, "internal error")
+        return pickle.dumps(("error", error.status, error.message, error.param, error.code))
+    return pickle.dumps(("prompt", rest, prompt))

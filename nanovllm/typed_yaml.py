@@ -1,0 +1,132 @@
+"""YAML as a frozen Struct of sections and keys, or one line that says what is wrong with it.
+
+Knows what a section is, and no key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import msgspec
+import yaml
+from msgspec import Struct, structs
+
+T = TypeVar("T", bound=Struct)
+
+
+class ConfigError(ValueError):
+    """The user's recipe, flags or checkpoint are wrong; the message is all they need to see.
+
+    It is one line, whatever was quoted in it.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # the package has no types
+    """YAML in which no key stands twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+            problem = f"the key {twice[0]} stands twice"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
+
+
+def parse(text: str, what: str) -> Any:  # noqa: ANN401
+    """Raises ConfigError that begins with `what` the text is."""
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise ConfigError(f"{what} is nested too deeply") from None
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError(f"{what} is not YAML: {line}{error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:  # characters and dates that there are not
+        raise ConfigError(f"{what} is not YAML: {error}") from None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A recipe's sections. Raises ConfigError."""
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"recipe {path} is not text in UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from None
+    raw = parse(text, f"recipe {path}")
+    if not isinstance(raw, dict):
+        raise ConfigError(f"recipe {path}: expected sections such as 'model:' at the top")
+    return raw
+
+
+def put(raw: dict[str, Any], path: str, value: object) -> None:
+    """Set `section.key`, whether it was there or not."""
+    *sections, key = path.split(".")
+    for section in sections:
+        raw = raw.setdefault(section, {})
+        if not isinstance(raw, dict):
+            raise ConfigError(f"--set {path}: {section!r} is not a section")
+    raw[key] = value
+
+
+def _check_names(
+    raw: Mapping[Any, Any], schema: type[Struct], path: str, whole: type[Struct]
+) -> None:
+    """Refuse unknown keys with their path, and a near valid name or all of the section."""
+    fields = {field.name: field.type for field in structs.fields(schema)}
+    for key, value in raw.items():
+        if key not in fields:
+            raise ConfigError(f"unknown key {path}{key}; {_meant(str(key), path, fields, whole)}")
+        section = fields[key]
+        if isinstance(section, type) and issubclass(section, Struct):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{path}{key} is a section; write {path}{key}.<key>")
+            _check_names(value, section, f"{path}{key}.", whole)
+
+
+def _meant(key: str, path: str, fields: Iterable[str], whole: type[Struct]) -> str:
+    if close := difflib.get_close_matches(key, fields, 1):
+        return f"did you mean {path}{close[0]}?"
+    for section in structs.fields(whole):
+        if key in getattr(section.type, "__struct_fields__", ()):
+            return f"did you mean {section.name}.{key}?"
+    return f"{path.rstrip('.') or 'a recipe'} has {', '.join(fields)}"
+
+
+def converted(raw: Mapping[str, Any], schema: type[T]) -> T:
+    """Raises ConfigError that names the first key that is unknown or has a value of no use."""
+    _check_names(raw, schema, "", schema)
+    try:
+        return msgspec.convert(raw, schema)
+    except msgspec.ValidationError as error:
+        raise _wrong_value(raw, schema, str(error)) from None
+
+
+NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def _wrong_value(raw: Mapping[str, Any], whole: type[Struct], message: str) -> ConfigError:
+    """A value of the wrong type, as msgspec reports it, in the words of a recipe."""
+    found = re.search(r" - at `\$\.([\w.]+)`$", message)
+    if found is None:
+        return ConfigError(f"recipe: {message}")
+    value: Any = raw
+    schema: Any = whole
+    for name in found[1].split("."):
+        value = value[name]
+        schema = next(field.type for field in structs.fields(schema) if field.name == name)
+    parts = [NOUNS[kind] for kind in (schema, *get_args(schema)) if kind in NOUNS]
+    for kind in (schema, *get_args(schema)):
+        if get_origin(kind) is Literal:
+            parts += get_args(kind)
+    wanted = ", ".join(parts[:-1]) + (" or " if parts[1:] else "") + parts[-1]
+    shown = "" if found[1].endswith("api_key") else f" is {repr(value)[:80]}; it"
+    return ConfigError(f"{found[1]}{shown} must be {wanted}")

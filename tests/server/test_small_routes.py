@@ -1,0 +1,98 @@
+"""Routes for whoever runs the server: probes, version, one model's card, statuses by path."""
+
+from __future__ import annotations
+
+import re
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+import nanovllm
+from tests.server import fake_engine
+from tests.server.serving import Api, body, eventually, serving
+
+CHAT = "/v1/chat/completions"
+
+
+def test_one_model_by_name(api) -> None:
+    (listed,) = api.http.get("/v1/models").json()["data"]
+    response = api.http.get("/v1/models/demo")
+    assert response.status_code == 200 and response.json() == listed
+    for name in ("gpt-9", "demo/x", "Demo", "x" * 5000, "%00", ""):
+        response = api.http.get(f"/v1/models/{name}")
+        found = response.json()["error"]
+        assert (response.status_code, found["code"]) == (404, "model_not_found"), name
+        assert found["param"] == "model" and "this server has 'demo'" in found["message"]
+    assert api.http.post("/v1/models/demo").headers["allow"] == "GET, HEAD"
+
+
+def test_names_with_slashes(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(fake_engine, "READY", replace(fake_engine.READY, model="org/name"))
+    with serving(tmp_path) as api:
+        for path in ("org/name", "org%2Fname", "org%2fname"):
+            assert api.http.get(f"/v1/models/{path}").json()["id"] == "org/name"
+        assert api.http.get("/v1/models/name").status_code == 404
+
+
+def test_version(api) -> None:
+    assert api.http.get("/version").json() == {"version": nanovllm.__version__}
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/demo", "/v1/x"]
+)
+def test_head_is_get_without_its_body(api, path) -> None:
+    got, head = api.http.get(path), api.http.head(path)
+    assert (head.status_code, head.content) == (got.status_code, b"")
+    assert head.headers["content-type"] == got.headers["content-type"]
+    if path != "/metrics":  # it counts these very requests
+        assert head.headers["content-length"] == str(len(got.content))
+    assert api.http.head("/health").status_code == 200  # on the same connection
+
+
+def test_head_of_chat_is_refused(api) -> None:
+    response = api.http.head(CHAT)
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+
+
+def test_ready_until_the_engine_is_gone_or_the_server_ends(tmp_path) -> None:
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    with serving(tmp_path / "a", "server.api_key=sesame") as api:
+        assert api.http.get("/ready").json() == {"status": "ready"}
+        assert api.http.head("/ready").status_code == 200
+        api.engine.die()
+        eventually(lambda: api.http.get("/ready").status_code == 503)
+        assert api.http.head("/ready").status_code == 503
+    with serving(tmp_path / "b", "server.shutdown_s=20") as api:
+        api.engine.step_s = 0.02
+        with api.http.stream("POST", CHAT, json=body("word " * 30, stream=True)) as response:
+            api.process.terminate()
+            eventually(lambda: httpx.get(f"{api.url}/ready", trust_env=False).status_code == 503)
+            response.read()
+
+
+def test_requests_are_counted_by_path_and_status(api) -> None:
+    def counts(api: Api) -> dict[tuple[str, int], int]:
+        pattern = r'^nanovllm:http_requests_total{.*,path="(.*)",status="(\d+)"} (\d+)$'
+        found = re.findall(pattern, api.http.get("/metrics").text, re.MULTILINE)
+        return {(path, int(status)): int(count) for path, status, count in found}
+
+    before = counts(api)
+    api.chat("x")
+    api.chat("x", stream=True)
+    api.chat("x", temperature=9)
+    api.http.get("/v1/models/demo")
+    api.http.get("/v1/models/other")
+    for at in range(20):
+        api.http.get(f"/nowhere/{at}")
+    after = counts(api)
+    gained = {key: after[key] - before.get(key, 0) for key in after}
+    assert {key: count for key, count in gained.items() if count} == {
+        (CHAT, 200): 2,
+        (CHAT, 400): 1,
+        ("/v1/models", 200): 1,
+        ("/v1/models", 404): 1,
+        ("other", 404): 20,
+        ("/metrics", 200): 1,
+    }

@@ -1,0 +1,204 @@
+"""What cannot fit is said before anything is loaded, with the arithmetic and what would fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from nanovllm.bench import kv
+from nanovllm.config import ConfigError, load_config
+from nanovllm.engine import paper
+from nanovllm.runner import room
+from nanovllm.runner.build import build, with_caches
+from nanovllm.runner.resolved import Resolved, resolved
+from nanovllm.runner.room import check_room, host_memory, need_of, smaller_ones
+
+GIB = 1 << 30
+DUMMY = "load.format=dummy"
+
+
+def on_a_cpu(named: str | None, *overrides: str) -> Resolved:
+    return resolved(load_config(named, [*overrides, "device=cpu"]))
+
+
+def refused(named: str | None, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_room(on_a_cpu(named, *overrides))
+    return str(caught.value)
+
+
+# -- weights against memory ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gib", "overrides", "line"),
+    [
+        (21.3, (), "30.5 GiB and 2.0 GiB of cache (cache.cpu_gib); this machine has 21.3 GiB "
+         "available; --set dtype=bfloat16 takes 17.3 GiB in all"),
+        (31.5, (), "30.5 GiB and 2.0 GiB of cache (cache.cpu_gib); this machine has 31.5 GiB "
+         "available; --set cache.cpu_gib=0.9 takes 31.4 GiB in all"),
+        (16.0, (), "30.5 GiB and 2.0 GiB of cache (cache.cpu_gib); this machine has 16.0 GiB "
+         "available; --set dtype=bfloat16 --set cache.cpu_gib=0.7 takes 16.0 GiB in all"),
+        (8.0, (), "30.5 GiB and 2.0 GiB of cache (cache.cpu_gib); this machine has 8.0 GiB "
+         "available; it needs a smaller model or a larger machine"),
+        (31.5, ("cache.pages=1000",), "30.5 GiB and 4.4 GiB of cache (cache.pages); this machine "
+         "has 31.5 GiB available; --set cache.pages=221 takes 31.5 GiB in all"),
+    ],
+)  # fmt: skip
+def test_8b_on_a_small_machine(monkeypatch, gib: float, overrides: tuple[str], line: str) -> None:
+    monkeypatch.setattr(room, "host_memory", lambda: int(gib * GIB))
+    assert refused("qwen3-8b", DUMMY, *overrides) == (
+        f"Qwen/Qwen3-8B does not fit: 8.19 B parameters x 4 bytes (float32) = {line}"
+    )
+
+
+def test_nothing_is_built_before_the_check(monkeypatch) -> None:
+    monkeypatch.setattr(room, "host_memory", lambda: 16 * GIB)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: pytest.fail("it was built"))
+    with pytest.raises(ConfigError, match="does not fit"):
+        build(load_config("qwen3-8b", [DUMMY, "device=cpu"]))
+
+
+def test_what_is_suggested_is_less_and_what_the_check_takes(monkeypatch) -> None:
+    monkeypatch.setattr(room, "host_memory", lambda: 18 * GIB)
+    for flags, smaller in smaller_ones(need_of(on_a_cpu("qwen3-8b", DUMMY))):
+        found = on_a_cpu("qwen3-8b", DUMMY, *flags.replace("--set ", "").split())
+        tables = 1 << 24  # of positions, as many as the context has, which follows the cache
+        assert abs(need_of(found).total - smaller.total) < tables, flags
+        if smaller.total <= 18 * GIB:
+            check_room(found)
+
+
+def test_the_demo_fits() -> None:
+    check_room(on_a_cpu(None))
+
+
+def test_a_gpu_s_room_is_its_share_less_what_others_took(monkeypatch) -> None:
+    found = on_a_cpu("qwen3-8b", DUMMY, "dtype=bfloat16")
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Small GPU")
+    object.__setattr__(found, "device", gpu)
+    object.__setattr__(found, "recipe", replace(found.recipe, device="cuda"))
+    need = need_of(found)
+    assert (need.room, need.cache_bytes) == (int(24 * GIB * 0.9) - 4 * GIB, 0)
+    check_room(found)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (15 * GIB, 16 * GIB))
+    with pytest.raises(ConfigError) as caught:
+        check_room(found)
+    assert str(caught.value) == (
+        "Qwen/Qwen3-8B does not fit: 8.19 B parameters x 2 bytes (bfloat16) = 15.3 GiB; Small GPU "
+        "with cache.memory_fraction 0.9 has 13.4 GiB available; it needs a smaller model or a "
+        "larger machine"
+    )
+
+
+# -- what a machine has --------------------------------------------------------------------------
+
+
+def machine(root: Path, available_gib: float, cgroup: str, **files: str) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    kib = int(available_gib * GIB) // 1024
+    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {kib} kB\n")
+    (root / "proc/self/cgroup").write_text(cgroup)
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_memory_is_what_the_kernel_calls_available(tmp_path: Path) -> None:
+    assert host_memory(machine(tmp_path, 21.5, "0::/\n")) == int(21.5 * GIB)
+    assert host_memory(tmp_path / "not Linux") == room.NO_LIMIT
+    assert 1 << 20 < host_memory() < room.NO_LIMIT
+
+
+@pytest.mark.parametrize("folder", ["a", "a__b"])
+def test_a_control_group_above_limits_it(tmp_path: Path, folder: str) -> None:
+    files = {
+        f"{folder}__memory_dot_max": f"{8 * GIB}\n",
+        f"{folder}__memory_dot_current": f"{5 * GIB}\n",
+        f"{folder}__memory_dot_stat": f"anon 1\ninactive_file {GIB}\nactive_file {GIB}\n",
+        "memory_dot_max": "max\n",
+    }
+    assert host_memory(machine(tmp_path, 21.5, "0::/a/b\n", **files)) == 5 * GIB
+
+
+def test_the_older_control_groups_too(tmp_path: Path) -> None:
+    files = {
+        "memory__x__memory_dot_limit_in_bytes": f"{4 * GIB}\n",
+        "memory__x__memory_dot_usage_in_bytes": f"{GIB}\n",
+        "memory__x__memory_dot_stat": "total_inactive_file 0\ntotal_active_file 0\n",
+        "memory__memory_dot_limit_in_bytes": "9223372036854771712\n",
+        "memory__memory_dot_usage_in_bytes": "1\n",
+        "memory__memory_dot_stat": "total_inactive_file 0\n",
+    }
+    groups = "4:cpu,memory:/x\n2:cpuset:/y\n0::/\n"
+    assert host_memory(machine(tmp_path, 21.5, groups, **files)) == 3 * GIB
+
+
+# -- the cache against the context ---------------------------------------------------------------
+
+
+def test_the_context_is_what_the_cache_holds() -> None:
+    """Today's default for 0.6B on a CPU: the printed curl line got a 400."""
+    found = on_a_cpu("qwen3-0.6b", DUMMY)
+    pages = 2 * GIB // (16 * 28 * 8 * 256 * 4) - 1
+    assert (pages, found.max_model_tokens) == (584, 584 * 16)
+    assert kv.fit(load_config("qwen3-0.6b", [DUMMY, "device=cpu"]), found).context == 9344
+    larger = on_a_cpu("qwen3-0.6b", DUMMY, "cache.cpu_gib=9")
+    assert larger.max_model_tokens == 32768
+    assert on_a_cpu(None, "cache.pages=10").max_model_tokens == 160
+    assert on_a_cpu(None).max_model_tokens == 4096  # the demo's own
+
+
+def test_a_context_that_was_asked_for_must_fit() -> None:
+    def refusal(*overrides: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            on_a_cpu("qwen3-0.6b", DUMMY, "server.max_model_tokens=20000", *overrides)
+        return str(caught.value)
+
+    assert refusal() == (
+        "server.max_model_tokens is 20000, but the cache holds 9344 tokens (584 pages of 16, 224 "
+        "KiB a token; --set cache.cpu_gib=4.3, or --set server.max_model_tokens=9344)"
+    )
+    assert refusal("cache.pages=600") == (
+        "server.max_model_tokens is 20000, but the cache holds 9600 tokens (600 pages of 16, 224 "
+        "KiB a token; --set cache.pages=1250, or --set server.max_model_tokens=9600)"
+    )
+    for cure in ("cache.cpu_gib=4.3", "cache.pages=1250"):
+        found = on_a_cpu("qwen3-0.6b", DUMMY, "server.max_model_tokens=20000", cure)
+        assert found.max_model_tokens == 20000
+    with pytest.raises(ConfigError, match="the model's context is 4096 tokens"):
+        on_a_cpu(None, "server.max_model_tokens=5000")
+
+
+def test_device_tensors_have_the_context_s_size() -> None:
+    built = build(load_config(None, ["cache.pages=10", "device=cpu"]))
+    assert (built.max_model_tokens, built.recipe.server.max_model_tokens) == (160, 160)
+    assert built.runner.slots.tokens_NL.shape == (17, 161)
+    assert built.runner.slots.max_pages == 10
+
+
+def test_a_measured_cache_shortens_the_context(monkeypatch) -> None:
+    """As on a GPU, where the pages are known only when the weights are there."""
+    found = on_a_cpu(None)
+    assert found.max_model_tokens == 4096
+    monkeypatch.setattr("nanovllm.runner.build.num_pages_that_fit", lambda *_, **how: 100)
+    runner, recipe = with_caches(found, found.empty_model(found.device))
+    assert (recipe.cache.pages, recipe.server.max_model_tokens) == (100, 1600)
+    assert runner.slots.tokens_NL.shape[1] == 1601
+    asked = on_a_cpu(None, "server.max_model_tokens=1601")
+    with pytest.raises(ConfigError, match="but the cache holds 1600 tokens"):
+        with_caches(asked, asked.empty_model(asked.device))
+
+
+def test_the_paper_engine_follows() -> None:
+    built = paper.build(load_config("paper", ["cache.pages=7"]))[1]
+    assert (built.cache.pages, built.server.max_model_tokens) == (7, 7 * 128)
+    with pytest.raises(ConfigError, match="holds 896 tokens"):
+        paper.build(load_config("paper", ["cache.pages=7", "server.max_model_tokens=897"]))
