@@ -22,6 +22,7 @@ ABUSERS = 2  # at once, each at another abuse
 PAUSE_S = 0.2  # between two abuses
 AFTER_FLOOD_S = 5.0  # until its last requests have left the queue
 SETTLE_S = 120.0  # until everything must have returned
+LOOK_S = 0.5
 SAMPLE_S = 10.0
 MINUTE_S = 60.0
 FILLER_TOKENS = 2500  # of one prompt, at least
@@ -116,10 +117,10 @@ class Soak:
     async def _settled(self, before: State | None) -> State:
         """The state as soon as it is that of a server at rest, or when it took too long."""
         deadline = time.monotonic() + SETTLE_S
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(LOOK_S)
         last = await state(self._url, self._supervisor)
         while time.monotonic() < deadline:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(LOOK_S)
             now = await state(self._url, self._supervisor)
             if not now.not_back(last if before is None else before):
                 return now
