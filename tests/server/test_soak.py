@@ -29,4 +29,4 @@ def test_some_seconds_beside_abusers(server: Server) -> None:
     )
     assert sum(told["abuses"].values()) >= 2 and told["questions"] == len(asks)
     assert metrics["nanovllm-engine_rss_mib_after"] > 50
-    assert len(told["rss_mib_by_second"]["nanovllm-engine"]) >= 2
+    assert len(told["mib_by_second"]["nanovllm-engine"]) >= 2

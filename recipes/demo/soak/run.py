@@ -23,6 +23,7 @@ PAUSE_S = 0.2  # between two abuses
 AFTER_FLOOD_S = 5.0  # until its last requests have left the queue
 SETTLE_S = 120.0  # until everything must have returned
 LOOK_S = 0.5
+GRAMMARS = "compiled grammars"  # within the engine's memory, and bounded
 SAMPLE_S = 10.0
 MINUTE_S = 60.0
 FILLER_TOKENS = 2500  # of one prompt, at least
@@ -49,7 +50,9 @@ class Soak:
         self.abuses: Counter[str] = Counter()
         self.statuses: Counter[int] = Counter()  # that abusers got
         self.before = self.after = State({}, {})
-        self.samples: dict[str, list[tuple[float, float]]] = {}  # (second, MiB) by process
+        self.samples: dict[
+            str, list[tuple[float, float]]
+        ] = {}  # (second, MiB) by process, and the grammars that the engine keeps
         self._url, self._supervisor, self._clients = url, supervisor, clients
         self._asks = questions() if asks is None else list(asks)
         self._names = list(ABUSES if abuses is None else abuses)
@@ -83,6 +86,9 @@ class Soak:
         await self._ask_again()
         self.seconds = time.monotonic() - started
         log.info("at rest: %s", shown(self.after))
+        slopes = {name: slope_mib_per_hour(samples) for name, samples in self.samples.items()}
+        told = ", ".join(f"{name} {slope:+.0f}" for name, slope in slopes.items())
+        log.info("MiB an hour, in the last two thirds: %s", told)
 
     def _work(self, until: float) -> list[Coroutine[Any, Any, None]]:
         clients = [self._client(until) for _ in range(self._clients)]
@@ -199,9 +205,9 @@ class Soak:
                 self.problem_unless_empty([f"no metrics: {error!r}"])
             else:
                 second = round(time.monotonic() - self._begun, 1)
-                for name, held in now.held.items():
-                    sample = second, round(held.rss_mib, 1)
-                    self.samples.setdefault(name, []).append(sample)
+                sizes = {name: held.rss_mib for name, held in now.held.items()}
+                for name, size in {**sizes, GRAMMARS: now.gauges[CACHE] / MIB}.items():
+                    self.samples.setdefault(name, []).append((second, round(size, 1)))
                 if time.monotonic() >= next_line:
                     next_line += MINUTE_S
                     log.info("%5.1f min: %s; %s", second / 60, self._tally(), shown(now))
@@ -242,8 +248,8 @@ class Soak:
             for name, value in seen.gauges.items():
                 made[f"{name}_{when}"] = value
         for name, samples in self.samples.items():
-            made[f"{name}_rss_slope_mib_per_h"] = round(slope_mib_per_hour(samples), 2)
-            made[f"{name}_rss_peak_mib"] = max(size for _, size in samples)
+            made[f"{name}_slope_mib_per_h"] = round(slope_mib_per_hour(samples), 2)
+            made[f"{name}_peak_mib"] = max(size for _, size in samples)
         return made
 
     def told(self) -> dict[str, Any]:
@@ -252,7 +258,7 @@ class Soak:
             "questions": len(self._asks),
             "abuses": dict(sorted(self.abuses.items())),
             "statuses_of_abuses": {str(key): n for key, n in sorted(self.statuses.items())},
-            "rss_mib_by_second": self.samples,
+            "mib_by_second": self.samples,
         }
 
 
