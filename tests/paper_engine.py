@@ -76,7 +76,9 @@ class PaperEngine:
         self.plans: list[StepPlan] = []
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
-        self.loop = EngineLoop(self.scheduler, self, self.collect, PaperMasker(), depth, self.now)
+        self.loop = EngineLoop(
+            self.scheduler, self, self.collect, PaperMasker(), depth, now=self.now
+        )
         self.text: dict[int, list[int]] = {}
         self.finish: dict[int, FinishReason] = {}
         self.stop_id: dict[int, int] = {}
@@ -109,6 +111,9 @@ class PaperEngine:
     def say(self, message: Generate | Abort) -> None:
         self.loop.handle(message)
         self.loop.tell()
+
+    def vet(self, request: Generate) -> None:
+        """Paper takes any."""
 
     def launch(self, plan: StepPlan) -> PaperHandle:
         self.plans.append(plan)

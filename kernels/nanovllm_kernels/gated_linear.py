@@ -40,8 +40,7 @@ def obstacle(device: torch.device) -> str | None:
 class GatedLinear:
     """One of layers.ops.GatedLinear. Compiles with the first product, for seconds."""
 
-    def fits(self, x_TD: Tensor, weight_ND: Tensor) -> bool:
-        num_rows = x_TD.shape[0]
+    def fits(self, num_rows: int, weight_ND: Tensor) -> bool:
         return (
             -num_rows % TILE_ROWS <= num_rows // 8
             and num_rows * weight_ND.numel() >= LEAST_WORK

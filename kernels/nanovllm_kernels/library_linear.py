@@ -35,8 +35,8 @@ MOST_ADDED_INPUTS = 4096
 class SlicedLinear:
     """One of layers.ops.SlicedLinear."""
 
-    def fits(self, x_TD: Tensor, weight_ND: Tensor) -> bool:
-        return num_slices(len(x_TD), *weight_ND.shape) > 1
+    def fits(self, num_rows: int, weight_ND: Tensor) -> bool:
+        return num_slices(num_rows, *weight_ND.shape) > 1
 
     def __call__(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
         """y_STN, whose sum over S is x W^T."""
@@ -48,9 +48,9 @@ class SlicedLinear:
 class AddedLinear:
     """One of layers.ops.AddedLinear."""
 
-    def fits(self, x_TD: Tensor, weight_ND: Tensor) -> bool:
+    def fits(self, num_rows: int, weight_ND: Tensor) -> bool:
         is_long = weight_ND.shape[1] > MOST_ADDED_INPUTS
-        return not is_long and len(x_TD) * weight_ND.numel() >= LEAST_ADDED_WORK
+        return not is_long and num_rows * weight_ND.numel() >= LEAST_ADDED_WORK
 
     def __call__(self, x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor:
         """x W^T + the residual stream, in its place."""

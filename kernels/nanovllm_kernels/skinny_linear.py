@@ -94,17 +94,17 @@ class SkinnyLinear:
 
     def fits(
         self,
-        x_TD: Tensor,
+        num_rows: int,
         weight_ND: Tensor,
         *,
         normed: bool = False,
         gated: bool = False,
         added: bool = False,
     ) -> bool:
-        if x_TD.shape[0] > MOST_ROWS or weight_ND.dtype != torch.bfloat16:
+        if num_rows > MOST_ROWS or weight_ND.dtype != torch.bfloat16:
             return False  # at once: a step of many rows is launched kernel by kernel
         kind = Kind(normed, gated, added)
-        return shape_of(*weight_ND.shape, kind, x_TD.shape[0]) is not None
+        return shape_of(*weight_ND.shape, kind, num_rows) is not None
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
         return self._launch(Kind(), x_TD, weight_ND)

@@ -68,8 +68,8 @@ class SmallLinear:
     overlap: bool = False  # with the launch before: in a chain of layers it loses what it gains
     shape: Shape | None = None  # None: the best known
 
-    def fits(self, x_TD: Tensor, weight_ND: Tensor, *, normed: bool = False) -> bool:
-        num_rows, width = x_TD.shape
+    def fits(self, num_rows: int, weight_ND: Tensor, *, normed: bool = False) -> bool:
+        width = weight_ND.shape[1]
         if normed:
             few = num_rows <= MOST_ROWS and num_rows * width <= MOST_NORMED
         else:

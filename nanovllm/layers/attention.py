@@ -12,23 +12,24 @@ from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext
 from nanovllm.dist.mesh import Mesh
-from nanovllm.layers.linear import Layer, NormedLinear, RowLinear, parameter
+from nanovllm.layers.linear import AddLinear, Layer, NormLinear, parameter
 from nanovllm.layers.ops import Ops
+from nanovllm.layers.residual import Added, Residual, as_tensor
 
 
 class Attention(Layer):
     """`qk_norm`: query and key heads are RMS-normalised before the rotation. `is_last`: no layer
-    follows, so the results are of the tokens that rows predict from, S.
+    follows, so the results are of the tokens that rows predict from.
     """
 
     def __init__(
         self,
         layer: int,
         *,
-        width: int,
+        hidden_size: int,
         num_heads: int,
         num_kv_heads: int,
-        head_width: int,
+        head_size: int,
         eps: float,
         qk_norm: bool,
         is_last: bool,
@@ -37,23 +38,21 @@ class Attention(Layer):
     ) -> None:
         super().__init__()
         self.layer, self.is_last, self.eps, self.ops = layer, is_last, eps, ops
-        q = mesh.span("num_attention_heads", num_heads).of_width(head_width)
-        kv = mesh.span_or_copy("num_key_value_heads", num_kv_heads).of_width(head_width)
-        self.qkv = NormedLinear(width, eps, {"q": q, "k": kv, "v": kv}, ops)
-        self.q_gain = parameter(head_width) if qk_norm else None
-        self.k_gain = parameter(head_width) if qk_norm else None
-        self.out = RowLinear(q, width, mesh, ops)
+        q = mesh.span("num_attention_heads", num_heads).of_width(head_size)
+        kv = mesh.span_or_copy("num_key_value_heads", num_kv_heads).of_width(head_size)
+        self.qkv = NormLinear(hidden_size, eps, {"q": q, "k": kv, "v": kv}, ops)
+        self.q_norm = parameter(head_size) if qk_norm else None
+        self.k_norm = parameter(head_size) if qk_norm else None
+        self.out = AddLinear(q, hidden_size, mesh, ops)
 
-    def forward(
-        self, x_TD: Tensor, residual_TD: Tensor | None, cos_sin_LA: Tensor, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor | None]:
-        """As Ops.linear_add."""
+    def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
+        """The residual stream with what attention gives. May overwrite what it is given."""
         cache = ctx.caches[self.layer]
-        qkv_TX, residual_TD = self.qkv(x_TD, residual_TD)
+        qkv, stream = self.qkv(residual)
         q_THA = self.ops.rope_store(
-            qkv_TX,
-            self.q_gain,
-            self.k_gain,
+            as_tensor(qkv),
+            self.q_norm,
+            self.k_norm,
             self.eps,
             cos_sin_LA,
             ctx.batch.positions_T,
@@ -63,6 +62,6 @@ class Attention(Layer):
         )
         o_TX = ctx.attend(self.layer, q_THA).flatten(1)
         if self.is_last:
-            o_TX, residual_TD = ctx.batch.sampled(o_TX), ctx.batch.sampled(residual_TD)
-        x_TD, residual_TD = self.out(o_TX, residual_TD)
-        return x_TD, residual_TD
+            o_TX, stream = ctx.batch.sampled(o_TX), Added(ctx.batch.sampled(stream.stream_TD))
+        after: Residual = self.out(o_TX, stream)
+        return after

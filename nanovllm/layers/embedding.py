@@ -6,19 +6,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.dist.mesh import Mesh
-from nanovllm.layers.linear import Layer, Placement, parameter
+from nanovllm.layers.linear import Linear, Placement
 from nanovllm.layers.ops import Ops
 
 
-class Vocabulary(Layer):
+class Vocabulary(Linear):
     """One vector a token. A model with tied embeddings uses one of these at both ends."""
 
-    def __init__(self, vocab_size: int, width: int, mesh: Mesh, ops: Ops) -> None:
-        super().__init__()
-        self.mesh, self.ops = mesh, ops
-        self.span = mesh.span("vocab_size", vocab_size)
-        self.weight = parameter(self.span.count, width)
-        self.placements = {"weight": Placement(0, (("", self.span),))}
+    def __init__(self, vocab_size: int, hidden_size: int, mesh: Mesh, ops: Ops) -> None:
+        span = mesh.span("vocab_size", vocab_size)
+        super().__init__(span.count, hidden_size, Placement(0, (("", span),)), ops)
+        self.mesh, self.span = mesh, span
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
         if self.mesh.tp_size == 1:
@@ -28,6 +26,6 @@ class Vocabulary(Layer):
         x_TD = F.embedding(local_T.masked_fill(elsewhere_T, 0), self.weight)
         return self.mesh.all_reduce(x_TD.masked_fill(elsewhere_T[:, None], 0))
 
-    def logits(self, x_SD: Tensor) -> Tensor:
-        """Of this rank's share of the vocabulary, in x's dtype: samplers never need all of it."""
-        return self.ops.linear(x_SD, self.weight)
+    def logits(self, x_RD: Tensor) -> Tensor:
+        """logits_RV of this rank's share of the vocabulary, in x's dtype."""
+        return self.product(x_RD)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nanovllm.dist.mesh import Mesh, Span
 from nanovllm.layers.ops import Ops
+from nanovllm.layers.residual import Added, Pending, Product, Residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,39 +37,68 @@ def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
-class NormedLinear(Layer):
-    """y = rms_norm(x + residual) W^T, outputs cut over ranks. `parts` are fused in order: q, k, v.
+class Linear(Layer):
+    """y = x W^T: one weight [N, D], and the table of its implementations by rows.
 
-    `gated`: the parts are gate and up, of equal widths, and y is silu(gate) * up.
+    Subclasses say what is fused before and after, each with a table of its own.
+    """
+
+    def __init__(self, out_features: int, in_features: int, placement: Placement, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.weight = parameter(out_features, in_features)
+        self.placements = {"weight": placement}
+        self.by_rows = ops.plain(self.weight)
+
+    def product(self, x_TD: Tensor) -> Tensor:
+        """y_TN, of this rank's output or input features."""
+        y_TN: Tensor = self.by_rows[len(x_TD)].run(x_TD, self.weight)
+        return y_TN
+
+
+class NormLinear(Linear):
+    """y = rms_norm(residual stream) W^T, its output features cut over ranks.
+
+    `parts` are fused in their order: q, k and v, say. `gated`: the parts are gate and up, of equal
+    widths, and y is silu(gate) * up.
     """
 
     def __init__(
-        self, width: int, eps: float, parts: dict[str, Span], ops: Ops, *, gated: bool = False
+        self,
+        hidden_size: int,
+        eps: float,
+        parts: dict[str, Span],
+        ops: Ops,
+        *,
+        gated: bool = False,
     ) -> None:
-        super().__init__()
-        self.eps, self.ops, self.gated = eps, ops, gated
-        self.gain = parameter(width)
-        self.weight = parameter(sum(span.count for span in parts.values()), width)
-        self.placements = {"weight": Placement(0, tuple(parts.items()))}
+        out_features = sum(span.count for span in parts.values())
+        super().__init__(out_features, hidden_size, Placement(0, tuple(parts.items())), ops)
+        self.eps, self.gated = eps, gated
+        self.norm_weight = parameter(hidden_size)
+        self.by_rows = ops.normed(self.weight, gated=gated, is_added=True)
+        self.by_rows_pending = ops.normed(self.weight, gated=gated, is_added=False)
 
-    def forward(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """y and the sum x + residual. May overwrite both inputs."""
-        return self.ops.norm_linear(
-            x_TD, residual_TD, self.gain, self.eps, self.weight, gated=self.gated
-        )
+    def forward(self, residual: Residual) -> tuple[Product, Added]:
+        """y and the stream with everything added. May overwrite what it is given."""
+        table = self.by_rows if isinstance(residual, Added) else self.by_rows_pending
+        run = table[len(residual.stream_TD)].run
+        found: tuple[Product, Added] = run(residual, self.norm_weight, self.eps, self.weight)
+        return found
 
 
-class RowLinear(Layer):
-    """y = x W^T, inputs cut over ranks and the partial results summed, for the residual stream."""
+class AddLinear(Linear):
+    """y = x W^T for the residual stream: input features cut over ranks, partial results summed."""
 
-    def __init__(self, inputs: Span, width: int, mesh: Mesh, ops: Ops) -> None:
-        super().__init__()
-        self.mesh, self.ops = mesh, ops
-        self.weight = parameter(width, inputs.count)
-        self.placements = {"weight": Placement(1, (("", inputs),))}
+    def __init__(self, inputs: Span, hidden_size: int, mesh: Mesh, ops: Ops) -> None:
+        super().__init__(hidden_size, inputs.count, Placement(1, (("", inputs),)), ops)
+        self.mesh = mesh
+        self.by_rows_added = ops.added(self.weight)
 
-    def forward(self, x_TD: Tensor, residual_TN: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As Ops.linear_add."""
-        if self.mesh.tp_size == 1:
-            return self.ops.linear_add(x_TD, self.weight, residual_TN)
-        return self.mesh.all_reduce(self.ops.linear(x_TD, self.weight)), residual_TN
+    def forward(self, x_TD: Tensor, residual: Added) -> Residual:
+        """The stream with the product added, or pending. May overwrite the stream."""
+        if self.mesh.tp_size > 1:
+            y_TD = self.mesh.all_reduce(self.product(x_TD))
+            return Pending(residual.stream_TD, y_TD)
+        after: Residual = self.by_rows_added[len(x_TD)].run(x_TD, self.weight, residual)
+        return after

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from nanovllm.dist.mesh import Mesh
-from nanovllm.layers.linear import Layer, NormedLinear, RowLinear
+from nanovllm.layers.linear import AddLinear, Layer, NormLinear
 from nanovllm.layers.ops import Ops
+from nanovllm.layers.residual import Residual
 
 
 class MLP(Layer):
-    def __init__(self, width: int, inner_width: int, eps: float, mesh: Mesh, ops: Ops) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, eps: float, mesh: Mesh, ops: Ops
+    ) -> None:
         super().__init__()
-        inner = mesh.span("intermediate_size", inner_width)
-        self.gate_up = NormedLinear(width, eps, {"gate": inner, "up": inner}, ops, gated=True)
-        self.down = RowLinear(inner, width, mesh, ops)
+        inner = mesh.span("intermediate_size", intermediate_size)
+        self.gate_up = NormLinear(hidden_size, eps, {"gate": inner, "up": inner}, ops, gated=True)
+        self.down = AddLinear(inner, hidden_size, mesh, ops)
 
-    def forward(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """As Ops.linear_add."""
-        x_TD, residual_TD = self.down(*self.gate_up(x_TD, residual_TD))
-        return x_TD, residual_TD
+    def forward(self, residual: Residual) -> Residual:
+        """The residual stream with what this block gives. May overwrite what it is given."""
+        y_TF, stream = self.gate_up(residual)
+        after: Residual = self.down(y_TF, stream)
+        return after

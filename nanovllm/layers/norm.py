@@ -6,15 +6,18 @@ from torch import Tensor
 
 from nanovllm.layers.linear import Layer, parameter
 from nanovllm.layers.ops import Ops
+from nanovllm.layers.residual import Added, Residual
 
 
 class RMSNorm(Layer):
-    def __init__(self, width: int, eps: float, ops: Ops) -> None:
+    """The norm behind the last block; those before products belong to their `NormLinear`."""
+
+    def __init__(self, hidden_size: int, eps: float, ops: Ops) -> None:
         super().__init__()
         self.eps = eps
         self.ops = ops
-        self.weight = parameter(width)
+        self.weight = parameter(hidden_size)
 
-    def forward(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As Ops.norm."""
-        return self.ops.norm(x_TD, residual_TD, self.weight, self.eps)
+    def forward(self, residual: Residual) -> tuple[Tensor, Added]:
+        """The normalised stream y_TD, and the stream. May overwrite what it is given."""
+        return self.ops.norm(residual, self.weight, self.eps)

@@ -4,17 +4,19 @@ Each has one meaning, given by the plain-torch reference in nanovllm_kernels.ref
 number of implementations. `kernels.<name>: torch` in a recipe brings the reference back, which is
 both the ablation and the bisection tool; `compile` leaves the fusing to torch.compile.
 
-Decision: products are operations too, together with the norm before them and the gate after them,
-because a step of a few rows is launches and weights, and one kernel does all of it. The number of
-rows, which a CUDA graph fixes, decides: layers do not know.
+Decision: a product is chosen together with the norm before it and the gate or the residual stream
+after it, because a step of a few rows is launches and weights, and one kernel does all of it. The
+number of rows, which a CUDA graph fixes, decides: a `RowTable` for each shape of weight, which the
+engine fills and prints at start.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,7 @@ from nanovllm_kernels.gated_linear import obstacle
 from torch import Tensor
 
 from nanovllm.config import ConfigError, Kernels
+from nanovllm.layers.residual import Added, Pending, Product, Residual, Slices, as_tensor
 from nanovllm.registry import resolve
 
 IMPLEMENTATIONS = {
@@ -55,9 +58,9 @@ IMPLEMENTATIONS = {
 
 
 class SmallLinear(Protocol):
-    """The methods of Ops of the same names, each in one launch, for steps of a few rows."""
+    """Products with or without the norm before them, in one launch, for steps of a few rows."""
 
-    def fits(self, x_TD: Tensor, weight_ND: Tensor, *, normed: bool = False) -> bool: ...
+    def fits(self, num_rows: int, weight_ND: Tensor, *, normed: bool = False) -> bool: ...
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor: ...
 
@@ -65,48 +68,60 @@ class SmallLinear(Protocol):
         self,
         x_TD: Tensor,
         residual_TD: Tensor | None,
-        gain_D: Tensor,
+        norm_weight_D: Tensor,
         eps: float,
         weight_ND: Tensor,
         *,
         gated: bool = False,
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor]:
+        """The product and the sum x + residual."""
+        ...
 
 
 class GatedLinear(Protocol):
-    """silu_mul of linear in one launch, for steps of many rows."""
+    """silu(gate) * up of one product, in one launch, for steps of many rows."""
 
-    def fits(self, x_TD: Tensor, weight_ND: Tensor) -> bool: ...
+    def fits(self, num_rows: int, weight_ND: Tensor) -> bool: ...
 
     def __call__(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor: ...
 
 
 class SkinnyLinear(Protocol):
-    """Methods of Ops, each in one launch, for up to 128 rows. `kind`: normed, gated, added."""
+    """Products with what is before and after them, in one launch, for up to 128 rows."""
 
-    def fits(self, x_TD: Tensor, weight_ND: Tensor, **kind: bool) -> bool: ...
+    def fits(self, num_rows: int, weight_ND: Tensor, **kind: bool) -> bool:
+        """`kind`: normed, gated, added."""
+        ...
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor: ...
 
     def linear_add(self, x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor: ...
 
     def norm_linear(
-        self, x_TD: Tensor, gain_D: Tensor, eps: float, weight_ND: Tensor, *, gated: bool = False
+        self,
+        x_TD: Tensor,
+        norm_weight_D: Tensor,
+        eps: float,
+        weight_ND: Tensor,
+        *,
+        gated: bool = False,
     ) -> Tensor: ...
 
 
 class SlicedLinear(Protocol):
-    """linear as slices of the inputs, in one launch, for steps of some hundred rows."""
+    """A product as slices of the inputs, in one launch, for steps of some hundred rows."""
 
-    def fits(self, x_TD: Tensor, weight_ND: Tensor) -> bool: ...
+    def fits(self, num_rows: int, weight_ND: Tensor) -> bool: ...
 
-    def __call__(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor: ...
+    def __call__(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
+        """y_ITN, whose sum over I is x W^T."""
+        ...
 
 
 class AddedLinear(Protocol):
-    """linear_add in one launch, for steps of thousands of rows."""
+    """A product added to the residual stream, in one launch, for steps of thousands of rows."""
 
-    def fits(self, x_TD: Tensor, weight_ND: Tensor) -> bool: ...
+    def fits(self, num_rows: int, weight_ND: Tensor) -> bool: ...
 
     def __call__(self, x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor: ...
 
@@ -114,25 +129,57 @@ class AddedLinear(Protocol):
 ONE_BY_ONE = None  # the other operations do it, whatever the number of rows
 
 
+class Implementation(NamedTuple):
+    """One way to compute a product with what is fused to it."""
+
+    name: str  # as `serve` and `capture-graphs` print it
+    run: Callable[..., Any]
+
+
+class RowTable:
+    """Which implementation serves how many rows, of all weights of one shape."""
+
+    def __init__(self, choose: Callable[[int], Implementation]) -> None:
+        self._choose = choose
+        self._known: dict[int, Implementation] = {}
+
+    def __getitem__(self, num_rows: int) -> Implementation:
+        found = self._known.get(num_rows)
+        if found is None:
+            found = self._known[num_rows] = self._choose(num_rows)
+        return found
+
+    def describe(self, most_rows: int) -> str:
+        """E.g. `small 1-8, skinny 9-128, library 129-8192`."""
+        parts: list[tuple[str, int, int]] = []
+        for rows in range(1, most_rows + 1):
+            name = self[rows].name
+            if parts and parts[-1][0] == name:
+                parts[-1] = (name, parts[-1][1], rows)
+            else:
+                parts.append((name, rows, rows))
+        return ", ".join(
+            f"{name} {low}" if low == high else f"{name} {low}-{high}" for name, low, high in parts
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """One implementation per operation.
 
-    rms_norm(x_TD, gain_D, eps) -> y_TD
-        x / sqrt(mean(x^2) + eps), computed in float32, cast to x's dtype, times gain.
-    add_rms_norm(x_TD, residual_TD, gain_D, eps) -> (y_TD, sum_TD)
-        sum = x + residual; y = rms_norm(sum). May overwrite both inputs.
+    rms_norm(x_TD, weight_D, eps) -> y_TD
+        x / sqrt(mean(x^2) + eps), computed in float32, cast to x's dtype, times the weight.
+    add_rms_norm(x, residual_TD, weight_D, eps) -> (y_TD, sum_TD)
+        sum = x + residual; y = rms_norm(sum). May overwrite both inputs. x is x_TD, or slices
+        x_ITD that are summed up here.
     silu_mul(gate_up_T2F) -> y_TF
-        silu(first half) * second half of each line.
-    rope_store(qkv_TX, q_gain_A, k_gain_A, eps, cos_sin_LA, positions_T, cells_T, k_PSGA, v_PSGA)
-        -> q_THA
-        Splits qkv into heads [H q | G k | G v] of width A (G from k_PSGA); normalises q and k per
-        head when gains are given (None = no norm); rotates q and k half-split (cos_sin_LA: cos in
-        the first A/2 columns, sin in the rest, float32, row = position); writes k and v to the
-        cells of the cache; returns the rotated q.
-
-    The methods are compositions of these. A residual stream of None begins with x. Where a product
-    goes to one of these two, x of add_rms_norm or qkv may be slices of it, x_STN, summed up there.
+        silu(first half) * second half of each row.
+    rope_store(qkv, q_norm_A, k_norm_A, eps, cos_sin_LA, positions_T, slot_mapping_T, k_PSGA,
+               v_PSGA) -> q_THA
+        Splits qkv_TX, or the sum of slices qkv_ITX, into heads [H q | G k | G v] of size A (G from
+        k_PSGA); normalises q and k per head when weights of a norm are given; rotates q and k
+        half-split (cos_sin_LA: cos in the first A/2 columns, sin in the rest, float32, row =
+        position); writes k and v to their slots of the cache; returns the rotated q.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -144,88 +191,153 @@ class Ops:
     skinny_linear: SkinnyLinear | None = ONE_BY_ONE
     sliced_linear: SlicedLinear | None = ONE_BY_ONE
     added_linear: AddedLinear | None = ONE_BY_ONE
+    tables: dict[tuple[object, ...], RowTable] = field(
+        init=False, default_factory=dict, compare=False
+    )
 
-    def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-        """x W^T."""
-        if self.skinny_linear is not None and self.skinny_linear.fits(x_TD, weight_ND):
-            return self.skinny_linear.linear(x_TD, weight_ND)
-        if self.small_linear is not None and self.small_linear.fits(x_TD, weight_ND):
-            return self.small_linear.linear(x_TD, weight_ND)
-        return F.linear(x_TD, weight_ND)
+    def norm(self, residual: Residual, weight_D: Tensor, eps: float) -> tuple[Tensor, Added]:
+        """The normalised stream, and the stream itself. May overwrite what it is given."""
+        if isinstance(residual, Added):
+            return self.rms_norm(residual.stream_TD, weight_D, eps), residual
+        x = as_tensor(residual.update)
+        y_TD, stream_TD = self.add_rms_norm(x, residual.stream_TD, weight_D, eps)
+        return y_TD, Added(stream_TD)
 
-    def slices(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-        """linear's, or slices of it."""
-        if self.sliced_linear is not None and self.sliced_linear.fits(x_TD, weight_ND):
-            return self.sliced_linear(x_TD, weight_ND)
-        return self.linear(x_TD, weight_ND)
+    # -- tables of implementations, by rows -----------------------------------------------------
 
-    def linear_add(
-        self, x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """(x W^T or its slices, the residual stream), or (the sum, None). May overwrite the stream.
+    def plain(self, weight_ND: Tensor) -> RowTable:
+        """Of run(x_TD, weight_ND) -> y_TN."""
+        return self._table(weight_ND, self._plain)
 
-        For add_rms_norm.
+    def added(self, weight_ND: Tensor) -> RowTable:
+        """Of run(x_TD, weight_ND, Added) -> Residual: the product, for the residual stream."""
+        return self._table(weight_ND, self._added)
+
+    def normed(self, weight_ND: Tensor, *, gated: bool, is_added: bool) -> RowTable:
+        """Of run(residual, norm_weight_D, eps, weight_ND) -> (Product, Added).
+
+        The product of the normalised residual stream; `gated`: silu of its first half times the
+        other. `is_added`: for a stream in that state, else for one with a product pending.
         """
+        return self._table(weight_ND, self._normed, gated, is_added)
+
+    def _table(
+        self, weight_ND: Tensor, choose: Callable[..., Implementation], *more: bool
+    ) -> RowTable:
+        key = choose.__name__, *more, *weight_ND.shape, weight_ND.dtype
+        if key not in self.tables:
+            self.tables[key] = RowTable(partial(choose, weight_ND, *more))
+        return self.tables[key]
+
+    def _plain(self, weight_ND: Tensor, num_rows: int) -> Implementation:
+        if self.skinny_linear is not None and self.skinny_linear.fits(num_rows, weight_ND):
+            return Implementation("skinny", self.skinny_linear.linear)
+        if self.small_linear is not None and self.small_linear.fits(num_rows, weight_ND):
+            return Implementation("small", self.small_linear.linear)
+        return Implementation("library", F.linear)
+
+    def _sliced(self, weight_ND: Tensor, num_rows: int) -> Implementation:
+        sliced = self.sliced_linear
+        if sliced is not None and sliced.fits(num_rows, weight_ND):
+            return Implementation("sliced", lambda x_TD, weight: Slices(sliced(x_TD, weight)))
+        return self._plain(weight_ND, num_rows)
+
+    def _added(self, weight_ND: Tensor, num_rows: int) -> Implementation:
         skinny, added = self.skinny_linear, self.added_linear
-        if skinny is not None and skinny.fits(x_TD, weight_ND, added=True):
-            return skinny.linear_add(x_TD, weight_ND, residual_TN), None
-        if added is not None and added.fits(x_TD, weight_ND):
-            return added(x_TD, weight_ND, residual_TN), None
-        return self.slices(x_TD, weight_ND), residual_TN
+        add: Callable[..., Tensor] | None = None
+        if skinny is not None and skinny.fits(num_rows, weight_ND, added=True):
+            name, add = "skinny", skinny.linear_add
+        elif added is not None and added.fits(num_rows, weight_ND):
+            name, add = "library", added
 
-    def norm(
-        self, x_TD: Tensor, residual_TD: Tensor | None, gain_D: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """(normalised, sum) of x and the residual stream. May overwrite both inputs."""
-        if residual_TD is None:
-            return self.rms_norm(x_TD, gain_D, eps), x_TD
-        return self.add_rms_norm(x_TD, residual_TD, gain_D, eps)
+        if add is not None:
+            done = add
 
-    def norm_linear(
-        self,
-        x_TD: Tensor,
-        residual_TD: Tensor | None,
-        gain_D: Tensor,
-        eps: float,
-        weight_ND: Tensor,
-        *,
-        gated: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """(linear of norm's, or silu_mul of that if `gated`; norm's sum). May overwrite both.
+            def run(x_TD: Tensor, weight: Tensor, residual: Added) -> Residual:
+                return Added(done(x_TD, weight, residual.stream_TD))
 
-        Not gated it is for rope_store: slices, perhaps.
-        """
+            return Implementation(f"{name}+residual", run)
+        product = self._sliced(weight_ND, num_rows)
+
+        def leave(x_TD: Tensor, weight: Tensor, residual: Added) -> Residual:
+            return Pending(residual.stream_TD, product.run(x_TD, weight))
+
+        return Implementation(product.name, leave)
+
+    def _normed(
+        self, weight_ND: Tensor, gated: bool, is_added: bool, num_rows: int
+    ) -> Implementation:
         skinny, small = self.skinny_linear, self.small_linear
-        if (
-            skinny is not None
-            and residual_TD is None  # the product before has added it
-            and skinny.fits(x_TD, weight_ND, normed=True, gated=gated)
-        ):
-            return skinny.norm_linear(x_TD, gain_D, eps, weight_ND, gated=gated), x_TD
-        if small is not None and x_TD.ndim == 2 and small.fits(x_TD, weight_ND, normed=True):
-            return small.norm_linear(x_TD, residual_TD, gain_D, eps, weight_ND, gated=gated)
-        x_TD, residual_TD = self.norm(x_TD, residual_TD, gain_D, eps)
-        if not gated:
-            return self.slices(x_TD, weight_ND), residual_TD
-        if self.gated_linear is not None and self.gated_linear.fits(x_TD, weight_ND):
-            return self.gated_linear(x_TD, weight_ND), residual_TD
-        return self.silu_mul(self.linear(x_TD, weight_ND)), residual_TD
+        after = "+gate" if gated else ""
+        kind = {"normed": True, "gated": gated}
+        if skinny is not None and is_added and skinny.fits(num_rows, weight_ND, **kind):
+            fused = partial(_skinny_normed, skinny, gated)
+            return Implementation(f"norm+skinny{after}", fused)
+        if small is not None and small.fits(num_rows, weight_ND, normed=True):
+            return Implementation(f"norm+small{after}", partial(_small_normed, small, gated))
+        product = (self._gated if gated else self._sliced)(weight_ND, num_rows)
+
+        def run(
+            residual: Residual, norm_weight_D: Tensor, eps: float, weight: Tensor
+        ) -> tuple[Product, Added]:
+            x_TD, stream = self.norm(residual, norm_weight_D, eps)
+            return product.run(x_TD, weight), stream
+
+        return Implementation(product.name, run)
+
+    def _gated(self, weight_ND: Tensor, num_rows: int) -> Implementation:
+        if self.gated_linear is not None and self.gated_linear.fits(num_rows, weight_ND):
+            return Implementation("quack+gate", self.gated_linear)
+        product = self._plain(weight_ND, num_rows)
+        return Implementation(product.name, lambda x, weight: self.silu_mul(product.run(x, weight)))
+
+
+def _skinny_normed(
+    kernel: SkinnyLinear,
+    gated: bool,
+    residual: Added,
+    norm_weight_D: Tensor,
+    eps: float,
+    weight_ND: Tensor,
+) -> tuple[Tensor, Added]:
+    x_TD = residual.stream_TD
+    return kernel.norm_linear(x_TD, norm_weight_D, eps, weight_ND, gated=gated), residual
+
+
+def _small_normed(
+    kernel: SmallLinear,
+    gated: bool,
+    residual: Residual,
+    norm_weight_D: Tensor,
+    eps: float,
+    weight_ND: Tensor,
+) -> tuple[Tensor, Added]:
+    if isinstance(residual, Added):
+        x_TD, stream_TD = residual.stream_TD, None
+    else:  # of few rows, for which there are no slices
+        assert not isinstance(residual.update, Slices)
+        x_TD, stream_TD = residual.update, residual.stream_TD
+    y_TN, sum_TD = kernel.norm_linear(x_TD, stream_TD, norm_weight_D, eps, weight_ND, gated=gated)
+    return y_TN, Added(sum_TD)
+
+
+OPERATIONS = tuple(entry.name for entry in fields(Ops) if entry.name != "tables")
 
 
 def select_ops(kernels: Kernels, device: torch.device) -> Ops:
     """What the recipe asks for. Raises ConfigError if that cannot run here."""
     chosen = {}
-    for field in fields(Ops):
-        asked = getattr(kernels, field.name)
-        kind = fastest(field.name, device) if asked == "auto" else asked
+    for name in OPERATIONS:
+        asked = getattr(kernels, name)
+        kind = fastest(name, device) if asked == "auto" else asked
         if kind == "triton" and device.type == "cpu":
-            raise ConfigError(f"kernels.{field.name} is triton, which needs a GPU; use torch")
+            raise ConfigError(f"kernels.{name} is triton, which needs a GPU; use torch")
         if kind == "cute" and (reason := obstacle(device)) is not None:
-            raise ConfigError(f"kernels.{field.name} is cute, but {reason}; use torch")
+            raise ConfigError(f"kernels.{name} is cute, but {reason}; use torch")
         if kind == "compile":
-            chosen[field.name] = compiled(field.name, device)
+            chosen[name] = compiled(name, device)
         else:
-            chosen[field.name] = resolve(IMPLEMENTATIONS[kind], field.name)
+            chosen[name] = resolve(IMPLEMENTATIONS[kind], name)
     return Ops(**chosen)
 
 

@@ -19,6 +19,7 @@ from nanovllm.layers.linear import Layer
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.ops import Ops
+from nanovllm.layers.residual import Added, Residual
 from nanovllm.layers.rope import Rope, cos_sin_table
 
 Count = Annotated[int, Meta(ge=1)]
@@ -61,34 +62,31 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 
 
 class Block(Layer):
-    """Attention and MLP, each adding what came before to the residual stream first."""
+    """Attention and MLP, each behind its norm."""
 
     def __init__(
         self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, *, qk_norm: bool
     ) -> None:
         super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
+        hidden_size, eps = config.hidden_size, config.rms_norm_eps
         self.attn = Attention(
             layer,
-            width=width,
+            hidden_size=hidden_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
-            head_width=config.head_width,
+            head_size=config.head_width,
             eps=eps,
             qk_norm=qk_norm,
             is_last=layer + 1 == config.num_hidden_layers,
             mesh=mesh,
             ops=ops,
         )
-        self.mlp = MLP(width, config.intermediate_size, eps, mesh, ops)
+        self.mlp = MLP(hidden_size, config.intermediate_size, eps, mesh, ops)
 
-    def forward(
-        self, x_TD: Tensor, residual_TD: Tensor | None, cos_sin_LA: Tensor, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor | None]:
-        """The MLP's output and the residual stream, or their sum and None."""
-        x_TD, residual_TD = self.attn(x_TD, residual_TD, cos_sin_LA, ctx)
-        x_TD, residual_TD = self.mlp(x_TD, residual_TD)
-        return x_TD, residual_TD
+    def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
+        """The residual stream behind this block. May overwrite what it is given."""
+        after: Residual = self.mlp(self.attn(residual, cos_sin_LA, ctx))
+        return after
 
 
 class Decoder(Layer):
@@ -100,12 +98,12 @@ class Decoder(Layer):
     Config: ClassVar[type[DecoderConfig]]
     WEIGHTS: ClassVar[tuple[Rule, ...]] = (
         ("model.embed_tokens.weight", "embed.weight"),
-        ("model.layers.{}.input_layernorm.weight", "layers.{}.attn.qkv.gain"),
+        ("model.layers.{}.input_layernorm.weight", "layers.{}.attn.qkv.norm_weight"),
         ("model.layers.{}.self_attn.q_proj.weight", "layers.{}.attn.qkv.weight", "q"),
         ("model.layers.{}.self_attn.k_proj.weight", "layers.{}.attn.qkv.weight", "k"),
         ("model.layers.{}.self_attn.v_proj.weight", "layers.{}.attn.qkv.weight", "v"),
         ("model.layers.{}.self_attn.o_proj.weight", "layers.{}.attn.out.weight"),
-        ("model.layers.{}.post_attention_layernorm.weight", "layers.{}.mlp.gate_up.gain"),
+        ("model.layers.{}.post_attention_layernorm.weight", "layers.{}.mlp.gate_up.norm_weight"),
         ("model.layers.{}.mlp.gate_proj.weight", "layers.{}.mlp.gate_up.weight", "gate"),
         ("model.layers.{}.mlp.up_proj.weight", "layers.{}.mlp.gate_up.weight", "up"),
         ("model.layers.{}.mlp.down_proj.weight", "layers.{}.mlp.down.weight"),
@@ -135,11 +133,10 @@ class Decoder(Layer):
 
     def forward(self, token_ids_T: Tensor, ctx: ForwardContext) -> Tensor:
         """The last hidden states x_SD of the tokens that rows predict from, normalised."""
-        x_TD: Tensor = self.embed(token_ids_T)
-        residual_TD: Tensor | None = None
+        residual: Residual = Added(self.embed(token_ids_T))
         for block in self.layers:
-            x_TD, residual_TD = block(x_TD, residual_TD, self.cos_sin_LA, ctx)
-        x_SD: Tensor = self.norm(x_TD, residual_TD)[0]
+            residual = block(residual, self.cos_sin_LA, ctx)
+        x_SD: Tensor = self.norm(residual)[0]
         return x_SD
 
     def logits(self, x_SD: Tensor) -> Tensor:

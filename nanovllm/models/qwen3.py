@@ -17,8 +17,8 @@ class Qwen3(Decoder):
     Config = Qwen3Config
     WEIGHTS: ClassVar[tuple[Rule, ...]] = (
         *Decoder.WEIGHTS,
-        ("model.layers.{}.self_attn.q_norm.weight", "layers.{}.attn.q_gain"),
-        ("model.layers.{}.self_attn.k_norm.weight", "layers.{}.attn.k_gain"),
+        ("model.layers.{}.self_attn.q_norm.weight", "layers.{}.attn.q_norm"),
+        ("model.layers.{}.self_attn.k_norm.weight", "layers.{}.attn.k_norm"),
     )
 
     @staticmethod

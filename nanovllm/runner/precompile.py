@@ -18,7 +18,7 @@ from nanovllm_kernels.gated_linear import compile_gated
 from nanovllm_kernels.kept import Job
 
 from nanovllm.layers.embedding import Vocabulary
-from nanovllm.layers.linear import NormedLinear, RowLinear
+from nanovllm.layers.linear import AddLinear, NormLinear
 from nanovllm.log import Progress
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.resolved import Resolved
@@ -56,9 +56,9 @@ def products_of(model: Decoder) -> list[Job]:
     found = set()
     for module in model.modules():
         match module:
-            case NormedLinear():
+            case NormLinear():
                 kind = Kind(normed=True, gated=module.gated)
-            case RowLinear():
+            case AddLinear():
                 kind = Kind(added=module.mesh.tp_size == 1)
             case Vocabulary():
                 kind = Kind()

@@ -14,7 +14,7 @@ from nanovllm.attention.choose import Factory, choose_backend
 from nanovllm.config import Auto, Config, ConfigError, Recipe, given_or, resolve_schedule
 from nanovllm.dist.mesh import Mesh
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.layers.ops import Ops, fastest, select_ops
+from nanovllm.layers.ops import OPERATIONS, fastest, select_ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder, DecoderConfig
 from nanovllm.models.weights import default_dtype
@@ -122,7 +122,7 @@ def without_autos(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> R
     for name in ("sample", "batch_prep"):
         if on_cpu and getattr(kernels, name) == "triton":
             raise ConfigError(f"kernels.{name} is triton, which needs a GPU; use torch")
-    names = (*Ops.__dataclass_fields__, "sample", "batch_prep")
+    names = (*OPERATIONS, "sample", "batch_prep")
     chosen = {k: fastest(k, device) for k in names if getattr(kernels, k) == "auto"}
     return replace(
         recipe,

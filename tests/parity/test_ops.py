@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from inspect import signature
 
 import pytest
@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from nanovllm.config import ConfigError, Kernels
-from nanovllm.layers.ops import Ops, select_ops
+from nanovllm.layers.ops import OPERATIONS, Ops, select_ops
+from nanovllm.layers.residual import Added, Pending, Residual
 
 CPU = torch.device("cpu")
 REFERENCE = Ops(
@@ -25,7 +26,7 @@ def test_a_cpu_runs_the_references() -> None:
 
 
 def test_a_gpu_can_run_the_references() -> None:
-    kernels = Kernels(**{field.name: "torch" for field in fields(Ops)})
+    kernels = Kernels(**dict.fromkeys(OPERATIONS, "torch"))
     assert select_ops(kernels, torch.device("cuda")) == REFERENCE
 
 
@@ -89,8 +90,8 @@ def test_the_fused_gate_is_refused_where_it_cannot_run() -> None:
 class Doubled:
     """In place of the fused gate: for three rows and more, and plain to tell apart."""
 
-    def fits(self, x_TD: Tensor, weight_ND: Tensor) -> bool:
-        return len(x_TD) >= 3
+    def fits(self, num_rows: int, weight_ND: Tensor) -> bool:
+        return num_rows >= 3
 
     def __call__(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
         return 2 * reference.silu_mul(x_TD @ weight_ND.T)
@@ -101,13 +102,27 @@ def test_the_fused_gate_takes_steps_of_many_rows(num_rows: int, factor: float) -
     torch.manual_seed(0)
     x, weight, gain = torch.randn(num_rows, 8), torch.randn(12, 8), torch.randn(8)
     fused = replace(REFERENCE, gated_linear=Doubled())
-    actual, total = fused.norm_linear(x, None, gain, 1e-6, weight, gated=True)
-    expected, _ = REFERENCE.norm_linear(x, None, gain, 1e-6, weight, gated=True)
+    actual, after = normed(fused, Added(x), gain, weight, gated=True)
+    expected, _ = normed(REFERENCE, Added(x), gain, weight, gated=True)
     torch.testing.assert_close(actual, factor * expected)
-    assert torch.equal(total, x)
+    assert torch.equal(after.stream_TD, x)
     # Products without a gate are none of its business.
-    plain, _ = fused.norm_linear(x, None, gain, 1e-6, weight)
-    assert torch.equal(plain, REFERENCE.norm_linear(x, None, gain, 1e-6, weight)[0])
+    plain, _ = normed(fused, Added(x), gain, weight)
+    assert torch.equal(plain, normed(REFERENCE, Added(x), gain, weight)[0])
+
+
+def normed(ops: Ops, residual: Residual, gain, weight, *, gated=False) -> tuple[Tensor, Added]:
+    table = ops.normed(weight, gated=gated, is_added=isinstance(residual, Added))
+    return table[len(residual.stream_TD)].run(residual, gain, 1e-6, weight)
+
+
+def test_a_table_says_which_implementation_serves_how_many_rows() -> None:
+    fused = replace(REFERENCE, gated_linear=Doubled())
+    table = fused.normed(torch.empty(12, 8), gated=True, is_added=False)
+    assert table.describe(4) == "library 1-2, quack+gate 3-4"
+    assert fused.normed(torch.empty(12, 8), gated=True, is_added=False) is table
+    assert fused.normed(torch.empty(12, 9), gated=True, is_added=False) is not table
+    assert fused.plain(torch.empty(12, 8)).describe(1) == "library 1"
 
 
 @pytest.mark.parametrize(
@@ -134,16 +149,15 @@ def test_slices_are_summed_up_by_what_follows() -> None:
     x, weight, gain = torch.randn(65, 96), torch.randn(48, 96), torch.randn(48)
     stream = torch.randn(65, 48)
     ops = select_ops(Kernels(sliced_linear="library"), CPU)
-    slices, rest = ops.linear_add(x, weight, stream)
+    pending = ops.added(weight)[65].run(x, weight, Added(stream))
+    slices = pending.update.parts_ITN
     assert slices.shape == (4, 65, 48)
     torch.testing.assert_close(slices[1], x[:, 24:48] @ weight[:, 24:48].T)
-    assert rest is stream
-    for found, expected in zip(
-        ops.norm(slices, rest, gain, 1e-6),
-        REFERENCE.norm(x @ weight.T, stream, gain, 1e-6),
-        strict=True,
-    ):
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert pending.stream_TD is stream
+    found, summed = ops.norm(pending, gain, 1e-6)
+    expected, total = REFERENCE.norm(Pending(stream, x @ weight.T), gain, 1e-6)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(summed.stream_TD, total.stream_TD, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +173,11 @@ def test_the_library_adds_the_stream_in_steps_of_many_rows(
     stream = torch.randn(num_rows, 12)
     expected = stream + x @ weight.T
     ops = select_ops(Kernels(added_linear="library"), CPU)
-    found, rest = ops.linear_add(x, weight, stream)
-    assert (found is stream, rest is None) == (added, added)
-    torch.testing.assert_close(found if rest is None else found + rest, expected)
+    found = ops.added(weight)[num_rows].run(x, weight, Added(stream))
+    assert found.stream_TD is stream
+    assert isinstance(found, Added if added else Pending)
+    total = stream if added else stream + found.update
+    torch.testing.assert_close(total, expected)
 
 
 def test_norms_round_where_transformers_does() -> None:

@@ -214,7 +214,7 @@ def test_dummy_weights_come_from_the_seed(tmp_path: Path) -> None:
     )
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["embed.weight"], other["embed.weight"])
-    assert torch.equal(one["layers.0.attn.q_gain"], torch.ones(16))
+    assert torch.equal(one["layers.0.attn.q_norm"], torch.ones(16))
     assert torch.equal(one["norm.weight"], torch.ones(64))
     for name, weight in one.items():
         if weight.ndim == 2:

@@ -59,6 +59,9 @@ class Device:
     padded_tokens: int = 0
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
+    def vet(self, request: Generate) -> None:
+        """It takes any."""
+
     def launch(self, plan: StepPlan) -> Handle:
         for admit in plan.admits:
             self.lengths[admit.slot] = admit.num_cached

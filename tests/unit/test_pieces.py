@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nanovllm.bench.graphs import occupy
+from nanovllm.layers.residual import Residual
 from nanovllm.plan import Chunk, StepPlan
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.pieces import piece_sizes
@@ -95,9 +96,9 @@ def test_behind_the_last_attention_only_sampling_rows_go_on(
 
 
 def watched(forward: Callable[..., object], seen: list[int]) -> Callable[..., object]:
-    def watching(x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> object:
-        seen.append(len(x_TD))
-        return forward(x_TD, residual_TD)
+    def watching(residual: Residual) -> object:
+        seen.append(len(residual.stream_TD))
+        return forward(residual)
 
     return watching
 

@@ -44,9 +44,9 @@ for num_lines, width, num_rows, kind in (
     (3072, 1024, 1, {"normed": True, "gated": True}),  # 96 or 192 blocks
     (2048, 1024, 1, {"normed": True, "gated": True}),
 ):
-    x = torch.empty(num_rows, width, dtype=torch.bfloat16)
     weight = torch.empty(num_lines, width, dtype=torch.bfloat16, device="meta")
-    print(SKINNY_LINEAR.fits(x, weight, **kind), SKINNY_LINEAR.fits(x, weight.half(), **kind))
+    fits = (SKINNY_LINEAR.fits(num_rows, of, **kind) for of in (weight, weight.half()))
+    print(*fits)
 """
 
 

@@ -16,8 +16,10 @@ import triton
 from nanovllm_kernels import reference, small_linear
 from nanovllm_kernels.case import Case, check
 from nanovllm_kernels.small_linear import Shape, SmallLinear
+from torch import Tensor
 
 from nanovllm.layers.ops import Ops
+from nanovllm.layers.residual import Added, Pending, Residual
 
 CPU = torch.device("cpu")
 INTERPRETED = triton.knobs.runtime.interpret
@@ -35,16 +37,23 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def fits(self, x, weight, *, normed=False):
-        return len(x) <= (1 if normed else 2)
+    def fits(self, num_rows, weight, *, normed=False):
+        return num_rows <= (1 if normed else 2)
 
     def linear(self, x, weight):
         self.calls.append("linear")
-        return ONE_BY_ONE.linear(x, weight)
+        return x @ weight.T
 
     def norm_linear(self, x, residual, gain, eps, weight, *, gated=False):
         self.calls.append("norm_linear gated" if gated else "norm_linear")
-        return ONE_BY_ONE.norm_linear(x, residual, gain, eps, weight, gated=gated)
+        stream = Added(x) if residual is None else Pending(residual, x)
+        y, added = normed(ONE_BY_ONE, stream, gain, weight, gated=gated)
+        return y, added.stream_TD
+
+
+def normed(ops: Ops, residual: Residual, gain, weight, *, gated=False) -> tuple[Tensor, Added]:
+    table = ops.normed(weight, gated=gated, is_added=isinstance(residual, Added))
+    return table[len(residual.stream_TD)].run(residual, gain, 0.1, weight)
 
 
 def numbers(num_rows: int) -> tuple[torch.Tensor, ...]:
@@ -59,16 +68,15 @@ def numbers(num_rows: int) -> tuple[torch.Tensor, ...]:
 def test_one_by_one_is_norm_then_product_then_gate(begun, gated) -> None:
     x, residual, gain, weight = numbers(3)
     total = x + residual if begun else x
-    normed = total / (total.square().mean(1, keepdim=True) + 0.1).sqrt() * gain
-    expected = normed @ weight.T
+    scaled = total / (total.square().mean(1, keepdim=True) + 0.1).sqrt() * gain
+    expected = scaled @ weight.T
     if gated:
         gate, up = expected.chunk(2, 1)
         expected = gate * torch.sigmoid(gate) * up
-    y, stream = ONE_BY_ONE.norm_linear(
-        x.clone(), residual.clone() if begun else None, gain, 0.1, weight, gated=gated
-    )
+    before = Pending(residual.clone(), x.clone()) if begun else Added(x.clone())
+    y, after = normed(ONE_BY_ONE, before, gain, weight, gated=gated)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(stream, total)
+    assert torch.equal(after.stream_TD, total)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +88,10 @@ def test_the_number_of_rows_chooses_and_nothing_else_changes(num_rows, calls) ->
     ops = replace(ONE_BY_ONE, small_linear=recorder)
     x, residual, gain, weight = numbers(num_rows)
     for each in (ops, ONE_BY_ONE):
-        gated, stream = each.norm_linear(x, residual, gain, 0.1, weight, gated=True)
-        plain, _ = each.norm_linear(x, stream, gain, 0.1, weight)
-        last = each.linear(x, weight)
+        before = Pending(residual.clone(), x.clone())
+        gated, added = normed(each, before, gain, weight, gated=True)
+        plain, _ = normed(each, added, gain, weight)
+        last = each.plain(weight)[num_rows].run(x, weight)
         if each is ops:
             ours = gated, plain, last
     assert recorder.calls == calls
@@ -102,9 +111,9 @@ def test_the_number_of_rows_chooses_and_nothing_else_changes(num_rows, calls) ->
     ],
 )
 def test_what_fits(rows, width, dtype, plain, normed) -> None:
-    x, weight = torch.empty(rows, width, dtype=dtype), torch.empty(8, width, dtype=dtype)
-    assert SmallLinear().fits(x, weight) is plain
-    assert SmallLinear().fits(x, weight, normed=True) is normed
+    weight = torch.empty(8, width, dtype=dtype)
+    assert SmallLinear().fits(rows, weight) is plain
+    assert SmallLinear().fits(rows, weight, normed=True) is normed
 
 
 def test_shapes_of_programs_in_the_interpreter() -> None:
@@ -137,6 +146,6 @@ test_shape_of_program.__test__ = INTERPRETED
 
 def test_many_results_are_the_library_s() -> None:
     x = torch.empty(5, 1024, dtype=torch.bfloat16)
-    assert SmallLinear().fits(x, torch.empty(6553, 1024, dtype=torch.bfloat16))
-    assert not SmallLinear().fits(x, torch.empty(6554, 1024, dtype=torch.bfloat16))
-    assert SmallLinear().fits(x[:4], torch.empty(6554, 1024, dtype=torch.bfloat16))
+    assert SmallLinear().fits(len(x), torch.empty(6553, 1024, dtype=torch.bfloat16))
+    assert not SmallLinear().fits(len(x), torch.empty(6554, 1024, dtype=torch.bfloat16))
+    assert SmallLinear().fits(4, torch.empty(6554, 1024, dtype=torch.bfloat16))
