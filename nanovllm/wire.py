@@ -129,6 +129,8 @@ class Stats(Struct, frozen=True, kw_only=True):
     steps_by_mode: dict[str, int] = {}  # keys of plan.mode_key: "FULL/decode", "NONE/mixed", ...
     padded_tokens: int = 0
     num_compiling: int = 0  # requests that wait for their grammars; not in num_waiting
+    num_matchers: int = 0  # grammars that running requests follow
+    grammar_cache_bytes: int = 0  # of compiled grammars that are kept
     grammar_failures: dict[str, int] = {}  # by reason: "invalid", "timeout", "died"
 
 

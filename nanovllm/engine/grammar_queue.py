@@ -90,6 +90,10 @@ class GrammarQueue:
         self._kept: OrderedDict[str, Kept] = OrderedDict()  # least used first
         self._kept_bytes = 0
 
+    @property
+    def num_kept_bytes(self) -> int:
+        return self._kept_bytes
+
     def ask(self, request_id: int, tag: str, told: Told) -> None:
         """`told` gets the grammar once it is there, which may be now, unless the request leaves."""
         with self._changed:

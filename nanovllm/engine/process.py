@@ -204,6 +204,8 @@ class Engine:
             steps_by_mode=dict(self.executor.steps_by_mode),
             padded_tokens=self.executor.padded_tokens,
             num_compiling=len(self._compiling),
+            num_matchers=self.grammars.num_followed,
+            grammar_cache_bytes=self.grammars.queue.num_kept_bytes,
             grammar_failures=dict(self.grammars.queue.failures),
         )
 

@@ -104,6 +104,11 @@ class EngineClient:
         self._connection.close()
 
     @property
+    def num_open(self) -> int:
+        """Requests whose results are awaited."""
+        return len(self._sinks)
+
+    @property
     def silent_s(self) -> float:
         """Seconds for which the engine process has given no sign of life; 0 before its first."""
         return 0.0 if self._beat_at is None else time.monotonic() - self._beat_at

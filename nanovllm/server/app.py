@@ -255,4 +255,6 @@ class App:
             page_tokens=ready.page_tokens,
             num_pages=ready.num_pages,
             step_age_s=self._client.step_age_s,
+            num_open=self._client.num_open,
+            num_tasks=len(asyncio.all_tasks()),
         )

@@ -22,7 +22,7 @@ from typing import Any
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from nanovllm.config import Server as ServerConfig
 from nanovllm.log import fields
@@ -59,6 +59,7 @@ class Connection(HttpToolsProtocol):
         self._metrics = metrics
         self._in_head = False  # a request's first line or headers have begun
         self._in_body = False  # its headers are complete and its body is not; self.cycle is its own
+        self._answered: RequestResponseCycle | None = None  # now; self.cycle may wait behind it
         self._num_headers = 0
         self._head_bytes = 0  # of the first line and complete headers
         self._fed_bytes = 0  # since the latest complete part of a request, as far as reads tell
@@ -80,6 +81,10 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+        self.pipeline.clear()
+        if (cycle := self._answered) is not None and not cycle.response_complete:
+            cycle.disconnected = True  # uvicorn tells the newest request only
+            cycle.message_event.set()
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -131,6 +136,8 @@ class Connection(HttpToolsProtocol):
             text = "this server speaks HTTP/1.1 alone: leave out the header Upgrade"
             raise ApiError(400, text, code="invalid_http")  # the parser would skip the body
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answered = self.cycle
         self._in_head, self._in_body, self._has_turned = False, True, True
         self._allow(self._settings.body_timeout_s)
 
@@ -146,6 +153,8 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         has_waited = bool(self.pipeline)
+        if has_waited:
+            self._answered = self.pipeline[-1][0]
         super().on_response_complete()
         if self._deadline is None:
             return
@@ -186,7 +195,7 @@ class Connection(HttpToolsProtocol):
     def _look_at_reader(self, unread: int, now: float) -> None:
         """A stream may have so much unread; a finished response must be read at some pace."""
         most = self._settings.max_unread_bytes
-        cycle = self.cycle
+        cycle = self._answered
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             is_slow = unread > most
         elif not self._unread_before or unread <= self._unread_before - most:

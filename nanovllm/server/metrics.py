@@ -95,12 +95,16 @@ def render(
     page_tokens: int,
     num_pages: int,
     step_age_s: float = 0.0,
+    num_open: int = 0,
+    num_tasks: int = 0,
 ) -> bytes:
     """Prometheus' text format, version 0.0.4."""
     page = _Page(f'model_name={quoted(model)},engine="0"')
     sizes = {f"{page_tokens}/{num_pages}": 1}
     page.add("vllm:cache_config_info", "gauge", _by("block_size/num_gpu_blocks", sizes))
     page.add("nanovllm:last_step_age_seconds", "gauge", step_age_s)
+    page.add("nanovllm:open_choices", "gauge", num_open)
+    page.add("nanovllm:asyncio_tasks", "gauge", num_tasks)
     _queue_and_cache(page, stats)
     _steps(page, stats)
     finished = _by("finished_reason", metrics.finished)
@@ -155,6 +159,8 @@ def _queue_and_cache(page: _Page, stats: Stats) -> None:
     page.add("vllm:prefix_cache_queries_total", "counter", stats.prompt_tokens)
     page.add("vllm:prefix_cache_hits_total", "counter", stats.cached_tokens)
     page.add("nanovllm:grammar_compilations_waiting", "gauge", stats.num_compiling)
+    page.add("nanovllm:grammar_matchers", "gauge", stats.num_matchers)
+    page.add("nanovllm:grammar_cache_bytes", "gauge", stats.grammar_cache_bytes)
     failures = _by("reason", stats.grammar_failures)
     page.add("nanovllm:grammar_compilation_failures_total", "counter", failures)
 

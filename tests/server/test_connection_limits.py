@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -239,6 +240,29 @@ def test_pipelined_requests_wait_outside(limited) -> None:
                 num_sent += sock.send(many)
         assert resident(limited.process.pid) < 400 << 20
     limited.engine.reset()
+
+
+def test_who_leaves_amid_pipelined_requests_leaves_nothing(limited) -> None:
+    """The request that is being answered is told, not only the last of those behind it."""
+    limited.engine.reset()
+    limited.engine.step_s = 0.01
+    before = tasks(limited)
+    stream = json.dumps(body("x", stream=True, ignore_eos=True)).encode()
+    with connected(limited) as sock:
+        sock.sendall((post(len(stream)) + stream) * 3)
+        assert some(sock).startswith(b"HTTP/1.1 200")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    eventually(lambda: limited.engine.aborts == [limited.engine.generates[0].request_id])
+    eventually(lambda: tasks(limited) == before)
+    assert len(limited.engine.generates) == 1 and limited.engine.running == {}
+    assert "Traceback" not in limited.log()
+
+
+def tasks(api: Api) -> int:
+    """Of the API process's event loop; this question's own included."""
+    found = re.search(r"^nanovllm:asyncio_tasks\S* (\d+)$", api.http.get("/metrics").text, re.M)
+    assert found
+    return int(found[1])
 
 
 def test_bodies_that_lie(limited) -> None:

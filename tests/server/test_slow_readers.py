@@ -67,6 +67,18 @@ def test_a_stream_that_nobody_reads_is_dropped(api) -> None:
     assert api.chat("others go on").status_code == 200
 
 
+def test_a_request_behind_it_does_not_save_it(api) -> None:
+    """It is dropped at the limit, not a second after its last progress."""
+    before = num_dropped(api)
+    api.engine.step_s = 0.02
+    with asking(api, stream=True, logprobs=True, top_logprobs=20) as sock:
+        eventually(lambda: len(api.engine.generates) == 16)
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        eventually(lambda: num_dropped(api) == before + 1)
+        eventually(lambda: api.engine.running == {})
+    assert int(re.findall(r"dropped a slow reader unread=(\d+)", api.log())[-1]) < 700_000
+
+
 def test_a_stream_that_is_read_now_and_then_is_not(api) -> None:
     """Its unread bytes stay below the limit, however many there are in all."""
     before = num_dropped(api)

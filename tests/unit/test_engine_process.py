@@ -60,7 +60,9 @@ class Running:
             max_queue=max_queue,
         )
         executor = PaperExecutor(SENTENCE, 2, step_s)
-        self.engine = Engine(scheduler, executor, self.grammars, [self.connection], depth=1)
+        self.engine = Engine(
+            scheduler, executor, self.grammars, [self.connection], depth=1, pace=None
+        )
         self.thread = threading.Thread(target=self.engine.run)
         self.thread.start()
         self.tokens: dict[int, list[int]] = {}
@@ -116,7 +118,8 @@ def test_requests_with_and_without_grammars(running) -> None:
     running.hear(1, 2, 3, 4)
     assert running.tokens == {1: SENTENCE, 2: SENTENCE, 4: SENTENCE}
     assert running.refused == {3: (RefusalKind.INVALID, "nothing matches it")}
-    running.hear_stats(num_running=0, num_compiling=0, generated_tokens=15)
+    running.hear_stats(num_running=0, num_compiling=0, num_matchers=0, generated_tokens=15)
+    assert running.stats.grammar_cache_bytes == running.grammars.queue.num_kept_bytes > 0
     assert running.stats.grammar_failures == {"invalid": 1, "timeout": 0, "died": 0}
     assert running.grammars.num_followed == 0
 
@@ -167,9 +170,10 @@ def test_aborted_while_it_follows_its_grammar(running) -> None:
     running.say(asked(1, "fine", max_new=50))
     while 1 not in running.tokens:
         running._take(running.connection.sent.get(timeout=30))
-    assert running.grammars.num_followed == 1
+    running.hear_stats(num_matchers=1)
     running.say(Abort(1))
     running.hear(1)
+    running.hear_stats(num_matchers=0)
     assert running.finished == {1: FinishReason.ABORT}
     assert running.grammars.num_followed == 0
 

@@ -28,6 +28,8 @@ STATS = Stats(
     host_step_p50_s=0.001,
     steps_by_mode={"FULL/decode": 40, "NONE/mixed": 10},
     padded_tokens=8,
+    num_matchers=5,
+    grammar_cache_bytes=7000,
 )
 LINE = re.compile(
     r"(?:process_[a-z_]+|[a-z]+:[a-z0-9_]+\{(\w+=\"(?:[^\"\\]|\\.)*\",?)+\}) -?[0-9.e+-]+(inf)?"
@@ -35,7 +37,8 @@ LINE = re.compile(
 
 
 def page(metrics: Metrics, model: str = "demo") -> str:
-    return render(metrics, STATS, model=model, page_tokens=16, num_pages=1000).decode()
+    sizes = {"page_tokens": 16, "num_pages": 1000}
+    return render(metrics, STATS, model=model, **sizes, num_open=9, num_tasks=11).decode()
 
 
 def test_the_engines_numbers_are_there_under_common_names() -> None:
@@ -63,6 +66,10 @@ def test_the_engines_numbers_are_there_under_common_names() -> None:
         f"nanovllm:host_step_p50_seconds{{{labels}}} 0.001",
         f"nanovllm:host_bubble_seconds_total{{{labels}}} 0.25",
         f"nanovllm:graph_padded_tokens_total{{{labels}}} 8",
+        f"nanovllm:grammar_matchers{{{labels}}} 5",
+        f"nanovllm:grammar_cache_bytes{{{labels}}} 7000",
+        f"nanovllm:open_choices{{{labels}}} 9",
+        f"nanovllm:asyncio_tasks{{{labels}}} 11",
     ):
         assert line in text.splitlines()
 
