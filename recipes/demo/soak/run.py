@@ -205,7 +205,8 @@ class Soak:
                 self.problem_unless_empty([f"no metrics: {error!r}"])
             else:
                 second = round(time.monotonic() - self._begun, 1)
-                sizes = {name: held.rss_mib for name, held in now.held.items()}
+                # The mean: trials come and go as forks, which share most of their memory.
+                sizes = {name: held.rss_mib / held.processes for name, held in now.held.items()}
                 for name, size in {**sizes, GRAMMARS: now.gauges[CACHE] / MIB}.items():
                     self.samples.setdefault(name, []).append((second, round(size, 1)))
                 if time.monotonic() >= next_line:
