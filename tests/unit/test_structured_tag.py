@@ -498,12 +498,3 @@ def test_with_tools_it_is_calls_or_the_content() -> None:
 def test_refusals(fields, message) -> None:
     with pytest.raises(ApiError, match=message):
         matcher(**fields)
-
-
-def test_nested_too_deeply() -> None:
-    for depth in (30, 300):
-        deep = json.loads("[" * depth + "]" * depth)
-        assert allows(json.dumps(deep), turn=OVER, structured_outputs={"json": {"const": deep}})
-    text = "[" * 100_000 + "]" * 100_000
-    with pytest.raises(ApiError, match="must be JSON"):
-        matcher(structured_outputs={"json": text})
