@@ -14,6 +14,13 @@ from collections.abc import Iterable
 from itertools import count
 
 from nanovllm.server.structured.automata import LAST, Dfa, Ranges, inverted, merged
+from nanovllm.server.structured.productive import (
+    Rule,
+    bare,
+    is_rule,
+    productive,
+    renamed,
+)
 from nanovllm.server.structured.regexes import MANY
 
 MAX_RULES = 60_000
@@ -29,8 +36,6 @@ GROUPS = tuple(
 )  # fmt: skip
 _GROUPED = merged([pair for group in GROUPS for pair in group])
 _SPECIAL: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF))
-Sequence = tuple[str, ...]  # of terminals, which begin with a quote or a bracket, and of rules
-Rule = list[Sequence]  # one of them
 
 
 class TooManyRulesError(Exception):
@@ -201,7 +206,7 @@ class Rules:
 
     def text(self, root: str) -> str | None:
         """Of all that the rule needs and that can match; None if it matches nothing."""
-        bodies = _productive(self.bodies)
+        bodies = productive(self.bodies)
         if not bodies[root]:
             return None
         same = {name: body[0][0] for name, body in bodies.items()
@@ -212,7 +217,7 @@ class Rules:
             name = waiting.pop()
             sequences = []
             for sequence in bodies[name]:
-                items = [_named(item, same) for item in sequence]
+                items = [renamed(item, same) for item in sequence]
                 sequences.append(" ".join(items))
                 new = {bare(item): 0 for item in items if is_rule(item) and bare(item) not in seen}
                 seen.update(new)
@@ -223,57 +228,6 @@ class Rules:
         if any(bare(item) == root for name in seen for s in bodies[name] for item in s):
             lines.append(f"{root} ::= root")
         return "\n".join(lines)
-
-
-def _named(item: str, same: dict[str, str]) -> str:
-    if not is_rule(item):
-        return item
-    name, brace, counts = item.partition("{")
-    seen = set()
-    while name in same and name not in seen:
-        seen.add(name)
-        name = same[name]
-    return name + brace + counts
-
-
-def _productive(bodies: dict[str, Rule]) -> dict[str, Rule]:
-    """Without what can't match: alternatives that need a rule that matches nothing."""
-    users: dict[str, list[tuple[str, int]]] = {}
-    missing: dict[tuple[str, int], int] = {}
-    good: set[str] = set()
-    waiting: list[str] = []
-    for name, body in bodies.items():
-        for i, sequence in enumerate(body):
-            needs = {bare(item) for item in sequence if is_rule(item) and "{0," not in item}
-            missing[name, i] = len(needs)
-            for need in needs:
-                users.setdefault(need, []).append((name, i))
-            if not needs and name not in good:
-                good.add(name)
-                waiting.append(name)
-    while waiting:
-        for name, i in users.get(waiting.pop(), ()):
-            missing[name, i] -= 1
-            if not missing[name, i] and name not in good:
-                good.add(name)
-                waiting.append(name)
-    return {
-        name: [
-            tuple(item for item in sequence if not is_rule(item) or bare(item) in good) or ('""',)
-            for i, sequence in enumerate(body)
-            if not missing[name, i]
-        ]
-        for name, body in bodies.items()
-    }
-
-
-def is_rule(item: str) -> bool:
-    return item[0] not in '"['
-
-
-def bare(item: str) -> str:
-    """Without its counts."""
-    return item.partition("{")[0]
 
 
 def is_plain(text: str) -> bool:
