@@ -363,18 +363,25 @@ def main() -> None:
     metrics = summary(found)
     log.info("%s", json.dumps(metrics, indent=1))
     if args.results_dir is not None:
-        made = record.of_this_machine(
-            kind="demo",
-            started_at=started_at,
-            duration_s=round(time.monotonic() - begun, 1),
-            recipe={"schemas": args.folder.name},
-            changed={},
-            workload={"name": "schemas", "sample": args.sample or 0},
-            metrics=metrics,
-        )
-        argv = ["python", "-m", "recipes.demo.schemas", *sys.argv[1:]]
-        made = msgspec.structs.replace(made, argv=argv)
+        duration_s = round(time.monotonic() - begun, 1)
+        made = record_of(metrics, started_at, duration_s, args.folder.name, args.sample)
         log.info("record: %s", record.write(made, args.results_dir))
+
+
+def record_of(
+    metrics: dict[str, float], started_at: str, duration_s: float, folder: str, sample: int | None
+) -> record.Record:
+    made = record.of_this_machine(
+        kind="demo",
+        started_at=started_at,
+        duration_s=duration_s,
+        recipe={"model": folder},
+        changed={},
+        workload={"name": "schemas", "sample": sample or 0},
+        metrics=metrics,
+    )
+    argv = ["python", "-m", "recipes.demo.schemas", folder, *sys.argv[2:]]
+    return msgspec.structs.replace(made, argv=argv)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from recipes.demo.schemas import Found, arrange, judge, reasons, run, summary
+from nanovllm.bench import record
+from recipes.demo.schemas import Found, arrange, judge, reasons, record_of, run, summary
 
 POINT = {
     "type": "object",
@@ -40,6 +41,9 @@ def test_a_folder(tmp_path) -> None:
     assert (metrics["strict_percent"], metrics["best_effort_percent"]) == (50, 75)
     assert (metrics["valid_percent"], metrics["invalid_refused_percent"]) == (66.67, 50)
     assert sum(reasons(list(found.values())).values()) == 2
+    made = record_of(metrics, "2026-01-01T00:00:00+00:00", 1.0, "some", None)
+    path = record.write(made, tmp_path)
+    assert path.name.endswith("_some_schemas.json") and record.read(path).metrics == metrics
 
 
 def test_keys_come_in_the_order_of_the_schema() -> None:

@@ -19,11 +19,11 @@ from nanovllm.server.structured.facts import (
     both,
 )
 from nanovllm.server.structured.objects import Objects
+from nanovllm.server.structured.productive import Rule
 from nanovllm.server.structured.reading import Reader
 from nanovllm.server.structured.regexes import parsed
 from nanovllm.server.structured.register import InexactError
-from nanovllm.server.structured.rules import Rule, Rules, TooManyRulesError
-from nanovllm.server.structured.terminals import literal
+from nanovllm.server.structured.rules import Rules, TooManyRulesError, literal
 
 MAX_STATES = 2000  # of all texts that are narrowed, and of all names, to be compiled in time
 MAX_PREFIX = 1000  # items of an array that are each of their own

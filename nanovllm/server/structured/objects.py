@@ -17,11 +17,11 @@ from nanovllm.server.structured.automata import (
     union,
 )
 from nanovllm.server.structured.facts import ANYTHING, Conj, Object, both
+from nanovllm.server.structured.productive import Rule
 from nanovllm.server.structured.reading import Reader
 from nanovllm.server.structured.regexes import found
 from nanovllm.server.structured.register import InexactError
-from nanovllm.server.structured.rules import Rule, Rules
-from nanovllm.server.structured.terminals import is_plain, literal
+from nanovllm.server.structured.rules import Rules, is_plain, literal
 from nanovllm.server.structured.texts import automaton
 
 STRIDE = 8  # properties of which one is chosen at once

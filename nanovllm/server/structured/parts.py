@@ -9,8 +9,9 @@ from re import _constants as op  # type: ignore[attr-defined]
 from typing import Any
 
 from nanovllm.server.structured.automata import PatternError, TooLargeError
+from nanovllm.server.structured.productive import Rule, Sequence
 from nanovllm.server.structured.regexes import MANY, anchored, class_of, parsed
-from nanovllm.server.structured.rules import Rule, Rules, Sequence
+from nanovllm.server.structured.rules import Rules
 from nanovllm.server.structured.texts import SLACK, distances, ending_within
 
 LEAST_SHARE = 8  # characters of one repetition

@@ -14,15 +14,14 @@ from collections.abc import Iterable
 from itertools import count
 
 from nanovllm.server.structured.automata import LAST, Dfa, Ranges, inverted, merged
-from nanovllm.server.structured.regexes import MANY
-from nanovllm.server.structured.terminals import (
+from nanovllm.server.structured.productive import (
+    Rule,
     bare,
-    class_text,
-    is_plain,
     is_rule,
-    literal,
-    without,
+    productive,
+    renamed,
 )
+from nanovllm.server.structured.regexes import MANY
 
 MAX_RULES = 60_000
 SPACE = r"[ \n\r\t]"
@@ -37,8 +36,6 @@ GROUPS = tuple(
 )  # fmt: skip
 _GROUPED = merged([pair for group in GROUPS for pair in group])
 _SPECIAL: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF))
-Sequence = tuple[str, ...]  # of terminals, which begin with a quote or a bracket, and of rules
-Rule = list[Sequence]  # one of them
 
 
 class TooManyRulesError(Exception):
@@ -209,7 +206,7 @@ class Rules:
 
     def text(self, root: str) -> str | None:
         """Of all that the rule needs and that can match; None if it matches nothing."""
-        bodies = _productive(self.bodies)
+        bodies = productive(self.bodies)
         if not bodies[root]:
             return None
         same = {name: body[0][0] for name, body in bodies.items()
@@ -220,7 +217,7 @@ class Rules:
             name = waiting.pop()
             sequences = []
             for sequence in bodies[name]:
-                items = [_named(item, same) for item in sequence]
+                items = [renamed(item, same) for item in sequence]
                 sequences.append(" ".join(items))
                 new = {bare(item): 0 for item in items if is_rule(item) and bare(item) not in seen}
                 seen.update(new)
@@ -233,46 +230,41 @@ class Rules:
         return "\n".join(lines)
 
 
-def _named(item: str, same: dict[str, str]) -> str:
-    if not is_rule(item):
-        return item
-    name, brace, counts = item.partition("{")
-    seen = set()
-    while name in same and name not in seen:
-        seen.add(name)
-        name = same[name]
-    return name + brace + counts
+def is_plain(text: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _productive(bodies: dict[str, Rule]) -> dict[str, Rule]:
-    """Without what can't match: alternatives that need a rule that matches nothing."""
-    users: dict[str, list[tuple[str, int]]] = {}
-    missing: dict[tuple[str, int], int] = {}
-    good: set[str] = set()
-    waiting: list[str] = []
-    for name, body in bodies.items():
-        for i, sequence in enumerate(body):
-            needs = {bare(item) for item in sequence if is_rule(item) and "{0," not in item}
-            missing[name, i] = len(needs)
-            for need in needs:
-                users.setdefault(need, []).append((name, i))
-            if not needs and name not in good:
-                good.add(name)
-                waiting.append(name)
-    while waiting:
-        for name, i in users.get(waiting.pop(), ()):
-            missing[name, i] -= 1
-            if not missing[name, i] and name not in good:
-                good.add(name)
-                waiting.append(name)
-    return {
-        name: [
-            tuple(item for item in sequence if not is_rule(item) or bare(item) in good) or ('""',)
-            for i, sequence in enumerate(body)
-            if not missing[name, i]
-        ]
-        for name, body in bodies.items()
-    }
+def literal(text: str) -> str:
+    return '"' + "".join(
+        c if " " <= c <= "~" and c not in '"\\' else f"\\{c}" if c in '"\\' else _code(ord(c))
+        for c in text
+    ) + '"'  # fmt: skip
+
+
+def class_text(ranges: Ranges) -> str:
+    parts = (_code(low) if low == high else f"{_code(low)}-{_code(high)}" for low, high in ranges)
+    return f"[{''.join(parts)}]"
+
+
+def _code(code: int) -> str:
+    if 0x30 <= code <= 0x39 or 0x41 <= code <= 0x5A or 0x61 <= code <= 0x7A:
+        return chr(code)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def without(ranges: Ranges, others: Ranges) -> Ranges:
+    made = []
+    for begin, end in ranges:
+        low = begin
+        for a, b in others:
+            if b < low or a > end:
+                continue
+            if a > low:
+                made.append((low, a - 1))
+            low = b + 1
+        if low <= end:
+            made.append((low, end))
+    return tuple(made)
 
 
 _CHARS = {
