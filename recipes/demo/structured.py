@@ -156,7 +156,8 @@ PARTS: dict[str, Schema] = {
     "empty": thing(),
     "annotated": {"type": "string", "title": "T", "description": "D", "examples": ["a"],
                   "default": "a", "maxLength": 6},
-    "implied": {"properties": {"a": whole(0, 3)}, "required": ["a"]},
+    # Without a type, a text of any length would do: `required` speaks of objects alone.
+    "implied": {"type": ["object", "null"], "properties": {"a": whole(0, 3)}, "required": ["a"]},
 }  # fmt: skip
 NAMES = list(PARTS)
 SCHEMAS: list[Schema] = [
