@@ -6,8 +6,8 @@ both the ablation and the bisection tool; `compile` leaves the fusing to torch.c
 
 Decision: a product is chosen together with the norm before it and the gate or the residual stream
 after it, because a step of a few rows is launches and weights, and one kernel does all of it. The
-number of rows, which a CUDA graph fixes, decides: a `RowTable` for each shape of weight, which the
-engine fills and prints at start.
+number of rows, which a CUDA graph fixes, decides: a `RowTable` for each shape of weight, which
+remembers its choice for each number of rows it has met.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ ONE_BY_ONE = None  # the other operations do it, whatever the number of rows
 class Implementation(NamedTuple):
     """One way to compute a product with what is fused to it."""
 
-    name: str  # as `serve` and `capture-graphs` print it
+    name: str  # as `RowTable.describe` tells it
     run: Callable[..., Any]
 
 
