@@ -65,6 +65,9 @@ class StepPlan(Struct, frozen=True, array_like=True):
     masked: list[int]  # sampling rows (decodes first) that wait for a mask of allowed tokens
     clean: list[int] = []  # pages to fill with zeros before anything else: NaN was written there
     copies: list[tuple[int, int]] = []  # then, whole pages: from, to
+    # int32: how many of its drafts each decode row feeds behind its newest token. The drafts live
+    # on the device. Empty: no row feeds any.
+    drafts: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class RowLogprobs:
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]
+    nth: int = 0  # which token of the row's line
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,10 @@ class StepResult:
     step: int
     tokens: Int32  # [sampling rows, 1 + num_drafts]
     logprobs: tuple[RowLogprobs, ...] = ()
+    # [sampling rows, 1 + D] where there is a drafter: how many drafts it found for the row's next
+    # step, then D tokens, all of which that step may feed (those beyond the found ones are no guess,
+    # and right only by luck). None: there is no drafter.
+    drafts: Int32 | None = None
 
 
 def mode_key(mode: str, plan: StepPlan) -> str:

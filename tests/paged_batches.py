@@ -32,7 +32,7 @@ def make_batch(
     batch = Batch(
         token_ids_T=unused,
         positions_T=unused,
-        cells_T=unused,
+        slot_mapping_T=unused,
         starts_R1=starts_R1,
         lengths_R=lengths_R,
         page_table_RM=table_RM,

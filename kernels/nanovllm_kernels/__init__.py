@@ -19,8 +19,8 @@ KERNELS = {
     "paged_decode_cute": "nanovllm_kernels.paged_decode_cute:PAGED_DECODE_CUTE",
     "paged_prefill": "nanovllm_kernels.paged_prefill:PAGED_PREFILL",
     "gather_decode": "nanovllm_kernels.batch_prep:GATHER_DECODE",
-    "allow": "nanovllm_kernels.allow:KERNEL",
+    "apply_mask": "nanovllm_kernels.apply_mask:KERNEL",
     "draw": "nanovllm_kernels.sampling:DRAW",
-    "floors": "nanovllm_kernels.floors:FLOORS",
-    "settle": "nanovllm_kernels.batch_prep:SETTLE",
+    "thresholds": "nanovllm_kernels.thresholds:THRESHOLDS",
+    "write_back": "nanovllm_kernels.batch_prep:WRITE_BACK",
 }

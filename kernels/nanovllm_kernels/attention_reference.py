@@ -25,7 +25,7 @@ def paged_prefill(
 ) -> Tensor:
     """o_THA, float32. Row r's queries starts_R1[r]:starts_R1[r + 1] are its last tokens."""
     starts, lengths = starts_R1.tolist(), lengths_R.tolist()
-    page_tokens, num_kv_heads, head_width = k_PSGA.shape[1:]
+    page_tokens, num_kv_heads, head_size = k_PSGA.shape[1:]
     o_THA = torch.empty(q_THA.shape, dtype=torch.float32, device=q_THA.device)
     for row, length in enumerate(lengths):
         rows = slice(starts[row], starts[row + 1])
@@ -33,7 +33,7 @@ def paged_prefill(
         pages = page_table_RM[row, : -(-length // page_tokens)].long()
         k_LGA = k_PSGA[pages].flatten(0, 1)[:length].float()
         v_LGA = v_PSGA[pages].flatten(0, 1)[:length].float()
-        scores = torch.einsum("tgha,lga->tghl", q_TGHA, k_LGA) / math.sqrt(head_width)
+        scores = torch.einsum("tgha,lga->tghl", q_TGHA, k_LGA) / math.sqrt(head_size)
         at_L = torch.arange(length, device=q_THA.device)
         seen_TL = at_L <= at_L[length - len(q_TGHA) :, None]
         weights = scores.masked_fill(~seen_TL[:, None, None], -torch.inf).softmax(-1)

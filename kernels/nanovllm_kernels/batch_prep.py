@@ -18,7 +18,7 @@ from nanovllm_kernels.case import Args, Case, Kernel, Tensors
 from nanovllm_kernels.sampling_reference import CORRUPTED
 
 PAGES = 512  # columns of the page table a program copies
-ROWS = 128  # rows a program settles
+ROWS = 128  # rows a program writes back
 
 
 def gather_decode(
@@ -30,7 +30,7 @@ def gather_decode(
     num_pages: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_rows, device = slots_R.shape[0], slots_R.device
-    ids_R, positions_R, cells_R = torch.empty(3, num_rows, dtype=torch.int64, device=device)
+    ids_R, positions_R, slot_mapping_R = torch.empty(3, num_rows, dtype=torch.int64, device=device)
     lengths_R = torch.empty(num_rows, dtype=torch.int32, device=device)
     table_RM = torch.empty(num_rows, num_pages, dtype=torch.int32, device=device)
     gather_kernel[(num_rows, triton.cdiv(num_pages, PAGES))](
@@ -40,7 +40,7 @@ def gather_decode(
         pages_NM,
         ids_R,
         positions_R,
-        cells_R,
+        slot_mapping_R,
         lengths_R,
         table_RM,
         tokens_NL.shape[1],
@@ -49,7 +49,7 @@ def gather_decode(
         page_tokens,
         BLOCK=PAGES,
     )
-    return ids_R, positions_R, cells_R, lengths_R, table_RM
+    return ids_R, positions_R, slot_mapping_R, lengths_R, table_RM
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def gather_kernel(
     pages_NM,
     ids_R,
     positions_R,
-    cells_R,
+    slot_mapping_R,
     lengths_R,
     table_RM,
     tokens_stride,
@@ -80,11 +80,11 @@ def gather_kernel(
         token = tl.load(tokens_NL + slot * tokens_stride + position)
         tl.store(ids_R + row, token.to(tl.int64))
         tl.store(positions_R + row, position.to(tl.int64))
-        tl.store(cells_R + row, at * page_tokens + position % page_tokens)
+        tl.store(slot_mapping_R + row, at * page_tokens + position % page_tokens)
         tl.store(lengths_R + row, position + 1)
 
 
-def settle(
+def write_back(
     slots_R: Tensor,
     lengths_R: Tensor,
     slots_S: Tensor,
@@ -94,7 +94,7 @@ def settle(
     tokens_NL: Tensor,
 ) -> None:
     num_rows, num_sampled = slots_R.shape[0], slots_S.shape[0]
-    settle_kernel[(triton.cdiv(max(num_rows, num_sampled), ROWS),)](
+    write_back_kernel[(triton.cdiv(max(num_rows, num_sampled), ROWS),)](
         slots_R,
         lengths_R,
         slots_S,
@@ -111,7 +111,7 @@ def settle(
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_sampled"])
-def settle_kernel(
+def write_back_kernel(
     slots_R,
     lengths_R,
     slots_S,
@@ -121,19 +121,19 @@ def settle_kernel(
     tokens_NL,
     num_rows,
     num_sampled,
-    dead,
+    padding,
     tokens_stride,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots_R + row, row < num_rows, dead)
+    slot = tl.load(slots_R + row, row < num_rows, padding)
     length = tl.load(lengths_R + row, row < num_rows, 0)
-    tl.store(lengths_N + slot, length, slot < dead)
-    slot = tl.load(slots_S + row, row < num_sampled, dead)
+    tl.store(lengths_N + slot, length, slot < padding)
+    slot = tl.load(slots_S + row, row < num_sampled, padding)
     position = tl.load(positions_S + row, row < num_sampled, 0)
     token = tl.load(tokens_S + row, row < num_sampled, 0).to(tl.int32)
     token = tl.maximum(token, 0)  # CORRUPTED is no token
-    tl.store(tokens_NL + slot * tokens_stride + position, token, slot < dead)
+    tl.store(tokens_NL + slot * tokens_stride + position, token, slot < padding)
 
 
 def state(num_rows: int, num_slots: int, width: int, device: torch.device) -> Tensors:
@@ -157,9 +157,9 @@ def gather_inputs(num_rows: int, page_tokens: int, device: torch.device) -> Args
     return slots_R, lengths_N, tokens_NL, pages_NM, page_tokens, 2000 // page_tokens + 1
 
 
-def settle_inputs(num_rows: int, num_sampled: int, device: torch.device) -> Args:
+def write_back_inputs(num_rows: int, num_sampled: int, device: torch.device) -> Args:
     slots_R, lengths_N, tokens_NL, _ = state(num_rows, 300, 2000, device)
-    slots_R[-1] = 299  # the dead slot
+    slots_R[-1] = 299  # the padding slot
     lengths_N[-1].zero_()
     tokens_NL[-1].zero_()
     lengths_R = lengths_N[slots_R] + 1
@@ -170,7 +170,7 @@ def settle_inputs(num_rows: int, num_sampled: int, device: torch.device) -> Args
     return slots_R, lengths_R, slots_S, positions_S, tokens_S, lengths_N, tokens_NL
 
 
-def settled(_: object, args: Args) -> Tensors:
+def written(_: object, args: Args) -> Tensors:
     return args[-2:]
 
 
@@ -184,13 +184,13 @@ GATHER_DECODE = Kernel(
         for S in (16, 128)
     ),
 )
-SETTLE = Kernel(
-    "settle",
-    settle,
-    reference.settle,
+WRITE_BACK = Kernel(
+    "write_back",
+    write_back,
+    reference.write_back,
     tuple(
-        Case(f"R={R} S={S}", partial(settle_inputs, R, S), small=True)
+        Case(f"R={R} S={S}", partial(write_back_inputs, R, S), small=True)
         for R, S in ((1, 1), (7, 3), (256, 256), (200, 131))
     ),
-    outputs=settled,
+    outputs=written,
 )

@@ -14,7 +14,7 @@ def gather_decode(
     page_tokens: int,
     num_pages: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(token ids, positions, cells) int64, (lengths, page table of `num_pages` columns) int32."""
+    """(token ids, positions, slot mapping) int64, (lengths, `num_pages` columns of pages) int32."""
     before_R = lengths_N[slots_R]
     positions_R = before_R.long()
     pages_R = pages_NM[slots_R, positions_R // page_tokens].long()
@@ -27,7 +27,7 @@ def gather_decode(
     )
 
 
-def settle(
+def write_back(
     slots_R: Tensor,
     lengths_R: Tensor,
     slots_S: Tensor,
@@ -38,7 +38,8 @@ def settle(
 ) -> None:
     """In place: the rows' new lengths, and each sampled token at its position, 0 if CORRUPTED.
 
-    The last slot is dead: it stays all zeros, whatever its rows, which only pad a graph, drew.
+    The last slot is for padding: it stays all zeros, whatever its rows, which only pad a graph,
+    drew.
     """
     lengths_N.index_copy_(0, slots_R, lengths_R)
     at_S = slots_S * tokens_NL.shape[1] + positions_S

@@ -1,6 +1,6 @@
 """Compiles one kernel to disk: python -m nanovllm_kernels.compile_one FOLDER FUNCTION ARGUMENTS.
 
-The last two are those of a kept.Job.
+The last two are those of a compile_cache.Job.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from ast import literal_eval
 from importlib import import_module
 from pathlib import Path
 
-from nanovllm_kernels.kept import keep_in
+from nanovllm_kernels.compile_cache import use_folder
 
 
 def main(folder: str, function: str, arguments: str) -> None:
-    keep_in(Path(folder))
+    use_folder(Path(folder))
     module, _, name = function.partition(":")
     getattr(import_module(module), name)(*literal_eval(arguments))
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.case import bits
-from nanovllm_kernels.kept import Compiled, Kept
+from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 
 # Windows, sinks, sparse blocks, other scores' tensors and scalars, schedules: a kernel that comes
 # from the disk knows no defaults.
@@ -57,7 +57,7 @@ def flash_prefill(
     return o_THA
 
 
-@Kept
+@CachedCompile
 def compile_causal(group: int, page_tokens: int, width: int, dtype_name: str) -> Compiled:
     """The causal forward kernel for `group` query heads per key/value head.
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
+from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 from nanovllm_kernels.device import is_hopper, processors
-from nanovllm_kernels.kept import Compiled, Kept
 from nanovllm_kernels.reference import silu_mul
 from nanovllm_kernels.small_linear import gated_sizes, linear_reference
 
@@ -58,7 +58,7 @@ class GatedLinear:
         return y_TF
 
 
-@Kept
+@CachedCompile
 def compile_gated(dtype_name: str, is_tall: bool) -> Compiled:
     """Of any sizes; `is_tall`: two tiles of rows share weights, else two tiles of lines share rows.
 

@@ -13,7 +13,7 @@ from quack.epilogue.library import linear_act_mod
 from quack.rounding import RoundingMode
 from quack.tile_scheduler import TileSchedulerOptions
 
-from nanovllm_kernels.kept import Compiled
+from nanovllm_kernels.compile_cache import Compiled
 from nanovllm_kernels.like import like
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}

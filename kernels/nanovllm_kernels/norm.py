@@ -1,7 +1,7 @@
 """RMSNorm, alone and after a residual addition. One program per row, which is read once.
 
 Meaning: nanovllm_kernels.reference. The mean and the scaling are float32; the scaled row is rounded
-to the row's dtype before the gain, as model code does, and the product is rounded again.
+to the row's dtype before the norm_weight, as model code does, and the product is rounded again.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from nanovllm_kernels.device import follows
 MAX_WIDTH = 16384  # a row must fit a program's registers
 
 
-def rms_norm(x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TD: Tensor, norm_weight_D: Tensor, eps: float) -> Tensor:
     num_rows, width = x_TD.shape
     y_TD = torch.empty(num_rows, width, dtype=x_TD.dtype, device=x_TD.device)
-    _launch(x_TD, None, gain_D, y_TD, eps)
+    _launch(x_TD, None, norm_weight_D, y_TD, eps)
     return y_TD
 
 
 def add_rms_norm(
-    x_TD: Tensor, residual_TD: Tensor, gain_D: Tensor, eps: float
+    x_TD: Tensor, residual_TD: Tensor, norm_weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """In place: returns x_TD (of slices the first), now normalised, and residual_TD, the sum."""
     y_TD = x_TD if x_TD.ndim == 2 else x_TD[0]
-    _launch(x_TD, residual_TD, gain_D, y_TD, eps)
+    _launch(x_TD, residual_TD, norm_weight_D, y_TD, eps)
     return y_TD, residual_TD
 
 
 def _launch(
-    x_TD: Tensor, residual_TD: Tensor | None, gain_D: Tensor, y_TD: Tensor, eps: float
+    x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, y_TD: Tensor, eps: float
 ) -> None:
     num_rows, width = y_TD.shape
-    assert width <= MAX_WIDTH and x_TD.stride(-1) == 1 and gain_D.stride(0) == 1
+    assert width <= MAX_WIDTH and x_TD.stride(-1) == 1 and norm_weight_D.stride(0) == 1
     block = triton.next_power_of_2(width)
     waits = follows(num_rows, x_TD.device)
     rms_norm_kernel[(num_rows,)](
         x_TD,
         residual_TD,
-        gain_D,
+        norm_weight_D,
         y_TD,
         x_TD.stride(0),
         x_TD.stride(-2),
@@ -68,7 +68,7 @@ def _launch(
 def rms_norm_kernel(
     x_TD,
     residual_TD,
-    gain_D,
+    norm_weight_D,
     y_TD,
     slice_stride,
     x_stride,
@@ -83,7 +83,7 @@ def rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < WIDTH
-    gain = tl.load(gain_D + d, inside, 0.0)
+    norm_weight = tl.load(norm_weight_D + d, inside, 0.0)
     if WAITS:
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_TD + row * x_stride + d, inside, 0.0)
@@ -97,7 +97,7 @@ def rms_norm_kernel(
         tl.store(at, x, inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    y = (wide * scale).to(x.dtype).to(tl.float32) * gain.to(tl.float32)
+    y = (wide * scale).to(x.dtype).to(tl.float32) * norm_weight.to(tl.float32)
     tl.store(y_TD + row * y_stride + d, y.to(x.dtype), inside)
 
 
@@ -112,10 +112,10 @@ def norm_inputs(kind: str, T: int, D: int, dtype: torch.dtype, device: torch.dev
 
 
 def add_norm_inputs(kind: str, T: int, D: int, dtype: torch.dtype, device: torch.device) -> Args:
-    x_TD, gain_D, eps = norm_inputs(kind, T, D, dtype, device)
+    x_TD, norm_weight_D, eps = norm_inputs(kind, T, D, dtype, device)
     if kind == "slices":
         x_TD = normal(device, 3, T, D, dtype=dtype)
-    return x_TD, normal(device, T, D, dtype=dtype, seed=2), gain_D, eps
+    return x_TD, normal(device, T, D, dtype=dtype, seed=2), norm_weight_D, eps
 
 
 def cases(inputs: Callable[..., Args], passes: int, *kinds: str) -> tuple[Case, ...]:

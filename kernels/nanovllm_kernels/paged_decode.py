@@ -81,7 +81,7 @@ def paged_decode(
 
     Reads no values on the host.
     """
-    num_rows, num_heads, head_width = q_RHA.shape
+    num_rows, num_heads, head_size = q_RHA.shape
     page_tokens, num_kv_heads = k_PSGA.shape[1:3]
     num_lanes = plan_N5.shape[0]
     assert q_RHA.stride(2) == k_PSGA.stride(3) == page_table_RM.stride(1) == 1
@@ -90,8 +90,8 @@ def paged_decode(
     group = num_heads // num_kv_heads
     waits = follows(num_rows, q_RHA.device)
     both = {
-        "A": head_width,
-        "A_BLOCK": triton.next_power_of_2(head_width),
+        "A": head_size,
+        "A_BLOCK": triton.next_power_of_2(head_size),
         "WAITS": waits,
         "launch_pdl": waits,
     }
@@ -110,7 +110,7 @@ def paged_decode(
         *k_PSGA.stride()[:3],
         page_table_RM.stride(0),
         page_table_RM.shape[1],
-        math.log2(math.e) / math.sqrt(head_width),
+        math.log2(math.e) / math.sqrt(head_size),
         GROUP=group,
         GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
         S=page_tokens,
@@ -184,7 +184,7 @@ def decode_kernel(
     q_stride,
     q_head_stride,
     page_stride,
-    cell_stride,
+    token_stride,
     head_stride,
     table_stride,
     table_width,
@@ -228,10 +228,12 @@ def decode_kernel(
     o = tl.zeros([GROUP_BLOCK, A_BLOCK], tl.float32)
     for i in tl.range(0, count, num_stages=STAGES):
         token = block * BLOCK + n
-        cell = (page.to(tl.int64) * page_stride + token % S * cell_stride)[:, None] + a[None, :]
+        at_token = (page.to(tl.int64) * page_stride + token % S * token_stride)[:, None] + a[
+            None, :
+        ]
         inside = (token < length)[:, None] & (a < A)[None, :]
-        k = tl.load(k_PSGA + cell, inside, 0.0)
-        v = tl.load(v_PSGA + cell, inside, 0.0)
+        k = tl.load(k_PSGA + at_token, inside, 0.0)
+        v = tl.load(v_PSGA + at_token, inside, 0.0)
         s = dot(q, tl.trans(k), tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)) * scale
         s = tl.where((token < length)[None, :], s, -float("inf"))
         highest = tl.where(block == began, -float("inf"), highest)  # forgets the row before

@@ -34,7 +34,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from torch import Tensor
 
 from nanovllm_kernels.case import Args, Case
-from nanovllm_kernels.kept import Compiled, Kept
+from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 from nanovllm_kernels.like import like
 from nanovllm_kernels.paged_decode import PAGED_DECODE, inputs, plan_lanes, results_of
 
@@ -42,7 +42,7 @@ BLOCK = 64  # tokens
 WARPS = 4  # that compute
 PIECE = BLOCK // WARPS  # tokens of a block that a warp takes: as many as a tensor core wants
 THREADS = 32 * WARPS
-HALF = 64  # elements of a cell that fit a swizzled line of shared memory
+HALF = 64  # elements of a token that fit a swizzled line of shared memory
 WIDTHS = (HALF, 2 * HALF)
 SHARED_BYTES = 225 * 1024
 LOWEST = -1e30  # below every score, and finite, so that differences are numbers
@@ -104,7 +104,7 @@ def paged_decode(
     return o_RHA
 
 
-@Kept
+@CachedCompile
 def compile_decode(group: int, width: int, page_tokens: int) -> Compiled:
     """For `group` query heads per key/value head. Needs no GPU, only to know of one."""
     any_ = cute.sym_int
@@ -176,9 +176,9 @@ class PagedDecode:
         for tokens in (self.unit, PIECE):
             box = cute.tile_to_shape(line, (tokens, HALF), (0, 1))
             for pages in (k, v):
-                cells = cute.make_tensor(pages.iterator, cute.select(pages.layout, [1, 3, 2, 0]))
+                flat = cute.make_tensor(pages.iterator, cute.select(pages.layout, [1, 3, 2, 0]))
                 op = cpasync.CopyBulkTensorTileG2SOp()
-                info = cpasync.make_tiled_tma_atom(op, cells, box, (tokens, HALF))
+                info = cpasync.make_tiled_tma_atom(op, flat, box, (tokens, HALF))
                 boxes.append((info[0], info[1]))
         self.kernel(*boxes, given, ring).launch(
             grid=[cute.size(given.arrived, mode=[1]), cute.size(given.arrived, mode=[0]), 1],
@@ -242,10 +242,10 @@ class PagedDecode:
         head, page], to [box of the block, half, stage].
         """
         found = []
-        for (atom, cells), ring in zip(boxes, (shared.k, shared.v), strict=True):
+        for (atom, pages), ring in zip(boxes, (shared.k, shared.v), strict=True):
             cpasync.prefetch_descriptor(atom)
             tiles = [
-                cute.group_modes(cute.flat_divide(x, (box, HALF)), 0, 2) for x in (ring, cells)
+                cute.group_modes(cute.flat_divide(x, (box, HALF)), 0, 2) for x in (ring, pages)
             ]
             to, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), *tiles)
             found.append((box, atom, source, to))
@@ -303,9 +303,9 @@ class PagedDecode:
                 span = (block, skipped * PIECE, stop * PIECE)
                 pages = (window, (block - base) * self.pages_per_block)
                 if taken == WARPS:
-                    self.copy_cells(whole, (full, stage), span, pages)
+                    self.copy_tokens(whole, (full, stage), span, pages)
                 else:
-                    self.copy_cells(pieces, (full, stage), span, pages)
+                    self.copy_tokens(pieces, (full, stage), span, pages)
                 left -= taken
                 start += taken
                 piece += taken
@@ -332,7 +332,7 @@ class PagedDecode:
         return table[row, cutlass.min(page, table.shape[1] - 1)]
 
     @cute.jit
-    def copy_cells(self, copies: list, slot: tuple, span: tuple, pages: tuple) -> None:
+    def copy_tokens(self, copies: list, slot: tuple, span: tuple, pages: tuple) -> None:
         """To a slot (barrier, stage), of a span (block, its tokens begin..end), whose pages the
         warp's threads hold (page, from which thread on).
         """

@@ -36,7 +36,7 @@ def paged_prefill(
 
     Row r feeds starts_R1[r]:starts_R1[r + 1], at most max_new, the last of its tokens.
     """
-    num_heads, head_width = q_THA.shape[1:]
+    num_heads, head_size = q_THA.shape[1:]
     page_tokens, num_kv_heads = k_PSGA.shape[1:3]
     assert q_THA.stride(2) == k_PSGA.stride(3) == page_table_RM.stride(1) == 1
     assert k_PSGA.stride() == v_PSGA.stride()
@@ -59,10 +59,10 @@ def paged_prefill(
         *k_PSGA.stride()[:3],
         page_table_RM.stride(0),
         page_table_RM.shape[1],
-        math.log2(math.e) / math.sqrt(head_width),
+        math.log2(math.e) / math.sqrt(head_size),
         GROUP=num_heads // num_kv_heads,
-        A=head_width,
-        A_BLOCK=triton.next_power_of_2(head_width),
+        A=head_size,
+        A_BLOCK=triton.next_power_of_2(head_size),
         S=page_tokens,
         BLOCK=block_tokens(k_PSGA),
         TILE=tile,
@@ -87,7 +87,7 @@ def prefill_kernel(
     q_stride,
     q_head_stride,
     page_stride,
-    cell_stride,
+    token_stride,
     head_stride,
     table_stride,
     table_width,
@@ -127,16 +127,16 @@ def prefill_kernel(
             page = next_page.to(tl.int64)
             next_page = page_of(pages, table_width, i + 1, S, BLOCK)
             token = i * BLOCK + n
-            cell = (page * page_stride + token % S * cell_stride)[:, None] + a[None, :]
+            at_token = (page * page_stride + token % S * token_stride)[:, None] + a[None, :]
             inside = (token < length)[:, None] & in_width
-            k = tl.load(k_PSGA + cell, inside, 0.0)
+            k = tl.load(k_PSGA + at_token, inside, 0.0)
             s = dot(q, tl.trans(k), tl.zeros([TILE, BLOCK], tl.float32)) * scale
             s = tl.where(token[None, :] <= position[:, None], s, -float("inf"))
             new_highest = tl.maximum(highest, tl.max(s, 1))
             p = tl.exp2(s - new_highest[:, None])
             fade = tl.exp2(highest - new_highest)
             total = total * fade + tl.sum(p, 1)
-            v = tl.load(v_PSGA + cell, inside, 0.0)
+            v = tl.load(v_PSGA + at_token, inside, 0.0)
             o = dot(p.to(v.dtype), v, o * fade[:, None])
             highest = new_highest
         o = o / total[:, None]
@@ -202,7 +202,7 @@ def cases() -> tuple[Case, ...]:
 def causal_flops(
     lengths: tuple[int, ...], new: tuple[int, ...], heads: tuple[int, int, int]
 ) -> int:
-    """Two products of head width for each pair of a query and a token it sees."""
+    """Two products of head size for each pair of a query and a token it sees."""
     pairs = sum(n * length - n * (n - 1) // 2 for n, length in zip(new, lengths, strict=True))
     return 4 * heads[0] * heads[2] * pairs
 

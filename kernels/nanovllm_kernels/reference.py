@@ -10,18 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
     """Over the last dimension, of any width and any number of leading dimensions."""
     x_float = x.float()
     scale = torch.rsqrt(x_float.square().mean(-1, keepdim=True) + eps)
-    return (x_float * scale).to(x.dtype) * gain
+    return (x_float * scale).to(x.dtype) * norm_weight
 
 
 def add_rms_norm(
-    x_TD: Tensor, residual_TD: Tensor, gain_D: Tensor, eps: float
+    x_TD: Tensor, residual_TD: Tensor, norm_weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     sum_TD = (summed(x_TD) + residual_TD.float()).to(residual_TD.dtype)
-    return rms_norm(sum_TD, gain_D, eps), sum_TD
+    return rms_norm(sum_TD, norm_weight_D, eps), sum_TD
 
 
 def summed(x: Tensor) -> Tensor:
@@ -36,26 +36,26 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
 
 def rope_store(
     qkv_TX: Tensor,
-    q_gain_A: Tensor | None,
-    k_gain_A: Tensor | None,
+    q_norm_A: Tensor | None,
+    k_norm_A: Tensor | None,
     eps: float,
     cos_sin_LA: Tensor,
     positions_T: Tensor,
-    cells_T: Tensor,
+    slot_mapping_T: Tensor,
     k_PSGA: Tensor,
     v_PSGA: Tensor,
 ) -> Tensor:
-    page_tokens, num_kv_heads, head_width = k_PSGA.shape[1:]
+    page_tokens, num_kv_heads, head_size = k_PSGA.shape[1:]
     qkv_TX = summed(qkv_TX).to(qkv_TX.dtype)
-    heads_TXA = qkv_TX.view(qkv_TX.shape[0], -1, head_width)
+    heads_TXA = qkv_TX.view(qkv_TX.shape[0], -1, head_size)
     num_heads = heads_TXA.shape[1] - 2 * num_kv_heads
     q_THA, k_TGA, v_TGA = torch.split(heads_TXA, [num_heads, num_kv_heads, num_kv_heads], 1)
-    if q_gain_A is not None:
-        q_THA = rms_norm(q_THA, q_gain_A, eps)
-    if k_gain_A is not None:
-        k_TGA = rms_norm(k_TGA, k_gain_A, eps)
+    if q_norm_A is not None:
+        q_THA = rms_norm(q_THA, q_norm_A, eps)
+    if k_norm_A is not None:
+        k_TGA = rms_norm(k_TGA, k_norm_A, eps)
     cos_sin_TA = cos_sin_LA[positions_T]
-    pages_T, offsets_T = cells_T // page_tokens, cells_T % page_tokens
+    pages_T, offsets_T = slot_mapping_T // page_tokens, slot_mapping_T % page_tokens
     k_PSGA[pages_T, offsets_T] = rotate(k_TGA, cos_sin_TA)
     v_PSGA[pages_T, offsets_T] = v_TGA
     return rotate(q_THA, cos_sin_TA)

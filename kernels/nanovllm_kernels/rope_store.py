@@ -1,7 +1,7 @@
 """From the fused projection to rotated queries and a filled cache, in one launch.
 
 Meaning: nanovllm_kernels.reference. A program takes HEADS heads of one token, whatever they are:
-query and key heads are normalised (if there are gains) and rotated, value heads pass through
+query and key heads are normalised (if there are norm_weights) and rotated, value heads pass through
 (a rotation by 0), and each goes to its place.
 """
 
@@ -24,30 +24,30 @@ HEADS = 8  # of width 128, in two warps: a 16-byte load of each half a thread
 
 def rope_store(
     qkv_TX: Tensor,
-    q_gain_A: Tensor | None,
-    k_gain_A: Tensor | None,
+    q_norm_A: Tensor | None,
+    k_norm_A: Tensor | None,
     eps: float,
     cos_sin_LA: Tensor,
     positions_T: Tensor,
-    cells_T: Tensor,
+    slot_mapping_T: Tensor,
     k_PSGA: Tensor,
     v_PSGA: Tensor,
 ) -> Tensor:
-    num_kv_heads, head_width = k_PSGA.shape[2:]
+    num_kv_heads, head_size = k_PSGA.shape[2:]
     num_tokens = qkv_TX.shape[-2]
-    num_heads = qkv_TX.shape[-1] // head_width - 2 * num_kv_heads
+    num_heads = qkv_TX.shape[-1] // head_size - 2 * num_kv_heads
     assert k_PSGA.is_contiguous() and v_PSGA.is_contiguous() and qkv_TX.stride(-1) == 1
-    assert (q_gain_A is None) == (k_gain_A is None)
-    q_THA = torch.empty(num_tokens, num_heads, head_width, dtype=qkv_TX.dtype, device=qkv_TX.device)
+    assert (q_norm_A is None) == (k_norm_A is None)
+    q_THA = torch.empty(num_tokens, num_heads, head_size, dtype=qkv_TX.dtype, device=qkv_TX.device)
     waits = follows(num_tokens, qkv_TX.device)
     num_groups = triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
     rope_store_kernel[(num_tokens * num_groups,)](
         qkv_TX,
-        q_gain_A,
-        k_gain_A,
+        q_norm_A,
+        k_norm_A,
         cos_sin_LA,
         positions_T,
-        cells_T,
+        slot_mapping_T,
         q_THA,
         k_PSGA,
         v_PSGA,
@@ -58,8 +58,8 @@ def rope_store(
         SLICES=len(qkv_TX) if qkv_TX.ndim == 3 else 1,
         H=num_heads,
         G=num_kv_heads,
-        HALF=head_width // 2,
-        HALF_BLOCK=triton.next_power_of_2(head_width // 2),
+        HALF=head_size // 2,
+        HALF_BLOCK=triton.next_power_of_2(head_size // 2),
         HEADS=HEADS,
         LEADS=waits and num_tokens <= MOST_OVERLAPPED,
         WAITS=waits,
@@ -72,11 +72,11 @@ def rope_store(
 @triton.jit
 def rope_store_kernel(
     qkv_TX,
-    q_gain_A,
-    k_gain_A,
+    q_norm_A,
+    k_norm_A,
     cos_sin_LA,
     positions_T,
-    cells_T,
+    slot_mapping_T,
     q_THA,
     k_PSGA,
     v_PSGA,
@@ -113,15 +113,15 @@ def rope_store_kernel(
             x += tl.load(at + nth * slice_stride, inside, 0.0).to(tl.float32)
             y += tl.load(at + nth * slice_stride + HALF, inside, 0.0).to(tl.float32)
         x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
-    if q_gain_A is not None:
+    if q_norm_A is not None:
         mean = (tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF)
         scale = tl.where(is_value, 1.0, tl.rsqrt(mean + eps)[:, None])
-        x_gain = gain_of(q_gain_A + a, k_gain_A + a, is_query & inside, is_key & inside)
-        y_gain = gain_of(
-            q_gain_A + HALF + a, k_gain_A + HALF + a, is_query & inside, is_key & inside
+        x_weight = norm_weight_of(q_norm_A + a, k_norm_A + a, is_query & inside, is_key & inside)
+        y_weight = norm_weight_of(
+            q_norm_A + HALF + a, k_norm_A + HALF + a, is_query & inside, is_key & inside
         )
-        x = ((x * scale).to(dtype).to(tl.float32) * x_gain).to(dtype).to(tl.float32)
-        y = ((y * scale).to(dtype).to(tl.float32) * y_gain).to(dtype).to(tl.float32)
+        x = ((x * scale).to(dtype).to(tl.float32) * x_weight).to(dtype).to(tl.float32)
+        y = ((y * scale).to(dtype).to(tl.float32) * y_weight).to(dtype).to(tl.float32)
     # Loaded per head, as x and y are, so that no value changes threads.
     angles = cos_sin_LA + tl.load(positions_T + token) * cos_sin_stride + a
     rotated = inside & (head < H + G)
@@ -132,20 +132,20 @@ def rope_store_kernel(
     q_at = q_THA + token * (H * 2 * HALF) + head * (2 * HALF) + a
     tl.store(q_at, first, inside & is_query)
     tl.store(q_at + HALF, second, inside & is_query)
-    cell = tl.load(cells_T + token) * (G * 2 * HALF)
-    k_at = k_PSGA + cell + (head - H) * (2 * HALF) + a
+    at_token = tl.load(slot_mapping_T + token) * (G * 2 * HALF)
+    k_at = k_PSGA + at_token + (head - H) * (2 * HALF) + a
     tl.store(k_at, first, inside & is_key)
     tl.store(k_at + HALF, second, inside & is_key)
-    v_at = v_PSGA + cell + (head - H - G) * (2 * HALF) + a
+    v_at = v_PSGA + at_token + (head - H - G) * (2 * HALF) + a
     tl.store(v_at, first, inside & is_value)
     tl.store(v_at + HALF, second, inside & is_value)
 
 
 @triton.jit
-def gain_of(q_gain_at, k_gain_at, is_query, is_key):
+def norm_weight_of(q_norm_at, k_norm_at, is_query, is_key):
     """1 for value heads."""
-    gain = tl.load(q_gain_at, is_query, 0.0) + tl.load(k_gain_at, is_key, 0.0)
-    return tl.where(is_query | is_key, gain.to(tl.float32), 1.0)
+    norm_weight = tl.load(q_norm_at, is_query, 0.0) + tl.load(k_norm_at, is_key, 0.0)
+    return tl.where(is_query | is_key, norm_weight.to(tl.float32), 1.0)
 
 
 def inputs(
@@ -159,17 +159,18 @@ def inputs(
         qkv_TX[:, A // 3 :: A] = 1e4
     if kind == "slices":
         qkv_TX = normal(device, 2, T, width, dtype=dtype)
-    gains: list[Tensor | None] = [None, None]
+    norm_weights: list[Tensor | None] = [None, None]
     if kind != "plain":
-        gains = [normal(device, A, dtype=dtype, seed=seed) for seed in (1, 2)]
+        norm_weights = [normal(device, A, dtype=dtype, seed=seed) for seed in (1, 2)]
     generator = torch.Generator().manual_seed(3)
-    cells = torch.randperm(num_pages * page_tokens, generator=generator)[:T]
+    slot_mapping = torch.randperm(num_pages * page_tokens, generator=generator)[:T]
     positions = torch.randint(length, (T,), generator=generator)
     angles_LA = normal(device, length, A // 2, dtype=torch.float32, seed=4) * 3
     cos_sin_LA = torch.cat([angles_LA.cos(), angles_LA.sin()], 1)
     cache = normal(device, 2, num_pages, page_tokens, G, A, dtype=dtype, seed=5)
     return (
-        qkv_TX, *gains, 1e-6, cos_sin_LA, positions.to(device), cells.to(device), cache[0], cache[1]
+        qkv_TX, *norm_weights, 1e-6, cos_sin_LA, positions.to(device), slot_mapping.to(device),
+        cache[0], cache[1],
     )  # fmt: skip
 
 
@@ -209,8 +210,8 @@ def cases() -> tuple[Case, ...]:
     return (*checked, *timed)
 
 
-# 16 bit: an element of the normalised head and its product with the gain may each round to the
-# neighbouring number, and so may the sum. 32 bit: sums 8 additions deep and six roundings.
+# 16 bit: an element of the normalised head and its product with the norm's weight may each round to
+# the neighbouring number, and so may the sum. 32 bit: sums 8 additions deep and six roundings.
 ROPE_STORE = Kernel(
     "rope_store",
     rope_store,

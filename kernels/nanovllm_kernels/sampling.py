@@ -35,12 +35,12 @@ def draw(
     positions_S: Tensor,
     inverse_temperatures_N: Tensor,
     seeds_N: Tensor,
-    floors_S: Tensor | None = None,
+    thresholds_S: Tensor | None = None,
 ) -> Tensor:
     assert logits_SV.stride(1) == 1
     num_rows, vocab = logits_SV.shape
     inverses, num_blocks = inverse_temperatures_N, triton.cdiv(vocab, reference.BLOCK)
-    tops_SB, sums_SB = _sum_blocks(logits_SV, slots_S, inverses, floors_S)
+    tops_SB, sums_SB = _sum_blocks(logits_SV, slots_S, inverses, thresholds_S)
     tokens_S = torch.empty(num_rows, dtype=torch.int64, device=logits_SV.device)
     draw_kernel[(num_rows,)](
         logits_SV,
@@ -48,7 +48,7 @@ def draw(
         positions_S,
         inverses,
         seeds_N,
-        floors_S,
+        thresholds_S,
         tops_SB,
         sums_SB,
         tokens_S,
@@ -63,7 +63,7 @@ def draw(
 
 
 def _sum_blocks(
-    logits_SV: Tensor, slots_S: Tensor, inverses_N: Tensor, floors_S: Tensor | None
+    logits_SV: Tensor, slots_S: Tensor, inverses_N: Tensor, thresholds_S: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Each block's largest logit, and its sum of exp((logit - largest) / temperature).
 
@@ -79,7 +79,7 @@ def _sum_blocks(
         logits_SV,
         slots_S,
         inverses_N,
-        floors_S,
+        thresholds_S,
         tops_SB,
         sums_SB,
         vocab,
@@ -95,7 +95,7 @@ def sum_kernel(
     logits_SV,
     slots_S,
     inverses_N,
-    floors_S,
+    thresholds_S,
     tops_SB,
     sums_SB,
     vocab,
@@ -106,8 +106,8 @@ def sum_kernel(
     block, row = tl.program_id(0), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = load(logits_SV + row.to(tl.int64) * logits_stride, at, vocab)
-    if floors_S is not None:
-        x = tl.where(x < tl.load(floors_S + row), -float("inf"), x)  # a NaN stays
+    if thresholds_S is not None:
+        x = tl.where(x < tl.load(thresholds_S + row), -float("inf"), x)  # a NaN stays
     inverse = tl.load(inverses_N + tl.load(slots_S + row) * inverses_stride)
     inverse = tl.where(inverse == 0, 1.0, inverse)  # -inf * 0 would be NaN
     top = tl.max(x, 0)
@@ -124,7 +124,7 @@ def draw_kernel(
     positions_S,
     inverses_N,
     seeds_N,
-    floors_S,
+    thresholds_S,
     tops_SB,
     sums_SB,
     tokens_S,
@@ -153,8 +153,8 @@ def draw_kernel(
     chosen = tl.argmax(weights, 0)
     at = chosen * BLOCK + tl.arange(0, BLOCK)
     x = load(logits_SV + row.to(tl.int64) * logits_stride, at, vocab)
-    if floors_S is not None:
-        x = tl.where(x < tl.load(floors_S + row), -float("inf"), x)
+    if thresholds_S is not None:
+        x = tl.where(x < tl.load(thresholds_S + row), -float("inf"), x)
     x = tl.where(inverse == 0, x, (x - top) * inverse + gumbel(key, at.to(tl.uint64)))
     token = chosen * BLOCK + tl.argmax(x, 0)
     tl.store(tokens_S + row, token.to(tl.int64))
@@ -208,7 +208,7 @@ def draw_corrupted_inputs(S: int, V: int, dtype: torch.dtype, device: torch.devi
     return logits_SV, *others
 
 
-def draw_above_floors_inputs(S: int, V: int, dtype: torch.dtype, device: torch.device) -> Args:
+def draw_above_thresholds_inputs(S: int, V: int, dtype: torch.dtype, device: torch.device) -> Args:
     *others, _ = draw_inputs(S, V, dtype, device)
     return *others, torch.full((S,), 9.0, device=device)
 
@@ -222,7 +222,7 @@ DRAW = Kernel(
             Case(f"{name}S={S} V={V} {bits(dtype)}", partial(inputs, S, V, dtype), small=True)
             for name, inputs in (
                 ("", draw_inputs),
-                ("floors ", draw_above_floors_inputs),
+                ("thresholds ", draw_above_thresholds_inputs),
                 ("corrupted ", draw_corrupted_inputs),
             )
             for S, V in ((1, 100), (5, 6007))

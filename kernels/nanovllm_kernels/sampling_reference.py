@@ -34,18 +34,18 @@ def draw(
     positions_S: Tensor,
     inverse_temperatures_N: Tensor,
     seeds_N: Tensor,
-    floors_S: Tensor | None = None,
+    thresholds_S: Tensor | None = None,
 ) -> Tensor:
-    """One token per row, int64: softmax(logits / temperature) over the logits >= floor.
+    """One token per row, int64: softmax(logits / temperature) over the logits >= threshold.
 
     An inverse temperature of 0 means the largest logit, the first of equal ones. CORRUPTED for a
     row with a NaN or +inf anywhere, or with nothing but -inf, which means impossible.
     """
     inverse_S = inverse_temperatures_N[slots_S]
     x_SV = logits_SV.float()
-    if floors_S is not None:
-        x_SV = x_SV.masked_fill(x_SV < floors_S[:, None], -torch.inf)
-    top_S1 = x_SV.amax(-1, keepdim=True)  # NaN if there is one: no floor is above it
+    if thresholds_S is not None:
+        x_SV = x_SV.masked_fill(x_SV < thresholds_S[:, None], -torch.inf)
+    top_S1 = x_SV.amax(-1, keepdim=True)  # NaN if there is one: no threshold is above it
     scaled_SV = (x_SV - top_S1) * inverse_S[:, None]
     padding = -x_SV.shape[1] % BLOCK
     blocks_SBW = functional.pad(scaled_SV, (0, padding), value=-torch.inf).unflatten(1, (-1, BLOCK))
@@ -60,7 +60,7 @@ def draw(
     return token_S.where(top_S1[:, 0].isfinite(), CORRUPTED)
 
 
-def floors(
+def thresholds(
     logits_SV: Tensor,
     slots_S: Tensor,
     inverse_temperatures_N: Tensor,

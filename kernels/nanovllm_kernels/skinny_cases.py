@@ -20,20 +20,20 @@ TIMED = (1, 8, 32, 64, 128)
 
 def norm_inputs(T: int, N: int, D: int, device: torch.device, kind: str = "first") -> Args:
     """small_linear's, of a stream that has been added up."""
-    x_TD, _, gain_D, eps, weight_ND = small_linear.norm_inputs(T, N, D, device, kind)
-    return x_TD, gain_D, eps, weight_ND
+    x_TD, _, norm_weight_D, eps, weight_ND = small_linear.norm_inputs(T, N, D, device, kind)
+    return x_TD, norm_weight_D, eps, weight_ND
 
 
 def norm_reference(
-    x_TD: Tensor, gain_D: Tensor, eps: float, weight_ND: Tensor, *, gated: bool = False
+    x_TD: Tensor, norm_weight_D: Tensor, eps: float, weight_ND: Tensor, *, gated: bool = False
 ) -> Tensor:
-    args = x_TD, None, gain_D, eps, weight_ND
+    args = x_TD, None, norm_weight_D, eps, weight_ND
     return small_linear.norm_linear_reference(*args, gated=gated)[0]
 
 
 def norm_scale(of: Callable[[Tensors, Args], Tensors], expected: Tensors, args: Args) -> Tensors:
-    x_TD, gain_D, eps, weight_ND = args
-    return of((*expected, x_TD), (x_TD, None, gain_D, eps, weight_ND))[:1]
+    x_TD, norm_weight_D, eps, weight_ND = args
+    return of((*expected, x_TD), (x_TD, None, norm_weight_D, eps, weight_ND))[:1]
 
 
 def cases(

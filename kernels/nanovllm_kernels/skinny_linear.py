@@ -8,7 +8,7 @@ once. A block of threads owns some lines of W and a slice of their inputs; the b
 lines are a cluster, and each of them finishes an equal share of the lines, whose parts the others
 copy into its shared memory in one piece (stores of single numbers took 10 us).
 
-Decision: the norm has no launch of its own. Its gain is applied to x on the way from shared memory
+Decision: the norm has no launch of its own. Its weight is applied to x on the way from shared memory
 to the tensor cores, which see the squares go by; its scale, a factor of a row of y, at the end. The
 product before has added the residual stream already, so x is all there is to read.
 
@@ -34,7 +34,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 from torch import Tensor
 
-from nanovllm_kernels.kept import Compiled, Kept
+from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 from nanovllm_kernels.like import like
 
 DEEP = 64  # inputs in a swizzled line of shared memory
@@ -114,16 +114,22 @@ class SkinnyLinear:
         return self._launch(Kind(added=True), x_TD, weight_ND, residual_TN=residual_TN)
 
     def norm_linear(
-        self, x_TD: Tensor, gain_D: Tensor, eps: float, weight_ND: Tensor, *, gated: bool = False
+        self,
+        x_TD: Tensor,
+        norm_weight_D: Tensor,
+        eps: float,
+        weight_ND: Tensor,
+        *,
+        gated: bool = False,
     ) -> Tensor:
-        return self._launch(Kind(True, gated), x_TD, weight_ND, gain_D, eps)
+        return self._launch(Kind(True, gated), x_TD, weight_ND, norm_weight_D, eps)
 
     def _launch(
         self,
         kind: Kind,
         x_TD: Tensor,
         weight_ND: Tensor,
-        gain_D: Tensor | None = None,
+        norm_weight_D: Tensor | None = None,
         eps: float = 0.0,
         residual_TN: Tensor | None = None,
     ) -> Tensor:
@@ -134,14 +140,14 @@ class SkinnyLinear:
         if y_TN is None:
             y_TN = x_TD.new_empty(num_rows, num_lines // (1 + kind.gated))
         run = compile_product(*shape, *kind)
-        run(x_TD, weight_ND, y_TN, gain_D, residual_TN, eps)
+        run(x_TD, weight_ND, y_TN, norm_weight_D, residual_TN, eps)
         return y_TN
 
 
 SKINNY_LINEAR = SkinnyLinear()
 
 
-@Kept
+@CachedCompile
 def compile_product(
     lines: int, splits: int, is_large: bool, groups: int, normed: bool, gated: bool, added: bool
 ) -> Compiled:
@@ -170,7 +176,7 @@ class Shared(NamedTuple):
 
     x: cute.Tensor  # [row, input, stage]
     weight: cute.Tensor  # [line, input, stage]
-    gain: cute.Tensor | None  # [input, stage]
+    norm_weight: cute.Tensor | None  # [input, stage]
     full: cute.Pointer  # barriers: the stage is there
     empty: cute.Pointer  # every warp is done with it
     own: cute.Tensor  # [line of the share, row, whose share]: this slice's sums, where x was
@@ -210,7 +216,7 @@ class Product:
         x: cute.Tensor,
         weight: cute.Tensor,
         y: cute.Tensor,
-        gain: cute.Tensor | None,
+        norm_weight: cute.Tensor | None,
         residual: cute.Tensor | None,
         eps: Float32,
         stream: Any,  # noqa: ANN401
@@ -237,7 +243,7 @@ class Product:
         rows = x.shape[0]
         active = (rows + BOX_ROWS - 1) // BOX_ROWS * BOX_ROWS
         size = Size(rows, active, x.shape[1] // (DEEP * self.splits))
-        self.kernel(*boxes, y, gain, residual, eps, *rings, mma, size).launch(
+        self.kernel(*boxes, y, norm_weight, residual, eps, *rings, mma, size).launch(
             grid=[self.splits, weight.shape[0] // self.lines, 1],
             block=[self.threads + 32, 1, 1],
             cluster=[self.splits, 1, 1],
@@ -252,7 +258,7 @@ class Product:
         x_box: tuple,
         weight_box: tuple,
         y: cute.Tensor,
-        gain: cute.Tensor | None,
+        norm_weight: cute.Tensor | None,
         residual: cute.Tensor | None,
         eps: Float32,
         x_ring: cute.ComposedLayout,
@@ -277,7 +283,7 @@ class Product:
             arch.cluster_arrive()
         arch.sync_threads()
         if is_loader:
-            self.load(x_box, weight_box, gain, shared, size)
+            self.load(x_box, weight_box, norm_weight, shared, size)
             if cutlass.const_expr(self.splits > 1):
                 arch.cluster_wait()
                 arch.cluster_arrive()
@@ -294,15 +300,15 @@ class Product:
         strides = (1, self.padded, self.part)
         sums = cute.make_layout((self.padded, self.rows, self.splits), stride=strides)
         own = cute.make_tensor(cute.recast_ptr(ring, dtype=Float32), sums)
-        gain = None
+        norm_weight = None
         if self.kind.normed:
-            gain = smem.allocate_tensor(BFloat16, cute.make_layout((DEEP, self.stages)), 128)
+            norm_weight = smem.allocate_tensor(BFloat16, cute.make_layout((DEEP, self.stages)), 128)
         return Shared(
             x=cute.make_tensor(cute.recast_ptr(ring, x_ring.inner, BFloat16), x_ring.outer),
             weight=cute.make_tensor(
                 cute.recast_ptr(weight, weight_ring.inner, BFloat16), weight_ring.outer
             ),
-            gain=gain,
+            norm_weight=norm_weight,
             full=smem.allocate_array(Int64, self.stages),
             empty=smem.allocate_array(Int64, self.stages),
             own=own,
@@ -315,7 +321,7 @@ class Product:
         self,
         x_box: tuple,
         weight_box: tuple,
-        gain: cute.Tensor | None,
+        norm_weight: cute.Tensor | None,
         shared: Shared,
         size: Size,
     ) -> None:
@@ -325,14 +331,14 @@ class Product:
         first = arch.block_idx()[0] * size.steps
         early = cutlass.min(size.steps, self.stages)
         for i in cutlass.range(0, early, unroll=1):
-            self.load_weight(weight_copy, gain, shared, size, first + i, i)
+            self.load_weight(weight_copy, norm_weight, shared, size, first + i, i)
         arch.griddepcontrol_wait()
         for i in cutlass.range(0, early, unroll=1):
             self.load_x(x_copy, shared, size, first + i, i)
         stage, phase = Int32(0), Int32(0)
         for i in cutlass.range(early, size.steps, unroll=1):
             arch.mbarrier_wait(shared.empty + stage, phase)
-            self.load_weight(weight_copy, gain, shared, size, first + i, stage)
+            self.load_weight(weight_copy, norm_weight, shared, size, first + i, stage)
             self.load_x(x_copy, shared, size, first + i, stage)
             stage += 1
             if stage == self.stages:
@@ -352,7 +358,7 @@ class Product:
     def load_weight(
         self,
         copy: tuple,
-        gain: cute.Tensor | None,
+        norm_weight: cute.Tensor | None,
         shared: Shared,
         size: Size,
         step: Int32,
@@ -373,9 +379,9 @@ class Product:
             )
         if cutlass.const_expr(self.kind.normed):
             bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
-            gains = cute.local_tile(gain, (DEEP,), (step,))
+            norm_weights = cute.local_tile(norm_weight, (DEEP,), (step,))
             with arch.elect_one():
-                cute.copy(bulk, gains, shared.gain[None, stage], mbar_ptr=full)
+                cute.copy(bulk, norm_weights, shared.norm_weight[None, stage], mbar_ptr=full)
 
     @cute.jit
     def load_x(self, copy: tuple, shared: Shared, size: Size, step: Int32, stage: Int32) -> None:
@@ -414,7 +420,7 @@ class Product:
             arch.mbarrier_wait(shared.full + stage, phase)
             if cutlass.const_expr(self.kind.normed):
                 cute.copy(x_copy, x_from[None, None, None, stage], x_copy.retile(x))
-                self.apply_gain(x, shared.gain[None, stage], squares)
+                self.apply_norm_weight(x, shared.norm_weight[None, stage], squares)
             warpgroup.fence()
             for k in cutlass.range_constexpr(DEEP // 16):
                 at = (None, None, k) if self.kind.normed else (None, None, k, stage)
@@ -431,14 +437,16 @@ class Product:
         arch.barrier(barrier_id=1, number_of_threads=self.threads)  # all have read the ring
         self.leave(sums, squares, shared, size)
 
-    def apply_gain(self, x: cute.Tensor, gain: cute.Tensor, squares: cute.Tensor) -> None:
+    def apply_norm_weight(
+        self, x: cute.Tensor, norm_weight: cute.Tensor, squares: cute.Tensor
+    ) -> None:
         """Of a thread's eight elements of each 16 inputs: two inputs, of two rows, twice."""
         pair = 2 * (arch.lane_idx() % 4)
         for k in range(DEEP // 16):
             for n in range(8):
                 value = x[8 * k + n].to(Float32)
                 squares[n // 2 % 2] += value * value
-                factor = gain[16 * k + 8 * (n // 4) + pair + n % 2].to(Float32)
+                factor = norm_weight[16 * k + 8 * (n // 4) + pair + n % 2].to(Float32)
                 x[8 * k + n] = (value * factor).to(BFloat16)
 
     @cute.jit

@@ -84,19 +84,19 @@ class SmallLinear:
         self,
         x_TD: Tensor,
         residual_TD: Tensor | None,
-        gain_D: Tensor,
+        norm_weight_D: Tensor,
         eps: float,
         weight_ND: Tensor,
         *,
         gated: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        return self._launch(x_TD, residual_TD, gain_D, eps, weight_ND, gated)
+        return self._launch(x_TD, residual_TD, norm_weight_D, eps, weight_ND, gated)
 
     def _launch(
         self,
         x_TD: Tensor,
         residual_TD: Tensor | None,
-        gain_D: Tensor | None,
+        norm_weight_D: Tensor | None,
         eps: float,
         weight_ND: Tensor,
         gated: bool,
@@ -112,7 +112,7 @@ class SmallLinear:
         small_linear_kernel[(triton.cdiv(num_lines, shape.lines),)](
             x_TD,
             residual_TD,
-            gain_D,
+            norm_weight_D,
             weight_ND,
             y_TN,
             sum_TD,
@@ -144,7 +144,7 @@ SMALL_LINEAR = SmallLinear()
 def small_linear_kernel(
     x_TD,
     residual_TD,
-    gain_D,
+    norm_weight_D,
     weight_ND,
     y_TN,
     sum_TD,
@@ -185,20 +185,20 @@ def small_linear_kernel(
         at = done + slice * DEPTH + d
         inside = t < T if EVEN else (t < T) & (at < D)
         x = tl.load(x_TD + t * x_stride + at, inside, 0.0)
-        if gain_D is not None:
+        if norm_weight_D is not None:
             if residual_TD is not None:
                 residual = tl.load(residual_TD + t * residual_stride + at, inside, 0.0)
                 x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
                 tl.store(sum_TD + t * D + at, x, inside & (t < kept))
             wide = x.to(tl.float32)
             squares += wide * wide
-            x = (wide * load(gain_D, at, D, EVEN).to(tl.float32)).to(x.dtype)
+            x = (wide * load(norm_weight_D, at, D, EVEN).to(tl.float32)).to(x.dtype)
         y = dot(x, load(weight_ND, at, D, EVEN), y)
         if GATED:
             up = dot(x, load(weight_ND + N.to(tl.int64) * D, at, D, EVEN), up)
     dtype = y_TN.dtype.element_ty
     scale = 1.0
-    if gain_D is not None:
+    if norm_weight_D is not None:
         scale = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / D + eps)[:, None]
     y = (tl.sum(y, 0) * scale).to(dtype)
     if GATED:
@@ -245,23 +245,23 @@ def linear_reference(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
 def norm_linear_reference(
     x_TD: Tensor,
     residual_TD: Tensor | None,
-    gain_D: Tensor,
+    norm_weight_D: Tensor,
     eps: float,
     weight_ND: Tensor,
     *,
     gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    normed_TD, sum_TD = normed(x_TD, residual_TD, gain_D, eps)
+    normed_TD, sum_TD = normed(x_TD, residual_TD, norm_weight_D, eps)
     y_TN = linear_reference(normed_TD, weight_ND)
     return reference.silu_mul(y_TN) if gated else y_TN, sum_TD
 
 
 def normed(
-    x_TD: Tensor, residual_TD: Tensor | None, gain_D: Tensor, eps: float
+    x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     if residual_TD is None:
-        return reference.rms_norm(x_TD, gain_D, eps), x_TD
-    return reference.add_rms_norm(x_TD, residual_TD, gain_D, eps)
+        return reference.rms_norm(x_TD, norm_weight_D, eps), x_TD
+    return reference.add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
 
 
 def linear_inputs(T: int, N: int, D: int, device: torch.device) -> Args:

@@ -2,7 +2,7 @@
 
 Shape letters are the same in every file of this project:
     T tokens in the step        R rows (requests) in the step     D model width
-    H query heads of this rank  G key/value heads of this rank    A head width
+    H query heads of this rank  G key/value heads of this rank    A head size
     P pages                     S tokens per page                 V vocabulary
     F MLP width of this rank    M page-table width                L layers or positions
 
@@ -23,12 +23,12 @@ class Batch:
     """The tensors of one step. Under a CUDA graph they are static buffers, refilled before replay.
 
     Row r feeds the tokens starts_R1[r]:starts_R1[r + 1] of the step. Rows that only pad a graph
-    have length 1 and one token in the dead page 0.
+    have length 1 and one token in the padding page 0.
     """
 
     token_ids_T: Tensor  # int64
     positions_T: Tensor  # int64, 0-based position in its request
-    cells_T: Tensor  # int64, page * S + offset: where the token's key and value go
+    slot_mapping_T: Tensor  # int64, page * S + offset: where the token's key and value go
     starts_R1: Tensor  # int32 [R + 1]
     lengths_R: Tensor  # int32, tokens of the request including this step's
     page_table_RM: Tensor  # int32; entries past the request's pages are 0

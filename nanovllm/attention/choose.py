@@ -70,6 +70,6 @@ def cute_obstacle(
         return "it is for Hopper GPUs"
     if find_spec("cutlass") is None:
         return "the package nvidia-cutlass-dsl is not installed"
-    kernel, width = import_module(DECODE["cute"]), layout.paged[0].k_width
+    kernel, width = import_module(DECODE["cute"]), layout.paged[0].k_size
     reason: str | None = kernel.obstacle(page_tokens, width, dtype)
     return reason

@@ -15,7 +15,7 @@ from nanovllm.attention.base import Attend, Batch, PagedKV
 from nanovllm.attention.paged import DecodeKernel, bind_rows
 from nanovllm.kv.layout import CacheLayout
 
-MAX_HEAD_WIDTH = 256
+MAX_HEAD_SIZE = 256
 
 
 class FlashPaged:
@@ -35,8 +35,8 @@ class FlashPaged:
         for group in layout.paged:
             if group.bytes_per_element != 2:
                 return "flash-attn-4 computes in bfloat16; the cache is wider"
-            if max(group.k_width, group.v_width) > MAX_HEAD_WIDTH or group.k_width % 16:
-                return f"head width {group.k_width} is not a multiple of 16 up to {MAX_HEAD_WIDTH}"
+            if max(group.k_size, group.v_size) > MAX_HEAD_SIZE or group.k_size % 16:
+                return f"head size {group.k_size} is not a multiple of 16 up to {MAX_HEAD_SIZE}"
         return None
 
     def bind(self, batch: Batch) -> Attend:

@@ -20,7 +20,7 @@ from torch import Tensor
 from nanovllm.attention.base import Attend, Batch, PagedKV
 from nanovllm.kv.layout import CacheLayout
 
-MAX_HEAD_WIDTH = 256
+MAX_HEAD_SIZE = 256
 DecodeKernel = ModuleType  # with the functions of nanovllm_kernels.paged_decode, meaning the same
 CUTE_ROWS = range(9, 129)  # for which the CuTe DSL kernel is the faster one
 
@@ -37,11 +37,11 @@ class TritonPaged:
         """Why not, or None."""
         if device.type != "cuda" and not INTERPRETED:
             return f"Triton's kernels run on a GPU, not on {device.type}"
-        if len({(group.num_heads, group.k_width, group.v_width) for group in layout.paged}) != 1:
+        if len({(group.num_heads, group.k_size, group.v_size) for group in layout.paged}) != 1:
             return "one plan serves all layers, so their caches must have one shape"
         group = layout.paged[0]
-        if group.k_width != group.v_width or group.k_width > MAX_HEAD_WIDTH:
-            return f"keys and values must be equally wide, at most {MAX_HEAD_WIDTH}"
+        if group.k_size != group.v_size or group.k_size > MAX_HEAD_SIZE:
+            return f"keys and values must be equally wide, at most {MAX_HEAD_SIZE}"
         return None
 
     def bind(self, batch: Batch) -> Attend:

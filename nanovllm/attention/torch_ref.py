@@ -1,10 +1,11 @@
 """Paged attention in plain torch: the definition of every other backend, and the CPU's.
 
-Cells past a row's end are read but never counted, whatever they hold: a NaN there must not scream.
+Cached tokens past a row's end are read but never counted, whatever they hold: a NaN there must not
+scream.
 Unlike other backends this one reads the batch's values, so no CUDA graph can capture it.
 
 Decision: rows are computed together where they feed equally many tokens and their contexts are of
-similar length: a group reads as many cells for each row as for its longest, and one row of 4,000
+similar length: a group reads as many tokens for each row as for its longest, and one row of 4,000
 tokens among eight short ones made the step twenty times as long.
 """
 
@@ -28,7 +29,7 @@ SPARE_CELLS = 256  # of a row: fewer cost less than a group more
 class RowGroup:
     """Rows that feed equally many tokens, N each, over contexts of similar lengths.
 
-    C counts cells: the group's longest context, rounded up to whole pages.
+    C counts cached tokens: the group's longest context, rounded up to whole pages.
     """
 
     tokens_X: Tensor  # int64: the rows' tokens in the step, N of one row after N of another
@@ -36,7 +37,7 @@ class RowGroup:
     num_new: int  # tokens each row feeds
     pages_X: Tensor  # row by row, cut to the group's longest context
     seen_R1NC: Tensor  # bool: what each query may look at
-    # Rows and cells past their ends, of undefined contents. As indices: filling through a mask
+    # Rows and tokens past their ends, of undefined contents. As indices: filling through a mask
     # took a quarter of a decode step.
     dirt: tuple[Tensor, ...]
 
@@ -82,7 +83,7 @@ def groups_of(batch: Batch, page_tokens: int) -> Iterator[RowGroup]:
         rows = torch.tensor(members, device=batch.lengths_R.device)
         new, lengths_R = counts[members[0]], batch.lengths_R[rows]
         num_pages = -(-lengths[members[-1]] // page_tokens)
-        cells_C = torch.arange(num_pages * page_tokens, device=lengths_R.device)
+        tokens_C = torch.arange(num_pages * page_tokens, device=lengths_R.device)
         queries_N = torch.arange(new, device=lengths_R.device)
         last_seen_RN = (lengths_R - new)[:, None] + queries_N
         yield RowGroup(
@@ -90,8 +91,8 @@ def groups_of(batch: Batch, page_tokens: int) -> Iterator[RowGroup]:
             num_rows=len(members),
             num_new=new,
             pages_X=batch.page_table_RM[rows, :num_pages].flatten(),
-            seen_R1NC=(cells_C <= last_seen_RN[:, :, None])[:, None],
-            dirt=(cells_C >= lengths_R[:, None]).nonzero(as_tuple=True),
+            seen_R1NC=(tokens_C <= last_seen_RN[:, :, None])[:, None],
+            dirt=(tokens_C >= lengths_R[:, None]).nonzero(as_tuple=True),
         )
 
 
@@ -99,8 +100,8 @@ def groups_of(batch: Batch, page_tokens: int) -> Iterator[RowGroup]:
 class TorchAttend:
     caches: tuple[PagedKV, ...]
     groups: tuple[RowGroup, ...]
-    # Where contexts are copied to, keys and values. Kept from step to step: for memory of this size
-    # malloc asks the system, whose page faults took as long as attention.
+    # Where contexts are copied to, keys and values. Kept from step to step: for memory of this
+    # size malloc asks the system, whose page faults took as long as attention.
     copies_2X: Tensor
 
     def __call__(self, layer: int, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
@@ -116,9 +117,9 @@ def attend(group: RowGroup, q_THA: Tensor, cache: PagedKV, copies_2X: Tensor) ->
         shape = len(group.pages_X), *pages_PSGA.shape[1:]
         copied_PSGA = copy_X[: math.prod(shape)].view(shape)
         torch.index_select(pages_PSGA, 0, group.pages_X, out=copied_PSGA)
-        cells_RCGA = copied_PSGA.view(group.num_rows, -1, *shape[2:])
-        cells_RCGA[group.dirt] = 0
-        return cells_RCGA.transpose(1, 2)
+        context_RCGA = copied_PSGA.view(group.num_rows, -1, *shape[2:])
+        context_RCGA[group.dirt] = 0
+        return context_RCGA.transpose(1, 2)
 
     q_RNHA = q_THA.reshape(group.num_rows, group.num_new, *q_THA.shape[1:])
     o_RHNA = F.scaled_dot_product_attention(

@@ -2,8 +2,8 @@
 
 Knows what a runner is, not how one is built.
 
-Decision: the rows are made-up requests of random tokens, lengths and cached keys, not dead rows.
-Dead rows are all alike, so a graph that reads another row's slot would give the right logits.
+Decision: the rows are made-up requests of random tokens, lengths and cached keys, not padding rows.
+Padding rows are all alike, so a graph that reads another row's slot would give the right logits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nanovllm.runner.batch import StepRows
 from nanovllm.runner.graphs import Captured, decode_rows
 from nanovllm.runner.pieces import Pieces
 from nanovllm.runner.runner import Forwarded, Runner
-from nanovllm.runner.warm import dead_rows
+from nanovllm.runner.warm import padding_rows
 
 CONTEXT = 1024  # longest made-up request, where the cache holds that many for every slot
 ROUNDS, STEPS = 3, 10  # the median of so many times, each of so many steps
@@ -46,7 +46,7 @@ class Graph(Struct, frozen=True, kw_only=True):
     difference: float  # largest, of any logit
     largest_logit: float
     used: float = 0.0  # share of the load's steps, which are decode steps
-    padding: float = 0.0  # dead rows / rows in these steps
+    padding: float = 0.0  # padding rows / rows in these steps
 
     @property
     def is_right(self) -> bool:
@@ -61,7 +61,7 @@ def longest(runner: Runner) -> int:
 def context_of(runner: Runner) -> tuple[int, int]:
     """How many slots are to be filled, and the most tokens in each: no two share a page."""
     num_pages = runner.caches[0].k_PSGA.shape[0] - 1
-    filled = min(runner.slots.dead, num_pages)
+    filled = min(runner.slots.padding, num_pages)
     return filled, min(CONTEXT, num_pages // filled * runner.slots.page_tokens, longest(runner))
 
 
@@ -74,7 +74,7 @@ def occupy(runner: Runner, seed: int = 0) -> None:
     random = torch.Generator(runner.device).manual_seed(seed)
     slots.tokens_NL[:filled].random_(0, runner.model.embed.weight.shape[0], generator=random)
     slots.lengths_N[:filled].random_(most // 2, most, generator=random)
-    pages = torch.arange(1, filled * each + 1, device=runner.device)  # page 0 is the dead one
+    pages = torch.arange(1, filled * each + 1, device=runner.device)  # page 0 is for padding
     slots.pages_NM[:filled, :each] = pages.view(filled, each)
     for cache in runner.caches:
         for cells in (cache.k_PSGA, cache.v_PSGA):
@@ -170,13 +170,13 @@ def why_eager(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
     found = {f"decode, 1 to {slots} rows": runner.why_eager(decode)}
     for low, high in ((1, captured), (captured + 1, most)):
         if high > low:
-            why = runner.why_eager(dead_rows(runner, 1, high))
+            why = runner.why_eager(padding_rows(runner, 1, high))
             found[f"prefill and mixed, {low} to {high} tokens"] = why
     return found | {"sampling, after either": "its launches depend on what the rows ask for"}
 
 
 def metrics(graphs: Sequence[Graph]) -> dict[str, float]:
-    """Of a record. Padding: dead rows / rows over all replays of the load."""
+    """Of a record. Padding: padding rows / rows over all replays of the load."""
     rows = sum(graph.used * graph.rows for graph in graphs)
     dead = sum(graph.used * graph.rows * graph.padding for graph in graphs)
     found = {

@@ -139,8 +139,8 @@ def lines(found: Resolved, fitted: Fit, each: int) -> Iterator[str]:
     yield f"{recipe.model} on {found.device_name}, {recipe.dtype}"
     yield ""
     shapes = " + ".join(
-        f"{len(group.layers)} layers x {group.num_heads} heads x ({group.k_width} + "
-        f"{group.v_width}) x {group.bytes_per_element} bytes"
+        f"{len(group.layers)} layers x {group.num_heads} heads x ({group.k_size} + "
+        f"{group.v_size}) x {group.bytes_per_element} bytes"
         for group in found.layout.paged
     )
     yield row("a token", size(fitted.token_bytes), shapes)

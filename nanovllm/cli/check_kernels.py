@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 from nanovllm_kernels import KERNELS
-from nanovllm_kernels.kept import keep_in
+from nanovllm_kernels.compile_cache import use_folder
 
 from nanovllm.cli.commands import json_option, write_record
 from nanovllm.config import cache_dir
@@ -92,7 +92,7 @@ def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool) -> Non
             f"{torch.cuda.get_device_name(device)}: copies {limits.copy_bytes_per_s / 1e12:.2f} "
             f"TB/s, multiplies {limits.matmul_flops / 1e12:.0f} TFLOP/s"
         )
-    keep_in(cache_dir())
+    use_folder(cache_dir())
     results = []
     for name in names or {**COMPILED, **KERNELS}:
         for result in check_one(name, device, limits, quick):

@@ -65,7 +65,7 @@ class Job:
     trial: Trial | None = None  # while it runs
 
 
-class Kept(NamedTuple):
+class CachedCompile(NamedTuple):
     outcome: Outcome
     num_bytes: int
     until: float  # monotonic
@@ -87,7 +87,7 @@ class GrammarQueue:
         self._jobs: dict[str, Job] = {}  # waiting and running, by their grammars
         self._queued: list[Job] = []
         self._job_of: dict[int, Job] = {}  # by request
-        self._kept: OrderedDict[str, Kept] = OrderedDict()  # least used first
+        self._kept: OrderedDict[str, CachedCompile] = OrderedDict()  # least used first
         self._kept_bytes = 0
 
     @property
@@ -208,7 +208,7 @@ class GrammarQueue:
         else:
             num_bytes, kept_s = int(outcome.memory_size_bytes), inf
         self._forget(tag)
-        kept = Kept(outcome, num_bytes + len(tag) + ENTRY_BYTES, time.monotonic() + kept_s)
+        kept = CachedCompile(outcome, num_bytes + len(tag) + ENTRY_BYTES, time.monotonic() + kept_s)
         self._kept[tag] = kept
         self._kept_bytes += kept.num_bytes
         while self._kept_bytes > CACHE_BYTES:

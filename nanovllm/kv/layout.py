@@ -13,14 +13,14 @@ class PagedGroup(Struct, frozen=True):
 
     layers: tuple[int, ...]
     num_heads: int  # key/value heads of this rank
-    k_width: int  # elements per head
-    v_width: int
+    k_size: int  # elements per head
+    v_size: int
     bytes_per_element: int
 
     @property
     def bytes_per_token(self) -> int:
         """Of all layers of the group together."""
-        per_layer = self.num_heads * (self.k_width + self.v_width) * self.bytes_per_element
+        per_layer = self.num_heads * (self.k_size + self.v_size) * self.bytes_per_element
         return per_layer * len(self.layers)
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext
-from nanovllm.dist.mesh import Mesh
 from nanovllm.layers.linear import AddLinear, Layer, NormLinear, parameter
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Residual, as_tensor
+from nanovllm.parallel.mesh import Mesh
 
 
 class Attention(Layer):
@@ -56,7 +56,7 @@ class Attention(Layer):
             self.eps,
             cos_sin_LA,
             ctx.batch.positions_T,
-            ctx.batch.cells_T,
+            ctx.batch.slot_mapping_T,
             cache.k_PSGA,
             cache.v_PSGA,
         )

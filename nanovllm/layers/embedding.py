@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.dist.mesh import Mesh
 from nanovllm.layers.linear import Linear, Placement
 from nanovllm.layers.ops import Ops
+from nanovllm.parallel.mesh import Mesh
 
 
 class Vocabulary(Linear):

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.dist.mesh import Mesh, Span
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Pending, Product, Residual
+from nanovllm.parallel.mesh import Mesh, Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nanovllm.dist.mesh import Mesh
 from nanovllm.layers.linear import AddLinear, Layer, NormLinear
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Residual
+from nanovllm.parallel.mesh import Mesh
 
 
 class MLP(Layer):

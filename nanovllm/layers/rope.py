@@ -30,11 +30,11 @@ class Llama3Rope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="
 Rope = PlainRope | Llama3Rope
 
 
-def cos_sin_table(rope: Rope, head_width: int, max_tokens: int) -> Tensor:
+def cos_sin_table(rope: Rope, head_size: int, max_tokens: int) -> Tensor:
     """cos_sin_LA, float32: row = position, cosines in the first half, sines in the second."""
     if torch.get_default_device().type == "meta":  # to compute there is to import a compiler
-        return torch.empty(max_tokens, head_width, dtype=torch.float32)
-    exponents = torch.arange(0, head_width, 2, dtype=torch.float32) / head_width
+        return torch.empty(max_tokens, head_size, dtype=torch.float32)
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
     frequencies = 1 / rope.rope_theta**exponents  # radians per token
     if isinstance(rope, Llama3Rope):
         frequencies = stretched(frequencies, rope)

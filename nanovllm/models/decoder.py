@@ -11,7 +11,6 @@ from msgspec import Meta, Struct
 from torch import Tensor, nn
 
 from nanovllm.attention.base import ForwardContext
-from nanovllm.dist.mesh import Mesh
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embedding import Vocabulary
@@ -21,6 +20,7 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Residual
 from nanovllm.layers.rope import Rope, cos_sin_table
+from nanovllm.parallel.mesh import Mesh
 
 Count = Annotated[int, Meta(ge=1)]
 Rule = tuple[str, str] | tuple[str, str, str]  # checkpoint name, parameter[, part]; {} = a number
@@ -57,7 +57,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             )
 
     @property
-    def head_width(self) -> int:
+    def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
@@ -74,7 +74,7 @@ class Block(Layer):
             hidden_size=hidden_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
-            head_size=config.head_width,
+            head_size=config.head_size,
             eps=eps,
             qk_norm=qk_norm,
             is_last=layer + 1 == config.num_hidden_layers,
@@ -123,7 +123,7 @@ class Decoder(Layer):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.head = self.embed if config.tie_word_embeddings else Vocabulary(*vocabulary)
-        table = cos_sin_table(config.rope_parameters, config.head_width, max_tokens)
+        table = cos_sin_table(config.rope_parameters, config.head_size, max_tokens)
         self.register_buffer("cos_sin_LA", table, persistent=False)
 
     @staticmethod
@@ -149,8 +149,8 @@ class Decoder(Layer):
         group = PagedGroup(
             layers=tuple(range(config.num_hidden_layers)),
             num_heads=heads.count,
-            k_width=config.head_width,
-            v_width=config.head_width,
+            k_size=config.head_size,
+            v_size=config.head_size,
             bytes_per_element=dtype_bytes,
         )
         return CacheLayout(paged=(group,))

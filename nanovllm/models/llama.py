@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from nanovllm.dist.mesh import Mesh
 from nanovllm.layers.ops import Ops
 from nanovllm.models.decoder import Block, Decoder, DecoderConfig
+from nanovllm.parallel.mesh import Mesh
 
 
 class Llama(Decoder):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from nanovllm.dist.mesh import Mesh
 from nanovllm.layers.ops import Ops
 from nanovllm.models.decoder import Block, Count, Decoder, DecoderConfig, Rule
+from nanovllm.parallel.mesh import Mesh
 
 
 class Qwen3Config(DecoderConfig, frozen=True, kw_only=True):

@@ -1,8 +1,9 @@
 """Plan and slots into the tensors of one step. Knows nothing of models.
 
 Decision: the host sends slots and counts only, and sends the decode rows' slots only when they
-change. Token ids, positions, cells and page tables are gathered from the slots on the device, so a
-steady decode step uploads nothing, and under a CUDA graph the gathering is part of the graph.
+change. Token ids, positions, slot mappings and page tables are gathered from the slots on the
+device, so a steady decode step uploads nothing, and under a CUDA graph the gathering is part of the
+graph.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ GATHER_DECODE = {
     "torch": "nanovllm_kernels.batch_reference:gather_decode",
     "triton": "nanovllm_kernels.batch_prep:gather_decode",
 }
-SETTLE = {
-    "torch": "nanovllm_kernels.batch_reference:settle",
-    "triton": "nanovllm_kernels.batch_prep:settle",
+WRITE_BACK = {
+    "torch": "nanovllm_kernels.batch_reference:write_back",
+    "triton": "nanovllm_kernels.batch_prep:write_back",
 }
 
 
@@ -48,12 +49,14 @@ class StepRows:
 class RowBuilder:
     """Keeps the decode rows of the last plan on the device."""
 
-    def __init__(self, num_slots: int, dead_slot: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, padding_slot: int, device: torch.device) -> None:
         self.device = device
-        self.dead_slot = dead_slot
+        self.padding_slot = padding_slot
         self.decode_slots = np.zeros(0, np.int32)
-        # Static: graphs read the first n of these. Rows past the plan's are dead.
-        self.static_slots_R = torch.full((num_slots,), dead_slot, dtype=torch.int64, device=device)
+        # Static: graphs read the first n of these. Rows past the plan's are padding.
+        self.static_slots_R = torch.full(
+            (num_slots,), padding_slot, dtype=torch.int64, device=device
+        )
 
     def rows(self, plan: StepPlan) -> StepRows:
         if plan.decodes is not None:
@@ -85,9 +88,9 @@ class RowBuilder:
         )
 
     def _take(self, slots: Int32) -> None:
-        """New decode rows; what is left of the old ones becomes dead."""
+        """New decode rows; what is left of the old ones becomes padding."""
         most = max(len(slots), len(self.decode_slots))
-        padded = np.full(most, self.dead_slot, np.int32)
+        padded = np.full(most, self.padding_slot, np.int32)
         padded[: len(slots)] = slots
         self.static_slots_R[:most].copy_(upload(padded, self.device))
         self.decode_slots = slots
@@ -99,7 +102,7 @@ class BatchPrep:
     def __init__(self, slots: Slots, kernel: str) -> None:
         self.slots = slots
         self._gather_decode: Callable[..., tuple[Tensor, ...]] = resolve(GATHER_DECODE, kernel)
-        self._settle: Callable[..., None] = resolve(SETTLE, kernel)
+        self._write_back: Callable[..., None] = resolve(WRITE_BACK, kernel)
 
     def gather(self, rows: StepRows) -> Batch:
         """Device work only: capturable when every row feeds one token."""
@@ -108,7 +111,7 @@ class BatchPrep:
         steps_R1 = torch.arange(num_rows + 1, dtype=torch.int32, device=slots.device)
         if rows.counts_R is not None:
             return gather_chunks(rows, rows.counts_R, slots, num_pages)
-        ids_R, positions_R, cells_R, lengths_R, table_RM = self._gather_decode(
+        ids_R, positions_R, slot_mapping_R, lengths_R, table_RM = self._gather_decode(
             rows.slots_R,
             slots.lengths_N,
             slots.tokens_NL,
@@ -119,7 +122,7 @@ class BatchPrep:
         return Batch(
             token_ids_T=ids_R,
             positions_T=positions_R,
-            cells_T=cells_R,
+            slot_mapping_T=slot_mapping_R,
             starts_R1=steps_R1,
             lengths_R=lengths_R,
             page_table_RM=table_RM,
@@ -130,7 +133,7 @@ class BatchPrep:
             max_length=rows.max_length,
         )
 
-    def settle(
+    def write_back(
         self,
         slots_R: Tensor,
         lengths_R: Tensor,
@@ -140,14 +143,14 @@ class BatchPrep:
     ) -> None:
         """Each request's length is now lengths_R; sampled tokens are known, to be fed next."""
         state = self.slots.lengths_N, self.slots.tokens_NL
-        self._settle(slots_R, lengths_R, slots_S, positions_S, tokens_S, *state)
+        self._write_back(slots_R, lengths_R, slots_S, positions_S, tokens_S, *state)
 
 
 def rowless(inputs_3T: Tensor, sampled_at: Tensor) -> Batch:
-    """Token ids, positions and cells of nobody's tokens, for what looks at tokens alone."""
-    ids_T, positions_T, cells_T = inputs_3T
+    """Token ids, positions and slot mappings of nobody's tokens, for what looks at tokens alone."""
+    ids_T, positions_T, slot_mapping_T = inputs_3T
     none = torch.empty(0, dtype=torch.int32, device=inputs_3T.device)
-    return Batch(ids_T, positions_T, cells_T, none, none, none, sampled_at, 0, 0, 0, 0)
+    return Batch(ids_T, positions_T, slot_mapping_T, none, none, none, sampled_at, 0, 0, 0, 0)
 
 
 def gather_chunks(rows: StepRows, counts_R: Tensor, slots: Slots, num_pages: int) -> Batch:
@@ -168,7 +171,7 @@ def gather_chunks(rows: StepRows, counts_R: Tensor, slots: Slots, num_pages: int
     return Batch(
         token_ids_T=slots.tokens_NL[slots_T, positions_T].long(),
         positions_T=positions_T,
-        cells_T=pages_T * size + positions_T % size,
+        slot_mapping_T=pages_T * size + positions_T % size,
         starts_R1=starts_R1,
         lengths_R=before_R + counts_R,
         page_table_RM=slots.pages_NM[rows.slots_R, :num_pages],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from msgspec.structs import asdict, replace
-from nanovllm_kernels.kept import keep_in
+from nanovllm_kernels.compile_cache import use_folder
 
 from nanovllm.config import Config, Recipe, cache_dir
 from nanovllm.log import fields
@@ -93,7 +93,7 @@ def build(config: Config) -> Built:
 def load(config: Config, found: Resolved) -> Decoder:
     """The model with its weights, and on disk the kernels it needs that are written in CuTe DSL."""
     check_room(found)
-    keep_in(cache_dir())
+    use_folder(cache_dir())
     model = found.empty_model(found.device)
     with compiled_beside(jobs_of(found, model)):
         fill(model, config)

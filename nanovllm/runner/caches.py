@@ -34,11 +34,11 @@ class Caches:
         lists = [as_int32(pages) for pages in (plan.clean, sources, targets)]
         sent = upload_together(lists, self.tensors[0].device)
         clean_P, sources_P, targets_P = (pages_P.long() for pages_P in sent)
-        for cells_LPSGA in self.tensors:
+        for pages_LPSGA in self.tensors:
             if plan.clean:
-                cells_LPSGA.index_fill_(1, clean_P, 0)
+                pages_LPSGA.index_fill_(1, clean_P, 0)
             if plan.copies:
-                cells_LPSGA.index_copy_(1, targets_P, cells_LPSGA.index_select(1, sources_P))
+                pages_LPSGA.index_copy_(1, targets_P, pages_LPSGA.index_select(1, sources_P))
 
 
 def as_int32(pages: list[int]) -> Int32:
@@ -52,9 +52,9 @@ def make_caches(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Caches:
-    """Zero-filled caches with the dead page 0 besides `num_pages`.
+    """Zero-filled caches with the padding page 0 besides `num_pages`.
 
-    Zeros, because a bulk copy of a request's last page also reads the cells past its end, and a
+    Zeros, because a bulk copy of a request's last page also reads the tokens past its end, and a
     weight of 0 times NaN is NaN. For the same reason a page that may hold NaN is cleaned.
     """
     tensors: list[Tensor] = []
@@ -63,7 +63,7 @@ def make_caches(
         shape = (len(group.layers), num_pages + 1, page_tokens, group.num_heads)
         keys, values = (
             torch.zeros(*shape, width, dtype=dtype, device=device)
-            for width in (group.k_width, group.v_width)
+            for width in (group.k_size, group.v_size)
         )
         tensors += (keys, values)
         for at, layer in enumerate(group.layers):

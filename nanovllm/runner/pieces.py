@@ -113,11 +113,11 @@ class PiecewiseGraphs:
         return next((size for size in self.captured if size >= num_tokens), None)
 
     def replay(self, size: int, ctx: ForwardContext) -> Tensor:
-        """What `run` returns for the step. Tokens that pad it are fed to the dead page."""
+        """What `run` returns for the step. Tokens that pad it are fed to the padding page."""
         pieces, batch = self.captured[size], ctx.batch
         assert batch.sampled_at is not None  # of a step with chunks
         num_tokens, num_sampled = len(batch.token_ids_T), len(batch.sampled_at)
-        inputs = batch.token_ids_T, batch.positions_T, batch.cells_T
+        inputs = batch.token_ids_T, batch.positions_T, batch.slot_mapping_T
         self.inputs_3T[:, :num_tokens] = torch.stack(inputs)
         self.inputs_3T[:, num_tokens:size] = 0
         self.sampled_S[:num_sampled] = batch.sampled_at

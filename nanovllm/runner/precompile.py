@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from nanovllm_kernels.compile_cache import Job
 from nanovllm_kernels.gated_linear import compile_gated
-from nanovllm_kernels.kept import Job
 
 from nanovllm.layers.embedding import Vocabulary
 from nanovllm.layers.linear import AddLinear, NormLinear
@@ -31,7 +31,7 @@ HOPPER = ("env", "CUTE_DSL_ARCH=sm_90a", "QUACK_ARCH=90", "CUDA_VISIBLE_DEVICES=
 def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
     """The kernels in CuTe DSL that an engine needs before it is ready."""
     kernels, dtype, page_tokens = found.recipe.kernels, found.recipe.dtype, found.page_tokens
-    width = found.layout.paged[0].k_width
+    width = found.layout.paged[0].k_size
     group = found.model_config.num_attention_heads // found.model_config.num_key_value_heads
     jobs: list[Job] = []
     if kernels.attention == "flash":

@@ -12,12 +12,12 @@ from msgspec.structs import replace
 
 from nanovllm.attention.choose import Factory, choose_backend
 from nanovllm.config import Auto, Config, ConfigError, Recipe, given_or, resolve_schedule
-from nanovllm.dist.mesh import Mesh
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.layers.ops import OPERATIONS, fastest, select_ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder, DecoderConfig
 from nanovllm.models.weights import default_dtype
+from nanovllm.parallel.mesh import Mesh
 from nanovllm.runner.sizing import fitting_context, known_pages
 
 MEASURED_LATER = 1 << 30  # pages

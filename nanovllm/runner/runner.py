@@ -53,10 +53,10 @@ class Runner:
         self.caches = caches.by_layer
         self.backend = backend
         self.device = device
-        self.builder = RowBuilder(slots.dead, slots.dead, device)
+        self.builder = RowBuilder(slots.padding, slots.padding, device)
         self.graphs = DecodeGraphs(self.forward, self.builder.static_slots_R, sharing_logits)
         self.tails = DecodeGraphs(self.draw_plainly, self.builder.static_slots_R)
-        self.pieces = PiecewiseGraphs(self.hidden, self.caches, slots.dead, device)
+        self.pieces = PiecewiseGraphs(self.hidden, self.caches, slots.padding, device)
         self.clock = DeviceClock(device)
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
@@ -88,7 +88,7 @@ class Runner:
         """Sample, and bring the outcome to the slots and on its way to the host."""
         size = forwarded.batch.num_rows
         if masks is not None and forwarded.logits_SV is not None:
-            self.sampler.allow(forwarded.logits_SV, masked, masks)
+            self.sampler.apply_mask(forwarded.logits_SV, masked, masks)
         if (
             rows.counts_R is None
             and size in self.tails.captured
@@ -107,11 +107,11 @@ class Runner:
         else:
             logits_SV = forwarded.logits_SV[: len(slots_S)]
             sampled = self.sampler.sample(logits_SV, drawn)
-        self.prep.settle(rows.slots_R, lengths_R, slots_S, drawn.positions_S, sampled.tokens_S)
+        self.prep.write_back(rows.slots_R, lengths_R, slots_S, drawn.positions_S, sampled.tokens_S)
         return start_copy(sampled)
 
     def draw_plainly(self, rows: StepRows) -> Tensor:
-        """Behind a replayed forward pass: tokens by seed and temperature alone, and settled.
+        """Behind a replayed forward pass: tokens by seed and temperature alone, and written.
 
         Captured too, because its launches cost the host as much as all of the forward pass.
         """
@@ -120,7 +120,7 @@ class Runner:
         lengths_R = forwarded.batch.lengths_R
         positions_R = lengths_R.long()
         tokens_R = self.sampler.draw(forwarded.logits_SV, rows.slots_R, positions_R)
-        self.prep.settle(rows.slots_R, lengths_R, rows.slots_R, positions_R, tokens_R)
+        self.prep.write_back(rows.slots_R, lengths_R, rows.slots_R, positions_R, tokens_R)
         return tokens_R.to(torch.int32)
 
     def _run(self, rows: StepRows) -> tuple[Forwarded, str]:

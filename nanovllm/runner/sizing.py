@@ -44,7 +44,7 @@ def num_pages_that_fit(
 
 
 def pages_in(room: int, page_bytes: int) -> int:
-    """Beside the dead page. Raises ConfigError when that is hardly any."""
+    """Beside the padding page. Raises ConfigError when that is hardly any."""
     pages = room // page_bytes - 1
     if pages < 2:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Device-resident request state: one row per slot, and a dead slot after the last.
+"""Device-resident request state: one row per slot, and a padding slot after the last.
 
-Knows plans and nothing of queues. Padding rows of a graph use the dead slot, whose length stays 0
-and whose pages are the dead page.
+Knows plans and nothing of queues. Padding rows of a graph use the padding slot, whose length stays
+0 and whose pages are the padding page.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Slots:
         self, num_slots: int, max_tokens: int, page_tokens: int, device: torch.device
     ) -> None:
         self.device = device
-        self.dead = num_slots
+        self.padding = num_slots
         self.page_tokens = page_tokens
         self.max_pages = -(-max_tokens // page_tokens)
         rows = num_slots + 1

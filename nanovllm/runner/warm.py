@@ -1,4 +1,4 @@
-"""Steps without requests: rows of the dead slot, to measure memory, compile and capture."""
+"""Steps without requests: rows of the padding slot, to measure memory, compile and capture."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from nanovllm.sampling.base import SampleRows
 log = logging.getLogger("engine")
 
 
-def dead_rows(runner: Runner, num_rows: int, tokens_each: int) -> StepRows:
-    """Rows of the dead slot: any shape of step can be run without a request."""
-    slots_R = torch.full((num_rows,), runner.slots.dead, device=runner.device)
+def padding_rows(runner: Runner, num_rows: int, tokens_each: int) -> StepRows:
+    """Rows of the padding slot: any shape of step can be run without a request."""
+    slots_R = torch.full((num_rows,), runner.slots.padding, device=runner.device)
     counts_R = torch.full((num_rows,), tokens_each, dtype=torch.int32, device=runner.device)
-    host = np.full(num_rows, runner.slots.dead, np.int32)
+    host = np.full(num_rows, runner.slots.padding, np.int32)
     return StepRows(
         slots_R=slots_R,
         counts_R=counts_R if tokens_each > 1 else None,
@@ -36,8 +36,8 @@ def dead_rows(runner: Runner, num_rows: int, tokens_each: int) -> StepRows:
 
 
 @torch.inference_mode()
-def run_dead(runner: Runner, num_rows: int, tokens_each: int) -> None:
-    rows = dead_rows(runner, num_rows, tokens_each)
+def run_padding(runner: Runner, num_rows: int, tokens_each: int) -> None:
+    rows = padding_rows(runner, num_rows, tokens_each)
     forwarded = runner.forward(rows)
     assert forwarded.logits_SV is not None
     drawn = SampleRows(rows.slots_R, forwarded.batch.lengths_R.long(), rows.sampled_slots)
@@ -48,20 +48,20 @@ def largest_steps(runner: Runner, recipe: Recipe) -> None:
     """The steps that take most memory: a full prefill, and a row in every slot."""
     step_tokens, longest = int(recipe.schedule.step_tokens), int(recipe.server.max_model_tokens)
     num_rows = -(-step_tokens // longest)
-    run_dead(runner, num_rows, step_tokens // num_rows)
-    run_dead(runner, int(recipe.schedule.slots), 1)
+    run_padding(runner, num_rows, step_tokens // num_rows)
+    run_padding(runner, int(recipe.schedule.slots), 1)
 
 
 def warm_up(runner: Runner, recipe: Recipe) -> None:
     """Compile what the first requests would otherwise wait for."""
     if runner.device.type == "cpu":
-        run_dead(runner, 1, 2)
+        run_padding(runner, 1, 2)
         return
     longest = min(int(recipe.schedule.step_tokens), int(recipe.server.max_model_tokens))
     for num_rows, tokens_each in [(1, 1), (1, 2), (1, 17), (2, longest // 2), (1, longest)]:
-        run_dead(runner, num_rows, tokens_each)
+        run_padding(runner, num_rows, tokens_each)
     with torch.inference_mode():
-        logits_SV = runner.forward(dead_rows(runner, 1, 1)).logits_SV
+        logits_SV = runner.forward(padding_rows(runner, 1, 1)).logits_SV
         assert logits_SV is not None
         runner.sampler.warm_up(logits_SV)
     torch.cuda.synchronize(runner.device)

@@ -14,11 +14,11 @@ DRAWS = {
     "torch": "nanovllm_kernels.sampling_reference:draw",
     "triton": "nanovllm_kernels.sampling:draw",
 }
-FLOORS = {
-    "torch": "nanovllm_kernels.sampling_reference:floors",
-    "triton": "nanovllm_kernels.floors:floors",
+THRESHOLDS = {
+    "torch": "nanovllm_kernels.sampling_reference:thresholds",
+    "triton": "nanovllm_kernels.thresholds:thresholds",
 }
-ALLOW = {
-    "torch": "nanovllm_kernels.allow:reference",
-    "triton": "nanovllm_kernels.allow:allow",
+APPLY_MASK = {
+    "torch": "nanovllm_kernels.apply_mask:reference",
+    "triton": "nanovllm_kernels.apply_mask:apply_mask",
 }

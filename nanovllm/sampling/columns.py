@@ -28,7 +28,7 @@ def upload(array: npt.NDArray[np.integer], device: torch.device) -> Tensor:
 class Columns:
     """One structured array; a slot's line travels as a whole.
 
-    The device tensors never move, so a CUDA graph may read them. Lines start as zeros: the dead
+    The device tensors never move, so a CUDA graph may read them. Lines start as zeros: the padding
     slot's always are.
     """
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanovllm.plan import Admit, Int32, Masks
 from nanovllm.registry import resolve
-from nanovllm.sampling import ALLOW, DRAWS, PROCESSORS
+from nanovllm.sampling import APPLY_MASK, DRAWS, PROCESSORS
 from nanovllm.sampling.base import Feature, PerSlot, Processor, Sampled, SampleRows
 from nanovllm.sampling.columns import Columns, upload
 from nanovllm.sampling.logprobs import Logprobs
@@ -51,7 +51,7 @@ class Sampler:
         self.logprobs = Logprobs(per_slot)
         self.features: tuple[Feature, ...] = (*self.processors, self.truncation, self.logprobs)
         self._draw: Callable[..., Tensor] = resolve(DRAWS, kernel)
-        self._allow: Callable[[Tensor, Tensor, Tensor], None] = resolve(ALLOW, kernel)
+        self._apply_mask: Callable[[Tensor, Tensor, Tensor], None] = resolve(APPLY_MASK, kernel)
 
     def admit(self, admits: Sequence[Admit]) -> None:
         """Take over the requests' wishes; the slots' former ones are forgotten."""
@@ -81,11 +81,11 @@ class Sampler:
         logits_SV: Tensor,
         slots_S: Tensor,
         positions_S: Tensor,
-        floors_S: Tensor | None = None,
+        thresholds_S: Tensor | None = None,
     ) -> Tensor:
         """A token per row, int64, by seed and temperature. Device work only: may be captured."""
         return self._draw(
-            logits_SV, slots_S, positions_S, self.inverse_temperatures_N, self.seeds_N, floors_S
+            logits_SV, slots_S, positions_S, self.inverse_temperatures_N, self.seeds_N, thresholds_S
         )
 
     def warm_up(self, logits_SV: Tensor) -> None:
@@ -94,11 +94,11 @@ class Sampler:
         rows = SampleRows(slots_S, slots_S, np.zeros(len(logits_SV), np.int32))
         for logits in (logits_SV, logits_SV.float()):
             self.draw(logits, slots_S, slots_S)
-            self.draw(logits, slots_S, slots_S, self.truncation.floors(logits, rows))
+            self.draw(logits, slots_S, slots_S, self.truncation.thresholds(logits, rows))
         every = np.full((1, -(-logits_SV.shape[1] // 32)), -1, np.int32)
-        self.allow(logits_SV, [0], every)
+        self.apply_mask(logits_SV, [0], every)
 
-    def allow(self, logits_SV: Tensor, rows: list[int], masks: Masks) -> None:
+    def apply_mask(self, logits_SV: Tensor, rows: list[int], masks: Masks) -> None:
         """What the grammars of `rows` forbid becomes impossible, in place.
 
         Log-probabilities are those of the masked distribution: what the request could have drawn.
@@ -111,7 +111,7 @@ class Sampler:
             user.wait_stream(self._beside)
             for tensor in sent:
                 tensor.record_stream(user)
-        self._allow(logits_SV, *sent)
+        self._apply_mask(logits_SV, *sent)
 
     def sample(self, logits_SV: Tensor, rows: SampleRows) -> Sampled:
         """Never waits for the device; leaves logits_SV as it was."""
@@ -126,8 +126,8 @@ class Sampler:
             )
         for processor in wanted:
             processor.apply(changed_SV, rows)
-        floors_S = None
+        thresholds_S = None
         if self.truncation.wanted(slots).any():
-            floors_S = self.truncation.floors(changed_SV, rows)
-        tokens_S = self.draw(changed_SV, rows.slots_S, rows.positions_S, floors_S)
+            thresholds_S = self.truncation.thresholds(changed_SV, rows)
+        tokens_S = self.draw(changed_SV, rows.slots_S, rows.positions_S, thresholds_S)
         return Sampled(tokens_S, self.logprobs.of(logits_SV, tokens_S, rows))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanovllm.plan import Admit, Int32
 from nanovllm.registry import resolve
-from nanovllm.sampling import FLOORS
+from nanovllm.sampling import THRESHOLDS
 from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
 from nanovllm.sampling.columns import Fields
 
@@ -20,7 +20,7 @@ class Truncation:
     def __init__(self, per_slot: PerSlot, inverse_temperatures_N: Tensor, kernel: str) -> None:
         columns, self.vocab_size = per_slot.columns, per_slot.vocab_size
         self.host = columns.host
-        self.find_floors: Callable[..., Tensor] = resolve(FLOORS, kernel)
+        self.find_thresholds: Callable[..., Tensor] = resolve(THRESHOLDS, kernel)
         self.inverse_temperatures_N = inverse_temperatures_N
         self.top_k_N = columns.on_device("top_k")
         self.top_p_N = columns.on_device("top_p")
@@ -41,8 +41,8 @@ class Truncation:
     def wanted(self, host_slots: Int32) -> Wanted:
         return self.host["truncated"][host_slots]
 
-    def floors(self, logits_SV: Tensor, rows: SampleRows) -> Tensor:
-        return self.find_floors(
+    def thresholds(self, logits_SV: Tensor, rows: SampleRows) -> Tensor:
+        return self.find_thresholds(
             logits_SV,
             rows.slots_S,
             self.inverse_temperatures_N,

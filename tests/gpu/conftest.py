@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nanovllm_kernels.kept import keep_in
+from nanovllm_kernels.compile_cache import use_folder
 
 from nanovllm.config import cache_dir
 
@@ -13,7 +13,7 @@ collect_ignore_glob = [] if torch.cuda.is_available() else ["*"]
 
 @pytest.fixture(scope="session", autouse=True)
 def compile_once() -> None:
-    keep_in(cache_dir())
+    use_folder(cache_dir())
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace
-from nanovllm_kernels import floors, sampling
+from nanovllm_kernels import sampling, thresholds
 from nanovllm_kernels.sampling_reference import CORRUPTED
 
 from nanovllm.config import Cache, Config, Kernels, Schedule, Server
@@ -53,8 +53,8 @@ def test_a_bad_number_anywhere_corrupts_its_row_alone(
     wishes = slots_S, inverses_N, top_ks_N.contiguous(), top_ps_N.contiguous(), gaps_N.contiguous()
 
     def drawn(truncated: bool) -> torch.Tensor:
-        floors_S = floors.floors(logits_SV, *wishes) if truncated else None
-        return sampling.draw(logits_SV, *args, floors_S)
+        thresholds_S = thresholds.thresholds(logits_SV, *wishes) if truncated else None
+        return sampling.draw(logits_SV, *args, thresholds_S)
 
     fine = [drawn(truncated) for truncated in (False, True)]
     assert all((tokens_S >= 0).all() and (tokens_S < vocab).all() for tokens_S in fine)

@@ -10,11 +10,11 @@ from torch import Tensor
 from nanovllm.attention.base import Batch, ForwardContext, PagedKV
 from nanovllm.attention.torch_ref import TorchPaged
 from nanovllm.config import Kernels, Load
-from nanovllm.dist.mesh import Mesh
 from nanovllm.layers.ops import Ops, select_ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import default_dtype, fill
+from nanovllm.parallel.mesh import Mesh
 from tests.parity.tiny import config_of
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ class Steps:
         _, config = read_model_config(config_of(folder))
         (group,) = model.cache_layout(config, mesh, 4).paged
         num_pages = len(prompts) * PAGES_EACH
-        shape = (num_pages + 1, PAGE_TOKENS, group.num_heads, group.k_width)
+        shape = (num_pages + 1, PAGE_TOKENS, group.num_heads, group.k_size)
         self.caches = tuple(
             PagedKV(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
             for _ in group.layers
@@ -72,7 +72,7 @@ class Steps:
         batch = Batch(
             token_ids_T=torch.cat([self.prompts[row][spans[row]] for row in rows]),
             positions_T=torch.cat([spans[row] for row in rows]),
-            cells_T=torch.cat(
+            slot_mapping_T=torch.cat(
                 [
                     self.pages[row].long()[spans[row] // PAGE_TOKENS] * PAGE_TOKENS
                     + spans[row] % PAGE_TOKENS

@@ -54,7 +54,7 @@ def read(folder: Path, raw: dict[str, Any]) -> Any:
 def test_hub_spelling(tmp_path: Path) -> None:
     config = read(tmp_path, HUB_LLAMA)
     assert config.rope_parameters == LLAMA3
-    assert config.head_width == 128
+    assert config.head_size == 128
     assert not config.tie_word_embeddings
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from nanovllm.config import Kernels
-from nanovllm.dist.mesh import Mesh
 from nanovllm.layers.ops import select_ops
 from nanovllm.layers.rope import cos_sin_table
 from nanovllm.models.config import read_model_config
 from nanovllm.models.weights import destinations
+from nanovllm.parallel.mesh import Mesh
 from tests.parity.steps import CPU, Steps, load
 from tests.parity.tiny import CASES, LLAMA3_ROPE, config_of, make_tiny
 
@@ -88,10 +88,16 @@ class InPlace:
         return residual_TN.add_(x_TD @ weight_ND.T)
 
     def norm_linear(
-        self, x_TD: Tensor, gain_D: Tensor, eps: float, weight_ND: Tensor, *, gated: bool = False
+        self,
+        x_TD: Tensor,
+        norm_weight_D: Tensor,
+        eps: float,
+        weight_ND: Tensor,
+        *,
+        gated: bool = False,
     ) -> Tensor:
         self.calls.append("gated" if gated else "normed")
-        y_TN = rms_norm(x_TD, gain_D, eps) @ weight_ND.T
+        y_TN = rms_norm(x_TD, norm_weight_D, eps) @ weight_ND.T
         return silu_mul(y_TN) if gated else y_TN
 
 
@@ -134,7 +140,7 @@ def test_products_in_slices_and_onto_the_stream(
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_tensor_is_invisible(case: str, tmp_path: Path) -> None:
-    """Removing any tensor of the checkpoint (gain 1, weight 0) moves a logit."""
+    """Removing any tensor of the checkpoint (norm_weight 1, weight 0) moves a logit."""
     family, overrides = CASES[case]
     make_tiny(tmp_path, family, **overrides)
     model = load(tmp_path)
@@ -162,9 +168,9 @@ def test_rope_table_is_transformers(overrides: dict[str, object], tmp_path: Path
     _, config = read_model_config(config_of(tmp_path))
     positions = torch.arange(5000)[None]
     cos, sin = reference.model.rotary_emb(torch.zeros(1), positions)
-    half = config.head_width // 2
+    half = config.head_size // 2
     expected = torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=1)
-    table = cos_sin_table(config.rope_parameters, config.head_width, 5000)
+    table = cos_sin_table(config.rope_parameters, config.head_size, 5000)
     torch.testing.assert_close(table, expected, rtol=0, atol=1e-6)
 
 

@@ -60,15 +60,15 @@ def test_compiled_references_mean_the_same_for_any_number_of_tokens() -> None:
     names = ("rms_norm", "add_rms_norm", "silu_mul", "rope_store")
     ops = select_ops(Kernels(**dict.fromkeys(names, "compile")), CPU)
     torch.manual_seed(0)
-    gain, table = torch.randn(16), torch.randn(32, 16)
+    norm_weight, table = torch.randn(16), torch.randn(32, 16)
     for tokens in (5, 9):
         x, residual = torch.randn(tokens, 16), torch.randn(tokens, 16)
-        close(ops.rms_norm(x, gain, 1e-6), reference.rms_norm(x, gain, 1e-6))
-        expected = reference.add_rms_norm(x, residual, gain, 1e-6)
-        close(ops.add_rms_norm(x, residual, gain, 1e-6), expected)
+        close(ops.rms_norm(x, norm_weight, 1e-6), reference.rms_norm(x, norm_weight, 1e-6))
+        expected = reference.add_rms_norm(x, residual, norm_weight, 1e-6)
+        close(ops.add_rms_norm(x, residual, norm_weight, 1e-6), expected)
         close(ops.silu_mul(x), reference.silu_mul(x))
         qkv, cells = torch.randn(tokens, 8 * 16), torch.randperm(40)[:tokens]
-        arguments = qkv, gain, gain, 1e-6, table, torch.arange(tokens), cells
+        arguments = qkv, norm_weight, norm_weight, 1e-6, table, torch.arange(tokens), cells
         caches = [torch.zeros(2, 10, 4, 2, 16) for _ in range(2)]
         found = ops.rope_store(*arguments, *caches[0])
         close(found, reference.rope_store(*arguments, *caches[1]))
@@ -100,20 +100,22 @@ class Doubled:
 @pytest.mark.parametrize(("num_rows", "factor"), [(2, 1.0), (3, 2.0)])
 def test_the_fused_gate_takes_steps_of_many_rows(num_rows: int, factor: float) -> None:
     torch.manual_seed(0)
-    x, weight, gain = torch.randn(num_rows, 8), torch.randn(12, 8), torch.randn(8)
+    x, weight, norm_weight = torch.randn(num_rows, 8), torch.randn(12, 8), torch.randn(8)
     fused = replace(REFERENCE, gated_linear=Doubled())
-    actual, after = normed(fused, Added(x), gain, weight, gated=True)
-    expected, _ = normed(REFERENCE, Added(x), gain, weight, gated=True)
+    actual, after = normed(fused, Added(x), norm_weight, weight, gated=True)
+    expected, _ = normed(REFERENCE, Added(x), norm_weight, weight, gated=True)
     torch.testing.assert_close(actual, factor * expected)
     assert torch.equal(after.stream_TD, x)
     # Products without a gate are none of its business.
-    plain, _ = normed(fused, Added(x), gain, weight)
-    assert torch.equal(plain, normed(REFERENCE, Added(x), gain, weight)[0])
+    plain, _ = normed(fused, Added(x), norm_weight, weight)
+    assert torch.equal(plain, normed(REFERENCE, Added(x), norm_weight, weight)[0])
 
 
-def normed(ops: Ops, residual: Residual, gain, weight, *, gated=False) -> tuple[Tensor, Added]:
+def normed(
+    ops: Ops, residual: Residual, norm_weight, weight, *, gated=False
+) -> tuple[Tensor, Added]:
     table = ops.normed(weight, gated=gated, is_added=isinstance(residual, Added))
-    return table[len(residual.stream_TD)].run(residual, gain, 1e-6, weight)
+    return table[len(residual.stream_TD)].run(residual, norm_weight, 1e-6, weight)
 
 
 def test_a_table_says_which_implementation_serves_how_many_rows() -> None:
@@ -146,7 +148,7 @@ def test_products_of_some_hundred_rows_are_sliced(num_rows, num_lines, num_input
 @torch.inference_mode()
 def test_slices_are_summed_up_by_what_follows() -> None:
     torch.manual_seed(0)
-    x, weight, gain = torch.randn(65, 96), torch.randn(48, 96), torch.randn(48)
+    x, weight, norm_weight = torch.randn(65, 96), torch.randn(48, 96), torch.randn(48)
     stream = torch.randn(65, 48)
     ops = select_ops(Kernels(sliced_linear="library"), CPU)
     pending = ops.added(weight)[65].run(x, weight, Added(stream))
@@ -154,8 +156,8 @@ def test_slices_are_summed_up_by_what_follows() -> None:
     assert slices.shape == (4, 65, 48)
     torch.testing.assert_close(slices[1], x[:, 24:48] @ weight[:, 24:48].T)
     assert pending.stream_TD is stream
-    found, summed = ops.norm(pending, gain, 1e-6)
-    expected, total = REFERENCE.norm(Pending(stream, x @ weight.T), gain, 1e-6)
+    found, summed = ops.norm(pending, norm_weight, 1e-6)
+    expected, total = REFERENCE.norm(Pending(stream, x @ weight.T), norm_weight, 1e-6)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(summed.stream_TD, total.stream_TD, atol=1e-4, rtol=1e-4)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import ConfigError
-from nanovllm.dist.mesh import Mesh, Span
+from nanovllm.parallel.mesh import Mesh, Span
 from tests.parity.steps import Steps, load
 from tests.parity.test_models import LENGTHS, SCHEDULES, our_logits, prompts
 from tests.parity.tiny import make_tiny

@@ -29,7 +29,7 @@ from nanovllm.runner.batch import StepRows
 from nanovllm.runner.build import Built
 from nanovllm.runner.graphs import Captured, decode_rows, graph_sizes, obstacles
 from nanovllm.runner.runner import Forwarded, Runner
-from nanovllm.runner.warm import dead_rows
+from nanovllm.runner.warm import padding_rows
 from tests.tape import capture_on_tapes
 from tests.whole_engine import small_demo
 
@@ -121,7 +121,7 @@ def test_the_runner_says_which_steps_it_does_not_replay(built: Built) -> None:
     assert runner.why_eager(decode) == "9 rows are more than the largest graph's 8"
     assert runner.why_eager(decode_rows(runner.graphs.static_slots_R[:8], 256)) is None
     no_piece = "no graph was captured"
-    assert runner.why_eager(dead_rows(runner, 1, 2)) == no_piece
+    assert runner.why_eager(padding_rows(runner, 1, 2)) == no_piece
     capture_pretended(runner, [SLOTS])
     sampling = ("sampling, after either", "its launches depend on what the rows ask for")
     assert [*why_eager(runner, built.recipe).items()] == [

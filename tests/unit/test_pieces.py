@@ -15,7 +15,7 @@ from nanovllm.plan import Chunk, StepPlan
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.pieces import piece_sizes
 from nanovllm.runner.runner import Runner
-from nanovllm.runner.warm import dead_rows
+from nanovllm.runner.warm import padding_rows
 from tests.parity.tiny import config_of, make_tiny
 from tests.tape import capture_on_tapes
 from tests.whole_engine import WholeEngine, prompts_of, small_demo
@@ -122,11 +122,11 @@ def test_results_of_attention_have_one_buffer_for_all_layers_and_sizes(runner: R
 
 
 def test_the_runner_says_why_a_step_with_a_chunk_is_eager(runner: Runner) -> None:
-    assert runner.why_eager(dead_rows(runner, 1, 48)) is None
+    assert runner.why_eager(padding_rows(runner, 1, 48)) is None
     too_long = "49 tokens are more than the largest graph's 48"
-    assert runner.why_eager(dead_rows(runner, 1, 49)) == too_long
+    assert runner.why_eager(padding_rows(runner, 1, 49)) == too_long
     with torch.inference_mode():
-        assert runner._run(dead_rows(runner, 1, 49))[1] == "NONE"
+        assert runner._run(padding_rows(runner, 1, 49))[1] == "NONE"
 
 
 def test_the_text_is_the_same_through_pieces(tmp_path: Path) -> None:

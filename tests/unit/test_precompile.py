@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace
-from nanovllm_kernels import kept
+from nanovllm_kernels import compile_cache
 from nanovllm_kernels.flash_prefill import compile_causal
 from nanovllm_kernels.gated_linear import compile_gated
 from nanovllm_kernels.paged_decode_cute import compile_decode
@@ -39,8 +39,8 @@ print({"torch._dynamo", "torch._inductor", "quack", "flash_attn"} & {*sys.module
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(kept.Kept, "folder", None)
-    kept.keep_in(tmp_path)
+    monkeypatch.setattr(compile_cache.CachedCompile, "folder", None)
+    compile_cache.use_folder(tmp_path)
     return tmp_path
 
 
@@ -53,7 +53,7 @@ def on_a_gpu(name: str, **kernels: str) -> Resolved:
     return dataclasses.replace(found, recipe=recipe)
 
 
-def jobs_for(found: Resolved) -> list[kept.Job]:
+def jobs_for(found: Resolved) -> list[compile_cache.Job]:
     return jobs_of(found, found.empty_model(torch.device("meta")))
 
 
@@ -124,7 +124,7 @@ def test_they_are_on_disk_when_the_weights_are_loaded(
     assert "1 of 3 did not compile" in caplog.text
     assert [*folder.rglob("*.o")] and {path.suffix for path in folder.rglob("*.*")} == {".o"}
 
-    def started(job: kept.Job) -> None:
+    def started(job: compile_cache.Job) -> None:
         raise AssertionError(f"{job} is on disk")
 
     monkeypatch.setattr(precompile, "start", started)

@@ -30,7 +30,7 @@ def test_qwen3_by_hand(tmp_path: Path) -> None:
     arguments = [str(RECIPES / "qwen3-0.6b.yaml"), "--load-format", "dummy", "--json", str(path)]
     arguments += ["--set", "dtype=bfloat16", "--set", "cache.page_tokens=128"]
     token = 28 * 8 * (128 + 128) * 2
-    pages = 2 * GIB // (128 * token) - 1  # less the dead page
+    pages = 2 * GIB // (128 * token) - 1  # less the padding page
     assert (token, pages) == (114688, 145)
     # Embedding (it is the head too), 28 blocks, final norm; the rotary table is float32.
     block = 1024 * (2048 + 2 * 1024) + 2048 * 1024 + 2 * 128 + 3 * 1024 * 3072 + 2 * 1024

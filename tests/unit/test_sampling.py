@@ -236,12 +236,12 @@ def test_a_batch_of_mixed_wishes_equals_the_oracle(first, requests) -> None:
     assert torch.equal(logits_SV, before)
     for processor in bench.sampler.processors:
         processor.apply(logits_SV, rows)
-    floors_S = bench.sampler.truncation.floors(logits_SV, rows)
+    thresholds_S = bench.sampler.truncation.thresholds(logits_SV, rows)
     for row, asked in enumerate(requests.values()):
         x, wish = changed_logits(asked), asked.sampling
         np.testing.assert_allclose(logits_SV[row].numpy(), x, rtol=1e-5, atol=2e-5)
         x = logits_SV[row].numpy().astype(np.float64)  # its rounding is not the truncation's
-        found = set(np.flatnonzero(x >= floors_S[row].item()).tolist())
+        found = set(np.flatnonzero(x >= thresholds_S[row].item()).tolist())
         if wish.temperature > 0:
             fewest, most = (kept_tokens(x, wish, wish.top_p + e) for e in (-1e-5, 1e-5))
             found -= {v for v in found if x[v] == -math.inf}

@@ -112,41 +112,43 @@ def test_a_flat_distribution_uses_the_whole_vocabulary(small_blocks) -> None:
     assert chi_square(np.bincount(tokens, minlength=VOCAB), np.full(VOCAB, size / VOCAB)) < 219
 
 
-def floors(x: list[float], *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
+def thresholds(
+    x: list[float], *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[int]:
     """The tokens of one row that stay possible at temperature 1."""
     logits_SV = torch.tensor([x])
     gap = math.log(min_p) if min_p > 0 else -math.inf
     numbers = (torch.tensor([v]) for v in (1.0, top_k, top_p, gap))
-    floor_S = reference.floors(logits_SV, torch.tensor([0]), *numbers)
+    floor_S = reference.thresholds(logits_SV, torch.tensor([0]), *numbers)
     return (logits_SV[0] >= floor_S[0]).nonzero()[:, 0].tolist()
 
 
 def test_equal_logits_at_the_boundary_share_one_fate() -> None:
     x = [2.0, 5.0, 2.0, 5.0, 2.0, 1.0]
-    assert floors(x, top_k=1) == [1, 3]
-    assert floors(x, top_k=2) == [1, 3]
-    assert floors(x, top_k=3) == [0, 1, 2, 3, 4]
-    assert floors(x, top_p=0.1) == [1, 3]
-    assert floors(x, top_p=0.94) == [0, 1, 2, 3, 4]
-    assert floors(x, min_p=1.0) == [1, 3]
-    assert floors(x) == [0, 1, 2, 3, 4, 5]
+    assert thresholds(x, top_k=1) == [1, 3]
+    assert thresholds(x, top_k=2) == [1, 3]
+    assert thresholds(x, top_k=3) == [0, 1, 2, 3, 4]
+    assert thresholds(x, top_p=0.1) == [1, 3]
+    assert thresholds(x, top_p=0.94) == [0, 1, 2, 3, 4]
+    assert thresholds(x, min_p=1.0) == [1, 3]
+    assert thresholds(x) == [0, 1, 2, 3, 4, 5]
 
 
 def test_top_p_counts_what_top_k_and_min_p_left() -> None:
     p = [0.4, 0.3, 0.2, 0.1]
     x = [math.log(v) for v in p]
-    assert floors(x, top_p=0.65) == [0, 1]
-    assert floors(x, top_p=0.65, top_k=2) == [0, 1]  # 0.4 of 0.7 is less than 0.65
-    assert floors(x, top_p=0.55, top_k=2) == [0]  # 0.4 of 0.7 suffices, of 1 it would not
-    assert floors(x, top_p=0.55) == [0, 1]
-    assert floors(x, top_p=0.85, min_p=0.45) == [0, 1, 2]
-    assert floors(x, top_p=0.75, min_p=0.45) == [0, 1]  # 0.7 of 0.9
+    assert thresholds(x, top_p=0.65) == [0, 1]
+    assert thresholds(x, top_p=0.65, top_k=2) == [0, 1]  # 0.4 of 0.7 is less than 0.65
+    assert thresholds(x, top_p=0.55, top_k=2) == [0]  # 0.4 of 0.7 suffices, of 1 it would not
+    assert thresholds(x, top_p=0.55) == [0, 1]
+    assert thresholds(x, top_p=0.85, min_p=0.45) == [0, 1, 2]
+    assert thresholds(x, top_p=0.75, min_p=0.45) == [0, 1]  # 0.7 of 0.9
 
 
 def test_impossible_tokens_stay_impossible() -> None:
     x = [-math.inf, 1.0, -math.inf, 0.0]
-    assert floors(x, top_k=3) == [1, 3]
-    assert floors(x) == [1, 3]
+    assert thresholds(x, top_k=3) == [1, 3]
+    assert thresholds(x) == [1, 3]
     logits_SV, n = torch.tensor([x]).expand(500, -1), torch.arange(500)
     tokens = reference.draw(logits_SV, n, n, torch.full((500,), 0.01), n)
     assert set(tokens.tolist()) == {1, 3}
@@ -160,18 +162,18 @@ def test_rows_without_any_number_are_corrupted(value) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("floor", [None, -math.inf, 1.5, math.nan])
-def test_one_bad_number_anywhere_corrupts_its_row_alone(value, floor) -> None:
+@pytest.mark.parametrize("threshold", [None, -math.inf, 1.5, math.nan])
+def test_one_bad_number_anywhere_corrupts_its_row_alone(value, threshold) -> None:
     size = 64
     n = torch.arange(size)
     logits_SV = torch.randn(size, 2100, generator=torch.Generator().manual_seed(4))
     logits_SV[:, 7] = -math.inf  # impossible, which is no corruption
     inverse_N = torch.tensor([0.0, 1.0, 50.0, 0.1]).repeat(size // 4)
-    floors_S = None if floor is None else torch.full((size,), floor)
-    fine = reference.draw(logits_SV, n, n, inverse_N, n, floors_S)
+    thresholds_S = None if threshold is None else torch.full((size,), threshold)
+    fine = reference.draw(logits_SV, n, n, inverse_N, n, thresholds_S)
     assert (fine >= 0).all()
     logits_SV[n[::3], n[::3] * 33 % 2100] = value
-    found = reference.draw(logits_SV, n, n, inverse_N, n, floors_S)
+    found = reference.draw(logits_SV, n, n, inverse_N, n, thresholds_S)
     assert (found[::3] == reference.CORRUPTED).all()
     others = n % 3 > 0
     assert torch.equal(found[others], fine[others])

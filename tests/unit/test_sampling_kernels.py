@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from hypothesis import given, settings, strategies as st
-from nanovllm_kernels import floors as kernels, sampling, sampling_reference as reference
+from nanovllm_kernels import sampling, sampling_reference as reference, thresholds as kernels
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -95,7 +95,7 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 def allowed(module, logits_SV, case, top_p) -> torch.Tensor:
     numbers = case["inverse"], case["top_k"], top_p, case["gap"]
-    return logits_SV.float() >= module.floors(logits_SV, case["slots"], *numbers)[:, None]
+    return logits_SV.float() >= module.thresholds(logits_SV, case["slots"], *numbers)[:, None]
 
 
 @in_interpreter
@@ -130,11 +130,11 @@ def test_top_k_and_min_p_are_exact(case) -> None:
 def test_draws_are_equal(case, truncated) -> None:
     logits_SV, numbers = case
     slots, inverse = numbers["slots"], numbers["inverse"]
-    floors_S = None
+    thresholds_S = None
     if truncated:
         top_k, top_p, gap = numbers["top_k"], numbers["top_p"], numbers["gap"]
-        floors_S = reference.floors(logits_SV, slots, inverse, top_k, top_p, gap)
-    args = logits_SV, slots, numbers["positions"], inverse, numbers["seed"], floors_S
+        thresholds_S = reference.thresholds(logits_SV, slots, inverse, top_k, top_p, gap)
+    args = logits_SV, slots, numbers["positions"], inverse, numbers["seed"], thresholds_S
     assert sampling.draw(*args).tolist() == reference.draw(*args).tolist()
 
 
@@ -156,7 +156,7 @@ def test_a_corrupted_row_is_told_and_its_neighbours_stay(case, truncated, data) 
         else:
             logits_SV[row, data.draw(st.integers(0, vocab - 1))] = kind
     found, expected = (
-        sampling.draw(x, *args, kernels.floors(x, *wishes) if truncated else None).tolist()
+        sampling.draw(x, *args, kernels.thresholds(x, *wishes) if truncated else None).tolist()
         for x in (logits_SV, before)
     )
     is_wrong = [kind is not None for kind in kinds]
@@ -182,7 +182,7 @@ def test_one_bad_number_among_151936_is_found(dtype, value) -> None:
 def by_hand(x: list[float], top_k: int, top_p: float) -> float:
     one = torch.tensor([0])
     numbers = (torch.tensor([v]) for v in (1.0, top_k, top_p, -math.inf))
-    return kernels.floors(torch.tensor([x]), one, *numbers).item()
+    return kernels.thresholds(torch.tensor([x]), one, *numbers).item()
 
 
 @in_interpreter
@@ -218,7 +218,7 @@ def test_a_block_below_the_floor_weighs_nothing() -> None:
 def test_a_floor_may_be_off_only_where_top_p_is_a_mass() -> None:
     """All four weigh 1: two of them are half of the mass, within rounding, and never 0.6 of it."""
     logits_SV, flat = torch.tensor([[4.0, 2.5, 2.0, 1.0]]), torch.zeros(1)
-    for top_p, top_k, floor, room in (
+    for top_p, top_k, threshold, room in (
         (0.5, 0, 2.5, 0.5),  # its neighbour below may be meant
         (0.500005, 0, 2.0, 0.5),  # or above
         (0.6, 0, 2.0, 0.0),
@@ -228,12 +228,12 @@ def test_a_floor_may_be_off_only_where_top_p_is_a_mass() -> None:
     ):
         numbers = torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([kernels.OFF])
         args = (logits_SV, torch.tensor([0]), flat, *numbers)
-        assert kernels.floors(*args).tolist() == [floor]
-        assert kernels.floors_room((torch.tensor([floor]),), args)[0].tolist() == [room]
+        assert kernels.thresholds(*args).tolist() == [threshold]
+        assert kernels.thresholds_room((torch.tensor([threshold]),), args)[0].tolist() == [room]
 
 
 def many_wishes(device: str = "cpu") -> tuple:
-    return kernels.floors_mixed_inputs(6007, torch.bfloat16, torch.device(device))
+    return kernels.thresholds_mixed_inputs(6007, torch.bfloat16, torch.device(device))
 
 
 @in_interpreter
@@ -241,26 +241,28 @@ def test_a_floor_depends_neither_on_other_rows_nor_on_how_programs_share_blocks(
     monkeypatch,
 ) -> None:
     logits_SV, slots_S, *numbers = many_wishes()
-    together = kernels.floors(logits_SV, slots_S, *numbers)
-    alone = [kernels.floors(logits_SV[[i]], slots_S[[i]], *numbers) for i in range(len(slots_S))]
+    together = kernels.thresholds(logits_SV, slots_S, *numbers)
+    alone = [
+        kernels.thresholds(logits_SV[[i]], slots_S[[i]], *numbers) for i in range(len(slots_S))
+    ]
     assert torch.equal(torch.cat(alone), together)
     monkeypatch.setattr(kernels, "PROGRAMS", 9)  # one a row, for three blocks
-    assert torch.equal(kernels.floors(logits_SV, slots_S, *numbers), together)
+    assert torch.equal(kernels.thresholds(logits_SV, slots_S, *numbers), together)
 
 
 @in_interpreter
 def test_a_row_of_nan_ends_and_leaves_the_others_alone() -> None:
     logits_SV, slots_S, *numbers = many_wishes()
-    expected = kernels.floors(logits_SV, slots_S, *numbers)
+    expected = kernels.thresholds(logits_SV, slots_S, *numbers)
     for broken in (2, 3):
         logits = logits_SV.clone()
         logits[broken, ::2] = math.nan
-        found = kernels.floors(logits, slots_S, *numbers)
+        found = kernels.thresholds(logits, slots_S, *numbers)
         others = torch.arange(len(slots_S)) != broken
         assert torch.equal(found[others], expected[others])
         for value in (math.nan, math.inf, -math.inf):
             logits[broken] = value
-            found = kernels.floors(logits, slots_S, *numbers)
+            found = kernels.thresholds(logits, slots_S, *numbers)
             assert torch.equal(found[others], expected[others])
 
 
@@ -285,8 +287,8 @@ def test_equal_logits_in_every_block() -> None:
     vocab = 10 * reference.BLOCK
     at = torch.arange(vocab)
     x = (at % 3 + at % 2).float().tolist()  # 3.0 is a sixth of them
-    for top_k, floor in ((20, 3), (3413, 3), (3414, 2), (10240, 2), (10241, 1), (vocab - 1, 0)):
-        assert by_hand(x, top_k, 1.0) == floor
+    for top_k, threshold in ((20, 3), (3413, 3), (3414, 2), (10240, 2), (10241, 1), (vocab - 1, 0)):
+        assert by_hand(x, top_k, 1.0) == threshold
     assert by_hand([5.0] * vocab, 0, 0.3) == by_hand([5.0] * vocab, 20000, 0.3) == 5.0
     for zeros in ([0.0] * 4 + [-0.0], [-0.0] + [0.0] * 4):  # are equal, whatever their bits
         assert by_hand(zeros, 0, 0.5) == by_hand(zeros, 3, 1.0) == 0.0

@@ -17,18 +17,18 @@ from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
 BLOCK = 64  # words
 
 
-def allow(logits_SV: Tensor, rows_W: Tensor, words_WX: Tensor) -> None:
+def apply_mask(logits_SV: Tensor, rows_W: Tensor, words_WX: Tensor) -> None:
     """`words_WX`: int32, of the rows rows_W (int64)."""
     (num_rows, num_words), vocab = words_WX.shape, logits_SV.shape[1]
     assert logits_SV.stride(1) == 1 and words_WX.is_contiguous()
     grid = (num_rows, triton.cdiv(num_words, BLOCK))
-    allow_kernel[grid](
+    apply_mask_kernel[grid](
         logits_SV, rows_W, words_WX, logits_SV.stride(0), num_words, vocab, BLOCK=BLOCK
     )
 
 
 @triton.jit
-def allow_kernel(logits_SV, rows_W, words_WX, stride, num_words, vocab, BLOCK: tl.constexpr):
+def apply_mask_kernel(logits_SV, rows_W, words_WX, stride, num_words, vocab, BLOCK: tl.constexpr):
     nth = tl.program_id(0)
     row = tl.load(rows_W + nth).to(tl.int64)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -82,4 +82,4 @@ def cases() -> tuple[Case, ...]:
     return (*checked, *timed)
 
 
-KERNEL = Kernel("allow", allow, reference, cases(), outputs=outputs)
+KERNEL = Kernel("apply_mask", apply_mask, reference, cases(), outputs=outputs)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nanovllm_kernels import kept
+from nanovllm_kernels import compile_cache
 
 from nanovllm.cli.check_kernels import COMPILED
 from nanovllm.registry import resolve
@@ -20,12 +20,12 @@ import sys
 from pathlib import Path
 from nanovllm_kernels.flash_prefill import compile_causal
 from nanovllm_kernels.gated_linear import compile_gated
-from nanovllm_kernels.kept import keep_in
+from nanovllm_kernels.compile_cache import use_folder
 from nanovllm_kernels.paged_decode_cute import compile_decode
 from nanovllm_kernels.skinny_linear import compile_product
 
 def compile_all(folder):
-    keep_in(Path(folder))
+    use_folder(Path(folder))
     compile_gated("bfloat16", True)
     compile_decode(2, 64, 16)
     compile_product(64, 2, False, 1, False, False, False)
@@ -69,18 +69,18 @@ class Kernel:
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(kept.Kept, "folder", None)
-    monkeypatch.setattr(kept, "load", lambda path: read_whole(path))
+    monkeypatch.setattr(compile_cache.CachedCompile, "folder", None)
+    monkeypatch.setattr(compile_cache, "load", lambda path: read_whole(path))
     return []
 
 
 def read_whole(path: Path) -> str | None:
     text = path.read_text()
-    return text if text.startswith(kept.NAME) else None
+    return text if text.startswith(compile_cache.NAME) else None
 
 
-def compiler(compiled: list[str]) -> kept.Kept:
-    @kept.Kept
+def compiler(compiled: list[str]) -> compile_cache.CachedCompile:
+    @compile_cache.CachedCompile
     def compiles(size: int, name: str = "a") -> Kernel:
         compiled.append(f"{size} {name}")
         return Kernel(f"{size} {name}")
@@ -97,7 +97,7 @@ def test_equal_arguments_compile_once(compiled: list[str], tmp_path: Path) -> No
 
 
 def test_another_process_finds_them(compiled: list[str], tmp_path: Path) -> None:
-    kept.keep_in(tmp_path)
+    compile_cache.use_folder(tmp_path)
     compiler(compiled)(7, "b")
     assert compiler(compiled)(7, "b") == "kernel 7 b"
     assert compiled == ["7 b"]
@@ -106,7 +106,7 @@ def test_another_process_finds_them(compiled: list[str], tmp_path: Path) -> None
 
 
 def test_a_damaged_file_is_written_anew(compiled: list[str], tmp_path: Path) -> None:
-    kept.keep_in(tmp_path)
+    compile_cache.use_folder(tmp_path)
     compiler(compiled)(7)
     (path,) = files(tmp_path)
     path.write_text("half a ker")
@@ -115,12 +115,14 @@ def test_a_damaged_file_is_written_anew(compiled: list[str], tmp_path: Path) -> 
     assert [*files(tmp_path)] == [path] and compiled == ["7 a", "7 a"]
 
 
-@pytest.mark.parametrize("package", kept.PACKAGES)
+@pytest.mark.parametrize("package", compile_cache.PACKAGES)
 def test_versions_belong_to_the_key(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    version, before = kept.metadata.version, kept.made_of()
-    assert kept.made_of() == before
-    monkeypatch.setattr(kept.metadata, "version", lambda p: version(p) + ".1" * (p == package))
-    assert kept.made_of() != before
+    version, before = compile_cache.metadata.version, compile_cache.made_of()
+    assert compile_cache.made_of() == before
+    monkeypatch.setattr(
+        compile_cache.metadata, "version", lambda p: version(p) + ".1" * (p == package)
+    )
+    assert compile_cache.made_of() != before
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -128,7 +130,7 @@ def test_sources_of_what_compiles_a_kernel_belong_to_its_key(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiles: Callable[..., object] = resolve({name: COMPILED[name][0]}, name).compiles
-    source, before = Path(compiles.__code__.co_filename), kept.made_of()
+    source, before = Path(compiles.__code__.co_filename), compile_cache.made_of()
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + b" " * (p == source))
-    assert kept.made_of() != before
+    assert compile_cache.made_of() != before

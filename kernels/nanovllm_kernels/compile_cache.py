@@ -25,9 +25,9 @@ PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "quack-kerne
 NAME = "kernel"  # in every object file
 
 
-def keep_in(folder: Path) -> None:
+def use_folder(folder: Path) -> None:
     """Every kernel of this process, from now on."""
-    Kept.folder = folder / made_of()
+    CachedCompile.folder = folder / made_of()
 
 
 def made_of() -> str:
@@ -44,12 +44,12 @@ def made_of() -> str:
 class Job(NamedTuple):
     """A kernel to compile."""
 
-    function: str  # "module:name" of a Kept
+    function: str  # "module:name" of a CachedCompile
     arguments: str  # as Python writes them
     path: Path | None  # where it is kept
 
 
-class Kept(Generic[*Kind]):
+class CachedCompile(Generic[*Kind]):
     """A function that compiles a kernel, called once for equal arguments, or not if it is on disk.
 
     Arguments are plain values, which `repr` tells apart.

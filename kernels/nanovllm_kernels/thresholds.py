@@ -1,7 +1,7 @@
 """The lowest logit that top-k, top-p and min-p leave, in Triton, without a sort.
 
-Meaning: sampling_reference.py. A floor does not depend on the number of rows, so a row's token does
-not depend on its neighbours.
+Meaning: sampling_reference.py. A threshold does not depend on the number of rows, so a row's token
+does not depend on its neighbours.
 
 Decision: two passes over the logits, by many programs a row, narrow a bracket to an eighth each; a
 third copies the logits in it, between which one program per row bisects. A bracket with more logits
@@ -33,7 +33,7 @@ PASSES = 2
 PROGRAMS = 8192  # of a pass, about: more of them would wait for their turn on any GPU
 
 
-def floors(
+def thresholds(
     logits_SV: Tensor,
     slots_S: Tensor,
     inverse_temperatures_N: Tensor,
@@ -64,12 +64,12 @@ def floors(
         before, now = now, (floats(num_rows, 8), floats(num_rows, num_blocks, PIVOTS.value))
         buffers = smallest_SB, *before, *now
         narrow_kernel[grid](*common, *buffers, *shape, BLOCKS=blocks, num_warps=2)
-    last_S8, floors_S = floats(num_rows, 8), floats(num_rows)
+    last_S8, thresholds_S = floats(num_rows, 8), floats(num_rows)
     collect_kernel[grid](*common, *now, last_S8, *found, *shape, BLOCKS=blocks)
     finish_kernel[(num_rows,)](
-        *common, last_S8, *found, floors_S, *shape, BLOCKS=blocks, num_warps=8
+        *common, last_S8, *found, thresholds_S, *shape, BLOCKS=blocks, num_warps=8
     )
-    return floors_S
+    return thresholds_S
 
 
 @triton.jit(do_not_specialize=["blocks_each"])
@@ -220,7 +220,7 @@ def finish_kernel(
     bracket_S8,
     candidates_SC,
     counts_S,
-    floors_S,
+    thresholds_S,
     vocab,
     num_blocks,
     blocks_each,
@@ -231,10 +231,12 @@ def finish_kernel(
     row = tl.program_id(0)
     inverse, top_k, top_p, gap = _wishes(wishes_S4, row)
     if (top_k == 0) & (top_p >= 1):
-        floor = tl.full([], LOWEST, tl.float32)
+        threshold = tl.full([], LOWEST, tl.float32)
         if gap > -float("inf"):
-            floor = tl.maximum(floor, tl.max(_tops(tops_SB, row, num_blocks, BLOCKS), 0) + gap)
-        tl.store(floors_S + row, floor)
+            threshold = tl.maximum(
+                threshold, tl.max(_tops(tops_SB, row, num_blocks, BLOCKS), 0) + gap
+            )
+        tl.store(thresholds_S + row, threshold)
         return
     low, _, high, above, needed, top = _bracket(bracket_S8, row)
     num = tl.load(counts_S + row)
@@ -252,7 +254,7 @@ def finish_kernel(
         needed = tl.where(top_k > 0, top_p * mass, needed)
         low = tl.where(smallest < high, smallest, low)
         low = _search(x_N, num, low, high, top, above, needed, inverse)
-    tl.store(floors_S + row, low)
+    tl.store(thresholds_S + row, low)
 
 
 @triton.jit
@@ -375,10 +377,10 @@ def _search(x_N, num, low, high, top, above, needed, inverse):
 
 
 @triton.jit
-def _mass(x_N, num, floor, high, top, inverse):
-    """Of the logits >= floor and < high: the sum of exp((x - top) * inverse), and the smallest.
+def _mass(x_N, num, threshold, high, top, inverse):
+    """Of the logits >= threshold and < high: the sum of exp((x - top) * inverse), and the smallest.
 
-    Besides, the largest logit < floor. Sums integers, which has one result in any order.
+    Besides, the largest logit < threshold. Sums integers, which has one result in any order.
     """
     sums = tl.zeros([TILE], tl.int64)
     smallest = tl.full([TILE], float("inf"), tl.float32)
@@ -386,10 +388,10 @@ def _mass(x_N, num, floor, high, top, inverse):
     for start in range(0, num, TILE):
         # Any number of logits: loads cannot be wide, so neighbours go to neighbouring threads.
         x = load(x_N, tl.max_contiguous(start + tl.arange(0, TILE), 1), num)
-        inside = (x >= floor) & (x < high)
+        inside = (x >= threshold) & (x < high)
         sums += (tl.where(inside, _weights(x, top, inverse), 0.0) * UNIT).to(tl.int64)
         smallest = tl.minimum(smallest, tl.where(inside, x, float("inf")))
-        smaller = tl.maximum(smaller, tl.where(x < floor, x, -float("inf")))
+        smaller = tl.maximum(smaller, tl.where(x < threshold, x, -float("inf")))
     return tl.sum(sums, 0).to(tl.float32) / UNIT, tl.min(smallest, 0), tl.max(smaller, 0)
 
 
@@ -412,7 +414,7 @@ def _value(key):
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-def floors_inputs(
+def thresholds_inputs(
     S: int, V: int, dtype: torch.dtype, k: int, p: float, min_p_gap: float, device: torch.device
 ) -> Args:
     logits_SV, slots_S, inverses_N = rows(S, V, dtype, device)
@@ -421,7 +423,7 @@ def floors_inputs(
     return logits_SV, slots_S, inverses_N, top_ks_N, top_ps_N, gaps_N
 
 
-def floors_mixed_inputs(V: int, dtype: torch.dtype, device: torch.device) -> Args:
+def thresholds_mixed_inputs(V: int, dtype: torch.dtype, device: torch.device) -> Args:
     """Rows that ask for nothing, for one thing, for several; most logits tie, or are impossible."""
     logits_SV, slots_S, inverses_N = rows(9, V, dtype, device)
     logits_SV[3:5] = logits_SV[3:5].round()
@@ -433,23 +435,23 @@ def floors_mixed_inputs(V: int, dtype: torch.dtype, device: torch.device) -> Arg
     return logits_SV, slots_S, inverses_N, top_ks_N.int(), top_ps_N, gaps_N
 
 
-def floors_room(expected: Tensors, args: Args) -> Tensors:
-    """How far floors may be off: not at all, but where top_p is a value's mass within rounding.
+def thresholds_room(expected: Tensors, args: Args) -> Tensors:
+    """How far thresholds may be off: not at all, but where top_p is a value's mass within rounding.
 
     There the boundary is that value or its neighbour, as sums happen to be rounded.
     """
     logits_SV, slots_S, inverses_N, top_ks_N, top_ps_N, gaps_N = args
     others_N = inverses_N, top_ks_N, torch.ones_like(top_ps_N), gaps_N
-    x_SV, floor_S1 = logits_SV.float(), expected[0][:, None]
-    is_kept_SV = x_SV >= reference.floors(logits_SV, slots_S, *others_N)[:, None]
+    x_SV, threshold_S1 = logits_SV.float(), expected[0][:, None]
+    is_kept_SV = x_SV >= reference.thresholds(logits_SV, slots_S, *others_N)[:, None]
     scaled_SV = (x_SV - x_SV.amax(-1, keepdim=True)).double() * inverses_N[slots_S, None]
     mass_SV = scaled_SV.exp() * is_kept_SV
     needed_S = top_ps_N[slots_S] * mass_SV.sum(-1)
     rounding_S = SUM_ROUNDING * mass_SV.sum(-1)
-    is_bare_S = (mass_SV * (x_SV >= floor_S1)).sum(-1) - needed_S <= rounding_S
-    is_near_S = needed_S - (mass_SV * (x_SV > floor_S1)).sum(-1) <= rounding_S
-    below_S = x_SV.masked_fill((x_SV >= floor_S1) | ~is_kept_SV, OFF).amax(-1)
-    above_S = x_SV.masked_fill(x_SV <= floor_S1, -OFF).amin(-1)
+    is_bare_S = (mass_SV * (x_SV >= threshold_S1)).sum(-1) - needed_S <= rounding_S
+    is_near_S = needed_S - (mass_SV * (x_SV > threshold_S1)).sum(-1) <= rounding_S
+    below_S = x_SV.masked_fill((x_SV >= threshold_S1) | ~is_kept_SV, OFF).amax(-1)
+    above_S = x_SV.masked_fill(x_SV <= threshold_S1, -OFF).amin(-1)
     room_S = torch.maximum(
         (expected[0] - below_S).where(is_bare_S & below_S.isfinite(), 0.0),
         (above_S - expected[0]).where(is_near_S & above_S.isfinite(), 0.0),
@@ -459,15 +461,15 @@ def floors_room(expected: Tensors, args: Args) -> Tensors:
 
 OFF = -float("inf")
 SUM_ROUNDING = 1e-5  # relative, of a float32 sum over a vocabulary
-FLOORS = Kernel(
-    "floors",
-    floors,
-    reference.floors,
+THRESHOLDS = Kernel(
+    "thresholds",
+    thresholds,
+    reference.thresholds,
     (
         *(
             Case(
                 f"S=5 V=6007 k={k} p={p} min_p_gap={gap} {bits(dtype)}",
-                partial(floors_inputs, 5, 6007, dtype, k, p, gap),
+                partial(thresholds_inputs, 5, 6007, dtype, k, p, gap),
                 small=True,
             )
             for k, p, gap in (
@@ -482,13 +484,13 @@ FLOORS = Kernel(
             for dtype in (torch.float32, torch.bfloat16)
         ),
         *(
-            Case(f"mixed V=6007 {bits(dtype)}", partial(floors_mixed_inputs, 6007, dtype), True)
+            Case(f"mixed V=6007 {bits(dtype)}", partial(thresholds_mixed_inputs, 6007, dtype), True)
             for dtype in (torch.float32, torch.bfloat16)
         ),
         *(
             Case(
                 f"S={S} V=151936 k={k} p={p}",
-                partial(floors_inputs, S, 151936, torch.bfloat16, k, p, OFF),
+                partial(thresholds_inputs, S, 151936, torch.bfloat16, k, p, OFF),
                 num_bytes=2 * S * 151936,
             )
             for S in (1, 64, 256)
@@ -496,5 +498,5 @@ FLOORS = Kernel(
         ),
     ),
     ulps_32=1 / torch.finfo(torch.float32).eps,
-    scale=floors_room,
+    scale=thresholds_room,
 )
