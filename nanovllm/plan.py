@@ -91,9 +91,9 @@ class StepResult:
     step: int
     tokens: Int32  # [sampling rows, 1 + num_drafts]
     logprobs: tuple[RowLogprobs, ...] = ()
-    # [sampling rows, 1 + D] where there is a drafter: how many drafts it found for the row's next
-    # step, then D tokens, all of which that step may feed (those beyond the found ones are no guess,
-    # and right only by luck). None: there is no drafter.
+    # [sampling rows, 1 + D] where there is a drafter: how many drafts it found for a row's next
+    # step, then D tokens, all of which that step may feed (those beyond the found ones are no
+    # guesses and right only by luck). None: there is no drafter.
     drafts: Int32 | None = None
 
 

@@ -2,7 +2,7 @@
 
 Decision: the host sends slots and counts only, and sends the decode rows' slots only when they
 change. Token ids, positions, slot mappings and page tables are gathered from the slots on the
-device, so a steady decode step uploads nothing, and under a CUDA graph the gathering is part of the
+device: a steady decode step uploads nothing, and under a CUDA graph the gathering is part of the
 graph.
 """
 
