@@ -100,11 +100,11 @@ class WholeEngine:
             self.scheduler.check()
 
 
-def small_demo(slots: int) -> Built:
+def small_demo(slots: int, *changes: str) -> Built:
     """The device side of the demo model on a CPU: 100 pages of 8 tokens, requests of up to 256."""
     sizes = ["cache.pages=100", "cache.page_tokens=8", "server.max_model_tokens=256"]
     sizes += [f"schedule.slots={slots}", "schedule.step_tokens=64"]
-    return build(load_config(None, ["device=cpu", *sizes]))
+    return build(load_config(None, ["device=cpu", *sizes, *changes]))
 
 
 def prompts_of(count: int, seed: int = 0) -> list[list[int]]:

@@ -29,12 +29,16 @@ class Batch:
     token_ids_T: Tensor  # int64
     positions_T: Tensor  # int64, 0-based position in its request
     slot_mapping_T: Tensor  # int64, page * S + offset: where the token's key and value go
+    slots_T: Tensor  # int64: whose each token is
+    slots_R: Tensor  # int64
     starts_R1: Tensor  # int32 [R + 1]
     lengths_R: Tensor  # int32, tokens of the request including this step's
     page_table_RM: Tensor  # int32; entries past the request's pages are 0
     sampled_at: Tensor | None  # int64: where in T rows predict from, at least one; None: at all
     num_rows: int
-    num_decodes: int  # so many rows, the first ones, feed one token each
+    num_decodes: int  # so many rows, the first ones, feed their newest token and its drafts
+    num_decode_tokens: int  # so many tokens, the first ones, are theirs
+    decode_width: int  # the most tokens that one of them may feed
     max_new: int  # most tokens any row feeds; 1 = every row is a decode row
     max_length: int  # an upper bound of lengths_R, on the host
 
@@ -48,6 +52,7 @@ class Batch:
             self,
             starts_R1=self.starts_R1[start : stop + 1],
             lengths_R=self.lengths_R[start:stop],
+            slots_R=self.slots_R[start:stop],
             page_table_RM=self.page_table_RM[start:stop],
             num_rows=stop - start,
             num_decodes=max(0, min(self.num_decodes, stop) - start),

@@ -62,6 +62,7 @@ def build(config: Config) -> Built:
         recipe.server.max_model_tokens,
         own,
     )
+    log.info("products by rows: %s", model.products(int(recipe.schedule.step_tokens)))
     log.info("warming up")
     warm_up(runner, recipe)
     if not obstacles(recipe):
@@ -106,7 +107,7 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
     num_slots, most = int(recipe.schedule.slots), found.max_model_tokens
 
     def rows_of(max_tokens: int) -> tuple[Slots, BatchPrep, Sampler]:
-        slots = Slots(num_slots, max_tokens, page_tokens, device)
+        slots = Slots(num_slots, max_tokens, page_tokens, device, 0)
         sampler = Sampler(
             num_slots=num_slots,
             vocab_size=found.model_config.vocab_size,

@@ -165,13 +165,15 @@ def plan_with(**fields: object) -> StepPlan:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    ("asked", "reason"),
     [
-        {"num_drafts": 1},
-        {"chunks": [Chunk(0, 1, True), Chunk(1, 1, True, save_to=0)]},
-        {"admits": [replace(admit(0, A, [1, 2]), restore_from=2)]},
+        ({"drafts": np.array([0, 2], np.int32).tobytes()}, "rows of 2 drafts; there are 0"),
+        ({"chunks": [Chunk(0, 1, True), Chunk(1, 1, True, save_to=0)]}, "recurrent states"),
+        ({"admits": [replace(admit(0, A, [1, 2]), restore_from=2)]}, "recurrent states"),
     ],
 )
-def test_what_a_runner_cannot_do_is_refused(runner: Runner, asked: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="plan 1 has drafts or recurrent states"):
+def test_what_a_runner_cannot_do_is_refused(
+    runner: Runner, asked: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=f"plan 1 has {reason}"):
         runner.launch(plan_with(**asked))

@@ -1,0 +1,3 @@
+"""DRAFTERS"""
+
+DRAFTERS: dict[str, str] = {}
