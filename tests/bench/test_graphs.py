@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from nanovllm.cli.commands import capture_graphs
 from nanovllm.config import ConfigError, Kernels, load_config
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.build import Built
-from nanovllm.runner.graphs import Captured, decode_rows, graph_sizes, obstacles
+from nanovllm.runner.graphs import Captured, graph_sizes, obstacles
 from nanovllm.runner.runner import Forwarded, Runner
 from nanovllm.runner.warm import padding_rows
 from tests.runner.tape import capture_on_tapes
@@ -54,12 +55,16 @@ def capture_pretended(
     runner: Runner, sizes: list[int], order: Callable[[torch.Tensor], torch.Tensor] = lambda r: r
 ) -> None:
     """`order`: what the graphs make of the slots they should read."""
-    graphs = runner.graphs
+    captured = runner.graphs.captured
     for size in sizes:
-        slots_R = graphs.static_slots_R[:size]
-        replayed = Replayed(runner, lambda slots_R=slots_R: decode_rows(order(slots_R), 256))
-        graphs.captured[size] = Captured(replayed, replayed.output, 0.25, size << 20)
-    graphs._sizes = sorted(graphs.captured)
+
+        def rows(size: int = size) -> StepRows:
+            decode = runner.builder.padded(size, 1, 256)
+            return dataclasses.replace(decode, slots_R=order(decode.slots_R))
+
+        replayed = Replayed(runner, rows)
+        captured[size, 1] = Captured(replayed, replayed.output, 0.25, size << 20)
+    runner.graphs.captured = dict(sorted(captured.items()))
 
 
 @pytest.fixture
@@ -115,11 +120,11 @@ def test_a_gpu_recipe_has_no_obstacle_but_its_own_wishes() -> None:
 
 def test_the_runner_says_which_steps_it_does_not_replay(built: Built) -> None:
     runner = built.runner
-    decode = decode_rows(runner.graphs.static_slots_R[:9], 256)
+    decode = runner.builder.padded(9, 1, 256)
     assert runner.why_eager(decode) == "no graph was captured"
     capture_pretended(runner, [4, 8])
     assert runner.why_eager(decode) == "9 rows are more than the largest graph's 8"
-    assert runner.why_eager(decode_rows(runner.graphs.static_slots_R[:8], 256)) is None
+    assert runner.why_eager(runner.builder.padded(8, 1, 256)) is None
     no_piece = "no graph was captured"
     assert runner.why_eager(padding_rows(runner, 1, 2)) == no_piece
     capture_pretended(runner, [SLOTS])
@@ -148,7 +153,7 @@ def test_made_up_requests_share_no_page_and_leave_the_dead_slot_alone(built: Bui
     assert pages_NM[:SLOTS, 8:].abs().sum() == 0 and pages_NM[SLOTS].abs().sum() == 0
     assert lengths_N[SLOTS] == 0
     assert 32 <= int(lengths_N[:SLOTS].min()) < int(lengths_N[:SLOTS].max()) < 64
-    assert runner.graphs.static_slots_R.tolist() == list(range(SLOTS))
+    assert runner.builder.static_slots_R.tolist() == list(range(SLOTS))
 
 
 def test_a_faithful_graph_gives_the_same_logits_row_by_row(built: Built) -> None:
@@ -164,7 +169,7 @@ def test_a_faithful_graph_gives_the_same_logits_row_by_row(built: Built) -> None
     assert [graph.padding for graph in found] == pytest.approx([0, 0, 1 / 8, 6 / 32, 0])
     assert metrics(found)["padding_percent"] == pytest.approx(100 * (1 + 6) / (8 + 32))
     assert (found[2].capture_s, found[2].memory_bytes) == (0.25, 4 << 20)
-    graph = runner.graphs.captured[4].graph
+    graph = runner.graphs.captured[4, 1].graph
     assert graph.count == 1 + 1 + 1  # compared, then warmed up and timed
 
 
@@ -264,7 +269,7 @@ def test_eager_and_replay_are_the_runners_own(built: Built) -> None:
     runner = built.runner
     capture_pretended(runner, [SLOTS])
     occupy(runner)
-    rows = decode_rows(runner.graphs.static_slots_R[:5], 256)
+    rows = runner.builder.padded(5, 1, 256)
     with torch.inference_mode():
         (replayed, mode), eager = runner._run(rows), runner.forward(rows)
     assert isinstance(replayed, Forwarded) and mode == "FULL"

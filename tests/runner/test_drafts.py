@@ -12,7 +12,7 @@ from nanovllm.runner.runner import Runner
 from nanovllm.runner.slots import Slots
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.wire import Sampling
-from tests.plans import Plans, admit
+from tests.runner.plans import Plans, admit
 from tests.whole_engine import small_demo
 
 SLOTS, DRAFTS, COUNT = 4, 3, 24
