@@ -21,7 +21,6 @@ from nanovllm.registry import resolve
 from nanovllm.runner.slots import Slots
 from nanovllm.runner.upload import upload_together
 from nanovllm.sampling.columns import upload
-from nanovllm.spec.base import Accept
 
 GATHER = {
     "torch": "nanovllm_kernels.batch_reference:gather_rows",
@@ -206,7 +205,7 @@ class BatchPrep:
         )
 
     def write_back(
-        self, rows: StepRows, batch: Batch, tokens_S: Tensor, accept: Accept | None
+        self, rows: StepRows, batch: Batch, tokens_S: Tensor, accept: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         """lines_RW int32: of each row, its new tokens, which its slot knows now, then -1.
 
