@@ -25,11 +25,10 @@ class Masker(Protocol):
     """Which tokens the grammars of running requests allow next."""
 
     def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
-        """The masks of rows, each a request id and the drafts that the row feeds.
+        """Masks for rows: a request's id, and the drafts that its row feeds.
 
-        1 + len(drafts) masks a row, in order: the first for what follows the known text, mask j for
-        what follows the first j drafts. Any mask does behind a draft that the grammar refuses, and
-        for a request that has finished.
+        1 + len(drafts) each: the first, then one behind each draft. A request that has finished
+        gets any, as does what is behind a draft that its grammar refuses.
         """
         ...
 
