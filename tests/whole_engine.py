@@ -56,11 +56,11 @@ class WholeEngine:
         self.finish: dict[int, FinishReason] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
 
-    def fill(self, request_ids: list[int]) -> Masks:
+    def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
         """As a masker: even tokens only."""
-        words = np.full((len(request_ids), -(-self.vocab_size // 32)), 0x55555555, np.int32)
-        self.num_masked += len(request_ids)
-        return words
+        count = sum(1 + len(drafts) for _, drafts in rows)
+        self.num_masked += count
+        return np.full((count, -(-self.vocab_size // 32)), 0x55555555, np.int32)
 
     def advance(self, output: StepOutput) -> None:
         """As a masker: nothing to follow."""

@@ -24,8 +24,12 @@ FAILED = "the engine failed to admit this request; its log says why"
 class Masker(Protocol):
     """Which tokens the grammars of running requests allow next."""
 
-    def fill(self, request_ids: list[int]) -> Masks:
-        """A mask per request. One that has finished gets any."""
+    def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
+        """Masks for rows: a request's id, and the drafts that its row feeds.
+
+        1 + len(drafts) each: the first, then one behind each draft. A request that has finished
+        gets any, as does what is behind a draft that its grammar refuses.
+        """
         ...
 
     def advance(self, output: StepOutput) -> None:
@@ -114,7 +118,7 @@ class EngineLoop:
             self.clock.lap("launch")
             if plan.masked:
                 self._complete(0)  # a mask follows from every token before it
-                handle.sample(self.masker.fill(self.scheduler.masked_ids(plan)))
+                handle.sample(self.masker.fill(self.scheduler.masked_rows(plan)))
                 self.clock.lap("mask")
             num_prompt = sum(chunk.num_tokens for chunk in plan.chunks)
             self._in_flight.append(InFlight(handle, self._rested, plan.num_decodes, num_prompt))

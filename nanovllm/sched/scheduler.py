@@ -151,10 +151,10 @@ class Scheduler:
             copies=plan.copies,
         )
 
-    def masked_ids(self, plan: StepPlan) -> list[int]:
-        """The requests of plan.masked; some may have finished since."""
+    def masked_rows(self, plan: StepPlan) -> list[tuple[int, list[int]]]:
+        """The requests of plan.masked with the drafts they feed; some may have finished since."""
         requests = self._decoding.rows_in_flight(plan.step).requests
-        return [requests[row].id for row in plan.masked]
+        return [(requests[row].id, []) for row in plan.masked]
 
     def _plan_decodes(self, plan: Plan) -> tuple[Rows, int]:
         """One row for each decoding request that may still sample; its drafts share the budget."""

@@ -105,8 +105,12 @@ class PaperMasker:
     def __init__(self) -> None:
         self.text: dict[int, list[int]] = {}
 
-    def fill(self, request_ids: list[int]) -> Masks:
-        words = [allowed_after(self.text.get(name, [])) for name in request_ids]
+    def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
+        words = [
+            allowed_after(self.text.get(name, []) + drafts[:count])
+            for name, drafts in rows
+            for count in range(1 + len(drafts))
+        ]
         return np.array(words, np.int32).reshape(-1, 1)
 
     def advance(self, output: StepOutput) -> None:
