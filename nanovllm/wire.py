@@ -128,6 +128,10 @@ class Stats(Struct, frozen=True, kw_only=True):
     host_step_p50_s: float = 0.0  # all of these in one step, of the newest thousand
     steps_by_mode: dict[str, int] = {}  # keys of plan.mode_key: "FULL/decode", "NONE/mixed", ...
     padded_tokens: int = 0
+    num_drafts: int = 0  # rows that fed drafts, a row in every step anew
+    draft_tokens: int = 0  # that they fed, of those that the drafter had found
+    accepted_tokens: int = 0  # of these
+    accepted_by_position: list[int] = []  # of these, behind how many others
     num_compiling: int = 0  # requests that wait for their grammars; not in num_waiting
     num_matchers: int = 0  # grammars that running requests follow
     grammar_cache_bytes: int = 0  # of compiled grammars that are kept

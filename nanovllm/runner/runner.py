@@ -163,7 +163,7 @@ class Runner:
 def refuse_unknown(plan: StepPlan) -> None:
     """Raises ValueError if the plan asks for what this runner does not do."""
     states = [a.restore_from for a in plan.admits] + [c.save_to for c in plan.chunks]
-    if plan.num_drafts or any(state >= 0 for state in states):
+    if plan.drafts or any(state >= 0 for state in states):
         raise ValueError(f"plan {plan.step} has drafts or recurrent states, which do not exist yet")
 
 

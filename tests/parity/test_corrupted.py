@@ -158,7 +158,7 @@ def test_a_step_without_pages_to_clean_or_copy_does_nothing_for_it(
 
 
 def plan_with(**fields: object) -> StepPlan:
-    chosen = {"num_drafts": 0, "admits": [], "chunks": [], **fields}
+    chosen = {"admits": [], "chunks": [], **fields}
     return StepPlan(
         step=1, grants=[], num_decodes=0, decodes=b"", max_length=8, masked=[], **chosen
     )
@@ -167,7 +167,7 @@ def plan_with(**fields: object) -> StepPlan:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"num_drafts": 1},
+        {"drafts": bytes(4)},
         {"chunks": [Chunk(0, 1, True), Chunk(1, 1, True, save_to=0)]},
         {"admits": [replace(admit(0, A, [1, 2]), restore_from=2)]},
     ],
