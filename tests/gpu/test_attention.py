@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm.attention.base import AttentionBackend, Batch, PagedKV
 from nanovllm.attention.flash import FlashPaged
 from nanovllm.attention.paged import TritonPaged
-from tests.paged_batches import Heads, error_share, layout_of, make_batch
+from tests.attention.paged_batches import Heads, error_share, layout_of, make_batch
 
 CUDA = torch.device("cuda")
 BACKENDS: list[type[AttentionBackend]] = [TritonPaged, FlashPaged]

@@ -19,9 +19,9 @@ from nanovllm.runner.caches import make_caches
 from nanovllm.runner.runner import Runner
 from nanovllm.wire import Sampling
 from tests.gpu.test_engine import SHAPE
-from tests.parity.corrupted import POISON
-from tests.parity.tiny import config_of, make_tiny
-from tests.plans import Plans, admit
+from tests.models.corrupted import POISON
+from tests.models.tiny import config_of, make_tiny
+from tests.runner.plans import Plans, admit
 
 CUDA = torch.device("cuda")
 WRONG = (math.nan, math.inf, -math.inf)  # of the last, a row full

@@ -18,7 +18,7 @@ from nanovllm.runner.graphs import borrowed, decode_rows, graph_sizes
 from nanovllm.runner.pieces import piece_sizes
 from nanovllm.runner.runner import Runner
 from tests.gpu.test_engine import SHAPE
-from tests.parity.tiny import config_of, make_tiny
+from tests.models.tiny import config_of, make_tiny
 
 SLOTS, VOCABULARY = 80, SHAPE["vocab_size"]
 # Decode rows and prompt chunks. Short steps follow long ones, and sizes are used more than once.

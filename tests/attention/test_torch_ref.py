@@ -1,0 +1,40 @@
+"""Attention on a CPU: which rows are computed together, and that it changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanovllm.attention.torch_ref import TorchPaged, alike
+from tests.attention.paged_batches import error_share, make_batch
+
+CPU = torch.device("cpu")
+
+
+def test_rows_of_similar_contexts_are_computed_together() -> None:
+    counts, lengths = [1] * 9, [300, 4000, 250, 310, 40, 3900, 800, 1, 1000]
+    # At most twice the shortest and 256 more: else a short row would read as much as a long one.
+    assert list(alike(counts, lengths)) == [[7, 4, 2], [0, 3, 6], [8], [5, 1]]
+    assert list(alike([1, 7, 1, 7], [90, 90, 95, 90])) == [[0, 2], [1, 3]]
+    assert list(alike([1], [5])) == [[0]]
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "new"),
+    [
+        ((900, 17, 64, 700, 1, 1300), (1, 1, 1, 1, 1, 1)),
+        ((900, 17, 1300, 40, 700, 65), (1, 1, 1, 40, 3, 3)),
+        ((5, 800), (5, 1)),
+    ],
+)
+def test_rows_get_their_own_results_whatever_the_order(
+    lengths: tuple[int, ...], new: tuple[int, ...], into: bool
+) -> None:
+    q_THA, cache, batch = make_batch(lengths, new, (4, 2, 16), 16, torch.float32, CPU)
+    backend = TorchPaged((cache,))
+    backend.bind(batch)  # of a step before, whose copies are overwritten
+    out_THA = torch.empty_like(q_THA) if into else None
+    o_THA = backend.bind(batch)(0, q_THA, out_THA)
+    assert not into or o_THA is out_THA
+    assert error_share(o_THA, q_THA, cache, batch) < 8
