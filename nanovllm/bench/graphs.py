@@ -149,7 +149,7 @@ def mixed_rows(runner: Runner, num_tokens: int) -> StepRows:
         for slot, start in zip(range(num_decodes, filled), starts, strict=False)
     ]
     decodes = np.arange(num_decodes, dtype=np.int32).tobytes()
-    plan = StepPlan(0, [], [], num_decodes, decodes, 0, chunks, longest(runner), [])
+    plan = StepPlan(0, [], [], num_decodes, decodes, chunks, longest(runner), [])
     return runner.builder.rows(plan)
 
 

@@ -50,7 +50,7 @@ def rows_of(runner: Runner, num_decodes: int, counts: list[int]) -> StepRows:
     """Decode rows of the first slots, chunks of the last; every other chunk samples."""
     slots = torch.arange(num_decodes, dtype=torch.int32).numpy()
     chunks = [Chunk(SLOTS - 1 - i, count, i % 2 == 0) for i, count in enumerate(counts)]
-    plan = StepPlan(0, [], [], num_decodes, slots.tobytes(), 0, chunks, longest(runner), [])
+    plan = StepPlan(0, [], [], num_decodes, slots.tobytes(), chunks, longest(runner), [])
     return runner.builder.rows(plan)
 
 

@@ -58,7 +58,6 @@ class Plans:
             grants=[],
             num_decodes=len(decodes),
             decodes=np.array(decodes, np.int32).tobytes(),
-            num_drafts=0,
             chunks=[Chunk(slot, count, slot not in partial) for slot, count in chunks.items()],
             max_length=self.runner.slots.max_tokens,
             masked=[row for row, slot in enumerate(sampling) if slot in masks],

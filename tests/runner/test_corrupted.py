@@ -158,7 +158,7 @@ def test_a_step_without_pages_to_clean_or_copy_does_nothing_for_it(
 
 
 def plan_with(**fields: object) -> StepPlan:
-    chosen = {"num_drafts": 0, "admits": [], "chunks": [], **fields}
+    chosen = {"admits": [], "chunks": [], **fields}
     return StepPlan(
         step=1, grants=[], num_decodes=0, decodes=b"", max_length=8, masked=[], **chosen
     )

@@ -46,7 +46,7 @@ def rows_of(runner: Runner, num_decodes: int, counts: list[int], max_length: int
     slots = np.arange(num_decodes, dtype=np.int32)
     chunks = [Chunk(SLOTS - 1 - i, count, i % 2 == 0) for i, count in enumerate(counts)]
     return runner.builder.rows(
-        StepPlan(0, [], [], num_decodes, slots.tobytes(), 0, chunks, max_length, [])
+        StepPlan(0, [], [], num_decodes, slots.tobytes(), chunks, max_length, [])
     )
 
 
@@ -82,7 +82,7 @@ def test_behind_the_last_attention_only_sampling_rows_go_on(
     seen: list[int] = []
     for block in runner.model.layers:
         monkeypatch.setattr(block.mlp, "forward", watched(block.mlp.forward, seen))
-    chunk = StepPlan(0, [], [], 0, b"", 0, [Chunk(1, 50, False)], 64, [])
+    chunk = StepPlan(0, [], [], 0, b"", [Chunk(1, 50, False)], 64, [])
     for rows, num_sampling in (
         (rows_of(runner, 3, [9, 30, 1]), 5),  # of three chunks the first and the last
         (runner.builder.rows(chunk), 1),  # none, but a step's row is needed to do something with
