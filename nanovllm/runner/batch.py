@@ -123,12 +123,15 @@ class BatchPrep:
             token_ids_T=ids_R,
             positions_T=positions_R,
             slot_mapping_T=slot_mapping_R,
+            slots_R=rows.slots_R,
             starts_R1=steps_R1,
             lengths_R=lengths_R,
             page_table_RM=table_RM,
             sampled_at=None,
             num_rows=num_rows,
             num_decodes=num_rows,
+            num_decode_tokens=num_rows,
+            decode_width=1,
             max_new=1,
             max_length=rows.max_length,
         )
@@ -150,7 +153,8 @@ def rowless(inputs_3T: Tensor, sampled_at: Tensor) -> Batch:
     """Token ids, positions and slot mappings of nobody's tokens, for what looks at tokens alone."""
     ids_T, positions_T, slot_mapping_T = inputs_3T
     none = torch.empty(0, dtype=torch.int32, device=inputs_3T.device)
-    return Batch(ids_T, positions_T, slot_mapping_T, none, none, none, sampled_at, 0, 0, 0, 0)
+    rows = none.long(), none, none, none
+    return Batch(ids_T, positions_T, slot_mapping_T, *rows, sampled_at, 0, 0, 0, 1, 0, 0)
 
 
 def gather_chunks(rows: StepRows, counts_R: Tensor, slots: Slots, num_pages: int) -> Batch:
@@ -172,12 +176,15 @@ def gather_chunks(rows: StepRows, counts_R: Tensor, slots: Slots, num_pages: int
         token_ids_T=slots.tokens_NL[slots_T, positions_T].long(),
         positions_T=positions_T,
         slot_mapping_T=pages_T * size + positions_T % size,
+        slots_R=rows.slots_R,
         starts_R1=starts_R1,
         lengths_R=before_R + counts_R,
         page_table_RM=slots.pages_NM[rows.slots_R, :num_pages],
         sampled_at=sampled_at,
         num_rows=num_rows,
         num_decodes=rows.num_decodes,
+        num_decode_tokens=rows.num_decodes,
+        decode_width=1,
         max_new=rows.max_new,
         max_length=rows.max_length,
     )

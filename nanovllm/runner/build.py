@@ -121,7 +121,7 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
 
     def runner_with(num_pages: int) -> Runner:
         caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device)
-        return Runner(model, *rows, caches, found.backend(caches.by_layer), device)
+        return Runner(model, *rows, caches, found.backend, device)
 
     num_pages = recipe.cache.pages
     if num_pages == "auto":

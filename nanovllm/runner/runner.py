@@ -18,7 +18,7 @@ from nanovllm.plan import Masks, StepPlan, mode_key
 from nanovllm.runner.batch import BatchPrep, RowBuilder, StepRows
 from nanovllm.runner.caches import Caches
 from nanovllm.runner.graphs import DecodeGraphs, borrowed
-from nanovllm.runner.pieces import PiecewiseGraphs
+from nanovllm.runner.piecewise import PiecewiseGraphs
 from nanovllm.runner.results import Copy, DeviceClock, Handle, start_copy
 from nanovllm.runner.slots import Slots
 from nanovllm.sampling.base import Sampled, SampleRows
@@ -49,14 +49,14 @@ class Runner:
         self.slots = slots
         self.prep = prep
         self.sampler = sampler
-        self.pages = caches
-        self.caches = caches.by_layer
+        self.caches = caches
+        model.bind_caches(caches.by_layer)
         self.backend = backend
         self.device = device
         self.builder = RowBuilder(slots.padding, slots.padding, device)
         self.graphs = DecodeGraphs(self.forward, self.builder.static_slots_R, sharing_logits)
         self.tails = DecodeGraphs(self.draw_plainly, self.builder.static_slots_R)
-        self.pieces = PiecewiseGraphs(self.hidden, self.caches, slots.padding, device)
+        self.piecewise = PiecewiseGraphs(self.hidden, slots.padding, device)
         self.clock = DeviceClock(device)
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
@@ -66,7 +66,7 @@ class Runner:
     def launch(self, plan: StepPlan) -> Handle:
         """Enqueue one step. Nothing here waits for the device."""
         refuse_unknown(plan)
-        self.pages.apply(plan)
+        self.caches.apply(plan)
         self.slots.apply(plan)
         self.sampler.admit(plan.admits)
         rows = self.builder.rows(plan)
@@ -126,7 +126,7 @@ class Runner:
     def _run(self, rows: StepRows) -> tuple[Forwarded, str]:
         """Replay a graph where one fits, else run eagerly. Says which: FULL, PIECEWISE or NONE."""
         decode = rows.counts_R is None
-        size = (self.graphs if decode else self.pieces).fit(rows.num_tokens)
+        size = (self.graphs if decode else self.piecewise).fit(rows.num_tokens)
         if size is None:
             return self.forward(rows), "NONE"
         self.padded_tokens += size - rows.num_tokens
@@ -139,7 +139,7 @@ class Runner:
     def why_eager(self, rows: StepRows) -> str | None:
         """Why a step of these rows replays nothing; None: it does."""
         decode = rows.counts_R is None
-        graphs = self.graphs if decode else self.pieces
+        graphs = self.graphs if decode else self.piecewise
         if not graphs.captured:
             return "no graph was captured"
         if graphs.fit(rows.num_tokens) is None:
@@ -148,10 +148,10 @@ class Runner:
         return None
 
     def forward(self, rows: StepRows, size: int | None = None) -> Forwarded:
-        """Launch by launch, or the pieces of this size around attention."""
+        """Launch by launch, or the piecewise graphs of this size around attention."""
         batch = self.prep.gather(rows)
-        ctx = ForwardContext(batch, self.caches, self.backend.bind(batch))
-        hidden_SD = self.pieces.replay(size, ctx) if size else self.hidden(ctx)
+        ctx = ForwardContext(batch, self.backend.bind(batch))
+        hidden_SD = self.piecewise.replay(size, ctx) if size else self.hidden(ctx)
         samples = rows.counts_R is None or len(rows.sampled_slots)
         return Forwarded(batch, self.model.logits(hidden_SD) if samples else None)
 

@@ -11,7 +11,7 @@ from nanovllm.config import Recipe
 from nanovllm.log import Progress
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.graphs import graph_sizes
-from nanovllm.runner.pieces import piece_sizes
+from nanovllm.runner.piecewise import piecewise_sizes
 from nanovllm.runner.runner import Runner
 from nanovllm.sampling.base import SampleRows
 
@@ -71,9 +71,9 @@ def warm_up(runner: Runner, recipe: Recipe) -> None:
 def capture(runner: Runner, recipe: Recipe) -> None:
     sizes = graph_sizes(int(recipe.schedule.slots))
     most = min(recipe.kernels.mixed_graph_tokens, int(recipe.schedule.step_tokens))
-    pieces = piece_sizes(most)
-    progress = Progress(log, "capturing", 2 * len(sizes) + len(pieces), "CUDA graphs")
+    piecewise = piecewise_sizes(most)
+    progress = Progress(log, "capturing", 2 * len(sizes) + len(piecewise), "CUDA graphs")
     for graphs in (runner.graphs, runner.tails):
         graphs.capture(sizes, int(recipe.server.max_model_tokens), progress.advance)
-    runner.pieces.capture(pieces, progress.advance)
+    runner.piecewise.capture(piecewise, progress.advance)
     progress.finish()
