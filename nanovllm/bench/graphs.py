@@ -26,7 +26,7 @@ from nanovllm.config import ConfigError, Recipe
 from nanovllm.plan import Chunk, StepPlan
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.graphs import Captured
-from nanovllm.runner.pieces import Pieces
+from nanovllm.runner.piecewise import CapturedPiecewise
 from nanovllm.runner.runner import Forwarded, Runner
 from nanovllm.runner.warm import padding_rows
 
@@ -38,7 +38,7 @@ MOST_OFF = 0.05  # of the largest logit; rounding in bfloat16 stays well below
 
 class Graph(Struct, frozen=True, kw_only=True):
     mode: str
-    rows: int  # of pieces: tokens
+    rows: int  # of piecewise ones: tokens
     capture_s: float
     memory_bytes: int
     replay_s: float
@@ -60,7 +60,7 @@ def longest(runner: Runner) -> int:
 
 def context_of(runner: Runner) -> tuple[int, int]:
     """How many slots are to be filled, and the most tokens in each: no two share a page."""
-    num_pages = runner.caches[0].k_PSGA.shape[0] - 1
+    num_pages = runner.caches.tensors[0].shape[1] - 1
     filled = min(runner.slots.padding, num_pages)
     return filled, min(CONTEXT, num_pages // filled * runner.slots.page_tokens, longest(runner))
 
@@ -76,9 +76,8 @@ def occupy(runner: Runner, seed: int = 0) -> None:
     slots.lengths_N[:filled].random_(most // 2, most, generator=random)
     pages = torch.arange(1, filled * each + 1, device=runner.device)  # page 0 is for padding
     slots.pages_NM[:filled, :each] = pages.view(filled, each)
-    for cache in runner.caches:
-        for cells in (cache.k_PSGA, cache.v_PSGA):
-            cells[1 : filled * each + 1].normal_(generator=random)
+    for pages_LPSGA in runner.caches.tensors:
+        pages_LPSGA[:, 1 : filled * each + 1].normal_(generator=random)
     runner.builder.static_slots_R[:filled] = torch.arange(filled, device=runner.device)
 
 
@@ -93,7 +92,7 @@ def spread(runner: Runner, num_tokens: int, width: int) -> int:
 
 @torch.inference_mode()
 def measure(runner: Runner, load: range) -> Iterator[Graph]:
-    """Smallest graph first, then pieces. Spoils the runner's slots and caches.
+    """Smallest graph first, then the piecewise ones. Spoils the runner's slots and caches.
 
     `load`: rows of the decode steps.
     """
@@ -111,16 +110,16 @@ def measure(runner: Runner, load: range) -> Iterator[Graph]:
         graph = compared(runner, mode, size, captured, *runs, num_fed)
         yield replace(graph, used=used / len(load), padding=padding)
     runner.slots.lengths_N //= 2  # leaves the requests room for chunks
-    for size, pieces in runner.pieces.captured.items():
+    for size, piecewise in runner.piecewise.captured.items():
         eager = partial(runner.forward, mixed_rows(runner, size))
-        yield compared(runner, "PIECEWISE/mixed", size, pieces, eager, partial(eager, size))
+        yield compared(runner, "PIECEWISE/mixed", size, piecewise, eager, partial(eager, size))
 
 
 def compared(
     runner: Runner,
     mode: str,
     size: int,
-    captured: Captured | Pieces,
+    captured: Captured | CapturedPiecewise,
     eager: Callable[[], object],
     replay: Callable[[], object],
     num_fed: int | None = None,
@@ -180,7 +179,7 @@ def wait(device: torch.device) -> None:
 def why_eager(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
     """As the runner itself answers for every kind of step. None: a graph is replayed."""
     slots, most = int(recipe.schedule.slots), int(recipe.schedule.step_tokens)
-    captured = max(runner.pieces.captured, default=1)
+    captured = max(runner.piecewise.captured, default=1)
     decode = runner.builder.padded(slots, 1, longest(runner))
     found = {f"decode, 1 to {slots} rows": runner.why_eager(decode)}
     for low, high in ((1, captured), (captured + 1, most)):

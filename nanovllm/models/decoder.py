@@ -5,12 +5,14 @@ What is true of one family only stands in that family's file.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
 from torch import Tensor, nn
 
 from nanovllm.attention.base import ForwardContext
+from nanovllm.attention.grouped import PagedKV
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embedding import Vocabulary
@@ -70,7 +72,6 @@ class Block(Layer):
         super().__init__()
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         self.attn = Attention(
-            layer,
             hidden_size=hidden_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
@@ -131,8 +132,17 @@ class Decoder(Layer):
         """The family's block of this layer."""
         raise NotImplementedError
 
+    def bind_caches(self, caches: Mapping[int, PagedKV]) -> None:
+        """Each layer owns its cache from here on, in place of the one it had."""
+        for layer, cache in caches.items():
+            block: Any = self.layers[layer]
+            block.attn.attend.cache = cache
+
     def forward(self, token_ids_T: Tensor, ctx: ForwardContext) -> Tensor:
-        """The last hidden states x_SD of the tokens that rows predict from, normalised."""
+        """The last hidden states x_SD of the tokens that rows predict from, normalised.
+
+        Those of all tokens, x_TD, if the context asks for them.
+        """
         residual: Residual = Added(self.embed(token_ids_T))
         for block in self.layers:
             residual = block(residual, self.cos_sin_LA, ctx)

@@ -128,7 +128,7 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
     def runner_with(num_pages: int) -> Runner:
         caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device)
         drafter = drafter_of(recipe, rows[2])
-        return Runner(model, *rows, caches, found.backend(caches.by_layer), device, drafter)
+        return Runner(model, *rows, caches, found.backend, device, drafter)
 
     num_pages = recipe.cache.pages
     if num_pages == "auto":

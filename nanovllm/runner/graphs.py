@@ -1,6 +1,6 @@
 """CUDA graphs of the decode step: which sizes, capture, replay. Does not know what is captured.
 
-Graphs of prompt chunks are in runner/pieces.py.
+Graphs of prompt chunks are in runner/piecewise.py.
 
 Decision: a graph reads the slots of its rows from one static buffer and gathers everything else
 from device state, so replaying needs no refill unless the rows changed.

@@ -20,7 +20,7 @@ from nanovllm.plan import Masks, StepPlan, mode_key
 from nanovllm.runner.batch import BatchPrep, RowBuilder, StepRows
 from nanovllm.runner.caches import Caches
 from nanovllm.runner.graphs import DecodeGraphs, borrowed, largest_graph
-from nanovllm.runner.pieces import PiecewiseGraphs
+from nanovllm.runner.piecewise import PiecewiseGraphs
 from nanovllm.runner.results import Copy, DeviceClock, Handle, start_copy
 from nanovllm.runner.slots import Slots
 from nanovllm.sampling.base import Sampled, SampleRows
@@ -68,15 +68,15 @@ class Runner:
         self.slots = slots
         self.prep = prep
         self.sampler = sampler
-        self.pages = caches
-        self.caches = caches.by_layer
+        self.caches = caches
+        model.bind_caches(caches.by_layer)
         self.backend = backend
         self.device = device
         most_rows = largest_graph(slots.padding, 1 + self.num_drafts)
         self.builder = RowBuilder(most_rows, slots.padding, 1 + self.num_drafts, device)
         self.graphs = DecodeGraphs(self.forward, self.builder, sharing_logits)
         self.tails = DecodeGraphs(self.draw_plainly, self.builder)
-        self.pieces = PiecewiseGraphs(self.hidden, self.caches, slots.padding, device)
+        self.piecewise = PiecewiseGraphs(self.hidden, slots.padding, device)
         self.clock = DeviceClock(device)
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
@@ -86,7 +86,7 @@ class Runner:
     def launch(self, plan: StepPlan) -> Handle:
         """Enqueue one step. Nothing here waits for the device."""
         refuse_unknown(plan, self.num_drafts)
-        self.pages.apply(plan)
+        self.caches.apply(plan)
         self.slots.apply(plan)
         self.sampler.admit(plan.admits)
         rows = self.builder.rows(plan)
@@ -152,7 +152,7 @@ class Runner:
     def _run(self, rows: StepRows) -> tuple[Forwarded, str]:
         """Replay a graph where one fits, else run eagerly. Says which: FULL, PIECEWISE or NONE."""
         if not rows.is_decode:
-            size = self.pieces.fit(rows.num_tokens)
+            size = self.piecewise.fit(rows.num_tokens)
             self.padded_tokens += size - rows.num_tokens if size else 0
             return self.forward(rows, size), "PIECEWISE" if size else "NONE"
         fitting = self.graphs.fit(rows.num_tokens, rows.width)
@@ -168,7 +168,7 @@ class Runner:
         if rows.is_decode:
             sizes = [tokens for tokens, width in self.graphs.captured if width == rows.width]
         else:
-            sizes = list(self.pieces.captured)
+            sizes = list(self.piecewise.captured)
         if not sizes:
             return "no graph was captured"
         if rows.num_tokens > max(sizes):
@@ -177,10 +177,10 @@ class Runner:
         return None
 
     def forward(self, rows: StepRows, size: int | None = None) -> Forwarded:
-        """Launch by launch, or the pieces of this size around attention."""
+        """Launch by launch, or the piecewise graphs of this size around attention."""
         batch = self.prep.gather(rows)
-        ctx = ForwardContext(batch, self.caches, self.backend.bind(batch))
-        hidden_SD = self.pieces.replay(size, ctx) if size else self.hidden(ctx)
+        ctx = ForwardContext(batch, self.backend.bind(batch))
+        hidden_SD = self.piecewise.replay(size, ctx) if size else self.hidden(ctx)
         samples = rows.is_decode or len(rows.host_slots)
         return Forwarded(batch, self.model.logits(hidden_SD) if samples else None)
 

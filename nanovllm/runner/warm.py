@@ -12,7 +12,7 @@ from nanovllm.config import Recipe
 from nanovllm.log import Progress
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.graphs import graph_sizes, largest_graph
-from nanovllm.runner.pieces import piece_sizes
+from nanovllm.runner.piecewise import piecewise_sizes
 from nanovllm.runner.runner import Runner
 from nanovllm.sampling.base import SampleRows
 
@@ -87,9 +87,9 @@ def capture(runner: Runner, recipe: Recipe) -> None:
     slots = int(recipe.schedule.slots)
     sizes = [(size, w) for w in widths for size in graph_sizes(largest_graph(slots, w))]
     most = min(recipe.kernels.mixed_graph_tokens, int(recipe.schedule.step_tokens))
-    pieces = piece_sizes(most)
-    progress = Progress(log, "capturing", 2 * len(sizes) + len(pieces), "CUDA graphs")
+    piecewise = piecewise_sizes(most)
+    progress = Progress(log, "capturing", 2 * len(sizes) + len(piecewise), "CUDA graphs")
     for graphs in (runner.graphs, runner.tails):
         graphs.capture(sizes, int(recipe.server.max_model_tokens), progress.advance)
-    runner.pieces.capture(pieces, progress.advance)
+    runner.piecewise.capture(piecewise, progress.advance)
     progress.finish()

@@ -125,13 +125,13 @@ def test_the_runner_says_which_steps_it_does_not_replay(built: Built) -> None:
     capture_pretended(runner, [4, 8])
     assert runner.why_eager(decode) == "9 rows are more than the largest graph's 8"
     assert runner.why_eager(runner.builder.padded(8, 1, 256)) is None
-    no_piece = "no graph was captured"
-    assert runner.why_eager(padding_rows(runner, 1, 2)) == no_piece
+    no_graph = "no graph was captured"
+    assert runner.why_eager(padding_rows(runner, 1, 2)) == no_graph
     capture_pretended(runner, [SLOTS])
     sampling = ("sampling, after either", "its launches depend on what the rows ask for")
     assert [*why_eager(runner, built.recipe).items()] == [
         ("decode, 1 to 12 rows", None),
-        ("prefill and mixed, 2 to 64 tokens", no_piece),
+        ("prefill and mixed, 2 to 64 tokens", no_graph),
         sampling,
     ]
     capture_on_tapes(runner, [16, 32])
@@ -173,22 +173,22 @@ def test_a_faithful_graph_gives_the_same_logits_row_by_row(built: Built) -> None
     assert graph.count == 1 + 1 + 1  # compared, then warmed up and timed
 
 
-def test_pieces_are_measured_on_mixed_steps(built: Built) -> None:
+def test_piecewise_graphs_are_measured_on_mixed_steps(built: Built) -> None:
     runner = built.runner
     capture_pretended(runner, [4])
     capture_on_tapes(runner, [8, 50])
     assert [mixed_rows(runner, size).num_tokens for size in (8, 50)] == [8, 50]
     assert mixed_rows(runner, 50).num_decodes == SLOTS // 2
-    four, *pieces = measure(runner, range(3, 5))
+    four, *piecewise = measure(runner, range(3, 5))
     assert four.mode == "FULL/decode"
-    assert [(graph.mode, graph.rows) for graph in pieces] == [
+    assert [(graph.mode, graph.rows) for graph in piecewise] == [
         ("PIECEWISE/mixed", 8),
         ("PIECEWISE/mixed", 50),
     ]
-    assert all(graph.difference < 1e-3 < 1 < graph.largest_logit for graph in pieces)
-    assert all(graph.replay_s > 0 and graph.eager_s > 0 for graph in pieces)
-    assert all((graph.used, graph.padding) == (0, 0) for graph in pieces)
-    runner.pieces.captured[8].graphs.reverse()
+    assert all(graph.difference < 1e-3 < 1 < graph.largest_logit for graph in piecewise)
+    assert all(graph.replay_s > 0 and graph.eager_s > 0 for graph in piecewise)
+    assert all((graph.used, graph.padding) == (0, 0) for graph in piecewise)
+    runner.piecewise.captured[8].graphs.reverse()
     assert not list(measure(runner, range(3, 5)))[1].is_right
 
 

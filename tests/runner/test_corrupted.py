@@ -135,11 +135,15 @@ def test_what_is_copied_is_what_was_there_before_the_step_but_for_what_was_clean
         stored[:] = torch.arange(6.0)[:, None, None, None]
     plan = plan_with(clean=[1, 4], copies=[(2, 3), (3, 2), (4, 5)])
     found.apply(plan)
-    for layer in found.by_layer:
+    for layer in found.by_layer.values():
         for pages_PSGA in (layer.k_PSGA, layer.v_PSGA):
             assert pages_PSGA.is_contiguous() and pages_PSGA.shape[:2] == (6, 2)
             assert pages_PSGA[:, 1, 0, -1].tolist() == [0, 0, 3, 2, 0, 0]
-    assert [cache.v_PSGA.shape[2:] for cache in found.by_layer] == [(2, 3), (1, 8), (2, 3)]
+    assert {at: cache.v_PSGA.shape[2:] for at, cache in found.by_layer.items()} == {
+        0: (2, 3),
+        1: (1, 8),
+        2: (2, 3),
+    }
     assert len(found.tensors) == 4  # keys and values of two groups, whatever their layers
 
 

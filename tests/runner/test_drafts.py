@@ -68,7 +68,7 @@ def runner() -> Runner:
         prompt_lengths_N=slots.prompt_lengths_N,
         kernel="torch",
     )
-    prep, caches = BatchPrep(slots, "torch"), runner.pages
+    prep, caches = BatchPrep(slots, "torch"), runner.caches
     return Runner(
         runner.model, slots, prep, sampler, caches, runner.backend, runner.device, Oracle(1)
     )
