@@ -267,7 +267,6 @@ def decode_kernel(
         if RAGGED:
             seen = token[None, :] <= (length - num_new + nth)[:, None]
         s = tl.where(seen, s, -float("inf"))
-        highest = tl.where(block == began, -float("inf"), highest)  # forgets the row before
         new_highest = tl.maximum(highest, tl.max(s, 1))
         base = new_highest
         if RAGGED:  # a query that has seen nothing has weights of 0
@@ -289,6 +288,10 @@ def decode_kernel(
                 part = (lane * 2 + (began == 0).to(tl.int32)) * (W * num_heads) + at_o
                 tl.store(partial_o + part[:, None] * A + a[None, :], mean, inside_q)
                 tl.store(partial_lse + part, highest + tl.log2(total), pair < num_new * GROUP)
+            # Not by a factor of 0: what one row has of NaN stays its own.
+            highest = tl.full([TILE], -float("inf"), tl.float32)
+            total = tl.zeros([TILE], tl.float32)
+            o = tl.zeros([TILE, A_BLOCK], tl.float32)
         row += (is_end & (i + 1 < count)).to(tl.int32)  # after the last row there is none to read
         block = tl.where(is_end, 0, block + 1)
         began = tl.where(is_end, 0, began)

@@ -42,7 +42,7 @@ def test_widths_in_the_interpreter() -> None:
         ["env", *variables, *command], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    assert "33 passed" in done.stdout
+    assert "35 passed" in done.stdout
 
 
 test_widths_in_the_interpreter.__test__ = not INTERPRETED
@@ -132,6 +132,18 @@ def test_unused_rows_and_tokens_of_a_graph_are_left_alone(rows) -> None:
     assert (out_THA[used:] == UNTOUCHED).all()
     if rows:
         close(out_THA[:used], reference.paged_decode(**args)[:used])
+
+
+@in_interpreter
+@pytest.mark.parametrize("width", [1, 4])
+def test_nan_in_one_row_stays_there(width) -> None:
+    """Also if one lane computes all rows, one after the other."""
+    args = planned(made([(70, 1), (40, 1), (130, 1), (9, 1)], (4, 2, 64)), lanes=1)
+    args |= {"width": width, "starts_R1": args["starts_R1"] if width > 1 else None}
+    for row, page in ((0, 2), (2, 0)):
+        args["v_PSGA"][args["page_table_RM"][row, page]] = torch.nan
+    assert paged_decode(**args).isnan().all((1, 2)).tolist() == [True, False, True, False]
+    assert paged_decode(**args).isnan().any((1, 2)).tolist() == [True, False, True, False]
 
 
 @in_interpreter
