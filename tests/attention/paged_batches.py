@@ -40,6 +40,7 @@ def make_batch(
         token_ids_T=unused,
         positions_T=unused,
         slot_mapping_T=unused,
+        slots_T=unused,
         slots_R=torch.arange(len(lengths), device=device),
         starts_R1=starts_R1,
         lengths_R=lengths_R,

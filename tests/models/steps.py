@@ -91,6 +91,7 @@ class Steps:
                     for row in rows
                 ]
             ),
+            slots_T=torch.tensor([row for row in rows for _ in range(counts[row])]),
             slots_R=torch.tensor(rows),
             starts_R1=torch.tensor(starts, dtype=torch.int32),
             lengths_R=torch.tensor(lengths, dtype=torch.int32),
