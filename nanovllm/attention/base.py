@@ -36,6 +36,7 @@ class Batch:
     token_ids_T: Tensor  # int64
     positions_T: Tensor  # int64, 0-based position in its request
     slot_mapping_T: Tensor  # int64, page * S + offset: where the token's key and value go
+    slots_T: Tensor  # int64: the slot of each token
     slots_R: Tensor  # int64: the slot of each row, where states, adapters and drafters find it
     starts_R1: Tensor  # int32 [R + 1]
     lengths_R: Tensor  # int32, tokens of the request including this step's

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm.attention import paged
 from nanovllm.attention.paged import TritonPaged
-from tests.paged_batches import error_share, make_batch
+from tests.attention.paged_batches import error_share, make_batch
 
 CPU = torch.device("cpu")
 HEADS = 4, 2, 16

@@ -12,7 +12,7 @@ from nanovllm.attention.base import AttentionBackend, Batch
 from nanovllm.attention.flash import FlashPaged
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.paged import TritonPaged
-from tests.paged_batches import Heads, error_share, layout_of, make_batch
+from tests.attention.paged_batches import Heads, error_share, layout_of, make_batch
 
 CUDA = torch.device("cuda")
 BACKENDS: list[type[AttentionBackend]] = [TritonPaged, FlashPaged]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def test_every_graph_gives_the_eager_logits_and_is_faster_where_launches_count(
 
 @pytest.mark.gpu
 def test_the_profile_finds_the_engines_number_of_pages() -> None:
+    gc.collect()  # graphs of engines before would count as taken by the step
     config = load_config(None, ["cache.memory_fraction=0.05"], {"device": "cuda"})
     fitted = fit(config, resolved(config))
     assert fitted.limit == "cache.memory_fraction" and fitted.budget is not None
@@ -74,4 +76,5 @@ def test_a_first_start_compiles_beside_the_loading_alone(
         build(load_config(str(recipe), ["load.format=dummy", "cache.memory_fraction=0.2"]))
     num_kernels = sum(len(kernel.known) for kernel in kernels)
     assert num_kernels >= 7
-    assert f"compiled kernels={num_kernels} failed=0" in caplog.text
+    assert f"compiling meanwhile: {num_kernels} kernels" in caplog.text
+    assert "compiling meanwhile: done" in caplog.text and "did not compile" not in caplog.text

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from nanovllm.config import Config, Kernels
 from nanovllm.wire import Sampling
-from tests.parity.tiny import config_of, make_tiny
+from tests.models.tiny import config_of, make_tiny
 from tests.whole_engine import WholeEngine, prompts_of
 
 SHAPE = dict(

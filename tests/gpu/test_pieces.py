@@ -18,7 +18,7 @@ from nanovllm.runner.graphs import borrowed, decode_rows, graph_sizes
 from nanovllm.runner.piecewise import piecewise_sizes
 from nanovllm.runner.runner import Runner
 from tests.gpu.test_engine import SHAPE
-from tests.parity.tiny import config_of, make_tiny
+from tests.models.tiny import config_of, make_tiny
 
 SLOTS, VOCABULARY = 80, SHAPE["vocab_size"]
 # Decode rows and prompt chunks. Short steps follow long ones, and sizes are used more than once.
@@ -50,7 +50,7 @@ def rows_of(runner: Runner, num_decodes: int, counts: list[int]) -> StepRows:
     """Decode rows of the first slots, chunks of the last; every other chunk samples."""
     slots = torch.arange(num_decodes, dtype=torch.int32).numpy()
     chunks = [Chunk(SLOTS - 1 - i, count, i % 2 == 0) for i, count in enumerate(counts)]
-    plan = StepPlan(0, [], [], num_decodes, slots.tobytes(), 0, chunks, longest(runner), [])
+    plan = StepPlan(0, [], [], num_decodes, slots.tobytes(), chunks, longest(runner), [])
     return runner.builder.rows(plan)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import Batch, ForwardContext
 from nanovllm.runner.piecewise import PiecewiseGraphs, no_rows
-from tests.tape import Tape
+from tests.runner.tape import Tape
 
 CPU = torch.device("cpu")
 STEPS = [[4, 4], [1], [2, 1, 4], [3], [8], [1, 1, 1]]  # short steps follow long ones
@@ -77,7 +77,7 @@ def step(counts: list[int], seed: int) -> Batch:
     ids = torch.randint(1, 50, (sum(counts),), generator=torch.Generator().manual_seed(seed))
     rows = torch.arange(len(counts)) + 5, starts.int(), torch.tensor(counts).int()
     table, shape = torch.zeros(len(counts), 1).int(), (len(counts), 0, 0, 1, max(counts), 8)
-    return Batch(ids, ids, ids, *rows, table, starts[1:] - 1, *shape)
+    return Batch(ids, ids, ids, ids, *rows, table, starts[1:] - 1, *shape)
 
 
 def test_replays_are_the_eager_step_whatever_its_rows() -> None:

@@ -9,8 +9,8 @@ import torch
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.runner.caches import make_caches
 from nanovllm.runner.runner import Runner
-from tests.parity.steps import CPU, load
-from tests.parity.tiny import make_tiny
+from tests.models.steps import CPU, load
+from tests.models.tiny import make_tiny
 from tests.whole_engine import small_demo
 
 
