@@ -27,7 +27,7 @@ QUICK = (
     "server/test_template.py", "server/test_tool_choice.py", "server/test_unsupported.py",
     "spec/",
     "test_config_model.py", "test_config_names.py", "test_config_schedule.py", "test_log.py",
-    "test_named_by_tests.py", "test_quick.py", "test_shape_of_code.py",
+    "test_named_by_tests.py", "test_quick.py", "test_shape_of_code.py", "test_shapes.py",
 )  # fmt: skip
 SLOW = {  # tests of these files that take seconds
     "test_a_sweep_starts_its_server_once",
