@@ -1,10 +1,6 @@
 """What travels through a forward pass, and what a model may ask of attention.
 
-Shape letters are the same in every file of this project:
-    T tokens in the step        R rows (requests) in the step     D model width
-    H query heads of this rank  G key/value heads of this rank    A head size
-    P pages                     S tokens per page                 V vocabulary
-    F MLP width of this rank    M page-table width                L layers or positions
+Names of tensors end in their shape, in every file of this project: nanovllm/shapes.md.
 
 Decision: keys and values always go through the paged cache. A layer stores them (one fused kernel
 with the rotary embedding), then attention reads pages, for prefill and decode alike: one path.
