@@ -102,14 +102,8 @@ def paged_decode(
     group = num_heads // num_kv_heads
     tile = max(16, triton.next_power_of_2(group * width))
     waits = follows(num_tokens, q_THA.device)
-    both = {
-        "W": width,
-        "RAGGED": starts_R1 is not None,
-        "A": head_size,
-        "A_BLOCK": triton.next_power_of_2(head_size),
-        "WAITS": waits,
-        "launch_pdl": waits,
-    }
+    both = dict(W=width, RAGGED=starts_R1 is not None, WAITS=waits, launch_pdl=waits)
+    both |= dict(A=head_size, A_BLOCK=triton.next_power_of_2(head_size))
     decode_kernel[(num_kv_heads, num_lanes)](
         q_THA,
         k_PSGA,
@@ -121,8 +115,7 @@ def paged_decode(
         o_THA,
         partial_o,
         partial_lse,
-        q_THA.stride(0),
-        q_THA.stride(1),
+        *q_THA.stride()[:2],
         *k_PSGA.stride()[:3],
         page_table_RM.stride(0),
         page_table_RM.shape[1],

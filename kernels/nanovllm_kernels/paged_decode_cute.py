@@ -299,6 +299,8 @@ class PagedDecode:
         # The first row's old tokens may come while the kernel before this one still runs.
         early = min((length - first_queries[1]) // BLOCK, (piece + left + WARPS - 1) // WARPS)
         early = min(early - base, self.stages)
+        if cutlass.const_expr(self.ragged):  # a lane may begin among the new tokens
+            early = max(early, 0)
         i, stage, phase = Int32(0), Int32(0), Int32(1)
         while left >= 0:
             full = shared.full + stage
