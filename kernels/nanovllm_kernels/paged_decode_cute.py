@@ -121,13 +121,13 @@ def paged_decode(
     o_THA, partial_o, partial_lse = results_of(q_THA, len(plan.lanes_N5), out_THA, width)
     starts = lengths_R if starts_R1 is None else starts_R1
     given = Given(q_THA, *rows, starts, o_THA, *plan, partial_o, partial_lse)
-    kind = (group, head_size, page_tokens) + (() if starts_R1 is None else (width,))
+    kind = group, head_size, page_tokens, 0 if starts_R1 is None else width
     compile_decode(*kind)(k_PSGA, v_PSGA, given)
     return o_THA
 
 
 @CachedCompile
-def compile_decode(group: int, width: int, page_tokens: int, most_new: int = 0) -> Compiled:
+def compile_decode(group: int, width: int, page_tokens: int, most_new: int) -> Compiled:
     """For `group` query heads per key/value head, and at most `most_new` tokens of a row, or 0 if
     each has one and there is no starts_R1. Needs no GPU, only to know of one.
     """
