@@ -65,7 +65,7 @@ def bind_rows(
     at, width = batch.num_decodes, batch.decode_width
     if at == 0:
         return bind_chunks(batch)
-    if at not in CUTE_ROWS or (width > 1 and width > kernel.MAX_WIDTH):
+    if at not in CUTE_ROWS or width > getattr(kernel, "MAX_WIDTH", 1):
         kernel = triton_decode
     rows = batch.decodes()
     plan = kernel.plan_decode(rows.lengths_R, like.k_PSGA)

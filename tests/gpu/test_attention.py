@@ -17,6 +17,11 @@ from tests.attention.paged_batches import Heads, error_share, layout_of, make_ba
 CUDA = torch.device("cuda")
 BACKENDS: list[type[AttentionBackend]] = [TritonPaged, FlashPaged]
 HEADS: list[Heads] = [(16, 8, 128), (32, 8, 128), (14, 2, 64), (16, 2, 256), (8, 8, 128)]
+KINDS = [
+    "one prompt", "decode", "one long decode", "mixed", "many rows",
+    "drafts", "drafts before chunks",
+]  # fmt: skip
+WIDTH = 4  # tokens of a decode row with drafts, at most
 
 
 def rows_of(kind: str) -> tuple[list[int], list[int]]:
@@ -31,6 +36,12 @@ def rows_of(kind: str) -> tuple[list[int], list[int]]:
     if kind == "mixed":
         lengths = [draw.randint(2, 2000) for _ in range(20)] + [4096, 515, 130, 1500]
         return lengths, [1] * 20 + [2048, 515, 2, 129]
+    if kind == "drafts":  # the last rows pad a graph
+        new = [draw.randint(1, WIDTH) for _ in range(37)]
+        return [draw.randint(count, 3000) for count in new] + [0] * 3, new + [0] * 3
+    if kind == "drafts before chunks":
+        new = [draw.randint(1, WIDTH) for _ in range(20)] + [515, 130]
+        return [draw.randint(count, 2000) for count in new], new
     assert kind == "many rows"
     lengths = [draw.randint(2, 300) for _ in range(300)]
     return [*lengths, 512], [1] * 300 + [300]
@@ -38,11 +49,13 @@ def rows_of(kind: str) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("page_tokens", [16, 64, 128])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("kind", ["one prompt", "decode", "one long decode", "mixed", "many rows"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backend(backend, kind, heads, page_tokens) -> None:
     assert backend.supports(CUDA, layout_of(heads), page_tokens) is None
-    q_THA, cache, batch = make_batch(*rows_of(kind), heads, page_tokens, torch.bfloat16, CUDA)
+    width = WIDTH if kind.startswith("drafts") else 1
+    shape = heads, page_tokens, torch.bfloat16, CUDA
+    q_THA, cache, batch = make_batch(*rows_of(kind), *shape, width=width)
     o_THA = backend(cache).bind(batch)(cache, q_THA)
     assert error_share(o_THA, q_THA, cache, batch) <= 1
 

@@ -67,7 +67,7 @@ def test_every_kernel_passes_its_small_cases(tmp_path: Path) -> None:
 def test_backends_in_the_interpreter() -> None:
     done = child("pytest", "-p", "no:cacheprovider", __file__, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-6000:]
-    assert "17 passed" in done.stdout
+    assert "19 passed" in done.stdout
 
 
 @in_interpreter
@@ -83,6 +83,24 @@ def test_triton_backend(heads, rows) -> None:
 @KINDS
 def test_triton_backend_equals_the_definition_in_float32(rows) -> None:
     q_THA, cache, batch = make_batch(*rows, (4, 2, 64), 16, torch.float32, CPU)
+    expected_THA = TorchPaged(cache).bind(batch)(cache, q_THA)
+    o_THA = TritonPaged(cache).bind(batch)(cache, q_THA)
+    torch.testing.assert_close(o_THA, expected_THA, rtol=1e-5, atol=1e-5)
+
+
+@in_interpreter
+@pytest.mark.parametrize(
+    ("lengths", "new"),
+    [
+        ((33, 7, 200, 130, 1, 0, 0), (4, 1, 3, 1, 1, 0, 0)),  # the last rows pad a graph
+        ((33, 7, 200, 130, 130, 64), (4, 1, 3, 2, 130, 63)),
+    ],
+    ids=["decode", "mixed"],
+)
+def test_rows_with_drafts_equal_the_definition_in_float32(lengths, new) -> None:
+    shape = (4, 2, 64), 16, torch.float32, CPU
+    q_THA, cache, batch = make_batch(lengths, new, *shape, width=4)
+    assert batch.num_decodes == len([count for count in new if count <= 4])
     expected_THA = TorchPaged(cache).bind(batch)(cache, q_THA)
     o_THA = TritonPaged(cache).bind(batch)(cache, q_THA)
     torch.testing.assert_close(o_THA, expected_THA, rtol=1e-5, atol=1e-5)
