@@ -32,6 +32,7 @@ CHOICES = (
     "nanovllm/sampling/logprobs.py", "nanovllm/sampling/min_tokens.py",
     "nanovllm/sampling/penalties.py", "nanovllm/sampling/truncate.py",
     "nanovllm/engine/grammars.py", "nanovllm/engine/grammar_queue.py", "nanovllm/engine/trials.py",
+    "nanovllm/sched/drafting.py",
 )  # fmt: skip
 BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes, what fits a machine
     "nanovllm/runner/room.py",

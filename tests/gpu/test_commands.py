@@ -16,7 +16,7 @@ from nanovllm.cli.commands import capture_graphs
 from nanovllm.config import load_config
 from nanovllm.runner.build import build
 from nanovllm.runner.graphs import graph_sizes
-from nanovllm.runner.pieces import piece_sizes
+from nanovllm.runner.piecewise import piecewise_sizes
 from nanovllm.runner.resolved import resolved
 
 
@@ -30,7 +30,7 @@ def test_every_graph_gives_the_eager_logits_and_is_faster_where_launches_count(
     assert done.exit_code == 0, done.output
     found = record.read(path)
     modes = [("FULL/decode", size) for size in graph_sizes(64)]
-    modes += [("PIECEWISE/mixed", size) for size in piece_sizes(2048)]
+    modes += [("PIECEWISE/mixed", size) for size in piecewise_sizes(2048)]
     assert [(graph["mode"], graph["rows"]) for graph in found.workload["graphs"]] == modes
     assert found.metrics["graphs"] == len(modes)
     for mode, size in modes:
