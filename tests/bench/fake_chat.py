@@ -40,6 +40,11 @@ class FakeChat:
                 text = "# a comment\nvllm:num_preemptions_total 0\n"
                 labels = '{engine="0",mode="FULL",phase="decode"}'
                 text += f"nanovllm:graph_steps_total{labels} {self.num_requests}\n"
+                for part, count in (("drafts", 2), ("draft_tokens", 6), ("accepted_tokens", 3)):
+                    text += f"vllm:spec_decode_num_{part}_total {count * self.num_requests}\n"
+                by_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+                for at, count in enumerate((2, 1, 0)):
+                    text += f'{by_position}{{position="{at}"}} {count * self.num_requests}\n'
                 text += 'vllm:kv_cache_usage_perc{engine="0"} 0.5\n'
                 reply(writer, 200, text)
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from click.testing import CliRunner
 from nanovllm import launch
 from nanovllm.bench import offline, online, record
 from nanovllm.bench.measure import Advance, Outcome, Sample, summarise, verdict
-from nanovllm.bench.started import started
+from nanovllm.bench.started import started, stop
 from nanovllm.bench.workload import Load, token_load
 from nanovllm.cli import bench as command
 from nanovllm.config import Config, ConfigError, load_config
@@ -85,6 +86,9 @@ def test_a_closed_loop_measures_what_the_server_does(healthy: str) -> None:
     assert metrics["e2e_p50_ms"] >= 30.0 + 9 * 4.0
     assert metrics["duration_s"] >= 4 * (0.03 + 9 * 0.004)  # four rounds of six
     assert outcome.engine["Steps FULL/decode"] == 24.0
+    found = outcome.record.metrics
+    assert (found["num_drafts"], found["acceptance_length"]) == (48.0, 2.5)
+    assert found["acceptance_percent_position_0"] == 100.0
     assert outcome.engine["Peak KV cache usage (%)"] == 50.0
     written = outcome.record
     assert (written.recipe["model"], written.workload["name"]) == ("fake", "c6")
@@ -158,6 +162,20 @@ def test_the_command_prints_a_table_and_writes_both_files(healthy: str, tmp_path
     assert (found["completed"], found["max_concurrency"]) == (8, 4)
     assert found["output_throughput"] == pytest.approx(written.metrics["output_tokens_per_s"])
     assert found["request_goodput"] == pytest.approx(found["request_throughput"])
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_a_server_that_does_not_end_is_killed(
+    is_deaf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.bench.started.STOP_S", 0.2 if is_deaf else 30.0)
+    deafen = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " if is_deaf else ""
+    command = [sys.executable, "-c", f"{deafen}print(flush=True); input()"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as server:
+        assert server.stdout is not None and server.stdout.readline()
+        stop(server)
+        assert server.returncode == -(signal.SIGKILL if is_deaf else signal.SIGTERM)
 
 
 def test_the_command_starts_and_stops_a_server(
@@ -266,7 +284,14 @@ class PaperEngine:
             num, rest = min(2, rest), max(0, rest - 2)
             sink.tokens([1] * num)
             sink.flush()
-        self.stats = Stats(steps_by_mode={"FULL/decode": 5 * len(self.requests)})
+        count = len(self.requests)
+        self.stats = Stats(
+            steps_by_mode={"FULL/decode": 5 * count},
+            num_drafts=2 * count,
+            draft_tokens=4 * count,
+            accepted_tokens=count,
+            accepted_by_position=[count, 0],
+        )
         return sink.finish(Finish(request.request_id, FinishReason.LENGTH))
 
     def close(self) -> None: ...
@@ -328,6 +353,7 @@ def test_offline_writes_a_record_that_says_so(tmp_path: Path, paper: list[PaperE
     assert done.exit_code == 0, done.output
     assert "============ Offline Benchmark Result ============" in done.output
     assert "Steps FULL/decode:                       5.00 " in done.output
+    assert "Acceptance length:                       1.50 " in done.output
     (path,) = tmp_path.rglob("*.json")
     written = record.read(path)
     assert (written.kind, written.workload["name"]) == ("offline", "bs1")
