@@ -7,7 +7,7 @@ from nanovllm.wire import StepOutput
 
 
 class NoGrammars:
-    def fill(self, request_ids: list[int]) -> Masks:
+    def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
         raise AssertionError("nothing is masked")
 
     def advance(self, output: StepOutput) -> None: ...

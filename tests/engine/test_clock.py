@@ -158,7 +158,7 @@ def test_what_the_host_waited_for_is_not_its_own(monkeypatch: pytest.MonkeyPatch
 
 
 def test_steps_are_counted_by_how_they_ran_and_for_whom() -> None:
-    plan = partial(StepPlan, 1, [], [], num_drafts=0, max_length=9)
+    plan = partial(StepPlan, 1, [], [], max_length=9)
     chunk = [Chunk(0, 5, True)]
     decodes = partial(plan, num_decodes=2, decodes=None)
     assert mode_key("FULL", decodes(chunks=[], masked=[])) == "FULL/decode"

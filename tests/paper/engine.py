@@ -30,9 +30,11 @@ def generate(
     priority: int = 0,
     grammar: str = "",
     salt: str = "",
+    logprobs: int = -1,
 ) -> Generate:
+    sampling = Sampling(logprobs=logprobs)
     return Generate(
-        request_id, pack(prompt), max_new, list(stops), Sampling(), priority, salt, grammar
+        request_id, pack(prompt), max_new, list(stops), sampling, priority, salt, grammar
     )
 
 
@@ -57,6 +59,7 @@ class PaperEngine:
         least_spared: int = 6,
         unlucky: int = 0,
         glitches: frozenset[int] = frozenset(),
+        wrong_every: int = 3,
     ) -> None:
         self.budget, self.mixed = budget, mixed
         self.memory = KVMemory(num_pages, page, checkpoints, prefix=prefix)
@@ -72,7 +75,9 @@ class PaperEngine:
             overtake_steps=overtake,
             least_spared=least_spared,
         )
-        self.gpu = PaperGPU(num_slots, num_pages, page, checkpoints, unlucky, glitches)
+        self.gpu = PaperGPU(
+            num_slots, num_pages, page, checkpoints, unlucky, glitches, drafts, wrong_every
+        )
         self.plans: list[StepPlan] = []
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
@@ -84,6 +89,7 @@ class PaperEngine:
         self.stop_id: dict[int, int] = {}
         self.refused: dict[int, RefusalKind] = {}
         self.cached: dict[int, int] = {}
+        self.num_prompt: dict[int, int] = {}  # of requests that want log-probabilities
 
     def collect(self, out: StepOutput) -> None:
         for started in out.started:
@@ -92,11 +98,17 @@ class PaperEngine:
         tokens = ids(out.tokens)
         names = np.frombuffer(out.ids, np.int64).tolist()
         counts = ids(out.counts) if out.counts else [1] * len(names)
-        assert sum(counts) == len(tokens)
+        assert sum(counts) == len(tokens) and all(counts)
+        logprobs = []
         for name, count in zip(names, counts, strict=True):
             assert name not in self.finish, "spoke after it finished"
+            if name in self.num_prompt:
+                at = self.num_prompt[name] + len(self.text.get(name, []))
+                logprobs += [(name, tokens[i], -float(at + i)) for i in range(count)]
             self.text.setdefault(name, []).extend(tokens[:count])
             del tokens[:count]
+        assert [(p.request_id, p.token_id, p.logprob) for p in out.logprobs] == logprobs
+        assert all(p.top_ids == [p.token_id + 1] for p in out.logprobs)
         for done in out.finished:
             assert done.request_id not in self.finish, "finished twice"
             self.finish[done.request_id] = done.reason
@@ -109,6 +121,8 @@ class PaperEngine:
         return float(self.gpu.steps)
 
     def say(self, message: Generate | Abort) -> None:
+        if isinstance(message, Generate) and message.sampling.logprobs >= 0:
+            self.num_prompt[message.request_id] = len(message.prompt) // 4
         self.loop.handle(message)
         self.loop.tell()
 

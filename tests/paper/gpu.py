@@ -8,6 +8,9 @@ text. Rows of one plan run in reverse order, because nothing may depend on their
 It can go wrong as a GPU does: NaN comes of POISON in a text, of a stroke of bad luck (`glitches`),
 or of a cell that holds it. Zero times NaN is NaN, so it spreads to whoever reads a page that has it
 anywhere, also past their own tokens; what they write is NaN, too. Only `clean` ends that.
+
+Its drafter knows the future, and lies about some of it. Drafts stay in the slot until the row's
+next step; what refused ones wrote stays in memory, beyond the row's length.
 No torch, no device, microseconds per step.
 """
 
@@ -16,12 +19,12 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from nanovllm.plan import CORRUPTED, Admit, Masks, StepPlan, StepResult
+from nanovllm.plan import CORRUPTED, Admit, Masks, RowLogprobs, StepPlan, StepResult
 from nanovllm.wire import Generate, StepOutput
 
 VOCAB = 50
@@ -63,11 +66,14 @@ def solo_run(
     recurrent: bool,
     grammar: bool = False,
     unlucky: int = 0,
+    num_said: int = 0,
 ) -> list[int]:
     """The oracle: what the request must produce, whatever it was batched with.
 
-    CORRUPTED in the end: it must end with an error there.
+    CORRUPTED in the end: it must end with an error there. `num_said`: so many tokens of `prompt`
+    are output already, as a grammar sees it.
     """
+    said = prompt[len(prompt) - num_said :]
     cells: list[int] = []
     state: int = 0
     out: list[int] = []
@@ -79,7 +85,7 @@ def solo_run(
         token = next_token(cells, state, unlucky)
         if token == CORRUPTED:
             return [*out, token]
-        out.append(constrained(token, allowed_after(out)) if grammar else token)
+        out.append(constrained(token, allowed_after(said + out)) if grammar else token)
         if out[-1] in stop_ids or len(out) == max_new:
             return out
         queue = out[-1:]
@@ -87,11 +93,24 @@ def solo_run(
 
 @dataclass
 class Slot:
-    known: list[int]
+    known: list[int]  # when it was admitted
+    num_prompt: int
+    num_logprobs: int
     state: int
-    length: int
-    pages: list[int] = field(default_factory=list)
-    last: int = -1
+    length: int  # tokens in memory
+    pages: list[int]
+    tokens: list[int]  # what is known, then drafts
+    found: int = 0  # of these drafts, so many are real
+    masked: bool = False
+
+
+@dataclass
+class Row:
+    """A row that samples: its draws, one for its newest token and each of its drafts."""
+
+    slot: Slot
+    lengths: list[int]  # tokens in memory, as each draw sees it
+    states: list[int]
 
 
 def constrained(token: int, allowed: int) -> int:
@@ -105,9 +124,20 @@ class PaperMasker:
     def __init__(self) -> None:
         self.text: dict[int, list[int]] = {}
 
-    def fill(self, request_ids: list[int]) -> Masks:
-        words = [allowed_after(self.text.get(name, [])) for name in request_ids]
+    def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
+        words = [word for name, drafts in rows for word in self._words(name, drafts)]
         return np.array(words, np.int32).reshape(-1, 1)
+
+    def _words(self, name: int, drafts: list[int]) -> list[int]:
+        """Behind a draft that the grammar refuses: any."""
+        text = self.text.get(name, []).copy()
+        words = [allowed_after(text)]
+        for draft in drafts:
+            if (draft - words[-1]) % VOCAB > 1:
+                break
+            text.append(draft)
+            words.append(allowed_after(text))
+        return words + [VOCAB - 1] * (1 + len(drafts) - len(words))
 
     def advance(self, output: StepOutput) -> None:
         tokens, names = ids(output.tokens), np.frombuffer(output.ids, np.int64).tolist()
@@ -136,7 +166,8 @@ class PaperHandle:
 class PaperGPU:
     """Implements engine.executor.Executor. `num_checkpoints` > 0 adds a recurrent layer.
 
-    `glitches`: steps whose last row gets NaN for the newest token it feeds.
+    `glitches`: steps whose last row gets NaN for the last token it feeds. Every `wrong_every`-th
+    draft is wrong.
     """
 
     def __init__(
@@ -147,7 +178,11 @@ class PaperGPU:
         num_checkpoints: int,
         unlucky: int = 0,
         glitches: frozenset[int] = frozenset(),
+        most_drafts: int = 0,
+        wrong_every: int = 3,
     ) -> None:
+        self.most_drafts = most_drafts
+        self.wrong_every = wrong_every
         self.page_tokens = page_tokens
         self.unlucky = unlucky
         self.glitches = glitches
@@ -161,6 +196,7 @@ class PaperGPU:
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
         self.fed: list[tuple[int, int]] = []  # by each step: tokens of decode rows, of chunks
+        self.drafted: list[tuple[int, int, int]] = []  # by rows: drafts fed, found, right ones
         self.unsampled: PaperHandle | None = None
 
     def vet(self, request: Generate) -> None:
@@ -179,24 +215,28 @@ class PaperGPU:
         if plan.decodes is not None:
             self.decodes = ids(plan.decodes)
         assert len(self.decodes) == plan.num_decodes
-        rows = [(slot, 1 + plan.num_drafts, plan.num_drafts, True, -1) for slot in self.decodes]
-        rows += [(c.slot, c.num_tokens, 0, c.samples, c.save_to) for c in plan.chunks]
+        drafts = ids(plan.drafts) if plan.drafts else [0] * plan.num_decodes
+        assert len(drafts) == plan.num_decodes and all(0 <= d <= self.most_drafts for d in drafts)
+        assert any(drafts) or not plan.drafts, "says that no row has drafts"
+        rows = [(slot, 1 + d, 1 + d, -1) for slot, d in zip(self.decodes, drafts, strict=True)]
+        rows += [(c.slot, c.num_tokens, int(c.samples), c.save_to) for c in plan.chunks]
         assert len({row[0] for row in rows}) == len(rows), "a slot has two rows"
-        num_decoded = plan.num_decodes * (1 + plan.num_drafts)
+        num_decoded = sum(drafts) + plan.num_decodes
+        assert num_decoded == plan.num_decoded
         self.fed.append((num_decoded, sum(row[1] for row in rows) - num_decoded))
         assert self.unsampled is None, "launched behind a step that was not sampled"
         to_sample = []
-        for slot_id, num_tokens, num_drafts, samples, save_to in reversed(rows):
+        for slot_id, num_tokens, num_draws, save_to in reversed(rows):
             slot = self._slot(slot_id)
-            for _ in range(num_tokens - num_drafts):
-                self._feed(slot, self._next_fed(slot))
+            states = [self._feed(slot) for _ in range(num_tokens)]
             if self.steps in self.glitches and slot_id == rows[-1][0]:
-                self._strike(slot)
-            assert slot.length + num_drafts <= plan.max_length
+                states[-1] = self._strike(slot)
+            assert slot.length <= plan.max_length
             if save_to >= 0:
                 self.checkpoints[save_to] = slot.state
-            if samples:
-                to_sample.append((slot, num_drafts))
+            if num_draws:
+                lengths = range(slot.length + 1 - num_draws, slot.length + 1)
+                to_sample.append(Row(slot, list(lengths), states[-num_draws:]))
         handle = PaperHandle(plan.step, partial(self._finish, plan, to_sample[::-1]))
         self.unsampled = handle
         if not plan.masked:
@@ -215,52 +255,93 @@ class PaperGPU:
         for src, dst in plan.copies:
             self.memory[dst] = self.memory[src].copy()
 
-    def _strike(self, slot: Slot) -> None:
+    def _strike(self, slot: Slot) -> int:
         at = slot.length - 1
         self.memory[slot.pages[at // self.page_tokens]][at % self.page_tokens] = NAN
         slot.state = NAN if self.recurrent else 0
         self.struck.append(slot.known)
+        return slot.state
 
-    def _finish(
-        self, plan: StepPlan, rows: list[tuple[Slot, int]], masks: Masks | None
-    ) -> StepResult:
-        allowed: dict[int, int] = {}
-        if masks is not None:
-            assert len(masks) == len(plan.masked)
-            allowed = dict(zip(plan.masked, masks[:, 0].tolist(), strict=True))
-        sampled = []
-        for row, (slot, num_drafts) in reversed(list(enumerate(rows))):
-            line = self._sample(slot, num_drafts, allowed.get(row))
-            sampled.append(line + [-1] * (1 + plan.num_drafts - len(line)))
+    def _finish(self, plan: StepPlan, rows: list[Row], masks: Masks | None) -> StepResult:
+        allowed = self._allowed(plan, rows, masks)
+        most = max((len(row.lengths) for row in rows), default=1)
+        sampled, found, logprobs = [], [], []
+        for i, row in reversed(list(enumerate(rows))):
+            line = self._sample(row, allowed.get(i, []))
+            logprobs += self._logprobs(i, row, line)[::-1]
+            found.append(self._draft(row.slot))
+            sampled.append(line + [-1] * (most - len(line)))
         self.unsampled = None
-        lines = np.array(sampled[::-1], np.int32).reshape(len(sampled), 1 + plan.num_drafts)
-        return StepResult(plan.step, lines)
+        lines = np.array(sampled[::-1], np.int32).reshape(-1, most)
+        drafts = np.array(found[::-1], np.int32).reshape(-1, 1 + self.most_drafts)
+        told = drafts if self.most_drafts else None
+        return StepResult(plan.step, lines, tuple(logprobs[::-1]), told)
 
-    def _sample(self, slot: Slot, num_drafts: int, allowed: int | None) -> list[int]:
-        """The next token, and more while drafts guess right. Wrong guesses leave dirt behind."""
-        tokens = [self._next(slot)]
-        if tokens == [CORRUPTED]:
-            slot.last = 0  # what a device makes of it: never a negative index
-            return tokens
-        if allowed is not None:
-            tokens = [constrained(tokens[0], allowed)]
-        length, state = slot.length, slot.state
-        for i in range(num_drafts):
-            right = (tokens[-1] + slot.length + i) % 3 > 0
-            draft = tokens[-1] if right else (tokens[-1] + 1) % VOCAB
-            self._feed(slot, draft)
-            if right and slot.length == length + 1 and self._next(slot) != CORRUPTED:
-                length, state = slot.length, slot.state
-                tokens.append(self._next(slot))
-        slot.length, slot.state, slot.last = length, state, tokens[-1]
-        return tokens
+    def _allowed(self, plan: StepPlan, rows: list[Row], masks: Masks | None) -> dict[int, list]:
+        """A token for each draw of each masked row."""
+        words = [] if masks is None else masks[:, 0].tolist()
+        assert len(words) == sum(len(rows[i].lengths) for i in plan.masked)
+        allowed = {}
+        for i in plan.masked:
+            rows[i].slot.masked = True
+            allowed[i], words = words[: len(rows[i].lengths)], words[len(rows[i].lengths) :]
+        return allowed
 
-    def _next(self, slot: Slot) -> int:
-        pages = slot.pages[: -(-slot.length // self.page_tokens)]
+    def _sample(self, row: Row, allowed: list[int]) -> list[int]:
+        """The next token, and more while drafts are right. Refused ones leave dirt in memory."""
+        slot, line = row.slot, []
+        for i, (length, state) in enumerate(zip(row.lengths, row.states, strict=True)):
+            drawn = self._next(slot, length, state)
+            if drawn == CORRUPTED:
+                break
+            line.append(constrained(drawn, allowed[i]) if allowed else drawn)
+            if slot.tokens[length : length + 1] != line[-1:]:
+                break
+        newest = max(len(line) - 1, 0)
+        if len(row.lengths) > 1:
+            self.drafted.append((len(row.lengths) - 1, slot.found, newest))
+        slot.length, slot.state = row.lengths[newest], row.states[newest]
+        # A corrupted token is stored as 0: never a negative index.
+        slot.tokens[slot.length :] = line[-1:] or [0]
+        return line or [CORRUPTED]
+
+    def _logprobs(self, i: int, row: Row, line: list[int]) -> list[RowLogprobs]:
+        """By the token's position, and its neighbours."""
+        if row.slot.num_logprobs < 0 or line == [CORRUPTED]:
+            return []
+        return [
+            RowLogprobs(i, -float(row.lengths[n]), [token + 1], [-0.5], n)
+            for n, token in enumerate(line)
+        ]
+
+    def _draft(self, slot: Slot) -> list[int]:
+        """How many drafts are found for a row that has been sampled, then all: real and fillers."""
+        if not (most := self.most_drafts):
+            return [0]
+        num_said = len(slot.tokens) - slot.num_prompt
+        drafts = solo_run(
+            slot.tokens,
+            most,
+            [],
+            recurrent=self.recurrent,
+            grammar=slot.masked,
+            unlucky=self.unlucky,
+            num_said=num_said,
+        )
+        drafts = [max(token, 0) for token in drafts] + [0] * (most - len(drafts))
+        for i, token in enumerate(drafts):
+            if (slot.length + i + token) % self.wrong_every == 0:
+                drafts[i] = (token + 1) % VOCAB
+        slot.found = min((slot.length + slot.tokens[-1]) % (most + 2), most)
+        slot.tokens += drafts
+        return [slot.found, *drafts]
+
+    def _next(self, slot: Slot, length: int, state: int) -> int:
+        pages = slot.pages[: -(-length // self.page_tokens)]
         cells = [cell for page in pages for cell in self.memory[page]]
         if NAN in cells:
             return CORRUPTED
-        return next_token(cells[: slot.length], slot.state, self.unlucky)
+        return next_token(cells[:length], state, self.unlucky)
 
     def _admit(self, admit: Admit) -> None:
         known = ids(admit.tokens)
@@ -268,18 +349,25 @@ class PaperGPU:
         assert len(admit.pages) * self.page_tokens >= len(known), "pages for all known tokens"
         assert not self.recurrent or admit.num_cached % self.page_tokens == 0, "no such state"
         state = self.checkpoints[admit.restore_from] if admit.restore_from >= 0 else 0
-        self.slots[admit.slot] = Slot(known, state, admit.num_cached, list(admit.pages))
+        self.slots[admit.slot] = Slot(
+            known,
+            admit.num_prompt,
+            admit.sampling.logprobs,
+            state,
+            admit.num_cached,
+            list(admit.pages),
+            known.copy(),
+        )
 
     def _slot(self, index: int) -> Slot:
         slot = self.slots[index]
         assert slot is not None
         return slot
 
-    def _next_fed(self, slot: Slot) -> int:
-        return slot.known[slot.length] if slot.length < len(slot.known) else slot.last
-
-    def _feed(self, slot: Slot, token: int) -> None:
+    def _feed(self, slot: Slot) -> int:
+        """The token behind those in memory. Returns the state after it."""
         at = slot.length
+        token = slot.tokens[at]
         page = slot.pages[at // self.page_tokens]
         assert page != 0  # which is nobody's
         cells, here = self.memory[page], at % self.page_tokens
@@ -290,6 +378,7 @@ class PaperGPU:
         if cells[here] == NAN and self.recurrent:
             slot.state = NAN
         slot.length += 1
+        return slot.state
 
     def _cell(self, slot: Slot, at: int) -> int:
         return self.memory[slot.pages[at // self.page_tokens]][at % self.page_tokens]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from nanovllm.wire import Abort, FinishReason
@@ -196,19 +198,44 @@ def test_a_preempted_request_whose_token_in_flight_is_wrong_is_over(
     assert (engine.cached[3], engine.text[3]) == (0, text([2] * 6, 14))
 
 
+@pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("drafts", [1, 3])
-def test_with_drafts_a_line_is_wrong_if_its_first_token_is(drafts) -> None:
-    engine = PaperEngine(
-        num_pages=40, num_slots=4, budget=64, drafts=drafts, glitches=frozenset([3])
-    )
-    for i in range(2):
-        engine.say(generate(i, [i] * 6, 30))
-    engine.finish_all()
-    assert engine.finish == {0: LENGTH, 1: ERROR}
-    assert engine.text[0] == text([0] * 6, 30)
-    told = engine.text[1]
-    assert 2 <= len(told) < 30 and told == text([1] * 6, 30)[: len(told)]
-    assert engine.memory.pool.num_free == 40
+def test_with_drafts_a_line_is_wrong_if_its_first_token_is(drafts, recurrent) -> None:
+    """A glitch of a draft in a page of its own only ends the line, which goes on anew there."""
+    reasons = set()
+    sizes = {"num_pages": 40, "num_slots": 4, "budget": 64, "checkpoints": 3 * recurrent}
+    for glitch, token in product(range(2, 12), range(1, 4)):
+        engine = PaperEngine(drafts=drafts, glitches=frozenset([glitch]), **sizes)
+        engine.say(generate(0, [token] * 6, 30))
+        engine.finish_all()
+        told, whole = engine.text.get(0, []), text([token] * 6, 30, recurrent=recurrent)
+        assert told == whole if engine.finish[0] == LENGTH else told == whole[: len(told)]
+        assert engine.gpu.struck == [[token] * 6] and engine.memory.pool.num_free == 40
+        reasons.add(engine.finish[0])
+    assert reasons == {LENGTH, ERROR}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_nan_of_refused_drafts_of_a_finished_request_reaches_nobody(depth) -> None:
+    """No line says of them that they are healthy, and its stop token came before them."""
+    found = 0
+    for num_prompt, token in product((5, 6, 7, 8), range(5, 13)):
+        prompt = [token] * num_prompt
+        free = text(prompt, 12)
+        at = next(i for i in range(3, 12) if free[i] not in free[:i])
+        for glitch in range(2, at + 3):
+            sizes = {"num_pages": 5, "num_slots": 2, "budget": 64, "depth": depth}
+            engine = PaperEngine(drafts=3, glitches=frozenset([glitch]), wrong_every=2, **sizes)
+            engine.say(generate(0, prompt, 12, [free[at]]))
+            for i in range(1, 4):
+                engine.say(generate(i, [i + 1] * 10, 6))  # has no pages before
+            engine.finish_all()
+            if engine.gpu.struck != [prompt] or engine.finish[0] != STOP:
+                continue
+            assert [engine.finish[i] for i in (1, 2, 3)] == [LENGTH] * 3
+            assert [engine.text[i] for i in (1, 2, 3)] == [text([i] * 10, 6) for i in (2, 3, 4)]
+            found += bool(cleaned(engine))
+    assert found >= 10
 
 
 def test_nan_in_logits_alone_costs_a_request_its_pages_all_the_same() -> None:

@@ -14,7 +14,7 @@ from nanovllm.plan import StepResult
 from nanovllm.sched.policy import prompt_budget
 from nanovllm.wire import Abort, FinishReason, Generate, RefusalKind, Sampling
 from tests.paper.engine import PAGE, PaperEngine, generate, pack
-from tests.paper.gpu import VOCAB, solo_run
+from tests.paper.gpu import VOCAB, ids, solo_run
 
 
 @pytest.mark.parametrize("checkpoints", [0, 2])
@@ -27,7 +27,8 @@ def test_an_equal_prompt_costs_one_token_or_where_states_recur_a_page(checkpoint
     known = 12 if checkpoints else 13
     assert engine.cached == {0: 0, 1: known}
     stats = engine.scheduler.stats()
-    assert (stats.cached_tokens, stats.computed_prompt_tokens) == (known, 28 - known)
+    assert (stats.prompt_tokens, stats.cached_tokens) == (28, known)
+    assert sum(chunks for _, chunks in engine.gpu.fed) == 28 - known
 
 
 def test_tenants_never_share_pages() -> None:
@@ -118,6 +119,9 @@ def test_the_least_urgent_is_preempted() -> None:
     assert engine.scheduler.stats().num_preemptions >= 2
     engine.finish_all()
     assert list(engine.finish) == [0, 1, 2]
+    stats = engine.scheduler.stats()  # of prompts, whatever is computed again
+    assert (stats.prompt_tokens, stats.cached_tokens) == (18, 0)
+    assert sum(chunks for _, chunks in engine.gpu.fed) > 18
 
 
 def test_a_preempted_request_waits_for_its_tokens_in_flight() -> None:
@@ -228,32 +232,106 @@ def test_rows_change_when_one_goes_as_another_comes() -> None:
         assert engine.text[i] == texts[i][:end]
 
 
+@pytest.mark.parametrize("wrong_every", [1, 3, 20])
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_rows_with_a_grammar_beside_rows_without(drafts) -> None:
-    engine = PaperEngine(num_pages=60, num_slots=4, budget=40, drafts=drafts)
+def test_rows_with_a_grammar_beside_rows_without(drafts, wrong_every) -> None:
+    sizes = {"num_pages": 60, "num_slots": 4, "budget": 40}
+    engine = PaperEngine(drafts=drafts, wrong_every=wrong_every, **sizes)
     for i in range(6):
-        engine.say(generate(i, [i] * 6, 9, grammar="toy" * (i % 2)))
+        engine.say(generate(i, [i] * 6, 19, grammar="toy" * (i % 2)))
         engine.step()
     engine.finish_all()
     for i in range(6):
-        assert engine.text[i] == solo_run([i] * 6, 9, [], recurrent=False, grammar=i % 2 == 1)
+        assert engine.text[i] == solo_run([i] * 6, 19, [], recurrent=False, grammar=i % 2 == 1)
+    assert (engine.scheduler.stats().accepted_tokens > 20) == (drafts > 0 and wrong_every > 1)
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("checkpoints", [0, 3])
 @pytest.mark.parametrize("budget", [5, 12, 40])
 @pytest.mark.parametrize("drafts", [1, 3])
-def test_drafts_never_change_the_text(drafts, budget, checkpoints) -> None:
-    engine = PaperEngine(
-        num_pages=24, num_slots=3, budget=budget, drafts=drafts, checkpoints=checkpoints
-    )
+def test_drafts_never_change_the_text(drafts, budget, checkpoints, depth) -> None:
+    sizes = {"num_pages": 24, "num_slots": 3, "budget": budget, "checkpoints": checkpoints}
+    engine = PaperEngine(drafts=drafts, depth=depth, **sizes)
     texts = [solo_run([i] * 6, 20, [], recurrent=checkpoints > 0) for i in range(5)]
     for i in range(5):
-        engine.say(generate(i, [i] * 6, 20, [texts[i][9 + i]]))
+        engine.say(generate(i, [i] * 6, 20, [texts[i][9 + i]], logprobs=1))
         engine.step()
     engine.finish_all()
     for i in range(5):
         assert engine.text[i] == texts[i][: texts[i].index(texts[i][9 + i]) + 1]
     assert engine.memory.pool.num_free == 24
+    assert any(right for _, _, right in engine.gpu.drafted)
+
+
+def test_right_drafts_make_fewer_steps_and_never_pass_the_limit() -> None:
+    """Nor do they ask for pages that only a longer text would need."""
+    engine = PaperEngine(num_pages=10, num_slots=2, budget=40, drafts=3, wrong_every=1000)
+    for i in range(2):
+        engine.say(generate(i, [i] * 6, 14))  # five pages each in the end, ten in all
+    engine.finish_all()
+    assert [engine.text[i] for i in (0, 1)] == [
+        solo_run([i] * 6, 14, [], recurrent=False) for i in (0, 1)
+    ]
+    assert engine.scheduler.stats().num_preemptions == 0
+    assert engine.gpu.steps <= 10
+    assert max(len(plan.grants) for plan in engine.plans) == 2
+
+
+def test_drafts_take_no_page_from_others() -> None:
+    """Not even the last free one would be taken for drafts where a row's own token needs it."""
+    found = []
+    for drafts in (0, 3):
+        engine = PaperEngine(num_pages=8, num_slots=3, budget=32, drafts=drafts, wrong_every=1)
+        for i in range(3):
+            engine.say(generate(i, [i] * 6, 14))
+        engine.finish_all()
+        assert [engine.text[i] for i in range(3)] == [
+            solo_run([i] * 6, 14, [], recurrent=False) for i in range(3)
+        ]
+        found.append(engine.scheduler.stats().num_preemptions)
+    assert 0 < found[1] <= found[0] + 1, found
+
+
+def test_a_row_feeds_as_many_drafts_as_were_found() -> None:
+    """At depth 0, where the newest report is always known."""
+    engine = PaperEngine(num_pages=40, num_slots=4, budget=64, depth=0, drafts=3)
+    for i in range(4):
+        engine.say(generate(i, [i] * 6, 30))
+    engine.finish_all()
+    assert all(0 < fed <= found for fed, found, _ in engine.gpu.drafted)
+    assert {fed for fed, _, _ in engine.gpu.drafted} == {1, 2, 3}
+    assert {len(set(ids(plan.drafts))) for plan in engine.plans} >= {0, 2, 3}  # rows differ
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_drafts_are_counted_by_position(depth) -> None:
+    """Only real ones: what is fed where the drafter found nothing is right by luck."""
+    engine = PaperEngine(num_pages=40, num_slots=4, budget=64, depth=depth, drafts=3)
+    for i in range(4):
+        engine.say(generate(i, [i] * 6, 30))
+    engine.finish_all()
+    stats = engine.scheduler.stats()
+    real = [(min(fed, found), right) for fed, found, right in engine.gpu.drafted if found]
+    right = [min(fed, right) for fed, right in real]
+    assert stats.num_drafts == len(real) > 20
+    assert stats.draft_tokens == sum(fed for fed, _ in real)
+    assert stats.accepted_tokens == sum(right)
+    assert stats.accepted_by_position == [sum(r > nth for r in right) for nth in range(3)]
+    assert 0 < stats.accepted_by_position[2] < stats.accepted_by_position[0]
+
+
+def test_drafts_leave_prompts_half_of_the_tokens() -> None:
+    engine = PaperEngine(num_pages=60, num_slots=4, budget=8, drafts=3, wrong_every=1000)
+    for i in range(2):
+        engine.say(generate(i, [i] * 2, 40))
+    for _ in range(3):
+        engine.step()
+    engine.say(generate(2, [2] * 40, 1))
+    engine.finish_all()
+    beside = [(decoded, fed) for decoded, fed in engine.gpu.fed if decoded >= 2 and fed]
+    assert all(fed >= 3 for _, fed in beside[:-1])
+    assert any(decoded > 2 for decoded, _ in beside)
 
 
 def test_ageing_lets_a_patient_request_pass_urgent_newcomers() -> None:

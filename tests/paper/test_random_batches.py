@@ -56,6 +56,7 @@ def conversations(draw) -> list[Turn]:
     mixed=st.integers(1, 20),
     depth=st.integers(0, 2),
     drafts=st.sampled_from([0, 1, 3]),
+    wrong_every=st.sampled_from([1, 3, 20]),
     checkpoints=st.sampled_from([0, 1, 3]),
     abort_every=st.sampled_from([0, 3]),
     prefix=st.sampled_from([True, True, False]),
@@ -95,7 +96,7 @@ def test_batching_never_changes_the_text(
                 solo_run(*asked[-1], recurrent=recurrent, grammar=grammar, unlucky=unlucky)
             )
             told = *asked[-1], turn.priority, "toy" * grammar, turn.salt
-            engine.say(generate(request_id, *told))
+            engine.say(generate(request_id, *told, logprobs=request_id % 3 - 1))
         for _ in range(turn.pause):
             engine.step()
         if abort_every and request_id % abort_every == 2:
@@ -105,7 +106,7 @@ def test_batching_never_changes_the_text(
         zip(expected, asked, strict=True)
     ):
         got, reason = engine.text.get(request_id, []), engine.finish.get(request_id)
-        if not engine.memory.fits(len(prompt) + max_new + drafts):
+        if not engine.memory.fits(len(prompt) + max_new):
             assert got == [] and engine.refused[request_id] == RefusalKind.TOO_LONG
         elif reason == FinishReason.ABORT:
             assert abort_every and request_id % abort_every == 1
