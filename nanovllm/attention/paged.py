@@ -1,4 +1,4 @@
-"""Paged attention by our own kernels: in Triton the portable GPU path, and every backend's decode.
+"""Decode rows by our own kernels, for every backend of GPUs, beside the backend's prompt chunks.
 
 Knows shapes and launches; the arithmetic is in nanovllm_kernels.
 """
@@ -10,41 +10,15 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import torch
 from nanovllm_kernels import paged_decode as triton_decode
-from nanovllm_kernels.paged_decode import INTERPRETED
-from nanovllm_kernels.paged_prefill import paged_prefill
 from torch import Tensor
 
 from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.kv.layout import CacheLayout
 
-MAX_HEAD_SIZE = 256
 DecodeKernel = ModuleType  # with the functions of nanovllm_kernels.paged_decode, meaning the same
 CUTE_ROWS = range(9, 129)  # for which the CuTe DSL kernel is the faster one
-
-
-class TritonPaged:
-    name = "triton"
-
-    def __init__(self, like: PagedKV, decode: DecodeKernel = triton_decode) -> None:
-        """`like`: a cache of any pages, of every layer's shape and dtype."""
-        self.like = like
-        self.decode = decode
-
-    @staticmethod
-    def supports(device: torch.device, layout: CacheLayout, page_tokens: int) -> str | None:
-        """Why not, or None."""
-        if device.type != "cuda" and not INTERPRETED:
-            return f"Triton's kernels run on a GPU, not on {device.type}"
-        group = layout.paged[0]
-        if group.k_size != group.v_size or group.k_size > MAX_HEAD_SIZE:
-            return f"keys and values must be equally wide, at most {MAX_HEAD_SIZE}"
-        return obstacle_of_shapes(layout)
-
-    def bind(self, batch: Batch) -> Attend:
-        return bind_rows(self.like, batch, bind_prefill, self.decode)
 
 
 def obstacle_of_shapes(layout: CacheLayout) -> str | None:
@@ -98,16 +72,3 @@ class Both:
         at = self.num_decode_tokens
         self.decode(cache, q_THA[:at], o_THA[:at])
         return o_THA
-
-
-@dataclass(frozen=True, slots=True)
-class TritonPrefill:
-    rows: tuple[Tensor, Tensor, Tensor, int]  # page table, starts, lengths, most new tokens
-
-    def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        return paged_prefill(q_THA, cache.k_PSGA, cache.v_PSGA, *self.rows, out_THA)
-
-
-def bind_prefill(batch: Batch) -> TritonPrefill:
-    rows = batch.page_table_RM, batch.starts_R1, batch.lengths_R, batch.max_new
-    return TritonPrefill(rows)
