@@ -23,6 +23,12 @@ DRIVEN_BY = {
         nanovllm/runner/batch.py nanovllm/runner/build.py nanovllm/runner/runner.py
         nanovllm/runner/sizing.py nanovllm/runner/slots.py nanovllm/runner/upload.py""",
     "tests/attention/test_choose.py": "nanovllm/attention/__init__.py",
+    "tests/attention/test_torch_ref.py": "nanovllm/attention/grouped.py",
+    "tests/spec/test_drafters.py": """
+        nanovllm/spec/__init__.py nanovllm/spec/base.py nanovllm/spec/ngram.py
+        nanovllm/spec/synthetic.py""",
+    "tests/kernels/test_ngram.py": "kernels/nanovllm_kernels/ngram_reference.py",
+    "tests/runner/test_pieces.py": "nanovllm/runner/piecewise.py",
     "tests/models/test_parity.py": """
         nanovllm/attention/base.py nanovllm/layers/attention.py nanovllm/layers/embedding.py
         nanovllm/layers/linear.py nanovllm/layers/mlp.py nanovllm/layers/norm.py
@@ -43,7 +49,8 @@ DRIVEN_BY = {
     "tests/ipc/test_channel.py": "nanovllm/ipc/client.py nanovllm/wire.py",
     "tests/paper/test_engine.py": """
         nanovllm/engine/loop.py nanovllm/kv/memory.py nanovllm/kv/pages.py
-        nanovllm/sched/decoding.py nanovllm/sched/policy.py nanovllm/sched/queue.py
+        nanovllm/sched/decoding.py nanovllm/sched/drafting.py nanovllm/sched/policy.py
+        nanovllm/sched/queue.py
         nanovllm/sched/request.py nanovllm/sched/rows.py nanovllm/sched/scheduler.py
         nanovllm/sched/tails.py""",
     "tests/paper/test_sharing.py": "nanovllm/kv/keys.py",
@@ -65,7 +72,8 @@ DRIVEN_BY = {
     "tests/server/parsers/test_families.py": """
         nanovllm/server/parsers/__init__.py nanovllm/server/parsers/base.py
         nanovllm/server/parsers/json_calls.py nanovllm/server/parsers/json_types.py
-        nanovllm/server/parsers/json_value.py nanovllm/server/parsers/machine.py""",
+        nanovllm/server/parsers/json_value.py nanovllm/server/parsers/machine.py
+        nanovllm/server/parsers/plain.py""",
     "tests/server/structured/test_automata.py": """
         nanovllm/server/structured/numbers.py nanovllm/server/structured/regexes.py
         nanovllm/server/structured/texts.py""",
@@ -79,7 +87,7 @@ DRIVEN_BY = {
         nanovllm/server/structured/reading.py nanovllm/server/structured/references.py
         nanovllm/server/structured/register.py nanovllm/server/structured/rules.py""",
     "tests/kernels/test_interpreted.py": """
-        nanovllm/attention/paged.py nanovllm/cli/check_kernels.py
+        nanovllm/attention/paged.py nanovllm/attention/triton.py nanovllm/cli/check_kernels.py
         kernels/nanovllm_kernels/__init__.py kernels/nanovllm_kernels/activation.py
         kernels/nanovllm_kernels/apply_mask.py kernels/nanovllm_kernels/batch_prep.py
         kernels/nanovllm_kernels/batch_reference.py kernels/nanovllm_kernels/case.py

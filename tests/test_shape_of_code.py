@@ -29,6 +29,7 @@ CHOICES = (
     "nanovllm/models/llama.py", "nanovllm/models/qwen3.py",
     "nanovllm/attention/grouped.py",
     "nanovllm/attention/flash.py", "nanovllm/attention/paged.py", "nanovllm/attention/torch_ref.py",
+    "nanovllm/attention/triton.py",
     "nanovllm/sampling/bad_words.py", "nanovllm/sampling/logit_bias.py",
     "nanovllm/sampling/logprobs.py", "nanovllm/sampling/min_tokens.py",
     "nanovllm/sampling/penalties.py", "nanovllm/sampling/truncate.py",
@@ -53,7 +54,8 @@ ON_DEVICE = {"jit", "kernel"}  # @triton.jit, @cute.jit, @cute.kernel: check-ker
 WAITS = {"item", "tolist", "cpu", "nonzero", "synchronize"}
 MUST_NOT_WAIT = ("nanovllm/sampling/", "nanovllm/runner/runner.py", "nanovllm/runner/batch.py",
                  "nanovllm/runner/slots.py", "nanovllm/models/decoder.py", "nanovllm/layers/",
-                 "nanovllm/attention/flash.py", "nanovllm/attention/paged.py")  # fmt: skip
+                 "nanovllm/attention/flash.py", "nanovllm/attention/paged.py",
+                 "nanovllm/attention/triton.py")  # fmt: skip
 TOP_LEVEL = {
     "pyproject.toml",
     "nanovllm",

@@ -2,6 +2,6 @@
 
 BACKENDS = {
     "torch": "nanovllm.attention.torch_ref:TorchPaged",
-    "triton": "nanovllm.attention.paged:TritonPaged",
+    "triton": "nanovllm.attention.triton:TritonPaged",
     "flash": "nanovllm.attention.flash:FlashPaged",
 }

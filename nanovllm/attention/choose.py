@@ -37,7 +37,8 @@ def choose_backend(
     passed_over: list[str] = []
     like = pageless(layout, page_tokens, dtype)
     asked = kernels.attention
-    for name in PREFERRED[device.type] if asked == "auto" else (asked,):
+    known = [name for name in PREFERRED[device.type] if name in BACKENDS]
+    for name in known if asked == "auto" else (asked,):
         backend = resolve(BACKENDS, name)
         if (reason := backend.supports(device, layout, page_tokens)) is not None:
             passed_over.append(f"{name}: {reason}")

@@ -1,4 +1,4 @@
-"""Paged attention by our own kernels: in Triton the portable GPU path, and every backend's decode.
+"""Decode rows by our own kernels, for every backend of GPUs, beside the backend's prompt chunks.
 
 Knows shapes and launches; the arithmetic is in nanovllm_kernels.
 """
@@ -11,21 +11,18 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-import torch
 from nanovllm_kernels import paged_decode as triton_decode
-from nanovllm_kernels.paged_decode import INTERPRETED
-from nanovllm_kernels.paged_prefill import paged_prefill
 from torch import Tensor
 
 from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.kv.layout import CacheLayout
 
-MAX_HEAD_SIZE = 256
 DecodeKernel = ModuleType  # with the functions of nanovllm_kernels.paged_decode, meaning the same
 CUTE_ROWS = range(9, 129)  # for which the CuTe DSL kernel is the faster one
 
 
+<<<<<<< HEAD
 class TritonPaged:
     name = "triton"
 
@@ -48,6 +45,8 @@ class TritonPaged:
         return bind_rows(self.like, batch, TritonPrefill, self.decode)
 
 
+=======
+>>>>>>> w-people
 def obstacle_of_shapes(layout: CacheLayout) -> str | None:
     """Why decode rows are not for our own kernel, or None."""
     if len({(group.num_heads, group.k_size, group.v_size) for group in layout.paged}) != 1:
@@ -110,6 +109,7 @@ class Both:
         at = self.num_decode_tokens
         self.decode(cache, q_THA[:at], o_THA[:at])
         return o_THA
+<<<<<<< HEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +128,5 @@ class TritonPrefill:
             batch.max_new,
             out_THA,
         )
+=======
+>>>>>>> w-people

@@ -39,10 +39,13 @@ def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
 
         jobs.append(compile_causal.job(group, page_tokens, width, dtype))
     if kernels.decode == "cute":
-        from nanovllm_kernels.paged_decode_cute import compile_decode
+        from nanovllm_kernels.paged_decode_cute import MAX_PAIRS, compile_decode
 
-        drafted = [] if (asked := found.recipe.speculate) is None else [1 + asked.tokens]
-        jobs += [compile_decode.job(group, width, page_tokens, most) for most in (0, *drafted)]
+        asked = found.recipe.speculate
+        drafted = (
+            1 + asked.tokens if asked is not None and group * (1 + asked.tokens) <= MAX_PAIRS else 0
+        )
+        jobs += [compile_decode.job(group, width, page_tokens, most) for most in {0, drafted}]
     if kernels.gated_linear == "cute":
         jobs.append(compile_gated.job(dtype, True))
     if kernels.skinny_linear == "cute":

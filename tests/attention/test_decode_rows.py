@@ -9,8 +9,8 @@ import torch
 from nanovllm_kernels import attention_reference as reference
 from torch import Tensor
 
-from nanovllm.attention import paged
-from nanovllm.attention.paged import TritonPaged
+from nanovllm.attention import paged, triton
+from nanovllm.attention.triton import TritonPaged
 from tests.attention.paged_batches import error_share, make_batch
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def by_definition(
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     found = Kernels()
     monkeypatch.setattr(paged, "triton_decode", found.triton)
-    monkeypatch.setattr(paged, "paged_prefill", by_definition)
+    monkeypatch.setattr(triton, "paged_prefill", by_definition)
     return found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm.attention.base import AttentionBackend, Batch
 from nanovllm.attention.flash import FlashPaged
 from nanovllm.attention.grouped import PagedKV
-from nanovllm.attention.paged import TritonPaged
+from nanovllm.attention.triton import TritonPaged
 from tests.attention.paged_batches import Heads, error_share, layout_of, make_batch
 
 CUDA = torch.device("cuda")

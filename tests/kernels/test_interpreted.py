@@ -20,8 +20,8 @@ from nanovllm_kernels import KERNELS
 from nanovllm_kernels.case import Case, Kernel, check
 
 from nanovllm.attention.flash import FlashPaged
-from nanovllm.attention.paged import TritonPaged
 from nanovllm.attention.torch_ref import TorchPaged
+from nanovllm.attention.triton import TritonPaged
 from nanovllm.cli.check_kernels import COMPILED, check_kernels
 from tests.attention.paged_batches import error_share, layout_of, make_batch
 

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from nanovllm.config import ConfigError, load_config
 from nanovllm.server.orders import sampling
-from nanovllm.server.parsers.families import PLAIN, QWEN3
+from nanovllm.server.parsers.json_calls import QWEN3
+from nanovllm.server.parsers.plain import PLAIN
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
 from tests.server.fake_engine import READY

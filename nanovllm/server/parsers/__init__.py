@@ -11,11 +11,11 @@ from msgspec import Struct
 from nanovllm.config import Config, ConfigError
 
 PARSERS = {  # recipe name -> "module:attribute", imported on first use
-    "plain": "nanovllm.server.parsers.families:PLAIN",
-    "qwen3": "nanovllm.server.parsers.families:QWEN3",
-    "qwen3_coder": "nanovllm.server.parsers.families:QWEN3_CODER",
-    "minimax_m2": "nanovllm.server.parsers.families:MINIMAX_M2",
-    "deepseek_r1": "nanovllm.server.parsers.families:DEEPSEEK_R1",
+    "plain": "nanovllm.server.parsers.plain:PLAIN",
+    "qwen3": "nanovllm.server.parsers.json_calls:QWEN3",
+    "qwen3_coder": "nanovllm.server.parsers.xml_calls:QWEN3_CODER",
+    "minimax_m2": "nanovllm.server.parsers.xml_calls:MINIMAX_M2",
+    "deepseek_r1": "nanovllm.server.parsers.json_calls:DEEPSEEK_R1",
 }
 
 

@@ -1,6 +1,6 @@
-"""Calls as JSON: a tag around {"name", "arguments"}, and DeepSeek's name and fenced arguments.
+"""Calls as JSON: Qwen3's tag around {"name", "arguments"}, R1's name and fenced arguments.
 
-Owns the two readers. Knows nothing of what stands around calls.
+Owns the two readers, and the families that write so.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from nanovllm.server.parsers.base import (
     CallPart,
     CallStart,
     Emit,
+    Family,
     Marks,
     Reader,
     Schemas,
     Source,
+    Syntax,
 )
 from nanovllm.server.parsers.json_value import key, string, value
 
@@ -123,3 +125,29 @@ def _fenced_name(source: Source, marks: Marks) -> Reader[str | None]:
 
 
 def _ignore(text: str) -> None: ...
+
+
+QWEN3 = Family(
+    turns=("<|im_start|>assistant\n", "<|im_end|>"),
+    opener="<tool_call>",
+    call_markers=(END_CALL,),
+    syntax=Syntax(('<tool_call>\n{"name": QUOTED, "arguments": ', "}\n</tool_call>")),
+    read_calls=read_tagged,
+)
+
+# R1 and its distillations. What a tool answered stands inside the model's turn.
+DEEPSEEK_R1 = Family(
+    turns=(
+        "<\uff5cAssistant\uff5c>",
+        "<\uff5ctool\u2581outputs\u2581end\uff5c>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    ),
+    tool_template="deepseek_r1.jinja",
+    opener=CALLS_BEGIN,
+    call_markers=(CALLS_END, CALL, SEPARATOR, CALL_END),
+    syntax=Syntax(
+        (f"{CALL}function{SEPARATOR}NAME\n```json\n", f"\n```{CALL_END}"),
+        block=(CALLS_BEGIN, CALLS_END),
+    ),
+    read_calls=read_fenced,
+)

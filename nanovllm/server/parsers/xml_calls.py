@@ -16,10 +16,13 @@ from nanovllm.server.parsers.base import (
     CallPart,
     CallStart,
     Emit,
+    Family,
     Marks,
+    Mends,
     Reader,
     Schemas,
     Source,
+    Syntax,
 )
 from nanovllm.server.parsers.json_types import Types, as_json, names_of, quoted, types_of
 
@@ -224,3 +227,32 @@ class _Value(Struct, frozen=True):
         if after.startswith(following):
             return True
         return None if any(tag.startswith(after) for tag in following) else False
+
+
+# Qwen3-Coder, and Qwen3.5 after it.
+QWEN3_CODER = Family(
+    turns=("<|im_start|>assistant\n", "<|im_end|>"),
+    opener="<tool_call>",
+    call_markers=("</tool_call>",),
+    syntax=Syntax(
+        ("<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>"),
+        style="qwen_xml",
+        parameter=("<parameter=NAME>\n", "\n</parameter>\n"),
+    ),
+    read_calls=read_coder,
+    mends=Mends(CODER.call[0], read_bare_coder, mend_coder),
+)
+
+MINIMAX_M2 = Family(
+    turns=("]~b]ai\n", "[e~["),
+    opener="<minimax:tool_call>",
+    call_markers=("</minimax:tool_call>",),
+    syntax=Syntax(
+        ('<invoke name="NAME">\n', "</invoke>\n"),
+        block=("<minimax:tool_call>\n", "</minimax:tool_call>"),
+        between="",
+        style="minimax_xml",
+        parameter=('<parameter name="NAME">', "</parameter>\n"),
+    ),
+    read_calls=read_minimax,
+)
