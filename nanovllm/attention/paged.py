@@ -22,31 +22,6 @@ DecodeKernel = ModuleType  # with the functions of nanovllm_kernels.paged_decode
 CUTE_ROWS = range(9, 129)  # for which the CuTe DSL kernel is the faster one
 
 
-<<<<<<< HEAD
-class TritonPaged:
-    name = "triton"
-
-    def __init__(self, like: PagedKV, decode: DecodeKernel = triton_decode) -> None:
-        """`like`: a cache of any pages, of every layer's shape and dtype."""
-        self.like = like
-        self.decode = decode
-
-    @staticmethod
-    def supports(device: torch.device, layout: CacheLayout, page_tokens: int) -> str | None:
-        """Why not, or None."""
-        if device.type != "cuda" and not INTERPRETED:
-            return f"Triton's kernels run on a GPU, not on {device.type}"
-        group = layout.paged[0]
-        if group.k_size != group.v_size or group.k_size > MAX_HEAD_SIZE:
-            return f"keys and values must be equally wide, at most {MAX_HEAD_SIZE}"
-        return obstacle_of_shapes(layout)
-
-    def bind(self, batch: Batch) -> Attend:
-        return bind_rows(self.like, batch, TritonPrefill, self.decode)
-
-
-=======
->>>>>>> w-people
 def obstacle_of_shapes(layout: CacheLayout) -> str | None:
     """Why decode rows are not for our own kernel, or None."""
     if len({(group.num_heads, group.k_size, group.v_size) for group in layout.paged}) != 1:
@@ -109,24 +84,3 @@ class Both:
         at = self.num_decode_tokens
         self.decode(cache, q_THA[:at], o_THA[:at])
         return o_THA
-<<<<<<< HEAD
-
-
-@dataclass(frozen=True, slots=True)
-class TritonPrefill:
-    batch: Batch
-
-    def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        batch = self.batch
-        return paged_prefill(
-            q_THA,
-            cache.k_PSGA,
-            cache.v_PSGA,
-            batch.page_table_RM,
-            batch.starts_R1,
-            batch.lengths_R,
-            batch.max_new,
-            out_THA,
-        )
-=======
->>>>>>> w-people
