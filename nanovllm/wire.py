@@ -118,7 +118,6 @@ class Stats(Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt tokens: found in the prefix cache
-    computed_prompt_tokens: int = 0  # fed; some twice, where a request was preempted
     generated_tokens: int = 0
     num_steps: int = 0
     step_tokens: int = 0  # fed in all of them

@@ -148,7 +148,7 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
         ("load.zzz=1", "unknown key load.zzz; load has format, seed"),
         ("zzz=1", "unknown key zzz; a recipe has model, engine, config, device, dtype, "
          "cpu_threads, load, parallel, cache, schedule, kernels, server, "
-         "structured_outputs, paper"),
+         "structured_outputs, paper, speculate"),
         ("load={seed: 1, seed: 2}",
          "--set load: the value is not YAML: line 1: the key seed stands twice"),
     ],

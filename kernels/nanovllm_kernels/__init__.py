@@ -18,9 +18,10 @@ KERNELS = {
     "paged_decode": "nanovllm_kernels.paged_decode:PAGED_DECODE",
     "paged_decode_cute": "nanovllm_kernels.paged_decode_cute:PAGED_DECODE_CUTE",
     "paged_prefill": "nanovllm_kernels.paged_prefill:PAGED_PREFILL",
-    "gather_decode": "nanovllm_kernels.batch_prep:GATHER_DECODE",
+    "gather_rows": "nanovllm_kernels.batch_prep:GATHER_ROWS",
     "apply_mask": "nanovllm_kernels.apply_mask:KERNEL",
     "draw": "nanovllm_kernels.sampling:DRAW",
     "thresholds": "nanovllm_kernels.thresholds:THRESHOLDS",
     "write_back": "nanovllm_kernels.batch_prep:WRITE_BACK",
+    "ngram": "nanovllm_kernels.ngram:NGRAM",
 }

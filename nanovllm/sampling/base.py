@@ -34,7 +34,7 @@ class SampleRows:
 class SampledLogprobs:
     """Of the W rows that want any. The tensors are where they were computed, or copied."""
 
-    rows: list[int]  # indices into Sampled.tokens_S
+    at: list[int]  # indices into Sampled.tokens_S
     counts: list[int]  # how many of the K best each row asked for
     chosen_W: Tensor
     top_ids_WK: Tensor  # int64, best first

@@ -47,7 +47,7 @@ class Queue:
         self.by_id: dict[int, Request] = {}
         self.told = StepOutput()  # since the last output
         self.num_deferred = 0  # in the newest plan: wait for what it computes for others
-        self.num_preemptions = self.prompt_tokens = self.cached_tokens = self.computed_tokens = 0
+        self.num_preemptions = self.prompt_tokens = self.cached_tokens = 0
         self._arrivals = 0
         self._free_slots = list(range(num_slots))[::-1]
 
@@ -176,7 +176,6 @@ class Queue:
         plan.budget -= end - done
         plan.num_tokens += end - done
         plan.max_length = max(plan.max_length, end)
-        self.computed_tokens += end - done
 
     def issue(self, plan: Plan) -> list[Request]:
         """The plan is complete. Returns the requests whose known tokens it feeds to the end."""

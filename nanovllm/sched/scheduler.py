@@ -115,7 +115,6 @@ class Scheduler:
             num_preemptions=queue.num_preemptions,
             prompt_tokens=queue.prompt_tokens,
             cached_tokens=queue.cached_tokens,
-            computed_prompt_tokens=queue.computed_tokens,
             generated_tokens=self._generated,
             num_steps=self._step,
             steps_by_tokens=self._steps_by_tokens.copy(),

@@ -9,7 +9,8 @@ import torch
 from nanovllm_kernels.attention_reference import paged_inputs, paged_prefill
 from torch import Tensor
 
-from nanovllm.attention.base import Batch, PagedKV
+from nanovllm.attention.base import Batch
+from nanovllm.attention.grouped import PagedKV
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 
 Heads = tuple[int, int, int]  # query heads, key/value heads, width
@@ -22,23 +23,33 @@ def make_batch(
     page_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    width: int = 1,
 ) -> tuple[Tensor, PagedKV, Batch]:
-    """Queries, one layer's cache and the batch. Nobody's cells hold finite dirt."""
+    """Queries, one layer's cache and the batch. Nobody's cells hold finite dirt.
+
+    The first rows of up to `width` new tokens are decode rows.
+    """
     q_THA, k_PSGA, v_PSGA, table_RM, starts_R1, lengths_R = paged_inputs(
         lengths, new, heads, page_tokens, dtype, device
     )
     cache = PagedKV(k_PSGA.nan_to_num(3.0), v_PSGA.nan_to_num(-5.0))
     unused = torch.empty(0, dtype=torch.int64, device=device)
+    decodes = list(takewhile(lambda count: count <= width, new))
     batch = Batch(
         token_ids_T=unused,
         positions_T=unused,
         slot_mapping_T=unused,
+        slots_T=unused,
+        slots_R=torch.arange(len(lengths), device=device),
         starts_R1=starts_R1,
         lengths_R=lengths_R,
         page_table_RM=table_RM,
         sampled_at=unused,
         num_rows=len(lengths),
-        num_decodes=len(list(takewhile(lambda count: count == 1, new))),
+        num_decodes=len(decodes),
+        num_decode_tokens=sum(decodes),
+        decode_width=width,
         max_new=max(new),
         max_length=max(lengths),
     )

@@ -16,8 +16,8 @@ CPU = torch.device("cpu")
 
 
 def test_a_cpu_has_one_backend_for_all_rows() -> None:
-    factory, kernels, passed_over = choose_backend(Kernels(), CPU, torch.float32, LAYOUT, 16)
-    assert factory is TorchPaged
+    backend, kernels, passed_over = choose_backend(Kernels(), CPU, torch.float32, LAYOUT, 16)
+    assert isinstance(backend, TorchPaged) and backend.page_tokens == 16
     assert (kernels.attention, kernels.decode, passed_over) == ("torch", "torch", "")
 
 
@@ -53,9 +53,10 @@ def test_decode_rows_get_the_portable_kernel_where_there_is_no_hopper(
             choose_backend(asked, CPU, torch.float32, LAYOUT, 16)
         assert str(caught.value) == passed_over
         return
-    factory, kernels, said = choose_backend(asked, CPU, torch.float32, LAYOUT, 16)
+    backend, kernels, said = choose_backend(asked, CPU, torch.float32, LAYOUT, 16)
     assert (kernels.attention, kernels.decode, said) == ("triton", chosen, passed_over)
-    assert factory(()).decode.__name__ == "nanovllm_kernels.paged_decode"
+    assert backend.decode.__name__ == "nanovllm_kernels.paged_decode"
+    assert backend.like.k_PSGA.shape == (0, 16, 2, 64) and backend.like.k_PSGA.itemsize == 4
 
 
 @pytest.mark.parametrize(

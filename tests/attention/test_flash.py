@@ -45,7 +45,9 @@ def test_every_argument_is_in_its_place(given, monkeypatch: pytest.MonkeyPatch) 
     _, other, _ = make_batch(*CHUNKS, (4, 2, 64), 16, torch.bfloat16, CPU)
     other.v_PSGA.zero_()
     out_THA = torch.empty_like(q_THA) if given else None
-    o_THA = FlashPaged((other, cache)).bind(batch)(1, q_THA, out_THA)
+    attend = FlashPaged(cache).bind(batch)
+    attend(other, q_THA)
+    o_THA = attend(cache, q_THA, out_THA)
     assert out_THA is None or o_THA is out_THA
     assert error_share(o_THA, q_THA, cache, batch) <= 1
-    assert asked == [(2, 16, 64, "bfloat16")]
+    assert asked == [(2, 16, 64, "bfloat16")] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nanovllm.attention.grouped import GroupedHeads, PagedKV
 from nanovllm.attention.torch_ref import TorchPaged, alike
 from tests.attention.paged_batches import error_share, make_batch
 
@@ -26,15 +27,32 @@ def test_rows_of_similar_contexts_are_computed_together() -> None:
         ((900, 17, 64, 700, 1, 1300), (1, 1, 1, 1, 1, 1)),
         ((900, 17, 1300, 40, 700, 65), (1, 1, 1, 40, 3, 3)),
         ((5, 800), (5, 1)),
+        ((900, 17, 64, 700, 1, 1300, 50), (4, 1, 3, 1, 1, 4, 40)),  # rows with drafts, and a chunk
+        ((900, 17, 64, 0, 0, 60), (2, 1, 3, 0, 0, 50)),  # rows that pad a graph, before a chunk
     ],
 )
 def test_rows_get_their_own_results_whatever_the_order(
     lengths: tuple[int, ...], new: tuple[int, ...], into: bool
 ) -> None:
     q_THA, cache, batch = make_batch(lengths, new, (4, 2, 16), 16, torch.float32, CPU)
-    backend = TorchPaged((cache,))
+    backend = TorchPaged(cache)
     backend.bind(batch)  # of a step before, whose copies are overwritten
     out_THA = torch.empty_like(q_THA) if into else None
-    o_THA = backend.bind(batch)(0, q_THA, out_THA)
+    o_THA = backend.bind(batch)(cache, q_THA, out_THA)
     assert not into or o_THA is out_THA
     assert error_share(o_THA, q_THA, cache, batch) < 8
+
+
+def test_results_are_as_wide_as_values() -> None:
+    q_THA, cache, batch = make_batch((30, 9), (5, 9), (4, 2, 16), 16, torch.float32, CPU)
+    narrow = PagedKV(cache.k_PSGA, cache.v_PSGA[..., :6].contiguous())
+    expected_THA = TorchPaged(cache).bind(batch)(cache, q_THA)
+    o_THA = TorchPaged(narrow).bind(batch)(narrow, q_THA)
+    torch.testing.assert_close(o_THA, expected_THA[..., :6], rtol=1e-5, atol=1e-5)
+    heads = GroupedHeads()
+    heads.cache = narrow
+    assert heads.empty(q_THA).shape == o_THA.shape == (14, 4, 6)
+
+
+def test_no_row_feeds_a_token() -> None:
+    assert list(alike([0, 0], [0, 0])) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from nanovllm.cli.commands import capture_graphs
 from nanovllm.config import ConfigError, Kernels, load_config
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.build import Built
-from nanovllm.runner.graphs import Captured, decode_rows, graph_sizes, obstacles
+from nanovllm.runner.graphs import Captured, graph_sizes, obstacles
 from nanovllm.runner.runner import Forwarded, Runner
 from nanovllm.runner.warm import padding_rows
 from tests.runner.tape import capture_on_tapes
@@ -54,12 +55,16 @@ def capture_pretended(
     runner: Runner, sizes: list[int], order: Callable[[torch.Tensor], torch.Tensor] = lambda r: r
 ) -> None:
     """`order`: what the graphs make of the slots they should read."""
-    graphs = runner.graphs
+    captured = runner.graphs.captured
     for size in sizes:
-        slots_R = graphs.static_slots_R[:size]
-        replayed = Replayed(runner, lambda slots_R=slots_R: decode_rows(order(slots_R), 256))
-        graphs.captured[size] = Captured(replayed, replayed.output, 0.25, size << 20)
-    graphs._sizes = sorted(graphs.captured)
+
+        def rows(size: int = size) -> StepRows:
+            decode = runner.builder.padded(size, 1, 256)
+            return dataclasses.replace(decode, slots_R=order(decode.slots_R))
+
+        replayed = Replayed(runner, rows)
+        captured[size, 1] = Captured(replayed, replayed.output, 0.25, size << 20)
+    runner.graphs.captured = dict(sorted(captured.items()))
 
 
 @pytest.fixture
@@ -115,18 +120,18 @@ def test_a_gpu_recipe_has_no_obstacle_but_its_own_wishes() -> None:
 
 def test_the_runner_says_which_steps_it_does_not_replay(built: Built) -> None:
     runner = built.runner
-    decode = decode_rows(runner.graphs.static_slots_R[:9], 256)
+    decode = runner.builder.padded(9, 1, 256)
     assert runner.why_eager(decode) == "no graph was captured"
     capture_pretended(runner, [4, 8])
     assert runner.why_eager(decode) == "9 rows are more than the largest graph's 8"
-    assert runner.why_eager(decode_rows(runner.graphs.static_slots_R[:8], 256)) is None
-    no_piece = "no graph was captured"
-    assert runner.why_eager(padding_rows(runner, 1, 2)) == no_piece
+    assert runner.why_eager(runner.builder.padded(8, 1, 256)) is None
+    no_graph = "no graph was captured"
+    assert runner.why_eager(padding_rows(runner, 1, 2)) == no_graph
     capture_pretended(runner, [SLOTS])
     sampling = ("sampling, after either", "its launches depend on what the rows ask for")
     assert [*why_eager(runner, built.recipe).items()] == [
         ("decode, 1 to 12 rows", None),
-        ("prefill and mixed, 2 to 64 tokens", no_piece),
+        ("prefill and mixed, 2 to 64 tokens", no_graph),
         sampling,
     ]
     capture_on_tapes(runner, [16, 32])
@@ -148,7 +153,7 @@ def test_made_up_requests_share_no_page_and_leave_the_dead_slot_alone(built: Bui
     assert pages_NM[:SLOTS, 8:].abs().sum() == 0 and pages_NM[SLOTS].abs().sum() == 0
     assert lengths_N[SLOTS] == 0
     assert 32 <= int(lengths_N[:SLOTS].min()) < int(lengths_N[:SLOTS].max()) < 64
-    assert runner.graphs.static_slots_R.tolist() == list(range(SLOTS))
+    assert runner.builder.static_slots_R.tolist() == list(range(SLOTS))
 
 
 def test_a_faithful_graph_gives_the_same_logits_row_by_row(built: Built) -> None:
@@ -164,26 +169,26 @@ def test_a_faithful_graph_gives_the_same_logits_row_by_row(built: Built) -> None
     assert [graph.padding for graph in found] == pytest.approx([0, 0, 1 / 8, 6 / 32, 0])
     assert metrics(found)["padding_percent"] == pytest.approx(100 * (1 + 6) / (8 + 32))
     assert (found[2].capture_s, found[2].memory_bytes) == (0.25, 4 << 20)
-    graph = runner.graphs.captured[4].graph
+    graph = runner.graphs.captured[4, 1].graph
     assert graph.count == 1 + 1 + 1  # compared, then warmed up and timed
 
 
-def test_pieces_are_measured_on_mixed_steps(built: Built) -> None:
+def test_piecewise_graphs_are_measured_on_mixed_steps(built: Built) -> None:
     runner = built.runner
     capture_pretended(runner, [4])
     capture_on_tapes(runner, [8, 50])
     assert [mixed_rows(runner, size).num_tokens for size in (8, 50)] == [8, 50]
     assert mixed_rows(runner, 50).num_decodes == SLOTS // 2
-    four, *pieces = measure(runner, range(3, 5))
+    four, *piecewise = measure(runner, range(3, 5))
     assert four.mode == "FULL/decode"
-    assert [(graph.mode, graph.rows) for graph in pieces] == [
+    assert [(graph.mode, graph.rows) for graph in piecewise] == [
         ("PIECEWISE/mixed", 8),
         ("PIECEWISE/mixed", 50),
     ]
-    assert all(graph.difference < 1e-3 < 1 < graph.largest_logit for graph in pieces)
-    assert all(graph.replay_s > 0 and graph.eager_s > 0 for graph in pieces)
-    assert all((graph.used, graph.padding) == (0, 0) for graph in pieces)
-    runner.pieces.captured[8].graphs.reverse()
+    assert all(graph.difference < 1e-3 < 1 < graph.largest_logit for graph in piecewise)
+    assert all(graph.replay_s > 0 and graph.eager_s > 0 for graph in piecewise)
+    assert all((graph.used, graph.padding) == (0, 0) for graph in piecewise)
+    runner.piecewise.captured[8].graphs.reverse()
     assert not list(measure(runner, range(3, 5)))[1].is_right
 
 
@@ -264,7 +269,7 @@ def test_eager_and_replay_are_the_runners_own(built: Built) -> None:
     runner = built.runner
     capture_pretended(runner, [SLOTS])
     occupy(runner)
-    rows = decode_rows(runner.graphs.static_slots_R[:5], 256)
+    rows = runner.builder.padded(5, 1, 256)
     with torch.inference_mode():
         (replayed, mode), eager = runner._run(rows), runner.forward(rows)
     assert isinstance(replayed, Forwarded) and mode == "FULL"

@@ -110,5 +110,5 @@ class FakeGrammars(Grammars):
             raise ValueError("of this request")
         self._matchers[request.request_id] = FakeMatcher()
 
-    def fill(self, request_ids: list[int]) -> Masks:
-        return np.full((len(request_ids), 1), -1, np.int32)
+    def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
+        return np.full((sum(1 + len(drafts) for _, drafts in rows), 1), -1, np.int32)

@@ -73,7 +73,7 @@ def compiled(made, *requests) -> list[Outcome]:
 
 
 def allowed(made, *request_ids) -> list[list[int]]:
-    masks = made.fill(list(request_ids))
+    masks = made.fill([(request_id, []) for request_id in request_ids])
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
     return [np.flatnonzero(row).tolist() for row in bits]
 

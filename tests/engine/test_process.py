@@ -226,5 +226,5 @@ def test_nothing_stays_when_the_engine_stops(tmp_path) -> None:
 
 def test_the_fake_drops_matchers_as_the_real_one_does() -> None:
     assert FakeGrammars.advance is Grammars.advance
-    masks: Masks = FakeGrammars().fill([1, 2])
-    assert masks.tolist() == [[-1], [-1]]
+    masks: Masks = FakeGrammars().fill([(1, []), (2, [7])])
+    assert masks.tolist() == [[-1], [-1], [-1]]

@@ -75,7 +75,7 @@ def test_backends_in_the_interpreter() -> None:
 @KINDS
 def test_triton_backend(heads, rows) -> None:
     q_THA, cache, batch = make_batch(*rows, heads, 16, torch.bfloat16, CPU)
-    o_THA = TritonPaged((cache,)).bind(batch)(0, q_THA)
+    o_THA = TritonPaged(cache).bind(batch)(cache, q_THA)
     assert error_share(o_THA, q_THA, cache, batch) <= INTERPRETER_ROUNDS
 
 
@@ -83,8 +83,8 @@ def test_triton_backend(heads, rows) -> None:
 @KINDS
 def test_triton_backend_equals_the_definition_in_float32(rows) -> None:
     q_THA, cache, batch = make_batch(*rows, (4, 2, 64), 16, torch.float32, CPU)
-    expected_THA = TorchPaged((cache,)).bind(batch)(0, q_THA)
-    o_THA = TritonPaged((cache,)).bind(batch)(0, q_THA)
+    expected_THA = TorchPaged(cache).bind(batch)(cache, q_THA)
+    o_THA = TritonPaged(cache).bind(batch)(cache, q_THA)
     torch.testing.assert_close(o_THA, expected_THA, rtol=1e-5, atol=1e-5)
 
 
@@ -92,12 +92,12 @@ def test_triton_backend_equals_the_definition_in_float32(rows) -> None:
 @KINDS
 def test_results_go_where_they_are_wanted_and_padding_changes_nothing(rows) -> None:
     q_THA, cache, batch = make_batch(*rows, (4, 2, 64), 16, torch.float32, CPU)
-    attend = TritonPaged((cache,)).bind(batch)
-    expected_THA, num_tokens = attend(0, q_THA), len(q_THA)
+    attend = TritonPaged(cache).bind(batch)
+    expected_THA, num_tokens = attend(cache, q_THA), len(q_THA)
     if batch.num_decodes < batch.num_rows:  # a step of decode rows is never padded with tokens
         q_THA = torch.cat((q_THA, torch.full_like(q_THA[:7], 1e3)))
     out_THA = torch.empty_like(q_THA)
-    assert attend(0, q_THA, out_THA) is out_THA
+    assert attend(cache, q_THA, out_THA) is out_THA
     torch.testing.assert_close(out_THA[:num_tokens], expected_THA, rtol=0, atol=0)
 
 
@@ -108,8 +108,9 @@ def test_decode_batches_share_a_kernel(backend) -> None:
     q_THA, cache, batch = make_batch(*DECODE, (4, 2, 64), 16, torch.bfloat16, CPU)
     q2_THA, cache2, _ = make_batch(*DECODE, (4, 2, 64), 16, torch.bfloat16, CPU)
     cache2.v_PSGA.mul_(2)
-    attend = backend((cache, cache2)).bind(batch)
-    torch.testing.assert_close(attend(1, q2_THA), 2 * attend(0, q_THA), rtol=0, atol=0)
+    attend = backend(cache).bind(batch)
+    doubled_THA = attend(cache2, q2_THA)
+    torch.testing.assert_close(doubled_THA, 2 * attend(cache, q_THA), rtol=0, atol=0)
 
 
 @in_parent

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import Batch, ForwardContext, PagedKV
+from nanovllm.attention.base import Batch, ForwardContext
+from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.torch_ref import TorchPaged
 from nanovllm.config import Kernels, Load
 from nanovllm.layers.ops import Ops, select_ops
@@ -47,16 +48,27 @@ class Steps:
         (group,) = model.cache_layout(config, mesh, 4).paged
         num_pages = len(prompts) * PAGES_EACH
         shape = (num_pages + 1, PAGE_TOKENS, group.num_heads, group.k_size)
-        self.caches = tuple(
-            PagedKV(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
-            for _ in group.layers
-        )
-        self.backend = TorchPaged(self.caches)
+        caches = {
+            layer: PagedKV(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+            for layer in group.layers
+        }
+        model.bind_caches(caches)
+        self.backend = TorchPaged(caches[0])
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)) + 1
         self.pages = order.view(len(prompts), PAGES_EACH).int()
 
     def feed(self, counts: tuple[int, ...]) -> list[Tensor]:
         """Feed counts[i] tokens of prompt i (0: it has no row in this step); their logits."""
+        logits = self.model.logits(self.hidden(self.batch(counts)))
+        return list(logits.flip(0).split([count for count in counts if count]))
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch, *, all_hidden: bool = False) -> Tensor:
+        ctx = ForwardContext(batch, self.backend.bind(batch), all_hidden)
+        return self.model(batch.token_ids_T, ctx)
+
+    def batch(self, counts: tuple[int, ...]) -> Batch:
+        """The step that feeds so many tokens of each prompt; all are predicted from."""
         rows = [row for row, count in enumerate(counts) if count]
         spans = {row: torch.arange(self.done[row], self.done[row] + counts[row]) for row in rows}
         for row in rows:
@@ -69,7 +81,7 @@ class Steps:
         starts = [0]
         for row in rows:
             starts.append(starts[-1] + counts[row])
-        batch = Batch(
+        return Batch(
             token_ids_T=torch.cat([self.prompts[row][spans[row]] for row in rows]),
             positions_T=torch.cat([spans[row] for row in rows]),
             slot_mapping_T=torch.cat(
@@ -79,16 +91,16 @@ class Steps:
                     for row in rows
                 ]
             ),
+            slots_T=torch.tensor([row for row in rows for _ in range(counts[row])]),
+            slots_R=torch.tensor(rows),
             starts_R1=torch.tensor(starts, dtype=torch.int32),
             lengths_R=torch.tensor(lengths, dtype=torch.int32),
             page_table_RM=table,
             sampled_at=torch.arange(starts[-1]).flip(0),  # any order but the trivial one
             num_rows=len(rows),
             num_decodes=0,
+            num_decode_tokens=0,
+            decode_width=1,
             max_new=max(counts),
             max_length=max(lengths),
         )
-        ctx = ForwardContext(batch, self.caches, self.backend.bind(batch))
-        with torch.inference_mode():
-            logits = self.model.logits(self.model(batch.token_ids_T, ctx))
-        return list(logits.flip(0).split([counts[row] for row in rows]))

@@ -70,6 +70,31 @@ def test_logits_match_transformers(case: str, tmp_path: Path) -> None:
         assert_equal_logits(our_logits(steps, schedule), expected)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_hidden_states_of_all_tokens_give_the_same_logits(case: str, tmp_path: Path) -> None:
+    """In a step of which two tokens are predicted from: one of a prompt's middle, one of an end."""
+    family, overrides = CASES[case]
+    expected = torch.cat(
+        [
+            row[:n]
+            for row, n in zip(
+                expected_logits(make_tiny(tmp_path, family, **overrides)), (7, 3), strict=True
+            )
+        ]
+    )
+    model, predicting = load(tmp_path), torch.tensor([9, 2])
+    found = []
+    for all_hidden in (False, True):
+        steps = Steps(tmp_path, model, prompts(), Mesh())
+        batch = replace(steps.batch((7, 3)), sampled_at=predicting)
+        found.append(steps.hidden(batch, all_hidden=all_hidden))
+    narrow_SD, all_TD = found
+    assert (len(narrow_SD), len(all_TD)) == (2, 10)
+    assert_equal_logits([model.logits(narrow_SD)], [expected[predicting]])
+    assert_equal_logits([model.logits(all_TD)], [expected])
+    torch.testing.assert_close(batch.sampled(all_TD), narrow_SD, rtol=1e-5, atol=1e-5)
+
+
 class InPlace:
     """In place of the products of few rows: adds to the residual stream, where that is."""
 

@@ -27,7 +27,8 @@ def test_an_equal_prompt_costs_one_token_or_where_states_recur_a_page(checkpoint
     known = 12 if checkpoints else 13
     assert engine.cached == {0: 0, 1: known}
     stats = engine.scheduler.stats()
-    assert (stats.cached_tokens, stats.computed_prompt_tokens) == (known, 28 - known)
+    assert (stats.prompt_tokens, stats.cached_tokens) == (28, known)
+    assert sum(chunks for _, chunks in engine.gpu.fed) == 28 - known
 
 
 def test_tenants_never_share_pages() -> None:
@@ -118,6 +119,9 @@ def test_the_least_urgent_is_preempted() -> None:
     assert engine.scheduler.stats().num_preemptions >= 2
     engine.finish_all()
     assert list(engine.finish) == [0, 1, 2]
+    stats = engine.scheduler.stats()  # of prompts, whatever is computed again
+    assert (stats.prompt_tokens, stats.cached_tokens) == (18, 0)
+    assert sum(chunks for _, chunks in engine.gpu.fed) > 18
 
 
 def test_a_preempted_request_waits_for_its_tokens_in_flight() -> None:

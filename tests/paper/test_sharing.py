@@ -15,9 +15,7 @@ PROMPT = [i * i % 47 for i in range(100)]
 
 def fed(engine: PaperEngine) -> int:
     """Prompt tokens computed so far."""
-    total = sum(chunks for _, chunks in engine.gpu.fed)
-    assert engine.scheduler.stats().computed_prompt_tokens == total
-    return total
+    return sum(chunks for _, chunks in engine.gpu.fed)
 
 
 def waiting(engine: PaperEngine) -> tuple[int, int]:

@@ -32,6 +32,7 @@ class Plans:
         self.runner = runner
         self.num_steps = 0
         self.result: StepResult | None = None  # of the newest step
+        self.lines: dict[int, list[int]] = {}  # of the newest step: each slot's tokens
 
     def step(
         self,
@@ -43,8 +44,12 @@ class Plans:
         masks: Mapping[int, Masks] = {},
         clean: Sequence[int] = (),
         copies: Sequence[tuple[int, int]] = (),
+        drafts: Sequence[int] = (),
     ) -> dict[int, int]:
-        """`chunks`: tokens to feed by slot; those in `partial` do not sample. `masks` by slot."""
+        """`chunks`: tokens to feed by slot; those in `partial` do not sample.
+
+        `masks` by slot, of which a decode row has one a token; `drafts` by decode row.
+        """
         self.num_steps += 1
         sampling = [*decodes, *(slot for slot in chunks if slot not in partial)]
         plan = StepPlan(
@@ -54,16 +59,20 @@ class Plans:
             num_decodes=len(decodes),
             decodes=np.array(decodes, np.int32).tobytes(),
             chunks=[Chunk(slot, count, slot not in partial) for slot, count in chunks.items()],
-            max_length=self.runner.slots.tokens_NL.shape[1] - 1,
+            max_length=self.runner.slots.max_tokens,
             masked=[row for row, slot in enumerate(sampling) if slot in masks],
             clean=list(clean),
             copies=list(copies),
+            drafts=np.array(drafts, np.int32).tobytes(),
         )
         handle = self.runner.launch(plan)
         if plan.masked:
-            handle.sample(np.stack([masks[slot] for slot in sampling if slot in masks]))
+            found = [np.atleast_2d(masks[slot]) for slot in sampling if slot in masks]
+            handle.sample(np.concatenate(found))
         self.result = handle.wait()
-        return dict(zip(sampling, self.result.tokens[:, 0].tolist(), strict=True))
+        lines = [[t for t in line if t != -1] for line in self.result.tokens.tolist()]
+        self.lines = dict(zip(sampling, lines, strict=True))
+        return {slot: line[0] for slot, line in self.lines.items()}
 
     def text(
         self,

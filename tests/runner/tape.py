@@ -53,5 +53,5 @@ def memory(leaf: object) -> int:
 @torch.inference_mode()
 def capture_on_tapes(runner: Runner, sizes: list[int]) -> None:
     """Steps with prompt chunks of up to so many tokens."""
-    runner.pieces.new_graph = Tape
-    runner.pieces.capture(sizes)
+    runner.piecewise.new_graph = Tape
+    runner.piecewise.capture(sizes)

@@ -135,11 +135,15 @@ def test_what_is_copied_is_what_was_there_before_the_step_but_for_what_was_clean
         stored[:] = torch.arange(6.0)[:, None, None, None]
     plan = plan_with(clean=[1, 4], copies=[(2, 3), (3, 2), (4, 5)])
     found.apply(plan)
-    for layer in found.by_layer:
+    for layer in found.by_layer.values():
         for pages_PSGA in (layer.k_PSGA, layer.v_PSGA):
             assert pages_PSGA.is_contiguous() and pages_PSGA.shape[:2] == (6, 2)
             assert pages_PSGA[:, 1, 0, -1].tolist() == [0, 0, 3, 2, 0, 0]
-    assert [cache.v_PSGA.shape[2:] for cache in found.by_layer] == [(2, 3), (1, 8), (2, 3)]
+    assert {at: cache.v_PSGA.shape[2:] for at, cache in found.by_layer.items()} == {
+        0: (2, 3),
+        1: (1, 8),
+        2: (2, 3),
+    }
     assert len(found.tensors) == 4  # keys and values of two groups, whatever their layers
 
 
@@ -165,13 +169,15 @@ def plan_with(**fields: object) -> StepPlan:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    ("asked", "reason"),
     [
-        {"drafts": bytes(4)},
-        {"chunks": [Chunk(0, 1, True), Chunk(1, 1, True, save_to=0)]},
-        {"admits": [replace(admit(0, A, [1, 2]), restore_from=2)]},
+        ({"drafts": np.array([0, 2], np.int32).tobytes()}, "rows of 2 drafts; there are 0"),
+        ({"chunks": [Chunk(0, 1, True), Chunk(1, 1, True, save_to=0)]}, "recurrent states"),
+        ({"admits": [replace(admit(0, A, [1, 2]), restore_from=2)]}, "recurrent states"),
     ],
 )
-def test_what_a_runner_cannot_do_is_refused(runner: Runner, asked: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="plan 1 has drafts or recurrent states"):
+def test_what_a_runner_cannot_do_is_refused(
+    runner: Runner, asked: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=f"plan 1 has {reason}"):
         runner.launch(plan_with(**asked))

@@ -13,7 +13,7 @@ from nanovllm.bench.graphs import occupy
 from nanovllm.layers.residual import Residual
 from nanovllm.plan import Chunk, StepPlan
 from nanovllm.runner.batch import StepRows
-from nanovllm.runner.pieces import piece_sizes
+from nanovllm.runner.piecewise import piecewise_sizes
 from nanovllm.runner.runner import Runner
 from nanovllm.runner.warm import padding_rows
 from tests.models.tiny import config_of, make_tiny
@@ -51,26 +51,28 @@ def rows_of(runner: Runner, num_decodes: int, counts: list[int], max_length: int
 
 
 @torch.inference_mode()
-def test_pieces_around_attention_are_the_eager_step_whatever_the_mix(runner: Runner) -> None:
+def test_piecewise_graphs_around_attention_are_the_eager_step_whatever_the_mix(
+    runner: Runner,
+) -> None:
     for seed, (num_decodes, counts) in enumerate(MIXES):
         occupy(runner, seed)
         runner.slots.lengths_N[:SLOTS] //= 4  # there is room for the chunks
         rows = rows_of(runner, num_decodes, counts)
-        before = [torch.stack((cache.k_PSGA, cache.v_PSGA)) for cache in runner.caches]
+        before = [pages_LPSGA.clone() for pages_LPSGA in runner.caches.tensors]
         eager = runner.forward(rows).logits_SV
-        after = [torch.stack((cache.k_PSGA, cache.v_PSGA)) for cache in runner.caches]
-        for cache, pages in zip(runner.caches, before, strict=True):
-            cache.k_PSGA.copy_(pages[0])
-            cache.v_PSGA.copy_(pages[1])
+        after = [pages_LPSGA.clone() for pages_LPSGA in runner.caches.tensors]
+        for pages_LPSGA, old in zip(runner.caches.tensors, before, strict=True):
+            pages_LPSGA.copy_(old)
         padded = runner.padded_tokens
         replayed, mode = runner._run(rows)
         assert mode == "PIECEWISE" and eager is not None and replayed.logits_SV is not None
         assert len(eager) == num_decodes + -(-len(counts) // 2)
         torch.testing.assert_close(replayed.logits_SV, eager, rtol=1e-4, atol=1e-4)
-        for cache, pages, old in zip(runner.caches, after, before, strict=True):
-            found = torch.stack((cache.k_PSGA, cache.v_PSGA))[:, 1:]  # padding is fed to page 0
-            torch.testing.assert_close(found, pages[:, 1:], rtol=1e-4, atol=1e-4)
-            assert (pages[:, 1:] != old[:, 1:]).any(-1).any(-1).sum() == 2 * rows.num_tokens
+        for found, pages, old in zip(runner.caches.tensors, after, before, strict=True):
+            # Padding is fed to page 0.
+            torch.testing.assert_close(found[:, 1:], pages[:, 1:], rtol=1e-4, atol=1e-4)
+            changed = (pages[:, 1:] != old[:, 1:]).any(-1).any(-1).sum()
+            assert changed == len(runner.model.layers) * rows.num_tokens
         size = min(size for size in SIZES if size >= rows.num_tokens)
         assert runner.padded_tokens - padded == size - rows.num_tokens
 
@@ -90,7 +92,7 @@ def test_behind_the_last_attention_only_sampling_rows_go_on(
         seen.clear()
         runner.forward(rows)
         assert seen == [rows.num_tokens] * (len(runner.model.layers) - 1) + [num_sampling]
-    last = runner.pieces.captured[16].graphs[-1].operations
+    last = runner.piecewise.captured[16].graphs[-1].operations
     lines = {len(args[0]) for name, args, _, _ in last if "linear" in str(name)}
     assert lines == {SLOTS}  # as many rows as can sample, of 16 tokens
 
@@ -103,20 +105,21 @@ def watched(forward: Callable[..., object], seen: list[int]) -> Callable[..., ob
     return watching
 
 
-def test_only_attention_is_left_out_of_the_pieces(runner: Runner) -> None:
-    pieces = runner.pieces.captured[16]
-    assert [layer for layer, _, _ in pieces.cuts] == list(range(len(runner.caches)))
-    assert len(pieces.graphs) == len(runner.caches) + 1
-    operations = [[str(call[0]) for call in tape.operations] for tape in pieces.graphs]
+def test_only_attention_is_left_out_of_the_graphs(runner: Runner) -> None:
+    piecewise, layers = runner.piecewise.captured[16], runner.model.layers
+    assert [cut.operation for cut in piecewise.cuts] == [block.attn.attend for block in layers]
+    assert len(piecewise.graphs) == len(layers) + 1
+    operations = [[str(call[0]) for call in tape.operations] for tape in piecewise.graphs]
     assert not any("attention" in name for names in operations for name in names)
     # Two products before the first attention's cut and the norm after the last; four in between.
     products = [sum("linear" in name or "mm" in name for name in names) for names in operations]
-    assert products == [1, *[4] * (len(runner.caches) - 1), 3]
+    assert products == [1, *[4] * (len(layers) - 1), 3]
 
 
 def test_results_of_attention_have_one_buffer_for_all_layers_and_sizes(runner: Runner) -> None:
-    found = [o for pieces in runner.pieces.captured.values() for _, _, o in pieces.cuts]
-    assert len(found) == len(SIZES) * len(runner.caches)
+    captured = runner.piecewise.captured.values()
+    found = [cut.out_TX for piecewise in captured for cut in piecewise.cuts]
+    assert len(found) == len(SIZES) * len(runner.model.layers)
     assert len({o_THA.data_ptr() for o_THA in found}) == 1
     assert sorted({len(o_THA) for o_THA in found}) == SIZES
 
@@ -129,7 +132,7 @@ def test_the_runner_says_why_a_step_with_a_chunk_is_eager(runner: Runner) -> Non
         assert runner._run(padding_rows(runner, 1, 49))[1] == "NONE"
 
 
-def test_the_text_is_the_same_through_pieces(tmp_path: Path) -> None:
+def test_the_text_is_the_same_through_piecewise_graphs(tmp_path: Path) -> None:
     make_tiny(tmp_path, "qwen3")
     prompts = prompts_of(10, seed=2)
     texts, modes = [], []
@@ -144,15 +147,15 @@ def test_the_text_is_the_same_through_pieces(tmp_path: Path) -> None:
         texts.append(engine.text)
         modes.append(engine.runner.steps_by_mode)
     assert texts[0] == texts[1] and sum(map(len, texts[0].values())) == 200
-    eager, pieces = modes
-    assert pieces["PIECEWISE/mixed"] > 3 and pieces["NONE/decode"] == eager["NONE/decode"]
-    assert pieces["PIECEWISE/mixed"] + pieces["NONE/mixed"] == eager["NONE/mixed"]
+    eager, piecewise = modes
+    assert piecewise["PIECEWISE/mixed"] > 3 and piecewise["NONE/decode"] == eager["NONE/decode"]
+    assert piecewise["PIECEWISE/mixed"] + piecewise["NONE/mixed"] == eager["NONE/mixed"]
     assert not any(mode.startswith("PIECEWISE") for mode in eager)
 
 
 @pytest.mark.parametrize("most", [1, 32, 200, 2048, 8192])
 def test_sizes_keep_padding_small(most: int) -> None:
-    sizes = piece_sizes(most)
+    sizes = piecewise_sizes(most)
     assert sizes == sorted(set(sizes)) and sizes[-1] == most and len(sizes) <= 7 + 8 * 5 + 1
     for tokens in range(1, most + 1):
         padding = min(size for size in sizes if size >= tokens) - tokens
@@ -160,4 +163,4 @@ def test_sizes_keep_padding_small(most: int) -> None:
 
 
 def test_no_sizes_at_all() -> None:
-    assert piece_sizes(0) == []
+    assert piecewise_sizes(0) == []

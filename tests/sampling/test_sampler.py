@@ -259,7 +259,7 @@ def test_a_row_is_the_same_alone_in_another_slot_and_after_preemption(requests) 
     for row, slot in enumerate(requests):
         tokens[slot] = sampled.tokens_S[row].item()
     if sampled.logprobs is not None:
-        logprobs = dict(zip(sampled.logprobs.rows, sampled.logprobs.chosen_W, strict=True))
+        logprobs = dict(zip(sampled.logprobs.at, sampled.logprobs.chosen_W, strict=True))
     for row, (slot, asked) in enumerate(requests.items()):
         elsewhere = {(slot + 1) % NUM_SLOTS: asked}
         bench.admit(elsewhere)
@@ -280,7 +280,7 @@ def test_logprobs_are_of_the_raw_logits(requests) -> None:
     if not wanted:
         assert sampled.logprobs is None
         return
-    assert sampled.logprobs.rows == wanted
+    assert sampled.logprobs.at == wanted
     for line, row in enumerate(wanted):
         asked = list(requests.values())[row]
         x = asked.logits.astype(np.float64)

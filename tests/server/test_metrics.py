@@ -6,6 +6,9 @@ import re
 import time
 from pathlib import Path
 
+from msgspec.structs import replace
+
+from nanovllm.bench.report import by_label, samples_of
 from nanovllm.server.metrics import Histogram, Metrics, render
 from nanovllm.wire import Stats
 
@@ -18,7 +21,6 @@ STATS = Stats(
     num_preemptions=2,
     prompt_tokens=100,
     cached_tokens=60,
-    computed_prompt_tokens=44,
     steps_by_tokens=[30, 15, 4] + [0] * 10 + [1],
     step_tokens=300,
     generated_tokens=70,
@@ -36,9 +38,11 @@ LINE = re.compile(
 )
 
 
-def page(metrics: Metrics, model: str = "demo") -> str:
-    sizes = {"page_tokens": 16, "num_pages": 1000}
-    return render(metrics, STATS, model=model, **sizes, num_open=9, num_tasks=11).decode()
+SIZES = {"page_tokens": 16, "num_pages": 1000}
+
+
+def page(metrics: Metrics, model: str = "demo", stats: Stats = STATS) -> str:
+    return render(metrics, stats, model=model, **SIZES, num_open=9, num_tasks=11).decode()
 
 
 def test_the_engines_numbers_are_there_under_common_names() -> None:
@@ -49,7 +53,7 @@ def test_the_engines_numbers_are_there_under_common_names() -> None:
         f"vllm:num_requests_waiting{{{labels}}} 6",
         f'vllm:num_requests_waiting_by_reason{{{labels},reason="capacity"}} 3',
         f'vllm:num_requests_waiting_by_reason{{{labels},reason="deferred"}} 3',
-        f'vllm:prompt_tokens_by_source_total{{{labels},source="local_compute"}} 44',
+        f'vllm:prompt_tokens_by_source_total{{{labels},source="local_compute"}} 40',
         f'vllm:prompt_tokens_by_source_total{{{labels},source="local_cache_hit"}} 60',
         f'vllm:iteration_tokens_total_bucket{{{labels},le="8"}} 45',
         f'vllm:iteration_tokens_total_bucket{{{labels},le="+Inf"}} 50',
@@ -74,11 +78,28 @@ def test_the_engines_numbers_are_there_under_common_names() -> None:
         assert line in text.splitlines()
 
 
+def test_drafts_are_told_of_where_the_recipe_speculates() -> None:
+    assert "spec_decode" not in page(Metrics())
+    drafted = replace(
+        STATS, num_drafts=9, draft_tokens=25, accepted_tokens=12, accepted_by_position=[8, 4, 0]
+    )
+    found = samples_of(page(Metrics(), stats=drafted))
+    total = "vllm:spec_decode_num_{}_total"
+    assert by_label(found, total.format("drafts"), "model_name", "engine") == {"demo/0": 9}
+    assert by_label(found, total.format("draft_tokens")) == {"": 25}
+    assert by_label(found, total.format("accepted_tokens")) == {"": 12}
+    each = by_label(found, total.format("accepted_tokens_per_pos"), "position")
+    assert each == {"0": 8, "1": 4, "2": 0}
+    nothing_yet = page(Metrics(), stats=replace(STATS, accepted_by_position=[0]))
+    assert by_label(samples_of(nothing_yet), total.format("drafts")) == {"": 0}
+
+
 def test_every_line_is_a_sample_or_a_type_said_once() -> None:
     metrics = Metrics()
     metrics.finished["stop"] += 1
     metrics.rejected["queue_full"] += 2
-    text = page(metrics, model='a "b"\\c\nd')
+    stats = replace(STATS, accepted_by_position=[3, 0])
+    text = page(metrics, model='a "b"\\c\nd', stats=stats)
     assert r'model_name="a \"b\"\\c\nd"' in text
     said = [line.split(" ", 3) for line in text.splitlines() if line.startswith("#")]
     assert [word for _, word, *_ in said] == ["HELP", "TYPE"] * (len(said) // 2)

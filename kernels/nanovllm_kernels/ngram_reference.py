@@ -1,0 +1,48 @@
+"""What ngram means, in plain torch: drafts of a row, looked up in its own text.
+
+Shapes as in batch_reference: N slots + 1, L positions, R rows, D drafts, X = 1 + D columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def ngram(
+    slots_R: Tensor,
+    lengths_N: Tensor,
+    tokens_NL: Tensor,
+    num_drafts: int,
+    min_match: int,
+    max_match: int,
+) -> Tensor:
+    """What followed when each slot's newest tokens were last seen, int32 [R, 1 + num_drafts].
+
+    Of slot n the tokens t[0] to t[p] are known, p = lengths_N[n]. Of all earlier places where its
+    last `max_match` tokens occur, or else one fewer, and so on down to `min_match`, the rightmost
+    one counts; it ends at some e < p. The drafts are t[e + 1] and the next ones; past p they repeat
+    from t[e + 1] on, as a text of period p - e would. Column 0 of the result is the number of
+    drafts, all or none; a row without a match has t[p] in place of its drafts.
+
+    In place, all of them are written behind t[p], where the slot must have room. The padding slot
+    stays all zeros.
+    """
+    num_positions = tokens_NL.shape[1]
+    assert 1 <= min_match <= max_match and (max_match + 1) * (num_positions + 1) < 1 << 31
+    text_RL, newest_R1 = tokens_NL[slots_R], lengths_N[slots_R, None].long()
+    at_L = torch.arange(num_positions, device=slots_R.device)
+    same_RL = at_L < newest_R1
+    matched_RL = torch.zeros_like(text_RL)
+    for back in range(max_match):
+        token_R1 = text_RL.take_along_dim((newest_R1 - back).clamp(min=0), 1)
+        same_RL = same_RL & (at_L >= back) & (text_RL.roll(back, 1) == token_R1)
+        matched_RL += same_RL
+    scores_RL = (matched_RL * (num_positions + 1) + at_L).where(matched_RL >= min_match, 0)
+    best_R1 = scores_RL.amax(1, keepdim=True)
+    end_R1 = (best_R1 % (num_positions + 1)).where(best_R1 > 0, newest_R1 - 1)
+    steps_D = torch.arange(num_drafts, device=slots_R.device)
+    drafts_RD = text_RL.take_along_dim(end_R1 + 1 + steps_D % (newest_R1 - end_R1), 1)
+    tokens_NL[slots_R[:, None], newest_R1 + 1 + steps_D] = drafts_RD
+    tokens_NL[-1].zero_()
+    return torch.cat(((best_R1 > 0).to(torch.int32) * num_drafts, drafts_RD), 1)

@@ -1,0 +1,50 @@
+"""Drafts that know nothing and are accepted at given rates: what speculation costs and gives.
+
+What comes out is no text, so this serves for measuring alone: random weights would accept nothing
+that a real drafter proposes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+PERIOD = 4096  # positions after which the drafts repeat
+
+
+class Synthetic:
+    def __init__(
+        self,
+        *,
+        tokens: int,
+        accept: Sequence[float],
+        seeds_N: Tensor,
+        vocab_size: int,
+        device: torch.device,
+        **_: object,
+    ) -> None:
+        """`accept`: for each of the `tokens` drafts, the share of steps in which it comes out.
+
+        The one behind another can come out only if that does: its coin is thrown at the share of
+        the two. `vocab_size` is at least 2.
+        """
+        self.num_drafts = tokens
+        before = [1.0, *accept[:-1]]
+        rates = [rate / first if first else 0.0 for first, rate in zip(before, accept, strict=True)]
+        rates_D = torch.tensor(rates, dtype=torch.float32, device=device)
+        self.accept: tuple[Tensor, Tensor] | None = (rates_D, seeds_N)
+        self._steps_D = torch.arange(1, tokens + 1, device=device)
+        positions_PD = torch.arange(PERIOD, device=device)[:, None] + self._steps_D
+        lines_PD = positions_PD % PERIOD * 7919 % (vocab_size - 1) + 1
+        # By position of the newest token.
+        self._lines_PX = functional.pad(lines_PD, (1, 0), value=tokens).to(torch.int32)
+
+    def propose(self, slots_R: Tensor, lengths_N: Tensor, tokens_NL: Tensor) -> Tensor:
+        newest_R = lengths_N[slots_R]
+        drafts_RX = self._lines_PX[newest_R % PERIOD]
+        tokens_NL[slots_R[:, None], newest_R[:, None] + self._steps_D] = drafts_RX[:, 1:]
+        tokens_NL[-1].zero_()
+        return drafts_RX
