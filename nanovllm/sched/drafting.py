@@ -1,10 +1,11 @@
 """Drafting: how many drafts each decode row feeds, by how its own drafts fared so far.
 
 Decision: a draft is worth its place in a step if it is likely enough to be accepted. A row's
-history is one number, the share of its drafts that were accepted among those that were compared;
-the k-th draft counts if that share to the power of k reaches a threshold. The threshold rises with
-the number of rows: few rows leave a device's arithmetic idle, many need all of it. Rows whose
-drafts fail feed none within a few steps, and try again together, in the same few steps.
+history is one number, the share of accepted drafts among those that were compared, newer ones
+counting more; the k-th draft is as likely as that share to the power of k. The likelihood asked for
+is what a draft costs, in tokens, and rises with the number of rows: few rows leave a device's
+arithmetic idle, many need all of it. Rows whose drafts fail feed none within a few steps, and try
+again all together, in few steps. New rows begin with what the others' drafts are worth.
 
 Everything is a column, one element per slot, as in decoding.py.
 """
@@ -20,11 +21,11 @@ Slots = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 FIRST_RATE = 0.7  # of the first rows of all
-KEPT = 0.7  # weight of a row's past when one more of its drafts was compared
+KEPT = 0.8  # weight of a row's past when one more of its drafts was compared
 KEPT_BY_ALL = 0.98  # the same of what rows begin with
-LOW, HIGH, MANY_ROWS = 0.1, 0.5, 256  # the threshold of one row, of so many and more
-LEAST_GAIN = 0.1  # in tokens, of a step's: drafts make a step longer, even a few
-PROBE_EVERY, PROBE_DRAFTS = 16, 2  # steps
+LOW, HIGH, MANY_ROWS = 0.1, 0.5, 256  # a draft's cost beside one row, beside so many and more
+STEP_COST = 0.1  # of drafts, even of a few: a part of what the step's rows would bring without
+PROBE_EVERY, PROBE_DRAFTS = 16, 2  # steps; with many rows, which have little to gain, fewer
 
 
 class Drafting:
@@ -59,9 +60,10 @@ class Drafting:
             return found_R
         rates_R = self._rates[slots_R]
         drafts_R = np.minimum(found_R, worthwhile(rates_R, len(slots_R)))
-        if gain(rates_R, drafts_R) < LEAST_GAIN * len(slots_R):
+        price = STEP_COST * len(slots_R) + cost(len(slots_R)) * int(drafts_R.sum())
+        if gain(rates_R, drafts_R) < price:
             drafts_R[:] = 0
-        if step % PROBE_EVERY == 0:
+        if step % (PROBE_EVERY * (1 + 2 * len(slots_R) // MANY_ROWS)) == 0:
             np.maximum(drafts_R, np.minimum(found_R, PROBE_DRAFTS), out=drafts_R)
         if int(drafts_R.sum()) > budget:  # the first rows get theirs
             before_R = drafts_R.cumsum(dtype=np.int32) - drafts_R
@@ -107,15 +109,15 @@ class Drafting:
         return beyond
 
 
-def threshold(num_rows: int) -> float:
-    """The least probability of being accepted with which a draft pays, beside so many rows."""
+def cost(num_rows: int) -> float:
+    """Of a draft, in tokens: it pays if it is at least so likely to be accepted."""
     return LOW + (HIGH - LOW) * min(num_rows / MANY_ROWS, 1.0)
 
 
 def worthwhile(rates_R: Floats, num_rows: int) -> Int32:
-    """How many drafts of each row reach the threshold, if each is accepted at its row's rate."""
+    """How many drafts of each row pay, if each is accepted at its row's rate."""
     likely_R = np.log(np.clip(rates_R, 1e-6, 0.999))
-    reached_R: Int32 = (np.log(threshold(num_rows)) / likely_R).astype(np.int32)
+    reached_R: Int32 = (np.log(cost(num_rows)) / likely_R).astype(np.int32)
     return reached_R
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 
+from nanovllm.kv.memory import KVMemory
+from nanovllm.plan import StepPlan, StepResult
+from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Abort, FinishReason
-from tests.paper.engine import PaperEngine, generate
-from tests.paper.gpu import POISON, solo_run
+from tests.paper.engine import PAGE, PaperEngine, generate
+from tests.paper.gpu import POISON, ids, solo_run
 
+STOP_ID = 9
 ERROR, LENGTH, STOP = FinishReason.ERROR, FinishReason.LENGTH, FinishReason.STOP
 
 
@@ -250,3 +255,23 @@ def test_nan_in_logits_alone_costs_a_request_its_pages_all_the_same() -> None:
     assert [i for i in range(12) if engine.finish[i] == ERROR] == wrong
     for i in range(12):
         assert engine.text.get(i, []) == [token for token in alone[i] if token >= 0]
+
+
+def test_whatever_a_draft_may_have_written_is_cleaned_behind_a_finished_text() -> None:
+    """Also what drafts of earlier steps wrote, where later ones did not reach as far."""
+    memory = KVMemory(4, PAGE)
+    scheduler = Scheduler(memory, num_slots=1, step_tokens=64, max_model_tokens=64, num_drafts=3)
+
+    def step(line: list[int], found: int) -> StepPlan:
+        plan = scheduler.plan()
+        drafts = np.array([[found, 7, 7, 7]], np.int32)
+        scheduler.complete(StepResult(plan.step, np.array([line], np.int32), drafts=drafts))
+        return plan
+
+    scheduler.add(generate(0, [1] * 5, 9, [STOP_ID]), 0.0)
+    scheduler.add(generate(1, [2] * 13, 3), 1.0)
+    (admit,) = step([3], found=3).admits
+    plans = [step([3, -1, -1, -1], found=1), step([STOP_ID, -1, -1, -1], found=3)]
+    assert [ids(plan.drafts) for plan in plans] == [[3], [1]]  # tokens 5 to 8, then 6 and 7
+    pages = admit.pages + [page for plan in plans for grant in plan.grants for page in grant.pages]
+    assert len(pages) == 3 and step([3], found=3).clean == sorted(pages[1:])

@@ -1,0 +1,172 @@
+"""How many drafts rows feed, and what that is worth: simulated on a device that costs so much."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from nanovllm.kv.memory import KVMemory
+from nanovllm.plan import StepPlan, StepResult
+from nanovllm.sched.drafting import PROBE_EVERY, Drafting, cost, worthwhile
+from nanovllm.sched.scheduler import Scheduler
+from nanovllm.wire import Generate, Sampling
+
+D = 3
+
+
+class Device:
+    """Accepts the drafts of a request with its share at each place, which is unconditional.
+
+    A step in which all rows feed D takes as long as `dear` steps without any, and one with fewer
+    between that and `least`. It finds `found` drafts for a row.
+    """
+
+    def __init__(
+        self, accept: Sequence[Sequence[float]], dear: float, least: float, found: int | None = D
+    ) -> None:
+        self.accept = accept  # by request, over and over
+        self.dear = dear
+        self.least = least
+        self.found = found
+        self.random = np.random.default_rng(0)
+        self.cost = 0.0
+        self.fed: list[int] = []  # drafts of each step
+
+    def run(self, plan: StepPlan, requests: list[int]) -> StepResult:
+        num_rows = len(requests)
+        drafts = np.zeros(num_rows, np.int32)
+        drafts[: plan.num_decodes] = np.frombuffer(plan.drafts, np.int32) if plan.drafts else 0
+        self.fed.append(int(drafts.sum()))
+        share = self.fed[-1] / (D * num_rows)
+        self.cost += self.least + share * (self.dear - self.least) if share else 1.0
+        rates = np.array([self.accept[i % len(self.accept)] for i in requests]).reshape(-1, D)
+        drawn = self.random.random((num_rows, 1))
+        places = np.arange(D)
+        right = (drawn < rates) & (places < drafts[:, None])
+        lines = np.full((num_rows, 1 + D), 7, np.int32)
+        lines[:, 1:][~right] = -1
+        told = np.full((num_rows, 1 + D), 5, np.int32)
+        told[:, 0] = self.found or 0
+        return StepResult(plan.step, lines, drafts=None if self.found is None else told)
+
+
+def simulate(
+    accept: Sequence[Sequence[float]],
+    dear: float,
+    *,
+    num_rows: int,
+    num_requests: int,
+    num_new: int = 256,
+    least: float = 0.0,
+    num_drafts: int = D,
+    found: int = D,
+) -> tuple[float, Scheduler, Device]:
+    """Requests one after the other, `num_rows` of them at a time. Returns tokens per unit of cost.
+
+    Their lengths differ, so that they begin and end at different times.
+    """
+    scheduler = Scheduler(
+        KVMemory(4096, 64),
+        num_slots=num_rows,
+        step_tokens=8192,
+        max_model_tokens=1 << 16,
+        num_drafts=num_drafts,
+    )
+    device = Device(accept, dear, least or dear, found if num_drafts else None)
+    for i in range(num_requests):
+        prompt, new = array("i", [i]).tobytes(), num_new // 2 + i * 37 % num_new
+        scheduler.add(Generate(i, prompt, new, [], Sampling()), float(i))
+    flying: deque[StepResult] = deque()
+    while scheduler.has_work or flying:
+        if (plan := scheduler.plan()) is not None:
+            rows = scheduler._decoding._flights[plan.step].rows
+            flying.append(device.run(plan, rows.ids.tolist()))
+        while len(flying) > (plan is not None):  # the next step is planned before this one's result
+            scheduler.complete(flying.popleft())
+    return scheduler.stats().generated_tokens / device.cost, scheduler, device
+
+
+ROWS = {1: 8, 64: 160, 256: 500}  # and requests
+DEAR = {1: 1.2, 64: 1.5, 256: 2.6}  # a step of these, each with D drafts
+
+
+def gain(rows: int, *accept: Sequence[float], least: float, num_new: int = 256) -> float:
+    """Tokens per unit of time with drafts, compared with none."""
+    sizes = {"num_rows": rows, "num_requests": ROWS[rows], "num_new": num_new}
+    plain, _, device = simulate(accept, DEAR[rows], least=least, num_drafts=0, **sizes)
+    assert not any(device.fed)
+    return simulate(accept, DEAR[rows], least=least, **sizes)[0] / plain
+
+
+@pytest.mark.parametrize("num_new", [64, 256])
+@pytest.mark.parametrize(("rows", "most"), [(1, 0.03), (64, 0.05)])
+def test_drafts_that_are_never_accepted_cost_little(rows, most, num_new) -> None:
+    """Although each step with any of them is as dear as one with all."""
+    assert 1 / gain(rows, (0, 0, 0), least=DEAR[rows], num_new=num_new) - 1 <= most
+
+
+@pytest.mark.parametrize("accept", [(0.9, 0.85, 0.8), (0.8, 0.6, 0.45), (0.6, 0.35, 0.2)])
+@pytest.mark.parametrize("rows", ROWS)
+def test_drafts_that_are_accepted_bring_what_they_can(rows, accept) -> None:
+    costs = [1.1 + (DEAR[rows] - 1.1) * most / D for most in (1, 2, 3)]
+    best = max((1 + sum(accept[: i + 1])) / costs[i] for i in range(D))  # the same in every step
+    assert gain(rows, accept, least=1.1) >= 0.9 * max(best, 1.0)
+
+
+def test_rows_whose_drafts_fail_do_not_drag_down_the_others() -> None:
+    """Most rows of a step then are of those that fail: they take longer."""
+    good, bad = (0.95, 0.9, 0.85), (0, 0, 0)
+    assert gain(64, good, bad, least=1.1) > 1.1
+
+
+def test_a_few_rows_among_many_do_not_make_all_steps_longer() -> None:
+    _, scheduler, device = simulate(
+        [(0.9, 0.8, 0.7)] + [(0, 0, 0)] * 63, 1.5, num_rows=64, num_requests=64
+    )
+    drafting = device.fed[40:200]
+    assert sum(fed > 0 for fed in drafting) <= 2 + len(drafting) // PROBE_EVERY
+    assert scheduler.stats().accepted_tokens > 5
+
+
+def test_where_nothing_is_found_nothing_is_fed() -> None:
+    device = simulate([(0.9, 0.8, 0.7)], 1.2, num_rows=4, num_requests=4, found=0)[2]
+    assert sum(fed > 0 for fed in device.fed) <= 2  # before the first reports
+
+
+def test_a_row_falls_within_a_few_steps_and_rises_with_a_probe() -> None:
+    drafting = Drafting(num_slots=4, most=D)
+    slot, most = np.array([2]), np.array([9], np.int32)
+    drafting.begin(2)
+    drafting.report(slot, np.array([[D, 5, 5, 5]], np.int32))
+
+    def step(number: int, right: int) -> int:
+        drafts = drafting.choose(number, slot, most, 100)
+        drafting.compared(slot, drafts, np.minimum(drafts, right))
+        return int(drafts[0])
+
+    falling = [step(number, right=0) for number in range(1, 16)]
+    assert falling[0] == D and sorted(falling, reverse=True) == falling
+    assert falling[9:] == [0] * 6
+    assert [step(number, right=0) for number in range(16, 33)] == [2, *[0] * 15, 2]
+    assert [step(number, right=9) for number in range(48, 51)] == [2, 2, 3]
+
+
+def test_drafts_in_excess_of_the_tokens_left_are_the_last_rows() -> None:
+    drafting = Drafting(num_slots=8, most=D)
+    slots, most = np.arange(8), np.array([9, 9, 1, 0, 9, 9, 9, 9], np.int32)
+    for slot in range(8):
+        drafting.begin(slot)
+    assert drafting.choose(1, slots, most, 100).tolist() == [3, 3, 1, 0, 3, 3, 3, 3]
+    assert drafting.choose(1, slots, most, 9).tolist() == [3, 3, 1, 0, 2, 0, 0, 0]
+    assert drafting.choose(1, slots, most, 0).tolist() == [0] * 8
+
+
+def test_what_a_draft_costs_rises_with_the_rows() -> None:
+    assert [round(cost(rows), 2) for rows in (1, 64, 128, 256, 512)] == [0.1, 0.2, 0.3, 0.5, 0.5]
+    rates = np.array([0.0, 0.09, 0.3, 0.51, 0.9, 1.0], np.float32)
+    assert np.minimum(worthwhile(rates, 1), 9).tolist() == [0, 0, 1, 3, 9, 9]
+    assert np.minimum(worthwhile(rates, 256), 9).tolist() == [0, 0, 0, 1, 6, 9]
