@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def ngram(
@@ -31,12 +32,15 @@ def ngram(
     num_positions = tokens_NL.shape[1]
     assert 1 <= min_match <= max_match and (max_match + 1) * (num_positions + 1) < 1 << 31
     text_RL, newest_R1 = tokens_NL[slots_R], lengths_N[slots_R, None].long()
-    at_L = torch.arange(num_positions, device=slots_R.device)
+    at_L = torch.arange(num_positions, dtype=torch.int32, device=slots_R.device)
+    ahead = max_match - 1  # of the text stand so many tokens that equal none
+    padded_RL = functional.pad(text_RL, (ahead, 0), value=-1)
+    steps_M = torch.arange(max_match, device=slots_R.device)
+    last_RM = padded_RL.take_along_dim(newest_R1 + steps_M, 1)
     same_RL = at_L < newest_R1
     matched_RL = torch.zeros_like(text_RL)
-    for back in range(max_match):
-        token_R1 = text_RL.take_along_dim((newest_R1 - back).clamp(min=0), 1)
-        same_RL = same_RL & (at_L >= back) & (text_RL.roll(back, 1) == token_R1)
+    for first in range(ahead, -1, -1):
+        same_RL &= padded_RL[:, first : first + num_positions] == last_RM[:, first, None]
         matched_RL += same_RL
     scores_RL = (matched_RL * (num_positions + 1) + at_L).where(matched_RL >= min_match, 0)
     best_R1 = scores_RL.amax(1, keepdim=True)
