@@ -50,6 +50,8 @@ class Served:
         self.max_model_tokens = ready.max_model_tokens
         self.vocab_size = ready.vocab_size
         self.raise_priority = config.recipe.server.raise_priority
+        speculate = config.recipe.speculate
+        self.writes_by_chance = speculate is not None and speculate.method == "synthetic"
         model = _read(Path(config.config_path), ModelConfig)
         self.family: Family = resolve(PARSERS, parser_of(config))
         self.template = Template(

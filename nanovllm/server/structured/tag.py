@@ -44,6 +44,9 @@ def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
         if getattr(request, field):
             text = f"must be left out where {request.constrained_by} needs a grammar"
             raise misplaced(field, text)
+    if served.writes_by_chance:
+        text = "cannot be had from a server with speculate.method: synthetic, whose text is none"
+        raise misplaced(str(request.constrained_by), text)
     try:
         whole = _Writer(request, served).whole(turn)
         tag = json.dumps({"type": "structural_tag", "format": whole})
