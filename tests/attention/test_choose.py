@@ -46,7 +46,7 @@ def test_what_cannot_run_here_is_refused_with_the_reason(kernels: Kernels, messa
 def test_decode_rows_get_the_portable_kernel_where_there_is_no_hopper(
     decode: str, chosen: str | None, passed_over: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.attention.paged.TritonPaged.supports", lambda *_: None)
+    monkeypatch.setattr("nanovllm.attention.triton.TritonPaged.supports", lambda *_: None)
     asked = Kernels(attention="triton", decode=decode)
     if chosen is None:
         with pytest.raises(ConfigError) as caught:
