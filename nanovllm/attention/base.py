@@ -12,6 +12,7 @@ knows what a cache is, what a kind takes besides, or that its result has the sha
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
@@ -41,7 +42,7 @@ class Batch:
     num_decodes: int  # so many rows, the first ones, feed their newest token and its drafts
     num_decode_tokens: int  # so many tokens, the first ones, are theirs
     decode_width: int  # the most tokens that one of them may feed; 1: each feeds one
-    max_new: int  # most tokens any row feeds; 1 = every row is a decode row
+    max_new: int  # the most tokens that any row feeds
     max_length: int  # an upper bound of lengths_R, on the host
 
     def sampled(self, x_TX: Tensor) -> Tensor:
@@ -99,14 +100,10 @@ class ForwardContext:
 
     batch: Batch
     attend: Attend
-    all_hidden: bool = False  # hidden states are wanted of all tokens, not of predicting ones alone
-    cut: Callable[..., Tensor] | None = None  # does `eager` while a graph of tokens is captured
-
-    def eager(self, operation: EagerOperation, *tensors: Tensor) -> Tensor:
-        """The operation's result of tensors that are contiguous. A piecewise graph is cut here."""
-        if self.cut is None:
-            return operation(self, *tensors)
-        return self.cut(operation, *tensors)
+    all_hidden: bool = False  # whether hidden states are wanted of tokens that nobody predicts from
+    # How a layer calls an EagerOperation: eager(operation, ctx, *tensors), these contiguous. At
+    # once, but a piecewise graph is cut there. Not a method, which would cost as much as the call.
+    eager: Callable[..., Tensor] = operator.call
 
 
 class AttentionBackend(Protocol):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -42,8 +43,10 @@ def bind_rows(
         kernel = triton_decode
     rows = batch.decodes()
     plan = kernel.plan_decode(rows.lengths_R, like.k_PSGA)
-    ragged = {"starts_R1": rows.starts_R1, "width": width} if width > 1 else {}
-    decode = Decode(kernel.paged_decode, (rows.page_table_RM, rows.lengths_R, plan), ragged)
+    paged_decode = kernel.paged_decode
+    if width > 1:
+        paged_decode = partial(paged_decode, starts_R1=rows.starts_R1, width=width)
+    decode = Decode(paged_decode, rows.page_table_RM, rows.lengths_R, plan)
     if at == batch.num_rows:
         return decode
     return Both(decode, bind_chunks(batch.chunks()), batch.num_decode_tokens)
@@ -52,11 +55,20 @@ def bind_rows(
 @dataclass(frozen=True, slots=True)
 class Decode:
     kernel: Callable[..., Tensor]
-    rows: tuple[Any, ...]  # page table, lengths, plan
-    ragged: dict[str, Any]  # of rows that feed more than one token: where they start, how many
+    page_table_RM: Tensor
+    lengths_R: Tensor
+    plan: Any
 
     def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        return self.kernel(q_THA, cache.k_PSGA, cache.v_PSGA, *self.rows, out_THA, **self.ragged)
+        return self.kernel(
+            q_THA,
+            cache.k_PSGA,
+            cache.v_PSGA,
+            self.page_table_RM,
+            self.lengths_R,
+            self.plan,
+            out_THA,
+        )
 
 
 @dataclass(frozen=True, slots=True)
