@@ -17,7 +17,7 @@ def glossary(text: str) -> dict[str, str]:
     cells = [
         [cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if "|" in line
     ]
-    return {ours: theirs for ours, theirs in cells[2:]}
+    return dict(cells[2:])
 
 
 def absent(words: dict[str, str], code: str) -> list[str]:
