@@ -99,7 +99,8 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Paper(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `engine: paper`, which answers at a fixed rate without a model: the server by itself."""
+    """Settings of `engine: paper`, which answers at a fixed rate without a model: the server by
+    itself."""
 
     tokens_per_s: float = 250.0  # of each stream; a step takes the inverse
 
@@ -308,7 +309,7 @@ def without_api_key(config: Config) -> Config:
 
 
 def given_api_key() -> str | None:
-    """Of the environment, which `ps` does not show. It is never printed or recorded."""
+    """The key in the environment, which `ps` does not show. It is never printed or recorded."""
     return os.environ.get("NANOVLLM_API_KEY") or None
 
 

@@ -60,7 +60,9 @@ class GatedLinear:
 
 @CachedCompile
 def compile_gated(dtype_name: str, is_tall: bool) -> Compiled:
-    """Of any sizes; `is_tall`: two tiles of rows share weights, else two tiles of lines share rows.
+    """Compiles the product for any sizes.
+
+    `is_tall`: two tiles of rows share weights, else two tiles of lines share rows.
 
     Its arguments: x, the weights, y, how many clusters of two run at once.
     """

@@ -53,7 +53,7 @@ class AddedLinear:
         return not is_long and num_rows * weight_ND.numel() >= LEAST_ADDED_WORK
 
     def __call__(self, x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor:
-        """x W^T + the residual stream, in its place."""
+        """Computes x W^T + the residual stream, in its place."""
         return residual_TN.addmm_(x_TD, weight_ND.t())
 
 
@@ -71,7 +71,7 @@ SLICED_LINEAR, ADDED_LINEAR = SlicedLinear(), AddedLinear()
 
 
 def sum_of_slices(y: Tensor, args: Args) -> Tensors:
-    """As what follows sums them up."""
+    """The sum of slices, as what follows sums them up."""
     return (summed(y).to(y.dtype),)
 
 

@@ -43,7 +43,7 @@ MOST_NORMED = 4096  # with a norm, rows * width: every program reads all of x
 
 
 class Shape(NamedTuple):
-    """Of a program."""
+    """How a program cuts its part of a product."""
 
     lines: int  # of W
     warps: int
@@ -280,7 +280,7 @@ def norm_inputs(T: int, N: int, D: int, device: torch.device, kind: str = "norma
 
 
 def sizes(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """Of each product's terms together, as their errors add up: root of the sum of squares."""
+    """How large each product's terms are together, as errors add up: root of summed squares."""
     return functional.linear(x_TD.float().square(), weight_ND.float().square()).sqrt()
 
 

@@ -38,7 +38,7 @@ def parameter(*shape: int) -> nn.Parameter:
 
 
 class Linear(Layer):
-    """y = x W^T: one weight [N, D], and the table of its implementations by rows.
+    """Computes y = x W^T: one weight [N, D], and the table of its implementations by rows.
 
     Subclasses say what is fused before and after, each with a table of its own.
     """
@@ -62,7 +62,7 @@ class Linear(Layer):
 
 
 class NormLinear(Linear):
-    """y = rms_norm(residual stream) W^T, its output features cut over ranks.
+    """Computes y = rms_norm(residual stream) W^T, its output features cut over ranks.
 
     `parts` are fused in their order: q, k and v, say. `gated`: the parts are gate and up, of equal
     widths, and y is silu(gate) * up.
@@ -89,7 +89,7 @@ class NormLinear(Linear):
         return self.by_rows, self.by_rows_pending
 
     def forward(self, residual: Residual) -> tuple[Product, Added]:
-        """y and the stream with everything added. May overwrite what it is given."""
+        """Returns y and the stream with everything added. May overwrite what it is given."""
         table = self.by_rows if isinstance(residual, Added) else self.by_rows_pending
         run = table[len(residual.stream_TD)].run
         found: tuple[Product, Added] = run(residual, self.norm_weight, self.eps, self.weight)
@@ -97,7 +97,7 @@ class NormLinear(Linear):
 
 
 class AddLinear(Linear):
-    """y = x W^T for the residual stream: input features cut over ranks, partial results summed."""
+    """Computes x W^T for the residual stream: input features cut over ranks, results summed."""
 
     def __init__(self, inputs: Span, hidden_size: int, mesh: Mesh, ops: Ops) -> None:
         super().__init__(hidden_size, inputs.count, Placement(1, (("", inputs),)), ops)

@@ -79,7 +79,7 @@ class SmallLinear(Protocol):
 
 
 class GatedLinear(Protocol):
-    """silu(gate) * up of one product, in one launch, for steps of many rows."""
+    """Computes silu(gate) * up of one product, in one launch, for steps of many rows."""
 
     def fits(self, num_rows: int, weight_ND: Tensor) -> bool: ...
 
@@ -206,15 +206,16 @@ class Ops:
     # -- tables of implementations, by rows -----------------------------------------------------
 
     def plain(self, weight_ND: Tensor) -> RowTable:
-        """Of run(x_TD, weight_ND) -> y_TN."""
+        """The table of run(x_TD, weight_ND) -> y_TN."""
         return self._table(weight_ND, self._plain)
 
     def added(self, weight_ND: Tensor) -> RowTable:
-        """Of run(x_TD, weight_ND, Added) -> Residual: the product, for the residual stream."""
+        """The table of run(x_TD, weight_ND, Added) -> Residual: products for the residual
+        stream."""
         return self._table(weight_ND, self._added)
 
     def normed(self, weight_ND: Tensor, *, gated: bool, is_added: bool) -> RowTable:
-        """Of run(residual, norm_weight_D, eps, weight_ND) -> (Product, Added).
+        """The table of run(residual, norm_weight_D, eps, weight_ND) -> (Product, Added).
 
         The product of the normalised residual stream; `gated`: silu of its first half times the
         other. `is_added`: for a stream in that state, else for one with a product pending.

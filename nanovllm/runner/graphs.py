@@ -56,7 +56,8 @@ class Memory:
 
 
 def borrowed(x: Tensor) -> Tensor:
-    """x, made during a capture, without holding its memory back from the pool's later captures.
+    """Returns x, made during a capture, without holding its memory back from the pool's later
+    captures.
 
     A pool's memory stays mapped as long as its graphs live, so until a later capture's replay the
     contents are x's.

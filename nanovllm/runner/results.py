@@ -35,13 +35,13 @@ class Copy:
         return StepResult(step, lines, logprobs, drafts)
 
     def _sampling(self, lines_RX: Tensor) -> Int32:
-        """Of the rows that sample."""
+        """The lines of the rows that sample."""
         lines: Int32 = lines_RX.numpy()
         return lines.copy() if self.rows.sampling is None else lines[self.rows.sampling]
 
 
 class HostEvent:
-    """Of torch.cuda.Event what is used, where the host computes: enqueued work is done work."""
+    """What is used of torch.cuda.Event, where the host computes: enqueued work is done work."""
 
     def record(self) -> None:
         self.at = time.perf_counter()
@@ -162,7 +162,8 @@ def begin(found: SampledLogprobs) -> SampledLogprobs:
 
 
 def read_logprobs(found: SampledLogprobs, lines: Int32, samples: Int32) -> tuple[RowLogprobs, ...]:
-    """Of the tokens in `lines`, row r's of so many samples[r]: CORRUPTED and -1 are none."""
+    """The log-probabilities of the tokens in `lines`, row r's of so many samples[r]: CORRUPTED
+    and -1 are none."""
     chosen = found.chosen_W.tolist()
     ids, values = found.top_ids_WK.tolist(), found.top_logprobs_WK.tolist()
     row_of = np.repeat(np.arange(len(samples)), samples).tolist()

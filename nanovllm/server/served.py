@@ -68,7 +68,7 @@ class Served:
     def parser(
         self, turn: str, schemas: Schemas | None, *, is_spelled: bool, mends: bool = False
     ) -> Machine:
-        """As `Machine` takes them."""
+        """A parser of this model's family; the arguments are those of `Machine`."""
         marks = self.vocabulary.marks
         return Machine(self.family, marks, turn, schemas, is_spelled=is_spelled, mends=mends)
 

@@ -39,7 +39,7 @@ GAP: Format = {"type": "regex", "pattern": "\n{0,2}"}  # after thinking
 
 
 def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
-    """As JSON. `turn`: what the prompt has written of the model's. Raises ApiError."""
+    """The tag as JSON. `turn`: what the prompt has written of the model's. Raises ApiError."""
     for field in ("min_tokens", "ignore_eos", "bad_words"):  # they may leave no token at all
         if getattr(request, field):
             text = f"must be left out where {request.constrained_by} needs a grammar"
@@ -59,8 +59,8 @@ def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
 
 
 def vet_tools(request: ChatRequest, served: Served) -> None:
-    """Of a request whose output is free. Raises ApiError as `structural_tag` does once a call is
-    required, so that the same tools are refused whatever the choice."""
+    """Vets the tools of a request whose output is free. Raises ApiError as `structural_tag` does
+    once a call is required, so that the same tools are refused whatever the choice."""
     _Writer(request, served).vet_functions()
 
 
