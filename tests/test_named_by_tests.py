@@ -19,7 +19,7 @@ DRIVEN_BY = {
         nanovllm/__init__.py nanovllm/__main__.py nanovllm/launch.py
         nanovllm/cli/__init__.py nanovllm/cli/commands.py""",
     "tests/end_to_end/test_generate.py": """
-        nanovllm/plan.py nanovllm/wire.py nanovllm/registry.py
+        nanovllm/plan.py nanovllm/registry.py
         nanovllm/runner/batch.py nanovllm/runner/build.py nanovllm/runner/runner.py
         nanovllm/runner/sizing.py nanovllm/runner/slots.py nanovllm/runner/upload.py""",
     "tests/attention/test_choose.py": "nanovllm/attention/__init__.py",
@@ -28,7 +28,8 @@ DRIVEN_BY = {
         nanovllm/layers/linear.py nanovllm/layers/mlp.py nanovllm/layers/norm.py
         nanovllm/layers/rope.py nanovllm/models/__init__.py nanovllm/models/decoder.py
         nanovllm/models/llama.py nanovllm/models/qwen3.py
-        kernels/nanovllm_kernels/attention_reference.py kernels/nanovllm_kernels/reference.py""",
+        kernels/nanovllm_kernels/reference.py""",
+    "tests/attention/test_flash.py": "kernels/nanovllm_kernels/attention_reference.py",
     "tests/layers/test_ops.py": """
         nanovllm/layers/residual.py kernels/nanovllm_kernels/library_linear.py""",
     "tests/bench/test_online.py": """
@@ -39,7 +40,7 @@ DRIVEN_BY = {
     "tests/runner/test_corrupted.py": "nanovllm/runner/caches.py",
     "tests/engine/test_clock.py": "nanovllm/runner/results.py",
     "tests/engine/test_process.py": "nanovllm/engine/executor.py",
-    "tests/ipc/test_channel.py": "nanovllm/ipc/client.py",
+    "tests/ipc/test_channel.py": "nanovllm/ipc/client.py nanovllm/wire.py",
     "tests/paper/test_engine.py": """
         nanovllm/engine/loop.py nanovllm/kv/memory.py nanovllm/kv/pages.py
         nanovllm/sched/decoding.py nanovllm/sched/policy.py nanovllm/sched/queue.py

@@ -27,6 +27,7 @@ CHOICES = (
     "nanovllm/server/parsers/", "nanovllm/server/structured/", "nanovllm/spec/",
     "nanovllm/speculate.py",
     "nanovllm/models/llama.py", "nanovllm/models/qwen3.py",
+    "nanovllm/attention/grouped.py",
     "nanovllm/attention/flash.py", "nanovllm/attention/paged.py", "nanovllm/attention/torch_ref.py",
     "nanovllm/sampling/bad_words.py", "nanovllm/sampling/logit_bias.py",
     "nanovllm/sampling/logprobs.py", "nanovllm/sampling/min_tokens.py",

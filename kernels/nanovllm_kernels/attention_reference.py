@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,16 +59,6 @@ def paged_decode(
     if starts_R1 is None:
         starts_R1 = torch.arange(len(lengths_R) + 1)
     return paged_prefill(q_THA, k_PSGA, v_PSGA, page_table_RM, starts_R1, lengths_R, width)
-
-
-def by_position(decode: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A decode kernel that takes `starts_R1` and `width`, if any, behind the plan, as cases do."""
-
-    def run(*args: Any) -> Tensor:  # noqa: ANN401
-        *rows, starts_R1, width = args if len(args) > 6 else (*args, None, 1)
-        return decode(*rows, starts_R1=starts_R1, width=width)
-
-    return run
 
 
 def weighted_sizes(reference: Callable[..., Tensor]) -> Callable[[Tensors, Args], Tensors]:

@@ -28,8 +28,6 @@ what is empty must not become NaN: in the running maximum, and in partial result
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import NamedTuple
 
 import torch
 import triton
@@ -37,7 +35,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels import attention_reference as reference
-from nanovllm_kernels.case import Args, Case, Kernel, bits
+from nanovllm_kernels.case import Kernel
+from nanovllm_kernels.decode_cases import all_rows, by_position, case_of
 from nanovllm_kernels.device import follows, processors
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -103,14 +102,8 @@ def paged_decode(
     group = num_heads // num_kv_heads
     tile = max(16, triton.next_power_of_2(group * width))
     waits = follows(num_tokens, q_THA.device)
-    both = {
-        "W": width,
-        "RAGGED": starts_R1 is not None,
-        "A": head_size,
-        "A_BLOCK": triton.next_power_of_2(head_size),
-        "WAITS": waits,
-        "launch_pdl": waits,
-    }
+    both = dict(W=width, RAGGED=starts_R1 is not None, WAITS=waits, launch_pdl=waits)
+    both |= dict(A=head_size, A_BLOCK=triton.next_power_of_2(head_size))
     decode_kernel[(num_kv_heads, num_lanes)](
         q_THA,
         k_PSGA,
@@ -122,8 +115,7 @@ def paged_decode(
         o_THA,
         partial_o,
         partial_lse,
-        q_THA.stride(0),
-        q_THA.stride(1),
+        *q_THA.stride()[:2],
         *k_PSGA.stride()[:3],
         page_table_RM.stride(0),
         page_table_RM.shape[1],
@@ -381,163 +373,14 @@ def merge_kernel(
     tl.store(at, (o / total).to(o_THA.dtype.element_ty), a < A)
 
 
-class Rows(NamedTuple):
-    """What a case is about: of each row, tokens in the cache and new ones among them, if not 1."""
-
-    lengths: tuple[int, ...]
-    heads: tuple[int, int, int]
-    page_tokens: int
-    dtype: torch.dtype = torch.bfloat16
-    kind: str = "normal"
-    new: tuple[int, ...] = ()
-    width: int = 0  # 0: without starts_R1
-
-
-def inputs(rows: Rows, device: torch.device) -> Args:
-    lengths, heads, page_tokens, dtype, kind, new, width = rows
-    q, k, v, table, starts, at = reference.paged_inputs(
-        lengths, new or (1,) * len(lengths), heads, page_tokens, dtype, device, kind
-    )
-    drafted = (starts, width) if width else ()
-    return q, k, v, table, at, plan_decode(at, k), *drafted
-
-
-def cases() -> tuple[Case, ...]:
-    ragged = (1, 130, 7, 64, 65, 1, 300, 17, 128)
-    small = [
-        ((1,), (2, 1, 128), 16),
-        ((1000,), (2, 1, 64), 16),
-        (ragged, (4, 2, 128), 16),
-        (ragged, (8, 2, 128), 128),
-        (ragged, (3, 1, 80), 32),
-        (ragged, (4, 2, 64), 64),
-        (ragged, (2, 2, 256), 48),
-        (ragged, (20, 1, 16), 16),  # more query heads than a tensor core's 16 rows
-        (ragged, (8, 8, 64), 128),
-        ((1,) * 5, (4, 2, 128), 128),
-    ]
-    large = [
-        ((2000, *ragged, 5000), heads, page_tokens)
-        for heads in ((16, 8, 128), (32, 8, 128), (14, 2, 64), (16, 2, 256), (12, 4, 80))
-        for page_tokens in (16, 64, 128)
-    ]
-    checked = [Rows(*shape) for shape in (*small, *large)]
-    checked += [
-        Rows(ragged, (4, 2, 64), 16, torch.float32),
-        Rows(ragged, (4, 2, 128), 32, kind="spike"),
-        # More partial results than are merged at once, with the largest among the last.
-        Rows((1340,), (2, 1, 128), 16, kind="spike"),
-    ]
-    return (
-        *(
-            Case(
-                f"{rows.kind} rows={len(rows.lengths)} longest={max(rows.lengths)} "
-                f"HGA={rows.heads} page={rows.page_tokens} {bits(rows.dtype)}"
-                + f" W={rows.width}"
-                * (rows.width > 0),
-                partial(inputs, rows),
-                small=sum(rows.lengths) < 1400,
-            )
-            for rows in (*checked, *drafted_rows())
-        ),
-        *timed_cases(),
-    )
-
-
-def drafted_rows() -> list[Rows]:
-    """Rows of 0 to W new tokens, and some of none and no length at the tail."""
-    lengths = (8, 130, 9, 64, 65, 1, 300, 17, 66, 128, 131, 0, 0, 0)
-    shapes = [
-        ((1, 1, 64), 16, 4, "newest"),
-        ((4, 2, 128), 16, 2, "normal"),
-        ((4, 2, 128), 128, 8, "newest"),
-        ((8, 2, 128), 16, 2, "newest"),
-        ((8, 2, 128), 128, 4, "newest"),
-        ((8, 2, 128), 64, 8, "spike"),
-        ((3, 1, 80), 32, 4, "newest"),
-        ((7, 1, 64), 64, 4, "normal"),
-        ((2, 2, 256), 48, 4, "newest"),
-        ((20, 1, 16), 16, 2, "newest"),
-        ((20, 1, 16), 16, 8, "newest"),
-    ]
-    found = [
-        Rows(lengths, heads, page_tokens, width=width, kind=kind)
-        for heads, page_tokens, width, kind in shapes
-    ]
-    found += [
-        Rows(lengths, (4, 2, 64), 16, torch.float32, "newest", width=4),
-        Rows((130, 0, 0), (2, 1, 64), 64, width=1),
-        Rows((1340,), (2, 1, 128), 16, kind="newest", width=4),
-        Rows((1345, 0), (4, 1, 128), 64, kind="spike", width=8),
-    ]
-    long = (2000, *lengths[:-3], 5000, *lengths[-3:])
-    found += [
-        Rows(long, heads, page_tokens, width=width, kind="newest")
-        for heads in ((16, 8, 128), (32, 8, 128), (14, 2, 64), (16, 2, 256), (40, 2, 128))
-        for page_tokens, width in ((16, 2), (64, 4), (128, 8))
-    ]
-    return [rows._replace(new=new_of(rows.lengths, rows.width)) for rows in found]
-
-
-def new_of(lengths: tuple[int, ...], width: int) -> tuple[int, ...]:
-    """Counts of 0 to `width` new tokens in turn, from the most down; no more than the length."""
-    return tuple(min(width - nth % (width + 1), length) for nth, length in enumerate(lengths))
-
-
-def timed_cases() -> list[Case]:
-    order = torch.randperm(256, generator=torch.Generator().manual_seed(3))
-    spread = tuple(torch.linspace(100, 2048, 256).int()[order].tolist())  # as in the middle of W1
-    shapes = [
-        (f"R={R} ctx={length}", Rows((length,) * R, (H, G, A), page_tokens))
-        for R, length, H, G, A, page_tokens in (
-            (1, 1024, 16, 8, 128, 128),
-            (1, 32768, 32, 8, 128, 128),
-            (8, 4096, 32, 8, 128, 128),
-            (64, 1024, 16, 8, 128, 128),
-            (64, 1024, 32, 8, 128, 128),
-            (256, 1024, 16, 8, 128, 128),
-            (256, 1024, 16, 8, 128, 64),
-            (256, 1024, 16, 8, 128, 16),
-            (256, 1024, 32, 8, 128, 128),
-            (64, 4096, 16, 2, 256, 64),
-        )
-    ]
-    shapes.append(("R=256 ctx=100..2048", Rows(spread, (16, 8, 128), 128)))
-    W = 4
-    for R, length, H in (
-        (1, 1024, 16),
-        (1, 1024, 32),
-        (1, 4096, 32),
-        (64, 1024, 16),
-        (64, 1024, 32),
-        (256, 1024, 16),
-    ):
-        unused = (0,) * (R * W - R)  # a graph of so many tokens has room for as many rows
-        rows = Rows((length,) * R + unused, (H, 8, 128), 128, new=(W,) * R + unused, width=W)
-        shapes.append((f"R={R} ctx={length} W={W}", rows))
-    return [
-        Case(
-            f"{name} HGA={rows.heads} page={rows.page_tokens}",
-            partial(inputs, rows),
-            num_bytes=4
-            * rows.heads[2]
-            * (
-                sum(rows.lengths) * rows.heads[1]
-                + sum(rows.new or (1,) * len(rows.lengths)) * rows.heads[0]
-            ),
-        )
-        for name, rows in shapes
-    ]
-
-
 # 16 bit: weights and the result are each rounded by half an ulp. 32 bit: a score is a sum of up to
 # 256 products, and an error in it is one of the weight.
 PAGED_DECODE = Kernel(
     "paged_decode",
-    reference.by_position(paged_decode),
-    reference.by_position(reference.paged_decode),
-    cases(),
+    by_position(paged_decode),
+    by_position(reference.paged_decode),
+    tuple(case_of(plan_decode, rows) for rows in all_rows()),
     ulps_16=1,
     ulps_32=256,
-    scale=reference.weighted_sizes(reference.by_position(reference.paged_decode)),
+    scale=reference.weighted_sizes(by_position(reference.paged_decode)),
 )

@@ -1,10 +1,6 @@
 """What travels through a forward pass, and what a model may ask of attention.
 
-Shape letters are the same in every file of this project:
-    T tokens in the step        R rows (requests) in the step     D model width
-    H query heads of this rank  G key/value heads of this rank    A head size
-    P pages                     S tokens per page                 V vocabulary
-    F MLP width of this rank    M page-table width                L layers or positions
+Names of tensors end in their shape, in every file of this project: nanovllm/shapes.md.
 
 Decision: keys and values always go through the paged cache. A layer stores them (one fused kernel
 with the rotary embedding), then attention reads pages, for prefill and decode alike: one path.
@@ -16,6 +12,7 @@ knows what a cache is, what a kind takes besides, or that its result has the sha
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
@@ -45,7 +42,7 @@ class Batch:
     num_decodes: int  # so many rows, the first ones, feed their newest token and its drafts
     num_decode_tokens: int  # so many tokens, the first ones, are theirs
     decode_width: int  # the most tokens that one of them may feed; 1: each feeds one
-    max_new: int  # most tokens any row feeds; 1 = every row is a decode row
+    max_new: int  # the most tokens that any row feeds
     max_length: int  # an upper bound of lengths_R, on the host
 
     def sampled(self, x_TX: Tensor) -> Tensor:
@@ -103,14 +100,10 @@ class ForwardContext:
 
     batch: Batch
     attend: Attend
-    all_hidden: bool = False  # hidden states are wanted of all tokens, not of predicting ones alone
-    cut: Callable[..., Tensor] | None = None  # does `eager` while a graph of tokens is captured
-
-    def eager(self, operation: EagerOperation, *tensors: Tensor) -> Tensor:
-        """The operation's result of tensors that are contiguous. A piecewise graph is cut here."""
-        if self.cut is None:
-            return operation(self, *tensors)
-        return self.cut(operation, *tensors)
+    all_hidden: bool = False  # whether hidden states are wanted of tokens that nobody predicts from
+    # How a layer calls an EagerOperation: eager(operation, ctx, *tensors), these contiguous. At
+    # once, but a piecewise graph is cut there. Not a method, which would cost as much as the call.
+    eager: Callable[..., Tensor] = operator.call
 
 
 class AttentionBackend(Protocol):

@@ -48,13 +48,23 @@ class FlashPaged:
         from nanovllm_kernels.flash_prefill import flash_prefill  # imports CuTe DSL, for seconds
 
         rows = batch.page_table_RM, batch.starts_R1, batch.lengths_R
-        return FlashAttend(flash_prefill, rows)
+        return FlashAttend(flash_prefill, *rows)
 
 
 @dataclass(frozen=True, slots=True)
 class FlashAttend:
     kernel: Callable[..., Tensor]
-    rows: tuple[Tensor, ...]  # page table, starts, lengths
+    page_table_RM: Tensor
+    starts_R1: Tensor
+    lengths_R: Tensor
 
     def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        return self.kernel(q_THA, cache.k_PSGA, cache.v_PSGA, *self.rows, out_THA)
+        return self.kernel(
+            q_THA,
+            cache.k_PSGA,
+            cache.v_PSGA,
+            self.page_table_RM,
+            self.starts_R1,
+            self.lengths_R,
+            out_THA,
+        )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -44,7 +45,7 @@ class TritonPaged:
         return obstacle_of_shapes(layout)
 
     def bind(self, batch: Batch) -> Attend:
-        return bind_rows(self.like, batch, bind_prefill, self.decode)
+        return bind_rows(self.like, batch, TritonPrefill, self.decode)
 
 
 def obstacle_of_shapes(layout: CacheLayout) -> str | None:
@@ -68,8 +69,10 @@ def bind_rows(
         kernel = triton_decode
     rows = batch.decodes()
     plan = kernel.plan_decode(rows.lengths_R, like.k_PSGA)
-    ragged = {"starts_R1": rows.starts_R1, "width": width} if width > 1 else {}
-    decode = Decode(kernel.paged_decode, (rows.page_table_RM, rows.lengths_R, plan), ragged)
+    paged_decode = kernel.paged_decode
+    if width > 1:
+        paged_decode = partial(paged_decode, starts_R1=rows.starts_R1, width=width)
+    decode = Decode(paged_decode, rows.page_table_RM, rows.lengths_R, plan)
     if at == batch.num_rows:
         return decode
     return Both(decode, bind_chunks(batch.chunks()), batch.num_decode_tokens)
@@ -78,11 +81,20 @@ def bind_rows(
 @dataclass(frozen=True, slots=True)
 class Decode:
     kernel: Callable[..., Tensor]
-    rows: tuple[Any, ...]  # page table, lengths, plan
-    ragged: dict[str, Any]  # of rows that feed more than one token: where they start, how many
+    page_table_RM: Tensor
+    lengths_R: Tensor
+    plan: Any
 
     def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        return self.kernel(q_THA, cache.k_PSGA, cache.v_PSGA, *self.rows, out_THA, **self.ragged)
+        return self.kernel(
+            q_THA,
+            cache.k_PSGA,
+            cache.v_PSGA,
+            self.page_table_RM,
+            self.lengths_R,
+            self.plan,
+            out_THA,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +114,17 @@ class Both:
 
 @dataclass(frozen=True, slots=True)
 class TritonPrefill:
-    rows: tuple[Tensor, Tensor, Tensor, int]  # page table, starts, lengths, most new tokens
+    batch: Batch
 
     def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        return paged_prefill(q_THA, cache.k_PSGA, cache.v_PSGA, *self.rows, out_THA)
-
-
-def bind_prefill(batch: Batch) -> TritonPrefill:
-    rows = batch.page_table_RM, batch.starts_R1, batch.lengths_R, batch.max_new
-    return TritonPrefill(rows)
+        batch = self.batch
+        return paged_prefill(
+            q_THA,
+            cache.k_PSGA,
+            cache.v_PSGA,
+            batch.page_table_RM,
+            batch.starts_R1,
+            batch.lengths_R,
+            batch.max_new,
+            out_THA,
+        )

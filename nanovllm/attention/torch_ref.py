@@ -47,7 +47,7 @@ class TorchPaged:
     name = "torch"
 
     def __init__(self, like: PagedKV) -> None:
-        """`like`: a cache of any pages, as long as every layer's."""
+        """`like`: a cache of any pages, which are as long as every layer's."""
         self.page_tokens = like.k_PSGA.shape[1]
         self.copies = Copy(), Copy()
 

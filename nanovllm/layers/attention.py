@@ -62,7 +62,7 @@ class Attention(Layer):
             cache.k_PSGA,
             cache.v_PSGA,
         )
-        o_TX = ctx.eager(self.attend, q_THA).flatten(1)
+        o_TX = ctx.eager(self.attend, ctx, q_THA).flatten(1)
         if self.is_last and not ctx.all_hidden:
             o_TX, stream = ctx.batch.sampled(o_TX), Added(ctx.batch.sampled(stream.stream_TD))
         after: Residual = self.out(o_TX, stream)

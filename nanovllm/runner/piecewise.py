@@ -36,12 +36,15 @@ def piecewise_sizes(most: int) -> list[int]:
 Graph = Any  # a torch.cuda.CUDAGraph, or what does as it does
 
 
+Shape = tuple[torch.Size, torch.dtype]  # of a token's line
+
+
 class Cut(NamedTuple):
-    """An eager operation between two graphs: what it reads, and where its result goes."""
+    """An eager operation between two graphs: what it reads, and which buffer its result goes to."""
 
     operation: EagerOperation
     tensors: tuple[Tensor, ...]
-    out_TX: Tensor
+    result: Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class PiecewiseGraphs:
         """Largest first, so that the smaller ones reuse its memory. `captured` hears of each."""
         most = max(sizes, default=0)
         self.inputs_3T = torch.zeros(3, most, dtype=torch.int64, device=self.device)
-        self._results: dict[object, Tensor] = {}  # [most tokens, ...] by shape of a line and dtype
+        self.results: dict[Shape, Tensor] = {}  # [most tokens, ...]
         found = {}
         for size in sorted(sizes, reverse=True):
             found[size] = self._capture(size)
@@ -83,15 +86,15 @@ class PiecewiseGraphs:
         graphs: list[Graph] = []
         cuts: list[Cut] = []
 
-        def skip(operation: EagerOperation, *tensors: Tensor) -> Tensor:
-            return self._result(operation.empty(*tensors))
+        def skip(operation: EagerOperation, _: ForwardContext, *tensors: Tensor) -> Tensor:
+            return self.results[self._result_of(operation, tensors)][:size]
 
-        def cut(operation: EagerOperation, *tensors: Tensor) -> Tensor:
+        def cut(operation: EagerOperation, _: ForwardContext, *tensors: Tensor) -> Tensor:
             end()
-            out_TX = self._result(operation.empty(*tensors))
-            cuts.append(Cut(operation, tuple(map(borrowed, tensors)), out_TX))
+            result = self._result_of(operation, tensors)
+            cuts.append(Cut(operation, tuple(map(borrowed, tensors)), result))
             begin()
-            return out_TX
+            return self.results[result][:size]
 
         def begin() -> None:
             graphs.append(self.new_graph())
@@ -102,20 +105,21 @@ class PiecewiseGraphs:
             self._pool = graphs[-1].pool()
 
         # Outside the capture: it compiles kernels and sets up library workspaces.
-        self.run(ForwardContext(batch, no_rows, cut=skip))
+        self.run(ForwardContext(batch, no_rows, eager=skip))
         begin()
-        output = self.run(ForwardContext(batch, no_rows, cut=cut))
+        output = self.run(ForwardContext(batch, no_rows, eager=cut))
         end()
         seconds = time.perf_counter() - started
         bytes_used = torch.cuda.memory_reserved() - used
         return CapturedPiecewise(graphs, cuts, borrowed(output), seconds, bytes_used)
 
-    def _result(self, like_TX: Tensor) -> Tensor:
-        """Where results of this shape go. Zeros at first: tokens that only pad are fed them too."""
-        key = like_TX.shape[1:], like_TX.dtype
-        if key not in self._results:
-            self._results[key] = like_TX.new_zeros(self.inputs_3T.shape[1], *key[0])
-        return self._results[key][: len(like_TX)]
+    def _result_of(self, operation: EagerOperation, tensors: tuple[Tensor, ...]) -> Shape:
+        """Which buffer. It holds zeros at first, because tokens that only pad are fed them too."""
+        like_TX = operation.empty(*tensors)
+        shape = like_TX.shape[1:], like_TX.dtype
+        if shape not in self.results:
+            self.results[shape] = like_TX.new_zeros(self.inputs_3T.shape[1], *shape[0])
+        return shape
 
     def fit(self, num_tokens: int) -> int | None:
         """The smallest captured size for so many tokens."""
@@ -133,8 +137,9 @@ class PiecewiseGraphs:
         self.sampled_S[num_sampled:size] = 0
         first, *others = piecewise.graphs
         first.replay()
-        for (operation, tensors, out_TX), graph in zip(piecewise.cuts, others, strict=True):
-            operation(ctx, *[x_TX[:num_tokens] for x_TX in tensors], out_TX[:num_tokens])
+        results = {shape: x_TX[:num_tokens] for shape, x_TX in self.results.items()}
+        for (operation, tensors, shape), graph in zip(piecewise.cuts, others, strict=True):
+            operation(ctx, *[x_TX[:num_tokens] for x_TX in tensors], results[shape])
             graph.replay()
         return piecewise.output[:num_sampled]
 

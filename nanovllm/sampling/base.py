@@ -1,8 +1,4 @@
-"""What one step samples and what comes of it, and what a sampling feature is.
-
-Shape letters besides attention/base.py's: S sampling rows of the step, N slots and the padding
-slot, K entries of a slot's list, W those sampling rows that want a certain feature.
-"""
+"""What one step samples and what comes of it, and what a sampling feature is."""
 
 from __future__ import annotations
 

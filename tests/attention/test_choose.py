@@ -7,6 +7,7 @@ import torch
 from nanovllm_kernels.device import can_overlap, is_hopper
 
 from nanovllm.attention.choose import choose_backend
+from nanovllm.attention.paged import obstacle_of_shapes
 from nanovllm.attention.torch_ref import TorchPaged
 from nanovllm.config import ConfigError, Kernels
 from nanovllm.kv.layout import CacheLayout, PagedGroup
@@ -57,6 +58,15 @@ def test_decode_rows_get_the_portable_kernel_where_there_is_no_hopper(
     assert (kernels.attention, kernels.decode, said) == ("triton", chosen, passed_over)
     assert backend.decode.__name__ == "nanovllm_kernels.paged_decode"
     assert backend.like.k_PSGA.shape == (0, 16, 2, 64) and backend.like.k_PSGA.itemsize == 4
+
+
+def test_one_plan_of_decode_rows_wants_caches_of_one_shape() -> None:
+    alike = CacheLayout((PagedGroup((0, 2), 2, 64, 64, 2), PagedGroup((1,), 2, 64, 64, 2)))
+    unlike = CacheLayout((PagedGroup((0, 2), 2, 64, 64, 2), PagedGroup((1,), 1, 64, 64, 2)))
+    assert obstacle_of_shapes(alike) is None
+    assert obstacle_of_shapes(unlike) == (
+        "one plan serves all layers, so their caches must have one shape"
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from nanovllm.bench.measure import Outcome, Sample, concluded, summarise, verdict
-from nanovllm.bench.report import engine_facts, samples_of, table, vllm_json
+from nanovllm.bench.report import engine_facts, samples_of, speculation, table, vllm_json
 from nanovllm.bench.sweep import compare
 from nanovllm.server.metrics import Metrics, render
 from nanovllm.wire import Stats
@@ -192,6 +192,68 @@ def test_engine_facts_come_from_our_own_metrics_page() -> None:
         "Host us/step plan": 50.0,
         "Host us/step launch": 100.0,
         "Host us/step p50": 150.0,
+    }
+
+
+# -- drafts ----------------------------------------------------------------------------------
+
+DRAFTED = {
+    "acceptance_rate_percent": 50.0,
+    "acceptance_length": 2.25,
+    "num_drafts": 8.0,
+    "draft_tokens": 20.0,
+    "accepted_tokens": 10.0,
+    "acceptance_percent_position_0": 87.5,
+    "acceptance_percent_position_1": 37.5,
+    "acceptance_percent_position_2": 0.0,
+}
+
+
+def test_drafts_come_from_our_own_metrics_page() -> None:
+    def page(stats: Stats) -> dict[str, float]:
+        return samples_of(render(Metrics(), stats, model="m", page_tokens=64, num_pages=9).decode())
+
+    before = page(
+        Stats(num_drafts=2, draft_tokens=6, accepted_tokens=1, accepted_by_position=[1, 0, 0])
+    )
+    after = page(
+        Stats(num_drafts=10, draft_tokens=26, accepted_tokens=11, accepted_by_position=[8, 3, 0])
+    )
+    assert speculation(before, after) == DRAFTED
+    assert speculation(after, after) == speculation(page(Stats()), page(Stats())) == {}
+
+
+def test_drafts_are_a_section_of_the_table_and_named_as_vllm_does() -> None:
+    load = {"name": "x", "concurrency": 2, "request_rate": None}
+    given = outcome(SAMPLES, {}, **load)
+    assert "Speculative" not in table(given)
+    assert not [key for key in vllm_json(given) if key.startswith("spec_decode")]
+    metrics = given.record.metrics | DRAFTED
+    drafted = msgspec.structs.replace(
+        given, record=msgspec.structs.replace(given.record, metrics=metrics)
+    )
+    lines = [line.rstrip() for line in table(drafted).splitlines()]
+    at = lines.index("---------------Speculative Decoding---------------")
+    assert lines[at + 1 : at + 11] == [
+        "Acceptance rate (%):                     50.00",
+        "Acceptance length:                       2.25",
+        "Drafts:                                  8",
+        "Draft tokens:                            20",
+        "Accepted tokens:                         10",
+        "Per-position acceptance (%):",
+        "  Position 0:                            87.50",
+        "  Position 1:                            37.50",
+        "  Position 2:                            0.00",
+        "----------------Engine (nanovllm)-----------------",
+    ]
+    shown = {k: v for k, v in vllm_json(drafted).items() if k.startswith("spec_decode")}
+    assert shown == {
+        "spec_decode_acceptance_rate": 50.0,
+        "spec_decode_acceptance_length": 2.25,
+        "spec_decode_num_drafts": 8,
+        "spec_decode_draft_tokens": 20,
+        "spec_decode_accepted_tokens": 10,
+        "spec_decode_per_position_acceptance_rates": [0.875, 0.375, 0.0],
     }
 
 

@@ -109,5 +109,5 @@ def given_by(plans: list[StepPlan]) -> set[int]:
 
 
 def pages_with_nan(engine: WholeEngine) -> set[int]:
-    bad = [~cells.isfinite().flatten(2).all(2).all(0) for cells in engine.runner.pages.tensors]
+    bad = [~cells.isfinite().flatten(2).all(2).all(0) for cells in engine.runner.caches.tensors]
     return {page for pages in bad for page in pages.nonzero()[:, 0].tolist()} - {0}

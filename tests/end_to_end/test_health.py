@@ -17,7 +17,8 @@ import pytest
 
 from nanovllm.bench.report import samples_of
 from nanovllm.ipc.channel import frame
-from nanovllm.wire import Beat
+from nanovllm.server.metrics import Metrics, render
+from nanovllm.wire import Beat, Stats
 from tests.end_to_end.demo_server import Server, start
 from tests.server.serving import Api, eventually, serving
 
@@ -104,13 +105,19 @@ def test_every_expression_of_the_dashboard_finds_its_metric(paper: Server) -> No
         assert http.post("/v1/chat/completions", json={"messages": 1}).status_code == 400
         samples: dict[str, set[str]] = {}
 
-        def has_told() -> bool:
-            for key in samples_of(http.get("/metrics").text):
+        def tell(page: str) -> None:
+            for key in samples_of(page):
                 name, _, labels = key.partition("{")
                 samples.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
+
+        def has_told() -> bool:
+            tell(http.get("/metrics").text)
             return "nanovllm:graph_steps_total" in samples
 
         eventually(has_told)
+        assert not [name for name in samples if "spec_decode" in name]
+        drafted = Stats(accepted_by_position=[0])  # of a recipe that speculates
+        tell(render(Metrics(), drafted, model="m", page_tokens=4, num_pages=9).decode())
     asked = expressions()
     named = {name for expression in asked for name in NAME.findall(expression)}
     assert named <= samples.keys() and len(named) > 20
@@ -135,4 +142,5 @@ def test_the_dashboard_shows_what_an_operator_asks_for() -> None:
         "vllm:kv_cache_usage_perc",
         "nanovllm:host_bubble_seconds_total",
         "nanovllm:graph_steps_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
     }

@@ -120,7 +120,7 @@ def runner(request: pytest.FixtureRequest, config: Config) -> Runner:
 @pytest.fixture(autouse=True)
 def clean_caches(request: pytest.FixtureRequest) -> None:
     if "runner" in request.fixturenames:
-        for cells in request.getfixturevalue("runner").pages.tensors:
+        for cells in request.getfixturevalue("runner").caches.tensors:
             cells.zero_()
 
 

@@ -96,11 +96,11 @@ def test_pages_that_were_cleaned_are_as_on_the_first_day(config: Config, runner:
     plans = Plans(runner)
     assert plans.text(0, B, pages, 4) == [CORRUPTED] * 4
     assert plans.text(1, prompt, pages, 3, num_cached=6) == [CORRUPTED] * 3  # not cleaned
-    others = [stored[:, [1, 7]].clone().fill_(2.0) for stored in runner.pages.tensors]
-    for stored, other in zip(runner.pages.tensors, others, strict=True):
+    others = [stored[:, [1, 7]].clone().fill_(2.0) for stored in runner.caches.tensors]
+    for stored, other in zip(runner.caches.tensors, others, strict=True):
         stored[:, [1, 7]] = other
     assert plans.text(2, prompt, pages, 3, num_cached=6, clean=[6, 4, 5]) == expected
-    for stored, other in zip(runner.pages.tensors, others, strict=True):
+    for stored, other in zip(runner.caches.tensors, others, strict=True):
         assert torch.equal(stored[:, [1, 7]], other)
         assert stored.isfinite().all()
 

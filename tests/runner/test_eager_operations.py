@@ -58,9 +58,9 @@ class Toy:
     def run(self, ctx: ForwardContext) -> Tensor:
         first, second, third = self.operations
         x_TD = ctx.batch.token_ids_T[:, None] * torch.arange(1.0, 4)
-        x_TD = ctx.eager(first, x_TD, x_TD + 1).sum(1) / 2
-        x_TD = x_TD * (2 + ctx.eager(second, x_TD)[:, None])
-        x_TD = ctx.eager(third, x_TD, x_TD * x_TD).flatten(1)
+        x_TD = ctx.eager(first, ctx, x_TD, x_TD + 1).sum(1) / 2
+        x_TD = x_TD * (2 + ctx.eager(second, ctx, x_TD)[:, None])
+        x_TD = ctx.eager(third, ctx, x_TD, x_TD * x_TD).flatten(1)
         return ctx.batch.sampled(x_TD) + 1
 
 
@@ -96,16 +96,14 @@ def test_replays_are_the_eager_step_whatever_its_rows() -> None:
 
 def test_a_graph_ends_at_each_operation_and_results_of_a_shape_share_a_buffer() -> None:
     toy = Toy()
-    found = captured(toy).captured
-    for size, piecewise in found.items():
+    graphs = captured(toy)
+    for piecewise in graphs.captured.values():
         assert tuple(cut.operation for cut in piecewise.cuts) == toy.operations
         assert len(piecewise.graphs) == 4
         assert [len(cut.tensors) for cut in piecewise.cuts] == [2, 1, 2]
-        shapes = [(tuple(cut.out_TX.shape), cut.out_TX.dtype) for cut in piecewise.cuts]
-        sums = (size, 2, 3), torch.float32
-        assert shapes == [sums, ((size,), torch.int64), sums]
-    buffers = [[cut.out_TX.data_ptr() for cut in found[size].cuts] for size in (3, 8)]
-    assert buffers[0] == buffers[1] and len({*buffers[0]}) == 2
+        sums, firsts = ((2, 3), torch.float32), ((), torch.int64)
+        assert [cut.result for cut in piecewise.cuts] == [sums, firsts, sums]
+    assert {shape: len(x_TX) for shape, x_TX in graphs.results.items()} == {sums: 8, firsts: 8}
 
 
 def test_tokens_that_only_pad_a_step_are_nobody_s() -> None:
@@ -113,7 +111,7 @@ def test_tokens_that_only_pad_a_step_are_nobody_s() -> None:
     graphs = captured(Toy())
     graphs.replay(8, ForwardContext(step([5], 1), no_rows))
     assert graphs.inputs_3T[:, 5:].tolist() == [[0] * 3] * 3
-    assert all(not cut.out_TX[5:].any() for cut in graphs.captured[8].cuts)
+    assert all(x_TX[:5].any() and not x_TX[5:].any() for x_TX in graphs.results.values())
 
 
 def test_attention_past_the_hook_is_refused_while_there_are_no_rows() -> None:

@@ -59,7 +59,10 @@ def test_piecewise_graphs_around_attention_are_the_eager_step_whatever_the_mix(
         runner.slots.lengths_N[:SLOTS] //= 4  # there is room for the chunks
         rows = rows_of(runner, num_decodes, counts)
         before = [pages_LPSGA.clone() for pages_LPSGA in runner.caches.tensors]
-        eager = runner.forward(rows).logits_SV
+        forwarded = runner.forward(rows)
+        batch, eager = forwarded.batch, forwarded.logits_SV
+        assert torch.equal(batch.slots_R, rows.slots_R) and batch.decode_width == 1
+        assert batch.num_decode_tokens == batch.num_decodes == num_decodes
         after = [pages_LPSGA.clone() for pages_LPSGA in runner.caches.tensors]
         for pages_LPSGA, old in zip(runner.caches.tensors, before, strict=True):
             pages_LPSGA.copy_(old)
@@ -117,11 +120,12 @@ def test_only_attention_is_left_out_of_the_graphs(runner: Runner) -> None:
 
 
 def test_results_of_attention_have_one_buffer_for_all_layers_and_sizes(runner: Runner) -> None:
-    captured = runner.piecewise.captured.values()
-    found = [cut.out_TX for piecewise in captured for cut in piecewise.cuts]
+    (buffer,) = runner.piecewise.results.items()
+    shape, o_THA = buffer
+    found = [cut for piecewise in runner.piecewise.captured.values() for cut in piecewise.cuts]
     assert len(found) == len(SIZES) * len(runner.model.layers)
-    assert len({o_THA.data_ptr() for o_THA in found}) == 1
-    assert sorted({len(o_THA) for o_THA in found}) == SIZES
+    assert {cut.result for cut in found} == {shape} and len(o_THA) == max(SIZES)
+    assert {cut.tensors[0].shape[1:] for cut in found} == {shape[0]} == {o_THA.shape[1:]}
 
 
 def test_the_runner_says_why_a_step_with_a_chunk_is_eager(runner: Runner) -> None:

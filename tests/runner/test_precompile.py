@@ -91,7 +91,7 @@ def test_the_kernels_of_a_recipe(
     monkeypatch.setattr("nanovllm.layers.ops.obstacle", lambda device: None)
     expected = [
         compile_causal.job(group, 128, 128, "bfloat16"),
-        compile_decode.job(group, 128, 128),
+        compile_decode.job(group, 128, 128, 0),
         compile_gated.job("bfloat16", True),
         *[compile_product.job(*kind) for kind in products],
     ]
@@ -115,8 +115,8 @@ def test_they_are_on_disk_when_the_weights_are_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(precompile, "LEAST_CORES", 1)
-    jobs = [compile_decode.job(2, 64, 16), compile_gated.job("float16", True)]
-    wrong = compile_decode.job(2, 64, 17)  # pages are 16 tokens at least, and a power of two
+    jobs = [compile_decode.job(2, 64, 16, 0), compile_gated.job("float16", True)]
+    wrong = compile_decode.job(2, 64, 17, 0)  # pages are 16 tokens at least, and a power of two
     with caplog.at_level("INFO"), compiled_beside([*jobs, wrong]):
         assert not any(job.path.exists() for job in jobs)
     assert [job.path.exists() for job in (*jobs, wrong)] == [True, True, False]
@@ -137,7 +137,7 @@ def test_few_cores_compile_where_a_kernel_is_used(
 ) -> None:
     monkeypatch.setattr(precompile, "LEAST_CORES", 1 << 20)
     monkeypatch.setattr(precompile, "start", lambda job: pytest.fail(f"started {job}"))
-    with compiled_beside([compile_decode.job(2, 64, 16), compile_decode.job(4, 64, 16)]):
+    with compiled_beside([compile_decode.job(2, 64, 16, 0), compile_decode.job(4, 64, 16, 0)]):
         pass
 
 
@@ -145,7 +145,7 @@ def test_an_error_meanwhile_stops_them(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(precompile, "LEAST_CORES", 1)
     started, start = [], precompile.start
     monkeypatch.setattr(precompile, "start", lambda job: started.append(start(job)) or started[-1])
-    jobs = [compile_decode.job(n, 128, 64) for n in (2, 4)]
+    jobs = [compile_decode.job(n, 128, 64, 0) for n in (2, 4)]
     with pytest.raises(ValueError, match="no such weight"), compiled_beside(jobs):
         raise ValueError("no such weight")
     assert [process.wait(10) for process in started] == [-9, -9]
