@@ -311,10 +311,21 @@ def test_coins_fall_at_the_given_rates_and_apart_from_the_draws() -> None:
     tokens_S = torch.full((3 * num_rows,), 9)
     lengths_N = torch.zeros(num_rows + 1, dtype=torch.int32)
     tokens_NL = torch.full((num_rows + 1, 6), 7, dtype=torch.int32)
-    accept = torch.tensor(rates), torch.arange(num_rows + 1)
-    lines_RW = TESTED.write_back(
-        slots_R, lengths_R, samples_R1, tokens_S, lengths_N, tokens_NL, 3, accept
+    seeds_N = torch.arange(2 * (num_rows + 1))[::2]
+    lines_RW, of_column_RW = (
+        TESTED.write_back(
+            slots_R,
+            lengths_R,
+            samples_R1,
+            tokens_S,
+            lengths_N,
+            tokens_NL.clone(),
+            3,
+            (torch.tensor(rates), seeds),
+        )
+        for seeds in (seeds_N.contiguous(), seeds_N)
     )
+    assert torch.equal(lines_RW, of_column_RW)
     accepted_R = (lines_RW == 7).sum(1)
     assert (lengths_N[:-1] == 2 + accepted_R).all()
     for at_least, share in ((1, 0.75), (2, 0.375)):
