@@ -28,7 +28,7 @@ QUICK = (
     "spec/",
     "test_config_model.py", "test_config_names.py", "test_config_schedule.py", "test_log.py",
     "test_named_by_tests.py", "test_quick.py", "test_shape_of_code.py", "test_shapes.py",
-    "test_docstrings.py", "test_tour.py",
+    "test_docstrings.py", "test_speculate.py", "test_tour.py",
 )  # fmt: skip
 SLOW = {  # tests of these files that take seconds
     "test_a_sweep_starts_its_server_once",
