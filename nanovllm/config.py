@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from msgspec import Struct, structs
 
-from nanovllm import recipes
+from nanovllm import recipes, speculate
+from nanovllm.speculate import Speculate as Speculate
 from nanovllm.typed_yaml import ConfigError as ConfigError, converted, parse, put, read
 
 DEMO = recipes.PACKAGE / "demo"  # the embedded default model: config, weights, tokenizer, template
@@ -118,6 +119,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     server: Server = Server()
     structured_outputs: StructuredOutputs = StructuredOutputs()
     paper: Paper = Paper()
+    speculate: Speculate | None = None
 
 
 class Config(Struct, frozen=True, kw_only=True):
@@ -228,6 +230,8 @@ def _check_ranges(recipe: Recipe) -> None:
         value = getattr(getattr(recipe, section), key)
         if value != "auto" and not low <= value <= high:
             raise ConfigError(f"{path} is {value}; it must be between {low} and {high}")
+    if recipe.speculate is not None:
+        speculate.check(recipe.speculate, recipe.engine)
 
 
 def given_or(value: int | Auto, otherwise: int) -> int:

@@ -59,15 +59,20 @@ class StepPlan(Struct, frozen=True, array_like=True):
     grants: list[Grant]
     num_decodes: int
     decodes: bytes | None  # int32 slots, each feeding its newest token; None = as in the last plan
-    num_drafts: int  # guesses that every decode row verifies besides; they live on the device
     chunks: list[Chunk]
     max_length: int  # no row's context, this step included, is longer (tokens)
-    masked: list[int]  # sampling rows (decodes first) that wait for a mask of allowed tokens
+    # Sampling rows (decodes first) that wait for masks: one for each token that they may sample.
+    masked: list[int]
     clean: list[int] = []  # pages to fill with zeros before anything else: NaN was written there
     copies: list[tuple[int, int]] = []  # then, whole pages: from, to
     # int32: how many of its drafts each decode row feeds behind its newest token. The drafts live
     # on the device. Empty: no row feeds any.
     drafts: bytes = b""
+
+    @property
+    def num_decoded(self) -> int:
+        """Tokens that the decode rows feed."""
+        return self.num_decodes + sum(memoryview(self.drafts).cast("i"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,7 @@ class StepResult:
     """
 
     step: int
-    tokens: Int32  # [sampling rows, 1 + num_drafts]
+    tokens: Int32  # [sampling rows, 1 + the most drafts that one of them fed, or more]
     logprobs: tuple[RowLogprobs, ...] = ()
     # [sampling rows, 1 + D] where there is a drafter: how many drafts it found for a row's next
     # step, then D tokens, all of which that step may feed (those beyond the found ones are no

@@ -71,7 +71,9 @@ def put(raw: dict[str, Any], path: str, value: object) -> None:
     """Set `section.key`, whether it was there or not."""
     *sections, key = path.split(".")
     for section in sections:
-        raw = raw.setdefault(section, {})
+        if raw.get(section) is None:
+            raw[section] = {}
+        raw = raw[section]
         if not isinstance(raw, dict):
             raise ConfigError(f"--set {path}: {section!r} is not a section")
     raw[key] = value
@@ -85,18 +87,26 @@ def _check_names(
     for key, value in raw.items():
         if key not in fields:
             raise ConfigError(f"unknown key {path}{key}; {_meant(str(key), path, fields, whole)}")
-        section = fields[key]
-        if isinstance(section, type) and issubclass(section, Struct):
+        section = _section(fields[key])
+        if section is not None and (value is not None or section is fields[key]):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{path}{key} is a section; write {path}{key}.<key>")
             _check_names(value, section, f"{path}{key}.", whole)
+
+
+def _section(kind: Any) -> type[Struct] | None:  # noqa: ANN401
+    """What a key holds whose type is `kind`, if that is a section, or a section or null."""
+    for part in (kind, *get_args(kind)):
+        if isinstance(part, type) and issubclass(part, Struct):
+            return part
+    return None
 
 
 def _meant(key: str, path: str, fields: Iterable[str], whole: type[Struct]) -> str:
     if close := difflib.get_close_matches(key, fields, 1):
         return f"did you mean {path}{close[0]}?"
     for section in structs.fields(whole):
-        if key in getattr(section.type, "__struct_fields__", ()):
+        if key in getattr(_section(section.type), "__struct_fields__", ()):
             return f"did you mean {section.name}.{key}?"
     return f"{path.rstrip('.') or 'a recipe'} has {', '.join(fields)}"
 
@@ -110,23 +120,27 @@ def converted(raw: Mapping[str, Any], schema: type[T]) -> T:
         raise _wrong_value(raw, schema, str(error)) from None
 
 
-NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
+         list[float]: "a list of numbers"}  # fmt: skip
 
 
 def _wrong_value(raw: Mapping[str, Any], whole: type[Struct], message: str) -> ConfigError:
     """A value of the wrong type, as msgspec reports it, in the words of a recipe."""
-    found = re.search(r" - at `\$\.([\w.]+)`$", message)
+    found = re.search(r"(field `\w+`)? - at `\$\.([\w.]+)(\[\d+\])?`$", message)
     if found is None:
         return ConfigError(f"recipe: {message}")
+    path = found[2] + (f".{found[1][7:-1]}" if found[1] else "")  # of a required key
     value: Any = raw
     schema: Any = whole
-    for name in found[1].split("."):
-        value = value[name]
-        schema = next(field.type for field in structs.fields(schema) if field.name == name)
-    parts = [NOUNS[kind] for kind in (schema, *get_args(schema)) if kind in NOUNS]
-    for kind in (schema, *get_args(schema)):
+    for name in path.split("."):
+        value = value.get(name)
+        fields = structs.fields(_section(schema) or whole)
+        schema = next(field.type for field in fields if field.name == name)
+    kinds = (schema,) if schema in NOUNS else (schema, *get_args(schema))
+    parts = [NOUNS[kind] for kind in kinds if kind in NOUNS]
+    for kind in kinds:
         if get_origin(kind) is Literal:
             parts += get_args(kind)
     wanted = ", ".join(parts[:-1]) + (" or " if parts[1:] else "") + parts[-1]
-    shown = "" if found[1].endswith("api_key") else f" is {repr(value)[:80]}; it"
-    return ConfigError(f"{found[1]}{shown} must be {wanted}")
+    shown = "" if path.endswith("api_key") else f" is {repr(value)[:80]}; it"
+    return ConfigError(f"{path}{shown} must be {wanted}")

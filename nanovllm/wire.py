@@ -118,7 +118,6 @@ class Stats(Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt tokens: found in the prefix cache
-    computed_prompt_tokens: int = 0  # fed; some twice, where a request was preempted
     generated_tokens: int = 0
     num_steps: int = 0
     step_tokens: int = 0  # fed in all of them
@@ -128,6 +127,10 @@ class Stats(Struct, frozen=True, kw_only=True):
     host_step_p50_s: float = 0.0  # all of these in one step, of the newest thousand
     steps_by_mode: dict[str, int] = {}  # keys of plan.mode_key: "FULL/decode", "NONE/mixed", ...
     padded_tokens: int = 0
+    num_drafts: int = 0  # rows that fed drafts, a row in every step anew
+    draft_tokens: int = 0  # that they fed, of those that the drafter had found
+    accepted_tokens: int = 0  # of these
+    accepted_by_position: list[int] = []  # of these, behind how many others
     num_compiling: int = 0  # requests that wait for their grammars; not in num_waiting
     num_matchers: int = 0  # grammars that running requests follow
     grammar_cache_bytes: int = 0  # of compiled grammars that are kept

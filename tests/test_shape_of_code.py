@@ -25,12 +25,15 @@ TOOLS = (
 )  # fmt: skip
 CHOICES = (
     "nanovllm/server/parsers/", "nanovllm/server/structured/", "nanovllm/spec/",
+    "nanovllm/speculate.py",
     "nanovllm/models/llama.py", "nanovllm/models/qwen3.py",
+    "nanovllm/attention/grouped.py",
     "nanovllm/attention/flash.py", "nanovllm/attention/paged.py", "nanovllm/attention/torch_ref.py",
     "nanovllm/sampling/bad_words.py", "nanovllm/sampling/logit_bias.py",
     "nanovllm/sampling/logprobs.py", "nanovllm/sampling/min_tokens.py",
     "nanovllm/sampling/penalties.py", "nanovllm/sampling/truncate.py",
     "nanovllm/engine/grammars.py", "nanovllm/engine/grammar_queue.py", "nanovllm/engine/trials.py",
+    "nanovllm/sched/drafting.py",
 )  # fmt: skip
 BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes, what fits a machine
     "nanovllm/runner/room.py",

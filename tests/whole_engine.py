@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from nanovllm.config import Cache, Config, Schedule, Server, load_config
+from nanovllm.config import Cache, Config, Schedule, Server, Speculate, load_config
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import Masks
@@ -34,6 +34,7 @@ class WholeEngine:
         prefix: bool = True,
         depth: int = 1,
         max_tokens: int = MAX_TOKENS,
+        speculate: Speculate | None = None,
     ) -> None:
         max_tokens = min(max_tokens, pages * page_tokens)
         recipe = replace(
@@ -41,6 +42,7 @@ class WholeEngine:
             cache=Cache(page_tokens=page_tokens, pages=pages, prefix=prefix),
             schedule=Schedule(slots=slots, step_tokens=step_tokens, depth=depth),
             server=Server(max_model_tokens=max_tokens),
+            speculate=speculate,
         )
         built = build(replace(config, recipe=recipe))
         self.runner = built.runner
@@ -48,7 +50,11 @@ class WholeEngine:
         self.num_masked = 0
         self.memory = KVMemory(pages, page_tokens, prefix=prefix)
         self.scheduler = Scheduler(
-            self.memory, num_slots=slots, step_tokens=step_tokens, max_model_tokens=max_tokens
+            self.memory,
+            num_slots=slots,
+            step_tokens=step_tokens,
+            max_model_tokens=max_tokens,
+            num_drafts=speculate.tokens if speculate is not None else 0,
         )
         self.loop = EngineLoop(self.scheduler, self.runner, self.collect, self, depth)
         self.text: dict[int, list[int]] = {}
@@ -56,18 +62,20 @@ class WholeEngine:
         self.finish: dict[int, FinishReason] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
 
-    def fill(self, request_ids: list[int]) -> Masks:
+    def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
         """As a masker: even tokens only."""
-        words = np.full((len(request_ids), -(-self.vocab_size // 32)), 0x55555555, np.int32)
-        self.num_masked += len(request_ids)
-        return words
+        count = sum(1 + len(drafts) for _, drafts in rows)
+        self.num_masked += count
+        return np.full((count, -(-self.vocab_size // 32)), 0x55555555, np.int32)
 
     def advance(self, output: StepOutput) -> None:
         """As a masker: nothing to follow."""
 
     def collect(self, out: StepOutput) -> None:
-        names = np.frombuffer(out.ids, np.int64).tolist()
-        for name, token in zip(names, np.frombuffer(out.tokens, np.int32).tolist(), strict=True):
+        names, tokens = np.frombuffer(out.ids, np.int64), np.frombuffer(out.tokens, np.int32)
+        if out.counts:
+            names = np.repeat(names, np.frombuffer(out.counts, np.int32))
+        for name, token in zip(names.tolist(), tokens.tolist(), strict=True):
             self.text.setdefault(name, []).append(token)
         self.cached |= {s.request_id: s.num_cached for s in out.started}
         for entry in out.logprobs:
@@ -100,11 +108,11 @@ class WholeEngine:
             self.scheduler.check()
 
 
-def small_demo(slots: int) -> Built:
+def small_demo(slots: int, *changes: str) -> Built:
     """The device side of the demo model on a CPU: 100 pages of 8 tokens, requests of up to 256."""
     sizes = ["cache.pages=100", "cache.page_tokens=8", "server.max_model_tokens=256"]
     sizes += [f"schedule.slots={slots}", "schedule.step_tokens=64"]
-    return build(load_config(None, ["device=cpu", *sizes]))
+    return build(load_config(None, ["device=cpu", *sizes, *changes]))
 
 
 def prompts_of(count: int, seed: int = 0) -> list[list[int]]:

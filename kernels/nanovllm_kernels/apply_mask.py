@@ -42,10 +42,10 @@ def apply_mask_kernel(logits_SV, rows_W, words_WX, stride, num_words, vocab, BLO
 
 
 def reference(logits_SV: Tensor, rows_W: Tensor, words_WX: Tensor) -> None:
-    bits_B = torch.arange(32, dtype=torch.int32, device=logits_SV.device)
-    allowed_WT = (words_WX[:, :, None] >> bits_B & 1).flatten(1)[:, : logits_SV.shape[1]].bool()
-    most = allowed_WT.shape[1]
-    logits_SV[rows_W, :most] = logits_SV[rows_W, :most].masked_fill(~allowed_WT, -torch.inf)
+    bits_X = torch.arange(32, dtype=torch.int32, device=logits_SV.device)
+    allowed_WV = (words_WX[:, :, None] >> bits_X & 1).flatten(1)[:, : logits_SV.shape[1]].bool()
+    most = allowed_WV.shape[1]
+    logits_SV[rows_W, :most] = logits_SV[rows_W, :most].masked_fill(~allowed_WV, -torch.inf)
 
 
 def inputs(S: int, W: int, V: int, spare: int, dtype: torch.dtype, device: torch.device) -> Args:

@@ -42,16 +42,23 @@ def paged_prefill(
 
 
 def paged_decode(
-    q_RHA: Tensor,
+    q_THA: Tensor,
     k_PSGA: Tensor,
     v_PSGA: Tensor,
     page_table_RM: Tensor,
     lengths_R: Tensor,
     plan_N5: Tensor,
+    *,
+    starts_R1: Tensor | None = None,
+    width: int = 1,
 ) -> Tensor:
-    """The plan only divides the work."""
-    starts_R1 = torch.arange(len(lengths_R) + 1)
-    return paged_prefill(q_RHA, k_PSGA, v_PSGA, page_table_RM, starts_R1, lengths_R, 1)
+    """o_THA, float32. Without `starts_R1` each row has one query. The plan only divides the work.
+
+    Of c queries, the i-th sees the first lengths_R[r] - (c - 1 - i) tokens of row r.
+    """
+    if starts_R1 is None:
+        starts_R1 = torch.arange(len(lengths_R) + 1)
+    return paged_prefill(q_THA, k_PSGA, v_PSGA, page_table_RM, starts_R1, lengths_R, width)
 
 
 def weighted_sizes(reference: Callable[..., Tensor]) -> Callable[[Tensors, Args], Tensors]:
@@ -79,7 +86,8 @@ def paged_inputs(
     """q_THA, k_PSGA, v_PSGA, page_table_RM, starts_R1, lengths_R of rows with scattered pages.
 
     heads: (H, G, A). Cells that belong to nobody hold NaN. A row of length 1 lives in page 0, as
-    rows that pad a graph do. `spike`: a late key outweighs all others for some heads.
+    rows that pad a graph do; one of length 0 nowhere. A key outweighs all others for some heads:
+    in `spike` a late one, in `newest` the last, which only the row's last query may see.
     """
     H, G, A = heads
     counts = [-(-length // page_tokens) for length in lengths]
@@ -98,6 +106,10 @@ def paged_inputs(
             cache[:, pages[-1], past:] = torch.nan
             if kind == "spike":
                 cache[0, pages[count * 9 // 10], 0] = 4 * q_THA[sum(new[:row]), :: H // G]
+            if kind == "newest":
+                first = sum(new[:row])
+                queries_TGA = q_THA[first : first + new[row], :: H // G]
+                cache[0, pages[-1], past - 1] = 4 * queries_TGA.sum(0)
     starts_R1 = torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     lengths_R = torch.tensor(lengths, dtype=torch.int32, device=device)
     return q_THA, cache[0], cache[1], table_RM.to(device), starts_R1.to(device), lengths_R

@@ -41,8 +41,8 @@ class SlicedLinear:
     def __call__(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
         """y_STN, whose sum over S is x W^T."""
         slices = num_slices(len(x_TD), *weight_ND.shape), -1
-        x_STD = x_TD.unflatten(1, slices).transpose(0, 1)
-        return torch.bmm(x_STD, weight_ND.unflatten(1, slices).permute(1, 2, 0))
+        x_ITD = x_TD.unflatten(1, slices).transpose(0, 1)
+        return torch.bmm(x_ITD, weight_ND.unflatten(1, slices).permute(1, 2, 0))
 
 
 class AddedLinear:

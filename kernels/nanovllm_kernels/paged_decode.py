@@ -1,7 +1,8 @@
-"""Grouped-query attention of one new token per row over its pages.
+"""Grouped-query attention of the one or few new tokens of each row over its pages.
 
 Meaning: nanovllm_kernels.attention_reference. A program holds all query heads of a key/value head,
-padded to the 16 rows a tensor core wants, and streams keys and values past them once.
+of every new token of the row: pairs of token and head, padded to the 16 rows a tensor core wants.
+It streams keys and values past them once.
 
 Decision: the rows' contexts, in blocks of tokens, form one line that is cut into equal shares, a
 share to each lane of programs, whatever the lengths are. A row that a cut goes through leaves
@@ -18,12 +19,15 @@ and a loop per row would drain at each row's end.
 Decision: for a few rows each kernel of rope_store, decode, merge is launched while the one before
 still runs, and waits for it where it needs its results (programmatic dependent launch): 5.8 instead
 of 7.1 us for one row of 384 tokens. For 64 rows that makes 91 of 79 us.
+
+Decision: rows of one token each are a kernel of their own, compiled without `starts_R1`. With it a
+row has up to `width` tokens, and a query may see none of the tokens that a lane has of its row, so
+what is empty must not become NaN: in the running maximum, and in partial results.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 import triton
@@ -31,7 +35,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels import attention_reference as reference
-from nanovllm_kernels.case import Args, Case, Kernel, bits
+from nanovllm_kernels.case import Kernel
+from nanovllm_kernels.decode_cases import all_rows, by_position, case_of
 from nanovllm_kernels.device import follows, processors
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -40,6 +45,7 @@ STAGES = 3  # more would be slower: 2 to 7 % for 4, measured
 PROGRAMS_PER_PROCESSOR = 2
 INTERPRETED_PROCESSORS = 12  # few enough for rows to be cut in every way
 MERGED = 16  # partial results combined at once
+MAX_WIDTH = 8  # new tokens of a row
 OVERLAPPED_ROWS = 8
 
 
@@ -54,7 +60,7 @@ def plan_decode(lengths_R: Tensor, k_PSGA: Tensor) -> Tensor:
 
 
 def plan_lanes(lengths_R: Tensor, num_kv_heads: int, block: int, per_processor: int) -> Tensor:
-    """plan_N5, int32, for blocks of so many tokens. Lengths are at least 1.
+    """plan_N5, int32, for blocks of so many tokens. Lengths are at least 1, but 0 at the tail.
 
     Of each lane: its first row, the block it starts at there, its number of blocks; and if it
     begins a row that it does not finish: that row, over how many lanes the row goes, or 0.
@@ -69,77 +75,81 @@ def plan_lanes(lengths_R: Tensor, num_kv_heads: int, block: int, per_processor: 
 
 
 def paged_decode(
-    q_RHA: Tensor,
+    q_THA: Tensor,
     k_PSGA: Tensor,
     v_PSGA: Tensor,
     page_table_RM: Tensor,
     lengths_R: Tensor,
     plan_N5: Tensor,
-    out_RHA: Tensor | None = None,
+    out_THA: Tensor | None = None,
+    *,
+    starts_R1: Tensor | None = None,
+    width: int = 1,
 ) -> Tensor:
-    """o_RHA, which is `out_RHA` if given. `plan_N5`: plan_decode's, of the same lengths.
+    """o_THA, which is `out_THA` if given. `plan_N5`: plan_decode's, of the same lengths.
 
-    Reads no values on the host.
+    Row r's queries are starts_R1[r]:starts_R1[r + 1], at most `width`, its last tokens; without
+    `starts_R1` each row has one. Rows at the tail may have no tokens and length 0: they get no
+    work. What o_THA has past the last row's tokens is undefined. Reads no values on the host.
     """
-    num_rows, num_heads, head_size = q_RHA.shape
+    assert 1 <= width <= (MAX_WIDTH if starts_R1 is not None else 1), width
+    num_tokens, num_heads, head_size = q_THA.shape
     page_tokens, num_kv_heads = k_PSGA.shape[1:3]
     num_lanes = plan_N5.shape[0]
-    assert q_RHA.stride(2) == k_PSGA.stride(3) == page_table_RM.stride(1) == 1
+    assert q_THA.stride(2) == k_PSGA.stride(3) == page_table_RM.stride(1) == 1
     assert k_PSGA.stride() == v_PSGA.stride()
-    o_RHA, partial_o, partial_lse = results_of(q_RHA, num_lanes, out_RHA)
+    o_THA, partial_o, partial_lse = results_of(q_THA, num_lanes, out_THA, width)
     group = num_heads // num_kv_heads
-    waits = follows(num_rows, q_RHA.device)
-    both = {
-        "A": head_size,
-        "A_BLOCK": triton.next_power_of_2(head_size),
-        "WAITS": waits,
-        "launch_pdl": waits,
-    }
+    tile = max(16, triton.next_power_of_2(group * width))
+    waits = follows(num_tokens, q_THA.device)
+    both = dict(W=width, RAGGED=starts_R1 is not None, WAITS=waits, launch_pdl=waits)
+    both |= dict(A=head_size, A_BLOCK=triton.next_power_of_2(head_size))
     decode_kernel[(num_kv_heads, num_lanes)](
-        q_RHA,
+        q_THA,
         k_PSGA,
         v_PSGA,
         page_table_RM,
+        starts_R1,
         lengths_R,
         plan_N5,
-        o_RHA,
+        o_THA,
         partial_o,
         partial_lse,
-        q_RHA.stride(0),
-        q_RHA.stride(1),
+        *q_THA.stride()[:2],
         *k_PSGA.stride()[:3],
         page_table_RM.stride(0),
         page_table_RM.shape[1],
         math.log2(math.e) / math.sqrt(head_size),
         GROUP=group,
-        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
+        TILE=tile,
         S=page_tokens,
         BLOCK=block_tokens(k_PSGA),
         STAGES=STAGES,
-        LEADS=waits and num_rows <= OVERLAPPED_ROWS,
-        num_warps=4,
+        LEADS=waits and num_tokens <= OVERLAPPED_ROWS * width,
+        num_warps=4 if tile <= 64 else 8,
         **both,
     )
-    merge_kernel[(num_heads, num_lanes)](
-        partial_o, partial_lse, plan_N5, o_RHA, MERGED=MERGED, num_warps=1, **both
+    merge_kernel[(width * num_heads, num_lanes)](
+        partial_o, partial_lse, starts_R1, plan_N5, o_THA, MERGED=MERGED, num_warps=1, **both
     )
-    return o_RHA
+    return o_THA
 
 
 def results_of(
-    q_RHA: Tensor, num_lanes: int, out_RHA: Tensor | None
+    q_THA: Tensor, num_lanes: int, out_THA: Tensor | None, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for o_RHA, if there is none, and for partial_o [N, 2, H, A] and partial_lse [N, 2, H]:
-    what each lane leaves of the row it resumed, and of the row it began but did not finish.
+    """Room for o_THA, if there is none, and for partial_o [N, 2, W * H, A] and partial_lse
+    [N, 2, W * H]: what each lane leaves of the row it resumed, and of the row it began but did not
+    finish, for W = `width` tokens of a row.
     """
-    (num_rows, num_heads, width), device = q_RHA.shape, q_RHA.device
-    shape = (num_lanes, 2, num_heads)
-    if out_RHA is None:
-        out_RHA = torch.empty(num_rows, num_heads, width, dtype=q_RHA.dtype, device=device)
-    assert out_RHA.is_contiguous()
+    (num_tokens, num_heads, head_size), device = q_THA.shape, q_THA.device
+    shape = (num_lanes, 2, width * num_heads)
+    if out_THA is None:
+        out_THA = torch.empty(num_tokens, num_heads, head_size, dtype=q_THA.dtype, device=device)
+    assert out_THA.is_contiguous()
     return (
-        out_RHA,
-        torch.empty(*shape, width, dtype=torch.float32, device=device),
+        out_THA,
+        torch.empty(*shape, head_size, dtype=torch.float32, device=device),
         torch.empty(shape, dtype=torch.float32, device=device),
     )
 
@@ -150,7 +160,7 @@ def plan_kernel(lengths_R, plan_N5, num_rows, BLOCK: tl.constexpr, ROWS: tl.cons
     row = tl.arange(0, ROWS)
     blocks = tl.cdiv(tl.load(lengths_R + row, row < num_rows, 0), BLOCK)
     ends, total = tl.cumsum(blocks, 0), tl.sum(blocks, 0)
-    share = tl.cdiv(total, num_lanes)
+    share = tl.maximum(tl.cdiv(total, num_lanes), 1)
     start = tl.minimum(lane * share, total)
     stop = tl.minimum(start + share, total)
     plan_N5 += lane * 5
@@ -169,16 +179,17 @@ def plan_kernel(lengths_R, plan_N5, num_rows, BLOCK: tl.constexpr, ROWS: tl.cons
 
 @triton.jit(
     do_not_specialize=["table_stride", "table_width"],
-    do_not_specialize_on_alignment=["page_table_RM", "lengths_R"],
+    do_not_specialize_on_alignment=["page_table_RM", "starts_R1", "lengths_R"],
 )
 def decode_kernel(
-    q_RHA,
+    q_THA,
     k_PSGA,
     v_PSGA,
     page_table_RM,
+    starts_R1,
     lengths_R,
     plan_N5,
-    o_RHA,
+    o_THA,
     partial_o,
     partial_lse,
     q_stride,
@@ -189,8 +200,10 @@ def decode_kernel(
     table_stride,
     table_width,
     scale,
+    W: tl.constexpr,
+    RAGGED: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
     A: tl.constexpr,
     A_BLOCK: tl.constexpr,
     S: tl.constexpr,
@@ -211,21 +224,28 @@ def decode_kernel(
     count = tl.load(plan_N5 + lane * 5 + 2)
     if count == 0:
         return
-    member, a, n = tl.arange(0, GROUP_BLOCK), tl.arange(0, A_BLOCK), tl.arange(0, BLOCK)
-    head = kv_head * GROUP + member
-    inside_q = (member < GROUP)[:, None] & (a < A)[None, :]
+    pair, a, n = tl.arange(0, TILE), tl.arange(0, A_BLOCK), tl.arange(0, BLOCK)
+    if RAGGED:  # of the pairs' tokens the row has the first ones
+        nth, head = pair // GROUP, kv_head * GROUP + pair % GROUP
+        q_THA += nth[:, None] * q_stride
+        at_o = nth * num_heads + head
+    else:
+        head = kv_head * GROUP + pair
+        at_o = head
     k_PSGA += kv_head * head_stride
     v_PSGA += kv_head * head_stride
-    q_RHA += head[:, None] * q_head_stride + a[None, :]
+    q_THA += head[:, None] * q_head_stride + a[None, :]
     began = block  # where this lane began the row
     length = tl.load(lengths_R + row)
+    first, num_new = queries_of(starts_R1, row, RAGGED)
     page = page_of(page_table_RM + row.to(tl.int64) * table_stride, table_width, block, S, BLOCK)
     if LEADS:
         tl.extra.cuda.gdc_wait()
-    q = tl.load(q_RHA + row.to(tl.int64) * q_stride, inside_q, 0.0)
-    highest = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP_BLOCK], tl.float32)
-    o = tl.zeros([GROUP_BLOCK, A_BLOCK], tl.float32)
+    inside_q = (pair < num_new * GROUP)[:, None] & (a < A)[None, :]
+    q = tl.load(q_THA + first.to(tl.int64) * q_stride, inside_q, 0.0)
+    highest = tl.full([TILE], -float("inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    o = tl.zeros([TILE, A_BLOCK], tl.float32)
     for i in tl.range(0, count, num_stages=STAGES):
         token = block * BLOCK + n
         at_token = (page.to(tl.int64) * page_stride + token % S * token_stride)[:, None] + a[
@@ -234,32 +254,55 @@ def decode_kernel(
         inside = (token < length)[:, None] & (a < A)[None, :]
         k = tl.load(k_PSGA + at_token, inside, 0.0)
         v = tl.load(v_PSGA + at_token, inside, 0.0)
-        s = dot(q, tl.trans(k), tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)) * scale
-        s = tl.where((token < length)[None, :], s, -float("inf"))
-        highest = tl.where(block == began, -float("inf"), highest)  # forgets the row before
+        s = dot(q, tl.trans(k), tl.zeros([TILE, BLOCK], tl.float32)) * scale
+        seen = (token < length)[None, :]
+        if RAGGED:
+            seen = token[None, :] <= (length - num_new + nth)[:, None]
+        s = tl.where(seen, s, -float("inf"))
         new_highest = tl.maximum(highest, tl.max(s, 1))
-        p = tl.exp2(s - new_highest[:, None])
-        fade = tl.exp2(highest - new_highest)
+        base = new_highest
+        if RAGGED:  # a query that has seen nothing has weights of 0
+            base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+        p = tl.exp2(s - base[:, None])
+        fade = tl.exp2(highest - base)
         total = total * fade + tl.sum(p, 1)
         o = dot(p.to(v.dtype), v, o * fade[:, None])
         highest = new_highest
         is_end = (block + 1) * BLOCK >= length
         if is_end | (i + 1 == count):
+            if RAGGED:  # of nothing the mean is 0, and weighs nothing
+                total = tl.where(total == 0.0, 1.0, total)
             mean = o / total[:, None]
             if is_end & (began == 0):
-                at = o_RHA + (row.to(tl.int64) * num_heads + head[:, None]) * A + a[None, :]
-                tl.store(at, mean.to(o_RHA.dtype.element_ty), inside_q)
+                at = (first.to(tl.int64) * num_heads + at_o[:, None]) * A + a[None, :]
+                tl.store(o_THA + at, mean.to(o_THA.dtype.element_ty), inside_q)
             else:
-                part = (lane * 2 + (began == 0).to(tl.int32)) * num_heads + head
+                part = (lane * 2 + (began == 0).to(tl.int32)) * (W * num_heads) + at_o
                 tl.store(partial_o + part[:, None] * A + a[None, :], mean, inside_q)
-                tl.store(partial_lse + part, highest + tl.log2(total), member < GROUP)
+                tl.store(partial_lse + part, highest + tl.log2(total), pair < num_new * GROUP)
+            # Not by a factor of 0: what one row has of NaN stays its own.
+            highest = tl.full([TILE], -float("inf"), tl.float32)
+            total = tl.zeros([TILE], tl.float32)
+            o = tl.zeros([TILE, A_BLOCK], tl.float32)
         row += (is_end & (i + 1 < count)).to(tl.int32)  # after the last row there is none to read
         block = tl.where(is_end, 0, block + 1)
         began = tl.where(is_end, 0, began)
         length = tl.load(lengths_R + row)
+        first, num_new = queries_of(starts_R1, row, RAGGED)
         pages = page_table_RM + row.to(tl.int64) * table_stride
         page = page_of(pages, table_width, block, S, BLOCK)
-        q = tl.load(q_RHA + row.to(tl.int64) * q_stride, inside_q, 0.0)
+        inside_q = (pair < num_new * GROUP)[:, None] & (a < A)[None, :]
+        q = tl.load(q_THA + first.to(tl.int64) * q_stride, inside_q, 0.0)
+
+
+@triton.jit
+def queries_of(starts_R1, row, RAGGED: tl.constexpr):
+    """Which query is the first of a row, and how many it has."""
+    first, num_new = row, 1
+    if RAGGED:
+        first = tl.load(starts_R1 + row)
+        num_new = tl.load(starts_R1 + row + 1) - first
+    return first, num_new
 
 
 @triton.jit
@@ -280,33 +323,43 @@ def dot(a, b, sum):
     return tl.dot(a, b, sum, input_precision="tf32x3")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts_R1"])
 def merge_kernel(
     partial_o,
     partial_lse,
+    starts_R1,
     plan_N5,
-    o_RHA,
+    o_THA,
+    W: tl.constexpr,
+    RAGGED: tl.constexpr,
     A: tl.constexpr,
     A_BLOCK: tl.constexpr,
     MERGED: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    """One head of the row that this lane begins and others finish, if there is such a row."""
-    head, lane = tl.program_id(0), tl.program_id(1)
-    num_heads = tl.num_programs(0)
+    """One token and head of the row that this lane begins and others finish, if there is such a
+    row.
+    """
+    pair, lane = tl.program_id(0), tl.program_id(1)
+    num_pairs = tl.num_programs(0)
     row = tl.load(plan_N5 + lane * 5 + 3)
     num_lanes = tl.load(plan_N5 + lane * 5 + 4)
     if WAITS:  # before any return: what follows waits for this kernel only
         tl.extra.cuda.gdc_wait()
     if num_lanes == 0:
         return
+    first, num_new = queries_of(starts_R1, row, RAGGED)
+    num_heads = num_pairs // W
+    if RAGGED:  # noqa: SIM102
+        if pair >= num_new * num_heads:
+            return
     a = tl.arange(0, A_BLOCK)
     highest = -float("inf")
     total = 0.0
     o = tl.zeros([A_BLOCK], tl.float32)
-    for first in range(0, num_lanes, MERGED):
-        nth = first + tl.arange(0, MERGED)
-        part = ((lane + nth) * 2 + (nth == 0).to(tl.int32)) * num_heads + head
+    for nth_part in range(0, num_lanes, MERGED):
+        nth = nth_part + tl.arange(0, MERGED)
+        part = ((lane + nth) * 2 + (nth == 0).to(tl.int32)) * num_pairs + pair
         lse = tl.load(partial_lse + part, nth < num_lanes, -float("inf"))
         inside = (nth < num_lanes)[:, None] & (a < A)[None, :]
         each = tl.load(partial_o + part[:, None] * A + a[None, :], inside, 0.0)
@@ -316,102 +369,18 @@ def merge_kernel(
         total = total * fade + tl.sum(weights, 0)
         o = o * fade + tl.sum(each * weights[:, None], 0)
         highest = new_highest
-    at = o_RHA + (row.to(tl.int64) * num_heads + head) * A + a
-    tl.store(at, (o / total).to(o_RHA.dtype.element_ty), a < A)
-
-
-def inputs(
-    lengths: tuple[int, ...],
-    heads: tuple[int, int, int],
-    page_tokens: int,
-    dtype: torch.dtype,
-    kind: str,
-    device: torch.device,
-) -> Args:
-    new = [1] * len(lengths)
-    q, k, v, table, _, at = reference.paged_inputs(
-        lengths, new, heads, page_tokens, dtype, device, kind
-    )
-    return q, k, v, table, at, plan_decode(at, k)
-
-
-def cases() -> tuple[Case, ...]:
-    ragged = (1, 130, 7, 64, 65, 1, 300, 17, 128)
-    small = [
-        ((1,), (2, 1, 128), 16),
-        ((1000,), (2, 1, 64), 16),
-        (ragged, (4, 2, 128), 16),
-        (ragged, (8, 2, 128), 128),
-        (ragged, (3, 1, 80), 32),
-        (ragged, (4, 2, 64), 64),
-        (ragged, (2, 2, 256), 48),
-        (ragged, (20, 1, 16), 16),  # more query heads than a tensor core's 16 rows
-        (ragged, (8, 8, 64), 128),
-        ((1,) * 5, (4, 2, 128), 128),
-    ]
-    large = [
-        ((2000, *ragged, 5000), heads, page_tokens)
-        for heads in ((16, 8, 128), (32, 8, 128), (14, 2, 64), (16, 2, 256), (12, 4, 80))
-        for page_tokens in (16, 64, 128)
-    ]
-    checked = [*((*shape, torch.bfloat16, "normal") for shape in (*small, *large))]
-    checked += [
-        (ragged, (4, 2, 64), 16, torch.float32, "normal"),
-        (ragged, (4, 2, 128), 32, torch.bfloat16, "spike"),
-        # More partial results than are merged at once, with the largest among the last.
-        ((1340,), (2, 1, 128), 16, torch.bfloat16, "spike"),
-    ]
-    return (
-        *(
-            Case(
-                f"{kind} rows={len(lengths)} longest={max(lengths)} HGA={heads} page={page} "
-                f"{bits(dtype)}",
-                partial(inputs, lengths, heads, page, dtype, kind),
-                small=sum(lengths) < 1400,
-            )
-            for lengths, heads, page, dtype, kind in checked
-        ),
-        *timed_cases(),
-    )
-
-
-def timed_cases() -> list[Case]:
-    order = torch.randperm(256, generator=torch.Generator().manual_seed(3))
-    spread = tuple(torch.linspace(100, 2048, 256).int()[order].tolist())  # as in the middle of W1
-    shapes = [
-        (f"R={R} ctx={length}", (length,) * R, (H, G, A), page_tokens)
-        for R, length, H, G, A, page_tokens in (
-            (1, 1024, 16, 8, 128, 128),
-            (1, 32768, 32, 8, 128, 128),
-            (8, 4096, 32, 8, 128, 128),
-            (64, 1024, 16, 8, 128, 128),
-            (64, 1024, 32, 8, 128, 128),
-            (256, 1024, 16, 8, 128, 128),
-            (256, 1024, 16, 8, 128, 64),
-            (256, 1024, 16, 8, 128, 16),
-            (256, 1024, 32, 8, 128, 128),
-            (64, 4096, 16, 2, 256, 64),
-        )
-    ]
-    shapes.append(("R=256 ctx=100..2048", spread, (16, 8, 128), 128))
-    return [
-        Case(
-            f"{name} HGA={heads} page={page}",
-            partial(inputs, lengths, heads, page, torch.bfloat16, "normal"),
-            num_bytes=4 * heads[2] * (sum(lengths) * heads[1] + len(lengths) * heads[0]),
-        )
-        for name, lengths, heads, page in shapes
-    ]
+    at = o_THA + (first.to(tl.int64) * num_heads + pair) * A + a
+    tl.store(at, (o / total).to(o_THA.dtype.element_ty), a < A)
 
 
 # 16 bit: weights and the result are each rounded by half an ulp. 32 bit: a score is a sum of up to
 # 256 products, and an error in it is one of the weight.
 PAGED_DECODE = Kernel(
     "paged_decode",
-    paged_decode,
-    reference.paged_decode,
-    cases(),
+    by_position(paged_decode),
+    by_position(reference.paged_decode),
+    tuple(case_of(plan_decode, rows) for rows in all_rows()),
     ulps_16=1,
     ulps_32=256,
-    scale=reference.weighted_sizes(reference.paged_decode),
+    scale=reference.weighted_sizes(by_position(reference.paged_decode)),
 )

@@ -1,7 +1,9 @@
-"""Grouped-query attention of one new token per row over its pages, for Hopper, in CuTe DSL.
+"""Grouped-query attention of the one or few new tokens of each row over its pages, for Hopper, in
+CuTe DSL.
 
-Meaning: nanovllm_kernels.attention_reference. Widths 64 and 128, bfloat16, up to 16 query heads per
-key/value head, pages of 16, 32 or a multiple of 64 tokens; paged_decode is for everything else.
+Meaning: nanovllm_kernels.attention_reference. Widths 64 and 128, bfloat16, up to 16 pairs of new
+token and query head per key/value head, pages of 16, 32 or a multiple of 64 tokens; paged_decode is
+for everything else.
 
 Decision: as there, the rows' contexts form one line that is cut into equal shares, a share to each
 lane. A key/value head of a lane is one block of threads, alone on its multiprocessor; the heads of
@@ -10,20 +12,22 @@ memory in flight: it runs ahead of the others across the ends of rows, and notes
 each block.
 
 Decision: four warps share a block by its tokens, each with a softmax of its own; they meet at a
-row's end only. The query heads of a key/value head are padded to the 16 rows of a tensor core.
+row's end only. The pairs of a key/value head, one new token after the other, are padded to the 16
+rows of a tensor core.
 
 Decision: one launch, in which the last lane to finish a row that was cut merges its parts. The plan
 and the first row's old tokens are loaded without waiting for the kernel before (programmatic
-dependent launch). So that kernel must write neither plan, lengths nor page table, nor let this one
-start before what it itself depends on is done.
+dependent launch). So that kernel must write neither plan, starts, lengths nor page table, nor let
+this one start before what it itself depends on is done.
+
+Decision: rows of one token each are a kernel of their own, compiled without `starts_R1`. With it a
+warp, or a lane, may have no token of a row that a query sees: its sum of weights is 0 then.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -33,10 +37,12 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from torch import Tensor
 
-from nanovllm_kernels.case import Args, Case
+from nanovllm_kernels import paged_decode as triton_decode
+from nanovllm_kernels.case import Case
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
+from nanovllm_kernels.decode_cases import RAGGED, Rows, all_rows, by_position, case_of
 from nanovllm_kernels.like import like
-from nanovllm_kernels.paged_decode import PAGED_DECODE, inputs, plan_lanes, results_of
+from nanovllm_kernels.paged_decode import PAGED_DECODE, plan_lanes, results_of
 
 BLOCK = 64  # tokens
 WARPS = 4  # that compute
@@ -50,6 +56,8 @@ MERGED = 8  # partial results that are loaded at once
 QUAD = 4  # elements of a result that a thread handles together
 READ_ONCE = 0x12F0000000000000  # a cache policy: the first to be evicted
 LOG2_E = math.log2(math.e)
+MAX_PAIRS = 16  # of new token and query head, for one key/value head: the rows of a tensor core
+MAX_WIDTH = 8  # new tokens of a row
 
 
 class Plan(NamedTuple):
@@ -63,6 +71,7 @@ class Given(NamedTuple):
     q: cute.Tensor
     table: cute.Tensor
     lengths: cute.Tensor
+    starts: cute.Tensor  # anything, if rows have one token each
     o: cute.Tensor
     lanes: cute.Tensor
     arrived: cute.Tensor
@@ -87,26 +96,41 @@ def plan_decode(lengths_R: Tensor, k_PSGA: Tensor) -> Plan:
 
 
 def paged_decode(
-    q_RHA: Tensor,
+    q_THA: Tensor,
     k_PSGA: Tensor,
     v_PSGA: Tensor,
     page_table_RM: Tensor,
     lengths_R: Tensor,
     plan: Plan,
-    out_RHA: Tensor | None = None,
+    out_THA: Tensor | None = None,
+    *,
+    starts_R1: Tensor | None = None,
+    width: int = 1,
 ) -> Tensor:
-    """paged_decode's."""
-    (_, num_heads, width), (page_tokens, num_kv_heads) = q_RHA.shape, k_PSGA.shape[1:3]
-    assert q_RHA.stride(1) == width
-    o_RHA, partial_o, partial_lse = results_of(q_RHA, len(plan.lanes_N5), out_RHA)
-    given = Given(q_RHA, page_table_RM, lengths_R, o_RHA, *plan, partial_o, partial_lse)
-    compile_decode(num_heads // num_kv_heads, width, page_tokens)(k_PSGA, v_PSGA, given)
-    return o_RHA
+    """paged_decode's. More than MAX_PAIRS are left to that kernel, which then plans every layer:
+    whoever knows the group had better choose it from the start.
+    """
+    (_, num_heads, head_size), (page_tokens, num_kv_heads) = q_THA.shape, k_PSGA.shape[1:3]
+    assert q_THA.stride(1) == head_size
+    assert 1 <= width <= (MAX_WIDTH if starts_R1 is not None else 1), width
+    group, rows = num_heads // num_kv_heads, (page_table_RM, lengths_R)
+    if group * width > MAX_PAIRS:
+        anew = triton_decode.plan_decode(lengths_R, k_PSGA)
+        args = q_THA, k_PSGA, v_PSGA, *rows, anew, out_THA
+        return triton_decode.paged_decode(*args, starts_R1=starts_R1, width=width)
+    o_THA, partial_o, partial_lse = results_of(q_THA, len(plan.lanes_N5), out_THA, width)
+    starts = lengths_R if starts_R1 is None else starts_R1
+    given = Given(q_THA, *rows, starts, o_THA, *plan, partial_o, partial_lse)
+    kind = group, head_size, page_tokens, 0 if starts_R1 is None else width
+    compile_decode(*kind)(k_PSGA, v_PSGA, given)
+    return o_THA
 
 
 @CachedCompile
-def compile_decode(group: int, width: int, page_tokens: int) -> Compiled:
-    """For `group` query heads per key/value head. Needs no GPU, only to know of one."""
+def compile_decode(group: int, width: int, page_tokens: int, most_new: int) -> Compiled:
+    """For `group` query heads per key/value head, and at most `most_new` tokens of a row, or 0 if
+    each has one and there is no starts_R1. Needs no GPU, only to know of one.
+    """
     any_ = cute.sym_int
 
     q, o, cache = (
@@ -117,6 +141,7 @@ def compile_decode(group: int, width: int, page_tokens: int) -> Compiled:
         q=q,
         table=like(Int32, any_(), any_()),
         lengths=like(Int32, any_()),
+        starts=like(Int32, any_()),
         o=o,
         lanes=like(Int32, any_(), 5),
         arrived=like(Int32, any_(), any_()),
@@ -124,7 +149,7 @@ def compile_decode(group: int, width: int, page_tokens: int) -> Compiled:
         partial_lse=like(Float32, any_(), 2, any_()),
     )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    decode = PagedDecode(group, width, page_tokens)
+    decode = PagedDecode(group, width, page_tokens, most_new)
     compiled: Compiled = cute.compile(
         decode, cache, cache, given, stream, options="--enable-tvm-ffi"
     )
@@ -136,13 +161,13 @@ class Shared(NamedTuple):
 
     k: cute.Tensor  # [token, element, stage]
     v: cute.Tensor
-    q: cute.Tensor  # [head, element, stage], where a row begins
-    notes: cute.Tensor  # [4, stage]: see PagedDecode.load
+    q: cute.Tensor  # [pair, element, stage], where a row begins
+    notes: cute.Tensor  # [4 or 6, stage]: see PagedDecode.load
     full: cute.Pointer  # barriers: the block is there
     empty: cute.Pointer  # every warp is done with it
     first_q: cute.Pointer  # the first row's queries are there
-    results: cute.Tensor  # [element, head, warp, parity]: what each warp has of a row
-    sums: cute.Tensor  # [2, head, warp, parity]: its highest score, and its sum of weights
+    results: cute.Tensor  # [element, pair, warp, parity]: what each warp has of a row
+    sums: cute.Tensor  # [2, pair, warp, parity]: its highest score, and its sum of weights
     is_last: cute.Pointer
 
 
@@ -155,17 +180,19 @@ class Running(NamedTuple):
 
 
 class PagedDecode:
-    def __init__(self, group: int, width: int, page_tokens: int) -> None:
-        assert 1 <= group <= 16, f"{group} query heads share a key/value head"
+    def __init__(self, group: int, width: int, page_tokens: int, most_new: int = 0) -> None:
         self.group, self.width, self.page_tokens = group, width, page_tokens
+        self.ragged, self.most_new = most_new > 0, max(1, most_new)
+        self.pairs = group * self.most_new
+        assert 1 <= self.pairs <= MAX_PAIRS, f"{self.pairs} queries share a key/value head"
         self.scale = LOG2_E / math.sqrt(width)
         self.unit = min(BLOCK, page_tokens)  # tokens of a block that lie in one page
         self.pages_per_block = BLOCK // self.unit
         self.window = 32 // self.pages_per_block  # blocks whose pages a warp's threads hold
-        self.q_bytes = 2 * group * width
-        self.padded = width + 8  # elements between the heads of a warp's result
-        fixed = 8 * WARPS * group * (self.padded + 2) + 2 * (16 - group) * width + 2048
-        stage = 4 * BLOCK * width + self.q_bytes + 32
+        self.q_bytes = 2 * group * width  # of a token
+        self.padded = width + 8  # elements between the pairs of a warp's result
+        fixed = 8 * WARPS * self.pairs * (self.padded + 2) + 2 * (16 - self.pairs) * width + 2048
+        stage = 4 * BLOCK * width + self.most_new * self.q_bytes + 32
         self.stages = min(16, (SHARED_BYTES - fixed) // stage)
 
     @cute.jit
@@ -217,23 +244,24 @@ class PagedDecode:
     def allocate(self, ring: cute.ComposedLayout) -> Shared:
         smem = cutlass.utils.SmemAllocator()
         k, v = (smem.allocate_tensor(BFloat16, ring.outer, 1024, ring.inner) for _ in range(2))
-        # The rows past the group are the next slot's: what comes of them is not read.
-        slot = self.group * self.width
+        # The rows past the pairs are the next slot's: what comes of them is not read.
+        slot = self.pairs * self.width
         slots = cute.make_layout((16, self.width, self.stages), stride=(self.width, 1, slot))
         q = smem.allocate_array(BFloat16, cute.cosize(slots), byte_alignment=128)
-        heads = (self.group, WARPS, 2)
-        strides = [self.padded * n for n in (1, self.group, self.group * WARPS)]
-        outcome = cute.make_layout((self.width, *heads), stride=(1, *strides))
+        pairs = (self.pairs, WARPS, 2)
+        strides = [self.padded * n for n in (1, self.pairs, self.pairs * WARPS)]
+        outcome = cute.make_layout((self.width, *pairs), stride=(1, *strides))
+        num_notes = 6 if self.ragged else 4
         return Shared(
             k=k,
             v=v,
             q=cute.make_tensor(q, slots),
-            notes=smem.allocate_tensor(Int32, cute.make_layout((4, self.stages)), 16),
+            notes=smem.allocate_tensor(Int32, cute.make_layout((num_notes, self.stages)), 16),
             full=smem.allocate_array(Int64, self.stages),
             empty=smem.allocate_array(Int64, self.stages),
             first_q=smem.allocate_array(Int64, 1),
             results=smem.allocate_tensor(Float32, outcome, 16),
-            sums=smem.allocate_tensor(Float32, cute.make_layout((2, *heads)), 16),
+            sums=smem.allocate_tensor(Float32, cute.make_layout((2, *pairs)), 16),
             is_last=smem.allocate_array(Int32, 1),
         )
 
@@ -253,28 +281,32 @@ class PagedDecode:
 
     @cute.jit
     def load(self, whole: list, pieces: list, given: Given, shared: Shared) -> None:
-        """Fills the ring with this lane's blocks, and with each a note: its row, or -1 after all;
-        where its tokens end; whether it is the lane's first (1) or last (2) of the row, and four
-        times its first piece; the row's first and last lane.
+        """Fills the ring with this lane's blocks, and with each a note: the first query of its row,
+        or -1 after all; where its tokens end; whether it is the lane's first (1) or last (2) of the
+        row, and four times its first piece; the row's first and last lane; and if rows are ragged,
+        how many queries the row has, and from where on in the block its tokens are their own.
         """
         lane, last_row = arch.block_idx()[1], cute.size(given.lengths) - 1
         share = given.lanes[0, 2]  # of the line of all rows' pieces
         start, piece, left = lane * share, given.lanes[lane, 1], given.lanes[lane, 2]
-        first_row = row = min(given.lanes[lane, 0], last_row)
+        row = min(given.lanes[lane, 0], last_row)
         length, base = given.lengths[row], piece // WARPS
+        first_queries = self.queries_of(given, row)
         window = self.pages_of(given.table, row, base)
         ahead = min(row + 1, last_row)
         ahead_length = given.lengths[ahead]
         ahead_window = self.pages_of(given.table, ahead, Int32(0))
         # The first row's old tokens may come while the kernel before this one still runs.
-        early = min((length - 1) // BLOCK, (piece + left + WARPS - 1) // WARPS) - base
-        early = min(early, self.stages)
+        early = min((length - first_queries[1]) // BLOCK, (piece + left + WARPS - 1) // WARPS)
+        early = min(early - base, self.stages)
+        if cutlass.const_expr(self.ragged):  # a lane may begin among the new tokens
+            early = max(early, 0)
         i, stage, phase = Int32(0), Int32(0), Int32(1)
         while left >= 0:
             full = shared.full + stage
             if i == early:
                 arch.griddepcontrol_wait()
-                self.copy_first_q(given.q, shared, first_row)
+                self.copy_first_q(given.q, shared, *first_queries)
             if i >= self.stages:
                 arch.mbarrier_wait(shared.empty + stage, phase)
             if left == 0:
@@ -284,6 +316,7 @@ class PagedDecode:
                     arch.mbarrier_arrive(full)
             else:
                 row_start, row_pieces = start - piece, pieces_of(length)
+                query, count = self.queries_of(given, row)
                 block, skipped = piece // WARPS, piece % WARPS
                 stop = min(WARPS, row_pieces - block * WARPS, skipped + left)
                 taken = stop - skipped
@@ -292,14 +325,17 @@ class PagedDecode:
                 brings_q = Int32((piece == 0) & (i > 0))
                 with arch.elect_one():
                     first, last = row_start // share, (row_start + row_pieces - 1) // share
-                    shared.notes[0, stage] = row
+                    shared.notes[0, stage] = query
                     shared.notes[1, stage] = min(stop * PIECE, length - block * BLOCK)
                     shared.notes[2, stage] = begins + 2 * ends + 4 * skipped
                     shared.notes[3, stage] = first + (last << 16)
-                    num_bytes = taken * (4 * PIECE * self.width) + brings_q * self.q_bytes
+                    if cutlass.const_expr(self.ragged):
+                        shared.notes[4, stage] = count
+                        shared.notes[5, stage] = length - count - block * BLOCK
+                    num_bytes = taken * (4 * PIECE * self.width) + brings_q * count * self.q_bytes
                     arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
                 if brings_q != 0:
-                    self.copy_q(given.q, shared, stage, row)
+                    self.copy_q(given.q, shared, stage, query, count)
                 span = (block, skipped * PIECE, stop * PIECE)
                 pages = (window, (block - base) * self.pages_per_block)
                 if taken == WARPS:
@@ -324,6 +360,15 @@ class PagedDecode:
                 stage = Int32(0)
                 phase ^= 1
         arch.griddepcontrol_launch_dependents()
+
+    def queries_of(self, given: Given, row: Int32) -> tuple:
+        """The first query of a row, and how many it has."""
+        if not self.ragged:
+            return row, 1
+        return given.starts[row], given.starts[row + 1] - given.starts[row]
+
+    def noted_count(self, shared: Shared, stage: Int32) -> Any:  # noqa: ANN401
+        return shared.notes[4, stage] if self.ragged else 1
 
     def pages_of(self, table: cute.Tensor, row: Int32, block: Int32) -> Int32:
         """Thread n of the warp: the page of the n-th unit from a block on. Past the end any one."""
@@ -352,27 +397,45 @@ class PagedDecode:
                         )
 
     @cute.jit
-    def copy_first_q(self, q: cute.Tensor, shared: Shared, row: Int32) -> None:
+    def copy_first_q(self, q: cute.Tensor, shared: Shared, query: Int32, count: Any) -> None:  # noqa: ANN401
         """By the warp's own threads: a bulk copy would queue behind all early blocks."""
         eights = self.width // 8
-        for begin in cutlass.range_constexpr(0, self.group * eights, 32):
-            member, eight = (begin + arch.lane_idx()) // eights, (begin + arch.lane_idx()) % eights
-            if member < self.group:
-                head = arch.block_idx()[0] * self.group + member
-                values = cute.local_tile(q[row, head, None], (8,), (eight,)).load()
-                cute.local_tile(shared.q[member, None, 0], (8,), (eight,)).store(values)
+        for begin in cutlass.range_constexpr(0, self.pairs * eights, 32):
+            pair, eight = (begin + arch.lane_idx()) // eights, (begin + arch.lane_idx()) % eights
+            if pair < count * self.group:
+                nth, head = self.query_of(pair)
+                values = cute.local_tile(q[query + nth, head, None], (8,), (eight,)).load()
+                cute.local_tile(shared.q[pair, None, 0], (8,), (eight,)).store(values)
         arch.sync_warp()
         with arch.elect_one():
             arch.mbarrier_arrive(shared.first_q)
 
-    def copy_q(self, q: cute.Tensor, shared: Shared, stage: Int32, row: Int32) -> None:
+    def query_of(self, pair: Int32) -> tuple:
+        """Which of the row's queries, and which head of them all."""
+        first = arch.block_idx()[0] * self.group
+        if self.most_new == 1:
+            return 0, first + pair
+        return pair // self.group, first + pair % self.group
+
+    @cute.jit
+    def copy_q(
+        self,
+        q: cute.Tensor,
+        shared: Shared,
+        stage: Int32,
+        query: Int32,
+        count: Any,  # noqa: ANN401
+    ) -> None:
         size = cute.make_layout(self.group * self.width)
         head = arch.block_idx()[0] * self.group
-        source = cute.make_tensor(cute.domain_offset((row, head, 0), q).iterator, size)
-        to = cute.make_tensor(shared.q[None, None, stage].iterator, size)
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
-        with arch.elect_one():
-            cute.copy(atom, source, to, mbar_ptr=shared.full + stage)
+        for nth in cutlass.range_constexpr(self.most_new):
+            if nth < count:
+                first = cute.domain_offset((query + nth, head, 0), q)
+                slot = cute.domain_offset((nth * self.group, 0), shared.q[None, None, stage])
+                source, to = (cute.make_tensor(x.iterator, size) for x in (first, slot))
+                with arch.elect_one():
+                    cute.copy(atom, source, to, mbar_ptr=shared.full + stage)
 
     @cute.jit
     def compute(self, given: Given, shared: Shared) -> None:
@@ -400,16 +463,17 @@ class PagedDecode:
         s, t = cute.make_rmem_tensor(scores, Float32), cute.make_rmem_tensor(scores, Float32)
         p = cute.make_rmem_tensor(part.partition_shape_A((16, PIECE)), BFloat16)
         o = cute.make_rmem_tensor(part.partition_shape_C((16, self.width)), Float32)
-        rows = 1 if self.group <= 8 else 2  # of the 16 that this thread holds: thread // 4, + 8
+        rows = 1 if self.pairs <= 8 else 2  # of the 16 that this thread holds: thread // 4, + 8
         run = Running(o, *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)))
         p.fill(0.0)
 
         stage, phase, parity = Int32(0), Int32(0), Int32(0)
         arch.mbarrier_wait(shared.full + stage, phase)
-        row = shared.notes[0, stage]
-        while row >= 0:
+        query = shared.notes[0, stage]
+        while query >= 0:
             tokens = shared.notes[1, stage] - nth_warp * PIECE
             flags, lanes = shared.notes[2, stage], shared.notes[3, stage]
+            count = self.noted_count(shared, stage)
             if flags & 1 != 0:
                 arch.mbarrier_wait(shared.first_q, 0)
                 cute.copy(q_copy, q_from[None, None, None, stage], q_copy.retile(q_in))
@@ -431,6 +495,8 @@ class PagedDecode:
                     for n in cutlass.range_constexpr(8):
                         token = n // 4 * 8 + thread % 4 * 2 + n % 2
                         s[n] = cutlass.select_(token < tokens, s[n], Float32(-math.inf))
+                if cutlass.const_expr(self.ragged):
+                    self.hide(s, shared.notes[5, stage] - nth_warp * PIECE)
                 for r in cutlass.range_constexpr(rows):
                     self.soften(s, p, run, r)
                 cute.gemm(mma, o, p[None, None, 0], v_in[None, None, 0], o)
@@ -440,14 +506,27 @@ class PagedDecode:
             if flags & 2 != 0:
                 self.leave(run, shared, parity)
                 arch.barrier(barrier_id=1, number_of_threads=THREADS)
-                self.finish(given, shared, parity, row, lanes & 0xFFFF, lanes >> 16)
+                row = query, count, lanes & 0xFFFF, lanes >> 16
+                self.finish(given, shared, parity, row)
                 parity ^= 1  # the next results go elsewhere, so one meeting a row is enough
             stage += 1
             if stage == self.stages:
                 stage = Int32(0)
                 phase ^= 1
             arch.mbarrier_wait(shared.full + stage, phase)
-            row = shared.notes[0, stage]
+            query = shared.notes[0, stage]
+
+    @cute.jit
+    def hide(self, s: cute.Tensor, own: Int32) -> None:
+        """The scores of this warp's tokens that come after a query. From `own` on they are the
+        queries' own: each sees one more of them.
+        """
+        if own < PIECE - 1:
+            thread = arch.lane_idx()
+            for n in cutlass.range_constexpr(8):
+                token, pair = n // 4 * 8 + thread % 4 * 2 + n % 2, thread // 4 + n // 2 % 2 * 8
+                is_seen = token <= own + pair // self.group
+                s[n] = cutlass.select_(is_seen, s[n], Float32(-math.inf))
 
     def soften(self, s: cute.Tensor, p: cute.Tensor, run: Running, r: int) -> None:
         """One row's scores become weights; what was summed before fades."""
@@ -477,28 +556,28 @@ class PagedDecode:
             weight = run.total[r]
             for distance in (1, 2):
                 weight += arch.shuffle_sync_bfly(weight, distance)
-            head = thread // 4 + 8 * r
-            if head < self.group:
+            pair = thread // 4 + 8 * r
+            if pair < self.pairs:
                 for n in cutlass.range_constexpr(self.width // 4):
                     a = n // 2 * 8 + thread % 4 * 2 + n % 2
-                    shared.results[a, head, nth_warp, parity] = run.o[n // 2 * 4 + r * 2 + n % 2]
+                    shared.results[a, pair, nth_warp, parity] = run.o[n // 2 * 4 + r * 2 + n % 2]
                 if thread % 4 == 0:
-                    shared.sums[0, head, nth_warp, parity] = run.highest[r]
-                    shared.sums[1, head, nth_warp, parity] = weight
+                    shared.sums[0, pair, nth_warp, parity] = run.highest[r]
+                    shared.sums[1, pair, nth_warp, parity] = weight
 
     @cute.jit
-    def finish(
-        self, given: Given, shared: Shared, parity: Int32, row: Int32, first: Int32, last: Int32
-    ) -> None:
-        """The warps' parts become the row's result, or if the row was cut, this lane's part."""
+    def finish(self, given: Given, shared: Shared, parity: Int32, row: tuple) -> None:
+        """The warps' parts become the result of a row (its first query, how many, its first and
+        last lane), or if the row was cut, this lane's part.
+        """
+        query, count, first, last = row
         thread = arch.thread_idx()[0]
         kv_head, lane = arch.block_idx()[0], arch.block_idx()[1]
         quads = self.width // QUAD
-        for begin in cutlass.range_constexpr(0, self.group * quads, THREADS):
-            member, quad = (begin + thread) // quads, (begin + thread) % quads
-            if member < self.group:
-                head = kv_head * self.group + member
-                sums = [[shared.sums[n, member, w, parity] for w in range(WARPS)] for n in range(2)]
+        for begin in cutlass.range_constexpr(0, self.pairs * quads, THREADS):
+            pair, quad = (begin + thread) // quads, (begin + thread) % quads
+            if pair < count * self.group:
+                sums = [[shared.sums[n, pair, w, parity] for w in range(WARPS)] for n in range(2)]
                 best = sums[0][0]
                 for w in cutlass.range_constexpr(1, WARPS):
                     best = arch.fmax(best, sums[0][w])
@@ -506,18 +585,20 @@ class PagedDecode:
                 total = Float32(0)
                 for w in cutlass.range_constexpr(WARPS):
                     total += sums[1][w] * fades[w]
+                total = self.divisor(total)
                 mean = cute.full(QUAD, 0.0, Float32)
                 for w in cutlass.range_constexpr(WARPS):
-                    part = quad_of(shared.results[None, member, w, parity], quad)
+                    part = quad_of(shared.results[None, pair, w, parity], quad)
                     mean += part.load() * (fades[w] / total)
                 if first == last:
-                    quad_of(given.o[row, head, None], quad).store(mean.to(BFloat16))
+                    nth, head = self.query_of(pair)
+                    quad_of(given.o[query + nth, head, None], quad).store(mean.to(BFloat16))
                 else:
-                    began = Int32(lane == first)
-                    quad_of(given.partial_o[lane, began, head, None], quad).store(mean)
+                    began, at = Int32(lane == first), kv_head * self.pairs + pair
+                    quad_of(given.partial_o[lane, began, at, None], quad).store(mean)
                     if quad == 0:
                         lse = best * self.scale + cute.math.log2(total)
-                        given.partial_lse[lane, began, head] = lse
+                        given.partial_lse[lane, began, at] = lse
         if first != last:
             arch.barrier(barrier_id=1, number_of_threads=THREADS)
             if thread == 0:
@@ -528,23 +609,28 @@ class PagedDecode:
                 shared.is_last[0] = Int32(before == last - first)
             arch.barrier(barrier_id=1, number_of_threads=THREADS)
             if shared.is_last[0] != 0:
-                self.merge(given, row, first, last)
+                self.merge(given, row)
+
+    def divisor(self, total: Float32) -> Float32:
+        """The sum of weights; or 1 if there are none, so that the mean of nothing is 0."""
+        return cutlass.select_(total > 0, total, Float32(1)) if self.ragged else total
 
     @cute.jit
-    def merge(self, given: Given, row: Int32, first: Int32, last: Int32) -> None:
-        """The result of a row that lanes first..last share."""
+    def merge(self, given: Given, row: tuple) -> None:
+        """The result of a row (its first query, how many, and its lanes first..last)."""
+        query, count, first, last = row
         quads = self.width // QUAD
-        for begin in cutlass.range(0, self.group * quads, THREADS, unroll=1):
-            at = begin + arch.thread_idx()[0]
-            member, quad = at // quads, at % quads
-            if member < self.group:
-                head = arch.block_idx()[0] * self.group + member
+        for begin in cutlass.range(0, count * self.group * quads, THREADS, unroll=1):
+            pair = (begin + arch.thread_idx()[0]) // quads
+            quad = (begin + arch.thread_idx()[0]) % quads
+            if pair < count * self.group:
+                at = arch.block_idx()[0] * self.pairs + pair
                 best, total = Float32(LOWEST), Float32(0)
                 mean = cute.make_rmem_tensor(QUAD, Float32)
                 mean.fill(0.0)
                 for lane in cutlass.range(first, last + 1, MERGED, unroll=1):
                     each = [cutlass.min(lane + n, last) for n in range(MERGED)]
-                    parts = [(x, Int32(x == first), head) for x in each]
+                    parts = [(x, Int32(x == first), at) for x in each]
                     lse = [given.partial_lse[part] for part in parts]
                     some = [quad_of(given.partial_o[(*part, None)], quad).load() for part in parts]
                     highest = best
@@ -559,7 +645,8 @@ class PagedDecode:
                         total += weight
                         mean.store(mean.load() + some[n] * weight)
                 result = mean.load() * (1.0 / total)
-                quad_of(given.o[row, head, None], quad).store(result.to(BFloat16))
+                nth, head = self.query_of(pair)
+                quad_of(given.o[query + nth, head, None], quad).store(result.to(BFloat16))
 
 
 def pieces_of(length: Int32) -> Int32:
@@ -571,38 +658,23 @@ def quad_of(line: cute.Tensor, nth: Int32) -> cute.Tensor:
 
 
 def cases() -> tuple[Case, ...]:
-    """Those of paged_decode that this runs, and its own corners."""
-    ragged = (1, 130, 7, 64, 65, 1, 300, 17, 128)
-    corners = (
-        (ragged, (4, 4, 128), 16),
-        ((2000, *ragged, 5000), (16, 1, 64), 16),  # a tensor core's rows in full
-        ((9000,), (16, 1, 128), 64),  # over all lanes
-        ((9000, 300), (32, 32, 128), 128),  # more pages in a lane than a warp's threads hold
-        ((9000, 300), (32, 32, 64), 16),
-        (ragged * 70, (14, 2, 64), 32),
-    )
-    checked = tuple(
-        Case(
-            f"rows={len(lengths)} longest={max(lengths)} HGA={heads} page={page_tokens}",
-            partial(inputs, lengths, heads, page_tokens, torch.bfloat16, "normal"),
-        )
-        for lengths, heads, page_tokens in corners
-    )
-    return tuple(
-        replace(case, inputs=partial(planned, case), small=False)
-        for case in (*checked, *filter(fits, PAGED_DECODE.cases))
-    )
+    """Its own corners, and those of paged_decode's that this runs or passes on."""
+    known = (x for x in all_rows() if not obstacle(x.page_tokens, x.heads[2], x.dtype))
+    found = (case_of(plan_decode, rows) for rows in (*corners(), *known))
+    return tuple(replace(case, small=False) for case in found)
 
 
-def fits(case: Case) -> bool:
-    width, page_tokens = re.findall(r"(\d+)\) page=(\d+)", case.name)[0]
-    known = int(width) in WIDTHS and int(page_tokens) in (16, 32, 64, 128)
-    return known and "float32" not in case.name
+def corners() -> list[Rows]:
+    return [
+        Rows(RAGGED, (4, 4, 128), 16),
+        Rows((2000, *RAGGED, 5000), (16, 1, 64), 16),  # a tensor core's rows in full
+        Rows((9000,), (16, 1, 128), 64),  # over all lanes
+        Rows((9000, 300), (32, 32, 128), 128),  # more pages in a lane than a warp's threads hold
+        Rows((9000, 300), (32, 32, 64), 16),
+        Rows(RAGGED * 70, (14, 2, 64), 32),
+    ]
 
 
-def planned(case: Case, device: torch.device) -> Args:
-    *args, _ = case.inputs(device)
-    return *args, plan_decode(args[4], args[1])
-
-
-PAGED_DECODE_CUTE = replace(PAGED_DECODE, name="paged_decode_cute", run=paged_decode, cases=cases())
+PAGED_DECODE_CUTE = replace(
+    PAGED_DECODE, name="paged_decode_cute", run=by_position(paged_decode), cases=cases()
+)

@@ -48,14 +48,14 @@ def draw(
     top_S1 = x_SV.amax(-1, keepdim=True)  # NaN if there is one: no threshold is above it
     scaled_SV = (x_SV - top_S1) * inverse_S[:, None]
     padding = -x_SV.shape[1] % BLOCK
-    blocks_SBW = functional.pad(scaled_SV, (0, padding), value=-torch.inf).unflatten(1, (-1, BLOCK))
+    blocks_SBX = functional.pad(scaled_SV, (0, padding), value=-torch.inf).unflatten(1, (-1, BLOCK))
     keys_S1 = stream_keys(seeds_N[slots_S], positions_S)[:, None]
-    starts_B = torch.arange(blocks_SBW.shape[1], device=x_SV.device) * BLOCK
-    weights_SB = blocks_SBW.logsumexp(-1) + gumbel(keys_S1, BLOCK_INDEX + starts_B)
+    starts_B = torch.arange(blocks_SBX.shape[1], device=x_SV.device) * BLOCK
+    weights_SB = blocks_SBX.logsumexp(-1) + gumbel(keys_S1, BLOCK_INDEX + starts_B)
     block_S1 = weights_SB.argmax(-1, keepdim=True)
-    indices_SW = block_S1 * BLOCK + torch.arange(BLOCK, device=x_SV.device)
-    block_SW = blocks_SBW.take_along_dim(block_S1[:, :, None], 1)[:, 0]
-    within_S = (block_SW + gumbel(keys_S1, indices_SW)).argmax(-1)
+    indices_SX = block_S1 * BLOCK + torch.arange(BLOCK, device=x_SV.device)
+    block_SX = blocks_SBX.take_along_dim(block_S1[:, :, None], 1)[:, 0]
+    within_S = (block_SX + gumbel(keys_S1, indices_SX)).argmax(-1)
     token_S = torch.where(inverse_S == 0, x_SV.argmax(-1), block_S1[:, 0] * BLOCK + within_S)
     return token_S.where(top_S1[:, 0].isfinite(), CORRUPTED)
 

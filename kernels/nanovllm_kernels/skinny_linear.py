@@ -9,8 +9,8 @@ lines are a cluster, and each of them finishes an equal share of the lines, whos
 copy into its shared memory in one piece (stores of single numbers took 10 us).
 
 Decision: the norm has no launch of its own. Its weight is applied to x on the way from shared
-memory to the tensor cores, which see the squares go by; its scale, a factor of a row of y, at the end.
-The product before has added the residual stream already, so x is all there is to read.
+memory to the tensor cores, which see the squares go by; its scale, a factor of a row of y, at
+the end. The product before has added the residual stream already, so x is all there is to read.
 
 Decision: where a slice is short, a block takes less than half of a multiprocessor's shared memory.
 So blocks of the next launch start while the last ones of this are still at work, and have their

@@ -122,9 +122,9 @@ def narrow_kernel(
     tops_SB,
     smallest_SB,
     before_S8,
-    sums_before_SBP,
+    sums_before_SBX,
     bracket_S8,
-    sums_SBP,
+    sums_SBX,
     vocab,
     num_blocks,
     blocks_each,
@@ -143,7 +143,7 @@ def narrow_kernel(
         above = 0.0
     else:
         low, first, high, above, needed, top = _narrowed(
-            before_S8, sums_before_SBP, top_p, row, num_blocks, BLOCKS
+            before_S8, sums_before_SBX, top_p, row, num_blocks, BLOCKS
         )
     if start == 0:
         _store(bracket_S8, row, low, first, high, above, needed, top)
@@ -159,7 +159,7 @@ def narrow_kernel(
             x = load(logits_SV + row.to(tl.int64) * logits_stride, at[None, :], vocab)
             is_above = (x >= pivots[:, None]).to(tl.float32)
             sums = tl.sum(_weights(x, top, inverse) * is_above, 1)
-        sums_at = sums_SBP + (row * num_blocks + block) * PIVOTS
+        sums_at = sums_SBX + (row * num_blocks + block) * PIVOTS
         tl.store(sums_at + tl.arange(0, PIVOTS), sums)
 
 
@@ -169,7 +169,7 @@ def collect_kernel(
     wishes_S4,
     tops_SB,
     before_S8,
-    sums_before_SBP,
+    sums_before_SBX,
     bracket_S8,
     candidates_SC,
     counts_S,
@@ -188,7 +188,7 @@ def collect_kernel(
     if (top_k == 0) & (top_p >= 1):
         return
     low, first, high, above, needed, top = _narrowed(
-        before_S8, sums_before_SBP, top_p, row, num_blocks, BLOCKS
+        before_S8, sums_before_SBX, top_p, row, num_blocks, BLOCKS
     )
     if (top_k > 0) & (top_p < 1):
         high, above = _value(_key(top) + 1), 0.0
@@ -340,13 +340,13 @@ def _pivots(low, first, high):
 
 
 @triton.jit
-def _narrowed(bracket_S8, sums_SBP, top_p, row, num_blocks, BLOCKS: tl.constexpr):
+def _narrowed(bracket_S8, sums_SBX, top_p, row, num_blocks, BLOCKS: tl.constexpr):
     """A bracket after the pass that summed from its pivots on."""
     low, first, high, above, needed, top = _bracket(bracket_S8, row)
     if first < high:
         block, pivot = tl.arange(0, BLOCKS), tl.arange(0, PIVOTS)
         at = (row * num_blocks + block)[:, None] * PIVOTS + pivot[None, :]
-        masses = tl.sum(tl.load(sums_SBP + at, (block < num_blocks)[:, None], 0.0), 0)
+        masses = tl.sum(tl.load(sums_SBX + at, (block < num_blocks)[:, None], 0.0), 0)
         total = tl.sum(tl.where(pivot == 0, masses, 0.0), 0)
         needed = tl.where(needed < 0, top_p * total, needed)
         pivots = _pivots(low, first, high)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -13,11 +11,11 @@ from nanovllm_kernels.device import is_hopper
 
 from nanovllm.attention import BACKENDS
 from nanovllm.attention.base import AttentionBackend
+from nanovllm.attention.grouped import pageless
 from nanovllm.config import ConfigError, Kernels
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.registry import resolve
 
-Factory = Callable[..., AttentionBackend]  # of caches, and of a kernel for decode rows
 DECODE = {  # importing the second takes a second
     "triton": "nanovllm_kernels.paged_decode",
     "cute": "nanovllm_kernels.paged_decode_cute",
@@ -31,12 +29,13 @@ def choose_backend(
     dtype: torch.dtype,
     layout: CacheLayout,
     page_tokens: int,
-) -> tuple[Factory, Kernels, str]:
-    """The backend's class, which kernels that means, and why preferred ones were passed over.
+) -> tuple[AttentionBackend, Kernels, str]:
+    """The backend, which kernels that means, and why preferred ones were passed over.
 
     Raises ConfigError with the reason if the recipe asks for one that cannot serve here.
     """
     passed_over: list[str] = []
+    like = pageless(layout, page_tokens, dtype)
     asked = kernels.attention
     for name in PREFERRED[device.type] if asked == "auto" else (asked,):
         backend = resolve(BACKENDS, name)
@@ -48,7 +47,8 @@ def choose_backend(
             if decode not in ("auto", "torch"):
                 why = "on a CPU" if device.type == "cpu" else f"kernels.attention is {name}"
                 raise ConfigError(f"kernels.decode is {decode}, but decode rows are by torch {why}")
-            return backend, replace(kernels, attention=name, decode=name), "; ".join(passed_over)
+            chosen = replace(kernels, attention=name, decode=name)
+            return backend(like), chosen, "; ".join(passed_over)
         if decode == "torch":
             raise ConfigError(f"kernels.decode is torch, but kernels.attention is {name}")
         if decode != "triton":
@@ -57,8 +57,9 @@ def choose_backend(
                 raise ConfigError(f"kernels.decode is cute, but {reason}; use triton")
             passed_over += [f"decode by cute: {reason}"] if reason else []
             decode = "triton" if reason else "cute"
-        factory = partial(backend, decode=import_module(DECODE[decode]))
-        return factory, replace(kernels, attention=name, decode=decode), "; ".join(passed_over)
+        chosen = replace(kernels, attention=name, decode=decode)
+        found = backend(like, import_module(DECODE[decode]))
+        return found, chosen, "; ".join(passed_over)
     raise ConfigError(f"kernels.attention: {'; '.join(passed_over)}")
 
 

@@ -11,8 +11,9 @@ from nanovllm_kernels import paged_decode as triton_decode
 from nanovllm_kernels.device import is_hopper
 from torch import Tensor
 
-from nanovllm.attention.base import Attend, Batch, PagedKV
-from nanovllm.attention.paged import DecodeKernel, bind_rows
+from nanovllm.attention.base import Attend, Batch
+from nanovllm.attention.grouped import PagedKV
+from nanovllm.attention.paged import DecodeKernel, bind_rows, obstacle_of_shapes
 from nanovllm.kv.layout import CacheLayout
 
 MAX_HEAD_SIZE = 256
@@ -21,8 +22,9 @@ MAX_HEAD_SIZE = 256
 class FlashPaged:
     name = "flash"
 
-    def __init__(self, caches: tuple[PagedKV, ...], decode: DecodeKernel = triton_decode) -> None:
-        self.caches = caches
+    def __init__(self, like: PagedKV, decode: DecodeKernel = triton_decode) -> None:
+        """`like`: a cache of any pages, of every layer's shape and dtype."""
+        self.like = like
         self.decode = decode
 
     @staticmethod
@@ -37,24 +39,32 @@ class FlashPaged:
                 return "flash-attn-4 computes in bfloat16; the cache is wider"
             if max(group.k_size, group.v_size) > MAX_HEAD_SIZE or group.k_size % 16:
                 return f"head size {group.k_size} is not a multiple of 16 up to {MAX_HEAD_SIZE}"
-        return None
+        return obstacle_of_shapes(layout)
 
     def bind(self, batch: Batch) -> Attend:
-        return bind_rows(self.caches, batch, self._bind_chunks, self.decode)
+        return bind_rows(self.like, batch, self._bind_chunks, self.decode)
 
     def _bind_chunks(self, batch: Batch) -> Attend:
         from nanovllm_kernels.flash_prefill import flash_prefill  # imports CuTe DSL, for seconds
 
-        return FlashAttend(flash_prefill, self.caches, batch)
+        rows = batch.page_table_RM, batch.starts_R1, batch.lengths_R
+        return FlashAttend(flash_prefill, *rows)
 
 
 @dataclass(frozen=True, slots=True)
 class FlashAttend:
     kernel: Callable[..., Tensor]
-    caches: tuple[PagedKV, ...]
-    batch: Batch
+    page_table_RM: Tensor
+    starts_R1: Tensor
+    lengths_R: Tensor
 
-    def __call__(self, layer: int, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        cache, batch = self.caches[layer], self.batch
-        rows = batch.page_table_RM, batch.starts_R1, batch.lengths_R
-        return self.kernel(q_THA, cache.k_PSGA, cache.v_PSGA, *rows, out_THA)
+    def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
+        return self.kernel(
+            q_THA,
+            cache.k_PSGA,
+            cache.v_PSGA,
+            self.page_table_RM,
+            self.starts_R1,
+            self.lengths_R,
+            out_THA,
+        )

@@ -17,7 +17,8 @@ from nanovllm_kernels.paged_decode import INTERPRETED
 from nanovllm_kernels.paged_prefill import paged_prefill
 from torch import Tensor
 
-from nanovllm.attention.base import Attend, Batch, PagedKV
+from nanovllm.attention.base import Attend, Batch
+from nanovllm.attention.grouped import PagedKV
 from nanovllm.kv.layout import CacheLayout
 
 MAX_HEAD_SIZE = 256
@@ -28,8 +29,9 @@ CUTE_ROWS = range(9, 129)  # for which the CuTe DSL kernel is the faster one
 class TritonPaged:
     name = "triton"
 
-    def __init__(self, caches: tuple[PagedKV, ...], decode: DecodeKernel = triton_decode) -> None:
-        self.caches = caches
+    def __init__(self, like: PagedKV, decode: DecodeKernel = triton_decode) -> None:
+        """`like`: a cache of any pages, of every layer's shape and dtype."""
+        self.like = like
         self.decode = decode
 
     @staticmethod
@@ -37,70 +39,85 @@ class TritonPaged:
         """Why not, or None."""
         if device.type != "cuda" and not INTERPRETED:
             return f"Triton's kernels run on a GPU, not on {device.type}"
-        if len({(group.num_heads, group.k_size, group.v_size) for group in layout.paged}) != 1:
-            return "one plan serves all layers, so their caches must have one shape"
         group = layout.paged[0]
         if group.k_size != group.v_size or group.k_size > MAX_HEAD_SIZE:
             return f"keys and values must be equally wide, at most {MAX_HEAD_SIZE}"
-        return None
+        return obstacle_of_shapes(layout)
 
     def bind(self, batch: Batch) -> Attend:
-        return bind_rows(self.caches, batch, partial(TritonPrefill, self.caches), self.decode)
+        return bind_rows(self.like, batch, TritonPrefill, self.decode)
+
+
+def obstacle_of_shapes(layout: CacheLayout) -> str | None:
+    """Why decode rows are not for our own kernel, or None."""
+    if len({(group.num_heads, group.k_size, group.v_size) for group in layout.paged}) != 1:
+        return "one plan serves all layers, so their caches must have one shape"
+    return None
 
 
 def bind_rows(
-    caches: tuple[PagedKV, ...],
+    like: PagedKV,
     batch: Batch,
     bind_chunks: Callable[[Batch], Attend],
     kernel: DecodeKernel,
 ) -> Attend:
     """Decode rows to our own kernel, prompt chunks to the backend's."""
-    at = batch.num_decodes
+    at, width = batch.num_decodes, batch.decode_width
     if at == 0:
         return bind_chunks(batch)
-    rows = batch.rows(0, at)
-    kernel = kernel if at in CUTE_ROWS else triton_decode
-    decode = Decode(caches, rows, kernel, kernel.plan_decode(rows.lengths_R, caches[0].k_PSGA))
+    if at not in CUTE_ROWS or (width > 1 and width > kernel.MAX_WIDTH):
+        kernel = triton_decode
+    rows = batch.decodes()
+    plan = kernel.plan_decode(rows.lengths_R, like.k_PSGA)
+    paged_decode = kernel.paged_decode
+    if width > 1:
+        paged_decode = partial(paged_decode, starts_R1=rows.starts_R1, width=width)
+    decode = Decode(paged_decode, rows.page_table_RM, rows.lengths_R, plan)
     if at == batch.num_rows:
         return decode
-    return Both(decode, bind_chunks(batch.rows(at, batch.num_rows)))
+    return Both(decode, bind_chunks(batch.chunks()), batch.num_decode_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    caches: tuple[PagedKV, ...]
-    batch: Batch
-    kernel: DecodeKernel
+    kernel: Callable[..., Tensor]
+    page_table_RM: Tensor
+    lengths_R: Tensor
     plan: Any
 
-    def __call__(self, layer: int, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        cache, batch = self.caches[layer], self.batch
-        rows = batch.page_table_RM, batch.lengths_R, self.plan
-        o_THA: Tensor = self.kernel.paged_decode(q_THA, cache.k_PSGA, cache.v_PSGA, *rows, out_THA)
-        return o_THA
+    def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
+        return self.kernel(
+            q_THA,
+            cache.k_PSGA,
+            cache.v_PSGA,
+            self.page_table_RM,
+            self.lengths_R,
+            self.plan,
+            out_THA,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """Of a step with decode rows, which come first, and prompt chunks."""
+    """Of a step with decode rows, whose tokens come first, and prompt chunks."""
 
     decode: Decode
     chunks: Attend
+    num_decode_tokens: int
 
-    def __call__(self, layer: int, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        o_THA = self.chunks(layer, q_THA, out_THA)
-        at = self.decode.batch.num_rows
-        self.decode(layer, q_THA[:at], o_THA[:at])
+    def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
+        o_THA = self.chunks(cache, q_THA, out_THA)
+        at = self.num_decode_tokens
+        self.decode(cache, q_THA[:at], o_THA[:at])
         return o_THA
 
 
 @dataclass(frozen=True, slots=True)
 class TritonPrefill:
-    caches: tuple[PagedKV, ...]
     batch: Batch
 
-    def __call__(self, layer: int, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        cache, batch = self.caches[layer], self.batch
+    def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
+        batch = self.batch
         return paged_prefill(
             q_THA,
             cache.k_PSGA,

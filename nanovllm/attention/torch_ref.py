@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.attention.base import Batch, PagedKV
+from nanovllm.attention.base import Batch
+from nanovllm.attention.grouped import PagedKV
 from nanovllm.kv.layout import CacheLayout
 
 SPARE_CELLS = 256  # of a row: fewer cost less than a group more
@@ -45,9 +46,10 @@ class RowGroup:
 class TorchPaged:
     name = "torch"
 
-    def __init__(self, caches: tuple[PagedKV, ...]) -> None:
-        self.caches = caches
-        self._copies_2X = torch.empty(2, 0)
+    def __init__(self, like: PagedKV) -> None:
+        """`like`: a cache of any pages, which are as long as every layer's."""
+        self.page_tokens = like.k_PSGA.shape[1]
+        self.copies = Copy(), Copy()
 
     @staticmethod
     def supports(device: torch.device, layout: CacheLayout, page_tokens: int) -> str | None:
@@ -55,26 +57,41 @@ class TorchPaged:
         return None
 
     def bind(self, batch: Batch) -> TorchAttend:
-        page_tokens = self.caches[0].k_PSGA.shape[1]
-        groups = tuple(groups_of(batch, page_tokens))
-        most_pages = max(len(group.pages_X) for group in groups)
-        page_size = max(max(c.k_PSGA[0].numel(), c.v_PSGA[0].numel()) for c in self.caches)
-        if self._copies_2X.shape[1] < most_pages * page_size:
-            self._copies_2X = self.caches[0].k_PSGA.new_empty(2, most_pages * page_size)
-        return TorchAttend(self.caches, groups, self._copies_2X)
+        return TorchAttend(tuple(groups_of(batch, self.page_tokens)), self.copies)
+
+
+@dataclass(slots=True)
+class Copy:
+    """Where contexts are copied to, keys or values.
+
+    Kept from step to step: for memory of this size malloc asks the system, whose page faults took
+    as long as attention.
+    """
+
+    flat_X: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def of(self, pages_PSGA: Tensor, chosen_X: Tensor) -> Tensor:
+        """These pages, one behind another. The next call overwrites them."""
+        shape = len(chosen_X), *pages_PSGA.shape[1:]
+        if len(self.flat_X) < math.prod(shape):
+            self.flat_X = pages_PSGA.new_empty(math.prod(shape))
+        copied_PSGA = self.flat_X[: math.prod(shape)].view(shape)
+        return torch.index_select(pages_PSGA, 0, chosen_X, out=copied_PSGA)
 
 
 def alike(counts: list[int], lengths: list[int]) -> Iterator[list[int]]:
-    """Rows that are computed together."""
+    """Rows that are computed together: each that feeds a token is in one group."""
     group: list[int] = []
-    for row in sorted(range(len(counts)), key=lambda row: (counts[row], lengths[row])):
+    feeding = [row for row, count in enumerate(counts) if count]
+    for row in sorted(feeding, key=lambda row: (counts[row], lengths[row])):
         if group:
             longest = 2 * lengths[group[0]] + SPARE_CELLS
             if counts[row] != counts[group[0]] or lengths[row] > longest:
                 yield group
                 group = []
         group.append(row)
-    yield group
+    if group:
+        yield group
 
 
 def groups_of(batch: Batch, page_tokens: int) -> Iterator[RowGroup]:
@@ -98,34 +115,29 @@ def groups_of(batch: Batch, page_tokens: int) -> Iterator[RowGroup]:
 
 @dataclass(frozen=True, slots=True)
 class TorchAttend:
-    caches: tuple[PagedKV, ...]
     groups: tuple[RowGroup, ...]
-    # Where contexts are copied to, keys and values. Kept from step to step: for memory of this
-    # size malloc asks the system, whose page faults took as long as attention.
-    copies_2X: Tensor
+    copies: tuple[Copy, Copy]
 
-    def __call__(self, layer: int, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        cache = self.caches[layer]
-        o_THA = torch.empty_like(q_THA) if out_THA is None else out_THA
+    def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
+        if out_THA is None:
+            out_THA = q_THA.new_empty(*q_THA.shape[:2], cache.v_PSGA.shape[3])
         for group in self.groups:
-            o_THA[group.tokens_X] = attend(group, q_THA[group.tokens_X], cache, self.copies_2X)
-        return o_THA
+            out_THA[group.tokens_X] = attend(group, q_THA[group.tokens_X], cache, self.copies)
+        return out_THA
 
 
-def attend(group: RowGroup, q_THA: Tensor, cache: PagedKV, copies_2X: Tensor) -> Tensor:
-    def context(pages_PSGA: Tensor, copy_X: Tensor) -> Tensor:
-        shape = len(group.pages_X), *pages_PSGA.shape[1:]
-        copied_PSGA = copy_X[: math.prod(shape)].view(shape)
-        torch.index_select(pages_PSGA, 0, group.pages_X, out=copied_PSGA)
-        context_RCGA = copied_PSGA.view(group.num_rows, -1, *shape[2:])
+def attend(group: RowGroup, q_THA: Tensor, cache: PagedKV, copies: tuple[Copy, Copy]) -> Tensor:
+    def context(pages_PSGA: Tensor, copy: Copy) -> Tensor:
+        copied_PSGA = copy.of(pages_PSGA, group.pages_X)
+        context_RCGA = copied_PSGA.view(group.num_rows, -1, *pages_PSGA.shape[2:])
         context_RCGA[group.dirt] = 0
         return context_RCGA.transpose(1, 2)
 
     q_RNHA = q_THA.reshape(group.num_rows, group.num_new, *q_THA.shape[1:])
     o_RHNA = F.scaled_dot_product_attention(
         q_RNHA.transpose(1, 2),
-        context(cache.k_PSGA, copies_2X[0]),
-        context(cache.v_PSGA, copies_2X[1]),
+        context(cache.k_PSGA, copies[0]),
+        context(cache.v_PSGA, copies[1]),
         attn_mask=group.seen_R1NC,
         enable_gqa=True,
     )

@@ -49,7 +49,7 @@ class Shared:
 
     def __init__(self, context: SpawnContext, num_clients: int) -> None:
         self.all_ready = context.Barrier(num_clients + 1)  # the parent too
-        self.counts = context.Array("q", 3)  # bodies taken, requests finished, chunks received
+        self.counts = context.Array("q", 3)  # bodies taken, requests finished, their tokens
 
     def take(self) -> int:
         """0, 1, 2, ..., each to one caller only."""
@@ -57,10 +57,10 @@ class Shared:
             self.counts[0] += 1
             return int(self.counts[0]) - 1
 
-    def finished(self, num_chunks: int) -> None:
+    def finished(self, num_tokens: int) -> None:
         with self.counts.get_lock():
             self.counts[1] += 1
-            self.counts[2] += num_chunks
+            self.counts[2] += num_tokens
 
 
 class _Delta(Struct):
@@ -220,7 +220,7 @@ class _Driver:
         if due_s is not None:
             sample.late_s = sample.sent - self._start - due_s
         self.samples.append(sample)
-        self._shared.finished(len(sample.stamps))
+        self._shared.finished(sample.output_tokens)
 
     async def _connect(self) -> Channel:
         host, loop = self._url.hostname or "", asyncio.get_running_loop()

@@ -25,8 +25,8 @@ from msgspec.structs import replace
 from nanovllm.config import ConfigError, Recipe
 from nanovllm.plan import Chunk, StepPlan
 from nanovllm.runner.batch import StepRows
-from nanovllm.runner.graphs import Captured, decode_rows
-from nanovllm.runner.pieces import Pieces
+from nanovllm.runner.graphs import Captured
+from nanovllm.runner.piecewise import CapturedPiecewise
 from nanovllm.runner.runner import Forwarded, Runner
 from nanovllm.runner.warm import padding_rows
 
@@ -38,7 +38,7 @@ MOST_OFF = 0.05  # of the largest logit; rounding in bfloat16 stays well below
 
 class Graph(Struct, frozen=True, kw_only=True):
     mode: str
-    rows: int  # of pieces: tokens
+    rows: int  # of piecewise ones: tokens
     capture_s: float
     memory_bytes: int
     replay_s: float
@@ -55,12 +55,12 @@ class Graph(Struct, frozen=True, kw_only=True):
 
 def longest(runner: Runner) -> int:
     """Tokens of a request, at most."""
-    return runner.slots.tokens_NL.shape[1] - 1
+    return runner.slots.max_tokens
 
 
 def context_of(runner: Runner) -> tuple[int, int]:
     """How many slots are to be filled, and the most tokens in each: no two share a page."""
-    num_pages = runner.caches[0].k_PSGA.shape[0] - 1
+    num_pages = runner.caches.tensors[0].shape[1] - 1
     filled = min(runner.slots.padding, num_pages)
     return filled, min(CONTEXT, num_pages // filled * runner.slots.page_tokens, longest(runner))
 
@@ -76,42 +76,56 @@ def occupy(runner: Runner, seed: int = 0) -> None:
     slots.lengths_N[:filled].random_(most // 2, most, generator=random)
     pages = torch.arange(1, filled * each + 1, device=runner.device)  # page 0 is for padding
     slots.pages_NM[:filled, :each] = pages.view(filled, each)
-    for cache in runner.caches:
-        for cells in (cache.k_PSGA, cache.v_PSGA):
-            cells[1 : filled * each + 1].normal_(generator=random)
-    runner.graphs.static_slots_R[:filled] = torch.arange(filled, device=runner.device)
+    for pages_LPSGA in runner.caches.tensors:
+        pages_LPSGA[:, 1 : filled * each + 1].normal_(generator=random)
+    runner.builder.static_slots_R[:filled] = torch.arange(filled, device=runner.device)
+
+
+def spread(runner: Runner, num_tokens: int, width: int) -> int:
+    """Ragged counts for decode rows of up to `width` tokens. Returns how many they feed in all."""
+    counts = 1 + np.arange(min(context_of(runner)[0], num_tokens)) % width
+    counts[counts.cumsum() > num_tokens] = 0
+    counts_R = torch.from_numpy(counts.astype(np.int32)).to(runner.device)
+    runner.builder.static_counts_R[: len(counts)] = counts_R
+    return int(counts.sum())
 
 
 @torch.inference_mode()
 def measure(runner: Runner, load: range) -> Iterator[Graph]:
-    """Smallest graph first, then pieces. Spoils the runner's slots and caches.
+    """Smallest graph first, then the piecewise ones. Spoils the runner's slots and caches.
 
     `load`: rows of the decode steps.
     """
     occupy(runner)
-    steps = Counter(runner.graphs.fit(rows) for rows in load)
-    for size, captured in sorted(runner.graphs.captured.items()):
-        decode = decode_rows(runner.graphs.static_slots_R[:size], longest(runner))
-        eager, replay = partial(runner.forward, decode), partial(runner.graphs.replay, size)
-        fed = sum(rows for rows in load if runner.graphs.fit(rows) == size)
-        padding = 1 - fed / (steps[size] * size) if steps[size] else 0.0
-        graph = compared(runner, "FULL/decode", size, captured, eager, replay)
-        yield replace(graph, used=steps[size] / len(load), padding=padding)
+    fit = partial(runner.graphs.fit, width=1)
+    steps = Counter(map(fit, load))
+    for (size, width), captured in runner.graphs.captured.items():
+        fed = sum(rows for rows in load if fit(rows) == (size, width))
+        num_fed = size if width == 1 else spread(runner, size, width)
+        decode = runner.builder.padded(size, width, longest(runner))
+        used = steps[size, width]
+        padding = 1 - fed / (used * size) if used else 0.0
+        mode = "FULL/decode" if width == 1 else f"FULL/decode of {width}"
+        runs = partial(runner.forward, decode), partial(runner.graphs.replay, (size, width))
+        graph = compared(runner, mode, size, captured, *runs, num_fed)
+        yield replace(graph, used=used / len(load), padding=padding)
     runner.slots.lengths_N //= 2  # leaves the requests room for chunks
-    for size, pieces in runner.pieces.captured.items():
+    for size, piecewise in runner.piecewise.captured.items():
         eager = partial(runner.forward, mixed_rows(runner, size))
-        yield compared(runner, "PIECEWISE/mixed", size, pieces, eager, partial(eager, size))
+        yield compared(runner, "PIECEWISE/mixed", size, piecewise, eager, partial(eager, size))
 
 
 def compared(
     runner: Runner,
     mode: str,
     size: int,
-    captured: Captured | Pieces,
+    captured: Captured | CapturedPiecewise,
     eager: Callable[[], object],
     replay: Callable[[], object],
+    num_fed: int | None = None,
 ) -> Graph:
-    expected, found = logits(eager()).float(), logits(replay()).float()
+    """`num_fed`: so many tokens, the first ones, are not padding."""
+    expected, found = logits(eager())[:num_fed].float(), logits(replay())[:num_fed].float()
     return Graph(
         mode=mode,
         rows=size,
@@ -134,7 +148,7 @@ def mixed_rows(runner: Runner, num_tokens: int) -> StepRows:
         for slot, start in zip(range(num_decodes, filled), starts, strict=False)
     ]
     decodes = np.arange(num_decodes, dtype=np.int32).tobytes()
-    plan = StepPlan(0, [], [], num_decodes, decodes, 0, chunks, longest(runner), [])
+    plan = StepPlan(0, [], [], num_decodes, decodes, chunks, longest(runner), [])
     return runner.builder.rows(plan)
 
 
@@ -165,8 +179,8 @@ def wait(device: torch.device) -> None:
 def why_eager(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
     """As the runner itself answers for every kind of step. None: a graph is replayed."""
     slots, most = int(recipe.schedule.slots), int(recipe.schedule.step_tokens)
-    captured = max(runner.pieces.captured, default=1)
-    decode = decode_rows(runner.graphs.static_slots_R, longest(runner))
+    captured = max(runner.piecewise.captured, default=1)
+    decode = runner.builder.padded(slots, 1, longest(runner))
     found = {f"decode, 1 to {slots} rows": runner.why_eager(decode)}
     for low, high in ((1, captured), (captured + 1, most)):
         if high > low:

@@ -67,7 +67,7 @@ def concluded(
     engine: dict[str, float],
     **more: float,
 ) -> Outcome:
-    """`more`: metrics that the table does not show."""
+    """`engine`: lines of the table's last section. `more`: further metrics."""
     metrics = summarise(samples, goals_ms)
     labelled = {metric_name(label): value for label, value in engine.items()}
     record = of_this_machine(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from nanovllm.bench.measure import Advance, Outcome, ProgressBar, Sample, concluded, now
-from nanovllm.bench.report import engine_facts, samples_of
+from nanovllm.bench.report import engine_facts, samples_of, speculation
 from nanovllm.bench.workload import TokenLoad, token_load
 from nanovllm.config import Config
 from nanovllm.ipc.client import EngineClient
@@ -48,12 +48,13 @@ async def measure_engine(
     with bar(len(load.prompts), f"{ready.model} {load.name}") as advance:
         samples = await run(client, load, advance)
     await asyncio.sleep(STATS_S)
-    engine = engine_facts(before, samples_now(client), {})
+    after = samples_now(client)
     client.close()
     return concluded(
         "offline",
         started_at=started_at,
         samples=samples,
+        goals_ms={},
         recipe=msgspec.json.decode(ready.recipe),
         changed=config.changed,
         workload={
@@ -68,8 +69,9 @@ async def measure_engine(
             "prompts": "random token ids, no two prompts alike, other ones in the warm-up",
             "warmup": len(load.prompts) if warm_up else 0,
         },
-        engine=engine,
+        engine=engine_facts(before, after, {}),
         start_to_ready_s=ready_s,
+        **speculation(before, after),
     )
 
 

@@ -20,7 +20,7 @@ from msgspec import Struct
 from nanovllm.bench import client
 from nanovllm.bench.client import Done
 from nanovllm.bench.measure import Advance, Outcome, ProgressBar, concluded, now
-from nanovllm.bench.report import engine_facts, samples_of
+from nanovllm.bench.report import engine_facts, samples_of, speculation
 from nanovllm.bench.started import Started, cpu_facts, cpu_s
 from nanovllm.bench.workload import (
     LEAD,
@@ -118,9 +118,9 @@ def measure_server(
         cpu_before = cpu_s(server.pid) if server else {}
         result, peaks = send(load, served.model)
         cpu_after = cpu_s(server.pid) if server else {}
-        engine = engine_facts(before, api.metrics(), peaks)
+        after = api.metrics()
     tokens = sum(sample.output_tokens for sample in result.samples if not sample.error)
-    engine |= cpu_facts(cpu_before, cpu_after, tokens)
+    cpu = cpu_facts(cpu_before, cpu_after, tokens)
     return concluded(
         "serve",
         started_at=started_at,
@@ -136,8 +136,9 @@ def measure_server(
             "warmup": num_warm,
             "processes": processes,
         },
-        engine=engine,
+        engine=engine_facts(before, after, peaks) | cpu,
         client_busy=result.busy,
+        **speculation(before, after),
         **({"start_to_ready_s": server.ready_s} if server else {}),
     )
 
@@ -222,9 +223,9 @@ def _gather(
             total.samples += done.samples
             total.busy = max(total.busy, done.busy)
             waiting.remove(pipe)
-        _, finished, chunks = shared.counts[:]
-        advance(finished - shown[0], chunks - shown[1])
-        shown = finished, chunks
+        _, finished, tokens = shared.counts[:]
+        advance(finished - shown[0], tokens - shown[1])
+        shown = finished, tokens
         if time.perf_counter() - scraped > SCRAPE_S:
             for name, value in api.metrics().items():
                 peaks[name] = max(value, peaks.get(name, value))

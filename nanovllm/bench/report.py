@@ -22,20 +22,12 @@ LINES = (  # label, metric or part of the load, digits, and what vLLM's files ca
     ("Request throughput (req/s)", "requests_per_s", 2, "request_throughput requests_per_second"),
     ("Request goodput (req/s)", "good_requests_per_s", 2, "request_goodput"),
     ("Output token throughput (tok/s)", "output_tokens_per_s", 2, "output_throughput"),
-    (
-        "Peak output token throughput (tok/s)",
-        "peak_output_tokens_per_s",
-        2,
-        "max_output_tokens_per_s",
-    ),
+    ("Peak output token throughput (tok/s)", "peak_output_tokens_per_s", 2,
+     "max_output_tokens_per_s"),
     ("Peak concurrent requests", "peak_concurrent", 2, "max_concurrent_requests"),
-    (
-        "Total token throughput (tok/s)",
-        "total_tokens_per_s",
-        2,
-        "total_token_throughput tokens_per_second",
-    ),
-)
+    ("Total token throughput (tok/s)", "total_tokens_per_s", 2,
+     "total_token_throughput tokens_per_second"),
+)  # fmt: skip
 LATENCIES = (  # metric, short name, head
     ("ttft", "TTFT", "Time to First Token"),
     ("tpot", "TPOT", "Time per Output Token (excl. 1st token)"),
@@ -43,6 +35,14 @@ LATENCIES = (  # metric, short name, head
     ("e2e", "E2EL", "End-to-end Latency"),
 )
 SHOWN = {"Mean": "mean", "Median": "p50", "P50": "p50", "P90": "p90", "P95": "p95", "P99": "p99"}
+SPECULATION = (  # label, metric, digits, and what vLLM's files call it
+    ("Acceptance rate (%)", "acceptance_rate_percent", 2, "spec_decode_acceptance_rate"),
+    ("Acceptance length", "acceptance_length", 2, "spec_decode_acceptance_length"),
+    ("Drafts", "num_drafts", 0, "spec_decode_num_drafts"),
+    ("Draft tokens", "draft_tokens", 0, "spec_decode_draft_tokens"),
+    ("Accepted tokens", "accepted_tokens", 0, "spec_decode_accepted_tokens"),
+)
+POSITION = "acceptance_percent_position_"  # of a metric for each
 MAX_ERRORS = 5  # kinds of errors listed
 GAINS = {  # lines of the table: counters of the server
     "Preemptions": "vllm:num_preemptions_total",
@@ -63,6 +63,11 @@ def table(outcome: Outcome) -> str:
         lines.append(head.center(WIDTH, "-"))
         for shown, key in (SHOWN | {"Max": "max"} if short == "ITL" else SHOWN).items():
             lines.append(_line(f"{shown} {short} (ms)", values.get(f"{name}_{key}_ms", 0.0)))
+    if "acceptance_length" in values:
+        lines.append("Speculative Decoding".center(WIDTH, "-"))
+        lines += [_line(label, values[name], digits) for label, name, digits, _ in SPECULATION]
+        lines.append("Per-position acceptance (%):")
+        lines += [_line(f"  Position {i}", rate) for i, rate in enumerate(positions_of(values))]
     if outcome.engine:
         lines.append("Engine (nanovllm)".center(WIDTH, "-"))
         lines += [_line(label, value) for label, value in outcome.engine.items()]
@@ -83,6 +88,10 @@ def vllm_json(outcome: Outcome) -> dict[str, object]:
     for name, short, _ in LATENCIES:
         for key, ours in (SHOWN | {"Std": "std"}).items():
             found[f"{key}_{short}_ms".lower()] = values.get(f"{name}_{ours}_ms", 0.0)
+    if "acceptance_length" in values:
+        found |= {theirs: values[ours] for _, ours, _, theirs in SPECULATION}
+        rates = [rate / 100 for rate in positions_of(values)]
+        found["spec_decode_per_position_acceptance_rates"] = rates
     return found
 
 
@@ -90,6 +99,33 @@ def samples_of(page: str) -> dict[str, float]:
     """A metrics page's values by name and labels."""
     lines = (line.rsplit(" ", 1) for line in page.splitlines() if line and line[0] != "#")
     return {parts[0]: float(parts[1]) for parts in lines if len(parts) == 2}
+
+
+def positions_of(values: Mapping[str, float]) -> list[float]:
+    """The percentage of a run's steps with drafts in which each position's was accepted."""
+    return [value for name, value in values.items() if name.startswith(POSITION)]
+
+
+def speculation(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What the engine's metrics say of a run's drafts; nothing of one without.
+
+    As vLLM counts: the length is the tokens of a step of a request that fed drafts, and rates by
+    position are shares of these steps.
+    """
+    gains = {key: value - before.get(key, 0.0) for key, value in after.items()}
+    total = "vllm:spec_decode_num_{}_total"
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    steps, drafts, accepted = (by_label(gains, total.format(n)).get("", 0.0) for n in names)
+    if not steps:
+        return {}
+    each = by_label(gains, total.format("accepted_tokens_per_pos"), "position")
+    return {
+        "acceptance_rate_percent": 100.0 * accepted / drafts,
+        "acceptance_length": 1.0 + accepted / steps,
+        "num_drafts": steps,
+        "draft_tokens": drafts,
+        "accepted_tokens": accepted,
+    } | {f"{POSITION}{at}": 100.0 * count / steps for at, count in each.items()}
 
 
 def engine_facts(

@@ -54,12 +54,17 @@ def started(command: Sequence[str], url: str) -> Iterator[Started]:
                 time.sleep(POLL_S)
             yield Started(server.pid, time.perf_counter() - begin)
         finally:
-            server.terminate()
-            try:
-                server.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+            stop(server)
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    """Ask it to end; kill it if it has not within STOP_S."""
+    server.terminate()
+    try:
+        server.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
 
 
 def cpu_s(supervisor: int) -> dict[str, float]:

@@ -17,7 +17,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -36,6 +36,8 @@ COMPILER_THREADS = max(
 MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 MASK_S = 0.1  # of CPU time; usual masks take 0.05 ms
 TRIED_TOKENS = 16
+# The number of a row's next mask, its matcher, the drafts behind that mask.
+Walk: TypeAlias = "tuple[int, xgrammar.GrammarMatcher, list[int]]"
 NOISE = re.compile(r"^\[.*?\] \S+: (Check failed: .* is false: )?")  # where in xgrammar's source
 
 
@@ -73,23 +75,35 @@ class Grammars:
 
     # -- Masker -----------------------------------------------------------------------------
 
-    def fill(self, request_ids: list[int]) -> Masks:
+    def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
+        """The first masks of all rows are made at once, then the second ones, and so on."""
         import torch
         import xgrammar
 
-        masks = np.full((len(request_ids), self._num_words), -1, np.int32)
-        there = [(i, self._matchers.get(r)) for i, r in enumerate(request_ids)]
-        live = [(i, m) for i, m in there if m is not None and not m.is_terminated()]
-        if live:
-            at, matchers = zip(*live, strict=True)
-            self._filler = self._filler or xgrammar.BatchGrammarMatcher(max_threads=MASK_THREADS)
-            into = torch.from_numpy(masks)
+        walking: list[Walk] = []
+        num_masks = 0
+        for request_id, drafts in rows:
+            matcher = self._matchers.get(request_id)
+            if matcher is not None and not matcher.is_terminated():
+                walking.append((num_masks, matcher, drafts))
+            num_masks += 1 + len(drafts)
+        masks = np.full((num_masks, self._num_words), -1, np.int32)
+        into = torch.from_numpy(masks)
+        self._filler = self._filler or xgrammar.BatchGrammarMatcher(max_threads=MASK_THREADS)
+        filled: dict[int, xgrammar.GrammarMatcher] = {}
+        onward: list[Walk] = []
+        while walking:
+            at, matchers, _ = zip(*walking, strict=True)
             self._filler.batch_fill_next_token_bitmask(list(matchers), into, list(at))
-            for row in np.flatnonzero(~masks.any(axis=1)):  # no way on: the output ends here
-                stops = np.array(self._matchers.pop(request_ids[row]).stop_token_ids)
-                np.bitwise_or.at(
-                    masks[row].view(np.uint32), stops // 32, np.uint32(1) << stops % 32
-                )
+            filled.update(zip(at, matchers, strict=True))
+            taken = [walk for walk in walking if walk[2] and walk[1].accept_token(walk[2][0])]
+            onward += taken
+            walking = [(i + 1, m, drafts[1:]) for i, m, drafts in taken if not m.is_terminated()]
+        for _, matcher, _ in onward:
+            matcher.rollback(1)  # a draft each
+        for row in np.flatnonzero(~masks.any(axis=1)):  # no way on: the output ends here
+            stops = np.array(filled[int(row)].stop_token_ids)
+            np.bitwise_or.at(masks[row].view(np.uint32), stops // 32, np.uint32(1) << stops % 32)
         return masks
 
     def advance(self, output: StepOutput) -> None:
@@ -112,9 +126,18 @@ class Grammars:
             if (matcher := self._matchers.get(request_id)) is None:
                 continue
             for token in tokens[begin:end]:
-                assert matcher.is_terminated() or matcher.accept_token(token), (
-                    "the mask was ignored"
-                )
+                if not (matcher.is_terminated() or matcher.accept_token(token)):
+                    assert token in matcher.stop_token_ids, "the mask was ignored"
+                    assert not self._has_way_on(matcher), "the mask was ignored"
+                    del self._matchers[request_id]
+                    break
+
+    def _has_way_on(self, matcher: xgrammar.GrammarMatcher) -> bool:
+        import torch
+
+        mask = np.zeros((1, self._num_words), np.int32)
+        matcher.fill_next_token_bitmask(torch.from_numpy(mask))
+        return bool(mask.any())
 
 
 # -- what a grammar compiles to -----------------------------------------------------------------

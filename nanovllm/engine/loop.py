@@ -24,8 +24,12 @@ FAILED = "the engine failed to admit this request; its log says why"
 class Masker(Protocol):
     """Which tokens the grammars of running requests allow next."""
 
-    def fill(self, request_ids: list[int]) -> Masks:
-        """A mask per request. One that has finished gets any."""
+    def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
+        """Masks for rows: a request's id, and the drafts that its row feeds.
+
+        1 + len(drafts) each: the first, then one behind each draft. A request that has finished
+        gets any, as does what is behind a draft that its grammar refuses.
+        """
         ...
 
     def advance(self, output: StepOutput) -> None:
@@ -37,7 +41,7 @@ class Masker(Protocol):
 class InFlight:
     handle: StepHandle
     rested: bool  # the first step after a rest
-    num_decodes: int
+    num_decoded: int  # tokens of decode rows
     num_prompt: int  # prompt tokens
 
 
@@ -109,17 +113,18 @@ class EngineLoop:
         plan = self.scheduler.plan()
         self.clock.lap("plan")
         if plan is not None:
-            self.progress.begin(plan.num_decodes + sum(c.num_tokens for c in plan.chunks))
+            num_decoded = plan.num_decoded
+            num_prompt = sum(chunk.num_tokens for chunk in plan.chunks)
+            self.progress.begin(num_decoded + num_prompt)
             handle = self.executor.launch(plan)
             self.clock.lap("launch")
             if plan.masked:
                 self._complete(0)  # a mask follows from every token before it
-                handle.sample(self.masker.fill(self.scheduler.masked_ids(plan)))
+                handle.sample(self.masker.fill(self.scheduler.masked_rows(plan)))
                 self.clock.lap("mask")
-            num_prompt = sum(chunk.num_tokens for chunk in plan.chunks)
-            self._in_flight.append(InFlight(handle, self._rested, plan.num_decodes, num_prompt))
+            self._in_flight.append(InFlight(handle, self._rested, num_decoded, num_prompt))
             if self.pace is not None:
-                self.pace.planned(plan.num_decodes, num_prompt)
+                self.pace.planned(num_decoded, num_prompt)
         self._complete(self.depth if plan is not None else 0)
         self._rested = self.idle
         if plan is not None:
@@ -133,7 +138,7 @@ class EngineLoop:
             self.clock.skip()
             self.bubble_s += 0.0 if step.rested else step.handle.gap_s
             if self.pace is not None:
-                self.pace.measured(step.num_decodes, step.num_prompt, step.handle.busy_s)
+                self.pace.measured(step.num_decoded, step.num_prompt, step.handle.busy_s)
             self._publish(self.scheduler.complete(result))
             self.clock.lap("complete")
 

@@ -53,7 +53,7 @@ class PaceKeeper:
         return min(max(1, int(fitting / self.unit)) * self.unit, self.step_tokens)
 
     def planned(self, num_rows: int, num_prompt: int) -> None:
-        """A plan has so many decode rows, and prompt tokens."""
+        """A plan has so many tokens of decode rows (drafts count like rows), and of prompts."""
         self._num_plans += 1
         self._num_rows = num_rows
         if num_rows and not num_prompt:

@@ -59,6 +59,7 @@ def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[
             recipe.schedule.mixed_step_tokens, int(recipe.schedule.step_tokens)
         ),
         max_model_tokens=int(recipe.server.max_model_tokens),
+        num_drafts=recipe.speculate.tokens if recipe.speculate is not None else 0,
         max_queue=recipe.schedule.max_queue,
         ageing_s=recipe.schedule.ageing_s,
         overtake_steps=recipe.schedule.overtake_steps,

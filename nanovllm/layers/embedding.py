@@ -26,6 +26,6 @@ class Vocabulary(Linear):
         x_TD = F.embedding(local_T.masked_fill(elsewhere_T, 0), self.weight)
         return self.mesh.all_reduce(x_TD.masked_fill(elsewhere_T[:, None], 0))
 
-    def logits(self, x_RD: Tensor) -> Tensor:
+    def logits(self, x_SD: Tensor) -> Tensor:
         """logits_RV of this rank's share of the vocabulary, in x's dtype."""
-        return self.product(x_RD)
+        return self.product(x_SD)

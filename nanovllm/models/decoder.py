@@ -5,16 +5,18 @@ What is true of one family only stands in that family's file.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
 from torch import Tensor, nn
 
 from nanovllm.attention.base import ForwardContext
+from nanovllm.attention.grouped import PagedKV
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embedding import Vocabulary
-from nanovllm.layers.linear import Layer
+from nanovllm.layers.linear import Layer, Linear
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.ops import Ops
@@ -70,7 +72,6 @@ class Block(Layer):
         super().__init__()
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         self.attn = Attention(
-            layer,
             hidden_size=hidden_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
@@ -131,8 +132,17 @@ class Decoder(Layer):
         """The family's block of this layer."""
         raise NotImplementedError
 
+    def bind_caches(self, caches: Mapping[int, PagedKV]) -> None:
+        """Each layer owns its cache from here on, in place of the one it had."""
+        for layer, cache in caches.items():
+            block: Any = self.layers[layer]
+            block.attn.attend.cache = cache
+
     def forward(self, token_ids_T: Tensor, ctx: ForwardContext) -> Tensor:
-        """The last hidden states x_SD of the tokens that rows predict from, normalised."""
+        """The last hidden states x_SD of the tokens that rows predict from, normalised.
+
+        Those of all tokens, x_TD, if the context asks for them.
+        """
         residual: Residual = Added(self.embed(token_ids_T))
         for block in self.layers:
             residual = block(residual, self.cos_sin_LA, ctx)
@@ -142,6 +152,15 @@ class Decoder(Layer):
     def logits(self, x_SD: Tensor) -> Tensor:
         """logits_SV in the model's dtype; V is this rank's share."""
         return self.head.logits(x_SD)
+
+    def products(self, most_rows: int) -> str:
+        """How each product of a layer, and the head's, is computed: by numbers of rows."""
+        parts = [*self.layers[0].named_modules(), ("head", self.head)]
+        return "; ".join(
+            f"{name} {' or '.join(dict.fromkeys(t.describe(most_rows) for t in part.tables))}"
+            for name, part in parts
+            if isinstance(part, Linear)
+        )
 
     @staticmethod
     def cache_layout(config: DecoderConfig, mesh: Mesh, dtype_bytes: int) -> CacheLayout:

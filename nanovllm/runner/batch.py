@@ -22,9 +22,9 @@ from nanovllm.runner.slots import Slots
 from nanovllm.runner.upload import upload_together
 from nanovllm.sampling.columns import upload
 
-GATHER_DECODE = {
-    "torch": "nanovllm_kernels.batch_reference:gather_decode",
-    "triton": "nanovllm_kernels.batch_prep:gather_decode",
+GATHER = {
+    "torch": "nanovllm_kernels.batch_reference:gather_rows",
+    "triton": "nanovllm_kernels.batch_prep:gather_rows",
 }
 WRITE_BACK = {
     "torch": "nanovllm_kernels.batch_reference:write_back",
@@ -34,56 +34,122 @@ WRITE_BACK = {
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows of one step, decodes first."""
+    """The rows of one step, decodes first, and which of their tokens are sampled from.
+
+    The last tokens of a row are: all of a decode row's, one of a chunk that ends its prompt.
+    """
 
     slots_R: Tensor  # int64
     counts_R: Tensor | None  # int32 tokens per row; None = one each
-    sampled_rows_S: Tensor | None  # int64 indices of the rows that sample; None = all
-    sampled_slots: Int32  # the same rows' slots, on the host
-    num_decodes: int  # so many rows, the first ones, feed one token each
+    sampled_at: Tensor | None  # int64: where in T rows sample, at least one; None = at all tokens
+    samples_R1: Tensor | None  # int32: where in S each row's begin; None = as in T
+    sampling: Int32 | None  # indices of the rows that sample, on the host; None = all
+    samples: Int32  # of each of these, how many tokens are sampled
+    host_slots: Int32  # their slots, as often, on the host
+    num_decodes: int
+    num_decode_tokens: int  # the first ones of the step
+    width: int  # most tokens that a decode row of such a step can feed
     num_tokens: int
     max_new: int
     max_length: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether there are decode rows alone, so that a graph may hold the whole step."""
+        return self.sampled_at is None
+
+    def samples_of(self, rows: list[int]) -> list[int]:
+        """Where in S the tokens of these sampling rows are."""
+        ends = np.cumsum(self.samples)
+        return [at for row in rows for at in range(ends[row] - self.samples[row], ends[row])]
 
 
 class RowBuilder:
     """Keeps the decode rows of the last plan on the device."""
 
-    def __init__(self, num_slots: int, padding_slot: int, device: torch.device) -> None:
+    def __init__(self, most_rows: int, padding_slot: int, width: int, device: torch.device) -> None:
+        """`width`: the most tokens of a decode row, its drafts included."""
         self.device = device
         self.padding_slot = padding_slot
+        self.width = width
         self.decode_slots = np.zeros(0, np.int32)
-        # Static: graphs read the first n of these. Rows past the plan's are padding.
-        self.static_slots_R = torch.full(
-            (num_slots,), padding_slot, dtype=torch.int64, device=device
-        )
+        # Static: graphs read the first n of these. Rows past the plan's are padding: of no tokens
+        # where rows differ, of one where each has one.
+        self.static_slots_R = torch.full((most_rows,), padding_slot, device=device)
+        self.static_counts_R = torch.zeros(most_rows, dtype=torch.int32, device=device)
+        self._num_counts = 0
 
     def rows(self, plan: StepPlan) -> StepRows:
         if plan.decodes is not None:
             self._take(np.frombuffer(plan.decodes, np.int32))
-        num_decodes, max_length = plan.num_decodes, plan.max_length
-        decodes_R = self.static_slots_R[:num_decodes]
-        if not plan.chunks:
-            shape = num_decodes, num_decodes, 1, max_length
-            return StepRows(decodes_R, None, None, self.decode_slots, *shape)
-        chunk_slots = np.array([c.slot for c in plan.chunks], np.int32)
-        chunk_counts = np.array([c.num_tokens for c in plan.chunks], np.int32)
-        ends = np.array([c.samples for c in plan.chunks], bool)
-        counts = np.concatenate((np.ones(num_decodes, np.int32), chunk_counts))
-        sampled = np.flatnonzero(np.concatenate((np.ones(num_decodes, bool), ends))).astype(
-            np.int32
-        )
-        chunk_slots_R, counts_R, sampled_S = upload_together(
-            [chunk_slots, counts, sampled], self.device
-        )
+        counts = np.ones(plan.num_decodes, np.int32)
+        if plan.drafts:
+            counts += np.frombuffer(plan.drafts, np.int32)
+        width = self.width if plan.drafts else 1
+        if plan.chunks:
+            return self._mixed(plan, counts, width)
+        if plan.drafts:
+            self._take_counts(counts)
         return StepRows(
-            slots_R=torch.cat((decodes_R, chunk_slots_R.long())),
+            slots_R=self.static_slots_R[: plan.num_decodes],
+            counts_R=self.static_counts_R[: plan.num_decodes] if plan.drafts else None,
+            sampled_at=None,
+            samples_R1=None,
+            sampling=None,
+            samples=counts,
+            host_slots=np.repeat(self.decode_slots, counts) if plan.drafts else self.decode_slots,
+            num_decodes=plan.num_decodes,
+            num_decode_tokens=int(counts.sum()) if plan.drafts else plan.num_decodes,
+            width=width,
+            num_tokens=int(counts.sum()) if plan.drafts else plan.num_decodes,
+            max_new=width,
+            max_length=plan.max_length,
+        )
+
+    def _mixed(self, plan: StepPlan, decode_counts: Int32, width: int) -> StepRows:
+        chunk_slots = np.array([c.slot for c in plan.chunks], np.int32)
+        ends = np.array([c.samples for c in plan.chunks], np.int32)
+        fed = np.array([c.num_tokens for c in plan.chunks], np.int32)
+        counts = np.concatenate((decode_counts, fed))
+        samples = np.concatenate((decode_counts, ends))
+        samples_R1 = np.concatenate((np.zeros(1, np.int32), samples.cumsum(dtype=np.int32)))
+        stops = counts.cumsum(dtype=np.int32)
+        at = np.arange(samples_R1[-1], dtype=np.int32) + np.repeat(stops - samples_R1[1:], samples)
+        sent = [chunk_slots, counts, at if len(at) else stops - 1, samples_R1]
+        chunk_slots_R, counts_R, at_S, samples_R1_sent = upload_together(sent, self.device)
+        slots = np.concatenate((self.decode_slots, chunk_slots))
+        return StepRows(
+            slots_R=torch.cat((self.static_slots_R[: plan.num_decodes], chunk_slots_R.long())),
             counts_R=counts_R,
-            sampled_rows_S=None if len(sampled) == len(counts) else sampled_S.long(),
-            sampled_slots=np.concatenate((self.decode_slots, chunk_slots[ends])),
-            num_decodes=num_decodes,
-            num_tokens=int(counts.sum()),
+            sampled_at=at_S.long(),
+            samples_R1=samples_R1_sent,
+            sampling=None if ends.all() else samples.nonzero()[0].astype(np.int32),
+            samples=samples[samples > 0],
+            host_slots=np.repeat(slots, samples),
+            num_decodes=plan.num_decodes,
+            num_decode_tokens=int(decode_counts.sum()),
+            width=width,
+            num_tokens=int(stops[-1]),
             max_new=int(counts.max()),
+            max_length=plan.max_length,
+        )
+
+    def padded(self, num_tokens: int, width: int, max_length: int) -> StepRows:
+        """The first `num_tokens` static rows, as captured: the host knows nothing of them."""
+        nothing = np.zeros(0, np.int32)
+        return StepRows(
+            slots_R=self.static_slots_R[:num_tokens],
+            counts_R=self.static_counts_R[:num_tokens] if width > 1 else None,
+            sampled_at=None,
+            samples_R1=None,
+            sampling=None,
+            samples=nothing,
+            host_slots=nothing,
+            num_decodes=num_tokens,
+            num_decode_tokens=num_tokens,
+            width=width,
+            num_tokens=num_tokens,
+            max_new=width,
             max_length=max_length,
         )
 
@@ -95,68 +161,85 @@ class RowBuilder:
         self.static_slots_R[:most].copy_(upload(padded, self.device))
         self.decode_slots = slots
 
+    def _take_counts(self, counts: Int32) -> None:
+        padded = np.zeros(max(len(counts), self._num_counts), np.int32)
+        padded[: len(counts)] = counts
+        self.static_counts_R[: len(padded)].copy_(upload(padded, self.device))
+        self._num_counts = len(counts)
+
 
 class BatchPrep:
     """Slots to a step's tensors, and a step's outcome back. `kernel`: "torch" or "triton"."""
 
     def __init__(self, slots: Slots, kernel: str) -> None:
         self.slots = slots
-        self._gather_decode: Callable[..., tuple[Tensor, ...]] = resolve(GATHER_DECODE, kernel)
-        self._write_back: Callable[..., None] = resolve(WRITE_BACK, kernel)
+        self._gather: Callable[..., tuple[Tensor, ...]] = resolve(GATHER, kernel)
+        self._write_back: Callable[..., Tensor] = resolve(WRITE_BACK, kernel)
 
     def gather(self, rows: StepRows) -> Batch:
-        """Device work only: capturable when every row feeds one token."""
+        """Device work only: capturable for decode rows."""
         slots, num_rows = self.slots, len(rows.slots_R)
         num_pages = min(-(-rows.max_length // slots.page_tokens), slots.max_pages)
-        steps_R1 = torch.arange(num_rows + 1, dtype=torch.int32, device=slots.device)
-        if rows.counts_R is not None:
-            return gather_chunks(rows, rows.counts_R, slots, num_pages)
-        ids_R, positions_R, slot_mapping_R, lengths_R, table_RM = self._gather_decode(
-            rows.slots_R,
-            slots.lengths_N,
-            slots.tokens_NL,
-            slots.pages_NM,
-            slots.page_tokens,
-            num_pages,
+        if not rows.is_decode:
+            return gather_chunks(rows, slots, num_pages)
+        state = slots.lengths_N, slots.tokens_NL, slots.pages_NM, slots.page_tokens, num_pages
+        ids_T, positions_T, mapping_T, slots_T, starts_R1, lengths_R, table_RM = self._gather(
+            rows.slots_R, rows.counts_R, *state, rows.num_tokens, rows.width
         )
         return Batch(
-            token_ids_T=ids_R,
-            positions_T=positions_R,
-            slot_mapping_T=slot_mapping_R,
-            starts_R1=steps_R1,
+            token_ids_T=ids_T,
+            positions_T=positions_T,
+            slot_mapping_T=mapping_T,
+            slots_T=slots_T,
+            slots_R=rows.slots_R,
+            starts_R1=starts_R1,
             lengths_R=lengths_R,
             page_table_RM=table_RM,
             sampled_at=None,
             num_rows=num_rows,
             num_decodes=num_rows,
-            max_new=1,
+            num_decode_tokens=rows.num_tokens,
+            decode_width=rows.width,
+            max_new=rows.max_new,
             max_length=rows.max_length,
         )
 
     def write_back(
-        self,
-        slots_R: Tensor,
-        lengths_R: Tensor,
-        slots_S: Tensor,
-        positions_S: Tensor,
-        tokens_S: Tensor,
-    ) -> None:
-        """Each request's length is now lengths_R; sampled tokens are known, to be fed next."""
-        state = self.slots.lengths_N, self.slots.tokens_NL
-        self._write_back(slots_R, lengths_R, slots_S, positions_S, tokens_S, *state)
+        self, rows: StepRows, batch: Batch, tokens_S: Tensor, accept: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """lines_RW int32: of each row, its new tokens, which its slot knows now, then -1.
+
+        `accept`: instead of by comparison; see spec.base. A batch of a graph may have more rows.
+        """
+        num_rows, samples_R1 = len(rows.slots_R), rows.samples_R1
+        if samples_R1 is None and rows.counts_R is not None:
+            samples_R1 = batch.starts_R1[: num_rows + 1]
+        slots = self.slots
+        return self._write_back(
+            rows.slots_R,
+            batch.lengths_R[:num_rows],
+            samples_R1,
+            tokens_S,
+            slots.lengths_N,
+            slots.tokens_NL,
+            rows.width,
+            accept,
+        )
 
 
 def rowless(inputs_3T: Tensor, sampled_at: Tensor) -> Batch:
     """Token ids, positions and slot mappings of nobody's tokens, for what looks at tokens alone."""
     ids_T, positions_T, slot_mapping_T = inputs_3T
     none = torch.empty(0, dtype=torch.int32, device=inputs_3T.device)
-    return Batch(ids_T, positions_T, slot_mapping_T, none, none, none, sampled_at, 0, 0, 0, 0)
+    rows = none, none, none, none, none
+    return Batch(ids_T, positions_T, slot_mapping_T, *rows, sampled_at, 0, 0, 0, 1, 0, 0)
 
 
-def gather_chunks(rows: StepRows, counts_R: Tensor, slots: Slots, num_pages: int) -> Batch:
+def gather_chunks(rows: StepRows, slots: Slots, num_pages: int) -> Batch:
     """Rows that feed any number of tokens."""
     size, num_rows, device = slots.page_tokens, len(rows.slots_R), slots.device
-    before_R = slots.lengths_N[rows.slots_R]
+    before_R, counts_R = slots.lengths_N[rows.slots_R], rows.counts_R
+    assert counts_R is not None
     starts_R1 = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
     torch.cumsum(counts_R, 0, dtype=torch.int32, out=starts_R1[1:])
     row_T = torch.repeat_interleave(
@@ -165,19 +248,20 @@ def gather_chunks(rows: StepRows, counts_R: Tensor, slots: Slots, num_pages: int
     offsets_T = torch.arange(rows.num_tokens, device=device) - starts_R1[row_T]
     slots_T, positions_T = rows.slots_R[row_T], before_R[row_T] + offsets_T
     pages_T = slots.pages_NM[slots_T, positions_T // size].long()
-    sampled_at = starts_R1[1:].long() - 1
-    if rows.sampled_rows_S is not None and len(rows.sampled_rows_S):
-        sampled_at = sampled_at[rows.sampled_rows_S]
     return Batch(
         token_ids_T=slots.tokens_NL[slots_T, positions_T].long(),
         positions_T=positions_T,
         slot_mapping_T=pages_T * size + positions_T % size,
+        slots_T=slots_T,
+        slots_R=rows.slots_R,
         starts_R1=starts_R1,
         lengths_R=before_R + counts_R,
         page_table_RM=slots.pages_NM[rows.slots_R, :num_pages],
-        sampled_at=sampled_at,
+        sampled_at=rows.sampled_at,
         num_rows=num_rows,
         num_decodes=rows.num_decodes,
+        num_decode_tokens=rows.num_decode_tokens,
+        decode_width=rows.width,
         max_new=rows.max_new,
         max_length=rows.max_length,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from nanovllm.config import Config, Recipe, cache_dir
 from nanovllm.log import fields
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import fill
+from nanovllm.registry import resolve
 from nanovllm.runner.batch import BatchPrep
 from nanovllm.runner.caches import make_caches
 from nanovllm.runner.graphs import obstacles
@@ -28,6 +30,8 @@ from nanovllm.runner.sizing import num_pages_that_fit
 from nanovllm.runner.slots import Slots
 from nanovllm.runner.warm import capture, largest_steps, warm_up
 from nanovllm.sampling.sampler import Sampler
+from nanovllm.spec import DRAFTERS
+from nanovllm.spec.base import Drafter
 
 log = logging.getLogger("engine")
 
@@ -62,6 +66,7 @@ def build(config: Config) -> Built:
         recipe.server.max_model_tokens,
         own,
     )
+    log.info("products by rows: %s", model.products(int(recipe.schedule.step_tokens)))
     log.info("warming up")
     warm_up(runner, recipe)
     if not obstacles(recipe):
@@ -104,9 +109,10 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
     """A runner with as many pages as fit, and the recipe that says so."""
     recipe, device, page_tokens = found.recipe, found.device, found.page_tokens
     num_slots, most = int(recipe.schedule.slots), found.max_model_tokens
+    num_drafts = recipe.speculate.tokens if recipe.speculate is not None else 0
 
     def rows_of(max_tokens: int) -> tuple[Slots, BatchPrep, Sampler]:
-        slots = Slots(num_slots, max_tokens, page_tokens, device)
+        slots = Slots(num_slots, max_tokens, page_tokens, device, num_drafts)
         sampler = Sampler(
             num_slots=num_slots,
             vocab_size=found.model_config.vocab_size,
@@ -121,7 +127,8 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
 
     def runner_with(num_pages: int) -> Runner:
         caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device)
-        return Runner(model, *rows, caches, found.backend(caches.by_layer), device)
+        drafter = drafter_of(recipe, rows[2])
+        return Runner(model, *rows, caches, found.backend, device, drafter)
 
     num_pages = recipe.cache.pages
     if num_pages == "auto":
@@ -138,6 +145,21 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
     cache, server = replace(recipe.cache, pages=num_pages), recipe.server
     sized = replace(recipe, cache=cache, server=replace(server, max_model_tokens=most))
     return runner_with(num_pages), sized
+
+
+def drafter_of(recipe: Recipe, sampler: Sampler) -> Drafter | None:
+    """Who guesses tokens for this recipe, if anybody."""
+    if recipe.speculate is None:
+        return None
+    asked = asdict(recipe.speculate)
+    make: Callable[..., Drafter] = resolve(DRAFTERS, asked.pop("method"))
+    return make(
+        **asked,
+        kernel=recipe.kernels.batch_prep,
+        seeds_N=sampler.seeds_N,
+        vocab_size=sampler.vocab_size,
+        device=sampler.seeds_N.device,
+    )
 
 
 def cpu_threads(recipe: Recipe, model: Decoder) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import PagedKV
+from nanovllm.attention.grouped import PagedKV
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.plan import Int32, StepPlan
 from nanovllm.runner.upload import upload_together
@@ -21,7 +21,7 @@ from nanovllm.runner.upload import upload_together
 @dataclass(frozen=True, slots=True)
 class Caches:
     tensors: tuple[Tensor, ...]  # keys, then values, of each group: [L, P, S, G, A]
-    by_layer: tuple[PagedKV, ...]  # views of these
+    by_layer: dict[int, PagedKV]  # views of these, each to be its layer's own
 
     def apply(self, plan: StepPlan) -> None:
         """Zeros into the pages of plan.clean, then plan.copies, which all read before any writes.
@@ -68,4 +68,4 @@ def make_caches(
         tensors += (keys, values)
         for at, layer in enumerate(group.layers):
             caches[layer] = PagedKV(keys[at], values[at])
-    return Caches(tuple(tensors), tuple(caches[layer] for layer in sorted(caches)))
+    return Caches(tuple(tensors), caches)

@@ -1,6 +1,6 @@
 """CUDA graphs of the decode step: which sizes, capture, replay. Does not know what is captured.
 
-Graphs of prompt chunks are in runner/pieces.py.
+Graphs of prompt chunks are in runner/piecewise.py.
 
 Decision: a graph reads the slots of its rows from one static buffer and gathers everything else
 from device state, so replaying needs no refill unless the rows changed.
@@ -13,19 +13,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.config import Recipe
-from nanovllm.runner.batch import StepRows
+from nanovllm.runner.batch import RowBuilder, StepRows
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Numbers of rows to capture: padding stays under about 10 % (at most 7 rows below 64)."""
+    """Numbers of tokens to capture: padding stays under about 10 % (at most 7 rows below 64)."""
     sizes = [*range(1, 9), *range(16, 64, 8), *range(64, 128, 8), *range(128, 256, 16)]
     sizes += range(256, most + 1, 32)
     return sorted({min(size, most) for size in sizes} | {most})
+
+
+def largest_graph(num_slots: int, width: int) -> int:
+    """Tokens of the largest decode step that is captured, of rows of up to `width`."""
+    return num_slots if width == 1 else min(num_slots * width, max(num_slots, MOST_DRAFTED))
 
 
 def obstacles(recipe: Recipe) -> list[str]:
@@ -38,6 +42,10 @@ def obstacles(recipe: Recipe) -> list[str]:
     if not recipe.kernels.cuda_graphs:
         found.append("kernels.cuda_graphs is false")
     return found
+
+
+MOST_DRAFTED = 512  # tokens: a larger step computes for longer than the host takes to launch it
+Size = tuple[int, int]  # tokens, and the width: how many of them a row can have
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,28 +79,29 @@ class Captured:
 class DecodeGraphs:
     """`run` maps the rows of a decode step to device tensors; it is captured once per size.
 
+    Rows of a size are ragged: as many tokens in as many rows as it takes, and the rest is padding.
+
     `keep`: what to keep of a captured run's, because kept tensors of all sizes take memory.
     """
 
     def __init__(
         self,
         run: Callable[[StepRows], object],
-        static_slots_R: Tensor,
+        builder: RowBuilder,
         keep: Callable[[Any], object] = lambda output: output,
     ) -> None:
         self.run = run
         self.keep = keep
-        self.static_slots_R = static_slots_R
-        self.captured: dict[int, Captured] = {}
-        self._sizes: list[int] = []
+        self.builder = builder
+        self.captured: dict[Size, Captured] = {}
 
     def capture(
-        self, sizes: list[int], max_length: int, captured: Callable[[], None] = lambda: None
+        self, sizes: list[Size], max_length: int, captured: Callable[[], None] = lambda: None
     ) -> None:
         """Largest first, so that the smaller ones reuse its memory. `captured` hears of each."""
         pool = torch.cuda.graph_pool_handle()
         for size in sorted(sizes, reverse=True):
-            rows = decode_rows(self.static_slots_R[:size], max_length)
+            rows = self.builder.padded(*size, max_length)
             started, used = time.perf_counter(), torch.cuda.memory_reserved()
             self.run(rows)  # compiles kernels and sets up library workspaces outside the capture
             graph = torch.cuda.CUDAGraph()
@@ -103,18 +112,12 @@ class DecodeGraphs:
             self.captured[size] = Captured(graph, self.keep(output), seconds, bytes_used)
             del output  # or the next capture could not have its memory
             captured()
-        self._sizes = sorted(self.captured)
+        self.captured = dict(sorted(self.captured.items()))
 
-    def fit(self, num_rows: int) -> int | None:
-        """The smallest captured size for so many rows."""
-        return next((size for size in self._sizes if size >= num_rows), None)
+    def fit(self, num_tokens: int, width: int) -> Size | None:
+        """The smallest captured size for so many tokens, in rows of up to `width`."""
+        return next((s for s in self.captured if s[0] >= num_tokens and s[1] == width), None)
 
-    def replay(self, size: int) -> object:
+    def replay(self, size: Size) -> object:
         self.captured[size].graph.replay()
         return self.captured[size].output
-
-
-def decode_rows(slots_R: Tensor, max_length: int) -> StepRows:
-    """Rows that feed one token each, as captured: the host's copy of the slots is not needed."""
-    shape = len(slots_R), len(slots_R), 1, max_length
-    return StepRows(slots_R, None, None, np.zeros(0, np.int32), *shape)

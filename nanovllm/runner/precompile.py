@@ -41,7 +41,8 @@ def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
     if kernels.decode == "cute":
         from nanovllm_kernels.paged_decode_cute import compile_decode
 
-        jobs.append(compile_decode.job(group, width, page_tokens))
+        drafted = [] if (asked := found.recipe.speculate) is None else [1 + asked.tokens]
+        jobs += [compile_decode.job(group, width, page_tokens, most) for most in (0, *drafted)]
     if kernels.gated_linear == "cute":
         jobs.append(compile_gated.job(dtype, True))
     if kernels.skinny_linear == "cute":

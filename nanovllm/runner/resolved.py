@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from msgspec.structs import replace
 
-from nanovllm.attention.choose import Factory, choose_backend
+from nanovllm.attention.base import AttentionBackend
+from nanovllm.attention.choose import choose_backend
 from nanovllm.config import Auto, Config, ConfigError, Recipe, given_or, resolve_schedule
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.layers.ops import OPERATIONS, fastest, select_ops
@@ -32,7 +33,7 @@ class Resolved:
     mesh: Mesh
     device: torch.device
     dtype: torch.dtype
-    backend: Factory
+    backend: AttentionBackend
     passed_over: str  # attention backends that were not chosen, and why
     asked_context: int | Auto  # server.max_model_tokens, before the cache's size had its say
 

@@ -8,19 +8,36 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.plan import CORRUPTED, Int32, Masks, RowLogprobs, StepResult
-from nanovllm.sampling.base import Sampled, SampledLogprobs
+from nanovllm.plan import Int32, Masks, RowLogprobs, StepResult
+from nanovllm.runner.batch import StepRows
+from nanovllm.sampling.base import SampledLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What was sampled, on its way: on the host once the step has ended."""
+    """What came of a step's rows, on its way: on the host once the step has ended."""
 
-    tokens_S: Tensor  # int32
+    lines_RW: Tensor  # int32
+    drafts_RX: Tensor | None  # int32: see plan.StepResult
     logprobs: SampledLogprobs | None
+    rows: StepRows
+
+    def read(self, step: int) -> StepResult:
+        """To be asked when the step has ended."""
+        lines = self._sampling(self.lines_RW)
+        drafts = None if self.drafts_RX is None else self._sampling(self.drafts_RX)
+        found = self.logprobs
+        logprobs = () if found is None else read_logprobs(found, lines, self.rows.samples)
+        return StepResult(step, lines, logprobs, drafts)
+
+    def _sampling(self, lines_RX: Tensor) -> Int32:
+        """Of the rows that sample."""
+        lines: Int32 = lines_RX.numpy()
+        return lines.copy() if self.rows.sampling is None else lines[self.rows.sampling]
 
 
 class HostEvent:
@@ -111,14 +128,22 @@ class Handle:
         span_s = self._clock.between(self._gaps[0][0], self._done)
         self.gap_s = sum(map(self._clock.seconds, self._gaps))
         self.busy_s = span_s - self.gap_s
-        lines = copy.tokens_S.numpy().reshape(-1, 1).copy()
-        return StepResult(self.step, lines, read(copy.logprobs, lines) if copy.logprobs else ())
+        return copy.read(self.step)
 
 
-def start_copy(sampled: Sampled) -> Copy:
+def start_copy(
+    rows: StepRows,
+    lines_RW: Tensor,
+    drafts_RX: Tensor | None,
+    logprobs: SampledLogprobs | None = None,
+) -> Copy:
     """Enqueue the copies behind the step; nothing here waits."""
-    tokens_S = to_host(sampled.tokens_S.to(torch.int32))
-    return Copy(tokens_S, begin(sampled.logprobs) if sampled.logprobs is not None else None)
+    return Copy(
+        to_host(lines_RW),
+        to_host(drafts_RX) if drafts_RX is not None else None,
+        begin(logprobs) if logprobs is not None else None,
+        rows,
+    )
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -136,12 +161,14 @@ def begin(found: SampledLogprobs) -> SampledLogprobs:
     )
 
 
-def read(found: SampledLogprobs, lines: Int32) -> tuple[RowLogprobs, ...]:
-    """Of the rows that drew a token: a corrupted one has no log-probabilities."""
+def read_logprobs(found: SampledLogprobs, lines: Int32, samples: Int32) -> tuple[RowLogprobs, ...]:
+    """Of the tokens in `lines`, row r's of so many samples[r]: CORRUPTED and -1 are none."""
     chosen = found.chosen_W.tolist()
     ids, values = found.top_ids_WK.tolist(), found.top_logprobs_WK.tolist()
+    row_of = np.repeat(np.arange(len(samples)), samples).tolist()
+    starts = (np.cumsum(samples) - samples).tolist()
     return tuple(
-        RowLogprobs(row, chosen[i], ids[i][:count], values[i][:count])
-        for i, (row, count) in enumerate(zip(found.rows, found.counts, strict=True))
-        if lines[row, 0] != CORRUPTED
+        RowLogprobs(row, chosen[i], ids[i][:count], values[i][:count], at - starts[row])
+        for i, (at, count) in enumerate(zip(found.at, found.counts, strict=True))
+        if lines[row := row_of[at], at - starts[row]] >= 0
     )

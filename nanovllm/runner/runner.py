@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,13 +19,14 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.plan import Masks, StepPlan, mode_key
 from nanovllm.runner.batch import BatchPrep, RowBuilder, StepRows
 from nanovllm.runner.caches import Caches
-from nanovllm.runner.graphs import DecodeGraphs, borrowed
-from nanovllm.runner.pieces import PiecewiseGraphs
+from nanovllm.runner.graphs import DecodeGraphs, borrowed, largest_graph
+from nanovllm.runner.piecewise import PiecewiseGraphs
 from nanovllm.runner.results import Copy, DeviceClock, Handle, start_copy
 from nanovllm.runner.slots import Slots
 from nanovllm.sampling.base import Sampled, SampleRows
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling.vetting import Vetting
+from nanovllm.spec.base import Drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,19 @@ class Forwarded:
 
     batch: Batch
     logits_SV: Tensor | None  # None: no row samples in this step
+
+
+class Written(NamedTuple):
+    """What came of a step's rows. Under a graph: static, possibly padded."""
+
+    lines_RW: Tensor  # int32: each row's new tokens, then -1
+    drafts_RX: Tensor | None  # int32: see plan.StepResult
+
+    def first(self, num_rows: int) -> Written:
+        drafts_RX = self.drafts_RX
+        return Written(
+            self.lines_RW[:num_rows], None if drafts_RX is None else drafts_RX[:num_rows]
+        )
 
 
 class Runner:
@@ -44,19 +60,23 @@ class Runner:
         caches: Caches,
         backend: AttentionBackend,
         device: torch.device,
+        drafter: Drafter | None = None,
     ) -> None:
+        self.drafter = drafter
+        self.num_drafts = drafter.num_drafts if drafter is not None else 0
         self.model = model
         self.slots = slots
         self.prep = prep
         self.sampler = sampler
-        self.pages = caches
-        self.caches = caches.by_layer
+        self.caches = caches
+        model.bind_caches(caches.by_layer)
         self.backend = backend
         self.device = device
-        self.builder = RowBuilder(slots.padding, slots.padding, device)
-        self.graphs = DecodeGraphs(self.forward, self.builder.static_slots_R, sharing_logits)
-        self.tails = DecodeGraphs(self.draw_plainly, self.builder.static_slots_R)
-        self.pieces = PiecewiseGraphs(self.hidden, self.caches, slots.padding, device)
+        most_rows = largest_graph(slots.padding, 1 + self.num_drafts)
+        self.builder = RowBuilder(most_rows, slots.padding, 1 + self.num_drafts, device)
+        self.graphs = DecodeGraphs(self.forward, self.builder, sharing_logits)
+        self.tails = DecodeGraphs(self.draw_plainly, self.builder)
+        self.piecewise = PiecewiseGraphs(self.hidden, slots.padding, device)
         self.clock = DeviceClock(device)
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
@@ -65,8 +85,8 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Handle:
         """Enqueue one step. Nothing here waits for the device."""
-        refuse_unknown(plan)
-        self.pages.apply(plan)
+        refuse_unknown(plan, self.num_drafts)
+        self.caches.apply(plan)
         self.slots.apply(plan)
         self.sampler.admit(plan.admits)
         rows = self.builder.rows(plan)
@@ -86,73 +106,82 @@ class Runner:
         self, rows: StepRows, forwarded: Forwarded, masked: list[int], masks: Masks | None
     ) -> Copy:
         """Sample, and bring the outcome to the slots and on its way to the host."""
-        size = forwarded.batch.num_rows
-        if masks is not None and forwarded.logits_SV is not None:
-            self.sampler.apply_mask(forwarded.logits_SV, masked, masks)
-        if (
-            rows.counts_R is None
-            and size in self.tails.captured
-            and self.sampler.plain(rows.sampled_slots)
-        ):
-            tokens_R = self.tails.replay(size)
-            assert isinstance(tokens_R, Tensor)
-            return start_copy(Sampled(tokens_R[: len(rows.slots_R)], None))
-        lengths_R = forwarded.batch.lengths_R[: len(rows.slots_R)]
-        slots_S, lengths_S = rows.slots_R, lengths_R
-        if rows.sampled_rows_S is not None:
-            slots_S, lengths_S = slots_S[rows.sampled_rows_S], lengths_R[rows.sampled_rows_S]
-        drawn = SampleRows(slots_S, lengths_S.long(), rows.sampled_slots, rows.max_length)
-        if forwarded.logits_SV is None:
-            sampled = Sampled(slots_S, None)  # of no rows
-        else:
-            logits_SV = forwarded.logits_SV[: len(slots_S)]
-            sampled = self.sampler.sample(logits_SV, drawn)
-        self.prep.write_back(rows.slots_R, lengths_R, slots_S, drawn.positions_S, sampled.tokens_S)
-        return start_copy(sampled)
+        batch, logits_SV = forwarded.batch, forwarded.logits_SV
+        if masks is not None and logits_SV is not None:
+            self.sampler.apply_mask(logits_SV, rows.samples_of(masked), masks)
+        size = len(batch.token_ids_T), rows.width
+        if rows.is_decode and size in self.tails.captured and self.sampler.plain(rows.host_slots):
+            written = self.tails.replay(size)
+            assert isinstance(written, Written)
+            return start_copy(rows, *written.first(len(rows.slots_R)))
+        num_samples = len(rows.host_slots)
+        sampled = Sampled(batch.slots_T[:0], None)
+        if logits_SV is not None:
+            drawn = SampleRows(
+                batch.sampled(batch.slots_T)[:num_samples],
+                batch.sampled(batch.positions_T)[:num_samples] + 1,
+                rows.host_slots,
+                rows.max_length,
+            )
+            sampled = self.sampler.sample(logits_SV[:num_samples], drawn)
+        written = self._write_back(rows, batch, sampled.tokens_S)
+        return start_copy(rows, *written, sampled.logprobs)
 
-    def draw_plainly(self, rows: StepRows) -> Tensor:
-        """Behind a replayed forward pass: tokens by seed and temperature alone, and written.
+    def draw_plainly(self, rows: StepRows) -> Written:
+        """Behind a replayed forward pass: tokens by seed and temperature alone, written back.
 
         Captured too, because its launches cost the host as much as all of the forward pass.
         """
-        forwarded = self.graphs.captured[len(rows.slots_R)].output
+        forwarded = self.graphs.captured[rows.num_tokens, rows.width].output
         assert isinstance(forwarded, Forwarded) and forwarded.logits_SV is not None
-        lengths_R = forwarded.batch.lengths_R
-        positions_R = lengths_R.long()
-        tokens_R = self.sampler.draw(forwarded.logits_SV, rows.slots_R, positions_R)
-        self.prep.write_back(rows.slots_R, lengths_R, rows.slots_R, positions_R, tokens_R)
-        return tokens_R.to(torch.int32)
+        batch = forwarded.batch
+        tokens_S = self.sampler.draw(forwarded.logits_SV, batch.slots_T, batch.positions_T + 1)
+        return self._write_back(rows, batch, tokens_S)
+
+    def _write_back(self, rows: StepRows, batch: Batch, tokens_S: Tensor) -> Written:
+        """What was drawn becomes known; the drafter guesses what follows."""
+        drafter = self.drafter
+        accept = drafter.accept if drafter is not None else None
+        lines_RW = self.prep.write_back(rows, batch, tokens_S, accept)
+        if drafter is None:
+            return Written(lines_RW, None)
+        slots_R = rows.slots_R.where(lines_RW[:, 0] >= 0, self.slots.padding)
+        slots = self.slots
+        return Written(lines_RW, drafter.propose(slots_R, slots.lengths_N, slots.tokens_NL))
 
     def _run(self, rows: StepRows) -> tuple[Forwarded, str]:
         """Replay a graph where one fits, else run eagerly. Says which: FULL, PIECEWISE or NONE."""
-        decode = rows.counts_R is None
-        size = (self.graphs if decode else self.pieces).fit(rows.num_tokens)
-        if size is None:
+        if not rows.is_decode:
+            size = self.piecewise.fit(rows.num_tokens)
+            self.padded_tokens += size - rows.num_tokens if size else 0
+            return self.forward(rows, size), "PIECEWISE" if size else "NONE"
+        fitting = self.graphs.fit(rows.num_tokens, rows.width)
+        if fitting is None:
             return self.forward(rows), "NONE"
-        self.padded_tokens += size - rows.num_tokens
-        if not decode:
-            return self.forward(rows, size), "PIECEWISE"
-        replayed = self.graphs.replay(size)
+        self.padded_tokens += fitting[0] - rows.num_tokens
+        replayed = self.graphs.replay(fitting)
         assert isinstance(replayed, Forwarded)
         return replayed, "FULL"
 
     def why_eager(self, rows: StepRows) -> str | None:
         """Why a step of these rows replays nothing; None: it does."""
-        decode = rows.counts_R is None
-        graphs = self.graphs if decode else self.pieces
-        if not graphs.captured:
+        if rows.is_decode:
+            sizes = [tokens for tokens, width in self.graphs.captured if width == rows.width]
+        else:
+            sizes = list(self.piecewise.captured)
+        if not sizes:
             return "no graph was captured"
-        if graphs.fit(rows.num_tokens) is None:
-            count = f"{rows.num_tokens} {'rows' if decode else 'tokens'}"
-            return f"{count} are more than the largest graph's {max(graphs.captured)}"
+        if rows.num_tokens > max(sizes):
+            count = f"{rows.num_tokens} {'rows' if rows.is_decode else 'tokens'}"
+            return f"{count} are more than the largest graph's {max(sizes)}"
         return None
 
     def forward(self, rows: StepRows, size: int | None = None) -> Forwarded:
-        """Launch by launch, or the pieces of this size around attention."""
+        """Launch by launch, or the piecewise graphs of this size around attention."""
         batch = self.prep.gather(rows)
-        ctx = ForwardContext(batch, self.caches, self.backend.bind(batch))
-        hidden_SD = self.pieces.replay(size, ctx) if size else self.hidden(ctx)
-        samples = rows.counts_R is None or len(rows.sampled_slots)
+        ctx = ForwardContext(batch, self.backend.bind(batch))
+        hidden_SD = self.piecewise.replay(size, ctx) if size else self.hidden(ctx)
+        samples = rows.is_decode or len(rows.host_slots)
         return Forwarded(batch, self.model.logits(hidden_SD) if samples else None)
 
     def hidden(self, ctx: ForwardContext) -> Tensor:
@@ -160,11 +189,13 @@ class Runner:
         return hidden_SD
 
 
-def refuse_unknown(plan: StepPlan) -> None:
+def refuse_unknown(plan: StepPlan, num_drafts: int) -> None:
     """Raises ValueError if the plan asks for what this runner does not do."""
     states = [a.restore_from for a in plan.admits] + [c.save_to for c in plan.chunks]
-    if plan.num_drafts or any(state >= 0 for state in states):
-        raise ValueError(f"plan {plan.step} has drafts or recurrent states, which do not exist yet")
+    if any(state >= 0 for state in states):
+        raise ValueError(f"plan {plan.step} has recurrent states, which do not exist yet")
+    if plan.drafts and (most := int(np.frombuffer(plan.drafts, np.int32).max())) > num_drafts:
+        raise ValueError(f"plan {plan.step} has rows of {most} drafts; there are {num_drafts}")
 
 
 def sharing_logits(forwarded: Forwarded) -> Forwarded:

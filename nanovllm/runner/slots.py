@@ -17,14 +17,22 @@ class Slots:
     """Columns are named by their shape: N slots + 1, L positions, M pages of one request."""
 
     def __init__(
-        self, num_slots: int, max_tokens: int, page_tokens: int, device: torch.device
+        self,
+        num_slots: int,
+        max_tokens: int,
+        page_tokens: int,
+        device: torch.device,
+        num_drafts: int = 0,
     ) -> None:
+        """`num_drafts`: so many guesses stand behind the newest token of a slot."""
         self.device = device
+        self.max_tokens = max_tokens
         self.padding = num_slots
         self.page_tokens = page_tokens
         self.max_pages = -(-max_tokens // page_tokens)
         rows = num_slots + 1
-        self.tokens_NL = torch.zeros(rows, max_tokens + 1, dtype=torch.int32, device=device)
+        width = max_tokens + 1 + num_drafts
+        self.tokens_NL = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.pages_NM = torch.zeros(rows, self.max_pages, dtype=torch.int32, device=device)
         self.lengths_N = torch.zeros(rows, dtype=torch.int32, device=device)  # computed tokens
         self.prompt_lengths_N = torch.zeros(rows, dtype=torch.int32, device=device)

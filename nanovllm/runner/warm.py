@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,8 +11,8 @@ import torch
 from nanovllm.config import Recipe
 from nanovllm.log import Progress
 from nanovllm.runner.batch import StepRows
-from nanovllm.runner.graphs import graph_sizes
-from nanovllm.runner.pieces import piece_sizes
+from nanovllm.runner.graphs import graph_sizes, largest_graph
+from nanovllm.runner.piecewise import piecewise_sizes
 from nanovllm.runner.runner import Runner
 from nanovllm.sampling.base import SampleRows
 
@@ -20,18 +21,31 @@ log = logging.getLogger("engine")
 
 def padding_rows(runner: Runner, num_rows: int, tokens_each: int) -> StepRows:
     """Rows of the padding slot: any shape of step can be run without a request."""
-    slots_R = torch.full((num_rows,), runner.slots.padding, device=runner.device)
-    counts_R = torch.full((num_rows,), tokens_each, dtype=torch.int32, device=runner.device)
+    device, num_tokens = runner.device, num_rows * tokens_each
     host = np.full(num_rows, runner.slots.padding, np.int32)
-    return StepRows(
-        slots_R=slots_R,
-        counts_R=counts_R if tokens_each > 1 else None,
-        sampled_rows_S=None,
-        sampled_slots=host,
-        num_decodes=num_rows if tokens_each == 1 else 0,
-        num_tokens=num_rows * tokens_each,
+    rows = StepRows(
+        slots_R=torch.full((num_rows,), runner.slots.padding, device=device),
+        counts_R=None,
+        sampled_at=None,
+        samples_R1=None,
+        sampling=None,
+        samples=np.ones(num_rows, np.int32),
+        host_slots=host,
+        num_decodes=num_rows,
+        num_decode_tokens=num_rows,
+        width=1,
+        num_tokens=num_tokens,
         max_new=tokens_each,
         max_length=tokens_each,
+    )
+    if tokens_each == 1:
+        return rows
+    return replace(
+        rows,
+        counts_R=torch.full((num_rows,), tokens_each, dtype=torch.int32, device=device),
+        sampled_at=torch.arange(tokens_each - 1, num_tokens, tokens_each, device=device),
+        num_decodes=0,
+        num_decode_tokens=0,
     )
 
 
@@ -40,7 +54,7 @@ def run_padding(runner: Runner, num_rows: int, tokens_each: int) -> None:
     rows = padding_rows(runner, num_rows, tokens_each)
     forwarded = runner.forward(rows)
     assert forwarded.logits_SV is not None
-    drawn = SampleRows(rows.slots_R, forwarded.batch.lengths_R.long(), rows.sampled_slots)
+    drawn = SampleRows(rows.slots_R, forwarded.batch.lengths_R.long(), rows.host_slots)
     runner.sampler.sample(forwarded.logits_SV, drawn)
 
 
@@ -69,11 +83,13 @@ def warm_up(runner: Runner, recipe: Recipe) -> None:
 
 @torch.inference_mode()
 def capture(runner: Runner, recipe: Recipe) -> None:
-    sizes = graph_sizes(int(recipe.schedule.slots))
+    widths = {1, 1 + runner.num_drafts}
+    slots = int(recipe.schedule.slots)
+    sizes = [(size, w) for w in widths for size in graph_sizes(largest_graph(slots, w))]
     most = min(recipe.kernels.mixed_graph_tokens, int(recipe.schedule.step_tokens))
-    pieces = piece_sizes(most)
-    progress = Progress(log, "capturing", 2 * len(sizes) + len(pieces), "CUDA graphs")
+    piecewise = piecewise_sizes(most)
+    progress = Progress(log, "capturing", 2 * len(sizes) + len(piecewise), "CUDA graphs")
     for graphs in (runner.graphs, runner.tails):
         graphs.capture(sizes, int(recipe.server.max_model_tokens), progress.advance)
-    runner.pieces.capture(pieces, progress.advance)
+    runner.piecewise.capture(piecewise, progress.advance)
     progress.finish()

@@ -21,7 +21,7 @@ NONE = -2  # no token: what precedes the output
 
 
 class BadWords:
-    """Shape letters: K words of a slot, P tokens of a word; both as large as any so far."""
+    """K words of a slot, L tokens of a word: both as large as any so far."""
 
     FIELDS: Fields = ()
 
@@ -29,7 +29,7 @@ class BadWords:
         self.tokens_NL, self.prompt_lengths_N = per_slot.tokens_NL, per_slot.prompt_lengths_N
         self.vocab_size = per_slot.vocab_size
         self.counts = np.zeros(len(self.tokens_NL), np.int32)
-        self.words_NKP = self.tokens_NL.new_full((len(self.tokens_NL), 0, 1), ANY)
+        self.words_NKL = self.tokens_NL.new_full((len(self.tokens_NL), 0, 1), ANY)
 
     def admit(self, admits: Sequence[Admit]) -> None:
         for admit in admits:
@@ -38,10 +38,10 @@ class BadWords:
             if not words:
                 continue
             self._widen(len(words), max(map(len, words)))
-            lines = np.full(self.words_NKP.shape[1:], ANY, np.int32)
+            lines = np.full(self.words_NKL.shape[1:], ANY, np.int32)
             for line, word in zip(lines, words, strict=False):
                 line[-len(word) :] = word
-            self.words_NKP[admit.slot] = upload(lines, self.words_NKP.device)
+            self.words_NKL[admit.slot] = upload(lines, self.words_NKL.device)
 
     def wanted(self, host_slots: Int32) -> Wanted:
         return self.counts[host_slots] > 0
@@ -50,21 +50,21 @@ class BadWords:
         wanted = np.flatnonzero(self.wanted(rows.host_slots)).astype(np.int32)
         at_W = upload(wanted, logits_SV.device).long()
         slots_W, lengths_W1 = rows.slots_S[at_W], rows.positions_S[at_W, None]
-        words_WKP = self.words_NKP[slots_W]
-        before_WKQ, last_WK = words_WKP[..., :-1], words_WKP[..., -1].long()
-        num_before = before_WKQ.shape[-1]
-        index_WQ = lengths_W1 + torch.arange(-num_before, 0, device=at_W.device)
-        is_output_WQ = index_WQ >= self.prompt_lengths_N[slots_W, None]
-        tokens_WQ = self.tokens_NL[slots_W[:, None], index_WQ.clamp(min=0)]
-        tail_W1Q = tokens_WQ.where(is_output_WQ, NONE)[:, None]
-        completes_WK = ((before_WKQ == tail_W1Q) | (before_WKQ == ANY)).all(-1) & (last_WK >= 0)
+        words_WKL = self.words_NKL[slots_W]
+        before_WKX, last_WK = words_WKL[..., :-1], words_WKL[..., -1].long()
+        num_before = before_WKX.shape[-1]
+        index_WX = lengths_W1 + torch.arange(-num_before, 0, device=at_W.device)
+        is_output_WX = index_WX >= self.prompt_lengths_N[slots_W, None]
+        tokens_WX = self.tokens_NL[slots_W[:, None], index_WX.clamp(min=0)]
+        tail_W1X = tokens_WX.where(is_output_WX, NONE)[:, None]
+        completes_WK = ((before_WKX == tail_W1X) | (before_WKX == ANY)).all(-1) & (last_WK >= 0)
         bans_WK = torch.where(completes_WK, -torch.inf, 0.0)
         at_X = (at_W[:, None] * logits_SV.shape[1] + last_WK.clamp(min=0)).flatten()
         logits_SV.view(-1).scatter_add_(0, at_X, bans_WK.flatten())
 
     def _widen(self, num_words: int, num_tokens: int) -> None:
-        _, old_words, old_tokens = self.words_NKP.shape
+        _, old_words, old_tokens = self.words_NKL.shape
         words, tokens = max(num_words - old_words, 0), max(num_tokens - old_tokens, 0)
         if words or tokens:
             pad = (tokens, 0, 0, words)  # words end together
-            self.words_NKP = torch.nn.functional.pad(self.words_NKP, pad, value=ANY)
+            self.words_NKL = torch.nn.functional.pad(self.words_NKL, pad, value=ANY)

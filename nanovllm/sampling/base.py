@@ -1,8 +1,4 @@
-"""What one step samples and what comes of it, and what a sampling feature is.
-
-Shape letters besides attention/base.py's: S sampling rows of the step, N slots and the padding
-slot, K entries of a slot's list, W those sampling rows that want a certain feature.
-"""
+"""What one step samples and what comes of it, and what a sampling feature is."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ class SampleRows:
 class SampledLogprobs:
     """Of the W rows that want any. The tensors are where they were computed, or copied."""
 
-    rows: list[int]  # indices into Sampled.tokens_S
+    at: list[int]  # indices into Sampled.tokens_S
     counts: list[int]  # how many of the K best each row asked for
     chosen_W: Tensor
     top_ids_WK: Tensor  # int64, best first

@@ -47,8 +47,8 @@ class Columns:
     def send(self, slots: Int32) -> None:
         """Bring these slots' lines to the device."""
         lines = self.host[slots].view(np.int32).reshape(len(slots), -1)
-        sent_AX = upload(lines, self._words_NX.device)
-        self._words_NX.index_copy_(0, self._view(sent_AX, "slot"), sent_AX)
+        sent_RX = upload(lines, self._words_NX.device)
+        self._words_NX.index_copy_(0, self._view(sent_RX, "slot"), sent_RX)
 
     def _view(self, words_NX: Tensor, name: str) -> Tensor:
         assert self.host.dtype.fields is not None
@@ -86,10 +86,10 @@ class TokenLists:
         for line, at in enumerate(changed):
             lines[line, 1 : 1 + lengths[at]] = list(kept[at])
             values[line, : lengths[at]] = list(kept[at].values())
-        sent_AX = upload(lines, self.tokens_NK.device)
-        slots_A = sent_AX[:, 0].long()
-        self.tokens_NK.index_copy_(0, slots_A, sent_AX[:, 1 : 1 + width])
-        self.values_NK.index_copy_(0, slots_A, sent_AX[:, 1 + width :].view(torch.float32))
+        sent_RX = upload(lines, self.tokens_NK.device)
+        slots_R = sent_RX[:, 0].long()
+        self.tokens_NK.index_copy_(0, slots_R, sent_RX[:, 1 : 1 + width])
+        self.values_NK.index_copy_(0, slots_R, sent_RX[:, 1 + width :].view(torch.float32))
 
     def _widen(self, width: int) -> None:
         missing = width - self.tokens_NK.shape[1]

@@ -41,7 +41,7 @@ class Logprobs:
         top_WK = logits_WV.topk(int(counts.max()), -1)
         tokens_W1 = tokens_S[at_W, None].clamp(min=0)  # a corrupted row's are left out later
         return SampledLogprobs(
-            rows=[int(row) for row in wanted],
+            at=[int(at) for at in wanted],
             counts=[int(count) for count in counts],
             chosen_W=(logits_WV.take_along_dim(tokens_W1, 1) - total_W1)[:, 0],
             top_ids_WK=top_WK.indices,

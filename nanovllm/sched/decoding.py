@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.plan import Int32
+from nanovllm.sched.drafting import Drafting
 from nanovllm.sched.request import Request
 from nanovllm.sched.rows import Flight, Rows, rows_of
 from nanovllm.sched.tails import Tails
@@ -22,12 +23,13 @@ from nanovllm.sched.tails import Tails
 class Decoding:
     """Columns by slot for all requests in slots, the rows of those that decode, steps in flight."""
 
-    def __init__(self, num_slots: int, page_tokens: int) -> None:
+    def __init__(self, num_slots: int, page_tokens: int, num_drafts: int) -> None:
         self.page_tokens = page_tokens
         self.planned = np.zeros(num_slots, np.int32)  # tokens the issued plans compute, at most
         self.limit = np.zeros(num_slots, np.int32)
         self.room = np.zeros(num_slots, np.int32)  # tokens the held pages can take
         self.tails = Tails(num_slots, page_tokens)
+        self.drafting = Drafting(num_slots, num_drafts)
         self._owner = np.full(num_slots, -1, np.int64)  # request ids
         self._rows = rows_of([])  # may still name those who have left
         self._left: set[Request] = set()
@@ -50,6 +52,8 @@ class Decoding:
         self.limit[slot] = request.limit
         self.room[slot] = num_pages * self.page_tokens
         self.tails.begin(request)
+        if self.drafting.most:
+            self.drafting.begin(slot)
 
     def grow(self, request: Request, num_pages: int) -> int:
         """Room in more pages. Returns the index of the first of them."""
@@ -67,13 +71,14 @@ class Decoding:
         """
         self.tails.flush(request)
         num_known, planned = len(request.tokens), int(self.planned[request.slot])
+        reach = int(self.drafting.reach[request.slot])
         if planned >= request.prefill_until:
             self._left.add(request)
             flights = self._flights.values()
             request.num_in_flight = sum(int(request.id in f.rows.ids) for f in flights)
         vouched = num_known - 1 if num_known > request.prefill_until else request.num_cached
-        is_told = num_known > request.prefill_until and not request.num_in_flight
-        request.written = range(0) if is_told else range(vouched, planned)
+        request.written = range(vouched, max(planned, reach))
+        request.drafted = range(vouched, reach)
         self._owner[request.slot] = -1
 
     # -- steps ------------------------------------------------------------------------------
@@ -97,7 +102,7 @@ class Decoding:
         return [rows.requests[i] for i in short.nonzero()[0].tolist()]
 
     def issue(
-        self, step: int, decodes: Rows, firsts: list[Request], num_drafts: int
+        self, step: int, decodes: Rows, drafts_R: Int32 | None, firsts: list[Request]
     ) -> tuple[Rows, bool]:
         """A step is on its way. Returns its sampling rows, and whether `decodes` are known.
 
@@ -108,11 +113,16 @@ class Decoding:
         if firsts:
             rows = rows_of(decodes.requests + firsts)
             self._rows = rows if decodes is present else rows_of(present.requests + firsts)
-        self._flights[step] = Flight(rows, len(decodes.requests), num_drafts)
+            if drafts_R is not None:
+                drafts_R = np.append(drafts_R, np.zeros(len(firsts), np.int32))
+        self._flights[step] = Flight(rows, drafts_R)
         return rows, same
 
-    def rows_in_flight(self, step: int) -> Rows:
-        return self._flights[step].rows
+    def fed(self, step: int, row: int) -> tuple[int, list[int]]:
+        """Whose row of an issued step it is, and the drafts it feeds, all earlier steps landed."""
+        flight = self._flights[step]
+        count = 0 if flight.drafts is None else flight.drafts[row]
+        return int(flight.rows.ids[row]), self.drafting.fed(flight.rows.slots[row], count)
 
     def land(self, step: int) -> Flight:
         """The results of an issued step have come."""
@@ -125,7 +135,7 @@ class Decoding:
         here: npt.NDArray[np.bool_] = self._owner[rows.slots] == rows.ids
         return here
 
-    def check(self, running: Sequence[Request], num_drafts: int) -> None:
+    def check(self, running: Sequence[Request]) -> None:
         decoding = {r.id for r in self.rows.requests}
         assert decoding == {r.id for r in running if not self.prefills(r)}
         assert len(decoding) == len(self.rows.requests), "a request has two rows"
@@ -133,5 +143,5 @@ class Decoding:
         assert owners == {i: int(self._owner[i]) for i in np.flatnonzero(self._owner >= 0)}
         for request in running:
             planned = int(self.planned[request.slot])
-            assert planned < request.limit + num_drafts
+            assert planned < request.limit
             assert planned <= self.room[request.slot]

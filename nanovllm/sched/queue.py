@@ -29,7 +29,6 @@ class Queue:
         *,
         num_slots: int,
         max_model_tokens: int,
-        num_drafts: int,
         max_queue: int,
         ageing_s: float,
         overtake_steps: int,
@@ -38,7 +37,6 @@ class Queue:
         self.memory = memory
         self.decoding = decoding
         self.max_model_tokens = max_model_tokens
-        self.num_drafts = num_drafts
         self.max_queue = max_queue
         self.ageing_s = ageing_s
         self.overtake_steps = overtake_steps
@@ -49,7 +47,7 @@ class Queue:
         self.by_id: dict[int, Request] = {}
         self.told = StepOutput()  # since the last output
         self.num_deferred = 0  # in the newest plan: wait for what it computes for others
-        self.num_preemptions = self.prompt_tokens = self.cached_tokens = self.computed_tokens = 0
+        self.num_preemptions = self.prompt_tokens = self.cached_tokens = 0
         self._arrivals = 0
         self._free_slots = list(range(num_slots))[::-1]
 
@@ -72,7 +70,7 @@ class Queue:
         if request.limit > self.max_model_tokens:
             asked = f"{request.num_prompt} prompt tokens and {request.spec.max_new} new ones exceed"
             return RefusalKind.TOO_LONG, f"{asked} the context of {self.max_model_tokens} tokens"
-        if not self.memory.fits(request.limit + self.num_drafts):
+        if not self.memory.fits(request.limit):
             room = self.memory.pool.num_pages * self.memory.page_tokens
             return RefusalKind.TOO_LONG, f"{request.limit} tokens exceed the cache of {room} tokens"
         if len(self.waiting) >= self.max_queue:
@@ -178,7 +176,6 @@ class Queue:
         plan.budget -= end - done
         plan.num_tokens += end - done
         plan.max_length = max(plan.max_length, end)
-        self.computed_tokens += end - done
 
     def issue(self, plan: Plan) -> list[Request]:
         """The plan is complete. Returns the requests whose known tokens it feeds to the end."""
@@ -232,6 +229,7 @@ class Queue:
             if line[0] == CORRUPTED:
                 self.memory.condemn(request.id, request.written.start)
             if not request.num_in_flight:
+                self.memory.suspect(request.id, request.drafted)
                 self.memory.release(request.id)
         return 0
 
@@ -271,4 +269,4 @@ class Queue:
             r.id for r in self.running if self.decoding.prefills(r)
         }
         assert len(self.running) + len(self.waiting) == len(self.by_id)
-        self.decoding.check(list(self.running), self.num_drafts)
+        self.decoding.check(list(self.running))

@@ -25,6 +25,7 @@ class Request:
     prefill_until: int = 0  # tokens to feed before the first (or next) one is sampled
     num_in_flight: int = 0  # once off the device: lines of results still to arrive
     written: range = range(0)  # once off the device: tokens that no result vouches for
+    drafted: range = range(0)  # of these and of vouched ones: where drafts may have been fed
     num_overtaken: int = 0  # steps that admitted others past it because it had no pages
     was_started: bool = False
     finish: FinishReason | None = field(default=None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from nanovllm.plan import Admit, Chunk, Grant
+from nanovllm.plan import Admit, Chunk, Grant, Int32
 from nanovllm.sched.request import Request
 
 
@@ -48,5 +48,4 @@ class Flight:
     """What an issued step will sample, in the order of its result's lines."""
 
     rows: Rows  # the decode rows, then the requests whose prompt ends in this step
-    num_decodes: int
-    num_drafts: int  # of each decode row
+    drafts: Int32 | None  # that each of them feeds; None: no row any

@@ -59,15 +59,14 @@ class Scheduler:
         self.memory = memory
         self.step_tokens = step_tokens
         self.mixed_step_tokens = mixed_step_tokens
-        self.num_drafts = num_drafts
         num_slots = min(num_slots, step_tokens)
-        self._decoding = Decoding(num_slots, memory.page_tokens)
+        self._decoding = Decoding(num_slots, memory.page_tokens, num_drafts)
+        self._drafting = self._decoding.drafting
         self._queue = Queue(
             memory,
             self._decoding,
             num_slots=num_slots,
             max_model_tokens=max_model_tokens,
-            num_drafts=num_drafts,
             max_queue=max_queue,
             ageing_s=ageing_s,
             overtake_steps=overtake_steps,
@@ -116,11 +115,14 @@ class Scheduler:
             num_preemptions=queue.num_preemptions,
             prompt_tokens=queue.prompt_tokens,
             cached_tokens=queue.cached_tokens,
-            computed_prompt_tokens=queue.computed_tokens,
             generated_tokens=self._generated,
             num_steps=self._step,
             steps_by_tokens=self._steps_by_tokens.copy(),
             step_tokens=self._fed,
+            num_drafts=self._drafting.num_drafts,
+            draft_tokens=self._drafting.draft_tokens,
+            accepted_tokens=sum(self._drafting.accepted_by_position),
+            accepted_by_position=self._drafting.accepted_by_position,
         )
 
     # -- planning ---------------------------------------------------------------------------
@@ -128,7 +130,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do until a result arrives."""
         plan = Plan(self.step_tokens)
-        decodes, num_drafts = self._plan_decodes(plan)
+        decodes, drafts_R = self._plan_decodes(plan)
         self._queue.plan_prompts(plan)
         if not plan.num_tokens:
             return None
@@ -136,48 +138,67 @@ class Scheduler:
         self._fed += plan.num_tokens
         self._steps_by_tokens[bisect_left(STEP_TOKENS, plan.num_tokens)] += 1
         firsts = self._queue.issue(plan) if plan.chunks else []
-        rows, same = self._decoding.issue(self._step, decodes, firsts, num_drafts)
+        rows, same = self._decoding.issue(self._step, decodes, drafts_R, firsts)
         return StepPlan(
             step=self._step,
             admits=plan.admits,
             grants=plan.grants,
             num_decodes=len(decodes.requests),
             decodes=None if same else decodes.slots.astype(np.int32).tobytes(),
-            num_drafts=num_drafts,
             chunks=plan.chunks,
             max_length=plan.max_length,
             masked=rows.masked,
             clean=self.memory.taken_dirty(),
             copies=plan.copies,
+            drafts=b"" if drafts_R is None else drafts_R.tobytes(),
         )
 
-    def masked_ids(self, plan: StepPlan) -> list[int]:
-        """The requests of plan.masked; some may have finished since."""
-        requests = self._decoding.rows_in_flight(plan.step).requests
-        return [requests[row].id for row in plan.masked]
+    def masked_rows(self, plan: StepPlan) -> list[tuple[int, list[int]]]:
+        """The requests of plan.masked and the drafts they feed; some may have finished since."""
+        return [self._decoding.fed(plan.step, row) for row in plan.masked]
 
-    def _plan_decodes(self, plan: Plan) -> tuple[Rows, int]:
-        """One row for each decoding request that may still sample; its drafts share the budget."""
+    def _plan_decodes(self, plan: Plan) -> tuple[Rows, Int32 | None]:
+        """One row for each decoding request that may still sample, and the drafts it feeds."""
         rows, planned_R = self._decoding.wanting()
         if not rows.requests:
-            return rows, 0
-        num_drafts = min(self.num_drafts, self.step_tokens // len(rows.requests) - 1)
-        if rows.masked:
-            num_drafts = 0  # a grammar would have to see the drafts, which are on the device
-        ends_R = planned_R + (1 + num_drafts)
+            return rows, None
+        ends_R = planned_R + 1
         if short := self._decoding.short_of_room(rows, ends_R):
-            going = self._make_room(rows, short, num_drafts, plan)
+            going = self._make_room(rows, short, plan)
             if not going.requests:
-                return going, 0
+                return going, None
             if going is not rows:
-                rows, ends_R = going, self._decoding.planned[going.slots] + (1 + num_drafts)
+                rows, ends_R = going, self._decoding.planned[going.slots] + 1
+        plan.num_tokens = len(rows.requests)
+        drafts_R = self._plan_drafts(rows, ends_R, plan) if self._drafting.most else None
+        if drafts_R is not None:
+            ends_R += drafts_R
+            self._drafting.reach[rows.slots] = np.maximum(self._drafting.reach[rows.slots], ends_R)
+            plan.num_tokens += int(drafts_R.sum())
         self._decoding.planned[rows.slots] = ends_R
         plan.max_length = int(ends_R.max())
-        plan.num_tokens = len(rows.requests) * (1 + num_drafts)
         plan.budget = prompt_budget(self.step_tokens, self.mixed_step_tokens, plan.num_tokens)
-        return rows, num_drafts
+        return rows, drafts_R
 
-    def _make_room(self, rows: Rows, short: list[Request], num_drafts: int, plan: Plan) -> Rows:
+    def _plan_drafts(self, rows: Rows, ends_R: Int32, plan: Plan) -> Int32 | None:
+        """Within each row's limit, in free pages, and half of the tokens that the rows leave."""
+        decoding, slots_R = self._decoding, rows.slots
+        most_R = decoding.limit[slots_R] - 1 - ends_R
+        budget = (self.step_tokens - plan.num_tokens) // 2
+        drafts_R = self._drafting.choose(self._step + 1, slots_R, most_R, budget)
+        for request in decoding.short_of_room(rows, ends_R + drafts_R):
+            self._grant(request, int(decoding.room[request.slot]) + 1, plan)
+        drafts_R = np.minimum(drafts_R, decoding.room[slots_R] - ends_R)
+        return drafts_R if np.count_nonzero(drafts_R) else None
+
+    def _grant(self, request: Request, end: int, plan: Plan) -> bool:
+        """Pages for so many tokens, if they are free."""
+        if (pages := self.memory.extend(request.id, end)) is None:
+            return False
+        plan.grants.append(Grant(request.slot, self._decoding.grow(request, len(pages)), pages))
+        return True
+
+    def _make_room(self, rows: Rows, short: list[Request], plan: Plan) -> Rows:
         """A page more for the rows that need one, taken from the least urgent if none is free.
 
         Returns the rows that can go ahead.
@@ -187,15 +208,12 @@ class Scheduler:
         for request in sorted(short, key=lambda r: r.urgency):
             if request.slot < 0:
                 continue  # preempted for a more urgent one
-            end = int(self._decoding.planned[request.slot]) + 1 + num_drafts
-            while (pages := self.memory.extend(request.id, end)) is None:
+            end = int(self._decoding.planned[request.slot]) + 1
+            while not self._grant(request, end, plan):
                 if (victim := queue.running[-1]) is request:
                     stalled.add(request.id)
                     break
                 queue.preempt(victim)
-            else:
-                at = self._decoding.grow(request, len(pages))
-                plan.grants.append(Grant(request.slot, at, pages))
         if not stalled and num_preemptions == queue.num_preemptions:
             return rows
         return rows_of([r for r in rows.requests if r.slot >= 0 and r.id not in stalled])
@@ -208,13 +226,13 @@ class Scheduler:
         rows = flight.rows
         if len(lines) != len(rows.requests):
             raise ValueError(f"{len(lines)} lines for a step of {len(rows.requests)} rows")
-        kept_R = self._append(flight, lines)
+        kept_R = self._append(flight, result)
         logprobs = [
             TokenLogprobs(
-                int(rows.ids[p.row]), int(lines[p.row, 0]), p.logprob, p.top_ids, p.top_logprobs
+                int(rows.ids[p.row]), int(lines[p.row, p.nth]), p.logprob, p.top_ids, p.top_logprobs
             )
             for p in result.logprobs
-            if kept_R[p.row]
+            if p.nth < kept_R[p.row]
         ]
         ids, counts = rows.ids, b""
         if lines.shape[1] > 1 or not kept_R.all():
@@ -226,17 +244,23 @@ class Scheduler:
             told, ids=ids.tobytes(), tokens=lines.tobytes(), counts=counts, logprobs=logprobs
         )
 
-    def _append(self, flight: Flight, lines_RT: Int32) -> Int32:
+    def _append(self, flight: Flight, result: StepResult) -> Int32:
         """How many tokens of its line each request keeps: none if it finished meanwhile."""
-        rows, kept_R = flight.rows, np.zeros(len(lines_RT), np.int32)
+        rows, lines_RT = flight.rows, result.tokens
+        kept_R = np.zeros(len(lines_RT), np.int32)
         here = self._here(flight, lines_RT, kept_R)
-        if flight.num_drafts:  # those that were refused were planned for, but are not computed
-            drafted = here[here < flight.num_decodes]
-            num_right = (lines_RT[drafted] >= 0).sum(1, dtype=np.int32)
-            self._decoding.planned[rows.slots[drafted]] -= 1 + flight.num_drafts - num_right
+        if flight.drafts is not None:  # the refused ones were planned for, but are not computed
+            slots_R, drafts_R = rows.slots[here], flight.drafts[here]
+            right_R = (lines_RT[here, 1:] >= 0).sum(1, dtype=np.int32)
+            self._decoding.planned[slots_R] -= drafts_R - right_R
+            self._drafting.compared(slots_R, drafts_R, right_R)
+        if result.drafts is not None:
+            self._drafting.report(rows.slots[here], result.drafts[here])
         for nth, tokens_R in enumerate(lines_RT.T):
             if nth:
                 here = here[tokens_R[here] >= 0]  # else this draft and all after it were refused
+            if not len(here):
+                break
             at = here if len(here) < len(kept_R) else slice(None)  # all: views instead of copies
             kept_R[at] += 1
             due = self._decoding.tails.append(rows.slots[at], tokens_R[at])

@@ -107,6 +107,8 @@ def render(
     page.add("nanovllm:asyncio_tasks", "gauge", num_tasks)
     _queue_and_cache(page, stats)
     _steps(page, stats)
+    if stats.accepted_by_position:
+        _drafts(page, stats)
     finished = _by("finished_reason", metrics.finished)
     page.add("vllm:request_success_total", "counter", finished)
     page.add("vllm:admission_rejections_total", "counter", _by("reason", metrics.rejected))
@@ -152,7 +154,7 @@ def _queue_and_cache(page: _Page, stats: Stats) -> None:
     page.add("vllm:prompt_tokens_total", "counter", stats.prompt_tokens)
     page.add("vllm:prompt_tokens_cached_total", "counter", stats.cached_tokens)
     sources = {
-        "local_compute": stats.computed_prompt_tokens,
+        "local_compute": stats.prompt_tokens - stats.cached_tokens,
         "local_cache_hit": stats.cached_tokens,
     }
     page.add("vllm:prompt_tokens_by_source_total", "counter", _by("source", sources))
@@ -176,6 +178,15 @@ def _steps(page: _Page, stats: Stats) -> None:
     page.add("nanovllm:host_seconds_total", "counter", _by("part", stats.host_s))
     page.add("nanovllm:host_step_p50_seconds", "gauge", stats.host_step_p50_s)
     page.add("nanovllm:graph_steps_total", "counter", _by("mode/phase", stats.steps_by_mode))
+
+
+def _drafts(page: _Page, stats: Stats) -> None:
+    page.add("vllm:spec_decode_num_drafts_total", "counter", stats.num_drafts)
+    page.add("vllm:spec_decode_num_draft_tokens_total", "counter", stats.draft_tokens)
+    page.add("vllm:spec_decode_num_accepted_tokens_total", "counter", stats.accepted_tokens)
+    positions = {str(at): count for at, count in enumerate(stats.accepted_by_position)}
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    page.add(name, "counter", _by("position", positions))
 
 
 def _by_status(responses: Mapping[tuple[str, int], int]) -> Iterator[Sample]:

@@ -25,11 +25,11 @@ from pathlib import Path
 import msgspec
 
 from nanovllm.bench import record
-from tests.server.demo_server import start
+from tests.end_to_end.demo_server import start
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SUITE = "tests/server/test_openai_client.py"
+SUITE = "tests/end_to_end/test_openai_client.py"
 OPTIONS = ["--set", "schedule.slots=8", "--set", "cache.cpu_gib=0.2"]
 Prepared = tuple[list[str], dict[str, str]]  # a command with the word URL in it; versions
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionBackend, Batch, PagedKV
+from nanovllm.attention.base import AttentionBackend, Batch
 from nanovllm.attention.flash import FlashPaged
+from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.paged import TritonPaged
-from tests.paged_batches import Heads, error_share, layout_of, make_batch
+from tests.attention.paged_batches import Heads, error_share, layout_of, make_batch
 
 CUDA = torch.device("cuda")
 BACKENDS: list[type[AttentionBackend]] = [TritonPaged, FlashPaged]
@@ -42,12 +43,12 @@ def rows_of(kind: str) -> tuple[list[int], list[int]]:
 def test_backend(backend, kind, heads, page_tokens) -> None:
     assert backend.supports(CUDA, layout_of(heads), page_tokens) is None
     q_THA, cache, batch = make_batch(*rows_of(kind), heads, page_tokens, torch.bfloat16, CUDA)
-    o_THA = backend((cache,)).bind(batch)(0, q_THA)
+    o_THA = backend(cache).bind(batch)(cache, q_THA)
     assert error_share(o_THA, q_THA, cache, batch) <= 1
 
 
 def run_decode(batch: Batch, cache: PagedKV, q_RHA: Tensor) -> Tensor:
-    return FlashPaged((cache,)).bind(batch)(0, q_RHA)
+    return FlashPaged(cache).bind(batch)(cache, q_RHA)
 
 
 def test_a_graph_of_decode_follows_lengths_and_pages() -> None:
@@ -76,7 +77,7 @@ def test_flash_compiles_once_whatever_the_batch() -> None:
     heads, compiled = (16, 8, 128), []
     for kind in ("one prompt", "mixed", "many rows"):
         q_THA, cache, batch = make_batch(*rows_of(kind), heads, 128, torch.bfloat16, CUDA)
-        o_THA = FlashPaged((cache,)).bind(batch)(0, q_THA)
+        o_THA = FlashPaged(cache).bind(batch)(cache, q_THA)
         assert error_share(o_THA, q_THA, cache, batch) <= 1
         compiled.append(len(compile_causal.known))
     assert compiled[0] > 0 and len(set(compiled)) == 1

@@ -19,9 +19,9 @@ from nanovllm.runner.caches import make_caches
 from nanovllm.runner.runner import Runner
 from nanovllm.wire import Sampling
 from tests.gpu.test_engine import SHAPE
-from tests.parity.corrupted import POISON
-from tests.parity.tiny import config_of, make_tiny
-from tests.plans import Plans, admit
+from tests.models.corrupted import POISON
+from tests.models.tiny import config_of, make_tiny
+from tests.runner.plans import Plans, admit
 
 CUDA = torch.device("cuda")
 WRONG = (math.nan, math.inf, -math.inf)  # of the last, a row full
@@ -78,7 +78,7 @@ def test_pages_beyond_the_reach_of_32_bits() -> None:
     for cells in (keys, values):
         cells[:, 7990:] = torch.arange(11, device=CUDA)[:, None, None, None].to(cells) + 1
     clean, copies = [7993, 8000], [(7991, 7998), (7994, 1)]
-    caches.apply(StepPlan(1, [], [], 0, b"", 0, [], 8, [], clean, copies))
+    caches.apply(StepPlan(1, [], [], 0, b"", [], 8, [], clean, copies))
     for cells in (keys, values):
         for layer in range(3):
             for page, number in {
@@ -120,7 +120,7 @@ def runner(request: pytest.FixtureRequest, config: Config) -> Runner:
 @pytest.fixture(autouse=True)
 def clean_caches(request: pytest.FixtureRequest) -> None:
     if "runner" in request.fixturenames:
-        for cells in request.getfixturevalue("runner").pages.tensors:
+        for cells in request.getfixturevalue("runner").caches.tensors:
             cells.zero_()
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from nanovllm.config import Config, Kernels
 from nanovllm.wire import Sampling
-from tests.parity.tiny import config_of, make_tiny
+from tests.models.tiny import config_of, make_tiny
 from tests.whole_engine import WholeEngine, prompts_of
 
 SHAPE = dict(
@@ -83,9 +83,9 @@ def test_greedy_choices_agree_with_the_reference(tiny, mode: str, page_tokens: i
     if "graphs" in mode:
         modes = engine.runner.steps_by_mode
         assert modes["FULL/decode"] > 20
-        pieces = modes["PIECEWISE/mixed"] + modes["PIECEWISE/prefill"]
-        assert (pieces == 0) == ("only" in mode)
-        assert pieces == 0 or modes["NONE/mixed"] + modes["NONE/prefill"] == 0
+        piecewise = modes["PIECEWISE/mixed"] + modes["PIECEWISE/prefill"]
+        assert (piecewise == 0) == ("only" in mode)
+        assert piecewise == 0 or modes["NONE/mixed"] + modes["NONE/prefill"] == 0
 
 
 @pytest.mark.gpu

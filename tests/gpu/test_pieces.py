@@ -15,10 +15,10 @@ from nanovllm.plan import Chunk, StepPlan
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.build import build
 from nanovllm.runner.graphs import borrowed, decode_rows, graph_sizes
-from nanovllm.runner.pieces import piece_sizes
+from nanovllm.runner.piecewise import piecewise_sizes
 from nanovllm.runner.runner import Runner
 from tests.gpu.test_engine import SHAPE
-from tests.parity.tiny import config_of, make_tiny
+from tests.models.tiny import config_of, make_tiny
 
 SLOTS, VOCABULARY = 80, SHAPE["vocab_size"]
 # Decode rows and prompt chunks. Short steps follow long ones, and sizes are used more than once.
@@ -50,14 +50,14 @@ def rows_of(runner: Runner, num_decodes: int, counts: list[int]) -> StepRows:
     """Decode rows of the first slots, chunks of the last; every other chunk samples."""
     slots = torch.arange(num_decodes, dtype=torch.int32).numpy()
     chunks = [Chunk(SLOTS - 1 - i, count, i % 2 == 0) for i, count in enumerate(counts)]
-    plan = StepPlan(0, [], [], num_decodes, slots.tobytes(), 0, chunks, longest(runner), [])
+    plan = StepPlan(0, [], [], num_decodes, slots.tobytes(), chunks, longest(runner), [])
     return runner.builder.rows(plan)
 
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_pieces_give_the_eager_logits_whatever_the_mix(runner: Runner) -> None:
-    assert list(runner.pieces.captured) == piece_sizes(512)
+def test_piecewise_graphs_give_the_eager_logits_whatever_the_mix(runner: Runner) -> None:
+    assert list(runner.piecewise.captured) == piecewise_sizes(512)
     for seed, (num_decodes, counts) in enumerate(MIXES):
         occupy(runner, seed)
         runner.slots.lengths_N[:SLOTS] //= 4  # there is room for the chunks
@@ -65,9 +65,8 @@ def test_pieces_give_the_eager_logits_whatever_the_mix(runner: Runner) -> None:
         before = contents(runner)
         eager = runner.forward(rows).logits_SV
         after = contents(runner)
-        for cache, (k_PSGA, v_PSGA) in zip(runner.caches, before, strict=True):
-            cache.k_PSGA.copy_(k_PSGA)
-            cache.v_PSGA.copy_(v_PSGA)
+        for pages_LPSGA, old in zip(runner.caches.tensors, before, strict=True):
+            pages_LPSGA.copy_(old)
         replayed, mode = runner._run(rows)
         assert mode == "PIECEWISE" and eager is not None and replayed.logits_SV is not None
         assert len(eager) == num_decodes + -(-len(counts) // 2)
@@ -78,7 +77,7 @@ def test_pieces_give_the_eager_logits_whatever_the_mix(runner: Runner) -> None:
 
 
 def contents(runner: Runner) -> list[torch.Tensor]:
-    return [torch.stack((cache.k_PSGA, cache.v_PSGA)) for cache in runner.caches]
+    return [pages_LPSGA.clone() for pages_LPSGA in runner.caches.tensors]
 
 
 def off(actual: torch.Tensor, expected: torch.Tensor) -> float:

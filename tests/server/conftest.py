@@ -1,13 +1,11 @@
-"""One API process and one whole server for all tests that do not change their settings."""
+"""One API process for all tests that do not change its settings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import openai
 import pytest
 
-from tests.server.demo_server import Server, start
 from tests.server.serving import Api, serving
 
 
@@ -21,15 +19,3 @@ def shared_api(tmp_path_factory) -> Iterator[Api]:
 def api(shared_api) -> Api:
     shared_api.engine.reset()
     return shared_api
-
-
-@pytest.fixture(scope="package")
-def server() -> Iterator[Server]:
-    server = start("--set", "schedule.slots=32", "--set", "cache.cpu_gib=0.5")
-    yield server
-    assert server.stop() == 0
-
-
-@pytest.fixture
-def client(server: Server) -> openai.OpenAI:
-    return server.client()

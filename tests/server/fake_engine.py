@@ -50,6 +50,7 @@ class Running:
     spec: Generate
     output: list[int]
     num_sent: int = 0
+    num_steps: int = 0
     is_started: bool = False
 
 
@@ -58,6 +59,7 @@ class FakeEngine:
     path: str
     tokenizer: Tokenizer
     tokens_per_step: int = 1
+    ragged: tuple[int, ...] = ()  # instead: of each request's steps in turn, over and over
     step_s: float = 0.0
     num_cached: int = 0
     refuse: Refusal | None = None  # its kind and message, for every request from now on
@@ -90,6 +92,7 @@ class FakeEngine:
         fresh = FakeEngine(self.path, self.tokenizer)
         for name in ("tokens_per_step", "step_s", "num_cached", "refuse", "answer", "answer_ids"):
             setattr(self, name, getattr(fresh, name))
+        self.ragged = ()
         self.corrupt_after = -1
         self.is_stuck = False
         for held in (self.generates, self.aborts, self.running):
@@ -163,7 +166,7 @@ class FakeEngine:
                 finished.append(Finish(request_id, FinishReason.ERROR))
                 del self.running[request_id]
                 continue
-            new = [self._next(request) for _ in range(self.tokens_per_step)]
+            new = [self._next(request) for _ in range(self._count(request))]
             for at, token in enumerate(new):
                 is_stop = token in request.spec.stop_ids
                 if is_stop or request.num_sent + at + 1 >= request.spec.max_new:
@@ -191,6 +194,12 @@ class FakeEngine:
             logprobs=logprobs,
             stats=Stats(num_running=len(self.running), kv_usage=0.25),
         )
+
+    def _count(self, request: Running) -> int:
+        request.num_steps += 1
+        if not self.ragged:
+            return self.tokens_per_step
+        return self.ragged[(request.num_steps + request.spec.request_id) % len(self.ragged)]
 
     def _next(self, request: Running) -> int:
         if request.output:

@@ -25,10 +25,11 @@ from pathlib import Path
 import msgspec
 
 from nanovllm.bench import record
+from nanovllm.bench.started import stop
 from recipes.demo.soak.run import Soak
 
 log = logging.getLogger("soak")
-START_S, STOP_S = 120.0, 30.0
+START_S = 120.0
 # A small cache, so that pages run out; a short queue, so that floods fill it.
 SETTINGS = {"cache.cpu_gib": 0.125, "schedule.max_queue": 128}
 FAULT = re.compile(r"^\S+ (error|critical) .*|^Traceback.*|^\w+(Error|Exception)\b.*", re.MULTILINE)
@@ -45,12 +46,7 @@ def demo_server() -> Iterator[tuple[str, int, Path]]:
         try:
             yield announced(server, Path(output.name)), server.pid, Path(output.name)
         finally:
-            server.terminate()
-            try:
-                server.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+            stop(server)
 
 
 def announced(server: subprocess.Popen[bytes], output: Path) -> str:

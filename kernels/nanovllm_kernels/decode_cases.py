@@ -1,0 +1,191 @@
+"""What the decode kernels are checked and timed with: rows, and what they look like in memory.
+
+Knows no kernel: what plans the work is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm_kernels import attention_reference as reference
+from nanovllm_kernels.case import Args, Case, bits
+
+PlanDecode = Callable[[Tensor, Tensor], Any]  # a kernel's plan_decode
+RAGGED = (1, 130, 7, 64, 65, 1, 300, 17, 128)
+
+
+class Rows(NamedTuple):
+    """A case's rows: of each, the tokens in the cache, and how many of them are new if not one."""
+
+    lengths: tuple[int, ...]
+    heads: tuple[int, int, int]  # query heads, key/value heads, head size
+    page_tokens: int
+    dtype: torch.dtype = torch.bfloat16
+    kind: str = "normal"  # of paged_inputs
+    new: tuple[int, ...] = ()
+    width: int = 0  # most new tokens of a row; 0: one each, and no starts_R1
+    timed_as: str = ""
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return self.new or (1,) * len(self.lengths)
+
+
+def drafted(rows: Rows) -> Rows:
+    """With 0 to `width` new tokens in turn, from the most down; no more than the length."""
+    turns = (rows.width - nth % (rows.width + 1) for nth in range(len(rows.lengths)))
+    return rows._replace(new=tuple(min(pair) for pair in zip(turns, rows.lengths, strict=True)))
+
+
+def case_of(plan_decode: PlanDecode, rows: Rows) -> Case:
+    lengths, (H, G, A) = rows.lengths, rows.heads
+    shape = f"HGA={rows.heads} page={rows.page_tokens}"
+    made = partial(inputs, plan_decode, rows)
+    if rows.timed_as:
+        num_bytes = 4 * A * (sum(lengths) * G + sum(rows.counts) * H)
+        return Case(f"{rows.timed_as} {shape}", made, num_bytes=num_bytes)
+    name = f"{rows.kind} rows={len(lengths)} longest={max(lengths)} {shape} {bits(rows.dtype)}"
+    name += f" W={rows.width}" if rows.width else ""
+    return Case(name, made, small=sum(lengths) < 1400)
+
+
+def inputs(plan_decode: PlanDecode, rows: Rows, device: torch.device) -> Args:
+    q, k, v, table, starts, lengths = reference.paged_inputs(
+        rows.lengths, rows.counts, rows.heads, rows.page_tokens, rows.dtype, device, rows.kind
+    )
+    ragged = (starts, rows.width) if rows.width else ()
+    return q, k, v, table, lengths, plan_decode(lengths, k), *ragged
+
+
+def by_position(decode: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A decode kernel that takes `starts_R1` and `width`, if any, behind the plan, as cases do."""
+
+    def run(*args: Any) -> Tensor:  # noqa: ANN401
+        *rows, starts_R1, width = args if len(args) > 6 else (*args, None, 1)
+        return decode(*rows, starts_R1=starts_R1, width=width)
+
+    return run
+
+
+def all_rows() -> list[Rows]:
+    several = map(drafted, (*rows_of_several(), *rows_of_every_end()))
+    return [*rows_of_one(), *several, *timed_rows(), *timed_drafts()]
+
+
+def rows_of_one() -> list[Rows]:
+    small = [
+        ((1,), (2, 1, 128), 16),
+        ((1000,), (2, 1, 64), 16),
+        (RAGGED, (4, 2, 128), 16),
+        (RAGGED, (8, 2, 128), 128),
+        (RAGGED, (3, 1, 80), 32),
+        (RAGGED, (4, 2, 64), 64),
+        (RAGGED, (2, 2, 256), 48),
+        (RAGGED, (20, 1, 16), 16),  # more query heads than a tensor core's 16 rows
+        (RAGGED, (8, 8, 64), 128),
+        ((1,) * 5, (4, 2, 128), 128),
+    ]
+    large = [
+        ((2000, *RAGGED, 5000), heads, page_tokens)
+        for heads in ((16, 8, 128), (32, 8, 128), (14, 2, 64), (16, 2, 256), (12, 4, 80))
+        for page_tokens in (16, 64, 128)
+    ]
+    return [
+        *(Rows(*shape) for shape in (*small, *large)),
+        Rows(RAGGED, (4, 2, 64), 16, torch.float32),
+        Rows(RAGGED, (4, 2, 128), 32, kind="spike"),
+        # More partial results than are merged at once, with the largest among the last.
+        Rows((1340,), (2, 1, 128), 16, kind="spike"),
+    ]
+
+
+def rows_of_several() -> list[Rows]:
+    """Rows of 0 to W new tokens, and some of none and no length at the tail."""
+    lengths = (8, 130, 9, 64, 65, 1, 300, 17, 66, 128, 131, 0, 0, 0)
+    long = (2000, *lengths[:-3], 5000, *lengths[-3:])
+    small = (
+        ((1, 1, 64), 16, 4, "newest"),
+        ((4, 2, 128), 16, 2, "normal"),
+        ((4, 2, 128), 128, 8, "newest"),
+        ((8, 2, 128), 16, 2, "newest"),
+        ((8, 2, 128), 128, 4, "newest"),
+        ((8, 2, 128), 64, 8, "spike"),
+        ((3, 1, 80), 32, 4, "newest"),
+        ((7, 1, 64), 64, 4, "normal"),
+        ((2, 2, 256), 48, 4, "newest"),
+        ((20, 1, 16), 16, 2, "newest"),
+        ((20, 1, 16), 16, 8, "newest"),
+    )
+    return [
+        *(Rows(lengths, heads, page, kind=kind, width=W) for heads, page, W, kind in small),
+        Rows(lengths, (4, 2, 64), 16, torch.float32, "newest", width=4),
+        Rows((130, 0, 0), (2, 1, 64), 64, width=1),
+        Rows((1340,), (2, 1, 128), 16, kind="newest", width=4),
+        Rows((1345, 0), (4, 1, 128), 64, kind="spike", width=8),
+        *(
+            Rows(long, heads, page_tokens, kind="newest", width=width)
+            for heads in ((16, 8, 128), (32, 8, 128), (14, 2, 64), (16, 2, 256), (40, 2, 128))
+            for page_tokens, width in ((16, 2), (64, 4), (128, 8))
+        ),
+    ]
+
+
+def rows_of_every_end() -> list[Rows]:
+    """Lengths at which some queries see nothing of the last block; whole, and cut among lanes."""
+    lengths = tuple(at + past for at in (16, 64, 128, 2048) for past in range(-1, 8))
+    return [
+        Rows(lengths * repeats + (0,) * 5, heads, page_tokens, kind="newest", width=width)
+        for heads, page_tokens, width in (
+            ((16, 8, 128), 128, 8),
+            ((32, 8, 128), 128, 4),
+            ((4, 4, 64), 16, 8),
+            ((7, 1, 64), 32, 2),
+            ((16, 1, 128), 64, 1),
+            ((20, 1, 128), 64, 2),
+        )
+        for repeats in (1, 9)
+    ]
+
+
+def timed_rows() -> list[Rows]:
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(3))
+    spread = tuple(torch.linspace(100, 2048, 256).int()[order].tolist())  # as in the middle of W1
+    equal = [
+        Rows((length,) * R, (H, G, A), page_tokens, timed_as=f"R={R} ctx={length}")
+        for R, length, H, G, A, page_tokens in (
+            (1, 1024, 16, 8, 128, 128),
+            (1, 32768, 32, 8, 128, 128),
+            (8, 4096, 32, 8, 128, 128),
+            (64, 1024, 16, 8, 128, 128),
+            (64, 1024, 32, 8, 128, 128),
+            (256, 1024, 16, 8, 128, 128),
+            (256, 1024, 16, 8, 128, 64),
+            (256, 1024, 16, 8, 128, 16),
+            (256, 1024, 32, 8, 128, 128),
+            (64, 4096, 16, 2, 256, 64),
+        )
+    ]
+    return [*equal, Rows(spread, (16, 8, 128), 128, timed_as="R=256 ctx=100..2048")]
+
+
+def timed_drafts() -> list[Rows]:
+    """In a graph of so many tokens, which has room for as many rows."""
+    found = []
+    for R, length, H, W in (
+        (1, 1024, 16, 4),
+        (1, 1024, 32, 4),
+        (1, 4096, 32, 4),
+        (64, 1024, 16, 4),
+        (64, 1024, 32, 4),
+        (256, 1024, 16, 4),
+    ):
+        unused = (0,) * (R * W - R)
+        named = f"R={R} ctx={length} W={W}"
+        lengths, new = (length,) * R + unused, (W,) * R + unused
+        found.append(Rows(lengths, (H, 8, 128), 128, new=new, width=W, timed_as=named))
+    return found

@@ -1,0 +1,149 @@
+"""Piecewise graphs of steps with prompt chunks: the model between its eager operations.
+
+What depends on the step's rows, as attention does, runs eagerly between two graphs. All else
+depends on the number of tokens alone, since the last graph takes as many sampling rows as there can
+be. Does not know what a model is: where it calls `ForwardContext.eager`, there it is cut.
+
+Decision: what an eager operation reads stays where a graph left it in the graphs' memory, which
+nothing here holds on to, so layers and sizes share it: between two graphs nobody else writes there.
+What eager operations return has a buffer of its own, one for all results of a shape.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import EagerOperation, ForwardContext
+from nanovllm.runner.batch import rowless
+from nanovllm.runner.graphs import borrowed
+
+
+def piecewise_sizes(most: int) -> list[int]:
+    """Numbers of tokens to capture: padding is at most 12 %, or 31 tokens."""
+    sizes, start = [*range(32, 256, 32)], 256
+    while start < most:
+        sizes += range(start, 2 * start, start // 8)
+        start *= 2
+    return sorted({min(size, most) for size in sizes} | {most}) if most else []
+
+
+Graph = Any  # a torch.cuda.CUDAGraph, or what does as it does
+
+
+Shape = tuple[torch.Size, torch.dtype]  # of a token's line
+
+
+class Cut(NamedTuple):
+    """An eager operation between two graphs: what it reads, and which buffer its result goes to."""
+
+    operation: EagerOperation
+    tensors: tuple[Tensor, ...]
+    result: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedPiecewise:
+    graphs: list[Graph]
+    cuts: list[Cut]  # after each graph but the last
+    output: Tensor  # of each token that is sampled at
+    seconds: float
+    bytes_used: int
+
+
+class PiecewiseGraphs:
+    """`run` maps a step's tokens to results, through eager operations; captured once per size."""
+
+    def __init__(
+        self, run: Callable[[ForwardContext], Tensor], most_rows: int, device: torch.device
+    ) -> None:
+        self.run = run
+        self.sampled_S = torch.zeros(most_rows, dtype=torch.int64, device=device)
+        self.device = device
+        self.new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph
+        self.captured: dict[int, CapturedPiecewise] = {}  # by number of tokens, ascending
+        self._pool: Any = None
+
+    def capture(self, sizes: list[int], captured: Callable[[], None] = lambda: None) -> None:
+        """Largest first, so that the smaller ones reuse its memory. `captured` hears of each."""
+        most = max(sizes, default=0)
+        self.inputs_3T = torch.zeros(3, most, dtype=torch.int64, device=self.device)
+        self.results: dict[Shape, Tensor] = {}  # [most tokens, ...]
+        found = {}
+        for size in sorted(sizes, reverse=True):
+            found[size] = self._capture(size)
+            captured()
+        self.captured = dict(sorted(found.items()))
+
+    def _capture(self, size: int) -> CapturedPiecewise:
+        batch = rowless(self.inputs_3T[:, :size], self.sampled_S[:size])
+        started, used = time.perf_counter(), torch.cuda.memory_reserved()
+        graphs: list[Graph] = []
+        cuts: list[Cut] = []
+
+        def skip(operation: EagerOperation, _: ForwardContext, *tensors: Tensor) -> Tensor:
+            return self.results[self._result_of(operation, tensors)][:size]
+
+        def cut(operation: EagerOperation, _: ForwardContext, *tensors: Tensor) -> Tensor:
+            end()
+            result = self._result_of(operation, tensors)
+            cuts.append(Cut(operation, tuple(map(borrowed, tensors)), result))
+            begin()
+            return self.results[result][:size]
+
+        def begin() -> None:
+            graphs.append(self.new_graph())
+            graphs[-1].capture_begin(self._pool)
+
+        def end() -> None:
+            graphs[-1].capture_end()
+            self._pool = graphs[-1].pool()
+
+        # Outside the capture: it compiles kernels and sets up library workspaces.
+        self.run(ForwardContext(batch, no_rows, eager=skip))
+        begin()
+        output = self.run(ForwardContext(batch, no_rows, eager=cut))
+        end()
+        seconds = time.perf_counter() - started
+        bytes_used = torch.cuda.memory_reserved() - used
+        return CapturedPiecewise(graphs, cuts, borrowed(output), seconds, bytes_used)
+
+    def _result_of(self, operation: EagerOperation, tensors: tuple[Tensor, ...]) -> Shape:
+        """Which buffer. It holds zeros at first, because tokens that only pad are fed them too."""
+        like_TX = operation.empty(*tensors)
+        shape = like_TX.shape[1:], like_TX.dtype
+        if shape not in self.results:
+            self.results[shape] = like_TX.new_zeros(self.inputs_3T.shape[1], *shape[0])
+        return shape
+
+    def fit(self, num_tokens: int) -> int | None:
+        """The smallest captured size for so many tokens."""
+        return next((size for size in self.captured if size >= num_tokens), None)
+
+    def replay(self, size: int, ctx: ForwardContext) -> Tensor:
+        """What `run` returns for the step. Tokens that pad it are fed to the padding page."""
+        piecewise, batch = self.captured[size], ctx.batch
+        assert batch.sampled_at is not None and not ctx.all_hidden  # as captured
+        num_tokens, num_sampled = len(batch.token_ids_T), len(batch.sampled_at)
+        inputs = batch.token_ids_T, batch.positions_T, batch.slot_mapping_T
+        self.inputs_3T[:, :num_tokens] = torch.stack(inputs)
+        self.inputs_3T[:, num_tokens:size] = 0
+        self.sampled_S[:num_sampled] = batch.sampled_at
+        self.sampled_S[num_sampled:size] = 0
+        first, *others = piecewise.graphs
+        first.replay()
+        results = {shape: x_TX[:num_tokens] for shape, x_TX in self.results.items()}
+        for (operation, tensors, shape), graph in zip(piecewise.cuts, others, strict=True):
+            operation(ctx, *[x_TX[:num_tokens] for x_TX in tensors], results[shape])
+            graph.replay()
+        return piecewise.output[:num_sampled]
+
+
+def no_rows(*_: object) -> NoReturn:
+    """Attention of a step that has tokens alone."""
+    raise AssertionError("attention is called through ForwardContext.eager only")

@@ -1,0 +1,85 @@
+"""Which attention kernels a recipe gets on this machine, and what it is told about the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nanovllm_kernels.device import can_overlap, is_hopper
+
+from nanovllm.attention.choose import choose_backend
+from nanovllm.attention.paged import obstacle_of_shapes
+from nanovllm.attention.torch_ref import TorchPaged
+from nanovllm.config import ConfigError, Kernels
+from nanovllm.kv.layout import CacheLayout, PagedGroup
+
+LAYOUT = CacheLayout(paged=(PagedGroup((0,), 2, 64, 64, 2),))
+CPU = torch.device("cpu")
+
+
+def test_a_cpu_has_one_backend_for_all_rows() -> None:
+    backend, kernels, passed_over = choose_backend(Kernels(), CPU, torch.float32, LAYOUT, 16)
+    assert isinstance(backend, TorchPaged) and backend.page_tokens == 16
+    assert (kernels.attention, kernels.decode, passed_over) == ("torch", "torch", "")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        (Kernels(attention="flash"), "kernels.attention: flash: flash-attn-4 is used on Hopper"),
+        (Kernels(attention="triton"), "kernels.attention: triton: Triton's kernels run on a GPU"),
+    ],
+)
+def test_what_cannot_run_here_is_refused_with_the_reason(kernels: Kernels, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_backend(kernels, CPU, torch.float32, LAYOUT, 16)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("decode", "chosen", "passed_over"),
+    [
+        ("auto", "triton", "decode by cute: it is for Hopper GPUs"),
+        ("triton", "triton", ""),
+        ("cute", None, "kernels.decode is cute, but it is for Hopper GPUs; use triton"),
+        ("torch", None, "kernels.decode is torch, but kernels.attention is triton"),
+    ],
+)
+def test_decode_rows_get_the_portable_kernel_where_there_is_no_hopper(
+    decode: str, chosen: str | None, passed_over: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.attention.paged.TritonPaged.supports", lambda *_: None)
+    asked = Kernels(attention="triton", decode=decode)
+    if chosen is None:
+        with pytest.raises(ConfigError) as caught:
+            choose_backend(asked, CPU, torch.float32, LAYOUT, 16)
+        assert str(caught.value) == passed_over
+        return
+    backend, kernels, said = choose_backend(asked, CPU, torch.float32, LAYOUT, 16)
+    assert (kernels.attention, kernels.decode, said) == ("triton", chosen, passed_over)
+    assert backend.decode.__name__ == "nanovllm_kernels.paged_decode"
+    assert backend.like.k_PSGA.shape == (0, 16, 2, 64) and backend.like.k_PSGA.itemsize == 4
+
+
+def test_one_plan_of_decode_rows_wants_caches_of_one_shape() -> None:
+    alike = CacheLayout((PagedGroup((0, 2), 2, 64, 64, 2), PagedGroup((1,), 2, 64, 64, 2)))
+    unlike = CacheLayout((PagedGroup((0, 2), 2, 64, 64, 2), PagedGroup((1,), 1, 64, 64, 2)))
+    assert obstacle_of_shapes(alike) is None
+    assert obstacle_of_shapes(unlike) == (
+        "one plan serves all layers, so their caches must have one shape"
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "hopper", "overlap"),
+    [((8, 9), False, False), ((9, 0), True, True), ((10, 0), False, True), ((12, 1), False, True)],
+)
+def test_hopper_s_own_kernels_and_what_began_with_hopper(
+    capability: tuple[int, int], hopper: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda")
+    assert (is_hopper(device), can_overlap(device)) == (hopper, overlap)
+    assert (is_hopper(CPU), can_overlap(CPU)) == (False, False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not is_hopper(device)

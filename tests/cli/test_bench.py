@@ -1,0 +1,63 @@
+"""`nanovllm bench --sweep` against a server whose behaviour is known exactly."""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from nanovllm.bench import record
+from nanovllm.cli import bench as command
+from tests.bench.test_online import FAKE, fake_chat, free_port
+
+SHORT = ["--num-prompts", "4", "--warmup", "0", "--input-len", "31", "--output-len", "4"]
+
+
+def test_a_sweep_writes_a_record_per_concurrency_and_one_plot(tmp_path: Path) -> None:
+    with fake_chat() as url:
+        arguments = ["--url", url, "--sweep", "1,4", *SHORT, "--results-dir", str(tmp_path)]
+        done = CliRunner().invoke(command.bench, arguments)
+    assert done.exit_code == 0, done.output
+    found = sorted((record.read(path) for path in tmp_path.rglob("*.json")),
+                   key=lambda one: one.workload["concurrency"])  # fmt: skip
+    assert [one.workload["name"] for one in found] == ["c1", "c4"]
+    assert [one.metrics["output_tokens"] for one in found] == [16.0, 16.0]
+    # Four at a time are about four times as fast; the server's sleeps leave room for a busy host.
+    rates = [one.metrics["output_tokens_per_s"] for one in found]
+    assert rates[1] > 1.8 * rates[0]
+    (plot,) = tmp_path.rglob("*.svg")
+    assert plot.name.endswith("_fake_sweep.svg") and f"plot: {plot}" in done.output
+    assert plot.parent == next(tmp_path.rglob("*.json")).parent
+    labels = [node.text for node in ET.parse(plot).iter("{http://www.w3.org/2000/svg}text")]
+    assert labels.count("1") >= 2 and labels.count("4") >= 2  # a point in either panel
+    assert "\n     1  " in done.output and "\n     4  " in done.output
+
+
+def test_a_sweep_starts_its_server_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port, starts = free_port(), []
+
+    def serve(recipe: str | None, changed: dict[str, object]) -> list[str]:
+        starts.append(changed.get("schedule.depth"))
+        return [sys.executable, str(FAKE), str(port)]
+
+    monkeypatch.setattr(command, "serve_command", serve)
+    plot = tmp_path / "out.svg"
+    arguments = ["--start", "--set", f"server.port={port}", "--set", "server.served_name=fake"]
+    arguments += ["--sweep", "1,2", "--ablate", "schedule.depth=0", "--plot", str(plot), *SHORT]
+    done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert starts == [None, 0]
+    assert len(list(tmp_path.rglob("*.json"))) == 4
+    assert all(
+        0 < record.read(path).metrics["start_to_ready_s"] < 30 for path in tmp_path.rglob("*.json")
+    )
+    (table,) = tmp_path.rglob("*_sweep.txt")
+    rows = [row.split() for row in table.read_text().splitlines()[-4:]]
+    assert [(row[0], row[-1]) for row in rows] == [
+        ("1", "unchanged"), ("1", "schedule.depth=0"), ("2", "unchanged"), ("2", "schedule.depth=0")
+    ]  # fmt: skip
+    words = [node.text for node in ET.parse(plot).iter("{http://www.w3.org/2000/svg}text")]
+    assert words.count("unchanged") == words.count("schedule.depth=0") == 1

@@ -1,0 +1,337 @@
+"""`nanovllm serve` through an operator's night: signals, deaths, readers of its log, full disks."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from nanovllm import launch
+from nanovllm.bench import online
+from nanovllm.bench.workload import Load
+from nanovllm.config import ConfigError
+from tests.bench.test_online import free_port, no_bar
+from tests.end_to_end.demo_server import Server, start
+from tests.server.serving import eventually
+
+ROOT = Path(__file__).parents[2]
+BODY = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+FAST = ("paper", "--set", "paper.tokens_per_s=1000", "--set", "schedule.slots=8")
+SLOW = ("paper", "--set", "paper.tokens_per_s=2", "--set", "server.shutdown_s=60")
+SERVE = [sys.executable, "-m", "nanovllm", "serve"]
+
+
+@contextmanager
+def served(port: int, *arguments: str, **how: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A server whose output is not read, until the block ends."""
+    command = [*SERVE, "--port", str(port), *FAST, *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, **how)
+    try:
+        eventually(lambda: answers(port), 60)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def ask(url: str, **more: Any) -> httpx.Response:
+    return httpx.post(f"{url}/v1/chat/completions", json=BODY | more, timeout=30)
+
+
+def all_leave(server: Server, before: dict[int, str]) -> None:
+    eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in before), 15)
+
+
+# -- whoever reads the log ---------------------------------------------------------------------
+
+
+@contextmanager
+def unread() -> Iterator[dict[str, Any]]:
+    reads, writes = os.pipe()
+    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)  # filled by the first requests
+    yield {"stdout": writes, "stderr": writes}
+    os.close(reads)
+    os.close(writes)
+
+
+@contextmanager
+def left_after_a_line() -> Iterator[dict[str, Any]]:
+    with subprocess.Popen(["head", "-1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as head:
+        yield {"stdout": head.stdin, "stderr": head.stdin}
+        assert head.stdout is not None and b"starting demo" in head.stdout.read()
+
+
+@contextmanager
+def closed() -> Iterator[dict[str, Any]]:
+    yield {"preexec_fn": lambda: os.close(1)}
+
+
+@contextmanager
+def full() -> Iterator[dict[str, Any]]:
+    with open("/dev/full", "w") as file:
+        yield {"stdout": file}
+
+
+@pytest.mark.parametrize("stdout", [unread, left_after_a_line, closed, full])
+def test_requests_are_served_whatever_becomes_of_stdout(
+    stdout: Callable[[], AbstractContextManager[dict[str, Any]]],
+) -> None:
+    port = free_port()
+    with stdout() as how, served(port, **how) as process:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            for _ in range(80):  # of some 130 bytes each in the log
+                assert client.post("/v1/chat/completions", json=BODY).status_code == 200
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+# -- signals and deaths ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [(signal.SIGTERM, signal.SIGTERM, 143), (signal.SIGTERM, signal.SIGINT, 130)],
+)
+def test_a_second_signal_ends_at_once(first: int, second: int, code: int) -> None:
+    server = start(*SLOW)
+    before = server.children()
+    with httpx.Client(timeout=60) as client:
+        body = BODY | {"stream": True, "max_tokens": 500}
+        with client.stream("POST", f"{server.url}/v1/chat/completions", json=body) as response:
+            assert response.status_code == 200
+            server.process.send_signal(first)
+            with pytest.raises(subprocess.TimeoutExpired):
+                server.process.wait(0.7)  # the request may finish
+            server.process.send_signal(second)
+            assert server.process.wait(5) == code
+    all_leave(server, before)
+
+
+def test_a_signal_while_starting_ends_the_start() -> None:
+    process = subprocess.Popen([*SERVE, "--port", "0"], cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout is not None and b"starting demo" in process.stdout.readline()
+    assert b"importing torch" in process.stdout.readline()
+    process.terminate()
+    assert process.wait(10) == 0
+    assert b"is served at" not in process.stdout.read()
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "said"),
+    [
+        ("nanovllm-engine", signal.SIGKILL, "ended by SIGKILL (9); out of memory?"),
+        ("nanovllm-api0", signal.SIGSEGV, "ended by SIGSEGV (11)"),
+    ],
+)
+def test_the_log_says_who_ended_and_how(name: str, number: int, said: str) -> None:
+    process = subprocess.Popen([*SERVE, "--port", "0", *FAST], cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    server = Server(process, "")  # type: ignore[arg-type]
+    while b"is served at" not in process.stdout.readline():
+        pass
+    names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in server.children()}
+    os.kill(next(pid for pid, each in names.items() if each == name), number)
+    output = process.stdout.read().decode()
+    assert process.wait(20) == 1
+    assert f"error serve {name} {said}" in output
+
+
+def test_who_ended_while_starting_is_named_too() -> None:
+    def leave() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = launch.multiprocessing.get_context("fork").Process(target=leave, name="an-engine")
+    ours, theirs = launch.multiprocessing.Pipe()
+    process.start()
+    theirs.close()
+    with pytest.raises(launch.EngineDied) as caught:
+        launch.wait_ready(process, ours)
+    assert str(caught.value) == "an-engine ended by SIGKILL (9); out of memory?"
+
+
+# -- one line ----------------------------------------------------------------------------------
+
+
+def refused(*arguments: str, **how: Any) -> str:
+    run = subprocess.run(
+        [*SERVE, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, **how
+    )
+    assert run.returncode == 2, run.stdout + run.stderr
+    (line,) = run.stderr.splitlines()
+    return line
+
+
+def test_a_full_disk_at_start_is_one_line() -> None:
+    def no_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # a byte in a file is one too many
+
+    line = refused(*FAST, "--port", "0", preexec_fn=no_room)
+    assert line.startswith("error: no folder for the engine's socket (TMPDIR): ")
+    assert "/tmp" in line
+
+
+def test_a_disk_that_fills_while_an_engine_starts_is_one_line() -> None:
+    said = []
+
+    class Pipe:
+        send = said.append
+
+    def target(word: launch.Word, config: object) -> None:
+        with open("/dev/full", "w") as file:
+            file.write("x" * 100_000)
+
+    with pytest.raises(SystemExit) as caught:
+        launch.run_child(target, launch.Word(Pipe()), None)  # type: ignore[arg-type]
+    assert caught.value.code == 2
+    (line,) = said
+    assert line.startswith("cannot write ") and line.endswith(": No space left on device")
+
+
+def test_a_socket_s_path_has_a_limit(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    line = refused(*FAST, "--port", "0", env={**os.environ, "TMPDIR": str(folder)})
+    assert line.endswith("is too long for the engine's socket; set another TMPDIR")
+
+
+def test_a_port_that_is_taken_is_one_line() -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        line = refused(*FAST, "--port", str(port))
+    assert line == f"error: cannot listen on 127.0.0.1:{port}: Address already in use"
+
+
+@pytest.mark.parametrize("host", ["a..b", "1:2:3", "256.1.1.1", "\u00e4" * 70])
+def test_a_host_that_is_none_is_one_line(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"^cannot listen on .+: .+$"):
+        launch.listen(host, 0)
+
+
+def test_ipv6_addresses_stand_in_brackets() -> None:
+    with launch.listen("::", 0) as sock:
+        port = sock.getsockname()[1]
+        assert launch.url_of(*sock.getsockname()[:2]) == f"http://[::]:{port}"
+        for host in ("::1", "127.0.0.1"):  # both versions arrive
+            socket.create_connection((host, port), 5).close()
+    assert launch.url_of("0.0.0.0", 80) == "http://0.0.0.0:80"
+
+
+# -- what a start says, and what it serves -----------------------------------------------------
+
+
+def test_the_first_line_waits_for_no_heavy_import() -> None:
+    code = "import nanovllm.cli.commands, sys; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    loaded = set(run.stdout.split())
+    assert "nanovllm.launch" in loaded
+    assert not loaded & {"torch", "numpy", "tokenizers", "uvicorn", "transformers", "jinja2"}
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[tuple[str, list[dict[str, Any]], subprocess.Popen[str]]]:
+    """A demo whose cache is smaller than its context, logging JSON: URL, lines so far, process."""
+    command = [*SERVE, "--port", "0", "--set", "cache.cpu_gib=0.01", "--log-format", "json"]
+    environment = {**os.environ, "NANOVLLM_API_KEY": "of-the-night"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    lines = [json.loads(process.stdout.readline())]
+    while "is served at" not in lines[-1]["message"]:
+        lines.append(json.loads(process.stdout.readline()))
+    yield lines[-1]["message"].split()[4], lines, process
+    process.terminate()
+    assert process.wait(20) == 0
+
+
+def test_a_start_says_what_it_does_in_json(small) -> None:
+    _, lines, _ = small
+    said = [line["message"] for line in lines]
+    steps = ("starting demo", "importing torch", "loading ", "sizing", "cache of 80 pages of 16",
+             "warming up", "built ", "demo is served at http://127.0.0.1:")  # fmt: skip
+    at = [next(i for i, text in enumerate(said) if text.startswith(step)) for step in steps]
+    assert at == sorted(at)
+    assert "GB" in said[at[2]] and "up to 1280 tokens" in said[at[4]]
+    (built,) = (line for line in lines if line["message"].startswith("built"))
+    assert (built["pages"], built["device"], built["level"]) == (80, "cpu", "info")
+    assert "of-the-night" not in json.dumps(lines)
+    assert 'Bearer $KEY"' in said[-1]
+
+
+def test_a_request_without_max_tokens_fits_the_cache(small) -> None:
+    url, _, process = small
+    assert httpx.get(f"{url}/v1/models").status_code == 401
+    headers = {"Authorization": "Bearer of-the-night"}
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
+        assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 1280
+        body = {"messages": [{"role": "user", "content": "What is nanovllm?"}]}
+        reply = client.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 200
+    line = json.loads(process.stdout.readline())
+    while line.get("status") in (None, 401):
+        line = json.loads(process.stdout.readline())
+    usage = reply.json()["usage"]
+    assert (line["status"], line["completion"]) == (200, usage["completion_tokens"])
+
+
+@pytest.mark.parametrize(("length", "ratio", "structured"), [(100, 0.0, False), (61, 0.3, True)])
+def test_bench_prompts_have_exactly_the_tokens(small, length, ratio, structured) -> None:
+    url, _, _ = small
+    load = Load(num_prompts=6, input_len=length, output_len=3, range_ratio=ratio, concurrency=3,
+                structured=structured)  # fmt: skip
+    outcome = online.measure_server(
+        load, None, url=url, api_key="of-the-night", goals_ms={}, warmup=0, processes=1, bar=no_bar
+    )
+    metrics = outcome.record.metrics
+    assert metrics["completed"] == 6
+    if not ratio:
+        assert metrics["input_tokens"] == 6 * length
+    assert 6 * length * (1 - ratio) <= metrics["input_tokens"] <= 6 * length * (1 + ratio)
+
+
+def test_bench_says_when_the_template_takes_more(small) -> None:
+    url, _, _ = small
+    load = Load(num_prompts=1, input_len=5, output_len=3, concurrency=1)
+    with pytest.raises(
+        ConfigError, match=r"is 5 tokens; the chat template of demo and a word take"
+    ):
+        online.measure_server(
+            load, None, url=url, api_key="of-the-night", goals_ms={}, warmup=0, processes=1,
+            bar=no_bar,
+        )  # fmt: skip
+
+
+def test_what_is_served_by_a_folder_s_name(tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.symlink_to(ROOT / "nanovllm" / "demo")
+    began = time.monotonic()
+    server = start(str(folder), "--set", "cache.cpu_gib=0.1")
+    assert time.monotonic() - began < 60
+    try:
+        models = httpx.get(f"{server.url}/v1/models").json()
+        assert models["data"][0]["id"] == "my-model"
+        assert ask(server.url, model="my-model").status_code == 200
+    finally:
+        assert server.stop() == 0

@@ -1,0 +1,114 @@
+"""Trials whose texts are commands, and grammars that are only names: no torch, no xgrammar."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from nanovllm.engine.grammar_queue import GrammarQueue
+from nanovllm.engine.grammars import Grammars
+from nanovllm.engine.trials import Attempt, Trials
+from nanovllm.plan import Masks
+from nanovllm.wire import Generate
+
+
+def prepare() -> Attempt:
+    return attempt
+
+
+def attempt(text: str) -> str:
+    """`fine`, `bad REASON`, `sleep SECONDS`, `log FILE`, `hang FILE`, `crash`, `memory MIB`.
+
+    What follows a `#` only makes texts differ. `log` appends the process id to a file, and `hang`
+    sleeps after that.
+    """
+    command, _, argument = text.partition("#")[0].strip().partition(" ")
+    match command:
+        case "bad":
+            return argument
+        case "sleep":
+            time.sleep(float(argument))
+        case "log" | "hang":
+            with Path(argument).open("a") as file:
+                file.write(f"{os.getpid()} {text}\n")
+            time.sleep(60 if command == "hang" else 0)
+        case "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "memory":
+            try:
+                bytearray(int(argument) << 20)
+            except MemoryError:
+                return "too much"
+        case "length":
+            return str(len(text))
+    return ""
+
+
+def fake_trials() -> Trials:
+    return Trials(prepare)
+
+
+class FakeBuilder:
+    """Implements grammar_queue.Builder. `built` is what it was asked for, in order."""
+
+    def __init__(self, num_bytes: int = 100) -> None:
+        self.built: list[str] = []
+        self._num_bytes = num_bytes
+        self._lock = threading.Lock()
+
+    def prepare(self) -> None: ...
+
+    def build(self, tag: str) -> SimpleNamespace:
+        with self._lock:
+            self.built.append(tag)
+        if "unbuildable" in tag:
+            raise ValueError("it passed its trial, but")
+        return SimpleNamespace(tag=tag, memory_size_bytes=self._num_bytes)
+
+
+def logged(path: Path, count: int) -> list[tuple[int, str]]:
+    """Process ids and texts, once so many have been written; in their order."""
+    deadline = time.monotonic() + 30
+    while True:
+        lines = path.read_text().splitlines() if path.exists() else []
+        if len(lines) >= count:
+            return [(int(line.split()[0]), line.partition(" ")[2]) for line in lines]
+        assert time.monotonic() < deadline, f"{len(lines)} of {count}"
+        time.sleep(0.01)
+
+
+def wait_gone(pids: list[int], limit_s: float = 10.0) -> None:
+    """Also zombies count as there."""
+    deadline = time.monotonic() + limit_s
+    while there := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"still there: {there}"
+        time.sleep(0.01)
+
+
+class FakeMatcher:
+    def is_terminated(self) -> bool:
+        return True  # whatever comes is fine
+
+
+class FakeGrammars(Grammars):
+    """Compiles commands, allows everything, and drops matchers as the real one."""
+
+    def __init__(self) -> None:
+        self.builder = FakeBuilder()
+        self._trials = fake_trials()
+        self.queue = GrammarQueue(self._trials, self.builder, compile_s=30.0)
+        self._matchers = {}
+
+    def follow(self, request: Generate, grammar: SimpleNamespace) -> None:
+        if "unfollowable" in grammar.tag:
+            raise ValueError("of this request")
+        self._matchers[request.request_id] = FakeMatcher()
+
+    def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
+        return np.full((sum(1 + len(drafts) for _, drafts in rows), 1), -1, np.int32)

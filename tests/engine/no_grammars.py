@@ -1,0 +1,13 @@
+"""The masker of an engine whose requests have no grammars."""
+
+from __future__ import annotations
+
+from nanovllm.plan import Masks
+from nanovllm.wire import StepOutput
+
+
+class NoGrammars:
+    def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
+        raise AssertionError("nothing is masked")
+
+    def advance(self, output: StepOutput) -> None: ...

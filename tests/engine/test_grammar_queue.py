@@ -1,0 +1,260 @@
+"""Who is served when: sharing, order, leaving, limits and what is kept. Grammars are commands."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from math import inf
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from nanovllm.engine import grammar_queue
+from nanovllm.engine.grammar_queue import WORKERS, Failure, GrammarQueue, Outcome
+from nanovllm.engine.trials import Trials
+from nanovllm.wire import RefusalKind
+from tests.engine.fake_trials import FakeBuilder, fake_trials, logged, wait_gone
+
+INVALID, FAILED = RefusalKind.INVALID, RefusalKind.FAILED
+
+
+@pytest.fixture(scope="module")
+def trials() -> Iterator[Trials]:
+    made = fake_trials()
+    assert made.begin().result("fine", 30) == ""
+    yield made
+    made.close()
+
+
+class Asking:
+    """A queue, and what it has told."""
+
+    def __init__(self, trials: Trials, compile_s: float = 30.0, num_bytes: int = 100) -> None:
+        self.builder = FakeBuilder(num_bytes)
+        self.queue = GrammarQueue(trials, self.builder, compile_s)
+        self.told: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
+
+    def ask(self, request_id: int, tag: str) -> None:
+        self.queue.ask(request_id, tag, lambda outcome: self.told.put((request_id, outcome)))
+
+    def hear(self, count: int = 1) -> dict[int, object]:
+        """The tag of each that got its grammar, the failure of each that did not."""
+        found = {}
+        for _ in range(count):
+            request_id, outcome = self.told.get(timeout=30)
+            assert request_id not in found, "told twice"
+            found[request_id] = outcome if isinstance(outcome, Failure) else outcome.tag
+        return found
+
+    def check_empty(self) -> None:
+        """Nothing is left of any request."""
+        made = self.queue
+        assert not (made._jobs or made._queued or made._job_of)
+        assert made._kept_bytes == sum(kept.num_bytes for kept in made._kept.values())
+        assert self.told.empty()
+
+
+def test_requests_for_one_grammar_share_its_compilation(trials, tmp_path) -> None:
+    asking, log = Asking(trials), tmp_path / "log"
+    tag = f"log {log} #{'x' * 300_000}"
+    for request_id in range(5):
+        asking.ask(request_id, tag)
+    assert asking.hear(5) == dict.fromkeys(range(5), tag)
+    asking.ask(5, tag)
+    assert asking.hear() == {5: tag}
+    assert asking.builder.built == [tag] and len(logged(log, 1)) == 1
+    asking.check_empty()
+
+
+def held(asking, tmp_path) -> None:
+    """Both workers are busy until `asking` leaves for the requests -1 and -2."""
+    for request_id in range(-WORKERS, 0):
+        asking.ask(request_id, f"hang {tmp_path / 'held'} #{request_id}")
+    logged(tmp_path / "held", WORKERS)
+
+
+def release(asking, tmp_path) -> None:
+    for request_id in range(-WORKERS, 0):
+        asking.queue.leave(request_id)
+    wait_gone([pid for pid, _ in logged(tmp_path / "held", WORKERS)])
+
+
+def test_the_smallest_is_next(trials, tmp_path) -> None:
+    asking, log = Asking(trials), tmp_path / "log"
+    held(asking, tmp_path)
+    tags = [f"log {log} #{'x' * size}" for size in (9000, 10, 90_000, 1000)]
+    for request_id, tag in enumerate(tags):
+        asking.ask(request_id, tag)
+    asking.queue.leave(-1)  # one worker goes on
+    assert list(asking.hear(4)) == [1, 3, 0, 2]
+    assert [text for _, text in logged(log, 4)] == sorted(tags, key=len)
+    release(asking, tmp_path)
+    asking.check_empty()
+
+
+def test_a_large_one_does_not_wait_for_ever(trials, tmp_path, monkeypatch) -> None:
+    asking = Asking(trials)
+    held(asking, tmp_path)
+    monkeypatch.setattr(grammar_queue, "AGEING_BYTES", 1_000_000)
+    asking.ask(0, "fine #" + "x" * 100_000)
+    time.sleep(0.2)  # worth 200,000 bytes
+    for request_id in range(1, 4):
+        asking.ask(request_id, f"fine #{request_id}")
+    asking.queue.leave(-1)
+    assert list(asking.hear(4)) == [0, 1, 2, 3]
+    release(asking, tmp_path)
+
+
+def test_who_left_is_not_compiled_for(trials, tmp_path) -> None:
+    """12 heavy grammars whose requests leave do not hold a trivial one."""
+    asking, log = Asking(trials), tmp_path / "log"
+    heavy = [f"hang {log} #{i}" for i in range(12)]
+    for request_id, tag in enumerate(heavy):
+        asking.ask(request_id, tag)
+    running = logged(log, WORKERS)
+    asking.ask(50, heavy[5])  # one of them has another who waits for it
+    for request_id in range(12):
+        asking.queue.leave(request_id)
+    asking.queue.leave(12)  # never there
+    begun = time.monotonic()
+    asking.ask(99, "fine")
+    assert asking.hear() == {99: "fine"}
+    assert time.monotonic() - begun < 2
+    wait_gone([pid for pid, _ in running])
+    assert [text for _, text in logged(log, 3)[2:]] == [heavy[5]]
+    asking.queue.leave(50)
+    assert asking.builder.built == ["fine"]
+    asking.check_empty()
+
+
+def test_waiting_grammars_take_bounded_memory(trials, tmp_path, monkeypatch) -> None:
+    asking = Asking(trials)
+    held(asking, tmp_path)
+    monkeypatch.setattr(grammar_queue, "QUEUE_BYTES", 100_000)
+    tags = [f"fine #{i}{'x' * 45_000}" for i in range(3)]
+    for request_id, tag in enumerate(tags):
+        asking.ask(request_id, tag)
+    full = Failure(RefusalKind.QUEUE_FULL, "100000 bytes of grammars are waiting already")
+    assert asking.hear() == {2: full}
+    asking.ask(3, tags[0])  # shares what waits
+    release(asking, tmp_path)
+    assert asking.hear(3) == {0: tags[0], 1: tags[1], 3: tags[0]}
+    asking.ask(4, tags[2])
+    assert asking.hear() == {4: tags[2]}
+    asking.check_empty()
+
+
+def test_asked_again_after_all_had_left_it_begins_anew(trials, tmp_path) -> None:
+    asking, go_on = Asking(trials), tmp_path / "log"
+    tag = f"hang {go_on}"
+    asking.ask(1, tag)
+    logged(go_on, 1)
+    asking.queue.leave(1)
+    asking.ask(2, tag)
+    pids = [pid for pid, _ in logged(go_on, 2)]
+    assert len(set(pids)) == 2
+    asking.queue.leave(2)
+    wait_gone(pids)
+
+
+def test_200_grammars_start_two_threads(trials) -> None:
+    before = threading.active_count()
+    asking = Asking(trials)
+    for request_id in range(200):
+        asking.ask(request_id, f"fine #{request_id}")
+    assert threading.active_count() == before + WORKERS
+    assert len(asking.hear(200)) == 200
+    asking.check_empty()
+    asking.queue.close()
+    for worker in asking.queue._workers:
+        worker.join(5)
+    assert threading.active_count() == before
+
+
+def test_what_fails_and_how_long_that_is_kept(trials, monkeypatch) -> None:
+    monkeypatch.setattr(grammar_queue, "TIMEOUT_KEPT_S", 0.6)
+    asking = Asking(trials, compile_s=0.3)
+    tags = ["bad nothing matches it", "sleep 20", "crash", "fine unbuildable"]
+    for request_id, tag in enumerate(tags):
+        asking.ask(request_id, tag)
+    too_long = Failure(INVALID, "the grammar takes longer than 0.3 s to compile", 0.6)
+    assert asking.hear(4) == {
+        0: Failure(INVALID, "nothing matches it", inf),
+        1: too_long,
+        2: Failure(FAILED, "the grammar's compiler has died", 0.0),
+        3: Failure(FAILED, "the grammar could not be compiled", 0.0),
+    }
+    assert asking.queue.failures == {"invalid": 1, "timeout": 1, "died": 1}
+    begun = time.monotonic()
+    asking.ask(5, tags[1])
+    assert asking.hear() == {5: too_long}
+    assert time.monotonic() - begun < 0.2  # it holds no worker again
+    time.sleep(0.6)
+    asking.ask(6, tags[1])
+    assert asking.hear() == {6: too_long}
+    assert asking.queue.failures["timeout"] == 2
+    asking.ask(7, tags[2])
+    asking.hear()
+    assert asking.queue.failures["died"] == 2
+    asking.check_empty()
+
+
+def test_the_cache_counts_keys_outcomes_and_itself(trials, monkeypatch) -> None:
+    monkeypatch.setattr(grammar_queue, "CACHE_BYTES", 200_000)
+    asking = Asking(trials, num_bytes=5000)
+    for request_id in range(10):  # failures take no less
+        asking.ask(request_id, f"bad as it is #{request_id}{'x' * 64_000}")
+        asking.hear()
+    assert len(asking.queue._kept) == 3
+    for request_id in range(60):
+        asking.ask(request_id, f"fine #{request_id}")
+        asking.ask(1000 + request_id, "fine #0")  # used again and again
+        asking.hear(2)
+    assert len(asking.queue._kept) == 200_000 // 6008
+    assert "fine #0" in asking.queue._kept and "fine #1" not in asking.queue._kept
+    assert asking.builder.built.count("fine #0") == 1
+    asking.check_empty()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 3), st.sampled_from([0, 0, 0.004])),
+        max_size=30,
+    )
+)
+def test_everyone_who_stays_is_told_once(trials, steps) -> None:
+    """Requests ask for one of a few grammars, or leave, while others are being compiled."""
+    asking = Asking(trials)
+    tags = ["fine", "bad luck", "sleep 0.01", "crash"]
+    there: dict[int, str] = {}
+    for request_id, (who, which, pause_s) in enumerate(steps):
+        if who == 0 and there:
+            gone = min(there)
+            asking.queue.leave(gone)
+            del there[gone]
+        else:
+            there[request_id] = tags[which]
+            asking.ask(request_id, tags[which])
+        time.sleep(pause_s)
+    deadline = time.monotonic() + 30
+    while asking.queue._jobs:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    time.sleep(0.002)  # the last are told just after that
+    answers: dict[int, object] = {}
+    while set(there) - set(answers) or not asking.told.empty():
+        request_id, outcome = asking.told.get(timeout=30)  # who has left since may be among them
+        assert request_id not in answers, "told twice"
+        answers[request_id] = outcome
+    for request_id, tag in there.items():
+        outcome = answers[request_id]
+        expected = {"bad luck": INVALID, "crash": FAILED}.get(tag)
+        assert getattr(outcome, "kind", None) == expected
+        if expected is None:
+            assert isinstance(outcome, SimpleNamespace) and outcome.tag == tag
+    asking.check_empty()
+    asking.queue.close()

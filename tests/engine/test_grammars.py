@@ -1,0 +1,186 @@
+"""The engine's side of grammars: what compiles, what is refused, and the masks that follow."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanovllm.config import DEMO
+from nanovllm.engine import grammars, trials as trials_module
+from nanovllm.engine.grammar_queue import Failure, Outcome
+from nanovllm.engine.grammars import Grammars
+from nanovllm.engine.trials import Attempt, Trials
+from nanovllm.wire import (
+    Finish,
+    FinishReason,
+    Generate,
+    Refusal,
+    RefusalKind,
+    Sampling,
+    StepOutput,
+)
+
+VOCAB, END = 2048, 2041
+THINK, END_THINK = 2042, 2043
+COMPILE_S = 1.5
+
+
+def token(token_id) -> dict:
+    return {"type": "token", "token": token_id}
+
+
+def ebnf(text) -> dict:
+    return {"type": "grammar", "grammar": text}
+
+
+def request(form, request_id=1, stop_ids=(END,)) -> Generate:
+    tag = json.dumps({"type": "structural_tag", "format": form})
+    return Generate(
+        request_id=request_id,
+        prompt=b"",
+        max_new=9,
+        stop_ids=list(stop_ids),
+        sampling=Sampling(),
+        grammar=tag,
+    )
+
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[Grammars]:
+    made = Grammars(DEMO, VOCAB, [END], COMPILE_S)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def attempt() -> Attempt:
+    return grammars.attempt_of(DEMO, VOCAB, [END])
+
+
+def compiled(made, *requests) -> list[Outcome]:
+    told: list[Future[Outcome]] = [Future() for _ in requests]
+    for at, (asked, future) in enumerate(zip(requests, told, strict=True)):
+        made.queue.ask(at, asked.grammar, future.set_result)
+    return [future.result(timeout=60) for future in told]
+
+
+def allowed(made, *request_ids) -> list[list[int]]:
+    masks = made.fill([(request_id, []) for request_id in request_ids])
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    return [np.flatnonzero(row).tolist() for row in bits]
+
+
+def output(**tokens) -> StepOutput:
+    ids = [int(name[1:]) for name in tokens]
+    return StepOutput(ids=array("q", ids).tobytes(), tokens=array("i", tokens.values()).tobytes())
+
+
+def test_grammars_that_differ_in_token_ids_alone_are_not_mixed_up(made) -> None:
+    for request_id, token_id in enumerate((THINK, END_THINK), 1):
+        asked = request(token(token_id), request_id)
+        made.follow(asked, *compiled(made, asked))
+    assert allowed(made, 1, 2) == [[THINK], [END_THINK]]
+    made.advance(output(r1=THINK))
+    assert allowed(made, 1, 2, 3) == [[END], [END_THINK], list(range(VOCAB))]
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (ebnf("root ::= root"), "the grammar does not compile: nothing matches it"),
+        (ebnf("root ::= nope"), 'the grammar does not compile: .*Rule "nope" is not defined'),
+        (ebnf('root ::= (("a" | [b-z]+){1,1000} "x"){1,1000}'), "masks take .* ms a token"),
+        ({"type": "nope"}, "the grammar does not compile: .*nope"),
+        (ebnf("root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000), "Nest layer exceeded"),
+    ],
+)
+def test_refused(attempt, form, reason, monkeypatch) -> None:
+    monkeypatch.setattr(grammars, "MASK_S", 0.005)
+    found = attempt(request(form).grammar)
+    assert found.startswith("the grammar does not compile: ") and re.search(reason, found), found
+    assert attempt(request(token(THINK)).grammar) == ""
+
+
+def test_too_much_memory_is_refused() -> None:
+    trials = Trials(short_of_memory)
+    found = trials.begin().result(request(heavy(0)).grammar, 60)
+    assert found == "the grammar takes more than 512 MiB to compile"
+    assert trials.begin().result(request(token(THINK)).grammar, 60) == ""
+    trials.close()
+
+
+def short_of_memory() -> Attempt:
+    """Runs in the process of trials."""
+    trials_module.MEMORY_BYTES = 64 << 20
+    return grammars.attempt_of(DEMO, VOCAB, [END])
+
+
+def heavy(number) -> dict:
+    """Takes far more than 20 s."""
+    branches = " | ".join(f'[a-z]{{1,{i + 1}}} "{i}-{number}"' for i in range(1000))
+    return ebnf(f"root ::= {branches}")
+
+
+def test_heavy_grammars_whose_requests_left_hold_nobody(made) -> None:
+    compiled(made, request(token(THINK)))  # what starts with the first has started
+    for i in range(12):
+        made.queue.ask(100 + i, request(heavy(i)).grammar, refuse_to_hear)
+    time.sleep(0.3)
+    for i in range(12):
+        made.queue.leave(100 + i)
+    begun = time.monotonic()
+    (found,) = compiled(made, request(ebnf('root ::= "trivial"')))
+    assert not isinstance(found, Failure)
+    assert time.monotonic() - begun < 2
+    assert made.queue.failures["timeout"] == 0
+
+
+def refuse_to_hear(outcome) -> None:
+    raise AssertionError("it left")
+
+
+def test_a_heavy_grammar_really_ends(made) -> None:
+    begun = time.monotonic()
+    (found, again) = compiled(made, *[request(heavy("slow"))] * 2)
+    assert found is again
+    assert found[:2] == (RefusalKind.INVALID, "the grammar takes longer than 1.5 s to compile")
+    assert COMPILE_S <= time.monotonic() - begun < COMPILE_S + 5
+    server = made._trials._process.pid
+    children = Path(f"/proc/{server}/task/{server}/children")
+    while children.read_text().split():
+        assert time.monotonic() - begun < COMPILE_S + 10
+        time.sleep(0.01)
+
+
+def test_whatever_ends_a_request_drops_its_matcher(made) -> None:
+    asked = [request(token(THINK), request_id) for request_id in range(10, 15)]
+    for one, grammar in zip(asked, compiled(made, *asked), strict=True):
+        made.follow(one, grammar)
+    before = made.num_followed
+    ended = [Finish(10 + i, reason) for i, reason in enumerate(list(FinishReason)[:4])]
+    made.advance(StepOutput(finished=ended))
+    assert made.num_followed == before - 4
+    made.advance(StepOutput(refused=[Refusal(14, RefusalKind.QUEUE_FULL, "")]))
+    assert made.num_followed == before - 5
+
+
+def test_where_there_is_no_way_on_the_output_ends(made) -> None:
+    body = "".join(f'"{c}" ' for c in "abcdefghijklmnopqrstuvwxyz")  # longer than what is tried
+    asked = request(ebnf(f"root ::= {body} dead\ndead ::= dead"))
+    made.follow(asked, *compiled(made, asked))
+    for _ in range(30):
+        ((*tokens,),) = allowed(made, 1)
+        if tokens == [END]:
+            break
+        made.advance(output(r1=min(tokens)))
+    assert tokens == [END]
+    made.advance(output(r1=END))
+    assert allowed(made, 1) == [list(range(VOCAB))]

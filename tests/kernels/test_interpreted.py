@@ -1,0 +1,214 @@
+"""Every kernel against its reference without a GPU, and the comparison itself.
+
+Kernels run in Triton's interpreter, in processes of their own: TRITON_INTERPRET must be set before
+triton is imported, and other tests may have imported it already.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from click.testing import CliRunner
+from nanovllm_kernels import KERNELS
+from nanovllm_kernels.case import Case, Kernel, check
+
+from nanovllm.attention.flash import FlashPaged
+from nanovllm.attention.paged import TritonPaged
+from nanovllm.attention.torch_ref import TorchPaged
+from nanovllm.cli.check_kernels import COMPILED, check_kernels
+from tests.attention.paged_batches import error_share, layout_of, make_batch
+
+CPU = torch.device("cpu")
+INTERPRETED = triton.knobs.runtime.interpret
+INTERPRETER_ROUNDS = 2.0  # it truncates to bfloat16, which errs twice as much as rounding
+CHUNKS = ((130, 7, 64, 200, 33), (130, 1, 63, 5, 32))
+MIXED = ((33, 7, 200, 1, 130, 1, 64, 150), (1, 1, 1, 1, 130, 1, 63, 5))  # decode rows, then chunks
+DECODE = ((1, 130, 7, 64, 200, 1), (1,) * 6)
+KINDS = pytest.mark.parametrize("rows", [CHUNKS, MIXED, DECODE], ids=["chunks", "mixed", "decode"])
+
+
+def child(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python, without a GPU."""
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    command = ["env", "CUDA_VISIBLE_DEVICES=", *variables, sys.executable, "-m", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+
+def in_interpreter(test: Callable) -> Callable:
+    """Collected in the child process only."""
+    test.__test__ = INTERPRETED
+    return test
+
+
+def in_parent(test: Callable) -> Callable:
+    test.__test__ = not INTERPRETED
+    return test
+
+
+@in_parent
+def test_every_kernel_passes_its_small_cases(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.json"
+    done = child("nanovllm", "check-kernels", "--json", str(path))
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    cases = json.loads(path.read_text())["workload"]["cases"]
+    assert {case["kernel"] for case in cases} == {*KERNELS, *COMPILED}
+    assert all(case["worst"] <= 1 for case in cases)
+    assert f"{len(cases)} of {len(cases)} cases pass on cpu\n" in done.stdout
+
+
+@in_parent
+def test_backends_in_the_interpreter() -> None:
+    done = child("pytest", "-p", "no:cacheprovider", __file__, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "17 passed" in done.stdout
+
+
+@in_interpreter
+@pytest.mark.parametrize("heads", [(4, 2, 64), (3, 1, 80), (2, 2, 128)])
+@KINDS
+def test_triton_backend(heads, rows) -> None:
+    q_THA, cache, batch = make_batch(*rows, heads, 16, torch.bfloat16, CPU)
+    o_THA = TritonPaged(cache).bind(batch)(cache, q_THA)
+    assert error_share(o_THA, q_THA, cache, batch) <= INTERPRETER_ROUNDS
+
+
+@in_interpreter
+@KINDS
+def test_triton_backend_equals_the_definition_in_float32(rows) -> None:
+    q_THA, cache, batch = make_batch(*rows, (4, 2, 64), 16, torch.float32, CPU)
+    expected_THA = TorchPaged(cache).bind(batch)(cache, q_THA)
+    o_THA = TritonPaged(cache).bind(batch)(cache, q_THA)
+    torch.testing.assert_close(o_THA, expected_THA, rtol=1e-5, atol=1e-5)
+
+
+@in_interpreter
+@KINDS
+def test_results_go_where_they_are_wanted_and_padding_changes_nothing(rows) -> None:
+    q_THA, cache, batch = make_batch(*rows, (4, 2, 64), 16, torch.float32, CPU)
+    attend = TritonPaged(cache).bind(batch)
+    expected_THA, num_tokens = attend(cache, q_THA), len(q_THA)
+    if batch.num_decodes < batch.num_rows:  # a step of decode rows is never padded with tokens
+        q_THA = torch.cat((q_THA, torch.full_like(q_THA[:7], 1e3)))
+    out_THA = torch.empty_like(q_THA)
+    assert attend(cache, q_THA, out_THA) is out_THA
+    torch.testing.assert_close(out_THA[:num_tokens], expected_THA, rtol=0, atol=0)
+
+
+@in_interpreter
+@pytest.mark.parametrize("backend", [TritonPaged, FlashPaged])
+def test_decode_batches_share_a_kernel(backend) -> None:
+    """Layers differ, the plan does not."""
+    q_THA, cache, batch = make_batch(*DECODE, (4, 2, 64), 16, torch.bfloat16, CPU)
+    q2_THA, cache2, _ = make_batch(*DECODE, (4, 2, 64), 16, torch.bfloat16, CPU)
+    cache2.v_PSGA.mul_(2)
+    attend = backend(cache).bind(batch)
+    doubled_THA = attend(cache2, q2_THA)
+    torch.testing.assert_close(doubled_THA, 2 * attend(cache, q_THA), rtol=0, atol=0)
+
+
+@in_parent
+@pytest.mark.parametrize("backend", [TritonPaged, FlashPaged])
+def test_backends_say_why_they_cannot_serve_a_cpu(backend) -> None:
+    reason = backend.supports(CPU, layout_of((16, 8, 128)), 128)
+    assert reason is not None and "GPU" in reason
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def case_of(x: torch.Tensor) -> Case:
+    return Case("x", lambda device: (x.clone(),))
+
+
+@in_parent
+@pytest.mark.parametrize(
+    ("run", "share"),
+    [
+        (doubled, 0.0),
+        (lambda x: doubled(x) * (1 + 2**-7), 0.5),  # one ulp of the two that are allowed
+        (lambda x: doubled(x) * (1 + 2**-5), 2.0),
+        (lambda x: doubled(x) * torch.nan, float("inf")),
+        (lambda x: torch.empty_like(x), float("inf")),
+    ],
+    ids=["equal", "close", "off", "nan", "unwritten"],
+)
+def test_check_measures_the_error(run, share) -> None:
+    kernel = Kernel("doubled", run, doubled, (), ulps_16=2)
+    x = torch.tensor([1.0, 4.0, 1024.0], dtype=torch.bfloat16)
+    assert check(kernel, case_of(x), CPU) == pytest.approx(share, rel=1e-6)
+
+
+@in_parent
+def test_check_sees_arguments_written_in_place_and_integers() -> None:
+    def add_one_in_place(x: torch.Tensor) -> None:
+        x += 1
+
+    def add_one(x: torch.Tensor) -> None:
+        x.copy_(x + 1)
+
+    def add_two(x: torch.Tensor) -> None:
+        x += 2
+
+    case = case_of(torch.arange(3))
+    for run, share in ((add_one_in_place, 0.0), (add_two, float("inf"))):
+        kernel = Kernel("add", run, add_one, (), outputs=lambda result, args: args)
+        assert check(kernel, case, CPU) == share
+
+
+def raises(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("out of registers")
+
+
+SMALL = Case("x", lambda device: (torch.ones(3),), small=True)
+RIGHT = Kernel("right", doubled, doubled, (SMALL,))
+OFF = Kernel("off", lambda x: x * 3, doubled, (SMALL,), ulps_32=4)
+RAISES = Kernel("raises", raises, doubled, (SMALL,))
+
+
+@in_parent
+@pytest.mark.parametrize(
+    ("attribute", "exit_code", "shown"),
+    [
+        ("RIGHT", 0, "1 of 1 cases pass"),
+        ("OFF", 1, "0 of 1 cases pass"),
+        ("RAISES", 1, "RuntimeError: out of registers"),
+    ],
+)
+def test_the_command_fails_if_a_kernel_is_off(monkeypatch, attribute, exit_code, shown) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)  # plain torch needs no child
+    monkeypatch.setitem(KERNELS, "rms_norm", f"{__name__}:{attribute}")
+    done = CliRunner().invoke(check_kernels, ["--kernel", "rms_norm"])
+    assert done.exit_code == exit_code
+    assert shown in done.output
+
+
+def lacks_a_package() -> None:
+    raise ModuleNotFoundError(name="cutlass")
+
+
+@in_parent
+@pytest.mark.parametrize(
+    ("compiles", "exit_code", "shown"),
+    [
+        (dict, 0, "1 of 1 cases pass on cpu\n"),
+        (lacks_a_package, 0, "0 of 1 cases pass on cpu, 1 not checked\n"),
+        (lambda: 1 / 0, 1, "ZeroDivisionError: division by zero\n0 of 1 cases pass on cpu\n"),
+    ],
+)
+def test_what_cannot_be_compiled_is_said(monkeypatch, compiles, exit_code, shown) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    monkeypatch.setattr("nanovllm.cli.check_kernels.resolve", lambda *_: compiles)
+    monkeypatch.setitem(COMPILED, "flash_forward", ("any:thing", ()))
+    done = CliRunner().invoke(check_kernels, ["--kernel", "flash_forward"])
+    assert (done.exit_code, shown in done.output) == (exit_code, True), done.output
+    assert ("not checked: cutlass is not installed" in done.output) == (compiles is lacks_a_package)

@@ -1,0 +1,171 @@
+"""Decode rows of 0 to W new tokens, in Triton's interpreter: in a process of its own, since
+TRITON_INTERPRET must be set before triton is imported.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import accumulate
+
+import pytest
+import torch
+import triton
+from nanovllm_kernels import attention_reference as reference, paged_decode as triton_decode
+from nanovllm_kernels.paged_decode import MAX_WIDTH, block_tokens, paged_decode, plan_decode
+
+CPU = torch.device("cpu")
+INTERPRETED = triton.knobs.runtime.interpret
+UNTOUCHED = 77.0
+ROWS = {  # tokens in the cache, and new ones among them
+    "ends of blocks": [(64 * n + d, c) for n in (1, 2) for d in (-1, 0, 1, 2, 3) for c in (2, 4)],
+    "one long row": [(645, 4)],
+    "one long row that fills its blocks": [(640, 4)],
+    "short rows": [(4, 4), (1, 1), (3, 2), (1, 0), (2, 2), (4, 3)],
+    "long among short": [(66, 3), (1, 1), (900, 4), (65, 2), (64, 4), (1, 1), (130, 0), (129, 4)],
+}
+KINDS = pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+
+
+def in_interpreter(test: Callable) -> Callable:
+    """Collected in the child process only."""
+    test.__test__ = INTERPRETED
+    return test
+
+
+def test_widths_in_the_interpreter() -> None:
+    strict = ["-W", "error::RuntimeWarning"]  # numpy divides by zero without a word else
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *strict, __file__]
+    variables = ["CUDA_VISIBLE_DEVICES=", "TRITON_INTERPRET=1"]
+    done = subprocess.run(
+        ["env", *variables, *command], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "35 passed" in done.stdout
+
+
+test_widths_in_the_interpreter.__test__ = not INTERPRETED
+
+
+def made(
+    rows: list[tuple[int, int]], heads: tuple[int, int, int], kind: str = "newest", tail: int = 0
+) -> dict:
+    """Arguments for rows and so many unused ones behind them, whose pages nobody may look up."""
+    lengths, new = zip(*rows, *[(0, 0)] * tail, strict=True)
+    q, k, v, table, starts, at = reference.paged_inputs(
+        lengths, new, heads, 32, torch.float32, CPU, kind
+    )
+    table[len(rows) :] = 2**30
+    found = {"q_THA": q, "k_PSGA": k, "v_PSGA": v, "page_table_RM": table, "lengths_R": at}
+    return found | {"starts_R1": starts, "width": 4}
+
+
+def planned(args: dict, lanes: int | None = None) -> dict:
+    lengths, k = args["lengths_R"], args["k_PSGA"]
+    if lanes is None:
+        return args | {"plan_N5": plan_decode(lengths, k)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_decode, "INTERPRETED_PROCESSORS", lanes)
+        plan = triton_decode.plan_lanes(lengths, 1, block_tokens(k), 1)
+    assert len(plan) == lanes
+    return args | {"plan_N5": plan}
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@in_interpreter
+@pytest.mark.parametrize("lanes", [1, 2, 5, 11, 40])
+@KINDS
+def test_rows_cut_in_every_way(rows, lanes) -> None:
+    """Of two key/value heads; what a lane has of a row may be nothing that its queries see."""
+    args = planned(made(rows, (4, 2, 64)), lanes)
+    close(paged_decode(**args), reference.paged_decode(**args))
+
+
+@in_interpreter
+def test_the_newest_token_is_the_last_querys_alone() -> None:
+    """Which the inputs make a matter of all or nothing: else the tests above would show little."""
+    args = planned(made([(65, 4)], (1, 1, 64)))
+    o_THA = paged_decode(**args)
+    newest = args["v_PSGA"][args["page_table_RM"][0, 2], 0, 0]
+    off = (o_THA[:, 0] - newest).abs().amax(1)
+    assert off[3] < 1e-3 and (off[:3] > 0.5).all(), off
+
+
+@in_interpreter
+def test_a_row_of_several_tokens_is_as_many_rows_of_one() -> None:
+    rows = ROWS["long among short"]
+    several = planned(made(rows, (6, 2, 64), "spike", tail=3))
+    one = dict(several, starts_R1=None, width=1)
+    order = [row for row, (_, count) in enumerate(rows) for _ in range(count)]
+    seen = [length - count + 1 + i for length, count in rows for i in range(count)]
+    one["page_table_RM"] = several["page_table_RM"][order]
+    one["lengths_R"] = torch.tensor(seen, dtype=torch.int32)
+    close(paged_decode(**several), paged_decode(**planned(one)))
+
+
+@in_interpreter
+def test_rows_of_one_token_each_are_the_same_with_starts() -> None:
+    args = planned(made([(length, 1) for length, _ in ROWS["long among short"]], (4, 2, 64)))
+    plain = paged_decode(**dict(args, starts_R1=None, width=1))
+    for width in (1, 4):
+        torch.testing.assert_close(paged_decode(**args | {"width": width}), plain, rtol=0, atol=0)
+
+
+@in_interpreter
+@pytest.mark.parametrize("rows", [ROWS["long among short"], []], ids=["some", "no rows at all"])
+def test_unused_rows_and_tokens_of_a_graph_are_left_alone(rows) -> None:
+    if rows:
+        args = made(rows, (4, 2, 64), tail=len(ROWS["one long row"]) + 6)
+    else:
+        args = made([(1, 1)], (4, 2, 64))
+        args["lengths_R"], args["starts_R1"] = args["lengths_R"] * 0, args["starts_R1"] * 0
+    used = int(args["starts_R1"][-1])
+    padded = torch.full((used + 9, 4, 64), torch.nan)
+    padded[:used] = args["q_THA"][:used]
+    out_THA = torch.full((used + 9, 4, 64), UNTOUCHED)
+    args = planned(args | {"q_THA": padded})
+    assert paged_decode(**args, out_THA=out_THA) is out_THA
+    assert (out_THA[used:] == UNTOUCHED).all()
+    if rows:
+        close(out_THA[:used], reference.paged_decode(**args)[:used])
+
+
+@in_interpreter
+@pytest.mark.parametrize("width", [1, 4])
+def test_nan_in_one_row_stays_there(width) -> None:
+    """Also if one lane computes all rows, one after the other."""
+    args = planned(made([(70, 1), (40, 1), (130, 1), (9, 1)], (4, 2, 64)), lanes=1)
+    args |= {"width": width, "starts_R1": args["starts_R1"] if width > 1 else None}
+    for row, page in ((0, 2), (2, 0)):
+        args["v_PSGA"][args["page_table_RM"][row, page]] = torch.nan
+    assert paged_decode(**args).isnan().all((1, 2)).tolist() == [True, False, True, False]
+    assert paged_decode(**args).isnan().any((1, 2)).tolist() == [True, False, True, False]
+
+
+@in_interpreter
+@pytest.mark.parametrize(("starts", "width"), [(False, 2), (True, MAX_WIDTH + 1)])
+def test_rows_wider_than_it_takes_are_refused(starts, width) -> None:
+    args = planned(made([(65, 1)], (4, 2, 64)))
+    args |= {"width": width} if starts else {"width": width, "starts_R1": None}
+    with pytest.raises(AssertionError, match=str(width)):
+        paged_decode(**args)
+
+
+def test_the_reference_sees_what_each_query_may() -> None:
+    """Values tell tokens apart, and scores are equal: a result is the mean of what was seen."""
+    page = torch.arange(32.0).reshape(1, 32, 1, 1)
+    o_THA = reference.paged_decode(
+        torch.zeros(5, 1, 1),
+        torch.zeros(1, 32, 1, 1),
+        page,
+        torch.zeros(4, 1, dtype=torch.int32),
+        torch.tensor([5, 9, 7, 0]),
+        torch.empty(0),
+        starts_R1=torch.tensor([*accumulate([3, 0, 2, 0], initial=0)]),
+        width=3,
+    )
+    assert o_THA.flatten().tolist() == [1.0, 1.5, 2.0, 2.5, 3.0]

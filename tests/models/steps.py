@@ -1,0 +1,106 @@
+"""Runs a model step by step as the runner would, without one: pages, batches, all logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import Batch, ForwardContext
+from nanovllm.attention.grouped import PagedKV
+from nanovllm.attention.torch_ref import TorchPaged
+from nanovllm.config import Kernels, Load
+from nanovllm.layers.ops import Ops, select_ops
+from nanovllm.models.config import read_model_config
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.weights import default_dtype, fill
+from nanovllm.parallel.mesh import Mesh
+from tests.models.tiny import config_of
+
+CPU = torch.device("cpu")
+PAGE_TOKENS, PAGES_EACH = 4, 20
+MAX_TOKENS = PAGE_TOKENS * PAGES_EACH
+
+
+def load(
+    folder: Path,
+    mesh: Mesh = Mesh(),
+    dtype: torch.dtype = torch.float32,
+    how: Load = Load(),
+    ops: Ops | None = None,
+) -> Decoder:
+    config = config_of(folder, how)
+    family, model_config = read_model_config(config)
+    with CPU, default_dtype(dtype):
+        model = family(model_config, mesh, ops or select_ops(Kernels(), CPU), MAX_TOKENS)
+    fill(model, config)
+    return model
+
+
+class Steps:
+    """Some prompts advancing together, each in its own scattered pages of a cache full of NaN."""
+
+    def __init__(self, folder: Path, model: Decoder, prompts: list[Tensor], mesh: Mesh) -> None:
+        self.model, self.prompts = model, prompts
+        self.done = [0] * len(prompts)
+        _, config = read_model_config(config_of(folder))
+        (group,) = model.cache_layout(config, mesh, 4).paged
+        num_pages = len(prompts) * PAGES_EACH
+        shape = (num_pages + 1, PAGE_TOKENS, group.num_heads, group.k_size)
+        caches = {
+            layer: PagedKV(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+            for layer in group.layers
+        }
+        model.bind_caches(caches)
+        self.backend = TorchPaged(caches[0])
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)) + 1
+        self.pages = order.view(len(prompts), PAGES_EACH).int()
+
+    def feed(self, counts: tuple[int, ...]) -> list[Tensor]:
+        """Feed counts[i] tokens of prompt i (0: it has no row in this step); their logits."""
+        logits = self.model.logits(self.hidden(self.batch(counts)))
+        return list(logits.flip(0).split([count for count in counts if count]))
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch, *, all_hidden: bool = False) -> Tensor:
+        ctx = ForwardContext(batch, self.backend.bind(batch), all_hidden)
+        return self.model(batch.token_ids_T, ctx)
+
+    def batch(self, counts: tuple[int, ...]) -> Batch:
+        """The step that feeds so many tokens of each prompt; all are predicted from."""
+        rows = [row for row, count in enumerate(counts) if count]
+        spans = {row: torch.arange(self.done[row], self.done[row] + counts[row]) for row in rows}
+        for row in rows:
+            self.done[row] += counts[row]
+        lengths = [self.done[row] for row in rows]
+        used = [-(-length // PAGE_TOKENS) for length in lengths]
+        table = torch.zeros(len(rows), PAGES_EACH, dtype=torch.int32)
+        for at, row in enumerate(rows):
+            table[at, : used[at]] = self.pages[row, : used[at]]
+        starts = [0]
+        for row in rows:
+            starts.append(starts[-1] + counts[row])
+        return Batch(
+            token_ids_T=torch.cat([self.prompts[row][spans[row]] for row in rows]),
+            positions_T=torch.cat([spans[row] for row in rows]),
+            slot_mapping_T=torch.cat(
+                [
+                    self.pages[row].long()[spans[row] // PAGE_TOKENS] * PAGE_TOKENS
+                    + spans[row] % PAGE_TOKENS
+                    for row in rows
+                ]
+            ),
+            slots_T=torch.tensor([row for row in rows for _ in range(counts[row])]),
+            slots_R=torch.tensor(rows),
+            starts_R1=torch.tensor(starts, dtype=torch.int32),
+            lengths_R=torch.tensor(lengths, dtype=torch.int32),
+            page_table_RM=table,
+            sampled_at=torch.arange(starts[-1]).flip(0),  # any order but the trivial one
+            num_rows=len(rows),
+            num_decodes=0,
+            num_decode_tokens=0,
+            decode_width=1,
+            max_new=max(counts),
+            max_length=max(lengths),
+        )

@@ -1,0 +1,142 @@
+"""Which config.json is understood, and the one line said about others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.config import ConfigError
+from nanovllm.layers.rope import Llama3Rope, PlainRope
+from nanovllm.models.config import read_model_config
+from tests.models.tiny import config_of
+
+HUB_LLAMA: dict[str, Any] = dict(  # spelled as the hub does
+    architectures=["LlamaForCausalLM"],
+    attention_bias=False,
+    mlp_bias=False,
+    hidden_act="silu",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-05,
+    rope_theta=500000,
+    rope_scaling=dict(
+        factor=8,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+        rope_type="llama3",
+    ),
+    tie_word_embeddings=False,
+    quantization_config=None,
+)
+LLAMA3 = Llama3Rope(
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+
+
+def read(folder: Path, raw: dict[str, Any]) -> Any:
+    (folder / "config.json").write_text(json.dumps(raw))
+    return read_model_config(config_of(folder))[1]
+
+
+def test_hub_spelling(tmp_path: Path) -> None:
+    config = read(tmp_path, HUB_LLAMA)
+    assert config.rope_parameters == LLAMA3
+    assert config.head_size == 128
+    assert not config.tie_word_embeddings
+
+
+def test_older_names_of_the_rope_type(tmp_path: Path) -> None:
+    scaling = {**HUB_LLAMA["rope_scaling"], "type": "llama3"}
+    del scaling["rope_type"]
+    assert read(tmp_path, {**HUB_LLAMA, "rope_scaling": scaling}).rope_parameters == LLAMA3
+    plain = read(tmp_path, {**HUB_LLAMA, "rope_scaling": None}).rope_parameters
+    assert plain == PlainRope(rope_theta=500000.0)
+
+
+def test_transformers_5_spelling(tmp_path: Path) -> None:
+    rope = {**HUB_LLAMA["rope_scaling"], "rope_theta": 500000.0}
+    raw = {k: v for k, v in HUB_LLAMA.items() if k not in ("rope_theta", "rope_scaling")}
+    assert read(tmp_path, {**raw, "rope_parameters": rope}).rope_parameters == LLAMA3
+
+
+def test_the_family_is_the_architecture(tmp_path: Path) -> None:
+    for name in ("Llama", "Qwen3"):
+        raw = {**HUB_LLAMA, "architectures": [f"{name}ForCausalLM"], "head_dim": 128}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        assert read_model_config(config_of(tmp_path))[0].__name__ == name
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architectures is GPT2LMHeadModel; supported are LlamaForCausalLM, Qwen3ForCausalLM",
+        ),
+        (
+            {"architectures": []},
+            "architectures is empty; supported are LlamaForCausalLM, Qwen3ForCausalLM",
+        ),
+        ({"architectures": ...}, "Object missing required field `architectures`"),
+        ({"hidden_size": ...}, "Object missing required field `hidden_size`"),
+        ({"hidden_size": "big"}, "Expected `int`, got `str` - at `$.hidden_size`"),
+        ({"hidden_size": 0}, "Expected `int` >= 1 - at `$.hidden_size`"),
+        ({"vocab_size": 3.5}, "Expected `int`, got `float` - at `$.vocab_size`"),
+        ({"num_attention_heads": 30}, "num_attention_heads 30 is not a multiple of "
+         "num_key_value_heads 8"),
+        ({"attention_bias": True}, "attention_bias is true; only false is supported"),
+        ({"mlp_bias": True}, "mlp_bias is true; only false is supported"),
+        ({"use_sliding_window": True}, "use_sliding_window is true; only false is supported"),
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu"; only "silu" is supported'),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            'quantization_config is {"quant_method":"fp8"}; only null is supported',
+        ),
+        ({"rope_theta": ...}, "missing field rope_theta (or rope_parameters)"),
+        ({"rope_scaling": "llama3"}, "Expected `object | null`, got `str` - at `$.rope_scaling`"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope type is yarn; supported are default, llama3",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
+            "Object missing required field `low_freq_factor` - at `$.rope_parameters`",
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"]},
+            "Object missing required field `head_dim`",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_named(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    raw = {**HUB_LLAMA, **change}
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, {key: value for key, value in raw.items() if value is not ...})
+    assert str(caught.value) == f"{tmp_path / 'config.json'}: {said}"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"null"])
+def test_not_json_at_all(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^\S+/config\.json: [A-Z].*") as caught:
+        read_model_config(config_of(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_no_config_at_all(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_model_config(config_of(tmp_path))
+    assert str(caught.value) == f"cannot read {tmp_path / 'config.json'}: No such file or directory"

@@ -1,0 +1,148 @@
+"""A whole engine over the paper GPU: say messages, step it, read the texts it published."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from nanovllm.engine.loop import EngineLoop
+from nanovllm.kv.memory import KVMemory
+from nanovllm.plan import StepPlan
+from nanovllm.sched.scheduler import Scheduler
+from nanovllm.wire import Abort, FinishReason, Generate, RefusalKind, Sampling, StepOutput
+from tests.paper.gpu import PaperGPU, PaperHandle, PaperMasker, ids
+
+PAGE = 4
+
+
+def pack(tokens: list[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def generate(
+    request_id: int,
+    prompt: list[int],
+    max_new: int,
+    stops: Sequence[int] = (),
+    priority: int = 0,
+    grammar: str = "",
+    salt: str = "",
+    logprobs: int = -1,
+) -> Generate:
+    sampling = Sampling(logprobs=logprobs)
+    return Generate(
+        request_id, pack(prompt), max_new, list(stops), sampling, priority, salt, grammar
+    )
+
+
+class PaperEngine:
+    """Implements engine.executor.Executor, too: it keeps the plans that its paper GPU runs."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        num_slots: int,
+        budget: int,
+        page: int = PAGE,
+        mixed: int = 1000,
+        depth: int = 1,
+        checkpoints: int = 0,
+        drafts: int = 0,
+        prefix: bool = True,
+        max_queue: int = 1000,
+        ageing: float = 3.0,
+        overtake: int = 64,
+        least_spared: int = 6,
+        unlucky: int = 0,
+        glitches: frozenset[int] = frozenset(),
+        wrong_every: int = 3,
+    ) -> None:
+        self.budget, self.mixed = budget, mixed
+        self.memory = KVMemory(num_pages, page, checkpoints, prefix=prefix)
+        self.scheduler = Scheduler(
+            self.memory,
+            num_slots=num_slots,
+            step_tokens=budget,
+            mixed_step_tokens=mixed,
+            max_model_tokens=4096,
+            num_drafts=drafts,
+            max_queue=max_queue,
+            ageing_s=ageing,
+            overtake_steps=overtake,
+            least_spared=least_spared,
+        )
+        self.gpu = PaperGPU(
+            num_slots, num_pages, page, checkpoints, unlucky, glitches, drafts, wrong_every
+        )
+        self.plans: list[StepPlan] = []
+        self.steps_by_mode: Counter[str] = Counter()
+        self.padded_tokens = 0
+        self.loop = EngineLoop(
+            self.scheduler, self, self.collect, PaperMasker(), depth, now=self.now
+        )
+        self.text: dict[int, list[int]] = {}
+        self.finish: dict[int, FinishReason] = {}
+        self.stop_id: dict[int, int] = {}
+        self.refused: dict[int, RefusalKind] = {}
+        self.cached: dict[int, int] = {}
+        self.num_prompt: dict[int, int] = {}  # of requests that want log-probabilities
+
+    def collect(self, out: StepOutput) -> None:
+        for started in out.started:
+            assert started.request_id not in self.cached, "started twice"
+            self.cached[started.request_id] = started.num_cached
+        tokens = ids(out.tokens)
+        names = np.frombuffer(out.ids, np.int64).tolist()
+        counts = ids(out.counts) if out.counts else [1] * len(names)
+        assert sum(counts) == len(tokens) and all(counts)
+        logprobs = []
+        for name, count in zip(names, counts, strict=True):
+            assert name not in self.finish, "spoke after it finished"
+            if name in self.num_prompt:
+                at = self.num_prompt[name] + len(self.text.get(name, []))
+                logprobs += [(name, tokens[i], -float(at + i)) for i in range(count)]
+            self.text.setdefault(name, []).extend(tokens[:count])
+            del tokens[:count]
+        assert [(p.request_id, p.token_id, p.logprob) for p in out.logprobs] == logprobs
+        assert all(p.top_ids == [p.token_id + 1] for p in out.logprobs)
+        for done in out.finished:
+            assert done.request_id not in self.finish, "finished twice"
+            self.finish[done.request_id] = done.reason
+            self.stop_id[done.request_id] = done.stop_id
+        for refusal in out.refused:
+            self.refused[refusal.request_id] = refusal.kind
+
+    def now(self) -> float:
+        """The paper clock: a second a step."""
+        return float(self.gpu.steps)
+
+    def say(self, message: Generate | Abort) -> None:
+        if isinstance(message, Generate) and message.sampling.logprobs >= 0:
+            self.num_prompt[message.request_id] = len(message.prompt) // 4
+        self.loop.handle(message)
+        self.loop.tell()
+
+    def vet(self, request: Generate) -> None:
+        """Paper takes any."""
+
+    def launch(self, plan: StepPlan) -> PaperHandle:
+        self.plans.append(plan)
+        return self.gpu.launch(plan)
+
+    def step(self) -> None:
+        self.loop.step()
+        self.scheduler.check()
+        for decoded, fed in self.gpu.fed[-1:]:
+            assert decoded + fed <= self.budget
+            assert not decoded or fed <= max(self.mixed - decoded, -(-self.mixed // 4))
+
+    def finish_all(self, most_steps: int = 4000) -> None:
+        for _ in range(most_steps):
+            if self.loop.idle:
+                return
+            self.step()
+        raise AssertionError("the engine is stuck")

@@ -1,0 +1,384 @@
+"""A GPU made of paper: it runs plans literally and keeps hashes where a GPU keeps keys.
+
+A page cell holds a hash of the whole prefix up to that token, as a deep layer's key does. Attention
+is "read my cells back through my page table", a recurrent layer is a rolling hash, and the next
+token is a hash of both: a wrong page, a stale checkpoint, a lost chunk or a swapped row changes the
+text. Rows of one plan run in reverse order, because nothing may depend on their order.
+
+It can go wrong as a GPU does: NaN comes of POISON in a text, of a stroke of bad luck (`glitches`),
+or of a cell that holds it. Zero times NaN is NaN, so it spreads to whoever reads a page that has it
+anywhere, also past their own tokens; what they write is NaN, too. Only `clean` ends that.
+
+Its drafter knows the future, and lies about some of it. Drafts stay in the slot until the row's
+next step; what refused ones wrote stays in memory, beyond the row's length.
+No torch, no device, microseconds per step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from nanovllm.plan import CORRUPTED, Admit, Masks, RowLogprobs, StepPlan, StepResult
+from nanovllm.wire import Generate, StepOutput
+
+VOCAB = 50
+POISON = VOCAB  # as a token of a prompt: its keys and values are NaN
+NAN = -7  # as a cell or a state
+BLANK = -1
+
+
+def advance(state: int, token: int) -> int:
+    if state == NAN or token == POISON:
+        return NAN
+    return (state * 1_000_003 + token + 1) % (1 << 61)
+
+
+def next_token(cells: list[int], state: int, unlucky: int = 0) -> int:
+    """`unlucky`: every so many contexts give NaN for logits, with healthy keys and values."""
+    if NAN in cells or state == NAN:
+        return CORRUPTED
+    drawn = hash((tuple(cells), state))
+    return CORRUPTED if unlucky and drawn // VOCAB % unlucky == 0 else drawn % VOCAB
+
+
+def ids(raw: bytes) -> list[int]:
+    got = array("i")
+    got.frombytes(raw)
+    return got.tolist()
+
+
+def allowed_after(text: list[int]) -> int:
+    """A toy grammar: which token must follow a text, as the only bit of a mask."""
+    return (7 * len(text) + sum(text)) % VOCAB
+
+
+def solo_run(
+    prompt: list[int],
+    max_new: int,
+    stop_ids: list[int],
+    *,
+    recurrent: bool,
+    grammar: bool = False,
+    unlucky: int = 0,
+    num_said: int = 0,
+) -> list[int]:
+    """The oracle: what the request must produce, whatever it was batched with.
+
+    CORRUPTED in the end: it must end with an error there. `num_said`: so many tokens of `prompt`
+    are output already, as a grammar sees it.
+    """
+    said = prompt[len(prompt) - num_said :]
+    cells: list[int] = []
+    state: int = 0
+    out: list[int] = []
+    queue = list(prompt)
+    while True:
+        for token in queue:
+            cells.append(advance(cells[-1] if cells else 0, token))
+            state = advance(state, token) if recurrent else 0
+        token = next_token(cells, state, unlucky)
+        if token == CORRUPTED:
+            return [*out, token]
+        out.append(constrained(token, allowed_after(said + out)) if grammar else token)
+        if out[-1] in stop_ids or len(out) == max_new:
+            return out
+        queue = out[-1:]
+
+
+@dataclass
+class Slot:
+    known: list[int]  # when it was admitted
+    num_prompt: int
+    num_logprobs: int
+    state: int
+    length: int  # tokens in memory
+    pages: list[int]
+    tokens: list[int]  # what is known, then drafts
+    found: int = 0  # of these drafts, so many are real
+    masked: bool = False
+
+
+@dataclass
+class Row:
+    """A row that samples: its draws, one for its newest token and each of its drafts."""
+
+    slot: Slot
+    lengths: list[int]  # tokens in memory, as each draw sees it
+    states: list[int]
+
+
+def constrained(token: int, allowed: int) -> int:
+    """What a masked draw makes of a token: it still depends on all of the context."""
+    return (allowed + token % 2) % VOCAB
+
+
+class PaperMasker:
+    """Implements engine.loop.Masker. A mask's word is the token the toy grammar allows."""
+
+    def __init__(self) -> None:
+        self.text: dict[int, list[int]] = {}
+
+    def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
+        words = [word for name, drafts in rows for word in self._words(name, drafts)]
+        return np.array(words, np.int32).reshape(-1, 1)
+
+    def _words(self, name: int, drafts: list[int]) -> list[int]:
+        """Behind a draft that the grammar refuses: any."""
+        text = self.text.get(name, []).copy()
+        words = [allowed_after(text)]
+        for draft in drafts:
+            if (draft - words[-1]) % VOCAB > 1:
+                break
+            text.append(draft)
+            words.append(allowed_after(text))
+        return words + [VOCAB - 1] * (1 + len(drafts) - len(words))
+
+    def advance(self, output: StepOutput) -> None:
+        tokens, names = ids(output.tokens), np.frombuffer(output.ids, np.int64).tolist()
+        for name, count in zip(names, ids(output.counts) or [1] * len(names), strict=True):
+            self.text.setdefault(name, []).extend(tokens[:count])
+            del tokens[:count]
+
+
+class PaperHandle:
+    gap_s = 0.0
+
+    def __init__(self, step: int, finish: Callable[[Masks | None], StepResult]) -> None:
+        self.step = step
+        self.finish = finish
+        self.result: StepResult | None = None
+
+    def sample(self, masks: Masks | None) -> None:
+        assert self.result is None, "sampled twice"
+        self.result = self.finish(masks)
+
+    def wait(self) -> StepResult:
+        assert self.result is not None, "waited for a step that was not sampled"
+        return self.result
+
+
+class PaperGPU:
+    """Implements engine.executor.Executor. `num_checkpoints` > 0 adds a recurrent layer.
+
+    `glitches`: steps whose last row gets NaN for the last token it feeds. Every `wrong_every`-th
+    draft is wrong.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        num_pages: int,
+        page_tokens: int,
+        num_checkpoints: int,
+        unlucky: int = 0,
+        glitches: frozenset[int] = frozenset(),
+        most_drafts: int = 0,
+        wrong_every: int = 3,
+    ) -> None:
+        self.most_drafts = most_drafts
+        self.wrong_every = wrong_every
+        self.page_tokens = page_tokens
+        self.unlucky = unlucky
+        self.glitches = glitches
+        self.struck: list[list[int]] = []  # what the slots knew that were hit by a glitch
+        self.memory = [[BLANK] * page_tokens for _ in range(num_pages + 1)]
+        self.slots: list[Slot | None] = [None] * num_slots
+        self.checkpoints = [-1] * num_checkpoints
+        self.recurrent = num_checkpoints > 0
+        self.decodes: list[int] = []
+        self.steps = 0
+        self.steps_by_mode: Counter[str] = Counter()
+        self.padded_tokens = 0
+        self.fed: list[tuple[int, int]] = []  # by each step: tokens of decode rows, of chunks
+        self.drafted: list[tuple[int, int, int]] = []  # by rows: drafts fed, found, right ones
+        self.unsampled: PaperHandle | None = None
+
+    def vet(self, request: Generate) -> None:
+        """Paper takes any."""
+
+    def launch(self, plan: StepPlan) -> PaperHandle:
+        self.steps += 1
+        assert plan.step == self.steps, "a plan is missing"
+        self._clean_and_copy(plan)
+        for admit in plan.admits:
+            self._admit(admit)
+        for grant in plan.grants:
+            slot = self._slot(grant.slot)
+            assert len(slot.pages) == grant.at, "a grant leaves a hole in the page table"
+            slot.pages += grant.pages
+        if plan.decodes is not None:
+            self.decodes = ids(plan.decodes)
+        assert len(self.decodes) == plan.num_decodes
+        drafts = ids(plan.drafts) if plan.drafts else [0] * plan.num_decodes
+        assert len(drafts) == plan.num_decodes and all(0 <= d <= self.most_drafts for d in drafts)
+        assert any(drafts) or not plan.drafts, "says that no row has drafts"
+        rows = [(slot, 1 + d, 1 + d, -1) for slot, d in zip(self.decodes, drafts, strict=True)]
+        rows += [(c.slot, c.num_tokens, int(c.samples), c.save_to) for c in plan.chunks]
+        assert len({row[0] for row in rows}) == len(rows), "a slot has two rows"
+        num_decoded = sum(drafts) + plan.num_decodes
+        assert num_decoded == plan.num_decoded
+        self.fed.append((num_decoded, sum(row[1] for row in rows) - num_decoded))
+        assert self.unsampled is None, "launched behind a step that was not sampled"
+        to_sample = []
+        for slot_id, num_tokens, num_draws, save_to in reversed(rows):
+            slot = self._slot(slot_id)
+            states = [self._feed(slot) for _ in range(num_tokens)]
+            if self.steps in self.glitches and slot_id == rows[-1][0]:
+                states[-1] = self._strike(slot)
+            assert slot.length <= plan.max_length
+            if save_to >= 0:
+                self.checkpoints[save_to] = slot.state
+            if num_draws:
+                lengths = range(slot.length + 1 - num_draws, slot.length + 1)
+                to_sample.append(Row(slot, list(lengths), states[-num_draws:]))
+        handle = PaperHandle(plan.step, partial(self._finish, plan, to_sample[::-1]))
+        self.unsampled = handle
+        if not plan.masked:
+            handle.sample(None)
+        return handle
+
+    def _clean_and_copy(self, plan: StepPlan) -> None:
+        """What a plan does before its forward pass: with pages of those it admits or lets grow."""
+        given = {page for got in (*plan.admits, *plan.grants) for page in got.pages}
+        assert len(set(plan.clean)) == len(plan.clean), "cleaned twice"
+        for page in plan.clean:
+            self.memory[page] = [BLANK] * self.page_tokens
+        sources, targets = {src for src, _ in plan.copies}, {dst for _, dst in plan.copies}
+        assert len(targets) == len(plan.copies) and targets <= given and not sources & targets
+        assert not sources.intersection(plan.clean), "copied from a page that was just cleaned"
+        for src, dst in plan.copies:
+            self.memory[dst] = self.memory[src].copy()
+
+    def _strike(self, slot: Slot) -> int:
+        at = slot.length - 1
+        self.memory[slot.pages[at // self.page_tokens]][at % self.page_tokens] = NAN
+        slot.state = NAN if self.recurrent else 0
+        self.struck.append(slot.known)
+        return slot.state
+
+    def _finish(self, plan: StepPlan, rows: list[Row], masks: Masks | None) -> StepResult:
+        allowed = self._allowed(plan, rows, masks)
+        most = max((len(row.lengths) for row in rows), default=1)
+        sampled, found, logprobs = [], [], []
+        for i, row in reversed(list(enumerate(rows))):
+            line = self._sample(row, allowed.get(i, []))
+            logprobs += self._logprobs(i, row, line)[::-1]
+            found.append(self._draft(row.slot))
+            sampled.append(line + [-1] * (most - len(line)))
+        self.unsampled = None
+        lines = np.array(sampled[::-1], np.int32).reshape(-1, most)
+        drafts = np.array(found[::-1], np.int32).reshape(-1, 1 + self.most_drafts)
+        told = drafts if self.most_drafts else None
+        return StepResult(plan.step, lines, tuple(logprobs[::-1]), told)
+
+    def _allowed(self, plan: StepPlan, rows: list[Row], masks: Masks | None) -> dict[int, list]:
+        """A token for each draw of each masked row."""
+        words = [] if masks is None else masks[:, 0].tolist()
+        assert len(words) == sum(len(rows[i].lengths) for i in plan.masked)
+        allowed = {}
+        for i in plan.masked:
+            rows[i].slot.masked = True
+            allowed[i], words = words[: len(rows[i].lengths)], words[len(rows[i].lengths) :]
+        return allowed
+
+    def _sample(self, row: Row, allowed: list[int]) -> list[int]:
+        """The next token, and more while drafts are right. Refused ones leave dirt in memory."""
+        slot, line = row.slot, []
+        for i, (length, state) in enumerate(zip(row.lengths, row.states, strict=True)):
+            drawn = self._next(slot, length, state)
+            if drawn == CORRUPTED:
+                break
+            line.append(constrained(drawn, allowed[i]) if allowed else drawn)
+            if slot.tokens[length : length + 1] != line[-1:]:
+                break
+        newest = max(len(line) - 1, 0)
+        if len(row.lengths) > 1:
+            self.drafted.append((len(row.lengths) - 1, slot.found, newest))
+        slot.length, slot.state = row.lengths[newest], row.states[newest]
+        # A corrupted token is stored as 0: never a negative index.
+        slot.tokens[slot.length :] = line[-1:] or [0]
+        return line or [CORRUPTED]
+
+    def _logprobs(self, i: int, row: Row, line: list[int]) -> list[RowLogprobs]:
+        """By the token's position, and its neighbours."""
+        if row.slot.num_logprobs < 0 or line == [CORRUPTED]:
+            return []
+        return [
+            RowLogprobs(i, -float(row.lengths[n]), [token + 1], [-0.5], n)
+            for n, token in enumerate(line)
+        ]
+
+    def _draft(self, slot: Slot) -> list[int]:
+        """How many drafts are found for a row that has been sampled, then all: real and fillers."""
+        if not (most := self.most_drafts):
+            return [0]
+        num_said = len(slot.tokens) - slot.num_prompt
+        drafts = solo_run(
+            slot.tokens,
+            most,
+            [],
+            recurrent=self.recurrent,
+            grammar=slot.masked,
+            unlucky=self.unlucky,
+            num_said=num_said,
+        )
+        drafts = [max(token, 0) for token in drafts] + [0] * (most - len(drafts))
+        for i, token in enumerate(drafts):
+            if (slot.length + i + token) % self.wrong_every == 0:
+                drafts[i] = (token + 1) % VOCAB
+        slot.found = min((slot.length + slot.tokens[-1]) % (most + 2), most)
+        slot.tokens += drafts
+        return [slot.found, *drafts]
+
+    def _next(self, slot: Slot, length: int, state: int) -> int:
+        pages = slot.pages[: -(-length // self.page_tokens)]
+        cells = [cell for page in pages for cell in self.memory[page]]
+        if NAN in cells:
+            return CORRUPTED
+        return next_token(cells[:length], state, self.unlucky)
+
+    def _admit(self, admit: Admit) -> None:
+        known = ids(admit.tokens)
+        assert 0 < admit.num_prompt <= len(known) and admit.num_cached < len(known)
+        assert len(admit.pages) * self.page_tokens >= len(known), "pages for all known tokens"
+        assert not self.recurrent or admit.num_cached % self.page_tokens == 0, "no such state"
+        state = self.checkpoints[admit.restore_from] if admit.restore_from >= 0 else 0
+        self.slots[admit.slot] = Slot(
+            known,
+            admit.num_prompt,
+            admit.sampling.logprobs,
+            state,
+            admit.num_cached,
+            list(admit.pages),
+            known.copy(),
+        )
+
+    def _slot(self, index: int) -> Slot:
+        slot = self.slots[index]
+        assert slot is not None
+        return slot
+
+    def _feed(self, slot: Slot) -> int:
+        """The token behind those in memory. Returns the state after it."""
+        at = slot.length
+        token = slot.tokens[at]
+        page = slot.pages[at // self.page_tokens]
+        assert page != 0  # which is nobody's
+        cells, here = self.memory[page], at % self.page_tokens
+        cell = advance(self._cell(slot, at - 1) if at else 0, token)
+        cells[here] = BLANK  # written before it is read
+        cells[here] = NAN if NAN in cells else cell
+        slot.state = advance(slot.state, token) if self.recurrent else 0
+        if cells[here] == NAN and self.recurrent:
+            slot.state = NAN
+        slot.length += 1
+        return slot.state
+
+    def _cell(self, slot: Slot, at: int) -> int:
+        return self.memory[slot.pages[at // self.page_tokens]][at % self.page_tokens]

@@ -1,0 +1,252 @@
+"""A row that went wrong ends with an error, and what it wrote reaches nobody else."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from nanovllm.wire import Abort, FinishReason
+from tests.paper.engine import PaperEngine, generate
+from tests.paper.gpu import POISON, solo_run
+
+ERROR, LENGTH, STOP = FinishReason.ERROR, FinishReason.LENGTH, FinishReason.STOP
+
+
+def text(prompt: list[int], max_new: int, *, recurrent: bool = False) -> list[int]:
+    return solo_run(prompt, max_new, [], recurrent=recurrent)
+
+
+def cleaned(engine: PaperEngine) -> list[int]:
+    return [page for plan in engine.plans for page in plan.clean]
+
+
+def test_poison_in_a_prompt_is_an_error_of_that_request_alone() -> None:
+    engine = PaperEngine(num_pages=40, num_slots=4, budget=64)
+    for i in range(3):
+        engine.say(generate(i, [i] * 6 + [POISON] * (i == 1) + [i] * 3, 8))
+    engine.finish_all()
+    assert engine.finish == {0: LENGTH, 1: ERROR, 2: LENGTH}
+    assert 1 not in engine.text
+    for i in (0, 2):
+        assert engine.text[i] == text([i] * 9, 8)
+    assert engine.memory.pool.num_free == 40
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_tokens_told_before_stay_right_and_lines_on_their_way_are_dropped(depth) -> None:
+    engine = PaperEngine(num_pages=40, num_slots=4, budget=64, depth=depth, glitches=frozenset([5]))
+    for i in range(2):
+        engine.say(generate(i, [i] * 6, 12))
+    engine.finish_all()
+    assert engine.finish == {0: LENGTH, 1: ERROR}
+    assert engine.text == {0: text([0] * 6, 12), 1: text([1] * 6, 12)[:4]}
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_no_page_of_a_corrupted_request_is_found_again(recurrent) -> None:
+    engine = PaperEngine(
+        num_pages=40, num_slots=2, budget=64, checkpoints=3 * recurrent, glitches=frozenset([1])
+    )
+    for i in range(3):
+        engine.say(generate(i, [1] * 14, 5))
+        engine.finish_all()
+    assert engine.finish == {0: ERROR, 1: LENGTH, 2: LENGTH}
+    assert engine.cached == {0: 0, 1: 0, 2: 12 if recurrent else 13}
+    assert engine.text[1] == engine.text[2] == text([1] * 14, 5, recurrent=recurrent)
+
+
+def test_pages_of_a_corrupted_request_are_cleaned_once_for_their_next_owner() -> None:
+    engine = PaperEngine(num_pages=4, num_slots=1, budget=64, glitches=frozenset([1]))
+    for i in range(4):
+        engine.say(generate(i, [i] * 9, 3))
+        engine.finish_all()
+    assert engine.finish == {0: ERROR, 1: LENGTH, 2: LENGTH, 3: LENGTH}
+    bad = engine.plans[0].admits[0].pages
+    admitted = [plan for plan in engine.plans if plan.admits]
+    got = [(sorted(plan.clean), plan.admits[0].pages) for plan in admitted]
+    assert not any(plan.clean for plan in engine.plans if not plan.admits)
+    assert sorted(cleaned(engine)) == sorted(bad)
+    assert all(set(clean) <= set(pages) for clean, pages in got)
+    for i in (1, 2, 3):
+        assert engine.text[i] == text([i] * 9, 3)
+
+
+def test_a_page_that_a_row_grows_into_is_cleaned() -> None:
+    engine = PaperEngine(num_pages=3, num_slots=1, budget=64, glitches=frozenset([1]))
+    engine.say(generate(0, [0] * 9, 3))
+    engine.finish_all()
+    engine.say(generate(1, [1] * 4, 7))
+    engine.finish_all()
+    assert (engine.finish[0], engine.text[1]) == (ERROR, text([1] * 4, 7))
+    granted = [plan for plan in engine.plans if plan.grants]
+    assert [plan.clean == plan.grants[0].pages for plan in granted] == [True, True]
+
+
+def test_a_page_that_is_copied_to_is_cleaned() -> None:
+    engine = PaperEngine(num_pages=5, num_slots=1, budget=64, glitches=frozenset([2]))
+    engine.say(generate(0, [1] * 6, 1))
+    engine.finish_all()
+    engine.say(generate(1, [2] * 9, 3))  # the other three pages
+    engine.finish_all()
+    engine.say(generate(2, [1] * 6, 3))
+    engine.finish_all()
+    assert engine.finish == {0: LENGTH, 1: ERROR, 2: LENGTH}
+    (copies,) = [plan for plan in engine.plans if plan.copies]
+    assert copies.clean == [copies.copies[0][1]]
+    assert engine.text[2] == text([1] * 6, 3)
+
+
+def test_others_keep_the_pages_they_share_with_a_corrupted_request() -> None:
+    engine = PaperEngine(num_pages=20, num_slots=3, budget=64, glitches=frozenset([4]))
+    prompt = [1] * 9
+    engine.say(generate(0, prompt, 12))
+    for _ in range(3):
+        engine.step()
+    engine.say(generate(1, [*prompt, 2], 12))
+    engine.finish_all()
+    assert engine.cached == {0: 0, 1: 8}
+    assert engine.finish == {0: LENGTH, 1: ERROR}
+    assert engine.text[0] == text(prompt, 12)
+    engine.say(generate(2, prompt, 12))
+    engine.finish_all()
+    assert engine.cached[2] == 0  # also what the first had written is not trusted any more
+    assert engine.text[2] == text(prompt, 12)
+
+
+@pytest.mark.parametrize("num_prompt", [5, 6, 7, 8])
+def test_nan_behind_the_last_token_of_a_finished_request_reaches_nobody(num_prompt) -> None:
+    """Its surplus row is still on its way when it ends; so it keeps its pages until that came."""
+    prompt = [1] * num_prompt
+    free = text(prompt, 9)
+    at = next(i for i in range(1, 9) if free[i] not in free[:i])
+    engine = PaperEngine(num_pages=5, num_slots=2, budget=64, glitches=frozenset([at + 2]))
+    engine.say(generate(0, prompt, 9, [free[at]]))
+    for i in range(1, 4):
+        engine.say(generate(i, [i + 1] * 10, 6))  # has no pages before
+    engine.finish_all()
+    assert engine.gpu.struck == [prompt]
+    assert engine.finish == {0: STOP, 1: LENGTH, 2: LENGTH, 3: LENGTH}
+    for i in range(1, 4):
+        assert engine.text[i] == text([i + 1] * 10, 6)
+    assert len(cleaned(engine)) == 1
+
+
+def test_pages_of_a_prompt_that_was_aborted_half_way_are_cleaned() -> None:
+    engine = PaperEngine(num_pages=6, num_slots=1, budget=5)
+    engine.say(generate(0, [1, POISON] * 9, 3))
+    engine.step()
+    engine.step()
+    engine.say(Abort(0))
+    for i in (1, 2):
+        engine.say(generate(i, [i] * 17, 3))
+        engine.finish_all()
+        assert engine.text[i] == text([i] * 17, 3)
+    assert 2 <= len(cleaned(engine)) <= 3
+
+
+def test_nan_of_a_token_in_flight_when_its_request_is_preempted() -> None:
+    for glitch in range(1, 24):
+        engine = PaperEngine(num_pages=8, num_slots=3, budget=32, glitches=frozenset([glitch]))
+        for i in range(3):
+            engine.say(generate(i, [i] * 6, 14))
+        engine.finish_all()
+        struck = [known[0] for known in engine.gpu.struck]
+        for i in range(3):
+            whole, got = text([i] * 6, 14), engine.text.get(i, [])
+            if i in struck and engine.finish[i] == ERROR:
+                assert got == whole[: len(got)]
+            else:
+                assert (engine.finish[i], got) == (LENGTH, whole)
+        found = engine.memory.pool.num_free
+        assert found == 8
+        for i in struck:  # whose tokens of then are nowhere
+            engine.say(generate(10 + i, [i] * 6, 14))
+            engine.finish_all()
+            assert engine.text[10 + i] == text([i] * 6, 14)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_prompt", "max_new"),
+    [
+        ({"num_pages": 9}, 6, [14, 14, 14]),
+        ({"num_pages": 7}, 6, [3, 12, 14]),  # its full pages could still be found
+        ({"num_pages": 7, "page": 8, "drafts": 5, "depth": 2}, 8, [10, 10, 14]),  # and its last one
+    ],
+)
+def test_a_preempted_request_whose_token_in_flight_is_wrong_is_over(
+    sizes, num_prompt, max_new
+) -> None:
+    def begin(glitches: frozenset[int]) -> PaperEngine:
+        engine = PaperEngine(num_slots=3, budget=64, glitches=glitches, **sizes)
+        for i in range(2):
+            engine.say(generate(i, [i] * num_prompt, max_new[i]))
+        engine.say(generate(2, [2] * 6, max_new[2]))
+        return engine
+
+    engine = begin(frozenset())
+    while not engine.scheduler.stats().num_preemptions:
+        engine.step()
+    engine = begin(frozenset([engine.gpu.steps - 1]))
+    engine.finish_all()
+    assert engine.gpu.struck == [[2] * 6]
+    assert engine.finish == {0: LENGTH, 1: LENGTH, 2: ERROR}
+    told = engine.text[2]
+    assert 0 < len(told) < 14 and told == text([2] * 6, 14)[: len(told)]
+    engine.say(generate(3, [2] * 6, 14))
+    engine.finish_all()
+    assert (engine.cached[3], engine.text[3]) == (0, text([2] * 6, 14))
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_with_drafts_a_line_is_wrong_if_its_first_token_is(drafts, recurrent) -> None:
+    """A glitch of a draft in a page of its own only ends the line, which goes on anew there."""
+    reasons = set()
+    sizes = {"num_pages": 40, "num_slots": 4, "budget": 64, "checkpoints": 3 * recurrent}
+    for glitch, token in product(range(2, 12), range(1, 4)):
+        engine = PaperEngine(drafts=drafts, glitches=frozenset([glitch]), **sizes)
+        engine.say(generate(0, [token] * 6, 30))
+        engine.finish_all()
+        told, whole = engine.text.get(0, []), text([token] * 6, 30, recurrent=recurrent)
+        assert told == whole if engine.finish[0] == LENGTH else told == whole[: len(told)]
+        assert engine.gpu.struck == [[token] * 6] and engine.memory.pool.num_free == 40
+        reasons.add(engine.finish[0])
+    assert reasons == {LENGTH, ERROR}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_nan_of_refused_drafts_of_a_finished_request_reaches_nobody(depth) -> None:
+    """No line says of them that they are healthy, and its stop token came before them."""
+    found = 0
+    for num_prompt, token in product((5, 6, 7, 8), range(5, 13)):
+        prompt = [token] * num_prompt
+        free = text(prompt, 12)
+        at = next(i for i in range(3, 12) if free[i] not in free[:i])
+        for glitch in range(2, at + 3):
+            sizes = {"num_pages": 5, "num_slots": 2, "budget": 64, "depth": depth}
+            engine = PaperEngine(drafts=3, glitches=frozenset([glitch]), wrong_every=2, **sizes)
+            engine.say(generate(0, prompt, 12, [free[at]]))
+            for i in range(1, 4):
+                engine.say(generate(i, [i + 1] * 10, 6))  # has no pages before
+            engine.finish_all()
+            if engine.gpu.struck != [prompt] or engine.finish[0] != STOP:
+                continue
+            assert [engine.finish[i] for i in (1, 2, 3)] == [LENGTH] * 3
+            assert [engine.text[i] for i in (1, 2, 3)] == [text([i] * 10, 6) for i in (2, 3, 4)]
+            found += bool(cleaned(engine))
+    assert found >= 10
+
+
+def test_nan_in_logits_alone_costs_a_request_its_pages_all_the_same() -> None:
+    prompts = [[i, i + 1] * 5 for i in range(12)]
+    engine = PaperEngine(num_pages=80, num_slots=4, budget=64, unlucky=15)
+    for i, prompt in enumerate(prompts):
+        engine.say(generate(i, prompt, 9))
+    engine.finish_all()
+    alone = [solo_run(p, 9, [], recurrent=False, unlucky=15) for p in prompts]
+    wrong = [i for i in range(12) if alone[i][-1] < 0]
+    assert 2 <= len(wrong) <= 10
+    assert [i for i in range(12) if engine.finish[i] == ERROR] == wrong
+    for i in range(12):
+        assert engine.text.get(i, []) == [token for token in alone[i] if token >= 0]

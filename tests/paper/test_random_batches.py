@@ -1,0 +1,157 @@
+"""Any schedule must give every request the text it would get alone: conversations by chance."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hypothesis import given, settings, strategies as st
+
+from nanovllm.kv.pages import PagePool
+from nanovllm.plan import CORRUPTED
+from nanovllm.wire import Abort, FinishReason, RefusalKind
+from tests.paper.engine import PAGE, PaperEngine, generate
+from tests.paper.gpu import POISON, VOCAB, solo_run
+
+NUM_ENGINES = 200 * settings().max_examples  # 20,000; --hypothesis-profile=quick: 1,000
+# Few stems and few token values, so that requests often share pages.
+stems = st.sampled_from([[1] * 5, [2] * 8, [1, 1, 2, 1, 1, 2, 1, 1]])
+tails = st.lists(st.integers(0, 2), min_size=1, max_size=7)
+poisoned = st.lists(st.sampled_from([0, 1, 2, POISON]), min_size=1, max_size=7)
+
+
+class Turn(NamedTuple):
+    """Some requests that come together, and what they have in common."""
+
+    prompt: list[int]  # what follows the text of the request continued, or is all
+    max_new: list[int]  # of each
+    stop_ids: list[int]
+    continues: int | None  # which turn's first request
+    pause: int  # steps until the next turn
+    priority: int
+    salt: str
+
+
+@st.composite
+def conversations(draw) -> list[Turn]:
+    turns = []
+    bad = draw(st.sampled_from([False, False, True]))
+    for i in range(draw(st.integers(1, 10))):
+        continues = draw(st.none() | st.integers(0, i - 1)) if i else None
+        tail = draw(poisoned if bad and draw(st.integers(0, 3)) == 0 else tails)
+        prompt = tail if continues is not None else draw(stems) + tail
+        max_new = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+        stops = draw(st.lists(st.integers(0, VOCAB - 1), max_size=6))
+        pause, priority = draw(st.integers(0, 6)), draw(st.integers(-1, 1))
+        salt = draw(st.sampled_from(["", "", "", "a"]))
+        turns.append(Turn(prompt, max_new, stops, continues, pause, priority, salt))
+    return turns
+
+
+@settings(max_examples=NUM_ENGINES, deadline=None)
+@given(
+    turns=conversations(),
+    num_pages=st.integers(8, 14),
+    num_slots=st.integers(1, 5),
+    budget=st.integers(1, 20),
+    mixed=st.integers(1, 20),
+    depth=st.integers(0, 2),
+    drafts=st.sampled_from([0, 1, 3]),
+    wrong_every=st.sampled_from([1, 3, 20]),
+    checkpoints=st.sampled_from([0, 1, 3]),
+    abort_every=st.sampled_from([0, 3]),
+    prefix=st.sampled_from([True, True, False]),
+    grammar_every=st.sampled_from([0, 0, 1, 2, 3]),
+    overtake=st.sampled_from([0, 1, 64]),
+    least_spared=st.sampled_from([1, 4, 1000]),
+    unlucky=st.sampled_from([0, 0, 15]),
+    glitches=st.sampled_from([[], []]) | st.lists(st.integers(1, 30), max_size=3),
+)
+def test_batching_never_changes_the_text(
+    turns, depth, drafts, checkpoints, abort_every, grammar_every, unlucky, glitches, **sizes
+) -> None:
+    recurrent = checkpoints > 0
+    glitched = frozenset(glitches)
+    engine = PaperEngine(
+        depth=depth,
+        drafts=drafts,
+        checkpoints=checkpoints,
+        unlucky=unlucky,
+        glitches=glitched,
+        **sizes,
+    )
+    expected: list[list[int]] = []
+    asked: list[tuple[list[int], int, list[int]]] = []
+    first_of: list[int] = []  # request of each turn
+    for turn in turns:
+        earlier: list[int] = []
+        if turn.continues is not None:
+            first = first_of[turn.continues]
+            earlier = asked[first][0] + [t for t in expected[first] if t >= 0]
+        first_of.append(len(asked))
+        for max_new in turn.max_new:
+            request_id, prompt = len(asked), earlier + turn.prompt
+            grammar = grammar_every > 0 and request_id % grammar_every == 0
+            asked.append((prompt, max_new, turn.stop_ids))
+            expected.append(
+                solo_run(*asked[-1], recurrent=recurrent, grammar=grammar, unlucky=unlucky)
+            )
+            told = *asked[-1], turn.priority, "toy" * grammar, turn.salt
+            engine.say(generate(request_id, *told, logprobs=request_id % 3 - 1))
+        for _ in range(turn.pause):
+            engine.step()
+        if abort_every and request_id % abort_every == 2:
+            engine.say(Abort(request_id - 1))
+    engine.finish_all()
+    for request_id, (text, (prompt, max_new, stop_ids)) in enumerate(
+        zip(expected, asked, strict=True)
+    ):
+        got, reason = engine.text.get(request_id, []), engine.finish.get(request_id)
+        if not engine.memory.fits(len(prompt) + max_new):
+            assert got == [] and engine.refused[request_id] == RefusalKind.TOO_LONG
+        elif reason == FinishReason.ABORT:
+            assert abort_every and request_id % abort_every == 1
+            assert got == text[: len(got)]  # cut short, never wrong
+        elif reason == FinishReason.ERROR:
+            assert got == text[: len(got)]
+            assert got == text[:-1] or may_have_read_nan(request_id, asked, expected, engine)
+        else:
+            assert got == text
+            by_stop = text[-1] in stop_ids
+            assert reason == (FinishReason.STOP if by_stop else FinishReason.LENGTH)
+            assert engine.stop_id[request_id] == (text[-1] if by_stop else -1)
+    pool = engine.memory.pool
+    assert pool.num_free == pool.num_pages, "a finished request still holds pages"
+
+
+def may_have_read_nan(
+    request_id: int,
+    asked: list[tuple[list[int], int, list[int]]],
+    expected: list[list[int]],
+    engine: PaperEngine,
+) -> bool:
+    """Whether somebody with the same first page went wrong: what is shared is read together."""
+    first = asked[request_id][0][:PAGE]
+    sharing = [i for i, (prompt, _, _) in enumerate(asked) if prompt[:PAGE] == first]
+    wrong = any(expected[i][-1] == CORRUPTED for i in sharing if i != request_id)
+    return wrong or any(known[:PAGE] == first for known in engine.gpu.struck)
+
+
+@given(st.lists(st.sampled_from(["take", "hold", "drop"]), max_size=60), st.data())
+def test_every_page_is_in_exactly_one_place(actions, data) -> None:
+    forgotten: list[int] = []
+    pool = PagePool(6, forgotten.append)
+    held: list[int] = []
+    for action in actions:
+        if action == "take":
+            held += pool.take(data.draw(st.integers(0, 3))) or []
+        elif held:
+            page = data.draw(st.sampled_from(held))
+            if action == "hold":
+                pool.hold(page)
+                held.append(page)
+            else:
+                pool.drop(page, keep=data.draw(st.booleans()))
+                held.remove(page)
+        pool.check()
+        assert pool.num_free == 6 - len(set(held))
+        assert 0 not in held

@@ -1,0 +1,79 @@
+"""Several ranks, as threads of one process, compute what one rank does."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.config import ConfigError
+from nanovllm.parallel.mesh import Mesh, Span
+from tests.models.steps import Steps, load
+from tests.models.test_parity import LENGTHS, SCHEDULES, our_logits, prompts
+from tests.models.tiny import make_tiny
+
+
+class Meeting:
+    """Where ranks meet to sum."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.brought: list[Tensor | None] = [None] * size
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadMesh(Mesh):
+    meeting: Meeting = field(default_factory=lambda: Meeting(1))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.meeting.brought[self.tp_rank] = x.clone()
+        self.meeting.barrier.wait()
+        total = sum(each for each in self.meeting.brought if each is not None)
+        self.meeting.barrier.wait()
+        assert isinstance(total, Tensor)
+        return total
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_ranks_together_compute_the_same_logits(family: str, tp: int, tmp_path: Path) -> None:
+    """With 2 key/value heads: at tp 4 and 8 each is kept by 2 and 4 ranks."""
+    overrides = dict(num_attention_heads=8, tie_word_embeddings=tp == 4)
+    make_tiny(tmp_path, family, **overrides)
+    expected = our_logits(Steps(tmp_path, load(tmp_path), prompts(), Mesh()), [LENGTHS])
+    meeting = Meeting(tp)
+
+    def run(rank: int) -> list[Tensor]:
+        mesh = ThreadMesh(rank, tp, None, meeting)
+        steps = Steps(tmp_path, models[rank], prompts(), mesh)
+        return our_logits(steps, SCHEDULES["one late"])
+
+    models = [load(tmp_path, ThreadMesh(rank, tp, None, meeting)) for rank in range(tp)]
+    with ThreadPoolExecutor(tp) as pool:
+        shares = list(pool.map(run, range(tp)))
+    for row, logits in enumerate(expected):
+        together = torch.cat([share[row] for share in shares], dim=1)
+        torch.testing.assert_close(together, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_keep_neighbouring_shares() -> None:
+    assert Mesh(2, 4).span("vocab_size", 200) == Span(200, 100, 50)
+    assert Mesh(2, 4).span("num_attention_heads", 8).of_width(16) == Span(128, 64, 32)
+    copies = [Mesh(rank, 4).span_or_copy("num_key_value_heads", 2) for rank in range(4)]
+    assert copies == [Span(2, 0, 1), Span(2, 0, 1), Span(2, 1, 1), Span(2, 1, 1)]
+
+
+def test_uneven_shares_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Mesh(0, 4).span("intermediate_size", 98)
+    said = "parallel.tp is 4; the model's intermediate_size 98 is not a multiple of it"
+    assert str(caught.value) == said
+    with pytest.raises(ConfigError) as caught:
+        Mesh(0, 4).span_or_copy("num_key_value_heads", 3)
+    said = "parallel.tp is 4; it is not a multiple of the model's num_key_value_heads 3"
+    assert str(caught.value) == said

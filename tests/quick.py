@@ -1,0 +1,43 @@
+"""The tests of `pytest -m quick`: of every package something, together less than a minute."""
+
+from __future__ import annotations
+
+QUICK = (
+    "attention/",
+    "bench/test_kv.py", "bench/test_record.py", "bench/test_report.py", "bench/test_workload.py",
+    "cli/test_bench.py",
+    "demo/test_soak.py",
+    "end_to_end/test_generate.py",
+    "engine/test_clock.py", "engine/test_pace.py", "engine/test_process.py",
+    "engine/test_progress.py",
+    "ipc/",
+    "kernels/test_sampling_reference.py",
+    "kv/",
+    "layers/",
+    "models/",
+    "paper/test_corruption.py", "paper/test_engine.py", "paper/test_sharing.py",
+    "parallel/",
+    "runner/test_corrupted.py", "runner/test_pieces.py", "runner/test_room.py",
+    "sampling/",
+    "sched/",
+    "server/parsers/test_families.py",
+    "server/structured/test_tag.py",
+    "server/test_chat.py", "server/test_detokenize.py", "server/test_metrics.py",
+    "server/test_protocol.py", "server/test_served.py", "server/test_small_routes.py",
+    "server/test_template.py", "server/test_tool_choice.py", "server/test_unsupported.py",
+    "spec/",
+    "test_config_model.py", "test_config_names.py", "test_config_schedule.py", "test_log.py",
+    "test_named_by_tests.py", "test_quick.py", "test_shape_of_code.py", "test_shapes.py",
+)  # fmt: skip
+SLOW = {  # tests of these files that take seconds
+    "test_a_sweep_starts_its_server_once",
+    "test_compiled_references_mean_the_same_for_any_number_of_tokens",
+    "test_ready_until_the_engine_is_gone_or_the_server_ends",
+    "test_the_backend_does_not_import_the_language_of_its_kernel",
+}
+
+
+def is_quick(name: str, test: str = "") -> bool:
+    """Whether a path below tests/ is one of these files, or in one of these folders."""
+    listed = any(name == one or (one.endswith("/") and name.startswith(one)) for one in QUICK)
+    return listed and test not in SLOW

@@ -1,0 +1,94 @@
+"""Plans written by hand: a runner driven without a scheduler."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from nanovllm.plan import Admit, Chunk, Masks, StepPlan, StepResult
+from nanovllm.runner.runner import Runner
+from nanovllm.wire import Sampling
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def admit(
+    slot: int,
+    prompt: Sequence[int],
+    pages: list[int],
+    num_cached: int = 0,
+    sampling: Sampling = GREEDY,
+) -> Admit:
+    known = array("i", prompt).tobytes()
+    return Admit(slot, known, len(prompt), num_cached, pages, sampling, stop_ids=[])
+
+
+class Plans:
+    """Numbers the steps, and tells each row's new token by its slot."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.num_steps = 0
+        self.result: StepResult | None = None  # of the newest step
+        self.lines: dict[int, list[int]] = {}  # of the newest step: each slot's tokens
+
+    def step(
+        self,
+        admits: Sequence[Admit] = (),
+        decodes: Sequence[int] = (),
+        chunks: Mapping[int, int] = {},
+        *,
+        partial: Sequence[int] = (),
+        masks: Mapping[int, Masks] = {},
+        clean: Sequence[int] = (),
+        copies: Sequence[tuple[int, int]] = (),
+        drafts: Sequence[int] = (),
+    ) -> dict[int, int]:
+        """`chunks`: tokens to feed by slot; those in `partial` do not sample.
+
+        `masks` by slot, of which a decode row has one a token; `drafts` by decode row.
+        """
+        self.num_steps += 1
+        sampling = [*decodes, *(slot for slot in chunks if slot not in partial)]
+        plan = StepPlan(
+            step=self.num_steps,
+            admits=list(admits),
+            grants=[],
+            num_decodes=len(decodes),
+            decodes=np.array(decodes, np.int32).tobytes(),
+            chunks=[Chunk(slot, count, slot not in partial) for slot, count in chunks.items()],
+            max_length=self.runner.slots.max_tokens,
+            masked=[row for row, slot in enumerate(sampling) if slot in masks],
+            clean=list(clean),
+            copies=list(copies),
+            drafts=np.array(drafts, np.int32).tobytes(),
+        )
+        handle = self.runner.launch(plan)
+        if plan.masked:
+            found = [np.atleast_2d(masks[slot]) for slot in sampling if slot in masks]
+            handle.sample(np.concatenate(found))
+        self.result = handle.wait()
+        lines = [[t for t in line if t != -1] for line in self.result.tokens.tolist()]
+        self.lines = dict(zip(sampling, lines, strict=True))
+        return {slot: line[0] for slot, line in self.lines.items()}
+
+    def text(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        pages: list[int],
+        count: int,
+        *,
+        num_cached: int = 0,
+        clean: Sequence[int] = (),
+        copies: Sequence[tuple[int, int]] = (),
+    ) -> list[int]:
+        """`count` greedy tokens of one request alone."""
+        first = admit(slot, prompt, pages, num_cached)
+        feed = {slot: len(prompt) - num_cached}
+        tokens = [self.step([first], (), feed, clean=clean, copies=copies)[slot]]
+        while len(tokens) < count:
+            tokens.append(self.step((), [slot])[slot])
+        return tokens

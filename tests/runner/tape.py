@@ -1,0 +1,57 @@
+"""A CUDA graph's stand-in: records the operations of a capture, and does them again on replay.
+
+What they read is read anew and what they make lies where it lay at the capture, as on a device;
+what Python decided or read in between is forgotten.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nanovllm.runner.runner import Runner
+
+
+class Tape(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+        self.replays = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        self.operations.append((function, args, kwargs or {}, made))
+        return made
+
+    def capture_begin(self, pool: object) -> None:
+        self.__enter__()
+
+    def capture_end(self) -> None:
+        self.__exit__(None, None, None)
+
+    def pool(self) -> None:
+        return None
+
+    def replay(self) -> None:
+        self.replays += 1
+        for function, args, kwargs, made in self.operations:
+            again = function(*args, **kwargs)
+            given = {memory(leaf) for leaf in tree_leaves((args, kwargs))}
+            for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
+                if memory(old) not in given:  # neither a view nor in place
+                    old.copy_(new)
+
+
+def memory(leaf: object) -> int:
+    return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) else 0
+
+
+@torch.inference_mode()
+def capture_on_tapes(runner: Runner, sizes: list[int]) -> None:
+    """Steps with prompt chunks of up to so many tokens."""
+    runner.piecewise.new_graph = Tape
+    runner.piecewise.capture(sizes)

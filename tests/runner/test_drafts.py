@@ -1,0 +1,116 @@
+"""Rows of 1 + d tokens through the runner, by hand: drafts never change what is drawn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.runner.batch import BatchPrep
+from nanovllm.runner.runner import Runner
+from nanovllm.runner.slots import Slots
+from nanovllm.sampling.sampler import Sampler
+from nanovllm.wire import Sampling
+from tests.runner.plans import Plans, admit
+from tests.whole_engine import small_demo
+
+SLOTS, DRAFTS, COUNT = 4, 3, 24
+PROMPTS = [[5, 9, 5, 9, 5], [7] * 11, [3, 1, 4, 1, 5, 9, 2, 6], [100, 200, 300]]
+WISHES = {
+    "greedy": Sampling(temperature=0.0),
+    "seeded": Sampling(temperature=1.0, seed=5),
+    "penalties": Sampling(
+        temperature=0.8, seed=6, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7
+    ),
+    "truncated": Sampling(temperature=1.3, seed=7, top_k=20, top_p=0.9, min_p=0.01),
+    "biased": Sampling(temperature=1.0, seed=8, logit_bias={7: 5.0, 9: -5.0}),
+    "bad words": Sampling(temperature=1.0, seed=9, bad_words=[[5, 9], [7]]),
+    "logprobs": Sampling(temperature=1.0, seed=10, logprobs=3),
+}
+
+
+class Oracle:
+    """Implements spec.base.Drafter: knows the texts, and errs at every `wrong`-th position."""
+
+    num_drafts = DRAFTS
+    accept = None
+
+    def __init__(self, wrong: int) -> None:
+        self.wrong = wrong
+        self.texts: dict[int, list[int]] = {}
+
+    def propose(self, slots_R: Tensor, lengths_N: Tensor, tokens_NL: Tensor) -> Tensor:
+        drafts = []
+        for slot in slots_R.tolist():
+            at = int(lengths_N[slot]) + 1
+            text = self.texts.get(slot, [])
+            guess = [
+                (text[i] if i < len(text) else 0) + (i % self.wrong == 0)
+                for i in range(at, at + DRAFTS)
+            ]
+            if slot in self.texts:
+                tokens_NL[slot, at : at + DRAFTS] = torch.tensor(guess, dtype=torch.int32)
+            drafts.append([DRAFTS, *guess])
+        return torch.tensor(drafts, dtype=torch.int32)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    """With room for drafts; each test brings its own drafter."""
+    runner = small_demo(SLOTS).runner
+    slots = Slots(SLOTS, runner.slots.max_tokens, 8, runner.device, DRAFTS)
+    sampler = Sampler(
+        num_slots=SLOTS,
+        vocab_size=runner.sampler.vocab_size,
+        device=runner.device,
+        tokens_NL=slots.tokens_NL,
+        prompt_lengths_N=slots.prompt_lengths_N,
+        kernel="torch",
+    )
+    prep, caches = BatchPrep(slots, "torch"), runner.caches
+    return Runner(
+        runner.model, slots, prep, sampler, caches, runner.backend, runner.device, Oracle(1)
+    )
+
+
+def pages_of(slot: int) -> list[int]:
+    return list(range(1 + 10 * slot, 11 + 10 * slot))
+
+
+def alone(runner: Runner, slot: int, sampling: Sampling) -> list[int]:
+    plans = Plans(runner)
+    first = admit(slot, PROMPTS[slot], pages_of(slot), sampling=sampling)
+    tokens = [plans.step([first], (), {slot: len(PROMPTS[slot])})[slot]]
+    while len(tokens) < COUNT:
+        tokens.append(plans.step((), [slot])[slot])
+    return tokens
+
+
+@pytest.mark.parametrize("wrong", [1, 2, 3, 1000])
+@pytest.mark.parametrize("wish", WISHES)
+def test_ragged_drafts_never_change_what_is_drawn(
+    runner: Runner, wish: str, wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [alone(runner, slot, WISHES[wish]) for slot in range(SLOTS)]
+    oracle = Oracle(wrong)
+    monkeypatch.setattr(runner, "drafter", oracle)
+    oracle.texts = {s: PROMPTS[s] + texts[s] for s in range(SLOTS)}
+    plans = Plans(runner)
+    rng = np.random.default_rng(wrong)
+    found: list[list[int]] = [[] for _ in range(SLOTS)]
+    lengths = [[] for _ in range(SLOTS)]
+    while min(map(len, found)) < COUNT - 1 - DRAFTS:
+        going = [s for s in range(SLOTS) if len(found[s]) < COUNT - 1 - DRAFTS]
+        begun = [s for s in going if found[s]]
+        new = [s for s in going if not found[s]][:1]  # one more in each step, beside decode rows
+        admits = [admit(s, PROMPTS[s], pages_of(s), sampling=WISHES[wish]) for s in new]
+        drafts = rng.integers(0, 1 + DRAFTS, len(begun))
+        plans.step(admits, begun, {s: len(PROMPTS[s]) for s in new}, drafts=drafts)
+        for slot, line in plans.lines.items():
+            found[slot] += line
+            lengths[slot].append(len(line))
+    for slot in range(SLOTS):
+        assert found[slot] == texts[slot][: len(found[slot])]
+    longest = max(map(max, lengths))
+    assert longest == {1: 1, 2: 2, 3: 3, 1000: 1 + DRAFTS}[wrong]

@@ -1,0 +1,44 @@
+"""Each layer owns the cache that the layout declares for it, and another once there are others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nanovllm.kv.layout import CacheLayout, PagedGroup
+from nanovllm.runner.caches import make_caches
+from nanovllm.runner.runner import Runner
+from tests.models.steps import CPU, load
+from tests.models.tiny import make_tiny
+from tests.whole_engine import small_demo
+
+
+def test_layers_own_what_the_layout_declares_for_them(tmp_path: Path) -> None:
+    """Not what is at their place in a list of all caches: groups come in any order, with gaps."""
+    make_tiny(tmp_path, "qwen3", num_hidden_layers=4)
+    model = load(tmp_path)
+    layout = CacheLayout((PagedGroup((3, 0), 2, 8, 8, 4), PagedGroup((2,), 1, 4, 4, 4)))
+    found = make_caches(layout, 5, 2, torch.float32, CPU)
+    model.bind_caches(found.by_layer)
+    attends = [block.attn.attend for block in model.layers]
+    sizes = {at: tuple(attends[at].cache.k_PSGA.shape[2:]) for at in (0, 2, 3)}
+    assert sizes == {0: (2, 8), 2: (1, 4), 3: (2, 8)}
+    assert not hasattr(attends[1], "cache")
+    keys = found.tensors[0]
+    assert attends[3].cache.k_PSGA.data_ptr() == keys[0].data_ptr()
+    assert attends[0].cache.k_PSGA.data_ptr() == keys[1].data_ptr()
+
+
+def test_a_runner_with_other_caches_binds_the_model_to_them() -> None:
+    """A first one measures with a page, the next one has as many as fit."""
+    built = small_demo(4)
+    first, layers = built.runner, built.runner.model.layers
+    _, _, page_tokens, num_heads, size = first.caches.tensors[0].shape
+    group = PagedGroup(tuple(range(len(layers))), num_heads, size, size, 4)
+    other = make_caches(CacheLayout((group,)), 1, page_tokens, torch.float32, CPU)
+    assert all(len(block.attn.attend.cache.k_PSGA) == 101 for block in layers)
+    Runner(first.model, first.slots, first.prep, first.sampler, other, first.backend, CPU)
+    for layer, block in enumerate(layers):
+        assert block.attn.attend.cache is other.by_layer[layer]
+        assert len(block.attn.attend.cache.k_PSGA) == 2

@@ -1,0 +1,152 @@
+"""Which kernels a first start compiles beside the loading of weights, and that it does."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+from nanovllm_kernels import compile_cache
+from nanovllm_kernels.flash_prefill import compile_causal
+from nanovllm_kernels.gated_linear import compile_gated
+from nanovllm_kernels.paged_decode_cute import compile_decode
+from nanovllm_kernels.skinny_linear import compile_product
+
+from nanovllm.config import load_config
+from nanovllm.runner import precompile
+from nanovllm.runner.precompile import compiled_beside, jobs_of
+from nanovllm.runner.resolved import Resolved, resolved
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flash-attn-4's imports
+RECIPES = Path(__file__).parents[2] / "recipes"
+IN_CUTE = {"attention": "flash", "decode": "cute", "gated_linear": "cute", "skinny_linear": "cute"}
+
+
+START = """
+import sys
+from nanovllm.config import load_config
+from nanovllm.runner.build import build
+from nanovllm.runner.precompile import products_of
+
+products_of(build(load_config(None, flags={"device": "cpu"})).runner.model)
+print({"torch._dynamo", "torch._inductor", "quack", "flash_attn"} & {*sys.modules})
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(compile_cache.CachedCompile, "folder", None)
+    compile_cache.use_folder(tmp_path)
+    return tmp_path
+
+
+def on_a_gpu(name: str, **kernels: str) -> Resolved:
+    """What a Hopper GPU makes of the recipe."""
+    changes = ["cache.page_tokens=128", "load.format=dummy"]
+    found = resolved(load_config(str(RECIPES / f"{name}.yaml"), changes))
+    chosen = replace(found.recipe.kernels, **kernels)
+    recipe = replace(found.recipe, dtype="bfloat16", kernels=chosen)
+    return dataclasses.replace(found, recipe=recipe)
+
+
+def jobs_for(found: Resolved) -> list[compile_cache.Job]:
+    return jobs_of(found, found.empty_model(torch.device("meta")))
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "products"),
+    [
+        (
+            "qwen3-0.6b",
+            2,
+            [
+                (32, 4, False, 1, False, False, True),
+                (64, 2, False, 1, True, False, False),
+                (96, 2, False, 1, True, True, False),
+                (128, 1, False, 1, False, False, False),
+            ],
+        ),
+        (
+            "qwen3-8b",
+            4,
+            [
+                (64, 2, True, 1, False, False, True),
+                (64, 2, True, 2, False, False, True),
+                (96, 1, False, 1, True, True, False),
+                (96, 2, False, 1, True, False, False),
+                (96, 2, True, 2, True, False, False),
+                (128, 1, False, 1, False, False, False),
+                (192, 1, True, 2, True, True, False),
+            ],
+        ),
+    ],
+)
+def test_the_kernels_of_a_recipe(
+    name, group, products, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.layers.ops.obstacle", lambda device: None)
+    expected = [
+        compile_causal.job(group, 128, 128, "bfloat16"),
+        compile_decode.job(group, 128, 128, 0),
+        compile_gated.job("bfloat16", True),
+        *[compile_product.job(*kind) for kind in products],
+    ]
+    assert jobs_for(on_a_gpu(name, **IN_CUTE)) == expected
+    assert len({job.path for job in expected}) == len(expected)
+
+
+def test_what_is_not_written_in_cute_is_not_compiled(folder: Path) -> None:
+    assert jobs_for(on_a_gpu("qwen3-0.6b")) == []
+    assert [job.function for job in jobs_for(on_a_gpu("qwen3-0.6b", decode="cute"))] == [
+        "nanovllm_kernels.paged_decode_cute:compile_decode"
+    ]
+
+
+def test_a_start_imports_no_compiler() -> None:
+    done = subprocess.run([sys.executable, "-c", START], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_they_are_on_disk_when_the_weights_are_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(precompile, "LEAST_CORES", 1)
+    jobs = [compile_decode.job(2, 64, 16, 0), compile_gated.job("float16", True)]
+    wrong = compile_decode.job(2, 64, 17, 0)  # pages are 16 tokens at least, and a power of two
+    with caplog.at_level("INFO"), compiled_beside([*jobs, wrong]):
+        assert not any(job.path.exists() for job in jobs)
+    assert [job.path.exists() for job in (*jobs, wrong)] == [True, True, False]
+    assert "compiling meanwhile: 3 kernels" in caplog.text
+    assert "1 of 3 did not compile" in caplog.text
+    assert [*folder.rglob("*.o")] and {path.suffix for path in folder.rglob("*.*")} == {".o"}
+
+    def started(job: compile_cache.Job) -> None:
+        raise AssertionError(f"{job} is on disk")
+
+    monkeypatch.setattr(precompile, "start", started)
+    with compiled_beside(jobs):
+        pass
+
+
+def test_few_cores_compile_where_a_kernel_is_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precompile, "LEAST_CORES", 1 << 20)
+    monkeypatch.setattr(precompile, "start", lambda job: pytest.fail(f"started {job}"))
+    with compiled_beside([compile_decode.job(2, 64, 16, 0), compile_decode.job(4, 64, 16, 0)]):
+        pass
+
+
+def test_an_error_meanwhile_stops_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompile, "LEAST_CORES", 1)
+    started, start = [], precompile.start
+    monkeypatch.setattr(precompile, "start", lambda job: started.append(start(job)) or started[-1])
+    jobs = [compile_decode.job(n, 128, 64, 0) for n in (2, 4)]
+    with pytest.raises(ValueError, match="no such weight"), compiled_beside(jobs):
+        raise ValueError("no such weight")
+    assert [process.wait(10) for process in started] == [-9, -9]
+    assert not any(job.path.exists() for job in jobs)

@@ -1,0 +1,19 @@
+"""Values nested very deeply: written as asked, or refused, and never a crash."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from nanovllm.server.errors import ApiError
+from tests.server.structured.test_tag import OVER, allows, matcher
+
+
+def test_nested_too_deeply() -> None:
+    for depth in (30, 300):
+        deep = json.loads("[" * depth + "]" * depth)
+        assert allows(json.dumps(deep), turn=OVER, structured_outputs={"json": {"const": deep}})
+    text = "[" * 100_000 + "]" * 100_000
+    with pytest.raises(ApiError, match="must be JSON"):
+        matcher(structured_outputs={"json": text})

@@ -1,0 +1,53 @@
+"""Tools whose schemas are refused, or name not all of their parameters, family by family."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from nanovllm.server.errors import ApiError
+from nanovllm.server.orders import with_grammar
+from nanovllm.server.template import Prompt
+from tests.server.structured.test_tag import (
+    ADD,
+    FAMILIES,
+    OVER,
+    allows,
+    families,
+    request,
+    served,
+    tool,
+)
+
+
+@families
+@pytest.mark.parametrize("choice", ["auto", "required", "named"])
+def test_the_same_tools_are_refused_whatever_the_choice(family, choice) -> None:
+    named = {"type": "function", "function": {"name": "add"}}
+    fields = {"tool_choice": named if choice == "named" else choice}
+    bad = {"type": "object", "properties": {"a": {"type": "integer", "minimum": "1"}}}
+    for schema, message in ((bad, "no number as 'minimum'"), ({"type": "string"}, "an object's")):
+        asked = request(tools=[tool("add", schema, strict=None)], **fields)
+        with pytest.raises(ApiError, match=rf"tools\[0\].function.parameters: .*{message}"):
+            with_grammar(asked, Prompt([1]), served(family))
+    good = request(tools=[tool("add", ADD, strict=None)], **fields)
+    made = with_grammar(good, Prompt([1]), served(family))
+    assert bool(made.grammar) == (choice != "auto")
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "minimax_m2"])
+def test_parameters_in_xml_that_nobody_names(family) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "s": {"type": "string", "pattern": "^[ab]+$"}},
+        "additionalProperties": {"type": "integer"},
+    }
+    fields = {"tools": [tool("f", schema)], "tool_choice": "required"}
+
+    def may(**given) -> bool:
+        text = FAMILIES[family](("f", json.dumps(given)))
+        return allows(text, family=family, turn=OVER, **fields)
+
+    assert may() and may(a=1) and may(a=1, s="ab", b=2, aa=3)
+    assert not may(a=1, b="x") and not may(b=1, a=1) and not may(s="abc")

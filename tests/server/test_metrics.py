@@ -1,0 +1,145 @@
+"""The metrics page is valid, complete and cheap."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from nanovllm.bench.report import by_label, samples_of
+from nanovllm.server.metrics import Histogram, Metrics, render
+from nanovllm.wire import Stats
+
+STATS = Stats(
+    num_running=3,
+    num_waiting=4,
+    waiting_by_reason={"capacity": 3, "shared_prompt": 1},
+    num_compiling=2,
+    kv_usage=0.5,
+    num_preemptions=2,
+    prompt_tokens=100,
+    cached_tokens=60,
+    steps_by_tokens=[30, 15, 4] + [0] * 10 + [1],
+    step_tokens=300,
+    generated_tokens=70,
+    num_steps=50,
+    host_bubble_s=0.25,
+    host_s={"plan": 0.5},
+    host_step_p50_s=0.001,
+    steps_by_mode={"FULL/decode": 40, "NONE/mixed": 10},
+    padded_tokens=8,
+    num_matchers=5,
+    grammar_cache_bytes=7000,
+)
+LINE = re.compile(
+    r"(?:process_[a-z_]+|[a-z]+:[a-z0-9_]+\{(\w+=\"(?:[^\"\\]|\\.)*\",?)+\}) -?[0-9.e+-]+(inf)?"
+)
+
+
+SIZES = {"page_tokens": 16, "num_pages": 1000}
+
+
+def page(metrics: Metrics, model: str = "demo", stats: Stats = STATS) -> str:
+    return render(metrics, stats, model=model, **SIZES, num_open=9, num_tasks=11).decode()
+
+
+def test_the_engines_numbers_are_there_under_common_names() -> None:
+    text = page(Metrics())
+    labels = 'model_name="demo",engine="0"'
+    for line in (
+        f"vllm:num_requests_running{{{labels}}} 3",
+        f"vllm:num_requests_waiting{{{labels}}} 6",
+        f'vllm:num_requests_waiting_by_reason{{{labels},reason="capacity"}} 3',
+        f'vllm:num_requests_waiting_by_reason{{{labels},reason="deferred"}} 3',
+        f'vllm:prompt_tokens_by_source_total{{{labels},source="local_compute"}} 40',
+        f'vllm:prompt_tokens_by_source_total{{{labels},source="local_cache_hit"}} 60',
+        f'vllm:iteration_tokens_total_bucket{{{labels},le="8"}} 45',
+        f'vllm:iteration_tokens_total_bucket{{{labels},le="+Inf"}} 50',
+        f"vllm:iteration_tokens_total_sum{{{labels}}} 300",
+        f"vllm:iteration_tokens_total_count{{{labels}}} 50",
+        f"vllm:kv_cache_usage_perc{{{labels}}} 0.5",
+        f'vllm:cache_config_info{{{labels},block_size="16",num_gpu_blocks="1000"}} 1',
+        f"vllm:num_preemptions_total{{{labels}}} 2",
+        f"vllm:prefix_cache_queries_total{{{labels}}} 100",
+        f"vllm:prefix_cache_hits_total{{{labels}}} 60",
+        f"vllm:generation_tokens_total{{{labels}}} 70",
+        f'nanovllm:graph_steps_total{{{labels},mode="FULL",phase="decode"}} 40',
+        f'nanovllm:host_seconds_total{{{labels},part="plan"}} 0.5',
+        f"nanovllm:host_step_p50_seconds{{{labels}}} 0.001",
+        f"nanovllm:host_bubble_seconds_total{{{labels}}} 0.25",
+        f"nanovllm:graph_padded_tokens_total{{{labels}}} 8",
+        f"nanovllm:grammar_matchers{{{labels}}} 5",
+        f"nanovllm:grammar_cache_bytes{{{labels}}} 7000",
+        f"nanovllm:open_choices{{{labels}}} 9",
+        f"nanovllm:asyncio_tasks{{{labels}}} 11",
+    ):
+        assert line in text.splitlines()
+
+
+def test_drafts_are_told_of_where_the_recipe_speculates() -> None:
+    assert "spec_decode" not in page(Metrics())
+    drafted = replace(
+        STATS, num_drafts=9, draft_tokens=25, accepted_tokens=12, accepted_by_position=[8, 4, 0]
+    )
+    found = samples_of(page(Metrics(), stats=drafted))
+    total = "vllm:spec_decode_num_{}_total"
+    assert by_label(found, total.format("drafts"), "model_name", "engine") == {"demo/0": 9}
+    assert by_label(found, total.format("draft_tokens")) == {"": 25}
+    assert by_label(found, total.format("accepted_tokens")) == {"": 12}
+    each = by_label(found, total.format("accepted_tokens_per_pos"), "position")
+    assert each == {"0": 8, "1": 4, "2": 0}
+    nothing_yet = page(Metrics(), stats=replace(STATS, accepted_by_position=[0]))
+    assert by_label(samples_of(nothing_yet), total.format("drafts")) == {"": 0}
+
+
+def test_every_line_is_a_sample_or_a_type_said_once() -> None:
+    metrics = Metrics()
+    metrics.finished["stop"] += 1
+    metrics.rejected["queue_full"] += 2
+    stats = replace(STATS, accepted_by_position=[3, 0])
+    text = page(metrics, model='a "b"\\c\nd', stats=stats)
+    assert r'model_name="a \"b\"\\c\nd"' in text
+    said = [line.split(" ", 3) for line in text.splitlines() if line.startswith("#")]
+    assert [word for _, word, *_ in said] == ["HELP", "TYPE"] * (len(said) // 2)
+    helped = [name for _, word, name, text in said if word == "HELP" and text.endswith(".")]
+    typed = [name for _, word, name, _ in said if word == "TYPE"]
+    assert helped == typed and len(typed) == len(set(typed)) > 20
+    for line in text.splitlines():
+        assert line.startswith("#") or LINE.fullmatch(line), line
+
+
+def test_the_process_is_described_as_by_other_exporters() -> None:
+    facts = dict(line.rsplit(" ", 1) for line in page(Metrics()).splitlines())
+    assert 1e6 < float(facts["process_resident_memory_bytes"]) < 1e11
+    assert 0 < time.time() - float(facts["process_start_time_seconds"]) < 86400
+    before = float(facts["process_open_fds"])
+    with Path("/dev/null").open(), Path("/dev/null").open():
+        opened = dict(line.rsplit(" ", 1) for line in page(Metrics()).splitlines())
+    assert float(opened["process_open_fds"]) == before + 2
+
+
+def test_histograms_are_cumulative_and_bounds_inclusive() -> None:
+    metrics = Metrics()
+    name = "vllm:time_to_first_token_seconds"
+    metrics.time_to_first_token_s = Histogram(name, (0.1, 1.0))
+    for value in (0.05, 0.1, 0.5, 3.0):
+        metrics.time_to_first_token_s.observe(value)
+    got = dict(line.rsplit(" ", 1) for line in page(metrics).splitlines() if name in line)
+    labels = 'model_name="demo",engine="0"'
+    assert got[f'{name}_bucket{{{labels},le="0.1"}}'] == "2"
+    assert got[f'{name}_bucket{{{labels},le="1.0"}}'] == "3"
+    assert got[f'{name}_bucket{{{labels},le="+Inf"}}'] == "4"
+    assert got[f"{name}_count{{{labels}}}"] == "4"
+    assert float(got[f"{name}_sum{{{labels}}}"]) == 0.05 + 0.1 + 0.5 + 3.0
+
+
+def test_a_page_takes_less_than_a_millisecond() -> None:
+    metrics = Metrics()
+    best = float("inf")
+    for _ in range(10):
+        begin = time.perf_counter()
+        page(metrics)
+        best = min(best, time.perf_counter() - begin)
+    assert best < 1e-3

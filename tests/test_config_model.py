@@ -1,0 +1,49 @@
+"""Where a recipe's model is found: a folder, the hub's local cache, nowhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanovllm.config import DEMO, ConfigError, load_config
+
+
+def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path) -> None:
+    cached = tmp_path / "hub" / "models--someone--demo"
+    shutil.copytree(DEMO, cached / "snapshots" / "abc")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    code = (
+        "from nanovllm.config import load_config\n"
+        "config = load_config(None, ['model=someone/demo'])\n"
+        "print(config.model_dir, config.served_name)"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert run.stdout.split() == [str(cached / "snapshots" / "abc"), "demo"], run.stderr
+
+
+def test_a_folder_is_itself() -> None:
+    config = load_config(None, [f"model={DEMO}"])
+    assert config.model_dir == str(DEMO)
+    assert config.tokenizer_dir == str(DEMO)
+
+
+def test_dummy_weights_need_only_the_recipe_s_config() -> None:
+    recipes = Path(__file__).parents[1] / "recipes"
+    config = load_config(str(recipes / "qwen3-0.6b.yaml"), ["load.format=dummy"])
+    assert config.config_path == str(recipes / "configs" / "Qwen3-0.6B.json")
+    assert config.tokenizer_dir == str(DEMO)
+
+
+@pytest.mark.parametrize("model", ["./nowhere", "no one/nothing", "nowhere"])
+def test_a_model_that_is_nowhere_is_named(model: str) -> None:
+    with pytest.raises(ConfigError, match=f"model '{model}' is neither"):
+        load_config(None, [f"model={model}"])

@@ -1,0 +1,230 @@
+"""What RECIPE may be, and that every mistake in it, or in a key, is one line that helps."""
+
+from __future__ import annotations
+
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings, strategies as st
+
+from nanovllm import launch, recipes
+from nanovllm.bench.record import hide_secrets
+from nanovllm.config import (
+    DEMO,
+    Config,
+    ConfigError,
+    load_config,
+    read_recipe,
+    without_api_key,
+)
+from nanovllm.server.parsers import PARSERS, parser_of
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = "demo, paper, qwen3-0.6b, qwen3-8b, r1-distill-llama-70b, r1-distill-llama-8b"
+
+
+def refused(named: str | None, *overrides: str, **flags: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(named, overrides, flags)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+# -- RECIPE ------------------------------------------------------------------------------------
+
+
+def test_a_shipped_recipe_has_a_name() -> None:
+    by_name, by_path = (
+        load_config(named, ["load.format=dummy"])
+        for named in ("qwen3-8b", str(ROOT / "recipes" / "qwen3-8b.yaml"))
+    )
+    assert by_name == by_path
+    assert by_name.recipe.model == "Qwen/Qwen3-8B"
+    assert by_name.recipe.schedule.step_tokens == 8448
+    assert by_name.config_path.endswith("configs/Qwen3-8B.json")
+    assert ", ".join(recipes.shipped()) == SHIPPED
+
+
+def test_a_model_s_folder_is_a_recipe(tmp_path: Path) -> None:
+    copy = tmp_path / "my-model"
+    shutil.copytree(DEMO, copy)
+    config = load_config(str(copy), ["schedule.slots=3"])
+    assert (config.model_dir, config.served_name) == (str(copy), "my-model")
+    assert (config.source, config.recipe.schedule.slots) == (str(copy), 3)
+    assert parser_of(config) == "qwen3"  # by config.json
+    (copy / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert parser_of(config) == "plain"
+
+
+def test_the_current_folder_has_a_name(tmp_path: Path, monkeypatch) -> None:
+    shutil.copytree(DEMO, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    assert load_config(".").served_name == "here"
+
+
+def test_a_hub_id_is_a_recipe(monkeypatch) -> None:
+    asked = []
+
+    def folder_of(model: str, *, download: bool) -> Path:
+        asked.append((model, download))
+        return DEMO
+
+    monkeypatch.setattr(recipes, "folder_of", folder_of)
+    config = load_config("someone/Some-Model")
+    assert (config.recipe.model, config.served_name) == ("someone/Some-Model", "Some-Model")
+    assert asked == [("someone/Some-Model", True)]
+
+
+def test_what_lies_here_wins_over_what_is_shipped(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_recipe("paper").recipe.engine == "paper"
+    (tmp_path / "paper").mkdir()  # without a config.json it is no model
+    assert read_recipe("paper").recipe.engine == "paper"
+    shutil.copytree(DEMO, tmp_path / "paper", dirs_exist_ok=True)
+    assert read_recipe("paper").recipe.model == "paper"
+    assert load_config("paper").model_dir == "paper"
+
+
+def test_what_is_none_of_these_is_told_what_there_is(tmp_path: Path) -> None:
+    said = f"no model's folder, no hub id (owner/name) and no shipped recipe ({SHIPPED})"
+    assert refused("xyz") == f"'xyz' is no recipe file, {said}"
+    assert refused("qwen3").endswith("; did you mean qwen3-8b?")
+    assert refused("a/b/c").startswith("'a/b/c' is no recipe file")
+    assert refused("") == f"'' is no recipe file, {said}"
+    missing = str(tmp_path / "x.yaml")
+    assert refused(missing) == f"cannot read recipe {missing}: No such file or directory"
+    assert refused(str(tmp_path)) == (
+        f"{tmp_path} is a folder without a config.json, so no model to serve"
+    )
+
+
+def test_the_wheel_ships_recipes_and_every_package() -> None:
+    """`pip wheel .` copies what pyproject.toml lists, and nothing else."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    places = setuptools["package-dir"]
+    found = {"nanovllm.shipped"}
+    for top in ("nanovllm", "nanovllm_kernels"):
+        folder = ROOT / places[top]
+        for path in folder.rglob("__init__.py"):
+            found.add(".".join((top, *path.parent.relative_to(folder).parts)))
+    assert set(setuptools["packages"]) == found
+    shipped = ROOT / places["nanovllm.shipped"]
+    copied = {
+        p for glob in setuptools["package-data"]["nanovllm.shipped"] for p in shipped.glob(glob)
+    }
+    assert copied == {*shipped.glob("*.yaml"), *(shipped / "configs").iterdir()}
+    for path in recipes.shipped().values():
+        assert path in copied
+        config = load_config(path.stem, ["load.format=dummy"])
+        assert Path(config.config_path).parent in (DEMO, shipped / "configs")
+
+
+# -- keys and values ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("cache.pages=[1", "--set cache.pages: the value is not YAML: line 1: expected ',' or "
+         "']', but got '<stream end>'"),
+        ("cache.pages", "--set cache.pages: write section.key=value"),
+        ("cache.pages=half", "cache.pages is 'half'; it must be a whole number or auto"),
+        ("cache.pages=1", "cache.pages is 1; it must be between 2 and 1073741824"),
+        ("cache.prefix=3", "cache.prefix is 3; it must be true or false"),
+        ("cache.cpu_gib=.nan", "cache.cpu_gib is nan; it must be between 0.001 and 4096"),
+        ("cache=3", "cache is a section; write cache.<key>"),
+        ("model.x=3", "model is {'x': 3}; it must be text"),
+        ("device=gpu", "device is 'gpu'; it must be auto, cuda or cpu"),
+        ("load.format=gguf", "load.format is 'gguf'; it must be auto, safetensors or dummy"),
+        ("server.api_key=12345", "server.api_key must be text"),
+        ("server.api_key=[12345", "--set server.api_key: the value is not YAML: line 1: expected "
+         "',' or ']', but got '<stream end>'"),
+        ("server.port=70000", "server.port is 70000; it must be between 0 and 65535"),
+        ("server.log_format=xml", "server.log_format is 'xml'; it must be text or json"),
+        ("cache.page_token=4", "unknown key cache.page_token; did you mean cache.page_tokens?"),
+        ("page_tokens=4", "unknown key page_tokens; did you mean cache.page_tokens?"),
+        ("load.zzz=1", "unknown key load.zzz; load has format, seed"),
+        ("zzz=1", "unknown key zzz; a recipe has model, engine, config, device, dtype, "
+         "cpu_threads, load, parallel, cache, schedule, kernels, server, "
+         "structured_outputs, paper, speculate"),
+        ("load={seed: 1, seed: 2}",
+         "--set load: the value is not YAML: line 1: the key seed stands twice"),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_or_value_is_named(override: str, line: str) -> None:
+    assert refused(None, override) == line
+
+
+def test_the_last_of_two_settings_counts() -> None:
+    assert read_recipe(None, ["cache.pages=7", "cache.pages=8"]).recipe.cache.pages == 8
+
+
+def test_a_recipe_is_text_without_double_keys(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_bytes(b"model: \xff")
+    assert refused(str(path)) == f"recipe {path} is not text in UTF-8"
+    path.write_text("cache: {pages: 3}\nmodel: demo\ncache: {pages: 4}\n")
+    assert refused(str(path)) == f"recipe {path} is not YAML: line 1: the key cache stands twice"
+    path.write_text("- model\n")
+    assert refused(str(path)).endswith("expected sections such as 'model:' at the top")
+    path.write_text("[" * 5000)
+    assert refused(str(path)) == f"recipe {path} is nested too deeply"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=60) | st.binary(max_size=40))
+@example("model: 'x\ny'")
+@example("? {a: 1}\n: 2")
+@example("model: 2020-13-45")
+@example("model: \x00")
+@example("<<: 3")
+@example("&a [*a]")
+@example(f"cpu_threads: {'9' * 5000}")
+def test_any_recipe_gives_a_config_or_one_line(tmp_path_factory, text: str | bytes) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "r.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
+    for named, overrides in ((str(path), []), (None, [f"x.{text!s}"]), (None, [f"model={text!s}"])):
+        try:
+            config = load_config(named, [*overrides, "load.format=dummy"])
+        except ConfigError as error:
+            assert len(str(error).splitlines()) == 1
+        else:
+            assert isinstance(config, Config)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet=st.characters(exclude_characters="/"), max_size=300))
+@example("~nobody")
+@example("a" * 300)
+@example("\x00")
+def test_any_name_gives_a_config_or_one_line(named: str) -> None:
+    try:
+        load_config(named, ["load.format=dummy"])
+    except ConfigError as error:
+        assert len(str(error).splitlines()) == 1
+
+
+# -- before anything is loaded -----------------------------------------------------------------
+
+
+def test_a_parser_is_known_before_anything_is_started() -> None:
+    with pytest.raises(ConfigError) as caught:
+        launch.serve(load_config(None, ["server.parser=qwen4"]))
+    assert str(caught.value) == f"server.parser is 'qwen4'; it must be auto, {', '.join(PARSERS)}"
+    assert launch.with_parser(load_config(None)).parser == "qwen3"
+
+
+def test_a_key_of_the_environment_is_used_and_never_shown(monkeypatch) -> None:
+    monkeypatch.setenv("NANOVLLM_API_KEY", "of-the-night")
+    config = load_config(None)
+    assert config.recipe.server.api_key == "of-the-night"
+    assert load_config(None, ["server.api_key=mine"]).recipe.server.api_key == "mine"
+    hidden = without_api_key(config)  # what the engine, its `Ready` and records get
+    assert hidden.recipe.server.api_key == "..."
+    assert "of-the-night" not in repr(hidden) + repr(config.changed)
+    assert hide_secrets({"server": {"api_key": "of-the-night"}}) == {"server": {"api_key": "..."}}
+    monkeypatch.setenv("NANOVLLM_API_KEY", "")
+    assert load_config(None).recipe.server.api_key is None
+    assert without_api_key(load_config(None)).recipe.server.api_key is None

@@ -1,0 +1,83 @@
+"""The token budgets of a schedule: what "auto" means, and what is refused.
+
+mixed_step_tokens stays "auto", for engine/pace.py to follow what is measured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm.config import ConfigError, Schedule, load_config, resolve_schedule
+from nanovllm.engine import paper
+from nanovllm.runner.resolved import without_autos
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "on_cpu", "numbers"),  # slots, step_tokens, mixed_step_tokens
+    [
+        (Schedule(), False, (512, 8192, "auto")),
+        (Schedule(), True, (16, 512, "auto")),
+        (Schedule(step_tokens=2047, slots=32), False, (32, 2047, "auto")),
+        (Schedule(step_tokens=1), False, (1, 1, "auto")),
+        (Schedule(step_tokens=100), True, (16, 100, "auto")),
+        (Schedule(mixed_step_tokens=4096), False, (512, 8192, 4096)),
+        (Schedule(mixed_step_tokens=4096), True, (16, 512, 512)),  # a GPU's recipe on a CPU
+        (Schedule(mixed_step_tokens=101, step_tokens=100), False, (100, 100, 100)),
+        (Schedule(mixed_step_tokens=8), True, (16, 512, 8)),  # fewer than slots: allowed
+    ],
+)
+def test_auto_becomes_numbers(
+    schedule: Schedule, on_cpu: bool, numbers: tuple[object, ...]
+) -> None:
+    found = resolve_schedule(schedule, on_cpu=on_cpu)
+    assert (found.slots, found.step_tokens, found.mixed_step_tokens) == numbers
+    assert resolve_schedule(found, on_cpu=on_cpu) == found
+
+
+@pytest.mark.parametrize("value", [0, -1, (1 << 20) + 1])
+def test_a_budget_out_of_range_is_refused(value: int) -> None:
+    said = f"^schedule.mixed_step_tokens is {value}; it must be between 1 and 1048576$"
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, [f"schedule.mixed_step_tokens={value}"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "limits"),
+    [
+        ("ageing_s", "0.0", "0.001 and 86400"),
+        ("ageing_s", "86401.0", "0.001 and 86400"),
+        ("overtake_steps", "-1", "0 and 1048576"),
+    ],
+)
+def test_who_waits_how_long_has_its_limits(key: str, value: str, limits: str) -> None:
+    said = f"^schedule.{key} is {value}; it must be between {limits}$"
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, [f"schedule.{key}={value}"])
+
+
+def test_a_budget_is_a_number() -> None:
+    with pytest.raises(ConfigError, match=r"mixed_step_tokens"):
+        load_config(None, ["schedule.mixed_step_tokens=half"])
+
+
+def test_recipes_that_were_measured_have_numbers() -> None:
+    budgets = {}
+    for path in RECIPES.glob("*.yaml"):
+        recipe = load_config(str(path), ["load.format=dummy"]).recipe
+        budgets[path.stem] = resolve_schedule(recipe.schedule, on_cpu=False).mixed_step_tokens
+    numbers = {"qwen3-0.6b": 8192, "qwen3-8b": 4224, "r1-distill-llama-8b": 4224}
+    others = ("demo", "paper", "r1-distill-llama-70b")
+    assert budgets == dict.fromkeys(others, "auto") | numbers
+
+
+def test_engines_get_numbers() -> None:
+    demo = load_config(None, ["schedule.mixed_step_tokens=300"])
+    on_cpu = without_autos(demo.recipe, torch.device("cpu"), torch.float32)
+    assert on_cpu.schedule == Schedule(slots=16, step_tokens=512, mixed_step_tokens=300)
+    _, on_paper, _ = paper.build(load_config(str(RECIPES / "paper.yaml")))
+    assert on_paper.schedule == Schedule(slots=512, step_tokens=8192, mixed_step_tokens="auto")

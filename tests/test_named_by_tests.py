@@ -1,0 +1,142 @@
+"""Every source file is named by a test: one at its own place, or one that DRIVEN_BY names for it.
+
+The place of nanovllm/kv/memory.py is tests/kv/test_memory.py (or test_memory_*.py), that of
+kernels/nanovllm_kernels/norm.py is tests/kernels/test_norm.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"nanovllm": "tests", "kernels/nanovllm_kernels": "tests/kernels"}
+DRIVEN_BY = {
+    "tests/test_config_names.py": "nanovllm/recipes.py nanovllm/typed_yaml.py",
+    "tests/end_to_end/test_operation.py": """
+        nanovllm/__init__.py nanovllm/__main__.py nanovllm/launch.py
+        nanovllm/cli/__init__.py nanovllm/cli/commands.py""",
+    "tests/end_to_end/test_generate.py": """
+        nanovllm/plan.py nanovllm/registry.py
+        nanovllm/runner/batch.py nanovllm/runner/build.py nanovllm/runner/runner.py
+        nanovllm/runner/sizing.py nanovllm/runner/slots.py nanovllm/runner/upload.py""",
+    "tests/attention/test_choose.py": "nanovllm/attention/__init__.py",
+    "tests/models/test_parity.py": """
+        nanovllm/attention/base.py nanovllm/layers/attention.py nanovllm/layers/embedding.py
+        nanovllm/layers/linear.py nanovllm/layers/mlp.py nanovllm/layers/norm.py
+        nanovllm/layers/rope.py nanovllm/models/__init__.py nanovllm/models/decoder.py
+        nanovllm/models/llama.py nanovllm/models/qwen3.py
+        kernels/nanovllm_kernels/reference.py""",
+    "tests/attention/test_flash.py": "kernels/nanovllm_kernels/attention_reference.py",
+    "tests/layers/test_ops.py": """
+        nanovllm/layers/residual.py kernels/nanovllm_kernels/library_linear.py""",
+    "tests/bench/test_online.py": """
+        nanovllm/bench/client.py nanovllm/bench/offline.py nanovllm/bench/started.py""",
+    "tests/bench/test_report.py": "nanovllm/bench/measure.py",
+    "tests/bench/test_graphs.py": "nanovllm/runner/graphs.py nanovllm/runner/warm.py",
+    "tests/bench/test_kv.py": "nanovllm/runner/resolved.py",
+    "tests/runner/test_corrupted.py": "nanovllm/runner/caches.py",
+    "tests/engine/test_clock.py": "nanovllm/runner/results.py",
+    "tests/engine/test_process.py": "nanovllm/engine/executor.py",
+    "tests/ipc/test_channel.py": "nanovllm/ipc/client.py nanovllm/wire.py",
+    "tests/paper/test_engine.py": """
+        nanovllm/engine/loop.py nanovllm/kv/memory.py nanovllm/kv/pages.py
+        nanovllm/sched/decoding.py nanovllm/sched/policy.py nanovllm/sched/queue.py
+        nanovllm/sched/request.py nanovllm/sched/rows.py nanovllm/sched/scheduler.py
+        nanovllm/sched/tails.py""",
+    "tests/paper/test_sharing.py": "nanovllm/kv/keys.py",
+    "tests/runner/test_room.py": "nanovllm/kv/layout.py",
+    "tests/sampling/test_sampler.py": """
+        nanovllm/sampling/__init__.py nanovllm/sampling/bad_words.py nanovllm/sampling/base.py
+        nanovllm/sampling/columns.py nanovllm/sampling/logit_bias.py nanovllm/sampling/logprobs.py
+        nanovllm/sampling/min_tokens.py nanovllm/sampling/penalties.py
+        nanovllm/sampling/truncate.py""",
+    "tests/server/test_ranges.py": "nanovllm/sampling/vetting.py",
+    "tests/server/test_chat.py": """
+        nanovllm/server/answers.py nanovllm/server/orders.py nanovllm/server/shapes.py""",
+    "tests/server/test_reply.py": "nanovllm/server/asgi.py",
+    "tests/server/test_protocol.py": "nanovllm/server/errors.py",
+    "tests/server/test_large.py": "nanovllm/server/length.py",
+    "tests/server/test_shutdown.py": "nanovllm/server/main.py",
+    "tests/server/test_metrics.py": """
+        nanovllm/server/metric_help.py nanovllm/server/process_facts.py""",
+    "tests/server/parsers/test_families.py": """
+        nanovllm/server/parsers/__init__.py nanovllm/server/parsers/base.py
+        nanovllm/server/parsers/json_calls.py nanovllm/server/parsers/json_types.py
+        nanovllm/server/parsers/json_value.py nanovllm/server/parsers/machine.py""",
+    "tests/server/structured/test_automata.py": """
+        nanovllm/server/structured/numbers.py nanovllm/server/structured/regexes.py
+        nanovllm/server/structured/texts.py""",
+    "tests/server/structured/test_tag.py": """
+        nanovllm/server/structured/calls.py nanovllm/server/structured/forms.py""",
+    "tests/server/structured/test_schemas.py": """
+        nanovllm/server/structured/facts.py nanovllm/server/structured/grammar.py
+        nanovllm/server/structured/keywords.py nanovllm/server/structured/negation.py
+        nanovllm/server/structured/objects.py nanovllm/server/structured/parts.py
+        nanovllm/server/structured/patterns.py nanovllm/server/structured/productive.py
+        nanovllm/server/structured/reading.py nanovllm/server/structured/references.py
+        nanovllm/server/structured/register.py nanovllm/server/structured/rules.py""",
+    "tests/kernels/test_interpreted.py": """
+        nanovllm/attention/paged.py nanovllm/cli/check_kernels.py
+        kernels/nanovllm_kernels/__init__.py kernels/nanovllm_kernels/activation.py
+        kernels/nanovllm_kernels/apply_mask.py kernels/nanovllm_kernels/batch_prep.py
+        kernels/nanovllm_kernels/batch_reference.py kernels/nanovllm_kernels/case.py
+        kernels/nanovllm_kernels/norm.py kernels/nanovllm_kernels/paged_decode.py
+        kernels/nanovllm_kernels/paged_prefill.py kernels/nanovllm_kernels/rope_store.py
+        kernels/nanovllm_kernels/thresholds.py""",
+    "tests/kernels/test_compile_cache.py": """
+        kernels/nanovllm_kernels/compile_one.py kernels/nanovllm_kernels/device.py
+        kernels/nanovllm_kernels/flash_prefill.py""",
+    "tests/kernels/test_gated_linear.py": """
+        kernels/nanovllm_kernels/gated_product.py kernels/nanovllm_kernels/like.py""",
+    "tests/gpu/test_kernels.py": """
+        kernels/nanovllm_kernels/skinny_cases.py kernels/nanovllm_kernels/timing.py""",
+}
+
+
+def sources() -> set[str]:
+    """The files that have more to say than a docstring."""
+    found = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return {
+        str(path.relative_to(ROOT)) for path in found if len(ast.parse(path.read_text()).body) > 1
+    }
+
+
+def has_its_own(source: str, tests: Iterable[str]) -> bool:
+    package = next(p for p in PACKAGES if source.startswith(f"{p}/"))
+    path = Path(PACKAGES[package]) / Path(source).relative_to(package)
+    own = re.compile(rf"{path.parent}/test_{path.stem}(_\w+)?\.py")
+    return any(own.fullmatch(test) for test in tests)
+
+
+def problems(
+    sources: set[str], table: dict[str, str], tests: set[str], text_of: Callable[[str], str]
+) -> list[str]:
+    driven = {source for entry in table.values() for source in entry.split()}
+    return [
+        *(f"{s}: no test names it" for s in sources - driven if not has_its_own(s, tests)),
+        *(f"{s}: no such source, but a line of the table" for s in driven - sources),
+        *(f"{t}: no such test, but a line of the table" for t in set(table) - tests),
+        *(f"{t}: without a test" for t in set(table) & tests if "def test_" not in text_of(t)),
+    ]
+
+
+def test_every_source_is_named() -> None:
+    tests = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert problems(sources(), DRIVEN_BY, tests, lambda name: (ROOT / name).read_text()) == []
+
+
+def test_what_is_wrong_is_said() -> None:
+    has = {"nanovllm/kv/memory.py", "nanovllm/kv/pages.py", "kernels/nanovllm_kernels/norm.py"}
+    tests = {"tests/kv/test_memory_hits.py", "tests/kernels/test_norm.py", "tests/test_a.py"}
+    texts = {"tests/test_a.py": "import a"}.get
+    assert problems(has - {"nanovllm/kv/pages.py"}, {}, tests, texts) == []
+    assert problems(has, {}, tests, texts) == ["nanovllm/kv/pages.py: no test names it"]
+    table = {"tests/test_a.py": "nanovllm/kv/pages.py nanovllm/b.py", "tests/test_b.py": ""}
+    assert problems(has, table, tests, texts) == [
+        "nanovllm/b.py: no such source, but a line of the table",
+        "tests/test_b.py: no such test, but a line of the table",
+        "tests/test_a.py: without a test",
+    ]
