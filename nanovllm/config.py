@@ -62,7 +62,6 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     add_rms_norm: Literal["auto", "torch", "triton", "compile"] = "auto"
     silu_mul: Literal["auto", "torch", "triton", "compile"] = "auto"
     rope_store: Literal["auto", "torch", "triton", "compile"] = "auto"
-    small_linear: Literal["auto", "torch", "triton"] = "auto"  # products of steps of a few rows
     gated_linear: Literal["auto", "torch", "cute"] = "auto"  # of steps of many rows
     skinny_linear: Literal["auto", "torch", "cute"] = "auto"  # of up to 128 rows, reading weights
     sliced_linear: Literal["auto", "torch", "library"] = "auto"  # of some hundred rows: split-K

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers.ops import Ops, RowTable
+from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Pending, Product, Residual
 from nanovllm.parallel.mesh import Mesh, Span
 
@@ -50,11 +50,6 @@ class Linear(Layer):
         self.placements = {"weight": placement}
         self.by_rows = ops.plain(self.weight)
 
-    @property
-    def tables(self) -> tuple[RowTable, ...]:
-        """What its forward pass chooses from."""
-        return (self.by_rows,)
-
     def product(self, x_TD: Tensor) -> Tensor:
         """y_TN, of this rank's output or input features."""
         y_TN: Tensor = self.by_rows[len(x_TD)].run(x_TD, self.weight)
@@ -84,10 +79,6 @@ class NormLinear(Linear):
         self.by_rows = ops.normed(self.weight, gated=gated, is_added=True)
         self.by_rows_pending = ops.normed(self.weight, gated=gated, is_added=False)
 
-    @property
-    def tables(self) -> tuple[RowTable, ...]:
-        return self.by_rows, self.by_rows_pending
-
     def forward(self, residual: Residual) -> tuple[Product, Added]:
         """Returns y and the stream with everything added. May overwrite what it is given."""
         table = self.by_rows if isinstance(residual, Added) else self.by_rows_pending
@@ -102,16 +93,12 @@ class AddLinear(Linear):
     def __init__(self, inputs: Span, hidden_size: int, mesh: Mesh, ops: Ops) -> None:
         super().__init__(hidden_size, inputs.count, Placement(1, (("", inputs),)), ops)
         self.mesh = mesh
-        self.by_rows_added = ops.added(self.weight)
-
-    @property
-    def tables(self) -> tuple[RowTable, ...]:
-        return (self.by_rows if self.mesh.tp_size > 1 else self.by_rows_added,)
+        self.by_rows = (ops.plain if mesh.tp_size > 1 else ops.added)(self.weight)
 
     def forward(self, x_TD: Tensor, residual: Added) -> Residual:
         """The stream with the product added, or pending. May overwrite the stream."""
         if self.mesh.tp_size > 1:
             y_TD = self.mesh.all_reduce(self.product(x_TD))
             return Pending(residual.stream_TD, y_TD)
-        after: Residual = self.by_rows_added[len(x_TD)].run(x_TD, self.weight, residual)
+        after: Residual = self.by_rows[len(x_TD)].run(x_TD, self.weight, residual)
         return after

@@ -155,7 +155,7 @@ def decode_rows(
     width: int,
     max_length: int,
 ) -> StepRows:
-    """Of a step without chunks: all tokens are sampled from."""
+    """The rows of a step without chunks, in which all tokens are sampled from."""
     sizes = len(slots_R), num_tokens, width, num_tokens, width, max_length
     return StepRows(slots_R, counts_R, None, None, None, samples, host_slots, *sizes)
 
@@ -179,9 +179,10 @@ class BatchPrep:
             )
         else:
             of_tokens = gather_chunks(rows, slots, num_pages)
+        ids_T, positions_T, slot_mapping_T, slots_T, starts_R1, lengths_R, table_RM = of_tokens
+        tensors = ids_T, positions_T, slot_mapping_T, slots_T, rows.slots_R, starts_R1, lengths_R
         sizes = rows.num_decodes, rows.num_decode_tokens, rows.width, rows.max_new, rows.max_length
-        tokens, of_rows = of_tokens[:4], (rows.slots_R, *of_tokens[4:])
-        return Batch(*tokens, *of_rows, rows.sampled_at, num_rows, *sizes)
+        return Batch(*tensors, table_RM, rows.sampled_at, num_rows, *sizes)
 
     def write_back(
         self, rows: StepRows, batch: Batch, tokens_S: Tensor, accept: tuple[Tensor, Tensor] | None
@@ -206,7 +207,7 @@ def rowless(inputs_3T: Tensor, sampled_at: Tensor) -> Batch:
 
 
 def gather_chunks(rows: StepRows, slots: Slots, num_pages: int) -> tuple[Tensor, ...]:
-    """As the kernel for decode rows, of rows that feed any number of tokens."""
+    """What the kernel gathers for decode rows, for rows that feed any number of tokens."""
     size, num_rows, device = slots.page_tokens, len(rows.slots_R), slots.device
     before_R, counts_R = slots.lengths_N[rows.slots_R], rows.counts_R
     assert counts_R is not None

@@ -119,6 +119,6 @@ class DecodeGraphs:
         """The smallest captured size for so many tokens, in rows of up to `width`."""
         return next((s for s in self.captured if s[0] >= num_tokens and s[1] == width), None)
 
-    def replay(self, size: Size) -> object:
+    def replay(self, size: Size) -> Any:  # noqa: ANN401
         self.captured[size].graph.replay()
         return self.captured[size].output

@@ -138,12 +138,10 @@ def start_copy(
     logprobs: SampledLogprobs | None = None,
 ) -> Copy:
     """Enqueue the copies behind the step; nothing here waits."""
-    return Copy(
-        to_host(lines_RW),
-        to_host(drafts_RX) if drafts_RX is not None else None,
-        begin(logprobs) if logprobs is not None else None,
-        rows,
-    )
+    num_rows = len(rows.slots_R)  # a graph may have more
+    drafts = None if drafts_RX is None else to_host(drafts_RX[:num_rows])
+    found = None if logprobs is None else begin(logprobs)
+    return Copy(to_host(lines_RW[:num_rows]), drafts, found, rows)
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ class Drafting:
 
 
 def cost(num_rows: int) -> float:
-    """Of a draft, in tokens: it pays if it is at least so likely to be accepted."""
+    """The price of a draft in tokens: it pays if it is at least so likely to be accepted."""
     return LOW + (HIGH - LOW) * min(num_rows / MANY_ROWS, 1.0)
 
 
