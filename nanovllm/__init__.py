@@ -1,3 +1,3 @@
-"""nanovllm: an LLM inference server that one person can read in an afternoon."""
+"""An LLM inference server that one person can read in an afternoon."""
 
 __version__ = "0.1.0"

@@ -62,7 +62,6 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     add_rms_norm: Literal["auto", "torch", "triton", "compile"] = "auto"
     silu_mul: Literal["auto", "torch", "triton", "compile"] = "auto"
     rope_store: Literal["auto", "torch", "triton", "compile"] = "auto"
-    small_linear: Literal["auto", "torch", "triton"] = "auto"  # products of steps of a few rows
     gated_linear: Literal["auto", "torch", "cute"] = "auto"  # of steps of many rows
     skinny_linear: Literal["auto", "torch", "cute"] = "auto"  # of up to 128 rows, reading weights
     sliced_linear: Literal["auto", "torch", "library"] = "auto"  # of some hundred rows: split-K
@@ -99,7 +98,8 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Paper(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `engine: paper`, which answers at a fixed rate without a model: the server by itself."""
+    """Settings of `engine: paper`, which answers at a fixed rate without a model: the server by
+    itself."""
 
     tokens_per_s: float = 250.0  # of each stream; a step takes the inverse
 
@@ -308,7 +308,7 @@ def without_api_key(config: Config) -> Config:
 
 
 def given_api_key() -> str | None:
-    """Of the environment, which `ps` does not show. It is never printed or recorded."""
+    """The key in the environment, which `ps` does not show. It is never printed or recorded."""
     return os.environ.get("NANOVLLM_API_KEY") or None
 
 

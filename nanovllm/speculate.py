@@ -19,7 +19,8 @@ class Speculate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tokens are guessed ahead (drafts), and all drafts of a request are verified in one step."""
 
     # ngram: what followed the request's newest tokens where it had them before; texts are the same
-    # as without. synthetic: any, accepted as often as `accept` says, to measure what that is worth.
+    # as without. synthetic: any, accepted as often as `accept` says; what comes out is no text, and
+    # tells what such rates are worth.
     method: Literal["ngram", "synthetic"]
     tokens: int = 3  # drafts of a request in a step, at most
     min_match: int = 2  # ngram: at least so many tokens must be found again

@@ -38,7 +38,7 @@ measure() {
     ablation) # what each optimisation brings, on one machine
         nanovllm bench --offline $small --workload w1 "${common[@]}" \
             --ablate kernels.cuda_graphs=false --ablate kernels.mixed_graph_tokens=0 --ablate schedule.depth=0 \
-            --ablate kernels.skinny_linear=torch --ablate kernels.skinny_linear=torch,kernels.small_linear=torch \
+            --ablate kernels.skinny_linear=torch \
             --ablate kernels.gated_linear=torch --ablate kernels.sliced_linear=torch --ablate kernels.attention=triton --ablate kernels.decode=triton \
             --ablate kernels.rms_norm=torch,kernels.add_rms_norm=torch --ablate kernels.silu_mul=torch \
             --ablate kernels.rope_store=torch --ablate kernels.sample=torch --ablate kernels.batch_prep=torch \

@@ -17,7 +17,7 @@ QUICK = (
     "models/",
     "paper/test_corruption.py", "paper/test_engine.py", "paper/test_sharing.py",
     "parallel/",
-    "runner/test_corrupted.py", "runner/test_pieces.py", "runner/test_room.py",
+    "runner/test_corrupted.py", "runner/test_piecewise.py", "runner/test_room.py",
     "sampling/",
     "sched/",
     "server/parsers/test_families.py",
@@ -28,6 +28,7 @@ QUICK = (
     "spec/",
     "test_config_model.py", "test_config_names.py", "test_config_schedule.py", "test_log.py",
     "test_named_by_tests.py", "test_quick.py", "test_shape_of_code.py", "test_shapes.py",
+    "test_docstrings.py", "test_speculate.py", "test_tour.py",
 )  # fmt: skip
 SLOW = {  # tests of these files that take seconds
     "test_a_sweep_starts_its_server_once",

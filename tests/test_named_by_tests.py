@@ -28,7 +28,6 @@ DRIVEN_BY = {
         nanovllm/spec/__init__.py nanovllm/spec/base.py nanovllm/spec/ngram.py
         nanovllm/spec/synthetic.py""",
     "tests/kernels/test_ngram.py": "kernels/nanovllm_kernels/ngram_reference.py",
-    "tests/runner/test_pieces.py": "nanovllm/runner/piecewise.py",
     "tests/models/test_parity.py": """
         nanovllm/attention/base.py nanovllm/layers/attention.py nanovllm/layers/embedding.py
         nanovllm/layers/linear.py nanovllm/layers/mlp.py nanovllm/layers/norm.py
@@ -37,7 +36,8 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/reference.py""",
     "tests/attention/test_flash.py": "kernels/nanovllm_kernels/attention_reference.py",
     "tests/layers/test_ops.py": """
-        nanovllm/layers/residual.py kernels/nanovllm_kernels/library_linear.py""",
+        nanovllm/layers/describe.py nanovllm/layers/residual.py
+        kernels/nanovllm_kernels/library_linear.py""",
     "tests/bench/test_online.py": """
         nanovllm/bench/client.py nanovllm/bench/offline.py nanovllm/bench/started.py""",
     "tests/bench/test_report.py": "nanovllm/bench/measure.py",
@@ -91,6 +91,7 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/__init__.py kernels/nanovllm_kernels/activation.py
         kernels/nanovllm_kernels/apply_mask.py kernels/nanovllm_kernels/batch_prep.py
         kernels/nanovllm_kernels/batch_reference.py kernels/nanovllm_kernels/case.py
+        kernels/nanovllm_kernels/decode_cases.py
         kernels/nanovllm_kernels/norm.py kernels/nanovllm_kernels/paged_decode.py
         kernels/nanovllm_kernels/paged_prefill.py kernels/nanovllm_kernels/rope_store.py
         kernels/nanovllm_kernels/thresholds.py""",
@@ -98,7 +99,8 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/compile_one.py kernels/nanovllm_kernels/device.py
         kernels/nanovllm_kernels/flash_prefill.py""",
     "tests/kernels/test_gated_linear.py": """
-        kernels/nanovllm_kernels/gated_product.py kernels/nanovllm_kernels/like.py""",
+        kernels/nanovllm_kernels/gated_product.py kernels/nanovllm_kernels/like.py
+        kernels/nanovllm_kernels/linear_cases.py""",
     "tests/gpu/test_kernels.py": """
         kernels/nanovllm_kernels/skinny_cases.py kernels/nanovllm_kernels/timing.py""",
 }

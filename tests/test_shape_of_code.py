@@ -24,7 +24,8 @@ TOOLS = (
     "nanovllm/__main__.py",
 )  # fmt: skip
 CHOICES = (
-    "nanovllm/server/parsers/", "nanovllm/server/structured/", "nanovllm/spec/",
+    "nanovllm/server/parsers/", "nanovllm/server/structured/", "nanovllm/server/tool_choice.py",
+    "nanovllm/spec/",
     "nanovllm/speculate.py",
     "nanovllm/models/llama.py", "nanovllm/models/qwen3.py",
     "nanovllm/attention/grouped.py",
@@ -37,7 +38,7 @@ CHOICES = (
     "nanovllm/sched/drafting.py",
 )  # fmt: skip
 BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes, what fits a machine
-    "nanovllm/runner/room.py",
+    "nanovllm/runner/room.py", "nanovllm/layers/describe.py",
     "nanovllm/server/metrics.py", "nanovllm/server/metric_help.py",
     "nanovllm/server/process_facts.py", "nanovllm/server/large.py", "nanovllm/server/length.py",
 )  # fmt: skip

@@ -290,7 +290,7 @@ GATHER_ROWS = Kernel(
         Case(
             f"R={R} W={W or 'none'} page={S}",
             partial(gather_inputs, R, W, S),
-            small=True,
+            small=R < 1000,
             num_bytes=8 * R * (2000 // S + 1),
         )
         for R, W, S in (

@@ -47,11 +47,10 @@ def gather_rows(
     positions_T = lengths_N[slots_T].long() + steps_T - starts_R1[row_T]
     positions_T = positions_T.where(row_T < num_rows, 0)
     pages_T = pages_NM[slots_T, positions_T // page_tokens].long()
-    slot_mapping_T = pages_T * page_tokens + positions_T % page_tokens
     return (
         tokens_NL[slots_T, positions_T].long(),
         positions_T,
-        slot_mapping_T.where(row_T < num_rows, 0),
+        pages_T * page_tokens + positions_T % page_tokens,
         slots_T,
         starts_R1,
         (before_R + counts_R).where(counts_R > 0, 0),

@@ -21,8 +21,8 @@ from torch import Tensor
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 from nanovllm_kernels.device import is_hopper, processors
+from nanovllm_kernels.linear_cases import gated_sizes, linear_reference
 from nanovllm_kernels.reference import silu_mul
-from nanovllm_kernels.small_linear import gated_sizes, linear_reference
 
 TILE_ROWS, TILE_LINES = 128, 192
 LEAST_WORK = 3 * 10**9  # multiply-adds
@@ -60,7 +60,9 @@ class GatedLinear:
 
 @CachedCompile
 def compile_gated(dtype_name: str, is_tall: bool) -> Compiled:
-    """Of any sizes; `is_tall`: two tiles of rows share weights, else two tiles of lines share rows.
+    """Compiles the product for any sizes.
+
+    `is_tall`: two tiles of rows share weights, else two tiles of lines share rows.
 
     Its arguments: x, the weights, y, how many clusters of two run at once.
     """

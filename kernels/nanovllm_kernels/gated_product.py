@@ -54,7 +54,7 @@ class Product:
 
 
 def compile_product(dtype_name: str, rows: int, lines: int, is_tall: bool) -> Compiled:
-    """Of any sizes. Needs no GPU, only to know of one."""
+    """Compiles the product for any sizes. Needs no GPU, only to know of one."""
     dtype, num_inputs = DTYPES[dtype_name], cute.sym_int()
     compiled: Compiled = cute.compile(
         Product(dtype, rows, lines, is_tall),

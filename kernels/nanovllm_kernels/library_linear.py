@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nanovllm_kernels import small_linear
+from nanovllm_kernels import linear_cases
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
 from nanovllm_kernels.reference import summed
 
@@ -53,7 +53,7 @@ class AddedLinear:
         return not is_long and num_rows * weight_ND.numel() >= LEAST_ADDED_WORK
 
     def __call__(self, x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor:
-        """x W^T + the residual stream, in its place."""
+        """Computes x W^T + the residual stream, in its place."""
         return residual_TN.addmm_(x_TD, weight_ND.t())
 
 
@@ -71,34 +71,34 @@ SLICED_LINEAR, ADDED_LINEAR = SlicedLinear(), AddedLinear()
 
 
 def sum_of_slices(y: Tensor, args: Args) -> Tensors:
-    """As what follows sums them up."""
+    """The sum of slices, as what follows sums them up."""
     return (summed(y).to(y.dtype),)
 
 
 def add_inputs(T: int, N: int, D: int, device: torch.device) -> Args:
-    inputs = small_linear.linear_inputs(T, N, D, device)
+    inputs = linear_cases.linear_inputs(T, N, D, device)
     return *inputs, normal(device, T, N, dtype=torch.bfloat16, seed=2)
 
 
 def add_reference(x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor:
-    y_TN = small_linear.linear_reference(x_TD.float(), weight_ND)
+    y_TN = linear_cases.linear_reference(x_TD.float(), weight_ND)
     return (y_TN + residual_TN.float()).to(x_TD.dtype)
 
 
 def add_scale(expected: Tensors, args: Args) -> Tensors:
-    return (expected[0].abs() + small_linear.sizes(*args[:2]) + args[2].abs(),)
+    return (expected[0].abs() + linear_cases.sizes(*args[:2]) + args[2].abs(),)
 
 
 SLICED = Kernel(
     "sliced_linear",
     SLICED_LINEAR,
-    small_linear.linear_reference,
+    linear_cases.linear_reference,
     (
-        Case("T=65 N=200 D=96", partial(small_linear.linear_inputs, 65, 200, 96), small=True),
+        Case("T=65 N=200 D=96", partial(linear_cases.linear_inputs, 65, 200, 96), small=True),
         *(
             Case(
                 f"T={T} N={N} D={D}",
-                partial(small_linear.linear_inputs, T, N, D),
+                partial(linear_cases.linear_inputs, T, N, D),
                 num_bytes=2 * (N * D + T * D + T * N),
             )
             for N, D in ((1024, 2048), (1024, 3072), (6144, 4096), (4096, 4096), (4096, 12288))
@@ -106,7 +106,7 @@ SLICED = Kernel(
         ),
     ),
     ulps_16=2,  # each slice is rounded, and then their sum
-    scale=small_linear.linear_scale,
+    scale=linear_cases.linear_scale,
     outputs=sum_of_slices,
 )
 ADDED = Kernel(

@@ -36,7 +36,6 @@ def ngram(
         lengths_N,
         tokens_NL,
         drafts_RX,
-        lengths_N.shape[0] - 1,
         num_positions,
         num_drafts,
         min_match,
@@ -54,7 +53,6 @@ def ngram_kernel(
     lengths_N,
     tokens_NL,
     drafts_RX,
-    padding,
     num_positions,
     num_drafts,
     min_match,
@@ -83,8 +81,7 @@ def ngram_kernel(
     end = tl.where(score > 0, score % (num_positions + 1), newest - 1)
     step = tl.arange(0, DRAFTS)
     draft = tl.load(text + end + 1 + step % (newest - end))
-    kept = tl.where(slot < padding, num_drafts, 0)
-    tl.store(text + newest + 1 + step, draft, step < kept)
+    tl.store(text + newest + 1 + step, draft, step < num_drafts)
     out = drafts_RX + row * (1 + num_drafts)
     tl.store(out, tl.where(score > 0, num_drafts, 0))
     tl.store(out + 1 + step, draft, step < num_drafts)

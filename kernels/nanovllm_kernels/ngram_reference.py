@@ -26,8 +26,8 @@ def ngram(
     from t[e + 1] on, as a text of period p - e would. Column 0 of the result is the number of
     drafts, all or none; a row without a match has t[p] in place of its drafts.
 
-    In place, all of them are written behind t[p], where the slot must have room. The padding slot
-    stays all zeros.
+    In place, all of them are written behind t[p], where the slot must have room. Of the padding
+    slot, which holds zeros alone, they are zeros.
     """
     num_positions = tokens_NL.shape[1]
     assert 1 <= min_match <= max_match and (max_match + 1) * (num_positions + 1) < 1 << 31
@@ -48,5 +48,4 @@ def ngram(
     steps_D = torch.arange(num_drafts, device=slots_R.device)
     drafts_RD = text_RL.take_along_dim(end_R1 + 1 + steps_D % (newest_R1 - end_R1), 1)
     tokens_NL[slots_R[:, None], newest_R1 + 1 + steps_D] = drafts_RD
-    tokens_NL[-1].zero_()
     return torch.cat(((best_R1 > 0).to(torch.int32) * num_drafts, drafts_RD), 1)

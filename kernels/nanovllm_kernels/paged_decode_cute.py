@@ -266,8 +266,8 @@ class PagedDecode:
         )
 
     def copies(self, box: int, boxes: tuple, shared: Shared) -> list:
-        """Of keys and of values: the tokens of a box, how to copy one, from [box of the page, half,
-        head, page], to [box of the block, half, stage].
+        """The copies of keys and of values: the tokens of a box, how to copy one, from [box of the
+        page, half, head, page], to [box of the block, half, stage].
         """
         found = []
         for (atom, pages), ring in zip(boxes, (shared.k, shared.v), strict=True):

@@ -25,7 +25,7 @@ def add_rms_norm(
 
 
 def summed(x: Tensor) -> Tensor:
-    """Of slices x_STN their sum x_TN, in float32; else x."""
+    """The sum x_TN of slices x_ITN, in float32; x where it has no slices."""
     return x.float().sum(0) if x.ndim == 3 else x
 
 

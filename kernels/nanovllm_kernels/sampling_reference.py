@@ -109,7 +109,7 @@ def gumbel(keys: Tensor, indices: Tensor) -> Tensor:
 
 
 def uniforms(keys: Tensor, indices: Tensor) -> Tensor:
-    """float32 in [2**-33, 1 - 2**-24]: never 0 or 1, and finely spaced near 0."""
+    """Numbers, float32, in [2**-33, 1 - 2**-24]: never 0 or 1, and finely spaced near 0."""
     bits = (mix(keys + (indices + 1) * GOLDEN) >> 32) & 0xFFFFFFFF
     return (bits.float() * 2**-32 + 2**-33).clamp(max=1 - 2**-24)
 

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from nanovllm_kernels import small_linear
+from nanovllm_kernels import linear_cases
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors
 from nanovllm_kernels.library_linear import add_inputs, add_reference, add_scale
 from nanovllm_kernels.skinny_linear import SKINNY_LINEAR, Kind, shape_of
@@ -19,8 +19,8 @@ TIMED = (1, 8, 32, 64, 128)
 
 
 def norm_inputs(T: int, N: int, D: int, device: torch.device, kind: str = "first") -> Args:
-    """small_linear's, of a stream that has been added up."""
-    x_TD, _, norm_weight_D, eps, weight_ND = small_linear.norm_inputs(T, N, D, device, kind)
+    """linear_cases', of a stream that has been added up."""
+    x_TD, _, norm_weight_D, eps, weight_ND = linear_cases.norm_inputs(T, N, D, device, kind)
     return x_TD, norm_weight_D, eps, weight_ND
 
 
@@ -28,7 +28,7 @@ def norm_reference(
     x_TD: Tensor, norm_weight_D: Tensor, eps: float, weight_ND: Tensor, *, gated: bool = False
 ) -> Tensor:
     args = x_TD, None, norm_weight_D, eps, weight_ND
-    return small_linear.norm_linear_reference(*args, gated=gated)[0]
+    return linear_cases.norm_linear_reference(*args, gated=gated)[0]
 
 
 def norm_scale(of: Callable[[Tensors, Args], Tensors], expected: Tensors, args: Args) -> Tensors:
@@ -61,10 +61,10 @@ def cases(
 LINEAR = Kernel(
     "skinny_linear",
     SKINNY_LINEAR.linear,
-    small_linear.linear_reference,
-    cases(Kind(), small_linear.linear_inputs, [(151936, 1024), (151936, 4096)]),
+    linear_cases.linear_reference,
+    cases(Kind(), linear_cases.linear_inputs, [(151936, 1024), (151936, 4096)]),
     ulps_16=1,
-    scale=small_linear.linear_scale,
+    scale=linear_cases.linear_scale,
 )
 LINEAR_ADD = Kernel(
     "skinny_linear_add",
@@ -80,7 +80,7 @@ NORM_LINEAR = Kernel(
     norm_reference,
     cases(Kind(normed=True), norm_inputs, [(4096, 1024), (6144, 4096)]),
     ulps_16=2,
-    scale=partial(norm_scale, small_linear.norm_scale),
+    scale=partial(norm_scale, linear_cases.norm_scale),
 )
 NORM_GATE_UP = Kernel(
     "skinny_norm_gate_up",
@@ -88,5 +88,5 @@ NORM_GATE_UP = Kernel(
     partial(norm_reference, gated=True),
     cases(Kind(normed=True, gated=True), norm_inputs, [(6144, 1024), (24576, 4096)]),
     ulps_16=2,
-    scale=partial(norm_scale, small_linear.gate_up_scale),
+    scale=partial(norm_scale, linear_cases.gate_up_scale),
 )

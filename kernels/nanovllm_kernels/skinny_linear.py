@@ -58,7 +58,7 @@ class Kind(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of a cluster."""
+    """How a cluster of blocks cuts its part of a product."""
 
     lines: int  # of W; if gated, half of them gates and half the lines they belong to
     splits: int  # blocks of threads, each with its slice of the inputs
@@ -151,7 +151,7 @@ SKINNY_LINEAR = SkinnyLinear()
 def compile_product(
     lines: int, splits: int, is_large: bool, groups: int, normed: bool, gated: bool, added: bool
 ) -> Compiled:
-    """Of a Shape and a Kind. Needs no GPU, only to know of one."""
+    """Compiles a product of a Shape and a Kind. Needs no GPU, only to know of one."""
 
     def of_rank(rank: int) -> Any:  # noqa: ANN401
         return like(BFloat16, *(cute.sym_int() for _ in range(rank)), divisibility=8)
@@ -440,7 +440,7 @@ class Product:
     def apply_norm_weight(
         self, x: cute.Tensor, norm_weight: cute.Tensor, squares: cute.Tensor
     ) -> None:
-        """Of a thread's eight elements of each 16 inputs: two inputs, of two rows, twice."""
+        """Weights a thread's eight elements of each 16 inputs: two inputs, of two rows, twice."""
         pair = 2 * (arch.lane_idx() % 4)
         for k in range(DEEP // 16):
             for n in range(8):

@@ -333,7 +333,7 @@ def _whole(
 
 @triton.jit
 def _pivots(low, first, high):
-    """low, then values evenly spread from first to below high."""
+    """Returns low, then values evenly spread from first to below high."""
     pivot = tl.arange(0, PIVOTS)
     share = (pivot - 1).to(tl.float32) / (PIVOTS - 1)
     return tl.where(pivot == 0, low, first * (1 - share) + high * share)
@@ -378,7 +378,7 @@ def _search(x_N, num, low, high, top, above, needed, inverse):
 
 @triton.jit
 def _mass(x_N, num, threshold, high, top, inverse):
-    """Of the logits >= threshold and < high: the sum of exp((x - top) * inverse), and the smallest.
+    """Sums exp((x - top) * inverse) of logits >= threshold and < high, and finds the smallest.
 
     Besides, the largest logit < threshold. Sums integers, which has one result in any order.
     """
@@ -397,13 +397,14 @@ def _mass(x_N, num, threshold, high, top, inverse):
 
 @triton.jit
 def _weights(x, top, inverse):
-    """exp((x - top) * inverse), and a number even for -inf at infinite temperature."""
+    """Returns exp((x - top) * inverse), and a number even for -inf at infinite temperature."""
     return tl.exp2((tl.maximum(x, LOWEST) - top) * (inverse * LOG2_E))
 
 
 @triton.jit
 def _key(x):
-    """The bits of a float32 as a signed number in the order of the floats, int64; of -0.0 as 0.0"""
+    """The bits of a float32 as a signed number in the order of the floats, int64; of -0.0 as of
+    0.0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 

@@ -73,7 +73,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """Of a step with decode rows, whose tokens come first, and prompt chunks."""
+    """Attention of a step with decode rows, whose tokens come first, and prompt chunks."""
 
     decode: Decode
     chunks: Attend

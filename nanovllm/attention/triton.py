@@ -37,17 +37,22 @@ class TritonPaged:
         return obstacle_of_shapes(layout)
 
     def bind(self, batch: Batch) -> Attend:
-        return bind_rows(self.like, batch, bind_prefill, self.decode)
+        return bind_rows(self.like, batch, TritonPrefill, self.decode)
 
 
 @dataclass(frozen=True, slots=True)
 class TritonPrefill:
-    rows: tuple[Tensor, Tensor, Tensor, int]  # page table, starts, lengths, most new tokens
+    batch: Batch
 
     def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        return paged_prefill(q_THA, cache.k_PSGA, cache.v_PSGA, *self.rows, out_THA)
-
-
-def bind_prefill(batch: Batch) -> TritonPrefill:
-    rows = batch.page_table_RM, batch.starts_R1, batch.lengths_R, batch.max_new
-    return TritonPrefill(rows)
+        batch = self.batch
+        return paged_prefill(
+            q_THA,
+            cache.k_PSGA,
+            cache.v_PSGA,
+            batch.page_table_RM,
+            batch.starts_R1,
+            batch.lengths_R,
+            batch.max_new,
+            out_THA,
+        )

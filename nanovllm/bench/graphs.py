@@ -158,7 +158,7 @@ def logits(forwarded: object) -> torch.Tensor:
 
 
 def seconds_of(step: Callable[[], object], device: torch.device) -> float:
-    """Of one step among many, enqueued one after another as the engine does."""
+    """The seconds of one step among many, enqueued one after another as the engine does."""
     times = []
     for _ in range(ROUNDS):
         step()
@@ -177,7 +177,7 @@ def wait(device: torch.device) -> None:
 
 
 def why_eager(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
-    """As the runner itself answers for every kind of step. None: a graph is replayed."""
+    """The runner's own answers for every kind of step. None: a graph is replayed."""
     slots, most = int(recipe.schedule.slots), int(recipe.schedule.step_tokens)
     captured = max(runner.piecewise.captured, default=1)
     decode = runner.builder.padded(slots, 1, longest(runner))
@@ -190,7 +190,7 @@ def why_eager(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
 
 
 def metrics(graphs: Sequence[Graph]) -> dict[str, float]:
-    """Of a record. Padding: padding rows / rows over all replays of the load."""
+    """The metrics of a record. Padding: padding rows / rows over all replays of the load."""
     rows = sum(graph.used * graph.rows for graph in graphs)
     dead = sum(graph.used * graph.rows * graph.padding for graph in graphs)
     found = {

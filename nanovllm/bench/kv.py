@@ -74,7 +74,7 @@ class Fit(Struct, frozen=True, kw_only=True):
         return "cache.cpu_gib" if self.budget is None else "cache.memory_fraction"
 
     def pages_of(self, num_tokens: int) -> int:
-        """Of one request."""
+        """How many pages one request of so many tokens takes."""
         return -(-num_tokens // self.page_tokens)
 
     def requests_of(self, num_tokens: int) -> int:

@@ -76,7 +76,7 @@ async def measure_engine(
 
 
 def samples_now(client: EngineClient) -> dict[str, float]:
-    """As a server's metrics page says them."""
+    """The engine's metrics by name, as a server's page would have them."""
     ready = client.ready
     page = render(
         Metrics(),

@@ -79,7 +79,7 @@ class _Api:
             return {}
 
     def prompt_tokens(self, load: Load, model: str, text: str) -> int:
-        """As a request of this load is counted."""
+        """How many prompt tokens the server counts for a request of this load with this text."""
         body = chat_body(load, model, text) | {"max_tokens": 1}
         reply = self.call("POST", "/v1/chat/completions", body)
         return int(reply.json()["usage"]["prompt_tokens"])

@@ -104,7 +104,7 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def altered(self) -> dict[str, Any]:
-        """Of `changed`, what tells records of a day apart."""
+        """What tells records of a day apart, out of `changed`."""
         return {key: value for key, value in self.changed.items() if not key.startswith(UNNAMED)}
 
 
@@ -115,7 +115,8 @@ def write(record: Record, results_dir: Path) -> Path:
 
 
 def new_path(record: Record, results_dir: Path, suffix: str = ".json") -> Path:
-    """results/<machine>/<kind>/<date>_<commit>_<name>.json, or scratch/ if nobody could redo it.
+    """A path results/<machine>/<kind>/<date>_<commit>_<name>.json, or scratch/ if nobody could
+    redo it.
 
     Never one that exists: a second record of that name gets a number.
     """

@@ -171,7 +171,7 @@ def scale(values: Sequence[float]) -> str:
 
 
 def place(records: Sequence[Record], results_dir: Path, name: str, suffix: str) -> Path:
-    """Of what is said of these records together, beside them."""
+    """The path of what is said of these records together, beside them."""
     first = records[0]
     return new_path(replace(first, workload=first.workload | {"name": name}), results_dir, suffix)
 

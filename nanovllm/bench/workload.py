@@ -132,7 +132,7 @@ class Wording:
         return num_tokens > self.overhead and bool(self._words_for(num_tokens - self.overhead))
 
     def text(self, rng: Random, num_tokens: int) -> str:
-        """Of a length that is reached."""
+        """A message whose prompt has so many tokens, if its words can make up that length."""
         left, words = num_tokens - self.overhead, [LEAD]
         while left:
             words.append(rng.choice(self._words_for(left)))

@@ -35,7 +35,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="nanovllm")
 def cli() -> None:
-    """nanovllm: an LLM inference server."""
+    """An LLM inference server."""
 
 
 def main() -> None:

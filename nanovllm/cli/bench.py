@@ -212,7 +212,7 @@ def flags_of(typed: Sequence[str]) -> dict[str, str]:
 
 
 def engine_config(options: Options, extra: Sequence[str]) -> Config | None:
-    """Of the engine to measure, as far as it is known. `extra`: an ablation."""
+    """The config of the engine to measure, as far as it is known. `extra`: an ablation."""
     if not (options.offline or options.start or options.recipe is not None):
         return None
     return config_of(

@@ -56,7 +56,7 @@ def config_of(recipe: str | None, overrides: Sequence[str], **flags: object) -> 
 
 
 def write_record(path: Path | None, began: datetime, **fields: Any) -> None:  # noqa: ANN401
-    """Of what began then and has just ended; nothing without a path."""
+    """Writes a record of what began then and has just ended; nothing without a path."""
     if path is not None:
         took_s = (datetime.now(UTC) - began).total_seconds()
         started_at = began.isoformat(timespec="seconds")

@@ -46,7 +46,7 @@ class InFlight:
 
 
 class EngineLoop:
-    """depth = 1 plans step N+1 while the device runs step N; depth = 0 never overlaps.
+    """With depth = 1 it plans step N+1 while the device runs step N; depth = 0 never overlaps.
 
     Decision: where rows follow a grammar, step N+1's forward pass is launched as always and only
     its sampling waits until step N's tokens are on the host and the masks are made: the host

@@ -70,7 +70,7 @@ class PaceKeeper:
             self._token_s.append(more_s / num_prompt)
 
     def _quiet_step_s(self, kind: int) -> float:
-        """Of the nearest known number of rows; 0: of none."""
+        """The seconds of a step of the nearest known number of rows; 0: none is known."""
         if not self._quiet_s:
             return 0.0
         nearest = min(self._quiet_s, key=lambda known: (abs(known - kind), known))
@@ -88,7 +88,7 @@ def middle(values: deque[float]) -> float:
 
 
 def pace_of(schedule: Schedule, device: str) -> PaceKeeper | None:
-    """Of a resolved schedule; None where the recipe has a number.
+    """The keeper of a resolved schedule; None where the recipe has a number.
 
     A CPU starts low: there a step of step_tokens takes a good part of a second.
     """

@@ -89,7 +89,8 @@ class PaperExecutor:
 
 
 def build(config: Config) -> tuple[PaperExecutor, Recipe, int]:
-    """As runner.build: what runs plans, the recipe with its numbers, the vocabulary's size."""
+    """Returns what runner.build does: the executor, the recipe with its numbers, the size of the
+    vocabulary."""
     path = Path(config.config_path)
     try:
         model = msgspec.json.decode(path.read_bytes(), type=Numbers)

@@ -19,7 +19,7 @@ class PagedGroup(Struct, frozen=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """Of all layers of the group together."""
+        """The bytes of a token in all layers of the group together."""
         per_layer = self.num_heads * (self.k_size + self.v_size) * self.bytes_per_element
         return per_layer * len(self.layers)
 

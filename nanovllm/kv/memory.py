@@ -287,7 +287,8 @@ class KVMemory:
         self._lose_checkpoints(holding.keys, start)
 
     def condemn_text(self, keys: PageKeys) -> None:
-        """As condemn(), of a request that has released its pages since it wrote them."""
+        """Does what condemn() does, for a request that has released its pages since it wrote
+        them."""
         self._condemn([self._page_of[key] for key in keys.computed if key in self._page_of])
         self._lose_checkpoints(keys, 0)
 

@@ -49,21 +49,13 @@ class Attention(Layer):
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
         """The residual stream with what attention gives. May overwrite what it is given."""
-        cache = self.attend.cache
+        batch, cache = ctx.batch, self.attend.cache
+        norms = self.q_norm, self.k_norm, self.eps
+        stored = batch.positions_T, batch.slot_mapping_T, cache.k_PSGA, cache.v_PSGA
         qkv, stream = self.qkv(residual)
-        q_THA = self.ops.rope_store(
-            as_tensor(qkv),
-            self.q_norm,
-            self.k_norm,
-            self.eps,
-            cos_sin_LA,
-            ctx.batch.positions_T,
-            ctx.batch.slot_mapping_T,
-            cache.k_PSGA,
-            cache.v_PSGA,
-        )
+        q_THA = self.ops.rope_store(as_tensor(qkv), *norms, cos_sin_LA, *stored)
         o_TX = ctx.eager(self.attend, ctx, q_THA).flatten(1)
         if self.is_last and not ctx.all_hidden:
-            o_TX, stream = ctx.batch.sampled(o_TX), Added(ctx.batch.sampled(stream.stream_TD))
+            o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))
         after: Residual = self.out(o_TX, stream)
         return after

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers.ops import Ops, RowTable
+from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Pending, Product, Residual
 from nanovllm.parallel.mesh import Mesh, Span
 
@@ -38,7 +38,7 @@ def parameter(*shape: int) -> nn.Parameter:
 
 
 class Linear(Layer):
-    """y = x W^T: one weight [N, D], and the table of its implementations by rows.
+    """Computes y = x W^T: one weight [N, D], and the table of its implementations by rows.
 
     Subclasses say what is fused before and after, each with a table of its own.
     """
@@ -50,11 +50,6 @@ class Linear(Layer):
         self.placements = {"weight": placement}
         self.by_rows = ops.plain(self.weight)
 
-    @property
-    def tables(self) -> tuple[RowTable, ...]:
-        """What its forward pass chooses from."""
-        return (self.by_rows,)
-
     def product(self, x_TD: Tensor) -> Tensor:
         """y_TN, of this rank's output or input features."""
         y_TN: Tensor = self.by_rows[len(x_TD)].run(x_TD, self.weight)
@@ -62,7 +57,7 @@ class Linear(Layer):
 
 
 class NormLinear(Linear):
-    """y = rms_norm(residual stream) W^T, its output features cut over ranks.
+    """Computes y = rms_norm(residual stream) W^T, its output features cut over ranks.
 
     `parts` are fused in their order: q, k and v, say. `gated`: the parts are gate and up, of equal
     widths, and y is silu(gate) * up.
@@ -84,12 +79,8 @@ class NormLinear(Linear):
         self.by_rows = ops.normed(self.weight, gated=gated, is_added=True)
         self.by_rows_pending = ops.normed(self.weight, gated=gated, is_added=False)
 
-    @property
-    def tables(self) -> tuple[RowTable, ...]:
-        return self.by_rows, self.by_rows_pending
-
     def forward(self, residual: Residual) -> tuple[Product, Added]:
-        """y and the stream with everything added. May overwrite what it is given."""
+        """Returns y and the stream with everything added. May overwrite what it is given."""
         table = self.by_rows if isinstance(residual, Added) else self.by_rows_pending
         run = table[len(residual.stream_TD)].run
         found: tuple[Product, Added] = run(residual, self.norm_weight, self.eps, self.weight)
@@ -97,21 +88,17 @@ class NormLinear(Linear):
 
 
 class AddLinear(Linear):
-    """y = x W^T for the residual stream: input features cut over ranks, partial results summed."""
+    """Computes x W^T for the residual stream: input features cut over ranks, results summed."""
 
     def __init__(self, inputs: Span, hidden_size: int, mesh: Mesh, ops: Ops) -> None:
         super().__init__(hidden_size, inputs.count, Placement(1, (("", inputs),)), ops)
         self.mesh = mesh
-        self.by_rows_added = ops.added(self.weight)
-
-    @property
-    def tables(self) -> tuple[RowTable, ...]:
-        return (self.by_rows if self.mesh.tp_size > 1 else self.by_rows_added,)
+        self.by_rows = (ops.plain if mesh.tp_size > 1 else ops.added)(self.weight)
 
     def forward(self, x_TD: Tensor, residual: Added) -> Residual:
         """The stream with the product added, or pending. May overwrite the stream."""
         if self.mesh.tp_size > 1:
             y_TD = self.mesh.all_reduce(self.product(x_TD))
             return Pending(residual.stream_TD, y_TD)
-        after: Residual = self.by_rows_added[len(x_TD)].run(x_TD, self.weight, residual)
+        after: Residual = self.by_rows[len(x_TD)].run(x_TD, self.weight, residual)
         return after

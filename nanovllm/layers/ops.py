@@ -33,7 +33,6 @@ IMPLEMENTATIONS = {
         "add_rms_norm": "nanovllm_kernels.reference:add_rms_norm",
         "silu_mul": "nanovllm_kernels.reference:silu_mul",
         "rope_store": "nanovllm_kernels.reference:rope_store",
-        "small_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "gated_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "skinny_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "sliced_linear": "nanovllm.layers.ops:ONE_BY_ONE",
@@ -48,7 +47,6 @@ IMPLEMENTATIONS = {
         "add_rms_norm": "nanovllm_kernels.norm:add_rms_norm",
         "silu_mul": "nanovllm_kernels.activation:silu_mul",
         "rope_store": "nanovllm_kernels.rope_store:rope_store",
-        "small_linear": "nanovllm_kernels.small_linear:SMALL_LINEAR",
     },
     "cute": {
         "gated_linear": "nanovllm_kernels.gated_linear:GATED_LINEAR",
@@ -57,33 +55,17 @@ IMPLEMENTATIONS = {
 }
 
 
-class SmallLinear(Protocol):
-    """Products with or without the norm before them, in one launch, for steps of a few rows."""
+class FusedLinear(Protocol):
+    """A product with what comes after it, in one launch: run(x_TD, weight_ND[, residual_TN]).
 
-    def fits(self, num_rows: int, weight_ND: Tensor, *, normed: bool = False) -> bool: ...
-
-    def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor: ...
-
-    def norm_linear(
-        self,
-        x_TD: Tensor,
-        residual_TD: Tensor | None,
-        norm_weight_D: Tensor,
-        eps: float,
-        weight_ND: Tensor,
-        *,
-        gated: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """The product and the sum x + residual."""
-        ...
-
-
-class GatedLinear(Protocol):
-    """silu(gate) * up of one product, in one launch, for steps of many rows."""
+    Gated: silu(gate) * up of one product, for steps of many rows. Sliced: y_ITN, slices of the
+    inputs whose sum over I is x W^T, for some hundred rows. Added: to the residual stream, for
+    thousands of rows.
+    """
 
     def fits(self, num_rows: int, weight_ND: Tensor) -> bool: ...
 
-    def __call__(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor: ...
+    def __call__(self, *tensors: Tensor) -> Tensor: ...
 
 
 class SkinnyLinear(Protocol):
@@ -108,31 +90,13 @@ class SkinnyLinear(Protocol):
     ) -> Tensor: ...
 
 
-class SlicedLinear(Protocol):
-    """A product as slices of the inputs, in one launch, for steps of some hundred rows."""
-
-    def fits(self, num_rows: int, weight_ND: Tensor) -> bool: ...
-
-    def __call__(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-        """y_ITN, whose sum over I is x W^T."""
-        ...
-
-
-class AddedLinear(Protocol):
-    """A product added to the residual stream, in one launch, for steps of thousands of rows."""
-
-    def fits(self, num_rows: int, weight_ND: Tensor) -> bool: ...
-
-    def __call__(self, x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor: ...
-
-
 ONE_BY_ONE = None  # the other operations do it, whatever the number of rows
 
 
 class Implementation(NamedTuple):
     """One way to compute a product with what is fused to it."""
 
-    name: str  # as `RowTable.describe` tells it
+    name: str  # as `describe.by_rows` tells it
     run: Callable[..., Any]
 
 
@@ -148,19 +112,6 @@ class RowTable:
         if found is None:
             found = self._known[num_rows] = self._choose(num_rows)
         return found
-
-    def describe(self, most_rows: int) -> str:
-        """E.g. `small 1-8, skinny 9-128, library 129-8192`."""
-        parts: list[tuple[str, int, int]] = []
-        for rows in range(1, most_rows + 1):
-            name = self[rows].name
-            if parts and parts[-1][0] == name:
-                parts[-1] = (name, parts[-1][1], rows)
-            else:
-                parts.append((name, rows, rows))
-        return ", ".join(
-            f"{name} {low}" if low == high else f"{name} {low}-{high}" for name, low, high in parts
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +137,10 @@ class Ops:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
     rope_store: Callable[..., Tensor]
-    small_linear: SmallLinear | None = ONE_BY_ONE
-    gated_linear: GatedLinear | None = ONE_BY_ONE
+    gated_linear: FusedLinear | None = ONE_BY_ONE
     skinny_linear: SkinnyLinear | None = ONE_BY_ONE
-    sliced_linear: SlicedLinear | None = ONE_BY_ONE
-    added_linear: AddedLinear | None = ONE_BY_ONE
+    sliced_linear: FusedLinear | None = ONE_BY_ONE
+    added_linear: FusedLinear | None = ONE_BY_ONE
     tables: dict[tuple[object, ...], RowTable] = field(
         init=False, default_factory=dict, compare=False
     )
@@ -206,15 +156,16 @@ class Ops:
     # -- tables of implementations, by rows -----------------------------------------------------
 
     def plain(self, weight_ND: Tensor) -> RowTable:
-        """Of run(x_TD, weight_ND) -> y_TN."""
+        """The table of run(x_TD, weight_ND) -> y_TN."""
         return self._table(weight_ND, self._plain)
 
     def added(self, weight_ND: Tensor) -> RowTable:
-        """Of run(x_TD, weight_ND, Added) -> Residual: the product, for the residual stream."""
+        """The table of run(x_TD, weight_ND, Added) -> Residual: products for the residual
+        stream."""
         return self._table(weight_ND, self._added)
 
     def normed(self, weight_ND: Tensor, *, gated: bool, is_added: bool) -> RowTable:
-        """Of run(residual, norm_weight_D, eps, weight_ND) -> (Product, Added).
+        """The table of run(residual, norm_weight_D, eps, weight_ND) -> (Product, Added).
 
         The product of the normalised residual stream; `gated`: silu of its first half times the
         other. `is_added`: for a stream in that state, else for one with a product pending.
@@ -232,8 +183,6 @@ class Ops:
     def _plain(self, weight_ND: Tensor, num_rows: int) -> Implementation:
         if self.skinny_linear is not None and self.skinny_linear.fits(num_rows, weight_ND):
             return Implementation("skinny", self.skinny_linear.linear)
-        if self.small_linear is not None and self.small_linear.fits(num_rows, weight_ND):
-            return Implementation("small", self.small_linear.linear)
         return Implementation("library", F.linear)
 
     def _sliced(self, weight_ND: Tensor, num_rows: int) -> Implementation:
@@ -267,14 +216,10 @@ class Ops:
     def _normed(
         self, weight_ND: Tensor, gated: bool, is_added: bool, num_rows: int
     ) -> Implementation:
-        skinny, small = self.skinny_linear, self.small_linear
-        after = "+gate" if gated else ""
-        kind = {"normed": True, "gated": gated}
+        skinny, kind = self.skinny_linear, {"normed": True, "gated": gated}
         if skinny is not None and is_added and skinny.fits(num_rows, weight_ND, **kind):
-            fused = partial(_skinny_normed, skinny, gated)
-            return Implementation(f"norm+skinny{after}", fused)
-        if small is not None and small.fits(num_rows, weight_ND, normed=True):
-            return Implementation(f"norm+small{after}", partial(_small_normed, small, gated))
+            name = "norm+skinny+gate" if gated else "norm+skinny"
+            return Implementation(name, partial(_skinny_normed, skinny, gated))
         product = (self._gated if gated else self._sliced)(weight_ND, num_rows)
 
         def run(
@@ -302,23 +247,6 @@ def _skinny_normed(
 ) -> tuple[Tensor, Added]:
     x_TD = residual.stream_TD
     return kernel.norm_linear(x_TD, norm_weight_D, eps, weight_ND, gated=gated), residual
-
-
-def _small_normed(
-    kernel: SmallLinear,
-    gated: bool,
-    residual: Residual,
-    norm_weight_D: Tensor,
-    eps: float,
-    weight_ND: Tensor,
-) -> tuple[Tensor, Added]:
-    if isinstance(residual, Added):
-        x_TD, stream_TD = residual.stream_TD, None
-    else:  # of few rows, for which there are no slices
-        assert not isinstance(residual.update, Slices)
-        x_TD, stream_TD = residual.update, residual.stream_TD
-    y_TN, sum_TD = kernel.norm_linear(x_TD, stream_TD, norm_weight_D, eps, weight_ND, gated=gated)
-    return y_TN, Added(sum_TD)
 
 
 OPERATIONS = tuple(entry.name for entry in fields(Ops) if entry.name != "tables")

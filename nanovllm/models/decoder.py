@@ -16,7 +16,7 @@ from nanovllm.attention.grouped import PagedKV
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embedding import Vocabulary
-from nanovllm.layers.linear import Layer, Linear
+from nanovllm.layers.linear import Layer
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.ops import Ops
@@ -152,15 +152,6 @@ class Decoder(Layer):
     def logits(self, x_SD: Tensor) -> Tensor:
         """logits_SV in the model's dtype; V is this rank's share."""
         return self.head.logits(x_SD)
-
-    def products(self, most_rows: int) -> str:
-        """How each product of a layer, and the head's, is computed: by numbers of rows."""
-        parts = [*self.layers[0].named_modules(), ("head", self.head)]
-        return "; ".join(
-            f"{name} {' or '.join(dict.fromkeys(t.describe(most_rows) for t in part.tables))}"
-            for name, part in parts
-            if isinstance(part, Linear)
-        )
 
     @staticmethod
     def cache_layout(config: DecoderConfig, mesh: Mesh, dtype_bytes: int) -> CacheLayout:

@@ -88,23 +88,12 @@ class RowBuilder:
         width = self.width if plan.drafts else 1
         if plan.chunks:
             return self._mixed(plan, counts, width)
-        if plan.drafts:
-            self._take_counts(counts)
-        return StepRows(
-            slots_R=self.static_slots_R[: plan.num_decodes],
-            counts_R=self.static_counts_R[: plan.num_decodes] if plan.drafts else None,
-            sampled_at=None,
-            samples_R1=None,
-            sampling=None,
-            samples=counts,
-            host_slots=np.repeat(self.decode_slots, counts) if plan.drafts else self.decode_slots,
-            num_decodes=plan.num_decodes,
-            num_decode_tokens=int(counts.sum()) if plan.drafts else plan.num_decodes,
-            width=width,
-            num_tokens=int(counts.sum()) if plan.drafts else plan.num_decodes,
-            max_new=width,
-            max_length=plan.max_length,
-        )
+        slots_R, host = self.static_slots_R[: plan.num_decodes], self.decode_slots
+        if not plan.drafts:
+            return decode_rows(slots_R, None, host, counts, plan.num_decodes, 1, plan.max_length)
+        counts_R, num_tokens = self._take_counts(counts), int(counts.sum())
+        host = np.repeat(host, counts)
+        return decode_rows(slots_R, counts_R, host, counts, num_tokens, width, plan.max_length)
 
     def _mixed(self, plan: StepPlan, decode_counts: Int32, width: int) -> StepRows:
         chunk_slots = np.array([c.slot for c in plan.chunks], np.int32)
@@ -136,22 +125,10 @@ class RowBuilder:
 
     def padded(self, num_tokens: int, width: int, max_length: int) -> StepRows:
         """The first `num_tokens` static rows, as captured: the host knows nothing of them."""
+        slots_R, counts_R = self.static_slots_R[:num_tokens], self.static_counts_R[:num_tokens]
         nothing = np.zeros(0, np.int32)
-        return StepRows(
-            slots_R=self.static_slots_R[:num_tokens],
-            counts_R=self.static_counts_R[:num_tokens] if width > 1 else None,
-            sampled_at=None,
-            samples_R1=None,
-            sampling=None,
-            samples=nothing,
-            host_slots=nothing,
-            num_decodes=num_tokens,
-            num_decode_tokens=num_tokens,
-            width=width,
-            num_tokens=num_tokens,
-            max_new=width,
-            max_length=max_length,
-        )
+        counts = counts_R if width > 1 else None
+        return decode_rows(slots_R, counts, nothing, nothing, num_tokens, width, max_length)
 
     def _take(self, slots: Int32) -> None:
         """New decode rows; what is left of the old ones becomes padding."""
@@ -161,11 +138,26 @@ class RowBuilder:
         self.static_slots_R[:most].copy_(upload(padded, self.device))
         self.decode_slots = slots
 
-    def _take_counts(self, counts: Int32) -> None:
+    def _take_counts(self, counts: Int32) -> Tensor:
         padded = np.zeros(max(len(counts), self._num_counts), np.int32)
         padded[: len(counts)] = counts
         self.static_counts_R[: len(padded)].copy_(upload(padded, self.device))
         self._num_counts = len(counts)
+        return self.static_counts_R[: len(counts)]
+
+
+def decode_rows(
+    slots_R: Tensor,
+    counts_R: Tensor | None,
+    host_slots: Int32,
+    samples: Int32,
+    num_tokens: int,
+    width: int,
+    max_length: int,
+) -> StepRows:
+    """The rows of a step without chunks, in which all tokens are sampled from."""
+    sizes = len(slots_R), num_tokens, width, num_tokens, width, max_length
+    return StepRows(slots_R, counts_R, None, None, None, samples, host_slots, *sizes)
 
 
 class BatchPrep:
@@ -180,29 +172,17 @@ class BatchPrep:
         """Device work only: capturable for decode rows."""
         slots, num_rows = self.slots, len(rows.slots_R)
         num_pages = min(-(-rows.max_length // slots.page_tokens), slots.max_pages)
-        if not rows.is_decode:
-            return gather_chunks(rows, slots, num_pages)
-        state = slots.lengths_N, slots.tokens_NL, slots.pages_NM, slots.page_tokens, num_pages
-        ids_T, positions_T, mapping_T, slots_T, starts_R1, lengths_R, table_RM = self._gather(
-            rows.slots_R, rows.counts_R, *state, rows.num_tokens, rows.width
-        )
-        return Batch(
-            token_ids_T=ids_T,
-            positions_T=positions_T,
-            slot_mapping_T=mapping_T,
-            slots_T=slots_T,
-            slots_R=rows.slots_R,
-            starts_R1=starts_R1,
-            lengths_R=lengths_R,
-            page_table_RM=table_RM,
-            sampled_at=None,
-            num_rows=num_rows,
-            num_decodes=num_rows,
-            num_decode_tokens=rows.num_tokens,
-            decode_width=rows.width,
-            max_new=rows.max_new,
-            max_length=rows.max_length,
-        )
+        if rows.is_decode:
+            state = slots.lengths_N, slots.tokens_NL, slots.pages_NM, slots.page_tokens, num_pages
+            of_tokens = self._gather(
+                rows.slots_R, rows.counts_R, *state, rows.num_tokens, rows.width
+            )
+        else:
+            of_tokens = gather_chunks(rows, slots, num_pages)
+        ids_T, positions_T, slot_mapping_T, slots_T, starts_R1, lengths_R, table_RM = of_tokens
+        tensors = ids_T, positions_T, slot_mapping_T, slots_T, rows.slots_R, starts_R1, lengths_R
+        sizes = rows.num_decodes, rows.num_decode_tokens, rows.width, rows.max_new, rows.max_length
+        return Batch(*tensors, table_RM, rows.sampled_at, num_rows, *sizes)
 
     def write_back(
         self, rows: StepRows, batch: Batch, tokens_S: Tensor, accept: tuple[Tensor, Tensor] | None
@@ -211,20 +191,11 @@ class BatchPrep:
 
         `accept`: instead of by comparison; see spec.base. A batch of a graph may have more rows.
         """
-        num_rows, samples_R1 = len(rows.slots_R), rows.samples_R1
+        num_rows, slots, samples_R1 = len(rows.slots_R), self.slots, rows.samples_R1
         if samples_R1 is None and rows.counts_R is not None:
             samples_R1 = batch.starts_R1[: num_rows + 1]
-        slots = self.slots
-        return self._write_back(
-            rows.slots_R,
-            batch.lengths_R[:num_rows],
-            samples_R1,
-            tokens_S,
-            slots.lengths_N,
-            slots.tokens_NL,
-            rows.width,
-            accept,
-        )
+        drawn = rows.slots_R, batch.lengths_R[:num_rows], samples_R1, tokens_S
+        return self._write_back(*drawn, slots.lengths_N, slots.tokens_NL, rows.width, accept)
 
 
 def rowless(inputs_3T: Tensor, sampled_at: Tensor) -> Batch:
@@ -235,8 +206,8 @@ def rowless(inputs_3T: Tensor, sampled_at: Tensor) -> Batch:
     return Batch(ids_T, positions_T, slot_mapping_T, *rows, sampled_at, 0, 0, 0, 1, 0, 0)
 
 
-def gather_chunks(rows: StepRows, slots: Slots, num_pages: int) -> Batch:
-    """Rows that feed any number of tokens."""
+def gather_chunks(rows: StepRows, slots: Slots, num_pages: int) -> tuple[Tensor, ...]:
+    """What the kernel gathers for decode rows, for rows that feed any number of tokens."""
     size, num_rows, device = slots.page_tokens, len(rows.slots_R), slots.device
     before_R, counts_R = slots.lengths_N[rows.slots_R], rows.counts_R
     assert counts_R is not None
@@ -248,20 +219,12 @@ def gather_chunks(rows: StepRows, slots: Slots, num_pages: int) -> Batch:
     offsets_T = torch.arange(rows.num_tokens, device=device) - starts_R1[row_T]
     slots_T, positions_T = rows.slots_R[row_T], before_R[row_T] + offsets_T
     pages_T = slots.pages_NM[slots_T, positions_T // size].long()
-    return Batch(
-        token_ids_T=slots.tokens_NL[slots_T, positions_T].long(),
-        positions_T=positions_T,
-        slot_mapping_T=pages_T * size + positions_T % size,
-        slots_T=slots_T,
-        slots_R=rows.slots_R,
-        starts_R1=starts_R1,
-        lengths_R=before_R + counts_R,
-        page_table_RM=slots.pages_NM[rows.slots_R, :num_pages],
-        sampled_at=rows.sampled_at,
-        num_rows=num_rows,
-        num_decodes=rows.num_decodes,
-        num_decode_tokens=rows.num_decode_tokens,
-        decode_width=rows.width,
-        max_new=rows.max_new,
-        max_length=rows.max_length,
+    return (
+        slots.tokens_NL[slots_T, positions_T].long(),
+        positions_T,
+        pages_T * size + positions_T % size,
+        slots_T,
+        starts_R1,
+        before_R + counts_R,
+        slots.pages_NM[rows.slots_R, :num_pages],
     )

@@ -15,6 +15,7 @@ from msgspec.structs import asdict, replace
 from nanovllm_kernels.compile_cache import use_folder
 
 from nanovllm.config import Config, Recipe, cache_dir
+from nanovllm.layers.describe import products
 from nanovllm.log import fields
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import fill
@@ -66,7 +67,8 @@ def build(config: Config) -> Built:
         recipe.server.max_model_tokens,
         own,
     )
-    log.info("products by rows: %s", model.products(int(recipe.schedule.step_tokens)))
+    most_rows = int(recipe.schedule.step_tokens)
+    log.info("products by rows: %s", products(model.layers[0], model.head, most_rows))
     log.info("warming up")
     warm_up(runner, recipe)
     if not obstacles(recipe):

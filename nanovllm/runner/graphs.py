@@ -56,7 +56,8 @@ class Memory:
 
 
 def borrowed(x: Tensor) -> Tensor:
-    """x, made during a capture, without holding its memory back from the pool's later captures.
+    """Returns x, made during a capture, without holding its memory back from the pool's later
+    captures.
 
     A pool's memory stays mapped as long as its graphs live, so until a later capture's replay the
     contents are x's.
@@ -118,6 +119,6 @@ class DecodeGraphs:
         """The smallest captured size for so many tokens, in rows of up to `width`."""
         return next((s for s in self.captured if s[0] >= num_tokens and s[1] == width), None)
 
-    def replay(self, size: Size) -> object:
+    def replay(self, size: Size) -> Any:  # noqa: ANN401
         self.captured[size].graph.replay()
         return self.captured[size].output

@@ -54,7 +54,7 @@ def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
 
 
 def products_of(model: Decoder) -> list[Job]:
-    """Of few rows, with the norm before and what comes after."""
+    """The model's products of few rows, with the norm before and what comes after."""
     from nanovllm_kernels.skinny_linear import MOST_ROWS, Kind, compile_product, shape_of
 
     found = set()

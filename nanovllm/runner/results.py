@@ -35,13 +35,13 @@ class Copy:
         return StepResult(step, lines, logprobs, drafts)
 
     def _sampling(self, lines_RX: Tensor) -> Int32:
-        """Of the rows that sample."""
+        """The lines of the rows that sample."""
         lines: Int32 = lines_RX.numpy()
         return lines.copy() if self.rows.sampling is None else lines[self.rows.sampling]
 
 
 class HostEvent:
-    """Of torch.cuda.Event what is used, where the host computes: enqueued work is done work."""
+    """What is used of torch.cuda.Event, where the host computes: enqueued work is done work."""
 
     def record(self) -> None:
         self.at = time.perf_counter()
@@ -138,12 +138,10 @@ def start_copy(
     logprobs: SampledLogprobs | None = None,
 ) -> Copy:
     """Enqueue the copies behind the step; nothing here waits."""
-    return Copy(
-        to_host(lines_RW),
-        to_host(drafts_RX) if drafts_RX is not None else None,
-        begin(logprobs) if logprobs is not None else None,
-        rows,
-    )
+    num_rows = len(rows.slots_R)  # a graph may have more
+    drafts = None if drafts_RX is None else to_host(drafts_RX[:num_rows])
+    found = None if logprobs is None else begin(logprobs)
+    return Copy(to_host(lines_RW[:num_rows]), drafts, found, rows)
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -162,7 +160,8 @@ def begin(found: SampledLogprobs) -> SampledLogprobs:
 
 
 def read_logprobs(found: SampledLogprobs, lines: Int32, samples: Int32) -> tuple[RowLogprobs, ...]:
-    """Of the tokens in `lines`, row r's of so many samples[r]: CORRUPTED and -1 are none."""
+    """The log-probabilities of the tokens in `lines`, row r's of so many samples[r]: CORRUPTED
+    and -1 are none."""
     chosen = found.chosen_W.tolist()
     ids, values = found.top_ids_WK.tolist(), found.top_logprobs_WK.tolist()
     row_of = np.repeat(np.arange(len(samples)), samples).tolist()

@@ -123,7 +123,7 @@ def need_of(found: Resolved) -> Need:
 
 
 def weight_bytes(found: Resolved) -> int:
-    """Of the model's parameters and tables, from their shapes alone."""
+    """The bytes of the model's parameters and tables, from their shapes alone."""
     return need_of(found).weight_bytes
 
 

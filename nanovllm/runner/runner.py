@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,17 +36,9 @@ class Forwarded:
     logits_SV: Tensor | None  # None: no row samples in this step
 
 
-class Written(NamedTuple):
-    """What came of a step's rows. Under a graph: static, possibly padded."""
-
-    lines_RW: Tensor  # int32: each row's new tokens, then -1
-    drafts_RX: Tensor | None  # int32: see plan.StepResult
-
-    def first(self, num_rows: int) -> Written:
-        drafts_RX = self.drafts_RX
-        return Written(
-            self.lines_RW[:num_rows], None if drafts_RX is None else drafts_RX[:num_rows]
-        )
+# lines_RW (each row's new tokens, then -1), and drafts_RX of plan.StepResult if there is a drafter.
+# Both are int32; under a graph static, and possibly padded.
+Written = tuple[Tensor, Tensor | None]
 
 
 class Runner:
@@ -76,7 +67,7 @@ class Runner:
         self.builder = RowBuilder(most_rows, slots.padding, 1 + self.num_drafts, device)
         self.graphs = DecodeGraphs(self.forward, self.builder, sharing_logits)
         self.tails = DecodeGraphs(self.draw_plainly, self.builder)
-        self.piecewise = PiecewiseGraphs(self.hidden, slots.padding, device)
+        self.piecewise = PiecewiseGraphs(self.hidden, slots.padding * self.builder.width, device)
         self.clock = DeviceClock(device)
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
@@ -111,9 +102,8 @@ class Runner:
             self.sampler.apply_mask(logits_SV, rows.samples_of(masked), masks)
         size = len(batch.token_ids_T), rows.width
         if rows.is_decode and size in self.tails.captured and self.sampler.plain(rows.host_slots):
-            written = self.tails.replay(size)
-            assert isinstance(written, Written)
-            return start_copy(rows, *written.first(len(rows.slots_R)))
+            written: Written = self.tails.replay(size)
+            return start_copy(rows, *written)
         num_samples = len(rows.host_slots)
         sampled = Sampled(batch.slots_T[:0], None)
         if logits_SV is not None:
@@ -144,10 +134,10 @@ class Runner:
         accept = drafter.accept if drafter is not None else None
         lines_RW = self.prep.write_back(rows, batch, tokens_S, accept)
         if drafter is None:
-            return Written(lines_RW, None)
+            return lines_RW, None
         slots_R = rows.slots_R.where(lines_RW[:, 0] >= 0, self.slots.padding)
         slots = self.slots
-        return Written(lines_RW, drafter.propose(slots_R, slots.lengths_N, slots.tokens_NL))
+        return lines_RW, drafter.propose(slots_R, slots.lengths_N, slots.tokens_NL)
 
     def _run(self, rows: StepRows) -> tuple[Forwarded, str]:
         """Replay a graph where one fits, else run eagerly. Says which: FULL, PIECEWISE or NONE."""
@@ -159,8 +149,7 @@ class Runner:
         if fitting is None:
             return self.forward(rows), "NONE"
         self.padded_tokens += fitting[0] - rows.num_tokens
-        replayed = self.graphs.replay(fitting)
-        assert isinstance(replayed, Forwarded)
+        replayed: Forwarded = self.graphs.replay(fitting)
         return replayed, "FULL"
 
     def why_eager(self, rows: StepRows) -> str | None:

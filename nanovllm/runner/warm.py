@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.config import Recipe
 from nanovllm.log import Progress
-from nanovllm.runner.batch import StepRows
+from nanovllm.runner.batch import StepRows, decode_rows
 from nanovllm.runner.graphs import graph_sizes, largest_graph
 from nanovllm.runner.piecewise import piecewise_sizes
 from nanovllm.runner.runner import Runner
@@ -22,31 +22,15 @@ log = logging.getLogger("engine")
 def padding_rows(runner: Runner, num_rows: int, tokens_each: int) -> StepRows:
     """Rows of the padding slot: any shape of step can be run without a request."""
     device, num_tokens = runner.device, num_rows * tokens_each
-    host = np.full(num_rows, runner.slots.padding, np.int32)
-    rows = StepRows(
-        slots_R=torch.full((num_rows,), runner.slots.padding, device=device),
-        counts_R=None,
-        sampled_at=None,
-        samples_R1=None,
-        sampling=None,
-        samples=np.ones(num_rows, np.int32),
-        host_slots=host,
-        num_decodes=num_rows,
-        num_decode_tokens=num_rows,
-        width=1,
-        num_tokens=num_tokens,
-        max_new=tokens_each,
-        max_length=tokens_each,
-    )
+    slots_R = torch.full((num_rows,), runner.slots.padding, device=device)
+    ones, host = np.ones(num_rows, np.int32), np.full(num_rows, runner.slots.padding, np.int32)
+    rows = decode_rows(slots_R, None, host, ones, num_rows, 1, tokens_each)
     if tokens_each == 1:
         return rows
-    return replace(
-        rows,
-        counts_R=torch.full((num_rows,), tokens_each, dtype=torch.int32, device=device),
-        sampled_at=torch.arange(tokens_each - 1, num_tokens, tokens_each, device=device),
-        num_decodes=0,
-        num_decode_tokens=0,
-    )
+    counts_R = torch.full((num_rows,), tokens_each, dtype=torch.int32, device=device)
+    ends = torch.arange(tokens_each - 1, num_tokens, tokens_each, device=device)
+    rows = replace(rows, num_decodes=0, num_decode_tokens=0, num_tokens=num_tokens)
+    return replace(rows, counts_R=counts_R, sampled_at=ends, max_new=tokens_each)
 
 
 @torch.inference_mode()

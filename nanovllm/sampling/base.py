@@ -28,7 +28,8 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs:
-    """Of the W rows that want any. The tensors are where they were computed, or copied."""
+    """The log-probabilities of the W rows that want any. The tensors are where they were
+    computed, or copied."""
 
     at: list[int]  # indices into Sampled.tokens_S
     counts: list[int]  # how many of the K best each row asked for

@@ -1,4 +1,5 @@
-"""min-p, top-k and top-p: the smallest logit each row may still draw. One kernel finds it."""
+"""Cuts by min-p, top-k and top-p: the smallest logit each row may still draw. One kernel finds
+it."""
 
 from __future__ import annotations
 

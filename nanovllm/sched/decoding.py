@@ -38,7 +38,7 @@ class Decoding:
 
     @property
     def rows(self) -> Rows:
-        """Of all requests in slots whose known tokens are fed."""
+        """The rows of all requests in slots whose known tokens are fed."""
         if self._left:
             self._rows = rows_of([r for r in self._rows.requests if r not in self._left])
             self._left.clear()

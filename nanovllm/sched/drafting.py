@@ -42,7 +42,7 @@ class Drafting:
         self.draft_tokens = 0
 
     def begin(self, slot: int) -> None:
-        """Of a request that has just got its slot. Its first drafts come with its first token."""
+        """Forgets the slot's last owner. A request's first drafts come with its first token."""
         self.reach[slot] = 0
         self._found[slot] = self.most
         self._rates[slot] = self._rate_of_all
@@ -78,7 +78,9 @@ class Drafting:
     # -- completion -------------------------------------------------------------------------
 
     def compared(self, slots_R: Slots, drafts_R: Int32, right_R: Int32) -> None:
-        """Of so many drafts that rows fed, so many were accepted. Before the step's own report."""
+        """Notes how many of the drafts that rows fed were accepted.
+
+        Call it before the step's own report."""
         real_R = np.minimum(drafts_R, self._found[slots_R])
         drew = real_R.nonzero()[0]
         if not len(drew):
@@ -110,7 +112,7 @@ class Drafting:
 
 
 def cost(num_rows: int) -> float:
-    """Of a draft, in tokens: it pays if it is at least so likely to be accepted."""
+    """The price of a draft in tokens: it pays if it is at least so likely to be accepted."""
     return LOW + (HIGH - LOW) * min(num_rows / MANY_ROWS, 1.0)
 
 

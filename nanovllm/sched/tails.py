@@ -26,7 +26,7 @@ class Tails:
         self._most_stops = 1  # rows of it that anybody has needed
 
     def begin(self, request: Request) -> None:
-        """Of a request that has just got its slot."""
+        """Begins the tail of a request that has just got its slot."""
         stops = list(request.stop_ids)
         self._stops_KN[:, request.slot] = -1
         self._stops_KN[: len(stops), request.slot] = stops[:STOPS]

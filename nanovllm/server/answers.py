@@ -30,7 +30,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Details(Struct):
-    """Of the tokens since the last event, as far as the request asked for it."""
+    """Details of the tokens since the last event, as far as the request asked for it."""
 
     logprobs: list[TokenLogprob] = []
     token_ids: list[int] = []

@@ -133,7 +133,7 @@ class DrainingServer(uvicorn.Server):
             self.force_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn asks ten times a second whether to stop."""
+        """Answers uvicorn, which asks ten times a second whether to stop."""
         now = time.monotonic()
         for connection in list(self.server_state.connections):
             cast(Connection, connection).look_after(now)

@@ -131,7 +131,8 @@ class ChatRequest(Unsupported, frozen=True, kw_only=True):
 
     @property
     def schemas(self) -> dict[str, object] | None:
-        """Of the arguments of each function the model may call; None if it may call none."""
+        """The schemas of the arguments of each function the model may call; None if it may call
+        none."""
         functions = [tool["function"] for tool in self.tools or ()]
         schemas = {function["name"]: function.get("parameters") for function in functions}
         return None if self.choice_of_tools.mode == "none" else schemas

@@ -38,7 +38,7 @@ class Range(Struct, frozen=True):
 
 
 def ranges(context: int, *, raise_priority: bool) -> dict[str, Range]:
-    """Of every field that is one number. `context`: the most tokens of a prompt and its answer."""
+    """The range of every field that is one number. `context`: most tokens of prompt and answer."""
     tokens = Range(1, context, note=", the model's context")
     priorities = Range(0, INT32, note=" (below 0: a server with server.raise_priority)")
     return {
@@ -71,7 +71,7 @@ def check_token_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
 
 
 def check_biases(given: Mapping[str, object], vocab_size: int) -> None:
-    """Of logit_bias: the message names the key at fault. Raises ApiError."""
+    """Checks logit_bias. Raises ApiError, whose message names the key at fault."""
     if len(given) > MAX_TOKEN_IDS:
         raise bad_value("logit_bias", f"at most {MAX_TOKEN_IDS} ids", len(given))
     for key, bias in given.items():

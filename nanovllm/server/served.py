@@ -50,6 +50,8 @@ class Served:
         self.max_model_tokens = ready.max_model_tokens
         self.vocab_size = ready.vocab_size
         self.raise_priority = config.recipe.server.raise_priority
+        speculate = config.recipe.speculate
+        self.writes_by_chance = speculate is not None and speculate.method == "synthetic"
         model = _read(Path(config.config_path), ModelConfig)
         self.family: Family = resolve(PARSERS, parser_of(config))
         self.template = Template(
@@ -66,7 +68,7 @@ class Served:
     def parser(
         self, turn: str, schemas: Schemas | None, *, is_spelled: bool, mends: bool = False
     ) -> Machine:
-        """As `Machine` takes them."""
+        """A parser of this model's family; the arguments are those of `Machine`."""
         marks = self.vocabulary.marks
         return Machine(self.family, marks, turn, schemas, is_spelled=is_spelled, mends=mends)
 

@@ -182,7 +182,7 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """As transformers sets it up, which is what templates are written for; with a time limit.
+    """Jinja as transformers sets it up, which is what templates are written for; with a time limit.
 
     Decision: the limit is compiled into templates, because a thread cannot be stopped and whatever
     a template does for long, it does in loops and recursions, with output or without.

@@ -24,7 +24,8 @@ class Drafter(Protocol):
     accept: tuple[Tensor, Tensor] | None
 
     def propose(self, slots_R: Tensor, lengths_N: Tensor, tokens_NL: Tensor) -> Tensor:
-        """int32 [R, 1 + D]: how many real drafts a row has, then D tokens, which may be fillers.
+        """Returns int32 [R, 1 + D]: how many real drafts a row has, then D tokens, which may be
+        fillers.
 
         They are written behind each slot's newest token too, tokens_NL[slot, lengths_N[slot]],
         where the slot must have room for them. So rows whose prompt is not fed to its end must not

@@ -17,12 +17,14 @@ from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.paper import PaperExecutor
 from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import Chunk, Masks, StepPlan, mode_key
+from nanovllm.runner.batch import RowBuilder
 from nanovllm.runner.results import Copy, DeviceClock, Handle
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Generate, Sampling
 from tests.engine.no_grammars import NoGrammars
 
 CPU = torch.device("cpu")
+ROW = RowBuilder(1, 0, 1, CPU).padded(1, 1, 1)
 
 # -- the device ------------------------------------------------------------------------------
 
@@ -32,7 +34,7 @@ def handle_of(device: DeviceClock, work_s: float) -> Handle:
 
     def finish(masks: Masks | None) -> Copy:
         time.sleep(work_s)
-        return Copy(torch.tensor([7], dtype=torch.int32), None)
+        return Copy(torch.tensor([[7]], dtype=torch.int32), None, None, ROW)
 
     return Handle(1, device, device.begin(), finish)
 

@@ -14,7 +14,7 @@ from nanovllm.config import Cache, Kernels, Schedule, Server
 from nanovllm.plan import Chunk, StepPlan
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.build import build
-from nanovllm.runner.graphs import borrowed, decode_rows, graph_sizes
+from nanovllm.runner.graphs import borrowed, graph_sizes
 from nanovllm.runner.piecewise import piecewise_sizes
 from nanovllm.runner.runner import Runner
 from tests.gpu.test_engine import SHAPE
@@ -92,7 +92,7 @@ def test_steps_of_all_kinds_can_follow_each_other(runner: Runner) -> None:
     steps = [rows_of(runner, 24, [40]), rows_of(runner, 0, [300])]
     occupy(runner)
     runner.slots.lengths_N[:SLOTS] //= 4
-    decode = decode_rows(runner.graphs.static_slots_R[:24], longest(runner))
+    decode = runner.builder.padded(24, 1, longest(runner))
     steps = [steps[0], decode, steps[1], decode]
     alone = []
     for rows in steps:
@@ -111,7 +111,7 @@ def test_steps_of_all_kinds_can_follow_each_other(runner: Runner) -> None:
 @pytest.mark.gpu
 def test_logits_of_different_graphs_take_the_same_memory(runner: Runner) -> None:
     spans = []
-    for size, captured in runner.graphs.captured.items():
+    for (size, _), captured in runner.graphs.captured.items():
         assert captured.output.logits_SV.shape == (size, VOCABULARY)
         start = captured.output.logits_SV.data_ptr()
         spans.append((start, start + captured.output.logits_SV.nbytes))

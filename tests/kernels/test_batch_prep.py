@@ -30,7 +30,7 @@ def test_in_the_interpreter() -> None:
         ["env", "TRITON_INTERPRET=1", *here], capture_output=True, text=True, timeout=600
     )
     assert child.returncode == 0, child.stdout[-4000:]
-    assert "20 passed" in child.stdout
+    assert "23 passed" in child.stdout
 
 
 test_in_the_interpreter.__test__ = not INTERPRETED
@@ -69,12 +69,14 @@ def states(draw: st.DrawFn) -> State:
 
 def rows_of(draw: st.DrawFn, width: int) -> tuple[list[int], list[int]]:
     """Slots and counts: rows that feed tokens, the padding slot's among them, then empty ones."""
-    slots = draw(st.lists(st.integers(0, NUM_SLOTS - 1), unique=True, min_size=1))
-    counts = [draw(st.integers(1, width)) for _ in slots]
+    slots = draw(st.permutations(range(NUM_SLOTS)))
+    num_fed = draw(st.integers(1, NUM_SLOTS))
+    fed, empty = slots[:num_fed], slots[num_fed:] + [NUM_SLOTS] * 3
+    counts = [draw(st.integers(1, width)) for _ in fed]
     if draw(st.booleans()):
-        slots, counts = [*slots, NUM_SLOTS], [*counts, width]
-    num_empty = draw(st.integers(0, 5))
-    return slots + [NUM_SLOTS] * num_empty, counts + [0] * num_empty
+        fed, counts = [*fed, NUM_SLOTS], [*counts, width]
+    empty = empty[: draw(st.integers(0, 5))]
+    return fed + empty, counts + [0] * len(empty)
 
 
 @EXAMPLES
@@ -121,8 +123,9 @@ def test_rows_of_one_token_need_no_counts() -> None:
     assert tuple(x.tolist() for x in found[:-1]) == expected
 
 
-def test_counts_of_more_rows_than_are_added_up_at_once() -> None:
-    num_rows = batch_prep.COUNTS + 2
+def test_counts_of_more_rows_than_are_added_up_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(batch_prep, "COUNTS", 4)
+    num_rows = 10
     slots_R = torch.zeros(num_rows, dtype=torch.int64)
     counts_R = torch.ones(num_rows, dtype=torch.int32)
     counts_R[0] = 2
@@ -278,13 +281,24 @@ def test_a_row_of_three_drafts(drawn, line, length, newest) -> None:
     assert after.tokens[1] == [0] * 10
 
 
-def test_drafts_that_coins_accept_come_out_themselves() -> None:
+@pytest.mark.parametrize(
+    ("drawn", "line"),
+    [
+        ([21, 22, 23, 24], [11, 12, 23, -1]),
+        ([CORRUPTED, 22, 23, 24], [CORRUPTED, -1, -1, -1]),
+        ([21, CORRUPTED, 23, 24], [21, -1, -1, -1]),
+        ([21, 22, CORRUPTED, 24], [11, 22, -1, -1]),
+    ],
+)
+def test_drafts_that_coins_accept_come_out_themselves(drawn, line) -> None:
+    """The coins of the first two drafts never fail, that of the third one always does."""
     state = State([4, 0], [list(TEXT), [0] * 10], [[1], [0]])
     accept = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([1, 2])
-    drawn = [21, 22, 23, 24]
     lines, after = write_back(state, [0], [8], [drawn], drawn, 4, accept)
-    assert lines == [[11, 12, 23, -1]]
-    assert (after.lengths, after.tokens[0][4:9]) == ([7, 0], [3, 11, 12, 23, 99])
+    num_out = 4 - line.count(-1)
+    assert lines == [line]
+    assert after.lengths == [4 + num_out, 0]
+    assert after.tokens[0][4 + num_out] == max(line[num_out - 1], 0)
 
 
 def test_coins_fall_at_the_given_rates_and_apart_from_the_draws() -> None:
@@ -297,10 +311,21 @@ def test_coins_fall_at_the_given_rates_and_apart_from_the_draws() -> None:
     tokens_S = torch.full((3 * num_rows,), 9)
     lengths_N = torch.zeros(num_rows + 1, dtype=torch.int32)
     tokens_NL = torch.full((num_rows + 1, 6), 7, dtype=torch.int32)
-    accept = torch.tensor(rates), torch.arange(num_rows + 1)
-    lines_RW = TESTED.write_back(
-        slots_R, lengths_R, samples_R1, tokens_S, lengths_N, tokens_NL, 3, accept
+    seeds_N = torch.arange(2 * (num_rows + 1))[::2]
+    lines_RW, of_column_RW = (
+        TESTED.write_back(
+            slots_R,
+            lengths_R,
+            samples_R1,
+            tokens_S,
+            lengths_N,
+            tokens_NL.clone(),
+            3,
+            (torch.tensor(rates), seeds),
+        )
+        for seeds in (seeds_N.contiguous(), seeds_N)
     )
+    assert torch.equal(lines_RW, of_column_RW)
     accepted_R = (lines_RW == 7).sum(1)
     assert (lengths_N[:-1] == 2 + accepted_R).all()
     for at_least, share in ((1, 0.75), (2, 0.375)):

@@ -46,11 +46,17 @@ def by_hand(text: list[int], num_drafts: int, low: int, high: int) -> list[int] 
 
 
 def propose(
-    texts: list[list[int]], slots: list[int], num_drafts: int, low: int, high: int, room: int = 0
+    texts: list[list[int]],
+    slots: list[int],
+    num_drafts: int,
+    low: int,
+    high: int,
+    room: int = 0,
+    stale: int = 99,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The drafts of slots, and what all slots' tokens are then. A slot is 99 behind its text."""
+    """The drafts of slots, and what all slots' tokens are then. `stale` is behind their texts."""
     width = max(map(len, texts)) + num_drafts + room
-    lines = [text + [99] * (width - len(text)) for text in texts]
+    lines = [text + [stale] * (width - len(text)) for text in texts]
     lengths_N = torch.tensor([*(len(text) - 1 for text in texts), 0], dtype=torch.int32)
     tokens_NL = torch.tensor([*lines, [0] * width], dtype=torch.int32)
     drafts_RX = TESTED.ngram(torch.tensor(slots), lengths_N, tokens_NL, num_drafts, low, high)
@@ -60,9 +66,15 @@ def propose(
 
 
 def expected(
-    texts: list[list[int]], slots: list[int], num_drafts: int, low: int, high: int, width: int
+    texts: list[list[int]],
+    slots: list[int],
+    num_drafts: int,
+    low: int,
+    high: int,
+    width: int,
+    stale: int,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    drafts, after = [], [text + [99] * (width - len(text)) for text in texts] + [[0] * width]
+    drafts, after = [], [text + [stale] * (width - len(text)) for text in texts] + [[0] * width]
     for slot in slots:
         if slot == len(texts):
             drafts.append([0] * (1 + num_drafts))
@@ -90,17 +102,18 @@ def texts_with_repeats(draw: st.DrawFn) -> list[int]:
     low=st.integers(1, 4),
     more=st.integers(0, 6),
     room=st.sampled_from([0, 1, 40]),
+    stale=st.integers(0, 3),
     data=st.data(),
 )
-def test_ngram(texts, num_drafts, low, more, room, data) -> None:
+def test_ngram(texts, num_drafts, low, more, room, stale, data) -> None:
     rows = st.lists(st.integers(0, len(texts) - 1), unique=True, max_size=3)
     padding = data.draw(st.integers(0, 2))
     slots = data.draw(rows) + [len(texts)] * padding
     if not slots:
         slots = [0]
-    found = propose(texts, slots, num_drafts, low, low + more, room)
+    found = propose(texts, slots, num_drafts, low, low + more, room, stale)
     width = len(found[1][0])
-    assert found == expected(texts, slots, num_drafts, low, low + more, width)
+    assert found == expected(texts, slots, num_drafts, low, low + more, width, stale)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from nanovllm.runner.slots import Slots
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.wire import Sampling
 from tests.runner.plans import Plans, admit
+from tests.runner.tape import capture_on_tapes
 from tests.whole_engine import small_demo
 
 SLOTS, DRAFTS, COUNT = 4, 3, 24
@@ -114,3 +115,22 @@ def test_ragged_drafts_never_change_what_is_drawn(
         assert found[slot] == texts[slot][: len(found[slot])]
     longest = max(map(max, lengths))
     assert longest == {1: 1, 2: 2, 3: 3, 1000: 1 + DRAFTS}[wrong]
+
+
+def test_drafts_beside_a_chunk_are_replayed_piecewise(runner: Runner) -> None:
+    """More tokens are sampled than there are slots."""
+    capture_on_tapes(runner, [32])
+    plans = Plans(runner)
+    begun = [0, 1, 2]
+    for slot in begun:
+        plans.step([admit(slot, PROMPTS[slot], pages_of(slot))], (), {slot: len(PROMPTS[slot])})
+    before = runner.steps_by_mode["PIECEWISE/mixed"]
+    plans.step([admit(3, PROMPTS[3], pages_of(3))], begun, {3: 3}, drafts=[DRAFTS] * 3)
+    assert runner.steps_by_mode["PIECEWISE/mixed"] == before + 1
+    assert plans.result is not None and plans.result.drafts is not None
+    assert plans.result.drafts.shape == (4, 1 + DRAFTS)
+    runner.piecewise.captured.clear()
+    for slot in begun:
+        tokens = alone(runner, slot, WISHES["greedy"])
+        assert plans.lines[slot] == tokens[1 : 1 + len(plans.lines[slot])] != []
+    assert plans.lines[3] == alone(runner, 3, WISHES["greedy"])[:1]

@@ -55,7 +55,7 @@ def test_ngram_looks_drafts_up() -> None:
 @pytest.mark.parametrize("vocab_size", [2, 3, 50, 151_936])
 def test_synthetic_drafts_depend_on_the_position_alone(vocab_size) -> None:
     drafter = made("synthetic", 4, [0.5] * 4, vocab_size)
-    positions = torch.tensor([1, 2, 3, PERIOD - 3, PERIOD - 2, PERIOD, PERIOD + 1, 3 * PERIOD])
+    positions = torch.tensor([1, 2, PERIOD - 3, PERIOD - 2, PERIOD - 1, PERIOD, 3 * PERIOD])
     slots_R = torch.arange(len(positions))
     lengths_N = torch.cat((positions, torch.zeros(1))).to(torch.int32)
     tokens_NL = torch.zeros(len(positions) + 1, 3 * PERIOD + 9, dtype=torch.int32)
@@ -63,10 +63,10 @@ def test_synthetic_drafts_depend_on_the_position_alone(vocab_size) -> None:
     assert (drafts_RX[:, 0] == 4).all()
     drafts_RD = drafts_RX[:, 1:]
     assert ((drafts_RD >= 1) & (drafts_RD < vocab_size)).all()
-    for earlier, later in ((0, 1), (1, 2), (3, 4), (5, 6)):
+    for earlier, later in ((0, 1), (2, 3), (3, 4), (4, 5)):
         assert torch.equal(drafts_RD[earlier, 1:], drafts_RD[later, :-1])
-    assert torch.equal(drafts_RD[5], drafts_RD[7])
-    assert len(drafts_RD.unique()) >= min(vocab_size - 1, 10)
+    assert torch.equal(drafts_RD[5], drafts_RD[6])
+    assert len(drafts_RD.unique()) >= min(vocab_size - 1, 7)
 
 
 @pytest.mark.parametrize(

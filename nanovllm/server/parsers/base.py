@@ -34,7 +34,8 @@ class CallStart(Struct, frozen=True):
 
 
 class CallPart(Struct, frozen=True):
-    """Of the arguments of the call started last; all of them together are one JSON object."""
+    """A part of the arguments of the call started last; all of them together are one JSON
+    object."""
 
     text: str
 

@@ -14,7 +14,8 @@ MAX_DEPTH = 20  # of references and unions
 
 
 def types_of(schema: object, name: str) -> Types:
-    """Of one parameter of a function with this schema. What no schema knows is a string."""
+    """The types of one parameter of a function with this schema. What no schema knows is a
+    string."""
     properties = _mapping(schema).get("properties")
     if name not in _mapping(properties):
         return STRING

@@ -198,7 +198,7 @@ class Facts:
         )
 
     def only(self, *kinds: str) -> Facts:
-        """Of these types, as JSON Schema names them."""
+        """The facts about these types alone, named as JSON Schema does."""
         number = self.number if {"number", "integer"} & set(kinds) else None
         if number and "number" not in kinds:
             number = number.and_(Number(is_integer=True))

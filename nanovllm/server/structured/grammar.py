@@ -138,7 +138,7 @@ class Grammar:
         return self.rules.add("text", [(r'"\""', body, r'"\""')])
 
     def _alone(self, text: Text) -> str | None:
-        """Of an expression of which no automaton should be made."""
+        """The rule of an expression of which no automaton should be made."""
         pattern = texts.alone(text)
         if pattern is None:
             return None

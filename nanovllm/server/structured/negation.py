@@ -22,7 +22,7 @@ from nanovllm.server.structured.register import InexactError
 
 
 class Reader(Protocol):
-    """Of the schema and those within it (reading.py)."""
+    """What negation asks of the reader of the schema and those within it (reading.py)."""
 
     keywords: Keywords
 

@@ -17,7 +17,8 @@ Place = tuple[str, int, tuple[int, ...], int]  # phase, digits in it, comparison
 
 
 def automaton(number: Number) -> Dfa:
-    """Of all but `values`. Raises PatternError where it has too many cases."""
+    """The automaton of all numbers but `values`. Raises PatternError where it has too many
+    cases."""
     digits = _Digits(number)
     return explored(("", False, None), digits.edges_of, digits.is_final)
 

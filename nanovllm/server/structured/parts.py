@@ -99,8 +99,8 @@ class _Parts:
         return (self.character(class_of(code, value)),)
 
     def _counted(self, inner: Any, most: int) -> str:  # noqa: ANN401
-        """Of at most so many characters, counted while they are written: an automaton whose texts
-        can always end soon."""
+        """A rule of at most so many characters, counted while they are written: an automaton
+        whose texts can always end soon."""
         dfa = anchored(list(inner))
         slack = max(distances(dfa)) + SLACK
         body = self._rules.dfa(ending_within(dfa, slack))

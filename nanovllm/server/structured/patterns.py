@@ -17,7 +17,7 @@ MAX_STATES = 1000  # each takes 2 to 20 ms to compile
 
 
 def vet(pattern: str) -> None:
-    """Of one for whole texts. Raises PatternError."""
+    """Vets a pattern for whole texts. Raises PatternError."""
     items = list(parsed(pattern))
     starts, ends = items[:1] == [(op.AT, op.AT_BEGINNING)], items[-1:] == [(op.AT, op.AT_END)]
     _states(items[starts : len(items) - ends])

@@ -32,7 +32,7 @@ Schema = dict[str, Any]
 
 
 class Reader(Register):
-    """Of one schema."""
+    """The reader of one schema."""
 
     def __init__(self, root: object, where: str, *, exact: bool) -> None:
         super().__init__(where, exact=exact)
@@ -119,7 +119,7 @@ class Reader(Register):
         return made
 
     def target(self, given: Schema, path: str) -> list[Conj]:
-        """Of its `$ref`; under best effort nothing for one that leads nowhere."""
+        """What its `$ref` leads to; under best effort nothing for one that leads nowhere."""
         reference = given["$ref"]
         try:
             if self._names is None:
@@ -195,7 +195,7 @@ class Reader(Register):
         return False
 
     def opposite(self, conj: Conj) -> list[Facts]:
-        """Of all of them together. Raises InexactError."""
+        """The facts of whatever does not match all of them together. Raises InexactError."""
         return [silent(facts) for literal in conj for facts in self.facts((-literal,))]
 
     def _not(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:

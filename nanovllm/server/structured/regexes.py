@@ -82,7 +82,7 @@ def _is_large(code: Any, value: Any) -> bool:  # noqa: ANN401
 
 
 def _width(item: Any) -> int | None:  # noqa: ANN401
-    """Of an item that is always as wide."""
+    """The characters that an item takes, where it always takes as many; else None."""
     code, value = item
     if code in (op.MAX_REPEAT, op.MIN_REPEAT):
         low, high = value[2].getwidth()
@@ -213,7 +213,7 @@ _DONE: States = frozenset({-1})  # whatever follows
 
 
 def _deterministic(nfa: _Nfa, end: int) -> Dfa:
-    """Of texts in which it is found: anything may stand before and behind."""
+    """An automaton of texts in which it is found: anything may stand before and behind."""
     subsets = _Subsets(nfa, end)
     return explored(subsets.first(), subsets.edges_of, subsets.is_final)
 

@@ -19,7 +19,7 @@ class InexactError(Exception):
 
 
 class Register:
-    """Of one schema. Every place is a JSON pointer."""
+    """The register of one schema. Every place is a JSON pointer."""
 
     def __init__(self, where: str, *, exact: bool) -> None:
         self.exact = exact

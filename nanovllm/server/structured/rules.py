@@ -205,7 +205,7 @@ class Rules:
     # -- the whole ----------------------------------------------------------------------------
 
     def text(self, root: str) -> str | None:
-        """Of all that the rule needs and that can match; None if it matches nothing."""
+        """The grammar of all that the rule needs and that can match; None if it matches nothing."""
         bodies = productive(self.bodies)
         if not bodies[root]:
             return None

@@ -39,11 +39,14 @@ GAP: Format = {"type": "regex", "pattern": "\n{0,2}"}  # after thinking
 
 
 def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
-    """As JSON. `turn`: what the prompt has written of the model's. Raises ApiError."""
+    """The tag as JSON. `turn`: what the prompt has written of the model's. Raises ApiError."""
     for field in ("min_tokens", "ignore_eos", "bad_words"):  # they may leave no token at all
         if getattr(request, field):
             text = f"must be left out where {request.constrained_by} needs a grammar"
             raise misplaced(field, text)
+    if served.writes_by_chance:
+        text = "cannot be had from a server with speculate.method: synthetic, whose text is none"
+        raise misplaced(str(request.constrained_by), text)
     try:
         whole = _Writer(request, served).whole(turn)
         tag = json.dumps({"type": "structural_tag", "format": whole})
@@ -56,8 +59,8 @@ def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
 
 
 def vet_tools(request: ChatRequest, served: Served) -> None:
-    """Of a request whose output is free. Raises ApiError as `structural_tag` does once a call is
-    required, so that the same tools are refused whatever the choice."""
+    """Vets the tools of a request whose output is free. Raises ApiError as `structural_tag` does
+    once a call is required, so that the same tools are refused whatever the choice."""
     _Writer(request, served).vet_functions()
 
 

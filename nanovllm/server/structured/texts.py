@@ -70,7 +70,7 @@ def weighed(pattern: str) -> tuple[bool, int]:
 
 
 def words_of(text: Text) -> list[str]:
-    """Of its values those that match the rest, apart from what `loose` says."""
+    """Those of its values that match the rest, apart from what `loose` says."""
     high = text.high
     kept = [
         v for v in text.values or () if text.low <= len(v) <= (len(v) if high is None else high)

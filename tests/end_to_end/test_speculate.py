@@ -1,0 +1,86 @@
+"""Drafts of prompt lookup change no answer, whatever follows a grammar, and are counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from recipes.demo.structured import request as structured
+from tests.end_to_end import demo_server
+from tests.end_to_end.demo_server import THINK, Server, asked
+from tests.server.serving import eventually
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": CITY}}]
+REPEAT = "Repeat these words: red blue green red blue green red blue green."
+WEATHER = "What is the weather in Oslo and in Lima?"
+DRAFTS = "vllm:spec_decode_num_{}_total"
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[Server]:
+    settings = ("schedule.slots=32", "cache.cpu_gib=0.5", "speculate={method: ngram, tokens: 4}")
+    server = demo_server.start(*(word for text in settings for word in ("--set", text)))
+    yield server
+    assert server.stop() == 0
+
+
+def questions() -> list[dict[str, Any]]:
+    """Half of them follow a grammar; some think first, some for a budget of tokens."""
+    found = [structured("demo", number, turn) for number in range(0, 100, 12) for turn in range(2)]
+    for seed in range(4):
+        some = {"seed": seed, "temperature": 0.4 * seed, "max_tokens": 120}
+        found += [
+            asked(REPEAT, **some),
+            asked(REPEAT, **some, frequency_penalty=0.4, top_p=0.9, stop="green."),
+            asked(REPEAT, **some, **THINK, thinking_token_budget=3 + seed),
+            asked(REPEAT, **some, logprobs=True, top_logprobs=2),
+            asked(WEATHER, **some, tools=TOOLS, tool_choice="required"),
+            asked(WEATHER, **some, tools=TOOLS, **THINK),
+        ]
+    return found
+
+
+def told(server: Server, bodies: list[dict[str, Any]]) -> list[list[Any]]:
+    """What a client sees of the answers."""
+
+    async def one(http: httpx.AsyncClient, turn: asyncio.Semaphore, body: object) -> list[Any]:
+        async with turn:
+            answer = (await http.post("/v1/chat/completions", json=body)).json()
+        (choice,) = answer["choices"]
+        message = choice["message"]
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        said = [message["content"], message.get("reasoning"), calls]
+        listed = (choice["logprobs"] or {}).get("content", [])
+        tokens = [(e["token"], [top["token"] for top in e["top_logprobs"]]) for e in listed]
+        values = [entry["logprob"] for entry in listed]
+        return [said, choice["finish_reason"], answer["usage"], tokens, values]
+
+    async def everyone() -> list[list[Any]]:
+        turn = asyncio.Semaphore(8)
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
+            return await asyncio.gather(*(one(http, turn, body) for body in bodies))
+
+    return asyncio.run(everyone())
+
+
+def test_answers_are_the_same_with_drafts(server: Server, drafting: Server) -> None:
+    bodies = questions()
+    usual, drafted = told(server, bodies), told(drafting, bodies)
+    for body, one, other in zip(bodies, usual, drafted, strict=True):
+        one[2].pop("prompt_tokens_details"), other[2].pop("prompt_tokens_details")
+        assert other[:-1] == one[:-1], body
+        assert other[-1] == pytest.approx(one[-1], abs=1e-3)  # sums in another order
+    eventually(lambda: drafting.metric("vllm:num_requests_running") == 0)
+    drafts, tokens, accepted = (
+        drafting.metric(DRAFTS.format(part))
+        for part in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    assert 0 < drafts <= tokens <= 4 * drafts and 0.2 * drafts < accepted < tokens
+    page = httpx.get(f"{drafting.url}/metrics").text
+    assert page.count("vllm:spec_decode_num_accepted_tokens_per_pos_total{") == 4
+    assert "spec_decode" not in httpx.get(f"{server.url}/metrics").text

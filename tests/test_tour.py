@@ -1,0 +1,53 @@
+"""What nanovllm/README.md says is there: its files, the words of its glossary, its drawings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TOUR = (ROOT / "nanovllm" / "README.md").read_text()
+CODE = "\n".join(path.read_text() for path in sorted((ROOT / "nanovllm").rglob("*.py")))
+FILE = re.compile(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|md))`")
+
+
+def glossary(text: str) -> dict[str, str]:
+    """Our words, and vLLM's for them."""
+    lines = text.partition("## Words")[2].partition("\n## ")[0].splitlines()
+    cells = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if "|" in line
+    ]
+    return dict(cells[2:])
+
+
+def absent(words: dict[str, str], code: str) -> list[str]:
+    return [word for word in words if not re.search(rf"\b{re.escape(word)}s?\b", code)]
+
+
+def test_every_word_occurs_in_the_code() -> None:
+    words = glossary(TOUR)
+    assert 20 <= len(words) <= 30 and all(words.values())
+    assert absent(words, CODE) == []
+    assert absent({"slot": "", "cell": "", "decode row": ""}, "the slots of decode rows") == [
+        "cell"
+    ]
+
+
+def test_every_file_of_the_tour_exists() -> None:
+    places = [ROOT / "nanovllm", ROOT / "kernels" / "nanovllm_kernels"]
+    backends = ROOT / "nanovllm" / "attention"
+    named = FILE.findall(TOUR)
+    assert len(named) > 40
+    assert [n for n in named if not any((p / n).exists() for p in (*places, backends))] == []
+
+
+def test_drawings_name_what_is_there() -> None:
+    """GitHub draws Mermaid: one drawing of the processes, one of a step."""
+    drawings = re.findall(r"```mermaid\n(.*?)```", TOUR, re.DOTALL)
+    assert [drawing.split()[0] for drawing in drawings] == ["flowchart", "sequenceDiagram"]
+    folders = re.findall(r"\b(\w+)/(?=[<,\"])", drawings[0])
+    assert set(folders) == {p.parent.name for p in (ROOT / "nanovllm").glob("*/__init__.py")} - {
+        "bench", "cli", "ipc", "parallel", "spec",
+    }  # fmt: skip
+    for name in re.findall(r"\b(\w+)\(", drawings[1]):
+        assert f"def {name}(" in CODE or f"self.{name}(" in CODE, name
