@@ -1,11 +1,12 @@
 """Drafting: how many drafts each decode row feeds, by how its own drafts fared so far.
 
 Decision: a draft is worth its place in a step if it is likely enough to be accepted. A row's
-history is one number, the share of accepted drafts among those that were compared, newer ones
-counting more; the k-th draft is as likely as that share to the power of k. The likelihood asked for
-is what a draft costs, in tokens, and rises with the number of rows: few rows leave a device's
-arithmetic idle, many need all of it. Rows whose drafts fail feed none within a few steps, and try
-again all together, in few steps. New rows begin with what the others' drafts are worth.
+history is one number, the share of accepted drafts among those that were compared: of all as long
+as they are few, then newer ones count more. The k-th draft is as likely as that share to the power
+of k. The likelihood asked for is what a draft costs, in tokens, and rises with the number of rows:
+few rows leave a device's arithmetic idle, many need all of it. Rows whose drafts fail feed none
+within a dozen steps, and try again all together, in few steps. New rows begin with what the others'
+drafts are worth.
 
 Everything is a column, one element per slot, as in decoding.py.
 """
@@ -21,7 +22,7 @@ Slots = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 FIRST_RATE = 0.7  # of the first rows of all
-KEPT = 0.8  # weight of a row's past when one more of its drafts was compared
+FIRST_WEIGHT, MOST_WEIGHT = 1.5, 8.0  # of a row's past, in compared drafts: at first, and at most
 KEPT_BY_ALL = 0.98  # the same of what rows begin with
 LOW, HIGH, MANY_ROWS = 0.1, 0.5, 256  # a draft's cost beside one row, beside so many and more
 STEP_COST = 0.1  # of drafts, even of a few: a part of what the step's rows would bring without
@@ -37,6 +38,7 @@ class Drafting:
         self._found = np.zeros(num_slots, np.int32)  # real drafts among the newest known ones
         self._tokens_ND = np.zeros((num_slots, most), np.int32)  # these, then fillers
         self._rates = np.zeros(num_slots, np.float32)
+        self._weights = np.zeros(num_slots, np.float32)  # of these, in compared drafts
         self._rate_of_all = FIRST_RATE
         self._accepted = np.zeros(most + 1, np.int64)  # rows that drafted, by how many were right
         self.draft_tokens = 0
@@ -45,7 +47,7 @@ class Drafting:
         """Forgets the slot's last owner. A request's first drafts come with its first token."""
         self.reach[slot] = 0
         self._found[slot] = self.most
-        self._rates[slot] = self._rate_of_all
+        self._rates[slot], self._weights[slot] = self._rate_of_all, FIRST_WEIGHT
 
     # -- planning ---------------------------------------------------------------------------
 
@@ -88,8 +90,10 @@ class Drafting:
         slots_R, real_R = slots_R[drew], real_R[drew]
         right_R = np.minimum(right_R[drew], real_R)  # fillers are right only by luck
         compared_R = np.minimum(right_R + 1, real_R)
-        shares_R = right_R / compared_R
-        self._rates[slots_R] += (1 - KEPT**compared_R) * (shares_R - self._rates[slots_R])
+        weights_R = self._weights[slots_R]
+        known_R = weights_R + compared_R
+        self._rates[slots_R] = (self._rates[slots_R] * weights_R + right_R) / known_R
+        self._weights[slots_R] = np.minimum(known_R, MOST_WEIGHT)
         share, new = float(right_R.sum() / compared_R.sum()), 1 - KEPT_BY_ALL ** compared_R.sum()
         self._rate_of_all += float(new) * (share - self._rate_of_all)
         self._accepted += np.bincount(right_R, minlength=self.most + 1)
