@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The records behind README's tables, made on the machine present (one GPU), with random weights:
 #   results/measure.sh [PART ...]       parts: online offline kernels ablation sweep
-# and structured, which online begins with. All of them take about 20 minutes on one H200. Run in the project's root.
+# and structured, which online begins with, speculation and variants, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
 set -uo pipefail
 common=(--load-format dummy)
 [ -f .commit ] && common+=(--commit "$(cat .commit)") # of a copy without .git
@@ -43,6 +43,24 @@ measure() {
             --ablate kernels.rms_norm=torch,kernels.add_rms_norm=torch --ablate kernels.silu_mul=torch \
             --ablate kernels.rope_store=torch --ablate kernels.sample=torch --ablate kernels.batch_prep=torch \
             --ablate kernels.rms_norm=compile,kernels.add_rms_norm=compile,kernels.silu_mul=compile,kernels.rope_store=compile
+        ;;
+    speculation) # the same load without drafts, then with drafts accepted at given rates
+        local rates
+        for load in bs1 bs64; do
+            nanovllm bench --offline $large --workload $load "${common[@]}"
+            for rates in 0.6,0.4,0.2 0.9,0.75,0.55 0,0,0; do
+                nanovllm bench --offline $large --workload $load "${common[@]}" --set speculate.method=synthetic \
+                    --set speculate.tokens=3 --set "speculate.accept=[$rates]"
+            done
+        done
+        ;;
+    variants) # what each kernel above 150 lines brings that another one could stand in for, on one machine
+        for recipe in $small $large; do
+            for load in w1 bs1 bs64 bs256 prefill; do
+                nanovllm bench --offline $recipe --workload $load "${common[@]}" --ablate kernels.decode=triton \
+                    --ablate kernels.skinny_linear=torch --ablate kernels.attention=triton
+            done
+        done
         ;;
     sweep) # and a plot
         nanovllm bench --start $small --sweep 1,4,16,64,128,256 --input-len 1000 --processes 6 "${common[@]}"
