@@ -19,6 +19,7 @@ from nanovllm.layers.describe import products
 from nanovllm.log import fields
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import fill
+from nanovllm.parallel.mesh import Mesh
 from nanovllm.registry import resolve
 from nanovllm.runner.batch import BatchPrep
 from nanovllm.runner.caches import make_caches
@@ -46,10 +47,11 @@ class Built:
     vocab_size: int
 
 
-def build(config: Config) -> Built:
+def build(config: Config, mesh: Mesh | None = None) -> Built:
     """Raises ConfigError, with one line for the user, if this machine cannot serve the recipe."""
     started = time.perf_counter()
-    found = resolved(config)
+    found = resolved(config, mesh)
+    found.mesh.connect()
     model, device = load(config, found), found.device
     # Beside a GPU, threads that wait for the next small copy would take the cores of the others.
     torch.set_num_threads(cpu_threads(found.recipe, model) if device.type == "cpu" else 1)
@@ -134,7 +136,7 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
 
     num_pages = recipe.cache.pages
     if num_pages == "auto":
-        num_pages = num_pages_that_fit(
+        fitting = num_pages_that_fit(
             recipe,
             found.layout,
             page_tokens=page_tokens,
@@ -142,6 +144,7 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
             full_step=lambda: largest_steps(runner_with(1), recipe),
             device=device,
         )
+        num_pages = found.mesh.least(fitting)
         if (held := found.context_in(num_pages)) < most:
             most, rows = held, rows_of(held)
     cache, server = replace(recipe.cache, pages=num_pages), recipe.server
