@@ -88,7 +88,8 @@ class Follower:
         if told.plan is not None:
             self._masked = self.own.launch(told.plan)
         else:
-            self._masked.sample(np.frombuffer(told.masks, np.int32).reshape(-1, told.words))
+            masks = np.frombuffer(told.masks, np.int32).reshape(-1, told.words)
+            self._masked.sample(masks.copy())  # torch takes no array that cannot be written
 
 
 def mesh_of(place: Place) -> GlooMesh:
