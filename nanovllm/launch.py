@@ -65,12 +65,11 @@ def engine_process(config: Config, num_workers: int = 1) -> Iterator[tuple[str, 
     try:
         if len(os.fsencode(path)) > MOST_SOCKET_PATH:
             raise ConfigError(f"{path} is too long for the engine's socket; set another TMPDIR")
-        config, (first, *others) = without_api_key(config), places_of(config, folder)
-        ranks = [spawn("nanovllm-engine", config, run_engine, first, path, num_workers)]
+        config, ranks = without_api_key(config), []
         try:
-            ranks += [spawn(f"nanovllm-rank{one.rank}", config, run_rank, one) for one in others]
-            for place in (first, *others):
-                place.close()  # it is theirs
+            for place in places_of(config, folder):
+                ranks.append(spawn(place.name, config, run_engine, place, path, num_workers))
+                place.close()  # its pipes are the child's
             yield path, ranks
         finally:
             stop([rank for rank, _ in ranks], grace_s=0.0)  # whoever they worked for has gone
@@ -263,16 +262,16 @@ def leave_with_supervisor(word: Pipe) -> None:
 
 
 def run_engine(word: Word, config: Config, place: Place, path: str, num_workers: int) -> None:
-    from nanovllm.engine.process import main
-    from nanovllm.ipc.channel import Listener
+    """Rank 0 plans and serves, others follow it."""
+    if place.rank == 0:
+        from nanovllm.engine.process import main
+        from nanovllm.ipc.channel import Listener
 
-    main(config, place, Listener(path), num_workers, word.ready_for_good)
+        main(config, place, Listener(path), num_workers, word.ready_for_good)
+    else:
+        from nanovllm.engine.ranks import follow
 
-
-def run_rank(word: Word, config: Config, place: Place) -> None:
-    from nanovllm.engine.ranks import follow
-
-    follow(config, place, word.ready_for_good)
+        follow(config, place, word.ready_for_good)
 
 
 def run_api(word: Word, config: Config, path: str, worker: int, sock: socket.socket) -> None:
@@ -287,27 +286,26 @@ def run_api(word: Word, config: Config, path: str, worker: int, sock: socket.soc
 
 def wait_ready(children: Sequence[Child], stopped: threading.Event | None = None) -> None:
     """Until all are. Raises ConfigError with a child's message, EngineDied if one crashed, or
-    Stopped. Who says why it leaves counts more than who crashes because it misses the other.
+    Stopped. Who says why it leaves comes before who crashed, maybe because it missed that one.
     """
     waiting = {word: process for process, word in children}
     while waiting:
-        dead = []
-        for word in [one for one in wait(list(waiting), 0.1) if isinstance(one, Pipe)]:
-            process = waiting.pop(word)
-            try:
-                said = word.recv()
-            except EOFError:
-                dead.append(process)
-                continue
+        wait(waiting, 0.1)
+        speaking = [pipe for pipe in waiting if pipe.poll()]
+        heard = [(word_on(pipe), waiting.pop(pipe)) for pipe in speaking]
+        for said, process in sorted(heard, key=lambda one: one[0] is None):
             if said != "ready":
                 process.join()
-                raise ConfigError(said)
-        for process in dead:
-            process.join()
-        if dead:
-            raise EngineDied(endings(dead))
+                raise EngineDied(ending(process)) if said is None else ConfigError(said)
         if stopped is not None and stopped.is_set():
             raise Stopped
+
+
+def word_on(pipe: Pipe) -> str | None:
+    """What a child said; None if it ended without a word."""
+    with contextlib.suppress(EOFError):
+        return str(pipe.recv())
+    return None
 
 
 def stop(processes: Sequence[BaseProcess], grace_s: float) -> None:

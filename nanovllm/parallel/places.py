@@ -25,6 +25,11 @@ class Place:
     rendezvous: str  # a path, of a file that the ranks make when they meet
     pipes: tuple[Pipe, ...]  # rank 0: where the others listen, in their order; else the one to read
 
+    @property
+    def name(self) -> str:
+        """The name of its process."""
+        return f"nanovllm-rank{self.rank}" if self.rank else "nanovllm-engine"
+
     def send(self, message: bytes) -> None:
         """To all other ranks. Raises RankLostError if one has gone."""
         try:
