@@ -8,11 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import openai
 import pytest
 
+from nanovllm.config import DEMO, ConfigError
+from nanovllm.launch import EngineDied, wait_ready
 from tests.end_to_end.demo_server import Server, asked, start
 from tests.server.serving import eventually
 
@@ -86,6 +91,15 @@ def test_a_killed_rank_of_an_idle_server_ends_it() -> None:
     all_leave(children)
 
 
+def refused(*arguments: str) -> tuple[str, str]:
+    """The one line that a start ends with, and what was logged before."""
+    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2, run.stdout + run.stderr
+    (line,) = run.stderr.splitlines()
+    return line, run.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -98,10 +112,37 @@ def test_a_killed_rank_of_an_idle_server_ends_it() -> None:
     ],
 )
 def test_what_cannot_be_served_is_one_line(arguments: tuple[str, ...], said: str) -> None:
-    """Every rank finds it; one says it."""
-    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 2, run.stdout + run.stderr
-    (line,) = run.stderr.splitlines()
-    assert re.match(f"error: {re.escape(said)}", line), line
-    assert "loading" not in run.stdout
+    """Every rank finds it; rank 0 says it, before anything is loaded."""
+    line, logged = refused(*arguments)
+    assert line.startswith(f"error: {said}"), line
+    assert "loading" not in logged
+
+
+def test_a_checkpoint_that_ends_early_is_one_line(tmp_path: Path) -> None:
+    """Whichever rank finds it first."""
+    for file in DEMO.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4096])
+    line, logged = refused(str(tmp_path), "--tp", "2", "--device", "cpu")
+    expected = rf"error: (rank 1: )?{re.escape(str(weights))} is not a whole safetensors file: .*"
+    assert re.fullmatch(expected, line), line
+    assert "Traceback" not in logged
+
+
+def test_the_reason_comes_before_who_missed_its_rank() -> None:
+    children, ends = [], []
+    for name in ("nanovllm-engine", "nanovllm-rank1"):
+        ours, theirs = Pipe()
+        process: Any = SimpleNamespace(name=name, exitcode=1, join=lambda: None)
+        children.append((process, ours))
+        ends.append(theirs)
+    ends[1].send("rank 1: its disk is full")
+    for end in ends:
+        end.close()
+    with pytest.raises(ConfigError) as caught:
+        wait_ready(children)
+    assert str(caught.value) == "rank 1: its disk is full"
+    with pytest.raises(EngineDied, match="nanovllm-engine ended with exit code 1"):
+        wait_ready(children[:1])
