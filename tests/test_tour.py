@@ -8,6 +8,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TOUR = (ROOT / "nanovllm" / "README.md").read_text()
 CODE = "\n".join(path.read_text() for path in sorted((ROOT / "nanovllm").rglob("*.py")))
+KERNELS = "\n".join(path.read_text() for path in sorted((ROOT / "kernels").rglob("*.py")))
+FORMER = {  # words that the field has others for
+    r"cells?_\w+": "slot_mapping, tokens, pages",
+    r"(\w+_)?gain_[A-Z]\w*": "norm_weight",
+    r"(head|k|v)_width": "head_size, k_size, v_size",
+    r"floors?(_\w+)?": "thresholds",
+    r"_?settle": "write_back",
+    r"dead_\w+|run_dead": "padding",
+    r"nanovllm\.dist": "nanovllm.parallel",
+}
 FILE = re.compile(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|md))`")
 
 
@@ -31,6 +41,22 @@ def test_every_word_occurs_in_the_code() -> None:
     assert absent({"slot": "", "cell": "", "decode row": ""}, "the slots of decode rows") == [
         "cell"
     ]
+
+
+def former(code: str) -> list[str]:
+    words = (re.findall(rf"(?<![\w.])({word})\b(?!\()", code) for word in FORMER)
+    return sorted(
+        {match[0] if isinstance(match, tuple) else match for found in words for match in found}
+    )
+
+
+def test_no_former_word_has_come_back() -> None:
+    layers = [ROOT / "nanovllm" / name for name in ("attention", "layers", "runner", "sampling")]
+    code = "\n".join(path.read_text() for folder in layers for path in sorted(folder.rglob("*.py")))
+    assert former(code + KERNELS) == []
+    assert former("cells_T q_gain_A dead_slot floors settle excells_T") == [
+        "cells_T", "dead_slot", "floors", "q_gain_A", "settle",
+    ]  # fmt: skip
 
 
 def test_every_file_of_the_tour_exists() -> None:

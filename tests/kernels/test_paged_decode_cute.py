@@ -23,7 +23,7 @@ import torch
 SOURCE = Path(nanovllm_kernels.__file__).parent / "paged_decode_cute.py"
 COMPILE = """
 from nanovllm_kernels.paged_decode_cute import PagedDecode, compile_decode
-one = [(1, 64, 16), (2, 128, 128), (7, 64, 32), (16, 128, 64)]
+one = [(1, 64, 16, 0), (2, 128, 128, 0), (7, 64, 32, 0), (16, 128, 64, 0)]
 several = [(4, 128, 128, 4), (2, 128, 128, 8), (7, 64, 32, 2), (16, 64, 16, 1)]
 for shape in one + several:
     print("compiled", *shape, callable(compile_decode(*shape)), PagedDecode(*shape).stages)
@@ -50,10 +50,10 @@ def compiled() -> list[str]:
 
 def test_it_compiles_for_every_form_of_group_width_and_page(compiled) -> None:
     assert [line.rsplit(" ", 1)[0] for line in compiled] == [
-        "compiled 1 64 16 True",
-        "compiled 2 128 128 True",
-        "compiled 7 64 32 True",
-        "compiled 16 128 64 True",
+        "compiled 1 64 16 0 True",
+        "compiled 2 128 128 0 True",
+        "compiled 7 64 32 0 True",
+        "compiled 16 128 64 0 True",
         "compiled 4 128 128 4 True",
         "compiled 2 128 128 8 True",
         "compiled 7 64 32 2 True",
