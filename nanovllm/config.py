@@ -37,7 +37,7 @@ class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     page_tokens: int | Auto = "auto"
     pages: int | Auto = "auto"  # auto: what fits
     memory_fraction: float = 0.9  # of the device's memory, weights included
-    cpu_gib: float = 2.0  # what "auto" pages may take on a CPU
+    cpu_gib: float = 2.0  # what "auto" pages may take on a CPU, of each rank
     prefix: bool = True
 
 

@@ -2,6 +2,7 @@
 
     supervisor (this process, no torch)
       +- engine: device, scheduler
+      +- rank 1..: device; only with parallel.tp
       +- API 0..n-1: HTTP, tokenizer
 
 A child dies with its supervisor: each holds one end of a pipe and leaves when the other end closes.
@@ -22,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from multiprocessing.connection import Connection as Pipe
+from multiprocessing.connection import Connection as Pipe, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
@@ -31,6 +32,7 @@ from msgspec.structs import replace
 
 from nanovllm.config import Config, ConfigError, Server, cache_dir, without_api_key
 from nanovllm.log import setup
+from nanovllm.parallel.places import Place, RankLostError, places_of
 from nanovllm.server.parsers import parser_of
 
 log = logging.getLogger("serve")
@@ -52,8 +54,9 @@ Child = tuple[BaseProcess, Pipe]
 
 
 @contextlib.contextmanager
-def engine_process(config: Config, num_workers: int = 1) -> Iterator[tuple[str, Child]]:
-    """Run an engine for so many connections; where its socket will be, and for whom to wait."""
+def engine_process(config: Config, num_workers: int = 1) -> Iterator[tuple[str, list[Child]]]:
+    """Run an engine for so many connections; where its socket will be, and for whom to wait: its
+    ranks, of which the first is the engine."""
     try:
         folder = tempfile.mkdtemp(prefix="nanovllm-")
     except OSError as error:  # says itself which folders were tried
@@ -62,11 +65,14 @@ def engine_process(config: Config, num_workers: int = 1) -> Iterator[tuple[str, 
     try:
         if len(os.fsencode(path)) > MOST_SOCKET_PATH:
             raise ConfigError(f"{path} is too long for the engine's socket; set another TMPDIR")
-        engine = spawn("nanovllm-engine", without_api_key(config), run_engine, path, num_workers)
+        config, ranks = without_api_key(config), []
         try:
-            yield path, engine
+            for place in places_of(config, folder):
+                ranks.append(spawn(place.name, config, run_engine, place, path, num_workers))
+                place.close()  # its pipes are the child's
+            yield path, ranks
         finally:
-            stop([engine[0]], grace_s=0.0)  # whoever it worked for has gone
+            stop([rank for rank, _ in ranks], grace_s=0.0)  # whoever they worked for has gone
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -81,12 +87,11 @@ def serve(config: Config) -> int:
     server = config.recipe.server
     config = replace(config, recipe=replace(config.recipe, server=with_parser(config)))
     sock, num = listen(server.host, server.port), server.workers
-    with sock, interruptible() as stopped, engine_process(config, num) as (path, engine):
+    with sock, interruptible() as stopped, engine_process(config, num) as (path, ranks):
         workers = [spawn(f"nanovllm-api{i}", config, run_api, path, i, sock) for i in range(num)]
-        processes = [process for process, _ in (engine, *workers)]
+        processes = [process for process, _ in (*ranks, *workers)]
         try:
-            for process, word in (engine, *workers):
-                wait_ready(process, word, stopped)
+            wait_ready([*ranks, *workers], stopped)
             announce(config, sock)
             return watch(processes, stopped)
         except EngineDied:  # maybe because another one did, which then stands first
@@ -94,7 +99,7 @@ def serve(config: Config) -> int:
         except Stopped:
             return 0
         finally:
-            stop(processes[1:], grace_s=server.shutdown_s + 5)
+            stop(processes[len(ranks) :], grace_s=server.shutdown_s + 5)
 
 
 def with_parser(config: Config) -> Server:
@@ -214,6 +219,11 @@ class Word:
         self.is_ready = True
         self._pipe.send("ready")
 
+    def ready_for_good(self) -> None:
+        """From now on it ends with its last connection, also where all processes get a SIGTERM."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self.ready()
+
     def sorry(self, why: object) -> NoReturn:
         self._pipe.send(str(why))
         sys.exit(EXIT_CONFIG)
@@ -236,6 +246,8 @@ def run_child(target: object, word: Word, config: Config, *args: object) -> None
         target(word, config, *args)
     except ConfigError as error:
         word.sorry(error)
+    except RankLostError:
+        sys.exit(EXIT_CRASH)  # what became of that one, the supervisor says
     except OSError as error:
         if word.is_ready or error.errno not in OF_A_DISK:
             raise
@@ -249,16 +261,17 @@ def leave_with_supervisor(word: Pipe) -> None:
     os._exit(EXIT_CRASH)
 
 
-def run_engine(word: Word, config: Config, path: str, num_workers: int) -> None:
-    from nanovllm.engine.process import main
-    from nanovllm.ipc.channel import Listener
+def run_engine(word: Word, config: Config, place: Place, path: str, num_workers: int) -> None:
+    """Rank 0 plans and serves, others follow it."""
+    if place.rank == 0:
+        from nanovllm.engine.process import main
+        from nanovllm.ipc.channel import Listener
 
-    def ready() -> None:
-        """From now on it ends with its last connection, also where all processes get a SIGTERM."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        word.ready()
+        main(config, place, Listener(path), num_workers, word.ready_for_good)
+    else:
+        from nanovllm.engine.ranks import follow
 
-    main(config, Listener(path), num_workers, ready)
+        follow(config, place, word.ready_for_good)
 
 
 def run_api(word: Word, config: Config, path: str, worker: int, sock: socket.socket) -> None:
@@ -271,19 +284,28 @@ def run_api(word: Word, config: Config, path: str, worker: int, sock: socket.soc
         sys.exit(EXIT_CRASH)  # what there is to say of it, the supervisor says
 
 
-def wait_ready(process: BaseProcess, word: Pipe, stopped: threading.Event | None = None) -> None:
-    """Raises ConfigError with the child's message, EngineDied if it crashed, or Stopped."""
-    while not word.poll(0.1):
+def wait_ready(children: Sequence[Child], stopped: threading.Event | None = None) -> None:
+    """Until all are. Raises ConfigError with a child's message, EngineDied if one crashed, or
+    Stopped. Who says why it leaves comes before who crashed, maybe because it missed that one.
+    """
+    waiting = {word: process for process, word in children}
+    while waiting:
+        wait(waiting, 0.1)
+        speaking = [pipe for pipe in waiting if pipe.poll()]
+        heard = [(word_on(pipe), waiting.pop(pipe)) for pipe in speaking]
+        for said, process in sorted(heard, key=lambda one: one[0] is None):
+            if said != "ready":
+                process.join()
+                raise EngineDied(ending(process)) if said is None else ConfigError(said)
         if stopped is not None and stopped.is_set():
             raise Stopped
-    try:
-        said = word.recv()
-    except EOFError:
-        process.join()
-        raise EngineDied(ending(process)) from None
-    if said != "ready":
-        process.join()
-        raise ConfigError(said)
+
+
+def word_on(pipe: Pipe) -> str | None:
+    """What a child said; None if it ended without a word."""
+    with contextlib.suppress(EOFError):
+        return str(pipe.recv())
+    return None
 
 
 def stop(processes: Sequence[BaseProcess], grace_s: float) -> None:

@@ -46,6 +46,8 @@ DRIVEN_BY = {
     "tests/runner/test_corrupted.py": "nanovllm/runner/caches.py",
     "tests/engine/test_clock.py": "nanovllm/runner/results.py",
     "tests/engine/test_process.py": "nanovllm/engine/executor.py",
+    "tests/engine/test_ranks.py": "nanovllm/parallel/gloo.py nanovllm/parallel/places.py",
+    "tests/parallel/test_mesh.py": "nanovllm/parallel/cut.py",
     "tests/ipc/test_channel.py": "nanovllm/ipc/client.py nanovllm/wire.py",
     "tests/paper/test_engine.py": """
         nanovllm/engine/loop.py nanovllm/kv/memory.py nanovllm/kv/pages.py

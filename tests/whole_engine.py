@@ -11,8 +11,12 @@ from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from nanovllm.config import Cache, Config, Schedule, Server, Speculate, load_config
+from nanovllm.engine.executor import Executor
 from nanovllm.engine.loop import EngineLoop
+from nanovllm.engine.ranks import RankedExecutor, mesh_of
 from nanovllm.kv.memory import KVMemory
+from nanovllm.parallel.mesh import Mesh
+from nanovllm.parallel.places import Place
 from nanovllm.plan import Masks
 from nanovllm.runner.build import Built, build
 from nanovllm.sched.scheduler import Scheduler
@@ -23,6 +27,8 @@ MAX_TOKENS = 200
 
 
 class WholeEngine:
+    """`place`: of one rank among several, of which rank 0 is the engine."""
+
     def __init__(
         self,
         config: Config,
@@ -35,6 +41,7 @@ class WholeEngine:
         depth: int = 1,
         max_tokens: int = MAX_TOKENS,
         speculate: Speculate | None = None,
+        place: Place | None = None,
     ) -> None:
         max_tokens = min(max_tokens, pages * page_tokens)
         recipe = replace(
@@ -44,8 +51,12 @@ class WholeEngine:
             server=Server(max_model_tokens=max_tokens),
             speculate=speculate,
         )
-        built = build(replace(config, recipe=recipe))
+        self.mesh = Mesh() if place is None else mesh_of(place)
+        built = build(replace(config, recipe=recipe), self.mesh)
         self.runner = built.runner
+        executor: Executor = self.runner
+        if place is not None:
+            executor = RankedExecutor(self.runner, place)
         self.vocab_size = built.vocab_size
         self.num_masked = 0
         self.memory = KVMemory(pages, page_tokens, prefix=prefix)
@@ -56,7 +67,7 @@ class WholeEngine:
             max_model_tokens=max_tokens,
             num_drafts=speculate.tokens if speculate is not None else 0,
         )
-        self.loop = EngineLoop(self.scheduler, self.runner, self.collect, self, depth)
+        self.loop = EngineLoop(self.scheduler, executor, self.collect, self, depth)
         self.text: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
         self.finish: dict[int, FinishReason] = {}

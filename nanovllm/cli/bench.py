@@ -229,8 +229,8 @@ def run(options: Options, config: Config | None) -> list[record.Record]:
     """Measure, print, write: one run, or one for each concurrency."""
     if config is not None and options.offline:
         begin = time.perf_counter()
-        with launch.engine_process(config) as (path, engine):
-            launch.wait_ready(*engine)
+        with launch.engine_process(config) as (path, ranks):
+            launch.wait_ready(ranks)
             measuring = offline.measure_engine(
                 path,
                 config,

@@ -24,6 +24,7 @@ from nanovllm.engine.pace import PaceKeeper, pace_of
 from nanovllm.ipc.channel import Connection, Listener
 from nanovllm.kv.memory import KVMemory
 from nanovllm.log import fields
+from nanovllm.parallel.places import Place
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import (
     WORKER_BITS,
@@ -44,10 +45,12 @@ BEAT_EVERY_S = 0.5
 Waited = tuple[Generate, Outcome]  # for its grammar
 
 
-def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[], None]) -> None:
+def main(
+    config: Config, place: Place, listener: Listener, num_workers: int, ready: Callable[[], None]
+) -> None:
     """Serve until every API process has gone. Raises ConfigError if the recipe cannot be served."""
     gc.disable()  # nothing that is built is garbage
-    executor, recipe, vocab_size = build(config)
+    executor, recipe, vocab_size = build(config, place)
     memory = KVMemory(
         int(recipe.cache.pages), int(recipe.cache.page_tokens), prefix=recipe.cache.prefix
     )
@@ -90,11 +93,15 @@ def main(config: Config, listener: Listener, num_workers: int, ready: Callable[[
     Engine(scheduler, executor, grammars, connections, recipe.schedule.depth, pace).run()
 
 
-def build(config: Config) -> tuple[Executor, Recipe, int]:
+def build(config: Config, place: Place) -> tuple[Executor, Recipe, int]:
     """What runs plans, the recipe as Ready tells it, and the size of the vocabulary."""
     if config.recipe.engine == "paper":
         return paper.build(config)
     log.info("importing torch")  # takes seconds
+    if place.size > 1:
+        from nanovllm.engine import ranks
+
+        return ranks.build(config, place)
     from nanovllm.runner import build as runner
 
     built = runner.build(config)

@@ -150,7 +150,7 @@ class Decoder(Layer):
         return x_SD
 
     def logits(self, x_SD: Tensor) -> Tensor:
-        """logits_SV in the model's dtype; V is this rank's share."""
+        """logits_SV in the model's dtype, of the whole vocabulary."""
         return self.head.logits(x_SD)
 
     @staticmethod

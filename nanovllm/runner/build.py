@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ from nanovllm.layers.describe import products
 from nanovllm.log import fields
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import fill
-from nanovllm.registry import resolve
+from nanovllm.parallel.mesh import Mesh
 from nanovllm.runner.batch import BatchPrep
 from nanovllm.runner.caches import make_caches
 from nanovllm.runner.graphs import obstacles
@@ -31,8 +30,7 @@ from nanovllm.runner.sizing import num_pages_that_fit
 from nanovllm.runner.slots import Slots
 from nanovllm.runner.warm import capture, largest_steps, warm_up
 from nanovllm.sampling.sampler import Sampler
-from nanovllm.spec import DRAFTERS
-from nanovllm.spec.base import Drafter
+from nanovllm.spec.base import drafter_of
 
 log = logging.getLogger("engine")
 
@@ -41,15 +39,14 @@ log = logging.getLogger("engine")
 class Built:
     runner: Runner
     recipe: Recipe  # without any "auto" but mixed_step_tokens's
-    num_pages: int
-    max_model_tokens: int
     vocab_size: int
 
 
-def build(config: Config) -> Built:
+def build(config: Config, mesh: Mesh | None = None) -> Built:
     """Raises ConfigError, with one line for the user, if this machine cannot serve the recipe."""
     started = time.perf_counter()
-    found = resolved(config)
+    found = resolved(config, mesh)
+    found.mesh.connect()
     model, device = load(config, found), found.device
     # Beside a GPU, threads that wait for the next small copy would take the cores of the others.
     torch.set_num_threads(cpu_threads(found.recipe, model) if device.type == "cpu" else 1)
@@ -88,13 +85,7 @@ def build(config: Config) -> Built:
             capture_s=time.perf_counter() - sized,
         ),
     )
-    return Built(
-        runner=runner,
-        recipe=recipe,
-        num_pages=int(recipe.cache.pages),
-        max_model_tokens=int(recipe.server.max_model_tokens),
-        vocab_size=found.model_config.vocab_size,
-    )
+    return Built(runner, recipe, found.model_config.vocab_size)
 
 
 def load(config: Config, found: Resolved) -> Decoder:
@@ -134,7 +125,7 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
 
     num_pages = recipe.cache.pages
     if num_pages == "auto":
-        num_pages = num_pages_that_fit(
+        fitting = num_pages_that_fit(
             recipe,
             found.layout,
             page_tokens=page_tokens,
@@ -142,26 +133,12 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
             full_step=lambda: largest_steps(runner_with(1), recipe),
             device=device,
         )
+        num_pages = found.mesh.least(fitting)
         if (held := found.context_in(num_pages)) < most:
             most, rows = held, rows_of(held)
     cache, server = replace(recipe.cache, pages=num_pages), recipe.server
     sized = replace(recipe, cache=cache, server=replace(server, max_model_tokens=most))
     return runner_with(num_pages), sized
-
-
-def drafter_of(recipe: Recipe, sampler: Sampler) -> Drafter | None:
-    """Who guesses tokens for this recipe, if anybody."""
-    if recipe.speculate is None:
-        return None
-    asked = asdict(recipe.speculate)
-    make: Callable[..., Drafter] = resolve(DRAFTERS, asked.pop("method"))
-    return make(
-        **asked,
-        kernel=recipe.kernels.batch_prep,
-        seeds_N=sampler.seeds_N,
-        vocab_size=sampler.vocab_size,
-        device=sampler.seeds_N.device,
-    )
 
 
 def cpu_threads(recipe: Recipe, model: Decoder) -> int:

@@ -18,6 +18,7 @@ from nanovllm.layers.ops import OPERATIONS, fastest, select_ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder, DecoderConfig
 from nanovllm.models.weights import default_dtype
+from nanovllm.parallel.cut import check_cut
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.runner.sizing import fitting_context, known_pages
 
@@ -64,11 +65,15 @@ class Resolved:
             return self.family(self.model_config, self.mesh, ops, self.max_model_tokens)
 
 
-def resolved(config: Config) -> Resolved:
-    """Raises ConfigError if this machine cannot serve the recipe."""
+def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
+    """Raises ConfigError if this machine cannot serve the recipe.
+
+    `mesh`: this process's place; None: rank 0's, of as many as the recipe has.
+    """
     device, dtype = choose_device(config.recipe)
     family, model_config = read_model_config(config)
-    mesh = Mesh()
+    mesh = mesh or Mesh(0, config.recipe.parallel.tp)
+    check_cut(mesh.tp_size, model_config)
     layout = family.cache_layout(model_config, mesh, dtype.itemsize)
     recipe = without_autos(config.recipe, device, dtype)
     most = context_of(recipe, layout, model_config.max_position_embeddings)
@@ -104,8 +109,8 @@ def choose_device(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but no CUDA device is visible; use --device cpu")
-    if recipe.parallel.tp != 1:
-        raise ConfigError(f"parallel.tp is {recipe.parallel.tp}; this version runs on one device")
+    if name == "cuda" and recipe.parallel.tp > 1:
+        raise ConfigError(f"parallel.tp is {recipe.parallel.tp}; for now it needs --device cpu")
     dtype = recipe.dtype
     if dtype == "auto":
         dtype = "bfloat16" if name == "cuda" else "float32"

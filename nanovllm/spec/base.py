@@ -1,4 +1,4 @@
-"""What a drafter is to the runner.
+"""What a drafter is to the runner, and which one a recipe asks for.
 
 Shape letters beside those of attention.base: N slots + 1, the last one for padding; D drafts of a
 row; X = 1 + D columns.
@@ -6,9 +6,16 @@ row; X = 1 + D columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+from msgspec.structs import asdict
 from torch import Tensor
+
+from nanovllm.config import Recipe
+from nanovllm.registry import resolve
+from nanovllm.sampling.sampler import Sampler
+from nanovllm.spec import DRAFTERS
 
 
 class Drafter(Protocol):
@@ -33,3 +40,18 @@ class Drafter(Protocol):
         that depend on R alone, so a CUDA graph can capture it.
         """
         ...
+
+
+def drafter_of(recipe: Recipe, sampler: Sampler) -> Drafter | None:
+    """Who guesses tokens for this recipe, if anybody."""
+    if recipe.speculate is None:
+        return None
+    asked = asdict(recipe.speculate)
+    make: Callable[..., Drafter] = resolve(DRAFTERS, asked.pop("method"))
+    return make(
+        **asked,
+        kernel=recipe.kernels.batch_prep,
+        seeds_N=sampler.seeds_N,
+        vocab_size=sampler.vocab_size,
+        device=sampler.seeds_N.device,
+    )

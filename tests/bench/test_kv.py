@@ -83,7 +83,7 @@ def test_impossible_wishes_are_refused_in_one_line() -> None:
 def test_the_engine_takes_as_many_pages() -> None:
     config = load_config(None, ["cache.cpu_gib=0.01"], {"device": "cpu"})
     fitted = fit(config, resolved(config))
-    assert fitted.pages == build(config).num_pages == int(0.01 * GIB) // (16 * 8192) - 1
+    assert fitted.pages == build(config).recipe.cache.pages == int(0.01 * GIB) // (16 * 8192) - 1
 
 
 def test_weights_counted_from_shapes_are_those_loaded() -> None:

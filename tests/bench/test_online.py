@@ -342,7 +342,7 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> list[PaperEngine]:
 
     monkeypatch.setattr(offline.EngineClient, "connect", connect)
     monkeypatch.setattr(launch, "engine_process", engine_process)
-    monkeypatch.setattr(launch, "wait_ready", lambda: None)
+    monkeypatch.setattr(launch, "wait_ready", lambda ranks: None)
     monkeypatch.setattr(offline, "STATS_S", 0.0)
     return engines
 

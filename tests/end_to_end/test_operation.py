@@ -165,7 +165,7 @@ def test_who_ended_while_starting_is_named_too() -> None:
     process.start()
     theirs.close()
     with pytest.raises(launch.EngineDied) as caught:
-        launch.wait_ready(process, ours)
+        launch.wait_ready([(process, ours)])
     assert str(caught.value) == "an-engine ended by SIGKILL (9); out of memory?"
 
 

@@ -53,7 +53,7 @@ def test_the_profile_finds_the_engines_number_of_pages() -> None:
     assert fitted.limit == "cache.memory_fraction" and fitted.budget is not None
     assert fitted.budget.step > 0 and fitted.budget.others > 0
     assert fitted.pages == fitted.budget.room // fitted.page_bytes - 1
-    assert abs(build(config).num_pages - fitted.pages) * fitted.page_bytes < 64 << 20
+    assert abs(int(build(config).recipe.cache.pages) - fitted.pages) * fitted.page_bytes < 64 << 20
 
 
 @pytest.mark.gpu

@@ -6,12 +6,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from nanovllm.config import ConfigError
+from nanovllm.parallel.cut import check_cut
 from nanovllm.parallel.mesh import Mesh, Span
 from tests.models.steps import Steps, load
 from tests.models.test_parity import LENGTHS, SCHEDULES, our_logits, prompts
@@ -19,7 +21,7 @@ from tests.models.tiny import make_tiny
 
 
 class Meeting:
-    """Where ranks meet to sum."""
+    """Where ranks meet to exchange."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=60)
@@ -31,12 +33,18 @@ class ThreadMesh(Mesh):
     meeting: Meeting = field(default_factory=lambda: Meeting(1))
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        return self._shares(x).sum(0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(list(self._shares(x)), dim=-1)
+
+    def _shares(self, x: Tensor) -> Tensor:
         self.meeting.brought[self.tp_rank] = x.clone()
         self.meeting.barrier.wait()
-        total = sum(each for each in self.meeting.brought if each is not None)
+        shares = torch.stack([each for each in self.meeting.brought if each is not None])
         self.meeting.barrier.wait()
-        assert isinstance(total, Tensor)
-        return total
+        assert len(shares) == self.tp_size
+        return shares
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -49,16 +57,17 @@ def test_ranks_together_compute_the_same_logits(family: str, tp: int, tmp_path: 
     meeting = Meeting(tp)
 
     def run(rank: int) -> list[Tensor]:
-        mesh = ThreadMesh(rank, tp, None, meeting)
+        mesh = ThreadMesh(rank, tp, meeting)
         steps = Steps(tmp_path, models[rank], prompts(), mesh)
         return our_logits(steps, SCHEDULES["one late"])
 
-    models = [load(tmp_path, ThreadMesh(rank, tp, None, meeting)) for rank in range(tp)]
+    models = [load(tmp_path, ThreadMesh(rank, tp, meeting)) for rank in range(tp)]
     with ThreadPoolExecutor(tp) as pool:
-        shares = list(pool.map(run, range(tp)))
-    for row, logits in enumerate(expected):
-        together = torch.cat([share[row] for share in shares], dim=1)
-        torch.testing.assert_close(together, logits, rtol=1e-4, atol=1e-4)
+        found = list(pool.map(run, range(tp)))
+    for rank in range(tp):
+        for row, logits in enumerate(expected):
+            assert torch.equal(found[rank][row], found[0][row])
+            torch.testing.assert_close(found[rank][row], logits, rtol=1e-4, atol=1e-4)
 
 
 def test_ranks_keep_neighbouring_shares() -> None:
@@ -77,3 +86,21 @@ def test_uneven_shares_are_refused() -> None:
         Mesh(0, 4).span_or_copy("num_key_value_heads", 3)
     said = "parallel.tp is 4; it is not a multiple of the model's num_key_value_heads 3"
     assert str(caught.value) == said
+
+
+def test_the_sizes_that_work_are_said() -> None:
+    sizes = SimpleNamespace(
+        num_attention_heads=16, num_key_value_heads=4, intermediate_size=96, vocab_size=200
+    )
+    for tp in (1, 2, 4, 8):
+        check_cut(tp, sizes)
+    with pytest.raises(ConfigError) as caught:
+        check_cut(16, sizes)
+    said = "parallel.tp is 16; the model's vocab_size 200 is not a multiple of it"
+    assert str(caught.value) == f"{said}; it can be 1, 2, 4, 8"
+
+
+def test_one_rank_by_itself_has_nobody_to_meet() -> None:
+    Mesh().connect()
+    with pytest.raises(ConfigError, match=r"parallel.tp is 2; only a server has several ranks"):
+        Mesh(0, 2).connect()

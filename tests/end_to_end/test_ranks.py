@@ -1,0 +1,148 @@
+"""`nanovllm serve --tp 2` on a CPU: two processes, the text of one, and their ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+
+from nanovllm.config import DEMO, ConfigError
+from nanovllm.launch import EngineDied, wait_ready
+from tests.end_to_end.demo_server import Server, asked, start
+from tests.server.serving import eventually
+
+ASKED = asked("What is nanovllm?", temperature=0, max_tokens=40)
+SEEDED = asked("Tell me about pages.", temperature=0.8, seed=5, max_tokens=40)
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+FORMED = asked("Name a city.", temperature=0, max_tokens=30, response_format=SCHEMA)
+CPU = ("--device", "cpu", "--set", "cache.cpu_gib=0.2")
+
+
+def text_of(server: Server) -> list[str | None]:
+    client = server.client()
+    answers = [client.chat.completions.create(**one) for one in (ASKED, SEEDED, FORMED)]
+    return [answer.choices[0].message.content for answer in answers]
+
+
+def pid_of(server: Server, name: str) -> int:
+    names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in server.children()}
+    return next(pid for pid, each in names.items() if each == name)
+
+
+def cpu_ticks(pid: int) -> int:
+    """Hundredths of seconds that the process has computed."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def all_leave(children: dict[int, str]) -> None:
+    eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in children), 5)
+
+
+def test_two_ranks_serve_what_one_does() -> None:
+    alone = start(*CPU)
+    expected = text_of(alone)
+    assert alone.stop() == 0
+    server = start(*CPU, "--tp", "2")
+    children = server.children()
+    assert text_of(server) == expected and all(expected)
+    rank = pid_of(server, "nanovllm-rank1")
+    used = cpu_ticks(rank)
+    time.sleep(1)
+    assert cpu_ticks(rank) - used <= 2  # an idle engine spins nowhere
+    assert server.stop() == 0
+    all_leave(children)
+
+
+@pytest.mark.parametrize("name", ["nanovllm-rank1", "nanovllm-engine"])
+def test_a_killed_rank_ends_streams_and_server(name: str) -> None:
+    server = start(*CPU, "--tp", "2")
+    children = server.children()
+    stream = server.client().chat.completions.create(
+        **asked("Count.", temperature=0, max_tokens=2000, stream=True),
+        extra_body={"ignore_eos": True},
+    )
+    with stream, pytest.raises(openai.APIError):
+        for at, _ in enumerate(stream):
+            if at == 3:
+                os.kill(pid_of(server, name), signal.SIGKILL)
+                killed = time.monotonic()
+    assert time.monotonic() - killed < 5
+    assert server.process.wait(15 - (time.monotonic() - killed)) == 1
+    all_leave(children)
+
+
+def test_a_killed_rank_of_an_idle_server_ends_it() -> None:
+    server = start(*CPU, "--tp", "2")
+    children = server.children()
+    os.kill(pid_of(server, "nanovllm-rank1"), signal.SIGKILL)
+    assert server.process.wait(15) == 1
+    all_leave(children)
+
+
+def refused(*arguments: str) -> tuple[str, str]:
+    """The one line that a start ends with, and what was logged before."""
+    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2, run.stdout + run.stderr
+    (line,) = run.stderr.splitlines()
+    return line, run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("--tp", "3", "--device", "cpu"),
+            "parallel.tp is 3; the model's num_attention_heads 8 is not a multiple of it; "
+            "it can be 1, 2, 4, 8",
+        ),
+        (("--tp", "2", "--device", "cpu", "--set", "kernels.sample=triton"), "kernels.sample is"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(arguments: tuple[str, ...], said: str) -> None:
+    """Every rank finds it; rank 0 says it, before anything is loaded."""
+    line, logged = refused(*arguments)
+    assert line.startswith(f"error: {said}"), line
+    assert "loading" not in logged
+
+
+def test_a_checkpoint_that_ends_early_is_one_line(tmp_path: Path) -> None:
+    """Whichever rank finds it first."""
+    for file in DEMO.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4096])
+    line, logged = refused(str(tmp_path), "--tp", "2", "--device", "cpu")
+    expected = rf"error: (rank 1: )?{re.escape(str(weights))} is not a whole safetensors file: .*"
+    assert re.fullmatch(expected, line), line
+    assert "Traceback" not in logged
+
+
+def test_the_reason_comes_before_who_missed_its_rank() -> None:
+    children, ends = [], []
+    for name in ("nanovllm-engine", "nanovllm-rank1"):
+        ours, theirs = Pipe()
+        process: Any = SimpleNamespace(name=name, exitcode=1, join=lambda: None)
+        children.append((process, ours))
+        ends.append(theirs)
+    ends[1].send("rank 1: its disk is full")
+    for end in ends:
+        end.close()
+    with pytest.raises(ConfigError) as caught:
+        wait_ready(children)
+    assert str(caught.value) == "rank 1: its disk is full"
+    with pytest.raises(EngineDied, match="nanovllm-engine ended with exit code 1"):
+        wait_ready(children[:1])

@@ -1,0 +1,195 @@
+"""Ranks as threads, each with its own Runner: the text is that of one rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from nanovllm.config import Config, ConfigError, Parallel, Speculate, load_config
+from nanovllm.engine import ranks
+from nanovllm.engine.ranks import Follower, RankedExecutor
+from nanovllm.parallel.gloo import GlooMesh
+from nanovllm.parallel.places import Place, RankLostError, places_of
+from nanovllm.plan import Masks, StepPlan
+from nanovllm.wire import Sampling
+from tests.models.tiny import config_of, make_tiny
+from tests.whole_engine import GREEDY, WholeEngine, prompts_of
+
+SMALL = dict(pages=24, slots=4, step_tokens=24, max_tokens=90)  # chunks, and preemptions
+NUM_REQUESTS = 10
+NGRAM = Speculate(method="ngram", tokens=3)
+CONFIG = load_config(None, ["device=cpu"])
+
+
+def cut(config: Config, tp: int) -> Config:
+    return replace(config, recipe=replace(config.recipe, parallel=Parallel(tp=tp)))
+
+
+@contextmanager
+def ranked(config: Config, tp: int, folder: Path, **sizes: Any) -> Iterator[WholeEngine]:
+    """Rank 0's engine; the others follow it until the block ends."""
+    first, *others = places_of(cut(config, tp), str(folder))
+    left: list[int] = []
+
+    def follow(place: Place) -> None:
+        engine = WholeEngine(config, place=place, **sizes)
+        follower = Follower(engine.runner)
+        try:
+            while (message := place.recv()) is not None:
+                follower.take(message)
+            left.append(place.rank)
+        finally:
+            engine.mesh.backend.clear()  # or rank 0 would wait for this one
+
+    threads = [threading.Thread(target=follow, args=(place,)) for place in others]
+    for thread in threads:
+        thread.start()
+    try:
+        yield WholeEngine(config, place=first, **sizes)
+    finally:
+        first.close()
+        for thread in threads:
+            thread.join(20)
+    assert sorted(left) == list(range(1, tp))
+
+
+def text_of(engine: WholeEngine) -> dict[int, list[int]]:
+    """What requests of all kinds get, the last one after the others so that it finds a prefix."""
+    prompts = prompts_of(NUM_REQUESTS)
+    kinds = [
+        GREEDY,
+        Sampling(temperature=0.8, seed=7),
+        Sampling(temperature=1.0, seed=8, top_p=0.9, top_k=20, presence_penalty=0.5),
+        Sampling(temperature=0.0, logprobs=3),
+    ]
+    for at, prompt in enumerate(prompts):
+        engine.submit(at, prompt, 24, kinds[at % 4], grammar="even" if at % 3 == 0 else "")
+    engine.run()
+    engine.submit(NUM_REQUESTS, prompts[0], 4)
+    engine.run()
+    engine.submit(NUM_REQUESTS + 1, [*prompts[0], 5, 6, 7], 4)
+    engine.run()
+    assert engine.num_masked > 24 and max(engine.cached.values()) > 0
+    assert engine.scheduler.stats().num_preemptions > 0
+    return engine.text
+
+
+def num_weights(engine: WholeEngine) -> int:
+    return sum(parameter.numel() for parameter in engine.runner.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "drafts", "tp"),
+    [("qwen3", NGRAM, 2), ("llama", None, 2), ("qwen3", None, 4), ("llama", NGRAM, 4)],
+)
+def test_text_is_that_of_one_rank(
+    family: str, drafts: Speculate | None, tp: int, tmp_path: Path
+) -> None:
+    """With 2 key/value heads: at tp 4 each is kept by two ranks."""
+    make_tiny(tmp_path, family, tie_word_embeddings=tp == 4)
+    config = config_of(tmp_path)
+    alone = WholeEngine(config, speculate=drafts, **SMALL)
+    expected = text_of(alone)
+    with ranked(config, tp, tmp_path, speculate=drafts, **SMALL) as engine:
+        assert text_of(engine) == expected
+        assert num_weights(engine) < 0.7 * num_weights(alone)
+        assert dict(engine.loop.executor.steps_by_mode) == dict(alone.runner.steps_by_mode)
+    for request_id, entries in alone.logprobs.items():
+        found = [entry.logprob for entry in engine.logprobs[request_id]]
+        assert np.allclose(found, [entry.logprob for entry in entries], atol=1e-4)
+
+
+def together(meshes: list[GlooMesh], do: Callable[[GlooMesh], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(meshes)) as pool:
+        return list(pool.map(do, meshes))
+
+
+def test_pages_are_the_least_of_any_rank(tmp_path: Path) -> None:
+    meshes = [ranks.mesh_of(place) for place in places_of(cut(CONFIG, 2), str(tmp_path))]
+    together(meshes, lambda mesh: mesh.connect())
+    assert together(meshes, lambda mesh: mesh.least(10 - mesh.tp_rank)) == [9, 9]
+
+
+# -- what is told ------------------------------------------------------------------------------
+
+
+class Own:
+    """An executor that notes what it is asked to do; also its steps' handle."""
+
+    def __init__(self) -> None:
+        self.steps_by_mode = self.padded_tokens = self.gap_s = self.busy_s = 0
+        self.vet = None
+        self.noted: list[Any] = []
+
+    def launch(self, plan: StepPlan) -> Own:
+        self.noted.append(plan)
+        return self
+
+    def sample(self, masks: Masks) -> None:
+        self.noted.append(masks.tolist())
+
+
+def test_followers_hear_of_plans_and_masks_in_order(tmp_path: Path) -> None:
+    config = cut(CONFIG, 3)
+    first, *others = places_of(config, str(tmp_path))
+    plain = StepPlan(1, [], [], 1, np.int32([3]).tobytes(), [], 9, [])
+    masked = StepPlan(2, [], [], 1, None, [], 9, [0])
+    masks = np.array([[-1, 5], [7, 0]], np.int32)
+    own, executor = Own(), None
+    executor = RankedExecutor(own, first)  # type: ignore[arg-type]
+    executor.launch(plain)
+    executor.launch(masked).sample(masks)
+    first.close()
+    assert own.noted == [plain, masked, [[-1, 5], [7, 0]]]
+    for place in others:
+        heard = Own()
+        follower = Follower(heard)  # type: ignore[arg-type]
+        while (message := place.recv()) is not None:
+            follower.take(message)
+        assert heard.noted == own.noted
+
+
+def test_a_follower_that_has_gone_is_an_error(tmp_path: Path) -> None:
+    first, other = places_of(cut(CONFIG, 2), str(tmp_path))
+    other.close()
+    with pytest.raises(RankLostError, match="a rank does not listen any more"):
+        RankedExecutor(Own(), first).launch(  # type: ignore[arg-type]
+            StepPlan(1, [], [], 1, None, [], 9, [])
+        )
+
+
+def test_paper_has_one_rank(tmp_path: Path) -> None:
+    (place,) = places_of(load_config("paper", ["parallel.tp=4"]), str(tmp_path))
+    assert (place.rank, place.size, place.pipes) == (0, 1, ())
+
+
+# -- what goes wrong while loading -------------------------------------------------------------
+
+
+def test_a_rank_that_cannot_be_built_says_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(config: object, mesh: object) -> None:
+        raise ConfigError("model.safetensors: missing tensor x")
+
+    monkeypatch.setattr(ranks, "build_runner", build)
+    monkeypatch.setattr(ranks, "mesh_of", lambda place: SimpleNamespace(connect=lambda: None))
+    with pytest.raises(ConfigError) as caught:
+        ranks.follow(load_config(None), Place(3, 4, "", ()), lambda: None)
+    assert str(caught.value) == "rank 3: model.safetensors: missing tensor x"
+
+
+def test_a_lost_rank_is_an_error_at_once(tmp_path: Path) -> None:
+    meshes = [ranks.mesh_of(place) for place in places_of(cut(CONFIG, 2), str(tmp_path))]
+    together(meshes, lambda mesh: mesh.connect())
+    meshes[1].backend.clear()
+    with pytest.raises(RankLostError):
+        meshes[0].all_reduce(torch.ones(2))
