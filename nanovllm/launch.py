@@ -271,6 +271,7 @@ def run_engine(word: Word, config: Config, place: Place, path: str, num_workers:
     else:
         from nanovllm.engine.ranks import follow
 
+        logging.getLogger("engine").setLevel(logging.WARNING)  # rank 0 says the same
         follow(config, place, word.ready_for_good)
 
 

@@ -8,7 +8,6 @@ token travels either.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 
@@ -108,7 +107,6 @@ def follow(config: Config, place: Place, ready: Callable[[], None]) -> None:
     Raises ConfigError that names the rank if it cannot be built, RankLostError if another has gone.
     It meets the others first: what is wrong with the recipe itself, rank 0 says before.
     """
-    logging.getLogger("engine").setLevel(logging.WARNING)  # rank 0 says the same
     mesh = mesh_of(place)
     mesh.connect()
     try:
