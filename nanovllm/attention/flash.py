@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
 from nanovllm_kernels import paged_decode as triton_decode
 from nanovllm_kernels.device import is_hopper
-from torch import Tensor
 
 from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.grouped import PagedKV
-from nanovllm.attention.paged import DecodeKernel, bind_rows, obstacle_of_shapes
+from nanovllm.attention.paged import DecodeKernel, RowsAttend, bind_rows, obstacle_of_shapes
 from nanovllm.kv.layout import CacheLayout
 
 MAX_HEAD_SIZE = 256
@@ -48,23 +45,4 @@ class FlashPaged:
         from nanovllm_kernels.flash_prefill import flash_prefill  # imports CuTe DSL, for seconds
 
         rows = batch.page_table_RM, batch.starts_R1, batch.lengths_R
-        return FlashAttend(flash_prefill, *rows)
-
-
-@dataclass(frozen=True, slots=True)
-class FlashAttend:
-    kernel: Callable[..., Tensor]
-    page_table_RM: Tensor
-    starts_R1: Tensor
-    lengths_R: Tensor
-
-    def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        return self.kernel(
-            q_THA,
-            cache.k_PSGA,
-            cache.v_PSGA,
-            self.page_table_RM,
-            self.starts_R1,
-            self.lengths_R,
-            out_THA,
-        )
+        return RowsAttend(flash_prefill, rows)

@@ -46,36 +46,28 @@ def bind_rows(
     paged_decode = kernel.paged_decode
     if width > 1:
         paged_decode = partial(paged_decode, starts_R1=rows.starts_R1, width=width)
-    decode = Decode(paged_decode, rows.page_table_RM, rows.lengths_R, plan)
+    decode = RowsAttend(paged_decode, (rows.page_table_RM, rows.lengths_R, plan))
     if at == batch.num_rows:
         return decode
     return Both(decode, bind_chunks(batch.chunks()), batch.num_decode_tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class Decode:
+class RowsAttend:
+    """A kernel for grouped heads, and what it takes of a step's rows."""
+
     kernel: Callable[..., Tensor]
-    page_table_RM: Tensor
-    lengths_R: Tensor
-    plan: Any
+    rows: tuple[Any, ...]
 
     def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        return self.kernel(
-            q_THA,
-            cache.k_PSGA,
-            cache.v_PSGA,
-            self.page_table_RM,
-            self.lengths_R,
-            self.plan,
-            out_THA,
-        )
+        return self.kernel(q_THA, cache.k_PSGA, cache.v_PSGA, *self.rows, out_THA)
 
 
 @dataclass(frozen=True, slots=True)
 class Both:
     """Attention of a step with decode rows, whose tokens come first, and prompt chunks."""
 
-    decode: Decode
+    decode: Attend
     chunks: Attend
     num_decode_tokens: int
 

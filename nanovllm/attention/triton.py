@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from nanovllm_kernels import paged_decode as triton_decode
 from nanovllm_kernels.paged_decode import INTERPRETED
 from nanovllm_kernels.paged_prefill import paged_prefill
-from torch import Tensor
 
 from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.grouped import PagedKV
-from nanovllm.attention.paged import DecodeKernel, bind_rows, obstacle_of_shapes
+from nanovllm.attention.paged import DecodeKernel, RowsAttend, bind_rows, obstacle_of_shapes
 from nanovllm.kv.layout import CacheLayout
 
 MAX_HEAD_SIZE = 256
@@ -37,22 +34,9 @@ class TritonPaged:
         return obstacle_of_shapes(layout)
 
     def bind(self, batch: Batch) -> Attend:
-        return bind_rows(self.like, batch, TritonPrefill, self.decode)
+        return bind_rows(self.like, batch, bind_chunks, self.decode)
 
 
-@dataclass(frozen=True, slots=True)
-class TritonPrefill:
-    batch: Batch
-
-    def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        batch = self.batch
-        return paged_prefill(
-            q_THA,
-            cache.k_PSGA,
-            cache.v_PSGA,
-            batch.page_table_RM,
-            batch.starts_R1,
-            batch.lengths_R,
-            batch.max_new,
-            out_THA,
-        )
+def bind_chunks(batch: Batch) -> Attend:
+    rows = batch.page_table_RM, batch.starts_R1, batch.lengths_R, batch.max_new
+    return RowsAttend(paged_prefill, rows)

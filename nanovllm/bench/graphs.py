@@ -192,12 +192,12 @@ def why_eager(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
 def metrics(graphs: Sequence[Graph]) -> dict[str, float]:
     """The metrics of a record. Padding: padding rows / rows over all replays of the load."""
     rows = sum(graph.used * graph.rows for graph in graphs)
-    dead = sum(graph.used * graph.rows * graph.padding for graph in graphs)
+    padding = sum(graph.used * graph.rows * graph.padding for graph in graphs)
     found = {
         "graphs": float(len(graphs)),
         "capture_s": sum(graph.capture_s for graph in graphs),
         "memory_mib": sum(graph.memory_bytes for graph in graphs) / 2**20,
-        "padding_percent": 100 * dead / rows if rows else 0.0,
+        "padding_percent": 100 * padding / rows if rows else 0.0,
     }
     for graph in graphs:
         name = f"{graph.mode} {graph.rows}"

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import RowTable
 
 
-def products(block: nn.Module, head: Linear, most_rows: int) -> str:
-    """Each product of a block, and the head's, e.g. `mlp.down skinny+residual 1-128, ...`."""
+def products(block: nn.Module, head: Linear, sizes: Iterable[int]) -> str:
+    """Each product of a block, and the head's, e.g. `mlp.down skinny+residual 1-128, ...`.
+
+    `sizes`: the numbers of rows that are asked about, ascending. Asking about every number up to
+    8,192 would take half a second of a start.
+    """
+    asked = tuple(sizes)
     parts = [*block.named_modules(), ("head", head)]
     return "; ".join(
-        f"{name} {' or '.join(dict.fromkeys(by_rows(t, most_rows) for t in tables_of(part)))}"
+        f"{name} {' or '.join(dict.fromkeys(by_rows(t, asked) for t in tables_of(part)))}"
         for name, part in parts
         if isinstance(part, Linear)
     )
@@ -22,10 +29,10 @@ def tables_of(part: Linear) -> list[RowTable]:
     return [table for table in vars(part).values() if isinstance(table, RowTable)]
 
 
-def by_rows(table: RowTable, most_rows: int) -> str:
-    """E.g. `skinny 1-128, library 129-8192`."""
+def by_rows(table: RowTable, sizes: Iterable[int]) -> str:
+    """E.g. `skinny 1-128, library 144-8192`: the first and the last size that it is asked about."""
     parts: list[tuple[str, int, int]] = []
-    for rows in range(1, most_rows + 1):
+    for rows in sizes:
         name = table[rows].name
         if parts and parts[-1][0] == name:
             parts[-1] = (name, parts[-1][1], rows)

@@ -21,7 +21,8 @@ from nanovllm.models.weights import fill
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.runner.batch import BatchPrep
 from nanovllm.runner.caches import make_caches
-from nanovllm.runner.graphs import obstacles
+from nanovllm.runner.graphs import graph_sizes, obstacles
+from nanovllm.runner.piecewise import piecewise_sizes
 from nanovllm.runner.precompile import compiled_beside, jobs_of
 from nanovllm.runner.resolved import Resolved, resolved
 from nanovllm.runner.room import check_room
@@ -64,8 +65,9 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
         recipe.server.max_model_tokens,
         own,
     )
-    most_rows = int(recipe.schedule.step_tokens)
-    log.info("products by rows: %s", products(model.layers[0], model.head, most_rows))
+    slots, most = int(recipe.schedule.slots), int(recipe.schedule.step_tokens)
+    sizes = sorted({*graph_sizes(slots), *piecewise_sizes(most)})
+    log.info("products by rows: %s", products(model.layers[0], model.head, sizes))
     log.info("warming up")
     warm_up(runner, recipe)
     if not obstacles(recipe):

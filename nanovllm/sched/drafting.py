@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float32]
 
 FIRST_RATE = 0.7  # of the first rows of all
 FIRST_WEIGHT, MOST_WEIGHT = 1.5, 8.0  # of a row's past, in compared drafts: at first, and at most
-KEPT_BY_ALL = 0.98  # the same of what rows begin with
+KEPT_BY_ALL = 0.98  # weight of the past of what new rows begin with, for each compared draft
 LOW, HIGH, MANY_ROWS = 0.1, 0.5, 256  # a draft's cost beside one row, beside so many and more
 STEP_COST = 0.1  # of drafts, even of a few: a part of what the step's rows would bring without
 PROBE_EVERY, PROBE_DRAFTS = 16, 2  # steps; with many rows, which have little to gain, fewer
@@ -82,7 +82,8 @@ class Drafting:
     def compared(self, slots_R: Slots, drafts_R: Int32, right_R: Int32) -> None:
         """Notes how many of the drafts that rows fed were accepted.
 
-        Call it before the step's own report."""
+        It must be called before the step's own report.
+        """
         real_R = np.minimum(drafts_R, self._found[slots_R])
         drew = real_R.nonzero()[0]
         if not len(drew):

@@ -122,10 +122,10 @@ def normed(
 def test_a_table_says_which_implementation_serves_how_many_rows() -> None:
     fused = replace(REFERENCE, gated_linear=Doubled())
     table = fused.normed(torch.empty(12, 8), gated=True, is_added=False)
-    assert by_rows(table, 4) == "library 1-2, quack+gate 3-4"
+    assert by_rows(table, range(1, 5)) == "library 1-2, quack+gate 3-4"
     assert fused.normed(torch.empty(12, 8), gated=True, is_added=False) is table
     assert fused.normed(torch.empty(12, 9), gated=True, is_added=False) is not table
-    assert by_rows(fused.plain(torch.empty(12, 8)), 1) == "library 1"
+    assert by_rows(fused.plain(torch.empty(12, 8)), [1]) == "library 1"
 
 
 @pytest.mark.parametrize(
