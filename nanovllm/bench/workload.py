@@ -7,7 +7,6 @@ same generator, same seed, therefore the same token ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from random import Random
 
 import msgspec
