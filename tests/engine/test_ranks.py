@@ -170,7 +170,7 @@ def test_a_follower_that_has_gone_is_an_error(tmp_path: Path) -> None:
 
 def test_paper_has_one_rank(tmp_path: Path) -> None:
     (place,) = places_of(load_config("paper", ["parallel.tp=4"]), str(tmp_path))
-    assert (place.rank, place.size, place.pipes) == (0, 1, ())
+    assert (place.rank, place.size, place.ring) == (0, 1, None)
 
 
 # -- what goes wrong while loading -------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_a_rank_that_cannot_be_built_says_which_it_is(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ranks, "build_runner", build)
     monkeypatch.setattr(ranks, "mesh_of", lambda place: SimpleNamespace(connect=lambda: None))
     with pytest.raises(ConfigError) as caught:
-        ranks.follow(load_config(None), Place(3, 4, "", ()), lambda: None)
+        ranks.follow(load_config(None), Place(3, 4, 3, "", None), lambda: None)
     assert str(caught.value) == "rank 3: model.safetensors: missing tensor x"
 
 
