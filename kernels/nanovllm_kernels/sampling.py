@@ -10,6 +10,7 @@ anywhere makes its block's sum NaN, and where nothing is possible all sums are 0
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels import sampling_reference as reference
-from nanovllm_kernels.case import Args, Case, Kernel, bits, normal
+from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
 
 BLOCK = tl.constexpr(reference.BLOCK)
 BLOCK_INDEX = tl.constexpr(reference.BLOCK_INDEX)
@@ -281,6 +282,77 @@ def draw_above_thresholds_inputs(S: int, V: int, dtype: torch.dtype, device: tor
     return *others, torch.full((S,), 9.0, device=device)
 
 
+def winners_inputs(
+    inputs: Callable[..., Args], S: int, V: int, dtype: torch.dtype, device: torch.device
+) -> Args:
+    """As of a rank whose columns begin with the third block of the vocabulary."""
+    return *inputs(S, V, dtype, device), 2 * reference.BLOCK
+
+
+def winners_outputs(winners_S2: Tensor, args: Args) -> Tensors:
+    """Keys, those that are no numbers as one that no other key is near; tokens, but theirs."""
+    keys_S = winners_S2[:, 0].view(torch.float32)
+    is_sound_S = keys_S.isfinite()
+    return keys_S.nan_to_num(-1e6, neginf=-2e6), winners_S2[:, 1].where(is_sound_S, -1)
+
+
+def key_terms(expected: Tensors, args: Args) -> Tensors:
+    """Logarithm and noise are of this size, whatever the sum."""
+    return expected[0].abs() + 8, expected[1]
+
+
+def best_inputs(ranks: int, S: int, device: torch.device) -> Args:
+    """Equal keys among them, and rows with a NaN or without any key."""
+    generator = torch.Generator().manual_seed(S)
+    keys_IS = torch.randn(ranks, S, generator=generator).round()
+    keys_IS[0, ::3], keys_IS[-1, ::7] = -float("inf"), float("nan")
+    keys_IS[:, ::5] = -float("inf")
+    tokens_IS = torch.arange(ranks * S, dtype=torch.int32).view(ranks, S)
+    return (torch.stack((keys_IS.view(torch.int32), tokens_IS), 2).to(device),)
+
+
+INPUTS = (
+    ("", draw_inputs),
+    ("thresholds ", draw_above_thresholds_inputs),
+    ("corrupted ", draw_corrupted_inputs),
+)
+WINNERS = Kernel(
+    "winners",
+    winners,
+    reference.winners,
+    (
+        *(
+            Case(
+                f"{name}S={S} V={V} {bits(dtype)}",
+                partial(winners_inputs, inputs, S, V, dtype),
+                small=True,
+            )
+            for name, inputs in INPUTS
+            for S, V in ((1, 100), (5, 4096), (5, 6007))
+            for dtype in (torch.float32, torch.bfloat16)
+        ),
+        *(
+            Case(
+                f"S={S} V=38912",
+                partial(winners_inputs, draw_inputs, S, 38912, torch.bfloat16),
+                num_bytes=2 * S * 38912,
+            )
+            for S in (1, 64, 256)
+        ),
+    ),
+    ulps_32=4,
+    scale=key_terms,
+    outputs=winners_outputs,
+)
+BEST = Kernel(
+    "best",
+    best,
+    reference.best,
+    tuple(
+        Case(f"I={ranks} S={S}", partial(best_inputs, ranks, S), small=True)
+        for ranks, S in ((1, 8), (2, 1), (3, 40), (8, 256))
+    ),
+)
 DRAW = Kernel(
     "draw",
     draw,
@@ -288,11 +360,7 @@ DRAW = Kernel(
     (
         *(
             Case(f"{name}S={S} V={V} {bits(dtype)}", partial(inputs, S, V, dtype), small=True)
-            for name, inputs in (
-                ("", draw_inputs),
-                ("thresholds ", draw_above_thresholds_inputs),
-                ("corrupted ", draw_corrupted_inputs),
-            )
+            for name, inputs in INPUTS
             for S, V in ((1, 100), (5, 6007))
             for dtype in (torch.float32, torch.bfloat16)
         ),

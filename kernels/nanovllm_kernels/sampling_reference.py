@@ -14,9 +14,9 @@ nothing to do but to read the logits once.
 
 Decision: a block's key, top / temperature + log(sum) + noise, is absolute: it depends on nothing
 outside the block, so the winners of a vocabulary that is cut into whole blocks can be compared, and
-the draw is the same however it is cut. For that, float32 rounds a key by 2**-24 of itself: a block's
-probability may be off by a factor of 1 +- |top / temperature| * 2**-23, 1e-5 at a logit of 50 and a
-temperature of 0.5. Within a block the draw is relative to its largest logit.
+the draw is the same however it is cut. For that, float32 rounds a key by 2**-24 of itself: the
+probability of a block may be off by a factor of 1 +- |top / temperature| * 2**-23, 1e-5 at a logit
+of 50 and a temperature of 0.5. Within a block the draw is relative to its largest logit.
 """
 
 from __future__ import annotations
