@@ -33,11 +33,11 @@ CHOICES = (
     "nanovllm/attention/triton.py",
     "nanovllm/sampling/bad_words.py", "nanovllm/sampling/logit_bias.py",
     "nanovllm/sampling/logprobs.py", "nanovllm/sampling/min_tokens.py",
-    "nanovllm/sampling/penalties.py", "nanovllm/sampling/truncate.py",
+    "nanovllm/sampling/penalties.py", "nanovllm/sampling/shards.py",
+    "nanovllm/sampling/truncate.py",
     "nanovllm/engine/grammars.py", "nanovllm/engine/grammar_queue.py", "nanovllm/engine/trials.py",
     "nanovllm/sched/drafting.py",
-    "nanovllm/engine/ranks.py", "nanovllm/parallel/cut.py", "nanovllm/parallel/gloo.py",
-    "nanovllm/parallel/places.py", "nanovllm/parallel/ring.py", "nanovllm/watch.py",
+    "nanovllm/engine/ranks.py", "nanovllm/parallel/", "nanovllm/watch.py",
 )  # fmt: skip
 BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes, what fits a machine
     "nanovllm/runner/room.py", "nanovllm/layers/describe.py",
