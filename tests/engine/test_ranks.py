@@ -181,7 +181,7 @@ def test_a_rank_that_cannot_be_built_says_which_it_is(monkeypatch: pytest.Monkey
         raise ConfigError("model.safetensors: missing tensor x")
 
     monkeypatch.setattr(ranks, "build_runner", build)
-    monkeypatch.setattr(ranks, "mesh_of", lambda place: SimpleNamespace(connect=lambda: None))
+    monkeypatch.setattr(ranks, "mesh_of", lambda _, place: SimpleNamespace(connect=lambda: None))
     with pytest.raises(ConfigError) as caught:
         ranks.follow(load_config(None), Place(3, 4, 3, "", None), lambda: None)
     assert str(caught.value) == "rank 3: model.safetensors: missing tensor x"
