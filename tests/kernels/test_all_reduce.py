@@ -85,9 +85,7 @@ def rank_main(rank: int, buffers: list[Tensor], pipe: Connection) -> None:
     while (call := pipe.recv()) is not None:
         nap_s = 0.05 if rank == call.slow_rank else 0.0
         InterpreterBuilder.create_barrier = lambda _, nap_s=nap_s: time.sleep(nap_s)
-        peers = Peers(
-            rank, len(buffers), CAPACITY, addresses_I, calls_X, hop_bytes=call.hop_bytes
-        )
+        peers = Peers(rank, len(buffers), CAPACITY, addresses_I, calls_X, hop_bytes=call.hop_bytes)
         outputs = [output.tolist() for output in call.run(peers)]
         pipe.send((outputs, set(calls_X.tolist())))
 
