@@ -62,7 +62,7 @@ class Peers:
 
 
 def buffer_bytes(size: int, capacity: int) -> int:
-    """Of the buffer of one rank, which must be all 0xFF bytes before the first call of any rank."""
+    """The length of a rank's buffer, which must be all 0xFF before the first call of any rank."""
     return 2 * (size + 1) * capacity
 
 

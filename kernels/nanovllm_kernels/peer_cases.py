@@ -172,7 +172,7 @@ def measured(
     nccl: Any,  # noqa: ANN401
     quick: bool,
 ) -> Found:
-    """Of all ranks: they must all come here."""
+    """One case, on all ranks, which must all come here with it."""
     worst = torch.tensor([check(kernel, case, device)], dtype=torch.float64, device=device)
     largest = distributed.AllreduceOptions()  # type: ignore[attr-defined]
     largest.reduceOp = distributed.ReduceOp.MAX
