@@ -177,7 +177,7 @@ EITHER = pytest.mark.parametrize("hop_bytes", [ONE_HOP, TWO_HOPS], ids=["one hop
 @EITHER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sums_equal_the_reference_and_each_other(ranks, dtype, hop_bytes) -> None:
-    shapes = ((1, 64), (3, 96), (5, 1000), (2, 2500))
+    shapes = ((1, 64), (5, 1000), (2, 2500))
     ranks.check(
         *(
             Call(operation, *shape, dtype, seed, hop_bytes)

@@ -47,6 +47,13 @@ def test_too_few_gpus_are_one_line(monkeypatch) -> None:
     assert str(done.exception) == "--tp is 2; this machine has 1 GPUs"
 
 
+def test_kernels_of_one_gpu_have_no_ranks(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    done = CliRunner().invoke(check_kernels, ["--tp", "2", "--kernel", "draw"])
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception) == "--kernel draw runs on one GPU; with --tp it has no effect"
+
+
 def test_times_stand_beside_those_of_nccl(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(peer_cases, "check_ranks", lambda *_: iter((TIMED, LOST)))
