@@ -30,7 +30,8 @@ from nanovllm_kernels.device import follows
 
 PROGRAMS = 64  # fewer than any GPU has multiprocessors: programs wait for those of other ranks
 MAX_WIDTH = 16384  # a row must fit a program's registers
-CHUNK = 2048  # elements that a program takes at a time where it need not take a row
+CHUNK = 2048  # elements that a program takes at a time where it need not take a row,
+LONG_CHUNK = 4096  # and those of a message that would keep all programs busy several times
 HOP_BYTES = 768 << 10  # what a link carries while a short message takes the way over it
 EMPTY = tl.constexpr(-1)  # as a number of 16 or of 32 bits
 ANOTHER_NAN = tl.constexpr(-2)
@@ -121,7 +122,10 @@ def _launch(
     num_rows, row_width = x_TD.shape
     assert x_TD.is_contiguous() and peers.fits(x_TD), (x_TD.shape, peers.capacity)
     assert residual_TD is None or residual_TD.is_contiguous()
-    width = CHUNK if norm_weight_D is None else row_width
+    if norm_weight_D is not None:
+        width = row_width
+    else:
+        width = CHUNK if x_TD.numel() <= PROGRAMS * CHUNK else LONG_CHUNK
     assert width <= MAX_WIDTH
     chunks = triton.cdiv(x_TD.numel(), width)
     block = triton.next_power_of_2(width)
@@ -193,6 +197,8 @@ def sum_of(pieces, stride, inside, NUM: tl.constexpr, like, residual_TD, at):
     Rounded to the type of `like`. Leaves their places EMPTY.
     """
     total = tl.zeros(inside.shape, tl.float32)
+    if residual_TD is not None:
+        residual = tl.load(residual_TD + at, inside, 0.0)
     missing = 1
     while missing != 0:
         # All loads are on their way before the first is looked at.
@@ -207,12 +213,12 @@ def sum_of(pieces, stride, inside, NUM: tl.constexpr, like, residual_TD, at):
     for source in tl.static_range(NUM):
         tl.store(pieces + source * stride, nothing, inside)
     if residual_TD is not None:
-        total += tl.load(residual_TD + at, inside, 0.0).to(tl.float32)
+        total += residual.to(tl.float32)
     return total.to(like.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["rank"])
-def all_reduce_kernel(  # noqa: C901 - one launch, whatever is fused
+def all_reduce_kernel(  # noqa: C901 - branches of its compiler
     bits_TD,
     residual_TD,
     norm_weight_D,
@@ -235,6 +241,8 @@ def all_reduce_kernel(  # noqa: C901 - one launch, whatever is fused
     num_chunks = tl.cdiv(num_elements, WIDTH)
     stride = capacity // (bits_TD.dtype.element_ty.primitive_bitwidth // 8)
     own = tl.load(addresses_I + rank)
+    if norm_weight_D is not None:
+        norm_weight = tl.load(norm_weight_D + d, d < WIDTH, 0.0)
     if WAITS:
         tl.extra.cuda.gdc_wait()
     call = tl.load(calls_X + pid)
@@ -252,6 +260,8 @@ def all_reduce_kernel(  # noqa: C901 - one launch, whatever is fused
         else:
             send(bits, addresses_I, rank, first + rank, capacity, at, inside, SIZE, bits_TD)
     tl.debug_barrier()
+    if WAITS:  # whatever follows may come in while this one waits for other ranks
+        tl.extra.cuda.gdc_launch_dependents()
     count_call(calls_X, call, PROGRAMS)
 
     if TWO_HOPS:
@@ -275,9 +285,9 @@ def all_reduce_kernel(  # noqa: C901 - one launch, whatever is fused
             tl.store(residual_TD + at, whole, inside)
         if norm_weight_D is not None:
             wide = whole.to(tl.float32)
-            norm_weight = tl.load(norm_weight_D + d, d < WIDTH, 0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-            whole = ((wide * scale).to(whole.dtype).to(tl.float32) * norm_weight).to(whole.dtype)
+            rounded = (wide * scale).to(whole.dtype).to(tl.float32)
+            whole = (rounded * norm_weight.to(tl.float32)).to(whole.dtype)
         if norm_weight_D is not None or residual_TD is None:
             tl.store(y_TD + at, whole, inside)
 
@@ -309,6 +319,8 @@ def all_gather_kernel(
         words = tl.load(halves_S + at, inside, 0).to(tl.int32) & 0xFFFF
         send(words, addresses_I, rank, first + rank, capacity, at, inside, SIZE, calls_X)
     tl.debug_barrier()
+    if WAITS:  # whatever follows may come in while this one waits for other ranks
+        tl.extra.cuda.gdc_launch_dependents()
     count_call(calls_X, call, PROGRAMS)
     for start in range(pid * BLOCK, num_halves, num * BLOCK):
         at = start + tl.arange(0, BLOCK)
