@@ -285,7 +285,7 @@ def draw_above_thresholds_inputs(S: int, V: int, dtype: torch.dtype, device: tor
 def winners_inputs(
     inputs: Callable[..., Args], S: int, V: int, dtype: torch.dtype, device: torch.device
 ) -> Args:
-    """As of a rank whose columns begin with the third block of the vocabulary."""
+    """What a rank has whose columns begin with the third block of the vocabulary."""
     return *inputs(S, V, dtype, device), 2 * reference.BLOCK
 
 

@@ -127,12 +127,12 @@ def winner(scores: dict[int, float]) -> tuple[int, float]:
 class Bench:
     """A sampler with the runner's two tensors."""
 
-    def __init__(self, kernel: str = "torch") -> None:
+    def __init__(self, kernel: str = "torch", mesh: Mesh = Mesh()) -> None:
         self.tokens_NL = torch.zeros(NUM_SLOTS + 1, MAX_TOKENS + 1, dtype=torch.int32)
         self.prompts_N = torch.zeros(NUM_SLOTS + 1, dtype=torch.int32)
         self.sampler = Sampler(
             num_slots=NUM_SLOTS,
-            shard=Shard(Mesh(), VOCAB),
+            shard=Shard(mesh, VOCAB),
             device=torch.device("cpu"),
             tokens_NL=self.tokens_NL,
             prompt_lengths_N=self.prompts_N,
