@@ -222,8 +222,9 @@ def best_kernel(winners_IS2, tokens_S, num_rows, num_ranks, RANKS: tl.constexpr)
     row, rank = tl.program_id(0), tl.arange(0, RANKS)
     at, inside = winners_IS2 + (rank * num_rows + row) * 2, rank < num_ranks
     keys = tl.load(at, inside, 0).to(tl.float32, bitcast=True)
-    keys = tl.where(inside, keys, -float("inf"))
-    is_corrupted = (tl.max((keys != keys).to(tl.int32), 0) == 1) | (tl.max(keys, 0) < LOWEST)
+    is_nan = keys != keys
+    keys = tl.where(inside & (keys == keys), keys, -float("inf"))
+    is_corrupted = (tl.max(is_nan.to(tl.int32), 0) == 1) | (tl.max(keys, 0) < LOWEST)
     tokens = tl.load(at + 1, inside, 0)
     token = tl.sum(tl.where(rank == tl.argmax(keys, 0), tokens, 0), 0)
     tl.store(tokens_S + row, tl.where(is_corrupted, CORRUPTED, token).to(tl.int64))
