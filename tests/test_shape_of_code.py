@@ -37,8 +37,7 @@ CHOICES = (
     "nanovllm/sampling/truncate.py",
     "nanovllm/engine/grammars.py", "nanovllm/engine/grammar_queue.py", "nanovllm/engine/trials.py",
     "nanovllm/sched/drafting.py",
-    "nanovllm/engine/ranks.py", "nanovllm/parallel/cut.py", "nanovllm/parallel/gloo.py",
-    "nanovllm/parallel/places.py",
+    "nanovllm/engine/ranks.py", "nanovllm/parallel/", "nanovllm/watch.py",
 )  # fmt: skip
 BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes, what fits a machine
     "nanovllm/runner/room.py", "nanovllm/layers/describe.py",
