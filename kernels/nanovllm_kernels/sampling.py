@@ -217,7 +217,7 @@ def _store_winner(winners_S2, row, key, token):
     tl.store(winners_S2 + row * 2 + 1, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def best_kernel(winners_IS2, tokens_S, num_rows, num_ranks, RANKS: tl.constexpr):
     row, rank = tl.program_id(0), tl.arange(0, RANKS)
     at, inside = winners_IS2 + (rank * num_rows + row) * 2, rank < num_ranks

@@ -238,7 +238,9 @@ def test_a_batch_of_mixed_wishes_equals_the_oracle(first, requests) -> None:
     assert torch.equal(logits_SV, before)
     for processor in bench.sampler.processors:
         processor.apply(logits_SV, rows)
-    thresholds_S = bench.sampler.truncation.thresholds(logits_SV, rows)
+    thresholds_S = bench.sampler.truncation.thresholds(
+        logits_SV, rows, np.ones(len(requests), bool)
+    )
     for row, asked in enumerate(requests.values()):
         x, wish = changed_logits(asked), asked.sampling
         np.testing.assert_allclose(logits_SV[row].numpy(), x, rtol=1e-5, atol=2e-5)

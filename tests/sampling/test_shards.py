@@ -187,6 +187,26 @@ def test_plain_rows_exchange_eight_bytes_each_and_others_their_own_rows() -> Non
     assert shapes([told, cut, biased]) == [(1, 4096), (3, 2), (1, 4096)]
 
 
+def test_warming_up_uses_what_requests_will() -> None:
+    """Thresholds of gathered rows among it, by ranks that do the same."""
+    meeting = Meeting(2)
+    benches = [Bench(mesh=ThreadMesh(rank, 2, meeting)) for rank in range(2)]
+    found: list[tuple[int, ...]] = []
+    find_thresholds = benches[0].sampler.truncation.find_thresholds
+
+    def noting(logits_SV: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        found.append(tuple(logits_SV.shape))
+        return find_thresholds(logits_SV, *others)
+
+    def warm_up(bench: Bench) -> None:
+        bench.sampler.truncation.find_thresholds = noting
+        bench.sampler.warm_up(torch.zeros(1, bench.sampler.shard.span.count))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(warm_up, benches))
+    assert found == [(1, VOCAB)] * 4
+
+
 def test_masks_are_cut_at_words() -> None:
     assert [Shard(Mesh(rank, 2), VOCAB).words for rank in range(2)] == [
         slice(0, 128),
