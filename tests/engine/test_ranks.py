@@ -21,7 +21,8 @@ from nanovllm.engine.ranks import Follower, RankedExecutor
 from nanovllm.parallel.gloo import GlooMesh
 from nanovllm.parallel.places import Place, RankLostError, places_of
 from nanovllm.plan import Masks, StepPlan
-from nanovllm.wire import Sampling
+from nanovllm.wire import FinishReason, Sampling
+from tests.models.corrupted import POISON, VALUES, poisoned
 from tests.models.tiny import config_of, make_tiny
 from tests.whole_engine import GREEDY, WholeEngine, prompts_of
 
@@ -128,6 +129,24 @@ def test_text_is_that_of_one_rank(
     for request_id, entries in alone.logprobs.items():
         found = [entry.logprob for entry in engine.logprobs[request_id]]
         assert np.allclose(found, [entry.logprob for entry in entries], atol=1e-5)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_corrupted_request_ends_alone_on_two_ranks(value: str, tmp_path: Path) -> None:
+    config = poisoned(tmp_path, VALUES[value], vocab_size=5003)
+
+    def outcome(engine: WholeEngine) -> tuple[dict[int, list[int]], dict[int, FinishReason]]:
+        wishes = (GREEDY, Sampling(seed=1), Sampling(seed=2, top_p=0.9, logprobs=1))
+        for at, wish in enumerate(wishes):
+            engine.submit(2 * at, [11, 3, 150, 42], 8, wish)
+            engine.submit(2 * at + 1, [5, 20, POISON, 31], 8, wish)
+        engine.run()
+        return engine.text, engine.finish
+
+    text, finish = outcome(WholeEngine(config))
+    assert [finish[at] for at in range(6)] == [FinishReason.LENGTH, FinishReason.ERROR] * 3
+    with ranked(config, 2, tmp_path) as engine:
+        assert outcome(engine) == (text, finish)
 
 
 def together(meshes: list[GlooMesh], do: Callable[[GlooMesh], Any]) -> list[Any]:
