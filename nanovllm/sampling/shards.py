@@ -32,6 +32,9 @@ BEST = {
 }
 
 
+MOST_ROWS = 128  # that are gathered at once: so much memory beside the largest step's is enough
+
+
 class Shard:
     """The tokens `span` of the vocabulary, whose logits this rank has."""
 

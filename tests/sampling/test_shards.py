@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.plan import CORRUPTED
+from nanovllm.sampling import logprobs, truncate
 from nanovllm.sampling.base import Sampled
 from nanovllm.sampling.shards import Shard
 from nanovllm.wire import Sampling
@@ -185,6 +186,17 @@ def test_plain_rows_exchange_eight_bytes_each_and_others_their_own_rows() -> Non
     assert shapes([plain, biased, plain]) == [(3, 2)]
     assert shapes([plain, cut, plain, cut]) == [(2, 4096), (4, 2)]
     assert shapes([told, cut, biased]) == [(1, 4096), (3, 2), (1, 4096)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_many_rows_are_gathered_a_few_at_a_time(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    wishes = (Sampling(seed=1, top_p=0.9, logprobs=2), Sampling(seed=2, top_k=9), Sampling(seed=3))
+    requests = {slot: asked_for(wishes[slot % 3], slot) for slot in range(9)}
+    (expected,) = together(requests, 1)
+    for module in (truncate, logprobs):
+        monkeypatch.setattr(module, "MOST_ROWS", 2)
+    for found in together(requests, size):
+        assert_equal(found, expected)
 
 
 def test_warming_up_uses_what_requests_will() -> None:
