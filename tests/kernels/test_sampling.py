@@ -190,7 +190,7 @@ def shares(size: int, vocab: int) -> list[slice]:
 
 @in_interpreter
 @pytest.mark.parametrize("module", [sampling, reference], ids=["triton", "torch"])
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(case=cases(), truncated=st.booleans(), data=st.data())
 def test_winners_of_all_shards_are_the_whole_draw(module, case, truncated, data) -> None:
     logits_SV, numbers = case
