@@ -85,19 +85,19 @@ def serve(config: Config) -> int:
     server = config.recipe.server
     config = replace(config, recipe=replace(config.recipe, server=with_parser(config)))
     sock, num = listen(server.host, server.port), server.workers
-    with sock, interruptible() as stopped, engine_process(config, num) as (path, ranks):
-        workers = [spawn(f"nanovllm-api{i}", config, run_api, path, i, sock) for i in range(num)]
-        processes = [process for process, _ in (*ranks, *workers)]
+    with sock, interruptible() as stopped, engine_process(config, num) as (path, engine):
+        apis = [spawn(f"nanovllm-api{i}", config, run_api, path, i, sock) for i in range(num)]
+        workers, ranks = [process for process, _ in apis], Ranks(engine)
         try:
-            wait_ready([*ranks, *workers], stopped)
+            wait_ready([*engine, *apis], stopped)
             announce(config, sock)
-            return watch(Ranks(ranks), processes[len(ranks) :], stopped)
+            return watch(ranks, workers, stopped)
         except EngineDied:  # maybe because another one did, which then stands first
-            raise EngineDied(endings(processes)) from None
+            raise EngineDied(endings([*ranks.processes, *workers])) from None
         except Stopped:
             return 0
         finally:
-            stop(processes[len(ranks) :], grace_s=server.shutdown_s + 5)
+            stop(workers, server.shutdown_s + 5, ranks)
 
 
 def with_parser(config: Config) -> Server:
@@ -160,14 +160,12 @@ def interruptible() -> Iterator[threading.Event]:
 
 def watch(ranks: Ranks, workers: Sequence[BaseProcess], stopped: threading.Event) -> int:
     """Until a signal (0), until any process ends (its own code, never 0) or a rank is lost (1)."""
-    processes = [*(process for process, _ in ranks.children), *workers]
+    processes = [*ranks.processes, *workers]
     while not stopped.wait(TICK_S):
         lost = ranks.lost()
         codes = [process.exitcode for process in processes if process.exitcode is not None]
         if lost or codes:
-            log.error("%s; stopping", endings(processes) or lost)
-            if lost:
-                ranks.kill()  # so that streams end now
+            log.error("%s; stopping", lost or endings(workers))
             return max(EXIT_CRASH, *codes)
     return 0
 
@@ -298,12 +296,15 @@ def word_on(pipe: Pipe) -> str | None:
     return None
 
 
-def stop(processes: Sequence[BaseProcess], grace_s: float) -> None:
+def stop(processes: Sequence[BaseProcess], grace_s: float, ranks: Ranks | None = None) -> None:
+    """Let them end within `grace_s` seconds, and watch meanwhile the engine that they end with."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and any(process.exitcode is None for process in processes):
+        time.sleep(TICK_S)
+        if ranks is not None:
+            ranks.lost()
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.exitcode is None:
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()

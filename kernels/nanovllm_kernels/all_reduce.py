@@ -62,7 +62,7 @@ class Peers:
 
 
 def buffer_bytes(size: int, capacity: int) -> int:
-    """Of the buffer of one rank, which must be all 0xFF bytes before the first call of any rank."""
+    """The length of a rank's buffer, which must be all 0xFF before the first call of any rank."""
     return 2 * (size + 1) * capacity
 
 
@@ -149,10 +149,21 @@ def _launch(
 
 
 @triton.jit
-def region(address, capacity, slot, source, SIZE: tl.constexpr, like):
-    """Where messages from `source` lie in the buffer at `address`. From SIZE come whole sums."""
-    at = address + (slot * (SIZE + 1) + source).to(tl.int64) * capacity
+def region(address, index, capacity, like):
+    """Where the region of this index begins in the buffer at `address`.
+
+    Each slot has one for messages of each rank, and one more for sums of owners.
+    """
+    at = address + index.to(tl.int64) * capacity
     return tl.multiple_of(at.to(tl.pointer_type(like.dtype.element_ty)), 16)
+
+
+@triton.jit
+def send(bits, addresses_I, rank, index, capacity, at, inside, SIZE: tl.constexpr, like):
+    """To that region of all ranks; each begins with the next one and comes to itself last."""
+    for nth in tl.static_range(1, SIZE + 1):
+        peer = tl.load(addresses_I + (rank + nth) % SIZE)
+        tl.store(region(peer, index, capacity, like) + at, bits, inside)
 
 
 @triton.jit
@@ -170,13 +181,17 @@ def never_empty(bits):
 
 
 @triton.jit
-def as_float(bits, like):
-    return bits.to(like.dtype.element_ty, bitcast=True).to(tl.float32)
+def owner_of(chunk, SIZE: tl.constexpr):
+    """A program's chunks, which follow each other by its number of programs, change owners."""
+    return (chunk + chunk // tl.num_programs(0)) % SIZE
 
 
 @triton.jit
-def sum_of(at, stride, inside, NUM: tl.constexpr, like):
-    """The sum of NUM pieces, `stride` elements apart, once they have come. Leaves them EMPTY."""
+def sum_of(pieces, stride, inside, NUM: tl.constexpr, like, residual_TD, at):
+    """The sum of NUM pieces, `stride` elements apart, and the residual, once all have come.
+
+    Rounded to the type of `like`. Leaves their places EMPTY.
+    """
     total = tl.zeros(inside.shape, tl.float32)
     missing = 1
     while missing != 0:
@@ -184,14 +199,16 @@ def sum_of(at, stride, inside, NUM: tl.constexpr, like):
         total = tl.zeros(inside.shape, tl.float32)
         empty = tl.zeros(inside.shape, tl.int32)
         for source in tl.static_range(NUM):
-            bits = tl.load(at + source * stride, inside, 0, volatile=True)
+            bits = tl.load(pieces + source * stride, inside, 0, volatile=True)
             empty |= (bits == EMPTY).to(tl.int32)
-            total += as_float(bits, like)
+            total += bits.to(like.dtype.element_ty, bitcast=True).to(tl.float32)
         missing = tl.max(empty, 0)
+    nothing = tl.full(inside.shape, EMPTY, pieces.dtype.element_ty)
     for source in tl.static_range(NUM):
-        nothing = tl.full(inside.shape, EMPTY, at.dtype.element_ty)
-        tl.store(at + source * stride, nothing, inside)
-    return total
+        tl.store(pieces + source * stride, nothing, inside)
+    if residual_TD is not None:
+        total += tl.load(residual_TD + at, inside, 0.0).to(tl.float32)
+    return total.to(like.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -221,59 +238,47 @@ def all_reduce_kernel(  # noqa: C901 - one launch, whatever is fused
     if WAITS:
         tl.extra.cuda.gdc_wait()
     call = tl.load(calls_X + pid)
-    slot = call % 2
+    first = call % 2 * (SIZE + 1)
+    pieces = region(own, first, capacity, bits_TD)
+    sums = region(own, first + SIZE, capacity, bits_TD)
 
     for chunk in range(pid, num_chunks, num):
         at = chunk * WIDTH + d
         inside = (d < WIDTH) & (at < num_elements)
         bits = never_empty(tl.load(bits_TD + at, inside, 0))
         if TWO_HOPS:
-            owner = tl.load(addresses_I + (chunk + chunk // num) % SIZE)
-            tl.store(region(owner, capacity, slot, rank, SIZE, bits_TD) + at, bits, inside)
+            owner = tl.load(addresses_I + owner_of(chunk, SIZE))
+            tl.store(region(owner, first + rank, capacity, bits_TD) + at, bits, inside)
         else:
-            for nth in tl.static_range(SIZE):
-                peer = tl.load(addresses_I + (rank + nth) % SIZE)
-                tl.store(region(peer, capacity, slot, rank, SIZE, bits_TD) + at, bits, inside)
+            send(bits, addresses_I, rank, first + rank, capacity, at, inside, SIZE, bits_TD)
     tl.debug_barrier()
     count_call(calls_X, call, PROGRAMS)
 
     if TWO_HOPS:
         for chunk in range(pid, num_chunks, num):
-            if (chunk + chunk // num) % SIZE == rank:
+            if owner_of(chunk, SIZE) == rank:
                 at = chunk * WIDTH + d
                 inside = (d < WIDTH) & (at < num_elements)
-                pieces = region(own, capacity, slot, 0, SIZE, bits_TD) + at
-                total = sum_of(pieces, stride, inside, SIZE, y_TD)
-                if residual_TD is not None:
-                    total += tl.load(residual_TD + at, inside, 0.0).to(tl.float32)
-                whole = total.to(y_TD.dtype.element_ty)
+                whole = sum_of(pieces + at, stride, inside, SIZE, y_TD, residual_TD, at)
                 bits = never_empty(whole.to(bits_TD.dtype.element_ty, bitcast=True))
-                for nth in tl.static_range(SIZE):
-                    peer = tl.load(addresses_I + (rank + nth) % SIZE)
-                    tl.store(region(peer, capacity, slot, SIZE, SIZE, bits_TD) + at, bits, inside)
+                send(bits, addresses_I, rank, first + SIZE, capacity, at, inside, SIZE, bits_TD)
         tl.debug_barrier()
 
     for chunk in range(pid, num_chunks, num):
         at = chunk * WIDTH + d
         inside = (d < WIDTH) & (at < num_elements)
         if TWO_HOPS:
-            pieces = region(own, capacity, slot, SIZE, SIZE, bits_TD) + at
-            total = sum_of(pieces, 0, inside, 1, y_TD)
+            whole = sum_of(sums + at, 0, inside, 1, y_TD, None, at)
         else:
-            pieces = region(own, capacity, slot, 0, SIZE, bits_TD) + at
-            total = sum_of(pieces, stride, inside, SIZE, y_TD)
-            if residual_TD is not None:
-                total += tl.load(residual_TD + at, inside, 0.0).to(tl.float32)
-        whole = total.to(y_TD.dtype.element_ty)
+            whole = sum_of(pieces + at, stride, inside, SIZE, y_TD, residual_TD, at)
         if residual_TD is not None:
             tl.store(residual_TD + at, whole, inside)
         if norm_weight_D is not None:
             wide = whole.to(tl.float32)
             norm_weight = tl.load(norm_weight_D + d, d < WIDTH, 0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-            y = (wide * scale).to(whole.dtype).to(tl.float32) * norm_weight
-            tl.store(y_TD + at, y.to(whole.dtype), inside)
-        elif residual_TD is None:
+            whole = ((wide * scale).to(whole.dtype).to(tl.float32) * norm_weight).to(whole.dtype)
+        if norm_weight_D is not None or residual_TD is None:
             tl.store(y_TD + at, whole, inside)
 
 
@@ -297,24 +302,23 @@ def all_gather_kernel(
     if WAITS:
         tl.extra.cuda.gdc_wait()
     call = tl.load(calls_X + pid)
-    slot = call % 2
+    first = call % 2 * (SIZE + 1)
     for start in range(pid * BLOCK, num_halves, num * BLOCK):
         at = start + tl.arange(0, BLOCK)
-        words = tl.load(halves_S + at, at < num_halves, 0).to(tl.int32) & 0xFFFF
-        for nth in tl.static_range(SIZE):
-            peer = tl.load(addresses_I + (rank + nth) % SIZE)
-            tl.store(region(peer, capacity, slot, rank, SIZE, calls_X) + at, words, at < num_halves)
+        inside = at < num_halves
+        words = tl.load(halves_S + at, inside, 0).to(tl.int32) & 0xFFFF
+        send(words, addresses_I, rank, first + rank, capacity, at, inside, SIZE, calls_X)
     tl.debug_barrier()
     count_call(calls_X, call, PROGRAMS)
     for start in range(pid * BLOCK, num_halves, num * BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < num_halves
         for source in tl.static_range(SIZE):
-            region_at = region(own, capacity, slot, source, SIZE, calls_X) + at
-            words = tl.load(region_at, inside, 0, volatile=True)
+            words_at = region(own, first + source, capacity, calls_X) + at
+            words = tl.load(words_at, inside, 0, volatile=True)
             while tl.max((words == EMPTY).to(tl.int32), 0) != 0:
-                words = tl.load(region_at, inside, 0, volatile=True)
-            tl.store(region_at, tl.full(words.shape, EMPTY, tl.int32), inside)
+                words = tl.load(words_at, inside, 0, volatile=True)
+            tl.store(words_at, tl.full(words.shape, EMPTY, tl.int32), inside)
             tl.store(y_IS + source * num_halves + at, words.to(tl.int16), inside)
 
 

@@ -35,7 +35,10 @@ class Links(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NcclMesh(Mesh):
-    """Works on the current stream of the current device. Every rank gets the same bits."""
+    """Works on the current stream of the current device. Every rank gets the same bits.
+
+    Nothing that NCCL does is waited for: it is asked to work on that stream (`asyncOp`) as well.
+    """
 
     rendezvous: str = ""  # a path that no file has yet
     connected: list[Links] = field(default_factory=list)  # one, once it is
@@ -70,7 +73,7 @@ class NcclMesh(Mesh):
         found = x.new_empty(self.tp_size, *x.shape)
         options = torch_distributed().AllgatherOptions()
         options.asyncOp = False
-        links.nccl._allgather_base(found, x, options).wait()
+        links.nccl._allgather_base(found, x, options)
         return found
 
     def least(self, count: int) -> int:
@@ -85,7 +88,7 @@ class NcclMesh(Mesh):
     def _nccl(self, x: Tensor, operation: Any) -> None:  # noqa: ANN401
         options = torch_distributed().AllreduceOptions()
         options.reduceOp, options.asyncOp = operation, False
-        self.connected[0].nccl.allreduce([x], options).wait()
+        self.connected[0].nccl.allreduce([x], options)
 
 
 def torch_distributed() -> Any:  # noqa: ANN401
