@@ -27,7 +27,7 @@ class Ranks:
         self._silent = [0] * len(children)  # for how many turns
 
     def lost(self) -> str:
-        """Why the engine cannot go on, after all of it was killed; empty if it can.
+        """Why the engine cannot go on; empty if it can.
 
         To be asked every TICK_S. Turns are counted instead of seconds, and what came meanwhile is
         heard first: a supervisor that was stopped itself, or a machine that slept, has lost nobody.
@@ -40,11 +40,11 @@ class Ranks:
             for process, turns in zip(self.processes, self._silent, strict=True)
             if turns * TICK_S > LOST_S and len(self.processes) > 1
         ]
-        why = endings(self.processes) or ", ".join(silent)
-        if why:
-            for process in self.processes:
-                process.kill()
-        return why
+        return endings(self.processes) or ", ".join(silent)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
 
 
 def heard(word: Pipe) -> bool:
