@@ -201,10 +201,12 @@ def test_a_rank_that_ends_while_loading_is_one_line_though_another_hangs(folder:
     server = Server(process, "")
     names = ("nanovllm-engine", "nanovllm-rank1")
 
-    def comms() -> set[str]:
-        return {Path(f"/proc/{pid}/comm").read_text().strip() for pid in server.children()}
+    def have_names() -> bool:
+        """Once they have, they leave with their supervisor."""
+        pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        return {*names} <= {Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids}
 
-    eventually(lambda: comms() >= {*names}, 20)
+    eventually(have_names, 20)
     children = server.children()
     for name, number in zip(names, (signal.SIGSTOP, signal.SIGKILL), strict=True):
         os.kill(pid_of(server, name), number)
