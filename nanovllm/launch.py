@@ -165,7 +165,7 @@ def watch(ranks: Ranks, workers: Sequence[BaseProcess], stopped: threading.Event
         lost = ranks.lost()
         codes = [process.exitcode for process in processes if process.exitcode is not None]
         if lost or codes:
-            log.error("%s; stopping", lost or endings(workers))
+            log.error("%s; stopping", endings(processes) or lost)
             return max(EXIT_CRASH, *codes)
     return 0
 
@@ -302,9 +302,9 @@ def stop(processes: Sequence[BaseProcess], grace_s: float, ranks: Ranks | None =
         process.terminate()
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and any(process.exitcode is None for process in processes):
+        if ranks is not None and ranks.lost():
+            ranks.kill()
         time.sleep(TICK_S)
-        if ranks is not None:
-            ranks.lost()
     for process in processes:
         process.kill()
         process.join()

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from nanovllm.parallel.ring import HEADER, PIPE_BYTES, RING_BYTES, Reader, Writer, ring
+from nanovllm.watch import cpu_ticks
 
 SMALL = 1 << 16
 MOST = SMALL // 4 - HEADER.size  # bytes in one part
@@ -208,12 +209,6 @@ def test_a_sleeping_reader_wakes_and_an_idle_one_computes_nothing() -> None:
         assert ours.recv()[1] == -1
         process.join(10)
         assert process.exitcode == 0
-
-
-def cpu_ticks(pid: int) -> int:
-    """Hundredths of seconds that the process has computed."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
 
 
 def test_a_killed_reader_is_an_error_at_once() -> None:
