@@ -137,14 +137,12 @@ class Channel(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         sample, status = self._sample, self._parser.get_status_code()
+        error = "" if sample.output_tokens else "the stream has no usage"
         if status != 200:
-            self._end(f"HTTP {status}: {self._rest[:200].decode(errors='replace')}")
+            error = f"HTTP {status}: {self._rest[:200].decode(errors='replace')}"
         elif not self._is_complete:
-            self._end("the stream ended early")
-        elif not sample.output_tokens:
-            self._end("the stream has no usage")
-        else:
-            self._end("")
+            error = "the stream ended early"
+        self._end(error)
 
     def _event(self, data: bytes) -> None:
         if data == b"[DONE]":
