@@ -130,7 +130,8 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
     done = subprocess.run(
         line, input=json.dumps(job), stdout=subprocess.PIPE, text=True, check=True
     )
-    found = json.loads(done.stdout.splitlines()[-1])
+    (result,) = re.findall(r"^RESULT (.+)$", done.stdout, re.MULTILINE)  # among its log's lines
+    found = json.loads(result)
     records = []
     for load, duration_s in zip(loads, found["duration_s"], strict=True):
         tokens, inputs = sum(load.outputs), sum(map(len, load.prompts))

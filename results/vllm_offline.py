@@ -1,8 +1,8 @@
 """vLLM without HTTP, for peers.py, by an interpreter that has vLLM. Knows nothing of nanovllm.
 
 Reads {"settings": arguments of LLM, "loads": [[warm-up, load], ...]} from stdin, where a load is
-[prompts as token ids, tokens to generate per prompt, temperature]. Its last line is what peers.py
-reads.
+[prompts as token ids, tokens to generate per prompt, temperature]. The line of its output that
+begins with RESULT is for peers.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
         taken.append(took)  # of the load, not of its warm-up
     shown = ", ".join(f"{key}={value!r}" for key, value in settings.items())
     found = {"version": __version__, "ready_s": ready_s, "duration_s": taken, "settings": shown}
-    sys.stdout.write(f"\n{json.dumps(found)}\n")
+    sys.stdout.write(f"\nRESULT {json.dumps(found)}\n")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ class _Choice(Struct):
 class _Chunk(Struct):
     choices: list[_Choice] = []
     usage: dict[str, Any] | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None  # an object, a text
 
 
 _decode = msgspec.json.Decoder(_Chunk).decode
@@ -161,7 +161,7 @@ class Channel(asyncio.Protocol):
             sample.output_tokens = chunk.usage["completion_tokens"]
             sample.cached_tokens = details.get("cached_tokens") or 0
         if chunk.error is not None:
-            sample.error = bytes(chunk.error)[:200].decode(errors="replace")
+            sample.error = str(chunk.error)[:200]
 
     def _end(self, error: str) -> None:
         if self._over is not None and not self._over.done():
