@@ -64,7 +64,7 @@ ONLINE_ONLY = {*Load.__struct_fields__, *OF_A_SERVER} - {"seed"}
 OF_THE_RECIPE = ("overrides", "device", "tp", "load_format")
 COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
-SHARE = click.FloatRange(0, 1, max_open=True)
+SHARE, FILE = click.FloatRange(0, 1, max_open=True), click.Path(path_type=Path)
 
 
 @click.command()
@@ -72,9 +72,7 @@ SHARE = click.FloatRange(0, 1, max_open=True)
 @click.option("--offline", is_flag=True, help="drive RECIPE's engine directly, without HTTP")
 @click.option("--start", is_flag=True, help="serve RECIPE for this run, and stop it afterwards")
 @click.option("--workload", type=click.Choice(OFFLINE_NAMES), default="w1", help="of --offline")
-@click.option(
-    "--ablate", multiple=True, metavar="KEY=VALUE[,...]", help="run again so; may be repeated"
-)
+@click.option("--ablate", multiple=True, metavar="KEY=VALUE[,...]", help="run again, so changed")
 @click.option("--url", help=f"server to drive (default {DEFAULT_URL})")
 @click.option("--served-by", default="", metavar="COMMAND", help="of that server, for the record")
 @click.option("--api-key", help="bearer token of the server (or NANOVLLM_API_KEY)")
@@ -93,13 +91,11 @@ SHARE = click.FloatRange(0, 1, max_open=True)
 @click.option("--processes", type=POSITIVE, help="client processes (default half the cores, <= 4)")
 @click.option("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default 0)")
 @click.option("--warmup", type=COUNT, help="requests sent before (default: the concurrency)")
-@click.option("--json-out", type=click.Path(path_type=Path), help="results with vLLM's key names")
+@click.option("--json-out", type=FILE, help="results with vLLM's key names")
 @click.option("--results-dir", default="results", help="where records go (default results)")
 @click.option("--commit", help="of a copy without .git: git describe --always --abbrev=40 --dirty")
 @click.option("--compare", is_flag=True, help="the arguments are records: show their ratios")
-@click.option(
-    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="of --sweep or --compare"
-)
+@click.option("--plot", type=FILE, metavar="FILE", help="of --sweep or --compare")
 @click.argument("more", nargs=-1)
 @click.pass_context
 def bench(ctx: click.Context, /, **given: object) -> None:
