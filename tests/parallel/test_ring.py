@@ -234,10 +234,8 @@ def test_a_stopped_reader_is_an_error_in_time() -> None:
 
 
 def test_the_memory_has_no_name() -> None:
-    before = {*os.listdir("/dev/shm")}
     with echoing() as (writer, ours, _):
         writer.send(stamped(100))
         ours.recv()
-        assert {*os.listdir("/dev/shm")} == before
         maps = Path("/proc/self/maps").read_text()
         assert "/memfd:nanovllm-ring (deleted)" in maps
