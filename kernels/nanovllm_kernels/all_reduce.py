@@ -32,6 +32,7 @@ PROGRAMS = 64  # fewer than any GPU has multiprocessors: programs wait for those
 MAX_WIDTH = 16384  # a row must fit a program's registers
 CHUNK = 2048  # elements that a program takes at a time where it need not take a row,
 LONG_CHUNK = 4096  # and those of a message that would keep all programs busy several times
+GATHERED = 512  # units of 2 bytes that a program gathers at a time: 64 rows of 8 bytes
 HOP_BYTES = 768 << 10  # what a link carries while a short message takes the way over it
 EMPTY = tl.constexpr(-1)  # as a number of 16 or of 32 bits
 ANOTHER_NAN = tl.constexpr(-2)
@@ -93,7 +94,7 @@ def all_gather(x_SW: Tensor, peers: Peers) -> Tensor:
     y_ISW = torch.empty(peers.size, *x_SW.shape, dtype=x_SW.dtype, device=x_SW.device)
     halves = x_SW.nbytes // 2
     waits = follows(len(x_SW), x_SW.device)
-    all_gather_kernel[(min(triton.cdiv(halves, CHUNK), PROGRAMS),)](
+    all_gather_kernel[(min(triton.cdiv(halves, GATHERED), PROGRAMS),)](
         x_SW.view(torch.int16),
         y_ISW.view(torch.int16),
         peers.addresses_I,
@@ -102,11 +103,11 @@ def all_gather(x_SW: Tensor, peers: Peers) -> Tensor:
         peers.capacity,
         halves,
         SIZE=peers.size,
-        BLOCK=CHUNK,
+        BLOCK=GATHERED,
         PROGRAMS=PROGRAMS,
         WAITS=waits,
         launch_pdl=waits,
-        num_warps=8,
+        num_warps=4,
     )
     return y_ISW
 
@@ -181,7 +182,7 @@ def count_call(calls_X, call, PROGRAMS: tl.constexpr):
 @triton.jit
 def never_empty(bits):
     """The same bits, but of another NaN where they are EMPTY."""
-    return tl.where(bits == EMPTY, ANOTHER_NAN, bits)
+    return tl.where(bits == EMPTY, ANOTHER_NAN, bits).to(bits.dtype)
 
 
 @triton.jit
@@ -325,11 +326,17 @@ def all_gather_kernel(
     for start in range(pid * BLOCK, num_halves, num * BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < num_halves
+        at_source = region(own, first, capacity, calls_X) + at
+        missing = 1
+        while missing != 0:
+            empty = tl.zeros(inside.shape, tl.int32)
+            for source in tl.static_range(SIZE):
+                words = tl.load(at_source + source * (capacity // 4), inside, 0, volatile=True)
+                empty |= (words == EMPTY).to(tl.int32)
+            missing = tl.max(empty, 0)
         for source in tl.static_range(SIZE):
-            words_at = region(own, first + source, capacity, calls_X) + at
+            words_at = at_source + source * (capacity // 4)
             words = tl.load(words_at, inside, 0, volatile=True)
-            while tl.max((words == EMPTY).to(tl.int32), 0) != 0:
-                words = tl.load(words_at, inside, 0, volatile=True)
             tl.store(words_at, tl.full(words.shape, EMPTY, tl.int32), inside)
             tl.store(y_IS + source * num_halves + at, words.to(tl.int16), inside)
 

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nanovllm_kernels.all_reduce import Peers
 
 from nanovllm.config import ConfigError
 from nanovllm.parallel import peers as module
-from nanovllm.parallel.peers import connect_peers
+from nanovllm.parallel.peers import connect_peers, crossover
 
 DEVICE = torch.device("cpu", 5)  # of rank 1, whose ranks have 4 to 6
 
@@ -66,3 +67,34 @@ def test_buffers_are_empty_before_any_rank_has_their_addresses(monkeypatch) -> N
     assert (peers.rank, peers.size, peers.capacity) == (1, 3, 64)
     assert peers.addresses_I.tolist()[::2] == [7 << 40, 9 << 40]
     assert peers.calls_X.tolist() == [0] * 64
+
+
+@pytest.mark.parametrize(
+    ("another_rank_stops_at", "expected"), [(9, 256 << 10), (2, 128 << 10), (1, 64 << 10)]
+)
+def test_the_crossover_is_the_first_that_any_rank_finds(
+    monkeypatch, another_rank_stops_at, expected
+) -> None:
+    """Ours takes 1 us for each 64 KiB, the other 5 us."""
+    peers = Peers(0, 2, 4 << 20, torch.zeros(2), torch.zeros(64))
+    asked = []
+
+    def least(count: int) -> int:
+        asked.append(count)
+        return count if len(asked) < another_rank_stops_at else 0
+
+    def graph_us(calls) -> float:
+        sums, (x_TD,) = calls[0].func, calls[0].args
+        assert x_TD.dtype == torch.bfloat16
+        return 5.0 if sums is other else x_TD.nbytes / (64 << 10)
+
+    def other(x_TD) -> None: ...
+
+    monkeypatch.setattr(module, "graph_us", graph_us)
+    assert crossover(peers, other, least) == expected
+
+
+def test_the_crossover_is_within_capacity(monkeypatch) -> None:
+    monkeypatch.setattr(module, "graph_us", lambda calls: 1.0)
+    peers = Peers(0, 2, 1 << 20, torch.zeros(2), torch.zeros(64))
+    assert crossover(peers, torch.neg, lambda count: count) == 1 << 20
