@@ -39,18 +39,18 @@ MOST_OFF = 0.05  # of the largest logit; rounding in bfloat16 stays well below
 class Graph(Struct, frozen=True, kw_only=True):
     mode: str
     rows: int  # of piecewise ones: tokens
-    capture_s: float
-    memory_bytes: int
-    replay_s: float
-    eager_s: float
-    difference: float  # largest, of any logit
+    capture_ms: float
+    memory_mib: float
+    replay_ms: float
+    eager_ms: float
+    max_logit_difference: float
     largest_logit: float
     used: float = 0.0  # share of the load's steps, which are decode steps
     padding: float = 0.0  # padding rows / rows in these steps
 
     @property
     def is_right(self) -> bool:
-        return self.difference <= MOST_OFF * self.largest_logit  # False for a NaN
+        return self.max_logit_difference <= MOST_OFF * self.largest_logit  # False for a NaN
 
 
 def longest(runner: Runner) -> int:
@@ -129,12 +129,12 @@ def compared(
     return Graph(
         mode=mode,
         rows=size,
-        capture_s=captured.seconds,
-        memory_bytes=captured.bytes_used,
-        difference=float((found - expected).abs().max()),
+        capture_ms=1e3 * captured.seconds,
+        memory_mib=captured.bytes_used / 2**20,
+        max_logit_difference=float((found - expected).abs().max()),
         largest_logit=float(expected.abs().max()),
-        replay_s=seconds_of(replay, runner.device),
-        eager_s=seconds_of(eager, runner.device),
+        replay_ms=1e3 * seconds_of(replay, runner.device),
+        eager_ms=1e3 * seconds_of(eager, runner.device),
     )
 
 
@@ -195,15 +195,13 @@ def metrics(graphs: Sequence[Graph]) -> dict[str, float]:
     padding = sum(graph.used * graph.rows * graph.padding for graph in graphs)
     found = {
         "graphs": float(len(graphs)),
-        "capture_s": sum(graph.capture_s for graph in graphs),
-        "memory_mib": sum(graph.memory_bytes for graph in graphs) / 2**20,
+        "capture_s": sum(graph.capture_ms for graph in graphs) / 1e3,
+        "memory_mib": sum(graph.memory_mib for graph in graphs),
         "padding_percent": 100 * padding / rows if rows else 0.0,
     }
     for graph in graphs:
-        name = f"{graph.mode} {graph.rows}"
-        found[f"{name}: replay_ms"] = 1e3 * graph.replay_s
-        found[f"{name}: eager_ms"] = 1e3 * graph.eager_s
-        found[f"{name}: max_logit_difference"] = graph.difference
+        for name in ("replay_ms", "eager_ms", "max_logit_difference"):
+            found[f"{graph.mode} {graph.rows}: {name}"] = getattr(graph, name)
     return found
 
 
@@ -221,23 +219,9 @@ def rows_of(load: str | None, slots: int) -> range:
 
 def table(graphs: Sequence[Graph]) -> str:
     """One row for each, and the sums of what they cost."""
-    found = pd.DataFrame(msgspec.to_builtins(graphs))
-    shown = pd.DataFrame(
-        {
-            "mode": found["mode"],
-            "rows": found["rows"],
-            "capture ms": 1e3 * found["capture_s"],
-            "memory MiB": found["memory_bytes"] / 2**20,
-            "replay ms": 1e3 * found["replay_s"],
-            "eager ms": 1e3 * found["eager_s"],
-            "eager/replay": found["eager_s"] / found["replay_s"],
-            "max |logit diff|": found["difference"],
-            "steps %": 100 * found["used"],
-            "padding %": 100 * found["padding"],
-            "": ["" if graph.is_right else "FAIL" for graph in graphs],
-        }
-    )
-    total = {"mode": "all", "rows": len(graphs)}
-    sums = shown[["capture ms", "memory MiB"]].sum()
-    shown = pd.concat([shown, pd.DataFrame([total | sums.to_dict()])])
+    shown = pd.DataFrame(msgspec.to_builtins(graphs))
+    sums = shown[["capture_ms", "memory_mib"]].sum().to_dict()
+    shown["eager/replay"] = shown["eager_ms"] / shown["replay_ms"]
+    shown[""] = ["" if graph.is_right else "FAIL" for graph in graphs]
+    shown = pd.concat([shown, pd.DataFrame([{"mode": "all", "rows": len(graphs)} | sums])])
     return str(shown.to_string(index=False, na_rep="", float_format="{:,.3f}".format))

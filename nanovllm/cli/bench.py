@@ -24,7 +24,7 @@ from nanovllm.bench import offline, online, record, report, sweep
 from nanovllm.bench.measure import Advance, Outcome
 from nanovllm.bench.started import NotStarted, Started, started
 from nanovllm.bench.workload import OFFLINE_NAMES, Load
-from nanovllm.cli.commands import config_of, recipe_options
+from nanovllm.cli.commands import config_of, numbers, recipe_options
 from nanovllm.config import Config, ConfigError, given_api_key
 
 DEFAULT_CONCURRENCY = 8
@@ -62,6 +62,8 @@ ONLINE_ONLY = {*Load.__struct_fields__, "url", "sweep", "goodput", "processes"} 
 OF_THE_RECIPE = ("overrides", "device", "tp", "load_format")
 COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
+SHARE = click.FloatRange(0, 1, max_open=True)
+FILE = click.Path(path_type=Path)
 
 
 @click.command()
@@ -69,30 +71,17 @@ POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 @click.option("--offline", is_flag=True, help="drive RECIPE's engine directly, without HTTP")
 @click.option("--start", is_flag=True, help="serve RECIPE for this run, and stop it afterwards")
 @click.option("--workload", type=click.Choice(OFFLINE_NAMES), default="w1", help="of --offline")
-@click.option(
-    "--ablate", multiple=True, metavar="KEY=VALUE[,...]", help="run again so; may be repeated"
-)
+@click.option("--ablate", multiple=True, metavar="KEY=VALUE[,...]", help="run once more, so")
 @click.option("--url", help=f"server to drive (default {DEFAULT_URL})")
 @click.option("--api-key", help="bearer token of the server (or NANOVLLM_API_KEY)")
-@click.option(
-    "--concurrency", type=POSITIVE, help="closed loop: requests in flight, all the time (default 8)"
-)
+@click.option("--concurrency", type=POSITIVE, help="closed loop: requests in flight (default 8)")
 @click.option("--sweep", metavar="1,4,16,64", help="one run for each concurrency, and a plot")
 @click.option("--request-rate", type=POSITIVE_FLOAT, help="open loop: arrivals per second")
-@click.option(
-    "--burstiness", type=POSITIVE_FLOAT, default=1.0, help="of arrivals: 1 = Poisson, less = bursty"
-)
+@click.option("--burstiness", type=POSITIVE_FLOAT, default=1.0, help="1 = Poisson, less = bursty")
 @click.option("--num-prompts", type=COUNT, default=0, help="default 8 per stream, at most 1024")
-@click.option(
-    "--input-len", type=POSITIVE, default=1000, help="prompt tokens in all (default 1000)"
-)
+@click.option("--input-len", type=POSITIVE, default=1000, help="prompt tokens (default 1000)")
 @click.option("--output-len", type=POSITIVE, default=256, help="tokens to generate (default 256)")
-@click.option(
-    "--range-ratio",
-    type=click.FloatRange(0, 1, max_open=True),
-    default=0.0,
-    help="lengths vary within +- this share (default 0)",
-)
+@click.option("--range-ratio", type=SHARE, default=0.0, help="lengths vary by +- this (default 0)")
 @click.option("--temperature", type=click.FloatRange(0, 2), default=0.6, help="default 0.6")
 @click.option("--ignore-eos/--no-ignore-eos", default=True, help="default: exact output lengths")
 @click.option("--structured", is_flag=True, help="every answer follows a JSON schema")
@@ -100,13 +89,11 @@ POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 @click.option("--processes", type=POSITIVE, help="client processes (default half the cores, <= 4)")
 @click.option("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default 0)")
 @click.option("--warmup", type=COUNT, help="requests sent before (default: the concurrency)")
-@click.option("--json-out", type=click.Path(path_type=Path), help="results with vLLM's key names")
+@click.option("--json-out", type=FILE, help="results with vLLM's key names")
 @click.option("--results-dir", default="results", help="where records go (default results)")
 @click.option("--commit", help="of a copy without .git: git describe --always --abbrev=40 --dirty")
 @click.option("--compare", is_flag=True, help="the arguments are records: show their ratios")
-@click.option(
-    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="of --sweep or --compare"
-)
+@click.option("--plot", type=FILE, metavar="FILE", help="of --sweep or --compare")
 @click.argument("more", nargs=-1)
 @click.pass_context
 def bench(ctx: click.Context, /, **given: object) -> None:
@@ -303,7 +290,7 @@ def loads_of(options: Options) -> list[Load]:
     """No two of a sweep send the same prompts, which would find their pages cached."""
     seeds: dict[int | None, int] = {options.concurrency: options.seed}
     if options.sweep is not None:
-        seeds = {count: options.seed + count for count in sweep.parse(options.sweep)}
+        seeds = {count: options.seed + count for count in numbers("--sweep", options.sweep)}
     elif options.concurrency is None and options.request_rate is None:
         seeds = {DEFAULT_CONCURRENCY: options.seed}
     loads = []
