@@ -53,16 +53,13 @@ class Graph(Struct, frozen=True, kw_only=True):
         return self.max_logit_difference <= MOST_OFF * self.largest_logit  # False for a NaN
 
 
-def longest(runner: Runner) -> int:
-    """Tokens of a request, at most."""
-    return runner.slots.max_tokens
-
-
 def context_of(runner: Runner) -> tuple[int, int]:
     """How many slots are to be filled, and the most tokens in each: no two share a page."""
     num_pages = runner.caches.tensors[0].shape[1] - 1
     filled = min(runner.slots.padding, num_pages)
-    return filled, min(CONTEXT, num_pages // filled * runner.slots.page_tokens, longest(runner))
+    return filled, min(
+        CONTEXT, num_pages // filled * runner.slots.page_tokens, runner.slots.max_tokens
+    )
 
 
 @torch.inference_mode()
@@ -102,7 +99,7 @@ def measure(runner: Runner, load: range) -> Iterator[Graph]:
     for (size, width), captured in runner.graphs.captured.items():
         fed = sum(rows for rows in load if fit(rows) == (size, width))
         num_fed = size if width == 1 else spread(runner, size, width)
-        decode = runner.builder.padded(size, width, longest(runner))
+        decode = runner.builder.padded(size, width, runner.slots.max_tokens)
         used = steps[size, width]
         padding = 1 - fed / (used * size) if used else 0.0
         mode = "FULL/decode" if width == 1 else f"FULL/decode of {width}"
@@ -148,7 +145,7 @@ def mixed_rows(runner: Runner, num_tokens: int) -> StepRows:
         for slot, start in zip(range(num_decodes, filled), starts, strict=False)
     ]
     decodes = np.arange(num_decodes, dtype=np.int32).tobytes()
-    plan = StepPlan(0, [], [], num_decodes, decodes, chunks, longest(runner), [])
+    plan = StepPlan(0, [], [], num_decodes, decodes, chunks, runner.slots.max_tokens, [])
     return runner.builder.rows(plan)
 
 
@@ -180,7 +177,7 @@ def why_eager(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
     """The runner's own answers for every kind of step. None: a graph is replayed."""
     slots, most = int(recipe.schedule.slots), int(recipe.schedule.step_tokens)
     captured = max(runner.piecewise.captured, default=1)
-    decode = runner.builder.padded(slots, 1, longest(runner))
+    decode = runner.builder.padded(slots, 1, runner.slots.max_tokens)
     found = {f"decode, 1 to {slots} rows": runner.why_eager(decode)}
     for low, high in ((1, captured), (captured + 1, most)):
         if high > low:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import torch
 from msgspec.structs import replace
 
-from nanovllm.bench.gpus import CPU, Gpu, gpu_of
+from nanovllm.bench.gpus import CPU, gpu_of
 from nanovllm.bench.plan import (
     GRAPHS,
     LOGPROBS,
@@ -35,15 +36,13 @@ from nanovllm.parallel.cut import check_cut
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.runner.build import load, with_caches
 from nanovllm.runner.resolved import resolved
-from nanovllm.runner.runner import Runner
 from nanovllm.runner.sizing import GIB
-from nanovllm.runner.warm import largest_steps, padding_rows
-from nanovllm.sampling.base import SampleRows
+from nanovllm.runner.warm import largest_steps, run_padding
 from nanovllm.server.ranges import MAX_TOP_LOGPROBS
 
 USUAL_LENGTHS = 500, 2000
 ROWS = 1, 64, 256  # of the steps whose least times are told
-COLOURS = "#0072b2", "#d55e00", "#999999", "#e69f00", "#009e73", "#cc79a7", "#eeeeee"
+COLOURS = "#0072b2", "#d55e00", "#999999", "#e69f00", "#009e73", "#cc79a7"
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,7 @@ class Profile:
             return f"{value:,.{0 if value.is_integer() else 2}f}"
 
         table = pd.DataFrame(self.columns).to_string(na_rep="-", float_format=shown)
+        table = table if self.columns else "no plan"
         about = "these lines pin it:" if self.fits else "the nearest recipe that fits has:"
         pinned = pins(self.pinned) if self.pinned is not None else "none of these GPUs"
         return "\n".join([self.title, "", table, "", *self.said, "", about, pinned])
@@ -78,7 +78,10 @@ def profile(
 
     Raises ConfigError for lengths that no cache would make possible.
     """
-    here = gpu_here() if config.recipe.device != "cpu" else None
+    here = None
+    if torch.cuda.is_available() and config.recipe.device != "cpu":
+        total = torch.cuda.get_device_properties(0).total_memory / GIB
+        here = gpu_of(f"{torch.cuda.get_device_name()}:{total:.2f}")
     gpu = gpu_of(name) if name else here or CPU
     plans, said, fitting = {}, [], []
     for tp in ranks:
@@ -107,13 +110,6 @@ def profile(
         pinned=fitting[0] if fitting else nearest(config, gpu, lengths),
         fits=bool(fitting),
     )
-
-
-def gpu_here() -> Gpu | None:
-    if not torch.cuda.is_available():
-        return None
-    total = torch.cuda.get_device_properties(0).total_memory / GIB
-    return gpu_of(f"{torch.cuda.get_device_name()}:{total:.2f}")
 
 
 def numbers(plan: Plan, lengths: Sequence[int]) -> dict[str, float]:
@@ -147,15 +143,17 @@ def agreement(plan: Plan, measured: Plan) -> str:
 
 def draw(path: Path, profile: Profile) -> None:
     """What fills the memory, a bar for each plan. Raises ConfigError as `sweep.save` does."""
-    plans = profile.plans
-    figure = new_figure(8.0, 1.8 + 0.4 * len(plans))
-    axes = figure.add_subplot(title=profile.title, xlabel="GiB")
-    parts = pd.DataFrame(
-        {name: plan.taken | {"pages": plan.pages * plan.page_bytes} for name, plan in plans.items()}
-    )
-    parts.loc["free"] = [plan.share + plan.spare for plan in plans.values()] - parts.sum()
-    bars = (parts.T[::-1] / GIB).clip(lower=0)
+    figure = new_figure(8.0, 1.8 + 0.4 * len(profile.plans))
+    axes = figure.add_subplot()
+    plans = profile.plans.items()
+    parts = {name: plan.taken | {"pages": plan.pages * plan.page_bytes} for name, plan in plans}
+    bars = pd.DataFrame(parts).T[::-1] / GIB
+    bars[LOGPROBS] = bars.pop(LOGPROBS)  # last: beyond the dashed line
     bars.plot.barh(stacked=True, ax=axes, color=COLOURS, legend=False)
+    axes.set(title=profile.title, xlabel="GiB; dashed: cache.memory_fraction of what there is")
+    for _, plan in plans:
+        axes.axvline(plan.share / GIB, color="black", linestyle="dashed")
+        axes.axvline((plan.share + plan.spare) / GIB, color="black")
     figure.legend(loc="outside lower left", ncols=4)
     save(figure, path)
 
@@ -163,21 +161,18 @@ def draw(path: Path, profile: Profile) -> None:
 def measure(config: Config, plan: Plan) -> Plan:
     """The plan with what things take on the GPU that is here. Raises ConfigError: no room."""
     parallel = replace(config.recipe.parallel, tp=1)  # nothing is asked of other ranks
-    dummies = replace(config.recipe.load, format="dummy")
-    config = replace(config, recipe=replace(config.recipe, parallel=parallel, load=dummies))
+    config = replace(config, recipe=replace(config.recipe, parallel=parallel))
     found = resolved(config, Mesh(0, plan.tp))
     model, device = load(config, found), found.device
     weights = torch.cuda.memory_allocated(device)
     one_page = replace(found.recipe, cache=replace(found.recipe.cache, pages=1))
     runner = with_caches(dataclasses.replace(found, recipe=one_page), model)[0]
-    torch.cuda.reset_peak_memory_stats(device)
-    largest_steps(runner, found.recipe)
-    torch.cuda.synchronize(device)
-    step = torch.cuda.max_memory_allocated(device) - weights
+    taken = {WEIGHTS: weights, STEP: peak(partial(largest_steps, runner, found.recipe)) - weights}
     free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    taken = {WEIGHTS: weights, STEP: step, OTHERS: others, GRAPHS: GIB}
-    taken[LOGPROBS] = logprobs_bytes(runner)
+    taken |= {OTHERS: total - free - torch.cuda.memory_reserved(device), GRAPHS: GIB}
+    asked, before = runner.sampler.columns.host, torch.cuda.memory_allocated(device)
+    asked["num_logprobs"][:], asked["special"][:] = 1 + MAX_TOP_LOGPROBS, True
+    taken[LOGPROBS] = peak(partial(run_padding, runner, runner.slots.padding, 1)) - before
     del model, runner
     gc.collect()
     torch.cuda.empty_cache()
@@ -185,17 +180,9 @@ def measure(config: Config, plan: Plan) -> Plan:
     return dataclasses.replace(plan, share=share, spare=total - share, taken=taken)
 
 
-@torch.inference_mode()
-def logprobs_bytes(runner: Runner) -> int:
-    """What it takes beside the logits that a row in every slot wants as many as it may, and has
-    changed logits."""
-    rows, device = padding_rows(runner, runner.slots.padding, 1), runner.device
-    logits_SV = runner.forward(rows).logits_SV
-    assert logits_SV is not None
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    changed_SV = logits_SV.float()
-    runner.sampler.columns.host["num_logprobs"][:] = 1 + MAX_TOP_LOGPROBS
-    drawn = SampleRows(rows.slots_R, rows.slots_R, rows.host_slots)
-    runner.sampler.logprobs.of(logits_SV, changed_SV.argmax(-1), drawn)
-    return torch.cuda.max_memory_allocated(device) - before
+def peak(step: Callable[[], None]) -> int:
+    """The most bytes that are allocated while it runs."""
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()

@@ -6,14 +6,15 @@ here. Knows bytes and tokens, not requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from msgspec.structs import replace
 
 from nanovllm.bench.gpus import CPU, Gpu
-from nanovllm.config import Auto, Config, Kernels, Recipe, given_or, resolve_schedule
+from nanovllm.config import Config, Kernels, Recipe, Schedule, given_or, resolve_schedule
+from nanovllm.engine.paper import resolve
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.parallel.cut import fits
@@ -27,20 +28,20 @@ LOGPROBS = "log-probabilities"
 CUDA_BYTES = 757 << 20  # with our kernels' code: measured on an H200
 RANKS_BYTES = 512 << 20  # of buffers between ranks: not measured yet
 HOST_GPUS = (1, 2, 4, 8)
-LEAST_STEP = 256  # tokens: no smaller step is proposed
+MOST_HALVINGS = 5  # of 512 slots and 8192 tokens: 16 and 256
 
 
 @dataclass(frozen=True)
 class Plan:
     """One rank's share. All ranks have the same number of pages."""
 
+    asked: Recipe
     found: Resolved
     model: Decoder  # shapes alone
     gpu: Gpu
     share: int  # bytes that may be taken in all
     spare: int  # bytes beside that, which log-probabilities alone may take
     taken: dict[str, int]  # bytes beside the cache, by what takes them
-    asked_context: int | Auto  # server.max_model_tokens
 
     @property
     def tp(self) -> int:
@@ -59,7 +60,7 @@ class Plan:
     def pages(self) -> int:
         recipe, fitting = self.found.recipe, self.room // self.page_bytes - 1
         useful = int(recipe.schedule.slots) * self.pages_of(self.found.max_model_tokens)
-        return given_or(recipe.cache.pages, max(0, min(fitting, useful)))
+        return given_or(self.asked.cache.pages, max(0, min(fitting, useful)))
 
     @property
     def tokens(self) -> int:
@@ -77,13 +78,13 @@ class Plan:
     def problem(self, lengths: Sequence[int]) -> str:
         """Why it cannot serve requests of these lengths; empty: it can."""
         lacking = (max(2, self.pages) + 1) * self.page_bytes - self.room
-        if lacking > 0:
+        if lacking > 0 and self.gpu is not CPU:  # there pages are taken as they are asked for
             return (
                 f"{lacking / GIB:.2f} GiB more are needed for a cache of {max(2, self.pages)} pages"
             )
         if self.taken[LOGPROBS] > self.spare:
             return f"{LOGPROBS} of all slots exceed what cache.memory_fraction leaves"
-        most = max(given_or(self.asked_context, 1), *lengths, 1)
+        most = max(given_or(self.asked.server.max_model_tokens, 1), *lengths, 1)
         return f"{self.tokens:,} tokens of cache are fewer than {most:,}" * (self.tokens < most)
 
     # -- how fast it could be -------------------------------------------------------------------
@@ -120,33 +121,24 @@ def plan_of(config: Config, gpu: Gpu, tp: int) -> Plan:
     taken = {WEIGHTS: weights, LOGPROBS: 0}
     total = share = weights + int(asked.cache.cpu_gib * GIB)
     if gpu is not CPU:
-        total = int(gpu.gib * GIB)
+        total, slots = int(gpu.gib * GIB), int(found.recipe.schedule.slots)
         share = int(total * asked.cache.memory_fraction)
         taken |= {
             STEP: step_bytes(found, model, fuses_gate=gpu.is_hopper),
             OTHERS: CUDA_BYTES + RANKS_BYTES * (tp > 1),
             GRAPHS: GIB,
-            # Of a row in every slot, beside its logits: what penalties changed, what is asked for
-            # and the exponentials that are summed up, in float32.
-            LOGPROBS: 3 * 4 * int(found.recipe.schedule.slots) * len(model.head.weight),
+            # Of a row in every slot: logits, the same in float32, and exponentials to be summed up.
+            LOGPROBS: (found.dtype.itemsize + 4 + 4) * slots * len(model.head.weight),
         }
-    context = asked.server.max_model_tokens
-    return Plan(found, model, gpu, share, total - share, taken, context)
+    return Plan(asked, found, model, gpu, share, total - share, taken)
 
 
 def with_numbers_of_a_gpu(config: Config) -> Config:
-    """Its "auto"s as on a GPU, but resolved where there is none, with room for any context."""
-    recipe = config.recipe
-    page_tokens = given_or(recipe.cache.page_tokens, 128)
-    numbers = replace(
-        recipe,
-        device="cpu",
-        dtype="bfloat16" if recipe.dtype == "auto" else recipe.dtype,
-        kernels=Kernels(),
-        schedule=resolve_schedule(recipe.schedule, on_cpu=False),
-        cache=replace(recipe.cache, page_tokens=page_tokens, cpu_gib=float(1 << 20)),
-    )
-    return replace(config, recipe=numbers)
+    """Its "auto"s as on a GPU, to be resolved where there is none, with room for any context."""
+    model_tokens = read_model_config(config)[1].max_position_embeddings
+    recipe = resolve(config.recipe, model_tokens)
+    dtype = "bfloat16" if recipe.dtype == "auto" else recipe.dtype
+    return replace(config, recipe=replace(recipe, device="cpu", dtype=dtype, kernels=Kernels()))
 
 
 # -- what to ask for ------------------------------------------------------------------------------
@@ -158,7 +150,8 @@ def nearest(config: Config, gpu: Gpu, lengths: Sequence[int]) -> Plan | None:
     own = replace(config.recipe, cache=replace(config.recipe.cache, pages="auto"))
     short = replace(own, server=replace(own.server, max_model_tokens="auto"))
     for base, needed in ((own, lengths), (short, ())):
-        for recipe in (base, *smaller(base)):
+        for halvings in range(MOST_HALVINGS + 1):
+            recipe = replace(base, schedule=halved(base.schedule, halvings))
             for tp in HOST_GPUS:
                 if fits(tp, model_config):
                     plan = plan_of(replace(config, recipe=recipe), gpu, tp)
@@ -167,13 +160,11 @@ def nearest(config: Config, gpu: Gpu, lengths: Sequence[int]) -> Plan | None:
     return None
 
 
-def smaller(recipe: Recipe) -> Iterator[Recipe]:
-    """With half the slots and half the tokens of a step, and half of that, and so on."""
-    schedule = resolve_schedule(recipe.schedule, on_cpu=False)
-    slots, tokens = int(schedule.slots), int(schedule.step_tokens)
-    while slots > 1 or tokens > LEAST_STEP:
-        slots, tokens = max(1, slots // 2), max(min(tokens, LEAST_STEP), tokens // 2)
-        yield replace(recipe, schedule=replace(recipe.schedule, slots=slots, step_tokens=tokens))
+def halved(schedule: Schedule, times: int) -> Schedule:
+    """With so often half the slots and half the tokens of a step."""
+    full = resolve_schedule(schedule, on_cpu=False)
+    slots, tokens = (max(1, int(n) >> times) for n in (full.slots, full.step_tokens))
+    return replace(schedule, slots=slots, step_tokens=tokens)
 
 
 def pins(plan: Plan) -> str:

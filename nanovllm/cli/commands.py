@@ -27,10 +27,7 @@ RECIPE_KEYS = {
     "device": "device",
     "tp": "parallel.tp",
     "load_format": "load.format",
-    "host": "server.host",
-    "port": "server.port",
-    "api_key": "server.api_key",
-    "log_format": "server.log_format",
+    **{name: f"server.{name}" for name in ("host", "port", "api_key", "log_format")},
 }
 json_option = click.option(
     "--json", "path", type=click.Path(path_type=Path), help="write the record here"
@@ -61,12 +58,10 @@ def config_of(recipe: str | None, overrides: Sequence[str], **flags: object) -> 
 
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:
-    """`1,4,16`: no number twice. Raises ConfigError that names the flag."""
-    if not re.fullmatch(r"[1-9]\d{0,8}(, ?[1-9]\d{0,8})*", text):
-        raise ConfigError(f"{flag} {text}: write numbers, 1 or more each, as in 1,4,16,64")
-    found = tuple(map(int, text.split(",")))
-    if len(set(found)) < len(found):
-        raise ConfigError(f"{flag} {text}: names a number twice")
+    """`1,4,16`, none of them twice. Raises ConfigError that names the flag."""
+    found = tuple(map(int, re.findall(r"\d{1,9}", text)))
+    if not re.fullmatch(r"[1-9]\d{0,8}(, ?[1-9]\d{0,8})*", text) or len({*found}) < len(found):
+        raise ConfigError(f"{flag} {text}: write numbers from 1, none twice, as in 1,4,16,64")
     return found
 
 
@@ -116,14 +111,7 @@ def serve(recipe: str | None, overrides: Sequence[str], **flags: object) -> None
 @click.option("--lengths", metavar="500,2000", help="of requests, prompt and output together")
 @click.option("--plot", type=click.Path(path_type=Path), help="what fills the memory")
 @json_option
-def profile_kv(
-    gpu: str | None,
-    tp: str | None,
-    lengths: str | None,
-    plot: Path | None,
-    path: Path | None,
-    **recipe: Any,  # noqa: ANN401
-) -> None:
+def profile_kv(path: Path | None, plot: Path | None, **given: Any) -> None:  # noqa: ANN401
     """Plan what has room beside RECIPE's weights, how fast it could be, and which lines pin it.
 
     No GPU is needed. One that is here also measures. No weights are read. Exits with 1 and the
@@ -131,12 +119,12 @@ def profile_kv(
     """
     from nanovllm.bench import kv
 
-    recipe["load_format"] = recipe["load_format"] or "dummy"
-    config, began = config_of(**recipe), datetime.now(UTC)
-    ranks = numbers("--tp", tp) if tp else (config.recipe.parallel.tp,)
+    gpu, lengths, ranks = given.pop("gpu"), given.pop("lengths"), given.pop("tp")
+    config, began = config_of(**given | {"load_format": "dummy"}), datetime.now(UTC)
+    ranks = numbers("--tp", ranks) if ranks else (config.recipe.parallel.tp,)
     found = kv.profile(config, gpu, ranks, numbers("--lengths", lengths) if lengths else ())
     click.echo(found.text)
-    if plot is not None:
+    if plot is not None and found.plans:
         kv.draw(plot, found)
     write_record(
         path,
