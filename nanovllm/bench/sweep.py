@@ -47,8 +47,8 @@ def curves(records: Sequence[Record]) -> tuple[str, Curves]:
     own = [" ".join(one for one in changes(record) if one not in common) for record in records]
     keys = pd.DataFrame(map(facts, records)).assign(changed=[one or "unchanged" for one in own])
     loaded = keys.assign(load=[intensity(record)[0] for record in records])
-    again = loaded.groupby([*loaded]).cumcount()  # the same measured twice is two curves
-    keys["run"] = [f"run {count + 1}" for count in again]
+    again = loaded.groupby([*loaded]).cumcount() + 1  # the same measured twice is two curves
+    keys["run"] = "run " + again.astype(str)
     differing = [name for name in keys if keys[name].nunique() > 1]
     shared = [keys[name][0] for name in keys if name not in (*differing, "changed", "run")]
     shared += [change for change in changes(records[0]) if change in common]
@@ -64,11 +64,12 @@ def facts(record: Record) -> dict[str, str]:
     """What a curve has in common."""
     load = record.workload
     if "input_len" in load:
-        kind = " structured" if load.get("structured") else ""
-        work = f"{load['input_len']} + {load['output_len']}{kind} tokens"
+        lengths, forms = f"{load['input_len']} + {load['output_len']}", load["name"].split("-")[1:]
+        work = " ".join([lengths, *forms, "tokens"])
     else:
         work = str(load["name"])
     return {
+        "engine": record.engine,
         "model": record.model,
         "machine": record.machine.slug,
         "commit": record.version,
@@ -92,15 +93,15 @@ def intensity(record: Record) -> tuple[str, float]:
 
 
 def table(shared: str, found: Curves) -> str:
-    """Per load, every curve's speed and its ratio to the first curve that has this load."""
+    """Per load, every curve's speed and its ratio to the first curve of that load and work."""
     columns = ((RATE, "tok/s"), (TPOT, "TPOT p50 ms"), (TTFT, "TTFT p50 ms"))
     head = " ".join(f"{title:>12} {'ratio':>6}" for _, title in columns)
     lines = [shared, f"{'load':>6} {head}"]
-    firsts: dict[str, Mapping[str, float]] = {}
+    firsts: dict[tuple[str, str], Mapping[str, float]] = {}
     rows = [(name, record) for name, records in found.items() for record in records]
     for name, record in sorted(rows, key=lambda row: intensity(row[1])[1]):
         load, metrics = intensity(record)[0], record.metrics
-        first, text = firsts.setdefault(load, metrics), f"{load:>6}"
+        first, text = firsts.setdefault((load, facts(record)["work"]), metrics), f"{load:>6}"
         for metric, _ in columns:
             value, base = metrics.get(metric), first.get(metric)
             ratio = f"{value / base:.3f}" if value and base and first is not metrics else ""

@@ -37,7 +37,8 @@ BUSY = 0.9  # share of a run on the CPU above which a client process may be what
 # num_prompts is 0 where it says nothing.
 Options = SimpleNamespace
 
-ONLINE_ONLY = {*Load.__struct_fields__, "url", "sweep", "goodput", "processes"} - {"seed"}
+OF_A_SERVER = ("url", "served_by", "sweep", "goodput", "processes")
+ONLINE_ONLY = {*Load.__struct_fields__, *OF_A_SERVER} - {"seed"}
 OF_THE_RECIPE = ("overrides", "device", "tp", "load_format")
 COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
@@ -52,15 +53,16 @@ FILE = click.Path(path_type=Path)
 @click.option("--workload", type=click.Choice(OFFLINE_NAMES), default="w1", help="of --offline")
 @click.option("--ablate", multiple=True, metavar="KEY=VALUE[,...]", help="run once more, so")
 @click.option("--url", help=f"server to drive (default {DEFAULT_URL})")
+@click.option("--served-by", default="", metavar="COMMAND", help="of that server, for the record")
 @click.option("--api-key", help="bearer token of the server (or NANOVLLM_API_KEY)")
 @click.option("--concurrency", type=POSITIVE, help="closed loop: requests in flight (default 8)")
 @click.option("--sweep", metavar="1,4,16,64", help="one run for each concurrency, and a plot")
 @click.option("--request-rate", type=POSITIVE_FLOAT, help="open loop: arrivals per second")
-@click.option("--burstiness", type=POSITIVE_FLOAT, default=1.0, help="1 = Poisson, less = bursty")
+@click.option("--burstiness", type=POSITIVE_FLOAT, default=1.0, help="1: Poisson; less: bursty")
 @click.option("--num-prompts", type=COUNT, default=0, help="default 8 per stream, at most 1024")
 @click.option("--input-len", type=POSITIVE, default=1000, help="prompt tokens (default 1000)")
 @click.option("--output-len", type=POSITIVE, default=256, help="tokens to generate (default 256)")
-@click.option("--range-ratio", type=SHARE, default=0.0, help="lengths vary by +- this (default 0)")
+@click.option("--range-ratio", type=SHARE, default=0.0, help="lengths vary within +- this share")
 @click.option("--temperature", type=click.FloatRange(0, 2), default=0.6, help="default 0.6")
 @click.option("--ignore-eos/--no-ignore-eos", default=True, help="default: exact output lengths")
 @click.option("--structured", is_flag=True, help="every answer follows a JSON schema")
@@ -149,10 +151,11 @@ def show_plot(path: Path, shared: str, found: sweep.Curves) -> None:
 def check(options: Options, typed: Sequence[str]) -> None:
     """Refuse combinations that would otherwise be silently ignored."""
     own_engine, flags = options.offline or options.start, flags_of(typed)
+    own_recipe = own_engine or options.recipe is not None
     for name in typed:
         if options.offline and name in ONLINE_ONLY:
             raise ConfigError(f"--offline runs a fixed --workload; {flags[name]} has no effect")
-        if not own_engine and options.recipe is None and name in OF_THE_RECIPE:
+        if not own_recipe and name in OF_THE_RECIPE:
             raise ConfigError(f"{flags[name]} describes the server: name its RECIPE, or --start it")
     rate, has_sweep = options.request_rate, options.sweep is not None
     has_load = options.concurrency is not None
@@ -165,6 +168,7 @@ def check(options: Options, typed: Sequence[str]) -> None:
         (has_sweep and has_load, "--sweep says the concurrencies; drop --concurrency"),
         (has_sweep and rate, "--sweep says the concurrencies; drop --request-rate"),
         (options.json_out and (has_sweep or options.ablate), "--json-out holds one run"),
+        (options.served_by and own_recipe, "--served-by is of another engine; drop RECIPE"),
         (options.more, "one RECIPE and nothing else; records are for --compare"),
         (options.plot and not has_sweep, "--plot draws a --sweep, or records to --compare"),
         (options.plot and sweep.missing(), sweep.missing() or ""),
@@ -214,6 +218,7 @@ def run(options: Options, config: Config | None) -> list[record.Record]:
                 config,
                 url=url,
                 server=server,
+                command=options.served_by,
                 api_key=options.api_key or key,
                 goals_ms=goals_of(options.goodput),
                 warmup=options.warmup,

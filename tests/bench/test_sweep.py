@@ -79,14 +79,14 @@ def test_without_matplotlib_the_user_is_told_what_to_install(
 
 def test_runs_that_differ_in_concurrency_alone_are_one_curve() -> None:
     shared, found = sweep.curves(PLAIN)
-    assert shared == "Qwen3-0.6B, h200-x1, 4f2c9ab, over HTTP, 1000 + 256 tokens"
+    assert shared == "nanovllm, Qwen3-0.6B, h200-x1, 4f2c9ab, over HTTP, 1000 + 256 tokens"
     assert [*found] == ["Qwen3-0.6B"]
     assert [sweep.intensity(one) for one in found["Qwen3-0.6B"]] == [("1", 1), ("8", 8), ("64", 64)]
 
 
 def test_curves_are_named_after_their_difference() -> None:
     shared, found = sweep.curves([*PLAIN, *SLOWER])
-    assert shared == "Qwen3-0.6B, h200-x1, 4f2c9ab, over HTTP, 1000 + 256 tokens"
+    assert shared == "nanovllm, Qwen3-0.6B, h200-x1, 4f2c9ab, over HTTP, 1000 + 256 tokens"
     assert [*found] == ["unchanged", "schedule.depth=0"]
     on_cpu = [replace(one, changed={"device": "cpu"} | one.changed) for one in (*PLAIN, *SLOWER)]
     again, same = sweep.curves(on_cpu)
@@ -112,7 +112,7 @@ def test_an_open_loop_is_labelled_by_its_rate() -> None:
 
 def test_the_table_has_ratios_to_the_first_curve() -> None:
     lines = sweep.table(*sweep.curves([*PLAIN, *SLOWER])).splitlines()
-    assert lines[0] == "Qwen3-0.6B, h200-x1, 4f2c9ab, over HTTP, 1000 + 256 tokens"
+    assert lines[0] == "nanovllm, Qwen3-0.6B, h200-x1, 4f2c9ab, over HTTP, 1000 + 256 tokens"
     assert [line.split() for line in lines[2:]] == [
         ["1", "500.00", "2.00", "10.00", "unchanged"],
         ["1", "250.00", "0.500", "4.00", "2.000", "15.00", "1.500", "schedule.depth=0"],
@@ -143,7 +143,7 @@ def test_the_plot_has_both_latencies_and_leaves_out_what_was_not_measured(tmp_pa
 
 
 def test_structured_answers_are_other_work() -> None:
-    load = PLAIN[0].workload | {"structured": True}
+    load = PLAIN[0].workload | {"name": "c64-structured", "structured": True}
     assert sweep.facts(replace(PLAIN[0], workload=load))["work"] == "1000 + 256 structured tokens"
 
 
