@@ -156,21 +156,17 @@ def logits(forwarded: object) -> torch.Tensor:
 
 def seconds_of(step: Callable[[], object], device: torch.device) -> float:
     """The seconds of one step among many, enqueued one after another as the engine does."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     times = []
     for _ in range(ROUNDS):
         step()
-        wait(device)
+        wait()
         started = time.perf_counter()
         for _ in range(STEPS):
             step()
-        wait(device)
+        wait()
         times.append((time.perf_counter() - started) / STEPS)
     return median(times)
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def why_eager(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
@@ -204,11 +200,10 @@ def metrics(graphs: Sequence[Graph]) -> dict[str, float]:
 
 def rows_of(load: str | None, slots: int) -> range:
     """Rows of decode steps, each as often as any other."""
-    if load is None:
-        return range(1, slots + 1)
-    if not re.fullmatch(r"\d+-\d+", load):
+    found = re.fullmatch(r"(\d+)-(\d+)", load or f"1-{slots}")
+    if found is None:
         raise ConfigError(f"--load {load}: write the fewest and the most rows, as in 1-64")
-    low, high = map(int, load.split("-"))
+    low, high = map(int, found.groups())
     if not 1 <= low <= high <= slots:
         raise ConfigError(f"--load {load}: a step has 1 to {slots} rows (schedule.slots)")
     return range(low, high + 1)

@@ -82,7 +82,7 @@ def profile(
     if torch.cuda.is_available() and config.recipe.device != "cpu":
         total = torch.cuda.get_device_properties(0).total_memory / GIB
         here = gpu_of(f"{torch.cuda.get_device_name()}:{total:.2f}")
-    gpu = gpu_of(name) if name else here or CPU
+    gpu = gpu_of(name) if name is not None else here or CPU
     plans, said, fitting = {}, [], []
     for tp in ranks:
         try:
@@ -101,7 +101,9 @@ def profile(
             fitting.append(plan)
             if here is not None and here.name == gpu.name:
                 measured = plans[f"tp {tp} measured"] = measure(config, plan)
-                said[-1] += f"; {agreement(plan, measured)}"
+                taken = sum(plan.taken.values()) / sum(measured.taken.values())
+                tokens = plan.tokens / measured.tokens
+                said[-1] += f"; computed / measured: taken {taken:.4f}, tokens {tokens:.4f}"
     return Profile(
         title=f"{config.recipe.model} on {gpu.facts}",
         columns={head: numbers(plan, lengths) for head, plan in plans.items()},
@@ -132,13 +134,6 @@ def numbers(plan: Plan, lengths: Sequence[int]) -> dict[str, float]:
                 time = least(rows, length) if rows <= fitting else float("nan")
                 found[f"{name} {rows} x {length:,}, ms"] = 1e3 * time
     return {name: float(value) for name, value in found.items()}
-
-
-def agreement(plan: Plan, measured: Plan) -> str:
-    """How far the computed numbers are from the measured ones."""
-    taken = sum(plan.taken.values()) / sum(measured.taken.values())
-    tokens = plan.tokens / measured.tokens
-    return f"computed / measured: taken {taken:.4f}, tokens {tokens:.4f}"
 
 
 def draw(path: Path, profile: Profile) -> None:

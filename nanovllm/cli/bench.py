@@ -25,7 +25,7 @@ from nanovllm.bench import offline, online, record, report, sweep
 from nanovllm.bench.measure import Advance, Outcome
 from nanovllm.bench.started import NotStarted, Started, started
 from nanovllm.bench.workload import OFFLINE_NAMES, Load
-from nanovllm.cli.commands import config_of, numbers, recipe_options
+from nanovllm.cli.commands import FILE, config_of, numbers, recipe_options
 from nanovllm.config import Config, ConfigError, given_api_key
 
 DEFAULT_CONCURRENCY = 8
@@ -43,7 +43,6 @@ OF_THE_RECIPE = ("overrides", "device", "tp", "load_format")
 COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 SHARE = click.FloatRange(0, 1, max_open=True)
-FILE = click.Path(path_type=Path)
 
 
 @click.command()

@@ -29,11 +29,8 @@ RECIPE_KEYS = {
     "load_format": "load.format",
     **{name: f"server.{name}" for name in ("host", "port", "api_key", "log_format")},
 }
-json_option = click.option(
-    "--json", "path", type=click.Path(path_type=Path), help="write the record here"
-)
-
-
+FILE = click.Path(path_type=Path)
+json_option = click.option("--json", "path", type=FILE, help="write the record here")
 RANKS = click.option("--tp", type=int, help="tensor-parallel ranks")
 
 
@@ -44,7 +41,7 @@ def recipe_options(function: Function, ranks: Function = RANKS) -> Function:
         ranks,
         click.option("--device", help="auto, cuda or cpu"),
         click.option(
-            "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="override a recipe key"
+            "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="of the recipe"
         ),
         click.argument("recipe", required=False),
     ):
@@ -109,7 +106,7 @@ def serve(recipe: str | None, overrides: Sequence[str], **flags: object) -> None
 @partial(recipe_options, ranks=click.option("--tp", metavar="1,2,4,8", help="ranks, each a GPU"))
 @click.option("--gpu", metavar="NAME[:GIB]", help="h200, say; default: what is here")
 @click.option("--lengths", metavar="500,2000", help="of requests, prompt and output together")
-@click.option("--plot", type=click.Path(path_type=Path), help="what fills the memory")
+@click.option("--plot", type=FILE, help="what fills the memory")
 @json_option
 def profile_kv(path: Path | None, plot: Path | None, **given: Any) -> None:  # noqa: ANN401
     """Plan what has room beside RECIPE's weights, how fast it could be, and which lines pin it.
@@ -121,8 +118,9 @@ def profile_kv(path: Path | None, plot: Path | None, **given: Any) -> None:  # n
 
     gpu, lengths, ranks = given.pop("gpu"), given.pop("lengths"), given.pop("tp")
     config, began = config_of(**given | {"load_format": "dummy"}), datetime.now(UTC)
-    ranks = numbers("--tp", ranks) if ranks else (config.recipe.parallel.tp,)
-    found = kv.profile(config, gpu, ranks, numbers("--lengths", lengths) if lengths else ())
+    ranks = numbers("--tp", ranks) if ranks is not None else (config.recipe.parallel.tp,)
+    each = numbers("--lengths", lengths) if lengths is not None else ()
+    found = kv.profile(config, gpu, ranks, each)
     click.echo(found.text)
     if plot is not None and found.plans:
         kv.draw(plot, found)
