@@ -40,9 +40,7 @@ def recipe_options(function: Function, ranks: Function = RANKS) -> Function:
         click.option("--load-format", help="auto, safetensors, or dummy (random weights)"),
         ranks,
         click.option("--device", help="auto, cuda or cpu"),
-        click.option(
-            "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="of the recipe"
-        ),
+        click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="a recipe key"),
         click.argument("recipe", required=False),
     ):
         function = option(function)
