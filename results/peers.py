@@ -223,6 +223,9 @@ def bench(line: Sequence[str], results_dir: Path) -> list[Record]:
 
 def conclude(records: Sequence[Record], results_dir: Path, name: str) -> None:
     """The records' table of ratios and, of several loads, their plot, beside them."""
+    digests = {(one.workload["name"], one.workload.get("digest")) for one in records}
+    if len(digests) > len({name for name, _ in digests}):
+        raise click.ClickException(f"the engines got different prompts: {sorted(digests)}")
     shared, found = sweep.curves(records)
     text = sweep.table(shared, found)
     path = sweep.place(records, results_dir, name, ".txt")

@@ -107,8 +107,7 @@ def measure_server(
 ) -> Outcome:
     """Warm up, send the load, ask the server what it did.
 
-    `config` or, of another engine, `command`: what it was started with. `server`: its process, if
-    it is one of ours.
+    `config`, or `command` of another engine: how it was started. `server`: its process, if ours.
     """
     api = _Api(url, api_key)
     with api.http:

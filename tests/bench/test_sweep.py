@@ -121,6 +121,25 @@ def test_the_table_has_ratios_to_the_first_curve() -> None:
     ]
 
 
+def test_engines_are_told_apart_and_loads_of_other_lengths_are_not_compared() -> None:
+    served_by = {"model": "/tmp/m/Qwen3-0.6B", "served_by": "vllm 0.26.0"}
+    peer = at_load(64, 8000, 5.0, 100.0, recipe=served_by, changed={"load-format": "dummy"})
+    four = replace(peer, changed={"api-server-count": "4"}, metrics=PLAIN[0].metrics)
+    mixed = [
+        replace(one, workload=one.workload | {"name": "c64-mixed"}) for one in (PLAIN[0], peer)
+    ]
+    shared, found = sweep.curves([peer, four, PLAIN[0]])
+    assert shared == "Qwen3-0.6B, h200-x1, 4f2c9ab, over HTTP, 1000 + 256 tokens"
+    assert [*found] == [
+        "vllm 0.26.0, unchanged", "vllm 0.26.0, api-server-count=4", "nanovllm, unchanged",
+    ]  # fmt: skip
+    lines = sweep.table(*sweep.curves([peer, PLAIN[0], *mixed])).splitlines()
+    assert [line.split()[1:3] for line in lines[2:]] == [
+        ["8,000.00", "5.00"], ["16,000.00", "2.000"], ["16,000.00", "4.00"], ["8,000.00", "0.500"],
+    ]  # fmt: skip
+    assert lines[-1].endswith("  vllm 0.26.0, 1000 + 256 mixed tokens")
+
+
 def test_the_plot_has_both_latencies_and_leaves_out_what_was_not_measured(tmp_path: Path) -> None:
     path = tmp_path / "out.svg"
     sweep.draw(path, *sweep.curves([*PLAIN, *SLOWER]))
