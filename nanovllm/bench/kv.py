@@ -158,8 +158,9 @@ def measure(config: Config, plan: Plan) -> Plan:
     parallel = replace(config.recipe.parallel, tp=1)  # nothing is asked of other ranks
     config = replace(config, recipe=replace(config.recipe, parallel=parallel))
     found = resolved(config, Mesh(0, plan.tp))
+    held = torch.cuda.memory_allocated(found.device)  # workspaces of a measurement before
     model, device = load(config, found), found.device
-    weights = torch.cuda.memory_allocated(device)
+    weights = torch.cuda.memory_allocated(device) - held
     one_page = replace(found.recipe, cache=replace(found.recipe.cache, pages=1))
     runner = with_caches(dataclasses.replace(found, recipe=one_page), model)[0]
     taken = {WEIGHTS: weights, STEP: peak(partial(largest_steps, runner, found.recipe)) - weights}

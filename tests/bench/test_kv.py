@@ -124,7 +124,6 @@ def test_numbers() -> None:
 
 
 def test_the_picture_shows_what_fills_the_memory(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="a development dependency")
     path = tmp_path / "out.svg"
     run("r1-distill-llama-70b", "--gpu", "l40s", "--tp", "2,4", "--plot", str(path))
     found = [node.text for node in ET.parse(path).iter(f"{SVG}text")]
