@@ -12,9 +12,11 @@ import torch
 from click.testing import CliRunner, Result
 
 from nanovllm.bench import kv, record
-from nanovllm.bench.plan import STEP, Plan
+from nanovllm.bench.gpus import CPU
+from nanovllm.bench.plan import STEP, Plan, plan_of
 from nanovllm.cli.commands import numbers, profile_kv
 from nanovllm.config import Config, ConfigError, load_config
+from nanovllm.sampling.logprobs import Logprobs
 
 GIB = 1 << 30
 SVG = "{http://www.w3.org/2000/svg}"
@@ -180,3 +182,33 @@ def test_another_gpu_and_what_does_not_fit_are_not_measured(here: list[Plan]) ->
     on_cpu = load_config(None, flags={"device": "cpu"})
     assert [*kv.profile(on_cpu, None, (1,), ()).columns] == ["tp 1"]
     assert here == []
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_is_measured(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, with a memory that tells how much is held: 100, weights 7, peaks 50 and 60."""
+    held, peaks, sampled = [100, 107, 110], [150, 170], []
+    cuda = {
+        "memory_allocated": lambda device: held.pop(0), "reset_peak_memory_stats": lambda: None,
+        "synchronize": lambda: None, "max_memory_allocated": lambda: peaks.pop(0),
+        "mem_get_info": lambda device: (1000, 4000), "memory_reserved": lambda device: 2500,
+        "empty_cache": lambda: None,
+    }  # fmt: skip
+    for name, function in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    of = Logprobs.of
+    monkeypatch.setattr(
+        Logprobs, "of", lambda self, *args: sampled.append(of(self, *args)) or sampled[-1]
+    )
+    flags = {"device": "cpu", "load.format": "dummy", "parallel.tp": tp}
+    config = load_config(None, ["schedule.slots=3"], flags)
+    plan = plan_of(config, CPU, tp)
+    measured = kv.measure(config, plan)
+    assert measured.taken == {
+        "weights": 7, "full step": 143, "CUDA and others": 500, "graphs": GIB,
+        "log-probabilities": 60,
+    }  # fmt: skip
+    assert (measured.share, measured.spare, measured.tp) == (3600, 400, tp)
+    (logprobs,) = [found for found in sampled if found is not None]
+    assert logprobs.top_ids_WK.shape == (3, 20)  # of every slot's row, as many as may be asked for
+    assert not held and not peaks

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from nanovllm_kernels import flash_prefill, gated_linear, kept, paged_decode_cute, skinny_linear
+from nanovllm_kernels import (
+    compile_cache,
+    flash_prefill,
+    gated_linear,
+    paged_decode_cute,
+    skinny_linear,
+)
 
 from nanovllm.bench import kv, record
 from nanovllm.cli.commands import capture_graphs
@@ -72,8 +78,8 @@ def test_a_first_start_compiles_beside_the_loading_alone(
     ]
     for kernel in kernels:
         monkeypatch.setattr(kernel, "known", {})
-    monkeypatch.setattr(kept.Kept, "folder", None)
-    monkeypatch.setattr(kept, "save", lambda kernel, path: pytest.fail(f"compiled {path}"))
+    monkeypatch.setattr(compile_cache.CachedCompile, "folder", None)
+    monkeypatch.setattr(compile_cache, "save", lambda kernel, path: pytest.fail(f"compiled {path}"))
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
     recipe = Path(__file__).parents[2] / "recipes" / "qwen3-0.6b.yaml"
     with caplog.at_level("INFO"):
