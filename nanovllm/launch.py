@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection as Pipe, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,6 +34,7 @@ from nanovllm.config import Config, ConfigError, Server, cache_dir, without_api_
 from nanovllm.log import setup
 from nanovllm.parallel.places import Place, RankLostError, places_of
 from nanovllm.server.parsers import parser_of
+from nanovllm.watch import BEAT_EVERY_S, TICK_S, Child, Ranks, ending, endings
 
 log = logging.getLogger("serve")
 EXIT_CONFIG = 2
@@ -48,9 +49,6 @@ class EngineDied(RuntimeError):
 
 class Stopped(RuntimeError):
     """A signal came while a process was starting."""
-
-
-Child = tuple[BaseProcess, Pipe]
 
 
 @contextlib.contextmanager
@@ -69,7 +67,7 @@ def engine_process(config: Config, num_workers: int = 1) -> Iterator[tuple[str, 
         try:
             for place in places_of(config, folder):
                 ranks.append(spawn(place.name, config, run_engine, place, path, num_workers))
-                place.close()  # its pipes are the child's
+                place.close()  # its end of a ring is the child's
             yield path, ranks
         finally:
             stop([rank for rank, _ in ranks], grace_s=0.0)  # whoever they worked for has gone
@@ -87,19 +85,19 @@ def serve(config: Config) -> int:
     server = config.recipe.server
     config = replace(config, recipe=replace(config.recipe, server=with_parser(config)))
     sock, num = listen(server.host, server.port), server.workers
-    with sock, interruptible() as stopped, engine_process(config, num) as (path, ranks):
-        workers = [spawn(f"nanovllm-api{i}", config, run_api, path, i, sock) for i in range(num)]
-        processes = [process for process, _ in (*ranks, *workers)]
+    with sock, interruptible() as stopped, engine_process(config, num) as (path, engine):
+        apis = [spawn(f"nanovllm-api{i}", config, run_api, path, i, sock) for i in range(num)]
+        workers, ranks = [process for process, _ in apis], Ranks(engine)
         try:
-            wait_ready([*ranks, *workers], stopped)
+            wait_ready([*engine, *apis], stopped)
             announce(config, sock)
-            return watch(processes, stopped)
+            return watch(ranks, workers, stopped)
         except EngineDied:  # maybe because another one did, which then stands first
-            raise EngineDied(endings(processes)) from None
+            raise EngineDied(endings([*ranks.processes, *workers])) from None
         except Stopped:
             return 0
         finally:
-            stop(processes[len(ranks) :], grace_s=server.shutdown_s + 5)
+            stop(workers, server.shutdown_s + 5, ranks)
 
 
 def with_parser(config: Config) -> Server:
@@ -160,36 +158,16 @@ def interruptible() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def watch(processes: Sequence[BaseProcess], stopped: threading.Event) -> int:
-    """Until a signal (0) or until any process ends (its own code, never 0)."""
-    while not stopped.wait(0.2):
+def watch(ranks: Ranks, workers: Sequence[BaseProcess], stopped: threading.Event) -> int:
+    """Until a signal (0), until any process ends (its own code, never 0) or a rank is lost (1)."""
+    processes = [*ranks.processes, *workers]
+    while not stopped.wait(TICK_S):
+        lost = ranks.lost()
         codes = [process.exitcode for process in processes if process.exitcode is not None]
-        if codes:
-            log.error("%s; stopping", endings(processes))
+        if lost or codes:
+            log.error("%s; stopping", endings(processes) or lost)
             return max(EXIT_CRASH, *codes)
     return 0
-
-
-def endings(processes: Iterable[BaseProcess]) -> str:
-    """`nanovllm-engine ended by SIGKILL (9); out of memory?`, for each that went wrong.
-
-    Those that a signal ended come first: others end because they miss them.
-    """
-    ended = [process for process in processes if process.exitcode is not None]
-    wrong = [process for process in ended if process.exitcode] or ended
-    return ", ".join(map(ending, sorted(wrong, key=lambda one: (one.exitcode or 0) >= 0)))
-
-
-def ending(process: BaseProcess) -> str:
-    code = process.exitcode or 0
-    if code >= 0:
-        return f"{process.name} ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:  # a real-time signal
-        name = "signal"
-    guess = "; out of memory?" if -code == signal.SIGKILL else ""
-    return f"{process.name} ended by {name} ({-code}){guess}"
 
 
 # -- children -------------------------------------------------------------------------------
@@ -209,11 +187,14 @@ def spawn(name: str, config: Config, target: object, *args: object) -> Child:
 
 
 class Word:
-    """What a child says to its supervisor: that it is ready, or once why it never will be."""
+    """What a child says to its supervisor: that it is ready, or once why it never will be.
+
+    A rank says again and again that it is alive, from when it is ready.
+    """
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
-        self.is_ready = False
+        self.is_ready = self.beats = False
 
     def ready(self) -> None:
         self.is_ready = True
@@ -223,10 +204,19 @@ class Word:
         """From now on it ends with its last connection, also where all processes get a SIGTERM."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.ready()
+        self.beats = True
 
     def sorry(self, why: object) -> NoReturn:
         self._pipe.send(str(why))
         sys.exit(EXIT_CONFIG)
+
+    def leave_with_supervisor(self) -> None:
+        """A thread's work."""
+        with contextlib.suppress(EOFError, OSError):
+            while not self._pipe.poll(BEAT_EVERY_S):  # nothing comes but the end
+                if self.beats:
+                    self._pipe.send("alive")
+        os._exit(EXIT_CRASH)
 
 
 def child(target: object, pipe: Pipe, config: Config, *args: object) -> None:
@@ -235,8 +225,9 @@ def child(target: object, pipe: Pipe, config: Config, *args: object) -> None:
     with contextlib.suppress(OSError):  # only Linux has it
         Path("/proc/self/comm").write_text(multiprocessing.current_process().name)
     setup(config.recipe.server.log_format)
-    threading.Thread(target=leave_with_supervisor, args=(pipe,), daemon=True).start()
-    run_child(target, Word(pipe), config, *args)
+    word = Word(pipe)
+    threading.Thread(target=word.leave_with_supervisor, daemon=True).start()
+    run_child(target, word, config, *args)
 
 
 def run_child(target: object, word: Word, config: Config, *args: object) -> None:
@@ -253,12 +244,6 @@ def run_child(target: object, word: Word, config: Config, *args: object) -> None
             raise
         where = error.filename or f"one of {tempfile.gettempdir()}, {cache_dir()}, Triton's cache"
         word.sorry(f"cannot write {where}: {error.strerror}")
-
-
-def leave_with_supervisor(word: Pipe) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        word.recv()
-    os._exit(EXIT_CRASH)
 
 
 def run_engine(word: Word, config: Config, place: Place, path: str, num_workers: int) -> None:
@@ -295,9 +280,11 @@ def wait_ready(children: Sequence[Child], stopped: threading.Event | None = None
         speaking = [pipe for pipe in waiting if pipe.poll()]
         heard = [(word_on(pipe), waiting.pop(pipe)) for pipe in speaking]
         for said, process in sorted(heard, key=lambda one: one[0] is None):
-            if said != "ready":
+            if said is None:
                 process.join()
-                raise EngineDied(ending(process)) if said is None else ConfigError(said)
+                raise EngineDied(ending(process))
+            if said != "ready":
+                raise ConfigError(said)  # whatever keeps it from ending
         if stopped is not None and stopped.is_set():
             raise Stopped
 
@@ -309,12 +296,15 @@ def word_on(pipe: Pipe) -> str | None:
     return None
 
 
-def stop(processes: Sequence[BaseProcess], grace_s: float) -> None:
+def stop(processes: Sequence[BaseProcess], grace_s: float, ranks: Ranks | None = None) -> None:
+    """Let them end within `grace_s` seconds, and watch meanwhile the engine that they end with."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and any(process.exitcode is None for process in processes):
+        if ranks is not None and ranks.lost():
+            ranks.kill()
+        time.sleep(TICK_S)
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.exitcode is None:
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()

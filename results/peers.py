@@ -150,7 +150,7 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
                 "concurrency": len(load.prompts),
                 "request_rate": None,
                 "num_prompts": len(load.prompts),
-                "temperature": load.temperature,
+                "temperature": load.sampling.temperature,
                 "ignore_eos": True,
                 "arrivals": "all at once",
             },
@@ -173,8 +173,10 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
     return records
 
 
-def asked(load: TokenLoad) -> tuple[list[list[int]], list[int], float]:
-    return load.prompts, load.outputs, load.temperature
+def asked(load: TokenLoad) -> tuple[list[list[int]], list[int], dict[str, float]]:
+    of = load.sampling
+    drawn = {"temperature": of.temperature, "top_p": of.top_p, "top_k": of.top_k or -1}
+    return load.prompts, load.outputs, drawn  # -1: vLLM's word for no cut
 
 
 def vllm_settings() -> str:

@@ -1,8 +1,8 @@
 """vLLM without HTTP, for peers.py, by an interpreter that has vLLM. Knows nothing of nanovllm.
 
 Reads {"settings": arguments of LLM, "loads": [[warm-up, load], ...]} from stdin, where a load is
-[prompts as token ids, tokens to generate per prompt, temperature]. The line of its output that
-begins with RESULT is for peers.py.
+[prompts as token ids, tokens to generate per prompt, how they are drawn]. The line of its output
+that begins with RESULT is for peers.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def main() -> None:
     llm = LLM(**settings)
     ready_s, taken = time.perf_counter() - begin, []
     for pair in job["loads"]:
-        for prompts, outputs, temperature in pair:
-            common = {"temperature": temperature, "ignore_eos": True, "detokenize": False}
+        for prompts, outputs, drawn in pair:
+            common = drawn | {"ignore_eos": True, "detokenize": False}
             params = [SamplingParams(max_tokens=count, **common) for count in outputs]
             asked = [{"prompt_token_ids": prompt} for prompt in prompts]
             begin = time.perf_counter()

@@ -114,8 +114,8 @@ def summarise(samples: Sequence[Sample], goals_ms: Mapping[str, float] = {}) -> 
     }.items():
         if seconds:
             ms = 1e3 * np.array(seconds)
-            found |= {f"{name}_p{at}_ms": np.percentile(ms, at) for at in PERCENTILES}
-            spread = {"mean": ms.mean(), "std": ms.std(), "max": ms.max()}
+            spread = {f"p{at}": np.percentile(ms, at) for at in PERCENTILES}
+            spread |= {"mean": ms.mean(), "std": ms.std(), "max": ms.max()}
             found |= {f"{name}_{key}_ms": value for key, value in spread.items()}
     return {name: float(value) for name, value in found.items()}
 

@@ -2,22 +2,27 @@
 
 All ranks run the same Runner, each on its share of the model. What crosses between them in a step
 is the plan, encoded by msgspec, and for a masked step the masks: never a tensor, never a pickle.
-Every rank draws the same tokens from the same gathered logits and writes them back itself, so no
-token travels either.
+Every rank chooses the same tokens, from the winners of all ranks, and writes them back itself.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import Counter
 from collections.abc import Callable
+from typing import NoReturn
 
 import msgspec
 import numpy as np
+import torch
 from msgspec import Struct
 
 from nanovllm.config import Config, ConfigError, Recipe
 from nanovllm.engine.executor import Executor, StepHandle
 from nanovllm.parallel.gloo import GlooMesh
+from nanovllm.parallel.mesh import Mesh
+from nanovllm.parallel.nccl import NcclMesh
 from nanovllm.parallel.places import Place
 from nanovllm.plan import Masks, StepPlan, StepResult
 from nanovllm.runner.build import build as build_runner
@@ -91,23 +96,29 @@ class Follower:
             self._masked.sample(masks.copy())  # torch takes no array that cannot be written
 
 
-def mesh_of(place: Place) -> GlooMesh:
-    return GlooMesh(place.rank, place.size, place.rendezvous)
+def mesh_of(config: Config, place: Place) -> Mesh:
+    """Makes the place's GPU the current one. Raises ConfigError if there are not as many."""
+    if config.recipe.device == "cpu" or not torch.cuda.is_available():
+        return GlooMesh(place.rank, place.size, place.rendezvous)
+    if place.device >= (visible := torch.cuda.device_count()):
+        raise ConfigError(f"parallel.tp is {place.size}; of so many GPUs {visible} are visible")
+    torch.cuda.set_device(place.device)
+    return NcclMesh(place.rank, place.size, place.rendezvous)
 
 
 def build(config: Config, place: Place) -> tuple[Executor, Recipe, int]:
     """Rank 0's part of a build, and what engine.process.build returns."""
-    built = build_runner(config, mesh_of(place))
+    built = build_runner(config, mesh_of(config, place))
     return RankedExecutor(built.runner, place), built.recipe, built.vocab_size
 
 
-def follow(config: Config, place: Place, ready: Callable[[], None]) -> None:
-    """Another rank's main: builds, and does what rank 0 does until that has gone.
+def follow(config: Config, place: Place, ready: Callable[[], None]) -> NoReturn:
+    """Another rank's main: builds, does what rank 0 does until that has gone, and ends the process.
 
     Raises ConfigError that names the rank if it cannot be built, RankLostError if another has gone.
     It meets the others first: what is wrong with the recipe itself, rank 0 says before.
     """
-    mesh = mesh_of(place)
+    mesh = mesh_of(config, place)
     mesh.connect()
     try:
         follower = Follower(build_runner(config, mesh).runner)
@@ -116,3 +127,5 @@ def follow(config: Config, place: Place, ready: Callable[[], None]) -> None:
     ready()
     while (message := place.recv()) is not None:
         follower.take(message)
+    logging.shutdown()
+    os._exit(0)  # what holds connections to the others would wait for them when it is destroyed

@@ -1,17 +1,16 @@
 """Which ranks a recipe has, and what each is given to find the others. Imports no torch.
 
-Rank 0 is the engine process: it plans. To each other rank leads a pipe of whole messages, of bytes,
-in which it hears of every step. A rank that has nothing to do sleeps in a read of its pipe.
+Rank 0 is the engine process: it plans. The other ranks hear of every step through a ring, and sleep
+while there is nothing in it.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from dataclasses import dataclass
-from multiprocessing.connection import Connection as Pipe
 
 from nanovllm.config import Config
+from nanovllm.parallel.ring import Reader, Writer, ring
 
 
 class RankLostError(RuntimeError):
@@ -22,8 +21,9 @@ class RankLostError(RuntimeError):
 class Place:
     rank: int
     size: int  # how many ranks there are
+    device: int  # the index of its GPU
     rendezvous: str  # a path, of a file that the ranks make when they meet
-    pipes: tuple[Pipe, ...]  # rank 0: where the others listen, in their order; else the one to read
+    ring: Writer | Reader | None  # rank 0 writes, the others read; None: there are no others
 
     @property
     def name(self) -> str:
@@ -31,29 +31,29 @@ class Place:
         return f"nanovllm-rank{self.rank}" if self.rank else "nanovllm-engine"
 
     def send(self, message: bytes) -> None:
-        """To all other ranks. Raises RankLostError if one has gone."""
+        """Rank 0's, to all others. Raises RankLostError if one has gone, or hangs."""
+        assert isinstance(self.ring, Writer)
         try:
-            for pipe in self.pipes:
-                pipe.send_bytes(message)
+            self.ring.send(message)
         except OSError as error:
             raise RankLostError(f"a rank does not listen any more: {error}") from None
 
     def recv(self) -> bytes | None:
         """The next message of rank 0, blocking; None when that has gone."""
-        try:
-            return self.pipes[0].recv_bytes()
-        except (EOFError, OSError):
-            return None
+        assert isinstance(self.ring, Reader)
+        return self.ring.recv()
 
     def close(self) -> None:
-        for pipe in self.pipes:
-            pipe.close()
+        if self.ring is not None:
+            self.ring.close()
 
 
 def places_of(config: Config, folder: str) -> list[Place]:
     """The places of all ranks, which may leave files in `folder`. `engine: paper` has one rank."""
     size = config.recipe.parallel.tp if config.recipe.engine == "model" else 1
-    pairs = [multiprocessing.Pipe(duplex=False) for _ in range(size - 1)]
-    pipes = [tuple(sends for _, sends in pairs), *((reads,) for reads, _ in pairs)]
     rendezvous = os.path.join(folder, "ranks")
-    return [Place(rank, size, rendezvous, mine) for rank, mine in enumerate(pipes)]
+    if size == 1:
+        return [Place(0, 1, 0, rendezvous, None)]
+    writer, readers = ring(size - 1)
+    ends: list[Writer | Reader] = [writer, *readers]
+    return [Place(rank, size, rank, rendezvous, end) for rank, end in enumerate(ends)]

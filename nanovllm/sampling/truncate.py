@@ -6,20 +6,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from nanovllm.plan import Admit, Int32
 from nanovllm.registry import resolve
 from nanovllm.sampling import THRESHOLDS
 from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
-from nanovllm.sampling.columns import Fields
+from nanovllm.sampling.columns import Fields, upload
+from nanovllm.sampling.shards import MOST_ROWS
 
 
 class Truncation:
     FIELDS: Fields = (("top_k", "i4"), ("top_p", "f4"), ("min_p_gap", "f4"), ("truncated", "?"))
 
     def __init__(self, per_slot: PerSlot, inverse_temperatures_N: Tensor, kernel: str) -> None:
-        columns, self.vocab_size = per_slot.columns, per_slot.vocab_size
+        columns, self.vocab_size = per_slot.columns, per_slot.shard.span.full
+        self.shard = per_slot.shard
         self.host = columns.host
         self.find_thresholds: Callable[..., Tensor] = resolve(THRESHOLDS, kernel)
         self.inverse_temperatures_N = inverse_temperatures_N
@@ -42,12 +46,19 @@ class Truncation:
     def wanted(self, host_slots: Int32) -> Wanted:
         return self.host["truncated"][host_slots]
 
-    def thresholds(self, logits_SV: Tensor, rows: SampleRows) -> Tensor:
-        return self.find_thresholds(
-            logits_SV,
-            rows.slots_S,
-            self.inverse_temperatures_N,
-            self.top_k_N,
-            self.top_p_N,
-            self.min_p_gap_N,
+    def thresholds(self, logits_SV: Tensor, rows: SampleRows, wanted: Wanted) -> Tensor:
+        """thresholds_S, float32, of which some row is `wanted`; the others' have no effect."""
+        if self.shard.span.is_whole:
+            return self._found(logits_SV, rows.slots_S)
+        at_W = upload(np.flatnonzero(wanted).astype(np.int32), logits_SV.device).long()
+        found_W = torch.cat(
+            [
+                self._found(self.shard.whole_rows(logits_SV, some_W), rows.slots_S[some_W])
+                for some_W in at_W.split(MOST_ROWS)
+            ]
         )
+        return found_W.new_full((len(logits_SV),), -math.inf).index_copy_(0, at_W, found_W)
+
+    def _found(self, logits_WV: Tensor, slots_W: Tensor) -> Tensor:
+        columns = self.inverse_temperatures_N, self.top_k_N, self.top_p_N, self.min_p_gap_N
+        return self.find_thresholds(logits_WV, slots_W, *columns)

@@ -108,8 +108,9 @@ def test_key_value_heads_are_cut_and_then_copied(tp: int, heads: int) -> None:
     (group,) = plan.found.layout.paged
     assert (group.num_heads, group.bytes_per_token) == (heads, 36 * heads * 256 * 2)
     copied = 36 * 4096 * max(0, 2 * tp - 16) * 128  # of all ranks together
-    whole = 2 * (2 * 151936 * 4096 + 36 * 192_946_432 + copied)
-    assert plan.taken[WEIGHTS] - 16 * MIB == pytest.approx(whole / tp, rel=0.01)
+    vocabulary = min(151936, -(-75 // tp) * 2048)  # whole blocks, rank 0 has one more than others
+    weights = 2 * vocabulary * 4096 + (36 * 192_946_432 + copied) // tp
+    assert plan.taken[WEIGHTS] - 16 * MIB == pytest.approx(2 * weights, rel=0.01)
     assert plan.taken[OTHERS] == CUDA_BYTES + (RANKS_BYTES if tp > 1 else 0)
 
 
@@ -182,7 +183,7 @@ def test_the_nearest_has_more_gpus_then_smaller_steps_then_a_shorter_context() -
     assert (schedule.slots, schedule.step_tokens) == (16, 1024)
     assert smaller.problem([32000]) == ""
     shorter = nearest(config, gpu_of("mine:20.3"), [32000])
-    assert shorter is not None and shorter.tp == 8 and shorter.context == 21376
+    assert shorter is not None and shorter.tp == 8 and shorter.context == 21120
     assert nearest(config, gpu_of("mine:16"), [32000]) is None
 
 
@@ -226,7 +227,7 @@ def test_decode_steps_of_8b_by_hand() -> None:
     assert 1e3 * plan.decode_s(1, 1024) == pytest.approx(3.57, abs=0.01)
     cached = 256 * 1024 * 147456 / 4.28e12
     assert plan.decode_s(256, 1024) == pytest.approx(2 * 256 * read / 790e12 + cached)
-    assert two.decode_s(64, 2000) == pytest.approx(plan.decode_s(64, 2000) / 2, rel=1e-3)
+    assert two.decode_s(64, 2000) == pytest.approx(plan.decode_s(64, 2000) / 2, rel=3e-3)
     eight, sixteen = (on_h200("qwen3-8b", tp=tp) for tp in (8, 16))
     cached = 64 * 2000 * 36 * 256 * 2 / 4.28e12  # the one head of a rank, which others copy
     of_weights = [plan.decode_s(64, 2000) - cached for plan in (eight, sixteen)]

@@ -15,9 +15,11 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionChunk
 
 from nanovllm.config import DEMO, ConfigError
 from nanovllm.launch import EngineDied, wait_ready
+from nanovllm.watch import cpu_ticks
 from tests.end_to_end.demo_server import Server, asked, start
 from tests.server.serving import eventually
 
@@ -40,12 +42,6 @@ def pid_of(server: Server, name: str) -> int:
     return next(pid for pid, each in names.items() if each == name)
 
 
-def cpu_ticks(pid: int) -> int:
-    """Hundredths of seconds that the process has computed."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
-
-
 def all_leave(children: dict[int, str]) -> None:
     eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in children), 5)
 
@@ -65,30 +61,97 @@ def test_two_ranks_serve_what_one_does() -> None:
     all_leave(children)
 
 
-@pytest.mark.parametrize("name", ["nanovllm-rank1", "nanovllm-engine"])
-def test_a_killed_rank_ends_streams_and_server(name: str) -> None:
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a server makes a folder of its own, for its socket."""
+    path = tmp_path_factory.mktemp("tmp")
+    monkeypatch.setenv("TMPDIR", str(path))
+    return path
+
+
+class Lossy:
+    """A server that loses a rank, and must be gone without a trace soon after."""
+
+    def __init__(self, tp: int, folder: Path) -> None:
+        self.folder = folder
+        self.shared = os.listdir("/dev/shm")
+        self.server = start(*CPU, "--tp", str(tp), "--set", "server.shutdown_s=60")
+        self.children = self.server.children()
+        assert len(os.listdir(folder)) == 1
+        assert str(folder) in Path("/proc/net/unix").read_text()
+        assert os.listdir("/dev/shm") == self.shared
+
+    def stream(self) -> openai.Stream[ChatCompletionChunk]:
+        return self.server.client().chat.completions.create(
+            **asked("Count.", temperature=0, max_tokens=2000, stream=True),
+            extra_body={"ignore_eos": True},
+        )
+
+    def lose(self, name: str, number: int) -> None:
+        os.kill(pid_of(self.server, name), number)
+        self.lost = time.monotonic()
+
+    def assert_gone(self, code: int = 1) -> None:
+        assert self.server.process.wait(15 - (time.monotonic() - self.lost)) == code
+        all_leave(self.children)
+        assert os.listdir(self.folder) == []
+        assert str(self.folder) not in Path("/proc/net/unix").read_text()
+        assert os.listdir("/dev/shm") == self.shared
+
+
+@pytest.mark.parametrize(
+    ("tp", "name", "number"),
+    [
+        (2, "nanovllm-engine", signal.SIGKILL),
+        (2, "nanovllm-engine", signal.SIGSTOP),
+        (2, "nanovllm-rank1", signal.SIGKILL),
+        (2, "nanovllm-rank1", signal.SIGSTOP),
+        (4, "nanovllm-rank3", signal.SIGSTOP),
+    ],
+)
+def test_a_lost_rank_ends_streams_and_server(tp: int, name: str, number: int, folder: Path) -> None:
+    lossy = Lossy(tp, folder)
+    with lossy.stream(), lossy.stream() as stream:  # nobody reads the first one
+        with pytest.raises(openai.APIError):
+            for at, _ in enumerate(stream):
+                if at == 3:
+                    lossy.lose(name, number)
+        assert time.monotonic() - lossy.lost < 5
+        lossy.assert_gone()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("name", ["nanovllm-engine", "nanovllm-rank1"])
+def test_a_lost_rank_of_an_idle_server_ends_it(name: str, number: int, folder: Path) -> None:
+    lossy = Lossy(2, folder)
+    lossy.lose(name, number)
+    lossy.assert_gone()
+
+
+def test_a_machine_that_slept_has_lost_no_rank() -> None:
+    """All processes stop, then the supervisor alone: longer than a rank may be silent."""
     server = start(*CPU, "--tp", "2")
-    children = server.children()
-    stream = server.client().chat.completions.create(
-        **asked("Count.", temperature=0, max_tokens=2000, stream=True),
-        extra_body={"ignore_eos": True},
-    )
-    with stream, pytest.raises(openai.APIError):
+    supervisor = server.process.pid
+    for pids in ([*server.children(), supervisor], [supervisor]):
+        for number, pause_s in ((signal.SIGSTOP, 3.6), (signal.SIGCONT, 0.6)):
+            for pid in pids:
+                os.kill(pid, number)
+            time.sleep(pause_s)
+    with server.client() as client:
+        assert client.chat.completions.create(**ASKED).choices[0].message.content
+    assert server.stop() == 0
+
+
+def test_a_rank_that_is_lost_while_requests_finish_ends_them(folder: Path) -> None:
+    lossy = Lossy(2, folder)
+    with lossy.stream() as stream, pytest.raises(openai.APIError):
         for at, _ in enumerate(stream):
             if at == 3:
-                os.kill(pid_of(server, name), signal.SIGKILL)
-                killed = time.monotonic()
-    assert time.monotonic() - killed < 5
-    assert server.process.wait(15 - (time.monotonic() - killed)) == 1
-    all_leave(children)
-
-
-def test_a_killed_rank_of_an_idle_server_ends_it() -> None:
-    server = start(*CPU, "--tp", "2")
-    children = server.children()
-    os.kill(pid_of(server, "nanovllm-rank1"), signal.SIGKILL)
-    assert server.process.wait(15) == 1
-    all_leave(children)
+                lossy.server.process.terminate()
+            if at == 6:
+                lossy.lose("nanovllm-rank1", signal.SIGSTOP)
+    assert time.monotonic() - lossy.lost < 5
+    lossy.assert_gone(0)
 
 
 def refused(*arguments: str) -> tuple[str, str]:
@@ -129,6 +192,30 @@ def test_a_checkpoint_that_ends_early_is_one_line(tmp_path: Path) -> None:
     expected = rf"error: (rank 1: )?{re.escape(str(weights))} is not a whole safetensors file: .*"
     assert re.fullmatch(expected, line), line
     assert "Traceback" not in logged
+
+
+def test_a_rank_that_ends_while_loading_is_one_line_though_another_hangs(folder: Path) -> None:
+    """Rank 0 is stopped in place of one that hangs in a collective."""
+    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *CPU, "--tp", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    server = Server(process, "")
+    names = ("nanovllm-engine", "nanovllm-rank1")
+
+    def have_names() -> bool:
+        """Once they have, they leave with their supervisor."""
+        pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        return {*names} <= {Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids}
+
+    eventually(have_names, 20)
+    children = server.children()
+    for name, number in zip(names, (signal.SIGSTOP, signal.SIGKILL), strict=True):
+        os.kill(pid_of(server, name), number)
+    output, errors = process.communicate(timeout=10)
+    assert process.returncode == 1
+    assert errors == "error: nanovllm-rank1 ended by SIGKILL (9); out of memory?\n"
+    assert "is served at" not in output
+    all_leave(children)
+    assert os.listdir(folder) == []
 
 
 def test_the_reason_comes_before_who_missed_its_rank() -> None:
