@@ -132,7 +132,7 @@ def measure_server(
     peer = {"model": served.model, "served_by": served.engine, "command": shown}
     texts = b"".join(chat_bodies(load, "", served.wording.text))  # the same for every server
     return concluded(
-        "serve",
+        kind="serve",
         started_at=started_at,
         samples=result.samples,
         goals_ms=goals_ms,
@@ -148,9 +148,9 @@ def measure_server(
             "processes": processes,
         },
         engine=engine_facts(before, after, peaks) | cpu_facts(cpu_before, cpu_after, tokens),
-        client_busy=result.busy,
-        **speculation(before, after),
-        **({"start_to_ready_s": server.ready_s} if server else {}),
+        more={"client_busy": result.busy}
+        | speculation(before, after)
+        | ({"start_to_ready_s": server.ready_s} if server else {}),
     )
 
 

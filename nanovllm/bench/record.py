@@ -145,32 +145,21 @@ def write_to(path: Path, record: Record) -> None:
 
 
 def of_this_machine(
-    *,
-    kind: Kind,
-    started_at: str,
-    duration_s: float,
     recipe: Mapping[str, Any],
     changed: Mapping[str, Any],
-    workload: dict[str, Any],
-    metrics: dict[str, float],
-    notes: str = "",
+    **measured: Any,  # noqa: ANN401
 ) -> Record:
-    """What was just measured here, by the command line that runs."""
+    """What was just measured here, by the command line that runs; the other fields by name."""
     tree = commit()
     return Record(
-        kind=kind,
         machine=fingerprint(),
         commit=tree.hash,
         dirty=tree.is_dirty,
-        started_at=started_at,
-        duration_s=duration_s,
         argv=without_secrets(["nanovllm", *sys.argv[1:]]),
         recipe=hide_secrets(recipe),
         changed=hide_secrets(changed),
-        workload=workload,
-        metrics=metrics,
         versions=versions(),
-        notes=notes,
+        **measured,
     )
 
 

@@ -5,11 +5,11 @@ Knows how a record is read, not how it was measured.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from msgspec.structs import replace
@@ -33,16 +33,6 @@ LOOKS = (
 
 
 Curves = Mapping[str, Sequence[Record]]  # named after their differences; least load first
-
-
-def parse(text: str) -> tuple[int, ...]:
-    """`1,4,16`: the concurrencies of a sweep. Raises ConfigError."""
-    if not re.fullmatch(r"[1-9]\d*(, ?[1-9]\d*)*", text):
-        raise ConfigError(f"--sweep {text}: write concurrencies, 1 or more each, as in 1,4,16,64")
-    found = tuple(map(int, text.split(",")))
-    if len(set(found)) < len(found):
-        raise ConfigError(f"--sweep {text}: names a concurrency twice")
-    return found
 
 
 def curves(records: Sequence[Record]) -> tuple[str, Curves]:
@@ -128,14 +118,8 @@ def missing() -> str | None:
 def draw(path: Path, shared: str, found: Curves) -> None:
     """Throughput against both latencies; points are labelled with their loads.
 
-    Writes an SVG, PNG or PDF, by the path's suffix. Raises ConfigError when it cannot, or when
-    there is nothing to draw.
+    Raises ConfigError as `save` does, or when there is nothing to draw.
     """
-    if problem := missing():
-        raise ConfigError(problem)
-    import matplotlib
-    from matplotlib.figure import Figure
-
     runs = pd.DataFrame(
         {"curve": name, "load": intensity(record)[0], **record.metrics}
         for name, records in found.items()
@@ -144,7 +128,7 @@ def draw(path: Path, shared: str, found: Curves) -> None:
     panels = [metric for metric in PANELS if metric in runs]
     if not panels:
         raise ConfigError(f"no record has {TPOT} or {TTFT}: nothing to plot")
-    figure = Figure((INCHES[0] * len(panels), INCHES[1] + 0.25 * len(found)), layout="constrained")
+    figure = new_figure(INCHES[0] * len(panels), INCHES[1] + 0.25 * len(found))
     figure.suptitle(f"Throughput against latency: {shared}")
     looks = dict(zip(found, cycle(LOOKS), strict=False))  # the same in every panel
     for at, metric in enumerate(panels):
@@ -160,6 +144,22 @@ def draw(path: Path, shared: str, found: Curves) -> None:
                 axes.annotate(load, point, (4, 4), textcoords="offset points", fontsize=8)
         axes.grid(visible=True, alpha=0.3)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left")
+    save(figure, path)
+
+
+def new_figure(width: float, height: float) -> Any:  # noqa: ANN401
+    """An empty one, in inches. Raises ConfigError where nothing can be drawn."""
+    if problem := missing():
+        raise ConfigError(problem)
+    from matplotlib.figure import Figure
+
+    return Figure((width, height), layout="constrained")
+
+
+def save(figure: Any, path: Path) -> None:  # noqa: ANN401
+    """An SVG, PNG or PDF, by the path's suffix. Raises ConfigError when it cannot be written."""
+    import matplotlib
+
     try:
         with matplotlib.rc_context({"svg.fonttype": "none"}):  # words stay words
             figure.savefig(path, dpi=150)

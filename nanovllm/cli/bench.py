@@ -10,13 +10,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
 import msgspec
 import uvloop
 from click.core import ParameterSource
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 from tqdm import tqdm
 
 from nanovllm import launch
@@ -24,7 +25,7 @@ from nanovllm.bench import offline, online, record, report, sweep
 from nanovllm.bench.measure import Advance, Outcome
 from nanovllm.bench.started import NotStarted, Started, started
 from nanovllm.bench.workload import OFFLINE_NAMES, Load
-from nanovllm.cli.commands import config_of, recipe_options
+from nanovllm.cli.commands import FILE, config_of, numbers, recipe_options
 from nanovllm.config import Config, ConfigError, given_api_key
 
 DEFAULT_CONCURRENCY = 8
@@ -32,39 +33,16 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 BUSY = 0.9  # share of a run on the CPU above which a client process may be what limits it
 
 
-class Options(Load, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The command line: a load, and whom it is for. num_prompts is 0 where it says nothing."""
-
-    recipe: str | None
-    overrides: tuple[str, ...]
-    device: str | None
-    tp: int | None
-    load_format: str | None
-    offline: bool
-    start: bool
-    workload: str
-    ablate: tuple[str, ...]
-    url: str | None
-    served_by: str
-    api_key: str | None
-    sweep: str | None
-    goodput: tuple[str, ...]
-    processes: int | None
-    warmup: int | None
-    json_out: Path | None
-    results_dir: str
-    commit: str | None
-    compare: bool
-    more: tuple[str, ...]
-    plot: Path | None
-
+# The command line by the options' names, as click has converted it: a load, and whom it is for.
+# num_prompts is 0 where it says nothing.
+Options = SimpleNamespace
 
 OF_A_SERVER = ("url", "served_by", "sweep", "goodput", "processes")
 ONLINE_ONLY = {*Load.__struct_fields__, *OF_A_SERVER} - {"seed"}
 OF_THE_RECIPE = ("overrides", "device", "tp", "load_format")
 COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
-SHARE, FILE = click.FloatRange(0, 1, max_open=True), click.Path(path_type=Path)
+SHARE = click.FloatRange(0, 1, max_open=True)
 
 
 @click.command()
@@ -105,7 +83,7 @@ def bench(ctx: click.Context, /, **given: object) -> None:
 
     Exits with 1 when more than 1 % of the requests failed.
     """
-    options = msgspec.convert(given, Options)
+    options = Options(**given)
     typed = [n for n in given if ctx.get_parameter_source(n) is ParameterSource.COMMANDLINE]
     if options.compare:
         compare(options, typed)
@@ -209,9 +187,7 @@ def engine_config(options: Options, extra: Sequence[str]) -> Config | None:
     return config_of(
         options.recipe,
         (*options.overrides, *extra),
-        device=options.device,
-        tp=options.tp,
-        load_format=options.load_format,
+        **{name: vars(options)[name] for name in OF_THE_RECIPE[1:]},
         api_key=options.api_key if options.start else None,
     )
 
@@ -295,14 +271,14 @@ def loads_of(options: Options) -> list[Load]:
     """No two of a sweep send the same prompts, which would find their pages cached."""
     seeds: dict[int | None, int] = {options.concurrency: options.seed}
     if options.sweep is not None:
-        seeds = {count: options.seed + count for count in sweep.parse(options.sweep)}
+        seeds = {count: options.seed + count for count in numbers("--sweep", options.sweep)}
     elif options.concurrency is None and options.request_rate is None:
         seeds = {DEFAULT_CONCURRENCY: options.seed}
     loads = []
     for concurrency, seed in seeds.items():
         num_prompts = options.num_prompts or min(8 * (concurrency or 16), 1024)
         chosen = {"concurrency": concurrency, "seed": seed, "num_prompts": num_prompts}
-        loads.append(msgspec.convert(asdict(options) | chosen, Load))
+        loads.append(msgspec.convert(vars(options) | chosen, Load))
     return loads
 
 

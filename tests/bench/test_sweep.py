@@ -6,7 +6,6 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-import msgspec
 import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
@@ -71,7 +70,7 @@ def test_without_matplotlib_the_user_is_told_what_to_install(
 ) -> None:
     monkeypatch.setattr(sweep, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install nanovllm\[plot\]"):
-        draw(tmp_path / "out.svg", "Title", {})
+        draw(tmp_path / "out.svg", "Title", {"a": [at_load(13, 100, 1.0, 2.0)]})
 
 
 # -- curves ----------------------------------------------------------------------------------
@@ -205,9 +204,9 @@ def test_records_are_compared_and_plotted(tmp_path: Path) -> None:
         (["--plot", "x.svg"], "--plot draws a --sweep"),
         (["--sweep", "1,2", "--concurrency", "3"], "--sweep says the concurrencies"),
         (["--offline", "--sweep", "1,2"], "--sweep has no effect"),
-        (["--sweep", "1,x"], "--sweep 1,x: write concurrencies"),
-        (["--sweep", "0"], "--sweep 0: write concurrencies, 1 or more"),
-        (["--sweep", "4,1,4"], "--sweep 4,1,4: names a concurrency twice"),
+        (["--sweep", "1,x"], "--sweep 1,x: write numbers from 1"),
+        (["--sweep", "0"], "--sweep 0: write numbers from 1"),
+        (["--sweep", "4,1,4"], "--sweep 4,1,4: write numbers from 1, none twice"),
     ],
 )
 def test_senseless_combinations_are_refused(
@@ -221,8 +220,7 @@ def test_senseless_combinations_are_refused(
 
 def test_no_two_runs_of_a_sweep_send_the_same_prompts() -> None:
     given = bench.make_context("bench", ["--sweep", "1,4,256", "--structured"]).params
-    options = msgspec.convert(given, Options)
-    loads = loads_of(options)
+    loads = loads_of(Options(**given))
     assert {(one.input_len, one.output_len, one.structured) for one in loads} == {(1000, 256, True)}
     assert [(one.concurrency, one.num_prompts, one.seed) for one in loads] == [
         (1, 8, 1), (4, 32, 4), (256, 1024, 256),
