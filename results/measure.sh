@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The records behind README's tables, made on the machine present (one GPU), with random weights:
 #   results/measure.sh [PART ...]       parts: online offline kernels ablation sweep
-# and structured, which online begins with, speculation, variants, peers and peers-offline, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
+# and structured, which online begins with, speculation, variants, ranks (several GPUs), peers and peers-offline, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
 # FLAGS: more flags of every run, as in FLAGS="--results-dir /tmp/results". RECIPES: instead of 0.6B and 8B. VLLM_PYTHON: for peers, an interpreter that has vLLM.
 set -uo pipefail
 read -ra flags <<<"${FLAGS:-}"
@@ -64,6 +64,15 @@ measure() {
                     --ablate kernels.skinny_linear=torch --ablate kernels.batch_prep=torch
             done
             nanovllm bench --offline $recipe --workload w1-top "${common[@]}" --ablate kernels.sample=torch
+        done
+        ;;
+    ranks) # Qwen3-32B on one GPU, then on as many as RANKS says, two if it does not
+        nanovllm check-kernels --tp "${RANKS:-2}" --json "results/sums-$(date +%F).json"
+        for ranks in 1 "${RANKS:-2}"; do
+            for load in bs1 bs64 bs256 prefill; do
+                nanovllm bench --offline recipes/qwen3-32b.yaml --workload $load "${common[@]}" \
+                    --set parallel.tp=$ranks --set schedule.slots=256
+            done
         done
         ;;
     peers | peers-offline) # vLLM and nanovllm in turn, one client, the same prompts, ratios and a plot
