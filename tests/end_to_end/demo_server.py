@@ -7,10 +7,12 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
+
+if TYPE_CHECKING:
+    import openai  # which machines with GPUs may lack
 
 THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 
@@ -21,9 +23,13 @@ class Server:
     url: str
 
     def client(self) -> openai.OpenAI:
+        import openai
+
         return openai.OpenAI(**self._client_options())
 
     def async_client(self) -> openai.AsyncOpenAI:
+        import openai
+
         return openai.AsyncOpenAI(**self._client_options())
 
     def _client_options(self) -> dict[str, Any]:
