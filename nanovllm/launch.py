@@ -1,8 +1,8 @@
 """The process tree: spawn, readiness, death watch, signals. Not what the processes do.
 
     supervisor (this process, no torch)
-      +- engine: device, scheduler
-      +- rank 1..: device; only with parallel.tp
+      +- engine: device, scheduler; parallel.dp of them
+      +- rank 1..: device; only with parallel.tp, of each engine
       +- API 0..n-1: HTTP, tokenizer
 
 A child dies with its supervisor: each holds one end of a pipe and leaves when the other end closes.
@@ -54,23 +54,26 @@ Child = tuple[BaseProcess, Pipe]
 
 
 @contextlib.contextmanager
-def engine_process(config: Config, num_workers: int = 1) -> Iterator[tuple[str, list[Child]]]:
-    """Run an engine for so many connections; where its socket will be, and for whom to wait: its
-    ranks, of which the first is the engine."""
+def engine_processes(
+    config: Config, num_workers: int = 1
+) -> Iterator[tuple[list[str], list[Child]]]:
+    """Run all engines for so many connections each; where their sockets will be, and for whom to
+    wait: their ranks."""
     try:
         folder = tempfile.mkdtemp(prefix="nanovllm-")
     except OSError as error:  # says itself which folders were tried
         raise ConfigError(f"no folder for the engine's socket (TMPDIR): {error}") from None
-    path = os.path.join(folder, "engine.sock")
+    paths = [os.path.join(folder, f"{at}.sock") for at in range(config.recipe.parallel.dp)]
     try:
-        if len(os.fsencode(path)) > MOST_SOCKET_PATH:
-            raise ConfigError(f"{path} is too long for the engine's socket; set another TMPDIR")
+        if len(os.fsencode(paths[-1])) > MOST_SOCKET_PATH:
+            raise ConfigError(f"{paths[-1]} is too long for a socket; set another TMPDIR")
         config, ranks = without_api_key(config), []
         try:
-            for place in places_of(config, folder):
-                ranks.append(spawn(place.name, config, run_engine, place, path, num_workers))
-                place.close()  # its pipes are the child's
-            yield path, ranks
+            for at, path in enumerate(paths):
+                for place in places_of(config, folder, at):
+                    ranks.append(spawn(place.name, config, run_engine, place, path, num_workers))
+                    place.close()  # its pipes are the child's
+            yield paths, ranks
         finally:
             stop([rank for rank, _ in ranks], grace_s=0.0)  # whoever they worked for has gone
     finally:
@@ -87,8 +90,8 @@ def serve(config: Config) -> int:
     server = config.recipe.server
     config = replace(config, recipe=replace(config.recipe, server=with_parser(config)))
     sock, num = listen(server.host, server.port), server.workers
-    with sock, interruptible() as stopped, engine_process(config, num) as (path, ranks):
-        workers = [spawn(f"nanovllm-api{i}", config, run_api, path, i, sock) for i in range(num)]
+    with sock, interruptible() as stopped, engine_processes(config, num) as (paths, ranks):
+        workers = [spawn(f"nanovllm-api{i}", config, run_api, paths, i, sock) for i in range(num)]
         processes = [process for process, _ in (*ranks, *workers)]
         try:
             wait_ready([*ranks, *workers], stopped)
@@ -275,12 +278,14 @@ def run_engine(word: Word, config: Config, place: Place, path: str, num_workers:
         follow(config, place, word.ready_for_good)
 
 
-def run_api(word: Word, config: Config, path: str, worker: int, sock: socket.socket) -> None:
+def run_api(
+    word: Word, config: Config, paths: Sequence[str], worker: int, sock: socket.socket
+) -> None:
     from nanovllm.ipc.client import EngineLostError
     from nanovllm.server.main import run
 
     try:
-        run(config, path, worker, sock, word.ready)
+        run(config, paths, worker, sock, word.ready)
     except EngineLostError:
         sys.exit(EXIT_CRASH)  # what there is to say of it, the supervisor says
 

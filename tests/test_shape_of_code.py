@@ -38,6 +38,7 @@ CHOICES = (
     "nanovllm/sched/drafting.py",
     "nanovllm/engine/ranks.py", "nanovllm/parallel/cut.py", "nanovllm/parallel/gloo.py",
     "nanovllm/parallel/places.py",
+    "nanovllm/server/engines.py", "nanovllm/server/router.py",
 )  # fmt: skip
 BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes, what fits a machine
     "nanovllm/runner/room.py", "nanovllm/layers/describe.py",

@@ -39,6 +39,7 @@ class Options(Load, frozen=True, kw_only=True, forbid_unknown_fields=True):
     overrides: tuple[str, ...]
     device: str | None
     tp: int | None
+    dp: int | None
     load_format: str | None
     offline: bool
     start: bool
@@ -59,7 +60,7 @@ class Options(Load, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 ONLINE_ONLY = {*Load.__struct_fields__, "url", "sweep", "goodput", "processes"} - {"seed"}
-OF_THE_RECIPE = ("overrides", "device", "tp", "load_format")
+OF_THE_RECIPE = ("overrides", "device", "tp", "dp", "load_format")
 COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 
@@ -218,10 +219,8 @@ def engine_config(options: Options, extra: Sequence[str]) -> Config | None:
     return config_of(
         options.recipe,
         (*options.overrides, *extra),
-        device=options.device,
-        tp=options.tp,
-        load_format=options.load_format,
         api_key=options.api_key if options.start else None,
+        **{name: getattr(options, name) for name in OF_THE_RECIPE[1:]},
     )
 
 
@@ -229,10 +228,10 @@ def run(options: Options, config: Config | None) -> list[record.Record]:
     """Measure, print, write: one run, or one for each concurrency."""
     if config is not None and options.offline:
         begin = time.perf_counter()
-        with launch.engine_process(config) as (path, ranks):
+        with launch.engine_processes(config) as (paths, ranks):
             launch.wait_ready(ranks)
             measuring = offline.measure_engine(
-                path,
+                paths[0],
                 config,
                 options.workload,
                 ready_s=time.perf_counter() - begin,

@@ -24,6 +24,7 @@ Function = Callable[..., Any]
 RECIPE_KEYS = {
     "device": "device",
     "tp": "parallel.tp",
+    "dp": "parallel.dp",
     "load_format": "load.format",
     "host": "server.host",
     "port": "server.port",
@@ -36,9 +37,10 @@ json_option = click.option(
 
 
 def recipe_options(function: Function) -> Function:
-    """RECIPE (as `nanovllm serve --help` says), --set, --device, --tp, --load-format."""
+    """RECIPE (as `nanovllm serve --help` says), --set, --device, --tp, --dp, --load-format."""
     for option in (
         click.option("--load-format", help="auto, safetensors, or dummy (random weights)"),
+        click.option("--dp", type=int, help="engines, of --tp devices each"),
         click.option("--tp", type=int, help="tensor-parallel ranks"),
         click.option("--device", help="auto, cuda or cpu"),
         click.option(
