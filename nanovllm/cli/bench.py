@@ -216,12 +216,15 @@ def engine_config(options: Options, extra: Sequence[str]) -> Config | None:
     """The config of the engine to measure, as far as it is known. `extra`: an ablation."""
     if not (options.offline or options.start or options.recipe is not None):
         return None
-    return config_of(
+    config = config_of(
         options.recipe,
         (*options.overrides, *extra),
         api_key=options.api_key if options.start else None,
         **{name: getattr(options, name) for name in OF_THE_RECIPE[1:]},
     )
+    if options.offline and (dp := config.recipe.parallel.dp) > 1:
+        raise ConfigError(f"--offline drives one engine; parallel.dp is {dp}")
+    return config
 
 
 def run(options: Options, config: Config | None) -> list[record.Record]:

@@ -33,7 +33,7 @@ class Place:
     def name(self) -> str:
         """The name of its process."""
         kind = f"nanovllm-rank{self.rank}" if self.rank else "nanovllm-engine"
-        return kind if self.engine is None else f"{kind} of engine {self.engine}"
+        return kind if self.engine is None else f"{kind}.{self.engine}"
 
     def send(self, message: bytes) -> None:
         """To all other ranks. Raises RankLostError if one has gone."""
