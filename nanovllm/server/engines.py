@@ -145,7 +145,7 @@ class Replicas(Engines):
         if not any(load is not None for load in loads):
             return self._route  # which says that it is gone, or stalls as all do
         salt = request.cache_salt or ""
-        owner = salt or str(request.user or "")
+        owner = salt or request.user or ""
         routed = self._router.route(prompt.ids, salt, owner, loads)
         at = routed.engine
         return ChosenRoute(self.clients[at], self.metrics[at], self._router, routed)
