@@ -22,7 +22,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection as Pipe, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,9 +32,11 @@ from typing import NoReturn
 from msgspec.structs import replace
 
 from nanovllm.config import Config, ConfigError, Server, cache_dir, without_api_key
+from nanovllm.fleet import Fleet
 from nanovllm.log import setup
 from nanovllm.parallel.places import Place, RankLostError, places_of
 from nanovllm.server.parsers import parser_of
+from nanovllm.watch import BEAT_EVERY_S, TICK_S, Child, ending, endings, word_on
 
 log = logging.getLogger("serve")
 EXIT_CONFIG = 2
@@ -50,15 +53,10 @@ class Stopped(RuntimeError):
     """A signal came while a process was starting."""
 
 
-Child = tuple[BaseProcess, Pipe]
-
-
 @contextlib.contextmanager
-def engine_processes(
-    config: Config, num_workers: int = 1
-) -> Iterator[tuple[list[str], list[Child]]]:
-    """Run all engines for so many connections each; where their sockets will be, and for whom to
-    wait: their ranks."""
+def engine_processes(config: Config, num_workers: int = 1) -> Iterator[tuple[list[str], Fleet]]:
+    """Run all engines for so many connections each; where their sockets will be, and who is to be
+    waited for and watched."""
     try:
         folder = tempfile.mkdtemp(prefix="nanovllm-")
     except OSError as error:  # says itself which folders were tried
@@ -66,18 +64,29 @@ def engine_processes(
     paths = [os.path.join(folder, f"{at}.sock") for at in range(config.recipe.parallel.dp)]
     try:
         if len(os.fsencode(paths[-1])) > MOST_SOCKET_PATH:
-            raise ConfigError(f"{paths[-1]} is too long for a socket; set another TMPDIR")
-        config, ranks = without_api_key(config), []
+            raise ConfigError(
+                f"{paths[-1]} is too long for the engine's socket; set another TMPDIR"
+            )
+        given = without_api_key(config), num_workers
+        starts = [partial(start_engine, *given, at, path) for at, path in enumerate(paths)]
+        fleet = Fleet(starts, config.recipe.parallel.restarts)
         try:
-            for at, path in enumerate(paths):
-                for place in places_of(config, folder, at):
-                    ranks.append(spawn(place.name, config, run_engine, place, path, num_workers))
-                    place.close()  # its pipes are the child's
-            yield paths, ranks
+            fleet.start()
+            yield paths, fleet
         finally:
-            stop([rank for rank, _ in ranks], grace_s=0.0)  # whoever they worked for has gone
+            stop([rank for rank, _ in fleet.children], grace_s=0.0)  # whoever they worked for left
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_engine(config: Config, num_workers: int, at: int, path: str) -> list[Child]:
+    """The ranks of the engine with this number. It may have lived before."""
+    Path(path).unlink(missing_ok=True)
+    ranks = []
+    for place in places_of(config, tempfile.mkdtemp(dir=os.path.dirname(path)), at):
+        ranks.append(spawn(place.name, config, run_engine, place, path, num_workers))
+        place.close()  # its end of a ring is the child's
+    return ranks
 
 
 def serve(config: Config) -> int:
@@ -90,19 +99,20 @@ def serve(config: Config) -> int:
     server = config.recipe.server
     config = replace(config, recipe=replace(config.recipe, server=with_parser(config)))
     sock, num = listen(server.host, server.port), server.workers
-    with sock, interruptible() as stopped, engine_processes(config, num) as (paths, ranks):
+    with sock, interruptible() as stopped, engine_processes(config, num) as (paths, fleet):
         workers = [spawn(f"nanovllm-api{i}", config, run_api, paths, i, sock) for i in range(num)]
-        processes = [process for process, _ in (*ranks, *workers)]
+        processes = [process for process, _ in workers]
         try:
-            wait_ready([*ranks, *workers], stopped)
+            wait_ready([*fleet.children, *workers], stopped)
             announce(config, sock)
-            return watch(processes, stopped)
+            return watch(fleet, processes, stopped)
         except EngineDied:  # maybe because another one did, which then stands first
-            raise EngineDied(endings(processes)) from None
+            ranks = [process for process, _ in fleet.children]
+            raise EngineDied(endings([*ranks, *processes])) from None
         except Stopped:
             return 0
         finally:
-            stop(processes[len(ranks) :], grace_s=server.shutdown_s + 5)
+            stop(processes, grace_s=server.shutdown_s + 5)
 
 
 def with_parser(config: Config) -> Server:
@@ -163,36 +173,19 @@ def interruptible() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def watch(processes: Sequence[BaseProcess], stopped: threading.Event) -> int:
-    """Until a signal (0) or until any process ends (its own code, never 0)."""
-    while not stopped.wait(0.2):
-        codes = [process.exitcode for process in processes if process.exitcode is not None]
-        if codes:
-            log.error("%s; stopping", endings(processes))
+def watch(fleet: Fleet, workers: Sequence[BaseProcess], stopped: threading.Event) -> int:
+    """Until a signal (0), or until an API process ends or no engine is left (a code of theirs,
+    never 0)."""
+    while not stopped.wait(TICK_S):
+        lost = fleet.lost()
+        if lost or any(process.exitcode is not None for process in workers):
+            processes = [*(process for process, _ in fleet.children), *workers]
+            codes = [process.exitcode or 0 for process in processes]
+            log.error("%s; stopping", endings(processes) or lost)
+            if lost:
+                fleet.kill()  # so that streams end now
             return max(EXIT_CRASH, *codes)
     return 0
-
-
-def endings(processes: Iterable[BaseProcess]) -> str:
-    """`nanovllm-engine ended by SIGKILL (9); out of memory?`, for each that went wrong.
-
-    Those that a signal ended come first: others end because they miss them.
-    """
-    ended = [process for process in processes if process.exitcode is not None]
-    wrong = [process for process in ended if process.exitcode] or ended
-    return ", ".join(map(ending, sorted(wrong, key=lambda one: (one.exitcode or 0) >= 0)))
-
-
-def ending(process: BaseProcess) -> str:
-    code = process.exitcode or 0
-    if code >= 0:
-        return f"{process.name} ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:  # a real-time signal
-        name = "signal"
-    guess = "; out of memory?" if -code == signal.SIGKILL else ""
-    return f"{process.name} ended by {name} ({-code}){guess}"
 
 
 # -- children -------------------------------------------------------------------------------
@@ -212,11 +205,14 @@ def spawn(name: str, config: Config, target: object, *args: object) -> Child:
 
 
 class Word:
-    """What a child says to its supervisor: that it is ready, or once why it never will be."""
+    """What a child says to its supervisor: that it is ready, or once why it never will be.
+
+    A rank says again and again that it is alive, from when it is ready.
+    """
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
-        self.is_ready = False
+        self.is_ready = self.beats = False
 
     def ready(self) -> None:
         self.is_ready = True
@@ -226,10 +222,19 @@ class Word:
         """From now on it ends with its last connection, also where all processes get a SIGTERM."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.ready()
+        self.beats = True
 
     def sorry(self, why: object) -> NoReturn:
         self._pipe.send(str(why))
         sys.exit(EXIT_CONFIG)
+
+    def leave_with_supervisor(self) -> None:
+        """A thread's work."""
+        with contextlib.suppress(EOFError, OSError):
+            while not self._pipe.poll(BEAT_EVERY_S):  # nothing comes but the end
+                if self.beats:
+                    self._pipe.send("alive")
+        os._exit(EXIT_CRASH)
 
 
 def child(target: object, pipe: Pipe, config: Config, *args: object) -> None:
@@ -238,8 +243,9 @@ def child(target: object, pipe: Pipe, config: Config, *args: object) -> None:
     with contextlib.suppress(OSError):  # only Linux has it
         Path("/proc/self/comm").write_text(multiprocessing.current_process().name)
     setup(config.recipe.server.log_format)
-    threading.Thread(target=leave_with_supervisor, args=(pipe,), daemon=True).start()
-    run_child(target, Word(pipe), config, *args)
+    word = Word(pipe)
+    threading.Thread(target=word.leave_with_supervisor, daemon=True).start()
+    run_child(target, word, config, *args)
 
 
 def run_child(target: object, word: Word, config: Config, *args: object) -> None:
@@ -256,12 +262,6 @@ def run_child(target: object, word: Word, config: Config, *args: object) -> None
             raise
         where = error.filename or f"one of {tempfile.gettempdir()}, {cache_dir()}, Triton's cache"
         word.sorry(f"cannot write {where}: {error.strerror}")
-
-
-def leave_with_supervisor(word: Pipe) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        word.recv()
-    os._exit(EXIT_CRASH)
 
 
 def run_engine(word: Word, config: Config, place: Place, path: str, num_workers: int) -> None:
@@ -300,18 +300,13 @@ def wait_ready(children: Sequence[Child], stopped: threading.Event | None = None
         speaking = [pipe for pipe in waiting if pipe.poll()]
         heard = [(word_on(pipe), waiting.pop(pipe)) for pipe in speaking]
         for said, process in sorted(heard, key=lambda one: one[0] is None):
-            if said != "ready":
+            if said is None:
                 process.join()
-                raise EngineDied(ending(process)) if said is None else ConfigError(said)
+                raise EngineDied(ending(process))
+            if said != "ready":
+                raise ConfigError(said)  # whatever keeps it from ending
         if stopped is not None and stopped.is_set():
             raise Stopped
-
-
-def word_on(pipe: Pipe) -> str | None:
-    """What a child said; None if it ended without a word."""
-    with contextlib.suppress(EOFError):
-        return str(pipe.recv())
-    return None
 
 
 def stop(processes: Sequence[BaseProcess], grace_s: float) -> None:

@@ -37,8 +37,8 @@ CHOICES = (
     "nanovllm/engine/grammars.py", "nanovllm/engine/grammar_queue.py", "nanovllm/engine/trials.py",
     "nanovllm/sched/drafting.py",
     "nanovllm/engine/ranks.py", "nanovllm/parallel/cut.py", "nanovllm/parallel/gloo.py",
-    "nanovllm/parallel/places.py",
-    "nanovllm/server/engines.py", "nanovllm/server/router.py",
+    "nanovllm/parallel/places.py", "nanovllm/parallel/ring.py", "nanovllm/watch.py",
+    "nanovllm/fleet.py", "nanovllm/server/engines.py", "nanovllm/server/router.py",
 )  # fmt: skip
 BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes, what fits a machine
     "nanovllm/runner/room.py", "nanovllm/layers/describe.py",

@@ -231,8 +231,8 @@ def run(options: Options, config: Config | None) -> list[record.Record]:
     """Measure, print, write: one run, or one for each concurrency."""
     if config is not None and options.offline:
         begin = time.perf_counter()
-        with launch.engine_processes(config) as (paths, ranks):
-            launch.wait_ready(ranks)
+        with launch.engine_processes(config) as (paths, fleet):
+            launch.wait_ready(fleet.children)
             measuring = offline.measure_engine(
                 paths[0],
                 config,

@@ -8,8 +8,11 @@ token travels either.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import Counter
 from collections.abc import Callable
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -101,8 +104,8 @@ def build(config: Config, place: Place) -> tuple[Executor, Recipe, int]:
     return RankedExecutor(built.runner, place), built.recipe, built.vocab_size
 
 
-def follow(config: Config, place: Place, ready: Callable[[], None]) -> None:
-    """Another rank's main: builds, and does what rank 0 does until that has gone.
+def follow(config: Config, place: Place, ready: Callable[[], None]) -> NoReturn:
+    """Another rank's main: builds, does what rank 0 does until that has gone, and ends the process.
 
     Raises ConfigError that names the rank if it cannot be built, RankLostError if another has gone.
     It meets the others first: what is wrong with the recipe itself, rank 0 says before.
@@ -116,3 +119,5 @@ def follow(config: Config, place: Place, ready: Callable[[], None]) -> None:
     ready()
     while (message := place.recv()) is not None:
         follower.take(message)
+    logging.shutdown()
+    os._exit(0)  # what holds connections to the others would wait for them when it is destroyed

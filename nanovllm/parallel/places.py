@@ -1,18 +1,17 @@
 """Which engines and ranks a recipe has, and what each rank is given to find the others. Imports
 no torch.
 
-Rank 0 is the engine process: it plans. To each other rank leads a pipe of whole messages, of bytes,
-in which it hears of every step. A rank that has nothing to do sleeps in a read of its pipe.
+Rank 0 is the engine process: it plans. The other ranks hear of every step through a ring, and sleep
+while there is nothing in it.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from dataclasses import dataclass
-from multiprocessing.connection import Connection as Pipe
 
 from nanovllm.config import Config
+from nanovllm.parallel.ring import Reader, Writer, ring
 
 
 class RankLostError(RuntimeError):
@@ -23,10 +22,9 @@ class RankLostError(RuntimeError):
 class Place:
     rank: int
     size: int  # how many ranks its engine has
+    device: int  # the index of its GPU
     rendezvous: str  # a path, of a file that the ranks make when they meet
-    pipes: tuple[Pipe, ...]  # rank 0: where the others listen, in their order; else the one to read
-
-    device: int = 0  # its index among those of its kind
+    ring: Writer | Reader | None  # rank 0 writes, the others read; None: there are no others
     engine: int | None = None  # its number, where there are several
 
     @property
@@ -36,23 +34,21 @@ class Place:
         return kind if self.engine is None else f"{kind}.{self.engine}"
 
     def send(self, message: bytes) -> None:
-        """To all other ranks. Raises RankLostError if one has gone."""
+        """Rank 0's, to all others. Raises RankLostError if one has gone, or hangs."""
+        assert isinstance(self.ring, Writer)
         try:
-            for pipe in self.pipes:
-                pipe.send_bytes(message)
+            self.ring.send(message)
         except OSError as error:
             raise RankLostError(f"a rank does not listen any more: {error}") from None
 
     def recv(self) -> bytes | None:
         """The next message of rank 0, blocking; None when that has gone."""
-        try:
-            return self.pipes[0].recv_bytes()
-        except (EOFError, OSError):
-            return None
+        assert isinstance(self.ring, Reader)
+        return self.ring.recv()
 
     def close(self) -> None:
-        for pipe in self.pipes:
-            pipe.close()
+        if self.ring is not None:
+            self.ring.close()
 
 
 def places_of(config: Config, folder: str, engine: int = 0) -> list[Place]:
@@ -61,11 +57,13 @@ def places_of(config: Config, folder: str, engine: int = 0) -> list[Place]:
     `engine: paper` has one rank.
     """
     size = config.recipe.parallel.tp if config.recipe.engine == "model" else 1
-    pairs = [multiprocessing.Pipe(duplex=False) for _ in range(size - 1)]
-    pipes = [tuple(sends for _, sends in pairs), *((reads,) for reads, _ in pairs)]
-    rendezvous = os.path.join(folder, f"ranks{engine}")
+    rendezvous = os.path.join(folder, "ranks")
     number = engine if config.recipe.parallel.dp > 1 else None
+    ends: list[Writer | Reader | None] = [None]
+    if size > 1:
+        writer, readers = ring(size - 1)
+        ends = [writer, *readers]
     return [
-        Place(rank, size, rendezvous, mine, device=engine * size + rank, engine=number)
-        for rank, mine in enumerate(pipes)
+        Place(rank, size, engine * size + rank, rendezvous, end, number)
+        for rank, end in enumerate(ends)
     ]

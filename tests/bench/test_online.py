@@ -25,6 +25,7 @@ from nanovllm.bench.started import started, stop
 from nanovllm.bench.workload import Load, token_load
 from nanovllm.cli import bench as command
 from nanovllm.config import Config, ConfigError, load_config
+from nanovllm.fleet import Fleet
 from nanovllm.wire import Finish, FinishReason, Generate, Ready, Refusal, RefusalKind, Stats
 
 ROOT = Path(__file__).parents[2]
@@ -336,9 +337,9 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> list[PaperEngine]:
         return engines[-1]
 
     @contextlib.contextmanager
-    def engine_processes(config: object) -> Iterator[tuple[list[str], tuple[()]]]:
+    def engine_processes(config: object) -> Iterator[tuple[list[str], Fleet]]:
         time.sleep(0.01)
-        yield ["engine.sock"], ()
+        yield ["engine.sock"], Fleet([], 0)
 
     monkeypatch.setattr(offline.EngineClient, "connect", connect)
     monkeypatch.setattr(launch, "engine_processes", engine_processes)
@@ -396,10 +397,10 @@ def test_an_ablation_that_does_not_start_costs_its_own_row_only(
     tmp_path: Path, paper: list[PaperEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextlib.contextmanager
-    def engine_processes(config: Config) -> Iterator[tuple[list[str], tuple[()]]]:
+    def engine_processes(config: Config) -> Iterator[tuple[list[str], Fleet]]:
         if config.recipe.schedule.depth == 0:
             raise launch.EngineDied("nanovllm-engine ended with exit code 1")
-        yield ["engine.sock"], ()
+        yield ["engine.sock"], Fleet([], 0)
 
     monkeypatch.setattr(launch, "engine_processes", engine_processes)
     arguments = ["--offline", RECIPE, "--workload", "bs1", "--load-format", "dummy", "--warmup=0"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionChunk
 
 from nanovllm.config import DEMO, ConfigError
 from nanovllm.launch import EngineDied, wait_ready
@@ -65,30 +66,79 @@ def test_two_ranks_serve_what_one_does() -> None:
     all_leave(children)
 
 
-@pytest.mark.parametrize("name", ["nanovllm-rank1", "nanovllm-engine"])
-def test_a_killed_rank_ends_streams_and_server(name: str) -> None:
-    server = start(*CPU, "--tp", "2")
-    children = server.children()
-    stream = server.client().chat.completions.create(
-        **asked("Count.", temperature=0, max_tokens=2000, stream=True),
-        extra_body={"ignore_eos": True},
-    )
-    with stream, pytest.raises(openai.APIError):
-        for at, _ in enumerate(stream):
-            if at == 3:
-                os.kill(pid_of(server, name), signal.SIGKILL)
-                killed = time.monotonic()
-    assert time.monotonic() - killed < 5
-    assert server.process.wait(15 - (time.monotonic() - killed)) == 1
-    all_leave(children)
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a server makes a folder of its own, for its socket."""
+    path = tmp_path_factory.mktemp("tmp")
+    monkeypatch.setenv("TMPDIR", str(path))
+    return path
 
 
-def test_a_killed_rank_of_an_idle_server_ends_it() -> None:
+class Lossy:
+    """A server that loses a rank, and must be gone without a trace soon after."""
+
+    def __init__(self, tp: int, folder: Path) -> None:
+        self.folder = folder
+        self.shared = os.listdir("/dev/shm")
+        self.server = start(*CPU, "--tp", str(tp), "--set", "server.shutdown_s=60")
+        self.children = self.server.children()
+        assert len(os.listdir(folder)) == 1
+        assert str(folder) in Path("/proc/net/unix").read_text()
+        assert os.listdir("/dev/shm") == self.shared
+
+    def stream(self) -> openai.Stream[ChatCompletionChunk]:
+        return self.server.client().chat.completions.create(
+            **asked("Count.", temperature=0, max_tokens=2000, stream=True),
+            extra_body={"ignore_eos": True},
+        )
+
+    def lose(self, name: str, number: int) -> None:
+        os.kill(pid_of(self.server, name), number)
+        self.lost = time.monotonic()
+
+    def assert_gone(self) -> None:
+        assert self.server.process.wait(15 - (time.monotonic() - self.lost)) == 1
+        all_leave(self.children)
+        assert os.listdir(self.folder) == []
+        assert str(self.folder) not in Path("/proc/net/unix").read_text()
+        assert os.listdir("/dev/shm") == self.shared
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("tp", "name"), [(2, "nanovllm-engine"), (2, "nanovllm-rank1"), (4, "nanovllm-rank3")]
+)
+def test_a_lost_rank_ends_streams_and_server(tp: int, name: str, number: int, folder: Path) -> None:
+    lossy = Lossy(tp, folder)
+    with lossy.stream(), lossy.stream() as stream:  # nobody reads the first one
+        with pytest.raises(openai.APIError):
+            for at, _ in enumerate(stream):
+                if at == 3:
+                    lossy.lose(name, number)
+        assert time.monotonic() - lossy.lost < 5
+        lossy.assert_gone()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("name", ["nanovllm-engine", "nanovllm-rank1"])
+def test_a_lost_rank_of_an_idle_server_ends_it(name: str, number: int, folder: Path) -> None:
+    lossy = Lossy(2, folder)
+    lossy.lose(name, number)
+    lossy.assert_gone()
+
+
+def test_a_machine_that_slept_has_lost_no_rank() -> None:
+    """All processes stop, then only those that are no ranks: longer than a rank may be silent."""
     server = start(*CPU, "--tp", "2")
-    children = server.children()
-    os.kill(pid_of(server, "nanovllm-rank1"), signal.SIGKILL)
-    assert server.process.wait(15) == 1
-    all_leave(children)
+    supervisor = server.process.pid
+    workers = [pid_of(server, "nanovllm-api0"), supervisor]
+    for pids in ([*server.children(), supervisor], workers):
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in pids:
+                os.kill(pid, number)
+            time.sleep(4)
+    assert text_of(server)
+    assert server.stop() == 0
 
 
 def refused(*arguments: str) -> tuple[str, str]:

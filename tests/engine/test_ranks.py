@@ -20,6 +20,7 @@ from nanovllm.engine import ranks
 from nanovllm.engine.ranks import Follower, RankedExecutor
 from nanovllm.parallel.gloo import GlooMesh
 from nanovllm.parallel.places import Place, RankLostError, places_of
+from nanovllm.parallel.ring import RING_BYTES, Writer, ring
 from nanovllm.plan import Masks, StepPlan
 from nanovllm.wire import Sampling
 from tests.models.tiny import config_of, make_tiny
@@ -159,6 +160,43 @@ def test_followers_hear_of_plans_and_masks_in_order(tmp_path: Path) -> None:
         assert heard.noted == own.noted
 
 
+def test_masks_of_many_rows_pass_a_small_ring() -> None:
+    """256 rows of a vocabulary of 151,936: 4.9 MB a step through 64 KiB."""
+    plan = StepPlan(1, [], [], 256, None, [], 9, [*range(256)])
+    masks = [
+        np.random.default_rng(step).integers(-(2**31), 2**31, (256, 4_748), np.int32)
+        for step in range(3)
+    ]
+    owns: list[Any] = [Own(), Own(), Own()]
+    writer, readers = ring(2, 1 << 16)
+    places = [Place(rank, 3, rank, "", end) for rank, end in enumerate([writer, *readers])]
+
+    def follow(place: Place) -> None:
+        follower = Follower(owns[place.rank])
+        while (message := place.recv()) is not None:
+            follower.take(message)
+
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(follow, place) for place in places[1:]]
+        executor = RankedExecutor(owns[0], places[0])
+        for one in masks:
+            executor.launch(plan).sample(one)
+        places[0].close()
+        assert [each.result(20) for each in done] == [None, None]
+    expected = [noted for one in masks for noted in (plan, one.tolist())]
+    assert [own.noted == expected for own in owns] == [True, True, True]
+
+
+def test_a_follower_that_hangs_is_an_error(tmp_path: Path) -> None:
+    first, *others = places_of(cut(CONFIG, 3), str(tmp_path))
+    assert [place.device for place in (first, *others)] == [0, 1, 2]
+    assert isinstance(first.ring, Writer)
+    first.ring.patience_s = 0.1
+    said = r"a rank does not listen any more: reader 1 has not read for 0\.1 s"
+    with pytest.raises(RankLostError, match=said):
+        first.send(bytes(2 * RING_BYTES))
+
+
 def test_a_follower_that_has_gone_is_an_error(tmp_path: Path) -> None:
     first, other = places_of(cut(CONFIG, 2), str(tmp_path))
     other.close()
@@ -170,7 +208,7 @@ def test_a_follower_that_has_gone_is_an_error(tmp_path: Path) -> None:
 
 def test_paper_has_one_rank(tmp_path: Path) -> None:
     (place,) = places_of(load_config("paper", ["parallel.tp=4"]), str(tmp_path))
-    assert (place.rank, place.size, place.pipes) == (0, 1, ())
+    assert (place.rank, place.size, place.ring) == (0, 1, None)
 
 
 # -- what goes wrong while loading -------------------------------------------------------------
@@ -183,7 +221,7 @@ def test_a_rank_that_cannot_be_built_says_which_it_is(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ranks, "build_runner", build)
     monkeypatch.setattr(ranks, "mesh_of", lambda place: SimpleNamespace(connect=lambda: None))
     with pytest.raises(ConfigError) as caught:
-        ranks.follow(load_config(None), Place(3, 4, "", ()), lambda: None)
+        ranks.follow(load_config(None), Place(3, 4, 3, "", None), lambda: None)
     assert str(caught.value) == "rank 3: model.safetensors: missing tensor x"
 
 

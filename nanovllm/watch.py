@@ -1,0 +1,86 @@
+"""What a supervisor knows of the processes it started: who ended and how, who is silent.
+
+The ranks of one engine live and die together. A rank that was lost leaves others in a collective
+that never ends, on a device that no signal reaches, so nobody waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterable, Sequence
+from multiprocessing.connection import Connection as Pipe
+from multiprocessing.process import BaseProcess
+
+Child = tuple[BaseProcess, Pipe]  # and where it says that it is ready, and then that it is alive
+TICK_S = 0.2
+BEAT_EVERY_S = 0.5
+LOST_S = 3.0  # without a beat
+
+
+class Ranks:
+    """The ranks of one engine, all of which have said that they are ready."""
+
+    def __init__(self, children: Sequence[Child]) -> None:
+        self.children = children
+        self._silent = [0] * len(children)  # for how many ticks
+
+    def lost(self) -> str:
+        """Why the engine cannot go on; empty if it can. To be asked every TICK_S.
+
+        Ticks are counted instead of seconds, and what came meanwhile is heard first: a supervisor
+        that was stopped itself, or a machine that slept, has lost nobody. A rank without others may
+        be silent: its streams go on when it does.
+        """
+        for rank, (_, word) in enumerate(self.children):
+            self._silent[rank] = 0 if heard(word) else self._silent[rank] + 1
+        processes = [process for process, _ in self.children]
+        silent = [
+            f"{process.name} has been silent for {LOST_S:.0f} s"
+            for process, ticks in zip(processes, self._silent, strict=True)
+            if ticks * TICK_S > LOST_S and len(processes) > 1
+        ]
+        return endings(processes) or ", ".join(silent)
+
+    def kill(self) -> None:
+        for process, _ in self.children:
+            process.kill()
+
+
+def heard(word: Pipe) -> bool:
+    """Whether a child has said anything since the last time."""
+    said = False
+    with contextlib.suppress(EOFError, OSError):  # it has ended
+        while word.poll():
+            word.recv()
+            said = True
+    return said
+
+
+def endings(processes: Iterable[BaseProcess]) -> str:
+    """`nanovllm-engine ended by SIGKILL (9); out of memory?`, for each that went wrong.
+
+    Those that a signal ended come first: others end because they miss them.
+    """
+    ended = [process for process in processes if process.exitcode is not None]
+    wrong = [process for process in ended if process.exitcode] or ended
+    return ", ".join(map(ending, sorted(wrong, key=lambda one: (one.exitcode or 0) >= 0)))
+
+
+def ending(process: BaseProcess) -> str:
+    code = process.exitcode or 0
+    if code >= 0:
+        return f"{process.name} ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        name = "signal"
+    guess = "; out of memory?" if -code == signal.SIGKILL else ""
+    return f"{process.name} ended by {name} ({-code}){guess}"
+
+
+def word_on(pipe: Pipe) -> str | None:
+    """What a child said; None if it ended without a word."""
+    with contextlib.suppress(EOFError):
+        return str(pipe.recv())
+    return None

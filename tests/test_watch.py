@@ -1,0 +1,92 @@
+"""Who is lost: a rank that ended, or one without a beat, counted in turns of the supervisor."""
+
+from __future__ import annotations
+
+import signal
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nanovllm.watch import LOST_S, TICK_S, Ranks, endings
+
+TURNS = round(LOST_S / TICK_S)  # that a rank may be silent
+
+
+def process(name: str, exitcode: int | None = None) -> Any:
+    return SimpleNamespace(name=name, exitcode=exitcode, kill=lambda: killed.append(name))
+
+
+killed: list[str] = []
+
+
+class Engine:
+    """Ranks that beat when the test says so."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.processes = [process(f"rank{rank}") for rank in range(num_ranks)]
+        pairs = [Pipe() for _ in range(num_ranks)]
+        self.ends: list[Connection] = [theirs for _, theirs in pairs]
+        words = [ours for ours, _ in pairs]
+        self.ranks = Ranks([*zip(self.processes, words, strict=True)])
+
+    def beat(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.ends[rank].send("alive")
+
+
+def test_a_silent_rank_is_lost_after_three_seconds_of_turns() -> None:
+    engine = Engine(3)
+    for _ in range(TURNS):
+        engine.beat(0, 1)
+        assert engine.ranks.lost() == ""
+    engine.beat(0, 1)
+    assert engine.ranks.lost() == "rank2 has been silent for 3 s"
+    engine.beat(2)
+    assert engine.ranks.lost() == ""  # heard before it is judged
+
+
+def test_beats_of_a_long_stop_are_heard_at_once() -> None:
+    engine = Engine(2)
+    for _ in range(100):
+        engine.beat(0, 1)
+    for _ in range(TURNS + 1):
+        assert engine.ranks.lost() == ""
+    assert engine.ranks.lost() == "rank0 has been silent for 3 s, rank1 has been silent for 3 s"
+
+
+def test_a_rank_without_others_may_be_silent() -> None:
+    engine = Engine(1)
+    assert [engine.ranks.lost() for _ in range(10 * TURNS)] == [""] * 10 * TURNS
+    engine.processes[0].exitcode = 3
+    assert engine.ranks.lost() == "rank0 ended with exit code 3"
+
+
+def test_a_rank_that_ended_is_lost_at_once() -> None:
+    engine = Engine(2)
+    engine.ends[1].close()
+    assert engine.ranks.lost() == ""  # it ends, but has not yet
+    engine.processes[1].exitcode = -signal.SIGKILL
+    assert engine.ranks.lost() == "rank1 ended by SIGKILL (9); out of memory?"
+
+
+@pytest.mark.parametrize(
+    ("codes", "said"),
+    [
+        ([None, None], ""),
+        ([0, None], "a ended with exit code 0"),
+        ([0, 1], "b ended with exit code 1"),
+        ([1, -11], "b ended by SIGSEGV (11), a ended with exit code 1"),
+        ([-40, None], "a ended by signal (-40)"),
+    ],
+)
+def test_signals_are_named_first(codes: list[int | None], said: str) -> None:
+    assert endings(map(process, "ab", codes)).replace("(40)", "(-40)") == said
+
+
+def test_all_ranks_are_killed_together() -> None:
+    killed.clear()
+    Engine(3).ranks.kill()
+    assert killed == ["rank0", "rank1", "rank2"]
