@@ -28,34 +28,30 @@ class Engine:
         self._ranks: Ranks | None = Ranks(self.children)  # None until all of a later life are ready
         self._why = ""  # it is lost
 
-    def lost(self) -> str:
-        """Why it is away; empty while it lives or is being started. To be asked every TICK_S."""
+    def lost(self, restarts: bool) -> str:
+        """Why it is away; empty while it lives or is being started."""
         if not self._why:
             self._why = self._trouble() if self._ranks is None else self._ranks.lost()
             if self._why:
-                self.kill()
                 self._say()
-        if self._why and self._may_start():
+        if self._why and restarts and self._may_start():
             self._restarted.append(time.monotonic())
             self.children = self._start()
             self._waiting, self._ranks, self._why = list(self.children), None, ""
         return self._why
 
-    def kill(self) -> None:
-        for process, _ in self.children:
-            process.kill()
-
     def _trouble(self) -> str:
-        """Why a later life will never be ready; empty while it may be."""
+        """Why a later life will never be ready, after it was ended; empty while it may be."""
         for process, word in list(self._waiting):
             if word.poll():
                 said = word_on(word)
-                if said is None:
-                    process.join(1)
-                    return ending(process)
-                if said != "ready":
-                    return said
-                self._waiting.remove((process, word))
+                if said == "ready":
+                    self._waiting.remove((process, word))
+                    continue
+                process.join(0.0 if said else 1.0)
+                for each, _ in self.children:
+                    each.kill()
+                return said or ending(process)
         if not self._waiting:
             self._ranks = Ranks(self.children)
         return ""
@@ -79,7 +75,7 @@ class Engine:
 
 
 class Fleet:
-    """All engines. Once the first lives are ready, `lost` is to be asked every TICK_S."""
+    """All engines of a server, to be watched once their first lives are ready."""
 
     def __init__(self, starts: Sequence[Callable[[], list[Child]]], restarts: int) -> None:
         """With one engine there is nobody who would serve meanwhile, so it is not started again."""
@@ -96,11 +92,10 @@ class Fleet:
         """All ranks of the newest lives."""
         return [child for engine in self._engines for child in engine.children]
 
-    def lost(self) -> str:
-        """Why no engine is left; empty while one lives or is being started."""
-        reasons = [engine.lost() for engine in self._engines]
-        return ", ".join(reasons) if all(reasons) else ""
+    def lost(self, restarts: bool = True) -> str:
+        """Why no engine is left; empty while one lives or is being started.
 
-    def kill(self) -> None:
-        for engine in self._engines:
-            engine.kill()
+        To be asked every TICK_S. Without `restarts` those that are away stay away.
+        """
+        reasons = [engine.lost(restarts) for engine in self._engines]
+        return ", ".join(reasons) if all(reasons) else ""

@@ -112,7 +112,7 @@ def serve(config: Config) -> int:
         except Stopped:
             return 0
         finally:
-            stop(processes, grace_s=server.shutdown_s + 5)
+            stop(processes, server.shutdown_s + 5, fleet)
 
 
 def with_parser(config: Config) -> Server:
@@ -181,9 +181,7 @@ def watch(fleet: Fleet, workers: Sequence[BaseProcess], stopped: threading.Event
         if lost or any(process.exitcode is not None for process in workers):
             processes = [*(process for process, _ in fleet.children), *workers]
             codes = [process.exitcode or 0 for process in processes]
-            log.error("%s; stopping", endings(processes) or lost)
-            if lost:
-                fleet.kill()  # so that streams end now
+            log.error("%s; stopping", lost or endings(workers))
             return max(EXIT_CRASH, *codes)
     return 0
 
@@ -309,12 +307,14 @@ def wait_ready(children: Sequence[Child], stopped: threading.Event | None = None
             raise Stopped
 
 
-def stop(processes: Sequence[BaseProcess], grace_s: float) -> None:
+def stop(processes: Sequence[BaseProcess], grace_s: float, fleet: Fleet | None = None) -> None:
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and any(process.exitcode is None for process in processes):
+        time.sleep(TICK_S)
+        if fleet is not None:
+            fleet.lost(restarts=False)
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.exitcode is None:
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()

@@ -22,29 +22,29 @@ class Ranks:
     """The ranks of one engine, all of which have said that they are ready."""
 
     def __init__(self, children: Sequence[Child]) -> None:
-        self.children = children
-        self._silent = [0] * len(children)  # for how many ticks
+        self.processes = [process for process, _ in children]
+        self._words = [word for _, word in children]
+        self._silent = [0] * len(children)  # for how many turns
 
     def lost(self) -> str:
-        """Why the engine cannot go on; empty if it can. To be asked every TICK_S.
+        """Why the engine cannot go on, after all of it was killed; empty if it can.
 
-        Ticks are counted instead of seconds, and what came meanwhile is heard first: a supervisor
-        that was stopped itself, or a machine that slept, has lost nobody. A rank without others may
-        be silent: its streams go on when it does.
+        To be asked every TICK_S. Turns are counted instead of seconds, and what came meanwhile is
+        heard first: a supervisor that was stopped itself, or a machine that slept, has lost nobody.
+        A rank without others may be silent: its streams go on when it does.
         """
-        for rank, (_, word) in enumerate(self.children):
+        for rank, word in enumerate(self._words):
             self._silent[rank] = 0 if heard(word) else self._silent[rank] + 1
-        processes = [process for process, _ in self.children]
         silent = [
             f"{process.name} has been silent for {LOST_S:.0f} s"
-            for process, ticks in zip(processes, self._silent, strict=True)
-            if ticks * TICK_S > LOST_S and len(processes) > 1
+            for process, turns in zip(self.processes, self._silent, strict=True)
+            if turns * TICK_S > LOST_S and len(self.processes) > 1
         ]
-        return endings(processes) or ", ".join(silent)
-
-    def kill(self) -> None:
-        for process, _ in self.children:
-            process.kill()
+        why = endings(self.processes) or ", ".join(silent)
+        if why:
+            for process in self.processes:
+                process.kill()
+        return why
 
 
 def heard(word: Pipe) -> bool:

@@ -145,7 +145,9 @@ def test_one_engine_is_not_started_again() -> None:
     assert a.lives[0][0].was_killed
 
 
-def test_all_can_be_killed() -> None:
-    found, starts = fleet_of(3, restarts=3, num_ranks=2)
-    found.kill()
-    assert all(rank.was_killed for start in starts for rank in start.lives[0])
+def test_while_a_server_ends_nobody_is_started() -> None:
+    found, (a, _) = fleet_of(2, restarts=3, num_ranks=2)
+    a.lives[0][0].die()
+    for _ in range(2):
+        assert found.lost(restarts=False) == ""
+    assert a.lives[0][1].was_killed and len(a.lives) == 1

@@ -96,17 +96,23 @@ class Lossy:
         os.kill(pid_of(self.server, name), number)
         self.lost = time.monotonic()
 
-    def assert_gone(self) -> None:
-        assert self.server.process.wait(15 - (time.monotonic() - self.lost)) == 1
+    def assert_gone(self, code: int = 1) -> None:
+        assert self.server.process.wait(15 - (time.monotonic() - self.lost)) == code
         all_leave(self.children)
         assert os.listdir(self.folder) == []
         assert str(self.folder) not in Path("/proc/net/unix").read_text()
         assert os.listdir("/dev/shm") == self.shared
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize(
-    ("tp", "name"), [(2, "nanovllm-engine"), (2, "nanovllm-rank1"), (4, "nanovllm-rank3")]
+    ("tp", "name", "number"),
+    [
+        (2, "nanovllm-engine", signal.SIGKILL),
+        (2, "nanovllm-engine", signal.SIGSTOP),
+        (2, "nanovllm-rank1", signal.SIGKILL),
+        (2, "nanovllm-rank1", signal.SIGSTOP),
+        (4, "nanovllm-rank3", signal.SIGSTOP),
+    ],
 )
 def test_a_lost_rank_ends_streams_and_server(tp: int, name: str, number: int, folder: Path) -> None:
     lossy = Lossy(tp, folder)
@@ -128,17 +134,29 @@ def test_a_lost_rank_of_an_idle_server_ends_it(name: str, number: int, folder: P
 
 
 def test_a_machine_that_slept_has_lost_no_rank() -> None:
-    """All processes stop, then only those that are no ranks: longer than a rank may be silent."""
+    """All processes stop, then the supervisor alone: longer than a rank may be silent."""
     server = start(*CPU, "--tp", "2")
     supervisor = server.process.pid
-    workers = [pid_of(server, "nanovllm-api0"), supervisor]
-    for pids in ([*server.children(), supervisor], workers):
-        for number in (signal.SIGSTOP, signal.SIGCONT):
+    for pids in ([*server.children(), supervisor], [supervisor]):
+        for number, pause_s in ((signal.SIGSTOP, 3.6), (signal.SIGCONT, 0.6)):
             for pid in pids:
                 os.kill(pid, number)
-            time.sleep(4)
-    assert text_of(server)
+            time.sleep(pause_s)
+    with server.client() as client:
+        assert client.chat.completions.create(**ASKED).choices[0].message.content
     assert server.stop() == 0
+
+
+def test_a_rank_that_is_lost_while_requests_finish_ends_them(folder: Path) -> None:
+    lossy = Lossy(2, folder)
+    with lossy.stream() as stream, pytest.raises(openai.APIError):
+        for at, _ in enumerate(stream):
+            if at == 3:
+                lossy.server.process.terminate()
+            if at == 6:
+                lossy.lose("nanovllm-rank1", signal.SIGSTOP)
+    assert time.monotonic() - lossy.lost < 5
+    lossy.assert_gone(0)
 
 
 def refused(*arguments: str) -> tuple[str, str]:
