@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 
 from nanovllm.watch import Child, Ranks, ending, word_on
 
@@ -91,6 +92,11 @@ class Fleet:
     def children(self) -> list[Child]:
         """All ranks of the newest lives."""
         return [child for engine in self._engines for child in engine.children]
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """Those of `children`."""
+        return [process for process, _ in self.children]
 
     def lost(self, restarts: bool = True) -> str:
         """Why no engine is left; empty while one lives or is being started.

@@ -63,10 +63,8 @@ def engine_processes(config: Config, num_workers: int = 1) -> Iterator[tuple[lis
         raise ConfigError(f"no folder for the engine's socket (TMPDIR): {error}") from None
     paths = [os.path.join(folder, f"{at}.sock") for at in range(config.recipe.parallel.dp)]
     try:
-        if len(os.fsencode(paths[-1])) > MOST_SOCKET_PATH:
-            raise ConfigError(
-                f"{paths[-1]} is too long for the engine's socket; set another TMPDIR"
-            )
+        if len(os.fsencode(last := paths[-1])) > MOST_SOCKET_PATH:
+            raise ConfigError(f"{last} is too long for the engine's socket; set another TMPDIR")
         given = without_api_key(config), num_workers
         starts = [partial(start_engine, *given, at, path) for at, path in enumerate(paths)]
         fleet = Fleet(starts, config.recipe.parallel.restarts)
@@ -74,7 +72,7 @@ def engine_processes(config: Config, num_workers: int = 1) -> Iterator[tuple[lis
             fleet.start()
             yield paths, fleet
         finally:
-            stop([rank for rank, _ in fleet.children], grace_s=0.0)  # whoever they worked for left
+            stop(fleet.processes, grace_s=0.0)  # whoever they worked for has gone
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -107,8 +105,7 @@ def serve(config: Config) -> int:
             announce(config, sock)
             return watch(fleet, processes, stopped)
         except EngineDied:  # maybe because another one did, which then stands first
-            ranks = [process for process, _ in fleet.children]
-            raise EngineDied(endings([*ranks, *processes])) from None
+            raise EngineDied(endings([*fleet.processes, *processes])) from None
         except Stopped:
             return 0
         finally:
@@ -179,8 +176,7 @@ def watch(fleet: Fleet, workers: Sequence[BaseProcess], stopped: threading.Event
     while not stopped.wait(TICK_S):
         lost = fleet.lost()
         if lost or any(process.exitcode is not None for process in workers):
-            processes = [*(process for process, _ in fleet.children), *workers]
-            codes = [process.exitcode or 0 for process in processes]
+            codes = [process.exitcode or 0 for process in (*fleet.processes, *workers)]
             log.error("%s; stopping", lost or endings(workers))
             return max(EXIT_CRASH, *codes)
     return 0

@@ -58,8 +58,9 @@ measure() {
         for recipe in $small $large; do
             for load in w1 bs1 bs64 bs256 prefill; do
                 nanovllm bench --offline $recipe --workload $load "${common[@]}" --ablate kernels.decode=triton \
-                    --ablate kernels.skinny_linear=torch --ablate kernels.attention=triton
+                    --ablate kernels.skinny_linear=torch --ablate kernels.batch_prep=torch
             done
+            nanovllm bench --offline $recipe --workload w1-top "${common[@]}" --ablate kernels.sample=torch
         done
         ;;
     sweep) # and a plot

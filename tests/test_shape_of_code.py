@@ -33,11 +33,11 @@ CHOICES = (
     "nanovllm/attention/triton.py",
     "nanovllm/sampling/bad_words.py", "nanovllm/sampling/logit_bias.py",
     "nanovllm/sampling/logprobs.py", "nanovllm/sampling/min_tokens.py",
-    "nanovllm/sampling/penalties.py", "nanovllm/sampling/truncate.py",
+    "nanovllm/sampling/penalties.py", "nanovllm/sampling/shards.py",
+    "nanovllm/sampling/truncate.py",
     "nanovllm/engine/grammars.py", "nanovllm/engine/grammar_queue.py", "nanovllm/engine/trials.py",
     "nanovllm/sched/drafting.py",
-    "nanovllm/engine/ranks.py", "nanovllm/parallel/cut.py", "nanovllm/parallel/gloo.py",
-    "nanovllm/parallel/places.py", "nanovllm/parallel/ring.py", "nanovllm/watch.py",
+    "nanovllm/engine/ranks.py", "nanovllm/parallel/", "nanovllm/watch.py",
     "nanovllm/fleet.py", "nanovllm/server/engines.py", "nanovllm/server/router.py",
 )  # fmt: skip
 BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes, what fits a machine
@@ -46,7 +46,7 @@ BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes,
     "nanovllm/server/process_facts.py", "nanovllm/server/large.py", "nanovllm/server/length.py",
 )  # fmt: skip
 CUTE = ("cute", "skinny_linear", "flash_prefill", "gated_linear", "gated_product", "kept")
-CASES = ("case", "timing", "skinny_cases", "compile_one")
+CASES = ("case", "timing", "skinny_cases", "compile_one", "peer_cases")
 BUDGETS = {
     "path": 6_200, "beside": 600, "choices": 6_500, "tools": 2_200,
     "triton": 3_800, "cute": 3_800, "cases": 900,

@@ -51,7 +51,7 @@ class WholeEngine:
             server=Server(max_model_tokens=max_tokens),
             speculate=speculate,
         )
-        self.mesh = Mesh() if place is None else mesh_of(place)
+        self.mesh = Mesh() if place is None else mesh_of(config, place)
         built = build(replace(config, recipe=recipe), self.mesh)
         self.runner = built.runner
         executor: Executor = self.runner

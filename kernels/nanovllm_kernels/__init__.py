@@ -18,6 +18,8 @@ KERNELS = {
     "gather_rows": "nanovllm_kernels.batch_prep:GATHER_ROWS",
     "apply_mask": "nanovllm_kernels.apply_mask:KERNEL",
     "draw": "nanovllm_kernels.sampling:DRAW",
+    "winners": "nanovllm_kernels.sampling:WINNERS",
+    "best": "nanovllm_kernels.sampling:BEST",
     "thresholds": "nanovllm_kernels.thresholds:THRESHOLDS",
     "write_back": "nanovllm_kernels.batch_prep:WRITE_BACK",
     "ngram": "nanovllm_kernels.ngram:NGRAM",

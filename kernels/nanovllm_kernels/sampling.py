@@ -2,7 +2,7 @@
 
 `draw` reads the logits once: every program sums up one block of one row, then one program per row
 chooses a block and a token in it. It does not depend on the number of rows, so a row's token does
-not depend on its neighbours.
+not depend on its neighbours. `winners` is the same on some columns of the vocabulary, for `best`.
 
 Decision: what is wrong with a row is read off the sums, which are needed anyway: a NaN or +inf
 anywhere makes its block's sum NaN, and where nothing is possible all sums are 0.
@@ -10,6 +10,7 @@ anywhere makes its block's sum NaN, and where nothing is possible all sums are 0
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels import sampling_reference as reference
-from nanovllm_kernels.case import Args, Case, Kernel, bits, normal
+from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
 
 BLOCK = tl.constexpr(reference.BLOCK)
 BLOCK_INDEX = tl.constexpr(reference.BLOCK_INDEX)
@@ -37,29 +38,71 @@ def draw(
     seeds_N: Tensor,
     thresholds_S: Tensor | None = None,
 ) -> Tensor:
+    tokens_S = torch.empty(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
+    args = logits_SV, slots_S, positions_S, inverse_temperatures_N, seeds_N, thresholds_S
+    _draw(*args, 0, None, tokens_S)
+    return tokens_S
+
+
+def winners(
+    logits_SV: Tensor,
+    slots_S: Tensor,
+    positions_S: Tensor,
+    inverse_temperatures_N: Tensor,
+    seeds_N: Tensor,
+    thresholds_S: Tensor | None = None,
+    first_token: int = 0,
+) -> Tensor:
+    winners_S2 = torch.empty(len(logits_SV), 2, dtype=torch.int32, device=logits_SV.device)
+    args = logits_SV, slots_S, positions_S, inverse_temperatures_N, seeds_N, thresholds_S
+    _draw(*args, first_token, winners_S2, None)
+    return winners_S2
+
+
+def best(winners_IS2: Tensor) -> Tensor:
+    assert winners_IS2.is_contiguous()
+    num_ranks, num_rows, _ = winners_IS2.shape
+    tokens_S = torch.empty(num_rows, dtype=torch.int64, device=winners_IS2.device)
+    ranks = triton.next_power_of_2(num_ranks)
+    best_kernel[(num_rows,)](winners_IS2, tokens_S, num_rows, num_ranks, RANKS=ranks)
+    return tokens_S
+
+
+def _draw(
+    logits_SV: Tensor,
+    slots_S: Tensor,
+    positions_S: Tensor,
+    inverses_N: Tensor,
+    seeds_N: Tensor,
+    thresholds_S: Tensor | None,
+    first_token: int,
+    winners_S2: Tensor | None,
+    tokens_S: Tensor | None,
+) -> None:
+    """Fills either winners or tokens."""
     assert logits_SV.stride(1) == 1
     num_rows, vocab = logits_SV.shape
-    inverses, num_blocks = inverse_temperatures_N, triton.cdiv(vocab, reference.BLOCK)
-    tops_SB, sums_SB = _sum_blocks(logits_SV, slots_S, inverses, thresholds_S)
-    tokens_S = torch.empty(num_rows, dtype=torch.int64, device=logits_SV.device)
+    num_blocks = triton.cdiv(vocab, reference.BLOCK)
+    tops_SB, sums_SB = _sum_blocks(logits_SV, slots_S, inverses_N, thresholds_S)
     draw_kernel[(num_rows,)](
         logits_SV,
         slots_S,
         positions_S,
-        inverses,
+        inverses_N,
         seeds_N,
         thresholds_S,
         tops_SB,
         sums_SB,
+        winners_S2,
         tokens_S,
+        first_token,
         vocab,
         num_blocks,
         logits_SV.stride(0),
-        inverses.stride(0),
+        inverses_N.stride(0),
         seeds_N.stride(0),
         BLOCKS=triton.next_power_of_2(num_blocks),
     )
-    return tokens_S
 
 
 def _sum_blocks(
@@ -127,7 +170,9 @@ def draw_kernel(
     thresholds_S,
     tops_SB,
     sums_SB,
+    winners_S2,
     tokens_S,
+    first_token,
     vocab,
     num_blocks,
     logits_stride,
@@ -139,25 +184,49 @@ def draw_kernel(
     slot = tl.load(slots_S + row)
     inverse = tl.load(inverses_N + slot * inverses_stride)
     seed = tl.load(seeds_N + slot * seeds_stride)
-    key = mix(mix(seed.to(tl.uint64)) + tl.load(positions_S + row).to(tl.uint64))
+    stream = mix(mix(seed.to(tl.uint64)) + tl.load(positions_S + row).to(tl.uint64))
     block = tl.arange(0, BLOCKS)
     tops = tl.load(tops_SB + row * num_blocks + block, block < num_blocks, -float("inf"))
     sums = tl.load(sums_SB + row * num_blocks + block, block < num_blocks, 0.0)
-    is_sound = tl.sum(sums, 0) > 0
-    if is_sound == 0:
-        tl.store(tokens_S + row, CORRUPTED)
+    total = tl.sum(sums, 0)
+    if (total > 0) == 0:
+        if winners_S2 is not None:
+            _store_winner(winners_S2, row, tl.where(total == 0, -float("inf"), total), 0)
+        else:
+            tl.store(tokens_S + row, CORRUPTED)
         return
-    top = tl.max(tops, 0)
-    noise = gumbel(key, BLOCK_INDEX + block.to(tl.uint64) * BLOCK)
-    weights = tl.where(inverse == 0, tops, (tops - top) * inverse + tl.log(sums) + noise)
-    chosen = tl.argmax(weights, 0)
+    noise = gumbel(stream, BLOCK_INDEX + (first_token + block * BLOCK).to(tl.uint64))
+    heat = tl.minimum(tl.maximum(tops * inverse, LOWEST), -LOWEST)
+    keys = tl.where(inverse == 0, tops, heat + tl.log(sums) + noise)
+    chosen = tl.argmax(keys, 0)
     at = chosen * BLOCK + tl.arange(0, BLOCK)
     x = load(logits_SV + row.to(tl.int64) * logits_stride, at, vocab)
     if thresholds_S is not None:
         x = tl.where(x < tl.load(thresholds_S + row), -float("inf"), x)
-    x = tl.where(inverse == 0, x, (x - top) * inverse + gumbel(key, at.to(tl.uint64)))
-    token = chosen * BLOCK + tl.argmax(x, 0)
-    tl.store(tokens_S + row, token.to(tl.int64))
+    drawn = (x - tl.max(x, 0)) * inverse + gumbel(stream, (first_token + at).to(tl.uint64))
+    token = first_token + chosen * BLOCK + tl.argmax(tl.where(inverse == 0, x, drawn), 0)
+    if winners_S2 is not None:
+        _store_winner(winners_S2, row, tl.max(keys, 0), token)
+    else:
+        tl.store(tokens_S + row, token.to(tl.int64))
+
+
+@triton.jit
+def _store_winner(winners_S2, row, key, token):
+    tl.store(winners_S2 + row * 2, key.to(tl.int32, bitcast=True))
+    tl.store(winners_S2 + row * 2 + 1, token)
+
+
+@triton.jit
+def best_kernel(winners_IS2, tokens_S, num_rows, num_ranks, RANKS: tl.constexpr):
+    row, rank = tl.program_id(0), tl.arange(0, RANKS)
+    at, inside = winners_IS2 + (rank * num_rows + row) * 2, rank < num_ranks
+    keys = tl.load(at, inside, 0).to(tl.float32, bitcast=True)
+    keys = tl.where(inside, keys, -float("inf"))
+    is_corrupted = (tl.max((keys != keys).to(tl.int32), 0) == 1) | (tl.max(keys, 0) < LOWEST)
+    tokens = tl.load(at + 1, inside, 0)
+    token = tl.sum(tl.where(rank == tl.argmax(keys, 0), tokens, 0), 0)
+    tl.store(tokens_S + row, tl.where(is_corrupted, CORRUPTED, token).to(tl.int64))
 
 
 @triton.jit
@@ -166,15 +235,15 @@ def load(logits_V, at, vocab):
 
 
 @triton.jit
-def gumbel(key, index):
-    u = uniforms(key, index)
+def gumbel(stream, index):
+    u = uniforms(stream, index)
     series = u * (1 + u * (0.5 + u * (1 / 3)))
     return -tl.log(tl.where(u < 2**-8, series, -tl.log(1 - u)))
 
 
 @triton.jit
-def uniforms(key, index):
-    bits = (mix(key + (index + 1) * GOLDEN) >> 32).to(tl.uint32)
+def uniforms(stream, index):
+    bits = (mix(stream + (index + 1) * GOLDEN) >> 32).to(tl.uint32)
     return tl.minimum(bits.to(tl.float32) * 2**-32 + 2**-33, 1 - 2**-24)
 
 
@@ -213,6 +282,77 @@ def draw_above_thresholds_inputs(S: int, V: int, dtype: torch.dtype, device: tor
     return *others, torch.full((S,), 9.0, device=device)
 
 
+def winners_inputs(
+    inputs: Callable[..., Args], S: int, V: int, dtype: torch.dtype, device: torch.device
+) -> Args:
+    """As of a rank whose columns begin with the third block of the vocabulary."""
+    return *inputs(S, V, dtype, device), 2 * reference.BLOCK
+
+
+def winners_outputs(winners_S2: Tensor, args: Args) -> Tensors:
+    """Keys, those that are no numbers as one that no other key is near; tokens, but theirs."""
+    keys_S = winners_S2[:, 0].view(torch.float32)
+    is_sound_S = keys_S.isfinite()
+    return keys_S.nan_to_num(-1e6, neginf=-2e6), winners_S2[:, 1].where(is_sound_S, -1)
+
+
+def key_terms(expected: Tensors, args: Args) -> Tensors:
+    """Logarithm and noise are of this size, whatever the sum."""
+    return expected[0].abs() + 8, expected[1]
+
+
+def best_inputs(ranks: int, S: int, device: torch.device) -> Args:
+    """Equal keys among them, and rows with a NaN or without any key."""
+    generator = torch.Generator().manual_seed(S)
+    keys_IS = torch.randn(ranks, S, generator=generator).round()
+    keys_IS[0, ::3], keys_IS[-1, ::7] = -float("inf"), float("nan")
+    keys_IS[:, ::5] = -float("inf")
+    tokens_IS = torch.arange(ranks * S, dtype=torch.int32).view(ranks, S)
+    return (torch.stack((keys_IS.view(torch.int32), tokens_IS), 2).to(device),)
+
+
+INPUTS = (
+    ("", draw_inputs),
+    ("thresholds ", draw_above_thresholds_inputs),
+    ("corrupted ", draw_corrupted_inputs),
+)
+WINNERS = Kernel(
+    "winners",
+    winners,
+    reference.winners,
+    (
+        *(
+            Case(
+                f"{name}S={S} V={V} {bits(dtype)}",
+                partial(winners_inputs, inputs, S, V, dtype),
+                small=True,
+            )
+            for name, inputs in INPUTS
+            for S, V in ((1, 100), (5, 4096), (5, 6007))
+            for dtype in (torch.float32, torch.bfloat16)
+        ),
+        *(
+            Case(
+                f"S={S} V=38912",
+                partial(winners_inputs, draw_inputs, S, 38912, torch.bfloat16),
+                num_bytes=2 * S * 38912,
+            )
+            for S in (1, 64, 256)
+        ),
+    ),
+    ulps_32=4,
+    scale=key_terms,
+    outputs=winners_outputs,
+)
+BEST = Kernel(
+    "best",
+    best,
+    reference.best,
+    tuple(
+        Case(f"I={ranks} S={S}", partial(best_inputs, ranks, S), small=True)
+        for ranks, S in ((1, 8), (2, 1), (3, 40), (8, 256))
+    ),
+)
 DRAW = Kernel(
     "draw",
     draw,
@@ -220,11 +360,7 @@ DRAW = Kernel(
     (
         *(
             Case(f"{name}S={S} V={V} {bits(dtype)}", partial(inputs, S, V, dtype), small=True)
-            for name, inputs in (
-                ("", draw_inputs),
-                ("thresholds ", draw_above_thresholds_inputs),
-                ("corrupted ", draw_corrupted_inputs),
-            )
+            for name, inputs in INPUTS
             for S, V in ((1, 100), (5, 6007))
             for dtype in (torch.float32, torch.bfloat16)
         ),

@@ -11,6 +11,12 @@ Decision: a token is drawn by the Gumbel maximum in two levels: a block of the v
 total weight, then a token within that block. The distribution is the one of a single maximum over
 the vocabulary, but only B + W Gumbel numbers are needed instead of V, which leaves the kernel
 nothing to do but to read the logits once.
+
+Decision: a block's key, top / temperature + log(sum) + noise, is absolute: it depends on nothing
+outside the block, so the winners of a vocabulary that is cut into whole blocks can be compared, and
+the draw is the same however it is cut. For that, float32 rounds a key by 2**-24 of itself: the
+probability of a block may be off by a factor of 1 +- |top / temperature| * 2**-23, 1e-5 at a logit
+of 50 and a temperature of 0.5. Within a block the draw is relative to its largest logit.
 """
 
 from __future__ import annotations
@@ -41,23 +47,59 @@ def draw(
     An inverse temperature of 0 means the largest logit, the first of equal ones. CORRUPTED for a
     row with a NaN or +inf anywhere, or with nothing but -inf, which means impossible.
     """
-    inverse_S = inverse_temperatures_N[slots_S]
+    numbers = inverse_temperatures_N, seeds_N, thresholds_S
+    return best(winners(logits_SV, slots_S, positions_S, *numbers)[None])
+
+
+def winners(
+    logits_SV: Tensor,
+    slots_S: Tensor,
+    positions_S: Tensor,
+    inverse_temperatures_N: Tensor,
+    seeds_N: Tensor,
+    thresholds_S: Tensor | None = None,
+    first_token: int = 0,
+) -> Tensor:
+    """Each row's winner among some columns of the vocabulary, int32 [S, 2]: its key, its token.
+
+    The columns are those of the tokens from `first_token` on, a multiple of BLOCK. The key is that
+    of the winner's block, the bits of a float32; NaN if a NaN or +inf is among the row's columns,
+    -inf where nothing is possible.
+    """
+    inverse_S1 = inverse_temperatures_N[slots_S, None]
+    is_greedy_S1 = inverse_S1 == 0
+    inverse_S1 = inverse_S1.masked_fill(is_greedy_S1, 1)  # -inf * 0 would be NaN
     x_SV = logits_SV.float()
     if thresholds_S is not None:
         x_SV = x_SV.masked_fill(x_SV < thresholds_S[:, None], -torch.inf)
-    top_S1 = x_SV.amax(-1, keepdim=True)  # NaN if there is one: no threshold is above it
-    scaled_SV = (x_SV - top_S1) * inverse_S[:, None]
     padding = -x_SV.shape[1] % BLOCK
-    blocks_SBX = functional.pad(scaled_SV, (0, padding), value=-torch.inf).unflatten(1, (-1, BLOCK))
-    keys_S1 = stream_keys(seeds_N[slots_S], positions_S)[:, None]
-    starts_B = torch.arange(blocks_SBX.shape[1], device=x_SV.device) * BLOCK
-    weights_SB = blocks_SBX.logsumexp(-1) + gumbel(keys_S1, BLOCK_INDEX + starts_B)
-    block_S1 = weights_SB.argmax(-1, keepdim=True)
-    indices_SX = block_S1 * BLOCK + torch.arange(BLOCK, device=x_SV.device)
-    block_SX = blocks_SBX.take_along_dim(block_S1[:, :, None], 1)[:, 0]
-    within_S = (block_SX + gumbel(keys_S1, indices_SX)).argmax(-1)
-    token_S = torch.where(inverse_S == 0, x_SV.argmax(-1), block_S1[:, 0] * BLOCK + within_S)
-    return token_S.where(top_S1[:, 0].isfinite(), CORRUPTED)
+    x_SBX = functional.pad(x_SV, (0, padding), value=-torch.inf).unflatten(1, (-1, BLOCK))
+    tops_SB = x_SBX.amax(-1)  # NaN if there is one: no threshold is above it
+    scaled_SBX = (x_SBX - tops_SB.clamp(min=LOWEST)[:, :, None]) * inverse_S1[:, :, None]
+    streams_S1 = stream_keys(seeds_N[slots_S], positions_S)[:, None]
+    starts_B = first_token + torch.arange(x_SBX.shape[1], device=x_SV.device) * BLOCK
+    noise_SB = gumbel(streams_S1, BLOCK_INDEX + starts_B)
+    heat_SB = (tops_SB * inverse_S1).clamp(LOWEST, -LOWEST)
+    keys_SB = heat_SB + scaled_SBX.logsumexp(-1) + noise_SB
+    keys_SB = torch.where(is_greedy_S1 & ~keys_SB.isnan(), tops_SB, keys_SB)
+    block_S1 = keys_SB.argmax(-1, keepdim=True)  # a NaN counts as the largest
+    tokens_SX = starts_B[block_S1] + torch.arange(BLOCK, device=x_SV.device)
+    x_SX, scaled_SX = (y.take_along_dim(block_S1[:, :, None], 1)[:, 0] for y in (x_SBX, scaled_SBX))
+    within_SX = torch.where(is_greedy_S1, x_SX, scaled_SX + gumbel(streams_S1, tokens_SX))
+    tokens_S1 = tokens_SX.take_along_dim(within_SX.argmax(-1, keepdim=True), 1)
+    keys_S1 = keys_SB.take_along_dim(block_S1, 1)
+    return torch.cat((keys_S1.view(torch.int32), tokens_S1.int()), 1)
+
+
+def best(winners_IS2: Tensor) -> Tensor:
+    """The token of the largest key, int64: the first of equal ones. CORRUPTED where there is none.
+
+    `winners_IS2`: those of all columns, in their order. A NaN among the keys corrupts the row.
+    """
+    keys_IS = winners_IS2[:, :, 0].view(torch.float32)
+    which_1S = keys_IS.argmax(0, keepdim=True)  # a NaN counts as the largest
+    tokens_S = winners_IS2[:, :, 1].take_along_dim(which_1S, 0)[0].long()
+    return tokens_S.where(keys_IS.take_along_dim(which_1S, 0)[0].isfinite(), CORRUPTED)
 
 
 def thresholds(

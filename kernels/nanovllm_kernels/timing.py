@@ -30,10 +30,19 @@ class Ceilings:
     copy_bytes_per_s: float  # read and written together
     matmul_flops: float  # bfloat16
 
+    def __str__(self) -> str:
+        copied, multiplied = self.copy_bytes_per_s / 1e12, self.matmul_flops / 1e12
+        return f"copies {copied:.2f} TB/s, multiplies {multiplied:.0f} TFLOP/s"
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
+    """The median of a launch, and the rates that follow from it."""
+
     us: float
+    tb_per_s: float | None  # None: the case has no bytes
+    tflops: float | None
+    share: float  # of what the card copies or multiplies
     is_cold: bool
 
 
@@ -47,14 +56,22 @@ def ceilings(device: torch.device) -> Ceilings:
     return Ceilings(2e6 * COPIED_BYTES / copy_us, 2e6 * MATRIX**3 / matmul_us)
 
 
-def time_case(kernel: Kernel, case: Case, device: torch.device) -> Timing:
+def time_case(kernel: Kernel, case: Case, device: torch.device, limits: Ceilings) -> Timing:
     copies = [case.inputs(device)]
     wanted = CACHES * torch.cuda.get_device_properties(device).L2_cache_size
     num_copies = min(max(1, -(-wanted // size_of(copies[0]))), MOST_COPIES)
     copies += [case.inputs(device) for _ in range(num_copies - 1)]
     rounds = -(-LAUNCHES // num_copies)
     calls = [lambda args=args: kernel.run(*args) for args in copies * rounds]
-    return Timing(graph_us(calls), num_copies * size_of(copies[0]) >= wanted)
+    us = graph_us(calls)
+    bytes_per_s, flops = 1e6 * case.num_bytes / us, 1e6 * case.num_flops / us
+    return Timing(
+        us,
+        tb_per_s=bytes_per_s / 1e12 if case.num_bytes else None,
+        tflops=flops / 1e12 if case.num_flops else None,
+        share=max(bytes_per_s / limits.copy_bytes_per_s, flops / limits.matmul_flops),
+        is_cold=num_copies * size_of(copies[0]) >= wanted,
+    )
 
 
 def size_of(args: Args) -> int:

@@ -59,10 +59,14 @@ def longest(runner: Runner) -> int:
 
 
 def context_of(runner: Runner) -> tuple[int, int]:
-    """How many slots are to be filled, and the most tokens in each: no two share a page."""
+    """How many slots are to be filled, and the most tokens in each: no two share a page.
+
+    Behind the tokens there is room for drafts.
+    """
     num_pages = runner.caches.tensors[0].shape[1] - 1
     filled = min(runner.slots.padding, num_pages)
-    return filled, min(CONTEXT, num_pages // filled * runner.slots.page_tokens, longest(runner))
+    most = min(CONTEXT, num_pages // filled * runner.slots.page_tokens, longest(runner))
+    return filled, most - runner.num_drafts
 
 
 @torch.inference_mode()
@@ -70,11 +74,11 @@ def occupy(runner: Runner, seed: int = 0) -> None:
     """Made-up requests, each about to feed its newest token."""
     slots = runner.slots
     filled, most = context_of(runner)
-    each = -(-most // slots.page_tokens)
+    each = -(-(most + runner.num_drafts) // slots.page_tokens)
     random = torch.Generator(runner.device).manual_seed(seed)
     slots.tokens_NL[:filled].random_(0, runner.model.embed.weight.shape[0], generator=random)
     slots.lengths_N[:filled].random_(most // 2, most, generator=random)
-    pages = torch.arange(1, filled * each + 1, device=runner.device)  # page 0 is for padding
+    pages = torch.arange(1, filled * each + 1)  # page 0 is for padding
     slots.pages_NM[:filled, :each] = pages.view(filled, each)
     for pages_LPSGA in runner.caches.tensors:
         pages_LPSGA[:, 1 : filled * each + 1].normal_(generator=random)
@@ -85,8 +89,7 @@ def spread(runner: Runner, num_tokens: int, width: int) -> int:
     """Ragged counts for decode rows of up to `width` tokens. Returns how many they feed in all."""
     counts = 1 + np.arange(min(context_of(runner)[0], num_tokens)) % width
     counts[counts.cumsum() > num_tokens] = 0
-    counts_R = torch.from_numpy(counts.astype(np.int32)).to(runner.device)
-    runner.builder.static_counts_R[: len(counts)] = counts_R
+    runner.builder.static_counts_R[: len(counts)] = torch.from_numpy(counts.astype(np.int32))
     return int(counts.sum())
 
 

@@ -18,7 +18,7 @@ from nanovllm.bench.workload import TokenLoad, token_load
 from nanovllm.config import Config
 from nanovllm.ipc.client import EngineClient
 from nanovllm.server.metrics import HttpCounts, Metrics, Seen, render
-from nanovllm.wire import Finish, Generate, Refusal, Sampling, TokenLogprobs
+from nanovllm.wire import Finish, Generate, Refusal, TokenLogprobs
 
 STATS_S = 0.5  # the engine's counters come five times a second, and when it falls idle
 
@@ -63,7 +63,7 @@ async def measure_engine(
             "request_rate": None,
             "seed": seed,
             "num_prompts": len(load.prompts),
-            "temperature": load.temperature,
+            "temperature": load.sampling.temperature,
             "ignore_eos": True,
             "arrivals": "all at once",
             "prompts": "random token ids, no two prompts alike, other ones in the warm-up",
@@ -127,7 +127,7 @@ async def run(engine: EngineClient, load: TokenLoad, advance: Advance) -> list[S
     sinks = []
     for at, prompt in enumerate(prompts):
         # No stop ids: nothing but the length ends a request.
-        sampling = Sampling(temperature=load.temperature, seed=at)
+        sampling = msgspec.structs.replace(load.sampling, seed=at)
         request = Generate(engine.new_id(), prompt, load.outputs[at], [], sampling)
         sink = Stopwatch(len(load.prompts[at]), load.outputs[at], finished)
         sinks.append(sink)

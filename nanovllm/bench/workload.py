@@ -7,11 +7,13 @@ same generator, same seed, therefore the same token ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from random import Random
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
+
+from nanovllm.wire import Sampling
 
 MAX_PROMPT_ID = 10_000
 SHAPES = {  # requests, prompt tokens, output tokens
@@ -20,7 +22,7 @@ SHAPES = {  # requests, prompt tokens, output tokens
     "bs256": (256, 128, 256),
     "prefill": (16, 4000, 1),
 }
-OFFLINE_NAMES = ("w1", *SHAPES)
+OFFLINE_NAMES = ("w1", "w1-top", *SHAPES)
 RECORDS = {
     "name": "records",
     "strict": True,
@@ -43,30 +45,34 @@ RECORDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLoad:
+class TokenLoad(Struct, frozen=True):
     """Requests that are all submitted at once, and may not stop early."""
 
     name: str
     prompts: list[list[int]]
     outputs: list[int]  # tokens to generate, per prompt
-    temperature: float
+    sampling: Sampling
 
     def warm_up(self, seed: int, vocab_size: int) -> TokenLoad:
         """Other prompts of the same shapes with short outputs that end at as different times."""
         other = token_load(self.name, seed=seed, vocab_size=vocab_size)
-        outputs = [1 + num // 32 for num in other.outputs]
-        return TokenLoad(self.name, other.prompts, outputs, self.temperature)
+        return replace(other, outputs=[1 + num // 32 for num in other.outputs])
 
 
 def token_load(name: str, *, seed: int, vocab_size: int) -> TokenLoad:
-    """One of OFFLINE_NAMES. Ids wrap around in vocabularies below 10,001 tokens."""
+    """One of OFFLINE_NAMES. Ids wrap around in vocabularies below 10,001 tokens.
+
+    "w1-top" is "w1" cut as Qwen3's own generation_config.json asks for.
+    """
     rng = Random(seed)
+    sampling = Sampling(temperature=0.6 if name.startswith("w1") else 0.0)
 
     def prompt(num_tokens: int) -> list[int]:
         return [rng.randint(0, MAX_PROMPT_ID) for _ in range(num_tokens)]
 
-    if name == "w1":
+    if name == "w1-top":
+        sampling = replace(sampling, top_k=20, top_p=0.95)
+    if name.startswith("w1"):
         prompts = [prompt(rng.randint(100, 1024)) for _ in range(256)]
         outputs = [rng.randint(100, 1024) for _ in range(256)]
     else:
@@ -75,7 +81,7 @@ def token_load(name: str, *, seed: int, vocab_size: int) -> TokenLoad:
         outputs = [output_tokens] * count
     if vocab_size <= MAX_PROMPT_ID:
         prompts = [[token % vocab_size for token in tokens] for tokens in prompts]
-    return TokenLoad(name, prompts, outputs, 0.6 if name == "w1" else 0.0)
+    return TokenLoad(name, prompts, outputs, sampling)
 
 
 class Load(Struct, frozen=True, kw_only=True):
@@ -100,7 +106,7 @@ class Load(Struct, frozen=True, kw_only=True):
 
     def warm_up(self, count: int) -> Load:
         """`count` other prompts of the same lengths with at most 16 output tokens, closed loop."""
-        return msgspec.structs.replace(
+        return replace(
             self,
             num_prompts=count,
             output_len=min(self.output_len, 16),

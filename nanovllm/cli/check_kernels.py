@@ -1,7 +1,8 @@
 """`nanovllm check-kernels`: every kernel, every case, against its reference; on a GPU also timed.
 
 Without a GPU the small cases run in Triton's interpreter, and what is written in CuTe DSL is
-compiled for Hopper, but not run. Knows no kernel's details.
+compiled for Hopper, but not run. With `--tp N` kernels that work across GPUs run instead, on N of
+them. Knows no kernel's details.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +25,7 @@ from nanovllm_kernels import KERNELS
 from nanovllm_kernels.compile_cache import use_folder
 
 from nanovllm.cli.commands import json_option, write_record
-from nanovllm.config import cache_dir
+from nanovllm.config import ConfigError, cache_dir
 from nanovllm.registry import resolve
 
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
 
 
 class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one case gave. Shares are of this card's own copy or matmul speed."""
+    """What one case gave. Shares are of this card's own copy or matmul speed, or of the link's."""
 
     kernel: str
     case: str
@@ -58,6 +61,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
     skipped: str = ""  # why it was not checked
     problem: str = ""
     us: float | None = None
+    nccl_us: float | None = None  # between ranks: how long NCCL takes
     tb_per_s: float | None = None
     tflops: float | None = None
     share: float | None = None
@@ -72,32 +76,29 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
 @click.option("--kernel", "names", multiple=True, type=click.Choice([*{**KERNELS, **COMPILED}]))
 @json_option
 @click.option("--quick", is_flag=True, help="small cases only, and no timing")
-def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool) -> None:
+@click.option("--tp", default=1, help="check what works across so many GPUs, and nothing else")
+def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool, tp: int) -> None:
     """Compare every kernel with its reference. Exit code 1 if one is off."""
     import torch
-    import triton
 
-    if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
-        # Triton decides when it is imported whether it interprets: hence a new process.
-        click.echo("no CUDA device: small cases in Triton's interpreter, nothing is timed")
-        again = ["env", "TRITON_INTERPRET=1", "CUTE_DSL_ARCH=sm_90a", sys.executable, "-m"]
-        sys.exit(subprocess.run([*again, "nanovllm", *sys.argv[1:]], check=False).returncode)
     began, limits = datetime.now(UTC), None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda" and not quick:
-        from nanovllm_kernels.timing import ceilings
+    if tp > 1:
+        found = across_gpus(tp, quick)
+    else:
+        interpret_without_gpu(device)
+        if device.type == "cuda" and not quick:
+            from nanovllm_kernels.timing import ceilings
 
-        limits = ceilings(device)
-        click.echo(
-            f"{torch.cuda.get_device_name(device)}: copies {limits.copy_bytes_per_s / 1e12:.2f} "
-            f"TB/s, multiplies {limits.matmul_flops / 1e12:.0f} TFLOP/s"
-        )
-    use_folder(cache_dir())
+            limits = ceilings(device)
+            click.echo(f"{torch.cuda.get_device_name(device)}: {limits}")
+        use_folder(cache_dir())
+        kinds = names or {**COMPILED, **KERNELS}
+        found = chain.from_iterable(check_one(name, device, limits, quick) for name in kinds)
     results = []
-    for name in names or {**COMPILED, **KERNELS}:
-        for result in check_one(name, device, limits, quick):
-            results.append(result)
-            click.echo(line(result))
+    for result in found:
+        results.append(result)
+        click.echo(line(result))
     failed = sum(not result.passed and not result.skipped for result in results)
     skipped = sum(bool(result.skipped) for result in results)
     click.echo(
@@ -114,6 +115,29 @@ def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool) -> Non
         metrics={"failed": float(failed), "not_checked": float(skipped)} | times(results, limits),
     )
     sys.exit(1 if failed else 0)
+
+
+def interpret_without_gpu(device: torch.device) -> None:
+    """Where there is none, does the same in a new process, and ends this one."""
+    import triton
+
+    if device.type == "cpu" and not triton.knobs.runtime.interpret:
+        # Triton decides when it is imported whether it interprets.
+        click.echo("no CUDA device: small cases in Triton's interpreter, nothing is timed")
+        again = ["env", "TRITON_INTERPRET=1", "CUTE_DSL_ARCH=sm_90a", sys.executable, "-m"]
+        sys.exit(subprocess.run([*again, "nanovllm", *sys.argv[1:]], check=False).returncode)
+
+
+def across_gpus(tp: int, quick: bool) -> Iterator[Result]:
+    """Raises ConfigError if there are not so many."""
+    import torch
+    from nanovllm_kernels.peer_cases import check_ranks
+
+    from nanovllm.parallel.peers import connect_peers
+
+    if (present := torch.cuda.device_count()) < tp:
+        raise ConfigError(f"--tp is {tp}; this machine has {present} GPUs")
+    return (Result(**found) for found in check_ranks(tp, connect_peers, quick))
 
 
 def check_one(
@@ -157,19 +181,10 @@ def check_case(kernel: Any, case: Any, device: torch.device, limits: Ceilings | 
         base = replace(base, worst=worst if worst < float("inf") else None)
         if limits is None or not case.is_timed:
             return base
-        timing = time_case(kernel, case, device)
+        return replace(base, **asdict(time_case(kernel, case, device, limits)))
     except Exception as error:
         # One kernel that does not compile must not hide what the others do.
         return replace(base, problem=f"{type(error).__name__}: {error}")
-    bytes_per_s, flops = (1e6 * n / timing.us for n in (case.num_bytes, case.num_flops))
-    return replace(
-        base,
-        us=timing.us,
-        tb_per_s=bytes_per_s / 1e12 if case.num_bytes else None,
-        tflops=flops / 1e12 if case.num_flops else None,
-        share=max(bytes_per_s / limits.copy_bytes_per_s, flops / limits.matmul_flops),
-        is_cold=timing.is_cold,
-    )
 
 
 def line(result: Result) -> str:
@@ -181,7 +196,8 @@ def line(result: Result) -> str:
         rates = ((result.tb_per_s, "TB/s"), (result.tflops, "TFLOP/s"))
         shown = " ".join(f"{rate:.2f} {unit}" for rate, unit in rates if rate is not None)
         text += f" {result.us:9.2f} us  {shown} ({result.share:.0%})"
-        text += "" if result.is_cold else " warm"
+        text += f" NCCL {result.nccl_us:.2f} us" if result.nccl_us else ""
+        text += " warm" if result.is_cold is False else ""
     return f"{text} {result.problem}".rstrip()
 
 

@@ -16,11 +16,14 @@ from typing import NoReturn
 
 import msgspec
 import numpy as np
+import torch
 from msgspec import Struct
 
 from nanovllm.config import Config, ConfigError, Recipe
 from nanovllm.engine.executor import Executor, StepHandle
 from nanovllm.parallel.gloo import GlooMesh
+from nanovllm.parallel.mesh import Mesh
+from nanovllm.parallel.nccl import NcclMesh
 from nanovllm.parallel.places import Place
 from nanovllm.plan import Masks, StepPlan, StepResult
 from nanovllm.runner.build import build as build_runner
@@ -94,14 +97,29 @@ class Follower:
             self._masked.sample(masks.copy())  # torch takes no array that cannot be written
 
 
-def mesh_of(place: Place) -> GlooMesh:
-    return GlooMesh(place.rank, place.size, place.rendezvous)
+def mesh_of(config: Config, place: Place) -> Mesh:
+    """Makes the place's GPU the current one. Raises ConfigError if there are not as many."""
+    is_on_cpu = config.recipe.device == "cpu" or not torch.cuda.is_available()
+    if not is_on_cpu:
+        asked, visible = config.recipe.parallel, torch.cuda.device_count()
+        if asked.tp * asked.dp > visible:
+            raise ConfigError(
+                f"parallel.tp is {asked.tp} and parallel.dp {asked.dp}, {asked.tp * asked.dp} GPUs "
+                f"in all; of so many {visible} are visible"
+            )
+        torch.cuda.set_device(place.device)
+    if place.size == 1:
+        return Mesh()
+    kind = GlooMesh if is_on_cpu else NcclMesh
+    return kind(place.rank, place.size, place.rendezvous)
 
 
 def build(config: Config, place: Place) -> tuple[Executor, Recipe, int]:
-    """Rank 0's part of a build, and what engine.process.build returns."""
-    built = build_runner(config, mesh_of(place))
-    return RankedExecutor(built.runner, place), built.recipe, built.vocab_size
+    """Rank 0's part of a build, or all of one with a single rank, and what engine.process.build
+    returns."""
+    built = build_runner(config, mesh_of(config, place))
+    executor = RankedExecutor(built.runner, place) if place.size > 1 else built.runner
+    return executor, built.recipe, built.vocab_size
 
 
 def follow(config: Config, place: Place, ready: Callable[[], None]) -> NoReturn:
@@ -110,7 +128,7 @@ def follow(config: Config, place: Place, ready: Callable[[], None]) -> NoReturn:
     Raises ConfigError that names the rank if it cannot be built, RankLostError if another has gone.
     It meets the others first: what is wrong with the recipe itself, rank 0 says before.
     """
-    mesh = mesh_of(place)
+    mesh = mesh_of(config, place)
     mesh.connect()
     try:
         follower = Follower(build_runner(config, mesh).runner)

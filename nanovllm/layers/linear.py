@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.layers.ops import Ops
-from nanovllm.layers.residual import Added, Pending, Product, Residual
+from nanovllm.layers.residual import Added, Parted, Pending, Product, Residual
 from nanovllm.parallel.mesh import Mesh, Span
 
 
@@ -81,6 +81,8 @@ class NormLinear(Linear):
 
     def forward(self, residual: Residual) -> tuple[Product, Added]:
         """Returns y and the stream with everything added. May overwrite what it is given."""
+        if isinstance(residual, Parted) and self.by_rows[len(residual.stream_TD)].norms:
+            residual = residual.added()
         table = self.by_rows if isinstance(residual, Added) else self.by_rows_pending
         run = table[len(residual.stream_TD)].run
         found: tuple[Product, Added] = run(residual, self.norm_weight, self.eps, self.weight)
@@ -98,7 +100,9 @@ class AddLinear(Linear):
     def forward(self, x_TD: Tensor, residual: Added) -> Residual:
         """The stream with the product added, or pending. May overwrite the stream."""
         if self.mesh.tp_size > 1:
-            y_TD = self.mesh.all_reduce(self.product(x_TD))
-            return Pending(residual.stream_TD, y_TD)
+            y_TD = self.product(x_TD)
+            if (peers := self.mesh.peers_for(y_TD)) is not None:
+                return Parted(residual.stream_TD, y_TD, peers)
+            return Pending(residual.stream_TD, self.mesh.all_reduce(y_TD))
         after: Residual = self.by_rows[len(x_TD)].run(x_TD, self.weight, residual)
         return after

@@ -24,7 +24,7 @@ from nanovllm_kernels.gated_linear import obstacle
 from torch import Tensor
 
 from nanovllm.config import ConfigError, Kernels
-from nanovllm.layers.residual import Added, Pending, Product, Residual, Slices, as_tensor
+from nanovllm.layers.residual import Added, Parted, Pending, Product, Residual, Slices, as_tensor
 from nanovllm.registry import resolve
 
 IMPLEMENTATIONS = {
@@ -98,19 +98,18 @@ class Implementation(NamedTuple):
 
     name: str  # as `describe.by_rows` tells it
     run: Callable[..., Any]
+    norms: bool = False  # what it is given, in the same launch
 
 
-class RowTable:
+class RowTable(dict[int, Implementation]):
     """Which implementation serves how many rows, of all weights of one shape."""
 
     def __init__(self, choose: Callable[[int], Implementation]) -> None:
+        super().__init__()
         self._choose = choose
-        self._known: dict[int, Implementation] = {}
 
-    def __getitem__(self, num_rows: int) -> Implementation:
-        found = self._known.get(num_rows)
-        if found is None:
-            found = self._known[num_rows] = self._choose(num_rows)
+    def __missing__(self, num_rows: int) -> Implementation:
+        found = self[num_rows] = self._choose(num_rows)
         return found
 
 
@@ -147,6 +146,8 @@ class Ops:
 
     def norm(self, residual: Residual, weight_D: Tensor, eps: float) -> tuple[Tensor, Added]:
         """The normalised stream, and the stream itself. May overwrite what it is given."""
+        if isinstance(residual, Parted):
+            return residual.normed(weight_D, eps)
         if isinstance(residual, Added):
             return self.rms_norm(residual.stream_TD, weight_D, eps), residual
         x = as_tensor(residual.update)
@@ -219,7 +220,7 @@ class Ops:
         skinny, kind = self.skinny_linear, {"normed": True, "gated": gated}
         if skinny is not None and is_added and skinny.fits(num_rows, weight_ND, **kind):
             name = "norm+skinny+gate" if gated else "norm+skinny"
-            return Implementation(name, partial(_skinny_normed, skinny, gated))
+            return Implementation(name, partial(_skinny_normed, skinny, gated), norms=True)
         product = (self._gated if gated else self._sliced)(weight_ND, num_rows)
 
         def run(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from nanovllm_kernels.all_reduce import Peers, all_reduce_add, all_reduce_add_norm
 from torch import Tensor
 
 
@@ -37,7 +38,29 @@ class Pending:
     update: Product
 
 
-Residual: TypeAlias = Added | Pending
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """Each rank has a part of the newest product: their sum is still to be added to the stream.
+
+    One kernel sums the parts up, adds them and may normalise as well: who comes next decides.
+    """
+
+    stream_TD: Tensor
+    part_TD: Tensor
+    peers: Peers
+
+    def added(self) -> Added:
+        """Overwrites the stream."""
+        return Added(all_reduce_add(self.part_TD, self.stream_TD, self.peers))
+
+    def normed(self, weight_D: Tensor, eps: float) -> tuple[Tensor, Added]:
+        """The normalised stream, and the stream. Overwrites both tensors."""
+        tensors = self.part_TD, self.stream_TD, weight_D
+        y_TD, stream_TD = all_reduce_add_norm(*tensors, eps, self.peers)
+        return y_TD, Added(stream_TD)
+
+
+Residual: TypeAlias = Added | Pending | Parted
 
 
 def as_tensor(product: Product) -> Tensor:

@@ -150,8 +150,8 @@ class Decoder(Layer):
         return x_SD
 
     def logits(self, x_SD: Tensor) -> Tensor:
-        """logits_SV in the model's dtype, of the whole vocabulary."""
-        return self.head.logits(x_SD)
+        """logits_SV in the model's dtype, of this rank's span of the vocabulary."""
+        return self.head.product(x_SD)
 
     @staticmethod
     def cache_layout(config: DecoderConfig, mesh: Mesh, dtype_bytes: int) -> CacheLayout:

@@ -1,13 +1,15 @@
 """Checkpoint tensors into parameters: every tensor used once, every parameter filled once.
 
 Knows no family: a model's WEIGHTS say which tensor fills what, its layers' `placements` which
-slice of it. Tensors are views of the mapped file, so host memory never holds a second copy.
+slice of it. What is read are views of the mapped file: host memory never holds a second copy, nor
+anything of the slices that other ranks keep.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,17 +52,26 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def fill_random(model: nn.Module, seed: int) -> None:
-    """Gains of one; matrices that keep the scale of what they multiply."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    progress = Progress(log, "random weights", total, "GB")
-    for parameter in model.parameters():
-        progress.advance(parameter.nbytes)
-        if parameter.ndim == 1:
-            parameter.fill_(1)
+def fill_random(model: Decoder, seed: int) -> None:
+    """Gains of one; matrices that keep the scale of what they multiply.
+
+    Each tensor that a checkpoint would have is drawn whole, from the seed and its name, and the
+    rank keeps its slice. So the model is the same over any number of ranks.
+    """
+    wanted = destinations(model, model.WEIGHTS)
+    generator = torch.Generator(next(model.parameters()).device)
+    progress = Progress(log, "random weights", num_bytes(wanted), "GB")
+    for name, to in wanted.items():
+        is_cut = to.into.shape != to.shape
+        whole = to.into.new_empty(to.shape) if is_cut else to.into
+        if whole.ndim == 1:
+            whole.fill_(1)
         else:
-            parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+            generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            whole.normal_(0, to.shape[-1] ** -0.5, generator=generator)
+        if is_cut:
+            put(whole, to, name)
+        progress.advance(to.into.nbytes)
     progress.finish()
 
 
@@ -75,17 +86,19 @@ class Destination:
     count: int
 
 
+def num_bytes(wanted: dict[str, Destination]) -> int:
+    return sum(to.into.nbytes for to in wanted.values())
+
+
 def fill_from_files(model: Decoder, folder: Path) -> None:
     wanted = destinations(model, model.WEIGHTS)
     ignored = ignored_names(model)
     source, paths = shards(folder)
-    total_bytes = sum(path.stat().st_size for path in paths)
     filled: set[str] = set()
-    progress = Progress(log, f"loading {folder}", total_bytes, "GB")
+    progress = Progress(log, f"loading {folder}", num_bytes(wanted), "GB")
     for path in paths:
         for name, tensor in tensors(path):
             if ignored.fullmatch(name):
-                progress.advance(tensor.nbytes)
                 continue
             if name not in wanted:
                 raise ConfigError(f"{path}: unexpected tensor {name}")
@@ -93,7 +106,7 @@ def fill_from_files(model: Decoder, folder: Path) -> None:
                 raise ConfigError(f"{path}: tensor {name} was in another file already")
             filled.add(name)
             put(tensor, wanted[name], f"{path}: tensor {name}")
-            progress.advance(tensor.nbytes)
+            progress.advance(wanted[name].into.nbytes)
     missing = sorted(wanted.keys() - filled)
     if missing:
         more = f", and {len(missing) - 1} more" if missing[1:] else ""
@@ -129,8 +142,7 @@ def destinations_in(
 ) -> Iterator[tuple[str, Destination]]:
     """The named parts of one parameter, in order. Without a placement it is one uncut part."""
     if placement is None:
-        size = parameter.shape[0]
-        yield "", Destination(parameter, tuple(parameter.shape), 0, 0, size)
+        yield "", Destination(parameter, tuple(parameter.shape), 0, 0, len(parameter))
         return
     at = 0
     for part, span in placement.parts:

@@ -1,11 +1,13 @@
-"""Whether a model can be cut over so many ranks, said before anything of it is loaded."""
+"""How a model is cut over ranks, and whether it can be, said before anything of it is loaded."""
 
 from __future__ import annotations
 
-from nanovllm.config import ConfigError
-from nanovllm.parallel.mesh import Mesh
+from nanovllm_kernels.sampling_reference import BLOCK
 
-EVEN = ("num_attention_heads", "intermediate_size", "vocab_size")
+from nanovllm.config import ConfigError
+from nanovllm.parallel.mesh import Mesh, Span
+
+EVEN = ("num_attention_heads", "intermediate_size")
 EVEN_OR_COPIED = ("num_key_value_heads",)
 MOST_RANKS = 64
 
@@ -35,3 +37,17 @@ def cut(tp: int, model_config: object) -> None:
         mesh.span(field, getattr(model_config, field))
     for field in EVEN_OR_COPIED:
         mesh.span_or_copy(field, getattr(model_config, field))
+
+
+def span_of_vocabulary(mesh: Mesh, vocab_size: int) -> Span:
+    """The rank's tokens: whole blocks of the draw, which is the same over any number of ranks.
+
+    Earlier ranks have one block more, the last block may be partial. Of a vocabulary of fewer
+    blocks than ranks, every rank keeps all.
+    """
+    each, more = divmod(-(-vocab_size // BLOCK), mesh.tp_size)
+    if each == 0:
+        return Span(vocab_size, 0, vocab_size)
+    start = BLOCK * (mesh.tp_rank * each + min(mesh.tp_rank, more))
+    count = BLOCK * (each + (mesh.tp_rank < more))
+    return Span(vocab_size, start, min(count, vocab_size - start))

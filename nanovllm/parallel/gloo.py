@@ -41,11 +41,11 @@ class GlooMesh(Mesh):
             self.backend[0].allreduce([x]).wait()
         return x
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         shares = [torch.empty_like(x) for _ in range(self.tp_size)]
         with told():
             self.backend[0].allgather([shares], [x]).wait()
-        return torch.cat(shares, dim=-1)
+        return torch.stack(shares)
 
     def least(self, count: int) -> int:
         options: Any = distributed.AllreduceOptions()

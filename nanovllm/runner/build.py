@@ -31,6 +31,7 @@ from nanovllm.runner.sizing import num_pages_that_fit
 from nanovllm.runner.slots import Slots
 from nanovllm.runner.warm import capture, largest_steps, warm_up
 from nanovllm.sampling.sampler import Sampler
+from nanovllm.sampling.shards import Shard
 from nanovllm.spec.base import drafter_of
 
 log = logging.getLogger("engine")
@@ -95,8 +96,9 @@ def load(config: Config, found: Resolved) -> Decoder:
     check_room(found)
     use_folder(cache_dir())
     model = found.empty_model(found.device)
-    with compiled_beside(jobs_of(found, model)):
+    with compiled_beside([] if found.mesh.tp_rank else jobs_of(found, model)):
         fill(model, config)
+    found.mesh.least(0)  # the other ranks wait for what rank 0 compiles
     return model
 
 
@@ -110,7 +112,7 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
         slots = Slots(num_slots, max_tokens, page_tokens, device, num_drafts)
         sampler = Sampler(
             num_slots=num_slots,
-            vocab_size=found.model_config.vocab_size,
+            shard=Shard(found.mesh, found.model_config.vocab_size),
             device=device,
             tokens_NL=slots.tokens_NL,
             prompt_lengths_N=slots.prompt_lengths_N,

@@ -31,13 +31,13 @@ HOPPER = ("env", "CUTE_DSL_ARCH=sm_90a", "QUACK_ARCH=90", "CUDA_VISIBLE_DEVICES=
 def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
     """The kernels in CuTe DSL that an engine needs before it is ready."""
     kernels, dtype, page_tokens = found.recipe.kernels, found.recipe.dtype, found.page_tokens
-    width = found.layout.paged[0].k_size
-    group = found.model_config.num_attention_heads // found.model_config.num_key_value_heads
+    paged, num_ranks = found.layout.paged[0], found.mesh.tp_size
+    group = found.model_config.num_attention_heads // num_ranks // paged.num_heads
     jobs: list[Job] = []
     if kernels.attention == "flash":
         from nanovllm_kernels.flash_prefill import compile_causal
 
-        jobs.append(compile_causal.job(group, page_tokens, width, dtype))
+        jobs.append(compile_causal.job(group, page_tokens, paged.k_size, dtype))
     if kernels.decode == "cute":
         from nanovllm_kernels.paged_decode_cute import MAX_PAIRS, compile_decode
 
@@ -45,7 +45,9 @@ def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
         drafted = (
             1 + asked.tokens if asked is not None and group * (1 + asked.tokens) <= MAX_PAIRS else 0
         )
-        jobs += [compile_decode.job(group, width, page_tokens, most) for most in {0, drafted}]
+        jobs += [
+            compile_decode.job(group, paged.k_size, page_tokens, most) for most in {0, drafted}
+        ]
     if kernels.gated_linear == "cute":
         jobs.append(compile_gated.job(dtype, True))
     if kernels.skinny_linear == "cute":

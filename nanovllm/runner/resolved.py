@@ -109,8 +109,6 @@ def choose_device(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but no CUDA device is visible; use --device cpu")
-    if name == "cuda" and recipe.parallel.tp > 1:
-        raise ConfigError(f"parallel.tp is {recipe.parallel.tp}; for now it needs --device cpu")
     dtype = recipe.dtype
     if dtype == "auto":
         dtype = "bfloat16" if name == "cuda" else "float32"

@@ -10,10 +10,6 @@ PROCESSORS = (
     "nanovllm.sampling.penalties:Penalties",
 )
 
-DRAWS = {
-    "torch": "nanovllm_kernels.sampling_reference:draw",
-    "triton": "nanovllm_kernels.sampling:draw",
-}
 THRESHOLDS = {
     "torch": "nanovllm_kernels.sampling_reference:thresholds",
     "triton": "nanovllm_kernels.thresholds:thresholds",

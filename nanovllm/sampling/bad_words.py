@@ -27,7 +27,7 @@ class BadWords:
 
     def __init__(self, per_slot: PerSlot) -> None:
         self.tokens_NL, self.prompt_lengths_N = per_slot.tokens_NL, per_slot.prompt_lengths_N
-        self.vocab_size = per_slot.vocab_size
+        self.vocab_size, self.shard = per_slot.shard.span.full, per_slot.shard
         self.counts = np.zeros(len(self.tokens_NL), np.int32)
         self.words_NKL = self.tokens_NL.new_full((len(self.tokens_NL), 0, 1), ANY)
 
@@ -59,7 +59,8 @@ class BadWords:
         tail_W1X = tokens_WX.where(is_output_WX, NONE)[:, None]
         completes_WK = ((before_WKX == tail_W1X) | (before_WKX == ANY)).all(-1) & (last_WK >= 0)
         bans_WK = torch.where(completes_WK, -torch.inf, 0.0)
-        at_X = (at_W[:, None] * logits_SV.shape[1] + last_WK.clamp(min=0)).flatten()
+        columns_WK, bans_WK = self.shard.own(last_WK.clamp(min=0), bans_WK)
+        at_X = (at_W[:, None] * logits_SV.shape[1] + columns_WK).flatten()
         logits_SV.view(-1).scatter_add_(0, at_X, bans_WK.flatten())
 
     def _widen(self, num_words: int, num_tokens: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nanovllm.plan import Admit, Int32
 from nanovllm.sampling.columns import Columns, Fields
+from nanovllm.sampling.shards import Shard
 
 Wanted = npt.NDArray[np.bool_]
 
@@ -51,7 +52,7 @@ class PerSlot:
     columns: Columns
     tokens_NL: Tensor  # int32: every token known so far
     prompt_lengths_N: Tensor  # int32
-    vocab_size: int
+    shard: Shard  # the columns of logits that features are given
 
 
 class Feature(Protocol):
@@ -74,5 +75,8 @@ class Processor(Feature, Protocol):
     def __init__(self, per_slot: PerSlot) -> None: ...
 
     def apply(self, logits_SV: Tensor, rows: SampleRows) -> None:
-        """In place, on contiguous float32 logits. Rows that did not ask stay as they are."""
+        """In place, on contiguous float32 logits. Rows that did not ask stay as they are.
+
+        The columns are those of the shard; a change of theirs may depend on nothing else.
+        """
         ...

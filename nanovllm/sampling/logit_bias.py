@@ -16,8 +16,8 @@ class LogitBias:
     FIELDS: Fields = ()
 
     def __init__(self, per_slot: PerSlot) -> None:
-        num_lines = len(per_slot.tokens_NL)
-        self.biases = TokenLists(num_lines, per_slot.vocab_size, per_slot.tokens_NL.device)
+        num_lines, self.shard = len(per_slot.tokens_NL), per_slot.shard
+        self.biases = TokenLists(num_lines, self.shard.span.full, per_slot.tokens_NL.device)
 
     def admit(self, admits: Sequence[Admit]) -> None:
         slots = np.array([admit.slot for admit in admits], np.int32)
@@ -28,4 +28,5 @@ class LogitBias:
 
     def apply(self, logits_SV: Tensor, rows: SampleRows) -> None:
         tokens_SK = self.biases.tokens_NK[rows.slots_S].long()
-        logits_SV.scatter_add_(1, tokens_SK, self.biases.values_NK[rows.slots_S])
+        columns_SK, biases_SK = self.shard.own(tokens_SK, self.biases.values_NK[rows.slots_S])
+        logits_SV.scatter_add_(1, columns_SK, biases_SK)

@@ -21,7 +21,7 @@ class Logprobs:
     )  # 1 + how many alternatives; 0 = none, not even the token's
 
     def __init__(self, per_slot: PerSlot) -> None:
-        self.host = per_slot.columns.host
+        self.host, self.shard = per_slot.columns.host, per_slot.shard
 
     def admit(self, admits: Sequence[Admit]) -> None:
         for admit in admits:
@@ -36,7 +36,7 @@ class Logprobs:
             return None
         counts = self.host["num_logprobs"][rows.host_slots[wanted]] - 1
         at_W = upload(wanted, logits_SV.device).long()
-        logits_WV = logits_SV[at_W].float()
+        logits_WV = self.shard.whole_rows(logits_SV, at_W).float()
         total_W1 = logits_WV.logsumexp(-1, keepdim=True)
         top_WK = logits_WV.topk(int(counts.max()), -1)
         tokens_W1 = tokens_S[at_W, None].clamp(min=0)  # a corrupted row's are left out later

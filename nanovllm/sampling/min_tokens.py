@@ -17,8 +17,8 @@ class MinTokens:
     FIELDS: Fields = (("may_stop_at", "i4"),)  # first position where a stop token is possible
 
     def __init__(self, per_slot: PerSlot) -> None:
-        num_lines = len(per_slot.tokens_NL)
-        self.stops = TokenLists(num_lines, per_slot.vocab_size, per_slot.tokens_NL.device)
+        num_lines, self.shard = len(per_slot.tokens_NL), per_slot.shard
+        self.stops = TokenLists(num_lines, self.shard.span.full, per_slot.tokens_NL.device)
         self.host = per_slot.columns.host
         self.may_stop_at_N = per_slot.columns.on_device("may_stop_at")
 
@@ -37,4 +37,5 @@ class MinTokens:
     def apply(self, logits_SV: Tensor, rows: SampleRows) -> None:
         too_short_S = rows.positions_S < self.may_stop_at_N[rows.slots_S]
         bans_SK = self.stops.values_NK[rows.slots_S].where(too_short_S[:, None], 0.0)
-        logits_SV.scatter_add_(1, self.stops.tokens_NK[rows.slots_S].long(), bans_SK)
+        tokens_SK = self.stops.tokens_NK[rows.slots_S].long()
+        logits_SV.scatter_add_(1, *self.shard.own(tokens_SK, bans_SK))

@@ -29,7 +29,7 @@ class Penalties:
     )
 
     def __init__(self, per_slot: PerSlot) -> None:
-        columns = per_slot.columns
+        columns, self.shard = per_slot.columns, per_slot.shard
         self.host = columns.host
         self.tokens_NL, self.prompt_lengths_N = per_slot.tokens_NL, per_slot.prompt_lengths_N
         self.repetition_N = columns.on_device("repetition")
@@ -55,19 +55,29 @@ class Penalties:
         tokens_WL = self.tokens_NL[slots_W, : rows.max_length].long()
         prompts_W1 = self.prompt_lengths_N[slots_W, None]
         index_L = torch.arange(tokens_WL.shape[1], device=tokens_WL.device)
-        known_WL = index_L < lengths_W1
+        columns_WL, known_WL = self.shard.own(tokens_WL, index_L < lengths_W1)
         output_WL = known_WL & (index_L >= prompts_W1)
-        # Other entries stand in as the newest token, so that each entry of a token says the same
-        # and their order in a scatter does not matter.
-        newest_W1 = tokens_WL.take_along_dim(lengths_W1 - 1, 1)
         logits_X, lines_W1 = logits_SV.view(-1), at_W[:, None] * logits_SV.shape[1]
 
-        at_X = (lines_W1 + torch.where(known_WL, tokens_WL, newest_W1)).flatten()
+        at_X, some_X = places(lines_W1, columns_WL, known_WL)
         factors_X = self.repetition_N[slots_W, None].expand_as(tokens_WL).flatten()
+        factors_X = factors_X.where(some_X, 1.0)
         old_X = logits_X[at_X]
         logits_X[at_X] = torch.where(old_X > 0, old_X / factors_X, old_X * factors_X)
 
-        at_X = (lines_W1 + torch.where(output_WL, tokens_WL, newest_W1)).flatten()
+        at_X, some_X = places(lines_W1, columns_WL, output_WL)
         logits_X.scatter_add_(0, at_X, (output_WL * -self.frequency_N[slots_W, None]).flatten())
-        presence_W1 = self.presence_N[slots_W, None] * (lengths_W1 > prompts_W1)
-        logits_X[at_X] = logits_X[at_X] - presence_W1.expand_as(tokens_WL).flatten()
+        presence_X = self.presence_N[slots_W, None].expand_as(tokens_WL).flatten()
+        logits_X[at_X] = logits_X[at_X] - presence_X.where(some_X, 0.0)
+
+
+def places(lines_W1: Tensor, columns_WL: Tensor, is_meant_WL: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the tokens that are meant have their logits, and whether their row has any, flat.
+
+    Other entries stand in as one that is meant, so that each entry of a token says the same and
+    their order in a scatter does not matter. They are column 0 of rows where none is meant.
+    """
+    meant_WL = columns_WL.where(is_meant_WL, -1)
+    one_W1 = meant_WL.amax(1, keepdim=True)
+    at_WL = lines_W1 + torch.where(is_meant_WL, columns_WL, one_W1.clamp(min=0))
+    return at_WL.flatten(), (one_W1 >= 0).expand_as(at_WL).flatten()

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from nanovllm.plan import Admit, Int32, Masks
 from nanovllm.registry import resolve
-from nanovllm.sampling import APPLY_MASK, DRAWS, PROCESSORS
+from nanovllm.sampling import APPLY_MASK, PROCESSORS
 from nanovllm.sampling.base import Feature, PerSlot, Processor, Sampled, SampleRows
 from nanovllm.sampling.columns import Columns, upload
 from nanovllm.sampling.logprobs import Logprobs
+from nanovllm.sampling.shards import Shard
 from nanovllm.sampling.truncate import Truncation
 
 FIELDS = (("seed", "i8"), ("inverse_temperature", "f4"), ("special", "?"))
@@ -30,19 +31,22 @@ class Sampler:
         self,
         *,
         num_slots: int,
-        vocab_size: int,
+        shard: Shard,
         device: torch.device,
         tokens_NL: Tensor,
         prompt_lengths_N: Tensor,
         kernel: str,
     ) -> None:
-        """`kernel` is "torch" or "triton". The two tensors are the runner's, by slot."""
-        self.vocab_size = vocab_size
+        """`kernel` is "torch" or "triton". The two tensors are the runner's, by slot.
+
+        All logits are those of the shard, and all ranks sample together.
+        """
+        self.vocab_size, self.shard = shard.span.full, shard
         paths = {path: path for path in PROCESSORS}
         made = [resolve(paths, path) for path in paths]
         fields = [f for part in (*made, Truncation, Logprobs) for f in part.FIELDS]
         self.columns = Columns((*FIELDS, *fields), num_slots + 1, device)
-        per_slot = PerSlot(self.columns, tokens_NL, prompt_lengths_N, vocab_size)
+        per_slot = PerSlot(self.columns, tokens_NL, prompt_lengths_N, shard)
         self.seeds_N = self.columns.on_device("seed")
         self.inverse_temperatures_N = self.columns.on_device("inverse_temperature")
         self.processors: list[Processor] = [make(per_slot) for make in made]
@@ -50,7 +54,7 @@ class Sampler:
         self.truncation = Truncation(per_slot, self.inverse_temperatures_N, kernel)
         self.logprobs = Logprobs(per_slot)
         self.features: tuple[Feature, ...] = (*self.processors, self.truncation, self.logprobs)
-        self._draw: Callable[..., Tensor] = resolve(DRAWS, kernel)
+        self._draw = shard.draw(kernel)
         self._apply_mask: Callable[[Tensor, Tensor, Tensor], None] = resolve(APPLY_MASK, kernel)
 
     def admit(self, admits: Sequence[Admit]) -> None:
@@ -59,8 +63,7 @@ class Sampler:
             return
         self.write(admits)
         slots = np.array([admit.slot for admit in admits], np.int32)
-        special = np.any([f.wanted(slots) for f in self.features], 0)
-        self.columns.host["special"][slots] = special
+        self.columns.host["special"][slots] = np.any([f.wanted(slots) for f in self.features], 0)
         self.columns.send(slots)
 
     def write(self, admits: Sequence[Admit]) -> None:
@@ -95,7 +98,7 @@ class Sampler:
         for logits in (logits_SV, logits_SV.float()):
             self.draw(logits, slots_S, slots_S)
             self.draw(logits, slots_S, slots_S, self.truncation.thresholds(logits, rows))
-        every = np.full((1, -(-logits_SV.shape[1] // 32)), -1, np.int32)
+        every = np.full((1, -(-self.vocab_size // 32)), -1, np.int32)
         self.apply_mask(logits_SV, [0], every)
 
     def apply_mask(self, logits_SV: Tensor, rows: list[int], masks: Masks) -> None:
@@ -104,6 +107,7 @@ class Sampler:
         Log-probabilities are those of the masked distribution: what the request could have drawn.
         The upload goes on while the device computes: its use alone waits for it.
         """
+        masks = masks[:, self.shard.words]
         with torch.cuda.stream(self._beside):
             sent = [upload(np.ascontiguousarray(x), logits_SV.device) for x in (rows, masks)]
         if self._beside is not None:
@@ -126,8 +130,7 @@ class Sampler:
             )
         for processor in wanted:
             processor.apply(changed_SV, rows)
-        thresholds_S = None
-        if self.truncation.wanted(slots).any():
-            thresholds_S = self.truncation.thresholds(changed_SV, rows)
+        truncated = self.truncation.wanted(slots).any()
+        thresholds_S = self.truncation.thresholds(changed_SV, rows) if truncated else None
         tokens_S = self.draw(changed_SV, rows.slots_S, rows.positions_S, thresholds_S)
         return Sampled(tokens_S, self.logprobs.of(logits_SV, tokens_S, rows))

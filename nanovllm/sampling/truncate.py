@@ -6,20 +6,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from torch import Tensor
 
 from nanovllm.plan import Admit, Int32
 from nanovllm.registry import resolve
 from nanovllm.sampling import THRESHOLDS
 from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
-from nanovllm.sampling.columns import Fields
+from nanovllm.sampling.columns import Fields, upload
 
 
 class Truncation:
     FIELDS: Fields = (("top_k", "i4"), ("top_p", "f4"), ("min_p_gap", "f4"), ("truncated", "?"))
 
     def __init__(self, per_slot: PerSlot, inverse_temperatures_N: Tensor, kernel: str) -> None:
-        columns, self.vocab_size = per_slot.columns, per_slot.vocab_size
+        columns, self.vocab_size = per_slot.columns, per_slot.shard.span.full
+        self.shard = per_slot.shard
         self.host = columns.host
         self.find_thresholds: Callable[..., Tensor] = resolve(THRESHOLDS, kernel)
         self.inverse_temperatures_N = inverse_temperatures_N
@@ -43,11 +45,14 @@ class Truncation:
         return self.host["truncated"][host_slots]
 
     def thresholds(self, logits_SV: Tensor, rows: SampleRows) -> Tensor:
-        return self.find_thresholds(
-            logits_SV,
-            rows.slots_S,
-            self.inverse_temperatures_N,
-            self.top_k_N,
-            self.top_p_N,
-            self.min_p_gap_N,
-        )
+        """thresholds_S, float32: no row that asks for no truncation has a logit below its own."""
+        if self.shard.span.is_whole:
+            return self._found(logits_SV, rows.slots_S)
+        wanted = np.flatnonzero(self.wanted(rows.host_slots)).astype(np.int32)
+        at_W = upload(wanted, logits_SV.device).long()
+        found_W = self._found(self.shard.whole_rows(logits_SV, at_W), rows.slots_S[at_W])
+        return found_W.new_full((len(logits_SV),), -math.inf).index_copy_(0, at_W, found_W)
+
+    def _found(self, logits_WV: Tensor, slots_W: Tensor) -> Tensor:
+        columns = self.inverse_temperatures_N, self.top_k_N, self.top_p_N, self.min_p_gap_N
+        return self.find_thresholds(logits_WV, slots_W, *columns)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from nanovllm.parallel.mesh import Mesh
 from nanovllm.plan import Admit
 from nanovllm.sampling.sampler import Sampler
+from nanovllm.sampling.shards import Shard
 from nanovllm.wire import Generate
 
 SLOT = 0
@@ -22,7 +24,7 @@ class Vetting:
         self.vocab_size = vocab_size
         self.sampler = Sampler(
             num_slots=1,
-            vocab_size=vocab_size,
+            shard=Shard(Mesh(), vocab_size),
             device=torch.device("cpu"),
             tokens_NL=torch.zeros(2, 1, dtype=torch.int32),
             prompt_lengths_N=torch.zeros(2, dtype=torch.int32),

@@ -68,7 +68,6 @@ class App:
         self._preparing: set[asyncio.Task[Any]] = set()  # requests that are not replies yet
         self._engines = engines
         self._served = served
-        self._stall_s = config.stall_s
         self._max_body_bytes = config.max_body_bytes
         self._key = None if config.api_key is None else config.api_key.encode()
         self._threads = threads
@@ -231,7 +230,7 @@ class App:
         """Whether this process should live on."""
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="unhealthy")
-        if (problem := self._engines.problem(self._stall_s)) is not None:
+        if (problem := self._engines.problem()) is not None:
             raise problem
         return JSON, b'{"status":"ok"}'
 

@@ -60,9 +60,11 @@ class ChosenRoute(Route):
 class Engines:
     """Connected to all engines from the start."""
 
-    def __init__(self, clients: Sequence[EngineClient]) -> None:
+    def __init__(self, clients: Sequence[EngineClient], stall_s: float) -> None:
+        """`stall_s`: for how long one may be silent, or later than any step was before."""
         self.clients = list(clients)
         self.metrics = [Metrics() for _ in clients]
+        self._stall_s = stall_s
         self._route = Route(self.clients[0], self.metrics[0])
 
     @classmethod
@@ -71,7 +73,7 @@ class Engines:
         if len(paths) > 1:
             return await Replicas.connect(paths, recipe)
         gone = partial(log.error, "the engine is gone")
-        return cls([await EngineClient.connect(paths[0], gone)])
+        return cls([await EngineClient.connect(paths[0], gone)], recipe.server.stall_s)
 
     @property
     def ready(self) -> Ready:
@@ -83,12 +85,9 @@ class Engines:
         """Whom to send a request, to be told when it was sent and when it is over."""
         return self._route
 
-    def problem(self, stall_s: float) -> ApiError | None:
-        """Why no engine can be sent a request; None if one can.
-
-        `stall_s`: for how long one may be silent, or later than any step was before.
-        """
-        problems = [problem_of(client, stall_s) for client in self.clients]
+    def problem(self) -> ApiError | None:
+        """Why no engine can be sent a request; None if one can."""
+        problems = [problem_of(client, self._stall_s) for client in self.clients]
         return None if None in problems else problems[0]
 
     def seen(self) -> list[Seen]:
@@ -111,9 +110,8 @@ class Replicas(Engines):
     def __init__(
         self, clients: Sequence[EngineClient], paths: Sequence[str], recipe: Recipe
     ) -> None:
-        super().__init__(clients)
+        super().__init__(clients, recipe.server.stall_s)
         self._paths = paths
-        self._stall_s = recipe.server.stall_s
         self._others = [(client.stats, 0) for client in clients]
         self._connecting: set[asyncio.Task[None]] = set()
         ready = clients[0].ready

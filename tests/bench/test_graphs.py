@@ -275,3 +275,15 @@ def test_eager_and_replay_are_the_runners_own(built: Built) -> None:
     assert isinstance(replayed, Forwarded) and mode == "FULL"
     assert replayed.logits_SV.shape[0] == SLOTS and runner.padded_tokens == SLOTS - 5
     torch.testing.assert_close(replayed.logits_SV[:5], eager.logits_SV, rtol=1e-4, atol=1e-4)
+
+
+def test_made_up_requests_have_pages_for_their_drafts() -> None:
+    """Behind its own pages, a row would write where another one does."""
+    runner = small_demo(SLOTS, "speculate={method: ngram, tokens: 5}").runner
+    occupy(runner)
+    slots, filled = runner.slots, context_of(runner)[0]
+    last_F = slots.lengths_N[:filled] - 1 + runner.num_drafts
+    assert filled == SLOTS and last_F.max() >= 40
+    pages_F = slots.pages_NM[:filled].gather(1, (last_F // slots.page_tokens).long()[:, None])
+    assert (pages_F > 0).all()
+    assert context_of(small_demo(SLOTS).runner)[1] - context_of(runner)[1] == 5

@@ -27,7 +27,15 @@ def test_w1_is_the_published_workload() -> None:
     assert load.prompts == prompts
     assert load.outputs == outputs
     assert sum(load.outputs) == 133_966  # the published number of output tokens
-    assert load.temperature == 0.6
+    assert load.sampling.temperature == 0.6
+
+
+def test_w1_top_is_w1_with_a_models_own_cuts() -> None:
+    load, plain = (token_load(name, seed=0, vocab_size=VOCAB) for name in ("w1-top", "w1"))
+    assert (load.prompts, load.outputs) == (plain.prompts, plain.outputs)
+    assert (load.sampling.top_k, load.sampling.top_p) == (20, 0.95)
+    assert (plain.sampling.top_k, plain.sampling.top_p) == (0, 1.0)
+    assert load.sampling.temperature == 0.6
 
 
 @pytest.mark.parametrize(
@@ -46,7 +54,7 @@ def test_batch_workloads(name: str, count: int, prompt_tokens: int, output_token
         [random.randint(0, 10000) for _ in range(prompt_tokens)] for _ in range(count)
     ]
     assert load.outputs == [output_tokens] * count
-    assert load.temperature == 0.0
+    assert load.sampling.temperature == 0.0
 
 
 def test_small_vocabularies_wrap_the_same_ids() -> None:

@@ -116,7 +116,7 @@ def together(meshes: list[GlooMesh], do: Callable[[GlooMesh], Any]) -> list[Any]
 
 
 def test_pages_are_the_least_of_any_rank(tmp_path: Path) -> None:
-    meshes = [ranks.mesh_of(place) for place in places_of(cut(CONFIG, 2), str(tmp_path))]
+    meshes = [ranks.mesh_of(CONFIG, place) for place in places_of(cut(CONFIG, 2), str(tmp_path))]
     together(meshes, lambda mesh: mesh.connect())
     assert together(meshes, lambda mesh: mesh.least(10 - mesh.tp_rank)) == [9, 9]
 
@@ -219,14 +219,14 @@ def test_a_rank_that_cannot_be_built_says_which_it_is(monkeypatch: pytest.Monkey
         raise ConfigError("model.safetensors: missing tensor x")
 
     monkeypatch.setattr(ranks, "build_runner", build)
-    monkeypatch.setattr(ranks, "mesh_of", lambda place: SimpleNamespace(connect=lambda: None))
+    monkeypatch.setattr(ranks, "mesh_of", lambda _, place: SimpleNamespace(connect=lambda: None))
     with pytest.raises(ConfigError) as caught:
         ranks.follow(load_config(None), Place(3, 4, 3, "", None), lambda: None)
     assert str(caught.value) == "rank 3: model.safetensors: missing tensor x"
 
 
 def test_a_lost_rank_is_an_error_at_once(tmp_path: Path) -> None:
-    meshes = [ranks.mesh_of(place) for place in places_of(cut(CONFIG, 2), str(tmp_path))]
+    meshes = [ranks.mesh_of(CONFIG, place) for place in places_of(cut(CONFIG, 2), str(tmp_path))]
     together(meshes, lambda mesh: mesh.connect())
     meshes[1].backend.clear()
     with pytest.raises(RankLostError):

@@ -63,7 +63,7 @@ def runner() -> Runner:
     slots = Slots(SLOTS, runner.slots.max_tokens, 8, runner.device, DRAFTS)
     sampler = Sampler(
         num_slots=SLOTS,
-        vocab_size=runner.sampler.vocab_size,
+        shard=runner.sampler.shard,
         device=runner.device,
         tokens_NL=slots.tokens_NL,
         prompt_lengths_N=slots.prompt_lengths_N,

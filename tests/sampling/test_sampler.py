@@ -12,9 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from nanovllm.parallel.mesh import Mesh
 from nanovllm.plan import Admit
 from nanovllm.sampling.base import Sampled, SampleRows
 from nanovllm.sampling.sampler import Sampler
+from nanovllm.sampling.shards import Shard
 from nanovllm.wire import Sampling
 
 VOCAB, BLOCK, NUM_SLOTS, MAX_TOKENS = 5003, 2048, 11, 40
@@ -130,7 +132,7 @@ class Bench:
         self.prompts_N = torch.zeros(NUM_SLOTS + 1, dtype=torch.int32)
         self.sampler = Sampler(
             num_slots=NUM_SLOTS,
-            vocab_size=VOCAB,
+            shard=Shard(Mesh(), VOCAB),
             device=torch.device("cpu"),
             tokens_NL=self.tokens_NL,
             prompt_lengths_N=self.prompts_N,

@@ -126,7 +126,7 @@ def test_one_engine_that_goes_loses_its_requests_and_comes_back(fakes: list[Fake
         fakes[0].die()
         await eventually(lambda: gone.is_lost)
         assert sorted(sink.was_lost for sink in sinks) == [False] * 3 + [True] * 3
-        assert engines.problem(10) is None
+        assert engines.problem() is None
         assert [seen.is_up for seen in engines.seen()] == [False, True]
         assert {at_of(engines, engines.route(request(), PROMPT)) for _ in range(4)} == {1}
         Path(f"{path}-away").rename(path)
@@ -144,15 +144,15 @@ def test_when_none_is_left_that_is_said(fakes: list[FakeEngine]) -> None:
     async def main(engines: Engines) -> None:
         for client in engines.clients:
             client.is_lost = True
-        problem = engines.problem(10)
+        problem = engines.problem()
         assert problem is not None and (problem.status, problem.code) == (503, "unhealthy")
         assert engines.route(request(), PROMPT).client.is_lost
         engines.clients[0].is_lost = False
         engines.clients[0]._received([Beat(30.0, 20.0)])  # its step hangs
-        problem = engines.problem(10)
+        problem = engines.problem()
         assert problem is not None and problem.code == "stalled"
         engines.clients[1].is_lost = False
-        assert engines.problem(10) is None
+        assert engines.problem() is None
         assert {at_of(engines, engines.route(request(), PROMPT)) for _ in range(4)} == {1}
 
     run(fakes, main)

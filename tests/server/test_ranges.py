@@ -14,9 +14,11 @@ from hypothesis import given, settings, strategies as st
 from msgspec.structs import replace
 
 from nanovllm.config import load_config
+from nanovllm.parallel.mesh import Mesh
 from nanovllm.plan import Admit
 from nanovllm.sampling.base import SampleRows
 from nanovllm.sampling.sampler import Sampler
+from nanovllm.sampling.shards import Shard
 from nanovllm.sampling.vetting import Vetting
 from nanovllm.server.errors import ApiError
 from nanovllm.server.orders import generates
@@ -98,7 +100,7 @@ def admitted(messages: list[Generate]) -> np.ndarray:
     num_slots = len(messages)
     sampler = Sampler(
         num_slots=num_slots,
-        vocab_size=VOCAB,
+        shard=Shard(Mesh(), VOCAB),
         device=torch.device("cpu"),
         tokens_NL=torch.ones(num_slots + 1, CONTEXT + 1, dtype=torch.int32),
         prompt_lengths_N=torch.full((num_slots + 1,), 3, dtype=torch.int32),
@@ -229,7 +231,7 @@ def test_the_smallest_numbers_draw_the_best_token(fields) -> None:
     (message,) = ordered(fields)
     sampler = Sampler(
         num_slots=1,
-        vocab_size=VOCAB,
+        shard=Shard(Mesh(), VOCAB),
         device=torch.device("cpu"),
         tokens_NL=torch.full((2, CONTEXT + 1), 7, dtype=torch.int32),
         prompt_lengths_N=torch.full((2,), 3, dtype=torch.int32),

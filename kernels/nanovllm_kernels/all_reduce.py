@@ -1,0 +1,345 @@
+"""Sums over ranks, for messages of a decode step, by stores into the memory of the other GPUs.
+
+Meaning: the *_reference functions below. Every rank stores its message into a region of its own in
+every rank's buffer; readers look at their own memory only, until all has come. Sums are float32, in
+the order of ranks, rounded once: the same bits on every rank, whatever the size of the message.
+
+Decision: data is its own flag. A region that nobody has written holds EMPTY in every element, which
+is a NaN that no arithmetic gives; whoever reads an element waits until it is something else and
+makes it EMPTY again. So there is no flag to write after the data, and no fence between the two,
+which would cost another trip over the link.
+
+A buffer has two slots, of odd and of even calls. That suffices: what a rank reads in call E + 1 was
+stored by ranks whose call E had ended, its slot emptied, so in call E + 2 it may be written again.
+The calls are counted in device memory, because a CUDA graph repeats its arguments.
+
+Kernels of one rank must not overlap: all calls on one stream. All ranks make the same calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm_kernels import reference
+from nanovllm_kernels.device import follows
+
+PROGRAMS = 64  # fewer than any GPU has multiprocessors: programs wait for those of other ranks
+MAX_WIDTH = 16384  # a row must fit a program's registers
+CHUNK = 2048  # elements that a program takes at a time where it need not take a row
+HOP_BYTES = 768 << 10  # what a link carries while a short message takes the way over it
+EMPTY = tl.constexpr(-1)  # as a number of 16 or of 32 bits
+ANOTHER_NAN = tl.constexpr(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """What a rank knows of the buffers of all ranks, its own included."""
+
+    rank: int
+    size: int
+    capacity: int  # bytes of the longest message, a multiple of 16
+    addresses_I: Tensor  # int64: where the buffer of each rank is, as this rank sees it
+    calls_X: Tensor  # int32: how many there were; PROGRAMS times the same number
+    keeps: object = None  # what must live as long as the buffers
+    hop_bytes: int = HOP_BYTES
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether the message is short enough for the buffers."""
+        return x.nbytes <= self.capacity
+
+    def takes_two_hops(self, num_bytes: int) -> bool:
+        """Whether a message is summed up piece by piece at owners, which then send out the sums.
+
+        In one hop a rank stores (size - 1) messages, in two 2 * (size - 1) / size of one.
+        """
+        saved = (self.size - 1) * (self.size - 2) * num_bytes // self.size
+        return saved > self.hop_bytes
+
+
+def buffer_bytes(size: int, capacity: int) -> int:
+    """The length of a rank's buffer, which must be all 0xFF before the first call of any rank."""
+    return 2 * (size + 1) * capacity
+
+
+def all_reduce(x_TD: Tensor, peers: Peers) -> Tensor:
+    """In place: returns x_TD, now the sum over ranks."""
+    _launch(x_TD, None, None, x_TD, 0.0, peers)
+    return x_TD
+
+
+def all_reduce_add(x_TD: Tensor, residual_TD: Tensor, peers: Peers) -> Tensor:
+    """In place: returns residual_TD, to which the sum over ranks has been added."""
+    _launch(x_TD, residual_TD, None, residual_TD, 0.0, peers)
+    return residual_TD
+
+
+def all_reduce_add_norm(
+    x_TD: Tensor, residual_TD: Tensor, norm_weight_D: Tensor, eps: float, peers: Peers
+) -> tuple[Tensor, Tensor]:
+    """In place: returns x_TD, the normalised stream, and residual_TD, the stream."""
+    _launch(x_TD, residual_TD, norm_weight_D, x_TD, eps, peers)
+    return x_TD, residual_TD
+
+
+def all_gather(x_SW: Tensor, peers: Peers) -> Tensor:
+    """All ranks' x as x_ISW, of any type of 2 bytes or more. Takes twice its bytes of capacity."""
+    assert x_SW.is_contiguous() and 2 * x_SW.nbytes <= peers.capacity, x_SW.shape
+    y_ISW = torch.empty(peers.size, *x_SW.shape, dtype=x_SW.dtype, device=x_SW.device)
+    halves = x_SW.nbytes // 2
+    waits = follows(len(x_SW), x_SW.device)
+    all_gather_kernel[(min(triton.cdiv(halves, CHUNK), PROGRAMS),)](
+        x_SW.view(torch.int16),
+        y_ISW.view(torch.int16),
+        peers.addresses_I,
+        peers.calls_X,
+        peers.rank,
+        peers.capacity,
+        halves,
+        SIZE=peers.size,
+        BLOCK=CHUNK,
+        PROGRAMS=PROGRAMS,
+        WAITS=waits,
+        launch_pdl=waits,
+        num_warps=8,
+    )
+    return y_ISW
+
+
+def _launch(
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    norm_weight_D: Tensor | None,
+    y_TD: Tensor,
+    eps: float,
+    peers: Peers,
+) -> None:
+    num_rows, row_width = x_TD.shape
+    assert x_TD.is_contiguous() and peers.fits(x_TD), (x_TD.shape, peers.capacity)
+    assert residual_TD is None or residual_TD.is_contiguous()
+    width = CHUNK if norm_weight_D is None else row_width
+    assert width <= MAX_WIDTH
+    chunks = triton.cdiv(x_TD.numel(), width)
+    block = triton.next_power_of_2(width)
+    waits = follows(num_rows, x_TD.device)
+    all_reduce_kernel[(min(chunks, PROGRAMS),)](
+        x_TD.view(torch.int16 if x_TD.element_size() == 2 else torch.int32),
+        residual_TD,
+        norm_weight_D,
+        y_TD,
+        peers.addresses_I,
+        peers.calls_X,
+        peers.rank,
+        peers.capacity,
+        x_TD.numel(),
+        eps,
+        SIZE=peers.size,
+        TWO_HOPS=peers.takes_two_hops(x_TD.nbytes),
+        WIDTH=width,
+        BLOCK=block,
+        PROGRAMS=PROGRAMS,
+        WAITS=waits,
+        launch_pdl=waits,
+        num_warps=min(max(block // 256, 1), 16),  # 8 elements a thread: 16 bytes of bf16
+    )
+
+
+@triton.jit
+def region(address, index, capacity, like):
+    """Where the region of this index begins in the buffer at `address`.
+
+    Each slot has one for messages of each rank, and one more for sums of owners.
+    """
+    at = address + index.to(tl.int64) * capacity
+    return tl.multiple_of(at.to(tl.pointer_type(like.dtype.element_ty)), 16)
+
+
+@triton.jit
+def send(bits, addresses_I, rank, index, capacity, at, inside, SIZE: tl.constexpr, like):
+    """To that region of all ranks; each begins with the next one and comes to itself last."""
+    for nth in tl.static_range(1, SIZE + 1):
+        peer = tl.load(addresses_I + (rank + nth) % SIZE)
+        tl.store(region(peer, index, capacity, like) + at, bits, inside)
+
+
+@triton.jit
+def count_call(calls_X, call, PROGRAMS: tl.constexpr):
+    """Programs advance all counters together, so those of the next call agree, however many
+    they are. Behind a barrier: every thread of the program must have read its own."""
+    i = tl.arange(0, PROGRAMS)
+    tl.store(calls_X + i, call + 1, i % tl.num_programs(0) == tl.program_id(0))
+
+
+@triton.jit
+def never_empty(bits):
+    """The same bits, but of another NaN where they are EMPTY."""
+    return tl.where(bits == EMPTY, ANOTHER_NAN, bits)
+
+
+@triton.jit
+def owner_of(chunk, SIZE: tl.constexpr):
+    """A program's chunks, which follow each other by its number of programs, change owners."""
+    return (chunk + chunk // tl.num_programs(0)) % SIZE
+
+
+@triton.jit
+def sum_of(pieces, stride, inside, NUM: tl.constexpr, like, residual_TD, at):
+    """The sum of NUM pieces, `stride` elements apart, and the residual, once all have come.
+
+    Rounded to the type of `like`. Leaves their places EMPTY.
+    """
+    total = tl.zeros(inside.shape, tl.float32)
+    missing = 1
+    while missing != 0:
+        # All loads are on their way before the first is looked at.
+        total = tl.zeros(inside.shape, tl.float32)
+        empty = tl.zeros(inside.shape, tl.int32)
+        for source in tl.static_range(NUM):
+            bits = tl.load(pieces + source * stride, inside, 0, volatile=True)
+            empty |= (bits == EMPTY).to(tl.int32)
+            total += bits.to(like.dtype.element_ty, bitcast=True).to(tl.float32)
+        missing = tl.max(empty, 0)
+    nothing = tl.full(inside.shape, EMPTY, pieces.dtype.element_ty)
+    for source in tl.static_range(NUM):
+        tl.store(pieces + source * stride, nothing, inside)
+    if residual_TD is not None:
+        total += tl.load(residual_TD + at, inside, 0.0).to(tl.float32)
+    return total.to(like.dtype.element_ty)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def all_reduce_kernel(  # noqa: C901 - one launch, whatever is fused
+    bits_TD,
+    residual_TD,
+    norm_weight_D,
+    y_TD,
+    addresses_I,
+    calls_X,
+    rank,
+    capacity,
+    num_elements,
+    eps,
+    SIZE: tl.constexpr,
+    TWO_HOPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    WAITS: tl.constexpr,
+):
+    pid, num = tl.program_id(0), tl.num_programs(0)
+    d = tl.arange(0, BLOCK)
+    num_chunks = tl.cdiv(num_elements, WIDTH)
+    stride = capacity // (bits_TD.dtype.element_ty.primitive_bitwidth // 8)
+    own = tl.load(addresses_I + rank)
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    call = tl.load(calls_X + pid)
+    first = call % 2 * (SIZE + 1)
+    pieces = region(own, first, capacity, bits_TD)
+    sums = region(own, first + SIZE, capacity, bits_TD)
+
+    for chunk in range(pid, num_chunks, num):
+        at = chunk * WIDTH + d
+        inside = (d < WIDTH) & (at < num_elements)
+        bits = never_empty(tl.load(bits_TD + at, inside, 0))
+        if TWO_HOPS:
+            owner = tl.load(addresses_I + owner_of(chunk, SIZE))
+            tl.store(region(owner, first + rank, capacity, bits_TD) + at, bits, inside)
+        else:
+            send(bits, addresses_I, rank, first + rank, capacity, at, inside, SIZE, bits_TD)
+    tl.debug_barrier()
+    count_call(calls_X, call, PROGRAMS)
+
+    if TWO_HOPS:
+        for chunk in range(pid, num_chunks, num):
+            if owner_of(chunk, SIZE) == rank:
+                at = chunk * WIDTH + d
+                inside = (d < WIDTH) & (at < num_elements)
+                whole = sum_of(pieces + at, stride, inside, SIZE, y_TD, residual_TD, at)
+                bits = never_empty(whole.to(bits_TD.dtype.element_ty, bitcast=True))
+                send(bits, addresses_I, rank, first + SIZE, capacity, at, inside, SIZE, bits_TD)
+        tl.debug_barrier()
+
+    for chunk in range(pid, num_chunks, num):
+        at = chunk * WIDTH + d
+        inside = (d < WIDTH) & (at < num_elements)
+        if TWO_HOPS:
+            whole = sum_of(sums + at, 0, inside, 1, y_TD, None, at)
+        else:
+            whole = sum_of(pieces + at, stride, inside, SIZE, y_TD, residual_TD, at)
+        if residual_TD is not None:
+            tl.store(residual_TD + at, whole, inside)
+        if norm_weight_D is not None:
+            wide = whole.to(tl.float32)
+            norm_weight = tl.load(norm_weight_D + d, d < WIDTH, 0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+            whole = ((wide * scale).to(whole.dtype).to(tl.float32) * norm_weight).to(whole.dtype)
+        if norm_weight_D is not None or residual_TD is None:
+            tl.store(y_TD + at, whole, inside)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def all_gather_kernel(
+    halves_S,
+    y_IS,
+    addresses_I,
+    calls_X,
+    rank,
+    capacity,
+    num_halves,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    WAITS: tl.constexpr,
+):
+    """Any bits may travel, so each 16 of them go as 32, which are never EMPTY."""
+    pid, num = tl.program_id(0), tl.num_programs(0)
+    own = tl.load(addresses_I + rank)
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    call = tl.load(calls_X + pid)
+    first = call % 2 * (SIZE + 1)
+    for start in range(pid * BLOCK, num_halves, num * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < num_halves
+        words = tl.load(halves_S + at, inside, 0).to(tl.int32) & 0xFFFF
+        send(words, addresses_I, rank, first + rank, capacity, at, inside, SIZE, calls_X)
+    tl.debug_barrier()
+    count_call(calls_X, call, PROGRAMS)
+    for start in range(pid * BLOCK, num_halves, num * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < num_halves
+        for source in tl.static_range(SIZE):
+            words_at = region(own, first + source, capacity, calls_X) + at
+            words = tl.load(words_at, inside, 0, volatile=True)
+            while tl.max((words == EMPTY).to(tl.int32), 0) != 0:
+                words = tl.load(words_at, inside, 0, volatile=True)
+            tl.store(words_at, tl.full(words.shape, EMPTY, tl.int32), inside)
+            tl.store(y_IS + source * num_halves + at, words.to(tl.int16), inside)
+
+
+def summed(parts_ITD: Tensor) -> Tensor:
+    """The sum over ranks, in float32 and in their order."""
+    total_TD = parts_ITD[0].float()
+    for part_TD in parts_ITD[1:]:
+        total_TD = total_TD + part_TD.float()
+    return total_TD
+
+
+def all_reduce_reference(parts_ITD: Tensor) -> Tensor:
+    return summed(parts_ITD).to(parts_ITD.dtype)
+
+
+def all_reduce_add_reference(parts_ITD: Tensor, residual_TD: Tensor) -> Tensor:
+    return (summed(parts_ITD) + residual_TD.float()).to(residual_TD.dtype)
+
+
+def all_reduce_add_norm_reference(
+    parts_ITD: Tensor, residual_TD: Tensor, norm_weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    sum_TD = all_reduce_add_reference(parts_ITD, residual_TD)
+    return reference.rms_norm(sum_TD, norm_weight_D, eps), sum_TD

@@ -1,0 +1,188 @@
+"""Sums over ranks, checked and timed where they run: a process for each GPU.
+
+Beside them NCCL's operation, with the kernel that would follow it. The link's limit is what each
+rank must send, and receive, at least: of a sum 2 (N - 1) / N of the message, of a gather N - 1
+messages, at LINK bytes a second.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from nanovllm_kernels import all_reduce as ops
+from nanovllm_kernels.all_reduce import Peers
+from nanovllm_kernels.case import Args, Case, Kernel, check, normal
+from nanovllm_kernels.norm import add_rms_norm
+from nanovllm_kernels.timing import graph_us
+
+LINK = 450e9  # of H100 and H200: 18 links of NVLink 4, 25e9 bytes a second each way
+CAPACITY = 32 << 20
+ROWS = (1, 8, 64, 256, 512, 2048)
+WIDTHS = (4096, 5120, 8192)
+CALLS = 20  # in a graph
+PATIENCE_S = 120.0
+Connect = Callable[[Any, int, int, torch.device, int], Peers]
+Found = dict[str, Any]
+
+
+def inputs(size: int, T: int, D: int, with_norm: int, device: torch.device) -> Args:
+    """The messages of all ranks; of what follows the sum, the first `with_norm`."""
+    parts_ITD = normal(device, size, T, D, dtype=torch.bfloat16)
+    residual_TD = normal(device, T, D, dtype=torch.bfloat16, seed=1)
+    return (parts_ITD, residual_TD, normal(device, D, dtype=torch.bfloat16, seed=2), 1e-6)[
+        : 1 + with_norm
+    ]
+
+
+def words(size: int, S: int, device: torch.device) -> Args:
+    return (normal(device, size, S, 2, dtype=torch.float32).view(torch.int32),)
+
+
+def kernels(peers: Peers, nccl: Any) -> Iterator[tuple[Kernel, Callable[..., object]]]:  # noqa: ANN401
+    """Each operation, and what does the same with NCCL."""
+    rank, size = peers.rank, peers.size
+
+    def by_nccl(then: Callable[..., object], parts_ITD: Tensor, *rest: Any) -> None:  # noqa: ANN401
+        nccl.allreduce([parts_ITD[rank]]).wait()
+        then(parts_ITD[rank], *rest)
+
+    def gathered_by_nccl(parts_ISW: Tensor) -> None:
+        nccl._allgather_base(torch.empty_like(parts_ISW), parts_ISW[rank]).wait()
+
+    def cases(with_norm: int) -> tuple[Case, ...]:
+        odd = [Case(f"T={T} D={D}", partial(inputs, size, T, D, with_norm), small=True)
+               for T, D in ((3, 1000), (67, 72), (130, 2880))]  # fmt: skip
+        timed = [
+            Case(
+                f"T={T} D={D}",
+                partial(inputs, size, T, D, with_norm),
+                num_bytes=4 * T * D * (size - 1) // size,
+            )
+            for T in ROWS
+            for D in WIDTHS
+        ]
+        return (*odd, *timed)
+
+    for name, run, expected, more, then in (
+        ("all_reduce", ops.all_reduce, ops.all_reduce_reference, 0, lambda x: x),
+        ("all_reduce_add", ops.all_reduce_add, ops.all_reduce_add_reference, 1, Tensor.add_),
+        ("all_reduce_add_norm", ops.all_reduce_add_norm, ops.all_reduce_add_norm_reference, 3,
+         add_rms_norm),
+    ):  # fmt: skip
+        called = partial(lambda run, parts, *rest: run(parts[rank], *rest, peers), run)
+        # Sums have one order, so they are equal; the norm rounds twice, as that of rms_norm.
+        ulps = 2.0 if more == 3 else 0.0
+        kernel = Kernel(name, called, expected, cases(more), ulps_16=ulps)
+        yield kernel, partial(by_nccl, then)
+    gathers = tuple(
+        Case(f"S={S}", partial(words, size, S), small=S == 1, num_bytes=8 * S * (size - 1))
+        for S in ROWS
+    )
+    gather = Kernel(
+        "all_gather", lambda parts: ops.all_gather(parts[rank], peers), lambda parts: parts, gathers
+    )
+    yield gather, gathered_by_nccl
+
+
+def check_ranks(size: int, connect: Connect, quick: bool) -> Iterator[Found]:
+    """What each case gave, in the words of check-kernels. The worst of all ranks' errors.
+
+    `connect` is called by each rank; it and the ranks' processes must be able to import it.
+    """
+    context = get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = [context.Pipe(duplex=False) for _ in range(size)]
+        ranks = [
+            context.Process(
+                target=rank_main, args=(rank, size, Path(folder), connect, quick, writes)
+            )
+            for rank, (_, writes) in enumerate(pairs)
+        ]
+        for rank, (_, writes) in zip(ranks, pairs, strict=True):
+            rank.start()
+            writes.close()
+        try:
+            yield from followed([reads for reads, _ in pairs])
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+
+
+def followed(pipes: list[connection.Connection]) -> Iterator[Found]:
+    """Until the ranks are done, or one of them fails."""
+    while pipes:
+        ready = connection.wait(pipes, PATIENCE_S)
+        if not ready:
+            yield {"kernel": "ranks", "case": "", "problem": f"not heard of for {PATIENCE_S} s"}
+            return
+        for pipe in ready:
+            assert isinstance(pipe, connection.Connection)
+            try:
+                found = pipe.recv()
+            except EOFError:
+                found = {"kernel": "ranks", "case": "", "problem": "a rank ended"}
+            if found is None:
+                pipes.remove(pipe)
+                continue
+            yield found
+            if "worst" not in found:  # the others wait for it for ever
+                return
+
+
+def rank_main(
+    rank: int, size: int, folder: Path, connect: Connect, quick: bool, pipe: connection.Connection
+) -> None:
+    try:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        store = distributed.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]
+        peers = connect(distributed.PrefixStore("peers", store), rank, size, device, CAPACITY)  # type: ignore[attr-defined]
+        group: Any = distributed.ProcessGroupNCCL  # type: ignore[attr-defined]
+        shared = distributed.PrefixStore("nccl", store)  # type: ignore[attr-defined]
+        nccl = group(shared, rank, size, group.Options())
+        for kernel, rival in kernels(peers, nccl):
+            for case in kernel.cases:
+                if case.small or not quick:
+                    found = measured(kernel, case, rival, device, nccl, quick)
+                    if rank == 0:
+                        pipe.send(found)
+        pipe.send(None)
+    except Exception as error:
+        problem = f"rank {rank}: {type(error).__name__}: {error}"
+        pipe.send({"kernel": "ranks", "case": "", "problem": problem})
+    finally:
+        os._exit(0)  # to end NCCL in order takes for ever once it is in a graph
+
+
+def measured(
+    kernel: Kernel,
+    case: Case,
+    rival: Callable[..., object],
+    device: torch.device,
+    nccl: Any,  # noqa: ANN401
+    quick: bool,
+) -> Found:
+    """One case, on all ranks, which must all come here with it."""
+    worst = torch.tensor([check(kernel, case, device)], dtype=torch.float64, device=device)
+    largest = distributed.AllreduceOptions()  # type: ignore[attr-defined]
+    largest.reduceOp = distributed.ReduceOp.MAX
+    nccl.allreduce([worst], largest).wait()
+    found: Found = {"kernel": kernel.name, "case": case.name, "worst": worst.item()}
+    if not quick and case.is_timed:
+        us, nccl_us = (
+            graph_us([partial(run, *case.inputs(device))] * CALLS) for run in (kernel.run, rival)
+        )
+        bytes_per_s = 1e6 * case.num_bytes / us
+        found |= {"us": us, "nccl_us": nccl_us, "tb_per_s": bytes_per_s / 1e12}
+        found["share"] = bytes_per_s / LINK
+    return found

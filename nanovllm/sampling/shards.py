@@ -1,0 +1,78 @@
+"""A rank's columns of the vocabulary in sampling: what is computed on them, what is gathered.
+
+Decision: whatever depends on the columns alone is done on them, by every rank for its own. Of a
+step's plain rows the ranks exchange winners, 8 bytes a row. Only rows with thresholds or
+log-probabilities, which depend on all columns, are gathered. Which rows those are, all ranks know
+from what requests asked for, never from a column, so that all of them meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nanovllm.parallel.cut import span_of_vocabulary
+from nanovllm.parallel.mesh import Mesh
+from nanovllm.registry import resolve
+
+DRAWS = {
+    "torch": "nanovllm_kernels.sampling_reference:draw",
+    "triton": "nanovllm_kernels.sampling:draw",
+}
+WINNERS = {
+    "torch": "nanovllm_kernels.sampling_reference:winners",
+    "triton": "nanovllm_kernels.sampling:winners",
+}
+BEST = {
+    "torch": "nanovllm_kernels.sampling_reference:best",
+    "triton": "nanovllm_kernels.sampling:best",
+}
+
+
+class Shard:
+    """The tokens `span` of the vocabulary, whose logits this rank has."""
+
+    def __init__(self, mesh: Mesh, vocab_size: int) -> None:
+        self.mesh = mesh
+        self.span = span_of_vocabulary(mesh, vocab_size)
+        ranks = (Mesh(rank, mesh.tp_size) for rank in range(mesh.tp_size))
+        self.counts = [span_of_vocabulary(rank, vocab_size).count for rank in ranks]
+
+    @property
+    def words(self) -> slice:
+        """Its words of a mask: a block of the vocabulary has whole ones."""
+        return slice(self.span.start // 32, -(-(self.span.start + self.span.count) // 32))
+
+    def own(self, tokens: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens as columns of the shard, and their values. Elsewhere: column 0, and 0 or False."""
+        if self.span.is_whole:
+            return tokens, values
+        columns = tokens - self.span.start
+        is_own = (columns >= 0) & (columns < self.span.count)
+        return columns.where(is_own, 0), values.where(is_own, 0)
+
+    def whole_rows(self, logits_SV: Tensor, at_W: Tensor) -> Tensor:
+        """logits_WV of the rows at_W, over the whole vocabulary. All ranks ask for the same."""
+        logits_WV = logits_SV[at_W]
+        if self.span.is_whole:
+            return logits_WV
+        padding = max(self.counts) - self.span.count
+        shares_IWV = self.mesh.gather(functional.pad(logits_WV, (0, padding)))
+        shares = zip(shares_IWV, self.counts, strict=True)
+        return torch.cat([share_WV[:, :count] for share_WV, count in shares], 1)
+
+    def draw(self, kernel: str) -> Callable[..., Tensor]:
+        """What draws from its logits, with the arguments of the kernel named so."""
+        if self.span.is_whole:
+            drawn: Callable[..., Tensor] = resolve(DRAWS, kernel)
+            return drawn
+        winners, best = resolve(WINNERS, kernel), resolve(BEST, kernel)
+
+        def draw_together(*args: Tensor | None) -> Tensor:
+            tokens_S: Tensor = best(self.mesh.gather(winners(*args, self.span.start)))
+            return tokens_S
+
+        return draw_together

@@ -1,0 +1,259 @@
+"""Sums over ranks in Triton's interpreter: one process a rank, on memory that all of them share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import pytest
+import torch
+import triton
+from nanovllm_kernels import all_reduce as ops
+from nanovllm_kernels.all_reduce import Peers
+from nanovllm_kernels.case import normal
+from torch import Tensor, multiprocessing
+
+CPU = torch.device("cpu")
+INTERPRETED = triton.knobs.runtime.interpret
+CAPACITY = 1 << 18
+PROGRAMS = 4  # few, so that some have several chunks
+ONE_HOP, TWO_HOPS = 1 << 40, -1
+PATIENCE_S = 120
+EPS = 1e-6
+# The interpreter truncates to bfloat16, three times where there is a norm.
+OFF = {torch.float32: 1e-6, torch.bfloat16: 2**-5, torch.float16: 2**-10}
+
+
+class Call(NamedTuple):
+    """What all ranks are asked to do. Inputs follow from the seed."""
+
+    operation: str
+    T: int
+    D: int
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    hop_bytes: int = ONE_HOP
+    slow_rank: int = -1  # sleeps at every barrier, so after it has sent and before it reads
+
+    def inputs(self, size: int) -> tuple[Tensor, ...]:
+        """The parts of all ranks, and what all ranks have: residual and weight of the norm."""
+        parts_ITD = normal(CPU, size, self.T, self.D, dtype=self.dtype, seed=self.seed)
+        residual_TD = normal(CPU, self.T, self.D, dtype=self.dtype, seed=self.seed + 1)
+        norm_weight_D = normal(CPU, self.D, dtype=self.dtype, seed=self.seed + 2)
+        if self.operation == "gather":  # any bits at all
+            parts_ITD = torch.randint(-2, 2, (size, self.T, self.D), dtype=torch.int64)
+            parts_ITD[:] = torch.arange(parts_ITD.numel()).view_as(parts_ITD) % 7 - 3
+        if self.operation == "poison":
+            parts_ITD[-1, 0, :2] = torch.nan
+            bits = torch.int16 if self.dtype.itemsize == 2 else torch.int32
+            parts_ITD.view(bits)[0, -1, -1] = -1  # what an empty place holds
+        return parts_ITD, residual_TD, norm_weight_D
+
+    def run(self, peers: Peers) -> tuple[Tensor, ...]:
+        parts_ITD, residual_TD, norm_weight_D = self.inputs(peers.size)
+        x = parts_ITD[peers.rank].clone()
+        if self.operation == "add":
+            assert ops.all_reduce_add(x, residual_TD, peers) is residual_TD
+            return (residual_TD,)
+        if self.operation == "norm":
+            return ops.all_reduce_add_norm(x, residual_TD, norm_weight_D, EPS, peers)
+        if self.operation == "gather":
+            return (ops.all_gather(x, peers),)
+        return (ops.all_reduce(x, peers),)
+
+    def expected(self, size: int) -> tuple[Tensor, ...]:
+        parts_ITD, residual_TD, norm_weight_D = self.inputs(size)
+        if self.operation == "add":
+            return (ops.all_reduce_add_reference(parts_ITD, residual_TD),)
+        if self.operation == "norm":
+            return ops.all_reduce_add_norm_reference(parts_ITD, residual_TD, norm_weight_D, EPS)
+        if self.operation == "gather":
+            return (parts_ITD,)
+        return (ops.all_reduce_reference(parts_ITD),)
+
+
+def rank_main(rank: int, buffers: list[Tensor], pipe: Connection) -> None:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    ops.PROGRAMS = PROGRAMS
+    load = InterpreterBuilder.create_masked_load
+
+    def patient_load(self, ptrs, mask, other, cache, volatile):
+        time.sleep(1e-4 if volatile else 0)  # others may have this core meanwhile
+        return load(self, ptrs, mask, other, cache, volatile)
+
+    InterpreterBuilder.create_masked_load = patient_load
+    addresses_I = torch.tensor([buffer.data_ptr() for buffer in buffers])
+    calls_X = torch.zeros(PROGRAMS, dtype=torch.int32)
+    while (call := pipe.recv()) is not None:
+        nap_s = 0.05 if rank == call.slow_rank else 0.0
+        InterpreterBuilder.create_barrier = lambda _, nap_s=nap_s: time.sleep(nap_s)
+        peers = Peers(rank, len(buffers), CAPACITY, addresses_I, calls_X, hop_bytes=call.hop_bytes)
+        outputs = [output.tolist() for output in call.run(peers)]
+        pipe.send((outputs, set(calls_X.tolist())))
+
+
+@dataclass
+class Ranks:
+    buffers: list[Tensor]
+    pipes: list[Connection]
+    calls: int = 0
+
+    def check(self, *calls: Call) -> None:
+        """All calls in a row on every rank, without waiting for the others between them."""
+        for call in calls:
+            for pipe in self.pipes:
+                pipe.send(call)
+        for call in calls:
+            self.calls += 1
+            found = [self.answer(pipe) for pipe in self.pipes]
+            expected = call.expected(len(self.pipes))
+            for rank, (outputs, counters) in enumerate(found):
+                assert counters == {self.calls}
+                assert str(outputs) == str(found[0][0]), (rank, call)
+                for output, wanted in zip(outputs, expected, strict=True):
+                    off = OFF.get(wanted.dtype, 0)
+                    torch.testing.assert_close(
+                        torch.tensor(output, dtype=wanted.dtype),
+                        wanted,
+                        rtol=off,
+                        atol=off / 100,
+                        equal_nan=True,
+                        msg=lambda text, call=call, rank=rank: f"{call} {rank} {text}",
+                    )
+        assert all((buffer == 0xFF).all() for buffer in self.buffers)  # all was read, and emptied
+
+    def answer(self, pipe: Connection) -> tuple[list, set[int]]:
+        assert pipe.poll(PATIENCE_S), "a rank waits for ever"
+        return pipe.recv()
+
+
+@contextmanager
+def ranks_of(size: int) -> Iterator[Ranks]:
+    context = multiprocessing.get_context("spawn")
+    length = ops.buffer_bytes(size, CAPACITY)
+    buffers = [torch.full((length,), 0xFF, dtype=torch.uint8).share_memory_() for _ in range(size)]
+    pairs = [context.Pipe() for _ in range(size)]
+    processes = [
+        context.Process(target=rank_main, args=(rank, buffers, pair[1]), daemon=True)
+        for rank, pair in enumerate(pairs)
+    ]
+    for process, pair in zip(processes, pairs, strict=True):
+        process.start()
+        pair[1].close()
+    yield Ranks(buffers, [pair[0] for pair in pairs])
+    for process in processes:
+        process.kill()
+
+
+def in_interpreter(test: Callable) -> Callable:
+    """Collected in the child process only."""
+    test.__test__ = INTERPRETED
+    return test
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request) -> Iterator[Ranks]:
+    with ranks_of(request.param) as found:
+        yield found
+
+
+OPERATIONS = ("sum", "add", "norm")
+EITHER = pytest.mark.parametrize("hop_bytes", [ONE_HOP, TWO_HOPS], ids=["one hop", "two hops"])
+
+
+@in_interpreter
+@EITHER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_equal_the_reference_and_each_other(ranks, dtype, hop_bytes) -> None:
+    shapes = ((1, 64), (3, 96), (5, 1000), (2, 2500))
+    ranks.check(
+        *(
+            Call(operation, *shape, dtype, seed, hop_bytes)
+            for seed, shape in enumerate(shapes)
+            for operation in OPERATIONS
+        )
+    )
+
+
+@in_interpreter
+def test_hops_do_not_change_bits(ranks) -> None:
+    """Ranks would differ from each other in nothing else."""
+    for operation in OPERATIONS:
+        kinds = [Call(operation, 5, 640, hop_bytes=hops) for hops in (ONE_HOP, TWO_HOPS)]
+        for pipe in ranks.pipes:
+            for kind in kinds:
+                pipe.send(kind)
+        answers = [[ranks.answer(pipe)[0] for _ in kinds] for pipe in ranks.pipes]
+        ranks.calls += len(kinds)
+        assert all(answer == answers[0][0] for pair in answers for answer in pair)
+
+
+@in_interpreter
+@EITHER
+def test_calls_of_all_sizes_follow_each_other(ranks, hop_bytes) -> None:
+    """From one program to all of them, some with several rows, and back."""
+    rows = (1, PROGRAMS + 6, 2, 2 * PROGRAMS + 1, 1, 1, 7)
+    ranks.check(
+        *(Call("norm", T, 32, seed=T, hop_bytes=hop_bytes) for T in rows),
+        Call("sum", 9, 1024, torch.bfloat16, hop_bytes=hop_bytes),
+        *(Call("gather", T, 1) for T in (1, 2561, 1)),
+    )
+
+
+@in_interpreter
+@EITHER
+def test_a_slow_rank_is_waited_for(ranks, hop_bytes) -> None:
+    for slow in (0, 1):
+        ranks.check(
+            *(Call("add", 3, 40, torch.float32, seed, hop_bytes, slow) for seed in range(6)),
+            *(Call("gather", 3, 1, seed=seed, slow_rank=slow) for seed in range(6)),
+        )
+
+
+@in_interpreter
+@EITHER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_not_a_number_arrives_as_such(ranks, dtype, hop_bytes) -> None:
+    """Also the one that means that a place is empty."""
+    ranks.check(Call("poison", 2, 40, dtype, 0, hop_bytes))
+
+
+@pytest.mark.parametrize(
+    ("size", "longest"), [(2, None), (3, 1179648), (4, 524288), (8, 149796)], ids=str
+)
+def test_two_hops_where_they_save_more_than_one_costs(size, longest) -> None:
+    peers = Peers(0, size, 1 << 24, torch.zeros(size), torch.zeros(PROGRAMS))
+    if longest is None:
+        assert not peers.takes_two_hops(1 << 40)
+    else:
+        assert (peers.takes_two_hops(longest), peers.takes_two_hops(longest + 4)) == (False, True)
+
+
+def test_a_message_that_does_not_fit_is_refused() -> None:
+    peers = Peers(0, 2, 64, torch.zeros(2), torch.zeros(PROGRAMS))
+    assert peers.fits(torch.zeros(4, 4)) and not peers.fits(torch.zeros(4, 5))
+    with pytest.raises(AssertionError, match="64"):
+        ops.all_reduce(torch.zeros(4, 5), peers)
+    with pytest.raises(AssertionError, match="3, 3"):
+        ops.all_gather(torch.zeros(3, 3), peers)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is itself interpreted")
+def test_in_the_interpreter() -> None:
+    command = ["env", "CUDA_VISIBLE_DEVICES=", "TRITON_INTERPRET=1", sys.executable, "-m", "pytest"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", __file__],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "31 passed" in done.stdout, done.stdout[-600:]
