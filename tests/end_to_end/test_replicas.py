@@ -18,6 +18,7 @@ from tests.end_to_end.demo_server import Server, asked, start
 from tests.server.serving import eventually
 
 ROOT = Path(__file__).parents[2]
+LOST = "the engine failed before this request was finished"
 PAPER = str(ROOT / "recipes" / "paper.yaml")
 SMALL = ("--device", "cpu", "--set", "cache.cpu_gib=0.2", "--set", "cpu_threads=1")
 
@@ -71,10 +72,10 @@ def test_two_engines_say_what_one_says() -> None:
 # -- ends --------------------------------------------------------------------------------------
 
 
-def engines_of(server: Server) -> list[int]:
-    """The process ids of all ranks, oldest first."""
+def engines_of(server: Server, prefix: str = "nanovllm-engine") -> list[int]:
+    """The ids of the processes that are named so, oldest first."""
     names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in server.children()}
-    return sorted(pid for pid, name in names.items() if name.startswith("nanovllm-engine"))
+    return sorted(pid for pid, name in names.items() if name.startswith(prefix))
 
 
 def up(server: Server) -> dict[str, float]:
@@ -118,7 +119,7 @@ def test_a_killed_engine_ends_its_streams_only_and_comes_back(paper: Server) -> 
     first, second = engines_of(paper)
     ends = asyncio.run(streams(paper, 12, first, 750))
     failed = [end for end in ends if isinstance(end, str)]
-    assert set(failed) == {"the engine failed before this request was finished"}
+    assert set(failed) == {LOST}
     assert ends.count(750) == 12 - len(failed) and 3 <= len(failed) <= 9
     assert health(paper) == 200
     eventually(lambda: up(paper) == {"0": 1, "1": 1}, 20)
@@ -127,6 +128,19 @@ def test_a_killed_engine_ends_its_streams_only_and_comes_back(paper: Server) -> 
     asyncio.run(texts(paper, 16, max_tokens=5))
     eventually(lambda: min(gained(paper, "vllm:generation_tokens_total", "engine").values()) > 9, 5)
     assert paper.stop() == 0
+
+
+def test_a_killed_rank_takes_its_engine_and_no_other_along() -> None:
+    server = start(*SMALL, "--dp", "2", "--tp", "2")
+    try:
+        ends = asyncio.run(streams(server, 4, engines_of(server, "nanovllm-rank1")[1], 40))
+        assert sorted(map(str, ends)) == ["40"] * 2 + [LOST] * 2
+        assert health(server) == 200
+        eventually(lambda: up(server) == {"0": 1, "1": 1}, 60)
+        assert asyncio.run(texts(server, 4, temperature=0, max_tokens=4))
+        assert server.stop() == 0
+    finally:
+        server.process.kill()
 
 
 def test_while_one_is_away_the_other_has_all(paper: Server) -> None:
