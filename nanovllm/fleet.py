@@ -34,6 +34,8 @@ class Engine:
         if not self._why:
             self._why = self._trouble() if self._ranks is None else self._ranks.lost()
             if self._why:
+                for process, _ in self.children:  # all live or none, and streams end now
+                    process.kill()
                 self._say()
         if self._why and restarts and self._may_start():
             self._restarted.append(time.monotonic())
@@ -42,7 +44,7 @@ class Engine:
         return self._why
 
     def _trouble(self) -> str:
-        """Why a later life will never be ready, after it was ended; empty while it may be."""
+        """Why a later life will never be ready; empty while it may be."""
         for process, word in list(self._waiting):
             if word.poll():
                 said = word_on(word)
@@ -50,8 +52,6 @@ class Engine:
                     self._waiting.remove((process, word))
                     continue
                 process.join(0.0 if said else 1.0)
-                for each, _ in self.children:
-                    each.kill()
                 return said or ending(process)
         if not self._waiting:
             self._ranks = Ranks(self.children)

@@ -174,11 +174,12 @@ def watch(fleet: Fleet, workers: Sequence[BaseProcess], stopped: threading.Event
     """Until a signal (0), or until an API process ends or no engine is left (a code of theirs,
     never 0)."""
     while not stopped.wait(TICK_S):
-        lost = fleet.lost()
-        if lost or any(process.exitcode is not None for process in workers):
-            codes = [process.exitcode or 0 for process in (*fleet.processes, *workers)]
-            log.error("%s; stopping", lost or endings(workers))
-            return max(EXIT_CRASH, *codes)
+        has_ended = any(process.exitcode is not None for process in workers)
+        lost = fleet.lost(restarts=not has_ended)
+        if lost or has_ended:
+            processes = [*fleet.processes, *workers]
+            log.error("%s; stopping", endings(processes) or lost)
+            return max(EXIT_CRASH, *(process.exitcode or 0 for process in processes))
     return 0
 
 
@@ -308,9 +309,9 @@ def stop(processes: Sequence[BaseProcess], grace_s: float, fleet: Fleet | None =
         process.terminate()
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and any(process.exitcode is None for process in processes):
-        time.sleep(TICK_S)
         if fleet is not None:
             fleet.lost(restarts=False)
+        time.sleep(TICK_S)
     for process in processes:
         process.kill()
         process.join()

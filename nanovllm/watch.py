@@ -11,11 +11,12 @@ import signal
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 Child = tuple[BaseProcess, Pipe]  # and where it says that it is ready, and then that it is alive
 TICK_S = 0.2
 BEAT_EVERY_S = 0.5
-LOST_S = 3.0  # without a beat
+LOST_S = 3.0  # without a sign of life
 
 
 class Ranks:
@@ -24,27 +25,31 @@ class Ranks:
     def __init__(self, children: Sequence[Child]) -> None:
         self.processes = [process for process, _ in children]
         self._words = [word for _, word in children]
+        self._ticks = [0] * len(children)  # of CPU time, at the last turn
         self._silent = [0] * len(children)  # for how many turns
 
     def lost(self) -> str:
-        """Why the engine cannot go on, after all of it was killed; empty if it can.
+        """Why the engine cannot go on; empty if it can.
 
         To be asked every TICK_S. Turns are counted instead of seconds, and what came meanwhile is
         heard first: a supervisor that was stopped itself, or a machine that slept, has lost nobody.
-        A rank without others may be silent: its streams go on when it does.
+        A rank that computes is alive: a compiler may keep Python, and so the beats, for seconds.
+        One without others may be silent: its streams go on when it does.
         """
-        for rank, word in enumerate(self._words):
-            self._silent[rank] = 0 if heard(word) else self._silent[rank] + 1
+        for rank, process in enumerate(self.processes):
+            before, self._ticks[rank] = self._ticks[rank], cpu_ticks(process.pid)
+            is_alive = heard(self._words[rank]) or self._ticks[rank] > before
+            self._silent[rank] = 0 if is_alive else self._silent[rank] + 1
         silent = [
             f"{process.name} has been silent for {LOST_S:.0f} s"
             for process, turns in zip(self.processes, self._silent, strict=True)
             if turns * TICK_S > LOST_S and len(self.processes) > 1
         ]
-        why = endings(self.processes) or ", ".join(silent)
-        if why:
-            for process in self.processes:
-                process.kill()
-        return why
+        return endings(self.processes) or ", ".join(silent)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
 
 
 def heard(word: Pipe) -> bool:
@@ -55,6 +60,14 @@ def heard(word: Pipe) -> bool:
             word.recv()
             said = True
     return said
+
+
+def cpu_ticks(pid: int | None) -> int:
+    """Hundredths of seconds that a process has computed; 0 where the system does not say."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+    return 0
 
 
 def endings(processes: Iterable[BaseProcess]) -> str:

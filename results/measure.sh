@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # The records behind README's tables, made on the machine present (one GPU), with random weights:
 #   results/measure.sh [PART ...]       parts: online offline kernels ablation sweep
-# and structured, which online begins with, speculation and variants, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
+# and structured, which online begins with, speculation, variants, ranks (several GPUs), peers and peers-offline, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
+# FLAGS: more flags of every run, as in FLAGS="--results-dir /tmp/results". RECIPES: instead of 0.6B and 8B. VLLM_PYTHON: for peers, an interpreter that has vLLM.
 set -uo pipefail
-common=(--load-format dummy)
+read -ra flags <<<"${FLAGS:-}"
+common=(--load-format dummy ${flags[@]+"${flags[@]}"})
 [ -f .commit ] && common+=(--commit "$(cat .commit)") # of a copy without .git
 small=recipes/qwen3-0.6b.yaml large=recipes/qwen3-8b.yaml
+recipes=${RECIPES:-$small $large}
 
 online() { # RECIPE STREAMS PROMPT_TOKENS [MORE]
     nanovllm bench --start "$1" --concurrency "$2" --input-len "$3" --processes 6 "${@:4}" "${common[@]}"
@@ -25,7 +28,7 @@ measure() {
         nanovllm bench --start recipes/paper.yaml --concurrency 256 --processes 4 --input-len 32 --output-len 1000
         ;;
     offline)
-        for recipe in $small $large; do
+        for recipe in $recipes; do
             for load in w1 bs1 bs64 bs256 prefill; do
                 nanovllm bench --offline $recipe --workload $load "${common[@]}"
             done
@@ -55,12 +58,27 @@ measure() {
         done
         ;;
     variants) # what each kernel above 150 lines brings that another one could stand in for, on one machine
-        for recipe in $small $large; do
+        for recipe in $recipes; do
             for load in w1 bs1 bs64 bs256 prefill; do
                 nanovllm bench --offline $recipe --workload $load "${common[@]}" --ablate kernels.decode=triton \
                     --ablate kernels.skinny_linear=torch --ablate kernels.batch_prep=torch
             done
             nanovllm bench --offline $recipe --workload w1-top "${common[@]}" --ablate kernels.sample=torch
+        done
+        ;;
+    ranks) # Qwen3-32B on one GPU, then on as many as RANKS says, two if it does not
+        nanovllm check-kernels --tp "${RANKS:-2}" --json "results/sums-$(date +%F).json"
+        for ranks in 1 "${RANKS:-2}"; do
+            for load in bs1 bs64 bs256 prefill; do
+                nanovllm bench --offline recipes/qwen3-32b.yaml --workload $load "${common[@]}" \
+                    --set parallel.tp=$ranks --set schedule.slots=256
+            done
+        done
+        ;;
+    peers | peers-offline) # vLLM and nanovllm in turn, one client, the same prompts, ratios and a plot
+        [ "$1" = peers ] && how=online || how=offline
+        for recipe in $recipes; do
+            python3 results/peers.py $how $recipe ${flags[@]+"${flags[@]}"} || return
         done
         ;;
     sweep) # and a plot

@@ -22,7 +22,7 @@ from nanovllm.config import (
 from nanovllm.server.parsers import PARSERS, parser_of
 
 ROOT = Path(__file__).parents[1]
-SHIPPED = "demo, paper, qwen3-0.6b, qwen3-8b, r1-distill-llama-70b, r1-distill-llama-8b"
+SHIPPED = "demo, paper, qwen3-0.6b, qwen3-32b, qwen3-8b, r1-distill-llama-70b, r1-distill-llama-8b"
 
 
 def refused(named: str | None, *overrides: str, **flags: object) -> str:

@@ -19,6 +19,7 @@ class Rank:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.pid = None
         self.exitcode: int | None = None
         self.stays = False  # no signal reaches it
         self.word, self.said = Pipe()

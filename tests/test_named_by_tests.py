@@ -27,8 +27,6 @@ DRIVEN_BY = {
     "tests/spec/test_drafters.py": """
         nanovllm/spec/__init__.py nanovllm/spec/base.py nanovllm/spec/ngram.py
         nanovllm/spec/synthetic.py""",
-    "tests/kernels/test_all_reduce.py": """
-        kernels/nanovllm_kernels/peer_cases.py nanovllm/parallel/peers.py""",
     "tests/kernels/test_ngram.py": "kernels/nanovllm_kernels/ngram_reference.py",
     "tests/models/test_parity.py": """
         nanovllm/attention/base.py nanovllm/layers/attention.py nanovllm/layers/embedding.py

@@ -30,7 +30,9 @@ from nanovllm_kernels.device import follows
 
 PROGRAMS = 64  # fewer than any GPU has multiprocessors: programs wait for those of other ranks
 MAX_WIDTH = 16384  # a row must fit a program's registers
-CHUNK = 2048  # elements that a program takes at a time where it need not take a row
+CHUNK = 2048  # elements that a program takes at a time where it need not take a row,
+LONG_CHUNK = 4096  # and those of a message that would keep all programs busy several times
+GATHERED = 512  # units of 2 bytes that a program gathers at a time: 64 rows of 8 bytes
 HOP_BYTES = 768 << 10  # what a link carries while a short message takes the way over it
 EMPTY = tl.constexpr(-1)  # as a number of 16 or of 32 bits
 ANOTHER_NAN = tl.constexpr(-2)
@@ -92,7 +94,7 @@ def all_gather(x_SW: Tensor, peers: Peers) -> Tensor:
     y_ISW = torch.empty(peers.size, *x_SW.shape, dtype=x_SW.dtype, device=x_SW.device)
     halves = x_SW.nbytes // 2
     waits = follows(len(x_SW), x_SW.device)
-    all_gather_kernel[(min(triton.cdiv(halves, CHUNK), PROGRAMS),)](
+    all_gather_kernel[(min(triton.cdiv(halves, GATHERED), PROGRAMS),)](
         x_SW.view(torch.int16),
         y_ISW.view(torch.int16),
         peers.addresses_I,
@@ -101,11 +103,11 @@ def all_gather(x_SW: Tensor, peers: Peers) -> Tensor:
         peers.capacity,
         halves,
         SIZE=peers.size,
-        BLOCK=CHUNK,
+        BLOCK=GATHERED,
         PROGRAMS=PROGRAMS,
         WAITS=waits,
         launch_pdl=waits,
-        num_warps=8,
+        num_warps=4,
     )
     return y_ISW
 
@@ -121,7 +123,10 @@ def _launch(
     num_rows, row_width = x_TD.shape
     assert x_TD.is_contiguous() and peers.fits(x_TD), (x_TD.shape, peers.capacity)
     assert residual_TD is None or residual_TD.is_contiguous()
-    width = CHUNK if norm_weight_D is None else row_width
+    if norm_weight_D is not None:
+        width = row_width
+    else:
+        width = CHUNK if x_TD.numel() <= PROGRAMS * CHUNK else LONG_CHUNK
     assert width <= MAX_WIDTH
     chunks = triton.cdiv(x_TD.numel(), width)
     block = triton.next_power_of_2(width)
@@ -177,7 +182,7 @@ def count_call(calls_X, call, PROGRAMS: tl.constexpr):
 @triton.jit
 def never_empty(bits):
     """The same bits, but of another NaN where they are EMPTY."""
-    return tl.where(bits == EMPTY, ANOTHER_NAN, bits)
+    return tl.where(bits == EMPTY, ANOTHER_NAN, bits).to(bits.dtype)
 
 
 @triton.jit
@@ -193,6 +198,8 @@ def sum_of(pieces, stride, inside, NUM: tl.constexpr, like, residual_TD, at):
     Rounded to the type of `like`. Leaves their places EMPTY.
     """
     total = tl.zeros(inside.shape, tl.float32)
+    if residual_TD is not None:
+        residual = tl.load(residual_TD + at, inside, 0.0)
     missing = 1
     while missing != 0:
         # All loads are on their way before the first is looked at.
@@ -207,12 +214,12 @@ def sum_of(pieces, stride, inside, NUM: tl.constexpr, like, residual_TD, at):
     for source in tl.static_range(NUM):
         tl.store(pieces + source * stride, nothing, inside)
     if residual_TD is not None:
-        total += tl.load(residual_TD + at, inside, 0.0).to(tl.float32)
+        total += residual.to(tl.float32)
     return total.to(like.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["rank"])
-def all_reduce_kernel(  # noqa: C901 - one launch, whatever is fused
+def all_reduce_kernel(  # noqa: C901 - branches of its compiler
     bits_TD,
     residual_TD,
     norm_weight_D,
@@ -235,6 +242,8 @@ def all_reduce_kernel(  # noqa: C901 - one launch, whatever is fused
     num_chunks = tl.cdiv(num_elements, WIDTH)
     stride = capacity // (bits_TD.dtype.element_ty.primitive_bitwidth // 8)
     own = tl.load(addresses_I + rank)
+    if norm_weight_D is not None:
+        norm_weight = tl.load(norm_weight_D + d, d < WIDTH, 0.0)
     if WAITS:
         tl.extra.cuda.gdc_wait()
     call = tl.load(calls_X + pid)
@@ -252,6 +261,8 @@ def all_reduce_kernel(  # noqa: C901 - one launch, whatever is fused
         else:
             send(bits, addresses_I, rank, first + rank, capacity, at, inside, SIZE, bits_TD)
     tl.debug_barrier()
+    if WAITS:  # whatever follows may come in while this one waits for other ranks
+        tl.extra.cuda.gdc_launch_dependents()
     count_call(calls_X, call, PROGRAMS)
 
     if TWO_HOPS:
@@ -275,9 +286,9 @@ def all_reduce_kernel(  # noqa: C901 - one launch, whatever is fused
             tl.store(residual_TD + at, whole, inside)
         if norm_weight_D is not None:
             wide = whole.to(tl.float32)
-            norm_weight = tl.load(norm_weight_D + d, d < WIDTH, 0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-            whole = ((wide * scale).to(whole.dtype).to(tl.float32) * norm_weight).to(whole.dtype)
+            rounded = (wide * scale).to(whole.dtype).to(tl.float32)
+            whole = (rounded * norm_weight.to(tl.float32)).to(whole.dtype)
         if norm_weight_D is not None or residual_TD is None:
             tl.store(y_TD + at, whole, inside)
 
@@ -309,15 +320,23 @@ def all_gather_kernel(
         words = tl.load(halves_S + at, inside, 0).to(tl.int32) & 0xFFFF
         send(words, addresses_I, rank, first + rank, capacity, at, inside, SIZE, calls_X)
     tl.debug_barrier()
+    if WAITS:  # whatever follows may come in while this one waits for other ranks
+        tl.extra.cuda.gdc_launch_dependents()
     count_call(calls_X, call, PROGRAMS)
     for start in range(pid * BLOCK, num_halves, num * BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < num_halves
+        at_source = region(own, first, capacity, calls_X) + at
+        missing = 1
+        while missing != 0:
+            empty = tl.zeros(inside.shape, tl.int32)
+            for source in tl.static_range(SIZE):
+                words = tl.load(at_source + source * (capacity // 4), inside, 0, volatile=True)
+                empty |= (words == EMPTY).to(tl.int32)
+            missing = tl.max(empty, 0)
         for source in tl.static_range(SIZE):
-            words_at = region(own, first + source, capacity, calls_X) + at
+            words_at = at_source + source * (capacity // 4)
             words = tl.load(words_at, inside, 0, volatile=True)
-            while tl.max((words == EMPTY).to(tl.int32), 0) != 0:
-                words = tl.load(words_at, inside, 0, volatile=True)
             tl.store(words_at, tl.full(words.shape, EMPTY, tl.int32), inside)
             tl.store(y_IS + source * num_halves + at, words.to(tl.int16), inside)
 

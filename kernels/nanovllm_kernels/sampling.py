@@ -217,13 +217,14 @@ def _store_winner(winners_S2, row, key, token):
     tl.store(winners_S2 + row * 2 + 1, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def best_kernel(winners_IS2, tokens_S, num_rows, num_ranks, RANKS: tl.constexpr):
     row, rank = tl.program_id(0), tl.arange(0, RANKS)
     at, inside = winners_IS2 + (rank * num_rows + row) * 2, rank < num_ranks
     keys = tl.load(at, inside, 0).to(tl.float32, bitcast=True)
-    keys = tl.where(inside, keys, -float("inf"))
-    is_corrupted = (tl.max((keys != keys).to(tl.int32), 0) == 1) | (tl.max(keys, 0) < LOWEST)
+    is_nan = keys != keys
+    keys = tl.where(inside & (keys == keys), keys, -float("inf"))
+    is_corrupted = (tl.max(is_nan.to(tl.int32), 0) == 1) | (tl.max(keys, 0) < LOWEST)
     tokens = tl.load(at + 1, inside, 0)
     token = tl.sum(tl.where(rank == tl.argmax(keys, 0), tokens, 0), 0)
     tl.store(tokens_S + row, tl.where(is_corrupted, CORRUPTED, token).to(tl.int64))
@@ -285,7 +286,7 @@ def draw_above_thresholds_inputs(S: int, V: int, dtype: torch.dtype, device: tor
 def winners_inputs(
     inputs: Callable[..., Args], S: int, V: int, dtype: torch.dtype, device: torch.device
 ) -> Args:
-    """As of a rank whose columns begin with the third block of the vocabulary."""
+    """What a rank has whose columns begin with the third block of the vocabulary."""
     return *inputs(S, V, dtype, device), 2 * reference.BLOCK
 
 

@@ -30,8 +30,14 @@ class Ceilings:
     copy_bytes_per_s: float  # read and written together
     matmul_flops: float  # bfloat16
 
-    def __str__(self) -> str:
+    @property
+    def rates(self) -> dict[str, float]:
+        """The numbers, under the names that records have for them."""
         copied, multiplied = self.copy_bytes_per_s / 1e12, self.matmul_flops / 1e12
+        return {"copy_tb_per_s": copied, "matmul_tflops": multiplied}
+
+    def __str__(self) -> str:
+        copied, multiplied = self.rates.values()
         return f"copies {copied:.2f} TB/s, multiplies {multiplied:.0f} TFLOP/s"
 
 

@@ -76,7 +76,7 @@ class _Choice(Struct):
 class _Chunk(Struct):
     choices: list[_Choice] = []
     usage: dict[str, Any] | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None  # an object, a text
 
 
 _decode = msgspec.json.Decoder(_Chunk).decode
@@ -137,14 +137,12 @@ class Channel(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         sample, status = self._sample, self._parser.get_status_code()
+        error = "" if sample.output_tokens else "the stream has no usage"
         if status != 200:
-            self._end(f"HTTP {status}: {self._rest[:200].decode(errors='replace')}")
+            error = f"HTTP {status}: {self._rest[:200].decode(errors='replace')}"
         elif not self._is_complete:
-            self._end("the stream ended early")
-        elif not sample.output_tokens:
-            self._end("the stream has no usage")
-        else:
-            self._end("")
+            error = "the stream ended early"
+        self._end(error)
 
     def _event(self, data: bytes) -> None:
         if data == b"[DONE]":
@@ -163,7 +161,7 @@ class Channel(asyncio.Protocol):
             sample.output_tokens = chunk.usage["completion_tokens"]
             sample.cached_tokens = details.get("cached_tokens") or 0
         if chunk.error is not None:
-            sample.error = bytes(chunk.error)[:200].decode(errors="replace")
+            sample.error = str(chunk.error)[:200]
 
     def _end(self, error: str) -> None:
         if self._over is not None and not self._over.done():

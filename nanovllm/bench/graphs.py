@@ -39,23 +39,18 @@ MOST_OFF = 0.05  # of the largest logit; rounding in bfloat16 stays well below
 class Graph(Struct, frozen=True, kw_only=True):
     mode: str
     rows: int  # of piecewise ones: tokens
-    capture_s: float
-    memory_bytes: int
-    replay_s: float
-    eager_s: float
-    difference: float  # largest, of any logit
+    capture_ms: float
+    memory_mib: float
+    replay_ms: float
+    eager_ms: float
+    max_logit_difference: float
     largest_logit: float
     used: float = 0.0  # share of the load's steps, which are decode steps
     padding: float = 0.0  # padding rows / rows in these steps
 
     @property
     def is_right(self) -> bool:
-        return self.difference <= MOST_OFF * self.largest_logit  # False for a NaN
-
-
-def longest(runner: Runner) -> int:
-    """Tokens of a request, at most."""
-    return runner.slots.max_tokens
+        return self.max_logit_difference <= MOST_OFF * self.largest_logit  # False for a NaN
 
 
 def context_of(runner: Runner) -> tuple[int, int]:
@@ -65,7 +60,7 @@ def context_of(runner: Runner) -> tuple[int, int]:
     """
     num_pages = runner.caches.tensors[0].shape[1] - 1
     filled = min(runner.slots.padding, num_pages)
-    most = min(CONTEXT, num_pages // filled * runner.slots.page_tokens, longest(runner))
+    most = min(CONTEXT, num_pages // filled * runner.slots.page_tokens, runner.slots.max_tokens)
     return filled, most - runner.num_drafts
 
 
@@ -105,7 +100,7 @@ def measure(runner: Runner, load: range) -> Iterator[Graph]:
     for (size, width), captured in runner.graphs.captured.items():
         fed = sum(rows for rows in load if fit(rows) == (size, width))
         num_fed = size if width == 1 else spread(runner, size, width)
-        decode = runner.builder.padded(size, width, longest(runner))
+        decode = runner.builder.padded(size, width, runner.slots.max_tokens)
         used = steps[size, width]
         padding = 1 - fed / (used * size) if used else 0.0
         mode = "FULL/decode" if width == 1 else f"FULL/decode of {width}"
@@ -132,12 +127,12 @@ def compared(
     return Graph(
         mode=mode,
         rows=size,
-        capture_s=captured.seconds,
-        memory_bytes=captured.bytes_used,
-        difference=float((found - expected).abs().max()),
+        capture_ms=1e3 * captured.seconds,
+        memory_mib=captured.bytes_used / 2**20,
+        max_logit_difference=float((found - expected).abs().max()),
         largest_logit=float(expected.abs().max()),
-        replay_s=seconds_of(replay, runner.device),
-        eager_s=seconds_of(eager, runner.device),
+        replay_ms=1e3 * seconds_of(replay, runner.device),
+        eager_ms=1e3 * seconds_of(eager, runner.device),
     )
 
 
@@ -151,7 +146,7 @@ def mixed_rows(runner: Runner, num_tokens: int) -> StepRows:
         for slot, start in zip(range(num_decodes, filled), starts, strict=False)
     ]
     decodes = np.arange(num_decodes, dtype=np.int32).tobytes()
-    plan = StepPlan(0, [], [], num_decodes, decodes, chunks, longest(runner), [])
+    plan = StepPlan(0, [], [], num_decodes, decodes, chunks, runner.slots.max_tokens, [])
     return runner.builder.rows(plan)
 
 
@@ -162,28 +157,24 @@ def logits(forwarded: object) -> torch.Tensor:
 
 def seconds_of(step: Callable[[], object], device: torch.device) -> float:
     """The seconds of one step among many, enqueued one after another as the engine does."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     times = []
     for _ in range(ROUNDS):
         step()
-        wait(device)
+        wait()
         started = time.perf_counter()
         for _ in range(STEPS):
             step()
-        wait(device)
+        wait()
         times.append((time.perf_counter() - started) / STEPS)
     return median(times)
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def why_eager(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
     """The runner's own answers for every kind of step. None: a graph is replayed."""
     slots, most = int(recipe.schedule.slots), int(recipe.schedule.step_tokens)
     captured = max(runner.piecewise.captured, default=1)
-    decode = runner.builder.padded(slots, 1, longest(runner))
+    decode = runner.builder.padded(slots, 1, runner.slots.max_tokens)
     found = {f"decode, 1 to {slots} rows": runner.why_eager(decode)}
     for low, high in ((1, captured), (captured + 1, most)):
         if high > low:
@@ -198,25 +189,22 @@ def metrics(graphs: Sequence[Graph]) -> dict[str, float]:
     padding = sum(graph.used * graph.rows * graph.padding for graph in graphs)
     found = {
         "graphs": float(len(graphs)),
-        "capture_s": sum(graph.capture_s for graph in graphs),
-        "memory_mib": sum(graph.memory_bytes for graph in graphs) / 2**20,
+        "capture_s": sum(graph.capture_ms for graph in graphs) / 1e3,
+        "memory_mib": sum(graph.memory_mib for graph in graphs),
         "padding_percent": 100 * padding / rows if rows else 0.0,
     }
     for graph in graphs:
-        name = f"{graph.mode} {graph.rows}"
-        found[f"{name}: replay_ms"] = 1e3 * graph.replay_s
-        found[f"{name}: eager_ms"] = 1e3 * graph.eager_s
-        found[f"{name}: max_logit_difference"] = graph.difference
+        for name in ("replay_ms", "eager_ms", "max_logit_difference"):
+            found[f"{graph.mode} {graph.rows}: {name}"] = getattr(graph, name)
     return found
 
 
 def rows_of(load: str | None, slots: int) -> range:
     """Rows of decode steps, each as often as any other."""
-    if load is None:
-        return range(1, slots + 1)
-    if not re.fullmatch(r"\d+-\d+", load):
+    found = re.fullmatch(r"(\d+)-(\d+)", load or f"1-{slots}")
+    if found is None:
         raise ConfigError(f"--load {load}: write the fewest and the most rows, as in 1-64")
-    low, high = map(int, load.split("-"))
+    low, high = map(int, found.groups())
     if not 1 <= low <= high <= slots:
         raise ConfigError(f"--load {load}: a step has 1 to {slots} rows (schedule.slots)")
     return range(low, high + 1)
@@ -224,23 +212,9 @@ def rows_of(load: str | None, slots: int) -> range:
 
 def table(graphs: Sequence[Graph]) -> str:
     """One row for each, and the sums of what they cost."""
-    found = pd.DataFrame(msgspec.to_builtins(graphs))
-    shown = pd.DataFrame(
-        {
-            "mode": found["mode"],
-            "rows": found["rows"],
-            "capture ms": 1e3 * found["capture_s"],
-            "memory MiB": found["memory_bytes"] / 2**20,
-            "replay ms": 1e3 * found["replay_s"],
-            "eager ms": 1e3 * found["eager_s"],
-            "eager/replay": found["eager_s"] / found["replay_s"],
-            "max |logit diff|": found["difference"],
-            "steps %": 100 * found["used"],
-            "padding %": 100 * found["padding"],
-            "": ["" if graph.is_right else "FAIL" for graph in graphs],
-        }
-    )
-    total = {"mode": "all", "rows": len(graphs)}
-    sums = shown[["capture ms", "memory MiB"]].sum()
-    shown = pd.concat([shown, pd.DataFrame([total | sums.to_dict()])])
+    shown = pd.DataFrame(msgspec.to_builtins(graphs))
+    sums = shown[["capture_ms", "memory_mib"]].sum().to_dict()
+    shown["eager/replay"] = shown["eager_ms"] / shown["replay_ms"]
+    shown[""] = ["" if graph.is_right else "FAIL" for graph in graphs]
+    shown = pd.concat([shown, pd.DataFrame([{"mode": "all", "rows": len(graphs)} | sums])])
     return str(shown.to_string(index=False, na_rep="", float_format="{:,.3f}".format))

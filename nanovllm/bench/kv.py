@@ -1,209 +1,184 @@
-"""How much of a device's memory becomes cache, what fits into it, and why, in lines of text.
+"""A plan's numbers as a table, a record and a picture; and the same numbers measured on a GPU.
 
-Knows bytes and tokens, not requests.
-
-Decision: on a GPU the model is built with random weights: what a full step takes does not depend
-on them, and nothing is read from a disk. On a CPU nothing is built.
+Decision: what is measured is rank 0's share by itself, on one GPU, with random weights: what a full
+step takes depends neither on them nor on the other ranks, whose buffers alone are left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
+import pandas as pd
 import torch
-from msgspec import Struct
 from msgspec.structs import replace
 
-from nanovllm.config import Config
+from nanovllm.bench.gpus import CPU, gpu_of
+from nanovllm.bench.plan import (
+    GRAPHS,
+    LOGPROBS,
+    OTHERS,
+    STEP,
+    WEIGHTS,
+    Plan,
+    nearest,
+    pins,
+    plan_of,
+)  # fmt: skip
+from nanovllm.bench.sweep import new_figure, save
+from nanovllm.config import Config, ConfigError
+from nanovllm.models.config import read_model_config
+from nanovllm.parallel.cut import check_cut
+from nanovllm.parallel.mesh import Mesh
 from nanovllm.runner.build import load, with_caches
-from nanovllm.runner.resolved import Resolved
-from nanovllm.runner.room import weight_bytes
-from nanovllm.runner.runner import Runner
-from nanovllm.runner.sizing import GIB, num_pages_that_fit
-from nanovllm.runner.warm import largest_steps
+from nanovllm.runner.resolved import resolved
+from nanovllm.runner.sizing import GIB
+from nanovllm.runner.warm import largest_steps, run_padding
+from nanovllm.server.ranges import MAX_TOP_LOGPROBS
+
+USUAL_LENGTHS = 500, 2000
+ROWS = 1, 64, 256  # of the steps whose least times are told
+COLOURS = "#0072b2", "#d55e00", "#999999", "#e69f00", "#009e73", "#cc79a7"
 
 
-class Budget(Struct, frozen=True, kw_only=True):
-    """A GPU's memory in bytes. What is left of `share` becomes pages."""
-
-    total: int
-    share: float  # cache.memory_fraction
-    weights: int
-    step: int  # the most a step takes beside the weights, measured
-    others: int  # what is not ours, and what CUDA itself takes
-    graphs: int  # kept free for them
-
-    @property
-    def room(self) -> int:
-        taken = self.weights + self.step + self.others + self.graphs
-        return int(self.total * self.share) - taken
-
-
-class Fit(Struct, frozen=True, kw_only=True):
-    token_bytes: int
-    page_tokens: int
-    weight_bytes: int
-    room_bytes: int
-    budget: Budget | None  # None on a CPU, where cache.cpu_gib says how much
-    fitting_pages: int  # what room allows, and slots could use
-    useful_pages: int  # of all slots' longest requests together
-    asked_pages: int | None  # cache.pages, if the recipe says it
-    slots: int
-    context: int  # what server.max_model_tokens becomes
+@dataclass(frozen=True)
+class Profile:
+    title: str
+    columns: dict[str, dict[str, float]]
+    said: list[str]  # below the table
+    plans: dict[str, Plan]  # by column
+    pinned: Plan | None  # the first plan that fits, else the nearest one that would
+    fits: bool
 
     @property
-    def page_bytes(self) -> int:
-        return self.token_bytes * self.page_tokens
+    def text(self) -> str:
+        def shown(value: float) -> str:
+            return f"{value:,.{0 if value.is_integer() else 2}f}"
+
+        table = pd.DataFrame(self.columns).to_string(na_rep="-", float_format=shown)
+        table = table if self.columns else "no plan"
+        about = "these lines pin it:" if self.fits else "the nearest recipe that fits has:"
+        pinned = pins(self.pinned) if self.pinned is not None else "none of these GPUs"
+        return "\n".join([self.title, "", table, "", *self.said, "", about, pinned])
 
     @property
-    def pages(self) -> int:
-        return self.fitting_pages if self.asked_pages is None else self.asked_pages
-
-    @property
-    def tokens(self) -> int:
-        return self.pages * self.page_tokens
-
-    @property
-    def limit(self) -> str:
-        """What keeps it from being more pages."""
-        if self.asked_pages is not None:
-            return "cache.pages"
-        if self.pages == self.useful_pages:
-            return "schedule.slots x server.max_model_tokens"
-        return "cache.cpu_gib" if self.budget is None else "cache.memory_fraction"
-
-    def pages_of(self, num_tokens: int) -> int:
-        """How many pages one request of so many tokens takes."""
-        return -(-num_tokens // self.page_tokens)
-
-    def requests_of(self, num_tokens: int) -> int:
-        """How many such requests have room in the cache together; slots may allow fewer."""
-        return self.pages // self.pages_of(num_tokens)
+    def metrics(self) -> dict[str, float]:
+        found = pd.DataFrame(self.columns).unstack().dropna()
+        return {": ".join(key): float(value) for key, value in found.items()}
 
 
-def fit(config: Config, found: Resolved) -> Fit:
-    """Raises ConfigError when not even one page fits."""
-    recipe, device = found.recipe, found.device
-    slots = int(recipe.schedule.slots)
-    useful_pages = slots * -(-found.max_model_tokens // found.page_tokens)
-    runner = None if device.type == "cpu" else runner_of(config, found)
-    pages = num_pages_that_fit(
-        recipe,
-        found.layout,
-        page_tokens=found.page_tokens,
-        useful_pages=useful_pages,
-        full_step=lambda: None if runner is None else largest_steps(runner, recipe),
-        device=device,
-    )
-    weights = weight_bytes(found)
-    budget = None if runner is None else budget_of(found, weights)
-    asked_pages = None if recipe.cache.pages == "auto" else int(recipe.cache.pages)
-    return Fit(
-        token_bytes=found.layout.bytes_per_token,
-        page_tokens=found.page_tokens,
-        weight_bytes=weights,
-        room_bytes=int(recipe.cache.cpu_gib * GIB) if budget is None else budget.room,
-        budget=budget,
-        fitting_pages=pages,
-        useful_pages=useful_pages,
-        asked_pages=asked_pages,
-        slots=slots,
-        context=found.context_in(asked_pages or pages),
+def profile(
+    config: Config, name: str | None, ranks: Sequence[int], lengths: tuple[int, ...]
+) -> Profile:
+    """A plan for each number of ranks; measured, too, where the GPU of that name is here.
+
+    Raises ConfigError for lengths that no cache would make possible.
+    """
+    here = None
+    if torch.cuda.is_available() and config.recipe.device != "cpu":
+        total = torch.cuda.get_device_properties(0).total_memory / GIB
+        here = gpu_of(f"{torch.cuda.get_device_name()}:{total:.2f}")
+    gpu = gpu_of(name) if name is not None else here or CPU
+    plans, said, fitting = {}, [], []
+    for tp in ranks:
+        try:
+            check_cut(tp, read_model_config(config)[1])
+        except ConfigError as error:
+            said.append(f"tp {tp}: {error}")
+            continue
+        plan = plans[f"tp {tp}"] = plan_of(config, gpu, tp)
+        most = plan.found.max_model_tokens
+        lengths = lengths or tuple(n for n in USUAL_LENGTHS if n <= most) or (most,)
+        if max(lengths) > most:
+            raise ConfigError(f"--lengths {max(lengths)}: server.max_model_tokens is {most}")
+        problem = plan.problem(lengths)
+        said.append(f"tp {tp}: {problem or 'fits'}")
+        if not problem:
+            fitting.append(plan)
+            if here is not None and here.name == gpu.name:
+                measured = plans[f"tp {tp} measured"] = measure(config, plan)
+                taken = sum(plan.taken.values()) / sum(measured.taken.values())
+                tokens = plan.tokens / measured.tokens
+                said[-1] += f"; computed / measured: taken {taken:.4f}, tokens {tokens:.4f}"
+    return Profile(
+        title=f"{config.recipe.model} on {gpu.facts}",
+        columns={head: numbers(plan, lengths) for head, plan in plans.items()},
+        said=said,
+        plans=plans,
+        pinned=fitting[0] if fitting else nearest(config, gpu, lengths),
+        fits=bool(fitting),
     )
 
 
-def runner_of(config: Config, found: Resolved) -> Runner:
-    """With random weights and one page."""
-    recipe = config.recipe
-    random = replace(config, recipe=replace(recipe, load=replace(recipe.load, format="dummy")))
-    one_page = replace(found.recipe, cache=replace(found.recipe.cache, pages=1))
-    return with_caches(dataclasses.replace(found, recipe=one_page), load(random, found))[0]
-
-
-def budget_of(found: Resolved, weights: int) -> Budget:
-    """While the runner that took the full steps is still there."""
-    free, total = torch.cuda.mem_get_info(found.device)
-    return Budget(
-        total=total,
-        share=found.recipe.cache.memory_fraction,
-        weights=weights,
-        step=torch.cuda.max_memory_allocated(found.device) - weights,
-        others=total - free - torch.cuda.memory_reserved(found.device),
-        graphs=GIB,
-    )
-
-
-def lines(found: Resolved, fitted: Fit, each: int) -> Iterator[str]:
-    recipe = found.recipe
-    yield f"{recipe.model} on {found.device_name}, {recipe.dtype}"
-    yield ""
-    shapes = " + ".join(
-        f"{len(group.layers)} layers x {group.num_heads} heads x ({group.k_size} + "
-        f"{group.v_size}) x {group.bytes_per_element} bytes"
-        for group in found.layout.paged
-    )
-    yield row("a token", size(fitted.token_bytes), shapes)
-    yield row("a page", size(fitted.page_bytes), f"{fitted.page_tokens} tokens")
-    yield ""
-    if fitted.budget is None:
-        yield row("weights", size(fitted.weight_bytes), "beside the cache")
-        yield row("room for pages", size(fitted.room_bytes), "cache.cpu_gib")
-    else:
-        yield from budget_lines(fitted.budget, found)
-    yield ""
-    yield row("pages", f"{fitted.pages:,}", f"limited by {fitted.limit}")
-    if fitted.asked_pages is not None:
-        yield row("pages that would fit", f"{fitted.fitting_pages:,}", "")
-    yield row("tokens", f"{fitted.tokens:,}", "")
-    own = found.model_config.max_position_embeddings
-    yield row("context", f"{fitted.context:,}", f"of one request; the model's own is {own:,}")
-    requests = fitted.requests_of(each)
-    slots = f"but schedule.slots is {fitted.slots}" if requests > fitted.slots else ""
-    yield row(f"requests of {each:,}", f"{requests:,}", f"{fitted.pages_of(each)} pages each")
-    running = min(requests, fitted.slots)
-    yield row("of them at once", f"{running:,}", slots or "as many as have room")
-
-
-def budget_lines(budget: Budget, found: Resolved) -> Iterator[str]:
-    schedule = found.recipe.schedule
-    steps = f"measured: {schedule.step_tokens} prompt tokens, or {schedule.slots} decode rows"
-    yield row("device memory", size(budget.total), "")
-    yield row("of it ours", size(budget.total * budget.share), f"{budget.share:g} of it")
-    yield row("- weights", size(budget.weights), "")
-    yield row("- a full step", size(budget.step), steps)
-    yield row("- others", size(budget.others), "CUDA itself, and other processes")
-    yield row("- graphs", size(budget.graphs), "kept free for them")
-    yield row("room for pages", size(budget.room), "")
-
-
-def row(name: str, value: str, why: str) -> str:
-    return f"{name:22} {value:>14}  {why}".rstrip()
-
-
-def size(num_bytes: float) -> str:
-    for unit in ("KiB", "MiB"):
-        num_bytes /= 1024
-        if num_bytes < 1024:
-            return f"{num_bytes:.1f} {unit}"
-    return f"{num_bytes / 1024:.2f} GiB"
-
-
-def metrics(fitted: Fit, each: int) -> dict[str, float]:
-    names = (
-        "token_bytes",
-        "page_bytes",
-        "weight_bytes",
-        "room_bytes",
-        "pages",
-        "tokens",
-        "context",
-    )
-    found = {name: getattr(fitted, name) for name in names} | {
-        "pages_that_fit": fitted.fitting_pages,
-        "requests": fitted.requests_of(each),
-        "requests_at_once": min(fitted.requests_of(each), fitted.slots),
-    }
-    if fitted.budget is not None:
-        found |= {"step_bytes": fitted.budget.step, "other_bytes": fitted.budget.others}
+def numbers(plan: Plan, lengths: Sequence[int]) -> dict[str, float]:
+    """By name and unit. Times are the least there could be, where so many requests have room."""
+    found = {f"{name}, GiB": num / GIB for name, num in plan.taken.items() if num}
+    found["room for pages, GiB"] = plan.room / GIB
+    for group in plan.found.layout.paged:
+        of = f"{len(group.layers)} layers"
+        found[f"key/value heads, {of}"] = group.num_heads
+        found[f"a token, {of}, KiB"] = group.bytes_per_token / 1024
+        found[f"a page, {of}, MiB"] = group.bytes_per_token * plan.found.page_tokens / 2**20
+    if states := plan.found.layout.bytes_per_state:
+        found["a state, MiB"] = states / 2**20
+    found |= {"pages": plan.pages, "tokens": plan.tokens, "context": plan.context}
+    for length in lengths:
+        fitting = plan.pages // plan.pages_of(length)
+        found[f"requests of {length:,}"] = fitting
+        for name, least in (("decode", plan.decode_s), ("prefill", plan.prefill_s)):
+            for rows in ROWS if plan.gpu.gb_per_s else ():
+                time = least(rows, length) if rows <= fitting else float("nan")
+                found[f"{name} {rows} x {length:,}, ms"] = 1e3 * time
     return {name: float(value) for name, value in found.items()}
+
+
+def draw(path: Path, profile: Profile) -> None:
+    """What fills the memory, a bar for each plan. Raises ConfigError as `sweep.save` does."""
+    figure = new_figure(8.0, 1.8 + 0.4 * len(profile.plans))
+    axes = figure.add_subplot()
+    plans = profile.plans.items()
+    parts = {name: plan.taken | {"pages": plan.pages * plan.page_bytes} for name, plan in plans}
+    bars = pd.DataFrame(parts).T[::-1] / GIB
+    bars[LOGPROBS] = bars.pop(LOGPROBS)  # last: beyond the dashed line
+    bars.plot.barh(stacked=True, ax=axes, color=COLOURS, legend=False)
+    axes.set(title=profile.title, xlabel="GiB; dashed: cache.memory_fraction of what there is")
+    for _, plan in plans:
+        axes.axvline(plan.share / GIB, color="black", linestyle="dashed")
+        axes.axvline((plan.share + plan.spare) / GIB, color="black")
+    figure.legend(loc="outside lower left", ncols=4)
+    save(figure, path)
+
+
+def measure(config: Config, plan: Plan) -> Plan:
+    """The plan with what things take on the GPU that is here. Raises ConfigError: no room."""
+    parallel = replace(config.recipe.parallel, tp=1)  # nothing is asked of other ranks
+    config = replace(config, recipe=replace(config.recipe, parallel=parallel))
+    found = resolved(config, Mesh(0, plan.tp))
+    held = torch.cuda.memory_allocated(found.device)  # workspaces of a measurement before
+    model, device = load(config, found), found.device
+    weights = torch.cuda.memory_allocated(device) - held
+    one_page = replace(found.recipe, cache=replace(found.recipe.cache, pages=1))
+    runner = with_caches(dataclasses.replace(found, recipe=one_page), model)[0]
+    taken = {WEIGHTS: weights, STEP: peak(partial(largest_steps, runner, found.recipe)) - weights}
+    free, total = torch.cuda.mem_get_info(device)
+    taken |= {OTHERS: total - free - torch.cuda.memory_reserved(device), GRAPHS: GIB}
+    asked, before = runner.sampler.columns.host, torch.cuda.memory_allocated(device)
+    asked["num_logprobs"][:], asked["special"][:] = 1 + MAX_TOP_LOGPROBS, True
+    taken[LOGPROBS] = peak(partial(run_padding, runner, runner.slots.padding, 1)) - before
+    del model, runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    share = int(total * found.recipe.cache.memory_fraction)
+    return dataclasses.replace(plan, share=share, spare=total - share, taken=taken)
+
+
+def peak(step: Callable[[], None]) -> int:
+    """The most bytes that are allocated while it runs."""
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from nanovllm.bench.record import Kind, Record, of_this_machine
+from nanovllm.bench.record import Record, of_this_machine
 
 MAX_FAILED = 0.01  # share of failed requests above which a run says nothing
 PERCENTILES = (50, 90, 95, 99)
@@ -56,29 +56,21 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 def concluded(
-    kind: Kind,
-    *,
-    started_at: str,
     samples: Sequence[Sample],
-    goals_ms: Mapping[str, float] = {},
-    recipe: Mapping[str, Any],
-    changed: Mapping[str, Any],
-    workload: dict[str, Any],
     engine: dict[str, float],
-    **more: float,
+    goals_ms: Mapping[str, float],
+    more: dict[str, float],
+    **fields: Any,  # noqa: ANN401
 ) -> Outcome:
-    """`engine`: lines of the table's last section. `more`: further metrics."""
+    """`engine`: lines of the table's last section. `more`: further metrics. `fields`: the record's
+    that are not found here."""
     metrics = summarise(samples, goals_ms)
     labelled = {metric_name(label): value for label, value in engine.items()}
     record = of_this_machine(
-        kind=kind,
-        started_at=started_at,
         duration_s=metrics["duration_s"],
-        recipe=recipe,
-        changed=changed,
-        workload=workload,
         metrics=metrics | more | labelled,
         notes=verdict(metrics),
+        **fields,
     )
     errors = Counter(sample.error for sample in samples if sample.error)
     return Outcome(record=record, engine=engine, errors=dict(errors.most_common()))
@@ -122,8 +114,8 @@ def summarise(samples: Sequence[Sample], goals_ms: Mapping[str, float] = {}) -> 
     }.items():
         if seconds:
             ms = 1e3 * np.array(seconds)
-            found |= {f"{name}_p{at}_ms": np.percentile(ms, at) for at in PERCENTILES}
-            spread = {"mean": ms.mean(), "std": ms.std(), "max": ms.max()}
+            spread = {f"p{at}": np.percentile(ms, at) for at in PERCENTILES}
+            spread |= {"mean": ms.mean(), "std": ms.std(), "max": ms.max()}
             found |= {f"{name}_{key}_ms": value for key, value in spread.items()}
     return {name: float(value) for name, value in found.items()}
 

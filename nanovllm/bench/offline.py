@@ -51,7 +51,7 @@ async def measure_engine(
     after = samples_now(client)
     client.close()
     return concluded(
-        "offline",
+        kind="offline",
         started_at=started_at,
         samples=samples,
         goals_ms={},
@@ -70,8 +70,7 @@ async def measure_engine(
             "warmup": len(load.prompts) if warm_up else 0,
         },
         engine=engine_facts(before, after, {}),
-        start_to_ready_s=ready_s,
-        **speculation(before, after),
+        more={"start_to_ready_s": ready_s} | speculation(before, after),
     )
 
 

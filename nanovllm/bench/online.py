@@ -5,7 +5,9 @@ Knows neither how a chunk is read nor what the numbers mean.
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
+import re
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
@@ -20,6 +22,7 @@ from msgspec import Struct
 from nanovllm.bench import client
 from nanovllm.bench.client import Done
 from nanovllm.bench.measure import Advance, Outcome, ProgressBar, concluded, now
+from nanovllm.bench.record import without_secrets
 from nanovllm.bench.report import engine_facts, samples_of, speculation
 from nanovllm.bench.started import Started, cpu_facts, cpu_s
 from nanovllm.bench.workload import (
@@ -43,6 +46,7 @@ class Served(Struct, frozen=True):
     """What a server says about itself, and texts of exact lengths as it counts tokens."""
 
     model: str
+    engine: str  # name and version, as in `vllm 0.26.0`
     wording: Wording
 
 
@@ -71,12 +75,15 @@ class _Api:
             raise ConfigError(f"{self.url}{path}: HTTP {reply.status_code}: {reply.text[:300]}")
         return reply
 
-    def metrics(self) -> dict[str, float]:
-        """The server's metrics page; empty when it has none."""
+    def page(self, path: str) -> str:
+        """One that not every server has; empty where it is missing."""
         try:
-            return samples_of(self.call("GET", "/metrics").text)
+            return self.call("GET", path).text
         except ConfigError:
-            return {}
+            return ""
+
+    def metrics(self) -> dict[str, float]:
+        return samples_of(self.page("/metrics"))
 
     def prompt_tokens(self, load: Load, model: str, text: str) -> int:
         """How many prompt tokens the server counts for a request of this load with this text."""
@@ -96,10 +103,11 @@ def measure_server(
     processes: int,
     bar: ProgressBar,
     server: Started | None = None,
+    command: str = "",
 ) -> Outcome:
     """Warm up, send the load, ask the server what it did.
 
-    `config`: what it was started with. `server`: its process, if it is one of ours.
+    `config`, or `command` of another engine: how it was started. `server`: its process, if ours.
     """
     api = _Api(url, api_key)
     with api.http:
@@ -120,26 +128,29 @@ def measure_server(
         cpu_after = cpu_s(server.pid) if server else {}
         after = api.metrics()
     tokens = sum(sample.output_tokens for sample in result.samples if not sample.error)
-    cpu = cpu_facts(cpu_before, cpu_after, tokens)
+    (shown,) = without_secrets([command])
+    peer = {"model": served.model, "served_by": served.engine, "command": shown}
+    texts = b"".join(chat_bodies(load, "", served.wording.text))  # the same for every server
     return concluded(
-        "serve",
+        kind="serve",
         started_at=started_at,
         samples=result.samples,
         goals_ms=goals_ms,
-        recipe={"model": served.model} if config is None else msgspec.to_builtins(config.recipe),
-        changed={} if config is None else config.changed,
+        recipe=peer if config is None else msgspec.to_builtins(config.recipe),
+        changed=flags(shown) if config is None else config.changed,
         workload=msgspec.to_builtins(load)
         | {
             "name": load.name,
             "arrivals": "closed loop" if load.request_rate is None else "gamma",
             "prompts": "random words, no two prompts alike, other ones in the warm-up",
+            "digest": hashlib.sha256(texts).hexdigest()[:12],
             "warmup": num_warm,
             "processes": processes,
         },
-        engine=engine_facts(before, after, peaks) | cpu,
-        client_busy=result.busy,
-        **speculation(before, after),
-        **({"start_to_ready_s": server.ready_s} if server else {}),
+        engine=engine_facts(before, after, peaks) | cpu_facts(cpu_before, cpu_after, tokens),
+        more={"client_busy": result.busy}
+        | speculation(before, after)
+        | ({"start_to_ready_s": server.ready_s} if server else {}),
     )
 
 
@@ -149,6 +160,8 @@ def ask_server(api: _Api, load: Load) -> Served:
     if not models:
         raise ConfigError(f"{api.url}/v1/models lists no model")
     model, limit = models[0]["id"], models[0].get("max_model_len")
+    version = re.findall(r'"version": ?"(.+?)"', api.page("/version"))
+    engine = " ".join([models[0].get("owned_by", "unknown"), *version])
     longest = (load.input_len + load.output_len) * (1.0 + load.range_ratio)
     if limit is not None and longest > limit:
         raise ConfigError(
@@ -157,17 +170,20 @@ def ask_server(api: _Api, load: Load) -> Served:
         )
     wording = wording_of(lambda text: api.prompt_tokens(load, model, text))
     for num_tokens in lengths(load.input_len, load.range_ratio):
-        if num_tokens < wording.shortest():
-            raise ConfigError(
-                f"--input-len (with --range-ratio) is {num_tokens} tokens; the chat template of "
-                f"{model} and a word take {wording.shortest()}"
-            )
         if not wording.reaches(num_tokens):
-            raise ConfigError(f"no words of ours are exactly {num_tokens} tokens at {api.url}")
+            raise ConfigError(
+                f"--input-len (with --range-ratio) is {num_tokens} tokens, which no words of ours "
+                f"are at {api.url}, whose chat template alone takes {wording.overhead}"
+            )
     text = wording.text(Random(f"probe {load.seed}"), load.input_len)
     if (counted := api.prompt_tokens(load, model, text)) != load.input_len:
         raise ConfigError(f"{api.url} counts {counted} tokens where {load.input_len} were expected")
-    return Served(model, wording)
+    return Served(model, engine, wording)
+
+
+def flags(command: str) -> dict[str, str]:
+    """What a command line sets: `--max-model-len 8192` as {"max-model-len": "8192"}."""
+    return dict(re.findall(r"(?<= --)([\w-]+)(?:[ =](?!--)(\S+))?", command))
 
 
 def wording_of(count: Callable[[str], int]) -> Wording:

@@ -25,7 +25,7 @@ from nanovllm.config import ConfigError
 
 Kind = Literal["serve", "offline", "kernels", "kv", "graphs", "parity", "demo", "clients"]
 # Changed keys that do not tell records of a day apart.
-UNNAMED = ("load.", "server.host", "server.port", "server.api_key", "server.served_name")
+UNNAMED = ("load", "model", "port", "server.host", "server.port", "server.api_key", "server.served")
 
 ROOT = Path(__file__).parents[2]  # of the checkout
 PACKAGES = (
@@ -98,6 +98,11 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return str(self.recipe["model"]).rstrip("/").rsplit("/", 1)[-1]
 
     @property
+    def engine(self) -> str:
+        """`nanovllm`, or what the server of another engine said it is: `vllm 0.26.0`."""
+        return str(self.recipe.get("served_by", "nanovllm"))
+
+    @property
     def version(self) -> str:
         """`4f2c9ab`, or `4f2c9ab-dirty`."""
         return (self.commit[:7] or "unknown") + ("-dirty" if self.dirty else "")
@@ -140,32 +145,21 @@ def write_to(path: Path, record: Record) -> None:
 
 
 def of_this_machine(
-    *,
-    kind: Kind,
-    started_at: str,
-    duration_s: float,
     recipe: Mapping[str, Any],
     changed: Mapping[str, Any],
-    workload: dict[str, Any],
-    metrics: dict[str, float],
-    notes: str = "",
+    **measured: Any,  # noqa: ANN401
 ) -> Record:
-    """What was just measured here, by the command line that runs."""
+    """What was just measured here, by the command line that runs; the other fields by name."""
     tree = commit()
     return Record(
-        kind=kind,
         machine=fingerprint(),
         commit=tree.hash,
         dirty=tree.is_dirty,
-        started_at=started_at,
-        duration_s=duration_s,
         argv=without_secrets(["nanovllm", *sys.argv[1:]]),
         recipe=hide_secrets(recipe),
         changed=hide_secrets(changed),
-        workload=workload,
-        metrics=metrics,
         versions=versions(),
-        notes=notes,
+        **measured,
     )
 
 
@@ -227,18 +221,20 @@ def read(path: Path) -> Record:
 
 
 def name(record: Record) -> str:
-    """`qwen3-8b_w1_depth0`: the model, the workload, and what was altered."""
+    """`qwen3-8b_w1_depth0`: the model, the workload, another engine, and what was altered."""
     altered = [f"{key.rsplit('.', 1)[-1]}{value}" for key, value in record.altered.items()]
-    return "_".join(map(_slug, (record.model, str(record.workload["name"]), *altered)))
+    peer = [record.engine] if "served_by" in record.recipe else []
+    return "_".join(map(_slug, (record.model, str(record.workload["name"]), *peer, *altered)))
 
 
 def without_secrets(argv: list[str]) -> list[str]:
     """A command line fit to be published."""
     shown: list[str] = []
     for text in argv:
+        text = re.sub(r"(--api-key[ =])\S+", r"\1...", text)
         if shown and shown[-1] == "--api-key":
             text = "..."
-        elif "api_key" in text or text.startswith("--api-key="):
+        elif "api_key" in text:
             text = re.sub(r"^(.*?api.key|[^=]*)=.*", r"\1=...", text, flags=re.DOTALL)
         shown.append(text)
     return shown

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -60,24 +60,21 @@ def started(command: Sequence[str], url: str) -> Iterator[Started]:
 def stop(server: subprocess.Popen[bytes]) -> None:
     """Ask it to end; kill it if it has not within STOP_S."""
     server.terminate()
-    try:
+    with suppress(subprocess.TimeoutExpired):
         server.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
+    server.kill()
+    server.wait()
 
 
 def cpu_s(supervisor: int) -> dict[str, float]:
     """User and system time so far, by kind: of its children and theirs. Empty without a /proc."""
     found: dict[int, tuple[int, str, int]] = {}  # parent, name and ticks, by process id
     for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with suppress(OSError):  # it has ended
             head, _, tail = path.read_text().rpartition(") ")
-        except OSError:
-            continue  # it has ended
-        state = tail.split()  # from the third field of proc(5) on
-        name = head.partition("(")[2]
-        found[int(path.parent.name)] = int(state[1]), name, int(state[11]) + int(state[12])
+            state = tail.split()  # from the third field of proc(5) on
+            name = head.partition("(")[2]
+            found[int(path.parent.name)] = int(state[1]), name, int(state[11]) + int(state[12])
     used: dict[str, float] = {}
     for parent, name, ticks in found.values():
         while parent != supervisor and parent in found:

@@ -5,11 +5,11 @@ Knows how a record is read, not how it was measured.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from msgspec.structs import replace
@@ -35,16 +35,6 @@ LOOKS = (
 Curves = Mapping[str, Sequence[Record]]  # named after their differences; least load first
 
 
-def parse(text: str) -> tuple[int, ...]:
-    """`1,4,16`: the concurrencies of a sweep. Raises ConfigError."""
-    if not re.fullmatch(r"[1-9]\d*(, ?[1-9]\d*)*", text):
-        raise ConfigError(f"--sweep {text}: write concurrencies, 1 or more each, as in 1,4,16,64")
-    found = tuple(map(int, text.split(",")))
-    if len(set(found)) < len(found):
-        raise ConfigError(f"--sweep {text}: names a concurrency twice")
-    return found
-
-
 def curves(records: Sequence[Record]) -> tuple[str, Curves]:
     """What all records share, and curves of those that differ in concurrency or rate alone.
 
@@ -57,8 +47,8 @@ def curves(records: Sequence[Record]) -> tuple[str, Curves]:
     own = [" ".join(one for one in changes(record) if one not in common) for record in records]
     keys = pd.DataFrame(map(facts, records)).assign(changed=[one or "unchanged" for one in own])
     loaded = keys.assign(load=[intensity(record)[0] for record in records])
-    again = loaded.groupby([*loaded]).cumcount()  # the same measured twice is two curves
-    keys["run"] = [f"run {count + 1}" for count in again]
+    again = loaded.groupby([*loaded]).cumcount() + 1  # the same measured twice is two curves
+    keys["run"] = "run " + again.astype(str)
     differing = [name for name in keys if keys[name].nunique() > 1]
     shared = [keys[name][0] for name in keys if name not in (*differing, "changed", "run")]
     shared += [change for change in changes(records[0]) if change in common]
@@ -74,11 +64,12 @@ def facts(record: Record) -> dict[str, str]:
     """What a curve has in common."""
     load = record.workload
     if "input_len" in load:
-        kind = " structured" if load.get("structured") else ""
-        work = f"{load['input_len']} + {load['output_len']}{kind} tokens"
+        lengths, forms = f"{load['input_len']} + {load['output_len']}", load["name"].split("-")[1:]
+        work = " ".join([lengths, *forms, "tokens"])
     else:
         work = str(load["name"])
     return {
+        "engine": record.engine,
         "model": record.model,
         "machine": record.machine.slug,
         "commit": record.version,
@@ -102,15 +93,15 @@ def intensity(record: Record) -> tuple[str, float]:
 
 
 def table(shared: str, found: Curves) -> str:
-    """Per load, every curve's speed and its ratio to the first curve that has this load."""
+    """Per load, every curve's speed and its ratio to the first curve of that load and work."""
     columns = ((RATE, "tok/s"), (TPOT, "TPOT p50 ms"), (TTFT, "TTFT p50 ms"))
     head = " ".join(f"{title:>12} {'ratio':>6}" for _, title in columns)
     lines = [shared, f"{'load':>6} {head}"]
-    firsts: dict[str, Mapping[str, float]] = {}
+    firsts: dict[tuple[str, str], Mapping[str, float]] = {}
     rows = [(name, record) for name, records in found.items() for record in records]
     for name, record in sorted(rows, key=lambda row: intensity(row[1])[1]):
         load, metrics = intensity(record)[0], record.metrics
-        first, text = firsts.setdefault(load, metrics), f"{load:>6}"
+        first, text = firsts.setdefault((load, facts(record)["work"]), metrics), f"{load:>6}"
         for metric, _ in columns:
             value, base = metrics.get(metric), first.get(metric)
             ratio = f"{value / base:.3f}" if value and base and first is not metrics else ""
@@ -127,14 +118,8 @@ def missing() -> str | None:
 def draw(path: Path, shared: str, found: Curves) -> None:
     """Throughput against both latencies; points are labelled with their loads.
 
-    Writes an SVG, PNG or PDF, by the path's suffix. Raises ConfigError when it cannot, or when
-    there is nothing to draw.
+    Raises ConfigError as `save` does, or when there is nothing to draw.
     """
-    if problem := missing():
-        raise ConfigError(problem)
-    import matplotlib
-    from matplotlib.figure import Figure
-
     runs = pd.DataFrame(
         {"curve": name, "load": intensity(record)[0], **record.metrics}
         for name, records in found.items()
@@ -143,7 +128,7 @@ def draw(path: Path, shared: str, found: Curves) -> None:
     panels = [metric for metric in PANELS if metric in runs]
     if not panels:
         raise ConfigError(f"no record has {TPOT} or {TTFT}: nothing to plot")
-    figure = Figure((INCHES[0] * len(panels), INCHES[1] + 0.25 * len(found)), layout="constrained")
+    figure = new_figure(INCHES[0] * len(panels), INCHES[1] + 0.25 * len(found))
     figure.suptitle(f"Throughput against latency: {shared}")
     looks = dict(zip(found, cycle(LOOKS), strict=False))  # the same in every panel
     for at, metric in enumerate(panels):
@@ -159,6 +144,22 @@ def draw(path: Path, shared: str, found: Curves) -> None:
                 axes.annotate(load, point, (4, 4), textcoords="offset points", fontsize=8)
         axes.grid(visible=True, alpha=0.3)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left")
+    save(figure, path)
+
+
+def new_figure(width: float, height: float) -> Any:  # noqa: ANN401
+    """An empty one, in inches. Raises ConfigError where nothing can be drawn."""
+    if problem := missing():
+        raise ConfigError(problem)
+    from matplotlib.figure import Figure
+
+    return Figure((width, height), layout="constrained")
+
+
+def save(figure: Any, path: Path) -> None:  # noqa: ANN401
+    """An SVG, PNG or PDF, by the path's suffix. Raises ConfigError when it cannot be written."""
+    import matplotlib
+
     try:
         with matplotlib.rc_context({"svg.fonttype": "none"}):  # words stay words
             figure.savefig(path, dpi=150)

@@ -10,13 +10,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
 import msgspec
 import uvloop
 from click.core import ParameterSource
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 from tqdm import tqdm
 
 from nanovllm import launch
@@ -24,7 +25,7 @@ from nanovllm.bench import offline, online, record, report, sweep
 from nanovllm.bench.measure import Advance, Outcome
 from nanovllm.bench.started import NotStarted, Started, started
 from nanovllm.bench.workload import OFFLINE_NAMES, Load
-from nanovllm.cli.commands import config_of, recipe_options
+from nanovllm.cli.commands import FILE, config_of, numbers, recipe_options
 from nanovllm.config import Config, ConfigError, given_api_key
 
 DEFAULT_CONCURRENCY = 8
@@ -32,37 +33,16 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 BUSY = 0.9  # share of a run on the CPU above which a client process may be what limits it
 
 
-class Options(Load, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The command line: a load, and whom it is for. num_prompts is 0 where it says nothing."""
+# The command line by the options' names, as click has converted it: a load, and whom it is for.
+# num_prompts is 0 where it says nothing.
+Options = SimpleNamespace
 
-    recipe: str | None
-    overrides: tuple[str, ...]
-    device: str | None
-    tp: int | None
-    dp: int | None
-    load_format: str | None
-    offline: bool
-    start: bool
-    workload: str
-    ablate: tuple[str, ...]
-    url: str | None
-    api_key: str | None
-    sweep: str | None
-    goodput: tuple[str, ...]
-    processes: int | None
-    warmup: int | None
-    json_out: Path | None
-    results_dir: str
-    commit: str | None
-    compare: bool
-    more: tuple[str, ...]
-    plot: Path | None
-
-
-ONLINE_ONLY = {*Load.__struct_fields__, "url", "sweep", "goodput", "processes"} - {"seed"}
+OF_A_SERVER = ("url", "served_by", "sweep", "goodput", "processes")
+ONLINE_ONLY = {*Load.__struct_fields__, *OF_A_SERVER} - {"seed"}
 OF_THE_RECIPE = ("overrides", "device", "tp", "dp", "load_format")
 COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
+SHARE = click.FloatRange(0, 1, max_open=True)
 
 
 @click.command()
@@ -70,30 +50,18 @@ POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 @click.option("--offline", is_flag=True, help="drive RECIPE's engine directly, without HTTP")
 @click.option("--start", is_flag=True, help="serve RECIPE for this run, and stop it afterwards")
 @click.option("--workload", type=click.Choice(OFFLINE_NAMES), default="w1", help="of --offline")
-@click.option(
-    "--ablate", multiple=True, metavar="KEY=VALUE[,...]", help="run again so; may be repeated"
-)
+@click.option("--ablate", multiple=True, metavar="KEY=VALUE[,...]", help="run again, so changed")
 @click.option("--url", help=f"server to drive (default {DEFAULT_URL})")
+@click.option("--served-by", default="", metavar="COMMAND", help="of that server, for the record")
 @click.option("--api-key", help="bearer token of the server (or NANOVLLM_API_KEY)")
-@click.option(
-    "--concurrency", type=POSITIVE, help="closed loop: requests in flight, all the time (default 8)"
-)
+@click.option("--concurrency", type=POSITIVE, help="closed loop: requests in flight (default 8)")
 @click.option("--sweep", metavar="1,4,16,64", help="one run for each concurrency, and a plot")
 @click.option("--request-rate", type=POSITIVE_FLOAT, help="open loop: arrivals per second")
-@click.option(
-    "--burstiness", type=POSITIVE_FLOAT, default=1.0, help="of arrivals: 1 = Poisson, less = bursty"
-)
+@click.option("--burstiness", type=POSITIVE_FLOAT, default=1.0, help="1: Poisson; less: bursty")
 @click.option("--num-prompts", type=COUNT, default=0, help="default 8 per stream, at most 1024")
-@click.option(
-    "--input-len", type=POSITIVE, default=1000, help="prompt tokens in all (default 1000)"
-)
+@click.option("--input-len", type=POSITIVE, default=1000, help="prompt tokens (default 1000)")
 @click.option("--output-len", type=POSITIVE, default=256, help="tokens to generate (default 256)")
-@click.option(
-    "--range-ratio",
-    type=click.FloatRange(0, 1, max_open=True),
-    default=0.0,
-    help="lengths vary within +- this share (default 0)",
-)
+@click.option("--range-ratio", type=SHARE, default=0.0, help="lengths vary within +- this share")
 @click.option("--temperature", type=click.FloatRange(0, 2), default=0.6, help="default 0.6")
 @click.option("--ignore-eos/--no-ignore-eos", default=True, help="default: exact output lengths")
 @click.option("--structured", is_flag=True, help="every answer follows a JSON schema")
@@ -101,13 +69,11 @@ POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 @click.option("--processes", type=POSITIVE, help="client processes (default half the cores, <= 4)")
 @click.option("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default 0)")
 @click.option("--warmup", type=COUNT, help="requests sent before (default: the concurrency)")
-@click.option("--json-out", type=click.Path(path_type=Path), help="results with vLLM's key names")
+@click.option("--json-out", type=FILE, help="results with vLLM's key names")
 @click.option("--results-dir", default="results", help="where records go (default results)")
 @click.option("--commit", help="of a copy without .git: git describe --always --abbrev=40 --dirty")
 @click.option("--compare", is_flag=True, help="the arguments are records: show their ratios")
-@click.option(
-    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="of --sweep or --compare"
-)
+@click.option("--plot", type=FILE, metavar="FILE", help="of --sweep or --compare")
 @click.argument("more", nargs=-1)
 @click.pass_context
 def bench(ctx: click.Context, /, **given: object) -> None:
@@ -117,7 +83,7 @@ def bench(ctx: click.Context, /, **given: object) -> None:
 
     Exits with 1 when more than 1 % of the requests failed.
     """
-    options = msgspec.convert(given, Options)
+    options = Options(**given)
     typed = [n for n in given if ctx.get_parameter_source(n) is ParameterSource.COMMANDLINE]
     if options.compare:
         compare(options, typed)
@@ -184,10 +150,11 @@ def show_plot(path: Path, shared: str, found: sweep.Curves) -> None:
 def check(options: Options, typed: Sequence[str]) -> None:
     """Refuse combinations that would otherwise be silently ignored."""
     own_engine, flags = options.offline or options.start, flags_of(typed)
+    own_recipe = own_engine or options.recipe is not None
     for name in typed:
         if options.offline and name in ONLINE_ONLY:
             raise ConfigError(f"--offline runs a fixed --workload; {flags[name]} has no effect")
-        if not own_engine and options.recipe is None and name in OF_THE_RECIPE:
+        if not own_recipe and name in OF_THE_RECIPE:
             raise ConfigError(f"{flags[name]} describes the server: name its RECIPE, or --start it")
     rate, has_sweep = options.request_rate, options.sweep is not None
     has_load = options.concurrency is not None
@@ -200,6 +167,7 @@ def check(options: Options, typed: Sequence[str]) -> None:
         (has_sweep and has_load, "--sweep says the concurrencies; drop --concurrency"),
         (has_sweep and rate, "--sweep says the concurrencies; drop --request-rate"),
         (options.json_out and (has_sweep or options.ablate), "--json-out holds one run"),
+        (options.served_by and own_recipe, "--served-by is of another engine; drop RECIPE"),
         (options.more, "one RECIPE and nothing else; records are for --compare"),
         (options.plot and not has_sweep, "--plot draws a --sweep, or records to --compare"),
         (options.plot and sweep.missing(), sweep.missing() or ""),
@@ -219,8 +187,8 @@ def engine_config(options: Options, extra: Sequence[str]) -> Config | None:
     config = config_of(
         options.recipe,
         (*options.overrides, *extra),
+        **{name: vars(options)[name] for name in OF_THE_RECIPE[1:]},
         api_key=options.api_key if options.start else None,
-        **{name: getattr(options, name) for name in OF_THE_RECIPE[1:]},
     )
     if options.offline and (dp := config.recipe.parallel.dp) > 1:
         raise ConfigError(f"--offline drives one engine; parallel.dp is {dp}")
@@ -252,6 +220,7 @@ def run(options: Options, config: Config | None) -> list[record.Record]:
                 config,
                 url=url,
                 server=server,
+                command=options.served_by,
                 api_key=options.api_key or key,
                 goals_ms=goals_of(options.goodput),
                 warmup=options.warmup,
@@ -305,14 +274,14 @@ def loads_of(options: Options) -> list[Load]:
     """No two of a sweep send the same prompts, which would find their pages cached."""
     seeds: dict[int | None, int] = {options.concurrency: options.seed}
     if options.sweep is not None:
-        seeds = {count: options.seed + count for count in sweep.parse(options.sweep)}
+        seeds = {count: options.seed + count for count in numbers("--sweep", options.sweep)}
     elif options.concurrency is None and options.request_rate is None:
         seeds = {DEFAULT_CONCURRENCY: options.seed}
     loads = []
     for concurrency, seed in seeds.items():
         num_prompts = options.num_prompts or min(8 * (concurrency or 16), 1024)
         chosen = {"concurrency": concurrency, "seed": seed, "num_prompts": num_prompts}
-        loads.append(msgspec.convert(asdict(options) | chosen, Load))
+        loads.append(msgspec.convert(vars(options) | chosen, Load))
     return loads
 
 

@@ -84,7 +84,7 @@ def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool, tp: in
     began, limits = datetime.now(UTC), None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if tp > 1:
-        found = across_gpus(tp, quick)
+        found = across_gpus(tp, names, quick)
     else:
         interpret_without_gpu(device)
         if device.type == "cuda" and not quick:
@@ -128,8 +128,8 @@ def interpret_without_gpu(device: torch.device) -> None:
         sys.exit(subprocess.run([*again, "nanovllm", *sys.argv[1:]], check=False).returncode)
 
 
-def across_gpus(tp: int, quick: bool) -> Iterator[Result]:
-    """Raises ConfigError if there are not so many."""
+def across_gpus(tp: int, names: tuple[str, ...], quick: bool) -> Iterator[Result]:
+    """Raises ConfigError if there are not so many, or `names` are given, of kernels for one."""
     import torch
     from nanovllm_kernels.peer_cases import check_ranks
 
@@ -137,6 +137,8 @@ def across_gpus(tp: int, quick: bool) -> Iterator[Result]:
 
     if (present := torch.cuda.device_count()) < tp:
         raise ConfigError(f"--tp is {tp}; this machine has {present} GPUs")
+    if names:
+        raise ConfigError(f"--kernel {names[0]} runs on one GPU; with --tp it has no effect")
     return (Result(**found) for found in check_ranks(tp, connect_peers, quick))
 
 
@@ -203,7 +205,4 @@ def line(result: Result) -> str:
 
 def times(results: Sequence[Result], limits: Ceilings | None) -> dict[str, float]:
     found = {f"{one.kernel}: {one.case}: us": one.us for one in results if one.us is not None}
-    if limits is not None:
-        found["copy_tb_per_s"] = limits.copy_bytes_per_s / 1e12
-        found["matmul_tflops"] = limits.matmul_flops / 1e12
-    return found
+    return found | (limits.rates if limits else {})

@@ -7,9 +7,11 @@ is measured.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +28,21 @@ RECIPE_KEYS = {
     "tp": "parallel.tp",
     "dp": "parallel.dp",
     "load_format": "load.format",
-    "host": "server.host",
-    "port": "server.port",
-    "api_key": "server.api_key",
-    "log_format": "server.log_format",
+    **{name: f"server.{name}" for name in ("host", "port", "api_key", "log_format")},
 }
-json_option = click.option(
-    "--json", "path", type=click.Path(path_type=Path), help="write the record here"
-)
+FILE = click.Path(path_type=Path)
+json_option = click.option("--json", "path", type=FILE, help="write the record here")
+RANKS = click.option("--tp", type=int, help="tensor-parallel ranks")
 
 
-def recipe_options(function: Function) -> Function:
+def recipe_options(function: Function, ranks: Function = RANKS) -> Function:
     """RECIPE (as `nanovllm serve --help` says), --set, --device, --tp, --dp, --load-format."""
     for option in (
         click.option("--load-format", help="auto, safetensors, or dummy (random weights)"),
         click.option("--dp", type=int, help="engines, of --tp devices each"),
-        click.option("--tp", type=int, help="tensor-parallel ranks"),
+        ranks,
         click.option("--device", help="auto, cuda or cpu"),
-        click.option(
-            "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="override a recipe key"
-        ),
+        click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="a recipe key"),
         click.argument("recipe", required=False),
     ):
         function = option(function)
@@ -55,6 +52,14 @@ def recipe_options(function: Function) -> Function:
 def config_of(recipe: str | None, overrides: Sequence[str], **flags: object) -> Config:
     """`flags`: by the names of RECIPE_KEYS."""
     return load_config(recipe, overrides, {RECIPE_KEYS[name]: flags[name] for name in flags})
+
+
+def numbers(flag: str, text: str) -> tuple[int, ...]:
+    """`1,4,16`, none of them twice. Raises ConfigError that names the flag."""
+    found = tuple(map(int, re.findall(r"\d{1,9}", text)))
+    if not re.fullmatch(r"[1-9]\d{0,8}(, ?[1-9]\d{0,8})*", text) or len({*found}) < len(found):
+        raise ConfigError(f"{flag} {text}: write numbers from 1, none twice, as in 1,4,16,64")
+    return found
 
 
 def write_record(path: Path | None, began: datetime, **fields: Any) -> None:  # noqa: ANN401
@@ -98,35 +103,37 @@ def serve(recipe: str | None, overrides: Sequence[str], **flags: object) -> None
 
 
 @click.command("profile-kv")
-@recipe_options
-@click.option(
-    "--tokens-per-request",
-    type=click.IntRange(min=1),
-    help="prompt and output together (default server.max_model_tokens)",
-)
+@partial(recipe_options, ranks=click.option("--tp", metavar="1,2,4,8", help="ranks, each a GPU"))
+@click.option("--gpu", metavar="NAME[:GIB]", help="h200, say; default: what is here")
+@click.option("--lengths", metavar="500,2000", help="of requests, prompt and output together")
+@click.option("--plot", type=FILE, help="what fills the memory")
 @json_option
-def profile_kv(tokens_per_request: int | None, path: Path | None, **recipe: Any) -> None:  # noqa: ANN401
-    """Show what fits into RECIPE's cache on this machine. No weights are read."""
-    from nanovllm.bench import kv
-    from nanovllm.runner.resolved import resolved
+def profile_kv(path: Path | None, plot: Path | None, **given: Any) -> None:  # noqa: ANN401
+    """Plan what has room beside RECIPE's weights, how fast it could be, and which lines pin it.
 
-    config, began = config_of(**recipe), datetime.now(UTC)
-    found = resolved(config)
-    fitted = kv.fit(config, found)
-    each = tokens_per_request or fitted.context
-    if each > fitted.context:
-        raise ConfigError(f"--tokens-per-request is {each}; the context is {fitted.context}")
-    for text in kv.lines(found, fitted, each):
-        click.echo(text)
+    No GPU is needed. One that is here also measures. No weights are read. Exits with 1 and the
+    nearest recipe that fits if this one does not.
+    """
+    from nanovllm.bench import kv
+
+    gpu, lengths, ranks = given.pop("gpu"), given.pop("lengths"), given.pop("tp")
+    config, began = config_of(**given | {"load_format": "dummy"}), datetime.now(UTC)
+    ranks = numbers("--tp", ranks) if ranks is not None else (config.recipe.parallel.tp,)
+    each = numbers("--lengths", lengths) if lengths is not None else ()
+    found = kv.profile(config, gpu, ranks, each)
+    click.echo(found.text)
+    if plot is not None and found.plans:
+        kv.draw(plot, found)
     write_record(
         path,
         began,
         kind="kv",
-        recipe=msgspec.to_builtins(found.recipe),
+        recipe=msgspec.to_builtins(config.recipe),
         changed=config.changed,
-        workload={"name": "profile-kv", "tokens_per_request": each, "limit": fitted.limit},
-        metrics=kv.metrics(fitted, each),
+        workload={"name": "profile-kv", "title": found.title, "said": found.said},
+        metrics=found.metrics,
     )
+    sys.exit(0 if found.fits else 1)
 
 
 @click.command("capture-graphs")

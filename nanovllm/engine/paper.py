@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -30,31 +31,24 @@ class Numbers(Struct, frozen=True):
     max_position_embeddings: int
 
 
+@dataclass(slots=True)
 class PaperHandle:
-    def __init__(
-        self,
-        result: StepResult,
-        masked: list[int],
-        ends_at: float,
-        gap_s: float = 0.0,
-        busy_s: float = 0.0,
-    ) -> None:
-        self.gap_s = gap_s
-        self.busy_s = busy_s
-        self._result = result
-        self._masked = masked
-        self._ends_at = ends_at
+    result: StepResult
+    masked: list[int]
+    ends_at: float
+    gap_s: float = 0.0
+    busy_s: float = 0.0
 
     def sample(self, masks: Masks) -> None:
         """The sentence's token where it is allowed, else the first one that is."""
-        for row, mask in zip(self._masked, masks, strict=True):
+        for row, mask in zip(self.masked, masks, strict=True):
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-            if self._result.tokens[row, 0] not in allowed:
-                self._result.tokens[row, 0] = allowed[0]
+            if self.result.tokens[row, 0] not in allowed:
+                self.result.tokens[row, 0] = allowed[0]
 
     def wait(self) -> StepResult:
-        time.sleep(max(0.0, self._ends_at - time.monotonic()))
-        return self._result
+        time.sleep(max(0.0, self.ends_at - time.monotonic()))
+        return self.result
 
 
 class PaperExecutor:

@@ -2,8 +2,7 @@
 
 All ranks run the same Runner, each on its share of the model. What crosses between them in a step
 is the plan, encoded by msgspec, and for a masked step the masks: never a tensor, never a pickle.
-Every rank draws the same tokens from the same gathered logits and writes them back itself, so no
-token travels either.
+Every rank chooses the same tokens, from the winners of all ranks, and writes them back itself.
 """
 
 from __future__ import annotations

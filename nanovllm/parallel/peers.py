@@ -7,16 +7,22 @@ no default process group. Without NVLink multicast: on shared hosts it can take 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from nanovllm_kernels.all_reduce import PROGRAMS, Peers, buffer_bytes
+from nanovllm_kernels.all_reduce import PROGRAMS, Peers, all_reduce, buffer_bytes
+from nanovllm_kernels.timing import graph_us
+from torch import Tensor
 from torch._C import _distributed_c10d  # what torch.distributed gives no name to
 
 from nanovllm.config import ConfigError
 
 CAPACITY = 8 << 20  # 512 rows of 8192 elements
 GROUP = "nanovllm.peers"
+SHORTEST = 64 << 10  # bytes of a message for which nothing else is ever tried
+CALLS = 4  # in a graph
 
 
 def connect_peers(
@@ -61,3 +67,28 @@ def connect_peers(
         torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
         keeps=(buffer, handle),
     )
+
+
+def crossover(
+    peers: Peers,
+    other: Callable[[Tensor], object],
+    least: Callable[[int], int],
+    dtype: torch.dtype = torch.bfloat16,
+) -> int:
+    """Bytes of the longest message that is summed up over peer memory as fast as by `other`.
+
+    Measured in CUDA graphs, at powers of two, by all ranks at the same time. `least` gives all of
+    them the least of their counts, so that they choose alike.
+    """
+    device, longest = peers.calls_X.device, SHORTEST
+    while 2 * longest <= peers.capacity:
+        message = torch.zeros(2 * longest // dtype.itemsize, dtype=dtype, device=device)
+        x_TD = message.view(-1, min(4096, len(message)))
+        ours, theirs = (
+            graph_us([partial(sums, x_TD)] * CALLS)
+            for sums in (partial(all_reduce, peers=peers), other)
+        )
+        if not least(int(ours <= theirs)):
+            break
+        longest *= 2
+    return longest

@@ -10,8 +10,9 @@ flag in memory is waited for, as nothing in Python would put it into an order wi
 Whoever has to wait sleeps in a pipe, and hears of the other side's death there. The memory has no
 name in any folder: it is gone with the last process that has it open, however that ended.
 
-Decision: no spinning before a sleep. A reader wakes within some tens of microseconds, while rank 0
-still prepares the same step for its own device.
+Decision: no spinning before a sleep. To wake takes as long as the system needs for it: 0.12 ms for
+a plan on a small virtual machine, where a bare pipe takes 0.1, but masks of 5 MB 2 ms instead of 7.
+Rank 0 still prepares the same step for its own device meanwhile, and steps in flight hide it.
 """
 
 from __future__ import annotations

@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from nanovllm_kernels.library_linear import ADDED_LINEAR
 
 from nanovllm.config import ConfigError
+from nanovllm.models.decoder import Decoder
 from nanovllm.runner.resolved import Resolved
 
 GIB = 1 << 30
 NO_LIMIT = 1 << 60  # what control groups without a limit report is larger
+WORKSPACE = 32 << 20  # that torch gives to the products' library
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,36 @@ def weight_bytes(found: Resolved) -> int:
 
 def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
+
+
+# -- what a step takes on a GPU --------------------------------------------------------------
+
+
+def step_bytes(found: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
+    """What is allocated beside the weights while `warm.largest_steps` runs, of one rank.
+
+    That is the slots' columns, two pages, and the larger of a full prefill and a row in every slot.
+    `model` may be of shapes alone. `fuses_gate`: gate and up are one product, as on Hopper.
+    """
+    recipe, bytes_each = found.recipe, found.dtype.itemsize
+    slots, longest = int(recipe.schedule.slots), found.max_model_tokens
+    num_prompts = -(-int(recipe.schedule.step_tokens) // longest)
+    num_tokens = int(recipe.schedule.step_tokens) // num_prompts * num_prompts
+    block: Any = model.layers[0]
+    out = block.attn.out.weight
+    hidden, queries = out.shape
+    qkv, inner = len(block.attn.qkv.weight), len(block.mlp.gate_up.weight) // 2
+    # The caller of a block holds the product that the block before left for the stream.
+    stream = 2 * hidden
+    is_added = found.mesh.tp_size == 1 and ADDED_LINEAR.fits(num_tokens, out)
+    pending = 0 if is_added else hidden
+    attention = stream + qkv + 2 * queries + pending  # q, and what attention gives
+    mlp = stream + hidden + max(inner + pending, inner if fuses_gate else 3 * inner)
+    columns = longest + 1 - (-longest // found.page_tokens)  # of a slot: its tokens and its pages
+    pages = 2 * found.layout.bytes_per_token * found.page_tokens
+    logits = slots * len(model.head.weight) * bytes_each
+    prefill = num_tokens * max(attention, mlp) * bytes_each
+    return int(4 * (slots + 1) * columns + pages + WORKSPACE + max(prefill, logits))
 
 
 # -- what the host has ------------------------------------------------------------------------

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nanovllm.plan import Admit, Int32
 from nanovllm.sampling.base import PerSlot, SampledLogprobs, SampleRows, Wanted
 from nanovllm.sampling.columns import Fields, upload
+from nanovllm.sampling.shards import MOST_ROWS
 
 
 class Logprobs:
@@ -36,14 +38,26 @@ class Logprobs:
             return None
         counts = self.host["num_logprobs"][rows.host_slots[wanted]] - 1
         at_W = upload(wanted, logits_SV.device).long()
-        logits_WV = self.shard.whole_rows(logits_SV, at_W).float()
-        total_W1 = logits_WV.logsumexp(-1, keepdim=True)
-        top_WK = logits_WV.topk(int(counts.max()), -1)
-        tokens_W1 = tokens_S[at_W, None].clamp(min=0)  # a corrupted row's are left out later
+        parts = [
+            self._of_some(logits_SV, tokens_S, some_W, int(counts.max()))
+            for some_W in at_W.split(MOST_ROWS)
+        ]
+        chosen_W, top_ids_WK, top_logprobs_WK = map(torch.cat, zip(*parts, strict=True))
         return SampledLogprobs(
             at=[int(at) for at in wanted],
             counts=[int(count) for count in counts],
-            chosen_W=(logits_WV.take_along_dim(tokens_W1, 1) - total_W1)[:, 0],
-            top_ids_WK=top_WK.indices,
-            top_logprobs_WK=top_WK.values - total_W1,
+            chosen_W=chosen_W,
+            top_ids_WK=top_ids_WK,
+            top_logprobs_WK=top_logprobs_WK,
         )
+
+    def _of_some(
+        self, logits_SV: Tensor, tokens_S: Tensor, at_W: Tensor, most: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The last three of SampledLogprobs, of the rows at_W."""
+        logits_WV = self.shard.whole_rows(logits_SV, at_W).float()
+        total_W1 = logits_WV.logsumexp(-1, keepdim=True)
+        top_WK = logits_WV.topk(most, -1)
+        tokens_W1 = tokens_S[at_W, None].clamp(min=0)  # a corrupted row's are left out later
+        chosen_W = (logits_WV.take_along_dim(tokens_W1, 1) - total_W1)[:, 0]
+        return chosen_W, top_WK.indices, top_WK.values - total_W1

@@ -95,9 +95,10 @@ class Sampler:
         """Compile what any step may need for such logits, so that no request waits for it."""
         slots_S = torch.zeros(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
         rows = SampleRows(slots_S, slots_S, np.zeros(len(logits_SV), np.int32))
+        wanted = np.ones(len(logits_SV), np.bool_)
         for logits in (logits_SV, logits_SV.float()):
             self.draw(logits, slots_S, slots_S)
-            self.draw(logits, slots_S, slots_S, self.truncation.thresholds(logits, rows))
+            self.draw(logits, slots_S, slots_S, self.truncation.thresholds(logits, rows, wanted))
         every = np.full((1, -(-self.vocab_size // 32)), -1, np.int32)
         self.apply_mask(logits_SV, [0], every)
 
@@ -130,7 +131,8 @@ class Sampler:
             )
         for processor in wanted:
             processor.apply(changed_SV, rows)
-        truncated = self.truncation.wanted(slots).any()
-        thresholds_S = self.truncation.thresholds(changed_SV, rows) if truncated else None
+        thresholds_S, truncated = None, self.truncation.wanted(slots)
+        if truncated.any():
+            thresholds_S = self.truncation.thresholds(changed_SV, rows, truncated)
         tokens_S = self.draw(changed_SV, rows.slots_S, rows.positions_S, thresholds_S)
         return Sampled(tokens_S, self.logprobs.of(logits_SV, tokens_S, rows))

@@ -32,6 +32,9 @@ BEST = {
 }
 
 
+MOST_ROWS = 128  # that are gathered at once: so much memory beside the largest step's is enough
+
+
 class Shard:
     """The tokens `span` of the vocabulary, whose logits this rank has."""
 
@@ -51,8 +54,8 @@ class Shard:
         if self.span.is_whole:
             return tokens, values
         columns = tokens - self.span.start
-        is_own = (columns >= 0) & (columns < self.span.count)
-        return columns.where(is_own, 0), values.where(is_own, 0)
+        elsewhere = (columns < 0) | (columns >= self.span.count)
+        return columns.masked_fill(elsewhere, 0), values.masked_fill(elsewhere, 0)
 
     def whole_rows(self, logits_SV: Tensor, at_W: Tensor) -> Tensor:
         """logits_WV of the rows at_W, over the whole vocabulary. All ranks ask for the same."""

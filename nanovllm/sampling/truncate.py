@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nanovllm.plan import Admit, Int32
@@ -14,6 +15,7 @@ from nanovllm.registry import resolve
 from nanovllm.sampling import THRESHOLDS
 from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
 from nanovllm.sampling.columns import Fields, upload
+from nanovllm.sampling.shards import MOST_ROWS
 
 
 class Truncation:
@@ -44,13 +46,17 @@ class Truncation:
     def wanted(self, host_slots: Int32) -> Wanted:
         return self.host["truncated"][host_slots]
 
-    def thresholds(self, logits_SV: Tensor, rows: SampleRows) -> Tensor:
-        """thresholds_S, float32: no row that asks for no truncation has a logit below its own."""
+    def thresholds(self, logits_SV: Tensor, rows: SampleRows, wanted: Wanted) -> Tensor:
+        """thresholds_S, float32, of which some row is `wanted`; the others' have no effect."""
         if self.shard.span.is_whole:
             return self._found(logits_SV, rows.slots_S)
-        wanted = np.flatnonzero(self.wanted(rows.host_slots)).astype(np.int32)
-        at_W = upload(wanted, logits_SV.device).long()
-        found_W = self._found(self.shard.whole_rows(logits_SV, at_W), rows.slots_S[at_W])
+        at_W = upload(np.flatnonzero(wanted).astype(np.int32), logits_SV.device).long()
+        found_W = torch.cat(
+            [
+                self._found(self.shard.whole_rows(logits_SV, some_W), rows.slots_S[some_W])
+                for some_W in at_W.split(MOST_ROWS)
+            ]
+        )
         return found_W.new_full((len(logits_SV),), -math.inf).index_copy_(0, at_W, found_W)
 
     def _found(self, logits_WV: Tensor, slots_W: Tensor) -> Tensor:

@@ -94,9 +94,8 @@ class Engines:
         return [
             Seen(
                 ready=client.ready,
-                stats=client.stats,
+                stats=None if client.is_lost else client.stats,
                 metrics=metrics,
-                is_up=not client.is_lost,
                 step_age_s=client.step_age_s,
                 num_open=client.num_open,
             )

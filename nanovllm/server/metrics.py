@@ -100,9 +100,8 @@ class Seen(Struct, kw_only=True):
     """One engine as an API process sees it."""
 
     ready: Ready
-    stats: Stats
+    stats: Stats | None  # None: it has gone
     metrics: Metrics
-    is_up: bool = True
     step_age_s: float = 0.0
     num_open: int = 0
 
@@ -113,9 +112,9 @@ def render(engines: Sequence[Seen], http: HttpCounts, num_tasks: int = 0) -> byt
     model = f"model_name={quoted(engines[0].ready.model)}"
     for index, engine in enumerate(engines):
         page.labels = f'{model},engine="{index}"'
-        page.add("nanovllm:engine_up", "gauge", engine.is_up)
-        if engine.is_up:
-            _engine(page, engine)
+        page.add("nanovllm:engine_up", "gauge", engine.stats is not None)
+        if engine.stats is not None:
+            _engine(page, engine, engine.stats)
         _requests(page, engine.metrics)
     page.labels = model
     page.add("nanovllm:asyncio_tasks", "gauge", num_tasks)
@@ -136,9 +135,8 @@ class _Page:
         self._lines: dict[str, list[str]] = {}  # by name
 
     def add(self, name: str, kind: str, samples: float | Iterable[Sample]) -> None:
-        lines = self._lines.setdefault(
-            name, [f"# HELP {name} {HELP[name]}", f"# TYPE {name} {kind}"]
-        )
+        head = f"# HELP {name} {HELP[name]}\n# TYPE {name} {kind}"
+        lines = self._lines.setdefault(name, [head])
         if isinstance(samples, int | float):
             samples = [("", "", samples)]
         for suffix, further, value in samples:
@@ -149,9 +147,8 @@ class _Page:
         return "".join(f"{line}\n" for lines in self._lines.values() for line in lines)
 
 
-def _engine(page: _Page, engine: Seen) -> None:
-    ready, stats = engine.ready, engine.stats
-    sizes = {f"{ready.page_tokens}/{ready.num_pages}": 1}
+def _engine(page: _Page, engine: Seen, stats: Stats) -> None:
+    sizes = {f"{engine.ready.page_tokens}/{engine.ready.num_pages}": 1}
     page.add("vllm:cache_config_info", "gauge", _by("block_size/num_gpu_blocks", sizes))
     page.add("nanovllm:last_step_age_seconds", "gauge", engine.step_age_s)
     page.add("nanovllm:open_choices", "gauge", engine.num_open)
@@ -162,8 +159,7 @@ def _engine(page: _Page, engine: Seen) -> None:
 
 
 def _requests(page: _Page, metrics: Metrics) -> None:
-    finished = _by("finished_reason", metrics.finished)
-    page.add("vllm:request_success_total", "counter", finished)
+    page.add("vllm:request_success_total", "counter", _by("finished_reason", metrics.finished))
     page.add("vllm:admission_rejections_total", "counter", _by("reason", metrics.rejected))
     page.add("nanovllm:corrupted_requests_total", "counter", metrics.corrupted_requests)
     for histogram in metrics.histograms():

@@ -16,6 +16,8 @@ GAP_S = 0.004  # between tokens
 
 
 class FakeChat:
+    version = ""
+
     def __init__(self, is_ill: bool, api_key: str | None) -> None:
         self.is_ill = is_ill
         self.api_key = api_key
@@ -35,7 +37,9 @@ class FakeChat:
             elif self.api_key and f"bearer {self.api_key}" not in head.lower():
                 reply(writer, 401, {"error": {"message": "wrong key"}})
             elif (method, path) == ("GET", "/v1/models"):
-                reply(writer, 200, {"data": [{"id": "fake", "max_model_len": 4096}]})
+                reply(writer, 200, {"data": [self.card()]})
+            elif (method, path) == ("GET", "/version"):
+                reply(writer, 200 if self.version else 404, {"version": self.version})
             elif (method, path) == ("GET", "/metrics"):
                 text = "# a comment\nvllm:num_preemptions_total 0\n"
                 labels = '{engine="0",mode="FULL",phase="decode"}'
@@ -50,10 +54,16 @@ class FakeChat:
             else:
                 await self.chat(body, writer)
 
+    def card(self) -> dict:
+        return {"id": "fake", "max_model_len": 4096}
+
+    def prompt_tokens(self, messages: list[dict]) -> int:
+        return 9 + 2 * len(messages[0]["content"].split())
+
     async def chat(self, body: dict, writer: asyncio.StreamWriter) -> None:
         prompt = body["messages"][0]["content"]
         usage = {
-            "prompt_tokens": 9 + 2 * len(prompt.split()),
+            "prompt_tokens": self.prompt_tokens(body["messages"]),
             "completion_tokens": body["max_tokens"],
             "prompt_tokens_details": {"cached_tokens": self.prompts.count(prompt)},
         }
@@ -65,10 +75,15 @@ class FakeChat:
             return reply(writer, 503, {"error": {"message": "the queue is full"}})
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n")
         writer.write(b"Transfer-Encoding: chunked\r\n\r\n")
+        await self.stream(body["max_tokens"], usage, writer)
+        chunk(writer, b"data: [DONE]\n\n")
+        return writer.write(b"0\r\n\r\n")
+
+    async def stream(self, num_tokens: int, usage: dict, writer: asyncio.StreamWriter) -> None:
         chunk(writer, b": keep-alive\n\n")
         event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
         await asyncio.sleep(FIRST_S)
-        for at in range(body["max_tokens"]):
+        for at in range(num_tokens):
             if at:
                 await asyncio.sleep(GAP_S)
             if self.is_ill and self.num_requests % 7 == 0:
@@ -76,9 +91,7 @@ class FakeChat:
             delta = {"reasoning": "hm"} if at == 0 else {"content": "a\n\nb"}
             event(writer, {"choices": [{"index": 0, "delta": delta}]})
         event(writer, {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
-        event(writer, {"choices": [], "usage": usage})
-        chunk(writer, b"data: [DONE]\n\n")
-        return writer.write(b"0\r\n\r\n")
+        return event(writer, {"choices": [], "usage": usage})
 
 
 async def read_head(reader: asyncio.StreamReader) -> str:
@@ -105,8 +118,8 @@ def chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(b"%x\r\n%s\r\n" % (len(data), data))
 
 
-async def main(port: int, is_ill: bool, api_key: str | None) -> None:
-    server = await asyncio.start_server(FakeChat(is_ill, api_key).connection, "127.0.0.1", port)
+async def main(port: int, chat: FakeChat) -> None:
+    server = await asyncio.start_server(chat.connection, "127.0.0.1", port)
     async with server:
         await server.serve_forever()
 
@@ -114,4 +127,5 @@ async def main(port: int, is_ill: bool, api_key: str | None) -> None:
 if __name__ == "__main__":
     rest = sys.argv[2:]
     ill = "ill" in rest
-    asyncio.run(main(int(sys.argv[1]), ill, next((word for word in rest if word != "ill"), None)))
+    key = next((word for word in rest if word != "ill"), None)
+    asyncio.run(main(int(sys.argv[1]), FakeChat(ill, key)))

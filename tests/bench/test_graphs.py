@@ -80,8 +80,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def graph(rows: int, **fields: float) -> Graph:
     plain = dict(
-        mode="FULL/decode", rows=rows, capture_s=0.2, memory_bytes=3 << 20, replay_s=0.001,
-        eager_s=0.004, difference=0.0, largest_logit=8.0, used=0.5, padding=0.0,
+        mode="FULL/decode", rows=rows, capture_ms=200.0, memory_mib=3.0, replay_ms=1.0,
+        eager_ms=4.0, max_logit_difference=0.0, largest_logit=8.0, used=0.5, padding=0.0,
     )  # fmt: skip
     return Graph(**{**plain, **fields})
 
@@ -161,14 +161,14 @@ def test_a_faithful_graph_gives_the_same_logits_row_by_row(built: Built) -> None
     capture_pretended(runner, [1, 2, 4, 8, SLOTS])
     found = list(measure(runner, range(3, 9)))
     assert [graph.rows for graph in found] == [1, 2, 4, 8, SLOTS]
-    assert all(graph.difference == 0 and graph.is_right for graph in found)
+    assert all(graph.max_logit_difference == 0 and graph.is_right for graph in found)
     assert all(1 < graph.largest_logit < 1000 for graph in found)
-    assert all(graph.replay_s > 0 and graph.eager_s > 0 for graph in found)
+    assert all(graph.replay_ms > 0 and graph.eager_ms > 0 for graph in found)
     # Rows 3 and 4 replay the graph of 4, rows 5 to 8 that of 8.
     assert [graph.used for graph in found] == pytest.approx([0, 0, 2 / 6, 4 / 6, 0])
     assert [graph.padding for graph in found] == pytest.approx([0, 0, 1 / 8, 6 / 32, 0])
     assert metrics(found)["padding_percent"] == pytest.approx(100 * (1 + 6) / (8 + 32))
-    assert (found[2].capture_s, found[2].memory_bytes) == (0.25, 4 << 20)
+    assert (found[2].capture_ms, found[2].memory_mib) == (250.0, 4.0)
     graph = runner.graphs.captured[4, 1].graph
     assert graph.count == 1 + 1 + 1  # compared, then warmed up and timed
 
@@ -185,8 +185,8 @@ def test_piecewise_graphs_are_measured_on_mixed_steps(built: Built) -> None:
         ("PIECEWISE/mixed", 8),
         ("PIECEWISE/mixed", 50),
     ]
-    assert all(graph.difference < 1e-3 < 1 < graph.largest_logit for graph in piecewise)
-    assert all(graph.replay_s > 0 and graph.eager_s > 0 for graph in piecewise)
+    assert all(graph.max_logit_difference < 1e-3 < 1 < graph.largest_logit for graph in piecewise)
+    assert all(graph.replay_ms > 0 and graph.eager_ms > 0 for graph in piecewise)
     assert all((graph.used, graph.padding) == (0, 0) for graph in piecewise)
     runner.piecewise.captured[8].graphs.reverse()
     assert not list(measure(runner, range(3, 5)))[1].is_right
@@ -197,13 +197,13 @@ def test_a_graph_that_reads_other_rows_is_found_out(built: Built) -> None:
     capture_pretended(built.runner, [2])
     two, four, eight = measure(built.runner, range(1, 9))
     assert two.is_right and not four.is_right and not eight.is_right
-    assert four.difference > 0.05 * four.largest_logit
+    assert four.max_logit_difference > 0.05 * four.largest_logit
 
 
 def test_logits_that_are_no_numbers_are_not_right() -> None:
-    assert graph(8, difference=0.3).is_right
-    assert not graph(8, difference=0.5).is_right
-    assert not graph(8, difference=float("nan")).is_right
+    assert graph(8, max_logit_difference=0.3).is_right
+    assert not graph(8, max_logit_difference=0.5).is_right
+    assert not graph(8, max_logit_difference=float("nan")).is_right
 
 
 def test_rows_of_a_load() -> None:
@@ -228,14 +228,14 @@ def test_under_a_uniform_load_less_than_a_tenth_is_padding(most: int) -> None:
 
 
 def test_the_table_and_its_record() -> None:
-    graphs = [graph(8, padding=0.25), graph(16, used=0.5, difference=5.0)]
+    graphs = [graph(8, padding=0.25), graph(16, used=0.5, max_logit_difference=5.0)]
     head, right, wrong, total = map(str.split, table(graphs).splitlines())
-    assert head[:4] == ["mode", "rows", "capture", "ms"]
+    assert head[:4] == ["mode", "rows", "capture_ms", "memory_mib"]
     assert right == [
-        "FULL/decode", "8", "200.000", "3.000", "1.000", "4.000", "4.000", "0.000", "50.000",
-        "25.000",
+        "FULL/decode", "8", "200.000", "3.000", "1.000", "4.000", "0.000", "8.000", "0.500",
+        "0.250", "4.000",
     ]  # fmt: skip
-    assert wrong[7:] == ["5.000", "50.000", "0.000", "FAIL"]
+    assert wrong[6:] == ["5.000", "8.000", "0.500", "0.000", "4.000", "FAIL"]
     assert total == ["all", "2", "400.000", "6.000"]
     found = metrics(graphs)
     assert found["padding_percent"] == pytest.approx(100 * 2 / 24)

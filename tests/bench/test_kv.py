@@ -1,127 +1,214 @@
-"""profile-kv: bytes by hand, what limits the cache, and the engine's own number of pages."""
+"""profile-kv: its table, record and picture, exit codes, one error for each wrong flag."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from click.testing import CliRunner
-from msgspec.structs import replace
+import pytest
+import torch
+from click.testing import CliRunner, Result
 
 from nanovllm.bench import kv, record
-from nanovllm.bench.kv import Budget, Fit, budget_lines, fit, size
-from nanovllm.cli.commands import profile_kv
-from nanovllm.config import ConfigError, load_config
-from nanovllm.runner.build import build, load
-from nanovllm.runner.resolved import resolved
+from nanovllm.bench.gpus import CPU
+from nanovllm.bench.plan import STEP, Plan, plan_of
+from nanovllm.cli.commands import numbers, profile_kv
+from nanovllm.config import Config, ConfigError, load_config
+from nanovllm.sampling.logprobs import Logprobs
 
 GIB = 1 << 30
-RECIPES = Path(__file__).parents[2] / "recipes"
+SVG = "{http://www.w3.org/2000/svg}"
 
 
-def run(*arguments: str) -> list[str]:
+def run(*arguments: str) -> Result:
+    done = CliRunner().invoke(profile_kv, arguments)
+    assert done.exit_code in (0, 1) and not isinstance(done.exception, ConfigError), done.exception
+    return done
+
+
+def lines(done: Result) -> list[str]:
     """The lines of the output, spaces folded."""
-    done = CliRunner().invoke(profile_kv, ["--device", "cpu", *arguments])
-    assert done.exit_code == 0, done.exception
     return [" ".join(line.split()) for line in done.output.splitlines() if line]
 
 
-def test_qwen3_by_hand(tmp_path: Path) -> None:
+def test_a_plan_for_several_numbers_of_gpus(tmp_path: Path) -> None:
     path = tmp_path / "kv.json"
-    arguments = [str(RECIPES / "qwen3-0.6b.yaml"), "--load-format", "dummy", "--json", str(path)]
-    arguments += ["--set", "dtype=bfloat16", "--set", "cache.page_tokens=128"]
-    token = 28 * 8 * (128 + 128) * 2
-    pages = 2 * GIB // (128 * token) - 1  # less the padding page
-    assert (token, pages) == (114688, 145)
-    # Embedding (it is the head too), 28 blocks, final norm; the rotary table is float32.
-    block = 1024 * (2048 + 2 * 1024) + 2048 * 1024 + 2 * 128 + 3 * 1024 * 3072 + 2 * 1024
-    weights = 2 * (151936 * 1024 + 28 * block + 1024) + 18560 * 128 * 4
-    assert run(*arguments, "--tokens-per-request", "1256") == [
-        "Qwen/Qwen3-0.6B on CPU, bfloat16",
-        "a token 112.0 KiB 28 layers x 8 heads x (128 + 128) x 2 bytes",
-        "a page 14.0 MiB 128 tokens",
-        f"weights {weights / GIB:.2f} GiB beside the cache",
-        "room for pages 2.00 GiB cache.cpu_gib",
-        "pages 145 limited by cache.cpu_gib",
-        "tokens 18,560",
-        "context 18,560 of one request; the model's own is 40,960",
-        "requests of 1,256 14 10 pages each",
-        "of them at once 14 as many as have room",
-    ]
-    written = record.read(path)
-    assert (written.kind, written.workload["tokens_per_request"]) == ("kv", 1256)
-    assert written.metrics == {
-        "token_bytes": 114688.0, "page_bytes": 114688.0 * 128, "weight_bytes": float(weights),
-        "room_bytes": 2.0 * GIB, "pages": 145.0, "pages_that_fit": 145.0, "tokens": 18560.0,
-        "context": 18560.0,
-        "requests": 14.0, "requests_at_once": 14.0,
-    }  # fmt: skip
-
-
-def test_slots_limit_what_is_useful() -> None:
-    lines = run("--tokens-per-request", "100", "--set", "schedule.slots=4")
-    assert "pages 1,024 limited by schedule.slots x server.max_model_tokens" in lines
-    assert "requests of 100 146 7 pages each" in lines
-    assert "of them at once 4 but schedule.slots is 4" in lines
-
-
-def test_a_recipe_may_say_the_pages() -> None:
-    lines = run("--set", "cache.pages=300")
-    assert "pages 300 limited by cache.pages" in lines
-    assert "pages that would fit 4,096" in lines
-    assert "requests of 4,096 1 256 pages each" in lines
-
-
-def test_impossible_wishes_are_refused_in_one_line() -> None:
-    for arguments, message in (
-        (["--tokens-per-request", "5000"], "is 5000; the context is 4096"),
-        (["--set", "cache.cpu_gib=0.001", "--set", "cache.page_tokens=512"], "no room for a cache"),
-    ):
-        error = CliRunner().invoke(profile_kv, ["--device", "cpu", *arguments]).exception
-        assert isinstance(error, ConfigError) and message in str(error)
-
-
-def test_the_engine_takes_as_many_pages() -> None:
-    config = load_config(None, ["cache.cpu_gib=0.01"], {"device": "cpu"})
-    fitted = fit(config, resolved(config))
-    assert fitted.pages == build(config).recipe.cache.pages == int(0.01 * GIB) // (16 * 8192) - 1
-
-
-def test_weights_counted_from_shapes_are_those_loaded() -> None:
-    config = load_config(None, flags={"device": "cpu"})
-    found = resolved(config)
-    model = load(config, found)
-    held = {t.data_ptr(): t.untyped_storage().nbytes() for t in model.state_dict().values()}
-    held[model.cos_sin_LA.data_ptr()] = model.cos_sin_LA.nbytes
-    assert kv.weight_bytes(found) == sum(held.values())
-
-
-def test_a_gpus_memory_is_shared_out_to_the_byte() -> None:
-    budget = Budget(
-        total=140 * GIB, share=0.9, weights=16 * GIB, step=3 * GIB, others=GIB // 2, graphs=GIB
+    done = run("qwen3-8b", "--gpu", "h200", "--tp", "1,2,3", "--lengths", "500,2000,32000",
+               "--json", str(path))  # fmt: skip
+    assert done.exit_code == 0
+    found = lines(done)
+    assert found[:2] == ["Qwen/Qwen3-8B on H200, 139.8 GiB, 4,280 GB/s, 790 TFLOP/s", "tp 1 tp 2"]
+    for line in (
+        "key/value heads, 36 layers 8 4", "a token, 36 layers, KiB 144 72",
+        "a page, 36 layers, MiB 18 9", "context 32,768 32,768", "graphs, GiB 1 1",
+        "decode 1 x 500, ms 3.55 1.78", "tp 1: fits", "tp 2: fits", "these lines pin it:",
+        "parallel: {tp: 1}", "cache: {page_tokens: 128, pages: 6159, memory_fraction: 0.9}",
+    ):  # fmt: skip
+        assert line in found
+    (uncut,) = [line for line in found if line.startswith("tp 3")]
+    assert (
+        "num_attention_heads 32 is not a multiple of it" in uncut
+        and "it can be 1, 2, 4, 8" in uncut
     )
-    assert budget.room == int(0.9 * 140 * GIB) - 20 * GIB - GIB // 2
-    config = load_config(None, flags={"device": "cpu"})
-    shown = [" ".join(line.split()) for line in budget_lines(budget, resolved(config))]
-    assert shown == [
-        "device memory 140.00 GiB",
-        "of it ours 126.00 GiB 0.9 of it",
-        "- weights 16.00 GiB",
-        "- a full step 3.00 GiB measured: 512 prompt tokens, or 16 decode rows",
-        "- others 512.0 MiB CUDA itself, and other processes",
-        "- graphs 1.00 GiB kept free for them",
-        "room for pages 105.50 GiB",
-    ]
-    fitted = Fit(
-        token_bytes=1024, page_tokens=128, weight_bytes=16 * GIB, room_bytes=budget.room,
-        budget=budget, fitting_pages=1000, useful_pages=2000, asked_pages=None, slots=64,
-        context=4096,
-    )  # fmt: skip
-    assert (fitted.limit, fitted.page_bytes) == ("cache.memory_fraction", 131072)
-    assert (fitted.pages_of(129), fitted.requests_of(129)) == (2, 500)
-    assert replace(fitted, budget=None).limit == "cache.cpu_gib"
+    names = [f"{kind} {rows} x {n}, ms" for n in ("500", "2,000", "32,000")
+             for kind in ("decode", "prefill") for rows in (1, 64, 256)]  # fmt: skip
+    assert sum(line.startswith(tuple(names)) for line in found) == len(names) == 18
+    written = record.read(path)
+    assert (written.kind, written.workload["name"]) == ("kv", "profile-kv")
+    assert written.recipe["model"] == "Qwen/Qwen3-8B"
+    assert written.metrics["tp 1: pages"] == 6159
+    assert written.metrics["tp 1: requests of 32,000"] == 6159 // 250
+    assert written.metrics["tp 2: a token, 36 layers, KiB"] == 72
+    assert "tp 1: decode 256 x 32,000, ms" not in written.metrics  # so many have no room
 
 
-def test_sizes_read_well() -> None:
-    assert [size(n) for n in (512, 114688, 3 << 20, 5 << 30)] == [
-        "0.5 KiB", "112.0 KiB", "3.0 MiB", "5.00 GiB",
-    ]  # fmt: skip
+def test_what_does_not_fit_ends_with_1_and_the_nearest(tmp_path: Path) -> None:
+    done = run("r1-distill-llama-70b", "--gpu", "h200", "--lengths", "32000")
+    assert done.exit_code == 1
+    found = lines(done)
+    at = found.index("the nearest recipe that fits has:")
+    assert found[at - 1] == "tp 1: 6,656 tokens of cache are fewer than 32,000"
+    assert found[at + 1 :][0] == "parallel: {tp: 2}" and len(found) == at + 5
+    assert run("r1-distill-llama-70b", "--gpu", "h200", "--lengths", "6656").exit_code == 0
+    assert (
+        run("r1-distill-llama-70b", "--gpu", "h200", "--tp", "1,2", "--lengths", "32000").exit_code
+        == 0
+    )
+    nothing = run("r1-distill-llama-70b", "--gpu", "mine:8", "--plot", str(tmp_path / "x.svg"))
+    assert nothing.exit_code == 1 and lines(nothing)[-1] == "none of these GPUs"
+    assert not [line for line in lines(nothing) if line.startswith("decode")]  # no speeds known
+    uncut = run("qwen3-8b", "--gpu", "h200", "--tp", "3", "--json", str(tmp_path / "x.json"))
+    assert uncut.exit_code == 1 and "no plan" in lines(uncut)
+    assert record.read(tmp_path / "x.json").metrics == {}
+
+
+def test_without_a_gpu_it_is_the_cpu_s_cache() -> None:
+    done = run("--device", "cpu", "--set", "schedule.slots=4", "--lengths", "100")
+    found = lines(done)
+    assert done.exit_code == 0 and found[0] == "demo on CPU"
+    assert {"pages 1,024", "tokens 16,384", "requests of 100 146", "tp 1: fits"} <= {*found}
+    assert "room for pages, GiB 2" in found and "graphs, GiB 1" not in found
+    assert "requests of 2,000 8" in lines(run("--device", "cpu", "--set", "schedule.slots=4"))
+    short = lines(run("--device", "cpu", "--set", "server.max_model_tokens=300"))
+    assert [line for line in short if line.startswith("requests")] == ["requests of 300 16"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "foo"], r"^--gpu foo: write h100, h200, .* or name:GiB with 1 to 9999"),
+        (["--gpu", ""], r"^--gpu : write h100"),
+        (["--tp", "0"], r"^--tp 0: write numbers from 1, none twice, as in 1,4,16,64$"),
+        (["--tp", "1,1"], r"^--tp 1,1: write numbers from 1, none twice"),
+        (["--tp", "-2"], r"^--tp -2: write numbers from 1"),
+        (["--tp", "two"], r"^--tp two: write numbers from 1"),
+        (["--lengths", "0"], r"^--lengths 0: write numbers from 1"),
+        (["--lengths", ""], r"^--lengths : write numbers from 1"),
+        (["--lengths", "1.5"], r"^--lengths 1.5: write numbers from 1"),
+        (["--lengths", "500,32769"], r"^--lengths 32769: server.max_model_tokens is 32768$"),
+        (["--set", "server.max_model_tokens=50000"], r"the model's context is 40960 tokens$"),
+        (["--set", "cache.memory_fraction=2"], r"^cache.memory_fraction is 2.* between 0.05 and"),
+    ],
+)
+def test_wrong_flags_are_one_clear_error(arguments: list[str], message: str) -> None:
+    error = CliRunner().invoke(profile_kv, ["qwen3-8b", "--gpu", "h200", *arguments]).exception
+    assert isinstance(error, ConfigError)
+    assert re.search(message, str(error)), str(error)
+
+
+def test_numbers() -> None:
+    assert numbers("--tp", "1,2, 8") == (1, 2, 8)
+    for text in ("01", "1,,2", "1,", "1234567890"):
+        with pytest.raises(ConfigError, match=f"^--tp {text}: write numbers"):
+            numbers("--tp", text)
+
+
+def test_the_picture_shows_what_fills_the_memory(tmp_path: Path) -> None:
+    path = tmp_path / "out.svg"
+    run("r1-distill-llama-70b", "--gpu", "l40s", "--tp", "2,4", "--plot", str(path))
+    found = [node.text for node in ET.parse(path).iter(f"{SVG}text")]
+    for words in (
+        "deepseek-ai/DeepSeek-R1-Distill-Llama-70B on L40S, 44.5 GiB, 864 GB/s, 362 TFLOP/s",
+        "weights", "full step", "CUDA and others", "graphs", "pages", "log-probabilities",
+        "tp 2", "tp 4",
+    ):  # fmt: skip
+        assert found.count(words) == 1
+    error = CliRunner().invoke(profile_kv, ["--plot", str(tmp_path / "out.doc")]).exception
+    assert isinstance(error, ConfigError) and "Format 'doc' is not supported" in str(error)
+
+
+# -- beside what is measured -------------------------------------------------------------------
+
+
+class Facts:
+    total_memory = 140 * GIB
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Pretends that an H200 is here, on which a full step takes 1 % of the weights more."""
+    asked: list[Plan] = []
+
+    def measure(config: Config, plan: Plan) -> Plan:
+        asked.append(plan)
+        more = plan.taken[kv.WEIGHTS] // 100
+        return dataclasses.replace(plan, taken=plan.taken | {STEP: plan.taken[STEP] + more})
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda at: Facts)
+    monkeypatch.setattr(kv, "measure", measure)
+    return asked
+
+
+def test_the_gpu_that_is_here_also_measures(here: list[Plan]) -> None:
+    config = load_config("qwen3-8b", ["load.format=dummy"])
+    found = kv.profile(config, None, (1, 2, 3), ())
+    assert found.title.startswith("Qwen/Qwen3-8B on H200, 140 GiB")
+    assert [*found.columns] == ["tp 1", "tp 1 measured", "tp 2", "tp 2 measured"]
+    assert found.said[0].startswith("tp 1: fits; computed / measured: taken 0.99")
+    assert "tp 1 measured: full step, GiB" in found.metrics
+    assert found.pinned is found.plans["tp 1"] and len(here) == 2
+    ratio = found.metrics["tp 1: tokens"] / found.metrics["tp 1 measured: tokens"]
+    assert 1 < ratio < 1.03 and f"tokens {ratio:.4f}" in found.said[0]
+
+
+def test_another_gpu_and_what_does_not_fit_are_not_measured(here: list[Plan]) -> None:
+    config = load_config("r1-distill-llama-70b", ["load.format=dummy"])
+    assert [*kv.profile(config, "b200", (1,), (500,)).columns] == ["tp 1"]
+    assert not kv.profile(config, "h200", (1,), (32000,)).fits
+    on_cpu = load_config(None, flags={"device": "cpu"})
+    assert [*kv.profile(on_cpu, None, (1,), ()).columns] == ["tp 1"]
+    assert here == []
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_is_measured(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, with a memory that tells how much is held: 100, weights 7, peaks 50 and 60."""
+    held, peaks, sampled = [100, 107, 110], [150, 170], []
+    cuda = {
+        "memory_allocated": lambda device: held.pop(0), "reset_peak_memory_stats": lambda: None,
+        "synchronize": lambda: None, "max_memory_allocated": lambda: peaks.pop(0),
+        "mem_get_info": lambda device: (1000, 4000), "memory_reserved": lambda device: 2500,
+        "empty_cache": lambda: None,
+    }  # fmt: skip
+    for name, function in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    of = Logprobs.of
+    monkeypatch.setattr(
+        Logprobs, "of", lambda self, *args: sampled.append(of(self, *args)) or sampled[-1]
+    )
+    flags = {"device": "cpu", "load.format": "dummy", "parallel.tp": tp}
+    config = load_config(None, ["schedule.slots=3"], flags)
+    plan = plan_of(config, CPU, tp)
+    measured = kv.measure(config, plan)
+    assert measured.taken == {
+        "weights": 7, "full step": 143, "CUDA and others": 500, "graphs": GIB,
+        "log-probabilities": 60,
+    }  # fmt: skip
+    assert (measured.share, measured.spare, measured.tp) == (3600, 400, tp)
+    (logprobs,) = [found for found in sampled if found is not None]
+    assert logprobs.top_ids_WK.shape == (3, 20)  # of every slot's row, as many as may be asked for
+    assert not held and not peaks

@@ -152,7 +152,8 @@ def test_the_command_prints_a_table_and_writes_both_files(healthy: str, tmp_path
     assert f"record: {path}" in done.stdout
     assert "s3cret" not in path.read_text()
     written = record.read(path)
-    assert (written.kind, written.recipe) == ("serve", {"model": "fake"})
+    assert written.kind == "serve" and written.engine == "unknown"  # nothing tells
+    assert written.recipe == {"model": "fake", "served_by": "unknown", "command": ""}
     assert (written.workload["concurrency"], written.workload["input_len"]) == (4, 51)
     assert written.metrics["output_tokens"] == 48.0 and written.metrics["steps_full_decode"] == 8.0
     needed = {"output_tokens_per_s", "duration_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms"}
@@ -244,6 +245,9 @@ def test_a_server_that_does_not_start_shows_its_last_words(healthy: str) -> None
         (["--offline", "--ablate", "a.b=1", "--json-out", "x"], "--json-out holds one run"),
         (["--set", "schedule.depth=0"], "--set describes the server"),
         (["--start", "--url", "http://x:1"], "--start serves at the recipe's"),
+        (["--offline", "--served-by", "x"], "--served-by has no effect"),
+        (["--served-by", "x", "--start"], "--served-by is of another engine"),
+        (["--served-by", "x", RECIPE], "--served-by is of another engine"),
         (["--goodput", "itl:3"], "--goodput itl:3: write ttft, tpot or e2el"),
         (["--offline", "--set", "schedule.dept=0"], "did you mean schedule.depth"),
     ],

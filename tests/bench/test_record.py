@@ -57,6 +57,16 @@ def test_an_ablation_shows_in_the_name(tmp_path: Path) -> None:
     )
 
 
+def test_another_engine_shows_in_the_name_and_its_port_does_not(tmp_path: Path) -> None:
+    recipe = {"model": "/tmp/m/Qwen3-0.6B", "served_by": "vllm 0.26.0", "command": "vllm serve"}
+    flags = {"load-format": "dummy", "port": "8000", "api-server-count": "4"}
+    peer = changed(recipe=recipe, changed=flags)
+    assert (peer.engine, RECORD.engine) == ("vllm 0.26.0", "nanovllm")
+    assert record.write(peer, tmp_path).name == (
+        "2026-11-21_4f2c9ab_qwen3-0.6b_w1_vllm-0.26.0_api-server-count4.json"
+    )
+
+
 @pytest.mark.parametrize(
     "fields", [{"dirty": True}, {"commit": ""}, {"notes": "invalid: 9 of 10 requests failed"}]
 )
@@ -83,6 +93,9 @@ def test_secrets_stay_out() -> None:
     assert record.without_secrets(forms) == [
         "--set=server.api_key=...", "server=...", "server.port=9",
     ]  # fmt: skip
+    assert record.without_secrets(["vllm serve m --api-key s3cret --port 1"]) == [
+        "vllm serve m --api-key ... --port 1"
+    ]
     recipe = {"model": "m", "server": {"api_key": "s3cret", "port": 1}, "server.api_key": "s3cret"}
     assert record.hide_secrets(recipe) == {
         "model": "m",

@@ -27,8 +27,9 @@ def near(value: float) -> object:
 
 def outcome(samples: list[Sample], goals_ms: dict[str, float], **workload: object) -> Outcome:
     return concluded(
-        "serve", started_at=RECORD.started_at, samples=samples, goals_ms=goals_ms,
+        kind="serve", started_at=RECORD.started_at, samples=samples, goals_ms=goals_ms,
         recipe=RECORD.recipe, changed={}, workload=workload, engine={"Preemptions": 3.0},
+        more={},
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-import msgspec
 import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
@@ -71,7 +70,7 @@ def test_without_matplotlib_the_user_is_told_what_to_install(
 ) -> None:
     monkeypatch.setattr(sweep, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install nanovllm\[plot\]"):
-        draw(tmp_path / "out.svg", "Title", {})
+        draw(tmp_path / "out.svg", "Title", {"a": [at_load(13, 100, 1.0, 2.0)]})
 
 
 # -- curves ----------------------------------------------------------------------------------
@@ -79,14 +78,14 @@ def test_without_matplotlib_the_user_is_told_what_to_install(
 
 def test_runs_that_differ_in_concurrency_alone_are_one_curve() -> None:
     shared, found = sweep.curves(PLAIN)
-    assert shared == "Qwen3-0.6B, h200-x1, 4f2c9ab, over HTTP, 1000 + 256 tokens"
+    assert shared == "nanovllm, Qwen3-0.6B, h200-x1, 4f2c9ab, over HTTP, 1000 + 256 tokens"
     assert [*found] == ["Qwen3-0.6B"]
     assert [sweep.intensity(one) for one in found["Qwen3-0.6B"]] == [("1", 1), ("8", 8), ("64", 64)]
 
 
 def test_curves_are_named_after_their_difference() -> None:
     shared, found = sweep.curves([*PLAIN, *SLOWER])
-    assert shared == "Qwen3-0.6B, h200-x1, 4f2c9ab, over HTTP, 1000 + 256 tokens"
+    assert shared == "nanovllm, Qwen3-0.6B, h200-x1, 4f2c9ab, over HTTP, 1000 + 256 tokens"
     assert [*found] == ["unchanged", "schedule.depth=0"]
     on_cpu = [replace(one, changed={"device": "cpu"} | one.changed) for one in (*PLAIN, *SLOWER)]
     again, same = sweep.curves(on_cpu)
@@ -112,7 +111,7 @@ def test_an_open_loop_is_labelled_by_its_rate() -> None:
 
 def test_the_table_has_ratios_to_the_first_curve() -> None:
     lines = sweep.table(*sweep.curves([*PLAIN, *SLOWER])).splitlines()
-    assert lines[0] == "Qwen3-0.6B, h200-x1, 4f2c9ab, over HTTP, 1000 + 256 tokens"
+    assert lines[0] == "nanovllm, Qwen3-0.6B, h200-x1, 4f2c9ab, over HTTP, 1000 + 256 tokens"
     assert [line.split() for line in lines[2:]] == [
         ["1", "500.00", "2.00", "10.00", "unchanged"],
         ["1", "250.00", "0.500", "4.00", "2.000", "15.00", "1.500", "schedule.depth=0"],
@@ -120,6 +119,25 @@ def test_the_table_has_ratios_to_the_first_curve() -> None:
         ["64", "16,000.00", "4.00", "50.00", "unchanged"],
         ["64", "8,000.00", "0.500", "8.00", "2.000", "75.00", "1.500", "schedule.depth=0"],
     ]
+
+
+def test_engines_are_told_apart_and_loads_of_other_lengths_are_not_compared() -> None:
+    served_by = {"model": "/tmp/m/Qwen3-0.6B", "served_by": "vllm 0.26.0"}
+    peer = at_load(64, 8000, 5.0, 100.0, recipe=served_by, changed={"load-format": "dummy"})
+    four = replace(peer, changed={"api-server-count": "4"}, metrics=PLAIN[0].metrics)
+    mixed = [
+        replace(one, workload=one.workload | {"name": "c64-mixed"}) for one in (PLAIN[0], peer)
+    ]
+    shared, found = sweep.curves([peer, four, PLAIN[0]])
+    assert shared == "Qwen3-0.6B, h200-x1, 4f2c9ab, over HTTP, 1000 + 256 tokens"
+    assert [*found] == [
+        "vllm 0.26.0, unchanged", "vllm 0.26.0, api-server-count=4", "nanovllm, unchanged",
+    ]  # fmt: skip
+    lines = sweep.table(*sweep.curves([peer, PLAIN[0], *mixed])).splitlines()
+    assert [line.split()[1:3] for line in lines[2:]] == [
+        ["8,000.00", "5.00"], ["16,000.00", "2.000"], ["16,000.00", "4.00"], ["8,000.00", "0.500"],
+    ]  # fmt: skip
+    assert lines[-1].endswith("  vllm 0.26.0, 1000 + 256 mixed tokens")
 
 
 def test_the_plot_has_both_latencies_and_leaves_out_what_was_not_measured(tmp_path: Path) -> None:
@@ -143,7 +161,7 @@ def test_the_plot_has_both_latencies_and_leaves_out_what_was_not_measured(tmp_pa
 
 
 def test_structured_answers_are_other_work() -> None:
-    load = PLAIN[0].workload | {"structured": True}
+    load = PLAIN[0].workload | {"name": "c64-structured", "structured": True}
     assert sweep.facts(replace(PLAIN[0], workload=load))["work"] == "1000 + 256 structured tokens"
 
 
@@ -186,9 +204,9 @@ def test_records_are_compared_and_plotted(tmp_path: Path) -> None:
         (["--plot", "x.svg"], "--plot draws a --sweep"),
         (["--sweep", "1,2", "--concurrency", "3"], "--sweep says the concurrencies"),
         (["--offline", "--sweep", "1,2"], "--sweep has no effect"),
-        (["--sweep", "1,x"], "--sweep 1,x: write concurrencies"),
-        (["--sweep", "0"], "--sweep 0: write concurrencies, 1 or more"),
-        (["--sweep", "4,1,4"], "--sweep 4,1,4: names a concurrency twice"),
+        (["--sweep", "1,x"], "--sweep 1,x: write numbers from 1"),
+        (["--sweep", "0"], "--sweep 0: write numbers from 1"),
+        (["--sweep", "4,1,4"], "--sweep 4,1,4: write numbers from 1, none twice"),
     ],
 )
 def test_senseless_combinations_are_refused(
@@ -202,8 +220,7 @@ def test_senseless_combinations_are_refused(
 
 def test_no_two_runs_of_a_sweep_send_the_same_prompts() -> None:
     given = bench.make_context("bench", ["--sweep", "1,4,256", "--structured"]).params
-    options = msgspec.convert(given, Options)
-    loads = loads_of(options)
+    loads = loads_of(Options(**given))
     assert {(one.input_len, one.output_len, one.structured) for one in loads} == {(1000, 256, True)}
     assert [(one.concurrency, one.num_prompts, one.seed) for one in loads] == [
         (1, 8, 1), (4, 32, 4), (256, 1024, 256),

@@ -29,7 +29,7 @@ def test_a_sweep_writes_a_record_per_concurrency_and_one_plot(tmp_path: Path) ->
     rates = [one.metrics["output_tokens_per_s"] for one in found]
     assert rates[1] > 1.8 * rates[0]
     (plot,) = tmp_path.rglob("*.svg")
-    assert plot.name.endswith("_fake_sweep.svg") and f"plot: {plot}" in done.output
+    assert plot.name.endswith("_fake_sweep_unknown.svg") and f"plot: {plot}" in done.output
     assert plot.parent == next(tmp_path.rglob("*.json")).parent
     labels = [node.text for node in ET.parse(plot).iter("{http://www.w3.org/2000/svg}text")]
     assert labels.count("1") >= 2 and labels.count("4") >= 2  # a point in either panel

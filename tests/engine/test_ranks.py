@@ -22,12 +22,27 @@ from nanovllm.parallel.gloo import GlooMesh
 from nanovllm.parallel.places import Place, RankLostError, places_of
 from nanovllm.parallel.ring import RING_BYTES, Writer, ring
 from nanovllm.plan import Masks, StepPlan
-from nanovllm.wire import Sampling
+from nanovllm.wire import FinishReason, Sampling
+from tests.models.corrupted import POISON, VALUES, poisoned
 from tests.models.tiny import config_of, make_tiny
 from tests.whole_engine import GREEDY, WholeEngine, prompts_of
 
 SMALL = dict(pages=24, slots=4, step_tokens=24, max_tokens=90)  # chunks, and preemptions
 NUM_REQUESTS = 10
+EVERYTHING = Sampling(
+    temperature=0.9,
+    seed=9,
+    top_p=0.95,
+    top_k=50,
+    min_p=0.001,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+    logit_bias={3: 4.0, 150: -2.0, 4500: 3.0},
+    bad_words=[[3, 3], [77]],
+    min_tokens=5,
+    logprobs=2,
+)
 NGRAM = Speculate(method="ngram", tokens=3)
 CONFIG = load_config(None, ["device=cpu"])
 
@@ -72,9 +87,10 @@ def text_of(engine: WholeEngine) -> dict[int, list[int]]:
         Sampling(temperature=0.8, seed=7),
         Sampling(temperature=1.0, seed=8, top_p=0.9, top_k=20, presence_penalty=0.5),
         Sampling(temperature=0.0, logprobs=3),
+        EVERYTHING,
     ]
     for at, prompt in enumerate(prompts):
-        engine.submit(at, prompt, 24, kinds[at % 4], grammar="even" if at % 3 == 0 else "")
+        engine.submit(at, prompt, 24, kinds[at % 5], grammar="even" if at % 3 == 0 else "")
     engine.run()
     engine.submit(NUM_REQUESTS, prompts[0], 4)
     engine.run()
@@ -86,18 +102,24 @@ def text_of(engine: WholeEngine) -> dict[int, list[int]]:
 
 
 def num_weights(engine: WholeEngine) -> int:
-    return sum(parameter.numel() for parameter in engine.runner.model.parameters())
+    """Those of the layers."""
+    return sum(parameter.numel() for parameter in engine.runner.model.layers.parameters())
 
 
 @pytest.mark.parametrize(
-    ("family", "drafts", "tp"),
-    [("qwen3", NGRAM, 2), ("llama", None, 2), ("qwen3", None, 4), ("llama", NGRAM, 4)],
+    ("family", "drafts", "tp", "vocab_size"),
+    [
+        ("qwen3", NGRAM, 2, 5003),  # 3 blocks on 2 ranks
+        ("llama", None, 2, 4096),
+        ("qwen3", None, 4, 8200),  # 5 blocks, of which the last has 8 tokens
+        ("llama", NGRAM, 4, 5003),  # each rank has all
+    ],
 )
 def test_text_is_that_of_one_rank(
-    family: str, drafts: Speculate | None, tp: int, tmp_path: Path
+    family: str, drafts: Speculate | None, tp: int, vocab_size: int, tmp_path: Path
 ) -> None:
     """With 2 key/value heads: at tp 4 each is kept by two ranks."""
-    make_tiny(tmp_path, family, tie_word_embeddings=tp == 4)
+    make_tiny(tmp_path, family, tie_word_embeddings=tp == 4, vocab_size=vocab_size)
     config = config_of(tmp_path)
     alone = WholeEngine(config, speculate=drafts, **SMALL)
     expected = text_of(alone)
@@ -107,7 +129,25 @@ def test_text_is_that_of_one_rank(
         assert dict(engine.loop.executor.steps_by_mode) == dict(alone.runner.steps_by_mode)
     for request_id, entries in alone.logprobs.items():
         found = [entry.logprob for entry in engine.logprobs[request_id]]
-        assert np.allclose(found, [entry.logprob for entry in entries], atol=1e-4)
+        assert np.allclose(found, [entry.logprob for entry in entries], atol=1e-5)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_corrupted_request_ends_alone_on_two_ranks(value: str, tmp_path: Path) -> None:
+    config = poisoned(tmp_path, VALUES[value], vocab_size=5003)
+
+    def outcome(engine: WholeEngine) -> tuple[dict[int, list[int]], dict[int, FinishReason]]:
+        wishes = (GREEDY, Sampling(seed=1), Sampling(seed=2, top_p=0.9, logprobs=1))
+        for at, wish in enumerate(wishes):
+            engine.submit(2 * at, [11, 3, 150, 42], 8, wish)
+            engine.submit(2 * at + 1, [5, 20, POISON, 31], 8, wish)
+        engine.run()
+        return engine.text, engine.finish
+
+    text, finish = outcome(WholeEngine(config))
+    assert [finish[at] for at in range(6)] == [FinishReason.LENGTH, FinishReason.ERROR] * 3
+    with ranked(config, 2, tmp_path) as engine:
+        assert outcome(engine) == (text, finish)
 
 
 def together(meshes: list[GlooMesh], do: Callable[[GlooMesh], Any]) -> list[Any]:

@@ -8,16 +8,21 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from nanovllm_kernels import flash_prefill, gated_linear, kept, paged_decode_cute, skinny_linear
+from nanovllm_kernels import (
+    compile_cache,
+    flash_prefill,
+    gated_linear,
+    paged_decode_cute,
+    skinny_linear,
+)
 
-from nanovllm.bench import record
-from nanovllm.bench.kv import fit
+from nanovllm.bench import kv, record
 from nanovllm.cli.commands import capture_graphs
 from nanovllm.config import load_config
 from nanovllm.runner.build import build
 from nanovllm.runner.graphs import graph_sizes
 from nanovllm.runner.piecewise import piecewise_sizes
-from nanovllm.runner.resolved import resolved
+from nanovllm.runner.sizing import GIB
 
 
 @pytest.mark.gpu
@@ -48,12 +53,17 @@ def test_every_graph_gives_the_eager_logits_and_is_faster_where_launches_count(
 @pytest.mark.gpu
 def test_the_profile_finds_the_engines_number_of_pages() -> None:
     gc.collect()  # graphs of engines before would count as taken by the step
-    config = load_config(None, ["cache.memory_fraction=0.05"], {"device": "cuda"})
-    fitted = fit(config, resolved(config))
-    assert fitted.limit == "cache.memory_fraction" and fitted.budget is not None
-    assert fitted.budget.step > 0 and fitted.budget.others > 0
-    assert fitted.pages == fitted.budget.room // fitted.page_bytes - 1
-    assert abs(int(build(config).recipe.cache.pages) - fitted.pages) * fitted.page_bytes < 64 << 20
+    config = load_config("qwen3-0.6b", ["load.format=dummy"], {"device": "cuda"})
+    found = kv.profile(config, None, (1, 2), ())
+    assert [*found.columns] == ["tp 1", "tp 1 measured", "tp 2", "tp 2 measured"]
+    for tp in (1, 2):
+        plan, measured = found.plans[f"tp {tp}"], found.plans[f"tp {tp} measured"]
+        assert measured.taken["weights"] == pytest.approx(plan.taken["weights"], rel=0.01)
+        assert measured.taken["full step"] == pytest.approx(plan.taken["full step"], rel=0.1)
+        assert sum(measured.taken.values()) == pytest.approx(sum(plan.taken.values()), rel=0.25)
+        assert measured.tokens == pytest.approx(plan.tokens, rel=0.03)
+    measured = found.plans["tp 1 measured"]
+    assert abs(int(build(config).recipe.cache.pages) - measured.pages) * measured.page_bytes < GIB
 
 
 @pytest.mark.gpu
@@ -68,8 +78,8 @@ def test_a_first_start_compiles_beside_the_loading_alone(
     ]
     for kernel in kernels:
         monkeypatch.setattr(kernel, "known", {})
-    monkeypatch.setattr(kept.Kept, "folder", None)
-    monkeypatch.setattr(kept, "save", lambda kernel, path: pytest.fail(f"compiled {path}"))
+    monkeypatch.setattr(compile_cache.CachedCompile, "folder", None)
+    monkeypatch.setattr(compile_cache, "save", lambda kernel, path: pytest.fail(f"compiled {path}"))
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
     recipe = Path(__file__).parents[2] / "recipes" / "qwen3-0.6b.yaml"
     with caplog.at_level("INFO"):

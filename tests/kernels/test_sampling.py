@@ -17,6 +17,9 @@ import triton.language as tl
 from hypothesis import given, settings, strategies as st
 from nanovllm_kernels import sampling, sampling_reference as reference, thresholds as kernels
 
+from nanovllm.parallel.cut import span_of_vocabulary
+from nanovllm.parallel.mesh import Mesh
+
 INTERPRETED = triton.knobs.runtime.interpret
 
 
@@ -32,7 +35,7 @@ def test_in_the_interpreter() -> None:
         ["env", "TRITON_INTERPRET=1", *pytest_here], capture_output=True, text=True, timeout=600
     )
     assert child.returncode == 0, child.stdout[-4000:]
-    assert "17 passed" in child.stdout
+    assert "19 passed" in child.stdout
 
 
 test_in_the_interpreter.__test__ = not INTERPRETED
@@ -177,6 +180,35 @@ def test_one_bad_number_among_151936_is_found(dtype, value) -> None:
     assert (sampling.draw(logits_SV, *args) >= 0).all()
     logits_SV[rows, torch.tensor(places)] = value
     assert sampling.draw(logits_SV, *args).tolist() == [reference.CORRUPTED] * len(places)
+
+
+def shares(size: int, vocab: int) -> list[slice]:
+    """The columns of so many ranks."""
+    spans = [span_of_vocabulary(Mesh(rank, size), vocab) for rank in range(size)]
+    return [slice(span.start, span.start + span.count) for span in spans]
+
+
+@in_interpreter
+@pytest.mark.parametrize("module", [sampling, reference], ids=["triton", "torch"])
+@settings(deadline=None, max_examples=12)
+@given(case=cases(), truncated=st.booleans(), data=st.data())
+def test_winners_of_all_shards_are_the_whole_draw(module, case, truncated, data) -> None:
+    logits_SV, numbers = case
+    vocab = logits_SV.shape[1]
+    for row, kind in enumerate(data.draw(st.sampled_from(WRONG)) for _ in logits_SV):
+        if kind is not None and row % 2:
+            logits_SV[row, data.draw(st.integers(0, vocab - 1))] = kind
+    slots = numbers["slots"]
+    args = slots, numbers["positions"], numbers["inverse"], numbers["seed"]
+    wishes = slots, *(numbers[k] for k in ("inverse", "top_k", "top_p", "gap"))
+    thresholds_S = reference.thresholds(logits_SV, *wishes) if truncated else None
+    expected = module.draw(logits_SV, *args, thresholds_S).tolist()
+    for size in range(1, 1 + -(-vocab // reference.BLOCK)):
+        won = [
+            module.winners(logits_SV[:, share], *args, thresholds_S, share.start)
+            for share in shares(size, vocab)
+        ]
+        assert module.best(torch.stack(won)).tolist() == expected
 
 
 def by_hand(x: list[float], top_k: int, top_p: float) -> float:

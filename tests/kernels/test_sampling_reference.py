@@ -154,6 +154,41 @@ def test_impossible_tokens_stay_impossible() -> None:
     assert set(tokens.tolist()) == {1, 3}
 
 
+def test_the_largest_key_wins_the_first_of_equals_and_nan_corrupts() -> None:
+    keys_IS = torch.tensor(
+        [[1.0, 2.0, -3.0, math.nan, -math.inf], [2.0, 2.0, -math.inf, 9, -math.inf]]
+    )
+    tokens_IS = torch.arange(10, dtype=torch.int32).view(2, 5)
+    winners_IS2 = torch.stack((keys_IS.view(torch.int32), tokens_IS), 2)
+    corrupted = reference.CORRUPTED
+    assert reference.best(winners_IS2).tolist() == [5, 1, 2, corrupted, corrupted]
+
+
+def test_a_winner_carries_the_key_of_its_block_and_its_token_of_the_whole_vocabulary() -> None:
+    logits_SV = torch.full((3, 3 * reference.BLOCK), -math.inf)
+    logits_SV[0, 4099], logits_SV[1, 4099], logits_SV[2, 5] = 2.5, 4.0, 1.0
+    n = torch.arange(3)
+    share = logits_SV[:, 2 * reference.BLOCK :]
+    inverse_N = torch.tensor([0.0, 0.5, 1.0])
+    won = reference.winners(share, n, n, inverse_N, n, None, 2 * reference.BLOCK)
+    noise = reference.gumbel(
+        reference.stream_keys(n, n), torch.tensor([reference.BLOCK_INDEX + 4096])
+    )
+    assert won[:, 0].view(torch.float32).tolist() == [2.5, 2.0 + noise[1].item(), -math.inf]
+    assert won[:2, 1].tolist() == [4099, 4099]
+
+
+@pytest.mark.parametrize("heat", [1e-6, 1e6])
+@pytest.mark.parametrize("size", [1e-30, 1e4, 1e34, 3e38])
+def test_logits_of_any_size_draw_a_possible_token(size, heat) -> None:
+    """Keys that float32 cannot hold are as large, or as small, as it can."""
+    n = torch.arange(4)
+    logits_SV = torch.full((4, 3 * reference.BLOCK), -math.inf)
+    logits_SV[:2, 100], logits_SV[2:, 5000] = size, -size
+    tokens = reference.draw(logits_SV, n, n, torch.full((4,), 1 / heat), n)
+    assert tokens.tolist() == [100, 100, 5000, 5000]
+
+
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
 def test_rows_without_any_number_are_corrupted(value) -> None:
     n = torch.arange(2)

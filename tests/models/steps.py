@@ -16,6 +16,7 @@ from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import default_dtype, fill
 from nanovllm.parallel.mesh import Mesh
+from nanovllm.sampling.shards import Shard
 from tests.models.tiny import config_of
 
 CPU = torch.device("cpu")
@@ -45,6 +46,7 @@ class Steps:
         self.model, self.prompts = model, prompts
         self.done = [0] * len(prompts)
         _, config = read_model_config(config_of(folder))
+        self.shard = Shard(mesh, config.vocab_size)
         (group,) = model.cache_layout(config, mesh, 4).paged
         num_pages = len(prompts) * PAGES_EACH
         shape = (num_pages + 1, PAGE_TOKENS, group.num_heads, group.k_size)
@@ -60,6 +62,7 @@ class Steps:
     def feed(self, counts: tuple[int, ...]) -> list[Tensor]:
         """Feed counts[i] tokens of prompt i (0: it has no row in this step); their logits."""
         logits = self.model.logits(self.hidden(self.batch(counts)))
+        logits = self.shard.whole_rows(logits, torch.arange(len(logits)))
         return list(logits.flip(0).split([count for count in counts if count]))
 
     @torch.inference_mode()

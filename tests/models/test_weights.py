@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanovllm.config import ConfigError, Load
+from nanovllm.models import weights
+from nanovllm.models.weights import destinations
+from nanovllm.parallel.mesh import Mesh
 from tests.models.steps import MAX_TOKENS, load
 from tests.models.tiny import make_tiny
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
+HUGE_PAGE = 2 << 20  # bytes: the most that is mapped beside the end of what is read
 Checkpoint = dict[str, Tensor]
 
 
@@ -203,6 +210,63 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
     assert line_of(tmp_path) == (
         "FOLDER has no *.safetensors; --load-format dummy runs without weights"
     )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_dummy_weights_are_the_same_over_any_number_of_ranks(
+    tp: int, tied: bool, tmp_path: Path
+) -> None:
+    make_tiny(tmp_path, "qwen3", vocab_size=5003, tie_word_embeddings=tied)
+    how = Load(format="dummy", seed=3)
+    whole = load(tmp_path, how=how)
+    for rank in range(tp):
+        mesh = Mesh(rank, tp)
+        model = load(tmp_path, mesh, how=how)
+        for name, share in destinations(model, model.WEIGHTS).items():
+            into = destinations(whole, whole.WEIGHTS)[name].into
+            assert torch.equal(share.into, into.narrow(share.dim, share.start, share.count)), name
+
+
+def resident(path: Path) -> int:
+    """Bytes of the file that this process has touched where it is mapped."""
+    found, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            is_ours = line.endswith(str(path))
+        elif is_ours and line.startswith("Rss:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_rank_reads_its_share_of_a_file_alone(
+    tp: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It touches pages of embedding and head, nearly all of this file, that its rows lie on."""
+    make_tiny(tmp_path, "llama", vocab_size=65536)
+    path = tmp_path / "model.safetensors"
+    touched: list[int] = []
+
+    @contextmanager
+    def watched(*args: object, **more: object) -> Iterator[object]:
+        with safe_open(*args, **more) as file:
+            yield file
+            touched.append(resident(path))
+
+    monkeypatch.setattr(weights, "safe_open", watched)
+    caplog.set_level("INFO", "engine")
+    for rank in range(tp):
+        model = load(tmp_path, Mesh(rank, tp))
+        wanted = destinations(model, model.WEIGHTS).values()
+        share = sum(to.into.nbytes for to in wanted if to.into.nbytes > HUGE_PAGE)
+        assert share * tp == 32 << 20
+        assert share < touched[rank] < share + 4 * HUGE_PAGE
+    total = {1: "0.03", 2: "0.02", 4: "0.01"}[tp]  # of what a rank is told that it loads
+    assert caplog.messages.count(f"loading {tmp_path}: {total} GB") == tp
 
 
 def test_dummy_weights_come_from_the_seed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import ConfigError
-from nanovllm.parallel.cut import check_cut
+from nanovllm.parallel.cut import check_cut, span_of_vocabulary
 from nanovllm.parallel.mesh import Mesh, Span
 from tests.models.steps import Steps, load
 from tests.models.test_parity import LENGTHS, SCHEDULES, our_logits, prompts
@@ -35,8 +35,8 @@ class ThreadMesh(Mesh):
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._shares(x).sum(0)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat(list(self._shares(x)), dim=-1)
+    def gather(self, x: Tensor) -> Tensor:
+        return self._shares(x)
 
     def _shares(self, x: Tensor) -> Tensor:
         self.meeting.brought[self.tp_rank] = x.clone()
@@ -50,8 +50,12 @@ class ThreadMesh(Mesh):
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_ranks_together_compute_the_same_logits(family: str, tp: int, tmp_path: Path) -> None:
-    """With 2 key/value heads: at tp 4 and 8 each is kept by 2 and 4 ranks."""
-    overrides = dict(num_attention_heads=8, tie_word_embeddings=tp == 4)
+    """With 2 key/value heads: at tp 4 and 8 each is kept by 2 and 4 ranks.
+
+    Vocabularies of 3 blocks on 2 ranks, of 5 on 4, the last of them ragged, and of one on 8 ranks.
+    """
+    vocab_size = {2: 5003, 4: 8200, 8: 200}[tp]
+    overrides = dict(num_attention_heads=8, tie_word_embeddings=tp == 4, vocab_size=vocab_size)
     make_tiny(tmp_path, family, **overrides)
     expected = our_logits(Steps(tmp_path, load(tmp_path), prompts(), Mesh()), [LENGTHS])
     meeting = Meeting(tp)
@@ -71,10 +75,35 @@ def test_ranks_together_compute_the_same_logits(family: str, tp: int, tmp_path: 
 
 
 def test_ranks_keep_neighbouring_shares() -> None:
-    assert Mesh(2, 4).span("vocab_size", 200) == Span(200, 100, 50)
+    assert Mesh(2, 4).span("intermediate_size", 200) == Span(200, 100, 50)
     assert Mesh(2, 4).span("num_attention_heads", 8).of_width(16) == Span(128, 64, 32)
     copies = [Mesh(rank, 4).span_or_copy("num_key_value_heads", 2) for rank in range(4)]
     assert copies == [Span(2, 0, 1), Span(2, 0, 1), Span(2, 1, 1), Span(2, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "tp", "ends"),
+    [
+        (4096, 2, [2048, 4096]),
+        (5003, 2, [4096, 5003]),
+        (151936, 4, [38912, 77824, 116736, 151936]),
+        (128256, 8, [16384, 32768, 49152, 65536, 81920, 98304, 114688, 128256]),
+        (6145, 3, [4096, 6144, 6145]),
+    ],
+)
+def test_a_vocabulary_is_cut_between_blocks(vocab_size: int, tp: int, ends: list[int]) -> None:
+    spans = [span_of_vocabulary(Mesh(rank, tp), vocab_size) for rank in range(tp)]
+    starts = [0, *ends[:-1]]
+    assert [(span.start, span.start + span.count) for span in spans] == list(
+        zip(starts, ends, strict=True)
+    )
+    assert not any(span.is_whole for span in spans)
+
+
+def test_a_vocabulary_of_fewer_blocks_than_ranks_is_copied() -> None:
+    spans = [span_of_vocabulary(Mesh(rank, 4), 5003) for rank in range(4)]
+    assert spans == [Span(5003, 0, 5003)] * 4
+    assert span_of_vocabulary(Mesh(), 5003).is_whole
 
 
 def test_uneven_shares_are_refused() -> None:
@@ -90,13 +119,13 @@ def test_uneven_shares_are_refused() -> None:
 
 def test_the_sizes_that_work_are_said() -> None:
     sizes = SimpleNamespace(
-        num_attention_heads=16, num_key_value_heads=4, intermediate_size=96, vocab_size=200
+        num_attention_heads=16, num_key_value_heads=4, intermediate_size=104, vocab_size=200
     )
     for tp in (1, 2, 4, 8):
         check_cut(tp, sizes)
     with pytest.raises(ConfigError) as caught:
         check_cut(16, sizes)
-    said = "parallel.tp is 16; the model's vocab_size 200 is not a multiple of it"
+    said = "parallel.tp is 16; the model's intermediate_size 104 is not a multiple of it"
     assert str(caught.value) == f"{said}; it can be 1, 2, 4, 8"
 
 

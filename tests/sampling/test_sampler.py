@@ -127,12 +127,12 @@ def winner(scores: dict[int, float]) -> tuple[int, float]:
 class Bench:
     """A sampler with the runner's two tensors."""
 
-    def __init__(self, kernel: str = "torch") -> None:
+    def __init__(self, kernel: str = "torch", mesh: Mesh = Mesh()) -> None:
         self.tokens_NL = torch.zeros(NUM_SLOTS + 1, MAX_TOKENS + 1, dtype=torch.int32)
         self.prompts_N = torch.zeros(NUM_SLOTS + 1, dtype=torch.int32)
         self.sampler = Sampler(
             num_slots=NUM_SLOTS,
-            shard=Shard(Mesh(), VOCAB),
+            shard=Shard(mesh, VOCAB),
             device=torch.device("cpu"),
             tokens_NL=self.tokens_NL,
             prompt_lengths_N=self.prompts_N,
@@ -238,7 +238,9 @@ def test_a_batch_of_mixed_wishes_equals_the_oracle(first, requests) -> None:
     assert torch.equal(logits_SV, before)
     for processor in bench.sampler.processors:
         processor.apply(logits_SV, rows)
-    thresholds_S = bench.sampler.truncation.thresholds(logits_SV, rows)
+    thresholds_S = bench.sampler.truncation.thresholds(
+        logits_SV, rows, np.ones(len(requests), bool)
+    )
     for row, asked in enumerate(requests.values()):
         x, wish = changed_logits(asked), asked.sampling
         np.testing.assert_allclose(logits_SV[row].numpy(), x, rtol=1e-5, atol=2e-5)

@@ -133,12 +133,12 @@ def test_one_engine_that_goes_loses_its_requests_and_comes_back(fakes: list[Fake
         await eventually(lambda: gone.is_lost)
         assert sorted(sink.was_lost for sink in sinks) == [False] * 3 + [True] * 3
         assert engines.problem() is None
-        assert [seen.is_up for seen in engines.seen()] == [False, True]
+        assert [seen.stats is not None for seen in engines.seen()] == [False, True]
         assert {at_of(engines, engines.route(request(), PROMPT)) for _ in range(4)} == {1}
         fakes[0].running.clear()  # as one that begins anew
         Path(f"{path}-away").rename(path)
         await eventually(lambda: engines.clients[0] is not gone)
-        assert [seen.is_up for seen in engines.seen()] == [True, True]
+        assert [seen.stats is not None for seen in engines.seen()] == [True, True]
         assert at_of(engines, engines.route(request(), PROMPT)) == 0  # which has nothing to do
         second = engines.clients[1]
         fakes[1].die()

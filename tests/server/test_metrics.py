@@ -90,7 +90,7 @@ def test_engines_are_told_apart_and_what_is_of_none_has_no_engine() -> None:
     first.rejected["queue_full"] = 3
     http.rejected["invalid_value"] = 4
     http.responses["/health", 200] = 5
-    gone = Seen(ready=SIZED, stats=STATS, metrics=second, is_up=False)
+    gone = Seen(ready=SIZED, stats=None, metrics=second)
     text = render([seen(first), gone], http).decode()
     found = samples_of(text)
     values = by_label(found, "vllm:request_success_total", "engine", "finished_reason")

@@ -1,0 +1,55 @@
+"""What GPUs have: memory, and how fast they read it and multiply. Knows no models.
+
+Memory is what CUDA calls total, which is less than what the data sheet calls GB.
+"""
+
+from __future__ import annotations
+
+import re
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from nanovllm.config import ConfigError
+
+
+class Gpu(Struct, frozen=True):
+    name: str
+    gib: float
+    gb_per_s: float = 0.0  # 0: not known
+    tflops: float = 0.0  # of dense bfloat16; 0: not known
+    is_hopper: bool = False  # has kernels of its own here
+
+    @property
+    def facts(self) -> str:
+        size = f"{self.name}, {self.gib:g} GiB" if self.gib else self.name
+        speeds = f", {self.gb_per_s:,.0f} GB/s, {self.tflops:,.0f} TFLOP/s" if self.gb_per_s else ""
+        return size + speeds
+
+
+CPU = Gpu("CPU", 0.0)  # has what the recipe says
+# Speeds are NVIDIA's data sheets', but the H200's, which are what a copy and a product of 8192^3
+# reached on one (data sheet: 4,800 and 989). Memory: the H200's by mem_get_info; the others' as
+# torch's messages of too little memory tell it.
+KNOWN = {
+    "h100": Gpu("H100", 79.1, 3350, 989, True),  # SXM, 80 GB
+    "h200": Gpu("H200", 139.8, 4280, 790, True),
+    "b200": Gpu("B200", 178.3, 7700, 2250),
+    "a100": Gpu("A100", 79.1, 2039, 312),  # SXM, 80 GB
+    "l40s": Gpu("L40S", 44.5, 864, 362),
+    "rtx4090": Gpu("RTX 4090", 23.6, 1008, 165),
+}
+
+
+def gpu_of(text: str) -> Gpu:
+    """`h200`, `NVIDIA H200`, or `name:GiB`: memory of any size. Raises ConfigError for others."""
+    name, has_size, size = text.partition(":")
+    slug = re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
+    known = next((gpu for key, gpu in KNOWN.items() if slug.startswith(key)), None)
+    if known is not None and not has_size:
+        return known
+    if not slug or not re.fullmatch(r"\d{1,4}(\.\d+)?", size) or float(size) < 1:
+        raise ConfigError(
+            f"--gpu {text}: write {', '.join(KNOWN)}, or name:GiB with 1 to 9999, as in mine:48"
+        )
+    return replace(known or Gpu(name, 0.0), gib=float(size))

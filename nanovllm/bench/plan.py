@@ -1,0 +1,179 @@
+"""What a recipe takes of a GPU's memory, what has room beside it, and how fast it could be.
+
+Arithmetic from config.json, the recipe and a GPU's facts: nothing is allocated, and no GPU need be
+here. Knows bytes and tokens, not requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from msgspec.structs import replace
+
+from nanovllm.bench.gpus import CPU, Gpu
+from nanovllm.config import Config, Kernels, Recipe, Schedule, given_or, resolve_schedule
+from nanovllm.engine.paper import resolve
+from nanovllm.models.config import read_model_config
+from nanovllm.models.decoder import Decoder
+from nanovllm.parallel.cut import fits
+from nanovllm.parallel.mesh import Mesh
+from nanovllm.runner.resolved import Resolved, resolved
+from nanovllm.runner.room import step_bytes
+from nanovllm.runner.sizing import GIB
+
+WEIGHTS, STEP, OTHERS, GRAPHS = "weights", "full step", "CUDA and others", "graphs"
+LOGPROBS = "log-probabilities"
+CUDA_BYTES = 757 << 20  # with our kernels' code: measured on an H200
+RANKS_BYTES = 512 << 20  # of buffers between ranks: not measured yet
+HOST_GPUS = (1, 2, 4, 8)
+MOST_HALVINGS = 5  # of 512 slots and 8192 tokens: 16 and 256
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's share. All ranks have the same number of pages."""
+
+    asked: Recipe
+    found: Resolved
+    model: Decoder  # shapes alone
+    gpu: Gpu
+    share: int  # bytes that may be taken in all
+    spare: int  # bytes beside that, which log-probabilities alone may take
+    taken: dict[str, int]  # bytes beside the cache, by what takes them
+
+    @property
+    def tp(self) -> int:
+        return self.found.mesh.tp_size
+
+    @property
+    def room(self) -> int:
+        """The bytes that are left for pages; below 0: that are lacking."""
+        return self.share - sum(self.taken.values()) + self.taken[LOGPROBS]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.found.layout.bytes_per_token * self.found.page_tokens
+
+    @property
+    def pages(self) -> int:
+        recipe, fitting = self.found.recipe, self.room // self.page_bytes - 1
+        useful = int(recipe.schedule.slots) * self.pages_of(self.found.max_model_tokens)
+        return given_or(self.asked.cache.pages, max(0, min(fitting, useful)))
+
+    @property
+    def tokens(self) -> int:
+        return self.pages * self.found.page_tokens
+
+    @property
+    def context(self) -> int:
+        """What server.max_model_tokens becomes."""
+        return min(self.found.max_model_tokens, self.tokens)
+
+    def pages_of(self, num_tokens: int) -> int:
+        """How many pages one request of so many tokens takes."""
+        return -(-num_tokens // self.found.page_tokens)
+
+    def problem(self, lengths: Sequence[int]) -> str:
+        """Why it cannot serve requests of these lengths; empty: it can."""
+        lacking = (max(2, self.pages) + 1) * self.page_bytes - self.room
+        if lacking > 0 and self.gpu is not CPU:  # there pages are taken as they are asked for
+            return (
+                f"{lacking / GIB:.2f} GiB more are needed for a cache of {max(2, self.pages)} pages"
+            )
+        if self.taken[LOGPROBS] > self.spare:
+            return f"{LOGPROBS} of all slots exceed what cache.memory_fraction leaves"
+        most = max(given_or(self.asked.server.max_model_tokens, 1), *lengths, 1)
+        return f"{self.tokens:,} tokens of cache are fewer than {most:,}" * (self.tokens < most)
+
+    # -- how fast it could be -------------------------------------------------------------------
+
+    def decode_s(self, rows: int, length: int) -> float:
+        """The least time of a step that feeds one token to each of so many requests."""
+        num_read, cached = sum(self._read()), rows * length * self.found.layout.bytes_per_token
+        products = self._least(num_read * self.found.dtype.itemsize, 2 * num_read * rows)
+        return products + self._least(cached, 0)
+
+    def prefill_s(self, rows: int, length: int) -> float:
+        """The least time of so many prompts. Half of attention's products are masked."""
+        (layers, head), config = self._read(), self.found.model_config
+        heads = config.num_attention_heads // self.tp * config.head_size
+        attention = 2 * config.num_hidden_layers * heads * length**2
+        flops = rows * (2 * layers * length + 2 * head + attention)
+        return self._least((layers + head) * self.found.dtype.itemsize, flops)
+
+    def _read(self) -> tuple[int, int]:
+        """Parameters that every step reads: of all layers, and of the head."""
+        layers = sum(tensor.numel() for tensor in self.model.layers.parameters())
+        return layers, self.model.head.weight.numel()
+
+    def _least(self, num_bytes: int, flops: int) -> float:
+        return max(num_bytes / self.gpu.gb_per_s / 1e9, flops / self.gpu.tflops / 1e12)
+
+
+def plan_of(config: Config, gpu: Gpu, tp: int) -> Plan:
+    """Raises ConfigError if the recipe is wrong, or the model cannot be cut for so many ranks."""
+    asked = config.recipe
+    found = resolved(config if gpu is CPU else with_numbers_of_a_gpu(config), Mesh(0, tp))
+    model = found.empty_model(torch.device("meta"))
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    taken = {WEIGHTS: weights, LOGPROBS: 0}
+    total = share = weights + int(asked.cache.cpu_gib * GIB)
+    if gpu is not CPU:
+        total, slots = int(gpu.gib * GIB), int(found.recipe.schedule.slots)
+        share = int(total * asked.cache.memory_fraction)
+        taken |= {
+            STEP: step_bytes(found, model, fuses_gate=gpu.is_hopper),
+            OTHERS: CUDA_BYTES + RANKS_BYTES * (tp > 1),
+            GRAPHS: GIB,
+            # Of a row in every slot: logits, the same in float32, and exponentials to be summed up.
+            LOGPROBS: (found.dtype.itemsize + 4 + 4) * slots * len(model.head.weight),
+        }
+    return Plan(asked, found, model, gpu, share, total - share, taken)
+
+
+def with_numbers_of_a_gpu(config: Config) -> Config:
+    """Its "auto"s as on a GPU, to be resolved where there is none, with room for any context."""
+    model_tokens = read_model_config(config)[1].max_position_embeddings
+    recipe = resolve(config.recipe, model_tokens)
+    dtype = "bfloat16" if recipe.dtype == "auto" else recipe.dtype
+    return replace(config, recipe=replace(recipe, device="cpu", dtype=dtype, kernels=Kernels()))
+
+
+# -- what to ask for ------------------------------------------------------------------------------
+
+
+def nearest(config: Config, gpu: Gpu, lengths: Sequence[int]) -> Plan | None:
+    """The first that fits of: more GPUs, smaller steps of fewer slots, a shorter context."""
+    model_config = read_model_config(config)[1]
+    own = replace(config.recipe, cache=replace(config.recipe.cache, pages="auto"))
+    short = replace(own, server=replace(own.server, max_model_tokens="auto"))
+    for base, needed in ((own, lengths), (short, ())):
+        for halvings in range(MOST_HALVINGS + 1):
+            recipe = replace(base, schedule=halved(base.schedule, halvings))
+            for tp in HOST_GPUS:
+                if fits(tp, model_config):
+                    plan = plan_of(replace(config, recipe=recipe), gpu, tp)
+                    if not plan.problem(needed):
+                        return plan
+    return None
+
+
+def halved(schedule: Schedule, times: int) -> Schedule:
+    """With so often half the slots and half the tokens of a step."""
+    full = resolve_schedule(schedule, on_cpu=False)
+    slots, tokens = (max(1, int(n) >> times) for n in (full.slots, full.step_tokens))
+    return replace(schedule, slots=slots, step_tokens=tokens)
+
+
+def pins(plan: Plan) -> str:
+    """The lines of a recipe that make it so."""
+    cache, schedule = plan.found.recipe.cache, plan.found.recipe.schedule
+    return (
+        f"parallel: {{tp: {plan.tp}}}\n"
+        f"cache: {{page_tokens: {cache.page_tokens}, pages: {plan.pages}, "
+        f"memory_fraction: {cache.memory_fraction:g}}}\n"
+        f"schedule: {{slots: {schedule.slots}, step_tokens: {schedule.step_tokens}}}\n"
+        f"server: {{max_model_tokens: {plan.context}}}"
+    )

@@ -1,0 +1,246 @@
+"""vLLM and nanovllm in turn on the machine present: one client, the same prompts, random weights.
+
+    VLLM_PYTHON=~/vllm/bin/python python results/peers.py online RECIPE [--servers 1,4]
+    VLLM_PYTHON=~/vllm/bin/python python results/peers.py offline RECIPE [--tp N]
+
+Both engines read one folder: the recipe's config.json and the demo's tokenizer, in which every id
+of the model's vocabulary has a text. Every record says which engine it is of, its version, its
+command line and the VLLM_* variables that were set. Flags that are not in --help go to
+`nanovllm bench`. At the end: a table of ratios to vLLM, and a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import click
+
+from nanovllm.bench import record, sweep
+from nanovllm.bench.measure import now
+from nanovllm.bench.record import Record
+from nanovllm.bench.started import NotStarted, started
+from nanovllm.bench.workload import TokenLoad, token_load
+from nanovllm.config import DEMO, Config, load_config
+
+NANOVLLM = [sys.executable, "-m", "nanovllm"]
+# Prompts and answers of 100 to 2,000 tokens. Like every rate here, it counts ramp and tail.
+LENGTHS = ["--input-len", "1050", "--output-len", "1050", "--range-ratio", "0.905"]
+MIXED = ["--concurrency", "64", "--num-prompts", "256", *LENGTHS]
+MOST_PROMPTS = 768
+FREED_S = 2.0  # until the driver has a stopped engine's memory back
+
+
+def main() -> None:
+    options, flags = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what we started is stopped
+    config = load_config(options.recipe, ["load.format=dummy"])
+    folder = folder_for_both(config)
+    measure = online if options.how == "online" else offline
+    records = measure(options, flags, folder)
+    mixed = [one for one in records if one.workload["name"].endswith("-mixed")]
+    conclude([one for one in records if one not in mixed], options.results_dir, "peers")
+    if mixed:
+        conclude(mixed, options.results_dir, "peers-mixed")
+
+
+def arguments() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("how", choices=("online", "offline"))
+    parser.add_argument("recipe")
+    parser.add_argument("--servers", default="1,4", help="API processes: a set-up for each number")
+    parser.add_argument("--streams", default="1,4,16,64,256", help="of online, then mixed lengths")
+    parser.add_argument("--workloads", default="bs1-256,bs64,bs256-128,prefill", help="of offline")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that work on every token")
+    parser.add_argument("--results-dir", type=Path, default=Path("results"))
+    options, flags = parser.parse_known_args()
+    if "VLLM_PYTHON" not in os.environ:
+        parser.error("VLLM_PYTHON must name an interpreter that has vLLM")
+    return options, flags
+
+
+def folder_for_both(config: Config) -> Path:
+    """A model's folder without weights; its tokenizer cuts text as the demo's, and has all ids."""
+    folder = Path(tempfile.gettempdir(), "nanovllm-peers", config.served_name)
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(DEMO / "chat_template.jinja", folder)
+    model = json.loads(Path(config.config_path).read_text())
+    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary |= {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    # No merge makes one of these, so no text is encoded to them; \u0120 is a byte-level space.
+    vocabulary |= {f"\u0120{at:x}": at for at in range(len(vocabulary), model["vocab_size"])}
+    settings = json.loads((DEMO / "tokenizer_config.json").read_text())
+    settings["model_max_length"] = model["max_position_embeddings"]
+    files = {"config": model, "tokenizer": tokenizer, "tokenizer_config": settings}
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def online(options: argparse.Namespace, flags: list[str], folder: Path) -> list[Record]:
+    """Every set-up of both engines under every load; each set-up is started once."""
+    records = []
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    for count in options.servers.split(","):
+        theirs = f"serve {folder} --load-format dummy --port {port}"
+        theirs += f" --tensor-parallel-size {options.tp}" if options.tp > 1 else ""
+        theirs += f" --api-server-count {count}" if count != "1" else ""
+        ours = f"{options.recipe} --set model={folder} --load-format dummy --set server.port={port}"
+        ours += f" --tp {options.tp}" if options.tp > 1 else ""
+        ours += f" --set server.workers={count}" if count != "1" else ""
+        vllm = [os.environ["VLLM_PYTHON"], "-m", "vllm.entrypoints.cli.main", *theirs.split()]
+        for command, described in (
+            (vllm, ["--served-by", f"{vllm_settings()}vllm {theirs}"]),
+            ([*NANOVLLM, "serve", *ours.split()], ours.split()),
+        ):
+            with serving(command, url):
+                for load in loads(options.streams):
+                    line = [*NANOVLLM, "bench", *described, "--url", url, "--processes", "6"]
+                    records += bench([*line, *load, *flags], options.results_dir)
+    return records
+
+
+def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list[Record]:
+    """vLLM without HTTP, then nanovllm's engine without HTTP, on the same token ids."""
+    names = options.workloads.split(",")
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    loads = [token_load(name, seed=0, vocab_size=vocab_size) for name in names]
+    pairs = [(load.warm_up(1, vocab_size), load) for load in loads]
+    settings = {"model": str(folder), "max_model_len": 4096, "tensor_parallel_size": options.tp}
+    job = {"settings": settings, "loads": [[asked(one) for one in pair] for pair in pairs]}
+    started_at, script = now(), Path(__file__).with_name("vllm_offline.py")
+    line = [os.environ["VLLM_PYTHON"], str(script)]
+    done = subprocess.run(
+        line, input=json.dumps(job), stdout=subprocess.PIPE, text=True, check=True
+    )
+    (result,) = re.findall(r"^RESULT (.+)$", done.stdout, re.MULTILINE)  # among its log's lines
+    found = json.loads(result)
+    records = []
+    for load, duration_s in zip(loads, found["duration_s"], strict=True):
+        tokens, inputs = sum(load.outputs), sum(map(len, load.prompts))
+        one = record.of_this_machine(
+            kind="offline",
+            started_at=started_at,
+            duration_s=duration_s,
+            recipe={
+                "model": folder.name,
+                "served_by": f"vllm {found['version']}",
+                "command": f"{vllm_settings()}LLM({found['settings']})",
+            },
+            changed={"tp": options.tp} if options.tp > 1 else {},
+            workload={
+                "name": load.name,
+                "concurrency": len(load.prompts),
+                "request_rate": None,
+                "num_prompts": len(load.prompts),
+                "temperature": load.sampling.temperature,
+                "ignore_eos": True,
+                "arrivals": "all at once",
+            },
+            metrics={
+                "output_tokens_per_s": tokens / duration_s,
+                "input_tokens_per_s": inputs / duration_s,
+                "duration_s": duration_s,
+                "completed": len(load.prompts),
+                "input_tokens": inputs,
+                "output_tokens": tokens,
+                "start_to_ready_s": found["ready_s"],
+            },
+        )
+        click.echo(f"record: {record.write(one, options.results_dir)}")
+        records.append(one)
+    tp = ["--tp", str(options.tp)] if options.tp > 1 else []
+    line = [*NANOVLLM, "bench", "--offline", options.recipe, "--load-format", "dummy", *tp, *flags]
+    for name in names:
+        records += bench([*line, "--workload", name], options.results_dir)
+    return records
+
+
+def asked(load: TokenLoad) -> tuple[list[list[int]], list[int], dict[str, float]]:
+    of = load.sampling
+    drawn = {"temperature": of.temperature, "top_p": of.top_p, "top_k": of.top_k or -1}
+    return load.prompts, load.outputs, drawn  # -1: vLLM's word for no cut
+
+
+def vllm_settings() -> str:
+    """The VLLM_* variables that are set, as a shell has them before a command."""
+    named = sorted(name for name in {*os.environ} - {"VLLM_PYTHON"} if name.startswith("VLLM_"))
+    return "".join(f"{name}={shlex.quote(os.environ[name])} " for name in named)
+
+
+@contextmanager
+def serving(command: Sequence[str], url: str) -> Iterator[None]:
+    """The server is ready within the block; afterwards every process that it started is gone."""
+    log, group = Path(tempfile.gettempdir(), "nanovllm-peers", "server.log"), None
+    # exec: signals reach the server itself. setsid: what it leaves behind is in a group of its own.
+    line = ["setsid", "bash", "-c", 'exec "$@" >"$0" 2>&1', str(log), *command]
+    try:
+        with started(line, url) as server:
+            group = server.pid
+            click.echo(f"ready in {server.ready_s:.1f} s: {shlex.join(command)}")
+            yield
+    except NotStarted:
+        click.echo("\n".join(log.read_text(errors="replace").splitlines()[-60:]), err=True)
+        raise
+    finally:
+        if group is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+            time.sleep(FREED_S)
+
+
+def loads(streams: str) -> Iterator[list[str]]:
+    for count in map(int, streams.split(",")):
+        num = max(6, min(4 * count, MOST_PROMPTS))
+        yield ["--concurrency", str(count), "--num-prompts", str(num), "--seed", str(count)]
+    yield MIXED
+
+
+def bench(line: Sequence[str], results_dir: Path) -> list[Record]:
+    """Run it, show what it prints, and read the records that it wrote."""
+    line = [*line, "--results-dir", str(results_dir)]
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
+    click.echo(done.stdout)
+    done.check_returncode()
+    paths = re.findall(r"^record: (.+)$", done.stdout, re.MULTILINE)
+    return [record.read(Path(path)) for path in paths]
+
+
+def conclude(records: Sequence[Record], results_dir: Path, name: str) -> None:
+    """The records' table of ratios and, of several loads, their plot, beside them."""
+    digests = {(one.workload["name"], one.workload.get("digest")) for one in records}
+    if len(digests) > len({name for name, _ in digests}):
+        raise click.ClickException(f"the engines got different prompts: {sorted(digests)}")
+    shared, found = sweep.curves(records)
+    text = sweep.table(shared, found)
+    path = sweep.place(records, results_dir, name, ".txt")
+    path.write_text(f"{records[0].started_at}  {shlex.join(sys.argv)}\n\n{text}\n")
+    click.echo(f"\n{text}\ntable: {path}")
+    is_curve = len({sweep.intensity(one) for one in records}) > 1 and records[0].kind == "serve"
+    if is_curve and not (problem := sweep.missing()):
+        plot = sweep.place(records, results_dir, name, ".svg")
+        sweep.draw(plot, shared, found)
+        click.echo(f"plot: {plot}")
+    elif is_curve:
+        click.echo(f"no plot: {problem}")
+
+
+if __name__ == "__main__":
+    main()

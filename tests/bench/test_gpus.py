@@ -1,0 +1,43 @@
+"""Which GPUs --gpu knows, and what it says of others."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanovllm.bench.gpus import KNOWN, gpu_of
+from nanovllm.config import ConfigError
+
+
+def test_known_gpus_by_any_spelling() -> None:
+    assert [*KNOWN] == ["h100", "h200", "b200", "a100", "l40s", "rtx4090"]
+    for text in ("h200", "H200", "NVIDIA H200", "nvidia-h200"):
+        assert gpu_of(text) is KNOWN["h200"]
+    assert gpu_of("NVIDIA GeForce RTX 4090") is gpu_of("rtx-4090") is KNOWN["rtx4090"]
+    assert gpu_of("NVIDIA H100 80GB HBM3").gb_per_s == 3350
+    assert [gpu.is_hopper for gpu in KNOWN.values()] == [True, True, False, False, False, False]
+    assert KNOWN["h200"].facts == "H200, 139.8 GiB, 4,280 GB/s, 790 TFLOP/s"
+
+
+def test_any_memory_with_a_name() -> None:
+    small = gpu_of("a100:39.4")
+    assert (small.name, small.gib, small.gb_per_s) == ("A100", 39.4, 2039)
+    other = gpu_of("mine:48")
+    assert (other.name, other.gib, other.gb_per_s, other.facts) == (
+        "mine",
+        48.0,
+        0.0,
+        "mine, 48 GiB",
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["foo", "", ":48", "mine:", "mine:0", "mine:0.5", "mine:x", "h200:-1", "h200:1e3", "x:99999"],
+)
+def test_others_are_one_clear_error(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        gpu_of(text)
+    assert str(caught.value) == (
+        f"--gpu {text}: write h100, h200, b200, a100, l40s, rtx4090, or name:GiB with 1 to 9999, "
+        "as in mine:48"
+    )

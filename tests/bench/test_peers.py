@@ -1,0 +1,212 @@
+"""Another engine beside ours: results/peers.py and results/vllm_offline.py against a fake vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from nanovllm.bench.measure import Outcome
+from nanovllm.bench.record import Record, read
+from nanovllm.bench.started import started
+from nanovllm.bench.workload import WORDS, Load
+from nanovllm.config import DEMO, load_config
+from nanovllm.server.detokenize import Vocabulary
+from tests.bench.test_online import free_port, measure
+from tests.bench.test_sweep import texts
+
+ROOT = Path(__file__).parents[2]
+FAKE = Path(__file__).with_name("fake_vllm.py")
+
+
+@pytest.fixture(scope="module")
+def peers() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("peers", ROOT / "results" / "peers.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folders of models go here, and the fake has its setting."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("VLLM_FAKE", "yes")
+    return tmp_path
+
+
+def vllm_python(place: Path, lines: str = f'exec {sys.executable} {FAKE} "$@"') -> str:
+    script = place / "vllm_python"
+    script.write_text(f"#!/bin/sh\n{lines}\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+def measured(place: Path, part: str, flags: str, python: str) -> subprocess.CompletedProcess[str]:
+    """`results/measure.sh PART` with the demo on this machine."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    given = {"RECIPES": "recipes/demo.yaml", "FLAGS": flags, "VLLM_PYTHON": python, "PATH": path}
+    code = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    return subprocess.run(
+        ["bash", "results/measure.sh", part], cwd=ROOT, env=os.environ | given | code,
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+
+
+# -- the folder that both read -----------------------------------------------------------------
+
+
+def test_every_id_of_the_vocabulary_has_a_text_and_words_cost_what_they_did(
+    peers: ModuleType, place: Path
+) -> None:
+    config = load_config(str(ROOT / "recipes" / "qwen3-0.6b.yaml"), ["load.format=dummy"])
+    folder = peers.folder_for_both(config)
+    assert folder == place / "nanovllm-peers" / "Qwen3-0.6B"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    demo = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 151_936
+    vocabulary = Vocabulary(tokenizer)
+    assert vocabulary.size == 151_936
+    assert all(text is None or len(text) >= 1 for text in vocabulary.texts)
+    assert vocabulary.texts[0x24ABC] == " 24abc" == tokenizer.decode([0x24ABC])
+    text = f"<|im_start|>user\nWords: {' '.join(WORDS)} 24abc<|im_end|>\n"
+    assert tokenizer.encode(text).ids == demo.encode(text).ids
+    # nanovllm serves it under the recipe's name, with its tokenizer.
+    served = load_config(config.source, ["load.format=dummy", f"model={folder}"])
+    assert (served.served_name, served.tokenizer_dir) == ("Qwen3-0.6B", str(folder))
+
+
+# -- the client against vLLM's streams ---------------------------------------------------------
+
+
+@contextlib.contextmanager
+def fake_vllm(folder: Path) -> Iterator[str]:
+    port = free_port()
+    command = ["-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--load-format", "dummy"]
+    url = f"http://127.0.0.1:{port}"
+    with started([sys.executable, str(FAKE), *command, "--port", str(port)], url):
+        yield url
+
+
+def demo_served_as(name: str, peers: ModuleType, load: Load) -> Outcome:
+    """Measured of a fake vLLM that serves the demo's folder under this name."""
+    sets = ["load.format=dummy", f"server.served_name={name}"]
+    with fake_vllm(peers.folder_for_both(load_config("demo", sets))) as url:
+        return measure(url, load, warmup=0)
+
+
+def test_what_vllm_streams_is_counted_as_it_counts(peers: ModuleType, place: Path) -> None:
+    load = Load(num_prompts=6, input_len=60, output_len=10, concurrency=2)
+    written = demo_served_as("demo", peers, load).record
+    metrics = written.metrics
+    assert (metrics["completed"], metrics["failed"]) == (6, 0)
+    assert (metrics["input_tokens"], metrics["output_tokens"]) == (6 * 60, 6 * 10)
+    # The role, the empty piece and the usage are no text; the piece with the reason is.
+    assert (metrics["output_chunks"], metrics["cached_tokens"]) == (6 * 9, 0)
+    assert metrics["ttft_p50_ms"] >= 34.0 and 4.0 <= metrics["tpot_p50_ms"] < 40.0
+    assert written.engine == "vllm 0.26.0" and written.model == "demo"
+
+
+def test_an_error_amid_a_stream_of_vllm_is_told(peers: ModuleType, place: Path) -> None:
+    load = Load(num_prompts=4, input_len=60, output_len=10, concurrency=1)
+    outcome = demo_served_as("ill", peers, load)
+    ((error, count),) = outcome.errors.items()
+    assert "EngineCore died" in error and count == 2
+    assert outcome.record.notes == "invalid: 2 of 4 requests failed, more than 1%"
+
+
+# -- both engines, as results/measure.sh runs them ---------------------------------------------
+
+
+def test_both_engines_get_the_same_prompts_on_one_machine(place: Path) -> None:
+    results = place / "results"
+    flags = f"--results-dir {results} --servers 2 --streams 1,2 --input-len 300 --output-len 6"
+    done = measured(
+        place, "peers", f"{flags} --num-prompts 4 --warmup 1 --processes 1", vllm_python(place)
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found: dict[str, dict[str, Record]] = {"vllm 0.26.0": {}, "nanovllm": {}}
+    for path in results.rglob("*.json"):
+        one = read(path)
+        found[one.engine][one.workload["name"]] = one
+    theirs, ours = found.values()
+    assert [*sorted(theirs)] == [*sorted(ours)] == ["c1", "c2", "c64-mixed"]
+    for name, one in theirs.items():
+        other = ours[name]
+        assert one.machine == other.machine and one.commit == other.commit
+        assert one.workload == other.workload  # the prompts' digest too
+        assert len(one.workload["digest"]) == 12
+        for key in ("input_tokens", "output_tokens", "completed"):
+            assert one.metrics[key] == other.metrics[key] > 0
+        assert one.metrics["failed"] == other.metrics["failed"] == 0
+        assert one.altered == {"api-server-count": "2"}
+        assert other.altered == {"server.workers": 2}
+        assert re.fullmatch(
+            r"VLLM_FAKE=yes vllm serve \S+/nanovllm-peers/demo --load-format dummy --port \d+ "
+            "--api-server-count 2", one.recipe["command"],
+        )  # fmt: skip
+    assert len({one.workload["digest"] for one in theirs.values()}) == 3
+    fixed, mixed = sorted(results.rglob("*.txt"), key=lambda path: "mixed" in path.name)
+    rows = [row.split() for row in fixed.read_text().splitlines()[4:]]
+    assert [row[0] for row in rows] == ["1", "1", "2", "2"]
+    assert [len(row) for row in rows] == [7, 9, 7, 9]  # three ratios beside every one of ours
+    assert rows[1][-2:] == ["nanovllm,", "server.workers=2"]
+    assert float(rows[1][2]) == pytest.approx(
+        ours["c1"].metrics["output_tokens_per_s"] / theirs["c1"].metrics["output_tokens_per_s"],
+        abs=0.001,
+    )
+    assert "300 + 6 mixed tokens" in mixed.read_text()
+    (plot,) = results.rglob("*.svg")
+    assert {"vllm 0.26.0, api-server-count=2", "nanovllm, server.workers=2"} <= {*texts(plot)}
+    for url in re.findall(r"--port (\d+)", done.stdout):
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.1:{url}/health")
+
+
+def test_both_engines_without_http(place: Path) -> None:
+    results = place / "results"
+    flags = f"--results-dir {results} --workloads bs1-256 --warmup 0"
+    done = measured(place, "peers-offline", flags, vllm_python(place))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = {one.engine: one for one in map(read, results.rglob("*.json"))}
+    theirs, ours = found["vllm 0.26.0"], found["nanovllm"]
+    assert theirs.machine == ours.machine and theirs.kind == ours.kind == "offline"
+    assert theirs.metrics["output_tokens"] == ours.metrics["output_tokens"] == 256
+    assert theirs.metrics["input_tokens"] == ours.metrics["input_tokens"] == 128
+    assert 0.256 <= theirs.duration_s < 1.0  # the fake's millisecond a token
+    assert theirs.metrics["output_tokens_per_s"] == pytest.approx(256 / theirs.duration_s)
+    assert "LLM(model=" in theirs.recipe["command"] and theirs.recipe["model"] == "demo"
+    (table,) = results.rglob("*.txt")
+    rows = table.read_text().splitlines()[-2:]
+    assert [row.split()[-1] for row in rows] == ["0.26.0", "nanovllm"]
+    assert not [*results.rglob("*.svg")]  # one load is no curve
+
+
+def test_what_vllm_said_last_is_shown_when_it_does_not_start(place: Path) -> None:
+    python = vllm_python(place, 'echo "no room on the GPU"; echo "see above"; exit 1')
+    done = measured(place, "peers", f"--results-dir {place}", python)
+    assert done.returncode != 0
+    assert "no room on the GPU\nsee above\n" in done.stderr
+
+
+def test_the_interpreter_must_be_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_PYTHON", raising=False)
+    line = [sys.executable, "results/peers.py", "online", "recipes/demo.yaml"]
+    code = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    done = subprocess.run(
+        line, cwd=ROOT, env=os.environ | code, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "VLLM_PYTHON must name an interpreter that has vLLM" in done.stderr

@@ -1,0 +1,243 @@
+"""Plans by hand: weights, steps, caches, least times, and the pages that were measured."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from nanovllm.bench.gpus import CPU, KNOWN, gpu_of
+from nanovllm.bench.plan import (
+    CUDA_BYTES,
+    GRAPHS,
+    LOGPROBS,
+    OTHERS,
+    RANKS_BYTES,
+    STEP,
+    WEIGHTS,
+    Plan,
+    halved,
+    nearest,
+    pins,
+    plan_of,
+)
+from nanovllm.config import Config, ConfigError, load_config, read_recipe
+from nanovllm.kv.layout import CacheLayout, PagedGroup, StateGroup
+from nanovllm.runner.build import build, load
+from nanovllm.runner.resolved import resolved
+
+GIB, MIB = 1 << 30, 1 << 20
+H200 = KNOWN["h200"]
+
+
+def config_of(name: str | None, *overrides: str) -> Config:
+    return load_config(name, ["load.format=dummy", *overrides])
+
+
+def on_h200(name: str, *overrides: str, tp: int = 1) -> Plan:
+    return plan_of(config_of(name, *overrides), H200, tp)
+
+
+# -- memory ------------------------------------------------------------------------------------
+
+
+def test_a_small_model_by_hand() -> None:
+    """The demo: 8 layers of 256, 8 heads and 2 key/value heads of 32, 768 inside."""
+    plan = plan_of(config_of(None, "schedule.slots=4", "schedule.step_tokens=64"), H200, 1)
+    demo = plan.found.model_config
+    hidden, heads, kv, size, inner, vocab, layers = (
+        demo.hidden_size, demo.num_attention_heads, demo.num_key_value_heads, demo.head_size,
+        demo.intermediate_size, demo.vocab_size, demo.num_hidden_layers,
+    )  # fmt: skip
+    queries, qkv = heads * size, (heads + 2 * kv) * size
+    block = hidden * (qkv + queries + 3 * inner) + 2 * hidden + 2 * size
+    assert plan.taken[WEIGHTS] == 2 * (vocab * hidden + layers * block + hidden) + 4096 * size * 4
+    assert plan.found.layout.bytes_per_token == layers * kv * 2 * size * 2
+    page = 128 * plan.found.layout.bytes_per_token
+    columns = 4 * (4 + 1) * (4096 + 1 + 32)
+    widest = max(3 * hidden + qkv + 2 * queries, 3 * hidden + max(inner + hidden, inner))
+    rows = max(2 * 64 * widest, 2 * 4 * vocab)
+    assert plan.taken[STEP] == columns + 2 * page + 32 * MIB + rows
+    assert plan.taken[LOGPROBS] == 4 * vocab * (2 + 4 + 4)
+    assert (plan.taken[OTHERS], plan.taken[GRAPHS]) == (CUDA_BYTES, GIB)
+    assert plan.pages == 4 * 32 and plan.tokens == 4 * 4096  # more would be of no use
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "token", "step", "pages"),
+    [
+        # Embedding and head, blocks, norms; the rotary table is float32.
+        ("qwen3-0.6b", 151936 * 1024 + 28 * 15_730_944 + 1024, 28 * 8 * 256 * 2,
+         # 8192 tokens: three of the stream's width, q with k and v, q, what attention gives.
+         2 * 8192 * (3 * 1024 + 4096 + 2 * 2048), 8970),
+        ("qwen3-8b", 2 * 151936 * 4096 + 36 * 192_946_432 + 4096, 36 * 8 * 256 * 2,
+         # The stream twice, its norm, and what gate and up give; o's product is added in place.
+         2 * 8448 * (3 * 4096 + 12288), 6159),
+        ("qwen3-32b", 2 * 151936 * 5120 + 64 * 487_598_336 + 5120, 64 * 8 * 256 * 2,
+         2 * 8192 * (4 * 5120 + 25600), None),
+        ("r1-distill-llama-70b", 2 * 128256 * 8192 + 80 * 855_654_400 + 8192, 80 * 8 * 256 * 2,
+         2 * 2048 * (4 * 8192 + 28672), 52),
+    ],
+)  # fmt: skip
+def test_models_by_hand_and_the_pages_that_an_h200_had(
+    name: str, weights: int, token: int, step: int, pages: int | None
+) -> None:
+    plan = on_h200(name)
+    slots = int(plan.found.recipe.schedule.slots)
+    assert plan.taken[WEIGHTS] == 2 * weights + 32768 * 128 * 4
+    assert plan.found.layout.bytes_per_token == token and plan.page_bytes == 128 * token
+    columns = 4 * (slots + 1) * (32768 + 1 + 256)
+    assert plan.taken[STEP] == columns + 2 * plan.page_bytes + 32 * MIB + step
+    if pages is not None:  # of records and of results/h200-x1/kv
+        assert plan.pages == pages
+
+
+def test_a_full_step_as_it_was_measured() -> None:
+    """The 70B on an H200: 356.2 MiB of results/h200-x1/kv."""
+    assert round(on_h200("r1-distill-llama-70b").taken[STEP] / MIB, 1) == 356.2
+
+
+def test_without_the_fused_gate_a_step_takes_more() -> None:
+    fused, apart = (plan_of(config_of("qwen3-8b"), gpu_of(name), 1) for name in ("h200", "b200"))
+    assert apart.taken[STEP] - fused.taken[STEP] == 2 * 8448 * 2 * 12288
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(1, 8), (2, 4), (4, 2), (8, 1), (16, 1), (32, 1)])
+def test_key_value_heads_are_cut_and_then_copied(tp: int, heads: int) -> None:
+    plan = on_h200("qwen3-8b", tp=tp)
+    assert plan.tp == tp
+    (group,) = plan.found.layout.paged
+    assert (group.num_heads, group.bytes_per_token) == (heads, 36 * heads * 256 * 2)
+    copied = 36 * 4096 * max(0, 2 * tp - 16) * 128  # of all ranks together
+    vocabulary = min(151936, -(-75 // tp) * 2048)  # whole blocks, rank 0 has one more than others
+    weights = 2 * vocabulary * 4096 + (36 * 192_946_432 + copied) // tp
+    assert plan.taken[WEIGHTS] - 16 * MIB == pytest.approx(2 * weights, rel=0.01)
+    assert plan.taken[OTHERS] == CUDA_BYTES + (RANKS_BYTES if tp > 1 else 0)
+
+
+def test_the_recipe_says_pages_share_and_context() -> None:
+    plan = on_h200("qwen3-8b", "cache.pages=300", "cache.memory_fraction=0.5")
+    assert (plan.pages, plan.tokens, plan.context) == (300, 38400, 32768)
+    assert plan.share == int(0.5 * int(139.8 * GIB)) and plan.problem([32000]) == ""
+    assert on_h200("qwen3-8b", "server.max_model_tokens=4096").context == 4096
+    assert on_h200("r1-distill-llama-70b").context == 6656
+    with pytest.raises(ConfigError, match="the model's context is 40960 tokens"):
+        on_h200("qwen3-8b", "server.max_model_tokens=50000")
+
+
+def test_an_unknown_gpu_has_room_too() -> None:
+    assert plan_of(config_of("qwen3-8b"), gpu_of("mine:48"), 1).pages > 1000
+
+
+def test_on_a_cpu_the_engine_takes_as_many_pages() -> None:
+    config = load_config(None, ["cache.cpu_gib=0.01"], {"device": "cpu"})
+    plan = plan_of(config, CPU, 1)
+    assert plan.pages == build(config).recipe.cache.pages == int(0.01 * GIB) // (16 * 8192) - 1
+    asked = load_config(None, ["cache.pages=9000"], {"device": "cpu"})
+    assert plan_of(asked, CPU, 1).pages == 9000 and plan_of(asked, CPU, 1).problem([4096]) == ""
+
+
+def test_weights_counted_from_shapes_are_those_loaded() -> None:
+    config = load_config(None, flags={"device": "cpu"})
+    model = load(config, resolved(config))
+    held = {t.data_ptr(): t.untyped_storage().nbytes() for t in model.state_dict().values()}
+    held[model.cos_sin_LA.data_ptr()] = model.cos_sin_LA.nbytes
+    assert plan_of(config, CPU, 1).taken[WEIGHTS] == sum(held.values())
+
+
+def test_a_state_is_a_cache_as_well() -> None:
+    layout = CacheLayout(paged=(PagedGroup((0,), 1, 8, 8, 2),), state=StateGroup((1, 2), 100))
+    assert (layout.bytes_per_token, layout.bytes_per_state) == (32, 200)
+
+
+# -- what does not fit -------------------------------------------------------------------------
+
+
+def test_problems() -> None:
+    config = config_of("r1-distill-llama-70b")
+    assert plan_of(config, H200, 1).problem([6656]) == ""
+    assert plan_of(config, H200, 1).problem([6657]) == (
+        "6,656 tokens of cache are fewer than 6,657"
+    )
+    lacks = plan_of(config, KNOWN["h100"], 1)
+    lacking = (lacks.page_bytes * 3 - lacks.room) / GIB
+    assert lacks.pages == 0 and 50 < lacking < 60
+    assert lacks.problem([1]) == f"{lacking:.2f} GiB more are needed for a cache of 2 pages"
+    asked = on_h200("r1-distill-llama-70b", "cache.pages=60")
+    assert asked.problem([]).endswith("GiB more are needed for a cache of 60 pages")
+    long = on_h200("r1-distill-llama-70b", "server.max_model_tokens=8000")
+    assert long.problem([500]) == "6,656 tokens of cache are fewer than 8,000"
+    many = on_h200("qwen3-0.6b", "cache.memory_fraction=0.99", "schedule.slots=2048")
+    assert many.problem([]) == (
+        "log-probabilities of all slots exceed what cache.memory_fraction leaves"
+    )
+
+
+def test_the_nearest_has_more_gpus_then_smaller_steps_then_a_shorter_context() -> None:
+    config = config_of("r1-distill-llama-70b")
+    more = nearest(config, H200, [32000])
+    assert more is not None and (more.tp, more.found.recipe.schedule.slots) == (2, 32)
+    small = gpu_of("mine:20.7")
+    smaller = nearest(config, small, [32000])
+    assert smaller is not None and smaller.tp == 8
+    schedule = smaller.found.recipe.schedule
+    assert (schedule.slots, schedule.step_tokens) == (16, 1024)
+    assert smaller.problem([32000]) == ""
+    shorter = nearest(config, gpu_of("mine:20.3"), [32000])
+    assert shorter is not None and shorter.tp == 8 and shorter.context == 21120
+    assert nearest(config, gpu_of("mine:16"), [32000]) is None
+
+
+def test_a_larger_cache_than_fits_becomes_what_fits() -> None:
+    found = nearest(config_of("qwen3-8b", "cache.pages=9000"), H200, [500])
+    assert found is not None and (found.tp, found.pages) == (1, 6159)
+
+
+def test_half_the_slots_and_half_the_tokens() -> None:
+    schedule = config_of("qwen3-8b").recipe.schedule
+    numbers = [halved(schedule, times) for times in (0, 1, 5)]
+    assert [(one.slots, one.step_tokens) for one in numbers] == [
+        (512, 8448), (256, 4224), (16, 264),
+    ]  # fmt: skip
+    assert halved(replace(schedule, slots=3, step_tokens=5), 3).slots == 1
+
+
+def test_the_pinned_lines_are_a_recipe_of_the_same_plan() -> None:
+    plan = on_h200("qwen3-32b", tp=4)
+    lines = pins(plan).splitlines()
+    assert lines == [
+        "parallel: {tp: 4}",
+        f"cache: {{page_tokens: 128, pages: {plan.pages}, memory_fraction: 0.9}}",
+        "schedule: {slots: 512, step_tokens: 8192}",
+        "server: {max_model_tokens: 32768}",
+    ]
+    overrides = [line.replace(": ", "=", 1) for line in lines[:3]]
+    recipe = read_recipe("qwen3-32b", overrides).recipe
+    assert (recipe.parallel.tp, recipe.cache.pages) == (4, plan.pages)
+    again = plan_of(config_of("qwen3-32b", *overrides), H200, 4)
+    assert again.pages == plan.pages and again.problem([32768]) == ""
+
+
+# -- least times -------------------------------------------------------------------------------
+
+
+def test_decode_steps_of_8b_by_hand() -> None:
+    plan, two = on_h200("qwen3-8b"), on_h200("qwen3-8b", tp=2)
+    read = 36 * 192_946_432 + 151936 * 4096  # all layers, and the head
+    assert plan.decode_s(1, 1024) == pytest.approx((2 * read + 1024 * 147456) / 4.28e12)
+    assert 1e3 * plan.decode_s(1, 1024) == pytest.approx(3.57, abs=0.01)
+    cached = 256 * 1024 * 147456 / 4.28e12
+    assert plan.decode_s(256, 1024) == pytest.approx(2 * 256 * read / 790e12 + cached)
+    assert two.decode_s(64, 2000) == pytest.approx(plan.decode_s(64, 2000) / 2, rel=3e-3)
+    eight, sixteen = (on_h200("qwen3-8b", tp=tp) for tp in (8, 16))
+    cached = 64 * 2000 * 36 * 256 * 2 / 4.28e12  # the one head of a rank, which others copy
+    of_weights = [plan.decode_s(64, 2000) - cached for plan in (eight, sixteen)]
+    assert 1.7 < of_weights[0] / of_weights[1] < 2
+
+
+def test_prompts_of_8b_by_hand() -> None:
+    plan = on_h200("qwen3-8b")
+    layers, head = 36 * 192_946_432, 151936 * 4096
+    attention = 36 * 32 * 128 * 2 * 4000**2
+    flops = 16 * (2 * layers * 4000 + 2 * head + attention)
+    assert plan.prefill_s(16, 4000) == pytest.approx(flops / 790e12)
+    assert plan.prefill_s(1, 1) == pytest.approx(2 * (layers + head) / 4.28e12)  # reads weights

@@ -1,0 +1,100 @@
+"""How a rank gets at the memory of the others; torch's part of it is a stand-in."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from nanovllm_kernels.all_reduce import Peers
+
+from nanovllm.config import ConfigError
+from nanovllm.parallel import peers as module
+from nanovllm.parallel.peers import connect_peers, crossover
+
+DEVICE = torch.device("cpu", 5)  # of rank 1, whose ranks have 4 to 6
+
+
+def test_a_gpu_out_of_reach_is_said(monkeypatch) -> None:
+    asked = []
+
+    def reaches(device: torch.device, other: int) -> bool:
+        asked.append((device.index, other))
+        return other != 6
+
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", reaches)
+    with pytest.raises(ConfigError) as raised:
+        connect_peers(None, 1, 3, DEVICE)
+    assert str(raised.value) == (
+        "parallel.tp is 3; GPU 5 cannot reach the memory of GPU 6, as kernels over peer memory must"
+    )
+    assert asked == [(5, 4), (5, 6)]
+
+
+def test_buffers_are_empty_before_any_rank_has_their_addresses(monkeypatch) -> None:
+    done = []
+
+    class SymmetricMemory:
+        @staticmethod
+        def empty_strided_p2p(size, stride, dtype, device):
+            return torch.zeros(size, dtype=dtype)
+
+        @staticmethod
+        def rendezvous(buffer, group):
+            assert (buffer == 0xFF).all() and len(buffer) == 2 * 4 * 64
+            done.append(f"met as {group}")
+            return SimpleNamespace(buffer_ptrs=[7 << 40, buffer.data_ptr(), 9 << 40])
+
+    stand_in = SimpleNamespace(
+        ProcessGroup=lambda *place: place,
+        _register_process_group=lambda name, group: done.append(f"registered {group}"),
+        _unregister_process_group=lambda name: done.append("unregistered"),
+        _SymmetricMemory=SymmetricMemory,
+    )
+    monkeypatch.setattr(module, "_distributed_c10d", stand_in)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("filled"))
+    monkeypatch.setattr(os, "putenv", lambda *variable: done.append(variable))
+    peers = connect_peers("store", 1, 3, DEVICE, 64)
+    assert done == [
+        ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
+        "registered ('store', 1, 3)",
+        "filled",
+        "met as nanovllm.peers",
+        "unregistered",
+    ]
+    assert (peers.rank, peers.size, peers.capacity) == (1, 3, 64)
+    assert peers.addresses_I.tolist()[::2] == [7 << 40, 9 << 40]
+    assert peers.calls_X.tolist() == [0] * 64
+
+
+@pytest.mark.parametrize(
+    ("another_rank_stops_at", "expected"), [(9, 256 << 10), (2, 128 << 10), (1, 64 << 10)]
+)
+def test_the_crossover_is_the_first_that_any_rank_finds(
+    monkeypatch, another_rank_stops_at, expected
+) -> None:
+    """Ours takes 1 us for each 64 KiB, the other 5 us."""
+    peers = Peers(0, 2, 4 << 20, torch.zeros(2), torch.zeros(64))
+    asked = []
+
+    def least(count: int) -> int:
+        asked.append(count)
+        return count if len(asked) < another_rank_stops_at else 0
+
+    def graph_us(calls) -> float:
+        sums, (x_TD,) = calls[0].func, calls[0].args
+        assert x_TD.dtype == torch.bfloat16
+        return 5.0 if sums is other else x_TD.nbytes / (64 << 10)
+
+    def other(x_TD) -> None: ...
+
+    monkeypatch.setattr(module, "graph_us", graph_us)
+    assert crossover(peers, other, least) == expected
+
+
+def test_the_crossover_is_within_capacity(monkeypatch) -> None:
+    monkeypatch.setattr(module, "graph_us", lambda calls: 1.0)
+    peers = Peers(0, 2, 1 << 20, torch.zeros(2), torch.zeros(64))
+    assert crossover(peers, torch.neg, lambda count: count) == 1 << 20
