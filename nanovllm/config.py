@@ -30,7 +30,13 @@ class Load(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    tp: int = 1
+    tp: int = 1  # devices that work on every token
+    dp: int = 1  # engines of so many devices each, behind one server
+    # Of several engines a request goes to the one where prefill_weight times the prompt tokens to
+    # compute and load_weight times the requests in flight are least.
+    prefill_weight: float = 1.0
+    load_weight: float = 128.0
+    restarts: int = 3  # of several engines, each is started again so often within an hour
 
 
 class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -196,6 +202,10 @@ def _find(named: str | None) -> tuple[dict[str, Any], str, Path]:
 
 RANGES: dict[str, tuple[float, float]] = {
     "parallel.tp": (1, 64),
+    "parallel.dp": (1, 64),
+    "parallel.prefill_weight": (0, 1e6),
+    "parallel.load_weight": (0, 1e6),
+    "parallel.restarts": (0, 1000),
     "cache.page_tokens": (1, 1024),
     "cache.pages": (2, 1 << 30),
     "cache.memory_fraction": (0.05, 0.99),

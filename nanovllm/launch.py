@@ -1,8 +1,8 @@
 """The process tree: spawn, readiness, death watch, signals. Not what the processes do.
 
     supervisor (this process, no torch)
-      +- engine: device, scheduler
-      +- rank 1..: device; only with parallel.tp
+      +- engine: device, scheduler; parallel.dp of them
+      +- rank 1..: device; only with parallel.tp, of each engine
       +- API 0..n-1: HTTP, tokenizer
 
 A child dies with its supervisor: each holds one end of a pipe and leaves when the other end closes.
@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection as Pipe, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,10 +32,11 @@ from typing import NoReturn
 from msgspec.structs import replace
 
 from nanovllm.config import Config, ConfigError, Server, cache_dir, without_api_key
+from nanovllm.fleet import Fleet
 from nanovllm.log import setup
 from nanovllm.parallel.places import Place, RankLostError, places_of
 from nanovllm.server.parsers import parser_of
-from nanovllm.watch import BEAT_EVERY_S, TICK_S, Child, Ranks, ending, endings
+from nanovllm.watch import BEAT_EVERY_S, TICK_S, Child, ending, endings, word_on
 
 log = logging.getLogger("serve")
 EXIT_CONFIG = 2
@@ -52,27 +54,37 @@ class Stopped(RuntimeError):
 
 
 @contextlib.contextmanager
-def engine_process(config: Config, num_workers: int = 1) -> Iterator[tuple[str, list[Child]]]:
-    """Run an engine for so many connections; where its socket will be, and for whom to wait: its
-    ranks, of which the first is the engine."""
+def engine_processes(config: Config, num_workers: int = 1) -> Iterator[tuple[list[str], Fleet]]:
+    """Run all engines for so many connections each; where their sockets will be, and who is to be
+    waited for and watched."""
     try:
         folder = tempfile.mkdtemp(prefix="nanovllm-")
     except OSError as error:  # says itself which folders were tried
         raise ConfigError(f"no folder for the engine's socket (TMPDIR): {error}") from None
-    path = os.path.join(folder, "engine.sock")
+    paths = [os.path.join(folder, f"{at}.sock") for at in range(config.recipe.parallel.dp)]
     try:
-        if len(os.fsencode(path)) > MOST_SOCKET_PATH:
-            raise ConfigError(f"{path} is too long for the engine's socket; set another TMPDIR")
-        config, ranks = without_api_key(config), []
+        if len(os.fsencode(last := paths[-1])) > MOST_SOCKET_PATH:
+            raise ConfigError(f"{last} is too long for the engine's socket; set another TMPDIR")
+        given = without_api_key(config), num_workers
+        starts = [partial(start_engine, *given, at, path) for at, path in enumerate(paths)]
+        fleet = Fleet(starts, config.recipe.parallel.restarts)
         try:
-            for place in places_of(config, folder):
-                ranks.append(spawn(place.name, config, run_engine, place, path, num_workers))
-                place.close()  # its end of a ring is the child's
-            yield path, ranks
+            fleet.start()
+            yield paths, fleet
         finally:
-            stop([rank for rank, _ in ranks], grace_s=0.0)  # whoever they worked for has gone
+            stop(fleet.processes, grace_s=0.0)  # whoever they worked for has gone
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_engine(config: Config, num_workers: int, at: int, path: str) -> list[Child]:
+    """The ranks of the engine with this number. It may have lived before."""
+    Path(path).unlink(missing_ok=True)
+    ranks = []
+    for place in places_of(config, tempfile.mkdtemp(dir=os.path.dirname(path)), at):
+        ranks.append(spawn(place.name, config, run_engine, place, path, num_workers))
+        place.close()  # its end of a ring is the child's
+    return ranks
 
 
 def serve(config: Config) -> int:
@@ -85,19 +97,19 @@ def serve(config: Config) -> int:
     server = config.recipe.server
     config = replace(config, recipe=replace(config.recipe, server=with_parser(config)))
     sock, num = listen(server.host, server.port), server.workers
-    with sock, interruptible() as stopped, engine_process(config, num) as (path, engine):
-        apis = [spawn(f"nanovllm-api{i}", config, run_api, path, i, sock) for i in range(num)]
-        workers, ranks = [process for process, _ in apis], Ranks(engine)
+    with sock, interruptible() as stopped, engine_processes(config, num) as (paths, fleet):
+        workers = [spawn(f"nanovllm-api{i}", config, run_api, paths, i, sock) for i in range(num)]
+        processes = [process for process, _ in workers]
         try:
-            wait_ready([*engine, *apis], stopped)
+            wait_ready([*fleet.children, *workers], stopped)
             announce(config, sock)
-            return watch(ranks, workers, stopped)
+            return watch(fleet, processes, stopped)
         except EngineDied:  # maybe because another one did, which then stands first
-            raise EngineDied(endings([*ranks.processes, *workers])) from None
+            raise EngineDied(endings([*fleet.processes, *processes])) from None
         except Stopped:
             return 0
         finally:
-            stop(workers, server.shutdown_s + 5, ranks)
+            stop(processes, server.shutdown_s + 5, fleet)
 
 
 def with_parser(config: Config) -> Server:
@@ -158,15 +170,16 @@ def interruptible() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def watch(ranks: Ranks, workers: Sequence[BaseProcess], stopped: threading.Event) -> int:
-    """Until a signal (0), until any process ends (its own code, never 0) or a rank is lost (1)."""
-    processes = [*ranks.processes, *workers]
+def watch(fleet: Fleet, workers: Sequence[BaseProcess], stopped: threading.Event) -> int:
+    """Until a signal (0), or until an API process ends or no engine is left (a code of theirs,
+    never 0)."""
     while not stopped.wait(TICK_S):
-        lost = ranks.lost()
-        codes = [process.exitcode for process in processes if process.exitcode is not None]
-        if lost or codes:
+        has_ended = any(process.exitcode is not None for process in workers)
+        lost = fleet.lost(restarts=not has_ended)
+        if lost or has_ended:
+            processes = [*fleet.processes, *workers]
             log.error("%s; stopping", endings(processes) or lost)
-            return max(EXIT_CRASH, *codes)
+            return max(EXIT_CRASH, *(process.exitcode or 0 for process in processes))
     return 0
 
 
@@ -260,12 +273,14 @@ def run_engine(word: Word, config: Config, place: Place, path: str, num_workers:
         follow(config, place, word.ready_for_good)
 
 
-def run_api(word: Word, config: Config, path: str, worker: int, sock: socket.socket) -> None:
+def run_api(
+    word: Word, config: Config, paths: Sequence[str], worker: int, sock: socket.socket
+) -> None:
     from nanovllm.ipc.client import EngineLostError
     from nanovllm.server.main import run
 
     try:
-        run(config, path, worker, sock, word.ready)
+        run(config, paths, worker, sock, word.ready)
     except EngineLostError:
         sys.exit(EXIT_CRASH)  # what there is to say of it, the supervisor says
 
@@ -289,21 +304,13 @@ def wait_ready(children: Sequence[Child], stopped: threading.Event | None = None
             raise Stopped
 
 
-def word_on(pipe: Pipe) -> str | None:
-    """What a child said; None if it ended without a word."""
-    with contextlib.suppress(EOFError):
-        return str(pipe.recv())
-    return None
-
-
-def stop(processes: Sequence[BaseProcess], grace_s: float, ranks: Ranks | None = None) -> None:
-    """Let them end within `grace_s` seconds, and watch meanwhile the engine that they end with."""
+def stop(processes: Sequence[BaseProcess], grace_s: float, fleet: Fleet | None = None) -> None:
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and any(process.exitcode is None for process in processes):
-        if ranks is not None and ranks.lost():
-            ranks.kill()
+        if fleet is not None:
+            fleet.lost(restarts=False)
         time.sleep(TICK_S)
     for process in processes:
         process.kill()

@@ -90,3 +90,10 @@ def ending(process: BaseProcess) -> str:
         name = "signal"
     guess = "; out of memory?" if -code == signal.SIGKILL else ""
     return f"{process.name} ended by {name} ({-code}){guess}"
+
+
+def word_on(pipe: Pipe) -> str | None:
+    """What a child said; None if it ended without a word."""
+    with contextlib.suppress(EOFError):
+        return str(pipe.recv())
+    return None

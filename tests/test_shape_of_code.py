@@ -38,6 +38,7 @@ CHOICES = (
     "nanovllm/engine/grammars.py", "nanovllm/engine/grammar_queue.py", "nanovllm/engine/trials.py",
     "nanovllm/sched/drafting.py",
     "nanovllm/engine/ranks.py", "nanovllm/parallel/", "nanovllm/watch.py",
+    "nanovllm/fleet.py", "nanovllm/server/engines.py", "nanovllm/server/router.py",
 )  # fmt: skip
 BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes, what fits a machine
     "nanovllm/runner/room.py", "nanovllm/layers/describe.py",

@@ -17,7 +17,7 @@ from nanovllm.bench.report import engine_facts, samples_of, speculation
 from nanovllm.bench.workload import TokenLoad, token_load
 from nanovllm.config import Config
 from nanovllm.ipc.client import EngineClient
-from nanovllm.server.metrics import Metrics, render
+from nanovllm.server.metrics import HttpCounts, Metrics, Seen, render
 from nanovllm.wire import Finish, Generate, Refusal, TokenLogprobs
 
 STATS_S = 0.5  # the engine's counters come five times a second, and when it falls idle
@@ -76,15 +76,8 @@ async def measure_engine(
 
 def samples_now(client: EngineClient) -> dict[str, float]:
     """The engine's metrics by name, as a server's page would have them."""
-    ready = client.ready
-    page = render(
-        Metrics(),
-        client.stats,
-        model=ready.model,
-        page_tokens=ready.page_tokens,
-        num_pages=ready.num_pages,
-    )
-    return samples_of(page.decode())
+    seen = Seen(ready=client.ready, stats=client.stats, metrics=Metrics())
+    return samples_of(render([seen], HttpCounts()).decode())
 
 
 class Stopwatch:

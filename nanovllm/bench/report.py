@@ -145,8 +145,8 @@ def engine_facts(
     if steps := by_label(gains, "nanovllm:steps_total").get(""):
         by_part = by_label(gains, "nanovllm:host_seconds_total", "part")
         facts |= {f"Host us/step {part}": 1e6 * s / steps for part, s in by_part.items()}
-    if (p50 := by_label(after, "nanovllm:host_step_p50_seconds").get("")) is not None:
-        facts["Host us/step p50"] = 1e6 * p50
+    if p50 := by_label(after, "nanovllm:host_step_p50_seconds", "engine"):
+        facts["Host us/step p50"] = 1e6 * max(p50.values())
     if usage := by_label(peaks, "vllm:kv_cache_usage_perc", "engine"):
         facts["Peak KV cache usage (%)"] = 100.0 * max(usage.values())
     return facts

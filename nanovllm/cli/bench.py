@@ -39,7 +39,7 @@ Options = SimpleNamespace
 
 OF_A_SERVER = ("url", "served_by", "sweep", "goodput", "processes")
 ONLINE_ONLY = {*Load.__struct_fields__, *OF_A_SERVER} - {"seed"}
-OF_THE_RECIPE = ("overrides", "device", "tp", "load_format")
+OF_THE_RECIPE = ("overrides", "device", "tp", "dp", "load_format")
 COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 SHARE = click.FloatRange(0, 1, max_open=True)
@@ -184,22 +184,25 @@ def engine_config(options: Options, extra: Sequence[str]) -> Config | None:
     """The config of the engine to measure, as far as it is known. `extra`: an ablation."""
     if not (options.offline or options.start or options.recipe is not None):
         return None
-    return config_of(
+    config = config_of(
         options.recipe,
         (*options.overrides, *extra),
         **{name: vars(options)[name] for name in OF_THE_RECIPE[1:]},
         api_key=options.api_key if options.start else None,
     )
+    if options.offline and (dp := config.recipe.parallel.dp) > 1:
+        raise ConfigError(f"--offline drives one engine; parallel.dp is {dp}")
+    return config
 
 
 def run(options: Options, config: Config | None) -> list[record.Record]:
     """Measure, print, write: one run, or one for each concurrency."""
     if config is not None and options.offline:
         begin = time.perf_counter()
-        with launch.engine_process(config) as (path, ranks):
-            launch.wait_ready(ranks)
+        with launch.engine_processes(config) as (paths, fleet):
+            launch.wait_ready(fleet.children)
             measuring = offline.measure_engine(
-                path,
+                paths[0],
                 config,
                 options.workload,
                 ready_s=time.perf_counter() - begin,

@@ -26,6 +26,7 @@ Function = Callable[..., Any]
 RECIPE_KEYS = {
     "device": "device",
     "tp": "parallel.tp",
+    "dp": "parallel.dp",
     "load_format": "load.format",
     **{name: f"server.{name}" for name in ("host", "port", "api_key", "log_format")},
 }
@@ -35,9 +36,10 @@ RANKS = click.option("--tp", type=int, help="tensor-parallel ranks")
 
 
 def recipe_options(function: Function, ranks: Function = RANKS) -> Function:
-    """RECIPE (as `nanovllm serve --help` says), --set, --device, --tp, --load-format."""
+    """RECIPE (as `nanovllm serve --help` says), --set, --device, --tp, --dp, --load-format."""
     for option in (
         click.option("--load-format", help="auto, safetensors, or dummy (random weights)"),
+        click.option("--dp", type=int, help="engines, of --tp devices each"),
         ranks,
         click.option("--device", help="auto, cuda or cpu"),
         click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="a recipe key"),

@@ -98,7 +98,7 @@ def build(config: Config, place: Place) -> tuple[Executor, Recipe, int]:
     if config.recipe.engine == "paper":
         return paper.build(config)
     log.info("importing torch")  # takes seconds
-    if place.size > 1:
+    if place.size > 1 or place.engine is not None:
         from nanovllm.engine import ranks
 
         return ranks.build(config, place)

@@ -98,18 +98,27 @@ class Follower:
 
 def mesh_of(config: Config, place: Place) -> Mesh:
     """Makes the place's GPU the current one. Raises ConfigError if there are not as many."""
-    if config.recipe.device == "cpu" or not torch.cuda.is_available():
-        return GlooMesh(place.rank, place.size, place.rendezvous)
-    if place.device >= (visible := torch.cuda.device_count()):
-        raise ConfigError(f"parallel.tp is {place.size}; of so many GPUs {visible} are visible")
-    torch.cuda.set_device(place.device)
-    return NcclMesh(place.rank, place.size, place.rendezvous)
+    is_on_cpu = config.recipe.device == "cpu" or not torch.cuda.is_available()
+    if not is_on_cpu:
+        asked, visible = config.recipe.parallel, torch.cuda.device_count()
+        if asked.tp * asked.dp > visible:
+            raise ConfigError(
+                f"parallel.tp is {asked.tp} and parallel.dp {asked.dp}, {asked.tp * asked.dp} GPUs "
+                f"in all; of so many {visible} are visible"
+            )
+        torch.cuda.set_device(place.device)
+    if place.size == 1:
+        return Mesh()
+    kind = GlooMesh if is_on_cpu else NcclMesh
+    return kind(place.rank, place.size, place.rendezvous)
 
 
 def build(config: Config, place: Place) -> tuple[Executor, Recipe, int]:
-    """Rank 0's part of a build, and what engine.process.build returns."""
+    """Rank 0's part of a build, or all of one with a single rank, and what engine.process.build
+    returns."""
     built = build_runner(config, mesh_of(config, place))
-    return RankedExecutor(built.runner, place), built.recipe, built.vocab_size
+    executor = RankedExecutor(built.runner, place) if place.size > 1 else built.runner
+    return executor, built.recipe, built.vocab_size
 
 
 def follow(config: Config, place: Place, ready: Callable[[], None]) -> NoReturn:

@@ -1,4 +1,5 @@
-"""Which ranks a recipe has, and what each is given to find the others. Imports no torch.
+"""Which engines and ranks a recipe has, and what each rank is given to find the others. Imports
+no torch.
 
 Rank 0 is the engine process: it plans. The other ranks hear of every step through a ring, and sleep
 while there is nothing in it.
@@ -20,15 +21,17 @@ class RankLostError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Place:
     rank: int
-    size: int  # how many ranks there are
+    size: int  # how many ranks its engine has
     device: int  # the index of its GPU
     rendezvous: str  # a path, of a file that the ranks make when they meet
     ring: Writer | Reader | None  # rank 0 writes, the others read; None: there are no others
+    engine: int | None = None  # its number, where there are several
 
     @property
     def name(self) -> str:
         """The name of its process."""
-        return f"nanovllm-rank{self.rank}" if self.rank else "nanovllm-engine"
+        kind = f"nanovllm-rank{self.rank}" if self.rank else "nanovllm-engine"
+        return kind if self.engine is None else f"{kind}.{self.engine}"
 
     def send(self, message: bytes) -> None:
         """Rank 0's, to all others. Raises RankLostError if one has gone, or hangs."""
@@ -48,12 +51,19 @@ class Place:
             self.ring.close()
 
 
-def places_of(config: Config, folder: str) -> list[Place]:
-    """The places of all ranks, which may leave files in `folder`. `engine: paper` has one rank."""
+def places_of(config: Config, folder: str, engine: int = 0) -> list[Place]:
+    """The places of an engine's ranks, which may leave files in `folder`.
+
+    `engine: paper` has one rank.
+    """
     size = config.recipe.parallel.tp if config.recipe.engine == "model" else 1
     rendezvous = os.path.join(folder, "ranks")
-    if size == 1:
-        return [Place(0, 1, 0, rendezvous, None)]
-    writer, readers = ring(size - 1)
-    ends: list[Writer | Reader] = [writer, *readers]
-    return [Place(rank, size, rank, rendezvous, end) for rank, end in enumerate(ends)]
+    number = engine if config.recipe.parallel.dp > 1 else None
+    ends: list[Writer | Reader | None] = [None]
+    if size > 1:
+        writer, readers = ring(size - 1)
+        ends = [writer, *readers]
+    return [
+        Place(rank, size, engine * size + rank, rendezvous, end, number)
+        for rank, end in enumerate(ends)
+    ]

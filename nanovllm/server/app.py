@@ -20,7 +20,6 @@ import msgspec
 
 from nanovllm import __version__
 from nanovllm.config import Server as ServerConfig
-from nanovllm.ipc.client import EngineClient
 from nanovllm.log import fields
 from nanovllm.server.asgi import (
     JSON,
@@ -33,9 +32,10 @@ from nanovllm.server.asgi import (
     read_body,
     unless_left,
 )
+from nanovllm.server.engines import Engines
 from nanovllm.server.errors import ApiError, shutting_down, unknown_model
 from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, LargeBodies, Room
-from nanovllm.server.metrics import OTHER_PATH, Metrics, render
+from nanovllm.server.metrics import OTHER_PATH, HttpCounts, render
 from nanovllm.server.orders import with_grammar
 from nanovllm.server.protocol import REQUEST_ID, ChatRequest
 from nanovllm.server.reply import CLIENT_LEFT, Reply
@@ -55,10 +55,10 @@ MAX_LARGE_BODIES = 4  # of the greatest size, all at once
 class App:
     def __init__(
         self,
-        client: EngineClient,
+        engines: Engines,
         served: Served,
         config: ServerConfig,
-        metrics: Metrics,
+        counts: HttpCounts,
         threads: Executor,
         large: LargeBodies,
     ) -> None:
@@ -66,15 +66,14 @@ class App:
         self.is_draining = False  # takes no new requests, and /health says so
         self._replies: set[Reply] = set()
         self._preparing: set[asyncio.Task[Any]] = set()  # requests that are not replies yet
-        self._client = client
+        self._engines = engines
         self._served = served
-        self._stall_s = config.stall_s
         self._max_body_bytes = config.max_body_bytes
         self._key = None if config.api_key is None else config.api_key.encode()
         self._threads = threads
         self._large = large
         self._room = Room(MAX_LARGE_BODIES * config.max_body_bytes)
-        self._metrics = metrics
+        self._counts = counts
         self._pages: dict[str, Callable[[], tuple[bytes, bytes]]] = {
             MODELS: self._models,
             "/health": self._health,
@@ -105,7 +104,7 @@ class App:
             log.exception("request %s", fields(id=request_id, status=500))
             self._refuse(scope, writer, ApiError(500, "internal error"), request_id)
         finally:
-            self._metrics.responses[self._route(scope), writer.status or CLIENT_LEFT] += 1
+            self._counts.responses[self._route(scope), writer.status or CLIENT_LEFT] += 1
 
     def end_all(self) -> None:
         """The time for open requests is over."""
@@ -154,7 +153,7 @@ class App:
     def _refuse(self, scope: Scope, writer: Writer, error: ApiError, request_id: str) -> None:
         """Only before a response has begun."""
         if scope["path"] == CHAT:
-            self._metrics.rejected[error.code or "error"] += 1
+            self._counts.rejected[error.code or "error"] += 1
             log.info("request %s", fields(id=request_id, status=error.status, error=error.code))
         more = [(b"x-request-id", request_id.encode()), *error.headers]
         writer.respond(error.status, JSON, error.body(), more)
@@ -175,13 +174,16 @@ class App:
         finally:
             self._preparing.discard(task)
         request_id = request.request_id or request_id
-        reply = Reply(self._client, self._metrics, request_id, writer, quiet_s=QUIET_S, begun=begun)
+        to = self._engines.route(request, prompt)
+        reply = Reply(to.client, to.metrics, request_id, writer, quiet_s=QUIET_S, begun=begun)
         reply.open(request, prompt, self._served, seed=secrets.randbits(63))
         self._replies.add(reply)
+        to.sent()
         try:
             await reply.run(receive)
         finally:
             self._replies.discard(reply)
+            to.done(reply.session)
             log.info("request %s", reply.summary)
 
     async def _prepared(self, scope: Scope, receive: Receive) -> tuple[ChatRequest, Prompt]:
@@ -226,16 +228,10 @@ class App:
 
     def _health(self) -> tuple[bytes, bytes]:
         """Whether this process should live on."""
-        client = self._client
-        if client.is_lost or self.is_draining:
-            text = "the engine is gone" if client.is_lost else "the server is shutting down"
-            raise ApiError(503, text, code="unhealthy")
-        if (silent_s := client.silent_s) > self._stall_s:
-            text = f"the engine has given no sign of life for {silent_s:.0f} s"
-            raise ApiError(503, text, code="stalled")
-        if (late_s := client.late_s) > self._stall_s:
-            text = f"the engine's step takes {late_s:.0f} s longer than any before"
-            raise ApiError(503, text, code="stalled")
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", code="unhealthy")
+        if (problem := self._engines.problem()) is not None:
+            raise problem
         return JSON, b'{"status":"ok"}'
 
     def _ready(self) -> tuple[bytes, bytes]:
@@ -247,14 +243,5 @@ class App:
         return JSON, msgspec.json.encode({"version": __version__})
 
     def _show_metrics(self) -> tuple[bytes, bytes]:
-        ready = self._client.ready
-        return METRICS_TEXT, render(
-            self._metrics,
-            self._client.stats,
-            model=ready.model,
-            page_tokens=ready.page_tokens,
-            num_pages=ready.num_pages,
-            step_age_s=self._client.step_age_s,
-            num_open=self._client.num_open,
-            num_tasks=len(asyncio.all_tasks()),
-        )
+        num_tasks = len(asyncio.all_tasks())
+        return METRICS_TEXT, render(self._engines.seen(), self._counts, num_tasks)

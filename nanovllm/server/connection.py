@@ -28,7 +28,7 @@ from nanovllm.config import Server as ServerConfig
 from nanovllm.log import fields
 from nanovllm.server.asgi import EXTENSION, JSON
 from nanovllm.server.errors import ApiError, shutting_down
-from nanovllm.server.metrics import OTHER_PATH, Metrics
+from nanovllm.server.metrics import OTHER_PATH, HttpCounts
 
 log = logging.getLogger("server")
 LINGER_S = 2.0  # how long a refused client may go on sending, so that it reads what it was told
@@ -52,11 +52,11 @@ class Flow(FlowControl):
 class Connection(HttpToolsProtocol):
     """Never asks a writer to wait, and hands the transport to the application: asgi.Writer."""
 
-    def __init__(self, settings: ServerConfig, metrics: Metrics, **given: Any) -> None:  # noqa: ANN401
+    def __init__(self, settings: ServerConfig, counts: HttpCounts, **given: Any) -> None:  # noqa: ANN401
         """`given` is what uvicorn makes its protocols of."""
         super().__init__(**given)
         self._settings = settings
-        self._metrics = metrics
+        self._counts = counts
         self._in_head = False  # a request's first line or headers have begun
         self._in_body = False  # its headers are complete and its body is not; self.cycle is its own
         self._answered: RequestResponseCycle | None = None  # now; self.cycle may wait behind it
@@ -205,7 +205,7 @@ class Connection(HttpToolsProtocol):
         else:
             is_slow = now > self._read_by
         if is_slow:
-            self._metrics.num_slow_readers += 1
+            self._counts.num_slow_readers += 1
             log.info("dropped a slow reader %s", fields(unread=unread))
             raw = self.transport.get_extra_info("socket")
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
@@ -242,7 +242,7 @@ class Connection(HttpToolsProtocol):
             if is_own:
                 cycle.disconnected = True
                 cycle.message_event.set()
-            self._metrics.responses[OTHER_PATH, error.status] += 1
+            self._counts.responses[OTHER_PATH, error.status] += 1
             log.info("connection %s", fields(status=error.status, error=error.code))
             self.transport.write(_whole_response(error))
             self.transport.write_eof()

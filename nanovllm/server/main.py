@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -23,12 +23,12 @@ import uvicorn
 import uvloop
 
 from nanovllm.config import Config, Server as ServerConfig
-from nanovllm.ipc.client import EngineClient
 from nanovllm.log import fields
 from nanovllm.server.app import App
 from nanovllm.server.connection import Connection
+from nanovllm.server.engines import Engines
 from nanovllm.server.large import LargeBodies
-from nanovllm.server.metrics import Metrics
+from nanovllm.server.metrics import HttpCounts
 from nanovllm.server.served import Served
 
 log = logging.getLogger("server")
@@ -42,7 +42,7 @@ SAME_SIGNAL_S = 0.5  # one that goes to a whole group comes again from the super
 
 def run(
     config: Config,
-    engine_path: str,
+    engine_paths: Sequence[str],
     worker: int,
     sock: socket.socket | None = None,
     ready: Callable[[], None] = lambda: None,
@@ -50,21 +50,21 @@ def run(
     """Serve until SIGTERM or SIGINT. `sock`: listens already; None binds server.host and port.
 
     `ready` is called once requests are accepted. Raises ConfigError if the model's files are
-    broken, EngineLostError if the engine dies before it is ready.
+    broken, EngineLostError if an engine dies before all are ready.
     """
 
     async def serve() -> None:
-        client = await EngineClient.connect(engine_path, lambda: log.error("the engine is gone"))
+        engines = await Engines.connect(engine_paths, config.recipe)
         sys.setswitchinterval(SWITCH_S)
-        served, metrics = Served(config, client.ready), Metrics()
+        served, counts = Served(config, engines.ready), HttpCounts()
         with (
             ThreadPoolExecutor(NUM_THREADS, "prompt") as threads,
-            LargeBodies(config, client.ready) as large,
+            LargeBodies(config, engines.ready) as large,
         ):
-            app = App(client, served, config.recipe.server, metrics, threads, large)
+            app = App(engines, served, config.recipe.server, counts, threads, large)
             gc.collect()
             gc.freeze()  # the vocabulary's objects are never garbage; do not visit them again
-            server = DrainingServer(app, config.recipe.server, metrics, ready)
+            server = DrainingServer(app, config.recipe.server, counts, ready)
             log.info("ready %s", fields(worker=worker, model=served.name))
             await server.serve(None if sock is None else [sock])
             log.info("stopped %s", fields(worker=worker))
@@ -80,7 +80,7 @@ class DrainingServer(uvicorn.Server):
     """
 
     def __init__(
-        self, app: App, settings: ServerConfig, metrics: Metrics, ready: Callable[[], None]
+        self, app: App, settings: ServerConfig, counts: HttpCounts, ready: Callable[[], None]
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -88,7 +88,7 @@ class DrainingServer(uvicorn.Server):
                 host=settings.host,
                 port=settings.port,
                 backlog=BACKLOG,
-                http=cast(Any, partial(Connection, settings, metrics)),
+                http=cast(Any, partial(Connection, settings, counts)),
                 ws="none",
                 lifespan="off",
                 access_log=False,

@@ -18,6 +18,7 @@ HELP = {
     "vllm:spec_decode_num_draft_tokens_total": "Drafts: guessed tokens that were fed.",
     "vllm:spec_decode_num_accepted_tokens_total": "Drafts that were accepted.",
     "vllm:spec_decode_num_accepted_tokens_per_pos_total": "Drafts accepted, by position.",
+    "nanovllm:engine_up": "Whether this API process is connected to the engine.",
     "nanovllm:steps_total": "Steps of the engine.",
     "nanovllm:last_step_age_seconds": "Since the step loop last got on; 0 without work.",
     "nanovllm:host_bubble_seconds_total": "The device waited for the host while there was work.",

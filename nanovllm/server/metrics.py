@@ -2,7 +2,7 @@
 
 Names are those other engines made common, so that dashboards and gateways work unchanged;
 `nanovllm:` marks what only we have. With several API processes each reports its own requests,
-and the engine's numbers are the same from all.
+and the engines' numbers are the same from all. What has no label "engine" is the API process's.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from msgspec import Struct
+
 from nanovllm.server.metric_help import HELP
 from nanovllm.server.process_facts import process_facts
-from nanovllm.wire import STEP_TOKENS, Stats
+from nanovllm.wire import STEP_TOKENS, Ready, Stats
 
 quoted = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -59,7 +61,7 @@ class Histogram:
 
 
 class Metrics:
-    """What one API process counts by itself."""
+    """What one API process counts of the requests that it sends to one engine."""
 
     def __init__(self) -> None:
         self.time_to_first_token_s = Histogram("vllm:time_to_first_token_seconds", TTFT_S)
@@ -80,66 +82,88 @@ class Metrics:
         self.finished: Counter[str] = Counter()  # choices, by finish reason
         self.rejected: Counter[str] = Counter()  # requests, by error code
         self.corrupted_requests = 0
-        self.responses: Counter[tuple[str, int]] = Counter()  # by path and HTTP status
-        self.num_slow_readers = 0  # connections dropped because the client read too slowly
 
     def histograms(self) -> list[Histogram]:
         return [found for found in vars(self).values() if isinstance(found, Histogram)]
 
 
-def render(
-    metrics: Metrics,
-    stats: Stats,
-    *,
-    model: str,
-    page_tokens: int,
-    num_pages: int,
-    step_age_s: float = 0.0,
-    num_open: int = 0,
-    num_tasks: int = 0,
-) -> bytes:
-    """Prometheus' text format, version 0.0.4."""
-    page = _Page(f'model_name={quoted(model)},engine="0"')
-    sizes = {f"{page_tokens}/{num_pages}": 1}
-    page.add("vllm:cache_config_info", "gauge", _by("block_size/num_gpu_blocks", sizes))
-    page.add("nanovllm:last_step_age_seconds", "gauge", step_age_s)
-    page.add("nanovllm:open_choices", "gauge", num_open)
+class HttpCounts:
+    """What one API process counts that no engine has to do with."""
+
+    def __init__(self) -> None:
+        self.rejected: Counter[str] = Counter()  # requests, by error code
+        self.responses: Counter[tuple[str, int]] = Counter()  # by path and HTTP status
+        self.num_slow_readers = 0  # connections dropped because the client read too slowly
+
+
+class Seen(Struct, kw_only=True):
+    """One engine as an API process sees it."""
+
+    ready: Ready
+    stats: Stats | None  # None: it has gone
+    metrics: Metrics
+    step_age_s: float = 0.0
+    num_open: int = 0
+
+
+def render(engines: Sequence[Seen], http: HttpCounts, num_tasks: int = 0) -> bytes:
+    """Prometheus' text format, version 0.0.4. Of an engine that has gone, only what we counted."""
+    page = _Page()
+    model = f"model_name={quoted(engines[0].ready.model)}"
+    for index, engine in enumerate(engines):
+        page.labels = f'{model},engine="{index}"'
+        page.add("nanovllm:engine_up", "gauge", engine.stats is not None)
+        if engine.stats is not None:
+            _engine(page, engine, engine.stats)
+        _requests(page, engine.metrics)
+    page.labels = model
     page.add("nanovllm:asyncio_tasks", "gauge", num_tasks)
+    page.add("vllm:admission_rejections_total", "counter", _by("reason", http.rejected))
+    page.add("nanovllm:http_requests_total", "counter", _by_status(http.responses))
+    page.add("nanovllm:dropped_slow_readers_total", "counter", http.num_slow_readers)
+    page.labels = ""
+    for name, value in process_facts().items():
+        page.add(name, "counter" if name.endswith("_total") else "gauge", value)
+    return page.text().encode()
+
+
+class _Page:
+    """A metrics page. All samples of one name stand together. `labels`: what those to come have."""
+
+    def __init__(self) -> None:
+        self.labels = ""
+        self._lines: dict[str, list[str]] = {}  # by name
+
+    def add(self, name: str, kind: str, samples: float | Iterable[Sample]) -> None:
+        head = f"# HELP {name} {HELP[name]}\n# TYPE {name} {kind}"
+        lines = self._lines.setdefault(name, [head])
+        if isinstance(samples, int | float):
+            samples = [("", "", samples)]
+        for suffix, further, value in samples:
+            named = f"{{{self.labels}{further}}}" if self.labels or further else ""
+            lines.append(f"{name}{suffix}{named} {value:.17g}")
+
+    def text(self) -> str:
+        return "".join(f"{line}\n" for lines in self._lines.values() for line in lines)
+
+
+def _engine(page: _Page, engine: Seen, stats: Stats) -> None:
+    sizes = {f"{engine.ready.page_tokens}/{engine.ready.num_pages}": 1}
+    page.add("vllm:cache_config_info", "gauge", _by("block_size/num_gpu_blocks", sizes))
+    page.add("nanovllm:last_step_age_seconds", "gauge", engine.step_age_s)
+    page.add("nanovllm:open_choices", "gauge", engine.num_open)
     _queue_and_cache(page, stats)
     _steps(page, stats)
     if stats.accepted_by_position:
         _drafts(page, stats)
-    finished = _by("finished_reason", metrics.finished)
-    page.add("vllm:request_success_total", "counter", finished)
+
+
+def _requests(page: _Page, metrics: Metrics) -> None:
+    page.add("vllm:request_success_total", "counter", _by("finished_reason", metrics.finished))
     page.add("vllm:admission_rejections_total", "counter", _by("reason", metrics.rejected))
     page.add("nanovllm:corrupted_requests_total", "counter", metrics.corrupted_requests)
-    page.add("nanovllm:http_requests_total", "counter", _by_status(metrics.responses))
-    page.add("nanovllm:dropped_slow_readers_total", "counter", metrics.num_slow_readers)
     for histogram in metrics.histograms():
         page.add(histogram.name, "histogram", histogram.samples())
-    for name, value in process_facts().items():
-        page.add(name, "counter" if name.endswith("_total") else "gauge", value, labels="")
-    return ("\n".join(page.lines) + "\n").encode()
-
-
-class _Page:
-    """The lines of a metrics page. `labels`: what every sample has, unless told otherwise."""
-
-    def __init__(self, labels: str) -> None:
-        self.lines: list[str] = []
-        self._labels = labels
-
-    def add(
-        self, name: str, kind: str, samples: float | Iterable[Sample], labels: str | None = None
-    ) -> None:
-        self.lines.append(f"# HELP {name} {HELP[name]}")
-        self.lines.append(f"# TYPE {name} {kind}")
-        if isinstance(samples, int | float):
-            samples = [("", "", samples)]
-        ours = self._labels if labels is None else labels
-        for suffix, further, value in samples:
-            named = f"{{{ours}{further}}}" if ours or further else ""
-            self.lines.append(f"{name}{suffix}{named} {value:.17g}")
 
 
 def _queue_and_cache(page: _Page, stats: Stats) -> None:

@@ -109,6 +109,7 @@ class ChatRequest(Unsupported, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
+    user: str | None = None  # whose requests stay with one engine, where there are several
     priority: int | None = None
     request_id: str | None = None
     parallel_tool_calls: bool | None = None

@@ -1,6 +1,6 @@
 """What other servers offer and this one does not. Where it would change an answer it is refused.
 
-Unknown fields are ignored, as clients send many that only say more about a request (user, store,
+Unknown fields are ignored, as clients send many that only say more about a request (store,
 metadata, ...). One that asks for other tokens, or for something else in the answer, must not be.
 """
 

@@ -25,6 +25,7 @@ from nanovllm.bench.started import started, stop
 from nanovllm.bench.workload import Load, token_load
 from nanovllm.cli import bench as command
 from nanovllm.config import Config, ConfigError, load_config
+from nanovllm.fleet import Fleet
 from nanovllm.wire import Finish, FinishReason, Generate, Ready, Refusal, RefusalKind, Stats
 
 ROOT = Path(__file__).parents[2]
@@ -340,12 +341,12 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> list[PaperEngine]:
         return engines[-1]
 
     @contextlib.contextmanager
-    def engine_process(config: object) -> Iterator[tuple[str, tuple[()]]]:
+    def engine_processes(config: object) -> Iterator[tuple[list[str], Fleet]]:
         time.sleep(0.01)
-        yield "engine.sock", ()
+        yield ["engine.sock"], Fleet([], 0)
 
     monkeypatch.setattr(offline.EngineClient, "connect", connect)
-    monkeypatch.setattr(launch, "engine_process", engine_process)
+    monkeypatch.setattr(launch, "engine_processes", engine_processes)
     monkeypatch.setattr(launch, "wait_ready", lambda ranks: None)
     monkeypatch.setattr(offline, "STATS_S", 0.0)
     return engines
@@ -400,12 +401,12 @@ def test_an_ablation_that_does_not_start_costs_its_own_row_only(
     tmp_path: Path, paper: list[PaperEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextlib.contextmanager
-    def engine_process(config: Config) -> Iterator[tuple[str, tuple[()]]]:
+    def engine_processes(config: Config) -> Iterator[tuple[list[str], Fleet]]:
         if config.recipe.schedule.depth == 0:
             raise launch.EngineDied("nanovllm-engine ended with exit code 1")
-        yield "engine.sock", ()
+        yield ["engine.sock"], Fleet([], 0)
 
-    monkeypatch.setattr(launch, "engine_process", engine_process)
+    monkeypatch.setattr(launch, "engine_processes", engine_processes)
     arguments = ["--offline", RECIPE, "--workload", "bs1", "--load-format", "dummy", "--warmup=0"]
     arguments += ["--ablate", "schedule.depth=0", "--results-dir", str(tmp_path)]
     together = "cache.prefix=false,kernels.silu_mul=torch"
@@ -418,6 +419,11 @@ def test_an_ablation_that_does_not_start_costs_its_own_row_only(
     assert rows[1].endswith("  cache.prefix=False kernels.silu_mul=torch")
     wrong = CliRunner().invoke(command.bench, [*arguments, "--ablate", "cache.prefx=false"])
     assert isinstance(wrong.exception, ConfigError) and len(paper) == 2  # before any run
+
+
+def test_offline_drives_one_engine() -> None:
+    done = CliRunner().invoke(command.bench, ["--offline", "--dp", "2"])
+    assert str(done.exception) == "--offline drives one engine; parallel.dp is 2"
 
 
 def test_a_dead_engine_makes_the_command_fail(tmp_path: Path, paper: list[PaperEngine],

@@ -8,9 +8,10 @@ import pytest
 from nanovllm.bench.measure import Outcome, Sample, concluded, summarise, verdict
 from nanovllm.bench.report import engine_facts, samples_of, speculation, table, vllm_json
 from nanovllm.bench.sweep import compare
-from nanovllm.server.metrics import Metrics, render
+from nanovllm.server.metrics import HttpCounts, Metrics, Seen, render
 from nanovllm.wire import Stats
 from tests.bench.test_record import RECORD
+from tests.server.fake_engine import READY
 
 # Two requests of 4 and 2 tokens; the first one's second chunk carries two tokens.
 SAMPLES = [
@@ -174,10 +175,12 @@ def test_engine_facts_are_gains_since_before() -> None:
     assert engine_facts({}, {}, {}) == {}
 
 
-def test_engine_facts_come_from_our_own_metrics_page() -> None:
-    def page(stats: Stats) -> dict[str, float]:
-        return samples_of(render(Metrics(), stats, model="m", page_tokens=64, num_pages=9).decode())
+def page(stats: Stats) -> dict[str, float]:
+    seen = Seen(ready=READY, stats=stats, metrics=Metrics())
+    return samples_of(render([seen], HttpCounts()).decode())
 
+
+def test_engine_facts_come_from_our_own_metrics_page() -> None:
     before = page(Stats(num_preemptions=1, host_bubble_s=0.5, steps_by_mode={"FULL/decode": 3},
                         num_steps=3, host_s={"plan": 1.0}))  # fmt: skip
     after = page(Stats(num_preemptions=1, host_bubble_s=0.75, padded_tokens=8, num_steps=11,
@@ -211,9 +214,6 @@ DRAFTED = {
 
 
 def test_drafts_come_from_our_own_metrics_page() -> None:
-    def page(stats: Stats) -> dict[str, float]:
-        return samples_of(render(Metrics(), stats, model="m", page_tokens=64, num_pages=9).decode())
-
     before = page(
         Stats(num_drafts=2, draft_tokens=6, accepted_tokens=1, accepted_by_position=[1, 0, 0])
     )

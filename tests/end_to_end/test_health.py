@@ -17,9 +17,10 @@ import pytest
 
 from nanovllm.bench.report import samples_of
 from nanovllm.ipc.channel import frame
-from nanovllm.server.metrics import Metrics, render
+from nanovllm.server.metrics import HttpCounts, Metrics, Seen, render
 from nanovllm.wire import Beat, Stats
 from tests.end_to_end.demo_server import Server, start
+from tests.server.fake_engine import READY
 from tests.server.serving import Api, eventually, serving
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +118,8 @@ def test_every_expression_of_the_dashboard_finds_its_metric(paper: Server) -> No
         eventually(has_told)
         assert not [name for name in samples if "spec_decode" in name]
         drafted = Stats(accepted_by_position=[0])  # of a recipe that speculates
-        tell(render(Metrics(), drafted, model="m", page_tokens=4, num_pages=9).decode())
+        seen = Seen(ready=READY, stats=drafted, metrics=Metrics())
+        tell(render([seen], HttpCounts()).decode())
     asked = expressions()
     named = {name for expression in asked for name in NAME.findall(expression)}
     assert named <= samples.keys() and len(named) > 20

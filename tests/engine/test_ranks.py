@@ -251,6 +251,38 @@ def test_paper_has_one_rank(tmp_path: Path) -> None:
     assert (place.rank, place.size, place.ring) == (0, 1, None)
 
 
+def test_engines_follow_each_other_on_the_devices(tmp_path: Path) -> None:
+    config = load_config(None, ["parallel.tp=2", "parallel.dp=3"])
+    places = [places_of(config, str(tmp_path), engine) for engine in range(3)]
+    assert [[place.device for place in each] for each in places] == [[0, 1], [2, 3], [4, 5]]
+    names = [place.name for each in places[1:] for place in each]
+    assert names == [
+        "nanovllm-engine.1", "nanovllm-rank1.1", "nanovllm-engine.2", "nanovllm-rank1.2",
+    ]  # fmt: skip
+    for each in places:
+        for place in each:
+            place.close()
+
+
+def test_gpus_that_are_not_there_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    config = load_config(None, ["device=cuda", "parallel.dp=4"])
+    (place,) = places_of(config, str(tmp_path), 3)
+    mesh = ranks.mesh_of(config, place)
+    assert (mesh.tp_size, taken) == (1, [3])
+    config = load_config(None, ["device=cuda", "parallel.tp=2", "parallel.dp=3"])
+    with pytest.raises(ConfigError) as caught:
+        ranks.mesh_of(config, Place(0, 2, 0, "", None, 0))
+    assert str(caught.value) == (
+        "parallel.tp is 2 and parallel.dp 3, 6 GPUs in all; of so many 4 are visible"
+    )
+
+
 # -- what goes wrong while loading -------------------------------------------------------------
 
 

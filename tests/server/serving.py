@@ -99,7 +99,7 @@ def child(
     with log_path.open("w") as file:
         os.dup2(file.fileno(), 1)
     log.setup()
-    run(config, engine_path, 0, sock, lambda: word.send("ready"))
+    run(config, [engine_path], 0, sock, lambda: word.send("ready"))
 
 
 def eventually(check: Callable[[], bool], timeout_s: float = 5.0) -> None:

@@ -29,7 +29,7 @@ BAD = {
     "no json": (b"{", 400, None),
     "empty": (b"", 400, None),
     "not utf-8": (b'{"messages": [{"role": "\xff"}]}', 400, None),
-    "deep": (b'{"user": ' + b"[" * 50_000, 400, None),
+    "deep": (b'{"store": ' + b"[" * 50_000, 400, None),
     "no messages": (b"{}", 400, "messages"),
     "empty messages": (b'{"messages": []}', 400, "messages"),
     "a role": (json.dumps({"messages": [{"role": "x"}]}).encode(), 400, "messages[0].role"),

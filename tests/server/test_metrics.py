@@ -9,8 +9,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from nanovllm.bench.report import by_label, samples_of
-from nanovllm.server.metrics import Histogram, Metrics, render
+from nanovllm.server.metrics import Histogram, HttpCounts, Metrics, Seen, render
 from nanovllm.wire import Stats
+from tests.server.fake_engine import READY
 
 STATS = Stats(
     num_running=3,
@@ -38,11 +39,16 @@ LINE = re.compile(
 )
 
 
-SIZES = {"page_tokens": 16, "num_pages": 1000}
+SIZED = replace(READY, page_tokens=16, num_pages=1000)
+
+
+def seen(metrics: Metrics, model: str = "demo", stats: Stats = STATS) -> Seen:
+    ready = replace(SIZED, model=model)
+    return Seen(ready=ready, stats=stats, metrics=metrics, num_open=9)
 
 
 def page(metrics: Metrics, model: str = "demo", stats: Stats = STATS) -> str:
-    return render(metrics, stats, model=model, **SIZES, num_open=9, num_tasks=11).decode()
+    return render([seen(metrics, model, stats)], HttpCounts(), num_tasks=11).decode()
 
 
 def test_the_engines_numbers_are_there_under_common_names() -> None:
@@ -73,9 +79,33 @@ def test_the_engines_numbers_are_there_under_common_names() -> None:
         f"nanovllm:grammar_matchers{{{labels}}} 5",
         f"nanovllm:grammar_cache_bytes{{{labels}}} 7000",
         f"nanovllm:open_choices{{{labels}}} 9",
-        f"nanovllm:asyncio_tasks{{{labels}}} 11",
+        'nanovllm:asyncio_tasks{model_name="demo"} 11',
     ):
         assert line in text.splitlines()
+
+
+def test_engines_are_told_apart_and_what_is_of_none_has_no_engine() -> None:
+    first, second, http = Metrics(), Metrics(), HttpCounts()
+    first.finished["stop"], second.finished["stop"] = 1, 2
+    first.rejected["queue_full"] = 3
+    http.rejected["invalid_value"] = 4
+    http.responses["/health", 200] = 5
+    gone = Seen(ready=SIZED, stats=None, metrics=second)
+    text = render([seen(first), gone], http).decode()
+    found = samples_of(text)
+    values = by_label(found, "vllm:request_success_total", "engine", "finished_reason")
+    assert values == {"0/stop": 1, "1/stop": 2}
+    values = by_label(found, "vllm:admission_rejections_total", "engine", "reason")
+    assert values == {"0/queue_full": 3, "/invalid_value": 4}
+    assert by_label(found, "nanovllm:engine_up", "engine") == {"0": 1, "1": 0}
+    # Of one that has gone nothing is known, and its counters will begin anew.
+    assert by_label(found, "vllm:num_requests_running", "engine") == {"0": 3}
+    assert by_label(found, "vllm:generation_tokens_total", "engine") == {"0": 70}
+    assert by_label(found, "nanovllm:http_requests_total", "engine", "path") == {"//health": 5}
+    typed = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
+    assert len(typed) == len(set(typed))
+    names = [line.split("{")[0] for line in text.splitlines() if "success_total" in line]
+    assert names[2:] == ["vllm:request_success_total"] * 2  # one after the other
 
 
 def test_drafts_are_told_of_where_the_recipe_speculates() -> None:

@@ -116,7 +116,7 @@ def test_wrong_type(param, value) -> None:
         (b'{"messages": [], "temperature": NaN}', None, "not valid JSON"),
         (b'{"messages": [{"role": "\xff"}]}', None, "not valid UTF-8"),
         (b'{"messages": ' + b"[" * 100_000, "messages[0]", "Expected"),
-        (b'{"user": ' + b"[" * 100_000, None, "nested too deeply"),
+        (b'{"store": ' + b"[" * 100_000, None, "nested too deeply"),
         ({}, "messages", "required field `messages`"),
         ({"messages": []}, "messages", "at least one message"),
         ({"messages": [{}]}, "messages[0].role", "required field `role`"),

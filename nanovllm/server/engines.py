@@ -1,0 +1,189 @@
+"""The engines behind one API process: who of them gets a request, and whether one lives.
+
+With one engine nothing is chosen and nothing noted. With several, one that has gone is looked for
+again where it was until it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from msgspec.structs import replace
+
+from nanovllm.config import Recipe
+from nanovllm.ipc.client import EngineClient, EngineLostError
+from nanovllm.log import fields
+from nanovllm.server.chat import ChatSession
+from nanovllm.server.errors import ApiError
+from nanovllm.server.metrics import Metrics, Seen
+from nanovllm.server.protocol import ChatRequest
+from nanovllm.server.router import Routed, Router
+from nanovllm.server.template import Prompt
+from nanovllm.wire import Ready
+
+log = logging.getLogger("server")
+RETRY_S = 0.2
+
+
+class Route:
+    """Where one request goes, and who counts it."""
+
+    def __init__(self, client: EngineClient, metrics: Metrics) -> None:
+        self.client = client
+        self.metrics = metrics
+
+    def sent(self) -> None:
+        """The engine has it."""
+
+    def done(self, session: ChatSession) -> None:
+        """Nothing more will come of it."""
+
+
+class ChosenRoute(Route):
+    def __init__(
+        self, client: EngineClient, metrics: Metrics, router: Router, routed: Routed
+    ) -> None:
+        super().__init__(client, metrics)
+        self._router = router
+        self._routed = routed
+
+    def sent(self) -> None:
+        self._router.sent(self._routed)
+
+    def done(self, session: ChatSession) -> None:
+        self._router.done(self._routed, session.num_cached if session.is_started else None)
+
+
+class Engines:
+    """Connected to all engines from the start."""
+
+    def __init__(self, clients: Sequence[EngineClient], stall_s: float) -> None:
+        """`stall_s`: for how long one may be silent, or later than any step was before."""
+        self.clients = list(clients)
+        self.metrics = [Metrics() for _ in clients]
+        self._stall_s = stall_s
+        self._route = Route(self.clients[0], self.metrics[0])
+
+    @classmethod
+    async def connect(cls, paths: Sequence[str], recipe: Recipe) -> Engines:
+        """Returns once all are ready. Raises EngineLostError if one dies before."""
+        if len(paths) > 1:
+            return await Replicas.connect(paths, recipe)
+        gone = partial(log.error, "the engine is gone")
+        return cls([await EngineClient.connect(paths[0], gone)], recipe.server.stall_s)
+
+    @property
+    def ready(self) -> Ready:
+        """What holds of every engine."""
+        readies = [client.ready for client in self.clients]
+        return replace(readies[0], max_model_tokens=min(r.max_model_tokens for r in readies))
+
+    def route(self, request: ChatRequest, prompt: Prompt) -> Route:
+        """Whom to send a request, to be told when it was sent and when it is over."""
+        return self._route
+
+    def problem(self) -> ApiError | None:
+        """Why no engine can be sent a request; None if one can."""
+        problems = [problem_of(client, self._stall_s) for client in self.clients]
+        return None if None in problems else problems[0]
+
+    def seen(self) -> list[Seen]:
+        return [
+            Seen(
+                ready=client.ready,
+                stats=None if client.is_lost else client.stats,
+                metrics=metrics,
+                step_age_s=client.step_age_s,
+                num_open=client.num_open,
+            )
+            for client, metrics in zip(self.clients, self.metrics, strict=True)
+        ]
+
+
+class Replicas(Engines):
+    """Several engines, each of which may end and begin again."""
+
+    def __init__(
+        self, clients: Sequence[EngineClient], paths: Sequence[str], recipe: Recipe
+    ) -> None:
+        super().__init__(clients, recipe.server.stall_s)
+        self._paths = paths
+        self._others = [(client.stats, 0) for client in clients]
+        self._connecting: set[asyncio.Task[None]] = set()
+        ready = clients[0].ready
+        self._router = Router(
+            [client.ready.num_pages if recipe.cache.prefix else 0 for client in clients],
+            ready.page_tokens,
+            prefill_weight=recipe.parallel.prefill_weight,
+            load_weight=recipe.parallel.load_weight,
+            first=ready.worker,
+        )
+
+    @classmethod
+    async def connect(cls, paths: Sequence[str], recipe: Recipe) -> Replicas:
+        made: list[Replicas] = []
+
+        def lost(index: int) -> None:  # while others start, whoever started us ends it all
+            if made:
+                made[0].lost(index)
+
+        waiting = (EngineClient.connect(path, partial(lost, at)) for at, path in enumerate(paths))
+        made.append(cls(await asyncio.gather(*waiting), paths, recipe))
+        return made[0]
+
+    def route(self, request: ChatRequest, prompt: Prompt) -> Route:
+        loads: list[float | None] = [
+            None if problem_of(client, self._stall_s) else self._load(at)
+            for at, client in enumerate(self.clients)
+        ]
+        if not any(load is not None for load in loads):
+            return self._route  # which says that it is gone, or stalls as all do
+        salt = request.cache_salt or ""
+        owner = salt or request.user or ""
+        routed = self._router.route(prompt.ids, salt, owner, loads)
+        at = routed.engine
+        return ChosenRoute(self.clients[at], self.metrics[at], self._router, routed)
+
+    def _load(self, at: int) -> int:
+        """Requests in flight: ours as of now, and others' as of the engine's newest counts."""
+        client = self.clients[at]
+        stats, others = self._others[at]
+        if client.stats is not stats:
+            stats = client.stats
+            there = stats.num_running + stats.num_waiting + stats.num_compiling
+            others = max(0, there - client.num_open)
+            self._others[at] = stats, others
+        return client.num_open + others
+
+    def lost(self, at: int) -> None:
+        log.error("engine %d is gone", at)
+        self._router.forget(at)
+        task = asyncio.get_running_loop().create_task(self._connect_again(at))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect_again(self, at: int) -> None:
+        while True:
+            try:
+                client = await EngineClient.connect(self._paths[at], partial(self.lost, at))
+            except EngineLostError:  # it ended while it loaded
+                await asyncio.sleep(RETRY_S)
+                continue
+            self.clients[at] = client
+            log.info("engine %d is back %s", at, fields(worker=client.ready.worker))
+            return
+
+
+def problem_of(client: EngineClient, stall_s: float) -> ApiError | None:
+    if client.is_lost:
+        return ApiError(503, "the engine is gone", code="unhealthy")
+    if (silent_s := client.silent_s) > stall_s:
+        text = f"the engine has given no sign of life for {silent_s:.0f} s"
+        return ApiError(503, text, code="stalled")
+    if (late_s := client.late_s) > stall_s:
+        text = f"the engine's step takes {late_s:.0f} s longer than any before"
+        return ApiError(503, text, code="stalled")
+    return None

@@ -1,0 +1,185 @@
+"""One API process and several engines: where requests go, and one that comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from tokenizers import Tokenizer
+
+from nanovllm.config import DEMO, load_config
+from nanovllm.server.engines import Engines, Replicas, Route
+from nanovllm.server.protocol import ChatRequest
+from nanovllm.server.template import Prompt
+from nanovllm.wire import Beat, Generate, Sampling, Stats, StepOutput
+from tests.server.fake_engine import FakeEngine
+
+RECIPE = load_config(None, ["parallel.dp=2", "parallel.load_weight=20"]).recipe
+PROMPT = Prompt(list(range(100, 180)), "")  # 4 full pages of 16, and a rest
+
+
+class Notes:
+    """A sink, and the session that its request belongs to."""
+
+    def __init__(self) -> None:
+        self.was_lost = self.is_started = False
+        self.num_cached = 0
+
+    def lost(self) -> None:
+        self.was_lost = True
+
+    def started(self, num_cached: int) -> None:
+        self.is_started, self.num_cached = True, num_cached
+
+    def flush(self) -> None: ...
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Iterator[list[FakeEngine]]:
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    fakes = [FakeEngine(str(tmp_path / f"{at}.sock"), tokenizer) for at in range(2)]
+    for fake in fakes:
+        fake.is_stuck = True
+        fake.start()
+    yield fakes
+    for fake in fakes:
+        fake.die()
+
+
+def request(**fields: object) -> ChatRequest:
+    return msgspec.convert({"messages": [], **fields}, ChatRequest)
+
+
+def at_of(engines: Engines, route: Route) -> int:
+    return engines.clients.index(route.client)
+
+
+def send(route: Route, sink: Any) -> None:
+    message = Generate(route.client.new_id(), b"\0\0\0\0", 9, [], Sampling())
+    route.client.submit(message, sink)
+    route.sent()
+
+
+def run(fakes: list[FakeEngine], main: Any) -> None:
+    async def whole() -> None:
+        engines = await Engines.connect([fake.path for fake in fakes], RECIPE)
+        try:
+            await main(engines)
+        finally:
+            for client in engines.clients:
+                client._on_lost = lambda: None
+                client.close()
+            await asyncio.sleep(0)
+
+    asyncio.run(whole())
+
+
+async def eventually(check: Any) -> None:
+    async with asyncio.timeout(5):
+        while not check():
+            await asyncio.sleep(0.005)
+
+
+def test_requests_in_flight_and_prefixes_decide(fakes: list[FakeEngine]) -> None:
+    async def main(engines: Engines) -> None:
+        first, sink = engines.route(request(), PROMPT), Notes()
+        send(first, sink)
+        here = at_of(engines, first)
+        other = engines.route(request(), Prompt([7] * 80, ""))
+        assert at_of(engines, other) == 1 - here and other.metrics is engines.metrics[1 - here]
+        # 64 cached tokens, of which one that is in flight shares half, outweigh one request of 20.
+        assert at_of(engines, engines.route(request(), PROMPT)) == here
+        await eventually(lambda: sink.is_started)
+        first.done(sink)  # type: ignore[arg-type]
+        send(engines.route(request(), PROMPT), Notes())
+        assert first.client.num_open == 2
+        others = [request(), request(cache_salt="x")]
+        assert [at_of(engines, engines.route(one, PROMPT)) for one in others] == [1 - here] * 2
+
+    run(fakes, main)
+
+
+def test_what_other_api_processes_sent_counts(fakes: list[FakeEngine]) -> None:
+    async def main(engines: Engines) -> None:
+        assert isinstance(engines, Replicas)
+        for client, num_running in zip(engines.clients, (5, 3), strict=True):
+            client._received([StepOutput(stats=Stats(num_running=num_running, num_waiting=1))])
+        assert [engines._load(at) for at in range(2)] == [6, 4]
+        for _ in range(4):  # ours count at once, without being told of
+            send(engines.route(request(), Prompt([1], "")), Notes())
+        assert [engines._load(at) for at in range(2)] == [7, 7]
+        engines.clients[1]._received([StepOutput(stats=Stats(num_running=3))])
+        assert [engines._load(at) for at in range(2)] == [7, 3]
+
+    run(fakes, main)
+
+
+def test_one_engine_that_goes_loses_its_requests_and_comes_back(fakes: list[FakeEngine]) -> None:
+    async def main(engines: Engines) -> None:
+        sinks = [Notes() for _ in range(6)]
+        for sink in sinks:
+            send(engines.route(request(), Prompt([1], "")), sink)
+        gone = engines.clients[0]
+        path = Path(fakes[0].path)
+        path.rename(f"{path}-away")
+        assert gone.num_open == 3
+        fakes[0].die()
+        await eventually(lambda: gone.is_lost)
+        assert sorted(sink.was_lost for sink in sinks) == [False] * 3 + [True] * 3
+        assert engines.problem() is None
+        assert [seen.stats is not None for seen in engines.seen()] == [False, True]
+        assert {at_of(engines, engines.route(request(), PROMPT)) for _ in range(4)} == {1}
+        fakes[0].running.clear()  # as one that begins anew
+        Path(f"{path}-away").rename(path)
+        await eventually(lambda: engines.clients[0] is not gone)
+        assert [seen.stats is not None for seen in engines.seen()] == [True, True]
+        assert at_of(engines, engines.route(request(), PROMPT)) == 0  # which has nothing to do
+        second = engines.clients[1]
+        fakes[1].die()
+        await eventually(lambda: second.is_lost and engines.clients[1] is not second)
+
+    run(fakes, main)
+
+
+def test_when_none_is_left_that_is_said(fakes: list[FakeEngine]) -> None:
+    async def main(engines: Engines) -> None:
+        for client in engines.clients:
+            client.is_lost = True
+        problem = engines.problem()
+        assert problem is not None and (problem.status, problem.code) == (503, "unhealthy")
+        assert engines.route(request(), PROMPT).client.is_lost
+        engines.clients[0].is_lost = False
+        engines.clients[0]._received([Beat(30.0, 20.0)])  # its step hangs
+        problem = engines.problem()
+        assert problem is not None and problem.code == "stalled"
+        engines.clients[1].is_lost = False
+        assert engines.problem() is None
+        assert {at_of(engines, engines.route(request(), PROMPT)) for _ in range(4)} == {1}
+
+    run(fakes, main)
+
+
+def test_the_shortest_context_holds_for_all(fakes: list[FakeEngine]) -> None:
+    async def main(engines: Engines) -> None:
+        client = engines.clients[1]
+        client.ready = replace(client.ready, max_model_tokens=99)
+        assert engines.ready.max_model_tokens == 99
+
+    run(fakes, main)
+
+
+def test_with_one_engine_nothing_is_chosen(fakes: list[FakeEngine]) -> None:
+    async def main(engines: Engines) -> None:
+        assert type(engines) is Engines
+        route = engines.route(request(user="me"), PROMPT)
+        assert route is engines.route(request(), PROMPT) and type(route) is Route
+        route.sent()
+        route.done(SimpleNamespace())  # type: ignore[arg-type]
+
+    run(fakes[:1], main)
