@@ -73,7 +73,7 @@ def test_a_small_model_by_hand() -> None:
          # The stream twice, its norm, and what gate and up give; o's product is added in place.
          2 * 8448 * (3 * 4096 + 12288), 6159),
         ("qwen3-32b", 2 * 151936 * 5120 + 64 * 487_598_336 + 5120, 64 * 8 * 256 * 2,
-         2 * 8192 * (4 * 5120 + 25600), None),
+         2 * 8448 * (4 * 5120 + 25600), None),
         ("r1-distill-llama-70b", 2 * 128256 * 8192 + 80 * 855_654_400 + 8192, 80 * 8 * 256 * 2,
          2 * 2048 * (4 * 8192 + 28672), 52),
     ],
@@ -207,7 +207,7 @@ def test_the_pinned_lines_are_a_recipe_of_the_same_plan() -> None:
     assert lines == [
         "parallel: {tp: 4}",
         f"cache: {{page_tokens: 128, pages: {plan.pages}, memory_fraction: 0.9}}",
-        "schedule: {slots: 512, step_tokens: 8192}",
+        "schedule: {slots: 512, step_tokens: 8448}",
         "server: {max_model_tokens: 32768}",
     ]
     overrides = [line.replace(": ", "=", 1) for line in lines[:3]]
