@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 
 from nanovllm.watch import Child, Ranks, ending, word_on
@@ -19,9 +20,13 @@ WINDOW_S = 3600.0  # restarts are counted within this
 class Engine:
     """One engine through all its lives. It ends by itself, or with a rank of it."""
 
-    def __init__(self, start: Callable[[], list[Child]], restarts: int) -> None:
-        """`start` spawns its ranks. `restarts`: how often within WINDOW_S it is started again."""
+    def __init__(
+        self, start: Callable[[], list[Child]], restarts: int, on_lost: Callable[[], None]
+    ) -> None:
+        """`start` spawns its ranks. `restarts`: how often within WINDOW_S it is started again.
+        `on_lost` is called once its ranks have been killed."""
         self.children = start()
+        self._on_lost = on_lost
         self._start = start
         self._restarts = restarts
         self._restarted: list[float] = []  # when (monotonic)
@@ -36,6 +41,7 @@ class Engine:
             if self._why:
                 for process, _ in self.children:  # all live or none, and streams end now
                     process.kill()
+                self._on_lost()
                 self._say()
         if self._why and restarts and self._may_start():
             self._restarted.append(time.monotonic())
@@ -83,10 +89,15 @@ class Fleet:
         self._engines: list[Engine] = []
         self._starts = starts
         self._restarts = restarts if len(starts) > 1 else 0
+        self.on_lost: Callable[[int], None] = lambda _: None  # is told an engine's number
 
     def start(self) -> None:
-        for start in self._starts:
-            self._engines.append(Engine(start, self._restarts))
+        for at, start in enumerate(self._starts):
+            lost = partial(self._lost, at)
+            self._engines.append(Engine(start, self._restarts, lost))
+
+    def _lost(self, at: int) -> None:
+        self.on_lost(at)
 
     @property
     def children(self) -> list[Child]:

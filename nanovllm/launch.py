@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection as Pipe, wait
 from multiprocessing.process import BaseProcess
@@ -100,6 +100,7 @@ def serve(config: Config) -> int:
     with sock, interruptible() as stopped, engine_processes(config, num) as (paths, fleet):
         workers = [spawn(f"nanovllm-api{i}", config, run_api, paths, i, sock) for i in range(num)]
         processes = [process for process, _ in workers]
+        fleet.on_lost = partial(tell, workers)
         try:
             wait_ready([*fleet.children, *workers], stopped)
             announce(config, sock)
@@ -183,6 +184,14 @@ def watch(fleet: Fleet, workers: Sequence[BaseProcess], stopped: threading.Event
     return 0
 
 
+def tell(workers: Sequence[Child], engine: int) -> None:
+    """That an engine was lost: its end of a socket may outlive it by the seconds that its device
+    takes to let go of it."""
+    for _, word in workers:
+        with contextlib.suppress(OSError):
+            word.send(engine)
+
+
 # -- children -------------------------------------------------------------------------------
 
 
@@ -207,6 +216,7 @@ class Word:
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
+        self._on_lost: Callable[[int], object] = lambda _: None
         self.is_ready = self.beats = False
 
     def ready(self) -> None:
@@ -223,11 +233,17 @@ class Word:
         self._pipe.send(str(why))
         sys.exit(EXIT_CONFIG)
 
+    def hear(self, on_lost: Callable[[int], object]) -> None:
+        """From now on `on_lost` is called, in a thread, with the number of each engine lost."""
+        self._on_lost = on_lost
+
     def leave_with_supervisor(self) -> None:
         """A thread's work."""
         with contextlib.suppress(EOFError, OSError):
-            while not self._pipe.poll(BEAT_EVERY_S):  # nothing comes but the end
-                if self.beats:
+            while True:
+                if self._pipe.poll(BEAT_EVERY_S):
+                    self._on_lost(self._pipe.recv())
+                elif self.beats:
                     self._pipe.send("alive")
         os._exit(EXIT_CRASH)
 
@@ -280,7 +296,7 @@ def run_api(
     from nanovllm.server.main import run
 
     try:
-        run(config, paths, worker, sock, word.ready)
+        run(config, paths, worker, sock, word.ready, word.hear)
     except EngineLostError:
         sys.exit(EXIT_CRASH)  # what there is to say of it, the supervisor says
 

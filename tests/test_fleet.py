@@ -82,6 +82,16 @@ def test_an_engine_that_ended_lives_again_and_others_go_on(caplog) -> None:
     assert len(a.lives) == 2
 
 
+def test_who_is_served_hears_of_each_loss_once() -> None:
+    found, (_, b) = fleet_of(2, restarts=3, num_ranks=2)
+    heard: list[tuple[int, bool]] = []
+    found.on_lost = lambda at: heard.append((at, b.lives[0][0].was_killed))
+    b.lives[0][1].die()
+    for _ in range(3):
+        found.lost()
+    assert heard == [(1, True)]
+
+
 def test_all_ranks_of_an_engine_die_together_and_are_waited_for() -> None:
     found, (a, _) = fleet_of(2, restarts=3, num_ranks=3)
     a.lives[0][2].stays = True

@@ -141,3 +141,7 @@ class AsyncConnection(asyncio.Protocol):
 
     def close(self) -> None:
         self._transport.close()
+
+    def abort(self) -> None:
+        """Without sending what is still to be sent."""
+        self._transport.abort()

@@ -103,6 +103,10 @@ class EngineClient:
     def close(self) -> None:
         self._connection.close()
 
+    def cut(self) -> None:
+        """As if the engine had gone: all sinks hear so."""
+        self._connection.abort()
+
     @property
     def num_open(self) -> int:
         """Requests whose results are awaited."""

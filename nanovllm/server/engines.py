@@ -85,6 +85,10 @@ class Engines:
         """Whom to send a request, to be told when it was sent and when it is over."""
         return self._route
 
+    def end(self, at: int) -> None:
+        """Engine `at` was lost, whether its connection has noticed or not."""
+        self.clients[at].cut()
+
     def problem(self) -> ApiError | None:
         """Why no engine can be sent a request; None if one can."""
         problems = [problem_of(client, self._stall_s) for client in self.clients]

@@ -46,15 +46,19 @@ def run(
     worker: int,
     sock: socket.socket | None = None,
     ready: Callable[[], None] = lambda: None,
+    hear: Callable[[Callable[[int], object]], None] = lambda _: None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. `sock`: listens already; None binds server.host and port.
 
-    `ready` is called once requests are accepted. Raises ConfigError if the model's files are
+    `ready` is called once requests are accepted, `hear` with what is to be called, from any
+    thread, with the number of an engine that was lost. Raises ConfigError if the model's files are
     broken, EngineLostError if an engine dies before all are ready.
     """
 
     async def serve() -> None:
         engines = await Engines.connect(engine_paths, config.recipe)
+        loop = asyncio.get_running_loop()
+        hear(lambda at: loop.call_soon_threadsafe(engines.end, at))
         sys.setswitchinterval(SWITCH_S)
         served, counts = Served(config, engines.ready), HttpCounts()
         with (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -205,6 +206,27 @@ def test_a_disk_that_fills_while_an_engine_starts_is_one_line() -> None:
     assert caught.value.code == 2
     (line,) = said
     assert line.startswith("cannot write ") and line.endswith(": No space left on device")
+
+
+def test_a_child_hears_of_lost_engines_and_leaves_with_its_supervisor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Left(BaseException): ...
+
+    def leave(code: int) -> None:
+        raise Left
+
+    monkeypatch.setattr(launch.os, "_exit", leave)
+    ours, theirs = multiprocessing.Pipe()
+    word, heard = launch.Word(theirs), list[int]()
+    word.hear(heard.append)
+    launch.tell([(None, ours)], 1)  # type: ignore[list-item]
+    launch.tell([(None, ours)], 0)  # type: ignore[list-item]
+    ours.close()
+    with pytest.raises(Left):
+        word.leave_with_supervisor()
+    assert heard == [1, 0]
+    launch.tell([(None, ours)], 2)  # type: ignore[list-item]
 
 
 def test_a_socket_s_path_has_a_limit(tmp_path: Path) -> None:

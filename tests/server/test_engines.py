@@ -105,6 +105,21 @@ def test_requests_in_flight_and_prefixes_decide(fakes: list[FakeEngine]) -> None
     run(fakes, main)
 
 
+def test_streams_end_with_the_word_that_an_engine_was_lost(fakes: list[FakeEngine]) -> None:
+    """Its end of the socket stays open here, as while a device takes its time to let go."""
+
+    async def main(engines: Engines) -> None:
+        sinks = [Notes(), Notes()]
+        for at, sink in enumerate(sinks):
+            send(Route(engines.clients[at], engines.metrics[at]), sink)
+        before = engines.clients[1]
+        engines.end(1)
+        await eventually(lambda: sinks[1].was_lost)
+        assert before.is_lost and not sinks[0].was_lost
+
+    run(fakes, main)
+
+
 def test_what_other_api_processes_sent_counts(fakes: list[FakeEngine]) -> None:
     async def main(engines: Engines) -> None:
         assert isinstance(engines, Replicas)
