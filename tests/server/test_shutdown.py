@@ -110,7 +110,7 @@ def test_a_second_signal_ends_at_once(tmp_path, kind) -> None:
         ):
             eventually(lambda: len(api.engine.running) == 1)
             os.kill(api.process.pid or 0, signal.SIGTERM)
-            time.sleep(SAME_SIGNAL_S + 0.3)
+            time.sleep(SAME_SIGNAL_S + 1.0)  # a busy machine hears late
             assert api.process.is_alive()
             begun = time.monotonic()
             os.kill(api.process.pid or 0, kind)
