@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The records behind README's tables, made on the machine present (one GPU), with random weights:
 #   results/measure.sh [PART ...]       parts: online offline kernels ablation sweep
-# and structured, which online begins with, speculation, variants, ranks (several GPUs), peers and peers-offline, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
+# and structured, which online begins with, speculation, variants, ranks and replicas (several GPUs), peers and peers-offline, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
 # FLAGS: more flags of every run, as in FLAGS="--results-dir /tmp/results". RECIPES: instead of 0.6B and 8B. VLLM_PYTHON: for peers, an interpreter that has vLLM.
 set -uo pipefail
 read -ra flags <<<"${FLAGS:-}"
@@ -73,6 +73,14 @@ measure() {
                 nanovllm bench --offline recipes/qwen3-32b.yaml --workload $load "${common[@]}" \
                     --set parallel.tp=$ranks --set schedule.slots=256
             done
+        done
+        ;;
+    replicas) # one engine, then as many as RANKS says; of the paper engine, on 16 cores, four
+        local paper="--start recipes/paper.yaml --set server.workers=2 --processes 8 --input-len 32 --output-len 1000"
+        taskset -c 0-15 nanovllm bench $paper --concurrency 256 --num-prompts 1024 "${common[@]}"
+        taskset -c 0-15 nanovllm bench $paper --concurrency 1024 --num-prompts 4096 --dp 4 "${common[@]}"
+        for count in 1 "${RANKS:-2}"; do
+            online $large $((256 * count)) 136 --num-prompts $((1024 * count)) --dp $count --set server.workers=4
         done
         ;;
     peers | peers-offline) # vLLM and nanovllm in turn, one client, the same prompts, ratios and a plot
