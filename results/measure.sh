@@ -77,8 +77,8 @@ measure() {
         ;;
     replicas) # one engine, then as many as RANKS says; of the paper engine, on 16 cores, four
         local paper="--start recipes/paper.yaml --set server.workers=2 --processes 8 --input-len 32 --output-len 1000"
-        taskset -c 0-15 nanovllm bench $paper --concurrency 256 --num-prompts 1024 "${common[@]}"
-        taskset -c 0-15 nanovllm bench $paper --concurrency 1024 --num-prompts 4096 --dp 4 "${common[@]}"
+        taskset -c 0-15 nanovllm bench $paper --concurrency 256 --num-prompts 1024 "${common[@]:2}"
+        taskset -c 0-15 nanovllm bench $paper --concurrency 1024 --num-prompts 4096 --dp 4 "${common[@]:2}"
         for count in 1 "${RANKS:-2}"; do
             online $large $((256 * count)) 136 --num-prompts $((1024 * count)) --dp $count --set server.workers=4
         done
