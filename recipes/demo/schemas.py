@@ -304,7 +304,8 @@ def limited(path: Path) -> Found:
 
 
 def run(paths: list[Path], jobs: int) -> list[Found]:
-    with multiprocessing.Pool(jobs, maxtasksperchild=500) as pool:
+    context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+    with context.Pool(jobs, maxtasksperchild=500) as pool:
         return list(pool.imap_unordered(limited, paths, chunksize=4))
 
 

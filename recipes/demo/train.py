@@ -53,7 +53,7 @@ def batches(args: argparse.Namespace) -> Generator[render.Rows, None, None]:
     """Fresh rows for every step, in an order that only the seed decides."""
     shards = args.steps * args.rows // SHARD_ROWS + 2
     jobs = ((args.seed * 1_000_000 + i, args.length) for i in range(shards))
-    with get_context("fork").Pool(args.workers, quiet_worker) as pool:
+    with get_context("spawn").Pool(args.workers, quiet_worker) as pool:  # a fork may hold locks
         kept: list[render.Rows] = []
         for rows in pool.imap(shard, jobs):
             kept.append(rows)
