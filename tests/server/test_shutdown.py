@@ -100,6 +100,15 @@ def test_what_is_not_read_in_time_is_told_so(tmp_path) -> None:
         assert "Traceback" not in api.log()
 
 
+@pytest.fixture
+def heard_interrupts() -> Iterator[None]:
+    """Children ignore what their parent does, and a shell makes its background jobs ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard_interrupts")
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(tmp_path, kind) -> None:
     with serving(tmp_path, "server.shutdown_s=60") as api:
