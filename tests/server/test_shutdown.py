@@ -102,7 +102,7 @@ def test_what_is_not_read_in_time_is_told_so(tmp_path) -> None:
 
 @pytest.fixture
 def heard_interrupts() -> Iterator[None]:
-    """Children ignore what their parent does, and a shell makes its background jobs ignore SIGINT."""
+    """Children ignore what their parent does, as background jobs of a shell ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
