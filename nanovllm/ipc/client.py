@@ -104,7 +104,7 @@ class EngineClient:
         self._connection.close()
 
     def cut(self) -> None:
-        """As if the engine had gone: all sinks hear so."""
+        """All sinks hear that the engine has gone."""
         self._connection.abort()
 
     @property
