@@ -4,7 +4,7 @@ from __future__ import annotations
 
 QUICK = (
     "attention/",
-    "bench/test_kv.py", "bench/test_record.py", "bench/test_report.py", "bench/test_workload.py",
+    "bench/test_gpus.py", "bench/test_record.py", "bench/test_report.py", "bench/test_workload.py",
     "cli/test_bench.py",
     "demo/test_soak.py",
     "end_to_end/test_generate.py",
@@ -16,9 +16,9 @@ QUICK = (
     "layers/",
     "models/",
     "paper/test_corruption.py", "paper/test_engine.py", "paper/test_sharing.py",
-    "parallel/",
+    "parallel/test_mesh.py", "parallel/test_ring.py",
     "runner/test_corrupted.py", "runner/test_piecewise.py", "runner/test_room.py",
-    "sampling/",
+    "sampling/test_sampler.py",
     "sched/",
     "server/parsers/test_families.py",
     "server/structured/test_tag.py",
@@ -31,7 +31,9 @@ QUICK = (
     "test_docstrings.py", "test_speculate.py", "test_tour.py",
 )  # fmt: skip
 SLOW = {  # tests of these files that take seconds
+    "test_a_sleeping_reader_wakes_and_an_idle_one_computes_nothing",
     "test_a_sweep_starts_its_server_once",
+    "test_a_sweep_writes_a_record_per_concurrency_and_one_plot",
     "test_compiled_references_mean_the_same_for_any_number_of_tokens",
     "test_ready_until_the_engine_is_gone_or_the_server_ends",
     "test_the_backend_does_not_import_the_language_of_its_kernel",
