@@ -14,13 +14,11 @@ import torch
 from nanovllm_kernels import all_reduce as own
 from nanovllm_kernels.all_reduce import Peers
 from torch import Tensor
-from torch._C import _distributed_c10d  # what torch.distributed gives no name to
 
 from nanovllm.parallel.mesh import Mesh
-from nanovllm.parallel.peers import connect_peers, crossover
+from nanovllm.parallel.peers import c10d, connect_peers, crossover
 
 log = logging.getLogger("engine")
-c10d: Any = _distributed_c10d  # torch's stubs lack most of what is used of it
 
 
 class Links(NamedTuple):

@@ -19,6 +19,7 @@ from torch._C import _distributed_c10d  # what torch.distributed gives no name t
 
 from nanovllm.config import ConfigError
 
+c10d: Any = _distributed_c10d  # torch's stubs lack most of what is used of it
 CAPACITY = 8 << 20  # 512 rows of 8192 elements
 GROUP = "nanovllm.peers"
 SHORTEST = 64 << 10  # bytes of a message for which nothing else is ever tried
@@ -49,7 +50,6 @@ def connect_peers(
             f"{', '.join(unreached)}, as kernels over peer memory must"
         )
     os.putenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    c10d: Any = _distributed_c10d
     group = c10d.ProcessGroup(store, rank, size)
     c10d._register_process_group(GROUP, group)
     length = buffer_bytes(size, capacity)

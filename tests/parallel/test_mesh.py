@@ -15,6 +15,7 @@ from torch import Tensor
 from nanovllm.config import ConfigError
 from nanovllm.parallel.cut import check_cut, span_of_vocabulary
 from nanovllm.parallel.mesh import Mesh, Span
+from nanovllm.sampling.shards import Shard
 from tests.models.steps import Steps, load
 from tests.models.test_parity import LENGTHS, SCHEDULES, our_logits, prompts
 from tests.models.tiny import make_tiny
@@ -133,3 +134,13 @@ def test_one_rank_by_itself_has_nobody_to_meet() -> None:
     Mesh().connect()
     with pytest.raises(ConfigError, match=r"parallel.tp is 2; only a server has several ranks"):
         Mesh(0, 2).connect()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_one_rank_by_itself_gathers_rows_as_wide_as_together(size: int) -> None:
+    """So that what is measured of one rank alone is what it takes beside the others."""
+    shard = Shard(Mesh(0, size), 5003)
+    logits_SV = torch.arange(3.0 * shard.span.count).view(3, -1)
+    rows_WV = shard.whole_rows(logits_SV, torch.tensor([0, 2]))
+    assert rows_WV.shape == (2, 5003)
+    assert torch.equal(rows_WV[:, : shard.span.count], logits_SV[[0, 2]])
