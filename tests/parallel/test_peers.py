@@ -52,7 +52,7 @@ def test_buffers_are_empty_before_any_rank_has_their_addresses(monkeypatch) -> N
         _unregister_process_group=lambda name: done.append("unregistered"),
         _SymmetricMemory=SymmetricMemory,
     )
-    monkeypatch.setattr(module, "_distributed_c10d", stand_in)
+    monkeypatch.setattr(module, "c10d", stand_in)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("filled"))
     monkeypatch.setattr(os, "putenv", lambda *variable: done.append(variable))
