@@ -19,10 +19,14 @@ from nanovllm.parallel.mesh import Mesh, Span
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which slice of each checkpoint tensor this rank keeps: the parts follow one another."""
+    """Which slice of each checkpoint tensor this rank keeps: the parts follow one another.
 
-    dim: int  # the dimension that is cut
+    Of a parameter that stacks experts, one tensor each, the same is true of every expert's.
+    """
+
+    dim: int  # the dimension that is cut, of a checkpoint tensor
     parts: tuple[tuple[str, Span], ...]  # an unfused parameter has the one part ""
+    experts: Span | None = None  # those that this rank keeps, stacked along a dimension 0 more
 
 
 class Layer(nn.Module):
