@@ -20,7 +20,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from nanovllm_kernels import experts_reference, route_reference
+from nanovllm_kernels.experts_reference import ExpertProducts
 from nanovllm_kernels.gated_linear import obstacle
+from nanovllm_kernels.route_reference import ExpertRows
 from torch import Tensor
 
 from nanovllm.config import ConfigError, Kernels
@@ -37,6 +40,11 @@ IMPLEMENTATIONS = {
         "skinny_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "sliced_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "added_linear": "nanovllm.layers.ops:ONE_BY_ONE",
+        "route": "nanovllm_kernels.route_reference:route",
+        "sort_rows": "nanovllm_kernels.route_reference:sort_rows",
+        "few_experts": "nanovllm_kernels.experts_reference:EXPERTS",
+        "many_experts": "nanovllm.layers.ops:ONE_BY_ONE",
+        "combine": "nanovllm_kernels.experts_reference:combine",
     },
     "library": {
         "sliced_linear": "nanovllm_kernels.library_linear:SLICED_LINEAR",
@@ -130,6 +138,9 @@ class Ops:
         k_PSGA); normalises q and k per head when weights of a norm are given; rotates q and k
         half-split (cos_sin_LA: cos in the first A/2 columns, sin in the rest, float32, row =
         position); writes k and v to their slots of the cache; returns the rotated q.
+    route, sort_rows, few_experts, many_experts, combine
+        The experts of each token, pairs of both in the experts' order, their products by few rows
+        and by many, and the weighted sum: nanovllm_kernels.route_reference, experts_reference.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -140,6 +151,12 @@ class Ops:
     skinny_linear: SkinnyLinear | None = ONE_BY_ONE
     sliced_linear: FusedLinear | None = ONE_BY_ONE
     added_linear: FusedLinear | None = ONE_BY_ONE
+    route: Callable[..., tuple[Tensor, Tensor]] = route_reference.route
+    sort_rows: Callable[[Tensor, int, int, int], ExpertRows] = route_reference.sort_rows
+    few_experts: ExpertProducts = experts_reference.EXPERTS
+    many_experts: ExpertProducts | None = ONE_BY_ONE
+    combine: Callable[..., Tensor] = experts_reference.combine
+    uniform_experts: bool = False  # whether a hash chooses them, for measurements
     tables: dict[tuple[object, ...], RowTable] = field(
         init=False, default_factory=dict, compare=False
     )
@@ -250,7 +267,8 @@ def _skinny_normed(
     return kernel.norm_linear(x_TD, norm_weight_D, eps, weight_ND, gated=gated), residual
 
 
-OPERATIONS = tuple(entry.name for entry in fields(Ops) if entry.name != "tables")
+SETTINGS = "tables", "uniform_experts"
+OPERATIONS = tuple(entry.name for entry in fields(Ops) if entry.name not in SETTINGS)
 
 
 def select_ops(kernels: Kernels, device: torch.device) -> Ops:

@@ -18,6 +18,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.embedding import Vocabulary
 from nanovllm.layers.linear import Layer
 from nanovllm.layers.mlp import MLP
+from nanovllm.layers.moe import MoE
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Residual
@@ -58,17 +59,29 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
 
+    def evenly_cut(self, _: int) -> tuple[str, ...]:
+        """The fields of which each rank takes an equal share, experts among so many ranks."""
+        return "num_attention_heads", "intermediate_size"
+
     @property
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
 class Block(Layer):
-    """Attention and MLP, each behind its norm."""
+    """Attention and an MLP or experts, each behind its norm."""
 
     def __init__(
-        self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, *, qk_norm: bool
+        self,
+        config: DecoderConfig,
+        layer: int,
+        mesh: Mesh,
+        ops: Ops,
+        *,
+        qk_norm: bool,
+        moe: MoE | None = None,
     ) -> None:
+        """`moe`: in place of the MLP."""
         super().__init__()
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         self.attn = Attention(
@@ -82,11 +95,11 @@ class Block(Layer):
             mesh=mesh,
             ops=ops,
         )
-        self.mlp = MLP(hidden_size, config.intermediate_size, eps, mesh, ops)
+        self.mlp = moe or MLP(hidden_size, config.intermediate_size, eps, mesh, ops)
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
         """The residual stream behind this block. May overwrite what it is given."""
-        after: Residual = self.mlp(self.attn(residual, cos_sin_LA, ctx))
+        after: Residual = self.mlp(self.attn(residual, cos_sin_LA, ctx), ctx)
         return after
 
 
