@@ -53,21 +53,19 @@ def expert_gate_up(
 def expert_down(
     y_XF: Tensor, down_EDF: Tensor, scale_EXX: Tensor | None, rows: ExpertRows, num_chosen: int
 ) -> Tensor:
-    """y_TKD: each pair's product, where the pair is; pairs of other ranks are not written."""
+    """y_XD of sorted rows; rows of no expert of this rank are not written."""
     y_XD = y_XF.new_empty(len(y_XF), down_EDF.shape[1])
     for expert, start, end in used(rows):
         weight_DF = whole(down_EDF, scale_EXX, expert, 1)
         product_XD = functional.linear(y_XF[start:end].to(weight_DF.dtype), weight_DF)
-        y_XD[rows.pair_of_X[start:end].long()] = product_XD.to(y_XD.dtype)
-    return y_XD.unflatten(0, (-1, num_chosen))
+        y_XD[start:end] = product_XD.to(y_XD.dtype)
+    return y_XD
 
 
 def combine(
-    y_TKD: Tensor,
+    y_XD: Tensor,
     weights_TK: Tensor,
-    experts_TK: Tensor,
-    first_expert: int,
-    num_experts: int,
+    row_of_TK: Tensor,
     shared_TD: Tensor | None = None,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
@@ -76,15 +74,15 @@ def combine(
     Summed in float32, in the order of K, then the shared expert's, then the stream, and rounded
     once. May overwrite the stream.
     """
-    local_TK = experts_TK - first_expert
-    is_ours_TK = (local_TK >= 0) & (local_TK < num_experts)
-    terms_TKD = (y_TKD.float() * weights_TK[:, :, None]).where(is_ours_TK[:, :, None], 0.0)
-    x_TD = y_TKD.new_zeros(len(y_TKD), y_TKD.shape[2], dtype=torch.float32)
-    for k in range(y_TKD.shape[1]):
-        x_TD = x_TD + terms_TKD[:, k]
+    num_tokens, num_chosen = row_of_TK.shape
+    x_TD = y_XD.new_zeros(num_tokens, y_XD.shape[1], dtype=torch.float32)
+    for k in range(num_chosen):
+        row_T = row_of_TK[:, k].long()
+        term_TD = y_XD[row_T.clamp(min=0)].float() * weights_TK[:, k, None]
+        x_TD = x_TD + term_TD.where(row_T[:, None] >= 0, 0.0)
     for more_TD in (shared_TD, residual_TD):
         x_TD = x_TD if more_TD is None else x_TD + more_TD.float()
-    return x_TD.to(y_TKD.dtype)
+    return x_TD.to(y_XD.dtype)
 
 
 def used(rows: ExpertRows) -> Iterator[tuple[int, int, int]]:

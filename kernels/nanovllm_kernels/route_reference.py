@@ -38,6 +38,7 @@ class ExpertRows:
     """
 
     pair_of_X: Tensor  # of a sorted row
+    row_of_TK: Tensor  # the sorted row of a pair, or -1 if its expert is another rank's
     starts_E1: (
         Tensor  # the sorted row at which each expert starts, and behind the last: where it ends
     )
@@ -106,8 +107,10 @@ def sort_rows(experts_TK: Tensor, first_expert: int, num_experts: int, tile: int
     owner_X = torch.searchsorted(tile_ends_E, tiles_X, right=True).clamp(max=num_experts - 1)
     inner_X = tiles_X - (tile_ends_E - tiles_E)[owner_X]
     is_live_X = tiles_X < tile_ends_E[-1]
+    row_of_X = torch.empty_like(order_X).index_copy(0, order_X, rows_X)
     return ExpertRows(
         order_X.where(rows_X < ends_E[-1], -1).int(),
+        row_of_X.where(is_ours_X, -1).int().view_as(experts_TK),
         starts_E1.int(),
         owner_X.where(is_live_X, -1).int(),
         (starts_E1[owner_X] + inner_X * tile).where(is_live_X, -1).int(),

@@ -95,6 +95,8 @@ def test_sorted_rows(first: int, count: int, tile: int) -> None:
     ]
     flat = [*chain.from_iterable(pairs)]
     assert rows.pair_of_X.tolist() == flat + [-1] * (10 - len(flat))
+    row_of = [flat.index(pair) if pair in flat else -1 for pair in range(10)]
+    assert rows.row_of_TK.flatten().tolist() == row_of and rows.row_of_TK.shape == (5, 2)
     starts = [sum(map(len, pairs[:own])) for own in range(count + 1)]
     assert rows.starts_E1.tolist() == starts
     tiles = [
@@ -136,8 +138,8 @@ def test_products(first: int, count: int, is_fp8: bool) -> None:
     ours = slice(first, first + count)
     scale_gate_up, scale_down = (None if s is None else s[ours] for s in scales)
     y_XF = expert_gate_up(x_TD, gate_up_E2FD[ours], scale_gate_up, rows, K)
-    y_TKD = expert_down(y_XF, down_EDF[ours], scale_down, rows, K)
-    actual = combine(y_TKD, weights_TK, experts_TK, first, count, x_TD, residual_TD)
+    y_XD = expert_down(y_XF, down_EDF[ours], scale_down, rows, K)
+    actual = combine(y_XD, weights_TK, rows.row_of_TK, x_TD, residual_TD)
 
     expected = x_TD + residual_TD
     for t in range(T):
