@@ -69,8 +69,8 @@ class Experts(Layer):
         tile = products.tile(experts_TK.numel(), self.experts.count)
         rows = self.ops.sort_rows(experts_TK, *ours, tile)
         y_XF = products.gate_up(x_TD, self.gate_up, self.gate_up_scale, rows, self.num_chosen)
-        y_TKD = products.down(y_XF, self.down, self.down_scale, rows, self.num_chosen)
-        return self.ops.combine(y_TKD, weights_TK, experts_TK, *ours, None, stream_TD)
+        y_XD = products.down(y_XF, self.down, self.down_scale, rows, self.num_chosen)
+        return self.ops.combine(y_XD, weights_TK, rows.row_of_TK, None, stream_TD)
 
 
 class MoE(Layer):

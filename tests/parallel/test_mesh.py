@@ -82,9 +82,7 @@ def test_ranks_together_compute_the_same_logits(family: str, tp: int, tmp_path: 
 @pytest.mark.parametrize(
     "case", ["qwen3_moe", "qwen3_moe 7, top 1, dense between", "minimax_m2 13, top 8, tied"]
 )
-def test_experts_over_two_ranks_compute_the_same_logits(
-    case: str, ep: int, tmp_path: Path
-) -> None:
+def test_experts_over_two_ranks_compute_the_same_logits(case: str, ep: int, tmp_path: Path) -> None:
     """Whole experts on either rank, or a share of all."""
     family, overrides = CASES[case]
     count = "num_experts" if family == "qwen3_moe" else "num_local_experts"
