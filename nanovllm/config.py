@@ -255,6 +255,8 @@ def _check_ranges(recipe: Recipe) -> None:
     if recipe.parallel.ep not in (1, recipe.parallel.tp):
         tp, ep = recipe.parallel.tp, recipe.parallel.ep
         raise ConfigError(f"parallel.ep is {ep}; it must be 1 or parallel.tp, which is {tp}")
+    if recipe.experts.routing == "uniform" and recipe.load.format != "dummy":
+        raise ConfigError("experts.routing is uniform; it must be auto unless load.format is dummy")
     if recipe.speculate is not None:
         speculate.check(recipe.speculate, recipe.engine)
 

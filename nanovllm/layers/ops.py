@@ -55,10 +55,15 @@ IMPLEMENTATIONS = {
         "add_rms_norm": "nanovllm_kernels.norm:add_rms_norm",
         "silu_mul": "nanovllm_kernels.activation:silu_mul",
         "rope_store": "nanovllm_kernels.rope_store:rope_store",
+        "route": "nanovllm_kernels.route:route",
+        "sort_rows": "nanovllm_kernels.expert_rows:sort_rows",
+        "few_experts": "nanovllm_kernels.experts_reference:EXPERTS",
+        "combine": "nanovllm_kernels.experts_reference:combine",
     },
     "cute": {
         "gated_linear": "nanovllm_kernels.gated_linear:GATED_LINEAR",
         "skinny_linear": "nanovllm_kernels.skinny_linear:SKINNY_LINEAR",
+        "many_experts": "nanovllm.layers.ops:ONE_BY_ONE",
     },
 }
 
@@ -271,9 +276,9 @@ SETTINGS = "tables", "uniform_experts"
 OPERATIONS = tuple(entry.name for entry in fields(Ops) if entry.name not in SETTINGS)
 
 
-def select_ops(kernels: Kernels, device: torch.device) -> Ops:
+def select_ops(kernels: Kernels, device: torch.device, *, uniform_experts: bool = False) -> Ops:
     """What the recipe asks for. Raises ConfigError if that cannot run here."""
-    chosen = {}
+    chosen: dict[str, Any] = {}
     for name in OPERATIONS:
         asked = getattr(kernels, name)
         kind = fastest(name, device) if asked == "auto" else asked
@@ -285,7 +290,7 @@ def select_ops(kernels: Kernels, device: torch.device) -> Ops:
             chosen[name] = compiled(name, device)
         else:
             chosen[name] = resolve(IMPLEMENTATIONS[kind], name)
-    return Ops(**chosen)
+    return Ops(**chosen, uniform_experts=uniform_experts)
 
 
 def compiled(operation: str, device: torch.device) -> Any:  # noqa: ANN401

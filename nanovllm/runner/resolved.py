@@ -60,7 +60,8 @@ class Resolved:
 
         Raises ConfigError if the recipe asks for a kernel that cannot run here.
         """
-        ops = select_ops(self.recipe.kernels, self.device)
+        is_uniform = self.recipe.experts.routing == "uniform"
+        ops = select_ops(self.recipe.kernels, self.device, uniform_experts=is_uniform)
         with device, default_dtype(self.dtype):
             return self.family(self.model_config, self.mesh, ops, self.max_model_tokens)
 

@@ -169,8 +169,8 @@ def test_the_sizes_that_work_are_said(tmp_path: Path) -> None:
     [
         (3, 1, "qwen3_moe", "parallel.tp is 3; the model's moe_intermediate_size 20 is not a "
          "multiple of it; it can be 1, 2, 4"),
-        (4, 4, "qwen3_moe", "parallel.ep is 4; the model's num_local_experts 6 is not a multiple of "
-         "it; it can be 1, 2, 3, 6"),
+        (4, 4, "qwen3_moe", "parallel.ep is 4; the model's num_local_experts 6 is not a multiple "
+         "of it; it can be 1, 2, 3, 6"),
         (6, 1, "minimax_m2", "parallel.tp is 6; the model's intermediate_size 20 is not a multiple "
          "of it; it can be 1, 2, 4"),
         (2, 2, "minimax_m2", ""),
