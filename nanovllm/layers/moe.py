@@ -66,7 +66,8 @@ class Experts(Layer):
         stream_TD: Tensor | None,
     ) -> Tensor:
         ours = self.experts.start, self.experts.count
-        tile = products.tile(experts_TK.numel(), self.experts.count)
+        expected = experts_TK.numel() * ours[1] // self.experts.full  # of this rank's
+        tile = products.tile(expected, ours[1])
         rows = self.ops.sort_rows(experts_TK, *ours, tile)
         y_XF = products.gate_up(x_TD, self.gate_up, self.gate_up_scale, rows, self.num_chosen)
         y_XD = products.down(y_XF, self.down, self.down_scale, rows, self.num_chosen)
