@@ -48,7 +48,7 @@ BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes,
 )  # fmt: skip
 CUTE = ("cute", "skinny_linear", "flash_prefill", "gated_linear", "gated_product", "grouped_linear",
         "grouped_product", "kept")  # fmt: skip
-CASES = ("case", "timing", "skinny_cases", "compile_one", "peer_cases",
+CASES = ("case", "timing", "skinny_cases", "compile_one", "peer_cases", "rope_cases",
          "expert_cases")  # fmt: skip
 BUDGETS = {
     "path": 6_200, "beside": 600, "choices": 6_500, "tools": 2_200,

@@ -47,11 +47,15 @@ class Experts(Layer):
         y_TD: Tensor = self.by_rows[len(x_TD)].run(x_TD, weights_TK, experts_TK, stream_TD)
         return y_TD
 
+    def _num_pairs(self, num_tokens: int) -> int:
+        """How many this rank is to expect."""
+        return num_tokens * self.num_chosen * self.experts.count // self.experts.full
+
     def _choose(self, num_tokens: int) -> Implementation:
         few, many, num_pairs = (
             self.ops.few_experts,
             self.ops.many_experts,
-            num_tokens * self.num_chosen,
+            self._num_pairs(num_tokens),
         )
         if many is not None and many.fits(num_pairs, self.gate_up):
             return Implementation("grouped", partial(self._run, many))
@@ -66,8 +70,7 @@ class Experts(Layer):
         stream_TD: Tensor | None,
     ) -> Tensor:
         ours = self.experts.start, self.experts.count
-        expected = experts_TK.numel() * ours[1] // self.experts.full  # of this rank's
-        tile = products.tile(expected, ours[1])
+        tile = products.tile(self._num_pairs(len(x_TD)), ours[1])
         rows = self.ops.sort_rows(experts_TK, *ours, tile)
         y_XF = products.gate_up(x_TD, self.gate_up, self.gate_up_scale, rows, self.num_chosen)
         y_XD = products.down(y_XF, self.down, self.down_scale, rows, self.num_chosen)

@@ -63,7 +63,7 @@ IMPLEMENTATIONS = {
     "cute": {
         "gated_linear": "nanovllm_kernels.gated_linear:GATED_LINEAR",
         "skinny_linear": "nanovllm_kernels.skinny_linear:SKINNY_LINEAR",
-        "many_experts": "nanovllm.layers.ops:ONE_BY_ONE",
+        "many_experts": "nanovllm_kernels.grouped_linear:GROUPED",
     },
 }
 
@@ -137,12 +137,14 @@ class Ops:
         x_ITD that are summed up here.
     silu_mul(gate_up_T2F) -> y_TF
         silu(first half) * second half of each row.
-    rope_store(qkv, q_norm_A, k_norm_A, eps, cos_sin_LA, positions_T, slot_mapping_T, k_PSGA,
-               v_PSGA) -> q_THA
+    rope_store(qkv, q_norm_X, k_norm_X, eps, cos_sin_LA, positions_T, slot_mapping_T, k_PSGA,
+               v_PSGA, ranks=None) -> q_THA
         Splits qkv_TX, or the sum of slices qkv_ITX, into heads [H q | G k | G v] of size A (G from
-        k_PSGA); normalises q and k per head when weights of a norm are given; rotates q and k
-        half-split (cos_sin_LA: cos in the first A/2 columns, sin in the rest, float32, row =
-        position); writes k and v to their slots of the cache; returns the rotated q.
+        k_PSGA); normalises q and k when weights of a norm are given: of A elements, each head by
+        itself, or given ranks (reference.Ranks) of H * A and G * A, the whole row of all ranks'
+        heads; rotates the first R elements of each head of q and k half-split (cos_sin_LA: cos in
+        the first half of its R columns, sin in the rest, float32, row = position); writes k and v
+        to their slots of the cache; returns the rotated q.
     route, sort_rows, few_experts, many_experts, combine
         The experts of each token, pairs of both in the experts' order, their products by few rows
         and by many, and the weighted sum: nanovllm_kernels.route_reference, experts_reference.
