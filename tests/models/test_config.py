@@ -103,7 +103,16 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu"; only "silu" is supported'),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            'quantization_config is {"quant_method":"fp8"}; only null is supported',
+            "Object missing required field `weight_block_size` - at `$.quantization_config`",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]}},
+            "weight_block_size is [1, 128]; only [128, 128] is supported - at "
+            "`$.quantization_config`",
+        ),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "Invalid enum value 'awq' - at `$.quantization_config.quant_method`",
         ),
         ({"rope_theta": ...}, "missing field rope_theta (or rope_parameters)"),
         ({"rope_scaling": "llama3"}, "Expected `object | null`, got `str` - at `$.rope_scaling`"),
