@@ -35,6 +35,7 @@ DRIVEN_BY = {
         nanovllm/models/llama.py nanovllm/models/qwen3.py
         kernels/nanovllm_kernels/reference.py""",
     "tests/attention/test_flash.py": "kernels/nanovllm_kernels/attention_reference.py",
+    "tests/layers/test_fp8.py": "kernels/nanovllm_kernels/fp8_reference.py",
     "tests/layers/test_ops.py": """
         nanovllm/layers/describe.py nanovllm/layers/residual.py
         kernels/nanovllm_kernels/library_linear.py""",

@@ -52,12 +52,8 @@ class Experts(Layer):
         return num_tokens * self.num_chosen * self.experts.count // self.experts.full
 
     def _choose(self, num_tokens: int) -> Implementation:
-        few, many, num_pairs = (
-            self.ops.few_experts,
-            self.ops.many_experts,
-            self._num_pairs(num_tokens),
-        )
-        if many is not None and many.fits(num_pairs, self.gate_up):
+        few, many = self.ops.few_experts, self.ops.many_experts
+        if many is not None and many.fits(self._num_pairs(num_tokens), self.gate_up):
             return Implementation("grouped", partial(self._run, many))
         return Implementation("few", partial(self._run, few))
 
@@ -138,7 +134,7 @@ class Router(Linear):
     ) -> None:
         super().__init__(experts.count, hidden_size, Placement(0, (("", experts),)), ops)
         self.weight = parameter(experts.count, hidden_size, dtype=dtype)
-        self.by_rows = ops.plain(self.weight)
+        self.choose(ops)
 
     def product(self, x_TD: Tensor) -> Tensor:
         return super().product(x_TD.to(self.weight.dtype))

@@ -16,12 +16,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from nanovllm_kernels import experts_reference, route_reference
 from nanovllm_kernels.experts_reference import ExpertProducts
+from nanovllm_kernels.fp8_reference import Scaled
 from nanovllm_kernels.gated_linear import obstacle
 from nanovllm_kernels.route_reference import ExpertRows
 from torch import Tensor
@@ -103,6 +104,7 @@ class SkinnyLinear(Protocol):
     ) -> Tensor: ...
 
 
+Weight: TypeAlias = Tensor | Scaled
 ONE_BY_ONE = None  # the other operations do it, whatever the number of rows
 
 
@@ -180,16 +182,16 @@ class Ops:
 
     # -- tables of implementations, by rows -----------------------------------------------------
 
-    def plain(self, weight_ND: Tensor) -> RowTable:
+    def plain(self, weight_ND: Weight) -> RowTable:
         """The table of run(x_TD, weight_ND) -> y_TN."""
         return self._table(weight_ND, self._plain)
 
-    def added(self, weight_ND: Tensor) -> RowTable:
+    def added(self, weight_ND: Weight) -> RowTable:
         """The table of run(x_TD, weight_ND, Added) -> Residual: products for the residual
         stream."""
         return self._table(weight_ND, self._added)
 
-    def normed(self, weight_ND: Tensor, *, gated: bool, is_added: bool) -> RowTable:
+    def normed(self, weight_ND: Weight, *, gated: bool, is_added: bool) -> RowTable:
         """The table of run(residual, norm_weight_D, eps, weight_ND) -> (Product, Added).
 
         The product of the normalised residual stream; `gated`: silu of its first half times the
@@ -198,7 +200,7 @@ class Ops:
         return self._table(weight_ND, self._normed, gated, is_added)
 
     def _table(
-        self, weight_ND: Tensor, choose: Callable[..., Implementation], *more: bool
+        self, weight_ND: Weight, choose: Callable[..., Implementation], *more: bool
     ) -> RowTable:
         key = choose.__name__, *more, *weight_ND.shape, weight_ND.dtype
         if key not in self.tables:

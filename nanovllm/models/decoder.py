@@ -6,6 +6,7 @@ What is true of one family only stands in that family's file.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
@@ -16,6 +17,7 @@ from nanovllm.attention.grouped import PagedKV
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.layers.attention import Attention, QKNorm
 from nanovllm.layers.embedding import Vocabulary
+from nanovllm.layers.fp8 import BlockFp8, blocks
 from nanovllm.layers.linear import Layer
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.moe import MoE
@@ -37,7 +39,6 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         "mlp_bias": False,
         "use_sliding_window": False,
         "hidden_act": "silu",
-        "quantization_config": None,
     }
 
     vocab_size: Count
@@ -52,6 +53,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     rms_norm_eps: float
     rope_parameters: Rope  # models/config.py turns the older rope_theta and rope_scaling into it
     tie_word_embeddings: bool = False
+    quantization_config: BlockFp8 | None = None
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -143,9 +145,9 @@ class Decoder(Layer):
         super().__init__()
         vocabulary = config.vocab_size, config.hidden_size, mesh, ops
         self.embed = Vocabulary(*vocabulary)
-        self.layers = nn.ModuleList(
-            self.block(config, layer, mesh, ops) for layer in range(config.num_hidden_layers)
-        )
+        make = partial(self.block, config, mesh=mesh, ops=ops)
+        count, quantised = config.num_hidden_layers, config.quantization_config
+        self.layers = nn.ModuleList(blocks(make, count, ops, self.WEIGHTS, quantised))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.head = self.embed if config.tie_word_embeddings else Vocabulary(*vocabulary)
         table = cos_sin_table(config.rope_parameters, config.rotary_size, max_tokens)

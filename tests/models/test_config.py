@@ -100,11 +100,13 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "architectures is GPT2LMHeadModel; supported are LlamaForCausalLM, Qwen3ForCausalLM",
+            "architectures is GPT2LMHeadModel; supported are LlamaForCausalLM, "
+            "MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
         ),
         (
             {"architectures": []},
-            "architectures is empty; supported are LlamaForCausalLM, Qwen3ForCausalLM",
+            "architectures is empty; supported are LlamaForCausalLM, "
+            "MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
         ),
         ({"architectures": ...}, "Object missing required field `architectures`"),
         ({"hidden_size": ...}, "Object missing required field `hidden_size`"),
@@ -123,7 +125,16 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu"; only "silu" is supported'),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            'quantization_config is {"quant_method":"fp8"}; only null is supported',
+            "Object missing required field `weight_block_size` - at `$.quantization_config`",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]}},
+            "weight_block_size is [1, 128]; only [128, 128] is supported - at "
+            "`$.quantization_config`",
+        ),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "Invalid enum value 'awq' - at `$.quantization_config.quant_method`",
         ),
         ({"rope_theta": ...}, "missing field rope_theta (or rope_parameters)"),
         ({"rope_scaling": "llama3"}, "Expected `object | null`, got `str` - at `$.rope_scaling`"),
