@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from nanovllm_kernels.experts_reference import ExpertProducts
 from nanovllm_kernels.route_reference import Routing
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.attention.base import ForwardContext
 from nanovllm.layers.linear import Layer, Linear, Placement, parameter, summed_up
@@ -117,6 +117,14 @@ class MoE(Layer):
             return summed_up(self.experts(x_TD, *chosen, None), stream, self.mesh)
         return Added(self.experts(x_TD, *chosen, stream.stream_TD))
 
+    def elements(self, pending: int, *, fuses_gate: bool) -> int:
+        """Of all pairs, as any rank may have them: what gate and up give, and what down does; and
+        the result. Lists of experts and rows are 32-bit integers.
+        """
+        hidden_size, inner = self.experts.down.shape[1:]
+        num_experts = len(self.router.weight)
+        return self.num_chosen * (hidden_size + inner + 8) + num_experts + max(pending, hidden_size)
+
     def _places(self, ctx: ForwardContext) -> tuple[Tensor, Tensor, int]:
         """Where tokens stand, which is what chooses their experts where all are to be chosen alike
         often."""
@@ -138,3 +146,19 @@ class Router(Linear):
 
     def product(self, x_TD: Tensor) -> Tensor:
         return super().product(x_TD.to(self.weight.dtype))
+
+
+def read_by(model: nn.Module, num_tokens: int) -> tuple[float, float]:
+    """The bytes of a model's weights that a step of so many tokens reads, and the weights that each
+    of them is multiplied with: of experts those that are chosen, all alike often.
+    """
+    num_bytes = num_weights = 0.0
+    for module in model.modules():
+        share = read = 1.0
+        if isinstance(module, Experts):
+            share = module.num_chosen / module.experts.full
+            read = 1 - (1 - share) ** num_tokens
+        for weight in module.parameters(recurse=False):
+            num_bytes += read * weight.nbytes
+            num_weights += share * weight.numel()
+    return num_bytes, num_weights
