@@ -14,6 +14,7 @@ from nanovllm_kernels.route_reference import Routing
 from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext
+from nanovllm.layers.expert_products import products_for
 from nanovllm.layers.linear import Layer, Linear, Placement, parameter, summed_up
 from nanovllm.layers.ops import Implementation, Ops, RowTable
 from nanovllm.layers.residual import Added, Residual
@@ -48,25 +49,20 @@ class Experts(Layer):
         return y_TD
 
     def _choose(self, num_tokens: int) -> Implementation:
-        few, many, num_pairs = (
-            self.ops.few_experts,
-            self.ops.many_experts,
-            num_tokens * self.num_chosen,
-        )
-        if many is not None and many.fits(num_pairs, self.gate_up):
-            return Implementation("grouped", partial(self._run, many))
-        return Implementation("few", partial(self._run, few))
+        num_pairs = num_tokens * self.num_chosen
+        products, tile = products_for(self.ops, num_pairs, self.experts, self.gate_up)
+        return Implementation(products.name, partial(self._run, products, tile))
 
     def _run(
         self,
         products: ExpertProducts,
+        tile: int,
         x_TD: Tensor,
         weights_TK: Tensor,
         experts_TK: Tensor,
         stream_TD: Tensor | None,
     ) -> Tensor:
         ours = self.experts.start, self.experts.count
-        tile = products.tile(experts_TK.numel(), self.experts.count)
         rows = self.ops.sort_rows(experts_TK, *ours, tile)
         y_XF = products.gate_up(x_TD, self.gate_up, self.gate_up_scale, rows, self.num_chosen)
         y_XD = products.down(y_XF, self.down, self.down_scale, rows, self.num_chosen)
