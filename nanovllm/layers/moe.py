@@ -130,7 +130,7 @@ class Router(Linear):
     ) -> None:
         super().__init__(experts.count, hidden_size, Placement(0, (("", experts),)), ops)
         self.weight = parameter(experts.count, hidden_size, dtype=dtype)
-        self.by_rows = ops.plain(self.weight)
+        self.choose(ops)
 
     def product(self, x_TD: Tensor) -> Tensor:
         return super().product(x_TD.to(self.weight.dtype))

@@ -16,12 +16,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from nanovllm_kernels import experts_reference, route_reference
 from nanovllm_kernels.experts_reference import ExpertProducts
+from nanovllm_kernels.fp8_reference import Scaled
 from nanovllm_kernels.gated_linear import obstacle
 from nanovllm_kernels.route_reference import ExpertRows
 from torch import Tensor
@@ -55,8 +56,8 @@ IMPLEMENTATIONS = {
         "add_rms_norm": "nanovllm_kernels.norm:add_rms_norm",
         "silu_mul": "nanovllm_kernels.activation:silu_mul",
         "rope_store": "nanovllm_kernels.rope_store:rope_store",
-        "route": "nanovllm_kernels.route:route",
-        "sort_rows": "nanovllm_kernels.expert_rows:sort_rows",
+        "route": "nanovllm_kernels.route_reference:route",
+        "sort_rows": "nanovllm_kernels.route_reference:sort_rows",
         "few_experts": "nanovllm_kernels.experts_reference:EXPERTS",
         "combine": "nanovllm_kernels.experts_reference:combine",
     },
@@ -103,6 +104,7 @@ class SkinnyLinear(Protocol):
     ) -> Tensor: ...
 
 
+Weight: TypeAlias = Tensor | Scaled
 ONE_BY_ONE = None  # the other operations do it, whatever the number of rows
 
 
@@ -137,12 +139,14 @@ class Ops:
         x_ITD that are summed up here.
     silu_mul(gate_up_T2F) -> y_TF
         silu(first half) * second half of each row.
-    rope_store(qkv, q_norm_A, k_norm_A, eps, cos_sin_LA, positions_T, slot_mapping_T, k_PSGA,
-               v_PSGA) -> q_THA
+    rope_store(qkv, q_norm_X, k_norm_X, eps, cos_sin_LA, positions_T, slot_mapping_T, k_PSGA,
+               v_PSGA, ranks=None) -> q_THA
         Splits qkv_TX, or the sum of slices qkv_ITX, into heads [H q | G k | G v] of size A (G from
-        k_PSGA); normalises q and k per head when weights of a norm are given; rotates q and k
-        half-split (cos_sin_LA: cos in the first A/2 columns, sin in the rest, float32, row =
-        position); writes k and v to their slots of the cache; returns the rotated q.
+        k_PSGA); normalises q and k when weights of a norm are given: of A elements, each head by
+        itself, or given ranks (reference.Ranks) of H * A and G * A, the whole row of all ranks'
+        heads; rotates the first R elements of each head of q and k half-split (cos_sin_LA: cos in
+        the first half of its R columns, sin in the rest, float32, row = position); writes k and v
+        to their slots of the cache; returns the rotated q.
     route, sort_rows, few_experts, many_experts, combine
         The experts of each token, pairs of both in the experts' order, their products by few rows
         and by many, and the weighted sum: nanovllm_kernels.route_reference, experts_reference.
@@ -178,16 +182,16 @@ class Ops:
 
     # -- tables of implementations, by rows -----------------------------------------------------
 
-    def plain(self, weight_ND: Tensor) -> RowTable:
+    def plain(self, weight_ND: Weight) -> RowTable:
         """The table of run(x_TD, weight_ND) -> y_TN."""
         return self._table(weight_ND, self._plain)
 
-    def added(self, weight_ND: Tensor) -> RowTable:
+    def added(self, weight_ND: Weight) -> RowTable:
         """The table of run(x_TD, weight_ND, Added) -> Residual: products for the residual
         stream."""
         return self._table(weight_ND, self._added)
 
-    def normed(self, weight_ND: Tensor, *, gated: bool, is_added: bool) -> RowTable:
+    def normed(self, weight_ND: Weight, *, gated: bool, is_added: bool) -> RowTable:
         """The table of run(residual, norm_weight_D, eps, weight_ND) -> (Product, Added).
 
         The product of the normalised residual stream; `gated`: silu of its first half times the
@@ -196,7 +200,7 @@ class Ops:
         return self._table(weight_ND, self._normed, gated, is_added)
 
     def _table(
-        self, weight_ND: Tensor, choose: Callable[..., Implementation], *more: bool
+        self, weight_ND: Weight, choose: Callable[..., Implementation], *more: bool
     ) -> RowTable:
         key = choose.__name__, *more, *weight_ND.shape, weight_ND.dtype
         if key not in self.tables:

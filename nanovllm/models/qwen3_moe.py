@@ -68,7 +68,7 @@ class Qwen3Moe(Decoder):
     def block(config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Block:
         assert isinstance(config, Qwen3MoeConfig)
         if config.is_dense(layer):
-            return Block(config, layer, mesh, ops, qk_norm=True)
+            return Block(config, layer, mesh, ops, qk_norm="head")
         moe = MoE(
             hidden_size=config.hidden_size,
             experts=config.experts,
@@ -82,4 +82,4 @@ class Qwen3Moe(Decoder):
             mesh=mesh,
             ops=ops,
         )
-        return Block(config, layer, mesh, ops, qk_norm=True, moe=moe)
+        return Block(config, layer, mesh, ops, qk_norm="head", moe=moe)

@@ -98,7 +98,7 @@ def make_loud(model: nn.Module) -> None:
             nn.init.normal_(parameter, std=1.5 * parameter.shape[-1] ** -0.5)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            buffer.normal_(std=0.3)
+            buffer.normal_(std=0.1)
 
 
 def config_of(folder: Path, load: Load = Load()) -> Config:
