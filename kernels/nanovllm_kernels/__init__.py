@@ -7,6 +7,8 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "mean_squares": "nanovllm_kernels.rope_cases:MEAN_SQUARES",
     "rope_store": "nanovllm_kernels.rope_cases:ROPE_STORE",
     "gated_linear": "nanovllm_kernels.gated_linear:KERNEL",
+    "quantise": "nanovllm_kernels.quantise:QUANTISE",
+    "silu_mul_quantise": "nanovllm_kernels.quantise:SILU_MUL_QUANTISE",
     "grouped_gate_up": "nanovllm_kernels.grouped_linear:GATE_UP",
     "grouped_down": "nanovllm_kernels.grouped_linear:DOWN",
     "grouped_64_gate_up": "nanovllm_kernels.grouped_linear:GATE_UP_64",
