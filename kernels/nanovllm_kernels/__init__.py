@@ -8,6 +8,8 @@ KERNELS = {
     "gated_linear": "nanovllm_kernels.gated_linear:KERNEL",
     "sliced_linear": "nanovllm_kernels.library_linear:SLICED",
     "added_linear": "nanovllm_kernels.library_linear:ADDED",
+    "block_fp8_linear": "nanovllm_kernels.block_fp8_cases:LINEAR",
+    "block_fp8_experts": "nanovllm_kernels.block_fp8_cases:EXPERTS",
     "skinny_linear": "nanovllm_kernels.skinny_cases:LINEAR",
     "skinny_linear_add": "nanovllm_kernels.skinny_cases:LINEAR_ADD",
     "skinny_norm_linear": "nanovllm_kernels.skinny_cases:NORM_LINEAR",

@@ -39,6 +39,8 @@ INTERPRETER_SLACK = 2.0  # it truncates where a GPU rounds
 COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
     "flash_forward": ("nanovllm_kernels.flash_prefill:compile_causal", (2, 128, 128, "bfloat16")),
     "gated_linear": ("nanovllm_kernels.gated_linear:compile_gated", ("bfloat16", True)),
+    "block_fp8_linear": ("nanovllm_kernels.block_fp8_cute:compile_tile", (256, 128, 2, 128, 0, 0)),
+    "block_fp8_experts": ("nanovllm_kernels.block_fp8_cute:compile_tile", (256, 128, 2, 128, 0, 1)),
     "paged_decode_cute": ("nanovllm_kernels.paged_decode_cute:compile_decode", (2, 128, 128, 0)),
     **{
         name: ("nanovllm_kernels.skinny_linear:compile_product", (64, 2, False, 1, *kind))
