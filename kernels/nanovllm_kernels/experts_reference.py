@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +25,11 @@ BLOCK = 128
 class ExpertProducts:
     """One implementation of both products, with the tile that rows are sorted in for it."""
 
-    gate_up: Callable[[Tensor, Tensor, Tensor | None, ExpertRows, int], Tensor]
-    down: Callable[[Tensor, Tensor, Tensor | None, ExpertRows, int], Tensor]
+    gate_up: Callable[..., Any]  # in whichever form `down` takes it
+    down: Callable[..., Tensor]
     tile: Callable[[int, int], int]  # of so many pairs and experts of this rank
     fits: Callable[[int, Tensor], bool]  # so many pairs, and gate_up's weight
+    name: str = "torch"  # as `serve` tells it
 
 
 def expert_gate_up(
