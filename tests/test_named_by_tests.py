@@ -34,6 +34,7 @@ DRIVEN_BY = {
         nanovllm/layers/rope.py nanovllm/models/__init__.py nanovllm/models/decoder.py
         nanovllm/models/llama.py nanovllm/models/qwen3.py
         kernels/nanovllm_kernels/reference.py""",
+    "tests/models/test_weights.py": "nanovllm/models/destination.py nanovllm/models/faults.py",
     "tests/attention/test_flash.py": "kernels/nanovllm_kernels/attention_reference.py",
     "tests/layers/test_fp8.py": "kernels/nanovllm_kernels/fp8_reference.py",
     "tests/layers/test_ops.py": """
