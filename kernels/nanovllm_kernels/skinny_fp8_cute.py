@@ -1,7 +1,7 @@
 """Matrix products of up to 32 rows with weights in block fp8, for Hopper, in CuTe DSL.
 
 As in skinny_linear, whose cut over blocks, norm, gate and residual these are: y = f(x) W^T. What
-differs is how a block multiplies. Meaning: the references in skinny_fp8_cases.py. x and y are
+differs is how a block multiplies. Meaning: the references in dense_fp8_cases.py. x and y are
 bfloat16 and x is not quantised.
 
 Decision: e4m3 numbers become bfloat16 in registers, four at a time, and go to the tensor cores from
@@ -23,17 +23,17 @@ from functools import cache
 from typing import Any
 
 import cutlass
-import torch
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, cute
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from torch import Tensor
 
 from nanovllm_kernels import skinny_linear
+from nanovllm_kernels.block_fp8_cute import block_fp8_linear, obstacle
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
-from nanovllm_kernels.fp8_reference import BLOCK, FP8, Scaled
+from nanovllm_kernels.fp8_reference import BLOCK, FP8, Fp8Linear, Scaled
 from nanovllm_kernels.like import like
-from nanovllm_kernels.skinny_linear import LINE_BYTES, PROCESSORS, Kind, Shared, Shape, Size
+from nanovllm_kernels.skinny_linear import LINE_BYTES, PROCESSORS, Kind, Shape, Shared, Size
 
 MOST_ROWS = 32
 TILE_LINES, TILE_ROWS = 16, 8  # of a tensor core's product
@@ -107,6 +107,7 @@ class SkinnyFp8(skinny_linear.SkinnyLinear):
 
 
 SKINNY_FP8 = SkinnyFp8()
+FP8_LINEAR = Fp8Linear("block fp8", block_fp8_linear, obstacle, SKINNY_FP8)
 
 
 def cut_of(weight: Scaled, shape: Shape) -> tuple[int, int]:

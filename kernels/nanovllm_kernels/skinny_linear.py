@@ -278,7 +278,7 @@ class Product:
         eps: Float32,
         x_ring: cute.ComposedLayout,
         weight_ring: cute.ComposedLayout,
-        factor: Any,  # what `compute` takes
+        factor: Any,  # noqa: ANN401, what `compute` takes
         size: Size,
     ) -> None:
         shared = self.allocate(x_ring, weight_ring)
