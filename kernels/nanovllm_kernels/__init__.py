@@ -58,6 +58,8 @@ COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
             ("64_down", "down", ("bfloat16", (64, 256, 1, True))),
         )
     },
+    "block_fp8_linear": ("nanovllm_kernels.block_fp8_cute:compile_tile", (256, 128, 2, 128, 0, 0)),
+    "block_fp8_experts": ("nanovllm_kernels.block_fp8_cute:compile_tile", (256, 128, 2, 128, 0, 1)),
     "paged_decode_cute": ("nanovllm_kernels.paged_decode_cute:compile_decode", (2, 128, 128, 0)),
     **{
         name: ("nanovllm_kernels.skinny_linear:compile_product", (64, 2, False, 1, *kind))
