@@ -87,12 +87,14 @@ def test_many_rows_have_products_of_their_own() -> None:
         asked.append((num_pairs, num_experts))
         return 4
 
-    many = ExpertProducts(Mock(wraps=EXPERTS.gate_up), EXPERTS.down, tile, lambda n, _: n >= 12)
-    ops = replace(OPS, many_experts=many)
+    many = ExpertProducts(
+        Mock(wraps=EXPERTS.gate_up), EXPERTS.down, tile, lambda n, _: n >= 12, "grouped"
+    )
+    ops = replace(OPS, many_experts=(many,))
     whole = Experts(D, Span(E, 0, E), Span(F, 0, F), K, ops)
     half = Experts(D, Span(6, 3, 3), Span(F, 0, F), K, ops)
-    assert [whole.by_rows[n].name for n in (5, 6)] == ["few", "grouped"]
-    assert [half.by_rows[n].name for n in (11, 12)] == ["few", "grouped"]
+    assert [whole.by_rows[n].name for n in (5, 6)] == ["torch", "grouped"]
+    assert [half.by_rows[n].name for n in (11, 12)] == ["torch", "grouped"]
     x_TD = torch.randn(12, D)
     chosen = route_reference.route(torch.randn(12, 6), None, K, Routing("softmax", True))
     plain = Experts(D, Span(6, 3, 3), Span(F, 0, F), K, OPS)
@@ -100,14 +102,14 @@ def test_many_rows_have_products_of_their_own() -> None:
         experts.gate_up.data = torch.ones(3, 2 * F, D) * torch.arange(3.0)[:, None, None]
         experts.down.data = torch.ones(3, D, F)
     torch.testing.assert_close(half(x_TD, *chosen, None), plain(x_TD, *chosen, None))
-    assert asked == [(12, 3)] and many.gate_up.call_count == 1  # type: ignore[attr-defined]
+    assert asked[-1] == (12, 3) and many.gate_up.call_count == 1  # type: ignore[attr-defined]
 
 
 def test_the_log_says_which_products_run() -> None:
-    many = replace(EXPERTS, fits=lambda n, _: n >= 12)
-    block = moe(replace(OPS, many_experts=many))
+    many = replace(EXPERTS, fits=lambda n, _: n >= 12, name="grouped")
+    block = moe(replace(OPS, many_experts=(many,)))
     said = products(block, block.router, [1, 5, 6, 100])
-    assert said == "router library 1-100; experts few 1-5, grouped 6-100; head library 1-100"
+    assert said == "router library 1-100; experts torch 1-5, grouped 6-100; head library 1-100"
 
 
 # -- uniform routing -----------------------------------------------------------------------------
