@@ -10,11 +10,13 @@ from functools import partial
 
 import torch
 from nanovllm_kernels.experts_reference import ExpertProducts
+from nanovllm_kernels.fp8_reference import BLOCK, FP8
 from nanovllm_kernels.route_reference import Routing
 from torch import Tensor, nn
 
 from nanovllm.attention.base import ForwardContext
 from nanovllm.layers.expert_products import products_for
+from nanovllm.layers.fp8 import fp8_parameter, in_blocks
 from nanovllm.layers.linear import Layer, Linear, Placement, parameter, summed_up
 from nanovllm.layers.ops import Implementation, Ops, RowTable
 from nanovllm.layers.residual import Added, Residual
@@ -23,7 +25,8 @@ from nanovllm.parallel.mesh import Mesh, Span
 
 class Experts(Layer):
     """The gated MLPs of this rank's experts: weights gate_up [E, 2F, D], the gate's rows first, and
-    down [E, D, F]. `experts`: which are whole here; `inner`: which share of each.
+    down [E, D, F]. `experts`: which are whole here; `inner`: which share of each. In block fp8 they
+    have scales beside them, of 128 rows and 128 inputs each; the gate and up begin blocks.
     """
 
     def __init__(
@@ -40,6 +43,18 @@ class Experts(Layer):
             "down": Placement(1, (("", inner),), experts),
         }
         self.by_rows = RowTable(self._choose)
+
+    def to_fp8(self) -> None:
+        """Changes the type of weights whose storage is not allocated yet, and adds their scales."""
+        for name in ("gate_up", "down"):
+            weight, placement = getattr(self, name), self.placements[name]
+            parts = tuple((part, in_blocks(span, BLOCK)) for part, span in placement.parts)
+            scales = [-(-size // BLOCK) for size in weight.shape[1:]]
+            scales[placement.dim] = sum(span.count for _, span in parts)
+            setattr(self, name, fp8_parameter(*weight.shape, dtype=FP8))
+            scale = fp8_parameter(len(weight), *scales, dtype=torch.float32)
+            setattr(self, f"{name}_scale", scale)
+            self.placements[f"{name}_scale"] = Placement(placement.dim, parts, placement.experts)
 
     def forward(
         self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, stream_TD: Tensor | None
