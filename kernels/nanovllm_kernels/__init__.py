@@ -22,5 +22,8 @@ KERNELS = {
     "best": "nanovllm_kernels.sampling:BEST",
     "thresholds": "nanovllm_kernels.thresholds:THRESHOLDS",
     "write_back": "nanovllm_kernels.batch_prep:WRITE_BACK",
+    "route": "nanovllm_kernels.route_cases:ROUTE",
+    "route_and_sort": "nanovllm_kernels.route_cases:ROUTE_AND_SORT",
+    "sort_rows": "nanovllm_kernels.route_cases:SORT_ROWS",
     "ngram": "nanovllm_kernels.ngram:NGRAM",
 }
