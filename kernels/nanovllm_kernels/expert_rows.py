@@ -17,8 +17,8 @@ from nanovllm_kernels.device import follows
 from nanovllm_kernels.route_reference import ExpertRows, most_tiles
 
 ROWS = 128  # that a program counts and places,
-ELEMENTS = 8192  # so many of a matrix of rows and experts at once
-FILLED = tl.constexpr(1024)  # unused entries that are written at once
+PAIRS = 128  # so many pairs at once, each compared with all others
+FILLED = tl.constexpr(256)  # unused entries that are written at once
 
 
 def sort_rows(experts_TK: Tensor, first_expert: int, num_experts: int, tile: int) -> ExpertRows:
@@ -28,28 +28,17 @@ def sort_rows(experts_TK: Tensor, first_expert: int, num_experts: int, tile: int
     rows = empty_rows(experts_TK.numel(), num_experts, tile, experts_TK.device)
     block_rows = min(triton.next_power_of_2(num_rows), ROWS)
     num_blocks = triton.cdiv(num_rows, block_rows)
-    block = triton.next_power_of_2(num_experts)
     waits = follows(num_rows, experts_TK.device)
-    sizes = dict(K=num_chosen, FIRST=first_expert, OWN=num_experts, OWN_BLOCK=block)
-    sizes |= dict(ROWS=block_rows, PAIRS=triton.next_power_of_2(block_rows * num_chosen))
-    options = dict(WAITS=waits, launch_pdl=waits)
+    pairs = min(triton.next_power_of_2(block_rows * num_chosen), PAIRS)
+    sizes = dict(BLOCK_PAIRS=block_rows * num_chosen, PAIRS=pairs, FIRST=first_expert)
+    sizes |= dict(OWN=num_experts, OWN_BLOCK=triton.next_power_of_2(num_experts))
+    options = dict(WAITS=waits, launch_pdl=waits, num_warps=16 if pairs == PAIRS else 4)
     counts_XE = None
     if num_blocks > 1:
-        counts_XE = torch.empty(num_blocks, block, dtype=torch.int32, device=experts_TK.device)
-        count_kernel[(num_blocks,)](experts_TK, counts_XE, num_rows, **sizes, **options)
-    step = min(block_rows, max(ELEMENTS // block, 1))
-    place_kernel[(num_blocks,)](
-        experts_TK,
-        counts_XE,
-        *tensors_of(rows),
-        num_rows,
-        len(rows.tile_start_X),
-        STEP=step,
-        TILE=tile,
-        num_warps=min(max(step * block // 512, 1), 8),
-        **sizes,
-        **options,
-    )
+        counts_XE = experts_TK.new_empty(num_blocks, sizes["OWN_BLOCK"])
+        count_kernel[(num_blocks,)](experts_TK, counts_XE, experts_TK.numel(), **sizes, **options)
+    args = *tensors_of(rows), experts_TK.numel(), len(rows.tile_start_X)
+    place_kernel[(num_blocks,)](experts_TK, counts_XE, *args, TILE=tile, **sizes, **options)
     return rows
 
 
@@ -66,41 +55,50 @@ def tensors_of(rows: ExpertRows) -> tuple[Tensor, ...]:
 
 
 @triton.jit
-def local_counts(
-    experts_TK, block, num_rows, K: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr,
-    OWN_BLOCK: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+def local_experts(
+    experts_TK, start, num_pairs, BLOCK_PAIRS: tl.constexpr, PAIRS: tl.constexpr,
+    FIRST: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """How many pairs of this block of rows each of our experts has."""
-    pair = tl.arange(0, PAIRS)
-    inside = (pair < ROWS * K) & (block * (ROWS * K) + pair < num_rows * K)
-    local = tl.load(experts_TK + block * (ROWS * K) + pair, inside, -1) - FIRST
-    return tl.histogram(local, OWN_BLOCK, (local >= 0) & (local < OWN))
+    """The experts of a program's pairs from `start` on, counted from our first; -1: not ours."""
+    within = start + tl.arange(0, PAIRS)
+    pair = tl.program_id(0) * BLOCK_PAIRS + within
+    local = tl.load(experts_TK + pair, (within < BLOCK_PAIRS) & (pair < num_pairs), -1) - FIRST
+    return tl.where((local >= 0) & (local < OWN), local, -1)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
+def counts_of(
+    experts_TK, num_pairs, BLOCK_PAIRS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
+    OWN: tl.constexpr, OWN_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """How many of a program's pairs each of our experts has."""
+    counts = tl.zeros([OWN_BLOCK], tl.int32)
+    for start in range(0, BLOCK_PAIRS, PAIRS):
+        local = local_experts(experts_TK, start, num_pairs, BLOCK_PAIRS, PAIRS, FIRST, OWN)
+        counts += tl.histogram(local, OWN_BLOCK, local >= 0)
+    return counts
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
 def count_kernel(
     experts_TK,
     counts_XE,
-    num_rows,
-    K: tl.constexpr,
+    num_pairs,
+    BLOCK_PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr,
     FIRST: tl.constexpr,
     OWN: tl.constexpr,
     OWN_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
     WAITS: tl.constexpr,
 ):
     if WAITS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    block = tl.program_id(0)
-    counts = local_counts(
-        experts_TK, block, num_rows, K, FIRST, OWN, OWN_BLOCK, ROWS, PAIRS
-    )
-    tl.store(counts_XE + block * OWN_BLOCK + tl.arange(0, OWN_BLOCK), counts)
+    counts = counts_of(experts_TK, num_pairs, BLOCK_PAIRS, PAIRS, FIRST, OWN, OWN_BLOCK)
+    tl.store(counts_XE + tl.program_id(0) * OWN_BLOCK + tl.arange(0, OWN_BLOCK), counts)
 
 
-@triton.jit(do_not_specialize=["num_rows", "most_tiles"])
+@triton.jit(do_not_specialize=["num_pairs", "most_tiles"])
 def place_kernel(
     experts_TK,
     counts_XE,
@@ -109,15 +107,13 @@ def place_kernel(
     tile_expert_X,
     tile_start_X,
     num_tiles_1,
-    num_rows,
+    num_pairs,
     most_tiles,
-    K: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr,
     FIRST: tl.constexpr,
     OWN: tl.constexpr,
     OWN_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    STEP: tl.constexpr,
     TILE: tl.constexpr,
     WAITS: tl.constexpr,
 ):
@@ -128,7 +124,7 @@ def place_kernel(
     local_E = tl.arange(0, OWN_BLOCK)
     before_E = tl.zeros([OWN_BLOCK], tl.int32)
     if counts_XE is None:
-        counts_E = local_counts(experts_TK, 0, num_rows, K, FIRST, OWN, OWN_BLOCK, ROWS, PAIRS)
+        counts_E = counts_of(experts_TK, num_pairs, BLOCK_PAIRS, PAIRS, FIRST, OWN, OWN_BLOCK)
     else:
         counts_E = tl.zeros([OWN_BLOCK], tl.int32)
         for other in range(0, tl.num_programs(0), 8):
@@ -138,29 +134,19 @@ def place_kernel(
             counts_E += tl.sum(counts, 0)
             before_E += tl.sum(tl.where(others < block, counts, 0), 0)
     next_E = tl.cumsum(counts_E, 0) - counts_E + before_E
-    for step in range(0, ROWS, STEP):
-        row = block * ROWS + step + tl.arange(0, STEP)[:, None]
-        rank = tl.full([STEP, OWN_BLOCK], -1, tl.int32)
-        for k in tl.static_range(K):
-            local = tl.load(experts_TK + row * K + k, row < num_rows, -1) - FIRST
-            rank = tl.where(local == local_E[None, :], k, rank)
-        is_ours = (rank >= 0) & (local_E < OWN)[None, :]
-        store_pairs(pair_of_X, next_E, row * K + rank, is_ours)
-        next_E += tl.sum(is_ours.to(tl.int32), 0)
+    i = tl.arange(0, PAIRS)
+    for start in range(0, BLOCK_PAIRS, PAIRS):
+        local = local_experts(experts_TK, start, num_pairs, BLOCK_PAIRS, PAIRS, FIRST, OWN)
+        is_same = (local[None, :] == local[:, None]) & (i[None, :] < i[:, None])
+        at = tl.gather(next_E, tl.maximum(local, 0), 0) + tl.sum(is_same.to(tl.int32), 1)
+        tl.store(pair_of_X + at, block * BLOCK_PAIRS + start + i, local >= 0)
+        next_E += tl.histogram(local, OWN_BLOCK, local >= 0)
     if block == 0:
         local_E = tl.where(local_E < OWN, local_E, -1)
         store_tables(
             pair_of_X, starts_E1, tile_expert_X, tile_start_X, num_tiles_1,
-            local_E, counts_E, num_rows * K, most_tiles, OWN, TILE,
+            local_E, counts_E, num_pairs, most_tiles, OWN, TILE,
         )  # fmt: skip
-
-
-@triton.jit
-def store_pairs(pair_of_X, next_E, pair, is_ours):
-    """The pairs of some rows and all experts. `next_E`: where an expert's first one goes."""
-    ours = is_ours.to(tl.int32)
-    at = next_E[None, :] + tl.cumsum(ours, 0) - ours
-    tl.store(pair_of_X + at, pair, is_ours)
 
 
 @triton.jit

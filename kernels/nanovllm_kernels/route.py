@@ -20,14 +20,13 @@ from nanovllm_kernels.device import follows
 from nanovllm_kernels.expert_rows import (
     empty_rows,
     sort_rows,
-    store_pairs,
     store_tables,
     tensors_of,
 )
 from nanovllm_kernels.route_reference import ExpertRows, Routing, Uniform
 from nanovllm_kernels.sampling import mix, uniforms
 
-SORTED_ROWS = 16  # of a step whose rows one program chooses for and sorts
+SORTED_ROWS = 64  # of a step whose rows one program chooses for and sorts
 SORTED_ELEMENTS = 8192  # logits of such a step
 LOWEST = tl.constexpr(-(1 << 31))  # below every key
 HIGHEST = tl.constexpr((1 << 31) - 1)
@@ -108,7 +107,7 @@ def _launch(
         OWN=num_experts if rows is None else len(rows.starts_E1) - 1,
         TILE=1 if rows is None else rows.tile,
         WAITS=waits,
-        num_warps=min(max(block_rows * groups * group // 512, block_rows // 4, 1), 8),
+        num_warps=min(max(block_rows * groups * group // 256, 1), block_rows, 16),
         launch_pdl=waits,
     )
     return weights_TK, experts_TK
@@ -147,18 +146,21 @@ def route_kernel(  # noqa: C901 - branches of its compiler
     WAITS: tl.constexpr,
 ):
     BLOCK: tl.constexpr = GROUPS_BLOCK * GROUP_BLOCK
-    place = tl.arange(0, BLOCK)
-    inner = place % GROUP_BLOCK
-    expert_E = tl.where(inner < E // GROUPS, place // GROUP_BLOCK * (E // GROUPS) + inner, E)
-    expert_E = tl.where(expert_E < E, expert_E, -1)  # of a place that is nobody's
-    place, expert = place[None, :], expert_E[None, :]
+    expert_E = tl.arange(0, BLOCK)
+    exists_E = expert_E < E
+    place = expert_E[None, :]
+    if GROUPS > 1:
+        inner_E, SIZE = expert_E % GROUP_BLOCK, E // GROUPS
+        expert_E = expert_E // GROUP_BLOCK * SIZE + inner_E
+        exists_E = (inner_E < SIZE) & (expert_E < E)
+    expert, exists = expert_E[None, :], exists_E[None, :]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     if bias_E is not None:
-        bias = tl.load(bias_E + expert, expert >= 0, 0.0).to(tl.float32)
+        bias = tl.load(bias_E + expert, exists, 0.0).to(tl.float32)
     if WAITS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    inside = (expert >= 0) & (row < num_rows)
+    inside = exists & (row < num_rows)
     at = logits_TE + row.to(tl.int64) * logits_stride + expert
     x = tl.load(at, inside, -float("inf")).to(tl.float32)
     if SIGMOID:
@@ -182,7 +184,7 @@ def route_kernel(  # noqa: C901 - branches of its compiler
 
     bits = ranked.to(tl.int32, bitcast=True)
     key = tl.where(ranked == ranked, bits ^ ((bits >> 31) & HIGHEST), HIGHEST)
-    key = tl.where(expert >= 0, key, LOWEST)
+    key = tl.where(exists, key, LOWEST)
     rank = tl.full([ROWS, BLOCK], -1, tl.int32)
     for k in tl.static_range(K):
         top = tl.max(key, 1)[:, None]
@@ -197,12 +199,13 @@ def route_kernel(  # noqa: C901 - branches of its compiler
     tl.store(weights_TK + pair, score * scale, rank >= 0)
     tl.store(experts_TK + pair, expert.broadcast_to(ROWS, BLOCK), rank >= 0)
     if pair_of_X is not None:
-        own_E = (expert_E >= FIRST) & (expert_E < FIRST + OWN)
+        own_E = exists_E & (expert_E >= FIRST) & (expert_E < FIRST + OWN)
         is_ours = (rank >= 0) & own_E[None, :]
         counts_E = tl.sum(is_ours.to(tl.int32), 0)
         next_E = tl.cumsum(counts_E, 0) - counts_E
         local_E = tl.where(own_E, expert_E - FIRST, -1)
-        store_pairs(pair_of_X, next_E, pair, is_ours)
+        before = tl.cumsum(is_ours.to(tl.int32), 0) - is_ours.to(tl.int32)
+        tl.store(pair_of_X + next_E[None, :] + before, pair, is_ours)
         store_tables(
             pair_of_X, starts_E1, tile_expert_X, tile_start_X, num_tiles_1,
             local_E, counts_E, num_rows * K, most_tiles, OWN, TILE,
