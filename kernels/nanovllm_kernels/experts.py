@@ -256,7 +256,7 @@ def combine_kernel(
         local = tl.load(experts_TK + row * K + k) - FIRST
         is_ours = (local >= 0) & (local < OWN)
         weight = tl.where(is_ours, tl.load(weights_TK + row * K + k), 0.0)
-        y = tl.load(y_TKD + (row * K + k) * width + d, inside & is_ours, 0.0)
+        y = tl.load(y_TKD + (row * K + k) * width + d, d < tl.where(is_ours, width, 0), 0.0)
         total += y.to(tl.float32) * weight
     if shared_TD is not None:
         total += tl.load(shared_TD + row * shared_stride + d, inside, 0.0).to(tl.float32)
