@@ -25,8 +25,5 @@ KERNELS = {
     "route": "nanovllm_kernels.route_cases:ROUTE",
     "route_and_sort": "nanovllm_kernels.route_cases:ROUTE_AND_SORT",
     "sort_rows": "nanovllm_kernels.route_cases:SORT_ROWS",
-    "expert_gate_up": "nanovllm_kernels.expert_cases:GATE_UP",
-    "expert_down": "nanovllm_kernels.expert_cases:DOWN",
-    "combine": "nanovllm_kernels.expert_cases:COMBINE",
     "ngram": "nanovllm_kernels.ngram:NGRAM",
 }
