@@ -35,6 +35,7 @@ DRIVEN_BY = {
         nanovllm/models/llama.py nanovllm/models/qwen3.py
         kernels/nanovllm_kernels/reference.py""",
     "tests/attention/test_flash.py": "kernels/nanovllm_kernels/attention_reference.py",
+    "tests/layers/test_fp8.py": "kernels/nanovllm_kernels/fp8_reference.py",
     "tests/layers/test_ops.py": """
         nanovllm/layers/describe.py nanovllm/layers/residual.py
         kernels/nanovllm_kernels/library_linear.py""",
@@ -95,7 +96,8 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/batch_reference.py kernels/nanovllm_kernels/case.py
         kernels/nanovllm_kernels/decode_cases.py
         kernels/nanovllm_kernels/norm.py kernels/nanovllm_kernels/paged_decode.py
-        kernels/nanovllm_kernels/paged_prefill.py kernels/nanovllm_kernels/rope_store.py
+        kernels/nanovllm_kernels/paged_prefill.py kernels/nanovllm_kernels/rope_cases.py
+        kernels/nanovllm_kernels/rope_store.py
         kernels/nanovllm_kernels/thresholds.py""",
     "tests/kernels/test_compile_cache.py": """
         kernels/nanovllm_kernels/compile_one.py kernels/nanovllm_kernels/device.py

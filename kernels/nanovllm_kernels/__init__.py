@@ -1,11 +1,16 @@
-"""Our kernels. A table from names to what `nanovllm check-kernels` runs: "module:attribute"."""
+"""Our kernels. Tables from names to what `nanovllm check-kernels` runs, and what it compiles."""
 
-KERNELS = {
+KERNELS = {  # "module:attribute" of a case.Kernel
     "rms_norm": "nanovllm_kernels.norm:RMS_NORM",
     "add_rms_norm": "nanovllm_kernels.norm:ADD_RMS_NORM",
     "silu_mul": "nanovllm_kernels.activation:SILU_MUL",
-    "rope_store": "nanovllm_kernels.rope_store:ROPE_STORE",
+    "mean_squares": "nanovllm_kernels.rope_cases:MEAN_SQUARES",
+    "rope_store": "nanovllm_kernels.rope_cases:ROPE_STORE",
     "gated_linear": "nanovllm_kernels.gated_linear:KERNEL",
+    "grouped_gate_up": "nanovllm_kernels.grouped_linear:GATE_UP",
+    "grouped_down": "nanovllm_kernels.grouped_linear:DOWN",
+    "grouped_64_gate_up": "nanovllm_kernels.grouped_linear:GATE_UP_64",
+    "grouped_64_down": "nanovllm_kernels.grouped_linear:DOWN_64",
     "sliced_linear": "nanovllm_kernels.library_linear:SLICED",
     "added_linear": "nanovllm_kernels.library_linear:ADDED",
     "skinny_linear": "nanovllm_kernels.skinny_cases:LINEAR",
@@ -26,4 +31,29 @@ KERNELS = {
     "route_and_sort": "nanovllm_kernels.route_cases:ROUTE_AND_SORT",
     "sort_rows": "nanovllm_kernels.route_cases:SORT_ROWS",
     "ngram": "nanovllm_kernels.ngram:NGRAM",
+}
+
+# In CuTe DSL: compiled for the GPU present, else for what CUTE_DSL_ARCH names. Of what, with what.
+COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
+    "flash_forward": ("nanovllm_kernels.flash_prefill:compile_causal", (2, 128, 128, "bfloat16")),
+    "gated_linear": ("nanovllm_kernels.gated_linear:compile_gated", ("bfloat16", True)),
+    **{
+        f"grouped_{name}": (f"nanovllm_kernels.grouped_linear:compile_{kind}", arguments)
+        for name, kind, arguments in (
+            ("gate_up", "gate_up", ("bfloat16", (128, 192, 1, True), 8)),
+            ("down", "down", ("bfloat16", (128, 256, 1, False))),
+            ("64_gate_up", "gate_up", ("bfloat16", (64, 256, 1, True), 8)),
+            ("64_down", "down", ("bfloat16", (64, 256, 1, True))),
+        )
+    },
+    "paged_decode_cute": ("nanovllm_kernels.paged_decode_cute:compile_decode", (2, 128, 128, 0)),
+    **{
+        name: ("nanovllm_kernels.skinny_linear:compile_product", (64, 2, False, 1, *kind))
+        for name, kind in {
+            "skinny_linear": (False, False, False),
+            "skinny_linear_add": (False, False, True),
+            "skinny_norm_linear": (True, False, False),
+            "skinny_norm_gate_up": (True, True, False),
+        }.items()
+    },
 }

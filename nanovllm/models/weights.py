@@ -25,6 +25,7 @@ from nanovllm.config import Config, ConfigError
 from nanovllm.layers.linear import Placement
 from nanovllm.log import Progress
 from nanovllm.models.decoder import Decoder, Rule
+from nanovllm.parallel.mesh import Span
 
 log = logging.getLogger("engine")
 INDEX = "model.safetensors.index.json"
@@ -121,7 +122,10 @@ def put(tensor: Tensor, to: Destination, what: str) -> None:
 
 
 def destinations(model: nn.Module, rules: Iterable[Rule]) -> dict[str, Destination]:
-    """By checkpoint name; together they fill every parameter exactly once."""
+    """By checkpoint name; together they fill every parameter exactly once.
+
+    Experts of other ranks are among them, with a count of 0: their names are known, too.
+    """
     patterns = [(numbered(rule[1]), rule[0], "".join(rule[2:])) for rule in rules]
     found: dict[str, Destination] = {}
     for path, module in model.named_modules():
@@ -129,27 +133,40 @@ def destinations(model: nn.Module, rules: Iterable[Rule]) -> dict[str, Destinati
             target = f"{path}.{field}".lstrip(".")
             sources = {}
             for pattern, source, part in patterns:
-                if match := pattern.fullmatch(target):
-                    sources[part] = source.format(*match.groups())
-            slices = dict(destinations_in(parameter, getattr(module, "placements", {}).get(field)))
+                if match := pattern.fullmatch(target):  # an expert's number stays open
+                    sources[part] = source.format(*match.groups(), "{}")
+            placement = getattr(module, "placements", {}).get(field)
+            slices = dict(destinations_in(parameter, placement))
             assert sources.keys() == slices.keys(), f"WEIGHTS does not fill {target}"
-            found.update((sources[part], slices[part]) for part in slices)
+            stacked = getattr(placement, "experts", None) is not None
+            for part, source in sources.items():
+                assert ("{}" in source) == stacked, f"{source} does not fill {target}"
+                found.update((source.format(i), to) for i, to in enumerate(slices[part]))
     return found
 
 
 def destinations_in(
     parameter: Tensor, placement: Placement | None
-) -> Iterator[tuple[str, Destination]]:
-    """The named parts of one parameter, in order. Without a placement it is one uncut part."""
+) -> Iterator[tuple[str, list[Destination]]]:
+    """The named parts of one parameter, in order: of the one tensor, or of every expert's.
+
+    Without a placement it is one uncut part.
+    """
     if placement is None:
-        yield "", Destination(parameter, tuple(parameter.shape), 0, 0, len(parameter))
+        yield "", [Destination(parameter, tuple(parameter.shape), 0, 0, len(parameter))]
         return
+    dim, experts = placement.dim, placement.experts or Span(1, 0, 1)
+    own = parameter.unbind() if placement.experts else (parameter,)
     at = 0
     for part, span in placement.parts:
-        into = parameter.narrow(placement.dim, at, span.count)
-        shape = list(into.shape)
-        shape[placement.dim] = span.full
-        yield part, Destination(into, tuple(shape), placement.dim, span.start, span.count)
+        shape = list(own[0].shape)
+        shape[dim] = span.full
+        elsewhere = Destination(own[0].narrow(dim, at, 0), tuple(shape), dim, span.start, 0)
+        found = [elsewhere] * experts.full
+        for expert, tensor in enumerate(own, experts.start):
+            into = tensor.narrow(dim, at, span.count)
+            found[expert] = Destination(into, tuple(shape), dim, span.start, span.count)
+        yield part, found
         at += span.count
 
 
