@@ -28,6 +28,7 @@ class ExpertProducts:
     down: Callable[[Tensor, Tensor, Tensor | None, ExpertRows, int], Tensor]
     tile: Callable[[int, int], int]  # of so many pairs and experts of this rank
     fits: Callable[[int, Tensor], bool]  # so many pairs, and gate_up's weight
+    name: str = "torch"  # as `serve` tells it
 
 
 def expert_gate_up(

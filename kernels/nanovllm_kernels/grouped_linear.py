@@ -94,7 +94,7 @@ def compile_down(dtype_name: str, sizes: TileSizes) -> Compiled:
     return compile_down_product(dtype_name, sizes)
 
 
-GROUPED = ExpertProducts(expert_gate_up, expert_down, tile, fits)
+GROUPED = ExpertProducts(expert_gate_up, expert_down, tile, fits, "quack")
 CHECKED = (
     Routed(1, 1, 1, 8, 8),
     Routed(9, 2, 3, 40, 72),

@@ -14,6 +14,7 @@ from nanovllm_kernels.route_reference import Routing
 from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext
+from nanovllm.layers.expert_products import products_for
 from nanovllm.layers.linear import Layer, Linear, Placement, parameter, summed_up
 from nanovllm.layers.ops import Implementation, Ops, RowTable
 from nanovllm.layers.residual import Added, Residual
@@ -47,26 +48,21 @@ class Experts(Layer):
         y_TD: Tensor = self.by_rows[len(x_TD)].run(x_TD, weights_TK, experts_TK, stream_TD)
         return y_TD
 
-    def _num_pairs(self, num_tokens: int) -> int:
-        """How many this rank is to expect."""
-        return num_tokens * self.num_chosen * self.experts.count // self.experts.full
-
     def _choose(self, num_tokens: int) -> Implementation:
-        few, many = self.ops.few_experts, self.ops.many_experts
-        if many is not None and many.fits(self._num_pairs(num_tokens), self.gate_up):
-            return Implementation("grouped", partial(self._run, many))
-        return Implementation("few", partial(self._run, few))
+        num_pairs = num_tokens * self.num_chosen
+        products, tile = products_for(self.ops, num_pairs, self.experts, self.gate_up)
+        return Implementation(products.name, partial(self._run, products, tile))
 
     def _run(
         self,
         products: ExpertProducts,
+        tile: int,
         x_TD: Tensor,
         weights_TK: Tensor,
         experts_TK: Tensor,
         stream_TD: Tensor | None,
     ) -> Tensor:
         ours = self.experts.start, self.experts.count
-        tile = products.tile(self._num_pairs(len(x_TD)), ours[1])
         rows = self.ops.sort_rows(experts_TK, *ours, tile)
         y_XF = products.gate_up(x_TD, self.gate_up, self.gate_up_scale, rows, self.num_chosen)
         y_XD = products.down(y_XF, self.down, self.down_scale, rows, self.num_chosen)

@@ -44,7 +44,7 @@ IMPLEMENTATIONS = {
         "route": "nanovllm_kernels.route_reference:route",
         "sort_rows": "nanovllm_kernels.route_reference:sort_rows",
         "few_experts": "nanovllm_kernels.experts_reference:EXPERTS",
-        "many_experts": "nanovllm.layers.ops:ONE_BY_ONE",
+        "many_experts": "nanovllm.layers.expert_products:NONE",
         "combine": "nanovllm_kernels.experts_reference:combine",
     },
     "library": {
@@ -64,7 +64,7 @@ IMPLEMENTATIONS = {
     "cute": {
         "gated_linear": "nanovllm_kernels.gated_linear:GATED_LINEAR",
         "skinny_linear": "nanovllm_kernels.skinny_linear:SKINNY_LINEAR",
-        "many_experts": "nanovllm_kernels.grouped_linear:GROUPED",
+        "many_experts": "nanovllm.layers.expert_products:MANY",
     },
 }
 
@@ -163,7 +163,7 @@ class Ops:
     route: Callable[..., tuple[Tensor, Tensor]] = route_reference.route
     sort_rows: Callable[[Tensor, int, int, int], ExpertRows] = route_reference.sort_rows
     few_experts: ExpertProducts = experts_reference.EXPERTS
-    many_experts: ExpertProducts | None = ONE_BY_ONE
+    many_experts: tuple[ExpertProducts, ...] = ()
     combine: Callable[..., Tensor] = experts_reference.combine
     uniform_experts: bool = False  # whether a hash chooses them, for measurements
     tables: dict[tuple[object, ...], RowTable] = field(
