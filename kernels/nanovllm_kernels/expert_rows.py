@@ -25,7 +25,7 @@ def sort_rows(experts_TK: Tensor, first_expert: int, num_experts: int, tile: int
     """Takes experts_TK as `route` returns it: int32, a row's experts all different."""
     num_rows, num_chosen = experts_TK.shape
     assert experts_TK.is_contiguous()
-    rows = empty_rows(experts_TK.numel(), num_experts, tile, experts_TK.device)
+    rows = empty_rows(num_rows, num_chosen, num_experts, tile, experts_TK.device)
     block_rows = min(triton.next_power_of_2(num_rows), ROWS)
     num_blocks = triton.cdiv(num_rows, block_rows)
     waits = follows(num_rows, experts_TK.device)
@@ -42,15 +42,19 @@ def sort_rows(experts_TK: Tensor, first_expert: int, num_experts: int, tile: int
     return rows
 
 
-def empty_rows(num_pairs: int, num_experts: int, tile: int, device: torch.device) -> ExpertRows:
+def empty_rows(
+    num_rows: int, num_chosen: int, num_experts: int, tile: int, device: torch.device
+) -> ExpertRows:
+    num_pairs = num_rows * num_chosen
     tiles = most_tiles(num_pairs, num_experts, tile)
-    sizes = num_pairs, num_experts + 1, tiles, tiles, 1
+    sizes = num_pairs, (num_rows, num_chosen), num_experts + 1, tiles, tiles, 1
     return ExpertRows(*(torch.empty(x, dtype=torch.int32, device=device) for x in sizes), tile)
 
 
 def tensors_of(rows: ExpertRows) -> tuple[Tensor, ...]:
     return (
-        rows.pair_of_X, rows.starts_E1, rows.tile_expert_X, rows.tile_start_X, rows.num_tiles_1
+        rows.pair_of_X, rows.row_of_TK, rows.starts_E1,
+        rows.tile_expert_X, rows.tile_start_X, rows.num_tiles_1,
     )  # fmt: skip
 
 
@@ -103,6 +107,7 @@ def place_kernel(
     experts_TK,
     counts_XE,
     pair_of_X,
+    row_of_TK,
     starts_E1,
     tile_expert_X,
     tile_start_X,
@@ -139,7 +144,10 @@ def place_kernel(
         local = local_experts(experts_TK, start, num_pairs, BLOCK_PAIRS, PAIRS, FIRST, OWN)
         is_same = (local[None, :] == local[:, None]) & (i[None, :] < i[:, None])
         at = tl.gather(next_E, tl.maximum(local, 0), 0) + tl.sum(is_same.to(tl.int32), 1)
-        tl.store(pair_of_X + at, block * BLOCK_PAIRS + start + i, local >= 0)
+        pair = block * BLOCK_PAIRS + start + i
+        tl.store(pair_of_X + at, pair, local >= 0)
+        is_pair = (start + i < BLOCK_PAIRS) & (pair < num_pairs)
+        tl.store(row_of_TK + pair, tl.where(local >= 0, at, -1), is_pair)
         next_E += tl.histogram(local, OWN_BLOCK, local >= 0)
     if block == 0:
         local_E = tl.where(local_E < OWN, local_E, -1)

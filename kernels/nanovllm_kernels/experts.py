@@ -9,6 +9,7 @@ comes in 8, and several tiles of weights are on their way at any time. Weights o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.device import follows
+from nanovllm_kernels.expert_cases import Routed, kernels
 from nanovllm_kernels.experts_reference import ExpertProducts
 from nanovllm_kernels.paged_decode import dot
 from nanovllm_kernels.route_reference import ExpertRows
@@ -69,7 +71,7 @@ def expert_down(
 ) -> Tensor:
     y_XD = y_XF.new_empty(len(y_XF), down_EDF.shape[1])
     _product(y_XF, down_EDF, scale_EXX, rows, num_chosen, y_XD, gated=False)
-    return y_XD.unflatten(0, (-1, num_chosen))
+    return y_XD
 
 
 def _product(
@@ -146,9 +148,7 @@ def product_kernel(  # noqa: C901 - branches of its compiler
         return
     at = start + tl.arange(0, TILE)
     valid = at < tl.load(starts_E1 + expert + 1)
-    pair = tl.load(pair_of_X + at, valid, 0)
-    source = (pair // num_chosen if GATED else at).to(tl.int64)
-    target = (at if GATED else pair).to(tl.int64)
+    source = tl.load(pair_of_X + at, valid, 0) // num_chosen if GATED else at
 
     part, feature = tl.arange(0, PARTS * FEATURES) // FEATURES, tl.arange(0, FEATURES)
     first = tl.program_id(0) * FEATURES
@@ -157,7 +157,7 @@ def product_kernel(  # noqa: C901 - branches of its compiler
     d = tl.arange(0, DEPTH)
     weight = weight_END + expert.to(tl.int64) * (PARTS * N * D)
     weight += (part * N + within)[:, None] * D + d[None, :]
-    x_at = x_XD + source[:, None] * x_stride + d[None, :]
+    x_at = x_XD + source.to(tl.int64)[:, None] * x_stride + d[None, :]
     if scale_EXX is not None:
         ROWS: tl.constexpr = (N + SCALED - 1) // SCALED
         COLUMNS: tl.constexpr = (D + SCALED - 1) // SCALED
@@ -188,59 +188,54 @@ def product_kernel(  # noqa: C901 - branches of its compiler
         gate, up = sums.reshape(2, FEATURES, TILE).permute(1, 2, 0).split()
         sums = gate / (1 + tl.exp(-gate)) * up
     feature += first
-    out = out_XN + target[None, :] * N + feature[:, None]
+    out = out_XN + at.to(tl.int64)[None, :] * N + feature[:, None]
     tl.store(out, sums.to(out_XN.dtype.element_ty), (feature < N)[:, None] & valid[None, :])
 
 
 def combine(
-    y_TKD: Tensor,
+    y_XD: Tensor,
     weights_TK: Tensor,
-    experts_TK: Tensor,
-    first_expert: int,
-    num_experts: int,
+    row_of_TK: Tensor,
     shared_TD: Tensor | None = None,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
     """Overwrites the stream, if there is one, with the result."""
-    num_rows, num_chosen, width = y_TKD.shape
-    x_TD = y_TKD.new_empty(num_rows, width) if residual_TD is None else residual_TD
-    assert y_TKD.is_contiguous() and weights_TK.is_contiguous() and experts_TK.is_contiguous()
+    num_rows, num_chosen = row_of_TK.shape
+    width = y_XD.shape[1]
+    x_TD = y_XD.new_empty(num_rows, width) if residual_TD is None else residual_TD
+    assert y_XD.is_contiguous() and weights_TK.is_contiguous() and row_of_TK.is_contiguous()
     assert x_TD.stride(1) == 1 and (shared_TD is None or shared_TD.stride(1) == 1)
-    waits = follows(num_rows, y_TKD.device)
+    waits = follows(num_rows, y_XD.device)
     combine_kernel[(num_rows, triton.cdiv(width, COLUMNS))](
-        y_TKD,
+        y_XD,
         weights_TK,
-        experts_TK,
+        row_of_TK,
         shared_TD,
         residual_TD,
         x_TD,
         0 if shared_TD is None else shared_TD.stride(0),
         x_TD.stride(0),
         width,
-        FIRST=first_expert,
-        OWN=num_experts,
         K=num_chosen,
         BLOCK=COLUMNS,
         WAITS=waits,
         launch_pdl=waits,
-        num_warps=4 if num_rows <= FEW else 2,
+        num_warps=2,
     )
     return x_TD
 
 
 @triton.jit
 def combine_kernel(
-    y_TKD,
+    y_XD,
     weights_TK,
-    experts_TK,
+    row_of_TK,
     shared_TD,
     residual_TD,
     x_TD,
     shared_stride,
     x_stride,
     width,
-    FIRST: tl.constexpr,
-    OWN: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
     WAITS: tl.constexpr,
@@ -248,21 +243,55 @@ def combine_kernel(
     if WAITS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < width
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
-        local = tl.load(experts_TK + row * K + k) - FIRST
-        is_ours = (local >= 0) & (local < OWN)
-        weight = tl.where(is_ours, tl.load(weights_TK + row * K + k), 0.0)
-        y = tl.load(y_TKD + (row * K + k) * width + d, d < tl.where(is_ours, width, 0), 0.0)
+        row = tl.load(row_of_TK + token * K + k).to(tl.int64)
+        weight = tl.where(row >= 0, tl.load(weights_TK + token * K + k), 0.0)
+        y = tl.load(y_XD + row * width + d, d < tl.where(row >= 0, width, 0), 0.0)
         total += y.to(tl.float32) * weight
     if shared_TD is not None:
-        total += tl.load(shared_TD + row * shared_stride + d, inside, 0.0).to(tl.float32)
+        total += tl.load(shared_TD + token * shared_stride + d, inside, 0.0).to(tl.float32)
     if residual_TD is not None:
-        total += tl.load(residual_TD + row * x_stride + d, inside, 0.0).to(tl.float32)
-    tl.store(x_TD + row * x_stride + d, total.to(x_TD.dtype.element_ty), inside)
+        total += tl.load(residual_TD + token * x_stride + d, inside, 0.0).to(tl.float32)
+    tl.store(x_TD + token * x_stride + d, total.to(x_TD.dtype.element_ty), inside)
 
 
-PRODUCTS = ExpertProducts(expert_gate_up, expert_down, tile_of, lambda num_pairs, weight: True)
+FEW_EXPERTS = ExpertProducts(
+    expert_gate_up, expert_down, tile_of, lambda num_pairs, weight: True, "triton"
+)
+FP8 = (
+    Routed(1, 3, 6, 96, 200, block_fp8=True),
+    Routed(20, 2, 5, 24, 144, kind="first", block_fp8=True),
+    Routed(5, 4, 24, 200, 136, 20, 2, kind="last", block_fp8=True),
+)
+SMALL = (
+    Routed(1, 1, 1, 8, 8),
+    Routed(20, 2, 6, 200, 96, kind="last"),
+    Routed(5, 4, 24, 96, 72, 8, 9),
+    Routed(7, 4, 24, 96, 72, 8, 9, kind="first"),  # this rank has nothing to do
+    *FP8,
+)
+CHECKED = (
+    Routed(2, 4, 60, 200, 2048),
+    Routed(33, 12, 12, 1408, 2048),
+    Routed(33, 6, 160, 192, 1536, 80, 80, block_fp8=True),
+    Routed(33, 4, 60, 96, 2048, block_fp8=True),
+)
+TIMED = tuple(
+    Routed(T, *layer)
+    for layer in (
+        (8, 128, 768, 2048),
+        (8, 256, 1536, 3072, 0, None, "uniform", True),
+        (10, 512, 512, 2048),
+    )
+    for T in (1, 2, 8, 64)
+)
+MANY_CHECKED = tuple(replace(routed, T=130) for routed in (*SMALL, *CHECKED))
+MANY_TIMED = tuple(Routed(8192, 8, 128, 768, 2048, block_fp8=is_fp8) for is_fp8 in (False, True))
+GATE_UP, DOWN = kernels("few", expert_gate_up, expert_down, FEW, CHECKED, TIMED, small=SMALL)
+GATE_UP_128, DOWN_128 = kernels(
+    "tiled", expert_gate_up, expert_down, MANY, MANY_CHECKED, MANY_TIMED, small=SMALL[1:5]
+)

@@ -58,7 +58,7 @@ def route_and_sort(
     if block > SORTED_ROWS or block * triton.next_power_of_2(all_experts) > SORTED_ELEMENTS:
         weights_TK, experts_TK = route(logits_TE, bias_E, num_chosen, rule, uniform)
         return weights_TK, experts_TK, sort_rows(experts_TK, first_expert, num_experts, tile)
-    rows = empty_rows(num_rows * num_chosen, num_experts, tile, logits_TE.device)
+    rows = empty_rows(num_rows, num_chosen, num_experts, tile, logits_TE.device)
     routed = _launch(logits_TE, bias_E, num_chosen, rule, uniform, block, rows, first_expert)
     return *routed, rows
 
@@ -88,7 +88,7 @@ def _launch(
         positions_T,
         weights_TK,
         experts_TK,
-        *((None,) * 5 if rows is None else tensors_of(rows)),
+        *((None,) * 6 if rows is None else tensors_of(rows)),
         num_rows,
         logits_TE.stride(0),
         layer * num_experts,
@@ -122,6 +122,7 @@ def route_kernel(  # noqa: C901 - branches of its compiler
     weights_TK,
     experts_TK,
     pair_of_X,
+    row_of_TK,
     starts_E1,
     tile_expert_X,
     tile_start_X,
@@ -205,7 +206,9 @@ def route_kernel(  # noqa: C901 - branches of its compiler
         next_E = tl.cumsum(counts_E, 0) - counts_E
         local_E = tl.where(own_E, expert_E - FIRST, -1)
         before = tl.cumsum(is_ours.to(tl.int32), 0) - is_ours.to(tl.int32)
-        tl.store(pair_of_X + next_E[None, :] + before, pair, is_ours)
+        sorted_row = next_E[None, :] + before
+        tl.store(pair_of_X + sorted_row, pair, is_ours)
+        tl.store(row_of_TK + pair, tl.where(is_ours, sorted_row, -1), rank >= 0)
         store_tables(
             pair_of_X, starts_E1, tile_expert_X, tile_start_X, num_tiles_1,
             local_E, counts_E, num_rows * K, most_tiles, OWN, TILE,

@@ -8,8 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm_kernels import expert_rows, route as kernels, route_reference as reference
-from nanovllm_kernels.case import Args, Case, Kernel, Tensors
+from nanovllm_kernels import (
+    expert_rows,
+    experts,
+    experts_reference,
+    route as kernels,
+    route_reference as reference,
+)
+from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
 from nanovllm_kernels.route_reference import Routing
 
 SOFTMAX = Routing("softmax", renormalise=True)
@@ -30,9 +36,7 @@ def logits(T: int, E: int, kind: str, device: torch.device) -> Tensor:
     return logits_TE
 
 
-def route_inputs(
-    T: int, E: int, K: int, rule: Routing, kind: str, device: torch.device
-) -> Args:
+def route_inputs(T: int, E: int, K: int, rule: Routing, kind: str, device: torch.device) -> Args:
     """logits, a bias where scores are sigmoids, K, the rule, and what uniform routing hashes."""
     bias_E, uniform = None, None
     if rule.score == "sigmoid":
@@ -69,6 +73,23 @@ def sort_inputs(
     if kind == "few":
         experts_TK = (torch.arange(T)[:, None] + torch.arange(K)) % K
     return experts_TK.int().to(device), first, own, tile
+
+
+def combine_inputs(
+    T: int, E: int, K: int, D: int, own: int, kind: str, device: torch.device
+) -> Args:
+    """Rows that are nobody's are NaN. `plain`: with a shared expert and the stream."""
+    rows = reference.sort_rows(*sort_inputs(T, E, K, 0, own, 1, kind, device))
+    y_XD = normal(device, T * K, D, dtype=torch.bfloat16)
+    y_XD[rows.pair_of_X < 0] = torch.nan
+    weights_TK = normal(device, T, K, dtype=torch.float32, seed=1).softmax(-1)
+    more = [normal(device, T, D + 64, dtype=torch.bfloat16, seed=seed)[:, :D] for seed in (2, 3)]
+    return y_XD, weights_TK, rows.row_of_TK, *(more if kind == "plain" else (None, None))
+
+
+def combine_scale(expected: Tensors, args: Args) -> Tensors:
+    """Sums are float32 and rounded once."""
+    return (expected[0].abs() + 1 / 1024,)
 
 
 def outputs(result: Any, args: Args) -> Tensors:  # noqa: ANN401
@@ -143,6 +164,23 @@ def sort_cases() -> tuple[Case, ...]:
     return (*checked, *timed)
 
 
+def combine_cases() -> tuple[Case, ...]:
+    shapes = ((1, 128, 8, 2048, 128), (5, 24, 4, 96, 9), (7, 6, 1, 520, 6), (2, 512, 10, 2048, 512))
+    checked = [
+        Case(f"T={T} E={E} K={K} D={D} 0+{own} {kind}",
+             partial(combine_inputs, T, E, K, D, own, kind), T <= 7)
+        for T, E, K, D, own in (*shapes, (513, 160, 6, 5120, 80))
+        for kind in ("plain", "one")
+    ]  # fmt: skip
+    timed = [
+        Case(f"T={T} K=8 D={D} timed", partial(combine_inputs, T, 128, 8, D, 128, "plain"),
+             num_bytes=2 * T * (8 + 3) * D)
+        for D in (2048, 4096)
+        for T in (1, 8, 64, 8192)
+    ]  # fmt: skip
+    return (*checked, *timed)
+
+
 # Two exponentials, by 2 ulps each, and sums of up to 512 terms in another order.
 ROUTE = Kernel("route", kernels.route, reference.route, route_cases(), ulps_32=32)
 ROUTE_AND_SORT = Kernel(
@@ -152,3 +190,7 @@ ROUTE_AND_SORT = Kernel(
 SORT_ROWS = Kernel(
     "sort_rows", expert_rows.sort_rows, reference.sort_rows, sort_cases(), outputs=outputs
 )
+COMBINE = Kernel(
+    "combine", experts.combine, experts_reference.combine, combine_cases(), ulps_16=1,
+    scale=combine_scale,
+)  # fmt: skip
