@@ -15,6 +15,8 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "grouped_64_down": "nanovllm_kernels.grouped_linear:DOWN_64",
     "sliced_linear": "nanovllm_kernels.library_linear:SLICED",
     "added_linear": "nanovllm_kernels.library_linear:ADDED",
+    "block_fp8_linear": "nanovllm_kernels.block_fp8_cases:LINEAR",
+    "block_fp8_experts": "nanovllm_kernels.block_fp8_cases:EXPERTS",
     "skinny_linear": "nanovllm_kernels.skinny_cases:LINEAR",
     "skinny_linear_add": "nanovllm_kernels.skinny_cases:LINEAR_ADD",
     "skinny_norm_linear": "nanovllm_kernels.skinny_cases:NORM_LINEAR",
@@ -53,6 +55,8 @@ COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
             ("64_down", "down", ("bfloat16", (64, 256, 1, True))),
         )
     },
+    "block_fp8_linear": ("nanovllm_kernels.block_fp8_cute:compile_tile", (256, 128, 2, 128, 0, 0)),
+    "block_fp8_experts": ("nanovllm_kernels.block_fp8_cute:compile_tile", (256, 128, 2, 128, 0, 1)),
     "paged_decode_cute": ("nanovllm_kernels.paged_decode_cute:compile_decode", (2, 128, 128, 0)),
     **{
         name: ("nanovllm_kernels.skinny_linear:compile_product", (64, 2, False, 1, *kind))
