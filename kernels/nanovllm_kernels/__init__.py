@@ -11,6 +11,8 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "silu_mul_quantise": "nanovllm_kernels.quantise:SILU_MUL_QUANTISE",
     "grouped_gate_up": "nanovllm_kernels.grouped_linear:GATE_UP",
     "grouped_down": "nanovllm_kernels.grouped_linear:DOWN",
+    "grouped_fp8_gate_up": "nanovllm_kernels.grouped_fp8:GATE_UP",
+    "grouped_fp8_down": "nanovllm_kernels.grouped_fp8:DOWN",
     "grouped_64_gate_up": "nanovllm_kernels.grouped_linear:GATE_UP_64",
     "grouped_64_down": "nanovllm_kernels.grouped_linear:DOWN_64",
     "sliced_linear": "nanovllm_kernels.library_linear:SLICED",
@@ -46,6 +48,15 @@ KERNELS = {  # "module:attribute" of a case.Kernel
 COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
     "flash_forward": ("nanovllm_kernels.flash_prefill:compile_causal", (2, 128, 128, "bfloat16")),
     "gated_linear": ("nanovllm_kernels.gated_linear:compile_gated", ("bfloat16", True)),
+    **{
+        name: ("nanovllm_kernels.block_fp8_cute:compile_tile", (*tile, 128, 0, is_grouped))
+        for name, tile, is_grouped in (
+            ("block_fp8_linear", (256, 128, 2), 0),
+            ("block_fp8_experts", (256, 128, 2), 1),
+            ("grouped_fp8_gate_up", (128, 128, 1), 1),
+            ("grouped_fp8_down", (64, 64, 1), 1),
+        )
+    },
     **{
         f"grouped_{name}": (f"nanovllm_kernels.grouped_linear:compile_{kind}", arguments)
         for name, kind, arguments in (

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from nanovllm_kernels import experts_reference
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
-from nanovllm_kernels.experts_reference import BLOCK, used, whole
+from nanovllm_kernels.experts_reference import used, whole
+from nanovllm_kernels.fp8_reference import BLOCK
 from nanovllm_kernels.linear_cases import gated_sizes, linear_reference, sizes
 from nanovllm_kernels.route_reference import ExpertRows, sort_rows
 
