@@ -33,6 +33,14 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "best": "nanovllm_kernels.sampling:BEST",
     "thresholds": "nanovllm_kernels.thresholds:THRESHOLDS",
     "write_back": "nanovllm_kernels.batch_prep:WRITE_BACK",
+    "route": "nanovllm_kernels.route_cases:ROUTE",
+    "route_and_sort": "nanovllm_kernels.route_cases:ROUTE_AND_SORT",
+    "sort_rows": "nanovllm_kernels.route_cases:SORT_ROWS",
+    "combine": "nanovllm_kernels.route_cases:COMBINE",
+    "few_gate_up": "nanovllm_kernels.experts:GATE_UP",
+    "few_down": "nanovllm_kernels.experts:DOWN",
+    "tiled_gate_up": "nanovllm_kernels.experts:GATE_UP_128",
+    "tiled_down": "nanovllm_kernels.experts:DOWN_128",
     "ngram": "nanovllm_kernels.ngram:NGRAM",
 }
 
