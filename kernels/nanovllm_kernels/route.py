@@ -169,6 +169,7 @@ def route_kernel(
     else:
         if bias_E is not None:
             ranked += bias
+        ranked = tl.where(ranked == ranked, ranked, float("inf"))
         if GROUPS > 1:
             ranked = in_best_groups(
                 tl.where(inside, ranked, -float("inf")),
@@ -176,8 +177,7 @@ def route_kernel(
             )  # fmt: skip
 
     bits = ranked.to(tl.int32, bitcast=True)
-    key = tl.where(ranked == ranked, bits ^ ((bits >> 31) & HIGHEST), HIGHEST)
-    key = tl.where(exists, key, LOWEST)
+    key = tl.where(exists, bits ^ ((bits >> 31) & HIGHEST), LOWEST)
     rank = tl.full([ROWS, BLOCK], -1, tl.int32)
     for k in tl.static_range(K):
         top = tl.max(key, 1)[:, None]
