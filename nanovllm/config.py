@@ -121,11 +121,13 @@ class Paper(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    model: str = "demo"  # "demo", a local folder, or a hub id
+    model: str = "demo"  # "demo", a local folder, or a hub id; may be written model.name
+    num_layers: int | Auto = "auto"  # the first of so many; written model.num_layers
     engine: Literal["model", "paper"] = "model"
     config: str | None = None  # a config.json to use when the model's folder is not at hand
     device: Literal["auto", "cuda", "cpu"] = "auto"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16, on a CPU float32
+    quantize: Literal["fp8"] | None = None  # fp8: made of other weights while they load
     cpu_threads: int | Auto = "auto"  # of matrix products on a CPU; auto: by the model's size
     load: Load = Load()
     parallel: Parallel = Parallel()
@@ -181,8 +183,10 @@ def read_recipe(
         if not equals:
             raise ConfigError(f"--set {text}: write section.key=value")
         changed[key.strip()] = parse(written, f"--set {key}: the value")  # maybe a secret
-    for path, value in changed.items():
-        put(raw, path, value)
+    for path, value in (*_keys_of_model(raw), *changed.items()):
+        if path.startswith("model.") and path not in MODEL_KEYS:
+            raise ConfigError(f"unknown key {path}; a model has {', '.join(MODEL_KEYS)}")
+        put(raw, MODEL_KEYS.get(path, path), value)
     recipe = converted(raw, Recipe)
     _check_ranges(recipe)
     if recipe.server.api_key is None:
@@ -190,6 +194,16 @@ def read_recipe(
             recipe, server=structs.replace(recipe.server, api_key=given_api_key())
         )
     return Checked(recipe, source, base, changed)
+
+
+MODEL_KEYS = {"model.name": "model", "model.num_layers": "num_layers"}
+
+
+def _keys_of_model(raw: dict[str, Any]) -> list[tuple[str, object]]:
+    """What `model: {name: ..., num_layers: ...}` says, which is not among the sections any more."""
+    if not isinstance(raw.get("model"), dict):
+        return []
+    return [(f"model.{key}", value) for key, value in raw.pop("model").items()]
 
 
 def _find(named: str | None) -> tuple[dict[str, Any], str, Path]:

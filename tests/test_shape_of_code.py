@@ -29,6 +29,8 @@ CHOICES = (
     "nanovllm/speculate.py",
     "nanovllm/models/llama.py", "nanovllm/models/qwen3.py", "nanovllm/models/qwen3_moe.py",
     "nanovllm/models/minimax_m2.py", "nanovllm/layers/moe.py", "nanovllm/layers/expert_products.py",
+    "nanovllm/models/dummy.py", "nanovllm/models/faults.py",
+    "nanovllm/models/quantised.py", "nanovllm/models/shards.py",
     "nanovllm/attention/grouped.py", "nanovllm/layers/fp8.py",
     "nanovllm/attention/flash.py", "nanovllm/attention/paged.py", "nanovllm/attention/torch_ref.py",
     "nanovllm/attention/triton.py",

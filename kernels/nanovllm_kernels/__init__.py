@@ -33,6 +33,14 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "best": "nanovllm_kernels.sampling:BEST",
     "thresholds": "nanovllm_kernels.thresholds:THRESHOLDS",
     "write_back": "nanovllm_kernels.batch_prep:WRITE_BACK",
+    "route": "nanovllm_kernels.route_cases:ROUTE",
+    "route_and_sort": "nanovllm_kernels.route_cases:ROUTE_AND_SORT",
+    "sort_rows": "nanovllm_kernels.route_cases:SORT_ROWS",
+    "combine": "nanovllm_kernels.route_cases:COMBINE",
+    "few_gate_up": "nanovllm_kernels.experts:GATE_UP",
+    "few_down": "nanovllm_kernels.experts:DOWN",
+    "tiled_gate_up": "nanovllm_kernels.experts:GATE_UP_128",
+    "tiled_down": "nanovllm_kernels.experts:DOWN_128",
     "ngram": "nanovllm_kernels.ngram:NGRAM",
 }
 
@@ -58,6 +66,8 @@ COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
             ("64_down", "down", ("bfloat16", (64, 256, 1, True))),
         )
     },
+    "block_fp8_linear": ("nanovllm_kernels.block_fp8_cute:compile_tile", (256, 128, 2, 128, 0, 0)),
+    "block_fp8_experts": ("nanovllm_kernels.block_fp8_cute:compile_tile", (256, 128, 2, 128, 0, 1)),
     "paged_decode_cute": ("nanovllm_kernels.paged_decode_cute:compile_decode", (2, 128, 128, 0)),
     **{
         name: ("nanovllm_kernels.skinny_linear:compile_product", (64, 2, False, 1, *kind))

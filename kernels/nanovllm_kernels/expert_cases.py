@@ -42,7 +42,8 @@ class Routed:
     def __str__(self) -> str:
         share = "" if self.num is None else f" experts {self.first}-{self.first + self.num}"
         kind = f" all to the {self.kind}" if self.kind != "uniform" else ""
-        return f"T={self.T} K={self.K} E={self.E} F={self.F} D={self.D}{share}{kind}"
+        fp8 = " fp8" if self.block_fp8 else ""
+        return f"T={self.T} K={self.K} E={self.E} F={self.F} D={self.D}{fp8}{share}{kind}"
 
     @property
     def num_experts(self) -> int:
@@ -135,7 +136,8 @@ def kernels(
     def cases(of: Callable[..., Args], num_matrices: int) -> Iterator[Case]:
         for routed in (*small, *checked, *timed):
             pairs, size = routed.T * routed.K, num_matrices * routed.F * routed.D
-            work = {"num_bytes": min(pairs, routed.num_experts) * size * (2 - routed.block_fp8)}
+            num_used = routed.num_experts * (1 - (1 - routed.K / routed.E) ** routed.T)  # expected
+            work = {"num_bytes": round(num_used * size * (2 - routed.block_fp8))}
             if pairs > 64 * routed.E:
                 work = {"num_flops": 2 * pairs * size}
             given = partial(of, routed, tile)

@@ -6,7 +6,8 @@ each 128. A number is its e4m3 value times its scale.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,15 @@ class Scaled(NamedTuple):
         num_rows, width = self.shape
         scale_ND = spread(self.scale, num_rows, width, self.block_rows)
         return self.weight_ND.float() * scale_ND
+
+
+class Fp8Linear(NamedTuple):
+    """The kernels that multiply with Scaled weights."""
+
+    name: str
+    product: Callable[..., Tensor]  # of quantised rows: block_fp8.block_fp8_linear's signature
+    obstacle: Callable[..., str | None]  # (num_lines, width, block_rows): why it cannot, or None
+    skinny: Any  # layers.ops.SkinnyLinear, of few rows that are not quantised; or None
 
 
 def spread(scale: Tensor, num_rows: int, width: int, block_rows: int = BLOCK) -> Tensor:

@@ -81,6 +81,62 @@ def silu_mul_quantise(gate_up_X2F: Tensor, starts_E1: Tensor | None = None) -> Q
     return result
 
 
+def norm_quantise(
+    x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, eps: float
+) -> Quantised:
+    """norm.rms_norm of x, or of the sum of x, or its slices, and the residual stream, which becomes
+    the sum.
+    """
+    num_rows, width = x_TD.shape[-2:]
+    result, waits = empty(num_rows, width, x_TD.device), follows(num_rows, x_TD.device)
+    blocks = triton.next_power_of_2(triton.cdiv(width, BLOCK))
+    norm_quantise_kernel[(num_rows,)](
+        x_TD,
+        residual_TD,
+        norm_weight_D,
+        *result,
+        x_TD.stride(0),
+        x_TD.stride(-2),
+        0 if residual_TD is None else residual_TD.stride(0),
+        num_rows,
+        eps,
+        SLICES=len(x_TD) if x_TD.ndim == 3 else 1,
+        WIDTH=width,
+        BLOCKS=blocks,
+        WAITS=waits,
+        launch_pdl=waits,
+        num_warps=min(max(blocks // 4, 1), 16),
+    )
+    return result
+
+
+@triton.jit
+def norm_quantise_kernel(
+    x_TD, residual_TD, norm_weight_D, values_TD, scale_BT, slice_stride, x_stride, residual_stride,
+    num_rows, eps, SLICES: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
+    WAITS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    block, d = places(BLOCKS)
+    norm_weight = tl.load(norm_weight_D + d, d < WIDTH, 0.0)
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_TD + row * x_stride + d, d < WIDTH, 0.0)
+    if residual_TD is not None:
+        total = x.to(tl.float32)
+        for nth in tl.static_range(1, SLICES):
+            at = x_TD + nth * slice_stride + row * x_stride + d
+            total += tl.load(at, d < WIDTH, 0.0).to(tl.float32)
+        at = residual_TD + row * residual_stride + d
+        x = (total + tl.load(at, d < WIDTH, 0.0).to(tl.float32)).to(x.dtype)
+        tl.store(at, x, d < WIDTH)
+    wide = x.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(tl.sum(wide * wide, 1), 0) / WIDTH + eps)
+    values, scale = scaled((wide * factor).to(x.dtype).to(tl.float32) * norm_weight.to(tl.float32))
+    tl.store(values_TD + row * WIDTH + d, values, d < WIDTH)
+    tl.store(scale_BT + block * num_rows + row, scale, block * 128 < WIDTH)
+
+
 @triton.jit
 def quantise_kernel(
     x_TD, row_of_TK, values_XD, scale_BX, stride, width, num_rows, COPIES: tl.constexpr,

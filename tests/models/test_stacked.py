@@ -97,9 +97,11 @@ def test_every_rank_keeps_its_slice_of_its_experts(tp: int, ep: int) -> None:
 
 def test_rules_without_an_expert_do_not_fill_experts() -> None:
     rules = (*RULES[:2], ("model.layers.{}.mlp.down.weight", "layers.{}.experts.down"), RULES[3])
-    with pytest.raises(AssertionError, match="down.weight does not fill layers.0.experts.down"):
+    with pytest.raises(
+        AssertionError, match=r"down\.weight does not fill layers\.0\.experts\.down"
+    ):
         destinations(Model(1, Span(E, 0, E), Span(F, 0, F), D), rules)
-    with pytest.raises(AssertionError, match="WEIGHTS does not fill layers.0.experts.gate_up"):
+    with pytest.raises(AssertionError, match=r"WEIGHTS does not fill layers\.0\.experts\.gate_up"):
         destinations(Model(1, Span(E, 0, E), Span(F, 0, F), D), RULES[1:])
 
 
