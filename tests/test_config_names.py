@@ -135,7 +135,7 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
         ("cache.prefix=3", "cache.prefix is 3; it must be true or false"),
         ("cache.cpu_gib=.nan", "cache.cpu_gib is nan; it must be between 0.001 and 4096"),
         ("cache=3", "cache is a section; write cache.<key>"),
-        ("model.x=3", "model is {'x': 3}; it must be text"),
+        ("model.x=3", "unknown key model.x; a model has model.name, model.num_layers"),
         ("device=gpu", "device is 'gpu'; it must be auto, cuda or cpu"),
         ("load.format=gguf", "load.format is 'gguf'; it must be auto, safetensors or dummy"),
         ("server.api_key=12345", "server.api_key must be text"),
@@ -146,8 +146,8 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
         ("cache.page_token=4", "unknown key cache.page_token; did you mean cache.page_tokens?"),
         ("page_tokens=4", "unknown key page_tokens; did you mean cache.page_tokens?"),
         ("load.zzz=1", "unknown key load.zzz; load has format, seed"),
-        ("zzz=1", "unknown key zzz; a recipe has model, engine, config, device, dtype, "
-         "cpu_threads, load, parallel, cache, schedule, kernels, server, "
+        ("zzz=1", "unknown key zzz; a recipe has model, num_layers, engine, config, device, "
+         "dtype, quantize, cpu_threads, load, parallel, cache, schedule, kernels, server, "
          "structured_outputs, paper, speculate"),
         ("load={seed: 1, seed: 2}",
          "--set load: the value is not YAML: line 1: the key seed stands twice"),

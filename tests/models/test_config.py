@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from nanovllm.config import ConfigError
 from nanovllm.layers.rope import Llama3Rope, PlainRope
@@ -171,3 +172,22 @@ def test_no_config_at_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_model_config(config_of(tmp_path))
     assert str(caught.value) == f"cannot read {tmp_path / 'config.json'}: No such file or directory"
+
+
+@pytest.mark.parametrize("asked, given", [("auto", 32), (1, 1), (32, 32)])
+def test_the_first_layers_alone(asked: int | str, given: int, tmp_path: Path) -> None:
+    read(tmp_path, HUB_LLAMA)
+    config = config_of(tmp_path)
+    recipe = replace(config.recipe, num_layers=asked)
+    assert read_model_config(replace(config, recipe=recipe))[1].num_hidden_layers == given
+
+
+@pytest.mark.parametrize("asked", [0, 33])
+def test_layers_that_a_model_has_not(asked: int, tmp_path: Path) -> None:
+    read(tmp_path, HUB_LLAMA)
+    config = config_of(tmp_path)
+    config = replace(config, recipe=replace(config.recipe, num_layers=asked))
+    with pytest.raises(ConfigError) as caught:
+        read_model_config(config)
+    most = f"32, which {tmp_path}/config.json has"
+    assert str(caught.value) == f"model.num_layers is {asked}; it must be between 1 and {most}"

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from nanovllm.config import Load
+from nanovllm.models.dummy import fill_random
 from nanovllm.models.weights import destinations
 from nanovllm.parallel.mesh import Mesh
 from tests.models.steps import load
+from tests.models.test_stacked import RULES, D, Model, spans
 from tests.models.tiny import make_tiny
 
 
@@ -45,3 +47,24 @@ def test_dummy_weights_come_from_the_seed(tmp_path: Path) -> None:
         if weight.ndim == 2:
             scale = weight.std() * weight.shape[1] ** 0.5
             assert 0.95 < scale < 1.05, f"{name} is scaled by {scale:.2f}"
+
+
+@pytest.mark.parametrize("tp, ep", [(2, 1), (4, 1), (3, 3), (2, 2)])
+def test_experts_are_the_same_over_any_number_of_ranks(tp: int, ep: int) -> None:
+    def drawn(rank: int, tp: int, ep: int) -> Model:
+        model = Model(2, *spans(rank, tp, ep), D)
+        fill_random(destinations(model, RULES), seed=1)
+        return model
+
+    everything = drawn(0, 1, 1)
+    for rank in range(tp):
+        model, (experts, inner) = drawn(rank, tp, ep), spans(rank, tp, ep)
+        own = slice(experts.start, experts.start + experts.count)
+        cut = slice(inner.start, inner.start + inner.count)
+        for ours, theirs in zip(model.layers, everything.layers, strict=True):
+            for part, expected in enumerate(theirs.experts.gate_up[own].chunk(2, 1)):
+                assert torch.equal(ours.experts.gate_up.chunk(2, 1)[part], expected[:, cut])
+            assert torch.equal(ours.experts.down, theirs.experts.down[own][..., cut])
+            assert torch.equal(ours.router, theirs.router)
+    all_weights = torch.stack([layer.experts.gate_up for layer in everything.layers])
+    assert len(all_weights.unique()) == all_weights.numel()

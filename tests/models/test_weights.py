@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanovllm.config import ConfigError
+from nanovllm.config import ConfigError, Kernels
+from nanovllm.layers.ops import select_ops
+from nanovllm.models.config import read_model_config
+from nanovllm.models.weights import fill
 from nanovllm.parallel.mesh import Mesh
-from tests.models.steps import MAX_TOKENS, load
-from tests.models.tiny import make_tiny
+from tests.models.steps import CPU, MAX_TOKENS, load
+from tests.models.tiny import config_of, make_tiny
 
 GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"
 Checkpoint = dict[str, Tensor]
@@ -252,6 +256,24 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
     assert line_of(tmp_path) == (
         "FOLDER has no *.safetensors; --load-format dummy runs without weights"
     )
+
+
+def test_the_first_layers_of_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_tiny(tmp_path, "qwen3")
+    everything = load(tmp_path)
+    config = config_of(tmp_path)
+    config = replace(config, recipe=replace(config.recipe, num_layers=1))
+    family, model_config = read_model_config(config)
+    model = family(model_config, Mesh(), select_ops(Kernels(), CPU), MAX_TOKENS)
+    caplog.set_level("INFO", "engine")
+    fill(model, config)
+    assert any(line.startswith("left out 11 tensors of layers") for line in caplog.messages)
+    found = dict(model.named_parameters())
+    assert found.keys() == {
+        name for name, _ in everything.named_parameters() if not name.startswith("layers.1.")
+    }
+    for name, parameter in found.items():
+        assert torch.equal(parameter, everything.get_parameter(name)), name
 
 
 def bytes_read() -> int:
