@@ -10,6 +10,8 @@ from nanovllm.config import ConfigError
 from nanovllm.parallel.mesh import EXPERTS, Mesh, Span
 
 MOST_RANKS = 64
+HEADS = "num_attention_heads"
+INPUTS = 128  # that share a scale, where weights are fp8
 
 
 class Cut(Protocol):
@@ -17,6 +19,12 @@ class Cut(Protocol):
 
     @property
     def num_key_value_heads(self) -> int: ...
+
+    @property
+    def head_size(self) -> int: ...
+
+    @property
+    def quantization_config(self) -> object: ...
 
     def evenly_cut(self, ep: int) -> tuple[str, ...]:
         """The fields of which each rank takes an equal share; of experts, among `ep` ranks."""
@@ -53,7 +61,16 @@ def cut(mesh: Mesh, model_config: Cut) -> None:
     if mesh.ep_size > 1 and not {*even} & {*EXPERTS}:
         raise ConfigError(f"parallel.ep is {mesh.ep_size}; the model has no experts")
     for name in even:
-        mesh.span(name, getattr(model_config, name))
+        full = getattr(model_config, name)
+        span = mesh.span(name, full)
+        share = span.count * (model_config.head_size if name == HEADS else 1)
+        is_cut = not span.is_whole and name not in EXPERTS
+        if is_cut and model_config.quantization_config is not None and share % INPUTS:
+            raise ConfigError(
+                f"parallel.tp is {mesh.tp_size}; it would cut the model's {name} {full} into "
+                f"shares of {share} inputs of weights in fp8, and {share} is not a multiple of "
+                f"{INPUTS}"
+            )
     mesh.span_or_copy("num_key_value_heads", model_config.num_key_value_heads)
 
 
