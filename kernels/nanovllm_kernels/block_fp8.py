@@ -16,6 +16,7 @@ from torch import Tensor
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.fp8_reference import BLOCK, Fp8Linear
 from nanovllm_kernels.paged_decode import INTERPRETED
+from nanovllm_kernels.quantise import norm_quantise, quantise, silu_mul_quantise
 
 TILE_LINES, MOST_TILE_ROWS = 64, 128
 TOGETHER = 8  # tiles of rows that share what they read of W while it is in the cache
@@ -94,4 +95,6 @@ def block_fp8_kernel(
     tl.store(y_TN + at, sums.to(y_TN.dtype.element_ty), inside)
 
 
-FP8_LINEAR = Fp8Linear("triton", block_fp8_linear, lambda *_: None, None)
+FP8_LINEAR = Fp8Linear(
+    block_fp8_linear, lambda *_: None, None, quantise, norm_quantise, silu_mul_quantise
+)

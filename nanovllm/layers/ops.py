@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from nanovllm_kernels import experts_reference, route_reference
 from nanovllm_kernels.experts_reference import ExpertProducts
-from nanovllm_kernels.fp8_reference import Scaled
+from nanovllm_kernels.fp8_reference import Fp8Linear, Scaled
 from nanovllm_kernels.gated_linear import obstacle
 from nanovllm_kernels.route_reference import ExpertRows
 from torch import Tensor
@@ -41,6 +41,7 @@ IMPLEMENTATIONS = {
         "skinny_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "sliced_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "added_linear": "nanovllm.layers.ops:ONE_BY_ONE",
+        "fp8_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "route": "nanovllm_kernels.route_reference:route",
         "sort_rows": "nanovllm_kernels.route_reference:sort_rows",
         "few_experts": "nanovllm_kernels.experts_reference:EXPERTS",
@@ -56,6 +57,7 @@ IMPLEMENTATIONS = {
         "add_rms_norm": "nanovllm_kernels.norm:add_rms_norm",
         "silu_mul": "nanovllm_kernels.activation:silu_mul",
         "rope_store": "nanovllm_kernels.rope_store:rope_store",
+        "fp8_linear": "nanovllm_kernels.block_fp8:FP8_LINEAR",
         "route": "nanovllm_kernels.route_reference:route",
         "sort_rows": "nanovllm_kernels.route_reference:sort_rows",
         "few_experts": "nanovllm_kernels.experts_reference:EXPERTS",
@@ -64,6 +66,7 @@ IMPLEMENTATIONS = {
     "cute": {
         "gated_linear": "nanovllm_kernels.gated_linear:GATED_LINEAR",
         "skinny_linear": "nanovllm_kernels.skinny_linear:SKINNY_LINEAR",
+        "fp8_linear": "nanovllm_kernels.skinny_fp8_cute:FP8_LINEAR",
         "many_experts": "nanovllm.layers.expert_products:MANY",
     },
 }
@@ -160,6 +163,7 @@ class Ops:
     skinny_linear: SkinnyLinear | None = ONE_BY_ONE
     sliced_linear: FusedLinear | None = ONE_BY_ONE
     added_linear: FusedLinear | None = ONE_BY_ONE
+    fp8_linear: Fp8Linear | None = ONE_BY_ONE  # layers/fp8.py
     route: Callable[..., tuple[Tensor, Tensor]] = route_reference.route
     sort_rows: Callable[[Tensor, int, int, int], ExpertRows] = route_reference.sort_rows
     few_experts: ExpertProducts = experts_reference.EXPERTS
@@ -202,7 +206,8 @@ class Ops:
     def _table(
         self, weight_ND: Weight, choose: Callable[..., Implementation], *more: bool
     ) -> RowTable:
-        key = choose.__name__, *more, *weight_ND.shape, weight_ND.dtype
+        block_rows = getattr(weight_ND, "block_rows", 0)
+        key = choose.__name__, *more, *weight_ND.shape, weight_ND.dtype, block_rows
         if key not in self.tables:
             self.tables[key] = RowTable(partial(choose, weight_ND, *more))
         return self.tables[key]
