@@ -78,11 +78,7 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sliced_linear: Literal["auto", "torch", "library"] = "auto"  # of some hundred rows: split-K
     added_linear: Literal["auto", "torch", "library"] = "auto"  # of thousands, onto the residual
     fp8_linear: Literal["auto", "torch", "triton", "cute"] = "auto"  # of weights in block fp8
-    route: Literal["auto", "torch", "triton"] = "auto"  # the experts of each token
-    sort_rows: Literal["auto", "torch", "triton"] = "auto"  # by expert
-    few_experts: Literal["auto", "torch", "triton"] = "auto"  # products of few rows an expert
-    many_experts: Literal["auto", "torch", "cute"] = "auto"  # of many
-    combine: Literal["auto", "torch", "triton"] = "auto"  # what experts give, onto the residual
+    experts: Literal["auto", "torch", "triton", "cute"] = "auto"  # cute: triton with few rows
     sample: Literal["auto", "torch", "triton"] = "auto"
     batch_prep: Literal["auto", "torch", "triton"] = "auto"
     cuda_graphs: bool = True

@@ -29,6 +29,7 @@ CHOICES = (
     "nanovllm/speculate.py",
     "nanovllm/models/llama.py", "nanovllm/models/qwen3.py", "nanovllm/models/qwen3_moe.py",
     "nanovllm/models/minimax_m2.py", "nanovllm/layers/moe.py", "nanovllm/layers/expert_products.py",
+    "nanovllm/layers/expert_kernels.py",
     "nanovllm/models/dummy.py", "nanovllm/models/faults.py",
     "nanovllm/models/quantised.py", "nanovllm/models/shards.py",
     "nanovllm/attention/grouped.py", "nanovllm/layers/fp8.py",

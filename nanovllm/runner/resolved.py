@@ -5,6 +5,7 @@ Knows neither weights nor requests.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -60,8 +61,9 @@ class Resolved:
 
         Raises ConfigError if the recipe asks for a kernel that cannot run here.
         """
-        is_uniform = self.recipe.experts.routing == "uniform"
-        ops = select_ops(self.recipe.kernels, self.device, uniform_experts=is_uniform)
+        ops = select_ops(self.recipe.kernels, self.device)
+        if self.recipe.experts.routing == "uniform":
+            ops = dataclasses.replace(ops, experts=ops.experts._replace(is_uniform=True))
         with device, default_dtype(self.dtype):
             return self.family(self.model_config, self.mesh, ops, self.max_model_tokens)
 
