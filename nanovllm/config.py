@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from msgspec import Struct, structs
 
-from nanovllm import recipes, speculate
+from nanovllm import experts, recipes, speculate
+from nanovllm.experts import Experts as Experts
 from nanovllm.speculate import Speculate as Speculate
 from nanovllm.typed_yaml import ConfigError as ConfigError, converted, parse, put, read
 
@@ -38,10 +39,6 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prefill_weight: float = 1.0
     load_weight: float = 128.0
     restarts: int = 3  # of several engines, each is started again so often within an hour
-
-
-class Experts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    routing: Literal["auto", "uniform"] = "auto"  # uniform: at random, to measure dummy weights
 
 
 class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -263,11 +260,7 @@ def _check_ranges(recipe: Recipe) -> None:
         value = getattr(getattr(recipe, section), key)
         if value != "auto" and not low <= value <= high:
             raise ConfigError(f"{path} is {value}; it must be between {low} and {high}")
-    if recipe.parallel.ep not in (1, recipe.parallel.tp):
-        tp, ep = recipe.parallel.tp, recipe.parallel.ep
-        raise ConfigError(f"parallel.ep is {ep}; it must be 1 or parallel.tp, which is {tp}")
-    if recipe.experts.routing == "uniform" and recipe.load.format != "dummy":
-        raise ConfigError("experts.routing is uniform; it must be auto unless load.format is dummy")
+    experts.check(recipe.experts, recipe.load.format, recipe.parallel.tp, recipe.parallel.ep)
     if recipe.speculate is not None:
         speculate.check(recipe.speculate, recipe.engine)
 

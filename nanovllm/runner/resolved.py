@@ -75,8 +75,7 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
     """
     device, dtype = choose_device(config.recipe)
     family, model_config = read_model_config(config)
-    parallel = config.recipe.parallel
-    mesh = mesh or first_of(parallel.tp, parallel.ep)
+    mesh = mesh or first_of(config.recipe.parallel.tp, config.recipe.parallel.ep)
     check_cut(mesh, model_config)
     layout = family.cache_layout(model_config, mesh, dtype.itemsize)
     recipe = without_autos(config.recipe, device, dtype)
