@@ -46,7 +46,7 @@ BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes,
     "nanovllm/server/process_facts.py", "nanovllm/server/large.py", "nanovllm/server/length.py",
 )  # fmt: skip
 CUTE = ("cute", "skinny_linear", "flash_prefill", "gated_linear", "gated_product", "kept")
-CASES = ("case", "timing", "skinny_cases", "compile_one", "peer_cases")
+CASES = ("case", "timing", "skinny_cases", "compile_one", "peer_cases", "block_fp8_cases")
 BUDGETS = {
     "path": 6_200, "beside": 600, "choices": 6_500, "tools": 2_200,
     "triton": 3_800, "cute": 3_800, "cases": 900,
