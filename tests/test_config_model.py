@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.config import DEMO, ConfigError, load_config
+from nanovllm.config import DEMO, ConfigError, load_config, read_recipe
 
 
 def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path) -> None:
@@ -47,3 +47,34 @@ def test_dummy_weights_need_only_the_recipe_s_config() -> None:
 def test_a_model_that_is_nowhere_is_named(model: str) -> None:
     with pytest.raises(ConfigError, match=f"model '{model}' is neither"):
         load_config(None, [f"model={model}"])
+
+
+def test_the_first_layers_of_a_model_are_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("model: {name: demo, num_layers: 1}\ndevice: cpu\n")
+    recipe = read_recipe(str(path)).recipe
+    assert (recipe.model, recipe.num_layers) == ("demo", 1)
+    recipe = read_recipe(str(path), ["model.num_layers=2", "model=Qwen/Qwen3-8B"]).recipe
+    assert (recipe.model, recipe.num_layers) == ("Qwen/Qwen3-8B", 2)
+    recipe = read_recipe("qwen3-8b", ["model.num_layers=4"]).recipe
+    assert (recipe.model, recipe.num_layers) == ("Qwen/Qwen3-8B", 4)
+    assert read_recipe("qwen3-8b").recipe.num_layers == "auto"
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (
+            "model: {layers: 1}",
+            "unknown key model.layers; a model has model.name, model.num_layers",
+        ),
+        ("model: {num_layers: x}", "num_layers is 'x'; it must be a whole number or auto"),
+        ("model: {name: 3}", "model is 3; it must be text"),
+    ],
+)
+def test_a_model_with_keys_that_are_wrong(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_recipe(str(path))
+    assert str(caught.value) == said

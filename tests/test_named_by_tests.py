@@ -32,9 +32,12 @@ DRIVEN_BY = {
         nanovllm/attention/base.py nanovllm/layers/attention.py nanovllm/layers/embedding.py
         nanovllm/layers/linear.py nanovllm/layers/mlp.py nanovllm/layers/norm.py
         nanovllm/layers/rope.py nanovllm/models/__init__.py nanovllm/models/decoder.py
-        nanovllm/models/llama.py nanovllm/models/qwen3.py
+        nanovllm/models/llama.py nanovllm/models/qwen3.py nanovllm/models/qwen3_moe.py
+        nanovllm/models/minimax_m2.py
         kernels/nanovllm_kernels/reference.py""",
+    "tests/models/test_weights.py": "nanovllm/models/destination.py nanovllm/models/faults.py",
     "tests/attention/test_flash.py": "kernels/nanovllm_kernels/attention_reference.py",
+    "tests/layers/test_fp8.py": "kernels/nanovllm_kernels/fp8_reference.py",
     "tests/layers/test_ops.py": """
         nanovllm/layers/describe.py nanovllm/layers/residual.py
         kernels/nanovllm_kernels/library_linear.py""",
@@ -95,14 +98,16 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/batch_reference.py kernels/nanovllm_kernels/case.py
         kernels/nanovllm_kernels/decode_cases.py
         kernels/nanovllm_kernels/norm.py kernels/nanovllm_kernels/paged_decode.py
-        kernels/nanovllm_kernels/paged_prefill.py kernels/nanovllm_kernels/rope_store.py
+        kernels/nanovllm_kernels/paged_prefill.py kernels/nanovllm_kernels/rope_cases.py
+        kernels/nanovllm_kernels/rope_store.py
         kernels/nanovllm_kernels/thresholds.py""",
     "tests/kernels/test_compile_cache.py": """
         kernels/nanovllm_kernels/compile_one.py kernels/nanovllm_kernels/device.py
         kernels/nanovllm_kernels/flash_prefill.py""",
     "tests/kernels/test_block_fp8_cute.py": "kernels/nanovllm_kernels/block_fp8_cases.py",
     "tests/kernels/test_gated_linear.py": """
-        kernels/nanovllm_kernels/gated_product.py kernels/nanovllm_kernels/like.py
+        kernels/nanovllm_kernels/gated_product.py kernels/nanovllm_kernels/grouped_product.py
+        kernels/nanovllm_kernels/like.py
         kernels/nanovllm_kernels/linear_cases.py""",
     "tests/gpu/test_kernels.py": """
         kernels/nanovllm_kernels/skinny_cases.py kernels/nanovllm_kernels/timing.py""",

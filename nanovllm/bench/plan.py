@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from nanovllm.bench.gpus import CPU, Gpu
 from nanovllm.config import Config, Kernels, Recipe, Schedule, given_or, resolve_schedule
 from nanovllm.engine.paper import resolve
+from nanovllm.layers.moe import read_by
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
-from nanovllm.parallel.cut import fits
-from nanovllm.parallel.mesh import Mesh
+from nanovllm.parallel.cut import first_of, fits
 from nanovllm.runner.resolved import Resolved, resolved
 from nanovllm.runner.room import step_bytes
 from nanovllm.runner.sizing import GIB
@@ -91,31 +91,30 @@ class Plan:
 
     def decode_s(self, rows: int, length: int) -> float:
         """The least time of a step that feeds one token to each of so many requests."""
-        num_read, cached = sum(self._read()), rows * length * self.found.layout.bytes_per_token
-        products = self._least(num_read * self.found.dtype.itemsize, 2 * num_read * rows)
+        num_bytes, layers = read_by(self.model.layers, rows)
+        head, cached = self.model.head.weight, rows * length * self.found.layout.bytes_per_token
+        products = self._least(num_bytes + head.nbytes, 2 * (layers + head.numel()) * rows)
         return products + self._least(cached, 0)
 
     def prefill_s(self, rows: int, length: int) -> float:
         """The least time of so many prompts. Half of attention's products are masked."""
-        (layers, head), config = self._read(), self.found.model_config
+        num_bytes, layers = read_by(self.model.layers, rows * length)
+        head, config = self.model.head.weight, self.found.model_config
         heads = config.num_attention_heads // self.tp * config.head_size
         attention = 2 * config.num_hidden_layers * heads * length**2
-        flops = rows * (2 * layers * length + 2 * head + attention)
-        return self._least((layers + head) * self.found.dtype.itemsize, flops)
+        flops = rows * (2 * layers * length + 2 * head.numel() + attention)
+        return self._least(num_bytes + head.nbytes, flops)
 
-    def _read(self) -> tuple[int, int]:
-        """Parameters that every step reads: of all layers, and of the head."""
-        layers = sum(tensor.numel() for tensor in self.model.layers.parameters())
-        return layers, self.model.head.weight.numel()
-
-    def _least(self, num_bytes: int, flops: int) -> float:
+    def _least(self, num_bytes: float, flops: float) -> float:
         return max(num_bytes / self.gpu.gb_per_s / 1e9, flops / self.gpu.tflops / 1e12)
 
 
 def plan_of(config: Config, gpu: Gpu, tp: int) -> Plan:
     """Raises ConfigError if the recipe is wrong, or the model cannot be cut for so many ranks."""
     asked = config.recipe
-    found = resolved(config if gpu is CPU else with_numbers_of_a_gpu(config), Mesh(0, tp))
+    found = resolved(
+        config if gpu is CPU else with_numbers_of_a_gpu(config), first_of(tp, asked.parallel.ep)
+    )
     model = found.empty_model(torch.device("meta"))
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     taken = {WEIGHTS: weights, LOGPROBS: 0}
@@ -153,7 +152,7 @@ def nearest(config: Config, gpu: Gpu, lengths: Sequence[int]) -> Plan | None:
         for halvings in range(MOST_HALVINGS + 1):
             recipe = replace(base, schedule=halved(base.schedule, halvings))
             for tp in HOST_GPUS:
-                if fits(tp, model_config):
+                if fits(tp, recipe.parallel.ep, model_config):
                     plan = plan_of(replace(config, recipe=recipe), gpu, tp)
                     if not plan.problem(needed):
                         return plan

@@ -10,19 +10,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from nanovllm_kernels.fp8_reference import Scaled
 from torch import Tensor, nn
 
-from nanovllm.layers.ops import Ops
+from nanovllm.layers.ops import Ops, Weight
 from nanovllm.layers.residual import Added, Parted, Pending, Product, Residual
 from nanovllm.parallel.mesh import Mesh, Span
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which slice of each checkpoint tensor this rank keeps: the parts follow one another."""
+    """Which slice of each checkpoint tensor this rank keeps: the parts follow one another.
 
-    dim: int  # the dimension that is cut
+    Of a parameter that stacks experts, one tensor each, the same is true of every expert's.
+    """
+
+    dim: int  # the dimension that is cut, of a checkpoint tensor
     parts: tuple[tuple[str, Span], ...]  # an unfused parameter has the one part ""
+    experts: Span | None = None  # those that this rank keeps, stacked along a dimension 0 more
 
 
 class Layer(nn.Module):
@@ -32,9 +37,16 @@ class Layer(nn.Module):
         return self.forward(*args)
 
 
-def parameter(*shape: int) -> nn.Parameter:
+def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """Uninitialised, of the default dtype and device: the loader sets both, then fills it."""
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def summed_up(y_TD: Tensor, residual: Added, mesh: Mesh) -> Residual:
+    """The stream, with a product pending of which each rank has a part. May overwrite both."""
+    if (peers := mesh.peers_for(y_TD)) is not None:
+        return Parted(residual.stream_TD, y_TD, peers)
+    return Pending(residual.stream_TD, mesh.all_reduce(y_TD))
 
 
 class Linear(Layer):
@@ -43,16 +55,30 @@ class Linear(Layer):
     Subclasses say what is fused before and after, each with a table of its own.
     """
 
+    weight_scale: Tensor  # of a weight in fp8
+
     def __init__(self, out_features: int, in_features: int, placement: Placement, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
         self.weight = parameter(out_features, in_features)
         self.placements = {"weight": placement}
-        self.by_rows = ops.plain(self.weight)
+        self.block_rows = 0  # of a weight in fp8 (layers/fp8.py): rows that share a scale
+        self.choose(ops)
+
+    def choose(self, ops: Ops) -> None:
+        """Finds the tables of implementations anew."""
+        self.by_rows = ops.plain(self.operand)
+
+    @property
+    def operand(self) -> Weight:
+        """What implementations multiply with: the weight, with its scales where it has some."""
+        if self.block_rows:
+            return Scaled(self.weight, self.weight_scale, self.block_rows)
+        return self.weight
 
     def product(self, x_TD: Tensor) -> Tensor:
         """y_TN, of this rank's output or input features."""
-        y_TN: Tensor = self.by_rows[len(x_TD)].run(x_TD, self.weight)
+        y_TN: Tensor = self.by_rows[len(x_TD)].run(x_TD, self.operand)
         return y_TN
 
 
@@ -73,11 +99,13 @@ class NormLinear(Linear):
         gated: bool = False,
     ) -> None:
         out_features = sum(span.count for span in parts.values())
-        super().__init__(out_features, hidden_size, Placement(0, tuple(parts.items())), ops)
         self.eps, self.gated = eps, gated
+        super().__init__(out_features, hidden_size, Placement(0, tuple(parts.items())), ops)
         self.norm_weight = parameter(hidden_size)
-        self.by_rows = ops.normed(self.weight, gated=gated, is_added=True)
-        self.by_rows_pending = ops.normed(self.weight, gated=gated, is_added=False)
+
+    def choose(self, ops: Ops) -> None:
+        self.by_rows = ops.normed(self.operand, gated=self.gated, is_added=True)
+        self.by_rows_pending = ops.normed(self.operand, gated=self.gated, is_added=False)
 
     def forward(self, residual: Residual) -> tuple[Product, Added]:
         """Returns y and the stream with everything added. May overwrite what it is given."""
@@ -85,7 +113,7 @@ class NormLinear(Linear):
             residual = residual.added()
         table = self.by_rows if isinstance(residual, Added) else self.by_rows_pending
         run = table[len(residual.stream_TD)].run
-        found: tuple[Product, Added] = run(residual, self.norm_weight, self.eps, self.weight)
+        found: tuple[Product, Added] = run(residual, self.norm_weight, self.eps, self.operand)
         return found
 
 
@@ -93,16 +121,15 @@ class AddLinear(Linear):
     """Computes x W^T for the residual stream: input features cut over ranks, results summed."""
 
     def __init__(self, inputs: Span, hidden_size: int, mesh: Mesh, ops: Ops) -> None:
-        super().__init__(hidden_size, inputs.count, Placement(1, (("", inputs),)), ops)
         self.mesh = mesh
-        self.by_rows = (ops.plain if mesh.tp_size > 1 else ops.added)(self.weight)
+        super().__init__(hidden_size, inputs.count, Placement(1, (("", inputs),)), ops)
+
+    def choose(self, ops: Ops) -> None:
+        self.by_rows = (ops.plain if self.mesh.tp_size > 1 else ops.added)(self.operand)
 
     def forward(self, x_TD: Tensor, residual: Added) -> Residual:
         """The stream with the product added, or pending. May overwrite the stream."""
         if self.mesh.tp_size > 1:
-            y_TD = self.product(x_TD)
-            if (peers := self.mesh.peers_for(y_TD)) is not None:
-                return Parted(residual.stream_TD, y_TD, peers)
-            return Pending(residual.stream_TD, self.mesh.all_reduce(y_TD))
-        after: Residual = self.by_rows[len(x_TD)].run(x_TD, self.weight, residual)
+            return summed_up(self.product(x_TD), residual, self.mesh)
+        after: Residual = self.by_rows[len(x_TD)].run(x_TD, self.operand, residual)
         return after

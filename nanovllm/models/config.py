@@ -1,7 +1,8 @@
 """A checkpoint's config.json as the typed config of its family.
 
 Both spellings of rotary parameters are accepted: `rope_parameters`, and the older `rope_theta`
-with an optional `rope_scaling`. Everything else is what the family's Config declares.
+with an optional `rope_scaling` and `partial_rotary_factor`. Everything else is what the family's
+Config declares.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from typing import Any, get_args
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
-from nanovllm.config import Config, ConfigError
+from nanovllm.config import Config, ConfigError, Recipe
+from nanovllm.layers.fp8 import BlockFp8
 from nanovllm.layers.rope import Rope
 from nanovllm.models import MODELS
 from nanovllm.models.decoder import Decoder, DecoderConfig
@@ -26,6 +29,7 @@ class Spelling(Struct, frozen=True):
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_theta: float | None = None
+    partial_rotary_factor: float = 1.0
 
 
 def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
@@ -46,11 +50,26 @@ def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
                 )
                 raise ConfigError(f"{path}: {field} is {shown}; only {allowed} is supported")
         raw["rope_parameters"] = rope_parameters(spelling, path)
-        return family, msgspec.convert(raw, family.Config)
+        return family, changed(msgspec.convert(raw, family.Config), config.recipe, path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except msgspec.DecodeError as error:  # not JSON, a missing field, or one of the wrong type
         raise ConfigError(f"{path}: {error}") from None
+
+
+def changed(own: DecoderConfig, recipe: Recipe, path: Path) -> DecoderConfig:
+    """What the recipe makes of the model: fewer layers, or weights in fp8."""
+    num_layers = recipe.num_layers
+    if num_layers != "auto":
+        if not 1 <= num_layers <= own.num_hidden_layers:
+            most = f"{own.num_hidden_layers}, which {path} has"
+            raise ConfigError(f"model.num_layers is {num_layers}; it must be between 1 and {most}")
+        own = replace(own, num_hidden_layers=num_layers)
+    if recipe.quantize is not None:
+        if own.quantization_config is not None:
+            raise ConfigError(f"quantize is fp8, but by {path} the weights are: leave it out")
+        own = replace(own, quantization_config=BlockFp8("fp8", (128, 128)))
+    return own
 
 
 def rope_parameters(spelling: Spelling, path: Path) -> dict[str, Any]:
@@ -60,6 +79,7 @@ def rope_parameters(spelling: Spelling, path: Path) -> dict[str, Any]:
         if spelling.rope_theta is None:
             raise ConfigError(f"{path}: missing field rope_theta (or rope_parameters)")
         rope = {**(spelling.rope_scaling or {}), "rope_theta": spelling.rope_theta}
+        rope.setdefault("partial_rotary_factor", spelling.partial_rotary_factor)
     kind = rope.get("rope_type", rope.get("type", "default"))
     kinds = [known.__struct_config__.tag for known in get_args(Rope)]
     if kind not in kinds:

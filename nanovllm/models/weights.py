@@ -1,45 +1,50 @@
 """Checkpoint tensors into parameters: every tensor used once, every parameter filled once.
 
 Knows no family: a model's WEIGHTS say which tensor fills what, its layers' `placements` which
-slice of it. What is read are views of the mapped file: host memory never holds a second copy, nor
-anything of the slices that other ranks keep.
+slice of it. All of a checkpoint's faults are found before anything of it is read but headers.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
-from msgspec import Struct
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from nanovllm.config import Config, ConfigError
+from nanovllm.config import Config
 from nanovllm.layers.linear import Placement
 from nanovllm.log import Progress
 from nanovllm.models.decoder import Decoder, Rule
+from nanovllm.models.destination import FP8, Destination
+from nanovllm.models.dummy import fill_random
+from nanovllm.models.faults import whole
+from nanovllm.models.quantised import in_blocks, scale_rules
+from nanovllm.models.shards import num_bytes, read, runs, shards
+from nanovllm.parallel.mesh import Span
 
 log = logging.getLogger("engine")
-INDEX = "model.safetensors.index.json"
 
 
 def fill(model: Decoder, config: Config) -> None:
     """Every parameter, where it is.
 
-    Raises ConfigError: one line naming the file, and the tensor where there is one.
+    Raises ConfigError: one line naming the file or files, and what is wrong with their tensors.
     """
-    if config.recipe.load.format == "dummy":
-        fill_random(model, config.recipe.load.seed)
+    load = config.recipe.load
+    wanted = destinations(model, model.WEIGHTS)
+    if any(to.into.dtype == FP8 for to in wanted.values()):
+        wanted = in_blocks(
+            wanted, made=load.format == "dummy" or config.recipe.quantize is not None
+        )
+    if load.format == "dummy":
+        fill_random(wanted, load.seed)
     else:
         assert config.model_dir is not None
-        fill_from_files(model, Path(config.model_dir))
+        fill_from_files(model, wanted, Path(config.model_dir))
 
 
 @contextmanager
@@ -52,76 +57,22 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def fill_random(model: Decoder, seed: int) -> None:
-    """Gains of one; matrices that keep the scale of what they multiply.
-
-    Each tensor that a checkpoint would have is drawn whole, from the seed and its name, and the
-    rank keeps its slice. So the model is the same over any number of ranks.
-    """
-    wanted = destinations(model, model.WEIGHTS)
-    generator = torch.Generator(next(model.parameters()).device)
-    progress = Progress(log, "random weights", num_bytes(wanted), "GB")
-    for name, to in wanted.items():
-        is_cut = to.into.shape != to.shape
-        whole = to.into.new_empty(to.shape) if is_cut else to.into
-        if whole.ndim == 1:
-            whole.fill_(1)
-        else:
-            generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            whole.normal_(0, to.shape[-1] ** -0.5, generator=generator)
-        if is_cut:
-            put(whole, to, name)
-        progress.advance(to.into.nbytes)
-    progress.finish()
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Where a checkpoint tensor goes: `count` lines of it, from `start` on, along `dim`."""
-
-    into: Tensor
-    shape: tuple[int, ...]  # of the whole tensor
-    dim: int
-    start: int
-    count: int
-
-
-def num_bytes(wanted: dict[str, Destination]) -> int:
-    return sum(to.into.nbytes for to in wanted.values())
-
-
-def fill_from_files(model: Decoder, folder: Path) -> None:
-    wanted = destinations(model, model.WEIGHTS)
-    ignored = ignored_names(model)
+def fill_from_files(model: Decoder, wanted: dict[str, Destination], folder: Path) -> None:
     source, paths = shards(folder)
-    filled: set[str] = set()
-    progress = Progress(log, f"loading {folder}", num_bytes(wanted), "GB")
-    for path in paths:
-        for name, tensor in tensors(path):
-            if ignored.fullmatch(name):
-                continue
-            if name not in wanted:
-                raise ConfigError(f"{path}: unexpected tensor {name}")
-            if name in filled:
-                raise ConfigError(f"{path}: tensor {name} was in another file already")
-            filled.add(name)
-            put(tensor, wanted[name], f"{path}: tensor {name}")
-            progress.advance(wanted[name].into.nbytes)
-    missing = sorted(wanted.keys() - filled)
-    if missing:
-        more = f", and {len(missing) - 1} more" if missing[1:] else ""
-        raise ConfigError(f"{source}: missing tensor {missing[0]}{more}")
+    stored = whole(wanted, source, paths, ignored_names(model), len(model.layers))
+    order = runs((stored[name], to) for name, to in wanted.items())
+    progress = Progress(log, f"loading {folder}", sum(map(num_bytes, order)), "GB")
+    for count in read(order, next(model.parameters()).device):
+        progress.advance(count)
     progress.finish()
 
 
-def put(tensor: Tensor, to: Destination, what: str) -> None:
-    if tuple(tensor.shape) != to.shape:
-        raise ConfigError(f"{what} has shape {list(tensor.shape)}, expected {list(to.shape)}")
-    to.into.copy_(tensor.narrow(to.dim, to.start, to.count))
+def destinations(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Destination]:
+    """By checkpoint name; together they fill every parameter exactly once.
 
-
-def destinations(model: nn.Module, rules: Iterable[Rule]) -> dict[str, Destination]:
-    """By checkpoint name; together they fill every parameter exactly once."""
+    Experts of other ranks are among them, with a count of 0: their names are known, too.
+    """
+    rules = [*rules, *scale_rules(rules)]
     patterns = [(numbered(rule[1]), rule[0], "".join(rule[2:])) for rule in rules]
     found: dict[str, Destination] = {}
     for path, module in model.named_modules():
@@ -129,27 +80,40 @@ def destinations(model: nn.Module, rules: Iterable[Rule]) -> dict[str, Destinati
             target = f"{path}.{field}".lstrip(".")
             sources = {}
             for pattern, source, part in patterns:
-                if match := pattern.fullmatch(target):
-                    sources[part] = source.format(*match.groups())
-            slices = dict(destinations_in(parameter, getattr(module, "placements", {}).get(field)))
+                if match := pattern.fullmatch(target):  # an expert's number stays open
+                    sources[part] = source.format(*match.groups(), "{}")
+            placement = getattr(module, "placements", {}).get(field)
+            slices = dict(destinations_in(parameter, placement))
             assert sources.keys() == slices.keys(), f"WEIGHTS does not fill {target}"
-            found.update((sources[part], slices[part]) for part in slices)
+            stacked = getattr(placement, "experts", None) is not None
+            for part, source in sources.items():
+                assert ("{}" in source) == stacked, f"{source} does not fill {target}"
+                found.update((source.format(i), to) for i, to in enumerate(slices[part]))
     return found
 
 
 def destinations_in(
     parameter: Tensor, placement: Placement | None
-) -> Iterator[tuple[str, Destination]]:
-    """The named parts of one parameter, in order. Without a placement it is one uncut part."""
+) -> Iterator[tuple[str, list[Destination]]]:
+    """The named parts of one parameter, in order: of the one tensor, or of every expert's.
+
+    Without a placement it is one uncut part.
+    """
     if placement is None:
-        yield "", Destination(parameter, tuple(parameter.shape), 0, 0, len(parameter))
+        yield "", [Destination(parameter, tuple(parameter.shape), 0, 0, len(parameter))]
         return
+    dim, experts = placement.dim, placement.experts or Span(1, 0, 1)
+    own = parameter.unbind() if placement.experts else (parameter,)
     at = 0
     for part, span in placement.parts:
-        into = parameter.narrow(placement.dim, at, span.count)
-        shape = list(into.shape)
-        shape[placement.dim] = span.full
-        yield part, Destination(into, tuple(shape), placement.dim, span.start, span.count)
+        shape = list(own[0].shape)
+        shape[dim] = span.full
+        elsewhere = Destination(own[0].narrow(dim, at, 0), tuple(shape), dim, span.start, 0)
+        found = [elsewhere] * experts.full
+        for expert, tensor in enumerate(own, experts.start):
+            into = tensor.narrow(dim, at, span.count)
+            found[expert] = Destination(into, tuple(shape), dim, span.start, span.count)
+        yield part, found
         at += span.count
 
 
@@ -163,40 +127,3 @@ def ignored_names(model: Decoder) -> re.Pattern[str]:
 
 def numbered(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(name).replace(r"\{\}", r"(\d+)"))
-
-
-class Index(Struct, frozen=True):
-    weight_map: dict[str, str]  # tensor name -> file name
-
-
-def shards(folder: Path) -> tuple[Path, list[Path]]:
-    """What stands for the checkpoint in messages, and its files: the index's, the one, or all."""
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            names = set(msgspec.json.decode(index.read_bytes(), type=Index).weight_map.values())
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{index}: {error}") from None
-        for name in sorted(names):
-            if not (folder / name).is_file():
-                raise ConfigError(f"{index}: names {name}, which is not there")
-        return index, [folder / name for name in sorted(names)]
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return single, [single]
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
-        raise ConfigError(
-            f"{folder} has no *.safetensors; --load-format dummy runs without weights"
-        )
-    return folder, found
-
-
-def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """In the order of the file, so that a disk is read forwards."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.offset_keys():
-                yield name, file.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path} is not a whole safetensors file: {error}") from None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from nanovllm.config import ConfigError
 from nanovllm.layers.rope import Llama3Rope, PlainRope
@@ -72,6 +73,22 @@ def test_transformers_5_spelling(tmp_path: Path) -> None:
     assert read(tmp_path, {**raw, "rope_parameters": rope}).rope_parameters == LLAMA3
 
 
+@pytest.mark.parametrize(
+    ("change", "rotary_size"),
+    [
+        ({}, 128),
+        ({"rotary_dim": 64}, 64),  # MiniMax-M2
+        ({"partial_rotary_factor": 0.25}, 32),
+        ({"rope_parameters": dict(rope_theta=1e4, partial_rotary_factor=0.5)}, 64),
+        ({"rotary_dim": 48, "partial_rotary_factor": 0.25}, 48),
+    ],
+)
+def test_a_part_of_a_head_is_rotated(
+    change: dict[str, Any], rotary_size: int, tmp_path: Path
+) -> None:
+    assert read(tmp_path, {**HUB_LLAMA, **change}).rotary_size == rotary_size
+
+
 def test_the_family_is_the_architecture(tmp_path: Path) -> None:
     for name in ("Llama", "Qwen3"):
         raw = {**HUB_LLAMA, "architectures": [f"{name}ForCausalLM"], "head_dim": 128}
@@ -84,11 +101,13 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "architectures is GPT2LMHeadModel; supported are LlamaForCausalLM, Qwen3ForCausalLM",
+            "architectures is GPT2LMHeadModel; supported are LlamaForCausalLM, "
+            "MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
         ),
         (
             {"architectures": []},
-            "architectures is empty; supported are LlamaForCausalLM, Qwen3ForCausalLM",
+            "architectures is empty; supported are LlamaForCausalLM, "
+            "MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
         ),
         ({"architectures": ...}, "Object missing required field `architectures`"),
         ({"hidden_size": ...}, "Object missing required field `hidden_size`"),
@@ -97,13 +116,26 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
         ({"vocab_size": 3.5}, "Expected `int`, got `float` - at `$.vocab_size`"),
         ({"num_attention_heads": 30}, "num_attention_heads 30 is not a multiple of "
          "num_key_value_heads 8"),
+        ({"rotary_dim": 130}, "rotary_dim, or head_dim * partial_rotary_factor, is 130; it must be "
+         "even, from 2 to head_dim 128"),
+        ({"partial_rotary_factor": 0.0}, "rotary_dim, or head_dim * partial_rotary_factor, is 0; "
+         "it must be even, from 2 to head_dim 128"),
         ({"attention_bias": True}, "attention_bias is true; only false is supported"),
         ({"mlp_bias": True}, "mlp_bias is true; only false is supported"),
         ({"use_sliding_window": True}, "use_sliding_window is true; only false is supported"),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu"; only "silu" is supported'),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            'quantization_config is {"quant_method":"fp8"}; only null is supported',
+            "Object missing required field `weight_block_size` - at `$.quantization_config`",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]}},
+            "weight_block_size is [1, 128]; only [128, 128] is supported - at "
+            "`$.quantization_config`",
+        ),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "Invalid enum value 'awq' - at `$.quantization_config.quant_method`",
         ),
         ({"rope_theta": ...}, "missing field rope_theta (or rope_parameters)"),
         ({"rope_scaling": "llama3"}, "Expected `object | null`, got `str` - at `$.rope_scaling`"),
@@ -140,3 +172,22 @@ def test_no_config_at_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_model_config(config_of(tmp_path))
     assert str(caught.value) == f"cannot read {tmp_path / 'config.json'}: No such file or directory"
+
+
+@pytest.mark.parametrize("asked, given", [("auto", 32), (1, 1), (32, 32)])
+def test_the_first_layers_alone(asked: int | str, given: int, tmp_path: Path) -> None:
+    read(tmp_path, HUB_LLAMA)
+    config = config_of(tmp_path)
+    recipe = replace(config.recipe, num_layers=asked)
+    assert read_model_config(replace(config, recipe=recipe))[1].num_hidden_layers == given
+
+
+@pytest.mark.parametrize("asked", [0, 33])
+def test_layers_that_a_model_has_not(asked: int, tmp_path: Path) -> None:
+    read(tmp_path, HUB_LLAMA)
+    config = config_of(tmp_path)
+    config = replace(config, recipe=replace(config.recipe, num_layers=asked))
+    with pytest.raises(ConfigError) as caught:
+        read_model_config(config)
+    most = f"32, which {tmp_path}/config.json has"
+    assert str(caught.value) == f"model.num_layers is {asked}; it must be between 1 and {most}"

@@ -1,0 +1,67 @@
+"""Block fp8 in plain torch: e4m3 numbers that share a scale, and what products of them mean.
+
+A weight has a scale for each block of `block_rows` times 128 numbers, a row of activations one for
+each 128. A number is its e4m3 value times its scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of FP8
+
+
+class Scaled(NamedTuple):
+    """A weight [N, D] in FP8 and its scales [N / block_rows, D / 128], rounded up, in float32."""
+
+    weight_ND: Tensor
+    scale: Tensor
+    block_rows: int = BLOCK
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight_ND.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight_ND.dtype
+
+    def dequantised(self) -> Tensor:
+        """The weight in float32."""
+        num_rows, width = self.shape
+        scale_ND = spread(self.scale, num_rows, width, self.block_rows)
+        return self.weight_ND.float() * scale_ND
+
+
+class Fp8Linear(NamedTuple):
+    """The kernels that multiply with Scaled weights."""
+
+    name: str
+    product: Callable[..., Tensor]  # of quantised rows: block_fp8.block_fp8_linear's signature
+    obstacle: Callable[..., str | None]  # (num_lines, width, block_rows): why it cannot, or None
+    skinny: Any  # layers.ops.SkinnyLinear, of few rows that are not quantised; or None
+
+
+def spread(scale: Tensor, num_rows: int, width: int, block_rows: int = BLOCK) -> Tensor:
+    """The scale of every element. `scale` may have leading dimensions: experts."""
+    rows = scale.repeat_interleave(block_rows, -2)[..., :num_rows, :]
+    return rows.repeat_interleave(BLOCK, -1)[..., :width]
+
+
+def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight [.., N, D] in FP8 with scales of whole blocks of 128 x 128, the largest at 448.
+
+    Blocks at the ends may be smaller. A block of zeros has scale 1.
+    """
+    num_rows, width = weight.shape[-2:]
+    ends = 0, -width % BLOCK, 0, -num_rows % BLOCK
+    padded = torch.nn.functional.pad(weight.float().abs(), ends)
+    largest = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).amax((-1, -3))
+    scale = torch.where(largest > 0, largest / LARGEST, 1.0)
+    return (weight.float() / spread(scale, num_rows, width)).to(FP8), scale

@@ -1,0 +1,46 @@
+"""Where one tensor of a checkpoint goes: the slice of it that this rank keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FLOATS = ("BF16", "F16", "F32")  # as files call them: rounded to the parameter's dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """`count` lines of a tensor, from `start` on, along `dim`: 0 of them if another rank has it."""
+
+    into: Tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    dim: int
+    start: int
+    count: int
+    granule: ClassVar[int] = 1  # rows are taken from multiples of it on
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """What the tensor may be in the file."""
+        return ("F8_E4M3",) if self.into.dtype == FP8 else FLOATS
+
+    @property
+    def rows(self) -> range:
+        """Which rows of the tensor it needs: the whole width of each."""
+        if self.dim == 0:
+            return range(self.start, self.start + self.count)
+        return range(self.shape[0] if self.count else 0)
+
+    def take(self, rows: Tensor, first: int) -> None:
+        """Keeps what it wants of these rows of the tensor, which begin at row `first`."""
+        if self.dim == 0:
+            low = max(first, self.start)
+            kept = rows[low - first : self.start + self.count - first]
+            self.into[low - self.start :][: len(kept)].copy_(kept)
+        else:
+            kept = rows.narrow(self.dim, self.start, self.count)
+            self.into[first : first + len(rows)].copy_(kept)

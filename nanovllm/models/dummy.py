@@ -1,0 +1,38 @@
+"""Random weights: a model of any size without a checkpoint (`load.format: dummy`)."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+
+import torch
+
+from nanovllm.log import Progress
+from nanovllm.models.destination import FP8, Destination
+
+log = logging.getLogger("engine")
+
+
+def fill_random(wanted: dict[str, Destination], seed: int) -> None:
+    """Weights of norms are one; matrices keep the scale of what they multiply.
+
+    Each tensor that a checkpoint would have is drawn whole, from the seed and its name, and the
+    rank keeps its slice. So the model is the same over any number of ranks, however they cut it.
+    """
+    generator = torch.Generator(next(iter(wanted.values())).into.device)
+    own = {name: to for name, to in wanted.items() if to.count}
+    progress = Progress(log, "random weights", sum(to.into.nbytes for to in own.values()), "GB")
+    for name, to in own.items():
+        into = to.into
+        is_whole = into.shape == to.shape and into.dtype != FP8
+        dtype = torch.bfloat16 if into.dtype == FP8 else into.dtype
+        whole = into if is_whole else into.new_empty(to.shape, dtype=dtype)
+        if whole.ndim == 1:
+            whole.fill_(1)
+        else:
+            generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            whole.normal_(0, to.shape[-1] ** -0.5, generator=generator)
+        if not is_whole:
+            to.take(whole, 0)
+        progress.advance(into.nbytes)
+    progress.finish()

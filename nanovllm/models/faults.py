@@ -1,0 +1,71 @@
+"""Whether a checkpoint's tensors are the model's: everything that is amiss, in one line."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from nanovllm.config import ConfigError
+from nanovllm.models.destination import Destination
+from nanovllm.models.shards import Stored, tensors_in
+
+log = logging.getLogger("engine")
+SHOWN = 3  # names of each kind
+
+
+def whole(
+    wanted: dict[str, Destination],
+    source: Path,
+    paths: Iterable[Path],
+    ignored: re.Pattern[str],
+    num_layers: int,
+) -> dict[str, Stored]:
+    """The tensors that fill the model of so many layers, by name.
+
+    Raises ConfigError that begins with the `source` and tells of all faults: by their kinds, how
+    many there are and the first of them.
+    """
+    found: dict[str, Stored] = {}
+    faults: defaultdict[str, list[str]] = defaultdict(list)
+    later = 0
+    for path in paths:
+        for name, tensor in sorted(tensors_in(path)):
+            to, where = wanted.get(name), f"{name} in {path.name}"
+            if to is None and is_later(name, num_layers):
+                later += 1
+            elif to is None:
+                if not ignored.fullmatch(name):
+                    faults["unexpected"].append(where)
+            elif name in found:
+                faults["there twice"].append(f"{where} and {found[name].path.name}")
+            else:
+                found[name] = tensor
+                if tensor.shape != to.shape:
+                    shapes = f"{list(tensor.shape)}, expected {list(to.shape)}"
+                    faults["of a wrong shape"].append(f"{where} is {shapes}")
+                if tensor.dtype not in to.dtypes:
+                    types = f"{tensor.dtype}, expected {' or '.join(to.dtypes)}"
+                    faults["of a wrong type"].append(f"{where} is {types}")
+    if missing := [name for name in wanted if name not in found]:
+        faults["missing"] = missing
+    if faults:
+        kinds = "; ".join(told(kind, tensors) for kind, tensors in faults.items())
+        raise ConfigError(f"{source} does not fit the model: {kinds}")
+    if later:
+        log.info("left out %d tensors of layers that are not run (later ones, or MTP)", later)
+    return found
+
+
+def told(kind: str, tensors: list[str]) -> str:
+    some = "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
+    return f"{some} {kind}: {', '.join(tensors[:SHOWN])}{', ...' * (len(tensors) > SHOWN)}"
+
+
+def is_later(name: str, num_layers: int) -> bool:
+    """Whether this is of a layer that the recipe leaves out, or of one that predicts further tokens
+    (MTP)."""
+    match = re.match(r"model\.layers\.(\d+)\.|mtp\.", name)
+    return match is not None and (match[1] is None or int(match[1]) >= num_layers)

@@ -1,0 +1,182 @@
+"""A checkpoint's files: which there are, what they hold, and reading them as fast as a disk can.
+
+Threads read neighbouring tensors at once, in the order of the file, into a few staging buffers,
+which go to the device as they are. A rank reads the rows of which it keeps something; where that
+is a part of each, ranks of one host share what it read in the host's page cache.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from nanovllm.config import ConfigError
+from nanovllm.models.destination import Destination
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32,
+          "F8_E4M3": torch.float8_e4m3fn}  # fmt: skip
+MOST_THREADS = 8
+STAGING = 16 << 20  # bytes that are read at once, unless one block of rows is larger
+GAP = 64 << 10  # bytes that nobody asked for are read along, if there are no more than these
+
+
+class Index(Struct, frozen=True):
+    weight_map: dict[str, str]  # tensor name -> file name
+
+
+class Entry(Struct, frozen=True):
+    """What a file's header says of a tensor. Of its other entry, __metadata__, nothing is read."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] = (0, 0)  # bytes behind the header
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, or some rows of one."""
+
+    path: Path
+    begin: int  # bytes from the start of the file
+    end: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """Some rows of a tensor, from row `first` on, and who takes them."""
+
+    rows: Stored
+    first: int
+    to: Destination
+
+
+def shards(folder: Path) -> tuple[Path, list[Path]]:
+    """What stands for the checkpoint in messages, and its files: the index's, the one, or all."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = set(msgspec.json.decode(index.read_bytes(), type=Index).weight_map.values())
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{index}: {error}") from None
+        for name in sorted(names):
+            if not (folder / name).is_file():
+                raise ConfigError(f"{index}: names {name}, which is not there")
+        return index, [folder / name for name in sorted(names)]
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return single, [single]
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise ConfigError(
+            f"{folder} has no *.safetensors; --load-format dummy runs without weights"
+        )
+    return folder, found
+
+
+def tensors_in(path: Path) -> Iterator[tuple[str, Stored]]:
+    """From the header alone. Raises ConfigError if the file is not what its header says."""
+    what = f"{path} is not a whole safetensors file"
+    try:
+        with path.open("rb") as file:
+            start, size = 8 + int.from_bytes(file.read(8), "little"), path.stat().st_size
+            header = file.read(start - 8) if start <= size else b""
+        entries = msgspec.json.decode(header, type=dict[str, Entry])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{what}: {error}") from None
+    entries.pop("__metadata__", None)
+    whole = start + max((entry.data_offsets[1] for entry in entries.values()), default=0)
+    if whole != size:
+        raise ConfigError(f"{what}: it has {size} bytes, and {whole} by its header")
+    for name, entry in entries.items():
+        (begin, end), dtype, shape = entry.data_offsets, entry.dtype, entry.shape
+        if begin < 0 or (dtype in DTYPES and end - begin != prod(shape) * DTYPES[dtype].itemsize):
+            raise ConfigError(f"{what}: bytes {begin} to {end} are not {dtype} {list(shape)}")
+        yield name, Stored(path, start + begin, start + end, dtype, shape)
+
+
+def runs(tensors: Iterable[tuple[Stored, Destination]]) -> list[list[Piece]]:
+    """What is read at once: neighbours in a file, in its order."""
+    found: list[list[Piece]] = []
+    pieces = (piece for tensor, to in tensors for piece in pieces_of(tensor, to))
+    for piece in sorted(pieces, key=lambda piece: (str(piece.rows.path), piece.rows.begin)):
+        if found and follows(found[-1], piece.rows):
+            found[-1].append(piece)
+        else:
+            found.append([piece])
+    return found
+
+
+def pieces_of(tensor: Stored, to: Destination) -> Iterator[Piece]:
+    path, begin, end, dtype, shape = tensor
+    width, rows = (end - begin) // shape[0], to.rows
+    step = max(1, STAGING // (width * to.granule)) * to.granule
+    for first in rows[::step]:
+        last = min(first + step, rows.stop)
+        at = begin + first * width, begin + last * width
+        yield Piece(Stored(path, *at, dtype, (last - first, *shape[1:])), first, to)
+
+
+def follows(run: list[Piece], rows: Stored) -> bool:
+    start, before = run[0].rows, run[-1].rows
+    fits = rows.end - start.begin <= STAGING and rows.begin - before.end <= GAP
+    is_aligned = (rows.begin - start.begin) % DTYPES[rows.dtype].itemsize == 0  # in the buffer
+    return fits and is_aligned and rows.path == start.path
+
+
+def num_bytes(run: list[Piece]) -> int:
+    return run[-1].rows.end - run[0].rows.begin
+
+
+def read(order: list[list[Piece]], device: torch.device) -> Iterator[int]:
+    """Fills every destination on the device; yields the bytes of each run that is done.
+
+    Raises ConfigError if a file cannot be read any more.
+    """
+    num_threads, on_gpu = min(MOST_THREADS, os.cpu_count() or 1), device.type == "cuda"
+    stream = torch.cuda.current_stream(device) if on_gpu else None
+    size, buffers = max(map(num_bytes, order)), SimpleQueue[Tensor]()
+    for _ in range(num_threads):
+        buffers.put(torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu))
+
+    def fill(run: list[Piece]) -> int:
+        buffer = buffers.get()
+        try:
+            with torch.cuda.stream(stream):  # the model's own, as its memory is; of a CPU, none
+                place(run, into(buffer, run).to(device))
+        finally:
+            buffers.put(buffer)
+        return num_bytes(run)
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        yield from pool.map(fill, order)
+
+
+def into(buffer: Tensor, run: list[Piece]) -> Tensor:
+    """The part of the buffer that has the run's bytes now."""
+    path, kept = run[0].rows.path, buffer[: num_bytes(run)]
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(run[0].rows.begin)
+            count = file.readinto(kept.numpy().data)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    if count != len(kept):
+        raise ConfigError(f"{path} became shorter while it was read")
+    return kept
+
+
+def place(run: list[Piece], there: Tensor) -> None:
+    for rows, first, to in run:
+        raw = there[rows.begin - run[0].rows.begin : rows.end - run[0].rows.begin]
+        to.take(raw.view(DTYPES[rows.dtype]).view(rows.shape), first)
