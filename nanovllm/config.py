@@ -31,12 +31,17 @@ class Load(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tp: int = 1  # devices that work on every token
+    ep: int = 1  # of these, how many have whole experts of their own: 1 or tp
     dp: int = 1  # engines of so many devices each, behind one server
     # Of several engines a request goes to the one where prefill_weight times the prompt tokens to
     # compute and load_weight times the requests in flight are least.
     prefill_weight: float = 1.0
     load_weight: float = 128.0
     restarts: int = 3  # of several engines, each is started again so often within an hour
+
+
+class Experts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    routing: Literal["auto", "uniform"] = "auto"  # uniform: at random, to measure dummy weights
 
 
 class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,6 +77,12 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     skinny_linear: Literal["auto", "torch", "cute"] = "auto"  # of up to 128 rows, reading weights
     sliced_linear: Literal["auto", "torch", "library"] = "auto"  # of some hundred rows: split-K
     added_linear: Literal["auto", "torch", "library"] = "auto"  # of thousands, onto the residual
+    fp8_linear: Literal["auto", "torch", "triton", "cute"] = "auto"  # of weights in block fp8
+    route: Literal["auto", "torch", "triton"] = "auto"  # the experts of each token
+    sort_rows: Literal["auto", "torch", "triton"] = "auto"  # by expert
+    few_experts: Literal["auto", "torch", "triton"] = "auto"  # products of few rows an expert
+    many_experts: Literal["auto", "torch", "cute"] = "auto"  # of many
+    combine: Literal["auto", "torch", "triton"] = "auto"  # what experts give, onto the residual
     sample: Literal["auto", "torch", "triton"] = "auto"
     batch_prep: Literal["auto", "torch", "triton"] = "auto"
     cuda_graphs: bool = True
@@ -121,6 +132,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cpu_threads: int | Auto = "auto"  # of matrix products on a CPU; auto: by the model's size
     load: Load = Load()
     parallel: Parallel = Parallel()
+    experts: Experts = Experts()
     cache: Cache = Cache()
     schedule: Schedule = Schedule()
     kernels: Kernels = Kernels()
@@ -216,6 +228,7 @@ def _find(named: str | None) -> tuple[dict[str, Any], str, Path]:
 
 RANGES: dict[str, tuple[float, float]] = {
     "parallel.tp": (1, 64),
+    "parallel.ep": (1, 64),
     "parallel.dp": (1, 64),
     "parallel.prefill_weight": (0, 1e6),
     "parallel.load_weight": (0, 1e6),
@@ -254,6 +267,11 @@ def _check_ranges(recipe: Recipe) -> None:
         value = getattr(getattr(recipe, section), key)
         if value != "auto" and not low <= value <= high:
             raise ConfigError(f"{path} is {value}; it must be between {low} and {high}")
+    if recipe.parallel.ep not in (1, recipe.parallel.tp):
+        tp, ep = recipe.parallel.tp, recipe.parallel.ep
+        raise ConfigError(f"parallel.ep is {ep}; it must be 1 or parallel.tp, which is {tp}")
+    if recipe.experts.routing == "uniform" and recipe.load.format != "dummy":
+        raise ConfigError("experts.routing is uniform; it must be auto unless load.format is dummy")
     if recipe.speculate is not None:
         speculate.check(recipe.speculate, recipe.engine)
 

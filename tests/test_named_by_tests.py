@@ -97,13 +97,15 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/batch_reference.py kernels/nanovllm_kernels/case.py
         kernels/nanovllm_kernels/decode_cases.py
         kernels/nanovllm_kernels/norm.py kernels/nanovllm_kernels/paged_decode.py
-        kernels/nanovllm_kernels/paged_prefill.py kernels/nanovllm_kernels/rope_store.py
+        kernels/nanovllm_kernels/paged_prefill.py kernels/nanovllm_kernels/rope_cases.py
+        kernels/nanovllm_kernels/rope_store.py
         kernels/nanovllm_kernels/thresholds.py""",
     "tests/kernels/test_compile_cache.py": """
         kernels/nanovllm_kernels/compile_one.py kernels/nanovllm_kernels/device.py
         kernels/nanovllm_kernels/flash_prefill.py""",
     "tests/kernels/test_gated_linear.py": """
-        kernels/nanovllm_kernels/gated_product.py kernels/nanovllm_kernels/like.py
+        kernels/nanovllm_kernels/gated_product.py kernels/nanovllm_kernels/grouped_product.py
+        kernels/nanovllm_kernels/like.py
         kernels/nanovllm_kernels/linear_cases.py""",
     "tests/gpu/test_kernels.py": """
         kernels/nanovllm_kernels/skinny_cases.py kernels/nanovllm_kernels/timing.py""",

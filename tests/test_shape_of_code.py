@@ -27,7 +27,8 @@ CHOICES = (
     "nanovllm/server/parsers/", "nanovllm/server/structured/", "nanovllm/server/tool_choice.py",
     "nanovllm/spec/",
     "nanovllm/speculate.py",
-    "nanovllm/models/llama.py", "nanovllm/models/qwen3.py",
+    "nanovllm/models/llama.py", "nanovllm/models/qwen3.py", "nanovllm/models/qwen3_moe.py",
+    "nanovllm/models/minimax_m2.py", "nanovllm/layers/moe.py", "nanovllm/layers/expert_products.py",
     "nanovllm/models/dummy.py", "nanovllm/models/faults.py",
     "nanovllm/models/quantised.py", "nanovllm/models/shards.py",
     "nanovllm/attention/grouped.py", "nanovllm/layers/fp8.py",
@@ -47,8 +48,10 @@ BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes,
     "nanovllm/server/metrics.py", "nanovllm/server/metric_help.py",
     "nanovllm/server/process_facts.py", "nanovllm/server/large.py", "nanovllm/server/length.py",
 )  # fmt: skip
-CUTE = ("cute", "skinny_linear", "flash_prefill", "gated_linear", "gated_product", "kept")
-CASES = ("case", "timing", "skinny_cases", "compile_one", "peer_cases")
+CUTE = ("cute", "skinny_linear", "flash_prefill", "gated_linear", "gated_product", "grouped_linear",
+        "grouped_product", "kept")  # fmt: skip
+CASES = ("case", "timing", "skinny_cases", "compile_one", "peer_cases", "rope_cases",
+         "expert_cases")  # fmt: skip
 BUDGETS = {
     "path": 6_200, "beside": 600, "choices": 6_500, "tools": 2_200,
     "triton": 3_800, "cute": 3_800, "cases": 900,

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 FILES = [p for folder in ("nanovllm", "kernels") for p in sorted((ROOT / folder).rglob("*.py"))]
 NAMED = re.compile(r"_*[a-z][a-z0-9_]*_([A-Z][A-Z0-9]{0,5}|\d[A-Z][A-Z0-9]{0,4})")
 LINE = re.compile(r"\| ([A-Z]) \| (?:`([^`]*)`)? *\| (.+) \|")
-PLUS_ONE = {"samples_R1", "starts_R1", "steps_R1"}
+PLUS_ONE = {"samples_R1", "starts_E1", "starts_R1", "steps_R1"}
 AS_BEFORE = {"to", "float", "long", "int", "bool", "double", "contiguous", "clone", "detach", "cpu",
              "clamp", "exp", "neg", "abs", "transpose", "zero_", "fill_", "masked_fill",
              "pin_memory", "log_softmax", "softmax", "cumsum"}  # fmt: skip

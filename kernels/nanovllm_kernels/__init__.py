@@ -1,13 +1,28 @@
-"""Our kernels. A table from names to what `nanovllm check-kernels` runs: "module:attribute"."""
+"""Our kernels. Tables from names to what `nanovllm check-kernels` runs, and what it compiles."""
 
-KERNELS = {
+KERNELS = {  # "module:attribute" of a case.Kernel
     "rms_norm": "nanovllm_kernels.norm:RMS_NORM",
     "add_rms_norm": "nanovllm_kernels.norm:ADD_RMS_NORM",
     "silu_mul": "nanovllm_kernels.activation:SILU_MUL",
-    "rope_store": "nanovllm_kernels.rope_store:ROPE_STORE",
+    "mean_squares": "nanovllm_kernels.rope_cases:MEAN_SQUARES",
+    "rope_store": "nanovllm_kernels.rope_cases:ROPE_STORE",
     "gated_linear": "nanovllm_kernels.gated_linear:KERNEL",
+    "quantise": "nanovllm_kernels.quantise:QUANTISE",
+    "silu_mul_quantise": "nanovllm_kernels.quantise:SILU_MUL_QUANTISE",
+    "grouped_gate_up": "nanovllm_kernels.grouped_linear:GATE_UP",
+    "grouped_down": "nanovllm_kernels.grouped_linear:DOWN",
+    "grouped_64_gate_up": "nanovllm_kernels.grouped_linear:GATE_UP_64",
+    "grouped_64_down": "nanovllm_kernels.grouped_linear:DOWN_64",
     "sliced_linear": "nanovllm_kernels.library_linear:SLICED",
     "added_linear": "nanovllm_kernels.library_linear:ADDED",
+    "block_fp8_linear": "nanovllm_kernels.block_fp8_cases:LINEAR",
+    "block_fp8_experts": "nanovllm_kernels.block_fp8_cases:EXPERTS",
+    "block_fp8_triton": "nanovllm_kernels.dense_fp8_cases:TRITON",
+    "norm_quantise": "nanovllm_kernels.dense_fp8_cases:NORM_QUANTISE",
+    "skinny_fp8_linear": "nanovllm_kernels.dense_fp8_cases:LINEAR",
+    "skinny_fp8_linear_add": "nanovllm_kernels.dense_fp8_cases:LINEAR_ADD",
+    "skinny_fp8_norm_linear": "nanovllm_kernels.dense_fp8_cases:NORM_LINEAR",
+    "skinny_fp8_norm_gate_up": "nanovllm_kernels.dense_fp8_cases:NORM_GATE_UP",
     "skinny_linear": "nanovllm_kernels.skinny_cases:LINEAR",
     "skinny_linear_add": "nanovllm_kernels.skinny_cases:LINEAR_ADD",
     "skinny_norm_linear": "nanovllm_kernels.skinny_cases:NORM_LINEAR",
@@ -23,4 +38,38 @@ KERNELS = {
     "thresholds": "nanovllm_kernels.thresholds:THRESHOLDS",
     "write_back": "nanovllm_kernels.batch_prep:WRITE_BACK",
     "ngram": "nanovllm_kernels.ngram:NGRAM",
+}
+
+# In CuTe DSL: compiled for the GPU present, else for what CUTE_DSL_ARCH names. Of what, with what.
+COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
+    "flash_forward": ("nanovllm_kernels.flash_prefill:compile_causal", (2, 128, 128, "bfloat16")),
+    "gated_linear": ("nanovllm_kernels.gated_linear:compile_gated", ("bfloat16", True)),
+    **{
+        f"grouped_{name}": (f"nanovllm_kernels.grouped_linear:compile_{kind}", arguments)
+        for name, kind, arguments in (
+            ("gate_up", "gate_up", ("bfloat16", (128, 192, 1, True), 8)),
+            ("down", "down", ("bfloat16", (128, 256, 1, False))),
+            ("64_gate_up", "gate_up", ("bfloat16", (64, 256, 1, True), 8)),
+            ("64_down", "down", ("bfloat16", (64, 256, 1, True))),
+        )
+    },
+    "block_fp8_linear": ("nanovllm_kernels.block_fp8_cute:compile_tile", (256, 128, 2, 128, 0, 0)),
+    "block_fp8_experts": ("nanovllm_kernels.block_fp8_cute:compile_tile", (256, 128, 2, 128, 0, 1)),
+    "paged_decode_cute": ("nanovllm_kernels.paged_decode_cute:compile_decode", (2, 128, 128, 0)),
+    **{
+        f"{name}_{kind}": (
+            f"nanovllm_kernels.{module}:compile_product",
+            (64, 2, False, 1, *of, *more),
+        )
+        for name, module, more in (
+            ("skinny", "skinny_linear", ()),
+            ("skinny_fp8", "skinny_fp8_cute", (8, 128)),
+        )
+        for kind, of in {
+            "linear": (False, False, False),
+            "linear_add": (False, False, True),
+            "norm_linear": (True, False, False),
+            "norm_gate_up": (True, True, False),
+        }.items()
+    },
 }

@@ -5,15 +5,21 @@ Also what a CPU runs. Signatures and shapes: nanovllm/layers/ops.py.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
-    """Over the last dimension, of any width and any number of leading dimensions."""
+def rms_norm(x: Tensor, norm_weight: Tensor, eps: float, mean: Tensor | None = None) -> Tensor:
+    """Over the last dimension, of any width and any number of leading dimensions.
+
+    `mean`: of the squares, where that is over more than this.
+    """
     x_float = x.float()
-    scale = torch.rsqrt(x_float.square().mean(-1, keepdim=True) + eps)
+    mean = x_float.square().mean(-1, keepdim=True) if mean is None else mean
+    scale = torch.rsqrt(mean + eps)
     return (x_float * scale).to(x.dtype) * norm_weight
 
 
@@ -34,26 +40,52 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     return F.silu(gate_TF) * up_TF
 
 
+class Ranks(Protocol):
+    """Ranks that each have equally many heads, of queries and of keys."""
+
+    @property
+    def tp_size(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks; may overwrite x."""
+        ...
+
+
+def mean_squares(qkv_TX: Tensor, widths: tuple[int, int], num_ranks: int) -> Tensor:
+    """means_T2, float32, of the first widths[0] features and of widths[1] after them, divided by
+    the number of ranks: the sum over ranks of equal widths is the mean over ranks.
+    """
+    qkv_TX = summed(qkv_TX).float()
+    parts = qkv_TX[:, : sum(widths)].split(widths, dim=1)
+    return torch.stack([part.square().mean(1) for part in parts], dim=1) / num_ranks
+
+
 def rope_store(
     qkv_TX: Tensor,
-    q_norm_A: Tensor | None,
-    k_norm_A: Tensor | None,
+    q_norm_X: Tensor | None,
+    k_norm_X: Tensor | None,
     eps: float,
     cos_sin_LA: Tensor,
     positions_T: Tensor,
     slot_mapping_T: Tensor,
     k_PSGA: Tensor,
     v_PSGA: Tensor,
+    ranks: Ranks | None = None,
 ) -> Tensor:
     page_tokens, num_kv_heads, head_size = k_PSGA.shape[1:]
     qkv_TX = summed(qkv_TX).to(qkv_TX.dtype)
     heads_TXA = qkv_TX.view(qkv_TX.shape[0], -1, head_size)
     num_heads = heads_TXA.shape[1] - 2 * num_kv_heads
     q_THA, k_TGA, v_TGA = torch.split(heads_TXA, [num_heads, num_kv_heads, num_kv_heads], 1)
-    if q_norm_A is not None:
-        q_THA = rms_norm(q_THA, q_norm_A, eps)
-    if k_norm_A is not None:
-        k_TGA = rms_norm(k_TGA, k_norm_A, eps)
+    if q_norm_X is not None and k_norm_X is not None:
+        norms = q_norm_X.view(-1, head_size), k_norm_X.view(-1, head_size)  # of all heads, or each
+        means: tuple[Tensor | None, ...] = None, None
+        if ranks is not None:
+            widths = num_heads * head_size, num_kv_heads * head_size
+            means_T2 = ranks.all_reduce(mean_squares(qkv_TX, widths, ranks.tp_size))
+            means = means_T2[:, None, None].unbind(-1)
+        q_THA = rms_norm(q_THA, norms[0], eps, means[0])
+        k_TGA = rms_norm(k_TGA, norms[1], eps, means[1])
     cos_sin_TA = cos_sin_LA[positions_T]
     pages_T, offsets_T = slot_mapping_T // page_tokens, slot_mapping_T % page_tokens
     k_PSGA[pages_T, offsets_T] = rotate(k_TGA, cos_sin_TA)
@@ -62,7 +94,10 @@ def rope_store(
 
 
 def rotate(x_THA: Tensor, cos_sin_TA: Tensor) -> Tensor:
-    """Half-split: element i of a head pairs with element i + A/2."""
+    """Half-split: of the first R elements of a head, as many as the table has columns, element i
+    pairs with element i + R/2. The others stay.
+    """
     cos, sin = cos_sin_TA[:, None].chunk(2, dim=-1)
-    a, b = x_THA.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_THA.dtype)
+    a, b = x_THA[..., : cos_sin_TA.shape[1]].float().chunk(2, dim=-1)
+    parts = [a * cos - b * sin, b * cos + a * sin, x_THA[..., cos_sin_TA.shape[1] :]]
+    return torch.cat(parts, dim=-1).to(x_THA.dtype)

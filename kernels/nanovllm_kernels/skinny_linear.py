@@ -38,6 +38,7 @@ from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 from nanovllm_kernels.like import like
 
 DEEP = 64  # inputs in a swizzled line of shared memory
+LINE_BYTES = 2 * DEEP
 BOX_ROWS = 16
 GROUP_ROWS = 64  # of x, that four warps multiply
 MOST_ROWS = 2 * GROUP_ROWS
@@ -67,16 +68,21 @@ class Shape(NamedTuple):
 
 
 @cache
-def shape_of(num_lines: int, width: int, kind: Kind, num_rows: int) -> Shape | None:
-    """None: other products are faster, or the weights cannot be cut evenly."""
+def shape_of(
+    num_lines: int, width: int, kind: Kind, num_rows: int, unit: int = 8, most: int = MOST_LINES
+) -> Shape | None:
+    """None: other products are faster, or the weights cannot be cut evenly.
+
+    Lines are a multiple of `unit`, and `most` of few rows.
+    """
     has_many_rows = num_rows > GROUP_ROWS
     splits = 1 if num_lines >= 8192 else 2 if num_lines >= 4096 else 4
     is_small = has_many_rows and num_lines * width < LARGE
     if num_rows > MOST_ROWS or is_small or width % (DEEP * splits):
         return None
-    unit = 8 * splits * (1 + kind.gated)
+    unit = max(unit, 8 * splits * (1 + kind.gated))
     best, found = EVEN, 0
-    for lines in range(unit, MOST_LINES + has_many_rows * GROUP_ROWS + 1, unit):
+    for lines in range(unit, most + has_many_rows * GROUP_ROWS + 1, unit):
         blocks = num_lines // lines * splits
         use = blocks / (-(-blocks // PROCESSORS) * PROCESSORS)
         if num_lines % lines == 0 and lines >= LEAST_LINES and use >= best:
@@ -187,14 +193,21 @@ class Shared(NamedTuple):
 class Size(NamedTuple):
     rows: Int32
     active: Int32  # rows, up to a whole box
-    steps: Int32  # of DEEP inputs, in a slice
+    steps: Int32  # in a slice
 
 
 class Product:
+    deep, weight_type = DEEP, BFloat16  # inputs of a step, each line of which has 128 bytes
+
     def __init__(self, shape: Shape, kind: Kind) -> None:
         self.kind, self.lines, self.splits = kind, shape.lines, shape.splits
         self.rows, self.threads = GROUP_ROWS * shape.groups, 128 * shape.groups
-        self.halves = 1 + kind.gated
+        self.readers = self.threads // 32  # warps that read a stage
+        self.cut(shape)
+
+    def cut(self, shape: Shape) -> None:
+        """Finds the sizes of what is in shared memory."""
+        self.halves = 1 + self.kind.gated
         self.box = self.lines // self.halves  # lines that lie together in W
         self.share = self.box // self.splits  # of them, that a block finishes
         assert self.share % 8 == 0, shape
@@ -202,13 +215,15 @@ class Product:
         self.squares = width  # their place behind a row's sums
         self.padded = width + (8 if width % 16 == 0 else 16)  # a warp meets every bank
         self.part = self.rows * self.padded
-        self.step_bytes = 2 * DEEP * self.lines + 2 * DEEP * kind.normed
+        self.row_bytes = 2 * self.deep  # of a row of x in a step
+        self.step_bytes = LINE_BYTES * self.lines + self.row_bytes * self.kind.normed
         parts = 4 * self.splits * self.part
         room = (WHOLE_BYTES if shape.is_large else HALF_BYTES) - 1024
         room -= parts if self.splits > 1 else 0
-        self.stages = min(12, room // (2 * DEEP * self.rows + self.step_bytes))
+        self.stages = min(12, room // (self.row_bytes * self.rows + self.step_bytes))
         assert self.stages >= 2, shape
-        self.ring_bytes = max(2 * DEEP * self.stages * (self.rows + self.lines), parts)
+        ring = self.stages * (self.row_bytes * self.rows + LINE_BYTES * self.lines)
+        self.ring_bytes = max(ring, parts)
 
     @cute.jit
     def __call__(
@@ -263,7 +278,7 @@ class Product:
         eps: Float32,
         x_ring: cute.ComposedLayout,
         weight_ring: cute.ComposedLayout,
-        mma: cute.TiledMma,
+        factor: Any,  # noqa: ANN401, what `compute` takes
         size: Size,
     ) -> None:
         shared = self.allocate(x_ring, weight_ring)
@@ -273,7 +288,7 @@ class Product:
             with arch.elect_one():
                 for stage in cutlass.range_constexpr(self.stages):
                     arch.mbarrier_init(shared.full + stage, 1)
-                    arch.mbarrier_init(shared.empty + stage, self.threads // 32)
+                    arch.mbarrier_init(shared.empty + stage, self.readers)
                 arch.mbarrier_init(shared.landed, 1)
             arch.mbarrier_init_fence()
             with arch.elect_one():
@@ -288,7 +303,7 @@ class Product:
                 arch.cluster_wait()
                 arch.cluster_arrive()
         else:
-            self.compute(shared, mma, size)
+            self.compute(shared, factor, size)
             self.finish(y, residual, eps, shared, size)
         if cutlass.const_expr(self.splits > 1):
             arch.cluster_wait()  # all have what they were sent: this memory is read no more
@@ -296,17 +311,19 @@ class Product:
     def allocate(self, x_ring: cute.ComposedLayout, weight_ring: cute.ComposedLayout) -> Shared:
         smem = cutlass.utils.SmemAllocator()
         ring = smem.allocate(self.ring_bytes, 1024)
-        weight = ring + 2 * DEEP * self.stages * self.rows
+        weight = ring + self.row_bytes * self.stages * self.rows
         strides = (1, self.padded, self.part)
         sums = cute.make_layout((self.padded, self.rows, self.splits), stride=strides)
         own = cute.make_tensor(cute.recast_ptr(ring, dtype=Float32), sums)
         norm_weight = None
         if self.kind.normed:
-            norm_weight = smem.allocate_tensor(BFloat16, cute.make_layout((DEEP, self.stages)), 128)
+            norm_weight = smem.allocate_tensor(
+                BFloat16, cute.make_layout((self.deep, self.stages)), 128
+            )
         return Shared(
             x=cute.make_tensor(cute.recast_ptr(ring, x_ring.inner, BFloat16), x_ring.outer),
             weight=cute.make_tensor(
-                cute.recast_ptr(weight, weight_ring.inner, BFloat16), weight_ring.outer
+                cute.recast_ptr(weight, weight_ring.inner, self.weight_type), weight_ring.outer
             ),
             norm_weight=norm_weight,
             full=smem.allocate_array(Int64, self.stages),
@@ -350,7 +367,8 @@ class Product:
         """How to copy a box, from [nth box, step], to [nth box, 0, stage]."""
         atom, matrix = box
         cpasync.prefetch_descriptor(atom)
-        tiles = [cute.group_modes(cute.flat_divide(t, (rows, DEEP)), 0, 2) for t in (ring, matrix)]
+        one = rows, 8 * LINE_BYTES // ring.element_type.width
+        tiles = [cute.group_modes(cute.flat_divide(t, one), 0, 2) for t in (ring, matrix)]
         to, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), *tiles)
         return atom, source, to
 
@@ -367,7 +385,7 @@ class Product:
         atom, source, to = copy
         full = shared.full + stage
         with arch.elect_one():
-            num_bytes = size.active * (2 * DEEP) + self.step_bytes
+            num_bytes = size.active * self.row_bytes + self.step_bytes
             arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
         for half in cutlass.range_constexpr(self.halves):
             cute.copy(
@@ -379,7 +397,7 @@ class Product:
             )
         if cutlass.const_expr(self.kind.normed):
             bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
-            norm_weights = cute.local_tile(norm_weight, (DEEP,), (step,))
+            norm_weights = cute.local_tile(norm_weight, (self.deep,), (step,))
             with arch.elect_one():
                 cute.copy(bulk, norm_weights, shared.norm_weight[None, stage], mbar_ptr=full)
 
@@ -451,7 +469,7 @@ class Product:
 
     @cute.jit
     def leave(self, sums: cute.Tensor, squares: cute.Tensor, shared: Shared, size: Size) -> None:
-        """Puts the sums where x was, share by share, and sends each share to its block."""
+        """Puts the sums where x was, share by share."""
         thread, lane = arch.thread_idx()[0], arch.lane_idx()
         row = thread // 32 * 16 + lane // 4
         if thread // 32 * 16 < size.active:
@@ -469,6 +487,12 @@ class Product:
                     if lane % 4 == 0:
                         for peer in cutlass.range_constexpr(self.splits):
                             shared.own[self.squares, row + 8 * n, peer] = square
+        self.exchange(shared, size)
+
+    @cute.jit
+    def exchange(self, shared: Shared, size: Size) -> None:
+        """Sends each share of the sums to its block, and waits for this block's."""
+        thread = arch.thread_idx()[0]
         if cutlass.const_expr(self.splits == 1):
             arch.barrier(barrier_id=1, number_of_threads=self.threads)
         else:
@@ -512,7 +536,7 @@ class Product:
             arch.griddepcontrol_wait()  # long over: the launch before may have left the stream
         eights = self.share // 8
         first = (arch.block_idx()[1] * self.splits + arch.block_idx()[0]) * eights
-        width = Float32(size.steps * (self.splits * DEEP))
+        width = Float32(size.steps * (self.splits * self.deep))
         for at in cutlass.range(arch.thread_idx()[0], size.rows * eights, self.threads, unroll=1):
             row, eight = at // eights, at % eights
             totals = []

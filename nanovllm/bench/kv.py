@@ -32,8 +32,7 @@ from nanovllm.bench.plan import (
 from nanovllm.bench.sweep import new_figure, save
 from nanovllm.config import Config, ConfigError
 from nanovllm.models.config import read_model_config
-from nanovllm.parallel.cut import check_cut
-from nanovllm.parallel.mesh import Mesh
+from nanovllm.parallel.cut import check_cut, first_of
 from nanovllm.runner.build import load, with_caches
 from nanovllm.runner.resolved import resolved
 from nanovllm.runner.sizing import GIB
@@ -86,7 +85,7 @@ def profile(
     plans, said, fitting = {}, [], []
     for tp in ranks:
         try:
-            check_cut(tp, read_model_config(config)[1])
+            check_cut(first_of(tp, config.recipe.parallel.ep), read_model_config(config)[1])
         except ConfigError as error:
             said.append(f"tp {tp}: {error}")
             continue
@@ -157,7 +156,7 @@ def measure(config: Config, plan: Plan) -> Plan:
     """The plan with what things take on the GPU that is here. Raises ConfigError: no room."""
     parallel = replace(config.recipe.parallel, tp=1)  # nothing is asked of other ranks
     config = replace(config, recipe=replace(config.recipe, parallel=parallel))
-    found = resolved(config, Mesh(0, plan.tp))
+    found = resolved(config, plan.found.mesh)
     held = torch.cuda.memory_allocated(found.device)  # workspaces of a measurement before
     model, device = load(config, found), found.device
     weights = torch.cuda.memory_allocated(device) - held

@@ -17,8 +17,7 @@ from nanovllm.config import Config, Kernels, Recipe, Schedule, given_or, resolve
 from nanovllm.engine.paper import resolve
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
-from nanovllm.parallel.cut import fits
-from nanovllm.parallel.mesh import Mesh
+from nanovllm.parallel.cut import first_of, fits
 from nanovllm.runner.resolved import Resolved, resolved
 from nanovllm.runner.room import step_bytes
 from nanovllm.runner.sizing import GIB
@@ -115,7 +114,9 @@ class Plan:
 def plan_of(config: Config, gpu: Gpu, tp: int) -> Plan:
     """Raises ConfigError if the recipe is wrong, or the model cannot be cut for so many ranks."""
     asked = config.recipe
-    found = resolved(config if gpu is CPU else with_numbers_of_a_gpu(config), Mesh(0, tp))
+    found = resolved(
+        config if gpu is CPU else with_numbers_of_a_gpu(config), first_of(tp, asked.parallel.ep)
+    )
     model = found.empty_model(torch.device("meta"))
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     taken = {WEIGHTS: weights, LOGPROBS: 0}
@@ -153,7 +154,7 @@ def nearest(config: Config, gpu: Gpu, lengths: Sequence[int]) -> Plan | None:
         for halvings in range(MOST_HALVINGS + 1):
             recipe = replace(base, schedule=halved(base.schedule, halvings))
             for tp in HOST_GPUS:
-                if fits(tp, model_config):
+                if fits(tp, recipe.parallel.ep, model_config):
                     plan = plan_of(replace(config, recipe=recipe), gpu, tp)
                     if not plan.problem(needed):
                         return plan

@@ -21,7 +21,7 @@ import click
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
-from nanovllm_kernels import KERNELS
+from nanovllm_kernels import COMPILED, KERNELS
 from nanovllm_kernels.compile_cache import use_folder
 
 from nanovllm.cli.commands import json_option, write_record
@@ -33,23 +33,6 @@ if TYPE_CHECKING:
     from nanovllm_kernels.timing import Ceilings
 
 INTERPRETER_SLACK = 2.0  # it truncates where a GPU rounds
-
-
-# In CuTe DSL: compiled for the GPU present, else for what CUTE_DSL_ARCH names. Of what, with what.
-COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
-    "flash_forward": ("nanovllm_kernels.flash_prefill:compile_causal", (2, 128, 128, "bfloat16")),
-    "gated_linear": ("nanovllm_kernels.gated_linear:compile_gated", ("bfloat16", True)),
-    "paged_decode_cute": ("nanovllm_kernels.paged_decode_cute:compile_decode", (2, 128, 128, 0)),
-    **{
-        name: ("nanovllm_kernels.skinny_linear:compile_product", (64, 2, False, 1, *kind))
-        for name, kind in {
-            "skinny_linear": (False, False, False),
-            "skinny_linear_add": (False, False, True),
-            "skinny_norm_linear": (True, False, False),
-            "skinny_norm_gate_up": (True, True, False),
-        }.items()
-    },
-}
 
 
 class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):

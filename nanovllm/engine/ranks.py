@@ -110,7 +110,8 @@ def mesh_of(config: Config, place: Place) -> Mesh:
     if place.size == 1:
         return Mesh()
     kind = GlooMesh if is_on_cpu else NcclMesh
-    return kind(place.rank, place.size, place.rendezvous)
+    ep = config.recipe.parallel.ep
+    return kind(place.rank, place.size, place.rendezvous, ep_size=ep)
 
 
 def build(config: Config, place: Place) -> tuple[Executor, Recipe, int]:

@@ -9,19 +9,24 @@ tokens go on where somebody asks for the hidden states of all.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext
 from nanovllm.attention.grouped import GroupedHeads
-from nanovllm.layers.linear import AddLinear, Layer, NormLinear, parameter
+from nanovllm.layers.linear import AddLinear, Layer, NormLinear, Placement, parameter
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Residual, as_tensor
-from nanovllm.parallel.mesh import Mesh
+from nanovllm.parallel.mesh import Mesh, Span
+
+QKNorm = Literal["none", "head", "row"]
 
 
 class Attention(Layer):
-    """`qk_norm`: query and key heads are RMS-normalised before the rotation. `is_last`: no layer
-    follows, so the results are of the tokens that rows predict from.
+    """`qk_norm`: queries and keys are RMS-normalised before the rotation, each head by itself, or
+    all heads of a row together, of all ranks. `is_last`: no layer follows, so the results are of
+    the tokens that rows predict from.
     """
 
     def __init__(
@@ -32,7 +37,7 @@ class Attention(Layer):
         num_kv_heads: int,
         head_size: int,
         eps: float,
-        qk_norm: bool,
+        qk_norm: QKNorm,
         is_last: bool,
         mesh: Mesh,
         ops: Ops,
@@ -42,8 +47,13 @@ class Attention(Layer):
         q = mesh.span("num_attention_heads", num_heads).of_width(head_size)
         kv = mesh.span_or_copy("num_key_value_heads", num_kv_heads).of_width(head_size)
         self.qkv = NormLinear(hidden_size, eps, {"q": q, "k": kv, "v": kv}, ops)
-        self.q_norm = parameter(head_size) if qk_norm else None
-        self.k_norm = parameter(head_size) if qk_norm else None
+        # Each key head has equally many copies, so the mean over ranks is the mean over heads.
+        self.norm_ranks = mesh if qk_norm == "row" else None
+        spans = (q, kv) if qk_norm == "row" else (Span(head_size, 0, head_size),) * 2
+        norms = [parameter(span.count) if qk_norm != "none" else None for span in spans]
+        self.q_norm, self.k_norm = norms
+        cuts = (Placement(0, (("", span),)) for span in spans)
+        self.placements = dict(zip(("q_norm", "k_norm"), cuts, strict=True))
         self.attend = GroupedHeads()
         self.out = AddLinear(q, hidden_size, mesh, ops)
 
@@ -53,7 +63,7 @@ class Attention(Layer):
         norms = self.q_norm, self.k_norm, self.eps
         stored = batch.positions_T, batch.slot_mapping_T, cache.k_PSGA, cache.v_PSGA
         qkv, stream = self.qkv(residual)
-        q_THA = self.ops.rope_store(as_tensor(qkv), *norms, cos_sin_LA, *stored)
+        q_THA = self.ops.rope_store(as_tensor(qkv), *norms, cos_sin_LA, *stored, self.norm_ranks)
         o_TX = ctx.eager(self.attend, ctx, q_THA).flatten(1)
         if self.is_last and not ctx.all_hidden:
             o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))

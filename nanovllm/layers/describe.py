@@ -21,11 +21,11 @@ def products(block: nn.Module, head: Linear, sizes: Iterable[int]) -> str:
     return "; ".join(
         f"{name} {' or '.join(dict.fromkeys(by_rows(t, asked) for t in tables_of(part)))}"
         for name, part in parts
-        if isinstance(part, Linear)
+        if tables_of(part)
     )
 
 
-def tables_of(part: Linear) -> list[RowTable]:
+def tables_of(part: nn.Module) -> list[RowTable]:
     return [table for table in vars(part).values() if isinstance(table, RowTable)]
 
 

@@ -7,18 +7,20 @@ that its quantization names change their type and get scales, and only that is a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from math import gcd
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from msgspec import Struct
-from nanovllm_kernels.fp8_reference import BLOCK, FP8, Scaled
+from nanovllm_kernels.fp8_reference import BLOCK, FEW_ROWS, FP8, Quantised, Scaled
 from torch import Tensor, nn
 
 from nanovllm.config import ConfigError
 from nanovllm.layers.linear import AddLinear, Layer, Linear, NormLinear, Placement
 from nanovllm.layers.ops import Implementation, Ops
+from nanovllm.layers.residual import Added, Parted, Pending, Residual, as_tensor
 from nanovllm.parallel.mesh import Span
 
 
@@ -42,19 +44,95 @@ class BlockFp8(Struct, frozen=True):
 
 
 class Fp8Ops(Ops):
-    """Operations whose products take Scaled weights."""
+    """Operations whose products take Scaled weights.
 
-    def _plain(self, weight: Scaled, num_rows: int) -> Implementation:  # type: ignore[override]
-        return Implementation("dequantised", dequantised_linear)
+    Of few rows they are skinny ones. Of more, rows are quantised by the norm or the gate before,
+    and a gate passes on Quantised rows. Without kernels weights are dequantised for each product.
+    """
+
+    passes_on: ClassVar[bool] = True
+
+    def _plain(self, weight: Any, num_rows: int) -> Implementation:  # noqa: ANN401
+        found: Implementation = super()._plain(weight, num_rows)
+        if found.name == "skinny":
+            return found
+        if not self._multiplies(weight):
+            return Implementation("dequantised", dequantised_linear)
+        return Implementation("fp8", self._product)
+
+    def _multiplies(self, weight: Scaled) -> bool:
+        kernels = self.fp8_linear
+        return kernels is not None and kernels.obstacle(*weight.shape, weight.block_rows) is None
+
+    def _product(
+        self, x: Tensor | Quantised, weight: Scaled, residual_TN: Tensor | None = None
+    ) -> Tensor:
+        assert self.fp8_linear is not None
+        x8 = x if isinstance(x, Quantised) else self.fp8_linear.quantise(x)
+        weight_ND, scale, block_rows = weight
+        return self.fp8_linear.product(*x8, weight_ND, scale, residual_TN, block_rows)
+
+    def _added(self, weight: Any, num_rows: int) -> Implementation:  # noqa: ANN401
+        found: Implementation = super()._added(weight, num_rows)
+        if found.name != "fp8":
+            return found
+
+        def run(x: Tensor | Quantised, weight: Scaled, residual: Added) -> Residual:
+            return Added(self._product(x, weight, residual.stream_TD))
+
+        return Implementation("fp8+residual", run)
+
+    def _normed(
+        self,
+        weight: Any,  # noqa: ANN401
+        gated: bool,
+        is_added: bool,
+        num_rows: int,
+    ) -> Implementation:
+        found: Implementation = super()._normed(weight, gated, is_added, num_rows)
+        if found.norms or self._plain(weight, num_rows).name != "fp8":
+            return found
+        kernels = self.fp8_linear
+        assert kernels is not None
+        passes_on = self.passes_on and num_rows > FEW_ROWS
+        gate = kernels.silu_mul_quantise if passes_on else self.silu_mul
+
+        def run(
+            residual: Residual, norm_weight_D: Tensor, eps: float, weight: Scaled
+        ) -> tuple[Any, Added]:
+            x: Tensor | Quantised
+            if isinstance(residual, Parted):
+                x, stream = residual.normed(norm_weight_D, eps)
+            else:
+                stream = Added(residual.stream_TD)
+                of = [stream.stream_TD, None]
+                if isinstance(residual, Pending):
+                    of = [as_tensor(residual.update), stream.stream_TD]
+                x = kernels.norm_quantise(*of, norm_weight_D, eps)
+            y_TN = self._product(x, weight)
+            return gate(y_TN) if gated else y_TN, stream
+
+        return Implementation("norm+fp8+gate" if gated else "norm+fp8", run)
 
 
-def dequantised_linear(x_TD: Tensor, weight: Scaled) -> Tensor:
+def dequantised_linear(x: Tensor | Quantised, weight: Scaled) -> Tensor:
+    x_TD = x.dequantised().bfloat16() if isinstance(x, Quantised) else x
     return F.linear(x_TD, weight.dequantised().to(x_TD.dtype))
 
 
-def fp8_ops(ops: Ops) -> Fp8Ops:
-    """The same operations around products of fp8 weights."""
-    return Fp8Ops(ops.rms_norm, ops.add_rms_norm, ops.silu_mul, ops.rope_store)
+class UnquantisedGates(Fp8Ops):
+    """What follows a gate has no fp8 weight."""
+
+    passes_on = False
+
+
+def fp8_ops(ops: Ops, kind: type[Fp8Ops] = Fp8Ops) -> Fp8Ops:
+    """The same operations around products of fp8 weights. Kernels compute in bfloat16 only."""
+    is_16_bit = torch.get_default_dtype() == torch.bfloat16
+    kernels = ops.fp8_linear if is_16_bit else None
+    others = dict(gated_linear=None, sliced_linear=None, added_linear=None, fp8_linear=kernels)
+    same = {entry.name: getattr(ops, entry.name) for entry in fields(Ops) if entry.init}
+    return kind(**{**same, **others, "skinny_linear": kernels and kernels.skinny})
 
 
 def blocks(
@@ -72,16 +150,20 @@ def blocks(
         yield from (make(layer) for layer in range(count))
         return
     device, products = torch.get_default_device(), fp8_ops(ops)
+    gates = fp8_ops(ops, UnquantisedGates)
     for layer in range(count):
         with torch.device("meta"):
             block = make(layer)
-        for path, module in block.named_modules():
-            names = checkpoint_modules(f"layers.{layer}.{path}", layer, rules)
-            if names and not is_kept(names, quantised):
-                if isinstance(module, NormLinear | AddLinear):
-                    to_fp8(module, products)
-                elif hasattr(module, "to_fp8"):
-                    module.to_fp8()
+        modules = dict(block.named_modules())
+        named = {p: checkpoint_modules(f"layers.{layer}.{p}", layer, rules) for p in modules}
+        kept = {path for path, names in named.items() if not names or is_kept(names, quantised)}
+        for path in modules.keys() - kept:
+            module = modules[path]
+            if isinstance(module, NormLinear | AddLinear):
+                is_last = f"{path.rpartition('.')[0]}.down" in kept
+                to_fp8(module, gates if is_last else products)
+            elif hasattr(module, "to_fp8"):
+                module.to_fp8()
         yield block.to_empty(device=device)
 
 

@@ -37,9 +37,16 @@ class Layer(nn.Module):
         return self.forward(*args)
 
 
-def parameter(*shape: int) -> nn.Parameter:
+def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """Uninitialised, of the default dtype and device: the loader sets both, then fills it."""
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def summed_up(y_TD: Tensor, residual: Added, mesh: Mesh) -> Residual:
+    """The stream, with a product pending of which each rank has a part. May overwrite both."""
+    if (peers := mesh.peers_for(y_TD)) is not None:
+        return Parted(residual.stream_TD, y_TD, peers)
+    return Pending(residual.stream_TD, mesh.all_reduce(y_TD))
 
 
 class Linear(Layer):
@@ -123,9 +130,6 @@ class AddLinear(Linear):
     def forward(self, x_TD: Tensor, residual: Added) -> Residual:
         """The stream with the product added, or pending. May overwrite the stream."""
         if self.mesh.tp_size > 1:
-            y_TD = self.product(x_TD)
-            if (peers := self.mesh.peers_for(y_TD)) is not None:
-                return Parted(residual.stream_TD, y_TD, peers)
-            return Pending(residual.stream_TD, self.mesh.all_reduce(y_TD))
+            return summed_up(self.product(x_TD), residual, self.mesh)
         after: Residual = self.by_rows[len(x_TD)].run(x_TD, self.operand, residual)
         return after

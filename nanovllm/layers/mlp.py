@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nanovllm.attention.base import ForwardContext
 from nanovllm.layers.linear import AddLinear, Layer, NormLinear
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Residual
@@ -17,7 +18,7 @@ class MLP(Layer):
         self.gate_up = NormLinear(hidden_size, eps, {"gate": inner, "up": inner}, ops, gated=True)
         self.down = AddLinear(inner, hidden_size, mesh, ops)
 
-    def forward(self, residual: Residual) -> Residual:
+    def forward(self, residual: Residual, _: ForwardContext) -> Residual:
         """The residual stream with what this block gives. May overwrite what it is given."""
         y_TF, stream = self.gate_up(residual)
         after: Residual = self.down(y_TF, stream)

@@ -20,8 +20,11 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from nanovllm_kernels.fp8_reference import Scaled
+from nanovllm_kernels import experts_reference, route_reference
+from nanovllm_kernels.experts_reference import ExpertProducts
+from nanovllm_kernels.fp8_reference import Fp8Linear, Scaled
 from nanovllm_kernels.gated_linear import obstacle
+from nanovllm_kernels.route_reference import ExpertRows
 from torch import Tensor
 
 from nanovllm.config import ConfigError, Kernels
@@ -38,6 +41,12 @@ IMPLEMENTATIONS = {
         "skinny_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "sliced_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "added_linear": "nanovllm.layers.ops:ONE_BY_ONE",
+        "fp8_linear": "nanovllm.layers.ops:ONE_BY_ONE",
+        "route": "nanovllm_kernels.route_reference:route",
+        "sort_rows": "nanovllm_kernels.route_reference:sort_rows",
+        "few_experts": "nanovllm_kernels.experts_reference:EXPERTS",
+        "many_experts": "nanovllm.layers.expert_products:NONE",
+        "combine": "nanovllm_kernels.experts_reference:combine",
     },
     "library": {
         "sliced_linear": "nanovllm_kernels.library_linear:SLICED_LINEAR",
@@ -48,10 +57,17 @@ IMPLEMENTATIONS = {
         "add_rms_norm": "nanovllm_kernels.norm:add_rms_norm",
         "silu_mul": "nanovllm_kernels.activation:silu_mul",
         "rope_store": "nanovllm_kernels.rope_store:rope_store",
+        "fp8_linear": "nanovllm_kernels.block_fp8:FP8_LINEAR",
+        "route": "nanovllm_kernels.route_reference:route",
+        "sort_rows": "nanovllm_kernels.route_reference:sort_rows",
+        "few_experts": "nanovllm_kernels.experts_reference:EXPERTS",
+        "combine": "nanovllm_kernels.experts_reference:combine",
     },
     "cute": {
         "gated_linear": "nanovllm_kernels.gated_linear:GATED_LINEAR",
         "skinny_linear": "nanovllm_kernels.skinny_linear:SKINNY_LINEAR",
+        "fp8_linear": "nanovllm_kernels.skinny_fp8_cute:FP8_LINEAR",
+        "many_experts": "nanovllm.layers.expert_products:MANY",
     },
 }
 
@@ -126,12 +142,17 @@ class Ops:
         x_ITD that are summed up here.
     silu_mul(gate_up_T2F) -> y_TF
         silu(first half) * second half of each row.
-    rope_store(qkv, q_norm_A, k_norm_A, eps, cos_sin_LA, positions_T, slot_mapping_T, k_PSGA,
-               v_PSGA) -> q_THA
+    rope_store(qkv, q_norm_X, k_norm_X, eps, cos_sin_LA, positions_T, slot_mapping_T, k_PSGA,
+               v_PSGA, ranks=None) -> q_THA
         Splits qkv_TX, or the sum of slices qkv_ITX, into heads [H q | G k | G v] of size A (G from
-        k_PSGA); normalises q and k per head when weights of a norm are given; rotates q and k
-        half-split (cos_sin_LA: cos in the first A/2 columns, sin in the rest, float32, row =
-        position); writes k and v to their slots of the cache; returns the rotated q.
+        k_PSGA); normalises q and k when weights of a norm are given: of A elements, each head by
+        itself, or given ranks (reference.Ranks) of H * A and G * A, the whole row of all ranks'
+        heads; rotates the first R elements of each head of q and k half-split (cos_sin_LA: cos in
+        the first half of its R columns, sin in the rest, float32, row = position); writes k and v
+        to their slots of the cache; returns the rotated q.
+    route, sort_rows, few_experts, many_experts, combine
+        The experts of each token, pairs of both in the experts' order, their products by few rows
+        and by many, and the weighted sum: nanovllm_kernels.route_reference, experts_reference.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -142,6 +163,13 @@ class Ops:
     skinny_linear: SkinnyLinear | None = ONE_BY_ONE
     sliced_linear: FusedLinear | None = ONE_BY_ONE
     added_linear: FusedLinear | None = ONE_BY_ONE
+    fp8_linear: Fp8Linear | None = ONE_BY_ONE  # layers/fp8.py
+    route: Callable[..., tuple[Tensor, Tensor]] = route_reference.route
+    sort_rows: Callable[[Tensor, int, int, int], ExpertRows] = route_reference.sort_rows
+    few_experts: ExpertProducts = experts_reference.EXPERTS
+    many_experts: tuple[ExpertProducts, ...] = ()
+    combine: Callable[..., Tensor] = experts_reference.combine
+    uniform_experts: bool = False  # whether a hash chooses them, for measurements
     tables: dict[tuple[object, ...], RowTable] = field(
         init=False, default_factory=dict, compare=False
     )
@@ -178,7 +206,8 @@ class Ops:
     def _table(
         self, weight_ND: Weight, choose: Callable[..., Implementation], *more: bool
     ) -> RowTable:
-        key = choose.__name__, *more, *weight_ND.shape, weight_ND.dtype
+        block_rows = getattr(weight_ND, "block_rows", 0)
+        key = choose.__name__, *more, *weight_ND.shape, weight_ND.dtype, block_rows
         if key not in self.tables:
             self.tables[key] = RowTable(partial(choose, weight_ND, *more))
         return self.tables[key]
@@ -252,12 +281,13 @@ def _skinny_normed(
     return kernel.norm_linear(x_TD, norm_weight_D, eps, weight_ND, gated=gated), residual
 
 
-OPERATIONS = tuple(entry.name for entry in fields(Ops) if entry.name != "tables")
+SETTINGS = "tables", "uniform_experts"
+OPERATIONS = tuple(entry.name for entry in fields(Ops) if entry.name not in SETTINGS)
 
 
-def select_ops(kernels: Kernels, device: torch.device) -> Ops:
+def select_ops(kernels: Kernels, device: torch.device, *, uniform_experts: bool = False) -> Ops:
     """What the recipe asks for. Raises ConfigError if that cannot run here."""
-    chosen = {}
+    chosen: dict[str, Any] = {}
     for name in OPERATIONS:
         asked = getattr(kernels, name)
         kind = fastest(name, device) if asked == "auto" else asked
@@ -269,7 +299,7 @@ def select_ops(kernels: Kernels, device: torch.device) -> Ops:
             chosen[name] = compiled(name, device)
         else:
             chosen[name] = resolve(IMPLEMENTATIONS[kind], name)
-    return Ops(**chosen)
+    return Ops(**chosen, uniform_experts=uniform_experts)
 
 
 def compiled(operation: str, device: torch.device) -> Any:  # noqa: ANN401

@@ -15,12 +15,14 @@ from torch import Tensor
 
 class PlainRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="default"):
     rope_theta: float
+    partial_rotary_factor: float = 1.0  # which part of a head is rotated, the first
 
 
 class Llama3Rope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="llama3"):
     """Llama 3.1: slow rotations are stretched by `factor`, fast ones kept, the rest blended."""
 
     rope_theta: float
+    partial_rotary_factor: float = 1.0
     factor: float
     low_freq_factor: float
     high_freq_factor: float
@@ -30,11 +32,14 @@ class Llama3Rope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="
 Rope = PlainRope | Llama3Rope
 
 
-def cos_sin_table(rope: Rope, head_size: int, max_tokens: int) -> Tensor:
-    """cos_sin_LA, float32: row = position, cosines in the first half, sines in the second."""
+def cos_sin_table(rope: Rope, rotary_size: int, max_tokens: int) -> Tensor:
+    """cos_sin_LA, float32: row = position, cosines in the first half, sines in the second.
+
+    `rotary_size`: the table's columns, the elements of a head that are rotated.
+    """
     if torch.get_default_device().type == "meta":  # to compute there is to import a compiler
-        return torch.empty(max_tokens, head_size, dtype=torch.float32)
-    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+        return torch.empty(max_tokens, rotary_size, dtype=torch.float32)
+    exponents = torch.arange(0, rotary_size, 2, dtype=torch.float32) / rotary_size
     frequencies = 1 / rope.rope_theta**exponents  # radians per token
     if isinstance(rope, Llama3Rope):
         frequencies = stretched(frequencies, rope)

@@ -2,5 +2,7 @@
 
 MODELS = {
     "LlamaForCausalLM": "nanovllm.models.llama:Llama",
+    "MiniMaxM2ForCausalLM": "nanovllm.models.minimax_m2:MiniMaxM2",
     "Qwen3ForCausalLM": "nanovllm.models.qwen3:Qwen3",
+    "Qwen3MoeForCausalLM": "nanovllm.models.qwen3_moe:Qwen3Moe",
 }

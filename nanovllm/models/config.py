@@ -1,7 +1,8 @@
 """A checkpoint's config.json as the typed config of its family.
 
 Both spellings of rotary parameters are accepted: `rope_parameters`, and the older `rope_theta`
-with an optional `rope_scaling`. Everything else is what the family's Config declares.
+with an optional `rope_scaling` and `partial_rotary_factor`. Everything else is what the family's
+Config declares.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Spelling(Struct, frozen=True):
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_theta: float | None = None
+    partial_rotary_factor: float = 1.0
 
 
 def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
@@ -77,6 +79,7 @@ def rope_parameters(spelling: Spelling, path: Path) -> dict[str, Any]:
         if spelling.rope_theta is None:
             raise ConfigError(f"{path}: missing field rope_theta (or rope_parameters)")
         rope = {**(spelling.rope_scaling or {}), "rope_theta": spelling.rope_theta}
+        rope.setdefault("partial_rotary_factor", spelling.partial_rotary_factor)
     kind = rope.get("rope_type", rope.get("type", "default"))
     kinds = [known.__struct_config__.tag for known in get_args(Rope)]
     if kind not in kinds:

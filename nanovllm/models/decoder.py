@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from nanovllm.attention.base import ForwardContext
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.kv.layout import CacheLayout, PagedGroup
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention import Attention, QKNorm
 from nanovllm.layers.embedding import Vocabulary
 from nanovllm.layers.fp8 import BlockFp8, blocks
 from nanovllm.layers.linear import Layer
 from nanovllm.layers.mlp import MLP
+from nanovllm.layers.moe import MoE
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Residual
@@ -47,6 +48,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     num_attention_heads: Count
     num_key_value_heads: Count
     head_dim: Count | None = None
+    rotary_dim: Count | None = None  # the older spelling of rope_parameters.partial_rotary_factor
     max_position_embeddings: Count
     rms_norm_eps: float
     rope_parameters: Rope  # models/config.py turns the older rope_theta and rope_scaling into it
@@ -60,17 +62,39 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
 
+        if self.rotary_size not in range(2, self.head_size + 1, 2):
+            named = f"rotary_dim, or head_dim * partial_rotary_factor, is {self.rotary_size}"
+            raise ValueError(f"{named}; it must be even, from 2 to head_dim {self.head_size}")
+
+    def evenly_cut(self, _: int) -> tuple[str, ...]:
+        """The fields of which each rank takes an equal share, experts among so many ranks."""
+        return "num_attention_heads", "intermediate_size"
+
     @property
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
+    @property
+    def rotary_size(self) -> int:
+        """How many elements of a head are rotated, the first ones."""
+        rotated = self.head_size * self.rope_parameters.partial_rotary_factor
+        return self.rotary_dim or int(rotated)
+
 
 class Block(Layer):
-    """Attention and MLP, each behind its norm."""
+    """Attention and an MLP or experts, each behind its norm."""
 
     def __init__(
-        self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, *, qk_norm: bool
+        self,
+        config: DecoderConfig,
+        layer: int,
+        mesh: Mesh,
+        ops: Ops,
+        *,
+        qk_norm: QKNorm,
+        moe: MoE | None = None,
     ) -> None:
+        """`moe`: in place of the MLP."""
         super().__init__()
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         self.attn = Attention(
@@ -84,11 +108,11 @@ class Block(Layer):
             mesh=mesh,
             ops=ops,
         )
-        self.mlp = MLP(hidden_size, config.intermediate_size, eps, mesh, ops)
+        self.mlp = moe or MLP(hidden_size, config.intermediate_size, eps, mesh, ops)
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
         """The residual stream behind this block. May overwrite what it is given."""
-        after: Residual = self.mlp(self.attn(residual, cos_sin_LA, ctx))
+        after: Residual = self.mlp(self.attn(residual, cos_sin_LA, ctx), ctx)
         return after
 
 
@@ -126,7 +150,7 @@ class Decoder(Layer):
         self.layers = nn.ModuleList(blocks(make, count, ops, self.WEIGHTS, quantised))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.head = self.embed if config.tie_word_embeddings else Vocabulary(*vocabulary)
-        table = cos_sin_table(config.rope_parameters, config.head_size, max_tokens)
+        table = cos_sin_table(config.rope_parameters, config.rotary_size, max_tokens)
         self.register_buffer("cos_sin_LA", table, persistent=False)
 
     @staticmethod

@@ -12,4 +12,4 @@ class Llama(Decoder):
 
     @staticmethod
     def block(config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Block:
-        return Block(config, layer, mesh, ops, qk_norm=False)
+        return Block(config, layer, mesh, ops, qk_norm="none")

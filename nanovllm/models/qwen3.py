@@ -23,4 +23,4 @@ class Qwen3(Decoder):
 
     @staticmethod
     def block(config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Block:
-        return Block(config, layer, mesh, ops, qk_norm=True)
+        return Block(config, layer, mesh, ops, qk_norm="head")

@@ -2,41 +2,76 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from nanovllm_kernels.sampling_reference import BLOCK
 
 from nanovllm.config import ConfigError
-from nanovllm.parallel.mesh import Mesh, Span
+from nanovllm.parallel.mesh import EXPERTS, Mesh, Span
 
-EVEN = ("num_attention_heads", "intermediate_size")
-EVEN_OR_COPIED = ("num_key_value_heads",)
 MOST_RANKS = 64
+HEADS = "num_attention_heads"
+INPUTS = 128  # that share a scale, where weights are fp8
 
 
-def check_cut(tp: int, model_config: object) -> None:
+class Cut(Protocol):
+    """What a model's config says of itself."""
+
+    @property
+    def num_key_value_heads(self) -> int: ...
+
+    @property
+    def head_size(self) -> int: ...
+
+    @property
+    def quantization_config(self) -> object: ...
+
+    def evenly_cut(self, ep: int) -> tuple[str, ...]:
+        """The fields of which each rank takes an equal share; of experts, among `ep` ranks."""
+        ...
+
+
+def first_of(tp: int, ep: int) -> Mesh:
+    """The first of `tp` ranks, with whole experts on each if the recipe's `ep` is above 1."""
+    return Mesh(0, tp, ep_size=tp if ep > 1 else 1)
+
+
+def check_cut(mesh: Mesh, model_config: Cut) -> None:
     """Raises ConfigError, which names the sizes that would work, if it cannot."""
     try:
-        cut(tp, model_config)
+        cut(mesh, model_config)
     except ConfigError as error:
         sizes = ", ".join(
-            str(size) for size in range(1, MOST_RANKS + 1) if fits(size, model_config)
+            str(size) for size in range(1, MOST_RANKS + 1) if fits(size, mesh.ep_size, model_config)
         )
         raise ConfigError(f"{error}; it can be {sizes}") from None
 
 
-def fits(tp: int, model_config: object) -> bool:
+def fits(tp: int, ep: int, model_config: Cut) -> bool:
+    """Whether so many ranks can share the model; the sizes as in `first_of`."""
     try:
-        cut(tp, model_config)
+        cut(first_of(tp, ep), model_config)
     except ConfigError:
         return False
     return True
 
 
-def cut(tp: int, model_config: object) -> None:
-    mesh = Mesh(0, tp)
-    for field in EVEN:
-        mesh.span(field, getattr(model_config, field))
-    for field in EVEN_OR_COPIED:
-        mesh.span_or_copy(field, getattr(model_config, field))
+def cut(mesh: Mesh, model_config: Cut) -> None:
+    even = model_config.evenly_cut(mesh.ep_size)
+    if mesh.ep_size > 1 and not {*even} & {*EXPERTS}:
+        raise ConfigError(f"parallel.ep is {mesh.ep_size}; the model has no experts")
+    for name in even:
+        full = getattr(model_config, name)
+        span = mesh.span(name, full)
+        share = span.count * (model_config.head_size if name == HEADS else 1)
+        is_cut = not span.is_whole and name not in EXPERTS
+        if is_cut and model_config.quantization_config is not None and share % INPUTS:
+            raise ConfigError(
+                f"parallel.tp is {mesh.tp_size}; it would cut the model's {name} {full} into "
+                f"shares of {share} inputs of weights in fp8, and {share} is not a multiple of "
+                f"{INPUTS}"
+            )
+    mesh.span_or_copy("num_key_value_heads", model_config.num_key_value_heads)
 
 
 def span_of_vocabulary(mesh: Mesh, vocab_size: int) -> Span:

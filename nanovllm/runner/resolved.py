@@ -18,7 +18,7 @@ from nanovllm.layers.ops import OPERATIONS, fastest, select_ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder, DecoderConfig
 from nanovllm.models.weights import default_dtype
-from nanovllm.parallel.cut import check_cut
+from nanovllm.parallel.cut import check_cut, first_of
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.runner.sizing import fitting_context, known_pages
 
@@ -60,7 +60,8 @@ class Resolved:
 
         Raises ConfigError if the recipe asks for a kernel that cannot run here.
         """
-        ops = select_ops(self.recipe.kernels, self.device)
+        is_uniform = self.recipe.experts.routing == "uniform"
+        ops = select_ops(self.recipe.kernels, self.device, uniform_experts=is_uniform)
         with device, default_dtype(self.dtype):
             return self.family(self.model_config, self.mesh, ops, self.max_model_tokens)
 
@@ -72,8 +73,9 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
     """
     device, dtype = choose_device(config.recipe)
     family, model_config = read_model_config(config)
-    mesh = mesh or Mesh(0, config.recipe.parallel.tp)
-    check_cut(mesh.tp_size, model_config)
+    parallel = config.recipe.parallel
+    mesh = mesh or first_of(parallel.tp, parallel.ep)
+    check_cut(mesh, model_config)
     layout = family.cache_layout(model_config, mesh, dtype.itemsize)
     recipe = without_autos(config.recipe, device, dtype)
     most = context_of(recipe, layout, model_config.max_position_embeddings)

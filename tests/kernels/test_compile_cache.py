@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nanovllm_kernels import compile_cache
+from nanovllm_kernels import COMPILED, compile_cache
 
-from nanovllm.cli.check_kernels import COMPILED
 from nanovllm.registry import resolve
 from nanovllm.runner.precompile import HOPPER
 

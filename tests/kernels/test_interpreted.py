@@ -16,13 +16,13 @@ import pytest
 import torch
 import triton
 from click.testing import CliRunner
-from nanovllm_kernels import KERNELS
+from nanovllm_kernels import COMPILED, KERNELS
 from nanovllm_kernels.case import Case, Kernel, check
 
 from nanovllm.attention.flash import FlashPaged
 from nanovllm.attention.torch_ref import TorchPaged
 from nanovllm.attention.triton import TritonPaged
-from nanovllm.cli.check_kernels import COMPILED, check_kernels
+from nanovllm.cli.check_kernels import check_kernels
 from tests.attention.paged_batches import error_share, layout_of, make_batch
 
 CPU = torch.device("cpu")

@@ -73,6 +73,22 @@ def test_transformers_5_spelling(tmp_path: Path) -> None:
     assert read(tmp_path, {**raw, "rope_parameters": rope}).rope_parameters == LLAMA3
 
 
+@pytest.mark.parametrize(
+    ("change", "rotary_size"),
+    [
+        ({}, 128),
+        ({"rotary_dim": 64}, 64),  # MiniMax-M2
+        ({"partial_rotary_factor": 0.25}, 32),
+        ({"rope_parameters": dict(rope_theta=1e4, partial_rotary_factor=0.5)}, 64),
+        ({"rotary_dim": 48, "partial_rotary_factor": 0.25}, 48),
+    ],
+)
+def test_a_part_of_a_head_is_rotated(
+    change: dict[str, Any], rotary_size: int, tmp_path: Path
+) -> None:
+    assert read(tmp_path, {**HUB_LLAMA, **change}).rotary_size == rotary_size
+
+
 def test_the_family_is_the_architecture(tmp_path: Path) -> None:
     for name in ("Llama", "Qwen3"):
         raw = {**HUB_LLAMA, "architectures": [f"{name}ForCausalLM"], "head_dim": 128}
@@ -85,11 +101,13 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "architectures is GPT2LMHeadModel; supported are LlamaForCausalLM, Qwen3ForCausalLM",
+            "architectures is GPT2LMHeadModel; supported are LlamaForCausalLM, "
+            "MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
         ),
         (
             {"architectures": []},
-            "architectures is empty; supported are LlamaForCausalLM, Qwen3ForCausalLM",
+            "architectures is empty; supported are LlamaForCausalLM, "
+            "MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
         ),
         ({"architectures": ...}, "Object missing required field `architectures`"),
         ({"hidden_size": ...}, "Object missing required field `hidden_size`"),
@@ -98,6 +116,10 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
         ({"vocab_size": 3.5}, "Expected `int`, got `float` - at `$.vocab_size`"),
         ({"num_attention_heads": 30}, "num_attention_heads 30 is not a multiple of "
          "num_key_value_heads 8"),
+        ({"rotary_dim": 130}, "rotary_dim, or head_dim * partial_rotary_factor, is 130; it must be "
+         "even, from 2 to head_dim 128"),
+        ({"partial_rotary_factor": 0.0}, "rotary_dim, or head_dim * partial_rotary_factor, is 0; "
+         "it must be even, from 2 to head_dim 128"),
         ({"attention_bias": True}, "attention_bias is true; only false is supported"),
         ({"mlp_bias": True}, "mlp_bias is true; only false is supported"),
         ({"use_sliding_window": True}, "use_sliding_window is true; only false is supported"),

@@ -34,6 +34,8 @@ LLAMA3_ROPE = dict(  # an original context so short that the scaling matters fro
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
+EXPERTS = dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=20)
+M2 = dict(num_local_experts=6, num_experts_per_tok=2, intermediate_size=20, rotary_dim=8)
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3 gqa 1, head_dim 24": ("qwen3", dict(num_key_value_heads=4, head_dim=24)),
@@ -51,6 +53,26 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama gqa 8, head_dim 24": (
         "llama",
         dict(num_attention_heads=8, num_key_value_heads=1, head_dim=24),
+    ),
+    "qwen3_moe": ("qwen3_moe", dict(EXPERTS, norm_topk_prob=True)),
+    "qwen3_moe 13, top 8, tied": (
+        "qwen3_moe",
+        dict(EXPERTS, num_experts=13, num_experts_per_tok=8, tie_word_embeddings=True),
+    ),
+    "qwen3_moe 7, top 1, dense between": (
+        "qwen3_moe",
+        dict(EXPERTS, num_experts=7, num_experts_per_tok=1, num_hidden_layers=4)
+        | dict(decoder_sparse_step=2, mlp_only_layers=[3]),
+    ),
+    "minimax_m2": ("minimax_m2", dict(M2)),
+    "minimax_m2 13, top 8, tied": (
+        "minimax_m2",
+        dict(M2, num_local_experts=13, num_experts_per_tok=8, tie_word_embeddings=True)
+        | dict(num_attention_heads=6, head_dim=24, rotary_dim=12),
+    ),
+    "minimax_m2 5, top 1": (
+        "minimax_m2",
+        dict(M2, num_local_experts=5, num_experts_per_tok=1, num_key_value_heads=4),
     ),
     "llama llama3 rope": ("llama", dict(rope_parameters=LLAMA3_ROPE)),
 }
@@ -74,6 +96,9 @@ def make_loud(model: nn.Module) -> None:
             parameter.data.add_(0.3 * torch.randn_like(parameter))
         else:
             nn.init.normal_(parameter, std=1.5 * parameter.shape[-1] ** -0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.1)
 
 
 def config_of(folder: Path, load: Load = Load()) -> Config:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from nanovllm.config import ConfigError
+from nanovllm.models.config import read_model_config
+from nanovllm.models.decoder import DecoderConfig
 from nanovllm.parallel.cut import check_cut, span_of_vocabulary
 from nanovllm.parallel.mesh import Mesh, Span
 from nanovllm.sampling.shards import Shard
 from tests.models.steps import Steps, load
 from tests.models.test_parity import LENGTHS, SCHEDULES, our_logits, prompts
-from tests.models.tiny import make_tiny
+from tests.models.tiny import CASES, COMMON, config_of, make_tiny
 
 
 class Meeting:
@@ -75,6 +78,35 @@ def test_ranks_together_compute_the_same_logits(family: str, tp: int, tmp_path: 
             torch.testing.assert_close(found[rank][row], logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize(
+    "case", ["qwen3_moe", "qwen3_moe 7, top 1, dense between", "minimax_m2 13, top 8, tied"]
+)
+def test_experts_over_two_ranks_compute_the_same_logits(case: str, ep: int, tmp_path: Path) -> None:
+    """Whole experts on either rank, or a share of all."""
+    family, overrides = CASES[case]
+    count = "num_experts" if family == "qwen3_moe" else "num_local_experts"
+    overrides = {**overrides, count: 10}  # of which each rank can have 5
+    make_tiny(tmp_path, family, **overrides)
+    expected = our_logits(Steps(tmp_path, load(tmp_path), prompts(), Mesh()), [LENGTHS])
+    meeting = Meeting(2)
+    meshes = [ThreadMesh(rank, 2, meeting, ep_size=ep) for rank in range(2)]
+    models = [load(tmp_path, mesh) for mesh in meshes]
+    moe = models[1].layers[1].mlp  # type: ignore[union-attr]
+    inner = 20 if ep > 1 else 10
+    assert list(moe.experts.gate_up.shape) == [10 // ep, 2 * inner, 64]
+
+    def run(rank: int) -> list[Tensor]:
+        steps = Steps(tmp_path, models[rank], prompts(), meshes[rank])
+        return our_logits(steps, SCHEDULES["one late"])
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, range(2)))
+    for row, logits in enumerate(expected):
+        assert torch.equal(found[0][row], found[1][row])
+        torch.testing.assert_close(found[0][row], logits, rtol=1e-4, atol=1e-4)
+
+
 def test_ranks_keep_neighbouring_shares() -> None:
     assert Mesh(2, 4).span("intermediate_size", 200) == Span(200, 100, 50)
     assert Mesh(2, 4).span("num_attention_heads", 8).of_width(16) == Span(128, 64, 32)
@@ -118,16 +150,56 @@ def test_uneven_shares_are_refused() -> None:
     assert str(caught.value) == said
 
 
-def test_the_sizes_that_work_are_said() -> None:
-    sizes = SimpleNamespace(
-        num_attention_heads=16, num_key_value_heads=4, intermediate_size=104, vocab_size=200
-    )
+def test_the_sizes_that_work_are_said(tmp_path: Path) -> None:
+    sizes = dict(num_attention_heads=16, intermediate_size=104, vocab_size=200)
+    model_config = make_config(tmp_path, "qwen3", num_key_value_heads=4, **sizes)
     for tp in (1, 2, 4, 8):
-        check_cut(tp, sizes)
+        check_cut(Mesh(0, tp), model_config)
     with pytest.raises(ConfigError) as caught:
-        check_cut(16, sizes)
+        check_cut(Mesh(0, 16), model_config)
     said = "parallel.tp is 16; the model's intermediate_size 104 is not a multiple of it"
     assert str(caught.value) == f"{said}; it can be 1, 2, 4, 8"
+    with pytest.raises(ConfigError) as caught:
+        check_cut(Mesh(0, 2, ep_size=2), model_config)
+    assert str(caught.value) == "parallel.ep is 2; the model has no experts; it can be 1"
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "family", "said"),
+    [
+        (3, 1, "qwen3_moe", "parallel.tp is 3; the model's moe_intermediate_size 20 is not a "
+         "multiple of it; it can be 1, 2, 4"),
+        (4, 4, "qwen3_moe", "parallel.ep is 4; the model's num_local_experts 6 is not a multiple "
+         "of it; it can be 1, 2, 3, 6"),
+        (6, 1, "minimax_m2", "parallel.tp is 6; the model's intermediate_size 20 is not a multiple "
+         "of it; it can be 1, 2, 4"),
+        (2, 2, "minimax_m2", ""),
+        (6, 6, "qwen3_moe", ""),
+        (4, 1, "minimax_m2", ""),
+    ],
+)  # fmt: skip
+def test_experts_are_cut_in_two_ways(
+    tp: int, ep: int, family: str, said: str, tmp_path: Path
+) -> None:
+    counts = dict(num_experts=6) if family == "qwen3_moe" else dict(num_local_experts=6)
+    inner = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
+    heads = dict(num_attention_heads=12, num_key_value_heads=12, **{inner: 20})
+    model_config = make_config(tmp_path, family, num_experts_per_tok=3, **counts, **heads)
+    if not said:
+        check_cut(Mesh(0, tp, ep_size=ep), model_config)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_cut(Mesh(0, tp, ep_size=ep), model_config)
+    assert str(caught.value) == said
+
+
+def make_config(folder: Path, family: str, **overrides: object) -> DecoderConfig:
+    CONFIG_MAPPING[family](**{**COMMON, **overrides}).save_pretrained(folder)
+    path = folder / "config.json"
+    classes = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "minimax_m2": "MiniMaxM2"}
+    raw = json.loads(path.read_text()) | {"architectures": [f"{classes[family]}ForCausalLM"]}
+    path.write_text(json.dumps(raw))
+    return read_model_config(config_of(folder))[1]
 
 
 def test_one_rank_by_itself_has_nobody_to_meet() -> None:

@@ -1,0 +1,209 @@
+"""What products of block-scaled fp8 numbers mean, in plain torch, and their cases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise, product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nanovllm_kernels.block_fp8_cute import (
+    DEEP,
+    EXPERT_TILES,
+    TILES,
+    Tile,
+    block_fp8_experts,
+    block_fp8_linear,
+)
+from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
+
+UNWRITTEN = 7.0  # in rows of no expert, which stay as they are
+
+
+class Rows(NamedTuple):
+    """What a product reads of route_reference.ExpertRows."""
+
+    starts_E1: Tensor
+    tile_expert_X: Tensor
+    tile_start_X: Tensor
+    num_tiles_1: Tensor
+    tile: int
+
+
+def rows_of(counts: tuple[int, ...], tile: int, device: torch.device) -> Rows:
+    """Rows of experts that have so many each."""
+    starts = [0, *accumulate(counts)]
+    tiles = [(e, row) for e, (a, b) in enumerate(pairwise(starts)) for row in range(a, b, tile)]
+    padded = [*tiles, *[(-1, -1)] * len(counts)]
+    experts, firsts = zip(*padded, strict=True)
+    ints = (torch.tensor(n, dtype=torch.int32) for n in (starts, experts, firsts, [len(tiles)]))
+    return Rows(*(each.to(device) for each in ints), tile)
+
+
+def whole(numbers: Tensor, scale: Tensor, block_rows: int) -> Tensor:
+    """In float32. `scale`: of blocks of so many rows and 128 columns; the last may be cut off."""
+    rows, columns = numbers.shape
+    wide = scale.repeat_interleave(block_rows, 0).repeat_interleave(DEEP, 1)
+    return numbers.float() * wide[:rows, :columns]
+
+
+def sides(x8_TD: Tensor, x_scale_BT: Tensor, w8_ND: Tensor, w_scale: Tensor, g: int) -> Tensors:
+    """Both sides of a product."""
+    return whole(x8_TD, x_scale_BT.T.contiguous(), 1), whole(w8_ND, w_scale, g)
+
+
+def reference(
+    x8_TD: Tensor,
+    x_scale_BT: Tensor,
+    w8_ND: Tensor,
+    w_scale: Tensor,
+    residual_TN: Tensor | None = None,
+    block_rows: int = DEEP,
+    tile: Tile | None = None,
+) -> Tensor:
+    y = functional.linear(*sides(x8_TD, x_scale_BT, w8_ND, w_scale, block_rows))
+    return (y if residual_TN is None else y + residual_TN.float()).bfloat16()
+
+
+def scale(expected: Tensors, args: Args) -> Tensors:
+    """A tensor core cuts off bits of what it adds: beside a rounding, 2 ** -10 of all terms' sizes.
+
+    Sums of more than 128 terms that never leave it err by more, if all of them are positive.
+    """
+    x, w = sides(*args[:4], args[5])
+    return (expected[0].abs() + functional.linear(x.abs(), w.abs()) / 8,)
+
+
+def experts_reference(
+    x8_XD: Tensor, x_scale_BX: Tensor, w8_END: Tensor, w_scale: Tensor, rows: Rows, y_XN: Tensor
+) -> Tensor:
+    for expert, (start, end) in enumerate(pairwise(rows.starts_E1.tolist())):
+        x = x8_XD[start:end], x_scale_BX[:, start:end]
+        y_XN[start:end] = reference(*x, w8_END[expert], w_scale[expert])
+    return y_XN
+
+
+def experts_scale(expected: Tensors, args: Args) -> Tensors:
+    x8_XD, x_scale_BX, w8_END, w_scale, rows, y_XN = args
+    sizes = y_XN.float()
+    for expert, (start, end) in enumerate(pairwise(rows.starts_E1.tolist())):
+        one = x8_XD[start:end], x_scale_BX[:, start:end], w8_END[expert], w_scale[expert]
+        sizes[start:end] = scale((expected[0][start:end],), (*one, None, DEEP))[0]
+    return (sizes,)
+
+
+def numbers(device: torch.device, *shape: int, seed: int = 0, sign: int = 0) -> Tensor:
+    """In e4m3. With `sign` all are positive."""
+    found = normal(device, *shape, dtype=torch.float32, seed=seed)
+    return (found.abs() if sign else found).to(torch.float8_e4m3fn)
+
+
+def scales(device: torch.device, *shape: int, seed: int) -> Tensor:
+    return normal(device, *shape, dtype=torch.float32, seed=seed).exp2()
+
+
+def inputs(
+    T: int,
+    N: int,
+    D: int,
+    device: torch.device,
+    *,
+    added: bool = False,
+    block_rows: int = DEEP,
+    tile: Tile | None = None,
+    sign: int = 0,
+) -> Args:
+    blocks, padded = -(-D // DEEP), -(-T // 4) * 4
+    x_scale_BT = scales(device, blocks, padded, seed=1)
+    x_scale_BT[:, T:] = torch.nan
+    x8_TD = numbers(device, T, D + 32, sign=sign)[:, :D]
+    w8_ND = numbers(device, N, D, seed=2, sign=sign)
+    w_scale = scales(device, -(-N // block_rows), blocks, seed=3) * D**-0.5
+    residual_TN = normal(device, T, N, dtype=torch.bfloat16, seed=4) if added else None
+    return x8_TD, x_scale_BT, w8_ND, w_scale, residual_TN, block_rows, tile
+
+
+def experts_inputs(
+    counts: tuple[int, ...], unused: int, N: int, D: int, tile: int, device: torch.device
+) -> Args:
+    """`unused`: rows behind the last expert's."""
+    num_rows, num_experts, blocks = sum(counts) + unused, len(counts), -(-D // DEEP)
+    x_scale_BX = scales(device, blocks, -(-num_rows // 4) * 4, seed=1)
+    x_scale_BX[:, sum(counts) :] = torch.nan
+    x8_XD, w8_END = numbers(device, num_rows, D), numbers(device, num_experts, N, D, seed=2)
+    w_scale = scales(device, num_experts, -(-N // DEEP), blocks, seed=3) * D**-0.5
+    y_XN = torch.full((num_rows, N), UNWRITTEN, dtype=torch.bfloat16, device=device)
+    return x8_XD, x_scale_BX, w8_END, w_scale, rows_of(counts, tile, device), y_XN
+
+
+def cases() -> tuple[Case, ...]:
+    few, many = Tile(64, 64), Tile(256, 128, 2)
+    checked = [
+        Case(f"T={T} N={N} D={D} {added=} {tile}", partial(inputs, T, N, D, added=added, tile=tile))
+        for tile in TILES
+        for T, N, D, added in (
+            (1, 8, 16, False),
+            (tile.rows + 65, 392, 400, True),
+            (3 * tile.rows - 1, 1800, 1152, False),
+        )
+    ]
+    checked += [
+        Case(f"scales of {g} rows, {tile}", partial(inputs, 300, 448, 512, block_rows=g, tile=tile))
+        for g, tile in product((32, 64), (few, many))
+    ]
+    checked += [
+        Case(f"positive, {tile}", partial(inputs, 128, 256, 16384, sign=1, tile=tile))
+        for tile in (few, many)
+    ]
+    timed = [
+        Case(
+            f"T={T} N={N} D={D} {added=}",
+            partial(inputs, T, N, D, added=added),
+            num_bytes=N * D + T * (D + 2 * N),
+            num_flops=2 * T * N * D,
+        )
+        for T in (64, 128, 256, 1024, 8192)
+        for N, D, added in ((6144, 4096, False), (24576, 4096, False), (4096, 12288, True))
+    ]
+    return *checked, *timed
+
+
+def experts_cases() -> tuple[Case, ...]:
+    odd = (0, 1, 130, 0, 63, 300), (0, 0, 517), (0, 0, 0), (1,) * 40
+    checked = [
+        Case(f"{counts} N={N} D={D} {tile=}", partial(experts_inputs, counts, 9, N, D, tile))
+        for counts, (N, D), tile in product(odd, ((384, 256), (200, 144)), EXPERT_TILES)
+    ]
+    timed = [
+        Case(
+            f"E={E} of {rows} rows N={N} D={D} {tile=}",
+            partial(experts_inputs, uneven(E, rows), 0, N, D, tile),
+            num_bytes=E * N * D + E * rows * (D + 2 * N),
+            num_flops=2 * E * rows * N * D,
+        )
+        for E, N, D in ((128, 1536, 2048), (128, 2048, 768), (256, 3072, 3072))
+        for rows, tile in ((8, 64), (128, 128), (512, 256))
+    ]
+    return *checked, *timed
+
+
+def uneven(num_experts: int, rows: int) -> tuple[int, ...]:
+    """So many rows on average, from a half of it to three halves."""
+    shuffled = (7 * n % num_experts for n in range(num_experts))
+    return tuple(rows // 2 + rows * nth // num_experts for nth in shuffled)
+
+
+# An ulp for the result; scale says what else.
+LINEAR = Kernel("block_fp8_linear", block_fp8_linear, reference, cases(), ulps_16=1, scale=scale)
+EXPERTS = replace(
+    LINEAR,
+    name="block_fp8_experts",
+    run=block_fp8_experts,
+    reference=experts_reference,
+    cases=experts_cases(),
+    scale=experts_scale,
+)

@@ -1,0 +1,605 @@
+"""Products of block-scaled fp8 numbers of many rows, dense and of experts, for Hopper, in CuTe DSL.
+
+y = x W^T. Both sides are e4m3 numbers with float32 scales: x has one for each row and 128 inputs,
+W one for each `block_rows` rows and 128 inputs. The result is bfloat16, and may be added to a
+residual stream in place. Meaning: the references in block_fp8_cases.py.
+
+Decision: a tensor core of Hopper keeps about 14 bits of an fp8 sum. So sums of 128 inputs, which
+share their scales, leave it and are added up in float32. A block of threads has two groups of four
+warps with 64 or 128 rows each: while the one adds, the other one's products keep the tensor core
+busy. Nothing orders the two: if they meet, whichever finishes first gets ahead.
+
+Decision: with 256 rows a group multiplies twice 64 rows, one after the other, so that its registers
+hold 128 x 128 sums and the products of half of them. Two blocks of threads are a cluster, have the
+same rows and share what they read of x.
+
+Decision: scales are read into registers, ahead of their use. Shared memory belongs to the ring.
+
+Decision: the results leave through registers, too. Four threads hold two columns each of the same
+eight; they exchange them, so that each one writes 16 bytes. So a tile may begin at any row and end
+at any row, which the rows of an expert do.
+
+Decision: experts are found on the device, from the tiles of expert_rows. The host only bounds how
+many there are.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import gcd
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int16, Int32, Int64, cute
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
+from torch import Tensor
+
+from nanovllm_kernels.compile_cache import CachedCompile, Compiled
+from nanovllm_kernels.device import processors
+from nanovllm_kernels.like import like
+
+DEEP = 128  # inputs that share a scale: a swizzled line of shared memory
+GROUP_ROWS = 64  # of x, that four warps multiply at once
+LINE = 64  # numbers of y in a line of the cache
+RING_BYTES = 224 * 1024
+MOST_STAGES = 8
+TOGETHER = 8  # tiles of rows that share what they read of W while it is in the cache
+LOADER_REGISTERS, REGISTERS = 24, 240
+
+
+class Tile(NamedTuple):
+    """What a block of threads computes, and how many of them share their rows."""
+
+    rows: int
+    columns: int
+    cluster: int = 1
+
+
+TILES = {  # and how well each keeps a multiprocessor busy
+    Tile(256, 128, 2): 1.0,
+    Tile(128, 128, 2): 0.9,
+    Tile(128, 128): 0.85,
+    Tile(128, 64): 0.6,
+    Tile(64, 128): 0.6,
+    Tile(64, 64): 0.45,
+    Tile(64, 32): 0.3,
+}
+
+
+EXPERT_TILES = {tile.rows: tile for tile in (Tile(64, 128), Tile(128, 128), Tile(256, 128, 2))}
+
+
+class Kind(NamedTuple):
+    added: bool = False  # to what y holds
+    grouped: bool = False  # tiles belong to experts
+
+
+class Given(NamedTuple):
+    """In global memory, besides x and W."""
+
+    x_scale: cute.Tensor  # [block of inputs, row]
+    w_scale: cute.Tensor  # [block of rows, block of inputs], of each expert
+    y: cute.Tensor
+    starts: cute.Tensor | None  # where each expert's rows begin, and the last one's end
+    tile_expert: cute.Tensor | None
+    tile_start: cute.Tensor | None  # a tile's first row
+    num_tiles: cute.Tensor | None
+
+
+@cache
+def tile_of(num_rows: int, num_lines: int, num_processors: int) -> Tile:
+    """The tile that is expected to take the least time."""
+
+    def cost(tile: Tile) -> float:
+        clusters = -(-num_rows // tile.rows) * -(-num_lines // (tile.columns * tile.cluster))
+        waves = -(-clusters // (num_processors // tile.cluster))
+        return waves * tile.rows * tile.columns / TILES[tile]
+
+    return min(TILES, key=cost)
+
+
+def obstacle(num_lines: int, width: int, block_rows: int = DEEP) -> str | None:
+    """Why a weight is not for these kernels, or None."""
+    if width % 16 or num_lines % 8:
+        return "inputs must be a multiple of 16, and outputs of 8"
+    if block_rows % 32:
+        return "a multiple of 32 rows must share a scale"
+    return None
+
+
+def block_fp8_linear(
+    x8_TD: Tensor,
+    x_scale_BT: Tensor,
+    w8_ND: Tensor,
+    w_scale: Tensor,
+    residual_TN: Tensor | None = None,
+    block_rows: int = DEEP,
+    tile: Tile | None = None,
+) -> Tensor:
+    """y_TN in bfloat16: the residual stream itself, to which the product is added, if there is one.
+
+    `x_scale_BT`: [D / 128 rounded up, T or more]. `w_scale`: [N / block_rows rounded up, D / 128
+    rounded up].
+    """
+    num_rows, num_lines = len(x8_TD), len(w8_ND)
+    y_TN = residual_TN
+    if y_TN is None:
+        y_TN = x8_TD.new_empty(num_rows, num_lines, dtype=torch.bfloat16)
+    if num_rows:
+        num_processors = processors(x8_TD.device)
+        tile = tile or tile_of(num_rows, num_lines, num_processors)
+        run = compile_tile(*tile, block_rows, *Kind(residual_TN is not None))
+        given = Given(x_scale_BT, w_scale, y_TN, None, None, None, None)
+        run(x8_TD, w8_ND, given, num_processors // tile.cluster)
+    return y_TN
+
+
+def experts_tile_rows(num_rows: int, num_experts: int) -> int:
+    """The tile that rows are to be sorted in: at most half of its rows are idle."""
+    fits = [rows for rows in EXPERT_TILES if num_rows >= rows * num_experts]
+    return max(fits, default=min(EXPERT_TILES))
+
+
+def block_fp8_experts(
+    x8_XD: Tensor,
+    x_scale_BX: Tensor,
+    w8_END: Tensor,
+    w_scale: Tensor,
+    rows: Any,  # noqa: ANN401
+    y_XN: Tensor | None = None,
+    block_rows: int = DEEP,
+) -> Tensor:
+    """y_XN of rows that are sorted by expert, as route_reference.ExpertRows says. Those behind the
+    last expert's are not written. `w_scale`: [E, N / block_rows rounded up, D / 128 rounded up], so
+    all parts of a weight but the last (the gate) have whole blocks.
+    """
+    num_rows, (num_experts, num_lines, _) = len(x8_XD), w8_END.shape
+    if y_XN is None:
+        y_XN = x8_XD.new_empty(num_rows, num_lines, dtype=torch.bfloat16)
+    if num_rows:
+        tile = EXPERT_TILES[rows.tile]
+        run = compile_tile(*tile, block_rows, *Kind(grouped=True))
+        maps = rows.starts_E1, rows.tile_expert_X, rows.tile_start_X, rows.num_tiles_1
+        tiles = min(num_rows, num_rows // tile.rows + num_experts)
+        clusters = tiles * -(-num_lines // (tile.columns * tile.cluster))
+        num_clusters = min(clusters, processors(x8_XD.device) // tile.cluster)
+        run(x8_XD, w8_END, Given(x_scale_BX, w_scale, y_XN, *maps), num_clusters)
+    return y_XN
+
+
+@CachedCompile
+def compile_tile(
+    rows: int,
+    columns: int,
+    cluster: int,
+    block_rows: int,
+    added: bool,
+    grouped: bool,
+) -> Compiled:
+    """Compiles a product of a Tile and a Kind, of any sizes. Needs no GPU, only to know of one."""
+    any_, width = cute.sym_int, cute.sym_int()
+    experts = (any_(),) if grouped else ()
+
+    def numbers() -> Any:  # noqa: ANN401
+        return like(Int32, any_()) if grouped else None
+
+    given = Given(
+        x_scale=like(Float32, any_(), any_()),
+        w_scale=like(Float32, *experts, any_(), any_()),
+        y=like(BFloat16, any_(), any_(divisibility=8), divisibility=8),
+        starts=numbers(),
+        tile_expert=numbers(),
+        tile_start=numbers(),
+        num_tiles=numbers(),
+    )
+    compiled: Compiled = cute.compile(
+        Product(Tile(rows, columns, cluster), block_rows, Kind(added, grouped)),
+        like(Float8E4M3FN, any_(), width, divisibility=16),
+        like(Float8E4M3FN, *experts, any_(), width, divisibility=16),
+        given,
+        Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options="--enable-tvm-ffi",
+    )
+    return compiled
+
+
+class Shared(NamedTuple):
+    """In shared memory, of one block of threads."""
+
+    x: cute.Tensor  # [row, input, stage]
+    weight: cute.Tensor  # [line, input, stage]
+    full: cute.Pointer  # barriers: the stage is there
+    empty: cute.Pointer  # every warp of the cluster is done with it
+
+
+class Size(NamedTuple):
+    blocks: Int32  # of DEEP inputs
+    tall: Int32  # tiles of rows
+    wide: Int32  # clusters' tiles of columns
+    rows: Int32
+
+
+class Spot(NamedTuple):
+    """A tile: its first row and column, where the rows end, whose they are."""
+
+    row: Int32
+    column: Int32
+    end: Int32
+    expert: Int32
+
+
+class Product:
+    def __init__(self, tile: Tile, block_rows: int, kind: Kind) -> None:
+        self.tile, self.kind, self.block_rows = tile, kind, block_rows
+        self.groups = min(2, tile.rows // GROUP_ROWS)
+        self.waves = tile.rows // (GROUP_ROWS * self.groups)  # of products, one after the other
+        self.threads = 128 * self.groups  # that compute
+        self.sums = tile.columns // 2  # of a thread and wave
+        self.unit = gcd(tile.columns, block_rows)  # columns that surely share a scale
+        assert tile.columns % 32 == 0, tile
+        assert self.unit % 8 == 0, block_rows
+        assert self.sums * (self.waves + 1) <= 192, tile  # registers
+        self.num_scales = 2 * self.waves + tile.columns // self.unit  # of a thread
+        self.step_bytes = DEEP * (tile.rows + tile.columns)
+        self.stages = min(MOST_STAGES, RING_BYTES // self.step_bytes)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        weight: cute.Tensor,
+        given: Given,
+        num_clusters: Int32,
+        stream: Any,  # noqa: ANN401
+    ) -> None:
+        tile, kind = self.tile, self.kind
+        if cutlass.const_expr(kind.grouped):
+            weight = cute.make_tensor(weight.iterator, cute.select(weight.layout, [1, 2, 0]))
+        line = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
+        x_ring = cute.tile_to_shape(line, (tile.rows, DEEP, self.stages), (0, 1, 2))
+        weight_ring = cute.tile_to_shape(line, (tile.columns, DEEP, self.stages), (0, 1, 2))
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        x_op = cpasync.CopyBulkTensorTileG2SMulticastOp() if tile.cluster > 1 else op
+        x_box = cpasync.make_tiled_tma_atom(
+            x_op, x, cute.select(x_ring, [0, 1]), (tile.rows, DEEP), tile.cluster
+        )
+        weight_box = cpasync.make_tiled_tma_atom(
+            op, weight, cute.select(weight_ring, [0, 1]), (tile.columns, DEEP)
+        )
+        mma = make_trivial_tiled_mma(
+            Float8E4M3FN,
+            Float8E4M3FN,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (self.groups, 1, 1),
+            tiler_mn=(GROUP_ROWS, tile.columns),
+        )
+        rows, inputs = x.shape
+        columns = tile.columns * tile.cluster
+        size = Size(
+            blocks=(inputs + DEEP - 1) // DEEP,
+            tall=(rows + tile.rows - 1) // tile.rows,
+            wide=(weight.shape[0] + columns - 1) // columns,
+            rows=rows,
+        )
+        if cutlass.const_expr(not kind.grouped):
+            num_clusters = cutlass.min(num_clusters, size.tall * size.wide)
+        boxes = (x_box[0], x_box[1]), (weight_box[0], weight_box[1])
+        self.kernel(*boxes, given, x_ring, weight_ring, mma, size).launch(
+            grid=[tile.cluster, num_clusters, 1],
+            block=[self.threads + 128, 1, 1],
+            cluster=[tile.cluster, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x_box: tuple,
+        weight_box: tuple,
+        given: Given,
+        x_ring: cute.ComposedLayout,
+        weight_ring: cute.ComposedLayout,
+        mma: cute.TiledMma,
+        size: Size,
+    ) -> None:
+        smem = cutlass.utils.SmemAllocator()
+        shared = Shared(
+            x=smem.allocate_tensor(Float8E4M3FN, x_ring.outer, 1024, x_ring.inner),
+            weight=smem.allocate_tensor(Float8E4M3FN, weight_ring.outer, 1024, weight_ring.inner),
+            full=smem.allocate_array(Int64, self.stages),
+            empty=smem.allocate_array(Int64, self.stages),
+        )
+        nth_warp = arch.make_warp_uniform(arch.warp_idx())
+        if nth_warp == 0:
+            with arch.elect_one():
+                for stage in cutlass.range_constexpr(self.stages):
+                    arch.mbarrier_init(shared.full + stage, 1)
+                    arch.mbarrier_init(shared.empty + stage, self.threads // 32 * self.tile.cluster)
+            arch.mbarrier_init_fence()
+        self.meet()
+        arch.griddepcontrol_wait()
+        if nth_warp >= self.threads // 32:
+            if cutlass.const_expr(self.groups == 2):
+                arch.setmaxregister_decrease(LOADER_REGISTERS)
+            if nth_warp == self.threads // 32:
+                self.load(x_box, weight_box, given, shared, size)
+                arch.griddepcontrol_launch_dependents()
+        else:
+            if cutlass.const_expr(self.groups == 2):
+                arch.setmaxregister_increase(REGISTERS)
+            self.compute(given, shared, mma, size)
+        if cutlass.const_expr(self.tile.cluster > 1):
+            arch.cluster_arrive()
+            arch.cluster_wait()  # the other one may still read this one's barriers
+
+    @cute.jit
+    def meet(self) -> None:
+        if cutlass.const_expr(self.tile.cluster > 1):
+            arch.cluster_arrive()
+            arch.cluster_wait()
+        else:
+            arch.sync_threads()
+
+    @cute.jit
+    def num_units(self, given: Given, size: Size) -> Int32:
+        tall = size.tall
+        if cutlass.const_expr(self.kind.grouped):
+            tall = given.num_tiles[0]
+        return tall * size.wide
+
+    @cute.jit
+    def spot_of(self, unit: Int32, given: Given, size: Size) -> Spot:
+        """This block's tile of the cluster's `unit`."""
+        columns = self.tile.columns
+        if cutlass.const_expr(self.kind.grouped):
+            tile, nth = unit // size.wide, unit % size.wide
+            expert = given.tile_expert[tile]
+            row, end = given.tile_start[tile], given.starts[expert + 1]
+        else:
+            some = TOGETHER * size.wide
+            first, within = unit // some * TOGETHER, unit % some
+            high = cutlass.min(size.tall - first, TOGETHER)
+            row, nth = (first + within % high) * self.tile.rows, within // high
+            expert, end = Int32(0), size.rows
+        column = (nth * self.tile.cluster + arch.block_idx()[0]) * columns
+        return Spot(row, column, end, expert)
+
+    @cute.jit
+    def load(
+        self, x_box: tuple, weight_box: tuple, given: Given, shared: Shared, size: Size
+    ) -> None:
+        """Fills the ring with the tiles' blocks, one after the other."""
+        x_atom, x = x_box
+        weight_atom, weight = weight_box
+        cpasync.prefetch_descriptor(x_atom)
+        cpasync.prefetch_descriptor(weight_atom)
+        tile = self.tile
+        rank = arch.block_idx()[0]
+        stage, phase = Int32(0), Int32(1)
+        units = self.num_units(given, size)
+        for unit in cutlass.range(arch.block_idx()[1], units, arch.grid_dim()[1], unroll=1):
+            spot = self.spot_of(unit, given, size)
+            lines = weight
+            if cutlass.const_expr(self.kind.grouped):
+                lines = weight[None, None, spot.expert]
+            x_to, x_from = self.partition(
+                x_atom, x, shared.x, spot.row, tile.rows, rank, tile.cluster
+            )
+            weight_to, weight_from = self.partition(
+                weight_atom, lines, shared.weight, spot.column, tile.columns, 0, 1
+            )
+            if cutlass.const_expr(self.kind.added):
+                self.prefetch(given.y, spot)
+            for block in cutlass.range(0, size.blocks, unroll=1):
+                full = shared.full + stage
+                arch.mbarrier_wait(shared.empty + stage, phase)
+                with arch.elect_one():
+                    arch.mbarrier_arrive_and_expect_tx(full, self.step_bytes)
+                cute.copy(
+                    weight_atom,
+                    weight_from[None, block],
+                    weight_to[None, stage],
+                    tma_bar_ptr=full,
+                )
+                if cutlass.const_expr(tile.cluster > 1):
+                    cute.copy(
+                        x_atom,
+                        x_from[None, block],
+                        x_to[None, stage],
+                        tma_bar_ptr=full,
+                        mcast_mask=Int16((1 << tile.cluster) - 1),
+                    )
+                else:
+                    cute.copy(x_atom, x_from[None, block], x_to[None, stage], tma_bar_ptr=full)
+                stage += 1
+                if stage == self.stages:
+                    stage = Int32(0)
+                    phase ^= 1
+
+    @cute.jit
+    def prefetch(self, y: cute.Tensor, spot: Spot) -> None:
+        """Has what the tile is added to in the cache by the time that it is needed."""
+        for first in cutlass.range_constexpr(0, self.tile.rows, 32):
+            row = spot.row + first + arch.lane_idx()
+            for part in cutlass.range_constexpr(0, self.tile.columns, LINE):
+                if row < spot.end and spot.column + part < y.shape[1]:
+                    address = y[row, None].iterator + spot.column + part
+                    arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address.toint()])
+
+    def partition(
+        self,
+        atom: cute.CopyAtom,
+        matrix: cute.Tensor,
+        ring: cute.Tensor,
+        first: Int32,
+        rows: int,
+        rank: Any,  # noqa: ANN401
+        ranks: int,
+    ) -> tuple:
+        """How to copy a block of inputs of rows from `first` on: to [stage], from [block]."""
+        moved = cute.domain_offset((first, 0), matrix)
+        boxes = cute.local_tile(moved, (rows, DEEP), (0, None))
+        return cpasync.tma_partition(
+            atom,
+            rank,
+            cute.make_layout(ranks),
+            cute.group_modes(ring, 0, 2),
+            cute.group_modes(boxes, 0, 2),
+        )
+
+    @cute.jit
+    def compute(self, given: Given, shared: Shared, mma: cute.TiledMma, size: Size) -> None:
+        thread = arch.thread_idx()[0]
+        slice_ = mma.get_slice(128 * arch.make_warp_uniform(thread // 128))
+        wave_rows = self.groups * GROUP_ROWS
+        xs = []
+        for wave in cutlass.range_constexpr(self.waves):
+            rows = cute.local_tile(shared.x, (wave_rows, DEEP, self.stages), (wave, 0, 0))
+            xs.append(slice_.make_fragment_A(slice_.partition_A(rows)))
+        weight = slice_.make_fragment_B(slice_.partition_B(shared.weight))
+        shape = slice_.partition_shape_C((wave_rows, self.tile.columns))
+        products = cute.make_rmem_tensor(shape, Float32)
+        sums = cute.make_rmem_tensor((self.sums, self.waves), Float32)
+        scales = cute.make_rmem_tensor(self.num_scales, Float32)
+        next_scales = cute.make_rmem_tensor(self.num_scales, Float32)
+        fresh, more = cute.make_mma_atom(mma.op), cute.make_mma_atom(mma.op)
+        fresh.set(warpgroup.Field.ACCUMULATE, False)
+        more.set(warpgroup.Field.ACCUMULATE, True)
+        stage, phase = Int32(0), Int32(0)
+        units = self.num_units(given, size)
+        for unit in cutlass.range(arch.block_idx()[1], units, arch.grid_dim()[1], unroll=1):
+            spot = self.spot_of(unit, given, size)
+            lines = self.scale_lines(spot, given, size)
+            self.fetch(lines, next_scales, Int32(0))
+            sums.fill(0.0)
+            for block in cutlass.range(0, size.blocks, unroll=1):
+                scales.store(next_scales.load())
+                # Before the wait, behind which the compiler would move it.
+                self.fetch(lines, next_scales, cutlass.min(block + 1, size.blocks - 1))
+                arch.mbarrier_wait(shared.full + stage, phase)
+                for wave in cutlass.range_constexpr(self.waves):
+                    warpgroup.fence()
+                    for k in cutlass.range_constexpr(DEEP // 32):
+                        atom = more if k > 0 else fresh
+                        at = (None, None, k, stage)
+                        cute.gemm(atom, products, xs[wave][at], weight[at], products)
+                    warpgroup.commit_group()
+                    warpgroup.wait_group(0)
+                    if cutlass.const_expr(wave == self.waves - 1):
+                        self.release(shared, stage)
+                    self.add(products, sums, scales, wave)
+                stage += 1
+                if stage == self.stages:
+                    stage = Int32(0)
+                    phase ^= 1
+            for wave in cutlass.range_constexpr(self.waves):
+                self.leave(sums, wave, spot, given)
+
+    @cute.jit
+    def release(self, shared: Shared, stage: Int32) -> None:
+        """Tells every block of the cluster, since each one writes into this one's ring."""
+        lane = arch.lane_idx()
+        if lane < self.tile.cluster:
+            if cutlass.const_expr(self.tile.cluster > 1):
+                arch.mbarrier_arrive(shared.empty + stage, lane)
+            else:
+                arch.mbarrier_arrive(shared.empty + stage)
+
+    def row_of(self, spot: Spot, nth: int) -> Int32:
+        """A thread's nth row: it has two of each wave."""
+        thread = arch.thread_idx()[0]
+        first = spot.row + thread // 32 * 16 + thread % 32 // 4
+        return first + (nth // 2 * self.groups * GROUP_ROWS + nth % 2 * 8)
+
+    def scale_lines(self, spot: Spot, given: Given, size: Size) -> list[cute.Tensor]:
+        """The scales along the inputs of this thread's rows of x, then of the tile's parts of W."""
+        w_scale = given.w_scale
+        if self.kind.grouped:
+            w_scale = w_scale[spot.expert, None, None]
+        lines = []
+        for nth in range(2 * self.waves):
+            row = cutlass.min(self.row_of(spot, nth), size.rows - 1)
+            lines.append(given.x_scale[None, row])
+        for part in range(self.tile.columns // self.unit):
+            line = (spot.column + part * self.unit) // self.block_rows
+            lines.append(w_scale[cutlass.min(line, w_scale.shape[0] - 1), None])
+        return lines
+
+    def fetch(self, lines: list[cute.Tensor], scales: cute.Tensor, block: Int32) -> None:
+        for nth, line in enumerate(lines):
+            scales[nth] = line[block]
+
+    def add(self, products: cute.Tensor, sums: cute.Tensor, scales: cute.Tensor, wave: int) -> None:
+        """A thread has two columns of each eight, of a row and of the eighth below."""
+        for part in range(self.tile.columns // self.unit):
+            of_weight = scales[2 * self.waves + part]
+            factors = [scales[2 * wave + half] * of_weight for half in range(2)]
+            for n in range(part * self.unit // 2, (part + 1) * self.unit // 2):
+                sums[n, wave] += products[n] * factors[n // 2 % 2]
+
+    @cute.jit
+    def leave(self, sums: cute.Tensor, wave: int, spot: Spot, given: Given) -> None:
+        """Writes a wave's sums. Four threads have 32 columns of a row: eight each, in the end."""
+        num_lines, first = given.y.shape[1], spot.column + arch.lane_idx() % 4 * 8
+        parts = self.tile.columns // 32  # of each of two rows
+        held = cute.make_rmem_tensor((4, 2 * parts), Int32)
+        if cutlass.const_expr(self.kind.added):
+            held.fill(0)
+            for nth in cutlass.range_constexpr(2 * parts):
+                half, part = nth // parts, nth % parts
+                row, column = self.row_of(spot, 2 * wave + half), first + 32 * part
+                if row < spot.end and column < num_lines:
+                    held[None, nth].store(four_words(given.y, row, column).load())
+        results = cute.make_rmem_tensor(8, Float32)
+        for nth in cutlass.range_constexpr(2 * parts):
+            half, part = nth // parts, nth % parts
+            row, column = self.row_of(spot, 2 * wave + half), first + 32 * part
+            for n in cutlass.range_constexpr(8):
+                results[n] = sums[16 * part + 4 * (n // 2) + 2 * half + n % 2, wave]
+            if cutlass.const_expr(self.kind.added):
+                exchange(held[None, nth])
+                results.store(results.load() + widened(held[None, nth]))
+            eight = cute.make_rmem_tensor(8, BFloat16)
+            eight.store(results.load().to(BFloat16))
+            four = cute.recast_tensor(eight, Int32)
+            exchange(four)
+            if row < spot.end and column < num_lines:
+                four_words(given.y, row, column).store(four.load())
+
+
+def widened(words: cute.Tensor) -> cute.TensorSSA:
+    """The eight bfloat16 numbers of four words in float32.
+
+    By their bits: as a tensor of bfloat16 the compiler takes them apart as soon as they are read,
+    and waits for each.
+    """
+    bits = cute.make_rmem_tensor(8, Int32)
+    for n in range(4):
+        bits[2 * n], bits[2 * n + 1] = words[n] << 16, words[n] & Int32(-65536)
+    return cute.recast_tensor(bits, Float32).load()
+
+
+def four_words(y: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
+    """Eight numbers of y, from `column` on."""
+    return cute.recast_tensor(cute.local_tile(y[row, None], (8,), (column // 8,)), Int32)
+
+
+def exchange(words: cute.Tensor) -> None:
+    """Of four threads with four words each, thread i gives word j to thread j, as that one's i."""
+    lane = arch.lane_idx()
+    for distance in (1, 2):
+        is_upper = lane & distance != 0
+        for low in (0, 3 - distance):
+            high = low + distance
+            a, b = words[low], words[high]
+            other = arch.shuffle_sync_bfly(Int32(cutlass.select_(is_upper, a, b)), distance)
+            words[low] = Int32(cutlass.select_(is_upper, other, a))
+            words[high] = Int32(cutlass.select_(is_upper, b, other))

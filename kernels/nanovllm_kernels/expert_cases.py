@@ -1,0 +1,169 @@
+"""Cases of the products of routed experts, for every implementation, and sizes of their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nanovllm_kernels import experts_reference
+from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
+from nanovllm_kernels.experts_reference import BLOCK, used, whole
+from nanovllm_kernels.linear_cases import gated_sizes, linear_reference, sizes
+from nanovllm_kernels.route_reference import ExpertRows, sort_rows
+
+OF_SUMS = 1 / 16  # ulps of the size of a sum that its terms may err by, rounded to float32
+OF_QUANTISED = 24.0  # with activations of 8 bits, of which each is off by up to an eighth of itself
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A product of T tokens with K of E experts each, of which this rank has `num` from `first`.
+
+    `kind`: `uniform`, or `first`: all tokens choose the first K experts, and `last` the last K.
+    `block_fp8`: weights of 8 bits with a scale for each block.
+    """
+
+    T: int
+    K: int
+    E: int
+    F: int
+    D: int
+    first: int = 0
+    num: int | None = None
+    kind: str = "uniform"
+    block_fp8: bool = False
+
+    def __str__(self) -> str:
+        share = "" if self.num is None else f" experts {self.first}-{self.first + self.num}"
+        kind = f" all to the {self.kind}" if self.kind != "uniform" else ""
+        return f"T={self.T} K={self.K} E={self.E} F={self.F} D={self.D}{share}{kind}"
+
+    @property
+    def num_experts(self) -> int:
+        return self.num or self.E
+
+    def rows(self, tile: int, device: torch.device) -> ExpertRows:
+        scores_TE = normal(device, self.T, self.E, dtype=torch.float32, seed=2)
+        if self.kind != "uniform":
+            order_E = torch.arange(self.E, device=device).float()
+            scores_TE = (order_E if self.kind == "last" else -order_E).expand(self.T, self.E)
+        experts_TK = scores_TE.topk(self.K, -1).indices.int()
+        return sort_rows(experts_TK, self.first, self.num_experts, tile)
+
+    def weight(self, num_lines: int, num_inputs: int, device: torch.device) -> tuple[Any, Any]:
+        """Of all experts, and its scales or None; scales as of `num_lines` in one part."""
+        shape = self.num_experts, num_lines, num_inputs
+        weight_EXX = normal(device, *shape, dtype=torch.bfloat16, seed=1)
+        if not self.block_fp8:
+            return weight_EXX.mul_(num_inputs**-0.5), None
+        blocks = self.num_experts, -(-num_lines // BLOCK), -(-num_inputs // BLOCK)
+        scale_EXX = normal(device, *blocks, dtype=torch.float32, seed=3).exp() * num_inputs**-0.5
+        return weight_EXX.to(torch.float8_e4m3fn), scale_EXX
+
+    def gate_up(self, tile: int, device: torch.device) -> Args:
+        x_TD = normal(device, self.T, self.D, dtype=torch.bfloat16)
+        x_TD[self.T // 2, self.D // 3] = 1e3  # a wrong sum shows
+        parts = self.weight(self.F, self.D, device), self.weight(self.F, self.D, device)
+        weights, scales = zip(*parts, strict=True)
+        scale_EXX = torch.cat(scales, 1) if self.block_fp8 else None
+        return x_TD, torch.cat(weights, 1), scale_EXX, self.rows(tile, device), self.K
+
+    def down(self, tile: int, device: torch.device) -> Args:
+        y_XF = normal(device, self.T * self.K, self.F, dtype=torch.bfloat16)
+        return y_XF, *self.weight(self.D, self.F, device), self.rows(tile, device), self.K
+
+
+def in_float(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A product of experts_reference in float32, whatever it is given."""
+
+    def reference(
+        x: Tensor, weight_EXX: Tensor, scale: Tensor | None, rows: ExpertRows, num_chosen: int
+    ) -> Tensor:
+        weight_EXX = weight_EXX if scale is not None else weight_EXX.float()
+        return product(x.float(), weight_EXX, scale, rows, num_chosen)
+
+    return reference
+
+
+def rows_of_experts(result: Tensor, args: Args) -> Tensors:
+    """What must be written, and a row of zeros, lest it is nothing."""
+    num_rows = int(args[3].starts_E1[-1])
+    return (functional.pad(result[:num_rows], (0, 0, 0, 1)),)
+
+
+def gate_up_scale(share: float, expected: Tensors, args: Args) -> Tensors:
+    x_TD, weight_E2FD, scale_EXX, rows, num_chosen = args
+    found = expected[0].abs()
+    for expert, start, end in used(rows):
+        weight_XD = whole(weight_E2FD, scale_EXX, expert, 2).float()
+        x_XD = x_TD[rows.pair_of_X[start:end].long() // num_chosen].float()
+        sizes_XN = share * sizes(x_XD, weight_XD)
+        gate_XF, up_XF = sizes_XN.chunk(2, -1)
+        both_XF = torch.finfo(torch.bfloat16).eps * gate_XF * up_XF  # both factors are off
+        found[start:end] += gated_sizes(linear_reference(x_XD, weight_XD), sizes_XN) + both_XF
+    return (found,)
+
+
+def down_scale(share: float, expected: Tensors, args: Args) -> Tensors:
+    y_XF, weight_EDF, scale_EXX, rows, _ = args
+    found = expected[0].abs()
+    for expert, start, end in used(rows):
+        weight_DF = whole(weight_EDF, scale_EXX, expert, 1).float()
+        found[start:end] += share * sizes(y_XF[start:end].float(), weight_DF)
+    return (found,)
+
+
+def kernels(
+    name: str,
+    gate_up: Callable[..., Tensor],
+    down: Callable[..., Tensor],
+    tile: int,
+    checked: tuple[Routed, ...],
+    timed: tuple[Routed, ...] = (),
+    share: float = OF_SUMS,
+    small: tuple[Routed, ...] = (),
+) -> tuple[Kernel, Kernel]:
+    """`<name>_gate_up` and `<name>_down`. `small`: those fit for an interpreter.
+
+    `timed`: by multiplications with many rows for an expert, else by bytes of the weights.
+    """
+
+    def case(routed: Routed, of: Callable[..., Args], parts: int) -> Case:
+        num_pairs, size = routed.T * routed.K, parts * routed.F * routed.D
+        is_many = num_pairs > 64 * routed.E
+        num_bytes = min(num_pairs, routed.num_experts) * size * (1 if routed.block_fp8 else 2)
+        return Case(
+            str(routed),
+            partial(of, routed, tile),
+            small=routed in small,
+            num_flops=2 * num_pairs * size if routed in timed and is_many else 0,
+            num_bytes=num_bytes if routed in timed and not is_many else 0,
+        )
+
+    def kernel(
+        product: str,
+        run: Callable[..., Tensor],
+        of: Callable[..., Args],
+        parts: int,
+        scale: Callable[..., Tensors],
+    ) -> Kernel:
+        return Kernel(
+            f"{name}_{product}",
+            run,
+            in_float(getattr(experts_reference, f"expert_{product}")),
+            tuple(case(routed, of, parts) for routed in (*small, *checked, *timed)),
+            ulps_16=1,
+            scale=partial(scale, share),
+            outputs=rows_of_experts,
+        )
+
+    return (
+        kernel("gate_up", gate_up, Routed.gate_up, 2, gate_up_scale),
+        kernel("down", down, Routed.down, 1, down_scale),
+    )

@@ -1,0 +1,121 @@
+"""The products of routed experts in plain torch: the definition, and what a CPU runs.
+
+Rows are in the order of `route_reference.ExpertRows`. Scales of block fp8: float32, one for each
+128 x 128 elements of a weight; gate and up begin blocks of their own. The products of a CPU take
+weights back to float32 and leave activations alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nanovllm_kernels.route_reference import ExpertRows
+
+BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertProducts:
+    """One implementation of both products, with the tile that rows are sorted in for it."""
+
+    gate_up: Callable[[Tensor, Tensor, Tensor | None, ExpertRows, int], Tensor]
+    down: Callable[[Tensor, Tensor, Tensor | None, ExpertRows, int], Tensor]
+    tile: Callable[[int, int], int]  # of so many pairs and experts of this rank
+    fits: Callable[[int, Tensor], bool]  # so many pairs, and gate_up's weight
+    name: str = "torch"  # as `serve` tells it
+
+
+def expert_gate_up(
+    x_TD: Tensor,
+    gate_up_E2FD: Tensor,
+    scale_EXX: Tensor | None,
+    rows: ExpertRows,
+    num_chosen: int,
+) -> Tensor:
+    """silu(gate) * up of sorted rows, y_XF; rows of no expert of this rank are not written.
+
+    `gate_up_E2FD`: an expert's rows of the gate, then those of up.
+    """
+    y_XF = x_TD.new_empty(len(rows.pair_of_X), gate_up_E2FD.shape[1] // 2)
+    for expert, start, end in used(rows):
+        x_XD = x_TD[rows.pair_of_X[start:end].long() // num_chosen]
+        weight_XD = whole(gate_up_E2FD, scale_EXX, expert, 2)
+        gate_XF, up_XF = functional.linear(x_XD.to(weight_XD.dtype), weight_XD).chunk(2, -1)
+        y_XF[start:end] = (functional.silu(gate_XF) * up_XF).to(y_XF.dtype)
+    return y_XF
+
+
+def expert_down(
+    y_XF: Tensor, down_EDF: Tensor, scale_EXX: Tensor | None, rows: ExpertRows, num_chosen: int
+) -> Tensor:
+    """y_XD of sorted rows; rows of no expert of this rank are not written."""
+    y_XD = y_XF.new_empty(len(y_XF), down_EDF.shape[1])
+    for expert, start, end in used(rows):
+        weight_DF = whole(down_EDF, scale_EXX, expert, 1)
+        product_XD = functional.linear(y_XF[start:end].to(weight_DF.dtype), weight_DF)
+        y_XD[start:end] = product_XD.to(y_XD.dtype)
+    return y_XD
+
+
+def combine(
+    y_XD: Tensor,
+    weights_TK: Tensor,
+    row_of_TK: Tensor,
+    shared_TD: Tensor | None = None,
+    residual_TD: Tensor | None = None,
+) -> Tensor:
+    """x_TD: the weighted sum of this rank's pairs, plus what every token gets, plus the stream.
+
+    Summed in float32, in the order of K, then the shared expert's, then the stream, and rounded
+    once. May overwrite the stream.
+    """
+    num_tokens, num_chosen = row_of_TK.shape
+    x_TD = y_XD.new_zeros(num_tokens, y_XD.shape[1], dtype=torch.float32)
+    for k in range(num_chosen):
+        row_T = row_of_TK[:, k].long()
+        term_TD = y_XD[row_T.clamp(min=0)].float() * weights_TK[:, k, None]
+        x_TD = x_TD + term_TD.where(row_T[:, None] >= 0, 0.0)
+    for more_TD in (shared_TD, residual_TD):
+        x_TD = x_TD if more_TD is None else x_TD + more_TD.float()
+    return x_TD.to(y_XD.dtype)
+
+
+def used(rows: ExpertRows) -> Iterator[tuple[int, int, int]]:
+    """Each expert that has rows, the first of them, and where they end. Waits for the device."""
+    starts = rows.starts_E1.tolist()
+    for expert, (start, end) in enumerate(pairwise(starts)):
+        if end > start:
+            yield expert, start, end
+
+
+def whole(weight_EXX: Tensor, scale_EXX: Tensor | None, expert: int, num_parts: int) -> Tensor:
+    """An expert's weight as it multiplies: float32 where there are scales.
+
+    `num_parts`: of equally many rows, each of which begins blocks of its own.
+    """
+    weight_XX = weight_EXX[expert]
+    if scale_EXX is None:
+        return weight_XX
+    parts = zip(weight_XX.chunk(num_parts), scale_EXX[expert].chunk(num_parts), strict=True)
+    return torch.cat([dequantised(part_XX, scale_XX) for part_XX, scale_XX in parts])
+
+
+def dequantised(weight_XX: Tensor, scale_XX: Tensor) -> Tensor:
+    """weight * scale in float32, block by block; the last blocks may be cut off."""
+    rows, columns = weight_XX.shape
+    wide_XX = scale_XX.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return weight_XX.float() * wide_XX[:rows, :columns]
+
+
+def most_rows(num_pairs: int, num_experts: int) -> int:
+    """One tile for each expert: the tile says nothing to this implementation."""
+    return max(1, num_pairs)
+
+
+EXPERTS = ExpertProducts(expert_gate_up, expert_down, most_rows, lambda num_pairs, weight: True)

@@ -1,0 +1,284 @@
+"""Activations in block fp8: e4m3 numbers, of which each 128 of a row share a scale in float32.
+
+Rows may be quantised for the experts that they go to: a token's numbers are read once, and written
+wherever its pairs are sorted to. Scales are ordered as products read them: those of one block of
+inputs, of all rows, lie together. Where a block is all zeros, its scale is 1.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
+from nanovllm_kernels.device import follows
+from nanovllm_kernels.expert_cases import Routed
+from nanovllm_kernels.fp8_reference import BLOCK, FP8, LARGEST, Quantised
+from nanovllm_kernels.paged_decode import INTERPRETED
+
+BLOCKS = 8  # of 128 numbers, that a program takes
+
+
+def empty(num_rows: int, width: int, device: torch.device) -> Quantised:
+    values_XD = torch.empty(num_rows, width, dtype=FP8, device=device)
+    return Quantised(values_XD, torch.empty(triton.cdiv(width, BLOCK), num_rows, device=device))
+
+
+def quantise(x_TD: Tensor, row_of_TK: Tensor | None = None) -> Quantised:
+    """Each row once, or at the sorted rows of its token's pairs; the other rows are not written."""
+    num_rows, width = x_TD.shape
+    num_copies = 1 if row_of_TK is None else row_of_TK.shape[1]
+    result = empty(num_rows * num_copies, width, x_TD.device)
+    waits = follows(num_rows, x_TD.device)
+    quantise_kernel[(num_rows, triton.cdiv(width, BLOCKS * BLOCK))](
+        x_TD,
+        row_of_TK,
+        *result,
+        x_TD.stride(0),
+        width,
+        num_rows * num_copies,
+        COPIES=num_copies,
+        BLOCKS=BLOCKS,
+        WAITS=waits,
+        launch_pdl=waits,
+    )
+    return result
+
+
+def silu_mul_quantise(gate_up_X2F: Tensor, starts_E1: Tensor | None = None) -> Quantised:
+    """silu(gate) * up, of all rows, or of those in front of where the last expert's end."""
+    num_rows, twice = gate_up_X2F.shape
+    width, waits = twice // 2, follows(num_rows, gate_up_X2F.device)
+    result = empty(num_rows, width, gate_up_X2F.device)
+    silu_mul_quantise_kernel[(num_rows, triton.cdiv(width, BLOCKS * BLOCK))](
+        gate_up_X2F,
+        None if starts_E1 is None else starts_E1[-1:],
+        *result,
+        gate_up_X2F.stride(0),
+        width,
+        num_rows,
+        BLOCKS=BLOCKS,
+        WAITS=waits,
+        launch_pdl=waits,
+    )
+    return result
+
+
+def norm_quantise(
+    x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, eps: float
+) -> Quantised:
+    """norm.rms_norm of x, or of the sum of x, or its slices, and the residual stream, which becomes
+    the sum.
+    """
+    num_rows, width = x_TD.shape[-2:]
+    result, waits = empty(num_rows, width, x_TD.device), follows(num_rows, x_TD.device)
+    blocks = triton.next_power_of_2(triton.cdiv(width, BLOCK))
+    norm_quantise_kernel[(num_rows,)](
+        x_TD,
+        residual_TD,
+        norm_weight_D,
+        *result,
+        x_TD.stride(0),
+        x_TD.stride(-2),
+        0 if residual_TD is None else residual_TD.stride(0),
+        num_rows,
+        eps,
+        SLICES=len(x_TD) if x_TD.ndim == 3 else 1,
+        WIDTH=width,
+        BLOCKS=blocks,
+        WAITS=waits,
+        launch_pdl=waits,
+        num_warps=min(max(blocks // 4, 1), 16),
+    )
+    return result
+
+
+@triton.jit
+def norm_quantise_kernel(
+    x_TD, residual_TD, norm_weight_D, values_TD, scale_BT, slice_stride, x_stride, residual_stride,
+    num_rows, eps, SLICES: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
+    WAITS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    block, d = places(BLOCKS)
+    norm_weight = tl.load(norm_weight_D + d, d < WIDTH, 0.0)
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_TD + row * x_stride + d, d < WIDTH, 0.0)
+    if residual_TD is not None:
+        total = x.to(tl.float32)
+        for nth in tl.static_range(1, SLICES):
+            at = x_TD + nth * slice_stride + row * x_stride + d
+            total += tl.load(at, d < WIDTH, 0.0).to(tl.float32)
+        at = residual_TD + row * residual_stride + d
+        x = (total + tl.load(at, d < WIDTH, 0.0).to(tl.float32)).to(x.dtype)
+        tl.store(at, x, d < WIDTH)
+    wide = x.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(tl.sum(wide * wide, 1), 0) / WIDTH + eps)
+    values, scale = scaled((wide * factor).to(x.dtype).to(tl.float32) * norm_weight.to(tl.float32))
+    tl.store(values_TD + row * WIDTH + d, values, d < WIDTH)
+    tl.store(scale_BT + block * num_rows + row, scale, block * 128 < WIDTH)
+
+
+@triton.jit
+def quantise_kernel(
+    x_TD, row_of_TK, values_XD, scale_BX, stride, width, num_rows, COPIES: tl.constexpr,
+    BLOCKS: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    block, d = places(BLOCKS)
+    x = tl.load(x_TD + token * stride + d, d < width, 0.0).to(tl.float32)
+    values, scale = scaled(x)
+    for k in tl.static_range(COPIES):
+        row = token
+        if row_of_TK is not None:
+            row = tl.load(row_of_TK + token * COPIES + k).to(tl.int64)
+        if row >= 0:
+            tl.store(values_XD + row * width + d, values, d < width)
+            tl.store(scale_BX + block * num_rows + row, scale, block * 128 < width)
+
+
+@triton.jit
+def silu_mul_quantise_kernel(
+    gate_up_X2F, end_1, values_XF, scale_BX, stride, width, num_rows, BLOCKS: tl.constexpr,
+    WAITS: tl.constexpr,
+):  # fmt: skip
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    if end_1 is not None and row >= tl.load(end_1):
+        return
+    block, f = places(BLOCKS)
+    gate = tl.load(gate_up_X2F + row * stride + f, f < width, 0.0).to(tl.float32)
+    up = tl.load(gate_up_X2F + row * stride + width + f, f < width, 0.0).to(tl.float32)
+    values, scale = scaled(gate / (1 + tl.exp(-gate)) * up)
+    tl.store(values_XF + row * width + f, values, f < width)
+    tl.store(scale_BX + block * num_rows + row, scale, block * 128 < width)
+
+
+@triton.jit
+def places(BLOCKS: tl.constexpr):
+    """This program's blocks, and the columns in them."""
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    return block.to(tl.int64), block[:, None] * 128 + tl.arange(0, 128)[None, :]
+
+
+@triton.jit
+def scaled(x):
+    """Blocks as numbers of 8 bits, and their scales."""
+    largest = tl.max(tl.abs(x), 1)
+    scale = tl.where(largest > 0, largest / 448.0, 1.0)
+    values = x / scale[:, None]
+    if INTERPRETED:  # which forgets what rounding carries into the exponent
+        split = values * 1048577.0
+        values = split - (split - values)  # of 4 bits
+    return values.to(tl.float8e4nv), scale
+
+
+def reference(x_TD: Tensor, row_of_TK: Tensor | None = None) -> Quantised:
+    x_TD = x_TD.float()
+    padded_TD = torch.nn.functional.pad(x_TD, (0, -x_TD.shape[1] % BLOCK))
+    largest_TB = padded_TD.unflatten(1, (-1, BLOCK)).abs().amax(-1)
+    scale_TB = torch.where(largest_TB > 0, largest_TB / LARGEST, 1.0)
+    values_TD = x_TD / scale_TB.repeat_interleave(BLOCK, 1)[:, : x_TD.shape[1]]
+    if row_of_TK is None:
+        return Quantised(values_TD.to(FP8), scale_TB.t())
+    result = empty(row_of_TK.numel(), x_TD.shape[1], x_TD.device)
+    token, k = (row_of_TK >= 0).nonzero(as_tuple=True)
+    row_X = row_of_TK[token, k].long()
+    result.values_XD.view(torch.uint8)[row_X] = values_TD[token].to(FP8).view(torch.uint8)
+    result.scale_BX[:, row_X] = scale_TB[token].t()
+    return result
+
+
+def silu_mul_reference(gate_up_X2F: Tensor, starts_E1: Tensor | None = None) -> Quantised:
+    gate_XF, up_XF = gate_up_X2F.float().chunk(2, -1)
+    return reference(torch.nn.functional.silu(gate_XF) * up_XF)
+
+
+def rows_written(result: Quantised, args: Args) -> Tensors:
+    """Their numbers in float32, and their scales."""
+    rows = slice(None)
+    if len(args) > 1 and args[1] is not None:
+        is_map = args[1].dim() == 2
+        rows = slice(int((args[1] >= 0).sum() if is_map else args[1][-1]))
+    whole = Quantised(result.values_XD[rows], result.scale_BX[:, rows])
+    return whole.dequantised(), whole.scale_BX
+
+
+def size_of_steps(expected: Tensors, args: Args) -> Tensors:
+    """What `ulps_32` counts: numbers may fall on either side of the middle of two neighbours, and
+    the interpreter makes the smallest zero."""
+    values_XD, scale_BX = expected
+    smallest_XD = scale_BX.t().repeat_interleave(BLOCK, 1)[:, : values_XD.shape[1]] * 2**-4
+    return values_XD.abs().maximum(smallest_XD), scale_BX * 2**-18
+
+
+def inputs(kind: str, T: int, D: int, device: torch.device) -> Args:
+    """`strided`: columns of a wider matrix; `zeros`: whole blocks of them, and huge numbers."""
+    x_TD = normal(device, T, D + 64 * (kind == "strided"), dtype=torch.bfloat16)[:, :D]
+    if kind == "zeros":
+        x_TD[:, : D // 2] = 0
+        x_TD[T // 2, D // 2] = 3e38
+    return (x_TD,)
+
+
+def routed_inputs(routed: Routed, device: torch.device) -> Args:
+    return *inputs("normal", routed.T, routed.D, device), routed.rows(64, device).row_of_TK
+
+
+def gate_up_inputs(routed: Routed, device: torch.device) -> Args:
+    (gate_up_X2F,) = inputs("strided", routed.T * routed.K, 2 * routed.F, device)
+    return gate_up_X2F, routed.rows(64, device).starts_E1
+
+
+SHARE = Routed(40, 3, 7, 72, 1200, first=1, num=4)
+LARGE = Routed(8192, 8, 128, 768, 2048)
+QUANTISE = Kernel(
+    "quantise",
+    quantise,
+    reference,
+    (
+        *(
+            Case(f"{kind} T={T} D={D}", partial(inputs, kind, T, D), small=T < 9)
+            for kind, T, D in (
+                ("normal", 1, 8),
+                ("strided", 7, 1160),
+                ("zeros", 3, 384),
+                ("normal", 513, 3072),
+            )
+        ),
+        Case(str(SHARE), partial(routed_inputs, SHARE), small=True),
+        Case(
+            str(LARGE),
+            partial(routed_inputs, LARGE),
+            num_bytes=LARGE.T * LARGE.D * (2 + LARGE.K),
+        ),
+    ),
+    ulps_32=2**20,  # one of the 8 bits that a number has
+    outputs=rows_written,
+    scale=size_of_steps,
+)
+SILU_MUL_QUANTISE = Kernel(
+    "silu_mul_quantise",
+    silu_mul_quantise,
+    silu_mul_reference,
+    (
+        Case("strided T=7 F=1160", partial(inputs, "strided", 7, 2320), small=True),
+        Case(str(SHARE), partial(gate_up_inputs, SHARE), small=True),
+        Case(
+            str(LARGE),
+            partial(gate_up_inputs, LARGE),
+            num_bytes=LARGE.T * LARGE.K * LARGE.F * 5,
+        ),
+    ),
+    ulps_32=2**20,
+    outputs=rows_written,
+    scale=size_of_steps,
+)

@@ -1,0 +1,158 @@
+"""What rope_store and the means of squares before it are checked and timed with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+from torch import Tensor
+
+from nanovllm_kernels import reference, rope_store
+from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """One rank."""
+
+    tp_size: int = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+
+ALONE = Alone()
+
+
+def inputs(
+    kind: str,
+    T: int,
+    H: int,
+    G: int,
+    A: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    turned: int = 0,
+) -> Args:
+    """Cells are scattered over the pages, positions over the table. `plain`: no norm.
+
+    `turned`: so many elements of a head are rotated, if not all. `row`: norms of all heads.
+    """
+    page_tokens, num_pages, length = 16, triton.cdiv(T, 16) + 2, 4096
+    width = (H + 2 * G) * A
+    qkv_TX = normal(device, T, width + 64 * (kind == "strided"), dtype=dtype)[:, :width]
+    if kind == "spike":
+        qkv_TX[:, A // 3 :: A] = 1e4
+    if kind == "slices":
+        qkv_TX = normal(device, 2, T, width, dtype=dtype)
+    norm_weights: list[Tensor | None] = [None, None]
+    if kind == "row":
+        norm_weights = [normal(device, heads * A, dtype=dtype, seed=heads) for heads in (H, G)]
+    elif kind != "plain":
+        norm_weights = [normal(device, A, dtype=dtype, seed=seed) for seed in (1, 2)]
+    generator = torch.Generator().manual_seed(3)
+    slot_mapping = torch.randperm(num_pages * page_tokens, generator=generator)[:T]
+    positions = torch.randint(length, (T,), generator=generator)
+    angles_LA = normal(device, length, (turned or A) // 2, dtype=torch.float32, seed=4) * 3
+    cos_sin_LA = torch.cat([angles_LA.cos(), angles_LA.sin()], 1)
+    cache = normal(device, 2, num_pages, page_tokens, G, A, dtype=dtype, seed=5)
+    return (
+        qkv_TX, *norm_weights, 1e-6, cos_sin_LA, positions.to(device), slot_mapping.to(device),
+        cache[0], cache[1], ALONE if kind == "row" else None,
+    )  # fmt: skip
+
+
+def outputs(q_THA: Tensor, args: Args) -> Tensors:
+    return q_THA, args[7], args[8]
+
+
+def pair_sizes(expected: Tensors, args: Args) -> Tensors:
+    """A rotated element is the sum of two terms; together at most twice the larger of its pair."""
+    turned, sizes = args[4].shape[1], []
+    for tensor in expected:
+        size = 2 * tensor.abs()
+        half = torch.stack(size[..., :turned].chunk(2, -1)).amax(0)
+        size[..., :turned] = torch.cat([half, half], -1)
+        sizes.append(size)
+    return tuple(sizes)
+
+
+def cases() -> tuple[Case, ...]:
+    heads = ((16, 8, 128), (32, 8, 128), (14, 2, 64), (3, 1, 80), (16, 2, 256), (1, 1, 16))
+    shapes = [("normal", T, *h, torch.bfloat16) for T in (1, 7, 513) for h in heads]
+    shapes += [("normal", 7, 16, 8, 128, torch.float32), ("plain", 513, 32, 8, 128, torch.bfloat16)]
+    shapes += [
+        (kind, 7, 16, 8, 128, torch.bfloat16) for kind in ("plain", "strided", "spike", "slices")
+    ]
+    checked = [
+        Case(
+            f"{kind} T={T} H={H} G={G} A={A} {bits(dtype)}",
+            partial(inputs, kind, T, H, G, A, dtype),
+            T <= 7,
+        )
+        for kind, T, H, G, A, dtype in shapes
+    ]
+    checked += [
+        Case(
+            f"{kind} T={T} H={H} G={G} A={A} R={turned} {bits(dtype)}",
+            partial(inputs, kind, T, H, G, A, dtype, turned=turned),
+            T <= 7,
+        )
+        for kind in ("row", "normal")
+        for T, H, G, A, turned, dtype in (
+            (7, 6, 1, 128, 64, torch.bfloat16),
+            (7, 3, 2, 24, 8, torch.float32),
+            (7, 5, 5, 80, 80, torch.bfloat16),
+            (513, 48, 8, 128, 64, torch.bfloat16),
+            (513, 16, 2, 256, 64, torch.bfloat16),
+        )
+    ]
+    timed = [
+        Case(
+            f"T={T} H={H} G={G} A=128",
+            partial(inputs, "normal", T, H, G, 128, torch.bfloat16),
+            num_bytes=2 * 2 * T * (H + 2 * G) * 128 + 4 * T * 128,
+        )
+        for T, H, G in ((1, 16, 8), (256, 16, 8), (256, 32, 8), (8192, 16, 8), (8192, 32, 8))
+    ]
+    return (*checked, *timed)
+
+
+# 16 bit: an element of the normalised head and its product with the norm's weight may each round to
+# the neighbouring number, and so may the sum. 32 bit: sums 8 additions deep and six roundings.
+ROPE_STORE = Kernel(
+    "rope_store",
+    rope_store.rope_store,
+    reference.rope_store,
+    cases(),
+    ulps_16=3,
+    ulps_32=16,
+    scale=pair_sizes,
+    outputs=outputs,
+)
+
+
+def mean_inputs(kind: str, T: int, H: int, G: int, A: int, device: torch.device) -> Args:
+    return inputs(kind, T, H, G, A, torch.bfloat16, device)[0], (H * A, G * A), 2
+
+
+# Sums of up to 13 additions one after the other, of terms that do not cancel.
+MEAN_SQUARES = Kernel(
+    "mean_squares",
+    rope_store.mean_squares,
+    reference.mean_squares,
+    tuple(
+        Case(
+            f"{kind} T={T} H={H} G={G} A={A}",
+            partial(mean_inputs, kind, T, H, G, A),
+            T <= 7,
+            num_bytes=2 * T * (H + G) * A if kind == "normal" and H == 48 else 0,
+        )
+        for kind in ("normal", "strided", "spike", "slices")
+        for T in (1, 7, 256, 8192)
+        for H, G, A in ((48, 8, 128), (3, 1, 80), (1, 1, 16))
+    ),
+    ulps_32=16,
+)

@@ -1,0 +1,136 @@
+"""Routed experts behind their norm: each token's row through a few of many gated MLPs.
+
+A pair is a token and one of its experts. Pairs are sorted by expert on the device, multiplied by
+what their expert has, and added up; nobody waits for what was chosen, and no shape depends on it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from nanovllm_kernels.experts_reference import ExpertProducts
+from nanovllm_kernels.route_reference import Routing
+from torch import Tensor
+
+from nanovllm.attention.base import ForwardContext
+from nanovllm.layers.expert_products import products_for
+from nanovllm.layers.linear import Layer, Linear, Placement, parameter, summed_up
+from nanovllm.layers.ops import Implementation, Ops, RowTable
+from nanovllm.layers.residual import Added, Residual
+from nanovllm.parallel.mesh import Mesh, Span
+
+
+class Experts(Layer):
+    """The gated MLPs of this rank's experts: weights gate_up [E, 2F, D], the gate's rows first, and
+    down [E, D, F]. `experts`: which are whole here; `inner`: which share of each.
+    """
+
+    def __init__(
+        self, hidden_size: int, experts: Span, inner: Span, num_chosen: int, ops: Ops
+    ) -> None:
+        super().__init__()
+        self.experts, self.num_chosen, self.ops = experts, num_chosen, ops
+        self.gate_up = parameter(experts.count, 2 * inner.count, hidden_size)
+        self.down = parameter(experts.count, hidden_size, inner.count)
+        self.gate_up_scale: Tensor | None = None
+        self.down_scale: Tensor | None = None
+        self.placements = {
+            "gate_up": Placement(0, (("gate", inner), ("up", inner)), experts),
+            "down": Placement(1, (("", inner),), experts),
+        }
+        self.by_rows = RowTable(self._choose)
+
+    def forward(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, stream_TD: Tensor | None
+    ) -> Tensor:
+        """The weighted sum y_TD of this rank's pairs, plus the stream, which it may overwrite."""
+        y_TD: Tensor = self.by_rows[len(x_TD)].run(x_TD, weights_TK, experts_TK, stream_TD)
+        return y_TD
+
+    def _choose(self, num_tokens: int) -> Implementation:
+        num_pairs = num_tokens * self.num_chosen
+        products, tile = products_for(self.ops, num_pairs, self.experts, self.gate_up)
+        return Implementation(products.name, partial(self._run, products, tile))
+
+    def _run(
+        self,
+        products: ExpertProducts,
+        tile: int,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        stream_TD: Tensor | None,
+    ) -> Tensor:
+        ours = self.experts.start, self.experts.count
+        rows = self.ops.sort_rows(experts_TK, *ours, tile)
+        y_XF = products.gate_up(x_TD, self.gate_up, self.gate_up_scale, rows, self.num_chosen)
+        y_XD = products.down(y_XF, self.down, self.down_scale, rows, self.num_chosen)
+        return self.ops.combine(y_XD, weights_TK, rows.row_of_TK, None, stream_TD)
+
+
+class MoE(Layer):
+    """Norm, router, experts. `layer`: its number; `is_last`: no layer follows, so that tokens are
+    those which rows predict from.
+
+    The router multiplies in the dtype of its weight: float32 if it is `exact`, and then a bias
+    chooses, too, which all ranks compute alike.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        experts: tuple[str, int],
+        inner: tuple[str, int],
+        num_chosen: int,
+        eps: float,
+        rule: Routing,
+        exact: bool,
+        layer: int,
+        is_last: bool,
+        mesh: Mesh,
+        ops: Ops,
+    ) -> None:
+        """`experts` and `inner`: the names of their fields in config.json, and their numbers."""
+        super().__init__()
+        self.eps, self.num_chosen, self.rule, self.mesh, self.ops = eps, num_chosen, rule, mesh, ops
+        self.layer, self.is_last = layer, is_last
+        everyone, whole = Span(experts[1], 0, experts[1]), Span(inner[1], 0, inner[1])
+        own = (everyone, mesh.span(*inner)) if mesh.ep_size == 1 else (mesh.span(*experts), whole)
+        self.norm_weight = parameter(hidden_size)
+        self.router = Router(everyone, hidden_size, ops, torch.float32 if exact else None)
+        self.bias = parameter(experts[1], dtype=torch.float32) if exact else None
+        self.experts = Experts(hidden_size, *own, num_chosen, ops)
+
+    def forward(self, residual: Residual, ctx: ForwardContext) -> Residual:
+        """The residual stream with what this block gives. May overwrite what it is given."""
+        x_TD, stream = self.ops.norm(residual, self.norm_weight, self.eps)
+        logits_TE = self.router.product(x_TD)
+        uniform = self._places(ctx) if self.ops.uniform_experts else None
+        chosen = self.ops.route(logits_TE, self.bias, self.num_chosen, self.rule, uniform)
+        if self.mesh.tp_size > 1:
+            return summed_up(self.experts(x_TD, *chosen, None), stream, self.mesh)
+        return Added(self.experts(x_TD, *chosen, stream.stream_TD))
+
+    def _places(self, ctx: ForwardContext) -> tuple[Tensor, Tensor, int]:
+        """Where tokens stand, which is what chooses their experts where all are to be chosen alike
+        often."""
+        slots_T, positions_T = ctx.batch.slots_T, ctx.batch.positions_T
+        if self.is_last and not ctx.all_hidden:
+            slots_T, positions_T = ctx.batch.sampled(slots_T), ctx.batch.sampled(positions_T)
+        return slots_T, positions_T, self.layer
+
+
+class Router(Linear):
+    """Logits of all experts, on every rank."""
+
+    def __init__(
+        self, experts: Span, hidden_size: int, ops: Ops, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__(experts.count, hidden_size, Placement(0, (("", experts),)), ops)
+        self.weight = parameter(experts.count, hidden_size, dtype=dtype)
+        self.choose(ops)
+
+    def product(self, x_TD: Tensor) -> Tensor:
+        return super().product(x_TD.to(self.weight.dtype))

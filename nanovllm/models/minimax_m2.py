@@ -1,0 +1,83 @@
+"""MiniMax-M2: every MLP is routed experts, chosen by sigmoid scores and a bias of each expert.
+
+Queries and keys are normalised over all heads of a row together; part of each head is rotated.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from nanovllm_kernels.route_reference import Routing
+
+from nanovllm.layers.moe import MoE
+from nanovllm.layers.ops import Ops
+from nanovllm.models.decoder import Block, Count, Decoder, DecoderConfig, Rule
+from nanovllm.parallel.mesh import Mesh
+
+SPARSE = "model.layers.{}.block_sparse_moe"
+
+
+class MiniMaxM2Config(DecoderConfig, frozen=True, kw_only=True):
+    """`intermediate_size` is that of one expert. Modules for drafts, of which the fields of the
+    official config tell, are in no checkpoint.
+    """
+
+    ONLY: ClassVar[dict[str, object]] = {
+        **DecoderConfig.ONLY,
+        "qk_norm_type": "per_layer",
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    }
+
+    head_dim: Count
+    num_local_experts: Count
+    num_experts_per_tok: Count
+    attn_type_list: tuple[int, ...] = ()  # of each layer, 1: attention to all that came before
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_experts_per_tok > self.num_local_experts:
+            raise ValueError(
+                f"num_experts_per_tok {self.num_experts_per_tok} exceeds num_local_experts "
+                f"{self.num_local_experts}"
+            )
+        if other := {*self.attn_type_list} - {1}:
+            raise ValueError(f"attn_type_list has {min(other)}; only 1 is supported")
+
+    def evenly_cut(self, ep: int) -> tuple[str, ...]:
+        return "num_attention_heads", "num_local_experts" if ep > 1 else "intermediate_size"
+
+
+class MiniMaxM2(Decoder):
+    Config = MiniMaxM2Config
+    WEIGHTS: ClassVar[tuple[Rule, ...]] = (
+        *Decoder.WEIGHTS,
+        ("model.layers.{}.self_attn.q_norm.weight", "layers.{}.attn.q_norm"),
+        ("model.layers.{}.self_attn.k_norm.weight", "layers.{}.attn.k_norm"),
+        ("model.layers.{}.post_attention_layernorm.weight", "layers.{}.mlp.norm_weight"),
+        (f"{SPARSE}.gate.weight", "layers.{}.mlp.router.weight"),
+        (f"{SPARSE}.e_score_correction_bias", "layers.{}.mlp.bias"),
+        (f"{SPARSE}.experts.{{}}.w1.weight", "layers.{}.mlp.experts.gate_up", "gate"),
+        (f"{SPARSE}.experts.{{}}.w3.weight", "layers.{}.mlp.experts.gate_up", "up"),
+        (f"{SPARSE}.experts.{{}}.w2.weight", "layers.{}.mlp.experts.down"),
+    )
+
+    @staticmethod
+    def block(config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Block:
+        assert isinstance(config, MiniMaxM2Config)
+        moe = MoE(
+            hidden_size=config.hidden_size,
+            experts=("num_local_experts", config.num_local_experts),
+            inner=("intermediate_size", config.intermediate_size),
+            num_chosen=config.num_experts_per_tok,
+            eps=config.rms_norm_eps,
+            rule=Routing("sigmoid", renormalise=True),
+            exact=True,
+            layer=layer,
+            is_last=layer + 1 == config.num_hidden_layers,
+            mesh=mesh,
+            ops=ops,
+        )
+        return Block(config, layer, mesh, ops, qk_norm="row", moe=moe)
