@@ -29,7 +29,7 @@ class Need:
     model: str
     parameters: int
     dtype: str
-    dtype_bytes: float  # of a parameter, on average: some may be in fp8
+    dtype_bytes: int
     table_bytes: int  # beside the parameters
     cache_key: str  # which key of the recipe says how much cache; empty: what is left
     cache_bytes: int
@@ -39,7 +39,7 @@ class Need:
 
     @property
     def weight_bytes(self) -> int:
-        return round(self.parameters * self.dtype_bytes) + self.table_bytes
+        return self.parameters * self.dtype_bytes + self.table_bytes
 
     @property
     def total(self) -> int:
@@ -52,7 +52,7 @@ class Need:
             weights += f" and {gib(self.cache_bytes)} of cache ({self.cache_key})"
         return (
             f"{self.model} does not fit: {self.parameters / 1e9:.2f} B parameters x "
-            f"{self.dtype_bytes:.3g} bytes ({self.dtype}) = {weights}; "
+            f"{self.dtype_bytes} bytes ({self.dtype}) = {weights}; "
             f"{self.place} has {gib(self.room)} available"
         )
 
@@ -114,9 +114,9 @@ def need_of(found: Resolved) -> Need:
         key, cache_bytes = "", 0
     return Need(
         model=recipe.model,
-        parameters=(count := sum(tensor.numel() for tensor in model.parameters())),
+        parameters=sum(tensor.numel() for tensor in model.parameters()),
         dtype=recipe.dtype,
-        dtype_bytes=sum(tensor.nbytes for tensor in model.parameters()) / count,
+        dtype_bytes=found.dtype.itemsize,
         table_bytes=sum(tensor.nbytes for tensor in model.buffers()),
         cache_key=key,
         cache_bytes=cache_bytes,

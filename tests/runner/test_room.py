@@ -54,17 +54,6 @@ def test_8b_on_a_small_machine(monkeypatch, gib: float, overrides: tuple[str], l
     )
 
 
-def test_fp8_takes_what_it_has(monkeypatch) -> None:
-    """7 of 8.2 B weights take a byte, their scales 1.7 MB; embedding and head take 2.5 GB."""
-    monkeypatch.setattr(room, "host_memory", lambda: 8 * GIB)
-    overrides = DUMMY, "dtype=bfloat16", "quantize=fp8"
-    assert refused("qwen3-8b", *overrides) == (
-        "Qwen/Qwen3-8B does not fit: 8.19 B parameters x 1.15 bytes (bfloat16) = 8.8 GiB and 2.0 "
-        "GiB of cache (cache.cpu_gib); this machine has 8.0 GiB available; it needs a smaller "
-        "model or a larger machine"
-    )
-
-
 def test_nothing_is_built_before_the_check(monkeypatch) -> None:
     monkeypatch.setattr(room, "host_memory", lambda: 16 * GIB)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: pytest.fail("it was built"))
