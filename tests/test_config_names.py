@@ -22,7 +22,10 @@ from nanovllm.config import (
 from nanovllm.server.parsers import PARSERS, parser_of
 
 ROOT = Path(__file__).parents[1]
-SHIPPED = "demo, paper, qwen3-0.6b, qwen3-32b, qwen3-8b, r1-distill-llama-70b, r1-distill-llama-8b"
+SHIPPED = (
+    "demo, minimax-m2, paper, qwen3-0.6b, qwen3-235b-a22b, qwen3-30b-a3b, qwen3-32b, qwen3-8b, "
+    "r1-distill-llama-70b, r1-distill-llama-8b"
+)
 
 
 def refused(named: str | None, *overrides: str, **flags: object) -> str:
@@ -141,13 +144,18 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
         ("server.api_key=12345", "server.api_key must be text"),
         ("server.api_key=[12345", "--set server.api_key: the value is not YAML: line 1: expected "
          "',' or ']', but got '<stream end>'"),
+        ("parallel.ep=2", "parallel.ep is 2; it must be 1 or parallel.tp, which is 1"),
+        ("parallel.ep=65", "parallel.ep is 65; it must be between 1 and 64"),
+        ("experts.routing=round", "experts.routing is 'round'; it must be auto or uniform"),
+        ("experts.routing=uniform",
+         "experts.routing is uniform; it must be auto unless load.format is dummy"),
         ("server.port=70000", "server.port is 70000; it must be between 0 and 65535"),
         ("server.log_format=xml", "server.log_format is 'xml'; it must be text or json"),
         ("cache.page_token=4", "unknown key cache.page_token; did you mean cache.page_tokens?"),
         ("page_tokens=4", "unknown key page_tokens; did you mean cache.page_tokens?"),
         ("load.zzz=1", "unknown key load.zzz; load has format, seed"),
         ("zzz=1", "unknown key zzz; a recipe has model, num_layers, engine, config, device, "
-         "dtype, quantize, cpu_threads, load, parallel, cache, schedule, kernels, server, "
+         "dtype, quantize, cpu_threads, load, parallel, experts, cache, schedule, kernels, server, "
          "structured_outputs, paper, speculate"),
         ("load={seed: 1, seed: 2}",
          "--set load: the value is not YAML: line 1: the key seed stands twice"),

@@ -74,7 +74,14 @@ def test_recipes_that_were_measured_have_numbers() -> None:
         "qwen3-0.6b": 8192,
         **dict.fromkeys(("qwen3-8b", "qwen3-32b", "r1-distill-llama-8b"), 4224),
     }
-    others = ("demo", "paper", "r1-distill-llama-70b")
+    others = (
+        "demo",
+        "minimax-m2",
+        "paper",
+        "qwen3-235b-a22b",
+        "qwen3-30b-a3b",
+        "r1-distill-llama-70b",
+    )
     assert budgets == dict.fromkeys(others, "auto") | numbers
 
 

@@ -32,7 +32,8 @@ DRIVEN_BY = {
         nanovllm/attention/base.py nanovllm/layers/attention.py nanovllm/layers/embedding.py
         nanovllm/layers/linear.py nanovllm/layers/mlp.py nanovllm/layers/norm.py
         nanovllm/layers/rope.py nanovllm/models/__init__.py nanovllm/models/decoder.py
-        nanovllm/models/llama.py nanovllm/models/qwen3.py
+        nanovllm/models/llama.py nanovllm/models/qwen3.py nanovllm/models/qwen3_moe.py
+        nanovllm/models/minimax_m2.py
         kernels/nanovllm_kernels/reference.py""",
     "tests/models/test_weights.py": "nanovllm/models/destination.py nanovllm/models/faults.py",
     "tests/attention/test_flash.py": "kernels/nanovllm_kernels/attention_reference.py",

@@ -11,6 +11,8 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "silu_mul_quantise": "nanovllm_kernels.quantise:SILU_MUL_QUANTISE",
     "grouped_gate_up": "nanovllm_kernels.grouped_linear:GATE_UP",
     "grouped_down": "nanovllm_kernels.grouped_linear:DOWN",
+    "grouped_fp8_gate_up": "nanovllm_kernels.grouped_fp8:GATE_UP",
+    "grouped_fp8_down": "nanovllm_kernels.grouped_fp8:DOWN",
     "grouped_64_gate_up": "nanovllm_kernels.grouped_linear:GATE_UP_64",
     "grouped_64_down": "nanovllm_kernels.grouped_linear:DOWN_64",
     "sliced_linear": "nanovllm_kernels.library_linear:SLICED",
@@ -37,6 +39,14 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "best": "nanovllm_kernels.sampling:BEST",
     "thresholds": "nanovllm_kernels.thresholds:THRESHOLDS",
     "write_back": "nanovllm_kernels.batch_prep:WRITE_BACK",
+    "route": "nanovllm_kernels.route_cases:ROUTE",
+    "route_and_sort": "nanovllm_kernels.route_cases:ROUTE_AND_SORT",
+    "sort_rows": "nanovllm_kernels.route_cases:SORT_ROWS",
+    "combine": "nanovllm_kernels.route_cases:COMBINE",
+    "few_gate_up": "nanovllm_kernels.experts:GATE_UP",
+    "few_down": "nanovllm_kernels.experts:DOWN",
+    "tiled_gate_up": "nanovllm_kernels.experts:GATE_UP_128",
+    "tiled_down": "nanovllm_kernels.experts:DOWN_128",
     "ngram": "nanovllm_kernels.ngram:NGRAM",
 }
 
@@ -44,6 +54,15 @@ KERNELS = {  # "module:attribute" of a case.Kernel
 COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
     "flash_forward": ("nanovllm_kernels.flash_prefill:compile_causal", (2, 128, 128, "bfloat16")),
     "gated_linear": ("nanovllm_kernels.gated_linear:compile_gated", ("bfloat16", True)),
+    **{
+        name: ("nanovllm_kernels.block_fp8_cute:compile_tile", (*tile, 128, 0, is_grouped))
+        for name, tile, is_grouped in (
+            ("block_fp8_linear", (256, 128, 2), 0),
+            ("block_fp8_experts", (256, 128, 2), 1),
+            ("grouped_fp8_gate_up", (128, 128, 1), 1),
+            ("grouped_fp8_down", (64, 64, 1), 1),
+        )
+    },
     **{
         f"grouped_{name}": (f"nanovllm_kernels.grouped_linear:compile_{kind}", arguments)
         for name, kind, arguments in (

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from nanovllm_kernels import experts_reference
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
-from nanovllm_kernels.experts_reference import BLOCK, used, whole
+from nanovllm_kernels.experts_reference import used, whole
+from nanovllm_kernels.fp8_reference import BLOCK
 from nanovllm_kernels.linear_cases import gated_sizes, linear_reference, sizes
 from nanovllm_kernels.route_reference import ExpertRows, sort_rows
 
@@ -42,7 +43,8 @@ class Routed:
     def __str__(self) -> str:
         share = "" if self.num is None else f" experts {self.first}-{self.first + self.num}"
         kind = f" all to the {self.kind}" if self.kind != "uniform" else ""
-        return f"T={self.T} K={self.K} E={self.E} F={self.F} D={self.D}{share}{kind}"
+        fp8 = " fp8" if self.block_fp8 else ""
+        return f"T={self.T} K={self.K} E={self.E} F={self.F} D={self.D}{fp8}{share}{kind}"
 
     @property
     def num_experts(self) -> int:
@@ -137,7 +139,8 @@ def kernels(
     def case(routed: Routed, of: Callable[..., Args], parts: int) -> Case:
         num_pairs, size = routed.T * routed.K, parts * routed.F * routed.D
         is_many = num_pairs > 64 * routed.E
-        num_bytes = min(num_pairs, routed.num_experts) * size * (1 if routed.block_fp8 else 2)
+        num_used = routed.num_experts * (1 - (1 - routed.K / routed.E) ** routed.T)  # expected
+        num_bytes = round(num_used * size * (1 if routed.block_fp8 else 2))
         return Case(
             str(routed),
             partial(of, routed, tile),

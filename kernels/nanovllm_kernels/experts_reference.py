@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ BLOCK = 128
 class ExpertProducts:
     """One implementation of both products, with the tile that rows are sorted in for it."""
 
-    gate_up: Callable[[Tensor, Tensor, Tensor | None, ExpertRows, int], Tensor]
-    down: Callable[[Tensor, Tensor, Tensor | None, ExpertRows, int], Tensor]
+    gate_up: Callable[..., Any]  # in whichever form `down` takes it
+    down: Callable[..., Tensor]
     tile: Callable[[int, int], int]  # of so many pairs and experts of this rank
     fits: Callable[[int, Tensor], bool]  # so many pairs, and gate_up's weight
     name: str = "torch"  # as `serve` tells it
@@ -38,7 +39,7 @@ def expert_gate_up(
     rows: ExpertRows,
     num_chosen: int,
 ) -> Tensor:
-    """silu(gate) * up of sorted rows, y_XF; rows of no expert of this rank are not written.
+    """The rows y_XF of silu(gate) * up, as sorted; those of no expert of this rank are not written.
 
     `gate_up_E2FD`: an expert's rows of the gate, then those of up.
     """
@@ -107,7 +108,7 @@ def whole(weight_EXX: Tensor, scale_EXX: Tensor | None, expert: int, num_parts: 
 
 
 def dequantised(weight_XX: Tensor, scale_XX: Tensor) -> Tensor:
-    """weight * scale in float32, block by block; the last blocks may be cut off."""
+    """The weight times its scales in float32, block by block; the last blocks may be cut off."""
     rows, columns = weight_XX.shape
     wide_XX = scale_XX.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return weight_XX.float() * wide_XX[:rows, :columns]

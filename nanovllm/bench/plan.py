@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from nanovllm.bench.gpus import CPU, Gpu
 from nanovllm.config import Config, Kernels, Recipe, Schedule, given_or, resolve_schedule
 from nanovllm.engine.paper import resolve
+from nanovllm.layers.moe import read_by
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.parallel.cut import first_of, fits
@@ -90,24 +91,21 @@ class Plan:
 
     def decode_s(self, rows: int, length: int) -> float:
         """The least time of a step that feeds one token to each of so many requests."""
-        num_read, cached = sum(self._read()), rows * length * self.found.layout.bytes_per_token
-        products = self._least(num_read * self.found.dtype.itemsize, 2 * num_read * rows)
+        num_bytes, layers = read_by(self.model.layers, rows)
+        head, cached = self.model.head.weight, rows * length * self.found.layout.bytes_per_token
+        products = self._least(num_bytes + head.nbytes, 2 * (layers + head.numel()) * rows)
         return products + self._least(cached, 0)
 
     def prefill_s(self, rows: int, length: int) -> float:
         """The least time of so many prompts. Half of attention's products are masked."""
-        (layers, head), config = self._read(), self.found.model_config
+        num_bytes, layers = read_by(self.model.layers, rows * length)
+        head, config = self.model.head.weight, self.found.model_config
         heads = config.num_attention_heads // self.tp * config.head_size
         attention = 2 * config.num_hidden_layers * heads * length**2
-        flops = rows * (2 * layers * length + 2 * head + attention)
-        return self._least((layers + head) * self.found.dtype.itemsize, flops)
+        flops = rows * (2 * layers * length + 2 * head.numel() + attention)
+        return self._least(num_bytes + head.nbytes, flops)
 
-    def _read(self) -> tuple[int, int]:
-        """Parameters that every step reads: of all layers, and of the head."""
-        layers = sum(tensor.numel() for tensor in self.model.layers.parameters())
-        return layers, self.model.head.weight.numel()
-
-    def _least(self, num_bytes: int, flops: int) -> float:
+    def _least(self, num_bytes: float, flops: float) -> float:
         return max(num_bytes / self.gpu.gb_per_s / 1e9, flops / self.gpu.tflops / 1e12)
 
 

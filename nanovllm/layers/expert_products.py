@@ -8,6 +8,7 @@ often. With few rows an expert it is the weights that take time, and with many t
 from __future__ import annotations
 
 from nanovllm_kernels.experts_reference import ExpertProducts
+from nanovllm_kernels.grouped_fp8 import GROUPED_FP8
 from nanovllm_kernels.grouped_linear import GROUPED
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from nanovllm.layers.ops import Ops
 from nanovllm.parallel.mesh import Span
 
 # Of many rows an expert, asked in this order; what fits none is for `few_experts`.
-MANY: tuple[ExpertProducts, ...] = (GROUPED,)
+MANY: tuple[ExpertProducts, ...] = (GROUPED, GROUPED_FP8)
 NONE: tuple[ExpertProducts, ...] = ()
 
 

@@ -10,11 +10,13 @@ from functools import partial
 
 import torch
 from nanovllm_kernels.experts_reference import ExpertProducts
+from nanovllm_kernels.fp8_reference import BLOCK, FP8
 from nanovllm_kernels.route_reference import Routing
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.attention.base import ForwardContext
 from nanovllm.layers.expert_products import products_for
+from nanovllm.layers.fp8 import fp8_parameter, in_blocks
 from nanovllm.layers.linear import Layer, Linear, Placement, parameter, summed_up
 from nanovllm.layers.ops import Implementation, Ops, RowTable
 from nanovllm.layers.residual import Added, Residual
@@ -23,7 +25,8 @@ from nanovllm.parallel.mesh import Mesh, Span
 
 class Experts(Layer):
     """The gated MLPs of this rank's experts: weights gate_up [E, 2F, D], the gate's rows first, and
-    down [E, D, F]. `experts`: which are whole here; `inner`: which share of each.
+    down [E, D, F]. `experts`: which are whole here; `inner`: which share of each. In block fp8 they
+    have scales beside them, of 128 rows and 128 inputs each; the gate and up begin blocks.
     """
 
     def __init__(
@@ -40,6 +43,18 @@ class Experts(Layer):
             "down": Placement(1, (("", inner),), experts),
         }
         self.by_rows = RowTable(self._choose)
+
+    def to_fp8(self) -> None:
+        """Changes the type of weights whose storage is not allocated yet, and adds their scales."""
+        for name in ("gate_up", "down"):
+            weight, placement = getattr(self, name), self.placements[name]
+            parts = tuple((part, in_blocks(span, BLOCK)) for part, span in placement.parts)
+            scales = [-(-size // BLOCK) for size in weight.shape[1:]]
+            scales[placement.dim] = sum(span.count for _, span in parts)
+            setattr(self, name, fp8_parameter(*weight.shape, dtype=FP8))
+            scale = fp8_parameter(len(weight), *scales, dtype=torch.float32)
+            setattr(self, f"{name}_scale", scale)
+            self.placements[f"{name}_scale"] = Placement(placement.dim, parts, placement.experts)
 
     def forward(
         self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, stream_TD: Tensor | None
@@ -113,6 +128,14 @@ class MoE(Layer):
             return summed_up(self.experts(x_TD, *chosen, None), stream, self.mesh)
         return Added(self.experts(x_TD, *chosen, stream.stream_TD))
 
+    def elements(self, pending: int, *, fuses_gate: bool) -> int:
+        """Of all pairs, as any rank may have them: what gate and up give, and what down does; and
+        the result. Lists of experts and rows are 32-bit integers.
+        """
+        hidden_size, inner = self.experts.down.shape[1:]
+        num_experts = len(self.router.weight)
+        return self.num_chosen * (hidden_size + inner + 8) + num_experts + max(pending, hidden_size)
+
     def _places(self, ctx: ForwardContext) -> tuple[Tensor, Tensor, int]:
         """Where tokens stand, which is what chooses their experts where all are to be chosen alike
         often."""
@@ -134,3 +157,19 @@ class Router(Linear):
 
     def product(self, x_TD: Tensor) -> Tensor:
         return super().product(x_TD.to(self.weight.dtype))
+
+
+def read_by(model: nn.Module, num_tokens: int) -> tuple[float, float]:
+    """The bytes of a model's weights that a step of so many tokens reads, and the weights that each
+    of them is multiplied with: of experts those that are chosen, all alike often.
+    """
+    num_bytes = num_weights = 0.0
+    for module in model.modules():
+        share = read = 1.0
+        if isinstance(module, Experts):
+            share = module.num_chosen / module.experts.full
+            read = 1 - (1 - share) ** num_tokens
+        for weight in module.parameters(recurse=False):
+            num_bytes += read * weight.nbytes
+            num_weights += share * weight.numel()
+    return num_bytes, num_weights

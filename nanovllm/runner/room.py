@@ -148,16 +148,17 @@ def step_bytes(found: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
     slots, longest = int(recipe.schedule.slots), found.max_model_tokens
     num_prompts = -(-int(recipe.schedule.step_tokens) // longest)
     num_tokens = int(recipe.schedule.step_tokens) // num_prompts * num_prompts
-    block: Any = model.layers[0]
+    layers: Any = model.layers
+    block = layers[0]
     out = block.attn.out.weight
     hidden, queries = out.shape
-    qkv, inner = len(block.attn.qkv.weight), len(block.mlp.gate_up.weight) // 2
+    qkv, mlps = len(block.attn.qkv.weight), [one.mlp for one in layers]
     # The caller of a block holds the product that the block before left for the stream.
     stream = 2 * hidden
     is_added = found.mesh.tp_size == 1 and ADDED_LINEAR.fits(num_tokens, out)
     pending = 0 if is_added else hidden
     attention = stream + qkv + 2 * queries + pending  # q, and what attention gives
-    mlp = stream + hidden + max(inner + pending, inner if fuses_gate else 3 * inner)
+    mlp = stream + hidden + max(mlp.elements(pending, fuses_gate=fuses_gate) for mlp in mlps)
     columns = longest + 1 - (-longest // found.page_tokens)  # of a slot: its tokens and its pages
     pages = 2 * found.layout.bytes_per_token * found.page_tokens
     logits = slots * len(model.head.weight) * bytes_each

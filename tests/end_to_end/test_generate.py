@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from nanovllm.config import Config
 from nanovllm.wire import Abort, FinishReason, Sampling
-from tests.models.tiny import CASES, config_of, make_tiny
+from tests.models.tiny import CASES, TOLD, config_of, make_tiny
 from tests.whole_engine import WholeEngine, prompts_of, reference
 
 
@@ -35,10 +35,12 @@ def test_single_requests_and_a_mixed_batch(case: str, tmp_path: Path) -> None:
     assert batched.text == expected
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, list[list[int]], list]:
+@pytest.fixture(scope="module", params=TOLD)
+def tiny(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Config, list[list[int]], list]:
     folder = tmp_path_factory.mktemp("tiny")
-    family, overrides = CASES["qwen3 gqa 3, tied"]
+    family, overrides = CASES[request.param]
     model = make_tiny(folder, family, **overrides)
     prompts = prompts_of(10, seed=1)
     prompts[3] = [*prompts[2][:20], 5]

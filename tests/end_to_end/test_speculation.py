@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from nanovllm.config import Config, Speculate
 from nanovllm.wire import Abort, FinishReason, Sampling, TokenLogprobs
-from tests.models.tiny import CASES, config_of, make_tiny
+from tests.models.tiny import CASES, TOLD, config_of, make_tiny
 from tests.whole_engine import GREEDY, WholeEngine, reference
 
 NGRAM = Speculate(method="ngram", tokens=3, min_match=1, max_match=4)
@@ -31,10 +31,12 @@ WISHES = {
 MAX_NEW = 40
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, list[list[int]]]:
+@pytest.fixture(scope="module", params=TOLD)
+def config(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Config, list[list[int]]]:
     folder: Path = tmp_path_factory.mktemp("tiny")
-    family, overrides = CASES["qwen3 gqa 3, tied"]
+    family, overrides = CASES[request.param]
     model = make_tiny(folder, family, **overrides)
     return config_of(folder), [reference(model, prompt, MAX_NEW) for prompt in PROMPTS]
 
@@ -75,7 +77,7 @@ def test_greedy_text_is_the_references(config: tuple[Config, list[list[int]]]) -
     assert stats.draft_tokens >= stats.accepted_tokens
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     wish=st.sampled_from(list(WISHES)),
     pages=st.integers(30, 60),

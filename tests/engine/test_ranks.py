@@ -24,7 +24,7 @@ from nanovllm.parallel.ring import RING_BYTES, Writer, ring
 from nanovllm.plan import Masks, StepPlan
 from nanovllm.wire import FinishReason, Sampling
 from tests.models.corrupted import POISON, VALUES, poisoned
-from tests.models.tiny import config_of, make_tiny
+from tests.models.tiny import CASES, config_of, make_tiny
 from tests.whole_engine import GREEDY, WholeEngine, prompts_of
 
 SMALL = dict(pages=24, slots=4, step_tokens=24, max_tokens=90)  # chunks, and preemptions
@@ -47,14 +47,14 @@ NGRAM = Speculate(method="ngram", tokens=3)
 CONFIG = load_config(None, ["device=cpu"])
 
 
-def cut(config: Config, tp: int) -> Config:
-    return replace(config, recipe=replace(config.recipe, parallel=Parallel(tp=tp)))
+def cut(config: Config, tp: int, ep: int = 1) -> Config:
+    return replace(config, recipe=replace(config.recipe, parallel=Parallel(tp=tp, ep=ep)))
 
 
 @contextmanager
 def ranked(config: Config, tp: int, folder: Path, **sizes: Any) -> Iterator[WholeEngine]:
     """Rank 0's engine; the others follow it until the block ends."""
-    first, *others = places_of(cut(config, tp), str(folder))
+    first, *others = places_of(cut(config, tp, config.recipe.parallel.ep), str(folder))
     left: list[int] = []
 
     def follow(place: Place) -> None:
@@ -120,10 +120,31 @@ def test_text_is_that_of_one_rank(
 ) -> None:
     """With 2 key/value heads: at tp 4 each is kept by two ranks."""
     make_tiny(tmp_path, family, tie_word_embeddings=tp == 4, vocab_size=vocab_size)
-    config = config_of(tmp_path)
+    same_text(config_of(tmp_path), drafts, tp, 1, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "drafts", "tp", "ep"),
+    [
+        ("qwen3_moe", NGRAM, 2, 1),
+        ("qwen3_moe", None, 2, 2),
+        ("minimax_m2", NGRAM, 2, 2),
+        ("minimax_m2", None, 4, 1),
+    ],
+)
+def test_experts_over_ranks_write_the_text_of_one(
+    family: str, drafts: Speculate | None, tp: int, ep: int, tmp_path: Path
+) -> None:
+    count = {"qwen3_moe": "num_experts", "minimax_m2": "num_local_experts"}[family]
+    overrides = {**CASES[family][1], count: 10, "vocab_size": 5003}
+    make_tiny(tmp_path, family, **overrides)
+    same_text(config_of(tmp_path), drafts, tp, ep, tmp_path)
+
+
+def same_text(config: Config, drafts: Speculate | None, tp: int, ep: int, folder: Path) -> None:
     alone = WholeEngine(config, speculate=drafts, **SMALL)
     expected = text_of(alone)
-    with ranked(config, tp, tmp_path, speculate=drafts, **SMALL) as engine:
+    with ranked(cut(config, 1, ep), tp, folder, speculate=drafts, **SMALL) as engine:
         assert text_of(engine) == expected
         assert num_weights(engine) < 0.7 * num_weights(alone)
         assert dict(engine.loop.executor.steps_by_mode) == dict(alone.runner.steps_by_mode)

@@ -21,7 +21,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.ops import select_ops
 from nanovllm.layers.residual import Added, Pending
 from nanovllm.layers.rope import PlainRope, cos_sin_table
-from nanovllm.models.weights import destinations, put
+from nanovllm.models.weights import destinations
 from nanovllm.parallel.mesh import Mesh
 from tests.models.tiny import make_loud
 from tests.parallel.test_mesh import Meeting, ThreadMesh
@@ -78,7 +78,7 @@ def ours(attention: MiniMaxM2Attention, x_TD: Tensor, mesh: Mesh) -> Tensor:
     places = destinations(layer, RULES)
     assert places.keys() == tensors.keys()
     for name, place in places.items():
-        put(tensors[name], place, name)
+        place.take(tensors[name], 0)
     kv = mesh.span_or_copy("num_key_value_heads", config.num_key_value_heads).count
     cache = PagedKV(*torch.zeros(2, 5, PAGE_TOKENS, kv, config.head_dim).unbind())
     layer.attend.cache = cache

@@ -1,0 +1,87 @@
+"""The products of routed experts in block fp8 for many rows, with activations of 8 bits.
+
+A token is quantised once and written at the sorted rows of its pairs, so that products read rows
+that lie together; what is between the products is quantised with the gate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from nanovllm_kernels import expert_cases
+from nanovllm_kernels.expert_cases import OF_QUANTISED, Routed
+from nanovllm_kernels.experts_reference import ExpertProducts
+from nanovllm_kernels.fp8_reference import BLOCK, FP8
+from nanovllm_kernels.quantise import Quantised, quantise, silu_mul_quantise
+from nanovllm_kernels.route_reference import ExpertRows
+
+LEAST_ROWS = 8  # of an expert: fewer are other kernels', which read weights of 8 bits alone
+
+
+def tile(num_pairs: int, num_experts: int) -> int:
+    """The tile for so many pairs of so many experts of this rank."""
+    from nanovllm_kernels.block_fp8_cute import experts_tile_rows  # imports CuTe DSL
+
+    return experts_tile_rows(num_pairs, num_experts)
+
+
+def fits(num_pairs: int, gate_up_E2FD: Tensor) -> bool:
+    num_experts, num_lines, num_inputs = gate_up_E2FD.shape
+    return (
+        num_pairs > LEAST_ROWS * num_experts
+        and gate_up_E2FD.dtype == FP8
+        and num_lines % (2 * BLOCK) == 0  # the gate ends with a block of scales
+        and num_inputs % 16 == 0
+    )
+
+
+def expert_gate_up(
+    x_TD: Tensor, gate_up_E2FD: Tensor, scale_EXX: Tensor, rows: ExpertRows, num_chosen: int
+) -> Quantised:
+    """silu(gate) * up of sorted rows, y_XF, for `expert_down` alone."""
+    from nanovllm_kernels.block_fp8_cute import block_fp8_experts
+
+    quantised = quantise(x_TD, rows.row_of_TK)
+    gate_up_X2F = block_fp8_experts(*quantised, gate_up_E2FD, scale_EXX, rows)
+    return silu_mul_quantise(gate_up_X2F, rows.starts_E1)
+
+
+def expert_down(
+    y_XF: Quantised, down_EDF: Tensor, scale_EXX: Tensor, rows: ExpertRows, num_chosen: int
+) -> Tensor:
+    """y_XD of sorted rows; rows of no expert of this rank are not written."""
+    from nanovllm_kernels.block_fp8_cute import block_fp8_experts
+
+    return block_fp8_experts(*y_XF, down_EDF, scale_EXX, rows)
+
+
+GROUPED_FP8 = ExpertProducts(expert_gate_up, expert_down, tile, fits, "fp8")
+
+
+def gate_up_alone(*args: Tensor) -> Tensor:
+    return expert_gate_up(*args).dequantised().bfloat16()
+
+
+def down_alone(y_XF: Tensor, *more: Tensor) -> Tensor:
+    return expert_down(quantise(y_XF), *more)
+
+
+CHECKED = (
+    Routed(9, 2, 3, 128, 144),
+    Routed(300, 8, 33, 256, 400),
+    Routed(300, 1, 5, 128, 64, kind="first"),
+    Routed(200, 4, 64, 128, 128, kind="last"),
+    Routed(256, 4, 16, 128, 256, first=4, num=5),
+    Routed(256, 4, 16, 128, 256, first=4, num=5, kind="first"),
+)
+TIMED = tuple(Routed(T, 8, 128, 768, 2048) for T in (1024, 8192))
+GATE_UP, DOWN = expert_cases.kernels(
+    "grouped_fp8",
+    gate_up_alone,
+    down_alone,
+    128,
+    *(tuple(replace(one, block_fp8=True) for one in each) for each in (CHECKED, TIMED)),
+    share=OF_QUANTISED,
+)

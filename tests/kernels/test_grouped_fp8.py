@@ -1,0 +1,57 @@
+"""Experts in block fp8 with 8-bit activations: the parts in their order, and their bounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nanovllm_kernels import block_fp8_cute, grouped_fp8, quantise
+from nanovllm_kernels.case import check
+from nanovllm_kernels.experts_reference import dequantised, used
+from nanovllm_kernels.grouped_fp8 import DOWN, GATE_UP, GROUPED_FP8
+from nanovllm_kernels.quantise import Quantised
+
+CPU = torch.device("cpu")
+
+
+def product(x8_XD, x_scale_BX, w8_END, w_scale, rows) -> torch.Tensor:
+    """In the place of the compiled kernel."""
+    assert rows.tile in block_fp8_cute.EXPERT_TILES
+    x_XD = Quantised(x8_XD, x_scale_BX).dequantised()
+    y_XN = torch.full((len(x_XD), w8_END.shape[1]), torch.nan, dtype=torch.bfloat16)
+    for expert, start, end in used(rows):
+        weight_ND = dequantised(w8_END[expert], w_scale[expert])
+        y_XN[start:end] = (x_XD[start:end] @ weight_ND.T).bfloat16()
+    return y_XN
+
+
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_fp8_cute, "block_fp8_experts", product)
+    monkeypatch.setattr(grouped_fp8, "quantise", quantise.reference)
+    monkeypatch.setattr(grouped_fp8, "silu_mul_quantise", quantise.silu_mul_reference)
+
+
+def test_cases_pass_with_room() -> None:
+    for kernel in (GATE_UP, DOWN):
+        found = [check(kernel, case, CPU) for case in kernel.cases if not case.is_timed]
+        assert len(found) == 6 and 0.2 < max(found) < 0.8
+
+
+def test_a_wrong_scale_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(x8_XD, x_scale_BX, *more) -> torch.Tensor:
+        return product(x8_XD, x_scale_BX.roll(1, 1), *more)
+
+    monkeypatch.setattr(block_fp8_cute, "block_fp8_experts", shifted)
+    for kernel in (GATE_UP, DOWN):
+        assert check(kernel, kernel.cases[1], CPU) > 2
+
+
+def test_they_are_for_many_rows_of_whole_blocks() -> None:
+    def fits(num_pairs: int, num_lines: int, num_inputs: int, dtype=torch.float8_e4m3fn) -> bool:
+        weight = torch.empty(16, num_lines, num_inputs, dtype=dtype, device="meta")
+        return GROUPED_FP8.fits(num_pairs, weight)
+
+    assert [fits(num, 768, 144) for num in (128, 129)] == [False, True]
+    assert not fits(129, 128, 144) and not fits(129, 768, 136)
+    assert not fits(129, 768, 144, torch.bfloat16)
+    assert [GROUPED_FP8.tile(num, 16) for num in (129, 2048, 4096)] == [64, 128, 256]
