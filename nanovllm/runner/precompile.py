@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from operator import itemgetter
 
 from nanovllm_kernels.compile_cache import Job
+from nanovllm_kernels.fp8_reference import Scaled
 from nanovllm_kernels.gated_linear import compile_gated
 
 from nanovllm.layers.embedding import Vocabulary
@@ -72,7 +73,7 @@ def products_of(model: Decoder) -> list[Job]:
                 kind = Kind()
             case _:
                 continue
-        kernels = skinny_fp8_cute if module.block_rows else skinny_linear
+        kernels = skinny_fp8_cute if isinstance(module.operand, Scaled) else skinny_linear
         found |= kernels.compiled_for(module.operand, kind)
     return [compiles.job(*of) for of, compiles in sorted(found, key=itemgetter(0))]
 
