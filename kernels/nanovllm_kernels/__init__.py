@@ -19,7 +19,6 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "added_linear": "nanovllm_kernels.library_linear:ADDED",
     "block_fp8_linear": "nanovllm_kernels.block_fp8_cases:LINEAR",
     "block_fp8_experts": "nanovllm_kernels.block_fp8_cases:EXPERTS",
-    "block_fp8_triton": "nanovllm_kernels.dense_fp8_cases:TRITON",
     "norm_quantise": "nanovllm_kernels.dense_fp8_cases:NORM_QUANTISE",
     "skinny_fp8_linear": "nanovllm_kernels.dense_fp8_cases:LINEAR",
     "skinny_fp8_linear_add": "nanovllm_kernels.dense_fp8_cases:LINEAR_ADD",

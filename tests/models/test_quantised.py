@@ -110,7 +110,7 @@ def test_a_rank_has_its_rows_of_numbers_and_of_scales(
                 assert torch.equal(got, torch.cat(parts)), f"layer {layer} {target}"
                 is_kept = f"model.layers.{layer}.{sources[0]}" == KEPT
                 assert (linear.weight.dtype == FP8) is not is_kept
-        assert found["layers.0.attn.qkv"].block_rows == (64 if tp == 4 else 128)
+        assert found["layers.0.attn.qkv"].operand.block_rows == (64 if tp == 4 else 128)
 
 
 @pytest.mark.parametrize("staging", [1000, 1 << 20])
