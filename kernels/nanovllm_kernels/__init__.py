@@ -19,6 +19,11 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "added_linear": "nanovllm_kernels.library_linear:ADDED",
     "block_fp8_linear": "nanovllm_kernels.block_fp8_cases:LINEAR",
     "block_fp8_experts": "nanovllm_kernels.block_fp8_cases:EXPERTS",
+    "norm_quantise": "nanovllm_kernels.dense_fp8_cases:NORM_QUANTISE",
+    "skinny_fp8_linear": "nanovllm_kernels.dense_fp8_cases:LINEAR",
+    "skinny_fp8_linear_add": "nanovllm_kernels.dense_fp8_cases:LINEAR_ADD",
+    "skinny_fp8_norm_linear": "nanovllm_kernels.dense_fp8_cases:NORM_LINEAR",
+    "skinny_fp8_norm_gate_up": "nanovllm_kernels.dense_fp8_cases:NORM_GATE_UP",
     "skinny_linear": "nanovllm_kernels.skinny_cases:LINEAR",
     "skinny_linear_add": "nanovllm_kernels.skinny_cases:LINEAR_ADD",
     "skinny_norm_linear": "nanovllm_kernels.skinny_cases:NORM_LINEAR",
@@ -70,12 +75,19 @@ COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
     "block_fp8_experts": ("nanovllm_kernels.block_fp8_cute:compile_tile", (256, 128, 2, 128, 0, 1)),
     "paged_decode_cute": ("nanovllm_kernels.paged_decode_cute:compile_decode", (2, 128, 128, 0)),
     **{
-        name: ("nanovllm_kernels.skinny_linear:compile_product", (64, 2, False, 1, *kind))
-        for name, kind in {
-            "skinny_linear": (False, False, False),
-            "skinny_linear_add": (False, False, True),
-            "skinny_norm_linear": (True, False, False),
-            "skinny_norm_gate_up": (True, True, False),
+        f"{name}_{kind}": (
+            f"nanovllm_kernels.{module}:compile_product",
+            (64, 2, False, 1, *of, *more),
+        )
+        for name, module, more in (
+            ("skinny", "skinny_linear", ()),
+            ("skinny_fp8", "skinny_fp8_cute", (8, 128)),
+        )
+        for kind, of in {
+            "linear": (False, False, False),
+            "linear_add": (False, False, True),
+            "norm_linear": (True, False, False),
+            "norm_gate_up": (True, True, False),
         }.items()
     },
 }

@@ -7,7 +7,7 @@ each 128. A number is its e4m3 value times its scale.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of FP8
+FEW_ROWS = 32  # up to which weights are read by kernels that do not quantise rows
 
 
 class Scaled(NamedTuple):
@@ -39,13 +40,30 @@ class Scaled(NamedTuple):
         return self.weight_ND.float() * scale_ND
 
 
-class Fp8Linear(NamedTuple):
-    """The kernels that multiply with Scaled weights."""
+Weight: TypeAlias = Tensor | Scaled
 
-    name: str
-    product: Callable[..., Tensor]  # of quantised rows: block_fp8.block_fp8_linear's signature
+
+class Quantised(NamedTuple):
+    """A number is its value times the scale of its row's block."""
+
+    values_XD: Tensor
+    scale_BX: Tensor  # B: D / 128, rounded up
+
+    def dequantised(self) -> Tensor:
+        """In float32."""
+        scale_XD = self.scale_BX.t().repeat_interleave(BLOCK, 1)
+        return self.values_XD.float() * scale_XD[:, : self.values_XD.shape[1]]
+
+
+class Fp8Linear(NamedTuple):
+    """The kernels that multiply with Scaled weights, and quantise what they multiply."""
+
+    product: Callable[..., Tensor]  # of Quantised rows: block_fp8_cute.block_fp8_linear's signature
     obstacle: Callable[..., str | None]  # (num_lines, width, block_rows): why it cannot, or None
     skinny: Any  # layers.ops.SkinnyLinear, of few rows that are not quantised; or None
+    quantise: Callable[[Tensor], Quantised]
+    norm_quantise: Callable[..., Quantised]  # (x, residual_TD or None, norm_weight_D, eps)
+    silu_mul_quantise: Callable[[Tensor], Quantised]
 
 
 def spread(scale: Tensor, num_rows: int, width: int, block_rows: int = BLOCK) -> Tensor:

@@ -8,7 +8,6 @@ inputs, of all rows, lie together. Where a block is all zeros, its scale is 1.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import triton
@@ -18,22 +17,10 @@ from torch import Tensor
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.expert_cases import Routed
-from nanovllm_kernels.fp8_reference import BLOCK, FP8, LARGEST
+from nanovllm_kernels.fp8_reference import BLOCK, FP8, LARGEST, Quantised
 from nanovllm_kernels.paged_decode import INTERPRETED
 
 BLOCKS = 8  # of 128 numbers, that a program takes
-
-
-class Quantised(NamedTuple):
-    """A number is its value times the scale of its row's block."""
-
-    values_XD: Tensor
-    scale_BX: Tensor  # B: D / 128, rounded up
-
-    def dequantised(self) -> Tensor:
-        """In float32."""
-        scale_XD = self.scale_BX.t().repeat_interleave(BLOCK, 1)
-        return self.values_XD.float() * scale_XD[:, : self.values_XD.shape[1]]
 
 
 def empty(num_rows: int, width: int, device: torch.device) -> Quantised:

@@ -29,17 +29,18 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from torch import Tensor
 
 from nanovllm_kernels import skinny_linear
-from nanovllm_kernels.block_fp8_cute import block_fp8_linear, obstacle
+from nanovllm_kernels.block_fp8_cute import block_fp8_linear, compile_tile, obstacle, tile_of
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
-from nanovllm_kernels.fp8_reference import BLOCK, FP8, Fp8Linear, Scaled
+from nanovllm_kernels.fp8_reference import BLOCK, FEW_ROWS, FP8, Fp8Linear, Scaled
 from nanovllm_kernels.like import like
+from nanovllm_kernels.quantise import norm_quantise, quantise, silu_mul_quantise
 from nanovllm_kernels.skinny_linear import LINE_BYTES, PROCESSORS, Kind, Shape, Shared, Size
 
-MOST_ROWS = 32
 TILE_LINES, TILE_ROWS = 16, 8  # of a tensor core's product
 LEAST_BLOCK_ROWS = 8
 BOX_INPUTS = 64  # of x in a swizzled line
 FEW_WARPS, MANY_WARPS = 4, 8  # that compute, of two blocks or of one block on a multiprocessor
+TILED = range(6, 14)  # logarithms of the numbers of rows whose tiles are compiled early
 MOST_LINES = {1: 128, 2: 128, 4: 64}  # by tiles of rows: as many sums as registers hold
 
 # Four e4m3 numbers to two pairs of bfloat16, exactly.
@@ -60,7 +61,7 @@ MULTIPLY = (
 @cache
 def shape_of(num_lines: int, width: int, kind: Kind, num_rows: int) -> Shape | None:
     """None: the weights cannot be cut evenly. `groups` of a shape: tiles of 8 rows."""
-    if num_rows > MOST_ROWS or width % BLOCK:
+    if num_rows > FEW_ROWS or width % BLOCK:
         return None
     tiles = 1 if num_rows <= 8 else 2 if num_rows <= 16 else 4
     shape = skinny_linear.shape_of(num_lines, width, kind, 1, TILE_LINES, MOST_LINES[tiles])
@@ -81,7 +82,7 @@ class SkinnyFp8(skinny_linear.SkinnyLinear):
         gated: bool = False,
         added: bool = False,
     ) -> bool:
-        if num_rows > MOST_ROWS or weight_ND.dtype != FP8:
+        if num_rows > FEW_ROWS or weight_ND.dtype != FP8:
             return False
         shape = shape_of(*weight_ND.shape, Kind(normed, gated, added), num_rows)
         return shape is not None and weight_ND.block_rows >= LEAST_BLOCK_ROWS
@@ -107,7 +108,9 @@ class SkinnyFp8(skinny_linear.SkinnyLinear):
 
 
 SKINNY_FP8 = SkinnyFp8()
-FP8_LINEAR = Fp8Linear("block fp8", block_fp8_linear, obstacle, SKINNY_FP8)
+FP8_LINEAR = Fp8Linear(
+    block_fp8_linear, obstacle, SKINNY_FP8, quantise, norm_quantise, silu_mul_quantise
+)
 
 
 def cut_of(weight: Scaled, shape: Shape) -> tuple[int, int]:
@@ -148,6 +151,20 @@ def compile_product(
         options="--enable-tvm-ffi",
     )
     return compiled
+
+
+def compiled_for(
+    weight: Scaled, kind: Kind
+) -> set[tuple[tuple[int, ...], CachedCompile[*tuple[int, ...]]]]:
+    """What multiplies a weight: of few rows, and the tiles for some numbers of more."""
+    shapes = {shape_of(*weight.shape, kind, n) for n in range(1, FEW_ROWS + 1)}
+    skinny = {(*shape, *kind, *cut_of(weight, shape)) for shape in shapes if shape is not None}
+    found = {(arguments, compile_product) for arguments in skinny}
+    if obstacle(*weight.shape, weight.block_rows) is None:
+        of = weight.block_rows, kind.added, False
+        tiles = {tile_of(2**n, len(weight.weight_ND), PROCESSORS) for n in TILED}
+        found |= {((*tile, *of), compile_tile) for tile in tiles}
+    return found
 
 
 class Product(skinny_linear.Product):

@@ -7,18 +7,20 @@ that its quantization names change their type and get scales, and only that is a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from math import gcd
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from msgspec import Struct
-from nanovllm_kernels.fp8_reference import BLOCK, FP8, Scaled
+from nanovllm_kernels.fp8_reference import BLOCK, FEW_ROWS, FP8, Quantised, Scaled
 from torch import Tensor, nn
 
 from nanovllm.config import ConfigError
 from nanovllm.layers.linear import AddLinear, Layer, Linear, NormLinear, Placement
 from nanovllm.layers.ops import Implementation, Ops
+from nanovllm.layers.residual import Added, Parted, Pending, Residual, as_tensor
 from nanovllm.parallel.mesh import Span
 
 
@@ -33,6 +35,11 @@ class BlockFp8(Struct, frozen=True):
     fmt: Literal["e4m3", "float8_e4m3fn"] = "e4m3"
     activation_scheme: Literal["dynamic"] = "dynamic"
     modules_to_not_convert: frozenset[str] | None = None
+    ignored_layers: frozenset[str] | None = None  # another name for it
+
+    @property
+    def kept(self) -> frozenset[str]:
+        return (self.modules_to_not_convert or frozenset()) | (self.ignored_layers or frozenset())
 
     def __post_init__(self) -> None:
         if self.weight_block_size != (BLOCK, BLOCK):
@@ -42,19 +49,94 @@ class BlockFp8(Struct, frozen=True):
 
 
 class Fp8Ops(Ops):
-    """Operations whose products take Scaled weights."""
+    """Operations whose products take Scaled weights.
 
-    def _plain(self, weight: Scaled, num_rows: int) -> Implementation:  # type: ignore[override]
-        return Implementation("dequantised", dequantised_linear)
+    Of few rows they are skinny ones. Of more, rows are quantised by the norm or the gate before,
+    and a gate passes on Quantised rows. Without kernels weights are dequantised for each product.
+    """
+
+    passes_on: bool
+
+    def _plain(self, weight: Any, num_rows: int) -> Implementation:  # noqa: ANN401
+        found: Implementation = super()._plain(weight, num_rows)
+        if found.name == "skinny":
+            return found
+        if not self._multiplies(weight):
+            return Implementation("dequantised", dequantised_linear)
+        return Implementation("fp8", self._product)
+
+    def _multiplies(self, weight: Scaled) -> bool:
+        kernels = self.fp8_linear
+        return kernels is not None and kernels.obstacle(*weight.shape, weight.block_rows) is None
+
+    def _product(
+        self, x: Tensor | Quantised, weight: Scaled, residual_TN: Tensor | None = None
+    ) -> Tensor:
+        assert self.fp8_linear is not None
+        x8 = x if isinstance(x, Quantised) else self.fp8_linear.quantise(x)
+        weight_ND, scale, block_rows = weight
+        return self.fp8_linear.product(*x8, weight_ND, scale, residual_TN, block_rows)
+
+    def _added(self, weight: Any, num_rows: int) -> Implementation:  # noqa: ANN401
+        found: Implementation = super()._added(weight, num_rows)
+        if found.name != "fp8":
+            return found
+
+        def run(x: Tensor | Quantised, weight: Scaled, residual: Added) -> Residual:
+            return Added(self._product(x, weight, residual.stream_TD))
+
+        return Implementation("fp8+residual", run)
+
+    def _normed(
+        self,
+        weight: Any,  # noqa: ANN401
+        gated: bool,
+        is_added: bool,
+        num_rows: int,
+    ) -> Implementation:
+        found: Implementation = super()._normed(weight, gated, is_added, num_rows)
+        if found.norms or self._plain(weight, num_rows).name != "fp8":
+            return found
+        kernels = self.fp8_linear
+        assert kernels is not None
+        passes_on = self.passes_on and num_rows > FEW_ROWS
+        gate = kernels.silu_mul_quantise if passes_on else self.silu_mul
+
+        def run(
+            residual: Residual, norm_weight_D: Tensor, eps: float, weight: Scaled
+        ) -> tuple[Any, Added]:
+            x: Tensor | Quantised
+            if isinstance(residual, Parted):
+                x, stream = residual.normed(norm_weight_D, eps)
+            else:
+                stream = Added(residual.stream_TD)
+                of = [stream.stream_TD, None]
+                if isinstance(residual, Pending):
+                    of = [as_tensor(residual.update), stream.stream_TD]
+                x = kernels.norm_quantise(*of, norm_weight_D, eps)
+            y_TN = self._product(x, weight)
+            return gate(y_TN) if gated else y_TN, stream
+
+        return Implementation("norm+fp8+gate" if gated else "norm+fp8", run)
 
 
-def dequantised_linear(x_TD: Tensor, weight: Scaled) -> Tensor:
+def dequantised_linear(x: Tensor | Quantised, weight: Scaled) -> Tensor:
+    x_TD = x.dequantised().bfloat16() if isinstance(x, Quantised) else x
     return F.linear(x_TD, weight.dequantised().to(x_TD.dtype))
 
 
-def fp8_ops(ops: Ops) -> Fp8Ops:
-    """The same operations around products of fp8 weights."""
-    return Fp8Ops(ops.rms_norm, ops.add_rms_norm, ops.silu_mul, ops.rope_store)
+def fp8_ops(ops: Ops, *, passes_on: bool) -> Fp8Ops:
+    """The same operations around products of fp8 weights. Kernels compute in bfloat16 only.
+
+    `passes_on`: what follows a gate has an fp8 weight, too.
+    """
+    is_16_bit = torch.get_default_dtype() == torch.bfloat16
+    kernels = ops.fp8_linear if is_16_bit else None
+    others = dict(gated_linear=None, sliced_linear=None, added_linear=None, fp8_linear=kernels)
+    same = {entry.name: getattr(ops, entry.name) for entry in fields(Ops) if entry.init}
+    found = Fp8Ops(**{**same, **others, "skinny_linear": kernels and kernels.skinny})
+    vars(found)["passes_on"] = passes_on
+    return found
 
 
 def blocks(
@@ -71,18 +153,45 @@ def blocks(
     if quantised is None:
         yield from (make(layer) for layer in range(count))
         return
-    device, products = torch.get_default_device(), fp8_ops(ops)
+    device = torch.get_default_device()
+    known: dict[tuple[int, bool], Fp8Ops] = {}
     for layer in range(count):
         with torch.device("meta"):
             block = make(layer)
-        for path, module in block.named_modules():
-            names = checkpoint_modules(f"layers.{layer}.{path}", layer, rules)
-            if names and not is_kept(names, quantised):
-                if isinstance(module, NormLinear | AddLinear):
-                    to_fp8(module, products)
-                elif hasattr(module, "to_fp8"):
-                    module.to_fp8()
-        yield block.to_empty(device=device)
+        modules = dict(block.named_modules())
+        named = {p: checkpoint_modules(f"layers.{layer}.{p}", layer, rules) for p in modules}
+        kept = {path for path, names in named.items() if not names or is_kept(names, quantised)}
+        for path in modules.keys() - kept:
+            module = modules[path]
+            if isinstance(module, NormLinear | AddLinear):
+                to_fp8(module)
+            elif hasattr(module, "to_fp8"):
+                module.to_fp8()
+        block.to_empty(device=device)
+        for path, module in modules.items():
+            if isinstance(module, Linear):
+                vars(module)["operand"] = module.weight
+            if isinstance(module, NormLinear | AddLinear) and path not in kept:
+                passes_on = f"{path.rpartition('.')[0]}.down" not in kept
+                kind = block_rows_of(module.placements["weight"]), passes_on
+                if kind not in known:
+                    known[kind] = fp8_ops(ops, passes_on=passes_on)
+                bind(module, known[kind], kind[0])
+        yield block
+
+
+def bind(linear: NormLinear | AddLinear, ops: Fp8Ops, block_rows: int) -> None:
+    """Finds its operand, whose storage is allocated now, and the tables of what multiplies it.
+
+    `ops`: the same for equal `block_rows` alone, which tables do not tell apart.
+    """
+    scale = linear.get_parameter("weight_scale")
+    weight = vars(linear)["operand"] = Scaled(linear.weight, scale, block_rows)
+    if isinstance(linear, NormLinear):
+        linear.by_rows = ops.normed(weight, gated=linear.gated, is_added=True)
+        linear.by_rows_pending = ops.normed(weight, gated=linear.gated, is_added=False)
+    else:
+        linear.by_rows = (ops.plain if linear.mesh.tp_size > 1 else ops.added)(weight)
 
 
 def checkpoint_modules(path: str, layer: int, rules: Iterable[tuple[str, ...]]) -> set[str]:
@@ -93,7 +202,7 @@ def checkpoint_modules(path: str, layer: int, rules: Iterable[tuple[str, ...]]) 
 
 def is_kept(names: set[str], quantised: BlockFp8) -> bool:
     """Whether a module is not quantised. Raises ConfigError if parts of it are and others not."""
-    kept = names & (quantised.modules_to_not_convert or set())
+    kept = names & quantised.kept
     if kept and kept != names:
         raise ConfigError(
             f"quantization_config.modules_to_not_convert has {min(kept)} without "
@@ -102,18 +211,16 @@ def is_kept(names: set[str], quantised: BlockFp8) -> bool:
     return bool(kept)
 
 
-def to_fp8(linear: Linear, ops: Fp8Ops) -> None:
+def to_fp8(linear: Linear) -> None:
     """Changes the type of a weight whose storage is not allocated yet, and adds its scales."""
     placement = linear.placements["weight"]
-    linear.block_rows = BLOCK if placement.dim else block_rows_of(placement)
-    num_rows, width = linear.weight.shape
-    scales = -(-num_rows // linear.block_rows), -(-width // BLOCK)
+    block_rows, (num_rows, width) = block_rows_of(placement), linear.weight.shape
+    scales = -(-num_rows // block_rows), -(-width // BLOCK)
     linear.weight = fp8_parameter(num_rows, width, dtype=FP8)
     linear.weight_scale = fp8_parameter(*scales, dtype=torch.float32)
-    each = BLOCK if placement.dim else linear.block_rows
+    each = BLOCK if placement.dim else block_rows
     parts = tuple((name, in_blocks(span, each)) for name, span in placement.parts)
     linear.placements["weight_scale"] = Placement(placement.dim, parts)
-    linear.choose(ops)
 
 
 def fp8_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -123,7 +230,7 @@ def fp8_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 def block_rows_of(placement: Placement) -> int:
     """Rows that share a scale: 128, or fewer if parts, or the shares of ranks, start in between."""
     found, at = BLOCK, 0
-    for _, span in placement.parts:
+    for _, span in placement.parts if placement.dim == 0 else ():
         found, at = gcd(found, at, span.start), at + span.count
     return found
 

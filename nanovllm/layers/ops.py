@@ -16,13 +16,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from nanovllm_kernels import experts_reference, route_reference
 from nanovllm_kernels.experts_reference import ExpertProducts
-from nanovllm_kernels.fp8_reference import Scaled
+from nanovllm_kernels.fp8_reference import Fp8Linear, Weight
 from nanovllm_kernels.gated_linear import obstacle
 from nanovllm_kernels.route_reference import ExpertRows
 from torch import Tensor
@@ -41,6 +41,7 @@ IMPLEMENTATIONS = {
         "skinny_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "sliced_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "added_linear": "nanovllm.layers.ops:ONE_BY_ONE",
+        "fp8_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "route": "nanovllm_kernels.route_reference:route",
         "sort_rows": "nanovllm_kernels.route_reference:sort_rows",
         "few_experts": "nanovllm_kernels.experts_reference:EXPERTS",
@@ -64,6 +65,7 @@ IMPLEMENTATIONS = {
     "cute": {
         "gated_linear": "nanovllm_kernels.gated_linear:GATED_LINEAR",
         "skinny_linear": "nanovllm_kernels.skinny_linear:SKINNY_LINEAR",
+        "fp8_linear": "nanovllm_kernels.skinny_fp8_cute:FP8_LINEAR",
         "many_experts": "nanovllm.layers.expert_products:MANY",
     },
 }
@@ -104,7 +106,6 @@ class SkinnyLinear(Protocol):
     ) -> Tensor: ...
 
 
-Weight: TypeAlias = Tensor | Scaled
 ONE_BY_ONE = None  # the other operations do it, whatever the number of rows
 
 
@@ -160,6 +161,7 @@ class Ops:
     skinny_linear: SkinnyLinear | None = ONE_BY_ONE
     sliced_linear: FusedLinear | None = ONE_BY_ONE
     added_linear: FusedLinear | None = ONE_BY_ONE
+    fp8_linear: Fp8Linear | None = ONE_BY_ONE  # layers/fp8.py
     route: Callable[..., tuple[Tensor, Tensor]] = route_reference.route
     sort_rows: Callable[[Tensor, int, int, int], ExpertRows] = route_reference.sort_rows
     few_experts: ExpertProducts = experts_reference.EXPERTS

@@ -11,6 +11,8 @@ from nanovllm.config import ConfigError
 from nanovllm.parallel.mesh import EXPERTS, Mesh, Span
 
 MOST_RANKS = 64
+HEADS = "num_attention_heads"
+INPUTS = 128  # that share a scale, where weights are fp8
 
 
 class Cut(Protocol):
@@ -60,7 +62,16 @@ def cut(mesh: Mesh, model_config: Cut) -> None:
     if mesh.ep_size > 1 and not {*even} & {*EXPERTS}:
         raise ConfigError(f"parallel.ep is {mesh.ep_size}; the model has no experts")
     for name in even:
-        mesh.span(name, getattr(model_config, name))
+        full = getattr(model_config, name)
+        span = mesh.span(name, full)
+        share = span.count * (model_config.head_size if name == HEADS else 1)
+        is_cut = not span.is_whole and name not in EXPERTS
+        if is_cut and model_config.quantization_config is not None and share % INPUTS:
+            raise ConfigError(
+                f"parallel.tp is {mesh.tp_size}; it would cut the model's {name} {full} into "
+                f"shares of {share} inputs of weights in fp8, and {share} is not a multiple of "
+                f"{INPUTS}"
+            )
     mesh.span_or_copy("num_key_value_heads", model_config.num_key_value_heads)
     if model_config.quantization_config is None or mesh.tp_size == 1:
         return

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 import torch
-from nanovllm_kernels.fp8_reference import Scaled, quantise_weight, spread
+from nanovllm_kernels import quantise as kernels, reference
+from nanovllm_kernels.dense_fp8_cases import norm_reference
+from nanovllm_kernels.fp8_reference import (
+    Fp8Linear,
+    Quantised,
+    Scaled,
+    quantise_weight,
+    spread,
+)
 from torch import Tensor
 
 from nanovllm.config import ConfigError, Kernels
+from nanovllm.layers.describe import by_rows
 from nanovllm.layers.fp8 import BlockFp8, block_rows_of, in_blocks
 from nanovllm.layers.linear import Linear, Placement
-from nanovllm.layers.ops import select_ops
-from nanovllm.layers.residual import Added
+from nanovllm.layers.ops import Ops, select_ops
+from nanovllm.layers.residual import Added, Pending
 from nanovllm.layers.rope import PlainRope
 from nanovllm.models.qwen3 import Qwen3, Qwen3Config
 from nanovllm.parallel.mesh import Mesh, Span
@@ -19,7 +31,7 @@ from nanovllm.parallel.mesh import Mesh, Span
 CPU = torch.device("cpu")
 
 
-def model_of(*kept: str, mesh: Mesh = Mesh(), **fields: int) -> Qwen3:
+def model_of(*kept: str, mesh: Mesh = Mesh(), ops: Ops | None = None, **fields: int) -> Qwen3:
     sizes = dict(
         vocab_size=200, hidden_size=192, intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=64,
@@ -30,7 +42,7 @@ def model_of(*kept: str, mesh: Mesh = Mesh(), **fields: int) -> Qwen3:
         rope_parameters=PlainRope(rope_theta=1e4),
         quantization_config=BlockFp8("fp8", (128, 128), modules_to_not_convert=frozenset(kept)),
     )
-    return Qwen3(config, mesh, select_ops(Kernels(), CPU), 64)
+    return Qwen3(config, mesh, ops or select_ops(Kernels(), CPU), 64)
 
 
 def fill(linear: Linear, seed: int = 0) -> Tensor:
@@ -39,7 +51,7 @@ def fill(linear: Linear, seed: int = 0) -> Tensor:
     weight, scale = linear.weight, linear.weight_scale
     weight.copy_(torch.randn(weight.shape, generator=generator).to(weight.dtype))
     scale.copy_(torch.rand(scale.shape, generator=generator) + 0.5)
-    return Scaled(weight, scale, linear.block_rows).dequantised()
+    return linear.operand.dequantised()
 
 
 def test_products_of_blocks_are_fp8_and_nothing_else_is() -> None:
@@ -59,7 +71,7 @@ def test_modules_are_kept_by_whole_names() -> None:
         "model.layers.1.mlp.down_proj", "mlp.down_proj", "lm_head", "model.layers.0.mlp"
     )
     kept = [name for name, module in model.named_modules() if isinstance(module, Linear)]
-    kept = [name for name in kept if not model.get_submodule(name).block_rows]
+    kept = [n for n in kept if not isinstance(model.get_submodule(n).operand, Scaled)]
     assert kept == ["embed", "layers.1.mlp.down", "head"]
 
 
@@ -90,7 +102,7 @@ def test_rows_that_share_a_scale(spans: list[Span], expected: int) -> None:
 
 def test_shares_are_cut_in_blocks() -> None:
     linear = model_of(mesh=Mesh(1, 2)).layers[0].attn.qkv
-    assert (linear.block_rows, tuple(linear.weight_scale.shape)) == (64, (4, 2))
+    assert (linear.operand.block_rows, tuple(linear.weight_scale.shape)) == (64, (4, 2))
     assert linear.placements["weight_scale"].parts == (
         ("q", Span(4, 2, 2)),
         ("k", Span(2, 1, 1)),
@@ -136,3 +148,105 @@ def test_quantising_a_weight_is_exact_to_three_bits(rows: int, width: int) -> No
     assert bool((found - weight_ND).abs().le(weight_ND.abs() / 16 + largest * 2.0**-18).all())
     again, _ = quantise_weight(found)  # in steps of its own
     assert torch.equal(Scaled(again, scale).dequantised(), found)
+
+
+class Skinny:
+    """In place of the products of few rows: exact, and of one row only."""
+
+    def fits(self, num_rows: int, weight: Scaled, **kind: bool) -> bool:
+        return num_rows == 1
+
+    def linear(self, x_TD: Tensor, weight: Scaled) -> Tensor:
+        return (x_TD.float() @ weight.dequantised().T).bfloat16()
+
+    def linear_add(self, x_TD: Tensor, weight: Scaled, residual_TN: Tensor) -> Tensor:
+        return residual_TN.add_(self.linear(x_TD, weight))
+
+    def norm_linear(
+        self, x_TD: Tensor, norm_weight_D: Tensor, eps: float, weight: Scaled, *, gated: bool
+    ) -> Tensor:
+        y_TN = self.linear(reference.rms_norm(x_TD, norm_weight_D, eps), weight)
+        return reference.silu_mul(y_TN) if gated else y_TN
+
+
+class Stand:
+    """In place of the products of many rows: counts what it is given."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.gates: list[int] = []
+
+    def product(self, x8_TD, x_scale_BT, w8_ND, w_scale, residual_TN, block_rows) -> Tensor:
+        self.rows.append(len(x8_TD))
+        x_TD = Quantised(x8_TD, x_scale_BT).dequantised()
+        y_TN = x_TD @ Scaled(w8_ND, w_scale, block_rows).dequantised().T
+        if residual_TN is None:
+            return y_TN.bfloat16()
+        return residual_TN.copy_(y_TN + residual_TN.float())
+
+    def gate(self, gate_up_T2F: Tensor) -> Quantised:
+        self.gates.append(len(gate_up_T2F))
+        return kernels.silu_mul_reference(gate_up_T2F)
+
+    def linear(self) -> Fp8Linear:
+        def obstacle(num_lines: int, width: int, block_rows: int) -> str | None:
+            return "too narrow" if width < 64 else None
+
+        makers = kernels.reference, norm_reference, self.gate
+        return Fp8Linear(self.product, obstacle, Skinny(), *makers)
+
+
+@pytest.fixture
+def bfloat16() -> Iterator[None]:
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("kept", [(), ("model.layers.0.mlp.down_proj",)], ids=["", "down kept"])
+@pytest.mark.parametrize("num_rows", [1, 2, 40])
+def test_an_mlp_by_rows(num_rows: int, kept: tuple[str, ...]) -> None:
+    """One row is for skinny products; more are quantised, more than 32 by the gate as well."""
+    stand = Stand()
+    ops = replace(select_ops(Kernels(), CPU), fp8_linear=stand.linear())
+    mlp = model_of(*kept, ops=ops).layers[0].mlp
+    torch.manual_seed(0)
+    gate_up = fill(mlp.gate_up) * 0.05
+    mlp.gate_up.weight_scale.mul_(0.05)
+    down = mlp.down.weight if kept else fill(mlp.down, 1) * 0.05
+    (down.normal_(0, 0.05) if kept else mlp.down.weight_scale.mul_(0.05))
+    mlp.gate_up.norm_weight.fill_(0.7)
+    for is_added in (True, False):
+        x_TD, update_TD = torch.randn(num_rows, 192), torch.randn(num_rows, 192)
+        sum_TD = x_TD if is_added else x_TD + update_TD
+        normed = reference.rms_norm(sum_TD, mlp.gate_up.norm_weight, 1e-6).float()
+        y_TF = reference.silu_mul(normed @ gate_up.float().T)
+        expected = sum_TD.float() + y_TF @ down.float().T
+        after = mlp(Added(x_TD.clone()) if is_added else Pending(x_TD.clone(), update_TD), None)
+        found, _ = ops.norm(after, torch.ones(192), 1e-6)
+        expected = reference.rms_norm(expected, torch.ones(192), 1e-6).bfloat16()
+        error = (found.float() - expected.float()).norm() / expected.float().norm()
+        assert float(error) < 0.05
+    products = 2 * [num_rows] if kept else 4 * [num_rows]
+    assert stand.rows == ([] if num_rows == 1 else products)
+    assert stand.gates == ([num_rows] * 2 if num_rows == 40 and not kept else [])
+
+
+@pytest.mark.usefixtures("bfloat16")
+def test_tables_say_what_multiplies() -> None:
+    ops = replace(select_ops(Kernels(), CPU), fp8_linear=Stand().linear())
+    block = model_of(ops=ops, head_dim=8).layers[1]
+    tables = [linear.by_rows for linear in (block.attn.qkv, block.attn.out, block.mlp.gate_up)]
+    assert [by_rows(table, (1, 2, 64)) for table in tables] == [
+        "norm+skinny 1, norm+fp8 2-64",
+        "skinny+residual 1, dequantised 2-64",
+        "norm+skinny+gate 1, norm+fp8+gate 2-64",
+    ]
+
+
+def test_kernels_are_of_bfloat16() -> None:
+    ops = replace(select_ops(Kernels(), CPU), fp8_linear=Stand().linear())
+    table = model_of(ops=ops).layers[1].attn.qkv.by_rows
+    assert by_rows(table, (1, 64)) == "dequantised 1-64"
