@@ -50,12 +50,7 @@ BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes,
 )  # fmt: skip
 CUTE = ("cute", "skinny_linear", "flash_prefill", "gated_linear", "gated_product", "grouped_linear",
         "grouped_product", "kept")  # fmt: skip
-CASES = ("case", "timing", "skinny_cases", "compile_one", "peer_cases", "rope_cases",
-<<<<<<< HEAD
-         "expert_cases", "block_fp8_cases")  # fmt: skip
-=======
-         "expert_cases", "dense_fp8_cases")  # fmt: skip
->>>>>>> w-loader
+CASES = ("case", "timing", "compile_one")  # and *_cases
 BUDGETS = {
     "path": 6_200, "beside": 600, "choices": 6_500, "tools": 2_200,
     "triton": 3_800, "cute": 3_800, "cases": 900,
