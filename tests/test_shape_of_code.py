@@ -49,9 +49,9 @@ BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes,
     "nanovllm/server/process_facts.py", "nanovllm/server/large.py", "nanovllm/server/length.py",
 )  # fmt: skip
 CUTE = ("cute", "skinny_linear", "flash_prefill", "gated_linear", "gated_product", "grouped_linear",
-        "grouped_product", "kept")  # fmt: skip
+        "grouped_product", "grouped_fp8", "kept")  # fmt: skip
 CASES = ("case", "timing", "skinny_cases", "compile_one", "peer_cases", "rope_cases",
-         "expert_cases")  # fmt: skip
+         "expert_cases", "quantise_cases")  # fmt: skip
 BUDGETS = {
     "path": 6_200, "beside": 600, "choices": 6_500, "tools": 2_200,
     "triton": 3_800, "cute": 3_800, "cases": 900,

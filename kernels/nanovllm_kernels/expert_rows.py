@@ -180,7 +180,7 @@ def store_tables(
     first_E = tl.cumsum(tiles_E, 0) - tiles_E
     num_tiles = tl.sum(tiles_E, 0)
     tl.store(num_tiles_1, num_tiles)
-    for i in range(0, tl.max(tiles_E, 0)):
+    for i in range(tl.max(tiles_E, 0)):
         tl.store(tile_expert_X + first_E + i, local_E, i < tiles_E)
         tl.store(tile_start_X + first_E + i, starts_of_E + i * TILE, i < tiles_E)
     nothing = tl.full([FILLED], -1, tl.int32)

@@ -114,7 +114,7 @@ def _launch(
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_index", "most_tiles"])
-def route_kernel(  # noqa: C901 - branches of its compiler
+def route_kernel(
     logits_TE,
     bias_E,
     slots_T,
