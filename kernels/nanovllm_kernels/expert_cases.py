@@ -81,11 +81,10 @@ class Routed:
 def in_float(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A product of experts_reference in float32, whatever it is given."""
 
-    def reference(
-        x: Tensor, weight_EXX: Tensor, scale: Tensor | None, rows: ExpertRows, num_chosen: int
-    ) -> Tensor:
-        weight_EXX = weight_EXX if scale is not None else weight_EXX.float()
-        return product(x.float(), weight_EXX, scale, rows, num_chosen)
+    def reference(x: Tensor, weight_EXX: Tensor, scale: Tensor | None, *more: object) -> Tensor:
+        return product(
+            x.float(), weight_EXX if scale is not None else weight_EXX.float(), scale, *more
+        )
 
     return reference
 
