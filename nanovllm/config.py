@@ -77,7 +77,7 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     skinny_linear: Literal["auto", "torch", "cute"] = "auto"  # of up to 128 rows, reading weights
     sliced_linear: Literal["auto", "torch", "library"] = "auto"  # of some hundred rows: split-K
     added_linear: Literal["auto", "torch", "library"] = "auto"  # of thousands, onto the residual
-    fp8_linear: Literal["auto", "torch", "triton", "cute"] = "auto"  # of weights in block fp8
+    fp8_linear: Literal["auto", "torch", "cute"] = "auto"  # of weights in block fp8
     route: Literal["auto", "torch", "triton"] = "auto"  # the experts of each token
     sort_rows: Literal["auto", "torch", "triton"] = "auto"  # by expert
     few_experts: Literal["auto", "torch", "triton"] = "auto"  # products of few rows an expert

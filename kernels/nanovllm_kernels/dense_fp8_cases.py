@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels import (
-    block_fp8,
-    block_fp8_cases,
     library_linear,
     linear_cases,
     skinny_cases,
@@ -113,40 +111,4 @@ NORM_GATE_UP = of_dequantised(
     skinny_cases.NORM_GATE_UP,
     partial(SKINNY_FP8.norm_linear, gated=True),
     cases(Kind(True, True), skinny_cases.norm_inputs, [(24576, 4096), (6144, 1024)]),
-)
-
-
-def triton_linear(*args: Any) -> Tensor:  # noqa: ANN401
-    return block_fp8.block_fp8_linear(*args[:-1])  # without a tile
-
-
-TRITON = replace(
-    block_fp8_cases.LINEAR,
-    name="block_fp8_triton",
-    run=triton_linear,
-    cases=(
-        *(
-            Case(
-                f"T={T} N={N} D={D} {g=} {added=}",
-                partial(block_fp8_cases.inputs, T, N, D, block_rows=g, added=added),
-                small=T < 40,
-            )
-            for T, N, D, g, added in (
-                (1, 24, 200, 128, False),
-                (37, 200, 384, 32, False),
-                (3, 72, 128, 128, True),
-                (300, 392, 1152, 64, True),
-            )
-        ),
-        *(
-            Case(
-                f"T={T} N={N} D={D}",
-                partial(block_fp8_cases.inputs, T, N, D),
-                num_bytes=N * D + T * (D + 2 * N),
-                num_flops=2 * T * N * D,
-            )
-            for N, D in ((6144, 4096), (4096, 12288))
-            for T in (32, 64, 256, 8192)
-        ),
-    ),
 )
