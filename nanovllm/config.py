@@ -74,7 +74,7 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     skinny_linear: Literal["auto", "torch", "cute"] = "auto"  # of up to 128 rows, reading weights
     sliced_linear: Literal["auto", "torch", "library"] = "auto"  # of some hundred rows: split-K
     added_linear: Literal["auto", "torch", "library"] = "auto"  # of thousands, onto the residual
-    fp8_linear: Literal["auto", "torch", "triton", "cute"] = "auto"  # of weights in block fp8
+    fp8_linear: Literal["auto", "torch", "cute"] = "auto"  # of weights in block fp8
     experts: Literal["auto", "torch", "triton", "cute"] = "auto"  # cute: triton with few rows
     sample: Literal["auto", "torch", "triton"] = "auto"
     batch_prep: Literal["auto", "torch", "triton"] = "auto"

@@ -7,7 +7,7 @@ each 128. A number is its e4m3 value times its scale.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,6 +40,9 @@ class Scaled(NamedTuple):
         return self.weight_ND.float() * scale_ND
 
 
+Weight: TypeAlias = Tensor | Scaled
+
+
 class Quantised(NamedTuple):
     """A number is its value times the scale of its row's block."""
 
@@ -55,7 +58,7 @@ class Quantised(NamedTuple):
 class Fp8Linear(NamedTuple):
     """The kernels that multiply with Scaled weights, and quantise what they multiply."""
 
-    product: Callable[..., Tensor]  # of Quantised rows: block_fp8.block_fp8_linear's signature
+    product: Callable[..., Tensor]  # of Quantised rows: block_fp8_cute.block_fp8_linear's signature
     obstacle: Callable[..., str | None]  # (num_lines, width, block_rows): why it cannot, or None
     skinny: Any  # layers.ops.SkinnyLinear, of few rows that are not quantised; or None
     quantise: Callable[[Tensor], Quantised]

@@ -29,7 +29,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from torch import Tensor
 
 from nanovllm_kernels import skinny_linear
-from nanovllm_kernels.block_fp8_cute import block_fp8_linear, obstacle
+from nanovllm_kernels.block_fp8_cute import block_fp8_linear, compile_tile, obstacle, tile_of
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 from nanovllm_kernels.fp8_reference import BLOCK, FEW_ROWS, FP8, Fp8Linear, Scaled
 from nanovllm_kernels.like import like
@@ -40,6 +40,7 @@ TILE_LINES, TILE_ROWS = 16, 8  # of a tensor core's product
 LEAST_BLOCK_ROWS = 8
 BOX_INPUTS = 64  # of x in a swizzled line
 FEW_WARPS, MANY_WARPS = 4, 8  # that compute, of two blocks or of one block on a multiprocessor
+TILED = range(6, 14)  # logarithms of the numbers of rows whose tiles are compiled early
 MOST_LINES = {1: 128, 2: 128, 4: 64}  # by tiles of rows: as many sums as registers hold
 
 # Four e4m3 numbers to two pairs of bfloat16, exactly.
@@ -150,6 +151,20 @@ def compile_product(
         options="--enable-tvm-ffi",
     )
     return compiled
+
+
+def compiled_for(
+    weight: Scaled, kind: Kind
+) -> set[tuple[tuple[int, ...], CachedCompile[*tuple[int, ...]]]]:
+    """What multiplies a weight: of few rows, and the tiles for some numbers of more."""
+    shapes = {shape_of(*weight.shape, kind, n) for n in range(1, FEW_ROWS + 1)}
+    skinny = {(*shape, *kind, *cut_of(weight, shape)) for shape in shapes if shape is not None}
+    found = {(arguments, compile_product) for arguments in skinny}
+    if obstacle(*weight.shape, weight.block_rows) is None:
+        of = weight.block_rows, kind.added, False
+        tiles = {tile_of(2**n, len(weight.weight_ND), PROCESSORS) for n in TILED}
+        found |= {((*tile, *of), compile_tile) for tile in tiles}
+    return found
 
 
 class Product(skinny_linear.Product):

@@ -177,6 +177,14 @@ def compile_product(
     return compiled
 
 
+def compiled_for(
+    weight_ND: Tensor, kind: Kind
+) -> set[tuple[tuple[int, ...], CachedCompile[*tuple[int, ...]]]]:
+    """What multiplies a weight, of any number of rows: arguments, and what they are for."""
+    shapes = {shape_of(*weight_ND.shape, kind, n) for n in range(1, MOST_ROWS + 1)}
+    return {((*shape, *kind), compile_product) for shape in shapes if shape is not None}
+
+
 class Shared(NamedTuple):
     """In shared memory, of one block of threads."""
 

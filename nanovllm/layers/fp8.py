@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from math import gcd
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,11 @@ class BlockFp8(Struct, frozen=True):
     fmt: Literal["e4m3", "float8_e4m3fn"] = "e4m3"
     activation_scheme: Literal["dynamic"] = "dynamic"
     modules_to_not_convert: frozenset[str] | None = None
+    ignored_layers: frozenset[str] | None = None  # another name for it
+
+    @property
+    def kept(self) -> frozenset[str]:
+        return (self.modules_to_not_convert or frozenset()) | (self.ignored_layers or frozenset())
 
     def __post_init__(self) -> None:
         if self.weight_block_size != (BLOCK, BLOCK):
@@ -50,7 +55,7 @@ class Fp8Ops(Ops):
     and a gate passes on Quantised rows. Without kernels weights are dequantised for each product.
     """
 
-    passes_on: ClassVar[bool] = True
+    passes_on: bool
 
     def _plain(self, weight: Any, num_rows: int) -> Implementation:  # noqa: ANN401
         found: Implementation = super()._plain(weight, num_rows)
@@ -120,19 +125,18 @@ def dequantised_linear(x: Tensor | Quantised, weight: Scaled) -> Tensor:
     return F.linear(x_TD, weight.dequantised().to(x_TD.dtype))
 
 
-class UnquantisedGates(Fp8Ops):
-    """What follows a gate has no fp8 weight."""
+def fp8_ops(ops: Ops, *, passes_on: bool) -> Fp8Ops:
+    """The same operations around products of fp8 weights. Kernels compute in bfloat16 only.
 
-    passes_on = False
-
-
-def fp8_ops(ops: Ops, kind: type[Fp8Ops] = Fp8Ops) -> Fp8Ops:
-    """The same operations around products of fp8 weights. Kernels compute in bfloat16 only."""
+    `passes_on`: what follows a gate has an fp8 weight, too.
+    """
     is_16_bit = torch.get_default_dtype() == torch.bfloat16
     kernels = ops.fp8_linear if is_16_bit else None
     others = dict(gated_linear=None, sliced_linear=None, added_linear=None, fp8_linear=kernels)
     same = {entry.name: getattr(ops, entry.name) for entry in fields(Ops) if entry.init}
-    return kind(**{**same, **others, "skinny_linear": kernels and kernels.skinny})
+    found = Fp8Ops(**{**same, **others, "skinny_linear": kernels and kernels.skinny})
+    vars(found)["passes_on"] = passes_on
+    return found
 
 
 def blocks(
@@ -149,8 +153,8 @@ def blocks(
     if quantised is None:
         yield from (make(layer) for layer in range(count))
         return
-    device, products = torch.get_default_device(), fp8_ops(ops)
-    gates = fp8_ops(ops, UnquantisedGates)
+    device = torch.get_default_device()
+    known: dict[tuple[int, bool], Fp8Ops] = {}
     for layer in range(count):
         with torch.device("meta"):
             block = make(layer)
@@ -160,11 +164,34 @@ def blocks(
         for path in modules.keys() - kept:
             module = modules[path]
             if isinstance(module, NormLinear | AddLinear):
-                is_last = f"{path.rpartition('.')[0]}.down" in kept
-                to_fp8(module, gates if is_last else products)
+                to_fp8(module)
             elif hasattr(module, "to_fp8"):
                 module.to_fp8()
-        yield block.to_empty(device=device)
+        block.to_empty(device=device)
+        for path, module in modules.items():
+            if isinstance(module, Linear):
+                vars(module)["operand"] = module.weight
+            if isinstance(module, NormLinear | AddLinear) and path not in kept:
+                passes_on = f"{path.rpartition('.')[0]}.down" not in kept
+                kind = block_rows_of(module.placements["weight"]), passes_on
+                if kind not in known:
+                    known[kind] = fp8_ops(ops, passes_on=passes_on)
+                bind(module, known[kind], kind[0])
+        yield block
+
+
+def bind(linear: NormLinear | AddLinear, ops: Fp8Ops, block_rows: int) -> None:
+    """Finds its operand, whose storage is allocated now, and the tables of what multiplies it.
+
+    `ops`: the same for equal `block_rows` alone, which tables do not tell apart.
+    """
+    scale = linear.get_parameter("weight_scale")
+    weight = vars(linear)["operand"] = Scaled(linear.weight, scale, block_rows)
+    if isinstance(linear, NormLinear):
+        linear.by_rows = ops.normed(weight, gated=linear.gated, is_added=True)
+        linear.by_rows_pending = ops.normed(weight, gated=linear.gated, is_added=False)
+    else:
+        linear.by_rows = (ops.plain if linear.mesh.tp_size > 1 else ops.added)(weight)
 
 
 def checkpoint_modules(path: str, layer: int, rules: Iterable[tuple[str, ...]]) -> set[str]:
@@ -175,7 +202,7 @@ def checkpoint_modules(path: str, layer: int, rules: Iterable[tuple[str, ...]]) 
 
 def is_kept(names: set[str], quantised: BlockFp8) -> bool:
     """Whether a module is not quantised. Raises ConfigError if parts of it are and others not."""
-    kept = names & (quantised.modules_to_not_convert or set())
+    kept = names & quantised.kept
     if kept and kept != names:
         raise ConfigError(
             f"quantization_config.modules_to_not_convert has {min(kept)} without "
@@ -184,18 +211,16 @@ def is_kept(names: set[str], quantised: BlockFp8) -> bool:
     return bool(kept)
 
 
-def to_fp8(linear: Linear, ops: Fp8Ops) -> None:
+def to_fp8(linear: Linear) -> None:
     """Changes the type of a weight whose storage is not allocated yet, and adds its scales."""
     placement = linear.placements["weight"]
-    linear.block_rows = BLOCK if placement.dim else block_rows_of(placement)
-    num_rows, width = linear.weight.shape
-    scales = -(-num_rows // linear.block_rows), -(-width // BLOCK)
+    block_rows, (num_rows, width) = block_rows_of(placement), linear.weight.shape
+    scales = -(-num_rows // block_rows), -(-width // BLOCK)
     linear.weight = fp8_parameter(num_rows, width, dtype=FP8)
     linear.weight_scale = fp8_parameter(*scales, dtype=torch.float32)
-    each = BLOCK if placement.dim else linear.block_rows
+    each = BLOCK if placement.dim else block_rows
     parts = tuple((name, in_blocks(span, each)) for name, span in placement.parts)
     linear.placements["weight_scale"] = Placement(placement.dim, parts)
-    linear.choose(ops)
 
 
 def fp8_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -205,7 +230,7 @@ def fp8_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 def block_rows_of(placement: Placement) -> int:
     """Rows that share a scale: 128, or fewer if parts, or the shares of ranks, start in between."""
     found, at = BLOCK, 0
-    for _, span in placement.parts:
+    for _, span in placement.parts if placement.dim == 0 else ():
         found, at = gcd(found, at, span.start), at + span.count
     return found
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nanovllm_kernels.fp8_reference import Scaled
+from nanovllm_kernels.fp8_reference import Weight
 from torch import Tensor, nn
 
-from nanovllm.layers.ops import Ops, Weight
+from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Parted, Pending, Product, Residual
 from nanovllm.parallel.mesh import Mesh, Span
 
@@ -55,26 +55,14 @@ class Linear(Layer):
     Subclasses say what is fused before and after, each with a table of its own.
     """
 
-    weight_scale: Tensor  # of a weight in fp8
+    operand: Weight  # what implementations multiply with: the weight, or with its scales in fp8
 
     def __init__(self, out_features: int, in_features: int, placement: Placement, ops: Ops) -> None:
         super().__init__()
-        self.ops = ops
         self.weight = parameter(out_features, in_features)
+        vars(self)["operand"] = self.weight  # not as a second parameter
         self.placements = {"weight": placement}
-        self.block_rows = 0  # of a weight in fp8 (layers/fp8.py): rows that share a scale
-        self.choose(ops)
-
-    def choose(self, ops: Ops) -> None:
-        """Finds the tables of implementations anew."""
-        self.by_rows = ops.plain(self.operand)
-
-    @property
-    def operand(self) -> Weight:
-        """What implementations multiply with: the weight, with its scales where it has some."""
-        if self.block_rows:
-            return Scaled(self.weight, self.weight_scale, self.block_rows)
-        return self.weight
+        self.by_rows = ops.plain(self.weight)
 
     def product(self, x_TD: Tensor) -> Tensor:
         """y_TN, of this rank's output or input features."""
@@ -99,13 +87,11 @@ class NormLinear(Linear):
         gated: bool = False,
     ) -> None:
         out_features = sum(span.count for span in parts.values())
-        self.eps, self.gated = eps, gated
         super().__init__(out_features, hidden_size, Placement(0, tuple(parts.items())), ops)
+        self.eps, self.gated = eps, gated
         self.norm_weight = parameter(hidden_size)
-
-    def choose(self, ops: Ops) -> None:
-        self.by_rows = ops.normed(self.operand, gated=self.gated, is_added=True)
-        self.by_rows_pending = ops.normed(self.operand, gated=self.gated, is_added=False)
+        self.by_rows = ops.normed(self.weight, gated=gated, is_added=True)
+        self.by_rows_pending = ops.normed(self.weight, gated=gated, is_added=False)
 
     def forward(self, residual: Residual) -> tuple[Product, Added]:
         """Returns y and the stream with everything added. May overwrite what it is given."""
@@ -121,11 +107,9 @@ class AddLinear(Linear):
     """Computes x W^T for the residual stream: input features cut over ranks, results summed."""
 
     def __init__(self, inputs: Span, hidden_size: int, mesh: Mesh, ops: Ops) -> None:
-        self.mesh = mesh
         super().__init__(hidden_size, inputs.count, Placement(1, (("", inputs),)), ops)
-
-    def choose(self, ops: Ops) -> None:
-        self.by_rows = (ops.plain if self.mesh.tp_size > 1 else ops.added)(self.operand)
+        self.mesh = mesh
+        self.by_rows = (ops.plain if mesh.tp_size > 1 else ops.added)(self.weight)
 
     def forward(self, x_TD: Tensor, residual: Added) -> Residual:
         """The stream with the product added, or pending. May overwrite the stream."""

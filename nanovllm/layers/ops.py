@@ -16,11 +16,11 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from nanovllm_kernels.fp8_reference import Fp8Linear, Scaled
+from nanovllm_kernels.fp8_reference import Fp8Linear, Weight
 from nanovllm_kernels.gated_linear import obstacle
 from torch import Tensor
 
@@ -51,7 +51,6 @@ IMPLEMENTATIONS = {
         "add_rms_norm": "nanovllm_kernels.norm:add_rms_norm",
         "silu_mul": "nanovllm_kernels.activation:silu_mul",
         "rope_store": "nanovllm_kernels.rope_store:rope_store",
-        "fp8_linear": "nanovllm_kernels.block_fp8:FP8_LINEAR",
         "experts": "nanovllm.layers.expert_kernels:TRITON",
     },
     "cute": {
@@ -98,7 +97,6 @@ class SkinnyLinear(Protocol):
     ) -> Tensor: ...
 
 
-Weight: TypeAlias = Tensor | Scaled
 ONE_BY_ONE = None  # the other operations do it, whatever the number of rows
 
 
@@ -191,8 +189,7 @@ class Ops:
     def _table(
         self, weight_ND: Weight, choose: Callable[..., Implementation], *more: bool
     ) -> RowTable:
-        block_rows = getattr(weight_ND, "block_rows", 0)
-        key = choose.__name__, *more, *weight_ND.shape, weight_ND.dtype, block_rows
+        key = choose.__name__, *more, *weight_ND.shape, weight_ND.dtype
         if key not in self.tables:
             self.tables[key] = RowTable(partial(choose, weight_ND, *more))
         return self.tables[key]

@@ -13,8 +13,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 
 from nanovllm_kernels.compile_cache import Job
+from nanovllm_kernels.fp8_reference import Scaled
 from nanovllm_kernels.gated_linear import compile_gated
 
 from nanovllm.layers.embedding import Vocabulary
@@ -52,7 +54,7 @@ def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
         ]
     if kernels.gated_linear == "cute":
         jobs.append(compile_gated.job(dtype, True))
-    if kernels.skinny_linear == "cute":
+    if "cute" in (kernels.skinny_linear, kernels.fp8_linear):
         jobs += products_of(model)
     return jobs + experts_of(model)
 
@@ -69,8 +71,9 @@ def experts_of(model: Decoder) -> list[Job]:
 
 
 def products_of(model: Decoder) -> list[Job]:
-    """The model's products of few rows, with the norm before and what comes after."""
-    from nanovllm_kernels.skinny_linear import MOST_ROWS, Kind, compile_product, shape_of
+    """The model's products of few rows, with the norm before and what comes after, and of fp8."""
+    from nanovllm_kernels import skinny_fp8_cute, skinny_linear
+    from nanovllm_kernels.skinny_linear import Kind
 
     found = set()
     for module in model.modules():
@@ -83,9 +86,9 @@ def products_of(model: Decoder) -> list[Job]:
                 kind = Kind()
             case _:
                 continue
-        shapes = {shape_of(*module.weight.shape, kind, n) for n in range(1, MOST_ROWS + 1)}
-        found |= {(*shape, *kind) for shape in shapes if shape is not None}
-    return [compile_product.job(*kind) for kind in sorted(found)]
+        kernels = skinny_fp8_cute if isinstance(module.operand, Scaled) else skinny_linear
+        found |= kernels.compiled_for(module.operand, kind)
+    return [compiles.job(*of) for of, compiles in sorted(found, key=itemgetter(0))]
 
 
 @contextmanager

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nanovllm_kernels import quantise as kernels, reference
-from nanovllm_kernels.dense_fp8_cases import norm_reference
+from nanovllm_kernels import quantise_cases as kernels, reference
 from nanovllm_kernels.fp8_reference import (
     Fp8Linear,
     Quantised,
@@ -51,7 +50,7 @@ def fill(linear: Linear, seed: int = 0) -> Tensor:
     weight, scale = linear.weight, linear.weight_scale
     weight.copy_(torch.randn(weight.shape, generator=generator).to(weight.dtype))
     scale.copy_(torch.rand(scale.shape, generator=generator) + 0.5)
-    return Scaled(weight, scale, linear.block_rows).dequantised()
+    return linear.operand.dequantised()
 
 
 def test_products_of_blocks_are_fp8_and_nothing_else_is() -> None:
@@ -71,7 +70,7 @@ def test_modules_are_kept_by_whole_names() -> None:
         "model.layers.1.mlp.down_proj", "mlp.down_proj", "lm_head", "model.layers.0.mlp"
     )
     kept = [name for name, module in model.named_modules() if isinstance(module, Linear)]
-    kept = [name for name in kept if not model.get_submodule(name).block_rows]
+    kept = [n for n in kept if not isinstance(model.get_submodule(n).operand, Scaled)]
     assert kept == ["embed", "layers.1.mlp.down", "head"]
 
 
@@ -102,7 +101,7 @@ def test_rows_that_share_a_scale(spans: list[Span], expected: int) -> None:
 
 def test_shares_are_cut_in_blocks() -> None:
     linear = model_of(mesh=Mesh(1, 2)).layers[0].attn.qkv
-    assert (linear.block_rows, tuple(linear.weight_scale.shape)) == (64, (4, 2))
+    assert (linear.operand.block_rows, tuple(linear.weight_scale.shape)) == (64, (4, 2))
     assert linear.placements["weight_scale"].parts == (
         ("q", Span(4, 2, 2)),
         ("k", Span(2, 1, 1)),
@@ -192,7 +191,7 @@ class Stand:
         def obstacle(num_lines: int, width: int, block_rows: int) -> str | None:
             return "too narrow" if width < 64 else None
 
-        makers = kernels.reference, norm_reference, self.gate
+        makers = kernels.reference, kernels.norm_reference, self.gate
         return Fp8Linear(self.product, obstacle, Skinny(), *makers)
 
 

@@ -89,7 +89,7 @@ def test_text_is_that_of_transformers(sizes: str, tp: int, tmp_path: Path) -> No
         engine.run()
     assert [engine.text[at] for at in range(len(expected))] == expected
     block_rows = 128 if sizes == "whole blocks" else 64 // tp
-    assert engine.runner.model.layers[0].attn.qkv.block_rows == block_rows
+    assert engine.runner.model.layers[0].attn.qkv.operand.block_rows == block_rows
 
 
 @pytest.mark.parametrize(

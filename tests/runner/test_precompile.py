@@ -23,6 +23,7 @@ from nanovllm_kernels.paged_decode_cute import compile_decode
 from nanovllm_kernels.skinny_linear import compile_product
 
 from nanovllm.config import load_config
+from nanovllm.layers.fp8 import BlockFp8
 from nanovllm.runner import precompile
 from nanovllm.runner.precompile import compiled_beside, jobs_of
 from nanovllm.runner.resolved import Resolved, resolved
@@ -103,6 +104,30 @@ def test_the_kernels_of_a_recipe(
     ]
     assert jobs_for(on_a_gpu(name, **IN_CUTE)) == expected
     assert len({job.path for job in expected}) == len(expected)
+
+
+def test_products_of_fp8_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few rows, with four tiles of rows at most, and of many."""
+    monkeypatch.setattr("nanovllm.layers.ops.obstacle", lambda device: None)
+    found = on_a_gpu("qwen3-8b", skinny_linear="cute", fp8_linear="cute")
+    quantised = replace(
+        found.model_config, quantization_config=BlockFp8("fp8", (128, 128)), num_hidden_layers=1
+    )
+    found = dataclasses.replace(found, model_config=quantised)
+    jobs = [(job.function.rpartition(".")[2], job.arguments) for job in jobs_for(found)]
+    of_bf16 = [arguments for name, arguments in jobs if name == "skinny_linear:compile_product"]
+    assert of_bf16 == ["(128, 1, False, 1, False, False, False)"]  # the head
+    few = [arguments for name, arguments in jobs if name == "skinny_fp8_cute:compile_product"]
+    assert [
+        arguments for arguments in few if arguments.endswith(" True, True, False, 4, 128)")
+    ] == [
+        "(64, 1, False, 4, True, True, False, 4, 128)",
+        "(96, 1, False, 1, True, True, False, 4, 128)",
+        "(96, 1, False, 2, True, True, False, 4, 128)",
+    ]
+    assert len(few) == 9
+    many = [arguments for name, arguments in jobs if name == "block_fp8_cute:compile_tile"]
+    assert "(256, 128, 2, 128, False, False)" in many and "(256, 128, 2, 128, True, False)" in many
 
 
 def test_the_products_of_experts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
