@@ -26,9 +26,10 @@ TOOLS = (
 CHOICES = (
     "nanovllm/server/parsers/", "nanovllm/server/structured/", "nanovllm/server/tool_choice.py",
     "nanovllm/spec/",
-    "nanovllm/speculate.py",
+    "nanovllm/speculate.py", "nanovllm/experts.py",
     "nanovllm/models/llama.py", "nanovllm/models/qwen3.py", "nanovllm/models/qwen3_moe.py",
     "nanovllm/models/minimax_m2.py", "nanovllm/layers/moe.py", "nanovllm/layers/expert_products.py",
+    "nanovllm/layers/expert_kernels.py",
     "nanovllm/models/dummy.py", "nanovllm/models/faults.py",
     "nanovllm/models/quantised.py", "nanovllm/models/shards.py",
     "nanovllm/attention/grouped.py", "nanovllm/layers/fp8.py",
