@@ -104,6 +104,7 @@ DRIVEN_BY = {
     "tests/kernels/test_compile_cache.py": """
         kernels/nanovllm_kernels/compile_one.py kernels/nanovllm_kernels/device.py
         kernels/nanovllm_kernels/flash_prefill.py""",
+    "tests/kernels/test_block_fp8_cute.py": "kernels/nanovllm_kernels/block_fp8_cases.py",
     "tests/kernels/test_gated_linear.py": """
         kernels/nanovllm_kernels/gated_product.py kernels/nanovllm_kernels/grouped_product.py
         kernels/nanovllm_kernels/like.py

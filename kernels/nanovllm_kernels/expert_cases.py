@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,27 +57,25 @@ class Routed:
         experts_TK = scores_TE.topk(self.K, -1).indices.int()
         return sort_rows(experts_TK, self.first, self.num_experts, tile)
 
-    def weight(self, num_lines: int, num_inputs: int, device: torch.device) -> tuple[Any, Any]:
-        """Of all experts, and its scales or None; scales as of `num_lines` in one part."""
-        shape = self.num_experts, num_lines, num_inputs
+    def weight(self, parts: int, num_lines: int, num_inputs: int, device: torch.device) -> Args:
+        """The weight of all experts, of parts of so many lines, and its scales or None."""
+        shape = self.num_experts, parts * num_lines, num_inputs
         weight_EXX = normal(device, *shape, dtype=torch.bfloat16, seed=1)
         if not self.block_fp8:
             return weight_EXX.mul_(num_inputs**-0.5), None
-        blocks = self.num_experts, -(-num_lines // BLOCK), -(-num_inputs // BLOCK)
+        blocks = self.num_experts, parts * -(-num_lines // BLOCK), -(-num_inputs // BLOCK)
         scale_EXX = normal(device, *blocks, dtype=torch.float32, seed=3).exp() * num_inputs**-0.5
         return weight_EXX.to(torch.float8_e4m3fn), scale_EXX
 
     def gate_up(self, tile: int, device: torch.device) -> Args:
         x_TD = normal(device, self.T, self.D, dtype=torch.bfloat16)
         x_TD[self.T // 2, self.D // 3] = 1e3  # a wrong sum shows
-        parts = self.weight(self.F, self.D, device), self.weight(self.F, self.D, device)
-        weights, scales = zip(*parts, strict=True)
-        scale_EXX = torch.cat(scales, 1) if self.block_fp8 else None
-        return x_TD, torch.cat(weights, 1), scale_EXX, self.rows(tile, device), self.K
+        weight = self.weight(2, self.F, self.D, device)
+        return x_TD, *weight, self.rows(tile, device), self.K
 
     def down(self, tile: int, device: torch.device) -> Args:
         y_XF = normal(device, self.T * self.K, self.F, dtype=torch.bfloat16)
-        return y_XF, *self.weight(self.D, self.F, device), self.rows(tile, device), self.K
+        return y_XF, *self.weight(1, self.D, self.F, device), self.rows(tile, device), self.K
 
 
 def in_float(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -130,43 +127,34 @@ def kernels(
     timed: tuple[Routed, ...] = (),
     share: float = OF_SUMS,
     small: tuple[Routed, ...] = (),
-) -> tuple[Kernel, Kernel]:
-    """`<name>_gate_up` and `<name>_down`. `small`: those fit for an interpreter.
+) -> tuple[Kernel, ...]:
+    """Two: `<name>_gate_up` and `<name>_down`. `small`: those fit for an interpreter.
 
     `timed`: by multiplications with many rows for an expert, else by bytes of the weights.
     """
 
-    def case(routed: Routed, of: Callable[..., Args], parts: int) -> Case:
-        num_pairs, size = routed.T * routed.K, parts * routed.F * routed.D
-        is_many = num_pairs > 64 * routed.E
-        num_used = routed.num_experts * (1 - (1 - routed.K / routed.E) ** routed.T)  # expected
-        num_bytes = round(num_used * size * (1 if routed.block_fp8 else 2))
-        return Case(
-            str(routed),
-            partial(of, routed, tile),
-            small=routed in small,
-            num_flops=2 * num_pairs * size if routed in timed and is_many else 0,
-            num_bytes=num_bytes if routed in timed and not is_many else 0,
-        )
+    def cases(of: Callable[..., Args], num_matrices: int) -> Iterator[Case]:
+        for routed in (*small, *checked, *timed):
+            pairs, size = routed.T * routed.K, num_matrices * routed.F * routed.D
+            num_used = routed.num_experts * (1 - (1 - routed.K / routed.E) ** routed.T)  # expected
+            work = {"num_bytes": round(num_used * size * (2 - routed.block_fp8))}
+            if pairs > 64 * routed.E:
+                work = {"num_flops": 2 * pairs * size}
+            given = partial(of, routed, tile)
+            yield Case(str(routed), given, routed in small, **work if routed in timed else {})
 
-    def kernel(
-        product: str,
-        run: Callable[..., Tensor],
-        of: Callable[..., Args],
-        parts: int,
-        scale: Callable[..., Tensors],
-    ) -> Kernel:
-        return Kernel(
+    return tuple(
+        Kernel(
             f"{name}_{product}",
             run,
             in_float(getattr(experts_reference, f"expert_{product}")),
-            tuple(case(routed, of, parts) for routed in (*small, *checked, *timed)),
+            tuple(cases(of, num_matrices)),
             ulps_16=1,
             scale=partial(scale, share),
             outputs=rows_of_experts,
         )
-
-    return (
-        kernel("gate_up", gate_up, Routed.gate_up, 2, gate_up_scale),
-        kernel("down", down, Routed.down, 1, down_scale),
+        for product, run, of, num_matrices, scale in (
+            ("gate_up", gate_up, Routed.gate_up, 2, gate_up_scale),
+            ("down", down, Routed.down, 1, down_scale),
+        )
     )

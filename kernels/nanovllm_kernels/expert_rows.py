@@ -27,18 +27,19 @@ def sort_rows(experts_TK: Tensor, first_expert: int, num_experts: int, tile: int
     assert experts_TK.is_contiguous()
     rows = empty_rows(num_rows, num_chosen, num_experts, tile, experts_TK.device)
     block_rows = min(triton.next_power_of_2(num_rows), ROWS)
-    num_blocks = triton.cdiv(num_rows, block_rows)
+    num_blocks, pairs = triton.cdiv(num_rows, block_rows), block_rows * num_chosen
     waits = follows(num_rows, experts_TK.device)
-    pairs = min(triton.next_power_of_2(block_rows * num_chosen), PAIRS)
-    sizes = dict(BLOCK_PAIRS=block_rows * num_chosen, PAIRS=pairs, FIRST=first_expert)
-    sizes |= dict(OWN=num_experts, OWN_BLOCK=triton.next_power_of_2(num_experts))
-    options = dict(WAITS=waits, launch_pdl=waits, num_warps=16 if pairs == PAIRS else 4)
-    counts_XE = None
+    sizes = dict(BLOCK_PAIRS=pairs, PAIRS=min(triton.next_power_of_2(pairs), PAIRS))
+    sizes |= dict(FIRST=first_expert, OWN=num_experts, TILE=tile)
+    sizes |= dict(WAITS=waits, launch_pdl=waits, num_warps=16 if pairs >= PAIRS else 4)
+    counts_XE, tables, most = None, tensors_of(rows), len(rows.tile_start_X)
     if num_blocks > 1:
-        counts_XE = experts_TK.new_empty(num_blocks, sizes["OWN_BLOCK"])
-        count_kernel[(num_blocks,)](experts_TK, counts_XE, experts_TK.numel(), **sizes, **options)
-    args = *tensors_of(rows), experts_TK.numel(), len(rows.tile_start_X)
-    place_kernel[(num_blocks,)](experts_TK, counts_XE, *args, TILE=tile, **sizes, **options)
+        counts_XE = experts_TK.new_empty(num_blocks, triton.next_power_of_2(num_experts))
+        nowhere = (None,) * len(tables)
+        sort_kernel[(num_blocks,)](
+            experts_TK, counts_XE, *nowhere, experts_TK.numel(), most, **sizes
+        )
+    sort_kernel[(num_blocks,)](experts_TK, counts_XE, *tables, experts_TK.numel(), most, **sizes)
     return rows
 
 
@@ -70,40 +71,8 @@ def local_experts(
     return tl.where((local >= 0) & (local < OWN), local, -1)
 
 
-@triton.jit
-def counts_of(
-    experts_TK, num_pairs, BLOCK_PAIRS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
-    OWN: tl.constexpr, OWN_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """How many of a program's pairs each of our experts has."""
-    counts = tl.zeros([OWN_BLOCK], tl.int32)
-    for start in range(0, BLOCK_PAIRS, PAIRS):
-        local = local_experts(experts_TK, start, num_pairs, BLOCK_PAIRS, PAIRS, FIRST, OWN)
-        counts += tl.histogram(local, OWN_BLOCK, local >= 0)
-    return counts
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def count_kernel(
-    experts_TK,
-    counts_XE,
-    num_pairs,
-    BLOCK_PAIRS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    FIRST: tl.constexpr,
-    OWN: tl.constexpr,
-    OWN_BLOCK: tl.constexpr,
-    WAITS: tl.constexpr,
-):
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    counts = counts_of(experts_TK, num_pairs, BLOCK_PAIRS, PAIRS, FIRST, OWN, OWN_BLOCK)
-    tl.store(counts_XE + tl.program_id(0) * OWN_BLOCK + tl.arange(0, OWN_BLOCK), counts)
-
-
 @triton.jit(do_not_specialize=["num_pairs", "most_tiles"])
-def place_kernel(
+def sort_kernel(
     experts_TK,
     counts_XE,
     pair_of_X,
@@ -118,59 +87,54 @@ def place_kernel(
     PAIRS: tl.constexpr,
     FIRST: tl.constexpr,
     OWN: tl.constexpr,
-    OWN_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     WAITS: tl.constexpr,
 ):
+    """Without tables it counts; without counts it does all, as the only program."""
+    EXPERTS: tl.constexpr = triton.next_power_of_2(OWN)
     if WAITS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    block = tl.program_id(0)
-    local_E = tl.arange(0, OWN_BLOCK)
-    before_E = tl.zeros([OWN_BLOCK], tl.int32)
-    if counts_XE is None:
-        counts_E = counts_of(experts_TK, num_pairs, BLOCK_PAIRS, PAIRS, FIRST, OWN, OWN_BLOCK)
+    block, i = tl.program_id(0), tl.arange(0, PAIRS)
+    local_E = tl.arange(0, EXPERTS)
+    counts_E, before_E = tl.zeros([EXPERTS], tl.int32), tl.zeros([EXPERTS], tl.int32)
+    if counts_XE is None or pair_of_X is None:
+        for start in range(0, BLOCK_PAIRS, PAIRS):
+            local = local_experts(experts_TK, start, num_pairs, BLOCK_PAIRS, PAIRS, FIRST, OWN)
+            counts_E += tl.histogram(local, EXPERTS, local >= 0)
     else:
-        counts_E = tl.zeros([OWN_BLOCK], tl.int32)
         for other in range(0, tl.num_programs(0), 8):
             others = other + tl.arange(0, 8)[:, None]
-            at = counts_XE + others * OWN_BLOCK + local_E[None, :]
+            at = counts_XE + others * EXPERTS + local_E[None, :]
             counts = tl.load(at, others < tl.num_programs(0), 0)
             counts_E += tl.sum(counts, 0)
             before_E += tl.sum(tl.where(others < block, counts, 0), 0)
-    next_E = tl.cumsum(counts_E, 0) - counts_E + before_E
-    i = tl.arange(0, PAIRS)
-    for start in range(0, BLOCK_PAIRS, PAIRS):
-        local = local_experts(experts_TK, start, num_pairs, BLOCK_PAIRS, PAIRS, FIRST, OWN)
-        is_same = (local[None, :] == local[:, None]) & (i[None, :] < i[:, None])
-        at = tl.gather(next_E, tl.maximum(local, 0), 0) + tl.sum(is_same.to(tl.int32), 1)
-        pair = block * BLOCK_PAIRS + start + i
-        tl.store(pair_of_X + at, pair, local >= 0)
-        is_pair = (start + i < BLOCK_PAIRS) & (pair < num_pairs)
-        tl.store(row_of_TK + pair, tl.where(local >= 0, at, -1), is_pair)
-        next_E += tl.histogram(local, OWN_BLOCK, local >= 0)
-    if block == 0:
-        local_E = tl.where(local_E < OWN, local_E, -1)
-        store_tables(
-            pair_of_X, starts_E1, tile_expert_X, tile_start_X, num_tiles_1,
-            local_E, counts_E, num_pairs, most_tiles, OWN, TILE,
-        )  # fmt: skip
+    if pair_of_X is None:
+        tl.store(counts_XE + block * EXPERTS + local_E, counts_E)
+    else:
+        next_E = tl.cumsum(counts_E, 0) - counts_E + before_E
+        for start in range(0, BLOCK_PAIRS, PAIRS):
+            local = local_experts(experts_TK, start, num_pairs, BLOCK_PAIRS, PAIRS, FIRST, OWN)
+            is_same = (local[None, :] == local[:, None]) & (i[None, :] < i[:, None])
+            at = tl.gather(next_E, tl.maximum(local, 0), 0) + tl.sum(is_same.to(tl.int32), 1)
+            pair = block * BLOCK_PAIRS + start + i
+            tl.store(pair_of_X + at, pair, local >= 0)
+            is_pair = (start + i < BLOCK_PAIRS) & (pair < num_pairs)
+            tl.store(row_of_TK + pair, tl.where(local >= 0, at, -1), is_pair)
+            next_E += tl.histogram(local, EXPERTS, local >= 0)
+        if block == 0:
+            local_E = tl.where(local_E < OWN, local_E, -1)
+            store_tables(
+                pair_of_X, starts_E1, tile_expert_X, tile_start_X, num_tiles_1,
+                local_E, counts_E, num_pairs, most_tiles, OWN, TILE,
+            )  # fmt: skip
 
 
 @triton.jit
 def store_tables(
-    pair_of_X,
-    starts_E1,
-    tile_expert_X,
-    tile_start_X,
-    num_tiles_1,
-    local_E,
-    counts_E,
-    num_pairs,
-    most_tiles,
-    OWN: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    pair_of_X, starts_E1, tile_expert_X, tile_start_X, num_tiles_1,
+    local_E, counts_E, num_pairs, most_tiles, OWN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """All but the pairs themselves. `local_E`: the experts in order, -1 where there is none."""
     starts_of_E = tl.cumsum(counts_E, 0) - counts_E
     num_ours = tl.sum(counts_E, 0)

@@ -1,4 +1,4 @@
-"""Products of sorted rows with the weights of their experts, and the sum over a token's experts.
+"""Products of sorted rows with the weights of their experts.
 
 Meaning: nanovllm_kernels.experts_reference. A program multiplies some rows of one expert's weight
 with a tile of tokens, and never waits for another: sums have one order. Weights are what matters
@@ -9,7 +9,6 @@ comes in 8, and several tiles of weights are on their way at any time. Weights o
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import triton
@@ -17,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.device import follows
-from nanovllm_kernels.expert_cases import Routed, kernels
 from nanovllm_kernels.experts_reference import ExpertProducts
 from nanovllm_kernels.paged_decode import dot
 from nanovllm_kernels.route_reference import ExpertRows
@@ -25,7 +23,6 @@ from nanovllm_kernels.route_reference import ExpertRows
 FEW, MANY = 16, 128  # tokens of a tile
 FEW_PER_EXPERT = 16  # pairs of an expert on average, from which on tiles are large
 SCALED = tl.constexpr(128)  # elements that share a scale, in both directions
-COLUMNS = 512  # that a program of `combine` sums up
 
 
 class Shape(NamedTuple):
@@ -40,8 +37,6 @@ class Shape(NamedTuple):
 SHAPES = {  # by tokens of a tile, and bytes of an element of the weight
     (16, 1): Shape(64, 128, 5, 4),
     (16, 2): Shape(32, 128, 4, 4),
-    (64, 1): Shape(128, 128, 3, 4),
-    (64, 2): Shape(128, 64, 4, 4),
     (128, 1): Shape(128, 128, 3, 8),
     (128, 2): Shape(128, 64, 4, 8),
 }
@@ -191,106 +186,6 @@ def product_kernel(
     tl.store(out, sums.to(out_XN.dtype.element_ty), (feature < N)[:, None] & valid[None, :])
 
 
-def combine(
-    y_XD: Tensor,
-    weights_TK: Tensor,
-    row_of_TK: Tensor,
-    shared_TD: Tensor | None = None,
-    residual_TD: Tensor | None = None,
-) -> Tensor:
-    """Overwrites the stream, if there is one, with the result."""
-    num_rows, num_chosen = row_of_TK.shape
-    width = y_XD.shape[1]
-    x_TD = y_XD.new_empty(num_rows, width) if residual_TD is None else residual_TD
-    assert y_XD.is_contiguous() and weights_TK.is_contiguous() and row_of_TK.is_contiguous()
-    assert x_TD.stride(1) == 1 and (shared_TD is None or shared_TD.stride(1) == 1)
-    waits = follows(num_rows, y_XD.device)
-    combine_kernel[(num_rows, triton.cdiv(width, COLUMNS))](
-        y_XD,
-        weights_TK,
-        row_of_TK,
-        shared_TD,
-        residual_TD,
-        x_TD,
-        0 if shared_TD is None else shared_TD.stride(0),
-        x_TD.stride(0),
-        width,
-        K=num_chosen,
-        BLOCK=COLUMNS,
-        WAITS=waits,
-        launch_pdl=waits,
-        num_warps=2,
-    )
-    return x_TD
-
-
-@triton.jit
-def combine_kernel(
-    y_XD,
-    weights_TK,
-    row_of_TK,
-    shared_TD,
-    residual_TD,
-    x_TD,
-    shared_stride,
-    x_stride,
-    width,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WAITS: tl.constexpr,
-):
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = d < width
-    total = tl.zeros([BLOCK], tl.float32)
-    for k in tl.static_range(K):
-        row = tl.load(row_of_TK + token * K + k).to(tl.int64)
-        weight = tl.where(row >= 0, tl.load(weights_TK + token * K + k), 0.0)
-        y = tl.load(y_XD + row * width + d, d < tl.where(row >= 0, width, 0), 0.0)
-        total += y.to(tl.float32) * weight
-    if shared_TD is not None:
-        total += tl.load(shared_TD + token * shared_stride + d, inside, 0.0).to(tl.float32)
-    if residual_TD is not None:
-        total += tl.load(residual_TD + token * x_stride + d, inside, 0.0).to(tl.float32)
-    tl.store(x_TD + token * x_stride + d, total.to(x_TD.dtype.element_ty), inside)
-
-
 FEW_EXPERTS = ExpertProducts(
     expert_gate_up, expert_down, tile_of, lambda num_pairs, weight: True, "triton"
-)
-FP8 = (
-    Routed(1, 3, 6, 96, 200, block_fp8=True),
-    Routed(20, 2, 5, 24, 144, kind="first", block_fp8=True),
-    Routed(5, 4, 24, 200, 136, 20, 2, kind="last", block_fp8=True),
-)
-SMALL = (
-    Routed(1, 1, 1, 8, 8),
-    Routed(20, 2, 6, 200, 96, kind="last"),
-    Routed(5, 4, 24, 96, 72, 8, 9),
-    Routed(7, 4, 24, 96, 72, 8, 9, kind="first"),  # this rank has nothing to do
-    *FP8,
-)
-CHECKED = (
-    Routed(2, 4, 60, 200, 2048),
-    Routed(33, 12, 12, 1408, 2048),
-    Routed(33, 6, 160, 192, 1536, 80, 80, block_fp8=True),
-    Routed(33, 4, 60, 96, 2048, block_fp8=True),
-)
-TIMED = tuple(
-    Routed(T, *layer)
-    for layer in (
-        (8, 128, 768, 2048),
-        (8, 256, 1536, 3072, 0, None, "uniform", True),
-        (10, 512, 512, 2048),
-    )
-    for T in (1, 2, 8, 64)
-)
-MANY_CHECKED = tuple(replace(routed, T=130) for routed in (*SMALL, *CHECKED))
-MANY_TIMED = tuple(Routed(8192, 8, 128, 768, 2048, block_fp8=is_fp8) for is_fp8 in (False, True))
-GATE_UP, DOWN = kernels("few", expert_gate_up, expert_down, FEW, CHECKED, TIMED, small=SMALL)
-GATE_UP_128, DOWN_128 = kernels(
-    "tiled", expert_gate_up, expert_down, MANY, MANY_CHECKED, MANY_TIMED, small=SMALL[1:5]
 )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nanovllm_kernels.compile_cache import Job
 from nanovllm_kernels.route_reference import ExpertRows
 
 BLOCK = 128
@@ -30,6 +31,7 @@ class ExpertProducts:
     tile: Callable[[int, int], int]  # of so many pairs and experts of this rank
     fits: Callable[[int, Tensor], bool]  # so many pairs, and gate_up's weight
     name: str = "torch"  # as `serve` tells it
+    jobs: Callable[[Tensor, int], list[Job]] = lambda gate_up, num_chosen: []  # to be compiled
 
 
 def expert_gate_up(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from nanovllm_kernels import expert_cases
+from nanovllm_kernels.compile_cache import Job
 from nanovllm_kernels.expert_cases import OF_QUANTISED, Routed
 from nanovllm_kernels.experts_reference import ExpertProducts
 from nanovllm_kernels.fp8_reference import BLOCK, FP8
@@ -57,7 +58,15 @@ def expert_down(
     return block_fp8_experts(*y_XF, down_EDF, scale_EXX, rows)
 
 
-GROUPED_FP8 = ExpertProducts(expert_gate_up, expert_down, tile, fits, "fp8")
+def jobs(gate_up_E2FD: Tensor, num_chosen: int) -> list[Job]:
+    """Both products' kernels."""
+    from nanovllm_kernels.block_fp8_cute import EXPERT_TILES, Kind, compile_tile
+
+    kind = Kind(grouped=True)
+    return [compile_tile.job(*sizes, BLOCK, *kind) for sizes in EXPERT_TILES.values()]
+
+
+GROUPED_FP8 = ExpertProducts(expert_gate_up, expert_down, tile, fits, "fp8", jobs)
 
 
 def gate_up_alone(*args: Tensor) -> Tensor:

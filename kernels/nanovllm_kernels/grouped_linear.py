@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanovllm_kernels import expert_cases
 from nanovllm_kernels.case import bits
-from nanovllm_kernels.compile_cache import CachedCompile, Compiled
+from nanovllm_kernels.compile_cache import CachedCompile, Compiled, Job
 from nanovllm_kernels.device import processors
 from nanovllm_kernels.expert_cases import Routed
 from nanovllm_kernels.experts_reference import ExpertProducts
@@ -94,7 +94,16 @@ def compile_down(dtype_name: str, sizes: TileSizes) -> Compiled:
     return compile_down_product(dtype_name, sizes)
 
 
-GROUPED = ExpertProducts(expert_gate_up, expert_down, tile, fits, "quack")
+def jobs(gate_up_E2FD: Tensor, num_chosen: int) -> list[Job]:
+    """What a model with such weights may need of the two above."""
+    name = bits(gate_up_E2FD.dtype)
+    return [
+        *(compile_gate_up.job(name, sizes, num_chosen) for sizes in GATE_UP_TILES.values()),
+        *(compile_down.job(name, sizes) for sizes in DOWN_TILES.values()),
+    ]
+
+
+GROUPED = ExpertProducts(expert_gate_up, expert_down, tile, fits, "quack", jobs)
 CHECKED = (
     Routed(1, 1, 1, 8, 8),
     Routed(9, 2, 3, 40, 72),

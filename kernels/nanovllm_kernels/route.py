@@ -1,4 +1,4 @@
-"""From logits to chosen experts and their weights in one launch, and in the same one to sorted rows.
+"""From logits to chosen experts and their weights in one launch, which may sort rows by them, too.
 
 Meaning: nanovllm_kernels.route_reference. A program takes a row, or all rows of a short step, whose
 pairs it then sorts: a matrix of rows and experts holds for each the rank at which it was chosen,
@@ -17,12 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.device import follows
-from nanovllm_kernels.expert_rows import (
-    empty_rows,
-    sort_rows,
-    store_tables,
-    tensors_of,
-)
+from nanovllm_kernels.expert_rows import empty_rows, sort_rows, store_tables, tensors_of
 from nanovllm_kernels.route_reference import ExpertRows, Routing, Uniform
 from nanovllm_kernels.sampling import mix, uniforms
 
@@ -39,7 +34,7 @@ def route(
     rule: Routing,
     uniform: Uniform | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _launch(logits_TE, bias_E, num_chosen, rule, uniform, 1)
+    return _launch(logits_TE, bias_E, num_chosen, rule, uniform, block_rows=1)
 
 
 def route_and_sort(
@@ -75,8 +70,7 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:
     num_rows, num_experts = logits_TE.shape
     assert logits_TE.stride(1) == 1 and num_experts % rule.num_groups == 0
-    groups = triton.next_power_of_2(rule.num_groups)
-    group = triton.next_power_of_2(num_experts // rule.num_groups)
+    num_logits = block_rows * triton.next_power_of_2(num_experts)
     weights_TK = torch.empty(num_rows, num_chosen, dtype=torch.float32, device=logits_TE.device)
     experts_TK = torch.empty_like(weights_TK, dtype=torch.int32)
     slots_T, positions_T, layer = (None, None, 0) if uniform is None else uniform
@@ -99,15 +93,13 @@ def _launch(
         SIGMOID=rule.score == "sigmoid",
         RENORMALISE=rule.renormalise,
         GROUPS=rule.num_groups,
-        GROUPS_BLOCK=groups,
-        GROUP_BLOCK=group,
         CHOSEN_GROUPS=rule.chosen_groups,
         ROWS=block_rows,
         FIRST=first_expert,
         OWN=num_experts if rows is None else len(rows.starts_E1) - 1,
         TILE=1 if rows is None else rows.tile,
         WAITS=waits,
-        num_warps=min(max(block_rows * groups * group // 256, 1), block_rows, 16),
+        num_warps=min(max(num_logits // 256, 1), block_rows, 16),
         launch_pdl=waits,
     )
     return weights_TK, experts_TK
@@ -137,8 +129,6 @@ def route_kernel(
     SIGMOID: tl.constexpr,
     RENORMALISE: tl.constexpr,
     GROUPS: tl.constexpr,
-    GROUPS_BLOCK: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     FIRST: tl.constexpr,
@@ -146,6 +136,8 @@ def route_kernel(
     TILE: tl.constexpr,
     WAITS: tl.constexpr,
 ):
+    GROUPS_BLOCK: tl.constexpr = triton.next_power_of_2(GROUPS)
+    GROUP_BLOCK: tl.constexpr = triton.next_power_of_2(E // GROUPS)
     BLOCK: tl.constexpr = GROUPS_BLOCK * GROUP_BLOCK
     expert_E = tl.arange(0, BLOCK)
     exists_E = expert_E < E
@@ -177,15 +169,15 @@ def route_kernel(
     else:
         if bias_E is not None:
             ranked += bias
+        ranked = tl.where(ranked == ranked, ranked, float("inf"))
         if GROUPS > 1:
             ranked = in_best_groups(
                 tl.where(inside, ranked, -float("inf")),
-                ROWS, GROUPS, GROUPS_BLOCK, GROUP_BLOCK, CHOSEN_GROUPS, E // GROUPS > 1,
+                ROWS, GROUPS_BLOCK, GROUP_BLOCK, CHOSEN_GROUPS, E // GROUPS > 1,
             )  # fmt: skip
 
     bits = ranked.to(tl.int32, bitcast=True)
-    key = tl.where(ranked == ranked, bits ^ ((bits >> 31) & HIGHEST), HIGHEST)
-    key = tl.where(exists, key, LOWEST)
+    key = tl.where(exists, bits ^ ((bits >> 31) & HIGHEST), LOWEST)
     rank = tl.full([ROWS, BLOCK], -1, tl.int32)
     for k in tl.static_range(K):
         top = tl.max(key, 1)[:, None]
@@ -217,14 +209,9 @@ def route_kernel(
 
 @triton.jit
 def in_best_groups(
-    ranked,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUPS_BLOCK: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    HAS_TWO: tl.constexpr,
-):
+    ranked, ROWS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    CHOSEN: tl.constexpr, HAS_TWO: tl.constexpr,
+):  # fmt: skip
     """Experts outside of the best groups get -inf; groups compare by their two best."""
     NOTHING: tl.constexpr = -float("inf")
     grouped = ranked.reshape(ROWS, GROUPS_BLOCK, GROUP_BLOCK)

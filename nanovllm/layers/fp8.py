@@ -35,6 +35,11 @@ class BlockFp8(Struct, frozen=True):
     fmt: Literal["e4m3", "float8_e4m3fn"] = "e4m3"
     activation_scheme: Literal["dynamic"] = "dynamic"
     modules_to_not_convert: frozenset[str] | None = None
+    ignored_layers: frozenset[str] | None = None  # another name for it
+
+    @property
+    def kept(self) -> frozenset[str]:
+        return (self.modules_to_not_convert or frozenset()) | (self.ignored_layers or frozenset())
 
     def __post_init__(self) -> None:
         if self.weight_block_size != (BLOCK, BLOCK):
@@ -197,7 +202,7 @@ def checkpoint_modules(path: str, layer: int, rules: Iterable[tuple[str, ...]]) 
 
 def is_kept(names: set[str], quantised: BlockFp8) -> bool:
     """Whether a module is not quantised. Raises ConfigError if parts of it are and others not."""
-    kept = names & (quantised.modules_to_not_convert or set())
+    kept = names & quantised.kept
     if kept and kept != names:
         raise ConfigError(
             f"quantization_config.modules_to_not_convert has {min(kept)} without "

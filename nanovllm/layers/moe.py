@@ -152,8 +152,9 @@ class Router(Linear):
         self, experts: Span, hidden_size: int, ops: Ops, dtype: torch.dtype | None
     ) -> None:
         super().__init__(experts.count, hidden_size, Placement(0, (("", experts),)), ops)
-        self.weight = parameter(experts.count, hidden_size, dtype=dtype)
-        self.choose(ops)
+        if dtype is not None:
+            self.weight = parameter(experts.count, hidden_size, dtype=dtype)
+            vars(self)["operand"], self.by_rows = self.weight, ops.plain(self.weight)
 
     def product(self, x_TD: Tensor) -> Tensor:
         return super().product(x_TD.to(self.weight.dtype))

@@ -21,11 +21,13 @@ from nanovllm_kernels.gated_linear import compile_gated
 
 from nanovllm.layers.embedding import Vocabulary
 from nanovllm.layers.linear import AddLinear, NormLinear
+from nanovllm.layers.moe import Experts
 from nanovllm.log import Progress
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.resolved import Resolved
 
 log = logging.getLogger("engine")
+MANY_PAIRS = 1 << 20  # so many are many rows for every expert
 LEAST_CORES = 8  # with fewer, the processes wait for each other
 HOPPER = ("env", "CUTE_DSL_ARCH=sm_90a", "QUACK_ARCH=90", "CUDA_VISIBLE_DEVICES=")
 
@@ -54,7 +56,18 @@ def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
         jobs.append(compile_gated.job(dtype, True))
     if "cute" in (kernels.skinny_linear, kernels.fp8_linear):
         jobs += products_of(model)
-    return jobs
+    return jobs + experts_of(model)
+
+
+def experts_of(model: Decoder) -> list[Job]:
+    """The products of routed experts of many rows."""
+    found: set[Job] = set()
+    for module in model.modules():
+        if isinstance(module, Experts):
+            for products in module.ops.many_experts:
+                if products.fits(MANY_PAIRS, module.gate_up):
+                    found |= {*products.jobs(module.gate_up, module.num_chosen)}
+    return sorted(found)
 
 
 def products_of(model: Decoder) -> list[Job]:

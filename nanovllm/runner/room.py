@@ -30,7 +30,8 @@ class Need:
     parameters: int
     dtype: str
     dtype_bytes: int
-    table_bytes: int  # beside the parameters
+    table_bytes: int  # beside the parameters, also of those in other types
+    others: str  # what these are
     cache_key: str  # which key of the recipe says how much cache; empty: what is left
     cache_bytes: int
     page_bytes: int
@@ -52,7 +53,7 @@ class Need:
             weights += f" and {gib(self.cache_bytes)} of cache ({self.cache_key})"
         return (
             f"{self.model} does not fit: {self.parameters / 1e9:.2f} B parameters x "
-            f"{self.dtype_bytes} bytes ({self.dtype}) = {weights}; "
+            f"{self.dtype_bytes} bytes ({self.dtype}){self.others} = {weights}; "
             f"{self.place} has {gib(self.room)} available"
         )
 
@@ -112,23 +113,20 @@ def need_of(found: Resolved) -> Need:
         cache_bytes = min(int(recipe.cache.cpu_gib * GIB), useful * page_bytes)
     else:
         key, cache_bytes = "", 0
+    others = sum(t.nbytes for t in model.parameters() if t.dtype != found.dtype)
     return Need(
         model=recipe.model,
-        parameters=sum(tensor.numel() for tensor in model.parameters()),
+        parameters=sum(t.numel() for t in model.parameters() if t.dtype == found.dtype),
         dtype=recipe.dtype,
         dtype_bytes=found.dtype.itemsize,
-        table_bytes=sum(tensor.nbytes for tensor in model.buffers()),
+        table_bytes=others + sum(tensor.nbytes for tensor in model.buffers()),
+        others=f" + {gib(others)} of other types" if others else "",
         cache_key=key,
         cache_bytes=cache_bytes,
         page_bytes=page_bytes,
         room=room,
         place=place,
     )
-
-
-def weight_bytes(found: Resolved) -> int:
-    """The bytes of the model's parameters and tables, from their shapes alone."""
-    return need_of(found).weight_bytes
 
 
 def gib(num_bytes: float) -> str:
@@ -149,10 +147,9 @@ def step_bytes(found: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
     num_prompts = -(-int(recipe.schedule.step_tokens) // longest)
     num_tokens = int(recipe.schedule.step_tokens) // num_prompts * num_prompts
     layers: Any = model.layers
-    block = layers[0]
-    out = block.attn.out.weight
+    out = layers[0].attn.out.weight
     hidden, queries = out.shape
-    qkv, mlps = len(block.attn.qkv.weight), [one.mlp for one in layers]
+    qkv, mlps = len(layers[0].attn.qkv.weight), [one.mlp for one in layers]
     # The caller of a block holds the product that the block before left for the stream.
     stream = 2 * hidden
     is_added = found.mesh.tp_size == 1 and ADDED_LINEAR.fits(num_tokens, out)

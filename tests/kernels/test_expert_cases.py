@@ -70,6 +70,13 @@ def test_a_row_of_another_expert_shows() -> None:
     assert worst(shifted)[0] > 10
 
 
+def test_gate_and_up_in_each_others_place_show() -> None:
+    def swapped(x_TD: Tensor, weight_E2FD: Tensor, *more: object) -> Tensor:
+        return gate_up(x_TD, weight_E2FD.roll(weight_E2FD.shape[1] // 2, 1), *more)
+
+    assert worst(swapped)[0] > 10
+
+
 def test_names_say_what_a_case_is() -> None:
     assert str(Routed(2, 1, 4, 8, 8, first=1, num=2)) == "T=2 K=1 E=4 F=8 D=8 experts 1-3"
     assert str(Routed(2, 1, 4, 8, 8, kind="last")) == "T=2 K=1 E=4 F=8 D=8 all to the last"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.destination import Destination
 from nanovllm.models.quantised import in_blocks
-from nanovllm.models.shards import Stored, pieces_of
+from nanovllm.models.shards import Stored, num_bytes, pieces_of, runs
 from nanovllm.models.weights import default_dtype, destinations, fill
 from nanovllm.parallel.mesh import Mesh, Span
 from tests.models.test_stacked import RULES
@@ -53,7 +55,12 @@ def is_product(name: str) -> bool:
     return name.startswith("model.layers.") and name.endswith("_proj.weight")
 
 
-def quantise_files(folder: Path, scale_dtype: torch.dtype, kept: tuple[str, ...] = ()) -> None:
+def quantise_files(
+    folder: Path,
+    scale_dtype: torch.dtype,
+    kept: tuple[str, ...] = (),
+    key: str = "modules_to_not_convert",
+) -> None:
     """The checkpoint in block fp8, as the hub has some."""
     path, found = folder / "model.safetensors", {}
     for name, tensor in load_file(path).items():
@@ -63,17 +70,20 @@ def quantise_files(folder: Path, scale_dtype: torch.dtype, kept: tuple[str, ...]
             found[f"{name}_scale_inv"] = scales.to(scale_dtype)
     save_file(found, path)
     raw = json.loads((folder / "config.json").read_text())
-    raw["quantization_config"] = {**FP8_CONFIG, "modules_to_not_convert": list(kept)}
+    raw["quantization_config"] = {**FP8_CONFIG, key: list(kept)}
     (folder / "config.json").write_text(json.dumps(raw))
 
 
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "scale_dtype, key",
+    [(torch.float32, "modules_to_not_convert"), (torch.bfloat16, "ignored_layers")],
+)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_a_rank_has_its_rows_of_numbers_and_of_scales(
-    tp: int, scale_dtype: torch.dtype, tmp_path: Path
+    tp: int, scale_dtype: torch.dtype, key: str, tmp_path: Path
 ) -> None:
     make_tiny(tmp_path, "qwen3", **SIZES)
-    quantise_files(tmp_path, scale_dtype, (KEPT,))
+    quantise_files(tmp_path, scale_dtype, (KEPT,), key)
     stored = load_file(tmp_path / "model.safetensors")
 
     def whole(name: str) -> Tensor:
@@ -245,3 +255,25 @@ def test_experts_have_scales_of_their_own(
                 assert torch.equal(got, expected[taken]), f"expert {e}"
             got = Scaled(experts.down[at], experts.down_scale[at]).dequantised()
             assert torch.equal(got, down[:, taken]), f"expert {e}"
+
+
+def test_scales_of_a_hundred_thousand_tensors_are_planned_at_once() -> None:
+    """Those of MiniMax-M2's experts, and which of them are read at once."""
+    whole = Span(1536, 0, 1536)
+    with torch.device("meta"):
+        layers = [{"experts": Experts(Span(256, 64, 64), whole, 3072)} for _ in range(62)]
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleDict(layer) for layer in layers)
+    began = time.process_time()
+    wanted = in_blocks(destinations(model, [r for r in RULES if "experts" in r[1]]), made=False)
+    stored, at = {}, 0
+    for name, to in wanted.items():
+        dtype = "F32" if name.endswith("_scale_inv") else "F8_E4M3"
+        size = prod(to.shape) * shards.DTYPES[dtype].itemsize
+        stored[name] = Stored(Path("a"), at, at + size, dtype, to.shape)
+        at += size
+    order = runs((stored[name], to) for name, to in wanted.items())
+    assert len(wanted) == 62 * 256 * 6
+    own = sum(tensor.nbytes for tensor in model.parameters())
+    assert own <= sum(map(num_bytes, order)) < 1.01 * own
+    assert time.process_time() - began < 3

@@ -109,7 +109,7 @@ def test_a_hundred_thousand_tensors_are_planned_at_once() -> None:
     """MiniMax-M2 has 96,103, half of them scales."""
     with torch.device("meta"):
         model = Model(130, Span(256, 64, 64), Span(16, 0, 16), 8)
-    began = time.monotonic()
+    began = time.process_time()
     wanted = destinations(model, RULES)
     assert len(wanted) == 130 * (3 * 256 + 1)
-    assert time.monotonic() - began < 3
+    assert time.process_time() - began < 3

@@ -13,6 +13,12 @@ from msgspec.structs import replace
 from nanovllm_kernels import compile_cache
 from nanovllm_kernels.flash_prefill import compile_causal
 from nanovllm_kernels.gated_linear import compile_gated
+from nanovllm_kernels.grouped_linear import (
+    DOWN_TILES,
+    GATE_UP_TILES,
+    compile_down,
+    compile_gate_up,
+)
 from nanovllm_kernels.paged_decode_cute import compile_decode
 from nanovllm_kernels.skinny_linear import compile_product
 
@@ -122,6 +128,17 @@ def test_products_of_fp8_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(few) == 9
     many = [arguments for name, arguments in jobs if name == "block_fp8_cute:compile_tile"]
     assert "(256, 128, 2, 128, False, False)" in many and "(256, 128, 2, 128, True, False)" in many
+
+
+def test_the_products_of_experts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all layers once, and of the weights' type."""
+    monkeypatch.setattr("nanovllm.layers.ops.obstacle", lambda device: None)
+    given = on_a_gpu("qwen3-30b-a3b", many_experts="cute")
+    every = jobs_for(dataclasses.replace(given, dtype=torch.bfloat16))
+    found = [job for job in every if "grouped_linear" in job.function]
+    both = [*(compile_gate_up.job("bfloat16", sizes, 8) for sizes in GATE_UP_TILES.values())]
+    both += [compile_down.job("bfloat16", sizes) for sizes in DOWN_TILES.values()]
+    assert found == sorted(both) and len(found) == 4
 
 
 def test_what_is_not_written_in_cute_is_not_compiled(folder: Path) -> None:

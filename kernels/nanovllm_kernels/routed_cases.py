@@ -1,7 +1,8 @@
-"""Inputs that routing and sorting of rows by expert are checked and timed with."""
+"""What the Triton kernels of routed experts are checked and timed with, from logits to sums."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,13 +10,15 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels import (
+    combine as sums,
     expert_rows,
     experts,
     experts_reference,
-    route as kernels,
+    route as routes,
     route_reference as reference,
 )
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
+from nanovllm_kernels.expert_cases import Routed, in_float, kernels
 from nanovllm_kernels.route_reference import Routing
 
 SOFTMAX = Routing("softmax", renormalise=True)
@@ -83,12 +86,40 @@ def combine_inputs(
     y_XD = normal(device, T * K, D, dtype=torch.bfloat16)
     y_XD[rows.pair_of_X < 0] = torch.nan
     weights_TK = normal(device, T, K, dtype=torch.float32, seed=1).softmax(-1)
-    more = [normal(device, T, D + 64, dtype=torch.bfloat16, seed=seed)[:, :D] for seed in (2, 3)]
+    more = [normal(device, T, D, dtype=torch.bfloat16, seed=seed) for seed in (2, 3)]
     return y_XD, weights_TK, rows.row_of_TK, *(more if kind == "plain" else (None, None))
 
 
+def down_combine_inputs(routed: Routed, kind: str, device: torch.device) -> Args:
+    """`plain`: with a shared expert and the stream."""
+    shape = routed.T, routed.E, routed.K, routed.first, routed.num_experts, 1, kind
+    experts_TK, *_ = sort_inputs(*shape, device)
+    rows = reference.sort_rows(experts_TK, routed.first, routed.num_experts, 1)
+    y_XF = normal(device, routed.T * routed.K, routed.F, dtype=torch.bfloat16)
+    y_XF[rows.pair_of_X < 0] = torch.nan
+    weights_TK = normal(device, routed.T, routed.K, dtype=torch.float32, seed=1).softmax(-1)
+    more: list[Tensor | None] = [None, None]
+    if kind == "plain":
+        more = [
+            normal(device, routed.T, routed.D, dtype=torch.bfloat16, seed=seed) for seed in (2, 3)
+        ]
+    routing = weights_TK, experts_TK, rows.row_of_TK, routed.first
+    return y_XF, *routed.weight(routed.D, routed.F, device), *routing, *more
+
+
+def down_combine_reference(
+    y_XF: Tensor, down_EDF: Tensor, scale_EXX: Tensor | None, weights_TK: Tensor,
+    experts_TK: Tensor, row_of_TK: Tensor, first: int, *more: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Both references, one after the other, in float32."""
+    rows = reference.sort_rows(experts_TK, first, len(down_EDF), 1)
+    product = in_float(experts_reference.expert_down)
+    y_XD = product(y_XF, down_EDF, scale_EXX, rows, experts_TK.shape[1])
+    return experts_reference.combine(y_XD, weights_TK, row_of_TK, *more).to(y_XF.dtype)
+
+
 def combine_scale(expected: Tensors, args: Args) -> Tensors:
-    """Sums are float32 and rounded once."""
+    """Sums are float32, of terms of a size of 1, and rounded once."""
     return (expected[0].abs() + 1 / 1024,)
 
 
@@ -181,16 +212,69 @@ def combine_cases() -> tuple[Case, ...]:
     return (*checked, *timed)
 
 
+def down_combine_cases() -> tuple[Case, ...]:
+    def case(routed: Routed, kind: str, *, timed: bool = False) -> Case:
+        pairs = routed.T * routed.K * routed.F * routed.D
+        num_bytes = pairs * (1 if routed.block_fp8 else 2) if timed else 0
+        name, inputs = f"{routed} {kind}", partial(down_combine_inputs, routed, kind)
+        return Case(name, inputs, small=routed in SMALL, num_bytes=num_bytes)
+
+    checked = [
+        case(replace(routed, T=min(routed.T, 2)), kind)
+        for routed in (*SMALL, *CHECKED)
+        for kind in ("plain", "one")
+    ]
+    return (*checked, *(case(routed, "plain", timed=True) for routed in TIMED if routed.T <= 2))
+
+
+SMALL = (
+    Routed(1, 1, 1, 8, 8),
+    Routed(1, 3, 6, 96, 200, block_fp8=True),
+    Routed(2, 4, 24, 96, 72, 8, 9),
+    Routed(2, 4, 24, 200, 136, 20, 2, kind="last", block_fp8=True),
+    Routed(20, 2, 6, 200, 96, kind="last"),
+    Routed(7, 4, 24, 96, 72, 8, 9, kind="first"),  # this rank has nothing to do
+    Routed(20, 2, 5, 24, 144, kind="first", block_fp8=True),
+)
+CHECKED = (
+    Routed(2, 4, 60, 200, 2048),
+    Routed(33, 12, 12, 1408, 2048),
+    Routed(33, 6, 160, 192, 1536, 80, 80, block_fp8=True),
+    Routed(33, 4, 60, 96, 2048, block_fp8=True),
+)
+TIMED = tuple(
+    replace(layer, T=T)
+    for layer in (
+        Routed(1, 8, 128, 768, 2048),
+        Routed(1, 8, 256, 1536, 3072, block_fp8=True),
+        Routed(1, 10, 512, 512, 2048),
+    )
+    for T in (1, 2, 8, 64)
+)
+BOTH = experts.expert_gate_up, experts.expert_down
+GATE_UP, DOWN = kernels("few", *BOTH, experts.FEW, CHECKED, TIMED, small=SMALL)
+GATE_UP_128, DOWN_128 = kernels(
+    "tiled",
+    *BOTH,
+    experts.MANY,
+    tuple(replace(routed, T=130) for routed in (*SMALL, *CHECKED)),
+    tuple(Routed(8192, 8, 128, 768, 2048, block_fp8=is_fp8) for is_fp8 in (False, True)),
+    small=SMALL[2:6],
+)
 # Two exponentials, by 2 ulps each, and sums of up to 512 terms in another order.
-ROUTE = Kernel("route", kernels.route, reference.route, route_cases(), ulps_32=32)
+ROUTE = Kernel("route", routes.route, reference.route, route_cases(), ulps_32=32)
 ROUTE_AND_SORT = Kernel(
-    "route_and_sort", kernels.route_and_sort, both_reference, both_cases(), ulps_32=32,
+    "route_and_sort", routes.route_and_sort, both_reference, both_cases(), ulps_32=32,
     outputs=outputs,
 )  # fmt: skip
 SORT_ROWS = Kernel(
     "sort_rows", expert_rows.sort_rows, reference.sort_rows, sort_cases(), outputs=outputs
 )
 COMBINE = Kernel(
-    "combine", experts.combine, experts_reference.combine, combine_cases(), ulps_16=1,
+    "combine", sums.combine, experts_reference.combine, combine_cases(), ulps_16=1,
+    scale=combine_scale,
+)  # fmt: skip
+DOWN_COMBINE = Kernel(
+    "down_combine", sums.down_combine, down_combine_reference, down_combine_cases(), ulps_16=1,
     scale=combine_scale,
 )  # fmt: skip

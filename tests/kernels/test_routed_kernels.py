@@ -1,0 +1,117 @@
+"""Routing, sorting, products and sums of experts in Triton, where check-kernels' cases are silent.
+
+In Triton's interpreter, in a process of its own: TRITON_INTERPRET must be set before triton is
+imported. The kernels are combine.py, expert_rows.py, experts.py and route.py; what they mean is
+held to loops by test_experts_reference.py.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+import torch
+import triton
+from hypothesis import given, settings, strategies as st
+from nanovllm_kernels import combine, expert_rows, experts, route, route_reference
+from nanovllm_kernels.expert_cases import Routed
+from nanovllm_kernels.route_reference import ExpertRows, Routing
+from nanovllm_kernels.routed_cases import DOWN_COMBINE, down_combine_inputs, sort_inputs
+
+CPU = torch.device("cpu")
+INTERPRETED = triton.knobs.runtime.interpret
+SOFTMAX = Routing("softmax", renormalise=True)
+SIGMOID = Routing("sigmoid", renormalise=True)
+GROUPS = Routing("sigmoid", renormalise=False, scale=2.0, num_groups=4, chosen_groups=2)
+
+
+def test_in_the_interpreter() -> None:
+    here = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    child = subprocess.run(
+        ["env", "TRITON_INTERPRET=1", *here], capture_output=True, text=True, timeout=600
+    )
+    assert child.returncode == 0, child.stdout[-4000:]
+    assert "19 passed" in child.stdout
+
+
+test_in_the_interpreter.__test__ = not INTERPRETED
+
+
+def assert_equal(found: ExpertRows, expected: ExpertRows) -> None:
+    for field in fields(ExpertRows):
+        one, other = getattr(found, field.name), getattr(expected, field.name)
+        same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        assert same, (field.name, one, other)
+
+
+@pytest.mark.parametrize("rule", [SOFTMAX, SIGMOID, GROUPS], ids=["softmax", "sigmoid", "groups"])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_any_logits_choose_different_experts(rule, bad) -> None:
+    """All bad, one bad, every other one bad: no expert twice, and none that there is not."""
+    logits_TE = torch.linspace(-3, 3, 20).repeat(4, 1)
+    logits_TE[0], logits_TE[1, 7], logits_TE[2, ::2] = bad, bad, bad
+    weights_TK, experts_TK, rows = route.route_and_sort(logits_TE, None, 6, rule, 0, 20, 4)
+    assert all(len(set(row)) == 6 and set(row) <= set(range(20)) for row in experts_TK.tolist())
+    assert weights_TK[3].isfinite().all()
+    if math.isnan(bad):
+        assert weights_TK[:3].isnan().any(1).all()
+    assert_equal(rows, route_reference.sort_rows(experts_TK, 0, 20, 4))
+
+
+def test_of_equal_scores_the_lower_experts_are_chosen() -> None:
+    """-0 and 0 are equal, and so are scores that are too small to tell from 0."""
+    logits_TE = torch.tensor([[0.0, -0.0] * 4, [-500.0, -400.0, -300.0, 0.0] * 2])
+    _, experts_TK = route.route(logits_TE, None, 4, SOFTMAX)
+    assert experts_TK.tolist() == [[0, 1, 2, 3], [3, 7, 0, 1]]
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    T=st.sampled_from([1, 2, 31, 128, 129, 300]),
+    E=st.sampled_from([3, 8, 40]),
+    K=st.integers(1, 3),
+    tile=st.sampled_from([1, 16, 64]),
+    kind=st.sampled_from(["plain", "one", "few"]),
+    data=st.data(),
+)
+def test_sorted_rows_equal_the_definition(T, E, K, tile, kind, data) -> None:
+    first = data.draw(st.integers(0, E - 1))
+    num_experts = data.draw(st.integers(1, E - first))
+    args = sort_inputs(T, E, K, first, num_experts, tile, kind, CPU)
+    assert_equal(expert_rows.sort_rows(*args), route_reference.sort_rows(*args))
+
+
+@pytest.mark.parametrize("num_rows", [3, 65])
+def test_a_step_of_any_length_is_routed_and_sorted(num_rows) -> None:
+    """In one launch, or one after the other."""
+    logits_TE = torch.randn(num_rows, 12, generator=torch.Generator().manual_seed(1))
+    weights_TK, experts_TK, rows = route.route_and_sort(logits_TE, None, 3, SOFTMAX, 4, 6, 8)
+    expected = route_reference.route(logits_TE, None, 3, SOFTMAX)
+    torch.testing.assert_close(weights_TK, expected[0])
+    assert torch.equal(experts_TK, expected[1])
+    assert_equal(rows, route_reference.sort_rows(experts_TK, 4, 6, 8))
+
+
+@pytest.mark.parametrize("routed", [Routed(2, 3, 9, 40, 72, 2, 4), Routed(2, 3, 9, 40, 72)])
+def test_one_launch_for_down_and_sum_equals_two(routed) -> None:
+    y_XF, down_EDF, _, weights_TK, experts_TK, _, first, *more = (
+        x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for x in down_combine_inputs(routed, "plain", CPU)
+    )
+    rows = expert_rows.sort_rows(experts_TK, first, len(down_EDF), experts.FEW)
+    y_XD = experts.expert_down(y_XF, down_EDF, None, rows, routed.K)
+    copies = [x.clone() for x in more]
+    expected_TD = combine.combine(y_XD, weights_TK, rows.row_of_TK, *more)
+    assert expected_TD is more[1], "the stream is overwritten"
+    routing = weights_TK, experts_TK, rows.row_of_TK, first
+    found_TD = combine.down_combine(y_XF, down_EDF, None, *routing, *copies)
+    torch.testing.assert_close(found_TD, expected_TD)
+
+
+def test_tiles_are_large_where_experts_have_many_rows() -> None:
+    assert experts.tile_of(8, 128) == experts.tile_of(2047, 128) == experts.FEW
+    assert experts.tile_of(2048, 128) == experts.MANY
+    assert all(case.num_bytes > 0 for case in DOWN_COMBINE.cases[-6:])
