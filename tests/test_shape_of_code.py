@@ -49,7 +49,7 @@ BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes,
     "nanovllm/server/process_facts.py", "nanovllm/server/large.py", "nanovllm/server/length.py",
 )  # fmt: skip
 CUTE = ("cute", "skinny_linear", "flash_prefill", "gated_linear", "gated_product", "grouped_linear",
-        "grouped_product", "kept")  # fmt: skip
+        "grouped_product", "grouped_fp8", "kept")  # fmt: skip
 CASES = ("case", "timing", "compile_one")  # and *_cases
 BUDGETS = {
     "path": 6_200, "beside": 600, "choices": 6_500, "tools": 2_200,
