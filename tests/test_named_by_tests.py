@@ -116,6 +116,7 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/linear_cases.py""",
     "tests/kernels/test_quantise.py": "kernels/nanovllm_kernels/quantise_cases.py",
     "tests/gpu/test_kernels.py": """
+        kernels/nanovllm_kernels/dense_fp8_cases.py
         kernels/nanovllm_kernels/skinny_cases.py kernels/nanovllm_kernels/timing.py""",
 }
 
