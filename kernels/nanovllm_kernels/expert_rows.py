@@ -17,10 +17,10 @@ from nanovllm_kernels.device import follows
 from nanovllm_kernels.route_reference import ExpertRows, most_tiles
 
 COMPARED = 8192  # pairs that are compared with all others
-PLACED, BLOCK_PLACED = 64, 256  # that a program places, of few and of many
+PLACED, BLOCK_PLACED = 64, 128  # that a program places, of few and of many
 CHUNK = 128  # pairs that others are compared with at once
 COUNTED = 1024  # pairs that are counted at once
-ADDED = 32  # experts whose counts a program adds up
+ADDED = 8  # experts whose counts a program adds up
 FILLED = tl.constexpr(256)  # unused entries that are written at once
 
 
@@ -56,6 +56,7 @@ def sort_rows(experts_TK: Tensor, first_expert: int, num_experts: int, tile: int
         CHUNK=CHUNK,
         COUNTED=min(triton.next_power_of_2(num_pairs), COUNTED),
         TILE=tile,
+        num_warps=placed // 8,
         **ours,
         **options,
     )

@@ -89,7 +89,7 @@ def down_combine_inputs(routed: Routed, kind: str, device: torch.device) -> Args
             normal(device, routed.T, routed.D, dtype=torch.bfloat16, seed=seed) for seed in (2, 3)
         ]
     routing = weights_TK, experts_TK, rows.row_of_TK, routed.first
-    return y_XF, *routed.weight(routed.D, routed.F, device), *routing, *more
+    return y_XF, *routed.weight(1, routed.D, routed.F, device), *routing, *more
 
 
 def down_combine_reference(
