@@ -14,13 +14,10 @@ from torch import Tensor
 from nanovllm_kernels import (
     library_linear,
     linear_cases,
-    norm,
-    quantise,
     skinny_cases,
 )
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors
 from nanovllm_kernels.fp8_reference import BLOCK, Scaled, quantise_weight
-from nanovllm_kernels.reference import add_rms_norm, rms_norm
 from nanovllm_kernels.skinny_fp8_cute import SKINNY_FP8, Kind, shape_of
 
 ROWS = (1, 2, 7, 8, 9, 16, 17, 31, 32)
@@ -114,62 +111,4 @@ NORM_GATE_UP = of_dequantised(
     skinny_cases.NORM_GATE_UP,
     partial(SKINNY_FP8.norm_linear, gated=True),
     cases(Kind(True, True), skinny_cases.norm_inputs, [(24576, 4096), (6144, 1024)]),
-)
-
-
-def norm_reference(
-    x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, eps: float
-) -> quantise.Quantised:
-    if residual_TD is None:
-        sum_TD = x_TD
-    else:
-        sum_TD = residual_TD.copy_(add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)[1])
-    ones = torch.ones_like(norm_weight_D)
-    return quantise.reference(rms_norm(sum_TD, ones, eps).float() * norm_weight_D.float())
-
-
-def norm_inputs(kind: str, T: int, D: int, device: torch.device) -> Args:
-    """`first`: no residual yet; others are norm.add_norm_inputs'."""
-    x_TD, residual_TD, *rest = norm.add_norm_inputs(kind, T, D, torch.bfloat16, device)
-    return x_TD, None if kind == "first" else residual_TD, *rest
-
-
-def norm_outputs(result: quantise.Quantised, args: Args) -> Tensors:
-    """And the stream that was written."""
-    stream = () if args[1] is None else (args[1],)
-    return *quantise.rows_written(result, args[:1]), *stream
-
-
-def norm_scale(expected: Tensors, args: Args) -> Tensors:
-    """Numbers of rows a rounding to bfloat16 apart may be a step of fp8 apart."""
-    values_TD, scale_BT, *stream = expected
-    steps_TD, of_scales = quantise.size_of_steps((values_TD, scale_BT), args)
-    return steps_TD, of_scales * 2**14, *(each.abs() for each in stream)
-
-
-NORM_QUANTISE = Kernel(
-    "norm_quantise",
-    quantise.norm_quantise,
-    norm_reference,
-    (
-        *(
-            Case(f"{kind} T={T} D={D}", partial(norm_inputs, kind, T, D), small=T < 9)
-            for kind, T, D in (
-                ("first", 1, 64),
-                ("normal", 7, 1160),
-                ("strided", 3, 384),
-                ("slices", 5, 1024),
-                ("spike", 2, 640),
-                ("normal", 513, 4096),
-            )
-        ),
-        *(
-            Case(f"T={T} D=4096", partial(norm_inputs, "normal", T, 4096), num_bytes=T * 4096 * 7)
-            for T in (64, 8192)
-        ),
-    ),
-    ulps_16=2,
-    ulps_32=2**20,
-    outputs=norm_outputs,
-    scale=norm_scale,
 )

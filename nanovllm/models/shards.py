@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from math import prod
 from pathlib import Path
 from queue import SimpleQueue
@@ -152,7 +153,7 @@ def read(order: list[list[Piece]], device: torch.device) -> Iterator[int]:
     def fill(run: list[Piece]) -> int:
         buffer = buffers.get()
         try:
-            with torch.cuda.stream(stream):  # the model's own, as its memory is; of a CPU, none
+            with torch.cuda.stream(stream) if stream else nullcontext():  # the model's memory's
                 place(run, into(buffer, run).to(device))
         finally:
             buffers.put(buffer)

@@ -64,7 +64,7 @@ def experts_of(model: Decoder) -> list[Job]:
     found: set[Job] = set()
     for module in model.modules():
         if isinstance(module, Experts):
-            for products in module.ops.many_experts:
+            for products in module.kernels.many:
                 if products.fits(MANY_PAIRS, module.gate_up):
                     found |= {*products.jobs(module.gate_up, module.num_chosen)}
     return sorted(found)
