@@ -39,7 +39,6 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "thresholds": "nanovllm_kernels.thresholds:THRESHOLDS",
     "write_back": "nanovllm_kernels.batch_prep:WRITE_BACK",
     "route": "nanovllm_kernels.routed_cases:ROUTE",
-    "route_and_sort": "nanovllm_kernels.routed_cases:ROUTE_AND_SORT",
     "sort_rows": "nanovllm_kernels.routed_cases:SORT_ROWS",
     "combine": "nanovllm_kernels.routed_cases:COMBINE",
     "down_combine": "nanovllm_kernels.routed_cases:DOWN_COMBINE",
