@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -21,6 +22,7 @@ from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from nanovllm.attention.grouped import load_scale
 from nanovllm.config import Config, ConfigError
 from nanovllm.layers.linear import Placement
 from nanovllm.log import Progress
@@ -92,13 +94,13 @@ def num_bytes(wanted: dict[str, Destination]) -> int:
 
 def fill_from_files(model: Decoder, folder: Path) -> None:
     wanted = destinations(model, model.WEIGHTS)
-    ignored = ignored_names(model)
+    ignored, blocks = ignored_names(model), list[Any](model.layers)
     source, paths = shards(folder)
     filled: set[str] = set()
     progress = Progress(log, f"loading {folder}", num_bytes(wanted), "GB")
     for path in paths:
         for name, tensor in tensors(path):
-            if ignored.fullmatch(name):
+            if ignored.fullmatch(name) or load_scale(name, tensor, blocks):
                 continue
             if name not in wanted:
                 raise ConfigError(f"{path}: unexpected tensor {name}")

@@ -74,7 +74,8 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
     family, model_config = read_model_config(config)
     mesh = mesh or Mesh(0, config.recipe.parallel.tp)
     check_cut(mesh.tp_size, model_config)
-    layout = family.cache_layout(model_config, mesh, dtype.itemsize)
+    cache_bytes = 1 if config.recipe.cache.dtype == "fp8" else dtype.itemsize
+    layout = family.cache_layout(model_config, mesh, cache_bytes)
     recipe = without_autos(config.recipe, device, dtype)
     most = context_of(recipe, layout, model_config.max_position_embeddings)
     recipe = replace(recipe, server=replace(recipe.server, max_model_tokens=most))
