@@ -61,7 +61,8 @@ class RowsAttend:
 
     def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
         k_PSGA, v_PSGA, scales_2G = cache
-        return self.kernel(q_THA, k_PSGA, v_PSGA, *self.rows, out_THA, scales_2G=scales_2G)
+        scaled = {} if scales_2G is None else {"scales_2G": scales_2G}
+        return self.kernel(q_THA, k_PSGA, v_PSGA, *self.rows, out_THA, **scaled)
 
 
 @dataclass(frozen=True, slots=True)
