@@ -74,7 +74,12 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
     family, model_config = read_model_config(config)
     mesh = mesh or Mesh(0, config.recipe.parallel.tp)
     check_cut(mesh.tp_size, model_config)
-    cache_bytes = 1 if config.recipe.cache.dtype == "fp8" else dtype.itemsize
+    is_fp8 = config.recipe.cache.dtype == "fp8"
+    if is_fp8 and device.type == "cuda" and dtype == torch.float32:
+        raise ConfigError(
+            "cache.dtype is fp8, which goes with dtype bfloat16 on a GPU, not float32"
+        )
+    cache_bytes = 1 if is_fp8 else dtype.itemsize
     layout = family.cache_layout(model_config, mesh, cache_bytes)
     recipe = without_autos(config.recipe, device, dtype)
     most = context_of(recipe, layout, model_config.max_position_embeddings)
