@@ -96,6 +96,7 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/decode_cases.py
         kernels/nanovllm_kernels/norm.py kernels/nanovllm_kernels/paged_decode.py
         kernels/nanovllm_kernels/paged_prefill.py kernels/nanovllm_kernels/rope_cases.py
+        kernels/nanovllm_kernels/widen_pages.py
         kernels/nanovllm_kernels/rope_store.py
         kernels/nanovllm_kernels/thresholds.py""",
     "tests/kernels/test_compile_cache.py": """

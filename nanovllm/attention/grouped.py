@@ -73,16 +73,34 @@ def load_scale(name: str, tensor: Tensor, blocks: Sequence[Any]) -> bool:
     return False
 
 
-def dtype_of(group: PagedGroup, dtype: torch.dtype) -> torch.dtype:
-    """What a group's caches hold in a model that computes in `dtype`."""
-    return FP8 if group.bytes_per_element == FP8.itemsize else dtype
+def bytes_of_element(asked: str, dtype: torch.dtype, device: torch.device) -> int:
+    """Of a cache of cache.dtype `asked`, for a model in `dtype`. Raises ConfigError: not here."""
+    if asked == "auto":
+        return dtype.itemsize
+    if device.type == "cuda" and dtype == torch.float32:
+        raise ConfigError("cache.dtype is fp8; on a GPU that goes with dtype bfloat16, not float32")
+    return FP8.itemsize
+
+
+def caches_of(
+    group: PagedGroup, num_pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], dict[int, PagedKV]]:
+    """All layers' keys and all their values, zero, and each layer's part of them.
+
+    `dtype` is the model's. Those of 8 bits come as bytes, since torch indexes no such numbers.
+    """
+    is_fp8 = group.bytes_per_element == FP8.itemsize
+    shape = len(group.layers), num_pages, page_tokens, group.num_heads
+    whole = [
+        torch.zeros(*shape, size, dtype=torch.uint8 if is_fp8 else dtype, device=device)
+        for size in (group.k_size, group.v_size)
+    ]
+    keys, values = (each.view(FP8) if is_fp8 else each for each in whole)
+    return whole, {layer: PagedKV(keys[n], values[n]) for n, layer in enumerate(group.layers)}
 
 
 def pageless(layout: CacheLayout, page_tokens: int, dtype: torch.dtype) -> PagedKV:
     """A cache of no pages in the shape of the first group's: what backends plan by."""
     group = layout.paged[0]
-    k_PSGA, v_PSGA = (
-        torch.empty(0, page_tokens, group.num_heads, size, dtype=dtype_of(group, dtype))
-        for size in (group.k_size, group.v_size)
-    )
-    return PagedKV(k_PSGA, v_PSGA)
+    caches = caches_of(group, 0, page_tokens, dtype, torch.device("cpu"))[1]
+    return caches[group.layers[0]]

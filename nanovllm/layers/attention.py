@@ -61,11 +61,9 @@ class Attention(Layer):
         """The residual stream with what attention gives. May overwrite what it is given."""
         batch, cache = ctx.batch, self.attend.cache
         norms = self.q_norm, self.k_norm, self.eps
-        slots = batch.positions_T, batch.slot_mapping_T
+        where = cos_sin_LA, batch.positions_T, batch.slot_mapping_T
         qkv, stream = self.qkv(residual)
-        q_THA = self.ops.rope_store(
-            as_tensor(qkv), *norms, cos_sin_LA, *slots, *cache, self.norm_ranks
-        )
+        q_THA = self.ops.rope_store(as_tensor(qkv), *norms, *where, *cache, self.norm_ranks)
         o_TX = ctx.eager(self.attend, ctx, q_THA).flatten(1)
         if self.is_last and not ctx.all_hidden:
             o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))

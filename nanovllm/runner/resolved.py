@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.choose import choose_backend
+from nanovllm.attention.grouped import bytes_of_element
 from nanovllm.config import Auto, Config, ConfigError, Recipe, given_or, resolve_schedule
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.layers.ops import OPERATIONS, fastest, select_ops
@@ -74,13 +75,8 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
     family, model_config = read_model_config(config)
     mesh = mesh or Mesh(0, config.recipe.parallel.tp)
     check_cut(mesh.tp_size, model_config)
-    is_fp8 = config.recipe.cache.dtype == "fp8"
-    if is_fp8 and device.type == "cuda" and dtype == torch.float32:
-        raise ConfigError(
-            "cache.dtype is fp8, which goes with dtype bfloat16 on a GPU, not float32"
-        )
-    cache_bytes = 1 if is_fp8 else dtype.itemsize
-    layout = family.cache_layout(model_config, mesh, cache_bytes)
+    element_bytes = bytes_of_element(config.recipe.cache.dtype, dtype, device)
+    layout = family.cache_layout(model_config, mesh, element_bytes)
     recipe = without_autos(config.recipe, device, dtype)
     most = context_of(recipe, layout, model_config.max_position_embeddings)
     recipe = replace(recipe, server=replace(recipe.server, max_model_tokens=most))

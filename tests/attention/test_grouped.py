@@ -8,7 +8,7 @@ from nanovllm_kernels.attention_reference import in_8_bits, paged_prefill
 from nanovllm_kernels.reference import quantised
 from torch import Tensor
 
-from nanovllm.attention.grouped import FP8, GroupedHeads, PagedKV, load_scale
+from nanovllm.attention.grouped import FP8, GroupedHeads, PagedKV, bytes_of_element, load_scale
 from nanovllm.attention.torch_ref import TorchPaged
 from nanovllm.config import ConfigError
 from tests.attention.paged_batches import make_batch
@@ -45,6 +45,17 @@ def test_a_cache_of_8_bits_gets_the_scales_of_its_layer() -> None:
     heads.bind(PagedKV(narrow, narrow))
     assert heads.cache.scales_2G is heads.scales_2G
     assert heads.scales_2G.tolist() == [[1.0] * 3] * 2
+
+
+def test_which_dtype_goes_with_8_bits() -> None:
+    cuda = torch.device("cuda")
+    assert bytes_of_element("auto", torch.bfloat16, cuda) == 2
+    assert bytes_of_element("fp8", torch.bfloat16, cuda) == 1
+    assert bytes_of_element("fp8", torch.float32, CPU) == 1
+    with pytest.raises(ConfigError) as caught:
+        bytes_of_element("fp8", torch.float32, cuda)
+    said = "cache.dtype is fp8; on a GPU that goes with dtype bfloat16, not float32"
+    assert str(caught.value) == said
 
 
 class Block:

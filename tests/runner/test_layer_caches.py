@@ -40,7 +40,7 @@ def test_pages_of_8_bits_are_cleaned_and_copied() -> None:
     for page in range(6):
         cache.k_PSGA[page].copy_(torch.full((2, 2, 8), float(page)))
     cache.v_PSGA[4].copy_(torch.full((2, 2, 4), torch.nan))
-    found.apply(StepPlan(step=1, clean=[4], copies=[(1, 2), (3, 5)]))
+    found.apply(StepPlan(1, [], [], 0, None, [], 0, [], clean=[4], copies=[(1, 2), (3, 5)]))
     assert cache.k_PSGA.float().mean((1, 2, 3)).tolist() == [0, 1, 1, 3, 0, 3]
     assert not cache.v_PSGA.float().any()
 
