@@ -105,6 +105,8 @@ DRIVEN_BY = {
     "tests/kernels/test_gated_linear.py": """
         kernels/nanovllm_kernels/gated_product.py kernels/nanovllm_kernels/like.py
         kernels/nanovllm_kernels/linear_cases.py""",
+    "tests/kernels/test_paged_decode_cute.py": """
+        kernels/nanovllm_kernels/paged_decode_cute_cases.py""",
     "tests/gpu/test_kernels.py": """
         kernels/nanovllm_kernels/skinny_cases.py kernels/nanovllm_kernels/timing.py""",
 }

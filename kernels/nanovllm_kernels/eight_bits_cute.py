@@ -53,7 +53,7 @@ def widened(four: Int32, order: str, *, loc: Any = None, ip: Any = None) -> tupl
 
 
 def widen_keys(k_8: cute.Tensor, k_in: cute.Tensor) -> None:
-    """Of [.., tokens / 8, elements / 32] the steps of 16 elements that `load_q` goes with."""
+    """Keys [.., tokens / 8, elements / 32] as the steps of 16 elements that `load_q` goes with."""
     fours, pairs = cute.recast_tensor(k_8, Int32), cute.recast_tensor(k_in, Int32)
     for step in range(cute.size(pairs, mode=[2])):
         for n in range(cute.size(pairs, mode=[1])):
@@ -62,7 +62,7 @@ def widen_keys(k_8: cute.Tensor, k_in: cute.Tensor) -> None:
 
 
 def widen_values(v_8: cute.Tensor, v_in: cute.Tensor) -> None:
-    """Of [.., elements / 16, 1] the tiles of even and of odd elements, in turn: see element_of."""
+    """Values [.., elements / 16, 1] as tiles of even and of odd elements in turn: element_of."""
     fours, pairs = cute.recast_tensor(v_8, Int32), cute.recast_tensor(v_in, Int32)
     for n in range(cute.size(fours, mode=[1])):
         for half in range(2):

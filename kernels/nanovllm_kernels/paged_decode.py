@@ -109,13 +109,12 @@ def paged_decode(
     waits = follows(num_tokens, q_THA.device)
     both = dict(W=width, RAGGED=starts_R1 is not None, WAITS=waits, launch_pdl=waits)
     both |= dict(A=head_size, A_BLOCK=triton.next_power_of_2(head_size))
+    rows = page_table_RM, starts_R1, lengths_R
     decode_kernel[(num_kv_heads, num_lanes)](
         q_THA,
         k_PSGA,
         v_PSGA,
-        page_table_RM,
-        starts_R1,
-        lengths_R,
+        *rows,
         plan_N5,
         scales_2G,
         o_THA,
@@ -317,7 +316,7 @@ def beside_cache(q, scales_2G):
 
 @triton.jit
 def scales_of(scales_2G, kv_head, num_kv_heads):
-    """Of this head's keys and values; 1 where they have none."""
+    """The scales of this head's keys and values; 1 where they have none."""
     k_scale, v_scale = 1.0, 1.0
     if scales_2G is not None:
         k_scale = tl.load(scales_2G + kv_head)

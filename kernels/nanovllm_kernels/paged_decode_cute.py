@@ -553,7 +553,7 @@ class PagedDecode:
             cute.copy(copied[0], copied[1], copied[0].retile(q_in))
 
     def scale_of(self, given: Given, nth: int) -> Float32:
-        """Of this head's keys (0) or values (1)."""
+        """The scale of this head's keys (0) or values (1)."""
         return given.scales[nth, arch.block_idx()[0]] if self.is_fp8 else Float32(1)
 
     @cute.jit

@@ -104,7 +104,7 @@ def rope_store(
 
 
 def quantised(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale in float8_e4m3fn, the nearest of its numbers; NaN stays NaN, infinity does not."""
+    """The numbers of float8_e4m3fn nearest to x / scale; NaN stays NaN, infinity does not."""
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 

@@ -174,7 +174,7 @@ def rope_store_kernel(
 
 @triton.jit
 def quantised(x, scale, like):
-    """x / scale in the type that `like` points to, saturated, as reference.quantised."""
+    """The nearest numbers to x / scale of the type that `like` points to: reference.quantised."""
     x = x.to(tl.float32) / scale
     x = tl.minimum(tl.maximum(x, -448.0, tl.PropagateNan.ALL), 448.0, tl.PropagateNan.ALL)
     if INTERPRETED:  # it would round up without a carry: here to 4 bits, or to multiples of 2**-9

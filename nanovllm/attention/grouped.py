@@ -74,7 +74,10 @@ def load_scale(name: str, tensor: Tensor, blocks: Sequence[Any]) -> bool:
 
 
 def bytes_of_element(asked: str, dtype: torch.dtype, device: torch.device) -> int:
-    """Of a cache of cache.dtype `asked`, for a model in `dtype`. Raises ConfigError: not here."""
+    """The bytes of an element of the cache that `asked`, cache.dtype, means to a model in `dtype`.
+
+    Raises ConfigError for a pair that no kernels are for.
+    """
     if asked == "auto":
         return dtype.itemsize
     if device.type == "cuda" and dtype == torch.float32:
