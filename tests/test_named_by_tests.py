@@ -104,6 +104,7 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/decode_cases.py
         kernels/nanovllm_kernels/norm.py kernels/nanovllm_kernels/paged_decode.py
         kernels/nanovllm_kernels/paged_prefill.py kernels/nanovllm_kernels/rope_cases.py
+        kernels/nanovllm_kernels/widen_pages.py
         kernels/nanovllm_kernels/rope_store.py
         kernels/nanovllm_kernels/thresholds.py""",
     "tests/kernels/test_compile_cache.py": """
@@ -115,7 +116,10 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/like.py
         kernels/nanovllm_kernels/linear_cases.py""",
     "tests/kernels/test_quantise.py": "kernels/nanovllm_kernels/quantise_cases.py",
+    "tests/kernels/test_paged_decode_cute.py": """
+        kernels/nanovllm_kernels/paged_decode_cute_cases.py""",
     "tests/gpu/test_kernels.py": """
+        kernels/nanovllm_kernels/dense_fp8_cases.py
         kernels/nanovllm_kernels/skinny_cases.py kernels/nanovllm_kernels/timing.py""",
 }
 

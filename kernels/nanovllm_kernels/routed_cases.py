@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from nanovllm_kernels import (
 )
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
 from nanovllm_kernels.expert_cases import Routed, in_float, kernels
-from nanovllm_kernels.route_reference import Routing
+from nanovllm_kernels.route_reference import ExpertRows, Routing
 
 SOFTMAX = Routing("softmax", renormalise=True)
 PLAIN = Routing("softmax", renormalise=False)
@@ -48,20 +47,6 @@ def route_inputs(T: int, E: int, K: int, rule: Routing, kind: str, device: torch
         slots_T = torch.arange(T, device=device) * 5 % 97
         uniform = slots_T, torch.arange(T, device=device) * 3, 11
     return logits(T, E, kind, device), bias_E, K, rule, uniform
-
-
-def both_inputs(
-    T: int, E: int, K: int, rule: Routing, kind: str, first: int, own: int, tile: int,
-    device: torch.device,
-) -> Args:  # fmt: skip
-    *args, uniform = route_inputs(T, E, K, rule, kind, device)
-    return *args, first, own, tile, uniform
-
-
-def both_reference(*args: Any) -> tuple[Any, ...]:  # noqa: ANN401
-    *routing, first, own, tile, uniform = args
-    weights_TK, experts_TK = reference.route(*routing, uniform)
-    return weights_TK, experts_TK, reference.sort_rows(experts_TK, first, own, tile)
 
 
 def sort_inputs(
@@ -104,7 +89,7 @@ def down_combine_inputs(routed: Routed, kind: str, device: torch.device) -> Args
             normal(device, routed.T, routed.D, dtype=torch.bfloat16, seed=seed) for seed in (2, 3)
         ]
     routing = weights_TK, experts_TK, rows.row_of_TK, routed.first
-    return y_XF, *routed.weight(routed.D, routed.F, device), *routing, *more
+    return y_XF, *routed.weight(1, routed.D, routed.F, device), *routing, *more
 
 
 def down_combine_reference(
@@ -123,9 +108,8 @@ def combine_scale(expected: Tensors, args: Args) -> Tensors:
     return (expected[0].abs() + 1 / 1024,)
 
 
-def outputs(result: Any, args: Args) -> Tensors:  # noqa: ANN401
-    *routed, rows = result if isinstance(result, tuple) else (result,)
-    return *routed, *expert_rows.tensors_of(rows)
+def outputs(result: ExpertRows, args: Args) -> Tensors:
+    return expert_rows.tensors_of(result)
 
 
 def case_of_route(T: int, E: int, K: int, rule: Routing, kind: str, *, timed: bool) -> Case:
@@ -149,28 +133,6 @@ def route_cases() -> tuple[Case, ...]:
         for E, K, rule in ((128, 8, SOFTMAX), (256, 8, SIGMOID), (512, 10, SOFTMAX))
         for T in (2, 8, 64, 4096)
     ]
-    return (*checked, *timed)
-
-
-def both_cases() -> tuple[Case, ...]:
-    shapes = (
-        (1, 128, 8, SOFTMAX, 0, 128, 16), (2, 128, 8, SOFTMAX, 32, 32, 16),
-        (7, 60, 4, PLAIN, 15, 45, 2), (16, 256, 8, GROUPS, 0, 256, 16),
-        (5, 160, 6, GROUPS, 80, 80, 1), (16, 512, 10, SOFTMAX, 384, 128, 4),
-        (9, 6, 2, SIGMOID, 0, 6, 4), (3, 6, 6, SIGMOID, 5, 1, 2), (65, 24, 16, SIGMOID, 0, 24, 16),
-    )  # fmt: skip
-    checked = [
-        Case(f"T={T} E={E} K={K} {kind} {first}+{own} tile={tile}",
-             partial(both_inputs, T, E, K, rule, kind, first, own, tile), T * E <= 1000)
-        for T, E, K, rule, first, own, tile in shapes
-        for kind in (HASHED, TIED)
-    ]  # fmt: skip
-    timed = [
-        Case(f"T={T} E={E} K={K} timed", num_bytes=4 * T * (E + 4 * K),
-             inputs=partial(both_inputs, T, E, K, SOFTMAX, HASHED, 0, E, 16))
-        for E, K in ((128, 8), (256, 8), (512, 10))
-        for T in (1, 8, 64)
-    ]  # fmt: skip
     return (*checked, *timed)
 
 
@@ -263,10 +225,6 @@ GATE_UP_128, DOWN_128 = kernels(
 )
 # Two exponentials, by 2 ulps each, and sums of up to 512 terms in another order.
 ROUTE = Kernel("route", routes.route, reference.route, route_cases(), ulps_32=32)
-ROUTE_AND_SORT = Kernel(
-    "route_and_sort", routes.route_and_sort, both_reference, both_cases(), ulps_32=32,
-    outputs=outputs,
-)  # fmt: skip
 SORT_ROWS = Kernel(
     "sort_rows", expert_rows.sort_rows, reference.sort_rows, sort_cases(), outputs=outputs
 )

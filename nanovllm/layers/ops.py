@@ -132,13 +132,14 @@ class Ops:
     silu_mul(gate_up_T2F) -> y_TF
         silu(first half) * second half of each row.
     rope_store(qkv, q_norm_X, k_norm_X, eps, cos_sin_LA, positions_T, slot_mapping_T, k_PSGA,
-               v_PSGA, ranks=None) -> q_THA
+               v_PSGA, scales_2G=None, ranks=None) -> q_THA
         Splits qkv_TX, or the sum of slices qkv_ITX, into heads [H q | G k | G v] of size A (G from
         k_PSGA); normalises q and k when weights of a norm are given: of A elements, each head by
         itself, or given ranks (reference.Ranks) of H * A and G * A, the whole row of all ranks'
         heads; rotates the first R elements of each head of q and k half-split (cos_sin_LA: cos in
         the first half of its R columns, sin in the rest, float32, row = position); writes k and v
-        to their slots of the cache; returns the rotated q.
+        to their slots of the cache, divided by their heads' scales_2G (keys', values') and
+        saturated in one of float8_e4m3fn; returns the rotated q.
     experts
         Everything of routed experts: layers/expert_products.py.
     """

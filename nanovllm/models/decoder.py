@@ -156,7 +156,7 @@ class Decoder(Layer):
         """Each layer owns its cache from here on, in place of the one it had."""
         for layer, cache in caches.items():
             block: Any = self.layers[layer]
-            block.attn.attend.cache = cache
+            block.attn.attend.bind(cache)
 
     def forward(self, token_ids_T: Tensor, ctx: ForwardContext) -> Tensor:
         """The last hidden states x_SD of the tokens that rows predict from, normalised.

@@ -62,6 +62,14 @@ class Piece(NamedTuple):
     to: Destination
 
 
+def contents(tensor: Stored) -> Tensor:
+    """A small tensor, read at once."""
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.begin)
+        data = bytearray(file.read(tensor.end - tensor.begin))
+    return torch.frombuffer(data, dtype=DTYPES[tensor.dtype]).view(tensor.shape)
+
+
 def shards(folder: Path) -> tuple[Path, list[Path]]:
     """What stands for the checkpoint in messages, and its files: the index's, the one, or all."""
     index = folder / INDEX

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.choose import choose_backend
+from nanovllm.attention.grouped import bytes_of_element
 from nanovllm.config import Auto, Config, ConfigError, Recipe, given_or, resolve_schedule
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.layers.ops import OPERATIONS, fastest, select_ops
@@ -77,7 +78,8 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
     family, model_config = read_model_config(config)
     mesh = mesh or first_of(config.recipe.parallel.tp, config.recipe.parallel.ep)
     check_cut(mesh, model_config)
-    layout = family.cache_layout(model_config, mesh, dtype.itemsize)
+    element_bytes = bytes_of_element(config.recipe.cache.dtype, dtype, device)
+    layout = family.cache_layout(model_config, mesh, element_bytes)
     recipe = without_autos(config.recipe, device, dtype)
     most = context_of(recipe, layout, model_config.max_position_embeddings)
     recipe = replace(recipe, server=replace(recipe.server, max_model_tokens=most))

@@ -11,6 +11,7 @@ import math
 import subprocess
 import sys
 from dataclasses import fields
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def test_in_the_interpreter() -> None:
         ["env", "TRITON_INTERPRET=1", *here], capture_output=True, text=True, timeout=600
     )
     assert child.returncode == 0, child.stdout[-4000:]
-    assert "19 passed" in child.stdout
+    assert "17 passed" in child.stdout
 
 
 test_in_the_interpreter.__test__ = not INTERPRETED
@@ -54,11 +55,11 @@ def test_any_logits_choose_different_experts(rule, bad) -> None:
     logits_TE = torch.linspace(-3, 3, 20).repeat(4, 1)
     logits_TE[0], logits_TE[1, 7], logits_TE[2, ::2] = bad, bad, bad
     weights_TK, experts_TK, rows = route.route_and_sort(logits_TE, None, 6, rule, 0, 20, 4)
+    assert_equal(rows, route_reference.sort_rows(experts_TK, 0, 20, 4))
     assert all(len(set(row)) == 6 and set(row) <= set(range(20)) for row in experts_TK.tolist())
     assert weights_TK[3].isfinite().all()
     if math.isnan(bad):
         assert weights_TK[:3].isnan().any(1).all()
-    assert_equal(rows, route_reference.sort_rows(experts_TK, 0, 20, 4))
 
 
 def test_of_equal_scores_the_lower_experts_are_chosen() -> None:
@@ -81,18 +82,10 @@ def test_sorted_rows_equal_the_definition(T, E, K, tile, kind, data) -> None:
     first = data.draw(st.integers(0, E - 1))
     num_experts = data.draw(st.integers(1, E - first))
     args = sort_inputs(T, E, K, first, num_experts, tile, kind, CPU)
-    assert_equal(expert_rows.sort_rows(*args), route_reference.sort_rows(*args))
-
-
-@pytest.mark.parametrize("num_rows", [3, 65])
-def test_a_step_of_any_length_is_routed_and_sorted(num_rows) -> None:
-    """In one launch, or one after the other."""
-    logits_TE = torch.randn(num_rows, 12, generator=torch.Generator().manual_seed(1))
-    weights_TK, experts_TK, rows = route.route_and_sort(logits_TE, None, 3, SOFTMAX, 4, 6, 8)
-    expected = route_reference.route(logits_TE, None, 3, SOFTMAX)
-    torch.testing.assert_close(weights_TK, expected[0])
-    assert torch.equal(experts_TK, expected[1])
-    assert_equal(rows, route_reference.sort_rows(experts_TK, 4, 6, 8))
+    expected = route_reference.sort_rows(*args)
+    assert_equal(expert_rows.sort_rows(*args), expected)
+    with patch.object(expert_rows, "COMPARED", 0):
+        assert_equal(expert_rows.sort_rows(*args), expected)
 
 
 @pytest.mark.parametrize("routed", [Routed(2, 3, 9, 40, 72, 2, 4), Routed(2, 3, 9, 40, 72)])

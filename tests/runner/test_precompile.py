@@ -98,7 +98,7 @@ def test_the_kernels_of_a_recipe(
     monkeypatch.setattr("nanovllm.layers.ops.obstacle", lambda device: None)
     expected = [
         compile_causal.job(group, 128, 128, "bfloat16"),
-        compile_decode.job(group, 128, 128, 0),
+        compile_decode.job(group, 128, 128, 0, False),
         compile_gated.job("bfloat16", True),
         *[compile_product.job(*kind) for kind in products],
     ]
