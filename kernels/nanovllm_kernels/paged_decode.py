@@ -110,21 +110,19 @@ def paged_decode(
     waits = follows(num_tokens, q_THA.device)
     both = dict(W=width, RAGGED=starts_R1 is not None, WAITS=waits, launch_pdl=waits)
     both |= dict(A=head_size, A_BLOCK=triton.next_power_of_2(head_size))
-    rows, table_width = (page_table_RM, starts_R1, lengths_R), page_table_RM.shape[1]
+    rows = page_table_RM, starts_R1, lengths_R, plan_N5, scales_2G
     decode_kernel[(num_kv_heads, num_lanes)](
         q_THA,
         k_PSGA,
         v_PSGA,
         *rows,
-        plan_N5,
-        scales_2G,
         o_THA,
         partial_o,
         partial_lse,
         *q_THA.stride()[:2],
         *k_PSGA.stride()[:3],
         page_table_RM.stride(0),
-        table_width,
+        page_table_RM.shape[1],
         math.log2(math.e) / math.sqrt(head_size),
         GROUP=group,
         TILE=tile,
