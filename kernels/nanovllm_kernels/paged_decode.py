@@ -53,7 +53,8 @@ OVERLAPPED_ROWS = 8
 
 
 def block_tokens(pages_PSGA: Tensor) -> int:
-    width_bytes = triton.next_power_of_2(pages_PSGA.shape[3]) * pages_PSGA.itemsize
+    # In 8 bits as many as in 16, which they become: twice as many would not fit the registers.
+    width_bytes = triton.next_power_of_2(pages_PSGA.shape[3]) * max(2, pages_PSGA.itemsize)
     return max(16, BLOCK_BYTES // width_bytes)
 
 
@@ -94,8 +95,8 @@ def paged_decode(
 
     Row r's queries are starts_R1[r]:starts_R1[r + 1], at most `width`, its last tokens; without
     `starts_R1` each row has one. Rows at the tail may have no tokens and length 0: they get no
-    work. `scales_2G`: float32, what keys and values of 8 bits are multiplied by, for each of their
-    heads. What o_THA has past the last row's tokens is undefined. Reads no values on the host.
+    work. What o_THA has past the last row's tokens is undefined. Reads no values on the host.
+    `scales_2G`: float32, what keys and values of 8 bits are multiplied by, head by head.
     """
     assert 1 <= width <= (MAX_WIDTH if starts_R1 is not None else 1), width
     num_tokens, num_heads, head_size = q_THA.shape
@@ -109,14 +110,12 @@ def paged_decode(
     waits = follows(num_tokens, q_THA.device)
     both = dict(W=width, RAGGED=starts_R1 is not None, WAITS=waits, launch_pdl=waits)
     both |= dict(A=head_size, A_BLOCK=triton.next_power_of_2(head_size))
-    rows = page_table_RM, starts_R1, lengths_R
+    rows = page_table_RM, starts_R1, lengths_R, plan_N5, scales_2G
     decode_kernel[(num_kv_heads, num_lanes)](
         q_THA,
         k_PSGA,
         v_PSGA,
         *rows,
-        plan_N5,
-        scales_2G,
         o_THA,
         partial_o,
         partial_lse,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from unittest.mock import patch
 
@@ -41,6 +42,12 @@ def test_in_the_interpreter() -> None:
 test_in_the_interpreter.__test__ = not INTERPRETED
 
 
+def interpreted(test: Callable) -> Callable:
+    """Collected in the child process only."""
+    test.__test__ = INTERPRETED
+    return test
+
+
 def assert_equal(found: ExpertRows, expected: ExpertRows) -> None:
     for field in fields(ExpertRows):
         one, other = getattr(found, field.name), getattr(expected, field.name)
@@ -48,6 +55,7 @@ def assert_equal(found: ExpertRows, expected: ExpertRows) -> None:
         assert same, (field.name, one, other)
 
 
+@interpreted
 @pytest.mark.parametrize("rule", [SOFTMAX, SIGMOID, GROUPS], ids=["softmax", "sigmoid", "groups"])
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
 def test_any_logits_choose_different_experts(rule, bad) -> None:
@@ -62,6 +70,7 @@ def test_any_logits_choose_different_experts(rule, bad) -> None:
         assert weights_TK[:3].isnan().any(1).all()
 
 
+@interpreted
 def test_of_equal_scores_the_lower_experts_are_chosen() -> None:
     """-0 and 0 are equal, and so are scores that are too small to tell from 0."""
     logits_TE = torch.tensor([[0.0, -0.0] * 4, [-500.0, -400.0, -300.0, 0.0] * 2])
@@ -69,6 +78,7 @@ def test_of_equal_scores_the_lower_experts_are_chosen() -> None:
     assert experts_TK.tolist() == [[0, 1, 2, 3], [3, 7, 0, 1]]
 
 
+@interpreted
 @settings(deadline=None, max_examples=25)
 @given(
     T=st.sampled_from([1, 2, 31, 128, 129, 300]),
@@ -88,6 +98,7 @@ def test_sorted_rows_equal_the_definition(T, E, K, tile, kind, data) -> None:
         assert_equal(expert_rows.sort_rows(*args), expected)
 
 
+@interpreted
 @pytest.mark.parametrize("routed", [Routed(2, 3, 9, 40, 72, 2, 4), Routed(2, 3, 9, 40, 72)])
 def test_one_launch_for_down_and_sum_equals_two(routed) -> None:
     y_XF, down_EDF, _, weights_TK, experts_TK, _, first, *more = (
@@ -104,7 +115,8 @@ def test_one_launch_for_down_and_sum_equals_two(routed) -> None:
     torch.testing.assert_close(found_TD, expected_TD)
 
 
+@interpreted
 def test_tiles_are_large_where_experts_have_many_rows() -> None:
     assert experts.tile_of(8, 128) == experts.tile_of(2047, 128) == experts.FEW
     assert experts.tile_of(2048, 128) == experts.MANY
-    assert all(case.num_bytes > 0 for case in DOWN_COMBINE.cases[-6:])
+    assert all(case.num_bytes > 0 for case in DOWN_COMBINE.cases[-4:])
