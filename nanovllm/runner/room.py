@@ -148,8 +148,7 @@ def step_bytes(found: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
     num_prompts = -(-int(recipe.schedule.step_tokens) // longest)
     num_tokens = int(recipe.schedule.step_tokens) // num_prompts * num_prompts
     layers: Any = model.layers
-    out = layers[0].attn.out.weight
-    hidden, queries = out.shape
+    hidden, queries = (out := layers[0].attn.out.weight).shape
     qkv, mlps = len(layers[0].attn.qkv.weight), [one.mlp for one in layers]
     # The caller of a block holds the product that the block before left for the stream.
     stream = 2 * hidden
