@@ -24,12 +24,14 @@ from nanovllm.engine.pace import PaceKeeper, pace_of
 from nanovllm.ipc.channel import Connection, Listener
 from nanovllm.kv.memory import KVMemory
 from nanovllm.log import fields
+from nanovllm.look import Look
 from nanovllm.parallel.places import Place
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import (
     WORKER_BITS,
     Abort,
     Beat,
+    FromEngine,
     Generate,
     Ready,
     Refusal,
@@ -126,11 +128,11 @@ class Engine:
         self.loop = EngineLoop(scheduler, executor, self.publish, grammars, depth, pace=pace)
         self._compiling: set[int] = set()  # requests that wait for their grammar
         self._inbox: queue.SimpleQueue[ToEngine | Waited | None] = queue.SimpleQueue()
-        self._outboxes: list[queue.SimpleQueue[StepOutput | Beat]] = []
+        self._outboxes: list[queue.SimpleQueue[FromEngine]] = []
         self._num_open = len(connections)
         self._stats_due = 0.0
         for connection in connections:
-            outbox: queue.SimpleQueue[StepOutput | Beat] = queue.SimpleQueue()
+            outbox: queue.SimpleQueue[FromEngine] = queue.SimpleQueue()
             self._outboxes.append(outbox)
             for work in (self._read, self._write):
                 threading.Thread(target=work, args=(connection, outbox), daemon=True).start()
@@ -229,9 +231,12 @@ class Engine:
             if (part := part_of(output, worker)) is not None:
                 outbox.put(part)
 
-    def _read(self, connection: Connection, _: object) -> None:
+    def _read(self, connection: Connection, outbox: queue.SimpleQueue[FromEngine]) -> None:
         while (message := connection.recv()) is not None:
-            self._inbox.put(message)
+            if isinstance(message, Look):  # which must not cost the loop anything
+                outbox.put(self.loop.recent.since(message.since))
+            else:
+                self._inbox.put(message)
         self._inbox.put(None)
 
     def _beat(self) -> None:
@@ -242,7 +247,7 @@ class Engine:
                 outbox.put(beat)
             time.sleep(BEAT_EVERY_S)
 
-    def _write(self, connection: Connection, outbox: queue.SimpleQueue[StepOutput | Beat]) -> None:
+    def _write(self, connection: Connection, outbox: queue.SimpleQueue[FromEngine]) -> None:
         with suppress(OSError):  # the API process has gone; its reader says so to the loop
             while True:
                 connection.send(outbox.get())

@@ -24,6 +24,10 @@ class PagePool:
     def num_free(self) -> int:
         return len(self._blank) + len(self._cached)
 
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
     def take(self, count: int) -> list[int] | None:
         """Hold `count` pages with undefined contents, or change nothing and return None."""
         if count > self.num_free:

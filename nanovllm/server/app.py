@@ -32,11 +32,13 @@ from nanovllm.server.asgi import (
     read_body,
     unless_left,
 )
+from nanovllm.server.debug_steps import DEBUG_STEPS, DebugSteps
 from nanovllm.server.engines import Engines
 from nanovllm.server.errors import ApiError, shutting_down, unknown_model
 from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, LargeBodies, Room
 from nanovllm.server.metrics import OTHER_PATH, HttpCounts, render
 from nanovllm.server.orders import with_grammar
+from nanovllm.server.page_files import is_shown, page_files
 from nanovllm.server.protocol import REQUEST_ID, ChatRequest
 from nanovllm.server.reply import CLIENT_LEFT, Reply
 from nanovllm.server.served import Served
@@ -81,6 +83,7 @@ class App:
             "/version": self._version,
             "/metrics": self._show_metrics,
         }
+        self._looks = {**page_files(), DEBUG_STEPS: DebugSteps(engines)} if is_shown(config) else {}
 
     @property
     def is_idle(self) -> bool:
@@ -118,14 +121,17 @@ class App:
         path: str = scope["path"]
         if path.startswith(f"{MODELS}/"):
             return MODELS
-        return path if path == CHAT or path in self._pages else OTHER_PATH
+        return path if path == CHAT or path in self._pages or path in self._looks else OTHER_PATH
 
     async def _answer(
         self, scope: Scope, receive: Receive, writer: Writer, request_id: str
     ) -> None:
         path: str = scope["path"]
-        if path not in PROBES:
+        look = self._looks.get(path)
+        if path not in PROBES and (look is None or path == DEBUG_STEPS):
             self._authorise(scope)
+        if look is not None:
+            return await look(scope, writer)
         page = self._pages.get(path)
         if path.startswith(f"{MODELS}/"):
             page = partial(self._model, path.removeprefix(f"{MODELS}/"))
