@@ -27,7 +27,7 @@ class Admitted(Struct, frozen=True):
     came_s: float  # to the engine
 
 
-class Step(Struct):
+class Step(Struct, array_like=True):
     """One step: what was planned, and from `ended_s` on what became of it."""
 
     step: int
@@ -53,7 +53,7 @@ class Step(Struct):
     cached: int = 0  # of these, with contents that a prompt may find
 
 
-class Steps(Struct, frozen=True, tag="steps"):
+class Steps(Struct, frozen=True, tag="steps", array_like=True):
     """Answers a Look: the steps, oldest first, and how things stand now."""
 
     now_s: float

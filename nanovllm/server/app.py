@@ -38,7 +38,7 @@ from nanovllm.server.errors import ApiError, shutting_down, unknown_model
 from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, LargeBodies, Room
 from nanovllm.server.metrics import OTHER_PATH, HttpCounts, render
 from nanovllm.server.orders import with_grammar
-from nanovllm.server.page_files import is_shown, page_files
+from nanovllm.server.page_files import Handler, is_shown, page_files
 from nanovllm.server.protocol import REQUEST_ID, ChatRequest
 from nanovllm.server.reply import CLIENT_LEFT, Reply
 from nanovllm.server.served import Served
@@ -83,7 +83,9 @@ class App:
             "/version": self._version,
             "/metrics": self._show_metrics,
         }
-        self._looks = {**page_files(), DEBUG_STEPS: DebugSteps(engines)} if is_shown(config) else {}
+        self._looks: dict[str, Handler] = {}
+        if is_shown(config):
+            self._looks = {**page_files(), DEBUG_STEPS: DebugSteps(engines)}
 
     @property
     def is_idle(self) -> bool:
@@ -131,7 +133,8 @@ class App:
         if path not in PROBES and (look is None or path == DEBUG_STEPS):
             self._authorise(scope)
         if look is not None:
-            return await look(scope, writer)
+            await look(scope, writer)
+            return
         page = self._pages.get(path)
         if path.startswith(f"{MODELS}/"):
             page = partial(self._model, path.removeprefix(f"{MODELS}/"))

@@ -37,7 +37,7 @@ class DebugSteps:
         at = _number(scope, "engine", len(clients) - 1)
         heard: asyncio.Future[Steps] = asyncio.get_running_loop().create_future()
         try:
-            clients[at].look(since, lambda steps: heard.done() or heard.set_result(steps))
+            clients[at].look(since, lambda steps: None if heard.done() else heard.set_result(steps))
             steps = await asyncio.wait_for(heard, ANSWER_S)
         except (TimeoutError, EngineLostError):
             raise ApiError(503, "the engine does not answer", code="engine_failed") from None
