@@ -35,6 +35,7 @@ class Step(Struct, array_like=True):
     mode: str  # plan.mode_key
     slots: bytes  # int64 by slot: the request that has it, or -1
     decodes: bytes  # int32: the slots of its decode rows
+    budget: int  # tokens that it might have fed, by the limits of the schedule
     drafted: int  # tokens that these feed besides their newest
     masked: int  # rows that follow a grammar
     chunks: list[tuple[int, int]]  # slot, prompt tokens

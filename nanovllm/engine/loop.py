@@ -104,8 +104,7 @@ class EngineLoop:
 
     def tell(self) -> None:
         """Publish refusals and the like at once, without waiting for a step."""
-        told = self.scheduler.output()
-        if told != StepOutput():
+        if (told := self.scheduler.output()) != StepOutput():
             self.recent.told(told)
             self._publish(told)
 
@@ -140,8 +139,7 @@ class EngineLoop:
             result = step.handle.wait()
             self.progress.end()
             self.clock.skip()
-            bubble_s = 0.0 if step.rested else step.handle.gap_s
-            self.bubble_s += bubble_s
+            self.bubble_s += (bubble_s := 0.0 if step.rested else step.handle.gap_s)
             if self.pace is not None:
                 self.pace.measured(step.num_decoded, step.num_prompt, step.handle.busy_s)
             output = self.scheduler.complete(result)

@@ -13,6 +13,7 @@ from time import monotonic
 from nanovllm.engine.executor import Executor, StepHandle
 from nanovllm.look import MOST_STEPS, Admitted, Step, Steps
 from nanovllm.plan import StepPlan
+from nanovllm.sched.policy import prompt_budget
 from nanovllm.sched.request import Request
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import StepOutput
@@ -23,7 +24,7 @@ MOST_WAITING = 256  # requests of the queue that an answer names
 
 class Recent:
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
-        self._queue = scheduler.queue
+        self._scheduler, self._queue = scheduler, scheduler.queue
         self._executor = executor
         self._ring: list[Step | None] = [None] * KEPT
         self._in_flight: deque[Step] = deque()
@@ -47,6 +48,7 @@ class Recent:
             self._mode(),
             self._slots,
             self._decodes,
+            self._budget(plan.num_decoded),
             plan.num_decoded - plan.num_decodes,
             len(plan.masked),
             [(chunk.slot, chunk.num_tokens) for chunk in plan.chunks],
@@ -77,7 +79,7 @@ class Recent:
         step.accepted = step.generated - len(output.ids) // 8
         step.finished, self._finished = self._finished, []
         step.running, step.waiting = len(queue.running), len(queue.waiting)
-        step.free, step.cached = queue.memory.pool.num_free, queue.memory.pool.num_cached
+        step.free, step.cached = queue.memory.pool.num_free, len(queue.memory.pool.cached)
         self._ring[step.step % KEPT] = step
         self._newest = step.step
 
@@ -90,8 +92,12 @@ class Recent:
         first = islice(queue.waiting, MOST_WAITING)
         waiting = [(request.id, self._came_s(request), request.was_started) for request in first]
         slots = queue.decoding.owner.tobytes()
-        counts = len(queue.waiting), pool.num_free, pool.num_cached
+        counts = len(queue.waiting), pool.num_free, len(pool.cached)
         return Steps(monotonic(), oldest, steps, slots, waiting, *counts)
+
+    def _budget(self, num_decoded: int) -> int:
+        most, mixed = self._scheduler.step_tokens, self._scheduler.mixed_step_tokens
+        return num_decoded + prompt_budget(most, mixed, num_decoded) if num_decoded else most
 
     def _came_s(self, request: Request) -> float:
         return request.urgency[0] - request.spec.priority * self._queue.ageing_s

@@ -104,9 +104,7 @@ class EngineClient:
             self._connection.send(Abort(request_id))
 
     def look(self, since: int, then: Callable[[Steps], object]) -> None:
-        """`then` is called with the engine's newest steps after `since`. Raises EngineLostError."""
-        if self.is_lost:
-            raise EngineLostError
+        """Call `then` with the engine's newest steps after `since`; never, if it is lost."""
         self._lookers.append(then)
         self._connection.send(Look(since))
 

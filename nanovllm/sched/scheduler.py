@@ -79,15 +79,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.queue.by_id)
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self.queue.waiting)
-
-    @property
-    def max_queue(self) -> int:
-        """Waiting requests beyond which a new one is refused."""
-        return self.queue.max_queue
-
     def add(self, spec: Generate, now: float) -> None:
         """Queue a request that came `now` (seconds); one that could never run is refused."""
         self.queue.add(spec, now)
@@ -104,13 +95,11 @@ class Scheduler:
     def stats(self) -> Stats:
         queue = self.queue
         deferred = min(queue.num_deferred, len(queue.waiting))
+        reasons = {"capacity": len(queue.waiting) - deferred, "shared_prompt": deferred}
         return Stats(
             num_running=len(queue.running),
             num_waiting=len(queue.waiting),
-            waiting_by_reason={
-                "capacity": len(queue.waiting) - deferred,
-                "shared_prompt": deferred,
-            },
+            waiting_by_reason=reasons,
             kv_usage=self.memory.usage,
             num_preemptions=queue.num_preemptions,
             prompt_tokens=queue.prompt_tokens,

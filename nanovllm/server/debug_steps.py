@@ -13,16 +13,21 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict
 
-from nanovllm.ipc.client import EngineLostError
+from nanovllm.config import Server
 from nanovllm.look import Steps
 from nanovllm.server.asgi import JSON, Scope, Writer
 from nanovllm.server.engines import Engines
 from nanovllm.server.errors import ApiError, bad_value
-from nanovllm.server.page_files import refuse_writing
+from nanovllm.server.page_files import Handler, is_shown, page_files
 
 DEBUG_STEPS = "/debug/steps"
 ANSWER_S = 5.0  # what the engine's reading thread may take: it waits for no step
 NO_STORE = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
+
+
+def looks(engines: Engines, server: Server) -> dict[str, Handler]:
+    """What there is to look at, by path: nothing, or the page's files and the steps."""
+    return {**page_files(), DEBUG_STEPS: DebugSteps(engines)} if is_shown(server) else {}
 
 
 class DebugSteps:
@@ -31,16 +36,18 @@ class DebugSteps:
 
     async def __call__(self, scope: Scope, writer: Writer) -> None:
         """Raises ApiError: 400 for a bad field, 503 where the engine gives no answer."""
-        refuse_writing(scope)
         clients = self._engines.clients
         since = _number(scope, "since", 1 << 53)
         at = _number(scope, "engine", len(clients) - 1)
+        gone = ApiError(503, "the engine does not answer", code="engine_failed")
+        if clients[at].is_lost:
+            raise gone
         heard: asyncio.Future[Steps] = asyncio.get_running_loop().create_future()
+        clients[at].look(since, lambda steps: None if heard.done() else heard.set_result(steps))
         try:
-            clients[at].look(since, lambda steps: None if heard.done() else heard.set_result(steps))
             steps = await asyncio.wait_for(heard, ANSWER_S)
-        except (TimeoutError, EngineLostError):
-            raise ApiError(503, "the engine does not answer", code="engine_failed") from None
+        except TimeoutError:
+            raise gone from None
         ready = clients[at].ready
         sizes = {"num_slots": ready.num_slots, "num_pages": ready.num_pages}
         body = {"engine": at, "engines": len(clients), **sizes, **told(steps)}

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from nanovllm.config import Server
 from nanovllm.server.asgi import Header, Scope, Writer, header
-from nanovllm.server.errors import ApiError
 
 FOLDER = Path(__file__).with_name("page")
 KINDS = {
@@ -33,7 +32,6 @@ HEADERS: list[Header] = [
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-cache"),  # ask each time whether it is still the same
 ]
-LOOPBACK = ("localhost", "::1")
 Handler = Callable[[Scope, Writer], Awaitable[None]]
 
 
@@ -41,7 +39,7 @@ def is_shown(server: Server) -> bool:
     """Whether there is a page, and /debug/steps: by itself only where nobody else can come."""
     if server.page != "auto":
         return server.page
-    return server.host in LOOPBACK or server.host.startswith("127.")
+    return server.host in ("localhost", "::1") or server.host.startswith("127.")
 
 
 def page_files() -> dict[str, Handler]:
@@ -52,18 +50,9 @@ def page_files() -> dict[str, Handler]:
 
 
 async def _answer(kind: bytes, body: bytes, scope: Scope, writer: Writer) -> None:
-    refuse_writing(scope)
     tag = b'"%b"' % hashlib.sha256(body).hexdigest()[:32].encode()
     more = [*HEADERS, (b"etag", tag)]
     if tag in (header(scope, b"if-none-match") or b""):
         writer.respond(304, kind, b"", more)
     else:
         writer.respond(200, kind, body, more)
-
-
-def refuse_writing(scope: Scope) -> None:
-    """Raises ApiError (405) unless the request only reads."""
-    if scope["method"] not in ("GET", "HEAD"):
-        text = f"{scope['path']} accepts GET, not {scope['method'][:20]}"
-        allow = [(b"allow", b"GET, HEAD")]
-        raise ApiError(405, text, code="method_not_allowed", headers=allow)

@@ -73,9 +73,7 @@ class Page:
     def answered(self, number: int = 1) -> None:
         """Wait until so many answers have been given, and the last one to its end."""
         turns = ".turn.assistant"
-        self.until(
-            lambda: len(self.all(turns)) == number and not self.all(f"{turns}[aria-busy]")
-        )
+        self.until(lambda: len(self.all(turns)) == number and not self.all(f"{turns}[aria-busy]"))
 
     def set(self, name: str, value: str) -> None:
         """A field of the settings, as if it had been typed there."""

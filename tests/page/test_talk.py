@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests.clients.questions import (
-    EXTRACT,
     SUM,
     SUM_ANSWER,
-    WEATHER,
-    WEATHER_ANSWER,
-    WEATHER_NOW,
 )
-from tests.end_to_end.demo_server import start
 from tests.page.browser import Page
 
 

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from nanovllm.ipc.channel import Frames, frame
+from nanovllm.look import Look, Steps
 from nanovllm.wire import (
     Abort,
     Finish,
@@ -66,6 +67,7 @@ class FakeEngine:
     answer: str | None = None  # instead of the last user message
     answer_ids: list[int] | None = None  # the same, as ids, with no end token after them
     corrupt_after: int = -1  # a request with so many tokens ends with an error
+    steps: Steps = Steps(1.0, 0, [], b"", [], 0, 64, 0)  # answers every look
     is_stuck: bool = False  # start requests, but never give them a token
     generates: list[Generate] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
@@ -119,6 +121,8 @@ class FakeEngine:
                 if isinstance(message, Abort):
                     self.aborts.append(message.request_id)
                     self.running.pop(message.request_id, None)
+                elif isinstance(message, Look):
+                    writer.write(frame(encoder, self.steps))
                 else:
                     self._add(message, writer, encoder)
         stepping.cancel()

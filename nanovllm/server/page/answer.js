@@ -160,8 +160,8 @@ class ChoiceView {
     const shown = `${choice.content}/${choice.tokens.length}`;
     if (shown !== this._shown) {
       this._shown = shown;
-      const nodes = choice.tokens.length ? [shaded(choice.tokens)] : formatted(choice.content);
-      this._content.replaceChildren(...nodes);
+      const tokens = tokensOf(choice.content, choice.tokens);
+      this._content.replaceChildren(...(tokens.length ? [shaded(tokens)] : formatted(choice.content)));
     }
     if (choice.calls.length) this._calls.replaceChildren(...choice.calls.map(callCard));
     if (isOver && this._schema !== null && choice.content) this._check(choice.content);
@@ -194,6 +194,19 @@ function pretty(text) {
   } catch {
     return text; // not complete yet, or no JSON
   }
+}
+
+// The tokens that the content consists of, without those around it that mark thinking and calls.
+// None where it cannot be found among them: while a character is in the middle of its tokens.
+function tokensOf(content, tokens) {
+  const begin = content ? tokens.map((token) => token.token).join("").lastIndexOf(content) : -1;
+  if (begin < 0) return [];
+  let at = 0;
+  return tokens.filter((token) => {
+    const from = at;
+    at += token.token.length;
+    return at > begin && from < begin + content.length;
+  });
 }
 
 // Tokens, the darker the less likely, each with what might have been there instead.

@@ -1,10 +1,10 @@
-// Small charts of what /metrics says, over the last two minutes.
+// Small charts of what /metrics says, over the last minute.
 
 import { el, seconds, short } from "./dom.js";
 import * as draw from "./draw.js";
 import { mean, quantile, rate } from "./metrics.js";
 
-const SHOWN_S = 120;
+const SHOWN_S = 60;
 const FIRST = "vllm:time_to_first_token_seconds";
 const BETWEEN = "vllm:inter_token_latency_seconds";
 // Title, unit, lines: [label, colour, what two readings say].

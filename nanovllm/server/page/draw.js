@@ -3,7 +3,7 @@
 import { firstFrom } from "./history.js";
 
 export const COLORS = [
-  "wait", "prompt", "prompt-edge", "decode", "draft", "preempted", "finished", "cached", "held",
+  "wait", "prompt", "prompt-edge", "decode", "decode-2", "draft", "preempted", "finished", "cached", "held",
   "blank", "grid", "ink", "faint", "surface",
 ];
 
@@ -76,7 +76,8 @@ function drawBar(ctx, bar, left, right, top, high, colors) {
     ctx.fillRect(left, top + high - Math.max(1.5, high / 6), wide, Math.max(1.5, high / 6));
     return;
   }
-  ctx.fillStyle = bar.kind === "prompt" ? colors.prompt : colors.decode;
+  const shade = bar.request % 2 ? "decode" : "decode-2"; // so that two in turn can be told apart
+  ctx.fillStyle = bar.kind === "prompt" ? colors.prompt : colors[shade];
   ctx.fillRect(left, top, wide, high);
   if (bar.kind === "prompt" && wide > 4) {
     ctx.fillStyle = colors["prompt-edge"];
@@ -137,19 +138,38 @@ export function stacks(on, steps, parts, most, span) {
   }
 }
 
+// A line at a value of each step, where it is not too high to be seen.
+export function limits({ ctx, width, height }, steps, value, most, span, colors) {
+  const x = scaleOf(span, width);
+  ctx.fillStyle = colors.faint;
+  for (const step of steps) {
+    const left = Math.round(x(step.from));
+    const high = (value(step) / most) * height;
+    if (high <= height) ctx.fillRect(left, height - high, Math.max(1, Math.round(x(step.ended_s)) - left), 1.5);
+  }
+}
+
+// The steps that have a part in a span of time.
+export function within(steps, span) {
+  const begin = firstFrom(steps, span.from, (step) => step.ended_s);
+  return steps.slice(begin, firstFrom(steps, span.to, (step) => step.from));
+}
+
 // Values that hold from step to step, stacked as areas.
 export function areas(on, steps, parts, most, span) {
   const { ctx, width, height } = on;
   const x = scaleOf(span, width);
   const begin = Math.max(0, firstFrom(steps, span.from, (step) => step.ended_s) - 1);
   for (let at = begin; at < steps.length && steps[at].ended_s <= span.to; at += 1) {
-    const left = Math.max(0, x(steps[at].ended_s));
-    const right = at + 1 < steps.length ? x(steps[at + 1].ended_s) : width;
+    // Whole pixels, or the seams between steps would show.
+    const left = Math.max(0, Math.round(x(steps[at].ended_s)));
+    const right = at + 1 < steps.length ? Math.round(x(steps[at + 1].ended_s)) : width;
+    if (right <= left) continue;
     let bottom = height;
     for (const [colour, value] of parts) {
       const high = (value(steps[at]) / most) * height;
       ctx.fillStyle = colour;
-      ctx.fillRect(left, bottom - high, Math.max(0.5, right - left + 0.3), high);
+      ctx.fillRect(left, bottom - high, right - left, high);
       bottom -= high;
     }
   }

@@ -58,9 +58,9 @@ export class Lanes {
         this._buttons.set(slot, node);
       }
       if (this._labels.children[row] !== node) this._labels.insertBefore(node, this._labels.children[row] ?? null);
-      const text = request === undefined ? `slot ${slot}` : `${slot} \u00b7 #${nameOf(request)} ${state}`;
-      if (node.textContent !== text) {
-        node.textContent = text;
+      const text = request === undefined ? `slot ${slot}` : `${slot} \u00b7 #${nameOf(request)} `;
+      if (node.textContent !== text + state) {
+        node.replaceChildren(text, el("span", {}, state));
         node.setAttribute("aria-label", `Slot ${slot}, request ${nameOf(request ?? 0)}, ${state || "not running"}`);
       }
       node.dataset.request = request ?? "";

@@ -16,8 +16,8 @@ export const KINDS = [
   { name: "1 request", count: 1, tokens: 200 },
   { name: "16", count: 16, tokens: 200 },
   { name: "64", count: 64, tokens: 200 },
-  { name: "16 with one long beginning", count: 16, tokens: 120, words: 0.3, title: "Prompts that begin alike: chunks of the first, then hits of the prefix cache" },
-  { name: "More than memory holds", count: 16, tokens: 0.75, words: 0.05, title: "Answers that outgrow the cache together: some are preempted and go on later" },
+  { name: "16, one long beginning", count: 16, tokens: 120, words: 0.3, title: "Prompts that begin alike: chunks of the first, then hits of the prefix cache" },
+  { name: "More than fits", count: 16, tokens: 0.75, words: 0.05, title: "Answers that outgrow the cache together: some are preempted and go on later" },
 ];
 
 export class Samples {

@@ -14,6 +14,7 @@ import { KINDS, Samples } from "./tryit.js";
 const STEPS_EVERY_MS = 250;
 const METRICS_EVERY_MS = 1000;
 const DELAY_S = 0.35; // the right edge is so long ago: by then everything is known of it
+const FRAME_MS = 45; // between two pictures: smooth enough, and the engine may share the machine
 const SPANS = [1, 2, 5, 10, 30, 60, 120];
 
 export function startWatch() {
@@ -45,9 +46,13 @@ class Watch {
       this._isRunning = true;
       this._ask(STEPS_EVERY_MS, () => this._askSteps());
       this._ask(METRICS_EVERY_MS, () => this._askMetrics());
-      const frame = () => {
+      let drawn = 0;
+      const frame = (now) => {
         if (!this._isRunning) return;
-        this._draw();
+        if (now - drawn > FRAME_MS) {
+          drawn = now;
+          this._draw();
+        }
         requestAnimationFrame(frame);
       };
       requestAnimationFrame(frame);
@@ -209,18 +214,19 @@ class Watch {
     const { steps } = this._history;
     const colors = this._colors;
     this._lanes.draw(this._history, span, colors, this._chosen);
-    const seen = steps.slice(-4000);
-    const mostQueued = Math.max(4, ...recent(seen, (step) => step.waiting + step.running));
+    const seen = draw.within(steps, span);
+    const mostQueued = Math.max(4, ...seen.map((step) => step.waiting + step.running));
     this._queueStrip.draw(String(mostQueued), (on) => {
       draw.grid(on, span, colors);
       draw.areas(on, steps, [[colors.decode, (s) => s.running], [colors.wait, (s) => s.waiting]], mostQueued, span);
     });
     const fed = (step) => step.chunks.reduce((sum, [, tokens]) => sum + tokens, 0);
-    const mostFed = Math.max(8, ...recent(seen, (step) => fed(step) + step.rows + step.drafted));
+    const mostFed = Math.max(8, ...seen.map((step) => fed(step) + step.rows + step.drafted));
     this._tokenStrip.draw(short(mostFed), (on) => {
       draw.grid(on, span, colors);
       const parts = [[colors.decode, (s) => s.rows], [colors.draft, (s) => s.drafted], [colors.prompt, fed]];
       draw.stacks(on, steps, parts, mostFed, span);
+      draw.limits(on, seen, (step) => step.budget, mostFed, span, colors);
     });
     const pages = this._history.latest?.num_pages ?? 1;
     this._pageStrip.draw(short(pages), (on) => {
@@ -256,7 +262,7 @@ class Watch {
       card("waiting", short(total("vllm:num_requests_waiting")), "vllm:num_requests_waiting"),
       card("tokens/s", short(tokens ?? 0), "of the last second"),
       card("first token", seconds(first), "mean of the newest"),
-      card("between tokens", seconds(between), "mean of the newest"),
+      card("per token", seconds(between), "mean of the newest"),
       card("generated", total("vllm:generation_tokens_total").toLocaleString("en"), "tokens since the start"),
       card("prompts", prompt.toLocaleString("en"), "tokens since the start"),
       card("cached", prompt ? `${Math.round((100 * cached) / prompt)} %` : "-", "of the prompts' tokens"),
@@ -281,7 +287,6 @@ class Watch {
 }
 
 const sleep = (ms) => new Promise((done) => setTimeout(done, ms));
-const recent = (steps, value) => steps.map(value);
 
 // A canvas below the lanes, with its name and its highest value beside it.
 function strip(name, id) {
