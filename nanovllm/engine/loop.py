@@ -75,7 +75,7 @@ class EngineLoop:
         self.now = now  # seconds: who came when decides who goes first
         self.clock = StepClock()  # of the host
         self.progress = Progress()
-        self.recent = Recent(scheduler, executor)
+        self.recent = Recent(scheduler, executor, now)
         self.bubble_s = 0.0  # in all, the device waited for the host while there was work
         self._in_flight: deque[InFlight] = deque()
         self._rested = True

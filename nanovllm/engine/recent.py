@@ -7,8 +7,8 @@ by the thread that asks.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
-from time import monotonic
 
 from nanovllm.engine.executor import Executor, StepHandle
 from nanovllm.look import MOST_STEPS, Admitted, Step, Steps
@@ -23,9 +23,9 @@ MOST_WAITING = 256  # requests of the queue that an answer names
 
 
 class Recent:
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, now: Callable[[], float]) -> None:
         self._scheduler, self._queue = scheduler, scheduler.queue
-        self._executor = executor
+        self._executor, self._now = executor, now
         self._ring: list[Step | None] = [None] * KEPT
         self._in_flight: deque[Step] = deque()
         self._finished: list[tuple[int, str]] = []
@@ -44,7 +44,7 @@ class Recent:
             self._slots = slots
         step = Step(
             plan.step,
-            monotonic(),
+            self._now(),
             self._mode(),
             self._slots,
             self._decodes,
@@ -72,7 +72,7 @@ class Recent:
         """The oldest step in flight has ended; `host_s` is the host's time since the start."""
         step, queue = self._in_flight.popleft(), self._queue
         self.told(output)
-        step.ended_s = monotonic()
+        step.ended_s = self._now()
         step.host_s, self._host_s = host_s - self._host_s, host_s
         step.device_s, step.bubble_s = handle.busy_s, bubble_s
         step.generated = len(output.tokens) // 4
@@ -93,7 +93,7 @@ class Recent:
         waiting = [(request.id, self._came_s(request), request.was_started) for request in first]
         slots = queue.decoding.owner.tobytes()
         counts = len(queue.waiting), pool.num_free, len(pool.cached)
-        return Steps(monotonic(), oldest, steps, slots, waiting, *counts)
+        return Steps(self._now(), oldest, steps, slots, waiting, *counts)
 
     def _budget(self, num_decoded: int) -> int:
         most, mixed = self._scheduler.step_tokens, self._scheduler.mixed_step_tokens

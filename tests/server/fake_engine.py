@@ -43,6 +43,7 @@ READY = Ready(
     page_tokens=16,
     num_slots=256,
 )
+NO_STEPS = Steps(1.0, 0, [], b"", [], 0, 64, 0)
 FILLER = "x"  # what follows the end token when it does not end the request
 
 
@@ -67,7 +68,7 @@ class FakeEngine:
     answer: str | None = None  # instead of the last user message
     answer_ids: list[int] | None = None  # the same, as ids, with no end token after them
     corrupt_after: int = -1  # a request with so many tokens ends with an error
-    steps: Steps = Steps(1.0, 0, [], b"", [], 0, 64, 0)  # answers every look
+    steps: Steps = NO_STEPS  # answers every look
     is_stuck: bool = False  # start requests, but never give them a token
     generates: list[Generate] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
@@ -95,6 +96,7 @@ class FakeEngine:
         for name in ("tokens_per_step", "step_s", "num_cached", "refuse", "answer", "answer_ids"):
             setattr(self, name, getattr(fresh, name))
         self.ragged = ()
+        self.steps = NO_STEPS
         self.corrupt_after = -1
         self.is_stuck = False
         for held in (self.generates, self.aborts, self.running):

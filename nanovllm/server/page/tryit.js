@@ -17,7 +17,7 @@ export const KINDS = [
   { name: "16", count: 16, tokens: 200 },
   { name: "64", count: 64, tokens: 200 },
   { name: "16, one long beginning", count: 16, tokens: 120, words: 0.3, title: "Prompts that begin alike: chunks of the first, then hits of the prefix cache" },
-  { name: "More than fits", count: 16, tokens: 0.75, words: 0.05, title: "Answers that outgrow the cache together: some are preempted and go on later" },
+  { name: "More than fits", count: 16, tokens: 0.6, words: 0.1, apart: true, title: "Answers that outgrow the cache together: some are preempted and go on later" },
 ];
 
 export class Samples {
@@ -31,14 +31,17 @@ export class Samples {
     this._context = null;
   }
 
-  async send({ count, tokens, words = 0 }) {
+  // `tokens` of an answer, and the length of what stands in all prompts: whole numbers, or shares of
+  // the context. `apart`: the prompts differ from their first word on.
+  async send({ count, tokens, words = 0, apart = false }) {
     this._context ??= (await json("v1/models")).data[0].max_model_len;
     const streams = Math.max(Math.min(count, MOST_STREAMS), Math.ceil(count / MOST_CHOICES));
     const beginning = LONG.repeat(Math.round((words * this._context) / 30)); // some 30 tokens each
     const most = tokens < 1 ? Math.floor(tokens * this._context) : tokens;
     for (let at = 0; at < streams; at += 1) {
       const topic = TOPICS[this._num++ % TOPICS.length];
-      const content = `${beginning}Number ${this._num}: write a long text about ${topic}.`;
+      const task = `Number ${this._num}: write a long text about ${topic}. `;
+      const content = apart ? task + beginning : beginning + task;
       this._waiting.push({
         messages: [{ role: "user", content }],
         n: Math.floor(count / streams),
