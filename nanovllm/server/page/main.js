@@ -1,7 +1,7 @@
 // Boot: the tabs, dark and light, the key, and which model there is.
 
 import * as api from "./api.js";
-import { byId } from "./dom.js";
+import { byId, visible } from "./dom.js";
 import { startTalk } from "./talk.js";
 import { startWatch } from "./watch.js";
 
@@ -82,9 +82,9 @@ function startKey() {
 async function nameModel() {
   try {
     const [model] = (await api.json("v1/models")).data;
-    byId("model").textContent = model.id;
-    byId("model").title = `${model.id}: a context of ${model.max_model_len} tokens`;
-    document.title = `${model.id} - nanovllm`;
+    byId("model").textContent = visible(model.id);
+    byId("model").title = `${visible(model.id)}: a context of ${model.max_model_len} tokens`;
+    document.title = `${visible(model.id).slice(0, 80)} - nanovllm`;
   } catch (error) {
     byId("notice").textContent = error.message;
     byId("notice").hidden = false;
