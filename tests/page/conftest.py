@@ -20,6 +20,6 @@ def driver() -> Iterator[webdriver.Chrome]:
 
 @pytest.fixture(scope="package")
 def demo() -> Iterator[Server]:
-    server = start("--set", "cache.cpu_gib=0.1")
+    server = start()
     yield server
     assert server.stop() == 0

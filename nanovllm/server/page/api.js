@@ -13,6 +13,14 @@ export function onKeyNeeded(ask) {
 export const storedKey = () => sessionStorage.getItem(KEY);
 export const storeKey = (key) => sessionStorage.setItem(KEY, key);
 
+let served = null;
+
+// The model that the server serves: {id, max_model_len}. Asked for once.
+export async function model() {
+  served ??= (await json("v1/models")).data[0];
+  return served;
+}
+
 // What a server answered instead of what it was asked for.
 export class ServerError extends Error {
   constructor(status, error) {

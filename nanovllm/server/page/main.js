@@ -81,7 +81,7 @@ function startKey() {
 
 async function nameModel() {
   try {
-    const [model] = (await api.json("v1/models")).data;
+    const model = await api.model();
     byId("model").textContent = visible(model.id);
     byId("model").title = `${visible(model.id)}: a context of ${model.max_model_len} tokens`;
     document.title = `${visible(model.id).slice(0, 80)} - nanovllm`;

@@ -1,7 +1,7 @@
 // Talk: a conversation with the model. Owns its turns; a turn is {role, node, ...} and the node is
 // what is shown of it.
 
-import { chat, storedKey } from "./api.js";
+import { chat, model, storedKey } from "./api.js";
 import { Answer } from "./answer.js";
 import { button, byId, el, visible } from "./dom.js";
 import { startSettings } from "./settings.js";
@@ -186,19 +186,21 @@ class Talk {
   // Asks for the next turn of the model, and shows it while it comes.
   async _answer() {
     let body, schema;
+    const running = new AbortController();
+    this._busy(running);
     try {
       const { system, fields } = this._settings.fields();
       schema = this._settings.schema();
       const messages = this._messages(system);
-      body = { messages, ...fields, stream: true, stream_options: { include_usage: true } };
+      const { id } = await model();
+      body = { model: id, messages, ...fields, stream: true, stream_options: { include_usage: true } };
     } catch (error) {
+      this._busy(null);
       this._add(this._failedTurn(error));
       return;
     }
     const turn = this._answerTurn(body, schema);
     this._add(turn);
-    const running = new AbortController();
-    this._busy(running);
     let problem = null;
     try {
       for await (const chunk of chat(body, running.signal)) {

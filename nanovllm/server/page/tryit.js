@@ -3,7 +3,7 @@
 // A browser opens six connections to a server at most, and the page's own questions need two: so
 // many requests are few, with several choices each, which the engine serves like requests.
 
-import { chat, json } from "./api.js";
+import { chat, model } from "./api.js";
 
 const MOST_STREAMS = 4;
 const MOST_CHOICES = 16;
@@ -28,16 +28,15 @@ export class Samples {
     this._running = new Map(); // controllers, and how many requests each has
     this._waiting = [];
     this._num = 0;
-    this._context = null;
   }
 
   // `tokens` of an answer, and the length of what stands in all prompts: whole numbers, or shares of
   // the context. `apart`: the prompts differ from their first word on.
   async send({ count, tokens, words = 0, apart = false }) {
-    this._context ??= (await json("v1/models")).data[0].max_model_len;
+    const context = (await model()).max_model_len;
     const streams = Math.max(Math.min(count, MOST_STREAMS), Math.ceil(count / MOST_CHOICES));
-    const beginning = LONG.repeat(Math.round((words * this._context) / 30)); // some 30 tokens each
-    const most = tokens < 1 ? Math.floor(tokens * this._context) : tokens;
+    const beginning = LONG.repeat(Math.round((words * context) / 30)); // some 30 tokens each
+    const most = tokens < 1 ? Math.floor(tokens * context) : tokens;
     for (let at = 0; at < streams; at += 1) {
       const topic = TOPICS[this._num++ % TOPICS.length];
       const task = `Number ${this._num}: write a long text about ${topic}. `;
