@@ -185,7 +185,7 @@ def read_recipe(
 def _find(named: str | None) -> tuple[dict[str, Any], str, Path]:
     """What a recipe says before any override, where that is, and what its paths start from."""
     if named is None:
-        return read(recipes.shipped()["demo"]), "built in", Path()
+        return {}, "built in", Path()
     path, model = recipes.find(named)
     if path is not None:
         return read(path), str(path), path.parent

@@ -64,7 +64,7 @@ def _number(scope: Scope, name: str, most: int) -> int:
 
 
 def told(steps: Steps) -> dict[str, Any]:
-    """As JSON says it."""
+    """The answer's body, but for the sizes."""
     slots = decodes = b""
     listed = []
     for step in steps.steps:
