@@ -59,6 +59,7 @@ class Steps(Struct, frozen=True, tag="steps", array_like=True):
 
     now_s: float
     oldest: int  # the first step that is still known; 0: none is
+    newest: int  # the last one; below `since` in an engine that began anew
     steps: list[Step]
     slots: bytes  # as in Step
     queue: list[tuple[int, float, bool]]  # who waits, since when, and whether it was preempted

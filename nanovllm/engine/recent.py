@@ -90,7 +90,7 @@ class Recent:
         waiting = [(request.id, self._came_s(request), request.was_started) for request in line]
         slots = queue.decoding.owner.tobytes()
         counts = len(queue.waiting), pool.num_free, len(pool.cached)
-        return Steps(self._now(), oldest, steps, slots, waiting, *counts)
+        return Steps(self._now(), oldest, newest, steps, slots, waiting, *counts)
 
     def _step(self, before: Noted | None, noted: Noted) -> Step:
         """`before`: what was noted of the step before it, or of any other, or nothing."""

@@ -43,7 +43,7 @@ READY = Ready(
     page_tokens=16,
     num_slots=256,
 )
-NO_STEPS = Steps(1.0, 0, [], b"", [], 0, 64, 0)
+NO_STEPS = Steps(1.0, 0, 0, [], b"", [], 0, 64, 0)
 FILLER = "x"  # what follows the end token when it does not end the request
 
 

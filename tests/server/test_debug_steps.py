@@ -21,14 +21,14 @@ def step(number: int, slots: bytes = SLOTS, decodes: bytes = DECODES) -> Step:
 def test_an_answer_has_the_fields_of_its_steps(api) -> None:
     assert api.http.get(PATH).json() == {
         "engine": 0, "engines": 1, "num_slots": 256, "num_pages": 64, "now_s": 1.0, "oldest": 0,
-        "steps": [], "slots": {}, "queue": [], "waiting": 0, "free": 64, "cached": 0,
+        "newest": 0, "steps": [], "slots": {}, "queue": [], "waiting": 0, "free": 64, "cached": 0,
     }  # fmt: skip
     first = step(4, decodes=b"")
     first.admitted = [Admitted(0, 7, 40, 40, 16, 0.5)]
     first.finished = [(3, "stop")]
     moved = array("q", [7, 8]).tobytes()
     told = [first, step(5), step(6), step(7, moved)]
-    api.engine.steps = Steps(9.0, 2, told, moved, [(9, 8.5, True)], 1, 60, 11)
+    api.engine.steps = Steps(9.0, 2, 7, told, moved, [(9, 8.5, True)], 1, 60, 11)
     response = api.http.get(PATH, params={"since": 3, "engine": 0})
     assert response.headers["cache-control"] == "no-store"
     answer = response.json()

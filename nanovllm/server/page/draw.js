@@ -117,7 +117,8 @@ export function stacks(on, steps, parts, most, span) {
     const step = steps[at];
     if (step.from > span.to) break;
     const left = x(step.from);
-    const wide = Math.max(1, x(step.ended_s) - left - (x(step.ended_s) - left > 4 ? 1 : 0));
+    const right = x(step.ended_s);
+    const wide = Math.max(1, right - left - (right - left > 6 ? 1 : 0));
     const values = parts.map(([, value]) => value(step));
     const sum = values.reduce((all, one) => all + one, 0);
     if (wide === 1 && Math.floor(left) === pixel) {

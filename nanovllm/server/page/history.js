@@ -28,10 +28,9 @@ export class History {
     this._decodes = [];
   }
 
-  // Takes one answer. One that starts anew (another engine, or one that was restarted) clears all.
+  // Takes one answer. That of an engine that began anew clears all.
   take(answer) {
-    const restarted = this.newest > 0 && (answer.now_s < this.now || answer.oldest > this.newest + 1e9);
-    if (restarted || (answer.oldest === 0 && this.newest > 0)) this.clear();
+    if (answer.newest < this.newest) this.clear();
     const { steps, ...latest } = answer;
     for (const step of steps) this._take(step);
     this.latest = latest;
