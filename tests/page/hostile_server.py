@@ -90,7 +90,8 @@ def steps() -> dict[str, Any]:
     }  # fmt: skip
     return {
         "engine": 0, "engines": 1, "num_slots": 4, "num_pages": 10, "now_s": 1.4, "oldest": 1,
-        "newest": 1, "steps": [step], "slots": {"0": 5}, "queue": [], "waiting": 0, "free": 5, "cached": 1,
+        "newest": 1, "steps": [step], "slots": {"0": 5}, "queue": [], "waiting": 0, "free": 5,
+        "cached": 1,
     }  # fmt: skip
 
 

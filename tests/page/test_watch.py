@@ -163,6 +163,25 @@ def test_nobody_asks_while_nobody_looks(driver, paper) -> None:
     page.until(lambda: asked_for_steps() > before + 2)
 
 
+def test_one_of_several_engines(driver) -> None:
+    server = start("paper", "--dp", "2", "--set", "paper.tokens_per_s=15")
+    try:
+        page = Page(driver, server.url, "#watch")
+        page.until(lambda: page.one("select[aria-label=Engine]").is_displayed())
+        page.press("16")
+        page.until(lambda: total(page, "running") == 8)  # four streams of four, two to each
+        mine = set(labels(page))
+        page.run(
+            "const engines = document.querySelector('select[aria-label=Engine]');"
+            "engines.value = '1'; engines.dispatchEvent(new Event('change'))"
+        )
+        page.until(lambda: len(labels(page)) == 8 and set(labels(page)) != mine)
+        page.press("Stop them")
+        assert httpx.get(f"{server.url}/debug/steps?engine=2").status_code == 400
+    finally:
+        assert server.stop() == 0
+
+
 def test_preemption_can_be_watched_in_the_demo(driver) -> None:
     """Its own cache holds less than its slots may fill; here it is smaller yet, to save time."""
     server = start("--set", "cache.pages=100")

@@ -109,6 +109,7 @@ export class History {
     const request = this._owners.get(slot);
     if (request === undefined) return;
     const life = this._life(request, null);
+    if (life.finish) return; // the step was planned before it ended
     life.slot = slot;
     life.decoded += 1;
     life.firstToken ??= step.from;

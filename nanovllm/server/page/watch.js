@@ -33,7 +33,8 @@ class Watch {
     this._end = null; // the right edge where it stands still; null: live
     this._offset = null; // engine's clock minus the page's, in seconds
     this._chosen = null; // a request
-    this._isAsking = this._isRunning = false;
+    this._isRunning = false;
+    this._turn = 0; // how often it has begun: what runs of an earlier turn ends
     this._build(place);
     this.recolour();
   }
@@ -44,11 +45,13 @@ class Watch {
     const runs = isShown && !document.hidden;
     if (runs && !this._isRunning) {
       this._isRunning = true;
+      this._turn += 1;
+      const turn = this._turn;
       this._ask(STEPS_EVERY_MS, () => this._askSteps());
       this._ask(METRICS_EVERY_MS, () => this._askMetrics());
       let drawn = 0;
       const frame = (now) => {
-        if (!this._isRunning) return;
+        if (!this._isRunning || turn !== this._turn) return;
         if (now - drawn > FRAME_MS) {
           drawn = now;
           this._draw();
@@ -69,7 +72,8 @@ class Watch {
   // -- asking -------------------------------------------------------------------------------
 
   async _ask(everyMs, what) {
-    while (this._isRunning) {
+    const turn = this._turn;
+    while (this._isRunning && turn === this._turn) {
       const begun = performance.now();
       try {
         await what();
@@ -306,6 +310,7 @@ function legend() {
   const items = [
     ["wait", "waiting"], ["prompt", "prompt chunk"], ["decode", "decoding"], ["draft", "drafts"],
     ["cached", "cached"], ["preempted", "preempted"], ["finished", "finished"], ["held", "pages held"],
+    ["faint", "budget of a step"],
   ];
   return el("ul", { className: "legend" }, items.map(([name, text]) => el("li", { className: `k-${name}` }, text)));
 }
