@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,11 @@ def test_a_file_is_served_with_its_type_and_policy(api, path) -> None:
 def test_nothing_else_of_the_folder_or_beside_it(api) -> None:
     for path in ("/page", "/page/", "/page/index.html", "/page/../page_files.py", "/index.html"):
         assert api.http.get(path).status_code == 404, path
+
+
+def test_its_picture_is_small() -> None:
+    picture = Path(__file__).parents[2] / "results" / "page.png"
+    assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size < 300_000
 
 
 def test_the_files_need_no_key(tmp_path) -> None:
