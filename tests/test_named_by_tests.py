@@ -40,6 +40,7 @@ DRIVEN_BY = {
         nanovllm/models/llama.py nanovllm/models/qwen3.py nanovllm/models/qwen3_moe.py
         nanovllm/models/minimax_m2.py
         kernels/nanovllm_kernels/reference.py""",
+    "tests/models/test_quantised.py": "nanovllm/models/altered.py",
     "tests/models/test_weights.py": "nanovllm/models/destination.py nanovllm/models/faults.py",
     "tests/attention/test_flash.py": "kernels/nanovllm_kernels/attention_reference.py",
     "tests/layers/test_fp8.py": "kernels/nanovllm_kernels/fp8_reference.py",
@@ -105,7 +106,6 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/decode_cases.py
         kernels/nanovllm_kernels/norm.py kernels/nanovllm_kernels/paged_decode.py
         kernels/nanovllm_kernels/paged_prefill.py kernels/nanovllm_kernels/rope_cases.py
-        kernels/nanovllm_kernels/widen_pages.py
         kernels/nanovllm_kernels/rope_store.py
         kernels/nanovllm_kernels/thresholds.py""",
     "tests/kernels/test_compile_cache.py": """

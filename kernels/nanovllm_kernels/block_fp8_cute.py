@@ -593,7 +593,7 @@ def four_words(y: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
 
 
 def exchange(words: cute.Tensor) -> None:
-    """Of four threads with four words each, thread i gives word j to thread j, as that one's i."""
+    """Thread i of four, each with four words, gives word j to thread j, whose word i it becomes."""
     lane = arch.lane_idx()
     for distance in (1, 2):
         is_upper = lane & distance != 0

@@ -41,7 +41,7 @@ def fits(num_pairs: int, gate_up_E2FD: Tensor) -> bool:
 def expert_gate_up(
     x_TD: Tensor, gate_up_E2FD: Tensor, scale_EXX: Tensor, rows: ExpertRows, num_chosen: int
 ) -> Quantised:
-    """silu(gate) * up of sorted rows, y_XF, for `expert_down` alone."""
+    """The gated sorted rows silu(gate) * up, y_XF, for `expert_down` alone."""
     from nanovllm_kernels.block_fp8_cute import block_fp8_experts
 
     quantised = quantise(x_TD, rows.row_of_TK)

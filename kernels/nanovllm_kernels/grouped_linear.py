@@ -51,7 +51,8 @@ def expert_gate_up(
     rows: ExpertRows,
     num_chosen: int,
 ) -> Tensor:
-    """silu(gate) * up of sorted rows, y_XF; rows of no expert of this rank are not written."""
+    """The gated sorted rows silu(gate) * up, y_XF; those of no expert of this rank are not
+    written."""
     y_XF = x_TD.new_empty(len(rows.pair_of_X), gate_up_E2FD.shape[1] // 2)
     sizes = GATE_UP_TILES[rows.tile]
     run = compile_gate_up(bits(x_TD.dtype), sizes, num_chosen)

@@ -47,7 +47,7 @@ def quantise(x_TD: Tensor, row_of_TK: Tensor | None = None) -> Quantised:
 
 
 def silu_mul_quantise(gate_up_X2F: Tensor, starts_E1: Tensor | None = None) -> Quantised:
-    """silu(gate) * up, of all rows, or of those in front of where the last expert's end."""
+    """The product silu(gate) * up of all rows, or of those before the last expert's end."""
     num_rows, twice = gate_up_X2F.shape
     width, waits = twice // 2, follows(num_rows, gate_up_X2F.device)
     blocks = BLOCKS[width % (BLOCKS[1] * BLOCK) == 0]

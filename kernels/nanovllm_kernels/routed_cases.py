@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from nanovllm_kernels import (
     combine as sums,
@@ -17,7 +16,7 @@ from nanovllm_kernels import (
     route_reference as reference,
 )
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
-from nanovllm_kernels.expert_cases import Routed, in_float, kernels
+from nanovllm_kernels.expert_cases import Routed, kernels
 from nanovllm_kernels.route_reference import ExpertRows, Routing
 
 SOFTMAX = Routing("softmax", renormalise=True)
@@ -55,36 +54,17 @@ def sort_inputs(
     return experts_TK.int().to(device), first, own, tile
 
 
-def down_combine_inputs(routed: Routed, kind: str, device: torch.device) -> Args:
-    """Rows that are nobody's are NaN. `plain`: with a shared expert and the stream."""
+def combine_inputs(routed: Routed, kind: str, device: torch.device) -> Args:
+    """Rows are as wide as F, nobody's are NaN. `plain`: with a shared expert and the stream."""
     shape = routed.T, routed.E, routed.K, routed.first, routed.num_experts, 1, kind
     experts_TK, *_ = sort_inputs(*shape, device)
     rows = reference.sort_rows(experts_TK, routed.first, routed.num_experts, 1)
-    y_XF = normal(device, routed.T * routed.K, routed.F, dtype=torch.bfloat16)
-    y_XF[rows.pair_of_X < 0] = torch.nan
+    y_XD = normal(device, routed.T * routed.K, routed.F, dtype=torch.bfloat16)
+    y_XD[rows.pair_of_X < 0] = torch.nan
     weights_TK = normal(device, routed.T, routed.K, dtype=torch.float32, seed=1).softmax(-1)
-    size = routed.T, routed.D
+    size = routed.T, routed.F
     more = [normal(device, *size, dtype=torch.bfloat16, seed=seed) for seed in (2, 3)]
-    weight = routed.weight(1, routed.D, routed.F, device)
-    routing = weights_TK, experts_TK, rows.row_of_TK, routed.first
-    return y_XF, *weight, *routing, *(more if kind == "plain" else (None, None))
-
-
-def combine_inputs(routed: Routed, kind: str, device: torch.device) -> Args:
-    """Those of down_combine, as wide as F."""
-    args = down_combine_inputs(replace(routed, D=routed.F), kind, device)
-    return args[0], args[3], args[5], *args[7:]
-
-
-def down_combine_reference(
-    y_XF: Tensor, weight: Tensor, scale: Tensor | None, weights_TK: Tensor, experts_TK: Tensor,
-    row_of_TK: Tensor, first: int, *more: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Both references, one after the other, in float32."""
-    rows = reference.sort_rows(experts_TK, first, len(weight), 1)
-    product = in_float(experts_reference.expert_down)
-    y_XD = product(y_XF, weight, scale, rows, experts_TK.shape[1])
-    return experts_reference.combine(y_XD, weights_TK, row_of_TK, *more).to(y_XF.dtype)
+    return y_XD, weights_TK, rows.row_of_TK, *(more if kind == "plain" else (None, None))
 
 
 def sum_scale(expected: Tensors, args: Args) -> Tensors:
@@ -142,15 +122,6 @@ CHECKED = (
 LAYERS = Routed(1, 8, 128, 768, 2048), Routed(1, 8, 256, 1536, 3072, block_fp8=True)
 TIMED = tuple(replace(layer, T=T) for layer in LAYERS for T in (1, 2, 8, 64))
 MANY = tuple(replace(LAYERS[0], T=8192, block_fp8=is_fp8) for is_fp8 in (False, True))
-SUMMED = (*SMALL[:4], *(replace(routed, T=2) for routed in CHECKED))
-DOWN_COMBINE_CASES = tuple(
-    Case(f"{routed} {kind}", partial(down_combine_inputs, routed, kind), routed in SMALL,
-         num_bytes=timed * routed.T * routed.K * routed.F * routed.D // (1 + routed.block_fp8))
-    for several, kinds, timed in ((SUMMED, ("plain", "one"), 0), (TIMED, ("plain",), 2))
-    for routed in several
-    if routed.T <= sums.MOST_TOKENS
-    for kind in kinds
-)  # fmt: skip
 COMBINE_CASES = tuple(
     Case(f"{routed} {kind}", partial(combine_inputs, routed, kind), routed in SMALL,
          num_bytes=2 * timed * routed.T * (routed.K + 3) * routed.F)
@@ -174,7 +145,3 @@ GATE_UP_128, DOWN_128 = kernels("tiled", *BOTH, experts.MANY, TILED, MANY, small
 COMBINE = Kernel(
     "combine", sums.combine, experts_reference.combine, COMBINE_CASES, ulps_16=1, scale=sum_scale
 )
-DOWN_COMBINE = Kernel(
-    "down_combine", sums.down_combine, down_combine_reference, DOWN_COMBINE_CASES, ulps_16=1,
-    scale=sum_scale,
-)  # fmt: skip

@@ -24,8 +24,6 @@ class ExpertKernels(NamedTuple):
     few: ExpertProducts  # of any number of rows
     many: tuple[ExpertProducts, ...]  # asked in this order; what fits none is for `few`
     combine: Callable[..., Tensor]
-    down_combine: Callable[..., Tensor] | None = None  # the last product and the sum, in one
-    most_combined: int = 0  # tokens, of down_combine
     is_uniform: bool = False  # whether a hash chooses, for measurements
 
 

@@ -88,16 +88,11 @@ class Experts(Layer):
         uniform: Uniform | None,
     ) -> Tensor:
         kernels, ours = self.kernels, (self.experts.start, self.experts.count)
-        weights_TK, experts_TK, rows = kernels.route(
+        weights_TK, _, rows = kernels.route(
             logits_TE, bias_E, self.num_chosen, self.rule, *ours, tile, uniform
         )
         y_XF = products.gate_up(x_TD, self.gate_up, self.gate_up_scale, rows, self.num_chosen)
-        down = y_XF, self.down, self.down_scale
-        is_short = products is kernels.few and len(x_TD) <= kernels.most_combined
-        if is_short and kernels.down_combine is not None:
-            pairs = weights_TK, experts_TK, rows.row_of_TK, ours[0]
-            return kernels.down_combine(*down, *pairs, None, stream_TD)
-        y_XD = products.down(*down, rows, self.num_chosen)
+        y_XD = products.down(y_XF, self.down, self.down_scale, rows, self.num_chosen)
         return kernels.combine(y_XD, weights_TK, rows.row_of_TK, None, stream_TD)
 
 

@@ -12,12 +12,11 @@ from typing import Any, get_args
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
 
-from nanovllm.config import Config, ConfigError, Recipe
-from nanovllm.layers.fp8 import BlockFp8
+from nanovllm.config import Config, ConfigError
 from nanovllm.layers.rope import Rope
 from nanovllm.models import MODELS
+from nanovllm.models.altered import altered
 from nanovllm.models.decoder import Decoder, DecoderConfig
 from nanovllm.registry import resolve
 
@@ -50,26 +49,11 @@ def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
                 )
                 raise ConfigError(f"{path}: {field} is {shown}; only {allowed} is supported")
         raw["rope_parameters"] = rope_parameters(spelling, path)
-        return family, changed(msgspec.convert(raw, family.Config), config.recipe, path)
+        return family, altered(msgspec.convert(raw, family.Config), config.recipe, path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except msgspec.DecodeError as error:  # not JSON, a missing field, or one of the wrong type
         raise ConfigError(f"{path}: {error}") from None
-
-
-def changed(own: DecoderConfig, recipe: Recipe, path: Path) -> DecoderConfig:
-    """What the recipe makes of the model: fewer layers, or weights in fp8."""
-    num_layers = recipe.num_layers
-    if num_layers != "auto":
-        if not 1 <= num_layers <= own.num_hidden_layers:
-            most = f"{own.num_hidden_layers}, which {path} has"
-            raise ConfigError(f"model.num_layers is {num_layers}; it must be between 1 and {most}")
-        own = replace(own, num_hidden_layers=num_layers)
-    if recipe.quantize is not None:
-        if own.quantization_config is not None:
-            raise ConfigError(f"quantize is fp8, but by {path} the weights are: leave it out")
-        own = replace(own, quantization_config=BlockFp8("fp8", (128, 128)))
-    return own
 
 
 def rope_parameters(spelling: Spelling, path: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from nanovllm.attention.flash import SCRATCH_BYTES
 from nanovllm.bench.gpus import CPU, KNOWN, gpu_of
 from nanovllm.bench.plan import (
     CUDA_BYTES,
@@ -92,11 +91,11 @@ def test_models_by_hand_and_the_pages_that_an_h200_had(
         assert plan.pages == pages
 
 
-def test_a_cache_of_8_bits_takes_half_and_a_scratch() -> None:
+def test_a_cache_of_8_bits_takes_half() -> None:
     wide, narrow = on_h200("qwen3-8b"), on_h200("qwen3-8b", "cache.dtype=fp8")
     assert narrow.found.layout.bytes_per_token == wide.found.layout.bytes_per_token // 2
     more = narrow.taken[STEP] - wide.taken[STEP]
-    assert more == SCRATCH_BYTES - 2 * narrow.page_bytes
+    assert more == -2 * narrow.page_bytes
     assert narrow.pages == pytest.approx(2 * wide.pages, rel=0.02)
     assert "cache: {dtype: fp8, page_tokens: 128" in pins(narrow)
 

@@ -18,10 +18,9 @@ import pytest
 import torch
 import triton
 from hypothesis import given, settings, strategies as st
-from nanovllm_kernels import combine, expert_rows, experts, route, route_reference
-from nanovllm_kernels.expert_cases import Routed
+from nanovllm_kernels import expert_rows, experts, route, route_reference
 from nanovllm_kernels.route_reference import ExpertRows, Routing
-from nanovllm_kernels.routed_cases import DOWN_COMBINE, down_combine_inputs, sort_inputs
+from nanovllm_kernels.routed_cases import sort_inputs
 
 CPU = torch.device("cpu")
 INTERPRETED = triton.knobs.runtime.interpret
@@ -99,24 +98,6 @@ def test_sorted_rows_equal_the_definition(T, E, K, tile, kind, data) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("routed", [Routed(2, 3, 9, 40, 72, 2, 4), Routed(2, 3, 9, 40, 72)])
-def test_one_launch_for_down_and_sum_equals_two(routed) -> None:
-    y_XF, down_EDF, _, weights_TK, experts_TK, _, first, *more = (
-        x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-        for x in down_combine_inputs(routed, "plain", CPU)
-    )
-    rows = expert_rows.sort_rows(experts_TK, first, len(down_EDF), experts.FEW)
-    y_XD = experts.expert_down(y_XF, down_EDF, None, rows, routed.K)
-    copies = [x.clone() for x in more]
-    expected_TD = combine.combine(y_XD, weights_TK, rows.row_of_TK, *more)
-    assert expected_TD is more[1], "the stream is overwritten"
-    routing = weights_TK, experts_TK, rows.row_of_TK, first
-    found_TD = combine.down_combine(y_XF, down_EDF, None, *routing, *copies)
-    torch.testing.assert_close(found_TD, expected_TD)
-
-
-@interpreted
 def test_tiles_are_large_where_experts_have_many_rows() -> None:
     assert experts.tile_of(8, 128) == experts.tile_of(2047, 128) == experts.FEW
     assert experts.tile_of(2048, 128) == experts.MANY
-    assert all(case.num_bytes > 0 for case in DOWN_COMBINE.cases[-4:])

@@ -68,7 +68,7 @@ def test_the_log_tells_it() -> None:
 def test_a_cpu_has_the_definition() -> None:
     kernels = select_ops(Kernels(), CPU).experts
     assert kernels is TORCH and kernels.many == () and kernels.few is EXPERTS
-    assert kernels.few.name == "torch" and kernels.down_combine is None
+    assert kernels.few.name == "torch"
 
 
 def test_a_gpu_has_kernels_of_its_own(monkeypatch) -> None:

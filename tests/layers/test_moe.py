@@ -107,37 +107,6 @@ def test_many_rows_have_products_of_their_own() -> None:
     assert asked[-1] == (12, 3) and many.gate_up.call_count == 1  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("num_tokens", [2, 3])
-def test_the_last_product_of_a_token_or_two_adds_up(num_tokens: int) -> None:
-    """Where there is a kernel for that; what it is given is what both steps are."""
-
-    def down_combine(
-        y_XF: Tensor, down_EDF: Tensor, scale: None, weights_TK: Tensor, experts_TK: Tensor,
-        row_of_TK: Tensor, first: int, shared: None, stream_TD: Tensor,
-    ) -> Tensor:  # fmt: skip
-        assert first == 1
-        y_TKD = torch.zeros(*experts_TK.shape, D)
-        for t, k in (row_of_TK >= 0).nonzero().tolist():
-            y_TKD[t, k] = down_EDF[int(experts_TK[t, k]) - first] @ y_XF[int(row_of_TK[t, k])]
-        return stream_TD + (y_TKD * weights_TK[:, :, None]).sum(1)
-
-    last = Mock(side_effect=down_combine)
-    kernels = TORCH._replace(down_combine=last, most_combined=2)
-    together, apart = (
-        Experts(D, Span(E, 1, 3), Span(F, 0, F), K, RULE, each) for each in (kernels, TORCH)
-    )
-    for experts in (together, apart):
-        torch.manual_seed(0)
-        experts.gate_up.data.normal_()
-        experts.down.data.normal_()
-    x_TD, stream_TD = torch.randn(2, num_tokens, D)
-    routed = torch.randn(num_tokens, E), None, None
-    torch.testing.assert_close(
-        together(x_TD, stream_TD.clone(), *routed), apart(x_TD, stream_TD.clone(), *routed)
-    )
-    assert last.call_count == (num_tokens == 2)
-
-
 def test_the_log_says_which_products_run() -> None:
     many = replace(EXPERTS, fits=lambda n, _: n >= 12, name="grouped")
     block = moe(replace(OPS, experts=TORCH._replace(many=(many,))))
