@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import Batch
 from nanovllm.attention.grouped import PagedKV
+from nanovllm.attention.latent import Latents, attend_latents
 from nanovllm.kv.layout import CacheLayout
 
 SPARE_CELLS = 256  # of a row: fewer cost less than a group more
@@ -118,12 +119,29 @@ class TorchAttend:
     groups: tuple[RowGroup, ...]
     copies: tuple[Copy, Copy]
 
-    def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, cache: PagedKV | Latents, q_THA: Tensor, out_THA: Tensor | None = None
+    ) -> Tensor:
         if out_THA is None:
-            out_THA = q_THA.new_empty(*q_THA.shape[:2], cache.v_PSGA.shape[3])
+            width = (
+                cache.value_HAX.shape[1] if isinstance(cache, Latents) else cache.v_PSGA.shape[3]
+            )
+            out_THA = q_THA.new_empty(*q_THA.shape[:2], width)
         for group in self.groups:
-            out_THA[group.tokens_X] = attend(group, q_THA[group.tokens_X], cache, self.copies)
+            q_XHA = q_THA[group.tokens_X]
+            if isinstance(cache, Latents):
+                out_THA[group.tokens_X] = attend_in_latents(group, q_XHA, cache, self.copies[0])
+            else:
+                out_THA[group.tokens_X] = attend(group, q_XHA, cache, self.copies)
         return out_THA
+
+
+def attend_in_latents(group: RowGroup, q_THA: Tensor, cache: Latents, copy: Copy) -> Tensor:
+    copied_PSX = copy.of(cache.pages_PSX, group.pages_X)
+    latents_RCX = copied_PSX.view(group.num_rows, -1, copied_PSX.shape[2])
+    latents_RCX[group.dirt] = 0
+    q_RNHA = q_THA.reshape(group.num_rows, group.num_new, *q_THA.shape[1:])
+    return attend_latents(q_RNHA, latents_RCX, group.seen_R1NC, cache).flatten(0, 1)
 
 
 def attend(group: RowGroup, q_THA: Tensor, cache: PagedKV, copies: tuple[Copy, Copy]) -> Tensor:

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from nanovllm_kernels.experts_reference import ExpertProducts
 from nanovllm_kernels.fp8_reference import BLOCK, FP8
+from nanovllm_kernels.reference import summed
 from nanovllm_kernels.route_reference import Routing
 from torch import Tensor, nn
 
@@ -18,8 +19,9 @@ from nanovllm.attention.base import ForwardContext
 from nanovllm.layers.expert_products import products_for
 from nanovllm.layers.fp8 import fp8_parameter, in_blocks
 from nanovllm.layers.linear import Layer, Linear, Placement, parameter, summed_up
+from nanovllm.layers.mlp import MLP
 from nanovllm.layers.ops import Implementation, Ops, RowTable
-from nanovllm.layers.residual import Added, Residual
+from nanovllm.layers.residual import Added, Pending, Residual, as_tensor
 from nanovllm.parallel.mesh import Mesh, Span
 
 
@@ -57,10 +59,12 @@ class Experts(Layer):
             self.placements[f"{name}_scale"] = Placement(placement.dim, parts, placement.experts)
 
     def forward(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, stream_TD: Tensor | None
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *more_TD: Tensor | None
     ) -> Tensor:
-        """The weighted sum y_TD of this rank's pairs, plus the stream, which it may overwrite."""
-        y_TD: Tensor = self.by_rows[len(x_TD)].run(x_TD, weights_TK, experts_TK, stream_TD)
+        """The weighted sum y_TD of this rank's pairs, plus what the shared expert gives, plus the
+        stream, which it may overwrite.
+        """
+        y_TD: Tensor = self.by_rows[len(x_TD)].run(x_TD, weights_TK, experts_TK, *more_TD)
         return y_TD
 
     def _choose(self, num_tokens: int) -> Implementation:
@@ -75,13 +79,13 @@ class Experts(Layer):
         x_TD: Tensor,
         weights_TK: Tensor,
         experts_TK: Tensor,
-        stream_TD: Tensor | None,
+        *more_TD: Tensor | None,
     ) -> Tensor:
         ours = self.experts.start, self.experts.count
         rows = self.ops.sort_rows(experts_TK, *ours, tile)
         y_XF = products.gate_up(x_TD, self.gate_up, self.gate_up_scale, rows, self.num_chosen)
         y_XD = products.down(y_XF, self.down, self.down_scale, rows, self.num_chosen)
-        return self.ops.combine(y_XD, weights_TK, rows.row_of_TK, None, stream_TD)
+        return self.ops.combine(y_XD, weights_TK, rows.row_of_TK, *more_TD)
 
 
 class MoE(Layer):
@@ -106,35 +110,57 @@ class MoE(Layer):
         is_last: bool,
         mesh: Mesh,
         ops: Ops,
+        shared: MLP | None = None,
     ) -> None:
-        """`experts` and `inner`: the names of their fields in config.json, and their numbers."""
+        """`experts` and `inner`: the names of their fields in config.json, and their numbers.
+
+        `shared`: what every token gets besides. Its norm is everybody's.
+        """
         super().__init__()
         self.eps, self.num_chosen, self.rule, self.mesh, self.ops = eps, num_chosen, rule, mesh, ops
         self.layer, self.is_last = layer, is_last
         everyone, whole = Span(experts[1], 0, experts[1]), Span(inner[1], 0, inner[1])
         own = (everyone, mesh.span(*inner)) if mesh.ep_size == 1 else (mesh.span(*experts), whole)
-        self.norm_weight = parameter(hidden_size)
+        self.shared = shared
+        self.norm_weight = None if shared else parameter(hidden_size)
         self.router = Router(everyone, hidden_size, ops, torch.float32 if exact else None)
         self.bias = parameter(experts[1], dtype=torch.float32) if exact else None
         self.experts = Experts(hidden_size, *own, num_chosen, ops)
 
     def forward(self, residual: Residual, ctx: ForwardContext) -> Residual:
         """The residual stream with what this block gives. May overwrite what it is given."""
-        x_TD, stream = self.ops.norm(residual, self.norm_weight, self.eps)
+        owner = self if self.shared is None else self.shared.gate_up
+        x_TD, stream = self.ops.norm(residual, owner.get_parameter("norm_weight"), self.eps)
+        shared_TD, stream = self._of_shared(stream)
         logits_TE = self.router.product(x_TD)
         uniform = self._places(ctx) if self.ops.uniform_experts else None
         chosen = self.ops.route(logits_TE, self.bias, self.num_chosen, self.rule, uniform)
         if self.mesh.tp_size > 1:
-            return summed_up(self.experts(x_TD, *chosen, None), stream, self.mesh)
-        return Added(self.experts(x_TD, *chosen, stream.stream_TD))
+            return summed_up(self.experts(x_TD, *chosen, shared_TD, None), stream, self.mesh)
+        return Added(self.experts(x_TD, *chosen, shared_TD, stream.stream_TD))
+
+    def _of_shared(self, stream: Added) -> tuple[Tensor | None, Added]:
+        """What the shared expert gives, this rank's part of it, unless the stream has it then."""
+        if self.shared is None:
+            return None, stream
+        y_TF, stream = self.shared.gate_up(stream)
+        if self.mesh.tp_size > 1:
+            return self.shared.down.product(y_TF), stream
+        after = self.shared.down(y_TF, stream)
+        if isinstance(after, Added):
+            return None, after
+        assert isinstance(after, Pending)
+        update_TD = summed(as_tensor(after.update)).to(after.stream_TD.dtype)
+        return update_TD, Added(after.stream_TD)
 
     def elements(self, pending: int, *, fuses_gate: bool) -> int:
         """Of all pairs, as any rank may have them: what gate and up give, and what down does; and
-        the result. Lists of experts and rows are 32-bit integers.
+        the result, beside what the shared expert gives. Lists of experts and rows are 32-bit
+        integers.
         """
         hidden_size, inner = self.experts.down.shape[1:]
-        num_experts = len(self.router.weight)
-        return self.num_chosen * (hidden_size + inner + 8) + num_experts + max(pending, hidden_size)
+        more = len(self.router.weight) + (0 if self.shared is None else hidden_size)
+        return self.num_chosen * (hidden_size + inner + 8) + more + max(pending, hidden_size)
 
     def _places(self, ctx: ForwardContext) -> tuple[Tensor, Tensor, int]:
         """Where tokens stand, which is what chooses their experts where all are to be chosen alike

@@ -91,13 +91,14 @@ class Block(Layer):
         mesh: Mesh,
         ops: Ops,
         *,
-        qk_norm: QKNorm,
+        qk_norm: QKNorm = "none",
+        attn: Layer | None = None,
         moe: MoE | None = None,
     ) -> None:
-        """`moe`: in place of the MLP."""
+        """`attn`: in place of the attention of grouped heads; `moe`: in place of the MLP."""
         super().__init__()
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        self.attn = Attention(
+        self.attn = attn or Attention(
             hidden_size=hidden_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
