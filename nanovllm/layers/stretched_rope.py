@@ -25,7 +25,8 @@ class Llama3Rope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="
         """Frequencies whose period exceeds the original context divided, smoothly, by `factor`."""
         turns = self.original_max_position_embeddings / (2 * math.pi / frequencies)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        return blended(frequencies, self.factor, kept.clamp(0, 1))
+        kept = kept.clamp(0, 1)  # 1: a fast rotation, seen whole often enough while training
+        return (1 - kept) * frequencies / self.factor + kept * frequencies
 
 
 class YarnRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="yarn"):
@@ -66,8 +67,10 @@ class YarnRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="ya
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, size - 1)
         places = torch.arange(len(frequencies), dtype=torch.float32)
-        ramp = (places - low) / (high - low or 0.001)
-        return blended(frequencies, self.factor, 1 - ramp.clamp(0, 1))
+        kept = 1 - ((places - low) / (high - low or 0.001)).clamp(0, 1)
+        # Not frequencies / factor, whose last bits would be others than the reference's.
+        slow = 1 / (self.factor * self.rope_theta ** (2 * places / size))
+        return slow * (1 - kept) + frequencies * kept
 
     def _scale(self, weight: float) -> float:
         return 1 + 0.1 * weight * math.log(self.factor) if self.factor > 1 else 1.0
@@ -76,8 +79,3 @@ class YarnRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="ya
         """Which frequency makes so many turns in the original context."""
         period = self.original_max_position_embeddings / (turns * 2 * math.pi)
         return size * math.log(period) / (2 * math.log(self.rope_theta))
-
-
-def blended(frequencies: Tensor, factor: float, kept: Tensor) -> Tensor:
-    """`kept`: 1 for a fast rotation, seen whole often enough while training."""
-    return (1 - kept) * frequencies / factor + kept * frequencies

@@ -101,13 +101,13 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "architectures is GPT2LMHeadModel; supported are LlamaForCausalLM, "
-            "MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
+            "architectures is GPT2LMHeadModel; supported are DeepseekV3ForCausalLM, "
+            "LlamaForCausalLM, MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
         ),
         (
             {"architectures": []},
-            "architectures is empty; supported are LlamaForCausalLM, "
-            "MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
+            "architectures is empty; supported are DeepseekV3ForCausalLM, "
+            "LlamaForCausalLM, MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
         ),
         ({"architectures": ...}, "Object missing required field `architectures`"),
         ({"hidden_size": ...}, "Object missing required field `hidden_size`"),
@@ -140,8 +140,8 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
         ({"rope_theta": ...}, "missing field rope_theta (or rope_parameters)"),
         ({"rope_scaling": "llama3"}, "Expected `object | null`, got `str` - at `$.rope_scaling`"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope type is yarn; supported are default, llama3",
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "rope type is longrope; supported are default, llama3, yarn",
         ),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
