@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from msgspec import Struct, structs
 
-from nanovllm import recipes, speculate
+from nanovllm import experts, recipes, speculate
+from nanovllm.experts import Experts as Experts
 from nanovllm.speculate import Speculate as Speculate
 from nanovllm.typed_yaml import ConfigError as ConfigError, converted, parse, put, read
 
@@ -40,11 +41,8 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     restarts: int = 3  # of several engines, each is started again so often within an hour
 
 
-class Experts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    routing: Literal["auto", "uniform"] = "auto"  # uniform: at random, to measure dummy weights
-
-
 class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    dtype: Literal["auto", "fp8"] = "auto"  # auto: the model's; fp8: e4m3, a scale for each head
     page_tokens: int | Auto = "auto"
     pages: int | Auto = "auto"  # auto: what fits
     memory_fraction: float = 0.9  # of the device's memory, weights included
@@ -78,11 +76,7 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sliced_linear: Literal["auto", "torch", "library"] = "auto"  # of some hundred rows: split-K
     added_linear: Literal["auto", "torch", "library"] = "auto"  # of thousands, onto the residual
     fp8_linear: Literal["auto", "torch", "cute"] = "auto"  # of weights in block fp8
-    route: Literal["auto", "torch", "triton"] = "auto"  # the experts of each token
-    sort_rows: Literal["auto", "torch", "triton"] = "auto"  # by expert
-    few_experts: Literal["auto", "torch", "triton"] = "auto"  # products of few rows an expert
-    many_experts: Literal["auto", "torch", "cute"] = "auto"  # of many
-    combine: Literal["auto", "torch", "triton"] = "auto"  # what experts give, onto the residual
+    experts: Literal["auto", "torch", "triton", "cute"] = "auto"  # cute: triton with few rows
     sample: Literal["auto", "torch", "triton"] = "auto"
     batch_prep: Literal["auto", "torch", "triton"] = "auto"
     cuda_graphs: bool = True
@@ -267,11 +261,7 @@ def _check_ranges(recipe: Recipe) -> None:
         value = getattr(getattr(recipe, section), key)
         if value != "auto" and not low <= value <= high:
             raise ConfigError(f"{path} is {value}; it must be between {low} and {high}")
-    if recipe.parallel.ep not in (1, recipe.parallel.tp):
-        tp, ep = recipe.parallel.tp, recipe.parallel.ep
-        raise ConfigError(f"parallel.ep is {ep}; it must be 1 or parallel.tp, which is {tp}")
-    if recipe.experts.routing == "uniform" and recipe.load.format != "dummy":
-        raise ConfigError("experts.routing is uniform; it must be auto unless load.format is dummy")
+    experts.check(recipe.experts, recipe.load.format, recipe.parallel.tp, recipe.parallel.ep)
     if recipe.speculate is not None:
         speculate.check(recipe.speculate, recipe.engine)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"nanovllm": "tests", "kernels/nanovllm_kernels": "tests/kernels"}
 DRIVEN_BY = {
-    "tests/test_config_names.py": "nanovllm/recipes.py nanovllm/typed_yaml.py",
+    "tests/test_config_names.py": "nanovllm/experts.py nanovllm/recipes.py nanovllm/typed_yaml.py",
     "tests/end_to_end/test_operation.py": """
         nanovllm/__init__.py nanovllm/__main__.py nanovllm/launch.py
         nanovllm/cli/__init__.py nanovllm/cli/commands.py""",
@@ -28,6 +28,11 @@ DRIVEN_BY = {
         nanovllm/spec/__init__.py nanovllm/spec/base.py nanovllm/spec/ngram.py
         nanovllm/spec/synthetic.py""",
     "tests/kernels/test_ngram.py": "kernels/nanovllm_kernels/ngram_reference.py",
+    "tests/kernels/test_experts_reference.py": "kernels/nanovllm_kernels/route_reference.py",
+    "tests/kernels/test_routed_kernels.py": """
+        kernels/nanovllm_kernels/combine.py kernels/nanovllm_kernels/routed_cases.py
+        kernels/nanovllm_kernels/route.py kernels/nanovllm_kernels/expert_rows.py""",
+    "tests/layers/test_expert_products.py": "nanovllm/layers/expert_kernels.py",
     "tests/models/test_parity.py": """
         nanovllm/attention/base.py nanovllm/layers/attention.py nanovllm/layers/embedding.py
         nanovllm/layers/linear.py nanovllm/layers/mlp.py nanovllm/layers/norm.py
@@ -100,6 +105,7 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/decode_cases.py
         kernels/nanovllm_kernels/norm.py kernels/nanovllm_kernels/paged_decode.py
         kernels/nanovllm_kernels/paged_prefill.py kernels/nanovllm_kernels/rope_cases.py
+        kernels/nanovllm_kernels/widen_pages.py
         kernels/nanovllm_kernels/rope_store.py
         kernels/nanovllm_kernels/thresholds.py""",
     "tests/kernels/test_compile_cache.py": """
@@ -110,7 +116,11 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/gated_product.py kernels/nanovllm_kernels/grouped_product.py
         kernels/nanovllm_kernels/like.py
         kernels/nanovllm_kernels/linear_cases.py""",
+    "tests/kernels/test_quantise.py": "kernels/nanovllm_kernels/quantise_cases.py",
+    "tests/kernels/test_paged_decode_cute.py": """
+        kernels/nanovllm_kernels/paged_decode_cute_cases.py""",
     "tests/gpu/test_kernels.py": """
+        kernels/nanovllm_kernels/dense_fp8_cases.py
         kernels/nanovllm_kernels/skinny_cases.py kernels/nanovllm_kernels/timing.py""",
 }
 

@@ -26,12 +26,12 @@ TOOLS = (
 CHOICES = (
     "nanovllm/server/parsers/", "nanovllm/server/structured/", "nanovllm/server/tool_choice.py",
     "nanovllm/spec/",
-    "nanovllm/speculate.py",
+    "nanovllm/speculate.py", "nanovllm/experts.py",
     "nanovllm/models/llama.py", "nanovllm/models/qwen3.py", "nanovllm/models/qwen3_moe.py",
     "nanovllm/models/minimax_m2.py", "nanovllm/models/deepseek_v3.py",
-    "nanovllm/layers/latent_attention.py", "nanovllm/layers/stretched_rope.py",
-    "nanovllm/attention/latent.py",
-    "nanovllm/layers/moe.py", "nanovllm/layers/expert_products.py",
+    "nanovllm/attention/latent.py", "nanovllm/layers/latent_attention.py",
+    "nanovllm/layers/stretched_rope.py", "nanovllm/layers/moe.py",
+    "nanovllm/layers/expert_products.py", "nanovllm/layers/expert_kernels.py",
     "nanovllm/models/dummy.py", "nanovllm/models/faults.py",
     "nanovllm/models/quantised.py", "nanovllm/models/shards.py",
     "nanovllm/attention/grouped.py", "nanovllm/layers/fp8.py",
@@ -52,7 +52,7 @@ BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes,
     "nanovllm/server/process_facts.py", "nanovllm/server/large.py", "nanovllm/server/length.py",
 )  # fmt: skip
 CUTE = ("cute", "skinny_linear", "flash_prefill", "gated_linear", "gated_product", "grouped_linear",
-        "grouped_product", "kept")  # fmt: skip
+        "grouped_product", "grouped_fp8", "kept")  # fmt: skip
 CASES = ("case", "timing", "compile_one")  # and *_cases
 BUDGETS = {
     "path": 6_200, "beside": 600, "choices": 6_500, "tools": 2_200,

@@ -42,11 +42,12 @@ class WholeEngine:
         max_tokens: int = MAX_TOKENS,
         speculate: Speculate | None = None,
         place: Place | None = None,
+        cache_dtype: str = "auto",
     ) -> None:
         max_tokens = min(max_tokens, pages * page_tokens)
         recipe = replace(
             config.recipe,
-            cache=Cache(page_tokens=page_tokens, pages=pages, prefix=prefix),
+            cache=Cache(dtype=cache_dtype, page_tokens=page_tokens, pages=pages, prefix=prefix),
             schedule=Schedule(slots=slots, step_tokens=step_tokens, depth=depth),
             server=Server(max_model_tokens=max_tokens),
             speculate=speculate,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.case import Args, Tensors, normal
+from nanovllm_kernels.reference import quantised
 
 
 def paged_prefill(
@@ -22,8 +23,13 @@ def paged_prefill(
     starts_R1: Tensor,
     lengths_R: Tensor,
     max_new: int,
+    scales_2G: Tensor | None = None,
 ) -> Tensor:
-    """o_THA, float32. Row r's queries starts_R1[r]:starts_R1[r + 1] are its last tokens."""
+    """o_THA, float32. Row r's queries starts_R1[r]:starts_R1[r + 1] are its last tokens.
+
+    `scales_2G`: what keys and values are multiplied by, in a cache of 8 bits.
+    """
+    k_PSGA, v_PSGA = dequantised(k_PSGA, v_PSGA, scales_2G)
     starts, lengths = starts_R1.tolist(), lengths_R.tolist()
     page_tokens, num_kv_heads, head_size = k_PSGA.shape[1:]
     o_THA = torch.empty(q_THA.shape, dtype=torch.float32, device=q_THA.device)
@@ -51,6 +57,7 @@ def paged_decode(
     *,
     starts_R1: Tensor | None = None,
     width: int = 1,
+    scales_2G: Tensor | None = None,
 ) -> Tensor:
     """o_THA, float32. Without `starts_R1` each row has one query. The plan only divides the work.
 
@@ -58,7 +65,16 @@ def paged_decode(
     """
     if starts_R1 is None:
         starts_R1 = torch.arange(len(lengths_R) + 1)
-    return paged_prefill(q_THA, k_PSGA, v_PSGA, page_table_RM, starts_R1, lengths_R, width)
+    rows = page_table_RM, starts_R1, lengths_R, width
+    return paged_prefill(q_THA, k_PSGA, v_PSGA, *rows, scales_2G)
+
+
+def dequantised(k_PSGA: Tensor, v_PSGA: Tensor, scales_2G: Tensor | None) -> tuple[Tensor, Tensor]:
+    """In float32; as they are where there are no scales."""
+    if scales_2G is None:
+        return k_PSGA, v_PSGA
+    k_scale_G, v_scale_G = scales_2G
+    return k_PSGA.float() * k_scale_G[:, None], v_PSGA.float() * v_scale_G[:, None]
 
 
 def weighted_sizes(reference: Callable[..., Tensor]) -> Callable[[Tensors, Args], Tensors]:
@@ -69,9 +85,23 @@ def weighted_sizes(reference: Callable[..., Tensor]) -> Callable[[Tensors, Args]
 
     def scale(expected: Tensors, args: Args) -> Tensors:
         q_THA, k_PSGA, v_PSGA, *rest = args
-        return (reference(q_THA, k_PSGA, v_PSGA.abs(), *rest),)
+        if v_PSGA.itemsize > 1:
+            size_PSGA = v_PSGA.abs()
+        else:  # at least the smallest number: beside a value of 0 the least weights may be lost
+            size_PSGA = (v_PSGA.view(torch.uint8) & 0x7F).clamp(min=1).view(v_PSGA.dtype)
+        return (reference(q_THA, k_PSGA, size_PSGA, *rest),)
 
     return scale
+
+
+def in_8_bits(k_PSGA: Tensor, v_PSGA: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Such a cache in float8_e4m3fn, and its scales_2G, each head's another one."""
+    scales_2G = 2.0 ** normal(k_PSGA.device, 2, k_PSGA.shape[2], dtype=torch.float32, seed=6)
+    k_PSGA, v_PSGA = (
+        quantised(pages_PSGA, scale_G[:, None])
+        for pages_PSGA, scale_G in zip((k_PSGA, v_PSGA), scales_2G, strict=True)
+    )
+    return k_PSGA, v_PSGA, scales_2G
 
 
 def paged_inputs(

@@ -53,6 +53,7 @@ class Kernel:
     cases: tuple[Case, ...]
     ulps_16: float = 0.0  # for 16-bit outputs
     ulps_32: float = 0.0
+    ulps_8: float = 0.0
     scale: Callable[[Tensors, Args], Tensors] = size_of_result
     outputs: Callable[[Any, Args], Tensors] = every_output  # adds arguments written in place
 
@@ -76,12 +77,13 @@ def worst_share(kernel: Kernel, actual: Tensor, expected: Tensor, scale: Tensor)
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     if not actual.is_floating_point():
         return 0.0 if torch.equal(actual, expected) else float("inf")
+    limits = torch.finfo(actual.dtype)
+    actual, expected = actual.double(), expected.double()
     if actual.isnan().any() or expected.isnan().any():
         return float("inf")
-    limits = torch.finfo(actual.dtype)
-    ulps = kernel.ulps_16 if limits.bits == 16 else kernel.ulps_32
+    ulps = {8: kernel.ulps_8, 16: kernel.ulps_16}.get(limits.bits, kernel.ulps_32)
     allowed = ulps * limits.eps * scale.double() + limits.tiny
-    return float(((actual.double() - expected.double()).abs() / allowed).max())
+    return float(((actual - expected).abs() / allowed).max())
 
 
 @contextmanager

@@ -29,6 +29,7 @@ class Rows(NamedTuple):
     kind: str = "normal"  # of paged_inputs
     new: tuple[int, ...] = ()
     width: int = 0  # most new tokens of a row; 0: one each, and no starts_R1
+    is_fp8: bool = False  # the cache; queries are of dtype
     timed_as: str = ""
 
     @property
@@ -47,10 +48,11 @@ def case_of(plan_decode: PlanDecode, rows: Rows) -> Case:
     shape = f"HGA={rows.heads} page={rows.page_tokens}"
     made = partial(inputs, plan_decode, rows)
     if rows.timed_as:
-        num_bytes = 4 * A * (sum(lengths) * G + sum(rows.counts) * H)
-        return Case(f"{rows.timed_as} {shape}", made, num_bytes=num_bytes)
+        num_bytes = 4 * A * (sum(lengths) * G // (1 + rows.is_fp8) + sum(rows.counts) * H)
+        return Case(f"{rows.timed_as} {shape}{' fp8' * rows.is_fp8}", made, num_bytes=num_bytes)
     name = f"{rows.kind} rows={len(lengths)} longest={max(lengths)} {shape} {bits(rows.dtype)}"
     name += f" W={rows.width}" if rows.width else ""
+    name += " fp8" * rows.is_fp8
     return Case(name, made, small=sum(lengths) < 1400)
 
 
@@ -58,23 +60,27 @@ def inputs(plan_decode: PlanDecode, rows: Rows, device: torch.device) -> Args:
     q, k, v, table, starts, lengths = reference.paged_inputs(
         rows.lengths, rows.counts, rows.heads, rows.page_tokens, rows.dtype, device, rows.kind
     )
-    ragged = (starts, rows.width) if rows.width else ()
-    return q, k, v, table, lengths, plan_decode(lengths, k), *ragged
+    ragged = (starts, rows.width) if rows.width else (None, 1)
+    k, v, scales = reference.in_8_bits(k, v) if rows.is_fp8 else (k, v, None)
+    return q, k, v, table, lengths, plan_decode(lengths, k), *ragged, scales
 
 
 def by_position(decode: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A decode kernel that takes `starts_R1` and `width`, if any, behind the plan, as cases do."""
+    """A decode kernel that takes `starts_R1`, `width` and `scales_2G` behind the plan, as cases
+    do."""
 
     def run(*args: Any) -> Tensor:  # noqa: ANN401
-        *rows, starts_R1, width = args if len(args) > 6 else (*args, None, 1)
-        return decode(*rows, starts_R1=starts_R1, width=width)
+        *rows, starts_R1, width, scales_2G = args
+        return decode(*rows, starts_R1=starts_R1, width=width, scales_2G=scales_2G)
 
     return run
 
 
 def all_rows() -> list[Rows]:
     several = map(drafted, (*rows_of_several(), *rows_of_every_end()))
-    return [*rows_of_one(), *several, *timed_rows(), *timed_drafts()]
+    checked, timed = [*rows_of_one(), *several], [*timed_rows(), *timed_drafts()]
+    in_8_bits = (rows._replace(is_fp8=True) for rows in (*checked[1::3], *timed))
+    return [*checked, *timed, *in_8_bits]
 
 
 def rows_of_one() -> list[Rows]:

@@ -81,11 +81,10 @@ class Routed:
 def in_float(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A product of experts_reference in float32, whatever it is given."""
 
-    def reference(
-        x: Tensor, weight_EXX: Tensor, scale: Tensor | None, rows: ExpertRows, num_chosen: int
-    ) -> Tensor:
-        weight_EXX = weight_EXX if scale is not None else weight_EXX.float()
-        return product(x.float(), weight_EXX, scale, rows, num_chosen)
+    def reference(x: Tensor, weight_EXX: Tensor, scale: Tensor | None, *more: object) -> Tensor:
+        return product(
+            x.float(), weight_EXX if scale is not None else weight_EXX.float(), scale, *more
+        )
 
     return reference
 
@@ -96,25 +95,20 @@ def rows_of_experts(result: Tensor, args: Args) -> Tensors:
     return (functional.pad(result[:num_rows], (0, 0, 0, 1)),)
 
 
-def gate_up_scale(share: float, expected: Tensors, args: Args) -> Tensors:
-    x_TD, weight_E2FD, scale_EXX, rows, num_chosen = args
+def scale_of(share: float, expected: Tensors, args: Args) -> Tensors:
+    """`share`: of the size of a sum, that its terms may err by together, in ulps."""
+    x, weight_EXX, scale_EXX, rows, num_chosen = args
     found = expected[0].abs()
+    is_gated = found.shape[1] < weight_EXX.shape[1]
     for expert, start, end in used(rows):
-        weight_XD = whole(weight_E2FD, scale_EXX, expert, 2).float()
-        x_XD = x_TD[rows.pair_of_X[start:end].long() // num_chosen].float()
-        sizes_XN = share * sizes(x_XD, weight_XD)
-        gate_XF, up_XF = sizes_XN.chunk(2, -1)
-        both_XF = torch.finfo(torch.bfloat16).eps * gate_XF * up_XF  # both factors are off
-        found[start:end] += gated_sizes(linear_reference(x_XD, weight_XD), sizes_XN) + both_XF
-    return (found,)
-
-
-def down_scale(share: float, expected: Tensors, args: Args) -> Tensors:
-    y_XF, weight_EDF, scale_EXX, rows, _ = args
-    found = expected[0].abs()
-    for expert, start, end in used(rows):
-        weight_DF = whole(weight_EDF, scale_EXX, expert, 1).float()
-        found[start:end] += share * sizes(y_XF[start:end].float(), weight_DF)
+        given = x[rows.pair_of_X[start:end].long() // num_chosen] if is_gated else x[start:end]
+        both = given.float(), whole(weight_EXX, scale_EXX, expert, 1 + is_gated).float()
+        sizes_XN = share * sizes(*both)
+        if is_gated:
+            gate_XF, up_XF = sizes_XN.chunk(2, -1)
+            sizes_XN = gated_sizes(linear_reference(*both), sizes_XN)
+            sizes_XN += torch.finfo(torch.bfloat16).eps * gate_XF * up_XF  # both factors are off
+        found[start:end] += sizes_XN
     return (found,)
 
 
@@ -150,11 +144,11 @@ def kernels(
             in_float(getattr(experts_reference, f"expert_{product}")),
             tuple(cases(of, num_matrices)),
             ulps_16=1,
-            scale=partial(scale, share),
+            scale=partial(scale_of, share),
             outputs=rows_of_experts,
         )
-        for product, run, of, num_matrices, scale in (
-            ("gate_up", gate_up, Routed.gate_up, 2, gate_up_scale),
-            ("down", down, Routed.down, 1, down_scale),
+        for product, run, of, num_matrices in (
+            ("gate_up", gate_up, Routed.gate_up, 2),
+            ("down", down, Routed.down, 1),
         )
     )

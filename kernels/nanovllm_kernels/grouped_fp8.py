@@ -14,8 +14,8 @@ from nanovllm_kernels import expert_cases
 from nanovllm_kernels.compile_cache import Job
 from nanovllm_kernels.expert_cases import OF_QUANTISED, Routed
 from nanovllm_kernels.experts_reference import ExpertProducts
-from nanovllm_kernels.fp8_reference import BLOCK, FP8
-from nanovllm_kernels.quantise import Quantised, quantise, silu_mul_quantise
+from nanovllm_kernels.fp8_reference import BLOCK, FP8, Quantised
+from nanovllm_kernels.quantise import quantise, silu_mul_quantise
 from nanovllm_kernels.route_reference import ExpertRows
 
 LEAST_ROWS = 8  # of an expert: fewer are other kernels', which read weights of 8 bits alone

@@ -44,13 +44,17 @@ BLOCK_BYTES = 16384  # of keys in a block: 64 tokens of width 128 in 16 bits
 STAGES = 3  # more would be slower: 2 to 7 % for 4, measured
 PROGRAMS_PER_PROCESSOR = 2
 INTERPRETED_PROCESSORS = 12  # few enough for rows to be cut in every way
+# Weights of float16, at most 1, are times 2**14: else those below 2**-24 were none. All sums of a
+# row and all its parts are so large, so it cancels.
+FLOAT16_LIFT = tl.constexpr(14.0)
 MERGED = 16  # partial results combined at once
 MAX_WIDTH = 8  # new tokens of a row
 OVERLAPPED_ROWS = 8
 
 
 def block_tokens(pages_PSGA: Tensor) -> int:
-    width_bytes = triton.next_power_of_2(pages_PSGA.shape[3]) * pages_PSGA.itemsize
+    # In 8 bits as many as in 16, which they become: twice as many would not fit the registers.
+    width_bytes = triton.next_power_of_2(pages_PSGA.shape[3]) * max(2, pages_PSGA.itemsize)
     return max(16, BLOCK_BYTES // width_bytes)
 
 
@@ -85,12 +89,14 @@ def paged_decode(
     *,
     starts_R1: Tensor | None = None,
     width: int = 1,
+    scales_2G: Tensor | None = None,
 ) -> Tensor:
     """o_THA, which is `out_THA` if given. `plan_N5`: plan_decode's, of the same lengths.
 
     Row r's queries are starts_R1[r]:starts_R1[r + 1], at most `width`, its last tokens; without
     `starts_R1` each row has one. Rows at the tail may have no tokens and length 0: they get no
     work. What o_THA has past the last row's tokens is undefined. Reads no values on the host.
+    `scales_2G`: float32, what keys and values of 8 bits are multiplied by, head by head.
     """
     assert 1 <= width <= (MAX_WIDTH if starts_R1 is not None else 1), width
     num_tokens, num_heads, head_size = q_THA.shape
@@ -104,14 +110,12 @@ def paged_decode(
     waits = follows(num_tokens, q_THA.device)
     both = dict(W=width, RAGGED=starts_R1 is not None, WAITS=waits, launch_pdl=waits)
     both |= dict(A=head_size, A_BLOCK=triton.next_power_of_2(head_size))
+    rows = page_table_RM, starts_R1, lengths_R, plan_N5, scales_2G
     decode_kernel[(num_kv_heads, num_lanes)](
         q_THA,
         k_PSGA,
         v_PSGA,
-        page_table_RM,
-        starts_R1,
-        lengths_R,
-        plan_N5,
+        *rows,
         o_THA,
         partial_o,
         partial_lse,
@@ -189,6 +193,7 @@ def decode_kernel(
     starts_R1,
     lengths_R,
     plan_N5,
+    scales_2G,
     o_THA,
     partial_o,
     partial_lse,
@@ -235,6 +240,7 @@ def decode_kernel(
     k_PSGA += kv_head * head_stride
     v_PSGA += kv_head * head_stride
     q_THA += head[:, None] * q_head_stride + a[None, :]
+    LIFT: tl.constexpr = 0.0 if scales_2G is None else FLOAT16_LIFT
     began = block  # where this lane began the row
     length = tl.load(lengths_R + row)
     first, num_new = queries_of(starts_R1, row, RAGGED)
@@ -242,7 +248,9 @@ def decode_kernel(
     if LEADS:
         tl.extra.cuda.gdc_wait()
     inside_q = (pair < num_new * GROUP)[:, None] & (a < A)[None, :]
-    q = tl.load(q_THA + first.to(tl.int64) * q_stride, inside_q, 0.0)
+    q = beside_cache(tl.load(q_THA + first.to(tl.int64) * q_stride, inside_q, 0.0), scales_2G)
+    k_scale, v_scale = scales_of(scales_2G, kv_head, tl.num_programs(0))
+    scale *= k_scale
     highest = tl.full([TILE], -float("inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
     o = tl.zeros([TILE, A_BLOCK], tl.float32)
@@ -252,8 +260,8 @@ def decode_kernel(
             None, :
         ]
         inside = (token < length)[:, None] & (a < A)[None, :]
-        k = tl.load(k_PSGA + at_token, inside, 0.0)
-        v = tl.load(v_PSGA + at_token, inside, 0.0)
+        k = tl.load(k_PSGA + at_token, inside, 0.0).to(q.dtype)
+        v = tl.load(v_PSGA + at_token, inside, 0.0).to(q.dtype)
         s = dot(q, tl.trans(k), tl.zeros([TILE, BLOCK], tl.float32)) * scale
         seen = (token < length)[None, :]
         if RAGGED:
@@ -263,7 +271,7 @@ def decode_kernel(
         base = new_highest
         if RAGGED:  # a query that has seen nothing has weights of 0
             base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
-        p = tl.exp2(s - base[:, None])
+        p = tl.exp2(s - (base - LIFT)[:, None])
         fade = tl.exp2(highest - base)
         total = total * fade + tl.sum(p, 1)
         o = dot(p.to(v.dtype), v, o * fade[:, None])
@@ -272,7 +280,7 @@ def decode_kernel(
         if is_end | (i + 1 == count):
             if RAGGED:  # of nothing the mean is 0, and weighs nothing
                 total = tl.where(total == 0.0, 1.0, total)
-            mean = o / total[:, None]
+            mean = o / total[:, None] * v_scale
             if is_end & (began == 0):
                 at = (first.to(tl.int64) * num_heads + at_o[:, None]) * A + a[None, :]
                 tl.store(o_THA + at, mean.to(o_THA.dtype.element_ty), inside_q)
@@ -292,7 +300,27 @@ def decode_kernel(
         pages = page_table_RM + row.to(tl.int64) * table_stride
         page = page_of(pages, table_width, block, S, BLOCK)
         inside_q = (pair < num_new * GROUP)[:, None] & (a < A)[None, :]
-        q = tl.load(q_THA + first.to(tl.int64) * q_stride, inside_q, 0.0)
+        q = beside_cache(tl.load(q_THA + first.to(tl.int64) * q_stride, inside_q, 0.0), scales_2G)
+
+
+@triton.jit
+def beside_cache(q, scales_2G):
+    """Queries in the type that keys and values of 8 bits, if so they are, are widened to: float32
+    if queries are, else float16, which a GPU gets of 8 bits in one instruction, and exactly.
+    """
+    if scales_2G is not None and q.dtype != tl.float32:
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    return q
+
+
+@triton.jit
+def scales_of(scales_2G, kv_head, num_kv_heads):
+    """The scales of this head's keys and values; 1 where they have none."""
+    k_scale, v_scale = 1.0, 1.0
+    if scales_2G is not None:
+        k_scale = tl.load(scales_2G + kv_head)
+        v_scale = tl.load(scales_2G + num_kv_heads + kv_head)
+    return k_scale, v_scale
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """Grouped-query attention of the one or few new tokens of each row over its pages, for Hopper, in
 CuTe DSL.
 
-Meaning: nanovllm_kernels.attention_reference. Widths 64 and 128, bfloat16, up to 16 pairs of new
+Meaning: nanovllm_kernels.attention_reference. Widths 64 and 128, bfloat16, with caches of the same
+or of float8_e4m3fn (eight_bits_cute.py), up to 16 pairs of new
 token and query head per key/value head, pages of 16, 32 or a multiple of 64 tokens; paged_decode is
 for everything else.
 
@@ -27,22 +28,20 @@ warp, or a lane, may have no token of a row that a query sees: its sum of weight
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
 import torch
-from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, cute
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from torch import Tensor
 
-from nanovllm_kernels import paged_decode as triton_decode
-from nanovllm_kernels.case import Case
+from nanovllm_kernels import eight_bits_cute as eight_bits, paged_decode as triton_decode
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
-from nanovllm_kernels.decode_cases import RAGGED, Rows, all_rows, by_position, case_of
 from nanovllm_kernels.like import like
-from nanovllm_kernels.paged_decode import PAGED_DECODE, plan_lanes, results_of
+from nanovllm_kernels.paged_decode import plan_lanes, results_of
 
 BLOCK = 64  # tokens
 WARPS = 4  # that compute
@@ -66,7 +65,7 @@ class Plan(NamedTuple):
 
 
 class Given(NamedTuple):
-    """In global memory, besides the caches. The last four: see plan_lanes, Plan, results_of."""
+    """In global memory, besides the caches. lanes and after: see plan_lanes, Plan, results_of."""
 
     q: cute.Tensor
     table: cute.Tensor
@@ -77,6 +76,7 @@ class Given(NamedTuple):
     arrived: cute.Tensor
     partial_o: cute.Tensor
     partial_lse: cute.Tensor
+    scales: cute.Tensor  # of keys' and of values' heads; anything, if they have none
 
 
 def obstacle(page_tokens: int, width: int, dtype: torch.dtype) -> str | None:
@@ -106,6 +106,7 @@ def paged_decode(
     *,
     starts_R1: Tensor | None = None,
     width: int = 1,
+    scales_2G: Tensor | None = None,
 ) -> Tensor:
     """paged_decode's. More than MAX_PAIRS are left to that kernel, which then plans every layer:
     whoever knows the group had better choose it from the start.
@@ -117,26 +118,34 @@ def paged_decode(
     if group * width > MAX_PAIRS:
         anew = triton_decode.plan_decode(lengths_R, k_PSGA)
         args = q_THA, k_PSGA, v_PSGA, *rows, anew, out_THA
-        return triton_decode.paged_decode(*args, starts_R1=starts_R1, width=width)
+        more = {"starts_R1": starts_R1, "width": width, "scales_2G": scales_2G}
+        return triton_decode.paged_decode(*args, **more)
     o_THA, partial_o, partial_lse = results_of(q_THA, len(plan.lanes_N5), out_THA, width)
     starts = lengths_R if starts_R1 is None else starts_R1
-    given = Given(q_THA, *rows, starts, o_THA, *plan, partial_o, partial_lse)
-    kind = group, head_size, page_tokens, 0 if starts_R1 is None else width
-    compile_decode(*kind)(k_PSGA, v_PSGA, given)
+    scales = partial_lse if scales_2G is None else scales_2G
+    given = Given(q_THA, *rows, starts, o_THA, *plan, partial_o, partial_lse, scales)
+    kind = group, head_size, page_tokens, 0 if starts_R1 is None else width, scales_2G is not None
+    caches = (k_PSGA, v_PSGA)
+    if scales_2G is not None:  # in units of 16 bits
+        caches = k_PSGA.view(torch.float16), v_PSGA.view(torch.float16)
+    compile_decode(*kind)(*caches, given)
     return o_THA
 
 
 @CachedCompile
-def compile_decode(group: int, width: int, page_tokens: int, most_new: int) -> Compiled:
+def compile_decode(
+    group: int, width: int, page_tokens: int, most_new: int, is_fp8: bool = False
+) -> Compiled:
     """For `group` query heads per key/value head, and at most `most_new` tokens of a row, or 0 if
-    each has one and there is no starts_R1. Needs no GPU, only to know of one.
+    each has one and there is no starts_R1; `is_fp8`: of keys and values in 8 bits. Needs no GPU,
+    only to know of one.
     """
     any_ = cute.sym_int
 
-    q, o, cache = (
-        like(BFloat16, *sizes, width, divisibility=8)
-        for sizes in ((any_(), any_()), (any_(), any_()), (any_(), page_tokens, any_()))
-    )
+    decode = PagedDecode(group, width, page_tokens, most_new, is_fp8=is_fp8)
+    q, o = (like(BFloat16, any_(), any_(), width, divisibility=8) for _ in range(2))
+    cache = like(decode.kind, any_(), page_tokens, any_(), decode.stored, divisibility=8)
+    partial_lse = like(Float32, any_(), 2, any_())
     given = Given(
         q=q,
         table=like(Int32, any_(), any_()),
@@ -146,10 +155,10 @@ def compile_decode(group: int, width: int, page_tokens: int, most_new: int) -> C
         lanes=like(Int32, any_(), 5),
         arrived=like(Int32, any_(), any_()),
         partial_o=like(Float32, any_(), 2, any_(), width, divisibility=4),
-        partial_lse=like(Float32, any_(), 2, any_()),
+        partial_lse=partial_lse,
+        scales=like(Float32, 2, any_()) if is_fp8 else like(Float32, any_(), 2, any_()),
     )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    decode = PagedDecode(group, width, page_tokens, most_new)
     compiled: Compiled = cute.compile(
         decode, cache, cache, given, stream, options="--enable-tvm-ffi"
     )
@@ -180,8 +189,14 @@ class Running(NamedTuple):
 
 
 class PagedDecode:
-    def __init__(self, group: int, width: int, page_tokens: int, most_new: int = 0) -> None:
+    def __init__(
+        self, group: int, width: int, page_tokens: int, most_new: int = 0, *, is_fp8: bool = False
+    ) -> None:
         self.group, self.width, self.page_tokens = group, width, page_tokens
+        self.is_fp8, self.lift = is_fp8, eight_bits.LIFT if is_fp8 else 0.0
+        self.kind = Float16 if is_fp8 else BFloat16  # of what is multiplied
+        self.stored = width // 2 if is_fp8 else width  # units of 16 bits of a token, key or value
+        self.line = min(HALF, self.stored)  # of them that one copy brings
         self.ragged, self.most_new = most_new > 0, max(1, most_new)
         self.pairs = group * self.most_new
         assert 1 <= self.pairs <= MAX_PAIRS, f"{self.pairs} queries share a key/value head"
@@ -192,20 +207,22 @@ class PagedDecode:
         self.q_bytes = 2 * group * width  # of a token
         self.padded = width + 8  # elements between the pairs of a warp's result
         fixed = 8 * WARPS * self.pairs * (self.padded + 2) + 2 * (16 - self.pairs) * width + 2048
-        stage = 4 * BLOCK * width + self.most_new * self.q_bytes + 32
+        stage = 4 * BLOCK * self.stored + self.most_new * self.q_bytes + 32
         self.stages = min(16, (SHARED_BYTES - fixed) // stage)
 
     @cute.jit
     def __call__(self, k: cute.Tensor, v: cute.Tensor, given: Given, stream: Any) -> None:  # noqa: ANN401
-        line = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        ring = cute.tile_to_shape(line, (BLOCK, self.width, self.stages), (0, 1, 2))
+        kinds = warpgroup.SmemLayoutAtomKind
+        swizzle = kinds.K_SW128 if self.line == HALF else kinds.K_SW64
+        line = warpgroup.make_smem_layout_atom(swizzle, self.kind)
+        ring = cute.tile_to_shape(line, (BLOCK, self.stored, self.stages), (0, 1, 2))
         boxes = []
         for tokens in (self.unit, PIECE):
-            box = cute.tile_to_shape(line, (tokens, HALF), (0, 1))
+            box = cute.tile_to_shape(line, (tokens, self.line), (0, 1))
             for pages in (k, v):
                 flat = cute.make_tensor(pages.iterator, cute.select(pages.layout, [1, 3, 2, 0]))
                 op = cpasync.CopyBulkTensorTileG2SOp()
-                info = cpasync.make_tiled_tma_atom(op, flat, box, (tokens, HALF))
+                info = cpasync.make_tiled_tma_atom(op, flat, box, (tokens, self.line))
                 boxes.append((info[0], info[1]))
         self.kernel(*boxes, given, ring).launch(
             grid=[cute.size(given.arrived, mode=[1]), cute.size(given.arrived, mode=[0]), 1],
@@ -243,7 +260,7 @@ class PagedDecode:
 
     def allocate(self, ring: cute.ComposedLayout) -> Shared:
         smem = cutlass.utils.SmemAllocator()
-        k, v = (smem.allocate_tensor(BFloat16, ring.outer, 1024, ring.inner) for _ in range(2))
+        k, v = (smem.allocate_tensor(self.kind, ring.outer, 1024, ring.inner) for _ in range(2))
         # The rows past the pairs are the next slot's: what comes of them is not read.
         slot = self.pairs * self.width
         slots = cute.make_layout((16, self.width, self.stages), stride=(self.width, 1, slot))
@@ -273,7 +290,7 @@ class PagedDecode:
         for (atom, pages), ring in zip(boxes, (shared.k, shared.v), strict=True):
             cpasync.prefetch_descriptor(atom)
             tiles = [
-                cute.group_modes(cute.flat_divide(x, (box, HALF)), 0, 2) for x in (ring, pages)
+                cute.group_modes(cute.flat_divide(x, (box, self.line)), 0, 2) for x in (ring, pages)
             ]
             to, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), *tiles)
             found.append((box, atom, source, to))
@@ -332,7 +349,7 @@ class PagedDecode:
                     if cutlass.const_expr(self.ragged):
                         shared.notes[4, stage] = count
                         shared.notes[5, stage] = length - count - block * BLOCK
-                    num_bytes = taken * (4 * PIECE * self.width) + brings_q * count * self.q_bytes
+                    num_bytes = taken * (4 * PIECE * self.stored) + brings_q * count * self.q_bytes
                     arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
                 if brings_q != 0:
                     self.copy_q(given.q, shared, stage, query, count)
@@ -387,7 +404,7 @@ class PagedDecode:
                 page = arch.shuffle_sync(window, first_unit + nth * box // self.unit)
                 place = (block * BLOCK + nth * box) % self.page_tokens // box
                 if (begin <= nth * box) & (nth * box < end):
-                    for half in cutlass.range_constexpr(self.width // HALF):
+                    for half in cutlass.range_constexpr(self.stored // self.line):
                         cute.copy(
                             atom,
                             source[None, place, half, arch.block_idx()[0], page],
@@ -441,27 +458,29 @@ class PagedDecode:
     def compute(self, given: Given, shared: Shared) -> None:
         thread = arch.lane_idx()
         nth_warp = arch.make_warp_uniform(arch.warp_idx())
-        op = warp.MmaF16BF16Op(BFloat16, Float32, (16, 8, 16))
+        op = warp.MmaF16BF16Op(self.kind, Float32, (16, 8, 16))
         mma = cute.make_tiled_mma(op, (1, 1, 1), permutation_mnk=(16, 16, 16))
         part = mma.get_slice(thread)
-        plain = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), BFloat16)
-        turned = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), BFloat16)
+        plain = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.kind)
+        turned = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.kind)
         q_copy = cute.make_tiled_copy_A(plain, mma).get_slice(thread)
         k_copy = cute.make_tiled_copy_B(plain, mma).get_slice(thread)
         v_copy = cute.make_tiled_copy_B(turned, mma).get_slice(thread)
         # This warp's tokens: keys [token, element, stage], values [element, token, stage].
-        k = cute.flat_divide(shared.k, (PIECE, self.width))[None, None, nth_warp, 0, None]
+        k = cute.flat_divide(shared.k, (PIECE, self.stored))[None, None, nth_warp, 0, None]
         v = cute.make_tensor(shared.v.iterator, cute.select(shared.v.layout, [1, 0, 2]))
-        v = cute.flat_divide(v, (self.width, PIECE))[None, None, 0, nth_warp, None]
+        v = cute.flat_divide(v, (self.stored, PIECE))[None, None, 0, nth_warp, None]
         q_from, k_from = q_copy.partition_S(shared.q), k_copy.partition_S(k)
         v_from = v_copy.partition_S(v)
         q_in = part.make_fragment_A(part.partition_A(shared.q[None, None, 0]))
-        k_in = part.make_fragment_B(part.partition_B(k[None, None, 0]))
-        v_in = part.make_fragment_B(part.partition_B(v[None, None, 0]))
-        v_at = part.partition_B(cute.make_identity_tensor((self.width, PIECE)))
+        k_raw, v_raw = (part.make_fragment_B(part.partition_B(x[None, None, 0])) for x in (k, v))
+        k_in = self.room(part, k_raw, (PIECE, self.width))
+        v_in = self.room(part, v_raw, (self.width, PIECE))
+        k_scale = self.scale_of(given, 0)
+        v_at = part.partition_B(cute.make_identity_tensor((self.stored, PIECE)))
         scores = part.partition_shape_C((16, PIECE))
         s, t = cute.make_rmem_tensor(scores, Float32), cute.make_rmem_tensor(scores, Float32)
-        p = cute.make_rmem_tensor(part.partition_shape_A((16, PIECE)), BFloat16)
+        p = cute.make_rmem_tensor(part.partition_shape_A((16, PIECE)), self.kind)
         o = cute.make_rmem_tensor(part.partition_shape_C((16, self.width)), Float32)
         rows = 1 if self.pairs <= 8 else 2  # of the 16 that this thread holds: thread // 4, + 8
         run = Running(o, *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)))
@@ -476,22 +495,24 @@ class PagedDecode:
             count = self.noted_count(shared, stage)
             if flags & 1 != 0:
                 arch.mbarrier_wait(shared.first_q, 0)
-                cute.copy(q_copy, q_from[None, None, None, stage], q_copy.retile(q_in))
+                copied = q_copy, q_from[None, None, None, stage]
+                self.take_q(copied, shared.q[None, None, stage], q_in, k_scale)
                 run.highest.fill(LOWEST)
                 run.total.fill(0.0)
                 run.o.fill(0.0)
             if (tokens > 0) & (nth_warp >= flags // 4):
-                cute.copy(k_copy, k_from[None, None, None, stage], k_copy.retile(k_in))
+                cute.copy(k_copy, k_from[None, None, None, stage], k_copy.retile(k_raw))
+                self.widen(eight_bits.widen_keys, k_raw, k_in)
                 s.fill(0.0)
                 t.fill(0.0)
                 for step in cutlass.range_constexpr(self.width // 16):
                     sum_ = (s, t)[step % 2]  # two chains, since each waits for itself
                     cute.gemm(mma, sum_, q_in[None, None, step], k_in[None, None, step], sum_)
                 s.store(s.load() + t.load())
-                cute.copy(v_copy, v_from[None, None, None, stage], v_copy.retile(v_in))
+                cute.copy(v_copy, v_from[None, None, None, stage], v_copy.retile(v_raw))
                 if tokens < PIECE:  # what lies past the row's end may be anything
-                    for n in cutlass.range_constexpr(cute.size(v_in)):
-                        v_in[n] = cutlass.select_(v_at[n][1] < tokens, v_in[n], BFloat16(0))
+                    for n in cutlass.range_constexpr(cute.size(v_raw)):
+                        v_raw[n] = cutlass.select_(v_at[n][1] < tokens, v_raw[n], self.kind(0))
                     for n in cutlass.range_constexpr(8):
                         token = n // 4 * 8 + thread % 4 * 2 + n % 2
                         s[n] = cutlass.select_(token < tokens, s[n], Float32(-math.inf))
@@ -499,6 +520,7 @@ class PagedDecode:
                     self.hide(s, shared.notes[5, stage] - nth_warp * PIECE)
                 for r in cutlass.range_constexpr(rows):
                     self.soften(s, p, run, r)
+                self.widen(eight_bits.widen_values, v_raw, v_in)
                 cute.gemm(mma, o, p[None, None, 0], v_in[None, None, 0], o)
             arch.sync_warp()
             with arch.elect_one():
@@ -515,6 +537,24 @@ class PagedDecode:
                 phase ^= 1
             arch.mbarrier_wait(shared.full + stage, phase)
             query = shared.notes[0, stage]
+
+    def room(self, part: cute.ThrMma, raw: cute.Tensor, shape: tuple) -> cute.Tensor:
+        """Registers for keys or values of this shape: their own, unless they are to be widened."""
+        return cute.make_rmem_tensor(part.partition_shape_B(shape), Float16) if self.is_fp8 else raw
+
+    def widen(self, how: Callable[..., None], raw: cute.Tensor, wide: cute.Tensor) -> None:
+        if self.is_fp8:
+            how(raw, wide)
+
+    def take_q(self, copied: tuple, q: cute.Tensor, q_in: cute.Tensor, scale: Float32) -> None:
+        if self.is_fp8:
+            eight_bits.load_q(q, q_in, 1 if self.pairs <= 8 else 2, scale)
+        else:
+            cute.copy(copied[0], copied[1], copied[0].retile(q_in))
+
+    def scale_of(self, given: Given, nth: int) -> Float32:
+        """The scale of this head's keys (0) or values (1)."""
+        return given.scales[nth, arch.block_idx()[0]] if self.is_fp8 else Float32(1)
 
     @cute.jit
     def hide(self, s: cute.Tensor, own: Int32) -> None:
@@ -538,9 +578,10 @@ class PagedDecode:
         for distance in (1, 2):
             best = arch.fmax(best, arch.shuffle_sync_bfly(best, distance))
         fade = arch.exp2((highest[r] - best) * self.scale)
-        weights = [arch.exp2(s[n] * self.scale - best * self.scale) for n in places]
+        base = best * self.scale - self.lift if self.is_fp8 else best * self.scale
+        weights = [arch.exp2(s[n] * self.scale - base) for n in places]
         for n, weight in zip(places, weights, strict=True):
-            p[n] = weight.to(BFloat16)
+            p[n] = weight.to(self.kind)
         highest[r] = best
         total[r] = total[r] * fade + ((weights[0] + weights[1]) + (weights[2] + weights[3]))
         for n in range(cute.size(o)):
@@ -559,7 +600,8 @@ class PagedDecode:
             pair = thread // 4 + 8 * r
             if pair < self.pairs:
                 for n in cutlass.range_constexpr(self.width // 4):
-                    a = n // 2 * 8 + thread % 4 * 2 + n % 2
+                    tile, column = n // 2, thread % 4 * 2 + n % 2
+                    a = eight_bits.element_of(tile, column) if self.is_fp8 else tile * 8 + column
                     shared.results[a, pair, nth_warp, parity] = run.o[n // 2 * 4 + r * 2 + n % 2]
                 if thread % 4 == 0:
                     shared.sums[0, pair, nth_warp, parity] = run.highest[r]
@@ -574,6 +616,7 @@ class PagedDecode:
         thread = arch.thread_idx()[0]
         kv_head, lane = arch.block_idx()[0], arch.block_idx()[1]
         quads = self.width // QUAD
+        v_scale = self.scale_of(given, 1)
         for begin in cutlass.range_constexpr(0, self.pairs * quads, THREADS):
             pair, quad = (begin + thread) // quads, (begin + thread) % quads
             if pair < count * self.group:
@@ -589,7 +632,7 @@ class PagedDecode:
                 mean = cute.full(QUAD, 0.0, Float32)
                 for w in cutlass.range_constexpr(WARPS):
                     part = quad_of(shared.results[None, pair, w, parity], quad)
-                    mean += part.load() * (fades[w] / total)
+                    mean += part.load() * (fades[w] * v_scale / total)
                 if first == last:
                     nth, head = self.query_of(pair)
                     quad_of(given.o[query + nth, head, None], quad).store(mean.to(BFloat16))
@@ -655,26 +698,3 @@ def pieces_of(length: Int32) -> Int32:
 
 def quad_of(line: cute.Tensor, nth: Int32) -> cute.Tensor:
     return cute.local_tile(line, (QUAD,), (nth,))
-
-
-def cases() -> tuple[Case, ...]:
-    """Its own corners, and those of paged_decode's that this runs or passes on."""
-    known = (x for x in all_rows() if not obstacle(x.page_tokens, x.heads[2], x.dtype))
-    found = (case_of(plan_decode, rows) for rows in (*corners(), *known))
-    return tuple(replace(case, small=False) for case in found)
-
-
-def corners() -> list[Rows]:
-    return [
-        Rows(RAGGED, (4, 4, 128), 16),
-        Rows((2000, *RAGGED, 5000), (16, 1, 64), 16),  # a tensor core's rows in full
-        Rows((9000,), (16, 1, 128), 64),  # over all lanes
-        Rows((9000, 300), (32, 32, 128), 128),  # more pages in a lane than a warp's threads hold
-        Rows((9000, 300), (32, 32, 64), 16),
-        Rows(RAGGED * 70, (14, 2, 64), 32),
-    ]
-
-
-PAGED_DECODE_CUTE = replace(
-    PAGED_DECODE, name="paged_decode_cute", run=by_position(paged_decode), cases=cases()
-)

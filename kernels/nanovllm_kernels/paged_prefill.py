@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +17,14 @@ from torch import Tensor
 
 from nanovllm_kernels import attention_reference as reference
 from nanovllm_kernels.case import Args, Case, Kernel, bits
-from nanovllm_kernels.paged_decode import block_tokens, dot, page_of
+from nanovllm_kernels.paged_decode import (
+    FLOAT16_LIFT,
+    beside_cache,
+    block_tokens,
+    dot,
+    page_of,
+    scales_of,
+)
 
 TILE_BYTES = 256  # of one column of queries: 128 of them in 16 bits
 STAGES = 3
@@ -31,8 +39,10 @@ def paged_prefill(
     lengths_R: Tensor,
     max_new: int,
     out_THA: Tensor | None = None,
+    *,
+    scales_2G: Tensor | None = None,
 ) -> Tensor:
-    """o_THA, which is out_THA if given.
+    """o_THA, which is out_THA if given. `scales_2G`: paged_decode's.
 
     Row r feeds starts_R1[r]:starts_R1[r + 1], at most max_new, the last of its tokens.
     """
@@ -53,6 +63,7 @@ def paged_prefill(
         page_table_RM,
         starts_R1,
         lengths_R,
+        scales_2G,
         o_THA,
         q_THA.stride(0),
         q_THA.stride(1),
@@ -83,6 +94,7 @@ def prefill_kernel(
     page_table_RM,
     starts_R1,
     lengths_R,
+    scales_2G,
     o_THA,
     q_stride,
     q_head_stride,
@@ -113,12 +125,15 @@ def prefill_kernel(
         inside_q = (new < num_new)[:, None] & in_width
         token_q = (start + new).to(tl.int64)[:, None]
         at = q_THA + token_q * q_stride + head * q_head_stride + a[None, :]
-        q = tl.load(at, inside_q, 0.0)
+        q = beside_cache(tl.load(at, inside_q, 0.0), scales_2G)
+        k_scale, v_scale = scales_of(scales_2G, head // GROUP, tl.num_programs(1) // GROUP)
+        scale *= k_scale
         k_PSGA += head // GROUP * head_stride
         v_PSGA += head // GROUP * head_stride
         pages = page_table_RM + row.to(tl.int64) * table_stride
         position = length - num_new + new
         num_seen = tl.minimum(length, length - num_new + (tile + 1) * TILE)
+        LIFT: tl.constexpr = 0.0 if scales_2G is None else FLOAT16_LIFT
         highest = tl.full([TILE], -float("inf"), tl.float32)
         total = tl.zeros([TILE], tl.float32)
         o = tl.zeros([TILE, A_BLOCK], tl.float32)
@@ -129,17 +144,17 @@ def prefill_kernel(
             token = i * BLOCK + n
             at_token = (page * page_stride + token % S * token_stride)[:, None] + a[None, :]
             inside = (token < length)[:, None] & in_width
-            k = tl.load(k_PSGA + at_token, inside, 0.0)
+            k = tl.load(k_PSGA + at_token, inside, 0.0).to(q.dtype)
             s = dot(q, tl.trans(k), tl.zeros([TILE, BLOCK], tl.float32)) * scale
             s = tl.where(token[None, :] <= position[:, None], s, -float("inf"))
             new_highest = tl.maximum(highest, tl.max(s, 1))
-            p = tl.exp2(s - new_highest[:, None])
+            p = tl.exp2(s - (new_highest - LIFT)[:, None])
             fade = tl.exp2(highest - new_highest)
             total = total * fade + tl.sum(p, 1)
-            v = tl.load(v_PSGA + at_token, inside, 0.0)
+            v = tl.load(v_PSGA + at_token, inside, 0.0).to(q.dtype)
             o = dot(p.to(v.dtype), v, o * fade[:, None])
             highest = new_highest
-        o = o / total[:, None]
+        o = o / total[:, None] * v_scale
         at = o_THA + (token_q * tl.num_programs(1) + head) * A + a[None, :]
         tl.store(at, o.to(o_THA.dtype.element_ty), inside_q)
 
@@ -151,9 +166,12 @@ def inputs(
     page_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    is_fp8: bool = False,
 ) -> Args:
-    paged = reference.paged_inputs(lengths, new, heads, page_tokens, dtype, device)
-    return *paged, max(new)
+    q, k, v, *rows = reference.paged_inputs(lengths, new, heads, page_tokens, dtype, device)
+    cache = reference.in_8_bits(k, v) if is_fp8 else (k, v, None)
+    return q, *cache[:2], *rows, max(new), cache[2]
 
 
 def cases() -> tuple[Case, ...]:
@@ -190,11 +208,21 @@ def cases() -> tuple[Case, ...]:
         ),
         *(
             Case(
-                f"{len(new)} x {new[0]} of {lengths[0]} HGA={heads} page={page}",
-                partial(inputs, lengths, new, heads, page, torch.bfloat16),
+                f"fp8 rows={len(new)} new={max(new)} longest={max(lengths)} HGA={heads} "
+                f"page={page} {bits(dtype)}",
+                partial(inputs, lengths, new, heads, page, dtype, is_fp8=True),
+                small=sum(lengths) < 1000,
+            )
+            for lengths, new, heads, page, dtype in checked
+        ),
+        *(
+            Case(
+                f"{len(new)} x {new[0]} of {lengths[0]} HGA={heads} page={page}{' fp8' * is_fp8}",
+                partial(inputs, lengths, new, heads, page, torch.bfloat16, is_fp8=is_fp8),
                 num_flops=causal_flops(lengths, new, heads),
             )
             for lengths, new, heads, page in timed
+            for is_fp8 in (False, True)
         ),
     )
 
@@ -207,10 +235,15 @@ def causal_flops(
     return 4 * heads[0] * heads[2] * pairs
 
 
+def by_position(*args: Any) -> Tensor:  # noqa: ANN401
+    *rows, scales_2G = args
+    return paged_prefill(*rows, scales_2G=scales_2G)
+
+
 # As for paged_decode.
 PAGED_PREFILL = Kernel(
     "paged_prefill",
-    paged_prefill,
+    by_position,
     reference.paged_prefill,
     cases(),
     ulps_16=1,

@@ -2,25 +2,22 @@
 
 Rows may be quantised for the experts that they go to: a token's numbers are read once, and written
 wherever its pairs are sorted to. Scales are ordered as products read them: those of one block of
-inputs, of all rows, lie together. Where a block is all zeros, its scale is 1.
+inputs, of all rows, lie together. Where a block is all zeros, its scale is 1. Meaning:
+nanovllm_kernels.quantise_cases.
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
 from nanovllm_kernels.device import follows
-from nanovllm_kernels.expert_cases import Routed
-from nanovllm_kernels.fp8_reference import BLOCK, FP8, LARGEST, Quantised
+from nanovllm_kernels.fp8_reference import BLOCK, FP8, Quantised
 from nanovllm_kernels.paged_decode import INTERPRETED
 
-BLOCKS = 8  # of 128 numbers, that a program takes
+BLOCKS = 8, 16  # of 128 numbers, that a program takes; 16 where that comes out even
 
 
 def empty(num_rows: int, width: int, device: torch.device) -> Quantised:
@@ -33,8 +30,8 @@ def quantise(x_TD: Tensor, row_of_TK: Tensor | None = None) -> Quantised:
     num_rows, width = x_TD.shape
     num_copies = 1 if row_of_TK is None else row_of_TK.shape[1]
     result = empty(num_rows * num_copies, width, x_TD.device)
-    waits = follows(num_rows, x_TD.device)
-    quantise_kernel[(num_rows, triton.cdiv(width, BLOCKS * BLOCK))](
+    waits, blocks = follows(num_rows, x_TD.device), BLOCKS[width % (BLOCKS[1] * BLOCK) == 0]
+    quantise_kernel[(num_rows, triton.cdiv(width, blocks * BLOCK))](
         x_TD,
         row_of_TK,
         *result,
@@ -42,7 +39,7 @@ def quantise(x_TD: Tensor, row_of_TK: Tensor | None = None) -> Quantised:
         width,
         num_rows * num_copies,
         COPIES=num_copies,
-        BLOCKS=BLOCKS,
+        BLOCKS=blocks,
         WAITS=waits,
         launch_pdl=waits,
     )
@@ -53,15 +50,16 @@ def silu_mul_quantise(gate_up_X2F: Tensor, starts_E1: Tensor | None = None) -> Q
     """silu(gate) * up, of all rows, or of those in front of where the last expert's end."""
     num_rows, twice = gate_up_X2F.shape
     width, waits = twice // 2, follows(num_rows, gate_up_X2F.device)
+    blocks = BLOCKS[width % (BLOCKS[1] * BLOCK) == 0]
     result = empty(num_rows, width, gate_up_X2F.device)
-    silu_mul_quantise_kernel[(num_rows, triton.cdiv(width, BLOCKS * BLOCK))](
+    silu_mul_quantise_kernel[(num_rows, triton.cdiv(width, blocks * BLOCK))](
         gate_up_X2F,
         None if starts_E1 is None else starts_E1[-1:],
         *result,
         gate_up_X2F.stride(0),
         width,
         num_rows,
-        BLOCKS=BLOCKS,
+        BLOCKS=blocks,
         WAITS=waits,
         launch_pdl=waits,
     )
@@ -139,9 +137,9 @@ def quantise_kernel(
         row = token
         if row_of_TK is not None:
             row = tl.load(row_of_TK + token * COPIES + k).to(tl.int64)
-        if row >= 0:
-            tl.store(values_XD + row * width + d, values, d < width)
-            tl.store(scale_BX + block * num_rows + row, scale, block * 128 < width)
+        end = tl.where(row < 0, 0, width)  # another rank's are not written
+        tl.store(values_XD + row * width + d, values, d < end)
+        tl.store(scale_BX + block * num_rows + row, scale, block * 128 < end)
 
 
 @triton.jit
@@ -179,106 +177,3 @@ def scaled(x):
         split = values * 1048577.0
         values = split - (split - values)  # of 4 bits
     return values.to(tl.float8e4nv), scale
-
-
-def reference(x_TD: Tensor, row_of_TK: Tensor | None = None) -> Quantised:
-    x_TD = x_TD.float()
-    padded_TD = torch.nn.functional.pad(x_TD, (0, -x_TD.shape[1] % BLOCK))
-    largest_TB = padded_TD.unflatten(1, (-1, BLOCK)).abs().amax(-1)
-    scale_TB = torch.where(largest_TB > 0, largest_TB / LARGEST, 1.0)
-    values_TD = x_TD / scale_TB.repeat_interleave(BLOCK, 1)[:, : x_TD.shape[1]]
-    if row_of_TK is None:
-        return Quantised(values_TD.to(FP8), scale_TB.t())
-    result = empty(row_of_TK.numel(), x_TD.shape[1], x_TD.device)
-    token, k = (row_of_TK >= 0).nonzero(as_tuple=True)
-    row_X = row_of_TK[token, k].long()
-    result.values_XD.view(torch.uint8)[row_X] = values_TD[token].to(FP8).view(torch.uint8)
-    result.scale_BX[:, row_X] = scale_TB[token].t()
-    return result
-
-
-def silu_mul_reference(gate_up_X2F: Tensor, starts_E1: Tensor | None = None) -> Quantised:
-    gate_XF, up_XF = gate_up_X2F.float().chunk(2, -1)
-    return reference(torch.nn.functional.silu(gate_XF) * up_XF)
-
-
-def rows_written(result: Quantised, args: Args) -> Tensors:
-    """Their numbers in float32, and their scales."""
-    rows = slice(None)
-    if len(args) > 1 and args[1] is not None:
-        is_map = args[1].dim() == 2
-        rows = slice(int((args[1] >= 0).sum() if is_map else args[1][-1]))
-    whole = Quantised(result.values_XD[rows], result.scale_BX[:, rows])
-    return whole.dequantised(), whole.scale_BX
-
-
-def size_of_steps(expected: Tensors, args: Args) -> Tensors:
-    """What `ulps_32` counts: numbers may fall on either side of the middle of two neighbours, and
-    the interpreter makes the smallest zero."""
-    values_XD, scale_BX = expected
-    smallest_XD = scale_BX.t().repeat_interleave(BLOCK, 1)[:, : values_XD.shape[1]] * 2**-4
-    return values_XD.abs().maximum(smallest_XD), scale_BX * 2**-18
-
-
-def inputs(kind: str, T: int, D: int, device: torch.device) -> Args:
-    """`strided`: columns of a wider matrix; `zeros`: whole blocks of them, and huge numbers."""
-    x_TD = normal(device, T, D + 64 * (kind == "strided"), dtype=torch.bfloat16)[:, :D]
-    if kind == "zeros":
-        x_TD[:, : D // 2] = 0
-        x_TD[T // 2, D // 2] = 3e38
-    return (x_TD,)
-
-
-def routed_inputs(routed: Routed, device: torch.device) -> Args:
-    return *inputs("normal", routed.T, routed.D, device), routed.rows(64, device).row_of_TK
-
-
-def gate_up_inputs(routed: Routed, device: torch.device) -> Args:
-    (gate_up_X2F,) = inputs("strided", routed.T * routed.K, 2 * routed.F, device)
-    return gate_up_X2F, routed.rows(64, device).starts_E1
-
-
-SHARE = Routed(40, 3, 7, 72, 1200, first=1, num=4)
-LARGE = Routed(8192, 8, 128, 768, 2048)
-QUANTISE = Kernel(
-    "quantise",
-    quantise,
-    reference,
-    (
-        *(
-            Case(f"{kind} T={T} D={D}", partial(inputs, kind, T, D), small=T < 9)
-            for kind, T, D in (
-                ("normal", 1, 8),
-                ("strided", 7, 1160),
-                ("zeros", 3, 384),
-                ("normal", 513, 3072),
-            )
-        ),
-        Case(str(SHARE), partial(routed_inputs, SHARE), small=True),
-        Case(
-            str(LARGE),
-            partial(routed_inputs, LARGE),
-            num_bytes=LARGE.T * LARGE.D * (2 + LARGE.K),
-        ),
-    ),
-    ulps_32=2**20,  # one of the 8 bits that a number has
-    outputs=rows_written,
-    scale=size_of_steps,
-)
-SILU_MUL_QUANTISE = Kernel(
-    "silu_mul_quantise",
-    silu_mul_quantise,
-    silu_mul_reference,
-    (
-        Case("strided T=7 F=1160", partial(inputs, "strided", 7, 2320), small=True),
-        Case(str(SHARE), partial(gate_up_inputs, SHARE), small=True),
-        Case(
-            str(LARGE),
-            partial(gate_up_inputs, LARGE),
-            num_bytes=LARGE.T * LARGE.K * LARGE.F * 5,
-        ),
-    ),
-    ulps_32=2**20,
-    outputs=rows_written,
-    scale=size_of_steps,
-)

@@ -40,6 +40,9 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     return F.silu(gate_TF) * up_TF
 
 
+LARGEST = 448.0  # of float8_e4m3fn, which has no infinity
+
+
 class Ranks(Protocol):
     """Ranks that each have equally many heads, of queries and of keys."""
 
@@ -70,6 +73,7 @@ def rope_store(
     slot_mapping_T: Tensor,
     k_PSGA: Tensor,
     v_PSGA: Tensor,
+    scales_2G: Tensor | None = None,
     ranks: Ranks | None = None,
 ) -> Tensor:
     page_tokens, num_kv_heads, head_size = k_PSGA.shape[1:]
@@ -88,9 +92,20 @@ def rope_store(
         k_TGA = rms_norm(k_TGA, norms[1], eps, means[1])
     cos_sin_TA = cos_sin_LA[positions_T]
     pages_T, offsets_T = slot_mapping_T // page_tokens, slot_mapping_T % page_tokens
-    k_PSGA[pages_T, offsets_T] = rotate(k_TGA, cos_sin_TA)
-    v_PSGA[pages_T, offsets_T] = v_TGA
+    k_TGA = rotate(k_TGA, cos_sin_TA)
+    if scales_2G is None:
+        k_PSGA[pages_T, offsets_T], v_PSGA[pages_T, offsets_T] = k_TGA, v_TGA
+    else:
+        for x_TGA, x_PSGA, scale_G in zip((k_TGA, v_TGA), (k_PSGA, v_PSGA), scales_2G, strict=True):
+            # As bytes, since torch indexes no numbers of 8 bits.
+            bytes_TGA = quantised(x_TGA, scale_G[:, None]).view(torch.uint8)
+            x_PSGA.view(torch.uint8)[pages_T, offsets_T] = bytes_TGA
     return rotate(q_THA, cos_sin_TA)
+
+
+def quantised(x: Tensor, scale: Tensor) -> Tensor:
+    """The numbers of float8_e4m3fn nearest to x / scale; NaN stays NaN, infinity does not."""
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
 def rotate(x_THA: Tensor, cos_sin_TA: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ def inputs(
     dtype: torch.dtype,
     device: torch.device,
     turned: int = 0,
+    *,
+    is_fp8: bool = False,
 ) -> Args:
     """Cells are scattered over the pages, positions over the table. `plain`: no norm.
 
@@ -58,9 +60,13 @@ def inputs(
     angles_LA = normal(device, length, (turned or A) // 2, dtype=torch.float32, seed=4) * 3
     cos_sin_LA = torch.cat([angles_LA.cos(), angles_LA.sin()], 1)
     cache = normal(device, 2, num_pages, page_tokens, G, A, dtype=dtype, seed=5)
+    scales_2G = None
+    if is_fp8:  # so small that spikes saturate
+        cache = cache.to(torch.float8_e4m3fn)
+        scales_2G = 2.0 ** (normal(device, 2, G, dtype=torch.float32, seed=6) - 4)
     return (
         qkv_TX, *norm_weights, 1e-6, cos_sin_LA, positions.to(device), slot_mapping.to(device),
-        cache[0], cache[1], ALONE if kind == "row" else None,
+        cache[0], cache[1], scales_2G, ALONE if kind == "row" else None,
     )  # fmt: skip
 
 
@@ -72,7 +78,7 @@ def pair_sizes(expected: Tensors, args: Args) -> Tensors:
     """A rotated element is the sum of two terms; together at most twice the larger of its pair."""
     turned, sizes = args[4].shape[1], []
     for tensor in expected:
-        size = 2 * tensor.abs()
+        size = 2 * tensor.float().abs()
         half = torch.stack(size[..., :turned].chunk(2, -1)).amax(0)
         size[..., :turned] = torch.cat([half, half], -1)
         sizes.append(size)
@@ -109,12 +115,27 @@ def cases() -> tuple[Case, ...]:
             (513, 16, 2, 256, 64, torch.bfloat16),
         )
     ]
+    checked += [
+        Case(
+            f"{kind} T={T} H={H} G={G} A={A} {bits(dtype)} fp8",
+            partial(inputs, kind, T, H, G, A, dtype, is_fp8=True),
+            T <= 7,
+        )
+        for kind, T, H, G, A, dtype in (
+            ("normal", 7, 16, 8, 128, torch.bfloat16),
+            ("spike", 7, 14, 2, 64, torch.bfloat16),
+            ("row", 7, 3, 1, 80, torch.float32),
+            ("plain", 513, 32, 8, 128, torch.bfloat16),
+            ("slices", 513, 16, 2, 256, torch.bfloat16),
+        )
+    ]
     timed = [
         Case(
-            f"T={T} H={H} G={G} A=128",
-            partial(inputs, "normal", T, H, G, 128, torch.bfloat16),
-            num_bytes=2 * 2 * T * (H + 2 * G) * 128 + 4 * T * 128,
+            f"T={T} H={H} G={G} A=128{' fp8' * is_fp8}",
+            partial(inputs, "normal", T, H, G, 128, torch.bfloat16, is_fp8=is_fp8),
+            num_bytes=2 * T * (2 * H + (3 if is_fp8 else 4) * G) * 128 + 4 * T * 128,
         )
+        for is_fp8 in (False, True)
         for T, H, G in ((1, 16, 8), (256, 16, 8), (256, 32, 8), (8192, 16, 8), (8192, 32, 8))
     ]
     return (*checked, *timed)
@@ -122,6 +143,7 @@ def cases() -> tuple[Case, ...]:
 
 # 16 bit: an element of the normalised head and its product with the norm's weight may each round to
 # the neighbouring number, and so may the sum. 32 bit: sums 8 additions deep and six roundings.
+# 8 bit: what those differ in may round to the neighbouring number, an eighth away at most.
 ROPE_STORE = Kernel(
     "rope_store",
     rope_store.rope_store,
@@ -129,6 +151,7 @@ ROPE_STORE = Kernel(
     cases(),
     ulps_16=3,
     ulps_32=16,
+    ulps_8=0.5,
     scale=pair_sizes,
     outputs=outputs,
 )

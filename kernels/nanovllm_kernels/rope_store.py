@@ -7,6 +7,8 @@ rotated, the others are pairs that are rotated by 0, too.
 
 A norm over all heads of a row takes the means of squares that `mean_squares` finds before: under
 tensor parallelism they are summed up over ranks between the two.
+
+A cache of float8_e4m3fn takes keys and values divided by a scale for each layer and head.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.device import follows
+from nanovllm_kernels.paged_decode import INTERPRETED
 from nanovllm_kernels.reference import Ranks
 
 MOST_OVERLAPPED = 128  # tokens: attention of so many rows is launched before this ends
@@ -34,6 +37,7 @@ def rope_store(
     slot_mapping_T: Tensor,
     k_PSGA: Tensor,
     v_PSGA: Tensor,
+    scales_2G: Tensor | None = None,
     ranks: Ranks | None = None,
 ) -> Tensor:
     num_kv_heads, head_size = k_PSGA.shape[2:]
@@ -41,6 +45,7 @@ def rope_store(
     num_heads = qkv_TX.shape[-1] // head_size - 2 * num_kv_heads
     assert k_PSGA.is_contiguous() and v_PSGA.is_contiguous() and qkv_TX.stride(-1) == 1
     assert (q_norm_X is None) == (k_norm_X is None)
+    assert (scales_2G is None) == (k_PSGA.dtype != torch.float8_e4m3fn)
     means_T2 = None
     if ranks is not None:
         widths = num_heads * head_size, num_kv_heads * head_size
@@ -59,6 +64,7 @@ def rope_store(
         q_THA,
         k_PSGA,
         v_PSGA,
+        scales_2G,
         qkv_TX.stride(0),
         qkv_TX.stride(-2),
         cos_sin_LA.stride(0),
@@ -90,6 +96,7 @@ def rope_store_kernel(
     q_THA,
     k_PSGA,
     v_PSGA,
+    scales_2G,
     slice_stride,
     qkv_stride,
     cos_sin_stride,
@@ -152,6 +159,10 @@ def rope_store_kernel(
     q_at = q_THA + token * (H * 2 * HALF) + head * (2 * HALF)
     tl.store(q_at + low, first, inside & is_query)
     tl.store(q_at + high, second, inside & is_query)
+    if scales_2G is not None:
+        of_head = tl.maximum(head - H, 0)  # keys' scales, then values'; what queries get is unused
+        scale = tl.load(scales_2G + of_head, head < H + 2 * G, 1.0)
+        first, second = quantised(first, scale, k_PSGA), quantised(second, scale, k_PSGA)
     at_token = tl.load(slot_mapping_T + token) * (G * 2 * HALF)
     k_at = k_PSGA + at_token + (head - H) * (2 * HALF)
     tl.store(k_at + low, first, inside & is_key)
@@ -159,6 +170,17 @@ def rope_store_kernel(
     v_at = v_PSGA + at_token + (head - H - G) * (2 * HALF)
     tl.store(v_at + low, first, inside & is_value)
     tl.store(v_at + high, second, inside & is_value)
+
+
+@triton.jit
+def quantised(x, scale, like):
+    """The nearest numbers to x / scale of the type that `like` points to: reference.quantised."""
+    x = x.to(tl.float32) / scale
+    x = tl.minimum(tl.maximum(x, -448.0, tl.PropagateNan.ALL), 448.0, tl.PropagateNan.ALL)
+    if INTERPRETED:  # it would round up without a carry: here to 4 bits, or to multiples of 2**-9
+        large = x * 1048577.0
+        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, large - (large - x))
+    return x.to(like.dtype.element_ty)
 
 
 @triton.jit

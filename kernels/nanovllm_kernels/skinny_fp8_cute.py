@@ -183,7 +183,7 @@ class Product(skinny_linear.Product):
         self.eights = [self.place_of(line) for line in range(0, self.lines, 8)]
 
     def place_of(self, line: int) -> tuple[int, int, int]:
-        """Of a line of the block: its half, whose share it is in, and where in a row of sums."""
+        """Finds a line's half, whose share it is in, and its place in a row of sums."""
         half, within = line // self.box, line % self.box
         return half, within // self.share, half * self.share + within % self.share
 

@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext
-from nanovllm.kv.layout import CacheLayout
+from nanovllm.config import ConfigError
+from nanovllm.kv.layout import CacheLayout, PagedGroup
+
+FP8 = torch.float8_e4m3fn
+# What checkpoints call a layer's scale of keys or values: compressed-tensors' and Quark's name,
+# ModelOpt's, and the one that compressed-tensors had before.
+SCALE_NAMES = (
+    "model.layers.{layer}.self_attn.{kind}_scale",
+    "model.layers.{layer}.self_attn.{kind}_proj.{kind}_scale",
+    "model.layers.{layer}.self_attn.{kind}_proj.output_scale",
+)
 
 
-@dataclass(frozen=True, slots=True)
-class PagedKV:
+class PagedKV(NamedTuple):
     """One layer's cache. Zero-filled at start; page 0 is never given to a request."""
 
     k_PSGA: Tensor
     v_PSGA: Tensor
+    # Of numbers of 8 bits: what those of each head are multiplied by, keys' scales, then values'.
+    scales_2G: Tensor | None = None
 
 
 class GroupedHeads:
     """A layer's attention: causal, of scale A**-0.5, over each row's context in its own cache."""
 
     cache: PagedKV  # from Decoder.bind_caches on
+
+    def __init__(self, num_kv_heads: int) -> None:
+        self.scales_2G = torch.ones(2, num_kv_heads, dtype=torch.float32)  # until one is loaded
+
+    def bind(self, cache: PagedKV) -> None:
+        """The cache is the layer's own from here on, with the layer's scales if it needs any."""
+        is_fp8 = cache.k_PSGA.dtype == FP8
+        self.cache = cache._replace(scales_2G=self.scales_2G) if is_fp8 else cache
 
     def __call__(self, ctx: ForwardContext, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
         """o_THA, as wide as values; it is out_THA if given. Keys and values have been stored."""
@@ -33,11 +54,59 @@ class GroupedHeads:
         return q_THA.new_empty(*q_THA.shape[:2], self.cache.v_PSGA.shape[3])
 
 
+def load_scale(name: str, read: Callable[[], Tensor], blocks: Sequence[Any]) -> bool:
+    """Takes the scale of a block's cache, for all its heads; False if that is not the name of one.
+
+    `read` gives the tensor, and is called if it is.
+
+    Raises ConfigError if the tensor is no scale, or of no block.
+    """
+    for kind, nth in (("k", 0), ("v", 1)):
+        for pattern in SCALE_NAMES:
+            before, after = pattern.format(layer="*", kind=kind).split("*")
+            layer = name.removeprefix(before).removesuffix(after)
+            if name != f"{before}{layer}{after}" or not layer.isdecimal():
+                continue
+            tensor = read()
+            scale = float(tensor) if tensor.numel() == 1 else math.nan
+            if int(layer) >= len(blocks) or not 0 < scale < math.inf:
+                raise ConfigError(f"{name} is no positive number for one of the model's layers")
+            blocks[int(layer)].attn.attend.scales_2G[nth] = scale
+            return True
+    return False
+
+
+def bytes_of_element(asked: str, dtype: torch.dtype, device: torch.device) -> int:
+    """The bytes of an element of the cache that `asked`, cache.dtype, means to a model in `dtype`.
+
+    Raises ConfigError for a pair that no kernels are for.
+    """
+    if asked == "auto":
+        return dtype.itemsize
+    if device.type == "cuda" and dtype == torch.float32:
+        raise ConfigError("cache.dtype is fp8; on a GPU that goes with dtype bfloat16, not float32")
+    return FP8.itemsize
+
+
+def caches_of(
+    group: PagedGroup, num_pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], dict[int, PagedKV]]:
+    """All layers' keys and all their values, zero, and each layer's part of them.
+
+    `dtype` is the model's. Those of 8 bits come as bytes, since torch indexes no such numbers.
+    """
+    is_fp8 = group.bytes_per_element == FP8.itemsize
+    shape = len(group.layers), num_pages, page_tokens, group.num_heads
+    whole = [
+        torch.zeros(*shape, size, dtype=torch.uint8 if is_fp8 else dtype, device=device)
+        for size in (group.k_size, group.v_size)
+    ]
+    keys, values = (each.view(FP8) if is_fp8 else each for each in whole)
+    return whole, {layer: PagedKV(keys[n], values[n]) for n, layer in enumerate(group.layers)}
+
+
 def pageless(layout: CacheLayout, page_tokens: int, dtype: torch.dtype) -> PagedKV:
     """A cache of no pages in the shape of the first group's: what backends plan by."""
     group = layout.paged[0]
-    k_PSGA, v_PSGA = (
-        torch.empty(0, page_tokens, group.num_heads, size, dtype=dtype)
-        for size in (group.k_size, group.v_size)
-    )
-    return PagedKV(k_PSGA, v_PSGA)
+    caches = caches_of(group, 0, page_tokens, dtype, torch.device("cpu"))[1]
+    return caches[group.layers[0]]

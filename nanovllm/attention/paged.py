@@ -60,7 +60,9 @@ class RowsAttend:
     rows: tuple[Any, ...]
 
     def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        return self.kernel(q_THA, cache.k_PSGA, cache.v_PSGA, *self.rows, out_THA)
+        k_PSGA, v_PSGA, scales_2G = cache
+        scaled = {} if scales_2G is None else {"scales_2G": scales_2G}
+        return self.kernel(q_THA, k_PSGA, v_PSGA, *self.rows, out_THA, **scaled)
 
 
 @dataclass(frozen=True, slots=True)

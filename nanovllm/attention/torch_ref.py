@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.attention.base import Batch
-from nanovllm.attention.grouped import PagedKV
+from nanovllm.attention.grouped import FP8, PagedKV
 from nanovllm.attention.latent import Latents, attend_latents
 from nanovllm.kv.layout import CacheLayout
 
@@ -72,7 +72,9 @@ class Copy:
     flat_X: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def of(self, pages_PSGA: Tensor, chosen_X: Tensor) -> Tensor:
-        """These pages, one behind another. The next call overwrites them."""
+        """These pages, one behind another. The next call may overwrite them."""
+        if pages_PSGA.dtype == FP8:  # as bytes, since torch indexes no numbers of 8 bits
+            return pages_PSGA.view(torch.uint8)[chosen_X].view(FP8)
         shape = len(chosen_X), *pages_PSGA.shape[1:]
         if len(self.flat_X) < math.prod(shape):
             self.flat_X = pages_PSGA.new_empty(math.prod(shape))
@@ -145,8 +147,10 @@ def attend_in_latents(group: RowGroup, q_THA: Tensor, cache: Latents, copy: Copy
 
 
 def attend(group: RowGroup, q_THA: Tensor, cache: PagedKV, copies: tuple[Copy, Copy]) -> Tensor:
-    def context(pages_PSGA: Tensor, copy: Copy) -> Tensor:
+    def context(pages_PSGA: Tensor, copy: Copy, nth: int) -> Tensor:
         copied_PSGA = copy.of(pages_PSGA, group.pages_X)
+        if cache.scales_2G is not None:
+            copied_PSGA = (copied_PSGA.float() * cache.scales_2G[nth, :, None]).to(q_THA.dtype)
         context_RCGA = copied_PSGA.view(group.num_rows, -1, *pages_PSGA.shape[2:])
         context_RCGA[group.dirt] = 0
         return context_RCGA.transpose(1, 2)
@@ -154,8 +158,8 @@ def attend(group: RowGroup, q_THA: Tensor, cache: PagedKV, copies: tuple[Copy, C
     q_RNHA = q_THA.reshape(group.num_rows, group.num_new, *q_THA.shape[1:])
     o_RHNA = F.scaled_dot_product_attention(
         q_RNHA.transpose(1, 2),
-        context(cache.k_PSGA, copies[0]),
-        context(cache.v_PSGA, copies[1]),
+        context(cache.k_PSGA, copies[0], 0),
+        context(cache.v_PSGA, copies[1], 1),
         attn_mask=group.seen_R1NC,
         enable_gqa=True,
     )

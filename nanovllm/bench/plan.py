@@ -171,8 +171,8 @@ def pins(plan: Plan) -> str:
     cache, schedule = plan.found.recipe.cache, plan.found.recipe.schedule
     return (
         f"parallel: {{tp: {plan.tp}}}\n"
-        f"cache: {{page_tokens: {cache.page_tokens}, pages: {plan.pages}, "
-        f"memory_fraction: {cache.memory_fraction:g}}}\n"
+        f"cache: {{{'dtype: fp8, ' * (cache.dtype == 'fp8')}page_tokens: {cache.page_tokens}, "
+        f"pages: {plan.pages}, memory_fraction: {cache.memory_fraction:g}}}\n"
         f"schedule: {{slots: {schedule.slots}, step_tokens: {schedule.step_tokens}}}\n"
         f"server: {{max_model_tokens: {plan.context}}}"
     )

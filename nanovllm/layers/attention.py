@@ -54,16 +54,16 @@ class Attention(Layer):
         self.q_norm, self.k_norm = norms
         cuts = (Placement(0, (("", span),)) for span in spans)
         self.placements = dict(zip(("q_norm", "k_norm"), cuts, strict=True))
-        self.attend = GroupedHeads()
+        self.attend = GroupedHeads(kv.count // head_size)
         self.out = AddLinear(q, hidden_size, mesh, ops)
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
         """The residual stream with what attention gives. May overwrite what it is given."""
         batch, cache = ctx.batch, self.attend.cache
         norms = self.q_norm, self.k_norm, self.eps
-        stored = batch.positions_T, batch.slot_mapping_T, cache.k_PSGA, cache.v_PSGA
+        where = cos_sin_LA, batch.positions_T, batch.slot_mapping_T
         qkv, stream = self.qkv(residual)
-        q_THA = self.ops.rope_store(as_tensor(qkv), *norms, cos_sin_LA, *stored, self.norm_ranks)
+        q_THA = self.ops.rope_store(as_tensor(qkv), *norms, *where, *cache, self.norm_ranks)
         o_TX = ctx.eager(self.attend, ctx, q_THA).flatten(1)
         if self.is_last and not ctx.all_hidden:
             o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))

@@ -1,4 +1,4 @@
-"""Which products of routed experts serve how many tokens.
+"""How routed experts are computed, and which products of theirs serve how many tokens.
 
 The number of tokens, which a CUDA graph fixes, decides, never what was chosen for them: products
 are asked by the pairs of token and expert that this rank expects if experts are chosen equally
@@ -7,27 +7,39 @@ often. With few rows an expert it is the weights that take time, and with many t
 
 from __future__ import annotations
 
-from nanovllm_kernels.experts_reference import ExpertProducts
-from nanovllm_kernels.grouped_fp8 import GROUPED_FP8
-from nanovllm_kernels.grouped_linear import GROUPED
+from collections.abc import Callable
+from typing import NamedTuple
+
+from nanovllm_kernels.experts_reference import EXPERTS, ExpertProducts, combine
+from nanovllm_kernels.route_reference import ExpertRows, route_and_sort
 from torch import Tensor
 
-from nanovllm.layers.ops import Ops
 from nanovllm.parallel.mesh import Span
 
-# Of many rows an expert, asked in this order; what fits none is for `few_experts`.
-MANY: tuple[ExpertProducts, ...] = (GROUPED, GROUPED_FP8)
-NONE: tuple[ExpertProducts, ...] = ()
+
+class ExpertKernels(NamedTuple):
+    """One implementation; the meaning of each part is that of the one for a CPU, in plain torch."""
+
+    route: Callable[..., tuple[Tensor, Tensor, ExpertRows]]
+    few: ExpertProducts  # of any number of rows
+    many: tuple[ExpertProducts, ...]  # asked in this order; what fits none is for `few`
+    combine: Callable[..., Tensor]
+    down_combine: Callable[..., Tensor] | None = None  # the last product and the sum, in one
+    most_combined: int = 0  # tokens, of down_combine
+    is_uniform: bool = False  # whether a hash chooses, for measurements
+
+
+TORCH = ExpertKernels(route_and_sort, EXPERTS, (), combine)
 
 
 def products_for(
-    ops: Ops, num_pairs: int, experts: Span, gate_up_E2FD: Tensor
+    kernels: ExpertKernels, num_pairs: int, experts: Span, gate_up_E2FD: Tensor
 ) -> tuple[ExpertProducts, int]:
     """The products for steps with so many pairs, and the tile that rows are sorted in for them.
 
     `experts`: which of all the weights on this rank belong to.
     """
     expected = num_pairs * experts.count // experts.full
-    fitting = (products for products in ops.many_experts if products.fits(expected, gate_up_E2FD))
-    products = next(fitting, ops.few_experts)
+    fitting = (products for products in kernels.many if products.fits(expected, gate_up_E2FD))
+    products = next(fitting, kernels.few)
     return products, products.tile(expected, experts.count)

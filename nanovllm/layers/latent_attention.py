@@ -26,7 +26,7 @@ EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
 
 
 class Sizes(NamedTuple):
-    """Of a token's latents, and of each head."""
+    """The numbers of a token's latents, and of each head."""
 
     query_rank: int | None  # None: queries are made of the residual stream
     rank: int  # of the latent that keys and values are made of
@@ -58,7 +58,8 @@ class LatentAttention(Layer):
         q, cached = heads.of_width(sizes.key + sizes.rotated), sizes.rank + sizes.rotated
         first = q if sizes.query_rank is None else whole(sizes.query_rank)
         products = NormLinear(hidden_size, eps, {"q": first, "kv": whole(cached)}, ops)
-        self.qkv, self.latents = (products, None) if first is q else (None, products)
+        self.qkv = products if first is q else None
+        self.latents = None if first is q else products
         self.q_b = None if first is q else NormLinear(first.count, EPS, {"": q}, ops)
         self.kv_norm = parameter(sizes.rank)
         self.kv_b = KeysValues(heads.of_width(sizes.key + sizes.value), sizes.rank, ops)
@@ -114,7 +115,7 @@ class KeysValues(Linear):
         self.dtype = torch.get_default_dtype()
 
     def to_fp8(self) -> None:
-        """As layers.fp8.to_fp8."""
+        """Changes the type of a weight whose storage is not allocated yet, and adds its scales."""
         shape = self.weight.shape
         to_fp8(self)
         self.register_buffer("whole_ND", torch.empty(shape, dtype=self.dtype), persistent=False)

@@ -113,7 +113,8 @@ class AddLinear(Linear):
 
     def forward(self, x_TD: Tensor, residual: Added) -> Residual:
         """The stream with the product added, or pending. May overwrite the stream."""
+        run = self.by_rows[len(residual.stream_TD)].run  # x may be Quantised, of another length
         if self.mesh.tp_size > 1:
-            return summed_up(self.product(x_TD), residual, self.mesh)
-        after: Residual = self.by_rows[len(x_TD)].run(x_TD, self.operand, residual)
+            return summed_up(run(x_TD, self.operand), residual, self.mesh)
+        after: Residual = run(x_TD, self.operand, residual)
         return after

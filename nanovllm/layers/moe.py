@@ -12,17 +12,19 @@ import torch
 from nanovllm_kernels.experts_reference import ExpertProducts
 from nanovllm_kernels.fp8_reference import BLOCK, FP8
 from nanovllm_kernels.reference import summed
-from nanovllm_kernels.route_reference import Routing
+from nanovllm_kernels.route_reference import Routing, Uniform
 from torch import Tensor, nn
 
 from nanovllm.attention.base import ForwardContext
-from nanovllm.layers.expert_products import products_for
+from nanovllm.layers.expert_products import ExpertKernels, products_for
 from nanovllm.layers.fp8 import fp8_parameter, in_blocks
 from nanovllm.layers.linear import Layer, Linear, Placement, parameter, summed_up
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.ops import Implementation, Ops, RowTable
 from nanovllm.layers.residual import Added, Pending, Residual, as_tensor
 from nanovllm.parallel.mesh import Mesh, Span
+
+More = tuple[Tensor | None, Tensor | None]
 
 
 class Experts(Layer):
@@ -32,10 +34,17 @@ class Experts(Layer):
     """
 
     def __init__(
-        self, hidden_size: int, experts: Span, inner: Span, num_chosen: int, ops: Ops
+        self,
+        hidden_size: int,
+        experts: Span,
+        inner: Span,
+        num_chosen: int,
+        rule: Routing,
+        kernels: ExpertKernels,
     ) -> None:
         super().__init__()
-        self.experts, self.num_chosen, self.ops = experts, num_chosen, ops
+        self.experts, self.num_chosen = experts, num_chosen
+        self.rule, self.kernels = rule, kernels
         self.gate_up = parameter(experts.count, 2 * inner.count, hidden_size)
         self.down = parameter(experts.count, hidden_size, inner.count)
         self.gate_up_scale: Tensor | None = None
@@ -58,18 +67,19 @@ class Experts(Layer):
             setattr(self, f"{name}_scale", scale)
             self.placements[f"{name}_scale"] = Placement(placement.dim, parts, placement.experts)
 
-    def forward(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *more_TD: Tensor | None
-    ) -> Tensor:
-        """The weighted sum y_TD of this rank's pairs, plus what the shared expert gives, plus the
-        stream, which it may overwrite.
+    def forward(self, x_TD: Tensor, more: More, *routed: object) -> Tensor:
+        """The weighted sum y_TD of this rank's pairs, plus the stream, which it may overwrite.
+
+        `more`: what a shared expert gives, and the stream, both to be added if they are there.
+        `routed`: logits_TE, bias_E or None, and where tokens are if that chooses, as route_and_sort
+        takes them.
         """
-        y_TD: Tensor = self.by_rows[len(x_TD)].run(x_TD, weights_TK, experts_TK, *more_TD)
+        y_TD: Tensor = self.by_rows[len(x_TD)].run(x_TD, more, *routed)
         return y_TD
 
     def _choose(self, num_tokens: int) -> Implementation:
         num_pairs = num_tokens * self.num_chosen
-        products, tile = products_for(self.ops, num_pairs, self.experts, self.gate_up)
+        products, tile = products_for(self.kernels, num_pairs, self.experts, self.gate_up)
         return Implementation(products.name, partial(self._run, products, tile))
 
     def _run(
@@ -77,15 +87,23 @@ class Experts(Layer):
         products: ExpertProducts,
         tile: int,
         x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        *more_TD: Tensor | None,
+        more: More,
+        logits_TE: Tensor,
+        bias_E: Tensor | None,
+        uniform: Uniform | None,
     ) -> Tensor:
-        ours = self.experts.start, self.experts.count
-        rows = self.ops.sort_rows(experts_TK, *ours, tile)
+        kernels, ours = self.kernels, (self.experts.start, self.experts.count)
+        weights_TK, experts_TK, rows = kernels.route(
+            logits_TE, bias_E, self.num_chosen, self.rule, *ours, tile, uniform
+        )
         y_XF = products.gate_up(x_TD, self.gate_up, self.gate_up_scale, rows, self.num_chosen)
-        y_XD = products.down(y_XF, self.down, self.down_scale, rows, self.num_chosen)
-        return self.ops.combine(y_XD, weights_TK, rows.row_of_TK, *more_TD)
+        down = y_XF, self.down, self.down_scale
+        is_short = products is kernels.few and len(x_TD) <= kernels.most_combined
+        if is_short and kernels.down_combine is not None:
+            pairs = weights_TK, experts_TK, rows.row_of_TK, ours[0]
+            return kernels.down_combine(*down, *pairs, *more)
+        y_XD = products.down(*down, rows, self.num_chosen)
+        return kernels.combine(y_XD, weights_TK, rows.row_of_TK, *more)
 
 
 class MoE(Layer):
@@ -117,7 +135,7 @@ class MoE(Layer):
         `shared`: what every token gets besides. Its norm is everybody's.
         """
         super().__init__()
-        self.eps, self.num_chosen, self.rule, self.mesh, self.ops = eps, num_chosen, rule, mesh, ops
+        self.eps, self.mesh, self.ops = eps, mesh, ops
         self.layer, self.is_last = layer, is_last
         everyone, whole = Span(experts[1], 0, experts[1]), Span(inner[1], 0, inner[1])
         own = (everyone, mesh.span(*inner)) if mesh.ep_size == 1 else (mesh.span(*experts), whole)
@@ -125,7 +143,7 @@ class MoE(Layer):
         self.norm_weight = None if shared else parameter(hidden_size)
         self.router = Router(everyone, hidden_size, ops, torch.float32 if exact else None)
         self.bias = parameter(experts[1], dtype=torch.float32) if exact else None
-        self.experts = Experts(hidden_size, *own, num_chosen, ops)
+        self.experts = Experts(hidden_size, *own, num_chosen, rule, ops.experts)
 
     def forward(self, residual: Residual, ctx: ForwardContext) -> Residual:
         """The residual stream with what this block gives. May overwrite what it is given."""
@@ -133,11 +151,10 @@ class MoE(Layer):
         x_TD, stream = self.ops.norm(residual, owner.get_parameter("norm_weight"), self.eps)
         shared_TD, stream = self._of_shared(stream)
         logits_TE = self.router.product(x_TD)
-        uniform = self._places(ctx) if self.ops.uniform_experts else None
-        chosen = self.ops.route(logits_TE, self.bias, self.num_chosen, self.rule, uniform)
+        routed = logits_TE, self.bias, self._places(ctx) if self.ops.experts.is_uniform else None
         if self.mesh.tp_size > 1:
-            return summed_up(self.experts(x_TD, *chosen, shared_TD, None), stream, self.mesh)
-        return Added(self.experts(x_TD, *chosen, shared_TD, stream.stream_TD))
+            return summed_up(self.experts(x_TD, (shared_TD, None), *routed), stream, self.mesh)
+        return Added(self.experts(x_TD, (shared_TD, stream.stream_TD), *routed))
 
     def _of_shared(self, stream: Added) -> tuple[Tensor | None, Added]:
         """What the shared expert gives, this rank's part of it, unless the stream has it then."""
@@ -154,15 +171,15 @@ class MoE(Layer):
         return update_TD, Added(after.stream_TD)
 
     def elements(self, pending: int, *, fuses_gate: bool) -> int:
-        """Of all pairs, as any rank may have them: what gate and up give, and what down does; and
-        the result, beside what the shared expert gives. Lists of experts and rows are 32-bit
-        integers.
+        """How many of a token are allocated at once behind the norm: what gate and up give of all
+        of its pairs, as any rank may have them all, and what down does; and the result.
         """
         hidden_size, inner = self.experts.down.shape[1:]
         more = len(self.router.weight) + (0 if self.shared is None else hidden_size)
-        return self.num_chosen * (hidden_size + inner + 8) + more + max(pending, hidden_size)
+        pairs = self.experts.num_chosen * (hidden_size + inner + 8)  # and lists of them
+        return pairs + more + max(pending, hidden_size)
 
-    def _places(self, ctx: ForwardContext) -> tuple[Tensor, Tensor, int]:
+    def _places(self, ctx: ForwardContext) -> Uniform:
         """Where tokens stand, which is what chooses their experts where all are to be chosen alike
         often."""
         slots_T, positions_T = ctx.batch.slots_T, ctx.batch.positions_T

@@ -20,14 +20,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from nanovllm_kernels import experts_reference, route_reference
-from nanovllm_kernels.experts_reference import ExpertProducts
 from nanovllm_kernels.fp8_reference import Fp8Linear, Weight
 from nanovllm_kernels.gated_linear import obstacle
-from nanovllm_kernels.route_reference import ExpertRows
 from torch import Tensor
 
 from nanovllm.config import ConfigError, Kernels
+from nanovllm.layers.expert_products import TORCH, ExpertKernels
 from nanovllm.layers.residual import Added, Parted, Pending, Product, Residual, Slices, as_tensor
 from nanovllm.registry import resolve
 
@@ -42,11 +40,7 @@ IMPLEMENTATIONS = {
         "sliced_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "added_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "fp8_linear": "nanovllm.layers.ops:ONE_BY_ONE",
-        "route": "nanovllm_kernels.route_reference:route",
-        "sort_rows": "nanovllm_kernels.route_reference:sort_rows",
-        "few_experts": "nanovllm_kernels.experts_reference:EXPERTS",
-        "many_experts": "nanovllm.layers.expert_products:NONE",
-        "combine": "nanovllm_kernels.experts_reference:combine",
+        "experts": "nanovllm.layers.expert_products:TORCH",
     },
     "library": {
         "sliced_linear": "nanovllm_kernels.library_linear:SLICED_LINEAR",
@@ -57,16 +51,13 @@ IMPLEMENTATIONS = {
         "add_rms_norm": "nanovllm_kernels.norm:add_rms_norm",
         "silu_mul": "nanovllm_kernels.activation:silu_mul",
         "rope_store": "nanovllm_kernels.rope_store:rope_store",
-        "route": "nanovllm_kernels.route_reference:route",
-        "sort_rows": "nanovllm_kernels.route_reference:sort_rows",
-        "few_experts": "nanovllm_kernels.experts_reference:EXPERTS",
-        "combine": "nanovllm_kernels.experts_reference:combine",
+        "experts": "nanovllm.layers.expert_kernels:TRITON",
     },
     "cute": {
         "gated_linear": "nanovllm_kernels.gated_linear:GATED_LINEAR",
         "skinny_linear": "nanovllm_kernels.skinny_linear:SKINNY_LINEAR",
+        "experts": "nanovllm.layers.expert_kernels:CUTE",
         "fp8_linear": "nanovllm_kernels.skinny_fp8_cute:FP8_LINEAR",
-        "many_experts": "nanovllm.layers.expert_products:MANY",
     },
 }
 
@@ -141,16 +132,16 @@ class Ops:
     silu_mul(gate_up_T2F) -> y_TF
         silu(first half) * second half of each row.
     rope_store(qkv, q_norm_X, k_norm_X, eps, cos_sin_LA, positions_T, slot_mapping_T, k_PSGA,
-               v_PSGA, ranks=None) -> q_THA
+               v_PSGA, scales_2G=None, ranks=None) -> q_THA
         Splits qkv_TX, or the sum of slices qkv_ITX, into heads [H q | G k | G v] of size A (G from
         k_PSGA); normalises q and k when weights of a norm are given: of A elements, each head by
         itself, or given ranks (reference.Ranks) of H * A and G * A, the whole row of all ranks'
         heads; rotates the first R elements of each head of q and k half-split (cos_sin_LA: cos in
         the first half of its R columns, sin in the rest, float32, row = position); writes k and v
-        to their slots of the cache; returns the rotated q.
-    route, sort_rows, few_experts, many_experts, combine
-        The experts of each token, pairs of both in the experts' order, their products by few rows
-        and by many, and the weighted sum: nanovllm_kernels.route_reference, experts_reference.
+        to their slots of the cache, divided by their heads' scales_2G (keys', values') and
+        saturated in one of float8_e4m3fn; returns the rotated q.
+    experts
+        Everything of routed experts: layers/expert_products.py.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -162,12 +153,7 @@ class Ops:
     sliced_linear: FusedLinear | None = ONE_BY_ONE
     added_linear: FusedLinear | None = ONE_BY_ONE
     fp8_linear: Fp8Linear | None = ONE_BY_ONE  # layers/fp8.py
-    route: Callable[..., tuple[Tensor, Tensor]] = route_reference.route
-    sort_rows: Callable[[Tensor, int, int, int], ExpertRows] = route_reference.sort_rows
-    few_experts: ExpertProducts = experts_reference.EXPERTS
-    many_experts: tuple[ExpertProducts, ...] = ()
-    combine: Callable[..., Tensor] = experts_reference.combine
-    uniform_experts: bool = False  # whether a hash chooses them, for measurements
+    experts: ExpertKernels = TORCH
     tables: dict[tuple[object, ...], RowTable] = field(
         init=False, default_factory=dict, compare=False
     )
@@ -278,13 +264,12 @@ def _skinny_normed(
     return kernel.norm_linear(x_TD, norm_weight_D, eps, weight_ND, gated=gated), residual
 
 
-SETTINGS = "tables", "uniform_experts"
-OPERATIONS = tuple(entry.name for entry in fields(Ops) if entry.name not in SETTINGS)
+OPERATIONS = tuple(entry.name for entry in fields(Ops) if entry.name != "tables")
 
 
-def select_ops(kernels: Kernels, device: torch.device, *, uniform_experts: bool = False) -> Ops:
+def select_ops(kernels: Kernels, device: torch.device) -> Ops:
     """What the recipe asks for. Raises ConfigError if that cannot run here."""
-    chosen: dict[str, Any] = {}
+    chosen = {}
     for name in OPERATIONS:
         asked = getattr(kernels, name)
         kind = fastest(name, device) if asked == "auto" else asked
@@ -296,7 +281,7 @@ def select_ops(kernels: Kernels, device: torch.device, *, uniform_experts: bool 
             chosen[name] = compiled(name, device)
         else:
             chosen[name] = resolve(IMPLEMENTATIONS[kind], name)
-    return Ops(**chosen, uniform_experts=uniform_experts)
+    return Ops(**chosen)
 
 
 def compiled(operation: str, device: torch.device) -> Any:  # noqa: ANN401
@@ -311,8 +296,7 @@ def compiled(operation: str, device: torch.device) -> Any:  # noqa: ANN401
 
 def fastest(operation: str, device: torch.device) -> str:
     """What "auto" means on this device."""
-    if operation in IMPLEMENTATIONS["cute"]:
-        return "torch" if obstacle(device) else "cute"
-    if device.type == "cpu":
-        return "torch"
-    return "library" if operation in IMPLEMENTATIONS["library"] else "triton"
+    if operation in IMPLEMENTATIONS["cute"] and obstacle(device) is None:
+        return "cute"
+    kinds = () if device.type == "cpu" else ("library", "triton")
+    return next((kind for kind in kinds if operation in IMPLEMENTATIONS[kind]), "torch")

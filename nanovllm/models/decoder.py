@@ -20,7 +20,6 @@ from nanovllm.layers.embedding import Vocabulary
 from nanovllm.layers.fp8 import BlockFp8, blocks
 from nanovllm.layers.linear import Layer
 from nanovllm.layers.mlp import MLP
-from nanovllm.layers.moe import MoE
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Residual
@@ -85,31 +84,31 @@ class Block(Layer):
     """Attention and an MLP or experts, each behind its norm."""
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        layer: int,
-        mesh: Mesh,
-        ops: Ops,
-        *,
-        qk_norm: QKNorm = "none",
-        attn: Layer | None = None,
-        moe: MoE | None = None,
+        self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, *, qk_norm: QKNorm
     ) -> None:
-        """`attn`: in place of the attention of grouped heads; `moe`: in place of the MLP."""
         super().__init__()
-        hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        self.attn = attn or Attention(
-            hidden_size=hidden_size,
+        self.attn = self.attn_of(config, layer, mesh, ops, qk_norm)
+        self.mlp = self.mlp_of(config, layer, mesh, ops)
+
+    def attn_of(
+        self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, qk_norm: QKNorm
+    ) -> Layer:
+        """Attention, behind a norm of its own."""
+        return Attention(
+            hidden_size=config.hidden_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_size=config.head_size,
-            eps=eps,
+            eps=config.rms_norm_eps,
             qk_norm=qk_norm,
             is_last=layer + 1 == config.num_hidden_layers,
             mesh=mesh,
             ops=ops,
         )
-        self.mlp = moe or MLP(hidden_size, config.intermediate_size, eps, mesh, ops)
+
+    def mlp_of(self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Layer:
+        """What follows attention, behind a norm of its own."""
+        return MLP(config.hidden_size, config.intermediate_size, config.rms_norm_eps, mesh, ops)
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
         """The residual stream behind this block. May overwrite what it is given."""
@@ -163,7 +162,7 @@ class Decoder(Layer):
         """Each layer owns its cache from here on, in place of the one it had."""
         for layer, cache in caches.items():
             block: Any = self.layers[layer]
-            block.attn.attend.cache = cache
+            block.attn.attend.bind(cache)
 
     def forward(self, token_ids_T: Tensor, ctx: ForwardContext) -> Tensor:
         """The last hidden states x_SD of the tokens that rows predict from, normalised.

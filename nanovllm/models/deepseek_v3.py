@@ -11,8 +11,11 @@ from typing import Any, ClassVar
 from nanovllm_kernels.route_reference import Routing
 
 from nanovllm.attention.grouped import PagedKV
+from nanovllm.config import ConfigError
 from nanovllm.kv.layout import CacheLayout, PagedGroup
+from nanovllm.layers.attention import QKNorm
 from nanovllm.layers.latent_attention import LatentAttention, Sizes
+from nanovllm.layers.linear import Layer
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.moe import MoE
 from nanovllm.layers.ops import Ops
@@ -98,6 +101,49 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
         return tuple(found)
 
 
+class LatentBlock(Block):
+    """Latent attention; an MLP, or routed and shared experts."""
+
+    def attn_of(
+        self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, qk_norm: QKNorm
+    ) -> Layer:
+        assert isinstance(config, DeepseekV3Config)
+        return LatentAttention(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            sizes=config.sizes,
+            eps=config.rms_norm_eps,
+            scale=config.score_scale,
+            is_last=layer + 1 == config.num_hidden_layers,
+            mesh=mesh,
+            ops=ops,
+        )
+
+    def mlp_of(self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Layer:
+        assert isinstance(config, DeepseekV3Config)
+        if layer < config.first_k_dense_replace:
+            return super().mlp_of(config, layer, mesh, ops)
+        inner, groups = config.moe_intermediate_size, (config.n_group, config.topk_group)
+        shared = None
+        if config.n_shared_experts:
+            width = inner * config.n_shared_experts
+            shared = MLP(config.hidden_size, width, config.rms_norm_eps, mesh, ops)
+        return MoE(
+            hidden_size=config.hidden_size,
+            experts=("n_routed_experts", config.n_routed_experts),
+            inner=("moe_intermediate_size", inner),
+            num_chosen=config.num_experts_per_tok,
+            eps=config.rms_norm_eps,
+            rule=Routing("sigmoid", config.norm_topk_prob, config.routed_scaling_factor, *groups),
+            exact=True,
+            layer=layer,
+            is_last=layer + 1 == config.num_hidden_layers,
+            mesh=mesh,
+            ops=ops,
+            shared=shared,
+        )
+
+
 class DeepseekV3(Decoder):
     Config = DeepseekV3Config
     WEIGHTS: ClassVar[tuple[Rule, ...]] = (
@@ -127,38 +173,7 @@ class DeepseekV3(Decoder):
 
     @staticmethod
     def block(config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Block:
-        assert isinstance(config, DeepseekV3Config)
-        at: Any = {
-            "hidden_size": config.hidden_size,
-            "eps": config.rms_norm_eps,
-            "is_last": layer + 1 == config.num_hidden_layers,
-            "mesh": mesh,
-            "ops": ops,
-        }
-        attn = LatentAttention(
-            num_heads=config.num_attention_heads,
-            sizes=config.sizes,
-            scale=config.score_scale,
-            **at,
-        )
-        if layer < config.first_k_dense_replace:
-            return Block(config, layer, mesh, ops, attn=attn)
-        inner, shared = config.moe_intermediate_size, None
-        if config.n_shared_experts:
-            width = inner * config.n_shared_experts
-            shared = MLP(config.hidden_size, width, config.rms_norm_eps, mesh, ops)
-        groups = config.n_group, config.topk_group
-        moe = MoE(
-            experts=("n_routed_experts", config.n_routed_experts),
-            inner=("moe_intermediate_size", inner),
-            num_chosen=config.num_experts_per_tok,
-            rule=Routing("sigmoid", config.norm_topk_prob, config.routed_scaling_factor, *groups),
-            exact=True,
-            layer=layer,
-            shared=shared,
-            **at,
-        )
-        return Block(config, layer, mesh, ops, attn=attn, moe=moe)
+        return LatentBlock(config, layer, mesh, ops, qk_norm="none")
 
     def bind_caches(self, caches: Mapping[int, PagedKV]) -> None:
         for layer, cache in caches.items():
@@ -167,8 +182,13 @@ class DeepseekV3(Decoder):
 
     @staticmethod
     def cache_layout(config: DecoderConfig, mesh: Mesh, dtype_bytes: int) -> CacheLayout:
-        """One head of latents, the same on every rank, and no values."""
+        """One head of latents, the same on every rank, and no values.
+
+        Raises ConfigError if they are to have 8 bits.
+        """
         assert isinstance(config, DeepseekV3Config)
+        if dtype_bytes == 1:
+            raise ConfigError("cache.dtype is fp8; latents can only have the model's own: auto")
         width = config.kv_lora_rank + config.qk_rope_head_dim
         layers = tuple(range(config.num_hidden_layers))
         return CacheLayout(paged=(PagedGroup(layers, 1, width, 0, dtype_bytes),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from nanovllm.config import ConfigError
@@ -22,8 +22,10 @@ def whole(
     paths: Iterable[Path],
     ignored: re.Pattern[str],
     num_layers: int,
+    takes: Callable[[str, Stored], bool],
 ) -> dict[str, Stored]:
-    """The tensors that fill the model of so many layers, by name.
+    """The tensors that fill the model of so many layers, by name. Of others, `takes` those that it
+    knows, and says so.
 
     Raises ConfigError that begins with the `source` and tells of all faults: by their kinds, how
     many there are and the first of them.
@@ -37,7 +39,7 @@ def whole(
             if to is None and is_later(name, num_layers):
                 later += 1
             elif to is None:
-                if not ignored.fullmatch(name):
+                if not ignored.fullmatch(name) and not takes(name, tensor):
                     faults["unexpected"].append(where)
             elif name in found:
                 faults["there twice"].append(f"{where} and {found[name].path.name}")

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from nanovllm_kernels.route_reference import Routing
 
+from nanovllm.layers.linear import Layer
 from nanovllm.layers.moe import MoE
 from nanovllm.layers.ops import Ops
 from nanovllm.models.decoder import Block, Count, Decoder, DecoderConfig, Rule
@@ -50,6 +51,26 @@ class MiniMaxM2Config(DecoderConfig, frozen=True, kw_only=True):
         return "num_attention_heads", "num_local_experts" if ep > 1 else "intermediate_size"
 
 
+class SparseBlock(Block):
+    """Attention and routed experts."""
+
+    def mlp_of(self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Layer:
+        assert isinstance(config, MiniMaxM2Config)
+        return MoE(
+            hidden_size=config.hidden_size,
+            experts=("num_local_experts", config.num_local_experts),
+            inner=("intermediate_size", config.intermediate_size),
+            num_chosen=config.num_experts_per_tok,
+            eps=config.rms_norm_eps,
+            rule=Routing("sigmoid", renormalise=True),
+            exact=True,
+            layer=layer,
+            is_last=layer + 1 == config.num_hidden_layers,
+            mesh=mesh,
+            ops=ops,
+        )
+
+
 class MiniMaxM2(Decoder):
     Config = MiniMaxM2Config
     WEIGHTS: ClassVar[tuple[Rule, ...]] = (
@@ -66,18 +87,4 @@ class MiniMaxM2(Decoder):
 
     @staticmethod
     def block(config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Block:
-        assert isinstance(config, MiniMaxM2Config)
-        moe = MoE(
-            hidden_size=config.hidden_size,
-            experts=("num_local_experts", config.num_local_experts),
-            inner=("intermediate_size", config.intermediate_size),
-            num_chosen=config.num_experts_per_tok,
-            eps=config.rms_norm_eps,
-            rule=Routing("sigmoid", renormalise=True),
-            exact=True,
-            layer=layer,
-            is_last=layer + 1 == config.num_hidden_layers,
-            mesh=mesh,
-            ops=ops,
-        )
-        return Block(config, layer, mesh, ops, qk_norm="row", moe=moe)
+        return SparseBlock(config, layer, mesh, ops, qk_norm="row")

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from nanovllm_kernels.route_reference import Routing
 
+from nanovllm.layers.linear import Layer
 from nanovllm.layers.moe import MoE
 from nanovllm.layers.ops import Ops
 from nanovllm.models.decoder import Block, Count, Decoder, DecoderConfig, Rule
@@ -51,6 +52,28 @@ class Qwen3MoeConfig(DecoderConfig, frozen=True, kw_only=True):
         return "num_attention_heads", *["intermediate_size"] * (True in is_dense), sparse
 
 
+class SparseBlock(Block):
+    """Attention and routed experts, or an MLP."""
+
+    def mlp_of(self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Layer:
+        assert isinstance(config, Qwen3MoeConfig)
+        if config.is_dense(layer):
+            return super().mlp_of(config, layer, mesh, ops)
+        return MoE(
+            hidden_size=config.hidden_size,
+            experts=config.experts,
+            inner=("moe_intermediate_size", config.moe_intermediate_size),
+            num_chosen=config.num_experts_per_tok,
+            eps=config.rms_norm_eps,
+            rule=Routing("softmax", config.norm_topk_prob),
+            exact=False,
+            layer=layer,
+            is_last=layer + 1 == config.num_hidden_layers,
+            mesh=mesh,
+            ops=ops,
+        )
+
+
 class Qwen3Moe(Decoder):
     Config = Qwen3MoeConfig
     WEIGHTS: ClassVar[tuple[Rule, ...]] = (
@@ -66,20 +89,4 @@ class Qwen3Moe(Decoder):
 
     @staticmethod
     def block(config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Block:
-        assert isinstance(config, Qwen3MoeConfig)
-        if config.is_dense(layer):
-            return Block(config, layer, mesh, ops, qk_norm="head")
-        moe = MoE(
-            hidden_size=config.hidden_size,
-            experts=config.experts,
-            inner=("moe_intermediate_size", config.moe_intermediate_size),
-            num_chosen=config.num_experts_per_tok,
-            eps=config.rms_norm_eps,
-            rule=Routing("softmax", config.norm_topk_prob),
-            exact=False,
-            layer=layer,
-            is_last=layer + 1 == config.num_hidden_layers,
-            mesh=mesh,
-            ops=ops,
-        )
-        return Block(config, layer, mesh, ops, qk_norm="head", moe=moe)
+        return SparseBlock(config, layer, mesh, ops, qk_norm="head")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from math import prod
 from pathlib import Path
 from queue import SimpleQueue
@@ -59,6 +60,14 @@ class Piece(NamedTuple):
     rows: Stored
     first: int
     to: Destination
+
+
+def contents(tensor: Stored) -> Tensor:
+    """A small tensor, read at once."""
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.begin)
+        data = bytearray(file.read(tensor.end - tensor.begin))
+    return torch.frombuffer(data, dtype=DTYPES[tensor.dtype]).view(tensor.shape)
 
 
 def shards(folder: Path) -> tuple[Path, list[Path]]:
@@ -152,7 +161,7 @@ def read(order: list[list[Piece]], device: torch.device) -> Iterator[int]:
     def fill(run: list[Piece]) -> int:
         buffer = buffers.get()
         try:
-            with torch.cuda.stream(stream):  # the model's own, as its memory is; of a CPU, none
+            with torch.cuda.stream(stream) if stream else nullcontext():  # the model's memory's
                 place(run, into(buffer, run).to(device))
         finally:
             buffers.put(buffer)

@@ -10,11 +10,14 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nanovllm.attention.grouped import load_scale
 from nanovllm.config import Config
 from nanovllm.layers.linear import Placement
 from nanovllm.log import Progress
@@ -23,7 +26,7 @@ from nanovllm.models.destination import FP8, Destination
 from nanovllm.models.dummy import fill_random
 from nanovllm.models.faults import whole
 from nanovllm.models.quantised import in_blocks, scale_rules
-from nanovllm.models.shards import num_bytes, read, runs, shards
+from nanovllm.models.shards import Stored, contents, num_bytes, read, runs, shards
 from nanovllm.parallel.mesh import Span
 
 log = logging.getLogger("engine")
@@ -59,7 +62,12 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def fill_from_files(model: Decoder, wanted: dict[str, Destination], folder: Path) -> None:
     source, paths = shards(folder)
-    stored = whole(wanted, source, paths, ignored_names(model), len(model.layers))
+    blocks = list[Any](model.layers)
+
+    def takes(name: str, tensor: Stored) -> bool:
+        return load_scale(name, partial(contents, tensor), blocks)
+
+    stored = whole(wanted, source, paths, ignored_names(model), len(blocks), takes)
     order = runs((stored[name], to) for name, to in wanted.items())
     progress = Progress(log, f"loading {folder}", sum(map(num_bytes, order)), "GB")
     for count in read(order, next(model.parameters()).device):

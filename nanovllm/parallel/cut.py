@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from nanovllm_kernels.fp8_reference import BLOCK as FP8_BLOCK
 from nanovllm_kernels.sampling_reference import BLOCK
 
 from nanovllm.config import ConfigError
@@ -73,16 +72,6 @@ def cut(mesh: Mesh, model_config: Cut) -> None:
                 f"{INPUTS}"
             )
     mesh.span_or_copy("num_key_value_heads", model_config.num_key_value_heads)
-    if model_config.quantization_config is None or mesh.tp_size == 1:
-        return
-    for name in {*even} - {*EXPERTS}:  # what o and down take, in whole blocks
-        full = getattr(model_config, name)
-        width = model_config.head_size if name == "num_attention_heads" else 1
-        if (share := full * width // mesh.tp_size) % FP8_BLOCK:
-            raise ConfigError(
-                f"parallel.tp is {mesh.tp_size}; a rank's share of the model's {name} {full} is "
-                f"{share} wide, which fp8 needs to be a multiple of {FP8_BLOCK}"
-            )
 
 
 def span_of_vocabulary(mesh: Mesh, vocab_size: int) -> Span:

@@ -198,11 +198,12 @@ class BatchPrep:
         return self._write_back(*drawn, slots.lengths_N, slots.tokens_NL, rows.width, accept)
 
 
-def rowless(inputs_3T: Tensor, sampled_at: Tensor) -> Batch:
-    """Token ids, positions and slot mappings of nobody's tokens, for what looks at tokens alone."""
-    ids_T, positions_T, slot_mapping_T = inputs_3T
-    none = torch.empty(0, dtype=torch.int32, device=inputs_3T.device)
-    rows = none, none, none, none, none
+def rowless(inputs_4T: Tensor, sampled_at: Tensor) -> Batch:
+    """Token ids, positions, slot mappings and slots of nobody's tokens, for what looks at tokens
+    alone."""
+    ids_T, positions_T, slot_mapping_T, slots_T = inputs_4T
+    none = torch.empty(0, dtype=torch.int32, device=inputs_4T.device)
+    rows = slots_T, none, none, none, none
     return Batch(ids_T, positions_T, slot_mapping_T, *rows, sampled_at, 0, 0, 0, 1, 0, 0)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.grouped import PagedKV
+from nanovllm.attention.grouped import PagedKV, caches_of
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.plan import Int32, StepPlan
 from nanovllm.runner.upload import upload_together
@@ -60,12 +60,7 @@ def make_caches(
     tensors: list[Tensor] = []
     caches: dict[int, PagedKV] = {}
     for group in layout.paged:
-        shape = (len(group.layers), num_pages + 1, page_tokens, group.num_heads)
-        keys, values = (
-            torch.zeros(*shape, width, dtype=dtype, device=device)
-            for width in (group.k_size, group.v_size)
-        )
-        tensors += (keys, values)
-        for at, layer in enumerate(group.layers):
-            caches[layer] = PagedKV(keys[at], values[at])
+        made, by_layer = caches_of(group, num_pages + 1, page_tokens, dtype, device)
+        tensors += made
+        caches |= by_layer
     return Caches(tuple(tensors), caches)

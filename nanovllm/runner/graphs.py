@@ -39,6 +39,8 @@ def obstacles(recipe: Recipe) -> list[str]:
         found.append(f"device is {recipe.device}: CUDA graphs need a CUDA device")
     if recipe.kernels.attention == "torch":
         found.append("kernels.attention is torch, which reads tensors' values on the host")
+    if recipe.kernels.experts == "torch":
+        found.append("kernels.experts is torch, which looks at what was chosen on the host")
     if not recipe.kernels.cuda_graphs:
         found.append("kernels.cuda_graphs is false")
     return found

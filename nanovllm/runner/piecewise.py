@@ -72,7 +72,7 @@ class PiecewiseGraphs:
     def capture(self, sizes: list[int], captured: Callable[[], None] = lambda: None) -> None:
         """Largest first, so that the smaller ones reuse its memory. `captured` hears of each."""
         most = max(sizes, default=0)
-        self.inputs_3T = torch.zeros(3, most, dtype=torch.int64, device=self.device)
+        self.inputs_4T = torch.zeros(4, most, dtype=torch.int64, device=self.device)
         self.results: dict[Shape, Tensor] = {}  # [most tokens, ...]
         found = {}
         for size in sorted(sizes, reverse=True):
@@ -81,7 +81,7 @@ class PiecewiseGraphs:
         self.captured = dict(sorted(found.items()))
 
     def _capture(self, size: int) -> CapturedPiecewise:
-        batch = rowless(self.inputs_3T[:, :size], self.sampled_S[:size])
+        batch = rowless(self.inputs_4T[:, :size], self.sampled_S[:size])
         started, used = time.perf_counter(), torch.cuda.memory_reserved()
         graphs: list[Graph] = []
         cuts: list[Cut] = []
@@ -118,7 +118,7 @@ class PiecewiseGraphs:
         like_TX = operation.empty(*tensors)
         shape = like_TX.shape[1:], like_TX.dtype
         if shape not in self.results:
-            self.results[shape] = like_TX.new_zeros(self.inputs_3T.shape[1], *shape[0])
+            self.results[shape] = like_TX.new_zeros(self.inputs_4T.shape[1], *shape[0])
         return shape
 
     def fit(self, num_tokens: int) -> int | None:
@@ -130,9 +130,9 @@ class PiecewiseGraphs:
         piecewise, batch = self.captured[size], ctx.batch
         assert batch.sampled_at is not None and not ctx.all_hidden  # as captured
         num_tokens, num_sampled = len(batch.token_ids_T), len(batch.sampled_at)
-        inputs = batch.token_ids_T, batch.positions_T, batch.slot_mapping_T
-        self.inputs_3T[:, :num_tokens] = torch.stack(inputs)
-        self.inputs_3T[:, num_tokens:size] = 0
+        inputs = batch.token_ids_T, batch.positions_T, batch.slot_mapping_T, batch.slots_T
+        self.inputs_4T[:, :num_tokens] = torch.stack(inputs)
+        self.inputs_4T[:, num_tokens:size] = 0
         self.sampled_S[:num_sampled] = batch.sampled_at
         self.sampled_S[num_sampled:size] = 0
         first, *others = piecewise.graphs

@@ -50,7 +50,8 @@ def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
             1 + asked.tokens if asked is not None and group * (1 + asked.tokens) <= MAX_PAIRS else 0
         )
         jobs += [
-            compile_decode.job(group, paged.k_size, page_tokens, most) for most in {0, drafted}
+            compile_decode.job(group, paged.k_size, page_tokens, most, paged.bytes_per_element == 1)
+            for most in {0, drafted}
         ]
     if kernels.gated_linear == "cute":
         jobs.append(compile_gated.job(dtype, True))
@@ -64,7 +65,7 @@ def experts_of(model: Decoder) -> list[Job]:
     found: set[Job] = set()
     for module in model.modules():
         if isinstance(module, Experts):
-            for products in module.ops.many_experts:
+            for products in module.kernels.many:
                 if products.fits(MANY_PAIRS, module.gate_up):
                     found |= {*products.jobs(module.gate_up, module.num_chosen)}
     return sorted(found)

@@ -5,6 +5,7 @@ Knows neither weights nor requests.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.choose import choose_backend
+from nanovllm.attention.grouped import bytes_of_element
 from nanovllm.config import Auto, Config, ConfigError, Recipe, given_or, resolve_schedule
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.layers.ops import OPERATIONS, fastest, select_ops
@@ -60,8 +62,9 @@ class Resolved:
 
         Raises ConfigError if the recipe asks for a kernel that cannot run here.
         """
-        is_uniform = self.recipe.experts.routing == "uniform"
-        ops = select_ops(self.recipe.kernels, self.device, uniform_experts=is_uniform)
+        ops = select_ops(self.recipe.kernels, self.device)
+        if self.recipe.experts.routing == "uniform":
+            ops = dataclasses.replace(ops, experts=ops.experts._replace(is_uniform=True))
         with device, default_dtype(self.dtype):
             return self.family(self.model_config, self.mesh, ops, self.max_model_tokens)
 
@@ -73,10 +76,10 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
     """
     device, dtype = choose_device(config.recipe)
     family, model_config = read_model_config(config)
-    parallel = config.recipe.parallel
-    mesh = mesh or first_of(parallel.tp, parallel.ep)
+    mesh = mesh or first_of(config.recipe.parallel.tp, config.recipe.parallel.ep)
     check_cut(mesh, model_config)
-    layout = family.cache_layout(model_config, mesh, dtype.itemsize)
+    element_bytes = bytes_of_element(config.recipe.cache.dtype, dtype, device)
+    layout = family.cache_layout(model_config, mesh, element_bytes)
     recipe = without_autos(config.recipe, device, dtype)
     most = context_of(recipe, layout, model_config.max_position_embeddings)
     recipe = replace(recipe, server=replace(recipe.server, max_model_tokens=most))

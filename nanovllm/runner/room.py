@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from nanovllm_kernels.library_linear import ADDED_LINEAR
 
+from nanovllm.attention.flash import SCRATCH_BYTES
 from nanovllm.config import ConfigError
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.resolved import Resolved
@@ -159,6 +160,7 @@ def step_bytes(found: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
     pages = 2 * found.layout.bytes_per_token * found.page_tokens
     logits = slots * len(model.head.weight) * bytes_each
     prefill = num_tokens * max(attention, mlp) * bytes_each
+    pages += SCRATCH_BYTES * (fuses_gate and recipe.cache.dtype == "fp8")
     return int(4 * (slots + 1) * columns + pages + WORKSPACE + max(prefill, logits))
 
 

@@ -49,7 +49,7 @@ def test_results_are_as_wide_as_values() -> None:
     expected_THA = TorchPaged(cache).bind(batch)(cache, q_THA)
     o_THA = TorchPaged(narrow).bind(batch)(narrow, q_THA)
     torch.testing.assert_close(o_THA, expected_THA[..., :6], rtol=1e-5, atol=1e-5)
-    heads = GroupedHeads()
+    heads = GroupedHeads(2)
     heads.cache = narrow
     assert heads.empty(q_THA).shape == o_THA.shape == (14, 4, 6)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from nanovllm.attention.flash import SCRATCH_BYTES
 from nanovllm.bench.gpus import CPU, KNOWN, gpu_of
 from nanovllm.bench.plan import (
     CUDA_BYTES,
@@ -89,6 +90,15 @@ def test_models_by_hand_and_the_pages_that_an_h200_had(
     assert plan.taken[STEP] == columns + 2 * plan.page_bytes + 32 * MIB + step
     if pages is not None:  # of records and of results/h200-x1/kv
         assert plan.pages == pages
+
+
+def test_a_cache_of_8_bits_takes_half_and_a_scratch() -> None:
+    wide, narrow = on_h200("qwen3-8b"), on_h200("qwen3-8b", "cache.dtype=fp8")
+    assert narrow.found.layout.bytes_per_token == wide.found.layout.bytes_per_token // 2
+    more = narrow.taken[STEP] - wide.taken[STEP]
+    assert more == SCRATCH_BYTES - 2 * narrow.page_bytes
+    assert narrow.pages == pytest.approx(2 * wide.pages, rel=0.02)
+    assert "cache: {dtype: fp8, page_tokens: 128" in pins(narrow)
 
 
 def test_a_full_step_as_it_was_measured() -> None:
@@ -241,3 +251,32 @@ def test_prompts_of_8b_by_hand() -> None:
     flops = 16 * (2 * layers * 4000 + 2 * head + attention)
     assert plan.prefill_s(16, 4000) == pytest.approx(flops / 790e12)
     assert plan.prefill_s(1, 1) == pytest.approx(2 * (layers + head) / 4.28e12)  # reads weights
+
+
+@pytest.mark.parametrize("ep", [1, 4])
+def test_experts_of_30b_by_hand(ep: int) -> None:
+    """128 experts of 3 * 768 * 2048, of which a token reads 8, and four GPUs a quarter each."""
+    dense = 2048 * (4096 + 2 * 512 + 4096) + 2 * 2048 + 2 * 128 + 128 * 2048
+    experts, head = 128 * 3 * 768 * 2048, 151936 * 2048
+    plan = on_h200("qwen3-30b-a3b")
+    assert plan.taken[WEIGHTS] == 2 * (48 * (dense + experts) + 2 * head + 2048) + 32768 * 128 * 4
+    for rows in (1, 64):
+        chosen = 1 - (1 - 8 / 128) ** rows
+        read = 2 * (48 * (dense + chosen * experts) + head) + rows * 1024 * 98304
+        assert plan.decode_s(rows, 1024) == pytest.approx(read / H200.gb_per_s / 1e9)
+    flops = 2 * 64000 * 48 * (dense + experts / 16) + 16 * (2 * head + 2 * 48 * 4096 * 4000**2)
+    assert plan.prefill_s(16, 4000) == pytest.approx(flops / H200.tflops / 1e12)
+    four = on_h200("qwen3-30b-a3b", "parallel.tp=4", f"parallel.ep={ep}", tp=4)
+    assert four.decode_s(64, 1024) == pytest.approx(plan.decode_s(64, 1024) / 4, rel=0.01)
+    columns = 4 * (512 + 1) * (32768 + 1 + 256)
+    # Of 8192 tokens: the stream twice and its norm, what all pairs take, logits, and the result.
+    step = 2 * 8192 * (3 * 2048 + 8 * (768 + 2048 + 8) + 128 + 2048)
+    assert plan.taken[STEP] == columns + 2 * 128 * 98304 + 32 * MIB + step
+
+
+def test_minimax_m2_has_a_byte_a_weight() -> None:
+    plan = on_h200("minimax-m2", "parallel.tp=4", "parallel.ep=4", tp=4)
+    assert plan.taken[WEIGHTS] == pytest.approx(230e9 / 4, rel=0.01)
+    experts = 62 * 256 * 3 * 1536 * 3072 / 4
+    assert 0.97 < experts / plan.taken[WEIGHTS] < 1
+    assert plan.found.layout.bytes_per_token == 62 * 2 * 2 * 128 * 2  # of two heads

@@ -6,8 +6,10 @@ import random
 
 import pytest
 import torch
+from nanovllm_kernels.attention_reference import in_8_bits, paged_prefill
 from torch import Tensor
 
+from nanovllm.attention import flash
 from nanovllm.attention.base import AttentionBackend, Batch
 from nanovllm.attention.flash import FlashPaged
 from nanovllm.attention.grouped import PagedKV
@@ -58,6 +60,24 @@ def test_backend(backend, kind, heads, page_tokens) -> None:
     q_THA, cache, batch = make_batch(*rows_of(kind), *shape, width=width)
     o_THA = backend(cache).bind(batch)(cache, q_THA)
     assert error_share(o_THA, q_THA, cache, batch) <= 1
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backend_of_8_bits(backend, kind, heads, monkeypatch) -> None:
+    """Where the scratch takes all rows, some, or none; keys and values are rounded there."""
+    assert backend.supports(CUDA, layout_of(heads, 1), 128) is None
+    width = WIDTH if kind.startswith("drafts") else 1
+    shape = heads, 128, torch.bfloat16, CUDA
+    q_THA, wide, batch = make_batch(*rows_of(kind), *shape, width=width)
+    cache = PagedKV(*in_8_bits(*wide[:2]))
+    rows = batch.page_table_RM, batch.starts_R1, batch.lengths_R, batch.max_new
+    expected_THA = paged_prefill(q_THA, *cache[:2], *rows, cache.scales_2G)
+    for scratch_bytes in (1 << 29, 1 << 25, 1 << 20):
+        monkeypatch.setattr(flash, "SCRATCH_BYTES", scratch_bytes)
+        o_THA = backend(cache).bind(batch)(cache, q_THA)
+        torch.testing.assert_close(o_THA.float(), expected_THA, rtol=5e-2, atol=5e-2)
 
 
 def run_decode(batch: Batch, cache: PagedKV, q_RHA: Tensor) -> Tensor:

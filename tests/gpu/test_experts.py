@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace as changed
+from nanovllm_kernels.route_reference import ExpertRows
 from torch import Tensor
 
 from nanovllm.attention.base import Batch
@@ -62,15 +63,19 @@ class Choice:
 
 
 def recording(ops: Ops, to: list[Choice]) -> Ops:
-    def route(logits_TE: Tensor, bias_E: Tensor | None, *more: object) -> tuple[Tensor, Tensor]:
-        weights_TK, experts_TK = ops.route(logits_TE, bias_E, *more)
+    kernels = ops.experts
+
+    def route(
+        logits_TE: Tensor, bias_E: Tensor | None, *more: object
+    ) -> tuple[Tensor, Tensor, ExpertRows]:
+        weights_TK, experts_TK, rows = kernels.route(logits_TE, bias_E, *more)
         scores_TE = logits_TE.float()
         if bias_E is not None:
             scores_TE = scores_TE.sigmoid() + bias_E
         to.append(Choice(scores_TE.cpu(), experts_TK.long().cpu()))
-        return weights_TK, experts_TK
+        return weights_TK, experts_TK, rows
 
-    return replace(ops, route=route)
+    return replace(ops, experts=kernels._replace(route=route))
 
 
 def model_on(device: torch.device, dtype: torch.dtype, config: Config, to: list[Choice]) -> Decoder:

@@ -61,7 +61,10 @@ def test_inputs_are_what_the_kernels_are_called_with(width: int) -> None:
     starts = called.pop("starts_R1")
     assert starts is None if width == 0 else starts.tolist() == [0, 4, 5, 5]
     tokens = 5 if width else 3
+    assert called.pop("scales_2G") is None
     assert called == {"q": (tokens, 4, 64), "plan": [40, 33, 0], "width": width or 1}
+    by_position(decode)(*inputs(lengths_alone, rows._replace(is_fp8=True), CPU))
+    assert called["scales_2G"].shape == (2, 2)
 
 
 def test_the_newest_key_outweighs_all_others_for_every_query_of_its_row() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nanovllm_kernels import block_fp8_cute, grouped_fp8, quantise
+from nanovllm_kernels import block_fp8_cute, grouped_fp8, quantise_cases
 from nanovllm_kernels.case import check
 from nanovllm_kernels.experts_reference import dequantised, used
+from nanovllm_kernels.fp8_reference import Quantised
 from nanovllm_kernels.grouped_fp8 import DOWN, GATE_UP, GROUPED_FP8
-from nanovllm_kernels.quantise import Quantised
 
 CPU = torch.device("cpu")
 
@@ -27,8 +27,8 @@ def product(x8_XD, x_scale_BX, w8_END, w_scale, rows) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_fp8_cute, "block_fp8_experts", product)
-    monkeypatch.setattr(grouped_fp8, "quantise", quantise.reference)
-    monkeypatch.setattr(grouped_fp8, "silu_mul_quantise", quantise.silu_mul_reference)
+    monkeypatch.setattr(grouped_fp8, "quantise", quantise_cases.reference)
+    monkeypatch.setattr(grouped_fp8, "silu_mul_quantise", quantise_cases.silu_mul_reference)
 
 
 def test_cases_pass_with_room() -> None:

@@ -27,6 +27,9 @@ one = [(1, 64, 16, 0), (2, 128, 128, 0), (7, 64, 32, 0), (16, 128, 64, 0)]
 several = [(4, 128, 128, 4), (2, 128, 128, 8), (7, 64, 32, 2), (16, 64, 16, 1)]
 for shape in one + several:
     print("compiled", *shape, callable(compile_decode(*shape)), PagedDecode(*shape).stages)
+for shape in [(6, 128, 128, 0), (16, 64, 16, 0), (4, 128, 64, 4)]:
+    decode = PagedDecode(*shape, is_fp8=True)
+    print("compiled", *shape, callable(compile_decode(*shape, True)), decode.stages)
 """
 BLOCK, PIECE = 64, 16
 
@@ -58,20 +61,26 @@ def test_it_compiles_for_every_form_of_group_width_and_page(compiled) -> None:
         "compiled 2 128 128 8 True",
         "compiled 7 64 32 2 True",
         "compiled 16 64 16 1 True",
+        "compiled 6 128 128 0 True",  # from here on of 8 bits
+        "compiled 16 64 16 0 True",
+        "compiled 4 128 64 4 True",
     ]
 
 
 def test_the_ring_fills_shared_memory(compiled) -> None:
-    """64 tokens are 32 KiB at width 128; the results of 16 pairs take the room of two blocks."""
-    assert [int(line.rsplit(" ", 1)[1]) for line in compiled] == [13, 6, 12, 4, 4, 4, 10, 10]
+    """64 tokens are 32 KiB at width 128, 16 in 8 bits; the results of 16 pairs take the room of two
+    blocks.
+    """
+    stages = [int(line.rsplit(" ", 1)[1]) for line in compiled]
+    assert stages == [13, 6, 12, 4, 4, 4, 10, 10, 11, 16, 7]
 
 
 def test_its_cases_are_those_it_can_run() -> None:
-    from nanovllm_kernels.paged_decode_cute import PAGED_DECODE_CUTE
+    from nanovllm_kernels.paged_decode_cute_cases import PAGED_DECODE_CUTE
 
     names = [case.name for case in PAGED_DECODE_CUTE.cases]
     assert len(names) == len(set(names)) and not any(case.small for case in PAGED_DECODE_CUTE.cases)
-    assert sum(case.is_timed for case in PAGED_DECODE_CUTE.cases) == 16
+    assert sum(case.is_timed for case in PAGED_DECODE_CUTE.cases) == 32
     assert all(any(f" W={width}" in name for name in names) for width in (1, 2, 4, 8))
     assert not [name for name in names if "256)" in name or " 80)" in name or "page=48" in name]
 
@@ -166,7 +175,8 @@ def loaded(
             mbarrier_arrive_and_expect_tx=lambda _, count: num_bytes.append(int(count)),
         ),
     )()
-    device.width, device.page_tokens, device.unit = 128, page_tokens, min(BLOCK, page_tokens)
+    device.stored, device.line = 128, 64
+    device.page_tokens, device.unit = page_tokens, min(BLOCK, page_tokens)
     device.pages_per_block = BLOCK // device.unit
     device.window = 32 // device.pages_per_block
     device.stages, device.q_bytes = 10**6, 1  # the ring does not come round

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 from nanovllm_kernels.case import check
-from nanovllm_kernels.quantise import QUANTISE, Quantised, reference, silu_mul_reference
+from nanovllm_kernels.fp8_reference import Quantised
+from nanovllm_kernels.quantise_cases import QUANTISE, reference, silu_mul_reference
 
 CPU = torch.device("cpu")
 

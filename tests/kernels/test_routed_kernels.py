@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,10 +36,16 @@ def test_in_the_interpreter() -> None:
         ["env", "TRITON_INTERPRET=1", *here], capture_output=True, text=True, timeout=600
     )
     assert child.returncode == 0, child.stdout[-4000:]
-    assert "19 passed" in child.stdout
+    assert "17 passed" in child.stdout
 
 
 test_in_the_interpreter.__test__ = not INTERPRETED
+
+
+def interpreted(test: Callable) -> Callable:
+    """Collected in the child process only."""
+    test.__test__ = INTERPRETED
+    return test
 
 
 def assert_equal(found: ExpertRows, expected: ExpertRows) -> None:
@@ -47,6 +55,7 @@ def assert_equal(found: ExpertRows, expected: ExpertRows) -> None:
         assert same, (field.name, one, other)
 
 
+@interpreted
 @pytest.mark.parametrize("rule", [SOFTMAX, SIGMOID, GROUPS], ids=["softmax", "sigmoid", "groups"])
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
 def test_any_logits_choose_different_experts(rule, bad) -> None:
@@ -54,13 +63,14 @@ def test_any_logits_choose_different_experts(rule, bad) -> None:
     logits_TE = torch.linspace(-3, 3, 20).repeat(4, 1)
     logits_TE[0], logits_TE[1, 7], logits_TE[2, ::2] = bad, bad, bad
     weights_TK, experts_TK, rows = route.route_and_sort(logits_TE, None, 6, rule, 0, 20, 4)
+    assert_equal(rows, route_reference.sort_rows(experts_TK, 0, 20, 4))
     assert all(len(set(row)) == 6 and set(row) <= set(range(20)) for row in experts_TK.tolist())
     assert weights_TK[3].isfinite().all()
     if math.isnan(bad):
         assert weights_TK[:3].isnan().any(1).all()
-    assert_equal(rows, route_reference.sort_rows(experts_TK, 0, 20, 4))
 
 
+@interpreted
 def test_of_equal_scores_the_lower_experts_are_chosen() -> None:
     """-0 and 0 are equal, and so are scores that are too small to tell from 0."""
     logits_TE = torch.tensor([[0.0, -0.0] * 4, [-500.0, -400.0, -300.0, 0.0] * 2])
@@ -68,6 +78,7 @@ def test_of_equal_scores_the_lower_experts_are_chosen() -> None:
     assert experts_TK.tolist() == [[0, 1, 2, 3], [3, 7, 0, 1]]
 
 
+@interpreted
 @settings(deadline=None, max_examples=25)
 @given(
     T=st.sampled_from([1, 2, 31, 128, 129, 300]),
@@ -81,20 +92,13 @@ def test_sorted_rows_equal_the_definition(T, E, K, tile, kind, data) -> None:
     first = data.draw(st.integers(0, E - 1))
     num_experts = data.draw(st.integers(1, E - first))
     args = sort_inputs(T, E, K, first, num_experts, tile, kind, CPU)
-    assert_equal(expert_rows.sort_rows(*args), route_reference.sort_rows(*args))
+    expected = route_reference.sort_rows(*args)
+    assert_equal(expert_rows.sort_rows(*args), expected)
+    with patch.object(expert_rows, "COMPARED", 0):
+        assert_equal(expert_rows.sort_rows(*args), expected)
 
 
-@pytest.mark.parametrize("num_rows", [3, 65])
-def test_a_step_of_any_length_is_routed_and_sorted(num_rows) -> None:
-    """In one launch, or one after the other."""
-    logits_TE = torch.randn(num_rows, 12, generator=torch.Generator().manual_seed(1))
-    weights_TK, experts_TK, rows = route.route_and_sort(logits_TE, None, 3, SOFTMAX, 4, 6, 8)
-    expected = route_reference.route(logits_TE, None, 3, SOFTMAX)
-    torch.testing.assert_close(weights_TK, expected[0])
-    assert torch.equal(experts_TK, expected[1])
-    assert_equal(rows, route_reference.sort_rows(experts_TK, 4, 6, 8))
-
-
+@interpreted
 @pytest.mark.parametrize("routed", [Routed(2, 3, 9, 40, 72, 2, 4), Routed(2, 3, 9, 40, 72)])
 def test_one_launch_for_down_and_sum_equals_two(routed) -> None:
     y_XF, down_EDF, _, weights_TK, experts_TK, _, first, *more = (
@@ -111,7 +115,8 @@ def test_one_launch_for_down_and_sum_equals_two(routed) -> None:
     torch.testing.assert_close(found_TD, expected_TD)
 
 
+@interpreted
 def test_tiles_are_large_where_experts_have_many_rows() -> None:
     assert experts.tile_of(8, 128) == experts.tile_of(2047, 128) == experts.FEW
     assert experts.tile_of(2048, 128) == experts.MANY
-    assert all(case.num_bytes > 0 for case in DOWN_COMBINE.cases[-6:])
+    assert all(case.num_bytes > 0 for case in DOWN_COMBINE.cases[-4:])

@@ -6,58 +6,84 @@ from dataclasses import replace
 
 import torch
 from nanovllm_kernels.experts_reference import EXPERTS
+from nanovllm_kernels.route_reference import Routing
 
-from nanovllm.config import Kernels
+from nanovllm.config import Kernels, Recipe
+from nanovllm.layers import ops
 from nanovllm.layers.describe import products
-from nanovllm.layers.expert_products import MANY, NONE, products_for
+from nanovllm.layers.expert_kernels import CUTE, TRITON
+from nanovllm.layers.expert_products import TORCH, ExpertKernels, products_for
 from nanovllm.layers.linear import AddLinear
 from nanovllm.layers.moe import Experts
-from nanovllm.layers.ops import Ops, select_ops
+from nanovllm.layers.ops import select_ops
 from nanovllm.parallel.mesh import Mesh, Span
+from nanovllm.runner.graphs import obstacles
 
 CPU = torch.device("cpu")
 FEW = replace(EXPERTS, tile=lambda num_pairs, num_experts: 16, name="few")
 D, F, E, K = 64, 32, 16, 2
+RULE = Routing("softmax", renormalise=True)
 
 
-def ops_of(*many) -> Ops:
-    return replace(select_ops(Kernels(), CPU), few_experts=FEW, many_experts=many)
+def kernels_of(*many) -> ExpertKernels:
+    return TORCH._replace(few=FEW, many=many)
 
 
-def chosen(ops: Ops, num_pairs: int, *, share: int = 1, dtype=torch.bfloat16) -> tuple[str, int]:
+def chosen(
+    kernels: ExpertKernels, num_pairs: int, *, share: int = 1, dtype=torch.bfloat16
+) -> tuple[str, int]:
     weight_E2FD = torch.empty(E // share, 2 * F, D, dtype=dtype, device="meta")
-    found, tile = products_for(ops, num_pairs, Span(E, 0, E // share), weight_E2FD)
+    found, tile = products_for(kernels, num_pairs, Span(E, 0, E // share), weight_E2FD)
     return found.name, tile
 
 
 def test_many_rows_of_an_expert_are_for_the_first_products_that_fit() -> None:
-    ops = ops_of(*MANY)
-    assert chosen(ops, 64) == ("few", 16)
-    assert chosen(ops, 65) == ("quack", 64)
-    assert chosen(ops, 1024) == ("quack", 128)
-    assert chosen(ops, 1024, dtype=torch.float32) == ("few", 16)
-    assert chosen(ops_of(*NONE), 1024) == ("few", 16)
+    kernels = kernels_of(*CUTE.many)
+    assert chosen(kernels, 64) == ("few", 16)
+    assert chosen(kernels, 65) == ("quack", 64)
+    assert chosen(kernels, 1024) == ("quack", 128)
+    assert chosen(kernels, 1024, dtype=torch.float32) == ("few", 16)
+    assert chosen(kernels_of(), 1024) == ("few", 16)
     first = replace(FEW, name="first")
-    assert chosen(ops_of(first, *MANY), 1024) == ("first", 16)
+    assert chosen(kernels_of(first, *CUTE.many), 1024) == ("first", 16)
 
 
 def test_a_rank_asks_by_the_pairs_that_it_expects() -> None:
     """A quarter of the experts get a quarter of the pairs: as many each as all would."""
-    assert chosen(ops_of(*MANY), 64, share=4) == ("few", 16)
-    assert chosen(ops_of(*MANY), 68, share=4) == ("quack", 64)
-    assert chosen(ops_of(*MANY), 1024, share=4) == ("quack", 128)
+    assert chosen(kernels_of(*CUTE.many), 64, share=4) == ("few", 16)
+    assert chosen(kernels_of(*CUTE.many), 68, share=4) == ("quack", 64)
+    assert chosen(kernels_of(*CUTE.many), 1024, share=4) == ("quack", 128)
 
 
 def test_the_log_tells_it() -> None:
     with torch.device("meta"):
-        experts = Experts(D, Span(E, 0, E), Span(F, 0, F), K, ops_of(*MANY)).bfloat16()
-        head = AddLinear(Span(D, 0, D), D, Mesh(), ops_of())
+        whole = Span(E, 0, E), Span(F, 0, F)
+        experts = Experts(D, *whole, K, RULE, kernels_of(*CUTE.many)).bfloat16()
+        head = AddLinear(Span(D, 0, D), D, Mesh(), select_ops(Kernels(), CPU))
     assert products(torch.nn.ModuleDict({"experts": experts}), head, (1, 32, 33, 512)) == (
         "experts few 1-32, quack 33-512; head library 1-512"
     )
 
 
 def test_a_cpu_has_the_definition() -> None:
-    ops = select_ops(Kernels(), CPU)
-    assert ops.many_experts == () and ops.few_experts is EXPERTS
-    assert ops.few_experts.name == "torch"
+    kernels = select_ops(Kernels(), CPU).experts
+    assert kernels is TORCH and kernels.many == () and kernels.few is EXPERTS
+    assert kernels.few.name == "torch" and kernels.down_combine is None
+
+
+def test_a_gpu_has_kernels_of_its_own(monkeypatch) -> None:
+    """On Hopper those of many rows, too."""
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(ops, "obstacle", lambda _: "it is used on Hopper GPUs only")
+    assert (ops.fastest("experts", cuda), ops.fastest("gated_linear", cuda)) == ("triton", "torch")
+    assert select_ops(Kernels(), cuda).experts is TRITON
+    monkeypatch.setattr(ops, "obstacle", lambda _: None)
+    assert ops.fastest("experts", cuda) == "cute"
+    assert select_ops(Kernels(), cuda).experts is CUTE
+    assert CUTE._replace(many=()) == TRITON and len(CUTE.many) == 2
+
+
+def test_the_definition_is_not_captured() -> None:
+    recipe = Recipe(device="cuda", kernels=Kernels(attention="flash", experts="torch"))
+    said = "kernels.experts is torch, which looks at what was chosen on the host"
+    assert obstacles(recipe) == [said]

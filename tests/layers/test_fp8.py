@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nanovllm_kernels import quantise as kernels, reference
-from nanovllm_kernels.dense_fp8_cases import norm_reference
+from nanovllm_kernels import quantise_cases as kernels, reference
 from nanovllm_kernels.fp8_reference import (
     Fp8Linear,
     Quantised,
@@ -192,7 +191,7 @@ class Stand:
         def obstacle(num_lines: int, width: int, block_rows: int) -> str | None:
             return "too narrow" if width < 64 else None
 
-        makers = kernels.reference, norm_reference, self.gate
+        makers = kernels.reference, kernels.norm_reference, self.gate
         return Fp8Linear(self.product, obstacle, Skinny(), *makers)
 
 

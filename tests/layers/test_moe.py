@@ -10,11 +10,12 @@ import pytest
 import torch
 from nanovllm_kernels import route_reference
 from nanovllm_kernels.experts_reference import EXPERTS, ExpertProducts
-from nanovllm_kernels.route_reference import Routing
+from nanovllm_kernels.route_reference import ExpertRows, Routing
 from torch import Tensor
 
 from nanovllm.config import Kernels, load_config
 from nanovllm.layers.describe import products
+from nanovllm.layers.expert_products import TORCH
 from nanovllm.layers.moe import Experts, MoE, read_by
 from nanovllm.layers.ops import Ops, select_ops
 from nanovllm.layers.residual import Added, Pending, Residual
@@ -25,6 +26,7 @@ from tests.models.test_parity import LENGTHS, SCHEDULES, our_logits, prompts
 from tests.models.tiny import CASES, make_tiny
 
 D, E, F, K = 24, 5, 12, 2
+RULE = Routing("softmax", renormalise=True)
 OPS = select_ops(Kernels(), CPU)
 
 
@@ -36,7 +38,7 @@ def moe(ops: Ops = OPS, mesh: Mesh = Mesh(), *, exact: bool = False) -> MoE:
         inner=("moe_intermediate_size", F),
         num_chosen=K,
         eps=1e-6,
-        rule=Routing("softmax", renormalise=True),
+        rule=RULE,
         exact=exact,
         layer=0,
         is_last=False,
@@ -90,24 +92,55 @@ def test_many_rows_have_products_of_their_own() -> None:
     many = ExpertProducts(
         Mock(wraps=EXPERTS.gate_up), EXPERTS.down, tile, lambda n, _: n >= 12, "grouped"
     )
-    ops = replace(OPS, many_experts=(many,))
-    whole = Experts(D, Span(E, 0, E), Span(F, 0, F), K, ops)
-    half = Experts(D, Span(6, 3, 3), Span(F, 0, F), K, ops)
+    kernels, all_inner = TORCH._replace(many=(many,)), Span(F, 0, F)
+    whole = Experts(D, Span(E, 0, E), all_inner, K, RULE, kernels)
+    half = Experts(D, Span(6, 3, 3), all_inner, K, RULE, kernels)
     assert [whole.by_rows[n].name for n in (5, 6)] == ["torch", "grouped"]
     assert [half.by_rows[n].name for n in (11, 12)] == ["torch", "grouped"]
-    x_TD = torch.randn(12, D)
-    chosen = route_reference.route(torch.randn(12, 6), None, K, Routing("softmax", True))
-    plain = Experts(D, Span(6, 3, 3), Span(F, 0, F), K, OPS)
+    x_TD, logits_TE = torch.randn(12, D), torch.randn(12, 6)
+    plain = Experts(D, Span(6, 3, 3), all_inner, K, RULE, TORCH)
     for experts in (half, plain):
         experts.gate_up.data = torch.ones(3, 2 * F, D) * torch.arange(3.0)[:, None, None]
         experts.down.data = torch.ones(3, D, F)
-    torch.testing.assert_close(half(x_TD, *chosen, None), plain(x_TD, *chosen, None))
+    found, expected = (one(x_TD, None, logits_TE, None, None) for one in (half, plain))
+    torch.testing.assert_close(found, expected)
     assert asked[-1] == (12, 3) and many.gate_up.call_count == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3])
+def test_the_last_product_of_a_token_or_two_adds_up(num_tokens: int) -> None:
+    """Where there is a kernel for that; what it is given is what both steps are."""
+
+    def down_combine(
+        y_XF: Tensor, down_EDF: Tensor, scale: None, weights_TK: Tensor, experts_TK: Tensor,
+        row_of_TK: Tensor, first: int, shared: None, stream_TD: Tensor,
+    ) -> Tensor:  # fmt: skip
+        assert first == 1
+        y_TKD = torch.zeros(*experts_TK.shape, D)
+        for t, k in (row_of_TK >= 0).nonzero().tolist():
+            y_TKD[t, k] = down_EDF[int(experts_TK[t, k]) - first] @ y_XF[int(row_of_TK[t, k])]
+        return stream_TD + (y_TKD * weights_TK[:, :, None]).sum(1)
+
+    last = Mock(side_effect=down_combine)
+    kernels = TORCH._replace(down_combine=last, most_combined=2)
+    together, apart = (
+        Experts(D, Span(E, 1, 3), Span(F, 0, F), K, RULE, each) for each in (kernels, TORCH)
+    )
+    for experts in (together, apart):
+        torch.manual_seed(0)
+        experts.gate_up.data.normal_()
+        experts.down.data.normal_()
+    x_TD, stream_TD = torch.randn(2, num_tokens, D)
+    routed = torch.randn(num_tokens, E), None, None
+    torch.testing.assert_close(
+        together(x_TD, stream_TD.clone(), *routed), apart(x_TD, stream_TD.clone(), *routed)
+    )
+    assert last.call_count == (num_tokens == 2)
 
 
 def test_the_log_says_which_products_run() -> None:
     many = replace(EXPERTS, fits=lambda n, _: n >= 12, name="grouped")
-    block = moe(replace(OPS, many_experts=(many,)))
+    block = moe(replace(OPS, experts=TORCH._replace(many=(many,))))
     said = products(block, block.router, [1, 5, 6, 100])
     assert said == "router library 1-100; experts torch 1-5, grouped 6-100; head library 1-100"
 
@@ -115,16 +148,17 @@ def test_the_log_says_which_products_run() -> None:
 # -- uniform routing -----------------------------------------------------------------------------
 
 
-def chosen_in(folder: Path, ops: Ops, counts: list[tuple[int, int]]) -> list[Tensor]:
+def chosen_in(folder: Path, counts: list[tuple[int, int]]) -> list[Tensor]:
     """The experts of each layer and step."""
     found: list[Tensor] = []
 
-    def route(*args: object) -> tuple[Tensor, Tensor]:
-        chosen = route_reference.route(*args)  # type: ignore[arg-type]
+    def route(*args: object) -> tuple[Tensor, Tensor, ExpertRows]:
+        chosen = route_reference.route_and_sort(*args)  # type: ignore[arg-type]
         found.append(chosen[1])
         return chosen
 
-    steps = Steps(folder, load(folder, ops=replace(ops, route=route)), prompts(), Mesh())
+    experts = TORCH._replace(route=route, is_uniform=True)
+    steps = Steps(folder, load(folder, ops=replace(OPS, experts=experts)), prompts(), Mesh())
     our_logits(steps, counts)  # type: ignore[arg-type]
     return found
 
@@ -134,17 +168,14 @@ def test_uniform_routing_follows_slot_position_and_layer_alone(tmp_path: Path) -
     (here all, in reverse)."""
     family, overrides = CASES["qwen3_moe"]
     make_tiny(tmp_path, family, **overrides)
-    ops = select_ops(Kernels(), CPU, uniform_experts=True)
-    (first, last), later = (
-        chosen_in(tmp_path, ops, SCHEDULES[name]) for name in ("whole", "decode")
-    )
+    (first, last), later = (chosen_in(tmp_path, SCHEDULES[name]) for name in ("whole", "decode"))
     assert len(first) == len(last) == sum(LENGTHS) and first.shape == last.shape
     slots_T = torch.tensor([0] * LENGTHS[0] + [1] * LENGTHS[1])
     positions_T = torch.cat([torch.arange(length) for length in LENGTHS])
-    rule, logits_TE = Routing("softmax", renormalise=True), torch.zeros(sum(LENGTHS), 5)
+    logits_TE = torch.zeros(sum(LENGTHS), 5)
     for layer, found in enumerate((first, last.flip(0))):
         where = slots_T, positions_T, layer
-        expected = route_reference.route(logits_TE, None, 3, rule, where)[1]
+        expected = route_reference.route(logits_TE, None, 3, RULE, where)[1]
         assert torch.equal(found, expected)
     assert not torch.equal(first, last.flip(0))
     assert torch.equal(later[2], first[[30, 33 + 26]])  # the first tokens that are decoded
@@ -158,7 +189,7 @@ def test_a_recipe_asks_for_uniform_routing(tmp_path: Path) -> None:
     for routing, is_uniform in (("auto", False), ("uniform", True)):
         config = load_config(str(tmp_path), [*dummy, f"experts.routing={routing}"])
         model = build(config).runner.model
-        assert model.layers[0].mlp.ops.uniform_experts is is_uniform  # type: ignore[union-attr]
+        assert model.layers[0].mlp.experts.kernels.is_uniform is is_uniform  # type: ignore[union-attr]
 
 
 # -- what a step takes and reads -----------------------------------------------------------------

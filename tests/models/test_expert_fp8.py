@@ -102,8 +102,8 @@ def test_shares_of_blocks_are_refused(family: str, tmp_path: Path) -> None:
         check_cut(Mesh(0, 2), model_config)
     name = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
     assert str(caught.value) == (
-        f"parallel.tp is 2; a rank's share of the model's {name} 384 is 192 wide, which fp8 needs "
-        "to be a multiple of 128; it can be 1"
+        f"parallel.tp is 2; it would cut the model's {name} 384 into shares of 192 inputs of "
+        "weights in fp8, and 192 is not a multiple of 128; it can be 1"
     )
 
 

@@ -296,3 +296,16 @@ def test_a_rank_reads_its_share_of_a_file_alone(
         assert share < bytes_read() - before < share + (1 << 20)
     total = {1: "0.03", 2: "0.02", 4: "0.01"}[tp]  # of what a rank is told that it loads
     assert caplog.messages.count(f"loading {tmp_path}: {total} GB") == tp
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_a_rank_reads_its_own_experts_alone(ep: int, tmp_path: Path) -> None:
+    sizes = dict(num_experts=8, moe_intermediate_size=512, num_experts_per_tok=2)
+    make_tiny(tmp_path, "qwen3_moe", **sizes)
+    experts = 2 * 8 * 3 * 512 * 64 * 4  # layers, experts, tensors, bytes of each
+    rest = (tmp_path / "model.safetensors").stat().st_size - experts
+    for rank in range(ep):
+        before = bytes_read()
+        load(tmp_path, Mesh(rank, ep, ep_size=ep))
+        read = bytes_read() - before
+        assert experts // ep < read < experts // ep + rest + (1 << 20)

@@ -101,6 +101,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         dict(M2, num_local_experts=5, num_experts_per_tok=1, num_key_value_heads=4),
     ),
     "deepseek_v3": ("deepseek_v3", dict(V3, rope_parameters=YARN)),
+    "deepseek_v3 tied": (
+        "deepseek_v3",
+        dict(V3, rope_parameters=YARN, tie_word_embeddings=True, qk_nope_head_dim=8, v_head_dim=16),
+    ),
     "deepseek_v3 q plain, dense 3, yarn 1": (
         "deepseek_v3",
         dict(V3, q_lora_rank=None, num_hidden_layers=4, first_k_dense_replace=3)
@@ -117,7 +121,7 @@ TOLD = (
     "qwen3 gqa 3, tied",
     "qwen3_moe",
     "minimax_m2",
-    "deepseek_v3",
+    "deepseek_v3 tied",
 )  # that whole engines write text of
 
 

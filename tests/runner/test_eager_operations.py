@@ -110,7 +110,7 @@ def test_tokens_that_only_pad_a_step_are_nobody_s() -> None:
     """They are fed as token 0, and what is between graphs for them is left alone."""
     graphs = captured(Toy())
     graphs.replay(8, ForwardContext(step([5], 1), no_rows))
-    assert graphs.inputs_3T[:, 5:].tolist() == [[0] * 3] * 3
+    assert graphs.inputs_4T[:, 5:].tolist() == [[0] * 3] * 4
     assert all(x_TX[:5].any() and not x_TX[5:].any() for x_TX in graphs.results.values())
 
 

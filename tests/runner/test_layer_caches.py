@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.kv.layout import CacheLayout, PagedGroup
+from nanovllm.plan import StepPlan
 from nanovllm.runner.caches import make_caches
 from nanovllm.runner.runner import Runner
 from tests.models.steps import CPU, load
@@ -28,6 +29,20 @@ def test_layers_own_what_the_layout_declares_for_them(tmp_path: Path) -> None:
     keys = found.tensors[0]
     assert attends[3].cache.k_PSGA.data_ptr() == keys[0].data_ptr()
     assert attends[0].cache.k_PSGA.data_ptr() == keys[1].data_ptr()
+
+
+def test_pages_of_8_bits_are_cleaned_and_copied() -> None:
+    found = make_caches(CacheLayout((PagedGroup((0, 1), 2, 8, 4, 1),)), 5, 2, torch.float32, CPU)
+    cache = found.by_layer[1]
+    assert cache.k_PSGA.dtype == cache.v_PSGA.dtype == torch.float8_e4m3fn
+    assert [each.nbytes for each in found.tensors] == [2 * 6 * 2 * 2 * 8, 2 * 6 * 2 * 2 * 4]
+    assert not cache.k_PSGA.float().any()
+    for page in range(6):
+        cache.k_PSGA[page].copy_(torch.full((2, 2, 8), float(page)))
+    cache.v_PSGA[4].copy_(torch.full((2, 2, 4), torch.nan))
+    found.apply(StepPlan(1, [], [], 0, None, [], 0, [], clean=[4], copies=[(1, 2), (3, 5)]))
+    assert cache.k_PSGA.float().mean((1, 2, 3)).tolist() == [0, 1, 1, 3, 0, 3]
+    assert not cache.v_PSGA.float().any()
 
 
 def test_a_runner_with_other_caches_binds_the_model_to_them() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanovllm.attention.base import ForwardContext
 from nanovllm.bench.graphs import occupy
 from nanovllm.layers.residual import Residual
 from nanovllm.plan import Chunk, StepPlan
@@ -101,9 +102,9 @@ def test_behind_the_last_attention_only_sampling_rows_go_on(
 
 
 def watched(forward: Callable[..., object], seen: list[int]) -> Callable[..., object]:
-    def watching(residual: Residual) -> object:
+    def watching(residual: Residual, ctx: ForwardContext) -> object:
         seen.append(len(residual.stream_TD))
-        return forward(residual)
+        return forward(residual, ctx)
 
     return watching
 

@@ -98,7 +98,7 @@ def test_the_kernels_of_a_recipe(
     monkeypatch.setattr("nanovllm.layers.ops.obstacle", lambda device: None)
     expected = [
         compile_causal.job(group, 128, 128, "bfloat16"),
-        compile_decode.job(group, 128, 128, 0),
+        compile_decode.job(group, 128, 128, 0, False),
         compile_gated.job("bfloat16", True),
         *[compile_product.job(*kind) for kind in products],
     ]
@@ -133,7 +133,7 @@ def test_products_of_fp8_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_products_of_experts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all layers once, and of the weights' type."""
     monkeypatch.setattr("nanovllm.layers.ops.obstacle", lambda device: None)
-    given = on_a_gpu("qwen3-30b-a3b", many_experts="cute")
+    given = on_a_gpu("qwen3-30b-a3b", experts="cute")
     every = jobs_for(dataclasses.replace(given, dtype=torch.bfloat16))
     found = [job for job in every if "grouped_linear" in job.function]
     both = [*(compile_gate_up.job("bfloat16", sizes, 8) for sizes in GATE_UP_TILES.values())]

@@ -1,0 +1,89 @@
+"""The block of experts with its kernels in Triton is the one in plain torch.
+
+In Triton's interpreter, which must be on before triton is imported: in a process of its own.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+from nanovllm_kernels.route_reference import Routing
+from torch import Tensor
+
+from nanovllm.config import Kernels
+from nanovllm.layers.expert_kernels import TRITON
+from nanovllm.layers.expert_products import TORCH, ExpertKernels
+from nanovllm.layers.moe import MoE
+from nanovllm.layers.ops import select_ops
+from nanovllm.layers.residual import Added
+from nanovllm.parallel.mesh import Mesh
+
+INTERPRETED = triton.knobs.runtime.interpret
+D, E, F, K = 256, 8, 128, 3
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is itself interpreted")
+def test_in_the_interpreter() -> None:
+    command = ["env", "CUDA_VISIBLE_DEVICES=", "TRITON_INTERPRET=1", sys.executable, "-m", "pytest"]
+    done = subprocess.run(
+        [*command, "-v", "-p", "no:cacheprovider", __file__],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert "12 passed, 1 skipped" in done.stdout, done.stdout[-3000:]
+
+
+def block(kernels: ExpertKernels, mesh: Mesh, *, exact: bool) -> MoE:
+    """With a router as MiniMax-M2's and fp8 weights if it is `exact`, else as Qwen3's."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made = MoE(
+            hidden_size=D,
+            experts=("num_experts", E),
+            inner=("moe_intermediate_size", F),
+            num_chosen=K,
+            eps=1e-6,
+            rule=Routing("sigmoid" if exact else "softmax", renormalise=True),
+            exact=exact,
+            layer=0,
+            is_last=False,
+            mesh=mesh,
+            ops=replace(select_ops(Kernels(), torch.device("cpu")), experts=kernels),
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if exact:
+        made.experts.to_fp8()
+        made.experts.to_empty(device="cpu")
+    for name, parameter in made.named_parameters():
+        drawn = torch.randn(parameter.shape) * parameter.shape[-1] ** -(parameter.ndim > 1) / 2
+        parameter.data.copy_(drawn.abs() if name.endswith("scale") else drawn)
+    return made
+
+
+def check(num_tokens: int, ep: int, exact: bool) -> None:
+    mesh = Mesh(1, 2, ep_size=2) if ep > 1 else Mesh()
+    x_TD = torch.randn(num_tokens, D, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found: list[Tensor] = []
+    for kernels in (TORCH, TRITON):
+        after = block(kernels, mesh, exact=exact)(Added(x_TD.clone()), None)
+        found.append(after.stream_TD if isinstance(after, Added) else after.update)
+    expected, actual = (y_TD.float() for y_TD in found)
+    scale = float(expected.abs().max())
+    assert scale > 0
+    assert float((expected - actual).abs().max()) < scale / 64  # of bfloat16 all the way
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+def test_kernels(num_tokens: int, ep: int, exact: bool) -> None:
+    check(num_tokens, ep, exact)
+
+
+test_kernels.__test__ = INTERPRETED  # type: ignore[attr-defined]
