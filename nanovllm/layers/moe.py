@@ -24,8 +24,6 @@ from nanovllm.layers.ops import Implementation, Ops, RowTable
 from nanovllm.layers.residual import Added, Pending, Residual, as_tensor
 from nanovllm.parallel.mesh import Mesh, Span
 
-More = tuple[Tensor | None, Tensor | None]
-
 
 class Experts(Layer):
     """The gated MLPs of this rank's experts: weights gate_up [E, 2F, D], the gate's rows first, and
@@ -67,14 +65,13 @@ class Experts(Layer):
             setattr(self, f"{name}_scale", scale)
             self.placements[f"{name}_scale"] = Placement(placement.dim, parts, placement.experts)
 
-    def forward(self, x_TD: Tensor, more: More, *routed: object) -> Tensor:
+    def forward(self, x_TD: Tensor, stream_TD: Tensor | None, *routed: object) -> Tensor:
         """The weighted sum y_TD of this rank's pairs, plus the stream, which it may overwrite.
 
-        `more`: what a shared expert gives, and the stream, both to be added if they are there.
         `routed`: logits_TE, bias_E or None, and where tokens are if that chooses, as route_and_sort
-        takes them.
+        takes them; then what a shared expert gives, to be added, if there is one.
         """
-        y_TD: Tensor = self.by_rows[len(x_TD)].run(x_TD, more, *routed)
+        y_TD: Tensor = self.by_rows[len(x_TD)].run(x_TD, stream_TD, *routed)
         return y_TD
 
     def _choose(self, num_tokens: int) -> Implementation:
@@ -87,10 +84,11 @@ class Experts(Layer):
         products: ExpertProducts,
         tile: int,
         x_TD: Tensor,
-        more: More,
+        stream_TD: Tensor | None,
         logits_TE: Tensor,
         bias_E: Tensor | None,
         uniform: Uniform | None,
+        shared_TD: Tensor | None = None,
     ) -> Tensor:
         kernels, ours = self.kernels, (self.experts.start, self.experts.count)
         weights_TK, experts_TK, rows = kernels.route(
@@ -101,9 +99,9 @@ class Experts(Layer):
         is_short = products is kernels.few and len(x_TD) <= kernels.most_combined
         if is_short and kernels.down_combine is not None:
             pairs = weights_TK, experts_TK, rows.row_of_TK, ours[0]
-            return kernels.down_combine(*down, *pairs, *more)
+            return kernels.down_combine(*down, *pairs, shared_TD, stream_TD)
         y_XD = products.down(*down, rows, self.num_chosen)
-        return kernels.combine(y_XD, weights_TK, rows.row_of_TK, *more)
+        return kernels.combine(y_XD, weights_TK, rows.row_of_TK, shared_TD, stream_TD)
 
 
 class MoE(Layer):
@@ -153,8 +151,8 @@ class MoE(Layer):
         logits_TE = self.router.product(x_TD)
         routed = logits_TE, self.bias, self._places(ctx) if self.ops.experts.is_uniform else None
         if self.mesh.tp_size > 1:
-            return summed_up(self.experts(x_TD, (shared_TD, None), *routed), stream, self.mesh)
-        return Added(self.experts(x_TD, (shared_TD, stream.stream_TD), *routed))
+            return summed_up(self.experts(x_TD, None, *routed, shared_TD), stream, self.mesh)
+        return Added(self.experts(x_TD, stream.stream_TD, *routed, shared_TD))
 
     def _of_shared(self, stream: Added) -> tuple[Tensor | None, Added]:
         """What the shared expert gives, this rank's part of it, unless the stream has it then."""
