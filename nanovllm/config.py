@@ -89,6 +89,7 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     api_key: str | None = None  # None: what NANOVLLM_API_KEY says
     served_name: str | None = None  # None: the last part of the model's name
     parser: str = "auto"
+    page: bool | Auto = "auto"  # and /debug/steps; auto: where only this machine can open it
     reasoning_content: bool = False  # name reasoning that way too, for clients that need it
     raise_priority: bool = False  # clients may ask for a priority below 0, down to -100
     workers: int = 1

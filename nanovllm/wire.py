@@ -11,6 +11,8 @@ from enum import IntEnum
 
 from msgspec import Struct
 
+from nanovllm.look import Look, Steps
+
 WORKER_BITS = 48  # request_id = (API worker << WORKER_BITS) | counter
 
 
@@ -160,5 +162,5 @@ class Beat(Struct, frozen=True, tag="beat", array_like=True):
     late_s: float  # of that, beyond what the step in flight may take, judged by earlier steps
 
 
-ToEngine = Generate | Abort
-FromEngine = Ready | StepOutput | Beat
+ToEngine = Generate | Abort | Look
+FromEngine = Ready | StepOutput | Beat | Steps

@@ -44,6 +44,8 @@ CHOICES = (
     "nanovllm/engine/grammars.py", "nanovllm/engine/grammar_queue.py", "nanovllm/engine/trials.py",
     "nanovllm/sched/drafting.py",
     "nanovllm/engine/ranks.py", "nanovllm/parallel/", "nanovllm/watch.py",
+    "nanovllm/look.py", "nanovllm/engine/recent.py", "nanovllm/server/page_files.py",
+    "nanovllm/server/debug_steps.py",
     "nanovllm/fleet.py", "nanovllm/server/engines.py", "nanovllm/server/router.py",
 )  # fmt: skip
 BESIDE = (  # what a plain request never passes: metrics, bodies of other sizes, what fits a machine

@@ -47,7 +47,6 @@ LINE = 64  # numbers of y in a line of the cache
 RING_BYTES = 224 * 1024
 MOST_STAGES = 8
 TOGETHER = 8  # tiles of rows that share what they read of W while it is in the cache
-STORE = "st.global.v4.b32 [{{$r0}}+{}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};"
 LOADER_REGISTERS, REGISTERS = 24, 240
 
 
@@ -362,9 +361,8 @@ class Product:
         columns = self.tile.columns
         if cutlass.const_expr(self.kind.grouped):
             tile, nth = unit // size.wide, unit % size.wide
-            # Where there are no rows at all, the first tile has -1 of both.
-            expert = cutlass.max(given.tile_expert[tile], 0)
-            row, end = cutlass.max(given.tile_start[tile], 0), given.starts[expert + 1]
+            expert = given.tile_expert[tile]
+            row, end = given.tile_start[tile], given.starts[expert + 1]
         else:
             some = TOGETHER * size.wide
             first, within = unit // some * TOGETHER, unit % some
@@ -476,11 +474,11 @@ class Product:
         fresh.set(warpgroup.Field.ACCUMULATE, False)
         more.set(warpgroup.Field.ACCUMULATE, True)
         stage, phase = Int32(0), Int32(0)
-        units, first, step = self.num_units(given, size), arch.block_idx()[1], arch.grid_dim()[1]
-        spot = self.spot_of(cutlass.max(0, cutlass.min(first, units - 1)), given, size)
-        self.fetch(self.scale_lines(spot, given, size), next_scales, Int32(0))
-        for unit in cutlass.range(first, units, step, unroll=1):
+        units = self.num_units(given, size)
+        for unit in cutlass.range(arch.block_idx()[1], units, arch.grid_dim()[1], unroll=1):
+            spot = self.spot_of(unit, given, size)
             lines = self.scale_lines(spot, given, size)
+            self.fetch(lines, next_scales, Int32(0))
             sums.fill(0.0)
             for block in cutlass.range(0, size.blocks, unroll=1):
                 scales.store(next_scales.load())
@@ -502,12 +500,8 @@ class Product:
                 if stage == self.stages:
                     stage = Int32(0)
                     phase ^= 1
-            # The next tile is looked up now: what that takes is over when this one's sums are out.
-            next_spot = self.spot_of(cutlass.min(unit + step, units - 1), given, size)
-            self.fetch(self.scale_lines(next_spot, given, size), next_scales, Int32(0))
             for wave in cutlass.range_constexpr(self.waves):
                 self.leave(sums, wave, spot, given)
-            spot = next_spot
 
     @cute.jit
     def release(self, shared: Shared, stage: Int32) -> None:
@@ -554,43 +548,31 @@ class Product:
     @cute.jit
     def leave(self, sums: cute.Tensor, wave: int, spot: Spot, given: Given) -> None:
         """Writes a wave's sums. Four threads have 32 columns of a row: eight each, in the end."""
-        parts, num_lines = self.tile.columns // 32, given.y.shape[1]
-        first = spot.column + arch.lane_idx() % 4 * 8
-        rows = [self.row_of(spot, 2 * wave + half) for half in range(2)]
-        lines = [words_of(given.y, row, first, parts) for row in rows]
-        held = cute.make_rmem_tensor((4, parts, 2), Int32)
+        num_lines, first = given.y.shape[1], spot.column + arch.lane_idx() % 4 * 8
+        parts = self.tile.columns // 32  # of each of two rows
+        held = cute.make_rmem_tensor((4, 2 * parts), Int32)
         if cutlass.const_expr(self.kind.added):
             held.fill(0)
             for nth in cutlass.range_constexpr(2 * parts):
                 half, part = nth // parts, nth % parts
-                if rows[half] < spot.end and first + 32 * part < num_lines:
-                    held[None, part, half].store(lines[half][None, part].load())
+                row, column = self.row_of(spot, 2 * wave + half), first + 32 * part
+                if row < spot.end and column < num_lines:
+                    held[None, nth].store(four_words(given.y, row, column).load())
         results = cute.make_rmem_tensor(8, Float32)
         for nth in cutlass.range_constexpr(2 * parts):
             half, part = nth // parts, nth % parts
+            row, column = self.row_of(spot, 2 * wave + half), first + 32 * part
             for n in cutlass.range_constexpr(8):
                 results[n] = sums[16 * part + 4 * (n // 2) + 2 * half + n % 2, wave]
             if cutlass.const_expr(self.kind.added):
-                exchange(held[None, part, half])
-                results.store(results.load() + widened(held[None, part, half]))
+                exchange(held[None, nth])
+                results.store(results.load() + widened(held[None, nth]))
             eight = cute.make_rmem_tensor(8, BFloat16)
             eight.store(results.load().to(BFloat16))
             four = cute.recast_tensor(eight, Int32)
             exchange(four)
-            is_inside = rows[half] < spot.end and first + 32 * part < num_lines
-            arch.inline_ptx(  # a branch for each would keep the exchanges from overlapping
-                STORE.format(64 * part),
-                read_only_args=[lines[half].iterator.toint(), *(four[n] for n in range(4))],
-                predicate=is_inside,
-            )
-
-
-def words_of(y: cute.Tensor, row: Int32, first: Int32, parts: int) -> cute.Tensor:
-    """A row of y from a column on: eight numbers, as four words, of each 32."""
-    start = (y[row, None].iterator + first).align(16)
-    return cute.recast_tensor(
-        cute.make_tensor(start, cute.make_layout((8, parts), stride=(1, 32))), Int32
-    )
+            if row < spot.end and column < num_lines:
+                four_words(given.y, row, column).store(four.load())
 
 
 def widened(words: cute.Tensor) -> cute.TensorSSA:
@@ -605,8 +587,13 @@ def widened(words: cute.Tensor) -> cute.TensorSSA:
     return cute.recast_tensor(bits, Float32).load()
 
 
+def four_words(y: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
+    """Eight numbers of y, from `column` on."""
+    return cute.recast_tensor(cute.local_tile(y[row, None], (8,), (column // 8,)), Int32)
+
+
 def exchange(words: cute.Tensor) -> None:
-    """Thread i of four, each with four words, gives word j to thread j, whose word i it becomes."""
+    """Of four threads with four words each, thread i gives word j to thread j, as that one's i."""
     lane = arch.lane_idx()
     for distance in (1, 2):
         is_upper = lane & distance != 0

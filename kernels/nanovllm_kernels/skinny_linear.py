@@ -82,7 +82,7 @@ def shape_of(
         return None
     unit = max(unit, 8 * splits * (1 + kind.gated))
     best, found = EVEN, 0
-    for lines in range(unit, most + has_many_rows * GROUP_ROWS + 1, unit):
+    for lines in range(unit, min(num_lines, most + has_many_rows * GROUP_ROWS) + 1, unit):
         blocks = num_lines // lines * splits
         use = blocks / (-(-blocks // PROCESSORS) * PROCESSORS)
         if num_lines % lines == 0 and lines >= LEAST_LINES and use >= best:

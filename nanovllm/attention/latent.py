@@ -16,16 +16,16 @@ from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext
 
-# Tokens that a row feeds, up to which latents are not expanded: that costs as much as so many
-# queries' detour through latents, some hundred of them by R1's sizes. Decode rows never are.
+# Tokens that a row feeds, up to which matrices are absorbed. By R1's sizes a query costs 2 * (576 +
+# 512) operations for each token and head then, of expanded ones 2 * (192 + 128), and to expand one
+# costs 2 * 512 * 256: as much as what 171 queries save. Decode rows have fewer queries by far.
 FEW = 128
 PIECE = 1024  # tokens whose keys and values there are at once
 
 
 class Latents(NamedTuple):
-    """One layer's cache, and what its heads make of it. The cache has K + A' numbers a token: the
-    normalised latent, then the rotated part of the key. Zero-filled at start; page 0 is never
-    given to a request.
+    """One layer's cache, and what its heads make of it. A token's numbers in the cache are its
+    normalised latent, then the rotated part of its key. Page 0 is never given to a request.
     """
 
     pages_PSX: Tensor

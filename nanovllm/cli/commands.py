@@ -18,7 +18,7 @@ from typing import Any
 import click
 import msgspec
 
-from nanovllm import launch, log
+from nanovllm import launch, log, recipes
 from nanovllm.bench.record import of_this_machine, write_to
 from nanovllm.config import Config, ConfigError, load_config, locate, read_recipe
 
@@ -85,6 +85,7 @@ def serve(recipe: str | None, overrides: Sequence[str], **flags: object) -> None
     The first SIGTERM or Ctrl-C lets running requests finish and exits with 0, a second one exits
     at once with 143 or 130.
     """
+    recipe = recipe or str(recipes.shipped()["demo"])
     checked = read_recipe(recipe, overrides, {RECIPE_KEYS[name]: flags[name] for name in flags})
     server = checked.recipe.server
     try:

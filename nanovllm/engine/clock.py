@@ -17,7 +17,7 @@ class StepClock:
         self.total_s: defaultdict[str, float] = defaultdict(float)  # by part, since the start
         self._steps_s = np.zeros(NEWEST)  # a ring
         self._num_steps = 0
-        self._step_s = 0.0
+        self.spent_s = self._before_s = 0.0  # of all parts, since the start; before this step
         self._now = perf_counter()
 
     def skip(self) -> None:
@@ -29,13 +29,13 @@ class StepClock:
         now = perf_counter()
         spent = now - self._now
         self.total_s[part] += spent
-        self._step_s += spent
+        self.spent_s += spent
         self._now = now
 
     def end_step(self) -> None:
-        self._steps_s[self._num_steps % NEWEST] = self._step_s
+        self._steps_s[self._num_steps % NEWEST] = self.spent_s - self._before_s
         self._num_steps += 1
-        self._step_s = 0.0
+        self._before_s = self.spent_s
 
     def step_p50_s(self) -> float:
         """0 before the first step."""

@@ -13,6 +13,7 @@ from nanovllm.engine.clock import StepClock
 from nanovllm.engine.executor import Executor, StepHandle
 from nanovllm.engine.pace import PaceKeeper
 from nanovllm.engine.progress import Progress
+from nanovllm.engine.recent import Recent
 from nanovllm.plan import Masks
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Abort, Generate, Refusal, RefusalKind, StepOutput, ToEngine
@@ -74,6 +75,7 @@ class EngineLoop:
         self.now = now  # seconds: who came when decides who goes first
         self.clock = StepClock()  # of the host
         self.progress = Progress()
+        self.recent = Recent(scheduler, executor, now)
         self.bubble_s = 0.0  # in all, the device waited for the host while there was work
         self._in_flight: deque[InFlight] = deque()
         self._rested = True
@@ -102,8 +104,8 @@ class EngineLoop:
 
     def tell(self) -> None:
         """Publish refusals and the like at once, without waiting for a step."""
-        told = self.scheduler.output()
-        if told.started or told.finished or told.refused:
+        if (told := self.scheduler.output()) != StepOutput():
+            self.recent.told(told)
             self._publish(told)
 
     def step(self) -> None:
@@ -117,6 +119,7 @@ class EngineLoop:
             num_prompt = sum(chunk.num_tokens for chunk in plan.chunks)
             self.progress.begin(num_decoded + num_prompt)
             handle = self.executor.launch(plan)
+            self.recent.planned(plan)
             self.clock.lap("launch")
             if plan.masked:
                 self._complete(0)  # a mask follows from every token before it
@@ -136,10 +139,12 @@ class EngineLoop:
             result = step.handle.wait()
             self.progress.end()
             self.clock.skip()
-            self.bubble_s += 0.0 if step.rested else step.handle.gap_s
+            self.bubble_s += (bubble_s := 0.0 if step.rested else step.handle.gap_s)
             if self.pace is not None:
                 self.pace.measured(step.num_decoded, step.num_prompt, step.handle.busy_s)
-            self._publish(self.scheduler.complete(result))
+            output = self.scheduler.complete(result)
+            self.recent.completed(step.handle, bubble_s, output, self.clock.spent_s)
+            self._publish(output)
             self.clock.lap("complete")
 
     def _publish(self, output: StepOutput) -> None:

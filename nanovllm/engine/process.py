@@ -24,12 +24,14 @@ from nanovllm.engine.pace import PaceKeeper, pace_of
 from nanovllm.ipc.channel import Connection, Listener
 from nanovllm.kv.memory import KVMemory
 from nanovllm.log import fields
+from nanovllm.look import Look
 from nanovllm.parallel.places import Place
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import (
     WORKER_BITS,
     Abort,
     Beat,
+    FromEngine,
     Generate,
     Ready,
     Refusal,
@@ -51,21 +53,18 @@ def main(
     """Serve until every API process has gone. Raises ConfigError if the recipe cannot be served."""
     gc.disable()  # nothing that is built is garbage
     executor, recipe, vocab_size = build(config, place)
-    memory = KVMemory(
-        int(recipe.cache.pages), int(recipe.cache.page_tokens), prefix=recipe.cache.prefix
-    )
+    schedule, cache = recipe.schedule, recipe.cache
+    memory = KVMemory(int(cache.pages), int(cache.page_tokens), prefix=cache.prefix)
     scheduler = Scheduler(
         memory,
-        num_slots=int(recipe.schedule.slots),
-        step_tokens=int(recipe.schedule.step_tokens),
-        mixed_step_tokens=given_or(
-            recipe.schedule.mixed_step_tokens, int(recipe.schedule.step_tokens)
-        ),
+        num_slots=int(schedule.slots),
+        step_tokens=int(schedule.step_tokens),
+        mixed_step_tokens=given_or(schedule.mixed_step_tokens, int(schedule.step_tokens)),
         max_model_tokens=int(recipe.server.max_model_tokens),
         num_drafts=recipe.speculate.tokens if recipe.speculate is not None else 0,
-        max_queue=recipe.schedule.max_queue,
-        ageing_s=recipe.schedule.ageing_s,
-        overtake_steps=recipe.schedule.overtake_steps,
+        max_queue=schedule.max_queue,
+        ageing_s=schedule.ageing_s,
+        overtake_steps=schedule.overtake_steps,
     )
     gc.collect()
     gc.freeze()  # do not visit it again
@@ -79,18 +78,17 @@ def main(
                 model=config.served_name,
                 max_model_tokens=int(recipe.server.max_model_tokens),
                 vocab_size=vocab_size,
-                num_pages=int(recipe.cache.pages),
-                page_tokens=int(recipe.cache.page_tokens),
-                num_slots=int(recipe.schedule.slots),
+                num_pages=int(cache.pages),
+                page_tokens=int(cache.page_tokens),
+                num_slots=int(schedule.slots),
                 recipe=msgspec.json.encode(recipe).decode(),
             )
         )
     folder = Path(config.tokenizer_dir)
     stop_ids = stop_ids_of(Path(config.model_dir) if config.model_dir else folder)
-    compile_s = recipe.structured_outputs.compile_s
-    grammars = Grammars(folder, vocab_size, stop_ids or [0], compile_s)
-    pace = pace_of(recipe.schedule, recipe.device)
-    Engine(scheduler, executor, grammars, connections, recipe.schedule.depth, pace).run()
+    grammars = Grammars(folder, vocab_size, stop_ids or [0], recipe.structured_outputs.compile_s)
+    pace = pace_of(schedule, recipe.device)
+    Engine(scheduler, executor, grammars, connections, schedule.depth, pace).run()
 
 
 def build(config: Config, place: Place) -> tuple[Executor, Recipe, int]:
@@ -126,11 +124,11 @@ class Engine:
         self.loop = EngineLoop(scheduler, executor, self.publish, grammars, depth, pace=pace)
         self._compiling: set[int] = set()  # requests that wait for their grammar
         self._inbox: queue.SimpleQueue[ToEngine | Waited | None] = queue.SimpleQueue()
-        self._outboxes: list[queue.SimpleQueue[StepOutput | Beat]] = []
+        self._outboxes: list[queue.SimpleQueue[FromEngine]] = []
         self._num_open = len(connections)
         self._stats_due = 0.0
         for connection in connections:
-            outbox: queue.SimpleQueue[StepOutput | Beat] = queue.SimpleQueue()
+            outbox: queue.SimpleQueue[FromEngine] = queue.SimpleQueue()
             self._outboxes.append(outbox)
             for work in (self._read, self._write):
                 threading.Thread(target=work, args=(connection, outbox), daemon=True).start()
@@ -170,8 +168,8 @@ class Engine:
 
     def _receive(self, request: Generate) -> None:
         """Who waits for a grammar counts as waiting, like those who wait for the device."""
-        limit = self.scheduler.max_queue
-        if len(self._compiling) + self.scheduler.num_waiting >= limit:
+        limit = self.scheduler.queue.max_queue
+        if len(self._compiling) + len(self.scheduler.queue.waiting) >= limit:
             reason = f"{limit} requests are waiting already"
             self._refuse(request, Failure(RefusalKind.QUEUE_FULL, reason))
         elif request.grammar:
@@ -229,9 +227,12 @@ class Engine:
             if (part := part_of(output, worker)) is not None:
                 outbox.put(part)
 
-    def _read(self, connection: Connection, _: object) -> None:
+    def _read(self, connection: Connection, outbox: queue.SimpleQueue[FromEngine]) -> None:
         while (message := connection.recv()) is not None:
-            self._inbox.put(message)
+            if isinstance(message, Look):  # which must not cost the loop anything
+                outbox.put(self.loop.recent.since(message.since))
+            else:
+                self._inbox.put(message)
         self._inbox.put(None)
 
     def _beat(self) -> None:
@@ -242,7 +243,7 @@ class Engine:
                 outbox.put(beat)
             time.sleep(BEAT_EVERY_S)
 
-    def _write(self, connection: Connection, outbox: queue.SimpleQueue[StepOutput | Beat]) -> None:
+    def _write(self, connection: Connection, outbox: queue.SimpleQueue[FromEngine]) -> None:
         with suppress(OSError):  # the API process has gone; its reader says so to the loop
             while True:
                 connection.send(outbox.get())
@@ -256,13 +257,12 @@ def part_of(output: StepOutput, worker: int) -> StepOutput | None:
 
     ids = np.frombuffer(output.ids, np.int64)
     chosen = (ids >> WORKER_BITS) == worker
-    one_each = not output.counts
-    counts = np.ones(len(ids), np.int32) if one_each else np.frombuffer(output.counts, np.int32)
-    tokens = np.frombuffer(output.tokens, np.int32)[np.repeat(chosen, counts)]
+    counts = np.frombuffer(output.counts, np.int32)  # none: one each
+    tokens = np.frombuffer(output.tokens, np.int32)[np.repeat(chosen, counts if len(counts) else 1)]
     part = StepOutput(
         ids=ids[chosen].tobytes(),
         tokens=tokens.tobytes(),
-        counts=b"" if one_each else counts[chosen].tobytes(),
+        counts=counts[chosen].tobytes() if len(counts) else b"",
         started=[x for x in output.started if mine(x.request_id)],
         finished=[x for x in output.finished if mine(x.request_id)],
         refused=[x for x in output.refused if mine(x.request_id)],

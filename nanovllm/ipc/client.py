@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 from nanovllm.ipc.channel import AsyncConnection
+from nanovllm.look import Look, Steps
 from nanovllm.wire import (
     WORKER_BITS,
     Abort,
@@ -72,6 +74,7 @@ class EngineClient:
         self._beat_at: float | None = None  # when it came
         self._on_lost = on_lost
         self._sinks: dict[int, Sink] = {}
+        self._lookers: deque[Callable[[Steps], object]] = deque()  # in the order of their looks
         self._num_ids = 0
         self._connection: AsyncConnection
         self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -99,6 +102,11 @@ class EngineClient:
         """The sink hears nothing more, not even of its end. Unknown ids are fine."""
         if self._sinks.pop(request_id, None) is not None and not self.is_lost:
             self._connection.send(Abort(request_id))
+
+    def look(self, since: int, then: Callable[[Steps], object]) -> None:
+        """Call `then` with the engine's newest steps after `since`; never, if it is lost."""
+        self._lookers.append(then)
+        self._connection.send(Look(since))
 
     def close(self) -> None:
         self._connection.close()
@@ -135,6 +143,8 @@ class EngineClient:
                 self._dispatch(message, touched)
             elif isinstance(message, Beat):
                 self._beat, self._beat_at = message, self.step_time
+            elif isinstance(message, Steps):
+                self._lookers.popleft()(message)
             else:
                 self.ready = message
                 self._is_ready.set_result(None)

@@ -17,12 +17,12 @@ class PagePool:
         self.num_pages = num_pages
         self._holders = [0] * (num_pages + 1)
         self._blank = deque(range(1, num_pages + 1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._forget = forget  # told when a cached page is about to be overwritten
 
     @property
     def num_free(self) -> int:
-        return len(self._blank) + len(self._cached)
+        return len(self._blank) + len(self.cached)
 
     def take(self, count: int) -> list[int] | None:
         """Hold `count` pages with undefined contents, or change nothing and return None."""
@@ -33,7 +33,7 @@ class PagePool:
             if self._blank:
                 page = self._blank.popleft()
             else:
-                page, _ = self._cached.popitem(last=False)
+                page, _ = self.cached.popitem(last=False)
                 self._forget(page)
             self._holders[page] = 1
             pages.append(page)
@@ -41,7 +41,7 @@ class PagePool:
 
     def hold(self, page: int) -> None:
         if self._holders[page] == 0:
-            del self._cached[page]
+            del self.cached[page]
         self._holders[page] += 1
 
     def drop(self, page: int, *, keep: bool) -> None:
@@ -50,19 +50,19 @@ class PagePool:
         assert self._holders[page] >= 0, f"page {page} dropped more often than held"
         if self._holders[page] == 0:
             if keep:
-                self._cached[page] = None
+                self.cached[page] = None
             else:
                 self._blank.append(page)
 
     def blank(self, page: int) -> None:
         """Its contents may not be found any more. Costs its holders nothing."""
-        if page in self._cached:
-            del self._cached[page]
+        if page in self.cached:
+            del self.cached[page]
             self._blank.append(page)
 
     def check(self) -> None:
         held = {page for page, count in enumerate(self._holders) if count}
-        blank, cached = set(self._blank), set(self._cached)
+        blank, cached = set(self._blank), set(self.cached)
         assert len(self._blank) == len(blank), "a page is blank twice"
         assert held | blank | cached == set(range(1, self.num_pages + 1)), "a page is lost"
         assert not (held & blank or held & cached or blank & cached), "a page is in two places"

@@ -30,7 +30,7 @@ class Decoding:
         self.room = np.zeros(num_slots, np.int32)  # tokens the held pages can take
         self.tails = Tails(num_slots, page_tokens)
         self.drafting = Drafting(num_slots, num_drafts)
-        self._owner = np.full(num_slots, -1, np.int64)  # request ids
+        self.owner = np.full(num_slots, -1, np.int64)  # request ids
         self._rows = rows_of([])  # may still name those who have left
         self._left: set[Request] = set()
         self._issued = self._rows  # what the device has
@@ -47,7 +47,7 @@ class Decoding:
     def begin(self, request: Request, num_pages: int) -> None:
         """A request has got a slot, `num_pages` pages, and its num_cached tokens."""
         slot = request.slot
-        self._owner[slot] = request.id
+        self.owner[slot] = request.id
         self.planned[slot] = request.num_cached
         self.limit[slot] = request.limit
         self.room[slot] = num_pages * self.page_tokens
@@ -79,7 +79,7 @@ class Decoding:
         vouched = num_known - 1 if num_known > request.prefill_until else request.num_cached
         request.written = range(vouched, max(planned, reach))
         request.drafted = range(vouched, reach)
-        self._owner[request.slot] = -1
+        self.owner[request.slot] = -1
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class Decoding:
         """Which of a flight's requests still have the slots they had. None: all of them."""
         if rows is self._rows and not self._left:
             return None
-        here: npt.NDArray[np.bool_] = self._owner[rows.slots] == rows.ids
+        here: npt.NDArray[np.bool_] = self.owner[rows.slots] == rows.ids
         return here
 
     def check(self, running: Sequence[Request]) -> None:
@@ -140,7 +140,7 @@ class Decoding:
         assert decoding == {r.id for r in running if not self.prefills(r)}
         assert len(decoding) == len(self.rows.requests), "a request has two rows"
         owners = {r.slot: r.id for r in running}
-        assert owners == {i: int(self._owner[i]) for i in np.flatnonzero(self._owner >= 0)}
+        assert owners == {i: int(self.owner[i]) for i in np.flatnonzero(self.owner >= 0)}
         for request in running:
             planned = int(self.planned[request.slot])
             assert planned < request.limit

@@ -62,7 +62,7 @@ class Scheduler:
         num_slots = min(num_slots, step_tokens)
         self._decoding = Decoding(num_slots, memory.page_tokens, num_drafts)
         self._drafting = self._decoding.drafting
-        self._queue = Queue(
+        self.queue = Queue(
             memory,
             self._decoding,
             num_slots=num_slots,
@@ -77,40 +77,29 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue.by_id)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._queue.waiting)
-
-    @property
-    def max_queue(self) -> int:
-        """Waiting requests beyond which a new one is refused."""
-        return self._queue.max_queue
+        return bool(self.queue.by_id)
 
     def add(self, spec: Generate, now: float) -> None:
         """Queue a request that came `now` (seconds); one that could never run is refused."""
-        self._queue.add(spec, now)
+        self.queue.add(spec, now)
 
     def abort(self, request_id: int) -> None:
-        if (request := self._queue.by_id.get(request_id)) is not None:  # else it has just finished
-            self._queue.retire(request, FinishReason.ABORT)
+        if (request := self.queue.by_id.get(request_id)) is not None:  # else it has just finished
+            self.queue.retire(request, FinishReason.ABORT)
 
     def output(self) -> StepOutput:
         """What happened besides tokens since the last output."""
-        told, self._queue.told = self._queue.told, StepOutput()
+        told, self.queue.told = self.queue.told, StepOutput()
         return told
 
     def stats(self) -> Stats:
-        queue = self._queue
+        queue = self.queue
         deferred = min(queue.num_deferred, len(queue.waiting))
+        reasons = {"capacity": len(queue.waiting) - deferred, "shared_prompt": deferred}
         return Stats(
             num_running=len(queue.running),
             num_waiting=len(queue.waiting),
-            waiting_by_reason={
-                "capacity": len(queue.waiting) - deferred,
-                "shared_prompt": deferred,
-            },
+            waiting_by_reason=reasons,
             kv_usage=self.memory.usage,
             num_preemptions=queue.num_preemptions,
             prompt_tokens=queue.prompt_tokens,
@@ -131,13 +120,13 @@ class Scheduler:
         """The next step, or None when there is nothing to do until a result arrives."""
         plan = Plan(self.step_tokens)
         decodes, drafts_R = self._plan_decodes(plan)
-        self._queue.plan_prompts(plan)
+        self.queue.plan_prompts(plan)
         if not plan.num_tokens:
             return None
         self._step += 1
         self._fed += plan.num_tokens
         self._steps_by_tokens[bisect_left(STEP_TOKENS, plan.num_tokens)] += 1
-        firsts = self._queue.issue(plan) if plan.chunks else []
+        firsts = self.queue.issue(plan) if plan.chunks else []
         rows, same = self._decoding.issue(self._step, decodes, drafts_R, firsts)
         return StepPlan(
             step=self._step,
@@ -203,7 +192,7 @@ class Scheduler:
 
         Returns the rows that can go ahead.
         """
-        queue, stalled = self._queue, set[int]()
+        queue, stalled = self.queue, set[int]()
         num_preemptions = queue.num_preemptions
         for request in sorted(short, key=lambda r: r.urgency):
             if request.slot < 0:
@@ -264,7 +253,7 @@ class Scheduler:
             at = here if len(here) < len(kept_R) else slice(None)  # all: views instead of copies
             kept_R[at] += 1
             due = self._decoding.tails.append(rows.slots[at], tokens_R[at])
-            ended = [i for i in due if self._queue.look_at(rows.requests[here[i]])]
+            ended = [i for i in due if self.queue.look_at(rows.requests[here[i]])]
             if ended:
                 here = np.delete(here, ended)
         return kept_R
@@ -274,15 +263,15 @@ class Scheduler:
         requests, here = flight.rows.requests, np.arange(len(lines_RT))
         if (is_here := self._decoding.present(flight.rows)) is not None:
             for row in np.flatnonzero(~is_here).tolist():
-                kept_R[row] = self._queue.land(requests[row], lines_RT[row].tolist())
+                kept_R[row] = self.queue.land(requests[row], lines_RT[row].tolist())
             here = here[is_here]
         corrupted = lines_RT[:, 0] == CORRUPTED
         if np.count_nonzero(corrupted):
             for row in here[corrupted[here]].tolist():
-                self._queue.retire(requests[row], FinishReason.ERROR)
+                self.queue.retire(requests[row], FinishReason.ERROR)
             here = here[~corrupted[here]]
         return here
 
     def check(self) -> None:
         """Invariants that hold between any two calls. Tests call this after every step."""
-        self._queue.check()
+        self.queue.check()

@@ -32,6 +32,7 @@ from nanovllm.server.asgi import (
     read_body,
     unless_left,
 )
+from nanovllm.server.debug_steps import DEBUG_STEPS, looks
 from nanovllm.server.engines import Engines
 from nanovllm.server.errors import ApiError, shutting_down, unknown_model
 from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, LargeBodies, Room
@@ -77,10 +78,11 @@ class App:
         self._pages: dict[str, Callable[[], tuple[bytes, bytes]]] = {
             MODELS: self._models,
             "/health": self._health,
-            "/ready": self._ready,
+            "/ready": partial(self._health, b"ready"),
             "/version": self._version,
             "/metrics": self._show_metrics,
         }
+        self._looks = looks(engines, config)
 
     @property
     def is_idle(self) -> bool:
@@ -118,29 +120,30 @@ class App:
         path: str = scope["path"]
         if path.startswith(f"{MODELS}/"):
             return MODELS
-        return path if path == CHAT or path in self._pages else OTHER_PATH
+        return path if path == CHAT or path in self._pages or path in self._looks else OTHER_PATH
 
     async def _answer(
         self, scope: Scope, receive: Receive, writer: Writer, request_id: str
     ) -> None:
         path: str = scope["path"]
-        if path not in PROBES:
+        look, page = self._looks.get(path), self._pages.get(path)
+        if path not in PROBES and (look is None or path == DEBUG_STEPS):
             self._authorise(scope)
-        page = self._pages.get(path)
         if path.startswith(f"{MODELS}/"):
             page = partial(self._model, path.removeprefix(f"{MODELS}/"))
-        if path != CHAT and page is None:
+        if path != CHAT and page is None and look is None:
             raise ApiError(404, f"{path[:200]} does not exist", code="not_found")
-        methods = ("POST",) if page is None else READING
+        methods = ("POST",) if path == CHAT else READING
         if scope["method"] not in methods:
             text = f"{path[:200]} accepts {methods[0]}, not {scope['method'][:20]}"
             allow = [(b"allow", ", ".join(methods).encode())]
             raise ApiError(405, text, code="method_not_allowed", headers=allow)
-        if page is None:
-            await self._chat(scope, receive, writer, request_id)
+        if look is not None:
+            await look(scope, writer)
+        elif page is not None:
+            writer.respond(200, *page(), [(b"x-request-id", request_id.encode())])
         else:
-            kind, body = page()
-            writer.respond(200, kind, body, [(b"x-request-id", request_id.encode())])
+            await self._chat(scope, receive, writer, request_id)
 
     def _authorise(self, scope: Scope) -> None:
         if self._key is None:
@@ -226,22 +229,17 @@ class App:
             "owned_by": "nanovllm",
         }
 
-    def _health(self) -> tuple[bytes, bytes]:
-        """Whether this process should live on."""
+    def _health(self, word: bytes = b"ok") -> tuple[bytes, bytes]:
+        """Whether this process should live on, and be sent requests."""
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="unhealthy")
         if (problem := self._engines.problem()) is not None:
             raise problem
-        return JSON, b'{"status":"ok"}'
-
-    def _ready(self) -> tuple[bytes, bytes]:
-        """Whether it should be sent requests: as healthy as it must be, and not about to end."""
-        self._health()
-        return JSON, b'{"status":"ready"}'
+        return JSON, b'{"status":"%b"}' % word
 
     def _version(self) -> tuple[bytes, bytes]:
         return JSON, msgspec.json.encode({"version": __version__})
 
     def _show_metrics(self) -> tuple[bytes, bytes]:
-        num_tasks = len(asyncio.all_tasks())
-        return METRICS_TEXT, render(self._engines.seen(), self._counts, num_tasks)
+        seen = self._engines.seen()
+        return METRICS_TEXT, render(seen, self._counts, num_tasks=len(asyncio.all_tasks()))

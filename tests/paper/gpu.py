@@ -147,7 +147,7 @@ class PaperMasker:
 
 
 class PaperHandle:
-    gap_s = 0.0
+    gap_s = busy_s = 0.0
 
     def __init__(self, step: int, finish: Callable[[Masks | None], StepResult]) -> None:
         self.step = step

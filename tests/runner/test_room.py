@@ -200,3 +200,14 @@ def test_the_paper_engine_follows() -> None:
     assert (built.cache.pages, built.server.max_model_tokens) == (7, 7 * 128)
     with pytest.raises(ConfigError, match="holds 896 tokens"):
         paper.build(load_config("paper", ["cache.pages=7", "server.max_model_tokens=897"]))
+
+
+def test_weights_of_other_types_are_counted_by_their_bytes() -> None:
+    """MiniMax-M2's in fp8 and float32: of four ranks', with whole experts."""
+    need = need_of(on_a_cpu("minimax-m2", DUMMY, "dtype=bfloat16", "parallel.ep=4"))
+    fp8 = 62 * (64 * 3 * 1536 * 3072 + 3072 * (2 * 1536 + 2 * 256))
+    assert need.others == " + 53.1 GiB of other types" and fp8 / GIB == pytest.approx(52.9, abs=0.1)
+    bf16 = 2 * 51200 * 3072 + 3072 * (2 * 62 + 1) + 62 * (1536 + 256)
+    assert need.parameters == pytest.approx(bf16, rel=0.05)
+    assert "B parameters x 2 bytes (bfloat16) + 53.1 GiB of other types = " in need.arithmetic
+    assert need.weight_bytes == pytest.approx(fp8 + 2 * bf16, rel=0.01)

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from nanovllm.ipc.channel import Frames, frame
+from nanovllm.look import Look, Steps
 from nanovllm.wire import (
     Abort,
     Finish,
@@ -42,6 +43,7 @@ READY = Ready(
     page_tokens=16,
     num_slots=256,
 )
+NO_STEPS = Steps(1.0, 0, 0, [], b"", [], 0, 64, 0)
 FILLER = "x"  # what follows the end token when it does not end the request
 
 
@@ -66,6 +68,7 @@ class FakeEngine:
     answer: str | None = None  # instead of the last user message
     answer_ids: list[int] | None = None  # the same, as ids, with no end token after them
     corrupt_after: int = -1  # a request with so many tokens ends with an error
+    steps: Steps = NO_STEPS  # answers every look
     is_stuck: bool = False  # start requests, but never give them a token
     generates: list[Generate] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
@@ -93,6 +96,7 @@ class FakeEngine:
         for name in ("tokens_per_step", "step_s", "num_cached", "refuse", "answer", "answer_ids"):
             setattr(self, name, getattr(fresh, name))
         self.ragged = ()
+        self.steps = NO_STEPS
         self.corrupt_after = -1
         self.is_stuck = False
         for held in (self.generates, self.aborts, self.running):
@@ -119,6 +123,8 @@ class FakeEngine:
                 if isinstance(message, Abort):
                     self.aborts.append(message.request_id)
                     self.running.pop(message.request_id, None)
+                elif isinstance(message, Look):
+                    writer.write(frame(encoder, self.steps))
                 else:
                     self._add(message, writer, encoder)
         stepping.cancel()

@@ -155,7 +155,7 @@ def test_routes(api) -> None:
     assert models["object"] == "list"
     (card,) = models["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("demo", "model", 512)
-    for path in ("/", "/v1/completions", "/v1/embeddings", "/v1/model", "/docs", "/health/x"):
+    for path in ("/page", "/v1/completions", "/v1/embeddings", "/v1/model", "/docs", "/health/x"):
         response = api.http.get(path)
         assert (response.status_code, error(response)["code"]) == (404, "not_found")
     for method, path in (("GET", CHAT), ("POST", "/v1/models"), ("DELETE", "/health")):

@@ -1,0 +1,84 @@
+"""GET /debug/steps?since=N&engine=K: an engine's newest steps after N, as JSON.
+
+The fields are those of look.Steps and look.Step, but `slots` is an object of requests by slot and
+`decodes` a list of slots. In a step both are left out if they are as in the step before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from typing import Any
+
+import msgspec
+from msgspec.structs import asdict
+
+from nanovllm.config import Server
+from nanovllm.look import Steps
+from nanovllm.server.asgi import JSON, Scope, Writer
+from nanovllm.server.engines import Engines
+from nanovllm.server.errors import ApiError, bad_value
+from nanovllm.server.page_files import Handler, is_shown, page_files
+
+DEBUG_STEPS = "/debug/steps"
+ANSWER_S = 5.0  # what the engine's reading thread may take: it waits for no step
+NO_STORE = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
+
+
+def looks(engines: Engines, server: Server) -> dict[str, Handler]:
+    """What there is to look at, by path: nothing, or the page's files and the steps."""
+    return {**page_files(), DEBUG_STEPS: DebugSteps(engines)} if is_shown(server) else {}
+
+
+class DebugSteps:
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+
+    async def __call__(self, scope: Scope, writer: Writer) -> None:
+        """Raises ApiError: 400 for a bad field, 503 where the engine gives no answer."""
+        clients = self._engines.clients
+        since = _number(scope, "since", 1 << 53)
+        at = _number(scope, "engine", len(clients) - 1)
+        gone = ApiError(503, "the engine does not answer", code="engine_failed")
+        if clients[at].is_lost:
+            raise gone
+        heard: asyncio.Future[Steps] = asyncio.get_running_loop().create_future()
+        clients[at].look(since, lambda steps: None if heard.done() else heard.set_result(steps))
+        try:
+            steps = await asyncio.wait_for(heard, ANSWER_S)
+        except TimeoutError:
+            raise gone from None
+        ready = clients[at].ready
+        sizes = {"num_slots": ready.num_slots, "num_pages": ready.num_pages}
+        body = {"engine": at, "engines": len(clients), **sizes, **told(steps)}
+        writer.respond(200, JSON, msgspec.json.encode(body), NO_STORE)
+
+
+def _number(scope: Scope, name: str, most: int) -> int:
+    """A field of the query, 0 without it."""
+    fields = dict(part.partition("=")[::2] for part in scope["query_string"].decode().split("&"))
+    text = fields.get(name, "0")
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
+        raise bad_value(name, f"a whole number from 0 to {most}", text)
+    return int(text)
+
+
+def told(steps: Steps) -> dict[str, Any]:
+    """The answer's body, but for the sizes."""
+    slots = decodes = b""
+    listed = []
+    for step in steps.steps:
+        one = asdict(step)
+        same = step.slots == slots, step.decodes == decodes
+        slots, decodes = one.pop("slots"), one.pop("decodes")
+        if not same[0]:
+            one["slots"] = _owners(slots)
+        if not same[1]:
+            one["decodes"] = array("i", decodes).tolist()
+        one["rows"] = len(decodes) // 4
+        listed.append(one)
+    return {**asdict(steps), "slots": _owners(steps.slots), "steps": listed}
+
+
+def _owners(slots: bytes) -> dict[int, int]:
+    return {slot: owner for slot, owner in enumerate(array("q", slots)) if owner >= 0}

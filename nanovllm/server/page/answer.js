@@ -1,0 +1,226 @@
+// One answer, of one or several choices: what its stream has said so far, and how that looks.
+
+import { el, formatted, onceAFrame, seconds, short, visible } from "./dom.js";
+import { complaint } from "./schema.js";
+
+// Everything that chunks say of one choice.
+class Choice {
+  constructor(index) {
+    this.index = index;
+    this.content = "";
+    this.reasoning = "";
+    this.calls = []; // {id, name, arguments}
+    this.tokens = []; // of logprobs
+    this.finish = null;
+    this.thoughtFrom = this.thoughtTo = null; // ms
+  }
+
+  take({ delta, logprobs, finish_reason: finish }, now) {
+    if (delta.reasoning) {
+      this.thoughtFrom ??= now;
+      this.reasoning += delta.reasoning;
+    }
+    if (delta.content || delta.tool_calls || finish) this.thoughtTo ??= now;
+    this.content += delta.content ?? "";
+    for (const part of delta.tool_calls ?? []) {
+      const call = (this.calls[part.index] ??= { id: "", name: "", arguments: "" });
+      call.id += part.id ?? "";
+      call.name += part.function?.name ?? "";
+      call.arguments += part.function?.arguments ?? "";
+    }
+    if (logprobs?.content && !delta.reasoning) this.tokens.push(...logprobs.content);
+    this.finish = finish ?? this.finish;
+  }
+
+  // As the next request tells it.
+  get message() {
+    const message = { role: "assistant", content: this.content };
+    if (this.reasoning) message.reasoning = this.reasoning;
+    if (this.calls.length) {
+      message.tool_calls = this.calls.map(({ id, name, arguments: text }) => ({
+        id, type: "function", function: { name, arguments: text },
+      }));
+    }
+    return message;
+  }
+}
+
+export class Answer {
+  // `schema`: what the content must follow, or null. `choose()` is called when another choice was
+  // chosen to go on from.
+  constructor(schema, choose) {
+    this.node = el("div", { className: "choices" });
+    this.stats = el("p", { className: "stats" });
+    this.choices = [];
+    this.chosen = 0;
+    this.usage = null;
+    this.isOver = this.wasStopped = false;
+    this.error = null;
+    this.begun = performance.now();
+    this.first = this.last = null; // ms: when tokens came
+    this.draw = onceAFrame(() => this.drawNow());
+    this._schema = schema;
+    this._choose = choose;
+    this._views = [];
+  }
+
+  get message() {
+    return this.choices[this.chosen]?.message ?? null;
+  }
+
+  get calls() {
+    return this.choices[this.chosen]?.calls ?? [];
+  }
+
+  take(chunk) {
+    const now = performance.now();
+    this.usage = chunk.usage ?? this.usage;
+    for (const part of chunk.choices) {
+      const { delta } = part;
+      if (delta.content || delta.reasoning || delta.tool_calls) {
+        this.first ??= now;
+        this.last = now;
+      }
+      (this.choices[part.index] ??= new Choice(part.index)).take(part, now);
+    }
+    this.draw();
+  }
+
+  // Nothing more will come. `error`: an Error that says why, or null.
+  end(error) {
+    this.isOver = true;
+    this.wasStopped = error?.name === "AbortError";
+    this.error = this.wasStopped ? null : error;
+    this.drawNow();
+  }
+
+  drawNow() {
+    for (const choice of this.choices) {
+      if (!choice) continue;
+      const view = (this._views[choice.index] ??= this._view(choice));
+      view.draw(choice, this.isOver);
+    }
+    this.node.classList.toggle("several", this.choices.length > 1);
+    this.stats.textContent = this._said();
+  }
+
+  _view(choice) {
+    const view = new ChoiceView(choice.index, this._schema, () => {
+      this.chosen = choice.index;
+      this._choose();
+    });
+    this.node.append(view.node);
+    return view;
+  }
+
+  // First token, speed, tokens, why it ended: what can be said by now.
+  _said() {
+    const said = [];
+    if (this.first !== null) said.push(`first token ${seconds((this.first - this.begun) / 1000)}`);
+    if (this.usage) {
+      const { prompt_tokens: prompt, completion_tokens: count } = this.usage;
+      const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
+      const took = (this.last - this.first) / 1000;
+      if (took > 0 && count > 1) said.push(`${short((count - 1) / took)} tok/s`);
+      said.push(`${short(count)} tokens`, `prompt ${short(prompt)}, ${short(cached)} of it cached`);
+    }
+    const ends = [...new Set(this.choices.map((choice) => choice?.finish).filter(Boolean))];
+    if (ends.length) said.push(`finish: ${ends.map(visible).join(", ")}`);
+    if (this.wasStopped) said.push("stopped");
+    return said.join(" \u00b7 ");
+  }
+}
+
+class ChoiceView {
+  constructor(index, schema, choose) {
+    this._schema = schema;
+    this._shown = "";
+    this._thoughtTime = el("summary");
+    this._thought = el("div", { className: "prose", dir: "auto" });
+    this._thinking = el("details", { className: "thinking", hidden: true }, this._thoughtTime, this._thought);
+    this._content = el("div", { className: "content" });
+    this._calls = el("div");
+    this._verdict = el("p", { className: "verdict", hidden: true });
+    const pick = el("input", { type: "radio", name: "chosen", checked: index === 0, on: { change: choose } });
+    const head = el("label", { className: "pick" }, pick, `Answer ${index + 1}`);
+    this.node = el(
+      "div", { className: "choice", data: { choice: index } },
+      head, this._thinking, this._content, this._calls, this._verdict,
+    );
+  }
+
+  draw(choice, isOver) {
+    if (choice.reasoning) {
+      this._thinking.hidden = false;
+      const isThinking = choice.thoughtTo === null && !isOver;
+      const took = ((choice.thoughtTo ?? performance.now()) - choice.thoughtFrom) / 1000;
+      this._thoughtTime.textContent = isThinking ? "Thinking..." : `Thought for ${seconds(took)}`;
+      this._thought.textContent = choice.reasoning.trim();
+    }
+    const shown = `${choice.content}/${choice.tokens.length}`;
+    if (shown !== this._shown) {
+      this._shown = shown;
+      const tokens = tokensOf(choice.content, choice.tokens);
+      this._content.replaceChildren(...(tokens.length ? [shaded(tokens)] : formatted(choice.content)));
+    }
+    if (choice.calls.length) this._calls.replaceChildren(...choice.calls.map(callCard));
+    if (isOver && this._schema !== null && choice.content) this._check(choice.content);
+  }
+
+  _check(content) {
+    let found = null;
+    try {
+      found = complaint(JSON.parse(content), this._schema);
+    } catch (error) {
+      found = error.message;
+    }
+    this._verdict.hidden = false;
+    this._verdict.className = found ? "verdict bad" : "verdict good";
+    this._verdict.textContent = found ? `Does not follow the schema: ${found}` : "Follows the schema";
+  }
+}
+
+function callCard(call) {
+  return el(
+    "div", { className: "call" },
+    el("p", {}, "calls ", el("bdi", { className: "name" }, visible(call.name))),
+    el("pre", { dir: "ltr" }, pretty(call.arguments)),
+  );
+}
+
+function pretty(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text; // not complete yet, or no JSON
+  }
+}
+
+// The tokens that the content consists of, without those around it that mark thinking and calls.
+// None where it cannot be found among them: while a character is in the middle of its tokens.
+function tokensOf(content, tokens) {
+  const begin = content ? tokens.map((token) => token.token).join("").lastIndexOf(content) : -1;
+  if (begin < 0) return [];
+  let at = 0;
+  return tokens.filter((token) => {
+    const from = at;
+    at += token.token.length;
+    return at > begin && from < begin + content.length;
+  });
+}
+
+// Tokens, the darker the less likely, each with what might have been there instead.
+function shaded(tokens) {
+  const spans = tokens.map((token) => {
+    const chance = Math.exp(token.logprob);
+    const others = (token.top_logprobs ?? [])
+      .map((one) => `${percent(Math.exp(one.logprob))}  ${visible(one.token) || "(nothing)"}`)
+      .join("\n");
+    const span = el("span", { className: "token", title: `${percent(chance)}\n\n${others}` }, token.token);
+    span.style.setProperty("--doubt", (1 - chance).toFixed(3));
+    return span;
+  });
+  return el("div", { className: "prose tokens", dir: "auto" }, spans);
+}
+
+const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0).padStart(4)} %`;

@@ -1,0 +1,58 @@
+"""The page to look at: files of the package, as they are, with what a browser may do with them.
+
+Nobody needs a key to read them: they are the same for all, and ask for the key themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+from nanovllm.config import Server
+from nanovllm.server.asgi import Header, Scope, Writer, header
+
+FOLDER = Path(__file__).with_name("page")
+KINDS = {
+    ".html": b"text/html; charset=utf-8",
+    ".css": b"text/css; charset=utf-8",
+    ".js": b"text/javascript; charset=utf-8",
+    ".svg": b"image/svg+xml",
+}
+# Nothing from elsewhere, nothing inline, nothing sent elsewhere, and in nobody's frame.
+POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    b"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    b"require-trusted-types-for 'script'; trusted-types 'none'"
+)
+HEADERS: list[Header] = [
+    (b"content-security-policy", POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),  # ask each time whether it is still the same
+]
+Handler = Callable[[Scope, Writer], Awaitable[None]]
+
+
+def is_shown(server: Server) -> bool:
+    """Whether there is a page, and /debug/steps: by itself only where nobody else can come."""
+    if server.page != "auto":
+        return server.page
+    return server.host in ("localhost", "::1") or server.host.startswith("127.")
+
+
+def page_files() -> dict[str, Handler]:
+    """What answers by path: "/" with index.html, "/page/NAME" with any other file."""
+    files = [path for path in FOLDER.iterdir() if path.suffix in KINDS]
+    known = {f"/page/{p.name}": partial(_answer, KINDS[p.suffix], p.read_bytes()) for p in files}
+    return {"/": known.pop("/page/index.html"), **known}
+
+
+async def _answer(kind: bytes, body: bytes, scope: Scope, writer: Writer) -> None:
+    tag = b'"%b"' % hashlib.sha256(body).hexdigest()[:32].encode()
+    more = [*HEADERS, (b"etag", tag)]
+    if tag in (header(scope, b"if-none-match") or b""):
+        writer.respond(304, kind, b"", more)
+    else:
+        writer.respond(200, kind, body, more)

@@ -1,0 +1,205 @@
+"""Watch, in a browser: many requests of an engine made of paper, and preemption in the demo."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from tests.end_to_end.demo_server import Server, asked, start
+from tests.page.browser import Page
+
+
+@pytest.fixture(scope="module")
+def paper() -> Iterator[Server]:
+    server = start("paper", "--set", "paper.tokens_per_s=12", "--set", "schedule.slots=80")
+    yield server
+    assert server.stop() == 0
+
+
+@contextmanager
+def streams(server: Server, count: int, max_tokens: int) -> Iterator[None]:
+    """So many requests, each on its own connection, until the end of the block."""
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        body = asked(f"Number {number}: go on.", max_tokens=max_tokens, stream=True)
+        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            async for _ in response.aiter_bytes():
+                if stopped.is_set():
+                    return
+
+    async def all_of_them() -> None:
+        limits = httpx.Limits(max_connections=count)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
+            await asyncio.gather(*(one(client, number) for number in range(count)))
+
+    stopped = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(all_of_them()))
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join(30)
+
+
+def labels(page: Page) -> list[str]:
+    script = "return [...document.querySelectorAll('#lanes button')].map((one) => one.textContent)"
+    return page.run(script)
+
+
+def total(page: Page, name: str) -> int:
+    return int(page.text(f"[data-total='{name}']").replace(",", "").replace("-", "0"))
+
+
+def colours(page: Page, canvas: str) -> set[str]:
+    """What is drawn on a canvas, by the colours' names."""
+    return set(
+        page.run(f"""
+            const style = getComputedStyle(document.documentElement);
+            const of = (name) => style.getPropertyValue('--c-' + name).trim();
+            const names = new Map(['wait', 'prompt', 'decode', 'decode-2', 'preempted', 'finished',
+                'cached', 'held'].map((name) => [of(name), name]));
+            const canvas = document.querySelector('{canvas}');
+            const {{width, height}} = canvas;
+            const data = canvas.getContext('2d').getImageData(0, 0, width, height).data;
+            const found = new Set();
+            for (let at = 0; at < data.length; at += 4) {{
+                if (data[at + 3] < 255) continue;
+                const hex = [0, 1, 2].map((i) => data[at + i].toString(16).padStart(2, '0'));
+                const name = names.get('#' + hex.join(''));
+                if (name) found.add(name);
+            }}
+            return [...found];
+        """)
+    )
+
+
+def test_a_page_opened_while_64_requests_run_shows_64_lanes_and_right_totals(driver, paper) -> None:
+    with streams(paper, 64, max_tokens=2000):
+        started = Page(driver, paper.url)  # of another view, until they run
+        started.until(lambda: paper.metric("vllm:num_requests_running") == 64)
+        page = Page(driver, paper.url, "#watch")
+        page.until(lambda: len(labels(page)) == 64)
+        assert len({re.search(r"#\d+", label)[0] for label in labels(page)}) == 64
+        page.until(lambda: all(label.endswith("decoding") for label in labels(page)))
+        page.until(lambda: total(page, "running") == 64 and total(page, "generated") > 0)
+        assert total(page, "waiting") == total(page, "preempted") == 0
+        before = paper.metric("vllm:generation_tokens_total")
+        page.until(lambda: total(page, "generated") > before)
+        assert total(page, "generated") <= paper.metric("vllm:generation_tokens_total")
+        assert total(page, "prompts") == paper.metric("vllm:prompt_tokens_total")
+        page.until(lambda: {"decode", "decode-2"} <= colours(page, "#lanes-picture"))
+        assert page.one("#lanes-picture").get_attribute("aria-label").startswith("64 lanes")
+        assert "64 decode rows" in page.text("#said") and "64 of 80 slots" in page.text("#said")
+        assert "held" in colours(page, "#strip-pages canvas")
+        page.press("Pause")
+        pictures = []
+        for _ in range(3):  # what is known of the newest steps may come late
+            steps = page.text("#said")
+            page.until(lambda steps=steps: page.text("#said") != steps)
+            picture = "return document.getElementById('lanes-picture').toDataURL()"
+            pictures.append(page.run(picture))
+        assert pictures[1] == pictures[2]
+    page.press("Live")
+    page.until(lambda: total(page, "running") == 0)
+    page.until(lambda: {"finished"} <= colours(page, "#lanes-picture"))
+    page.until(lambda: total(page, "generated") == paper.metric("vllm:generation_tokens_total"))
+    assert page.complaints() == []
+
+
+def test_samples_lanes_and_the_life_of_a_request(driver, paper) -> None:
+    page = Page(driver, paper.url, "#watch")
+    before = paper.metric("vllm:prompt_tokens_cached_total")
+    page.press("16, one long beginning")
+    page.until(lambda: len(labels(page)) == 16)
+    page.until(lambda: {"prompt", "cached", "decode"} <= colours(page, "#lanes-picture"))
+    assert paper.metric("vllm:prompt_tokens_cached_total") > before
+    page.run("document.querySelector('#lanes button').click()")
+    name = re.search(r"#(\d+)", labels(page)[0])[1]
+    assert page.text("#life h2") == f"Request {name}"
+    page.until(lambda: "decode steps" in page.text("#life"))
+    assert re.search(
+        r"came.*got slot \d+; \S+ tokens to know, \S+ of them cached", page.text("#life")
+    )
+    page.press("Stop them")
+    page.until(lambda: "finished: abort" in page.text("#life"))
+    page.until(lambda: total(page, "running") == 0)
+    page.press("Close")
+    assert not page.one("#life").is_displayed()
+
+
+def test_scrolling_back_in_time_by_keys(driver, paper) -> None:
+    page = Page(driver, paper.url, "#watch")
+    page.press("1 request")
+    page.until(lambda: len(labels(page)) >= 1)
+    page.run("document.querySelector('#lanes button').focus()")
+    page.driver.switch_to.active_element.send_keys("\ue012")
+    assert page.text("#pause") == "Live"
+    assert float(page.one("#past").get_property("value")) < 0
+    page.press("Stop them")
+    page.press("Live")
+    assert page.text("#pause") == "Pause"
+
+
+def test_nobody_asks_while_nobody_looks(driver, paper) -> None:
+    page = Page(driver, paper.url)
+
+    def asked_for_steps() -> float:
+        text = httpx.get(f"{paper.url}/metrics").text
+        found = re.search(r'path="/debug/steps",status="200"} (\d+)', text)
+        return float(found[1]) if found else 0
+
+    page.until(lambda: page.text("#model") == "demo")
+    before = asked_for_steps()
+    page.run("return new Promise((done) => setTimeout(done, 700))")
+    assert asked_for_steps() == before
+    page.run("location.hash = 'watch'")
+    page.until(lambda: asked_for_steps() > before + 2)
+
+
+def test_one_of_several_engines(driver) -> None:
+    server = start("paper", "--dp", "2", "--set", "paper.tokens_per_s=15")
+    try:
+        page = Page(driver, server.url, "#watch")
+        page.until(lambda: page.one("select[aria-label=Engine]").is_displayed())
+        page.press("16")
+        page.until(lambda: total(page, "running") == 8)  # four streams of four, two to each
+        mine = set(labels(page))
+        page.run(
+            "const engines = document.querySelector('select[aria-label=Engine]');"
+            "engines.value = '1'; engines.dispatchEvent(new Event('change'))"
+        )
+        page.until(lambda: len(labels(page)) == 8 and set(labels(page)) != mine)
+        page.press("Stop them")
+        assert httpx.get(f"{server.url}/debug/steps?engine=2").status_code == 400
+    finally:
+        assert server.stop() == 0
+
+
+def test_preemption_can_be_watched_in_the_demo(driver) -> None:
+    """Its own cache holds less than its slots may fill; here it is smaller yet, to save time."""
+    server = start("--set", "cache.pages=100")
+    try:
+        page = Page(driver, server.url, "#watch")
+        page.press("More than fits")
+        page.until(lambda: total(page, "preempted") > 0, timeout_s=60)
+        page.until(lambda: {"preempted", "prompt"} <= colours(page, "#lanes-picture"))
+        assert total(page, "preempted") <= server.metric("vllm:num_preemptions_total")
+        page.press("Stop them")
+        page.until(lambda: total(page, "running") == 0)
+    finally:
+        assert server.stop() == 0
+
+
+def test_the_demo_s_slots_may_fill_more_than_its_cache(demo) -> None:
+    """So that preemption can be watched in what `nanovllm serve` starts."""
+    there = httpx.get(f"{demo.url}/debug/steps").json()
+    (model,) = httpx.get(f"{demo.url}/v1/models").json()["data"]
+    assert 16 * there["num_pages"] < there["num_slots"] * model["max_model_len"] / 4
+    assert 16 * there["num_pages"] > model["max_model_len"] == 4096
