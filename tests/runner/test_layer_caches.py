@@ -8,7 +8,6 @@ import torch
 
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.plan import StepPlan
-from nanovllm.plan import StepPlan
 from nanovllm.runner.caches import make_caches
 from nanovllm.runner.runner import Runner
 from tests.models.steps import CPU, load
