@@ -33,6 +33,11 @@ class Latents(NamedTuple):
     value_HAX: Tensor
     scale: float  # of scores
 
+    @property
+    def width(self) -> int:
+        """The elements of a head's result."""
+        return self.value_HAX.shape[1]
+
 
 class LatentHeads:
     """A layer's attention: causal, over each row's context in its own cache."""
@@ -47,7 +52,7 @@ class LatentHeads:
 
     def empty(self, q_THA: Tensor) -> Tensor:
         """What o_THA will look like."""
-        return q_THA.new_empty(*q_THA.shape[:2], self.cache.value_HAX.shape[1])
+        return q_THA.new_empty(*q_THA.shape[:2], self.cache.width)
 
 
 def attend_latents(

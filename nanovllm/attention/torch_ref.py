@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -124,22 +125,18 @@ class TorchAttend:
     def __call__(
         self, cache: PagedKV | Latents, q_THA: Tensor, out_THA: Tensor | None = None
     ) -> Tensor:
+        attend_rows: Any = attend_in_latents if isinstance(cache, Latents) else attend
         if out_THA is None:
-            width = (
-                cache.value_HAX.shape[1] if isinstance(cache, Latents) else cache.v_PSGA.shape[3]
-            )
-            out_THA = q_THA.new_empty(*q_THA.shape[:2], width)
+            out_THA = q_THA.new_empty(*q_THA.shape[:2], cache.width)
         for group in self.groups:
-            q_XHA = q_THA[group.tokens_X]
-            if isinstance(cache, Latents):
-                out_THA[group.tokens_X] = attend_in_latents(group, q_XHA, cache, self.copies[0])
-            else:
-                out_THA[group.tokens_X] = attend(group, q_XHA, cache, self.copies)
+            out_THA[group.tokens_X] = attend_rows(group, q_THA[group.tokens_X], cache, self.copies)
         return out_THA
 
 
-def attend_in_latents(group: RowGroup, q_THA: Tensor, cache: Latents, copy: Copy) -> Tensor:
-    copied_PSX = copy.of(cache.pages_PSX, group.pages_X)
+def attend_in_latents(
+    group: RowGroup, q_THA: Tensor, cache: Latents, copies: tuple[Copy, Copy]
+) -> Tensor:
+    copied_PSX = copies[0].of(cache.pages_PSX, group.pages_X)
     latents_RCX = copied_PSX.view(group.num_rows, -1, copied_PSX.shape[2])
     latents_RCX[group.dirt] = 0
     q_RNHA = q_THA.reshape(group.num_rows, group.num_new, *q_THA.shape[1:])

@@ -28,6 +28,8 @@ EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
 class Sizes(NamedTuple):
     """The numbers of a token's latents, and of each head."""
 
+    hidden: int
+    heads: int  # of all ranks
     query_rank: int | None  # None: queries are made of the residual stream
     rank: int  # of the latent that keys and values are made of
     key: int  # elements of a head's key that are made of the latent
@@ -41,30 +43,21 @@ class LatentAttention(Layer):
     """
 
     def __init__(
-        self,
-        *,
-        hidden_size: int,
-        num_heads: int,
-        sizes: Sizes,
-        eps: float,
-        scale: float,
-        is_last: bool,
-        mesh: Mesh,
-        ops: Ops,
+        self, sizes: Sizes, eps: float, scale: float, is_last: bool, mesh: Mesh, ops: Ops
     ) -> None:
         super().__init__()
         self.sizes, self.scale, self.is_last, self.ops = sizes, scale, is_last, ops
-        heads = mesh.span("num_attention_heads", num_heads)
+        heads = mesh.span("num_attention_heads", sizes.heads)
         q, cached = heads.of_width(sizes.key + sizes.rotated), sizes.rank + sizes.rotated
         first = q if sizes.query_rank is None else whole(sizes.query_rank)
-        products = NormLinear(hidden_size, eps, {"q": first, "kv": whole(cached)}, ops)
+        products = NormLinear(sizes.hidden, eps, {"q": first, "kv": whole(cached)}, ops)
         self.qkv = products if first is q else None
         self.latents = None if first is q else products
         self.q_b = None if first is q else NormLinear(first.count, EPS, {"": q}, ops)
         self.kv_norm = parameter(sizes.rank)
         self.kv_b = KeysValues(heads.of_width(sizes.key + sizes.value), sizes.rank, ops)
         self.attend = LatentHeads()
-        self.out = AddLinear(heads.of_width(sizes.value), hidden_size, mesh, ops)
+        self.out = AddLinear(heads.of_width(sizes.value), sizes.hidden, mesh, ops)
 
     def bind(self, cache: PagedKV) -> None:
         """The cache, of one head without values, is the layer's own from here on. Weights are
@@ -76,7 +69,7 @@ class LatentAttention(Layer):
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
         """The residual stream with what attention gives. May overwrite what it is given."""
-        batch, (_, rank, key, rotated, _) = ctx.batch, self.sizes
+        batch, (rank, key, rotated) = ctx.batch, self.sizes[3:6]
         products = self.latents or self.qkv
         assert products is not None
         qkv, stream = products(residual)

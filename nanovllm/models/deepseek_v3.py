@@ -58,16 +58,14 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
             )
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim is {self.qk_rope_head_dim}; it must be even")
-        if self.n_routed_experts % self.n_group or self.topk_group > self.n_group:
-            raise ValueError(
-                f"n_group is {self.n_group}; n_routed_experts {self.n_routed_experts} must be a "
-                f"multiple of it, and topk_group {self.topk_group} at most as large"
-            )
+        if self.topk_group > self.n_group:
+            raise ValueError(f"topk_group is {self.topk_group}; there are n_group {self.n_group}")
         most = self.n_routed_experts // self.n_group * self.topk_group
-        if self.num_experts_per_tok > most:
+        if self.n_routed_experts % self.n_group or self.num_experts_per_tok > most:
             raise ValueError(
-                f"num_experts_per_tok {self.num_experts_per_tok} exceeds the {most} experts of "
-                f"topk_group {self.topk_group}"
+                f"num_experts_per_tok is {self.num_experts_per_tok}, of topk_group "
+                f"{self.topk_group} of n_group {self.n_group} equal groups, but n_routed_experts "
+                f"is {self.n_routed_experts}"
             )
 
     @property
@@ -81,8 +79,9 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
 
     @property
     def sizes(self) -> Sizes:
-        key = self.qk_nope_head_dim, self.qk_rope_head_dim
-        return Sizes(self.q_lora_rank, self.kv_lora_rank, *key, self.v_head_dim)
+        ranks = self.q_lora_rank, self.kv_lora_rank
+        head = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
+        return Sizes(self.hidden_size, self.num_attention_heads, *ranks, *head)
 
     @property
     def score_scale(self) -> float:
@@ -108,16 +107,9 @@ class LatentBlock(Block):
         self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, qk_norm: QKNorm
     ) -> Layer:
         assert isinstance(config, DeepseekV3Config)
-        return LatentAttention(
-            hidden_size=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            sizes=config.sizes,
-            eps=config.rms_norm_eps,
-            scale=config.score_scale,
-            is_last=layer + 1 == config.num_hidden_layers,
-            mesh=mesh,
-            ops=ops,
-        )
+        is_last = layer + 1 == config.num_hidden_layers
+        scales = config.rms_norm_eps, config.score_scale
+        return LatentAttention(config.sizes, *scales, is_last, mesh, ops)
 
     def mlp_of(self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Layer:
         assert isinstance(config, DeepseekV3Config)

@@ -199,7 +199,7 @@ R1 = json.loads((RECIPES / "configs" / "DeepSeek-R1.json").read_text())
 
 def test_r1_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, R1)
-    assert config.sizes == (1536, 512, 128, 64, 128)
+    assert config.sizes == (7168, 128, 1536, 512, 128, 64, 128)
     assert (config.rotary_size, config.head_size) == (64, 128)
     rope = config.rope_parameters
     assert rope.amplitude == 1.0  # of cosines and sines, and yet scores are scaled
@@ -225,12 +225,11 @@ def test_r1_as_published(tmp_path: Path) -> None:
         ({"num_key_value_heads": 64}, "num_key_value_heads is 64; it must be num_attention_heads, "
          "128, as each head makes its own"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63; it must be even"),
-        ({"n_group": 7}, "n_group is 7; n_routed_experts 256 must be a multiple of it, and "
-         "topk_group 4 at most as large"),
-        ({"topk_group": 9}, "n_group is 8; n_routed_experts 256 must be a multiple of it, and "
-         "topk_group 9 at most as large"),
-        ({"num_experts_per_tok": 129}, "num_experts_per_tok 129 exceeds the 128 experts of "
-         "topk_group 4"),
+        ({"n_group": 7}, "num_experts_per_tok is 8, of topk_group 4 of n_group 7 equal groups, but "
+         "n_routed_experts is 256"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok is 129, of topk_group 4 of n_group 8 "
+         "equal groups, but n_routed_experts is 256"),
+        ({"topk_group": 9}, "topk_group is 9; there are n_group 8"),
         ({"moe_layer_freq": 2}, "moe_layer_freq is 2; only 1 is supported"),
         ({"scoring_func": "softmax"}, 'scoring_func is "softmax"; only "sigmoid" is supported'),
         ({"topk_method": "greedy"}, 'topk_method is "greedy"; only "noaux_tc" is supported'),
