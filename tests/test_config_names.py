@@ -23,8 +23,8 @@ from nanovllm.server.parsers import PARSERS, parser_of
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = (
-    "demo, minimax-m2, paper, qwen3-0.6b, qwen3-235b-a22b, qwen3-30b-a3b, qwen3-32b, qwen3-8b, "
-    "r1-distill-llama-70b, r1-distill-llama-8b"
+    "deepseek-r1, demo, minimax-m2, paper, qwen3-0.6b, qwen3-235b-a22b, qwen3-30b-a3b, qwen3-32b, "
+    "qwen3-8b, r1-distill-llama-70b, r1-distill-llama-8b"
 )
 
 

@@ -75,6 +75,7 @@ def test_recipes_that_were_measured_have_numbers() -> None:
         **dict.fromkeys(("qwen3-8b", "qwen3-32b", "r1-distill-llama-8b"), 4224),
     }
     others = (
+        "deepseek-r1",
         "demo",
         "minimax-m2",
         "paper",

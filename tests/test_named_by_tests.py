@@ -38,7 +38,8 @@ DRIVEN_BY = {
         nanovllm/layers/linear.py nanovllm/layers/mlp.py nanovllm/layers/norm.py
         nanovllm/layers/rope.py nanovllm/models/__init__.py nanovllm/models/decoder.py
         nanovllm/models/llama.py nanovllm/models/qwen3.py nanovllm/models/qwen3_moe.py
-        nanovllm/models/minimax_m2.py
+        nanovllm/models/minimax_m2.py nanovllm/models/deepseek_v3.py
+        nanovllm/layers/latent_attention.py nanovllm/layers/stretched_rope.py
         kernels/nanovllm_kernels/reference.py""",
     "tests/models/test_quantised.py": "nanovllm/models/altered.py",
     "tests/models/test_weights.py": "nanovllm/models/destination.py nanovllm/models/faults.py",

@@ -31,6 +31,11 @@ class PagedKV(NamedTuple):
     # Of numbers of 8 bits: what those of each head are multiplied by, keys' scales, then values'.
     scales_2G: Tensor | None = None
 
+    @property
+    def width(self) -> int:
+        """The elements of a head's result."""
+        return self.v_PSGA.shape[3]
+
 
 class GroupedHeads:
     """A layer's attention: causal, of scale A**-0.5, over each row's context in its own cache."""
@@ -51,7 +56,7 @@ class GroupedHeads:
 
     def empty(self, q_THA: Tensor) -> Tensor:
         """What o_THA will look like."""
-        return q_THA.new_empty(*q_THA.shape[:2], self.cache.v_PSGA.shape[3])
+        return q_THA.new_empty(*q_THA.shape[:2], self.cache.width)
 
 
 def load_scale(name: str, read: Callable[[], Tensor], blocks: Sequence[Any]) -> bool:

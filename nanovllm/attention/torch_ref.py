@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import Batch
 from nanovllm.attention.grouped import FP8, PagedKV
+from nanovllm.attention.latent import Latents, attend_latents
 from nanovllm.kv.layout import CacheLayout
 
 SPARE_CELLS = 256  # of a row: fewer cost less than a group more
@@ -120,12 +122,25 @@ class TorchAttend:
     groups: tuple[RowGroup, ...]
     copies: tuple[Copy, Copy]
 
-    def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, cache: PagedKV | Latents, q_THA: Tensor, out_THA: Tensor | None = None
+    ) -> Tensor:
+        attend_rows: Any = attend_in_latents if isinstance(cache, Latents) else attend
         if out_THA is None:
-            out_THA = q_THA.new_empty(*q_THA.shape[:2], cache.v_PSGA.shape[3])
+            out_THA = q_THA.new_empty(*q_THA.shape[:2], cache.width)
         for group in self.groups:
-            out_THA[group.tokens_X] = attend(group, q_THA[group.tokens_X], cache, self.copies)
+            out_THA[group.tokens_X] = attend_rows(group, q_THA[group.tokens_X], cache, self.copies)
         return out_THA
+
+
+def attend_in_latents(
+    group: RowGroup, q_THA: Tensor, cache: Latents, copies: tuple[Copy, Copy]
+) -> Tensor:
+    copied_PSX = copies[0].of(cache.pages_PSX, group.pages_X)
+    latents_RCX = copied_PSX.view(group.num_rows, -1, copied_PSX.shape[2])
+    latents_RCX[group.dirt] = 0
+    q_RNHA = q_THA.reshape(group.num_rows, group.num_new, *q_THA.shape[1:])
+    return attend_latents(q_RNHA, latents_RCX, group.seen_R1NC, cache).flatten(0, 1)
 
 
 def attend(group: RowGroup, q_THA: Tensor, cache: PagedKV, copies: tuple[Copy, Copy]) -> Tensor:

@@ -9,7 +9,10 @@ from msgspec import Struct
 
 
 class PagedGroup(Struct, frozen=True):
-    """Layers whose keys and values share a geometry (per rank)."""
+    """Layers whose keys and values share a geometry (per rank).
+
+    Latents are one head of keys, and values of no elements, which are made of the same.
+    """
 
     layers: tuple[int, ...]
     num_heads: int  # key/value heads of this rank

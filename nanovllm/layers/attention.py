@@ -69,3 +69,7 @@ class Attention(Layer):
             o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))
         after: Residual = self.out(o_TX, stream)
         return after
+
+    def elements(self) -> int:
+        """How many of a token are allocated at once beside the stream: q, and what that gives."""
+        return len(self.qkv.weight) + 2 * self.out.weight.shape[1]

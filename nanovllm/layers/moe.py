@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from nanovllm_kernels.experts_reference import ExpertProducts
 from nanovllm_kernels.fp8_reference import BLOCK, FP8
+from nanovllm_kernels.reference import summed
 from nanovllm_kernels.route_reference import Routing, Uniform
 from torch import Tensor, nn
 
@@ -18,8 +19,9 @@ from nanovllm.attention.base import ForwardContext
 from nanovllm.layers.expert_products import ExpertKernels, products_for
 from nanovllm.layers.fp8 import fp8_parameter, in_blocks
 from nanovllm.layers.linear import Layer, Linear, Placement, parameter, summed_up
+from nanovllm.layers.mlp import MLP
 from nanovllm.layers.ops import Implementation, Ops, RowTable
-from nanovllm.layers.residual import Added, Residual
+from nanovllm.layers.residual import Added, Pending, Residual, as_tensor
 from nanovllm.parallel.mesh import Mesh, Span
 
 
@@ -67,7 +69,7 @@ class Experts(Layer):
         """The weighted sum y_TD of this rank's pairs, plus the stream, which it may overwrite.
 
         `routed`: logits_TE, bias_E or None, and where tokens are if that chooses, as route_and_sort
-        takes them.
+        takes them; then what a shared expert gives, to be added, if there is one.
         """
         y_TD: Tensor = self.by_rows[len(x_TD)].run(x_TD, stream_TD, *routed)
         return y_TD
@@ -86,6 +88,7 @@ class Experts(Layer):
         logits_TE: Tensor,
         bias_E: Tensor | None,
         uniform: Uniform | None,
+        shared_TD: Tensor | None = None,
     ) -> Tensor:
         kernels, ours = self.kernels, (self.experts.start, self.experts.count)
         weights_TK, _, rows = kernels.route(
@@ -93,7 +96,7 @@ class Experts(Layer):
         )
         y_XF = products.gate_up(x_TD, self.gate_up, self.gate_up_scale, rows, self.num_chosen)
         y_XD = products.down(y_XF, self.down, self.down_scale, rows, self.num_chosen)
-        return kernels.combine(y_XD, weights_TK, rows.row_of_TK, None, stream_TD)
+        return kernels.combine(y_XD, weights_TK, rows.row_of_TK, shared_TD, stream_TD)
 
 
 class MoE(Layer):
@@ -118,35 +121,56 @@ class MoE(Layer):
         is_last: bool,
         mesh: Mesh,
         ops: Ops,
+        shared: MLP | None = None,
     ) -> None:
-        """`experts` and `inner`: the names of their fields in config.json, and their numbers."""
+        """`experts` and `inner`: the names of their fields in config.json, and their numbers.
+
+        `shared`: what every token gets besides. Its norm is everybody's.
+        """
         super().__init__()
         self.eps, self.mesh, self.ops = eps, mesh, ops
         self.layer, self.is_last = layer, is_last
         everyone, whole = Span(experts[1], 0, experts[1]), Span(inner[1], 0, inner[1])
         own = (everyone, mesh.span(*inner)) if mesh.ep_size == 1 else (mesh.span(*experts), whole)
-        self.norm_weight = parameter(hidden_size)
+        self.shared = shared
+        self.norm_weight = None if shared else parameter(hidden_size)
         self.router = Router(everyone, hidden_size, ops, torch.float32 if exact else None)
         self.bias = parameter(experts[1], dtype=torch.float32) if exact else None
         self.experts = Experts(hidden_size, *own, num_chosen, rule, ops.experts)
 
     def forward(self, residual: Residual, ctx: ForwardContext) -> Residual:
         """The residual stream with what this block gives. May overwrite what it is given."""
-        x_TD, stream = self.ops.norm(residual, self.norm_weight, self.eps)
+        owner = self if self.shared is None else self.shared.gate_up
+        x_TD, stream = self.ops.norm(residual, owner.get_parameter("norm_weight"), self.eps)
+        shared_TD, stream = self._of_shared(stream)
         logits_TE = self.router.product(x_TD)
         routed = logits_TE, self.bias, self._places(ctx) if self.ops.experts.is_uniform else None
         if self.mesh.tp_size > 1:
-            return summed_up(self.experts(x_TD, None, *routed), stream, self.mesh)
-        return Added(self.experts(x_TD, stream.stream_TD, *routed))
+            return summed_up(self.experts(x_TD, None, *routed, shared_TD), stream, self.mesh)
+        return Added(self.experts(x_TD, stream.stream_TD, *routed, shared_TD))
+
+    def _of_shared(self, stream: Added) -> tuple[Tensor | None, Added]:
+        """What the shared expert gives, this rank's part of it, unless the stream has it then."""
+        if self.shared is None:
+            return None, stream
+        y_TF, stream = self.shared.gate_up(stream)
+        if self.mesh.tp_size > 1:
+            return self.shared.down.product(y_TF), stream
+        after = self.shared.down(y_TF, stream)
+        if isinstance(after, Added):
+            return None, after
+        assert isinstance(after, Pending)
+        update_TD = summed(as_tensor(after.update)).to(after.stream_TD.dtype)
+        return update_TD, Added(after.stream_TD)
 
     def elements(self, pending: int, *, fuses_gate: bool) -> int:
         """How many of a token are allocated at once behind the norm: what gate and up give of all
         of its pairs, as any rank may have them all, and what down does; and the result.
         """
         hidden_size, inner = self.experts.down.shape[1:]
-        num_experts = len(self.router.weight)
+        more = len(self.router.weight) + (0 if self.shared is None else hidden_size)
         pairs = self.experts.num_chosen * (hidden_size + inner + 8)  # and lists of them
-        return pairs + num_experts + max(pending, hidden_size)
+        return pairs + more + max(pending, hidden_size)
 
     def _places(self, ctx: ForwardContext) -> Uniform:
         """Where tokens stand, which is what chooses their experts where all are to be chosen alike

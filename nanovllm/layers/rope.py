@@ -6,11 +6,11 @@ is: a more exact table would be a different model at long positions.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from msgspec import Struct
 from torch import Tensor
+
+from nanovllm.layers.stretched_rope import Llama3Rope, YarnRope
 
 
 class PlainRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="default"):
@@ -18,18 +18,7 @@ class PlainRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="d
     partial_rotary_factor: float = 1.0  # which part of a head is rotated, the first
 
 
-class Llama3Rope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="llama3"):
-    """Llama 3.1: slow rotations are stretched by `factor`, fast ones kept, the rest blended."""
-
-    rope_theta: float
-    partial_rotary_factor: float = 1.0
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-Rope = PlainRope | Llama3Rope
+Rope = PlainRope | Llama3Rope | YarnRope
 
 
 def cos_sin_table(rope: Rope, rotary_size: int, max_tokens: int) -> Tensor:
@@ -41,15 +30,8 @@ def cos_sin_table(rope: Rope, rotary_size: int, max_tokens: int) -> Tensor:
         return torch.empty(max_tokens, rotary_size, dtype=torch.float32)
     exponents = torch.arange(0, rotary_size, 2, dtype=torch.float32) / rotary_size
     frequencies = 1 / rope.rope_theta**exponents  # radians per token
-    if isinstance(rope, Llama3Rope):
-        frequencies = stretched(frequencies, rope)
+    amplitude = 1.0
+    if not isinstance(rope, PlainRope):
+        frequencies, amplitude = rope.stretched(frequencies), rope.amplitude
     angles = torch.arange(max_tokens, dtype=torch.float32)[:, None] * frequencies
-    return torch.cat([angles.cos(), angles.sin()], dim=1)
-
-
-def stretched(frequencies: Tensor, rope: Llama3Rope) -> Tensor:
-    """Frequencies whose period exceeds the original context divided, smoothly, by `factor`."""
-    turns = rope.original_max_position_embeddings / (2 * math.pi / frequencies)
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = kept.clamp(0, 1)  # 1: a fast rotation, seen whole often enough while training
-    return (1 - kept) * frequencies / rope.factor + kept * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=1) * amplitude

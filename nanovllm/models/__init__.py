@@ -1,6 +1,7 @@
 """One file per model family; the key is `architectures[0]` of the checkpoint's config.json."""
 
 MODELS = {
+    "DeepseekV3ForCausalLM": "nanovllm.models.deepseek_v3:DeepseekV3",
     "LlamaForCausalLM": "nanovllm.models.llama:Llama",
     "MiniMaxM2ForCausalLM": "nanovllm.models.minimax_m2:MiniMaxM2",
     "Qwen3ForCausalLM": "nanovllm.models.qwen3:Qwen3",

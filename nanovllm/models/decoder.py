@@ -87,7 +87,14 @@ class Block(Layer):
         self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, *, qk_norm: QKNorm
     ) -> None:
         super().__init__()
-        self.attn = Attention(
+        self.attn = self.attn_of(config, layer, mesh, ops, qk_norm)
+        self.mlp = self.mlp_of(config, layer, mesh, ops)
+
+    def attn_of(
+        self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, qk_norm: QKNorm
+    ) -> Layer:
+        """Attention, behind a norm of its own."""
+        return Attention(
             hidden_size=config.hidden_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
@@ -98,7 +105,6 @@ class Block(Layer):
             mesh=mesh,
             ops=ops,
         )
-        self.mlp = self.mlp_of(config, layer, mesh, ops)
 
     def mlp_of(self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Layer:
         """What follows attention, behind a norm of its own."""

@@ -147,13 +147,13 @@ def step_bytes(found: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
     num_prompts = -(-int(recipe.schedule.step_tokens) // longest)
     num_tokens = int(recipe.schedule.step_tokens) // num_prompts * num_prompts
     layers: Any = model.layers
-    hidden, queries = (out := layers[0].attn.out.weight).shape
-    qkv, mlps = len(layers[0].attn.qkv.weight), [one.mlp for one in layers]
+    attn, mlps = layers[0].attn, [one.mlp for one in layers]
+    hidden = len(attn.out.weight)
     # The caller of a block holds the product that the block before left for the stream.
     stream = 2 * hidden
-    is_added = found.mesh.tp_size == 1 and ADDED_LINEAR.fits(num_tokens, out)
+    is_added = found.mesh.tp_size == 1 and ADDED_LINEAR.fits(num_tokens, attn.out.weight)
     pending = 0 if is_added else hidden
-    attention = stream + qkv + 2 * queries + pending  # q, and what attention gives
+    attention = stream + attn.elements() + pending
     mlp = stream + hidden + max(mlp.elements(pending, fuses_gate=fuses_gate) for mlp in mlps)
     columns = longest + 1 - (-longest // found.page_tokens)  # of a slot: its tokens and its pages
     pages = 2 * found.layout.bytes_per_token * found.page_tokens

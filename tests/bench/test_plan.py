@@ -279,3 +279,23 @@ def test_minimax_m2_has_a_byte_a_weight() -> None:
     experts = 62 * 256 * 3 * 1536 * 3072 / 4
     assert 0.97 < experts / plan.taken[WEIGHTS] < 1
     assert plan.found.layout.bytes_per_token == 62 * 2 * 2 * 128 * 2  # of two heads
+
+
+def test_r1_over_eight_ranks_by_hand() -> None:
+    """Latents are on every rank; of kv_b there is a copy in 16 bits, which multiplies."""
+    plan = on_h200("deepseek-r1", tp=8)
+    hidden, experts, dense = 7168, 257, 3 * 7168 * 18432
+    kept = 16 * 192 * 1536, 16 * 256 * 512, 16 * 128 * 7168  # q_b, kv_b, o, of 16 heads
+    attention = (1536 + 576) * hidden + sum(kept)
+    sparse = experts * 3 * hidden * 2048 // 8
+    in_fp8 = 61 * attention + 3 * dense // 8 + 58 * sparse
+    copies = 61 * 2 * kept[1]
+    routers = 58 * 256 * (hidden + 1) * 4
+    vocabulary = 2 * 2 * hidden * 8 * 2048  # whole blocks: rank 0 has 8 of 64
+    tables = plan.found.max_model_tokens * 64 * 4
+    expected = in_fp8 * (1 + 4 / 128**2) + copies + routers + vocabulary + tables
+    assert plan.taken[WEIGHTS] == pytest.approx(expected, rel=1e-3)
+    assert plan.found.layout.bytes_per_token == 61 * 576 * 2 == 70272
+    assert plan.problem([32000]) == "" and plan.tokens > 500_000
+    with pytest.raises(ConfigError, match="latents can only have"):
+        on_h200("deepseek-r1", "cache.dtype=fp8", tp=8)

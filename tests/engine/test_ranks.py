@@ -25,6 +25,7 @@ from nanovllm.plan import Masks, StepPlan
 from nanovllm.wire import FinishReason, Sampling
 from tests.models.corrupted import POISON, VALUES, poisoned
 from tests.models.tiny import CASES, config_of, make_tiny
+from tests.parallel.test_mesh import COUNTS
 from tests.whole_engine import GREEDY, WholeEngine, prompts_of
 
 SMALL = dict(pages=24, slots=4, step_tokens=24, max_tokens=90)  # chunks, and preemptions
@@ -130,13 +131,16 @@ def test_text_is_that_of_one_rank(
         ("qwen3_moe", None, 2, 2),
         ("minimax_m2", NGRAM, 2, 2),
         ("minimax_m2", None, 4, 1),
+        ("deepseek_v3", NGRAM, 2, 1),
+        ("deepseek_v3", None, 2, 2),
     ],
 )
 def test_experts_over_ranks_write_the_text_of_one(
     family: str, drafts: Speculate | None, tp: int, ep: int, tmp_path: Path
 ) -> None:
-    count = {"qwen3_moe": "num_experts", "minimax_m2": "num_local_experts"}[family]
-    overrides = {**CASES[family][1], count: 10, "vocab_size": 5003}
+    overrides = {**CASES[family][1], COUNTS[family]: 10, "vocab_size": 5003}
+    if family == "deepseek_v3":
+        overrides["n_group"] = 5
     make_tiny(tmp_path, family, **overrides)
     same_text(config_of(tmp_path), drafts, tp, ep, tmp_path)
 

@@ -49,9 +49,11 @@ class Steps:
         self.shard = Shard(mesh, config.vocab_size)
         (group,) = model.cache_layout(config, mesh, 4).paged
         num_pages = len(prompts) * PAGES_EACH
-        shape = (num_pages + 1, PAGE_TOKENS, group.num_heads, group.k_size)
+        shape = (num_pages + 1, PAGE_TOKENS, group.num_heads)
         caches = {
-            layer: PagedKV(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+            layer: PagedKV(
+                *(torch.full((*shape, size), torch.nan) for size in (group.k_size, group.v_size))
+            )
             for layer in group.layers
         }
         model.bind_caches(caches)

@@ -14,6 +14,7 @@ from nanovllm.layers.rope import Llama3Rope, PlainRope
 from nanovllm.models.config import read_model_config
 from tests.models.tiny import config_of
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 HUB_LLAMA: dict[str, Any] = dict(  # spelled as the hub does
     architectures=["LlamaForCausalLM"],
     attention_bias=False,
@@ -101,13 +102,13 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "architectures is GPT2LMHeadModel; supported are LlamaForCausalLM, "
-            "MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
+            "architectures is GPT2LMHeadModel; supported are DeepseekV3ForCausalLM, "
+            "LlamaForCausalLM, MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
         ),
         (
             {"architectures": []},
-            "architectures is empty; supported are LlamaForCausalLM, "
-            "MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
+            "architectures is empty; supported are DeepseekV3ForCausalLM, "
+            "LlamaForCausalLM, MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
         ),
         ({"architectures": ...}, "Object missing required field `architectures`"),
         ({"hidden_size": ...}, "Object missing required field `hidden_size`"),
@@ -140,8 +141,8 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
         ({"rope_theta": ...}, "missing field rope_theta (or rope_parameters)"),
         ({"rope_scaling": "llama3"}, "Expected `object | null`, got `str` - at `$.rope_scaling`"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope type is yarn; supported are default, llama3",
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "rope type is longrope; supported are default, llama3, yarn",
         ),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
@@ -191,3 +192,52 @@ def test_layers_that_a_model_has_not(asked: int, tmp_path: Path) -> None:
         read_model_config(config)
     most = f"32, which {tmp_path}/config.json has"
     assert str(caught.value) == f"model.num_layers is {asked}; it must be between 1 and {most}"
+
+
+R1 = json.loads((RECIPES / "configs" / "DeepSeek-R1.json").read_text())
+
+
+def test_r1_as_published(tmp_path: Path) -> None:
+    config = read(tmp_path, R1)
+    assert config.sizes == (7168, 128, 1536, 512, 128, 64, 128)
+    assert (config.rotary_size, config.head_size) == (64, 128)
+    rope = config.rope_parameters
+    assert rope.amplitude == 1.0  # of cosines and sines, and yet scores are scaled
+    assert config.score_scale == pytest.approx(192**-0.5 * 1.8738, rel=1e-4)
+    lite = replace(rope, mscale=0.707, mscale_all_dim=0.707)
+    assert lite.score_scale == pytest.approx(1.590, rel=1e-3)
+    assert replace(rope, factor=1.0).score_scale == 1.0
+    assert config.evenly_cut(1) == (
+        "num_attention_heads",
+        "intermediate_size",
+        "moe_intermediate_size",
+    )
+    assert "n_routed_experts" in config.evenly_cut(8)
+    plain = {**R1, "q_lora_rank": None, "n_shared_experts": None, "first_k_dense_replace": 0}
+    lacking = read(tmp_path, plain)
+    assert lacking.sizes.query_rank is None
+    assert lacking.evenly_cut(8) == ("num_attention_heads", "n_routed_experts")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_key_value_heads": 64}, "num_key_value_heads is 64; it must be num_attention_heads, "
+         "128, as each head makes its own"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63; it must be even"),
+        ({"n_group": 7}, "num_experts_per_tok is 8, of topk_group 4 of n_group 7 equal groups, but "
+         "n_routed_experts is 256"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok is 129, of topk_group 4 of n_group 8 "
+         "equal groups, but n_routed_experts is 256"),
+        ({"topk_group": 9}, "topk_group is 9; there are n_group 8"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq is 2; only 1 is supported"),
+        ({"scoring_func": "softmax"}, 'scoring_func is "softmax"; only "sigmoid" is supported'),
+        ({"topk_method": "greedy"}, 'topk_method is "greedy"; only "noaux_tc" is supported'),
+        ({"kv_lora_rank": ...}, "Object missing required field `kv_lora_rank`"),
+    ],
+)  # fmt: skip
+def test_what_latent_attention_cannot_be(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    raw = {**R1, **change}
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, {key: value for key, value in raw.items() if value is not ...})
+    assert str(caught.value) == f"{tmp_path / 'config.json'}: {said}"

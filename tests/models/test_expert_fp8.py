@@ -29,14 +29,19 @@ FAMILIES = {
     "qwen3_moe": dict(num_experts=6, intermediate_size=256, mlp_only_layers=[1]),
     "minimax_m2": dict(num_local_experts=6, rotary_dim=16),
 }
+V3 = dict(  # with blocks of 64 rows at the end, as R1 has in kv_a_proj_with_mqa
+    num_key_value_heads=8, head_dim=64, n_routed_experts=6, n_group=3, topk_group=2,
+    n_shared_experts=1, first_k_dense_replace=1, intermediate_size=256, kv_lora_rank=128,
+    qk_nope_head_dim=40, qk_rope_head_dim=64, v_head_dim=32,
+)  # fmt: skip
 KEPT = "embed_tokens", "lm_head", "norm", "gate.", "e_score_correction_bias"
 
 
-def checkpoints(folder: Path, family: str, inner: int) -> tuple[Path, Path]:
+def checkpoints(folder: Path, family: str, inner: int, **more: object) -> tuple[Path, Path]:
     """One in block fp8, and one of the same numbers in float32."""
     plain, blocks = folder / "plain", folder / "blocks"
-    width = {"qwen3_moe": "moe_intermediate_size", "minimax_m2": "intermediate_size"}[family]
-    overrides = {**SIZES, **FAMILIES[family], width: inner}
+    width = "intermediate_size" if family == "minimax_m2" else "moe_intermediate_size"
+    overrides = {**SIZES, **{**FAMILIES, "deepseek_v3": V3}[family], width: inner, **more}
     for made in (plain, blocks):
         make_tiny(made, family, **overrides)
     numbers = load_file(plain / "model.safetensors")
@@ -100,3 +105,30 @@ def test_shares_of_blocks_are_refused(family: str, tmp_path: Path) -> None:
         f"parallel.tp is 2; it would cut the model's {name} 384 into shares of 192 inputs of "
         "weights in fp8, and 192 is not a multiple of 128; it can be 1"
     )
+
+
+@pytest.mark.parametrize("query_rank", [None, 256, 72])
+@pytest.mark.parametrize(("tp", "ep", "inner"), [(1, 1, 136), (2, 1, 256), (2, 2, 256)])
+def test_latent_attention_is_that_of_the_dequantised_model(
+    query_rank: int | None, tp: int, ep: int, inner: int, tmp_path: Path
+) -> None:
+    plain, blocks = checkpoints(tmp_path, "deepseek_v3", inner, q_lora_rank=query_rank)
+    expected = our_logits(Steps(plain, load(plain), prompts(), Mesh()), [LENGTHS])
+    meeting = Meeting(tp)
+    meshes = [ThreadMesh(rank, tp, meeting, ep_size=ep) for rank in range(tp)]
+    models = [load(blocks, mesh) for mesh in meshes]
+    attn = models[-1].layers[0].attn
+    products = [attn.kv_b, attn.out, attn.qkv if query_rank is None else attn.latents]
+    assert {product.weight.dtype for product in products} == {FP8}
+    assert attn.kv_b.whole_ND.shape == attn.kv_b.weight.shape == (8 // tp * 72, 128)
+    if query_rank == 256:
+        assert attn.latents.weight_scale.shape == (2 + 2, 2)
+
+    def run(rank: int) -> list[Tensor]:
+        steps = Steps(blocks, models[rank], prompts(), meshes[rank])
+        return our_logits(steps, SCHEDULES["one late"])
+
+    with ThreadPoolExecutor(tp) as pool:
+        found = list(pool.map(run, range(tp)))
+    for row, logits in enumerate(expected):
+        torch.testing.assert_close(found[0][row], logits, rtol=1e-4, atol=1e-4)

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
+from nanovllm.attention import latent
 from nanovllm.config import Kernels
 from nanovllm.layers.ops import select_ops
 from nanovllm.layers.rope import cos_sin_table
@@ -22,7 +23,7 @@ from nanovllm.models.config import read_model_config
 from nanovllm.models.weights import destinations
 from nanovllm.parallel.mesh import Mesh
 from tests.models.steps import CPU, Steps, load
-from tests.models.tiny import CASES, LLAMA3_ROPE, config_of, make_tiny
+from tests.models.tiny import CASES, LLAMA3_ROPE, YARN, config_of, make_tiny
 
 Schedule = list[tuple[int, int]]  # per step, the tokens that each of two prompts feeds
 SCHEDULES: dict[str, Schedule] = {
@@ -33,6 +34,9 @@ SCHEDULES: dict[str, Schedule] = {
     "token by token": [(1, 1)] * 29 + [(1, 0)] * 4,
 }
 LENGTHS = (33, 29)
+YARN_ALONE = dict(  # as Qwen3's model cards say it: cosines and sines are scaled
+    rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=2000
+)
 
 
 def prompts() -> list[Tensor]:
@@ -94,6 +98,20 @@ def test_hidden_states_of_all_tokens_give_the_same_logits(case: str, tmp_path: P
     assert_equal_logits([model.logits(narrow_SD)], [expected[predicting]])
     assert_equal_logits([model.logits(all_TD)], [expected])
     torch.testing.assert_close(batch.sampled(all_TD), narrow_SD, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("deepseek_v3")])
+def test_latents_expanded_for_chunks_give_the_same_logits(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latent, "FEW", 4)
+    monkeypatch.setattr(latent, "PIECE", 9)
+    family, overrides = CASES[case]
+    expected = expected_logits(make_tiny(tmp_path, family, **overrides))
+    model = load(tmp_path)
+    for schedule in SCHEDULES.values():
+        steps = Steps(tmp_path, model, prompts(), Mesh())
+        assert_equal_logits(our_logits(steps, schedule), expected)
 
 
 class InPlace:
@@ -187,7 +205,9 @@ def test_no_tensor_is_invisible(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides", [{}, {"rope_parameters": LLAMA3_ROPE}], ids=["plain", "llama3"]
+    "overrides",
+    [{}, *({"rope_parameters": rope} for rope in (LLAMA3_ROPE, YARN, YARN_ALONE))],
+    ids=["plain", "llama3", "yarn", "yarn of other models"],
 )
 def test_rope_table_is_transformers(overrides: dict[str, object], tmp_path: Path) -> None:
     reference = make_tiny(tmp_path, "llama", **overrides)
@@ -200,9 +220,11 @@ def test_rope_table_is_transformers(overrides: dict[str, object], tmp_path: Path
     torch.testing.assert_close(table, expected, rtol=0, atol=1e-6)
 
 
-def test_llama3_scaling_matters_in_these_tests(tmp_path: Path) -> None:
-    scaled = expected_logits(make_tiny(tmp_path, "llama", rope_parameters=LLAMA3_ROPE))
-    plain = expected_logits(make_tiny(tmp_path, "llama"))
+@pytest.mark.parametrize(("case", "rope"), [("llama", LLAMA3_ROPE), ("deepseek_v3", YARN)])
+def test_scaling_matters_in_these_tests(case: str, rope: dict[str, object], tmp_path: Path) -> None:
+    family, overrides = CASES[case]
+    scaled = expected_logits(make_tiny(tmp_path, family, **{**overrides, "rope_parameters": rope}))
+    plain = expected_logits(make_tiny(tmp_path, family, **{**overrides, "rope_parameters": None}))
     assert (scaled[0] - plain[0]).abs().max() > 0.1
 
 

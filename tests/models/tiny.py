@@ -36,6 +36,32 @@ LLAMA3_ROPE = dict(  # an original context so short that the scaling matters fro
 )
 EXPERTS = dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=20)
 M2 = dict(num_local_experts=6, num_experts_per_tok=2, intermediate_size=20, rotary_dim=8)
+YARN = dict(  # its scaling matters from the start, too
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=40.0,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    beta_fast=32,
+    beta_slow=1,
+    original_max_position_embeddings=16,
+)
+V3 = dict(
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=20,
+    n_shared_experts=1,
+    n_group=4,
+    topk_group=2,
+    first_k_dense_replace=1,
+    num_key_value_heads=4,
+    head_dim=8,  # of the rotated part, by transformers
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+)
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3 gqa 1, head_dim 24": ("qwen3", dict(num_key_value_heads=4, head_dim=24)),
@@ -74,9 +100,29 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "minimax_m2",
         dict(M2, num_local_experts=5, num_experts_per_tok=1, num_key_value_heads=4),
     ),
+    "deepseek_v3": ("deepseek_v3", dict(V3, rope_parameters=YARN)),
+    "deepseek_v3 tied": (
+        "deepseek_v3",
+        dict(V3, rope_parameters=YARN, tie_word_embeddings=True, qk_nope_head_dim=8, v_head_dim=16),
+    ),
+    "deepseek_v3 q plain, dense 3, yarn 1": (
+        "deepseek_v3",
+        dict(V3, q_lora_rank=None, num_hidden_layers=4, first_k_dense_replace=3)
+        | dict(rope_parameters=dict(YARN, factor=1.0)),
+    ),
+    "deepseek_v3 2 shared, dense 2, one group, plain rope": (
+        "deepseek_v3",
+        dict(V3, n_shared_experts=2, num_hidden_layers=3, first_k_dense_replace=2, n_group=1)
+        | dict(topk_group=1, norm_topk_prob=False, num_experts_per_tok=4, qk_nope_head_dim=10),
+    ),
     "llama llama3 rope": ("llama", dict(rope_parameters=LLAMA3_ROPE)),
 }
-TOLD = ("qwen3 gqa 3, tied", "qwen3_moe", "minimax_m2")  # that whole engines write text of
+TOLD = (
+    "qwen3 gqa 3, tied",
+    "qwen3_moe",
+    "minimax_m2",
+    "deepseek_v3 tied",
+)  # that whole engines write text of
 
 
 def make_tiny(

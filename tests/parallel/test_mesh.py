@@ -23,6 +23,9 @@ from tests.models.steps import Steps, load
 from tests.models.test_parity import LENGTHS, SCHEDULES, our_logits, prompts
 from tests.models.tiny import CASES, COMMON, config_of, make_tiny
 
+COUNTS = {"qwen3_moe": "num_experts", "minimax_m2": "num_local_experts",
+          "deepseek_v3": "n_routed_experts"}  # fmt: skip
+
 
 class Meeting:
     """Where ranks meet to exchange."""
@@ -80,19 +83,25 @@ def test_ranks_together_compute_the_same_logits(family: str, tp: int, tmp_path: 
 
 @pytest.mark.parametrize("ep", [1, 2])
 @pytest.mark.parametrize(
-    "case", ["qwen3_moe", "qwen3_moe 7, top 1, dense between", "minimax_m2 13, top 8, tied"]
+    "case",
+    [
+        *("qwen3_moe", "qwen3_moe 7, top 1, dense between", "minimax_m2 13, top 8, tied"),
+        *("deepseek_v3", "deepseek_v3 q plain, dense 3, yarn 1"),
+    ],
 )
 def test_experts_over_two_ranks_compute_the_same_logits(case: str, ep: int, tmp_path: Path) -> None:
     """Whole experts on either rank, or a share of all."""
     family, overrides = CASES[case]
-    count = "num_experts" if family == "qwen3_moe" else "num_local_experts"
+    count = COUNTS[family]
     overrides = {**overrides, count: 10}  # of which each rank can have 5
+    if family == "deepseek_v3":
+        overrides["n_group"] = 5
     make_tiny(tmp_path, family, **overrides)
     expected = our_logits(Steps(tmp_path, load(tmp_path), prompts(), Mesh()), [LENGTHS])
     meeting = Meeting(2)
     meshes = [ThreadMesh(rank, 2, meeting, ep_size=ep) for rank in range(2)]
     models = [load(tmp_path, mesh) for mesh in meshes]
-    moe = models[1].layers[1].mlp  # type: ignore[union-attr]
+    moe = models[1].layers[-1 if "dense 3" in case else 1].mlp  # type: ignore[union-attr]
     inner = 20 if ep > 1 else 10
     assert list(moe.experts.gate_up.shape) == [10 // ep, 2 * inner, 64]
 

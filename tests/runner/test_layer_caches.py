@@ -57,3 +57,16 @@ def test_a_runner_with_other_caches_binds_the_model_to_them() -> None:
     for layer, block in enumerate(layers):
         assert block.attn.attend.cache is other.by_layer[layer]
         assert len(block.attn.attend.cache.k_PSGA) == 2
+
+
+def test_pages_of_latents_are_cleaned_and_copied() -> None:
+    """One head without values: nothing but the layout tells them from others."""
+    found = make_caches(CacheLayout((PagedGroup((0, 1), 1, 6, 0, 4),)), 4, 2, torch.float32, CPU)
+    keys, values = found.tensors
+    assert keys.shape == (2, 5, 2, 1, 6) and values.numel() == 0
+    keys.copy_(torch.arange(keys.numel()).view_as(keys))
+    before = keys.clone()
+    found.apply(StepPlan(0, [], [], 0, b"", [], 0, [], [3], [(1, 4), (4, 2)]))
+    assert torch.equal(keys[:, [4, 2]], before[:, [1, 4]]) and not keys[:, 3].any()
+    assert torch.equal(keys[:, [0, 1]], before[:, [0, 1]])
+    assert found.by_layer[1].k_PSGA.data_ptr() == keys[1].data_ptr()

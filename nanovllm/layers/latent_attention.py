@@ -1,0 +1,141 @@
+"""Latent attention behind its norm: projections of low rank around the cache of latents.
+
+What comes from the residual stream to all heads alike is computed by every rank, and so is the
+cache; heads are cut over ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from nanovllm_kernels.fp8_reference import Scaled
+from nanovllm_kernels.reference import rotate, summed
+from torch import Tensor
+
+from nanovllm.attention.base import ForwardContext
+from nanovllm.attention.grouped import PagedKV
+from nanovllm.attention.latent import LatentHeads, Latents
+from nanovllm.layers.fp8 import block_rows_of, to_fp8
+from nanovllm.layers.linear import AddLinear, Layer, Linear, NormLinear, Placement, parameter
+from nanovllm.layers.ops import Ops
+from nanovllm.layers.residual import Added, Product, Residual, as_tensor
+from nanovllm.parallel.mesh import Mesh, Span
+
+EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
+
+
+class Sizes(NamedTuple):
+    """The numbers of a token's latents, and of each head."""
+
+    hidden: int
+    heads: int  # of all ranks
+    query_rank: int | None  # None: queries are made of the residual stream
+    rank: int  # of the latent that keys and values are made of
+    key: int  # elements of a head's key that are made of the latent
+    rotated: int  # further elements, which are rotated and the same of all heads
+    value: int
+
+
+class LatentAttention(Layer):
+    """`scale`: of scores. `is_last`: no layer follows, so the results are of the tokens that rows
+    predict from.
+    """
+
+    def __init__(
+        self, sizes: Sizes, eps: float, scale: float, is_last: bool, mesh: Mesh, ops: Ops
+    ) -> None:
+        super().__init__()
+        self.sizes, self.scale, self.is_last, self.ops = sizes, scale, is_last, ops
+        heads = mesh.span("num_attention_heads", sizes.heads)
+        q, cached = heads.of_width(sizes.key + sizes.rotated), sizes.rank + sizes.rotated
+        first = q if sizes.query_rank is None else whole(sizes.query_rank)
+        products = NormLinear(sizes.hidden, eps, {"q": first, "kv": whole(cached)}, ops)
+        self.qkv = products if first is q else None
+        self.latents = None if first is q else products
+        self.q_b = None if first is q else NormLinear(first.count, EPS, {"": q}, ops)
+        self.kv_norm = parameter(sizes.rank)
+        self.kv_b = KeysValues(heads.of_width(sizes.key + sizes.value), sizes.rank, ops)
+        self.attend = LatentHeads()
+        self.out = AddLinear(heads.of_width(sizes.value), sizes.hidden, mesh, ops)
+
+    def bind(self, cache: PagedKV) -> None:
+        """The cache, of one head without values, is the layer's own from here on. Weights are
+        loaded by now.
+        """
+        weight_HXX = self.kv_b.dequantised().unflatten(0, (-1, self.sizes.key + self.sizes.value))
+        key_HAX, value_HAX = weight_HXX.split([self.sizes.key, self.sizes.value], 1)
+        self.attend.cache = Latents(cache.k_PSGA[:, :, 0], key_HAX, value_HAX, self.scale)
+
+    def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
+        """The residual stream with what attention gives. May overwrite what it is given."""
+        batch, (rank, key, rotated) = ctx.batch, self.sizes[3:6]
+        products = self.latents or self.qkv
+        assert products is not None
+        qkv, stream = products(residual)
+        qkv_TX = unsliced(qkv, stream.stream_TD.dtype)
+        q_TX, latent_TX, shared_TX = qkv_TX.tensor_split([-rank - rotated, -rotated], 1)
+        if self.q_b is not None:
+            q_TX = unsliced(self.q_b(Added(q_TX.contiguous()))[0], q_TX.dtype)
+        cos_sin_TA = cos_sin_LA[batch.positions_T]
+        latent_TX = self.ops.rms_norm(latent_TX.contiguous(), self.kv_norm, EPS)
+        cached_TX = torch.cat([latent_TX, in_pairs(shared_TX[:, None], cos_sin_TA)[:, 0]], 1)
+        self.attend.cache.pages_PSX.flatten(0, 1)[batch.slot_mapping_T] = cached_TX
+        q_THA = q_TX.unflatten(1, (-1, key + rotated))
+        q_THA = torch.cat([q_THA[..., :key], in_pairs(q_THA[..., key:], cos_sin_TA)], 2)
+        o_TX = ctx.eager(self.attend, ctx, q_THA).flatten(1)
+        if self.is_last and not ctx.all_hidden:
+            o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))
+        after: Residual = self.out(o_TX, stream)
+        return after
+
+    def elements(self) -> int:
+        """How many of a token are allocated at once beside the stream."""
+        made = [len(part.weight) for part in (self.qkv, self.latents, self.q_b) if part is not None]
+        given = self.out.weight.shape[1]
+        queries = given // self.sizes.value * (self.sizes.key + self.sizes.rotated)
+        return sum(made) + queries + given
+
+
+class KeysValues(Linear):
+    """The weight that makes each head's key and value of a latent: rows of keys, then of values,
+    head by head. In fp8 there is the same in the model's dtype, which is what multiplies.
+    """
+
+    def __init__(self, rows: Span, rank: int, ops: Ops) -> None:
+        super().__init__(rows.count, rank, Placement(0, (("", rows),)), ops)
+        del self.by_rows  # attention multiplies, with one head's rows after another's
+        self.dtype = torch.get_default_dtype()
+
+    def to_fp8(self) -> None:
+        """Changes the type of a weight whose storage is not allocated yet, and adds its scales."""
+        shape = self.weight.shape
+        to_fp8(self)
+        self.register_buffer("whole_ND", torch.empty(shape, dtype=self.dtype), persistent=False)
+
+    def dequantised(self) -> Tensor:
+        """The weight, of which nothing changes any more, in the model's dtype."""
+        if not hasattr(self, "weight_scale"):
+            return self.weight
+        scale, block_rows = (
+            self.get_parameter("weight_scale"),
+            block_rows_of(self.placements["weight"]),
+        )
+        return self.get_buffer("whole_ND").copy_(
+            Scaled(self.weight, scale, block_rows).dequantised()
+        )
+
+
+def whole(count: int) -> Span:
+    return Span(count, 0, count)
+
+
+def unsliced(product: Product, dtype: torch.dtype) -> Tensor:
+    return summed(as_tensor(product)).to(dtype)
+
+
+def in_pairs(x_THA: Tensor, cos_sin_TA: Tensor) -> Tensor:
+    """Rotates interleaved: elements 2 i and 2 i + 1 are a pair. The results' first elements come
+    first, which is another order of a head, of keys as of queries.
+    """
+    return rotate(x_THA.unflatten(-1, (-1, 2)).mT.flatten(-2), cos_sin_TA)

@@ -1,0 +1,81 @@
+"""Rotary embeddings for a longer context than a model was first trained with."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+
+class Llama3Rope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="llama3"):
+    """Llama 3.1: slow rotations are stretched by `factor`, fast ones kept, the rest blended."""
+
+    rope_theta: float
+    partial_rotary_factor: float = 1.0
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+    amplitude: ClassVar[float] = 1.0  # of cosines and sines
+
+    def stretched(self, frequencies: Tensor) -> Tensor:
+        """Frequencies whose period exceeds the original context divided, smoothly, by `factor`."""
+        turns = self.original_max_position_embeddings / (2 * math.pi / frequencies)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clamp(0, 1)  # 1: a fast rotation, seen whole often enough while training
+        return (1 - kept) * frequencies / self.factor + kept * frequencies
+
+
+class YarnRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="yarn"):
+    """YaRN: rotations of less than `beta_slow` turns in the original context are stretched by
+    `factor`, those of more than `beta_fast` kept, the rest blended by their place in the head.
+    """
+
+    rope_theta: float
+    partial_rotary_factor: float = 1.0
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    @property
+    def amplitude(self) -> float:
+        """Multiplies cosines and sines."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._scale(self.mscale) / self._scale(self.mscale_all_dim)
+        return self._scale(1.0)
+
+    @property
+    def score_scale(self) -> float:
+        """Multiplies the scores of DeepSeek's attention."""
+        return self._scale(self.mscale_all_dim) ** 2
+
+    def stretched(self, frequencies: Tensor) -> Tensor:
+        """The same frequencies, slow ones divided by `factor`."""
+        size = 2 * len(frequencies)
+        low, high = (self._place_of(turns, size) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        places = torch.arange(len(frequencies), dtype=torch.float32)
+        kept = 1 - ((places - low) / (high - low or 0.001)).clamp(0, 1)
+        # Not frequencies / factor, whose last bits would be others than the reference's.
+        slow = 1 / (self.factor * self.rope_theta ** (2 * places / size))
+        return slow * (1 - kept) + frequencies * kept
+
+    def _scale(self, weight: float) -> float:
+        return 1 + 0.1 * weight * math.log(self.factor) if self.factor > 1 else 1.0
+
+    def _place_of(self, turns: float, size: int) -> float:
+        """Which frequency makes so many turns in the original context."""
+        period = self.original_max_position_embeddings / (turns * 2 * math.pi)
+        return size * math.log(period) / (2 * math.log(self.rope_theta))

@@ -1,0 +1,186 @@
+"""DeepSeek-V3 and R1: latent attention; after some dense layers experts of groups, and shared ones.
+
+Layers behind the last one, which predict further tokens (MTP), are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from nanovllm_kernels.route_reference import Routing
+
+from nanovllm.attention.grouped import PagedKV
+from nanovllm.config import ConfigError
+from nanovllm.kv.layout import CacheLayout, PagedGroup
+from nanovllm.layers.attention import QKNorm
+from nanovllm.layers.latent_attention import LatentAttention, Sizes
+from nanovllm.layers.linear import Layer
+from nanovllm.layers.mlp import MLP
+from nanovllm.layers.moe import MoE
+from nanovllm.layers.ops import Ops
+from nanovllm.layers.stretched_rope import YarnRope
+from nanovllm.models.decoder import Block, Count, Decoder, DecoderConfig, Rule
+from nanovllm.parallel.mesh import Mesh
+
+ATTENTION, MLPS = "model.layers.{}.self_attn", "model.layers.{}.mlp"
+
+
+class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
+    ONLY: ClassVar[dict[str, object]] = {
+        **DecoderConfig.ONLY,
+        "moe_layer_freq": 1,
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+
+    q_lora_rank: Count | None = None
+    kv_lora_rank: Count
+    qk_nope_head_dim: Count
+    qk_rope_head_dim: Count
+    v_head_dim: Count
+    first_k_dense_replace: int = 0  # so many layers have a plain MLP
+    n_routed_experts: Count
+    num_experts_per_tok: Count
+    moe_intermediate_size: Count
+    n_shared_experts: int | None = None
+    n_group: Count = 1
+    topk_group: Count = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ValueError(
+                f"num_key_value_heads is {self.num_key_value_heads}; it must be "
+                f"num_attention_heads, {self.num_attention_heads}, as each head makes its own"
+            )
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim is {self.qk_rope_head_dim}; it must be even")
+        if self.topk_group > self.n_group:
+            raise ValueError(f"topk_group is {self.topk_group}; there are n_group {self.n_group}")
+        most = self.n_routed_experts // self.n_group * self.topk_group
+        if self.n_routed_experts % self.n_group or self.num_experts_per_tok > most:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}, of topk_group "
+                f"{self.topk_group} of n_group {self.n_group} equal groups, but n_routed_experts "
+                f"is {self.n_routed_experts}"
+            )
+
+    @property
+    def head_size(self) -> int:
+        """What a head gives, and o takes."""
+        return self.v_head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        return self.qk_rope_head_dim
+
+    @property
+    def sizes(self) -> Sizes:
+        ranks = self.q_lora_rank, self.kv_lora_rank
+        head = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
+        return Sizes(self.hidden_size, self.num_attention_heads, *ranks, *head)
+
+    @property
+    def score_scale(self) -> float:
+        rope, size = self.rope_parameters, self.qk_nope_head_dim + self.qk_rope_head_dim
+        stretched = rope.score_scale if isinstance(rope, YarnRope) else 1.0
+        return float(size**-0.5 * stretched)
+
+    def evenly_cut(self, ep: int) -> tuple[str, ...]:
+        found = ["num_attention_heads"]
+        if self.first_k_dense_replace > 0:
+            found.append("intermediate_size")
+        if ep > 1:
+            found.append("n_routed_experts")
+        if ep == 1 or self.n_shared_experts:
+            found.append("moe_intermediate_size")
+        return tuple(found)
+
+
+class LatentBlock(Block):
+    """Latent attention; an MLP, or routed and shared experts."""
+
+    def attn_of(
+        self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, qk_norm: QKNorm
+    ) -> Layer:
+        assert isinstance(config, DeepseekV3Config)
+        is_last = layer + 1 == config.num_hidden_layers
+        scales = config.rms_norm_eps, config.score_scale
+        return LatentAttention(config.sizes, *scales, is_last, mesh, ops)
+
+    def mlp_of(self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Layer:
+        assert isinstance(config, DeepseekV3Config)
+        if layer < config.first_k_dense_replace:
+            return super().mlp_of(config, layer, mesh, ops)
+        inner, groups = config.moe_intermediate_size, (config.n_group, config.topk_group)
+        shared = None
+        if config.n_shared_experts:
+            width = inner * config.n_shared_experts
+            shared = MLP(config.hidden_size, width, config.rms_norm_eps, mesh, ops)
+        return MoE(
+            hidden_size=config.hidden_size,
+            experts=("n_routed_experts", config.n_routed_experts),
+            inner=("moe_intermediate_size", inner),
+            num_chosen=config.num_experts_per_tok,
+            eps=config.rms_norm_eps,
+            rule=Routing("sigmoid", config.norm_topk_prob, config.routed_scaling_factor, *groups),
+            exact=True,
+            layer=layer,
+            is_last=layer + 1 == config.num_hidden_layers,
+            mesh=mesh,
+            ops=ops,
+            shared=shared,
+        )
+
+
+class DeepseekV3(Decoder):
+    Config = DeepseekV3Config
+    WEIGHTS: ClassVar[tuple[Rule, ...]] = (
+        *(rule for rule in Decoder.WEIGHTS if rule[2:] not in (("k",), ("v",))),
+        (f"{ATTENTION}.kv_a_proj_with_mqa.weight", "layers.{}.attn.qkv.weight", "kv"),
+        ("model.layers.{}.input_layernorm.weight", "layers.{}.attn.latents.norm_weight"),
+        (f"{ATTENTION}.q_a_proj.weight", "layers.{}.attn.latents.weight", "q"),
+        (f"{ATTENTION}.kv_a_proj_with_mqa.weight", "layers.{}.attn.latents.weight", "kv"),
+        (f"{ATTENTION}.q_a_layernorm.weight", "layers.{}.attn.q_b.norm_weight"),
+        (f"{ATTENTION}.q_b_proj.weight", "layers.{}.attn.q_b.weight"),
+        (f"{ATTENTION}.kv_a_layernorm.weight", "layers.{}.attn.kv_norm"),
+        (f"{ATTENTION}.kv_b_proj.weight", "layers.{}.attn.kv_b.weight"),
+        ("model.layers.{}.post_attention_layernorm.weight", "layers.{}.mlp.norm_weight"),
+        (
+            "model.layers.{}.post_attention_layernorm.weight",
+            "layers.{}.mlp.shared.gate_up.norm_weight",
+        ),
+        (f"{MLPS}.gate.weight", "layers.{}.mlp.router.weight"),
+        (f"{MLPS}.gate.e_score_correction_bias", "layers.{}.mlp.bias"),
+        (f"{MLPS}.shared_experts.gate_proj.weight", "layers.{}.mlp.shared.gate_up.weight", "gate"),
+        (f"{MLPS}.shared_experts.up_proj.weight", "layers.{}.mlp.shared.gate_up.weight", "up"),
+        (f"{MLPS}.shared_experts.down_proj.weight", "layers.{}.mlp.shared.down.weight"),
+        (f"{MLPS}.experts.{{}}.gate_proj.weight", "layers.{}.mlp.experts.gate_up", "gate"),
+        (f"{MLPS}.experts.{{}}.up_proj.weight", "layers.{}.mlp.experts.gate_up", "up"),
+        (f"{MLPS}.experts.{{}}.down_proj.weight", "layers.{}.mlp.experts.down"),
+    )
+
+    @staticmethod
+    def block(config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Block:
+        return LatentBlock(config, layer, mesh, ops, qk_norm="none")
+
+    def bind_caches(self, caches: Mapping[int, PagedKV]) -> None:
+        for layer, cache in caches.items():
+            block: Any = self.layers[layer]
+            block.attn.bind(cache)
+
+    @staticmethod
+    def cache_layout(config: DecoderConfig, mesh: Mesh, dtype_bytes: int) -> CacheLayout:
+        """One head of latents, the same on every rank, and no values.
+
+        Raises ConfigError if they are to have 8 bits.
+        """
+        assert isinstance(config, DeepseekV3Config)
+        if dtype_bytes == 1:
+            raise ConfigError("cache.dtype is fp8; latents can only have the model's own: auto")
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+        layers = tuple(range(config.num_hidden_layers))
+        return CacheLayout(paged=(PagedGroup(layers, 1, width, 0, dtype_bytes),))
