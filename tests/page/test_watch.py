@@ -164,7 +164,7 @@ def test_nobody_asks_while_nobody_looks(driver, paper) -> None:
 
 
 def test_one_of_several_engines(driver) -> None:
-    server = start("paper", "--dp", "2", "--set", "paper.tokens_per_s=15")
+    server = start("paper", "--dp", "2", "--set", "paper.tokens_per_s=5")
     try:
         page = Page(driver, server.url, "#watch")
         page.until(lambda: page.one("select[aria-label=Engine]").is_displayed())
