@@ -23,7 +23,9 @@ from msgspec import Struct
 
 from nanovllm.config import ConfigError
 
-Kind = Literal["serve", "offline", "kernels", "kv", "graphs", "load", "parity", "demo", "clients"]
+Kind = Literal[
+    "serve", "offline", "kernels", "kv", "graphs", "load", "page", "parity", "demo", "clients"
+]  # fmt: skip
 # Changed keys that do not tell records of a day apart.
 UNNAMED = ("load", "model", "port", "server.host", "server.port", "server.api_key", "server.served")
 

@@ -1,0 +1,159 @@
+"""What it costs a stream that somebody looks: the gaps between its tokens, alone and with the page open.
+
+    python results/watching.py [--rounds N] [--json PATH]
+
+A paper engine (steps at a fixed rate, no model) serves streams; in turn nobody looks, somebody asks
+for what the page asks for as often as it does, and, where Chromium is installed, the page is open
+in it, at a low priority: it takes the same cores here, as it would not from elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+import httpx
+
+from nanovllm.bench.record import of_this_machine, write_to
+from nanovllm.bench.started import started
+
+RATE, TOKENS = 50, 200  # of each stream, a second and in all
+ASKED_S = 0.25  # between two questions of the page for steps; every fourth time for metrics, too
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    began = datetime.now(UTC)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    flags = ["--port", str(port), "--set", f"paper.tokens_per_s={RATE}"]
+    line = [sys.executable, "-m", "nanovllm", "serve", "paper", *flags]
+    found: dict[str, list[float]] = {}
+    with started(line, url):
+        asyncio.run(gaps_p99_ms(url, options.streams))  # warm
+        for _ in range(options.rounds):
+            for name, looking in {"alone": alone, "asked": asked, "page": page}.items():
+                with looking(url) as is_there:
+                    if is_there:
+                        p99 = asyncio.run(gaps_p99_ms(url, options.streams))
+                        found.setdefault(name, []).append(p99)
+                        click.echo(f"{name}: p99 {p99:.2f} ms")
+    metrics = {f"{name}_p99_ms": statistics.median(each) for name, each in found.items()}
+    click.echo(", ".join(f"{name} {value:.2f}" for name, value in metrics.items()))
+    if options.json is not None:
+        record = of_this_machine(
+            kind="page",
+            started_at=began.isoformat(timespec="seconds"),
+            duration_s=(datetime.now(UTC) - began).total_seconds(),
+            recipe={"model": "paper"},
+            changed={"tokens-per-s": RATE},
+            workload={"name": "watching", "streams": options.streams, "rounds": options.rounds},
+            metrics=metrics,
+        )
+        write_to(options.json, record)
+
+
+async def gaps_p99_ms(url: str, num_streams: int) -> float:
+    gaps: list[float] = []
+
+    async def stream(client: httpx.AsyncClient, nth: int) -> None:
+        asked = {
+            "messages": [{"role": "user", "content": str(nth)}],
+            "max_tokens": TOKENS, "stream": True,
+        }  # fmt: skip
+        async with client.stream("POST", "/v1/chat/completions", json=asked) as answer:
+            last = None
+            async for _ in answer.aiter_bytes():
+                now = time.perf_counter()
+                gaps.extend([] if last is None else [now - last])
+                last = now
+
+    limits = httpx.Limits(max_connections=num_streams)
+    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+        await asyncio.gather(*(stream(client, nth) for nth in range(num_streams)))
+    return 1e3 * statistics.quantiles(gaps, n=100)[98]
+
+
+@contextmanager
+def alone(url: str) -> Iterator[bool]:
+    yield True
+
+
+@contextmanager
+def asked(url: str) -> Iterator[bool]:
+    done = threading.Event()
+
+    def ask(client: httpx.Client) -> None:
+        newest, times = 0, 0
+        while not done.wait(ASKED_S):
+            steps = client.get(f"/debug/steps?since={newest}").json()["steps"]
+            newest = steps[-1]["step"] if steps else newest
+            times += 1
+            if times % 4 == 0:
+                client.get("/metrics")
+
+    with httpx.Client(base_url=url) as client:
+        asking = threading.Thread(target=ask, args=(client,))
+        asking.start()
+        yield True
+        done.set()
+        asking.join()
+
+
+@contextmanager
+def page(url: str) -> Iterator[bool]:
+    browser = browser_of()
+    if browser is None:
+        yield False
+        return
+    driver = browser()
+    driver.get(f"{url}/#watch")
+    time.sleep(1)
+    yield True
+    driver.quit()
+
+
+def browser_of() -> Callable[[], object] | None:
+    try:
+        from selenium import webdriver
+        from selenium.webdriver.chrome.service import Service
+    except ImportError:
+        return None
+    if not Path("/usr/bin/chromium").exists():
+        return None
+    options = webdriver.ChromeOptions()
+    options.binary_location = "/usr/bin/chromium"
+    for option in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(option)
+
+    def start() -> object:
+        before = os.getpriority(os.PRIO_PROCESS, 0)
+        driver = webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
+        for each in os.listdir("/proc"):
+            name = Path("/proc", each, "comm")
+            if each.isdigit() and name.exists() and name.read_text().startswith("chrom"):
+                os.setpriority(os.PRIO_PROCESS, int(each), before + 15)
+        return driver
+
+    return start
+
+
+if __name__ == "__main__":
+    main()
