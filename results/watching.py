@@ -1,4 +1,4 @@
-"""What it costs a stream that somebody looks: the gaps between its tokens, alone and with the page open.
+"""What somebody who looks costs a stream: the gaps between its tokens, alone and with the page open.
 
     python results/watching.py [--rounds N] [--json PATH]
 
