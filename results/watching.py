@@ -1,4 +1,4 @@
-"""What somebody who looks costs a stream: the gaps between its tokens, alone and with the page open.
+"""What somebody who looks costs a stream: gaps between its tokens, alone and with the page open.
 
     python results/watching.py [--rounds N] [--json PATH]
 

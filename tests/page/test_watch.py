@@ -170,13 +170,22 @@ def test_one_of_several_engines(driver) -> None:
         page.until(lambda: page.one("select[aria-label=Engine]").is_displayed())
         page.press("16")
         page.until(lambda: total(page, "running") == 8)  # four streams of four, two to each
-        mine = set(labels(page))
-        page.run(
-            "const engines = document.querySelector('select[aria-label=Engine]');"
-            "engines.value = '1'; engines.dispatchEvent(new Event('change'))"
-        )
-        page.until(lambda: len(labels(page)) == 8 and set(labels(page)) != mine)
-        page.press("Stop them")
+
+        def running() -> list[int]:
+            text = httpx.get(f"{server.url}/metrics").text
+            found = re.findall(r"num_requests_running\{.*\} (\S+)", text)
+            return [int(float(count)) for count in found]
+
+        more = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 400, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=more):
+            both = page.until(lambda: sorted(running()) == [8, 9] and running())
+            page.until(lambda: len(labels(page)) == both[0])
+            page.run(
+                "const engines = document.querySelector('select[aria-label=Engine]');"
+                "engines.value = '1'; engines.dispatchEvent(new Event('change'))"
+            )
+            page.until(lambda: len(labels(page)) == both[1])
+            page.press("Stop them")
         assert httpx.get(f"{server.url}/debug/steps?engine=2").status_code == 400
     finally:
         assert server.stop() == 0
