@@ -1,4 +1,4 @@
-"""The tests of `pytest -m quick`: of every package something, together less than a minute."""
+"""The tests of `pytest -m quick`: of every package something, together some two minutes."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ QUICK = (
     "test_docstrings.py", "test_speculate.py", "test_tour.py",
 )  # fmt: skip
 SLOW = {  # tests of these files that take seconds
+    "test_in_the_interpreter",
     "test_a_sleeping_reader_wakes_and_an_idle_one_computes_nothing",
     "test_a_sweep_starts_its_server_once",
     "test_a_sweep_writes_a_record_per_concurrency_and_one_plot",

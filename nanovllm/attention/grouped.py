@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from nanovllm_kernels.fp8_reference import FP8
 from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext
 from nanovllm.config import ConfigError
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 
-FP8 = torch.float8_e4m3fn
 # What checkpoints call a layer's scale of keys or values: compressed-tensors' and Quark's name,
 # ModelOpt's, and the one that compressed-tensors had before.
 SCALE_NAMES = (
@@ -43,12 +43,14 @@ class GroupedHeads:
     cache: PagedKV  # from Decoder.bind_caches on
 
     def __init__(self, num_kv_heads: int) -> None:
-        self.scales_2G = torch.ones(2, num_kv_heads, dtype=torch.float32)  # until one is loaded
+        # Until one is loaded. On the host: blocks in fp8 are made of shapes alone at first.
+        self.scales_2G = torch.ones(2, num_kv_heads, dtype=torch.float32, device="cpu")
 
     def bind(self, cache: PagedKV) -> None:
         """The cache is the layer's own from here on, with the layer's scales if it needs any."""
-        is_fp8 = cache.k_PSGA.dtype == FP8
-        self.cache = cache._replace(scales_2G=self.scales_2G) if is_fp8 else cache
+        if cache.k_PSGA.dtype == FP8:
+            cache = cache._replace(scales_2G=self.scales_2G.to(cache.k_PSGA.device))
+        self.cache = cache
 
     def __call__(self, ctx: ForwardContext, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
         """o_THA, as wide as values; it is out_THA if given. Keys and values have been stored."""
@@ -60,7 +62,8 @@ class GroupedHeads:
 
 
 def load_scale(name: str, read: Callable[[], Tensor], blocks: Sequence[Any]) -> bool:
-    """Takes the scale of a block's cache, for all its heads; False if that is not the name of one.
+    """Takes the scale of a block's cache, for all its heads; False if that is not the name of one,
+    or the block's cache has none.
 
     `read` gives the tensor, and is called if it is.
 
@@ -76,7 +79,10 @@ def load_scale(name: str, read: Callable[[], Tensor], blocks: Sequence[Any]) -> 
             scale = float(tensor) if tensor.numel() == 1 else math.nan
             if int(layer) >= len(blocks) or not 0 < scale < math.inf:
                 raise ConfigError(f"{name} is no positive number for one of the model's layers")
-            blocks[int(layer)].attn.attend.scales_2G[nth] = scale
+            attend = blocks[int(layer)].attn.attend
+            if not isinstance(attend, GroupedHeads):
+                return False
+            attend.scales_2G[nth] = scale
             return True
     return False
 

@@ -117,13 +117,9 @@ class KeysValues(Linear):
         """The weight, of which nothing changes any more, in the model's dtype."""
         if not hasattr(self, "weight_scale"):
             return self.weight
-        scale, block_rows = (
-            self.get_parameter("weight_scale"),
-            block_rows_of(self.placements["weight"]),
-        )
-        return self.get_buffer("whole_ND").copy_(
-            Scaled(self.weight, scale, block_rows).dequantised()
-        )
+        scale = self.get_parameter("weight_scale")
+        weight = Scaled(self.weight, scale, block_rows_of(self.placements["weight"]))
+        return self.get_buffer("whole_ND").copy_(weight.dequantised())
 
 
 def whole(count: int) -> Span:

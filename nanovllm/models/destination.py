@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
+from nanovllm_kernels.fp8_reference import FP8 as FP8
 from torch import Tensor
 
-FP8 = torch.float8_e4m3fn
 FLOATS = ("BF16", "F16", "F32")  # as files call them: rounded to the parameter's dtype
 
 

@@ -9,6 +9,7 @@ from nanovllm_kernels.reference import quantised
 from torch import Tensor
 
 from nanovllm.attention.grouped import FP8, GroupedHeads, PagedKV, bytes_of_element, load_scale
+from nanovllm.attention.latent import LatentHeads
 from nanovllm.attention.torch_ref import TorchPaged
 from nanovllm.config import ConfigError
 from tests.attention.paged_batches import make_batch
@@ -95,6 +96,12 @@ def test_scales_of_published_checkpoints(name: str, kind: int, shape: tuple[int,
 )
 def test_other_names_are_not_taken(name: str) -> None:
     assert not load_scale(name, lambda: torch.tensor(0.5), [Block(), Block()])
+
+
+def test_a_cache_without_scales_takes_none() -> None:
+    block = Block()
+    block.attend = LatentHeads()  # type: ignore[assignment]
+    assert not load_scale("model.layers.0.self_attn.k_scale", lambda: torch.tensor(0.5), [block])
 
 
 @pytest.mark.parametrize(

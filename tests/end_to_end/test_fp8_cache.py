@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from nanovllm.attention.grouped import FP8, PagedKV
@@ -111,3 +112,12 @@ def test_a_checkpoint_brings_its_scales(tmp_path: Path) -> None:
     assert [block.attn.attend.scales_2G.unique().tolist() for block in model.layers] == [[0.25]] * 2
     after = torch.cat(our_logits(in_8_bits(tmp_path, model), [LENGTHS]))
     torch.testing.assert_close(after, before, rtol=0, atol=5e-2)
+
+
+def test_weights_in_fp8_and_a_cache_in_fp8(tiny: Config) -> None:
+    """Blocks of such weights are made of shapes alone at first; the cache's scales are not."""
+    both = replace(tiny, recipe=replace(tiny.recipe, quantize="fp8"))
+    engine = WholeEngine(both, cache_dtype="fp8")
+    scales = [block.attn.attend.cache.scales_2G for block in engine.runner.model.layers]
+    assert all(torch.equal(each, torch.ones_like(each)) and not each.is_meta for each in scales)
+    assert texts(both, step_tokens=16) == texts(both, at_once=False, prefix=False)
