@@ -1,0 +1,88 @@
+"""The gated delta rule over rows with states, in plain torch: what its kernels are checked against.
+
+Also what a CPU runs. A row is the next tokens of one request: row r has those from starts_R1[r] to
+before starts_R1[r + 1], none if they are equal, and its states lie in rows slots_R[r] of tensors of
+states, which are updated in place. Rows of a step have different slots, except those that pad a
+graph, whose states mean nothing.
+
+The numerics are those of transformers' Qwen3Next: the convolution's results and the outputs are
+rounded to the model's dtype, everything else is float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+L2_EPS = 1e-6  # added to the sum of squares of a query or key
+
+
+def conv_rows(
+    x_TC: Tensor, weight_CW: Tensor, conv_NCW: Tensor, slots_R: Tensor, starts_R1: Tensor
+) -> Tensor:
+    """y_TC: each channel's causal convolution over its row behind the stored inputs, then SiLU.
+
+    conv_NCW has one input less than weight_CW has weights, the oldest first.
+    """
+    y_TC, starts, before = x_TC.clone(), starts_R1.tolist(), conv_NCW.shape[-1]
+    for slot, start, end in zip(slots_R.tolist(), starts, starts[1:], strict=False):
+        if start == end:
+            continue
+        inputs_CL = torch.cat([conv_NCW[slot], x_TC[start:end].T.to(conv_NCW.dtype)], dim=1)
+        conv_NCW[slot] = inputs_CL[:, end - start :]
+        windows = inputs_CL.float().unfold(1, before + 1, 1)
+        y_TC[start:end] = F.silu((windows * weight_CW.float()[:, None]).sum(-1)).T.to(x_TC.dtype)
+    return y_TC
+
+
+def gates(a_TH: Tensor, b_TH: Tensor, a_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
+    """(g_TH, beta_TH), float32: the logarithm of a state's decay, and how much a token writes."""
+    g_TH = -a_log_H.float().exp() * F.softplus(a_TH.float() + dt_bias_H.float())
+    return g_TH, b_TH.float().sigmoid()
+
+
+def delta_rows(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    g_TH: Tensor,
+    beta_TH: Tensor,
+    recurrent_NHKV: Tensor,
+    slots_R: Tensor,
+    starts_R1: Tensor,
+) -> Tensor:
+    """o_THV: token by token S = e^g S, S += k (beta (v - S^T k))^T, o = S^T q.
+
+    q and k are normalised here, and q is divided by the root of its size. A head of theirs serves
+    as many consecutive heads of v as there are more of these.
+    """
+    repeats = v_THV.shape[1] // q_THK.shape[1]
+    q_THK, k_THK = (l2_norm(x_THK).repeat_interleave(repeats, 1) for x_THK in (q_THK, k_THK))
+    q_THK = q_THK * q_THK.shape[-1] ** -0.5
+    o_THV, starts_R, lengths_R = torch.empty_like(v_THV), starts_R1[:-1].long(), starts_R1.diff()
+    states_RHKV = recurrent_NHKV[slots_R].float()
+    for nth in range(int(lengths_R.max()) if len(lengths_R) else 0):
+        rows = (lengths_R > nth).nonzero()[:, 0]
+        at = starts_R[rows] + nth
+        state = states_RHKV[rows] * g_TH[at].float().exp()[..., None, None]
+        read = (state * k_THK[at][..., None]).sum(-2)
+        written = (v_THV[at].float() - read) * beta_TH[at].float()[..., None]
+        state = state + k_THK[at][..., None] * written[..., None, :]
+        states_RHKV[rows] = state
+        o_THV[at] = (state * q_THK[at][..., None]).sum(-2).to(o_THV.dtype)
+    recurrent_NHKV[slots_R] = states_RHKV.to(recurrent_NHKV.dtype)
+    return o_THV
+
+
+def l2_norm(x: Tensor) -> Tensor:
+    """Vectors of length one, over the last dimension, in float32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def gated_norm(o_THV: Tensor, z_THV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
+    """RMSNorm of each head, times SiLU of the gate: x_THV."""
+    o = o_THV.float()
+    o = (o * torch.rsqrt(o.square().mean(-1, keepdim=True) + eps)).to(o_THV.dtype) * weight_V
+    return (o.float() * F.silu(z_THV.float())).to(o_THV.dtype)
