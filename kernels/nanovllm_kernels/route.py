@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.device import follows
-from nanovllm_kernels.expert_rows import sort_rows
-from nanovllm_kernels.route_reference import ExpertRows, Routing, Uniform
+from nanovllm_kernels.route_reference import Routing, Uniform
 from nanovllm_kernels.sampling import mix, uniforms
 
 LOWEST = tl.constexpr(-(1 << 31))  # below every key
@@ -57,21 +56,6 @@ def route(
         launch_pdl=waits,
     )
     return weights_TK, experts_TK
-
-
-def route_and_sort(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    num_chosen: int,
-    rule: Routing,
-    first_expert: int,
-    num_experts: int,
-    tile: int,
-    uniform: Uniform | None = None,
-) -> tuple[Tensor, Tensor, ExpertRows]:
-    """In two launches, or four for many pairs."""
-    weights_TK, experts_TK = route(logits_TE, bias_E, num_chosen, rule, uniform)
-    return weights_TK, experts_TK, sort_rows(experts_TK, first_expert, num_experts, tile)
 
 
 @triton.jit(do_not_specialize=["first_index"])

@@ -119,21 +119,6 @@ def sort_rows(experts_TK: Tensor, first_expert: int, num_experts: int, tile: int
     )
 
 
-def route_and_sort(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    num_chosen: int,
-    rule: Routing,
-    first_expert: int,
-    num_experts: int,
-    tile: int,
-    uniform: Uniform | None = None,
-) -> tuple[Tensor, Tensor, ExpertRows]:
-    """What `route` chooses, with the rows of it that `sort_rows` sorts."""
-    weights_TK, experts_TK = route(logits_TE, bias_E, num_chosen, rule, uniform)
-    return weights_TK, experts_TK, sort_rows(experts_TK, first_expert, num_experts, tile)
-
-
 def most_tiles(num_pairs: int, num_experts: int, tile: int) -> int:
     """Tiles that may be needed, however pairs fall on experts; at least 1."""
     num_used = min(num_pairs, num_experts)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from nanovllm_kernels.combine import combine
+from nanovllm_kernels.expert_rows import sort_rows
 from nanovllm_kernels.experts import FEW_EXPERTS
 from nanovllm_kernels.grouped_fp8 import GROUPED_FP8
 from nanovllm_kernels.grouped_linear import GROUPED
-from nanovllm_kernels.route import route_and_sort
+from nanovllm_kernels.route import route
 
 from nanovllm.layers.expert_products import ExpertKernels
 
-TRITON = ExpertKernels(route_and_sort, FEW_EXPERTS, (), combine)
+TRITON = ExpertKernels(route, sort_rows, FEW_EXPERTS, (), combine)
 CUTE = TRITON._replace(many=(GROUPED, GROUPED_FP8))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from nanovllm_kernels.experts_reference import EXPERTS, ExpertProducts, combine
-from nanovllm_kernels.route_reference import ExpertRows, route_and_sort
+from nanovllm_kernels.route_reference import ExpertRows, route, sort_rows
 from torch import Tensor
 
 from nanovllm.parallel.mesh import Span
@@ -20,14 +20,15 @@ from nanovllm.parallel.mesh import Span
 class ExpertKernels(NamedTuple):
     """One implementation; the meaning of each part is that of the one for a CPU, in plain torch."""
 
-    route: Callable[..., tuple[Tensor, Tensor, ExpertRows]]
+    route: Callable[..., tuple[Tensor, Tensor]]
+    sort: Callable[..., ExpertRows]
     few: ExpertProducts  # of any number of rows
     many: tuple[ExpertProducts, ...]  # asked in this order; what fits none is for `few`
     combine: Callable[..., Tensor]
     is_uniform: bool = False  # whether a hash chooses, for measurements
 
 
-TORCH = ExpertKernels(route_and_sort, EXPERTS, (), combine)
+TORCH = ExpertKernels(route, sort_rows, EXPERTS, (), combine)
 
 
 def products_for(

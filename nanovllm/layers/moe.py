@@ -65,13 +65,25 @@ class Experts(Layer):
             setattr(self, f"{name}_scale", scale)
             self.placements[f"{name}_scale"] = Placement(placement.dim, parts, placement.experts)
 
-    def forward(self, x_TD: Tensor, stream_TD: Tensor | None, *routed: object) -> Tensor:
-        """The weighted sum y_TD of this rank's pairs, plus the stream, which it may overwrite.
+    def route(
+        self, logits_TE: Tensor, bias_E: Tensor | None, uniform: Uniform | None
+    ) -> tuple[Tensor, Tensor]:
+        """The weights_TK of chosen experts, and which they are, experts_TK. `uniform`: where tokens
+        are, if that chooses."""
+        return self.kernels.route(logits_TE, bias_E, self.num_chosen, self.rule, uniform)
 
-        `routed`: logits_TE, bias_E or None, and where tokens are if that chooses, as route_and_sort
-        takes them; then what a shared expert gives, to be added, if there is one.
-        """
-        y_TD: Tensor = self.by_rows[len(x_TD)].run(x_TD, stream_TD, *routed)
+    def forward(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        stream_TD: Tensor | None = None,
+        shared_TD: Tensor | None = None,
+    ) -> Tensor:
+        """The weighted sum y_TD of this rank's pairs, plus what a shared expert gives, plus the
+        stream, which it may overwrite."""
+        chosen = weights_TK, experts_TK
+        y_TD: Tensor = self.by_rows[len(x_TD)].run(x_TD, *chosen, stream_TD, shared_TD)
         return y_TD
 
     def _choose(self, num_tokens: int) -> Implementation:
@@ -84,19 +96,15 @@ class Experts(Layer):
         products: ExpertProducts,
         tile: int,
         x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
         stream_TD: Tensor | None,
-        logits_TE: Tensor,
-        bias_E: Tensor | None,
-        uniform: Uniform | None,
-        shared_TD: Tensor | None = None,
+        shared_TD: Tensor | None,
     ) -> Tensor:
-        kernels, ours = self.kernels, (self.experts.start, self.experts.count)
-        weights_TK, _, rows = kernels.route(
-            logits_TE, bias_E, self.num_chosen, self.rule, *ours, tile, uniform
-        )
+        rows = self.kernels.sort(experts_TK, self.experts.start, self.experts.count, tile)
         y_XF = products.gate_up(x_TD, self.gate_up, self.gate_up_scale, rows, self.num_chosen)
         y_XD = products.down(y_XF, self.down, self.down_scale, rows, self.num_chosen)
-        return kernels.combine(y_XD, weights_TK, rows.row_of_TK, shared_TD, stream_TD)
+        return self.kernels.combine(y_XD, weights_TK, rows.row_of_TK, shared_TD, stream_TD)
 
 
 class MoE(Layer):
@@ -143,11 +151,12 @@ class MoE(Layer):
         owner = self if self.shared is None else self.shared.gate_up
         x_TD, stream = self.ops.norm(residual, owner.get_parameter("norm_weight"), self.eps)
         shared_TD, stream = self._of_shared(stream)
-        logits_TE = self.router.product(x_TD)
-        routed = logits_TE, self.bias, self._places(ctx) if self.ops.experts.is_uniform else None
+        uniform = self._places(ctx) if self.ops.experts.is_uniform else None
+        routed = self.experts.route(self.router.product(x_TD), self.bias, uniform)
         if self.mesh.tp_size > 1:
-            return summed_up(self.experts(x_TD, None, *routed, shared_TD), stream, self.mesh)
-        return Added(self.experts(x_TD, stream.stream_TD, *routed, shared_TD))
+            y_TD = self.experts(x_TD, *routed, None, shared_TD)
+            return summed_up(y_TD, stream, self.mesh)
+        return Added(self.experts(x_TD, *routed, stream.stream_TD, shared_TD))
 
     def _of_shared(self, stream: Added) -> tuple[Tensor | None, Added]:
         """What the shared expert gives, this rank's part of it, unless the stream has it then."""

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace as changed
-from nanovllm_kernels.route_reference import ExpertRows
 from torch import Tensor
 
 from nanovllm.attention.base import Batch
@@ -65,15 +64,13 @@ class Choice:
 def recording(ops: Ops, to: list[Choice]) -> Ops:
     kernels = ops.experts
 
-    def route(
-        logits_TE: Tensor, bias_E: Tensor | None, *more: object
-    ) -> tuple[Tensor, Tensor, ExpertRows]:
-        weights_TK, experts_TK, rows = kernels.route(logits_TE, bias_E, *more)
+    def route(logits_TE: Tensor, bias_E: Tensor | None, *more: object) -> tuple[Tensor, Tensor]:
+        weights_TK, experts_TK = kernels.route(logits_TE, bias_E, *more)
         scores_TE = logits_TE.float()
         if bias_E is not None:
             scores_TE = scores_TE.sigmoid() + bias_E
         to.append(Choice(scores_TE.cpu(), experts_TK.long().cpu()))
-        return weights_TK, experts_TK, rows
+        return weights_TK, experts_TK
 
     return replace(ops, experts=kernels._replace(route=route))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from nanovllm_kernels import route_reference
 from nanovllm_kernels.experts_reference import EXPERTS, ExpertProducts
-from nanovllm_kernels.route_reference import ExpertRows, Routing
+from nanovllm_kernels.route_reference import Routing
 from torch import Tensor
 
 from nanovllm.config import Kernels, load_config
@@ -102,7 +102,7 @@ def test_many_rows_have_products_of_their_own() -> None:
     for experts in (half, plain):
         experts.gate_up.data = torch.ones(3, 2 * F, D) * torch.arange(3.0)[:, None, None]
         experts.down.data = torch.ones(3, D, F)
-    found, expected = (one(x_TD, None, logits_TE, None, None) for one in (half, plain))
+    found, expected = (one(x_TD, *one.route(logits_TE, None, None)) for one in (half, plain))
     torch.testing.assert_close(found, expected)
     assert asked[-1] == (12, 3) and many.gate_up.call_count == 1  # type: ignore[attr-defined]
 
@@ -121,8 +121,8 @@ def chosen_in(folder: Path, counts: list[tuple[int, int]]) -> list[Tensor]:
     """The experts of each layer and step."""
     found: list[Tensor] = []
 
-    def route(*args: object) -> tuple[Tensor, Tensor, ExpertRows]:
-        chosen = route_reference.route_and_sort(*args)  # type: ignore[arg-type]
+    def route(*args: object) -> tuple[Tensor, Tensor]:
+        chosen = route_reference.route(*args)  # type: ignore[arg-type]
         found.append(chosen[1])
         return chosen
 
