@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The records behind README's tables, made on the machine present (one GPU), with random weights:
 #   results/measure.sh [PART ...]       parts: online offline kernels ablation sweep
-# and structured, which online begins with, speculation, variants, ranks and replicas (several GPUs), peers and peers-offline, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
-# FLAGS: more flags of every run, as in FLAGS="--results-dir /tmp/results". RECIPES: instead of 0.6B and 8B. VLLM_PYTHON: for peers, an interpreter that has vLLM.
+# and structured, which online begins with, speculation, variants, ranks and replicas (several GPUs), peers, peers-offline and experts, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
+# FLAGS: more flags of every run, as in FLAGS="--results-dir /tmp/results". RECIPES: instead of 0.6B and 8B. VLLM_PYTHON: for peers and experts, an interpreter that has vLLM.
 set -uo pipefail
 read -ra flags <<<"${FLAGS:-}"
 common=(--load-format dummy ${flags[@]+"${flags[@]}"})
@@ -87,6 +87,14 @@ measure() {
         [ "$1" = peers ] && how=online || how=offline
         for recipe in $recipes; do
             python3 results/peers.py $how $recipe ${flags[@]+"${flags[@]}"} || return
+        done
+        ;;
+    experts) # the same, of models with experts: a hash chooses them here, and there random numbers do
+        export VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random
+        for recipe in ${RECIPES:-recipes/qwen3-30b-a3b.yaml recipes/minimax-m2.yaml}; do
+            local first=() # layers, that one GPU holds
+            [[ $recipe == *minimax-m2* ]] && first=(--layers 8 --set parallel.tp=1)
+            python3 results/peers.py offline $recipe ${first[@]+"${first[@]}"} --set experts.routing=uniform ${flags[@]+"${flags[@]}"} || return
         done
         ;;
     sweep) # and a plot

@@ -1,7 +1,7 @@
 """vLLM and nanovllm in turn on the machine present: one client, the same prompts, random weights.
 
     VLLM_PYTHON=~/vllm/bin/python python results/peers.py online RECIPE [--servers 1,4]
-    VLLM_PYTHON=~/vllm/bin/python python results/peers.py offline RECIPE [--tp N]
+    VLLM_PYTHON=~/vllm/bin/python python results/peers.py offline RECIPE [--tp N] [--layers N]
 
 Both engines read one folder: the recipe's config.json and the demo's tokenizer, in which every id
 of the model's vocabulary has a text. Every record says which engine it is of, its version, its
@@ -48,7 +48,7 @@ def main() -> None:
     options, flags = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what we started is stopped
     config = load_config(options.recipe, ["load.format=dummy"])
-    folder = folder_for_both(config)
+    folder = folder_for_both(config, options.layers)
     measure = online if options.how == "online" else offline
     records = measure(options, flags, folder)
     mixed = [one for one in records if one.workload["name"].endswith("-mixed")]
@@ -65,6 +65,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--streams", default="1,4,16,64,256", help="of online, then mixed lengths")
     parser.add_argument("--workloads", default="bs1-256,bs64,bs256-128,prefill", help="of offline")
     parser.add_argument("--tp", type=int, default=1, help="GPUs that work on every token")
+    parser.add_argument("--layers", type=int, help="of offline: the first so many, of both")
     parser.add_argument("--results-dir", type=Path, default=Path("results"))
     options, flags = parser.parse_known_args()
     if "VLLM_PYTHON" not in os.environ:
@@ -72,12 +73,17 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     return options, flags
 
 
-def folder_for_both(config: Config) -> Path:
-    """A model's folder without weights; its tokenizer cuts text as the demo's, and has all ids."""
+def folder_for_both(config: Config, num_layers: int | None = None) -> Path:
+    """A model's folder without weights; its tokenizer cuts text as the demo's, and has all ids.
+
+    `num_layers`: of the model, if it is to have fewer.
+    """
     folder = Path(tempfile.gettempdir(), "nanovllm-peers", config.served_name)
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(DEMO / "chat_template.jinja", folder)
     model = json.loads(Path(config.config_path).read_text())
+    if num_layers is not None:
+        model["num_hidden_layers"] = num_layers
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary |= {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
@@ -125,6 +131,7 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
     pairs = [(load.warm_up(1, vocab_size), load) for load in loads]
     settings = {"model": str(folder), "max_model_len": 4096, "tensor_parallel_size": options.tp}
     job = {"settings": settings, "loads": [[asked(one) for one in pair] for pair in pairs]}
+    altered = {"tp": options.tp if options.tp > 1 else None, "num_layers": options.layers}
     started_at, script = now(), Path(__file__).with_name("vllm_offline.py")
     line = [os.environ["VLLM_PYTHON"], str(script)]
     done = subprocess.run(
@@ -144,7 +151,7 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
                 "served_by": f"vllm {found['version']}",
                 "command": f"{vllm_settings()}LLM({found['settings']})",
             },
-            changed={"tp": options.tp} if options.tp > 1 else {},
+            changed={key: value for key, value in altered.items() if value is not None},
             workload={
                 "name": load.name,
                 "concurrency": len(load.prompts),
@@ -166,8 +173,10 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
         )
         click.echo(f"record: {record.write(one, options.results_dir)}")
         records.append(one)
-    tp = ["--tp", str(options.tp)] if options.tp > 1 else []
-    line = [*NANOVLLM, "bench", "--offline", options.recipe, "--load-format", "dummy", *tp, *flags]
+    same = ["--tp", str(options.tp)] if options.tp > 1 else []
+    same += ["--set", f"model.num_layers={options.layers}"] if options.layers else []
+    given = "--load-format", "dummy", *same, *flags
+    line = [*NANOVLLM, "bench", "--offline", options.recipe, *given]
     for name in names:
         records += bench([*line, "--workload", name], options.results_dir)
     return records

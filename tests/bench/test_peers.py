@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -175,10 +176,22 @@ def test_both_engines_get_the_same_prompts_on_one_machine(place: Path) -> None:
             httpx.get(f"http://127.0.0.1:{url}/health")
 
 
-def test_both_engines_without_http(place: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "more", "theirs_changed", "ours_changed"),
+    [
+        ("peers-offline", "", {}, {}),
+        (
+            "experts", " --layers 2", {"num_layers": 2},
+            {"model.num_layers": 2, "experts.routing": "uniform"},
+        ),
+    ],
+)  # fmt: skip
+def test_both_engines_without_http(
+    place: Path, part: str, more: str, theirs_changed: dict, ours_changed: dict
+) -> None:
     results = place / "results"
-    flags = f"--results-dir {results} --workloads bs1-256 --warmup 0"
-    done = measured(place, "peers-offline", flags, vllm_python(place))
+    flags = f"--results-dir {results} --workloads bs1-256 --warmup 0{more}"
+    done = measured(place, part, flags, vllm_python(place))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = {one.engine: one for one in map(read, results.rglob("*.json"))}
     theirs, ours = found["vllm 0.26.0"], found["nanovllm"]
@@ -188,9 +201,16 @@ def test_both_engines_without_http(place: Path) -> None:
     assert 0.256 <= theirs.duration_s < 1.0  # the fake's millisecond a token
     assert theirs.metrics["output_tokens_per_s"] == pytest.approx(256 / theirs.duration_s)
     assert "LLM(model=" in theirs.recipe["command"] and theirs.recipe["model"] == "demo"
+    random = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random " * (part == "experts")
+    assert theirs.recipe["command"].startswith(f"VLLM_FAKE=yes {random}LLM(")
+    assert theirs.changed == theirs_changed
+    assert ours.changed == {"load.format": "dummy"} | ours_changed
+    folder = place / "nanovllm-peers" / "demo"
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    assert layers == theirs_changed.get("num_layers", 8)
     (table,) = results.rglob("*.txt")
     rows = table.read_text().splitlines()[-2:]
-    assert [row.split()[-1] for row in rows] == ["0.26.0", "nanovllm"]
+    assert "vllm 0.26.0" in rows[0] and "nanovllm" in rows[1]
     assert not [*results.rglob("*.svg")]  # one load is no curve
 
 
