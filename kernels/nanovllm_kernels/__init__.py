@@ -31,6 +31,7 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "paged_decode": "nanovllm_kernels.paged_decode:PAGED_DECODE",
     "paged_decode_cute": "nanovllm_kernels.paged_decode_cute_cases:PAGED_DECODE_CUTE",
     "paged_prefill": "nanovllm_kernels.paged_prefill:PAGED_PREFILL",
+    "latent_decode": "nanovllm_kernels.latent_decode:LATENT_DECODE",
     "gather_rows": "nanovllm_kernels.batch_prep:GATHER_ROWS",
     "apply_mask": "nanovllm_kernels.apply_mask:KERNEL",
     "draw": "nanovllm_kernels.sampling:DRAW",

@@ -1,0 +1,281 @@
+"""Latent attention of the new tokens of each row over its pages of latents.
+
+Meaning: nanovllm_kernels.latent_reference. Work is cut as in paged_decode: rows' contexts are one
+line of blocks, of which each lane of programs has an equal share, and merge_kernel merges what a
+row's lanes found.
+
+Decision: tokens of the cache are the rows of a tensor core's tile, and pairs of a query and a head
+its columns, in both products: scores[token, pair] and o[element of a latent, pair]. Columns come by
+eights, so the 16 heads of a rank of eight pay for 16, where as rows they would pay for 64. A block
+of latents is read once for up to 64 pairs: from shared memory as it came for the scores, transposed
+for the mean.
+
+Decision: a lane has a loop for each row, not one across rows as in paged_decode: queries of 18 KiB
+and more stay in shared memory for a row.
+
+Decision: latents of 8 bits have a scale for each token, so it multiplies a score and a weight, not
+elements. As bits of it may exceed float16, the running maximum is of score + log2(scale), of the
+weights that are multiplied with the latents: none exceeds 1, whatever the scales are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm_kernels import latent_reference as reference
+from nanovllm_kernels.case import Kernel
+from nanovllm_kernels.device import follows
+from nanovllm_kernels.latent_cases import all_rows, by_position, case_of, weighted_sizes
+from nanovllm_kernels.paged_decode import (
+    FLOAT16_LIFT,
+    beside_cache,
+    dot,
+    merge_kernel,
+    page_of,
+    plan_lanes,
+    queries_of,
+    results_of,
+)
+
+MERGED = 8  # partial results combined at once, of 512 elements
+
+
+class Shape(NamedTuple):
+    """Of a program: pairs of a token and a head, and tokens of the cache that it has at once."""
+
+    pairs: int
+    block: int
+    stages: int
+    warps: int
+    per_processor: int
+
+
+def shape_of(num_pairs: int, pages_PSX: Tensor) -> Shape:
+    """For so many pairs of a row. Two small programs share a processor: one loads while the other
+    multiplies, which blocks of 64 tokens did not leave room for.
+    """
+    if pages_PSX.dtype == torch.float32:
+        return Shape(16, 16, 2, 4, 1)
+    pairs = min(64, max(16, triton.next_power_of_2(num_pairs)))
+    return Shape(pairs, 32, 3, 8, 1) if pairs > 32 else Shape(pairs, 32, 3, 4, 2)
+
+
+def plan_decode(lengths_R: Tensor, pages_PSX: Tensor, num_heads: int, width: int = 1) -> Tensor:
+    """plan_N5 of plan_lanes. Good for every layer of the step."""
+    shape = shape_of(num_heads * width, pages_PSX)
+    num_tiles = triton.cdiv(num_heads * width, shape.pairs)
+    return plan_lanes(lengths_R, num_tiles, shape.block, shape.per_processor)
+
+
+def latent_decode(
+    q_THX: Tensor,
+    rotated_THA: Tensor,
+    pages_PSX: Tensor,
+    page_table_RM: Tensor,
+    lengths_R: Tensor,
+    plan_N5: Tensor,
+    scale: float,
+    out_THX: Tensor | None = None,
+    *,
+    starts_R1: Tensor | None = None,
+    width: int = 1,
+) -> Tensor:
+    """o_THX, which is `out_THX` if given. `plan_N5`: plan_decode's, of the same lengths and width.
+
+    Queries: in the space of latents, and what of them is rotated. Row r's are
+    starts_R1[r]:starts_R1[r + 1], at most `width`, its last tokens; without `starts_R1` each row
+    has one. Rows at the tail may have no tokens and length 0. What o_THX has past the last row's
+    tokens is undefined. Reads no values on the host. `pages_PSX`: of q's dtype, or bytes.
+    """
+    assert width == 1 or starts_R1 is not None
+    num_tokens, num_heads, rank = q_THX.shape
+    rotated, num_lanes = rotated_THA.shape[2], plan_N5.shape[0]
+    parts = reference.parts_of(pages_PSX, rank, rotated, q_THX.dtype)
+    assert q_THX.stride(2) == rotated_THA.stride(2) == pages_PSX.stride(2) == 1
+    assert page_table_RM.stride(1) == 1
+    o_THX, partial_o, partial_lse = results_of(q_THX, num_lanes, out_THX, width)
+    shape = shape_of(num_heads * width, pages_PSX)
+    waits = follows(num_tokens, q_THX.device)
+    more = dict(RAGGED=starts_R1 is not None, WAITS=waits, launch_pdl=waits)
+    latent_decode_kernel[(triton.cdiv(num_heads * width, shape.pairs), num_lanes)](
+        q_THX,
+        rotated_THA,
+        *parts,
+        page_table_RM,
+        starts_R1,
+        lengths_R,
+        plan_N5,
+        o_THX,
+        partial_o,
+        partial_lse,
+        *q_THX.stride()[:2],
+        *rotated_THA.stride()[:2],
+        *parts[0].stride()[:2],
+        *parts[1].stride()[:2],
+        page_table_RM.stride(0),
+        page_table_RM.shape[1],
+        num_heads,
+        width * num_heads,
+        math.log2(math.e) * scale,
+        TILE=shape.pairs,
+        X=rank,
+        X_BLOCK=triton.next_power_of_2(rank),
+        A=rotated,
+        A_BLOCK=max(16, triton.next_power_of_2(rotated)),
+        S=pages_PSX.shape[1],
+        BLOCK=shape.block,
+        STAGES=shape.stages,
+        num_warps=shape.warps,
+        **more,
+    )
+    merge_kernel[(width * num_heads, num_lanes)](
+        partial_o,
+        partial_lse,
+        starts_R1,
+        plan_N5,
+        o_THX,
+        W=width,
+        A=rank,
+        A_BLOCK=triton.next_power_of_2(rank),
+        MERGED=MERGED,
+        num_warps=4,
+        **more,
+    )
+    return o_THX
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "table_width"],
+    do_not_specialize_on_alignment=["page_table_RM", "starts_R1", "lengths_R"],
+)
+def latent_decode_kernel(
+    q_THX,
+    rotated_THA,
+    latents_PSX,
+    keys_PSA,
+    scales_PS,
+    page_table_RM,
+    starts_R1,
+    lengths_R,
+    plan_N5,
+    o_THX,
+    partial_o,
+    partial_lse,
+    q_stride,
+    q_head_stride,
+    rotated_stride,
+    rotated_head_stride,
+    page_stride,
+    token_stride,
+    key_page_stride,
+    key_stride,
+    table_stride,
+    table_width,
+    num_heads,
+    num_pairs,
+    scale,
+    RAGGED: tl.constexpr,
+    WAITS: tl.constexpr,
+    TILE: tl.constexpr,
+    X: tl.constexpr,
+    X_BLOCK: tl.constexpr,
+    A: tl.constexpr,
+    A_BLOCK: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    lane = tl.program_id(1)
+    pair = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    nth, head = pair // num_heads, pair % num_heads
+    row = tl.load(plan_N5 + lane * 5)
+    start = tl.load(plan_N5 + lane * 5 + 1)
+    count = tl.load(plan_N5 + lane * 5 + 2)
+    x, a, n = tl.arange(0, X_BLOCK), tl.arange(0, A_BLOCK), tl.arange(0, BLOCK)
+    LIFT: tl.constexpr = 0.0 if scales_PS is None else FLOAT16_LIFT
+    while count > 0:
+        length = tl.load(lengths_R + row)
+        first, num_new = queries_of(starts_R1, row, RAGGED)
+        stop = tl.minimum(tl.cdiv(length, BLOCK), start + count)
+        query, is_query = first.to(tl.int64) + nth, (pair < num_new * num_heads)[None, :]
+        at_q = (query * q_stride + head * q_head_stride)[None, :] + x[:, None]
+        inside_q = is_query & (x < X)[:, None]
+        q = beside_cache(tl.load(q_THX + at_q, inside_q, 0.0), scales_PS)
+        at_q = (query * rotated_stride + head * rotated_head_stride)[None, :] + a[:, None]
+        rotated = tl.load(rotated_THA + at_q, is_query & (a < A)[:, None], 0.0)
+        last_seen = length - num_new + nth
+        highest = tl.full([TILE], -float("inf"), tl.float32)
+        total = tl.zeros([TILE], tl.float32)
+        o = tl.zeros([X_BLOCK, TILE], tl.float32)
+        pages = page_table_RM + row.to(tl.int64) * table_stride
+        next_page = page_of(pages, table_width, start, S, BLOCK)
+        for block in tl.range(start, stop, num_stages=STAGES):
+            page = next_page.to(tl.int64)
+            next_page = page_of(pages, table_width, block + 1, S, BLOCK)
+            token = block * BLOCK + n
+            inside = token < length
+            at = page * page_stride + token % S * token_stride
+            inside_x = inside[:, None] & (x < X)[None, :]
+            latents = tl.load(latents_PSX + at[:, None] + x[None, :], inside_x, 0.0).to(q.dtype)
+            at = page * key_page_stride + token % S * key_stride
+            inside_a = inside[:, None] & (a < A)[None, :]
+            keys = tl.load(keys_PSA + at[:, None] + a[None, :], inside_a, 0.0)
+            s = dot(latents, q, tl.zeros([BLOCK, TILE], tl.float32))
+            if scales_PS is not None:  # as far apart as the rows are, in float32
+                at_scale = page * (page_stride // 4) + token % S * (token_stride // 4)
+                of_token = tl.load(scales_PS + at_scale, inside, 1.0)
+                s *= of_token[:, None]
+            s = dot(keys, rotated, s) * scale
+            if scales_PS is not None:
+                s += tl.log2(of_token)[:, None]
+            seen = token[:, None] < length
+            if RAGGED:
+                seen = token[:, None] <= last_seen[None, :]
+            s = tl.where(seen, s, -float("inf"))
+            new_highest = tl.maximum(highest, tl.max(s, 0))
+            base = new_highest
+            if RAGGED:  # a query that has seen nothing has weights of 0
+                base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+            p = tl.exp2(s - (base - LIFT)[None, :])
+            fade = tl.exp2(highest - base)
+            weights = p
+            if scales_PS is not None:
+                weights = p / of_token[:, None]
+            total = total * fade + tl.sum(weights, 0)
+            o = dot(tl.trans(latents), p.to(latents.dtype), o * fade[None, :])
+            highest = new_highest
+        if RAGGED:  # of nothing the mean is 0, and weighs nothing
+            total = tl.where(total == 0.0, 1.0, total)
+        mean = o / total[None, :]
+        is_end = stop * BLOCK >= length
+        if is_end & (start == 0):
+            at = ((first.to(tl.int64) * num_heads + pair) * X)[None, :] + x[:, None]
+            tl.store(o_THX + at, mean.to(o_THX.dtype.element_ty), inside_q)
+        else:
+            part = (lane * 2 + (start == 0).to(tl.int32)) * num_pairs + pair
+            tl.store(partial_o + (part * X)[None, :] + x[:, None], mean, inside_q)
+            tl.store(partial_lse + part, highest + tl.log2(total), pair < num_new * num_heads)
+        count -= stop - start
+        row += 1
+        start = 0
+
+
+# 16 bit: weights and the result are each rounded by half an ulp; queries of 8-bit latents are
+# rounded to float16.
+LATENT_DECODE = Kernel(
+    "latent_decode",
+    by_position(latent_decode),
+    by_position(reference.latent_decode),
+    tuple(case_of(plan_decode, rows) for rows in all_rows()),
+    ulps_16=1,
+    ulps_32=256,
+    scale=weighted_sizes,
+)

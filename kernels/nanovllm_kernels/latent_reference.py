@@ -1,0 +1,101 @@
+"""Attention in the space of latents in float32, row by row, and what pages of latents look like.
+
+A token has one row in the cache, for all heads: its normalised latent, then the rotated part of its
+key. In 8 bits the row is bytes: the latent in float8_e4m3fn, the rotated part as it was, the scale
+of the token's latent in float32, and as many more as make it a multiple of 16. The rotated part is
+no smaller, because its few numbers decide where a head looks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nanovllm_kernels.fp8_reference import FP8
+from nanovllm_kernels.reference import quantised
+
+MOST_8 = 448.0  # that float8_e4m3fn can be
+LEAST_SCALE = 2.0**-40  # of a latent of zeros
+
+
+def row_size(rank: int, rotated: int, dtype: torch.dtype, *, is_fp8: bool) -> int:
+    """The elements of a token's row: bytes in 8 bits, else of the model's dtype."""
+    if not is_fp8:
+        return rank + rotated
+    return -(-(rank + rotated * dtype.itemsize + torch.float32.itemsize) // 16) * 16
+
+
+def parts_of(
+    rows_XX: Tensor, rank: int, rotated: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Views of rows, of whatever dimensions before the last: their latents, what is rotated, and
+    the scales, which have no last dimension. `dtype`: the model's.
+    """
+    if rows_XX.dtype != torch.uint8:
+        return rows_XX[..., :rank], rows_XX[..., rank : rank + rotated], None
+    behind = rank + rotated * dtype.itemsize
+    scales = rows_XX.view(torch.float32)[..., behind // torch.float32.itemsize]
+    rotated_XX = rows_XX.view(dtype)[..., rank // dtype.itemsize :][..., :rotated]
+    return rows_XX.view(FP8)[..., :rank], rotated_XX, scales
+
+
+def dequantised(rows_TX: Tensor, rank: int, rotated: int, dtype: torch.dtype) -> Tensor:
+    """Rows of the cache as their numbers, in the model's dtype: the latent, what is rotated."""
+    if rows_TX.dtype != torch.uint8:
+        return rows_TX
+    latent_TX, rotated_TX, scales_T = parts_of(rows_TX, rank, rotated, dtype)
+    assert scales_T is not None
+    return torch.cat([(latent_TX.float() * scales_T[..., None]).to(dtype), rotated_TX], -1)
+
+
+def stored(latent_TX: Tensor, rotated_TX: Tensor, pages_PSX: Tensor) -> Tensor:
+    """The rows that these are in such a cache."""
+    if pages_PSX.dtype != torch.uint8:
+        return torch.cat([latent_TX, rotated_TX], 1)
+    rows_TX = pages_PSX.new_zeros(len(latent_TX), pages_PSX.shape[2])
+    sizes = latent_TX.shape[1], rotated_TX.shape[1], rotated_TX.dtype
+    to_latent_TX, to_rotated_TX, to_scales_T = parts_of(rows_TX, *sizes)
+    assert to_scales_T is not None
+    scales_T = (latent_TX.float().abs().amax(1) / MOST_8).clamp(min=LEAST_SCALE)
+    to_latent_TX.view(torch.uint8)[:] = quantised(latent_TX, scales_T[:, None]).view(torch.uint8)
+    to_rotated_TX[:] = rotated_TX
+    to_scales_T[:] = scales_T
+    return rows_TX
+
+
+def latent_decode(
+    q_THX: Tensor,
+    rotated_THA: Tensor,
+    pages_PSX: Tensor,
+    page_table_RM: Tensor,
+    lengths_R: Tensor,
+    plan_N5: Tensor,
+    scale: float,
+    *,
+    starts_R1: Tensor | None = None,
+    width: int = 1,
+    of_sizes: bool = False,
+) -> Tensor:
+    """o_THX, float32: of each query the mean of latents, weighted by scores' softmax; `of_sizes`:
+    the mean of their absolute values.
+
+    Without `starts_R1` each row has one query; of c, the i-th sees the first lengths_R[r] - (c - 1
+    - i) tokens of row r. The plan only divides the work.
+    """
+    rank, rotated = q_THX.shape[2], rotated_THA.shape[2]
+    o_THX = torch.empty(q_THX.shape, dtype=torch.float32, device=q_THX.device)
+    starts = range(len(lengths_R) + 1) if starts_R1 is None else starts_R1.tolist()
+    for row, length in enumerate(lengths_R.tolist()):
+        queries = slice(starts[row], starts[row + 1])
+        pages = page_table_RM[row, : -(-length // pages_PSX.shape[1])].long()
+        parts = parts_of(pages_PSX[pages].flatten(0, 1)[:length], rank, rotated, q_THX.dtype)
+        latents_LX, keys_LA = parts[0].float(), parts[1].float()
+        if parts[2] is not None:
+            latents_LX = latents_LX * parts[2][:, None]
+        scores_THL = q_THX[queries].float() @ latents_LX.T
+        scores_THL = scale * (scores_THL + rotated_THA[queries].float() @ keys_LA.T)
+        at_L = torch.arange(length, device=q_THX.device)
+        seen_TL = at_L <= at_L[length - len(scores_THL) :, None]
+        weights_THL = scores_THL.masked_fill(~seen_TL[:, None], -torch.inf).softmax(-1)
+        o_THX[queries] = weights_THL @ (latents_LX.abs() if of_sizes else latents_LX)
+    return o_THX

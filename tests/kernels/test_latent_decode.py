@@ -1,0 +1,115 @@
+"""Rows of latents in the cache, what attention in their space means, and how its work is cut.
+
+The last part runs in Triton's interpreter, in a process of its own, since TRITON_INTERPRET must be
+set before triton is imported.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import triton
+from nanovllm_kernels import latent_decode as kernel, latent_reference as reference, paged_decode
+from nanovllm_kernels.case import check
+from nanovllm_kernels.latent_cases import SCALE, Rows, all_rows, case_of, latent_inputs
+
+CPU = torch.device("cpu")
+INTERPRETED = triton.knobs.runtime.interpret
+BF16 = torch.bfloat16
+
+
+def in_interpreter(test: Callable) -> Callable:
+    """Collected in the child process only."""
+    test.__test__ = INTERPRETED
+    return test
+
+
+def test_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    variables = ["CUDA_VISIBLE_DEVICES=", "TRITON_INTERPRET=1"]
+    done = subprocess.run(
+        ["env", *variables, *command], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "13 passed" in done.stdout
+
+
+test_in_the_interpreter.__test__ = not INTERPRETED
+
+
+def test_rows_of_r1() -> None:
+    assert reference.row_size(512, 64, BF16, is_fp8=False) == 576
+    assert reference.row_size(512, 64, BF16, is_fp8=True) == 512 + 2 * 64 + 16 == 656
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_rows_in_8_bits_are_as_near_as_8_bits_can_be(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    sizes = 2.0 ** torch.arange(-30, 20)[:, None]
+    latent_TX = (torch.randn(50, 64, generator=generator) * sizes).to(dtype)
+    latent_TX[3] = 0
+    rotated_TA = torch.randn(50, 24, generator=generator).to(dtype)
+    width = reference.row_size(64, 24, dtype, is_fp8=True)
+    like = torch.empty(1, 1, width, dtype=torch.uint8)
+    rows_TX = reference.stored(latent_TX, rotated_TA, like)
+    assert rows_TX.shape == (50, width) and rows_TX.dtype == torch.uint8
+    found_TX = reference.dequantised(rows_TX, 64, 24, dtype)
+    assert torch.equal(found_TX[:, 64:], rotated_TA)
+    most_T1 = latent_TX.float().abs().amax(1, keepdim=True)
+    # Half a spacing: of three bits behind the first, and of the smallest numbers.
+    allowed = (2**-4 + 2**-8) * latent_TX.float().abs() + 2**-10 / 448 * most_T1
+    assert ((found_TX[:, :64].float() - latent_TX.float()).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_the_reference_is_the_mean_of_latents(is_fp8: bool) -> None:
+    rows = Rows((5, 40, 33), 3, (32, 8), 16, torch.float32, width=2, is_fp8=is_fp8)
+    q, rotated, pages, table, starts, lengths = latent_inputs(rows, CPU)
+    ragged = {"starts_R1": starts, "width": 2}
+    o_THX = reference.latent_decode(q, rotated, pages, table, lengths, None, SCALE, **ragged)
+    for row, (length, count) in enumerate(zip(rows.lengths, rows.counts, strict=True)):
+        found_LX = pages[table[row].long()].flatten(0, 1)[:length]
+        found_LX = reference.dequantised(found_LX, 32, 8, torch.float32)
+        for nth in range(count):
+            seen_LX, token = found_LX[: length - count + 1 + nth], int(starts[row]) + nth
+            keys_HL = torch.cat([q[token], rotated[token]], 1) @ seen_LX.T
+            expected = (SCALE * keys_HL).softmax(1) @ seen_LX[:, :32]
+            torch.testing.assert_close(o_THX[token], expected)
+
+
+def test_names_differ_and_rows_without_tokens_stand_at_the_tail() -> None:
+    every = all_rows()
+    cases = [case_of(lambda *_: None, rows) for rows in every]
+    assert len({case.name for case in cases}) == len(cases)
+    for rows in every:
+        used = [length > 0 for length in rows.lengths]
+        assert used == sorted(used, reverse=True)
+    timed = {case.name: case for case in cases if case.is_timed}
+    one = timed["R=128 ctx=4096 H=128 512+64 page=128"]
+    assert one.num_flops == 128 * 4096 * 128 * 2 * (576 + 512)
+    assert one.num_bytes == 128 * 4096 * 1152 + 128 * 128 * (576 + 512) * 2
+
+
+@in_interpreter
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("lanes", [1, 5, 40])
+def test_however_many_lanes(lanes: int, is_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One does all rows, or each does a block; some with nothing to do."""
+    monkeypatch.setattr(paged_decode, "INTERPRETED_PROCESSORS", lanes)
+    lengths = (33, 31, 32, 300, 1, 64, 200, 0)
+    rows = Rows(lengths, 4, (32, 16), 32, BF16, width=3, newest=True, is_fp8=is_fp8)
+    case = case_of(kernel.plan_decode, rows)
+    assert check(kernel.LATENT_DECODE, case, CPU, slack=2.0) <= 1
+
+
+@in_interpreter
+def test_more_pairs_than_a_program_has() -> None:
+    """As chunks are that are absorbed: programs whose tokens a row does not have."""
+    rows = Rows((130, 64, 3), 5, (32, 16), 64, BF16, width=40)
+    assert len(rows.counts) == 3 and max(rows.counts) == 40
+    case = case_of(kernel.plan_decode, rows)
+    assert check(kernel.LATENT_DECODE, case, CPU, slack=2.0) <= 1
