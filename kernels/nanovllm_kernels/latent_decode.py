@@ -21,7 +21,7 @@ weights that are multiplied with the latents: none exceeds 1, whatever the scale
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -47,7 +47,7 @@ MERGED = 8  # partial results combined at once, of 512 elements
 
 
 class Shape(NamedTuple):
-    """Of a program: pairs of a token and a head, and tokens of the cache that it has at once."""
+    """A program: its pairs of a token and a head, and tokens of the cache that it has at once."""
 
     pairs: int
     block: int
@@ -95,7 +95,7 @@ def latent_decode(
     """
     assert width == 1 or starts_R1 is not None
     num_tokens, num_heads, rank = q_THX.shape
-    rotated, num_lanes = rotated_THA.shape[2], plan_N5.shape[0]
+    rotated, num_lanes = rotated_THA.shape[2], len(plan_N5)
     parts = reference.parts_of(pages_PSX, rank, rotated, q_THX.dtype)
     assert q_THX.stride(2) == rotated_THA.stride(2) == pages_PSX.stride(2) == 1
     assert page_table_RM.stride(1) == 1
@@ -114,10 +114,7 @@ def latent_decode(
         o_THX,
         partial_o,
         partial_lse,
-        *q_THX.stride()[:2],
-        *rotated_THA.stride()[:2],
-        *parts[0].stride()[:2],
-        *parts[1].stride()[:2],
+        *(n for tensor in (q_THX, rotated_THA, *parts[:2]) for n in tensor.stride()[:2]),
         page_table_RM.stride(0),
         page_table_RM.shape[1],
         num_heads,
@@ -134,20 +131,32 @@ def latent_decode(
         num_warps=shape.warps,
         **more,
     )
-    merge_kernel[(width * num_heads, num_lanes)](
+    merge(o_THX, partial_o, partial_lse, starts_R1, plan_N5, W=width, **more)
+    return o_THX
+
+
+def merge(
+    o_THX: Tensor,
+    partial_o: Tensor,
+    partial_lse: Tensor,
+    starts_R1: Tensor | None,
+    plan_N5: Tensor,
+    **more: Any,  # noqa: ANN401
+) -> None:
+    """What several lanes found of a row becomes its result."""
+    rank, (num_lanes, _, num_pairs) = o_THX.shape[2], partial_lse.shape
+    merge_kernel[(num_pairs, num_lanes)](
         partial_o,
         partial_lse,
         starts_R1,
         plan_N5,
         o_THX,
-        W=width,
         A=rank,
         A_BLOCK=triton.next_power_of_2(rank),
         MERGED=MERGED,
         num_warps=4,
         **more,
     )
-    return o_THX
 
 
 @triton.jit(
