@@ -1,16 +1,110 @@
-"""The recipe's section of routed experts."""
+"""The recipe's section of routed experts, and the file that says which ranks hold which of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
 from nanovllm.typed_yaml import ConfigError
 
+Ranks = list[list[int]]  # the experts that each rank holds, in their order
+
 
 class Experts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     routing: Literal["auto", "uniform"] = "auto"  # uniform: at random, to measure dummy weights
+    placement: str | None = None  # a file of bench --expert-load; None: equal shares in their order
+
+
+class PlacedLayer(Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of a file of `bench --expert-load`."""
+
+    layer: int
+    tokens: list[int]  # that were routed to each expert
+    ranks: Ranks
+
+
+class ExpertLoad(Struct, frozen=True):
+    """How many tokens were routed to experts since the start, as an engine tells it."""
+
+    layers: list[int]  # those that have experts
+    tokens: bytes  # int64, of each of them and each expert
+    by_rank: list[int]  # of the experts that each rank holds
+    # By layer and what is compared: the most tokens of an expert, or of a rank, over their mean.
+    imbalance: dict[str, float]
+
+    def rows(self, before: ExpertLoad | None = None) -> list[tuple[int, list[int]]]:
+        """Each layer and its experts' tokens, less those that there were before."""
+        now = memoryview(self.tokens).cast("q").tolist()
+        old = memoryview(before.tokens).cast("q").tolist() if before else [0] * len(now)
+        tokens, each = [a - b for a, b in zip(now, old, strict=True)], len(now) // len(self.layers)
+        return [(one, tokens[at * each :][:each]) for at, one in enumerate(self.layers)]
+
+
+class Spread:
+    """A file that says which experts each rank holds, of each layer."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError if it is no such file."""
+        self.path = path
+        try:
+            lines = msgspec.json.Decoder(PlacedLayer).decode_lines(Path(path).read_bytes())
+        except OSError as error:
+            raise ConfigError(f"experts.placement: {path}: {error.strerror}") from None
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"experts.placement: {path}: {error}") from None
+        self.by_layer = {line.layer: line.ranks for line in lines}
+
+    def ranks(self, layer: int, num_experts: int, num_ranks: int) -> Ranks:
+        """Raises ConfigError if the file does not fit the model or its ranks."""
+        ranks = self.by_layer.get(layer)
+        problem = ""
+        if ranks is None:
+            problem = "is not in it"
+        elif len(ranks) != num_ranks:
+            problem = f"is placed over {len(ranks)} ranks; parallel.ep is {num_ranks}"
+        elif {expert for held in ranks for expert in held} != set(range(num_experts)):
+            problem = f"has not the experts 0 to {num_experts - 1}, which the model has"
+        elif {len(held) for held in ranks} != {len(set(ranks[0]))} or any(
+            len(set(held)) < len(held) for held in ranks
+        ):
+            problem = "does not have equally many experts on each rank, none of them twice"
+        if ranks is None or problem:
+            raise ConfigError(f"experts.placement: {self.path}: layer {layer} {problem}")
+        return ranks
+
+
+def evenly(num_experts: int, num_ranks: int) -> Ranks:
+    each = num_experts // num_ranks
+    return [list(range(rank * each, (rank + 1) * each)) for rank in range(num_ranks)]
+
+
+def placed(tokens: Sequence[int], num_ranks: int, more: int) -> Ranks:
+    """The experts of each rank, so that ranks have about equally many tokens.
+
+    Each holds `more` than its equal share, which are further copies of those that have most; an
+    expert is on a rank once. The tokens of an expert are shared by its copies. First those with
+    copies find the ranks with most room, then the others those with fewest tokens.
+    """
+    counts = [1] * len(tokens)
+    experts = range(len(tokens))
+    for _ in range(num_ranks * min(more, len(tokens) - len(tokens) // num_ranks)):
+        can_grow = (expert for expert in experts if counts[expert] < num_ranks)
+        counts[max(can_grow, key=lambda expert: tokens[expert] / counts[expert])] += 1
+    room = sum(counts) // num_ranks
+    held: Ranks = [[] for _ in range(num_ranks)]
+    loads = [0.0] * num_ranks
+    for expert in sorted(experts, key=lambda one: (-counts[one], -tokens[one] / counts[one])):
+        several = counts[expert] > 1
+        ranks = [rank for rank in range(num_ranks) if len(held[rank]) < room]
+        ranks.sort(key=lambda rank: (len(held[rank]) * several, loads[rank]))
+        for rank in ranks[: counts[expert]]:
+            held[rank].append(expert)
+            loads[rank] += tokens[expert] / counts[expert]
+    return [sorted(one) for one in held]
 
 
 def check(experts: Experts, load_format: str, tp: int, ep: int) -> None:
@@ -19,3 +113,5 @@ def check(experts: Experts, load_format: str, tp: int, ep: int) -> None:
         raise ConfigError(f"parallel.ep is {ep}; it must be 1 or parallel.tp, which is {tp}")
     if experts.routing == "uniform" and load_format != "dummy":
         raise ConfigError("experts.routing is uniform; it must be auto unless load.format is dummy")
+    if experts.placement is not None and ep == 1:
+        raise ConfigError("experts.placement is for parallel.ep above 1, which is 1")

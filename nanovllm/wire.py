@@ -11,6 +11,7 @@ from enum import IntEnum
 
 from msgspec import Struct
 
+from nanovllm.experts import ExpertLoad
 from nanovllm.look import Look, Steps
 
 WORKER_BITS = 48  # request_id = (API worker << WORKER_BITS) | counter
@@ -137,6 +138,7 @@ class Stats(Struct, frozen=True, kw_only=True):
     num_matchers: int = 0  # grammars that running requests follow
     grammar_cache_bytes: int = 0  # of compiled grammars that are kept
     grammar_failures: dict[str, int] = {}  # by reason: "invalid", "timeout", "died"
+    experts: ExpertLoad | None = None  # of a model with experts
 
 
 class StepOutput(Struct, frozen=True, tag="out", array_like=True):

@@ -33,6 +33,7 @@ CHOICES = (
     "nanovllm/attention/latent.py", "nanovllm/layers/latent_attention.py",
     "nanovllm/layers/stretched_rope.py", "nanovllm/layers/moe.py",
     "nanovllm/layers/expert_products.py", "nanovllm/layers/expert_kernels.py",
+    "nanovllm/runner/expert_load.py",
     "nanovllm/attention/grouped.py", "nanovllm/layers/fp8.py",
     "nanovllm/attention/flash.py", "nanovllm/attention/paged.py", "nanovllm/attention/torch_ref.py",
     "nanovllm/attention/triton.py",

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.device import follows
-from nanovllm_kernels.route_reference import Routing, Uniform
+from nanovllm_kernels.route_reference import Placed, Routing, Uniform
 from nanovllm_kernels.sampling import mix, uniforms
 
 LOWEST = tl.constexpr(-(1 << 31))  # below every key
@@ -28,18 +28,23 @@ def route(
     num_chosen: int,
     rule: Routing,
     uniform: Uniform | None = None,
+    placed: Placed | None = None,
 ) -> tuple[Tensor, Tensor]:
     num_rows, num_experts = logits_TE.shape
     assert logits_TE.stride(1) == 1 and num_experts % rule.num_groups == 0
     weights_TK = torch.empty(num_rows, num_chosen, dtype=torch.float32, device=logits_TE.device)
     experts_TK = torch.empty_like(weights_TK, dtype=torch.int32)
     slots_T, positions_T, layer = (None, None, 0) if uniform is None else uniform
+    slot_mapping_T, tokens_X, copies_EX = (None, None, None) if placed is None else placed
     waits = follows(num_rows, logits_TE.device)
     route_kernel[(num_rows,)](
         logits_TE,
         bias_E,
         slots_T,
         positions_T,
+        slot_mapping_T,
+        tokens_X,
+        copies_EX,
         weights_TK,
         experts_TK,
         logits_TE.stride(0),
@@ -51,6 +56,7 @@ def route(
         RENORMALISE=rule.renormalise,
         GROUPS=rule.num_groups,
         CHOSEN_GROUPS=rule.chosen_groups,
+        TURNS=0 if copies_EX is None else copies_EX.shape[1],
         WAITS=waits,
         num_warps=1,
         launch_pdl=waits,
@@ -64,6 +70,9 @@ def route_kernel(
     bias_E,
     slots_T,
     positions_T,
+    slot_mapping_T,
+    tokens_X,
+    copies_EX,
     weights_TK,
     experts_TK,
     logits_stride,
@@ -75,6 +84,7 @@ def route_kernel(
     RENORMALISE: tl.constexpr,
     GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
+    TURNS: tl.constexpr,
     WAITS: tl.constexpr,
 ):
     GROUPS_BLOCK: tl.constexpr = triton.next_power_of_2(GROUPS)
@@ -92,6 +102,8 @@ def route_kernel(
     if WAITS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if slot_mapping_T is not None:
+        cell = tl.load(slot_mapping_T + row)
     at = logits_TE + row.to(tl.int64) * logits_stride + expert
     x = tl.load(at, exists, -float("inf")).to(tl.float32)
     if SIGMOID:
@@ -124,7 +136,20 @@ def route_kernel(
         score = score / (tl.sum(tl.where(rank >= 0, score, 0.0), 0) + 1e-20)
     pair = row * K + rank
     tl.store(weights_TK + pair, score * scale, rank >= 0)
+    if slot_mapping_T is not None:
+        expert = copies_of(expert, rank >= 0, cell, tokens_X, copies_EX, TURNS)
     tl.store(experts_TK + pair, expert, rank >= 0)
+
+
+@triton.jit
+def copies_of(expert, is_chosen, cell, tokens_X, copies_EX, TURNS: tl.constexpr):
+    """The chosen copies, counted; -1 for a token of nobody, whose cell is 0."""
+    if copies_EX is not None:
+        turn = (mix(cell.to(tl.uint64)) >> 40).to(tl.int32) % TURNS
+        expert = tl.load(copies_EX + expert * TURNS + turn, is_chosen, 0)
+    one = tl.full(expert.shape, 1, tl.int64)
+    tl.atomic_add(tokens_X + expert, one, tl.where(is_chosen, cell, 0) > 0, sem="relaxed")
+    return tl.where(cell > 0, expert, -1)
 
 
 @triton.jit

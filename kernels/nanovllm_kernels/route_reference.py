@@ -7,14 +7,24 @@ number is t * K + k.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.sampling_reference import stream_keys, uniforms
+from nanovllm_kernels.sampling_reference import mix, shift_right, stream_keys, uniforms
 
 Uniform = tuple[Tensor, Tensor, int]  # slots_T, positions_T, the number of the layer
+
+
+class Placed(NamedTuple):
+    """Where chosen experts are: on some rank, or on several. What is chosen are copies of experts
+    then, which are numbered through all ranks, those of rank 0 first.
+    """
+
+    slot_mapping_T: Tensor  # int64: where each token's key and value go; 0: it is nobody's
+    tokens_X: Tensor  # int64: how many tokens chose each copy so far
+    copies_EX: Tensor | None  # int32: the copies of each expert in turns; None: it is the one copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +64,15 @@ def route(
     num_chosen: int,
     rule: Routing,
     uniform: Uniform | None = None,
+    placed: Placed | None = None,
 ) -> tuple[Tensor, Tensor]:
     """weights_TK float32 and experts_TK int32, the best first; everything in float32.
 
     The largest scores + bias are chosen, of equal ones the lower expert; weights are of scores
     without bias. A group's score is the sum of its two best biased scores. `uniform`: chosen by a
     hash of slot, position, layer and expert instead, for measurements. Logits with a NaN choose any
-    distinct experts, and at least one weight of theirs is NaN.
+    distinct experts, and at least one weight of theirs is NaN. `placed`: experts_TK has copies,
+    which are counted; and -1 for all that a token of nobody chose.
     """
     logits_TE = logits_TE.float()
     num_experts = logits_TE.shape[1]
@@ -77,7 +89,20 @@ def route(
     weights_TK = scores_TE.take_along_dim(experts_TK, 1)
     if rule.renormalise:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    return weights_TK * rule.scale, experts_TK.int()
+    experts_TK = experts_TK.int() if placed is None else copies_of(experts_TK, placed)
+    return weights_TK * rule.scale, experts_TK
+
+
+def copies_of(experts_TK: Tensor, placed: Placed) -> Tensor:
+    """Which copy a token goes to follows from where its key goes, so all ranks say the same."""
+    slot_mapping_T, tokens_X, copies_EX = placed
+    copies_TK = experts_TK.int()
+    if copies_EX is not None:
+        turns_T = shift_right(mix(slot_mapping_T), 40) % copies_EX.shape[1]
+        copies_TK = copies_EX[experts_TK, turns_T[:, None]]
+    is_ours_T1 = (slot_mapping_T > 0)[:, None]
+    tokens_X.index_add_(0, copies_TK.flatten(), is_ours_T1.expand_as(copies_TK).flatten().long())
+    return copies_TK.where(is_ours_T1, -1)
 
 
 def in_best_groups(ranked_TE: Tensor, rule: Routing) -> Tensor:

@@ -66,6 +66,9 @@ class PaperExecutor:
     def vet(self, request: Generate) -> None:
         """Paper takes any."""
 
+    def expert_load(self, *, wait: bool) -> None:
+        """Paper has no experts."""
+
     def launch(self, plan: StepPlan) -> PaperHandle:
         for admit in plan.admits:
             self._num_said[admit.slot] = len(admit.tokens) // 4 - admit.num_prompt

@@ -209,6 +209,7 @@ class Engine:
             host_step_p50_s=clock.step_p50_s(),
             steps_by_mode=dict(self.executor.steps_by_mode),
             padded_tokens=self.executor.padded_tokens,
+            experts=self.executor.expert_load(wait=self.loop.idle),
             num_compiling=len(self._compiling),
             num_matchers=self.grammars.num_followed,
             grammar_cache_bytes=self.grammars.queue.num_kept_bytes,

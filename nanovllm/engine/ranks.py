@@ -47,6 +47,7 @@ class RankedExecutor:
     def __init__(self, own: Executor, place: Place) -> None:
         self.own = own
         self.place = place
+        self.expert_load = own.expert_load
         self.vet: Callable[[Generate], None] = own.vet
         self.steps_by_mode: Counter[str] = own.steps_by_mode
         self.padded_tokens = own.padded_tokens

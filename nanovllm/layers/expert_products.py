@@ -14,6 +14,7 @@ from nanovllm_kernels.experts_reference import EXPERTS, ExpertProducts, combine
 from nanovllm_kernels.route_reference import ExpertRows, route, sort_rows
 from torch import Tensor
 
+from nanovllm.experts import Experts, Ranks, Spread, evenly
 from nanovllm.parallel.mesh import Span
 
 
@@ -26,6 +27,17 @@ class ExpertKernels(NamedTuple):
     many: tuple[ExpertProducts, ...]  # asked in this order; what fits none is for `few`
     combine: Callable[..., Tensor]
     is_uniform: bool = False  # whether a hash chooses, for measurements
+    spread: Spread | None = None  # which experts each rank holds; None: an equal share
+
+    def as_asked(self, asked: Experts) -> ExpertKernels:
+        """Raises ConfigError if the recipe's section names a file that is none."""
+        spread = None if asked.placement is None else Spread(asked.placement)
+        return self._replace(is_uniform=asked.routing == "uniform", spread=spread)
+
+    def ranks(self, layer: int, own: Span) -> Ranks:
+        """The experts that each rank holds. `own`: an equal share of them."""
+        sizes = own.full, own.full // own.count
+        return evenly(*sizes) if self.spread is None else self.spread.ranks(layer, *sizes)
 
 
 TORCH = ExpertKernels(route, sort_rows, EXPERTS, (), combine)

@@ -23,11 +23,12 @@ class Placement:
     """Which slice of each checkpoint tensor this rank keeps: the parts follow one another.
 
     Of a parameter that stacks experts, one tensor each, the same is true of every expert's.
+    `experts`: where each is along a dimension 0 more, or -1 if this rank has it not.
     """
 
     dim: int  # the dimension that is cut, of a checkpoint tensor
     parts: tuple[tuple[str, Span], ...]  # an unfused parameter has the one part ""
-    experts: Span | None = None  # those that this rank keeps, stacked along a dimension 0 more
+    experts: tuple[int, ...] | None = None
 
 
 class Layer(nn.Module):

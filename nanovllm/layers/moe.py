@@ -7,12 +7,13 @@ what their expert has, and added up; nobody waits for what was chosen, and no sh
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain, cycle, islice
 
 import torch
 from nanovllm_kernels.experts_reference import ExpertProducts
 from nanovllm_kernels.fp8_reference import BLOCK, FP8
 from nanovllm_kernels.reference import summed
-from nanovllm_kernels.route_reference import Routing, Uniform
+from nanovllm_kernels.route_reference import Placed, Routing, Uniform
 from torch import Tensor, nn
 
 from nanovllm.attention.base import ForwardContext
@@ -24,11 +25,16 @@ from nanovllm.layers.ops import Implementation, Ops, RowTable
 from nanovllm.layers.residual import Added, Pending, Residual, as_tensor
 from nanovllm.parallel.mesh import Mesh, Span
 
+TURNS = 24  # of the copies of an expert: a multiple of 1, 2, 3, 4, 6 and 8 of them
+
 
 class Experts(Layer):
     """The gated MLPs of this rank's experts: weights gate_up [E, 2F, D], the gate's rows first, and
-    down [E, D, F]. `experts`: which are whole here; `inner`: which share of each. In block fp8 they
-    have scales beside them, of 128 rows and 128 inputs each; the gate and up begin blocks.
+    down [E, D, F]. In block fp8 they have scales beside them, of 128 rows and 128 inputs each; the
+    gate and up begin blocks.
+
+    `experts`: which of the copies of all ranks are here; `places`: which of them each expert is, or
+    -1; `inner`: which share of each.
     """
 
     def __init__(
@@ -39,6 +45,7 @@ class Experts(Layer):
         num_chosen: int,
         rule: Routing,
         kernels: ExpertKernels,
+        places: tuple[int, ...],
     ) -> None:
         super().__init__()
         self.experts, self.num_chosen = experts, num_chosen
@@ -48,8 +55,8 @@ class Experts(Layer):
         self.gate_up_scale: Tensor | None = None
         self.down_scale: Tensor | None = None
         self.placements = {
-            "gate_up": Placement(0, (("gate", inner), ("up", inner)), experts),
-            "down": Placement(1, (("", inner),), experts),
+            "gate_up": Placement(0, (("gate", inner), ("up", inner)), places),
+            "down": Placement(1, (("", inner),), places),
         }
         self.by_rows = RowTable(self._choose)
 
@@ -66,11 +73,15 @@ class Experts(Layer):
             self.placements[f"{name}_scale"] = Placement(placement.dim, parts, placement.experts)
 
     def route(
-        self, logits_TE: Tensor, bias_E: Tensor | None, uniform: Uniform | None
+        self,
+        logits_TE: Tensor,
+        bias_E: Tensor | None,
+        uniform: Uniform | None = None,
+        placed: Placed | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The weights_TK of chosen experts, and which they are, experts_TK. `uniform`: where tokens
-        are, if that chooses."""
-        return self.kernels.route(logits_TE, bias_E, self.num_chosen, self.rule, uniform)
+        """The weights_TK of chosen experts, and which they are, experts_TK: copies of all ranks.
+        `uniform`: where tokens are, if that chooses; `placed`: where experts are."""
+        return self.kernels.route(logits_TE, bias_E, self.num_chosen, self.rule, uniform, placed)
 
     def forward(
         self,
@@ -139,20 +150,40 @@ class MoE(Layer):
         self.eps, self.mesh, self.ops = eps, mesh, ops
         self.layer, self.is_last = layer, is_last
         everyone, whole = Span(experts[1], 0, experts[1]), Span(inner[1], 0, inner[1])
-        own = (everyone, mesh.span(*inner)) if mesh.ep_size == 1 else (mesh.span(*experts), whole)
+        share = everyone if mesh.ep_size == 1 else mesh.span(*experts)
+        self.ranks = ops.experts.ranks(layer, share)
+        held = self.ranks[rank := share.start // share.count]
+        own = Span(len(held) * len(self.ranks), len(held) * rank, len(held))
+        of = {one: at for at, one in enumerate(held)}
+        places = tuple(of.get(one, -1) for one in range(experts[1]))
+        inner_span = mesh.span(*inner) if mesh.ep_size == 1 else whole
+        self.counted: tuple[Tensor, Tensor | None] | None = None
         self.shared = shared
         self.norm_weight = None if shared else parameter(hidden_size)
         self.router = Router(everyone, hidden_size, ops, torch.float32 if exact else None)
         self.bias = parameter(experts[1], dtype=torch.float32) if exact else None
-        self.experts = Experts(hidden_size, *own, num_chosen, rule, ops.experts)
+        sizes = hidden_size, own, inner_span, num_chosen
+        self.experts = Experts(*sizes, rule, ops.experts, places)
+
+    def count(self, tokens_X: Tensor) -> None:
+        """From now on tokens are counted there, by the copies of all ranks that they go to, and
+        tokens of nobody go to none. Where experts are placed it is what finds them.
+        """
+        held = list(chain(*self.ranks))
+        copies: list[list[int]] = [[] for _ in range(max(held) + 1)]
+        for at, expert in enumerate(held):
+            copies[expert].append(at)
+        turns = [list(islice(cycle(each), TURNS)) for each in copies]
+        copies_EX = torch.tensor(turns, dtype=torch.int32, device=tokens_X.device)
+        is_plain = held == list(range(len(copies)))
+        self.counted = tokens_X, None if is_plain else copies_EX
 
     def forward(self, residual: Residual, ctx: ForwardContext) -> Residual:
         """The residual stream with what this block gives. May overwrite what it is given."""
         owner = self if self.shared is None else self.shared.gate_up
         x_TD, stream = self.ops.norm(residual, owner.get_parameter("norm_weight"), self.eps)
         shared_TD, stream = self._of_shared(stream)
-        uniform = self._places(ctx) if self.ops.experts.is_uniform else None
-        routed = self.experts.route(self.router.product(x_TD), self.bias, uniform)
+        routed = self.experts.route(self.router.product(x_TD), self.bias, *self._of_tokens(ctx))
         if self.mesh.tp_size > 1:
             y_TD = self.experts(x_TD, *routed, None, shared_TD)
             return summed_up(y_TD, stream, self.mesh)
@@ -181,13 +212,20 @@ class MoE(Layer):
         pairs = self.experts.num_chosen * (hidden_size + inner + 8)  # and lists of them
         return pairs + more + max(pending, hidden_size)
 
-    def _places(self, ctx: ForwardContext) -> Uniform:
-        """Where tokens stand, which is what chooses their experts where all are to be chosen alike
-        often."""
-        slots_T, positions_T = ctx.batch.slots_T, ctx.batch.positions_T
-        if self.is_last and not ctx.all_hidden:
-            slots_T, positions_T = ctx.batch.sampled(slots_T), ctx.batch.sampled(positions_T)
-        return slots_T, positions_T, self.layer
+    def _of_tokens(self, ctx: ForwardContext) -> tuple[Uniform | None, Placed | None]:
+        """Where tokens stand, which chooses their experts where all are to be chosen alike often;
+        and where their keys go, which chooses among an expert's copies."""
+        is_uniform, counted = self.ops.experts.is_uniform, self.counted
+        assert counted is not None or self.ops.experts.spread is None, "nothing says where they are"
+        if not is_uniform and counted is None:
+            return None, None
+        batch = ctx.batch
+        slots_T, positions_T, at_T = batch.slots_T, batch.positions_T, batch.slot_mapping_T
+        if self.is_last and not ctx.all_hidden and batch.sampled_at is not None:
+            slots_T, positions_T, at_T = map(batch.sampled, (slots_T, positions_T, at_T))
+            at_T = at_T.where(batch.sampled_at >= 0, 0)  # those that pad a piecewise graph
+        uniform = (slots_T, positions_T, self.layer) if is_uniform else None
+        return uniform, None if counted is None else Placed(at_T, *counted)
 
 
 class Router(Linear):

@@ -27,7 +27,6 @@ from nanovllm.models.dummy import fill_random
 from nanovllm.models.faults import whole
 from nanovllm.models.quantised import in_blocks, scale_rules
 from nanovllm.models.shards import Stored, contents, num_bytes, read, runs, shards
-from nanovllm.parallel.mesh import Span
 
 log = logging.getLogger("engine")
 
@@ -110,18 +109,16 @@ def destinations_in(
     if placement is None:
         yield "", [Destination(parameter, tuple(parameter.shape), 0, 0, len(parameter))]
         return
-    dim, experts = placement.dim, placement.experts or Span(1, 0, 1)
+    dim, experts = placement.dim, placement.experts or (0,)
     own = parameter.unbind() if placement.experts else (parameter,)
     at = 0
     for part, span in placement.parts:
         shape = list(own[0].shape)
         shape[dim] = span.full
         elsewhere = Destination(own[0].narrow(dim, at, 0), tuple(shape), dim, span.start, 0)
-        found = [elsewhere] * experts.full
-        for expert, tensor in enumerate(own, experts.start):
-            into = tensor.narrow(dim, at, span.count)
-            found[expert] = Destination(into, tuple(shape), dim, span.start, span.count)
-        yield part, found
+        cut = tuple(shape), dim, span.start, span.count
+        here = [Destination(tensor.narrow(dim, at, span.count), *cut) for tensor in own]
+        yield part, [elsewhere if place < 0 else here[place] for place in experts]
         at += span.count
 
 

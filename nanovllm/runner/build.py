@@ -73,6 +73,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
     warm_up(runner, recipe)
     if not obstacles(recipe):
         capture(runner, recipe)
+    runner.experts.tokens_X.zero_()
     log.info(
         "built %s",
         fields(

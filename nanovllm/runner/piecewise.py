@@ -134,7 +134,7 @@ class PiecewiseGraphs:
         self.inputs_4T[:, :num_tokens] = torch.stack(inputs)
         self.inputs_4T[:, num_tokens:size] = 0
         self.sampled_S[:num_sampled] = batch.sampled_at
-        self.sampled_S[num_sampled:size] = 0
+        self.sampled_S[num_sampled:size] = -1
         first, *others = piecewise.graphs
         first.replay()
         results = {shape: x_TX[:num_tokens] for shape, x_TX in self.results.items()}

@@ -60,11 +60,11 @@ class Resolved:
     def empty_model(self, device: torch.device) -> Decoder:
         """With its tables, but nothing in its parameters. On "meta" it has shapes alone.
 
-        Raises ConfigError if the recipe asks for a kernel that cannot run here.
+        Raises ConfigError if the recipe asks for a kernel that cannot run here, or a placement of
+        experts that does not fit.
         """
         ops = select_ops(self.recipe.kernels, self.device)
-        if self.recipe.experts.routing == "uniform":
-            ops = dataclasses.replace(ops, experts=ops.experts._replace(is_uniform=True))
+        ops = dataclasses.replace(ops, experts=ops.experts.as_asked(self.recipe.experts))
         with device, default_dtype(self.dtype):
             return self.family(self.model_config, self.mesh, ops, self.max_model_tokens)
 

@@ -48,6 +48,9 @@ class HostEvent:
 
     def synchronize(self) -> None: ...
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, end: HostEvent) -> float:
         """In milliseconds."""
         return 1e3 * (end.at - self.at)

@@ -18,6 +18,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.plan import Masks, StepPlan, mode_key
 from nanovllm.runner.batch import BatchPrep, RowBuilder, StepRows
 from nanovllm.runner.caches import Caches
+from nanovllm.runner.expert_load import ExpertCounter
 from nanovllm.runner.graphs import DecodeGraphs, borrowed, largest_graph
 from nanovllm.runner.piecewise import PiecewiseGraphs
 from nanovllm.runner.results import Copy, DeviceClock, Handle, start_copy
@@ -61,6 +62,8 @@ class Runner:
         self.sampler = sampler
         self.caches = caches
         model.bind_caches(caches.by_layer)
+        self.experts = ExpertCounter(model, device)
+        self.expert_load = self.experts.newest
         self.backend = backend
         self.device = device
         most_rows = largest_graph(slots.padding, 1 + self.num_drafts)

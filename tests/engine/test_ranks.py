@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from msgspec.structs import replace
 from nanovllm.config import Config, ConfigError, Parallel, Speculate, load_config
 from nanovllm.engine import ranks
 from nanovllm.engine.ranks import Follower, RankedExecutor
+from nanovllm.experts import Experts, PlacedLayer, placed
 from nanovllm.parallel.gloo import GlooMesh
 from nanovllm.parallel.places import Place, RankLostError, places_of
 from nanovllm.parallel.ring import RING_BYTES, Writer, ring
@@ -145,6 +147,33 @@ def test_experts_over_ranks_write_the_text_of_one(
     same_text(config_of(tmp_path), drafts, tp, ep, tmp_path)
 
 
+@pytest.mark.parametrize(("family", "drafts"), [("qwen3_moe", NGRAM), ("deepseek_v3", None)])
+def test_copies_of_experts_write_the_text_of_one_rank(
+    family: str, drafts: Speculate | None, tmp_path: Path
+) -> None:
+    """Either rank has 7 of 10 experts; what was counted of them is what one rank counts."""
+    overrides = {**CASES[family][1], COUNTS[family]: 10, "vocab_size": 5003}
+    if family == "deepseek_v3":
+        overrides["n_group"] = 5
+    make_tiny(tmp_path, family, **overrides)
+    config, file = config_of(tmp_path), tmp_path / "placement"
+    alone = WholeEngine(config, speculate=drafts, **SMALL)
+    expected = text_of(alone)
+    load = alone.runner.expert_load(wait=True)
+    assert load is not None and sum(load.by_rank) == sum(memoryview(load.tokens).cast("q"))
+    lines = [PlacedLayer(at, tokens, placed(tokens, 2, 2)) for at, tokens in load.rows()]
+    file.write_bytes(msgspec.json.Encoder().encode_lines(lines))
+    recipe = replace(config.recipe, experts=Experts(placement=str(file)))
+    there = cut(replace(config, recipe=recipe), 1, 2)
+    with ranked(there, 2, tmp_path, speculate=drafts, **SMALL) as engine:
+        assert text_of(engine) == expected
+        found = engine.runner.expert_load(wait=True)
+        block: Any = engine.runner.model.layers[-1]
+        assert block.mlp.ranks == lines[-1].ranks and len(block.mlp.experts.gate_up) == 7
+    assert found is not None and found.rows() == load.rows() and len(found.by_rank) == 2
+    assert all(value < 1.2 for key, value in found.imbalance.items() if key.endswith("/ranks"))
+
+
 def same_text(config: Config, drafts: Speculate | None, tp: int, ep: int, folder: Path) -> None:
     alone = WholeEngine(config, speculate=drafts, **SMALL)
     expected = text_of(alone)
@@ -194,7 +223,7 @@ class Own:
 
     def __init__(self) -> None:
         self.steps_by_mode = self.padded_tokens = self.gap_s = self.busy_s = 0
-        self.vet = None
+        self.vet = self.expert_load = None
         self.noted: list[Any] = []
 
     def launch(self, plan: StepPlan) -> Own:

@@ -19,7 +19,7 @@ import torch
 import triton
 from hypothesis import given, settings, strategies as st
 from nanovllm_kernels import expert_rows, experts, route, route_reference
-from nanovllm_kernels.route_reference import ExpertRows, Routing
+from nanovllm_kernels.route_reference import ExpertRows, Placed, Routing
 from nanovllm_kernels.routed_cases import sort_inputs
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def test_in_the_interpreter() -> None:
         ["env", "TRITON_INTERPRET=1", *here], capture_output=True, text=True, timeout=600
     )
     assert child.returncode == 0, child.stdout[-4000:]
-    assert "15 passed" in child.stdout
+    assert "19 passed" in child.stdout
 
 
 test_in_the_interpreter.__test__ = not INTERPRETED
@@ -76,6 +76,30 @@ def test_of_equal_scores_the_lower_experts_are_chosen() -> None:
     logits_TE = torch.tensor([[0.0, -0.0] * 4, [-500.0, -400.0, -300.0, 0.0] * 2])
     _, experts_TK = route.route(logits_TE, None, 4, SOFTMAX)
     assert experts_TK.tolist() == [[0, 1, 2, 3], [3, 7, 0, 1]]
+
+
+@interpreted
+@pytest.mark.parametrize("rule", [SOFTMAX, GROUPS], ids=["softmax", "groups"])
+@pytest.mark.parametrize("has_copies", [False, True])
+def test_copies_are_found_and_counted_as_defined(rule: Routing, has_copies: bool) -> None:
+    """Of 20 experts, some have 2 copies or 3 on 3 ranks; every third token is nobody's."""
+    logits_TE = torch.randn(64, 20, generator=torch.Generator().manual_seed(1))
+    at_T = torch.arange(64) * 37 % 1000
+    at_T[::3] = 0
+    copies: list[list[int]] = [[e, *range(20 + e, 30, 5)] for e in range(20)]
+    turns_EX = torch.tensor([(each * 6)[:6] for each in copies], dtype=torch.int32)
+    found = []
+    for kernel in (route.route, route_reference.route):
+        tokens_X = torch.full((30,), 2**33)
+        placed = Placed(at_T, tokens_X, turns_EX if has_copies else None)
+        found.append((kernel(logits_TE, None, 6, rule, None, placed)[1], tokens_X))
+    (ours_TK, counts_X), (experts_TK, expected_X) = found
+    assert torch.equal(ours_TK, experts_TK) and torch.equal(counts_X, expected_X)
+    sorting = ours_TK, 10, 20, 4
+    assert_equal(expert_rows.sort_rows(*sorting), route_reference.sort_rows(*sorting))
+    assert (ours_TK[::3] == -1).all() and int((counts_X - 2**33).sum()) == 6 * int((at_T > 0).sum())
+    assert {int(e) for e in ours_TK.unique()} > {-1, *range(10)}
+    assert bool((counts_X[20:] > 2**33).all()) is has_copies
 
 
 @interpreted

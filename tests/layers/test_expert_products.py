@@ -58,7 +58,7 @@ def test_a_rank_asks_by_the_pairs_that_it_expects() -> None:
 def test_the_log_tells_it() -> None:
     with torch.device("meta"):
         whole = Span(E, 0, E), Span(F, 0, F)
-        experts = Experts(D, *whole, K, RULE, kernels_of(*CUTE.many)).bfloat16()
+        experts = Experts(D, *whole, K, RULE, kernels_of(*CUTE.many), (*range(E),)).bfloat16()
         head = AddLinear(Span(D, 0, D), D, Mesh(), select_ops(Kernels(), CPU))
     assert products(torch.nn.ModuleDict({"experts": experts}), head, (1, 32, 33, 512)) == (
         "experts few 1-32, quack 33-512; head library 1-512"

@@ -93,12 +93,13 @@ def test_many_rows_have_products_of_their_own() -> None:
         Mock(wraps=EXPERTS.gate_up), EXPERTS.down, tile, lambda n, _: n >= 12, "grouped"
     )
     kernels, all_inner = TORCH._replace(many=(many,)), Span(F, 0, F)
-    whole = Experts(D, Span(E, 0, E), all_inner, K, RULE, kernels)
-    half = Experts(D, Span(6, 3, 3), all_inner, K, RULE, kernels)
+    whole = Experts(D, Span(E, 0, E), all_inner, K, RULE, kernels, (*range(E),))
+    places = -1, -1, -1, 0, 1, 2
+    half = Experts(D, Span(6, 3, 3), all_inner, K, RULE, kernels, places)
     assert [whole.by_rows[n].name for n in (5, 6)] == ["torch", "grouped"]
     assert [half.by_rows[n].name for n in (11, 12)] == ["torch", "grouped"]
     x_TD, logits_TE = torch.randn(12, D), torch.randn(12, 6)
-    plain = Experts(D, Span(6, 3, 3), all_inner, K, RULE, TORCH)
+    plain = Experts(D, Span(6, 3, 3), all_inner, K, RULE, TORCH, places)
     for experts in (half, plain):
         experts.gate_up.data = torch.ones(3, 2 * F, D) * torch.arange(3.0)[:, None, None]
         experts.down.data = torch.ones(3, D, F)

@@ -28,9 +28,15 @@ class Experts(nn.Module):
         self.gate_up = parameter(experts.count, 2 * inner.count, hidden_size)
         self.down = parameter(experts.count, hidden_size, inner.count)
         self.placements = {
-            "gate_up": Placement(0, (("gate", inner), ("up", inner)), experts),
-            "down": Placement(1, (("", inner),), experts),
+            "gate_up": Placement(0, (("gate", inner), ("up", inner)), places_of(experts)),
+            "down": Placement(1, (("", inner),), places_of(experts)),
         }
+
+
+def places_of(experts: Span) -> tuple[int, ...]:
+    """Where a rank has each expert, or -1."""
+    own = range(experts.start, experts.start + experts.count)
+    return tuple(e - experts.start if e in own else -1 for e in range(experts.full))
 
 
 class Layer(nn.Module):

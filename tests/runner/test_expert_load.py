@@ -1,0 +1,91 @@
+"""runner/expert_load.py: what is counted of experts, and that nobody waits for the device.
+
+That the counts are those of one rank wherever experts are: tests/engine/test_ranks.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.runner import expert_load
+from nanovllm.runner.expert_load import ExpertCounter
+from nanovllm.runner.warm import run_padding
+from tests.models.steps import load
+from tests.models.tiny import CASES, config_of, make_tiny
+from tests.whole_engine import WholeEngine
+
+
+def counts_of(engine: WholeEngine) -> list[tuple[int, list[int]]]:
+    found = engine.runner.expert_load(wait=True)
+    assert found is not None
+    return found.rows()
+
+
+def test_tokens_of_requests_are_counted_in_layers_with_experts(tmp_path: Path) -> None:
+    """Of a prompt, the last layer has the token alone that is predicted from; then one a step."""
+    family, overrides = CASES["qwen3_moe 7, top 1, dense between"]
+    make_tiny(tmp_path, family, **overrides)
+    engine = WholeEngine(config_of(tmp_path))
+    assert counts_of(engine) == [(1, [0] * 7)]  # warming up is not counted
+    engine.submit(1, [5, 6, 7, 8, 9], 4)
+    engine.run()
+    ((_, tokens),) = counts_of(engine)
+    assert sum(tokens) == 5 + 3
+    run_padding(engine.runner, 3, 1)
+    assert counts_of(engine) == [(1, tokens)]
+    found = engine.runner.expert_load(wait=False)
+    assert found is not None and found.by_rank == [8]
+    assert found.imbalance == {"1/experts": max(tokens) * 7 / 8, "1/ranks": 1.0}
+
+
+def test_a_dense_model_has_no_load(tmp_path: Path) -> None:
+    make_tiny(tmp_path, "qwen3")
+    assert ExpertCounter(load(tmp_path), torch.device("cpu")).newest(wait=True) is None
+
+
+class Device:
+    """Copies arrive when it says so."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.num_waits = 0
+
+    def event(self) -> Any:
+        def synchronize() -> None:
+            self.num_waits += 1
+            self.is_done = True
+
+        return SimpleNamespace(
+            record=lambda: None, query=lambda: self.is_done, synchronize=synchronize
+        )
+
+
+def test_nobody_waits_for_a_copy_unless_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny(tmp_path, *(CASES["qwen3_moe"][:1]), **CASES["qwen3_moe"][1])
+    device = Device()
+    counter = ExpertCounter(load(tmp_path), torch.device("cpu"))
+    monkeypatch.setattr(expert_load, "new_event", lambda _: device.event())
+
+    def newest(*, wait: bool = False) -> int | None:
+        found = counter.newest(wait=wait)
+        return None if found is None else sum(found.by_rank)
+
+    assert newest() is None
+    counter.tokens_X += 1
+    assert newest() is None  # the first copy is under way
+    device.is_done = True
+    assert newest() == 0
+    assert newest() == 10
+    device.is_done = False
+    counter.tokens_X += 1
+    assert newest() == newest() == 10
+    assert device.num_waits == 0
+    assert newest(wait=True) == 20
+    assert device.num_waits == 1

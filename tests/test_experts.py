@@ -1,0 +1,105 @@
+"""Which ranks hold which experts: the file, what is amiss with one, and where copies go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, strategies as st
+
+from nanovllm.config import ConfigError, load_config
+from nanovllm.experts import ExpertLoad, PlacedLayer, Ranks, Spread, evenly, placed
+
+
+def spread(path: Path, *ranks: Ranks) -> Spread:
+    lines = [PlacedLayer(layer, [], held) for layer, held in enumerate(ranks)]
+    path.write_bytes(msgspec.json.Encoder().encode_lines(lines))
+    return Spread(str(path))
+
+
+def busiest(tokens: list[int], ranks: Ranks) -> float:
+    """The most tokens of a rank over their mean, where copies share an expert's."""
+    counts = [sum(expert in held for held in ranks) for expert in range(len(tokens))]
+    loads = [sum(tokens[expert] / counts[expert] for expert in held) for held in ranks]
+    return max(loads) * len(ranks) / sum(loads)
+
+
+def test_hot_experts_have_copies_and_ranks_equal_loads() -> None:
+    tokens = [1000, 10, 20, 400, 30, 10, 20, 30]
+    assert busiest(tokens, evenly(8, 4)) > 2.6
+    assert placed(tokens, 4, 0) == [[0, 5], [1, 3], [2, 4], [6, 7]]
+    found = placed(tokens, 4, 1)
+    assert found == [[0, 1, 3], [0, 3, 5], [0, 2, 4], [0, 6, 7]]
+    assert busiest(tokens, found) < 1.22
+    assert placed([5, 5], 2, 9) == [[0, 1], [0, 1]]
+
+
+@given(
+    ranks=st.integers(1, 8),
+    each=st.integers(1, 6),
+    more=st.integers(0, 5),
+    data=st.data(),
+)
+def test_every_rank_holds_as_many_and_none_twice(
+    ranks: int, each: int, more: int, data: st.DataObject
+) -> None:
+    count = ranks * each
+    tokens = data.draw(st.lists(st.integers(0, 10**9), min_size=count, max_size=count))
+    found = placed(tokens, ranks, more)
+    assert {len(held) for held in found} == {min(each + more, count)}
+    assert all(len({*held}) == len(held) for held in found)
+    assert {expert for held in found for expert in held} == {*range(count)}
+
+
+def test_a_file_says_what_each_rank_holds(tmp_path: Path) -> None:
+    found = spread(tmp_path / "x", [[0, 2, 3], [1, 3, 0]], [[1, 0], [2, 3]])
+    assert found.ranks(0, 4, 2) == [[0, 2, 3], [1, 3, 0]]
+    assert found.ranks(1, 4, 2) == [[1, 0], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([[0, 1, 2, 3]], "is placed over 1 ranks; parallel.ep is 2"),
+        ([[0, 1], [2, 4]], "has not the experts 0 to 3, which the model has"),
+        ([[0, 1], [2, 2]], "has not the experts 0 to 3, which the model has"),
+        ([[0, 1, 1], [2, 3, 0]],
+         "does not have equally many experts on each rank, none of them twice"),
+        ([[0, 1], [2, 3, 0]],
+         "does not have equally many experts on each rank, none of them twice"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_line(ranks: Ranks, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with pytest.raises(ConfigError) as caught:
+        spread(path, ranks).ranks(0, 4, 2)
+    assert str(caught.value) == f"experts.placement: {path}: layer 0 {said}"
+    with pytest.raises(ConfigError, match="layer 7 is not in it"):
+        Spread(str(path)).ranks(7, 4, 2)
+
+
+def test_no_such_file_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with pytest.raises(ConfigError) as caught:
+        Spread(str(path))
+    assert str(caught.value) == f"experts.placement: {path}: No such file or directory"
+    path.write_text('{"layer": 0, "tokens": [], "ranks": 3}')
+    with pytest.raises(ConfigError, match=r"experts.placement: .*x: Expected `array`, got `int`"):
+        Spread(str(path))
+
+
+def test_a_placement_needs_ranks() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["experts.placement=x.json"])
+    assert str(caught.value) == "experts.placement is for parallel.ep above 1, which is 1"
+
+
+def test_tokens_since_an_earlier_time() -> None:
+    def load(*tokens: int) -> ExpertLoad:
+        packed = b"".join(count.to_bytes(8, "little") for count in tokens)
+        return ExpertLoad([1, 3], packed, [], {})
+
+    now = load(5, 6, 7, 2**40)
+    assert now.rows() == [(1, [5, 6]), (3, [7, 2**40])]
+    assert now.rows(load(5, 1, 0, 40)) == [(1, [0, 5]), (3, [7, 2**40 - 40])]
