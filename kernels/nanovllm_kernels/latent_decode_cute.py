@@ -1,0 +1,654 @@
+"""Attention of the one or few new tokens of each row over its pages of latents, for Hopper, in
+CuTe DSL.
+
+Meaning: of a token one latent of 512 numbers and a rotated part of 64 are cached, for all heads. A
+query has as many of both; scores are their products, and the result is the weighted mean of
+latents. Cached are bfloat16, in pages of 16, 32 or a multiple of 64 tokens.
+
+Decision: the pairs of new token and head of a row are the rows of a matrix, 64 of them a block of
+threads, which is alone on its multiprocessor. As in paged_decode_cute the rows' contexts are cut
+into equal shares, a share to each lane, and the row's blocks of pairs run side by side, since they
+read the same latents.
+
+Decision: what is summed up, 64 x 512 numbers of float32, takes half of the registers. So eight
+warps do nothing but sum up; four warps score, and a warp loads. The scorers' weights reach the
+others through shared memory, where the block's rotated parts lie: when there are scores, these are
+of no use anymore.
+
+Decision: a row that is cut leaves parts, which a kernel of its own merges.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
+from torch import Tensor
+
+from nanovllm_kernels.block_fp8_cute import exchange, four_words
+from nanovllm_kernels.compile_cache import CachedCompile, Compiled
+from nanovllm_kernels.device import follows
+from nanovllm_kernels.like import like
+from nanovllm_kernels.paged_decode import merge_kernel, plan_lanes
+
+RANK = 512  # numbers of a latent
+ROTATED = 64  # numbers beside it: a swizzled line of shared memory
+LINES = RANK // ROTATED
+WIDTH = RANK + ROTATED
+PAIRS = 64  # of new token and head, that a block of threads has
+BLOCK = 64  # tokens
+STAGES = 2
+PIECE = 16  # pairs of a warp
+LOWEST = -1e30  # below every score, and finite, so that differences are numbers
+LOG2_E = math.log2(math.e)
+MAX_WIDTH = 8  # new tokens of a row
+COLUMNS = 128  # that a group's product has: with 256 the compiler wants more registers at launch
+MERGED = 8  # parts that are merged at once
+READ_ONCE = 0x12F0000000000000  # a cache policy: the first to be evicted
+SUMMERS, SCORER, LOADER = 2, 2, 3  # groups of four warps: 0 and 1 sum up
+SUMMER_REGISTERS, SCORER_REGISTERS, LOADER_REGISTERS = 176, 120, 40
+BEGINS, ENDS, WHOLE, BEGAN = 1, 2, 4, 8  # flags of a note
+
+
+class Given(NamedTuple):
+    """In global memory, besides what is copied by boxes. lanes: see paged_decode.plan_lanes;
+    partial_o, partial_lse: see paged_decode.results_of.
+    """
+
+    table: cute.Tensor
+    lengths: cute.Tensor
+    starts: cute.Tensor  # anything, if rows have one token each
+    o: cute.Tensor  # [token and head, RANK]
+    lanes: cute.Tensor
+    partial_o: cute.Tensor
+    partial_lse: cute.Tensor
+
+
+def obstacle(page_tokens: int, num_heads: int, dtype: torch.dtype) -> str | None:
+    """Why a cache is not for this kernel, or None."""
+    if dtype != torch.bfloat16:
+        return "it computes in bfloat16"
+    if page_tokens % BLOCK and page_tokens not in (16, 32):
+        return f"pages must have 16, 32 or a multiple of {BLOCK} tokens"
+    if num_heads % PIECE or (num_heads % PAIRS and PAIRS % num_heads):
+        return f"heads must be 16, 32 or a multiple of {PAIRS}"
+    return None
+
+
+def plan_decode(lengths_R: Tensor, pages_PSX: Tensor, num_heads: int, width: int = 1) -> Tensor:
+    """plan_N5 of plan_lanes, good for every layer of the step."""
+    return plan_lanes(lengths_R, num_tiles(num_heads, width), BLOCK, per_processor=1)
+
+
+def num_tiles(num_heads: int, width: int) -> int:
+    """Blocks of threads that share a row's latents."""
+    return -(-num_heads * width // PAIRS)
+
+
+def latent_decode(
+    q_THX: Tensor,
+    rotated_THA: Tensor,
+    pages_PSX: Tensor,
+    page_table_RM: Tensor,
+    lengths_R: Tensor,
+    plan_N5: Tensor,
+    scale: float,
+    out_THX: Tensor | None = None,
+    *,
+    starts_R1: Tensor | None = None,
+    width: int = 1,
+) -> Tensor:
+    """o_THX, which is `out_THX` if given: the weighted means of latents. `scale`: of scores."""
+    assert 1 <= width <= (MAX_WIDTH if starts_R1 is not None else 1), width
+    num_tokens, num_heads, _ = q_THX.shape
+    num_lanes, pairs = len(plan_N5), width * num_heads
+    if out_THX is None:
+        out_THX = torch.empty(q_THX.shape, dtype=q_THX.dtype, device=q_THX.device)
+    assert out_THX.is_contiguous()
+    partial_o = torch.empty(num_lanes, 2, pairs, RANK, dtype=torch.float32, device=q_THX.device)
+    partial_lse = partial_o.new_empty(num_lanes, 2, pairs)
+    starts = lengths_R if starts_R1 is None else starts_R1
+    o = out_THX.flatten(0, 1)
+    given = Given(page_table_RM, lengths_R, starts, o, plan_N5, partial_o, partial_lse)
+    run = compile_decode(num_heads, pages_PSX.shape[1], 0 if starts_R1 is None else width)
+    run(q_THX, rotated_THA, pages_PSX, given, scale * LOG2_E)
+    waits = follows(num_tokens, q_THX.device)
+    merge_kernel[(pairs, num_lanes)](
+        partial_o,
+        partial_lse,
+        starts_R1,
+        plan_N5,
+        out_THX,
+        W=width,
+        RAGGED=starts_R1 is not None,
+        A=RANK,
+        A_BLOCK=RANK,
+        MERGED=MERGED,
+        WAITS=waits,
+        launch_pdl=waits,
+        num_warps=4,
+    )
+    return out_THX
+
+
+@CachedCompile
+def compile_decode(num_heads: int, page_tokens: int, most_new: int) -> Compiled:
+    """For at most `most_new` tokens of a row, or 0 if each has one and there is no starts_R1. Needs
+    no GPU, only to know of one.
+    """
+    any_ = cute.sym_int
+    given = Given(
+        table=like(Int32, any_(), any_()),
+        lengths=like(Int32, any_()),
+        starts=like(Int32, any_()),
+        o=like(BFloat16, any_(), RANK, divisibility=8),
+        lanes=like(Int32, any_(), 5),
+        partial_o=like(Float32, any_(), 2, any_(), RANK, divisibility=4),
+        partial_lse=like(Float32, any_(), 2, any_()),
+    )
+    compiled: Compiled = cute.compile(
+        LatentDecode(num_heads, page_tokens, most_new),
+        like(BFloat16, any_(), num_heads, RANK, divisibility=8),
+        like(BFloat16, any_(), num_heads, ROTATED, divisibility=8),
+        like(BFloat16, any_(), page_tokens, WIDTH, divisibility=8),
+        given,
+        Float32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options="--enable-tvm-ffi",
+    )
+    return compiled
+
+
+class Shared(NamedTuple):
+    """In shared memory, of one block of threads."""
+
+    q: cute.Tensor  # [pair, number]
+    q_rotated: cute.Tensor
+    latents: cute.Tensor  # [token, number, stage]
+    rotated: cute.Tensor  # then the weights: [pair, token, stage]
+    notes: cute.Tensor  # [5, stage]: see LatentDecode.note
+    sums: cute.Tensor  # [3, pair, stage]: how sums fade; then the highest score, the sum of weights
+    full: cute.Pointer  # barriers: the block is there
+    weighed: cute.Pointer  # its weights are
+    empty: cute.Pointer  # it is summed up
+    q_full: cute.Pointer  # the row's queries are there
+    q_empty: cute.Pointer  # and of no use anymore
+
+
+class Note(NamedTuple):
+    """What a block is: the first query of its row, or -1 after all; how many there are; how many
+    tokens of the block the first one sees; how many there are; flags.
+    """
+
+    query: Int32
+    count: Int32
+    seen: Int32
+    tokens: Int32
+    flags: Int32
+
+
+class LatentDecode:
+    def __init__(self, num_heads: int, page_tokens: int, most_new: int) -> None:
+        self.num_heads, self.page_tokens = num_heads, page_tokens
+        self.ragged, self.most_new = most_new > 0, max(1, most_new)
+        self.tiles = num_tiles(num_heads, self.most_new)
+        self.box_heads = min(num_heads, PAIRS)
+        self.boxes = min(PAIRS // self.box_heads, self.most_new)  # of queries, of a tile
+        self.unit = min(BLOCK, page_tokens)  # tokens of a block that lie in one page
+        self.units = BLOCK // self.unit
+        self.window = 32 // self.units  # blocks whose pages a warp's threads hold
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        rotated: cute.Tensor,
+        pages: cute.Tensor,
+        given: Given,
+        scale: Float32,
+        stream: Any,  # noqa: ANN401
+    ) -> None:
+        line = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        rings = []
+        for rows, stages in ((PAIRS, ()), (BLOCK, (STAGES,))):
+            order = (0, 1, 2)[: 2 + len(stages)]
+            rings += [cute.tile_to_shape(line, (rows, n, *stages), order) for n in (RANK, ROTATED)]
+        boxes = []
+        for source, rows in ((q, self.box_heads), (rotated, self.box_heads), (pages, self.unit)):
+            box = cute.tile_to_shape(line, (rows, ROTATED), (0, 1))
+            flat = cute.make_tensor(source.iterator, cute.select(source.layout, [1, 2, 0]))
+            op = cpasync.CopyBulkTensorTileG2SOp()
+            info = cpasync.make_tiled_tma_atom(op, flat, box, (rows, ROTATED))
+            boxes.append((info[0], info[1]))
+        scores = make_trivial_tiled_mma(
+            BFloat16,
+            BFloat16,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (1, 1, 1),
+            tiler_mn=(PAIRS, BLOCK),
+        )
+        summed = make_trivial_tiled_mma(
+            BFloat16,
+            BFloat16,
+            OperandMajorMode.K,
+            OperandMajorMode.MN,
+            Float32,
+            (1, SUMMERS, 1),
+            tiler_mn=(PAIRS, COLUMNS),
+        )
+        self.kernel(*boxes, given, scale, tuple(rings), scores, summed).launch(
+            grid=[self.tiles, cute.size(given.lanes, mode=[0]), 1],
+            block=[128 * (LOADER + 1), 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_box: tuple,
+        rotated_box: tuple,
+        pages_box: tuple,
+        given: Given,
+        scale: Float32,
+        rings: tuple,
+        scores: cute.TiledMma,
+        summed: cute.TiledMma,
+    ) -> None:
+        shared = self.allocate(rings)
+        nth_warp = arch.make_warp_uniform(arch.warp_idx())
+        if nth_warp == 0:
+            with arch.elect_one():
+                arch.mbarrier_init(shared.q_full, 1)
+                arch.mbarrier_init(shared.q_empty, 4)
+                for stage in cutlass.range_constexpr(STAGES):
+                    arch.mbarrier_init(shared.full + stage, 1)
+                    arch.mbarrier_init(shared.weighed + stage, 4)
+                    arch.mbarrier_init(shared.empty + stage, 4 * SUMMERS)
+            arch.mbarrier_init_fence()
+        arch.sync_threads()
+        if nth_warp >= 4 * LOADER:
+            arch.setmaxregister_decrease(LOADER_REGISTERS)
+            if nth_warp == 4 * LOADER:
+                self.load(q_box, rotated_box, pages_box, given, shared)
+        elif nth_warp >= 4 * SCORER:
+            arch.setmaxregister_decrease(SCORER_REGISTERS)
+            self.score(shared, scores, scale)
+        else:
+            arch.setmaxregister_increase(SUMMER_REGISTERS)
+            self.sum_up(given, shared, summed, scale)
+
+    def allocate(self, rings: tuple) -> Shared:
+        smem = cutlass.utils.SmemAllocator()
+        tensors = [smem.allocate_tensor(BFloat16, x.outer, 1024, x.inner) for x in rings]
+        return Shared(
+            *tensors,
+            notes=smem.allocate_tensor(Int32, cute.make_layout((len(Note._fields), STAGES)), 16),
+            sums=smem.allocate_tensor(Float32, cute.make_layout((3, PAIRS, STAGES)), 16),
+            full=smem.allocate_array(Int64, STAGES),
+            weighed=smem.allocate_array(Int64, STAGES),
+            empty=smem.allocate_array(Int64, STAGES),
+            q_full=smem.allocate_array(Int64, 1),
+            q_empty=smem.allocate_array(Int64, 1),
+        )
+
+    def partition(self, box: tuple, rows: int, rings: tuple) -> tuple:
+        """How to copy a box: from [box of the rows, line, ...], to [box of the rows, line, stage]
+        of each ring.
+        """
+        atom, matrix = box
+        cpasync.prefetch_descriptor(atom)
+        whole = cute.group_modes(cute.flat_divide(matrix, (rows, ROTATED)), 0, 2)
+        found = []
+        for ring in rings:
+            parts = cute.group_modes(cute.flat_divide(ring, (rows, ROTATED)), 0, 2)
+            to, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), parts, whole)
+            found.append((source, to))
+        return atom, found
+
+    @cute.jit
+    def load(
+        self, q_box: tuple, rotated_box: tuple, pages_box: tuple, given: Given, shared: Shared
+    ) -> None:
+        """Fills the ring with this lane's blocks, and with each a note."""
+        queries = (
+            self.partition(q_box, self.box_heads, (shared.q,)),
+            self.partition(rotated_box, self.box_heads, (shared.q_rotated,)),
+        )
+        latents = self.partition(pages_box, self.unit, (shared.latents, shared.rotated))
+        lane, last_row = arch.block_idx()[1], cute.size(given.lengths) - 1
+        row = cutlass.min(given.lanes[lane, 0], last_row)
+        block, left = given.lanes[lane, 1], given.lanes[lane, 2]
+        length, base, began = given.lengths[row], block, block
+        query, count = self.queries_of(given, row)
+        first_query, first_count, total = query, count, left
+        window = self.pages_of(given.table, row, base)
+        # The first row's old tokens may come while the kernel before this one still runs.
+        early = cutlass.min((length - count) // BLOCK - block, cutlass.min(left, STAGES))
+        early = cutlass.max(early, 0)
+        i, stage, phase, q_phase = Int32(0), Int32(0), Int32(1), Int32(1)
+        while left >= 0:
+            full = shared.full + stage
+            if i == early:
+                arch.griddepcontrol_wait()
+                if total > 0:
+                    self.copy_q(queries, shared, first_query, first_count)
+            arch.mbarrier_wait(shared.empty + stage, phase)
+            if left == 0:
+                left = Int32(-1)
+                with arch.elect_one():
+                    shared.notes[0, stage] = Int32(-1)
+                    arch.mbarrier_arrive(full)
+            else:
+                tokens = length - block * BLOCK
+                begins = Int32((i == 0) | (block == 0))
+                closes = Int32(tokens <= BLOCK)
+                ends = Int32((left == 1) | (tokens <= BLOCK))
+                flags = BEGINS * begins + ENDS * ends + BEGAN * Int32(began == 0)
+                flags += WHOLE * closes * Int32(began == 0)
+                with arch.elect_one():
+                    note = Note(query, count, tokens - count + 1, tokens, flags)
+                    for n in cutlass.range_constexpr(len(note)):
+                        shared.notes[n, stage] = note[n]
+                    units = cutlass.min((tokens + self.unit - 1) // self.unit, self.units)
+                    num_bytes = units * (2 * self.unit * WIDTH)
+                    arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
+                pages = (window, (block - base) * self.units)
+                self.copy_block(latents, (full, stage), (block, tokens), pages)
+                if (i > 0) & (block == 0):
+                    arch.mbarrier_wait(shared.q_empty, q_phase ^ 1)
+                    q_phase ^= 1
+                    self.copy_q(queries, shared, query, count)
+                left -= 1
+                block += 1
+                if tokens <= BLOCK:
+                    row = cutlass.min(row + 1, last_row)
+                    block, base, began = Int32(0), Int32(0), Int32(0)
+                    length, window = given.lengths[row], self.pages_of(given.table, row, base)
+                    query, count = self.queries_of(given, row)
+                elif block == base + self.window:
+                    base = block
+                    window = self.pages_of(given.table, row, base)
+            i += 1
+            stage += 1
+            if stage == STAGES:
+                stage = Int32(0)
+                phase ^= 1
+        arch.griddepcontrol_launch_dependents()
+
+    def queries_of(self, given: Given, row: Int32) -> tuple:
+        """The first query of a row, and how many it has."""
+        if not self.ragged:
+            return row, Int32(1)
+        return given.starts[row], given.starts[row + 1] - given.starts[row]
+
+    def pages_of(self, table: cute.Tensor, row: Int32, block: Int32) -> Int32:
+        """Thread n of the warp: the page of the n-th unit from a block on. Past the end any one."""
+        unit = block * self.units + arch.lane_idx()
+        page = unit * self.unit // self.page_tokens
+        return table[row, cutlass.min(page, table.shape[1] - 1)]
+
+    @cute.jit
+    def copy_q(self, queries: tuple, shared: Shared, query: Int32, count: Int32) -> None:
+        """The tile's pairs of a row: box by box a new token's heads."""
+        first = arch.block_idx()[0] * PAIRS
+        box_bytes, num_boxes = 2 * self.box_heads * WIDTH, Int32(0)
+        for n in cutlass.range_constexpr(self.boxes):
+            nth = (first + n * self.box_heads) // self.num_heads
+            num_boxes += Int32(nth < count)
+        with arch.elect_one():
+            arch.mbarrier_arrive_and_expect_tx(shared.q_full, num_boxes * box_bytes)
+        for n in cutlass.range_constexpr(self.boxes):
+            pair = first + n * self.box_heads
+            nth, heads = pair // self.num_heads, pair % self.num_heads // self.box_heads
+            if nth < count:
+                for atom, ((source, to),) in queries:
+                    for part in cutlass.range_constexpr(cute.size(to, mode=[2])):
+                        cute.copy(
+                            atom,
+                            source[None, heads, part, query + nth],
+                            to[None, n, part],
+                            tma_bar_ptr=shared.q_full,
+                        )
+
+    @cute.jit
+    def copy_block(self, latents: tuple, slot: tuple, span: tuple, pages: tuple) -> None:
+        """To a slot (barrier, stage), of a block with so many tokens, whose pages the warp's
+        threads hold (page, from which thread on).
+        """
+        (full, stage), (block, tokens), (window, first_unit) = slot, span, pages
+        atom, ((source, to), (_, to_rotated)) = latents
+        policy = {"cache_policy": Int64(READ_ONCE)} if self.tiles == 1 else {}
+        for nth in cutlass.range_constexpr(self.units):
+            page = arch.shuffle_sync(window, first_unit + nth)
+            place = (block * BLOCK + nth * self.unit) % self.page_tokens // self.unit
+            if nth * self.unit < tokens:
+                for part in cutlass.range_constexpr(LINES + 1):
+                    target = to[None, nth, part, stage]
+                    if cutlass.const_expr(part == LINES):
+                        target = to_rotated[None, nth, 0, stage]
+                    cute.copy(
+                        atom, source[None, place, part, page], target, tma_bar_ptr=full, **policy
+                    )
+
+    def note(self, shared: Shared, stage: Int32) -> Note:
+        return Note(*(shared.notes[n, stage] for n in range(len(Note._fields))))
+
+    def nth_of(self) -> Int32:
+        """Which of the row's new tokens this warp's pairs are of. They are of just one."""
+        warps = arch.make_warp_uniform(arch.warp_idx()) % 4
+        return (arch.block_idx()[0] * PAIRS + warps * PIECE) // self.num_heads
+
+    @cute.jit
+    def score(self, shared: Shared, mma: cute.TiledMma, scale: Float32) -> None:
+        thread = arch.thread_idx()[0] % 128
+        nth = self.nth_of()
+        slice_ = mma.get_slice(0)
+        q, q_rotated = (
+            slice_.make_fragment_A(slice_.partition_A(x)) for x in (shared.q, shared.q_rotated)
+        )
+        k, k_rotated = (
+            slice_.make_fragment_B(slice_.partition_B(x)) for x in (shared.latents, shared.rotated)
+        )
+        s = cute.make_rmem_tensor(slice_.partition_shape_C((PAIRS, BLOCK)), Float32)
+        p = cute.make_rmem_tensor(s.shape, BFloat16)
+        store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16)
+        copy = cute.make_tiled_copy_C(store, mma).get_slice(thread)
+        p_from, p_to = copy.retile(p), copy.partition_D(shared.rotated)
+        fresh, more = cute.make_mma_atom(mma.op), cute.make_mma_atom(mma.op)
+        fresh.set(warpgroup.Field.ACCUMULATE, False)
+        more.set(warpgroup.Field.ACCUMULATE, True)
+        highest, total = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+        fades = cute.make_rmem_tensor(2, Float32)
+        stage, phase, q_phase = Int32(0), Int32(0), Int32(0)
+        arch.mbarrier_wait(shared.full + stage, phase)
+        query, count, seen, tokens, flags = self.note(shared, stage)
+        while query >= 0:
+            if flags & BEGINS != 0:
+                arch.mbarrier_wait(shared.q_full, q_phase)
+                q_phase ^= 1
+                highest.fill(LOWEST)
+                total.fill(0.0)
+            warpgroup.fence()
+            for part in cutlass.range_constexpr(WIDTH // 16):
+                atom, step = (more if part > 0 else fresh), (None, None, part % (RANK // 16))
+                a, b = (q, k) if part < RANK // 16 else (q_rotated, k_rotated)
+                cute.gemm(atom, s, a[step], b[(*step, stage)], s)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            if flags & ENDS != 0:
+                self.arrive(shared.q_empty)
+            # Another warp may still read what this one is about to overwrite.
+            arch.barrier(barrier_id=1, number_of_threads=128)
+            if nth < count:
+                limit = cutlass.min(seen + nth, tokens)
+                if limit < BLOCK:
+                    for n in cutlass.range_constexpr(cute.size(s)):
+                        token = n // 4 * 8 + thread % 4 * 2 + n % 2
+                        s[n] = cutlass.select_(token < limit, s[n], Float32(-math.inf))
+                for r in cutlass.range_constexpr(2):
+                    self.soften(s, p, (highest, total, fades), r, scale)
+                cute.copy(copy, p_from, p_to[None, None, None, stage])
+                self.leave_sums(shared, stage, (fades, highest, total), flags)
+            if tokens < BLOCK:
+                self.clear(shared, stage, tokens)
+            arch.fence_view_async_shared()
+            self.arrive(shared.weighed + stage)
+            stage += 1
+            if stage == STAGES:
+                stage = Int32(0)
+                phase ^= 1
+            arch.mbarrier_wait(shared.full + stage, phase)
+            query, count, seen, tokens, flags = self.note(shared, stage)
+
+    @cute.jit
+    def arrive(self, barrier: cute.Pointer) -> None:
+        """Once a warp, when all of its threads are here."""
+        arch.sync_warp()
+        with arch.elect_one():
+            arch.mbarrier_arrive(barrier)
+
+    def soften(self, s: cute.Tensor, p: cute.Tensor, run: tuple, r: int, scale: Float32) -> None:
+        """One pair's scores become weights."""
+        highest, total, fades = run
+        places = [n for n in range(cute.size(s)) if n // 2 % 2 == r]
+        best = highest[r]
+        for n in places:
+            best = arch.fmax(best, s[n])
+        for distance in (1, 2):
+            best = arch.fmax(best, arch.shuffle_sync_bfly(best, distance))
+        fades[r] = arch.exp2((highest[r] - best) * scale)
+        base = best * scale
+        weights = [arch.exp2(s[n] * scale - base) for n in places]
+        for n, weight in zip(places, weights, strict=True):
+            p[n] = weight.to(BFloat16)
+        highest[r] = best
+        while len(weights) > 1:
+            weights = [a + b for a, b in zip(weights[::2], weights[1::2], strict=True)]
+        total[r] = total[r] * fades[r] + weights[0]
+
+    @cute.jit
+    def leave_sums(self, shared: Shared, stage: Int32, run: tuple, flags: Int32) -> None:
+        """For those that sum up: how sums fade, and at a row's end what they are divided by."""
+        fades, highest, total = run
+        for r in cutlass.range_constexpr(2):
+            pair, sum_ = self.pair_of(r), total[r]
+            for distance in (1, 2):
+                sum_ += arch.shuffle_sync_bfly(sum_, distance)
+            if arch.lane_idx() % 4 == 0:
+                shared.sums[0, pair, stage] = fades[r]
+                if flags & ENDS != 0:
+                    shared.sums[1, pair, stage] = highest[r]
+                    shared.sums[2, pair, stage] = sum_
+
+    def pair_of(self, r: int) -> Int32:
+        """This thread has two of the tile's pairs."""
+        return arch.warp_idx() % 4 * PIECE + arch.lane_idx() // 4 + 8 * r
+
+    @cute.jit
+    def clear(self, shared: Shared, stage: Int32, tokens: Int32) -> None:
+        """What lies past the row's end may be anything. Times a weight of 0 it must be 0."""
+        eights = RANK // 8
+        zeros = cute.full(8, 0.0, BFloat16)
+        thread = arch.thread_idx()[0] % 128
+        for n in cutlass.range(tokens * eights + thread, BLOCK * eights, 128, unroll=1):
+            line = shared.latents[n // eights, None, stage]
+            cute.local_tile(line, (8,), (n % eights,)).store(zeros)
+
+    @cute.jit
+    def sum_up(self, given: Given, shared: Shared, mma: cute.TiledMma, scale: Float32) -> None:
+        nth = self.nth_of()
+        slice_ = mma.get_slice(128 * (arch.make_warp_uniform(arch.warp_idx()) // 4))
+        layout = cute.select(shared.latents.layout, [1, 0, 2])
+        values = cute.make_tensor(shared.latents.iterator, layout)
+        p = slice_.make_fragment_A(slice_.partition_A(shared.rotated))
+        v = slice_.make_fragment_B(slice_.partition_B(values))
+        o = cute.make_rmem_tensor(slice_.partition_shape_C((PAIRS, RANK)), Float32)
+        first, more = cute.make_mma_atom(mma.op), cute.make_mma_atom(mma.op)
+        more.set(warpgroup.Field.ACCUMULATE, True)
+        sums = cute.make_rmem_tensor((2, 2), Float32)
+        stage, phase = Int32(0), Int32(0)
+        arch.mbarrier_wait(shared.full + stage, phase)
+        query, count, _, _, flags = self.note(shared, stage)
+        while query >= 0:
+            arch.mbarrier_wait(shared.weighed + stage, phase)
+            fades = [shared.sums[0, self.pair_of(r), stage] for r in range(2)]
+            for n in cutlass.range_constexpr(cute.size(o)):
+                o[n] = o[n] * fades[n // 2 % 2]
+            warpgroup.fence()
+            first.set(warpgroup.Field.ACCUMULATE, flags & BEGINS == 0)
+            for step in cutlass.range_constexpr(BLOCK // 16):
+                atom = more if step > 0 else first
+                cute.gemm(atom, o, p[None, None, step, stage], v[None, None, step, stage], o)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            is_left = (flags & ENDS != 0) & (nth < count)
+            if is_left:
+                for r in cutlass.range_constexpr(2):
+                    for n in cutlass.range_constexpr(2):
+                        sums[n, r] = shared.sums[1 + n, self.pair_of(r), stage]
+            self.arrive(shared.empty + stage)
+            if is_left:
+                for r in cutlass.range_constexpr(2):
+                    self.leave(o, sums[None, r], r, (query, flags), given, scale)
+            stage += 1
+            if stage == STAGES:
+                stage = Int32(0)
+                phase ^= 1
+            arch.mbarrier_wait(shared.full + stage, phase)
+            query, count, _, _, flags = self.note(shared, stage)
+
+    @cute.jit
+    def leave(
+        self,
+        o: cute.Tensor,
+        sums: cute.Tensor,
+        r: int,
+        row: tuple,
+        given: Given,
+        scale: Float32,
+    ) -> None:
+        """Writes one of this thread's two pairs: the result of a row, or this lane's part of it."""
+        query, flags = row
+        highest, total = sums[0], sums[1]
+        total = cutlass.select_(total > 0, total, Float32(1))  # the mean of nothing is 0
+        inverse = 1.0 / total
+        lane, pair = arch.lane_idx(), arch.block_idx()[0] * PAIRS + self.pair_of(r)
+        group = arch.warp_idx() // 4
+        if flags & WHOLE != 0:
+            at = query * self.num_heads + pair
+            for part in cutlass.range_constexpr(RANK // SUMMERS // 32):
+                eight = cute.make_rmem_tensor(8, BFloat16)
+                for n in cutlass.range_constexpr(8):
+                    value = o[16 * part + 4 * (n // 2) + 2 * r + n % 2] * inverse
+                    eight[n] = value.to(BFloat16)
+                four = cute.recast_tensor(eight, Int32)
+                exchange(four)
+                four_words(given.o, at, column_of(group, part) + lane % 4 * 8).store(four.load())
+        else:
+            began = (flags & BEGAN) // BEGAN
+            line = given.partial_o[arch.block_idx()[1], began, pair, None]
+            for n in cutlass.range_constexpr(RANK // SUMMERS // 8):
+                two = cute.make_rmem_tensor(2, Float32)
+                for m in cutlass.range_constexpr(2):
+                    two[m] = o[4 * n + 2 * r + m] * inverse
+                first = column_of(group, n // 4) // 2 + n % 4 * 4 + lane % 4
+                cute.local_tile(line, (2,), (first,)).store(two.load())
+            if (group == 0) & (lane % 4 == 0):
+                lse = highest * scale + cute.math.log2(total)
+                given.partial_lse[arch.block_idx()[1], began, pair] = lse
+
+
+def column_of(group: Int32, part: int) -> Int32:
+    """The first of the 32 columns that are a group's part: it has every other COLUMNS."""
+    parts = COLUMNS // 32
+    return (part // parts * SUMMERS + group) * COLUMNS + part % parts * 32
