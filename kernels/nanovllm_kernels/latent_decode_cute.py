@@ -226,23 +226,13 @@ class LatentDecode:
             op = cpasync.CopyBulkTensorTileG2SOp()
             info = cpasync.make_tiled_tma_atom(op, flat, box, (rows, ROTATED))
             boxes.append((info[0], info[1]))
-        scores = make_trivial_tiled_mma(
-            BFloat16,
-            BFloat16,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            Float32,
-            (1, 1, 1),
-            tiler_mn=(PAIRS, BLOCK),
-        )
-        summed = make_trivial_tiled_mma(
-            BFloat16,
-            BFloat16,
-            OperandMajorMode.K,
-            OperandMajorMode.MN,
-            Float32,
-            (1, SUMMERS, 1),
-            tiler_mn=(PAIRS, COLUMNS),
+        kinds = (OperandMajorMode.K, 1, BLOCK), (OperandMajorMode.MN, SUMMERS, COLUMNS)
+        scores, summed = (
+            make_trivial_tiled_mma(
+                *(BFloat16, BFloat16, OperandMajorMode.K, major, Float32, (1, groups, 1)),
+                tiler_mn=(PAIRS, columns),
+            )
+            for major, groups, columns in kinds
         )
         self.kernel(*boxes, given, scale, tuple(rings), scores, summed).launch(
             grid=[self.tiles, cute.size(given.lanes, mode=[0]), 1],
