@@ -106,7 +106,8 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/__init__.py kernels/nanovllm_kernels/activation.py
         kernels/nanovllm_kernels/apply_mask.py kernels/nanovllm_kernels/batch_prep.py
         kernels/nanovllm_kernels/batch_reference.py kernels/nanovllm_kernels/case.py
-        kernels/nanovllm_kernels/decode_cases.py
+        kernels/nanovllm_kernels/decode_cases.py kernels/nanovllm_kernels/delta_cases.py
+        kernels/nanovllm_kernels/delta_decode.py
         kernels/nanovllm_kernels/norm.py kernels/nanovllm_kernels/paged_decode.py
         kernels/nanovllm_kernels/paged_prefill.py kernels/nanovllm_kernels/rope_cases.py
         kernels/nanovllm_kernels/rope_store.py

@@ -46,6 +46,8 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "few_down": "nanovllm_kernels.routed_cases:DOWN",
     "tiled_gate_up": "nanovllm_kernels.routed_cases:GATE_UP_128",
     "tiled_down": "nanovllm_kernels.routed_cases:DOWN_128",
+    "delta_decode": "nanovllm_kernels.delta_cases:DECODE",
+    "delta_drafted": "nanovllm_kernels.delta_cases:DRAFTED",
     "ngram": "nanovllm_kernels.ngram:NGRAM",
 }
 

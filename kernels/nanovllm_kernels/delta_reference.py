@@ -11,11 +11,104 @@ rounded to the model's dtype, everything else is float32.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 L2_EPS = 1e-6  # added to the sum of squares of a query or key
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """What a layer of the gated delta rule has beside its projections."""
+
+    conv_CW: Tensor
+    a_log_H: Tensor
+    dt_bias_H: Tensor
+    norm_V: Tensor
+    eps: float  # of the norm
+
+
+def mix_rows(
+    qkv_TC: Tensor,
+    a_TH: Tensor,
+    b_TH: Tensor,
+    z_THV: Tensor,
+    weights: DeltaWeights,
+    conv_NCW: Tensor,
+    recurrent_NHKV: Tensor,
+    slots_R: Tensor,
+    starts_R1: Tensor,
+) -> Tensor:
+    """x_THV: all that lies between a layer's projections. What no row has is undefined.
+
+    qkv_TC has queries, keys and values one after the other, each as heads.
+    """
+    tokens = qkv_TC, a_TH, b_TH
+    o_THV = _outputs(*tokens, weights, conv_NCW, recurrent_NHKV, slots_R, starts_R1)
+    return gated_norm(o_THV, z_THV, weights.norm_V, weights.eps)
+
+
+def mix_drafted(
+    qkv_TC: Tensor,
+    a_TH: Tensor,
+    b_TH: Tensor,
+    z_THV: Tensor,
+    weights: DeltaWeights,
+    conv_NCW: Tensor,
+    recurrent_NHKV: Tensor,
+    slots_R: Tensor,
+    starts_R1: Tensor,
+    kept_NWX: Tensor,
+    replays_R: Tensor,
+) -> Tensor:
+    """As mix_rows, for rows of few tokens of which the last may be rejected later.
+
+    kept_NWX has the inputs of each slot's last tokens: qkv, a and b. Of these the first replays_R
+    turned out right: the states take them in before the row's own tokens, whose inputs are kept
+    instead, and which the states don't take in.
+    """
+    inputs_TX, num_heads = torch.cat([qkv_TC, a_TH, b_TH], 1), a_TH.shape[1]
+    sizes = [qkv_TC.shape[1], num_heads, num_heads]
+    is_right_RW = torch.arange(kept_NWX.shape[1], device=slots_R.device) < replays_R[:, None]
+    right_TX = kept_NWX[slots_R][is_right_RW]
+    ends_R = replays_R.cumsum(0)
+    replayed_R1 = F.pad(ends_R, (1, 0))
+    _outputs(*right_TX.split(sizes, 1), weights, conv_NCW, recurrent_NHKV, slots_R, replayed_R1)
+    states = conv_NCW[slots_R], recurrent_NHKV[slots_R]
+    rows_R, lengths_R = torch.arange(len(slots_R), device=slots_R.device), starts_R1.diff()
+    o_THV = _outputs(qkv_TC, a_TH, b_TH, weights, *states, rows_R, starts_R1)
+    row_T = rows_R.repeat_interleave(lengths_R)
+    of_T = torch.arange(len(row_T), device=row_T.device) + starts_R1[0]
+    kept_NWX[slots_R[row_T], of_T - starts_R1[row_T]] = inputs_TX[of_T].to(kept_NWX.dtype)
+    return gated_norm(o_THV, z_THV, weights.norm_V, weights.eps)
+
+
+def _outputs(
+    qkv_TC: Tensor,
+    a_TH: Tensor,
+    b_TH: Tensor,
+    weights: DeltaWeights,
+    conv_NCW: Tensor,
+    recurrent_NHKV: Tensor,
+    slots_R: Tensor,
+    starts_R1: Tensor,
+) -> Tensor:
+    y_TC = conv_rows(qkv_TC, weights.conv_CW, conv_NCW, slots_R, starts_R1)
+    num_heads, k_size, v_size = recurrent_NHKV.shape[1:]
+    of_keys = (qkv_TC.shape[1] - num_heads * v_size) // 2
+    q_TC, k_TC, v_TC = y_TC.split([of_keys, of_keys, num_heads * v_size], 1)
+    return delta_rows(
+        q_TC.unflatten(1, (-1, k_size)),
+        k_TC.unflatten(1, (-1, k_size)),
+        v_TC.unflatten(1, (-1, v_size)),
+        *gates(a_TH, b_TH, weights.a_log_H, weights.dt_bias_H),
+        recurrent_NHKV,
+        slots_R,
+        starts_R1,
+    )
 
 
 def conv_rows(
