@@ -64,7 +64,7 @@ def mix_drafted(
     kept_NWX: Tensor,
     replays_R: Tensor,
 ) -> Tensor:
-    """As mix_rows, for rows of few tokens of which the last may be rejected later.
+    """Does what mix_rows does for rows of few tokens, of which the last may be rejected later.
 
     kept_NWX has the inputs of each slot's last tokens: qkv, a and b. Of these the first replays_R
     turned out right: the states take them in before the row's own tokens, whose inputs are kept
