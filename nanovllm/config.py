@@ -47,6 +47,10 @@ class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pages: int | Auto = "auto"  # auto: what fits
     memory_fraction: float = 0.9  # of the device's memory, weights included
     cpu_gib: float = 2.0  # what "auto" pages may take on a CPU, of each rank
+    # Of a model with recurrent layers: states kept for reuse; auto: what fits in this share of the
+    # room that the states of running requests leave.
+    checkpoints: int | Auto = "auto"
+    checkpoint_fraction: float = 0.25
     prefix: bool = True
 
 
@@ -234,6 +238,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "cache.pages": (2, 1 << 30),
     "cache.memory_fraction": (0.05, 0.99),
     "cache.cpu_gib": (0.001, 4096),
+    "cache.checkpoints": (0, 1 << 20),
+    "cache.checkpoint_fraction": (0, 0.9),
     "schedule.slots": (1, 4096),
     "schedule.step_tokens": (1, 1 << 20),
     "schedule.mixed_step_tokens": (1, 1 << 20),

@@ -24,7 +24,11 @@ Masks = npt.NDArray[np.int32]  # [masked rows, words]: bit i of word w allows to
 
 
 class Admit(Struct, frozen=True, array_like=True):
-    """Put a request into a slot. Its first `num_cached` tokens are already in memory."""
+    """Put a request into a slot. Its first `num_cached` tokens are already in memory.
+
+    Its recurrent state is restored or set to zero before the forward pass, which may end by
+    overwriting the very checkpoint that was restored.
+    """
 
     slot: int
     tokens: bytes  # int32: the prompt, then outputs generated before a preemption
@@ -63,7 +67,10 @@ class StepPlan(Struct, frozen=True, array_like=True):
     max_length: int  # no row's context, this step included, is longer (tokens)
     # Sampling rows (decodes first) that wait for masks: one for each token that they may sample.
     masked: list[int]
-    clean: list[int] = []  # pages to fill with zeros before anything else: NaN was written there
+    # Recurrent states to keep of requests that lost their slots: slot, checkpoint. Before anything
+    # else of this plan happens: they stand for all tokens that earlier plans computed.
+    saves: list[tuple[int, int]] = []
+    clean: list[int] = []  # then pages to fill with zeros: NaN was written there
     copies: list[tuple[int, int]] = []  # then, whole pages: from, to
     # int32: how many of its drafts each decode row feeds behind its newest token. The drafts live
     # on the device. Empty: no row feeds any.

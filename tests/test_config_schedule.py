@@ -90,5 +90,5 @@ def test_engines_get_numbers() -> None:
     demo = load_config(None, ["schedule.mixed_step_tokens=300"])
     on_cpu = without_autos(demo.recipe, torch.device("cpu"), torch.float32)
     assert on_cpu.schedule == Schedule(slots=16, step_tokens=512, mixed_step_tokens=300)
-    _, on_paper, _ = paper.build(load_config(str(RECIPES / "paper.yaml")))
+    _, on_paper, *_ = paper.build(load_config(str(RECIPES / "paper.yaml")))
     assert on_paper.schedule == Schedule(slots=512, step_tokens=8192, mixed_step_tokens="auto")

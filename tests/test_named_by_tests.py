@@ -63,7 +63,8 @@ DRIVEN_BY = {
     "tests/parallel/test_mesh.py": "nanovllm/parallel/cut.py",
     "tests/ipc/test_channel.py": "nanovllm/ipc/client.py nanovllm/wire.py",
     "tests/paper/test_engine.py": """
-        nanovllm/engine/loop.py nanovllm/kv/memory.py nanovllm/kv/pages.py
+        nanovllm/engine/loop.py nanovllm/kv/checkpoints.py nanovllm/kv/hybrid.py
+        nanovllm/kv/memory.py nanovllm/kv/pages.py
         nanovllm/sched/decoding.py nanovllm/sched/drafting.py nanovllm/sched/policy.py
         nanovllm/sched/queue.py
         nanovllm/sched/request.py nanovllm/sched/rows.py nanovllm/sched/scheduler.py

@@ -10,11 +10,11 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from nanovllm.config import Cache, Config, Schedule, Server, Speculate, load_config
+from nanovllm.config import Auto, Cache, Config, Schedule, Server, Speculate, load_config
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.ranks import RankedExecutor, mesh_of
-from nanovllm.kv.memory import KVMemory
+from nanovllm.kv.hybrid import memory_of
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.places import Place
 from nanovllm.plan import Masks
@@ -38,6 +38,7 @@ class WholeEngine:
         slots: int = 8,
         step_tokens: int = 64,
         prefix: bool = True,
+        checkpoints: int | Auto = "auto",
         depth: int = 1,
         max_tokens: int = MAX_TOKENS,
         speculate: Speculate | None = None,
@@ -47,7 +48,13 @@ class WholeEngine:
         max_tokens = min(max_tokens, pages * page_tokens)
         recipe = replace(
             config.recipe,
-            cache=Cache(dtype=cache_dtype, page_tokens=page_tokens, pages=pages, prefix=prefix),
+            cache=Cache(
+                dtype=cache_dtype,
+                page_tokens=page_tokens,
+                pages=pages,
+                prefix=prefix,
+                checkpoints=checkpoints,
+            ),
             schedule=Schedule(slots=slots, step_tokens=step_tokens, depth=depth),
             server=Server(max_model_tokens=max_tokens),
             speculate=speculate,
@@ -60,7 +67,7 @@ class WholeEngine:
             executor = RankedExecutor(self.runner, place)
         self.vocab_size = built.vocab_size
         self.num_masked = 0
-        self.memory = KVMemory(pages, page_tokens, prefix=prefix)
+        self.memory = memory_of(built.layout, built.recipe.cache)
         self.scheduler = Scheduler(
             self.memory,
             num_slots=slots,

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from nanovllm.config import Config, ConfigError, Recipe, given_or, resolve_context, resolve_schedule
+from nanovllm.kv.layout import CacheLayout
 from nanovllm.plan import Int32, Masks, StepPlan, StepResult, mode_key
 from nanovllm.wire import Generate
 
@@ -85,9 +86,8 @@ class PaperExecutor:
         return PaperHandle(result, plan.masked, self._ends_at, gap_s, self._step_s)
 
 
-def build(config: Config) -> tuple[PaperExecutor, Recipe, int]:
-    """Returns what runner.build does: the executor, the recipe with its numbers, the size of the
-    vocabulary."""
+def build(config: Config) -> tuple[PaperExecutor, Recipe, int, CacheLayout]:
+    """Returns what process.build does. Paper's caches have neither pages' bytes nor states."""
     path = Path(config.config_path)
     try:
         model = msgspec.json.decode(path.read_bytes(), type=Numbers)
@@ -97,7 +97,7 @@ def build(config: Config) -> tuple[PaperExecutor, Recipe, int]:
     tokenizer = Tokenizer.from_file(str(Path(config.tokenizer_dir) / "tokenizer.json"))
     sentence = tokenizer.encode(SENTENCE, add_special_tokens=False).ids
     executor = PaperExecutor(sentence, int(recipe.schedule.slots), 1 / recipe.paper.tokens_per_s)
-    return executor, recipe, model.vocab_size
+    return executor, recipe, model.vocab_size, CacheLayout(paged=())
 
 
 def resolve(recipe: Recipe, model_tokens: int) -> Recipe:

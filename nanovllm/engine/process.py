@@ -22,7 +22,8 @@ from nanovllm.engine.grammars import Grammars, stop_ids_of
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.pace import PaceKeeper, pace_of
 from nanovllm.ipc.channel import Connection, Listener
-from nanovllm.kv.memory import KVMemory
+from nanovllm.kv.hybrid import memory_of
+from nanovllm.kv.layout import CacheLayout
 from nanovllm.log import fields
 from nanovllm.look import Look
 from nanovllm.parallel.places import Place
@@ -52,11 +53,10 @@ def main(
 ) -> None:
     """Serve until every API process has gone. Raises ConfigError if the recipe cannot be served."""
     gc.disable()  # nothing that is built is garbage
-    executor, recipe, vocab_size = build(config, place)
+    executor, recipe, vocab_size, layout = build(config, place)
     schedule, cache = recipe.schedule, recipe.cache
-    memory = KVMemory(int(cache.pages), int(cache.page_tokens), prefix=cache.prefix)
     scheduler = Scheduler(
-        memory,
+        memory_of(layout, cache),
         num_slots=int(schedule.slots),
         step_tokens=int(schedule.step_tokens),
         mixed_step_tokens=given_or(schedule.mixed_step_tokens, int(schedule.step_tokens)),
@@ -91,8 +91,9 @@ def main(
     Engine(scheduler, executor, grammars, connections, schedule.depth, pace).run()
 
 
-def build(config: Config, place: Place) -> tuple[Executor, Recipe, int]:
-    """What runs plans, the recipe as Ready tells it, and the size of the vocabulary."""
+def build(config: Config, place: Place) -> tuple[Executor, Recipe, int, CacheLayout]:
+    """What runs plans, the recipe as Ready tells it, the size of the vocabulary, and the layout of
+    the caches."""
     if config.recipe.engine == "paper":
         return paper.build(config)
     log.info("importing torch")  # takes seconds
@@ -103,7 +104,7 @@ def build(config: Config, place: Place) -> tuple[Executor, Recipe, int]:
     from nanovllm.runner import build as runner
 
     built = runner.build(config)
-    return built.runner, built.recipe, built.vocab_size
+    return built.runner, built.recipe, built.vocab_size, built.layout
 
 
 class Engine:

@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from nanovllm.config import Config, ConfigError, Recipe
 from nanovllm.engine.executor import Executor, StepHandle
+from nanovllm.kv.layout import CacheLayout
 from nanovllm.parallel.gloo import GlooMesh
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.nccl import NcclMesh
@@ -115,12 +116,12 @@ def mesh_of(config: Config, place: Place) -> Mesh:
     return kind(place.rank, place.size, place.rendezvous, ep_size=ep)
 
 
-def build(config: Config, place: Place) -> tuple[Executor, Recipe, int]:
+def build(config: Config, place: Place) -> tuple[Executor, Recipe, int, CacheLayout]:
     """Rank 0's part of a build, or all of one with a single rank, and what engine.process.build
     returns."""
     built = build_runner(config, mesh_of(config, place))
     executor = RankedExecutor(built.runner, place) if place.size > 1 else built.runner
-    return executor, built.recipe, built.vocab_size
+    return executor, built.recipe, built.vocab_size, built.layout
 
 
 def follow(config: Config, place: Place, ready: Callable[[], None]) -> NoReturn:

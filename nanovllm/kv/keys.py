@@ -50,10 +50,13 @@ class PageKeys:
             full.append(chain(parent, self.tokens[i * size : (i + 1) * size]))
         return full[index]
 
+    def before(self, index: int) -> Key:
+        """What names all that comes before a page."""
+        return self.full(index - 1) if index else self._root
+
     def last(self, num_tokens: int) -> Key:
         """The key of the page with token `num_tokens` - 1, seen as if none came after that."""
         index, size = (num_tokens - 1) // self.page_tokens, self.page_tokens
         if num_tokens == (index + 1) * size:
             return self.full(index)
-        parent = self.full(index - 1) if index else self._root
-        return chain(parent, self.tokens[index * size : num_tokens])
+        return chain(self.before(index), self.tokens[index * size : num_tokens])

@@ -28,10 +28,25 @@ class PagedGroup(Struct, frozen=True):
 
 
 class StateGroup(Struct, frozen=True):
-    """Layers with a recurrent state of fixed size (per rank)."""
+    """Layers with a recurrent state of fixed size (per rank).
+
+    A layer keeps the newest `taps` inputs of its convolution, [channels, taps], and what its
+    recurrence has seen, [heads, key_size, value_size] in float32.
+    """
 
     layers: tuple[int, ...]
-    bytes_per_state: int  # of one layer
+    channels: int
+    taps: int
+    heads: int
+    key_size: int
+    value_size: int
+    bytes_per_element: int  # of the convolution's inputs: the model's dtype
+
+    @property
+    def bytes_per_state(self) -> int:
+        """The bytes of one layer's."""
+        inputs = self.channels * self.taps * self.bytes_per_element
+        return inputs + 4 * self.heads * self.key_size * self.value_size
 
 
 class CacheLayout(Struct, frozen=True):

@@ -13,8 +13,9 @@ full and its owner goes on writing to it. They get a copy, and compute one token
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.pages import PagePool
@@ -37,26 +38,26 @@ class Admission:
     copy: tuple[int, int] | None  # from a page to one of `pages`, before the cached part is read
 
 
+class Found(NamedTuple):
+    """What is known of a text."""
+
+    pages: list[int]  # to be shared
+    num_cached: int  # tokens
+    source: int = 0  # a page to copy: it has the tokens behind those of `pages`; 0 = none
+    checkpoint: int = -1
+
+
 class KVMemory:
-    """`num_checkpoints` > 0 means a hybrid model: a prefix is reusable where a state was saved.
+    """`prefix` False turns all reuse off."""
 
-    `prefix` False turns all reuse off.
-    """
-
-    def __init__(
-        self, num_pages: int, page_tokens: int, num_checkpoints: int = 0, *, prefix: bool = True
-    ) -> None:
+    def __init__(self, num_pages: int, page_tokens: int, *, prefix: bool = True) -> None:
         self.page_tokens = page_tokens
-        self.hybrid = num_checkpoints > 0
         self.prefix = prefix
         self.pool = PagePool(num_pages, self._forget)
         self._page_of: dict[Key, int] = {}
         self._keys_of: dict[int, tuple[Key, ...]] = {}  # full, and up to a prompt's last token
         self._expected: dict[Key, int] = {}  # pages the plan being built computes
         self._sources: list[int] = []  # pages it copies from
-        self._checkpoint_of: OrderedDict[Key, int] = OrderedDict()  # oldest first
-        self._blank_checkpoints = list(range(num_checkpoints))
-        self._unpublished: dict[Key, int] = {}  # checkpoints the plan being built will write
         self._holdings: dict[int, Holding] = {}
         self._dirty: set[int] = set()  # NaN may be in there: nobody's next without being cleaned
         self._to_clean: list[int] = []  # handed out since the last plan
@@ -88,57 +89,51 @@ class KVMemory:
         total = self.num_pages_for(len(keys.tokens))
         if not self._may_fit(keys, total + reserve):
             return None
-        pages, source = self._find(keys)
-        missing = total - len(pages)
-        for page in pages:
-            self.pool.hold(page)
-        if source:
-            self.pool.hold(source)
-            if missing + reserve > self.pool.num_free:  # it may be the very page that is missing
-                self._drop([source])
-                source = 0
-        blank = self._take(missing) if missing + reserve <= self.pool.num_free else None
+        found = self._find(keys)
+        blank = self._hold(found, total, reserve)
+        if blank is None and found.source:  # it may be the very page that is missing
+            found = self._find(keys, copies=False)
+            blank = self._hold(found, total, reserve)
         if blank is None:
-            self._drop(pages)
             keys.refused_at = self._num_releases
             return None
-        num_known, checkpoint = len(pages), -1
-        if self.hybrid and num_known:
-            checkpoint = self._checkpoint_of[keys.full(num_known - 1)]
-            self._checkpoint_of.move_to_end(keys.full(num_known - 1))
-        pages += blank
-        self._holdings[request_id] = Holding(keys, pages, num_known)
-        if not source:
-            cached = num_known * self.page_tokens
-            return Admission(cached, pages.copy(), checkpoint, None)
-        self._sources.append(source)
-        return Admission(len(keys.tokens) - 1, pages.copy(), -1, (source, blank[0]))
+        pages = found.pages + blank
+        self._holdings[request_id] = Holding(keys, pages, len(found.pages))
+        copy = (found.source, blank[0]) if found.source else None
+        return Admission(found.num_cached, pages.copy(), found.checkpoint, copy)
 
-    def _find(self, keys: PageKeys) -> tuple[list[int], int]:
-        """The cached pages that may be used, and one with all the rest to copy from (0 = none).
+    def _hold(self, found: Found, total: int, reserve: int) -> list[int] | None:
+        """Hold what was found, and blank pages for the rest, which it returns; None: nothing."""
+        held = [*found.pages, found.source] if found.source else found.pages
+        missing = total - len(found.pages)
+        for page in held:
+            self.pool.hold(page)
+        blank = self._take(missing) if missing + reserve <= self.pool.num_free else None
+        if blank is None:
+            self._drop(held)
+        elif found.source:
+            self._sources.append(found.source)
+        return blank
 
-        With recurrent layers a boundary is usable only if the state there was saved too.
-        """
+    def _find(self, keys: PageKeys, *, copies: bool = True) -> Found:
+        """The most that may be used. `copies`: also a page with all the rest."""
         pages: list[int] = []
-        usable, most = 0, self._most_shared(keys)
+        most = self._most_shared(keys)
         while len(pages) < most and (page := self._page_of.get(keys.full(len(pages)))):
             pages.append(page)
-            if not self.hybrid or keys.full(len(pages) - 1) in self._checkpoint_of:
-                usable = len(pages)
         keys.num_known = len(pages)
-        del pages[usable:]
-        whole = len(pages) == most and self._copies_last(keys)
-        source = self._page_of.get(keys.last(len(keys.tokens)), 0) if whole else 0
-        return pages, source
+        whole = copies and len(pages) == most and self._copies_last(keys)
+        if whole and (source := self._page_of.get(keys.last(len(keys.tokens)))):
+            return Found(pages, len(keys.tokens) - 1, source)
+        return Found(pages, len(pages) * self.page_tokens)
 
     def _most_shared(self, keys: PageKeys) -> int:
         """Leading pages that a request may share with others: one token is left to compute."""
         return (len(keys.tokens) - 1) // self.page_tokens
 
     def _copies_last(self, keys: PageKeys) -> bool:
-        """Whether a copy of a last page could spare tokens. A page's middle has no checkpoint."""
-        between = (len(keys.tokens) - 1) % self.page_tokens > 0
-        return between and self.prefix and not self.hybrid
+        """Whether a copy of a last page could spare tokens."""
+        return self.prefix and (len(keys.tokens) - 1) % self.page_tokens > 0
 
     def _may_fit(self, keys: PageKeys, wanted: int) -> bool:
         """Whether to try at all: a request that waits for pages is asked about in every step.
@@ -163,12 +158,10 @@ class KVMemory:
         An estimate: pages that were evicted since the request was last refused may still count.
         """
         size, most = self.page_tokens, self._most_shared(keys)
-        now = then = num_pages = self._count_known(keys)
-        while num_pages < most and keys.full(num_pages) in self._expected:
-            num_pages += 1
-            if not self.hybrid or keys.full(num_pages - 1) in self._unpublished:
-                then = num_pages
-        if num_pages == most and self._expected and self._copies_last(keys):
+        now = then = self._count_known(keys)
+        while then < most and keys.full(then) in self._expected:
+            then += 1
+        if then == most and self._expected and self._copies_last(keys):
             last, whole = keys.last(len(keys.tokens)), len(keys.tokens) - 1
             if last in self._page_of:
                 return (whole if now == most else now * size), whole
@@ -200,6 +193,15 @@ class KVMemory:
         return pages
 
     # -- what others may find ---------------------------------------------------------------
+
+    def cut(
+        self, request_id: int, start: int, end: int, waiting: Iterable[PageKeys]
+    ) -> tuple[int, int]:
+        """Where a chunk from `start` on ends, at `end` at the latest, and what receives the state.
+
+        That is a checkpoint, or -1. `waiting`: the texts of those that may come next.
+        """
+        return end, -1
 
     def expect(self, request_id: int, num_computed: int) -> None:
         """The plan being built computes the first `num_computed` known tokens.
@@ -234,36 +236,32 @@ class KVMemory:
             self._page_of[key] = page
             self._keys_of[page] = (*self._keys_of.get(page, ()), key)
 
-    def save_checkpoint(self, request_id: int, end: int) -> int:
-        """A checkpoint for the recurrent state after `end` tokens, a page boundary; -1 = none.
-
-        It cannot be found before publish(): the plan that writes it must not also read it.
-        """
-        key = self._holdings[request_id].keys.full(end // self.page_tokens - 1)
-        if not self.hybrid or key in self._checkpoint_of or key in self._unpublished:
-            return -1
-        if self._blank_checkpoints:
-            checkpoint = self._blank_checkpoints.pop()
-        elif self._checkpoint_of:
-            _, checkpoint = self._checkpoint_of.popitem(last=False)
-        else:
-            return -1
-        self._unpublished[key] = checkpoint
-        return checkpoint
-
     def publish(self) -> None:
-        """The plan is complete: later plans may read what it computes and restore what it saves."""
+        """The plan is complete: later plans may read what it computes."""
         for key, page in self._expected.items():
             self._name(key, page)
         self._expected.clear()
-        if self._unpublished or self._sources:
+        if self._sources:
             self._num_releases += 1
-        self._checkpoint_of |= self._unpublished
-        self._unpublished.clear()
         self._drop(self._sources)
         self._sources.clear()
 
     # -- departures -------------------------------------------------------------------------
+
+    def preempt(
+        self, request_id: int, slot: int, written: range, drafted: range, lines: int
+    ) -> None:
+        """Give up all pages. No result vouches for the tokens in `written`, unless by so many lines
+        that are still to come; in `drafted`, which is a part of it, there may be drafts."""
+        self.suspect(request_id, written)
+        self.release(request_id)
+
+    def settle(self, request_id: int, keys: PageKeys, *, is_over: bool = False) -> None:
+        """All lines of a preempted request have come, or it is over before it is back."""
+
+    def taken_saves(self) -> list[tuple[int, int]]:
+        """StepPlan.saves of the plan that is about to be issued; tells each once."""
+        return []
 
     def suspect(self, request_id: int, written: range) -> None:
         """No result vouches for these tokens: clean their pages before the next owner gets them.
@@ -284,24 +282,17 @@ class KVMemory:
         """
         holding = self._holdings[request_id]
         self._condemn(holding.pages[start // self.page_tokens :])
-        self._lose_checkpoints(holding.keys, start)
 
     def condemn_text(self, keys: PageKeys) -> None:
         """Does what condemn() does, for a request that has released its pages since it wrote
         them."""
         self._condemn([self._page_of[key] for key in keys.computed if key in self._page_of])
-        self._lose_checkpoints(keys, 0)
 
     def _condemn(self, pages: list[int]) -> None:
         self._dirty.update(pages)
         for page in pages:
             self._forget(page)
             self.pool.blank(page)
-
-    def _lose_checkpoints(self, keys: PageKeys, start: int) -> None:
-        for key in keys.computed[start // self.page_tokens :]:
-            if (checkpoint := self._checkpoint_of.pop(key, -1)) >= 0:
-                self._blank_checkpoints.append(checkpoint)
 
     def release(self, request_id: int) -> None:
         self._num_releases += 1
@@ -319,7 +310,7 @@ class KVMemory:
         self.pool.check()
         named = {key: page for page, keys in self._keys_of.items() for key in keys}
         assert named == self._page_of
-        assert not self._expected and not self._sources and not self._unpublished
+        assert not self._expected and not self._sources
         for holding in self._holdings.values():
             assert holding.num_named <= len(holding.keys.computed)
             assert holding.num_named <= len(holding.pages)

@@ -14,6 +14,8 @@ from msgspec.structs import asdict, replace
 from nanovllm_kernels.compile_cache import use_folder
 
 from nanovllm.config import Config, Recipe, cache_dir
+from nanovllm.kv.layout import CacheLayout
+from nanovllm.kv.split import num_checkpoints
 from nanovllm.layers.describe import products
 from nanovllm.log import fields
 from nanovllm.models.decoder import Decoder
@@ -42,6 +44,7 @@ class Built:
     runner: Runner
     recipe: Recipe  # without any "auto" but mixed_step_tokens's
     vocab_size: int
+    layout: CacheLayout
 
 
 def build(config: Config, mesh: Mesh | None = None) -> Built:
@@ -89,7 +92,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
             capture_s=time.perf_counter() - sized,
         ),
     )
-    return Built(runner, recipe, found.model_config.vocab_size)
+    return Built(runner, recipe, found.model_config.vocab_size, found.layout)
 
 
 def load(config: Config, found: Resolved) -> Decoder:
@@ -141,7 +144,8 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
         num_pages = found.mesh.least(fitting)
         if (held := found.context_in(num_pages)) < most:
             most, rows = held, rows_of(held)
-    cache, server = replace(recipe.cache, pages=num_pages), recipe.server
+    checkpoints = num_checkpoints(num_pages, recipe.cache, found.layout, page_tokens)
+    cache, server = replace(recipe.cache, pages=num_pages, checkpoints=checkpoints), recipe.server
     sized = replace(recipe, cache=cache, server=replace(server, max_model_tokens=most))
     return runner_with(num_pages), sized
 

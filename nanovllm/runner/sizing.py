@@ -12,6 +12,7 @@ import torch
 
 from nanovllm.config import Auto, ConfigError, Recipe, resolve_context
 from nanovllm.kv.layout import CacheLayout
+from nanovllm.kv.split import room_for_pages, running_bytes
 
 GIB = 1 << 30
 
@@ -25,13 +26,16 @@ def num_pages_that_fit(
     full_step: Callable[[], None],
     device: torch.device,
 ) -> int:
-    """`full_step` runs the largest step there is; `useful_pages` is what all slots could ever hold.
+    """`full_step` runs the largest step there is, with the states of all slots.
+
+    `useful_pages` is what all slots could ever hold.
 
     Raises ConfigError when not even one page fits.
     """
     page_bytes = layout.bytes_per_token * page_tokens
     if device.type == "cpu":
-        room = int(recipe.cache.cpu_gib * GIB)
+        running = running_bytes(layout, int(recipe.schedule.slots))
+        room = int(recipe.cache.cpu_gib * GIB) - running
     else:
         torch.cuda.reset_peak_memory_stats(device)
         full_step()
@@ -40,7 +44,7 @@ def num_pages_that_fit(
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)
         room = int(total * recipe.cache.memory_fraction) - peak - others - GIB  # 1 GiB for graphs
-    return min(pages_in(room, page_bytes), useful_pages)
+    return min(pages_in(room_for_pages(room, recipe.cache, layout), page_bytes), useful_pages)
 
 
 def pages_in(room: int, page_bytes: int) -> int:
@@ -60,7 +64,9 @@ def known_pages(recipe: Recipe, layout: CacheLayout, page_tokens: int) -> int | 
         return recipe.cache.pages
     if recipe.device != "cpu":
         return None
-    return pages_in(int(recipe.cache.cpu_gib * GIB), layout.bytes_per_token * page_tokens)
+    left = int(recipe.cache.cpu_gib * GIB) - running_bytes(layout, int(recipe.schedule.slots))
+    room = room_for_pages(left, recipe.cache, layout)
+    return pages_in(room, layout.bytes_per_token * page_tokens)
 
 
 def fitting_context(

@@ -161,14 +161,11 @@ class Queue:
         return True
 
     def _feed(self, request: Request, plan: Plan) -> None:
-        """Plan the next chunk; one never jumps over the boundary where a state is to be saved."""
+        """Plan the next chunk."""
         done, until = int(self.decoding.planned[request.slot]), request.prefill_until
-        size = self.memory.page_tokens
-        boundary = (until - 1) // size * size if self.memory.hybrid else 0
-        end = min(boundary if done < boundary else until, done + plan.budget)
-        save_to = -1
-        if end == boundary > 0:
-            save_to = self.memory.save_checkpoint(request.id, end)
+        waiting = (other.keys for other in self.waiting)
+        end = min(until, done + plan.budget)
+        end, save_to = self.memory.cut(request.id, done, end, waiting)
         self.decoding.planned[request.slot] = end
         self.memory.expect(request.id, end)
         plan.chunks.append(Chunk(request.slot, end - done, end >= until, save_to))
@@ -190,9 +187,10 @@ class Queue:
     def preempt(self, victim: Request) -> None:
         """Back to the queue; it will recompute, mostly from its own cached pages."""
         self.num_preemptions += 1
+        slot = victim.slot
         self._leave(victim)
-        self.memory.suspect(victim.id, victim.written)
-        self.memory.release(victim.id)
+        lines = victim.num_in_flight
+        self.memory.preempt(victim.id, slot, victim.written, victim.drafted, lines)
         self.waiting.add(victim)
 
     def retire(self, request: Request, reason: FinishReason, stop_id: int = -1) -> None:
@@ -202,6 +200,7 @@ class Queue:
         self.told.finished.append(Finish(request.id, reason, stop_id))
         if request.slot < 0:
             self.waiting.remove(request)
+            self.memory.settle(request.id, request.keys, is_over=True)
             return
         self._leave(request)
         if reason is FinishReason.ERROR:
@@ -244,6 +243,8 @@ class Queue:
             request.tokens.append(token)
             if self.end(request):
                 return kept + 1
+        if not request.num_in_flight:
+            self.memory.settle(request.id, request.keys)
         return len(line)
 
     def look_at(self, request: Request) -> bool:

@@ -137,6 +137,7 @@ class Scheduler:
             chunks=plan.chunks,
             max_length=plan.max_length,
             masked=rows.masked,
+            saves=self.memory.taken_saves(),
             clean=self.memory.taken_dirty(),
             copies=plan.copies,
             drafts=b"" if drafts_R is None else drafts_R.tobytes(),

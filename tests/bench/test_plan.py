@@ -154,8 +154,10 @@ def test_weights_counted_from_shapes_are_those_loaded() -> None:
 
 
 def test_a_state_is_a_cache_as_well() -> None:
-    layout = CacheLayout(paged=(PagedGroup((0,), 1, 8, 8, 2),), state=StateGroup((1, 2), 100))
-    assert (layout.bytes_per_token, layout.bytes_per_state) == (32, 200)
+    layout = CacheLayout(
+        paged=(PagedGroup((0,), 1, 8, 8, 2),), state=StateGroup((1, 2), 6, 3, 2, 2, 2, 2)
+    )
+    assert (layout.bytes_per_token, layout.bytes_per_state) == (32, 2 * (36 + 32))
 
 
 # -- what does not fit -------------------------------------------------------------------------

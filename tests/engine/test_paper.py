@@ -91,12 +91,12 @@ def test_a_mask_is_obeyed() -> None:
 
 
 def test_the_numbers_come_from_the_recipe_else_from_the_model() -> None:
-    _, recipe, vocab_size = paper.build(load_config(RECIPE))
+    _, recipe, vocab_size, _ = paper.build(load_config(RECIPE))
     assert (vocab_size, recipe.server.max_model_tokens) == (2048, 4096)
     assert (recipe.schedule.slots, recipe.schedule.step_tokens) == (512, 8192)
     assert (recipe.cache.page_tokens, recipe.cache.pages) == (128, 512 * 32)
     chosen = ["schedule.slots=4", "cache.page_tokens=16", "server.max_model_tokens=100"]
-    _, recipe, _ = paper.build(load_config(RECIPE, chosen))
+    _, recipe, *_ = paper.build(load_config(RECIPE, chosen))
     assert (recipe.schedule.slots, recipe.cache.pages) == (4, 4 * 7)
     with pytest.raises(ConfigError, match=r"paper\.tokens_per_s is 0\.0; it must be between 0\.01"):
         load_config(RECIPE, ["paper.tokens_per_s=0"])

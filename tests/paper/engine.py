@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from nanovllm.engine.loop import EngineLoop
+from nanovllm.kv.hybrid import HybridMemory
 from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import StepPlan
 from nanovllm.sched.scheduler import Scheduler
@@ -39,7 +40,10 @@ def generate(
 
 
 class PaperEngine:
-    """Implements engine.executor.Executor, too: it keeps the plans that its paper GPU runs."""
+    """Implements engine.executor.Executor, too: it keeps the plans that its paper GPU runs.
+
+    `checkpoints`: of a model with a recurrent layer; None: of one without.
+    """
 
     def __init__(
         self,
@@ -50,7 +54,8 @@ class PaperEngine:
         page: int = PAGE,
         mixed: int = 1000,
         depth: int = 1,
-        checkpoints: int = 0,
+        checkpoints: int | None = None,
+        every: int = 1000,
         drafts: int = 0,
         prefix: bool = True,
         max_queue: int = 1000,
@@ -62,7 +67,9 @@ class PaperEngine:
         wrong_every: int = 3,
     ) -> None:
         self.budget, self.mixed = budget, mixed
-        self.memory = KVMemory(num_pages, page, checkpoints, prefix=prefix)
+        self.memory = KVMemory(num_pages, page, prefix=prefix)
+        if checkpoints is not None:
+            self.memory = HybridMemory(num_pages, page, checkpoints, prefix=prefix, every=every)
         self.scheduler = Scheduler(
             self.memory,
             num_slots=num_slots,

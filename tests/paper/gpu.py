@@ -10,7 +10,9 @@ or of a cell that holds it. Zero times NaN is NaN, so it spreads to whoever read
 anywhere, also past their own tokens; what they write is NaN, too. Only `clean` ends that.
 
 Its drafter knows the future, and lies about some of it. Drafts stay in the slot until the row's
-next step; what refused ones wrote stays in memory, beyond the row's length.
+next step; what refused ones wrote stays in memory, beyond the row's length. A state that has seen
+a refused draft could not go back: rows that may have drafts leave their state as it is and keep
+what they fed, of which the next step first replays what was accepted.
 No torch, no device, microseconds per step.
 """
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -96,10 +98,12 @@ class Slot:
     known: list[int]  # when it was admitted
     num_prompt: int
     num_logprobs: int
-    state: int
+    state: int  # behind the first `num_seen` tokens
+    num_seen: int
     length: int  # tokens in memory
     pages: list[int]
     tokens: list[int]  # what is known, then drafts
+    inputs: list[int] = field(default_factory=list)  # of the recurrence, behind num_seen
     found: int = 0  # of these drafts, so many are real
     masked: bool = False
 
@@ -164,7 +168,7 @@ class PaperHandle:
 
 
 class PaperGPU:
-    """Implements engine.executor.Executor. `num_checkpoints` > 0 adds a recurrent layer.
+    """Implements engine.executor.Executor. `num_checkpoints`: None without a recurrent layer.
 
     `glitches`: steps whose last row gets NaN for the last token it feeds. Every `wrong_every`-th
     draft is wrong.
@@ -175,7 +179,7 @@ class PaperGPU:
         num_slots: int,
         num_pages: int,
         page_tokens: int,
-        num_checkpoints: int,
+        num_checkpoints: int | None,
         unlucky: int = 0,
         glitches: frozenset[int] = frozenset(),
         most_drafts: int = 0,
@@ -189,8 +193,8 @@ class PaperGPU:
         self.struck: list[list[int]] = []  # what the slots knew that were hit by a glitch
         self.memory = [[BLANK] * page_tokens for _ in range(num_pages + 1)]
         self.slots: list[Slot | None] = [None] * num_slots
-        self.checkpoints = [-1] * num_checkpoints
-        self.recurrent = num_checkpoints > 0
+        self.recurrent = num_checkpoints is not None
+        self.checkpoints = [-1] * (num_checkpoints or 0)
         self.decodes: list[int] = []
         self.steps = 0
         self.steps_by_mode: Counter[str] = Counter()
@@ -205,6 +209,9 @@ class PaperGPU:
     def launch(self, plan: StepPlan) -> PaperHandle:
         self.steps += 1
         assert plan.step == self.steps, "a plan is missing"
+        for slot_id, checkpoint in plan.saves:
+            self._replay(self._slot(slot_id))
+            self.checkpoints[checkpoint] = self._slot(slot_id).state
         self._clean_and_copy(plan)
         for admit in plan.admits:
             self._admit(admit)
@@ -219,6 +226,7 @@ class PaperGPU:
         assert len(drafts) == plan.num_decodes and all(0 <= d <= self.most_drafts for d in drafts)
         assert any(drafts) or not plan.drafts, "says that no row has drafts"
         rows = [(slot, 1 + d, 1 + d, -1) for slot, d in zip(self.decodes, drafts, strict=True)]
+        may_draft = set(self.decodes) if self.most_drafts else set()
         rows += [(c.slot, c.num_tokens, int(c.samples), c.save_to) for c in plan.chunks]
         assert len({row[0] for row in rows}) == len(rows), "a slot has two rows"
         num_decoded = sum(drafts) + plan.num_decodes
@@ -228,7 +236,8 @@ class PaperGPU:
         to_sample = []
         for slot_id, num_tokens, num_draws, save_to in reversed(rows):
             slot = self._slot(slot_id)
-            states = [self._feed(slot) for _ in range(num_tokens)]
+            self._replay(slot)
+            states = [self._feed(slot, slot_id in may_draft) for _ in range(num_tokens)]
             if self.steps in self.glitches and slot_id == rows[-1][0]:
                 states[-1] = self._strike(slot)
             assert slot.length <= plan.max_length
@@ -258,9 +267,12 @@ class PaperGPU:
     def _strike(self, slot: Slot) -> int:
         at = slot.length - 1
         self.memory[slot.pages[at // self.page_tokens]][at % self.page_tokens] = NAN
-        slot.state = NAN if self.recurrent else 0
         self.struck.append(slot.known)
-        return slot.state
+        if slot.inputs:
+            slot.inputs[-1] = POISON
+        elif self.recurrent:
+            slot.state = NAN
+        return NAN if self.recurrent else 0
 
     def _finish(self, plan: StepPlan, rows: list[Row], masks: Masks | None) -> StepResult:
         allowed = self._allowed(plan, rows, masks)
@@ -300,7 +312,7 @@ class PaperGPU:
         newest = max(len(line) - 1, 0)
         if len(row.lengths) > 1:
             self.drafted.append((len(row.lengths) - 1, slot.found, newest))
-        slot.length, slot.state = row.lengths[newest], row.states[newest]
+        slot.length = row.lengths[newest]
         # A corrupted token is stored as 0: never a negative index.
         slot.tokens[slot.length :] = line[-1:] or [0]
         return line or [CORRUPTED]
@@ -347,13 +359,15 @@ class PaperGPU:
         known = ids(admit.tokens)
         assert 0 < admit.num_prompt <= len(known) and admit.num_cached < len(known)
         assert len(admit.pages) * self.page_tokens >= len(known), "pages for all known tokens"
-        assert not self.recurrent or admit.num_cached % self.page_tokens == 0, "no such state"
-        state = self.checkpoints[admit.restore_from] if admit.restore_from >= 0 else 0
+        restored = self.recurrent and admit.num_cached > 0
+        assert (admit.restore_from >= 0) == restored, "no state of the cached tokens"
+        state = self.checkpoints[admit.restore_from] if restored else 0
         self.slots[admit.slot] = Slot(
             known,
             admit.num_prompt,
             admit.sampling.logprobs,
             state,
+            admit.num_cached,
             admit.num_cached,
             list(admit.pages),
             known.copy(),
@@ -364,7 +378,13 @@ class PaperGPU:
         assert slot is not None
         return slot
 
-    def _feed(self, slot: Slot) -> int:
+    def _replay(self, slot: Slot) -> None:
+        """The state sees what was accepted of the last step."""
+        for given in slot.inputs[: slot.length - slot.num_seen]:
+            slot.state = advance(slot.state, given)
+        slot.num_seen, slot.inputs = slot.length, []
+
+    def _feed(self, slot: Slot, may_draft: bool) -> int:
         """The token behind those in memory. Returns the state after it."""
         at = slot.length
         token = slot.tokens[at]
@@ -374,11 +394,16 @@ class PaperGPU:
         cell = advance(self._cell(slot, at - 1) if at else 0, token)
         cells[here] = BLANK  # written before it is read
         cells[here] = NAN if NAN in cells else cell
-        slot.state = advance(slot.state, token) if self.recurrent else 0
-        if cells[here] == NAN and self.recurrent:
-            slot.state = NAN
         slot.length += 1
-        return slot.state
+        if not self.recurrent:
+            return 0
+        slot.inputs.append(POISON if cells[here] == NAN else token)
+        if not may_draft:
+            self._replay(slot)
+        state = slot.state
+        for given in slot.inputs:
+            state = advance(state, given)
+        return state
 
     def _cell(self, slot: Slot, at: int) -> int:
         return self.memory[slot.pages[at // self.page_tokens]][at % self.page_tokens]

@@ -17,18 +17,20 @@ from tests.paper.engine import PAGE, PaperEngine, generate, pack
 from tests.paper.gpu import VOCAB, ids, solo_run
 
 
-@pytest.mark.parametrize("checkpoints", [0, 2])
+@pytest.mark.parametrize("checkpoints", [None, 2])
 @pytest.mark.parametrize("budget", [5, 20])  # with and without chunking
-def test_an_equal_prompt_costs_one_token_or_where_states_recur_a_page(checkpoints, budget) -> None:
+def test_an_equal_prompt_costs_one_token_or_where_states_recur_the_third_a_page(
+    checkpoints, budget
+) -> None:
     engine = PaperEngine(num_pages=16, num_slots=2, budget=budget, checkpoints=checkpoints)
-    for request_id in (0, 1):
+    for request_id in range(3):
         engine.say(generate(request_id, list(range(14)), 3))
         engine.finish_all()
-    known = 12 if checkpoints else 13
-    assert engine.cached == {0: 0, 1: known}
+    known = [0, 0, 12] if checkpoints else [0, 13, 13]
+    assert engine.cached == dict(enumerate(known))
     stats = engine.scheduler.stats()
-    assert (stats.prompt_tokens, stats.cached_tokens) == (28, known)
-    assert sum(chunks for _, chunks in engine.gpu.fed) == 28 - known
+    assert (stats.prompt_tokens, stats.cached_tokens) == (42, sum(known))
+    assert sum(chunks for _, chunks in engine.gpu.fed) == 42 - sum(known)
 
 
 def test_tenants_never_share_pages() -> None:
@@ -198,11 +200,11 @@ def test_a_refused_admission_leaves_the_pages_it_found() -> None:
 
 def test_a_restored_state_is_the_one_saved_behind_the_prefix() -> None:
     engine = PaperEngine(num_pages=40, num_slots=2, budget=40, checkpoints=3)
-    for i, token in enumerate([1, 2, 1, 2]):
+    for i, token in enumerate([1, 2, 1, 2, 1, 2]):
         engine.say(generate(i, [token] * 9, 5))
         engine.finish_all()
         assert engine.text[i] == solo_run([token] * 9, 5, [], recurrent=True)
-    assert engine.cached == {0: 0, 1: 0, 2: 8, 3: 8}
+    assert engine.cached == {0: 0, 1: 0, 2: 0, 3: 0, 4: 8, 5: 8}
 
 
 @pytest.mark.parametrize("num_stops", [1, 4, 5, 9])
@@ -247,13 +249,13 @@ def test_rows_with_a_grammar_beside_rows_without(drafts, wrong_every) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("checkpoints", [0, 3])
+@pytest.mark.parametrize("checkpoints", [None, 0, 3])
 @pytest.mark.parametrize("budget", [5, 12, 40])
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_drafts_never_change_the_text(drafts, budget, checkpoints, depth) -> None:
     sizes = {"num_pages": 24, "num_slots": 3, "budget": budget, "checkpoints": checkpoints}
     engine = PaperEngine(drafts=drafts, depth=depth, **sizes)
-    texts = [solo_run([i] * 6, 20, [], recurrent=checkpoints > 0) for i in range(5)]
+    texts = [solo_run([i] * 6, 20, [], recurrent=checkpoints is not None) for i in range(5)]
     for i in range(5):
         engine.say(generate(i, [i] * 6, 20, [texts[i][9 + i]], logprobs=1))
         engine.step()

@@ -57,7 +57,8 @@ def conversations(draw) -> list[Turn]:
     depth=st.integers(0, 2),
     drafts=st.sampled_from([0, 1, 3]),
     wrong_every=st.sampled_from([1, 3, 20]),
-    checkpoints=st.sampled_from([0, 1, 3]),
+    checkpoints=st.sampled_from([None, None, 0, 1, 3, 8]),
+    every=st.sampled_from([4, 8, 1000]),
     abort_every=st.sampled_from([0, 3]),
     prefix=st.sampled_from([True, True, False]),
     grammar_every=st.sampled_from([0, 0, 1, 2, 3]),
@@ -69,7 +70,7 @@ def conversations(draw) -> list[Turn]:
 def test_batching_never_changes_the_text(
     turns, depth, drafts, checkpoints, abort_every, grammar_every, unlucky, glitches, **sizes
 ) -> None:
-    recurrent = checkpoints > 0
+    recurrent = checkpoints is not None
     glitched = frozenset(glitches)
     engine = PaperEngine(
         depth=depth,

@@ -79,11 +79,14 @@ def test_of_recurrent_states_only_those_saved_are_shared() -> None:
     engine.finish_all()
     assert engine.cached == {0: 0, 1: 12, 2: 12, 3: 12}
     assert engine.text[3] == solo_run(PROMPT[:15], 4, [], recurrent=True)
-    for i, tail in enumerate(([1], [2]), 4):  # here no state is saved where they part
+    for i, tail in enumerate(([1], [2]), 4):  # a state is saved where they part
         engine.say(generate(i, PROMPT[20:40] + tail * 5, 4))
     engine.step()
-    assert waiting(engine) == (0, 0)
+    assert waiting(engine) == (0, 1)
     engine.finish_all()
+    assert engine.cached[5] == 20
+    for i in (4, 5):
+        assert engine.text[i] == solo_run(PROMPT[20:40] + [i - 3] * 5, 4, [], recurrent=True)
 
 
 def test_a_long_prefix_is_waited_for_and_a_short_one_is_not() -> None:

@@ -1,0 +1,185 @@
+"""Which recurrent states are kept, each behind how many tokens of which text, and which goes first.
+
+Decision: a checkpoint is worth the tokens that its loss would have others compute again, those from
+the nearest earlier checkpoint of the same text, and the less the longer nobody used it. So a long
+text is thinned out evenly, the fork of a prefix that all share outlives many ends of prompts, and
+what nobody comes back to goes. Plain least-recently-used would drop the fork's state first.
+
+Knows no pages and no requests.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanovllm.kv.keys import Key, PageKeys
+
+
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """`keys` are those of some text that begins with the checkpoint's tokens, and may be longer."""
+
+    id: int
+    key: Key
+    num_tokens: int
+    keys: PageKeys
+    before: Checkpoint | None  # the nearest one whose tokens are the first of these
+    behind: set[Checkpoint]
+
+
+class Checkpoints:
+    """`count` places for states, named 0..count - 1."""
+
+    def __init__(self, count: int, page_tokens: int) -> None:
+        self.count = count
+        self.page_tokens = page_tokens
+        self.num_saved = self.num_restored = self.num_evicted = 0
+        self._of: dict[Key, Checkpoint] = {}
+        self._first: set[Checkpoint] = set()  # those with none before
+        # By the key of the page before: how far into their pages checkpoints lie.
+        self._inside: dict[Key, Counter[int]] = {}
+        self._by_id: list[Checkpoint | None] = [None] * count
+        self._blank = list(range(count))[::-1]
+        self._costs_C = np.full(count, np.inf)  # tokens to compute again; inf: none to be evicted
+        self._used_C = np.zeros(count)
+        self._now = 0  # counts uses
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._of)
+
+    def get(self, key: Key) -> Checkpoint | None:
+        return self._of.get(key)
+
+    def inside(self, keys: PageKeys, index: int, most: int) -> Iterator[Checkpoint]:
+        """Those of a text that end inside its page `index`, `most` tokens from its start at most.
+
+        The shortest first.
+        """
+        offsets = self._inside.get(keys.before(index), ())
+        for offset in sorted(offsets):
+            num_tokens = index * self.page_tokens + offset
+            if num_tokens <= most and (found := self._of.get(keys.last(num_tokens))) is not None:
+                yield found
+
+    def along(self, keys: PageKeys, most: int) -> Iterator[Checkpoint]:
+        """All checkpoints of the first `most` tokens of a text, the shortest first."""
+        for index in range(most // self.page_tokens + 1):
+            if index and (found := self._of.get(keys.full(index - 1))) is not None:
+                yield found
+            yield from self.inside(keys, index, most)
+
+    def longest(self, keys: PageKeys, most: int) -> Checkpoint | None:
+        return max(self.along(keys, most), key=lambda one: one.num_tokens, default=None)
+
+    def goes_on(self, start: Checkpoint | None, keys: PageKeys, num_tokens: int) -> bool:
+        """Whether another text has a state behind more than the first `num_tokens` of these.
+
+        They end at a page's end. `start`: the text's longest checkpoint so far.
+        """
+        index = num_tokens // self.page_tokens
+        others = self._first if start is None else start.behind
+        return any(
+            other.num_tokens > num_tokens and other.keys.before(index) == keys.before(index)
+            for other in others
+        )
+
+    # -- keeping ------------------------------------------------------------------------------
+
+    def take(self, spared: int) -> int:
+        """A place for a state that spares so many tokens, for which a worse one may have to go.
+
+        -1: all others are better.
+        """
+        if self._blank:
+            return self._blank.pop()
+        values_C = self._costs_C / (self._now + 1 - self._used_C)
+        if not self.count or values_C[worst := int(values_C.argmin())] >= spared:
+            return -1
+        self.num_evicted += 1
+        evicted = self._by_id[worst]
+        assert evicted is not None
+        self.remove(evicted)
+        return self._blank.pop()
+
+    def give_back(self, place: int) -> None:
+        """A place that was taken and is not used."""
+        self._blank.append(place)
+
+    def put(self, place: int, keys: PageKeys, num_tokens: int) -> None:
+        """The place that was taken has the state behind so many tokens of a text."""
+        key = keys.last(num_tokens)
+        if key in self._of:  # somebody else was as quick
+            self._blank.append(place)
+            return
+        before = self.longest(keys, num_tokens - 1)
+        new = Checkpoint(place, key, num_tokens, keys, before, set())
+        beside = self._first if before is None else before.behind
+        new.behind = {other for other in beside if begins(other, new)}
+        beside -= new.behind
+        beside.add(new)
+        self._of[key] = self._by_id[place] = new
+        if offset := num_tokens % self.page_tokens:
+            inside = self._inside.setdefault(keys.before(num_tokens // self.page_tokens), Counter())
+            inside[offset] += 1
+        self.num_saved += 1
+        self._use(new)
+        for one in (new, *new.behind):
+            self._set_before(one, new if one is not new else before)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Somebody goes on from there."""
+        self.num_restored += 1
+        self._use(checkpoint)
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        before, num_tokens = checkpoint.before, checkpoint.num_tokens
+        beside = self._first if before is None else before.behind
+        beside.remove(checkpoint)
+        beside |= checkpoint.behind
+        for one in checkpoint.behind:
+            self._set_before(one, before)
+        del self._of[checkpoint.key]
+        if offset := num_tokens % self.page_tokens:
+            at = checkpoint.keys.before(num_tokens // self.page_tokens)
+            self._inside[at][offset] -= 1
+            if not +self._inside[at]:
+                del self._inside[at]
+        self._by_id[checkpoint.id] = None
+        self._costs_C[checkpoint.id] = np.inf
+        self._blank.append(checkpoint.id)
+
+    def _use(self, checkpoint: Checkpoint) -> None:
+        self._now += 1
+        self._used_C[checkpoint.id] = self._now
+
+    def _set_before(self, checkpoint: Checkpoint, before: Checkpoint | None) -> None:
+        checkpoint.before = before
+        first = 0 if before is None else before.num_tokens
+        self._costs_C[checkpoint.id] = checkpoint.num_tokens - first
+
+    def check(self) -> None:
+        kept = [one for one in self._by_id if one is not None]
+        assert len(kept) == len(self._of) and set(kept) == set(self._of.values())
+        assert len(set(self._blank)) == len(self._blank)
+        assert all(self._by_id[place] is None for place in self._blank)
+        for one in kept:
+            *earlier, own = self.along(one.keys, one.num_tokens)
+            assert own is one and one.before is (earlier[-1] if earlier else None)
+            assert one in (self._first if one.before is None else one.before.behind)
+            spared = one.num_tokens - (one.before.num_tokens if one.before else 0)
+            assert self._costs_C[one.id] == spared
+        assert sum(len(one.behind) for one in kept) + len(self._first) == len(kept)
+
+
+def begins(text: Checkpoint, start: Checkpoint) -> bool:
+    """Whether the first tokens of a checkpoint are all those of another."""
+    num_tokens = start.num_tokens
+    index = num_tokens // start.keys.page_tokens
+    if text.num_tokens <= num_tokens or text.keys.before(index) != start.keys.before(index):
+        return False
+    return text.keys.last(num_tokens) == start.key
