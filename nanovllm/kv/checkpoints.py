@@ -46,7 +46,7 @@ class Checkpoints:
         self._blank = list(range(count))[::-1]
         self._costs_C = np.full(count, np.inf)  # tokens to compute again; inf: none to be evicted
         self._used_C = np.zeros(count)
-        self._now = 0  # counts uses
+        self._now = 0  # counts states that want a place
 
     @property
     def num_kept(self) -> int:
@@ -95,9 +95,10 @@ class Checkpoints:
 
         -1: all others are better.
         """
+        self._now += 1
         if self._blank:
             return self._blank.pop()
-        values_C = self._costs_C / (self._now + 1 - self._used_C)
+        values_C = self._costs_C / (self._now - self._used_C + 1)
         if not self.count or values_C[worst := int(values_C.argmin())] >= spared:
             return -1
         self.num_evicted += 1
@@ -127,14 +128,14 @@ class Checkpoints:
             inside = self._inside.setdefault(keys.before(num_tokens // self.page_tokens), Counter())
             inside[offset] += 1
         self.num_saved += 1
-        self._use(new)
+        self._used_C[place] = self._now
         for one in (new, *new.behind):
             self._set_before(one, new if one is not new else before)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Somebody goes on from there."""
         self.num_restored += 1
-        self._use(checkpoint)
+        self._used_C[checkpoint.id] = self._now
 
     def remove(self, checkpoint: Checkpoint) -> None:
         before, num_tokens = checkpoint.before, checkpoint.num_tokens
@@ -152,10 +153,6 @@ class Checkpoints:
         self._by_id[checkpoint.id] = None
         self._costs_C[checkpoint.id] = np.inf
         self._blank.append(checkpoint.id)
-
-    def _use(self, checkpoint: Checkpoint) -> None:
-        self._now += 1
-        self._used_C[checkpoint.id] = self._now
 
     def _set_before(self, checkpoint: Checkpoint, before: Checkpoint | None) -> None:
         checkpoint.before = before

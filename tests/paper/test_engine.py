@@ -161,7 +161,8 @@ def test_pages_are_found_only_after_the_plan_that_writes_them() -> None:
 
 
 def test_a_checkpoint_is_found_only_after_the_plan_that_writes_it() -> None:
-    engine = PaperEngine(num_pages=40, num_slots=2, budget=40, checkpoints=1)
+    sizes = {"num_pages": 40, "num_slots": 2, "budget": 40, "least_spared": 1000}
+    engine = PaperEngine(checkpoints=1, **sizes)
     for i, token in enumerate([1, 2]):  # the second takes the checkpoint, the first's pages stay
         engine.say(generate(i, [token] * 9, 1))
         engine.finish_all()
