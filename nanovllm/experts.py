@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from nanovllm.typed_yaml import ConfigError
 
 Ranks = list[list[int]]  # the experts that each rank holds, in their order
+encode_lines = msgspec.json.Encoder().encode_lines
 
 
 class Experts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,7 +27,7 @@ class PlacedLayer(Struct, frozen=True, forbid_unknown_fields=True):
 
     layer: int
     tokens: list[int]  # that were routed to each expert
-    ranks: Ranks
+    ranks: Ranks = []
 
 
 class ExpertLoad(Struct, frozen=True):
@@ -32,16 +35,16 @@ class ExpertLoad(Struct, frozen=True):
 
     layers: list[int]  # those that have experts
     tokens: bytes  # int64, of each of them and each expert
-    by_rank: list[int]  # of the experts that each rank holds
+    by_rank: dict[str, int]  # of the experts that each rank holds
     # By layer and what is compared: the most tokens of an expert, or of a rank, over their mean.
     imbalance: dict[str, float]
 
-    def rows(self, before: ExpertLoad | None = None) -> list[tuple[int, list[int]]]:
-        """Each layer and its experts' tokens, less those that there were before."""
-        now = memoryview(self.tokens).cast("q").tolist()
-        old = memoryview(before.tokens).cast("q").tolist() if before else [0] * len(now)
-        tokens, each = [a - b for a, b in zip(now, old, strict=True)], len(now) // len(self.layers)
-        return [(one, tokens[at * each :][:each]) for at, one in enumerate(self.layers)]
+    def lines(self) -> bytes:
+        """The lines of a file in which nothing is placed yet."""
+        tokens = memoryview(self.tokens).cast("q").tolist()
+        each = len(tokens) // len(self.layers)
+        parts = (tokens[at : at + each] for at in range(0, len(tokens), each))
+        return encode_lines(map(PlacedLayer, self.layers, parts))
 
 
 class Spread:
@@ -51,30 +54,44 @@ class Spread:
         """Raises ConfigError if it is no such file."""
         self.path = path
         try:
-            lines = msgspec.json.Decoder(PlacedLayer).decode_lines(Path(path).read_bytes())
-        except OSError as error:
-            raise ConfigError(f"experts.placement: {path}: {error.strerror}") from None
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"experts.placement: {path}: {error}") from None
+            lines = decode_lines(Path(path).read_bytes())
+        except (OSError, msgspec.DecodeError) as error:
+            said = getattr(error, "strerror", error)
+            raise ConfigError(f"experts.placement: {path}: {said}") from None
         self.by_layer = {line.layer: line.ranks for line in lines}
 
     def ranks(self, layer: int, num_experts: int, num_ranks: int) -> Ranks:
         """Raises ConfigError if the file does not fit the model or its ranks."""
-        ranks = self.by_layer.get(layer)
-        problem = ""
-        if ranks is None:
-            problem = "is not in it"
-        elif len(ranks) != num_ranks:
+        ranks, problem = self.by_layer.get(layer, []), ""
+        sizes = {size for held in ranks for size in (len(held), len({*held}))}
+        if len(ranks) != num_ranks:
             problem = f"is placed over {len(ranks)} ranks; parallel.ep is {num_ranks}"
-        elif {expert for held in ranks for expert in held} != set(range(num_experts)):
+        elif {*chain(*ranks)} != {*range(num_experts)}:
             problem = f"has not the experts 0 to {num_experts - 1}, which the model has"
-        elif {len(held) for held in ranks} != {len(set(ranks[0]))} or any(
-            len(set(held)) < len(held) for held in ranks
-        ):
+        elif len(sizes) > 1:
             problem = "does not have equally many experts on each rank, none of them twice"
-        if ranks is None or problem:
+        if problem:
             raise ConfigError(f"experts.placement: {self.path}: layer {layer} {problem}")
         return ranks
+
+
+decode_lines = msgspec.json.Decoder(PlacedLayer).decode_lines
+
+
+def write_placement(lines: bytes, path: Path, num_ranks: int, more: int) -> None:
+    """What an engine tells into a file, its experts placed by it.
+
+    Raises ConfigError: it has no experts, or cannot share them equally, or the file cannot be.
+    """
+    layers = decode_lines(lines)
+    if not layers or len(layers[0].tokens) % num_ranks:
+        told = f"{len(layers[0].tokens)} experts over {num_ranks} ranks" if layers else "no experts"
+        raise ConfigError(f"--expert-load {path}: the engine has {told}")
+    done = (replace(one, ranks=placed(one.tokens, num_ranks, more)) for one in layers)
+    try:
+        path.write_bytes(encode_lines(done))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
 def evenly(num_experts: int, num_ranks: int) -> Ranks:

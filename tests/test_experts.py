@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from nanovllm.config import ConfigError, load_config
-from nanovllm.experts import ExpertLoad, PlacedLayer, Ranks, Spread, evenly, placed
+from nanovllm.experts import ExpertLoad, PlacedLayer, Ranks, Spread, evenly, placed, write_placement
 
 
 def spread(path: Path, *ranks: Ranks) -> Spread:
@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_one_line(ranks: Ranks, said: str, tmp_path: Path) 
     with pytest.raises(ConfigError) as caught:
         spread(path, ranks).ranks(0, 4, 2)
     assert str(caught.value) == f"experts.placement: {path}: layer 0 {said}"
-    with pytest.raises(ConfigError, match="layer 7 is not in it"):
+    with pytest.raises(ConfigError, match="layer 7 is placed over 0 ranks"):
         Spread(str(path)).ranks(7, 4, 2)
 
 
@@ -95,11 +95,18 @@ def test_a_placement_needs_ranks() -> None:
     assert str(caught.value) == "experts.placement is for parallel.ep above 1, which is 1"
 
 
-def test_tokens_since_an_earlier_time() -> None:
-    def load(*tokens: int) -> ExpertLoad:
-        packed = b"".join(count.to_bytes(8, "little") for count in tokens)
-        return ExpertLoad([1, 3], packed, [], {})
-
-    now = load(5, 6, 7, 2**40)
-    assert now.rows() == [(1, [5, 6]), (3, [7, 2**40])]
-    assert now.rows(load(5, 1, 0, 40)) == [(1, [0, 5]), (3, [7, 2**40 - 40])]
+def test_what_an_engine_tells_becomes_a_placement(tmp_path: Path) -> None:
+    tokens = b"".join(count.to_bytes(8, "little") for count in (50, 6, 7, 2**40))
+    lines = ExpertLoad([1, 3], tokens, {}, {}).lines()
+    first = b'{"layer":1,"tokens":[50,6],"ranks":[]}'
+    assert lines == first + b'\n{"layer":3,"tokens":[7,1099511627776],"ranks":[]}\n'
+    path = tmp_path / "x"
+    write_placement(lines, path, 2, 0)
+    assert path.read_bytes().startswith(b'{"layer":1,"tokens":[50,6],"ranks":[[0],[1]]}\n')
+    assert Spread(str(path)).ranks(3, 2, 2) == [[1], [0]]
+    for wrong, ranks, said in ((lines, 3, "2 experts over 3 ranks"), (b"", 2, "no experts")):
+        with pytest.raises(ConfigError) as caught:
+            write_placement(wrong, path, ranks, 0)
+        assert str(caught.value) == f"--expert-load {path}: the engine has {said}"
+    with pytest.raises(ConfigError, match=r"cannot write .*: Is a directory"):
+        write_placement(lines, tmp_path, 2, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -17,7 +18,7 @@ from nanovllm_kernels import (
 )
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
 from nanovllm_kernels.expert_cases import Routed, kernels
-from nanovllm_kernels.route_reference import ExpertRows, Routing
+from nanovllm_kernels.route_reference import ExpertRows, Placed, Routing
 
 SOFTMAX = Routing("softmax", renormalise=True)
 PLAIN = Routing("softmax", renormalise=False, scale=16.0, num_groups=3, chosen_groups=1)
@@ -28,7 +29,8 @@ GROUPS = Routing("sigmoid", renormalise=True, scale=2.5, num_groups=8, chosen_gr
 def route_inputs(T: int, E: int, K: int, rule: Routing, kind: str, device: torch.device) -> Args:
     """Logits of a grid, so that scores are equal or far apart. Sigmoids have a bias.
 
-    `tied`: in bfloat16, some rows all equal. `hashed`: uniform routing.
+    `tied`: in bfloat16, some rows all equal. `hashed`: uniform routing. `placed`: in experts'
+    turns two copies in another order, and some tokens are nobody's.
     """
     steps_TE = torch.randint(-90, 70, (T, E), generator=torch.Generator().manual_seed(T + E))
     logits_TE = (steps_TE / 16 + 0.03).to(device)
@@ -38,7 +40,10 @@ def route_inputs(T: int, E: int, K: int, rule: Routing, kind: str, device: torch
     is_biased, rows_T = rule.score == "sigmoid", torch.arange(T, device=device)
     bias_E = (torch.arange(E, device=device) * 7 % 5 - 2.2) * 0.37 if is_biased else None
     uniform = (rows_T * 5 % 97, rows_T * 3, 11) if kind == "hashed" else None
-    return logits_TE, bias_E, K, rule, uniform
+    tokens_X = torch.zeros(2 * E, dtype=torch.int64, device=device)
+    turns_EX = torch.arange(2 * E, device=device).flip(0).view(2, E).T.repeat(1, 12).int()
+    placed = Placed(rows_T * 5 % 97, tokens_X, turns_EX) if kind == "placed" else None
+    return logits_TE, bias_E, K, rule, uniform, placed
 
 
 def sort_inputs(
@@ -81,12 +86,12 @@ ROUTED = (
     (128, 8, SOFTMAX), (512, 10, SOFTMAX), (256, 8, SIGMOID), (6, 2, SOFTMAX), (160, 6, GROUPS),
     (24, 16, SIGMOID), (48, 6, PLAIN),
 )  # fmt: skip
-KINDS = (1, "plain"), (7, "hashed"), (7, "tied"), (513, "plain")
+KINDS = (1, "plain"), (7, "hashed"), (7, "tied"), (7, "placed"), (513, "plain"), (513, "placed")
 ROUTE_CASES = tuple(
     Case(f"T={T} E={E} K={K} {rule.score} groups={rule.num_groups} {kind}",
          partial(route_inputs, T, E, K, rule, kind), small=T <= 7, num_bytes=num_bytes)
     for shapes, kinds, timed in (
-        (ROUTED, KINDS, 0), (ROUTED[:3], [(T, "plain") for T in (2, 8, 64, 4096)], 4),
+        (ROUTED, KINDS, 0), (ROUTED[:3], [*product((2, 8, 64, 4096), ("plain", "placed"))], 4),
     )
     for E, K, rule in shapes
     for T, kind in kinds

@@ -53,6 +53,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     record: Record
     engine: dict[str, float]  # lines of the table's last section
     errors: dict[str, int]  # how often each came
+    experts: bytes  # tokens that were routed to each, as experts.ExpertLoad.lines; maybe none
 
 
 def concluded(
@@ -60,6 +61,7 @@ def concluded(
     engine: dict[str, float],
     goals_ms: Mapping[str, float],
     more: dict[str, float],
+    experts: bytes = b"",
     **fields: Any,  # noqa: ANN401
 ) -> Outcome:
     """`engine`: lines of the table's last section. `more`: further metrics. `fields`: the record's
@@ -72,8 +74,8 @@ def concluded(
         notes=verdict(metrics),
         **fields,
     )
-    errors = Counter(sample.error for sample in samples if sample.error)
-    return Outcome(record=record, engine=engine, errors=dict(errors.most_common()))
+    errors = dict(Counter(one.error for one in samples if one.error).most_common())
+    return Outcome(record=record, engine=engine, errors=errors, experts=experts)
 
 
 def summarise(samples: Sequence[Sample], goals_ms: Mapping[str, float] = {}) -> dict[str, float]:

@@ -48,7 +48,7 @@ async def measure_engine(
     with bar(len(load.prompts), f"{ready.model} {load.name}") as advance:
         samples = await run(client, load, advance)
     await asyncio.sleep(STATS_S)
-    after = samples_now(client)
+    after, load_of = samples_now(client), client.stats.experts
     client.close()
     return concluded(
         kind="offline",
@@ -70,6 +70,7 @@ async def measure_engine(
             "warmup": len(load.prompts) if warm_up else 0,
         },
         engine=engine_facts(before, after, {}),
+        experts=b"" if load_of is None else load_of.lines(),
         more={"start_to_ready_s": ready_s} | speculation(before, after),
     )
 

@@ -119,14 +119,13 @@ def measure_server(
             with bar(part.num_prompts, label) as advance:
                 return run(part, served, api, processes, advance)
 
-        num_warm = (load.concurrency or 8) if warmup is None else warmup
-        if num_warm:
+        if num_warm := (load.concurrency or 8) if warmup is None else warmup:
             send(load.warm_up(num_warm), "warm-up")
         before, started_at = api.metrics(), now()
         cpu_before = cpu_s(server.pid) if server else {}
         result, peaks = send(load, served.model)
         cpu_after = cpu_s(server.pid) if server else {}
-        after = api.metrics()
+        after, experts = api.metrics(), api.page("/debug/experts").encode()
     tokens = sum(sample.output_tokens for sample in result.samples if not sample.error)
     (shown,) = without_secrets([command])
     peer = {"model": served.model, "served_by": served.engine, "command": shown}
@@ -135,6 +134,7 @@ def measure_server(
         kind="serve",
         started_at=started_at,
         samples=result.samples,
+        experts=experts,
         goals_ms=goals_ms,
         recipe=peer if config is None else msgspec.to_builtins(config.recipe),
         changed=flags(shown) if config is None else config.changed,

@@ -7,18 +7,27 @@ here. Knows bytes and tokens, not requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from msgspec.structs import replace
 
 from nanovllm.bench.gpus import CPU, Gpu
-from nanovllm.config import Config, Kernels, Recipe, Schedule, given_or, resolve_schedule
+from nanovllm.config import (
+    Config,
+    ConfigError,
+    Kernels,
+    Recipe,
+    Schedule,
+    given_or,
+    resolve_schedule,
+)
 from nanovllm.engine.paper import resolve
 from nanovllm.layers.moe import read_by
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
-from nanovllm.parallel.cut import first_of, fits
+from nanovllm.parallel.cut import first_of
 from nanovllm.runner.resolved import Resolved, resolved
 from nanovllm.runner.room import step_bytes
 from nanovllm.runner.sizing import GIB
@@ -145,14 +154,13 @@ def with_numbers_of_a_gpu(config: Config) -> Config:
 
 def nearest(config: Config, gpu: Gpu, lengths: Sequence[int]) -> Plan | None:
     """The first that fits of: more GPUs, smaller steps of fewer slots, a shorter context."""
-    model_config = read_model_config(config)[1]
     own = replace(config.recipe, cache=replace(config.recipe.cache, pages="auto"))
     short = replace(own, server=replace(own.server, max_model_tokens="auto"))
     for base, needed in ((own, lengths), (short, ())):
         for halvings in range(MOST_HALVINGS + 1):
             recipe = replace(base, schedule=halved(base.schedule, halvings))
             for tp in HOST_GPUS:
-                if fits(tp, recipe.parallel.ep, model_config):
+                with suppress(ConfigError):  # not every number of ranks can share a model
                     plan = plan_of(replace(config, recipe=recipe), gpu, tp)
                     if not plan.problem(needed):
                         return plan
@@ -170,7 +178,7 @@ def pins(plan: Plan) -> str:
     """The lines of a recipe that make it so."""
     cache, schedule = plan.found.recipe.cache, plan.found.recipe.schedule
     return (
-        f"parallel: {{tp: {plan.tp}}}\n"
+        f"parallel: {{tp: {plan.tp}{f', ep: {plan.tp}' * (plan.asked.parallel.ep > 1)}}}\n"
         f"cache: {{{'dtype: fp8, ' * (cache.dtype == 'fp8')}page_tokens: {cache.page_tokens}, "
         f"pages: {plan.pages}, memory_fraction: {cache.memory_fraction:g}}}\n"
         f"schedule: {{slots: {schedule.slots}, step_tokens: {schedule.step_tokens}}}\n"

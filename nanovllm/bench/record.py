@@ -35,14 +35,10 @@ PACKAGES = (
     "tokenizers", "xgrammar", "uvicorn", "uvloop", "httptools", "msgspec", "numpy",
 )  # fmt: skip
 GPU_FIELDS = {  # of Machine: what nvidia-smi calls them
-    "gpu": "name",
-    "driver": "driver_version",
-    "power_limit_w": "power.limit",
-    "max_sm_mhz": "clocks.max.sm",
-    "max_memory_mhz": "clocks.max.mem",
-    "sm_mhz": "clocks.sm",
+    "gpu": "name", "driver": "driver_version", "power_limit_w": "power.limit",
+    "max_sm_mhz": "clocks.max.sm", "max_memory_mhz": "clocks.max.mem", "sm_mhz": "clocks.sm",
     "gpu_memory_mib": "memory.total",
-}
+}  # fmt: skip
 
 
 class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,13 +19,10 @@ from nanovllm.wire import Sampling
 
 MAX_PROMPT_ID = 10_000
 SHAPES = {  # requests, prompt tokens, output tokens
-    "bs1": (1, 128, 512),
-    "bs64": (64, 1024, 256),
-    "bs256": (256, 128, 256),
-    "prefill": (16, 4000, 1),
-    "bs1-256": (1, 128, 256),  # these two as other engines were measured over several GPUs
-    "bs256-128": (256, 128, 128),
-}
+    "bs1": (1, 128, 512), "bs64": (64, 1024, 256), "bs256": (256, 128, 256),
+    # The last two as other engines were measured over several GPUs.
+    "prefill": (16, 4000, 1), "bs1-256": (1, 128, 256), "bs256-128": (256, 128, 128),
+}  # fmt: skip
 OFFLINE_NAMES = ("w1", "w1-top", *SHAPES)
 FOLDER = Path(__file__).parent
 RECORDS = msgspec.json.decode((FOLDER / "records.json").read_bytes())

@@ -20,7 +20,7 @@ from click.core import ParameterSource
 from msgspec.structs import replace
 from tqdm import tqdm
 
-from nanovllm import launch
+from nanovllm import experts, launch
 from nanovllm.bench import offline, online, record, report, sweep
 from nanovllm.bench.measure import Advance, Outcome
 from nanovllm.bench.started import NotStarted, Started, started
@@ -70,6 +70,9 @@ SHARE = click.FloatRange(0, 1, max_open=True)
 @click.option("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default 0)")
 @click.option("--warmup", type=COUNT, help="requests sent before (default: the concurrency)")
 @click.option("--json-out", type=FILE, help="results with vLLM's key names")
+@click.option("--expert-load", type=FILE, help="tokens by expert, and an experts.placement by them")
+@click.option("--expert-ranks", type=POSITIVE, help="of that placement (default: parallel.ep)")
+@click.option("--expert-copies", type=COUNT, default=1, help="more experts a rank (default 1)")
 @click.option("--results-dir", default="results", help="where records go (default results)")
 @click.option("--commit", help="of a copy without .git: git describe --always --abbrev=40 --dirty")
 @click.option("--compare", is_flag=True, help="the arguments are records: show their ratios")
@@ -258,6 +261,9 @@ def publish(options: Options, outcome: Outcome) -> record.Record:
     if options.json_out is not None:
         shown = msgspec.json.encode(report.vllm_json(outcome))
         options.json_out.write_bytes(msgspec.json.format(shown))
+    if options.expert_load is not None:
+        ranks = options.expert_ranks or outcome.record.recipe.get("parallel", {}).get("ep", 1)
+        experts.write_placement(outcome.experts, options.expert_load, ranks, options.expert_copies)
     tree = record.commit(given=options.commit)
     written = replace(outcome.record, commit=tree.hash, dirty=tree.is_dirty)
     click.echo(f"record: {record.write(written, Path(options.results_dir))}")

@@ -24,12 +24,9 @@ from nanovllm.config import Config, ConfigError, load_config, locate, read_recip
 
 Function = Callable[..., Any]
 RECIPE_KEYS = {
-    "device": "device",
-    "tp": "parallel.tp",
-    "dp": "parallel.dp",
-    "load_format": "load.format",
+    "device": "device", "tp": "parallel.tp", "dp": "parallel.dp", "load_format": "load.format",
     **{name: f"server.{name}" for name in ("host", "port", "api_key", "log_format")},
-}
+}  # fmt: skip
 FILE = click.Path(path_type=Path)
 json_option = click.option("--json", "path", type=FILE, help="write the record here")
 RANKS = click.option("--tp", type=int, help="tensor-parallel ranks")

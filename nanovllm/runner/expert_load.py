@@ -76,5 +76,5 @@ class ExpertCounter:
             for name, counted in (("experts", by_expert), ("ranks", by_rank))
             for layer, one in zip(self._layers, counted, strict=True)
         }
-        tokens = by_expert.astype(np.int64).tobytes()
-        return ExpertLoad(self._layers, tokens, by_rank.sum(0).astype(int).tolist(), imbalance)
+        ranks = {str(rank): int(count) for rank, count in enumerate(by_rank.sum(0))}
+        return ExpertLoad(self._layers, by_expert.astype(np.int64).tobytes(), ranks, imbalance)

@@ -46,9 +46,8 @@ def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
         from nanovllm_kernels.paged_decode_cute import MAX_PAIRS, compile_decode
 
         asked = found.recipe.speculate
-        drafted = (
-            1 + asked.tokens if asked is not None and group * (1 + asked.tokens) <= MAX_PAIRS else 0
-        )
+        drafted = 0 if asked is None else 1 + asked.tokens
+        drafted = drafted if group * drafted <= MAX_PAIRS else 0
         jobs += [
             compile_decode.job(group, paged.k_size, page_tokens, most, paged.bytes_per_element == 1)
             for most in {0, drafted}

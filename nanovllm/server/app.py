@@ -32,7 +32,7 @@ from nanovllm.server.asgi import (
     read_body,
     unless_left,
 )
-from nanovllm.server.debug_steps import DEBUG_STEPS, looks
+from nanovllm.server.debug_steps import DEBUG, looks
 from nanovllm.server.engines import Engines
 from nanovllm.server.errors import ApiError, shutting_down, unknown_model
 from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, LargeBodies, Room
@@ -127,7 +127,7 @@ class App:
     ) -> None:
         path: str = scope["path"]
         look, page = self._looks.get(path), self._pages.get(path)
-        if path not in PROBES and (look is None or path == DEBUG_STEPS):
+        if path not in PROBES and (look is None or path.startswith(DEBUG)):
             self._authorise(scope)
         if path.startswith(f"{MODELS}/"):
             page = partial(self._model, path.removeprefix(f"{MODELS}/"))

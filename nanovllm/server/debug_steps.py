@@ -1,5 +1,7 @@
 """GET /debug/steps?since=N&engine=K: an engine's newest steps after N, as JSON.
 
+GET /debug/experts?engine=K: how many tokens were routed to each expert, as lines of JSON.
+
 The fields are those of look.Steps and look.Step, but `slots` is an object of requests by slot and
 `decodes` a list of slots. In a step both are left out if they are as in the step before it.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,14 +23,23 @@ from nanovllm.server.engines import Engines
 from nanovllm.server.errors import ApiError, bad_value
 from nanovllm.server.page_files import Handler, is_shown, page_files
 
-DEBUG_STEPS = "/debug/steps"
+DEBUG = "/debug/"  # what begins so takes the key
 ANSWER_S = 5.0  # what the engine's reading thread may take: it waits for no step
 NO_STORE = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
 
 
 def looks(engines: Engines, server: Server) -> dict[str, Handler]:
     """What there is to look at, by path: nothing, or the page's files and the steps."""
-    return {**page_files(), DEBUG_STEPS: DebugSteps(engines)} if is_shown(server) else {}
+    if not is_shown(server):
+        return {}
+    experts = partial(tell_experts, engines)
+    return {**page_files(), f"{DEBUG}steps": DebugSteps(engines), f"{DEBUG}experts": experts}
+
+
+async def tell_experts(engines: Engines, scope: Scope, writer: Writer) -> None:
+    """A line for each layer with experts, none where there is none."""
+    load = engines.clients[_number(scope, "engine", len(engines.clients) - 1)].stats.experts
+    writer.respond(200, JSON, load.lines() if load is not None else b"", NO_STORE)
 
 
 class DebugSteps:

@@ -19,6 +19,8 @@ HELP = {
     "vllm:spec_decode_num_accepted_tokens_total": "Drafts that were accepted.",
     "vllm:spec_decode_num_accepted_tokens_per_pos_total": "Drafts accepted, by position.",
     "nanovllm:engine_up": "Whether this API process is connected to the engine.",
+    "nanovllm:expert_tokens_total": "Tokens routed to the experts that a rank holds.",
+    "nanovllm:expert_imbalance": "Most tokens of an expert, or of a rank, over their mean.",
     "nanovllm:steps_total": "Steps of the engine.",
     "nanovllm:last_step_age_seconds": "Since the step loop last got on; 0 without work.",
     "nanovllm:host_bubble_seconds_total": "The device waited for the host while there was work.",

@@ -112,18 +112,20 @@ def render(engines: Sequence[Seen], http: HttpCounts, num_tasks: int = 0) -> byt
     model = f"model_name={quoted(engines[0].ready.model)}"
     for index, engine in enumerate(engines):
         page.labels = f'{model},engine="{index}"'
-        page.add("nanovllm:engine_up", "gauge", engine.stats is not None)
+        page.add("nanovllm:engine_up", engine.stats is not None)
         if engine.stats is not None:
             _engine(page, engine, engine.stats)
         _requests(page, engine.metrics)
     page.labels = model
-    page.add("nanovllm:asyncio_tasks", "gauge", num_tasks)
-    page.add("vllm:admission_rejections_total", "counter", _by("reason", http.rejected))
-    page.add("nanovllm:http_requests_total", "counter", _by_status(http.responses))
-    page.add("nanovllm:dropped_slow_readers_total", "counter", http.num_slow_readers)
+    page.add("nanovllm:asyncio_tasks", num_tasks)
+    page.add("vllm:admission_rejections_total", _by("reason", http.rejected))
+    answers = http.responses.items()
+    of = (("", f',path={quoted(path)},status="{status}"', n) for (path, status), n in answers)
+    page.add("nanovllm:http_requests_total", of)
+    page.add("nanovllm:dropped_slow_readers_total", http.num_slow_readers)
     page.labels = ""
     for name, value in process_facts().items():
-        page.add(name, "counter" if name.endswith("_total") else "gauge", value)
+        page.add(name, value)
     return page.text().encode()
 
 
@@ -134,7 +136,8 @@ class _Page:
         self.labels = ""
         self._lines: dict[str, list[str]] = {}  # by name
 
-    def add(self, name: str, kind: str, samples: float | Iterable[Sample]) -> None:
+    def add(self, name: str, samples: float | Iterable[Sample], kind: str = "") -> None:
+        kind = kind or ("counter" if name.endswith("_total") else "gauge")
         head = f"# HELP {name} {HELP[name]}\n# TYPE {name} {kind}"
         lines = self._lines.setdefault(name, [head])
         if isinstance(samples, int | float):
@@ -149,73 +152,67 @@ class _Page:
 
 def _engine(page: _Page, engine: Seen, stats: Stats) -> None:
     sizes = {f"{engine.ready.page_tokens}/{engine.ready.num_pages}": 1}
-    page.add("vllm:cache_config_info", "gauge", _by("block_size/num_gpu_blocks", sizes))
-    page.add("nanovllm:last_step_age_seconds", "gauge", engine.step_age_s)
-    page.add("nanovllm:open_choices", "gauge", engine.num_open)
+    page.add("vllm:cache_config_info", _by("block_size/num_gpu_blocks", sizes))
+    page.add("nanovllm:last_step_age_seconds", engine.step_age_s)
+    page.add("nanovllm:open_choices", engine.num_open)
     _queue_and_cache(page, stats)
     _steps(page, stats)
     if stats.accepted_by_position:
         _drafts(page, stats)
+    if (load := stats.experts) is not None:
+        page.add("nanovllm:expert_tokens_total", _by("rank", load.by_rank))
+        page.add("nanovllm:expert_imbalance", _by("layer/among", load.imbalance))
 
 
 def _requests(page: _Page, metrics: Metrics) -> None:
-    page.add("vllm:request_success_total", "counter", _by("finished_reason", metrics.finished))
-    page.add("vllm:admission_rejections_total", "counter", _by("reason", metrics.rejected))
-    page.add("nanovllm:corrupted_requests_total", "counter", metrics.corrupted_requests)
+    page.add("vllm:request_success_total", _by("finished_reason", metrics.finished))
+    page.add("vllm:admission_rejections_total", _by("reason", metrics.rejected))
+    page.add("nanovllm:corrupted_requests_total", metrics.corrupted_requests)
     for histogram in metrics.histograms():
-        page.add(histogram.name, "histogram", histogram.samples())
+        page.add(histogram.name, histogram.samples(), "histogram")
 
 
 def _queue_and_cache(page: _Page, stats: Stats) -> None:
-    page.add("vllm:num_requests_running", "gauge", stats.num_running)
+    page.add("vllm:num_requests_running", stats.num_running)
     deferred = stats.waiting_by_reason.get("shared_prompt", 0) + stats.num_compiling
     waiting = stats.num_waiting + stats.num_compiling
-    page.add("vllm:num_requests_waiting", "gauge", waiting)
+    page.add("vllm:num_requests_waiting", waiting)
     reasons = {"capacity": waiting - deferred, "deferred": deferred}
-    page.add("vllm:num_requests_waiting_by_reason", "gauge", _by("reason", reasons))
-    page.add("vllm:kv_cache_usage_perc", "gauge", stats.kv_usage)
-    page.add("vllm:num_preemptions_total", "counter", stats.num_preemptions)
-    page.add("vllm:prompt_tokens_total", "counter", stats.prompt_tokens)
-    page.add("vllm:prompt_tokens_cached_total", "counter", stats.cached_tokens)
-    sources = {
-        "local_compute": stats.prompt_tokens - stats.cached_tokens,
-        "local_cache_hit": stats.cached_tokens,
-    }
-    page.add("vllm:prompt_tokens_by_source_total", "counter", _by("source", sources))
-    page.add("vllm:prefix_cache_queries_total", "counter", stats.prompt_tokens)
-    page.add("vllm:prefix_cache_hits_total", "counter", stats.cached_tokens)
-    page.add("nanovllm:grammar_compilations_waiting", "gauge", stats.num_compiling)
-    page.add("nanovllm:grammar_matchers", "gauge", stats.num_matchers)
-    page.add("nanovllm:grammar_cache_bytes", "gauge", stats.grammar_cache_bytes)
-    failures = _by("reason", stats.grammar_failures)
-    page.add("nanovllm:grammar_compilation_failures_total", "counter", failures)
+    page.add("vllm:num_requests_waiting_by_reason", _by("reason", reasons))
+    page.add("vllm:kv_cache_usage_perc", stats.kv_usage)
+    page.add("vllm:num_preemptions_total", stats.num_preemptions)
+    page.add("vllm:prompt_tokens_total", stats.prompt_tokens)
+    page.add("vllm:prompt_tokens_cached_total", stats.cached_tokens)
+    cached = stats.cached_tokens
+    sources = {"local_compute": stats.prompt_tokens - cached, "local_cache_hit": cached}
+    page.add("vllm:prompt_tokens_by_source_total", _by("source", sources))
+    page.add("vllm:prefix_cache_queries_total", stats.prompt_tokens)
+    page.add("vllm:prefix_cache_hits_total", stats.cached_tokens)
+    page.add("nanovllm:grammar_compilations_waiting", stats.num_compiling)
+    page.add("nanovllm:grammar_matchers", stats.num_matchers)
+    page.add("nanovllm:grammar_cache_bytes", stats.grammar_cache_bytes)
+    page.add("nanovllm:grammar_compilation_failures_total", _by("reason", stats.grammar_failures))
 
 
 def _steps(page: _Page, stats: Stats) -> None:
-    page.add("vllm:generation_tokens_total", "counter", stats.generated_tokens)
+    page.add("vllm:generation_tokens_total", stats.generated_tokens)
     fed = Histogram("vllm:iteration_tokens_total", STEP_TOKENS)
     fed.counts, fed.total = stats.steps_by_tokens or fed.counts, stats.step_tokens
-    page.add(fed.name, "histogram", fed.samples())
-    page.add("nanovllm:steps_total", "counter", stats.num_steps)
-    page.add("nanovllm:host_bubble_seconds_total", "counter", stats.host_bubble_s)
-    page.add("nanovllm:graph_padded_tokens_total", "counter", stats.padded_tokens)
-    page.add("nanovllm:host_seconds_total", "counter", _by("part", stats.host_s))
-    page.add("nanovllm:host_step_p50_seconds", "gauge", stats.host_step_p50_s)
-    page.add("nanovllm:graph_steps_total", "counter", _by("mode/phase", stats.steps_by_mode))
+    page.add(fed.name, fed.samples(), "histogram")
+    page.add("nanovllm:steps_total", stats.num_steps)
+    page.add("nanovllm:host_bubble_seconds_total", stats.host_bubble_s)
+    page.add("nanovllm:graph_padded_tokens_total", stats.padded_tokens)
+    page.add("nanovllm:host_seconds_total", _by("part", stats.host_s))
+    page.add("nanovllm:host_step_p50_seconds", stats.host_step_p50_s)
+    page.add("nanovllm:graph_steps_total", _by("mode/phase", stats.steps_by_mode))
 
 
 def _drafts(page: _Page, stats: Stats) -> None:
-    page.add("vllm:spec_decode_num_drafts_total", "counter", stats.num_drafts)
-    page.add("vllm:spec_decode_num_draft_tokens_total", "counter", stats.draft_tokens)
-    page.add("vllm:spec_decode_num_accepted_tokens_total", "counter", stats.accepted_tokens)
+    page.add("vllm:spec_decode_num_drafts_total", stats.num_drafts)
+    page.add("vllm:spec_decode_num_draft_tokens_total", stats.draft_tokens)
+    page.add("vllm:spec_decode_num_accepted_tokens_total", stats.accepted_tokens)
     positions = {str(at): count for at, count in enumerate(stats.accepted_by_position)}
-    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-    page.add(name, "counter", _by("position", positions))
-
-
-def _by_status(responses: Mapping[tuple[str, int], int]) -> Iterator[Sample]:
-    for (path, status), count in responses.items():
-        yield "", f',path={quoted(path)},status="{status}"', count
+    page.add("vllm:spec_decode_num_accepted_tokens_per_pos_total", _by("position", positions))
 
 
 def _by(labels: str, values: Mapping[str, float]) -> Iterator[Sample]:

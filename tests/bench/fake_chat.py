@@ -51,6 +51,8 @@ class FakeChat:
                     text += f'{by_position}{{position="{at}"}} {count * self.num_requests}\n'
                 text += 'vllm:kv_cache_usage_perc{engine="0"} 0.5\n'
                 reply(writer, 200, text)
+            elif (method, path) == ("GET", "/debug/experts"):
+                reply(writer, 200, '{"layer":3,"tokens":[9,2,3,4]}\n')
             else:
                 await self.chat(body, writer)
 

@@ -25,6 +25,7 @@ from nanovllm.bench.started import started, stop
 from nanovllm.bench.workload import Load, token_load
 from nanovllm.cli import bench as command
 from nanovllm.config import Config, ConfigError, load_config
+from nanovllm.experts import ExpertLoad
 from nanovllm.fleet import Fleet
 from nanovllm.wire import Finish, FinishReason, Generate, Ready, Refusal, RefusalKind, Stats
 
@@ -142,6 +143,7 @@ def test_the_command_prints_a_table_and_writes_both_files(healthy: str, tmp_path
     arguments = ["--url", healthy, "--concurrency", "4", "--num-prompts", "8", "--input-len", "51"]
     arguments += ["--output-len", "6", "--goodput", "ttft:5000", "--json-out", str(shown)]
     arguments += ["--api-key", "s3cret", "--results-dir", str(results)]
+    arguments += ["--expert-load", str(tmp_path / "x"), "--expert-ranks", "2"]
     line = [sys.executable, "-m", "nanovllm", "bench", *arguments]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -164,6 +166,8 @@ def test_the_command_prints_a_table_and_writes_both_files(healthy: str, tmp_path
     assert (found["completed"], found["max_concurrency"]) == (8, 4)
     assert found["output_throughput"] == pytest.approx(written.metrics["output_tokens_per_s"])
     assert found["request_goodput"] == pytest.approx(found["request_throughput"])
+    placed = '{"layer":3,"tokens":[9,2,3,4],"ranks":[[0,2,3],[0,1,3]]}\n'
+    assert (tmp_path / "x").read_text() == placed
 
 
 @pytest.mark.parametrize("is_deaf", [False, True])
@@ -296,6 +300,9 @@ class PaperEngine:
             draft_tokens=4 * count,
             accepted_tokens=count,
             accepted_by_position=[count, 0],
+            experts=ExpertLoad(
+                [7], b"".join(n.to_bytes(8, "little") for n in (4, 1, 3, 2)), {}, {}
+            ),
         )
         return sink.finish(Finish(request.request_id, FinishReason.LENGTH))
 
@@ -354,6 +361,7 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> list[PaperEngine]:
 
 def test_offline_writes_a_record_that_says_so(tmp_path: Path, paper: list[PaperEngine]) -> None:
     arguments = ["--offline", RECIPE, "--workload", "bs1", "--load-format", "dummy"]
+    arguments += ["--expert-load", str(tmp_path / "x"), "--expert-copies", "0"]
     done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "============ Offline Benchmark Result ============" in done.output
@@ -367,6 +375,8 @@ def test_offline_writes_a_record_that_says_so(tmp_path: Path, paper: list[PaperE
     assert written.metrics["output_tokens"] == 512.0
     assert written.metrics["start_to_ready_s"] >= 0.01
     assert written.metrics["output_tokens_per_s"] == pytest.approx(512 / written.duration_s)
+    held = '{"layer":7,"tokens":[4,1,3,2],"ranks":[[0,1,2,3]]}\n'  # one rank has all
+    assert (tmp_path / "x").read_text() == held
     (engine,) = paper
     assert [request.max_new for request in engine.requests] == [17, 512]  # the warm-up first
     assert engine.requests[0].prompt != engine.requests[1].prompt

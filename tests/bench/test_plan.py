@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from msgspec.structs import replace
 
@@ -21,6 +23,7 @@ from nanovllm.bench.plan import (
     plan_of,
 )
 from nanovllm.config import Config, ConfigError, load_config, read_recipe
+from nanovllm.experts import ExpertLoad, write_placement
 from nanovllm.kv.layout import CacheLayout, PagedGroup, StateGroup
 from nanovllm.runner.build import build, load
 from nanovllm.runner.resolved import resolved
@@ -252,6 +255,21 @@ def test_prompts_of_8b_by_hand() -> None:
     flops = 16 * (2 * layers * 4000 + 2 * head + attention)
     assert plan.prefill_s(16, 4000) == pytest.approx(flops / 790e12)
     assert plan.prefill_s(1, 1) == pytest.approx(2 * (layers + head) / 4.28e12)  # reads weights
+
+
+def test_copies_of_experts_take_room(tmp_path: Path) -> None:
+    """One more of 128 on each of four ranks; and other numbers of ranks do not fit the file."""
+    path = tmp_path / "x"
+    lines = ExpertLoad([*range(48)], bytes(8 * 48 * 128), {}, {}).lines()
+    write_placement(lines, path, 4, 1)
+    ep = "parallel.tp=4", "parallel.ep=4"
+    plain, more = (
+        on_h200("qwen3-30b-a3b", *ep, *keys, tp=4) for keys in ((), (f"experts.placement={path}",))
+    )
+    assert more.taken[WEIGHTS] - plain.taken[WEIGHTS] == 48 * 2 * 3 * 768 * 2048
+    assert pins(more).startswith("parallel: {tp: 4, ep: 4}\n")
+    found = nearest(config_of("qwen3-30b-a3b", *ep, f"experts.placement={path}"), H200, [500])
+    assert found is not None and found.tp == 4
 
 
 @pytest.mark.parametrize("ep", [1, 4])

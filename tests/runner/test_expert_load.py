@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.experts import decode_lines
 from nanovllm.runner import expert_load
 from nanovllm.runner.expert_load import ExpertCounter
 from nanovllm.runner.warm import run_padding
@@ -23,7 +24,7 @@ from tests.whole_engine import WholeEngine
 def counts_of(engine: WholeEngine) -> list[tuple[int, list[int]]]:
     found = engine.runner.expert_load(wait=True)
     assert found is not None
-    return found.rows()
+    return [(one.layer, one.tokens) for one in decode_lines(found.lines())]
 
 
 def test_tokens_of_requests_are_counted_in_layers_with_experts(tmp_path: Path) -> None:
@@ -39,7 +40,7 @@ def test_tokens_of_requests_are_counted_in_layers_with_experts(tmp_path: Path) -
     run_padding(engine.runner, 3, 1)
     assert counts_of(engine) == [(1, tokens)]
     found = engine.runner.expert_load(wait=False)
-    assert found is not None and found.by_rank == [8]
+    assert found is not None and found.by_rank == {"0": 8}
     assert found.imbalance == {"1/experts": max(tokens) * 7 / 8, "1/ranks": 1.0}
 
 
@@ -75,7 +76,7 @@ def test_nobody_waits_for_a_copy_unless_it_may(
 
     def newest(*, wait: bool = False) -> int | None:
         found = counter.newest(wait=wait)
-        return None if found is None else sum(found.by_rank)
+        return None if found is None else sum(found.by_rank.values())
 
     assert newest() is None
     counter.tokens_X += 1

@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
+from nanovllm.experts import ExpertLoad
 from nanovllm.ipc.channel import Frames, frame
 from nanovllm.look import Look, Steps
 from nanovllm.wire import (
@@ -97,6 +98,7 @@ class FakeEngine:
             setattr(self, name, getattr(fresh, name))
         self.ragged = ()
         self.steps = NO_STEPS
+        self.experts: ExpertLoad | None = None
         self.corrupt_after = -1
         self.is_stuck = False
         for held in (self.generates, self.aborts, self.running):
@@ -198,7 +200,7 @@ class FakeEngine:
             started=started,
             finished=finished,
             logprobs=logprobs,
-            stats=Stats(num_running=len(self.running), kv_usage=0.25),
+            stats=Stats(num_running=len(self.running), kv_usage=0.25, experts=self.experts),
         )
 
     def _count(self, request: Running) -> int:

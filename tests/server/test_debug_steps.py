@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 
 import pytest
 
+from nanovllm.experts import ExpertLoad
 from nanovllm.look import Admitted, Step, Steps
 from tests.server.serving import eventually, serving
 
@@ -61,11 +63,24 @@ def test_a_field_out_of_range_is_named(api, query) -> None:
 def test_it_takes_the_key_and_reads_only(tmp_path) -> None:
     with serving(tmp_path, "server.api_key=sesame") as api:
         assert api.http.get(PATH).status_code == 401
+        assert api.http.get("/debug/experts").status_code == 401
         known = {"authorization": "Bearer sesame"}
         assert api.http.get(PATH, headers=known).status_code == 200
         assert api.http.post(PATH, headers=known).status_code == 405
         api.engine.die()
         eventually(lambda: api.http.get(PATH, headers=known).status_code == 503)
+
+
+def test_the_load_of_experts_is_lines_of_layers(api) -> None:
+    experts = "/debug/experts"
+    assert (api.http.get(experts).status_code, api.http.get(experts).content) == (200, b"")
+    tokens = b"".join(count.to_bytes(8, "little") for count in (5, 6, 7, 8))
+    api.engine.experts = ExpertLoad([1, 2], tokens, {}, {})
+    api.chat("hello")
+    lines = api.http.get(experts).text.splitlines()
+    assert [json.loads(line)["tokens"] for line in lines] == [[5, 6], [7, 8]]
+    assert [json.loads(line)["layer"] for line in lines] == [1, 2]
+    assert api.http.get(f"{experts}?engine=1").status_code == 400
 
 
 def test_there_is_none_where_there_is_no_page(tmp_path) -> None:

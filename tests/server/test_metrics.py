@@ -9,6 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from nanovllm.bench.report import by_label, samples_of
+from nanovllm.experts import ExpertLoad
 from nanovllm.server.metrics import Histogram, HttpCounts, Metrics, Seen, render
 from nanovllm.wire import Stats
 from tests.server.fake_engine import READY
@@ -124,11 +125,22 @@ def test_drafts_are_told_of_where_the_recipe_speculates() -> None:
     assert by_label(samples_of(nothing_yet), total.format("drafts")) == {"": 0}
 
 
+def test_experts_are_told_of_by_rank_and_by_layer() -> None:
+    assert "expert" not in page(Metrics())
+    imbalance = {"3/experts": 2.5, "3/ranks": 1.25, "4/experts": 4.0, "4/ranks": 1.0}
+    load = ExpertLoad([3, 4], b"", {"0": 70, "1": 2**40}, imbalance)
+    found = samples_of(page(Metrics(), stats=replace(STATS, experts=load)))
+    tokens = by_label(found, "nanovllm:expert_tokens_total", "rank")
+    assert tokens == {"0": 70.0, "1": 2.0**40}
+    assert by_label(found, "nanovllm:expert_imbalance", "layer", "among") == imbalance
+
+
 def test_every_line_is_a_sample_or_a_type_said_once() -> None:
     metrics = Metrics()
     metrics.finished["stop"] += 1
     metrics.rejected["queue_full"] += 2
-    stats = replace(STATS, accepted_by_position=[3, 0])
+    load = ExpertLoad([0], b"", {"0": 1}, {"0/ranks": 1.0})
+    stats = replace(STATS, accepted_by_position=[3, 0], experts=load)
     text = page(metrics, model='a "b"\\c\nd', stats=stats)
     assert r'model_name="a \"b\"\\c\nd"' in text
     said = [line.split(" ", 3) for line in text.splitlines() if line.startswith("#")]
