@@ -68,6 +68,7 @@ class EngineClient:
 
     def __init__(self, on_lost: Callable[[], None] = lambda: None) -> None:
         self.stats = Stats()
+        self.num_open_then = 0  # requests of ours that these stats know of
         self.is_lost = False
         self.step_time = 0.0
         self._beat = Beat(0.0, 0.0)
@@ -151,8 +152,6 @@ class EngineClient:
         self._flush(touched)
 
     def _dispatch(self, out: StepOutput, touched: list[Sink]) -> None:
-        if out.stats is not None:
-            self.stats = out.stats
         for start in out.started:
             if (sink := self._sinks.get(start.request_id)) is not None:
                 sink.started(start.num_cached)
@@ -176,6 +175,8 @@ class EngineClient:
             if (sink := self._sinks.pop(refusal.request_id, None)) is not None:
                 sink.refused(refusal)
                 touched.append(sink)
+        if out.stats is not None:  # of after all this
+            self.stats, self.num_open_then = out.stats, self.num_open
 
     def _dispatch_tokens(self, out: StepOutput, touched: list[Sink]) -> None:
         """The loop that runs once per generated token."""

@@ -135,6 +135,58 @@ def test_what_other_api_processes_sent_counts(fakes: list[FakeEngine]) -> None:
     run(fakes, main)
 
 
+class Clients:
+    """What four API processes know of two engines, whose streams of 256 tokens end together."""
+
+    def __init__(self) -> None:
+        self.ends: list[list[tuple[int, int]]] = [[], []]  # of an engine: step, process
+        self.views = [[self.client() for _ in range(2)] for _ in range(4)]
+        self.loads = [SimpleNamespace(clients=view, _num_workers=4) for view in self.views]
+
+    @staticmethod
+    def client() -> Any:
+        return SimpleNamespace(stats=Stats(), num_open=0, num_open_then=0)
+
+    def send(self, process: int, step: int) -> None:
+        view, load = self.views[process], self.loads[process]
+        at = min(range(2), key=lambda at: Replicas._load(load, at))  # type: ignore[arg-type]
+        view[at].num_open += 1
+        self.ends[at].append((step + 256, process))
+
+    def ended(self, step: int) -> list[int]:
+        """The processes of streams that end in this step."""
+        gone = []
+        for at, ends in enumerate(self.ends):
+            done = [process for end, process in ends if end == step]
+            ends[:] = [each for each in ends if each[0] != step]
+            for process in done:
+                self.views[process][at].num_open -= 1
+            gone += done
+        return gone
+
+    def count(self) -> None:
+        """Stats come of both engines."""
+        for view in self.views:
+            for client, ends in zip(view, self.ends, strict=True):
+                client.stats = Stats(num_running=len(ends))
+                client.num_open_then = client.num_open
+
+
+def test_streams_that_end_together_spread_again() -> None:
+    """Counts come every 20 steps; what other processes do in between is guessed."""
+    world, due, most = Clients(), [(nth % 30, nth % 4) for nth in range(512)], 0
+    for step in range(1500):
+        due += [(step + 1, process) for process in world.ended(step)]
+        if step % 20 == 0:
+            world.count()
+        for at, process in [each for each in due if each[0] <= step]:
+            world.send(process, step)
+            due.remove((at, process))
+        if step > 30:
+            most = max(most, abs(len(world.ends[0]) - len(world.ends[1])))
+    assert most <= 16  # without the guess: over 250
+
+
 def test_one_engine_that_goes_loses_its_requests_and_comes_back(fakes: list[FakeEngine]) -> None:
     async def main(engines: Engines) -> None:
         sinks = [Notes() for _ in range(6)]
