@@ -79,9 +79,7 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     skinny_linear: Literal["auto", "torch", "cute"] = "auto"  # of up to 128 rows, reading weights
     sliced_linear: Literal["auto", "torch", "library"] = "auto"  # of some hundred rows: split-K
     added_linear: Literal["auto", "torch", "library"] = "auto"  # of thousands, onto the residual
-    fp8_linear: Literal["auto", "torch", "cute"] = (
-        "auto"  # of block fp8; auto: torch, until cute is proved
-    )
+    fp8_linear: Literal["auto", "torch", "cute"] = "auto"  # of block fp8
     experts: Literal["auto", "torch", "triton", "cute"] = "auto"  # cute: triton with few rows
     sample: Literal["auto", "torch", "triton"] = "auto"
     batch_prep: Literal["auto", "torch", "triton"] = "auto"

@@ -68,7 +68,7 @@ COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
         f"grouped_{name}": (f"nanovllm_kernels.grouped_linear:compile_{kind}", arguments)
         for name, kind, arguments in (
             ("gate_up", "gate_up", ("bfloat16", (128, 192, 1, True), 8)),
-            ("down", "down", ("bfloat16", (128, 256, 1, False))),
+            ("down", "down", ("bfloat16", (128, 192, 1, True))),
             ("64_gate_up", "gate_up", ("bfloat16", (64, 256, 1, True), 8)),
             ("64_down", "down", ("bfloat16", (64, 256, 1, True))),
         )

@@ -70,6 +70,7 @@ TILES = {  # and how well each keeps a multiprocessor busy
 
 
 EXPERT_TILES = {tile.rows: tile for tile in (Tile(64, 128), Tile(128, 128), Tile(256, 128, 2))}
+LEAST_ROWS = {64: 0, 128: 32, 256: 256}  # of an expert, from which on a tile is faster
 
 
 class Kind(NamedTuple):
@@ -138,8 +139,8 @@ def block_fp8_linear(
 
 
 def experts_tile_rows(num_rows: int, num_experts: int) -> int:
-    """The tile that rows are to be sorted in: at most half of its rows are idle."""
-    fits = [rows for rows in EXPERT_TILES if num_rows >= rows * num_experts]
+    """The tile that rows are to be sorted in."""
+    fits = [rows for rows, least in LEAST_ROWS.items() if num_rows >= least * num_experts]
     return max(fits, default=min(EXPERT_TILES))
 
 

@@ -35,8 +35,8 @@ class Shape(NamedTuple):
 
 
 SHAPES = {  # by tokens of a tile, and bytes of an element of the weight
-    (16, 1): Shape(64, 128, 5, 4),
-    (16, 2): Shape(32, 128, 4, 4),
+    (16, 1): Shape(32, 128, 5, 2),
+    (16, 2): Shape(64, 128, 4, 4),
     (128, 1): Shape(128, 128, 3, 8),
     (128, 2): Shape(128, 64, 4, 8),
 }

@@ -24,9 +24,9 @@ from nanovllm_kernels.route_reference import ExpertRows
 TileSizes = tuple[int, int, int, bool]  # grouped_product.Tile
 # By the tile that rows are sorted in: an expert's last tile is half empty on average.
 GATE_UP_TILES: dict[int, TileSizes] = {64: (64, 256, 1, True), 128: (128, 192, 1, True)}
-DOWN_TILES: dict[int, TileSizes] = {64: (64, 256, 1, True), 128: (128, 256, 1, False)}
+DOWN_TILES: dict[int, TileSizes] = {64: (64, 256, 1, True), 128: (128, 192, 1, True)}
 MANY = 64  # rows of an expert, from which on the larger tile is used
-LEAST_ROWS = 4  # of an expert: fewer are other kernels'
+LEAST_ROWS = 12  # of an expert: fewer are other kernels'
 
 
 def tile(num_pairs: int, num_experts: int) -> int:

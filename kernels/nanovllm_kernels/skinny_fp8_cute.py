@@ -245,10 +245,11 @@ class Product(skinny_linear.Product):
         for i in cutlass.range(nth_warp, size.steps, self.warps, unroll=1):
             stage = i % self.stages
             self.fetch(scale, arch.block_idx()[0] * size.steps + i, scales)
-            # The stage may have been another warp's before, and not have come even then.
-            for before in (1, 0):
-                phase = (i // self.stages + before) % 2
-                arch.mbarrier_wait(shared.full + stage, phase)
+            # The stage may have been another warp's before: once that one is done with it, what is
+            # awaited has come or is next. Of two phases alike a wait can't tell which has come.
+            nth_round = i // self.stages
+            arch.mbarrier_wait(shared.empty + stage, (nth_round + 1) % 2)
+            arch.mbarrier_wait(shared.full + stage, nth_round % 2)
             for half in cutlass.range(2, unroll=1):
                 self.read_x(shared, stage, half, x, squares)
                 at = self.line_at(shared.weight, stage * self.lines + lane // 4)

@@ -296,8 +296,8 @@ def compiled(operation: str, device: torch.device) -> Any:  # noqa: ANN401
 
 def fastest(operation: str, device: torch.device) -> str:
     """What "auto" means on this device."""
-    is_asked_for = operation == "fp8_linear"  # on an H200 Qwen3-8B's first step did not end
-    if operation in IMPLEMENTATIONS["cute"] and not is_asked_for and obstacle(device) is None:
+    if operation in IMPLEMENTATIONS["cute"] and obstacle(device) is None:
         return "cute"
-    kinds = () if device.type == "cpu" else ("library", "triton")
-    return next((kind for kind in kinds if operation in IMPLEMENTATIONS[kind]), "torch")
+    is_beside = operation not in IMPLEMENTATIONS["torch"]  # the model: a draw, a batch
+    kinds = () if device.type == "cpu" else ("triton", "library")
+    return next((k for k in kinds if is_beside or operation in IMPLEMENTATIONS[k]), "torch")

@@ -102,8 +102,8 @@ def test_the_compiled_kernels_ask_for_these_arguments() -> None:
 
 def test_it_is_for_many_rows_of_widths_that_can_be_copied() -> None:
     weight = partial(torch.empty, device="meta", dtype=torch.bfloat16)
-    assert [GROUPED.fits(num, weight(16, 64, 32)) for num in (64, 65)] == [False, True]
+    assert [GROUPED.fits(num, weight(16, 64, 32)) for num in (192, 193)] == [False, True]
     assert [GROUPED.tile(num, 16) for num in (65, 1023, 1024)] == [64, 64, 128]
-    assert not GROUPED.fits(65, weight(16, 64, 36))
-    assert not GROUPED.fits(65, weight(16, 72, 32))
-    assert not GROUPED.fits(65, torch.empty(16, 64, 32, device="meta"))
+    assert not GROUPED.fits(193, weight(16, 64, 36))
+    assert not GROUPED.fits(193, weight(16, 72, 32))
+    assert not GROUPED.fits(193, torch.empty(16, 64, 32, device="meta"))

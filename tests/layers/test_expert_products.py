@@ -39,8 +39,8 @@ def chosen(
 
 def test_many_rows_of_an_expert_are_for_the_first_products_that_fit() -> None:
     kernels = kernels_of(*CUTE.many)
-    assert chosen(kernels, 64) == ("few", 16)
-    assert chosen(kernels, 65) == ("quack", 64)
+    assert chosen(kernels, 192) == ("few", 16)
+    assert chosen(kernels, 193) == ("quack", 64)
     assert chosen(kernels, 1024) == ("quack", 128)
     assert chosen(kernels, 1024, dtype=torch.float32) == ("few", 16)
     assert chosen(kernels_of(), 1024) == ("few", 16)
@@ -50,8 +50,8 @@ def test_many_rows_of_an_expert_are_for_the_first_products_that_fit() -> None:
 
 def test_a_rank_asks_by_the_pairs_that_it_expects() -> None:
     """A quarter of the experts get a quarter of the pairs: as many each as all would."""
-    assert chosen(kernels_of(*CUTE.many), 64, share=4) == ("few", 16)
-    assert chosen(kernels_of(*CUTE.many), 68, share=4) == ("quack", 64)
+    assert chosen(kernels_of(*CUTE.many), 192, share=4) == ("few", 16)
+    assert chosen(kernels_of(*CUTE.many), 196, share=4) == ("quack", 64)
     assert chosen(kernels_of(*CUTE.many), 1024, share=4) == ("quack", 128)
 
 
@@ -60,8 +60,8 @@ def test_the_log_tells_it() -> None:
         whole = Span(E, 0, E), Span(F, 0, F)
         experts = Experts(D, *whole, K, RULE, kernels_of(*CUTE.many), (*range(E),)).bfloat16()
         head = AddLinear(Span(D, 0, D), D, Mesh(), select_ops(Kernels(), CPU))
-    assert products(torch.nn.ModuleDict({"experts": experts}), head, (1, 32, 33, 512)) == (
-        "experts few 1-32, quack 33-512; head library 1-512"
+    assert products(torch.nn.ModuleDict({"experts": experts}), head, (1, 96, 97, 512)) == (
+        "experts few 1-96, quack 97-512; head library 1-512"
     )
 
 
