@@ -10,10 +10,11 @@ from importlib.util import find_spec
 import torch
 from nanovllm_kernels import paged_decode as triton_decode
 from nanovllm_kernels.device import is_hopper
+from nanovllm_kernels.fp8_reference import FP8
 from nanovllm_kernels.paged_prefill import paged_prefill
 
 from nanovllm.attention.base import Attend, Batch
-from nanovllm.attention.grouped import FP8, PagedKV
+from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.paged import DecodeKernel, RowsAttend, bind_rows, obstacle_of_shapes
 from nanovllm.kv.layout import CacheLayout
 

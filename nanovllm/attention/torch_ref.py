@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from nanovllm_kernels.fp8_reference import FP8
 from torch import Tensor
 
 from nanovllm.attention.base import Batch
-from nanovllm.attention.grouped import FP8, PagedKV
+from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.latent import Latents, attend_latents
 from nanovllm.kv.layout import CacheLayout
 

@@ -67,8 +67,7 @@ class EngineClient:
     ready: Ready
 
     def __init__(self, on_lost: Callable[[], None] = lambda: None) -> None:
-        self.stats = Stats()
-        self.num_open_then = 0  # requests of ours that these stats know of
+        self.stats, self.num_open_then = Stats(), 0  # then: requests of ours that these know of
         self.is_lost = False
         self.step_time = 0.0
         self._beat = Beat(0.0, 0.0)

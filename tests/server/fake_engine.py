@@ -70,6 +70,7 @@ class FakeEngine:
     answer_ids: list[int] | None = None  # the same, as ids, with no end token after them
     corrupt_after: int = -1  # a request with so many tokens ends with an error
     steps: Steps = NO_STEPS  # answers every look
+    experts: ExpertLoad | None = None
     is_stuck: bool = False  # start requests, but never give them a token
     generates: list[Generate] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
@@ -98,7 +99,7 @@ class FakeEngine:
             setattr(self, name, getattr(fresh, name))
         self.ragged = ()
         self.steps = NO_STEPS
-        self.experts: ExpertLoad | None = None
+        self.experts = None
         self.corrupt_after = -1
         self.is_stuck = False
         for held in (self.generates, self.aborts, self.running):
