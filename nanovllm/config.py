@@ -32,8 +32,10 @@ class Load(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tp: int = 1  # devices that work on every token
-    ep: int = 1  # of these, how many have whole experts of their own: 1 or tp
-    dp: int = 1  # engines of so many devices each, behind one server
+    # How many have whole experts of their own: 1, as tp, or beside a tp of 1 any number of devices,
+    # each of which works on tokens of its own requests.
+    ep: int = 1
+    dp: int = 1  # engines of so many devices each, the larger of tp and ep, behind one server
     # Of several engines a request goes to the one where prefill_weight times the prompt tokens to
     # compute and load_weight times the requests in flight are least.
     prefill_weight: float = 1.0

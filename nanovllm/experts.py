@@ -126,8 +126,11 @@ def placed(tokens: Sequence[int], num_ranks: int, more: int) -> Ranks:
 
 def check(experts: Experts, load_format: str, tp: int, ep: int) -> None:
     """Raises ConfigError: the section, or `parallel.ep`, does not go with other keys."""
-    if ep not in (1, tp):
-        raise ConfigError(f"parallel.ep is {ep}; it must be 1 or parallel.tp, which is {tp}")
+    if ep not in (1, tp) and tp > 1:
+        raise ConfigError(
+            f"parallel.ep is {ep}; it must be 1 or parallel.tp, which is {tp}; with a parallel.tp "
+            "of 1 it can be any number of devices"
+        )
     if experts.routing == "uniform" and load_format != "dummy":
         raise ConfigError("experts.routing is uniform; it must be auto unless load.format is dummy")
     if experts.placement is not None and ep == 1:

@@ -75,11 +75,19 @@ class StepPlan(Struct, frozen=True, array_like=True):
     # int32: how many of its drafts each decode row feeds behind its newest token. The drafts live
     # on the device. Empty: no row feeds any.
     drafts: bytes = b""
+    # Where several lanes step together: the most tokens that one of them feeds in this step. 0:
+    # there is one lane.
+    lane_tokens: int = 0
 
     @property
     def num_decoded(self) -> int:
         """Tokens that the decode rows feed."""
         return self.num_decodes + sum(memoryview(self.drafts).cast("i"))
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens that the chunks feed."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,8 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
         ("server.api_key=12345", "server.api_key must be text"),
         ("server.api_key=[12345", "--set server.api_key: the value is not YAML: line 1: expected "
          "',' or ']', but got '<stream end>'"),
-        ("parallel.ep=2", "parallel.ep is 2; it must be 1 or parallel.tp, which is 1"),
+        ("parallel={tp: 4, ep: 2}", "parallel.ep is 2; it must be 1 or parallel.tp, which is 4; "
+         "with a parallel.tp of 1 it can be any number of devices"),
         ("parallel.ep=65", "parallel.ep is 65; it must be between 1 and 64"),
         ("experts.routing=round", "experts.routing is 'round'; it must be auto or uniform"),
         ("experts.routing=uniform",

@@ -59,6 +59,7 @@ DRIVEN_BY = {
     "tests/engine/test_clock.py": "nanovllm/runner/results.py",
     "tests/engine/test_process.py": "nanovllm/engine/executor.py",
     "tests/engine/test_recent.py": "nanovllm/look.py",
+    "tests/engine/test_lanes.py": "nanovllm/sched/lanes.py",
     "tests/engine/test_ranks.py": "nanovllm/parallel/gloo.py nanovllm/parallel/places.py",
     "tests/parallel/test_mesh.py": "nanovllm/parallel/cut.py",
     "tests/ipc/test_channel.py": "nanovllm/ipc/client.py nanovllm/wire.py",

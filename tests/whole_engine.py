@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.places import Place
 from nanovllm.plan import Masks
 from nanovllm.runner.build import Built, build
+from nanovllm.sched.lanes import planner_of
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import FinishReason, Generate, Sampling, StepOutput, TokenLogprobs
 
@@ -63,18 +65,21 @@ class WholeEngine:
         built = build(replace(config, recipe=recipe), self.mesh)
         self.runner = built.runner
         executor: Executor = self.runner
-        if place is not None:
+        if place is not None and place.rank == 0:
             executor = RankedExecutor(self.runner, place)
         self.vocab_size = built.vocab_size
         self.num_masked = 0
-        self.memory = memory_of(built.layout, built.recipe.cache)
-        self.scheduler = Scheduler(
-            self.memory,
+        make = partial(
+            Scheduler,
             num_slots=slots,
             step_tokens=step_tokens,
             max_model_tokens=max_tokens,
             num_drafts=speculate.tokens if speculate is not None else 0,
         )
+        memory = partial(memory_of, built.layout, built.recipe.cache)
+        self.scheduler = planner_of(make, memory, self.mesh.lanes, recipe.parallel)
+        if isinstance(self.scheduler, Scheduler):
+            self.memory = self.scheduler.memory
         self.loop = EngineLoop(self.scheduler, executor, self.collect, self, depth)
         self.text: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}

@@ -104,6 +104,7 @@ class ForwardContext:
     # How a layer calls an EagerOperation: eager(operation, ctx, *tensors), these contiguous. At
     # once, but a piecewise graph is cut there. Not a method, which would cost as much as the call.
     eager: Callable[..., Tensor] = operator.call
+    lane_tokens: int = 0  # as in plan.StepPlan; in a graph 0, as all lanes have its tokens
 
 
 class AttentionBackend(Protocol):

@@ -32,7 +32,8 @@ from nanovllm.bench.plan import (
 from nanovllm.bench.sweep import new_figure, save
 from nanovllm.config import Config, ConfigError
 from nanovllm.models.config import read_model_config
-from nanovllm.parallel.cut import check_cut, first_of
+from nanovllm.parallel.cut import check_cut
+from nanovllm.parallel.mesh import first_rank
 from nanovllm.runner.build import load, with_caches
 from nanovllm.runner.resolved import resolved
 from nanovllm.runner.sizing import GIB
@@ -83,23 +84,25 @@ def profile(
         here = gpu_of(f"{torch.cuda.get_device_name()}:{total:.2f}")
     gpu = gpu_of(name) if name is not None else here or CPU
     plans, said, fitting = {}, [], []
-    for tp in ranks:
+    first = first_rank(config.recipe.parallel)
+    for size in ranks:
+        head = f"{'ep' if first.lanes > 1 else 'tp'} {size}"
         try:
-            check_cut(first_of(tp, config.recipe.parallel.ep), read_model_config(config)[1])
+            check_cut(first.first_of(size), read_model_config(config)[1])
         except ConfigError as error:
-            said.append(f"tp {tp}: {error}")
+            said.append(f"{head}: {error}")
             continue
-        plan = plans[f"tp {tp}"] = plan_of(config, gpu, tp)
+        plan = plans[head] = plan_of(config, gpu, size)
         most = plan.found.max_model_tokens
         lengths = lengths or tuple(n for n in USUAL_LENGTHS if n <= most) or (most,)
         if max(lengths) > most:
             raise ConfigError(f"--lengths {max(lengths)}: server.max_model_tokens is {most}")
         problem = plan.problem(lengths)
-        said.append(f"tp {tp}: {problem or 'fits'}")
+        said.append(f"{head}: {problem or 'fits'}")
         if not problem:
             fitting.append(plan)
             if here is not None and here.name == gpu.name:
-                measured = plans[f"tp {tp} measured"] = measure(config, plan)
+                measured = plans[f"{head} measured"] = measure(config, plan)
                 taken = sum(plan.taken.values()) / sum(measured.taken.values())
                 tokens = plan.tokens / measured.tokens
                 said[-1] += f"; computed / measured: taken {taken:.4f}, tokens {tokens:.4f}"

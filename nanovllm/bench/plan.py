@@ -27,7 +27,7 @@ from nanovllm.engine.paper import resolve
 from nanovllm.layers.moe import read_by
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
-from nanovllm.parallel.cut import first_of
+from nanovllm.parallel.mesh import first_rank
 from nanovllm.runner.resolved import Resolved, resolved
 from nanovllm.runner.room import step_bytes
 from nanovllm.runner.sizing import GIB
@@ -118,12 +118,11 @@ class Plan:
         return max(num_bytes / self.gpu.gb_per_s / 1e9, flops / self.gpu.tflops / 1e12)
 
 
-def plan_of(config: Config, gpu: Gpu, tp: int) -> Plan:
+def plan_of(config: Config, gpu: Gpu, size: int) -> Plan:
     """Raises ConfigError if the recipe is wrong, or the model cannot be cut for so many ranks."""
     asked = config.recipe
-    found = resolved(
-        config if gpu is CPU else with_numbers_of_a_gpu(config), first_of(tp, asked.parallel.ep)
-    )
+    given = config if gpu is CPU else with_numbers_of_a_gpu(config)
+    found = resolved(given, first_rank(asked.parallel).first_of(size))
     model = found.empty_model(torch.device("meta"))
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     taken = {WEIGHTS: weights, LOGPROBS: 0}
@@ -133,7 +132,7 @@ def plan_of(config: Config, gpu: Gpu, tp: int) -> Plan:
         share = int(total * asked.cache.memory_fraction)
         taken |= {
             STEP: step_bytes(found, model, fuses_gate=gpu.is_hopper),
-            OTHERS: CUDA_BYTES + RANKS_BYTES * (tp > 1),
+            OTHERS: CUDA_BYTES + RANKS_BYTES * (size > 1),
             GRAPHS: GIB,
             # Of a row in every slot: logits, the same in float32, and exponentials to be summed up.
             LOGPROBS: (found.dtype.itemsize + 4 + 4) * slots * len(model.head.weight),
@@ -159,9 +158,9 @@ def nearest(config: Config, gpu: Gpu, lengths: Sequence[int]) -> Plan | None:
     for base, needed in ((own, lengths), (short, ())):
         for halvings in range(MOST_HALVINGS + 1):
             recipe = replace(base, schedule=halved(base.schedule, halvings))
-            for tp in HOST_GPUS:
+            for size in HOST_GPUS:
                 with suppress(ConfigError):  # not every number of ranks can share a model
-                    plan = plan_of(replace(config, recipe=recipe), gpu, tp)
+                    plan = plan_of(replace(config, recipe=recipe), gpu, size)
                     if not plan.problem(needed):
                         return plan
     return None
@@ -177,8 +176,9 @@ def halved(schedule: Schedule, times: int) -> Schedule:
 def pins(plan: Plan) -> str:
     """The lines of a recipe that make it so."""
     cache, schedule = plan.found.recipe.cache, plan.found.recipe.schedule
+    mesh = plan.found.mesh
     return (
-        f"parallel: {{tp: {plan.tp}{f', ep: {plan.tp}' * (plan.asked.parallel.ep > 1)}}}\n"
+        f"parallel: {{tp: {mesh.tp_size}{f', ep: {mesh.ep_size}' * (mesh.ep_size > 1)}}}\n"
         f"cache: {{{'dtype: fp8, ' * (cache.dtype == 'fp8')}page_tokens: {cache.page_tokens}, "
         f"pages: {plan.pages}, memory_fraction: {cache.memory_fraction:g}}}\n"
         f"schedule: {{slots: {schedule.slots}, step_tokens: {schedule.step_tokens}}}\n"

@@ -21,6 +21,7 @@ import msgspec
 from nanovllm import launch, log, recipes
 from nanovllm.bench.record import of_this_machine, write_to
 from nanovllm.config import Config, ConfigError, load_config, locate, read_recipe
+from nanovllm.parallel.places import num_ranks
 
 Function = Callable[..., Any]
 RECIPE_KEYS = {
@@ -116,7 +117,7 @@ def profile_kv(path: Path | None, plot: Path | None, **given: Any) -> None:  # n
 
     gpu, lengths, ranks = given.pop("gpu"), given.pop("lengths"), given.pop("tp")
     config, began = config_of(**given | {"load_format": "dummy"}), datetime.now(UTC)
-    ranks = numbers("--tp", ranks) if ranks is not None else (config.recipe.parallel.tp,)
+    ranks = numbers("--tp", ranks) if ranks is not None else (num_ranks(config.recipe.parallel),)
     each = numbers("--lengths", lengths) if lengths is not None else ()
     found = kv.profile(config, gpu, ranks, each)
     click.echo(found.text)

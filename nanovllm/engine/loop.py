@@ -15,7 +15,7 @@ from nanovllm.engine.pace import PaceKeeper
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.recent import Recent
 from nanovllm.plan import Masks
-from nanovllm.sched.scheduler import Scheduler
+from nanovllm.sched.lanes import Planner
 from nanovllm.wire import Abort, Generate, Refusal, RefusalKind, StepOutput, ToEngine
 
 log = logging.getLogger("engine")
@@ -58,7 +58,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Planner,
         executor: Executor,
         publish: Callable[[StepOutput], None],
         masker: Masker,
@@ -99,8 +99,10 @@ class EngineLoop:
     def fail(self, request_id: int) -> None:
         """Refuse a request because of the exception that is being handled."""
         log.exception("request %d cannot be admitted", request_id)
-        refusal = Refusal(request_id, RefusalKind.FAILED, FAILED)
-        self._publish(StepOutput(refused=[refusal]))
+        self.refuse(request_id, RefusalKind.FAILED, FAILED)
+
+    def refuse(self, request_id: int, kind: RefusalKind, reason: str) -> None:
+        self._publish(StepOutput(refused=[Refusal(request_id, kind, reason)]))
 
     def tell(self) -> None:
         """Publish refusals and the like at once, without waiting for a step."""
@@ -115,8 +117,7 @@ class EngineLoop:
         plan = self.scheduler.plan()
         self.clock.lap("plan")
         if plan is not None:
-            num_decoded = plan.num_decoded
-            num_prompt = sum(chunk.num_tokens for chunk in plan.chunks)
+            num_decoded, num_prompt = plan.num_decoded, plan.num_prompt
             self.progress.begin(num_decoded + num_prompt)
             handle = self.executor.launch(plan)
             self.recent.planned(plan)

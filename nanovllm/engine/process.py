@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,7 @@ from nanovllm.kv.layout import CacheLayout
 from nanovllm.log import fields
 from nanovllm.look import Look
 from nanovllm.parallel.places import Place
+from nanovllm.sched.lanes import Planner, planner_of
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import (
     WORKER_BITS,
@@ -35,7 +37,6 @@ from nanovllm.wire import (
     FromEngine,
     Generate,
     Ready,
-    Refusal,
     RefusalKind,
     Stats,
     StepOutput,
@@ -55,8 +56,8 @@ def main(
     gc.disable()  # nothing that is built is garbage
     executor, recipe, vocab_size, layout = build(config, place)
     schedule, cache = recipe.schedule, recipe.cache
-    scheduler = Scheduler(
-        memory_of(layout, cache),
+    make = partial(
+        Scheduler,
         num_slots=int(schedule.slots),
         step_tokens=int(schedule.step_tokens),
         mixed_step_tokens=given_or(schedule.mixed_step_tokens, int(schedule.step_tokens)),
@@ -66,6 +67,7 @@ def main(
         ageing_s=schedule.ageing_s,
         overtake_steps=schedule.overtake_steps,
     )
+    scheduler = planner_of(make, partial(memory_of, layout, cache), place.lanes, recipe.parallel)
     gc.collect()
     gc.freeze()  # do not visit it again
     gc.enable()
@@ -78,9 +80,9 @@ def main(
                 model=config.served_name,
                 max_model_tokens=int(recipe.server.max_model_tokens),
                 vocab_size=vocab_size,
-                num_pages=int(cache.pages),
+                num_pages=int(cache.pages) * place.lanes,
                 page_tokens=int(cache.page_tokens),
-                num_slots=int(schedule.slots),
+                num_slots=int(schedule.slots) * place.lanes,
                 recipe=msgspec.json.encode(recipe).decode(),
             )
         )
@@ -97,14 +99,9 @@ def build(config: Config, place: Place) -> tuple[Executor, Recipe, int, CacheLay
     if config.recipe.engine == "paper":
         return paper.build(config)
     log.info("importing torch")  # takes seconds
-    if place.size > 1 or place.engine is not None:
-        from nanovllm.engine import ranks
+    from nanovllm.engine import ranks
 
-        return ranks.build(config, place)
-    from nanovllm.runner import build as runner
-
-    built = runner.build(config)
-    return built.runner, built.recipe, built.vocab_size, built.layout
+    return ranks.build(config, place)
 
 
 class Engine:
@@ -112,7 +109,7 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Planner,
         executor: Executor,
         grammars: Grammars,
         connections: list[Connection],
@@ -172,7 +169,7 @@ class Engine:
         limit = self.scheduler.queue.max_queue
         if len(self._compiling) + len(self.scheduler.queue.waiting) >= limit:
             reason = f"{limit} requests are waiting already"
-            self._refuse(request, Failure(RefusalKind.QUEUE_FULL, reason))
+            self.loop.refuse(request.request_id, RefusalKind.QUEUE_FULL, reason)
         elif request.grammar:
             self._compiling.add(request.request_id)
             self.grammars.queue.ask(
@@ -186,7 +183,7 @@ class Engine:
     def _start(self, request: Generate, grammar: Outcome | None = None) -> None:
         """Whatever goes wrong is this request's error and nobody else's."""
         if isinstance(grammar, Failure):
-            self._refuse(request, grammar)
+            self.loop.refuse(request.request_id, grammar.kind, grammar.reason)
             return
         try:
             if grammar is not None:
@@ -195,11 +192,6 @@ class Engine:
             self.loop.fail(request.request_id)
         else:
             self.loop.handle(request)
-
-    def _refuse(self, request: Generate, why: Failure) -> None:
-        output = StepOutput(refused=[Refusal(request.request_id, why.kind, why.reason)])
-        self.grammars.advance(output)
-        self.publish(output)
 
     def stats(self) -> Stats:
         clock = self.loop.clock

@@ -3,14 +3,18 @@
 All ranks run the same Runner, each on its share of the model. What crosses between them in a step
 is the plan, encoded by msgspec, and for a masked step the masks: never a tensor, never a pickle.
 Every rank chooses the same tokens, from the winners of all ranks, and writes them back itself.
+Lanes (sched/lanes.py) share experts alone: each is told its own plan, and says what it sampled
+through a ring of its own.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import NoReturn
 
 import msgspec
@@ -24,18 +28,37 @@ from nanovllm.kv.layout import CacheLayout
 from nanovllm.parallel.gloo import GlooMesh
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.nccl import NcclMesh
-from nanovllm.parallel.places import Place
-from nanovllm.plan import Masks, StepPlan, StepResult
+from nanovllm.parallel.places import Place, num_ranks
+from nanovllm.plan import Int32, Masks, StepPlan, StepResult
 from nanovllm.runner.build import build as build_runner
+from nanovllm.sched.lanes import LanesPlan, LanesResult
 from nanovllm.wire import Generate
+
+log = logging.getLogger("engine")
 
 
 class Told(Struct, frozen=True, array_like=True):
-    """A plan to launch, or without one the masks of the last."""
+    """What each rank is to launch, or without any plan the masks of the last. One entry is for all.
 
-    plan: StepPlan | None
-    masks: bytes = b""  # int32
-    words: int = 0  # in a line of the masks
+    Masks are int32; a lane without masked rows gets none.
+    """
+
+    plans: Sequence[StepPlan]
+    masks: Sequence[Masks] = ()
+
+
+def packed(array: Int32) -> tuple[tuple[int, ...], bytes]:
+    return array.shape, array.tobytes()
+
+
+def unpacked(_: object, found: tuple[tuple[int, ...], bytes]) -> Int32:
+    """An array that cannot be written."""
+    return np.frombuffer(found[1], np.int32).reshape(found[0])
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=packed).encode
+told_of = msgspec.msgpack.Decoder(Told, dec_hook=unpacked).decode
+result_of = msgspec.msgpack.Decoder(StepResult, dec_hook=unpacked).decode
 
 
 class RankedExecutor:
@@ -52,27 +75,26 @@ class RankedExecutor:
         self.vet: Callable[[Generate], None] = own.vet
         self.steps_by_mode: Counter[str] = own.steps_by_mode
         self.padded_tokens = own.padded_tokens
-        self._encode = msgspec.msgpack.Encoder().encode
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        self.place.send(self._encode(Told(plan)))
-        handle = self.own.launch(plan)
+        lanes = plan.lanes if isinstance(plan, LanesPlan) else (plan, plan)
+        self.place.send(encode(Told(lanes[1:])))
+        handle = self.own.launch(lanes[0])
         self.padded_tokens = self.own.padded_tokens
-        return MaskedHandle(handle, self._tell_masks) if plan.masked else handle
+        if self.place.lanes > 1:
+            return LanesHandle(handle, self.place, lanes)
+        return RankedHandle(handle, self.place) if plan.masked else handle
 
-    def _tell_masks(self, masks: Masks) -> None:
-        self.place.send(self._encode(Told(None, masks.tobytes(), masks.shape[1])))
 
+class RankedHandle:
+    """Implements engine.executor.StepHandle, of a masked step."""
 
-class MaskedHandle:
-    """Implements engine.executor.StepHandle of a masked step."""
-
-    def __init__(self, own: StepHandle, tell: Callable[[Masks], None]) -> None:
-        self.own, self.tell = own, tell
+    def __init__(self, own: StepHandle, place: Place) -> None:
+        self.own, self.place = own, place
         self.gap_s = self.busy_s = 0.0
 
     def sample(self, masks: Masks) -> None:
-        self.tell(masks)
+        self.place.send(encode(Told([], [masks])))
         self.own.sample(masks)
 
     def wait(self) -> StepResult:
@@ -81,39 +103,90 @@ class MaskedHandle:
         return result
 
 
-class Follower:
-    """What a rank other than 0 does with what it is told. It never waits for a step's end."""
+class LanesHandle(RankedHandle):
+    """The step of all lanes, of which each rank says what it sampled."""
 
-    def __init__(self, own: Executor) -> None:
-        self.own = own
-        self._decode = msgspec.msgpack.Decoder(Told).decode
+    def __init__(self, own: StepHandle, place: Place, plans: Sequence[StepPlan]) -> None:
+        super().__init__(own, place)
+        self.plans = plans
+
+    def sample(self, masks: Masks) -> None:
+        ends = np.cumsum([num_masks(plan) for plan in self.plans])
+        own, *others = np.split(masks, ends[:-1])
+        self.place.send(encode(Told([], others)))
+        if len(own):
+            self.own.sample(own)
+
+    def wait(self) -> StepResult:
+        first = super().wait()
+        results = first, *map(result_of, self.place.recv_all())
+        return LanesResult(first.step, first.tokens, lanes=results)
+
+
+def num_masks(plan: StepPlan) -> int:
+    drafts = np.frombuffer(plan.drafts, np.int32)
+    return sum(1 + int(drafts[row : row + 1].sum()) for row in plan.masked)
+
+
+class Follower:
+    """What a rank other than 0 does with what it is told. It never waits for a step's end, but if
+    it is a lane a thread of it does, and replies.
+    """
+
+    def __init__(self, own: Executor, place: Place) -> None:
+        self.own, self.place = own, place
+        self._at = place.rank - 1 if place.lanes > 1 else 0
         self._masked: StepHandle
+        self._sampled: SimpleQueue[StepHandle] = SimpleQueue()
+        if place.lanes > 1:
+            threading.Thread(target=self._reply, daemon=True).start()
 
     def take(self, message: bytes) -> None:
-        told = self._decode(message)
-        if told.plan is not None:
-            self._masked = self.own.launch(told.plan)
+        told = told_of(message)
+        if told.plans:
+            plan = told.plans[self._at]
+            handle = self.own.launch(plan)
+            if plan.masked:
+                self._masked = handle
+                return
+        elif len(masks := told.masks[self._at]):
+            handle = self._masked
+            handle.sample(masks.copy())  # torch takes no array that cannot be written
         else:
-            masks = np.frombuffer(told.masks, np.int32).reshape(-1, told.words)
-            self._masked.sample(masks.copy())  # torch takes no array that cannot be written
+            return
+        if self.place.lanes > 1:
+            self._sampled.put(handle)
+
+    def _reply(self) -> None:
+        try:
+            while True:
+                self.place.reply(encode(self._sampled.get().wait()))
+        except OSError:  # rank 0 has gone
+            return
+        except BaseException:
+            log.exception("rank %d", self.place.rank)
+            os._exit(1)
 
 
 def mesh_of(config: Config, place: Place) -> Mesh:
     """Makes the place's GPU the current one. Raises ConfigError if there are not as many."""
+    asked = config.recipe.parallel
     is_on_cpu = config.recipe.device == "cpu" or not torch.cuda.is_available()
     if not is_on_cpu:
-        asked, visible = config.recipe.parallel, torch.cuda.device_count()
-        if asked.tp * asked.dp > visible:
+        visible, size = torch.cuda.device_count(), num_ranks(asked)
+        if (num := size * asked.dp) > visible:
+            key = "parallel.ep" if size > asked.tp else "parallel.tp"
             raise ConfigError(
-                f"parallel.tp is {asked.tp} and parallel.dp {asked.dp}, {asked.tp * asked.dp} GPUs "
-                f"in all; of so many {visible} are visible"
+                f"{key} is {size} and parallel.dp {asked.dp}, {num} GPUs in all; of so many "
+                f"{visible} are visible"
             )
         torch.cuda.set_device(place.device)
     if place.size == 1:
         return Mesh()
-    kind = GlooMesh if is_on_cpu else NcclMesh
-    ep = config.recipe.parallel.ep
-    return kind(place.rank, place.size, place.rendezvous, ep_size=ep)
+    kind, met = GlooMesh if is_on_cpu else NcclMesh, place.rendezvous
+    if place.back is not None:
+        return kind(0, 1, met, ep_size=place.size, lane=place.rank)
+    return kind(place.rank, place.size, met, ep_size=asked.ep)
 
 
 def build(config: Config, place: Place) -> tuple[Executor, Recipe, int, CacheLayout]:
@@ -133,7 +206,7 @@ def follow(config: Config, place: Place, ready: Callable[[], None]) -> NoReturn:
     mesh = mesh_of(config, place)
     mesh.connect()
     try:
-        follower = Follower(build_runner(config, mesh).runner)
+        follower = Follower(build_runner(config, mesh).runner, place)
     except (ConfigError, MemoryError) as error:
         raise ConfigError(f"rank {place.rank}: {error or 'out of memory'}") from None
     ready()

@@ -14,9 +14,9 @@ from typing import Any
 from nanovllm.engine.executor import Executor, StepHandle
 from nanovllm.look import MOST_STEPS, Admitted, Step, Steps
 from nanovllm.plan import Admit, StepPlan
+from nanovllm.sched.lanes import Planner
 from nanovllm.sched.policy import prompt_budget
 from nanovllm.sched.request import Request
-from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import StepOutput
 
 KEPT = 4096  # steps
@@ -27,7 +27,7 @@ MOST_WAITING = 256  # requests of the queue that an answer names
 class Recent:
     """What the loop notes is raw: all that can be worked out later is worked out by who asks."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, now: Callable[[], float]) -> None:
+    def __init__(self, scheduler: Planner, executor: Executor, now: Callable[[], float]) -> None:
         self._scheduler, self._queue = scheduler, scheduler.queue
         self._executor, self._now = executor, now
         self._ring: list[Noted | None] = [None] * KEPT

@@ -15,6 +15,7 @@ from nanovllm_kernels.fp8_reference import BLOCK, FP8
 from nanovllm_kernels.reference import summed
 from nanovllm_kernels.route_reference import Placed, Routing, Uniform
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from nanovllm.attention.base import ForwardContext
 from nanovllm.layers.expert_products import ExpertKernels, products_for
@@ -26,6 +27,9 @@ from nanovllm.layers.residual import Added, Pending, Residual, as_tensor
 from nanovllm.parallel.mesh import Mesh, Span
 
 TURNS = 24  # of the copies of an expert: a multiple of 1, 2, 3, 4, 6 and 8 of them
+MOST_EXCHANGED = 8192  # tokens
+NOBODY = -1  # the expert of a token that only pads
+MOST_LAYERS = 1024
 
 
 class Experts(Layer):
@@ -184,10 +188,31 @@ class MoE(Layer):
         x_TD, stream = self.ops.norm(residual, owner.get_parameter("norm_weight"), self.eps)
         shared_TD, stream = self._of_shared(stream)
         routed = self.experts.route(self.router.product(x_TD), self.bias, *self._of_tokens(ctx))
+        if self.mesh.lanes > 1:
+            self._exchange(ctx, x_TD, routed, stream.stream_TD)
+            return stream if shared_TD is None else Pending(stream.stream_TD, shared_TD)
         if self.mesh.tp_size > 1:
             y_TD = self.experts(x_TD, *routed, None, shared_TD)
             return summed_up(y_TD, stream, self.mesh)
         return Added(self.experts(x_TD, *routed, stream.stream_TD, shared_TD))
+
+    def _exchange(
+        self, ctx: ForwardContext, x_TD: Tensor, routed: tuple[Tensor, Tensor], stream_TD: Tensor
+    ) -> None:
+        """Adds to this lane's stream what the experts of all ranks give. Each computes for the
+        tokens of all lanes, as many of each at a time as make MOST_EXCHANGED.
+        """
+        mesh, num_tokens = self.mesh, ctx.lane_tokens or len(x_TD)
+        most = max(1, MOST_EXCHANGED // mesh.lanes)
+        for start in range(0, num_tokens, most):
+            size = min(most, num_tokens - start)
+            own = [tensor[start : start + size] for tensor in (x_TD, *routed)]
+            padded = [pad(tensor, (0, 0, 0, size - len(tensor))) for tensor in own]
+            padded[2][len(own[2]) :] = NOBODY
+            given = [mesh.gather(tensor).flatten(0, 1) for tensor in padded]
+            parts_TD = self.experts(*given, None, None)
+            sum_TD = mesh.own_sum(parts_TD.unflatten(0, (mesh.lanes, size)))
+            stream_TD[start : start + size] += sum_TD[: len(own[0])]
 
     def _of_shared(self, stream: Added) -> tuple[Tensor | None, Added]:
         """What the shared expert gives, this rank's part of it, unless the stream has it then."""
@@ -224,7 +249,8 @@ class MoE(Layer):
         if self.is_last and not ctx.all_hidden and batch.sampled_at is not None:
             slots_T, positions_T, at_T = map(batch.sampled, (slots_T, positions_T, at_T))
             at_T = at_T.where(batch.sampled_at >= 0, 0)  # those that pad a piecewise graph
-        uniform = (slots_T, positions_T, self.layer) if is_uniform else None
+        layer = self.layer + MOST_LAYERS * self.mesh.lane  # lanes have the same slots
+        uniform = (slots_T, positions_T, layer) if is_uniform else None
         return uniform, None if counted is None else Placed(at_T, *counted)
 
 

@@ -31,26 +31,19 @@ class Cut(Protocol):
         ...
 
 
-def first_of(tp: int, ep: int) -> Mesh:
-    """The first of `tp` ranks, with whole experts on each if the recipe's `ep` is above 1."""
-    return Mesh(0, tp, ep_size=tp if ep > 1 else 1)
-
-
 def check_cut(mesh: Mesh, model_config: Cut) -> None:
     """Raises ConfigError, which names the sizes that would work, if it cannot."""
     try:
         cut(mesh, model_config)
     except ConfigError as error:
-        sizes = ", ".join(
-            str(size) for size in range(1, MOST_RANKS + 1) if fits(size, mesh.ep_size, model_config)
-        )
-        raise ConfigError(f"{error}; it can be {sizes}") from None
+        found = (size for size in range(1, MOST_RANKS + 1) if fits(mesh, size, model_config))
+        raise ConfigError(f"{error}; it can be {', '.join(map(str, found))}") from None
 
 
-def fits(tp: int, ep: int, model_config: Cut) -> bool:
-    """Whether so many ranks can share the model; the sizes as in `first_of`."""
+def fits(mesh: Mesh, size: int, model_config: Cut) -> bool:
+    """Whether so many ranks can share the model as those of `mesh` do."""
     try:
-        cut(first_of(tp, ep), model_config)
+        cut(mesh.first_of(size), model_config)
     except ConfigError:
         return False
     return True

@@ -30,22 +30,29 @@ class GlooMesh(Mesh):
         if self.backend:
             return
         gloo: Any = distributed.ProcessGroupGloo
-        store = distributed.FileStore(self.rendezvous, self.tp_size)  # type: ignore[attr-defined]
+        store = distributed.FileStore(self.rendezvous, self.size)  # type: ignore[attr-defined]
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
         with told():
-            self.backend.append(gloo(store, self.tp_rank, self.tp_size, options))
+            self.backend.append(gloo(store, self.rank, self.size, options))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        with told():
-            self.backend[0].allreduce([x]).wait()
+        if self.tp_size > 1:
+            with told():
+                self.backend[0].allreduce([x]).wait()
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        shares = [torch.empty_like(x) for _ in range(self.tp_size)]
+        shares = [torch.empty_like(x) for _ in range(self.size)]
         with told():
             self.backend[0].allgather([shares], [x]).wait()
         return torch.stack(shares)
+
+    def own_sum(self, parts_ITD: Tensor) -> Tensor:
+        found_ITD = torch.empty_like(parts_ITD)
+        with told():
+            self.backend[0].alltoall_base(found_ITD, parts_ITD.contiguous(), [], []).wait()
+        return found_ITD.sum(0)
 
     def least(self, count: int) -> int:
         options: Any = distributed.AllreduceOptions()

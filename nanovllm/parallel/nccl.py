@@ -43,9 +43,9 @@ class NcclMesh(Mesh):
         """Raises ConfigError if GPUs do not reach each other's memory."""
         if self.connected:
             return
-        store = c10d.FileStore(self.rendezvous, self.tp_size)
+        store = c10d.FileStore(self.rendezvous, self.size)
         device = torch.device("cuda", torch.cuda.current_device())
-        place = self.tp_rank, self.tp_size
+        place = self.rank, self.size
         options = c10d.ProcessGroupNCCL.Options()
         nccl = c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl", store), *place, options)
         peers = connect_peers(c10d.PrefixStore("peers", store), *place, device)
@@ -55,6 +55,8 @@ class NcclMesh(Mesh):
         self.connected[0] = Links(nccl, peers, own_bytes)
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        if self.tp_size == 1:
+            return x
         peers = self.peers_for(x)
         return self._nccl_sum(x) if peers is None else own.all_reduce(x, peers)
 
@@ -66,11 +68,18 @@ class NcclMesh(Mesh):
         x, links = x.contiguous(), self.connected[0]
         if 2 * x.nbytes <= links.peers.capacity:
             return own.all_gather(x, links.peers)
-        found = x.new_empty(self.tp_size, *x.shape)
+        found = x.new_empty(self.size, *x.shape)
         options = c10d.AllgatherOptions()
         options.asyncOp = False
         links.nccl._allgather_base(found, x, options)
         return found
+
+    def own_sum(self, parts_ITD: Tensor) -> Tensor:
+        found_TD = parts_ITD[0].new_empty(parts_ITD.shape[1:])
+        options = c10d.ReduceScatterOptions()
+        options.asyncOp = False
+        self.connected[0].nccl._reduce_scatter_base(found_TD, parts_ITD.contiguous(), options)
+        return found_TD
 
     def least(self, count: int) -> int:
         found = torch.tensor([count], device="cuda")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from nanovllm.config import Config
+from nanovllm.config import Config, Parallel
 from nanovllm.parallel.ring import Reader, Writer, ring
 
 
@@ -26,6 +26,12 @@ class Place:
     rendezvous: str  # a path, of a file that the ranks make when they meet
     ring: Writer | Reader | None  # rank 0 writes, the others read; None: there are no others
     engine: int | None = None  # its number, where there are several
+    # Of lanes: a ring of each other rank, which that writes and rank 0 reads.
+    back: Writer | list[Reader] | None = None
+
+    @property
+    def lanes(self) -> int:
+        return 1 if self.back is None else self.size
 
     @property
     def name(self) -> str:
@@ -46,9 +52,29 @@ class Place:
         assert isinstance(self.ring, Reader)
         return self.ring.recv()
 
+    def reply(self, message: bytes) -> None:
+        """Another rank's, to rank 0. Raises OSError if that has gone."""
+        assert isinstance(self.back, Writer)
+        self.back.send(message)
+
+    def recv_all(self) -> list[bytes]:
+        """Rank 0's: the next reply of each other rank, blocking. Raises RankLostError."""
+        assert isinstance(self.back, list)
+        found = [message for end in self.back if (message := end.recv()) is not None]
+        if len(found) < len(self.back):
+            raise RankLostError("a rank does not reply any more")
+        return found
+
     def close(self) -> None:
-        if self.ring is not None:
-            self.ring.close()
+        ends = self.back if isinstance(self.back, list) else [self.back]
+        for end in (self.ring, *ends):
+            if end is not None:
+                end.close()
+
+
+def num_ranks(parallel: Parallel) -> int:
+    """How many ranks each engine has."""
+    return max(parallel.tp, parallel.ep)
 
 
 def places_of(config: Config, folder: str, engine: int = 0) -> list[Place]:
@@ -56,14 +82,18 @@ def places_of(config: Config, folder: str, engine: int = 0) -> list[Place]:
 
     `engine: paper` has one rank.
     """
-    size = config.recipe.parallel.tp if config.recipe.engine == "model" else 1
+    size = num_ranks(config.recipe.parallel) if config.recipe.engine == "model" else 1
     rendezvous = os.path.join(folder, "ranks")
     number = engine if config.recipe.parallel.dp > 1 else None
     ends: list[Writer | Reader | None] = [None]
+    backs: list[Writer | list[Reader] | None] = [None] * size
     if size > 1:
         writer, readers = ring(size - 1)
         ends = [writer, *readers]
+    if config.recipe.parallel.tp == 1 and size > 1:
+        rings = [ring(1) for _ in readers]
+        backs = [[end for _, (end,) in rings], *[back for back, _ in rings]]
     return [
-        Place(rank, size, engine * size + rank, rendezvous, end, number)
-        for rank, end in enumerate(ends)
+        Place(rank, size, engine * size + rank, rendezvous, end, number, back)
+        for rank, (end, back) in enumerate(zip(ends, backs, strict=True))
     ]

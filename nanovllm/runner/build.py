@@ -100,7 +100,7 @@ def load(config: Config, found: Resolved) -> Decoder:
     check_room(found)
     use_folder(cache_dir())
     model = found.empty_model(found.device)
-    with compiled_beside([] if found.mesh.tp_rank else jobs_of(found, model)):
+    with compiled_beside([] if found.mesh.rank else jobs_of(found, model)):
         fill(model, config)
     found.mesh.least(0)  # the other ranks wait for what rank 0 compiles
     return model

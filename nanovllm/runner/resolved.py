@@ -20,8 +20,8 @@ from nanovllm.layers.ops import OPERATIONS, fastest, select_ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder, DecoderConfig
 from nanovllm.models.weights import default_dtype
-from nanovllm.parallel.cut import check_cut, first_of
-from nanovllm.parallel.mesh import Mesh
+from nanovllm.parallel.cut import check_cut
+from nanovllm.parallel.mesh import Mesh, first_rank
 from nanovllm.runner.sizing import fitting_context, known_pages
 
 MEASURED_LATER = 1 << 30  # pages
@@ -76,7 +76,7 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
     """
     device, dtype = choose_device(config.recipe)
     family, model_config = read_model_config(config)
-    mesh = mesh or first_of(config.recipe.parallel.tp, config.recipe.parallel.ep)
+    mesh = mesh or first_rank(config.recipe.parallel)
     check_cut(mesh, model_config)
     element_bytes = bytes_of_element(config.recipe.cache.dtype, dtype, device)
     layout = family.cache_layout(model_config, mesh, element_bytes)

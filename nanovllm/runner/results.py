@@ -88,8 +88,9 @@ class DeviceClock:
 
     def seconds(self, gap: Gap) -> float:
         """To be asked once, of a gap that has passed: its events are used again."""
-        self._free += gap
-        return self.between(*gap)
+        seconds = self.between(*gap)
+        self._free += gap  # last: another thread may begin a step meanwhile
+        return seconds
 
     def _event(self) -> Event:
         event = self._free.pop() if self._free else self._new()

@@ -100,7 +100,7 @@ def need_of(found: Resolved) -> Need:
     model = found.empty_model(torch.device("meta"))
     page_bytes = found.layout.bytes_per_token * found.page_tokens
     if device.type == "cpu":
-        room, place = host_memory() // found.mesh.tp_size, "this machine"
+        room, place = host_memory() // found.mesh.size, "this machine"
     else:
         free, total = torch.cuda.mem_get_info(device)
         room = min(free, int(total * recipe.cache.memory_fraction) - (total - free))

@@ -85,7 +85,7 @@ class Runner:
         self.sampler.admit(plan.admits)
         rows = self.builder.rows(plan)
         gap = self.clock.begin()
-        forwarded, mode = self._run(rows)
+        forwarded, mode = self._run(rows, plan.lane_tokens)
         self.steps_by_mode[mode_key(mode, plan)] += 1
         finish = partial(self._finish, rows, forwarded, plan.masked)
         handle = Handle(plan.step, self.clock, gap, finish)
@@ -139,21 +139,23 @@ class Runner:
         if drafter is None:
             return lines_RW, None
         slots_R = rows.slots_R.where(lines_RW[:, 0] >= 0, self.slots.padding)
-        slots = self.slots
-        return lines_RW, drafter.propose(slots_R, slots.lengths_N, slots.tokens_NL)
+        return lines_RW, drafter.propose(slots_R, self.slots.lengths_N, self.slots.tokens_NL)
 
-    def _run(self, rows: StepRows) -> tuple[Forwarded, str]:
-        """Replay a graph where one fits, else run eagerly. Says which: FULL, PIECEWISE or NONE."""
+    def _run(self, rows: StepRows, lane_tokens: int) -> tuple[Forwarded, str]:
+        """Replay a graph where one fits, else run eagerly. Says which: FULL, PIECEWISE or NONE.
+
+        `lane_tokens` as in the plan, so all lanes do the same.
+        """
+        num_tokens = max(rows.num_tokens, lane_tokens)
         if not rows.is_decode:
-            size = self.piecewise.fit(rows.num_tokens)
+            size = self.piecewise.fit(num_tokens)
             self.padded_tokens += size - rows.num_tokens if size else 0
-            return self.forward(rows, size), "PIECEWISE" if size else "NONE"
-        fitting = self.graphs.fit(rows.num_tokens, rows.width)
+            return self.forward(rows, size, lane_tokens), "PIECEWISE" if size else "NONE"
+        fitting = self.graphs.fit(num_tokens, rows.width)
         if fitting is None:
-            return self.forward(rows), "NONE"
+            return self.forward(rows, None, lane_tokens), "NONE"
         self.padded_tokens += fitting[0] - rows.num_tokens
-        replayed: Forwarded = self.graphs.replay(fitting)
-        return replayed, "FULL"
+        return self.graphs.replay(fitting), "FULL"
 
     def why_eager(self, rows: StepRows) -> str | None:
         """Why a step of these rows replays nothing; None: it does."""
@@ -168,10 +170,10 @@ class Runner:
             return f"{count} are more than the largest graph's {max(sizes)}"
         return None
 
-    def forward(self, rows: StepRows, size: int | None = None) -> Forwarded:
+    def forward(self, rows: StepRows, size: int | None = None, lane_tokens: int = 0) -> Forwarded:
         """Launch by launch, or the piecewise graphs of this size around attention."""
         batch = self.prep.gather(rows)
-        ctx = ForwardContext(batch, self.backend.bind(batch))
+        ctx = ForwardContext(batch, self.backend.bind(batch), lane_tokens=lane_tokens)
         hidden_SD = self.piecewise.replay(size, ctx) if size else self.hidden(ctx)
         samples = rows.is_decode or len(rows.host_slots)
         return Forwarded(batch, self.model.logits(hidden_SD) if samples else None)

@@ -61,7 +61,7 @@ def ranked(config: Config, tp: int, folder: Path, **sizes: Any) -> Iterator[Whol
 
     def follow(place: Place) -> None:
         engine = WholeEngine(config, place=place, **sizes)
-        follower = Follower(engine.runner)
+        follower = Follower(engine.runner, place)
         try:
             while (message := place.recv()) is not None:
                 follower.take(message)
@@ -78,7 +78,7 @@ def ranked(config: Config, tp: int, folder: Path, **sizes: Any) -> Iterator[Whol
         first.close()
         for thread in threads:
             thread.join(20)
-    assert sorted(left) == list(range(1, tp))
+    assert sorted(left) == list(range(1, 1 + len(others)))
 
 
 def text_of(engine: WholeEngine) -> dict[int, list[int]]:
@@ -246,7 +246,7 @@ def test_followers_hear_of_plans_and_masks_in_order(tmp_path: Path) -> None:
     assert own.noted == [plain, masked, [[-1, 5], [7, 0]]]
     for place in others:
         heard = Own()
-        follower = Follower(heard)  # type: ignore[arg-type]
+        follower = Follower(heard, place)  # type: ignore[arg-type]
         while (message := place.recv()) is not None:
             follower.take(message)
         assert heard.noted == own.noted
@@ -264,7 +264,7 @@ def test_masks_of_many_rows_pass_a_small_ring() -> None:
     places = [Place(rank, 3, rank, "", end) for rank, end in enumerate([writer, *readers])]
 
     def follow(place: Place) -> None:
-        follower = Follower(owns[place.rank])
+        follower = Follower(owns[place.rank], place)
         while (message := place.recv()) is not None:
             follower.take(message)
 
