@@ -25,7 +25,7 @@ from nanovllm.models.quantised import in_blocks
 from nanovllm.models.shards import Stored, num_bytes, pieces_of, runs
 from nanovllm.models.weights import default_dtype, destinations, fill
 from nanovllm.parallel.mesh import Mesh, Span
-from tests.models.test_stacked import RULES
+from tests.models.test_stacked import RULES, places_of
 from tests.models.tiny import config_of, make_tiny
 
 CPU = torch.device("cpu")
@@ -195,11 +195,12 @@ class Experts(nn.Module):
         self.down = empty(FP8, num_experts, hidden_size, width)
         self.down_scale = empty(torch.float32, num_experts, columns, rows)
         blocks = Span(-(-inner.full // 128), inner.start // 128, rows)
+        places = places_of(experts)
         self.placements = {
-            "gate_up": Placement(0, (("gate", inner), ("up", inner)), experts),
-            "gate_up_scale": Placement(0, (("gate", blocks), ("up", blocks)), experts),
-            "down": Placement(1, (("", inner),), experts),
-            "down_scale": Placement(1, (("", blocks),), experts),
+            "gate_up": Placement(0, (("gate", inner), ("up", inner)), places),
+            "gate_up_scale": Placement(0, (("gate", blocks), ("up", blocks)), places),
+            "down": Placement(1, (("", inner),), places),
+            "down_scale": Placement(1, (("", blocks),), places),
         }
 
 
