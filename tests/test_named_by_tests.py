@@ -109,7 +109,7 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/apply_mask.py kernels/nanovllm_kernels/batch_prep.py
         kernels/nanovllm_kernels/batch_reference.py kernels/nanovllm_kernels/case.py
         kernels/nanovllm_kernels/decode_cases.py kernels/nanovllm_kernels/delta_cases.py
-        kernels/nanovllm_kernels/delta_decode.py
+        kernels/nanovllm_kernels/delta_decode.py kernels/nanovllm_kernels/delta_prefill.py
         kernels/nanovllm_kernels/norm.py kernels/nanovllm_kernels/paged_decode.py
         kernels/nanovllm_kernels/paged_prefill.py kernels/nanovllm_kernels/rope_cases.py
         kernels/nanovllm_kernels/rope_store.py

@@ -48,6 +48,7 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "tiled_down": "nanovllm_kernels.routed_cases:DOWN_128",
     "delta_decode": "nanovllm_kernels.delta_cases:DECODE",
     "delta_drafted": "nanovllm_kernels.delta_cases:DRAFTED",
+    "delta_prefill": "nanovllm_kernels.delta_cases:PREFILL",
     "ngram": "nanovllm_kernels.ngram:NGRAM",
 }
 

@@ -25,50 +25,29 @@ MOST_WARPS = 4  # with more threads than channels each would convolve what it ne
 
 
 def mix_decodes(
-    qkv_TC: Tensor,
-    a_TH: Tensor,
-    b_TH: Tensor,
-    z_THV: Tensor,
-    weights: DeltaWeights,
-    conv_NCW: Tensor,
-    recurrent_NHKV: Tensor,
-    slots_R: Tensor,
-    tickets_RG: Tensor,
-) -> Tensor:
+    qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, z_THV: Tensor, weights: DeltaWeights,
+    conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, tickets_RG: Tensor,
+) -> Tensor:  # fmt: skip
     """x_THV of rows that each have one token. tickets_RG: zeros, before and after."""
     tokens, states = (qkv_TC, a_TH, b_TH, z_THV), (conv_NCW, recurrent_NHKV)
     return _launch(tokens, weights, states, slots_R, None, None, None, tickets_RG)
 
 
 def mix_drafted(
-    qkv_TC: Tensor,
-    a_TH: Tensor,
-    b_TH: Tensor,
-    z_THV: Tensor,
-    weights: DeltaWeights,
-    conv_NCW: Tensor,
-    recurrent_NHKV: Tensor,
-    slots_R: Tensor,
-    starts_R1: Tensor,
-    kept_NWX: Tensor,
-    replays_R: Tensor,
-    tickets_RG: Tensor,
-) -> Tensor:
+    qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, z_THV: Tensor, weights: DeltaWeights,
+    conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor, kept_NWX: Tensor,
+    replays_R: Tensor, tickets_RG: Tensor,
+) -> Tensor:  # fmt: skip
     """x_THV of rows that each have at most as many tokens as are kept: delta_reference."""
     tokens, states = (qkv_TC, a_TH, b_TH, z_THV), (conv_NCW, recurrent_NHKV)
     return _launch(tokens, weights, states, slots_R, starts_R1, kept_NWX, replays_R, tickets_RG)
 
 
 def _launch(
-    tokens: tuple[Tensor, ...],
-    weights: DeltaWeights,
-    states: tuple[Tensor, Tensor],
-    slots_R: Tensor,
-    starts_R1: Tensor | None,
-    kept_NWX: Tensor | None,
-    replays_R: Tensor | None,
+    tokens: tuple[Tensor, ...], weights: DeltaWeights, states: tuple[Tensor, Tensor],
+    slots_R: Tensor, starts_R1: Tensor | None, kept_NWX: Tensor | None, replays_R: Tensor | None,
     tickets_RG: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     qkv_TC, a_TH, b_TH, z_THV = tokens
     conv_NCW, recurrent_NHKV = states
     num_rows, (num_heads, k_size, v_size) = len(slots_R), recurrent_NHKV.shape[1:]
@@ -82,42 +61,14 @@ def _launch(
     blocks = triton.next_power_of_2(k_size), triton.next_power_of_2(v_size)
     warps = min(max(blocks[0] * blocks[1] // 4096, 1), MOST_WARPS)
     delta_decode_kernel[(num_rows * num_heads,)](
-        qkv_TC,
-        a_TH,
-        b_TH,
-        z_THV,
-        weights.conv_CW,
-        weights.a_log_H,
-        weights.dt_bias_H,
-        weights.norm_V,
-        conv_NCW,
-        recurrent_NHKV,
-        slots_R,
-        starts_R1,
-        kept_NWX,
-        replays_R,
-        tickets_RG,
-        x_THV,
-        qkv_TC.stride(0),
-        a_TH.stride(0),
-        b_TH.stride(0),
-        *z_THV.stride()[:2],
-        conv_NCW.stride(0),
-        recurrent_NHKV.stride(0),
-        *((0, 0) if kept_NWX is None else kept_NWX.stride()[:2]),
-        weights.eps,
-        L2_EPS,
-        G=num_key_heads,
-        H=num_heads,
-        K=k_size,
-        V=v_size,
-        K_BLOCK=blocks[0],
-        V_BLOCK=blocks[1],
-        WIDTH=weights.conv_CW.shape[1],
-        WAITS=waits,
-        launch_pdl=waits,
-        num_warps=warps,
-    )
+        qkv_TC, a_TH, b_TH, z_THV, weights.conv_CW, weights.a_log_H, weights.dt_bias_H,
+        weights.norm_V, conv_NCW, recurrent_NHKV, slots_R, starts_R1, kept_NWX, replays_R,
+        tickets_RG, x_THV, qkv_TC.stride(0), a_TH.stride(0), b_TH.stride(0), *z_THV.stride()[:2],
+        conv_NCW.stride(0), recurrent_NHKV.stride(0),
+        *((0, 0) if kept_NWX is None else kept_NWX.stride()[:2]), weights.eps, L2_EPS,
+        G=num_key_heads, H=num_heads, K=k_size, V=v_size, K_BLOCK=blocks[0], V_BLOCK=blocks[1],
+        WIDTH=weights.conv_CW.shape[1], WAITS=waits, launch_pdl=waits, num_warps=warps,
+    )  # fmt: skip
     return x_THV
 
 

@@ -32,16 +32,9 @@ class DeltaWeights:
 
 
 def mix_rows(
-    qkv_TC: Tensor,
-    a_TH: Tensor,
-    b_TH: Tensor,
-    z_THV: Tensor,
-    weights: DeltaWeights,
-    conv_NCW: Tensor,
-    recurrent_NHKV: Tensor,
-    slots_R: Tensor,
-    starts_R1: Tensor,
-) -> Tensor:
+    qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, z_THV: Tensor, weights: DeltaWeights,
+    conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor,
+) -> Tensor:  # fmt: skip
     """x_THV: all that lies between a layer's projections. What no row has is undefined.
 
     qkv_TC has queries, keys and values one after the other, each as heads.
@@ -52,18 +45,10 @@ def mix_rows(
 
 
 def mix_drafted(
-    qkv_TC: Tensor,
-    a_TH: Tensor,
-    b_TH: Tensor,
-    z_THV: Tensor,
-    weights: DeltaWeights,
-    conv_NCW: Tensor,
-    recurrent_NHKV: Tensor,
-    slots_R: Tensor,
-    starts_R1: Tensor,
-    kept_NWX: Tensor,
+    qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, z_THV: Tensor, weights: DeltaWeights,
+    conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor, kept_NWX: Tensor,
     replays_R: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Does what mix_rows does for rows of few tokens, of which the last may be rejected later.
 
     kept_NWX has the inputs of each slot's last tokens: qkv, a and b. Of these the first replays_R
@@ -87,15 +72,9 @@ def mix_drafted(
 
 
 def _outputs(
-    qkv_TC: Tensor,
-    a_TH: Tensor,
-    b_TH: Tensor,
-    weights: DeltaWeights,
-    conv_NCW: Tensor,
-    recurrent_NHKV: Tensor,
-    slots_R: Tensor,
-    starts_R1: Tensor,
-) -> Tensor:
+    qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, weights: DeltaWeights, conv_NCW: Tensor,
+    recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor,
+) -> Tensor:  # fmt: skip
     y_TC = conv_rows(qkv_TC, weights.conv_CW, conv_NCW, slots_R, starts_R1)
     num_heads, k_size, v_size = recurrent_NHKV.shape[1:]
     of_keys = (qkv_TC.shape[1] - num_heads * v_size) // 2
@@ -136,15 +115,9 @@ def gates(a_TH: Tensor, b_TH: Tensor, a_log_H: Tensor, dt_bias_H: Tensor) -> tup
 
 
 def delta_rows(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THV: Tensor,
-    g_TH: Tensor,
-    beta_TH: Tensor,
-    recurrent_NHKV: Tensor,
-    slots_R: Tensor,
-    starts_R1: Tensor,
-) -> Tensor:
+    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, g_TH: Tensor, beta_TH: Tensor,
+    recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor,
+) -> Tensor:  # fmt: skip
     """o_THV: token by token S = e^g S, S += k (beta (v - S^T k))^T, o = S^T q.
 
     q and k are normalised here, and q is divided by the root of its size. A head of theirs serves

@@ -31,17 +31,10 @@ STAGES = 3
 
 
 def paged_prefill(
-    q_THA: Tensor,
-    k_PSGA: Tensor,
-    v_PSGA: Tensor,
-    page_table_RM: Tensor,
-    starts_R1: Tensor,
-    lengths_R: Tensor,
-    max_new: int,
-    out_THA: Tensor | None = None,
-    *,
+    q_THA: Tensor, k_PSGA: Tensor, v_PSGA: Tensor, page_table_RM: Tensor, starts_R1: Tensor,
+    lengths_R: Tensor, max_new: int, out_THA: Tensor | None = None, *,
     scales_2G: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """o_THA, which is out_THA if given. `scales_2G`: paged_decode's.
 
     Row r feeds starts_R1[r]:starts_R1[r + 1], at most max_new, the last of its tokens.
@@ -57,29 +50,12 @@ def paged_prefill(
     tile = TILE_BYTES // q_THA.itemsize
     grid = (triton.cdiv(max_new, tile), num_heads, lengths_R.shape[0])
     prefill_kernel[grid](
-        q_THA,
-        k_PSGA,
-        v_PSGA,
-        page_table_RM,
-        starts_R1,
-        lengths_R,
-        scales_2G,
-        o_THA,
-        q_THA.stride(0),
-        q_THA.stride(1),
-        *k_PSGA.stride()[:3],
-        page_table_RM.stride(0),
-        page_table_RM.shape[1],
-        math.log2(math.e) / math.sqrt(head_size),
-        GROUP=num_heads // num_kv_heads,
-        A=head_size,
-        A_BLOCK=triton.next_power_of_2(head_size),
-        S=page_tokens,
-        BLOCK=block_tokens(k_PSGA),
-        TILE=tile,
-        STAGES=STAGES,
-        num_warps=tile // 16,
-    )
+        q_THA, k_PSGA, v_PSGA, page_table_RM, starts_R1, lengths_R, scales_2G, o_THA,
+        q_THA.stride(0), q_THA.stride(1), *k_PSGA.stride()[:3], page_table_RM.stride(0),
+        page_table_RM.shape[1], math.log2(math.e) / math.sqrt(head_size),
+        GROUP=num_heads // num_kv_heads, A=head_size, A_BLOCK=triton.next_power_of_2(head_size),
+        S=page_tokens, BLOCK=block_tokens(k_PSGA), TILE=tile, STAGES=STAGES, num_warps=tile // 16,
+    )  # fmt: skip
     return o_THA
 
 
@@ -88,30 +64,11 @@ def paged_prefill(
     do_not_specialize_on_alignment=["page_table_RM", "starts_R1", "lengths_R"],
 )
 def prefill_kernel(
-    q_THA,
-    k_PSGA,
-    v_PSGA,
-    page_table_RM,
-    starts_R1,
-    lengths_R,
-    scales_2G,
-    o_THA,
-    q_stride,
-    q_head_stride,
-    page_stride,
-    token_stride,
-    head_stride,
-    table_stride,
-    table_width,
-    scale,
-    GROUP: tl.constexpr,
-    A: tl.constexpr,
-    A_BLOCK: tl.constexpr,
-    S: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    q_THA, k_PSGA, v_PSGA, page_table_RM, starts_R1, lengths_R, scales_2G, o_THA, q_stride,
+    q_head_stride, page_stride, token_stride, head_stride, table_stride, table_width, scale,
+    GROUP: tl.constexpr, A: tl.constexpr, A_BLOCK: tl.constexpr, S: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     # The last tiles see most tokens, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head, row = tl.program_id(1), tl.program_id(2)
@@ -160,15 +117,9 @@ def prefill_kernel(
 
 
 def inputs(
-    lengths: tuple[int, ...],
-    new: tuple[int, ...],
-    heads: tuple[int, int, int],
-    page_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    is_fp8: bool = False,
-) -> Args:
+    lengths: tuple[int, ...], new: tuple[int, ...], heads: tuple[int, int, int], page_tokens: int,
+    dtype: torch.dtype, device: torch.device, *, is_fp8: bool = False,
+) -> Args:  # fmt: skip
     q, k, v, *rows = reference.paged_inputs(lengths, new, heads, page_tokens, dtype, device)
     cache = reference.in_8_bits(k, v) if is_fp8 else (k, v, None)
     return q, *cache[:2], *rows, max(new), cache[2]

@@ -28,18 +28,10 @@ HEADS = 8  # of width 128, in two warps: a 16-byte load of each half a thread
 
 
 def rope_store(
-    qkv_TX: Tensor,
-    q_norm_X: Tensor | None,
-    k_norm_X: Tensor | None,
-    eps: float,
-    cos_sin_LA: Tensor,
-    positions_T: Tensor,
-    slot_mapping_T: Tensor,
-    k_PSGA: Tensor,
-    v_PSGA: Tensor,
-    scales_2G: Tensor | None = None,
-    ranks: Ranks | None = None,
-) -> Tensor:
+    qkv_TX: Tensor, q_norm_X: Tensor | None, k_norm_X: Tensor | None, eps: float,
+    cos_sin_LA: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, k_PSGA: Tensor, v_PSGA: Tensor,
+    scales_2G: Tensor | None = None, ranks: Ranks | None = None,
+) -> Tensor:  # fmt: skip
     num_kv_heads, head_size = k_PSGA.shape[2:]
     num_tokens = qkv_TX.shape[-2]
     num_heads = qkv_TX.shape[-1] // head_size - 2 * num_kv_heads
@@ -54,63 +46,23 @@ def rope_store(
     waits = follows(num_tokens, qkv_TX.device)
     num_groups = triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
     rope_store_kernel[(num_tokens * num_groups,)](
-        qkv_TX,
-        q_norm_X,
-        k_norm_X,
-        means_T2,
-        cos_sin_LA,
-        positions_T,
-        slot_mapping_T,
-        q_THA,
-        k_PSGA,
-        v_PSGA,
-        scales_2G,
-        qkv_TX.stride(0),
-        qkv_TX.stride(-2),
-        cos_sin_LA.stride(0),
-        eps,
-        SLICES=len(qkv_TX) if qkv_TX.ndim == 3 else 1,
-        H=num_heads,
-        G=num_kv_heads,
-        HALF=head_size // 2,
-        TURNED=cos_sin_LA.shape[1] // 2,
-        HALF_BLOCK=triton.next_power_of_2(head_size // 2),
-        HEADS=HEADS,
-        LEADS=waits and num_tokens <= MOST_OVERLAPPED,
-        WAITS=waits,
-        num_warps=2,
-        launch_pdl=waits,
-    )
+        qkv_TX, q_norm_X, k_norm_X, means_T2, cos_sin_LA, positions_T, slot_mapping_T, q_THA,
+        k_PSGA, v_PSGA, scales_2G, qkv_TX.stride(0), qkv_TX.stride(-2), cos_sin_LA.stride(0), eps,
+        SLICES=len(qkv_TX) if qkv_TX.ndim == 3 else 1, H=num_heads, G=num_kv_heads,
+        HALF=head_size // 2, TURNED=cos_sin_LA.shape[1] // 2,
+        HALF_BLOCK=triton.next_power_of_2(head_size // 2), HEADS=HEADS,
+        LEADS=waits and num_tokens <= MOST_OVERLAPPED, WAITS=waits, num_warps=2, launch_pdl=waits,
+    )  # fmt: skip
     return q_THA
 
 
 @triton.jit
 def rope_store_kernel(
-    qkv_TX,
-    q_norm_X,
-    k_norm_X,
-    means_T2,
-    cos_sin_LA,
-    positions_T,
-    slot_mapping_T,
-    q_THA,
-    k_PSGA,
-    v_PSGA,
-    scales_2G,
-    slice_stride,
-    qkv_stride,
-    cos_sin_stride,
-    eps,
-    SLICES: tl.constexpr,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    HALF: tl.constexpr,
-    TURNED: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-    LEADS: tl.constexpr,
-    WAITS: tl.constexpr,
-):
+    qkv_TX, q_norm_X, k_norm_X, means_T2, cos_sin_LA, positions_T, slot_mapping_T, q_THA, k_PSGA,
+    v_PSGA, scales_2G, slice_stride, qkv_stride, cos_sin_stride, eps, SLICES: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr, LEADS: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
     if WAITS:
         tl.extra.cuda.gdc_wait()
     if LEADS:  # attention, which may read what came before this before it waits
@@ -214,17 +166,9 @@ def mean_squares(qkv_TX: Tensor, widths: tuple[int, int], num_ranks: int) -> Ten
 
 @triton.jit
 def mean_squares_kernel(
-    qkv_TX,
-    means_T2,
-    slice_stride,
-    qkv_stride,
-    share,
-    SLICES: tl.constexpr,
-    Q_WIDTH: tl.constexpr,
-    K_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WAITS: tl.constexpr,
-):
+    qkv_TX, means_T2, slice_stride, qkv_stride, share, SLICES: tl.constexpr, Q_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
     if WAITS:
         tl.extra.cuda.gdc_wait()
     token, nth = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -1,0 +1,265 @@
+"""The gated delta rule of rows of any number of tokens, a piece of PIECE tokens of a row at a time.
+
+Meaning: delta_reference. Four launches. `conv_kernel` convolves and normalises. `pieces_kernel`
+finds what needs no state, for all pieces at once: F are the decays from token to token, and T is
+(I + A)^-1 of A = beta (k k^T F), strictly lower. A piece writes u = T beta v to an empty state, it
+takes back what w = T beta e^g k reads from the one before, and queries see its keys as (q k^T) F.
+`scan_kernel` goes through a row's pieces with a part of a head's state in registers.
+`gated_norm_kernel` ends it.
+
+Decision: gates, their sums, A, T and states are float32. What is multiplied with tensor cores, a
+copy of the state among it, is rounded to the model's dtype first.
+
+Decision: a program finds its piece in the rows' starts itself: the host knows how many pieces there
+are at most, and a launch less is worth more than those programs that find none.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm_kernels.delta_decode import softplus
+from nanovllm_kernels.delta_reference import L2_EPS, DeltaWeights
+from nanovllm_kernels.paged_decode import dot
+
+PIECE = 64
+CONVOLVED = 16  # tokens that a program convolves, of a head's channels
+FEW_ROWS, MANY_ROWS = 32, 1024  # compiled for so many
+PARTS = 64  # elements of values that a program of the scan has
+
+
+def mix_rows(
+    qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, z_THV: Tensor, weights: DeltaWeights,
+    conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor,
+    out_THV: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x_THV, which is out_THV if given. Tokens of no row are left alone."""
+    num_rows, (T, C), (_, H, K, V) = len(slots_R), qkv_TC.shape, recurrent_NHKV.shape
+    assert recurrent_NHKV[0].is_contiguous() and conv_NCW[0].is_contiguous()
+    assert qkv_TC.stride(1) == a_TH.stride(1) == b_TH.stride(1) == z_THV.stride(2) == 1
+    G = (C - H * V) // (2 * K)
+    dtype, device = qkv_TC.dtype, qkv_TC.device
+    y_TC = torch.empty(T, C, dtype=dtype, device=device)
+    w_THK = torch.empty(T, H, K, dtype=dtype, device=device)
+    u_THV = torch.empty(T, H, V, dtype=dtype, device=device)
+    seen_THX = torch.empty(T, H, PIECE, dtype=dtype, device=device)
+    sums_TH = torch.empty(T, H, dtype=torch.float32, device=device)
+    o_THV = torch.empty(T, H, V, dtype=dtype, device=device)
+    x_THV = o_THV if out_THV is None else out_THV
+    assert x_THV.is_contiguous()
+    blocks = {
+        "K_BLOCK": max(16, triton.next_power_of_2(K)),
+        "V_BLOCK": max(16, triton.next_power_of_2(V)),
+    }
+    rows = FEW_ROWS if num_rows <= FEW_ROWS else max(MANY_ROWS, triton.next_power_of_2(num_rows))
+    sizes = {"G": G, "H": H, "K": K, "V": V, **blocks}
+    most_pieces = T // PIECE + num_rows
+    conv_kernel[(T // CONVOLVED + num_rows, 2 * G + H)](
+        qkv_TC, weights.conv_CW, conv_NCW, slots_R, starts_R1, y_TC, num_rows, qkv_TC.stride(0),
+        conv_NCW.stride(0), L2_EPS, **sizes, WIDTH=weights.conv_CW.shape[1], ROWS=rows,
+        PIECE=CONVOLVED, num_warps=4,
+    )  # fmt: skip
+    pieces_kernel[(most_pieces, H)](
+        y_TC, a_TH, b_TH, weights.a_log_H, weights.dt_bias_H, starts_R1, w_THK, u_THV, seen_THX,
+        sums_TH, num_rows, a_TH.stride(0), b_TH.stride(0), **sizes, ROWS=rows, PIECE=PIECE,
+        num_warps=4,
+    )  # fmt: skip
+    part = min(PARTS, blocks["V_BLOCK"])
+    scan_kernel[(num_rows * H, triton.cdiv(V, part))](
+        y_TC, w_THK, u_THV, seen_THX, sums_TH, recurrent_NHKV, slots_R, starts_R1, o_THV,
+        recurrent_NHKV.stride(0), **{**sizes, "V_BLOCK": part}, PIECE=PIECE, STAGES=2, num_warps=4,
+    )  # fmt: skip
+    heads = max(1, 4096 // blocks["V_BLOCK"])
+    gated_norm_kernel[(triton.cdiv(T * H, heads),)](
+        o_THV, z_THV, weights.norm_V, starts_R1, x_THV, num_rows, *z_THV.stride()[:2], weights.eps,
+        H=H, V=V, V_BLOCK=blocks["V_BLOCK"], HEADS=heads, num_warps=4,
+    )  # fmt: skip
+    return x_THV
+
+
+@triton.jit
+def piece_of(starts_R1, num_rows, nth, ROWS: tl.constexpr, PIECE: tl.constexpr):
+    """The row of the nth piece of all rows, the row's start and end, and the piece's start.
+
+    A row beyond the last one if there is no such piece.
+    """
+    r = tl.arange(0, ROWS)
+    start = tl.load(starts_R1 + r, r < num_rows, 0)
+    pieces = (tl.load(starts_R1 + r + 1, r < num_rows, 0) - start + PIECE - 1) // PIECE
+    is_before = tl.cumsum(pieces, 0) <= nth
+    row = tl.sum(is_before.to(tl.int32), 0)
+    exists = row < num_rows
+    start, end = tl.load(starts_R1 + row, exists, 0), tl.load(starts_R1 + row + 1, exists, 0)
+    first = start + (nth - tl.sum(tl.where(is_before, pieces, 0), 0)) * PIECE
+    return tl.where(exists, row, num_rows), start, end, first
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_R", "starts_R1"])
+def conv_kernel(
+    x_TC, conv_CW, conv_NCW, slots_R, starts_R1, y_TC, num_rows, x_stride, conv_stride, l2_eps,
+    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    BLOCK: tl.constexpr = max(K_BLOCK, V_BLOCK)
+    row, start, end, first = piece_of(starts_R1, num_rows, tl.program_id(0), ROWS, PIECE)
+    if row < num_rows:
+        head = tl.program_id(1)  # of queries, keys or values
+        is_key, c = head < 2 * G, tl.arange(0, BLOCK)
+        size = tl.where(is_key, K, V)
+        channel = tl.where(is_key, head * K, 2 * G * K + (head - 2 * G) * V) + c
+        token = first + tl.arange(0, PIECE)
+        inside = (token < end)[:, None] & (c < size)[None, :]
+        conv_at = conv_NCW + tl.load(slots_R + row) * conv_stride + channel * (WIDTH - 1)
+        own_at = x_TC + token.to(tl.int64)[:, None] * x_stride + channel[None, :]
+        y = tl.zeros([PIECE, BLOCK], tl.float32)
+        for tap in tl.static_range(WIDTH):
+            at = own_at - (WIDTH - 1 - tap) * x_stride
+            x = tl.load(at, inside & (token - (WIDTH - 1 - tap) >= start)[:, None], 0.0)
+            weight = tl.load(conv_CW + channel * WIDTH + tap, c < size, 0.0)
+            y += x.to(tl.float32) * weight.to(tl.float32)[None, :]
+        if first == start:
+            for tap in tl.static_range(WIDTH - 1):
+                entry = (token - start + tap)[:, None]
+                x = tl.load(conv_at[None, :] + entry, inside & (entry < WIDTH - 1), 0.0)
+                weight = tl.load(conv_CW + channel * WIDTH + tap, c < size, 0.0)
+                y += x.to(tl.float32) * weight.to(tl.float32)[None, :]
+            tl.debug_barrier()
+            for nth in tl.static_range(WIDTH - 1):
+                place = end - start + nth - (WIDTH - 1)
+                own = c < tl.where(place >= 0, size, 0)
+                stored = c < tl.where(place < 0, size, 0)
+                moved = tl.load(x_TC + (start + place).to(tl.int64) * x_stride + channel, own, 0.0)
+                moved = tl.where(own, moved, tl.load(conv_at + (place + WIDTH - 1), stored, 0.0))
+                tl.debug_barrier()  # what is overwritten now is read no more
+                tl.store(conv_at + nth, moved, c < size)
+        y = (y * tl.sigmoid(y)).to(y_TC.dtype.element_ty).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(y * y, 1) + l2_eps) * tl.where(head < G, K**-0.5, 1.0)
+        y *= tl.where(is_key, scale, 1.0)[:, None]
+        C: tl.constexpr = 2 * G * K + H * V
+        y_at = y_TC + token.to(tl.int64)[:, None] * C + channel[None, :]
+        tl.store(y_at, y.to(y_TC.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["starts_R1"])
+def pieces_kernel(
+    y_TC, a_TH, b_TH, a_log_H, dt_bias_H, starts_R1, w_THK, u_THV, seen_THX, sums_TH, num_rows,
+    a_stride, b_stride, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    row, _, end, first = piece_of(starts_R1, num_rows, tl.program_id(0), ROWS, PIECE)
+    if row < num_rows:
+        head, C = tl.program_id(1), 2 * G * K + H * V
+        dtype = y_TC.dtype.element_ty
+        t, k, v = tl.arange(0, PIECE), tl.arange(0, K_BLOCK), tl.arange(0, V_BLOCK)
+        exists, token = first + t < end, (first + t).to(tl.int64)
+        rate = tl.exp(tl.load(a_log_H + head).to(tl.float32))
+        dt_bias = tl.load(dt_bias_H + head).to(tl.float32)
+        a = tl.load(a_TH + token * a_stride + head, exists, 0.0).to(tl.float32)
+        b = tl.load(b_TH + token * b_stride + head, exists, 0.0).to(tl.float32)
+        sums = tl.cumsum(tl.where(exists, -rate * softplus(a + dt_bias), 0.0), 0)
+        beta = tl.where(exists, tl.sigmoid(b), 0.0)
+        tl.store(sums_TH + token * H + head, sums, exists)
+        in_keys = exists[:, None] & (k < K)[None, :]
+        at = y_TC + token[:, None] * C + head // (H // G) * K + k[None, :]
+        q, key = tl.load(at, in_keys, 0.0), tl.load(at + G * K, in_keys, 0.0)
+        in_values = exists[:, None] & (v < V)[None, :]
+        at = y_TC + token[:, None] * C + (2 * G * K + head * V) + v[None, :]
+        value = tl.load(at, in_values, 0.0)
+        none = tl.zeros([PIECE, PIECE], tl.float32)
+        is_later, is_seen = t[:, None] > t[None, :], t[:, None] >= t[None, :]
+        fade = tl.exp(tl.where(is_seen, sums[:, None] - sums[None, :], 0.0))
+        seen = tl.where(is_seen, dot(q, tl.trans(key), none) * fade, 0.0)
+        at = seen_THX + (token * H + head)[:, None] * PIECE + t[None, :]
+        tl.store(at, seen.to(dtype), exists[:, None])
+        a = tl.where(is_later, dot(key, tl.trans(key), none) * fade * beta[:, None], 0.0)
+        solved = inverse(a, PIECE) * beta[None, :]
+        u = dot(solved.to(dtype), value, tl.zeros([PIECE, V_BLOCK], tl.float32))
+        tl.store(u_THV + (token * H + head)[:, None] * V + v[None, :], u.to(dtype), in_values)
+        solved *= tl.exp(sums)[None, :]
+        w = dot(solved.to(dtype), key, tl.zeros([PIECE, K_BLOCK], tl.float32))
+        tl.store(w_THK + (token * H + head)[:, None] * K + k[None, :], w.to(dtype), in_keys)
+
+
+@triton.jit
+def inverse(a, PIECE: tl.constexpr):
+    """(I + a)^-1 of a strictly lower matrix: blocks of 16 row by row, then pairs of blocks."""
+    BLOCKS: tl.constexpr = PIECE // 16
+    t = tl.arange(0, PIECE)
+    block, i = tl.arange(0, BLOCKS), tl.arange(0, 16)
+    is_same = block[:, None, None, None] == block[None, None, :, None]
+    x = -tl.sum(tl.where(is_same, tl.reshape(a, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
+    for nth in tl.static_range(1, 16):
+        is_row = (i == nth)[None, :, None]
+        of_row = tl.sum(tl.where(is_row, x, 0.0), 1)
+        of_row += tl.sum(of_row[:, :, None] * x, 1)
+        x = tl.where(is_row, of_row[:, None, :], x)
+    x += tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :]
+    x = tl.reshape(tl.where(is_same, x[:, :, None, :], 0.0), [PIECE, PIECE])
+    none = tl.zeros([PIECE, PIECE], tl.float32)
+    for nth in tl.static_range(2):
+        size = 16 * (nth + 1)
+        is_below = (t[:, None] // (2 * size) == t[None, :] // (2 * size)) & (
+            t[:, None] // size > t[None, :] // size
+        )
+        x -= dot(dot(x, tl.where(is_below, a, 0.0), none), x, none)
+    return x
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots_R", "starts_R1"])
+def scan_kernel(
+    y_TC, w_THK, u_THV, seen_THX, sums_TH, recurrent_NHKV, slots_R, starts_R1, o_THV,
+    recurrent_stride, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, PIECE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row, head, C = tl.program_id(0) // H, tl.program_id(0) % H, 2 * G * K + H * V
+    dtype = y_TC.dtype.element_ty
+    t, k = tl.arange(0, PIECE), tl.arange(0, K_BLOCK)
+    v = tl.program_id(1) * V_BLOCK + tl.arange(0, V_BLOCK)
+    state_at = recurrent_NHKV + tl.load(slots_R + row) * recurrent_stride + head * (K * V)
+    state_at += k[:, None] * V + v[None, :]
+    in_state = (k < K)[:, None] & (v < V)[None, :]
+    state = tl.load(state_at, in_state, 0.0)
+    start, end = tl.load(starts_R1 + row), tl.load(starts_R1 + row + 1)
+    for first in tl.range(start, end, PIECE, num_stages=STAGES):
+        exists, token = first + t < end, (first + t).to(tl.int64)
+        in_keys, in_values = exists[:, None] & (k < K)[None, :], exists[:, None] & (v < V)[None, :]
+        of_head = token * H + head
+        w = tl.load(w_THK + of_head[:, None] * K + k[None, :], in_keys, 0.0)
+        u = tl.load(u_THV + of_head[:, None] * V + v[None, :], in_values, 0.0)
+        seen = tl.load(seen_THX + of_head[:, None] * PIECE + t[None, :], exists[:, None], 0.0)
+        at = y_TC + token[:, None] * C + head // (H // G) * K + k[None, :]
+        q, key = tl.load(at, in_keys, 0.0), tl.load(at + G * K, in_keys, 0.0)
+        sums = tl.load(sums_TH + of_head, exists, 0.0)
+        last = tl.minimum(first + PIECE, end).to(tl.int64) - 1
+        total = tl.load(sums_TH + last * H + head)
+        before, none = state.to(dtype), tl.zeros([PIECE, V_BLOCK], tl.float32)
+        fresh = u.to(tl.float32) - dot(w, before, none)
+        o = dot(q, before, none) * tl.exp(sums)[:, None]
+        o = dot(seen, fresh.to(dtype), o)
+        tl.store(o_THV + of_head[:, None] * V + v[None, :], o.to(dtype), in_values)
+        fresh *= tl.where(exists, tl.exp(total - sums), 0.0)[:, None]
+        state = dot(tl.trans(key), fresh.to(dtype), state * tl.exp(total))
+    tl.store(state_at, state, in_state)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["starts_R1"])
+def gated_norm_kernel(
+    o_THV, z_THV, norm_V, starts_R1, x_THV, num_rows, z_stride, z_head_stride, eps,
+    H: tl.constexpr, V: tl.constexpr, V_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    nth, v = tl.program_id(0) * HEADS + tl.arange(0, HEADS), tl.arange(0, V_BLOCK)
+    token, head = (nth // H).to(tl.int64), nth % H
+    dtype = x_THV.dtype.element_ty
+    is_ours = (token >= tl.load(starts_R1)) & (token < tl.load(starts_R1 + num_rows))
+    inside = is_ours[:, None] & (v < V)[None, :]
+    at = (token * (H * V) + head * V)[:, None] + v[None, :]
+    o = tl.load(o_THV + at, inside, 0.0).to(tl.float32)
+    z_at = z_THV + (token * z_stride + head * z_head_stride)[:, None] + v[None, :]
+    z = tl.load(z_at, inside, 0.0).to(tl.float32)
+    weight = tl.load(norm_V + v, v < V, 0.0).to(tl.float32)
+    o = (o * tl.rsqrt(tl.sum(o * o, 1) / V + eps)[:, None]).to(dtype).to(tl.float32)
+    o = (o * weight[None, :]).to(dtype).to(tl.float32) * z * tl.sigmoid(z)
+    tl.store(x_THV + at, o.to(dtype), inside)
