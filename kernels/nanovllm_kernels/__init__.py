@@ -32,6 +32,8 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "paged_decode_cute": "nanovllm_kernels.paged_decode_cute_cases:PAGED_DECODE_CUTE",
     "paged_prefill": "nanovllm_kernels.paged_prefill:PAGED_PREFILL",
     "latent_decode": "nanovllm_kernels.latent_decode:LATENT_DECODE",
+    "latent_store": "nanovllm_kernels.latent_store_cases:STORE",
+    "rotate_heads": "nanovllm_kernels.latent_store_cases:HEADS",
     "gather_rows": "nanovllm_kernels.batch_prep:GATHER_ROWS",
     "apply_mask": "nanovllm_kernels.apply_mask:KERNEL",
     "draw": "nanovllm_kernels.sampling:DRAW",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.fp8_reference import FP8
-from nanovllm_kernels.reference import quantised
+from nanovllm_kernels.reference import quantised, rms_norm, summed
 
 MOST_8 = 448.0  # that float8_e4m3fn can be
 LEAST_SCALE = 2.0**-40  # of a latent of zeros
@@ -61,6 +61,41 @@ def stored(latent_TX: Tensor, rotated_TX: Tensor, pages_PSX: Tensor) -> Tensor:
     to_rotated_TX[:] = rotated_TX
     to_scales_T[:] = scales_T
     return rows_TX
+
+
+def latent_store(
+    qkv_TX: Tensor,
+    norm_weight_X: Tensor,
+    eps: float,
+    cos_sin_LA: Tensor,
+    positions_T: Tensor,
+    slot_mapping_T: Tensor,
+    pages_PSX: Tensor,
+) -> Tensor:
+    """q_TX, contiguous: what queries are made of. A token's product, or slices of it, is that, its
+    latent, which is normalised here, and what is rotated of its key; the two go to the cache.
+    """
+    (rank,), rotated = norm_weight_X.shape, cos_sin_LA.shape[1]
+    qkv_TX = summed(qkv_TX).to(qkv_TX.dtype)
+    q_TX, latent_TX, key_TA = qkv_TX.tensor_split([-rank - rotated, -rotated], 1)
+    latent_TX = rms_norm(latent_TX, norm_weight_X, eps)
+    key_TA = rotate_heads(key_TA, 1, cos_sin_LA, positions_T)[:, 0]
+    pages_PSX.flatten(0, 1)[slot_mapping_T] = stored(latent_TX, key_TA, pages_PSX)
+    return q_TX.contiguous()
+
+
+def rotate_heads(
+    q_TX: Tensor, num_heads: int, cos_sin_LA: Tensor, positions_T: Tensor
+) -> Tensor:
+    """q_THA of a product, or slices of it, which may be overwritten. Of a head's last elements, as
+    many as the table has columns, 2 i and 2 i + 1 are a pair.
+    """
+    cos_TA, sin_TA = cos_sin_LA[positions_T][:, None].chunk(2, -1)
+    q_THA = summed(q_TX).to(q_TX.dtype).unflatten(1, (num_heads, -1))
+    kept_THA, turned_THA = q_THA.tensor_split([-cos_sin_LA.shape[1]], 2)
+    a, b = turned_THA.float().unflatten(2, (-1, 2)).unbind(3)
+    pairs = torch.stack([a * cos_TA - b * sin_TA, b * cos_TA + a * sin_TA], 3)
+    return torch.cat([kept_THA, pairs.flatten(2).to(q_TX.dtype)], 2)
 
 
 def latent_decode(
