@@ -55,6 +55,7 @@ class Chunk(Struct, frozen=True, array_like=True):
     num_tokens: int
     samples: bool  # False for a chunk that stops short of the prompt's end
     save_to: int = -1  # checkpoint that receives the recurrent state after this chunk
+    start: int = 0  # so many of the slot's tokens come before
 
 
 class StepPlan(Struct, frozen=True, array_like=True):

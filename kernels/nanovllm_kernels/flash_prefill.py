@@ -57,6 +57,43 @@ def flash_prefill(
     return o_THA
 
 
+def flash_expanded(
+    q_THA: Tensor,
+    k_TGA: Tensor,
+    v_TGA: Tensor,
+    starts_R1: Tensor,
+    k_starts_R1: Tensor,
+    scale: float,
+    out_THA: Tensor,
+    *,
+    is_causal: bool,
+) -> Tensor:
+    """Fills out_THA, and returns lse_HT, the logarithms of the sums of exponentials of scores.
+
+    Row r's queries are starts_R1[r]:starts_R1[r + 1], and its keys k_starts_R1[r] to [r + 1], at
+    least one: a query sees all, or if `is_causal` those up to its own, its row's last as the last.
+    Compiles on first use both kinds.
+    """
+    lse_HT = torch.empty(q_THA.shape[1::-1], dtype=torch.float32, device=q_THA.device)
+    sizes = q_THA.shape[2], v_TGA.shape[2], bits(q_THA.dtype)
+    kinds = [compile_expanded(*sizes, kind) for kind in (0, 1)]
+    kinds[is_causal](
+        q_THA,
+        k_TGA,
+        v_TGA,
+        out_THA,
+        lse_HT,
+        scale,
+        starts_R1,
+        k_starts_R1,
+        None,
+        None,
+        None,
+        *UNUSED,
+    )
+    return lse_HT
+
+
 @CachedCompile
 def compile_causal(group: int, page_tokens: int, width: int, dtype_name: str) -> Compiled:
     """The causal forward kernel for `group` query heads per key/value head.
@@ -64,6 +101,23 @@ def compile_causal(group: int, page_tokens: int, width: int, dtype_name: str) ->
     Its arguments: q, k, v, o, no log-sum-exp, the scale, where each row's queries start, None,
     None, the rows' lengths, the page table, UNUSED. Needs no GPU, only to know of one.
     """
+    return compiled_forward((width, width), dtype_name, group, page_tokens, is_causal=True)
+
+
+@CachedCompile
+def compile_expanded(width: int, v_width: int, dtype_name: str, is_causal: int) -> Compiled:
+    """The forward kernel for as many heads of keys and of values as of queries, in no pages.
+
+    Its arguments: q, k, v, o, the log-sum-exp, the scale, where each row's queries start, and its
+    keys, None, None, None, UNUSED. Needs no GPU, only to know of one.
+    """
+    return compiled_forward((width, v_width), dtype_name, 1, 0, is_causal=bool(is_causal))
+
+
+def compiled_forward(
+    widths: tuple[int, int], dtype_name: str, group: int, page_tokens: int, *, is_causal: bool
+) -> Compiled:
+    """`page_tokens` 0: keys and values have no pages, and their rows starts."""
     import cutlass
     from cutlass import cute
     from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90  # imports torch.compile
@@ -71,13 +125,12 @@ def compile_causal(group: int, page_tokens: int, width: int, dtype_name: str) ->
     from quack.compile_utils import make_fake_stream, make_fake_tensor
 
     dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype_name]
-    tiles = _tile_size_fwd_sm90(width, width, True, False)
+    tiles = _tile_size_fwd_sm90(*widths, is_causal, False)
     kernel = FlashAttentionForwardSm90(
         dtype,
-        width,
-        width,
+        *widths,
         group,
-        is_causal=True,
+        is_causal=is_causal,
         pack_gqa=group > 1,
         tile_m=tiles.m_block_size,
         tile_n=tiles.n_block_size,
@@ -85,7 +138,7 @@ def compile_causal(group: int, page_tokens: int, width: int, dtype_name: str) ->
         num_threads=384,
         intra_wg_overlap=tiles.intra_wg_overlap,
         mma_pv_is_rs=tiles.mma_pv_is_rs,
-        paged_kv_non_tma=page_tokens != tiles.n_block_size,
+        paged_kv_non_tma=page_tokens not in (0, tiles.n_block_size),
     )
 
     def like(rank: int, dtype: Any) -> Any:  # noqa: ANN401
@@ -93,20 +146,21 @@ def compile_causal(group: int, page_tokens: int, width: int, dtype_name: str) ->
         sizes = tuple(cute.sym_int() for _ in range(rank))
         return make_fake_tensor(dtype, sizes, 8 if dtype.width == 16 else 1)
 
+    starts = like(1, cutlass.Int32)
+    rows = (starts, None, None, like(1, cutlass.Int32), like(2, cutlass.Int32))
+    if page_tokens == 0:
+        rows = (starts, like(1, cutlass.Int32), None, None, None)
+    rank = 4 if page_tokens else 3
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # of an unused argument
         compiled: Compiled = cute.compile(
             kernel,
             like(3, dtype),
-            like(4, dtype),
-            like(4, dtype),
+            like(rank, dtype),
+            like(rank, dtype),
             like(3, dtype),
-            None,
+            None if page_tokens else like(2, cutlass.Float32),
             1.0,
-            like(1, cutlass.Int32),
-            None,
-            None,
-            like(1, cutlass.Int32),
-            like(2, cutlass.Int32),
+            *rows,
             stream=make_fake_stream(),
             options="--enable-tvm-ffi",
         )

@@ -53,7 +53,7 @@ def case_of(plan_decode: PlanDecode, rows: Rows) -> Case:
         name = f"rows={len(lengths)} longest={max(lengths)} {shape} {bits(dtype)}"
         name += " newest" * rows.newest
         return Case(name, made, small=sum(lengths) < 1000 and rank * heads < 8192)
-    row = reference.row_size(rank, rotated, dtype, is_fp8=rows.is_fp8)
+    row = reference.row_size(rank, rotated, is_fp8=rows.is_fp8)
     num_bytes = row * (1 if rows.is_fp8 else dtype.itemsize) * sum(lengths)
     num_bytes += (2 * rank + rotated) * dtype.itemsize * heads * sum(rows.counts)
     new = zip(rows.counts, lengths, strict=True)
@@ -88,7 +88,7 @@ def latent_inputs(rows: Rows, device: torch.device) -> tuple[Tensor, ...]:
         numbers
         if not rows.is_fp8
         else numbers.new_empty(
-            1, 1, reference.row_size(rank, rotated, dtype, is_fp8=True), dtype=torch.uint8
+            1, 1, reference.row_size(rank, rotated, is_fp8=True), dtype=torch.uint8
         )
     )
     numbers[0, 1:] = torch.nan

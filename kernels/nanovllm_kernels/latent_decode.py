@@ -96,7 +96,7 @@ def latent_decode(
     assert width == 1 or starts_R1 is not None
     num_tokens, num_heads, rank = q_THX.shape
     rotated, num_lanes = rotated_THA.shape[2], len(plan_N5)
-    parts = reference.parts_of(pages_PSX, rank, rotated, q_THX.dtype)
+    parts = reference.parts_of(pages_PSX, rank, rotated)
     assert q_THX.stride(2) == rotated_THA.stride(2) == pages_PSX.stride(2) == 1
     assert page_table_RM.stride(1) == 1
     o_THX, partial_o, partial_lse = results_of(q_THX, num_lanes, out_THX, width)
@@ -236,7 +236,7 @@ def latent_decode_kernel(
             latents = tl.load(latents_PSX + at[:, None] + x[None, :], inside_x, 0.0).to(q.dtype)
             at = page * key_page_stride + token % S * key_stride
             inside_a = inside[:, None] & (a < A)[None, :]
-            keys = tl.load(keys_PSA + at[:, None] + a[None, :], inside_a, 0.0)
+            keys = tl.load(keys_PSA + at[:, None] + a[None, :], inside_a, 0.0).to(rotated.dtype)
             s = dot(latents, q, tl.zeros([BLOCK, TILE], tl.float32))
             if scales_PS is not None:  # as far apart as the rows are, in float32
                 at_scale = page * (page_stride // 4) + token % S * (token_stride // 4)

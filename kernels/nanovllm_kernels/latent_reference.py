@@ -1,9 +1,9 @@
 """Attention in the space of latents in float32, row by row, and what pages of latents look like.
 
 A token has one row in the cache, for all heads: its normalised latent, then the rotated part of its
-key. In 8 bits the row is bytes: the latent in float8_e4m3fn, the rotated part as it was, the scale
-of the token's latent in float32, and as many more as make it a multiple of 16. The rotated part is
-no smaller, because its few numbers decide where a head looks.
+key. In 8 bits the row is bytes: the latent in float8_e4m3fn, the rotated part in bfloat16, the
+scale of the token's latent in float32, and as many more as make it a multiple of 16. The rotated
+part has 16 bits, because its few numbers decide where a head looks.
 """
 
 from __future__ import annotations
@@ -18,24 +18,20 @@ MOST_8 = 448.0  # that float8_e4m3fn can be
 LEAST_SCALE = 2.0**-40  # of a latent of zeros
 
 
-def row_size(rank: int, rotated: int, dtype: torch.dtype, *, is_fp8: bool) -> int:
+def row_size(rank: int, rotated: int, *, is_fp8: bool) -> int:
     """The elements of a token's row: bytes in 8 bits, else of the model's dtype."""
-    if not is_fp8:
-        return rank + rotated
-    return -(-(rank + rotated * dtype.itemsize + torch.float32.itemsize) // 16) * 16
+    return -(-(rank + 2 * rotated + 4) // 16) * 16 if is_fp8 else rank + rotated
 
 
-def parts_of(
-    rows_XX: Tensor, rank: int, rotated: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def parts_of(rows_XX: Tensor, rank: int, rotated: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Views of rows, of whatever dimensions before the last: their latents, what is rotated, and
-    the scales, which have no last dimension. `dtype`: the model's.
+    the scales, which have no last dimension.
     """
     if rows_XX.dtype != torch.uint8:
         return rows_XX[..., :rank], rows_XX[..., rank : rank + rotated], None
-    behind = rank + rotated * dtype.itemsize
-    scales = rows_XX.view(torch.float32)[..., behind // torch.float32.itemsize]
-    rotated_XX = rows_XX.view(dtype)[..., rank // dtype.itemsize :][..., :rotated]
+    assert rank % 4 == rotated % 2 == 0
+    scales = rows_XX.view(torch.float32)[..., (rank + 2 * rotated) // 4]
+    rotated_XX = rows_XX.view(torch.bfloat16)[..., rank // 2 : rank // 2 + rotated]
     return rows_XX.view(FP8)[..., :rank], rotated_XX, scales
 
 
@@ -43,9 +39,10 @@ def dequantised(rows_TX: Tensor, rank: int, rotated: int, dtype: torch.dtype) ->
     """Rows of the cache as their numbers, in the model's dtype: the latent, what is rotated."""
     if rows_TX.dtype != torch.uint8:
         return rows_TX
-    latent_TX, rotated_TX, scales_T = parts_of(rows_TX, rank, rotated, dtype)
+    latent_TX, rotated_TX, scales_T = parts_of(rows_TX, rank, rotated)
     assert scales_T is not None
-    return torch.cat([(latent_TX.float() * scales_T[..., None]).to(dtype), rotated_TX], -1)
+    latent_TX = (latent_TX.float() * scales_T[..., None]).to(dtype)
+    return torch.cat([latent_TX, rotated_TX.to(dtype)], -1)
 
 
 def stored(latent_TX: Tensor, rotated_TX: Tensor, pages_PSX: Tensor) -> Tensor:
@@ -53,7 +50,7 @@ def stored(latent_TX: Tensor, rotated_TX: Tensor, pages_PSX: Tensor) -> Tensor:
     if pages_PSX.dtype != torch.uint8:
         return torch.cat([latent_TX, rotated_TX], 1)
     rows_TX = pages_PSX.new_zeros(len(latent_TX), pages_PSX.shape[2])
-    sizes = latent_TX.shape[1], rotated_TX.shape[1], rotated_TX.dtype
+    sizes = latent_TX.shape[1], rotated_TX.shape[1]
     to_latent_TX, to_rotated_TX, to_scales_T = parts_of(rows_TX, *sizes)
     assert to_scales_T is not None
     scales_T = (latent_TX.float().abs().amax(1) / MOST_8).clamp(min=LEAST_SCALE)
@@ -84,9 +81,7 @@ def latent_store(
     return q_TX.contiguous()
 
 
-def rotate_heads(
-    q_TX: Tensor, num_heads: int, cos_sin_LA: Tensor, positions_T: Tensor
-) -> Tensor:
+def rotate_heads(q_TX: Tensor, num_heads: int, cos_sin_LA: Tensor, positions_T: Tensor) -> Tensor:
     """q_THA of a product, or slices of it, which may be overwritten. Of a head's last elements, as
     many as the table has columns, 2 i and 2 i + 1 are a pair.
     """
@@ -123,7 +118,7 @@ def latent_decode(
     for row, length in enumerate(lengths_R.tolist()):
         queries = slice(starts[row], starts[row + 1])
         pages = page_table_RM[row, : -(-length // pages_PSX.shape[1])].long()
-        parts = parts_of(pages_PSX[pages].flatten(0, 1)[:length], rank, rotated, q_THX.dtype)
+        parts = parts_of(pages_PSX[pages].flatten(0, 1)[:length], rank, rotated)
         latents_LX, keys_LA = parts[0].float(), parts[1].float()
         if parts[2] is not None:
             latents_LX = latents_LX * parts[2][:, None]

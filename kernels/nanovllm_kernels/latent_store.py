@@ -35,7 +35,7 @@ def latent_store(
     assert pages_PSX.stride(0) == pages_PSX.shape[1] * pages_PSX.stride(1)
     assert qkv_TX.stride(-1) == pages_PSX.stride(2) == 1
     q_TX = torch.empty(num_tokens, width, dtype=qkv_TX.dtype, device=qkv_TX.device)
-    parts, waits = parts_of(pages_PSX, rank, rotated, qkv_TX.dtype), follows_few(qkv_TX)
+    parts, waits = parts_of(pages_PSX, rank, rotated), follows_few(qkv_TX)
     latent_store_kernel[(num_tokens * (1 + triton.cdiv(width, COPIED)),)](
         qkv_TX,
         norm_weight_X,
@@ -65,9 +65,7 @@ def latent_store(
     return q_TX
 
 
-def rotate_heads(
-    q_TX: Tensor, num_heads: int, cos_sin_LA: Tensor, positions_T: Tensor
-) -> Tensor:
+def rotate_heads(q_TX: Tensor, num_heads: int, cos_sin_LA: Tensor, positions_T: Tensor) -> Tensor:
     num_tokens, head_size = q_TX.shape[-2], q_TX.shape[-1] // num_heads
     q_THA = q_TX if q_TX.ndim == 2 else torch.empty_like(q_TX[0])
     assert q_TX.is_contiguous()
@@ -154,12 +152,16 @@ def latent_store_kernel(
     qkv_TX += token * qkv_stride
     if part > 0:
         n = (part - 1) * COPIED + tl.arange(0, COPIED)
-        tl.store(q_TX + token * WIDTH + n, summed(qkv_TX + n, n < WIDTH, slice_stride, SLICES), n < WIDTH)
+        tl.store(
+            q_TX + token * WIDTH + n, summed(qkv_TX + n, n < WIDTH, slice_stride, SLICES), n < WIDTH
+        )
     else:
         slot = tl.load(slot_mapping_T + token)
         n = tl.arange(0, X_BLOCK)
         x = summed(qkv_TX + WIDTH + n, n < X, slice_stride, SLICES)
-        scaled = x.to(tl.float32) * tl.rsqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 0) / X + eps)
+        scaled = x.to(tl.float32) * tl.rsqrt(
+            tl.sum(x.to(tl.float32) * x.to(tl.float32), 0) / X + eps
+        )
         weight = tl.load(norm_weight_X + n, n < X, 0.0).to(tl.float32)
         y = (scaled.to(x.dtype).to(tl.float32) * weight).to(x.dtype)
         if scales_PS is not None:
@@ -173,8 +175,8 @@ def latent_store_kernel(
         of_key, at = a < HALF, qkv_TX + WIDTH + X + 2 * a
         x, y = rotated(at, of_key, slice_stride, angles, of_key, SLICES, HALF)
         to = keys_PSA + slot * key_stride + 2 * a
-        tl.store(to, x, of_key)
-        tl.store(to + 1, y, of_key)
+        tl.store(to, x.to(to.dtype.element_ty), of_key)
+        tl.store(to + 1, y.to(to.dtype.element_ty), of_key)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ def store_inputs(
     """`sizes`: tokens, columns for queries, the latent's, the rotated. Cells are scattered."""
     T, width, rank, rotated = sizes
     qkv = normal(device, *(slices,) * (slices > 1), T, width + rank + rotated, dtype=dtype)
-    row = reference.row_size(rank, rotated, dtype, is_fp8=is_fp8)
+    row = reference.row_size(rank, rotated, is_fp8=is_fp8)
     pages = torch.zeros(T // 16 + 2, 16, row, dtype=torch.uint8 if is_fp8 else dtype, device=device)
     slots = torch.randperm(16 * len(pages), generator=torch.Generator().manual_seed(5))[:T]
     weight = normal(device, rank, dtype=dtype, seed=1)

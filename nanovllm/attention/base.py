@@ -13,11 +13,13 @@ knows what a cache is, what a kind takes besides, or that its result has the sha
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
+
+from nanovllm.plan import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,12 @@ class Batch:
     lengths_R: Tensor  # int32, tokens of the request including this step's
     page_table_RM: Tensor  # int32; entries past the request's pages are 0
     sampled_at: Tensor | None  # int64: where in T rows predict from, at least one; None: at all
-    num_rows: int
     num_decodes: int  # so many rows, the first ones, feed their newest token and its drafts
     num_decode_tokens: int  # so many tokens, the first ones, are theirs
     decode_width: int  # the most tokens that one of them may feed; 1: each feeds one
     max_new: int  # the most tokens that any row feeds
     max_length: int  # an upper bound of lengths_R, on the host
+    planned: Sequence[Chunk] = ()  # of the rows that are no decode rows; of padding there are none
 
     def sampled(self, x_TX: Tensor) -> Tensor:
         """The lines that rows predict from."""
@@ -55,7 +57,7 @@ class Batch:
 
     def chunks(self) -> Batch:
         """The prompt chunks alone, among the tokens of the whole step."""
-        rows = self._rows(self.num_decodes, self.num_rows)
+        rows = self._rows(self.num_decodes, len(self.lengths_R))
         return replace(rows, num_decodes=0, num_decode_tokens=0)
 
     def _rows(self, start: int, stop: int) -> Batch:
@@ -65,7 +67,6 @@ class Batch:
             starts_R1=self.starts_R1[start : stop + 1],
             lengths_R=self.lengths_R[start:stop],
             page_table_RM=self.page_table_RM[start:stop],
-            num_rows=stop - start,
         )
 
 

@@ -20,6 +20,10 @@ DECODE = {  # importing the second takes a second
     "triton": "nanovllm_kernels.paged_decode",
     "cute": "nanovllm_kernels.paged_decode_cute",
 }
+LATENT_DECODE = {
+    "triton": "nanovllm_kernels.latent_decode",
+    "cute": "nanovllm_kernels.latent_decode_cute",
+}
 PREFERRED = {"cuda": ("flash", "triton", "torch"), "cpu": ("torch",)}  # by device type
 
 
@@ -37,6 +41,7 @@ def choose_backend(
     passed_over: list[str] = []
     like = pageless(layout, page_tokens, dtype)
     asked = kernels.attention
+    modules = LATENT_DECODE if layout.paged[0].v_size == 0 else DECODE
     known = [name for name in PREFERRED[device.type] if name in BACKENDS]
     for name in known if asked == "auto" else (asked,):
         backend = resolve(BACKENDS, name)
@@ -59,7 +64,7 @@ def choose_backend(
             passed_over += [f"decode by cute: {reason}"] if reason else []
             decode = "triton" if reason else "cute"
         chosen = replace(kernels, attention=name, decode=decode)
-        found = backend(like, import_module(DECODE[decode]))
+        found = backend(like, import_module(modules[decode]))
         return found, chosen, "; ".join(passed_over)
     raise ConfigError(f"kernels.attention: {'; '.join(passed_over)}")
 
@@ -72,6 +77,17 @@ def cute_obstacle(
         return "it is for Hopper GPUs"
     if find_spec("cutlass") is None:
         return "the package nvidia-cutlass-dsl is not installed"
-    kernel, width = import_module(DECODE["cute"]), layout.paged[0].k_size
-    reason: str | None = kernel.obstacle(page_tokens, width, dtype)
+    group = layout.paged[0]
+    reason: str | None
+    if group.v_size == 0:  # how many heads there are is seen when they are there
+        if find_spec(LATENT_DECODE["cute"]) is None:
+            return "there is none for latents"
+        kernel, rotated, is_fp8 = (
+            import_module(LATENT_DECODE["cute"]),
+            64,
+            group.bytes_per_element == 1,
+        )
+        reason = kernel.obstacle(64, group.k_size - rotated, rotated, page_tokens, dtype, is_fp8)
+    else:
+        reason = import_module(DECODE["cute"]).obstacle(page_tokens, group.k_size, dtype)
     return reason

@@ -15,6 +15,7 @@ from nanovllm_kernels.paged_prefill import paged_prefill
 
 from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.grouped import PagedKV
+from nanovllm.attention.latent_rows import bind_latents
 from nanovllm.attention.paged import DecodeKernel, RowsAttend, bind_rows, obstacle_of_shapes
 from nanovllm.kv.layout import CacheLayout
 
@@ -37,6 +38,8 @@ class FlashPaged:
         if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
             return "the package flash-attn-4 is not installed"
         for group in layout.paged:
+            if group.v_size == 0:
+                continue  # what is expanded of it may have any sizes
             if group.bytes_per_element > 2:
                 return "flash-attn-4 computes in bfloat16; the cache is wider"
             if max(group.k_size, group.v_size) > MAX_HEAD_SIZE or group.k_size % 16:
@@ -44,6 +47,8 @@ class FlashPaged:
         return obstacle_of_shapes(layout)
 
     def bind(self, batch: Batch) -> Attend:
+        if self.like.width == 0:
+            return bind_latents(batch, self.like.k_PSGA.shape[1], self.decode, expands=True)
         return bind_rows(self.like, batch, self._bind_chunks, self.decode)
 
     def _bind_chunks(self, batch: Batch) -> Attend:

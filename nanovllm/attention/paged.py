@@ -47,7 +47,7 @@ def bind_rows(
     if width > 1:
         paged_decode = partial(paged_decode, starts_R1=rows.starts_R1, width=width)
     decode = RowsAttend(paged_decode, (rows.page_table_RM, rows.lengths_R, plan))
-    if at == batch.num_rows:
+    if at == len(batch.lengths_R):
         return decode
     return Both(decode, bind_chunks(batch.chunks()), batch.num_decode_tokens)
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from nanovllm_kernels.fp8_reference import FP8
+from nanovllm_kernels.latent_reference import dequantised
 from torch import Tensor
 
 from nanovllm.attention.base import Batch
@@ -138,7 +139,9 @@ def attend_in_latents(
     group: RowGroup, q_THA: Tensor, cache: Latents, copies: tuple[Copy, Copy]
 ) -> Tensor:
     copied_PSX = copies[0].of(cache.pages_PSX, group.pages_X)
-    latents_RCX = copied_PSX.view(group.num_rows, -1, copied_PSX.shape[2])
+    rank, rotated = cache.key_HAX.shape[2], q_THA.shape[2] - cache.key_HAX.shape[1]
+    rows_RCX = copied_PSX.view(group.num_rows, -1, copied_PSX.shape[2])
+    latents_RCX = dequantised(rows_RCX, rank, rotated, q_THA.dtype)
     latents_RCX[group.dirt] = 0
     q_RNHA = q_THA.reshape(group.num_rows, group.num_new, *q_THA.shape[1:])
     return attend_latents(q_RNHA, latents_RCX, group.seen_R1NC, cache).flatten(0, 1)

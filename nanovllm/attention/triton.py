@@ -9,6 +9,7 @@ from nanovllm_kernels.paged_prefill import paged_prefill
 
 from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.grouped import PagedKV
+from nanovllm.attention.latent_rows import bind_latents
 from nanovllm.attention.paged import DecodeKernel, RowsAttend, bind_rows, obstacle_of_shapes
 from nanovllm.kv.layout import CacheLayout
 
@@ -29,11 +30,15 @@ class TritonPaged:
         if device.type != "cuda" and not INTERPRETED:
             return f"Triton's kernels run on a GPU, not on {device.type}"
         group = layout.paged[0]
+        if group.v_size == 0:
+            return obstacle_of_shapes(layout)
         if group.k_size != group.v_size or group.k_size > MAX_HEAD_SIZE:
             return f"keys and values must be equally wide, at most {MAX_HEAD_SIZE}"
         return obstacle_of_shapes(layout)
 
     def bind(self, batch: Batch) -> Attend:
+        if self.like.width == 0:
+            return bind_latents(batch, self.like.k_PSGA.shape[1], self.decode, expands=False)
         return bind_rows(self.like, batch, bind_chunks, self.decode)
 
 

@@ -11,7 +11,8 @@ from msgspec import Struct
 class PagedGroup(Struct, frozen=True):
     """Layers whose keys and values share a geometry (per rank).
 
-    Latents are one head of keys, and values of no elements, which are made of the same.
+    Latents are one head of keys, and values of no elements, which are made of the same. In 8 bits
+    their elements are the bytes of a token's row: nanovllm_kernels.latent_reference.
     """
 
     layers: tuple[int, ...]

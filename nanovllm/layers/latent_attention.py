@@ -6,11 +6,11 @@ cache; heads are cut over ranks.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
-from nanovllm_kernels.fp8_reference import Scaled
-from nanovllm_kernels.reference import rotate, summed
+from nanovllm_kernels.fp8_reference import FP8, Scaled
 from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext
@@ -19,9 +19,11 @@ from nanovllm.attention.latent import LatentHeads, Latents
 from nanovllm.layers.fp8 import block_rows_of, to_fp8
 from nanovllm.layers.linear import AddLinear, Layer, Linear, NormLinear, Placement, parameter
 from nanovllm.layers.ops import Ops
-from nanovllm.layers.residual import Added, Product, Residual, as_tensor
+from nanovllm.layers.residual import Added, Residual, as_tensor
 from nanovllm.parallel.mesh import Mesh, Span
 
+REFERENCE = "nanovllm_kernels.latent_reference"
+KERNELS = {"nanovllm_kernels.rope_store": "nanovllm_kernels.latent_store"}
 EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
 
 
@@ -46,7 +48,9 @@ class LatentAttention(Layer):
         self, sizes: Sizes, eps: float, scale: float, is_last: bool, mesh: Mesh, ops: Ops
     ) -> None:
         super().__init__()
-        self.sizes, self.scale, self.is_last, self.ops = sizes, scale, is_last, ops
+        self.sizes, self.scale, self.is_last = sizes, scale, is_last
+        # The recipe's rope_store chooses what does the same for latents, too.
+        self.kernels = import_module(KERNELS.get(ops.rope_store.__module__, REFERENCE))
         heads = mesh.span("num_attention_heads", sizes.heads)
         q, cached = heads.of_width(sizes.key + sizes.rotated), sizes.rank + sizes.rotated
         first = q if sizes.query_rank is None else whole(sizes.query_rank)
@@ -65,24 +69,23 @@ class LatentAttention(Layer):
         """
         weight_HXX = self.kv_b.dequantised().unflatten(0, (-1, self.sizes.key + self.sizes.value))
         key_HAX, value_HAX = weight_HXX.split([self.sizes.key, self.sizes.value], 1)
-        self.attend.cache = Latents(cache.k_PSGA[:, :, 0], key_HAX, value_HAX, self.scale)
+        pages_PSX = cache.k_PSGA[:, :, 0]
+        if pages_PSX.dtype == FP8:  # rows of which only a part has 8 bits
+            pages_PSX = pages_PSX.view(torch.uint8)
+        self.attend.cache = Latents(pages_PSX, key_HAX, value_HAX, self.scale)
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
         """The residual stream with what attention gives. May overwrite what it is given."""
-        batch, (rank, key, rotated) = ctx.batch, self.sizes[3:6]
+        batch, cache = ctx.batch, self.attend.cache
         products = self.latents or self.qkv
         assert products is not None
         qkv, stream = products(residual)
-        qkv_TX = unsliced(qkv, stream.stream_TD.dtype)
-        q_TX, latent_TX, shared_TX = qkv_TX.tensor_split([-rank - rotated, -rotated], 1)
+        where = cos_sin_LA, batch.positions_T
+        norm, slots_T = (self.kv_norm, EPS), batch.slot_mapping_T
+        q_TX = self.kernels.latent_store(as_tensor(qkv), *norm, *where, slots_T, cache.pages_PSX)
         if self.q_b is not None:
-            q_TX = unsliced(self.q_b(Added(q_TX.contiguous()))[0], q_TX.dtype)
-        cos_sin_TA = cos_sin_LA[batch.positions_T]
-        latent_TX = self.ops.rms_norm(latent_TX.contiguous(), self.kv_norm, EPS)
-        cached_TX = torch.cat([latent_TX, in_pairs(shared_TX[:, None], cos_sin_TA)[:, 0]], 1)
-        self.attend.cache.pages_PSX.flatten(0, 1)[batch.slot_mapping_T] = cached_TX
-        q_THA = q_TX.unflatten(1, (-1, key + rotated))
-        q_THA = torch.cat([q_THA[..., :key], in_pairs(q_THA[..., key:], cos_sin_TA)], 2)
+            q_TX = as_tensor(self.q_b(Added(q_TX))[0])
+        q_THA = self.kernels.rotate_heads(q_TX, len(cache.key_HAX), *where)
         o_TX = ctx.eager(self.attend, ctx, q_THA).flatten(1)
         if self.is_last and not ctx.all_hidden:
             o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))
@@ -90,11 +93,12 @@ class LatentAttention(Layer):
         return after
 
     def elements(self) -> int:
-        """How many of a token are allocated at once beside the stream."""
+        """How many of a token are allocated at once beside the stream: products, and what chunks
+        are expanded to, with twice the result.
+        """
         made = [len(part.weight) for part in (self.qkv, self.latents, self.q_b) if part is not None]
-        given = self.out.weight.shape[1]
-        queries = given // self.sizes.value * (self.sizes.key + self.sizes.rotated)
-        return sum(made) + queries + given
+        heads = self.out.weight.shape[1] // self.sizes.value
+        return sum(made) + heads * sum(self.sizes[4:]) + 2 * heads * self.sizes.value
 
 
 class KeysValues(Linear):
@@ -124,14 +128,3 @@ class KeysValues(Linear):
 
 def whole(count: int) -> Span:
     return Span(count, 0, count)
-
-
-def unsliced(product: Product, dtype: torch.dtype) -> Tensor:
-    return summed(as_tensor(product)).to(dtype)
-
-
-def in_pairs(x_THA: Tensor, cos_sin_TA: Tensor) -> Tensor:
-    """Rotates interleaved: elements 2 i and 2 i + 1 are a pair. The results' first elements come
-    first, which is another order of a head, of keys as of queries.
-    """
-    return rotate(x_THA.unflatten(-1, (-1, 2)).mT.flatten(-2), cos_sin_TA)

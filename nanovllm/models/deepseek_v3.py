@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from nanovllm_kernels.latent_reference import row_size
 from nanovllm_kernels.route_reference import Routing
 
 from nanovllm.attention.grouped import PagedKV
@@ -174,13 +175,11 @@ class DeepseekV3(Decoder):
 
     @staticmethod
     def cache_layout(config: DecoderConfig, mesh: Mesh, dtype_bytes: int) -> CacheLayout:
-        """One head of latents, the same on every rank, and no values.
-
-        Raises ConfigError if they are to have 8 bits.
-        """
+        """One head of latents, the same on every rank, and no values."""
         assert isinstance(config, DeepseekV3Config)
-        if dtype_bytes == 1:
-            raise ConfigError("cache.dtype is fp8; latents can only have the model's own: auto")
-        width = config.kv_lora_rank + config.qk_rope_head_dim
+        sizes = config.kv_lora_rank, config.qk_rope_head_dim
+        if dtype_bytes == 1 and (sizes[0] % 4 or sizes[1] % 2):
+            raise ConfigError(f"cache.dtype is fp8, but kv_lora_rank is {sizes[0]}; use auto")
+        width = row_size(*sizes, is_fp8=dtype_bytes == 1)
         layers = tuple(range(config.num_hidden_layers))
         return CacheLayout(paged=(PagedGroup(layers, 1, width, 0, dtype_bytes),))

@@ -8,7 +8,7 @@ graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import Batch
-from nanovllm.plan import Int32, StepPlan
+from nanovllm.plan import Chunk, Int32, StepPlan
 from nanovllm.registry import resolve
 from nanovllm.runner.slots import Slots
 from nanovllm.runner.upload import upload_together
@@ -52,6 +52,7 @@ class StepRows:
     num_tokens: int
     max_new: int
     max_length: int
+    chunks: Sequence[Chunk] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -121,6 +122,7 @@ class RowBuilder:
             num_tokens=int(stops[-1]),
             max_new=int(counts.max()),
             max_length=plan.max_length,
+            chunks=plan.chunks,
         )
 
     def padded(self, num_tokens: int, width: int, max_length: int) -> StepRows:
@@ -170,7 +172,7 @@ class BatchPrep:
 
     def gather(self, rows: StepRows) -> Batch:
         """Device work only: capturable for decode rows."""
-        slots, num_rows = self.slots, len(rows.slots_R)
+        slots = self.slots
         num_pages = min(-(-rows.max_length // slots.page_tokens), slots.max_pages)
         if rows.is_decode:
             state = slots.lengths_N, slots.tokens_NL, slots.pages_NM, slots.page_tokens, num_pages
@@ -182,7 +184,7 @@ class BatchPrep:
         ids_T, positions_T, slot_mapping_T, slots_T, starts_R1, lengths_R, table_RM = of_tokens
         tensors = ids_T, positions_T, slot_mapping_T, slots_T, rows.slots_R, starts_R1, lengths_R
         sizes = rows.num_decodes, rows.num_decode_tokens, rows.width, rows.max_new, rows.max_length
-        return Batch(*tensors, table_RM, rows.sampled_at, num_rows, *sizes)
+        return Batch(*tensors, table_RM, rows.sampled_at, *sizes, rows.chunks)
 
     def write_back(
         self, rows: StepRows, batch: Batch, tokens_S: Tensor, accept: tuple[Tensor, Tensor] | None
@@ -204,7 +206,7 @@ def rowless(inputs_4T: Tensor, sampled_at: Tensor) -> Batch:
     ids_T, positions_T, slot_mapping_T, slots_T = inputs_4T
     none = torch.empty(0, dtype=torch.int32, device=inputs_4T.device)
     rows = slots_T, none, none, none, none
-    return Batch(ids_T, positions_T, slot_mapping_T, *rows, sampled_at, 0, 0, 0, 1, 0, 0)
+    return Batch(ids_T, positions_T, slot_mapping_T, *rows, sampled_at, 0, 0, 1, 0, 0)
 
 
 def gather_chunks(rows: StepRows, slots: Slots, num_pages: int) -> tuple[Tensor, ...]:

@@ -168,7 +168,7 @@ class Queue:
         end, save_to = self.memory.cut(request.id, done, end, waiting)
         self.decoding.planned[request.slot] = end
         self.memory.expect(request.id, end)
-        plan.chunks.append(Chunk(request.slot, end - done, end >= until, save_to))
+        plan.chunks.append(Chunk(request.slot, end - done, end >= until, save_to, done))
         plan.chunked.append(request)
         plan.budget -= end - done
         plan.num_tokens += end - done

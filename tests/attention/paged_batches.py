@@ -12,6 +12,7 @@ from torch import Tensor
 from nanovllm.attention.base import Batch
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.kv.layout import CacheLayout, PagedGroup
+from nanovllm.plan import Chunk
 
 Heads = tuple[int, int, int]  # query heads, key/value heads, width
 
@@ -46,12 +47,15 @@ def make_batch(
         lengths_R=lengths_R,
         page_table_RM=table_RM,
         sampled_at=unused,
-        num_rows=len(lengths),
         num_decodes=len(decodes),
         num_decode_tokens=sum(decodes),
         decode_width=width,
         max_new=max(new),
         max_length=max(lengths),
+        planned=[
+            Chunk(row, new[row], True, start=lengths[row] - new[row])
+            for row in range(len(decodes), len(new))
+        ],
     )
     return q_THA, cache, batch
 

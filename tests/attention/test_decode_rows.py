@@ -121,5 +121,5 @@ def test_each_part_of_a_batch_knows_its_rows() -> None:
     decodes, chunks = batch.decodes(), batch.chunks()
     assert decodes.slots_R.tolist() == [0, 1, 2] and chunks.slots_R.tolist() == [3]
     assert decodes.starts_R1.tolist() == [0, 1, 4, 6] and chunks.starts_R1.tolist() == [6, 46]
-    assert (decodes.num_rows, decodes.num_decodes, decodes.num_decode_tokens) == (3, 3, 6)
-    assert (chunks.num_rows, chunks.num_decodes, chunks.num_decode_tokens) == (1, 0, 0)
+    assert (len(decodes.lengths_R), decodes.num_decodes, decodes.num_decode_tokens) == (3, 3, 6)
+    assert (len(chunks.lengths_R), chunks.num_decodes, chunks.num_decode_tokens) == (1, 0, 0)

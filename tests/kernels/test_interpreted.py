@@ -112,7 +112,9 @@ def test_results_go_where_they_are_wanted_and_padding_changes_nothing(rows) -> N
     q_THA, cache, batch = make_batch(*rows, (4, 2, 64), 16, torch.float32, CPU)
     attend = TritonPaged(cache).bind(batch)
     expected_THA, num_tokens = attend(cache, q_THA), len(q_THA)
-    if batch.num_decodes < batch.num_rows:  # a step of decode rows is never padded with tokens
+    if batch.num_decodes < len(
+        batch.lengths_R
+    ):  # a step of decode rows is never padded with tokens
         q_THA = torch.cat((q_THA, torch.full_like(q_THA[:7], 1e3)))
     out_THA = torch.empty_like(q_THA)
     assert attend(cache, q_THA, out_THA) is out_THA

@@ -42,8 +42,8 @@ test_in_the_interpreter.__test__ = not INTERPRETED
 
 
 def test_rows_of_r1() -> None:
-    assert reference.row_size(512, 64, BF16, is_fp8=False) == 576
-    assert reference.row_size(512, 64, BF16, is_fp8=True) == 512 + 2 * 64 + 16 == 656
+    assert reference.row_size(512, 64, is_fp8=False) == 576
+    assert reference.row_size(512, 64, is_fp8=True) == 512 + 2 * 64 + 16 == 656
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
@@ -52,8 +52,8 @@ def test_rows_in_8_bits_are_as_near_as_8_bits_can_be(dtype: torch.dtype) -> None
     sizes = 2.0 ** torch.arange(-30, 20)[:, None]
     latent_TX = (torch.randn(50, 64, generator=generator) * sizes).to(dtype)
     latent_TX[3] = 0
-    rotated_TA = torch.randn(50, 24, generator=generator).to(dtype)
-    width = reference.row_size(64, 24, dtype, is_fp8=True)
+    rotated_TA = torch.randn(50, 24, generator=generator).to(BF16).to(dtype)
+    width = reference.row_size(64, 24, is_fp8=True)
     like = torch.empty(1, 1, width, dtype=torch.uint8)
     rows_TX = reference.stored(latent_TX, rotated_TA, like)
     assert rows_TX.shape == (50, width) and rows_TX.dtype == torch.uint8

@@ -93,7 +93,6 @@ def ours(attention: MiniMaxM2Attention, x_TD: Tensor, mesh: Mesh) -> Tensor:
         lengths_R=torch.tensor([TOKENS], dtype=torch.int32),
         page_table_RM=torch.arange(1, 5, dtype=torch.int32)[None],
         sampled_at=None,
-        num_rows=1,
         num_decodes=0,
         num_decode_tokens=0,
         decode_width=1,

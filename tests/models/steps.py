@@ -16,6 +16,7 @@ from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import default_dtype, fill
 from nanovllm.parallel.mesh import Mesh
+from nanovllm.plan import Chunk
 from nanovllm.sampling.shards import Shard
 from tests.models.tiny import config_of
 
@@ -102,10 +103,10 @@ class Steps:
             lengths_R=torch.tensor(lengths, dtype=torch.int32),
             page_table_RM=table,
             sampled_at=torch.arange(starts[-1]).flip(0),  # any order but the trivial one
-            num_rows=len(rows),
             num_decodes=0,
             num_decode_tokens=0,
             decode_width=1,
             max_new=max(counts),
             max_length=max(lengths),
+            planned=[Chunk(row, counts[row], True, start=int(spans[row][0])) for row in rows],
         )

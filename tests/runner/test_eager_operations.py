@@ -76,7 +76,7 @@ def step(counts: list[int], seed: int) -> Batch:
     starts = torch.tensor([0, *counts]).cumsum(0)
     ids = torch.randint(1, 50, (sum(counts),), generator=torch.Generator().manual_seed(seed))
     rows = torch.arange(len(counts)) + 5, starts.int(), torch.tensor(counts).int()
-    table, shape = torch.zeros(len(counts), 1).int(), (len(counts), 0, 0, 1, max(counts), 8)
+    table, shape = torch.zeros(len(counts), 1).int(), (0, 0, 1, max(counts), 8)
     return Batch(ids, ids, ids, ids, *rows, table, starts[1:] - 1, *shape)
 
 

@@ -1,0 +1,222 @@
+"""Latents on a GPU: decode rows absorbed by our own kernel, prompt chunks absorbed or expanded.
+
+Knows shapes and launches; the arithmetic is in nanovllm_kernels, and in batched products of the
+library, which write where the next kernel reads.
+
+Decision: chunks are absorbed or expanded by which takes fewer operations, where one of the absorbed
+counts for SLOWER, as its kernel reaches so much less of what the card can do than flash-attn-4.
+The host knows all that this depends on. Expanded are a step's own tokens, at once, and what of
+their rows was cached before, in pieces: memory is bounded whatever the context's length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from nanovllm_kernels import latent_decode as triton_decode
+from nanovllm_kernels.latent_reference import dequantised
+from torch import Tensor
+
+from nanovllm.attention.base import Attend, Batch
+from nanovllm.attention.latent import Latents
+from nanovllm.attention.paged import Both
+
+PIECE = 4096  # cached tokens that are expanded at once: 0.35 GB of 128 heads
+GROUP = 16  # tokens of a chunk that are absorbed as if they were a decode row
+MOST_ABSORBED = 1024  # tokens of chunks in a step: 256 MB of 128 heads
+SLOWER = 2
+
+
+def bind_latents(batch: Batch, page_tokens: int, kernel: ModuleType, *, expands: bool) -> Attend:
+    """`kernel`: a module as nanovllm_kernels.latent_decode is. `expands`: flash-attn-4 is there."""
+    at = batch.num_decode_tokens
+    rows = batch.decodes()
+    drafted = rows.starts_R1 if batch.decode_width > 1 else None
+    width = batch.decode_width
+    decode = Absorbed(kernel, rows.page_table_RM, rows.lengths_R, drafted, width)
+    if batch.num_decodes == len(batch.lengths_R):
+        return decode
+    chunks = Chunks(batch.chunks(), page_tokens, at, expands=expands)
+    return Both(decode, chunks, at) if at else chunks
+
+
+@dataclass(slots=True)
+class Absorbed:
+    """Rows of few tokens each, all in the space of latents."""
+
+    kernel: ModuleType
+    page_table_RM: Tensor
+    lengths_R: Tensor
+    starts_R1: Tensor | None  # None: each has one
+    width: int
+    plan: Any = None  # of the first layer's call: all are alike
+
+    def __call__(self, cache: Latents, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
+        (num_heads, size, _), pages = cache.key_HAX.shape, cache.pages_PSX
+        if self.plan is None:
+            self.kernel = self.fitting(cache, q_THA)
+            self.plan = self.kernel.plan_decode(self.lengths_R, pages, num_heads, self.width)
+        q_HTX = torch.bmm(q_THA[..., :size].transpose(0, 1), cache.key_HAX)
+        rows = pages, self.page_table_RM, self.lengths_R, self.plan, cache.scale
+        ragged = {"starts_R1": self.starts_R1, "width": self.width}
+        o_THX = self.kernel.latent_decode(q_HTX.transpose(0, 1), q_THA[..., size:], *rows, **ragged)
+        if out_THA is None:
+            out_THA = q_THA.new_empty(*q_THA.shape[:2], cache.width)
+        into(out_THA, o_THX.transpose(0, 1), cache.value_HAX)
+        return out_THA
+
+    def fitting(self, cache: Latents, q_THA: Tensor) -> ModuleType:
+        """The kernel, or the portable one if it is not for such heads or rows."""
+        (num_heads, size, rank), pages = cache.key_HAX.shape, cache.pages_PSX
+        obstacle = getattr(self.kernel, "obstacle", lambda *_: None)
+        kind = pages.shape[1], q_THA.dtype, pages.dtype == torch.uint8
+        fits = obstacle(num_heads, rank, q_THA.shape[2] - size, *kind) is None
+        most = getattr(self.kernel, "MAX_WIDTH", self.width)
+        return self.kernel if fits and self.width <= most else triton_decode
+
+
+def into(out_THA: Tensor, x_HTX: Tensor, matrix_HAX: Tensor) -> None:
+    """Each head's product, written between those of other heads."""
+    torch.bmm(x_HTX, matrix_HAX.mT, out=out_THA.transpose(0, 1))
+
+
+class Chunks:
+    """Prompt chunks, whose tokens begin `at`. Lines of q_THA before them are not looked at."""
+
+    def __init__(self, batch: Batch, page_tokens: int, at: int, *, expands: bool) -> None:
+        self.batch, self.page_tokens, self.at, self.expands = batch, page_tokens, at, expands
+        self.way: Attend | None = None
+
+    def __call__(self, cache: Latents, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
+        if out_THA is None:
+            out_THA = q_THA.new_empty(*q_THA.shape[:2], cache.width)
+        if self.way is None:
+            is_cheaper = self.expands and expands_cheaper(self.batch, cache, q_THA)
+            of = self.batch, self.at
+            self.way = Expanded(*of, self.page_tokens) if is_cheaper else absorbed_chunks(*of)
+        self.way(cache, q_THA[self.at :], out_THA[self.at :])
+        return out_THA
+
+
+def expands_cheaper(batch: Batch, cache: Latents, q_THA: Tensor) -> bool:
+    """Whether to expand; flash-attn-4's heads have up to 256 elements, a multiple of 8."""
+    size, value, (_, key, rank) = q_THA.shape[2], cache.width, cache.key_HAX.shape
+    if any(width % 8 or width > 256 for width in (size, value)) or q_THA.itemsize > 2:
+        return False
+    rows = [(c.start, c.num_tokens) for c in batch.planned]
+    rows = rows or [(0, batch.max_new)] * len(batch.lengths_R)
+    pairs = sum(new * (start + new) for start, new in rows)
+    absorbed = SLOWER * pairs * (2 * rank + size - key)
+    expanded = pairs * (size + value) + sum(map(sum, rows)) * rank * (key + value)
+    return expanded < absorbed or sum(new for _, new in rows) > MOST_ABSORBED
+
+
+def absorbed_chunks(batch: Batch, at: int) -> Absorbed:
+    """Each row as rows of GROUP tokens; beyond its own they have none, and no length."""
+    ends_N = GROUP * torch.arange(1, 1 - (-batch.max_new // GROUP), device=batch.lengths_R.device)
+    starts_R1 = batch.starts_R1 - at
+    counts_R = starts_R1.diff()
+    ends_RN = torch.minimum(ends_N.int(), counts_R[:, None])
+    has_RN = counts_R[:, None] > ends_N - GROUP
+    lengths_RN = ((batch.lengths_R - counts_R)[:, None] + ends_RN) * has_RN
+    starts = torch.cat([starts_R1[:1], (starts_R1[:-1, None] + ends_RN).flatten()])
+    table_RM = batch.page_table_RM.repeat_interleave(len(ends_N), 0)
+    return Absorbed(triton_decode, table_RM, lengths_RN.flatten(), starts, GROUP)
+
+
+class Piece(NamedTuple):
+    """Cached tokens of some consecutive rows that are expanded at once."""
+
+    slots_X: Tensor  # where they are in the cache
+    tokens: slice  # of the chunks' tokens, the rows' queries
+    starts_R1: Tensor  # among these
+    k_starts_R1: Tensor
+
+
+class Expanded:
+    """Keys and values of a step's chunks, then of what was cached of their rows, by flash-attn-4.
+
+    Its kernel is called without a row's own tokens and with them, and both are averaged.
+    """
+
+    def __init__(self, batch: Batch, at: int, page_tokens: int) -> None:
+        from nanovllm_kernels.flash_prefill import flash_expanded  # imports CuTe DSL, for seconds
+
+        self.attend = flash_expanded
+        self.starts_R1 = batch.starts_R1 - at
+        self.slots_X = batch.slot_mapping_T[at:]
+        self.pieces = list(pieces_of(batch, self.starts_R1, page_tokens))
+
+    def __call__(self, cache: Latents, q_THA: Tensor, out_THA: Tensor) -> Tensor:
+        starts = self.starts_R1, self.starts_R1
+        other_THA = torch.empty_like(out_THA)  # even if unused, so that a padding step has it, too
+        keys_values = expanded(cache, self.slots_X, q_THA)
+        lse_HT = self.attend(q_THA, *keys_values, *starts, cache.scale, out_THA, is_causal=True)
+        for piece in self.pieces:
+            del keys_values
+            keys_values, starts = expanded(cache, piece.slots_X, q_THA), piece[2:]
+            q, out, other = (each[piece.tokens] for each in (q_THA, out_THA, other_THA))
+            lse = lse_HT[:, piece.tokens]
+            other_lse = self.attend(q, *keys_values, *starts, cache.scale, other, is_causal=False)
+            share_HT = torch.sigmoid(other_lse - lse)
+            out.lerp_(other, share_HT.T[..., None].to(out.dtype))
+            torch.logaddexp(lse, other_lse, out=lse)
+        return out_THA
+
+
+def expanded(cache: Latents, slots_X: Tensor, like_THA: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and values of these tokens of the cache."""
+    (num_heads, key, rank), size = cache.key_HAX.shape, like_THA.shape[2]
+    rows_TX = cache.pages_PSX.flatten(0, 1)[slots_X]
+    rows_TX = dequantised(rows_TX, rank, size - key, like_THA.dtype)
+    k_TGA = like_THA.new_empty(len(slots_X), num_heads, size)
+    v_TGA = like_THA.new_empty(len(slots_X), num_heads, cache.width)
+    latents_HTX = rows_TX[:, :rank].expand(num_heads, -1, -1)
+    into(k_TGA[..., :key], latents_HTX, cache.key_HAX)
+    into(v_TGA, latents_HTX, cache.value_HAX)
+    k_TGA[..., key:] = rows_TX[:, None, rank:]
+    return k_TGA, v_TGA
+
+
+def pieces_of(batch: Batch, starts_R1: Tensor, page_tokens: int) -> Iterator[Piece]:
+    """What was cached of the rows before, as one line that is cut."""
+    counts_R = starts_R1.diff()
+    cached_R = batch.lengths_R - counts_R
+    ends_R = cached_R.cumsum(0, dtype=torch.int32)
+    stops = [0, *accumulate(chunk.num_tokens for chunk in batch.planned)]
+    for first, last, low, high in spans_of([chunk.start for chunk in batch.planned]):
+        line_X = torch.arange(low, high, device=ends_R.device)
+        row_X = torch.searchsorted(ends_R, line_X.int(), right=True)
+        token_X = line_X - (ends_R - cached_R)[row_X]
+        pages_X = batch.page_table_RM[row_X, token_X // page_tokens].long()
+        k_starts_R1 = torch.cat(
+            [ends_R[first:last] - cached_R[first:last], ends_R[last - 1 : last]]
+        )
+        yield Piece(
+            pages_X * page_tokens + token_X % page_tokens,
+            slice(stops[first], stops[last]),
+            starts_R1[first : last + 1] - stops[first],
+            k_starts_R1.clamp(low, high) - low,
+        )
+
+
+def spans_of(cached: list[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Cuts the line of rows' cached tokens to pieces of at most PIECE: a piece's first row, the one
+    behind its last, where it starts and stops. All rows of a piece have tokens in it.
+    """
+    first = low = stop = 0
+    for row, count in enumerate((*cached, 0)):
+        if count == 0:
+            if stop > low:
+                yield first, row, low, stop
+            first, low = row + 1, stop
+        stop += count
+        while stop - low >= PIECE:
+            yield first, row + 1, low, low + PIECE
+            low += PIECE
+            first = row if low < stop else row + 1

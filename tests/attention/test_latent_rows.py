@@ -1,0 +1,199 @@
+"""Latents on a GPU against plain torch, in Triton's interpreter, with flash-attn-4's meaning in its
+place: in a process of its own, since TRITON_INTERPRET must be set before triton is imported.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+import triton
+from nanovllm_kernels import latent_decode
+from nanovllm_kernels.latent_reference import row_size, stored
+from torch import Tensor
+
+from nanovllm.attention import latent_rows
+from nanovllm.attention.base import Batch
+from nanovllm.attention.flash import FlashPaged
+from nanovllm.attention.grouped import PagedKV
+from nanovllm.attention.latent import LatentHeads, Latents
+from nanovllm.attention.latent_rows import Absorbed, spans_of
+from nanovllm.attention.torch_ref import TorchPaged
+from nanovllm.attention.triton import TritonPaged
+from nanovllm.plan import Chunk
+from tests.attention.paged_batches import make_batch
+
+CPU = torch.device("cpu")
+INTERPRETED = triton.knobs.runtime.interpret
+HEADS, KEY, ROTATED, VALUE, RANK, PAGE = 3, 16, 8, 24, 32, 16
+ROWS = {
+    "decode": ((90, 17, 64, 7), (1, 1, 1, 1), 1),
+    "drafts": ((90, 17, 64, 7), (1, 4, 3, 2), 4),
+    "chunks": ((90, 17, 64, 50, 70), (40, 17, 1, 50, 3), 0),
+    "mixed": ((90, 17, 130, 7, 50, 33), (1, 1, 40, 7, 20, 2), 1),
+}
+
+
+def in_interpreter(test: Callable) -> Callable:
+    """Collected in the child process only."""
+    test.__test__ = INTERPRETED
+    return test
+
+
+def test_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    variables = ["CUDA_VISIBLE_DEVICES=", "TRITON_INTERPRET=1"]
+    done = subprocess.run(
+        ["env", *variables, *command], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "22 passed" in done.stdout
+
+
+test_in_the_interpreter.__test__ = not INTERPRETED
+
+
+def attend_by_hand(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    k_starts: Tensor,
+    scale: float,
+    out: Tensor,
+    *,
+    is_causal: bool,
+) -> Tensor:
+    """The meaning of flash_expanded."""
+    lse_HT = torch.full(q.shape[1::-1], torch.nan)
+    spans = zip(pairwise(starts.tolist()), pairwise(k_starts.tolist()), strict=True)
+    for (start, stop), (k_start, k_stop) in spans:
+        assert k_stop > k_start
+        keys, values = k[k_start:k_stop].float(), v[k_start:k_stop].float()
+        scores = scale * torch.einsum("tha,lha->htl", q[start:stop].float(), keys)
+        if is_causal:
+            scores += torch.full(scores.shape[1:], -torch.inf).triu(
+                1 + k_stop - k_start - stop + start
+            )
+        lse_HT[:, start:stop] = scores.logsumexp(2)
+        out[start:stop] = torch.einsum("htl,lha->tha", scores.softmax(2), values).to(out.dtype)
+    return lse_HT
+
+
+def made(
+    name: str, dtype: torch.dtype, *, is_fp8: bool = False
+) -> tuple[Tensor, Latents, PagedKV, Batch]:
+    lengths, new, width = ROWS[name]
+    size = HEADS, 1, RANK + ROTATED
+    q_THA, paged, batch = make_batch(lengths, new, size, PAGE, dtype, CPU, width=max(width, 1))
+    if width == 0:
+        planned = [Chunk(0, n, True, start=c - n) for c, n in zip(lengths, new, strict=True)]
+        batch = replace(batch, num_decodes=0, num_decode_tokens=0, planned=planned)
+    slots = [
+        batch.page_table_RM[row, at // PAGE] * PAGE + at % PAGE
+        for row, (length, count) in enumerate(zip(lengths, new, strict=True))
+        for at in range(length - count, length)
+    ]
+    batch = replace(batch, slot_mapping_T=torch.tensor(slots))
+    both = torch.randn(HEADS, KEY + VALUE, RANK, generator=torch.Generator().manual_seed(3))
+    pages, like = paged.k_PSGA[:, :, 0], paged.k_PSGA[..., :0]
+    if is_fp8:
+        bytes_ = torch.empty(1, 1, row_size(RANK, ROTATED, is_fp8=True), dtype=torch.uint8)
+        rows = stored(*pages.flatten(0, 1).split([RANK, ROTATED], 1), bytes_)
+        pages = rows.unflatten(0, (-1, PAGE))
+    cache = Latents(pages, *(both / 4).to(dtype).split([KEY, VALUE], 1), 0.3)
+    return q_THA[..., : KEY + ROTATED].contiguous(), cache, PagedKV(paged.k_PSGA, like), batch
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    most = 1e-5 if dtype == torch.float32 else 0.03
+    assert (found.float() - expected.float()).abs().max() <= most * expected.abs().max()
+
+
+@in_interpreter
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ROWS)
+def test_absorbed(name: str, dtype: torch.dtype, is_fp8: bool) -> None:
+    q_THA, cache, like, batch = made(name, dtype, is_fp8=is_fp8)
+    expected = TorchPaged(like).bind(batch)(cache, q_THA)
+    heads = LatentHeads()
+    heads.cache = cache
+    out_THA = heads.empty(q_THA)
+    attend = TritonPaged(like, latent_decode).bind(batch)
+    assert attend(cache, q_THA, out_THA) is out_THA
+    close(out_THA, expected, torch.bfloat16 if is_fp8 else dtype)
+    assert torch.equal(attend(cache, q_THA), out_THA)
+
+
+@in_interpreter
+@pytest.mark.parametrize("piece", [7, 16, 4096])
+def test_expanded(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In many pieces, of several rows or of one, in 16 and in 8 bits."""
+    import nanovllm_kernels.flash_prefill
+
+    pieces = []
+
+    def counted(*args: Tensor, is_causal: bool) -> Tensor:
+        pieces.append(is_causal)
+        return attend_by_hand(*args, is_causal=is_causal)
+
+    monkeypatch.setattr(nanovllm_kernels.flash_prefill, "flash_expanded", counted)
+    monkeypatch.setattr(latent_rows, "PIECE", piece)
+    monkeypatch.setattr(latent_rows, "SLOWER", 1e9)
+    for name in ("chunks", "mixed"):
+        for is_fp8 in (False, True):
+            q_THA, cache, like, batch = made(name, torch.bfloat16, is_fp8=is_fp8)
+            expected = TorchPaged(like).bind(batch)(cache, q_THA)
+            pieces.clear()
+            close(
+                FlashPaged(like, latent_decode).bind(batch)(cache, q_THA), expected, torch.bfloat16
+            )
+            cached = [chunk.start for chunk in batch.planned]
+            assert pieces == [True] + [False] * len(list(spans_of(cached)))
+            assert len(pieces) >= 3
+
+
+def test_few_tokens_are_absorbed_and_many_expanded() -> None:
+    """By operations, of all rows together; what is no multiple of 8 wide is always absorbed."""
+    q_THA, cache, _, batch = made("chunks", torch.bfloat16)
+
+    def is_cheaper(*rows: tuple[int, int], wide: int = 24) -> bool:
+        planned = [Chunk(0, new, True, start=start) for start, new in rows]
+        like = q_THA.new_empty(1, 128, 192)
+        sizes = torch.empty(128, 128, 512), torch.empty(128, 128 if wide == 24 else wide, 512)
+        of = cache._replace(key_HAX=sizes[0], value_HAX=sizes[1])
+        return latent_rows.expands_cheaper(replace(batch, planned=planned, max_new=1), of, like)
+
+    assert not is_cheaper((10_000, 60)) and is_cheaper((10_000, 100))
+    assert not is_cheaper((10_000, 60), (0, 70)) and is_cheaper((10_000, 60), (0, 2000))
+    assert is_cheaper(*[(0, 100)] * 11), "more than MOST_ABSORBED"
+    assert not is_cheaper((0, 1)) and not is_cheaper((0, 500), wide=12)
+
+
+def test_pieces_end_where_rows_without_tokens_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent_rows, "PIECE", 10)
+    assert list(spans_of([])) == list(spans_of([0, 0])) == []
+    assert list(spans_of([3, 4])) == [(0, 2, 0, 7)]
+    assert list(spans_of([0, 3, 0, 4, 6, 1])) == [(1, 2, 0, 3), (3, 5, 3, 13), (5, 6, 13, 14)]
+    assert list(spans_of([25, 0, 2])) == [
+        (0, 1, 0, 10), (0, 1, 10, 20), (0, 1, 20, 25), (2, 3, 25, 27)
+    ]  # fmt: skip
+    assert list(spans_of([10, 10])) == [(0, 1, 0, 10), (1, 2, 10, 20)]
+
+
+def test_a_kernel_that_is_not_for_these_heads_is_passed_over() -> None:
+    class Never:
+        @staticmethod
+        def obstacle(*kind: object) -> str:
+            assert kind == (HEADS, RANK, ROTATED, PAGE, torch.float32, False)
+            return "no"
+
+    _, cache, _, batch = made("decode", torch.float32)
+    rows = Absorbed(Never, batch.page_table_RM, batch.lengths_R, None, 1)  # type: ignore[arg-type]
+    assert rows.fitting(cache, torch.empty(4, HEADS, KEY + ROTATED)) is latent_rows.triton_decode
