@@ -32,7 +32,7 @@ def paged_prefill(
     k_PSGA, v_PSGA = dequantised(k_PSGA, v_PSGA, scales_2G)
     starts, lengths = starts_R1.tolist(), lengths_R.tolist()
     page_tokens, num_kv_heads, head_size = k_PSGA.shape[1:]
-    o_THA = torch.empty(q_THA.shape, dtype=torch.float32, device=q_THA.device)
+    o_THA = q_THA.new_empty(*q_THA.shape[:2], v_PSGA.shape[3], dtype=torch.float32)
     for row, length in enumerate(lengths):
         rows = slice(starts[row], starts[row + 1])
         q_TGHA = q_THA[rows].float().unflatten(1, (num_kv_heads, -1))

@@ -8,9 +8,12 @@ part has 16 bits, because its few numbers decide where a head looks.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from nanovllm_kernels.attention_reference import paged_prefill
 from nanovllm_kernels.fp8_reference import FP8
 from nanovllm_kernels.reference import quantised, rms_norm, summed
 
@@ -113,19 +116,10 @@ def latent_decode(
     - i) tokens of row r. The plan only divides the work.
     """
     rank, rotated = q_THX.shape[2], rotated_THA.shape[2]
-    o_THX = torch.empty(q_THX.shape, dtype=torch.float32, device=q_THX.device)
-    starts = range(len(lengths_R) + 1) if starts_R1 is None else starts_R1.tolist()
-    for row, length in enumerate(lengths_R.tolist()):
-        queries = slice(starts[row], starts[row + 1])
-        pages = page_table_RM[row, : -(-length // pages_PSX.shape[1])].long()
-        parts = parts_of(pages_PSX[pages].flatten(0, 1)[:length], rank, rotated)
-        latents_LX, keys_LA = parts[0].float(), parts[1].float()
-        if parts[2] is not None:
-            latents_LX = latents_LX * parts[2][:, None]
-        scores_THL = q_THX[queries].float() @ latents_LX.T
-        scores_THL = scale * (scores_THL + rotated_THA[queries].float() @ keys_LA.T)
-        at_L = torch.arange(length, device=q_THX.device)
-        seen_TL = at_L <= at_L[length - len(scores_THL) :, None]
-        weights_THL = scores_THL.masked_fill(~seen_TL[:, None], -torch.inf).softmax(-1)
-        o_THX[queries] = weights_THL @ (latents_LX.abs() if of_sizes else latents_LX)
-    return o_THX
+    rows_PSGX = dequantised(pages_PSX, rank, rotated, torch.float32)[:, :, None]
+    latents_PSGX = rows_PSGX[..., :rank].abs() if of_sizes else rows_PSGX[..., :rank]
+    q_THA = torch.cat([q_THX, rotated_THA], 2).float() * (scale * math.sqrt(rank + rotated))
+    if starts_R1 is None:
+        starts_R1 = torch.arange(len(lengths_R) + 1)
+    rows = page_table_RM, starts_R1, lengths_R, width
+    return paged_prefill(q_THA, rows_PSGX, latents_PSGX, *rows)

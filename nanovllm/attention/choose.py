@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -16,14 +18,6 @@ from nanovllm.config import ConfigError, Kernels
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.registry import resolve
 
-DECODE = {  # importing the second takes a second
-    "triton": "nanovllm_kernels.paged_decode",
-    "cute": "nanovllm_kernels.paged_decode_cute",
-}
-LATENT_DECODE = {
-    "triton": "nanovllm_kernels.latent_decode",
-    "cute": "nanovllm_kernels.latent_decode_cute",
-}
 PREFERRED = {"cuda": ("flash", "triton", "torch"), "cpu": ("torch",)}  # by device type
 
 
@@ -41,7 +35,6 @@ def choose_backend(
     passed_over: list[str] = []
     like = pageless(layout, page_tokens, dtype)
     asked = kernels.attention
-    modules = LATENT_DECODE if layout.paged[0].v_size == 0 else DECODE
     known = [name for name in PREFERRED[device.type] if name in BACKENDS]
     for name in known if asked == "auto" else (asked,):
         backend = resolve(BACKENDS, name)
@@ -64,7 +57,7 @@ def choose_backend(
             passed_over += [f"decode by cute: {reason}"] if reason else []
             decode = "triton" if reason else "cute"
         chosen = replace(kernels, attention=name, decode=decode)
-        found = backend(like, import_module(modules[decode]))
+        found = backend(like, decode_module(layout, decode))
         return found, chosen, "; ".join(passed_over)
     raise ConfigError(f"kernels.attention: {'; '.join(passed_over)}")
 
@@ -78,16 +71,14 @@ def cute_obstacle(
     if find_spec("cutlass") is None:
         return "the package nvidia-cutlass-dsl is not installed"
     group = layout.paged[0]
-    reason: str | None
-    if group.v_size == 0:  # how many heads there are is seen when they are there
-        if find_spec(LATENT_DECODE["cute"]) is None:
-            return "there is none for latents"
-        kernel, rotated, is_fp8 = (
-            import_module(LATENT_DECODE["cute"]),
-            64,
-            group.bytes_per_element == 1,
-        )
-        reason = kernel.obstacle(64, group.k_size - rotated, rotated, page_tokens, dtype, is_fp8)
-    else:
-        reason = import_module(DECODE["cute"]).obstacle(page_tokens, group.k_size, dtype)
+    kind: tuple[Any, ...] = (page_tokens, group.k_size, dtype)
+    if group.v_size == 0:  # of as many heads as fit; whether these do is seen with the layers
+        kind = (64, group.k_size - 64, 64, page_tokens, dtype, group.bytes_per_element == 1)
+    reason: str | None = decode_module(layout, "cute").obstacle(*kind)
     return reason
+
+
+def decode_module(layout: CacheLayout, kind: str) -> ModuleType:
+    """Importing that of cute takes a second."""
+    name = "latent_decode" if layout.paged[0].v_size == 0 else "paged_decode"
+    return import_module(f"nanovllm_kernels.{name}{'_cute' * (kind == 'cute')}")

@@ -176,12 +176,10 @@ class BatchPrep:
         num_pages = min(-(-rows.max_length // slots.page_tokens), slots.max_pages)
         if rows.is_decode:
             state = slots.lengths_N, slots.tokens_NL, slots.pages_NM, slots.page_tokens, num_pages
-            of_tokens = self._gather(
-                rows.slots_R, rows.counts_R, *state, rows.num_tokens, rows.width
-            )
+            found = self._gather(rows.slots_R, rows.counts_R, *state, rows.num_tokens, rows.width)
         else:
-            of_tokens = gather_chunks(rows, slots, num_pages)
-        ids_T, positions_T, slot_mapping_T, slots_T, starts_R1, lengths_R, table_RM = of_tokens
+            found = gather_chunks(rows, slots, num_pages)
+        ids_T, positions_T, slot_mapping_T, slots_T, starts_R1, lengths_R, table_RM = found
         tensors = ids_T, positions_T, slot_mapping_T, slots_T, rows.slots_R, starts_R1, lengths_R
         sizes = rows.num_decodes, rows.num_decode_tokens, rows.width, rows.max_new, rows.max_length
         return Batch(*tensors, table_RM, rows.sampled_at, *sizes, rows.chunks)
@@ -203,10 +201,8 @@ class BatchPrep:
 def rowless(inputs_4T: Tensor, sampled_at: Tensor) -> Batch:
     """Token ids, positions, slot mappings and slots of nobody's tokens, for what looks at tokens
     alone."""
-    ids_T, positions_T, slot_mapping_T, slots_T = inputs_4T
     none = torch.empty(0, dtype=torch.int32, device=inputs_4T.device)
-    rows = slots_T, none, none, none, none
-    return Batch(ids_T, positions_T, slot_mapping_T, *rows, sampled_at, 0, 0, 1, 0, 0)
+    return Batch(*inputs_4T, none, none, none, none, sampled_at, 0, 0, 1, 0, 0)
 
 
 def gather_chunks(rows: StepRows, slots: Slots, num_pages: int) -> tuple[Tensor, ...]:
