@@ -16,7 +16,13 @@ from torch import Tensor
 from nanovllm_kernels import latent_reference as reference
 from nanovllm_kernels.attention_reference import paged_inputs
 from nanovllm_kernels.case import Args, Case, Tensors
-from nanovllm_kernels.decode_cases import RAGGED, PlanDecode, Rows, case_of as paged_case_of, drafted
+from nanovllm_kernels.decode_cases import (
+    RAGGED,
+    PlanDecode,
+    Rows,
+    case_of as paged_case_of,
+    drafted,
+)
 
 R1 = 576  # a row of DeepSeek-R1's: 512 and 64
 SCALE = 192**-0.5
@@ -109,7 +115,7 @@ def timed_rows() -> list[Rows]:
         for R, length in ((128, 4096), (1, 4096), (64, 1024), (256, 256))
         for heads in (16, 128)
     ]
-    shapes += [((4096,) * 128, 16, width, "R=128 ctx=4096") for width in (2, 4)]
+    shapes += [((4096,) * 128, 16, width, f"R=128 ctx=4096 W={width}") for width in (2, 4)]
     shapes.append((spread, 16, 0, "R=128 ctx=100..4096"))
     return [
         Rows(lengths, (h, 1, R1), 128, new=(w,) * len(lengths) * bool(w), width=w, timed_as=name)

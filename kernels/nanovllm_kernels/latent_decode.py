@@ -43,7 +43,7 @@ from nanovllm_kernels.paged_decode import (
     results_of,
 )
 
-MERGED = 8  # partial results combined at once, of 512 elements
+MERGED = 32  # partial results combined at once, of 512 elements
 
 
 class Shape(NamedTuple):
@@ -98,37 +98,22 @@ def latent_decode(
     rotated, num_lanes = rotated_THA.shape[2], len(plan_N5)
     parts = reference.parts_of(pages_PSX, rank, rotated)
     assert q_THX.stride(2) == rotated_THA.stride(2) == pages_PSX.stride(2) == 1
-    assert page_table_RM.stride(1) == 1
+    assert page_table_RM.stride(1) == 1 and pages_PSX.is_contiguous()
     o_THX, partial_o, partial_lse = results_of(q_THX, num_lanes, out_THX, width)
     shape = shape_of(num_heads * width, pages_PSX)
     waits = follows(num_tokens, q_THX.device)
     more = dict(RAGGED=starts_R1 is not None, WAITS=waits, launch_pdl=waits)
+    sizes = dict(TILE=shape.pairs, BLOCK=shape.block, S=pages_PSX.shape[1], X=rank, A=rotated)
+    sizes |= dict(X_BLOCK=triton.next_power_of_2(rank), STAGES=shape.stages)
     latent_decode_kernel[(triton.cdiv(num_heads * width, shape.pairs), num_lanes)](
-        q_THX,
-        rotated_THA,
-        *parts,
-        page_table_RM,
-        starts_R1,
-        lengths_R,
-        plan_N5,
-        o_THX,
-        partial_o,
-        partial_lse,
-        *(n for tensor in (q_THX, rotated_THA, *parts[:2]) for n in tensor.stride()[:2]),
-        page_table_RM.stride(0),
-        page_table_RM.shape[1],
-        num_heads,
-        width * num_heads,
-        math.log2(math.e) * scale,
-        TILE=shape.pairs,
-        X=rank,
-        X_BLOCK=triton.next_power_of_2(rank),
-        A=rotated,
+        *(q_THX, rotated_THA, *parts, page_table_RM, starts_R1, lengths_R, plan_N5),
+        *(o_THX, partial_o, partial_lse),
+        *(stride for tensor in (q_THX, rotated_THA) for stride in tensor.stride()[:2]),
+        *(parts[0].stride(1), parts[1].stride(1), page_table_RM.stride(0), page_table_RM.shape[1]),
+        *(num_heads, width * num_heads, math.log2(math.e) * scale),
         A_BLOCK=max(16, triton.next_power_of_2(rotated)),
-        S=pages_PSX.shape[1],
-        BLOCK=shape.block,
-        STAGES=shape.stages,
         num_warps=shape.warps,
+        **sizes,
         **more,
     )
     merge(o_THX, partial_o, partial_lse, starts_R1, plan_N5, W=width, **more)
@@ -145,18 +130,9 @@ def merge(
 ) -> None:
     """What several lanes found of a row becomes its result."""
     rank, (num_lanes, _, num_pairs) = o_THX.shape[2], partial_lse.shape
-    merge_kernel[(num_pairs, num_lanes)](
-        partial_o,
-        partial_lse,
-        starts_R1,
-        plan_N5,
-        o_THX,
-        A=rank,
-        A_BLOCK=triton.next_power_of_2(rank),
-        MERGED=MERGED,
-        num_warps=4,
-        **more,
-    )
+    sizes = dict(A=rank, A_BLOCK=triton.next_power_of_2(rank), MERGED=MERGED, num_warps=8)
+    tensors = partial_o, partial_lse, starts_R1, plan_N5, o_THX
+    merge_kernel[(num_pairs, num_lanes)](*tensors, **sizes, **more)
 
 
 @triton.jit(
@@ -180,9 +156,7 @@ def latent_decode_kernel(
     q_head_stride,
     rotated_stride,
     rotated_head_stride,
-    page_stride,
-    token_stride,
-    key_page_stride,
+    latent_stride,
     key_stride,
     table_stride,
     table_width,
@@ -231,16 +205,16 @@ def latent_decode_kernel(
             next_page = page_of(pages, table_width, block + 1, S, BLOCK)
             token = block * BLOCK + n
             inside = token < length
-            at = page * page_stride + token % S * token_stride
+            cell = page * S + token % S
+            at = cell * latent_stride
             inside_x = inside[:, None] & (x < X)[None, :]
             latents = tl.load(latents_PSX + at[:, None] + x[None, :], inside_x, 0.0).to(q.dtype)
-            at = page * key_page_stride + token % S * key_stride
+            at = cell * key_stride
             inside_a = inside[:, None] & (a < A)[None, :]
             keys = tl.load(keys_PSA + at[:, None] + a[None, :], inside_a, 0.0).to(rotated.dtype)
             s = dot(latents, q, tl.zeros([BLOCK, TILE], tl.float32))
-            if scales_PS is not None:  # as far apart as the rows are, in float32
-                at_scale = page * (page_stride // 4) + token % S * (token_stride // 4)
-                of_token = tl.load(scales_PS + at_scale, inside, 1.0)
+            if scales_PS is not None:
+                of_token = tl.load(scales_PS + cell * (latent_stride // 4), inside, 1.0)
                 s *= of_token[:, None]
             s = dot(keys, rotated, s) * scale
             if scales_PS is not None:

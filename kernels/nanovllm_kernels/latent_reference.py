@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanovllm_kernels.attention_reference import paged_prefill
 from nanovllm_kernels.fp8_reference import FP8
-from nanovllm_kernels.reference import quantised, rms_norm, summed
+from nanovllm_kernels.reference import quantised, rms_norm
 
 MOST_8 = 448.0  # that float8_e4m3fn can be
 LEAST_SCALE = 2.0**-40  # of a latent of zeros
@@ -64,36 +64,32 @@ def stored(latent_TX: Tensor, rotated_TX: Tensor, pages_PSX: Tensor) -> Tensor:
 
 
 def latent_store(
-    qkv_TX: Tensor,
+    kv_TX: Tensor,
     norm_weight_X: Tensor,
     eps: float,
+    q_THA: Tensor,
     cos_sin_LA: Tensor,
     positions_T: Tensor,
     slot_mapping_T: Tensor,
     pages_PSX: Tensor,
 ) -> Tensor:
-    """q_TX, contiguous: what queries are made of. A token's product, or slices of it, is that, its
-    latent, which is normalised here, and what is rotated of its key; the two go to the cache.
+    """q_THA, rotated; it may be overwritten. A token's latent, which is normalised here, and behind
+    it what of its key is rotated, go to the cache.
     """
-    (rank,), rotated = norm_weight_X.shape, cos_sin_LA.shape[1]
-    qkv_TX = summed(qkv_TX).to(qkv_TX.dtype)
-    q_TX, latent_TX, key_TA = qkv_TX.tensor_split([-rank - rotated, -rotated], 1)
-    latent_TX = rms_norm(latent_TX, norm_weight_X, eps)
-    key_TA = rotate_heads(key_TA, 1, cos_sin_LA, positions_T)[:, 0]
-    pages_PSX.flatten(0, 1)[slot_mapping_T] = stored(latent_TX, key_TA, pages_PSX)
-    return q_TX.contiguous()
+    latent_TX, key_TX = kv_TX.tensor_split([len(norm_weight_X)], 1)
+    latent_TX, cos_sin_TA = rms_norm(latent_TX, norm_weight_X, eps), cos_sin_LA[positions_T]
+    rows_TX = stored(latent_TX, in_pairs(key_TX[:, None], cos_sin_TA)[:, 0], pages_PSX)
+    pages_PSX.flatten(0, 1)[slot_mapping_T] = rows_TX
+    return in_pairs(q_THA, cos_sin_TA)
 
 
-def rotate_heads(q_TX: Tensor, num_heads: int, cos_sin_LA: Tensor, positions_T: Tensor) -> Tensor:
-    """q_THA of a product, or slices of it, which may be overwritten. Of a head's last elements, as
-    many as the table has columns, 2 i and 2 i + 1 are a pair.
-    """
-    cos_TA, sin_TA = cos_sin_LA[positions_T][:, None].chunk(2, -1)
-    q_THA = summed(q_TX).to(q_TX.dtype).unflatten(1, (num_heads, -1))
-    kept_THA, turned_THA = q_THA.tensor_split([-cos_sin_LA.shape[1]], 2)
-    a, b = turned_THA.float().unflatten(2, (-1, 2)).unbind(3)
+def in_pairs(x_THA: Tensor, cos_sin_TA: Tensor) -> Tensor:
+    """Of a head's last elements, as many as there are angles twice, 2 i and 2 i + 1 are rotated."""
+    cos_TA, sin_TA = cos_sin_TA[:, None].chunk(2, -1)
+    kept_THA, rotated_THA = x_THA.tensor_split([-cos_sin_TA.shape[1]], 2)
+    a, b = rotated_THA.float().unflatten(2, (-1, 2)).unbind(3)
     pairs = torch.stack([a * cos_TA - b * sin_TA, b * cos_TA + a * sin_TA], 3)
-    return torch.cat([kept_THA, pairs.flatten(2).to(q_TX.dtype)], 2)
+    return torch.cat([kept_THA, pairs.flatten(2).to(x_THA.dtype)], 2)
 
 
 def latent_decode(

@@ -6,11 +6,13 @@ cache; heads are cut over ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
 
 import torch
 from nanovllm_kernels.fp8_reference import FP8, Scaled
+from nanovllm_kernels.reference import summed
 from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext
@@ -19,7 +21,7 @@ from nanovllm.attention.latent import LatentHeads, Latents
 from nanovllm.layers.fp8 import block_rows_of, to_fp8
 from nanovllm.layers.linear import AddLinear, Layer, Linear, NormLinear, Placement, parameter
 from nanovllm.layers.ops import Ops
-from nanovllm.layers.residual import Added, Residual, as_tensor
+from nanovllm.layers.residual import Added, Product, Residual, as_tensor
 from nanovllm.parallel.mesh import Mesh, Span
 
 REFERENCE = "nanovllm_kernels.latent_reference"
@@ -50,7 +52,8 @@ class LatentAttention(Layer):
         super().__init__()
         self.sizes, self.scale, self.is_last = sizes, scale, is_last
         # The recipe's rope_store chooses what does the same for latents, too.
-        self.kernels = import_module(KERNELS.get(ops.rope_store.__module__, REFERENCE))
+        kernels = import_module(KERNELS.get(ops.rope_store.__module__, REFERENCE))
+        self.store: Callable[..., Tensor] = kernels.latent_store
         heads = mesh.span("num_attention_heads", sizes.heads)
         q, cached = heads.of_width(sizes.key + sizes.rotated), sizes.rank + sizes.rotated
         first = q if sizes.query_rank is None else whole(sizes.query_rank)
@@ -80,12 +83,14 @@ class LatentAttention(Layer):
         products = self.latents or self.qkv
         assert products is not None
         qkv, stream = products(residual)
-        where = cos_sin_LA, batch.positions_T
-        norm, slots_T = (self.kv_norm, EPS), batch.slot_mapping_T
-        q_TX = self.kernels.latent_store(as_tensor(qkv), *norm, *where, slots_T, cache.pages_PSX)
+        qkv_TX = unsliced(qkv, stream.stream_TD.dtype)
+        q_TX, kv_TX = qkv_TX.tensor_split([-sum(self.sizes[3:6:2])], 1)
+        q_TX = q_TX.contiguous()
         if self.q_b is not None:
-            q_TX = as_tensor(self.q_b(Added(q_TX))[0])
-        q_THA = self.kernels.rotate_heads(q_TX, len(cache.key_HAX), *where)
+            q_TX = unsliced(self.q_b(Added(q_TX))[0], q_TX.dtype)
+        q_THA = q_TX.unflatten(1, (len(cache.key_HAX), -1))
+        where = cos_sin_LA, batch.positions_T, batch.slot_mapping_T, cache.pages_PSX
+        q_THA = self.store(kv_TX, self.kv_norm, EPS, q_THA, *where)
         o_TX = ctx.eager(self.attend, ctx, q_THA).flatten(1)
         if self.is_last and not ctx.all_hidden:
             o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))
@@ -128,3 +133,7 @@ class KeysValues(Linear):
 
 def whole(count: int) -> Span:
     return Span(count, 0, count)
+
+
+def unsliced(product: Product, dtype: torch.dtype) -> Tensor:
+    return summed(as_tensor(product)).to(dtype)

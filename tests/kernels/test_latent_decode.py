@@ -15,7 +15,8 @@ import torch
 import triton
 from nanovllm_kernels import latent_decode as kernel, latent_reference as reference, paged_decode
 from nanovllm_kernels.case import check
-from nanovllm_kernels.latent_cases import SCALE, Rows, all_rows, case_of, latent_inputs
+from nanovllm_kernels.decode_cases import Rows, drafted
+from nanovllm_kernels.latent_cases import SCALE, all_rows, case_of, inputs
 
 CPU = torch.device("cpu")
 INTERPRETED = triton.knobs.runtime.interpret
@@ -67,13 +68,13 @@ def test_rows_in_8_bits_are_as_near_as_8_bits_can_be(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_the_reference_is_the_mean_of_latents(is_fp8: bool) -> None:
-    rows = Rows((5, 40, 33), 3, (32, 8), 16, torch.float32, width=2, is_fp8=is_fp8)
-    q, rotated, pages, table, starts, lengths = latent_inputs(rows, CPU)
-    ragged = {"starts_R1": starts, "width": 2}
-    o_THX = reference.latent_decode(q, rotated, pages, table, lengths, None, SCALE, **ragged)
+    rows = drafted(Rows((5, 40, 33), (3, 1, 36), 16, torch.float32, width=2, is_fp8=is_fp8))
+    *args, starts, width = inputs(lambda *_: None, rows, CPU)
+    q, rotated, pages, table = args[:4]
+    o_THX = reference.latent_decode(*args, starts_R1=starts, width=width)
     for row, (length, count) in enumerate(zip(rows.lengths, rows.counts, strict=True)):
         found_LX = pages[table[row].long()].flatten(0, 1)[:length]
-        found_LX = reference.dequantised(found_LX, 32, 8, torch.float32)
+        found_LX = reference.dequantised(found_LX, 32, 4, torch.float32)
         for nth in range(count):
             seen_LX, token = found_LX[: length - count + 1 + nth], int(starts[row]) + nth
             keys_HL = torch.cat([q[token], rotated[token]], 1) @ seen_LX.T
@@ -89,7 +90,7 @@ def test_names_differ_and_rows_without_tokens_stand_at_the_tail() -> None:
         used = [length > 0 for length in rows.lengths]
         assert used == sorted(used, reverse=True)
     timed = {case.name: case for case in cases if case.is_timed}
-    one = timed["R=128 ctx=4096 H=128 512+64 page=128"]
+    one = timed["R=128 ctx=4096 HGA=(128, 1, 576) page=128"]
     assert one.num_flops == 128 * 4096 * 128 * 2 * (576 + 512)
     assert one.num_bytes == 128 * 4096 * 1152 + 128 * 128 * (576 + 512) * 2
 
@@ -101,15 +102,14 @@ def test_however_many_lanes(lanes: int, is_fp8: bool, monkeypatch: pytest.Monkey
     """One does all rows, or each does a block; some with nothing to do."""
     monkeypatch.setattr(paged_decode, "INTERPRETED_PROCESSORS", lanes)
     lengths = (33, 31, 32, 300, 1, 64, 200, 0)
-    rows = Rows(lengths, 4, (32, 16), 32, BF16, width=3, newest=True, is_fp8=is_fp8)
-    case = case_of(kernel.plan_decode, rows)
+    rows = Rows(lengths, (4, 1, 144), 32, BF16, "newest", width=3, is_fp8=is_fp8)
+    case = case_of(kernel.plan_decode, drafted(rows))
     assert check(kernel.LATENT_DECODE, case, CPU, slack=2.0) <= 1
 
 
 @in_interpreter
 def test_more_pairs_than_a_program_has() -> None:
     """As chunks are that are absorbed: programs whose tokens a row does not have."""
-    rows = Rows((130, 64, 3), 5, (32, 16), 64, BF16, width=40)
-    assert len(rows.counts) == 3 and max(rows.counts) == 40
+    rows = Rows((130, 64, 3), (5, 1, 36), 64, BF16, new=(40, 39, 3), width=40)
     case = case_of(kernel.plan_decode, rows)
     assert check(kernel.LATENT_DECODE, case, CPU, slack=2.0) <= 1
