@@ -28,7 +28,9 @@ DRIVEN_BY = {
         nanovllm/spec/__init__.py nanovllm/spec/base.py nanovllm/spec/ngram.py
         nanovllm/spec/synthetic.py""",
     "tests/kernels/test_latent_decode.py": """
-        kernels/nanovllm_kernels/latent_reference.py kernels/nanovllm_kernels/latent_cases.py""",
+        kernels/nanovllm_kernels/latent_reference.py kernels/nanovllm_kernels/latent_cases.py
+        kernels/nanovllm_kernels/latent_store.py
+        kernels/nanovllm_kernels/latent_store_cases.py""",
     "tests/kernels/test_ngram.py": "kernels/nanovllm_kernels/ngram_reference.py",
     "tests/kernels/test_experts_reference.py": "kernels/nanovllm_kernels/route_reference.py",
     "tests/kernels/test_routed_kernels.py": """

@@ -82,7 +82,7 @@ def all_rows() -> list[Rows]:
 
 
 def checked_rows() -> list[Rows]:
-    """Of one token each, then of 0 to W, with some of none and no length at the tail."""
+    """Rows of one token each, then of 0 to W, with some of none and no length at the tail."""
     lengths = (8, 130, 9, 64, 65, 1, 300, 17, 66, 128, 131, 0, 0, 0)
     several = [
         Rows(lengths, (heads, 1, size), page, dtype, "newest", width=width)

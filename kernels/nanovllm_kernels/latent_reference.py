@@ -84,7 +84,7 @@ def latent_store(
 
 
 def in_pairs(x_THA: Tensor, cos_sin_TA: Tensor) -> Tensor:
-    """Of a head's last elements, as many as there are angles twice, 2 i and 2 i + 1 are rotated."""
+    """Rotates pairs of neighbours, 2 i and 2 i + 1, at a head's end: one for each angle."""
     cos_TA, sin_TA = cos_sin_TA[:, None].chunk(2, -1)
     kept_THA, rotated_THA = x_THA.tensor_split([-cos_sin_TA.shape[1]], 2)
     a, b = rotated_THA.float().unflatten(2, (-1, 2)).unbind(3)

@@ -201,8 +201,10 @@ class BatchPrep:
 def rowless(inputs_4T: Tensor, sampled_at: Tensor) -> Batch:
     """Token ids, positions, slot mappings and slots of nobody's tokens, for what looks at tokens
     alone."""
+    ids_T, positions_T, slot_mapping_T, slots_T = inputs_4T
     none = torch.empty(0, dtype=torch.int32, device=inputs_4T.device)
-    return Batch(*inputs_4T, none, none, none, none, sampled_at, 0, 0, 1, 0, 0)
+    rows = slots_T, none, none, none, none
+    return Batch(ids_T, positions_T, slot_mapping_T, *rows, sampled_at, 0, 0, 1, 0, 0)
 
 
 def gather_chunks(rows: StepRows, slots: Slots, num_pages: int) -> tuple[Tensor, ...]:
