@@ -83,6 +83,7 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     added_linear: Literal["auto", "torch", "library"] = "auto"  # of thousands, onto the residual
     fp8_linear: Literal["auto", "torch", "cute"] = "auto"  # of block fp8
     experts: Literal["auto", "torch", "triton", "cute"] = "auto"  # cute: triton with few rows
+    delta: Literal["auto", "torch", "triton"] = "auto"  # the gated delta rule, of recurrent layers
     sample: Literal["auto", "torch", "triton"] = "auto"
     batch_prep: Literal["auto", "torch", "triton"] = "auto"
     cuda_graphs: bool = True

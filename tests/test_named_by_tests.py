@@ -44,6 +44,10 @@ DRIVEN_BY = {
         nanovllm/models/llama.py nanovllm/models/qwen3.py nanovllm/models/qwen3_moe.py
         nanovllm/models/minimax_m2.py nanovllm/models/deepseek_v3.py
         nanovllm/layers/latent_attention.py nanovllm/layers/stretched_rope.py
+        nanovllm/models/qwen3_next.py nanovllm/models/sparse.py nanovllm/models/scattered.py
+        nanovllm/attention/gated_delta.py nanovllm/attention/delta_kernels.py
+        nanovllm/layers/gated_delta.py nanovllm/layers/gated_attention.py
+        nanovllm/runner/states.py
         kernels/nanovllm_kernels/reference.py""",
     "tests/models/test_quantised.py": "nanovllm/models/altered.py",
     "tests/models/test_weights.py": "nanovllm/models/destination.py nanovllm/models/faults.py",
@@ -107,6 +111,7 @@ DRIVEN_BY = {
         nanovllm/server/structured/register.py nanovllm/server/structured/rules.py""",
     "tests/kernels/test_interpreted.py": """
         nanovllm/attention/paged.py nanovllm/attention/triton.py nanovllm/cli/check_kernels.py
+        nanovllm/attention/delta_triton.py
         kernels/nanovllm_kernels/__init__.py kernels/nanovllm_kernels/activation.py
         kernels/nanovllm_kernels/apply_mask.py kernels/nanovllm_kernels/batch_prep.py
         kernels/nanovllm_kernels/batch_reference.py kernels/nanovllm_kernels/case.py

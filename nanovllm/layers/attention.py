@@ -55,6 +55,7 @@ class Attention(Layer):
         cuts = (Placement(0, (("", span),)) for span in spans)
         self.placements = dict(zip(("q_norm", "k_norm"), cuts, strict=True))
         self.attend = GroupedHeads(kv.count // head_size)
+        self.bind = self.attend.bind
         self.out = AddLinear(q, hidden_size, mesh, ops)
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:

@@ -11,7 +11,7 @@ from itertools import chain, cycle, islice
 
 import torch
 from nanovllm_kernels.experts_reference import ExpertProducts
-from nanovllm_kernels.fp8_reference import BLOCK, FP8
+from nanovllm_kernels.fp8_reference import BLOCK, FP8, Quantised
 from nanovllm_kernels.reference import summed
 from nanovllm_kernels.route_reference import Placed, Routing, Uniform
 from torch import Tensor, nn
@@ -145,10 +145,12 @@ class MoE(Layer):
         mesh: Mesh,
         ops: Ops,
         shared: MLP | None = None,
+        gates_shared: bool = False,
     ) -> None:
         """`experts` and `inner`: the names of their fields in config.json, and their numbers.
 
-        `shared`: what every token gets besides. Its norm is everybody's.
+        `shared`: what every token gets besides. Its norm is everybody's. `gates_shared`: times a
+        sigmoid of a product with one weight.
         """
         super().__init__()
         self.eps, self.mesh, self.ops = eps, mesh, ops
@@ -163,6 +165,9 @@ class MoE(Layer):
         inner_span = mesh.span(*inner) if mesh.ep_size == 1 else whole
         self.counted: tuple[Tensor, Tensor | None] | None = None
         self.shared = shared
+        self.shared_gate = None
+        if shared and gates_shared:
+            self.shared_gate = Linear(1, hidden_size, Placement(0, (("", Span(1, 0, 1)),)), ops)
         self.norm_weight = None if shared else parameter(hidden_size)
         self.router = Router(everyone, hidden_size, ops, torch.float32 if exact else None)
         self.bias = parameter(experts[1], dtype=torch.float32) if exact else None
@@ -186,7 +191,7 @@ class MoE(Layer):
         """The residual stream with what this block gives. May overwrite what it is given."""
         owner = self if self.shared is None else self.shared.gate_up
         x_TD, stream = self.ops.norm(residual, owner.get_parameter("norm_weight"), self.eps)
-        shared_TD, stream = self._of_shared(stream)
+        shared_TD, stream = self._of_shared(x_TD, stream)
         routed = self.experts.route(self.router.product(x_TD), self.bias, *self._of_tokens(ctx))
         if self.mesh.lanes > 1:
             self._exchange(ctx, x_TD, routed, stream.stream_TD)
@@ -214,11 +219,13 @@ class MoE(Layer):
             sum_TD = mesh.own_sum(parts_TD.unflatten(0, (mesh.lanes, size)))
             stream_TD[start : start + size] += sum_TD[: len(own[0])]
 
-    def _of_shared(self, stream: Added) -> tuple[Tensor | None, Added]:
+    def _of_shared(self, x_TD: Tensor, stream: Added) -> tuple[Tensor | None, Added]:
         """What the shared expert gives, this rank's part of it, unless the stream has it then."""
         if self.shared is None:
             return None, stream
         y_TF, stream = self.shared.gate_up(stream)
+        if self.shared_gate is not None:
+            y_TF = scaled(y_TF, self.shared_gate.product(x_TD).sigmoid())
         if self.mesh.tp_size > 1:
             return self.shared.down.product(y_TF), stream
         after = self.shared.down(y_TF, stream)
@@ -252,6 +259,13 @@ class MoE(Layer):
         layer = self.layer + MOST_LAYERS * self.mesh.lane  # lanes have the same slots
         uniform = (slots_T, positions_T, layer) if is_uniform else None
         return uniform, None if counted is None else Placed(at_T, *counted)
+
+
+def scaled(y: Tensor | Quantised, by_T1: Tensor) -> Tensor | Quantised:
+    """Each row times a number. What is linear in the rows may come behind."""
+    if isinstance(y, Quantised):
+        return y._replace(scale_BX=y.scale_BX * by_T1.float().t())
+    return y * by_T1
 
 
 class Router(Linear):

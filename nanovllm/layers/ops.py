@@ -24,6 +24,8 @@ from nanovllm_kernels.fp8_reference import Fp8Linear, Weight
 from nanovllm_kernels.gated_linear import obstacle
 from torch import Tensor
 
+from nanovllm.attention import delta_kernels
+from nanovllm.attention.delta_kernels import DeltaKernels
 from nanovllm.config import ConfigError, Kernels
 from nanovllm.layers.expert_products import TORCH, ExpertKernels
 from nanovllm.layers.residual import Added, Parted, Pending, Product, Residual, Slices, as_tensor
@@ -41,6 +43,7 @@ IMPLEMENTATIONS = {
         "added_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "fp8_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "experts": "nanovllm.layers.expert_products:TORCH",
+        "delta": "nanovllm.attention.delta_kernels:TORCH",
     },
     "library": {
         "sliced_linear": "nanovllm_kernels.library_linear:SLICED_LINEAR",
@@ -52,6 +55,7 @@ IMPLEMENTATIONS = {
         "silu_mul": "nanovllm_kernels.activation:silu_mul",
         "rope_store": "nanovllm_kernels.rope_store:rope_store",
         "experts": "nanovllm.layers.expert_kernels:TRITON",
+        "delta": "nanovllm.attention.delta_triton:TRITON",
     },
     "cute": {
         "gated_linear": "nanovllm_kernels.gated_linear:GATED_LINEAR",
@@ -142,6 +146,8 @@ class Ops:
         saturated in one of float8_e4m3fn; returns the rotated q.
     experts
         Everything of routed experts: layers/expert_products.py.
+    delta
+        Everything of the gated delta rule: attention/delta_kernels.py.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -154,6 +160,7 @@ class Ops:
     added_linear: FusedLinear | None = ONE_BY_ONE
     fp8_linear: Fp8Linear | None = ONE_BY_ONE  # layers/fp8.py
     experts: ExpertKernels = TORCH
+    delta: DeltaKernels = delta_kernels.TORCH
     tables: dict[tuple[object, ...], RowTable] = field(
         init=False, default_factory=dict, compare=False
     )
@@ -208,33 +215,37 @@ class Ops:
 
     def _added(self, weight_ND: Tensor, num_rows: int) -> Implementation:
         skinny, added = self.skinny_linear, self.added_linear
-        add: Callable[..., Tensor] | None = None
+        add: Callable[..., Tensor]
         if skinny is not None and skinny.fits(num_rows, weight_ND, added=True):
             name, add = "skinny", skinny.linear_add
         elif added is not None and added.fits(num_rows, weight_ND):
             name, add = "library", added
+        else:
+            product = self._sliced(weight_ND, num_rows)
 
-        if add is not None:
-            done = add
+            def leave(x_TD: Tensor, weight: Tensor, residual: Added) -> Residual:
+                return Pending(residual.stream_TD, product.run(x_TD, weight))
 
-            def run(x_TD: Tensor, weight: Tensor, residual: Added) -> Residual:
-                return Added(done(x_TD, weight, residual.stream_TD))
+            return Implementation(product.name, leave)
 
-            return Implementation(f"{name}+residual", run)
-        product = self._sliced(weight_ND, num_rows)
+        def run(x_TD: Tensor, weight: Tensor, residual: Added) -> Residual:
+            return Added(add(x_TD, weight, residual.stream_TD))
 
-        def leave(x_TD: Tensor, weight: Tensor, residual: Added) -> Residual:
-            return Pending(residual.stream_TD, product.run(x_TD, weight))
-
-        return Implementation(product.name, leave)
+        return Implementation(f"{name}+residual", run)
 
     def _normed(
         self, weight_ND: Tensor, gated: bool, is_added: bool, num_rows: int
     ) -> Implementation:
         skinny, kind = self.skinny_linear, {"normed": True, "gated": gated}
         if skinny is not None and is_added and skinny.fits(num_rows, weight_ND, **kind):
-            name = "norm+skinny+gate" if gated else "norm+skinny"
-            return Implementation(name, partial(_skinny_normed, skinny, gated), norms=True)
+            multiply = partial(skinny.norm_linear, gated=gated)
+
+            def fused(
+                residual: Added, norm_weight_D: Tensor, eps: float, weight: Tensor
+            ) -> tuple[Product, Added]:
+                return multiply(residual.stream_TD, norm_weight_D, eps, weight), residual
+
+            return Implementation("norm+skinny" + "+gate" * gated, fused, norms=True)
         product = (self._gated if gated else self._sliced)(weight_ND, num_rows)
 
         def run(
@@ -250,18 +261,6 @@ class Ops:
             return Implementation("quack+gate", self.gated_linear)
         product = self._plain(weight_ND, num_rows)
         return Implementation(product.name, lambda x, weight: self.silu_mul(product.run(x, weight)))
-
-
-def _skinny_normed(
-    kernel: SkinnyLinear,
-    gated: bool,
-    residual: Added,
-    norm_weight_D: Tensor,
-    eps: float,
-    weight_ND: Tensor,
-) -> tuple[Tensor, Added]:
-    x_TD = residual.stream_TD
-    return kernel.norm_linear(x_TD, norm_weight_D, eps, weight_ND, gated=gated), residual
 
 
 OPERATIONS = tuple(entry.name for entry in fields(Ops) if entry.name != "tables")

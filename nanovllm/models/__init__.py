@@ -6,4 +6,5 @@ MODELS = {
     "MiniMaxM2ForCausalLM": "nanovllm.models.minimax_m2:MiniMaxM2",
     "Qwen3ForCausalLM": "nanovllm.models.qwen3:Qwen3",
     "Qwen3MoeForCausalLM": "nanovllm.models.qwen3_moe:Qwen3Moe",
+    "Qwen3NextForCausalLM": "nanovllm.models.qwen3_next:Qwen3Next",
 }

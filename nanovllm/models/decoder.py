@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 from msgspec import Meta, Struct
 from torch import Tensor, nn
 
 from nanovllm.attention.base import ForwardContext
-from nanovllm.attention.grouped import PagedKV
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.layers.attention import Attention, QKNorm
 from nanovllm.layers.embedding import Vocabulary
@@ -69,6 +68,10 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         """The fields of which each rank takes an equal share, experts among so many ranks."""
         return "num_attention_heads", "intermediate_size"
 
+    def inputs_of(self, name: str) -> int:
+        """Inputs of a product that belong to each of what the field counts."""
+        return self.head_size if name == "num_attention_heads" else 1
+
     @property
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
@@ -83,6 +86,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 class Block(Layer):
     """Attention and an MLP or experts, each behind its norm."""
 
+    Attention: ClassVar[type[Attention]] = Attention
+
     def __init__(
         self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, *, qk_norm: QKNorm
     ) -> None:
@@ -94,7 +99,7 @@ class Block(Layer):
         self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, qk_norm: QKNorm
     ) -> Layer:
         """Attention, behind a norm of its own."""
-        return Attention(
+        return self.Attention(
             hidden_size=config.hidden_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
@@ -123,6 +128,8 @@ class Decoder(Layer):
     """
 
     Config: ClassVar[type[DecoderConfig]]
+    Block: ClassVar[type[Block]] = Block
+    qk_norm: ClassVar[QKNorm] = "none"
     WEIGHTS: ClassVar[tuple[Rule, ...]] = (
         ("model.embed_tokens.weight", "embed.weight"),
         ("model.layers.{}.input_layernorm.weight", "layers.{}.attn.qkv.norm_weight"),
@@ -137,6 +144,7 @@ class Decoder(Layer):
         ("model.norm.weight", "norm.weight"),
         ("lm_head.weight", "head.weight"),
     )
+    LESS_ONE: ClassVar[str] = "-"  # pattern of tensors' names that checkpoints have less one
     IGNORED: ClassVar[tuple[str, ...]] = ("model.layers.{}.self_attn.rotary_emb.inv_freq",)
     cos_sin_LA: Tensor
 
@@ -145,7 +153,7 @@ class Decoder(Layer):
         super().__init__()
         vocabulary = config.vocab_size, config.hidden_size, mesh, ops
         self.embed = Vocabulary(*vocabulary)
-        make = partial(self.block, config, mesh=mesh, ops=ops)
+        make = partial(self.Block, config, mesh=mesh, ops=ops, qk_norm=self.qk_norm)
         count, quantised = config.num_hidden_layers, config.quantization_config
         self.layers = nn.ModuleList(blocks(make, count, ops, self.WEIGHTS, quantised))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
@@ -153,16 +161,10 @@ class Decoder(Layer):
         table = cos_sin_table(config.rope_parameters, config.rotary_size, max_tokens)
         self.register_buffer("cos_sin_LA", table, persistent=False)
 
-    @staticmethod
-    def block(config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Block:
-        """The family's block of this layer."""
-        raise NotImplementedError
-
-    def bind_caches(self, caches: Mapping[int, PagedKV]) -> None:
+    def bind_caches(self, caches: Mapping[int, Any]) -> None:
         """Each layer owns its cache from here on, in place of the one it had."""
         for layer, cache in caches.items():
-            block: Any = self.layers[layer]
-            block.attn.attend.bind(cache)
+            cast("Any", self.layers[layer]).attn.bind(cache)
 
     def forward(self, token_ids_T: Tensor, ctx: ForwardContext) -> Tensor:
         """The last hidden states x_SD of the tokens that rows predict from, normalised.

@@ -5,13 +5,11 @@ Layers behind the last one, which predict further tokens (MTP), are left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from nanovllm_kernels.latent_reference import row_size
 from nanovllm_kernels.route_reference import Routing
 
-from nanovllm.attention.grouped import PagedKV
 from nanovllm.config import ConfigError
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.layers.attention import QKNorm
@@ -139,6 +137,7 @@ class LatentBlock(Block):
 
 class DeepseekV3(Decoder):
     Config = DeepseekV3Config
+    Block = LatentBlock
     WEIGHTS: ClassVar[tuple[Rule, ...]] = (
         *(rule for rule in Decoder.WEIGHTS if rule[2:] not in (("k",), ("v",))),
         (f"{ATTENTION}.kv_a_proj_with_mqa.weight", "layers.{}.attn.qkv.weight", "kv"),
@@ -163,15 +162,6 @@ class DeepseekV3(Decoder):
         (f"{MLPS}.experts.{{}}.up_proj.weight", "layers.{}.mlp.experts.gate_up", "up"),
         (f"{MLPS}.experts.{{}}.down_proj.weight", "layers.{}.mlp.experts.down"),
     )
-
-    @staticmethod
-    def block(config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Block:
-        return LatentBlock(config, layer, mesh, ops, qk_norm="none")
-
-    def bind_caches(self, caches: Mapping[int, PagedKV]) -> None:
-        for layer, cache in caches.items():
-            block: Any = self.layers[layer]
-            block.attn.bind(cache)
 
     @staticmethod
     def cache_layout(config: DecoderConfig, mesh: Mesh, dtype_bytes: int) -> CacheLayout:

@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.log import Progress
 from nanovllm.models.destination import FP8, Destination
+from nanovllm.models.scattered import Scattered
 
 log = logging.getLogger("engine")
 
@@ -24,7 +25,7 @@ def fill_random(wanted: dict[str, Destination], seed: int) -> None:
     progress = Progress(log, "random weights", sum(to.into.nbytes for to in own.values()), "GB")
     for name, to in own.items():
         into = to.into
-        is_whole = into.shape == to.shape and into.dtype != FP8
+        is_whole = into.shape == to.shape and into.dtype != FP8 and not isinstance(to, Scattered)
         dtype = torch.bfloat16 if into.dtype == FP8 else into.dtype
         whole = into if is_whole else into.new_empty(to.shape, dtype=dtype)
         if whole.ndim == 1:

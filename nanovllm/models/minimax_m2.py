@@ -73,6 +73,8 @@ class SparseBlock(Block):
 
 class MiniMaxM2(Decoder):
     Config = MiniMaxM2Config
+    Block = SparseBlock
+    qk_norm = "row"
     WEIGHTS: ClassVar[tuple[Rule, ...]] = (
         *Decoder.WEIGHTS,
         ("model.layers.{}.self_attn.q_norm.weight", "layers.{}.attn.q_norm"),
@@ -84,7 +86,3 @@ class MiniMaxM2(Decoder):
         (f"{SPARSE}.experts.{{}}.w3.weight", "layers.{}.mlp.experts.gate_up", "up"),
         (f"{SPARSE}.experts.{{}}.w2.weight", "layers.{}.mlp.experts.down"),
     )
-
-    @staticmethod
-    def block(config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Block:
-        return SparseBlock(config, layer, mesh, ops, qk_norm="row")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanovllm.models.decoder import Rule
 from nanovllm.models.destination import FLOATS, Destination
+from nanovllm.models.scattered import Scattered
 
 SUFFIX = "_scale_inv"  # whatever it says: a weight is its fp8 number times its scale
 
@@ -40,23 +41,21 @@ class Scales(Destination):
 class Quantised(Destination):
     """Where a tensor of other floats goes: fp8 numbers, and scales that are made with them."""
 
-    scales: Scales
+    numbers: Destination
+    scales: Destination
     granule: ClassVar[int] = BLOCK
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        return FLOATS
+    dtypes: ClassVar[tuple[str, ...]] = FLOATS
 
     @property
     def rows(self) -> range:
         """Whole blocks, whose other rows have their say in the scales."""
-        rows = super().rows
+        rows = self.numbers.rows
         start, stop = rows.start // BLOCK * BLOCK, -(-rows.stop // BLOCK) * BLOCK
         return range(start, min(stop, self.shape[0]))
 
     def take(self, rows: Tensor, first: int) -> None:
         numbers, scales = quantise_weight(rows)
-        super().take(numbers, first)
+        self.numbers.take(numbers, first)
         self.scales.take(scales, first // BLOCK)
 
 
@@ -77,21 +76,22 @@ def in_blocks(wanted: dict[str, Destination], *, made: bool) -> dict[str, Destin
         places = scales_of(weight.shape, scales)
         if made:
             found.pop(name)
-            found[name.removesuffix(SUFFIX)] = Quantised(*parts_of(weight), places)
+            found[name.removesuffix(SUFFIX)] = Quantised(*parts_of(weight), weight, places)
         else:
             found[name] = places
     return found
 
 
-def scales_of(shape: tuple[int, ...], scales: Destination) -> Scales:
+def scales_of(shape: tuple[int, ...], scales: Destination) -> Destination:
     """`shape`: of the whole weight. As many of its rows share a scale as the parameter's number of
     scales allows; that is a power of two."""
+    if isinstance(scales, Scattered):
+        return scales.each(lambda span: scales_of(shape, span))
     each = BLOCK
     while -(-shape[0] // each) < scales.shape[0]:
         each //= 2
     blocks = tuple(-(-size // BLOCK) for size in shape)
-    into, _, dim, start, count = parts_of(scales)
-    return Scales(into, blocks, dim, start, count, BLOCK // each)
+    return Scales(scales.into, blocks, *parts_of(scales)[2:], BLOCK // each)
 
 
 def parts_of(to: Destination) -> tuple[Tensor, tuple[int, ...], int, int, int]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from nanovllm.layers.ops import Ops
-from nanovllm.models.decoder import Block, Count, Decoder, DecoderConfig, Rule
-from nanovllm.parallel.mesh import Mesh
+from nanovllm.models.decoder import Count, Decoder, DecoderConfig, Rule
 
 
 class Qwen3Config(DecoderConfig, frozen=True, kw_only=True):
@@ -15,12 +13,9 @@ class Qwen3Config(DecoderConfig, frozen=True, kw_only=True):
 
 class Qwen3(Decoder):
     Config = Qwen3Config
+    qk_norm = "head"
     WEIGHTS: ClassVar[tuple[Rule, ...]] = (
         *Decoder.WEIGHTS,
         ("model.layers.{}.self_attn.q_norm.weight", "layers.{}.attn.q_norm"),
         ("model.layers.{}.self_attn.k_norm.weight", "layers.{}.attn.k_norm"),
     )
-
-    @staticmethod
-    def block(config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Block:
-        return Block(config, layer, mesh, ops, qk_norm="head")

@@ -2,91 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from nanovllm_kernels.route_reference import Routing
-
-from nanovllm.layers.linear import Layer
-from nanovllm.layers.moe import MoE
-from nanovllm.layers.ops import Ops
-from nanovllm.models.decoder import Block, Count, Decoder, DecoderConfig, Rule
-from nanovllm.parallel.mesh import Mesh
-
-EXPERT = "model.layers.{}.mlp.experts.{}"
-
-
-class Qwen3MoeConfig(DecoderConfig, frozen=True, kw_only=True):
-    head_dim: Count
-    num_experts: Count | None = None
-    num_local_experts: Count | None = None  # as transformers writes it
-    num_experts_per_tok: Count
-    moe_intermediate_size: Count
-    norm_topk_prob: bool = False
-    decoder_sparse_step: Count = 1
-    mlp_only_layers: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.num_experts is None) == (self.num_local_experts is None):
-            raise ValueError("one of num_experts and num_local_experts must be given")
-        if self.num_experts_per_tok > self.experts[1]:
-            raise ValueError(
-                f"num_experts_per_tok {self.num_experts_per_tok} exceeds num_experts "
-                f"{self.experts[1]}"
-            )
-
-    @property
-    def experts(self) -> tuple[str, int]:
-        """The field that says how many there are, and how many."""
-        if self.num_experts is not None:
-            return "num_experts", self.num_experts
-        return "num_local_experts", self.num_local_experts or 0
-
-    def is_dense(self, layer: int) -> bool:
-        """Whether the layer has a plain MLP."""
-        return layer in (self.mlp_only_layers or ()) or (layer + 1) % self.decoder_sparse_step > 0
-
-    def evenly_cut(self, ep: int) -> tuple[str, ...]:
-        is_dense = {self.is_dense(layer) for layer in range(self.num_hidden_layers)}
-        sparse = self.experts[0] if ep > 1 else "moe_intermediate_size"
-        return "num_attention_heads", *["intermediate_size"] * (True in is_dense), sparse
-
-
-class SparseBlock(Block):
-    """Attention and routed experts, or an MLP."""
-
-    def mlp_of(self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Layer:
-        assert isinstance(config, Qwen3MoeConfig)
-        if config.is_dense(layer):
-            return super().mlp_of(config, layer, mesh, ops)
-        return MoE(
-            hidden_size=config.hidden_size,
-            experts=config.experts,
-            inner=("moe_intermediate_size", config.moe_intermediate_size),
-            num_chosen=config.num_experts_per_tok,
-            eps=config.rms_norm_eps,
-            rule=Routing("softmax", config.norm_topk_prob),
-            exact=False,
-            layer=layer,
-            is_last=layer + 1 == config.num_hidden_layers,
-            mesh=mesh,
-            ops=ops,
-        )
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.sparse import WEIGHTS, SparseBlock, SparseConfig
 
 
 class Qwen3Moe(Decoder):
-    Config = Qwen3MoeConfig
-    WEIGHTS: ClassVar[tuple[Rule, ...]] = (
-        *Decoder.WEIGHTS,
-        ("model.layers.{}.self_attn.q_norm.weight", "layers.{}.attn.q_norm"),
-        ("model.layers.{}.self_attn.k_norm.weight", "layers.{}.attn.k_norm"),
-        ("model.layers.{}.post_attention_layernorm.weight", "layers.{}.mlp.norm_weight"),
-        ("model.layers.{}.mlp.gate.weight", "layers.{}.mlp.router.weight"),
-        (f"{EXPERT}.gate_proj.weight", "layers.{}.mlp.experts.gate_up", "gate"),
-        (f"{EXPERT}.up_proj.weight", "layers.{}.mlp.experts.gate_up", "up"),
-        (f"{EXPERT}.down_proj.weight", "layers.{}.mlp.experts.down"),
-    )
-
-    @staticmethod
-    def block(config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Block:
-        return SparseBlock(config, layer, mesh, ops, qk_norm="head")
+    Config = SparseConfig
+    Block = SparseBlock
+    qk_norm = "head"
+    WEIGHTS = WEIGHTS

@@ -26,6 +26,7 @@ from nanovllm.models.destination import FP8, Destination
 from nanovllm.models.dummy import fill_random
 from nanovllm.models.faults import whole
 from nanovllm.models.quantised import in_blocks, scale_rules
+from nanovllm.models.scattered import joined, plus_one
 from nanovllm.models.shards import Stored, contents, num_bytes, read, runs, shards
 
 log = logging.getLogger("engine")
@@ -37,11 +38,10 @@ def fill(model: Decoder, config: Config) -> None:
     Raises ConfigError: one line naming the file or files, and what is wrong with their tensors.
     """
     load = config.recipe.load
-    wanted = destinations(model, model.WEIGHTS)
+    wanted = plus_one(destinations(model, model.WEIGHTS), model.LESS_ONE)
     if any(to.into.dtype == FP8 for to in wanted.values()):
-        wanted = in_blocks(
-            wanted, made=load.format == "dummy" or config.recipe.quantize is not None
-        )
+        is_made = load.format == "dummy" or config.recipe.quantize is not None
+        wanted = in_blocks(wanted, made=is_made)
     if load.format == "dummy":
         fill_random(wanted, load.seed)
     else:
@@ -90,7 +90,7 @@ def destinations(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Destinati
                 if match := pattern.fullmatch(target):  # an expert's number stays open
                     sources[part] = source.format(*match.groups(), "{}")
             placement = getattr(module, "placements", {}).get(field)
-            slices = dict(destinations_in(parameter, placement))
+            slices = destinations_in(parameter, placement)
             assert sources.keys() == slices.keys(), f"WEIGHTS does not fill {target}"
             stacked = getattr(placement, "experts", None) is not None
             for part, source in sources.items():
@@ -99,18 +99,16 @@ def destinations(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Destinati
     return found
 
 
-def destinations_in(
-    parameter: Tensor, placement: Placement | None
-) -> Iterator[tuple[str, list[Destination]]]:
-    """The named parts of one parameter, in order: of the one tensor, or of every expert's.
+def destinations_in(parameter: Tensor, placement: Placement | None) -> dict[str, list[Destination]]:
+    """The named parts of one parameter: of the one tensor, or of every expert's.
 
-    Without a placement it is one uncut part.
+    Without a placement it is one uncut part. Parts of one name are spans of one tensor.
     """
     if placement is None:
-        yield "", [Destination(parameter, tuple(parameter.shape), 0, 0, len(parameter))]
-        return
+        return {"": [Destination(parameter, tuple(parameter.shape), 0, 0, len(parameter))]}
     dim, experts = placement.dim, placement.experts or (0,)
     own = parameter.unbind() if placement.experts else (parameter,)
+    parts: dict[str, list[Destination]] = {}
     at = 0
     for part, span in placement.parts:
         shape = list(own[0].shape)
@@ -118,8 +116,10 @@ def destinations_in(
         elsewhere = Destination(own[0].narrow(dim, at, 0), tuple(shape), dim, span.start, 0)
         cut = tuple(shape), dim, span.start, span.count
         here = [Destination(tensor.narrow(dim, at, span.count), *cut) for tensor in own]
-        yield part, [elsewhere if place < 0 else here[place] for place in experts]
+        found = [elsewhere if place < 0 else here[place] for place in experts]
+        parts[part] = [*map(joined, parts[part], found)] if part in parts else found
         at += span.count
+    return parts
 
 
 def ignored_names(model: Decoder) -> re.Pattern[str]:

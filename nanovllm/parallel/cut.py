@@ -10,7 +10,6 @@ from nanovllm.config import ConfigError
 from nanovllm.parallel.mesh import EXPERTS, Mesh, Span
 
 MOST_RANKS = 64
-HEADS = "num_attention_heads"
 INPUTS = 128  # that share a scale, where weights are fp8
 
 
@@ -20,8 +19,7 @@ class Cut(Protocol):
     @property
     def num_key_value_heads(self) -> int: ...
 
-    @property
-    def head_size(self) -> int: ...
+    def inputs_of(self, name: str) -> int: ...
 
     @property
     def quantization_config(self) -> object: ...
@@ -56,7 +54,7 @@ def cut(mesh: Mesh, model_config: Cut) -> None:
     for name in even:
         full = getattr(model_config, name)
         span = mesh.span(name, full)
-        share = span.count * (model_config.head_size if name == HEADS else 1)
+        share = span.count * model_config.inputs_of(name)
         is_cut = not span.is_whole and name not in EXPERTS
         if is_cut and model_config.quantization_config is not None and share % INPUTS:
             raise ConfigError(

@@ -85,7 +85,9 @@ class RowBuilder:
             self._take(np.frombuffer(plan.decodes, np.int32))
         counts = np.ones(plan.num_decodes, np.int32)
         if plan.drafts:
-            counts += np.frombuffer(plan.drafts, np.int32)
+            counts = 1 + np.frombuffer(plan.drafts, np.int32)
+            if (n := counts.max() - 1) >= self.width:
+                raise ValueError(f"plan {plan.step} has rows of {n} drafts, not {self.width - 1}")
         width = self.width if plan.drafts else 1
         if plan.chunks:
             return self._mixed(plan, counts, width)

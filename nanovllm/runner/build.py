@@ -31,6 +31,7 @@ from nanovllm.runner.room import check_room
 from nanovllm.runner.runner import Runner
 from nanovllm.runner.sizing import num_pages_that_fit
 from nanovllm.runner.slots import Slots
+from nanovllm.runner.states import states_of
 from nanovllm.runner.warm import capture, largest_steps, warm_up
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling.shards import Shard
@@ -126,10 +127,15 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
 
     rows = rows_of(most)
 
-    def runner_with(num_pages: int) -> Runner:
+    def runner_with(num_pages: int, checkpoints: int) -> Runner:
         caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device)
         drafter = drafter_of(recipe, rows[2])
-        return Runner(model, *rows, caches, found.backend, device, drafter)
+        kept = states_of(found.layout, num_slots, checkpoints, num_drafts, found.dtype, device)
+        return Runner(model, *rows, caches, found.backend, device, drafter, kept)
+
+    def full_step() -> None:
+        largest_steps(first := runner_with(1, 0), recipe)
+        first.states.forget()
 
     num_pages = recipe.cache.pages
     if num_pages == "auto":
@@ -138,7 +144,7 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
             found.layout,
             page_tokens=page_tokens,
             useful_pages=num_slots * rows[0].max_pages,
-            full_step=lambda: largest_steps(runner_with(1), recipe),
+            full_step=full_step,
             device=device,
         )
         num_pages = found.mesh.least(fitting)
@@ -147,7 +153,7 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
     checkpoints = num_checkpoints(num_pages, recipe.cache, found.layout, page_tokens)
     cache, server = replace(recipe.cache, pages=num_pages, checkpoints=checkpoints), recipe.server
     sized = replace(recipe, cache=cache, server=replace(server, max_model_tokens=most))
-    return runner_with(num_pages), sized
+    return runner_with(num_pages, checkpoints), sized
 
 
 def cpu_threads(recipe: Recipe, model: Decoder) -> int:

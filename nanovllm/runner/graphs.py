@@ -37,10 +37,8 @@ def obstacles(recipe: Recipe) -> list[str]:
     found = []
     if recipe.device != "cuda":
         found.append(f"device is {recipe.device}: CUDA graphs need a CUDA device")
-    if recipe.kernels.attention == "torch":
-        found.append("kernels.attention is torch, which reads tensors' values on the host")
-    if recipe.kernels.experts == "torch":
-        found.append("kernels.experts is torch, which looks at what was chosen on the host")
+    kinds = [k for k in ("attention", "experts", "delta") if getattr(recipe.kernels, k) == "torch"]
+    found += [f"kernels.{kind} is torch, which reads tensors' values on the host" for kind in kinds]
     if not recipe.kernels.cuda_graphs:
         found.append("kernels.cuda_graphs is false")
     return found

@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from nanovllm.runner.graphs import DecodeGraphs, borrowed, largest_graph
 from nanovllm.runner.piecewise import PiecewiseGraphs
 from nanovllm.runner.results import Copy, DeviceClock, Handle, start_copy
 from nanovllm.runner.slots import Slots
+from nanovllm.runner.states import NoStates, States
 from nanovllm.sampling.base import Sampled, SampleRows
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling.vetting import Vetting
@@ -53,6 +53,7 @@ class Runner:
         backend: AttentionBackend,
         device: torch.device,
         drafter: Drafter | None = None,
+        states: States | None = None,
     ) -> None:
         self.drafter = drafter
         self.num_drafts = drafter.num_drafts if drafter is not None else 0
@@ -61,7 +62,8 @@ class Runner:
         self.prep = prep
         self.sampler = sampler
         self.caches = caches
-        model.bind_caches(caches.by_layer)
+        self.states = states or NoStates()
+        model.bind_caches({**caches.by_layer, **self.states.by_layer})
         self.experts = ExpertCounter(model, device)
         self.expert_load = self.experts.newest
         self.backend = backend
@@ -79,13 +81,14 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Handle:
         """Enqueue one step. Nothing here waits for the device."""
-        refuse_unknown(plan, self.num_drafts)
+        self.states.apply(plan, self.slots.lengths_N)
         self.caches.apply(plan)
         self.slots.apply(plan)
         self.sampler.admit(plan.admits)
         rows = self.builder.rows(plan)
         gap = self.clock.begin()
         forwarded, mode = self._run(rows, plan.lane_tokens)
+        self.states.save(plan.chunks)
         self.steps_by_mode[mode_key(mode, plan)] += 1
         finish = partial(self._finish, rows, forwarded, plan.masked)
         handle = Handle(plan.step, self.clock, gap, finish)
@@ -141,7 +144,7 @@ class Runner:
         slots_R = rows.slots_R.where(lines_RW[:, 0] >= 0, self.slots.padding)
         return lines_RW, drafter.propose(slots_R, self.slots.lengths_N, self.slots.tokens_NL)
 
-    def _run(self, rows: StepRows, lane_tokens: int) -> tuple[Forwarded, str]:
+    def _run(self, rows: StepRows, lane_tokens: int = 0) -> tuple[Forwarded, str]:
         """Replay a graph where one fits, else run eagerly. Says which: FULL, PIECEWISE or NONE.
 
         `lane_tokens` as in the plan, so all lanes do the same.
@@ -159,10 +162,8 @@ class Runner:
 
     def why_eager(self, rows: StepRows) -> str | None:
         """Why a step of these rows replays nothing; None: it does."""
-        if rows.is_decode:
-            sizes = [tokens for tokens, width in self.graphs.captured if width == rows.width]
-        else:
-            sizes = list(self.piecewise.captured)
+        of_width = [tokens for tokens, width in self.graphs.captured if width == rows.width]
+        sizes = of_width if rows.is_decode else list(self.piecewise.captured)
         if not sizes:
             return "no graph was captured"
         if rows.num_tokens > max(sizes):
@@ -181,15 +182,6 @@ class Runner:
     def hidden(self, ctx: ForwardContext) -> Tensor:
         hidden_SD: Tensor = self.model(ctx.batch.token_ids_T, ctx)
         return hidden_SD
-
-
-def refuse_unknown(plan: StepPlan, num_drafts: int) -> None:
-    """Raises ValueError if the plan asks for what this runner does not do."""
-    states = [a.restore_from for a in plan.admits] + [c.save_to for c in plan.chunks]
-    if any(state >= 0 for state in states):
-        raise ValueError(f"plan {plan.step} has recurrent states, which do not exist yet")
-    if plan.drafts and (most := int(np.frombuffer(plan.drafts, np.int32).max())) > num_drafts:
-        raise ValueError(f"plan {plan.step} has rows of {most} drafts; there are {num_drafts}")
 
 
 def sharing_logits(forwarded: Forwarded) -> Forwarded:

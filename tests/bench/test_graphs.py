@@ -94,7 +94,8 @@ def test_on_a_cpu_the_reasons_are_listed_and_that_is_no_failure(tmp_path: Path) 
     reasons = [
         "device is cpu: CUDA graphs need a CUDA device",
         "kernels.attention is torch, which reads tensors' values on the host",
-        "kernels.experts is torch, which looks at what was chosen on the host",
+        "kernels.experts is torch, which reads tensors' values on the host",
+        "kernels.delta is torch, which reads tensors' values on the host",
         "kernels.cuda_graphs is false",
     ]
     assert done.output.splitlines() == [

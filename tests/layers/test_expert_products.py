@@ -85,5 +85,5 @@ def test_a_gpu_has_kernels_of_its_own(monkeypatch) -> None:
 
 def test_the_definition_is_not_captured() -> None:
     recipe = Recipe(device="cuda", kernels=Kernels(attention="flash", experts="torch"))
-    said = "kernels.experts is torch, which looks at what was chosen on the host"
+    said = "kernels.experts is torch, which reads tensors' values on the host"
     assert obstacles(recipe) == [said]

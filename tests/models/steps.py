@@ -17,6 +17,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import default_dtype, fill
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.plan import Chunk
+from nanovllm.runner.states import states_of
 from nanovllm.sampling.shards import Shard
 from tests.models.tiny import config_of
 
@@ -57,8 +58,10 @@ class Steps:
             )
             for layer in group.layers
         }
-        model.bind_caches(caches)
-        self.backend = TorchPaged(caches[0])
+        layout = model.cache_layout(config, mesh, 4)
+        states = states_of(layout, len(prompts), 0, 0, torch.float32, CPU)
+        model.bind_caches({**caches, **(states.by_layer if states else {})})
+        self.backend = TorchPaged(caches[group.layers[0]])
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)) + 1
         self.pages = order.view(len(prompts), PAGES_EACH).int()
 

@@ -62,6 +62,17 @@ V3 = dict(
     qk_rope_head_dim=8,
     v_head_dim=12,
 )
+NEXT = dict(
+    EXPERTS,
+    num_hidden_layers=4,
+    rms_norm_eps=1e-2,  # a smaller one makes noise of first tokens, whose states are nearly zero
+    shared_expert_intermediate_size=28,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25),
+)
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3 gqa 1, head_dim 24": ("qwen3", dict(num_key_value_heads=4, head_dim=24)),
@@ -114,6 +125,23 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "deepseek_v3",
         dict(V3, n_shared_experts=2, num_hidden_layers=3, first_k_dense_replace=2, n_group=1)
         | dict(topk_group=1, norm_topk_prob=False, num_experts_per_tok=4, qk_nope_head_dim=10),
+    ),
+    "qwen3_next": ("qwen3_next", dict(NEXT)),
+    "qwen3_next 4 values a key, tied": (
+        "qwen3_next",
+        dict(NEXT, linear_num_value_heads=8, tie_word_embeddings=True, full_attention_interval=2),
+    ),
+    "qwen3_next 3 values a key, 3 layers a period, top 1": (
+        "qwen3_next",
+        dict(NEXT, linear_num_key_heads=1, linear_num_value_heads=3, full_attention_interval=3)
+        | dict(num_experts_per_tok=1, linear_conv_kernel_dim=3, num_hidden_layers=7)
+        | dict(
+            rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
+        ),
+    ),
+    "qwen3_next 1 value a key, dense between": (
+        "qwen3_next",
+        dict(NEXT, linear_num_key_heads=4, mlp_only_layers=[1], linear_key_head_dim=16),
     ),
     "llama llama3 rope": ("llama", dict(rope_parameters=LLAMA3_ROPE)),
 }

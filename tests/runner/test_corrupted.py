@@ -171,7 +171,7 @@ def plan_with(**fields: object) -> StepPlan:
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ({"drafts": np.array([0, 2], np.int32).tobytes()}, "rows of 2 drafts; there are 0"),
+        ({"drafts": np.array([0, 2], np.int32).tobytes()}, "rows of 2 drafts, not 0"),
         ({"chunks": [Chunk(0, 1, True), Chunk(1, 1, True, save_to=0)]}, "recurrent states"),
         ({"admits": [replace(admit(0, A, [1, 2]), restore_from=2)]}, "recurrent states"),
     ],

@@ -66,7 +66,7 @@ def test_pages_of_latents_are_cleaned_and_copied() -> None:
     assert keys.shape == (2, 5, 2, 1, 6) and values.numel() == 0
     keys.copy_(torch.arange(keys.numel()).view_as(keys))
     before = keys.clone()
-    found.apply(StepPlan(0, [], [], 0, b"", [], 0, [], [3], [(1, 4), (4, 2)]))
+    found.apply(StepPlan(0, [], [], 0, b"", [], 0, [], clean=[3], copies=[(1, 4), (4, 2)]))
     assert torch.equal(keys[:, [4, 2]], before[:, [1, 4]]) and not keys[:, 3].any()
     assert torch.equal(keys[:, [0, 1]], before[:, [0, 1]])
     assert found.by_layer[1].k_PSGA.data_ptr() == keys[1].data_ptr()

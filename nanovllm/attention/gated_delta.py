@@ -1,0 +1,133 @@
+"""The gated delta rule: each request has a state of fixed size in place of keys and values.
+
+A state is the last inputs of a short convolution, and for each head a matrix in float32 that every
+token decays and writes to. Rows of decode steps that may hold drafts never write a draft: such a
+slot keeps what its last step fed, and the next one puts what was accepted of it into the state
+before its own tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from nanovllm_kernels.delta_reference import DeltaWeights
+from torch import Tensor
+
+from nanovllm.attention.base import Batch, ForwardContext
+from nanovllm.attention.delta_kernels import DeltaKernels
+
+
+class Drafting(NamedTuple):
+    """How far states go, of all layers."""
+
+    lengths_N: Tensor  # int32: so many tokens are in a slot's states
+    replays_R: Tensor  # int32: so many of what the step's rows fed last are not there yet
+    owners: list[GatedDelta]  # of all layers' states, in order
+
+
+class DeltaStates(NamedTuple):
+    """One layer's states: of all slots, the padding slot, and checkpoints."""
+
+    conv_NCW: Tensor
+    recurrent_NHKV: Tensor
+    tickets_RG: Tensor  # zeros, for kernels
+    kept_NWX: Tensor | None  # by slot, what it fed last: inputs of the rule. None: no drafts
+    drafting: Drafting
+
+
+@dataclass
+class GatedDelta:
+    """A layer's convolution, gates, delta rule, norm and gate.
+
+    Of its product's columns: queries, keys and values of all heads, then z, then b and a of each
+    head, or these two as another tensor.
+    """
+
+    key_heads: int
+    key_size: int
+    value_heads: int
+    value_size: int
+    kernels: DeltaKernels
+
+    def bind(self, states: DeltaStates, weights: DeltaWeights) -> None:
+        """They are the layer's own from here on."""
+        self.states, self.weights = states, weights
+        states.drafting.owners.append(self)
+
+    def __call__(self, ctx: ForwardContext, y_TX: Tensor, *more: Tensor) -> Tensor:
+        """x_THV, which is a last tensor if there is one that has three dimensions."""
+        given = more[-1] if more and more[-1].ndim == 3 else None
+        tokens = self._split(y_TX, more[0] if more and more[0].ndim == 2 else y_TX)
+        batch, decoded, chunked = ctx.batch, None, None
+        rows, at = batch.num_decodes, batch.num_decode_tokens
+        if rows:
+            decoded = self._decode(batch, *(each[:at] for each in tokens))
+        if rows < batch.num_rows:
+            slots_R, starts_R1 = batch.slots_R[rows:], batch.starts_R1[rows:]
+            states = self.states[:2]
+            chunked = self.kernels.rows(*tokens, self.weights, *states, slots_R, starts_R1)
+            self._note(slots_R, batch.lengths_R[rows:])
+        x_THV = decoded if chunked is None else chunked
+        assert x_THV is not None
+        if given is not None:
+            x_THV = given.copy_(x_THV)
+        if decoded is not None and chunked is not None:
+            x_THV[:at] = decoded
+        return x_THV
+
+    def empty(self, y_TX: Tensor, *_: Tensor) -> Tensor:
+        """What x_THV will look like."""
+        return y_TX.new_empty(len(y_TX), self.value_heads, self.value_size)
+
+    def settle(self, slots_R: Tensor, lengths_R: Tensor) -> None:
+        """States get to have so many tokens, which slots have computed, where they lag behind."""
+        width = self.num_channels + self.value_heads * (self.value_size + 2)
+        nothing = self.weights.conv_CW.new_empty(0, width)
+        starts_R1 = torch.zeros(len(slots_R) + 1, dtype=torch.int32, device=slots_R.device)
+        self._drafted(self._split(nothing, nothing), slots_R, starts_R1, lengths_R)
+
+    @property
+    def num_channels(self) -> int:
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+    def _split(self, y_TX: Tensor, ba_TX: Tensor) -> tuple[Tensor, ...]:
+        """The columns qkv_TC, a_TH, b_TH, z_THV."""
+        heads, at = (self.value_heads, self.value_size), self.num_channels
+        z_THV = y_TX[:, at : at + heads[0] * heads[1]].unflatten(1, heads)
+        b_TH, a_TH = ba_TX[:, -2 * self.value_heads :].chunk(2, 1)
+        return y_TX[:, :at], a_TH, b_TH, z_THV
+
+    def _decode(self, batch: Batch, *tokens: Tensor) -> Tensor:
+        rows = batch.num_decodes
+        slots_R, starts_R1 = batch.slots_R[:rows], batch.starts_R1[: rows + 1]
+        conv_NCW, recurrent_NHKV, tickets_RG, kept_NWX, _ = self.states
+        if kept_NWX is None:
+            states = conv_NCW, recurrent_NHKV, slots_R
+            return self.kernels.decodes(*tokens, self.weights, *states, tickets_RG)
+        before_R = batch.lengths_R[:rows] - starts_R1.diff()
+        return self._drafted(tokens, slots_R, starts_R1, before_R)
+
+    def _drafted(
+        self, tokens: tuple[Tensor, ...], slots_R: Tensor, starts_R1: Tensor, before_R: Tensor
+    ) -> Tensor:
+        """x_THV of rows whose slots have computed so many tokens before them: those are in their
+        states afterwards, these are not.
+        """
+        conv_NCW, recurrent_NHKV, tickets_RG, kept_NWX, drafting = self.states
+        assert kept_NWX is not None
+        replays_R = drafting.replays_R[: len(slots_R)]
+        if drafting.owners[0] is self:
+            lag_R = before_R - drafting.lengths_N[slots_R]
+            replays_R.copy_(lag_R.clamp(0, kept_NWX.shape[1]))
+        rows = conv_NCW, recurrent_NHKV, slots_R, starts_R1, kept_NWX, replays_R, tickets_RG
+        x_THV = self.kernels.drafted(*tokens, self.weights, *rows)
+        self._note(slots_R, before_R)
+        return x_THV
+
+    def _note(self, slots_R: Tensor, lengths_R: Tensor) -> None:
+        """After the last layer: states of these slots have so many tokens now."""
+        drafting = self.states.drafting
+        if self.states.kept_NWX is not None and drafting.owners[-1] is self:
+            drafting.lengths_N[slots_R] = lengths_R.int()

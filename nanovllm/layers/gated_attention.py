@@ -1,0 +1,46 @@
+"""Attention over grouped heads whose results are gated: each by the sigmoid of its own product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from nanovllm.attention.base import ForwardContext
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.linear import NormLinear, Placement
+from nanovllm.layers.residual import Added, Residual, as_tensor
+from nanovllm.parallel.mesh import Span, interleaved
+
+
+class GatedAttention(Attention):
+    """The checkpoint's rows of q are, head by head, those of the query and those of its gate."""
+
+    def __init__(self, **sizes: Any) -> None:  # noqa: ANN401
+        """Takes what Attention takes."""
+        super().__init__(**sizes)
+        (_, q), *others = self.qkv.placements["weight"].parts
+        size, parts = sizes["head_size"], {"q": q.of_width(2), **dict(others)}
+        heads = Span(*(count // size for count in (q.full, q.start, q.count)))
+        spans = interleaved(heads, (size, size))
+        rows = [("q", span) for span in (*spans[heads.count :], *spans[: heads.count])]
+        self.qkv = NormLinear(sizes["hidden_size"], self.eps, parts, self.ops)  # first are gates
+        self.qkv.placements["weight"] = Placement(0, (*rows, *others))
+
+    def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
+        """The residual stream with what attention gives. May overwrite what it is given."""
+        batch, width = ctx.batch, self.out.weight.shape[1]
+        norms = self.q_norm, self.k_norm, self.eps
+        where = cos_sin_LA, batch.positions_T, batch.slot_mapping_T
+        qkv, stream = self.qkv(residual)
+        products = as_tensor(qkv)
+        gate_TX = products[..., :width]
+        q_THA = self.ops.rope_store(products[..., width:], *norms, *where, *self.attend.cache)
+        o_TX = ctx.eager(self.attend, ctx, q_THA).flatten(1)
+        if gate_TX.ndim == 3:
+            gate_TX = gate_TX.float().sum(0)
+        if self.is_last and not ctx.all_hidden:
+            o_TX, gate_TX = batch.sampled(o_TX), batch.sampled(gate_TX)
+            stream = Added(batch.sampled(stream.stream_TD))
+        after: Residual = self.out(o_TX * gate_TX.sigmoid().to(o_TX.dtype), stream)
+        return after

@@ -1,0 +1,144 @@
+"""Qwen3-Next (80B-A3B): most layers are gated DeltaNet, every fourth one is gated attention.
+
+All layers have routed experts and a gated shared one. Weights of norms are stored as differences
+from one. What predicts further tokens (MTP) is left out.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from msgspec.structs import replace
+
+from nanovllm.config import ConfigError
+from nanovllm.kv.layout import CacheLayout, StateGroup
+from nanovllm.layers.attention import QKNorm
+from nanovllm.layers.gated_attention import GatedAttention
+from nanovllm.layers.gated_delta import GatedDeltaNet, Sizes
+from nanovllm.layers.linear import Layer
+from nanovllm.layers.mlp import MLP
+from nanovllm.layers.ops import Ops
+from nanovllm.models.decoder import Count, Decoder, DecoderConfig, Rule
+from nanovllm.models.sparse import WEIGHTS, SparseBlock, SparseConfig
+from nanovllm.parallel.mesh import Mesh
+
+DELTA, MLPS = "model.layers.{}.linear_attn", "model.layers.{}.mlp"
+
+
+class Qwen3NextConfig(SparseConfig, frozen=True, kw_only=True):
+    linear_conv_kernel_dim: Count
+    linear_key_head_dim: Count
+    linear_value_head_dim: Count
+    linear_num_key_heads: Count
+    linear_num_value_heads: Count
+    shared_expert_intermediate_size: Count
+    full_attention_interval: Count = 4
+    layer_types: tuple[str, ...] | None = None  # as transformers writes it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        if values % keys:
+            raise ValueError(
+                f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}"
+            )
+        types = {*(self.layer_types or ())} - {"full_attention", "linear_attention"}
+        if types or len(self.layer_types or range(1 << 30)) < self.num_hidden_layers:
+            raise ValueError(f"layer_types is {self.layer_types}")
+
+    def attends(self, layer: int) -> bool:
+        """Whether the layer is attention, over pages, and not gated DeltaNet."""
+        if self.layer_types is not None:
+            return self.layer_types[layer] == "full_attention"
+        return (layer + 1) % self.full_attention_interval == 0
+
+    @property
+    def sizes(self) -> Sizes:
+        heads = self.linear_num_key_heads, self.linear_num_value_heads
+        elements = self.linear_key_head_dim, self.linear_value_head_dim
+        return Sizes(self.hidden_size, *heads, *elements, self.linear_conv_kernel_dim)
+
+    def evenly_cut(self, ep: int) -> tuple[str, ...]:
+        more = "linear_num_key_heads", "shared_expert_intermediate_size"
+        return *super().evenly_cut(ep), *more
+
+    def inputs_of(self, name: str) -> int:
+        if name == "linear_num_key_heads":
+            return self.sizes.each * self.linear_value_head_dim
+        return super().inputs_of(name)
+
+
+class HybridBlock(SparseBlock):
+    """Gated DeltaNet or gated attention; routed experts and a shared one."""
+
+    Attention = GatedAttention
+
+    def attn_of(
+        self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, qk_norm: QKNorm
+    ) -> Layer:
+        assert isinstance(config, Qwen3NextConfig)
+        is_last = layer + 1 == config.num_hidden_layers
+        if config.attends(layer):
+            return super().attn_of(config, layer, mesh, ops, qk_norm)
+        is_one = config.quantization_config is None
+        return GatedDeltaNet(config.sizes, config.rms_norm_eps, is_last, is_one, mesh, ops)
+
+    def shared_of(self, config: DecoderConfig, mesh: Mesh, ops: Ops) -> MLP:
+        assert isinstance(config, Qwen3NextConfig)
+        width = config.shared_expert_intermediate_size
+        return MLP(config.hidden_size, width, config.rms_norm_eps, mesh, ops)
+
+
+class Qwen3Next(Decoder):
+    Config = Qwen3NextConfig
+    Block = HybridBlock
+    qk_norm = "head"
+    LESS_ONE = r"model\.(layers\.\d+\.(\w+_layernorm|self_attn\.[qk]_norm)|norm)\.weight"
+    WEIGHTS: ClassVar[tuple[Rule, ...]] = (
+        *(rule for rule in WEIGHTS if rule[1] != "layers.{}.mlp.norm_weight"),
+        ("model.layers.{}.input_layernorm.weight", "layers.{}.attn.qkvzba.norm_weight"),
+        ("model.layers.{}.input_layernorm.weight", "layers.{}.attn.qkvz.norm_weight"),
+        (f"{DELTA}.in_proj_qkvz.weight", "layers.{}.attn.qkvzba.weight", "qkvz"),
+        (f"{DELTA}.in_proj_ba.weight", "layers.{}.attn.qkvzba.weight", "ba"),
+        (f"{DELTA}.in_proj_qkvz.weight", "layers.{}.attn.qkvz.weight"),
+        (f"{DELTA}.in_proj_ba.weight", "layers.{}.attn.ba.weight"),
+        (f"{DELTA}.conv1d.weight", "layers.{}.attn.conv"),
+        (f"{DELTA}.A_log", "layers.{}.attn.a_log"),
+        (f"{DELTA}.dt_bias", "layers.{}.attn.dt_bias"),
+        (f"{DELTA}.norm.weight", "layers.{}.attn.norm"),
+        (f"{DELTA}.out_proj.weight", "layers.{}.attn.out_proj.weight"),
+        (
+            "model.layers.{}.post_attention_layernorm.weight",
+            "layers.{}.mlp.shared.gate_up.norm_weight",
+        ),
+        (f"{MLPS}.shared_expert.gate_proj.weight", "layers.{}.mlp.shared.gate_up.weight", "gate"),
+        (f"{MLPS}.shared_expert.up_proj.weight", "layers.{}.mlp.shared.gate_up.weight", "up"),
+        (f"{MLPS}.shared_expert.down_proj.weight", "layers.{}.mlp.shared.down.weight"),
+        (f"{MLPS}.shared_expert_gate.weight", "layers.{}.mlp.shared_gate.weight"),
+    )
+
+    @staticmethod
+    def cache_layout(config: DecoderConfig, mesh: Mesh, dtype_bytes: int) -> CacheLayout:
+        """Pages for layers of attention, states for the others.
+
+        Raises ConfigError if there are no layers of attention, or their caches have 8 bits.
+        """
+        assert isinstance(config, Qwen3NextConfig)
+        everything = Decoder.cache_layout(config, mesh, dtype_bytes).paged[0]
+        layers = tuple(layer for layer in everything.layers if config.attends(layer))
+        if not layers:
+            count = config.num_hidden_layers
+            raise ConfigError(f"the first {count} layers have no attention; it takes more of them")
+        others = tuple(layer for layer in everything.layers if not config.attends(layer))
+        sizes, keys = config.sizes, mesh.span("linear_num_key_heads", config.linear_num_key_heads)
+        states = StateGroup(
+            layers=others,
+            channels=sum(span.count for span in sizes.channels(keys)),
+            taps=sizes.taps - 1,
+            heads=keys.count * sizes.each,
+            key_size=sizes.key,
+            value_size=sizes.value,
+            bytes_per_element=max(dtype_bytes, 2),  # also beside keys and values of 8 bits
+        )
+        paged = (replace(everything, layers=layers),)
+        return CacheLayout(paged, states if others else None)

@@ -1,0 +1,61 @@
+"""Where a tensor of a checkpoint goes that a parameter has in another order, or plus one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from nanovllm.models.destination import Destination
+
+
+@dataclass(frozen=True)
+class Scattered(Destination):
+    """Several spans of a tensor, which follow one another in `into`."""
+
+    members: tuple[Destination, ...]
+
+    @property
+    def rows(self) -> range:
+        each = [member.rows for member in self.members]
+        return range(min(rows.start for rows in each), max(rows.stop for rows in each))
+
+    def take(self, rows: Tensor, first: int) -> None:
+        for member in self.members:
+            if member.rows.start < first + len(rows) and first < member.rows.stop:
+                member.take(rows, first)
+
+    def each(self, change: Callable[[Destination], Destination]) -> Scattered:
+        """The same with other members, which may be of another shape."""
+        members = tuple(map(change, self.members))
+        return replace(self, shape=members[0].shape, members=members)
+
+
+@dataclass(frozen=True)
+class PlusOne(Destination):
+    """Where the weight of a norm goes that a checkpoint has as its difference from one."""
+
+    def take(self, rows: Tensor, first: int) -> None:
+        super().take(rows.float() + 1, first)
+
+
+def plus_one(wanted: dict[str, Destination], names: str) -> dict[str, Destination]:
+    """Adds one to what goes to the places of tensors whose names match the pattern."""
+    return {
+        name: PlusOne(to.into, to.shape, to.dim, to.start, to.count)
+        if re.fullmatch(names, name)
+        else to
+        for name, to in wanted.items()
+    }
+
+
+def joined(first: Destination, second: Destination) -> Scattered:
+    """Both spans of one tensor. The second one's place is right behind the first one's."""
+    members = (*getattr(first, "members", (first,)), second)
+    size, count = [*first.into.shape], first.count + second.count
+    size[first.dim] = count
+    into = first.into.as_strided(size, first.into.stride())
+    start = min(first.start, second.start)
+    return Scattered(into, first.shape, first.dim, start, count, members)
