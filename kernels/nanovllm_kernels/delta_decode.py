@@ -21,6 +21,7 @@ from torch import Tensor
 from nanovllm_kernels.delta_reference import L2_EPS, DeltaWeights
 from nanovllm_kernels.device import follows
 
+MOST_REGISTERS = 168  # of a thread: three programs of four warps to a multiprocessor
 MOST_WARPS = 4  # with more threads than channels each would convolve what it needs, as others do
 
 
@@ -68,6 +69,7 @@ def _launch(
         *((0, 0) if kept_NWX is None else kept_NWX.stride()[:2]), weights.eps, L2_EPS,
         G=num_key_heads, H=num_heads, K=k_size, V=v_size, K_BLOCK=blocks[0], V_BLOCK=blocks[1],
         WIDTH=weights.conv_CW.shape[1], WAITS=waits, launch_pdl=waits, num_warps=warps,
+        maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return x_THV
 
@@ -96,106 +98,136 @@ def delta_decode_kernel(
         num_taken = num_right
         num_tokens = num_right + tl.load(starts_R1 + row + 1) - first.to(tl.int32)
         kept_at = kept_NWX + slot * kept_stride
-    q_from, k_from, v_from = key_head * K, (G + key_head) * K, 2 * G * K + head * V
+    C: tl.constexpr = 2 * G * K + H * V
+    q_of, k_of, v_of = key_head * K + k, (G + key_head) * K + k, 2 * G * K + head * V + v
+    q_weight = four_of(conv_CW + q_of * WIDTH, k < K, WIDTH, 4)
+    k_weight = four_of(conv_CW + k_of * WIDTH, k < K, WIDTH, 4)
+    v_weight = four_of(conv_CW + v_of * WIDTH, v < V, WIDTH, 4)
+    conv_at = conv_NCW + slot * conv_stride
+    q_past = four_of(conv_at + q_of * (WIDTH - 1), k < K, WIDTH, 3)
+    k_past = four_of(conv_at + k_of * (WIDTH - 1), k < K, WIDTH, 3)
+    v_past = four_of(conv_at + v_of * (WIDTH - 1), v < V, WIDTH, 3)
+    q_kept, k_kept, v_kept = q_past, k_past, v_past
     rate = tl.exp(tl.load(a_log_H + head).to(tl.float32))
     dt_bias = tl.load(dt_bias_H + head).to(tl.float32)
     norm_weight = tl.load(norm_V + v, v < V, 0.0).to(tl.float32)
-    conv_at = conv_NCW + slot * conv_stride
-    own_at = qkv_TC + (first - num_right) * qkv_stride
     if WAITS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    x = inputs_of(0, first, num_right, num_tokens, kept_at, kept_token_stride, qkv_TC, qkv_stride,
+                  a_TH, a_stride, b_TH, b_stride, z_THV, z_stride, head * z_head_stride, head, q_of,
+                  k_of, v_of, k, v, C, H, K, V)  # fmt: skip
+    dtype = x_THV.dtype.element_ty
+    moved = key_head * 0 + K  # channels of queries, and of keys, that this program moves on
     for nth in range(num_tokens):
-        q = convolved(nth, q_from, k, K, conv_CW, own_at, qkv_stride, kept_at, kept_token_stride,
-                      num_right, conv_at, WIDTH)  # fmt: skip
-        key = convolved(nth, k_from, k, K, conv_CW, own_at, qkv_stride, kept_at, kept_token_stride,
-                        num_right, conv_at, WIDTH)  # fmt: skip
-        value = convolved(nth, v_from, v, V, conv_CW, own_at, qkv_stride, kept_at,
-                          kept_token_stride, num_right, conv_at, WIDTH)  # fmt: skip
+        q_now, k_now, v_now, a, b, z = x
+        x = inputs_of(nth + 1, first, num_right, num_tokens, kept_at, kept_token_stride, qkv_TC,
+                      qkv_stride, a_TH, a_stride, b_TH, b_stride, z_THV, z_stride,
+                      head * z_head_stride, head, q_of, k_of, v_of, k, v, C, H, K, V)  # fmt: skip
+        q = convolved(q_past, q_now, q_weight, dtype)
+        key = convolved(k_past, k_now, k_weight, dtype)
+        value = convolved(v_past, v_now, v_weight, dtype)
+        q_past = (q_past[1], q_past[2], q_now, q_now)
+        k_past = (k_past[1], k_past[2], k_now, k_now)
+        v_past = (v_past[1], v_past[2], v_now, v_now)
         q *= tl.rsqrt(tl.sum(q * q, 0) + l2_eps) * (K**-0.5)
         key *= tl.rsqrt(tl.sum(key * key, 0) + l2_eps)
-        is_own, token = nth >= num_right, first + nth - num_right
-        a = tl.load(a_TH + token * a_stride + head, is_own, 0.0)
-        b = tl.load(b_TH + token * b_stride + head, is_own, 0.0)
-        if kept_NWX is not None:
-            gate_at = kept_at + nth * kept_token_stride + (2 * G * K + H * V) + head
-            a = tl.where(is_own, a, tl.load(gate_at, nth < num_right, 0.0))
-            b = tl.where(is_own, b, tl.load(gate_at + H, nth < num_right, 0.0))
-        decay = tl.exp(-rate * softplus(a.to(tl.float32) + dt_bias))
-        read = tl.sum(state * key[:, None], 0) * decay
-        written = (value - read) * tl.sigmoid(b.to(tl.float32))
-        o = tl.sum(state * q[:, None], 0) * decay + tl.sum(key * q, 0) * written
+        seen = tl.sum(key * q, 0)
+        if kept_NWX is None:
+            moved = moved_by(tickets_RG + row * G + key_head, H // G, moved)
+        decay = tl.exp(-rate * softplus(a + dt_bias))
+        read = tl.sum(state * key[:, None], 0)
+        written = (value - read * decay) * tl.sigmoid(b)
+        if nth >= num_right:
+            o = tl.sum(state * q[:, None], 0) * decay + seen * written
+            o = o.to(dtype).to(tl.float32)
+            o = (o * tl.rsqrt(tl.sum(o * o, 0) / V + eps)).to(dtype).to(tl.float32) * norm_weight
+            o = o.to(dtype).to(tl.float32) * z * tl.sigmoid(z)
+            at = x_THV + (first + nth - num_right) * (H * V) + head * V + v
+            tl.store(at, o.to(dtype), v < V)
         state = state * decay + key[:, None] * written[None, :]
         if nth == num_taken - 1:
             tl.store(state_at, state, in_state)
-        dtype = x_THV.dtype.element_ty
-        o = o.to(dtype).to(tl.float32)
-        o = (o * tl.rsqrt(tl.sum(o * o, 0) / V + eps)).to(dtype).to(tl.float32) * norm_weight
-        shown = v < tl.where(is_own, V, 0)
-        z = tl.load(z_THV + token * z_stride + head * z_head_stride + v, shown, 0.0)
-        z = z.to(tl.float32)
-        o = o.to(dtype).to(tl.float32) * z * tl.sigmoid(z)
-        tl.store(x_THV + token * (H * V) + head * V + v, o.to(dtype), shown)
-    moved = K  # channels of queries and of keys that this program moves on
-    tl.debug_barrier()  # all threads have read
-    if H > G:
-        ticket_at = tickets_RG + row * G + key_head
-        is_last = tl.atomic_add(ticket_at, 1) == H // G - 1
-        tl.store(ticket_at, 0, is_last)
-        moved = tl.where(is_last, K, 0)
-    for nth in tl.static_range(WIDTH - 1):
-        at = num_taken + nth - (WIDTH - 1)
-        q = input_at(at, q_from, k, moved, own_at, qkv_stride, kept_at, kept_token_stride,
-                     num_right, conv_at, WIDTH)  # fmt: skip
-        key = input_at(at, k_from, k, moved, own_at, qkv_stride, kept_at, kept_token_stride,
-                       num_right, conv_at, WIDTH)  # fmt: skip
-        value = input_at(at, v_from, v, V, own_at, qkv_stride, kept_at, kept_token_stride,
-                         num_right, conv_at, WIDTH)  # fmt: skip
-        tl.debug_barrier()  # what is overwritten now is read no more
-        tl.store(conv_at + (q_from + k) * (WIDTH - 1) + nth, q, k < moved)
-        tl.store(conv_at + (k_from + k) * (WIDTH - 1) + nth, key, k < moved)
-        tl.store(conv_at + (v_from + v) * (WIDTH - 1) + nth, value, v < V)
+            q_kept, k_kept, v_kept = q_past, k_past, v_past
     if kept_NWX is not None:
+        moved = moved_by(tickets_RG + row * G + key_head, H // G, moved)
         for nth in range(num_right, num_tokens):
-            to, own = kept_at + (nth - num_right) * kept_token_stride, own_at + nth * qkv_stride
-            tl.store(to + q_from + k, tl.load(own + q_from + k, k < moved), k < moved)
-            tl.store(to + k_from + k, tl.load(own + k_from + k, k < moved), k < moved)
-            tl.store(to + v_from + v, tl.load(own + v_from + v, v < V), v < V)
-            token = first + nth - num_right
-            to += 2 * G * K + H * V + head
-            tl.store(to, tl.load(a_TH + token * a_stride + head))
-            tl.store(to + H, tl.load(b_TH + token * b_stride + head))
+            token, to = first + nth - num_right, kept_at + (nth - num_right) * kept_token_stride
+            own = qkv_TC + token * qkv_stride
+            tl.store(to + q_of, tl.load(own + q_of, k < moved), k < moved)
+            tl.store(to + k_of, tl.load(own + k_of, k < moved), k < moved)
+            tl.store(to + v_of, tl.load(own + v_of, v < V), v < V)
+            tl.store(to + C + head, tl.load(a_TH + token * a_stride + head))
+            tl.store(to + C + H + head, tl.load(b_TH + token * b_stride + head))
+    for nth in tl.static_range(4 - WIDTH, 3):
+        entry = nth - (4 - WIDTH)
+        tl.store(conv_at + q_of * (WIDTH - 1) + entry, q_kept[nth].to(dtype), k < moved)
+        tl.store(conv_at + k_of * (WIDTH - 1) + entry, k_kept[nth].to(dtype), k < moved)
+        tl.store(conv_at + v_of * (WIDTH - 1) + entry, v_kept[nth].to(dtype), v < V)
 
 
 @triton.jit
-def input_at(
-    at, start, channel, size, own_at, own_stride, kept_at, kept_stride, num_right, conv_at,
-    WIDTH: tl.constexpr,
+def four_of(at, inside, WIDTH: tl.constexpr, NUM: tl.constexpr):
+    """NUM of a channel's four weights or three inputs before a token; 0 before what there is."""
+    a = inside.to(tl.float32) * 0.0
+    b, c, d = a, tl.load(at + (WIDTH - 2), inside, 0.0).to(tl.float32), a
+    if WIDTH > 3:
+        a = tl.load(at + (WIDTH - 4), inside, 0.0).to(tl.float32)
+    if WIDTH > 2:
+        b = tl.load(at + (WIDTH - 3), inside, 0.0).to(tl.float32)
+    if NUM > 3:
+        d = tl.load(at + (WIDTH - 1), inside, 0.0).to(tl.float32)
+    return a, b, c, d
+
+
+@triton.jit
+def inputs_of(
+    nth, first, num_right, num_tokens, kept_at, kept_stride, qkv_TC, qkv_stride, a_TH, a_stride,
+    b_TH, b_stride, z_THV, z_stride, z_from, head, q_of, k_of, v_of, k, v, C: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """What came before the row's tokens, one that turned out right, or one of its own."""
-    stored = channel < tl.where(at < 0, size, 0)
-    own = channel < tl.where((at >= 0) & (at >= num_right), size, 0)
-    of = start + channel
-    x = tl.load(conv_at + of * (WIDTH - 1) + (at + WIDTH - 1), stored, 0.0)
-    x = tl.where(own, tl.load(own_at + at * own_stride + of, own, 0.0), x)
+    """Channels of q, k and v, a, b and z of the row's nth token, 0 of those that it has not."""
+    is_own, token = (nth >= num_right) & (nth < num_tokens), first + nth - num_right
+    own_k, own_v = k < tl.where(is_own, K, 0), v < tl.where(is_own, V, 0)
+    at = qkv_TC + token * qkv_stride
+    q, key, value = (
+        tl.load(at + q_of, own_k, 0.0),
+        tl.load(at + k_of, own_k, 0.0),
+        tl.load(at + v_of, own_v, 0.0),
+    )
+    a = tl.load(a_TH + token * a_stride + head, is_own, 0.0)
+    b = tl.load(b_TH + token * b_stride + head, is_own, 0.0)
+    z = tl.load(z_THV + token * z_stride + z_from + v, own_v, 0.0)
     if kept_at is not None:
-        kept = channel < tl.where((at >= 0) & (at < num_right), size, 0)
-        x = tl.where(kept, tl.load(kept_at + at * kept_stride + of, kept, 0.0), x)
-    return x
+        is_kept, at = nth < num_right, kept_at + nth * kept_stride
+        kept_k, kept_v = k < tl.where(is_kept, K, 0), v < tl.where(is_kept, V, 0)
+        q = tl.where(is_kept, tl.load(at + q_of, kept_k, 0.0), q)
+        key = tl.where(is_kept, tl.load(at + k_of, kept_k, 0.0), key)
+        value = tl.where(is_kept, tl.load(at + v_of, kept_v, 0.0), value)
+        a = tl.where(is_kept, tl.load(at + C + head, is_kept, 0.0), a)
+        b = tl.where(is_kept, tl.load(at + C + H + head, is_kept, 0.0), b)
+    return (
+        q.to(tl.float32), key.to(tl.float32), value.to(tl.float32), a.to(tl.float32),
+        b.to(tl.float32), z.to(tl.float32),
+    )  # fmt: skip
 
 
 @triton.jit
-def convolved(
-    nth, start, channel, size, conv_CW, own_at, own_stride, kept_at, kept_stride, num_right,
-    conv_at, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """The convolution at the row's nth token, rounded to the model's dtype, in float32."""
-    weight_at, y = conv_CW + (start + channel) * WIDTH, 0.0
-    for tap in tl.static_range(WIDTH):
-        x = input_at(nth - (WIDTH - 1) + tap, start, channel, size, own_at, own_stride, kept_at,
-                     kept_stride, num_right, conv_at, WIDTH)  # fmt: skip
-        y += x.to(tl.float32) * tl.load(weight_at + tap, channel < size, 0.0).to(tl.float32)
-    return (y * tl.sigmoid(y)).to(own_at.dtype.element_ty).to(tl.float32)
+def convolved(past, x, weight, dtype):
+    """The convolution at a token, rounded to the model's dtype, in float32."""
+    y = past[0] * weight[0] + past[1] * weight[1] + past[2] * weight[2] + x * weight[3]
+    return (y * tl.sigmoid(y)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def moved_by(ticket_at, NUM: tl.constexpr, moved):
+    """`moved` for the last of NUM programs that come here, 0 for others. All have read then."""
+    tl.debug_barrier()
+    if NUM > 1:
+        is_last = tl.atomic_add(ticket_at, 1) == NUM - 1
+        tl.store(ticket_at, 0, is_last)
+        moved = tl.where(is_last, moved, 0)
+    return moved
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from nanovllm_kernels.paged_decode import dot
 PIECE = 64
 CONVOLVED = 16  # tokens that a program convolves, of a head's channels
 FEW_ROWS, MANY_ROWS = 32, 1024  # compiled for so many
+STAGES, WARPS = 2, 4  # of the scan
 PARTS = 64  # elements of values that a program of the scan has
 
 
@@ -70,7 +71,7 @@ def mix_rows(
     part = min(PARTS, blocks["V_BLOCK"])
     scan_kernel[(num_rows * H, triton.cdiv(V, part))](
         y_TC, w_THK, u_THV, seen_THX, sums_TH, recurrent_NHKV, slots_R, starts_R1, o_THV,
-        recurrent_NHKV.stride(0), **{**sizes, "V_BLOCK": part}, PIECE=PIECE, STAGES=2, num_warps=4,
+        recurrent_NHKV.stride(0), **{**sizes, "V_BLOCK": part}, PIECE=PIECE, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     heads = max(1, 4096 // blocks["V_BLOCK"])
     gated_norm_kernel[(triton.cdiv(T * H, heads),)](
