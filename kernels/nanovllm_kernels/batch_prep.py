@@ -25,16 +25,9 @@ CORRUPTED = tl.constexpr(reference.CORRUPTED)
 
 
 def gather_rows(
-    slots_R: Tensor,
-    counts_R: Tensor | None,
-    lengths_N: Tensor,
-    tokens_NL: Tensor,
-    pages_NM: Tensor,
-    page_tokens: int,
-    num_pages: int,
-    num_tokens: int,
-    width: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    slots_R: Tensor, counts_R: Tensor | None, lengths_N: Tensor, tokens_NL: Tensor,
+    pages_NM: Tensor, page_tokens: int, num_pages: int, num_tokens: int, width: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     num_rows, device = slots_R.shape[0], slots_R.device
     assert counts_R is not None or (num_tokens, width) == (num_rows, 1)
     inputs_4T = torch.empty(4, num_tokens, dtype=torch.int64, device=device)
@@ -42,53 +35,20 @@ def gather_rows(
     lengths_R = torch.empty(num_rows, dtype=torch.int32, device=device)
     table_RM = torch.empty(num_rows, num_pages, dtype=torch.int32, device=device)
     gather_kernel[(num_rows, triton.cdiv(num_pages, PAGES))](
-        slots_R,
-        counts_R,
-        lengths_N,
-        tokens_NL,
-        pages_NM,
-        inputs_4T,
-        starts_R1,
-        lengths_R,
-        table_RM,
-        num_rows,
-        num_tokens,
-        lengths_N.shape[0] - 1,
-        tokens_NL.shape[1],
-        pages_NM.shape[1],
-        num_pages,
-        page_tokens,
-        WIDTH=triton.next_power_of_2(width),
-        SHARE=triton.next_power_of_2(triton.cdiv(num_tokens, num_rows)),
-        COUNTS=COUNTS,
-        PAGES=PAGES,
-    )
+        slots_R, counts_R, lengths_N, tokens_NL, pages_NM, inputs_4T, starts_R1, lengths_R,
+        table_RM, num_rows, num_tokens, lengths_N.shape[0] - 1, tokens_NL.shape[1],
+        pages_NM.shape[1], num_pages, page_tokens, WIDTH=triton.next_power_of_2(width),
+        SHARE=triton.next_power_of_2(triton.cdiv(num_tokens, num_rows)), COUNTS=COUNTS, PAGES=PAGES,
+    )  # fmt: skip
     return *inputs_4T.unbind(), starts_R1, lengths_R, table_RM
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def gather_kernel(
-    slots_R,
-    counts_R,
-    lengths_N,
-    tokens_NL,
-    pages_NM,
-    inputs_4T,
-    starts_R1,
-    lengths_R,
-    table_RM,
-    num_rows,
-    num_tokens,
-    padding,
-    tokens_stride,
-    pages_stride,
-    num_pages,
-    page_tokens,
-    WIDTH: tl.constexpr,
-    SHARE: tl.constexpr,
-    COUNTS: tl.constexpr,
-    PAGES: tl.constexpr,
-):
+    slots_R, counts_R, lengths_N, tokens_NL, pages_NM, inputs_4T, starts_R1, lengths_R, table_RM,
+    num_rows, num_tokens, padding, tokens_stride, pages_stride, num_pages, page_tokens,
+    WIDTH: tl.constexpr, SHARE: tl.constexpr, COUNTS: tl.constexpr, PAGES: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slots_R + row)
     page = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
@@ -128,58 +88,27 @@ def gather_kernel(
 
 
 def write_back(
-    slots_R: Tensor,
-    lengths_R: Tensor,
-    samples_R1: Tensor | None,
-    tokens_S: Tensor,
-    lengths_N: Tensor,
-    tokens_NL: Tensor,
-    width: int,
-    accept: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+    slots_R: Tensor, lengths_R: Tensor, samples_R1: Tensor | None, tokens_S: Tensor,
+    lengths_N: Tensor, tokens_NL: Tensor, width: int, accept: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     num_rows = slots_R.shape[0]
     rates_D, seeds_N = (None, None) if accept is None else accept
     lines_RW = torch.empty(num_rows, width, dtype=torch.int32, device=slots_R.device)
     write_back_kernel[(triton.cdiv(num_rows, ROWS),)](
-        slots_R,
-        lengths_R,
-        samples_R1,
-        tokens_S,
-        lengths_N,
-        tokens_NL,
-        rates_D,
-        seeds_N,
-        lines_RW,
-        num_rows,
-        lengths_N.shape[0] - 1,
-        tokens_NL.shape[1],
-        0 if seeds_N is None else seeds_N.stride(0),
-        WIDTH=width,
-        STEPS=triton.next_power_of_2(width),
-        BLOCK=ROWS,
-    )
+        slots_R, lengths_R, samples_R1, tokens_S, lengths_N, tokens_NL, rates_D, seeds_N, lines_RW,
+        num_rows, lengths_N.shape[0] - 1, tokens_NL.shape[1],
+        0 if seeds_N is None else seeds_N.stride(0), WIDTH=width,
+        STEPS=triton.next_power_of_2(width), BLOCK=ROWS,
+    )  # fmt: skip
     return lines_RW
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def write_back_kernel(
-    slots_R,
-    lengths_R,
-    samples_R1,
-    tokens_S,
-    lengths_N,
-    tokens_NL,
-    rates_D,
-    seeds_N,
-    lines_RW,
-    num_rows,
-    padding,
-    tokens_stride,
-    seeds_stride,
-    WIDTH: tl.constexpr,
-    STEPS: tl.constexpr,
+    slots_R, lengths_R, samples_R1, tokens_S, lengths_N, tokens_NL, rates_D, seeds_N, lines_RW,
+    num_rows, padding, tokens_stride, seeds_stride, WIDTH: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots_R + row, row < num_rows, padding)
     length = tl.load(lengths_R + row, row < num_rows, 0)

@@ -71,7 +71,8 @@ def mix_rows(
     part = min(PARTS, blocks["V_BLOCK"])
     scan_kernel[(num_rows * H, triton.cdiv(V, part))](
         y_TC, w_THK, u_THV, seen_THX, sums_TH, recurrent_NHKV, slots_R, starts_R1, o_THV,
-        recurrent_NHKV.stride(0), **{**sizes, "V_BLOCK": part}, PIECE=PIECE, STAGES=STAGES, num_warps=WARPS,
+        recurrent_NHKV.stride(0), **{**sizes, "V_BLOCK": part}, PIECE=PIECE, STAGES=STAGES,
+        num_warps=WARPS,
     )  # fmt: skip
     heads = max(1, 4096 // blocks["V_BLOCK"])
     gated_norm_kernel[(triton.cdiv(T * H, heads),)](

@@ -32,34 +32,18 @@ def ngram(
     assert 1 <= min_match <= max_match and (max_match + 1) * (num_positions + 1) < 1 << 31
     drafts_RX = torch.empty(num_rows, 1 + num_drafts, dtype=torch.int32, device=slots_R.device)
     ngram_kernel[(num_rows,)](
-        slots_R,
-        lengths_N,
-        tokens_NL,
-        drafts_RX,
-        num_positions,
-        num_drafts,
-        min_match,
-        MAX_MATCH=max_match,
-        DRAFTS=triton.next_power_of_2(num_drafts),
-        BLOCK=min(BLOCK, triton.next_power_of_2(num_positions)),
-        num_warps=16,
-    )
+        slots_R, lengths_N, tokens_NL, drafts_RX, num_positions, num_drafts, min_match,
+        MAX_MATCH=max_match, DRAFTS=triton.next_power_of_2(num_drafts),
+        BLOCK=min(BLOCK, triton.next_power_of_2(num_positions)), num_warps=16,
+    )  # fmt: skip
     return drafts_RX
 
 
 @triton.jit
 def ngram_kernel(
-    slots_R,
-    lengths_N,
-    tokens_NL,
-    drafts_RX,
-    num_positions,
-    num_drafts,
-    min_match,
-    MAX_MATCH: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    slots_R, lengths_N, tokens_NL, drafts_RX, num_positions, num_drafts, min_match,
+    MAX_MATCH: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slots_R + row)
     text = tokens_NL + slot * num_positions

@@ -66,9 +66,20 @@ def _launch(
 
 @triton.jit
 def rms_norm_kernel(
-    x_TD, residual_TD, norm_weight_D, y_TD, slice_stride, x_stride, residual_stride, y_stride, eps,
-    SLICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr,
-):  # fmt: skip
+    x_TD,
+    residual_TD,
+    norm_weight_D,
+    y_TD,
+    slice_stride,
+    x_stride,
+    residual_stride,
+    y_stride,
+    eps,
+    SLICES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WAITS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < WIDTH

@@ -79,18 +79,10 @@ def plan_lanes(lengths_R: Tensor, num_kv_heads: int, block: int, per_processor: 
 
 
 def paged_decode(
-    q_THA: Tensor,
-    k_PSGA: Tensor,
-    v_PSGA: Tensor,
-    page_table_RM: Tensor,
-    lengths_R: Tensor,
-    plan_N5: Tensor,
-    out_THA: Tensor | None = None,
-    *,
-    starts_R1: Tensor | None = None,
-    width: int = 1,
-    scales_2G: Tensor | None = None,
-) -> Tensor:
+    q_THA: Tensor, k_PSGA: Tensor, v_PSGA: Tensor, page_table_RM: Tensor, lengths_R: Tensor,
+    plan_N5: Tensor, out_THA: Tensor | None = None, *, starts_R1: Tensor | None = None,
+    width: int = 1, scales_2G: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """o_THA, which is `out_THA` if given. `plan_N5`: plan_decode's, of the same lengths.
 
     Row r's queries are starts_R1[r]:starts_R1[r + 1], at most `width`, its last tokens; without
@@ -112,27 +104,13 @@ def paged_decode(
     both |= dict(A=head_size, A_BLOCK=triton.next_power_of_2(head_size))
     rows = page_table_RM, starts_R1, lengths_R, plan_N5, scales_2G
     decode_kernel[(num_kv_heads, num_lanes)](
-        q_THA,
-        k_PSGA,
-        v_PSGA,
-        *rows,
-        o_THA,
-        partial_o,
-        partial_lse,
-        *q_THA.stride()[:2],
-        *k_PSGA.stride()[:3],
-        page_table_RM.stride(0),
-        page_table_RM.shape[1],
-        math.log2(math.e) / math.sqrt(head_size),
-        GROUP=group,
-        TILE=tile,
-        S=page_tokens,
-        BLOCK=block_tokens(k_PSGA),
-        STAGES=STAGES,
-        LEADS=waits and num_tokens <= OVERLAPPED_ROWS * width,
-        num_warps=4 if tile <= 64 else 8,
+        q_THA, k_PSGA, v_PSGA, *rows, o_THA, partial_o, partial_lse, *q_THA.stride()[:2],
+        *k_PSGA.stride()[:3], page_table_RM.stride(0), page_table_RM.shape[1],
+        math.log2(math.e) / math.sqrt(head_size), GROUP=group, TILE=tile, S=page_tokens,
+        BLOCK=block_tokens(k_PSGA), STAGES=STAGES,
+        LEADS=waits and num_tokens <= OVERLAPPED_ROWS * width, num_warps=4 if tile <= 64 else 8,
         **both,
-    )
+    )  # fmt: skip
     merge_kernel[(width * num_heads, num_lanes)](
         partial_o, partial_lse, starts_R1, plan_N5, o_THA, MERGED=MERGED, num_warps=1, **both
     )
@@ -186,37 +164,12 @@ def plan_kernel(lengths_R, plan_N5, num_rows, BLOCK: tl.constexpr, ROWS: tl.cons
     do_not_specialize_on_alignment=["page_table_RM", "starts_R1", "lengths_R"],
 )
 def decode_kernel(
-    q_THA,
-    k_PSGA,
-    v_PSGA,
-    page_table_RM,
-    starts_R1,
-    lengths_R,
-    plan_N5,
-    scales_2G,
-    o_THA,
-    partial_o,
-    partial_lse,
-    q_stride,
-    q_head_stride,
-    page_stride,
-    token_stride,
-    head_stride,
-    table_stride,
-    table_width,
-    scale,
-    W: tl.constexpr,
-    RAGGED: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
-    A: tl.constexpr,
-    A_BLOCK: tl.constexpr,
-    S: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    LEADS: tl.constexpr,
-    WAITS: tl.constexpr,
-):
+    q_THA, k_PSGA, v_PSGA, page_table_RM, starts_R1, lengths_R, plan_N5, scales_2G, o_THA,
+    partial_o, partial_lse, q_stride, q_head_stride, page_stride, token_stride, head_stride,
+    table_stride, table_width, scale, W: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr, A: tl.constexpr, A_BLOCK: tl.constexpr, S: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, LEADS: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
     if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
     elif WAITS:
@@ -353,18 +306,9 @@ def dot(a, b, sum):
 
 @triton.jit(do_not_specialize_on_alignment=["starts_R1"])
 def merge_kernel(
-    partial_o,
-    partial_lse,
-    starts_R1,
-    plan_N5,
-    o_THA,
-    W: tl.constexpr,
-    RAGGED: tl.constexpr,
-    A: tl.constexpr,
-    A_BLOCK: tl.constexpr,
-    MERGED: tl.constexpr,
-    WAITS: tl.constexpr,
-):
+    partial_o, partial_lse, starts_R1, plan_N5, o_THA, W: tl.constexpr, RAGGED: tl.constexpr,
+    A: tl.constexpr, A_BLOCK: tl.constexpr, MERGED: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
     """One token and head of the row that this lane begins and others finish, if there is such a
     row.
     """

@@ -69,40 +69,20 @@ def best(winners_IS2: Tensor) -> Tensor:
 
 
 def _draw(
-    logits_SV: Tensor,
-    slots_S: Tensor,
-    positions_S: Tensor,
-    inverses_N: Tensor,
-    seeds_N: Tensor,
-    thresholds_S: Tensor | None,
-    first_token: int,
-    winners_S2: Tensor | None,
+    logits_SV: Tensor, slots_S: Tensor, positions_S: Tensor, inverses_N: Tensor, seeds_N: Tensor,
+    thresholds_S: Tensor | None, first_token: int, winners_S2: Tensor | None,
     tokens_S: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """Fills either winners or tokens."""
     assert logits_SV.stride(1) == 1
     num_rows, vocab = logits_SV.shape
     num_blocks = triton.cdiv(vocab, reference.BLOCK)
     tops_SB, sums_SB = _sum_blocks(logits_SV, slots_S, inverses_N, thresholds_S)
     draw_kernel[(num_rows,)](
-        logits_SV,
-        slots_S,
-        positions_S,
-        inverses_N,
-        seeds_N,
-        thresholds_S,
-        tops_SB,
-        sums_SB,
-        winners_S2,
-        tokens_S,
-        first_token,
-        vocab,
-        num_blocks,
-        logits_SV.stride(0),
-        inverses_N.stride(0),
-        seeds_N.stride(0),
-        BLOCKS=triton.next_power_of_2(num_blocks),
-    )
+        logits_SV, slots_S, positions_S, inverses_N, seeds_N, thresholds_S, tops_SB, sums_SB,
+        winners_S2, tokens_S, first_token, vocab, num_blocks, logits_SV.stride(0),
+        inverses_N.stride(0), seeds_N.stride(0), BLOCKS=triton.next_power_of_2(num_blocks),
+    )  # fmt: skip
 
 
 def _sum_blocks(
@@ -119,33 +99,17 @@ def _sum_blocks(
     tops_SB = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits_SV.device)
     sums_SB = torch.empty_like(tops_SB)
     sum_kernel[(num_blocks, num_rows)](
-        logits_SV,
-        slots_S,
-        inverses_N,
-        thresholds_S,
-        tops_SB,
-        sums_SB,
-        vocab,
-        num_blocks,
-        logits_SV.stride(0),
-        inverses_N.stride(0),
-    )
+        logits_SV, slots_S, inverses_N, thresholds_S, tops_SB, sums_SB, vocab, num_blocks,
+        logits_SV.stride(0), inverses_N.stride(0),
+    )  # fmt: skip
     return tops_SB, sums_SB
 
 
 @triton.jit
 def sum_kernel(
-    logits_SV,
-    slots_S,
-    inverses_N,
-    thresholds_S,
-    tops_SB,
-    sums_SB,
-    vocab,
-    num_blocks,
-    logits_stride,
-    inverses_stride,
-):
+    logits_SV, slots_S, inverses_N, thresholds_S, tops_SB, sums_SB, vocab, num_blocks,
+    logits_stride, inverses_stride,
+):  # fmt: skip
     block, row = tl.program_id(0), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = load(logits_SV + row.to(tl.int64) * logits_stride, at, vocab)
@@ -162,24 +126,10 @@ def sum_kernel(
 
 @triton.jit
 def draw_kernel(
-    logits_SV,
-    slots_S,
-    positions_S,
-    inverses_N,
-    seeds_N,
-    thresholds_S,
-    tops_SB,
-    sums_SB,
-    winners_S2,
-    tokens_S,
-    first_token,
-    vocab,
-    num_blocks,
-    logits_stride,
-    inverses_stride,
-    seeds_stride,
-    BLOCKS: tl.constexpr,
-):
+    logits_SV, slots_S, positions_S, inverses_N, seeds_N, thresholds_S, tops_SB, sums_SB,
+    winners_S2, tokens_S, first_token, vocab, num_blocks, logits_stride, inverses_stride,
+    seeds_stride, BLOCKS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slots_S + row)
     inverse = tl.load(inverses_N + slot * inverses_stride)

@@ -74,25 +74,10 @@ def thresholds(
 
 @triton.jit(do_not_specialize=["blocks_each"])
 def tops_kernel(
-    logits_SV,
-    slots_S,
-    inverses_N,
-    top_ks_N,
-    top_ps_N,
-    min_p_gaps_N,
-    wishes_S4,
-    tops_SB,
-    smallest_SB,
-    counts_S,
-    vocab,
-    num_blocks,
-    blocks_each,
-    logits_stride,
-    inverses_stride,
-    top_ks_stride,
-    top_ps_stride,
-    min_p_gaps_stride,
-):
+    logits_SV, slots_S, inverses_N, top_ks_N, top_ps_N, min_p_gaps_N, wishes_S4, tops_SB,
+    smallest_SB, counts_S, vocab, num_blocks, blocks_each, logits_stride, inverses_stride,
+    top_ks_stride, top_ps_stride, min_p_gaps_stride,
+):  # fmt: skip
     """Each row's wishes, top_k = 0 and top_p = 1 for off; its blocks' largest, smallest finite."""
     start, row = tl.program_id(0) * blocks_each, tl.program_id(1)
     slot = tl.load(slots_S + row)
@@ -117,20 +102,9 @@ def tops_kernel(
 
 @triton.jit(do_not_specialize=["blocks_each"])
 def narrow_kernel(
-    logits_SV,
-    wishes_S4,
-    tops_SB,
-    smallest_SB,
-    before_S8,
-    sums_before_SBX,
-    bracket_S8,
-    sums_SBX,
-    vocab,
-    num_blocks,
-    blocks_each,
-    logits_stride,
-    BLOCKS: tl.constexpr,
-):
+    logits_SV, wishes_S4, tops_SB, smallest_SB, before_S8, sums_before_SBX, bracket_S8, sums_SBX,
+    vocab, num_blocks, blocks_each, logits_stride, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """The bracket that the pass before left, and what each block weighs from its pivots on."""
     start, row = tl.program_id(0) * blocks_each, tl.program_id(1)
     inverse, top_k, top_p, gap = _wishes(wishes_S4, row)
@@ -165,20 +139,9 @@ def narrow_kernel(
 
 @triton.jit(do_not_specialize=["blocks_each"])
 def collect_kernel(
-    logits_SV,
-    wishes_S4,
-    tops_SB,
-    before_S8,
-    sums_before_SBX,
-    bracket_S8,
-    candidates_SC,
-    counts_S,
-    vocab,
-    num_blocks,
-    blocks_each,
-    logits_stride,
-    BLOCKS: tl.constexpr,
-):
+    logits_SV, wishes_S4, tops_SB, before_S8, sums_before_SBX, bracket_S8, candidates_SC, counts_S,
+    vocab, num_blocks, blocks_each, logits_stride, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """The last bracket, and the logits in it, in any order and only as many as there is room for.
 
     With both top_k and top_p the bracket has no upper end: all that top_k may leave is in it.
@@ -214,19 +177,9 @@ def collect_kernel(
 
 @triton.jit(do_not_specialize=["blocks_each"])
 def finish_kernel(
-    logits_SV,
-    wishes_S4,
-    tops_SB,
-    bracket_S8,
-    candidates_SC,
-    counts_S,
-    thresholds_S,
-    vocab,
-    num_blocks,
-    blocks_each,
-    logits_stride,
-    BLOCKS: tl.constexpr,
-):
+    logits_SV, wishes_S4, tops_SB, bracket_S8, candidates_SC, counts_S, thresholds_S, vocab,
+    num_blocks, blocks_each, logits_stride, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """The boundary in the last bracket; LOWEST, or what min-p leaves, in rows without one."""
     row = tl.program_id(0)
     inverse, top_k, top_p, gap = _wishes(wishes_S4, row)
@@ -295,18 +248,9 @@ def _tops(tops_SB, row, num_blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _whole(
-    tops_SB,
-    smallest_SB,
-    inverse,
-    top_k,
-    top_p,
-    gap,
-    row,
-    start,
-    vocab,
-    num_blocks,
+    tops_SB, smallest_SB, inverse, top_k, top_p, gap, row, start, vocab, num_blocks,
     BLOCKS: tl.constexpr,
-):
+):  # fmt: skip
     """The bracket to start with: low, first, high, needed, top.
 
     Where first is high, only the row's first program, which stores the bracket, looks for low.
