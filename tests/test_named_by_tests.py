@@ -130,6 +130,8 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/like.py
         kernels/nanovllm_kernels/linear_cases.py""",
     "tests/kernels/test_quantise.py": "kernels/nanovllm_kernels/quantise_cases.py",
+    "tests/kernels/test_latent_decode_cute.py": """
+        kernels/nanovllm_kernels/latent_decode_cute_cases.py""",
     "tests/kernels/test_paged_decode_cute.py": """
         kernels/nanovllm_kernels/paged_decode_cute_cases.py""",
     "tests/gpu/test_kernels.py": """

@@ -33,6 +33,7 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "paged_prefill": "nanovllm_kernels.paged_prefill:PAGED_PREFILL",
     "latent_decode": "nanovllm_kernels.latent_decode:LATENT_DECODE",
     "latent_store": "nanovllm_kernels.latent_store_cases:LATENT_STORE",
+    "latent_decode_cute": "nanovllm_kernels.latent_decode_cute_cases:LATENT_DECODE_CUTE",
     "gather_rows": "nanovllm_kernels.batch_prep:GATHER_ROWS",
     "apply_mask": "nanovllm_kernels.apply_mask:KERNEL",
     "draw": "nanovllm_kernels.sampling:DRAW",

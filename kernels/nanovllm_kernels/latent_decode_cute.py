@@ -34,8 +34,9 @@ from torch import Tensor
 from nanovllm_kernels.block_fp8_cute import exchange, four_words
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 from nanovllm_kernels.device import follows
+from nanovllm_kernels.latent_decode import merge
 from nanovllm_kernels.like import like
-from nanovllm_kernels.paged_decode import merge_kernel, plan_lanes
+from nanovllm_kernels.paged_decode import plan_lanes, results_of
 
 RANK = 512  # numbers of a latent
 ROTATED = 64  # numbers beside it: a swizzled line of shared memory
@@ -49,7 +50,6 @@ LOWEST = -1e30  # below every score, and finite, so that differences are numbers
 LOG2_E = math.log2(math.e)
 MAX_WIDTH = 8  # new tokens of a row
 COLUMNS = 128  # that a group's product has: with 256 the compiler wants more registers at launch
-MERGED = 8  # parts that are merged at once
 READ_ONCE = 0x12F0000000000000  # a cache policy: the first to be evicted
 SUMMERS, SCORER, LOADER = 2, 2, 3  # groups of four warps: 0 and 1 sum up
 SUMMER_REGISTERS, SCORER_REGISTERS, LOADER_REGISTERS = 176, 120, 40
@@ -70,10 +70,14 @@ class Given(NamedTuple):
     partial_lse: cute.Tensor
 
 
-def obstacle(page_tokens: int, num_heads: int, dtype: torch.dtype) -> str | None:
-    """Why a cache is not for this kernel, or None."""
-    if dtype != torch.bfloat16:
-        return "it computes in bfloat16"
+def obstacle(
+    num_heads: int, rank: int, rotated: int, page_tokens: int, dtype: torch.dtype, is_fp8: bool
+) -> str | None:
+    """Why heads and a cache are not for this kernel, or None. `dtype`: the model's."""
+    if dtype != torch.bfloat16 or is_fp8:
+        return "it computes in bfloat16, of a cache of the same"
+    if (rank, rotated) != (RANK, ROTATED):
+        return f"latents must have {RANK} numbers, and {ROTATED} beside them"
     if page_tokens % BLOCK and page_tokens not in (16, 32):
         return f"pages must have 16, 32 or a multiple of {BLOCK} tokens"
     if num_heads % PIECE or (num_heads % PAIRS and PAIRS % num_heads):
@@ -107,34 +111,16 @@ def latent_decode(
     """o_THX, which is `out_THX` if given: the weighted means of latents. `scale`: of scores."""
     assert 1 <= width <= (MAX_WIDTH if starts_R1 is not None else 1), width
     num_tokens, num_heads, _ = q_THX.shape
-    num_lanes, pairs = len(plan_N5), width * num_heads
-    if out_THX is None:
-        out_THX = torch.empty(q_THX.shape, dtype=q_THX.dtype, device=q_THX.device)
-    assert out_THX.is_contiguous()
-    partial_o = torch.empty(num_lanes, 2, pairs, RANK, dtype=torch.float32, device=q_THX.device)
-    partial_lse = partial_o.new_empty(num_lanes, 2, pairs)
+    o_THX, partial_o, partial_lse = results_of(q_THX, len(plan_N5), out_THX, width)
     starts = lengths_R if starts_R1 is None else starts_R1
-    o = out_THX.flatten(0, 1)
+    o = o_THX.flatten(0, 1)
     given = Given(page_table_RM, lengths_R, starts, o, plan_N5, partial_o, partial_lse)
     run = compile_decode(num_heads, pages_PSX.shape[1], 0 if starts_R1 is None else width)
     run(q_THX, rotated_THA, pages_PSX, given, scale * LOG2_E)
     waits = follows(num_tokens, q_THX.device)
-    merge_kernel[(pairs, num_lanes)](
-        partial_o,
-        partial_lse,
-        starts_R1,
-        plan_N5,
-        out_THX,
-        W=width,
-        RAGGED=starts_R1 is not None,
-        A=RANK,
-        A_BLOCK=RANK,
-        MERGED=MERGED,
-        WAITS=waits,
-        launch_pdl=waits,
-        num_warps=4,
-    )
-    return out_THX
+    more = {"RAGGED": starts_R1 is not None, "WAITS": waits, "launch_pdl": waits}
+    merge(o_THX, partial_o, partial_lse, starts_R1, plan_N5, W=width, **more)
+    return o_THX
 
 
 @CachedCompile
