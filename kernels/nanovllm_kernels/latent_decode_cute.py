@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import torch
-from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass import BFloat16, Float32, Int16, Int32, Int64, cute
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
@@ -93,6 +93,11 @@ def plan_decode(lengths_R: Tensor, pages_PSX: Tensor, num_heads: int, width: int
 def num_tiles(num_heads: int, width: int) -> int:
     """Blocks of threads that share a row's latents."""
     return -(-num_heads * width // PAIRS)
+
+
+def cluster_of(tiles: int) -> int:
+    """How many of them read latents together."""
+    return 2 if tiles % 2 == 0 else 1
 
 
 def latent_decode(
@@ -184,9 +189,12 @@ class LatentDecode:
         self.num_heads, self.page_tokens = num_heads, page_tokens
         self.ragged, self.most_new = most_new > 0, max(1, most_new)
         self.tiles = num_tiles(num_heads, self.most_new)
+        self.cluster = cluster_of(self.tiles)
         self.box_heads = min(num_heads, PAIRS)
         self.boxes = min(PAIRS // self.box_heads, self.most_new)  # of queries, of a tile
         self.unit = min(BLOCK, page_tokens)  # tokens of a block that lie in one page
+        # Of queries, of what of them is rotated, of pages: a box's rows, and who shares it.
+        self.ways = (self.box_heads, 1), (self.box_heads, 1), (self.unit, self.cluster)
         self.units = BLOCK // self.unit
         self.window = 32 // self.units  # blocks whose pages a warp's threads hold
 
@@ -206,23 +214,26 @@ class LatentDecode:
             order = (0, 1, 2)[: 2 + len(stages)]
             rings += [cute.tile_to_shape(line, (rows, n, *stages), order) for n in (RANK, ROTATED)]
         boxes = []
-        for source, rows in ((q, self.box_heads), (rotated, self.box_heads), (pages, self.unit)):
+        for source, (rows, cluster) in zip((q, rotated, pages), self.ways, strict=True):
             box = cute.tile_to_shape(line, (rows, ROTATED), (0, 1))
             flat = cute.make_tensor(source.iterator, cute.select(source.layout, [1, 2, 0]))
             op = cpasync.CopyBulkTensorTileG2SOp()
-            info = cpasync.make_tiled_tma_atom(op, flat, box, (rows, ROTATED))
+            if cutlass.const_expr(cluster > 1):
+                op = cpasync.CopyBulkTensorTileG2SMulticastOp()
+            info = cpasync.make_tiled_tma_atom(op, flat, box, (rows, ROTATED), cluster)
             boxes.append((info[0], info[1]))
         kinds = (OperandMajorMode.K, 1, BLOCK), (OperandMajorMode.MN, SUMMERS, COLUMNS)
-        scores, summed = (
+        products = tuple(
             make_trivial_tiled_mma(
                 *(BFloat16, BFloat16, OperandMajorMode.K, major, Float32, (1, groups, 1)),
                 tiler_mn=(PAIRS, columns),
             )
             for major, groups, columns in kinds
         )
-        self.kernel(*boxes, given, scale, tuple(rings), scores, summed).launch(
+        self.kernel(tuple(boxes), given, scale, tuple(rings), products).launch(
             grid=[self.tiles, cute.size(given.lanes, mode=[0]), 1],
             block=[128 * (LOADER + 1), 1, 1],
+            cluster=[self.cluster, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -230,15 +241,7 @@ class LatentDecode:
 
     @cute.kernel
     def kernel(
-        self,
-        q_box: tuple,
-        rotated_box: tuple,
-        pages_box: tuple,
-        given: Given,
-        scale: Float32,
-        rings: tuple,
-        scores: cute.TiledMma,
-        summed: cute.TiledMma,
+        self, boxes: tuple, given: Given, scale: Float32, rings: tuple, products: tuple
     ) -> None:
         shared = self.allocate(rings)
         nth_warp = arch.make_warp_uniform(arch.warp_idx())
@@ -249,58 +252,60 @@ class LatentDecode:
                 for stage in cutlass.range_constexpr(STAGES):
                     arch.mbarrier_init(shared.full + stage, 1)
                     arch.mbarrier_init(shared.weighed + stage, 4)
-                    arch.mbarrier_init(shared.empty + stage, 4 * SUMMERS)
+                    arch.mbarrier_init(shared.empty + stage, 4 * SUMMERS * self.cluster)
             arch.mbarrier_init_fence()
-        arch.sync_threads()
+        self.meet()
         if nth_warp >= 4 * LOADER:
             arch.setmaxregister_decrease(LOADER_REGISTERS)
             if nth_warp == 4 * LOADER:
-                self.load(q_box, rotated_box, pages_box, given, shared)
+                self.load(boxes, given, shared)
         elif nth_warp >= 4 * SCORER:
             arch.setmaxregister_decrease(SCORER_REGISTERS)
-            self.score(shared, scores, scale)
+            self.score(shared, products[0], scale)
         else:
             arch.setmaxregister_increase(SUMMER_REGISTERS)
-            self.sum_up(given, shared, summed, scale)
+            self.sum_up(given, shared, products[1])
+        if cutlass.const_expr(self.cluster > 1):
+            self.meet()  # the other one may still reach for this one's barriers
+
+    @cute.jit
+    def meet(self) -> None:
+        if cutlass.const_expr(self.cluster > 1):
+            arch.cluster_arrive()
+            arch.cluster_wait()
+        else:
+            arch.sync_threads()
 
     def allocate(self, rings: tuple) -> Shared:
         smem = cutlass.utils.SmemAllocator()
         tensors = [smem.allocate_tensor(BFloat16, x.outer, 1024, x.inner) for x in rings]
-        return Shared(
-            *tensors,
-            notes=smem.allocate_tensor(Int32, cute.make_layout((len(Note._fields), STAGES)), 16),
-            sums=smem.allocate_tensor(Float32, cute.make_layout((3, PAIRS, STAGES)), 16),
-            full=smem.allocate_array(Int64, STAGES),
-            weighed=smem.allocate_array(Int64, STAGES),
-            empty=smem.allocate_array(Int64, STAGES),
-            q_full=smem.allocate_array(Int64, 1),
-            q_empty=smem.allocate_array(Int64, 1),
-        )
+        notes = smem.allocate_tensor(Int32, cute.make_layout((len(Note._fields), STAGES)), 16)
+        sums = smem.allocate_tensor(Float32, cute.make_layout((3, PAIRS, STAGES)), 16)
+        barriers = [smem.allocate_array(Int64, n) for n in (STAGES, STAGES, STAGES, 1, 1)]
+        return Shared(*tensors, notes, sums, *barriers)
 
-    def partition(self, box: tuple, rows: int, rings: tuple) -> tuple:
+    def partition(self, box: tuple, way: tuple, rings: tuple) -> tuple:
         """How to copy a box: from [box of the rows, line, ...], to [box of the rows, line, stage]
-        of each ring.
+        of each ring. Each block of threads of a cluster copies its part of it to all of them.
         """
-        atom, matrix = box
+        (atom, matrix), (rows, cluster) = box, way
         cpasync.prefetch_descriptor(atom)
         whole = cute.group_modes(cute.flat_divide(matrix, (rows, ROTATED)), 0, 2)
         found = []
         for ring in rings:
             parts = cute.group_modes(cute.flat_divide(ring, (rows, ROTATED)), 0, 2)
-            to, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), parts, whole)
+            rank, ranks = arch.block_idx()[0] % cluster, cute.make_layout(cluster)
+            to, source = cpasync.tma_partition(atom, rank, ranks, parts, whole)
             found.append((source, to))
         return atom, found
 
     @cute.jit
-    def load(
-        self, q_box: tuple, rotated_box: tuple, pages_box: tuple, given: Given, shared: Shared
-    ) -> None:
+    def load(self, boxes: tuple, given: Given, shared: Shared) -> None:
         """Fills the ring with this lane's blocks, and with each a note."""
-        queries = (
-            self.partition(q_box, self.box_heads, (shared.q,)),
-            self.partition(rotated_box, self.box_heads, (shared.q_rotated,)),
+        targets = (shared.q,), (shared.q_rotated,), (shared.latents, shared.rotated)
+        *queries, latents = (
+            self.partition(*x) for x in zip(boxes, self.ways, targets, strict=True)
         )
-        latents = self.partition(pages_box, self.unit, (shared.latents, shared.rotated))
         lane, last_row = arch.block_idx()[1], cute.size(given.lengths) - 1
         row = cutlass.min(given.lanes[lane, 0], last_row)
         block, left = given.lanes[lane, 1], given.lanes[lane, 2]
@@ -403,7 +408,9 @@ class LatentDecode:
         """
         (full, stage), (block, tokens), (window, first_unit) = slot, span, pages
         atom, ((source, to), (_, to_rotated)) = latents
-        policy = {"cache_policy": Int64(READ_ONCE)} if self.tiles == 1 else {}
+        more = {"cache_policy": Int64(READ_ONCE)} if self.tiles == 1 else {}
+        if cutlass.const_expr(self.cluster > 1):
+            more = {"mcast_mask": Int16((1 << self.cluster) - 1)}
         for nth in cutlass.range_constexpr(self.units):
             page = arch.shuffle_sync(window, first_unit + nth)
             place = (block * BLOCK + nth * self.unit) % self.page_tokens // self.unit
@@ -413,7 +420,7 @@ class LatentDecode:
                     if cutlass.const_expr(part == LINES):
                         target = to_rotated[None, nth, 0, stage]
                     cute.copy(
-                        atom, source[None, place, part, page], target, tma_bar_ptr=full, **policy
+                        atom, source[None, place, part, page], target, tma_bar_ptr=full, **more
                     )
 
     def note(self, shared: Shared, stage: Int32) -> Note:
@@ -474,7 +481,7 @@ class LatentDecode:
                 for r in cutlass.range_constexpr(2):
                     self.soften(s, p, (highest, total, fades), r, scale)
                 cute.copy(copy, p_from, p_to[None, None, None, stage])
-                self.leave_sums(shared, stage, (fades, highest, total), flags)
+                self.leave_sums(shared, stage, (fades, highest, total), flags, scale)
             if tokens < BLOCK:
                 self.clear(shared, stage, tokens)
             arch.fence_view_async_shared()
@@ -492,6 +499,17 @@ class LatentDecode:
         arch.sync_warp()
         with arch.elect_one():
             arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def release(self, barrier: cute.Pointer) -> None:
+        """As `arrive`, at every block of the cluster: each one writes into this one's ring."""
+        if cutlass.const_expr(self.cluster > 1):
+            arch.sync_warp()
+            lane = arch.lane_idx()
+            if lane < self.cluster:
+                arch.mbarrier_arrive(barrier, lane)
+        else:
+            self.arrive(barrier)
 
     def soften(self, s: cute.Tensor, p: cute.Tensor, run: tuple, r: int, scale: Float32) -> None:
         """One pair's scores become weights."""
@@ -513,7 +531,9 @@ class LatentDecode:
         total[r] = total[r] * fades[r] + weights[0]
 
     @cute.jit
-    def leave_sums(self, shared: Shared, stage: Int32, run: tuple, flags: Int32) -> None:
+    def leave_sums(
+        self, shared: Shared, stage: Int32, run: tuple, flags: Int32, scale: Float32
+    ) -> None:
         """For those that sum up: how sums fade, and at a row's end what they are divided by."""
         fades, highest, total = run
         for r in cutlass.range_constexpr(2):
@@ -523,7 +543,7 @@ class LatentDecode:
             if arch.lane_idx() % 4 == 0:
                 shared.sums[0, pair, stage] = fades[r]
                 if flags & ENDS != 0:
-                    shared.sums[1, pair, stage] = highest[r]
+                    shared.sums[1, pair, stage] = highest[r] * scale
                     shared.sums[2, pair, stage] = sum_
 
     def pair_of(self, r: int) -> Int32:
@@ -541,7 +561,7 @@ class LatentDecode:
             cute.local_tile(line, (8,), (n % eights,)).store(zeros)
 
     @cute.jit
-    def sum_up(self, given: Given, shared: Shared, mma: cute.TiledMma, scale: Float32) -> None:
+    def sum_up(self, given: Given, shared: Shared, mma: cute.TiledMma) -> None:
         nth = self.nth_of()
         slice_ = mma.get_slice(128 * (arch.make_warp_uniform(arch.warp_idx()) // 4))
         layout = cute.select(shared.latents.layout, [1, 0, 2])
@@ -572,10 +592,10 @@ class LatentDecode:
                 for r in cutlass.range_constexpr(2):
                     for n in cutlass.range_constexpr(2):
                         sums[n, r] = shared.sums[1 + n, self.pair_of(r), stage]
-            self.arrive(shared.empty + stage)
+            self.release(shared.empty + stage)
             if is_left:
                 for r in cutlass.range_constexpr(2):
-                    self.leave(o, sums[None, r], r, (query, flags), given, scale)
+                    self.leave(o, (sums[0, r], sums[1, r]), r, (query, flags), given)
             stage += 1
             if stage == STAGES:
                 stage = Int32(0)
@@ -584,18 +604,9 @@ class LatentDecode:
             query, count, _, _, flags = self.note(shared, stage)
 
     @cute.jit
-    def leave(
-        self,
-        o: cute.Tensor,
-        sums: cute.Tensor,
-        r: int,
-        row: tuple,
-        given: Given,
-        scale: Float32,
-    ) -> None:
+    def leave(self, o: cute.Tensor, sums: tuple, r: int, row: tuple, given: Given) -> None:
         """Writes one of this thread's two pairs: the result of a row, or this lane's part of it."""
-        query, flags = row
-        highest, total = sums[0], sums[1]
+        (query, flags), (highest, total) = row, sums
         total = cutlass.select_(total > 0, total, Float32(1))  # the mean of nothing is 0
         inverse = 1.0 / total
         lane, pair = arch.lane_idx(), arch.block_idx()[0] * PAIRS + self.pair_of(r)
@@ -620,7 +631,7 @@ class LatentDecode:
                 first = column_of(group, n // 4) // 2 + n % 4 * 4 + lane % 4
                 cute.local_tile(line, (2,), (first,)).store(two.load())
             if (group == 0) & (lane % 4 == 0):
-                lse = highest * scale + cute.math.log2(total)
+                lse = highest + cute.math.log2(total)
                 given.partial_lse[arch.block_idx()[1], began, pair] = lse
 
 

@@ -96,7 +96,16 @@ def loader(**mocks: object) -> type:
         method.decorator_list = []
     future = ast.parse("from __future__ import annotations").body
     scope = {"BLOCK": BLOCK, "STAGES": 2, "PAIRS": 64, "LINES": 8, "WIDTH": 576, "READ_ONCE": 0}
-    scope |= {"BEGINS": 1, "ENDS": 2, "WHOLE": 4, "BEGAN": 8, "Int32": int, "Int64": int, **mocks}
+    scope |= {
+        "Int16": int,
+        "BEGINS": 1,
+        "ENDS": 2,
+        "WHOLE": 4,
+        "BEGAN": 8,
+        "Int32": int,
+        "Int64": int,
+        **mocks,
+    }
     scope["Note"] = namedtuple("Note", "query count seen tokens flags")
     exec(compile(ast.Module([*future, device], []), str(SOURCE), "exec"), scope)
     return scope["LatentDecode"]
@@ -168,6 +177,7 @@ def loaded(
         ),
     )()
     device.num_heads, device.ragged, device.tiles = heads, most_new > 0, 1
+    device.cluster = 1
     device.page_tokens, device.unit = page_tokens, min(BLOCK, page_tokens)
     device.units = BLOCK // device.unit
     device.window, device.box_heads = 32 // device.units, min(64, heads)
@@ -181,7 +191,7 @@ def loaded(
             return at
 
     parts = {"q": 8, "q_rotated": 1, "latents": 8, "rotated": 1}
-    device.partition = lambda box, rows, rings: (
+    device.partition = lambda box, way, rings: (
         None,
         [(At(parts[x]), At(parts[x])) for x in rings],
     )
@@ -196,7 +206,8 @@ def loaded(
 
     shared.notes = Notes()
     given = place(lanes=np.array([lane]), lengths=lengths, starts=starts, table=table)
-    device.load(None, None, None, given, shared)
+    device.ways = (None,) * 3
+    device.load((None,) * 3, given, shared)
     assert notes[0, len(made) - 1] == -1
     blocks = []
     for nth in range(len(made) - 1):
