@@ -45,8 +45,11 @@ WIDTH = RANK + ROTATED
 PAIRS = 64  # of new token and head, that a block of threads has
 BLOCK = 64  # tokens
 STAGES = 2
+STEPS = WIDTH // 16  # of a score's product
+PARTS = 3  # of a block, with a barrier each
 PIECE = 16  # pairs of a warp
 LOWEST = -1e30  # below every score, and finite, so that differences are numbers
+NEAR = 8  # a score's power of 2 above the highest one before, up to which sums need not fade
 LOG2_E = math.log2(math.e)
 MAX_WIDTH = 8  # new tokens of a row
 COLUMNS = 128  # that a group's product has: with 256 the compiler wants more registers at launch
@@ -250,7 +253,8 @@ class LatentDecode:
                 arch.mbarrier_init(shared.q_full, 1)
                 arch.mbarrier_init(shared.q_empty, 4)
                 for stage in cutlass.range_constexpr(STAGES):
-                    arch.mbarrier_init(shared.full + stage, 1)
+                    for part in cutlass.range_constexpr(PARTS):
+                        arch.mbarrier_init(shared.full + stage * PARTS + part, 1)
                     arch.mbarrier_init(shared.weighed + stage, 4)
                     arch.mbarrier_init(shared.empty + stage, 4 * SUMMERS * self.cluster)
             arch.mbarrier_init_fence()
@@ -281,7 +285,7 @@ class LatentDecode:
         tensors = [smem.allocate_tensor(BFloat16, x.outer, 1024, x.inner) for x in rings]
         notes = smem.allocate_tensor(Int32, cute.make_layout((len(Note._fields), STAGES)), 16)
         sums = smem.allocate_tensor(Float32, cute.make_layout((3, PAIRS, STAGES)), 16)
-        barriers = [smem.allocate_array(Int64, n) for n in (STAGES, STAGES, STAGES, 1, 1)]
+        barriers = [smem.allocate_array(Int64, n) for n in (STAGES * PARTS, STAGES, STAGES, 1, 1)]
         return Shared(*tensors, notes, sums, *barriers)
 
     def partition(self, box: tuple, way: tuple, rings: tuple) -> tuple:
@@ -318,7 +322,7 @@ class LatentDecode:
         early = cutlass.max(early, 0)
         i, stage, phase, q_phase = Int32(0), Int32(0), Int32(1), Int32(1)
         while left >= 0:
-            full = shared.full + stage
+            full = shared.full + stage * PARTS
             if i == early:
                 arch.griddepcontrol_wait()
                 if total > 0:
@@ -341,8 +345,9 @@ class LatentDecode:
                     for n in cutlass.range_constexpr(len(note)):
                         shared.notes[n, stage] = note[n]
                     units = cutlass.min((tokens + self.unit - 1) // self.unit, self.units)
-                    num_bytes = units * (2 * self.unit * WIDTH)
-                    arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
+                    num_bytes = units * (2 * self.unit * WIDTH // PARTS)
+                    for part in cutlass.range_constexpr(PARTS):
+                        arch.mbarrier_arrive_and_expect_tx(full + part, num_bytes)
                 pages = (window, (block - base) * self.units)
                 self.copy_block(latents, (full, stage), (block, tokens), pages)
                 if (i > 0) & (block == 0):
@@ -411,16 +416,19 @@ class LatentDecode:
         more = {"cache_policy": Int64(READ_ONCE)} if self.tiles == 1 else {}
         if cutlass.const_expr(self.cluster > 1):
             more = {"mcast_mask": Int16((1 << self.cluster) - 1)}
-        for nth in cutlass.range_constexpr(self.units):
-            page = arch.shuffle_sync(window, first_unit + nth)
-            place = (block * BLOCK + nth * self.unit) % self.page_tokens // self.unit
-            if nth * self.unit < tokens:
-                for part in cutlass.range_constexpr(LINES + 1):
-                    target = to[None, nth, part, stage]
-                    if cutlass.const_expr(part == LINES):
-                        target = to_rotated[None, nth, 0, stage]
+        pages = [arch.shuffle_sync(window, first_unit + nth) for nth in range(self.units)]
+        for part in cutlass.range_constexpr(LINES + 1):
+            barrier = full + part * PARTS // (LINES + 1)
+            for nth in cutlass.range_constexpr(self.units):
+                place = (block * BLOCK + nth * self.unit) % self.page_tokens // self.unit
+                target = to[None, nth, part, stage]
+                if cutlass.const_expr(part == LINES):
+                    target = to_rotated[None, nth, 0, stage]
+                if nth * self.unit < tokens:
                     cute.copy(
-                        atom, source[None, place, part, page], target, tma_bar_ptr=full, **more
+                        *(atom, source[None, place, part, pages[nth]], target),
+                        tma_bar_ptr=barrier,
+                        **more,
                     )
 
     def note(self, shared: Shared, stage: Int32) -> Note:
@@ -453,7 +461,7 @@ class LatentDecode:
         highest, total = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         fades = cute.make_rmem_tensor(2, Float32)
         stage, phase, q_phase = Int32(0), Int32(0), Int32(0)
-        arch.mbarrier_wait(shared.full + stage, phase)
+        arch.mbarrier_wait(shared.full + stage * PARTS, phase)
         query, count, seen, tokens, flags = self.note(shared, stage)
         while query >= 0:
             if flags & BEGINS != 0:
@@ -462,9 +470,15 @@ class LatentDecode:
                 highest.fill(LOWEST)
                 total.fill(0.0)
             warpgroup.fence()
-            for part in cutlass.range_constexpr(WIDTH // 16):
-                atom, step = (more if part > 0 else fresh), (None, None, part % (RANK // 16))
-                a, b = (q, k) if part < RANK // 16 else (q_rotated, k_rotated)
+            for nth_step in cutlass.range_constexpr(STEPS):
+                if cutlass.const_expr(nth_step % (STEPS // PARTS) == 0 and nth_step > 0):
+                    part = nth_step // (STEPS // PARTS)
+                    arch.mbarrier_wait(shared.full + stage * PARTS + part, phase)
+                atom, step = (
+                    (more if nth_step > 0 else fresh),
+                    (None, None, nth_step % (RANK // 16)),
+                )
+                a, b = (q, k) if nth_step < RANK // 16 else (q_rotated, k_rotated)
                 cute.gemm(atom, s, a[step], b[(*step, stage)], s)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
@@ -490,7 +504,7 @@ class LatentDecode:
             if stage == STAGES:
                 stage = Int32(0)
                 phase ^= 1
-            arch.mbarrier_wait(shared.full + stage, phase)
+            arch.mbarrier_wait(shared.full + stage * PARTS, phase)
             query, count, seen, tokens, flags = self.note(shared, stage)
 
     @cute.jit
@@ -512,7 +526,7 @@ class LatentDecode:
             self.arrive(barrier)
 
     def soften(self, s: cute.Tensor, p: cute.Tensor, run: tuple, r: int, scale: Float32) -> None:
-        """One pair's scores become weights."""
+        """One pair's scores become weights, of which none exceeds 2**NEAR."""
         highest, total, fades = run
         places = [n for n in range(cute.size(s)) if n // 2 % 2 == r]
         best = highest[r]
@@ -520,6 +534,8 @@ class LatentDecode:
             best = arch.fmax(best, s[n])
         for distance in (1, 2):
             best = arch.fmax(best, arch.shuffle_sync_bfly(best, distance))
+        is_near = (best - highest[r]) * scale <= NEAR
+        best = cutlass.select_(is_near, highest[r], best)
         fades[r] = arch.exp2((highest[r] - best) * scale)
         base = best * scale
         weights = [arch.exp2(s[n] * scale - base) for n in places]
@@ -573,13 +589,16 @@ class LatentDecode:
         more.set(warpgroup.Field.ACCUMULATE, True)
         sums = cute.make_rmem_tensor((2, 2), Float32)
         stage, phase = Int32(0), Int32(0)
-        arch.mbarrier_wait(shared.full + stage, phase)
+        arch.mbarrier_wait(shared.full + stage * PARTS, phase)
         query, count, _, _, flags = self.note(shared, stage)
         while query >= 0:
             arch.mbarrier_wait(shared.weighed + stage, phase)
+            for part in cutlass.range_constexpr(1, PARTS):
+                arch.mbarrier_wait(shared.full + stage * PARTS + part, phase)
             fades = [shared.sums[0, self.pair_of(r), stage] for r in range(2)]
-            for n in cutlass.range_constexpr(cute.size(o)):
-                o[n] = o[n] * fades[n // 2 % 2]
+            if (nth < count) & arch.vote_any_sync((fades[0] != 1) | (fades[1] != 1)):
+                for n in cutlass.range_constexpr(cute.size(o)):
+                    o[n] = o[n] * fades[n // 2 % 2]
             warpgroup.fence()
             first.set(warpgroup.Field.ACCUMULATE, flags & BEGINS == 0)
             for step in cutlass.range_constexpr(BLOCK // 16):
@@ -600,7 +619,7 @@ class LatentDecode:
             if stage == STAGES:
                 stage = Int32(0)
                 phase ^= 1
-            arch.mbarrier_wait(shared.full + stage, phase)
+            arch.mbarrier_wait(shared.full + stage * PARTS, phase)
             query, count, _, _, flags = self.note(shared, stage)
 
     @cute.jit

@@ -95,7 +95,15 @@ def loader(**mocks: object) -> type:
     for method in device.body:
         method.decorator_list = []
     future = ast.parse("from __future__ import annotations").body
-    scope = {"BLOCK": BLOCK, "STAGES": 2, "PAIRS": 64, "LINES": 8, "WIDTH": 576, "READ_ONCE": 0}
+    scope = {
+        "BLOCK": BLOCK,
+        "STAGES": 2,
+        "PARTS": 3,
+        "PAIRS": 64,
+        "LINES": 8,
+        "WIDTH": 576,
+        "READ_ONCE": 0,
+    }
     scope |= {
         "Int16": int,
         "BEGINS": 1,
@@ -148,6 +156,7 @@ def loaded(
             assert at == tile % max(1, heads // 64)
             return
         (_, at, part, page), nth = source, to[1]
+        assert tma_bar_ptr == (len(made) - 1) % 2 * 3 + part // 3
         for token in range(device.unit):
             key = nth * device.unit + token, part
             assert key not in lines[len(made) - 1]
@@ -157,8 +166,8 @@ def loaded(
         if barrier == "q_full":
             queries.append({})
             num_bytes["q"].append(int(count))
-        else:
-            made.append(int(count))
+        elif barrier % 3 == 0:
+            made.append(3 * int(count))
 
     cutlass = place(range_constexpr=range, min=np.minimum, max=np.maximum, const_expr=bool)
     device = loader(
