@@ -8,11 +8,12 @@ import ast
 import subprocess
 import sys
 from collections import defaultdict, namedtuple
+from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import nanovllm_kernels
 import numpy as np
@@ -86,6 +87,11 @@ def test_a_groups_columns_are_every_other_ones() -> None:
     assert columns[1] == [128, 160, 192, 224, 384, 416, 448, 480]
 
 
+CONSTANTS = {"BLOCK": BLOCK, "STAGES": 2, "PARTS": 3, "PAIRS": 64, "LINES": 8, "WIDTH": 576}
+FLAGS = {"BEGINS": 1, "ENDS": 2, "WHOLE": 4, "BEGAN": 8}
+LINES = {"q": 8, "q_rotated": 1, "latents": 8, "rotated": 1}  # of 64 numbers
+
+
 def loader(**mocks: object) -> type:
     """The methods of the loading warp without the DSL's decorators, over plain numbers."""
     tree = ast.parse(SOURCE.read_text())
@@ -95,138 +101,106 @@ def loader(**mocks: object) -> type:
     for method in device.body:
         method.decorator_list = []
     future = ast.parse("from __future__ import annotations").body
-    scope = {
-        "BLOCK": BLOCK,
-        "STAGES": 2,
-        "PARTS": 3,
-        "PAIRS": 64,
-        "LINES": 8,
-        "WIDTH": 576,
-        "READ_ONCE": 0,
-    }
-    scope |= {
-        "Int16": int,
-        "BEGINS": 1,
-        "ENDS": 2,
-        "WHOLE": 4,
-        "BEGAN": 8,
-        "Int32": int,
-        "Int64": int,
-        **mocks,
-    }
-    scope["Note"] = namedtuple("Note", "query count seen tokens flags")
+    scope = {**CONSTANTS, **FLAGS, "READ_ONCE": 0, "Int16": int, "Int32": int, "Int64": int}
+    scope |= {**mocks, "Note": namedtuple("Note", "query count seen tokens flags")}
     exec(compile(ast.Module([*future, device], []), str(SOURCE), "exec"), scope)
     return scope["LatentDecode"]
 
 
-class Loaded(NamedTuple):
-    """What a lane loads: of each block its note and {token: (page, token there)}, if all lines came
-    once; {query: first pair's place} with each row's queries; what it waited for, in order; the
-    bytes announced and copied by barrier.
+class At(NamedTuple):
+    """A tensor that is copied: as indexed, it is the place."""
+
+    lines: int
+
+    def __getitem__(self, at: tuple) -> tuple:
+        return at
+
+
+class Loaded:
+    """What is loaded of rows (tokens, new ones among them) by a kernel of a kind (heads, page's
+    tokens, most new tokens), for a lane of the plan and a tile: of each block its note and {token:
+    (page, token there)}; of each of its rows {query: place of its first pair}; what was waited for;
+    the bytes that were announced with queries, and those that came.
     """
 
-    blocks: list[tuple[list[int], dict[int, tuple[int, int]]]]
-    queries: list[dict[int, int]]
-    waits: list[tuple[str, int]]
-    num_bytes: dict[str, list[int]]
+    def __init__(self, rows: list, kind: tuple[int, int, int], lane: list, tile: int) -> None:
+        self.heads, self.page_tokens, self.most_new = kind
+        self.tile, self.unit, self.box_heads = tile, min(BLOCK, kind[1]), min(64, kind[0])
+        self.lines: dict[int, dict] = defaultdict(dict)
+        self.queries: list[dict[int, int]] = []
+        self.waits: list[tuple[object, int]] = []
+        self.notes: dict[tuple[int, int], int] = {}
+        self.made: list[int] = []
+        self.q_bytes = self.q_copied = 0
+        lengths = [length for length, _ in rows]
+        starts = [*accumulate((new for _, new in rows), initial=0)]
+        pages = np.arange(-(-max(lengths) // self.page_tokens))
+        table = 1000 * np.arange(len(rows))[:, None] + pages
+        given = SimpleNamespace(lanes=np.array([lane]), lengths=lengths, starts=starts, table=table)
+        barriers = SimpleNamespace(full=0, empty=0, q_full="q_full", q_empty="q_empty")
+        shared = SimpleNamespace(**{name: name for name in LINES}, **vars(barriers), notes=self)
+        self.device().load((None,) * 3, given, shared)
+        assert self.notes[0, len(self.made) - 1] == -1
 
-
-def loaded(
-    rows: list[tuple[int, int]], kind: tuple[int, int, int], lane: list, tile: int
-) -> Loaded:
-    """Of rows (tokens, new ones among them), by a kernel of a kind (heads, page's tokens, most new
-    tokens), for a lane of the plan and a tile.
-    """
-    heads, page_tokens, most_new = kind
-    lengths = [length for length, _ in rows]
-    starts = [*accumulate((new for _, new in rows), initial=0)]
-    lines: dict[int, dict] = defaultdict(dict)
-    queries: list[dict[int, int]] = []
-    waits: list[tuple[str, int]] = []
-    num_bytes: dict[str, list[int]] = defaultdict(list)
-    notes: dict[tuple[int, int], int] = {}
-    made: list[int] = []
-    place = SimpleNamespace
-
-    def copy(_: object, source: tuple, to: tuple, tma_bar_ptr: object, **__: object) -> None:
-        if tma_bar_ptr == "q_full":
-            (_, at, _, query), n = source, to[1]
-            queries[-1].setdefault(query, n * device.box_heads)
-            num_bytes["q copied"].append(device.box_heads * 64 * 2)
-            assert at == tile % max(1, heads // 64)
-            return
-        (_, at, part, page), nth = source, to[1]
-        assert tma_bar_ptr == (len(made) - 1) % 2 * 3 + part // 3
-        for token in range(device.unit):
-            key = nth * device.unit + token, part
-            assert key not in lines[len(made) - 1]
-            lines[len(made) - 1][key] = page, at * device.unit + token
-
-    def expect(barrier: object, count: int) -> None:
-        if barrier == "q_full":
-            queries.append({})
-            num_bytes["q"].append(int(count))
-        elif barrier % 3 == 0:
-            made.append(3 * int(count))
-
-    cutlass = place(range_constexpr=range, min=np.minimum, max=np.maximum, const_expr=bool)
-    device = loader(
-        cutlass=cutlass,
-        cute=place(size=lambda x, **_: x.parts if hasattr(x, "parts") else len(x), copy=copy),
-        arch=place(
-            block_idx=lambda: (tile, 0, 0),
+    def device(self) -> Any:
+        arch = SimpleNamespace(
+            block_idx=lambda: (self.tile, 0, 0),
             lane_idx=lambda: np.arange(32),
             shuffle_sync=lambda values, thread: int(values[thread]),
             elect_one=nullcontext,
-            griddepcontrol_wait=lambda: waits.append(("before", len(made))),
+            griddepcontrol_wait=lambda: self.waits.append(("before", len(self.made))),
             griddepcontrol_launch_dependents=lambda: None,
-            mbarrier_arrive=lambda _: made.append(0),
-            mbarrier_wait=lambda barrier, phase: waits.append((str(barrier), int(phase))),
-            mbarrier_arrive_and_expect_tx=expect,
-        ),
-    )()
-    device.num_heads, device.ragged, device.tiles = heads, most_new > 0, 1
-    device.cluster = 1
-    device.page_tokens, device.unit = page_tokens, min(BLOCK, page_tokens)
-    device.units = BLOCK // device.unit
-    device.window, device.box_heads = 32 // device.units, min(64, heads)
-    device.boxes = min(64 // device.box_heads, max(1, most_new))
+            mbarrier_arrive=lambda _: self.made.append(0),
+            mbarrier_wait=lambda barrier, phase: self.waits.append((barrier, int(phase))),
+            mbarrier_arrive_and_expect_tx=self.expect,
+        )
+        plain = {"range_constexpr": range, "const_expr": bool}
+        cutlass = SimpleNamespace(min=np.minimum, max=np.maximum, **plain)
+        cute = SimpleNamespace(size=lambda x, **_: getattr(x, "lines", 0) or len(x), copy=self.copy)
+        device = loader(cutlass=cutlass, cute=cute, arch=arch)()
+        device.num_heads, device.ragged, device.tiles = self.heads, self.most_new > 0, 1
+        device.page_tokens, device.unit, device.cluster = self.page_tokens, self.unit, 1
+        device.units = BLOCK // self.unit
+        device.window, device.box_heads = 32 // device.units, self.box_heads
+        device.boxes = min(64 // self.box_heads, max(1, self.most_new))
+        device.ways = (None,) * 3
+        device.partition = lambda box, way, rings: (None, [(At(LINES[x]),) * 2 for x in rings])
+        return device
 
-    class At:
-        def __init__(self, parts: int) -> None:
-            self.parts = parts
+    def __setitem__(self, at: tuple, value: object) -> None:
+        """A note."""
+        self.notes[at[0], len(self.made)] = int(value)
 
-        def __getitem__(self, at: tuple) -> tuple:
-            return at
+    def expect(self, barrier: object, count: int) -> None:
+        if barrier == "q_full":
+            self.queries.append({})
+            self.q_bytes += int(count)
+        elif barrier % 3 == 0:
+            self.made.append(3 * int(count))
 
-    parts = {"q": 8, "q_rotated": 1, "latents": 8, "rotated": 1}
-    device.partition = lambda box, way, rings: (
-        None,
-        [(At(parts[x]), At(parts[x])) for x in rings],
-    )
-    pages = -(-max(lengths) // page_tokens)
-    table = 1000 * np.arange(len(lengths))[:, None] + np.arange(pages)
-    shared = place(**{name: name for name in (*parts, "q_full", "q_empty")})
-    shared.full = shared.empty = 0
+    def copy(self, _: object, source: tuple, to: tuple, tma_bar_ptr: object, **__: object) -> None:
+        if tma_bar_ptr == "q_full":
+            (_, at, _, query), n = source, to[1]
+            assert at == self.tile % max(1, self.heads // 64)
+            self.queries[-1].setdefault(query, n * self.box_heads)
+            self.q_copied += self.box_heads * 64 * 2
+            return
+        (_, at, part, page), nth, block = source, to[1], len(self.made) - 1
+        assert tma_bar_ptr == block % 2 * 3 + part // 3
+        for token in range(self.unit):
+            key = nth * self.unit + token, part
+            assert key not in self.lines[block]
+            self.lines[block][key] = page, at * self.unit + token
 
-    class Notes(dict):
-        def __setitem__(self, at: tuple, value: object) -> None:
-            notes[at[0], len(made)] = int(value)
-
-    shared.notes = Notes()
-    given = place(lanes=np.array([lane]), lengths=lengths, starts=starts, table=table)
-    device.ways = (None,) * 3
-    device.load((None,) * 3, given, shared)
-    assert notes[0, len(made) - 1] == -1
-    blocks = []
-    for nth in range(len(made) - 1):
-        found = {}
-        for (token, part), where in lines[nth].items():
-            assert found.setdefault(token, where) == where
-            assert (token, 8 - part) in lines[nth]
-        assert len(lines[nth]) == 9 * len(found) and made[nth] == len(found) * 2 * 576
-        blocks.append(([notes[n, nth] for n in range(5)], found))
-    return Loaded(blocks, queries, waits, num_bytes)
+    @property
+    def blocks(self) -> Iterator[tuple[list[int], dict[int, tuple[int, int]]]]:
+        for nth in range(len(self.made) - 1):
+            found: dict[int, tuple[int, int]] = {}
+            for (token, _), where in self.lines[nth].items():
+                assert found.setdefault(token, where) == where
+            assert len(self.lines[nth]) == 9 * len(found)
+            assert self.made[nth] == len(found) * 2 * 576
+            yield [self.notes[n, nth] for n in range(5)], found
 
 
 def lanes_of(rows: list[tuple[int, int]], num_lanes: int) -> list[list[int]]:
@@ -263,9 +237,10 @@ def test_every_token_is_loaded_once_from_its_page_with_its_queries(rows, kind, n
     for tile in {0, tiles - 1}:
         seen = [np.zeros(length, int) for length, _ in rows]
         for lane in lanes_of(rows, num_lanes):
-            found = loaded(rows, kind, lane, tile)
+            found = Loaded(rows, kind, lane, tile)
             nth, began = -1, 0
-            for at, ((query, count, visible, tokens, flags), copied) in enumerate(found.blocks):
+            blocks = [*found.blocks]
+            for at, ((query, count, visible, tokens, flags), copied) in enumerate(blocks):
                 page, within = copied[0]
                 row, start = page // 1000, page % 1000 * page_tokens + within
                 length, new = rows[row]
@@ -279,14 +254,14 @@ def test_every_token_is_loaded_once_from_its_page_with_its_queries(rows, kind, n
                 began = start if flags & 1 else began
                 nth += flags & 1
                 assert flags & 1 == (at == 0 or start == 0)
-                assert (flags & 2 > 0) == (at == len(found.blocks) - 1 or tokens <= BLOCK)
+                assert (flags & 2 > 0) == (at == len(blocks) - 1 or tokens <= BLOCK)
                 assert (flags & 4 > 0) == (tokens <= BLOCK and began == 0)
                 assert (flags & 8 > 0) == (began == 0)
                 pairs = {n: n * heads - 64 * tile for n in range(count)}
                 expected = {n: max(0, pair) for n, pair in pairs.items() if -heads < pair < 64}
                 assert found.queries[nth] == {query + n: pair for n, pair in expected.items()}
             assert len(found.queries) == nth + 1
-            assert sum(found.num_bytes["q"]) == 9 * sum(found.num_bytes["q copied"]) // 9
+            assert found.q_bytes == found.q_copied
             assert [x for x in found.waits if x[0] == "q_empty"] == [
                 ("q_empty", n % 2) for n in range(nth)
             ]
@@ -298,5 +273,5 @@ def test_old_tokens_are_loaded_before_the_kernel_before_is_done() -> None:
     for length, new, start, early in [
         (300, 1, 0, 2), (130, 1, 1, 1), (130, 3, 1, 0), (64, 1, 0, 0), (65, 1, 0, 1), (128, 4, 0, 1)
     ]:  # fmt: skip
-        found = loaded([(length, new)], (16, 64, 4), [0, start, -(-length // 64) - start], 0)
+        found = Loaded([(length, new)], (16, 64, 4), [0, start, -(-length // 64) - start], 0)
         assert [n for name, n in found.waits if name == "before"] == [early], (length, new, start)
