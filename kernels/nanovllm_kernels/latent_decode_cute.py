@@ -98,11 +98,6 @@ def num_tiles(num_heads: int, width: int) -> int:
     return -(-num_heads * width // PAIRS)
 
 
-def cluster_of(tiles: int) -> int:
-    """How many of them read latents together."""
-    return 2 if tiles % 2 == 0 else 1
-
-
 def latent_decode(
     q_THX: Tensor,
     rotated_THA: Tensor,
@@ -120,8 +115,7 @@ def latent_decode(
     assert 1 <= width <= (MAX_WIDTH if starts_R1 is not None else 1), width
     num_tokens, num_heads, _ = q_THX.shape
     o_THX, partial_o, partial_lse = results_of(q_THX, len(plan_N5), out_THX, width)
-    starts = lengths_R if starts_R1 is None else starts_R1
-    o = o_THX.flatten(0, 1)
+    starts, o = lengths_R if starts_R1 is None else starts_R1, o_THX.flatten(0, 1)
     given = Given(page_table_RM, lengths_R, starts, o, plan_N5, partial_o, partial_lse)
     run = compile_decode(num_heads, pages_PSX.shape[1], 0 if starts_R1 is None else width)
     run(q_THX, rotated_THA, pages_PSX, given, scale * LOG2_E)
@@ -192,7 +186,7 @@ class LatentDecode:
         self.num_heads, self.page_tokens = num_heads, page_tokens
         self.ragged, self.most_new = most_new > 0, max(1, most_new)
         self.tiles = num_tiles(num_heads, self.most_new)
-        self.cluster = cluster_of(self.tiles)
+        self.cluster = 2 - self.tiles % 2  # of tiles, which read latents together
         self.box_heads = min(num_heads, PAIRS)
         self.boxes = min(PAIRS // self.box_heads, self.most_new)  # of queries, of a tile
         self.unit = min(BLOCK, page_tokens)  # tokens of a block that lie in one page
@@ -628,8 +622,8 @@ class LatentDecode:
         (query, flags), (highest, total) = row, sums
         total = cutlass.select_(total > 0, total, Float32(1))  # the mean of nothing is 0
         inverse = 1.0 / total
-        lane, pair = arch.lane_idx(), arch.block_idx()[0] * PAIRS + self.pair_of(r)
-        group = arch.warp_idx() // 4
+        lane, group = arch.lane_idx(), arch.warp_idx() // 4
+        pair = arch.block_idx()[0] * PAIRS + self.pair_of(r)
         if flags & WHOLE != 0:
             at = query * self.num_heads + pair
             for part in cutlass.range_constexpr(RANK // SUMMERS // 32):

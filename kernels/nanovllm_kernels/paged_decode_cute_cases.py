@@ -1,34 +1,27 @@
-"""What the decode kernel in CuTe DSL is checked and timed with. Imports CuTe DSL."""
+"""What the decode kernel in CuTe DSL is checked and timed with. Imports CuTe DSL.
+
+Its own corners, and those cases of paged_decode that this runs or passes on.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from nanovllm_kernels.case import Case
 from nanovllm_kernels.decode_cases import RAGGED, Rows, all_rows, by_position, case_of
 from nanovllm_kernels.paged_decode import PAGED_DECODE
 from nanovllm_kernels.paged_decode_cute import obstacle, paged_decode, plan_decode
 
-
-def cases() -> tuple[Case, ...]:
-    """Its own corners, and those of paged_decode's that this runs or passes on."""
-    known = (x for x in all_rows() if not obstacle(x.page_tokens, x.heads[2], x.dtype))
-    own = (rows._replace(is_fp8=is_fp8) for rows in corners() for is_fp8 in (False, True))
-    found = (case_of(plan_decode, rows) for rows in (*own, *known))
-    return tuple(replace(case, small=False) for case in found)
-
-
-def corners() -> list[Rows]:
-    return [
-        Rows(RAGGED, (4, 4, 128), 16),
-        Rows((2000, *RAGGED, 5000), (16, 1, 64), 16),  # a tensor core's rows in full
-        Rows((9000,), (16, 1, 128), 64),  # over all lanes
-        Rows((9000, 300), (32, 32, 128), 128),  # more pages in a lane than a warp's threads hold
-        Rows((9000, 300), (32, 32, 64), 16),
-        Rows(RAGGED * 70, (14, 2, 64), 32),
-    ]
-
-
+CORNERS = [
+    Rows(RAGGED, (4, 4, 128), 16),
+    Rows((2000, *RAGGED, 5000), (16, 1, 64), 16),  # a tensor core's rows in full
+    Rows((9000,), (16, 1, 128), 64),  # over all lanes
+    Rows((9000, 300), (32, 32, 128), 128),  # more pages in a lane than a warp's threads hold
+    Rows((9000, 300), (32, 32, 64), 16),
+    Rows(RAGGED * 70, (14, 2, 64), 32),
+]
+OWN = (rows._replace(is_fp8=is_fp8) for rows in CORNERS for is_fp8 in (False, True))
+KNOWN = (x for x in all_rows() if not obstacle(x.page_tokens, x.heads[2], x.dtype))
+CASES = (replace(case_of(plan_decode, rows), small=False) for rows in (*OWN, *KNOWN))
 PAGED_DECODE_CUTE = replace(
-    PAGED_DECODE, name="paged_decode_cute", run=by_position(paged_decode), cases=cases()
+    PAGED_DECODE, name="paged_decode_cute", run=by_position(paged_decode), cases=tuple(CASES)
 )
