@@ -510,7 +510,7 @@ class LatentDecode:
 
     @cute.jit
     def release(self, barrier: cute.Pointer) -> None:
-        """As `arrive`, at every block of the cluster: each one writes into this one's ring."""
+        """Arrives at every block of the cluster, since each one writes into this one's ring."""
         if cutlass.const_expr(self.cluster > 1):
             arch.sync_warp()
             lane = arch.lane_idx()
