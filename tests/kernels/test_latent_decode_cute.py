@@ -69,13 +69,12 @@ def test_which_caches_it_is_for(other: dict, reason: str | None) -> None:
 def test_its_cases_are_those_it_can_run() -> None:
     from nanovllm_kernels.latent_decode_cute_cases import LATENT_DECODE_CUTE
 
-    names = [case.name for case in LATENT_DECODE_CUTE.cases]
-    assert len(names) == len(set(names)) and not any(
-        case.small for case in LATENT_DECODE_CUTE.cases
-    )
-    assert sum(case.is_timed for case in LATENT_DECODE_CUTE.cases) == 12
+    cases = LATENT_DECODE_CUTE.cases
+    names = [case.name for case in cases]
+    assert len(names) == len(set(names)) == 23 and not any(case.small for case in cases)
+    assert sum(case.is_timed for case in cases) == 11
     assert all(any(f" W={width}" in name for name in names) for width in (2, 3, 4))
-    assert not [name for name in names if "fp8" in name or "512+64" not in name]
+    assert not [name for name in names if "fp8" in name or ", 1, 576)" not in name]
 
 
 def test_a_groups_columns_are_every_other_ones() -> None:
