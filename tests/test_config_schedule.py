@@ -81,6 +81,8 @@ def test_recipes_that_were_measured_have_numbers() -> None:
         "paper",
         "qwen3-235b-a22b",
         "qwen3-30b-a3b",
+        "qwen3-next-80b-a3b",
+        "qwen3-next-80b-a3b-thinking",
         "r1-distill-llama-70b",
     )
     assert budgets == dict.fromkeys(others, "auto") | numbers

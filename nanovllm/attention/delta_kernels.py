@@ -16,20 +16,24 @@ class DeltaKernels(NamedTuple):
     Each takes qkv_TC, a_TH, b_TH, z_THV, weights, states, slots_R, and gives x_THV.
     """
 
-    rows: Callable[..., Tensor]  # then starts_R1
+    rows: Callable[..., Tensor]  # then starts_R1, and where x_THV goes, or None
     decodes: Callable[..., Tensor]  # of one token each; then tickets_RG
     drafted: Callable[..., Tensor]  # then starts_R1, kept_NWX, replays_R, tickets_RG
+
+
+def rows(*tensors: Any) -> Tensor:  # noqa: ANN401
+    x_THV, out_THV = mix_rows(*tensors[:-1]), tensors[-1]
+    return x_THV if out_THV is None else out_THV.copy_(x_THV)
 
 
 def decodes(*tensors: Any) -> Tensor:  # noqa: ANN401
     *before, slots_R, _ = tensors
     starts_R1 = torch.arange(len(slots_R) + 1, dtype=torch.int32, device=slots_R.device)
-    x_THV: Tensor = TORCH.rows(*before, slots_R, starts_R1)
-    return x_THV
+    return rows(*before, slots_R, starts_R1, None)
 
 
 def drafted(*tensors: Any) -> Tensor:  # noqa: ANN401
     return mix_drafted(*tensors[:-1])
 
 
-TORCH = DeltaKernels(mix_rows, decodes, drafted)
+TORCH = DeltaKernels(rows, decodes, drafted)

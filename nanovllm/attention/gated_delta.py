@@ -60,22 +60,20 @@ class GatedDelta:
         """x_THV, which is a last tensor if there is one that has three dimensions."""
         given = more[-1] if more and more[-1].ndim == 3 else None
         tokens = self._split(y_TX, more[0] if more and more[0].ndim == 2 else y_TX)
-        batch, decoded, chunked = ctx.batch, None, None
+        batch, decoded = ctx.batch, None
         rows, at = batch.num_decodes, batch.num_decode_tokens
         if rows:
             decoded = self._decode(batch, *(each[:at] for each in tokens))
-        if rows < batch.num_rows:
+        if rows < len(batch.slots_R):
             slots_R, starts_R1 = batch.slots_R[rows:], batch.starts_R1[rows:]
-            states = self.states[:2]
-            chunked = self.kernels.rows(*tokens, self.weights, *states, slots_R, starts_R1)
+            states = *self.states[:2], slots_R, starts_R1
+            chunked: Tensor = self.kernels.rows(*tokens, self.weights, *states, given)
             self._note(slots_R, batch.lengths_R[rows:])
-        x_THV = decoded if chunked is None else chunked
-        assert x_THV is not None
-        if given is not None:
-            x_THV = given.copy_(x_THV)
-        if decoded is not None and chunked is not None:
-            x_THV[:at] = decoded
-        return x_THV
+            if decoded is not None:
+                chunked[:at] = decoded
+            return chunked
+        assert decoded is not None
+        return decoded if given is None else given.copy_(decoded)
 
     def empty(self, y_TX: Tensor, *_: Tensor) -> Tensor:
         """What x_THV will look like."""

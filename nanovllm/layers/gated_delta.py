@@ -107,6 +107,6 @@ class GatedDeltaNet(Layer):
 
     def elements(self) -> int:
         """How many of a token are allocated at once beside the stream: products, what the
-        convolution gives, and three times as much as the result.
+        convolution gives, and five times as much as the result, at most.
         """
-        return len(self.inputs.weight) + len(self.conv) + 3 * self.out.weight.shape[1]
+        return len(self.inputs.weight) + len(self.conv) + 5 * self.out.weight.shape[1]
