@@ -118,6 +118,8 @@ class Stats(Struct, frozen=True, kw_only=True):
     num_waiting: int = 0
     waiting_by_reason: dict[str, int] = {}  # "capacity"; "shared_prompt": another computes it now
     kv_usage: float = 0.0  # 0..1
+    checkpoints: dict[str, int] = {}  # recurrent states for reuse: "places", "kept"
+    checkpoint_events: dict[str, int] = {}  # "saved", "restored", "evicted"
     num_preemptions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt tokens: found in the prefix cache

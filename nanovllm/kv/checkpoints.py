@@ -37,7 +37,8 @@ class Checkpoints:
     def __init__(self, count: int, page_tokens: int) -> None:
         self.count = count
         self.page_tokens = page_tokens
-        self.num_saved = self.num_restored = self.num_evicted = 0
+        self.sizes = {"places": count, "kept": 0}
+        self.events = {"saved": 0, "restored": 0, "evicted": 0}  # since the start
         self._of: dict[Key, Checkpoint] = {}
         self._first: set[Checkpoint] = set()  # those with none before
         # By the key of the page before: how far into their pages checkpoints lie.
@@ -46,11 +47,10 @@ class Checkpoints:
         self._blank = list(range(count))[::-1]
         self._costs_C = np.full(count, np.inf)  # tokens to compute again; inf: none to be evicted
         self._used_C = np.zeros(count)
-        self._now = 0  # counts states that want a place
+        self._now = 0  # counts uses, and states that want a place
 
-    @property
-    def num_kept(self) -> int:
-        return len(self._of)
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._of)
 
     def get(self, key: Key) -> Checkpoint | None:
         return self._of.get(key)
@@ -101,7 +101,7 @@ class Checkpoints:
         values_C = self._costs_C / (self._now - self._used_C + 1)
         if not self.count or values_C[worst := int(values_C.argmin())] >= spared:
             return -1
-        self.num_evicted += 1
+        self.events["evicted"] += 1
         evicted = self._by_id[worst]
         assert evicted is not None
         self.remove(evicted)
@@ -127,14 +127,16 @@ class Checkpoints:
         if offset := num_tokens % self.page_tokens:
             inside = self._inside.setdefault(keys.before(num_tokens // self.page_tokens), Counter())
             inside[offset] += 1
-        self.num_saved += 1
+        self.events["saved"] += 1
+        self.sizes["kept"] += 1
         self._used_C[place] = self._now
         for one in (new, *new.behind):
             self._set_before(one, new if one is not new else before)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Somebody goes on from there."""
-        self.num_restored += 1
+        self.events["restored"] += 1
+        self._now += 1
         self._used_C[checkpoint.id] = self._now
 
     def remove(self, checkpoint: Checkpoint) -> None:
@@ -150,6 +152,7 @@ class Checkpoints:
             self._inside[at][offset] -= 1
             if not +self._inside[at]:
                 del self._inside[at]
+        self.sizes["kept"] -= 1
         self._by_id[checkpoint.id] = None
         self._costs_C[checkpoint.id] = np.inf
         self._blank.append(checkpoint.id)
@@ -159,9 +162,11 @@ class Checkpoints:
         first = 0 if before is None else before.num_tokens
         self._costs_C[checkpoint.id] = checkpoint.num_tokens - first
 
-    def check(self) -> None:
+    def check(self, num_taken: int) -> None:
+        assert len(self._blank) + len(self._of) + num_taken == self.count, "a place is lost"
         kept = [one for one in self._by_id if one is not None]
-        assert len(kept) == len(self._of) and set(kept) == set(self._of.values())
+        assert len(kept) == len(self._of) == self.sizes["kept"]
+        assert set(kept) == set(self._of.values())
         assert len(set(self._blank)) == len(self._blank)
         assert all(self._by_id[place] is None for place in self._blank)
         for one in kept:

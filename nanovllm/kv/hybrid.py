@@ -7,10 +7,11 @@ more than a page of tokens:
 - at the end of prompts. A state is of no use without its tokens' keys and values, so the page with
   the last of them can be found by that many tokens, and is copied. A prompt that is long anyhow
   stops at its last page's start instead: then an equal one finds it, too;
-- every `every` tokens, where chunks end anyhow;
-- when a request is preempted. Its last tokens may not be known yet: the state stands for all that
-  the plans so far compute, and gets its name when their results have come. Until then the pages
-  that no result vouches for are kept as well.
+- every `every` tokens: of a prompt where chunks end anyhow, of an output at the end of a page. Then
+  the newest tokens are still on their way: the state gets its name when they have come.
+
+A preempted request goes on from the last of these. Its newest state alone would be of no use: there
+was no page left, so that the first one it gives up is taken at once, from its end.
 
 Decision: a checkpoint may be given to another state while steps that read or write it are still in
 flight, because plans execute in order on one stream. In one plan states that left their slots are
@@ -21,7 +22,6 @@ found before the next plan; one that its `saves` write can.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -29,7 +29,7 @@ from nanovllm.config import Cache
 from nanovllm.kv.checkpoints import Checkpoints
 from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.kv.memory import Admission, Found, KVMemory
+from nanovllm.kv.memory import Found, KVMemory, Texts
 
 EVERY = 4096  # tokens: a step of so many takes several times as long as one of few
 LOOKED_AT = 32  # waiting texts
@@ -41,18 +41,9 @@ class Text:
 
     keys: PageKeys
     num_saved: int  # tokens of the newest one of its own, or of the one that it began with
+    slot: int  # -1: not known, or not how many tokens its state has seen
     fork: int = 0  # tokens: where a state is to be saved
-
-
-@dataclass(slots=True)
-class Remains:
-    """What is kept of a preempted request whose lines are still to come."""
-
-    checkpoint: int
-    end: int  # tokens: the state stands for no more
-    first: int  # index of the first of `pages`
-    pages: list[int]
-    drafted: int  # tokens: no draft was fed beyond
+    place: int = -1  # of the state behind num_saved tokens, not all of which are known yet
 
 
 class HybridMemory(KVMemory):
@@ -70,18 +61,18 @@ class HybridMemory(KVMemory):
         super().__init__(num_pages, page_tokens, prefix=prefix)
         self.every = every
         self.states = Checkpoints(num_checkpoints if prefix else 0, page_tokens)
+        self.checkpoints, self.checkpoint_events = self.states.sizes, self.states.events
         self._texts: dict[int, Text] = {}
         self._unpublished: dict[Key, tuple[int, PageKeys, int]] = {}  # place, of what, tokens
-        self._remains: dict[int, Remains] = {}
         self._saves: dict[int, int] = {}  # since the last plan: checkpoint, slot
 
     # -- admission --------------------------------------------------------------------------
 
-    def admit(self, request_id: int, keys: PageKeys, reserve: int) -> Admission | None:
+    def admit(self, request_id: int, keys: PageKeys, reserve: int, slot: int = -1) -> Found | None:
         found = super().admit(request_id, keys, reserve)
         if found is None:
             return None
-        text = self._texts[request_id] = Text(keys, found.num_cached)
+        text = self._texts[request_id] = Text(keys, found.num_cached, slot)
         start = self.states.longest(keys, found.num_cached)
         if start is not None:
             assert start.id == found.checkpoint
@@ -124,9 +115,7 @@ class HybridMemory(KVMemory):
 
     # -- saving -----------------------------------------------------------------------------
 
-    def cut(
-        self, request_id: int, start: int, end: int, waiting: Iterable[PageKeys]
-    ) -> tuple[int, int]:
+    def cut(self, request_id: int, start: int, end: int, waiting: Texts) -> tuple[int, int]:
         text, size = self._texts[request_id], self.page_tokens
         until = len(text.keys.tokens)
         last = (until - 1) // size * size
@@ -143,7 +132,7 @@ class HybridMemory(KVMemory):
                 return end, -1
         return end, self._save(request_id, end)
 
-    def _parting(self, text: Text, start: int, waiting: Iterable[PageKeys]) -> int:
+    def _parting(self, text: Text, start: int, waiting: Texts) -> int:
         """Where a waiting text parts from this one, if it had better wait until it is there."""
         for other in islice(waiting, LOOKED_AT):
             shared = self._num_shared(text.keys, other) * self.page_tokens
@@ -185,56 +174,35 @@ class HybridMemory(KVMemory):
             self.states.put(place, keys, num_tokens)
         self._unpublished.clear()
 
-    # -- departures -------------------------------------------------------------------------
+    def extend(self, request_id: int, num_tokens: int) -> list[int] | None:
+        """A request grows into a new page when its plans have filled the last one. So has its
+        state, in a moment when nothing else needs to be known of it."""
+        end = len(self._holdings[request_id].pages) * self.page_tokens
+        pages, text = super().extend(request_id, num_tokens), self._texts[request_id]
+        spared = end - text.num_saved
+        wants = pages and self.prefix and text.slot >= 0 > text.place and spared >= self.every
+        if wants and (place := self.states.take(spared)) >= 0:
+            self._saves[place] = text.slot
+            text.place, text.num_saved = place, end
+        return pages
 
-    def preempt(
-        self, request_id: int, slot: int, written: range, drafted: range, lines: int
-    ) -> None:
-        holding, size = self._holdings[request_id], self.page_tokens
-        spared = written.stop - self._texts[request_id].num_saved
-        named = lines or not written or written.stop % size == 0  # it would get a name
-        place = self.states.take(spared) if named and self._is_worth(spared) else -1
-        if place < 0:
-            super().preempt(request_id, slot, written, drafted, lines)
-            return
-        self._saves[place] = slot
-        first = written.start // size
-        pages = holding.pages[first : self.num_pages_for(written.stop)]
-        for i, page in enumerate(pages, first):
-            self.pool.hold(page)
-            if written and i >= holding.num_named:
-                self._forget(page)
-        self._remains[request_id] = Remains(place, written.stop, first, pages, drafted.stop)
-        self.release(request_id)
-        if not lines:
-            self._settle(request_id, holding.keys, written.start)
-
-    def settle(self, request_id: int, keys: PageKeys, *, is_over: bool = False) -> None:
-        if request_id in self._remains:
-            self._settle(request_id, keys, -1 if is_over else len(keys.tokens) - 1)
-
-    def _settle(self, request_id: int, keys: PageKeys, vouched: int) -> None:
-        """Results vouch for so many tokens; -1: for none, and nobody asks for its state."""
-        left, size = self._remains.pop(request_id), self.page_tokens
-        end = min(left.end, len(keys.tokens) - 1)
-        for i, page in enumerate(left.pages, left.first):
-            if (i + 1) * size <= min(vouched, end):
-                self._name(keys.full(i), page)
-            elif i * size < end <= vouched and left.drafted <= end:
-                self._name(keys.last(end), page)
+    def commit(self, request_id: int, num_computed: int) -> None:
+        super().commit(request_id, num_computed)
+        text = self._texts[request_id]
+        if text.place >= 0 and num_computed >= text.num_saved:
+            if text.keys.last(text.num_saved) in self._page_of:  # else it was condemned since
+                self.states.put(text.place, text.keys, text.num_saved)
             else:
-                self._dirty.add(page)
-        if vouched >= 0 and keys.last(end) in self._page_of:
-            self.states.put(left.checkpoint, keys, end)
-        else:
-            self.states.give_back(left.checkpoint)
-        self._drop(left.pages)
-        self._num_releases += 1
+                self.states.give_back(text.place)
+            text.place = -1
+            self._num_releases += 1
 
     def taken_saves(self) -> list[tuple[int, int]]:
         saves = [(slot, checkpoint) for checkpoint, slot in self._saves.items()]
         self._saves.clear()
         return saves
+
+    # -- departures -------------------------------------------------------------------------
 
     def condemn(self, request_id: int, start: int = 0) -> None:
         super().condemn(request_id, start)
@@ -251,7 +219,8 @@ class HybridMemory(KVMemory):
 
     def release(self, request_id: int) -> None:
         super().release(request_id)
-        del self._texts[request_id]
+        if (text := self._texts.pop(request_id)).place >= 0:
+            self.states.give_back(text.place)
 
     def _forget(self, page: int) -> None:
         for key in self._keys_of.get(page, ()):
@@ -261,8 +230,9 @@ class HybridMemory(KVMemory):
 
     def check(self) -> None:
         super().check()
-        self.states.check()
         assert not self._unpublished and set(self._texts) == set(self._holdings)
+        self.states.check(num_taken=sum(text.place >= 0 for text in self._texts.values()))
+        assert all(key in self._page_of for key in self.states), "a state without its page"
 
 
 def memory_of(layout: CacheLayout, cache: Cache) -> KVMemory:

@@ -20,6 +20,8 @@ from typing import NamedTuple
 from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.pages import PagePool
 
+Texts = Iterable[PageKeys]
+
 
 @dataclass(slots=True)
 class Holding:
@@ -30,21 +32,13 @@ class Holding:
     num_named: int
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
-    num_cached: int  # tokens
-    pages: list[int]
-    checkpoint: int  # -1 = start from the zero state
-    copy: tuple[int, int] | None  # from a page to one of `pages`, before the cached part is read
-
-
 class Found(NamedTuple):
-    """What is known of a text."""
+    """What is known of a text. Of an admitted one, the pages behind the known ones are blank."""
 
-    pages: list[int]  # to be shared
+    pages: list[int]
     num_cached: int  # tokens
-    source: int = 0  # a page to copy: it has the tokens behind those of `pages`; 0 = none
-    checkpoint: int = -1
+    source: int = 0  # is copied to the page of the last of these tokens before it is read; 0 = none
+    checkpoint: int = -1  # their state; -1 = the zero state
 
 
 class KVMemory:
@@ -62,6 +56,8 @@ class KVMemory:
         self._dirty: set[int] = set()  # NaN may be in there: nobody's next without being cleaned
         self._to_clean: list[int] = []  # handed out since the last plan
         self._num_releases = 0  # so often something has become free
+        self.checkpoints: dict[str, int] = {}  # both as in wire.Stats
+        self.checkpoint_events: dict[str, int] = {}
 
     @property
     def usage(self) -> float:
@@ -80,11 +76,12 @@ class KVMemory:
 
     # -- admission --------------------------------------------------------------------------
 
-    def admit(self, request_id: int, keys: PageKeys, reserve: int) -> Admission | None:
+    def admit(self, request_id: int, keys: PageKeys, reserve: int, slot: int = -1) -> Found | None:
         """Hold the longest known prefix and blank pages for the rest of the known tokens.
 
         One token is always left to compute. None, and nothing held, unless `reserve` pages would
-        stay free for the requests already running.
+        stay free for the requests already running. `slot`: where it will be if it is admitted and
+        feeds no drafts, so that each grant of a page says how far its plans reach; else -1.
         """
         total = self.num_pages_for(len(keys.tokens))
         if not self._may_fit(keys, total + reserve):
@@ -97,10 +94,8 @@ class KVMemory:
         if blank is None:
             keys.refused_at = self._num_releases
             return None
-        pages = found.pages + blank
-        self._holdings[request_id] = Holding(keys, pages, len(found.pages))
-        copy = (found.source, blank[0]) if found.source else None
-        return Admission(found.num_cached, pages.copy(), found.checkpoint, copy)
+        self._holdings[request_id] = Holding(keys, found.pages + blank, len(found.pages))
+        return found._replace(pages=found.pages + blank)
 
     def _hold(self, found: Found, total: int, reserve: int) -> list[int] | None:
         """Hold what was found, and blank pages for the rest, which it returns; None: nothing."""
@@ -192,11 +187,13 @@ class KVMemory:
         pages, self._to_clean = self._to_clean, []
         return pages
 
+    def taken_saves(self) -> list[tuple[int, int]]:
+        """StepPlan.saves of the plan that is about to be issued; tells each once."""
+        return []
+
     # -- what others may find ---------------------------------------------------------------
 
-    def cut(
-        self, request_id: int, start: int, end: int, waiting: Iterable[PageKeys]
-    ) -> tuple[int, int]:
+    def cut(self, request_id: int, start: int, end: int, waiting: Texts) -> tuple[int, int]:
         """Where a chunk from `start` on ends, at `end` at the latest, and what receives the state.
 
         That is a checkpoint, or -1. `waiting`: the texts of those that may come next.
@@ -241,27 +238,11 @@ class KVMemory:
         for key, page in self._expected.items():
             self._name(key, page)
         self._expected.clear()
-        if self._sources:
-            self._num_releases += 1
+        self._num_releases += bool(self._sources)
         self._drop(self._sources)
         self._sources.clear()
 
     # -- departures -------------------------------------------------------------------------
-
-    def preempt(
-        self, request_id: int, slot: int, written: range, drafted: range, lines: int
-    ) -> None:
-        """Give up all pages. No result vouches for the tokens in `written`, unless by so many lines
-        that are still to come; in `drafted`, which is a part of it, there may be drafts."""
-        self.suspect(request_id, written)
-        self.release(request_id)
-
-    def settle(self, request_id: int, keys: PageKeys, *, is_over: bool = False) -> None:
-        """All lines of a preempted request have come, or it is over before it is back."""
-
-    def taken_saves(self) -> list[tuple[int, int]]:
-        """StepPlan.saves of the plan that is about to be issued; tells each once."""
-        return []
 
     def suspect(self, request_id: int, written: range) -> None:
         """No result vouches for these tokens: clean their pages before the next owner gets them.

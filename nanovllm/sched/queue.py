@@ -129,7 +129,8 @@ class Queue:
 
     def _admit(self, request: Request, plan: Plan, kept_pages: int) -> bool:
         reserve = len(self.running) + kept_pages  # each that runs may need a page soon
-        known = self.memory.admit(request.id, request.keys, reserve)
+        slot = -1 if self.decoding.drafting.most else self._free_slots[-1]
+        known = self.memory.admit(request.id, request.keys, reserve, slot)
         if known is None:
             return False
         request.slot = self._free_slots.pop()
@@ -156,16 +157,16 @@ class Queue:
             restore_from=known.checkpoint,
         )
         plan.admits.append(admit)
-        if known.copy is not None:
-            plan.copies.append(known.copy)
+        if known.source:
+            target = known.pages[known.num_cached // self.memory.page_tokens]
+            plan.copies.append((known.source, target))
         return True
 
     def _feed(self, request: Request, plan: Plan) -> None:
         """Plan the next chunk."""
         done, until = int(self.decoding.planned[request.slot]), request.prefill_until
         waiting = (other.keys for other in self.waiting)
-        end = min(until, done + plan.budget)
-        end, save_to = self.memory.cut(request.id, done, end, waiting)
+        end, save_to = self.memory.cut(request.id, done, min(until, done + plan.budget), waiting)
         self.decoding.planned[request.slot] = end
         self.memory.expect(request.id, end)
         plan.chunks.append(Chunk(request.slot, end - done, end >= until, save_to, done))
@@ -187,10 +188,9 @@ class Queue:
     def preempt(self, victim: Request) -> None:
         """Back to the queue; it will recompute, mostly from its own cached pages."""
         self.num_preemptions += 1
-        slot = victim.slot
         self._leave(victim)
-        lines = victim.num_in_flight
-        self.memory.preempt(victim.id, slot, victim.written, victim.drafted, lines)
+        self.memory.suspect(victim.id, victim.written)
+        self.memory.release(victim.id)
         self.waiting.add(victim)
 
     def retire(self, request: Request, reason: FinishReason, stop_id: int = -1) -> None:
@@ -200,7 +200,6 @@ class Queue:
         self.told.finished.append(Finish(request.id, reason, stop_id))
         if request.slot < 0:
             self.waiting.remove(request)
-            self.memory.settle(request.id, request.keys, is_over=True)
             return
         self._leave(request)
         if reason is FinishReason.ERROR:
@@ -243,8 +242,6 @@ class Queue:
             request.tokens.append(token)
             if self.end(request):
                 return kept + 1
-        if not request.num_in_flight:
-            self.memory.settle(request.id, request.keys)
         return len(line)
 
     def look_at(self, request: Request) -> bool:

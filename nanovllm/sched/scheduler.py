@@ -101,6 +101,8 @@ class Scheduler:
             num_waiting=len(queue.waiting),
             waiting_by_reason=reasons,
             kv_usage=self.memory.usage,
+            checkpoints=self.memory.checkpoints,
+            checkpoint_events=self.memory.checkpoint_events,
             num_preemptions=queue.num_preemptions,
             prompt_tokens=queue.prompt_tokens,
             cached_tokens=queue.cached_tokens,

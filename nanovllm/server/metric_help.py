@@ -5,6 +5,8 @@ HELP = {
     "vllm:num_requests_waiting": "Requests in the queue.",
     "vllm:num_requests_waiting_by_reason": "Requests in the queue: for capacity, or deferred.",
     "vllm:kv_cache_usage_perc": "Share of the cache's pages that requests hold, 0 to 1.",
+    "nanovllm:checkpoints": "Recurrent states for reuse: places for them, and those kept.",
+    "nanovllm:checkpoint_events_total": "Recurrent states saved, restored and evicted.",
     "vllm:cache_config_info": "Tokens of a page and number of pages, as labels.",
     "vllm:num_preemptions_total": "Requests sent back to the queue for want of pages.",
     "vllm:prompt_tokens_total": "Prompt tokens of admitted requests.",

@@ -21,18 +21,12 @@ from nanovllm.wire import STEP_TOKENS, Ready, Stats
 quoted = json.JSONEncoder(ensure_ascii=False).encode
 
 # fmt: off
-TTFT_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-)
-TOKEN_S = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
-    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-)
-REQUEST_S = (
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
-    480.0, 960.0, 1920.0, 7680.0,
-)
+TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
+          10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+           1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+             120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 # fmt: on
 TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 CHOICES = (1, 2, 5, 10, 20)
@@ -180,6 +174,8 @@ def _queue_and_cache(page: _Page, stats: Stats) -> None:
     reasons = {"capacity": waiting - deferred, "deferred": deferred}
     page.add("vllm:num_requests_waiting_by_reason", _by("reason", reasons))
     page.add("vllm:kv_cache_usage_perc", stats.kv_usage)
+    page.add("nanovllm:checkpoints", _by("state", stats.checkpoints))
+    page.add("nanovllm:checkpoint_events_total", _by("event", stats.checkpoint_events))
     page.add("vllm:num_preemptions_total", stats.num_preemptions)
     page.add("vllm:prompt_tokens_total", stats.prompt_tokens)
     page.add("vllm:prompt_tokens_cached_total", stats.cached_tokens)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
-from nanovllm.wire import FinishReason
-from tests.paper.engine import PaperEngine, generate
+from nanovllm.wire import Abort, FinishReason
+from tests.paper.engine import PAGE, PaperEngine, generate
 from tests.paper.gpu import solo_run
 
 ERROR, LENGTH = FinishReason.ERROR, FinishReason.LENGTH
 STEM = [i * i % 47 for i in range(24)]
+ROOMY = {"num_pages": 200, "num_slots": 8, "budget": 64, "checkpoints": 12}
 
 
 def text(prompt: list[int], max_new: int) -> list[int]:
@@ -25,27 +28,217 @@ def ask(engine: PaperEngine, request_id: int, prompt: list[int], max_new: int = 
     return engine.cached[request_id]
 
 
+def chunks(engine: PaperEngine) -> list[int]:
+    """Tokens of all prompts' chunks so far."""
+    return [chunk.num_tokens for plan in engine.plans for chunk in plan.chunks]
+
+
 @pytest.mark.parametrize("checkpoints", [0, 1])
 def test_pages_are_never_reused_without_a_state(checkpoints) -> None:
     """Also a model without room for any state has recurrent layers."""
-    engine = PaperEngine(num_pages=60, num_slots=2, budget=64, checkpoints=checkpoints)
-    assert [ask(engine, i, STEM[:14]) for i in range(4)] == [
-        0,
-        0,
-        *([12, 12] if checkpoints else [0, 0]),
-    ]
+    engine = PaperEngine(**ROOMY | {"checkpoints": checkpoints})
+    found = [ask(engine, i, STEM[:14]) for i in range(4)]
+    assert found == ([0, 0, 12, 12] if checkpoints else [0, 0, 0, 0])
+
+
+# -- where states are saved ---------------------------------------------------------------------
 
 
 def test_a_fork_is_found_from_the_index_and_known_from_the_third_request_on() -> None:
-    engine = PaperEngine(num_pages=90, num_slots=2, budget=64, checkpoints=4)
+    engine = PaperEngine(**ROOMY)
     assert [ask(engine, i, [*STEM, 40 + i, i, i]) for i in range(4)] == [0, 0, 24, 24]
+    assert chunks(engine) == [27, 24, 3, 3, 3]
+
+
+def test_a_second_turn_goes_on_from_the_end_of_the_first_prompt() -> None:
+    """Inside of a page, which is copied. The known pages end where nobody else went on: no fork."""
+    engine = PaperEngine(**ROOMY)
+    prompt, found = STEM[:14], []
+    for turn in range(4):
+        found.append(ask(engine, turn, prompt, max_new=15))
+        prompt = [*prompt, *engine.text[turn], 7, 7]
+    assert found == [0, 14, 31, 48]
+    assert chunks(engine) == [14, 17, 17, 17]
+    assert sum(len(plan.copies) for plan in engine.plans) == 2  # 48 tokens are whole pages
+
+
+def test_a_page_too_few_is_no_page_to_copy() -> None:
+    for num_pages, known in ((5, 14), (4, 0)):
+        engine = PaperEngine(num_pages=num_pages, num_slots=1, budget=64, checkpoints=4)
+        assert ask(engine, 0, STEM[:14], max_new=1) == 0
+        assert ask(engine, 1, [*STEM[:14], 9], max_new=1) == known
+
+
+def test_long_prompts_leave_states_on_their_way_at_page_boundaries() -> None:
+    engine = PaperEngine(every=8, **ROOMY | {"budget": 10})
+    assert ask(engine, 0, [*STEM, 5, 6, 7, 8, 9]) == 0
+    assert chunks(engine) == [8, 8, 8, 5]
+    assert ask(engine, 1, [*STEM[:19], 5, 6, 7, 8, 9]) == 16
+
+
+@pytest.mark.parametrize(("every", "known"), [(13, 0), (12, 12)])
+def test_a_long_prompt_stops_at_its_last_page_so_that_an_equal_one_finds_it(every, known) -> None:
+    engine = PaperEngine(every=every, **ROOMY)
+    assert [ask(engine, i, STEM[:14]) for i in range(2)] == [0, known]
+
+
+def test_what_spares_no_more_than_a_page_is_not_saved() -> None:
+    engine = PaperEngine(**ROOMY)
+    for i in range(4):
+        ask(engine, i, [i] * PAGE)
+    assert engine.scheduler.stats().checkpoint_events == {"saved": 0, "restored": 0, "evicted": 0}
+    ask(engine, 4, [0] * (PAGE + 1))
+    assert engine.scheduler.stats().checkpoints == {"places": 12, "kept": 1}
+
+
+# -- forks between prompts that come together ---------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_eight_choices_of_a_prompt_compute_it_once_and_its_last_page_each(depth) -> None:
+    engine = PaperEngine(depth=depth, **ROOMY)
+    for i in range(8):
+        engine.say(generate(i, STEM[:23], 5 + i))
+    engine.finish_all()
+    assert sum(chunks(engine)) == 23 + 7 * 3
+    assert engine.cached == {0: 0} | dict.fromkeys(range(1, 8), 20)
+    for i in range(8):
+        assert engine.text[i] == text(STEM[:23], 5 + i)
+
+
+def test_a_fork_within_a_step_is_waited_for_and_nothing_else_is() -> None:
+    engine = PaperEngine(depth=0, **ROOMY)
+    engine.say(generate(0, [*STEM, 1, 1, 1], 5))
+    engine.say(generate(1, [9] * 12, 5))
+    engine.say(generate(2, [*STEM, 2, 2], 5))
+    engine.say(generate(3, [8] * 30, 5))
+    engine.step()
+    assert list(engine.cached) == [0, 1, 3]
+    assert engine.scheduler.stats().waiting_by_reason == {"capacity": 0, "shared_prompt": 1}
+    engine.finish_all()
+    assert engine.cached == {0: 0, 1: 0, 3: 0, 2: 24}
+
+
+def test_a_state_that_is_saved_is_news_to_who_had_no_pages_without_it() -> None:
+    engine = PaperEngine(least_spared=1000, **ROOMY | {"num_pages": 20, "budget": 12})
+    engine.say(generate(0, [*STEM, 1], 40))
+    for _ in range(4):
+        engine.step()
+    engine.say(generate(1, [*STEM, 2, 2], 2))
+    engine.say(generate(2, [*STEM, 3, 3, 3, 3, 3], 2))
+    for _ in range(6):
+        engine.step()
+    assert engine.cached == {0: 0, 1: 0, 2: 24} and 0 not in engine.finish
+    engine.finish_all()
+
+
+# -- outputs and preemption ----------------------------------------------------------------------
+
+
+def crowded(num_pages: int, depth: int, drafts: int, checkpoints: int, **sizes) -> PaperEngine:
+    engine = PaperEngine(
+        num_pages=num_pages, depth=depth, drafts=drafts, checkpoints=checkpoints,
+        num_slots=4, budget=32, every=4, **sizes,
+    )  # fmt: skip
+    for i in range(4):
+        engine.say(generate(i, [i] * (5 + i), 14))
+        engine.step()
+    engine.finish_all()
+    return engine
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_preemption_never_changes_the_text(depth, drafts) -> None:
+    """Nor does it leave a page or a place for a state behind."""
+    num_preemptions = num_restored = 0
+    for num_pages, checkpoints in product(range(6, 20), (0, 1, 2, 9, 20)):
+        engine = crowded(num_pages, depth, drafts, checkpoints)
+        for i in range(4):
+            assert engine.text[i] == text([i] * (5 + i), 14)
+        assert engine.memory.pool.num_free == num_pages
+        num_preemptions += engine.scheduler.stats().num_preemptions
+        num_restored += engine.scheduler.stats().checkpoint_events["restored"]
+    assert num_preemptions > 50 and num_restored > 5
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_preempted_request_goes_on_from_a_state_of_its_output(depth) -> None:
+    """Its first pages are the last that others take."""
+    engine = PaperEngine(every=4, depth=depth, **ROOMY | {"num_pages": 16})
+    for i, max_new in ((0, 40), (1, 30)):
+        engine.say(generate(i, [i] * 6, max_new))
+    engine.finish_all()
+    assert engine.scheduler.stats().num_preemptions == 1
+    (back,) = [a for plan in engine.plans for a in plan.admits if len(a.tokens) // 4 > 6]
+    assert (back.num_cached, back.restore_from >= 0) == (16, True)
+    assert [engine.text[i] for i in (0, 1)] == [text([0] * 6, 40), text([1] * 6, 30)]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_long_outputs_leave_states_behind_at_page_boundaries(depth) -> None:
+    engine = PaperEngine(every=8, depth=depth, **ROOMY)
+    for i, prompt in enumerate((STEM[:5], STEM[5:10])):
+        engine.say(generate(i, prompt, 30))
+    engine.finish_all()
+    assert [len(plan.saves) for plan in engine.plans if plan.saves] == [2, 2, 2]
+    for i, prompt in enumerate((STEM[:5], STEM[5:10])):
+        assert engine.text[i] == text(prompt, 30)
+        known = prompt + engine.text[i]
+        assert ask(engine, 10 + i, [*known[:30], 7, 7]) == 24  # 8, 16 and 24, not the end: 5 + 4
+        assert ask(engine, 20 + i, [*known[:21], 7, 7]) == 16
+
+
+def test_with_drafts_outputs_leave_none() -> None:
+    """Nobody knows how many tokens a state has seen when a page is full."""
+    engine = PaperEngine(every=4, drafts=3, wrong_every=5, **ROOMY)
+    ask(engine, 0, STEM[:5], max_new=30)
+    assert not any(plan.saves for plan in engine.plans)
+
+
+def test_whoever_is_aborted_leaves_no_place_behind() -> None:
+    for depth, num_steps in product((0, 1, 2), range(3, 14)):
+        engine = PaperEngine(depth=depth, every=4, **ROOMY | {"checkpoints": 2})
+        for i in range(3):
+            engine.say(generate(i, [i] * 6, 14))
+        for _ in range(num_steps):
+            engine.step()
+        for i in range(3):
+            engine.say(Abort(i))
+        engine.finish_all()
+        assert engine.memory.pool.num_free == 200
+        for i in range(3):
+            ask(engine, 10 + i, [i] * 9, max_new=7)
+            assert engine.finish[10 + i] == LENGTH
+
+
+# -- what went wrong -------------------------------------------------------------------------------
 
 
 def test_a_state_saved_by_a_corrupted_request_is_lost_where_others_named_the_pages() -> None:
-    engine = PaperEngine(num_pages=90, num_slots=2, budget=64, checkpoints=4)
+    engine = PaperEngine(**ROOMY)
     ask(engine, 0, [*STEM, 1, 1])
     engine.gpu.glitches = frozenset([engine.gpu.steps + 1])  # the step that saves the fork's state
     ask(engine, 1, [*STEM, 2, 2])
     assert engine.finish[1] == ERROR
     assert [ask(engine, i, [*STEM, i, i]) for i in (2, 3)] == [0, 24]
     assert (engine.finish[2], engine.finish[3]) == (LENGTH, LENGTH)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_nan_around_a_preemption_reaches_nobody_else(depth, drafts) -> None:
+    for glitch, num_pages in product(range(2, 20), (7, 8, 10)):
+        glitches = frozenset([glitch])
+        engine = crowded(num_pages, depth, drafts, 4, glitches=glitches, wrong_every=2)
+        struck = [known[0] for known in engine.gpu.struck]
+        for i in range(4):
+            whole, got = text([i] * (5 + i), 14), engine.text.get(i, [])
+            if engine.finish[i] == ERROR:
+                assert i in struck and got == whole[: len(got)]
+            else:
+                assert got == whole
+        for i in range(4):
+            ask(engine, 10 + i, [i] * (5 + i), max_new=14)
+            ask(engine, 20 + i, [30 + i] * 9, max_new=14)
+        assert all(engine.finish[i] == LENGTH for i in range(20, 24))

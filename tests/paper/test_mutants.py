@@ -13,7 +13,7 @@ from tests.paper.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 TAKEN = ("nanovllm/*.py", "nanovllm/kv/*.py", "nanovllm/sched/*.py", "nanovllm/engine/*.py",
-         "tests/__init__.py", "tests/paper/*.py", "pyproject.toml")  # fmt: skip
+         "tests/__init__.py", "tests/paper/*.py", "tests/kv/*.py", "pyproject.toml")  # fmt: skip
 LEFT_OUT = ("test_mutants.py", "test_random_batches.py")
 
 
@@ -31,7 +31,7 @@ def test_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     assert text.count(mutant.old) == 1, "the mutant no longer fits the code"
     target.write_text(text.replace(mutant.old, mutant.new))
     suites = sorted(
-        str(path.relative_to(tmp_path)) for path in tmp_path.glob("tests/paper/test_*.py")
+        str(path.relative_to(tmp_path)) for path in tmp_path.glob("tests/[kp]*/test_*.py")
     )
     command = [sys.executable, "-m", "pytest", "-x", "--tb=short", "-p", "no:cacheprovider",
                "-W", "ignore", "-o", "pythonpath=.", *suites]  # fmt: skip
