@@ -34,6 +34,8 @@ STATS = Stats(
     padded_tokens=8,
     num_matchers=5,
     grammar_cache_bytes=7000,
+    checkpoints={"places": 9, "kept": 4},
+    checkpoint_events={"saved": 6, "restored": 3, "evicted": 2},
 )
 LINE = re.compile(
     r"(?:process_[a-z_]+|[a-z]+:[a-z0-9_]+\{(\w+=\"(?:[^\"\\]|\\.)*\",?)+\}) -?[0-9.e+-]+(inf)?"
@@ -69,6 +71,9 @@ def test_the_engines_numbers_are_there_under_common_names() -> None:
         f"vllm:kv_cache_usage_perc{{{labels}}} 0.5",
         f'vllm:cache_config_info{{{labels},block_size="16",num_gpu_blocks="1000"}} 1',
         f"vllm:num_preemptions_total{{{labels}}} 2",
+        f'nanovllm:checkpoints{{{labels},state="places"}} 9',
+        f'nanovllm:checkpoints{{{labels},state="kept"}} 4',
+        f'nanovllm:checkpoint_events_total{{{labels},event="restored"}} 3',
         f"vllm:prefix_cache_queries_total{{{labels}}} 100",
         f"vllm:prefix_cache_hits_total{{{labels}}} 60",
         f"vllm:generation_tokens_total{{{labels}}} 70",
