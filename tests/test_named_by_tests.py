@@ -116,7 +116,6 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/apply_mask.py kernels/nanovllm_kernels/batch_prep.py
         kernels/nanovllm_kernels/batch_reference.py kernels/nanovllm_kernels/case.py
         kernels/nanovllm_kernels/decode_cases.py kernels/nanovllm_kernels/delta_cases.py
-        kernels/nanovllm_kernels/delta_decode.py kernels/nanovllm_kernels/delta_prefill.py
         kernels/nanovllm_kernels/norm.py kernels/nanovllm_kernels/paged_decode.py
         kernels/nanovllm_kernels/paged_prefill.py kernels/nanovllm_kernels/rope_cases.py
         kernels/nanovllm_kernels/rope_store.py
@@ -129,6 +128,8 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/gated_product.py kernels/nanovllm_kernels/grouped_product.py
         kernels/nanovllm_kernels/like.py
         kernels/nanovllm_kernels/linear_cases.py""",
+    "tests/kernels/test_delta_kernels.py": """
+        kernels/nanovllm_kernels/delta_decode.py kernels/nanovllm_kernels/delta_prefill.py""",
     "tests/kernels/test_quantise.py": "kernels/nanovllm_kernels/quantise_cases.py",
     "tests/kernels/test_latent_decode_cute.py": """
         kernels/nanovllm_kernels/latent_decode_cute_cases.py""",

@@ -1,0 +1,154 @@
+"""The gated delta rule in Triton, where the cases of check-kernels are silent: texts in steps.
+
+In Triton's interpreter, in a process of its own: TRITON_INTERPRET must be set before triton is
+imported. The kernels are delta_decode.py and delta_prefill.py; what they mean is held to
+transformers by test_delta_reference.py.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+from hypothesis import given, settings, strategies as st
+from nanovllm_kernels import delta_decode, delta_prefill, delta_reference as reference
+from nanovllm_kernels.case import check
+from nanovllm_kernels.delta_cases import PREFILL, Layer, case, inputs
+from torch import Tensor
+
+CPU = torch.device("cpu")
+INTERPRETED = triton.knobs.runtime.interpret
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def test_in_the_interpreter() -> None:
+    here = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    child = subprocess.run(
+        ["env", "TRITON_INTERPRET=1", *here], capture_output=True, text=True, timeout=600
+    )
+    assert child.returncode == 0, child.stdout[-4000:]
+    assert "8 passed" in child.stdout
+
+
+test_in_the_interpreter.__test__ = not INTERPRETED
+
+
+def interpreted(test: Callable) -> Callable:
+    """Collected in the child process only."""
+    test.__test__ = INTERPRETED
+    return test
+
+
+@interpreted
+@settings(deadline=None, max_examples=12)
+@given(
+    heads=st.sampled_from([(1, 1), (2, 2), (1, 2), (1, 3), (1, 4)]),
+    sizes=st.sampled_from([(16, 16), (32, 16), (24, 40)]),
+    lengths=st.lists(st.integers(0, 200), min_size=1, max_size=4).filter(any),
+)
+def test_prompts_equal_the_definition(heads, sizes, lengths) -> None:
+    layer = Layer(*heads, *sizes, dtype=torch.float32)
+    assert check(PREFILL, case(layer, tuple(lengths), None), CPU) <= 1
+
+
+def whole(layer: Layer, T: int) -> tuple[tuple[Any, ...], Tensor, tuple[Tensor, Tensor]]:
+    """A text, its result at once by the definition, and the states then."""
+    text = inputs(layer, (T,), None, CPU)
+    states = text[5].clone(), text[6].clone()
+    x_THV = reference.mix_rows(*text[:5], *states, *text[7:])
+    return text, x_THV, states
+
+
+def part(text: tuple[Any, ...], start: int, end: int) -> list[Any]:
+    return [tensor[start:end] for tensor in text[:4]] + [text[4]]
+
+
+def steps(*lengths: int) -> Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+
+
+@interpreted
+@pytest.mark.parametrize("heads", [(2, 2), (1, 3)])
+def test_a_text_in_chunks_and_tokens_equals_it_at_once(heads) -> None:
+    layer = Layer(*heads, 16, 24, dtype=torch.float32)
+    text, expected_THV, expected_states = whole(layer, 170)
+    states, slots_R = text[5:7], text[7]
+    tickets_RG = torch.zeros(1, layer.G, dtype=torch.int32)
+    found = [
+        delta_prefill.mix_rows(*part(text, at, end), *states, slots_R, steps(end - at))
+        for at, end in ((0, 1), (1, 3), (3, 70), (70, 134), (134, 160))
+    ]
+    found += [
+        delta_decode.mix_decodes(*part(text, at, at + 1), *states, slots_R, tickets_RG)
+        for at in range(160, 170)
+    ]
+    torch.testing.assert_close(torch.cat(found), expected_THV, **CLOSE)
+    torch.testing.assert_close(states, expected_states, **CLOSE)
+    assert tickets_RG.tolist() == [[0] * layer.G]
+
+
+@interpreted
+@pytest.mark.parametrize("heads", [(2, 2), (1, 3)])
+def test_rejected_drafts_leave_nothing_behind(heads) -> None:
+    """Each step feeds tokens of the text and wrong ones after them; then the state settles."""
+    layer, luck = Layer(*heads, 16, 24, dtype=torch.float32), random.Random(5)
+    text, expected_THV, expected_states = whole(layer, 24)
+    states, slots_R = text[5:7], text[7]
+    tickets_RG, kept_NWX = (
+        torch.zeros(1, layer.G, dtype=torch.int32),
+        inputs(layer, (1,), (1,), CPU)[9],
+    )
+    at, replays, found = 0, 0, []
+    while at < 24:
+        right = min(luck.randint(1, 4), 24 - at)
+        fed = part(text, at, at + right)
+        for i in range(4):
+            fed[i] = torch.cat([fed[i], torch.randn(luck.randint(0, 2), *fed[i].shape[1:])])
+        num_fed = min(map(len, fed[:4]))
+        fed[:4] = [tensor[:num_fed] for tensor in fed[:4]]
+        rows = steps(num_fed), kept_NWX, torch.tensor([replays], dtype=torch.int32), tickets_RG
+        found.append(delta_decode.mix_drafted(*fed, *states, slots_R, *rows)[:right])
+        at, replays = at + right, right
+    rows = steps(0), kept_NWX, torch.tensor([replays], dtype=torch.int32), tickets_RG
+    delta_decode.mix_drafted(*part(text, 0, 0), *states, slots_R, *rows)
+    torch.testing.assert_close(torch.cat(found), expected_THV, **CLOSE)
+    torch.testing.assert_close(states, expected_states, **CLOSE)
+    assert tickets_RG.tolist() == [[0] * layer.G]
+
+
+@interpreted
+def test_rows_that_pad_a_graph_change_no_others() -> None:
+    layer = Layer(1, 2, 16, 16, dtype=torch.float32)
+    *rows, tickets_RG = inputs(layer, (1,) * 5, (), CPU)
+    expected = [tensor.clone() for tensor in rows[5:7]]
+    x_THV = reference.mix_rows(*[tensor[:3] for tensor in rows[:4]], rows[4], *expected,
+                               rows[7][:3], steps(1, 1, 1))  # fmt: skip
+    rows[7][3:] = rows[7][3].clone()
+    found_THV = delta_decode.mix_decodes(*rows[:-1], tickets_RG)
+    torch.testing.assert_close(found_THV[:3], x_THV, **CLOSE)
+    others = torch.arange(10) != rows[7][3]
+    for found, state in zip(rows[5:7], expected, strict=True):
+        torch.testing.assert_close(found[others], state[others], **CLOSE)
+    assert found_THV.isfinite().all()
+
+
+@interpreted
+@pytest.mark.parametrize("first", [0, 1])
+def test_tokens_of_no_row_are_left_alone(first) -> None:
+    """A step's decode rows come before its chunks, and tokens that pad the step after them."""
+    layer = Layer(1, 2, 16, 16, dtype=torch.float32)
+    rows = inputs(layer, (3, 66, 2), None, CPU)
+    out_THV = torch.full_like(rows[3], 7.0)
+    chunks = slice(first, 2)
+    expected_THV = reference.mix_rows(*rows[:5], rows[5].clone(), rows[6].clone(), *rows[7:])
+    found_THV = delta_prefill.mix_rows(*rows[:7], rows[7][chunks], rows[8][first:3], out_THV)
+    assert found_THV is out_THV
+    start, end = rows[8][first], rows[8][2]
+    torch.testing.assert_close(out_THV[start:end], expected_THV[start:end], **CLOSE)
+    assert (out_THV[:start] == 7).all() and (out_THV[end:] == 7).all()
