@@ -21,7 +21,7 @@ from torch import Tensor
 from nanovllm_kernels.delta_reference import L2_EPS, DeltaWeights
 from nanovllm_kernels.device import follows
 
-MOST_REGISTERS = 168  # of a thread: three programs of four warps to a multiprocessor
+MOST_REGISTERS: int | None = None  # of a thread; with 168 three programs fit, which spill a few
 MOST_WARPS = 4  # with more threads than channels each would convolve what it needs, as others do
 
 
@@ -82,6 +82,8 @@ def delta_decode_kernel(
     l2_eps, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, WIDTH: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
+    if WAITS and kept_NWX is not None:  # the launch before may have found what is to be replayed
+        tl.extra.cuda.gdc_wait()
     row, head = tl.program_id(0) // H, tl.program_id(0) % H
     key_head = head // (H // G)
     k, v = tl.arange(0, K_BLOCK), tl.arange(0, V_BLOCK)
@@ -89,7 +91,7 @@ def delta_decode_kernel(
     state_at = recurrent_NHKV + slot * recurrent_stride + head * (K * V)
     state_at += k[:, None] * V + v[None, :]
     in_state = (k < K)[:, None] & (v < V)[None, :]
-    state = tl.load(state_at, in_state, 0.0)  # before the wait: the launch before left it alone
+    state = tl.load(state_at, in_state, 0.0)  # before a wait: the launch before left it alone
     # Tokens are counted from those that turned out right, which are kept. The state takes in these.
     first, num_right, num_taken, num_tokens, kept_at = row.to(tl.int64), 0, 1, 1, None
     if kept_NWX is not None:
@@ -112,7 +114,8 @@ def delta_decode_kernel(
     dt_bias = tl.load(dt_bias_H + head).to(tl.float32)
     norm_weight = tl.load(norm_V + v, v < V, 0.0).to(tl.float32)
     if WAITS:
-        tl.extra.cuda.gdc_wait()
+        if kept_NWX is None:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     x = inputs_of(0, first, num_right, num_tokens, kept_at, kept_token_stride, qkv_TC, qkv_stride,
                   a_TH, a_stride, b_TH, b_stride, z_THV, z_stride, head * z_head_stride, head, q_of,
