@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from nanovllm_kernels import all_reduce as ops
+from nanovllm_kernels import all_reduce as ops, exchange
 from nanovllm_kernels.all_reduce import Peers
 from nanovllm_kernels.case import Args, Case, Kernel, check, normal
 from nanovllm_kernels.norm import add_rms_norm
@@ -41,6 +41,22 @@ def inputs(size: int, T: int, D: int, with_norm: int, device: torch.device) -> A
     return (parts_ITD, residual_TD, normal(device, D, dtype=torch.bfloat16, seed=2), 1e-6)[
         : 1 + with_norm
     ]
+
+
+def tokens(size: int, T: int, D: int, device: torch.device) -> Args:
+    experts_ITK = torch.arange(size * T * 8, dtype=torch.int32, device=device).view(size, T, 8) - 1
+    weights_ITK = normal(device, size, T, 8, dtype=torch.float32)
+    return normal(device, size, T, D, dtype=torch.bfloat16), weights_ITK, experts_ITK
+
+
+def gathered(x_ITD: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    return exchange.gather_tokens_reference(x_ITD, *more, x_ITD.shape[1])
+
+
+def parts_of_all(size: int, T: int, D: int, device: torch.device) -> Args:
+    """What each rank has for each, one rank's after another's, and a stream."""
+    parts_XTD = normal(device, size * size, T, D, dtype=torch.bfloat16)
+    return parts_XTD, normal(device, T, D, dtype=torch.bfloat16, seed=1)
 
 
 def words(size: int, S: int, device: torch.device) -> Args:
@@ -88,9 +104,45 @@ def kernels(peers: Peers, nccl: Any) -> Iterator[tuple[Kernel, Callable[..., obj
         for S in ROWS
     )
     gather = Kernel(
-        "all_gather", lambda parts: ops.all_gather(parts[rank], peers), lambda parts: parts, gathers
+        "all_gather",
+        lambda parts: exchange.all_gather(parts[rank], peers),
+        lambda parts: parts,
+        gathers,
     )
     yield gather, gathered_by_nccl
+    yield from exchanges(peers, gathered_by_nccl, nccl)
+
+
+def exchanges(peers: Peers, by_nccl: Callable[..., object], nccl: Any) -> Iterator[Any]:  # noqa: ANN401
+    """What lanes do: tokens go to all ranks, with eight experts each, and sums of them back."""
+    rank, size = peers.rank, peers.size
+
+    def cases(inputs: Callable[..., Args], more: int) -> tuple[Case, ...]:
+        sizes = [(3, 72), *((T, D) for T in ROWS[:5] for D in (2048, 7168))]
+        return tuple(
+            Case(f"T={T} D={D}", partial(inputs, size, T, D), small=D == 72,
+                 num_bytes=(size - 1) * T * (2 * D + more))
+            for T, D in sizes
+        )  # fmt: skip
+
+    def gather(*parts: Tensor) -> tuple[Tensor, ...]:
+        return exchange.gather_tokens(*(part[rank] for part in parts), parts[0].shape[1], peers)
+
+    def scattered_by_nccl(parts_XTD: Tensor, stream_TD: Tensor) -> None:
+        nccl._reduce_scatter_base(torch.empty_like(stream_TD), parts_XTD[:size]).wait()
+        stream_TD.add_(stream_TD)
+
+    kernel = Kernel("gather_tokens", gather, gathered, cases(tokens, 64))
+    yield kernel, lambda x_ITD, *_: by_nccl(x_ITD)
+    yield (
+        Kernel(
+            "add_own_sums",
+            lambda parts, stream: exchange.add_own_sums(parts[rank * size :][:size], stream, peers),
+            lambda parts, stream: exchange.add_own_sums_reference(parts[rank::size], stream),
+            cases(parts_of_all, 0),
+        ),
+        scattered_by_nccl,
+    )
 
 
 def check_ranks(size: int, connect: Connect, quick: bool) -> Iterator[Found]:

@@ -15,7 +15,6 @@ from nanovllm_kernels.fp8_reference import BLOCK, FP8, Quantised
 from nanovllm_kernels.reference import summed
 from nanovllm_kernels.route_reference import Placed, Routing, Uniform
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from nanovllm.attention.base import ForwardContext
 from nanovllm.layers.expert_products import ExpertKernels, products_for
@@ -28,7 +27,6 @@ from nanovllm.parallel.mesh import Mesh, Span
 
 TURNS = 24  # of the copies of an expert: a multiple of 1, 2, 3, 4, 6 and 8 of them
 MOST_EXCHANGED = 8192  # tokens
-NOBODY = -1  # the expert of a token that only pads
 MOST_LAYERS = 1024
 
 
@@ -211,13 +209,11 @@ class MoE(Layer):
         most = max(1, MOST_EXCHANGED // mesh.lanes)
         for start in range(0, num_tokens, most):
             size = min(most, num_tokens - start)
-            own = [tensor[start : start + size] for tensor in (x_TD, *routed)]
-            padded = [pad(tensor, (0, 0, 0, size - len(tensor))) for tensor in own]
-            padded[2][len(own[2]) :] = NOBODY
-            given = [mesh.gather(tensor).flatten(0, 1) for tensor in padded]
-            parts_TD = self.experts(*given, None, None)
-            sum_TD = mesh.own_sum(parts_TD.unflatten(0, (mesh.lanes, size)))
-            stream_TD[start : start + size] += sum_TD[: len(own[0])]
+            x, weights, experts, own = (
+                part[start : start + size] for part in (x_TD, *routed, stream_TD)
+            )
+            parts_TD = self.experts(*mesh.gather_tokens(x, weights, experts, size))
+            mesh.add_own_sums(parts_TD.unflatten(0, (mesh.lanes, size)), own)
 
     def _of_shared(self, x_TD: Tensor, stream: Added) -> tuple[Tensor | None, Added]:
         """What the shared expert gives, this rank's part of it, unless the stream has it then."""

@@ -7,15 +7,17 @@ through NCCL, from a size that is measured at start, because it depends on the m
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from nanovllm_kernels import all_reduce as own
+from nanovllm_kernels import all_reduce as own, exchange
 from nanovllm_kernels.all_reduce import Peers
 from torch import Tensor
 
-from nanovllm.parallel.mesh import Mesh
+from nanovllm.parallel.mesh import Mesh, padded
 from nanovllm.parallel.peers import c10d, connect_peers, crossover
 
 log = logging.getLogger("engine")
@@ -26,7 +28,7 @@ class Links(NamedTuple):
 
     nccl: Any  # a ProcessGroupNCCL; torch's stubs do not know what is asked of it here
     peers: Peers
-    own_bytes: int  # of the largest sum for which our kernels are faster
+    own_bytes: int  # of the largest message for which our kernels are faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,12 @@ class NcclMesh(Mesh):
         nccl = c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl", store), *place, options)
         peers = connect_peers(c10d.PrefixStore("peers", store), *place, device)
         self.connected.append(Links(nccl, peers, own_bytes=peers.capacity))
-        own_bytes = crossover(peers, self._nccl_sum, self.least)
-        log.info("sums over ranks go through our kernels up to %d KiB", own_bytes >> 10)
+        ours: Callable[[Tensor], object] = partial(own.all_reduce, peers=peers)
+        theirs: Callable[[Tensor], object] = self._nccl_sum
+        if self.lanes > 1:
+            ours, theirs = (partial(self._exchanged, most) for most in (peers.capacity, 0))
+        own_bytes = crossover(peers, ours, theirs, self.least)
+        log.info("what ranks exchange goes through our kernels up to %d KiB", own_bytes >> 10)
         self.connected[0] = Links(nccl, peers, own_bytes)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -65,13 +71,16 @@ class NcclMesh(Mesh):
         return links.peers if x.nbytes <= links.own_bytes else None
 
     def gather(self, x: Tensor) -> Tensor:
-        x, links = x.contiguous(), self.connected[0]
-        if 2 * x.nbytes <= links.peers.capacity:
-            return own.all_gather(x, links.peers)
+        peers = self.connected[0].peers
+        if 2 * x.nbytes <= peers.capacity:
+            return exchange.all_gather(x.contiguous(), peers)
+        return self._nccl_gather(x)
+
+    def _nccl_gather(self, x: Tensor) -> Tensor:
         found = x.new_empty(self.size, *x.shape)
         options = c10d.AllgatherOptions()
         options.asyncOp = False
-        links.nccl._allgather_base(found, x, options)
+        self.connected[0].nccl._allgather_base(found, x.contiguous(), options)
         return found
 
     def own_sum(self, parts_ITD: Tensor) -> Tensor:
@@ -80,6 +89,29 @@ class NcclMesh(Mesh):
         options.asyncOp = False
         self.connected[0].nccl._reduce_scatter_base(found_TD, parts_ITD.contiguous(), options)
         return found_TD
+
+    def gather_tokens(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_tokens: int
+    ) -> tuple[Tensor, ...]:
+        parts, (_, peers, own_bytes) = (x_TD, weights_TK, experts_TK), self.connected[0]
+        num_bytes = num_tokens * exchange.token_bytes(x_TD, weights_TK.shape[1])
+        if num_bytes <= min(own_bytes + own_bytes // 8, peers.capacity):
+            return exchange.gather_tokens(*parts, num_tokens, peers)
+        return tuple(self._nccl_gather(one).flatten(0, 1) for one in padded(*parts, num_tokens))
+
+    def add_own_sums(self, parts_ITD: Tensor, stream_TD: Tensor) -> None:
+        links = self.connected[0]
+        if parts_ITD[0].nbytes <= links.own_bytes:
+            exchange.add_own_sums(parts_ITD, stream_TD, links.peers)
+        else:
+            Mesh.add_own_sums(self, parts_ITD, stream_TD)
+
+    def _exchanged(self, own_bytes: int, x_TD: Tensor) -> None:
+        """What lanes do with so many tokens, with our kernels up to `own_bytes`."""
+        self.connected[0] = self.connected[0]._replace(own_bytes=own_bytes)
+        weights_TK = x_TD.new_zeros(len(x_TD), 8, dtype=torch.float32)
+        found = self.gather_tokens(x_TD, weights_TK, weights_TK.int(), len(x_TD))
+        self.add_own_sums(found[0].view(self.size, *x_TD.shape), x_TD)
 
     def least(self, count: int) -> int:
         found = torch.tensor([count], device="cuda")

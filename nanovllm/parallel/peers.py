@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from nanovllm_kernels.all_reduce import PROGRAMS, Peers, all_reduce, buffer_bytes
+from nanovllm_kernels.all_reduce import PROGRAMS, Peers, buffer_bytes
 from nanovllm_kernels.timing import graph_us
 from torch import Tensor
 from torch._C import _distributed_c10d  # what torch.distributed gives no name to
@@ -71,11 +71,12 @@ def connect_peers(
 
 def crossover(
     peers: Peers,
+    ours: Callable[[Tensor], object],
     other: Callable[[Tensor], object],
     least: Callable[[int], int],
     dtype: torch.dtype = torch.bfloat16,
 ) -> int:
-    """Bytes of the longest message that is summed up over peer memory as fast as by `other`.
+    """Bytes of the longest message that `ours` does over peer memory as fast as `other`.
 
     Measured in CUDA graphs, at powers of two, by all ranks at the same time. `least` gives all of
     them the least of their counts, so that they choose alike.
@@ -84,11 +85,8 @@ def crossover(
     while 2 * longest <= peers.capacity:
         message = torch.zeros(2 * longest // dtype.itemsize, dtype=dtype, device=device)
         x_TD = message.view(-1, min(4096, len(message)))
-        ours, theirs = (
-            graph_us([partial(sums, x_TD)] * CALLS)
-            for sums in (partial(all_reduce, peers=peers), other)
-        )
-        if not least(int(ours <= theirs)):
+        own_us, other_us = (graph_us([partial(one, x_TD)] * CALLS) for one in (ours, other))
+        if not least(int(own_us <= other_us)):
             break
         longest *= 2
     return longest

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import triton
-from nanovllm_kernels import all_reduce as ops
+from nanovllm_kernels import all_reduce as ops, exchange
 from nanovllm_kernels.all_reduce import Peers
 from nanovllm_kernels.case import check, normal
 from nanovllm_kernels.peer_cases import kernels
@@ -65,8 +65,30 @@ class Call(NamedTuple):
         if self.operation == "norm":
             return ops.all_reduce_add_norm(x, residual_TD, norm_weight_D, EPS, peers)
         if self.operation == "gather":
-            return (ops.all_gather(x, peers),)
+            return (exchange.all_gather(x, peers),)
+        if self.operation == "tokens":
+            brought = self.brought(peers.size)
+            own = [one[peers.rank][: self.T - peers.rank % 2] for one in brought]
+            return exchange.gather_tokens(*own, self.T + 1, peers)
+        if self.operation == "own sums":  # then of all ranks, as all say the same here
+            parts_ITD = self.parts(peers.size)[peers.rank]
+            exchange.add_own_sums(parts_ITD, residual_TD[: self.T - peers.rank % 2], peers)
+            return (exchange.all_gather(residual_TD, peers),)
         return (ops.all_reduce(x, peers),)
+
+    @property
+    def num_calls(self) -> int:
+        return 1 + (self.operation == "own sums")
+
+    def brought(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens of all ranks, with weights and experts of three."""
+        experts_ITK = torch.arange(3 * size * self.T, dtype=torch.int32).view(size, -1, 3) % 9 - 1
+        return self.inputs(size)[0], normal(CPU, size, self.T, 3, dtype=torch.float32), experts_ITK
+
+    def parts(self, size: int) -> Tensor:
+        """What each rank has for each, one row more than it needs."""
+        shape = size, size, self.T + 1, self.D
+        return normal(CPU, *shape, dtype=self.dtype, seed=self.seed)
 
     def expected(self, size: int) -> tuple[Tensor, ...]:
         parts_ITD, residual_TD, norm_weight_D = self.inputs(size)
@@ -76,6 +98,17 @@ class Call(NamedTuple):
             return ops.all_reduce_add_norm_reference(parts_ITD, residual_TD, norm_weight_D, EPS)
         if self.operation == "gather":
             return (parts_ITD,)
+        if self.operation == "tokens":
+            brought = [part.clone() for part in self.brought(size)]
+            for part, padding in zip(brought, (0, 0, exchange.NOBODY), strict=True):
+                part[1::2, -1] = padding
+            return exchange.gather_tokens_reference(*brought, self.T + 1)
+        if self.operation == "own sums":
+            found_ITD = residual_TD.expand(size, -1, -1).clone()
+            for rank, parts_ITD in enumerate(self.parts(size).unbind(1)):
+                own = slice(self.T - rank % 2)
+                found_ITD[rank, own] = exchange.add_own_sums_reference(parts_ITD, residual_TD[own])
+            return (found_ITD,)
         return (ops.all_reduce_reference(parts_ITD),)
 
     def off(self, dtype: torch.dtype) -> float:
@@ -116,7 +149,7 @@ class Ranks:
             for pipe in self.pipes:
                 pipe.send(call)
         for call in calls:
-            self.calls += 1
+            self.calls += call.num_calls
             found = [self.answer(pipe) for pipe in self.pipes]
             expected = call.expected(len(self.pipes))
             for rank, (outputs, counters) in enumerate(found):
@@ -213,6 +246,19 @@ def test_calls_of_all_sizes_follow_each_other(ranks, hop_bytes) -> None:
 
 
 @in_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_and_their_sums_are_exchanged(ranks, dtype) -> None:
+    """Of ranks with different numbers of tokens, one of them sometimes without any; experts of
+    nobody are any that no rank has."""
+    for T, D, slow in ((1, 64, -1), (7, 72, 1), (40, 130, 0)):
+        ranks.check(
+            Call("tokens", T, D, dtype, T, slow_rank=slow),
+            Call("own sums", T, D, dtype, T, slow_rank=slow),
+            Call("tokens", T, D, dtype, T + 1),
+        )
+
+
+@in_interpreter
 @EITHER
 def test_a_slow_rank_is_waited_for(ranks, hop_bytes) -> None:
     for slow in (0, 1):
@@ -263,7 +309,7 @@ def test_a_message_that_does_not_fit_is_refused() -> None:
     with pytest.raises(AssertionError, match="64"):
         ops.all_reduce(torch.zeros(4, 5), peers)
     with pytest.raises(AssertionError, match="3, 3"):
-        ops.all_gather(torch.zeros(3, 3), peers)
+        exchange.all_gather(torch.zeros(3, 3), peers)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is itself interpreted")
@@ -277,4 +323,4 @@ def test_in_the_interpreter() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    assert "36 passed" in done.stdout, done.stdout[-600:]
+    assert "40 passed" in done.stdout, done.stdout[-600:]

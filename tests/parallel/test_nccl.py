@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from nanovllm_kernels import all_reduce as own
+from nanovllm_kernels import all_reduce as own, exchange
 from nanovllm_kernels.all_reduce import Peers
 
 from nanovllm.parallel import nccl
@@ -30,12 +30,17 @@ class Recorded:
         self.asked.append(("GATHER", x.nbytes))
         found[:] = x
 
+    def _reduce_scatter_base(self, found: torch.Tensor, x: torch.Tensor, options: Any) -> None:
+        assert not options.asyncOp
+        self.asked.append(("SCATTER", x.nbytes))
+        found[:] = 2 * x[1]
+
 
 @pytest.fixture
 def mesh(monkeypatch: pytest.MonkeyPatch) -> NcclMesh:
     peers = Peers(0, 2, 4096, torch.zeros(2), torch.zeros(1))
     monkeypatch.setattr(own, "all_reduce", lambda x, _: x.mul_(2) + 0.25)
-    monkeypatch.setattr(own, "all_gather", lambda x, _: torch.stack([x, x]) + 0.25)
+    monkeypatch.setattr(exchange, "all_gather", lambda x, _: torch.stack([x, x]) + 0.25)
     return NcclMesh(0, 2, "", [Links(Recorded(), peers, own_bytes=1024)])
 
 
@@ -57,3 +62,35 @@ def test_what_no_buffer_holds_is_gathered_by_nccl(mesh: NcclMesh) -> None:
     assert asked == []
     assert mesh.gather(torch.ones(2, 513).T).shape == (2, 513, 2)
     assert asked == [("GATHER", 4104)]
+
+
+def lane(own_bytes: int) -> NcclMesh:
+    peers = Peers(1, 2, 4096, torch.zeros(2), torch.zeros(1))
+    links = Links(Recorded(), peers, own_bytes=own_bytes)
+    return NcclMesh(0, 1, "", [links], ep_size=2, lane=1)
+
+
+def test_lanes_exchange_few_tokens_by_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their dense parts are whole, so that nothing else is summed up."""
+    done: list[Any] = []
+    monkeypatch.setattr(exchange, "gather_tokens", lambda *args: done.append(args[3]))
+    monkeypatch.setattr(exchange, "add_own_sums", lambda *args: done.append(args[0].shape))
+    mesh, experts_TK = lane(1024), torch.zeros(3, 2, dtype=torch.int32)
+    mesh.gather_tokens(torch.ones(3, 60), torch.ones(3, 2), experts_TK, 4)
+    mesh.add_own_sums(torch.ones(2, 4, 60), torch.ones(3, 60))
+    assert done == [4, (2, 4, 60)] and mesh.connected[0].nccl.asked == []
+    x = torch.ones(4)
+    assert mesh.all_reduce(x) is x
+
+
+def test_lanes_exchange_many_tokens_by_nccl() -> None:
+    mesh, experts_TK = lane(1023), torch.zeros(3, 2, dtype=torch.int32)
+    found = mesh.gather_tokens(torch.ones(3, 64), torch.ones(3, 2), experts_TK, 5)
+    assert [part.shape for part in found] == [(10, 64), (10, 2), (10, 2)]
+    assert found[2].view(2, 5, 2)[:, 3:].eq(exchange.NOBODY).all() and found[2][5].eq(0).all()
+    stream_TD = torch.ones(3, 64)
+    mesh.add_own_sums(torch.ones(2, 5, 64), stream_TD)
+    assert stream_TD.unique().tolist() == [3.0]
+    sizes = [5 * 64 * 4, 5 * 2 * 4, 5 * 2 * 4]
+    expected = [*(("GATHER", size) for size in sizes), ("SCATTER", 2 * sizes[0])]
+    assert mesh.connected[0].nccl.asked == expected

@@ -91,10 +91,10 @@ def test_the_crossover_is_the_first_that_any_rank_finds(
     def other(x_TD) -> None: ...
 
     monkeypatch.setattr(module, "graph_us", graph_us)
-    assert crossover(peers, other, least) == expected
+    assert crossover(peers, torch.neg, other, least) == expected
 
 
 def test_the_crossover_is_within_capacity(monkeypatch) -> None:
     monkeypatch.setattr(module, "graph_us", lambda calls: 1.0)
     peers = Peers(0, 2, 1 << 20, torch.zeros(2), torch.zeros(64))
-    assert crossover(peers, torch.neg, lambda count: count) == 1 << 20
+    assert crossover(peers, torch.neg, torch.abs, lambda count: count) == 1 << 20

@@ -1,0 +1,194 @@
+"""Gathers over ranks, and sums of what ranks made of each other's tokens, over peer memory.
+
+Meaning: the *_reference functions below. How messages travel, and what callers must keep to, says
+all_reduce.py, whose buffers and calls these are: an element is its own flag. Tokens go as words of
+32 bits, a row of x, then its weights and experts, so that one launch brings all three. Where any
+bits may travel, each 16 of them go as 32, which are never EMPTY.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from nanovllm_kernels import all_reduce as sums
+from nanovllm_kernels.all_reduce import (
+    CHUNK,
+    EMPTY,
+    Peers,
+    count_call,
+    never_empty,
+    region,
+    send,
+    sum_of,
+    summed,
+)  # fmt: skip
+from nanovllm_kernels.device import follows
+
+NOBODY = -2  # the expert of tokens that only pad, and what -1 becomes
+GATHERED = 512  # words that a program gathers at a time: 64 rows of 8 bytes
+
+
+def all_gather(x_SW: Tensor, peers: Peers) -> Tensor:
+    """All ranks' x as x_ISW, of any type of 2 bytes or more. Takes twice its bytes of capacity."""
+    assert x_SW.is_contiguous() and 2 * x_SW.nbytes <= peers.capacity, x_SW.shape
+    y_ISW = torch.empty(peers.size, *x_SW.shape, dtype=x_SW.dtype, device=x_SW.device)
+    halves = x_SW.view(torch.int16), None, None, y_ISW.view(torch.int16), None, None
+    _gather(halves, x_SW.nbytes // 2, x_SW.nbytes // 2, (1, 0), len(x_SW), peers)
+    return y_ISW
+
+
+def gather_tokens(
+    x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_tokens: int, peers: Peers
+) -> tuple[Tensor, ...]:
+    """What all ranks bring, rank by rank, `num_tokens` of each: those behind its own are NOBODY's.
+
+    Weights and experts have 32 bits. Takes `token_bytes` of capacity for each token.
+    """
+    parts = x_TD.contiguous(), weights_TK, experts_TK
+    assert num_tokens * token_bytes(x_TD, weights_TK.shape[1]) <= peers.capacity, num_tokens
+    found = tuple(one.new_empty(peers.size * num_tokens, one.shape[1]) for one in parts)
+    words = [one.view(torch.int32) for one in (*parts, *found)]
+    widths = words[0].shape[1], weights_TK.shape[1]
+    total = num_tokens * (widths[0] + 2 * widths[1])
+    _gather(words, total, len(x_TD), widths, num_tokens, peers)
+    return found
+
+
+def token_bytes(x_TD: Tensor, num_chosen: int) -> int:
+    return x_TD.shape[1] * x_TD.element_size() + 8 * num_chosen
+
+
+def add_own_sums(parts_ITD: Tensor, stream_TD: Tensor, peers: Peers) -> Tensor:
+    """Adds to this rank's stream the sums over ranks of parts_ITD[rank], as far as it goes.
+
+    Returns the stream.
+    """
+    assert parts_ITD.is_contiguous() and stream_TD.is_contiguous() and peers.fits(parts_ITD[0])
+    total, bits = parts_ITD[0].numel(), (torch.int16, torch.int32)[parts_ITD.element_size() // 4]
+    add_own_sums_kernel[(min(triton.cdiv(total, CHUNK), sums.PROGRAMS),)](
+        parts_ITD.view(bits),
+        stream_TD if len(stream_TD) else parts_ITD,  # of which nothing is written
+        *peers.place,
+        total,
+        stream_TD.numel(),
+        BLOCK=CHUNK,
+        num_warps=8,
+        **options(parts_ITD.shape[1], peers),
+    )
+    return stream_TD
+
+
+def _gather(
+    parts: Sequence[Tensor | None],
+    total: int,
+    num_own: int,
+    widths: tuple[int, int],
+    num_rows: int,
+    peers: Peers,
+) -> None:
+    grid, more = (min(triton.cdiv(total, GATHERED), sums.PROGRAMS),), options(num_rows, peers)
+    sizes = dict(WIDTH=widths[0], K=widths[1], FILL=NOBODY, BLOCK=GATHERED)
+    gather_kernel[grid](*parts, *peers.place, total, num_own, **sizes, **more)
+
+
+def options(num_rows: int, peers: Peers) -> dict[str, Any]:
+    waits = follows(num_rows, peers.calls_X.device)
+    return dict(SIZE=peers.size, PROGRAMS=sums.PROGRAMS, WAITS=waits, launch_pdl=waits)
+
+
+@triton.jit(do_not_specialize=["rank", "num_own"])
+def gather_kernel(
+    x_TX, weights_TK, experts_TK, all_x_TX, all_weights_TK, all_experts_TK, addresses_I, calls_X,
+    rank, capacity, total, num_own, WIDTH: tl.constexpr, K: tl.constexpr, FILL: tl.constexpr,
+    BLOCK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    pid, num, LINE = tl.program_id(0), tl.num_programs(0), WIDTH + 2 * K
+    own = tl.load(addresses_I + rank)
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    call = tl.load(calls_X + pid)
+    first = call % 2 * (SIZE + 1)
+    for start in range(pid * BLOCK, total, num * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        token, k = at // LINE, at % LINE - WIDTH
+        is_own = token < num_own
+        bits = tl.load(x_TX + token * WIDTH + k + WIDTH, is_own & (k < 0), 0).to(tl.int32)
+        if K == 0:
+            bits &= 0xFFFF
+        else:
+            bits |= tl.load(weights_TK + token * K + k, is_own & (k >= 0) & (k < K), 0)
+            bits |= tl.load(experts_TK + token * K + k - K, is_own & (k >= K), 0)
+            bits = never_empty(tl.where(is_own | (k < K), bits, FILL))
+        send(bits, addresses_I, rank, first + rank, capacity, at, at < total, SIZE, calls_X)
+    tl.debug_barrier()
+    if WAITS:  # whatever follows may come in while this one waits for other ranks
+        tl.extra.cuda.gdc_launch_dependents()
+    count_call(calls_X, call, PROGRAMS)
+    for start in range(pid * BLOCK, total, num * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        token, k, inside = at // LINE, at % LINE - WIDTH, at < total
+        for source in tl.static_range(SIZE):
+            words = region(own, first + source, capacity, calls_X) + at
+            bits = tl.full([BLOCK], EMPTY, tl.int32)
+            while tl.max((bits == EMPTY).to(tl.int32), 0) != 0:
+                bits = tl.load(words, inside, 0, volatile=True)
+            tl.store(words, tl.full([BLOCK], EMPTY, tl.int32), inside)
+            line = (source * (total // LINE) + token).to(tl.int64)
+            halves = bits.to(all_x_TX.dtype.element_ty)
+            tl.store(all_x_TX + line * WIDTH + k + WIDTH, halves, inside & (k < 0))
+            if K > 0:
+                tl.store(all_weights_TK + line * K + k, bits, inside & (k >= 0) & (k < K))
+                tl.store(all_experts_TK + line * K + k - K, bits, inside & (k >= K))
+
+
+@triton.jit(do_not_specialize=["rank", "num_own"])
+def add_own_sums_kernel(
+    bits_ITD, stream_TD, addresses_I, calls_X, rank, capacity, total, num_own,
+    BLOCK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    pid, num = tl.program_id(0), tl.num_programs(0)
+    stride = capacity // (bits_ITD.dtype.element_ty.primitive_bitwidth // 8)
+    own = tl.load(addresses_I + rank)
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    call = tl.load(calls_X + pid)
+    first = call % 2 * (SIZE + 1)
+    for start in range(pid * BLOCK, total, num * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        for nth in tl.static_range(1, SIZE + 1):
+            to = (rank + nth) % SIZE
+            bits = never_empty(tl.load(bits_ITD + to.to(tl.int64) * total + at, at < total, 0))
+            there = region(tl.load(addresses_I + to), first + rank, capacity, bits_ITD)
+            tl.store(there + at, bits, at < total)
+    tl.debug_barrier()
+    if WAITS:
+        tl.extra.cuda.gdc_launch_dependents()
+    count_call(calls_X, call, PROGRAMS)
+    pieces = region(own, first, capacity, bits_ITD)
+    for start in range(pid * BLOCK, total, num * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        known = tl.minimum(at, tl.maximum(num_own - 1, 0))
+        parts, inside = pieces + at, at < total
+        whole = sum_of(parts, stride, inside, SIZE, stream_TD, stream_TD, known)
+        tl.store(stream_TD + at, whole, at < num_own)
+
+
+def gather_tokens_reference(
+    x_ITD: Tensor, weights_ITK: Tensor, experts_ITK: Tensor, num_tokens: int
+) -> tuple[Tensor, ...]:
+    """What each rank brings, padded: x and weights by zeros, experts by NOBODY."""
+    more = (0, 0, 0, num_tokens - x_ITD.shape[1])
+    parts = (x_ITD, 0), (weights_ITK, 0), (experts_ITK.where(experts_ITK != -1, NOBODY), NOBODY)
+    return tuple(functional.pad(one, more, value=value).flatten(0, 1) for one, value in parts)
+
+
+def add_own_sums_reference(parts_ITD: Tensor, stream_TD: Tensor) -> Tensor:
+    """`parts_ITD`: what each rank has for one of them."""
+    return (summed(parts_ITD[:, : len(stream_TD)]) + stream_TD.float()).to(stream_TD.dtype)
