@@ -31,6 +31,7 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/latent_reference.py kernels/nanovllm_kernels/latent_cases.py
         kernels/nanovllm_kernels/latent_store.py
         kernels/nanovllm_kernels/latent_store_cases.py""",
+    "tests/kernels/test_all_reduce.py": "kernels/nanovllm_kernels/exchange.py",
     "tests/kernels/test_ngram.py": "kernels/nanovllm_kernels/ngram_reference.py",
     "tests/kernels/test_experts_reference.py": "kernels/nanovllm_kernels/route_reference.py",
     "tests/kernels/test_routed_kernels.py": """

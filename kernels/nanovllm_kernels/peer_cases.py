@@ -44,19 +44,11 @@ def inputs(size: int, T: int, D: int, with_norm: int, device: torch.device) -> A
 
 
 def tokens(size: int, T: int, D: int, device: torch.device) -> Args:
+    """Those of all ranks, each with eight weights and experts; and a rank's stream."""
     experts_ITK = torch.arange(size * T * 8, dtype=torch.int32, device=device).view(size, T, 8) - 1
     weights_ITK = normal(device, size, T, 8, dtype=torch.float32)
-    return normal(device, size, T, D, dtype=torch.bfloat16), weights_ITK, experts_ITK
-
-
-def gathered(x_ITD: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-    return exchange.gather_tokens_reference(x_ITD, *more, x_ITD.shape[1])
-
-
-def parts_of_all(size: int, T: int, D: int, device: torch.device) -> Args:
-    """What each rank has for each, one rank's after another's, and a stream."""
-    parts_XTD = normal(device, size * size, T, D, dtype=torch.bfloat16)
-    return parts_XTD, normal(device, T, D, dtype=torch.bfloat16, seed=1)
+    x_ITD, stream_ITD = (normal(device, n, T, D, dtype=torch.bfloat16) for n in (size, 1))
+    return x_ITD, weights_ITK, experts_ITK, stream_ITD[0]
 
 
 def words(size: int, S: int, device: torch.device) -> Args:
@@ -110,39 +102,25 @@ def kernels(peers: Peers, nccl: Any) -> Iterator[tuple[Kernel, Callable[..., obj
         gathers,
     )
     yield gather, gathered_by_nccl
-    yield from exchanges(peers, gathered_by_nccl, nccl)
-
-
-def exchanges(peers: Peers, by_nccl: Callable[..., object], nccl: Any) -> Iterator[Any]:  # noqa: ANN401
-    """What lanes do: tokens go to all ranks, with eight experts each, and sums of them back."""
-    rank, size = peers.rank, peers.size
-
-    def cases(inputs: Callable[..., Args], more: int) -> tuple[Case, ...]:
-        sizes = [(3, 72), *((T, D) for T in ROWS[:5] for D in (2048, 7168))]
-        return tuple(
-            Case(f"T={T} D={D}", partial(inputs, size, T, D), small=D == 72,
-                 num_bytes=(size - 1) * T * (2 * D + more))
-            for T, D in sizes
-        )  # fmt: skip
-
-    def gather(*parts: Tensor) -> tuple[Tensor, ...]:
-        return exchange.gather_tokens(*(part[rank] for part in parts), parts[0].shape[1], peers)
-
-    def scattered_by_nccl(parts_XTD: Tensor, stream_TD: Tensor) -> None:
-        nccl._reduce_scatter_base(torch.empty_like(stream_TD), parts_XTD[:size]).wait()
-        stream_TD.add_(stream_TD)
-
-    kernel = Kernel("gather_tokens", gather, gathered, cases(tokens, 64))
-    yield kernel, lambda x_ITD, *_: by_nccl(x_ITD)
-    yield (
-        Kernel(
-            "add_own_sums",
-            lambda parts, stream: exchange.add_own_sums(parts[rank * size :][:size], stream, peers),
-            lambda parts, stream: exchange.add_own_sums_reference(parts[rank::size], stream),
-            cases(parts_of_all, 0),
-        ),
-        scattered_by_nccl,
+    sizes = (3, 72), *((T, D) for T in ROWS[:5] for D in (2048, 7168))
+    both = tuple(
+        Case(f"T={T} D={D}", partial(tokens, size, T, D), D == 72, 4 * (size - 1) * T * D)
+        for T, D in sizes
     )
+    run, expected = partial(exchanged, peers), partial(exchanged_reference, rank)
+    yield Kernel("exchange", run, expected, both), lambda x_ITD, *_: gathered_by_nccl(x_ITD)
+
+
+def exchanged(peers: Peers, x_ITD: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    """What lanes do: tokens go to all ranks, and sums of what those have (here: the same) back."""
+    own = (part[peers.rank] for part in (x_ITD, *more[:2]))
+    found = exchange.gather_tokens(*own, x_ITD.shape[1], peers)
+    return *found, exchange.add_own_sums(found[0].view_as(x_ITD), more[2], peers)
+
+
+def exchanged_reference(rank: int, x_ITD: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    found = exchange.gather_tokens_reference(x_ITD, *more[:2], x_ITD.shape[1])
+    return *found, exchange.add_own_sums_reference(x_ITD[rank].expand_as(x_ITD), more[2])
 
 
 def check_ranks(size: int, connect: Connect, quick: bool) -> Iterator[Found]:
