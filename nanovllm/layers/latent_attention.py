@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 import torch
+from nanovllm_kernels.compile_cache import Job
 from nanovllm_kernels.fp8_reference import FP8, Scaled
 from nanovllm_kernels.reference import summed
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from nanovllm.attention.base import ForwardContext
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.latent import LatentHeads, Latents
+from nanovllm.config import Recipe
 from nanovllm.layers.fp8 import block_rows_of, to_fp8
 from nanovllm.layers.linear import AddLinear, Layer, Linear, NormLinear, Placement, parameter
 from nanovllm.layers.ops import Ops
@@ -96,6 +98,23 @@ class LatentAttention(Layer):
             o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))
         after: Residual = self.out(o_TX, stream)
         return after
+
+    def jobs(self, recipe: Recipe) -> list[Job]:
+        """What attention needs that is compiled."""
+        found: list[Job] = []
+        num_heads = self.out.weight.shape[1] // self.sizes.value
+        if recipe.kernels.attention == "flash":
+            from nanovllm_kernels.flash_prefill import compile_expanded
+
+            sizes = self.sizes.key + self.sizes.rotated, self.sizes.value, recipe.dtype
+            found += [compile_expanded.job(*sizes, kind) for kind in (0, 1)]
+        if recipe.kernels.decode == "cute":
+            from nanovllm_kernels.latent_decode_cute import compile_decode
+
+            widths = {0, 1 + recipe.speculate.tokens if recipe.speculate is not None else 0}
+            tokens = int(recipe.cache.page_tokens)
+            found += [compile_decode.job(num_heads, tokens, width) for width in widths]
+        return found
 
     def elements(self) -> int:
         """How many of a token are allocated at once beside the stream: products, and what chunks

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import itemgetter
+from typing import Any
 
 from nanovllm_kernels.compile_cache import Job
 from nanovllm_kernels.fp8_reference import Scaled
@@ -38,11 +39,14 @@ def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
     paged, num_ranks = found.layout.paged[0], found.mesh.tp_size
     group = found.model_config.num_attention_heads // num_ranks // paged.num_heads
     jobs: list[Job] = []
-    if kernels.attention == "flash":
+    if paged.v_size == 0:
+        attn: Any = model.layers[0].attn
+        jobs += attn.jobs(found.recipe)
+    elif kernels.attention == "flash":
         from nanovllm_kernels.flash_prefill import compile_causal
 
         jobs.append(compile_causal.job(group, page_tokens, paged.k_size, dtype))
-    if kernels.decode == "cute":
+    if kernels.decode == "cute" and paged.v_size:
         from nanovllm_kernels.paged_decode_cute import MAX_PAIRS, compile_decode
 
         asked = found.recipe.speculate
