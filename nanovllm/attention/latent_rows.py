@@ -117,16 +117,20 @@ def expands_cheaper(batch: Batch, cache: Latents, q_THA: Tensor) -> bool:
 
 
 def absorbed_chunks(batch: Batch, at: int) -> Absorbed:
-    """Each row as rows of GROUP tokens; beyond its own they have none, and no length."""
-    ends_N = GROUP * torch.arange(1, 1 - (-batch.max_new // GROUP), device=batch.lengths_R.device)
+    """Each row as rows of up to GROUP tokens."""
+    device, num_rows = batch.lengths_R.device, len(batch.lengths_R)
+    known = [chunk.num_tokens for chunk in batch.planned] or [batch.max_new] * num_rows
     starts_R1 = batch.starts_R1 - at
     counts_R = starts_R1.diff()
-    ends_RN = torch.minimum(ends_N.int(), counts_R[:, None])
-    has_RN = counts_R[:, None] > ends_N - GROUP
-    lengths_RN = ((batch.lengths_R - counts_R)[:, None] + ends_RN) * has_RN
-    starts = torch.cat([starts_R1[:1], (starts_R1[:-1, None] + ends_RN).flatten()])
-    table_RM = batch.page_table_RM.repeat_interleave(len(ends_N), 0)
-    return Absorbed(triton_decode, table_RM, lengths_RN.flatten(), starts, GROUP)
+    parts_R = (counts_R + GROUP - 1) // GROUP
+    num_parts = sum(-(-count // GROUP) for count in known)
+    of_row = torch.arange(num_rows, device=device)
+    of_row = of_row.repeat_interleave(parts_R, output_size=num_parts)
+    nth = torch.arange(1, num_parts + 1, device=device) - (parts_R.cumsum(0) - parts_R)[of_row]
+    ends = torch.minimum(nth.int() * GROUP, counts_R[of_row])
+    lengths = (batch.lengths_R - counts_R)[of_row] + ends
+    starts = torch.cat([starts_R1[:1], starts_R1[of_row] + ends])
+    return Absorbed(triton_decode, batch.page_table_RM[of_row], lengths, starts, GROUP)
 
 
 class Piece(NamedTuple):

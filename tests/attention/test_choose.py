@@ -6,7 +6,7 @@ import pytest
 import torch
 from nanovllm_kernels.device import can_overlap, is_hopper
 
-from nanovllm.attention.choose import choose_backend
+from nanovllm.attention.choose import choose_backend, cute_obstacle
 from nanovllm.attention.paged import obstacle_of_shapes
 from nanovllm.attention.torch_ref import TorchPaged
 from nanovllm.config import ConfigError, Kernels
@@ -83,3 +83,32 @@ def test_hopper_s_own_kernels_and_what_began_with_hopper(
     assert (is_hopper(CPU), can_overlap(CPU)) == (False, False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not is_hopper(device)
+
+
+@pytest.mark.parametrize(("asked", "chosen"), [("auto", "triton"), ("flash", "flash")])
+def test_latents_get_their_own_kernels_and_flash_by_name_alone(
+    asked: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.attention.triton.TritonPaged.supports", lambda *_: None)
+    monkeypatch.setattr("nanovllm.attention.flash.FlashPaged.supports", lambda *_: None)
+    latents = CacheLayout(paged=(PagedGroup((0, 1), 1, 576, 0, 2),))
+    backend, kernels, _ = choose_backend(
+        Kernels(attention=asked), torch.device("cuda"), torch.bfloat16, latents, 64
+    )
+    assert (kernels.attention, kernels.decode) == (chosen, "triton")
+    assert backend.decode.__name__ == "nanovllm_kernels.latent_decode"
+    assert backend.like.width == 0
+
+
+def test_latents_of_which_sizes_and_types_the_cute_kernel_is_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nanovllm.attention.choose.is_hopper", lambda device: True)
+    said = {}
+    for size, bytes_each in ((576, 2), (320, 2), (656, 1)):
+        group = PagedGroup((0,), 1, size, 0, bytes_each)
+        layout, device = CacheLayout(paged=(group,)), torch.device("cuda")
+        said[size] = cute_obstacle(device, torch.bfloat16, layout, 64)
+    assert said[576] is None
+    assert said[320] is not None and "latents must have 512 numbers" in said[320]
+    assert said[656] is not None and "bfloat16" in said[656]

@@ -106,6 +106,22 @@ def test_the_kernels_of_a_recipe(
     assert len({job.path for job in expected}) == len(expected)
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_attention_of_latents(drafts: int, folder: Path) -> None:
+    """R1's first layers on one GPU: over what is expanded, and over latents."""
+    changes = ["parallel.tp=1", "model.num_layers=4", "cache.page_tokens=128", "load.format=dummy"]
+    changes += ["speculate.method=ngram", f"speculate.tokens={drafts}"] if drafts else []
+    found = resolved(load_config(str(RECIPES / "deepseek-r1.yaml"), changes))
+    chosen = replace(found.recipe.kernels, attention="flash", decode="cute")
+    recipe = replace(found.recipe, dtype="bfloat16", kernels=chosen)
+    asked = jobs_for(dataclasses.replace(found, recipe=recipe))[: 3 + bool(drafts)]
+    assert {(job.function.rpartition(".")[2], job.arguments) for job in asked} == {
+        ("flash_prefill:compile_expanded", "(192, 128, 'bfloat16', 0)"),
+        ("flash_prefill:compile_expanded", "(192, 128, 'bfloat16', 1)"),
+        *(("latent_decode_cute:compile_decode", f"(128, 128, {w})") for w in {0, 1 + drafts} - {1}),
+    }
+
+
 def test_products_of_fp8_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few rows, with four tiles of rows at most, and of many."""
     monkeypatch.setattr("nanovllm.layers.ops.obstacle", lambda device: None)
