@@ -34,6 +34,7 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "latent_decode": "nanovllm_kernels.latent_decode:LATENT_DECODE",
     "latent_store": "nanovllm_kernels.latent_store_cases:LATENT_STORE",
     "latent_decode_cute": "nanovllm_kernels.latent_decode_cute_cases:LATENT_DECODE_CUTE",
+    "latent_decode_ahead": "nanovllm_kernels.latent_decode_cute_cases:LATENT_DECODE_AHEAD",
     "gather_rows": "nanovllm_kernels.batch_prep:GATHER_ROWS",
     "apply_mask": "nanovllm_kernels.apply_mask:KERNEL",
     "draw": "nanovllm_kernels.sampling:DRAW",
@@ -79,7 +80,10 @@ COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
     "block_fp8_linear": ("nanovllm_kernels.block_fp8_cute:compile_tile", (256, 128, 2, 128, 0, 0)),
     "block_fp8_experts": ("nanovllm_kernels.block_fp8_cute:compile_tile", (256, 128, 2, 128, 0, 1)),
     "paged_decode_cute": ("nanovllm_kernels.paged_decode_cute:compile_decode", (2, 128, 128, 0)),
-    "latent_decode_cute": ("nanovllm_kernels.latent_decode_cute:compile_decode", (16, 128, 0)),
+    "latent_decode_cute": (
+        "nanovllm_kernels.latent_decode_cute:compile_decode",
+        (16, 128, 0, 1, False, False),
+    ),
     **{
         f"{name}_{kind}": (
             f"nanovllm_kernels.{module}:compile_product",

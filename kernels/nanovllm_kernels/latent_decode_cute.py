@@ -46,7 +46,6 @@ PAIRS = 64  # of new token and head, that a block of threads has
 BLOCK = 64  # tokens
 STAGES = 2
 STEPS = WIDTH // 16  # of a score's product
-PARTS = 3  # of a block, with a barrier each
 PIECE = 16  # pairs of a warp
 LOWEST = -1e30  # below every score, and finite, so that differences are numbers
 NEAR = 8  # a score's power of 2 above the highest one before, up to which sums need not fade
@@ -57,6 +56,17 @@ READ_ONCE = 0x12F0000000000000  # a cache policy: the first to be evicted
 SUMMERS, SCORER, LOADER = 2, 2, 3  # groups of four warps: 0 and 1 sum up
 SUMMER_REGISTERS, SCORER_REGISTERS, LOADER_REGISTERS = 176, 120, 40
 BEGINS, ENDS, WHOLE, BEGAN = 1, 2, 4, 8  # flags of a note
+
+
+class Way(NamedTuple):
+    """What may be done to wait less. PROVED ran on a GPU; AHEAD has only been compiled."""
+
+    parts: int = 1  # of a block, with a barrier each: scores begin with the first
+    shares: bool = False  # tiles read latents in pairs, each one half of them for both
+    rests: bool = False  # sums fade only where the highest score has grown by 2**NEAR
+
+
+PROVED, AHEAD = Way(), Way(3, shares=True, rests=True)
 
 
 class Given(NamedTuple):
@@ -110,6 +120,7 @@ def latent_decode(
     *,
     starts_R1: Tensor | None = None,
     width: int = 1,
+    way: Way = PROVED,
 ) -> Tensor:
     """o_THX, which is `out_THX` if given: the weighted means of latents. `scale`: of scores."""
     assert 1 <= width <= (MAX_WIDTH if starts_R1 is not None else 1), width
@@ -117,7 +128,7 @@ def latent_decode(
     o_THX, partial_o, partial_lse = results_of(q_THX, len(plan_N5), out_THX, width)
     starts, o = lengths_R if starts_R1 is None else starts_R1, o_THX.flatten(0, 1)
     given = Given(page_table_RM, lengths_R, starts, o, plan_N5, partial_o, partial_lse)
-    run = compile_decode(num_heads, pages_PSX.shape[1], 0 if starts_R1 is None else width)
+    run = compile_decode(num_heads, pages_PSX.shape[1], 0 if starts_R1 is None else width, *way)
     run(q_THX, rotated_THA, pages_PSX, given, scale * LOG2_E)
     waits = follows(num_tokens, q_THX.device)
     more = {"RAGGED": starts_R1 is not None, "WAITS": waits, "launch_pdl": waits}
@@ -126,7 +137,9 @@ def latent_decode(
 
 
 @CachedCompile
-def compile_decode(num_heads: int, page_tokens: int, most_new: int) -> Compiled:
+def compile_decode(
+    num_heads: int, page_tokens: int, most_new: int, parts: int, shares: bool, rests: bool
+) -> Compiled:
     """For at most `most_new` tokens of a row, or 0 if each has one and there is no starts_R1. Needs
     no GPU, only to know of one.
     """
@@ -141,7 +154,7 @@ def compile_decode(num_heads: int, page_tokens: int, most_new: int) -> Compiled:
         partial_lse=like(Float32, any_(), 2, any_()),
     )
     compiled: Compiled = cute.compile(
-        LatentDecode(num_heads, page_tokens, most_new),
+        LatentDecode(num_heads, page_tokens, most_new, Way(parts, shares, rests)),
         like(BFloat16, any_(), num_heads, RANK, divisibility=8),
         like(BFloat16, any_(), num_heads, ROTATED, divisibility=8),
         like(BFloat16, any_(), page_tokens, WIDTH, divisibility=8),
@@ -182,11 +195,12 @@ class Note(NamedTuple):
 
 
 class LatentDecode:
-    def __init__(self, num_heads: int, page_tokens: int, most_new: int) -> None:
+    def __init__(self, num_heads: int, page_tokens: int, most_new: int, way: Way) -> None:
         self.num_heads, self.page_tokens = num_heads, page_tokens
         self.ragged, self.most_new = most_new > 0, max(1, most_new)
         self.tiles = num_tiles(num_heads, self.most_new)
-        self.cluster = 2 - self.tiles % 2  # of tiles, which read latents together
+        self.parts, self.rests = way.parts, way.rests
+        self.cluster = 2 if way.shares and self.tiles % 2 == 0 else 1
         self.box_heads = min(num_heads, PAIRS)
         self.boxes = min(PAIRS // self.box_heads, self.most_new)  # of queries, of a tile
         self.unit = min(BLOCK, page_tokens)  # tokens of a block that lie in one page
@@ -220,14 +234,11 @@ class LatentDecode:
             info = cpasync.make_tiled_tma_atom(op, flat, box, (rows, ROTATED), cluster)
             boxes.append((info[0], info[1]))
         kinds = (OperandMajorMode.K, 1, BLOCK), (OperandMajorMode.MN, SUMMERS, COLUMNS)
-        products = tuple(
-            make_trivial_tiled_mma(
-                *(BFloat16, BFloat16, OperandMajorMode.K, major, Float32, (1, groups, 1)),
-                tiler_mn=(PAIRS, columns),
-            )
-            for major, groups, columns in kinds
-        )
-        self.kernel(tuple(boxes), given, scale, tuple(rings), products).launch(
+        products = []
+        for major, groups, columns in kinds:
+            kind = BFloat16, BFloat16, OperandMajorMode.K, major, Float32, (1, groups, 1)
+            products.append(make_trivial_tiled_mma(*kind, tiler_mn=(PAIRS, columns)))
+        self.kernel(tuple(boxes), given, scale, tuple(rings), tuple(products)).launch(
             grid=[self.tiles, cute.size(given.lanes, mode=[0]), 1],
             block=[128 * (LOADER + 1), 1, 1],
             cluster=[self.cluster, 1, 1],
@@ -247,8 +258,8 @@ class LatentDecode:
                 arch.mbarrier_init(shared.q_full, 1)
                 arch.mbarrier_init(shared.q_empty, 4)
                 for stage in cutlass.range_constexpr(STAGES):
-                    for part in cutlass.range_constexpr(PARTS):
-                        arch.mbarrier_init(shared.full + stage * PARTS + part, 1)
+                    for part in cutlass.range_constexpr(self.parts):
+                        arch.mbarrier_init(shared.full + stage * self.parts + part, 1)
                     arch.mbarrier_init(shared.weighed + stage, 4)
                     arch.mbarrier_init(shared.empty + stage, 4 * SUMMERS * self.cluster)
             arch.mbarrier_init_fence()
@@ -262,7 +273,7 @@ class LatentDecode:
             self.score(shared, products[0], scale)
         else:
             arch.setmaxregister_increase(SUMMER_REGISTERS)
-            self.sum_up(given, shared, products[1])
+            self.sum_up(given, shared, products[1], scale)
         if cutlass.const_expr(self.cluster > 1):
             self.meet()  # the other one may still reach for this one's barriers
 
@@ -279,7 +290,8 @@ class LatentDecode:
         tensors = [smem.allocate_tensor(BFloat16, x.outer, 1024, x.inner) for x in rings]
         notes = smem.allocate_tensor(Int32, cute.make_layout((len(Note._fields), STAGES)), 16)
         sums = smem.allocate_tensor(Float32, cute.make_layout((3, PAIRS, STAGES)), 16)
-        barriers = [smem.allocate_array(Int64, n) for n in (STAGES * PARTS, STAGES, STAGES, 1, 1)]
+        barriers = [smem.allocate_array(Int64, STAGES * n) for n in (self.parts, 1, 1)]
+        barriers += [smem.allocate_array(Int64, 1) for _ in range(2)]
         return Shared(*tensors, notes, sums, *barriers)
 
     def partition(self, box: tuple, way: tuple, rings: tuple) -> tuple:
@@ -316,7 +328,7 @@ class LatentDecode:
         early = cutlass.max(early, 0)
         i, stage, phase, q_phase = Int32(0), Int32(0), Int32(1), Int32(1)
         while left >= 0:
-            full = shared.full + stage * PARTS
+            full = shared.full + stage * self.parts
             if i == early:
                 arch.griddepcontrol_wait()
                 if total > 0:
@@ -339,8 +351,8 @@ class LatentDecode:
                     for n in cutlass.range_constexpr(len(note)):
                         shared.notes[n, stage] = note[n]
                     units = cutlass.min((tokens + self.unit - 1) // self.unit, self.units)
-                    num_bytes = units * (2 * self.unit * WIDTH // PARTS)
-                    for part in cutlass.range_constexpr(PARTS):
+                    num_bytes = units * (2 * self.unit * WIDTH // self.parts)
+                    for part in cutlass.range_constexpr(self.parts):
                         arch.mbarrier_arrive_and_expect_tx(full + part, num_bytes)
                 pages = (window, (block - base) * self.units)
                 self.copy_block(latents, (full, stage), (block, tokens), pages)
@@ -410,19 +422,17 @@ class LatentDecode:
         more = {"cache_policy": Int64(READ_ONCE)} if self.tiles == 1 else {}
         if cutlass.const_expr(self.cluster > 1):
             more = {"mcast_mask": Int16((1 << self.cluster) - 1)}
-        pages = [arch.shuffle_sync(window, first_unit + nth) for nth in range(self.units)]
-        for part in cutlass.range_constexpr(LINES + 1):
-            barrier = full + part * PARTS // (LINES + 1)
-            for nth in cutlass.range_constexpr(self.units):
-                place = (block * BLOCK + nth * self.unit) % self.page_tokens // self.unit
-                target = to[None, nth, part, stage]
-                if cutlass.const_expr(part == LINES):
-                    target = to_rotated[None, nth, 0, stage]
-                if nth * self.unit < tokens:
+        for nth in cutlass.range_constexpr(self.units):
+            page = arch.shuffle_sync(window, first_unit + nth)
+            place = (block * BLOCK + nth * self.unit) % self.page_tokens // self.unit
+            if nth * self.unit < tokens:
+                for line in cutlass.range_constexpr(LINES + 1):
+                    target = to[None, nth, line, stage]
+                    if cutlass.const_expr(line == LINES):
+                        target = to_rotated[None, nth, 0, stage]
+                    barrier = full + line * self.parts // (LINES + 1)
                     cute.copy(
-                        *(atom, source[None, place, part, pages[nth]], target),
-                        tma_bar_ptr=barrier,
-                        **more,
+                        atom, source[None, place, line, page], target, tma_bar_ptr=barrier, **more
                     )
 
     def note(self, shared: Shared, stage: Int32) -> Note:
@@ -455,7 +465,7 @@ class LatentDecode:
         highest, total = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         fades = cute.make_rmem_tensor(2, Float32)
         stage, phase, q_phase = Int32(0), Int32(0), Int32(0)
-        arch.mbarrier_wait(shared.full + stage * PARTS, phase)
+        arch.mbarrier_wait(shared.full + stage * self.parts, phase)
         query, count, seen, tokens, flags = self.note(shared, stage)
         while query >= 0:
             if flags & BEGINS != 0:
@@ -464,15 +474,12 @@ class LatentDecode:
                 highest.fill(LOWEST)
                 total.fill(0.0)
             warpgroup.fence()
-            for nth_step in cutlass.range_constexpr(STEPS):
-                if cutlass.const_expr(nth_step % (STEPS // PARTS) == 0 and nth_step > 0):
-                    part = nth_step // (STEPS // PARTS)
-                    arch.mbarrier_wait(shared.full + stage * PARTS + part, phase)
-                atom, step = (
-                    (more if nth_step > 0 else fresh),
-                    (None, None, nth_step % (RANK // 16)),
-                )
-                a, b = (q, k) if nth_step < RANK // 16 else (q_rotated, k_rotated)
+            for n in cutlass.range_constexpr(STEPS):
+                if cutlass.const_expr(n > 0 and n % (STEPS // self.parts) == 0):
+                    part = stage * self.parts + n // (STEPS // self.parts)
+                    arch.mbarrier_wait(shared.full + part, phase)
+                atom, step = more if n > 0 else fresh, (None, None, n % (RANK // 16))
+                a, b = (q, k) if n < RANK // 16 else (q_rotated, k_rotated)
                 cute.gemm(atom, s, a[step], b[(*step, stage)], s)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
@@ -489,7 +496,7 @@ class LatentDecode:
                 for r in cutlass.range_constexpr(2):
                     self.soften(s, p, (highest, total, fades), r, scale)
                 cute.copy(copy, p_from, p_to[None, None, None, stage])
-                self.leave_sums(shared, stage, (fades, highest, total), flags, scale)
+                self.leave_sums(shared, stage, (fades, highest, total), flags)
             if tokens < BLOCK:
                 self.clear(shared, stage, tokens)
             arch.fence_view_async_shared()
@@ -498,7 +505,7 @@ class LatentDecode:
             if stage == STAGES:
                 stage = Int32(0)
                 phase ^= 1
-            arch.mbarrier_wait(shared.full + stage * PARTS, phase)
+            arch.mbarrier_wait(shared.full + stage * self.parts, phase)
             query, count, seen, tokens, flags = self.note(shared, stage)
 
     @cute.jit
@@ -520,7 +527,7 @@ class LatentDecode:
             self.arrive(barrier)
 
     def soften(self, s: cute.Tensor, p: cute.Tensor, run: tuple, r: int, scale: Float32) -> None:
-        """One pair's scores become weights, of which none exceeds 2**NEAR."""
+        """One pair's scores become weights."""
         highest, total, fades = run
         places = [n for n in range(cute.size(s)) if n // 2 % 2 == r]
         best = highest[r]
@@ -528,8 +535,9 @@ class LatentDecode:
             best = arch.fmax(best, s[n])
         for distance in (1, 2):
             best = arch.fmax(best, arch.shuffle_sync_bfly(best, distance))
-        is_near = (best - highest[r]) * scale <= NEAR
-        best = cutlass.select_(is_near, highest[r], best)
+        if self.rests:
+            is_near = (best - highest[r]) * scale <= NEAR
+            best = cutlass.select_(is_near, highest[r], best)
         fades[r] = arch.exp2((highest[r] - best) * scale)
         base = best * scale
         weights = [arch.exp2(s[n] * scale - base) for n in places]
@@ -541,9 +549,7 @@ class LatentDecode:
         total[r] = total[r] * fades[r] + weights[0]
 
     @cute.jit
-    def leave_sums(
-        self, shared: Shared, stage: Int32, run: tuple, flags: Int32, scale: Float32
-    ) -> None:
+    def leave_sums(self, shared: Shared, stage: Int32, run: tuple, flags: Int32) -> None:
         """For those that sum up: how sums fade, and at a row's end what they are divided by."""
         fades, highest, total = run
         for r in cutlass.range_constexpr(2):
@@ -553,7 +559,7 @@ class LatentDecode:
             if arch.lane_idx() % 4 == 0:
                 shared.sums[0, pair, stage] = fades[r]
                 if flags & ENDS != 0:
-                    shared.sums[1, pair, stage] = highest[r] * scale
+                    shared.sums[1, pair, stage] = highest[r]
                     shared.sums[2, pair, stage] = sum_
 
     def pair_of(self, r: int) -> Int32:
@@ -571,7 +577,7 @@ class LatentDecode:
             cute.local_tile(line, (8,), (n % eights,)).store(zeros)
 
     @cute.jit
-    def sum_up(self, given: Given, shared: Shared, mma: cute.TiledMma) -> None:
+    def sum_up(self, given: Given, shared: Shared, mma: cute.TiledMma, scale: Float32) -> None:
         nth = self.nth_of()
         slice_ = mma.get_slice(128 * (arch.make_warp_uniform(arch.warp_idx()) // 4))
         layout = cute.select(shared.latents.layout, [1, 0, 2])
@@ -583,16 +589,18 @@ class LatentDecode:
         more.set(warpgroup.Field.ACCUMULATE, True)
         sums = cute.make_rmem_tensor((2, 2), Float32)
         stage, phase = Int32(0), Int32(0)
-        arch.mbarrier_wait(shared.full + stage * PARTS, phase)
+        arch.mbarrier_wait(shared.full + stage * self.parts, phase)
         query, count, _, _, flags = self.note(shared, stage)
         while query >= 0:
             arch.mbarrier_wait(shared.weighed + stage, phase)
-            for part in cutlass.range_constexpr(1, PARTS):
-                arch.mbarrier_wait(shared.full + stage * PARTS + part, phase)
+            for part in cutlass.range_constexpr(1, self.parts):
+                arch.mbarrier_wait(shared.full + stage * self.parts + part, phase)
             fades = [shared.sums[0, self.pair_of(r), stage] for r in range(2)]
-            if (nth < count) & arch.vote_any_sync((fades[0] != 1) | (fades[1] != 1)):
-                for n in cutlass.range_constexpr(cute.size(o)):
-                    o[n] = o[n] * fades[n // 2 % 2]
+            if cutlass.const_expr(self.rests):
+                if arch.vote_any_sync((fades[0] != 1) | (fades[1] != 1)):
+                    self.fade(o, fades)
+            else:
+                self.fade(o, fades)
             warpgroup.fence()
             first.set(warpgroup.Field.ACCUMULATE, flags & BEGINS == 0)
             for step in cutlass.range_constexpr(BLOCK // 16):
@@ -608,18 +616,23 @@ class LatentDecode:
             self.release(shared.empty + stage)
             if is_left:
                 for r in cutlass.range_constexpr(2):
-                    self.leave(o, (sums[0, r], sums[1, r]), r, (query, flags), given)
+                    self.leave(o, sums[None, r], r, (query, flags, scale), given)
             stage += 1
             if stage == STAGES:
                 stage = Int32(0)
                 phase ^= 1
-            arch.mbarrier_wait(shared.full + stage * PARTS, phase)
+            arch.mbarrier_wait(shared.full + stage * self.parts, phase)
             query, count, _, _, flags = self.note(shared, stage)
 
+    def fade(self, o: cute.Tensor, fades: list[Float32]) -> None:
+        for n in range(cute.size(o)):
+            o[n] = o[n] * fades[n // 2 % 2]
+
     @cute.jit
-    def leave(self, o: cute.Tensor, sums: tuple, r: int, row: tuple, given: Given) -> None:
+    def leave(self, o: cute.Tensor, sums: cute.Tensor, r: int, row: tuple, given: Given) -> None:
         """Writes one of this thread's two pairs: the result of a row, or this lane's part of it."""
-        (query, flags), (highest, total) = row, sums
+        query, flags, scale = row
+        highest, total = sums[0], sums[1]
         total = cutlass.select_(total > 0, total, Float32(1))  # the mean of nothing is 0
         inverse = 1.0 / total
         lane, group = arch.lane_idx(), arch.warp_idx() // 4
@@ -644,11 +657,10 @@ class LatentDecode:
                 first = column_of(group, n // 4) // 2 + n % 4 * 4 + lane % 4
                 cute.local_tile(line, (2,), (first,)).store(two.load())
             if (group == 0) & (lane % 4 == 0):
-                lse = highest + cute.math.log2(total)
+                lse = highest * scale + cute.math.log2(total)
                 given.partial_lse[arch.block_idx()[1], began, pair] = lse
 
 
 def column_of(group: Int32, part: int) -> Int32:
     """The first of the 32 columns that are a group's part: it has every other COLUMNS."""
-    parts = COLUMNS // 32
-    return (part // parts * SUMMERS + group) * COLUMNS + part % parts * 32
+    return (part // (COLUMNS // 32) * SUMMERS + group) * COLUMNS + part * 32 % COLUMNS

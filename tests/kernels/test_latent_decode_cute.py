@@ -24,9 +24,12 @@ SOURCE = Path(nanovllm_kernels.__file__).parent / "latent_decode_cute.py"
 BLOCK = 64
 
 COMPILE = """
-from nanovllm_kernels.latent_decode_cute import compile_decode, num_tiles
-for shape in [(16, 128, 0), (32, 16, 3), (64, 32, 2), (128, 64, 4)]:
-    print("compiled", *shape, callable(compile_decode(*shape)), num_tiles(shape[0], shape[2] or 1))
+from nanovllm_kernels.latent_decode_cute import AHEAD, PROVED, LatentDecode, compile_decode
+for way in (PROVED, AHEAD):
+    for shape in [(16, 128, 0), (32, 16, 3), (128, 64, 4)]:
+        decode = LatentDecode(*shape, way)
+        compiled = callable(compile_decode(*shape, *way))
+        print("compiled", *shape, compiled, decode.tiles, decode.parts, decode.cluster)
 """
 
 
@@ -37,10 +40,12 @@ def test_it_compiles_for_every_form_of_heads_page_and_width() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.splitlines() == [
-        "compiled 16 128 0 True 1",
-        "compiled 32 16 3 True 2",
-        "compiled 64 32 2 True 2",
-        "compiled 128 64 4 True 8",
+        "compiled 16 128 0 True 1 1 1",
+        "compiled 32 16 3 True 2 1 1",
+        "compiled 128 64 4 True 8 1 1",
+        "compiled 16 128 0 True 1 3 1",
+        "compiled 32 16 3 True 2 3 2",
+        "compiled 128 64 4 True 8 3 2",
     ]
 
 
@@ -86,7 +91,8 @@ def test_a_groups_columns_are_every_other_ones() -> None:
     assert columns[1] == [128, 160, 192, 224, 384, 416, 448, 480]
 
 
-CONSTANTS = {"BLOCK": BLOCK, "STAGES": 2, "PARTS": 3, "PAIRS": 64, "LINES": 8, "WIDTH": 576}
+CONSTANTS = {"BLOCK": BLOCK, "STAGES": 2, "PAIRS": 64, "LINES": 8, "WIDTH": 576}
+PARTS = 3  # of a block, with a barrier each
 FLAGS = {"BEGINS": 1, "ENDS": 2, "WHOLE": 4, "BEGAN": 8}
 LINES = {"q": 8, "q_rotated": 1, "latents": 8, "rotated": 1}  # of 64 numbers
 
@@ -159,6 +165,7 @@ class Loaded:
         device = loader(cutlass=cutlass, cute=cute, arch=arch)()
         device.num_heads, device.ragged, device.tiles = self.heads, self.most_new > 0, 1
         device.page_tokens, device.unit, device.cluster = self.page_tokens, self.unit, 1
+        device.parts = PARTS
         device.units = BLOCK // self.unit
         device.window, device.box_heads = 32 // device.units, self.box_heads
         device.boxes = min(64 // self.box_heads, max(1, self.most_new))
@@ -174,8 +181,8 @@ class Loaded:
         if barrier == "q_full":
             self.queries.append({})
             self.q_bytes += int(count)
-        elif barrier % 3 == 0:
-            self.made.append(3 * int(count))
+        elif barrier % PARTS == 0:
+            self.made.append(PARTS * int(count))
 
     def copy(self, _: object, source: tuple, to: tuple, tma_bar_ptr: object, **__: object) -> None:
         if tma_bar_ptr == "q_full":
@@ -185,7 +192,7 @@ class Loaded:
             self.q_copied += self.box_heads * 64 * 2
             return
         (_, at, part, page), nth, block = source, to[1], len(self.made) - 1
-        assert tma_bar_ptr == block % 2 * 3 + part // 3
+        assert tma_bar_ptr == block % 2 * PARTS + part // (9 // PARTS)
         for token in range(self.unit):
             key = nth * self.unit + token, part
             assert key not in self.lines[block]
