@@ -80,10 +80,7 @@ COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
     "block_fp8_linear": ("nanovllm_kernels.block_fp8_cute:compile_tile", (256, 128, 2, 128, 0, 0)),
     "block_fp8_experts": ("nanovllm_kernels.block_fp8_cute:compile_tile", (256, 128, 2, 128, 0, 1)),
     "paged_decode_cute": ("nanovllm_kernels.paged_decode_cute:compile_decode", (2, 128, 128, 0)),
-    "latent_decode_cute": (
-        "nanovllm_kernels.latent_decode_cute:compile_decode",
-        (16, 128, 0, 1, False, False),
-    ),
+    "latent_decode_cute": ("nanovllm_kernels.latent_decode_cute:compile_decode", (16, 128, 0)),
     **{
         f"{name}_{kind}": (
             f"nanovllm_kernels.{module}:compile_product",

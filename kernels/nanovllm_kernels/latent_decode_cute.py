@@ -62,11 +62,11 @@ class Way(NamedTuple):
     """What may be done to wait less. PROVED ran on a GPU; AHEAD has only been compiled."""
 
     parts: int = 1  # of a block, with a barrier each: scores begin with the first
-    shares: bool = False  # tiles read latents in pairs, each one half of them for both
-    rests: bool = False  # sums fade only where the highest score has grown by 2**NEAR
+    shares: int = 0  # tiles read latents in pairs, each one half of them for both
+    rests: int = 0  # sums fade only where the highest score has grown by 2**NEAR
 
 
-PROVED, AHEAD = Way(), Way(3, shares=True, rests=True)
+PROVED, AHEAD = Way(), Way(3, 1, 1)
 
 
 class Given(NamedTuple):
@@ -128,7 +128,8 @@ def latent_decode(
     o_THX, partial_o, partial_lse = results_of(q_THX, len(plan_N5), out_THX, width)
     starts, o = lengths_R if starts_R1 is None else starts_R1, o_THX.flatten(0, 1)
     given = Given(page_table_RM, lengths_R, starts, o, plan_N5, partial_o, partial_lse)
-    run = compile_decode(num_heads, pages_PSX.shape[1], 0 if starts_R1 is None else width, *way)
+    kind = num_heads, pages_PSX.shape[1], 0 if starts_R1 is None else width
+    run = compile_decode(*kind, *(() if way == PROVED else way))
     run(q_THX, rotated_THA, pages_PSX, given, scale * LOG2_E)
     waits = follows(num_tokens, q_THX.device)
     more = {"RAGGED": starts_R1 is not None, "WAITS": waits, "launch_pdl": waits}
@@ -137,11 +138,9 @@ def latent_decode(
 
 
 @CachedCompile
-def compile_decode(
-    num_heads: int, page_tokens: int, most_new: int, parts: int, shares: bool, rests: bool
-) -> Compiled:
-    """For at most `most_new` tokens of a row, or 0 if each has one and there is no starts_R1. Needs
-    no GPU, only to know of one.
+def compile_decode(num_heads: int, page_tokens: int, most_new: int, *ahead: int) -> Compiled:
+    """For at most `most_new` tokens of a row, or 0 if each has one and there is no starts_R1;
+    `ahead`: a Way, if it is not PROVED. Needs no GPU, only to know of one.
     """
     any_ = cute.sym_int
     given = Given(
@@ -154,7 +153,7 @@ def compile_decode(
         partial_lse=like(Float32, any_(), 2, any_()),
     )
     compiled: Compiled = cute.compile(
-        LatentDecode(num_heads, page_tokens, most_new, Way(parts, shares, rests)),
+        LatentDecode(num_heads, page_tokens, most_new, Way(*ahead)),
         like(BFloat16, any_(), num_heads, RANK, divisibility=8),
         like(BFloat16, any_(), num_heads, ROTATED, divisibility=8),
         like(BFloat16, any_(), page_tokens, WIDTH, divisibility=8),
