@@ -18,47 +18,30 @@ COLUMNS = 512  # that a program sums up
 def combine(
     y_XD: Tensor,
     weights_TK: Tensor,
-    row_of_TK: Tensor,
+    row_of_TK: Tensor | None,
     shared_TD: Tensor | None = None,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
     """Overwrites the stream, if there is one, with the result."""
-    num_rows, num_chosen = row_of_TK.shape
+    num_rows, num_chosen = weights_TK.shape
     width = y_XD.shape[1]
     x_TD = y_XD.new_empty(num_rows, width) if residual_TD is None else residual_TD
-    assert y_XD.is_contiguous() and weights_TK.is_contiguous() and row_of_TK.is_contiguous()
+    assert y_XD.is_contiguous() and weights_TK.is_contiguous()
+    assert row_of_TK is None or row_of_TK.is_contiguous()
     assert x_TD.is_contiguous() and (shared_TD is None or shared_TD.is_contiguous())
     waits = follows(num_rows, y_XD.device)
     combine_kernel[(num_rows, triton.cdiv(width, COLUMNS))](
-        y_XD,
-        weights_TK,
-        row_of_TK,
-        shared_TD,
-        residual_TD,
-        x_TD,
-        width,
-        K=num_chosen,
-        BLOCK=COLUMNS,
-        WAITS=waits,
-        launch_pdl=waits,
-        num_warps=2,
-    )
+        y_XD, weights_TK, row_of_TK, shared_TD, residual_TD, x_TD, width, K=num_chosen,
+        BLOCK=COLUMNS, WAITS=waits, launch_pdl=waits, num_warps=2,
+    )  # fmt: skip
     return x_TD
 
 
 @triton.jit
 def combine_kernel(
-    y_XD,
-    weights_TK,
-    row_of_TK,
-    shared_TD,
-    residual_TD,
-    x_TD,
-    width,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WAITS: tl.constexpr,
-):
+    y_XD, weights_TK, row_of_TK, shared_TD, residual_TD, x_TD, width, K: tl.constexpr,
+    BLOCK: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
     if WAITS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -67,7 +50,9 @@ def combine_kernel(
     inside = d < width
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
-        row = tl.load(row_of_TK + token * K + k).to(tl.int64)
+        row = token * K + k
+        if row_of_TK is not None:
+            row = tl.load(row_of_TK + row).to(tl.int64)
         weight = tl.where(row >= 0, tl.load(weights_TK + token * K + k), 0.0)
         y = tl.load(y_XD + row * width + d, d < tl.where(row >= 0, width, 0), 0.0)
         total += y.to(tl.float32) * weight

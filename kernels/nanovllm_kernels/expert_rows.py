@@ -88,14 +88,9 @@ def local_experts(experts_TK, pair, num_pairs, FIRST: tl.constexpr, OWN: tl.cons
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def count_kernel(
-    experts_TK,
-    counts_XE,
-    num_pairs,
-    FIRST: tl.constexpr,
-    OWN: tl.constexpr,
-    PLACED: tl.constexpr,
-    WAITS: tl.constexpr,
-):
+    experts_TK, counts_XE, num_pairs, FIRST: tl.constexpr, OWN: tl.constexpr,
+    PLACED: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
     """Counts the pairs of a block by expert."""
     EXPERTS: tl.constexpr = triton.next_power_of_2(OWN)
     if WAITS:
@@ -129,24 +124,11 @@ def add_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs", "most_tiles"])
 def sort_kernel(
-    experts_TK,
-    counts_XE,
-    pair_of_X,
-    row_of_TK,
-    starts_E1,
-    tile_expert_X,
-    tile_start_X,
-    num_tiles_1,
-    num_pairs,
-    most_tiles,
-    PLACED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COUNTED: tl.constexpr,
-    FIRST: tl.constexpr,
-    OWN: tl.constexpr,
-    TILE: tl.constexpr,
+    experts_TK, counts_XE, pair_of_X, row_of_TK, starts_E1, tile_expert_X, tile_start_X,
+    num_tiles_1, num_pairs, most_tiles, PLACED: tl.constexpr, CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr,
     WAITS: tl.constexpr,
-):
+):  # fmt: skip
     """The first program writes the tables, the others place pairs."""
     if WAITS:
         tl.extra.cuda.gdc_wait()

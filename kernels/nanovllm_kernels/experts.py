@@ -18,7 +18,7 @@ from torch import Tensor
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.experts_reference import ExpertProducts
 from nanovllm_kernels.paged_decode import dot
-from nanovllm_kernels.route_reference import ExpertRows
+from nanovllm_kernels.route_reference import Chosen, ExpertRows
 
 FEW, MANY = 16, 128  # tokens of a tile
 FEW_PER_EXPERT = 16  # pairs of an expert on average, from which on tiles are large
@@ -52,16 +52,20 @@ def expert_gate_up(
     x_TD: Tensor,
     gate_up_E2FD: Tensor,
     scale_EXX: Tensor | None,
-    rows: ExpertRows,
+    rows: ExpertRows | Chosen,
     num_chosen: int,
 ) -> Tensor:
-    y_XF = x_TD.new_empty(len(rows.pair_of_X), gate_up_E2FD.shape[1] // 2)
+    y_XF = x_TD.new_empty(len(x_TD) * num_chosen, gate_up_E2FD.shape[1] // 2)
     _product(x_TD, gate_up_E2FD, scale_EXX, rows, num_chosen, y_XF, gated=True)
     return y_XF
 
 
 def expert_down(
-    y_XF: Tensor, down_EDF: Tensor, scale_EXX: Tensor | None, rows: ExpertRows, num_chosen: int
+    y_XF: Tensor,
+    down_EDF: Tensor,
+    scale_EXX: Tensor | None,
+    rows: ExpertRows | Chosen,
+    num_chosen: int,
 ) -> Tensor:
     y_XD = y_XF.new_empty(len(y_XF), down_EDF.shape[1])
     _product(y_XF, down_EDF, scale_EXX, rows, num_chosen, y_XD, gated=False)
@@ -72,7 +76,7 @@ def _product(
     x_XD: Tensor,
     weight_END: Tensor,
     scale_EXX: Tensor | None,
-    rows: ExpertRows,
+    rows: ExpertRows | Chosen,
     num_chosen: int,
     out_XN: Tensor,
     *,
@@ -86,63 +90,42 @@ def _product(
         shape = shape._replace(depth=min(shape.depth, SCALED.value))
     features = shape.weights // (1 + gated)
     waits = follows(len(out_XN) // num_chosen, x_XD.device)
-    product_kernel[(triton.cdiv(num_features, features), len(rows.tile_start_X))](
-        x_XD,
-        weight_END,
-        scale_EXX,
-        rows.pair_of_X,
-        rows.starts_E1,
-        rows.tile_expert_X,
-        rows.tile_start_X,
-        out_XN,
-        x_XD.stride(0),
-        num_chosen,
-        N=num_features,
-        D=depth,
-        GATED=gated,
-        FEATURES=features,
-        TILE=rows.tile,
-        DEPTH=shape.depth,
-        STAGES=shape.stages,
-        WAITS=waits,
-        launch_pdl=waits,
+    tables: tuple[Tensor | None, ...] = None, None, None
+    experts = rows.experts_TK.view(-1) if isinstance(rows, Chosen) else rows.tile_expert_X
+    if isinstance(rows, ExpertRows):
+        tables = rows.pair_of_X, rows.starts_E1, rows.tile_start_X
+    product_kernel[(triton.cdiv(num_features, features), len(experts))](
+        x_XD, weight_END, scale_EXX, experts, *tables, out_XN, x_XD.stride(0), num_chosen,
+        N=num_features, D=depth, GATED=gated, FEATURES=features, TILE=rows.tile,
+        DEPTH=shape.depth, STAGES=shape.stages, WAITS=waits, launch_pdl=waits,
         num_warps=shape.warps,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
 def product_kernel(
-    x_XD,
-    weight_END,
-    scale_EXX,
-    pair_of_X,
-    starts_E1,
-    tile_expert_X,
-    tile_start_X,
-    out_XN,
-    x_stride,
-    num_chosen,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    GATED: tl.constexpr,
-    FEATURES: tl.constexpr,
-    TILE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
+    x_XD, weight_END, scale_EXX, tile_expert_X, pair_of_X, starts_E1, tile_start_X, out_XN,
+    x_stride, num_chosen, N: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr,
+    FEATURES: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     WAITS: tl.constexpr,
-):
+):  # fmt: skip
     PARTS: tl.constexpr = 2 if GATED else 1
     if WAITS and GATED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # Rows were sorted two launches before the product that is not gated: no need to wait for them.
     expert = tl.load(tile_expert_X + tl.program_id(1))
-    start = tl.load(tile_start_X + tl.program_id(1))
-    if expert < 0:  # a dead tile
-        return
-    at = start + tl.arange(0, TILE)
-    valid = at < tl.load(starts_E1 + expert + 1)
-    source = tl.load(pair_of_X + at, valid, 0) // num_chosen if GATED else at
+    at = tl.program_id(1) + tl.arange(0, TILE)
+    if pair_of_X is None:
+        pair, valid = at, tl.arange(0, TILE) == 0
+        expert = tl.maximum(expert, 0)  # -1: of a token that is none
+    else:
+        if expert < 0:  # a dead tile
+            return
+        at = tl.load(tile_start_X + tl.program_id(1)) + tl.arange(0, TILE)
+        valid = at < tl.load(starts_E1 + expert + 1)
+        pair = tl.load(pair_of_X + at, valid, 0)
+    source = pair // num_chosen if GATED else at
 
     part, feature = tl.arange(0, PARTS * FEATURES) // FEATURES, tl.arange(0, FEATURES)
     first = tl.program_id(0) * FEATURES

@@ -20,6 +20,7 @@ from nanovllm_kernels.case import Args, Case, Kernel, bits, normal
 from nanovllm_kernels.device import follows
 
 MAX_WIDTH = 16384  # a row must fit a program's registers
+HELD = 16384  # weights of a router that a program holds
 
 
 def rms_norm(x_TD: Tensor, norm_weight_D: Tensor, eps: float) -> Tensor:
@@ -38,18 +39,43 @@ def add_rms_norm(
     return y_TD, residual_TD
 
 
+def norm_router(
+    x_TD: Tensor, norm_weight_D: Tensor, eps: float, router_ED: Tensor
+) -> tuple[Tensor, Tensor]:
+    """y_TD = rms_norm(x), and a router's logits_TE of it, in the dtype of the router's weight.
+
+    For few rows: a program normalises a row for some experts, whose weights are under way before
+    the row is there. The library cuts so small a product, and sums up in another launch.
+    """
+    y_TD = x_TD.new_empty(x_TD.shape)
+    logits_TE = router_ED.new_empty(len(x_TD), len(router_ED))
+    assert router_ED.is_contiguous()
+    _launch(x_TD, None, norm_weight_D, y_TD, eps, router_ED, logits_TE)
+    return y_TD, logits_TE
+
+
 def _launch(
-    x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, y_TD: Tensor, eps: float
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    norm_weight_D: Tensor,
+    y_TD: Tensor,
+    eps: float,
+    router_ED: Tensor | None = None,
+    logits_TE: Tensor | None = None,
 ) -> None:
     num_rows, width = y_TD.shape
     assert width <= MAX_WIDTH and x_TD.stride(-1) == 1 and norm_weight_D.stride(0) == 1
     block = triton.next_power_of_2(width)
     waits = follows(num_rows, x_TD.device)
-    rms_norm_kernel[(num_rows,)](
+    num_experts = 0 if router_ED is None else len(router_ED)
+    experts = min(8, triton.cdiv(HELD, block))  # of a program
+    rms_norm_kernel[(num_rows, max(1, triton.cdiv(num_experts, experts)))](
         x_TD,
         residual_TD,
         norm_weight_D,
         y_TD,
+        router_ED,
+        logits_TE,
         x_TD.stride(0),
         x_TD.stride(-2),
         0 if residual_TD is None else residual_TD.stride(0),
@@ -58,32 +84,30 @@ def _launch(
         SLICES=len(x_TD) if x_TD.ndim == 3 else 1,
         WIDTH=width,
         BLOCK=block,
+        E=num_experts,
+        EXPERTS=experts,
         WAITS=waits,
         launch_pdl=waits,
-        num_warps=min(max(block // 512, 1), 16),  # 16 elements a thread: two 16-byte loads of bf16
+        num_warps=8
+        if num_experts
+        else min(max(block // 512, 1), 16),  # 16 elements a thread: two 16-byte loads of bf16
     )
 
 
 @triton.jit
 def rms_norm_kernel(
-    x_TD,
-    residual_TD,
-    norm_weight_D,
-    y_TD,
-    slice_stride,
-    x_stride,
-    residual_stride,
-    y_stride,
-    eps,
-    SLICES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WAITS: tl.constexpr,
-):
+    x_TD, residual_TD, norm_weight_D, y_TD, router_ED, logits_TE, slice_stride, x_stride,
+    residual_stride, y_stride, eps, SLICES: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < WIDTH
     norm_weight = tl.load(norm_weight_D + d, inside, 0.0)
+    if router_ED is not None:
+        expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+        exists = (expert < E)[:, None] & inside[None, :]
+        router = tl.load(router_ED + expert[:, None] * WIDTH + d[None, :], exists, 0.0)
     if WAITS:
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_TD + row * x_stride + d, inside, 0.0)
@@ -98,7 +122,11 @@ def rms_norm_kernel(
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     y = (wide * scale).to(x.dtype).to(tl.float32) * norm_weight.to(tl.float32)
-    tl.store(y_TD + row * y_stride + d, y.to(x.dtype), inside)
+    y = y.to(x.dtype)
+    tl.store(y_TD + row * y_stride + d, y, d < tl.where(tl.program_id(1) == 0, WIDTH, 0))
+    if router_ED is not None:
+        logits = tl.sum(router.to(tl.float32) * y.to(tl.float32)[None, :], 1)
+        tl.store(logits_TE + row * E + expert, logits.to(router.dtype), expert < E)
 
 
 def norm_inputs(kind: str, T: int, D: int, dtype: torch.dtype, device: torch.device) -> Args:

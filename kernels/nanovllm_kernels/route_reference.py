@@ -58,6 +58,17 @@ class ExpertRows:
     tile: int
 
 
+class Chosen(NamedTuple):
+    """Pairs as they are, a tile each: of so few tokens that they hardly share an expert.
+
+    All experts are this rank's.
+    """
+
+    experts_TK: Tensor
+    row_of_TK: None = None  # the pair's own number
+    tile: int = 16  # rows that a product takes at least
+
+
 def route(
     logits_TE: Tensor,
     bias_E: Tensor | None,

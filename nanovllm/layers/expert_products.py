@@ -27,6 +27,8 @@ class ExpertKernels(NamedTuple):
     many: tuple[ExpertProducts, ...]  # asked in this order; what fits none is for `few`
     combine: Callable[..., Tensor]
     is_uniform: bool = False  # whether a hash chooses, for measurements
+    unsorted: int = 0  # pairs at most, that `few` takes as they are, if all experts are here
+    norm_router: Callable[..., tuple[Tensor, Tensor]] | None = None  # of few rows
     spread: Spread | None = None  # which experts each rank holds; None: an equal share
 
     def as_asked(self, asked: Experts) -> ExpertKernels:
@@ -46,10 +48,13 @@ TORCH = ExpertKernels(route, sort_rows, EXPERTS, (), combine)
 def products_for(
     kernels: ExpertKernels, num_pairs: int, experts: Span, gate_up_E2FD: Tensor
 ) -> tuple[ExpertProducts, int]:
-    """The products for steps with so many pairs, and the tile that rows are sorted in for them.
+    """The products for steps with so many pairs, and the tile that rows are sorted in for them; 0:
+    they are not sorted.
 
     `experts`: which of all the weights on this rank belong to.
     """
+    if num_pairs <= kernels.unsorted and experts.count == experts.full:
+        return kernels.few, 0
     expected = num_pairs * experts.count // experts.full
     fitting = (products for products in kernels.many if products.fits(expected, gate_up_E2FD))
     products = next(fitting, kernels.few)

@@ -13,7 +13,7 @@ import torch
 from nanovllm_kernels.experts_reference import ExpertProducts
 from nanovllm_kernels.fp8_reference import BLOCK, FP8, Quantised
 from nanovllm_kernels.reference import summed
-from nanovllm_kernels.route_reference import Placed, Routing, Uniform
+from nanovllm_kernels.route_reference import Chosen, ExpertRows, Placed, Routing, Uniform
 from torch import Tensor, nn
 
 from nanovllm.attention.base import ForwardContext
@@ -25,6 +25,7 @@ from nanovllm.layers.ops import Implementation, Ops, RowTable
 from nanovllm.layers.residual import Added, Pending, Residual, as_tensor
 from nanovllm.parallel.mesh import Mesh, Span
 
+FEW_ROWS = 16  # for which a norm and its router's product are one launch
 TURNS = 24  # of the copies of an expert: a multiple of 1, 2, 3, 4, 6 and 8 of them
 MOST_EXCHANGED = 8192  # tokens
 MOST_LAYERS = 1024
@@ -114,7 +115,9 @@ class Experts(Layer):
         stream_TD: Tensor | None,
         shared_TD: Tensor | None,
     ) -> Tensor:
-        rows = self.kernels.sort(experts_TK, self.experts.start, self.experts.count, tile)
+        rows: ExpertRows | Chosen = Chosen(experts_TK)
+        if tile:
+            rows = self.kernels.sort(experts_TK, self.experts.start, self.experts.count, tile)
         y_XF = products.gate_up(x_TD, self.gate_up, self.gate_up_scale, rows, self.num_chosen)
         y_XD = products.down(y_XF, self.down, self.down_scale, rows, self.num_chosen)
         return self.kernels.combine(y_XD, weights_TK, rows.row_of_TK, shared_TD, stream_TD)
@@ -187,10 +190,9 @@ class MoE(Layer):
 
     def forward(self, residual: Residual, ctx: ForwardContext) -> Residual:
         """The residual stream with what this block gives. May overwrite what it is given."""
-        owner = self if self.shared is None else self.shared.gate_up
-        x_TD, stream = self.ops.norm(residual, owner.get_parameter("norm_weight"), self.eps)
+        x_TD, logits_TE, stream = self._normed(residual)
         shared_TD, stream = self._of_shared(x_TD, stream)
-        routed = self.experts.route(self.router.product(x_TD), self.bias, *self._of_tokens(ctx))
+        routed = self.experts.route(logits_TE, self.bias, *self._of_tokens(ctx))
         if self.mesh.lanes > 1:
             self._exchange(ctx, x_TD, routed, stream.stream_TD)
             return stream if shared_TD is None else Pending(stream.stream_TD, shared_TD)
@@ -214,6 +216,16 @@ class MoE(Layer):
             )
             parts_TD = self.experts(*mesh.gather_tokens(x, weights, experts, size))
             mesh.add_own_sums(parts_TD.unflatten(0, (mesh.lanes, size)), own)
+
+    def _normed(self, residual: Residual) -> tuple[Tensor, Tensor, Added]:
+        """The normalised stream, the router's logits and the stream."""
+        owner = self if self.shared is None else self.shared.gate_up
+        norm = owner.get_parameter("norm_weight"), self.eps
+        together = self.ops.experts.norm_router
+        if together and isinstance(residual, Added) and len(residual.stream_TD) <= FEW_ROWS:
+            return *together(residual.stream_TD, *norm, self.router.weight), residual
+        x_TD, stream = self.ops.norm(residual, *norm)
+        return x_TD, self.router.product(x_TD), stream
 
     def _of_shared(self, x_TD: Tensor, stream: Added) -> tuple[Tensor | None, Added]:
         """What the shared expert gives, this rank's part of it, unless the stream has it then."""

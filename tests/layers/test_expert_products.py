@@ -55,6 +55,13 @@ def test_a_rank_asks_by_the_pairs_that_it_expects() -> None:
     assert chosen(kernels_of(*CUTE.many), 1024, share=4) == ("quack", 128)
 
 
+def test_few_pairs_are_not_sorted_where_all_experts_are() -> None:
+    kernels = kernels_of(*CUTE.many)._replace(unsorted=CUTE.unsorted)
+    assert chosen(kernels, 32) == ("few", 0)
+    assert chosen(kernels, 33) == chosen(kernels, 32, share=4) == ("few", 16)
+    assert chosen(kernels, 193) == ("quack", 64)
+
+
 def test_the_log_tells_it() -> None:
     with torch.device("meta"):
         whole = Span(E, 0, E), Span(F, 0, F)

@@ -76,7 +76,8 @@ def check(num_tokens: int, ep: int, exact: bool) -> None:
     expected, actual = (y_TD.float() for y_TD in found)
     scale = float(expected.abs().max())
     assert scale > 0
-    assert float((expected - actual).abs().max()) < scale / 64  # of bfloat16 all the way
+    # Of bfloat16 all the way, to which the interpreter truncates.
+    assert float((expected - actual).abs().max()) < scale / 32
 
 
 @pytest.mark.parametrize("exact", [False, True])
