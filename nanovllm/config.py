@@ -81,7 +81,8 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     skinny_linear: Literal["auto", "torch", "cute"] = "auto"  # of up to 128 rows, reading weights
     sliced_linear: Literal["auto", "torch", "library"] = "auto"  # of some hundred rows: split-K
     added_linear: Literal["auto", "torch", "library"] = "auto"  # of thousands, onto the residual
-    fp8_linear: Literal["auto", "torch", "cute"] = "auto"  # of block fp8
+    # Of block fp8. auto: tiled, of any rows; cute: of few by a kernel that no GPU has proved yet.
+    fp8_linear: Literal["auto", "torch", "tiled", "cute"] = "auto"
     experts: Literal["auto", "torch", "triton", "cute"] = "auto"  # cute: triton with few rows
     delta: Literal["auto", "torch", "triton"] = "auto"  # the gated delta rule, of recurrent layers
     sample: Literal["auto", "torch", "triton"] = "auto"

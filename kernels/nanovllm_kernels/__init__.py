@@ -9,7 +9,6 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "gated_linear": "nanovllm_kernels.gated_linear:KERNEL",
     "quantise": "nanovllm_kernels.quantise_cases:QUANTISE",
     "silu_mul_quantise": "nanovllm_kernels.quantise_cases:SILU_MUL_QUANTISE",
-    "grouped_gate_up": "nanovllm_kernels.grouped_linear:GATE_UP",
     "grouped_down": "nanovllm_kernels.grouped_linear:DOWN",
     "grouped_fp8_gate_up": "nanovllm_kernels.grouped_fp8:GATE_UP",
     "grouped_fp8_down": "nanovllm_kernels.grouped_fp8:DOWN",
@@ -71,7 +70,6 @@ COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
     **{
         f"grouped_{name}": (f"nanovllm_kernels.grouped_linear:compile_{kind}", arguments)
         for name, kind, arguments in (
-            ("gate_up", "gate_up", ("bfloat16", (128, 192, 1, True), 8)),
             ("down", "down", ("bfloat16", (128, 192, 1, True))),
             ("64_gate_up", "gate_up", ("bfloat16", (64, 256, 1, True), 8)),
             ("64_down", "down", ("bfloat16", (64, 256, 1, True))),

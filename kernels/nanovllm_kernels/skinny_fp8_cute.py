@@ -111,6 +111,7 @@ SKINNY_FP8 = SkinnyFp8()
 FP8_LINEAR = Fp8Linear(
     block_fp8_linear, obstacle, SKINNY_FP8, quantise, norm_quantise, silu_mul_quantise
 )
+TILED_FP8 = FP8_LINEAR._replace(skinny=None)  # of few rows, too
 
 
 def cut_of(weight: Scaled, shape: Shape) -> tuple[int, int]:

@@ -63,6 +63,7 @@ IMPLEMENTATIONS = {
         "experts": "nanovllm.layers.expert_kernels:CUTE",
         "fp8_linear": "nanovllm_kernels.skinny_fp8_cute:FP8_LINEAR",
     },
+    "tiled": {"fp8_linear": "nanovllm_kernels.skinny_fp8_cute:TILED_FP8"},
 }
 
 
@@ -274,8 +275,8 @@ def select_ops(kernels: Kernels, device: torch.device) -> Ops:
         kind = fastest(name, device) if asked == "auto" else asked
         if kind == "triton" and device.type == "cpu":
             raise ConfigError(f"kernels.{name} is triton, which needs a GPU; use torch")
-        if kind == "cute" and (reason := obstacle(device)) is not None:
-            raise ConfigError(f"kernels.{name} is cute, but {reason}; use torch")
+        if kind in ("cute", "tiled") and (reason := obstacle(device)) is not None:
+            raise ConfigError(f"kernels.{name} is {kind}, but {reason}; use torch")
         if kind == "compile":
             chosen[name] = compiled(name, device)
         else:
@@ -296,7 +297,7 @@ def compiled(operation: str, device: torch.device) -> Any:  # noqa: ANN401
 def fastest(operation: str, device: torch.device) -> str:
     """What "auto" means on this device."""
     if operation in IMPLEMENTATIONS["cute"] and obstacle(device) is None:
-        return "cute"
+        return "tiled" if operation in IMPLEMENTATIONS["tiled"] else "cute"
     is_beside = operation not in IMPLEMENTATIONS["torch"]  # the model: a draw, a batch
     kinds = () if device.type == "cpu" else ("triton", "library")
     return next((k for k in kinds if is_beside or operation in IMPLEMENTATIONS[k]), "torch")

@@ -12,7 +12,7 @@ import torch
 from nanovllm_kernels import grouped_linear
 from nanovllm_kernels.expert_cases import Routed, in_float
 from nanovllm_kernels.experts_reference import expert_down, expert_gate_up
-from nanovllm_kernels.grouped_linear import DOWN_TILES, GATE_UP_TILES, GROUPED
+from nanovllm_kernels.grouped_linear import DOWN_TILES, GATE_UP_TILE, GROUPED
 from nanovllm_kernels.route_reference import ExpertRows
 
 from nanovllm.runner.precompile import HOPPER
@@ -64,6 +64,11 @@ def test_every_argument_is_in_its_place(tile: int, monkeypatch: pytest.MonkeyPat
 
         return run
 
+    def by_triton(x, weight, scale, rows, num_chosen) -> torch.Tensor:
+        asked.append(("triton",))
+        return in_float(expert_gate_up)(x, weight, scale, rows, num_chosen).bfloat16()
+
+    monkeypatch.setattr(grouped_linear.experts, "expert_gate_up", by_triton)
     monkeypatch.setattr(grouped_linear, "compile_gate_up", compile_gate_up)
     monkeypatch.setattr(grouped_linear, "compile_down", compile_down)
     card = SimpleNamespace(multi_processor_count=132)
@@ -81,7 +86,8 @@ def test_every_argument_is_in_its_place(tile: int, monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(
             actual[:num_rows].float(), expected[:num_rows], rtol=1e-2, atol=1e-3
         )
-    assert asked == [("bfloat16", GATE_UP_TILES[tile], 3), ("bfloat16", DOWN_TILES[tile])]
+    first = ("triton",) if tile == 128 else ("bfloat16", GATE_UP_TILE, 3)
+    assert asked == [first, ("bfloat16", DOWN_TILES[tile])]
 
 
 def test_the_compiled_kernels_ask_for_these_arguments() -> None:

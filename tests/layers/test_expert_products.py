@@ -85,7 +85,8 @@ def test_a_gpu_has_kernels_of_its_own(monkeypatch) -> None:
     assert (ops.fastest("experts", cuda), ops.fastest("gated_linear", cuda)) == ("triton", "torch")
     assert select_ops(Kernels(), cuda).experts is TRITON
     monkeypatch.setattr(ops, "obstacle", lambda _: None)
-    assert ops.fastest("experts", cuda) == "cute"
+    assert (ops.fastest("experts", cuda), ops.fastest("fp8_linear", cuda)) == ("cute", "tiled")
+    assert select_ops(Kernels(), cuda).fp8_linear.skinny is None
     assert select_ops(Kernels(), cuda).experts is CUTE
     assert CUTE._replace(many=()) == TRITON and len(CUTE.many) == 2
 
