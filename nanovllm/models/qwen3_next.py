@@ -42,9 +42,11 @@ class Qwen3NextConfig(SparseConfig, frozen=True, kw_only=True):
             raise ValueError(
                 f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}"
             )
-        types = {*(self.layer_types or ())} - {"full_attention", "linear_attention"}
-        if types or len(self.layer_types or range(1 << 30)) < self.num_hidden_layers:
-            raise ValueError(f"layer_types is {self.layer_types}")
+        types = self.layer_types
+        if types is not None and len(types) < self.num_hidden_layers:
+            raise ValueError(f"layer_types names {len(types)} of {self.num_hidden_layers} layers")
+        if other := {*(types or ())} - {"full_attention", "linear_attention"}:
+            raise ValueError(f"layer_types has {min(other)}")
 
     def attends(self, layer: int) -> bool:
         """Whether the layer is attention, over pages, and not gated DeltaNet."""

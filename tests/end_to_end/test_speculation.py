@@ -23,7 +23,7 @@ WISHES = {
         temperature=0.7, seed=6, repetition_penalty=0.8, presence_penalty=-1.5, frequency_penalty=-1
     ),
     "truncated": Sampling(temperature=0.9, seed=7, top_k=3, top_p=0.9, min_p=0.1),
-    "biased": Sampling(temperature=0.5, seed=8, logit_bias={7: 9.0, 9: 8.0}),
+    "biased": Sampling(temperature=0.5, seed=8, logit_bias={9: 40.0, 11: 39.0}),
     "late": Sampling(temperature=0.0, min_tokens=12),
     "bad words": Sampling(temperature=0.3, seed=9, bad_words=[[5, 6], [11]]),
     "logprobs": Sampling(temperature=0.7, seed=10, logprobs=3),
@@ -73,7 +73,7 @@ def test_greedy_text_is_the_references(config: tuple[Config, list[list[int]]]) -
     engine.run()
     assert [engine.text[i] for i in range(len(PROMPTS))] == config[1]
     stats = engine.scheduler.stats()
-    assert stats.accepted_tokens == sum(stats.accepted_by_position) > 50
+    assert stats.accepted_tokens == sum(stats.accepted_by_position) > 40
     assert stats.draft_tokens >= stats.accepted_tokens
 
 

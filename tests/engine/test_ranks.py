@@ -134,6 +134,8 @@ def test_text_is_that_of_one_rank(
         ("minimax_m2", None, 4, 1),
         ("deepseek_v3", NGRAM, 2, 1),
         ("deepseek_v3", None, 2, 2),
+        ("qwen3_next", NGRAM, 2, 1),
+        ("qwen3_next", None, 2, 2),
     ],
 )
 def test_experts_over_ranks_write_the_text_of_one(

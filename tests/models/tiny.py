@@ -131,6 +131,12 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "qwen3_next",
         dict(NEXT, linear_num_value_heads=8, tie_word_embeddings=True, full_attention_interval=2),
     ),
+    "qwen3_next that repeats itself": (  # as little is added to the embedding
+        "qwen3_next",
+        dict(NEXT, num_hidden_layers=2, full_attention_interval=2, tie_word_embeddings=True)
+        | dict(linear_num_value_heads=2, linear_value_head_dim=4, moe_intermediate_size=4)
+        | dict(shared_expert_intermediate_size=4),
+    ),
     "qwen3_next 3 values a key, 3 layers a period, top 1": (
         "qwen3_next",
         dict(NEXT, linear_num_key_heads=1, linear_num_value_heads=3, full_attention_interval=3)
@@ -150,6 +156,7 @@ TOLD = (
     "qwen3_moe",
     "minimax_m2",
     "deepseek_v3 tied",
+    "qwen3_next that repeats itself",
 )  # that whole engines write text of
 
 
