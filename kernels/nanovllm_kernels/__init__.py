@@ -33,7 +33,6 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "latent_decode": "nanovllm_kernels.latent_decode:LATENT_DECODE",
     "latent_store": "nanovllm_kernels.latent_store_cases:LATENT_STORE",
     "latent_decode_cute": "nanovllm_kernels.latent_decode_cute_cases:LATENT_DECODE_CUTE",
-    "latent_decode_ahead": "nanovllm_kernels.latent_decode_cute_cases:LATENT_DECODE_AHEAD",
     "gather_rows": "nanovllm_kernels.batch_prep:GATHER_ROWS",
     "apply_mask": "nanovllm_kernels.apply_mask:KERNEL",
     "draw": "nanovllm_kernels.sampling:DRAW",

@@ -59,7 +59,9 @@ BEGINS, ENDS, WHOLE, BEGAN = 1, 2, 4, 8  # flags of a note
 
 
 class Way(NamedTuple):
-    """What may be done to wait less. PROVED ran on a GPU; AHEAD has only been compiled."""
+    """What may be done to wait less. PROVED ran on a GPU; the rest, up to AHEAD, has only been
+    compiled: tests/gpu/test_latent_ways.py runs it.
+    """
 
     parts: int = 1  # of a block, with a barrier each: scores begin with the first
     shares: int = 0  # tiles read latents in pairs, each one half of them for both

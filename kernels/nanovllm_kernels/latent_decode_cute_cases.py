@@ -6,12 +6,11 @@ Its own corners, and those cases of latent_decode that it can run.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from nanovllm_kernels.decode_cases import RAGGED, Rows, drafted
 from nanovllm_kernels.latent_cases import R1, all_rows, by_position, case_of
 from nanovllm_kernels.latent_decode import LATENT_DECODE
-from nanovllm_kernels.latent_decode_cute import AHEAD, latent_decode, obstacle, plan_decode
+from nanovllm_kernels.latent_decode_cute import latent_decode, obstacle, plan_decode
 
 
 def suits(rows: Rows) -> bool:
@@ -30,5 +29,3 @@ CASES = tuple(replace(case_of(plan_decode, rows), small=False) for rows in ROWS)
 LATENT_DECODE_CUTE = replace(
     LATENT_DECODE, name="latent_decode_cute", run=by_position(latent_decode), cases=CASES
 )
-RUN_AHEAD = by_position(partial(latent_decode, way=AHEAD))
-LATENT_DECODE_AHEAD = replace(LATENT_DECODE_CUTE, name="latent_decode_ahead", run=RUN_AHEAD)
