@@ -30,27 +30,16 @@ def mix_decodes(
     conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, tickets_RG: Tensor,
 ) -> Tensor:  # fmt: skip
     """x_THV of rows that each have one token. tickets_RG: zeros, before and after."""
-    tokens, states = (qkv_TC, a_TH, b_TH, z_THV), (conv_NCW, recurrent_NHKV)
-    return _launch(tokens, weights, states, slots_R, None, None, None, tickets_RG)
+    inputs = qkv_TC, a_TH, b_TH, z_THV, weights, conv_NCW, recurrent_NHKV, slots_R
+    return mix_drafted(*inputs, None, None, None, tickets_RG)
 
 
 def mix_drafted(
     qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, z_THV: Tensor, weights: DeltaWeights,
-    conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor, kept_NWX: Tensor,
-    replays_R: Tensor, tickets_RG: Tensor,
+    conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor | None,
+    kept_NWX: Tensor | None, replays_R: Tensor | None, tickets_RG: Tensor,
 ) -> Tensor:  # fmt: skip
     """x_THV of rows that each have at most as many tokens as are kept: delta_reference."""
-    tokens, states = (qkv_TC, a_TH, b_TH, z_THV), (conv_NCW, recurrent_NHKV)
-    return _launch(tokens, weights, states, slots_R, starts_R1, kept_NWX, replays_R, tickets_RG)
-
-
-def _launch(
-    tokens: tuple[Tensor, ...], weights: DeltaWeights, states: tuple[Tensor, Tensor],
-    slots_R: Tensor, starts_R1: Tensor | None, kept_NWX: Tensor | None, replays_R: Tensor | None,
-    tickets_RG: Tensor,
-) -> Tensor:  # fmt: skip
-    qkv_TC, a_TH, b_TH, z_THV = tokens
-    conv_NCW, recurrent_NHKV = states
     num_rows, (num_heads, k_size, v_size) = len(slots_R), recurrent_NHKV.shape[1:]
     num_key_heads = (qkv_TC.shape[1] - num_heads * v_size) // (2 * k_size)
     assert tickets_RG.shape[0] >= num_rows and tickets_RG.shape[1] == num_key_heads

@@ -117,17 +117,16 @@ def conv_kernel(
         conv_at = conv_NCW + tl.load(slots_R + row) * conv_stride + channel * (WIDTH - 1)
         own_at = x_TC + token.to(tl.int64)[:, None] * x_stride + channel[None, :]
         y = tl.zeros([PIECE, BLOCK], tl.float32)
-        for tap in tl.static_range(WIDTH):
-            at = own_at - (WIDTH - 1 - tap) * x_stride
-            x = tl.load(at, inside & (token - (WIDTH - 1 - tap) >= start)[:, None], 0.0)
-            weight = tl.load(conv_CW + channel * WIDTH + tap, c < size, 0.0)
-            y += x.to(tl.float32) * weight.to(tl.float32)[None, :]
+        weights = four_weights(conv_CW, channel, c < size, WIDTH)
+        for back in tl.static_range(WIDTH):
+            at, is_own = own_at - back * x_stride, (token - back >= start)[:, None]
+            x = tl.load(at, inside & is_own, 0.0)
+            y += x.to(tl.float32) * weights[3 - back][None, :]
         if first == start:
-            for tap in tl.static_range(WIDTH - 1):
-                entry = (token - start + tap)[:, None]
+            for back in tl.static_range(1, WIDTH):
+                entry = (token - start - back + (WIDTH - 1))[:, None]
                 x = tl.load(conv_at[None, :] + entry, inside & (entry < WIDTH - 1), 0.0)
-                weight = tl.load(conv_CW + channel * WIDTH + tap, c < size, 0.0)
-                y += x.to(tl.float32) * weight.to(tl.float32)[None, :]
+                y += x.to(tl.float32) * weights[3 - back][None, :]
             tl.debug_barrier()
             for nth in tl.static_range(WIDTH - 1):
                 place = end - start + nth - (WIDTH - 1)
@@ -143,6 +142,21 @@ def conv_kernel(
         C: tl.constexpr = 2 * G * K + H * V
         y_at = y_TC + token.to(tl.int64)[:, None] * C + channel[None, :]
         tl.store(y_at, y.to(y_TC.dtype.element_ty), inside)
+
+
+@triton.jit
+def four_weights(conv_CW, channel, inside, WIDTH: tl.constexpr):
+    """A channel's weights, the last one for the token itself; first zeros, if there are fewer.
+
+    Loaded together and taken apart, since a load of 2 bytes for each would take longer than inputs.
+    """
+    tap = tl.arange(0, 4)[None, :] - (4 - WIDTH)
+    at = conv_CW + channel[:, None] * WIDTH + tap
+    weights = tl.load(at, inside[:, None] & (tap >= 0), 0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(weights, [channel.shape[0], 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["starts_R1"])

@@ -1,0 +1,72 @@
+"""How long the gated delta rule takes at Qwen3-Next's sizes, by choices of its kernels, on a GPU.
+
+    python results/delta.py [--quick]
+
+Prints a line for each choice: decode rows and rows with drafts by registers of a thread, prompts by
+the tokens that a program convolves and by parts, stages and warps of the scan; then what each
+kernel of a prompt takes. What is right is `nanovllm check-kernels --kernel delta_decode --kernel
+delta_drafted --kernel delta_prefill`. What is fastest goes into the constants on top of
+kernels/nanovllm_kernels/delta_decode.py and delta_prefill.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import product
+from unittest.mock import patch
+
+import click
+import torch
+from nanovllm_kernels import delta_decode, delta_prefill
+from nanovllm_kernels.case import Args
+from nanovllm_kernels.delta_cases import NEXT, inputs
+from nanovllm_kernels.timing import graph_us
+from torch.profiler import ProfilerActivity, profile
+
+CUDA = torch.device("cuda")
+QUICK = "--quick" in sys.argv
+ROWS = (1, 256) if QUICK else (1, 8, 64, 256)
+PROMPTS = ((4000,) * 2, (4000,) * 16) if QUICK else ((128,), (8192,), (4000,) * 2, (4000,) * 16)
+ALL_SCANS = tuple(product((32, 64, 128), (1, 2, 3), (4, 8)))  # parts, stages, warps
+SCANS = ((64, 2, 4), (64, 1, 4), (32, 2, 4)) if QUICK else ALL_SCANS
+
+
+def us(function: Callable[..., object], args: Args) -> str:
+    try:
+        return f"{graph_us([lambda: function(*args)] * 4):9.1f} us"
+    except Exception as error:
+        return repr(error)[:60]  # too much shared memory, say
+
+
+def decodes(num_rows: int) -> None:
+    *args, _, tickets_RG = inputs(NEXT, (1,) * num_rows, (), CUDA)
+    drafted = inputs(NEXT, (4,) * num_rows, (2,) * num_rows, CUDA)
+    for most in (None, 168, 200):
+        with patch.object(delta_decode, "MOST_REGISTERS", most):
+            plain = us(delta_decode.mix_decodes, (*args, tickets_RG))
+            replayed = us(delta_decode.mix_drafted, drafted)
+            click.echo(f"{num_rows:4} rows, registers {most}: {plain}, 2 kept + 4 new: {replayed}")
+
+
+def prompts(lengths: tuple[int, ...]) -> None:
+    args, said = inputs(NEXT, lengths, None, CUDA), f"{len(lengths)} x {lengths[0]}"
+    for tokens in (16, 32):
+        with patch.object(delta_prefill, "CONVOLVED", tokens):
+            click.echo(f"{said}, convolved {tokens}: {us(delta_prefill.mix_rows, args)}")
+    for part, stages, warps in SCANS:
+        with patch.multiple(delta_prefill, PARTS=part, STAGES=stages, WARPS=warps):
+            chosen = f"parts {part}, stages {stages}, warps {warps}"
+            click.echo(f"{said}, {chosen}: {us(delta_prefill.mix_rows, args)}")
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        delta_prefill.mix_rows(*args)
+        torch.cuda.synchronize()
+    for event in found.key_averages():
+        if event.device_time_total:
+            click.echo(f"{said}, {event.key}: {event.device_time_total:.1f} us")
+
+
+for num_rows in ROWS:
+    decodes(num_rows)
+for lengths in PROMPTS:
+    prompts(lengths)

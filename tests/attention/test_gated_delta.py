@@ -1,0 +1,54 @@
+"""Qwen3-Next's text is transformers' with the gated delta rule in Triton: whole engines.
+
+In Triton's interpreter, in a process of its own: TRITON_INTERPRET must be set before triton is
+imported. With the rule in plain torch: tests/end_to_end.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import triton
+
+from nanovllm.attention import delta_kernels
+from nanovllm.attention.delta_triton import TRITON
+from nanovllm.config import Speculate
+from tests.models.tiny import NEXT, config_of, make_tiny
+from tests.whole_engine import WholeEngine, reference
+
+INTERPRETED = triton.knobs.runtime.interpret
+DRAFTED = Speculate(method="ngram", tokens=2)
+LENGTHS, NEW = (5, 66), 8
+
+
+def test_in_the_interpreter() -> None:
+    here = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    child = subprocess.run(
+        ["env", "TRITON_INTERPRET=1", *here], capture_output=True, text=True, timeout=600
+    )
+    assert "2 passed" in child.stdout, child.stdout[-4000:]
+
+
+@pytest.mark.parametrize(("heads", "speculate"), [((2, 4), None), ((1, 3), DRAFTED)])
+def test_engines_write_what_transformers_writes(heads, speculate, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(delta_kernels, "TORCH", TRITON)  # kernels.delta=triton needs a GPU
+    keys, values = heads
+    changed = dict(NEXT, linear_num_key_heads=keys, linear_num_value_heads=values)
+    changed |= dict(num_hidden_layers=2, full_attention_interval=2)
+    model = make_tiny(tmp_path, "qwen3_next", **changed)
+    engine = WholeEngine(config_of(tmp_path), step_tokens=40, speculate=speculate)
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, 199, length).tolist() for length in LENGTHS]
+    prompts.append([7, 8, 9, 10] * 5)  # its next tokens are drafted
+    for name, prompt in enumerate(prompts):
+        engine.submit(name, prompt, NEW)
+    engine.run()
+    for name, prompt in enumerate(prompts):
+        assert engine.text[name] == reference(model, prompt, NEW), name
+
+
+test_in_the_interpreter.__test__ = not INTERPRETED
+test_engines_write_what_transformers_writes.__test__ = INTERPRETED
