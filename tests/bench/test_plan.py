@@ -317,5 +317,13 @@ def test_r1_over_eight_ranks_by_hand() -> None:
     assert plan.taken[WEIGHTS] == pytest.approx(expected, rel=1e-3)
     assert plan.found.layout.bytes_per_token == 61 * 576 * 2 == 70272
     assert plan.problem([32000]) == "" and plan.tokens > 500_000
-    with pytest.raises(ConfigError, match="latents can only have"):
-        on_h200("deepseek-r1", "cache.dtype=fp8", tp=8)
+    narrow = on_h200("deepseek-r1", "cache.dtype=fp8", tp=8)
+    assert narrow.found.layout.bytes_per_token == 61 * (512 + 2 * 64 + 16) == 40016
+    assert narrow.tokens == pytest.approx(plan.tokens * 70272 / 40016, rel=1e-3)
+
+
+def test_the_first_layers_of_r1_on_one_gpu() -> None:
+    """What is measured beside other engines."""
+    plan = on_h200("deepseek-r1", "model.num_layers=6", "experts.routing=uniform")
+    assert 40e9 < plan.taken[WEIGHTS] < 44e9
+    assert plan.problem([4000] * 16) == ""

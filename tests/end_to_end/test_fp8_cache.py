@@ -11,23 +11,32 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from nanovllm.attention.grouped import FP8, PagedKV
+from nanovllm.attention.grouped import FP8, caches_of
 from nanovllm.attention.torch_ref import TorchPaged
 from nanovllm.config import Config, Speculate
+from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.parallel.mesh import Mesh
-from tests.models.steps import Steps, load
+from tests.models.steps import CPU, PAGE_TOKENS, Steps, load
 from tests.models.test_parity import LENGTHS, our_logits, prompts
 from tests.models.tiny import CASES, config_of, make_tiny
 from tests.whole_engine import WholeEngine, prompts_of
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    folder = tmp_path_factory.mktemp("tiny")
-    family, overrides = CASES["qwen3 gqa 3, tied"]
+def made(folder: Path, case: str) -> Config:
+    family, overrides = CASES[case]
     make_tiny(folder, family, **overrides)
     return config_of(folder)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return made(tmp_path_factory.mktemp("tiny"), "qwen3 gqa 3, tied")
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return made(tmp_path_factory.mktemp("latent"), "deepseek_v3 q plain, dense 3, yarn 1")
 
 
 def texts(config: Config, *, at_once: bool = True, **sizes: object) -> dict[int, list[int]]:
@@ -44,7 +53,7 @@ def texts(config: Config, *, at_once: bool = True, **sizes: object) -> dict[int,
     return engine.text
 
 
-@pytest.mark.parametrize(
+HOW = pytest.mark.parametrize(
     "sizes",
     [
         dict(step_tokens=16, slots=5),
@@ -54,6 +63,19 @@ def texts(config: Config, *, at_once: bool = True, **sizes: object) -> dict[int,
     ],
     ids=["chunks", "pages", "preemption", "drafts"],
 )
+
+
+@HOW
+def test_batching_changes_no_text_from_latents(latent: Config, sizes: dict[str, object]) -> None:
+    """A token's row is as many bytes as the layout says: 32 numbers, 8 rotated of 2, a scale."""
+    assert texts(latent, **sizes) == texts(latent, at_once=False, prefix=False)
+    engine = WholeEngine(latent, cache_dtype="fp8", pages=9, page_tokens=16)
+    (tensor, _), layers = engine.runner.caches.tensors, len(engine.runner.model.layers)
+    assert tensor.nbytes == layers * 10 * 16 * 64 and tensor.shape[-1] == 32 + 2 * 8 + 16
+    assert engine.runner.model.layers[0].attn.attend.cache.pages_PSX.dtype == torch.uint8
+
+
+@HOW
 def test_batching_changes_no_text(tiny: Config, sizes: dict[str, object]) -> None:
     alone = texts(tiny, at_once=False, prefix=False)
     assert texts(tiny, **sizes) == alone
@@ -71,22 +93,30 @@ def texts_bytes(config: Config) -> int:
 def in_8_bits(folder: Path, model: Decoder) -> Steps:
     """Steps over caches of 8 bits."""
     steps = Steps(folder, model, prompts(), Mesh())
-    shape = model.layers[0].attn.attend.cache.k_PSGA.shape
-    caches = {
-        layer: PagedKV(*(torch.zeros(shape).to(FP8) for _ in "kv"))
-        for layer in range(len(model.layers))
-    }
+    _, config = read_model_config(config_of(folder))
+    (group,) = model.cache_layout(config, Mesh(), 1).paged
+    num_pages = 1 + steps.pages.numel()
+    caches = caches_of(group, num_pages, PAGE_TOKENS, torch.float32, CPU)[1]
     model.bind_caches(caches)
     steps.backend = TorchPaged(caches[0])
     return steps
 
 
-@pytest.mark.parametrize(("case", "mean", "most"), [("qwen3", 0.1, 0.8), ("llama", 0.15, 1.5)])
+@pytest.mark.parametrize(
+    ("case", "mean", "most"),
+    [
+        ("qwen3", 0.1, 0.8),
+        ("llama", 0.15, 1.5),
+        ("deepseek_v3 q plain, dense 3, yarn 1", 0.2, 3.5),
+    ],
+)
 def test_the_loss_in_log_probabilities_is_bounded(
     case: str, mean: float, most: float, tmp_path: Path
 ) -> None:
     """Of models whose weights are loud, so that attention is far from even. 0.076 on average and
-    0.56 at most, and without norms of keys 0.11 and 1.14, of numbers that vary by 1.6.
+    0.56 at most, without norms of keys 0.11 and 1.14, and of latents 0.15 and 2.6 (other experts), of
+    numbers that
+    vary by 1.6.
     """
     family, overrides = CASES[case]
     make_tiny(tmp_path, family, **overrides)
