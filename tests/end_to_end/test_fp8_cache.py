@@ -114,9 +114,8 @@ def test_the_loss_in_log_probabilities_is_bounded(
     case: str, mean: float, most: float, tmp_path: Path
 ) -> None:
     """Of models whose weights are loud, so that attention is far from even. 0.076 on average and
-    0.56 at most, without norms of keys 0.11 and 1.14, and of latents 0.15 and 2.6 (other experts), of
-    numbers that
-    vary by 1.6.
+    0.56 at most, without norms of keys 0.11 and 1.14, and of latents, which choose other experts,
+    0.15 and 2.6, of numbers that vary by 1.6.
     """
     family, overrides = CASES[case]
     make_tiny(tmp_path, family, **overrides)
