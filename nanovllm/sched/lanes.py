@@ -122,7 +122,7 @@ class Lanes:
     def _alike(self, plans: list[StepPlan | None]) -> list[StepPlan]:
         """A plan for every lane, all of one kind."""
         planned = [plan for plan in plans if plan is not None]
-        has_chunks, has_drafts = (any(p.chunks for p in planned), any(p.drafts for p in planned))
+        has_chunks, has_drafts = any(p.chunks for p in planned), any(p.drafts for p in planned)
         no_chunks = [Chunk(self.padding, 1, samples=False)] if has_chunks else []
         row = b"" if has_chunks else np.array([self.padding], np.int32).tobytes()
         found = []

@@ -1,0 +1,223 @@
+"""Lanes over paper GPUs, one each: any schedule gives every request the text it would get alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given, settings, strategies as st
+from msgspec.structs import replace
+
+from nanovllm.config import Parallel
+from nanovllm.engine.loop import EngineLoop
+from nanovllm.engine.ranks import num_masks
+from nanovllm.look import Step
+from nanovllm.plan import Masks, StepPlan, StepResult
+from nanovllm.sched.lanes import Lanes, LanesPlan, LanesResult
+from nanovllm.wire import Abort, FinishReason, RefusalKind
+from tests.paper.engine import PaperEngine, generate
+from tests.paper.gpu import PaperHandle, PaperMasker, ids, solo_run
+from tests.paper.test_random_batches import Turn, conversations
+
+NUM_ENGINES = 20 * settings().max_examples
+
+
+class LanesHandle:
+    """Implements engine.executor.StepHandle."""
+
+    gap_s = busy_s = 0.0
+
+    def __init__(self, plan: LanesPlan, handles: list[PaperHandle | None]) -> None:
+        self.plan, self.handles = plan, handles
+
+    def sample(self, masks: Masks) -> None:
+        for plan, handle in zip(self.plan.lanes, self.handles, strict=True):
+            own, masks = np.split(masks, [num_masks(plan)])
+            if plan.masked and handle is not None:
+                handle.sample(own)
+        assert len(masks) == 0
+
+    def wait(self) -> StepResult:
+        nothing = StepResult(0, np.zeros((1, 1), np.int32))
+        found = tuple(nothing if one is None else one.wait() for one in self.handles)
+        return LanesResult(self.plan.step, nothing.tokens, lanes=found)
+
+
+class PaperLanes(PaperEngine):
+    """A paper GPU for each lane, whose scheduler is that of an engine of its own."""
+
+    def __init__(self, num_lanes: int, depth: int = 1, load_weight: float = 4.0, **sizes) -> None:
+        super().__init__(depth=depth, **sizes)
+        engines = [PaperEngine(depth=depth, **sizes) for _ in range(num_lanes)]
+        self.gpus = [engine.gpu for engine in engines]
+        self.memories = [engine.memory for engine in engines]
+        parallel = Parallel(load_weight=load_weight)
+        self.lanes = Lanes([engine.scheduler for engine in engines], parallel)  # type: ignore[misc]
+        self.loop = EngineLoop(
+            self.lanes, self, self.collect, PaperMasker(), depth, now=lambda: float(len(self.plans))
+        )
+        self.steps_by_mode = Counter()
+
+    def launch(self, plan: StepPlan) -> LanesHandle:  # type: ignore[override]
+        assert isinstance(plan, LanesPlan)
+        self.plans.append(plan)
+        self.check_alike(plan)
+        handles = [self._launch(*one) for one in zip(self.gpus, plan.lanes, strict=True)]
+        return LanesHandle(plan, handles)
+
+    def _launch(self, gpu, plan: StepPlan) -> PaperHandle | None:
+        """What its GPU is to do, less what all lanes do alike; one that idles forgets its rows."""
+        if not plan.step:
+            gpu.decodes = []
+            return None
+        chunks = [chunk for chunk in plan.chunks if chunk.slot != self.lanes.padding]
+        drafts = plan.drafts if any(ids(plan.drafts)) else b""
+        return gpu.launch(replace(plan, chunks=chunks, drafts=drafts))
+
+    def check_alike(self, plan: LanesPlan) -> None:
+        fed = [one.num_decoded + one.num_prompt for one in plan.lanes]
+        assert all(fed) and {one.lane_tokens for one in plan.lanes} == {max(fed)}
+        assert len({bool(one.chunks) for one in plan.lanes}) == 1
+        assert len({bool(one.drafts) for one in plan.lanes if one.num_decodes}) <= 1
+        assert max(fed) <= self.budget + 1
+        real = [one for one in plan.lanes if one.step]
+        assert plan.num_decodes == sum(one.num_decodes for one in real)
+        assert len(plan.masked) == sum(len(one.masked) for one in real)
+
+    def step(self) -> None:
+        self.loop.step()
+        self.lanes.check()
+
+
+@settings(max_examples=NUM_ENGINES, deadline=None)
+@given(
+    turns=conversations(),
+    num_lanes=st.integers(2, 4),
+    num_pages=st.integers(8, 14),
+    num_slots=st.integers(1, 4),
+    budget=st.integers(4, 20),
+    mixed=st.integers(1, 20),
+    depth=st.integers(0, 2),
+    drafts=st.sampled_from([0, 1, 3]),
+    checkpoints=st.sampled_from([None, None, 3]),
+    abort_every=st.sampled_from([0, 3]),
+    grammar_every=st.sampled_from([0, 0, 1, 2]),
+    load_weight=st.sampled_from([0.0, 4.0, 100.0]),
+)
+def test_lanes_never_change_the_text(
+    turns: list[Turn], abort_every: int, grammar_every: int, **sizes
+) -> None:
+    engine = PaperLanes(**sizes)
+    recurrent = sizes["checkpoints"] is not None
+    expected: list[list[int]] = []
+    prompts: list[list[int]] = []
+    first_of: list[int] = []
+    for turn in turns:
+        earlier: list[int] = []
+        if turn.continues is not None:
+            first = first_of[turn.continues]
+            earlier = prompts[first] + [token for token in expected[first] if token >= 0]
+        first_of.append(len(prompts))
+        for max_new in turn.max_new:
+            request_id, prompt = len(prompts), earlier + turn.prompt
+            grammar = grammar_every > 0 and request_id % grammar_every == 0
+            asked = prompt, max_new, turn.stop_ids
+            prompts.append(prompt)
+            expected.append(solo_run(*asked, recurrent=recurrent, grammar=grammar))
+            told = *asked, turn.priority, "toy" * grammar, turn.salt
+            engine.say(generate(request_id, *told, logprobs=request_id % 3 - 1))
+        for _ in range(turn.pause):
+            engine.step()
+        if abort_every and request_id % abort_every == 2:
+            engine.say(Abort(request_id - 1))
+    engine.finish_all()
+    for request_id, text in enumerate(expected):
+        got, reason = engine.text.get(request_id, []), engine.finish.get(request_id)
+        if reason is None:
+            assert got == [] and engine.refused[request_id] == RefusalKind.TOO_LONG
+        elif reason in (FinishReason.ABORT, FinishReason.ERROR):
+            assert got == text[: len(got)]
+        else:
+            assert got == text
+    assert all(memory.pool.num_free == memory.pool.num_pages for memory in engine.memories)
+
+
+# -- who goes where ------------------------------------------------------------------------------
+
+ROOM = dict(num_pages=40, num_slots=4, budget=32)
+
+
+def lane_of(engine: PaperLanes, request_id: int) -> int:
+    return next(at for at, lane in enumerate(engine.lanes.lanes) if request_id in lane.queue.by_id)
+
+
+def test_requests_spread_over_lanes() -> None:
+    engine = PaperLanes(4, **ROOM)
+    for request_id in range(8):
+        engine.say(generate(request_id, [request_id + 1] * 9, 5))
+    assert sorted(lane_of(engine, one) for one in range(8)) == [0, 0, 1, 1, 2, 2, 3, 3]
+    engine.step()
+    stats = engine.lanes.stats()
+    assert (stats.num_running, stats.num_steps, stats.step_tokens) == (8, 1, 8 * 9)
+    engine.finish_all()
+    assert engine.lanes.stats().generated_tokens == 8 * 5
+
+
+def test_a_request_goes_where_its_prefix_is_unless_that_is_far_busier() -> None:
+    engine = PaperLanes(2, load_weight=4.0, **ROOM)
+    prompt = list(range(16))
+    engine.say(generate(0, prompt, 2))
+    here = lane_of(engine, 0)
+    engine.finish_all()
+    for request_id in (1, 2, 3):  # 12 tokens are cached: three requests' worth
+        engine.say(generate(request_id, [*prompt, request_id], 9))
+    assert [lane_of(engine, one) for one in (1, 2, 3)] == [here] * 3
+    engine.say(generate(4, [*prompt, 4], 9))
+    engine.say(generate(5, [*prompt, 5], 9))
+    assert lane_of(engine, 5) == 1 - here
+    engine.finish_all()
+    assert engine.cached[1] == 16
+
+
+def test_the_queue_is_one_limit_of_all_lanes() -> None:
+    engine = PaperLanes(2, num_pages=40, num_slots=1, budget=32, max_queue=3)
+    for request_id in range(8):
+        engine.say(generate(request_id, [request_id] * 5, 2))
+    assert list(engine.refused.values()) == [RefusalKind.QUEUE_FULL] * 5
+    assert len(engine.lanes.queue.waiting) == 3
+    engine.finish_all()
+    assert sorted(engine.finish) == [0, 1, 2]
+
+
+def test_a_prompt_beside_what_others_decode_is_cut() -> None:
+    """A lane without decode rows would otherwise make all lanes wait for a full step."""
+    engine = PaperLanes(2, num_pages=60, num_slots=4, budget=32, mixed=6)
+    engine.say(generate(0, [1] * 5, 20))
+    engine.step()
+    engine.say(generate(1, [2] * 60, 1))
+    assert lane_of(engine, 1) == 1 - lane_of(engine, 0)
+    for _ in range(8):
+        engine.step()
+    assert len(engine.text[0]) >= 7
+    assert max(one.num_prompt for plan in engine.plans[2:] for one in plan.lanes) == 6  # type: ignore[attr-defined]
+    engine.finish_all()
+
+
+def test_whoever_looks_sees_slots_of_all_lanes() -> None:
+    engine = PaperLanes(2, **ROOM)
+    for request_id in range(3):
+        engine.say(generate(request_id, [request_id + 1] * 9, 3 + request_id))
+    engine.finish_all()
+    found = engine.loop.recent.since(0)
+    assert [step.step for step in found.steps] == list(range(1, 1 + len(engine.plans)))
+    fed: dict[int, int] = Counter()
+    for step in found.steps:
+        owners = np.frombuffer(step.slots, np.int64).tolist()
+        assert len(owners) == 8
+        for slot, count in step.chunks:
+            fed[owners[slot]] += count
+        fed += Counter(owners[slot] for slot in ids(step.decodes))
+    assert fed == {0: 9 + 2, 1: 9 + 3, 2: 9 + 4}
+    admitted = [one.request for step in found.steps for one in step.admitted]
+    assert sorted(admitted) == [0, 1, 2] and isinstance(found.steps[0], Step)
+    assert found.steps[-1].free == 80
