@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The records behind README's tables, made on the machine present (one GPU), with random weights:
 #   results/measure.sh [PART ...]       parts: online offline kernels ablation sweep
-# and structured, which online begins with, speculation, variants, ranks and replicas (several GPUs), peers, peers-offline and experts, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
+# and structured, which online begins with, speculation, variants, ranks, lanes and replicas (several GPUs), peers, peers-offline and experts, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
 # FLAGS: more flags of every run, as in FLAGS="--results-dir /tmp/results". RECIPES: instead of 0.6B and 8B. VLLM_PYTHON: for peers and experts, an interpreter that has vLLM.
 set -uo pipefail
 read -ra flags <<<"${FLAGS:-}"
@@ -72,6 +72,19 @@ measure() {
             for load in bs1 bs64 bs256 prefill; do
                 nanovllm bench --offline recipes/qwen3-32b.yaml --workload $load "${common[@]}" \
                     --set parallel.tp=$ranks --set schedule.slots=256
+            done
+        done
+        ;;
+    lanes) # experts over as many GPUs as RANKS says, two if it does not: attention by data, then by tensor; LAYERS: of each model, the first
+        local size=${RANKS:-2} layers=()
+        [ -n "${LAYERS:-}" ] && layers=(--set "model.num_layers=$LAYERS")
+        nanovllm check-kernels --tp $size --json "results/sums-$(date +%F).json"
+        for recipe in ${RECIPES:-recipes/qwen3-30b-a3b.yaml}; do
+            for ranks in "{tp: 1, ep: $size}" "{tp: $size, ep: $size}" "{tp: $size}"; do
+                for load in bs1-256 bs64 bs256-128 prefill; do
+                    nanovllm bench --offline $recipe --workload $load "${common[@]}" --set "parallel=$ranks" \
+                        --set experts.routing=uniform --set schedule.slots=256 ${layers[@]+"${layers[@]}"}
+                done
             done
         done
         ;;

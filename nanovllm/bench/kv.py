@@ -127,9 +127,11 @@ def numbers(plan: Plan, lengths: Sequence[int]) -> dict[str, float]:
         found[f"a page, {of}, MiB"] = group.bytes_per_token * plan.found.page_tokens / 2**20
     if states := plan.found.layout.bytes_per_state:
         found["a state, MiB"] = states / 2**20
+    lanes = plan.found.mesh.lanes
+    found |= {"lanes, with as many pages each": lanes} if lanes > 1 else {}
     found |= {"pages": plan.pages, "tokens": plan.tokens, "context": plan.context}
     for length in lengths:
-        fitting = plan.pages // plan.pages_of(length)
+        fitting = plan.pages // plan.pages_of(length) * lanes
         found[f"requests of {length:,}"] = fitting
         for name, least in (("decode", plan.decode_s), ("prefill", plan.prefill_s)):
             for rows in ROWS if plan.gpu.gb_per_s else ():

@@ -100,18 +100,19 @@ class Plan:
 
     def decode_s(self, rows: int, length: int) -> float:
         """The least time of a step that feeds one token to each of so many requests."""
-        num_bytes, layers = read_by(self.model.layers, rows)
-        head, cached = self.model.head.weight, rows * length * self.found.layout.bytes_per_token
-        products = self._least(num_bytes + head.nbytes, 2 * (layers + head.numel()) * rows)
-        return products + self._least(cached, 0)
+        num_bytes, layers = read_by(self.model.layers, rows, self.found.mesh.lanes)
+        head, own = self.model.head.weight, -(-rows // self.found.mesh.lanes)
+        products = self._least(num_bytes + head.nbytes, 2 * (layers * rows + head.numel() * own))
+        return products + self._least(own * length * self.found.layout.bytes_per_token, 0)
 
     def prefill_s(self, rows: int, length: int) -> float:
         """The least time of so many prompts. Half of attention's products are masked."""
-        num_bytes, layers = read_by(self.model.layers, rows * length)
+        num_bytes, layers = read_by(self.model.layers, rows * length, self.found.mesh.lanes)
         head, config = self.model.head.weight, self.found.model_config
         heads = config.num_attention_heads // self.tp * config.head_size
         attention = 2 * config.num_hidden_layers * heads * length**2
-        flops = rows * (2 * layers * length + 2 * head.numel() + attention)
+        own = -(-rows // self.found.mesh.lanes)
+        flops = rows * 2 * layers * length + own * (2 * head.numel() + attention)
         return self._least(num_bytes + head.nbytes, flops)
 
     def _least(self, num_bytes: float, flops: float) -> float:

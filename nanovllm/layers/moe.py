@@ -249,6 +249,7 @@ class MoE(Layer):
         """
         hidden_size, inner = self.experts.down.shape[1:]
         more = len(self.router.weight) + (0 if self.shared is None else hidden_size)
+        more += 2 * hidden_size * (self.mesh.lanes > 1)  # of all lanes' tokens, and their sums
         pairs = self.experts.num_chosen * (hidden_size + inner + 8)  # and lists of them
         return pairs + more + max(pending, hidden_size)
 
@@ -291,9 +292,10 @@ class Router(Linear):
         return super().product(x_TD.to(self.weight.dtype))
 
 
-def read_by(model: nn.Module, num_tokens: int) -> tuple[float, float]:
-    """The bytes of a model's weights that a step of so many tokens reads, and the weights that each
-    of them is multiplied with: of experts those that are chosen, all alike often.
+def read_by(model: nn.Module, num_tokens: int, lanes: int = 1) -> tuple[float, float]:
+    """The bytes of a rank's weights that a step of so many tokens reads, and the weights that each
+    of them is multiplied with: of experts those that are chosen, all alike often. Of several lanes
+    one has its share of tokens, which experts alone do not mind.
     """
     num_bytes = num_weights = 0.0
     for module in model.modules():
@@ -303,5 +305,5 @@ def read_by(model: nn.Module, num_tokens: int) -> tuple[float, float]:
             read = 1 - (1 - share) ** num_tokens
         for weight in module.parameters(recurse=False):
             num_bytes += read * weight.nbytes
-            num_weights += share * weight.numel()
+            num_weights += share * weight.numel() / (1 if isinstance(module, Experts) else lanes)
     return num_bytes, num_weights

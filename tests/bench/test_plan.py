@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from nanovllm.bench.gpus import CPU, KNOWN, gpu_of
+from nanovllm.bench.kv import numbers
 from nanovllm.bench.plan import (
     CUDA_BYTES,
     GRAPHS,
@@ -29,6 +30,7 @@ from nanovllm.runner.build import build, load
 from nanovllm.runner.resolved import resolved
 
 GIB, MIB = 1 << 30, 1 << 20
+LANES = "lanes, with as many pages each"
 H200 = KNOWN["h200"]
 
 
@@ -291,6 +293,27 @@ def test_experts_of_30b_by_hand(ep: int) -> None:
     # Of 8192 tokens: the stream twice and its norm, what all pairs take, logits, and the result.
     step = 2 * 8192 * (3 * 2048 + 8 * (768 + 2048 + 8) + 128 + 2048)
     assert plan.taken[STEP] == columns + 2 * 128 * 98304 + 32 * MIB + step
+
+
+def test_lanes_have_whole_attention_and_all_of_the_cache_each() -> None:
+    """Four GPUs: each a quarter of the experts, and a quarter of the requests."""
+    dense = 2048 * (4096 + 2 * 512 + 4096) + 2 * 2048 + 2 * 128 + 128 * 2048
+    experts, head = 128 * 3 * 768 * 2048, 151936 * 2048
+    plan = on_h200("qwen3-30b-a3b", "parallel.ep=4", tp=4)
+    weights = 2 * (48 * (dense + experts / 4) + 2 * head + 2048) + 32768 * 128 * 4
+    assert plan.taken[WEIGHTS] == weights and (plan.tp, plan.found.mesh.lanes) == (1, 4)
+    assert plan.found.layout.bytes_per_token == 98304  # of all heads
+    read = 2 * (48 * (dense + (1 - (1 - 8 / 128) ** 64) * experts / 4) + head) + 16 * 1024 * 98304
+    assert plan.decode_s(64, 1024) == pytest.approx(read / H200.gb_per_s / 1e9)
+    flops = 2 * 64000 * 48 * (dense + experts / 16) + 16 * (2 * head + 2 * 48 * 4096 * 4000**2)
+    assert plan.prefill_s(16, 4000) == pytest.approx(flops / 4 / H200.tflops / 1e12)
+    columns = 4 * (512 + 1) * (32768 + 1 + 256)
+    # Beside what one rank takes: the tokens of all lanes, 8192 at a time, and what is summed up.
+    step = 2 * 8192 * (5 * 2048 + 8 * (768 + 2048 + 8) + 128 + 2048)
+    assert plan.taken[STEP] == columns + 2 * 128 * 98304 + 32 * MIB + step
+    assert pins(plan).startswith("parallel: {tp: 1, ep: 4}\n")
+    table = numbers(plan, [2000])
+    assert table["requests of 2,000"] == 4 * (plan.pages // 16) and table[LANES] == 4
 
 
 def test_minimax_m2_has_a_byte_a_weight() -> None:
