@@ -128,8 +128,7 @@ def numbers(plan: Plan, lengths: Sequence[int]) -> dict[str, float]:
     if states := plan.found.layout.bytes_per_state:
         found["a state, MiB"] = states / 2**20
     lanes = plan.found.mesh.lanes
-    found |= {"lanes, with as many pages each": lanes} if lanes > 1 else {}
-    found |= {"pages": plan.pages, "tokens": plan.tokens, "context": plan.context}
+    found |= {"lanes": lanes, "pages": plan.pages, "tokens": plan.tokens, "context": plan.context}
     for length in lengths:
         fitting = plan.pages // plan.pages_of(length) * lanes
         found[f"requests of {length:,}"] = fitting

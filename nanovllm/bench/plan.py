@@ -110,9 +110,8 @@ class Plan:
         num_bytes, layers = read_by(self.model.layers, rows * length, self.found.mesh.lanes)
         head, config = self.model.head.weight, self.found.model_config
         heads = config.num_attention_heads // self.tp * config.head_size
-        attention = 2 * config.num_hidden_layers * heads * length**2
-        own = -(-rows // self.found.mesh.lanes)
-        flops = rows * 2 * layers * length + own * (2 * head.numel() + attention)
+        each = 2 * head.numel() + 2 * config.num_hidden_layers * heads * length**2
+        flops = rows * 2 * layers * length + -(-rows // self.found.mesh.lanes) * each
         return self._least(num_bytes + head.nbytes, flops)
 
     def _least(self, num_bytes: float, flops: float) -> float:
@@ -176,8 +175,7 @@ def halved(schedule: Schedule, times: int) -> Schedule:
 
 def pins(plan: Plan) -> str:
     """The lines of a recipe that make it so."""
-    cache, schedule = plan.found.recipe.cache, plan.found.recipe.schedule
-    mesh = plan.found.mesh
+    cache, schedule, mesh = plan.found.recipe.cache, plan.found.recipe.schedule, plan.found.mesh
     return (
         f"parallel: {{tp: {mesh.tp_size}{f', ep: {mesh.ep_size}' * (mesh.ep_size > 1)}}}\n"
         f"cache: {{{'dtype: fp8, ' * (cache.dtype == 'fp8')}page_tokens: {cache.page_tokens}, "

@@ -30,7 +30,6 @@ from nanovllm.runner.build import build, load
 from nanovllm.runner.resolved import resolved
 
 GIB, MIB = 1 << 30, 1 << 20
-LANES = "lanes, with as many pages each"
 H200 = KNOWN["h200"]
 
 
@@ -313,7 +312,7 @@ def test_lanes_have_whole_attention_and_all_of_the_cache_each() -> None:
     assert plan.taken[STEP] == columns + 2 * 128 * 98304 + 32 * MIB + step
     assert pins(plan).startswith("parallel: {tp: 1, ep: 4}\n")
     table = numbers(plan, [2000])
-    assert table["requests of 2,000"] == 4 * (plan.pages // 16) and table[LANES] == 4
+    assert table["requests of 2,000"] == 4 * (plan.pages // 16) and table["lanes"] == 4
 
 
 def test_minimax_m2_has_a_byte_a_weight() -> None:
