@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The records behind README's tables, made on the machine present (one GPU), with random weights:
 #   results/measure.sh [PART ...]       parts: online offline kernels ablation sweep
-# and structured, which online begins with, speculation, variants, ranks, lanes and replicas (several GPUs), peers, peers-offline and experts, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
+# and structured, which online begins with, speculation, variants, ranks, lanes and replicas (several GPUs), peers, peers-offline, experts and latent, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
 # FLAGS: more flags of every run, as in FLAGS="--results-dir /tmp/results". RECIPES: instead of 0.6B and 8B. VLLM_PYTHON: for peers and experts, an interpreter that has vLLM.
 set -uo pipefail
 read -ra flags <<<"${FLAGS:-}"
@@ -107,7 +107,17 @@ measure() {
         for recipe in ${RECIPES:-recipes/qwen3-30b-a3b.yaml recipes/minimax-m2.yaml}; do
             local first=() # layers, that one GPU holds
             [[ $recipe == *minimax-m2* ]] && first=(--layers 8 --set parallel.tp=1)
+            [[ $recipe == *deepseek-r1* ]] && first=(--layers 6 --set parallel.tp=1)
             python3 results/peers.py offline $recipe ${first[@]+"${first[@]}"} --set experts.routing=uniform ${flags[@]+"${flags[@]}"} || return
+        done
+        ;;
+    latent) # DeepSeek-R1's first 6 layers on one GPU: its kernels, its tests, then prompts absorbed and expanded, and both caches; beside vLLM by: RECIPES=recipes/deepseek-r1.yaml results/measure.sh experts
+        nanovllm check-kernels --kernel latent_store --kernel latent_decode --kernel latent_decode_cute --json "results/latent-$(date +%F).json"
+        python3 -m pytest -q tests/gpu/test_latent.py
+        for load in bs1-256 bs64 bs256-128 prefill; do
+            nanovllm bench --offline recipes/deepseek-r1.yaml --workload $load "${common[@]}" --set parallel.tp=1 \
+                --set model.num_layers=6 --set experts.routing=uniform --ablate kernels.attention=flash \
+                --ablate kernels.decode=triton --ablate cache.dtype=fp8
         done
         ;;
     sweep) # and a plot

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 import triton
+from msgspec.structs import replace as replaced
 from nanovllm_kernels import latent_decode
 from nanovllm_kernels.latent_reference import row_size, stored
 from torch import Tensor
@@ -25,8 +27,11 @@ from nanovllm.attention.latent import LatentHeads, Latents
 from nanovllm.attention.latent_rows import Absorbed, spans_of
 from nanovllm.attention.torch_ref import TorchPaged
 from nanovllm.attention.triton import TritonPaged
+from nanovllm.config import Kernels, Speculate
 from nanovllm.plan import Chunk
 from tests.attention.paged_batches import make_batch
+from tests.models.tiny import CASES, config_of, make_tiny
+from tests.whole_engine import WholeEngine, prompts_of
 
 CPU = torch.device("cpu")
 INTERPRETED = triton.knobs.runtime.interpret
@@ -52,7 +57,7 @@ def test_in_the_interpreter() -> None:
         ["env", *variables, *command], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    assert "22 passed" in done.stdout
+    assert "24 passed" in done.stdout
 
 
 test_in_the_interpreter.__test__ = not INTERPRETED
@@ -157,6 +162,33 @@ def test_expanded(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
             cached = [chunk.start for chunk in batch.planned]
             assert pieces == [True] + [False] * len(list(spans_of(cached)))
             assert len(pieces) >= 3
+
+
+@in_interpreter
+@pytest.mark.parametrize("cached", ["auto", "fp8"])
+def test_a_whole_engine_writes_the_same_text(cached: str, tmp_path: Path) -> None:
+    """Chunks beside decode rows, with drafts, and prompts of which pages are cached."""
+    family, overrides = CASES["deepseek_v3 tied"]
+    make_tiny(tmp_path, family, **overrides)
+    config, drafts = config_of(tmp_path), Speculate(method="ngram", tokens=3, min_match=1)
+    texts = []
+    for attention in ("torch", "triton"):
+        recipe = replaced(config.recipe, device="cpu", kernels=Kernels(attention=attention))
+        engine = WholeEngine(
+            replaced(config, recipe=recipe),
+            page_tokens=16,
+            slots=3,
+            step_tokens=24,
+            cache_dtype=cached,
+            speculate=drafts,
+        )
+        for i, prompt in enumerate(prompts_of(3, seed=1)):
+            engine.submit(i, prompt, 4)
+            engine.loop.step()
+        engine.run()
+        assert type(engine.runner.backend).name == attention
+        texts.append(engine.text)
+    assert texts[0] == texts[1] and all(len(text) == 4 for text in texts[0].values())
 
 
 def test_few_tokens_are_absorbed_and_many_expanded() -> None:
