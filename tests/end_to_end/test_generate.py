@@ -21,16 +21,16 @@ from tests.whole_engine import WholeEngine, prompts_of, reference
 def test_single_requests_and_a_mixed_batch(case: str, tmp_path: Path) -> None:
     family, overrides = CASES[case]
     model = make_tiny(tmp_path, family, **overrides)
-    prompts = prompts_of(6)
-    expected = {i: reference(model, p, 24) for i, p in enumerate(prompts)}
+    prompts = prompts_of(4)
+    expected = {i: reference(model, p, 12) for i, p in enumerate(prompts)}
     alone = WholeEngine(config_of(tmp_path), prefix=False)
     for i, prompt in enumerate(prompts):
-        alone.submit(i, prompt, 24)
+        alone.submit(i, prompt, 12)
         alone.run()
     assert alone.text == expected
     batched = WholeEngine(config_of(tmp_path))
     for i, prompt in enumerate(prompts):
-        batched.submit(i, prompt, 24)
+        batched.submit(i, prompt, 12)
         batched.loop.step()
     batched.run()
     assert batched.text == expected
@@ -56,8 +56,10 @@ def reusable(engine: WholeEngine, num_tokens: int) -> int:
     return num_tokens // page_tokens * page_tokens if is_hybrid else num_tokens
 
 
-@pytest.mark.parametrize("step_tokens", [16, 33, 128, 512])
-@pytest.mark.parametrize("depth", [0, 1, 2])
+ONE = pytest.mark.parametrize("tiny", TOLD[:1], indirect=True)  # whatever the model is
+
+
+@pytest.mark.parametrize(("step_tokens", "depth"), [(16, 1), (33, 2), (128, 0), (512, 1)])
 def test_chunking_and_depth_never_change_the_text(tiny, step_tokens: int, depth: int) -> None:
     config, prompts, expected = tiny
     engine = WholeEngine(config, step_tokens=step_tokens, depth=depth, slots=5)
@@ -70,16 +72,16 @@ def test_chunking_and_depth_never_change_the_text(tiny, step_tokens: int, depth:
 def test_a_prefix_hit_gives_the_same_text(tiny) -> None:
     config, prompts, expected = tiny
     engine = WholeEngine(config)
-    for turn in range(3):
-        for i, prompt in enumerate(prompts):
+    for turn in range(2):
+        for i, prompt in enumerate(prompts[:5]):
             engine.submit(100 * turn + i, prompt, 20)
             engine.run()
-    assert [engine.text[i] for i in range(10)] == expected
-    assert [engine.text[200 + i] for i in range(10)] == expected
+    for first in (0, 100):
+        assert [engine.text[first + i] for i in range(5)] == expected[:5]
     is_hybrid = isinstance(engine.memory, HybridMemory)  # saves a state where it sees a fork
     assert engine.cached[4 if is_hybrid else 3] >= 20 // 4 * 4  # shares a stem with those before
     # Full pages, and a copy of the last one; of states those at a page's end.
-    assert engine.cached[200] == reusable(engine, len(prompts[0]) - 1)
+    assert engine.cached[100] == reusable(engine, len(prompts[0]) - 1)
 
 
 @pytest.mark.parametrize("step_tokens", [16, 512])
@@ -111,6 +113,7 @@ def test_preemption_gives_the_same_text(tiny) -> None:
     assert engine.memory.pool.num_free == 30
 
 
+@ONE
 def test_aborts_in_between_leave_the_others_alone(tiny) -> None:
     config, prompts, expected = tiny
     engine = WholeEngine(config, pages=60, slots=4, step_tokens=32)
@@ -128,6 +131,7 @@ def test_aborts_in_between_leave_the_others_alone(tiny) -> None:
     assert engine.memory.pool.num_free == 60
 
 
+@ONE
 def test_stop_tokens_and_min_tokens(tiny) -> None:
     config, prompts, expected = tiny
     engine = WholeEngine(config)
@@ -141,6 +145,7 @@ def test_stop_tokens_and_min_tokens(tiny) -> None:
     assert stop not in engine.text[1][:15] and len(engine.text[1]) >= 15
 
 
+@ONE
 def test_a_seed_gives_the_same_text_whatever_else_runs(tiny) -> None:
     config, prompts, _ = tiny
     drawn = Sampling(temperature=0.9, top_p=0.95, seed=1234, presence_penalty=0.3)
@@ -159,6 +164,7 @@ def test_a_seed_gives_the_same_text_whatever_else_runs(tiny) -> None:
     assert other.text[0] != alone.text[0]
 
 
+@ONE
 def test_a_mask_forbids_and_leaves_the_others_alone(tiny) -> None:
     config, prompts, expected = tiny
     engine = WholeEngine(config, step_tokens=32, slots=6)

@@ -92,7 +92,7 @@ def text_of(engine: WholeEngine) -> dict[int, list[int]]:
         EVERYTHING,
     ]
     for at, prompt in enumerate(prompts):
-        engine.submit(at, prompt, 24, kinds[at % 5], grammar="even" if at % 3 == 0 else "")
+        engine.submit(at, prompt, 14, kinds[at % 5], grammar="even" if at % 3 == 0 else "")
     engine.run()
     engine.submit(NUM_REQUESTS, prompts[0], 4)
     engine.run()
@@ -129,11 +129,9 @@ def test_text_is_that_of_one_rank(
     ("family", "drafts", "tp", "ep"),
     [
         ("qwen3_moe", NGRAM, 2, 1),
-        ("qwen3_moe", None, 2, 2),
         ("minimax_m2", NGRAM, 2, 2),
         ("minimax_m2", None, 4, 1),
         ("deepseek_v3", NGRAM, 2, 1),
-        ("deepseek_v3", None, 2, 2),
         ("qwen3_next", NGRAM, 2, 1),
         ("qwen3_next", None, 2, 2),
     ],
