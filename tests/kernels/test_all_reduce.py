@@ -175,7 +175,8 @@ class Ranks:
 
 @contextmanager
 def ranks_of(size: int) -> Iterator[Ranks]:
-    context = multiprocessing.get_context("spawn")
+    torch.set_num_threads(1)  # so that a process may be forked: it has imported all there is
+    context = multiprocessing.get_context("fork")
     length = ops.buffer_bytes(size, CAPACITY)
     buffers = [torch.full((length,), 0xFF, dtype=torch.uint8).share_memory_() for _ in range(size)]
     pairs = [context.Pipe() for _ in range(size)]

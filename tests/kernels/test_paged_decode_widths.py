@@ -42,7 +42,7 @@ def test_widths_in_the_interpreter() -> None:
         ["env", *variables, *command], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    assert "35 passed" in done.stdout
+    assert "25 passed" in done.stdout
 
 
 test_widths_in_the_interpreter.__test__ = not INTERPRETED
@@ -77,7 +77,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @in_interpreter
-@pytest.mark.parametrize("lanes", [1, 2, 5, 11, 40])
+@pytest.mark.parametrize("lanes", [1, 5, 40])
 @KINDS
 def test_rows_cut_in_every_way(rows, lanes) -> None:
     """Of two key/value heads; what a lane has of a row may be nothing that its queries see."""
