@@ -53,9 +53,14 @@ def told(
     return engine.text, engine.finish, engine.logprobs, engine.scheduler.stats().accepted_tokens
 
 
-@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize(
+    ("config", "wish"),
+    [(TOLD[0], wish) for wish in WISHES]
+    + [(case, wish) for case in TOLD[1:] for wish in ("greedy", "truncated", "logprobs")],
+    indirect=["config"],
+)
 def test_drafts_change_no_text(config: tuple[Config, list[list[int]]], wish: str) -> None:
-    for stops in ([], [7, 19, 151]):
+    for stops in ([], [7, 19, 151]) if wish == "greedy" else ([7, 19, 151],):
         plain = told(config[0], wish, None, stops, step_tokens=64)
         drafted = told(config[0], wish, NGRAM, stops, step_tokens=64)
         assert drafted[:2] == plain[:2]
