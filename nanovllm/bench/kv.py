@@ -119,16 +119,14 @@ def profile(
 def numbers(plan: Plan, lengths: Sequence[int]) -> dict[str, float]:
     """By name and unit. Times are the least there could be, where so many requests have room."""
     found = {f"{name}, GiB": num / GIB for name, num in plan.taken.items() if num}
-    found["room for pages, GiB"] = plan.room / GIB
+    found["room for the cache, GiB"] = plan.room / GIB
     for group in plan.found.layout.paged:
         of = f"{len(group.layers)} layers"
         found[f"key/value heads, {of}"] = group.num_heads
         found[f"a token, {of}, KiB"] = group.bytes_per_token / 1024
         found[f"a page, {of}, MiB"] = group.bytes_per_token * plan.found.page_tokens / 2**20
-    if states := plan.found.layout.bytes_per_state:
-        found["a state, MiB"] = states / 2**20
     lanes = plan.found.mesh.lanes
-    found |= {"lanes": lanes, "pages": plan.pages, "tokens": plan.tokens, "context": plan.context}
+    found |= plan.split.numbers(lengths) | {"lanes": lanes, "context": plan.context}
     for length in lengths:
         fitting = plan.pages // plan.pages_of(length) * lanes
         found[f"requests of {length:,}"] = fitting
@@ -144,7 +142,7 @@ def draw(path: Path, profile: Profile) -> None:
     figure = new_figure(8.0, 1.8 + 0.4 * len(profile.plans))
     axes = figure.add_subplot()
     plans = profile.plans.items()
-    parts = {name: plan.taken | {"pages": plan.pages * plan.page_bytes} for name, plan in plans}
+    parts = {name: plan.taken | plan.split.bytes for name, plan in plans}
     bars = pd.DataFrame(parts).T[::-1] / GIB
     bars[LOGPROBS] = bars.pop(LOGPROBS)  # last: beyond the dashed line
     bars.plot.barh(stacked=True, ax=axes, color=COLOURS, legend=False)

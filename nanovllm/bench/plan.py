@@ -24,6 +24,7 @@ from nanovllm.config import (
     resolve_schedule,
 )
 from nanovllm.engine.paper import resolve
+from nanovllm.kv.split import Split, decode_bytes, num_paged, room_for_pages, running_bytes
 from nanovllm.layers.moe import read_by
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
@@ -33,7 +34,7 @@ from nanovllm.runner.room import step_bytes
 from nanovllm.runner.sizing import GIB
 
 WEIGHTS, STEP, OTHERS, GRAPHS = "weights", "full step", "CUDA and others", "graphs"
-LOGPROBS = "log-probabilities"
+STATES, LOGPROBS = "running states", "log-probabilities"
 CUDA_BYTES = 757 << 20  # with our kernels' code: measured on an H200
 RANKS_BYTES = 512 << 20  # of buffers between ranks: not measured yet
 HOST_GPUS = (1, 2, 4, 8)
@@ -58,7 +59,7 @@ class Plan:
 
     @property
     def room(self) -> int:
-        """The bytes that are left for pages; below 0: that are lacking."""
+        """The bytes that are left for pages and checkpoints; below 0: that are lacking."""
         return self.share - sum(self.taken.values()) + self.taken[LOGPROBS]
 
     @property
@@ -67,9 +68,13 @@ class Plan:
 
     @property
     def pages(self) -> int:
-        recipe, fitting = self.found.recipe, self.room // self.page_bytes - 1
-        useful = int(recipe.schedule.slots) * self.pages_of(self.found.max_model_tokens)
-        return given_or(self.asked.cache.pages, max(0, min(fitting, useful)))
+        fitting = room_for_pages(self.room, self.asked.cache, self.found.layout) // self.page_bytes
+        useful = int(self.found.recipe.schedule.slots) * self.pages_of(self.found.max_model_tokens)
+        return given_or(self.asked.cache.pages, max(0, min(fitting - 1, useful)))
+
+    @property
+    def split(self) -> Split:
+        return Split(self.pages, self.asked.cache, self.found.layout, self.found.page_tokens)
 
     @property
     def tokens(self) -> int:
@@ -86,11 +91,9 @@ class Plan:
 
     def problem(self, lengths: Sequence[int]) -> str:
         """Why it cannot serve requests of these lengths; empty: it can."""
-        lacking = (max(2, self.pages) + 1) * self.page_bytes - self.room
-        if lacking > 0 and self.gpu is not CPU:  # there pages are taken as they are asked for
-            return (
-                f"{lacking / GIB:.2f} GiB more are needed for a cache of {max(2, self.pages)} pages"
-            )
+        lack = self.split._replace(pages=max(2, self.pages)).total - self.room
+        if lack > 0 and self.gpu is not CPU:  # there pages are taken as they are asked for
+            return f"{lack / GIB:.2f} GiB more are needed for a cache of {max(2, self.pages)} pages"
         if self.taken[LOGPROBS] > self.spare:
             return f"{LOGPROBS} of all slots exceed what cache.memory_fraction leaves"
         most = max(given_or(self.asked.server.max_model_tokens, 1), *lengths, 1)
@@ -103,14 +106,14 @@ class Plan:
         num_bytes, layers = read_by(self.model.layers, rows, self.found.mesh.lanes)
         head, own = self.model.head.weight, -(-rows // self.found.mesh.lanes)
         products = self._least(num_bytes + head.nbytes, 2 * (layers * rows + head.numel() * own))
-        return products + self._least(own * length * self.found.layout.bytes_per_token, 0)
+        return products + self._least(own * decode_bytes(self.found.layout, length), 0)
 
     def prefill_s(self, rows: int, length: int) -> float:
         """The least time of so many prompts. Half of attention's products are masked."""
         num_bytes, layers = read_by(self.model.layers, rows * length, self.found.mesh.lanes)
         head, config = self.model.head.weight, self.found.model_config
         heads = config.num_attention_heads // self.tp * config.head_size
-        each = 2 * head.numel() + 2 * config.num_hidden_layers * heads * length**2
+        each = 2 * head.numel() + 2 * num_paged(self.found.layout) * heads * length**2
         flops = rows * 2 * layers * length + -(-rows // self.found.mesh.lanes) * each
         return self._least(num_bytes + head.nbytes, flops)
 
@@ -125,10 +128,11 @@ def plan_of(config: Config, gpu: Gpu, size: int) -> Plan:
     found = resolved(given, first_rank(asked.parallel).first_of(size))
     model = found.empty_model(torch.device("meta"))
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    taken = {WEIGHTS: weights, LOGPROBS: 0}
+    slots = int(found.recipe.schedule.slots)
+    taken = {WEIGHTS: weights, STATES: running_bytes(found.layout, slots), LOGPROBS: 0}
     total = share = weights + int(asked.cache.cpu_gib * GIB)
     if gpu is not CPU:
-        total, slots = int(gpu.gib * GIB), int(found.recipe.schedule.slots)
+        total = int(gpu.gib * GIB)
         share = int(total * asked.cache.memory_fraction)
         taken |= {
             STEP: step_bytes(found, model, fuses_gate=gpu.is_hopper),
@@ -179,7 +183,7 @@ def pins(plan: Plan) -> str:
     return (
         f"parallel: {{tp: {mesh.tp_size}{f', ep: {mesh.ep_size}' * (mesh.ep_size > 1)}}}\n"
         f"cache: {{{'dtype: fp8, ' * (cache.dtype == 'fp8')}page_tokens: {cache.page_tokens}, "
-        f"pages: {plan.pages}, memory_fraction: {cache.memory_fraction:g}}}\n"
+        f"{plan.split.pin}, memory_fraction: {cache.memory_fraction:g}}}\n"
         f"schedule: {{slots: {schedule.slots}, step_tokens: {schedule.step_tokens}}}\n"
         f"server: {{max_model_tokens: {plan.context}}}"
     )

@@ -49,9 +49,6 @@ class Checkpoints:
         self._used_C = np.zeros(count)
         self._now = 0  # counts uses, and states that want a place
 
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._of)
-
     def get(self, key: Key) -> Checkpoint | None:
         return self._of.get(key)
 
@@ -161,21 +158,6 @@ class Checkpoints:
         checkpoint.before = before
         first = 0 if before is None else before.num_tokens
         self._costs_C[checkpoint.id] = checkpoint.num_tokens - first
-
-    def check(self, num_taken: int) -> None:
-        assert len(self._blank) + len(self._of) + num_taken == self.count, "a place is lost"
-        kept = [one for one in self._by_id if one is not None]
-        assert len(kept) == len(self._of) == self.sizes["kept"]
-        assert set(kept) == set(self._of.values())
-        assert len(set(self._blank)) == len(self._blank)
-        assert all(self._by_id[place] is None for place in self._blank)
-        for one in kept:
-            *earlier, own = self.along(one.keys, one.num_tokens)
-            assert own is one and one.before is (earlier[-1] if earlier else None)
-            assert one in (self._first if one.before is None else one.before.behind)
-            spared = one.num_tokens - (one.before.num_tokens if one.before else 0)
-            assert self._costs_C[one.id] == spared
-        assert sum(len(one.behind) for one in kept) + len(self._first) == len(kept)
 
 
 def begins(text: Checkpoint, start: Checkpoint) -> bool:

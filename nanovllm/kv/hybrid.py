@@ -22,6 +22,7 @@ found before the next plan; one that its `saves` write can.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import islice
 
@@ -143,15 +144,8 @@ class HybridMemory(KVMemory):
 
     def _num_shared(self, a: PageKeys, b: PageKeys) -> int:
         """How many leading pages two texts have in common; each has a token behind them."""
-        low, high = 0, min(self._most_shared(a), self._most_shared(b))
-        if high and a.full(0) != b.full(0):
-            return 0
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (
-                (middle, high) if a.full(middle - 1) == b.full(middle - 1) else (low, middle - 1)
-            )
-        return low
+        most = min(self._most_shared(a), self._most_shared(b))
+        return bisect_left(range(most), True, key=lambda index: a.full(index) != b.full(index))
 
     def _save(self, request_id: int, end: int) -> int:
         """A checkpoint for the state behind `end` tokens; -1: none."""
@@ -227,12 +221,6 @@ class HybridMemory(KVMemory):
             if (state := self.states.get(key)) is not None:
                 self.states.remove(state)
         super()._forget(page)
-
-    def check(self) -> None:
-        super().check()
-        assert not self._unpublished and set(self._texts) == set(self._holdings)
-        self.states.check(num_taken=sum(text.place >= 0 for text in self._texts.values()))
-        assert all(key in self._page_of for key in self.states), "a state without its page"
 
 
 def memory_of(layout: CacheLayout, cache: Cache) -> KVMemory:

@@ -6,6 +6,9 @@ get cache.checkpoint_fraction, or what cache.checkpoints of them take, and pages
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from nanovllm.config import Cache
 from nanovllm.kv.layout import CacheLayout
 
@@ -22,14 +25,66 @@ def room_for_pages(left: int, cache: Cache, layout: CacheLayout) -> int:
     return left - cache.checkpoints * layout.bytes_per_state
 
 
-def num_checkpoints(num_pages: int, cache: Cache, layout: CacheLayout, page_tokens: int) -> int:
-    """Beside so many pages. None where nothing recurs, or nothing may be reused."""
-    if cache.checkpoints != "auto":
-        return cache.checkpoints if layout.state is not None else 0
-    share = fraction_of(cache, layout)
-    pages = (num_pages + 1) * page_tokens * layout.bytes_per_token
-    return int(pages * share / (1 - share) / layout.bytes_per_state) if share else 0
-
-
 def fraction_of(cache: Cache, layout: CacheLayout) -> float:
     return cache.checkpoint_fraction if layout.state is not None and cache.prefix else 0.0
+
+
+def num_paged(layout: CacheLayout) -> int:
+    """Layers whose work grows with the context."""
+    return sum(len(group.layers) for group in layout.paged)
+
+
+def decode_bytes(layout: CacheLayout, length: int) -> int:
+    """What a decode row moves: its keys and values once, its state there and back."""
+    return length * layout.bytes_per_token + 2 * layout.bytes_per_state
+
+
+class Split(NamedTuple):
+    """What there is beside running states."""
+
+    pages: int
+    cache: Cache
+    layout: CacheLayout
+    page_tokens: int
+
+    @property
+    def checkpoints(self) -> int:
+        """None where nothing recurs, or nothing may be reused."""
+        cache, layout = self.cache, self.layout
+        if cache.checkpoints != "auto":
+            return cache.checkpoints if layout.state is not None else 0
+        share = fraction_of(cache, layout)
+        pages = (self.pages + 1) * self.page_tokens * layout.bytes_per_token
+        return int(pages * share / (1 - share) / layout.bytes_per_state) if share else 0
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """By what takes them, the padding page included."""
+        pages = (self.pages + 1) * self.page_tokens * self.layout.bytes_per_token
+        return {"checkpoints": self.checkpoints * self.layout.bytes_per_state, "pages": pages}
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+    @property
+    def pin(self) -> str:
+        """What a recipe says to have the same."""
+        states = f", checkpoints: {self.checkpoints}" if self.layout.state is not None else ""
+        return f"pages: {self.pages}{states}"
+
+    def numbers(self, lengths: Sequence[int]) -> dict[str, float]:
+        """By name and unit. Of a model with recurrent layers also what a request takes.
+
+        The least that it could take is its state, and its tokens' keys and values alone.
+        """
+        layout, size = self.layout, self.page_tokens
+        found: dict[str, float] = {"pages": self.pages, "tokens": self.pages * size}
+        if state := layout.bytes_per_state:
+            found |= {"checkpoints": self.checkpoints, "a state, MiB": state / 2**20}
+            for length in lengths:
+                taken = state - (-length // size) * size * layout.bytes_per_token
+                least = state + length * layout.bytes_per_token
+                found[f"a request of {length:,}, MiB"] = taken / 2**20
+                found[f"a request of {length:,}, % above the least"] = 100 * (taken / least - 1)
+        return found

@@ -15,7 +15,7 @@ from nanovllm_kernels.compile_cache import use_folder
 
 from nanovllm.config import Config, Recipe, cache_dir
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.kv.split import num_checkpoints
+from nanovllm.kv.split import Split
 from nanovllm.layers.describe import products
 from nanovllm.log import fields
 from nanovllm.models.decoder import Decoder
@@ -150,7 +150,7 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
         num_pages = found.mesh.least(fitting)
         if (held := found.context_in(num_pages)) < most:
             most, rows = held, rows_of(held)
-    checkpoints = num_checkpoints(num_pages, recipe.cache, found.layout, page_tokens)
+    checkpoints = Split(num_pages, recipe.cache, found.layout, page_tokens).checkpoints
     cache, server = replace(recipe.cache, pages=num_pages, checkpoints=checkpoints), recipe.server
     sized = replace(recipe, cache=cache, server=replace(server, max_model_tokens=most))
     return runner_with(num_pages, checkpoints), sized

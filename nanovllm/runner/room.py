@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from nanovllm_kernels.library_linear import ADDED_LINEAR
 
-from nanovllm.config import ConfigError
+from nanovllm.config import ConfigError, given_or
+from nanovllm.kv.split import Split, running_bytes
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.resolved import Resolved
 
@@ -34,6 +35,7 @@ class Need:
     others: str  # what these are
     cache_key: str  # which key of the recipe says how much cache; empty: what is left
     cache_bytes: int
+    state_bytes: int  # of these, what recurrent states take
     page_bytes: int
     room: int
     place: str  # what has that room
@@ -90,29 +92,28 @@ def less_cache(need: Need, before: str) -> Iterator[tuple[str, Need]]:
     if need.cache_key == "cache.cpu_gib" and (tenths := 10 * left // GIB) > 0:
         smaller = replace(need, cache_bytes=tenths * GIB // 10)
         yield f"{before}--set cache.cpu_gib={tenths / 10:g}", smaller
-    if need.cache_key == "cache.pages" and (pages := left // need.page_bytes - 1) > 1:
-        smaller = replace(need, cache_bytes=(pages + 1) * need.page_bytes)
+    pages = (left - need.state_bytes) // need.page_bytes - 1
+    if need.cache_key == "cache.pages" and pages > 1:
+        smaller = replace(need, cache_bytes=(pages + 1) * need.page_bytes + need.state_bytes)
         yield f"{before}--set cache.pages={pages}", smaller
 
 
 def need_of(found: Resolved) -> Need:
-    recipe, device = found.recipe, found.device
+    recipe, device, cache = found.recipe, found.device, found.recipe.cache
     model = found.empty_model(torch.device("meta"))
     page_bytes = found.layout.bytes_per_token * found.page_tokens
+    slots = int(recipe.schedule.slots)
+    pages = given_or(cache.pages, slots * -(-found.max_model_tokens // found.page_tokens))
+    whole = Split(pages, cache, found.layout, found.page_tokens).total
+    whole += running_bytes(found.layout, slots)
     if device.type == "cpu":
         room, place = host_memory() // found.mesh.size, "this machine"
     else:
         free, total = torch.cuda.mem_get_info(device)
         room = min(free, int(total * recipe.cache.memory_fraction) - (total - free))
         place = f"{found.device_name} with cache.memory_fraction {recipe.cache.memory_fraction:g}"
-    if recipe.cache.pages != "auto":
-        key, cache_bytes = "cache.pages", (recipe.cache.pages + 1) * page_bytes
-    elif device.type == "cpu":
-        useful = int(recipe.schedule.slots) * -(-found.max_model_tokens // found.page_tokens) + 1
-        key = "cache.cpu_gib"
-        cache_bytes = min(int(recipe.cache.cpu_gib * GIB), useful * page_bytes)
-    else:
-        key, cache_bytes = "", 0
+    key = "cache.pages" if cache.pages != "auto" else "cache.cpu_gib" * (device.type == "cpu")
+    taken = {"cache.pages": whole, "": 0}.get(key, min(int(cache.cpu_gib * GIB), whole))
     others = sum(t.nbytes for t in model.parameters() if t.dtype != found.dtype)
     return Need(
         model=recipe.model,
@@ -122,7 +123,8 @@ def need_of(found: Resolved) -> Need:
         table_bytes=others + sum(tensor.nbytes for tensor in model.buffers()),
         others=f" + {gib(others)} of other types" if others else "",
         cache_key=key,
-        cache_bytes=cache_bytes,
+        cache_bytes=taken,
+        state_bytes=whole - (pages + 1) * page_bytes,
         page_bytes=page_bytes,
         room=room,
         place=place,

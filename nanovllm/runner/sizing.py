@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.config import Auto, ConfigError, Recipe, resolve_context
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.kv.split import room_for_pages, running_bytes
+from nanovllm.kv.split import Split, room_for_pages, running_bytes
 
 GIB = 1 << 30
 
@@ -85,7 +85,8 @@ def fitting_context(
     if recipe.cache.pages != "auto":
         cure = f"--set cache.pages={pages}"
     elif recipe.device == "cpu":
-        bytes_needed = (pages + 1) * layout.bytes_per_token * page_tokens
+        running = running_bytes(layout, int(recipe.schedule.slots))
+        bytes_needed = running + Split(pages, recipe.cache, layout, page_tokens).total
         cure = f"--set cache.cpu_gib={math.ceil(10 * bytes_needed / GIB) / 10:g}"
     else:
         cure = "raise cache.memory_fraction"

@@ -89,7 +89,7 @@ def test_without_a_gpu_it_is_the_cpu_s_cache() -> None:
     found = lines(done)
     assert done.exit_code == 0 and found[0] == "demo on CPU"
     assert {"pages 1,024", "tokens 16,384", "requests of 100 146", "tp 1: fits"} <= {*found}
-    assert "room for pages, GiB 2" in found and "graphs, GiB 1" not in found
+    assert "room for the cache, GiB 2" in found and "graphs, GiB 1" not in found
     assert "requests of 2,000 8" in lines(run("--device", "cpu", "--set", "schedule.slots=4"))
     short = lines(run("--device", "cpu", "--set", "server.max_model_tokens=300"))
     assert [line for line in short if line.startswith("requests")] == ["requests of 300 16"]

@@ -15,6 +15,7 @@ from nanovllm.bench.plan import (
     LOGPROBS,
     OTHERS,
     RANKS_BYTES,
+    STATES,
     STEP,
     WEIGHTS,
     Plan,
@@ -162,6 +163,21 @@ def test_a_state_is_a_cache_as_well() -> None:
         paged=(PagedGroup((0,), 1, 8, 8, 2),), state=StateGroup((1, 2), 6, 3, 2, 2, 2, 2)
     )
     assert (layout.bytes_per_token, layout.bytes_per_state) == (32, 2 * (36 + 32))
+
+
+def test_the_states_of_a_hybrid_model_come_first_then_checkpoints_and_pages() -> None:
+    plan = on_h200("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "schedule.slots=64")
+    assert plan.taken[STATES] == 65 * 36 * (8192 * 3 * 2 + 4 * 32 * 128 * 128)
+    kept = plan.split.bytes
+    assert kept["checkpoints"] == pytest.approx(0.25 * plan.room, rel=0.01)
+    assert kept["pages"] == pytest.approx(0.75 * plan.room, rel=0.01)
+    assert plan.problem([32768]) == "" and "checkpoints: 15" in pins(plan)
+    dense = on_h200("qwen3-8b")
+    assert dense.taken[STATES] == 0 and "checkpoints" not in pins(dense)
+    none = on_h200("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "cache.checkpoints=0")
+    assert none.split.bytes["checkpoints"] == 0
+    many = on_h200("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "cache.checkpoints=900")
+    assert "GiB more are needed for a cache of 2 pages" in many.problem([32768])
 
 
 # -- what does not fit -------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 
 from nanovllm.kv.checkpoints import Checkpoints
 from nanovllm.kv.keys import PageKeys
+from tests.kv.states import check_states
 
 PAGE = 4
 few_tokens = st.lists(st.integers(0, 1), min_size=1, max_size=11)
@@ -21,7 +22,7 @@ def keep(states: Checkpoints, keys: PageKeys, num_tokens: int, spared: int | Non
     place = states.take(num_tokens if spared is None else spared)
     if place >= 0:
         states.put(place, keys, num_tokens)
-    states.check(num_taken=0)
+    check_states(states)
     return place
 
 
@@ -97,7 +98,7 @@ def test_what_is_found_along_a_text_are_its_own_beginnings(actions) -> None:
             place = states.take(1)
             states.put(place, keys, len(tokens))
             kept.setdefault(name, place)
-        states.check(num_taken=0)
+        check_states(states)
         found = [(one.num_tokens, one.id) for one in states.along(keys, len(tokens))]
         assert found == [
             (n, kept[salt, tuple(tokens[:n])])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from nanovllm.config import Cache
 from nanovllm.kv.hybrid import HybridMemory, memory_of
+from nanovllm.kv.keys import PageKeys
 from nanovllm.kv.layout import CacheLayout, PagedGroup, StateGroup
-from nanovllm.kv.split import num_checkpoints, room_for_pages, running_bytes
+from nanovllm.kv.split import Split, decode_bytes, num_paged, room_for_pages, running_bytes
 
 GIB = 1 << 30
 PAGE = 128
@@ -29,7 +32,7 @@ def test_a_state_has_the_bytes_that_the_model_has() -> None:
 def test_checkpoints_and_pages_fill_the_room_in_their_shares(fraction) -> None:
     cache, left = Cache(checkpoint_fraction=fraction), 40 * GIB
     pages = room_for_pages(left, cache, NEXT) // (PAGE * NEXT.bytes_per_token) - 1
-    count = num_checkpoints(pages, cache, NEXT, PAGE)
+    count = Split(pages, cache, NEXT, PAGE).checkpoints
     states = count * NEXT.bytes_per_state
     assert 0 <= fraction * left - states < 2 * NEXT.bytes_per_state
     taken = states + (pages + 1) * PAGE * NEXT.bytes_per_token
@@ -39,7 +42,7 @@ def test_checkpoints_and_pages_fill_the_room_in_their_shares(fraction) -> None:
 def test_a_number_of_checkpoints_leaves_pages_the_rest() -> None:
     cache = Cache(checkpoints=100)
     assert room_for_pages(40 * GIB, cache, NEXT) == 40 * GIB - 100 * NEXT.bytes_per_state
-    assert num_checkpoints(7, cache, NEXT, PAGE) == 100
+    assert Split(7, cache, NEXT, PAGE).checkpoints == 100
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,7 @@ def test_a_number_of_checkpoints_leaves_pages_the_rest() -> None:
 )
 def test_where_no_state_is_reused_pages_get_all(layout, cache) -> None:
     assert room_for_pages(40 * GIB, cache, layout) == 40 * GIB
-    assert num_checkpoints(10_000, cache, layout, PAGE) == 0
+    assert Split(10_000, cache, layout, PAGE).checkpoints == 0
 
 
 @pytest.mark.parametrize("layout", [DENSE, NEXT])
@@ -55,3 +58,38 @@ def test_where_no_state_is_reused_pages_get_all(layout, cache) -> None:
 def test_what_a_model_has_follows_from_its_layout(layout, checkpoints) -> None:
     memory = memory_of(layout, Cache(pages=9, page_tokens=4, checkpoints=checkpoints))
     assert isinstance(memory, HybridMemory) is (layout is NEXT)
+
+
+def test_whatever_its_length_a_request_takes_little_more_than_it_must() -> None:
+    """Nothing is padded to a common size of pages and states: vLLM takes 7,808 tokens' pages."""
+    found = Split(9_000, Cache(), NEXT, PAGE).numbers((12, 500, 8_000, 100_000))
+    above = [found[f"a request of {n:,}, % above the least"] for n in (12, 500, 8_000, 100_000)]
+    assert above == pytest.approx([3.68, 0.33, 0.57, 0.09], abs=0.01) and max(above) <= 5
+    assert found["a request of 8,000, MiB"] == pytest.approx(73.69 + 63 * 3, abs=0.01)
+    memory = memory_of(NEXT, Cache(pages=9_000, page_tokens=PAGE, checkpoints=9))
+    for i, num_tokens in enumerate((12, 500, 8_000, 100_000)):
+        keys = PageKeys(array("i", [i] * num_tokens), "", PAGE)
+        before = memory.pool.num_free
+        admitted = memory.admit(i, keys, 0)
+        assert admitted is not None
+        taken = NEXT.bytes_per_state + PAGE * NEXT.bytes_per_token * (before - memory.pool.num_free)
+        assert taken / 2**20 == pytest.approx(found[f"a request of {num_tokens:,}, MiB"])
+
+
+def test_all_of_a_cache_is_counted() -> None:
+    split = Split(999, Cache(checkpoint_fraction=0.5), NEXT, PAGE)
+    pages = 1000 * PAGE * NEXT.bytes_per_token
+    assert split.bytes["pages"] == pages and 0 <= 2 * pages - split.total < NEXT.bytes_per_state
+    assert split.pin == f"pages: 999, checkpoints: {split.checkpoints}"
+    dense = Split(999, Cache(), DENSE, PAGE)
+    assert (dense.total, dense.pin, dense.numbers([12])) == (
+        pages,
+        "pages: 999",
+        {"pages": 999, "tokens": 999 * PAGE},
+    )
+
+
+def test_what_a_decode_row_moves() -> None:
+    assert num_paged(NEXT) == 12
+    assert decode_bytes(NEXT, 1000) == 1000 * NEXT.bytes_per_token + 2 * NEXT.bytes_per_state
+    assert decode_bytes(DENSE, 1000) == 1000 * DENSE.bytes_per_token

@@ -14,6 +14,7 @@ from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import StepPlan
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Abort, FinishReason, Generate, RefusalKind, Sampling, StepOutput
+from tests.kv.states import check_memory
 from tests.paper.gpu import PaperGPU, PaperHandle, PaperMasker, ids
 
 PAGE = 4
@@ -143,6 +144,8 @@ class PaperEngine:
     def step(self) -> None:
         self.loop.step()
         self.scheduler.check()
+        if isinstance(self.memory, HybridMemory):
+            check_memory(self.memory)
         for decoded, fed in self.gpu.fed[-1:]:
             assert decoded + fed <= self.budget
             assert not decoded or fed <= max(self.mixed - decoded, -(-self.mixed // 4))

@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm.wire import Abort, FinishReason
 from tests.paper.engine import PAGE, PaperEngine, generate
-from tests.paper.gpu import solo_run
+from tests.paper.gpu import VOCAB, solo_run
 
 ERROR, LENGTH = FinishReason.ERROR, FinishReason.LENGTH
 STEM = [i * i % 47 for i in range(24)]
@@ -60,6 +60,14 @@ def test_a_second_turn_goes_on_from_the_end_of_the_first_prompt() -> None:
     assert found == [0, 14, 31, 48]
     assert chunks(engine) == [14, 17, 17, 17]
     assert sum(len(plan.copies) for plan in engine.plans) == 2  # 48 tokens are whole pages
+
+
+def test_where_known_pages_end_without_another_text_behind_is_no_fork() -> None:
+    engine = PaperEngine(**ROOMY | {"checkpoints": 1})
+    ask(engine, 0, STEM[:14], max_new=15)
+    ask(engine, 1, [9] * 30)  # its state takes the only place
+    assert ask(engine, 2, [*STEM[:14], *engine.text[0], 7, 7]) == 0
+    assert chunks(engine) == [14, 30, 31]
 
 
 def test_a_page_too_few_is_no_page_to_copy() -> None:
@@ -179,7 +187,8 @@ def test_a_preempted_request_goes_on_from_a_state_of_its_output(depth) -> None:
 def test_long_outputs_leave_states_behind_at_page_boundaries(depth) -> None:
     engine = PaperEngine(every=8, depth=depth, **ROOMY)
     for i, prompt in enumerate((STEM[:5], STEM[5:10])):
-        engine.say(generate(i, prompt, 30))
+        others = [token for token in range(VOCAB) if token not in text(prompt, 30)]
+        engine.say(generate(i, prompt, 30, others[:9]))  # so many are looked at in every step
     engine.finish_all()
     assert [len(plan.saves) for plan in engine.plans if plan.saves] == [2, 2, 2]
     for i, prompt in enumerate((STEM[:5], STEM[5:10])):

@@ -1,0 +1,29 @@
+"""What always holds of checkpoints, and of the memory that deals in them."""
+
+from __future__ import annotations
+
+from nanovllm.kv.checkpoints import Checkpoints
+from nanovllm.kv.hybrid import HybridMemory
+
+
+def check_memory(memory: HybridMemory) -> None:
+    assert not memory._unpublished and set(memory._texts) == set(memory._holdings)
+    check_states(memory.states, sum(text.place >= 0 for text in memory._texts.values()))
+    assert all(key in memory._page_of for key in memory.states._of), "a state without its page"
+
+
+def check_states(states: Checkpoints, num_taken: int = 0) -> None:
+    """`num_taken` places are taken and not used yet."""
+    assert len(states._blank) + len(states._of) + num_taken == states.count, "a place is lost"
+    kept = [one for one in states._by_id if one is not None]
+    assert len(kept) == len(states._of) == states.sizes["kept"]
+    assert set(kept) == set(states._of.values())
+    assert len(set(states._blank)) == len(states._blank)
+    assert all(states._by_id[place] is None for place in states._blank)
+    for one in kept:
+        *earlier, own = states.along(one.keys, one.num_tokens)
+        assert own is one and one.before is (earlier[-1] if earlier else None)
+        assert one in (states._first if one.before is None else one.before.behind)
+        spared = one.num_tokens - (one.before.num_tokens if one.before else 0)
+        assert states._costs_C[one.id] == spared
+    assert sum(len(one.behind) for one in kept) + len(states._first) == len(kept)
