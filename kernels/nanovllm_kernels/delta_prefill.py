@@ -27,7 +27,7 @@ from nanovllm_kernels.paged_decode import dot
 
 PIECE = 64
 CONVOLVED = 16  # tokens that a program convolves, of a head's channels
-FEW_ROWS, MANY_ROWS = 32, 1024  # compiled for so many
+ROWS = 32  # whose starts are read at once
 STAGES, WARPS = 2, 4  # of the scan
 PARTS = 64  # elements of values that a program of the scan has
 
@@ -55,17 +55,16 @@ def mix_rows(
         "K_BLOCK": max(16, triton.next_power_of_2(K)),
         "V_BLOCK": max(16, triton.next_power_of_2(V)),
     }
-    rows = FEW_ROWS if num_rows <= FEW_ROWS else max(MANY_ROWS, triton.next_power_of_2(num_rows))
     sizes = {"G": G, "H": H, "K": K, "V": V, **blocks}
     most_pieces = T // PIECE + num_rows
     conv_kernel[(T // CONVOLVED + num_rows, 2 * G + H)](
         qkv_TC, weights.conv_CW, conv_NCW, slots_R, starts_R1, y_TC, num_rows, qkv_TC.stride(0),
-        conv_NCW.stride(0), L2_EPS, **sizes, WIDTH=weights.conv_CW.shape[1], ROWS=rows,
+        conv_NCW.stride(0), L2_EPS, **sizes, WIDTH=weights.conv_CW.shape[1], ROWS=ROWS,
         PIECE=CONVOLVED, num_warps=4,
     )  # fmt: skip
     pieces_kernel[(most_pieces, H)](
         y_TC, a_TH, b_TH, weights.a_log_H, weights.dt_bias_H, starts_R1, w_THK, u_THV, seen_THX,
-        sums_TH, num_rows, a_TH.stride(0), b_TH.stride(0), **sizes, ROWS=rows, PIECE=PIECE,
+        sums_TH, num_rows, a_TH.stride(0), b_TH.stride(0), **sizes, ROWS=ROWS, PIECE=PIECE,
         num_warps=4,
     )  # fmt: skip
     part = min(PARTS, blocks["V_BLOCK"])
@@ -88,15 +87,19 @@ def piece_of(starts_R1, num_rows, nth, ROWS: tl.constexpr, PIECE: tl.constexpr):
 
     A row beyond the last one if there is no such piece.
     """
-    r = tl.arange(0, ROWS)
-    start = tl.load(starts_R1 + r, r < num_rows, 0)
-    pieces = (tl.load(starts_R1 + r + 1, r < num_rows, 0) - start + PIECE - 1) // PIECE
-    is_before = tl.cumsum(pieces, 0) <= nth
-    row = tl.sum(is_before.to(tl.int32), 0)
+    row, before, total = 0, 0, 0
+    for at in range(0, num_rows, ROWS):
+        r = at + tl.arange(0, ROWS)
+        start = tl.load(starts_R1 + r, r < num_rows, 0)
+        pieces = (tl.load(starts_R1 + r + 1, r < num_rows, 0) - start + PIECE - 1) // PIECE
+        is_before = total + tl.cumsum(pieces, 0) <= nth
+        row += tl.sum(is_before.to(tl.int32), 0)
+        before += tl.sum(tl.where(is_before, pieces, 0), 0)
+        total += tl.sum(pieces, 0)
     exists = row < num_rows
-    start, end = tl.load(starts_R1 + row, exists, 0), tl.load(starts_R1 + row + 1, exists, 0)
-    first = start + (nth - tl.sum(tl.where(is_before, pieces, 0), 0)) * PIECE
-    return tl.where(exists, row, num_rows), start, end, first
+    begun, end = tl.load(starts_R1 + row, exists, 0), tl.load(starts_R1 + row + 1, exists, 0)
+    first = begun + (nth - before) * PIECE
+    return tl.where(exists, row, num_rows), begun, end, first
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_R", "starts_R1"])

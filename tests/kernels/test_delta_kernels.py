@@ -33,7 +33,7 @@ def test_in_the_interpreter() -> None:
         ["env", "TRITON_INTERPRET=1", *here], capture_output=True, text=True, timeout=600
     )
     assert child.returncode == 0, child.stdout[-4000:]
-    assert "8 passed" in child.stdout
+    assert "9 passed" in child.stdout
 
 
 test_in_the_interpreter.__test__ = not INTERPRETED
@@ -55,6 +55,14 @@ def interpreted(test: Callable) -> Callable:
 def test_prompts_equal_the_definition(heads, sizes, lengths) -> None:
     layer = Layer(*heads, *sizes, dtype=torch.float32)
     assert check(PREFILL, case(layer, tuple(lengths), None), CPU) <= 1
+
+
+@interpreted
+def test_more_rows_than_a_program_reads_at_once() -> None:
+    lengths = (0, 3, 65, 1, 0) * (delta_prefill.ROWS // 4)
+    assert len(lengths) > delta_prefill.ROWS
+    layer = Layer(1, 2, 16, 16, dtype=torch.float32)
+    assert check(PREFILL, case(layer, lengths, None), CPU) <= 1
 
 
 def whole(layer: Layer, T: int) -> tuple[tuple[Any, ...], Tensor, tuple[Tensor, Tensor]]:
