@@ -72,16 +72,16 @@ def test_chunking_and_depth_never_change_the_text(tiny, step_tokens: int, depth:
 def test_a_prefix_hit_gives_the_same_text(tiny) -> None:
     config, prompts, expected = tiny
     engine = WholeEngine(config)
-    for turn in range(2):
+    for turn in range(3):
         for i, prompt in enumerate(prompts[:5]):
             engine.submit(100 * turn + i, prompt, 20)
             engine.run()
-    for first in (0, 100):
+    for first in (0, 200):
         assert [engine.text[first + i] for i in range(5)] == expected[:5]
     is_hybrid = isinstance(engine.memory, HybridMemory)  # saves a state where it sees a fork
     assert engine.cached[4 if is_hybrid else 3] >= 20 // 4 * 4  # shares a stem with those before
     # Full pages, and a copy of the last one; of states those at a page's end.
-    assert engine.cached[100] == reusable(engine, len(prompts[0]) - 1)
+    assert engine.cached[200] == reusable(engine, len(prompts[0]) - 1)
 
 
 @pytest.mark.parametrize("step_tokens", [16, 512])
