@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The records behind README's tables, made on the machine present (one GPU), with random weights:
 #   results/measure.sh [PART ...]       parts: online offline kernels ablation sweep
-# and structured, which online begins with, speculation, variants, ranks, lanes and replicas (several GPUs), peers, peers-offline, experts and latent, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
+# and structured, which online begins with, speculation, variants, ranks, lanes and replicas (several GPUs), peers, peers-offline, experts, fp8 and latent, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
 # FLAGS: more flags of every run, as in FLAGS="--results-dir /tmp/results". RECIPES: instead of 0.6B and 8B. VLLM_PYTHON: for peers and experts, an interpreter that has vLLM.
 set -uo pipefail
 read -ra flags <<<"${FLAGS:-}"
@@ -100,6 +100,17 @@ measure() {
         [ "$1" = peers ] && how=online || how=offline
         for recipe in $recipes; do
             python3 results/peers.py $how $recipe ${flags[@]+"${flags[@]}"} || return
+        done
+        ;;
+    fp8) # block fp8: its kernels; 8B in bf16, by products of many rows alone, and with those of few rows
+        local names="block_fp8_linear block_fp8_experts norm_quantise skinny_fp8_linear skinny_fp8_linear_add skinny_fp8_norm_linear skinny_fp8_norm_gate_up"
+        timeout 300 nanovllm check-kernels $(printf -- '--kernel %s ' $names) --json "results/fp8-$(date +%F).json"
+        for load in bs1 prefill; do
+            timeout 200 nanovllm bench --offline $large --workload $load "${common[@]}" \
+                --ablate quantize=fp8,kernels.fp8_linear=tiled --ablate quantize=fp8,kernels.fp8_linear=cute
+        done
+        for recipe in "$large --set quantize=fp8 --set kernels.fp8_linear=cute" "recipes/qwen3-30b-a3b.yaml --set experts.routing=uniform"; do
+            timeout 100 python3 results/profiled.py "results/profile-$(basename ${recipe%%.yaml*}).txt" 200 10 bench --offline $recipe --workload bs1 "${common[@]}" --results-dir "$(mktemp -d)"
         done
         ;;
     experts) # the same, of models with experts: a hash chooses them here, and there random numbers do

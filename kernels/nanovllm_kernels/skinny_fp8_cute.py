@@ -246,11 +246,9 @@ class Product(skinny_linear.Product):
         for i in cutlass.range(nth_warp, size.steps, self.warps, unroll=1):
             stage = i % self.stages
             self.fetch(scale, arch.block_idx()[0] * size.steps + i, scales)
-            # The stage may have been another warp's before: once that one is done with it, what is
-            # awaited has come or is next. Of two phases alike a wait can't tell which has come.
-            nth_round = i // self.stages
-            arch.mbarrier_wait(shared.empty + stage, (nth_round + 1) % 2)
-            arch.mbarrier_wait(shared.full + stage, nth_round % 2)
+            empty, full = phases(i // self.stages)
+            arch.mbarrier_wait(shared.empty + stage, empty)
+            arch.mbarrier_wait(shared.full + stage, full)
             for half in cutlass.range(2, unroll=1):
                 self.read_x(shared, stage, half, x, squares)
                 at = self.line_at(shared.weight, stage * self.lines + lane // 4)
@@ -347,6 +345,15 @@ class Product(skinny_linear.Product):
                 total += four_of(shared.own, nth * (self.region // 4) + at).load()
             four_of(shared.own, at).store(total)
         self.exchange(shared, size)
+
+
+def phases(nth_round: Any) -> tuple[Any, Any]:  # noqa: ANN401, a number here and on the GPU
+    """Says which of a stage's barriers a warp awaits, one after the other, in a round of the ring.
+
+    The stage may have been another warp's before: once that one is done with it, what is awaited
+    has come or is next. Of two phases alike a wait can't tell which has come.
+    """
+    return (nth_round + 1) % 2, nth_round % 2
 
 
 def four_of(sums: cute.Tensor, nth: Int32) -> cute.Tensor:

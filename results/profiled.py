@@ -1,0 +1,83 @@
+"""Runs nanovllm, and tells where some steps of the engine spend the GPU's time, or the CPU's.
+
+    python results/profiled.py FILE FIRST COUNT bench --offline RECIPE --workload bs1 ...
+
+FILE gets the kernels of COUNT steps from the engine's step FIRST on: time and launches a step by
+name, how long the GPU had nothing to do, and what ran in the middle, in order. A kernel that is
+launched early is timed with its wait for the one before. Rates that the run itself tells are of no
+use: reading the profile takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ASKED = "NANOVLLM_PROFILED"  # the engine is another process, which imports this file, too
+MOST_NAMES, IN_ORDER, NAME = 30, 40, 100
+
+
+class Profiled:
+    """In place of Runner.launch, of all of whose calls it knows the number."""
+
+    def __init__(
+        self, plain: Callable[[object, object], object], file: str, first: int, count: int
+    ) -> None:
+        self.plain, self.file, self.first, self.count = plain, Path(file), first, count
+        self.seen, self.profile = 0, None
+
+    def launch(self, runner: object, plan: object) -> object:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        kind = "CUDA" if torch.cuda.is_available() else "CPU"
+        if self.seen in (self.first, self.first + self.count) and kind == "CUDA":
+            torch.cuda.synchronize()
+        if self.seen == self.first:
+            self.profile = profile(activities=[getattr(ProfilerActivity, kind)])
+            self.profile.__enter__()
+        if self.seen == self.first + self.count:
+            self.profile.__exit__(None, None, None)
+            found = [one for one in self.profile.events() if one.device_type.name == kind]
+            spans = [(one.time_range.start, one.time_range.end, one.name) for one in found]
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text("\n".join(told(sorted(spans), self.count)) + "\n")
+        self.seen += 1
+        return self.plain(runner, plan)
+
+
+def told(spans: list[tuple[float, float, str]], steps: int) -> Iterator[str]:
+    """The lines of a profile. Times in microseconds."""
+    begin, end, idle = spans[0][0], spans[0][0], 0.0
+    by_name: dict[str, list[float]] = {}
+    for start, stop, name in spans:
+        idle, end = idle + max(0.0, start - end), max(end, stop)
+        by_name.setdefault(name, []).append(stop - start)
+    each = (end - begin) / steps
+    launches, idle = len(spans) / steps, idle / steps
+    yield f"{steps} steps of {each:.1f} us, {launches:.1f} launches, {idle:.1f} us idle"
+    longest = sorted(by_name.items(), key=lambda one: -sum(one[1]))
+    for name, times in longest[:MOST_NAMES]:
+        share, mean = sum(times) / steps, sum(times) / len(times)
+        yield f"{share:9.2f} us {len(times) / steps:7.1f} x {mean:8.2f} us  {name[:NAME]}"
+    middle = spans[len(spans) // 2 :][:IN_ORDER]
+    yield "in order: start, duration"
+    for start, stop, name in middle:
+        yield f"{start - middle[0][0]:9.2f} {stop - start:8.2f}  {name[:NAME]}"
+
+
+if __name__ == "__mp_main__" and ASKED in os.environ:
+    from nanovllm.runner.runner import Runner
+
+    file, first, count = os.environ[ASKED].split("\n")
+    asked = Profiled(Runner.launch, file, int(first), int(count))
+    Runner.launch = lambda runner, plan: asked.launch(runner, plan)  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    from nanovllm.cli import main
+
+    os.environ[ASKED] = "\n".join(sys.argv[1:4])
+    sys.argv = ["nanovllm", *sys.argv[4:]]
+    main()
