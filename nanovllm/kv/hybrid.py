@@ -89,7 +89,7 @@ class HybridMemory(KVMemory):
     def _copies_last(self, keys: PageKeys) -> bool:
         return False  # not without a state there
 
-    def _find(self, keys: PageKeys, *, copies: bool = True) -> Found:
+    def find(self, keys: PageKeys, *, copies: bool = True) -> Found:
         """The longest prefix with a state and all pages, the last of which may be a copy."""
         pages: list[int] = []
         most, size = self._most_shared(keys), self.page_tokens
@@ -111,7 +111,7 @@ class HybridMemory(KVMemory):
         for key, (_, _, num_tokens) in self._unpublished.items():
             if then < num_tokens <= most and keys.last(num_tokens) == key:
                 then = num_tokens
-        now = self._find(keys).num_cached if then else 0
+        now = self.find(keys).num_cached if then else 0
         return now, max(now, then)
 
     # -- saving -----------------------------------------------------------------------------

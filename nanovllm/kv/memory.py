@@ -86,10 +86,10 @@ class KVMemory:
         total = self.num_pages_for(len(keys.tokens))
         if not self._may_fit(keys, total + reserve):
             return None
-        found = self._find(keys)
+        found = self.find(keys)
         blank = self._hold(found, total, reserve)
         if blank is None and found.source:  # it may be the very page that is missing
-            found = self._find(keys, copies=False)
+            found = self.find(keys, copies=False)
             blank = self._hold(found, total, reserve)
         if blank is None:
             keys.refused_at = self._num_releases
@@ -110,7 +110,7 @@ class KVMemory:
             self._sources.append(found.source)
         return blank
 
-    def _find(self, keys: PageKeys, *, copies: bool = True) -> Found:
+    def find(self, keys: PageKeys, *, copies: bool = True) -> Found:
         """The most that may be used. `copies`: also a page with all the rest."""
         pages: list[int] = []
         most = self._most_shared(keys)

@@ -83,8 +83,8 @@ class Lanes:
         keys = PageKeys(prompt, spec.salt, self.lanes[0].memory.page_tokens)
         costs, (prefill, load) = [], self.weights
         for lane in self.lanes:
-            keys.num_known = 0
-            ahead = len(prompt) - lane.memory.reach(keys)[1]
+            known = lane.memory.find(keys).num_cached
+            ahead = len(prompt) - max(known, lane.memory.reach(keys)[1])
             costs.append(prefill * ahead + load * len(lane.queue.by_id))
         count, self._turn = len(costs), self._turn + 1
         best = min(range(count), key=lambda at: (costs[at], (at - self._turn) % count))

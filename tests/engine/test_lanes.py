@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from msgspec.structs import replace
 
 from nanovllm.config import Speculate
+from nanovllm.wire import FinishReason
 from tests.engine.test_ranks import NGRAM, SMALL, cut, ranked, text_of
+from tests.models.corrupted import POISON
 from tests.models.tiny import CASES, config_of, make_tiny
 from tests.parallel.test_mesh import COUNTS
 from tests.whole_engine import WholeEngine
@@ -21,6 +26,7 @@ from tests.whole_engine import WholeEngine
         ("minimax_m2", NGRAM, 4),
         ("deepseek_v3", None, 2),
         ("deepseek_v3", NGRAM, 4),
+        ("qwen3_next", NGRAM, 2),
     ],
 )
 def test_text_is_that_of_one_rank(
@@ -34,3 +40,36 @@ def test_text_is_that_of_one_rank(
     expected = text_of(WholeEngine(config, speculate=drafts, **SMALL))
     with ranked(cut(config, 1, ep), 1, tmp_path, speculate=drafts, **SMALL) as engine:
         assert text_of(engine) == expected
+
+
+def test_lanes_share_experts_in_fp8(tmp_path: Path) -> None:
+    """Made of other weights while they load; each rank makes its own."""
+    overrides = {**CASES["deepseek_v3"][1], "n_routed_experts": 8, "vocab_size": 5003}
+    make_tiny(tmp_path, "deepseek_v3", **overrides)
+    config = config_of(tmp_path)
+    config = replace(config, recipe=replace(config.recipe, quantize="fp8"))
+    expected = text_of(WholeEngine(config, **SMALL))
+    with ranked(cut(config, 1, 2), 1, tmp_path, **SMALL) as engine:
+        assert text_of(engine) == expected
+
+
+def test_a_corrupted_request_ends_alone(tmp_path: Path) -> None:
+    """What is not a number goes to the other lane's experts with its token, and comes back to it
+    alone."""
+    family, overrides = CASES["qwen3_moe"]
+    model = make_tiny(tmp_path, family, **{**overrides, "num_experts": 6})
+    with torch.no_grad():
+        model.model.embed_tokens.weight[POISON] = torch.nan
+    model.save_pretrained(tmp_path)
+    config = config_of(tmp_path)
+
+    def outcome(engine: WholeEngine) -> tuple[dict[int, list[int]], dict[int, FinishReason]]:
+        for at in range(6):
+            engine.submit(at, [5, 20, POISON if at % 3 == 1 else 9, 31 + at], 8)
+        engine.run()
+        return engine.text, engine.finish
+
+    text, finish = outcome(WholeEngine(config))
+    assert Counter(finish.values()) == {FinishReason.LENGTH: 4, FinishReason.ERROR: 2}
+    with ranked(cut(config, 1, 2), 1, tmp_path) as engine:
+        assert outcome(engine) == (text, finish)

@@ -31,7 +31,7 @@ MUTANTS = [
     Mutant("pages stay held when admission fails", MEMORY, "            self._drop(held)\n", "            pass\n"),
     Mutant("evicted page stays findable", MEMORY, "        for key in self._keys_of.pop(page, ()):\n            del self._page_of[key]", "        self._keys_of.pop(page, ())"),
     Mutant("hybrid hit without a checkpoint", HYBRID, "            pages.append(page)\n", "            pages.append(page)\n            best = Found([], len(pages) * size, 0, best.checkpoint)\n"),
-    Mutant("without checkpoints a hybrid model is taken for a dense one", HYBRID, "return best._replace(pages=pages[: best.num_cached // size])", "return best._replace(pages=pages[: best.num_cached // size]) if self.states.count else super()._find(keys, copies=copies)"),
+    Mutant("without checkpoints a hybrid model is taken for a dense one", HYBRID, "return best._replace(pages=pages[: best.num_cached // size])", "return best._replace(pages=pages[: best.num_cached // size]) if self.states.count else super().find(keys, copies=copies)"),
     Mutant("checkpoint findable in the plan that writes it", HYBRID, "            self._unpublished[key] = place, text.keys, end\n", "            self.states.put(place, text.keys, end)\n"),
     Mutant("restore reads the newest checkpoint", HYBRID, "best = Found([], whole.num_tokens, 0, whole.id)", "best = Found([], whole.num_tokens, 0, max(self.states._of.values(), key=lambda one: self.states._used_C[one.id]).id)"),
     Mutant("checkpoint named after a shorter prefix", HYBRID, "self._unpublished[key] = place, text.keys, end", "self._unpublished[key] = place, text.keys, end - self.page_tokens"),

@@ -179,6 +179,17 @@ def test_a_request_goes_where_its_prefix_is_unless_that_is_far_busier() -> None:
     assert engine.cached[1] == 16
 
 
+def test_a_prefix_with_a_state_is_found_where_it_is() -> None:
+    engine = PaperLanes(3, checkpoints=8, **ROOM)
+    prompt = list(range(13))
+    engine.say(generate(0, prompt, 2))
+    engine.finish_all()
+    for request_id in (1, 2, 3):
+        engine.say(generate(request_id, [*prompt, 7], 2))
+        engine.finish_all()
+    assert [engine.cached[one] for one in (0, 1, 2)] == [0, 13, 13]
+
+
 def test_the_queue_is_one_limit_of_all_lanes() -> None:
     engine = PaperLanes(2, num_pages=40, num_slots=1, budget=32, max_queue=3)
     for request_id in range(8):
