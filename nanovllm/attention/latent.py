@@ -25,7 +25,8 @@ PIECE = 1024  # tokens whose keys and values there are at once
 
 class Latents(NamedTuple):
     """One layer's cache, and what its heads make of it. A token's numbers in the cache are its
-    normalised latent, then the rotated part of its key. Page 0 is never given to a request.
+    normalised latent, then the rotated part of its key; in 8 bits its row is bytes, as
+    nanovllm_kernels.latent_reference says. Page 0 is never given to a request.
     """
 
     pages_PSX: Tensor

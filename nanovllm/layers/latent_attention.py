@@ -117,12 +117,13 @@ class LatentAttention(Layer):
         return found
 
     def elements(self) -> int:
-        """How many of a token are allocated at once beside the stream: products, and what chunks
-        are expanded to, with twice the result.
+        """How many of a token are allocated at once beside the stream: products, the result, and
+        what chunks are expanded to, with another result, or queries and results among latents.
         """
         made = [len(part.weight) for part in (self.qkv, self.latents, self.q_b) if part is not None]
-        heads = self.out.weight.shape[1] // self.sizes.value
-        return sum(made) + heads * sum(self.sizes[4:]) + 2 * heads * self.sizes.value
+        _, _, _, rank, key, rotated, value = self.sizes
+        heads = self.out.weight.shape[1] // value
+        return sum(made) + heads * (value + max(key + rotated + 2 * value, 2 * rank))
 
 
 class KeysValues(Linear):

@@ -1,0 +1,64 @@
+"""Triton kernels that the interpreter accepts are compiled for Hopper, too, which needs no GPU.
+
+In a process of its own: under TRITON_INTERPRET nothing is compiled. The interpreter lets a name be
+of one type in one branch and of another in the other, say, and a compiler does not.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+def compiled(kernel, types, num_warps=4, **constants):
+    \"\"\"Arguments without a type are int32; None is a constant.\"\"\"
+    signature, values = {}, {}
+    for at, name in enumerate(kernel.arg_names):
+        known = name in constants
+        signature[name] = "constexpr" if known else types.get(name, "i32")
+        if known:
+            values[at,] = constants[name]
+    source = ASTSource(kernel, signature, values, {})
+    options = {"num_warps": num_warps}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print("compiled", kernel.__name__, made.metadata.shared < 232448)
+
+ROWS = dict(page_table_RM="*i32", starts_R1="*i32", lengths_R="*i32", plan_N5="*i32")
+"""
+KERNELS = {
+    "latent_store": """
+from nanovllm_kernels.latent_store import latent_store_kernel
+types = dict(kv_TX="*bf16", norm_weight_X="*bf16", q_THA="*bf16", cos_sin_LA="*fp32", eps="fp32",
+             positions_T="*i64", slot_mapping_T="*i64", latents_PSX="*LATENTS", keys_PSA="*bf16",
+             scales_PS="*fp32")
+compiled(latent_store_kernel, types, 2, LEAST=2.0**-40, MOST=448.0, H=16, A=192, X=512,
+         X_BLOCK=512, HALF=32, HALF_BLOCK=32, HEADS=8, WAITS=True, **SCALES)
+""",
+    "latent_decode": """
+from nanovllm_kernels.latent_decode import latent_decode_kernel
+types = dict(ROWS, q_THX="*bf16", rotated_THA="*bf16", latents_PSX="*LATENTS", keys_PSA="*bf16",
+             scales_PS="*fp32", o_THX="*bf16", partial_o="*fp32", partial_lse="*fp32", scale="fp32")
+for pairs, num_warps in ((16, 4), (64, 8)):
+    compiled(latent_decode_kernel, types, num_warps, RAGGED=True, WAITS=True, TILE=pairs, X=512,
+             X_BLOCK=512, A=64, A_BLOCK=64, S=128, BLOCK=32, STAGES=3, **SCALES)
+""",
+}
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_compile_for_hopper(name: str, is_fp8: bool) -> None:
+    code = KERNELS[name].replace("LATENTS", "fp8e4nv" if is_fp8 else "bf16")
+    scales = "SCALES = {}" if is_fp8 else "SCALES = {'scales_PS': None}"
+    command = ["env", "-u", "TRITON_INTERPRET", sys.executable, "-c", f"{COMPILE}{scales}\n{code}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1 + (name == "latent_decode")
+    assert all(line == f"compiled {name}_kernel True" for line in lines)
