@@ -1,0 +1,139 @@
+"""Whole engines of a model with recurrent states: long texts, hits, preemption, drafts, ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from nanovllm.config import Config, Speculate
+from nanovllm.kv.hybrid import HybridMemory
+from tests.engine.test_ranks import cut, ranked
+from tests.models.tiny import CASES, config_of, make_tiny
+from tests.whole_engine import WholeEngine, prompts_of, reference
+
+NGRAM = Speculate(method="ngram", tokens=3, min_match=1, max_match=4)
+NEXT = [case for case in CASES if case.startswith("qwen3_next")]
+MAX_NEW = 60
+Told = tuple[Config, list[list[int]], list[list[int]]]
+
+
+def long_prompts() -> list[list[int]]:
+    """Of 60 to 130 tokens; three begin alike, and two are equal."""
+    prompts = [
+        [*a, *b, *c][:130] for a, b, c in zip(*map(prompts_of, [6] * 3, (1, 2, 3)), strict=True)
+    ]
+    prompts[3] = [*prompts[2][:50], *prompts[3][:40]]
+    prompts[4] = [*prompts[2][:50], *prompts[4][:20]]
+    return [*prompts, prompts[0]]
+
+
+@pytest.fixture(scope="module", params=NEXT)
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    family, overrides = CASES[request.param]
+    model = make_tiny(folder, family, **overrides)
+    prompts = long_prompts()
+    return config_of(folder), prompts, [reference(model, prompt, MAX_NEW) for prompt in prompts]
+
+
+def test_long_texts_are_the_references(told: Told) -> None:
+    """Of more than 150 tokens with their prompts, so that a prompt's form meets decode's."""
+    config, prompts, expected = told
+    assert max(map(len, prompts)) + MAX_NEW > 180
+    for sizes in (dict(step_tokens=512), dict(step_tokens=37, slots=3), dict(depth=2, slots=4)):
+        engine = WholeEngine(config, **sizes)
+        for i, prompt in enumerate(prompts):
+            engine.submit(i, prompt, MAX_NEW)
+        engine.run()
+        assert [engine.text[i] for i in range(len(prompts))] == expected
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    pages=st.integers(50, 90),
+    page_tokens=st.sampled_from([4, 16]),
+    slots=st.integers(2, 7),
+    step_tokens=st.integers(9, 140),
+    depth=st.integers(0, 2),
+    checkpoints=st.integers(0, 12),
+    drafts=st.booleans(),
+    order=st.permutations(range(7)),
+)
+def test_however_it_is_batched(
+    told: Told, drafts: bool, pages: int, page_tokens: int, order: list[int], **sizes: int
+) -> None:
+    config, prompts, expected = told
+    engine = WholeEngine(
+        config,
+        pages=pages * 4 // page_tokens + 2,
+        page_tokens=page_tokens,
+        speculate=NGRAM if drafts else None,
+        **sizes,
+    )
+    for turn in range(2):
+        for i in order:
+            engine.submit(10 * turn + i, prompts[i], MAX_NEW - 9 * i)
+            if turn:
+                engine.loop.step()
+                engine.scheduler.check()
+        engine.run()
+    for name, text in engine.text.items():
+        assert text == expected[name % 10][: MAX_NEW - 9 * (name % 10)], name
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_next_turn_goes_on_from_what_was_saved_while_text_grew(
+    told: Told, drafts: bool, depth: int
+) -> None:
+    """States lag behind what is known where drafts may come; saved ones do not."""
+    config, prompts, expected = told
+    engine = WholeEngine(config, checkpoints=40, depth=depth, speculate=NGRAM if drafts else None)
+    assert isinstance(engine.memory, HybridMemory)
+    engine.memory.every = 8
+    saved, apply = [], engine.runner.states.apply
+
+    def counted(plan, lengths_N) -> None:
+        saved.extend(plan.saves)
+        apply(plan, lengths_N)
+
+    engine.runner.states.apply = counted
+    for i, prompt in enumerate(prompts[:4]):
+        engine.submit(i, prompt, MAX_NEW - 20)
+    engine.run()
+    for i, prompt in enumerate(prompts[:4]):
+        engine.submit(10 + i, prompt + engine.text[i], 20)
+    engine.run()
+    for i in range(4):
+        assert engine.text[i] + engine.text[10 + i] == expected[i]
+    assert drafts or (len(saved) >= 4 and engine.cached[10] > len(prompts[0]))
+
+
+def test_once_a_fork_is_known_a_prompt_computes_its_last_page(told: Told) -> None:
+    config, prompts, expected = told
+    engine = WholeEngine(config, page_tokens=4, checkpoints=8)
+    for turn in range(3):
+        engine.submit(turn, prompts[0], MAX_NEW)
+        engine.run()
+    assert engine.text[2] == engine.text[1] == engine.text[0] == expected[0]
+    assert engine.cached[2] >= len(prompts[0]) - 1 - 4
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (2, 2)])
+def test_two_ranks_write_long_texts_with_drafts(tp: int, ep: int, tmp_path: Path) -> None:
+    family, overrides = CASES["qwen3_next that repeats itself"]
+    model = make_tiny(tmp_path, family, **{**overrides, "num_experts": 6})
+    prompts = long_prompts()
+    sizes = dict(pages=80, slots=5, step_tokens=64, checkpoints=8, speculate=NGRAM)
+    config = cut(config_of(tmp_path), tp, ep)
+    with ranked(config, tp, tmp_path, **sizes) as engine:
+        for i, prompt in enumerate(prompts):
+            engine.submit(i, prompt, MAX_NEW)
+        engine.run()
+        states = engine.runner.states.rows_NX
+        assert torch.isfinite(states).all() and states.abs().max() > 0
+    for i, prompt in enumerate(prompts):
+        assert engine.text[i] == reference(model, prompt, MAX_NEW)

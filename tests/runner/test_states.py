@@ -1,0 +1,107 @@
+"""Rows of states: what is restored, saved and forgotten, and what padding and NaN can't reach."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm.config import Speculate
+from nanovllm.kv.layout import StateGroup
+from nanovllm.plan import Admit, Chunk, StepPlan
+from nanovllm.runner.states import States
+from nanovllm.runner.warm import run_padding
+from nanovllm.wire import Sampling
+from tests.models.steps import CPU
+from tests.models.tiny import CASES, config_of, make_tiny
+from tests.whole_engine import WholeEngine, prompts_of, reference
+
+GROUP = StateGroup((1, 4), 18, 3, 2, 4, 5, bytes_per_element=2)
+SLOTS, CHECKPOINTS = 3, 2
+
+
+def empty_plan(**fields: object) -> StepPlan:
+    return StepPlan(**{**dict(step=1, admits=[], grants=[], num_decodes=0, decodes=b"", chunks=[],
+                              max_length=0, masked=[]), **fields})  # fmt: skip
+
+
+def admit(slot: int, num_cached: int = 0, restore_from: int = -1) -> Admit:
+    return Admit(slot, b"", 9, num_cached, [], Sampling(), [], restore_from)
+
+
+@pytest.fixture
+def states() -> States:
+    made = States(GROUP, SLOTS, CHECKPOINTS, 0, torch.bfloat16, CPU)
+    for row, values in enumerate(made.rows_NX):
+        values.fill_(row + 1)
+    return made
+
+
+def values(states: States) -> list[float]:
+    return states.rows_NX.amax(1).tolist()
+
+
+def test_a_row_holds_all_layers_of_a_request(states: States) -> None:
+    used, whole = 2 * (40 + 27), 160  # words, up to a multiple of 128 bytes
+    assert states.rows_NX.shape == (SLOTS + 1 + CHECKPOINTS, whole)
+    for layer in GROUP.layers:
+        own = states.by_layer[layer]
+        assert own.conv_NCW.shape == (6, 18, 3) and own.recurrent_NHKV.shape == (6, 2, 4, 5)
+        assert own.conv_NCW.dtype == torch.bfloat16 and own.kept_NWX is None
+        own.conv_NCW[2], own.recurrent_NHKV[2] = 0, 0
+    assert values(states) == [1, 2, 3, 4, 5, 6]  # the padding at the end of row 2 alone
+    assert states.rows_NX[2, :used].abs().max() == 0
+
+
+def test_new_requests_have_what_was_saved_or_nothing(states: States) -> None:
+    states.apply(empty_plan(admits=[admit(2, 5, 1), admit(0)]), torch.zeros(4))
+    assert values(states) == [0, 2, 6, 4, 5, 6]
+    with pytest.raises(ValueError, match="plan 1 has a prefix without its recurrent state"):
+        states.apply(empty_plan(admits=[admit(1, 5)]), torch.zeros(4))
+
+
+def test_states_are_saved_before_a_plan_and_behind_its_chunks(states: States) -> None:
+    """A slot's next owner comes with the plan that saves what the one before had."""
+    plan = empty_plan(saves=[(1, 0)], admits=[admit(1), admit(2, 4, 0)])
+    states.apply(plan, torch.zeros(4))
+    assert values(states) == [1, 0, 2, 4, 2, 6]
+    states.save([Chunk(0, 3, False), Chunk(2, 1, True, save_to=1)])
+    assert values(states) == [1, 0, 2, 4, 2, 2]
+
+
+def test_nan_does_not_outlive_a_request(states: States) -> None:
+    states.rows_NX[1].fill_(torch.nan)
+    states.apply(empty_plan(admits=[admit(1)]), torch.zeros(4))
+    assert values(states) == [1, 0, 3, 4, 5, 6]
+
+
+def test_a_model_without_states_refuses_them(tmp_path: Path) -> None:
+    make_tiny(tmp_path, "qwen3")
+    runner = WholeEngine(config_of(tmp_path)).runner
+    with pytest.raises(ValueError, match="plan 1 has recurrent states, which the model has not"):
+        runner.launch(empty_plan(saves=[(0, 0)]))
+
+
+@pytest.mark.parametrize("speculate", [None, Speculate(method="ngram", tokens=2)])
+def test_padding_and_other_slots_leave_a_request_alone(
+    speculate: Speculate | None, tmp_path: Path
+) -> None:
+    """Between its steps NaN is written wherever nothing of it is, and padding is run."""
+    family, overrides = CASES["qwen3_next that repeats itself"]
+    model, prompt = make_tiny(tmp_path, family, **overrides), prompts_of(1)[0]
+    engine = WholeEngine(config_of(tmp_path), slots=4, speculate=speculate)
+    rows_NX = engine.runner.states.rows_NX
+    engine.submit(0, prompt, 20)
+    engine.loop.step()
+    engine.loop.step()
+    (mine,) = rows_NX[:4].abs().amax(1).nonzero()[:, 0].tolist()
+    while not engine.loop.idle:
+        rows_NX[[row for row in range(5) if row != mine]] = torch.nan
+        run_padding(engine.runner, 3, 1)
+        run_padding(engine.runner, 2, 5)
+        engine.loop.step()
+    engine.submit(1, prompt, 20)  # in a slot that had NaN, or in the same
+    engine.submit(2, prompt, 20)
+    engine.run()
+    assert list(engine.text.values()) == [reference(model, prompt, 20)] * 3
