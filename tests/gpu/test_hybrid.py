@@ -1,0 +1,73 @@
+"""Qwen3-Next on a GPU in bf16 against transformers in float32, teacher-forced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from nanovllm.bench.graphs import measure
+from nanovllm.config import Kernels, Speculate
+from tests.gpu.test_engine import Made, reference_logprobs
+from tests.models.tiny import NEXT, config_of, make_tiny
+from tests.whole_engine import WholeEngine, prompts_of
+
+SHAPE = dict(  # heads as in 80B-A3B, fewer of them
+    NEXT, vocab_size=2000, hidden_size=512, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=256, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=128,
+    shared_expert_intermediate_size=128, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=128, linear_value_head_dim=128, max_position_embeddings=1024,
+)  # fmt: skip
+TOLERANCE = 0.4  # of a log-probability; bf16 through 4 loud layers, of which 3 are recurrent
+NGRAM = Speculate(method="ngram", tokens=3, min_match=1, max_match=4)
+STEM = [5, 6, 7, 8, 9, 10, 11, 12]
+PROMPTS = [*prompts_of(6), *([*STEM * (4 + 3 * i), i] for i in range(5))]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder: Path = tmp_path_factory.mktemp("next")
+    model = make_tiny(folder, "qwen3_next", **SHAPE).bfloat16()
+    model.save_pretrained(folder)
+    return config_of(folder), model.float()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("speculate", [None, NGRAM])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_choices_agree_with_the_reference(
+    made: Made, graphs: bool, speculate: Speculate | None
+) -> None:
+    """The second time with hits, which begin from restored states."""
+    config, model = made
+    recipe = replace(config.recipe, device="cuda", kernels=Kernels(cuda_graphs=graphs))
+    engine = WholeEngine(
+        replace(config, recipe=recipe), pages=100, page_tokens=16, slots=6, step_tokens=96,
+        checkpoints=20, speculate=speculate, max_tokens=300,
+    )  # fmt: skip
+    for turn in range(3):
+        for i, prompt in enumerate(PROMPTS):
+            engine.submit(100 * turn + i, prompt, 40)
+            engine.loop.step()
+        engine.run()
+    assert not graphs or engine.runner.steps_by_mode["FULL/decode"] > 10
+    assert sum(engine.cached.values()) > 0
+    assert speculate is None or engine.scheduler.stats().draft_tokens > 0
+    for name, text in engine.text.items():
+        expected = reference_logprobs(model, PROMPTS[name % 100], text)
+        chosen = expected.gather(1, torch.tensor(text)[:, None])[:, 0]
+        assert len(text) == 40 and (expected.max(1).values - chosen).max().item() < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("speculate", [None, NGRAM])
+def test_graphs_are_the_eager_steps(made: Made, speculate: Speculate | None) -> None:
+    config, _ = made
+    recipe = replace(config.recipe, device="cuda")
+    engine = WholeEngine(
+        replace(config, recipe=recipe), page_tokens=16, slots=24, step_tokens=256,
+        speculate=speculate,
+    )  # fmt: skip
+    assert all(graph.is_right for graph in measure(engine.runner, range(1, 25)))

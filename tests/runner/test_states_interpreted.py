@@ -1,0 +1,53 @@
+"""Whole engines with the delta rule in Triton, in its interpreter: chunks, decode rows, drafts.
+
+The interpreter must be on before triton is imported: in a process of its own.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+from nanovllm.config import Speculate
+from nanovllm.layers import ops
+from tests.models.tiny import CASES, config_of, make_tiny
+from tests.whole_engine import WholeEngine, prompts_of, reference
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is itself interpreted")
+def test_in_the_interpreter() -> None:
+    command = ["env", "CUDA_VISIBLE_DEVICES=", "TRITON_INTERPRET=1", sys.executable, "-m", "pytest"]
+    done = subprocess.run(
+        [*command, "-v", "-p", "no:cacheprovider", __file__],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert "2 passed, 1 skipped" in done.stdout, done.stdout[-3000:]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+@pytest.mark.parametrize("speculate", [None, Speculate(method="ngram", tokens=2, min_match=1)])
+def test_text_is_the_references(
+    speculate: Speculate | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        ops.IMPLEMENTATIONS["torch"], "delta", "nanovllm.attention.delta_triton:TRITON"
+    )
+    family, overrides = CASES["qwen3_next that repeats itself"]
+    sizes = dict(linear_key_head_dim=16, linear_value_head_dim=16, linear_num_value_heads=4)
+    model = make_tiny(tmp_path, family, **{**overrides, **sizes})
+    prompts = [[5, 6, 7, 8] * 5, prompts_of(2)[1][:9], prompts_of(3)[2][:30]]
+    engine = WholeEngine(
+        config_of(tmp_path), step_tokens=24, slots=3, checkpoints=8, speculate=speculate
+    )
+    for i, prompt in enumerate(prompts):
+        engine.submit(i, prompt, 10)
+        engine.loop.step()
+    engine.run()
+    assert [engine.text[i] for i in range(3)] == [reference(model, each, 10) for each in prompts]
+    assert speculate is None or engine.scheduler.stats().accepted_tokens > 0
