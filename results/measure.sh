@@ -118,6 +118,7 @@ measure() {
         for recipe in ${RECIPES:-recipes/qwen3-30b-a3b.yaml recipes/minimax-m2.yaml}; do
             local first=() # layers, that one GPU holds
             [[ $recipe == *minimax-m2* ]] && first=(--layers 8 --set parallel.tp=1)
+            [[ $recipe == *qwen3-next* ]] && first=(--layers 16 --set parallel.tp=1)
             [[ $recipe == *deepseek-r1* ]] && first=(--layers 6 --set parallel.tp=1)
             python3 results/peers.py offline $recipe ${first[@]+"${first[@]}"} --set experts.routing=uniform ${flags[@]+"${flags[@]}"} || return
         done
@@ -129,6 +130,13 @@ measure() {
             nanovllm bench --offline recipes/deepseek-r1.yaml --workload $load "${common[@]}" --set parallel.tp=1 \
                 --set model.num_layers=6 --set experts.routing=uniform --ablate kernels.attention=flash \
                 --ablate kernels.decode=triton --ablate cache.dtype=fp8
+        done
+        ;;
+    hybrid) # Qwen3-Next on one GPU: its first 16 layers in bf16, then all of them in fp8
+        for load in bs1-256 bs64 bs256-128 prefill; do
+            for how in model.num_layers=16 quantize=fp8; do
+                nanovllm bench --offline recipes/qwen3-next-80b-a3b.yaml --workload $load "${common[@]}" --set parallel.tp=1 --set experts.routing=uniform --set $how || return
+            done
         done
         ;;
     sweep) # and a plot
