@@ -100,7 +100,7 @@ MUTANTS = [
     Mutant("a state of an output is behind one page less", HYBRID, "            text.place, text.num_saved = place, end\n", "            text.place, text.num_saved = place, end - self.page_tokens\n"),
     Mutant("a state of an output is found before its text is known", HYBRID, "if text.place >= 0 and num_computed >= text.num_saved:", "if text.place >= 0:"),
     Mutant("states of outputs are saved with drafts, too", QUEUE, "slot = -1 if self.decoding.drafting.most else self._free_slots[-1]", "slot = self._free_slots[-1]"),
-    Mutant("a place is lost with its request", HYBRID, "            self.states.give_back(text.place)\n", "            pass\n"),
+    Mutant("a place is lost with its request", HYBRID, ".place >= 0:\n            self.states.give_back(text.place)\n", ".place >= 0:\n            pass\n"),
     Mutant("the states of others are saved", QUEUE, "else self._free_slots[-1]", "else self._free_slots[0]"),
     Mutant("saves are told again and again", HYBRID, "        self._saves.clear()\n", ""),
     Mutant("states that leave are saved into the wrong place", HYBRID, "[(slot, checkpoint) for checkpoint, slot in", "[(slot, min(self._saves)) for checkpoint, slot in"),

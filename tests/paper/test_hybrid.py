@@ -50,6 +50,21 @@ def test_a_fork_is_found_from_the_index_and_known_from_the_third_request_on() ->
     assert chunks(engine) == [27, 24, 3, 3, 3]
 
 
+def test_with_3000_tokens_in_common_a_hybrid_model_computes_no_more_than_a_dense_one() -> None:
+    """From the third request on; the second alone computes all."""
+    stem, num_fed = [i * i % 47 for i in range(3000)], []
+    for checkpoints in (None, 4):
+        sizes = {"num_pages": 400, "num_slots": 2, "budget": 8192, "page": 64}
+        engine = PaperEngine(checkpoints=checkpoints, every=4096, **sizes)
+        for i in range(4):
+            engine.say(generate(i, [*stem, *[i] * 90], 2))
+            engine.finish_all()
+        num_fed.append([3090 - engine.cached[i] for i in range(4)])
+    dense, hybrid = num_fed
+    assert dense == [3090, 146, 146, 146]  # 46 pages of 64 are known
+    assert hybrid == [3090, 3090, 146, 146]
+
+
 def test_a_second_turn_goes_on_from_the_end_of_the_first_prompt() -> None:
     """Inside of a page, which is copied. The known pages end where nobody else went on: no fork."""
     engine = PaperEngine(**ROOMY)
@@ -160,14 +175,14 @@ def crowded(num_pages: int, depth: int, drafts: int, checkpoints: int, **sizes) 
 def test_preemption_never_changes_the_text(depth, drafts) -> None:
     """Nor does it leave a page or a place for a state behind."""
     num_preemptions = num_restored = 0
-    for num_pages, checkpoints in product(range(6, 20), (0, 1, 2, 9, 20)):
+    for num_pages, checkpoints in product(range(6, 20, 2), (0, 1, 20)):
         engine = crowded(num_pages, depth, drafts, checkpoints)
         for i in range(4):
             assert engine.text[i] == text([i] * (5 + i), 14)
         assert engine.memory.pool.num_free == num_pages
         num_preemptions += engine.scheduler.stats().num_preemptions
         num_restored += engine.scheduler.stats().checkpoint_events["restored"]
-    assert num_preemptions > 50 and num_restored > 5
+    assert num_preemptions >= 15 and num_restored >= 2, (num_preemptions, num_restored)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -237,7 +252,7 @@ def test_a_state_saved_by_a_corrupted_request_is_lost_where_others_named_the_pag
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_nan_around_a_preemption_reaches_nobody_else(depth, drafts) -> None:
-    for glitch, num_pages in product(range(2, 20), (7, 8, 10)):
+    for glitch, num_pages in product(range(2, 20, 3), (7, 9)):
         glitches = frozenset([glitch])
         engine = crowded(num_pages, depth, drafts, 4, glitches=glitches, wrong_every=2)
         struck = [known[0] for known in engine.gpu.struck]
