@@ -36,6 +36,8 @@ SLOW = {  # tests of these files that take seconds
     "test_a_sleeping_reader_wakes_and_an_idle_one_computes_nothing",
     "test_a_sweep_starts_its_server_once",
     "test_a_sweep_writes_a_record_per_concurrency_and_one_plot",
+    "test_lanes_never_change_the_text",
+    "test_no_tensor_is_invisible",
     "test_compiled_references_mean_the_same_for_any_number_of_tokens",
     "test_ready_until_the_engine_is_gone_or_the_server_ends",
     "test_the_backend_does_not_import_the_language_of_its_kernel",

@@ -17,7 +17,7 @@ def test_every_line_names_tests() -> None:
         assert one.strip("/") in NEW or any(is_quick(name) and one in name for name in FILES), one
     texts = [(TESTS / name).read_text() for name in FILES if is_quick(name)]
     for test in SLOW:
-        assert sum(f"def {test}(" in text for text in texts) == 1, test
+        assert any(f"def {test}(" in text for text in texts), test
 
 
 def test_every_package_is_touched() -> None:

@@ -105,13 +105,13 @@ def compile_causal(group: int, page_tokens: int, width: int, dtype_name: str) ->
 
 
 @CachedCompile
-def compile_expanded(width: int, v_width: int, dtype_name: str, is_causal: int) -> Compiled:
+def compile_expanded(size: int, v_size: int, dtype_name: str, is_causal: int) -> Compiled:
     """The forward kernel for as many heads of keys and of values as of queries, in no pages.
 
     Its arguments: q, k, v, o, the log-sum-exp, the scale, where each row's queries start, and its
     keys, None, None, None, UNUSED. Needs no GPU, only to know of one.
     """
-    return compiled_forward((width, v_width), dtype_name, 1, 0, is_causal=bool(is_causal))
+    return compiled_forward((size, v_size), dtype_name, 1, 0, is_causal=bool(is_causal))
 
 
 def compiled_forward(

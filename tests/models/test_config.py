@@ -103,12 +103,14 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
         (
             {"architectures": ["GPT2LMHeadModel"]},
             "architectures is GPT2LMHeadModel; supported are DeepseekV3ForCausalLM, "
-            "LlamaForCausalLM, MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
+            "LlamaForCausalLM, MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
+            "Qwen3NextForCausalLM",
         ),
         (
             {"architectures": []},
             "architectures is empty; supported are DeepseekV3ForCausalLM, "
-            "LlamaForCausalLM, MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
+            "LlamaForCausalLM, MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
+            "Qwen3NextForCausalLM",
         ),
         ({"architectures": ...}, "Object missing required field `architectures`"),
         ({"hidden_size": ...}, "Object missing required field `hidden_size`"),
