@@ -120,6 +120,7 @@ measure() {
             [[ $recipe == *minimax-m2* ]] && first=(--layers 8 --set parallel.tp=1)
             [[ $recipe == *qwen3-next* ]] && first=(--layers 16 --set parallel.tp=1)
             [[ $recipe == *deepseek-r1* ]] && first=(--layers 6 --set parallel.tp=1)
+            [[ $recipe == *qwen3-next* ]] && first=(--layers 16 --set parallel.tp=1 --theirs '{"gdn_prefill_backend":"triton"}')
             python3 results/peers.py offline $recipe ${first[@]+"${first[@]}"} --set experts.routing=uniform ${flags[@]+"${flags[@]}"} || return
         done
         ;;

@@ -66,6 +66,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--workloads", default="bs1-256,bs64,bs256-128,prefill", help="of offline")
     parser.add_argument("--tp", type=int, default=1, help="GPUs that work on every token")
     parser.add_argument("--layers", type=int, help="of offline: the first so many, of both")
+    parser.add_argument("--theirs", type=json.loads, default={}, help="offline: more of vLLM's LLM")
     parser.add_argument("--results-dir", type=Path, default=Path("results"))
     options, flags = parser.parse_known_args()
     if "VLLM_PYTHON" not in os.environ:
@@ -130,6 +131,7 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
     loads = [token_load(name, seed=0, vocab_size=vocab_size) for name in names]
     pairs = [(load.warm_up(1, vocab_size), load) for load in loads]
     settings = {"model": str(folder), "max_model_len": 4096, "tensor_parallel_size": options.tp}
+    settings |= options.theirs
     job = {"settings": settings, "loads": [[asked(one) for one in pair] for pair in pairs]}
     altered = {"tp": options.tp if options.tp > 1 else None, "num_layers": options.layers}
     started_at, script = now(), Path(__file__).with_name("vllm_offline.py")
