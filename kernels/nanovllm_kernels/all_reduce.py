@@ -32,6 +32,7 @@ PROGRAMS = 64  # fewer than any GPU has multiprocessors: programs wait for those
 MAX_WIDTH = 16384  # a row must fit a program's registers
 CHUNK = 2048  # elements that a program takes at a time where it need not take a row,
 LONG_CHUNK = 4096  # and those of a message that would keep all programs busy several times
+GATHERED = 512  # units of 2 bytes that a program gathers at a time: 64 rows of 8 bytes
 HOP_BYTES = 768 << 10  # what a link carries while a short message takes the way over it
 EMPTY = tl.constexpr(-1)  # as a number of 16 or of 32 bits
 ANOTHER_NAN = tl.constexpr(-2)
@@ -90,6 +91,19 @@ def all_reduce_add_norm(
     """In place: returns x_TD, the normalised stream, and residual_TD, the stream."""
     _launch(x_TD, residual_TD, norm_weight_D, x_TD, eps, peers)
     return x_TD, residual_TD
+
+
+def all_gather(x_SW: Tensor, peers: Peers) -> Tensor:
+    """All ranks' x as x_ISW, of any type of 2 bytes or more. Takes twice its bytes of capacity."""
+    assert x_SW.is_contiguous() and 2 * x_SW.nbytes <= peers.capacity, x_SW.shape
+    y_ISW = torch.empty(peers.size, *x_SW.shape, dtype=x_SW.dtype, device=x_SW.device)
+    halves, waits = x_SW.nbytes // 2, follows(len(x_SW), x_SW.device)
+    parts = x_SW.view(torch.int16), y_ISW.view(torch.int16)
+    all_gather_kernel[(min(triton.cdiv(halves, GATHERED), PROGRAMS),)](
+        *parts, *peers.place, halves, SIZE=peers.size, BLOCK=GATHERED, PROGRAMS=PROGRAMS,
+        WAITS=waits, launch_pdl=waits, num_warps=4,
+    )  # fmt: skip
+    return y_ISW
 
 
 def _launch(
@@ -268,6 +282,45 @@ def all_reduce_kernel(  # noqa: C901 - branches of its compiler
             whole = (rounded * norm_weight.to(tl.float32)).to(whole.dtype)
         if norm_weight_D is not None or residual_TD is None:
             tl.store(y_TD + at, whole, inside)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def all_gather_kernel(
+    halves_S, y_IS, addresses_I, calls_X, rank, capacity, num_halves, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    """Any bits may travel, so each 16 of them go as 32, which are never EMPTY."""
+    pid, num = tl.program_id(0), tl.num_programs(0)
+    own = tl.load(addresses_I + rank)
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    call = tl.load(calls_X + pid)
+    first = call % 2 * (SIZE + 1)
+    for start in range(pid * BLOCK, num_halves, num * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < num_halves
+        words = tl.load(halves_S + at, inside, 0).to(tl.int32) & 0xFFFF
+        send(words, addresses_I, rank, first + rank, capacity, at, inside, SIZE, calls_X)
+    tl.debug_barrier()
+    if WAITS:  # whatever follows may come in while this one waits for other ranks
+        tl.extra.cuda.gdc_launch_dependents()
+    count_call(calls_X, call, PROGRAMS)
+    for start in range(pid * BLOCK, num_halves, num * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < num_halves
+        at_source = region(own, first, capacity, calls_X) + at
+        missing = 1
+        while missing != 0:
+            empty = tl.zeros(inside.shape, tl.int32)
+            for source in tl.static_range(SIZE):
+                words = tl.load(at_source + source * (capacity // 4), inside, 0, volatile=True)
+                empty |= (words == EMPTY).to(tl.int32)
+            missing = tl.max(empty, 0)
+        for source in tl.static_range(SIZE):
+            words_at = at_source + source * (capacity // 4)
+            words = tl.load(words_at, inside, 0, volatile=True)
+            tl.store(words_at, tl.full(words.shape, EMPTY, tl.int32), inside)
+            tl.store(y_IS + source * num_halves + at, words.to(tl.int16), inside)
 
 
 def summed(parts_ITD: Tensor) -> Tensor:

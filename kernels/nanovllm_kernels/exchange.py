@@ -2,13 +2,11 @@
 
 Meaning: the *_reference functions below. How messages travel, and what callers must keep to, says
 all_reduce.py, whose buffers and calls these are: an element is its own flag. Tokens go as words of
-32 bits, a row of x, then its weights and experts, so that one launch brings all three. Where any
-bits may travel, each 16 of them go as 32, which are never EMPTY.
+32 bits, a row of x, then its weights and experts, so that one launch brings all three.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,15 +33,6 @@ NOBODY = -2  # the expert of tokens that only pad, and what -1 becomes
 GATHERED = 512  # words that a program gathers at a time: 64 rows of 8 bytes
 
 
-def all_gather(x_SW: Tensor, peers: Peers) -> Tensor:
-    """All ranks' x as x_ISW, of any type of 2 bytes or more. Takes twice its bytes of capacity."""
-    assert x_SW.is_contiguous() and 2 * x_SW.nbytes <= peers.capacity, x_SW.shape
-    y_ISW = torch.empty(peers.size, *x_SW.shape, dtype=x_SW.dtype, device=x_SW.device)
-    halves = x_SW.view(torch.int16), None, None, y_ISW.view(torch.int16), None, None
-    _gather(halves, x_SW.nbytes // 2, x_SW.nbytes // 2, (1, 0), len(x_SW), peers)
-    return y_ISW
-
-
 def gather_tokens(
     x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_tokens: int, peers: Peers
 ) -> tuple[Tensor, ...]:
@@ -57,7 +46,10 @@ def gather_tokens(
     words = [one.view(torch.int32) for one in (*parts, *found)]
     widths = words[0].shape[1], weights_TK.shape[1]
     total = num_tokens * (widths[0] + 2 * widths[1])
-    _gather(words, total, len(x_TD), widths, num_tokens, peers)
+    grid = (min(triton.cdiv(total, GATHERED), sums.PROGRAMS),)
+    sizes = dict(WIDTH=widths[0], K=widths[1], FILL=NOBODY, BLOCK=GATHERED)
+    more = options(num_tokens, peers)
+    gather_kernel[grid](*words, *peers.place, total, len(x_TD), **sizes, **more)
     return found
 
 
@@ -85,19 +77,6 @@ def add_own_sums(parts_ITD: Tensor, stream_TD: Tensor, peers: Peers) -> Tensor:
     return stream_TD
 
 
-def _gather(
-    parts: Sequence[Tensor | None],
-    total: int,
-    num_own: int,
-    widths: tuple[int, int],
-    num_rows: int,
-    peers: Peers,
-) -> None:
-    grid, more = (min(triton.cdiv(total, GATHERED), sums.PROGRAMS),), options(num_rows, peers)
-    sizes = dict(WIDTH=widths[0], K=widths[1], FILL=NOBODY, BLOCK=GATHERED)
-    gather_kernel[grid](*parts, *peers.place, total, num_own, **sizes, **more)
-
-
 def options(num_rows: int, peers: Peers) -> dict[str, Any]:
     waits = follows(num_rows, peers.calls_X.device)
     return dict(SIZE=peers.size, PROGRAMS=sums.PROGRAMS, WAITS=waits, launch_pdl=waits)
@@ -119,13 +98,10 @@ def gather_kernel(
         at = start + tl.arange(0, BLOCK)
         token, k = at // LINE, at % LINE - WIDTH
         is_own = token < num_own
-        bits = tl.load(x_TX + token * WIDTH + k + WIDTH, is_own & (k < 0), 0).to(tl.int32)
-        if K == 0:
-            bits &= 0xFFFF
-        else:
-            bits |= tl.load(weights_TK + token * K + k, is_own & (k >= 0) & (k < K), 0)
-            bits |= tl.load(experts_TK + token * K + k - K, is_own & (k >= K), 0)
-            bits = never_empty(tl.where(is_own | (k < K), bits, FILL))
+        bits = tl.load(x_TX + token * WIDTH + k + WIDTH, is_own & (k < 0), 0)
+        bits |= tl.load(weights_TK + token * K + k, is_own & (k >= 0) & (k < K), 0)
+        bits |= tl.load(experts_TK + token * K + k - K, is_own & (k >= K), 0)
+        bits = never_empty(tl.where(is_own | (k < K), bits, FILL))
         send(bits, addresses_I, rank, first + rank, capacity, at, at < total, SIZE, calls_X)
     tl.debug_barrier()
     if WAITS:  # whatever follows may come in while this one waits for other ranks
@@ -141,11 +117,9 @@ def gather_kernel(
                 bits = tl.load(words, inside, 0, volatile=True)
             tl.store(words, tl.full([BLOCK], EMPTY, tl.int32), inside)
             line = (source * (total // LINE) + token).to(tl.int64)
-            halves = bits.to(all_x_TX.dtype.element_ty)
-            tl.store(all_x_TX + line * WIDTH + k + WIDTH, halves, inside & (k < 0))
-            if K > 0:
-                tl.store(all_weights_TK + line * K + k, bits, inside & (k >= 0) & (k < K))
-                tl.store(all_experts_TK + line * K + k - K, bits, inside & (k >= K))
+            tl.store(all_x_TX + line * WIDTH + k + WIDTH, bits, inside & (k < 0))
+            tl.store(all_weights_TK + line * K + k, bits, inside & (k >= 0) & (k < K))
+            tl.store(all_experts_TK + line * K + k - K, bits, inside & (k >= K))
 
 
 @triton.jit(do_not_specialize=["rank", "num_own"])

@@ -97,7 +97,7 @@ def kernels(peers: Peers, nccl: Any) -> Iterator[tuple[Kernel, Callable[..., obj
     )
     gather = Kernel(
         "all_gather",
-        lambda parts: exchange.all_gather(parts[rank], peers),
+        lambda parts: ops.all_gather(parts[rank], peers),
         lambda parts: parts,
         gathers,
     )

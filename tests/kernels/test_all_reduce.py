@@ -66,7 +66,7 @@ class Call(NamedTuple):
         if self.operation == "norm":
             return ops.all_reduce_add_norm(x, residual_TD, norm_weight_D, EPS, peers)
         if self.operation == "gather":
-            return (exchange.all_gather(x, peers),)
+            return (ops.all_gather(x, peers),)
         if self.operation == "tokens":
             brought = self.brought(peers.size)
             own = [one[peers.rank][: self.T - peers.rank % 2] for one in brought]
@@ -74,7 +74,7 @@ class Call(NamedTuple):
         if self.operation == "own sums":  # then of all ranks, as all say the same here
             parts_ITD = self.parts(peers.size)[peers.rank]
             exchange.add_own_sums(parts_ITD, residual_TD[: self.T - peers.rank % 2], peers)
-            return (exchange.all_gather(residual_TD, peers),)
+            return (ops.all_gather(residual_TD, peers),)
         return (ops.all_reduce(x, peers),)
 
     @property
@@ -311,7 +311,7 @@ def test_a_message_that_does_not_fit_is_refused() -> None:
     with pytest.raises(AssertionError, match="64"):
         ops.all_reduce(torch.zeros(4, 5), peers)
     with pytest.raises(AssertionError, match="3, 3"):
-        exchange.all_gather(torch.zeros(3, 3), peers)
+        ops.all_gather(torch.zeros(3, 3), peers)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is itself interpreted")

@@ -40,7 +40,7 @@ class Recorded:
 def mesh(monkeypatch: pytest.MonkeyPatch) -> NcclMesh:
     peers = Peers(0, 2, 4096, torch.zeros(2), torch.zeros(1))
     monkeypatch.setattr(own, "all_reduce", lambda x, _: x.mul_(2) + 0.25)
-    monkeypatch.setattr(exchange, "all_gather", lambda x, _: torch.stack([x, x]) + 0.25)
+    monkeypatch.setattr(own, "all_gather", lambda x, _: torch.stack([x, x]) + 0.25)
     return NcclMesh(0, 2, "", [Links(Recorded(), peers, own_bytes=1024)])
 
 
