@@ -112,7 +112,7 @@ def rows_of_one() -> list[Rows]:
 
 def rows_of_several() -> list[Rows]:
     """Rows of 0 to W new tokens, and some of none and no length at the tail."""
-    lengths = (8, 130, 9, 64, 65, 1, 200, 17, 131, 0, 0, 0)
+    lengths = (8, 130, 9, 64, 65, 1, 300, 17, 66, 128, 131, 0, 0, 0)
     long = (2000, *lengths[:-3], 5000, *lengths[-3:])
     small = (
         ((1, 1, 64), 16, 4, "newest"),

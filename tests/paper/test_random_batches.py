@@ -12,7 +12,7 @@ from nanovllm.wire import Abort, FinishReason, RefusalKind
 from tests.paper.engine import PAGE, PaperEngine, generate
 from tests.paper.gpu import POISON, VOCAB, solo_run
 
-NUM_ENGINES = 100 * settings().max_examples  # 10,000; --hypothesis-profile=quick: 500
+NUM_ENGINES = 200 * settings().max_examples  # 20,000; --hypothesis-profile=quick: 1,000
 # Few stems and few token values, so that requests often share pages.
 stems = st.sampled_from([[1] * 5, [2] * 8, [1, 1, 2, 1, 1, 2, 1, 1]])
 tails = st.lists(st.integers(0, 2), min_size=1, max_size=7)
