@@ -3,9 +3,9 @@
     python results/profiled.py FILE FIRST COUNT bench --offline RECIPE --workload bs1 ...
 
 FILE gets the kernels of COUNT steps from the engine's step FIRST on: time and launches a step by
-name, how long the GPU had nothing to do, and what ran in the middle, in order. A kernel that is
-launched early is timed with its wait for the one before. Rates that the run itself tells are of no
-use: reading the profile takes seconds.
+name, how long the GPU had nothing to do, and what ran in the middle, in order. FIRST may be several
+numbers with commas between. A kernel that is launched early is timed with its wait for the one
+before. Rates that the run itself tells are of no use: reading a profile takes seconds.
 """
 
 from __future__ import annotations
@@ -23,27 +23,32 @@ class Profiled:
     """In place of Runner.launch, of all of whose calls it knows the number."""
 
     def __init__(
-        self, plain: Callable[[object, object], object], file: str, first: int, count: int
+        self, plain: Callable[[object, object], object], file: str, firsts: str, count: int
     ) -> None:
-        self.plain, self.file, self.first, self.count = plain, Path(file), first, count
+        self.plain, self.file, self.count = plain, Path(file), count
+        self.firsts = [int(first) for first in firsts.split(",")]
         self.seen, self.profile = 0, None
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text("")
 
     def launch(self, runner: object, plan: object) -> object:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
         kind = "CUDA" if torch.cuda.is_available() else "CPU"
-        if self.seen in (self.first, self.first + self.count) and kind == "CUDA":
+        is_first, is_last = self.seen in self.firsts, self.seen - self.count in self.firsts
+        if (is_first or is_last) and kind == "CUDA":
             torch.cuda.synchronize()
-        if self.seen == self.first:
-            self.profile = profile(activities=[getattr(ProfilerActivity, kind)])
-            self.profile.__enter__()
-        if self.seen == self.first + self.count:
+        if is_last:
             self.profile.__exit__(None, None, None)
             found = [one for one in self.profile.events() if one.device_type.name == kind]
             spans = [(one.time_range.start, one.time_range.end, one.name) for one in found]
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text("\n".join(told(sorted(spans), self.count)) + "\n")
+            with self.file.open("a") as file:
+                file.write(f"from step {self.seen - self.count} on:\n")
+                file.write("\n".join(told(sorted(spans), self.count)) + "\n")
+        if is_first:
+            self.profile = profile(activities=[getattr(ProfilerActivity, kind)])
+            self.profile.__enter__()
         self.seen += 1
         return self.plain(runner, plan)
 
@@ -71,8 +76,8 @@ def told(spans: list[tuple[float, float, str]], steps: int) -> Iterator[str]:
 if __name__ == "__mp_main__" and ASKED in os.environ:
     from nanovllm.runner.runner import Runner
 
-    file, first, count = os.environ[ASKED].split("\n")
-    asked = Profiled(Runner.launch, file, int(first), int(count))
+    file, firsts, count = os.environ[ASKED].split("\n")
+    asked = Profiled(Runner.launch, file, firsts, int(count))
     Runner.launch = lambda runner, plan: asked.launch(runner, plan)  # type: ignore[method-assign]
 
 if __name__ == "__main__":
