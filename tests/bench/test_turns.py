@@ -1,0 +1,28 @@
+"""results/turns.py: what it asks, and what it says of the answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_turns_of_the_demo(tmp_path: Path) -> None:
+    """A second turn has the first prompt cached, its repetition all but a token."""
+    path = tmp_path / "record.json"
+    asked = ["demo", "--set", "cache.page_tokens=16", "--tokens", "100", "--answer", "4"]
+    command = [sys.executable, "results/turns.py", *asked, "--rounds", "1", "--json", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    assert (record["workload"]["name"], record["changed"]) == ("turns", {"cache.page_tokens": 16})
+    found = record["metrics"]
+    assert found["first_prompt_tokens"] == found["unrelated_prompt_tokens"] == 100
+    assert (found["first_cached_tokens"], found["unrelated_cached_tokens"]) == (0, 0)
+    assert found["second_prompt_tokens"] > 110 and found["second_cached_tokens"] in (96, 112)
+    assert found["again_cached_tokens"] == found["again_prompt_tokens"] - 1
+    assert found["second_to_first"] == found["second_ttft_ms"] / found["first_ttft_ms"] > 0
+    assert "100 tokens cached" in done.stdout and "second turn to first: " in done.stdout
