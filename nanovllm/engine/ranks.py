@@ -158,6 +158,8 @@ class Follower:
             self._sampled.put(handle)
 
     def _reply(self) -> None:
+        if torch.cuda.is_initialized():  # each thread begins with the first GPU
+            torch.cuda.set_device(self.place.device)
         try:
             while True:
                 self.place.reply(encode(self._sampled.get().wait()))

@@ -46,7 +46,7 @@ def connect_peers(
     ]
     if unreached:
         raise ConfigError(
-            f"parallel.tp is {size}; GPU {device.index} cannot reach the memory of GPU "
+            f"parallel asks for {size} ranks; GPU {device.index} cannot reach the memory of GPU "
             f"{', '.join(unreached)}, as kernels over peer memory must"
         )
     os.putenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")

@@ -106,8 +106,8 @@ class Runner:
         batch, logits_SV = forwarded.batch, forwarded.logits_SV
         if masks is not None and logits_SV is not None:
             self.sampler.apply_mask(logits_SV, rows.samples_of(masked), masks)
-        size = len(batch.token_ids_T), rows.width
-        if rows.is_decode and size in self.tails.captured and self.sampler.plain(rows.host_slots):
+        graph = self.graphs.captured.get(size := (len(batch.token_ids_T), rows.width))
+        if graph and graph.output is forwarded and self.sampler.plain(rows.host_slots):
             written: Written = self.tails.replay(size)
             return start_copy(rows, *written)
         num_samples = len(rows.host_slots)

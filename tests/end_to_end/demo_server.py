@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -20,7 +24,8 @@ THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 @dataclass
 class Server:
     process: subprocess.Popen[str]
-    url: str
+    url: str = ""
+    lines: list[str] = field(default_factory=list)  # that it said
 
     def client(self) -> openai.OpenAI:
         import openai
@@ -59,21 +64,38 @@ class Server:
         self.process.terminate()
         return self.process.wait(30)
 
+    def abort(self) -> None:
+        """Ends all of its processes. Each tells where its threads are, in `lines`."""
+        with suppress(ProcessLookupError):
+            for pid in [*self.children(), self.process.pid]:
+                resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
+                os.kill(pid, signal.SIGABRT)
+
 
 def asked(text: str, **more: Any) -> dict[str, Any]:
     """A chat completion's arguments, as the openai client takes them."""
     return {"model": "demo", "messages": [{"role": "user", "content": text}], **more}
 
 
-def start(*arguments: str) -> Server:
+def start(*arguments: str, limit_s: float = 300.0) -> Server:
+    """Raises AssertionError, with all that it said, if it ends or is not ready in time."""
     command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.STDOUT)
+    tells = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, stderr=subprocess.STDOUT, env=tells
+    )
     assert process.stdout is not None
-    lines = []
+    server = Server(process)
+    late = threading.Timer(limit_s, server.abort)
+    late.start()
     for line in process.stdout:
-        lines.append(line)
+        server.lines.append(line)
         if found := re.search(r"is served at (http://\S+)", line):
+            late.cancel()
             # Read on, or its last lines would wait a second for a reader.
-            threading.Thread(target=process.stdout.read, daemon=True).start()
-            return Server(process, found.group(1))
-    raise AssertionError(f"no server: {''.join(lines)}")
+            rest = threading.Thread(target=server.lines.extend, args=(process.stdout,), daemon=True)
+            rest.start()
+            server.url = found.group(1)
+            return server
+    late.cancel()
+    raise AssertionError(f"no server: {''.join(server.lines)}")

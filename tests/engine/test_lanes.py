@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from nanovllm.config import Speculate
+from nanovllm.runner.graphs import Captured
 from nanovllm.wire import FinishReason
 from tests.engine.test_ranks import NGRAM, SMALL, cut, ranked, text_of
 from tests.models.corrupted import POISON
@@ -40,6 +41,20 @@ def test_text_is_that_of_one_rank(
     expected = text_of(WholeEngine(config, speculate=drafts, **SMALL))
     with ranked(cut(config, 1, ep), 1, tmp_path, speculate=drafts, **SMALL) as engine:
         assert text_of(engine) == expected
+
+
+def test_beside_a_lane_with_more_rows_than_graphs_have_no_graph_draws(tmp_path: Path) -> None:
+    """What the sampling graph of a lane's own size would read, its forward pass did not write."""
+    make_tiny(tmp_path, "qwen3", vocab_size=5003)
+    config = config_of(tmp_path)
+    expected = text_of(WholeEngine(config, **SMALL))
+    engine = WholeEngine(config, **SMALL)
+    runner, launch = engine.runner, engine.runner.launch
+    for graphs in (runner.graphs, runner.tails):
+        graphs.captured = {(num, 1): Captured(None, object(), 0.0, 0) for num in range(1, 5)}
+    runner.launch = lambda plan: launch(replace(plan, lane_tokens=1000))
+    assert text_of(engine) == expected
+    assert {mode.partition("/")[0] for mode in runner.steps_by_mode} == {"NONE"}
 
 
 def test_lanes_share_experts_in_fp8(tmp_path: Path) -> None:

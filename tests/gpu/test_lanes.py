@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
-from tests.end_to_end.demo_server import asked, start
+from tests.end_to_end.demo_server import asked
+from tests.gpu.serving import SMALL, choices, serving, texts
 from tests.gpu.test_ranks import DRAFTS, QUESTIONS
 
 MODEL = {
@@ -31,39 +33,37 @@ MODEL = {
     "norm_topk_prob": True,
 }
 LONG = asked("All of this once more: " + "pages and slots " * 80, temperature=0, max_tokens=30)
+ASKS = [*QUESTIONS, LONG] * 2
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs"),
 ]
 
 
-def texts(recipe: Path, *more: str) -> tuple[list[str], float]:
-    """Of many requests at a time, and how many steps replayed a whole graph."""
-    server = start(str(recipe), "--device", "cuda", *more)
-    try:
-        asks = [*QUESTIONS, LONG] * 2
-        with httpx.Client(timeout=90) as client, ThreadPoolExecutor(len(asks)) as pool:
-            url = f"{server.url}/v1/chat/completions"
-            answers = list(pool.map(lambda ask: client.post(url, json=ask), asks))
-            assert [answer.status_code for answer in answers] == [200] * len(asks), answers[-1].text
-            page = client.get(f"{server.url}/metrics").text.splitlines()
-        full = (line for line in page if "graph_steps_total" in line and 'mode="FULL"' in line)
-        found = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
-        return found, sum(float(line.split()[-1]) for line in full)
-    finally:
-        server.process.kill()
-
-
-@pytest.mark.parametrize("drafts", [(), DRAFTS], ids=["plain", "drafts"])
-def test_two_lanes_write_what_one_gpu_does(drafts: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    recipe = tmp_path / "recipe.yaml"
+def recipe_in(folder: Path) -> str:
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    recipe = folder / "recipe.yaml"
     recipe.write_text(
         "model: {name: a/b}\nconfig: config.json\nload: {format: dummy}\ndtype: float32\n"
-        "cache: {pages: 400}\nschedule: {slots: 8, step_tokens: 512}\n"
-        "server: {max_model_tokens: 1500, served_name: demo}\n"
+        "schedule: {step_tokens: 512}\nserver: {max_model_tokens: 1500, served_name: demo}\n"
     )
-    alone, _ = texts(recipe)
-    together, num_full = texts(recipe, "--set", "parallel.ep=2", *drafts)
-    assert together == alone and all(alone)
-    assert num_full > 50
+    return str(recipe)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[list[str]]]:
+    """What one GPU writes, begun beside what two do."""
+    with ThreadPoolExecutor() as pool:
+        yield pool.submit(texts, ASKS, recipe_in(tmp_path_factory.mktemp("alone")), *SMALL)
+
+
+@pytest.mark.parametrize("drafts", [DRAFTS, ()], ids=["drafts", "plain"])
+def test_two_lanes_write_what_one_gpu_does(
+    drafts: tuple[str, ...], alone: Future[list[str]], tmp_path: Path
+) -> None:
+    with serving(recipe_in(tmp_path), *SMALL, "--set", "parallel.ep=2", *drafts) as server:
+        found = [choice["message"]["content"] for choice in choices(server, ASKS)]
+        page = httpx.get(f"{server.url}/metrics").text.splitlines()
+    assert found == alone.result() and all(found)
+    full = (line for line in page if "graph_steps_total" in line and 'mode="FULL"' in line)
+    assert sum(float(line.split()[-1]) for line in full) > 50

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import httpx
 import pytest
 import torch
 
-from tests.end_to_end.demo_server import Server, asked, start
+from tests.end_to_end.demo_server import Server, asked
+from tests.gpu.serving import SMALL, choices, serving, texts
 
 SCHEMA = {
     "type": "object",
@@ -28,48 +30,35 @@ QUESTIONS = [
     asked("Tell me about graphs.", temperature=0.8, seed=6, top_p=0.9, top_k=20, max_tokens=60),
     asked("Count to ten.", temperature=0, max_tokens=60, **PENALTIES),
 ]
-FLOAT32 = ("--set", "dtype=float32", "--set", "cache.pages=400")
+FLOAT32 = (*SMALL, "--tp", "2", "--set", "dtype=float32")
 DRAFTS = ("--set", "speculate={method: ngram, tokens: 3, min_match: 1}")
-CUDA = ("--device", "cuda", "--tp", "2")
+# What one GPU has as well, and would be compiled for half a minute.
+BFLOAT16 = (*SMALL, *(word for key in ("decode=triton", "attention=triton", "skinny_linear=torch",
+                                       "gated_linear=torch")
+                      for word in ("--set", f"kernels.{key}")))  # fmt: skip
 WITHIN = 0.1  # of a log-probability: sums of bfloat16 in another order
+LOST_S, ENDED_S = 5.0, 15.0
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs"),
 ]
 
 
-def answers(server: Server, questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    url, found = f"{server.url}/v1/chat/completions", []
-    for question in questions:
-        answer = httpx.post(url, json=question, timeout=60)
-        assert answer.status_code == 200, answer.text
-        found.append(answer.json()["choices"][0])
-    return found
-
-
-def texts(*arguments: str) -> list[str]:
-    server = start(*arguments)
-    try:
-        return [choice["message"]["content"] for choice in answers(server, QUESTIONS)]
-    finally:
-        server.process.kill()
-
-
-def test_two_gpus_answer_as_a_cpu_does() -> None:
-    expected = texts("--device", "cpu")
-    assert all(expected)
-    assert texts(*CUDA, *FLOAT32) == expected
-    assert texts(*CUDA, *FLOAT32, *DRAFTS) == expected
+@pytest.mark.parametrize("drafts", [DRAFTS, ()], ids=["drafts", "plain"])
+def test_two_gpus_answer_as_a_cpu_does_until_one_is_lost(drafts: tuple[str, ...]) -> None:
+    with ThreadPoolExecutor() as pool:
+        expected = pool.submit(texts, QUESTIONS, "--device", "cpu")
+        with serving(*FLOAT32, *drafts) as server:
+            found = [choice["message"]["content"] for choice in choices(server, QUESTIONS)]
+            assert found == expected.result() and all(found)
+            ends_without_a_rank(server, signal.SIGKILL if drafts else signal.SIGSTOP)
 
 
 def test_log_probabilities_are_one_gpus() -> None:
-    asked_for = [{**question, "logprobs": True, "top_logprobs": 3} for question in QUESTIONS[:1]]
-    found = []
-    for ranks in ("1", "2"):
-        server = start("--device", "cuda", "--tp", ranks, "--set", "cache.pages=400")
-        found.append(answers(server, asked_for)[0]["logprobs"]["content"])
-        server.process.kill()
-    alone, together = found
+    asks = [{**QUESTIONS[0], "logprobs": True, "top_logprobs": 3}]
+    with ThreadPoolExecutor() as pool:
+        both = [pool.submit(log_probabilities, asks, *BFLOAT16, "--tp", tp) for tp in ("1", "2")]
+        alone, together = (one.result() for one in both)
     assert len(together) == len(alone) > 10
     for one, two in zip(alone, together, strict=True):
         if one["token"] != two["token"]:  # a tie in bfloat16, from which on the texts differ
@@ -77,6 +66,11 @@ def test_log_probabilities_are_one_gpus() -> None:
             assert gap < WITHIN
             return
         assert one["logprob"] == pytest.approx(two["logprob"], abs=WITHIN)
+
+
+def log_probabilities(asks: list[dict[str, Any]], *arguments: str) -> list[dict[str, Any]]:
+    with serving(*arguments) as server:
+        return list(choices(server, asks)[0]["logprobs"]["content"])
 
 
 def is_running(pid: int) -> bool:
@@ -87,9 +81,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("stopping", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_ends_streams_and_server(stopping: signal.Signals) -> None:
-    server = start(*CUDA, "--set", "cache.pages=400")
+def ends_without_a_rank(server: Server, stopping: signal.Signals) -> None:
+    """Its streams end with an error, it with code 1, and nothing is left of it."""
     children = server.children()
     names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in children}
     rank = next(pid for pid, name in names.items() if name == "nanovllm-rank1")
@@ -102,8 +95,8 @@ def test_a_lost_rank_ends_streams_and_server(stopping: signal.Signals) -> None:
                 os.kill(rank, stopping)
                 ended = time.monotonic()
     assert any('"error"' in line for line in lines[-6:]), lines[-6:]  # then [DONE]
-    assert time.monotonic() - ended < 5
-    assert server.process.wait(15 - (time.monotonic() - ended)) == 1
+    assert time.monotonic() - ended < LOST_S
+    assert server.process.wait(ENDED_S - (time.monotonic() - ended)) == 1
     while left := [pid for pid in children if is_running(pid)]:
-        assert time.monotonic() - ended < 15, left
+        assert time.monotonic() - ended < ENDED_S, left
         time.sleep(0.2)

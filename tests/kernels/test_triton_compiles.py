@@ -62,3 +62,23 @@ def test_kernels_compile_for_hopper(name: str, is_fp8: bool) -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 1 + (name == "latent_decode")
     assert all(line == f"compiled {name}_kernel True" for line in lines)
+
+
+EXCHANGES = """
+from nanovllm_kernels.exchange import NOBODY, add_own_sums_kernel, gather_kernel
+common = dict(SIZE=2, PROGRAMS=64, WAITS=True)
+peers = dict(addresses_I="*i64", calls_X="*i32")
+words = dict.fromkeys(gather_kernel.arg_names[:6], "*i32")
+compiled(gather_kernel, peers | words, WIDTH=1024, K=8, FILL=NOBODY, BLOCK=512, **common)
+for bits, like in (("*i16", "*bf16"), ("*i32", "*fp32")):
+    types = peers | dict(bits_ITD=bits, stream_TD=like)
+    compiled(add_own_sums_kernel, types, 8, BLOCK=2048, **common)
+"""
+
+
+def test_exchanges_compile_for_hopper() -> None:
+    command = ["env", "-u", "TRITON_INTERPRET", sys.executable, "-c", COMPILE + EXCHANGES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = [line.split()[1] for line in done.stdout.splitlines() if line.endswith("True")]
+    assert names == ["gather_kernel", "add_own_sums_kernel", "add_own_sums_kernel"]

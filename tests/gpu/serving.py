@@ -1,0 +1,53 @@
+"""Servers on GPUs: small ones, each with its own time limit, that tell where they hang."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from tests.end_to_end.demo_server import Server, start
+
+log = logging.getLogger("tests")  # shown by pytest --log-cli-level=INFO
+START_S = 100.0  # where no kernel has been compiled yet
+ANSWER_S = 30.0
+TOLD = 400  # lines of a server that failed
+SMALL = ("--device", "cuda", "--set", "cache.pages=400", "--set", "schedule.slots=12",
+         "--set", "kernels.mixed_graph_tokens=128")  # fmt: skip
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[Server]:
+    """What fails within says what the server said, and where each of its threads was."""
+    began = time.monotonic()
+    server = start(*arguments, limit_s=START_S)
+    log.info("%.1f s to start %s", time.monotonic() - began, " ".join(arguments))
+    try:
+        yield server
+    except BaseException as error:
+        server.abort()
+        server.process.wait(10)
+        error.add_note("".join(server.lines[-TOLD:]))
+        raise
+    finally:
+        server.process.kill()
+        log.info("%.1f s in all", time.monotonic() - began)
+
+
+def choices(server: Server, questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers to questions that are asked all at a time."""
+    url = f"{server.url}/v1/chat/completions"
+    with httpx.Client(timeout=ANSWER_S) as client, ThreadPoolExecutor(len(questions)) as pool:
+        answers = list(pool.map(lambda question: client.post(url, json=question), questions))
+    assert [answer.status_code for answer in answers] == [200] * len(answers), answers[-1].text
+    return [answer.json()["choices"][0] for answer in answers]
+
+
+def texts(questions: list[dict[str, Any]], *arguments: str) -> list[str]:
+    with serving(*arguments) as server:
+        return [choice["message"]["content"] for choice in choices(server, questions)]
