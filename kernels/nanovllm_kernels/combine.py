@@ -43,8 +43,8 @@ def combine_kernel(
     BLOCK: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     if WAITS:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < width

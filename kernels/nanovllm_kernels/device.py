@@ -29,5 +29,10 @@ def processors(device: torch.device) -> int:
 
 
 def follows(num_rows: int, device: torch.device) -> bool:
-    """Whether a kernel of so many rows is launched early, and then waits for the one before."""
+    """Whether a kernel of so many rows is launched early, and then waits for the one before.
+
+    Many let the next one come before they wait themselves, so that products have their weights
+    under way. So what a kernel reads before it waits must be older than the model's first kernel,
+    or a launch between them must let others come after its wait alone.
+    """
     return num_rows <= FOLLOWING and can_overlap(device)

@@ -109,6 +109,7 @@ def rms_norm_kernel(
         exists = (expert < E)[:, None] & inside[None, :]
         router = tl.load(router_ED + expert[:, None] * WIDTH + d[None, :], exists, 0.0)
     if WAITS:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_TD + row * x_stride + d, inside, 0.0)
     if residual_TD is not None:

@@ -317,6 +317,7 @@ def merge_kernel(
     row = tl.load(plan_N5 + lane * 5 + 3)
     num_lanes = tl.load(plan_N5 + lane * 5 + 4)
     if WAITS:  # before any return: what follows waits for this kernel only
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if num_lanes == 0:
         return

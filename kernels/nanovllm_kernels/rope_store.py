@@ -63,10 +63,10 @@ def rope_store_kernel(
     H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr,
     HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr, LEADS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
+    if LEADS:  # attention
+        tl.extra.cuda.gdc_launch_dependents()
     if WAITS:
         tl.extra.cuda.gdc_wait()
-    if LEADS:  # attention, which may read what came before this before it waits
-        tl.extra.cuda.gdc_launch_dependents()
     GROUPS: tl.constexpr = (H + 2 * G + HEADS - 1) // HEADS
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     head = (tl.program_id(0) % GROUPS * HEADS + tl.arange(0, HEADS))[:, None]

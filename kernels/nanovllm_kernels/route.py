@@ -100,8 +100,8 @@ def route_kernel(
     if bias_E is not None:
         bias = tl.load(bias_E + expert, exists, 0.0).to(tl.float32)
     if WAITS:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if slot_mapping_T is not None:
         cell = tl.load(slot_mapping_T + row)
     at = logits_TE + row.to(tl.int64) * logits_stride + expert
