@@ -31,62 +31,32 @@ def route(
     placed: Placed | None = None,
 ) -> tuple[Tensor, Tensor]:
     num_rows, num_experts = logits_TE.shape
+    num_experts -= rule.shared == "gated"
     assert logits_TE.stride(1) == 1 and num_experts % rule.num_groups == 0
-    weights_TK = torch.empty(num_rows, num_chosen, dtype=torch.float32, device=logits_TE.device)
+    size = num_rows, num_chosen + rule.has_shared
+    weights_TK = torch.empty(size, dtype=torch.float32, device=logits_TE.device)
     experts_TK = torch.empty_like(weights_TK, dtype=torch.int32)
     slots_T, positions_T, layer = (None, None, 0) if uniform is None else uniform
     slot_mapping_T, tokens_X, copies_EX = (None, None, None) if placed is None else placed
     waits = follows(num_rows, logits_TE.device)
     route_kernel[(num_rows,)](
-        logits_TE,
-        bias_E,
-        slots_T,
-        positions_T,
-        slot_mapping_T,
-        tokens_X,
-        copies_EX,
-        weights_TK,
-        experts_TK,
-        logits_TE.stride(0),
-        layer * num_experts,
-        rule.scale,
-        E=num_experts,
-        K=num_chosen,
-        SIGMOID=rule.score == "sigmoid",
-        RENORMALISE=rule.renormalise,
-        GROUPS=rule.num_groups,
-        CHOSEN_GROUPS=rule.chosen_groups,
-        TURNS=0 if copies_EX is None else copies_EX.shape[1],
-        WAITS=waits,
-        num_warps=1,
-        launch_pdl=waits,
-    )
+        logits_TE, bias_E, slots_T, positions_T, slot_mapping_T, tokens_X, copies_EX, weights_TK,
+        experts_TK, logits_TE.stride(0), layer * num_experts, rule.scale, E=num_experts,
+        K=num_chosen, SHARED=rule.has_shared, GATED=rule.shared == "gated",
+        SIGMOID=rule.score == "sigmoid", RENORMALISE=rule.renormalise, GROUPS=rule.num_groups,
+        CHOSEN_GROUPS=rule.chosen_groups, TURNS=0 if copies_EX is None else copies_EX.shape[1],
+        WAITS=waits, num_warps=1, launch_pdl=waits,
+    )  # fmt: skip
     return weights_TK, experts_TK
 
 
 @triton.jit(do_not_specialize=["first_index"])
 def route_kernel(
-    logits_TE,
-    bias_E,
-    slots_T,
-    positions_T,
-    slot_mapping_T,
-    tokens_X,
-    copies_EX,
-    weights_TK,
-    experts_TK,
-    logits_stride,
-    first_index,
-    scale,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr,
-    TURNS: tl.constexpr,
-    WAITS: tl.constexpr,
-):
+    logits_TE, bias_E, slots_T, positions_T, slot_mapping_T, tokens_X, copies_EX, weights_TK,
+    experts_TK, logits_stride, first_index, scale, E: tl.constexpr, K: tl.constexpr,
+    SHARED: tl.constexpr, GATED: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
+    GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, TURNS: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
     GROUPS_BLOCK: tl.constexpr = triton.next_power_of_2(GROUPS)
     GROUP_BLOCK: tl.constexpr = triton.next_power_of_2(E // GROUPS)
     BLOCK: tl.constexpr = GROUPS_BLOCK * GROUP_BLOCK
@@ -104,8 +74,8 @@ def route_kernel(
         tl.extra.cuda.gdc_wait()
     if slot_mapping_T is not None:
         cell = tl.load(slot_mapping_T + row)
-    at = logits_TE + row.to(tl.int64) * logits_stride + expert
-    x = tl.load(at, exists, -float("inf")).to(tl.float32)
+    at = logits_TE + row.to(tl.int64) * logits_stride
+    x = tl.load(at + expert, exists, -float("inf")).to(tl.float32)
     if SIGMOID:
         score = 1 / (1 + tl.exp(-x))
     else:
@@ -125,20 +95,40 @@ def route_kernel(
             ranked = in_best_groups(ranked, GROUPS_BLOCK, GROUP_BLOCK, CHOSEN_GROUPS, SIZE > 1)
     bits = ranked.to(tl.int32, bitcast=True)
     key = tl.where(exists, bits ^ ((bits >> 31) & HIGHEST), LOWEST)
+    rank = ranks_of(key, place, BLOCK, K)
+    if RENORMALISE:
+        score = score / (tl.sum(tl.where(rank >= 0, score, 0.0), 0) + 1e-20)
+    last = row * (K + SHARED) + K
+    pair = last - K + rank
+    tl.store(weights_TK + pair, score * scale, rank >= 0)
+    shared = E
+    if slot_mapping_T is not None:
+        expert = copies_of(expert, rank >= 0, cell, tokens_X, copies_EX, TURNS)
+        shared = tl.where(cell > 0, E, -1)
+    tl.store(experts_TK + pair, expert, rank >= 0)
+    if SHARED:
+        store_shared(at + E, weights_TK + last, experts_TK + last, shared, GATED)
+
+
+@triton.jit
+def ranks_of(key, place, BLOCK: tl.constexpr, K: tl.constexpr):
+    """Counted from the largest key, of the first K; -1 for others."""
     rank = tl.full([BLOCK], -1, tl.int32)
     for k in tl.static_range(K):
         top = tl.max(key, 0)
         best = tl.min(tl.where(key == top, place, BLOCK), 0)
         rank = tl.where(place == best, k, rank)
         key = tl.where(place == best, LOWEST, key)
+    return rank
 
-    if RENORMALISE:
-        score = score / (tl.sum(tl.where(rank >= 0, score, 0.0), 0) + 1e-20)
-    pair = row * K + rank
-    tl.store(weights_TK + pair, score * scale, rank >= 0)
-    if slot_mapping_T is not None:
-        expert = copies_of(expert, rank >= 0, cell, tokens_X, copies_EX, TURNS)
-    tl.store(experts_TK + pair, expert, rank >= 0)
+
+@triton.jit
+def store_shared(logit_at, weight_at, expert_at, expert, GATED: tl.constexpr):
+    weight = 1.0
+    if GATED:
+        weight = 1 / (1 + tl.exp(-tl.load(logit_at).to(tl.float32)))
+    tl.store(weight_at, weight)
+    tl.store(expert_at, expert)
 
 
 @triton.jit

@@ -36,6 +36,13 @@ class Routing:
     scale: float = 1.0  # multiplies the weights, last
     num_groups: int = 1  # of consecutive experts, equally many each
     chosen_groups: int = 1  # experts are chosen in this many groups alone
+    # Behind all experts is one that every token goes to, last: with a weight of 1, or of the
+    # sigmoid of a logit behind those of the others.
+    shared: Literal["none", "whole", "gated"] = "none"
+
+    @property
+    def has_shared(self) -> bool:
+        return self.shared != "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +90,13 @@ def route(
     without bias. A group's score is the sum of its two best biased scores. `uniform`: chosen by a
     hash of slot, position, layer and expert instead, for measurements. Logits with a NaN choose any
     distinct experts, and at least one weight of theirs is NaN. `placed`: experts_TK has copies,
-    which are counted; and -1 for all that a token of nobody chose.
+    which are counted; and -1 for all that a token of nobody chose. A shared expert is one more,
+    which nobody counts.
     """
     logits_TE = logits_TE.float()
+    shared_T1 = torch.ones_like(logits_TE[:, :1])
+    if rule.shared == "gated":
+        logits_TE, shared_T1 = logits_TE[:, :-1], logits_TE[:, -1:].sigmoid()
     num_experts = logits_TE.shape[1]
     scores_TE = logits_TE.sigmoid() if rule.score == "sigmoid" else logits_TE.softmax(-1)
     if uniform is not None:
@@ -101,7 +112,11 @@ def route(
     if rule.renormalise:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
     experts_TK = experts_TK.int() if placed is None else copies_of(experts_TK, placed)
-    return weights_TK * rule.scale, experts_TK
+    if not rule.has_shared:
+        return weights_TK * rule.scale, experts_TK
+    last_T1 = torch.full_like(experts_TK[:, :1], num_experts).where(experts_TK[:, :1] >= 0, -1)
+    weights_TK = torch.cat([weights_TK * rule.scale, shared_T1], 1)
+    return weights_TK, torch.cat([experts_TK, last_T1], 1)
 
 
 def copies_of(experts_TK: Tensor, placed: Placed) -> Tensor:

@@ -84,11 +84,12 @@ def tables(result: ExpertRows, args: Args) -> Tensors:
 
 ROUTED = (
     (128, 8, SOFTMAX), (512, 10, SOFTMAX), (256, 8, SIGMOID), (6, 2, SOFTMAX), (160, 6, GROUPS),
-    (24, 16, SIGMOID), (48, 6, PLAIN),
+    (24, 16, SIGMOID), (48, 6, PLAIN), (33, 10, replace(SOFTMAX, shared="gated")),
+    (160, 6, replace(GROUPS, shared="whole")),
 )  # fmt: skip
 KINDS = (1, "plain"), (7, "hashed"), (7, "tied"), (7, "placed"), (513, "plain"), (513, "placed")
 ROUTE_CASES = tuple(
-    Case(f"T={T} E={E} K={K} {rule.score} groups={rule.num_groups} {kind}",
+    Case(f"T={T} E={E} K={K} {rule.score} groups={rule.num_groups} shared={rule.shared} {kind}",
          partial(route_inputs, T, E, K, rule, kind), small=T <= 7, num_bytes=num_bytes)
     for shapes, kinds, timed in (
         (ROUTED, KINDS, 0), (ROUTED[:3], [*product((2, 8, 64, 4096), ("plain", "placed"))], 4),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
+from functools import partial
 from math import gcd
 from typing import Any, Literal
 
@@ -159,14 +160,16 @@ def blocks(
         with torch.device("meta"):
             block = make(layer)
         modules = dict(block.named_modules())
-        named = {p: checkpoint_modules(f"layers.{layer}.{p}", layer, rules) for p in modules}
-        kept = {path for path, names in named.items() if not names or is_kept(names, quantised)}
-        for path in modules.keys() - kept:
-            module = modules[path]
+        kept = set()
+        for path, module in modules.items():
+            change = getattr(module, "to_fp8", None)
             if isinstance(module, NormLinear | AddLinear):
-                to_fp8(module)
-            elif hasattr(module, "to_fp8"):
-                module.to_fp8()
+                change = partial(to_fp8, module)
+            names = checkpoint_modules(f"layers.{layer}.{path}", layer, rules)
+            if change is None or not names or is_kept(names, quantised):
+                kept.add(path)
+            else:
+                change()
         block.to_empty(device=device)
         for path, module in modules.items():
             if isinstance(module, Linear):

@@ -23,12 +23,14 @@ class Placement:
     """Which slice of each checkpoint tensor this rank keeps: the parts follow one another.
 
     Of a parameter that stacks experts, one tensor each, the same is true of every expert's.
-    `experts`: where each is along a dimension 0 more, or -1 if this rank has it not.
+    `experts`: where each is along a dimension 0 more, or -1 if this rank has it not. `has_shared`:
+    behind all of them is one that every token goes to, whose parts have names of their own.
     """
 
     dim: int  # the dimension that is cut, of a checkpoint tensor
     parts: tuple[tuple[str, Span], ...]  # an unfused parameter has the one part ""
     experts: tuple[int, ...] | None = None
+    has_shared: bool = False
 
 
 class Layer(nn.Module):

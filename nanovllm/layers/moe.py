@@ -6,6 +6,7 @@ what their expert has, and added up; nobody waits for what was chosen, and no sh
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import chain, cycle, islice
 
@@ -37,7 +38,7 @@ class Experts(Layer):
     gate and up begin blocks.
 
     `experts`: which of the copies of all ranks are here; `places`: which of them each expert is, or
-    -1; `inner`: which share of each.
+    -1; `inner`: which share of each. If the rule has a shared expert, it is the last one.
     """
 
     def __init__(
@@ -51,15 +52,16 @@ class Experts(Layer):
         places: tuple[int, ...],
     ) -> None:
         super().__init__()
-        self.experts, self.num_chosen = experts, num_chosen
-        self.rule, self.kernels = rule, kernels
+        self.experts, self.num_routed, self.rule = experts, num_chosen, rule
+        self.kernels, self.num_chosen = kernels, num_chosen + rule.has_shared
         self.gate_up = parameter(experts.count, 2 * inner.count, hidden_size)
         self.down = parameter(experts.count, hidden_size, inner.count)
         self.gate_up_scale: Tensor | None = None
         self.down_scale: Tensor | None = None
+        of_experts = places, rule.has_shared
         self.placements = {
-            "gate_up": Placement(0, (("gate", inner), ("up", inner)), places),
-            "down": Placement(1, (("", inner),), places),
+            "gate_up": Placement(0, (("gate", inner), ("up", inner)), *of_experts),
+            "down": Placement(1, (("", inner),), *of_experts),
         }
         self.by_rows = RowTable(self._choose)
 
@@ -73,7 +75,7 @@ class Experts(Layer):
             setattr(self, name, fp8_parameter(*weight.shape, dtype=FP8))
             scale = fp8_parameter(len(weight), *scales, dtype=torch.float32)
             setattr(self, f"{name}_scale", scale)
-            self.placements[f"{name}_scale"] = Placement(placement.dim, parts, placement.experts)
+            self.placements[f"{name}_scale"] = replace(placement, parts=parts)
 
     def route(
         self,
@@ -84,7 +86,7 @@ class Experts(Layer):
     ) -> tuple[Tensor, Tensor]:
         """The weights_TK of chosen experts, and which they are, experts_TK: copies of all ranks.
         `uniform`: where tokens are, if that chooses; `placed`: where experts are."""
-        return self.kernels.route(logits_TE, bias_E, self.num_chosen, self.rule, uniform, placed)
+        return self.kernels.route(logits_TE, bias_E, self.num_routed, self.rule, uniform, placed)
 
     def forward(
         self,
@@ -145,13 +147,14 @@ class MoE(Layer):
         is_last: bool,
         mesh: Mesh,
         ops: Ops,
-        shared: MLP | None = None,
+        shared: int = 0,
         gates_shared: bool = False,
     ) -> None:
         """`experts` and `inner`: the names of their fields in config.json, and their numbers.
 
-        `shared`: what every token gets besides. Its norm is everybody's. `gates_shared`: times a
-        sigmoid of a product with one weight.
+        `shared`: inner elements of what every token gets besides. `gates_shared`: times a sigmoid
+        of a product with one weight. If it is as wide as others, and they are all here, it is one
+        of the experts, and that product one of the router's.
         """
         super().__init__()
         self.eps, self.mesh, self.ops = eps, mesh, ops
@@ -165,12 +168,17 @@ class MoE(Layer):
         places = tuple(of.get(one, -1) for one in range(experts[1]))
         inner_span = mesh.span(*inner) if mesh.ep_size == 1 else whole
         self.counted: tuple[Tensor, Tensor | None] | None = None
-        self.shared = shared
-        self.shared_gate = None
-        if shared and gates_shared:
-            self.shared_gate = Linear(1, hidden_size, Placement(0, (("", Span(1, 0, 1)),)), ops)
-        self.norm_weight = None if shared else parameter(hidden_size)
-        self.router = Router(everyone, hidden_size, ops, torch.float32 if exact else None)
+        self.shared, self.shared_gate, router_parts = None, None, [("", everyone)]
+        gate = Placement(0, (("shared", Span(1, 0, 1)),))
+        if shared == inner[1] and mesh.ep_size == 1 and ops.experts.spread is None:
+            rule = replace(rule, shared="gated" if gates_shared else "whole")
+            own = Span(experts[1] + 1, 0, experts[1] + 1)
+            router_parts += gate.parts if gates_shared else ()
+        elif shared:
+            self.shared = MLP(hidden_size, shared, eps, mesh, ops)
+            self.shared_gate = Linear(1, hidden_size, gate, ops) if gates_shared else None
+        self.norm_weight = parameter(hidden_size) if self.shared is None else None
+        self.router = Router(router_parts, hidden_size, ops, torch.float32 if exact else None)
         self.bias = parameter(experts[1], dtype=torch.float32) if exact else None
         sizes = hidden_size, own, inner_span, num_chosen
         self.experts = Experts(*sizes, rule, ops.experts, places)
@@ -221,11 +229,12 @@ class MoE(Layer):
         """The normalised stream, the router's logits and the stream."""
         owner = self if self.shared is None else self.shared.gate_up
         norm = owner.get_parameter("norm_weight"), self.eps
-        together = self.ops.experts.norm_router
+        together, router = self.ops.experts.norm_router, self.router
         if together and isinstance(residual, Added) and len(residual.stream_TD) <= FEW_ROWS:
-            return *together(residual.stream_TD, *norm, self.router.weight), residual
+            x_TD, logits_TE = together(residual.stream_TD, *norm, router.weight)
+            return x_TD, logits_TE[:, : router.num_logits], residual
         x_TD, stream = self.ops.norm(residual, *norm)
-        return x_TD, self.router.product(x_TD), stream
+        return x_TD, router.product(x_TD)[:, : router.num_logits], stream
 
     def _of_shared(self, x_TD: Tensor, stream: Added) -> tuple[Tensor | None, Added]:
         """What the shared expert gives, this rank's part of it, unless the stream has it then."""
@@ -278,18 +287,39 @@ def scaled(y: Tensor | Quantised, by_T1: Tensor) -> Tensor | Quantised:
 
 
 class Router(Linear):
-    """Logits of all experts, on every rank."""
+    """Logits of all experts, on every rank, and the gate of a shared one behind them. Then come
+    some that nobody reads, if that makes their number a multiple of 8, as the library likes.
+    """
 
     def __init__(
-        self, experts: Span, hidden_size: int, ops: Ops, dtype: torch.dtype | None
+        self, parts: list[tuple[str, Span]], hidden_size: int, ops: Ops, dtype: torch.dtype | None
     ) -> None:
-        super().__init__(experts.count, hidden_size, Placement(0, (("", experts),)), ops)
+        num_logits = sum(span.count for _, span in parts)
+        num_rows = -(-num_logits // 8) * 8 if len(parts) > 1 else num_logits
+        super().__init__(num_rows, hidden_size, Placement(0, tuple(parts)), ops)
+        self.num_logits = num_logits
         if dtype is not None:
-            self.weight = parameter(experts.count, hidden_size, dtype=dtype)
+            self.weight = parameter(num_rows, hidden_size, dtype=dtype)
             vars(self)["operand"], self.by_rows = self.weight, ops.plain(self.weight)
 
     def product(self, x_TD: Tensor) -> Tensor:
         return super().product(x_TD.to(self.weight.dtype))
+
+
+def shared_rules(source: str) -> tuple[tuple[str, str, str], ...]:
+    """Which tensors of a checkpoint fill a shared expert, be it one of the experts or an MLP.
+    `source`: its name there.
+    """
+    mlp, norm = "layers.{}.mlp", "model.layers.{}.post_attention_layernorm.weight"
+    return (
+        (norm, f"{mlp}.shared.gate_up.norm_weight", ""),
+        (f"{source}.gate_proj.weight", f"{mlp}.shared.gate_up.weight", "gate"),
+        (f"{source}.up_proj.weight", f"{mlp}.shared.gate_up.weight", "up"),
+        (f"{source}.down_proj.weight", f"{mlp}.shared.down.weight", ""),
+        (f"{source}.gate_proj.weight", f"{mlp}.experts.gate_up", "shared gate"),
+        (f"{source}.up_proj.weight", f"{mlp}.experts.gate_up", "shared up"),
+        (f"{source}.down_proj.weight", f"{mlp}.experts.down", "shared"),
+    )
 
 
 def read_by(model: nn.Module, num_tokens: int, lanes: int = 1) -> tuple[float, float]:

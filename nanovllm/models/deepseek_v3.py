@@ -15,8 +15,7 @@ from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.layers.attention import QKNorm
 from nanovllm.layers.latent_attention import LatentAttention, Sizes
 from nanovllm.layers.linear import Layer
-from nanovllm.layers.mlp import MLP
-from nanovllm.layers.moe import MoE
+from nanovllm.layers.moe import MoE, shared_rules
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.stretched_rope import YarnRope
 from nanovllm.models.decoder import Block, Count, Decoder, DecoderConfig, Rule
@@ -115,10 +114,6 @@ class LatentBlock(Block):
         if layer < config.first_k_dense_replace:
             return super().mlp_of(config, layer, mesh, ops)
         inner, groups = config.moe_intermediate_size, (config.n_group, config.topk_group)
-        shared = None
-        if config.n_shared_experts:
-            width = inner * config.n_shared_experts
-            shared = MLP(config.hidden_size, width, config.rms_norm_eps, mesh, ops)
         return MoE(
             hidden_size=config.hidden_size,
             experts=("n_routed_experts", config.n_routed_experts),
@@ -131,7 +126,7 @@ class LatentBlock(Block):
             is_last=layer + 1 == config.num_hidden_layers,
             mesh=mesh,
             ops=ops,
-            shared=shared,
+            shared=inner * (config.n_shared_experts or 0),
         )
 
 
@@ -149,15 +144,9 @@ class DeepseekV3(Decoder):
         (f"{ATTENTION}.kv_a_layernorm.weight", "layers.{}.attn.kv_norm"),
         (f"{ATTENTION}.kv_b_proj.weight", "layers.{}.attn.kv_b.weight"),
         ("model.layers.{}.post_attention_layernorm.weight", "layers.{}.mlp.norm_weight"),
-        (
-            "model.layers.{}.post_attention_layernorm.weight",
-            "layers.{}.mlp.shared.gate_up.norm_weight",
-        ),
         (f"{MLPS}.gate.weight", "layers.{}.mlp.router.weight"),
         (f"{MLPS}.gate.e_score_correction_bias", "layers.{}.mlp.bias"),
-        (f"{MLPS}.shared_experts.gate_proj.weight", "layers.{}.mlp.shared.gate_up.weight", "gate"),
-        (f"{MLPS}.shared_experts.up_proj.weight", "layers.{}.mlp.shared.gate_up.weight", "up"),
-        (f"{MLPS}.shared_experts.down_proj.weight", "layers.{}.mlp.shared.down.weight"),
+        *shared_rules(f"{MLPS}.shared_experts"),
         (f"{MLPS}.experts.{{}}.gate_proj.weight", "layers.{}.mlp.experts.gate_up", "gate"),
         (f"{MLPS}.experts.{{}}.up_proj.weight", "layers.{}.mlp.experts.gate_up", "up"),
         (f"{MLPS}.experts.{{}}.down_proj.weight", "layers.{}.mlp.experts.down"),

@@ -16,13 +16,13 @@ from nanovllm.layers.attention import QKNorm
 from nanovllm.layers.gated_attention import GatedAttention
 from nanovllm.layers.gated_delta import GatedDeltaNet, Sizes
 from nanovllm.layers.linear import Layer
-from nanovllm.layers.mlp import MLP
+from nanovllm.layers.moe import shared_rules
 from nanovllm.layers.ops import Ops
 from nanovllm.models.decoder import Count, Decoder, DecoderConfig, Rule
 from nanovllm.models.sparse import WEIGHTS, SparseBlock, SparseConfig
 from nanovllm.parallel.mesh import Mesh
 
-DELTA, MLPS = "model.layers.{}.linear_attn", "model.layers.{}.mlp"
+DELTA, SHARED = "model.layers.{}.linear_attn", "model.layers.{}.mlp.shared_expert"
 
 
 class Qwen3NextConfig(SparseConfig, frozen=True, kw_only=True):
@@ -55,6 +55,10 @@ class Qwen3NextConfig(SparseConfig, frozen=True, kw_only=True):
         return (layer + 1) % self.full_attention_interval == 0
 
     @property
+    def shared_size(self) -> int:
+        return self.shared_expert_intermediate_size
+
+    @property
     def sizes(self) -> Sizes:
         heads = self.linear_num_key_heads, self.linear_num_value_heads
         elements = self.linear_key_head_dim, self.linear_value_head_dim
@@ -85,11 +89,6 @@ class HybridBlock(SparseBlock):
         is_one = config.quantization_config is None
         return GatedDeltaNet(config.sizes, config.rms_norm_eps, is_last, is_one, mesh, ops)
 
-    def shared_of(self, config: DecoderConfig, mesh: Mesh, ops: Ops) -> MLP:
-        assert isinstance(config, Qwen3NextConfig)
-        width = config.shared_expert_intermediate_size
-        return MLP(config.hidden_size, width, config.rms_norm_eps, mesh, ops)
-
 
 class Qwen3Next(Decoder):
     Config = Qwen3NextConfig
@@ -97,7 +96,7 @@ class Qwen3Next(Decoder):
     qk_norm = "head"
     LESS_ONE = r"model\.(layers\.\d+\.(\w+_layernorm|self_attn\.[qk]_norm)|norm)\.weight"
     WEIGHTS: ClassVar[tuple[Rule, ...]] = (
-        *(rule for rule in WEIGHTS if rule[1] != "layers.{}.mlp.norm_weight"),
+        *WEIGHTS,
         ("model.layers.{}.input_layernorm.weight", "layers.{}.attn.qkvzba.norm_weight"),
         ("model.layers.{}.input_layernorm.weight", "layers.{}.attn.qkvz.norm_weight"),
         (f"{DELTA}.in_proj_qkvz.weight", "layers.{}.attn.qkvzba.weight", "qkvz"),
@@ -109,14 +108,9 @@ class Qwen3Next(Decoder):
         (f"{DELTA}.dt_bias", "layers.{}.attn.dt_bias"),
         (f"{DELTA}.norm.weight", "layers.{}.attn.norm"),
         (f"{DELTA}.out_proj.weight", "layers.{}.attn.out_proj.weight"),
-        (
-            "model.layers.{}.post_attention_layernorm.weight",
-            "layers.{}.mlp.shared.gate_up.norm_weight",
-        ),
-        (f"{MLPS}.shared_expert.gate_proj.weight", "layers.{}.mlp.shared.gate_up.weight", "gate"),
-        (f"{MLPS}.shared_expert.up_proj.weight", "layers.{}.mlp.shared.gate_up.weight", "up"),
-        (f"{MLPS}.shared_expert.down_proj.weight", "layers.{}.mlp.shared.down.weight"),
-        (f"{MLPS}.shared_expert_gate.weight", "layers.{}.mlp.shared_gate.weight"),
+        *shared_rules(SHARED),
+        (f"{SHARED}_gate.weight", "layers.{}.mlp.router.weight", "shared"),
+        (f"{SHARED}_gate.weight", "layers.{}.mlp.shared_gate.weight", "shared"),
     )
 
     @staticmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 from nanovllm_kernels.route_reference import Routing
 
 from nanovllm.layers.linear import Layer
-from nanovllm.layers.mlp import MLP
 from nanovllm.layers.moe import MoE
 from nanovllm.layers.ops import Ops
 from nanovllm.models.decoder import Block, Count, Decoder, DecoderConfig, Rule
@@ -41,6 +40,11 @@ class SparseConfig(DecoderConfig, frozen=True, kw_only=True):
             return "num_experts", self.num_experts
         return "num_local_experts", self.num_local_experts or 0
 
+    @property
+    def shared_size(self) -> int:
+        """Inner elements of what every token gets beside its experts, gated; 0: nothing."""
+        return 0
+
     def is_dense(self, layer: int) -> bool:
         """Whether the layer has a plain MLP."""
         return layer in (self.mlp_only_layers or ()) or (layer + 1) % self.decoder_sparse_step > 0
@@ -70,13 +74,9 @@ class SparseBlock(Block):
             is_last=layer + 1 == config.num_hidden_layers,
             mesh=mesh,
             ops=ops,
-            shared=self.shared_of(config, mesh, ops),
+            shared=config.shared_size,
             gates_shared=True,
         )
-
-    def shared_of(self, config: DecoderConfig, mesh: Mesh, ops: Ops) -> MLP | None:
-        """What every token gets beside its experts, gated."""
-        return None
 
 
 WEIGHTS: tuple[Rule, ...] = (

@@ -30,6 +30,7 @@ from nanovllm.models.scattered import joined, plus_one
 from nanovllm.models.shards import Stored, contents, num_bytes, read, runs, shards
 
 log = logging.getLogger("engine")
+SHARED = "shared"  # how parts begin that belong to what every token gets beside its experts
 
 
 def fill(model: Decoder, config: Config) -> None:
@@ -91,11 +92,12 @@ def destinations(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Destinati
                     sources[part] = source.format(*match.groups(), "{}")
             placement = getattr(module, "placements", {}).get(field)
             slices = destinations_in(parameter, placement)
-            assert sources.keys() == slices.keys(), f"WEIGHTS does not fill {target}"
+            assert sources.keys() >= slices.keys(), f"WEIGHTS does not fill {target}"
             stacked = getattr(placement, "experts", None) is not None
-            for part, source in sources.items():
-                assert ("{}" in source) == stacked, f"{source} does not fill {target}"
-                found.update((source.format(i), to) for i, to in enumerate(slices[part]))
+            for part, places in slices.items():
+                source, is_one = sources[part], not stacked or part.startswith(SHARED)
+                assert ("{}" in source) != is_one, f"{source} does not fill {target}"
+                found.update((source.format(i), to) for i, to in enumerate(places))
     return found
 
 
@@ -118,6 +120,8 @@ def destinations_in(parameter: Tensor, placement: Placement | None) -> dict[str,
         here = [Destination(tensor.narrow(dim, at, span.count), *cut) for tensor in own]
         found = [elsewhere if place < 0 else here[place] for place in experts]
         parts[part] = [*map(joined, parts[part], found)] if part in parts else found
+        if placement.has_shared:
+            parts[f"{SHARED} {part}".strip()] = here[-1:]
         at += span.count
     return parts
 

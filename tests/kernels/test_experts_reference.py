@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -14,7 +15,7 @@ from nanovllm_kernels.experts_reference import (
     expert_down,
     expert_gate_up,
 )
-from nanovllm_kernels.route_reference import Routing, most_tiles, route, sort_rows
+from nanovllm_kernels.route_reference import Placed, Routing, most_tiles, route, sort_rows
 from torch import Tensor
 from torch.nn import functional
 
@@ -58,6 +59,24 @@ def test_groups_are_chosen_by_their_two_best() -> None:
     rule = Routing("sigmoid", renormalise=False, num_groups=3, chosen_groups=1)
     _, experts_TK = route(logits_TE, None, 2, rule)
     assert experts_TK.tolist() == [[3, 4]]  # 0.88 * 2 is more than 1 + 0 and 0.95 + 0
+
+
+def test_a_shared_expert_is_the_last_of_every_token() -> None:
+    """Its logit has no say in what others weigh. Tokens of nobody go nowhere, and none is counted
+    for it."""
+    logits_TE = logits(3, 5)
+    weights_TK, experts_TK = route(logits_TE, None, 2, SOFTMAX)
+    whole, gated = (replace(SOFTMAX, shared=kind) for kind in ("whole", "gated"))
+    counts_X = torch.zeros(5, dtype=torch.int64)
+    placed = Placed(torch.tensor([7, 0, 9]), counts_X, None)
+    found, chosen = route(logits_TE, None, 2, whole, None, placed)
+    assert torch.equal(found, torch.cat([weights_TK, torch.ones(3, 1)], 1))
+    assert chosen.tolist() == [[*experts_TK[0], 5], [-1, -1, -1], [*experts_TK[2], 5]]
+    assert counts_X.sum() == 4
+    gate_T1 = torch.tensor([[0.5], [-3.0], [80.0]])
+    found, chosen = route(torch.cat([logits_TE, gate_T1], 1), None, 2, gated)
+    assert torch.equal(found, torch.cat([weights_TK, gate_T1.sigmoid()], 1))
+    assert torch.equal(chosen[:, :2], experts_TK) and chosen[:, 2].tolist() == [5, 5, 5]
 
 
 def test_a_nan_chooses_distinct_experts_and_shows() -> None:

@@ -30,7 +30,14 @@ RULE = Routing("softmax", renormalise=True)
 OPS = select_ops(Kernels(), CPU)
 
 
-def moe(ops: Ops = OPS, mesh: Mesh = Mesh(), *, exact: bool = False) -> MoE:
+def moe(
+    ops: Ops = OPS,
+    mesh: Mesh = Mesh(),
+    *,
+    exact: bool = False,
+    shared: int = 0,
+    gated: bool = False,
+) -> MoE:
     torch.manual_seed(0)
     made = MoE(
         hidden_size=D,
@@ -44,6 +51,8 @@ def moe(ops: Ops = OPS, mesh: Mesh = Mesh(), *, exact: bool = False) -> MoE:
         is_last=False,
         mesh=mesh,
         ops=ops,
+        shared=shared,
+        gates_shared=gated,
     )
     for parameter in made.parameters():
         parameter.data.normal_()
@@ -64,6 +73,30 @@ def test_what_is_pending_is_added_before_and_the_result_behind() -> None:
     assert isinstance(pending, Added) and isinstance(added, Added)
     torch.testing.assert_close(pending.stream_TD, added.stream_TD)
     assert (added.stream_TD - x_TD - update_TD).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_shared_expert_is_one_of_the_experts_or_an_mlp(gated: bool) -> None:
+    """One of the experts if it is as wide as they are."""
+    whole, apart = moe(shared=F, gated=gated), moe(shared=2 * F, gated=gated)
+    assert whole.shared is None and whole.experts.gate_up.shape == (E + 1, 2 * F, D)
+    assert whole.router.weight.shape == (8 if gated else E, D)
+    assert apart.shared is not None and apart.experts.gate_up.shape == (E, 2 * F, D)
+    gate_up, down = apart.shared.gate_up, apart.shared.down.weight
+    gate_up.norm_weight.data.copy_(whole.norm_weight)
+    apart.router.weight.data.copy_(whole.router.weight[:E])
+    apart.experts.gate_up.data.copy_(whole.experts.gate_up[:E])
+    apart.experts.down.data.copy_(whole.experts.down[:E])
+    # Twice as many elements, of which the others are zero.
+    halves = whole.experts.gate_up[E].unflatten(0, (2, F))
+    gate_up.weight.data.copy_(torch.nn.functional.pad(halves, (0, 0, 0, F)).flatten(0, 1))
+    down.data.copy_(torch.nn.functional.pad(whole.experts.down[E], (0, F)))
+    if gated:
+        apart.shared_gate.weight.data.copy_(whole.router.weight[E : E + 1])
+    x_TD = torch.randn(7, D)
+    found, expected = (run(block, Added(x_TD.clone())) for block in (whole, apart))
+    torch.testing.assert_close(found.stream_TD, expected.stream_TD, rtol=1e-5, atol=1e-4)
+    assert whole.experts.num_chosen == K + 1 == apart.experts.num_chosen + 1
 
 
 def test_only_an_exact_router_is_float32_in_a_model_of_bfloat16() -> None:

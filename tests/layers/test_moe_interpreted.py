@@ -38,7 +38,8 @@ def test_in_the_interpreter() -> None:
 
 
 def block(kernels: ExpertKernels, mesh: Mesh, *, exact: bool) -> MoE:
-    """With a router as MiniMax-M2's and fp8 weights if it is `exact`, else as Qwen3's."""
+    """With a router as R1's and fp8 weights if it is `exact`, else as Qwen3-Next's. A shared expert
+    is one of the experts where all are here."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -54,6 +55,8 @@ def block(kernels: ExpertKernels, mesh: Mesh, *, exact: bool) -> MoE:
             is_last=False,
             mesh=mesh,
             ops=replace(select_ops(Kernels(), torch.device("cpu")), experts=kernels),
+            shared=F,
+            gates_shared=not exact,
         )
     finally:
         torch.set_default_dtype(torch.float32)
