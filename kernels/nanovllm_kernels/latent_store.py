@@ -2,7 +2,7 @@
 
 Meaning: nanovllm_kernels.latent_reference. The first program of a token normalises its latent,
 rotates what all heads share of its key and writes its row of the cache; the others rotate the last
-elements of HEADS heads each, where they are.
+elements of some heads each, where they are, which they read and write whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nanovllm_kernels.device import follows
 from nanovllm_kernels.latent_reference import LEAST_SCALE, MOST_8, parts_of
 from nanovllm_kernels.rope_store import quantised
 
-HEADS = 8
+MANY = 512  # tokens, of which a program may have many heads
 
 
 def latent_store(
@@ -33,24 +33,25 @@ def latent_store(
     assert kv_TX.stride(1) == 1 and q_THA.is_contiguous() and cos_sin_LA.is_contiguous()
     assert pages_PSX.is_contiguous()
     parts, waits = parts_of(pages_PSX, rank, 2 * half), follows(num_tokens, q_THA.device)
-    latent_store_kernel[(num_tokens * (1 + triton.cdiv(num_heads, HEADS)),)](
+    heads, warps = (64, 4) if num_tokens >= MANY else (8, 2)
+    latent_store_kernel[(num_tokens * (1 + triton.cdiv(num_heads, heads)),)](
         *(kv_TX, norm_weight_X, q_THA, cos_sin_LA, positions_T, slot_mapping_T, *parts),
         *(kv_TX.stride(0), parts[0].stride(1), parts[1].stride(1), eps, LEAST_SCALE, MOST_8),
         **dict(H=num_heads, A=head_size, X=rank, X_BLOCK=triton.next_power_of_2(rank), HALF=half),
-        **dict(HALF_BLOCK=triton.next_power_of_2(half), HEADS=HEADS, WAITS=waits),
-        num_warps=2,
+        **dict(HALF_BLOCK=triton.next_power_of_2(half), HEADS=heads, WAITS=waits),
+        num_warps=warps,
         launch_pdl=waits,
     )
     return q_THA
 
 
 @triton.jit
-def rotated(at, inside, angles, HALF: tl.constexpr):
-    """Elements 2 i and 2 i + 1 of what starts `at`, turned by angle i."""
-    x, y = tl.load(at, inside, 0.0), tl.load(at + 1, inside, 0.0)
+def rotated(x, angles, inside, HALF: tl.constexpr):
+    """Elements 2 i and 2 i + 1 of each of x's rows, turned by angle i; `inside`: of these pairs."""
     cos, sin = tl.load(angles, inside, 0.0), tl.load(angles + HALF, inside, 0.0)
-    x32, y32 = x.to(tl.float32), y.to(tl.float32)
-    return (x32 * cos - y32 * sin).to(x.dtype), (y32 * cos + x32 * sin).to(x.dtype)
+    first, second = tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1] // 2, 2]))
+    turned = tl.join(first * cos - second * sin, second * cos + first * sin)
+    return tl.reshape(turned, x.shape).to(x.dtype)
 
 
 @triton.jit
@@ -83,15 +84,13 @@ def latent_store_kernel(
         tl.extra.cuda.gdc_wait()
     PARTS: tl.constexpr = 1 + (H + HEADS - 1) // HEADS
     token, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
-    a = tl.arange(0, HALF_BLOCK)[None, :]
-    angles = cos_sin_LA + tl.load(positions_T + token) * (2 * HALF) + a
+    pair, a = tl.arange(0, HALF_BLOCK)[None, :], tl.arange(0, 2 * HALF_BLOCK)[None, :]
+    angles = cos_sin_LA + tl.load(positions_T + token) * (2 * HALF) + pair
     if part > 0:
         head = ((part - 1) * HEADS + tl.arange(0, HEADS))[:, None]
-        at = q_THA + (token * H + head + 1) * A - 2 * HALF + 2 * a
-        inside = (a < HALF) & (head < H)
-        x, y = rotated(at, inside, angles, HALF)
-        tl.store(at, x, inside)
-        tl.store(at + 1, y, inside)
+        at = q_THA + (token * H + head + 1) * A - 2 * HALF + a
+        inside = (a < 2 * HALF) & (head < H)
+        tl.store(at, rotated(tl.load(at, inside, 0.0), angles, pair < HALF, HALF), inside)
     else:
         kv_TX += token * kv_stride
         slot = tl.load(slot_mapping_T + token)
@@ -107,7 +106,6 @@ def latent_store_kernel(
             tl.store(scales_PS + slot * (latent_stride // 4), scale)
             normed = quantised(wide, scale, latents_PSX)
         tl.store(latents_PSX + slot * latent_stride + n, normed, n < X)
-        first, second = rotated(kv_TX + X + 2 * a, a < HALF, angles, HALF)
-        to = keys_PSA + slot * key_stride + 2 * a
-        tl.store(to, first.to(to.dtype.element_ty), a < HALF)
-        tl.store(to + 1, second.to(to.dtype.element_ty), a < HALF)
+        key = tl.load(kv_TX + X + a, a < 2 * HALF, 0.0)
+        key = rotated(key, angles, pair < HALF, HALF).to(keys_PSA.dtype.element_ty)
+        tl.store(keys_PSA + slot * key_stride + a, key, a < 2 * HALF)

@@ -5,8 +5,9 @@ library, which write where the next kernel reads.
 
 Decision: chunks are absorbed or expanded by which takes fewer operations, where one of the absorbed
 counts for SLOWER, as its kernel reaches so much less of what the card can do than flash-attn-4.
-The host knows all that this depends on. Expanded are a step's own tokens, at once, and what of
-their rows was cached before, in pieces: memory is bounded whatever the context's length.
+The host knows all that this depends on. Expanded are a step's own tokens with up to PIECE of what
+was cached of their rows before, its newest, in one causal call; what is older in pieces of as many,
+whose results are averaged in: memory is bounded whatever the context's length.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def absorbed_chunks(batch: Batch, at: int) -> Absorbed:
 
 
 class Piece(NamedTuple):
-    """Cached tokens of some consecutive rows that are expanded at once."""
+    """Tokens of some consecutive rows that are expanded at once."""
 
     slots_X: Tensor  # where they are in the cache
     tokens: slice  # of the chunks' tokens, the rows' queries
@@ -143,43 +144,48 @@ class Piece(NamedTuple):
 
 
 class Expanded:
-    """Keys and values of a step's chunks, then of what was cached of their rows, by flash-attn-4.
+    """Keys and values of a step's chunks and of what was cached of their rows, by flash-attn-4.
 
-    Its kernel is called without a row's own tokens and with them, and both are averaged.
+    Its kernel is called with the newest tokens and without, and what it finds is averaged.
     """
 
     def __init__(self, batch: Batch, at: int, page_tokens: int) -> None:
         from nanovllm_kernels.flash_prefill import flash_expanded  # imports CuTe DSL, for seconds
 
         self.attend = flash_expanded
-        self.starts_R1 = batch.starts_R1 - at
-        self.slots_X = batch.slot_mapping_T[at:]
-        self.pieces = list(pieces_of(batch, self.starts_R1, page_tokens))
+        self.newest, *self.older = pieces_of(batch, at, page_tokens)
 
     def __call__(self, cache: Latents, q_THA: Tensor, out_THA: Tensor) -> Tensor:
-        starts = self.starts_R1, self.starts_R1
         other_THA = torch.empty_like(out_THA)  # even if unused, so that a padding step has it, too
-        keys_values = expanded(cache, self.slots_X, q_THA)
-        lse_HT = self.attend(q_THA, *keys_values, *starts, cache.scale, out_THA, is_causal=True)
-        for piece in self.pieces:
-            del keys_values
-            keys_values, starts = expanded(cache, piece.slots_X, q_THA), piece[2:]
+        lse_HT = self.of_piece(self.newest, cache, q_THA, out_THA, is_causal=True)
+        for piece in self.older:
             q, out, other = (each[piece.tokens] for each in (q_THA, out_THA, other_THA))
             lse = lse_HT[:, piece.tokens]
-            other_lse = self.attend(q, *keys_values, *starts, cache.scale, other, is_causal=False)
+            other_lse = self.of_piece(piece, cache, q, other, is_causal=False)
             share_HT = torch.sigmoid(other_lse - lse)
             out.lerp_(other, share_HT.T[..., None].to(out.dtype))
             torch.logaddexp(lse, other_lse, out=lse)
         return out_THA
 
+    def of_piece(
+        self, piece: Piece, cache: Latents, q_THA: Tensor, out_THA: Tensor, *, is_causal: bool
+    ) -> Tensor:
+        """Fills out_THA, and returns lse_HT."""
+        keys_values = expanded(cache, piece.slots_X, q_THA)
+        starts = piece.starts_R1, piece.k_starts_R1
+        return self.attend(q_THA, *keys_values, *starts, cache.scale, out_THA, is_causal=is_causal)
 
-def expanded(cache: Latents, slots_X: Tensor, like_THA: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys and values of these tokens of the cache."""
-    (num_heads, key, rank), size = cache.key_HAX.shape, like_THA.shape[2]
+
+def expanded(cache: Latents, slots_X: Tensor, q_THA: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and values of these tokens of the cache. There is room for all that a step of such
+    queries may have, so that a padding step shows what it takes.
+    """
+    (num_heads, key, rank), size, num_tokens = cache.key_HAX.shape, q_THA.shape[2], len(slots_X)
     rows_TX = cache.pages_PSX.flatten(0, 1)[slots_X]
-    rows_TX = dequantised(rows_TX, rank, size - key, like_THA.dtype)
-    k_TGA = like_THA.new_empty(len(slots_X), num_heads, size)
-    v_TGA = like_THA.new_empty(len(slots_X), num_heads, cache.width)
+    rows_TX = dequantised(rows_TX, rank, size - key, q_THA.dtype)
+    room = max(num_tokens, len(q_THA) + PIECE), num_heads
+    k_TGA = q_THA.new_empty(*room, size)[:num_tokens]
+    v_TGA = q_THA.new_empty(*room, cache.width)[:num_tokens]
     latents_HTX = rows_TX[:, :rank].expand(num_heads, -1, -1)
     into(k_TGA[..., :key], latents_HTX, cache.key_HAX)
     into(v_TGA, latents_HTX, cache.value_HAX)
@@ -187,26 +193,49 @@ def expanded(cache: Latents, slots_X: Tensor, like_THA: Tensor) -> tuple[Tensor,
     return k_TGA, v_TGA
 
 
-def pieces_of(batch: Batch, starts_R1: Tensor, page_tokens: int) -> Iterator[Piece]:
-    """What was cached of the rows before, as one line that is cut."""
-    counts_R = starts_R1.diff()
-    cached_R = batch.lengths_R - counts_R
-    ends_R = cached_R.cumsum(0, dtype=torch.int32)
+def pieces_of(batch: Batch, at: int, page_tokens: int) -> Iterator[Piece]:
+    """The newest tokens of all rows, then what is older, as one line that is cut."""
+    starts_R1, num_tokens = batch.starts_R1 - at, len(batch.slot_mapping_T) - at
+    cached = [chunk.start for chunk in batch.planned]
+    newest = newest_of(cached)
+    older = [count - new for count, new in zip(cached, newest, strict=True)]
+    cached_R = batch.lengths_R - starts_R1.diff()
+    older_R = (cached_R.cumsum(0) - PIECE).clamp(min=0).minimum(cached_R)
+    lines = spans(batch.lengths_R - older_R), spans(older_R)
+    slots_X = slots_of(batch, page_tokens, lines[0], older_R, (0, num_tokens + sum(newest)))
+    yield Piece(slots_X, slice(0, num_tokens), starts_R1, lines[0])
     stops = [0, *accumulate(chunk.num_tokens for chunk in batch.planned)]
-    for first, last, low, high in spans_of([chunk.start for chunk in batch.planned]):
-        line_X = torch.arange(low, high, device=ends_R.device)
-        row_X = torch.searchsorted(ends_R, line_X.int(), right=True)
-        token_X = line_X - (ends_R - cached_R)[row_X]
-        pages_X = batch.page_table_RM[row_X, token_X // page_tokens].long()
-        k_starts_R1 = torch.cat(
-            [ends_R[first:last] - cached_R[first:last], ends_R[last - 1 : last]]
-        )
-        yield Piece(
-            pages_X * page_tokens + token_X % page_tokens,
-            slice(stops[first], stops[last]),
-            starts_R1[first : last + 1] - stops[first],
-            k_starts_R1.clamp(low, high) - low,
-        )
+    for first, last, low, high in spans_of(older):
+        slots_X = slots_of(batch, page_tokens, lines[1], torch.zeros_like(older_R), (low, high))
+        starts = starts_R1[first : last + 1] - stops[first]
+        k_starts_R1 = lines[1][first : last + 1].clamp(low, high) - low
+        yield Piece(slots_X, slice(stops[first], stops[last]), starts, k_starts_R1)
+
+
+def newest_of(cached: list[int]) -> list[int]:
+    """How many of each row's cached tokens are expanded with its chunk: PIECE in all, of the first
+    rows that have some.
+    """
+    rows = zip(cached, accumulate(cached), strict=True)
+    return [min(count, max(0, PIECE - end + count)) for count, end in rows]
+
+
+def spans(counts_R: Tensor) -> Tensor:
+    """starts_R1 of so many each."""
+    return torch.nn.functional.pad(counts_R.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def slots_of(
+    batch: Batch, page_tokens: int, line_R1: Tensor, first_R: Tensor, part: tuple[int, int]
+) -> Tensor:
+    """Where in the cache a part of a line is: row r's tokens from first_R[r] on are its
+    line_R1[r]:line_R1[r + 1].
+    """
+    line_X = torch.arange(*part, dtype=torch.int32, device=line_R1.device)
+    row_X = torch.searchsorted(line_R1[1:], line_X, right=True)
+    token_X = line_X - (line_R1[:-1] - first_R)[row_X]
+    pages_X = batch.page_table_RM[row_X, token_X // page_tokens].long()
+    return pages_X * page_tokens + token_X % page_tokens
 
 
 def spans_of(cached: list[int]) -> Iterator[tuple[int, int, int, int]]:
