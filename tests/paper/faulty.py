@@ -1,0 +1,65 @@
+"""Runs a test in a process of its own, to which one module has a fault."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from multiprocessing import get_context
+from pathlib import Path
+from types import CodeType, ModuleType
+
+import pytest
+
+from tests.paper.mutants import Mutant
+
+ROOT = Path(__file__).parents[2]
+# Every process is a fork of one that has imported these, none of which imports what has a fault.
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload(["numpy", "hypothesis", "nanovllm.config", "nanovllm.plan", __name__])
+
+
+class Faulty(SourceFileLoader, MetaPathFinder):
+    """Finds and loads the module of a mutant, and no other."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        super().__init__(mutant.file.removesuffix(".py").replace("/", "."), str(ROOT / mutant.file))
+        self.mutant = mutant
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        found = spec_from_file_location(fullname, self.path, loader=self)
+        return found if fullname == self.name else None
+
+    def get_code(self, fullname: str) -> CodeType:
+        text = Path(self.path).read_text()
+        return compile(text.replace(self.mutant.old, self.mutant.new), self.path, "exec")
+
+
+def run(mutant: Mutant, test: str, output: Path) -> int | None:
+    """The exit code of pytest, which writes to a file."""
+    process = FORKS.Process(target=_run, args=(mutant, test, output))
+    process.start()
+    process.join(300)
+    process.kill()
+    return process.exitcode
+
+
+def _run(mutant: Mutant, test: str, output: Path) -> None:
+    with output.open("w") as written:
+        os.dup2(written.fileno(), 1)
+        os.dup2(written.fileno(), 2)
+    os.chdir(ROOT)
+    faulty = Faulty(mutant)
+    assert faulty.name not in sys.modules
+    sys.meta_path.insert(0, faulty)
+    gc.freeze()  # what all forks share
+    options = ["-x", "--tb=short", "-p", "no:cacheprovider", "--disable-plugin-autoload"]
+    code = pytest.main([*options, "-W", "ignore", test])
+    sys.stdout.flush()
+    os._exit(code)
