@@ -81,7 +81,7 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     skinny_linear: Literal["auto", "torch", "cute"] = "auto"  # of up to 128 rows, reading weights
     sliced_linear: Literal["auto", "torch", "library"] = "auto"  # of some hundred rows: split-K
     added_linear: Literal["auto", "torch", "library"] = "auto"  # of thousands, onto the residual
-    # Of block fp8. auto: tiled, of any rows; cute: of few by a kernel that no GPU has proved yet.
+    # Of block fp8. cute: of few rows in Triton; tiled: of few rows, too, by the kernel of many.
     fp8_linear: Literal["auto", "torch", "tiled", "cute"] = "auto"
     experts: Literal["auto", "torch", "triton", "cute"] = "auto"  # cute: triton with few rows
     delta: Literal["auto", "torch", "triton"] = "auto"  # the gated delta rule, of recurrent layers

@@ -131,13 +131,14 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/linear_cases.py""",
     "tests/kernels/test_delta_kernels.py": """
         kernels/nanovllm_kernels/delta_decode.py kernels/nanovllm_kernels/delta_prefill.py""",
+    "tests/kernels/test_few_fp8.py": """
+        kernels/nanovllm_kernels/dense_fp8.py kernels/nanovllm_kernels/few_fp8_cases.py""",
     "tests/kernels/test_quantise.py": "kernels/nanovllm_kernels/quantise_cases.py",
     "tests/kernels/test_latent_decode_cute.py": """
         kernels/nanovllm_kernels/latent_decode_cute_cases.py""",
     "tests/kernels/test_paged_decode_cute.py": """
         kernels/nanovllm_kernels/paged_decode_cute_cases.py""",
     "tests/gpu/test_kernels.py": """
-        kernels/nanovllm_kernels/dense_fp8_cases.py
         kernels/nanovllm_kernels/skinny_cases.py kernels/nanovllm_kernels/timing.py""",
 }
 

@@ -19,10 +19,11 @@ KERNELS = {  # "module:attribute" of a case.Kernel
     "block_fp8_linear": "nanovllm_kernels.block_fp8_cases:LINEAR",
     "block_fp8_experts": "nanovllm_kernels.block_fp8_cases:EXPERTS",
     "norm_quantise": "nanovllm_kernels.quantise_cases:NORM_QUANTISE",
-    "skinny_fp8_linear": "nanovllm_kernels.dense_fp8_cases:LINEAR",
-    "skinny_fp8_linear_add": "nanovllm_kernels.dense_fp8_cases:LINEAR_ADD",
-    "skinny_fp8_norm_linear": "nanovllm_kernels.dense_fp8_cases:NORM_LINEAR",
-    "skinny_fp8_norm_gate_up": "nanovllm_kernels.dense_fp8_cases:NORM_GATE_UP",
+    "few_fp8_linear": "nanovllm_kernels.few_fp8_cases:LINEAR",
+    "few_fp8_linear_add": "nanovllm_kernels.few_fp8_cases:LINEAR_ADD",
+    "few_fp8_norm_linear": "nanovllm_kernels.few_fp8_cases:NORM_LINEAR",
+    "few_fp8_norm_gate_up": "nanovllm_kernels.few_fp8_cases:NORM_GATE_UP",
+    "few_fp8_quantised": "nanovllm_kernels.few_fp8_cases:QUANTISED",
     "skinny_linear": "nanovllm_kernels.skinny_cases:LINEAR",
     "skinny_linear_add": "nanovllm_kernels.skinny_cases:LINEAR_ADD",
     "skinny_norm_linear": "nanovllm_kernels.skinny_cases:NORM_LINEAR",
@@ -79,14 +80,7 @@ COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
     "paged_decode_cute": ("nanovllm_kernels.paged_decode_cute:compile_decode", (2, 128, 128, 0)),
     "latent_decode_cute": ("nanovllm_kernels.latent_decode_cute:compile_decode", (16, 128, 0)),
     **{
-        f"{name}_{kind}": (
-            f"nanovllm_kernels.{module}:compile_product",
-            (64, 2, False, 1, *of, *more),
-        )
-        for name, module, more in (
-            ("skinny", "skinny_linear", ()),
-            ("skinny_fp8", "skinny_fp8_cute", (8, 128)),
-        )
+        f"skinny_{kind}": ("nanovllm_kernels.skinny_linear:compile_product", (64, 2, False, 1, *of))
         for kind, of in {
             "linear": (False, False, False),
             "linear_add": (False, False, True),

@@ -15,7 +15,7 @@ from torch import Tensor
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of FP8
-FEW_ROWS = 32  # up to which weights are read by kernels that do not quantise rows
+FEW_ROWS = 16  # up to which rows are quantised by the kernels that read weights
 
 
 class Scaled(NamedTuple):

@@ -69,21 +69,16 @@ class Shape(NamedTuple):
 
 
 @cache
-def shape_of(
-    num_lines: int, width: int, kind: Kind, num_rows: int, unit: int = 8, most: int = MOST_LINES
-) -> Shape | None:
-    """None: other products are faster, or the weights cannot be cut evenly.
-
-    Lines are a multiple of `unit`, and `most` of few rows.
-    """
+def shape_of(num_lines: int, width: int, kind: Kind, num_rows: int) -> Shape | None:
+    """None: other products are faster, or the weights cannot be cut evenly."""
     has_many_rows = num_rows > GROUP_ROWS
     splits = 1 if num_lines >= 8192 else 2 if num_lines >= 4096 else 4
     is_small = has_many_rows and num_lines * width < LARGE
     if num_rows > MOST_ROWS or is_small or width % (DEEP * splits):
         return None
-    unit = max(unit, 8 * splits * (1 + kind.gated))
+    unit = 8 * splits * (1 + kind.gated)
     best, found = EVEN, 0
-    for lines in range(unit, min(num_lines, most + has_many_rows * GROUP_ROWS) + 1, unit):
+    for lines in range(unit, min(num_lines, MOST_LINES + has_many_rows * GROUP_ROWS) + 1, unit):
         blocks = num_lines // lines * splits
         use = blocks / (-(-blocks // PROCESSORS) * PROCESSORS)
         if num_lines % lines == 0 and lines >= LEAST_LINES and use >= best:
@@ -206,18 +201,11 @@ class Size(NamedTuple):
 
 
 class Product:
-    deep, weight_type = DEEP, BFloat16  # inputs of a step, each line of which has 128 bytes
-
     def __init__(self, shape: Shape, kind: Kind) -> None:
         self.kind, self.lines, self.splits = kind, shape.lines, shape.splits
         self.rows = GROUP_ROWS * shape.groups or BOX_ROWS
         self.threads = 128 * max(1, shape.groups)
         self.copies_x = kind.normed or shape.groups == 0  # to registers, and multiplies it there
-        self.readers = self.threads // 32  # warps that read a stage
-        self.cut(shape)
-
-    def cut(self, shape: Shape) -> None:
-        """Finds the sizes of what is in shared memory."""
         self.halves = 1 + self.kind.gated
         self.box = self.lines // self.halves  # lines that lie together in W
         self.share = self.box // self.splits  # of them, that a block finishes
@@ -226,14 +214,13 @@ class Product:
         self.squares = width  # their place behind a row's sums
         self.padded = width + (8 if width % 16 == 0 else 16)  # a warp meets every bank
         self.part = self.rows * self.padded
-        self.row_bytes = 2 * self.deep  # of a row of x in a step
-        self.step_bytes = LINE_BYTES * self.lines + self.row_bytes * self.kind.normed
+        self.step_bytes = LINE_BYTES * (self.lines + self.kind.normed)  # of all but x
         parts = 4 * self.splits * self.part
         room = (WHOLE_BYTES if shape.is_large else HALF_BYTES) - 1024
         room -= parts if self.splits > 1 else 0
-        self.stages = min(12, room // (self.row_bytes * self.rows + self.step_bytes))
+        self.stages = min(12, room // (LINE_BYTES * self.rows + self.step_bytes))
         assert self.stages >= 2, shape
-        ring = self.stages * (self.row_bytes * self.rows + LINE_BYTES * self.lines)
+        ring = self.stages * LINE_BYTES * (self.rows + self.lines)
         self.ring_bytes = max(ring, parts)
 
     @cute.jit
@@ -299,7 +286,7 @@ class Product:
             with arch.elect_one():
                 for stage in cutlass.range_constexpr(self.stages):
                     arch.mbarrier_init(shared.full + stage, 1)
-                    arch.mbarrier_init(shared.empty + stage, self.readers)
+                    arch.mbarrier_init(shared.empty + stage, self.threads // 32)
                 arch.mbarrier_init(shared.landed, 1)
             arch.mbarrier_init_fence()
             with arch.elect_one():
@@ -322,19 +309,17 @@ class Product:
     def allocate(self, x_ring: cute.ComposedLayout, weight_ring: cute.ComposedLayout) -> Shared:
         smem = cutlass.utils.SmemAllocator()
         ring = smem.allocate(self.ring_bytes, 1024)
-        weight = ring + self.row_bytes * self.stages * self.rows
+        weight = ring + LINE_BYTES * self.stages * self.rows
         strides = (1, self.padded, self.part)
         sums = cute.make_layout((self.padded, self.rows, self.splits), stride=strides)
         own = cute.make_tensor(cute.recast_ptr(ring, dtype=Float32), sums)
         norm_weight = None
         if self.kind.normed:
-            norm_weight = smem.allocate_tensor(
-                BFloat16, cute.make_layout((self.deep, self.stages)), 128
-            )
+            norm_weight = smem.allocate_tensor(BFloat16, cute.make_layout((DEEP, self.stages)), 128)
         return Shared(
             x=cute.make_tensor(cute.recast_ptr(ring, x_ring.inner, BFloat16), x_ring.outer),
             weight=cute.make_tensor(
-                cute.recast_ptr(weight, weight_ring.inner, self.weight_type), weight_ring.outer
+                cute.recast_ptr(weight, weight_ring.inner, BFloat16), weight_ring.outer
             ),
             norm_weight=norm_weight,
             full=smem.allocate_array(Int64, self.stages),
@@ -396,7 +381,7 @@ class Product:
         atom, source, to = copy
         full = shared.full + stage
         with arch.elect_one():
-            num_bytes = size.active * self.row_bytes + self.step_bytes
+            num_bytes = size.active * LINE_BYTES + self.step_bytes
             arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
         for half in cutlass.range_constexpr(self.halves):
             cute.copy(
@@ -408,7 +393,7 @@ class Product:
             )
         if cutlass.const_expr(self.kind.normed):
             bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
-            norm_weights = cute.local_tile(norm_weight, (self.deep,), (step,))
+            norm_weights = cute.local_tile(norm_weight, (DEEP,), (step,))
             with arch.elect_one():
                 cute.copy(bulk, norm_weights, shared.norm_weight[None, stage], mbar_ptr=full)
 
@@ -557,7 +542,7 @@ class Product:
             arch.griddepcontrol_wait()  # long over: the launch before may have left the stream
         eights = self.share // 8
         first = (arch.block_idx()[1] * self.splits + arch.block_idx()[0]) * eights
-        width = Float32(size.steps * (self.splits * self.deep))
+        width = Float32(size.steps * (self.splits * DEEP))
         for at in cutlass.range(arch.thread_idx()[0], size.rows * eights, self.threads, unroll=1):
             row, eight = at // eights, at % eights
             totals = []

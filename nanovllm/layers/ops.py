@@ -61,9 +61,9 @@ IMPLEMENTATIONS = {
         "gated_linear": "nanovllm_kernels.gated_linear:GATED_LINEAR",
         "skinny_linear": "nanovllm_kernels.skinny_linear:SKINNY_LINEAR",
         "experts": "nanovllm.layers.expert_kernels:CUTE",
-        "fp8_linear": "nanovllm_kernels.skinny_fp8_cute:FP8_LINEAR",
+        "fp8_linear": "nanovllm_kernels.dense_fp8:FP8_LINEAR",
     },
-    "tiled": {"fp8_linear": "nanovllm_kernels.skinny_fp8_cute:TILED_FP8"},
+    "tiled": {"fp8_linear": "nanovllm_kernels.dense_fp8:TILED_FP8"},
 }
 
 
@@ -297,7 +297,7 @@ def compiled(operation: str, device: torch.device) -> Any:  # noqa: ANN401
 def fastest(operation: str, device: torch.device) -> str:
     """What "auto" means on this device."""
     if operation in IMPLEMENTATIONS["cute"] and obstacle(device) is None:
-        return "tiled" if operation in IMPLEMENTATIONS["tiled"] else "cute"
+        return "cute"
     is_beside = operation not in IMPLEMENTATIONS["torch"]  # the model: a draw, a batch
     kinds = () if device.type == "cpu" else ("triton", "library")
     return next((k for k in kinds if is_beside or operation in IMPLEMENTATIONS[k]), "torch")

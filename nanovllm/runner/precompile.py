@@ -75,8 +75,8 @@ def experts_of(model: Decoder) -> list[Job]:
 
 
 def products_of(model: Decoder) -> list[Job]:
-    """The model's products of few rows, with the norm before and what comes after, and of fp8."""
-    from nanovllm_kernels import skinny_fp8_cute, skinny_linear
+    """The model's products of few rows, with what is fused to them; those of fp8 of many rows."""
+    from nanovllm_kernels import dense_fp8, skinny_linear
     from nanovllm_kernels.skinny_linear import Kind
 
     found = set()
@@ -90,7 +90,7 @@ def products_of(model: Decoder) -> list[Job]:
                 kind = Kind()
             case _:
                 continue
-        kernels = skinny_fp8_cute if isinstance(module.operand, Scaled) else skinny_linear
+        kernels = dense_fp8 if isinstance(module.operand, Scaled) else skinny_linear
         found |= kernels.compiled_for(module.operand, kind)
     return [compiles.job(*of) for of, compiles in sorted(found, key=itemgetter(0))]
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from nanovllm_kernels.experts_reference import EXPERTS
+from nanovllm_kernels.few_fp8 import FEW_FP8
 from nanovllm_kernels.route_reference import Routing
 
 from nanovllm.config import Kernels, Recipe
@@ -85,8 +86,8 @@ def test_a_gpu_has_kernels_of_its_own(monkeypatch) -> None:
     assert (ops.fastest("experts", cuda), ops.fastest("gated_linear", cuda)) == ("triton", "torch")
     assert select_ops(Kernels(), cuda).experts is TRITON
     monkeypatch.setattr(ops, "obstacle", lambda _: None)
-    assert (ops.fastest("experts", cuda), ops.fastest("fp8_linear", cuda)) == ("cute", "tiled")
-    assert select_ops(Kernels(), cuda).fp8_linear.skinny is None
+    assert (ops.fastest("experts", cuda), ops.fastest("fp8_linear", cuda)) == ("cute", "cute")
+    assert select_ops(Kernels(), cuda).fp8_linear.skinny is FEW_FP8
     assert select_ops(Kernels(), cuda).experts is CUTE
     assert CUTE._replace(many=()) == TRITON and len(CUTE.many) == 2
 

@@ -131,7 +131,7 @@ def test_attention_of_latents(drafts: int, folder: Path) -> None:
 
 
 def test_products_of_fp8_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few rows, with four tiles of rows at most, and of many."""
+    """Of many rows: few are multiplied in Triton."""
     monkeypatch.setattr("nanovllm.layers.ops.obstacle", lambda device: None)
     found = on_a_gpu("qwen3-8b", skinny_linear="cute", fp8_linear="cute")
     quantised = replace(
@@ -141,15 +141,6 @@ def test_products_of_fp8_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     jobs = [(job.function.rpartition(".")[2], job.arguments) for job in jobs_for(found)]
     of_bf16 = [arguments for name, arguments in jobs if name == "skinny_linear:compile_product"]
     assert of_bf16 == [f"(128, 1, False, {n}, False, False, False)" for n in (0, 1)]  # the head
-    few = [arguments for name, arguments in jobs if name == "skinny_fp8_cute:compile_product"]
-    assert [
-        arguments for arguments in few if arguments.endswith(" True, True, False, 4, 128)")
-    ] == [
-        "(64, 1, False, 4, True, True, False, 4, 128)",
-        "(96, 1, False, 1, True, True, False, 4, 128)",
-        "(96, 1, False, 2, True, True, False, 4, 128)",
-    ]
-    assert len(few) == 9
     many = [arguments for name, arguments in jobs if name == "block_fp8_cute:compile_tile"]
     assert "(256, 128, 2, 128, False, False)" in many and "(256, 128, 2, 128, True, False)" in many
 

@@ -1,0 +1,45 @@
+"""Which kernels multiply with weights in block fp8, by rows, and what they need compiled."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nanovllm_kernels import few_fp8
+from nanovllm_kernels.block_fp8_cute import block_fp8_linear, compile_tile, obstacle, tile_of
+from nanovllm_kernels.compile_cache import CachedCompile
+from nanovllm_kernels.few_fp8 import FEW_FP8, MOST_ROWS
+from nanovllm_kernels.fp8_reference import BLOCK, Fp8Linear, Scaled
+from nanovllm_kernels.quantise import norm_quantise, quantise, silu_mul_quantise
+from nanovllm_kernels.skinny_linear import PROCESSORS, Kind
+
+TILED = range(7, 14)  # logarithms of the numbers of rows whose tiles are compiled early
+
+
+def fp8_product(
+    x8_TD: Tensor,
+    x_scale_BT: Tensor,
+    w8_ND: Tensor,
+    w_scale: Tensor,
+    residual_TN: Tensor | None = None,
+    block_rows: int = BLOCK,
+) -> Tensor:
+    """Does what block_fp8_linear does, by the faster kernel for so many rows."""
+    if 0 < len(x8_TD) <= MOST_ROWS:
+        weight = Scaled(w8_ND, w_scale, block_rows)
+        return few_fp8.product(x8_TD, x_scale_BT, weight, residual_TN=residual_TN)
+    return block_fp8_linear(x8_TD, x_scale_BT, w8_ND, w_scale, residual_TN, block_rows)
+
+
+FP8_LINEAR = Fp8Linear(fp8_product, obstacle, FEW_FP8, quantise, norm_quantise, silu_mul_quantise)
+TILED_FP8 = FP8_LINEAR._replace(product=block_fp8_linear, skinny=None)  # of few rows, too
+
+
+def compiled_for(
+    weight: Scaled, kind: Kind
+) -> set[tuple[tuple[int, ...], CachedCompile[*tuple[int, ...]]]]:
+    """The tiles that multiply a weight, for some numbers of rows."""
+    if obstacle(*weight.shape, weight.block_rows) is not None:
+        return set()
+    of = weight.block_rows, kind.added, False
+    tiles = {tile_of(2**n, len(weight.weight_ND), PROCESSORS) for n in TILED}
+    return {((*tile, *of), compile_tile) for tile in tiles}

@@ -1,0 +1,66 @@
+"""Products of few rows with fp8 weights: how the work is cut, and which kernel has how many rows.
+
+What they compute is checked in Triton's interpreter (few_fp8_cases.py, test_interpreted.py), that
+they compile in test_triton_compiles.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nanovllm_kernels import dense_fp8, few_fp8
+from nanovllm_kernels.few_fp8 import FEW_FP8, SHAPES, steps_of
+from nanovllm_kernels.fp8_reference import FP8, Scaled
+from nanovllm_kernels.skinny_linear import Kind
+
+PROGRAMS = 3 * 132
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "num_blocks", "steps", "programs"),
+    [
+        (96, 32, 8, 384),  # 8B: queries, keys and values
+        (64, 32, 6, 384),
+        (384, 32, 32, 384),
+        (64, 96, 16, 384),
+        (33, 56, 5, 396),  # R1: queries' and keys' latents
+        (384, 12, 12, 384),
+        (112, 128, 43, 336),
+        (576, 56, 56, 576),  # more than run at once
+        (1, 3, 3, 1),
+        (1, 9, 5, 2),
+    ],
+)
+def test_programs_run_at_once(num_tiles, num_blocks, steps, programs) -> None:
+    assert steps_of(num_tiles, num_blocks, PROGRAMS) == steps
+    assert num_tiles * -(-num_blocks // steps) == programs
+
+
+def weight_of(num_lines: int, width: int, block_rows: int = 128) -> Scaled:
+    scale = torch.ones(-(-num_lines // block_rows), -(-width // 128))
+    return Scaled(torch.zeros(num_lines, width, dtype=FP8), scale, block_rows)
+
+
+def test_up_to_16_rows_are_quantised_on_the_way() -> None:
+    weight = weight_of(24, 40, 8)
+    assert [FEW_FP8.fits(rows, weight, normed=True) for rows in (1, 16, 17)] == [True, True, False]
+    assert not FEW_FP8.fits(1, weight._replace(weight_ND=torch.zeros(24, 40)))
+
+
+def test_up_to_64_rows_are_for_the_kernel_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(few_fp8, "product", lambda x, *_, **more: asked.append((len(x), "few")))
+    monkeypatch.setattr(dense_fp8, "block_fp8_linear", lambda x, *_: asked.append((len(x), "many")))
+    weight = weight_of(16, 128)
+    for rows in (0, 1, 64, 65):
+        x8_TD = torch.zeros(rows, 128, dtype=FP8)
+        dense_fp8.FP8_LINEAR.product(x8_TD, torch.ones(1, rows), *weight[:2], None, 128)
+    assert asked == [(0, "many"), (1, "few"), (64, "few"), (65, "many")]
+    assert max(SHAPES) == few_fp8.MOST_ROWS == 64
+
+
+def test_tiles_of_many_rows_are_compiled_early() -> None:
+    found = dense_fp8.compiled_for(weight_of(6144, 4096), Kind(normed=True))
+    assert {arguments[-3:] for arguments, _ in found} == {(128, False, False)}
+    assert (256, 128, 2, 128, False, False) in {arguments for arguments, _ in found}
+    assert dense_fp8.compiled_for(weight_of(6144, 4096, 8), Kind()) == set()
