@@ -43,7 +43,7 @@ from nanovllm_kernels.paged_decode import (
     results_of,
 )
 
-MERGED = 32  # partial results combined at once, of 512 elements
+MERGED = 32  # partial results combined at once, of 512 elements, at most
 
 
 class Shape(NamedTuple):
@@ -70,7 +70,7 @@ def plan_decode(lengths_R: Tensor, pages_PSX: Tensor, num_heads: int, width: int
     """plan_N5 of plan_lanes. Good for every layer of the step."""
     shape = shape_of(num_heads * width, pages_PSX)
     num_tiles = triton.cdiv(num_heads * width, shape.pairs)
-    return plan_lanes(lengths_R, num_tiles, shape.block, shape.per_processor)
+    return plan_lanes(lengths_R, num_tiles, shape.block, shape.per_processor, whole=True)
 
 
 def latent_decode(
@@ -130,7 +130,10 @@ def merge(
 ) -> None:
     """What several lanes found of a row becomes its result."""
     rank, (num_lanes, _, num_pairs) = o_THX.shape[2], partial_lse.shape
-    sizes = dict(A=rank, A_BLOCK=triton.next_power_of_2(rank), MERGED=MERGED, num_warps=8)
+    each = triton.cdiv(num_lanes * more["W"], len(o_THX))  # lanes of a row
+    merged = min(MERGED, triton.next_power_of_2(each + 1))
+    sizes = dict(A=rank, A_BLOCK=triton.next_power_of_2(rank), MERGED=merged)
+    sizes["num_warps"] = max(1, merged // 4)
     tensors = partial_o, partial_lse, starts_R1, plan_N5, o_THX
     merge_kernel[(num_pairs, num_lanes)](*tensors, **sizes, **more)
 

@@ -102,7 +102,7 @@ def obstacle(
 
 def plan_decode(lengths_R: Tensor, pages_PSX: Tensor, num_heads: int, width: int = 1) -> Tensor:
     """plan_N5 of plan_lanes, good for every layer of the step."""
-    return plan_lanes(lengths_R, num_tiles(num_heads, width), BLOCK, per_processor=1)
+    return plan_lanes(lengths_R, num_tiles(num_heads, width), BLOCK, per_processor=1, whole=True)
 
 
 def num_tiles(num_heads: int, width: int) -> int:

@@ -63,8 +63,11 @@ def plan_decode(lengths_R: Tensor, k_PSGA: Tensor) -> Tensor:
     return plan_lanes(lengths_R, k_PSGA.shape[2], block_tokens(k_PSGA), PROGRAMS_PER_PROCESSOR)
 
 
-def plan_lanes(lengths_R: Tensor, num_kv_heads: int, block: int, per_processor: int) -> Tensor:
+def plan_lanes(
+    lengths_R: Tensor, num_kv_heads: int, block: int, per_processor: int, *, whole: bool = False
+) -> Tensor:
     """plan_N5, int32, for blocks of so many tokens. Lengths are at least 1, but 0 at the tail.
+    `whole`: no row is cut where lanes of equally many rows take at most an eighth longer.
 
     Of each lane: its first row, the block it starts at there, its number of blocks; and if it
     begins a row that it does not finish: that row, over how many lanes the row goes, or 0.
@@ -74,7 +77,8 @@ def plan_lanes(lengths_R: Tensor, num_kv_heads: int, block: int, per_processor: 
     num_lanes = max(1, per_processor * num_processors // num_kv_heads)
     plan_N5 = torch.empty(num_lanes, 5, dtype=torch.int32, device=device)
     most_rows = max(1024, triton.next_power_of_2(num_rows))  # mostly one size, so compiled once
-    plan_kernel[(num_lanes,)](lengths_R, plan_N5, num_rows, BLOCK=block, ROWS=most_rows)
+    sizes = dict(BLOCK=block, ROWS=most_rows, WHOLE=whole)
+    plan_kernel[(num_lanes,)](lengths_R, plan_N5, num_rows, **sizes)
     return plan_N5
 
 
@@ -137,7 +141,9 @@ def results_of(
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["lengths_R"])
-def plan_kernel(lengths_R, plan_N5, num_rows, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def plan_kernel(
+    lengths_R, plan_N5, num_rows, BLOCK: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr
+):
     lane, num_lanes = tl.program_id(0), tl.num_programs(0)
     row = tl.arange(0, ROWS)
     blocks = tl.cdiv(tl.load(lengths_R + row, row < num_rows, 0), BLOCK)
@@ -145,6 +151,11 @@ def plan_kernel(lengths_R, plan_N5, num_rows, BLOCK: tl.constexpr, ROWS: tl.cons
     share = tl.maximum(tl.cdiv(total, num_lanes), 1)
     start = tl.minimum(lane * share, total)
     stop = tl.minimum(start + share, total)
+    if WHOLE:
+        each = tl.cdiv(tl.sum((blocks > 0).to(tl.int32), 0), num_lanes)  # rows of a lane
+        fits = 8 * each * tl.max(blocks, 0) <= 9 * share
+        start = tl.where(fits, tl.sum(tl.where(row < lane * each, blocks, 0), 0), start)
+        stop = tl.where(fits, tl.sum(tl.where(row < (lane + 1) * each, blocks, 0), 0), stop)
     plan_N5 += lane * 5
     is_before = ends <= start
     tl.store(plan_N5, tl.sum(is_before.to(tl.int32), 0))

@@ -36,7 +36,7 @@ def test_in_the_interpreter() -> None:
         ["env", *variables, *command], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    assert "13 passed" in done.stdout
+    assert "16 passed" in done.stdout
 
 
 test_in_the_interpreter.__test__ = not INTERPRETED
@@ -113,3 +113,30 @@ def test_more_pairs_than_a_program_has() -> None:
     rows = Rows((130, 64, 3), (5, 1, 36), 64, BF16, new=(40, 39, 3), width=40)
     case = case_of(kernel.plan_decode, rows)
     assert check(kernel.LATENT_DECODE, case, CPU, slack=2.0) <= 1
+
+
+@in_interpreter
+@pytest.mark.parametrize(
+    ("lengths", "firsts"),
+    [
+        ((320, 319, 290, 310, 305), [0, 1, 2, 3, 4]),
+        (
+            (320, 319, 32, 200, 305),
+            [0, 0, 1, 3, 4],
+        ),  # the longest takes a quarter more than a share
+        ((64, 64, 60, 64, 64, 33, 64, 64, 64), [0, 2, 4, 6, 8]),
+    ],
+)
+def test_rows_of_like_lengths_are_not_cut(
+    lengths: tuple[int, ...], firsts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_decode, "INTERPRETED_PROCESSORS", 5)
+    lengths_R = torch.tensor(lengths, dtype=torch.int32)
+    plan_N5 = paged_decode.plan_lanes(lengths_R, 1, 32, 1, whole=True)
+    assert plan_N5[:, 0].tolist() == firsts
+    blocks = -(-lengths_R // 32)
+    assert int(plan_N5[:, 2].sum()) == int(blocks.sum())
+    is_whole = firsts[1] > 0
+    assert bool(plan_N5[:, 1].any()) != is_whole and bool(plan_N5[:, 4].any()) != is_whole
+    rows = Rows(lengths, (4, 1, 144), 32, BF16)
+    assert check(kernel.LATENT_DECODE, case_of(kernel.plan_decode, rows), CPU, slack=2.0) <= 1
