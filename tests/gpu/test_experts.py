@@ -46,7 +46,9 @@ SCHEDULES = {
 MARGIN = {"qwen3_moe": 0.25, "minimax_m2": 0.06}  # of logits; of sigmoid scores
 TOLERANCE = 0.35  # of a log-probability; through 3 loud layers
 IN_FP8 = 2.0  # times as much where activations have 8 bits, too
-MIN_AGREEING = 0.5  # of the tokens
+# Of the tokens. If attention's products quantise their rows, as block fp8 means it, plain torch in
+# bfloat16 keeps 0.24 of qwen3_moe's, which choose six of 40 experts three times; 0.63 of M2's.
+MIN_AGREEING = {None: 0.5, "fp8": 0.15}
 
 
 @dataclass
@@ -166,7 +168,7 @@ def compare(
     error = (got - expected).gather(1, best).abs()[agree].max().item()
     assert 0 < error < slack * TOLERANCE, error
     share = agree.float().mean().item()
-    assert share > MIN_AGREEING
+    assert share > MIN_AGREEING[quantize]
     return share
 
 
