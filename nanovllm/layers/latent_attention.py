@@ -87,7 +87,8 @@ class LatentAttention(Layer):
         qkv, stream = products(residual)
         qkv_TX = unsliced(qkv, stream.stream_TD.dtype)
         q_TX, kv_TX = qkv_TX.tensor_split([-sum(self.sizes[3:6:2])], 1)
-        q_TX = q_TX.contiguous()
+        if self.q_b is None or self.q_b.by_rows[len(q_TX)].norms:  # a norm alone takes any rows
+            q_TX = q_TX.contiguous()
         if self.q_b is not None:
             q_TX = unsliced(self.q_b(Added(q_TX))[0], q_TX.dtype)
         q_THA = q_TX.unflatten(1, (len(cache.key_HAX), -1))
