@@ -102,15 +102,14 @@ def delta_decode_kernel(
     rate = tl.exp(tl.load(a_log_H + head).to(tl.float32))
     dt_bias = tl.load(dt_bias_H + head).to(tl.float32)
     norm_weight = tl.load(norm_V + v, v < V, 0.0).to(tl.float32)
-    if WAITS:
+    if WAITS:  # first lets the product behind load its weights
+        tl.extra.cuda.gdc_launch_dependents()
         if kept_NWX is None:
             tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     x = inputs_of(0, first, num_right, num_tokens, kept_at, kept_token_stride, qkv_TC, qkv_stride,
                   a_TH, a_stride, b_TH, b_stride, z_THV, z_stride, head * z_head_stride, head, q_of,
                   k_of, v_of, k, v, C, H, K, V)  # fmt: skip
     dtype = x_THV.dtype.element_ty
-    moved = key_head * 0 + K  # channels of queries, and of keys, that this program moves on
     for nth in range(num_tokens):
         q_now, k_now, v_now, a, b, z = x
         x = inputs_of(nth + 1, first, num_right, num_tokens, kept_at, kept_token_stride, qkv_TC,
@@ -125,8 +124,6 @@ def delta_decode_kernel(
         q *= tl.rsqrt(tl.sum(q * q, 0) + l2_eps) * (K**-0.5)
         key *= tl.rsqrt(tl.sum(key * key, 0) + l2_eps)
         seen = tl.sum(key * q, 0)
-        if kept_NWX is None:
-            moved = moved_by(tickets_RG + row * G + key_head, H // G, moved)
         decay = tl.exp(-rate * softplus(a + dt_bias))
         read = tl.sum(state * key[:, None], 0)
         written = (value - read * decay) * tl.sigmoid(b)
@@ -141,8 +138,9 @@ def delta_decode_kernel(
         if nth == num_taken - 1:
             tl.store(state_at, state, in_state)
             q_kept, k_kept, v_kept = q_past, k_past, v_past
+    # Last, as all of the program waits for its ticket, with the state on its way by now.
+    moved = moved_by(tickets_RG + row * G + key_head, H // G, key_head * 0 + K)
     if kept_NWX is not None:
-        moved = moved_by(tickets_RG + row * G + key_head, H // G, moved)
         for nth in range(num_right, num_tokens):
             token, to = first + nth - num_right, kept_at + (nth - num_right) * kept_token_stride
             own = qkv_TC + token * qkv_stride
@@ -213,7 +211,8 @@ def convolved(past, x, weight, dtype):
 
 @triton.jit
 def moved_by(ticket_at, NUM: tl.constexpr, moved):
-    """`moved` for the last of NUM programs that come here, 0 for others. All have read then."""
+    """How many channels of queries, and of keys, this program moves on: `moved` if it is the last
+    of NUM programs that come here, and 0 if not. All have read then."""
     tl.debug_barrier()
     if NUM > 1:
         is_last = tl.atomic_add(ticket_at, 1) == NUM - 1
