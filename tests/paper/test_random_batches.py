@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from random import Random, SystemRandom
-from typing import Any, NamedTuple
+from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -11,43 +11,12 @@ from hypothesis import given, settings, strategies as st
 from nanovllm.kv.pages import PagePool
 from nanovllm.plan import CORRUPTED
 from nanovllm.wire import Abort, FinishReason, RefusalKind
+from tests.paper.conversations import by_chance, conversations
 from tests.paper.engine import PAGE, PaperEngine, generate
-from tests.paper.gpu import POISON, VOCAB, solo_run
+from tests.paper.gpu import solo_run
 
 NUM_ENGINES = 200 * settings().max_examples  # 20,000; --hypothesis-profile=quick: 1,000
 NUM_PARTS = 8
-# Few stems and few token values, so that requests often share pages.
-STEMS = [[1] * 5, [2] * 8, [1, 1, 2, 1, 1, 2, 1, 1]]
-
-
-class Turn(NamedTuple):
-    """Some requests that come together, and what they have in common."""
-
-    prompt: list[int]  # what follows the text of the request continued, or is all
-    max_new: list[int]  # of each
-    stop_ids: list[int]
-    continues: int | None  # which turn's first request
-    pause: int  # steps until the next turn
-    priority: int
-    salt: str
-
-
-def conversations(rng: Random) -> list[Turn]:
-    turns = []
-    bad = rng.randint(0, 2) == 2
-    for i in range(rng.randint(1, 10)):
-        continues = rng.randrange(i) if i and rng.randint(0, 1) else None
-        values = [0, 1, 2, POISON] if bad and rng.randint(0, 3) == 0 else [0, 1, 2]
-        prompt = rng.choices(values, k=rng.randint(1, 7))
-        if continues is None:
-            prompt = rng.choice(STEMS) + prompt
-        max_new = [rng.randint(1, 9) for _ in range(rng.randint(1, 3))]
-        stops = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))]
-        pause, priority = rng.randint(0, 6), rng.randint(-1, 1)
-        turns.append(
-            Turn(prompt, max_new, stops, continues, pause, priority, rng.choice(["", "", "", "a"]))
-        )
-    return turns
 
 
 def sizes_of_engines(rng: Random) -> dict[str, Any]:
@@ -71,13 +40,7 @@ def sizes_of_engines(rng: Random) -> dict[str, Any]:
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_batching_never_changes_the_text(part: int) -> None:
-    first = SystemRandom().randrange(1 << 32)
-    for seed in range(first, first + NUM_ENGINES // NUM_PARTS):
-        try:
-            converse(Random(seed))
-        except Exception as error:
-            error.add_note(f"converse(Random({seed}))")
-            raise
+    by_chance(converse, NUM_ENGINES // NUM_PARTS)
 
 
 @settings(deadline=None)

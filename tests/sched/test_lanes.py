@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings, strategies as st
@@ -15,9 +17,9 @@ from nanovllm.look import Step
 from nanovllm.plan import Masks, StepPlan, StepResult
 from nanovllm.sched.lanes import Lanes, LanesPlan, LanesResult
 from nanovllm.wire import Abort, FinishReason, RefusalKind
+from tests.paper.conversations import by_chance, conversations
 from tests.paper.engine import PaperEngine, generate
 from tests.paper.gpu import PaperHandle, PaperMasker, ids, solo_run
-from tests.paper.test_random_batches import Turn, conversations
 
 NUM_ENGINES = 20 * settings().max_examples
 
@@ -89,24 +91,34 @@ class PaperLanes(PaperEngine):
         self.lanes.check()
 
 
-@settings(max_examples=NUM_ENGINES, deadline=None)
-@given(
-    turns=conversations(),
-    num_lanes=st.integers(2, 4),
-    num_pages=st.integers(8, 14),
-    num_slots=st.integers(1, 4),
-    budget=st.integers(4, 20),
-    mixed=st.integers(1, 20),
-    depth=st.integers(0, 2),
-    drafts=st.sampled_from([0, 1, 3]),
-    checkpoints=st.sampled_from([None, None, 3]),
-    abort_every=st.sampled_from([0, 3]),
-    grammar_every=st.sampled_from([0, 0, 1, 2]),
-    load_weight=st.sampled_from([0.0, 4.0, 100.0]),
-)
-def test_lanes_never_change_the_text(
-    turns: list[Turn], abort_every: int, grammar_every: int, **sizes
-) -> None:
+def sizes_of_lanes(rng: Random) -> dict[str, Any]:
+    return dict(
+        num_lanes=rng.randint(2, 4),
+        num_pages=rng.randint(8, 14),
+        num_slots=rng.randint(1, 4),
+        budget=rng.randint(4, 20),
+        mixed=rng.randint(1, 20),
+        depth=rng.randint(0, 2),
+        drafts=rng.choice([0, 1, 3]),
+        checkpoints=rng.choice([None, None, 3]),
+        load_weight=rng.choice([0.0, 4.0, 100.0]),
+    )
+
+
+def test_lanes_never_change_the_text() -> None:
+    by_chance(converse, NUM_ENGINES)
+
+
+@settings(deadline=None)
+@given(st.randoms())
+def test_the_smallest_conversation_that_goes_wrong(rng: Random) -> None:
+    """The same for few engines: of one that fails, Hypothesis makes the smallest that fails."""
+    converse(rng)
+
+
+def converse(rng: Random) -> None:
+    turns, sizes = conversations(rng), sizes_of_lanes(rng)
+    abort_every, grammar_every = rng.choice([0, 3]), rng.choice([0, 0, 1, 2])
     engine = PaperLanes(**sizes)
     recurrent = sizes["checkpoints"] is not None
     expected: list[list[int]] = []
