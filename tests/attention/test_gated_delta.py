@@ -6,32 +6,26 @@ imported. With the rule in plain torch: tests/end_to_end.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
-import triton
 
 from nanovllm.attention import delta_kernels
 from nanovllm.attention.delta_triton import TRITON
 from nanovllm.config import Speculate
+from tests.interpreted import in_interpreter, in_parent, passes
 from tests.models.tiny import NEXT, config_of, make_tiny
 from tests.whole_engine import WholeEngine, reference
 
-INTERPRETED = triton.knobs.runtime.interpret
 DRAFTED = Speculate(method="ngram", tokens=2)
 LENGTHS, NEW = (5, 66), 8
 
 
+@in_parent
 def test_in_the_interpreter() -> None:
-    here = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    child = subprocess.run(
-        ["env", "TRITON_INTERPRET=1", *here], capture_output=True, text=True, timeout=600
-    )
-    assert "2 passed" in child.stdout, child.stdout[-4000:]
+    passes(__file__, 2)
 
 
+@in_interpreter
 @pytest.mark.parametrize(("heads", "speculate"), [((2, 4), None), ((1, 3), DRAFTED)])
 def test_engines_write_what_transformers_writes(heads, speculate, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(delta_kernels, "TORCH", TRITON)  # kernels.delta=triton needs a GPU
@@ -48,7 +42,3 @@ def test_engines_write_what_transformers_writes(heads, speculate, tmp_path, monk
     engine.run()
     for name, prompt in enumerate(prompts):
         assert engine.text[name] == reference(model, prompt, NEW), name
-
-
-test_in_the_interpreter.__test__ = not INTERPRETED
-test_engines_write_what_transformers_writes.__test__ = INTERPRETED

@@ -4,16 +4,12 @@ place: in a process of its own, since TRITON_INTERPRET must be set before triton
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-import triton
 from msgspec.structs import replace as replaced
 from nanovllm_kernels import latent_decode
 from nanovllm_kernels.latent_reference import row_size, stored
@@ -30,11 +26,11 @@ from nanovllm.attention.triton import TritonPaged
 from nanovllm.config import Kernels, Speculate
 from nanovllm.plan import Chunk
 from tests.attention.paged_batches import make_batch
+from tests.interpreted import in_interpreter, in_parent, passes
 from tests.models.tiny import CASES, config_of, make_tiny
 from tests.whole_engine import WholeEngine, prompts_of
 
 CPU = torch.device("cpu")
-INTERPRETED = triton.knobs.runtime.interpret
 HEADS, KEY, ROTATED, VALUE, RANK, PAGE = 3, 16, 8, 24, 32, 16
 ROWS = {
     "decode": ((90, 17, 64, 7), (1, 1, 1, 1), 1),
@@ -44,23 +40,9 @@ ROWS = {
 }
 
 
-def in_interpreter(test: Callable) -> Callable:
-    """Collected in the child process only."""
-    test.__test__ = INTERPRETED
-    return test
-
-
+@in_parent
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    variables = ["CUDA_VISIBLE_DEVICES=", "TRITON_INTERPRET=1"]
-    done = subprocess.run(
-        ["env", *variables, *command], capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert "25 passed" in done.stdout
-
-
-test_in_the_interpreter.__test__ = not INTERPRETED
+    passes(__file__, 25)
 
 
 def attend_by_hand(

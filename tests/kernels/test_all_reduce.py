@@ -3,10 +3,8 @@ rank, on memory that all of them share."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -14,15 +12,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import triton
 from nanovllm_kernels import all_reduce as ops, exchange
 from nanovllm_kernels.all_reduce import Peers
 from nanovllm_kernels.case import check, normal
 from nanovllm_kernels.peer_cases import kernels
 from torch import Tensor, multiprocessing
 
+from tests.interpreted import in_interpreter, in_parent, passes
+
 CPU = torch.device("cpu")
-INTERPRETED = triton.knobs.runtime.interpret
 CAPACITY = 1 << 18
 PROGRAMS = 4  # few, so that some have several chunks
 ONE_HOP, TWO_HOPS = 1 << 40, -1
@@ -192,12 +190,6 @@ def ranks_of(size: int) -> Iterator[Ranks]:
         process.kill()
 
 
-def in_interpreter(test: Callable) -> Callable:
-    """Collected in the child process only."""
-    test.__test__ = INTERPRETED
-    return test
-
-
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request) -> Iterator[Ranks]:
     with ranks_of(request.param) as found:
@@ -314,15 +306,6 @@ def test_a_message_that_does_not_fit_is_refused() -> None:
         ops.all_gather(torch.zeros(3, 3), peers)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is itself interpreted")
+@in_parent
 def test_in_the_interpreter() -> None:
-    command = ["env", "CUDA_VISIBLE_DEVICES=", "TRITON_INTERPRET=1", sys.executable, "-m", "pytest"]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", __file__],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert "40 passed" in done.stdout, done.stdout[-600:]
+    passes(__file__, 40)

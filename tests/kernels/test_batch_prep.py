@@ -6,34 +6,25 @@ TRITON_INTERPRET must be set before triton is imported, for the Triton kernels.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from itertools import chain
 
 import pytest
 import torch
-import triton
 from hypothesis import given, settings, strategies as st
 from nanovllm_kernels import batch_prep, batch_reference
 from nanovllm_kernels.sampling_reference import CORRUPTED, stream_keys, uniforms
 
-INTERPRETED = triton.knobs.runtime.interpret
+from tests.interpreted import INTERPRETED, in_parent, passes
+
 TESTED = batch_prep if INTERPRETED else batch_reference
 EXAMPLES = settings(deadline=None, max_examples=40 if INTERPRETED else 150)
 NUM_SLOTS, MAX_TOKENS, PAGE_TOKENS = 6, 12, 3
 
 
+@in_parent
 def test_in_the_interpreter() -> None:
-    here = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    child = subprocess.run(
-        ["env", "TRITON_INTERPRET=1", *here], capture_output=True, text=True, timeout=600
-    )
-    assert child.returncode == 0, child.stdout[-4000:]
-    assert "23 passed" in child.stdout
-
-
-test_in_the_interpreter.__test__ = not INTERPRETED
+    passes(__file__, 23)
 
 
 @dataclass

@@ -8,44 +8,28 @@ transformers by test_delta_reference.py.
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import triton
 from hypothesis import given, settings, strategies as st
 from nanovllm_kernels import delta_decode, delta_prefill, delta_reference as reference
 from nanovllm_kernels.case import check
 from nanovllm_kernels.delta_cases import PREFILL, Layer, case, inputs
 from torch import Tensor
 
+from tests.interpreted import in_interpreter, in_parent, passes
+
 CPU = torch.device("cpu")
-INTERPRETED = triton.knobs.runtime.interpret
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
+@in_parent
 def test_in_the_interpreter() -> None:
-    here = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    child = subprocess.run(
-        ["env", "TRITON_INTERPRET=1", *here], capture_output=True, text=True, timeout=600
-    )
-    assert child.returncode == 0, child.stdout[-4000:]
-    assert "9 passed" in child.stdout
+    passes(__file__, 9)
 
 
-test_in_the_interpreter.__test__ = not INTERPRETED
-
-
-def interpreted(test: Callable) -> Callable:
-    """Collected in the child process only."""
-    test.__test__ = INTERPRETED
-    return test
-
-
-@interpreted
+@in_interpreter
 @settings(deadline=None, max_examples=12)
 @given(
     heads=st.sampled_from([(1, 1), (2, 2), (1, 2), (1, 3), (1, 4)]),
@@ -57,7 +41,7 @@ def test_prompts_equal_the_definition(heads, sizes, lengths) -> None:
     assert check(PREFILL, case(layer, tuple(lengths), None), CPU) <= 1
 
 
-@interpreted
+@in_interpreter
 def test_more_rows_than_a_program_reads_at_once() -> None:
     lengths = (0, 3, 65, 1, 0) * (delta_prefill.ROWS // 4)
     assert len(lengths) > delta_prefill.ROWS
@@ -81,7 +65,7 @@ def steps(*lengths: int) -> Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("heads", [(2, 2), (1, 3)])
 def test_a_text_in_chunks_and_tokens_equals_it_at_once(heads) -> None:
     layer = Layer(*heads, 16, 24, dtype=torch.float32)
@@ -101,7 +85,7 @@ def test_a_text_in_chunks_and_tokens_equals_it_at_once(heads) -> None:
     assert tickets_RG.tolist() == [[0] * layer.G]
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("heads", [(2, 2), (1, 3)])
 def test_rejected_drafts_leave_nothing_behind(heads) -> None:
     """Each step feeds tokens of the text and wrong ones after them; then the state settles."""
@@ -130,7 +114,7 @@ def test_rejected_drafts_leave_nothing_behind(heads) -> None:
     assert tickets_RG.tolist() == [[0] * layer.G]
 
 
-@interpreted
+@in_interpreter
 def test_rows_that_pad_a_graph_change_no_others() -> None:
     layer = Layer(1, 2, 16, 16, dtype=torch.float32)
     *rows, tickets_RG = inputs(layer, (1,) * 5, (), CPU)
@@ -146,7 +130,7 @@ def test_rows_that_pad_a_graph_change_no_others() -> None:
     assert found_THV.isfinite().all()
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("first", [0, 1])
 def test_tokens_of_no_row_are_left_alone(first) -> None:
     """A step's decode rows come before its chunks, and tokens that pad the step after them."""

@@ -7,9 +7,6 @@ triton is imported, and other tests may have imported it already.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,32 +21,14 @@ from nanovllm.attention.torch_ref import TorchPaged
 from nanovllm.attention.triton import TritonPaged
 from nanovllm.cli.check_kernels import check_kernels
 from tests.attention.paged_batches import error_share, layout_of, make_batch
+from tests.interpreted import child, in_interpreter, in_parent, passes
 
 CPU = torch.device("cpu")
-INTERPRETED = triton.knobs.runtime.interpret
 INTERPRETER_ROUNDS = 2.0  # it truncates to bfloat16, which errs twice as much as rounding
 CHUNKS = ((130, 7, 64, 200, 33), (130, 1, 63, 5, 32))
 MIXED = ((33, 7, 200, 1, 130, 1, 64, 150), (1, 1, 1, 1, 130, 1, 63, 5))  # decode rows, then chunks
 DECODE = ((1, 130, 7, 64, 200, 1), (1,) * 6)
 KINDS = pytest.mark.parametrize("rows", [CHUNKS, MIXED, DECODE], ids=["chunks", "mixed", "decode"])
-
-
-def child(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Python, without a GPU."""
-    variables = [f"{name}={value}" for name, value in environment.items()]
-    command = ["env", "CUDA_VISIBLE_DEVICES=", *variables, sys.executable, "-m", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-
-
-def in_interpreter(test: Callable) -> Callable:
-    """Collected in the child process only."""
-    test.__test__ = INTERPRETED
-    return test
-
-
-def in_parent(test: Callable) -> Callable:
-    test.__test__ = not INTERPRETED
-    return test
 
 
 @in_parent
@@ -65,9 +44,7 @@ def test_every_kernel_passes_its_small_cases(tmp_path: Path) -> None:
 
 @in_parent
 def test_backends_in_the_interpreter() -> None:
-    done = child("pytest", "-p", "no:cacheprovider", __file__, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert "19 passed" in done.stdout
+    passes(__file__, 19)
 
 
 @in_interpreter

@@ -6,40 +6,22 @@ set before triton is imported.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
-
 import pytest
 import torch
-import triton
 from nanovllm_kernels import latent_decode as kernel, latent_reference as reference, paged_decode
 from nanovllm_kernels.case import check
 from nanovllm_kernels.decode_cases import Rows, drafted
 from nanovllm_kernels.latent_cases import SCALE, all_rows, case_of, inputs
 
+from tests.interpreted import in_interpreter, in_parent, passes
+
 CPU = torch.device("cpu")
-INTERPRETED = triton.knobs.runtime.interpret
 BF16 = torch.bfloat16
 
 
-def in_interpreter(test: Callable) -> Callable:
-    """Collected in the child process only."""
-    test.__test__ = INTERPRETED
-    return test
-
-
+@in_parent
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    variables = ["CUDA_VISIBLE_DEVICES=", "TRITON_INTERPRET=1"]
-    done = subprocess.run(
-        ["env", *variables, *command], capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert "16 passed" in done.stdout
-
-
-test_in_the_interpreter.__test__ = not INTERPRETED
+    passes(__file__, 16)
 
 
 def test_rows_of_r1() -> None:

@@ -6,30 +6,20 @@ TRITON_INTERPRET must be set before triton is imported, for the Triton kernel.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
-import triton
 from hypothesis import given, settings, strategies as st
 from nanovllm_kernels import ngram as kernel, ngram_reference
 
-INTERPRETED = triton.knobs.runtime.interpret
+from tests.interpreted import INTERPRETED, in_parent, passes
+
 TESTED = kernel if INTERPRETED else ngram_reference
 EXAMPLES = settings(deadline=None, max_examples=100 if INTERPRETED else 400)
 
 
+@in_parent
 def test_in_the_interpreter() -> None:
-    here = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    child = subprocess.run(
-        ["env", "TRITON_INTERPRET=1", *here], capture_output=True, text=True, timeout=600
-    )
-    assert child.returncode == 0, child.stdout[-4000:]
-    assert "18 passed" in child.stdout
-
-
-test_in_the_interpreter.__test__ = not INTERPRETED
+    passes(__file__, 18)
 
 
 def by_hand(text: list[int], num_drafts: int, low: int, high: int) -> list[int] | None:

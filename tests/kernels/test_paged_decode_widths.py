@@ -4,19 +4,16 @@ TRITON_INTERPRET must be set before triton is imported.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
 from itertools import accumulate
 
 import pytest
 import torch
-import triton
 from nanovllm_kernels import attention_reference as reference, paged_decode as triton_decode
 from nanovllm_kernels.paged_decode import MAX_WIDTH, block_tokens, paged_decode, plan_decode
 
+from tests.interpreted import in_interpreter, in_parent, passes
+
 CPU = torch.device("cpu")
-INTERPRETED = triton.knobs.runtime.interpret
 UNTOUCHED = 77.0
 ROWS = {  # tokens in the cache, and new ones among them
     "ends of blocks": [(64 * n + d, c) for n in (1, 2) for d in (-1, 0, 1, 2, 3) for c in (2, 4)],
@@ -28,24 +25,10 @@ ROWS = {  # tokens in the cache, and new ones among them
 KINDS = pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 
 
-def in_interpreter(test: Callable) -> Callable:
-    """Collected in the child process only."""
-    test.__test__ = INTERPRETED
-    return test
-
-
+@in_parent
 def test_widths_in_the_interpreter() -> None:
-    strict = ["-W", "error::RuntimeWarning"]  # numpy divides by zero without a word else
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *strict, __file__]
-    variables = ["CUDA_VISIBLE_DEVICES=", "TRITON_INTERPRET=1"]
-    done = subprocess.run(
-        ["env", *variables, *command], capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert "25 passed" in done.stdout
-
-
-test_widths_in_the_interpreter.__test__ = not INTERPRETED
+    # numpy divides by zero without a word else
+    passes(__file__, 25, "-W", "error::RuntimeWarning")
 
 
 def made(

@@ -8,43 +8,27 @@ held to loops by test_experts_reference.py.
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import fields
 from unittest.mock import patch
 
 import pytest
 import torch
-import triton
 from hypothesis import given, settings, strategies as st
 from nanovllm_kernels import expert_rows, experts, route, route_reference
 from nanovllm_kernels.route_reference import ExpertRows, Placed, Routing
 from nanovllm_kernels.routed_cases import sort_inputs
 
+from tests.interpreted import in_interpreter, in_parent, passes
+
 CPU = torch.device("cpu")
-INTERPRETED = triton.knobs.runtime.interpret
 SOFTMAX = Routing("softmax", renormalise=True)
 SIGMOID = Routing("sigmoid", renormalise=True)
 GROUPS = Routing("sigmoid", renormalise=False, scale=2.0, num_groups=4, chosen_groups=2)
 
 
+@in_parent
 def test_in_the_interpreter() -> None:
-    here = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    child = subprocess.run(
-        ["env", "TRITON_INTERPRET=1", *here], capture_output=True, text=True, timeout=600
-    )
-    assert child.returncode == 0, child.stdout[-4000:]
-    assert "19 passed" in child.stdout
-
-
-test_in_the_interpreter.__test__ = not INTERPRETED
-
-
-def interpreted(test: Callable) -> Callable:
-    """Collected in the child process only."""
-    test.__test__ = INTERPRETED
-    return test
+    passes(__file__, 19)
 
 
 def assert_equal(found: ExpertRows, expected: ExpertRows) -> None:
@@ -54,7 +38,7 @@ def assert_equal(found: ExpertRows, expected: ExpertRows) -> None:
         assert same, (field.name, one, other)
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("rule", [SOFTMAX, SIGMOID, GROUPS], ids=["softmax", "sigmoid", "groups"])
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
 def test_any_logits_choose_different_experts(rule, bad) -> None:
@@ -70,7 +54,7 @@ def test_any_logits_choose_different_experts(rule, bad) -> None:
         assert weights_TK[:3].isnan().any(1).all()
 
 
-@interpreted
+@in_interpreter
 def test_of_equal_scores_the_lower_experts_are_chosen() -> None:
     """-0 and 0 are equal, and so are scores that are too small to tell from 0."""
     logits_TE = torch.tensor([[0.0, -0.0] * 4, [-500.0, -400.0, -300.0, 0.0] * 2])
@@ -78,7 +62,7 @@ def test_of_equal_scores_the_lower_experts_are_chosen() -> None:
     assert experts_TK.tolist() == [[0, 1, 2, 3], [3, 7, 0, 1]]
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("rule", [SOFTMAX, GROUPS], ids=["softmax", "groups"])
 @pytest.mark.parametrize("has_copies", [False, True])
 def test_copies_are_found_and_counted_as_defined(rule: Routing, has_copies: bool) -> None:
@@ -102,7 +86,7 @@ def test_copies_are_found_and_counted_as_defined(rule: Routing, has_copies: bool
     assert bool((counts_X[20:] > 2**33).all()) is has_copies
 
 
-@interpreted
+@in_interpreter
 @settings(deadline=None, max_examples=25)
 @given(
     T=st.sampled_from([1, 2, 31, 128, 129, 300]),
@@ -122,7 +106,7 @@ def test_sorted_rows_equal_the_definition(T, E, K, tile, kind, data) -> None:
         assert_equal(expert_rows.sort_rows(*args), expected)
 
 
-@interpreted
+@in_interpreter
 def test_tiles_are_large_where_experts_have_many_rows() -> None:
     assert experts.tile_of(8, 128) == experts.tile_of(2047, 128) == experts.FEW
     assert experts.tile_of(2048, 128) == experts.MANY

@@ -7,8 +7,6 @@ triton is imported, and other tests may have imported it already.
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,26 +17,12 @@ from nanovllm_kernels import sampling, sampling_reference as reference, threshol
 
 from nanovllm.parallel.cut import span_of_vocabulary
 from nanovllm.parallel.mesh import Mesh
-
-INTERPRETED = triton.knobs.runtime.interpret
-
-
-def in_interpreter(test):
-    """Collected as a test in the child process only; the parent runs the child."""
-    test.__test__ = INTERPRETED
-    return test
+from tests.interpreted import in_interpreter, in_parent, passes
 
 
+@in_parent
 def test_in_the_interpreter() -> None:
-    pytest_here = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    child = subprocess.run(
-        ["env", "TRITON_INTERPRET=1", *pytest_here], capture_output=True, text=True, timeout=600
-    )
-    assert child.returncode == 0, child.stdout[-4000:]
-    assert "17 passed" in child.stdout
-
-
-test_in_the_interpreter.__test__ = not INTERPRETED
+    passes(__file__, 17)
 
 
 @triton.jit

@@ -5,13 +5,10 @@ In Triton's interpreter, which must be on before triton is imported: in a proces
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-import triton
 from nanovllm_kernels.route_reference import Routing
 from torch import Tensor
 
@@ -22,19 +19,14 @@ from nanovllm.layers.moe import MoE
 from nanovllm.layers.ops import select_ops
 from nanovllm.layers.residual import Added
 from nanovllm.parallel.mesh import Mesh
+from tests.interpreted import in_interpreter, in_parent, passes
 
-INTERPRETED = triton.knobs.runtime.interpret
 D, E, F, K = 256, 8, 128, 3
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is itself interpreted")
+@in_parent
 def test_in_the_interpreter() -> None:
-    command = ["env", "CUDA_VISIBLE_DEVICES=", "TRITON_INTERPRET=1", sys.executable, "-m", "pytest"]
-    done = subprocess.run(
-        [*command, "-v", "-p", "no:cacheprovider", __file__],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert "12 passed, 1 skipped" in done.stdout, done.stdout[-3000:]
+    passes(__file__, 12)
 
 
 def block(kernels: ExpertKernels, mesh: Mesh, *, exact: bool) -> MoE:
@@ -83,11 +75,9 @@ def check(num_tokens: int, ep: int, exact: bool) -> None:
     assert float((expected - actual).abs().max()) < scale / 32
 
 
+@in_interpreter
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("ep", [1, 2])
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
 def test_kernels(num_tokens: int, ep: int, exact: bool) -> None:
     check(num_tokens, ep, exact)
-
-
-test_kernels.__test__ = INTERPRETED  # type: ignore[attr-defined]

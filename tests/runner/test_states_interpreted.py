@@ -5,32 +5,23 @@ The interpreter must be on before triton is imported: in a process of its own.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import triton
 
 from nanovllm.config import Speculate
 from nanovllm.layers import ops
+from tests.interpreted import in_interpreter, in_parent, passes
 from tests.models.tiny import CASES, config_of, make_tiny
 from tests.whole_engine import WholeEngine, prompts_of, reference
 
-INTERPRETED = triton.knobs.runtime.interpret
 
-
-@pytest.mark.skipif(INTERPRETED, reason="is itself interpreted")
+@in_parent
 def test_in_the_interpreter() -> None:
-    command = ["env", "CUDA_VISIBLE_DEVICES=", "TRITON_INTERPRET=1", sys.executable, "-m", "pytest"]
-    done = subprocess.run(
-        [*command, "-v", "-p", "no:cacheprovider", __file__],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert "2 passed, 1 skipped" in done.stdout, done.stdout[-3000:]
+    passes(__file__, 2)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+@in_interpreter
 @pytest.mark.parametrize("speculate", [None, Speculate(method="ngram", tokens=2, min_match=1)])
 def test_text_is_the_references(
     speculate: Speculate | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
