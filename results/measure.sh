@@ -126,11 +126,17 @@ measure() {
         ;;
     latent) # DeepSeek-R1's first 6 layers on one GPU: its kernels, its tests, then prompts absorbed and expanded, and both caches; beside vLLM by: RECIPES=recipes/deepseek-r1.yaml results/measure.sh experts
         nanovllm check-kernels --kernel latent_store --kernel latent_decode --kernel latent_decode_cute --json "results/latent-$(date +%F).json"
-        python3 -m pytest -q tests/gpu/test_latent.py
+        python3 -m pytest -q tests/gpu/test_latent_chunks.py tests/gpu/test_latent.py
+        timeout 100 python3 -m tests.gpu.test_latent_chunks # which chunks are to be expanded
+        for way in "1 0 0" "3 0 0" "3 1 1"; do
+            timeout 100 python3 -m tests.gpu.test_latent_ways $way
+        done
+        timeout 200 python3 results/profiled.py results/profile-deepseek-r1.txt 100 10 bench --offline recipes/deepseek-r1.yaml --workload bs1-256 "${common[@]}" \
+            --set parallel.tp=1 --set model.num_layers=6 --set experts.routing=uniform --results-dir "$(mktemp -d)"
         for load in bs1-256 bs64 bs256-128 prefill; do
             nanovllm bench --offline recipes/deepseek-r1.yaml --workload $load "${common[@]}" --set parallel.tp=1 \
                 --set model.num_layers=6 --set experts.routing=uniform --ablate kernels.attention=flash \
-                --ablate kernels.decode=triton --ablate cache.dtype=fp8
+                --ablate kernels.attention=flash,schedule.step_tokens=16384 --ablate kernels.decode=triton --ablate cache.dtype=fp8
         done
         ;;
     hybrid) # Qwen3-Next on one GPU: its first 16 layers in bf16, then all of them in fp8
