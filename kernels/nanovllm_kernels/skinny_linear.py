@@ -70,29 +70,20 @@ class Shape(NamedTuple):
 
 @cache
 def shape_of(num_lines: int, width: int, kind: Kind, num_rows: int) -> Shape | None:
-    """None: other products are faster, or the weights cannot be cut evenly.
-
-    In one wave the last cluster may have fewer lines, unless they are gated: many small blocks
-    read x more often than they read weights.
-    """
-    has_many_rows, is_even = num_rows > GROUP_ROWS, kind.gated or num_lines % 8 > 0
+    """None: other products are faster, or the weights cannot be cut evenly."""
+    has_many_rows = num_rows > GROUP_ROWS
     splits = 1 if num_lines >= 8192 else 2 if num_lines >= 4096 else 4
     is_small = has_many_rows and num_lines * width < LARGE
     if num_rows > MOST_ROWS or is_small or width % (DEEP * splits):
         return None
     unit = 8 * splits * (1 + kind.gated)
     best, found = EVEN, 0
-    most = min(num_lines, MOST_LINES + has_many_rows * GROUP_ROWS)
-    for lines in range(unit, most + 1, unit):
+    for lines in range(unit, min(num_lines, MOST_LINES + has_many_rows * GROUP_ROWS) + 1, unit):
         blocks = num_lines // lines * splits
         use = blocks / (-(-blocks // PROCESSORS) * PROCESSORS)
         if num_lines % lines == 0 and lines >= LEAST_LINES and use >= best:
             best, found = use, lines
     is_one_wave = found > 0 and num_lines // found * splits <= PROCESSORS
-    least = -(-num_lines // (PROCESSORS // splits * unit)) * unit  # for one wave
-    use = num_lines * splits / (least * PROCESSORS)
-    if not (is_one_wave or is_even) and LEAST_LINES <= least <= most and use >= EVEN:
-        found, is_one_wave = least, True
     if not found or (has_many_rows and not is_one_wave):
         return None
     is_long = not kind.normed and width // splits >= LONG
@@ -266,7 +257,7 @@ class Product:
         active = (rows + BOX_ROWS - 1) // BOX_ROWS * BOX_ROWS
         size = Size(rows, active, x.shape[1] // (DEEP * self.splits))
         self.kernel(*boxes, y, norm_weight, residual, eps, *rings, mma, size).launch(
-            grid=[self.splits, (weight.shape[0] + self.lines - 1) // self.lines, 1],
+            grid=[self.splits, weight.shape[0] // self.lines, 1],
             block=[self.threads + 32, 1, 1],
             cluster=[self.splits, 1, 1],
             stream=stream,
@@ -551,7 +542,6 @@ class Product:
             arch.griddepcontrol_wait()  # long over: the launch before may have left the stream
         eights = self.share // 8
         first = (arch.block_idx()[1] * self.splits + arch.block_idx()[0]) * eights
-        eights = cutlass.min(eights, y.shape[1] // 8 - first)  # of the last cluster fewer, or none
         width = Float32(size.steps * (self.splits * DEEP))
         for at in cutlass.range(arch.thread_idx()[0], size.rows * eights, self.threads, unroll=1):
             row, eight = at // eights, at % eights
