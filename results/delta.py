@@ -2,7 +2,7 @@
 
     python results/delta.py [--quick]
 
-Prints a line for each choice: decode rows and rows with drafts by registers of a thread, prompts by
+Prints a line for each choice: decode rows and rows with drafts by registers and warps, prompts by
 the tokens that a program convolves and by parts, stages and warps of the scan; then what each
 kernel of a prompt takes. What is right is `nanovllm check-kernels --kernel delta_decode --kernel
 delta_drafted --kernel delta_prefill`. What is fastest goes into the constants on top of
@@ -42,16 +42,17 @@ def us(function: Callable[..., object], args: Args) -> str:
 def decodes(num_rows: int) -> None:
     *args, _, tickets_RG = inputs(NEXT, (1,) * num_rows, (), CUDA)
     drafted = inputs(NEXT, (4,) * num_rows, (2,) * num_rows, CUDA)
-    for most in (None, 168, 200):
-        with patch.object(delta_decode, "MOST_REGISTERS", most):
+    for most, warps in ((None, 4), (168, 4), (200, 4), (None, 8)):
+        with patch.multiple(delta_decode, MOST_REGISTERS=most, MOST_WARPS=warps):
             plain = us(delta_decode.mix_decodes, (*args, tickets_RG))
             replayed = us(delta_decode.mix_drafted, drafted)
-            click.echo(f"{num_rows:4} rows, registers {most}: {plain}, 2 kept + 4 new: {replayed}")
+            said = f"{num_rows:4} rows, registers {most}, warps {warps}"
+            click.echo(f"{said}: {plain}, 2 kept + 4 new: {replayed}")
 
 
 def prompts(lengths: tuple[int, ...]) -> None:
     args, said = inputs(NEXT, lengths, None, CUDA), f"{len(lengths)} x {lengths[0]}"
-    for tokens in (16, 32):
+    for tokens in (16, 32, 64):
         with patch.object(delta_prefill, "CONVOLVED", tokens):
             click.echo(f"{said}, convolved {tokens}: {us(delta_prefill.mix_rows, args)}")
     for part, stages, warps in SCANS:

@@ -139,9 +139,12 @@ measure() {
                 --ablate kernels.attention=flash,schedule.step_tokens=16384 --ablate kernels.decode=triton --ablate cache.dtype=fp8
         done
         ;;
-    hybrid) # Qwen3-Next on one GPU: its first 16 layers in bf16, then all of them in fp8
-        for load in bs1-256 bs64 bs256-128 prefill; do
-            for how in model.num_layers=16 quantize=fp8; do
+    hybrid) # Qwen3-Next on one GPU: its kernels, its tests, its first 16 layers in bf16, then all of them in fp8
+        nanovllm check-kernels --kernel route --kernel delta_decode --kernel delta_drafted --kernel delta_prefill --json "results/hybrid-$(date +%F).json"
+        python3 -m pytest -o addopts= -q --tb=short tests/gpu/test_hybrid.py
+        python3 results/delta.py --quick
+        for how in model.num_layers=16 quantize=fp8; do
+            for load in bs1-256 bs64 bs256-128 prefill; do
                 nanovllm bench --offline recipes/qwen3-next-80b-a3b.yaml --workload $load "${common[@]}" --set parallel.tp=1 --set experts.routing=uniform --set $how || return
             done
         done
