@@ -17,8 +17,8 @@ So blocks of the next launch start while the last ones of this are still at work
 weights under way when x is there (programmatic dependent launch).
 
 Decision: x comes in boxes of 16 rows. Boxes that end far beyond x's last row are slow: 8 rows in a
-box of 64 took twice the time of 64. Where one box is all, all warps multiply its rows, and what 64
-rows would take of shared memory is weights under way.
+box of 64 took twice the time of 64. Up to NARROW rows all warps multiply those of one box, and
+what 64 rows would take of shared memory is weights under way.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ LINE_BYTES = 2 * DEEP
 BOX_ROWS = 16
 GROUP_ROWS = 64  # of x, that four warps multiply
 MOST_ROWS = 2 * GROUP_ROWS
+NARROW = 0  # rows that get a tile of BOX_ROWS; that many, once a GPU has run it
 LARGE = 16 * 1024 * 1024  # elements of W from which on more than GROUP_ROWS rows are faster here
 LEAST_LINES, MOST_LINES = 32, 128
 PROCESSORS = 132
@@ -88,7 +89,7 @@ def shape_of(num_lines: int, width: int, kind: Kind, num_rows: int) -> Shape | N
         return None
     is_long = not kind.normed and width // splits >= LONG
     is_large = has_many_rows or (is_long and is_one_wave)
-    return Shape(found, splits, is_large, (num_rows > BOX_ROWS) + has_many_rows)
+    return Shape(found, splits, is_large, (num_rows > NARROW) + has_many_rows)
 
 
 class SkinnyLinear:
