@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The records behind README's tables, made on the machine present (one GPU), with random weights:
 #   results/measure.sh [PART ...]       parts: online offline kernels ablation sweep
-# and structured, which online begins with, speculation, variants, ranks, lanes and replicas (several GPUs), peers, peers-offline, experts, fp8, latent and hybrid, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
+# and structured, which online begins with, speculation, variants, ranks, lanes and replicas (several GPUs), peers, peers-offline, experts, fp8, latent, hybrid and turns, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
 # FLAGS: more flags of every run, as in FLAGS="--results-dir /tmp/results". RECIPES: instead of 0.6B and 8B. VLLM_PYTHON: for peers and experts, an interpreter that has vLLM.
 set -uo pipefail
 read -ra flags <<<"${FLAGS:-}"
@@ -138,6 +138,10 @@ measure() {
                 --set model.num_layers=6 --set experts.routing=uniform --ablate kernels.attention=flash \
                 --ablate kernels.attention=flash,schedule.step_tokens=16384 --ablate kernels.decode=triton --ablate cache.dtype=fp8
         done
+        ;;
+    turns) # Qwen3-Next whole in fp8 on one GPU: a conversation's second turn of 30,000 tokens, then 1 to 512 streams
+        python3 results/turns.py recipes/qwen3-next-80b-a3b.yaml --set load.format=dummy --set quantize=fp8 --set parallel.tp=1 --json "results/turns-$(date +%F).json"
+        nanovllm bench --start recipes/qwen3-next-80b-a3b.yaml --sweep 1,8,64,256,512 --num-prompts 512 --input-len 512 --output-len 128 --processes 6 "${common[@]}" --set quantize=fp8 --set parallel.tp=1 --set schedule.slots=512
         ;;
     hybrid) # Qwen3-Next on one GPU: its kernels, its tests, its first 16 layers in bf16, then all of them in fp8
         nanovllm check-kernels --kernel route --kernel delta_decode --kernel delta_drafted --kernel delta_prefill --json "results/hybrid-$(date +%F).json"
