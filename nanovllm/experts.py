@@ -35,16 +35,31 @@ class ExpertLoad(Struct, frozen=True):
 
     layers: list[int]  # those that have experts
     tokens: bytes  # int64, of each of them and each expert
-    by_rank: dict[str, int]  # of the experts that each rank holds
-    # By layer and what is compared: the most tokens of an expert, or of a rank, over their mean.
-    imbalance: dict[str, float]
+    at_ranks: bytes  # int64, of each of them and each rank: of the experts that it holds
+
+    @property
+    def by_rank(self) -> dict[str, int]:
+        sums = map(sum, zip(*self._by_layer(self.at_ranks), strict=True))
+        return {str(rank): count for rank, count in enumerate(sums)}
+
+    @property
+    def imbalance(self) -> dict[str, float]:
+        """The most tokens of an expert, or of a rank, over their mean: by layer and which of both
+        is compared."""
+        return {
+            f"{layer}/{name}": max(row) * len(row) / max(sum(row), 1)
+            for name, counts in (("experts", self.tokens), ("ranks", self.at_ranks))
+            for layer, row in zip(self.layers, self._by_layer(counts), strict=True)
+        }
 
     def lines(self) -> bytes:
         """The lines of a file in which nothing is placed yet."""
-        tokens = memoryview(self.tokens).cast("q").tolist()
-        each = len(tokens) // len(self.layers)
-        parts = (tokens[at : at + each] for at in range(0, len(tokens), each))
-        return encode_lines(map(PlacedLayer, self.layers, parts))
+        return encode_lines(map(PlacedLayer, self.layers, self._by_layer(self.tokens)))
+
+    def _by_layer(self, counts: bytes) -> list[list[int]]:
+        found = memoryview(counts).cast("q").tolist()
+        each = len(found) // len(self.layers)
+        return [found[at : at + each] for at in range(0, len(found), each)]
 
 
 class Spread:

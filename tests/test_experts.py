@@ -97,7 +97,7 @@ def test_a_placement_needs_ranks() -> None:
 
 def test_what_an_engine_tells_becomes_a_placement(tmp_path: Path) -> None:
     tokens = b"".join(count.to_bytes(8, "little") for count in (50, 6, 7, 2**40))
-    lines = ExpertLoad([1, 3], tokens, {}, {}).lines()
+    lines = ExpertLoad([1, 3], tokens, b"").lines()
     first = b'{"layer":1,"tokens":[50,6],"ranks":[]}'
     assert lines == first + b'\n{"layer":3,"tokens":[7,1099511627776],"ranks":[]}\n'
     path = tmp_path / "x"

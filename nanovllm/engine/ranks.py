@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -21,20 +22,23 @@ import msgspec
 import numpy as np
 import torch
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from nanovllm.config import Config, ConfigError, Recipe
 from nanovllm.engine.executor import Executor, StepHandle
+from nanovllm.experts import ExpertLoad
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.parallel.gloo import GlooMesh
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.nccl import NcclMesh
 from nanovllm.parallel.places import Place, num_ranks
-from nanovllm.plan import Int32, Masks, StepPlan, StepResult
+from nanovllm.plan import Int32, Masks, StepPlan, StepResult, mode_key
 from nanovllm.runner.build import build as build_runner
 from nanovllm.sched.lanes import LanesPlan, LanesResult
 from nanovllm.wire import Generate
 
 log = logging.getLogger("engine")
+LOAD_EVERY_S = 0.2  # by a busy lane
 
 
 class Told(Struct, frozen=True, array_like=True):
@@ -45,6 +49,14 @@ class Told(Struct, frozen=True, array_like=True):
 
     plans: Sequence[StepPlan]
     masks: Sequence[Masks] = ()
+
+
+class Said(Struct, frozen=True, array_like=True):
+    """By a lane, of a step; and what it has counted since its start, experts' load now and then."""
+
+    result: StepResult
+    padded_tokens: int
+    experts: ExpertLoad | None
 
 
 def packed(array: Int32) -> tuple[tuple[int, ...], bytes]:
@@ -58,7 +70,7 @@ def unpacked(_: object, found: tuple[tuple[int, ...], bytes]) -> Int32:
 
 encode = msgspec.msgpack.Encoder(enc_hook=packed).encode
 told_of = msgspec.msgpack.Decoder(Told, dec_hook=unpacked).decode
-result_of = msgspec.msgpack.Decoder(StepResult, dec_hook=unpacked).decode
+said_of = msgspec.msgpack.Decoder(Said, dec_hook=unpacked).decode
 
 
 class RankedExecutor:
@@ -71,19 +83,40 @@ class RankedExecutor:
     def __init__(self, own: Executor, place: Place) -> None:
         self.own = own
         self.place = place
-        self.expert_load = own.expert_load
         self.vet: Callable[[Generate], None] = own.vet
-        self.steps_by_mode: Counter[str] = own.steps_by_mode
-        self.padded_tokens = own.padded_tokens
+        self.steps_by_mode: Counter[str] = own.steps_by_mode if place.lanes == 1 else Counter()
+        self.padded_tokens = 0
+        self._loads: list[ExpertLoad | None] = [None] * (place.lanes - 1)
+
+    def expert_load(self, *, wait: bool) -> ExpertLoad | None:
+        """Of all lanes: of others what they said last, as they do behind the last of some steps."""
+        loads = [load for load in (self.own.expert_load(wait=wait), *self._loads) if load]
+        return sum_of(loads) if loads else None
+
+    def heard(self) -> list[StepResult]:
+        """What other lanes sampled in the next step, once it has ended there."""
+        said = [said_of(message) for message in self.place.recv_all()]
+        self.padded_tokens = self.own.padded_tokens + sum(one.padded_tokens for one in said)
+        self._loads = [one.experts or old for one, old in zip(said, self._loads, strict=True)]
+        return [one.result for one in said]
 
     def launch(self, plan: StepPlan) -> StepHandle:
         lanes = plan.lanes if isinstance(plan, LanesPlan) else (plan, plan)
         self.place.send(encode(Told(lanes[1:])))
+        known = self.own.steps_by_mode.copy()
         handle = self.own.launch(lanes[0])
-        self.padded_tokens = self.own.padded_tokens
-        if self.place.lanes > 1:
-            return LanesHandle(handle, self.place, lanes)
-        return RankedHandle(handle, self.place) if plan.masked else handle
+        if self.place.lanes == 1:
+            self.padded_tokens = self.own.padded_tokens
+            return RankedHandle(handle, self.place) if plan.masked else handle
+        (mode,) = self.own.steps_by_mode - known  # all lanes', but each for rows of its own
+        self.steps_by_mode[mode_key(mode.partition("/")[0], plan)] += 1
+        return LanesHandle(handle, self, lanes)
+
+
+def sum_of(loads: Sequence[ExpertLoad]) -> ExpertLoad:
+    parts = zip(*(astuple(load)[1:] for load in loads), strict=True)
+    sums = (np.sum([np.frombuffer(one, np.int64) for one in each], 0).tobytes() for each in parts)
+    return ExpertLoad(loads[0].layers, *sums)
 
 
 class RankedHandle:
@@ -106,9 +139,9 @@ class RankedHandle:
 class LanesHandle(RankedHandle):
     """The step of all lanes, of which each rank says what it sampled."""
 
-    def __init__(self, own: StepHandle, place: Place, plans: Sequence[StepPlan]) -> None:
-        super().__init__(own, place)
-        self.plans = plans
+    def __init__(self, own: StepHandle, ranks: RankedExecutor, plans: Sequence[StepPlan]) -> None:
+        super().__init__(own, ranks.place)
+        self.ranks, self.plans = ranks, plans
 
     def sample(self, masks: Masks) -> None:
         ends = np.cumsum([num_masks(plan) for plan in self.plans])
@@ -119,8 +152,7 @@ class LanesHandle(RankedHandle):
 
     def wait(self) -> StepResult:
         first = super().wait()
-        results = first, *map(result_of, self.place.recv_all())
-        return LanesResult(first.step, first.tokens, lanes=results)
+        return LanesResult(first.step, first.tokens, lanes=(first, *self.ranks.heard()))
 
 
 def num_masks(plan: StepPlan) -> int:
@@ -160,9 +192,13 @@ class Follower:
     def _reply(self) -> None:
         if torch.cuda.is_initialized():  # each thread begins with the first GPU
             torch.cuda.set_device(self.place.device)
+        due = 0.0
         try:
             while True:
-                self.place.reply(encode(self._sampled.get().wait()))
+                result, load = self._sampled.get().wait(), None
+                if self._sampled.empty() or time.monotonic() >= due:
+                    load, due = self.own.expert_load(wait=True), time.monotonic() + LOAD_EVERY_S
+                self.place.reply(encode(Said(result, self.own.padded_tokens, load)))
         except OSError:  # rank 0 has gone
             return
         except BaseException:
@@ -177,10 +213,9 @@ def mesh_of(config: Config, place: Place) -> Mesh:
     if not is_on_cpu:
         visible, size = torch.cuda.device_count(), num_ranks(asked)
         if (num := size * asked.dp) > visible:
-            key = "parallel.ep" if size > asked.tp else "parallel.tp"
             raise ConfigError(
-                f"{key} is {size} and parallel.dp {asked.dp}, {num} GPUs in all; of so many "
-                f"{visible} are visible"
+                f"parallel asks for {size} ranks and {asked.dp} engines, {num} GPUs in all; of so "
+                f"many {visible} are visible"
             )
         torch.cuda.set_device(place.device)
     if place.size == 1:

@@ -74,16 +74,15 @@ def crossover(
     ours: Callable[[Tensor], object],
     other: Callable[[Tensor], object],
     least: Callable[[int], int],
-    dtype: torch.dtype = torch.bfloat16,
 ) -> int:
     """Bytes of the longest message that `ours` does over peer memory as fast as `other`.
 
-    Measured in CUDA graphs, at powers of two, by all ranks at the same time. `least` gives all of
-    them the least of their counts, so that they choose alike.
+    Measured with bfloat16 in CUDA graphs, at powers of two, by all ranks at the same time. `least`
+    gives all of them the least of their counts, so that they choose alike.
     """
     device, longest = peers.calls_X.device, SHORTEST
     while 2 * longest <= peers.capacity:
-        message = torch.zeros(2 * longest // dtype.itemsize, dtype=dtype, device=device)
+        message = torch.zeros(longest, dtype=torch.bfloat16, device=device)
         x_TD = message.view(-1, min(4096, len(message)))
         own_us, other_us = (graph_us([partial(one, x_TD)] * CALLS) for one in (ours, other))
         if not least(int(own_us <= other_us)):

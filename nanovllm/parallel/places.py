@@ -67,9 +67,8 @@ class Place:
 
     def close(self) -> None:
         ends = self.back if isinstance(self.back, list) else [self.back]
-        for end in (self.ring, *ends):
-            if end is not None:
-                end.close()
+        for end in filter(None, (self.ring, *ends)):
+            end.close()
 
 
 def num_ranks(parallel: Parallel) -> int:

@@ -1,7 +1,7 @@
 """How many tokens were routed to each expert: counted by the routing on the device, and read now
 and then without waiting for it.
 
-All ranks that work on the same tokens count the same.
+All ranks that work on the same tokens count the same; a lane counts its own tokens.
 """
 
 from __future__ import annotations
@@ -66,15 +66,7 @@ class ExpertCounter:
 
     def _told(self, counts: Counts) -> ExpertLoad:
         by_expert, by_rank = (
-            np.bincount(self._layer_of * (1 + what.max()) + what, counts).reshape(
-                len(self._layers), -1
-            )
+            np.bincount(self._layer_of * (1 + what.max()) + what, counts).astype(np.int64).tobytes()
             for what in (self._expert_of, self._rank_of)
         )
-        imbalance = {
-            f"{layer}/{name}": float(one.max() / max(one.mean(), 1e-9))
-            for name, counted in (("experts", by_expert), ("ranks", by_rank))
-            for layer, one in zip(self._layers, counted, strict=True)
-        }
-        ranks = {str(rank): int(count) for rank, count in enumerate(by_rank.sum(0))}
-        return ExpertLoad(self._layers, by_expert.astype(np.int64).tobytes(), ranks, imbalance)
+        return ExpertLoad(self._layers, by_expert, by_rank)

@@ -123,7 +123,4 @@ class Router:
     def _found(self, engine: int, keys: list[int]) -> int:
         """How many of the first pages it has."""
         cached = self._cached[engine]
-        for at, key in enumerate(keys):
-            if key not in cached:
-                return at
-        return len(keys)
+        return next((at for at, key in enumerate(keys) if key not in cached), len(keys))

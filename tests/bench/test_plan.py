@@ -277,7 +277,7 @@ def test_prompts_of_8b_by_hand() -> None:
 def test_copies_of_experts_take_room(tmp_path: Path) -> None:
     """One more of 128 on each of four ranks; and other numbers of ranks do not fit the file."""
     path = tmp_path / "x"
-    lines = ExpertLoad([*range(48)], bytes(8 * 48 * 128), {}, {}).lines()
+    lines = ExpertLoad([*range(48)], bytes(8 * 48 * 128), b"").lines()
     write_placement(lines, path, 4, 1)
     ep = "parallel.tp=4", "parallel.ep=4"
     plain, more = (

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 
 from nanovllm.config import Speculate
+from nanovllm.engine.ranks import Follower, RankedExecutor
+from nanovllm.experts import ExpertLoad
+from nanovllm.parallel.places import places_of
+from nanovllm.plan import StepPlan, StepResult, mode_key
 from nanovllm.runner.graphs import Captured
+from nanovllm.sched.lanes import LanesPlan
 from nanovllm.wire import FinishReason
-from tests.engine.test_ranks import NGRAM, SMALL, cut, ranked, text_of
+from tests.engine.test_ranks import CONFIG, NGRAM, SMALL, cut, ranked, text_of
 from tests.models.corrupted import POISON
 from tests.models.tiny import CASES, config_of, make_tiny
 from tests.parallel.test_mesh import COUNTS
@@ -55,6 +61,48 @@ def test_beside_a_lane_with_more_rows_than_graphs_have_no_graph_draws(tmp_path: 
     runner.launch = lambda plan: launch(replace(plan, lane_tokens=1000))
     assert text_of(engine) == expected
     assert {mode.partition("/")[0] for mode in runner.steps_by_mode} == {"NONE"}
+
+
+class Counting:
+    """An executor that has padded `padded` tokens, and its steps' handle."""
+
+    gap_s = busy_s = 0.0
+    vet = None
+
+    def __init__(self, padded: int) -> None:
+        self.padded_tokens = padded
+        self.steps_by_mode: Counter[str] = Counter()
+
+    def launch(self, plan: StepPlan) -> Counting:
+        self.steps_by_mode[mode_key("FULL", plan)] += 1
+        return self
+
+    def wait(self) -> StepResult:
+        return StepResult(1, np.full((1, 1), self.padded_tokens, np.int32))
+
+    def expert_load(self, *, wait: bool) -> ExpertLoad:
+        counts = np.array([self.padded_tokens, 2], np.int64).tobytes()
+        return ExpertLoad([5], counts, counts)
+
+
+def test_what_all_lanes_count_is_told_as_one(tmp_path: Path) -> None:
+    """The step is a structured one if any lane's is."""
+    first, *others = places_of(cut(CONFIG, 1, 3), str(tmp_path))
+    executor = RankedExecutor(Counting(1), first)  # type: ignore[arg-type]
+    followers = [Follower(Counting(10**place.rank), place) for place in others]  # type: ignore[arg-type]
+    own = StepPlan(1, [], [], 1, np.int32([3]).tobytes(), [], 9, [])
+    plan = LanesPlan(1, [], [], 3, None, [], 9, [0], lanes=(own, own, own))
+    assert executor.expert_load(wait=True).by_rank == {"0": 1, "1": 2}
+    handle = executor.launch(plan)
+    for follower, place in zip(followers, others, strict=True):
+        follower.take(place.recv())
+    result = handle.wait()
+    assert [int(one.tokens[0, 0]) for one in result.lanes] == [1, 10, 100]
+    assert executor.padded_tokens == 111
+    assert executor.steps_by_mode == {"FULL/structured": 1}
+    found = executor.expert_load(wait=True)
+    assert found.by_rank == {"0": 111, "1": 6}
+    assert found.imbalance == {"5/experts": 222 / 117, "5/ranks": 222 / 117}
 
 
 def test_lanes_share_experts_in_fp8(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -154,7 +155,7 @@ def test_copies_of_experts_write_the_text_of_one_rank(
     family: str, drafts: Speculate | None, tp: int, tmp_path: Path
 ) -> None:
     """Either rank has 7 of 10 experts; what was counted of them is what one rank counts, or where
-    each rank is a lane, a part of it."""
+    each rank is a lane, about half of it, and with the other's about as much."""
     overrides = {**CASES[family][1], COUNTS[family]: 10, "vocab_size": 5003}
     if family == "deepseek_v3":
         overrides["n_group"] = 5
@@ -169,12 +170,18 @@ def test_copies_of_experts_write_the_text_of_one_rank(
     there = cut(replace(config, recipe=recipe), 1, 2)
     with ranked(there, tp, tmp_path, speculate=drafts, **SMALL) as engine:
         assert text_of(engine) == expected
-        found = engine.runner.expert_load(wait=True)
+        found = engine.loop.executor.expert_load(wait=True)
+        own = engine.runner.expert_load(wait=True)
+        modes = engine.loop.executor.steps_by_mode
+        assert sum(modes.values()) == engine.scheduler.stats().num_steps
+        assert {mode.partition("/")[2] for mode in modes} >= {"mixed", "structured"}
         block: Any = engine.runner.model.layers[-1]
         assert len(block.mlp.ranks) == 2 and len(block.mlp.experts.gate_up) == 7
-    assert found is not None and len(found.by_rank) == 2
-    assert (found.lines() == load.lines()) == (tp == 2)
-    assert sum(load.by_rank.values()) // 4 < sum(found.by_rank.values())
+    assert found is not None and own is not None and len(found.by_rank) == 2
+    assert (own.lines() == load.lines()) == (found.lines() == own.lines()) == (tp == 2)
+    ours, all_ours, alones = (sum(one.by_rank.values()) for one in (own, found, load))
+    assert 0.8 * alones < all_ours <= alones
+    assert (ours < 0.75 * all_ours) == (tp == 1)
     assert all(value < 1.2 for key, value in found.imbalance.items() if key.endswith("/ranks"))
 
 
@@ -226,7 +233,8 @@ class Own:
     """An executor that notes what it is asked to do; also its steps' handle."""
 
     def __init__(self) -> None:
-        self.steps_by_mode = self.padded_tokens = self.gap_s = self.busy_s = 0
+        self.padded_tokens = self.gap_s = self.busy_s = 0
+        self.steps_by_mode: Counter[str] = Counter()
         self.vet = self.expert_load = None
         self.noted: list[Any] = []
 
@@ -337,7 +345,7 @@ def test_gpus_that_are_not_there_are_refused(
     with pytest.raises(ConfigError) as caught:
         ranks.mesh_of(config, Place(0, 2, 0, "", None, 0))
     assert str(caught.value) == (
-        "parallel.tp is 2 and parallel.dp 3, 6 GPUs in all; of so many 4 are visible"
+        "parallel asks for 2 ranks and 3 engines, 6 GPUs in all; of so many 4 are visible"
     )
 
 

@@ -215,7 +215,7 @@ def make_config(folder: Path, family: str, **overrides: object) -> DecoderConfig
 
 def test_one_rank_by_itself_has_nobody_to_meet() -> None:
     Mesh().connect()
-    with pytest.raises(ConfigError, match=r"parallel.tp is 2; only a server has several ranks"):
+    with pytest.raises(ConfigError, match="parallel asks for 2 ranks; only a server has several"):
         Mesh(0, 2).connect()
 
 

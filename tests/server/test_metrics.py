@@ -6,6 +6,7 @@ import re
 import time
 from pathlib import Path
 
+import numpy as np
 from msgspec.structs import replace
 
 from nanovllm.bench.report import by_label, samples_of
@@ -133,10 +134,12 @@ def test_drafts_are_told_of_where_the_recipe_speculates() -> None:
 def test_experts_are_told_of_by_rank_and_by_layer() -> None:
     assert "expert" not in page(Metrics())
     imbalance = {"3/experts": 2.5, "3/ranks": 1.25, "4/experts": 4.0, "4/ranks": 1.0}
-    load = ExpertLoad([3, 4], b"", {"0": 70, "1": 2**40}, imbalance)
+    by_expert, by_rank = ([5, 1, 2, 0], [8, 0, 0, 0]), ([5, 3], [2**40, 2**40])
+    tokens, at_ranks = (np.array(counts).tobytes() for counts in (by_expert, by_rank))
+    load = ExpertLoad([3, 4], tokens, at_ranks)
     found = samples_of(page(Metrics(), stats=replace(STATS, experts=load)))
-    tokens = by_label(found, "nanovllm:expert_tokens_total", "rank")
-    assert tokens == {"0": 70.0, "1": 2.0**40}
+    of_ranks = by_label(found, "nanovllm:expert_tokens_total", "rank")
+    assert of_ranks == {"0": 5 + 2.0**40, "1": 3 + 2.0**40}
     assert by_label(found, "nanovllm:expert_imbalance", "layer", "among") == imbalance
 
 
@@ -144,7 +147,7 @@ def test_every_line_is_a_sample_or_a_type_said_once() -> None:
     metrics = Metrics()
     metrics.finished["stop"] += 1
     metrics.rejected["queue_full"] += 2
-    load = ExpertLoad([0], b"", {"0": 1}, {"0/ranks": 1.0})
+    load = ExpertLoad([0], bytes(16), bytes(8))
     stats = replace(STATS, accepted_by_position=[3, 0], experts=load)
     text = page(metrics, model='a "b"\\c\nd', stats=stats)
     assert r'model_name="a \"b\"\\c\nd"' in text
