@@ -93,8 +93,7 @@ class Fleet:
 
     def start(self) -> None:
         for at, start in enumerate(self._starts):
-            lost = partial(self._lost, at)
-            self._engines.append(Engine(start, self._restarts, lost))
+            self._engines.append(Engine(start, self._restarts, partial(self._lost, at)))
 
     def _lost(self, at: int) -> None:
         self.on_lost(at)

@@ -53,7 +53,7 @@ class NcclMesh(Mesh):
         peers = connect_peers(c10d.PrefixStore("peers", store), *place, device)
         self.connected.append(Links(nccl, peers, own_bytes=peers.capacity))
         ours: Callable[[Tensor], object] = partial(own.all_reduce, peers=peers)
-        theirs: Callable[[Tensor], object] = self._nccl_sum
+        theirs: Callable[[Tensor], object] = self._nccl
         if self.lanes > 1:
             ours, theirs = (partial(self._exchanged, most) for most in (peers.capacity, 0))
         own_bytes = crossover(peers, ours, theirs, self.least)
@@ -64,7 +64,7 @@ class NcclMesh(Mesh):
         if self.tp_size == 1:
             return x
         peers = self.peers_for(x)
-        return self._nccl_sum(x) if peers is None else own.all_reduce(x, peers)
+        return self._nccl(x) if peers is None else own.all_reduce(x, peers)
 
     def peers_for(self, x: Tensor) -> Peers | None:
         links = self.connected[0]
@@ -118,11 +118,9 @@ class NcclMesh(Mesh):
         self._nccl(found, c10d.ReduceOp.MIN)
         return int(found)
 
-    def _nccl_sum(self, x: Tensor) -> Tensor:
-        self._nccl(x, c10d.ReduceOp.SUM)
-        return x
-
-    def _nccl(self, x: Tensor, operation: Any) -> None:  # noqa: ANN401
+    def _nccl(self, x: Tensor, operation: Any = c10d.ReduceOp.SUM) -> Tensor:  # noqa: ANN401
+        """In place."""
         options = c10d.AllreduceOptions()
         options.reduceOp, options.asyncOp = operation, False
         self.connected[0].nccl.allreduce([x], options)
+        return x
