@@ -300,7 +300,11 @@ class PaperEngine:
             draft_tokens=4 * count,
             accepted_tokens=count,
             accepted_by_position=[count, 0],
-            experts=ExpertLoad([7], b"".join(n.to_bytes(8, "little") for n in (4, 1, 3, 2)), b""),
+            experts=ExpertLoad(
+                [7],
+                b"".join(n.to_bytes(8, "little") for n in (4, 1, 3, 2)),
+                (10).to_bytes(8, "little"),
+            ),
         )
         return sink.finish(Finish(request.request_id, FinishReason.LENGTH))
 

@@ -75,7 +75,7 @@ def test_the_load_of_experts_is_lines_of_layers(api) -> None:
     experts = "/debug/experts"
     assert (api.http.get(experts).status_code, api.http.get(experts).content) == (200, b"")
     tokens = b"".join(count.to_bytes(8, "little") for count in (5, 6, 7, 8))
-    api.engine.experts = ExpertLoad([1, 2], tokens, b"")
+    api.engine.experts = ExpertLoad([1, 2], tokens, bytes(16))
     api.chat("hello")
     lines = api.http.get(experts).text.splitlines()
     assert [json.loads(line)["tokens"] for line in lines] == [[5, 6], [7, 8]]
