@@ -52,7 +52,8 @@ class Told(Struct, frozen=True, array_like=True):
 
 
 class Said(Struct, frozen=True, array_like=True):
-    """By a lane, of a step; and what it has counted since its start, experts' load now and then."""
+    """What a lane says of a step, and has counted since its start; the load of experts now and
+    then."""
 
     result: StepResult
     padded_tokens: int
@@ -89,7 +90,7 @@ class RankedExecutor:
         self._loads: list[ExpertLoad | None] = [None] * (place.lanes - 1)
 
     def expert_load(self, *, wait: bool) -> ExpertLoad | None:
-        """Of all lanes: of others what they said last, as they do behind the last of some steps."""
+        """All lanes count, the others as they said last: behind the last of some steps, or in time."""
         loads = [load for load in (self.own.expert_load(wait=wait), *self._loads) if load]
         return sum_of(loads) if loads else None
 

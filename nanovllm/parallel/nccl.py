@@ -119,7 +119,7 @@ class NcclMesh(Mesh):
         return int(found)
 
     def _nccl(self, x: Tensor, operation: Any = c10d.ReduceOp.SUM) -> Tensor:  # noqa: ANN401
-        """In place."""
+        """Works in place; returns x."""
         options = c10d.AllreduceOptions()
         options.reduceOp, options.asyncOp = operation, False
         self.connected[0].nccl.allreduce([x], options)
