@@ -90,7 +90,7 @@ class RankedExecutor:
         self._loads: list[ExpertLoad | None] = [None] * (place.lanes - 1)
 
     def expert_load(self, *, wait: bool) -> ExpertLoad | None:
-        """All lanes count, the others as they said last: behind the last of some steps, or in time."""
+        """All lanes count; others say it behind the last of some steps, and now and then."""
         loads = [load for load in (self.own.expert_load(wait=wait), *self._loads) if load]
         return sum_of(loads) if loads else None
 
