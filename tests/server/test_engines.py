@@ -72,6 +72,8 @@ def run(fakes: list[FakeEngine], main: Any) -> None:
         try:
             await main(engines)
         finally:
+            if isinstance(engines, Replicas):  # whoever connects again has a socket to close
+                await asyncio.wait_for(asyncio.gather(*engines._connecting), 5)
             for client in engines.clients:
                 client._on_lost = lambda: None
                 client.close()
