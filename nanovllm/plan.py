@@ -54,8 +54,9 @@ class Chunk(Struct, frozen=True, array_like=True):
     slot: int
     num_tokens: int
     samples: bool  # False for a chunk that stops short of the prompt's end
-    save_to: int = -1  # checkpoint that receives the recurrent state after this chunk
+    save_to: int = -1  # checkpoint that receives the recurrent state behind `save_at` of these
     start: int = 0  # so many of the slot's tokens come before
+    save_at: int = 0
 
 
 class StepPlan(Struct, frozen=True, array_like=True):

@@ -31,7 +31,8 @@ class Layer(NamedTuple):
 def inputs(layer: Layer, lengths: Ints, replays: Ints | None, device: torch.device) -> Args:
     """Rows in shuffled slots of twice as many; projections are slices of wider ones.
 
-    With replays, if only (), tickets; for each row, also kept inputs of its slot.
+    With replays, if only (), tickets; for each row, also kept inputs of its slot. Without, each row
+    saves the state where its last 16 tokens begin, if there are any before them.
     """
     R, T, (G, H, K, V, W, dtype) = len(lengths), sum(lengths), layer
     C = 2 * G * K + H * V
@@ -49,7 +50,11 @@ def inputs(layer: Layer, lengths: Ints, replays: Ints | None, device: torch.devi
         starts_R1,
     )  # fmt: skip
     if replays is None:
-        return rows
+        saved_R = starts_R1[:-1] + ((starts_R1.diff() - 1) // 16 * 16).clamp(min=0)
+        parts_X = torch.cat([torch.stack([starts_R1[:-1], saved_R], 1).flatten(), starts_R1[-1:]])
+        unused_R = torch.ones(2 * R).index_fill(0, slots_R.cpu(), 0).nonzero()[:, 0].to(device)
+        targets_R = torch.where(saved_R > starts_R1[:-1], unused_R, -1)
+        return *rows, parts_X, torch.stack([targets_R, slots_R], 1).flatten()
     tickets_RG = torch.zeros(R, G, dtype=torch.int32, device=device)
     kept = (kept_NWX, torch.tensor(replays, dtype=torch.int32, device=device)) if replays else ()
     return *rows, *kept, tickets_RG
@@ -75,7 +80,7 @@ def case(layer: Layer, lengths: Ints, replays: Ints | None) -> Case:
     """Least bytes: states, read and written; projections; small ones are not timed."""
     (G, H, K, V, W, dtype), is_small = layer, layer.K < 64
     C, tokens = 2 * G * K + H * V, sum(lengths) + sum(replays or ())
-    states = 2 * len(lengths) * (4 * H * K * V + dtype.itemsize * C * (W - 1))
+    states = (2 + (replays is None)) * len(lengths) * (4 * H * K * V + dtype.itemsize * C * (W - 1))
     num_bytes = (states + tokens * dtype.itemsize * (C + 2 * H * V)) * (not is_small)
     said = f"rows={len(lengths)} of {max(lengths)} GH={G, H} KV={K, V} W={W} {bits(dtype)}"
     return Case(said, partial(inputs, layer, lengths, replays), is_small, num_bytes)
@@ -92,7 +97,7 @@ DECODE_CASES = [case(layer, (1,) * 5, ()) for layer in SMALL] + [
 DRAFTED_CASES = [case(layer, *FEW) for layer in SMALL] + [
     case(NEXT, (4,) * R, (2,) * R) for R in (1, 8, 64, 256)
 ]
-PREFILL_CASES = [case(layer, (1, 70, 0, 5, 129), None) for layer in SMALL] + [
+PREFILL_CASES = [case(layer, (1, 70, 0, 5, 149), None) for layer in SMALL] + [
     case(layer, lengths, None) for layer in (NEXT, RANK) for lengths in PROMPTS
 ]
 # Rounded are queries, keys, values, outputs and norms, each perhaps to the neighbouring number; 32

@@ -35,9 +35,12 @@ PARTS = 64  # elements of values that a program of the scan has
 def mix_rows(
     qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, z_THV: Tensor, weights: DeltaWeights,
     conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor,
-    out_THV: Tensor | None = None,
+    parts_X: Tensor | None = None, targets_X: Tensor | None = None, out_THV: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x_THV, which is out_THV if given. Tokens of no row are left alone."""
+    if parts_X is None or targets_X is None:
+        parts_X = starts_R1.repeat_interleave(2)[:-1]
+        targets_X = torch.stack([torch.full_like(slots_R, -1), slots_R], 1)
     num_rows, (T, C), (_, H, K, V) = len(slots_R), qkv_TC.shape, recurrent_NHKV.shape
     assert recurrent_NHKV[0].is_contiguous() and conv_NCW[0].is_contiguous()
     assert qkv_TC.stride(1) == a_TH.stride(1) == b_TH.stride(1) == z_THV.stride(2) == 1
@@ -56,20 +59,20 @@ def mix_rows(
         "V_BLOCK": max(16, triton.next_power_of_2(V)),
     }
     sizes = {"G": G, "H": H, "K": K, "V": V, **blocks}
-    most_pieces = T // PIECE + num_rows
+    most_pieces = T // PIECE + 2 * num_rows
     conv_kernel[(T // CONVOLVED + num_rows, 2 * G + H)](
-        qkv_TC, weights.conv_CW, conv_NCW, slots_R, starts_R1, y_TC, num_rows, qkv_TC.stride(0),
-        conv_NCW.stride(0), L2_EPS, **sizes, WIDTH=weights.conv_CW.shape[1], ROWS=ROWS,
-        PIECE=CONVOLVED, num_warps=4,
+        qkv_TC, weights.conv_CW, conv_NCW, slots_R, starts_R1, parts_X, targets_X, y_TC, num_rows,
+        qkv_TC.stride(0), conv_NCW.stride(0), L2_EPS, **sizes, WIDTH=weights.conv_CW.shape[1],
+        ROWS=ROWS, PIECE=CONVOLVED, num_warps=4,
     )  # fmt: skip
     pieces_kernel[(most_pieces, H)](
-        y_TC, a_TH, b_TH, weights.a_log_H, weights.dt_bias_H, starts_R1, w_THK, u_THV, seen_THX,
-        sums_TH, num_rows, a_TH.stride(0), b_TH.stride(0), **sizes, ROWS=ROWS, PIECE=PIECE,
+        y_TC, a_TH, b_TH, weights.a_log_H, weights.dt_bias_H, parts_X, w_THK, u_THV, seen_THX,
+        sums_TH, 2 * num_rows, a_TH.stride(0), b_TH.stride(0), **sizes, ROWS=ROWS, PIECE=PIECE,
         num_warps=4,
     )  # fmt: skip
     part = min(PARTS, blocks["V_BLOCK"])
     scan_kernel[(num_rows * H, triton.cdiv(V, part))](
-        y_TC, w_THK, u_THV, seen_THX, sums_TH, recurrent_NHKV, slots_R, starts_R1, o_THV,
+        y_TC, w_THK, u_THV, seen_THX, sums_TH, recurrent_NHKV, slots_R, parts_X, targets_X, o_THV,
         recurrent_NHKV.stride(0), **{**sizes, "V_BLOCK": part}, PIECE=PIECE, STAGES=STAGES,
         num_warps=WARPS,
     )  # fmt: skip
@@ -102,11 +105,15 @@ def piece_of(starts_R1, num_rows, nth, ROWS: tl.constexpr, PIECE: tl.constexpr):
     return tl.where(exists, row, num_rows), begun, end, first
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_R", "starts_R1"])
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["slots_R", "starts_R1", "parts_X", "targets_X"],
+)
 def conv_kernel(
-    x_TC, conv_CW, conv_NCW, slots_R, starts_R1, y_TC, num_rows, x_stride, conv_stride, l2_eps,
-    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
+    x_TC, conv_CW, conv_NCW, slots_R, starts_R1, parts_X, targets_X, y_TC, num_rows, x_stride,
+    conv_stride, l2_eps, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    PIECE: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = max(K_BLOCK, V_BLOCK)
     row, start, end, first = piece_of(starts_R1, num_rows, tl.program_id(0), ROWS, PIECE)
@@ -131,14 +138,19 @@ def conv_kernel(
                 x = tl.load(conv_at[None, :] + entry, inside & (entry < WIDTH - 1), 0.0)
                 y += x.to(tl.float32) * weights[3 - back][None, :]
             tl.debug_barrier()
-            for nth in tl.static_range(WIDTH - 1):
-                place = end - start + nth - (WIDTH - 1)
-                own = c < tl.where(place >= 0, size, 0)
-                stored = c < tl.where(place < 0, size, 0)
-                moved = tl.load(x_TC + (start + place).to(tl.int64) * x_stride + channel, own, 0.0)
-                moved = tl.where(own, moved, tl.load(conv_at + (place + WIDTH - 1), stored, 0.0))
-                tl.debug_barrier()  # what is overwritten now is read no more
-                tl.store(conv_at + nth, moved, c < size)
+            for of_part in tl.static_range(2):
+                target = tl.load(targets_X + 2 * row + of_part).to(tl.int64)
+                target_at = conv_NCW + target * conv_stride + channel * (WIDTH - 1)
+                length = tl.load(parts_X + 2 * row + of_part + 1) - start
+                for nth in tl.static_range(WIDTH - 1):
+                    place = length + nth - (WIDTH - 1)
+                    own = c < tl.where(place >= 0, size, 0)
+                    stored = c < tl.where(place < 0, size, 0)
+                    input_at = x_TC + (start + place).to(tl.int64) * x_stride + channel
+                    kept = tl.load(conv_at + (place + WIDTH - 1), stored, 0.0)
+                    moved = tl.where(own, tl.load(input_at, own, 0.0), kept)
+                    tl.debug_barrier()  # what is overwritten now is read no more
+                    tl.store(target_at + nth, moved, c < tl.where(target >= 0, size, 0))
         y = (y * tl.sigmoid(y)).to(y_TC.dtype.element_ty).to(tl.float32)
         scale = tl.rsqrt(tl.sum(y * y, 1) + l2_eps) * tl.where(head < G, K**-0.5, 1.0)
         y *= tl.where(is_key, scale, 1.0)[:, None]
@@ -162,14 +174,14 @@ def four_weights(conv_CW, channel, inside, WIDTH: tl.constexpr):
     return a, b, c, d
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["starts_R1"])
+@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["parts_X"])
 def pieces_kernel(
-    y_TC, a_TH, b_TH, a_log_H, dt_bias_H, starts_R1, w_THK, u_THV, seen_THX, sums_TH, num_rows,
+    y_TC, a_TH, b_TH, a_log_H, dt_bias_H, parts_X, w_THK, u_THV, seen_THX, sums_TH, num_parts,
     a_stride, b_stride, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    row, _, end, first = piece_of(starts_R1, num_rows, tl.program_id(0), ROWS, PIECE)
-    if row < num_rows:
+    part, _, end, first = piece_of(parts_X, num_parts, tl.program_id(0), ROWS, PIECE)
+    if part < num_parts:
         head, C = tl.program_id(1), 2 * G * K + H * V
         dtype = y_TC.dtype.element_ty
         t, k, v = tl.arange(0, PIECE), tl.arange(0, K_BLOCK), tl.arange(0, V_BLOCK)
@@ -227,9 +239,9 @@ def inverse(a, PIECE: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_R", "starts_R1"])
+@triton.jit(do_not_specialize_on_alignment=["slots_R", "parts_X", "targets_X"])
 def scan_kernel(
-    y_TC, w_THK, u_THV, seen_THX, sums_TH, recurrent_NHKV, slots_R, starts_R1, o_THV,
+    y_TC, w_THK, u_THV, seen_THX, sums_TH, recurrent_NHKV, slots_R, parts_X, targets_X, o_THV,
     recurrent_stride, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, PIECE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -237,31 +249,34 @@ def scan_kernel(
     dtype = y_TC.dtype.element_ty
     t, k = tl.arange(0, PIECE), tl.arange(0, K_BLOCK)
     v = tl.program_id(1) * V_BLOCK + tl.arange(0, V_BLOCK)
-    state_at = recurrent_NHKV + tl.load(slots_R + row) * recurrent_stride + head * (K * V)
-    state_at += k[:, None] * V + v[None, :]
+    state_at = recurrent_NHKV + head * (K * V) + k[:, None] * V + v[None, :]
     in_state = (k < K)[:, None] & (v < V)[None, :]
-    state = tl.load(state_at, in_state, 0.0)
-    start, end = tl.load(starts_R1 + row), tl.load(starts_R1 + row + 1)
-    for first in tl.range(start, end, PIECE, num_stages=STAGES):
-        exists, token = first + t < end, (first + t).to(tl.int64)
-        in_keys, in_values = exists[:, None] & (k < K)[None, :], exists[:, None] & (v < V)[None, :]
-        of_head = token * H + head
-        w = tl.load(w_THK + of_head[:, None] * K + k[None, :], in_keys, 0.0)
-        u = tl.load(u_THV + of_head[:, None] * V + v[None, :], in_values, 0.0)
-        seen = tl.load(seen_THX + of_head[:, None] * PIECE + t[None, :], exists[:, None], 0.0)
-        at = y_TC + token[:, None] * C + head // (H // G) * K + k[None, :]
-        q, key = tl.load(at, in_keys, 0.0), tl.load(at + G * K, in_keys, 0.0)
-        sums = tl.load(sums_TH + of_head, exists, 0.0)
-        last = tl.minimum(first + PIECE, end).to(tl.int64) - 1
-        total = tl.load(sums_TH + last * H + head)
-        before, none = state.to(dtype), tl.zeros([PIECE, V_BLOCK], tl.float32)
-        fresh = u.to(tl.float32) - dot(w, before, none)
-        o = dot(q, before, none) * tl.exp(sums)[:, None]
-        o = dot(seen, fresh.to(dtype), o)
-        tl.store(o_THV + of_head[:, None] * V + v[None, :], o.to(dtype), in_values)
-        fresh *= tl.where(exists, tl.exp(total - sums), 0.0)[:, None]
-        state = dot(tl.trans(key), fresh.to(dtype), state * tl.exp(total))
-    tl.store(state_at, state, in_state)
+    state = tl.load(state_at + tl.load(slots_R + row) * recurrent_stride, in_state, 0.0)
+    for part in range(2 * row, 2 * row + 2):
+        start, end = tl.load(parts_X + part), tl.load(parts_X + part + 1)
+        for first in tl.range(start, end, PIECE, num_stages=STAGES):
+            exists, token = first + t < end, (first + t).to(tl.int64)
+            in_keys = exists[:, None] & (k < K)[None, :]
+            in_values = exists[:, None] & (v < V)[None, :]
+            of_head = token * H + head
+            w = tl.load(w_THK + of_head[:, None] * K + k[None, :], in_keys, 0.0)
+            u = tl.load(u_THV + of_head[:, None] * V + v[None, :], in_values, 0.0)
+            seen = tl.load(seen_THX + of_head[:, None] * PIECE + t[None, :], exists[:, None], 0.0)
+            at = y_TC + token[:, None] * C + head // (H // G) * K + k[None, :]
+            q, key = tl.load(at, in_keys, 0.0), tl.load(at + G * K, in_keys, 0.0)
+            sums = tl.load(sums_TH + of_head, exists, 0.0)
+            last = tl.minimum(first + PIECE, end).to(tl.int64) - 1
+            total = tl.load(sums_TH + last * H + head)
+            before, none = state.to(dtype), tl.zeros([PIECE, V_BLOCK], tl.float32)
+            fresh = u.to(tl.float32) - dot(w, before, none)
+            o = dot(q, before, none) * tl.exp(sums)[:, None]
+            o = dot(seen, fresh.to(dtype), o)
+            tl.store(o_THV + of_head[:, None] * V + v[None, :], o.to(dtype), in_values)
+            fresh *= tl.where(exists, tl.exp(total - sums), 0.0)[:, None]
+            state = dot(tl.trans(key), fresh.to(dtype), state * tl.exp(total))
+        target = tl.load(targets_X + part).to(tl.int64)
+        in_target = (k < tl.where(target >= 0, K, 0))[:, None] & (v < V)[None, :]
+        tl.store(state_at + target * recurrent_stride, state, in_target)
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["starts_R1"])

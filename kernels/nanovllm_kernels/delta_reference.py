@@ -34,13 +34,30 @@ class DeltaWeights:
 def mix_rows(
     qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, z_THV: Tensor, weights: DeltaWeights,
     conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor,
+    parts_X: Tensor | None = None, targets_X: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x_THV: all that lies between a layer's projections. What no row has is undefined.
 
-    qkv_TC has queries, keys and values one after the other, each as heads.
+    qkv_TC has queries, keys and values one after the other, each as heads. A row may have two
+    parts: parts_X has where both of each row begin, and where the last one ends; targets_X, also in
+    pairs, which row of states gets the state behind the first part, -1 for none, and the slot.
     """
-    tokens = qkv_TC, a_TH, b_TH
-    o_THV = _outputs(*tokens, weights, conv_NCW, recurrent_NHKV, slots_R, starts_R1)
+    tokens, states = (qkv_TC, a_TH, b_TH), (conv_NCW, recurrent_NHKV)
+    if parts_X is None or targets_X is None:
+        o_THV = _outputs(*tokens, weights, *states, slots_R, starts_R1)
+        return gated_norm(o_THV, z_THV, weights.norm_V, weights.eps)
+    o_THV = torch.empty_like(z_THV)
+    for part, lengths_R in enumerate(parts_X.diff().view(-1, 2).T):
+        begins_R, ends_R = parts_X[part:-1:2], lengths_R.cumsum(0)
+        before_R1 = F.pad(ends_R, (1, 0))
+        shifts_T = (begins_R - before_R1[:-1]).repeat_interleave(lengths_R)
+        at_T = torch.arange(len(shifts_T), device=shifts_T.device) + shifts_T
+        part_tokens = (each[at_T] for each in tokens)
+        o_THV[at_T] = _outputs(*part_tokens, weights, *states, slots_R, before_R1)
+        targets_R = targets_X[part::2].long()
+        wanted_R = targets_R >= 0
+        for of_rows in states:
+            of_rows[targets_R[wanted_R]] = of_rows[slots_R[wanted_R]]
     return gated_norm(o_THV, z_THV, weights.norm_V, weights.eps)
 
 

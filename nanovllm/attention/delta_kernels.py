@@ -16,7 +16,7 @@ class DeltaKernels(NamedTuple):
     Each takes qkv_TC, a_TH, b_TH, z_THV, weights, states, slots_R, and gives x_THV.
     """
 
-    rows: Callable[..., Tensor]  # then starts_R1, and where x_THV goes, or None
+    rows: Callable[..., Tensor]  # then starts_R1, parts_X, targets_X, where x_THV goes, or None
     decodes: Callable[..., Tensor]  # of one token each; then tickets_RG
     drafted: Callable[..., Tensor]  # then starts_R1, kept_NWX, replays_R, tickets_RG
 
@@ -29,7 +29,7 @@ def rows(*tensors: Any) -> Tensor:  # noqa: ANN401
 def decodes(*tensors: Any) -> Tensor:  # noqa: ANN401
     *before, slots_R, _ = tensors
     starts_R1 = torch.arange(len(slots_R) + 1, dtype=torch.int32, device=slots_R.device)
-    return rows(*before, slots_R, starts_R1, None)
+    return rows(*before, slots_R, starts_R1, None, None, None)
 
 
 def drafted(*tensors: Any) -> Tensor:  # noqa: ANN401

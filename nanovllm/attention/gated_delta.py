@@ -19,12 +19,15 @@ from nanovllm.attention.base import Batch, ForwardContext
 from nanovllm.attention.delta_kernels import DeltaKernels
 
 
-class Drafting(NamedTuple):
+@dataclass
+class Drafting:
     """How far states go, of all layers."""
 
     lengths_N: Tensor  # int32: so many tokens are in a slot's states
     replays_R: Tensor  # int32: so many of what the step's rows fed last are not there yet
     owners: list[GatedDelta]  # of all layers' states, in order
+    # Of the step's chunks, if it is no padding: parts_X and targets_X, as mix_rows takes them.
+    parts: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 class DeltaStates(NamedTuple):
@@ -67,7 +70,8 @@ class GatedDelta:
         if rows < len(batch.slots_R):
             slots_R, starts_R1 = batch.slots_R[rows:], batch.starts_R1[rows:]
             states = *self.states[:2], slots_R, starts_R1
-            chunked: Tensor = self.kernels.rows(*tokens, self.weights, *states, given)
+            parts = self.states.drafting.parts if batch.planned else (None, None)
+            chunked: Tensor = self.kernels.rows(*tokens, self.weights, *states, *parts, given)
             self._note(slots_R, batch.lengths_R[rows:])
             if decoded is not None:
                 chunked[:at] = decoded

@@ -1,4 +1,4 @@
-"""Which recurrent states are kept, each behind how many tokens of which text, and which goes first.
+"""Which recurrent states are kept, each behind how many pages of which text, and which goes first.
 
 Decision: a checkpoint is worth the tokens that its loss would have others compute again, those from
 the nearest earlier checkpoint of the same text, and the less the longer nobody used it. So a long
@@ -10,7 +10,6 @@ Knows no pages and no requests.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -41,8 +40,6 @@ class Checkpoints:
         self.events = {"saved": 0, "restored": 0, "evicted": 0}  # since the start
         self._of: dict[Key, Checkpoint] = {}
         self._first: set[Checkpoint] = set()  # those with none before
-        # By the key of the page before: how far into their pages checkpoints lie.
-        self._inside: dict[Key, Counter[int]] = {}
         self._by_id: list[Checkpoint | None] = [None] * count
         self._blank = list(range(count))[::-1]
         self._costs_C = np.full(count, np.inf)  # tokens to compute again; inf: none to be evicted
@@ -52,31 +49,19 @@ class Checkpoints:
     def get(self, key: Key) -> Checkpoint | None:
         return self._of.get(key)
 
-    def inside(self, keys: PageKeys, index: int, most: int) -> Iterator[Checkpoint]:
-        """Those of a text that end inside its page `index`, `most` tokens from its start at most.
-
-        The shortest first.
-        """
-        offsets = self._inside.get(keys.before(index), ())
-        for offset in sorted(offsets):
-            num_tokens = index * self.page_tokens + offset
-            if num_tokens <= most and (found := self._of.get(keys.last(num_tokens))) is not None:
-                yield found
-
     def along(self, keys: PageKeys, most: int) -> Iterator[Checkpoint]:
-        """All checkpoints of the first `most` tokens of a text, the shortest first."""
-        for index in range(most // self.page_tokens + 1):
-            if index and (found := self._of.get(keys.full(index - 1))) is not None:
+        """All checkpoints of the first `most` tokens of a text, the longest first."""
+        for index in reversed(range(most // self.page_tokens)):
+            if (found := self._of.get(keys.full(index))) is not None:
                 yield found
-            yield from self.inside(keys, index, most)
 
     def longest(self, keys: PageKeys, most: int) -> Checkpoint | None:
-        return max(self.along(keys, most), key=lambda one: one.num_tokens, default=None)
+        return next(self.along(keys, most), None)
 
     def goes_on(self, start: Checkpoint | None, keys: PageKeys, num_tokens: int) -> bool:
         """Whether another text has a state behind more than the first `num_tokens` of these.
 
-        They end at a page's end. `start`: the text's longest checkpoint so far.
+        `start`: the text's longest checkpoint so far.
         """
         index = num_tokens // self.page_tokens
         others = self._first if start is None else start.behind
@@ -121,9 +106,6 @@ class Checkpoints:
         beside -= new.behind
         beside.add(new)
         self._of[key] = self._by_id[place] = new
-        if offset := num_tokens % self.page_tokens:
-            inside = self._inside.setdefault(keys.before(num_tokens // self.page_tokens), Counter())
-            inside[offset] += 1
         self.events["saved"] += 1
         self.sizes["kept"] += 1
         self._used_C[place] = self._now
@@ -137,18 +119,13 @@ class Checkpoints:
         self._used_C[checkpoint.id] = self._now
 
     def remove(self, checkpoint: Checkpoint) -> None:
-        before, num_tokens = checkpoint.before, checkpoint.num_tokens
+        before = checkpoint.before
         beside = self._first if before is None else before.behind
         beside.remove(checkpoint)
         beside |= checkpoint.behind
         for one in checkpoint.behind:
             self._set_before(one, before)
         del self._of[checkpoint.key]
-        if offset := num_tokens % self.page_tokens:
-            at = checkpoint.keys.before(num_tokens // self.page_tokens)
-            self._inside[at][offset] -= 1
-            if not +self._inside[at]:
-                del self._inside[at]
         self.sizes["kept"] -= 1
         self._by_id[checkpoint.id] = None
         self._costs_C[checkpoint.id] = np.inf
@@ -162,8 +139,4 @@ class Checkpoints:
 
 def begins(text: Checkpoint, start: Checkpoint) -> bool:
     """Whether the first tokens of a checkpoint are all those of another."""
-    num_tokens = start.num_tokens
-    index = num_tokens // start.keys.page_tokens
-    if text.num_tokens <= num_tokens or text.keys.before(index) != start.keys.before(index):
-        return False
-    return text.keys.last(num_tokens) == start.key
+    return text.num_tokens > start.num_tokens and text.keys.last(start.num_tokens) == start.key

@@ -1,12 +1,12 @@
 """HybridMemory: pages and recurrent states of one model. Beside KVMemory it deals in checkpoints.
 
-A prefix is known as far as its pages are and a state was saved. States are saved, if that spares
-more than a page of tokens:
+A prefix is known as far as its pages are and a state was saved, always at the end of a page. States
+are saved, if that spares a page of tokens:
 - where prompts fork: where the known pages of a prompt end before others go on, or where it parts
   from a prompt that waits. So the next one with that prefix goes on from there;
-- at the end of prompts. A state is of no use without its tokens' keys and values, so the page with
-  the last of them can be found by that many tokens, and is copied. A prompt that is long anyhow
-  stops at its last page's start instead: then an equal one finds it, too;
+- where the last page of a prompt begins, inside of the chunk that ends it. Not at its very end: an
+  equal prompt has a token left to compute, and the last tokens of a prompt open the model's turn,
+  often with a thought that the next turn's prompt leaves out;
 - every `every` tokens: of a prompt where chunks end anyhow, of an output at the end of a page. Then
   the newest tokens are still on their way: the state gets its name when they have come.
 
@@ -15,7 +15,7 @@ was no page left, so that the first one it gives up is taken at once, from its e
 
 Decision: a checkpoint may be given to another state while steps that read or write it are still in
 flight, because plans execute in order on one stream. In one plan states that left their slots are
-saved before admissions restore theirs, and chunks save at its very end: what a plan restores was
+saved before admissions restore theirs, and chunks save after that: what a plan restores was
 complete before, and what is overwritten was read. A checkpoint that a plan's chunks write cannot be
 found before the next plan; one that its `saves` write can.
 """
@@ -84,27 +84,18 @@ class HybridMemory(KVMemory):
         return found
 
     def _is_worth(self, spared: int) -> bool:
-        return self.prefix and spared > self.page_tokens
+        return self.prefix and spared >= self.page_tokens
 
     def _copies_last(self, keys: PageKeys) -> bool:
         return False  # not without a state there
 
     def find(self, keys: PageKeys, *, copies: bool = True) -> Found:
-        """The longest prefix with a state and all pages, the last of which may be a copy."""
-        pages: list[int] = []
-        most, size = self._most_shared(keys), self.page_tokens
-        best = Found([], 0)
-        while True:
-            for state in self.states.inside(keys, len(pages), len(keys.tokens) - 1):
-                if copies and (source := self._page_of.get(state.key)):
-                    best = Found([], state.num_tokens, source, state.id)
-            if len(pages) == most or not (page := self._page_of.get(keys.full(len(pages)))):
-                break
-            pages.append(page)
-            if (whole := self.states.get(keys.full(len(pages) - 1))) is not None:
-                best = Found([], whole.num_tokens, 0, whole.id)
-        keys.num_known = len(pages)
-        return best._replace(pages=pages[: best.num_cached // size])
+        """The longest prefix with a state and all pages."""
+        pages, size = super().find(keys, copies=copies).pages, self.page_tokens
+        state = self.states.longest(keys, len(pages) * size)
+        if state is None:
+            return Found([], 0)
+        return Found(pages[: state.num_tokens // size], state.num_tokens, 0, state.id)
 
     def reach(self, keys: PageKeys) -> tuple[int, int]:
         most, then = len(keys.tokens) - 1, 0
@@ -116,22 +107,21 @@ class HybridMemory(KVMemory):
 
     # -- saving -----------------------------------------------------------------------------
 
-    def cut(self, request_id: int, start: int, end: int, waiting: Texts) -> tuple[int, int]:
+    def cut(self, request_id: int, start: int, end: int, waiting: Texts) -> tuple[int, int, int]:
         text, size = self._texts[request_id], self.page_tokens
         until = len(text.keys.tokens)
-        last = (until - 1) // size * size
-        stops = [text.fork, self._parting(text, start, waiting)]
-        if last - text.num_saved >= self.every:
-            stops.append(last)
-        for stop in sorted(at for at in stops if start < at <= end):
+        last = self._most_shared(text.keys) * size
+        stops = text.fork, self._parting(text, start, waiting)
+        for stop in sorted(at for at in stops if start < at <= end and at < last):
             if (place := self._save(request_id, stop)) >= 0:
-                return stop, place
-        if end < until:
-            whole = end // size * size
-            end = whole if whole > start else end
-            if end % size or end - text.num_saved < self.every:
-                return end, -1
-        return end, self._save(request_id, end)
+                return stop, place, stop
+        if end < until and (whole := end // size * size) > start:
+            end = whole
+        if start < last <= end:
+            return end, self._save(request_id, last), last
+        if end % size or end - text.num_saved < self.every:
+            return end, -1, start
+        return end, self._save(request_id, end), end
 
     def _parting(self, text: Text, start: int, waiting: Texts) -> int:
         """Where a waiting text parts from this one, if it had better wait until it is there."""
@@ -156,9 +146,6 @@ class HybridMemory(KVMemory):
         if (place := self.states.take(spared)) >= 0:
             text.num_saved = end
             self._unpublished[key] = place, text.keys, end
-            if end % self.page_tokens:
-                page = self._holdings[request_id].pages[end // self.page_tokens]
-                self._expected.setdefault(key, page)
         return place
 
     def publish(self) -> None:

@@ -193,12 +193,13 @@ class KVMemory:
 
     # -- what others may find ---------------------------------------------------------------
 
-    def cut(self, request_id: int, start: int, end: int, waiting: Texts) -> tuple[int, int]:
-        """Where a chunk from `start` on ends, at `end` at the latest, and what receives the state.
+    def cut(self, request_id: int, start: int, end: int, waiting: Texts) -> tuple[int, int, int]:
+        """Where a chunk from `start` on ends, at `end` at the latest, what receives the state, and
+        behind how many of the text's tokens.
 
         That is a checkpoint, or -1. `waiting`: the texts of those that may come next.
         """
-        return end, -1
+        return end, -1, start
 
     def expect(self, request_id: int, num_computed: int) -> None:
         """The plan being built computes the first `num_computed` known tokens.

@@ -88,7 +88,6 @@ class Runner:
         rows = self.builder.rows(plan)
         gap = self.clock.begin()
         forwarded, mode = self._run(rows, plan.lane_tokens)
-        self.states.save(plan.chunks)
         self.steps_by_mode[mode_key(mode, plan)] += 1
         finish = partial(self._finish, rows, forwarded, plan.masked)
         handle = Handle(plan.step, self.clock, gap, finish)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovllm.attention.gated_delta import DeltaStates, Drafting
 from nanovllm.kv.layout import CacheLayout, StateGroup
-from nanovllm.plan import Chunk, StepPlan
+from nanovllm.plan import StepPlan
 from nanovllm.runner.upload import upload_together
 
 ALIGNED = 32  # words: where a row begins
@@ -33,9 +33,6 @@ class NoStates:
         asked = [a.restore_from for a in plan.admits] + [c.save_to for c in plan.chunks]
         if plan.saves or any(state >= 0 for state in asked):
             raise ValueError(f"plan {plan.step} has recurrent states, which the model has not")
-
-    def save(self, chunks: list[Chunk]) -> None:
-        """Nothing: `apply` has seen the chunks."""
 
     def forget(self) -> None:
         """Nothing: there are none."""
@@ -84,8 +81,11 @@ class States:
     def apply(self, plan: StepPlan, lengths_N: Tensor) -> None:
         """Saves what the plan wants of earlier steps; then new requests' states, whole or zero.
 
+        Layers save the rest when they run the plan's chunks.
+
         `lengths_N`: tokens that slots have computed, before the plan. Never waits.
         """
+        self.drafting.parts = self._parts(plan) if plan.chunks else (None, None)
         if plan.saves and self.num_drafts:
             saved = np.array([slot for slot, _ in plan.saves], np.int32)
             slots_R = upload_together([saved], self.device)[0].long()
@@ -109,11 +109,17 @@ class States:
         self.rows_NX.index_fill_(0, sent[0].long(), 0)
         self.drafting.lengths_N[sent[1].long()] = sent[2]
 
-    def save(self, chunks: list[Chunk]) -> None:
-        """States after chunks whose forward pass has been enqueued."""
-        for chunk in chunks:
-            if chunk.save_to >= 0:
-                self._copy(chunk.slot, self._row_of(chunk.save_to))
+    def _parts(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """Where the chunks' tokens before and behind a saved state begin, and who gets it."""
+        parts, targets, start = [], [], plan.num_decoded
+        for chunk in plan.chunks:
+            saves = chunk.save_to >= 0
+            parts += [start, start + chunk.save_at * saves]
+            targets += [self._row_of(chunk.save_to) if saves else -1, chunk.slot]
+            start += chunk.num_tokens
+        sent = [np.array(each, np.int32) for each in ([*parts, start], targets)]
+        parts_X, targets_X = upload_together(sent, self.device)
+        return parts_X, targets_X
 
     def forget(self) -> None:
         """Gives the memory back. Nobody asks for states any more, until there are others."""

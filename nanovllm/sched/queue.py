@@ -166,10 +166,11 @@ class Queue:
         """Plan the next chunk."""
         done, until = int(self.decoding.planned[request.slot]), request.prefill_until
         waiting = (other.keys for other in self.waiting)
-        end, save_to = self.memory.cut(request.id, done, min(until, done + plan.budget), waiting)
+        most = min(until, done + plan.budget)
+        end, save_to, at = self.memory.cut(request.id, done, most, waiting)
         self.decoding.planned[request.slot] = end
         self.memory.expect(request.id, end)
-        plan.chunks.append(Chunk(request.slot, end - done, end >= until, save_to, done))
+        plan.chunks.append(Chunk(request.slot, end - done, end >= until, save_to, done, at - done))
         plan.chunked.append(request)
         plan.budget -= end - done
         plan.num_tokens += end - done

@@ -53,7 +53,7 @@ def whole(layer: Layer, T: int) -> tuple[tuple[Any, ...], Tensor, tuple[Tensor, 
     """A text, its result at once by the definition, and the states then."""
     text = inputs(layer, (T,), None, CPU)
     states = text[5].clone(), text[6].clone()
-    x_THV = reference.mix_rows(*text[:5], *states, *text[7:])
+    x_THV = reference.mix_rows(*text[:5], *states, *text[7:9])
     return text, x_THV, states
 
 
@@ -139,7 +139,8 @@ def test_tokens_of_no_row_are_left_alone(first) -> None:
     out_THV = torch.full_like(rows[3], 7.0)
     chunks = slice(first, 2)
     expected_THV = reference.mix_rows(*rows[:5], rows[5].clone(), rows[6].clone(), *rows[7:])
-    found_THV = delta_prefill.mix_rows(*rows[:7], rows[7][chunks], rows[8][first:3], out_THV)
+    rows_of = rows[8][first:3], rows[9][2 * first : 5], rows[10][2 * first : 4]
+    found_THV = delta_prefill.mix_rows(*rows[:7], rows[7][chunks], *rows_of, out_THV)
     assert found_THV is out_THV
     start, end = rows[8][first], rows[8][2]
     torch.testing.assert_close(out_THV[start:end], expected_THV[start:end], **CLOSE)

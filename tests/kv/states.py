@@ -21,8 +21,8 @@ def check_states(states: Checkpoints, num_taken: int = 0) -> None:
     assert len(set(states._blank)) == len(states._blank)
     assert all(states._by_id[place] is None for place in states._blank)
     for one in kept:
-        *earlier, own = states.along(one.keys, one.num_tokens)
-        assert own is one and one.before is (earlier[-1] if earlier else None)
+        own, *earlier = states.along(one.keys, one.num_tokens)
+        assert own is one and one.before is (earlier[0] if earlier else None)
         assert one in (states._first if one.before is None else one.before.behind)
         spared = one.num_tokens - (one.before.num_tokens if one.before else 0)
         assert states._costs_C[one.id] == spared

@@ -225,16 +225,16 @@ class PaperGPU:
         drafts = ids(plan.drafts) if plan.drafts else [0] * plan.num_decodes
         assert len(drafts) == plan.num_decodes and all(0 <= d <= self.most_drafts for d in drafts)
         assert any(drafts) or not plan.drafts, "says that no row has drafts"
-        rows = [(slot, 1 + d, 1 + d, -1) for slot, d in zip(self.decodes, drafts, strict=True)]
+        rows = [(slot, 1 + d, 1 + d, -1, 0) for slot, d in zip(self.decodes, drafts, strict=True)]
         may_draft = set(self.decodes) if self.most_drafts else set()
-        rows += [(c.slot, c.num_tokens, int(c.samples), c.save_to) for c in plan.chunks]
+        rows += [(c.slot, c.num_tokens, int(c.samples), c.save_to, c.save_at) for c in plan.chunks]
         assert len({row[0] for row in rows}) == len(rows), "a slot has two rows"
         num_decoded = sum(drafts) + plan.num_decodes
         assert num_decoded == plan.num_decoded
         self.fed.append((num_decoded, sum(row[1] for row in rows) - num_decoded))
         assert self.unsampled is None, "launched behind a step that was not sampled"
         to_sample = []
-        for slot_id, num_tokens, num_draws, save_to in reversed(rows):
+        for slot_id, num_tokens, num_draws, save_to, save_at in reversed(rows):
             slot = self._slot(slot_id)
             self._replay(slot)
             states = [self._feed(slot, slot_id in may_draft) for _ in range(num_tokens)]
@@ -242,7 +242,8 @@ class PaperGPU:
                 states[-1] = self._strike(slot)
             assert slot.length <= plan.max_length
             if save_to >= 0:
-                self.checkpoints[save_to] = slot.state
+                assert 0 < save_at <= num_tokens
+                self.checkpoints[save_to] = states[save_at - 1]
             if num_draws:
                 lengths = range(slot.length + 1 - num_draws, slot.length + 1)
                 to_sample.append(Row(slot, list(lengths), states[-num_draws:]))

@@ -19,14 +19,14 @@ from tests.paper.gpu import VOCAB, ids, solo_run
 
 @pytest.mark.parametrize("checkpoints", [None, 2])
 @pytest.mark.parametrize("budget", [5, 20])  # with and without chunking
-def test_an_equal_prompt_costs_one_token_or_where_states_recur_the_third_a_page(
+def test_an_equal_prompt_costs_one_token_or_where_states_recur_its_last_page(
     checkpoints, budget
 ) -> None:
     engine = PaperEngine(num_pages=16, num_slots=2, budget=budget, checkpoints=checkpoints)
     for request_id in range(3):
         engine.say(generate(request_id, list(range(14)), 3))
         engine.finish_all()
-    known = [0, 0, 12] if checkpoints else [0, 13, 13]
+    known = [0, 12, 12] if checkpoints else [0, 13, 13]
     assert engine.cached == dict(enumerate(known))
     stats = engine.scheduler.stats()
     assert (stats.prompt_tokens, stats.cached_tokens) == (42, sum(known))
@@ -205,7 +205,7 @@ def test_a_restored_state_is_the_one_saved_behind_the_prefix() -> None:
         engine.say(generate(i, [token] * 9, 5))
         engine.finish_all()
         assert engine.text[i] == solo_run([token] * 9, 5, [], recurrent=True)
-    assert engine.cached == {0: 0, 1: 0, 2: 0, 3: 0, 4: 8, 5: 8}
+    assert engine.cached == {0: 0, 1: 0, 2: 8, 3: 8, 4: 8, 5: 8}
 
 
 @pytest.mark.parametrize("num_stops", [1, 4, 5, 9])

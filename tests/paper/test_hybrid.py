@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from nanovllm.plan import Chunk
 from nanovllm.wire import Abort, FinishReason
 from tests.paper.engine import PAGE, PaperEngine, generate
 from tests.paper.gpu import VOCAB, solo_run
@@ -38,7 +39,7 @@ def test_pages_are_never_reused_without_a_state(checkpoints) -> None:
     """Also a model without room for any state has recurrent layers."""
     engine = PaperEngine(**ROOMY | {"checkpoints": checkpoints})
     found = [ask(engine, i, STEM[:14]) for i in range(4)]
-    assert found == ([0, 0, 12, 12] if checkpoints else [0, 0, 0, 0])
+    assert found == ([0, 12, 12, 12] if checkpoints else [0, 0, 0, 0])
 
 
 # -- where states are saved ---------------------------------------------------------------------
@@ -46,8 +47,8 @@ def test_pages_are_never_reused_without_a_state(checkpoints) -> None:
 
 def test_a_fork_is_found_from_the_index_and_known_from_the_third_request_on() -> None:
     engine = PaperEngine(**ROOMY)
-    assert [ask(engine, i, [*STEM, 40 + i, i, i]) for i in range(4)] == [0, 0, 24, 24]
-    assert chunks(engine) == [27, 24, 3, 3, 3]
+    assert [ask(engine, i, [*STEM, *[40 + i] * 9]) for i in range(4)] == [0, 0, 24, 24]
+    assert chunks(engine) == [33, 24, 9, 9, 9]
 
 
 def test_with_3000_tokens_in_common_a_hybrid_model_computes_no_more_than_a_dense_one() -> None:
@@ -65,31 +66,46 @@ def test_with_3000_tokens_in_common_a_hybrid_model_computes_no_more_than_a_dense
     assert hybrid == [3090, 3090, 146, 146]
 
 
-def test_a_second_turn_goes_on_from_the_end_of_the_first_prompt() -> None:
-    """Inside of a page, which is copied. The known pages end where nobody else went on: no fork."""
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("budget", [5, 9, 64])  # chunks end somewhere, where the page does, behind
+def test_an_equal_prompt_computes_its_last_page_alone_from_the_second_on(depth, budget) -> None:
+    engine = PaperEngine(depth=depth, **ROOMY | {"budget": budget})
+    found = [ask(engine, i, STEM[:n]) for i, n in enumerate((16, 16, 17, 17, 16))]
+    assert found == [0, 12, 12, 16, 12]
+    assert engine.scheduler.stats().checkpoint_events["saved"] == 2
+
+
+def test_a_prompt_of_one_chunk_is_not_cut_to_be_saved() -> None:
+    engine = PaperEngine(**ROOMY)
+    ask(engine, 0, STEM[:14])
+    assert [plan.chunks for plan in engine.plans if plan.chunks] == [
+        [Chunk(0, 14, True, save_to=0, start=0, save_at=12)]
+    ]
+
+
+def test_what_opens_a_thought_may_be_left_out_of_the_next_turn() -> None:
+    engine, prompt = PaperEngine(**ROOMY), STEM[:13]
+    ask(engine, 0, [*prompt, 48, 49])
+    assert ask(engine, 1, [*prompt, *engine.text[0][3:], 7, 7]) == 12
+
+
+def test_a_second_turn_goes_on_from_the_last_page_of_the_first_prompt() -> None:
+    """The known pages end where nobody else went on: no fork."""
     engine = PaperEngine(**ROOMY)
     prompt, found = STEM[:14], []
     for turn in range(4):
         found.append(ask(engine, turn, prompt, max_new=15))
         prompt = [*prompt, *engine.text[turn], 7, 7]
-    assert found == [0, 14, 31, 48]
-    assert chunks(engine) == [14, 17, 17, 17]
-    assert sum(len(plan.copies) for plan in engine.plans) == 2  # 48 tokens are whole pages
+    assert found == [0, 12, 28, 44]
+    assert chunks(engine) == [14, 19, 20, 21]
 
 
 def test_where_known_pages_end_without_another_text_behind_is_no_fork() -> None:
     engine = PaperEngine(**ROOMY | {"checkpoints": 1})
     ask(engine, 0, STEM[:14], max_new=15)
     ask(engine, 1, [9] * 30)  # its state takes the only place
-    assert ask(engine, 2, [*STEM[:14], *engine.text[0], 7, 7]) == 0
-    assert chunks(engine) == [14, 30, 31]
-
-
-def test_a_page_too_few_is_no_page_to_copy() -> None:
-    for num_pages, known in ((5, 14), (4, 0)):
-        engine = PaperEngine(num_pages=num_pages, num_slots=1, budget=64, checkpoints=4)
-        assert ask(engine, 0, STEM[:14], max_new=1) == 0
-        assert ask(engine, 1, [*STEM[:14], 9], max_new=1) == known
+    assert ask(engine, 2, [*STEM[:14], *engine.text[0], *[7] * 6]) == 0
+    assert chunks(engine) == [14, 30, 35]
 
 
 def test_long_prompts_leave_states_on_their_way_at_page_boundaries() -> None:
@@ -99,19 +115,15 @@ def test_long_prompts_leave_states_on_their_way_at_page_boundaries() -> None:
     assert ask(engine, 1, [*STEM[:19], 5, 6, 7, 8, 9]) == 16
 
 
-@pytest.mark.parametrize(("every", "known"), [(13, 0), (12, 12)])
-def test_a_long_prompt_stops_at_its_last_page_so_that_an_equal_one_finds_it(every, known) -> None:
-    engine = PaperEngine(every=every, **ROOMY)
-    assert [ask(engine, i, STEM[:14]) for i in range(2)] == [0, known]
-
-
-def test_what_spares_no_more_than_a_page_is_not_saved() -> None:
+def test_what_spares_less_than_a_page_is_not_saved() -> None:
     engine = PaperEngine(**ROOMY)
     for i in range(4):
         ask(engine, i, [i] * PAGE)
     assert engine.scheduler.stats().checkpoint_events == {"saved": 0, "restored": 0, "evicted": 0}
     ask(engine, 4, [0] * (PAGE + 1))
     assert engine.scheduler.stats().checkpoints == {"places": 12, "kept": 1}
+    ask(engine, 5, [0] * (PAGE + 3))
+    assert engine.scheduler.stats().checkpoint_events["saved"] == 1
 
 
 # -- forks between prompts that come together ---------------------------------------------------
@@ -131,7 +143,7 @@ def test_eight_choices_of_a_prompt_compute_it_once_and_its_last_page_each(depth)
 
 def test_a_fork_within_a_step_is_waited_for_and_nothing_else_is() -> None:
     engine = PaperEngine(depth=0, **ROOMY)
-    engine.say(generate(0, [*STEM, 1, 1, 1], 5))
+    engine.say(generate(0, [*STEM, *[1] * 6], 5))
     engine.say(generate(1, [9] * 12, 5))
     engine.say(generate(2, [*STEM, 2, 2], 5))
     engine.say(generate(3, [8] * 30, 5))
@@ -143,9 +155,9 @@ def test_a_fork_within_a_step_is_waited_for_and_nothing_else_is() -> None:
 
 
 def test_a_state_that_is_saved_is_news_to_who_had_no_pages_without_it() -> None:
-    engine = PaperEngine(least_spared=1000, **ROOMY | {"num_pages": 20, "budget": 12})
-    engine.say(generate(0, [*STEM, 1], 40))
-    for _ in range(4):
+    engine = PaperEngine(least_spared=1000, **ROOMY | {"num_pages": 21, "budget": 12})
+    engine.say(generate(0, [*STEM, *[1] * 5], 40))
+    for _ in range(2):
         engine.step()
     engine.say(generate(1, [*STEM, 2, 2], 2))
     engine.say(generate(2, [*STEM, 3, 3, 3, 3, 3], 2))
@@ -209,8 +221,8 @@ def test_long_outputs_leave_states_behind_at_page_boundaries(depth) -> None:
     for i, prompt in enumerate((STEM[:5], STEM[5:10])):
         assert engine.text[i] == text(prompt, 30)
         known = prompt + engine.text[i]
-        assert ask(engine, 10 + i, [*known[:30], 7, 7]) == 24  # 8, 16 and 24, not the end: 5 + 4
-        assert ask(engine, 20 + i, [*known[:21], 7, 7]) == 16
+        assert ask(engine, 10 + i, [*known[:30], 7, 7]) == 28  # 4, 12, 20 and 28
+        assert ask(engine, 20 + i, [*known[:22], 7, 7]) == 20
 
 
 def test_with_drafts_outputs_leave_none() -> None:
@@ -241,11 +253,11 @@ def test_whoever_is_aborted_leaves_no_place_behind() -> None:
 
 def test_a_state_saved_by_a_corrupted_request_is_lost_where_others_named_the_pages() -> None:
     engine = PaperEngine(**ROOMY)
-    ask(engine, 0, [*STEM, 1, 1])
+    ask(engine, 0, [*STEM, *[1] * 6])
     engine.gpu.glitches = frozenset([engine.gpu.steps + 1])  # the step that saves the fork's state
-    ask(engine, 1, [*STEM, 2, 2])
+    ask(engine, 1, [*STEM, *[2] * 6])
     assert engine.finish[1] == ERROR
-    assert [ask(engine, i, [*STEM, i, i]) for i in (2, 3)] == [0, 24]
+    assert [ask(engine, i, [*STEM, *[i + 1] * 6]) for i in (2, 3)] == [0, 24]
     assert (engine.finish[2], engine.finish[3]) == (LENGTH, LENGTH)
 
 

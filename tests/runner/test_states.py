@@ -61,13 +61,17 @@ def test_new_requests_have_what_was_saved_or_nothing(states: States) -> None:
         states.apply(empty_plan(admits=[admit(1, 5)]), torch.zeros(4))
 
 
-def test_states_are_saved_before_a_plan_and_behind_its_chunks(states: States) -> None:
+def test_states_are_saved_before_a_plan_and_inside_of_its_chunks(states: States) -> None:
     """A slot's next owner comes with the plan that saves what the one before had."""
     plan = empty_plan(saves=[(1, 0)], admits=[admit(1), admit(2, 4, 0)])
     states.apply(plan, torch.zeros(4))
     assert values(states) == [1, 0, 2, 4, 2, 6]
-    states.save([Chunk(0, 3, False), Chunk(2, 1, True, save_to=1)])
-    assert values(states) == [1, 0, 2, 4, 2, 2]
+    assert states.drafting.parts == (None, None)
+    chunks = [Chunk(0, 3, False), Chunk(2, 7, True, save_to=1, save_at=4)]
+    states.apply(empty_plan(num_decodes=5, chunks=chunks), torch.zeros(4))
+    parts_X, targets_X = states.drafting.parts
+    assert parts_X is not None and targets_X is not None
+    assert parts_X.tolist() == [5, 5, 8, 12, 15] and targets_X.tolist() == [-1, 0, SLOTS + 2, 2]
 
 
 def test_nan_does_not_outlive_a_request(states: States) -> None:
