@@ -52,6 +52,27 @@ def test_pages_of_choices_are_stored_once() -> None:
     assert engine.memory.pool.num_free == 40 - 6 - 8  # six full ones, and a last one for each
 
 
+def cached(engine: PaperEngine, name: int, prompt: list[int]) -> int:
+    """Of a prompt that is asked alone."""
+    engine.say(generate(name, prompt, 1))
+    engine.finish_all()
+    assert engine.text[name] == solo_run(prompt, 1, [], recurrent=False)
+    return engine.cached[name]
+
+
+def test_a_last_page_is_found_behind_its_own_pages_alone() -> None:
+    engine = PaperEngine(page=4, num_pages=40, num_slots=1, budget=64)
+    prompts = [[1, 1, 1, 1, 9, 9], [2, 2, 2, 2, 5, 5], [2, 2, 2, 2, 9, 9], [1, 1, 1, 1, 9, 9]]
+    assert [cached(engine, *each) for each in enumerate(prompts)] == [0, 0, 4, 5]
+
+
+@pytest.mark.parametrize(("num_pages", "known"), [(5, 13), (4, 12)])
+def test_a_page_too_few_is_no_page_to_copy(num_pages, known) -> None:
+    engine = PaperEngine(page=4, num_pages=num_pages, num_slots=1, budget=64)
+    assert [cached(engine, name, PROMPT[:14]) for name in range(2)] == [0, known]
+    assert engine.memory.pool.num_free == num_pages
+
+
 def test_only_equal_salts_wait_for_each_other() -> None:
     engine = PaperEngine(num_pages=200, num_slots=8, budget=512)
     for i in range(6):
