@@ -6,7 +6,9 @@ from collections.abc import Callable
 from random import Random, SystemRandom
 from typing import NamedTuple
 
-from tests.paper.gpu import POISON, VOCAB
+from nanovllm.wire import Abort
+from tests.paper.engine import PaperEngine, generate
+from tests.paper.gpu import POISON, VOCAB, solo_run
 
 # Few stems and few token values, so that requests often share pages.
 STEMS = [[1] * 5, [2] * 8, [1, 1, 2, 1, 1, 2, 1, 1]]
@@ -22,6 +24,15 @@ class Turn(NamedTuple):
     pause: int  # steps until the next turn
     priority: int
     salt: str
+
+
+class Asked(NamedTuple):
+    """A request, and what it must be told."""
+
+    prompt: list[int]
+    max_new: int
+    stop_ids: list[int]
+    text: list[int]  # as solo_run gives it
 
 
 def conversations(rng: Random) -> list[Turn]:
@@ -40,6 +51,39 @@ def conversations(rng: Random) -> list[Turn]:
             Turn(prompt, max_new, stops, continues, pause, priority, rng.choice(["", "", "", "a"]))
         )
     return turns
+
+
+def held(
+    engine: PaperEngine,
+    turns: list[Turn],
+    *,
+    abort_every: int,
+    grammar_every: int,
+    recurrent: bool,
+    unlucky: int = 0,
+) -> list[Asked]:
+    """All requests of the conversations, which the engine has had and ended."""
+    asked: list[Asked] = []
+    first_of: list[Asked] = []  # of each turn's requests
+    for turn in turns:
+        prompt = turn.prompt
+        if turn.continues is not None:
+            first = first_of[turn.continues]
+            prompt = first.prompt + [token for token in first.text if token >= 0] + prompt
+        for max_new in turn.max_new:
+            request_id, wanted = len(asked), (prompt, max_new, turn.stop_ids)
+            grammar = grammar_every > 0 and request_id % grammar_every == 0
+            text = solo_run(*wanted, recurrent=recurrent, grammar=grammar, unlucky=unlucky)
+            asked.append(Asked(*wanted, text))
+            told = *wanted, turn.priority, "toy" * grammar, turn.salt
+            engine.say(generate(request_id, *told, logprobs=request_id % 3 - 1))
+        first_of.append(asked[-len(turn.max_new)])
+        for _ in range(turn.pause):
+            engine.step()
+        if abort_every and request_id % abort_every == 2:
+            engine.say(Abort(request_id - 1))
+    engine.finish_all()
+    return asked
 
 
 def by_chance(converse: Callable[[Random], None], count: int) -> None:

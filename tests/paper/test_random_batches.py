@@ -10,10 +10,9 @@ from hypothesis import given, settings, strategies as st
 
 from nanovllm.kv.pages import PagePool
 from nanovllm.plan import CORRUPTED
-from nanovllm.wire import Abort, FinishReason, RefusalKind
-from tests.paper.conversations import by_chance, conversations
-from tests.paper.engine import PAGE, PaperEngine, generate
-from tests.paper.gpu import solo_run
+from nanovllm.wire import FinishReason, RefusalKind
+from tests.paper.conversations import Asked, by_chance, conversations, held
+from tests.paper.engine import PAGE, PaperEngine
 
 NUM_ENGINES = 200 * settings().max_examples  # 20,000; --hypothesis-profile=quick: 1,000
 NUM_PARTS = 8
@@ -53,34 +52,12 @@ def test_the_smallest_conversation_that_goes_wrong(rng: Random) -> None:
 def converse(rng: Random) -> None:
     turns, sizes = conversations(rng), sizes_of_engines(rng)
     abort_every, grammar_every = rng.choice([0, 3]), rng.choice([0, 0, 1, 2, 3])
-    engine, unlucky = PaperEngine(**sizes), sizes["unlucky"]
-    recurrent = sizes["checkpoints"] is not None
-    expected: list[list[int]] = []
-    asked: list[tuple[list[int], int, list[int]]] = []
-    first_of: list[int] = []  # request of each turn
-    for turn in turns:
-        earlier: list[int] = []
-        if turn.continues is not None:
-            first = first_of[turn.continues]
-            earlier = asked[first][0] + [t for t in expected[first] if t >= 0]
-        first_of.append(len(asked))
-        for max_new in turn.max_new:
-            request_id, prompt = len(asked), earlier + turn.prompt
-            grammar = grammar_every > 0 and request_id % grammar_every == 0
-            asked.append((prompt, max_new, turn.stop_ids))
-            expected.append(
-                solo_run(*asked[-1], recurrent=recurrent, grammar=grammar, unlucky=unlucky)
-            )
-            told = *asked[-1], turn.priority, "toy" * grammar, turn.salt
-            engine.say(generate(request_id, *told, logprobs=request_id % 3 - 1))
-        for _ in range(turn.pause):
-            engine.step()
-        if abort_every and request_id % abort_every == 2:
-            engine.say(Abort(request_id - 1))
-    engine.finish_all()
-    for request_id, (text, (prompt, max_new, stop_ids)) in enumerate(
-        zip(expected, asked, strict=True)
-    ):
+    engine = PaperEngine(**sizes)
+    asked = held(
+        engine, turns, abort_every=abort_every, grammar_every=grammar_every,
+        recurrent=sizes["checkpoints"] is not None, unlucky=sizes["unlucky"],
+    )  # fmt: skip
+    for request_id, (prompt, max_new, stop_ids, text) in enumerate(asked):
         got, reason = engine.text.get(request_id, []), engine.finish.get(request_id)
         if not engine.memory.fits(len(prompt) + max_new):
             assert got == [] and engine.refused[request_id] == RefusalKind.TOO_LONG
@@ -89,7 +66,7 @@ def converse(rng: Random) -> None:
             assert got == text[: len(got)]  # cut short, never wrong
         elif reason == FinishReason.ERROR:
             assert got == text[: len(got)]
-            assert got == text[:-1] or may_have_read_nan(request_id, asked, expected, engine)
+            assert got == text[:-1] or may_have_read_nan(request_id, asked, engine)
         else:
             assert got == text
             by_stop = text[-1] in stop_ids
@@ -99,16 +76,11 @@ def converse(rng: Random) -> None:
     assert pool.num_free == pool.num_pages, "a finished request still holds pages"
 
 
-def may_have_read_nan(
-    request_id: int,
-    asked: list[tuple[list[int], int, list[int]]],
-    expected: list[list[int]],
-    engine: PaperEngine,
-) -> bool:
+def may_have_read_nan(request_id: int, asked: list[Asked], engine: PaperEngine) -> bool:
     """Whether somebody with the same first page went wrong: what is shared is read together."""
-    first = asked[request_id][0][:PAGE]
-    sharing = [i for i, (prompt, _, _) in enumerate(asked) if prompt[:PAGE] == first]
-    wrong = any(expected[i][-1] == CORRUPTED for i in sharing if i != request_id)
+    first = asked[request_id].prompt[:PAGE]
+    sharing = [i for i, one in enumerate(asked) if one.prompt[:PAGE] == first]
+    wrong = any(asked[i].text[-1] == CORRUPTED for i in sharing if i != request_id)
     return wrong or any(known[:PAGE] == first for known in engine.gpu.struck)
 
 

@@ -16,10 +16,10 @@ from nanovllm.engine.ranks import num_masks
 from nanovllm.look import Step
 from nanovllm.plan import Masks, StepPlan, StepResult
 from nanovllm.sched.lanes import Lanes, LanesPlan, LanesResult
-from nanovllm.wire import Abort, FinishReason, RefusalKind
-from tests.paper.conversations import by_chance, conversations
+from nanovllm.wire import FinishReason, RefusalKind
+from tests.paper.conversations import by_chance, conversations, held
 from tests.paper.engine import PaperEngine, generate
-from tests.paper.gpu import PaperHandle, PaperMasker, ids, solo_run
+from tests.paper.gpu import PaperHandle, PaperMasker, ids
 
 NUM_ENGINES = 20 * settings().max_examples
 
@@ -120,30 +120,11 @@ def converse(rng: Random) -> None:
     turns, sizes = conversations(rng), sizes_of_lanes(rng)
     abort_every, grammar_every = rng.choice([0, 3]), rng.choice([0, 0, 1, 2])
     engine = PaperLanes(**sizes)
-    recurrent = sizes["checkpoints"] is not None
-    expected: list[list[int]] = []
-    prompts: list[list[int]] = []
-    first_of: list[int] = []
-    for turn in turns:
-        earlier: list[int] = []
-        if turn.continues is not None:
-            first = first_of[turn.continues]
-            earlier = prompts[first] + [token for token in expected[first] if token >= 0]
-        first_of.append(len(prompts))
-        for max_new in turn.max_new:
-            request_id, prompt = len(prompts), earlier + turn.prompt
-            grammar = grammar_every > 0 and request_id % grammar_every == 0
-            asked = prompt, max_new, turn.stop_ids
-            prompts.append(prompt)
-            expected.append(solo_run(*asked, recurrent=recurrent, grammar=grammar))
-            told = *asked, turn.priority, "toy" * grammar, turn.salt
-            engine.say(generate(request_id, *told, logprobs=request_id % 3 - 1))
-        for _ in range(turn.pause):
-            engine.step()
-        if abort_every and request_id % abort_every == 2:
-            engine.say(Abort(request_id - 1))
-    engine.finish_all()
-    for request_id, text in enumerate(expected):
+    asked = held(
+        engine, turns, abort_every=abort_every, grammar_every=grammar_every,
+        recurrent=sizes["checkpoints"] is not None,
+    )  # fmt: skip
+    for request_id, (*_, text) in enumerate(asked):
         got, reason = engine.text.get(request_id, []), engine.finish.get(request_id)
         if reason is None:
             assert got == [] and engine.refused[request_id] == RefusalKind.TOO_LONG
