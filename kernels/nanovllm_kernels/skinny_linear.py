@@ -17,8 +17,7 @@ So blocks of the next launch start while the last ones of this are still at work
 weights under way when x is there (programmatic dependent launch).
 
 Decision: x comes in boxes of 16 rows. Boxes that end far beyond x's last row are slow: 8 rows in a
-box of 64 took twice the time of 64. Up to NARROW rows all warps multiply those of one box, and
-what 64 rows would take of shared memory is weights under way.
+box of 64 took twice the time of 64.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ LINE_BYTES = 2 * DEEP
 BOX_ROWS = 16
 GROUP_ROWS = 64  # of x, that four warps multiply
 MOST_ROWS = 2 * GROUP_ROWS
-NARROW = 0  # rows that get a tile of BOX_ROWS; that many, once a GPU has run it
 LARGE = 16 * 1024 * 1024  # elements of W from which on more than GROUP_ROWS rows are faster here
 LEAST_LINES, MOST_LINES = 32, 128
 PROCESSORS = 132
@@ -66,7 +64,7 @@ class Shape(NamedTuple):
     lines: int  # of W; if gated, half of them gates and half the lines they belong to
     splits: int  # blocks of threads, each with its slice of the inputs
     is_large: bool = False  # a block has a multiprocessor to itself
-    groups: int = 1  # of GROUP_ROWS rows, that a block multiplies; 0: of BOX_ROWS rows alone
+    groups: int = 1  # of GROUP_ROWS rows, that a block multiplies
 
 
 @cache
@@ -89,7 +87,7 @@ def shape_of(num_lines: int, width: int, kind: Kind, num_rows: int) -> Shape | N
         return None
     is_long = not kind.normed and width // splits >= LONG
     is_large = has_many_rows or (is_long and is_one_wave)
-    return Shape(found, splits, is_large, (num_rows > NARROW) + has_many_rows)
+    return Shape(found, splits, is_large, 1 + has_many_rows)
 
 
 class SkinnyLinear:
@@ -204,9 +202,7 @@ class Size(NamedTuple):
 class Product:
     def __init__(self, shape: Shape, kind: Kind) -> None:
         self.kind, self.lines, self.splits = kind, shape.lines, shape.splits
-        self.rows = GROUP_ROWS * shape.groups or BOX_ROWS
-        self.threads = 128 * max(1, shape.groups)
-        self.copies_x = kind.normed or shape.groups == 0  # to registers, and multiplies it there
+        self.rows, self.threads = GROUP_ROWS * shape.groups, 128 * shape.groups
         self.halves = 1 + self.kind.gated
         self.box = self.lines // self.halves  # lines that lie together in W
         self.share = self.box // self.splits  # of them, that a block finishes
@@ -250,9 +246,9 @@ class Product:
             OperandMajorMode.K,
             OperandMajorMode.K,
             Float32,
-            (self.threads // 128, 1, 1),
+            (self.rows // GROUP_ROWS, 1, 1),
             tiler_mn=(GROUP_ROWS, self.lines),
-            a_source=source.RMEM if self.copies_x else source.SMEM,
+            a_source=source.RMEM if self.kind.normed else source.SMEM,
         )
         rows = x.shape[0]
         active = (rows + BOX_ROWS - 1) // BOX_ROWS * BOX_ROWS
@@ -416,32 +412,29 @@ class Product:
         thread = arch.thread_idx()[0]
         slice_ = mma.get_slice(thread)
         weight = slice_.make_fragment_B(slice_.partition_B(shared.weight))
-        size_of_sums = slice_.partition_shape_C((self.threads // 2, self.lines))
-        sums = cute.make_rmem_tensor(size_of_sums, Float32)
+        sums = cute.make_rmem_tensor(slice_.partition_shape_C((self.rows, self.lines)), Float32)
         sums.fill(0.0)
         squares = cute.make_rmem_tensor(2, Float32)
         squares.fill(0.0)
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, True)
-        if cutlass.const_expr(self.copies_x):
-            rows = self.of_group(shared.x)
+        if cutlass.const_expr(self.kind.normed):
             plain = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), BFloat16)
             x_copy = cute.make_tiled_copy_A(plain, mma).get_slice(thread)
-            x_from = x_copy.partition_S(rows)
-            one = cute.make_tensor(rows.iterator, cute.select(rows.layout, [0, 1]))
+            x_from = x_copy.partition_S(shared.x)
+            one = cute.make_tensor(shared.x.iterator, cute.select(shared.x.layout, [0, 1]))
             x = slice_.make_fragment_A(slice_.partition_A(one))
         else:
             x = slice_.make_fragment_A(slice_.partition_A(shared.x))
         stage, phase = Int32(0), Int32(0)
         for _ in cutlass.range(0, size.steps, unroll=1):
             arch.mbarrier_wait(shared.full + stage, phase)
-            if cutlass.const_expr(self.copies_x):
-                cute.copy(x_copy, x_from[None, None, None, stage], x_copy.retile(x))
             if cutlass.const_expr(self.kind.normed):
+                cute.copy(x_copy, x_from[None, None, None, stage], x_copy.retile(x))
                 self.apply_norm_weight(x, shared.norm_weight[None, stage], squares)
             warpgroup.fence()
             for k in cutlass.range_constexpr(DEEP // 16):
-                at = (None, None, k) if self.copies_x else (None, None, k, stage)
+                at = (None, None, k) if self.kind.normed else (None, None, k, stage)
                 cute.gemm(atom, sums, x[at], weight[None, None, k, stage], sums)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
@@ -454,13 +447,6 @@ class Product:
                 phase ^= 1
         arch.barrier(barrier_id=1, number_of_threads=self.threads)  # all have read the ring
         self.leave(sums, squares, shared, size)
-
-    def of_group(self, ring: cute.Tensor) -> cute.Tensor:
-        """The ring as warps multiply it: of few rows all see the same."""
-        (rows, *sizes), (row_stride, *strides) = ring.layout.shape, ring.layout.stride
-        copies = max(1, GROUP_ROWS // self.rows)
-        layout = cute.make_layout(((rows, copies), *sizes), stride=((row_stride, 0), *strides))
-        return cute.make_tensor(ring.iterator, layout)
 
     def apply_norm_weight(
         self, x: cute.Tensor, norm_weight: cute.Tensor, squares: cute.Tensor
