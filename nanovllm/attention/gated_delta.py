@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from nanovllm_kernels.delta_reference import DeltaWeights
 from torch import Tensor
 
@@ -83,13 +82,6 @@ class GatedDelta:
         """What x_THV will look like."""
         return y_TX.new_empty(len(y_TX), self.value_heads, self.value_size)
 
-    def settle(self, slots_R: Tensor, lengths_R: Tensor) -> None:
-        """States get to have so many tokens, which slots have computed, where they lag behind."""
-        width = self.num_channels + self.value_heads * (self.value_size + 2)
-        nothing = self.weights.conv_CW.new_empty(0, width)
-        starts_R1 = torch.zeros(len(slots_R) + 1, dtype=torch.int32, device=slots_R.device)
-        self._drafted(self._split(nothing, nothing), slots_R, starts_R1, lengths_R)
-
     @property
     def num_channels(self) -> int:
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
@@ -104,27 +96,17 @@ class GatedDelta:
     def _decode(self, batch: Batch, *tokens: Tensor) -> Tensor:
         rows = batch.num_decodes
         slots_R, starts_R1 = batch.slots_R[:rows], batch.starts_R1[: rows + 1]
-        conv_NCW, recurrent_NHKV, tickets_RG, kept_NWX, _ = self.states
-        if kept_NWX is None:
-            states = conv_NCW, recurrent_NHKV, slots_R
-            return self.kernels.decodes(*tokens, self.weights, *states, tickets_RG)
-        before_R = batch.lengths_R[:rows] - starts_R1.diff()
-        return self._drafted(tokens, slots_R, starts_R1, before_R)
-
-    def _drafted(
-        self, tokens: tuple[Tensor, ...], slots_R: Tensor, starts_R1: Tensor, before_R: Tensor
-    ) -> Tensor:
-        """x_THV of rows whose slots have computed so many tokens before them: those are in their
-        states afterwards, these are not.
-        """
         conv_NCW, recurrent_NHKV, tickets_RG, kept_NWX, drafting = self.states
-        assert kept_NWX is not None
-        replays_R = drafting.replays_R[: len(slots_R)]
+        states = conv_NCW, recurrent_NHKV, slots_R
+        if kept_NWX is None:
+            return self.kernels.decodes(*tokens, self.weights, *states, tickets_RG)
+        before_R = batch.lengths_R[:rows] - starts_R1.diff()  # these tokens the states get to have
+        replays_R = drafting.replays_R[:rows]
         if drafting.owners[0] is self:
             lag_R = before_R - drafting.lengths_N[slots_R]
             replays_R.copy_(lag_R.clamp(0, kept_NWX.shape[1]))
-        rows = conv_NCW, recurrent_NHKV, slots_R, starts_R1, kept_NWX, replays_R, tickets_RG
-        x_THV = self.kernels.drafted(*tokens, self.weights, *rows)
+        kept = starts_R1, kept_NWX, replays_R, tickets_RG
+        x_THV = self.kernels.drafted(*tokens, self.weights, *states, *kept)
         self._note(slots_R, before_R)
         return x_THV
 

@@ -81,7 +81,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Handle:
         """Enqueue one step. Nothing here waits for the device."""
-        self.states.apply(plan, self.slots.lengths_N)
+        self.states.apply(plan)
         self.caches.apply(plan)
         self.slots.apply(plan)
         self.sampler.admit(plan.admits)

@@ -28,7 +28,7 @@ class NoStates:
     def __init__(self) -> None:
         self.by_layer: dict[int, DeltaStates] = {}
 
-    def apply(self, plan: StepPlan, lengths_N: Tensor) -> None:
+    def apply(self, plan: StepPlan) -> None:
         """Raises ValueError if the plan has states."""
         asked = [a.restore_from for a in plan.admits] + [c.save_to for c in plan.chunks]
         if plan.saves or any(state >= 0 for state in asked):
@@ -78,19 +78,15 @@ class States:
             for nth, layer in enumerate(group.layers)
         }
 
-    def apply(self, plan: StepPlan, lengths_N: Tensor) -> None:
+    def apply(self, plan: StepPlan) -> None:
         """Saves what the plan wants of earlier steps; then new requests' states, whole or zero.
 
-        Layers save the rest when they run the plan's chunks.
-
-        `lengths_N`: tokens that slots have computed, before the plan. Never waits.
+        Layers save the rest when they run the plan's chunks. Never waits. Raises ValueError if
+        decode rows have drafts and the plan saves what they left: how far that is, nobody knows.
         """
-        self.drafting.parts = self._parts(plan) if plan.chunks else (None, None)
         if plan.saves and self.num_drafts:
-            saved = np.array([slot for slot, _ in plan.saves], np.int32)
-            slots_R = upload_together([saved], self.device)[0].long()
-            for owner in self.drafting.owners:
-                owner.settle(slots_R, lengths_N[slots_R])
+            raise ValueError(f"plan {plan.step} saves states of rows that may have drafts")
+        self.drafting.parts = self._parts(plan) if plan.chunks else (None, None)
         for slot, checkpoint in plan.saves:
             self._copy(slot, self._row_of(checkpoint))
         if not plan.admits:

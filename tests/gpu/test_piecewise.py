@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from nanovllm.bench.graphs import longest, occupy
+from nanovllm.bench.graphs import occupy
 from nanovllm.config import Cache, Kernels, Schedule, Server
 from nanovllm.plan import Chunk, StepPlan
 from nanovllm.runner.batch import StepRows
@@ -50,7 +50,7 @@ def rows_of(runner: Runner, num_decodes: int, counts: list[int]) -> StepRows:
     """Decode rows of the first slots, chunks of the last; every other chunk samples."""
     slots = torch.arange(num_decodes, dtype=torch.int32).numpy()
     chunks = [Chunk(SLOTS - 1 - i, count, i % 2 == 0) for i, count in enumerate(counts)]
-    plan = StepPlan(0, [], [], num_decodes, slots.tobytes(), chunks, longest(runner), [])
+    plan = StepPlan(0, [], [], num_decodes, slots.tobytes(), chunks, runner.slots.max_tokens, [])
     return runner.builder.rows(plan)
 
 
@@ -92,7 +92,7 @@ def test_steps_of_all_kinds_can_follow_each_other(runner: Runner) -> None:
     steps = [rows_of(runner, 24, [40]), rows_of(runner, 0, [300])]
     occupy(runner)
     runner.slots.lengths_N[:SLOTS] //= 4
-    decode = runner.builder.padded(24, 1, longest(runner))
+    decode = runner.builder.padded(24, 1, runner.slots.max_tokens)
     steps = [steps[0], decode, steps[1], decode]
     alone = []
     for rows in steps:

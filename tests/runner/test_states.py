@@ -55,28 +55,34 @@ def test_a_row_holds_all_layers_of_a_request(states: States) -> None:
 
 
 def test_new_requests_have_what_was_saved_or_nothing(states: States) -> None:
-    states.apply(empty_plan(admits=[admit(2, 5, 1), admit(0)]), torch.zeros(4))
+    states.apply(empty_plan(admits=[admit(2, 5, 1), admit(0)]))
     assert values(states) == [0, 2, 6, 4, 5, 6]
     with pytest.raises(ValueError, match="plan 1 has a prefix without its recurrent state"):
-        states.apply(empty_plan(admits=[admit(1, 5)]), torch.zeros(4))
+        states.apply(empty_plan(admits=[admit(1, 5)]))
 
 
 def test_states_are_saved_before_a_plan_and_inside_of_its_chunks(states: States) -> None:
     """A slot's next owner comes with the plan that saves what the one before had."""
     plan = empty_plan(saves=[(1, 0)], admits=[admit(1), admit(2, 4, 0)])
-    states.apply(plan, torch.zeros(4))
+    states.apply(plan)
     assert values(states) == [1, 0, 2, 4, 2, 6]
     assert states.drafting.parts == (None, None)
     chunks = [Chunk(0, 3, False), Chunk(2, 7, True, save_to=1, save_at=4)]
-    states.apply(empty_plan(num_decodes=5, chunks=chunks), torch.zeros(4))
+    states.apply(empty_plan(num_decodes=5, chunks=chunks))
     parts_X, targets_X = states.drafting.parts
     assert parts_X is not None and targets_X is not None
     assert parts_X.tolist() == [5, 5, 8, 12, 15] and targets_X.tolist() == [-1, 0, SLOTS + 2, 2]
 
 
+def test_states_that_lag_behind_are_not_saved_as_if_they_did_not() -> None:
+    drafted = States(GROUP, SLOTS, CHECKPOINTS, 2, torch.bfloat16, CPU)
+    with pytest.raises(ValueError, match="plan 1 saves states of rows that may have drafts"):
+        drafted.apply(empty_plan(saves=[(1, 0)]))
+
+
 def test_nan_does_not_outlive_a_request(states: States) -> None:
     states.rows_NX[1].fill_(torch.nan)
-    states.apply(empty_plan(admits=[admit(1)]), torch.zeros(4))
+    states.apply(empty_plan(admits=[admit(1)]))
     assert values(states) == [1, 0, 3, 4, 5, 6]
 
 
