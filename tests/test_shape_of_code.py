@@ -37,7 +37,7 @@ CHOICES = (
     "nanovllm/layers/gated_attention.py", "nanovllm/attention/delta_kernels.py",
     "nanovllm/attention/delta_triton.py",
     "nanovllm/runner/states.py",
-    "nanovllm/layers/stretched_rope.py", "nanovllm/layers/moe.py",
+    "nanovllm/layers/stretched_rope.py", "nanovllm/layers/moe.py", "nanovllm/layers/router.py",
     "nanovllm/layers/expert_products.py", "nanovllm/layers/expert_kernels.py",
     "nanovllm/runner/expert_load.py",
     "nanovllm/attention/grouped.py", "nanovllm/layers/fp8.py",

@@ -24,6 +24,7 @@ from nanovllm.layers.linear import Layer, Linear, Placement, parameter, summed_u
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.ops import Implementation, Ops, RowTable
 from nanovllm.layers.residual import Added, Pending, Residual, as_tensor
+from nanovllm.layers.router import Router
 from nanovllm.parallel.mesh import Mesh, Span
 
 FEW_ROWS = 16  # for which a norm and its router's product are one launch
@@ -284,26 +285,6 @@ def scaled(y: Tensor | Quantised, by_T1: Tensor) -> Tensor | Quantised:
     if isinstance(y, Quantised):
         return y._replace(scale_BX=y.scale_BX * by_T1.float().t())
     return y * by_T1
-
-
-class Router(Linear):
-    """Logits of all experts, on every rank, and the gate of a shared one behind them. Then come
-    some that nobody reads, if that makes their number a multiple of 8, as the library likes.
-    """
-
-    def __init__(
-        self, parts: list[tuple[str, Span]], hidden_size: int, ops: Ops, dtype: torch.dtype | None
-    ) -> None:
-        num_logits = sum(span.count for _, span in parts)
-        num_rows = -(-num_logits // 8) * 8 if len(parts) > 1 else num_logits
-        super().__init__(num_rows, hidden_size, Placement(0, tuple(parts)), ops)
-        self.num_logits = num_logits
-        if dtype is not None:
-            self.weight = parameter(num_rows, hidden_size, dtype=dtype)
-            vars(self)["operand"], self.by_rows = self.weight, ops.plain(self.weight)
-
-    def product(self, x_TD: Tensor) -> Tensor:
-        return super().product(x_TD.to(self.weight.dtype))
 
 
 def shared_rules(source: str) -> tuple[tuple[str, str, str], ...]:

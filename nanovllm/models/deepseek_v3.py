@@ -88,14 +88,10 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
         return float(size**-0.5 * stretched)
 
     def evenly_cut(self, ep: int) -> tuple[str, ...]:
-        found = ["num_attention_heads"]
-        if self.first_k_dense_replace > 0:
-            found.append("intermediate_size")
-        if ep > 1:
-            found.append("n_routed_experts")
-        if ep == 1 or self.n_shared_experts:
-            found.append("moe_intermediate_size")
-        return tuple(found)
+        dense = ("intermediate_size",) * (self.first_k_dense_replace > 0)
+        experts = ("n_routed_experts",) * (ep > 1)
+        inner = ("moe_intermediate_size",) * (ep == 1 or bool(self.n_shared_experts))
+        return "num_attention_heads", *dense, *experts, *inner
 
 
 class LatentBlock(Block):
