@@ -3,8 +3,12 @@
 Meaning: nanovllm_kernels.experts_reference. A program multiplies some rows of one expert's weight
 with a tile of tokens, and never waits for another: sums have one order. Weights are what matters
 at few rows, so they take the side of the tensor cores that comes in 64 rows, tokens the one that
-comes in 8, and several tiles of weights are on their way at any time. Weights of block fp8 become
-16 bits wide in registers, exactly; each sum over 128 inputs is scaled by itself, in float32.
+comes in 8, and several tiles of weights are on their way at any time.
+
+Decision: weights of block fp8 become float16 in registers, exactly and by one instruction, where
+bfloat16 takes three, and these took longer than memory. So tokens do, too, times a power of two: up
+to 4e6 they stand for themselves, and from 1/256 down they are off by 2e-6 at most, which is less
+than 8 bits would cost them. Each sum over 128 inputs is scaled by itself, in float32.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ from nanovllm_kernels.experts_reference import ExpertProducts
 from nanovllm_kernels.paged_decode import dot
 from nanovllm_kernels.route_reference import Chosen, ExpertRows
 
-FEW, MANY = 16, 128  # tokens of a tile
+ALONE, FEW, MANY = 8, 16, 128  # tokens of a tile; ALONE: of one, beside weights of 8 bits
 FEW_PER_EXPERT = 16  # pairs of an expert on average, from which on tiles are large
 SCALED = tl.constexpr(128)  # elements that share a scale, in both directions
+LIFT = tl.constexpr(64.0)  # what numbers are divided by, to be float16
 
 
 class Shape(NamedTuple):
@@ -35,7 +40,8 @@ class Shape(NamedTuple):
 
 
 SHAPES = {  # by tokens of a tile, and bytes of an element of the weight
-    (16, 1): Shape(32, 128, 5, 2),
+    (8, 1): Shape(64, 128, 4, 2),
+    (16, 1): Shape(64, 128, 4, 2),
     (16, 2): Shape(64, 128, 4, 4),
     (128, 1): Shape(128, 128, 3, 8),
     (128, 2): Shape(128, 64, 4, 8),
@@ -85,9 +91,8 @@ def _product(
     num_features, depth = out_XN.shape[1], x_XD.shape[1]
     assert weight_END.is_contiguous() and x_XD.stride(1) == 1
     assert scale_EXX is None or scale_EXX.is_contiguous()
-    shape = SHAPES.get((rows.tile, weight_END.itemsize), OTHER)
-    if scale_EXX is not None:
-        shape = shape._replace(depth=min(shape.depth, SCALED.value))
+    tile = ALONE if isinstance(rows, Chosen) and scale_EXX is not None else rows.tile
+    shape = SHAPES.get((tile, weight_END.itemsize), OTHER)
     features = shape.weights // (1 + gated)
     waits = follows(len(out_XN) // num_chosen, x_XD.device)
     tables: tuple[Tensor | None, ...] = None, None, None
@@ -96,7 +101,7 @@ def _product(
         tables = rows.pair_of_X, rows.starts_E1, rows.tile_start_X
     product_kernel[(triton.cdiv(num_features, features), len(experts))](
         x_XD, weight_END, scale_EXX, experts, *tables, out_XN, x_XD.stride(0), num_chosen,
-        N=num_features, D=depth, GATED=gated, FEATURES=features, TILE=rows.tile,
+        N=num_features, D=depth, GATED=gated, FEATURES=features, TILE=tile,
         DEPTH=shape.depth, STAGES=shape.stages, WAITS=waits, launch_pdl=waits,
         num_warps=shape.warps,
     )  # fmt: skip
@@ -156,11 +161,10 @@ def product_kernel(
         if scale_EXX is None:
             sums = dot(w, tl.trans(x), sums)
         else:
-            of_rows = tl.load(scale + begun // SCALED, exists, 0.0)
+            of_rows = tl.load(scale + begun // SCALED, exists, 0.0) * LIFT
             nothing = tl.zeros([PARTS * FEATURES, TILE], tl.float32)
-            # By way of both: the instruction from float16 to bfloat16 is slower than memory.
-            wide = w.to(tl.float16).to(tl.float32).to(x.dtype)
-            sums += dot(wide, tl.trans(x), nothing) * of_rows[:, None]
+            x = (x.to(tl.float32) * (1 / LIFT)).to(tl.float16)
+            sums += dot(w.to(tl.float16), tl.trans(x), nothing) * of_rows[:, None]
     if GATED:
         gate, up = sums.reshape(2, FEATURES, TILE).permute(1, 2, 0).split()
         sums = gate / (1 + tl.exp(-gate)) * up

@@ -8,6 +8,8 @@ held to loops by test_experts_reference.py.
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import fields
 from unittest.mock import patch
 
@@ -15,10 +17,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from nanovllm_kernels import expert_rows, experts, route, route_reference
+from nanovllm_kernels.expert_cases import Routed
 from nanovllm_kernels.route_reference import ExpertRows, Placed, Routing
 from nanovllm_kernels.routed_cases import sort_inputs
 
 from tests.interpreted import in_interpreter, in_parent, passes
+from tests.kernels.test_triton_compiles import COMPILE
 
 CPU = torch.device("cpu")
 SOFTMAX = Routing("softmax", renormalise=True)
@@ -28,7 +32,7 @@ GROUPS = Routing("sigmoid", renormalise=False, scale=2.0, num_groups=4, chosen_g
 
 @in_parent
 def test_in_the_interpreter() -> None:
-    passes(__file__, 19)
+    passes(__file__, 22)
 
 
 def assert_equal(found: ExpertRows, expected: ExpertRows) -> None:
@@ -110,3 +114,59 @@ def test_sorted_rows_equal_the_definition(T, E, K, tile, kind, data) -> None:
 def test_tiles_are_large_where_experts_have_many_rows() -> None:
     assert experts.tile_of(8, 128) == experts.tile_of(2047, 128) == experts.FEW
     assert experts.tile_of(2048, 128) == experts.MANY
+
+
+@in_interpreter
+@pytest.mark.parametrize("block_fp8", [False, True])
+def test_pairs_that_are_not_sorted_are_multiplied_alike(block_fp8: bool) -> None:
+    """Three pairs of each of two tokens, among them one of nobody, whose row is nobody's."""
+    routed = Routed(2, 3, 6, 72, 136, block_fp8=block_fp8)
+    x_TD, gate_up, gate_up_scale, rows, K = routed.gate_up(experts.FEW, CPU)
+    down, down_scale = routed.weight(1, routed.D, routed.F, CPU)
+    experts_TK = torch.empty(6, dtype=torch.int32)
+    experts_TK[rows.pair_of_X.long()] = (
+        torch.arange(6).repeat_interleave(rows.starts_E1.diff(), output_size=6).int()
+    )
+    experts_TK[5] = -1
+    found = []
+    for each in (rows, route_reference.Chosen(experts_TK.view(2, 3))):
+        y_XF = experts.expert_gate_up(x_TD, gate_up, gate_up_scale, each, K)
+        found.append(experts.expert_down(y_XF, down, down_scale, each, K))
+    assert torch.equal(found[1][:5], found[0][rows.row_of_TK.view(-1)[:5].long()])
+    assert found[1][:5].abs().min() > 0
+
+
+@in_interpreter
+def test_numbers_beside_weights_of_8_bits_may_be_large_and_small() -> None:
+    """Through an identity: up to 4e6 as they are, small ones off by 2e-6; no number stays none."""
+    sizes_X = torch.logspace(-6, 6.6, 127)
+    y_XF = torch.cat([sizes_X, torch.zeros(1)]).bfloat16()[None]
+    one_EXX = torch.eye(128).to(torch.float8_e4m3fn)[None]
+    chosen = route_reference.Chosen(torch.zeros(1, 1, dtype=torch.int32))
+    down = lambda y: experts.expert_down(y, one_EXX, torch.ones(1, 1, 1), chosen, 1)  # noqa: E731
+    off_X = (down(y_XF).float() - y_XF.float()).abs()
+    assert (off_X <= y_XF.float() * 2**-10 + 2e-6).all()
+    y_XF[0, 7] = torch.inf
+    assert not down(y_XF).isfinite().any()
+
+
+COMPILED = """
+from nanovllm_kernels.experts import SHAPES, product_kernel
+types = dict(x_XD="*bf16", weight_END="*fp8e4nv", scale_EXX="*fp32", tile_expert_X="*i32",
+             pair_of_X="*i32", starts_E1="*i32", tile_start_X="*i32", out_XN="*bf16")
+for tile in (8, 16):
+    shape = SHAPES[tile, 1]
+    for gated in (False, True):
+        ptx = compiled(product_kernel, types, shape.warps, N=3072, D=1536, GATED=gated, TILE=tile,
+                       FEATURES=shape.weights // (1 + gated), DEPTH=shape.depth,
+                       STAGES=shape.stages, WAITS=True)
+        print(ptx.count("cvt.rn.f16x2.e4m3x2"), "cvt.f32.f16" in ptx)
+"""
+
+
+@in_parent
+def test_weights_of_8_bits_are_widened_by_one_instruction() -> None:
+    command = ["env", "-u", "TRITON_INTERPRET", sys.executable, "-c", COMPILE + COMPILED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == ["compiled product_kernel True", "64 False"] * 4
