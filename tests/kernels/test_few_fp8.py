@@ -36,6 +36,11 @@ def test_programs_run_at_once(num_tiles, num_blocks, steps, programs) -> None:
     assert num_tiles * -(-num_blocks // steps) == programs
 
 
+def test_few_tiles_have_more_loads_on_their_way() -> None:
+    assert [few_fp8.shape_of(16, lines).stages for lines in (100, 4096, 4097)] == [4, 4, 3]
+    assert [few_fp8.shape_of(64, lines).stages for lines in (4096, 24576)] == [5, 4]
+
+
 def weight_of(num_lines: int, width: int, block_rows: int = 128) -> Scaled:
     scale = torch.ones(-(-num_lines // block_rows), -(-width // 128))
     return Scaled(torch.zeros(num_lines, width, dtype=FP8), scale, block_rows)
