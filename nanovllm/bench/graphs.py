@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
@@ -73,8 +72,8 @@ def occupy(runner: Runner, seed: int = 0) -> None:
     random = torch.Generator(runner.device).manual_seed(seed)
     slots.tokens_NL[:filled].random_(0, runner.model.embed.weight.shape[0], generator=random)
     slots.lengths_N[:filled].random_(most // 2, most, generator=random)
-    pages = torch.arange(1, filled * each + 1)  # page 0 is for padding
-    slots.pages_NM[:filled, :each] = pages.view(filled, each)
+    # Page 0 is for padding.
+    slots.pages_NM[:filled, :each] = torch.arange(1, filled * each + 1).view(filled, each)
     for pages_LPSGA in runner.caches.tensors:
         pages_LPSGA[:, 1 : filled * each + 1].normal_(generator=random)
     runner.builder.static_slots_R[:filled] = torch.arange(filled, device=runner.device)
@@ -95,18 +94,14 @@ def measure(runner: Runner, load: range) -> Iterator[Graph]:
     `load`: rows of the decode steps.
     """
     occupy(runner)
-    fit = partial(runner.graphs.fit, width=1)
-    steps = Counter(map(fit, load))
     for (size, width), captured in runner.graphs.captured.items():
-        fed = sum(rows for rows in load if fit(rows) == (size, width))
-        num_fed = size if width == 1 else spread(runner, size, width)
+        fed = [rows for rows in load if runner.graphs.fit(rows, 1) == (size, width)]
         decode = runner.builder.padded(size, width, runner.slots.max_tokens)
-        used = steps[size, width]
-        padding = 1 - fed / (used * size) if used else 0.0
+        padding = 1 - sum(fed) / (len(fed) * size) if fed else 0.0
         mode = "FULL/decode" if width == 1 else f"FULL/decode of {width}"
         runs = partial(runner.forward, decode), partial(runner.graphs.replay, (size, width))
-        graph = compared(runner, mode, size, captured, *runs, num_fed)
-        yield replace(graph, used=used / len(load), padding=padding)
+        graph = compared(runner, mode, size, captured, *runs, spread(runner, size, width))
+        yield replace(graph, used=len(fed) / len(load), padding=padding)
     runner.slots.lengths_N //= 2  # leaves the requests room for chunks
     for size, piecewise in runner.piecewise.captured.items():
         eager = partial(runner.forward, mixed_rows(runner, size))
@@ -123,7 +118,7 @@ def compared(
     num_fed: int | None = None,
 ) -> Graph:
     """`num_fed`: so many tokens, the first ones, are not padding."""
-    expected, found = logits(eager())[:num_fed].float(), logits(replay())[:num_fed].float()
+    expected, found = (logits(runner, step)[:num_fed] for step in (eager, replay))
     return Graph(
         mode=mode,
         rows=size,
@@ -150,9 +145,21 @@ def mixed_rows(runner: Runner, num_tokens: int) -> StepRows:
     return runner.builder.rows(plan)
 
 
-def logits(forwarded: object) -> torch.Tensor:
+def logits(runner: Runner, step: Callable[[], object]) -> torch.Tensor:
+    """Those of the step, each time from the same recurrent states, if there are any: it moves them.
+
+    Where drafts may come, the states lag behind by any number of tokens that they can.
+    """
+    random = torch.Generator(runner.device).manual_seed(1)
+    lags_N = torch.arange(runner.slots.padding, device=runner.device) % (2 + runner.num_drafts)
+    for *states, drafting in runner.states.by_layer.values():
+        drafting.lengths_N[:-1] = runner.slots.lengths_N[:-1] - lags_N
+        for made_up in states:
+            if made_up is not None and made_up.is_floating_point():  # are no tickets
+                made_up[: len(lags_N)].normal_(generator=random)
+    forwarded = step()
     assert isinstance(forwarded, Forwarded) and forwarded.logits_SV is not None
-    return forwarded.logits_SV
+    return forwarded.logits_SV.float()
 
 
 def seconds_of(step: Callable[[], object], device: torch.device) -> float:
@@ -187,16 +194,13 @@ def metrics(graphs: Sequence[Graph]) -> dict[str, float]:
     """The metrics of a record. Padding: padding rows / rows over all replays of the load."""
     rows = sum(graph.used * graph.rows for graph in graphs)
     padding = sum(graph.used * graph.rows * graph.padding for graph in graphs)
-    found = {
+    names = "replay_ms", "eager_ms", "max_logit_difference"
+    return {
         "graphs": float(len(graphs)),
         "capture_s": sum(graph.capture_ms for graph in graphs) / 1e3,
         "memory_mib": sum(graph.memory_mib for graph in graphs),
         "padding_percent": 100 * padding / rows if rows else 0.0,
-    }
-    for graph in graphs:
-        for name in ("replay_ms", "eager_ms", "max_logit_difference"):
-            found[f"{graph.mode} {graph.rows}: {name}"] = getattr(graph, name)
-    return found
+    } | {f"{g.mode} {g.rows}: {name}": getattr(g, name) for g in graphs for name in names}
 
 
 def rows_of(load: str | None, slots: int) -> range:

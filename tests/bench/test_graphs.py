@@ -25,14 +25,15 @@ from nanovllm.bench.graphs import (
     why_eager,
 )
 from nanovllm.cli.commands import capture_graphs
-from nanovllm.config import ConfigError, Kernels, load_config
+from nanovllm.config import ConfigError, Kernels, Speculate, load_config
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.build import Built
 from nanovllm.runner.graphs import Captured, graph_sizes, obstacles
 from nanovllm.runner.runner import Forwarded, Runner
 from nanovllm.runner.warm import padding_rows
+from tests.models.tiny import CASES, config_of, make_tiny
 from tests.runner.tape import capture_on_tapes
-from tests.whole_engine import small_demo
+from tests.whole_engine import WholeEngine, small_demo
 
 SLOTS = 12
 
@@ -40,30 +41,41 @@ SLOTS = 12
 class Replayed:
     """As a CUDA graph: runs the same rows again and leaves the logits where it left them before."""
 
-    def __init__(self, runner: Runner, rows: Callable[[], StepRows]) -> None:
-        self.runner, self.rows = runner, rows
+    def __init__(
+        self,
+        runner: Runner,
+        rows: Callable[[], StepRows],
+        before: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.runner, self.rows, self.before = runner, rows, before
         self.output = runner.forward(rows())
         self.count = 0
 
     def replay(self) -> None:
         self.count += 1
+        self.before()
         self.output.logits_SV.copy_(self.runner.forward(self.rows()).logits_SV)
 
 
 @torch.inference_mode()
 def capture_pretended(
-    runner: Runner, sizes: list[int], order: Callable[[torch.Tensor], torch.Tensor] = lambda r: r
+    runner: Runner,
+    sizes: list[int],
+    order: Callable[[torch.Tensor], torch.Tensor] = lambda r: r,
+    width: int = 1,
+    before: Callable[[], object] = lambda: None,
 ) -> None:
-    """`order`: what the graphs make of the slots they should read."""
+    """`order`: what the graphs make of the slots they should read; `before`: what they do first."""
     captured = runner.graphs.captured
+    runner.builder.static_counts_R.zero_()
     for size in sizes:
 
         def rows(size: int = size) -> StepRows:
-            decode = runner.builder.padded(size, 1, 256)
+            decode = runner.builder.padded(size, width, runner.slots.max_tokens)
             return dataclasses.replace(decode, slots_R=order(decode.slots_R))
 
-        replayed = Replayed(runner, rows)
-        captured[size, 1] = Captured(replayed, replayed.output, 0.25, size << 20)
+        replayed = Replayed(runner, rows, before)
+        captured[size, width] = Captured(replayed, replayed.output, 0.25, size << 20)
     runner.graphs.captured = dict(sorted(captured.items()))
 
 
@@ -200,6 +212,38 @@ def test_a_graph_that_reads_other_rows_is_found_out(built: Built) -> None:
     two, four, eight = measure(built.runner, range(1, 9))
     assert two.is_right and not four.is_right and not eight.is_right
     assert four.max_logit_difference > 0.05 * four.largest_logit
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_step_that_moves_states_is_compared_with_itself_from_the_same_ones(
+    drafts: int, tmp_path: Path
+) -> None:
+    family, overrides = CASES["qwen3_next"]
+    dense = dict(mlp_only_layers=[0, 1, 2, 3])  # experts are called by what the host reads
+    make_tiny(tmp_path, family, **overrides, **dense)
+    speculate = Speculate(method="ngram", tokens=drafts) if drafts else None
+    runner = WholeEngine(config_of(tmp_path), slots=6, speculate=speculate).runner
+    (_, _, _, kept_NWX, drafting), *_ = runner.states.by_layer.values()
+
+    def loses(states: torch.Tensor, value: float = 0) -> list[bool]:
+        """Which steps are right if decode steps alone have lost these states."""
+        for width in {1, 1 + drafts}:
+            capture_pretended(runner, [3, 6], width=width, before=lambda: states.fill_(value))
+        return [graph.is_right for graph in measure(runner, range(1, 7))]
+
+    capture_on_tapes(runner, [8, 30])
+    steps = 2 * len({1, 1 + drafts})
+    assert loses(torch.zeros(1)) == [True] * (steps + 2)
+    for layer in runner.states.by_layer.values():
+        for states in (layer.conv_NCW, layer.recurrent_NHKV):
+            assert loses(states) == [False] * steps + [True] * 2
+    if drafts:
+        assert kept_NWX is not None
+        assert loses(kept_NWX) == loses(drafting.lengths_N, 200) == [False] * steps + [True] * 2
+    states_NX = runner.states.rows_NX[: runner.slots.padding]
+    assert states_NX.isfinite().all() and states_NX.abs().max() < 100
+    runner.piecewise.captured[8].graphs.reverse()
+    assert not [*measure(runner, range(1, 7))][-2].is_right
 
 
 def test_logits_that_are_no_numbers_are_not_right() -> None:
