@@ -8,7 +8,7 @@ latents. Cached are bfloat16, in pages of 16, 32 or a multiple of 64 tokens.
 Decision: the pairs of new token and head of a row are the rows of a matrix, 64 of them a block of
 threads, which is alone on its multiprocessor. As in paged_decode_cute the rows' contexts are cut
 into equal shares, a share to each lane, and the row's blocks of pairs run side by side, since they
-read the same latents.
+read the same latents: two by two, each of them one half for both.
 
 Decision: what is summed up, 64 x 512 numbers of float32, takes half of the registers. So eight
 warps do nothing but sum up; four warps score, and a warp loads. The scorers' weights reach the
@@ -45,6 +45,7 @@ WIDTH = RANK + ROTATED
 PAIRS = 64  # of new token and head, that a block of threads has
 BLOCK = 64  # tokens
 STAGES = 2
+PARTS = 3  # of a block, with a barrier each: scores begin with the first
 STEPS = WIDTH // 16  # of a score's product
 PIECE = 16  # pairs of a warp
 LOWEST = -1e30  # below every score, and finite, so that differences are numbers
@@ -56,19 +57,6 @@ READ_ONCE = 0x12F0000000000000  # a cache policy: the first to be evicted
 SUMMERS, SCORER, LOADER = 2, 2, 3  # groups of four warps: 0 and 1 sum up
 SUMMER_REGISTERS, SCORER_REGISTERS, LOADER_REGISTERS = 176, 120, 40
 BEGINS, ENDS, WHOLE, BEGAN = 1, 2, 4, 8  # flags of a note
-
-
-class Way(NamedTuple):
-    """What may be done to wait less. PROVED ran on a GPU; the rest, up to AHEAD, has only been
-    compiled: tests/gpu/test_latent_ways.py runs it.
-    """
-
-    parts: int = 1  # of a block, with a barrier each: scores begin with the first
-    shares: int = 0  # tiles read latents in pairs, each one half of them for both
-    rests: int = 0  # sums fade only where the highest score has grown by 2**NEAR
-
-
-PROVED, AHEAD = Way(), Way(3, 1, 1)
 
 
 class Given(NamedTuple):
@@ -122,7 +110,6 @@ def latent_decode(
     *,
     starts_R1: Tensor | None = None,
     width: int = 1,
-    way: Way = PROVED,
 ) -> Tensor:
     """o_THX, which is `out_THX` if given: the weighted means of latents. `scale`: of scores."""
     assert 1 <= width <= (MAX_WIDTH if starts_R1 is not None else 1), width
@@ -130,8 +117,7 @@ def latent_decode(
     o_THX, partial_o, partial_lse = results_of(q_THX, len(plan_N5), out_THX, width)
     starts, o = lengths_R if starts_R1 is None else starts_R1, o_THX.flatten(0, 1)
     given = Given(page_table_RM, lengths_R, starts, o, plan_N5, partial_o, partial_lse)
-    kind = num_heads, pages_PSX.shape[1], 0 if starts_R1 is None else width
-    run = compile_decode(*kind, *(() if way == PROVED else way))
+    run = compile_decode(num_heads, pages_PSX.shape[1], 0 if starts_R1 is None else width)
     run(q_THX, rotated_THA, pages_PSX, given, scale * LOG2_E)
     waits = follows(num_tokens, q_THX.device)
     more = {"RAGGED": starts_R1 is not None, "WAITS": waits, "launch_pdl": waits}
@@ -140,9 +126,9 @@ def latent_decode(
 
 
 @CachedCompile
-def compile_decode(num_heads: int, page_tokens: int, most_new: int, *ahead: int) -> Compiled:
-    """For at most `most_new` tokens of a row, or 0 if each has one and there is no starts_R1;
-    `ahead`: a Way, if it is not PROVED. Needs no GPU, only to know of one.
+def compile_decode(num_heads: int, page_tokens: int, most_new: int) -> Compiled:
+    """For at most `most_new` tokens of a row, or 0 if each has one and there is no starts_R1. Needs
+    no GPU, only to know of one.
     """
     any_ = cute.sym_int
     given = Given(
@@ -155,7 +141,7 @@ def compile_decode(num_heads: int, page_tokens: int, most_new: int, *ahead: int)
         partial_lse=like(Float32, any_(), 2, any_()),
     )
     compiled: Compiled = cute.compile(
-        LatentDecode(num_heads, page_tokens, most_new, Way(*ahead)),
+        LatentDecode(num_heads, page_tokens, most_new),
         like(BFloat16, any_(), num_heads, RANK, divisibility=8),
         like(BFloat16, any_(), num_heads, ROTATED, divisibility=8),
         like(BFloat16, any_(), page_tokens, WIDTH, divisibility=8),
@@ -196,12 +182,11 @@ class Note(NamedTuple):
 
 
 class LatentDecode:
-    def __init__(self, num_heads: int, page_tokens: int, most_new: int, way: Way) -> None:
+    def __init__(self, num_heads: int, page_tokens: int, most_new: int) -> None:
         self.num_heads, self.page_tokens = num_heads, page_tokens
         self.ragged, self.most_new = most_new > 0, max(1, most_new)
         self.tiles = num_tiles(num_heads, self.most_new)
-        self.parts, self.rests = way.parts, way.rests
-        self.cluster = 2 if way.shares and self.tiles % 2 == 0 else 1
+        self.cluster = 1 + (self.tiles % 2 == 0)
         self.box_heads = min(num_heads, PAIRS)
         self.boxes = min(PAIRS // self.box_heads, self.most_new)  # of queries, of a tile
         self.unit = min(BLOCK, page_tokens)  # tokens of a block that lie in one page
@@ -259,8 +244,8 @@ class LatentDecode:
                 arch.mbarrier_init(shared.q_full, 1)
                 arch.mbarrier_init(shared.q_empty, 4)
                 for stage in cutlass.range_constexpr(STAGES):
-                    for part in cutlass.range_constexpr(self.parts):
-                        arch.mbarrier_init(shared.full + stage * self.parts + part, 1)
+                    for part in cutlass.range_constexpr(PARTS):
+                        arch.mbarrier_init(shared.full + stage * PARTS + part, 1)
                     arch.mbarrier_init(shared.weighed + stage, 4)
                     arch.mbarrier_init(shared.empty + stage, 4 * SUMMERS * self.cluster)
             arch.mbarrier_init_fence()
@@ -291,7 +276,7 @@ class LatentDecode:
         tensors = [smem.allocate_tensor(BFloat16, x.outer, 1024, x.inner) for x in rings]
         notes = smem.allocate_tensor(Int32, cute.make_layout((len(Note._fields), STAGES)), 16)
         sums = smem.allocate_tensor(Float32, cute.make_layout((3, PAIRS, STAGES)), 16)
-        barriers = [smem.allocate_array(Int64, STAGES * n) for n in (self.parts, 1, 1)]
+        barriers = [smem.allocate_array(Int64, STAGES * n) for n in (PARTS, 1, 1)]
         barriers += [smem.allocate_array(Int64, 1) for _ in range(2)]
         return Shared(*tensors, notes, sums, *barriers)
 
@@ -329,7 +314,7 @@ class LatentDecode:
         early = cutlass.max(early, 0)
         i, stage, phase, q_phase = Int32(0), Int32(0), Int32(1), Int32(1)
         while left >= 0:
-            full = shared.full + stage * self.parts
+            full = shared.full + stage * PARTS
             if i == early:
                 arch.griddepcontrol_wait()
                 if total > 0:
@@ -352,8 +337,8 @@ class LatentDecode:
                     for n in cutlass.range_constexpr(len(note)):
                         shared.notes[n, stage] = note[n]
                     units = cutlass.min((tokens + self.unit - 1) // self.unit, self.units)
-                    num_bytes = units * (2 * self.unit * WIDTH // self.parts)
-                    for part in cutlass.range_constexpr(self.parts):
+                    num_bytes = units * (2 * self.unit * WIDTH // PARTS)
+                    for part in cutlass.range_constexpr(PARTS):
                         arch.mbarrier_arrive_and_expect_tx(full + part, num_bytes)
                 pages = (window, (block - base) * self.units)
                 self.copy_block(latents, (full, stage), (block, tokens), pages)
@@ -431,7 +416,7 @@ class LatentDecode:
                     target = to[None, nth, line, stage]
                     if cutlass.const_expr(line == LINES):
                         target = to_rotated[None, nth, 0, stage]
-                    barrier = full + line * self.parts // (LINES + 1)
+                    barrier = full + line * PARTS // (LINES + 1)
                     cute.copy(
                         atom, source[None, place, line, page], target, tma_bar_ptr=barrier, **more
                     )
@@ -466,7 +451,7 @@ class LatentDecode:
         highest, total = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         fades = cute.make_rmem_tensor(2, Float32)
         stage, phase, q_phase = Int32(0), Int32(0), Int32(0)
-        arch.mbarrier_wait(shared.full + stage * self.parts, phase)
+        arch.mbarrier_wait(shared.full + stage * PARTS, phase)
         query, count, seen, tokens, flags = self.note(shared, stage)
         while query >= 0:
             if flags & BEGINS != 0:
@@ -476,8 +461,8 @@ class LatentDecode:
                 total.fill(0.0)
             warpgroup.fence()
             for n in cutlass.range_constexpr(STEPS):
-                if cutlass.const_expr(n > 0 and n % (STEPS // self.parts) == 0):
-                    part = stage * self.parts + n // (STEPS // self.parts)
+                if cutlass.const_expr(n > 0 and n % (STEPS // PARTS) == 0):
+                    part = stage * PARTS + n // (STEPS // PARTS)
                     arch.mbarrier_wait(shared.full + part, phase)
                 atom, step = more if n > 0 else fresh, (None, None, n % (RANK // 16))
                 a, b = (q, k) if n < RANK // 16 else (q_rotated, k_rotated)
@@ -506,7 +491,7 @@ class LatentDecode:
             if stage == STAGES:
                 stage = Int32(0)
                 phase ^= 1
-            arch.mbarrier_wait(shared.full + stage * self.parts, phase)
+            arch.mbarrier_wait(shared.full + stage * PARTS, phase)
             query, count, seen, tokens, flags = self.note(shared, stage)
 
     @cute.jit
@@ -536,9 +521,8 @@ class LatentDecode:
             best = arch.fmax(best, s[n])
         for distance in (1, 2):
             best = arch.fmax(best, arch.shuffle_sync_bfly(best, distance))
-        if self.rests:
-            is_near = (best - highest[r]) * scale <= NEAR
-            best = cutlass.select_(is_near, highest[r], best)
+        is_near = (best - highest[r]) * scale <= NEAR
+        best = cutlass.select_(is_near, highest[r], best)
         fades[r] = arch.exp2((highest[r] - best) * scale)
         base = best * scale
         weights = [arch.exp2(s[n] * scale - base) for n in places]
@@ -590,18 +574,16 @@ class LatentDecode:
         more.set(warpgroup.Field.ACCUMULATE, True)
         sums = cute.make_rmem_tensor((2, 2), Float32)
         stage, phase = Int32(0), Int32(0)
-        arch.mbarrier_wait(shared.full + stage * self.parts, phase)
+        arch.mbarrier_wait(shared.full + stage * PARTS, phase)
         query, count, _, _, flags = self.note(shared, stage)
         while query >= 0:
             arch.mbarrier_wait(shared.weighed + stage, phase)
-            for part in cutlass.range_constexpr(1, self.parts):
-                arch.mbarrier_wait(shared.full + stage * self.parts + part, phase)
+            for part in cutlass.range_constexpr(1, PARTS):
+                arch.mbarrier_wait(shared.full + stage * PARTS + part, phase)
             fades = [shared.sums[0, self.pair_of(r), stage] for r in range(2)]
-            if cutlass.const_expr(self.rests):
-                if arch.vote_any_sync((fades[0] != 1) | (fades[1] != 1)):
-                    self.fade(o, fades)
-            else:
-                self.fade(o, fades)
+            if arch.vote_any_sync((fades[0] != 1) | (fades[1] != 1)):
+                for n in cutlass.range_constexpr(cute.size(o)):
+                    o[n] = o[n] * fades[n // 2 % 2]
             warpgroup.fence()
             first.set(warpgroup.Field.ACCUMULATE, flags & BEGINS == 0)
             for step in cutlass.range_constexpr(BLOCK // 16):
@@ -622,12 +604,8 @@ class LatentDecode:
             if stage == STAGES:
                 stage = Int32(0)
                 phase ^= 1
-            arch.mbarrier_wait(shared.full + stage * self.parts, phase)
+            arch.mbarrier_wait(shared.full + stage * PARTS, phase)
             query, count, _, _, flags = self.note(shared, stage)
-
-    def fade(self, o: cute.Tensor, fades: list[Float32]) -> None:
-        for n in range(cute.size(o)):
-            o[n] = o[n] * fades[n // 2 % 2]
 
     @cute.jit
     def leave(self, o: cute.Tensor, sums: cute.Tensor, r: int, row: tuple, given: Given) -> None:

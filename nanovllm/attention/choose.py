@@ -36,8 +36,6 @@ def choose_backend(
     like = pageless(layout, page_tokens, dtype)
     asked = kernels.attention
     known = [name for name in PREFERRED[device.type] if name in BACKENDS]
-    if layout.paged[0].v_size == 0:  # flash's kernels for what is expanded have not run on a GPU
-        known = [name for name in known if name != "flash"]
     for name in known if asked == "auto" else (asked,):
         backend = resolve(BACKENDS, name)
         if (reason := backend.supports(device, layout, page_tokens)) is not None:

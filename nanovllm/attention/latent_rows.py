@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from nanovllm_kernels import latent_decode as triton_decode
+from nanovllm_kernels.case import bits
 from nanovllm_kernels.latent_reference import dequantised
 from torch import Tensor
 
@@ -104,10 +105,14 @@ class Chunks:
         return out_THA
 
 
+def can_expand(size: int, value: int, dtype: str) -> bool:
+    """Whether flash-attn-4's kernel is for heads of so many elements."""
+    return dtype == "bfloat16" and all(width % 8 == 0 and width <= 256 for width in (size, value))
+
+
 def expands_cheaper(batch: Batch, cache: Latents, q_THA: Tensor) -> bool:
-    """Whether to expand; flash-attn-4's heads have up to 256 elements, a multiple of 8."""
     size, value, (_, key, rank) = q_THA.shape[2], cache.width, cache.key_HAX.shape
-    if any(width % 8 or width > 256 for width in (size, value)) or q_THA.itemsize > 2:
+    if not can_expand(size, value, bits(q_THA.dtype)):
         return False
     rows = [(c.start, c.num_tokens) for c in batch.planned]
     rows = rows or [(0, batch.max_new)] * len(batch.lengths_R)

@@ -19,6 +19,7 @@ from torch import Tensor
 from nanovllm.attention.base import ForwardContext
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.latent import LatentHeads, Latents
+from nanovllm.attention.latent_rows import can_expand
 from nanovllm.config import Recipe
 from nanovllm.layers.fp8 import block_rows_of, to_fp8
 from nanovllm.layers.linear import AddLinear, Layer, Linear, NormLinear, Placement, parameter
@@ -104,10 +105,10 @@ class LatentAttention(Layer):
         """What attention needs that is compiled."""
         found: list[Job] = []
         num_heads = self.out.weight.shape[1] // self.sizes.value
-        if recipe.kernels.attention == "flash":
+        sizes = self.sizes.key + self.sizes.rotated, self.sizes.value, recipe.dtype
+        if recipe.kernels.attention == "flash" and can_expand(*sizes):
             from nanovllm_kernels.flash_prefill import compile_expanded
 
-            sizes = self.sizes.key + self.sizes.rotated, self.sizes.value, recipe.dtype
             found += [compile_expanded.job(*sizes, kind) for kind in (0, 1)]
         if recipe.kernels.decode == "cute":
             from nanovllm_kernels.latent_decode_cute import compile_decode

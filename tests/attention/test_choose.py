@@ -85,8 +85,10 @@ def test_hopper_s_own_kernels_and_what_began_with_hopper(
     assert not is_hopper(device)
 
 
-@pytest.mark.parametrize(("asked", "chosen"), [("auto", "triton"), ("flash", "flash")])
-def test_latents_get_their_own_kernels_and_flash_by_name_alone(
+@pytest.mark.parametrize(
+    ("asked", "chosen"), [("auto", "flash"), ("flash", "flash"), ("triton", "triton")]
+)
+def test_latents_get_their_own_kernels_and_chunks_flash(
     asked: str, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nanovllm.attention.triton.TritonPaged.supports", lambda *_: None)

@@ -94,7 +94,7 @@ def test_expanded_chunks_agree_with_the_reference(
     recipe = replace(tiny[0].recipe, dtype="bfloat16", kernels=Kernels(attention="flash"))
     engine = engine_of(replace(tiny[0], recipe=recipe), cached, drafts=drafts)
     capture_on_tapes(engine.runner, [32, 64, 96])
-    agree(tiny, engine, cached)
+    agree(tiny, engine, cached, drafts=drafts)
     modes = engine.runner.steps_by_mode
     assert modes["PIECEWISE/mixed"] > 10 and modes["NONE/mixed"] == 0
     assert min(calls) > 50 and calls[1] % 3 == 0

@@ -189,6 +189,8 @@ def test_few_tokens_are_absorbed_and_many_expanded() -> None:
     assert not is_cheaper((10_000, 60), (0, 70)) and is_cheaper((10_000, 60), (0, 2000))
     assert is_cheaper(*[(0, 100)] * 11), "more than MOST_ABSORBED"
     assert not is_cheaper((0, 1)) and not is_cheaper((0, 500), wide=12)
+    kinds = (192, 128, "bfloat16"), (264, 128, "bfloat16"), (192, 128, "float32")
+    assert [latent_rows.can_expand(*kind) for kind in kinds] == [True, False, False]
 
 
 def test_pieces_end_where_rows_without_tokens_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,9 +44,9 @@ MODES = {
     "flash, triton decodes": Kernels(attention="flash", decode="triton"),
     "triton, eager": Kernels(attention="triton", cuda_graphs=False),
 }
-# The mean difference of a log-probability. Plain torch in bfloat16 has 0.053 to 0.065, and 0.37 at
+# The mean difference of a log-probability. Plain torch in bfloat16 has 0.053 to 0.071, and 0.37 at
 # most; latents in 8 bits 0.24 in float32. An lse of base 2 gives 0.20, pieces left out 1.5.
-TOLERANCE = {"auto": 0.09, "fp8": 0.35}
+TOLERANCE = {"auto": 0.11, "fp8": 0.35}
 ROOM = {"page_tokens": 64, "slots": 12, "max_tokens": 512}
 PROMPTS = [[*STEM * (1 + 4 * (i % 4)), *range(i, i + 5 + 23 * i)] for i in range(10)]
 
@@ -73,13 +73,12 @@ def test_choices_agree_with_the_reference(
     in_small_pieces(monkeypatch)
     recipe = replace(tiny[0].recipe, device="cuda", kernels=MODES[mode])
     engine = engine_of(replace(tiny[0], recipe=recipe), cached, drafts=drafts)
-    agree(tiny, engine, cached)
+    agree(tiny, engine, cached, drafts=drafts)
     modes = engine.runner.steps_by_mode
     if "eager" not in mode:
         assert modes["FULL/decode"] > 10
         assert modes["PIECEWISE/mixed"] + modes["PIECEWISE/prefill"] > 3
         assert modes["NONE/mixed"] + modes["NONE/prefill"] == 0
-    assert not drafts or engine.scheduler.stats().draft_tokens > 10
 
 
 def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,13 +93,21 @@ def engine_of(config: Config, cached: str, *, drafts: bool) -> WholeEngine:
     return WholeEngine(config, speculate=speculate, cache_dtype=cached, step_tokens=96, **ROOM)
 
 
-def agree(tiny: Made, engine: WholeEngine, cached: str) -> None:
-    """Requests that come one by one, and the reference's log-probabilities of what they chose."""
+def agree(tiny: Made, engine: WholeEngine, cached: str, *, drafts: bool) -> None:
+    """Requests that come one by one, and the reference's log-probabilities of what they chose.
+
+    With drafts they may choose tokens of the prompts' stem alone, so that all are found again, and
+    every other request one token, so that drafts are right.
+    """
     asked = Sampling(temperature=0.0, logprobs=1)
     for i, prompt in enumerate(PROMPTS):
-        engine.submit(i, prompt, 24, asked)
+        allowed = (STEM, STEM[2:3])[i % 2] if drafts else ()
+        biased = replace(asked, logit_bias=dict.fromkeys(allowed, 100.0))
+        engine.submit(i, prompt, 24, biased)
         engine.loop.step()
     engine.run()
+    stats = engine.scheduler.stats()
+    assert not drafts or (stats.draft_tokens > 40 and stats.accepted_tokens > 20), stats
     off = []
     for i, prompt in enumerate(PROMPTS):
         expected = reference_logprobs(tiny[1], prompt, engine.text[i])

@@ -114,7 +114,12 @@ def test_attention_of_latents(drafts: int, folder: Path) -> None:
     found = resolved(load_config(str(RECIPES / "deepseek-r1.yaml"), changes))
     chosen = replace(found.recipe.kernels, attention="flash", decode="cute")
     recipe = replace(found.recipe, dtype="bfloat16", kernels=chosen)
-    asked = jobs_for(dataclasses.replace(found, recipe=recipe))[: 3 + bool(drafts)]
+    in_float32 = replace(recipe, dtype="float32")
+    asked, wide = (
+        jobs_for(dataclasses.replace(found, recipe=of))[:count]
+        for of, count in ((recipe, 3 + bool(drafts)), (in_float32, None))
+    )
+    assert not [job for job in wide if "compile_expanded" in job.function]
     assert {(job.function.rpartition(".")[2], job.arguments) for job in asked} == {
         ("flash_prefill:compile_expanded", "(192, 128, 'bfloat16', 0)"),
         ("flash_prefill:compile_expanded", "(192, 128, 'bfloat16', 1)"),
