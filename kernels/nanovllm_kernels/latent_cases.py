@@ -112,7 +112,7 @@ def timed_rows() -> list[Rows]:
     spread = tuple(torch.linspace(100, 4096, 128).int()[order].tolist())
     shapes = [
         ((length,) * R, heads, 0, f"R={R} ctx={length}")
-        for R, length in ((128, 4096), (1, 4096), (64, 1024), (256, 256))
+        for R, length in ((128, 4096), (1, 4096), (1, 256), (64, 1024), (256, 256))
         for heads in (16, 128)
     ]
     shapes += [((4096,) * 128, 16, width, f"R=128 ctx=4096 W={width}") for width in (2, 4)]

@@ -1,8 +1,8 @@
 """Latent attention of the new tokens of each row over its pages of latents.
 
 Meaning: nanovllm_kernels.latent_reference. Work is cut as in paged_decode: rows' contexts are one
-line of blocks, of which each lane of programs has an equal share, and merge_kernel merges what a
-row's lanes found.
+line of blocks, of which each lane of programs has an equal share, and latent_merge_kernel merges
+what a row's lanes found.
 
 Decision: tokens of the cache are the rows of a tensor core's tile, and pairs of a query and a head
 its columns, in both products: scores[token, pair] and o[element of a latent, pair]. Columns come by
@@ -12,6 +12,9 @@ for the mean.
 
 Decision: a lane has a loop for each row, not one across rows as in paged_decode: queries of 18 KiB
 and more stay in shared memory for a row.
+
+Decision: parts of few rows are merged by programs of a row, of many rows by those of a lane. For
+one row of 128 heads 8,448 programs, nearly all of a lane without a row, took 10 us.
 
 Decision: latents of 8 bits have a scale for each token, so it multiplies a score and a weight, not
 elements. As bits of it may exceed float16, the running maximum is of score + log2(scale), of the
@@ -36,14 +39,13 @@ from nanovllm_kernels.paged_decode import (
     FLOAT16_LIFT,
     beside_cache,
     dot,
-    merge_kernel,
     page_of,
     plan_lanes,
     queries_of,
     results_of,
 )
 
-MERGED = 32  # partial results combined at once, of 512 elements, at most
+MERGED, SUMMED = 64, 4096  # of a row's parts a program has so many at once, and numbers of them
 
 
 class Shape(NamedTuple):
@@ -130,12 +132,15 @@ def merge(
 ) -> None:
     """What several lanes found of a row becomes its result."""
     rank, (num_lanes, _, num_pairs) = o_THX.shape[2], partial_lse.shape
-    each = triton.cdiv(num_lanes * more["W"], len(o_THX))  # lanes of a row
-    merged = min(MERGED, triton.next_power_of_2(each + 1))
-    sizes = dict(A=rank, A_BLOCK=triton.next_power_of_2(rank), MERGED=merged)
-    sizes["num_warps"] = max(1, merged // 4)
-    tensors = partial_o, partial_lse, starts_R1, plan_N5, o_THX
-    merge_kernel[(num_pairs, num_lanes)](*tensors, **sizes, **more)
+    num_rows = len(o_THX) if starts_R1 is None else len(starts_R1) - 1
+    merged = min(MERGED, triton.next_power_of_2(triton.cdiv(num_lanes, num_rows) + 1))
+    columns = min(SUMMED // merged, triton.next_power_of_2(rank))
+    is_few = num_rows < num_lanes
+    sizes = dict(X=rank, X_BLOCK=columns, MERGED=merged, num_warps=max(1, merged * columns // 1024))
+    sizes["LANES"] = triton.next_power_of_2(num_lanes) if is_few else 0
+    latent_merge_kernel[(num_pairs, triton.cdiv(rank, columns), min(num_rows, num_lanes))](
+        *(partial_o, partial_lse, starts_R1, plan_N5, o_THX, num_lanes), **sizes, **more
+    )
 
 
 @triton.jit(
@@ -143,40 +148,13 @@ def merge(
     do_not_specialize_on_alignment=["page_table_RM", "starts_R1", "lengths_R"],
 )
 def latent_decode_kernel(
-    q_THX,
-    rotated_THA,
-    latents_PSX,
-    keys_PSA,
-    scales_PS,
-    page_table_RM,
-    starts_R1,
-    lengths_R,
-    plan_N5,
-    o_THX,
-    partial_o,
-    partial_lse,
-    q_stride,
-    q_head_stride,
-    rotated_stride,
-    rotated_head_stride,
-    latent_stride,
-    key_stride,
-    table_stride,
-    table_width,
-    num_heads,
-    num_pairs,
-    scale,
-    RAGGED: tl.constexpr,
-    WAITS: tl.constexpr,
-    TILE: tl.constexpr,
-    X: tl.constexpr,
-    X_BLOCK: tl.constexpr,
-    A: tl.constexpr,
-    A_BLOCK: tl.constexpr,
-    S: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    q_THX, rotated_THA, latents_PSX, keys_PSA, scales_PS, page_table_RM, starts_R1, lengths_R,
+    plan_N5, o_THX, partial_o, partial_lse, q_stride, q_head_stride, rotated_stride,
+    rotated_head_stride, latent_stride, key_stride, table_stride, table_width, num_heads, num_pairs,
+    scale, RAGGED: tl.constexpr, WAITS: tl.constexpr, TILE: tl.constexpr, X: tl.constexpr,
+    X_BLOCK: tl.constexpr, A: tl.constexpr, A_BLOCK: tl.constexpr, S: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     if WAITS:
         tl.extra.cuda.gdc_wait()
     lane = tl.program_id(1)
@@ -252,6 +230,48 @@ def latent_decode_kernel(
         count -= stop - start
         row += 1
         start = 0
+
+
+@triton.jit(do_not_specialize_on_alignment=["starts_R1"])
+def latent_merge_kernel(
+    partial_o, partial_lse, starts_R1, plan_N5, o_THX, num_lanes, W: tl.constexpr,
+    RAGGED: tl.constexpr, X: tl.constexpr, X_BLOCK: tl.constexpr, LANES: tl.constexpr,
+    MERGED: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    """Columns of one token and head of a row that a lane begins and others finish, if it is such a
+    row: that of this lane, or with LANES this row, which looks for its lane.
+    """
+    pair, num_pairs, lane = tl.program_id(0), tl.num_programs(0), tl.program_id(2)
+    if LANES:
+        row, every = lane, tl.arange(0, LANES)
+        over = tl.load(plan_N5 + every * 5 + 4, every < num_lanes, 0)
+        over = tl.where(tl.load(plan_N5 + every * 5 + 3, over > 0, 0) == row, over, 0)
+        lane, num_parts = tl.max(tl.where(over > 0, every, 0), 0), tl.max(over, 0)
+    else:
+        row, num_parts = tl.load(plan_N5 + lane * 5 + 3), tl.load(plan_N5 + lane * 5 + 4)
+    if WAITS:  # before any return: what follows waits for this kernel only
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    first, num_new = queries_of(starts_R1, row, RAGGED)
+    num_heads = num_pairs // W
+    if (num_parts == 0) | (pair >= num_new * num_heads):
+        return
+    x = tl.program_id(1) * X_BLOCK + tl.arange(0, X_BLOCK)
+    highest, total = -float("inf"), 0.0
+    o = tl.zeros([X_BLOCK], tl.float32)
+    for nth_part in range(0, num_parts, MERGED):
+        nth = nth_part + tl.arange(0, MERGED)
+        part = ((lane + nth) * 2 + (nth == 0).to(tl.int32)) * num_pairs + pair
+        inside = (nth < num_parts)[:, None] & (x < X)[None, :]
+        each = tl.load(partial_o + part[:, None] * X + x[None, :], inside, 0.0)
+        lse = tl.load(partial_lse + part, nth < num_parts, -float("inf"))
+        new_highest = tl.maximum(highest, tl.max(lse, 0))
+        weights, fade = tl.exp2(lse - new_highest), tl.exp2(highest - new_highest)
+        total = total * fade + tl.sum(weights, 0)
+        o = o * fade + tl.sum(each * weights[:, None], 0)
+        highest = new_highest
+    at = o_THX + (first.to(tl.int64) * num_heads + pair) * X + x
+    tl.store(at, (o / total).to(o_THX.dtype.element_ty), x < X)
 
 
 # 16 bit: weights and the result are each rounded by half an ulp; queries of 8-bit latents are

@@ -46,9 +46,8 @@ def latent_store(
 
 
 @triton.jit
-def rotated(x, angles, inside, HALF: tl.constexpr):
-    """Elements 2 i and 2 i + 1 of each of x's rows, turned by angle i; `inside`: of these pairs."""
-    cos, sin = tl.load(angles, inside, 0.0), tl.load(angles + HALF, inside, 0.0)
+def rotated(x, cos, sin):
+    """Elements 2 i and 2 i + 1 of each of x's rows, turned by angle i."""
     first, second = tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1] // 2, 2]))
     turned = tl.join(first * cos - second * sin, second * cos + first * sin)
     return tl.reshape(turned, x.shape).to(x.dtype)
@@ -56,56 +55,38 @@ def rotated(x, angles, inside, HALF: tl.constexpr):
 
 @triton.jit
 def latent_store_kernel(
-    kv_TX,
-    norm_weight_X,
-    q_THA,
-    cos_sin_LA,
-    positions_T,
-    slot_mapping_T,
-    latents_PSX,
-    keys_PSA,
-    scales_PS,
-    kv_stride,
-    latent_stride,
-    key_stride,
-    eps,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-    H: tl.constexpr,
-    A: tl.constexpr,
-    X: tl.constexpr,
-    X_BLOCK: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-    WAITS: tl.constexpr,
-):
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
+    kv_TX, norm_weight_X, q_THA, cos_sin_LA, positions_T, slot_mapping_T, latents_PSX, keys_PSA,
+    scales_PS, kv_stride, latent_stride, key_stride, eps, LEAST: tl.constexpr, MOST: tl.constexpr,
+    H: tl.constexpr, A: tl.constexpr, X: tl.constexpr, X_BLOCK: tl.constexpr, HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
     PARTS: tl.constexpr = 1 + (H + HEADS - 1) // HEADS
     token, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     pair, a = tl.arange(0, HALF_BLOCK)[None, :], tl.arange(0, 2 * HALF_BLOCK)[None, :]
     angles = cos_sin_LA + tl.load(positions_T + token) * (2 * HALF) + pair
+    cos, sin = tl.load(angles, pair < HALF, 0.0), tl.load(angles + HALF, pair < HALF, 0.0)
     if part > 0:
         head = ((part - 1) * HEADS + tl.arange(0, HEADS))[:, None]
         at = q_THA + (token * H + head + 1) * A - 2 * HALF + a
         inside = (a < 2 * HALF) & (head < H)
-        tl.store(at, rotated(tl.load(at, inside, 0.0), angles, pair < HALF, HALF), inside)
+        if WAITS:  # what is read before is older than the model's first kernel
+            tl.extra.cuda.gdc_wait()
+        tl.store(at, rotated(tl.load(at, inside, 0.0), cos, sin), inside)
     else:
         kv_TX += token * kv_stride
-        slot = tl.load(slot_mapping_T + token)
-        n = tl.arange(0, X_BLOCK)
-        latent = tl.load(kv_TX + n, n < X, 0.0)
+        slot, n = tl.load(slot_mapping_T + token), tl.arange(0, X_BLOCK)
+        weight = tl.load(norm_weight_X + n, n < X, 0.0).to(tl.float32)
+        if WAITS:
+            tl.extra.cuda.gdc_wait()
+        latent, key = tl.load(kv_TX + n, n < X, 0.0), tl.load(kv_TX + X + a, a < 2 * HALF, 0.0)
         wide = latent.to(tl.float32)
         wide = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / X + eps)).to(latent.dtype).to(tl.float32)
-        wide *= tl.load(norm_weight_X + n, n < X, 0.0).to(tl.float32)
-        normed = wide.to(latent.dtype)
+        normed = (wide * weight).to(latent.dtype)
         if scales_PS is not None:
             wide = normed.to(tl.float32)
             scale = tl.maximum(tl.max(tl.abs(wide), 0) / MOST, LEAST, tl.PropagateNan.ALL)
             tl.store(scales_PS + slot * (latent_stride // 4), scale)
             normed = quantised(wide, scale, latents_PSX)
         tl.store(latents_PSX + slot * latent_stride + n, normed, n < X)
-        key = tl.load(kv_TX + X + a, a < 2 * HALF, 0.0)
-        key = rotated(key, angles, pair < HALF, HALF).to(keys_PSA.dtype.element_ty)
+        key = rotated(key, cos, sin).to(keys_PSA.dtype.element_ty)
         tl.store(keys_PSA + slot * key_stride + a, key, a < 2 * HALF)

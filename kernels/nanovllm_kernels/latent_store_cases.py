@@ -14,8 +14,7 @@ from nanovllm_kernels.latent_store import latent_store
 SIZES = (  # tokens, heads, their elements, the latent's, those that are rotated
     ((9, 11, 40, 80, 24), torch.bfloat16),
     ((4, 2, 12, 24, 4), torch.float32),
-    ((128, 128, 192, 512, 64), torch.bfloat16),
-    ((8192, 128, 192, 512, 64), torch.bfloat16),
+    *(((tokens, 128, 192, 512, 64), torch.bfloat16) for tokens in (1, 8, 64, 128, 8192)),
 )
 
 
@@ -58,8 +57,8 @@ LATENT_STORE = Kernel(
         Case(
             f"{'+'.join(map(str, sizes))} {bits(dtype)}{' fp8' * is_fp8}",
             partial(inputs, sizes, dtype, is_fp8),
-            small=sizes[0] < 100,
-            num_bytes=4 * sizes[0] * ((sizes[1] + 1) * sizes[4] + sizes[3]) * (sizes[0] > 100),
+            small=sizes[1] < 100,
+            num_bytes=4 * sizes[0] * ((sizes[1] + 1) * sizes[4] + sizes[3]) * (sizes[1] > 100),
         )
         for sizes, dtype in SIZES
         for is_fp8 in (False, True)

@@ -50,6 +50,14 @@ for pairs, num_warps in ((16, 4), (64, 8)):
     compiled(latent_decode_kernel, types, num_warps, RAGGED=True, WAITS=True, TILE=pairs, X=512,
              X_BLOCK=512, A=64, A_BLOCK=64, S=128, BLOCK=32, STAGES=3, **SCALES)
 """,
+    "latent_merge": """
+from nanovllm_kernels.latent_decode import latent_merge_kernel
+types = dict(starts_R1="*i32", plan_N5="*i32", o_THX="*bf16", partial_o="*fp32",
+             partial_lse="*fp32")
+for lanes, merged, columns in ((128, 64, 64), (0, 2, 512)):
+    compiled(latent_merge_kernel, types, merged * columns // 1024, W=4, RAGGED=True, X=512,
+             X_BLOCK=columns, LANES=lanes, MERGED=merged, WAITS=True)
+""",
     "few_fp8": """
 from nanovllm_kernels.few_fp8 import SHAPES, few_fp8_kernel
 is_quantised = not SCALES
