@@ -1,7 +1,6 @@
-"""The weighted sum of what a token's experts give.
+"""The weighted sum of what a token's experts give, where no product of theirs sums up.
 
-Meaning: nanovllm_kernels.experts_reference.combine. Decision: a launch of its own. With down's
-products in the same one, a token of 30B-A3B took 0.7 us less of some 70 a layer, two took 6.7 more.
+Meaning: nanovllm_kernels.experts_reference.combine.
 """
 
 from __future__ import annotations

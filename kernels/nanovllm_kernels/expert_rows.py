@@ -38,28 +38,14 @@ def sort_rows(experts_TK: Tensor, first_expert: int, num_experts: int, tile: int
         args = experts_TK, counts_XE, num_pairs
         count_kernel[(num_blocks,)](*args, **ours, PLACED=placed, **options)
         add_kernel[(triton.cdiv(block, ADDED),)](
-            counts_XE,
-            num_blocks,
-            BLOCKS=triton.next_power_of_2(num_blocks),
-            EXPERTS=block,
-            ADDED=min(ADDED, block),
-            num_warps=8,
-            **options,
-        )
+            counts_XE, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks), EXPERTS=block,
+            ADDED=min(ADDED, block), num_warps=8, **options,
+        )  # fmt: skip
     sort_kernel[(num_blocks + 1,)](
-        experts_TK,
-        counts_XE,
-        *tensors_of(rows),
-        num_pairs,
-        len(rows.tile_start_X),
-        PLACED=placed,
-        CHUNK=CHUNK,
-        COUNTED=min(triton.next_power_of_2(num_pairs), COUNTED),
-        TILE=tile,
-        num_warps=placed // 8,
-        **ours,
-        **options,
-    )
+        experts_TK, counts_XE, *tensors_of(rows), num_pairs, len(rows.tile_start_X), PLACED=placed,
+        CHUNK=CHUNK, COUNTED=min(triton.next_power_of_2(num_pairs), COUNTED), TILE=tile,
+        num_warps=placed // 8, **ours, **options,
+    )  # fmt: skip
     return rows
 
 

@@ -9,6 +9,11 @@ Decision: weights of block fp8 become float16 in registers, exactly and by one i
 bfloat16 takes three, and these took longer than memory. So tokens do, too, times a power of two: up
 to 4e6 they stand for themselves, and from 1/256 down they are off by 2e-6 at most, which is less
 than 8 bits would cost them. Each sum over 128 inputs is scaled by itself, in float32.
+
+Decision: of so few tokens that rows are not sorted, down's product adds up what a token's experts
+give. Tensor cores take 64 rows of weights and no less than 8 columns, of which a pair fills one: so
+a program's rows are some features of all of a token's experts, its columns are their inputs, and
+what counts is where they meet. A launch less, and no program waits for another.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm_kernels.combine import store_sum
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.experts_reference import ExpertProducts
 from nanovllm_kernels.paged_decode import dot
@@ -74,8 +80,26 @@ def expert_down(
     num_chosen: int,
 ) -> Tensor:
     y_XD = y_XF.new_empty(len(y_XF), down_EDF.shape[1])
-    _product(y_XF, down_EDF, scale_EXX, rows, num_chosen, y_XD, gated=False)
+    _product(y_XF, down_EDF, scale_EXX, rows, num_chosen, y_XD)
     return y_XD
+
+
+def down_combine(
+    y_XF: Tensor,
+    down_EDF: Tensor,
+    scale_EXX: Tensor | None,
+    rows: Chosen,
+    weights_TK: Tensor,
+    shared_TD: Tensor | None = None,
+    residual_TD: Tensor | None = None,
+) -> Tensor:
+    """What `combine` gives of expert_down. Overwrites the stream, if there is one, with it."""
+    num_tokens, num_chosen = weights_TK.shape
+    x_TD = y_XF.new_empty(num_tokens, down_EDF.shape[1]) if residual_TD is None else residual_TD
+    assert weights_TK.is_contiguous() and x_TD.is_contiguous()
+    assert shared_TD is None or shared_TD.is_contiguous()
+    _product(y_XF, down_EDF, scale_EXX, rows, num_chosen, x_TD, weights_TK, shared_TD, residual_TD)
+    return x_TD
 
 
 def _product(
@@ -85,46 +109,60 @@ def _product(
     rows: ExpertRows | Chosen,
     num_chosen: int,
     out_XN: Tensor,
-    *,
-    gated: bool,
+    weights_TK: Tensor | None = None,
+    shared_TD: Tensor | None = None,
+    residual_TD: Tensor | None = None,
+    gated: bool = False,
 ) -> None:
     num_features, depth = out_XN.shape[1], x_XD.shape[1]
     assert weight_END.is_contiguous() and x_XD.stride(1) == 1
     assert scale_EXX is None or scale_EXX.is_contiguous()
     tile = ALONE if isinstance(rows, Chosen) and scale_EXX is not None else rows.tile
     shape = SHAPES.get((tile, weight_END.itemsize), OTHER)
-    features = shape.weights // (1 + gated)
-    waits = follows(len(out_XN) // num_chosen, x_XD.device)
+    together = 1 if weights_TK is None else num_chosen  # experts
+    parts = 2 if gated else triton.next_power_of_2(together)
+    features = max(1, shape.weights // parts)
     tables: tuple[Tensor | None, ...] = None, None, None
     experts = rows.experts_TK.view(-1) if isinstance(rows, Chosen) else rows.tile_expert_X
     if isinstance(rows, ExpertRows):
         tables = rows.pair_of_X, rows.starts_E1, rows.tile_start_X
-    product_kernel[(triton.cdiv(num_features, features), len(experts))](
-        x_XD, weight_END, scale_EXX, experts, *tables, out_XN, x_XD.stride(0), num_chosen,
-        N=num_features, D=depth, GATED=gated, FEATURES=features, TILE=tile,
-        DEPTH=shape.depth, STAGES=shape.stages, WAITS=waits, launch_pdl=waits,
-        num_warps=shape.warps,
+    waits = follows(len(x_XD) if gated else len(x_XD) // num_chosen, x_XD.device)
+    product_kernel[(triton.cdiv(num_features, features), len(experts) // together)](
+        x_XD, weight_END, scale_EXX, experts, *tables, weights_TK, shared_TD, residual_TD, out_XN,
+        x_XD.stride(0), num_chosen, N=num_features, D=depth, GATED=gated, TOGETHER=together,
+        FEATURES=features, TILE=max(tile, parts), DEPTH=shape.depth, STAGES=shape.stages,
+        WAITS=waits, launch_pdl=waits, num_warps=shape.warps,
     )  # fmt: skip
 
 
 @triton.jit
 def product_kernel(
-    x_XD, weight_END, scale_EXX, tile_expert_X, pair_of_X, starts_E1, tile_start_X, out_XN,
-    x_stride, num_chosen, N: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr,
-    FEATURES: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    WAITS: tl.constexpr,
+    x_XD, weight_END, scale_EXX, tile_expert_X, pair_of_X, starts_E1, tile_start_X, weights_TK,
+    shared_TD, residual_TD, out_XN, x_stride, num_chosen, N: tl.constexpr, D: tl.constexpr,
+    GATED: tl.constexpr, TOGETHER: tl.constexpr, FEATURES: tl.constexpr, TILE: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    PARTS: tl.constexpr = 2 if GATED else 1
+    """A tile of features, of a tile of sorted rows, of a pair, or of a token with weights_TK."""
+    PARTS: tl.constexpr = 2 if GATED else triton.next_power_of_2(TOGETHER)
     if WAITS and GATED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # Rows were sorted two launches before the product that is not gated: no need to wait for them.
-    expert = tl.load(tile_expert_X + tl.program_id(1))
-    at = tl.program_id(1) + tl.arange(0, TILE)
+    part, feature = tl.arange(0, PARTS * FEATURES) // FEATURES, tl.arange(0, FEATURES)
+    first = tl.program_id(0) * FEATURES
+    within = first + tl.arange(0, PARTS * FEATURES) % FEATURES
+    exists, matrix = within < N, part
     if pair_of_X is None:
-        pair, valid = at, tl.arange(0, TILE) == 0
-        expert = tl.maximum(expert, 0)  # -1: of a token that is none
+        at = tl.program_id(1) * TOGETHER + tl.arange(0, TILE)
+        pair, valid = at, tl.arange(0, TILE) < TOGETHER
+        if weights_TK is None:
+            expert = tl.maximum(tl.load(tile_expert_X + tl.program_id(1)), 0)  # -1: nobody's
+        else:
+            expert, exists = 0, exists & (part < TOGETHER)
+            experts = tile_expert_X + tl.program_id(1) * TOGETHER + part
+            matrix = tl.maximum(tl.load(experts, part < TOGETHER, 0), 0).to(tl.int64)
     else:
+        expert = tl.load(tile_expert_X + tl.program_id(1))
         if expert < 0:  # a dead tile
             return
         at = tl.load(tile_start_X + tl.program_id(1)) + tl.arange(0, TILE)
@@ -132,19 +170,15 @@ def product_kernel(
         pair = tl.load(pair_of_X + at, valid, 0)
     source = pair // num_chosen if GATED else at
 
-    part, feature = tl.arange(0, PARTS * FEATURES) // FEATURES, tl.arange(0, FEATURES)
-    first = tl.program_id(0) * FEATURES
-    within = first + tl.arange(0, PARTS * FEATURES) % FEATURES
-    exists = within < N
     d = tl.arange(0, DEPTH)
-    weight = weight_END + expert.to(tl.int64) * (PARTS * N * D)
-    weight += (part * N + within)[:, None] * D + d[None, :]
+    weight = weight_END + tl.cast(expert, tl.int64) * (PARTS * N * D)
+    weight += (matrix * N + within)[:, None] * D + d[None, :]
     x_at = x_XD + source.to(tl.int64)[:, None] * x_stride + d[None, :]
     if scale_EXX is not None:
         ROWS: tl.constexpr = (N + SCALED - 1) // SCALED
         COLUMNS: tl.constexpr = (D + SCALED - 1) // SCALED
-        scale = scale_EXX + expert.to(tl.int64) * (PARTS * ROWS * COLUMNS)
-        scale += (part * ROWS + within // SCALED) * COLUMNS
+        scale = scale_EXX + tl.cast(expert, tl.int64) * (PARTS * ROWS * COLUMNS)
+        scale += (matrix * ROWS + within // SCALED) * COLUMNS
     if WAITS and not GATED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -169,8 +203,17 @@ def product_kernel(
         gate, up = sums.reshape(2, FEATURES, TILE).permute(1, 2, 0).split()
         sums = gate / (1 + tl.exp(-gate)) * up
     feature += first
-    out = out_XN + at.to(tl.int64)[None, :] * N + feature[:, None]
-    tl.store(out, sums.to(out_XN.dtype.element_ty), (feature < N)[:, None] & valid[None, :])
+    if weights_TK is not None:
+        sums = tl.sum(tl.where(part[:, None] == tl.arange(0, TILE)[None, :], sums, 0.0), 1)
+        share = weights_TK + tl.program_id(1) * TOGETHER + part
+        share = tl.load(share, part < TOGETHER, 0.0)
+        sums = sums.to(x_XD.dtype.element_ty).to(tl.float32) * share  # as of two launches
+        total = tl.sum(sums.reshape(PARTS, FEATURES), 0)
+        at = tl.program_id(1).to(tl.int64) * N + feature
+        store_sum(total, at, feature < N, shared_TD, residual_TD, out_XN)
+    else:
+        out = out_XN + at.to(tl.int64)[None, :] * N + feature[:, None]
+        tl.store(out, sums.to(out_XN.dtype.element_ty), (feature < N)[:, None] & valid[None, :])
 
 
 FEW_EXPERTS = ExpertProducts(

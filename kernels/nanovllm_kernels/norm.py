@@ -69,29 +69,13 @@ def _launch(
     waits = follows(num_rows, x_TD.device)
     num_experts = 0 if router_ED is None else len(router_ED)
     experts = min(8, triton.cdiv(HELD, block))  # of a program
+    warps = 8 if num_experts else min(max(block // 512, 1), 16)  # two 16-byte loads of bf16
     rms_norm_kernel[(num_rows, max(1, triton.cdiv(num_experts, experts)))](
-        x_TD,
-        residual_TD,
-        norm_weight_D,
-        y_TD,
-        router_ED,
-        logits_TE,
-        x_TD.stride(0),
-        x_TD.stride(-2),
-        0 if residual_TD is None else residual_TD.stride(0),
-        y_TD.stride(0),
-        eps,
-        SLICES=len(x_TD) if x_TD.ndim == 3 else 1,
-        WIDTH=width,
-        BLOCK=block,
-        E=num_experts,
-        EXPERTS=experts,
-        WAITS=waits,
-        launch_pdl=waits,
-        num_warps=8
-        if num_experts
-        else min(max(block // 512, 1), 16),  # 16 elements a thread: two 16-byte loads of bf16
-    )
+        x_TD, residual_TD, norm_weight_D, y_TD, router_ED, logits_TE, x_TD.stride(0),
+        x_TD.stride(-2), 0 if residual_TD is None else residual_TD.stride(0), y_TD.stride(0), eps,
+        SLICES=len(x_TD) if x_TD.ndim == 3 else 1, WIDTH=width, BLOCK=block, E=num_experts,
+        EXPERTS=experts, WAITS=waits, launch_pdl=waits, num_warps=warps,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -29,6 +29,7 @@ class ExpertKernels(NamedTuple):
     is_uniform: bool = False  # whether a hash chooses, for measurements
     unsorted: int = 0  # pairs at most, that `few` takes as they are, if all experts are here
     norm_router: Callable[..., tuple[Tensor, Tensor]] | None = None  # of few rows
+    down_combine: Callable[..., Tensor] | None = None  # of unsorted pairs, in one launch
     spread: Spread | None = None  # which experts each rank holds; None: an equal share
 
     def as_asked(self, asked: Experts) -> ExpertKernels:

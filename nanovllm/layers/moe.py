@@ -122,6 +122,9 @@ class Experts(Layer):
         if tile:
             rows = self.kernels.sort(experts_TK, self.experts.start, self.experts.count, tile)
         y_XF = products.gate_up(x_TD, self.gate_up, self.gate_up_scale, rows, self.num_chosen)
+        if isinstance(rows, Chosen) and self.kernels.down_combine is not None:
+            more = weights_TK, shared_TD, stream_TD
+            return self.kernels.down_combine(y_XF, self.down, self.down_scale, rows, *more)
         y_XD = products.down(y_XF, self.down, self.down_scale, rows, self.num_chosen)
         return self.kernels.combine(y_XD, weights_TK, rows.row_of_TK, shared_TD, stream_TD)
 

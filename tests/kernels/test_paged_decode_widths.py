@@ -28,7 +28,7 @@ KINDS = pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @in_parent
 def test_widths_in_the_interpreter() -> None:
     # numpy divides by zero without a word else
-    passes(__file__, 25, "-W", "error::RuntimeWarning")
+    passes(__file__, 28, "-W", "error::RuntimeWarning")
 
 
 def made(
@@ -152,3 +152,15 @@ def test_the_reference_sees_what_each_query_may() -> None:
         width=3,
     )
     assert o_THA.flatten().tolist() == [1.0, 1.5, 2.0, 2.5, 3.0]
+
+
+@in_interpreter
+@pytest.mark.parametrize("rows", [[(645, 4)], [(3, 1)], [(64, 2)]])
+def test_one_row_is_merged_by_its_first_lane(rows: list[tuple[int, int]]) -> None:
+    """Whether it is cut or not. What others would merge is nothing."""
+    args = planned(made(rows, (4, 2, 64)))
+    assert (args["plan_N5"][1:, 4] == 0).all()
+    expected_THA = paged_decode(**args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_decode, "MERGES_ONE_ROW_ALONE", True)
+        assert torch.equal(paged_decode(**args), expected_THA)

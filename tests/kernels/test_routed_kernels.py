@@ -16,9 +16,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from nanovllm_kernels import expert_rows, experts, route, route_reference
+from nanovllm_kernels import combine, expert_rows, experts, route, route_reference
+from nanovllm_kernels.case import normal
 from nanovllm_kernels.expert_cases import Routed
-from nanovllm_kernels.route_reference import ExpertRows, Placed, Routing
+from nanovllm_kernels.route_reference import Chosen, ExpertRows, Placed, Routing
 from nanovllm_kernels.routed_cases import sort_inputs
 
 from tests.interpreted import in_interpreter, in_parent, passes
@@ -32,7 +33,7 @@ GROUPS = Routing("sigmoid", renormalise=False, scale=2.0, num_groups=4, chosen_g
 
 @in_parent
 def test_in_the_interpreter() -> None:
-    passes(__file__, 22)
+    passes(__file__, 34)
 
 
 def assert_equal(found: ExpertRows, expected: ExpertRows) -> None:
@@ -129,7 +130,7 @@ def test_pairs_that_are_not_sorted_are_multiplied_alike(block_fp8: bool) -> None
     )
     experts_TK[5] = -1
     found = []
-    for each in (rows, route_reference.Chosen(experts_TK.view(2, 3))):
+    for each in (rows, Chosen(experts_TK.view(2, 3))):
         y_XF = experts.expert_gate_up(x_TD, gate_up, gate_up_scale, each, K)
         found.append(experts.expert_down(y_XF, down, down_scale, each, K))
     assert torch.equal(found[1][:5], found[0][rows.row_of_TK.view(-1)[:5].long()])
@@ -142,7 +143,7 @@ def test_numbers_beside_weights_of_8_bits_may_be_large_and_small() -> None:
     sizes_X = torch.logspace(-6, 6.6, 127)
     y_XF = torch.cat([sizes_X, torch.zeros(1)]).bfloat16()[None]
     one_EXX = torch.eye(128).to(torch.float8_e4m3fn)[None]
-    chosen = route_reference.Chosen(torch.zeros(1, 1, dtype=torch.int32))
+    chosen = Chosen(torch.zeros(1, 1, dtype=torch.int32))
     down = lambda y: experts.expert_down(y, one_EXX, torch.ones(1, 1, 1), chosen, 1)  # noqa: E731
     off_X = (down(y_XF).float() - y_XF.float()).abs()
     assert (off_X <= y_XF.float() * 2**-10 + 2e-6).all()
@@ -150,16 +151,44 @@ def test_numbers_beside_weights_of_8_bits_may_be_large_and_small() -> None:
     assert not down(y_XF).isfinite().any()
 
 
+@in_interpreter
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("block_fp8", [False, True])
+@pytest.mark.parametrize(("T", "K", "E"), [(1, 1, 3), (4, 8, 24), (3, 10, 16)])
+def test_down_and_sum_of_one_launch_are_those_of_two(T, K, E, block_fp8, adds) -> None:
+    """But for the order of the sum. An expert of nobody is any; the stream is overwritten."""
+    routed = Routed(T, K, E, 200, 136, block_fp8=block_fp8)
+    y_XF = normal(CPU, T * K, 200, dtype=torch.bfloat16)
+    weight = routed.weight(1, 136, 200, CPU)
+    experts_TK = torch.rand(T, E, generator=torch.Generator().manual_seed(T)).argsort(1)[:, :K]
+    experts_TK = experts_TK.int().contiguous()
+    experts_TK[T // 2, -1] = -1
+    rows = Chosen(experts_TK)
+    weights_TK = normal(CPU, T, K, dtype=torch.float32, seed=1).softmax(-1)
+    shared_TD, stream_TD = normal(CPU, 2, T, 136, dtype=torch.bfloat16, seed=2)
+    more = (shared_TD, stream_TD) if adds else (None, None)
+    y_XD = experts.expert_down(y_XF, *weight, rows, K)
+    expected_TD = combine.combine(
+        y_XD, weights_TK, None, *(x if x is None else x.clone() for x in more)
+    )
+    x_TD = experts.down_combine(y_XF, *weight, rows, weights_TK, *more)
+    assert (x_TD is stream_TD) is adds and x_TD.abs().mean() > 0.05
+    torch.testing.assert_close(x_TD, expected_TD, rtol=2**-7, atol=1e-5)
+
+
 COMPILED = """
 from nanovllm_kernels.experts import SHAPES, product_kernel
 types = dict(x_XD="*bf16", weight_END="*fp8e4nv", scale_EXX="*fp32", tile_expert_X="*i32",
-             pair_of_X="*i32", starts_E1="*i32", tile_start_X="*i32", out_XN="*bf16")
+             pair_of_X="*i32", starts_E1="*i32", tile_start_X="*i32", weights_TK="*fp32",
+             shared_TD="*bf16", residual_TD="*bf16", out_XN="*bf16")
 for tile in (8, 16):
     shape = SHAPES[tile, 1]
-    for gated in (False, True):
+    for gated, together in ((False, 1), (True, 1), (False, tile)):
+        kind = ("weights_TK shared_TD residual_TD" if together == 1
+                else "pair_of_X starts_E1 tile_start_X").split()
         ptx = compiled(product_kernel, types, shape.warps, N=3072, D=1536, GATED=gated, TILE=tile,
-                       FEATURES=shape.weights // (1 + gated), DEPTH=shape.depth,
-                       STAGES=shape.stages, WAITS=True)
+                       TOGETHER=together, FEATURES=shape.weights // max(1 + gated, together),
+                       DEPTH=shape.depth, STAGES=shape.stages, WAITS=True, **dict.fromkeys(kind))
         print(ptx.count("cvt.rn.f16x2.e4m3x2"), "cvt.f32.f16" in ptx)
 """
 
@@ -169,4 +198,4 @@ def test_weights_of_8_bits_are_widened_by_one_instruction() -> None:
     command = ["env", "-u", "TRITON_INTERPRET", sys.executable, "-c", COMPILE + COMPILED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == ["compiled product_kernel True", "64 False"] * 4
+    assert done.stdout.splitlines() == ["compiled product_kernel True", "64 False"] * 6
