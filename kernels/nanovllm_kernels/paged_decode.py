@@ -14,7 +14,9 @@ step.
 Decision: a lane is one loop over its blocks, across the ends of rows, and what a block's address
 depends on (row, length, page) is read one block ahead. Only so does Triton keep STAGES - 1 blocks
 of keys and values in flight all the time: an id loaded in the same iteration would leave it one,
-and a loop per row would drain at each row's end.
+and a loop per row would drain at each row's end. Queries are read ahead, too, but widened only when
+they are used: of a load that is used at once Triton makes another stage, and then found no order
+for rows of several tokens.
 
 Decision: for a few rows each kernel of rope_store, decode, merge is launched while the one before
 still runs, and waits for it where it needs its results (programmatic dependent launch): 5.8 instead
@@ -216,7 +218,7 @@ def decode_kernel(
     if LEADS:
         tl.extra.cuda.gdc_wait()
     inside_q = (pair < num_new * GROUP)[:, None] & (a < A)[None, :]
-    q = beside_cache(tl.load(q_THA + first.to(tl.int64) * q_stride, inside_q, 0.0), scales_2G)
+    q = tl.load(q_THA + first.to(tl.int64) * q_stride, inside_q, 0.0)
     k_scale, v_scale = scales_of(scales_2G, kv_head, tl.num_programs(0))
     scale *= k_scale
     highest = tl.full([TILE], -float("inf"), tl.float32)
@@ -224,13 +226,13 @@ def decode_kernel(
     o = tl.zeros([TILE, A_BLOCK], tl.float32)
     for i in tl.range(0, count, num_stages=STAGES):
         token = block * BLOCK + n
-        at_token = (page.to(tl.int64) * page_stride + token % S * token_stride)[:, None] + a[
-            None, :
-        ]
+        cell = page.to(tl.int64) * page_stride + token % S * token_stride
+        at_token = cell[:, None] + a[None, :]
         inside = (token < length)[:, None] & (a < A)[None, :]
-        k = tl.load(k_PSGA + at_token, inside, 0.0).to(q.dtype)
-        v = tl.load(v_PSGA + at_token, inside, 0.0).to(q.dtype)
-        s = dot(q, tl.trans(k), tl.zeros([TILE, BLOCK], tl.float32)) * scale
+        query = beside_cache(q, scales_2G)
+        k = tl.load(k_PSGA + at_token, inside, 0.0).to(query.dtype)
+        v = tl.load(v_PSGA + at_token, inside, 0.0).to(query.dtype)
+        s = dot(query, tl.trans(k), tl.zeros([TILE, BLOCK], tl.float32)) * scale
         seen = (token < length)[None, :]
         if RAGGED:
             seen = token[None, :] <= (length - num_new + nth)[:, None]
@@ -268,7 +270,7 @@ def decode_kernel(
         pages = page_table_RM + row.to(tl.int64) * table_stride
         page = page_of(pages, table_width, block, S, BLOCK)
         inside_q = (pair < num_new * GROUP)[:, None] & (a < A)[None, :]
-        q = beside_cache(tl.load(q_THA + first.to(tl.int64) * q_stride, inside_q, 0.0), scales_2G)
+        q = tl.load(q_THA + first.to(tl.int64) * q_stride, inside_q, 0.0)
 
 
 @triton.jit

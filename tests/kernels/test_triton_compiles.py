@@ -2,14 +2,23 @@
 
 In a process of its own: under TRITON_INTERPRET nothing is compiled. The interpreter lets a name be
 of one type in one branch and of another in the other, say, and a compiler does not.
+
+Cases are compiled as they are launched, with what Triton knows of the arguments then: pointers and
+strides that are multiples of 16. Only with that it pipelines loads, and may fail to.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
 
 import pytest
+import torch
+from nanovllm_kernels import KERNELS as CHECKED, device
 
 COMPILE = """
 import triton
@@ -107,3 +116,113 @@ def test_exchanges_compile_for_hopper() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     names = [line.split()[1] for line in done.stdout.splitlines() if line.endswith("True")]
     assert names == ["gather_kernel", "add_own_sums_kernel", "add_own_sums_kernel"]
+
+
+AHEAD = {  # cases of kernels that pipeline loads: over how many copies they wait for one, at most
+    "paged_decode": {
+        "normal rows=9 longest=300 HGA=(4, 2, 128) page=16 bfloat16": 2,
+        "normal rows=9 longest=300 HGA=(3, 1, 80) page=32 bfloat16 fp8": 2,
+        "newest rows=14 longest=300 HGA=(8, 2, 128) page=16 bfloat16 W=2": 4,  # and of starts_R1
+        "newest rows=14 longest=300 HGA=(8, 2, 128) page=16 bfloat16 W=2 fp8": 4,
+        "newest rows=14 longest=300 HGA=(20, 1, 16) page=16 bfloat16 W=2 fp8": 4,
+    },
+    "paged_prefill": {
+        "rows=6 new=130 longest=200 HGA=(2, 2, 64) page=128 bfloat16": 2,
+        "fp8 rows=6 new=130 longest=200 HGA=(2, 2, 64) page=128 bfloat16": 2,
+    },
+    "latent_decode": {
+        "normal rows=16 longest=5000 HGA=(16, 1, 576) page=64 bfloat16 W=4": 2,
+        # Rows of 644 bytes: keys in them are not aligned, so they are read at once.
+        "normal rows=16 longest=5000 HGA=(16, 1, 576) page=64 bfloat16 W=4 fp8": 1,
+    },
+}
+OTHERS = {
+    "caches": {
+        "rope_store": (
+            "normal T=7 H=16 G=8 A=128 bfloat16 fp8", "row T=7 H=3 G=1 A=80 float32 fp8"
+        ),
+        "latent_store": ("9+11+40+80+24 bfloat16 fp8",),
+        "delta_decode": ("rows=5 of 1 GH=(2, 2) KV=(16, 16) W=4 bfloat16",),
+        "delta_drafted": ("rows=5 of 4 GH=(2, 2) KV=(16, 16) W=4 bfloat16",),
+        "delta_prefill": ("rows=5 of 149 GH=(2, 2) KV=(16, 16) W=4 bfloat16",),
+    },
+    "rows": {
+        "norm_quantise": ("normal T=7 D=1160",),
+        "silu_mul_quantise": ("strided T=7 D=2320",),
+        "route": ("T=7 E=128 K=8 softmax groups=1 shared=none hashed",),
+        "sort_rows": ("T=1 E=128 K=8 0+128 tile=16 plain",),
+        "few_gate_up": ("T=1 K=3 E=6 F=96 D=200 fp8",),
+        "few_down": ("T=1 K=3 E=6 F=96 D=200 fp8",),
+        "tiled_gate_up": ("T=2 K=4 E=24 F=200 D=136 fp8 experts 20-22 all to the last",),
+        "thresholds": ("S=5 V=6007 k=20 p=0.9 min_p_gap=-inf float32",),
+    },
+}  # fmt: skip
+
+
+class Hopper:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, at: int) -> int:
+        return at
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def compile_launches(wanted: dict[str, Sequence[str]]) -> None:
+    """Of the cases that are so called, on tensors of a CPU, which nobody reads. Says of each launch
+    whose it is, whether its shared memory fits, and over how many copies it waits for one.
+    """
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    triton.runtime.driver.set_active(Hopper())
+    launch = JITFunction.run
+    at: list[str] = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        made = launch(self, *args, grid=grid, warmup=True, **options)
+        ahead = re.findall(r"cp.async.wait_group\s+(\d+)", made.asm["ptx"])
+        fits = made.metadata.shared <= 232448
+        sys.stdout.write(f"{';'.join(at)};{fits};{max(map(int, ahead), default=0)}\n")
+
+    JITFunction.run = run
+    device.generation = lambda where: device.HOPPER
+    for name, cases in wanted.items():
+        module, _, attribute = CHECKED[name].partition(":")
+        kernel = getattr(import_module(module), attribute)
+        for case in kernel.cases:
+            if case.name in cases:
+                at[:] = [name, case.name]
+                kernel.run(*case.inputs(torch.device("cpu")))
+
+
+def launches(wanted: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], int]:
+    """Of each case over how many copies it waits at most. Fails if one does not compile."""
+    code = f"from {__name__} import compile_launches as of; of({wanted!r})"
+    command = ["env", "-u", "TRITON_INTERPRET", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-300:] + done.stderr[-3000:]
+    found: dict[tuple[str, str], int] = {}
+    for line in done.stdout.splitlines():
+        name, case, fits, ahead = line.split(";")
+        assert fits == "True", line
+        found[name, case] = max(int(ahead), found.get((name, case), 0))
+    return found
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_loads_are_under_way_while_others_are_used(name: str) -> None:
+    expected = {(name, case): ahead for case, ahead in AHEAD[name].items()}
+    assert launches({name: [*AHEAD[name]]}) == expected
+
+
+@pytest.mark.parametrize("group", OTHERS)
+def test_launches_compile_for_hopper(group: str) -> None:
+    asked = {(name, case) for name, cases in OTHERS[group].items() for case in cases}
+    assert launches(OTHERS[group]).keys() == asked
