@@ -81,8 +81,12 @@ def test_names_differ_and_rows_without_tokens_stand_at_the_tail() -> None:
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("lanes", [1, 5, 40])
 def test_however_many_lanes(lanes: int, is_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One does all rows, or each does a block; some with nothing to do."""
+    """One does all rows, or each does a block; some with nothing to do. A row's parts are merged by
+    a few at once, and in columns.
+    """
     monkeypatch.setattr(paged_decode, "INTERPRETED_PROCESSORS", lanes)
+    monkeypatch.setattr(kernel, "MERGED", 4)
+    monkeypatch.setattr(kernel, "SUMMED", 128)
     lengths = (33, 31, 32, 300, 1, 64, 200, 0)
     rows = Rows(lengths, (4, 1, 144), 32, BF16, "newest", width=3, is_fp8=is_fp8)
     case = case_of(kernel.plan_decode, drafted(rows))
