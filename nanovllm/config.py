@@ -50,9 +50,11 @@ class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory_fraction: float = 0.9  # of the device's memory, weights included
     cpu_gib: float = 2.0  # what "auto" pages may take on a CPU, of each rank
     # Of a model with recurrent layers: states kept for reuse; auto: what fits in this share of the
-    # room that the states of running requests leave.
+    # room that the states of running requests leave, or in so much of the host's memory, of each
+    # rank, if that is not 0. Then they lie there, and pages get all of the device's room.
     checkpoints: int | Auto = "auto"
     checkpoint_fraction: float = 0.25
+    checkpoint_host_gib: float = 0.0
     prefix: bool = True
 
 
@@ -242,6 +244,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "cache.cpu_gib": (0.001, 4096),
     "cache.checkpoints": (0, 1 << 20),
     "cache.checkpoint_fraction": (0, 0.9),
+    "cache.checkpoint_host_gib": (0, 4096),
     "schedule.slots": (1, 4096),
     "schedule.step_tokens": (1, 1 << 20),
     "schedule.mixed_step_tokens": (1, 1 << 20),

@@ -35,17 +35,21 @@ PARTS = 64  # elements of values that a program of the scan has
 def mix_rows(
     qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, z_THV: Tensor, weights: DeltaWeights,
     conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor,
-    parts_X: Tensor | None = None, targets_X: Tensor | None = None, out_THV: Tensor | None = None,
+    parts_X: Tensor | None = None, targets_X: Tensor | None = None, *saved: Tensor,
+    out_THV: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x_THV, which is out_THV if given. Tokens of no row are left alone."""
+    """x_THV, which is out_THV if given. Tokens of no row are left alone.
+
+    `saved`: as delta_reference; their rows are as far apart as those of the states.
+    """
+    saved = saved or (conv_NCW, recurrent_NHKV)
     if parts_X is None or targets_X is None:
         parts_X = starts_R1.repeat_interleave(2)[:-1]
         targets_X = torch.stack([torch.full_like(slots_R, -1), slots_R], 1)
     num_rows, (T, C), (_, H, K, V) = len(slots_R), qkv_TC.shape, recurrent_NHKV.shape
     assert recurrent_NHKV[0].is_contiguous() and conv_NCW[0].is_contiguous()
     assert qkv_TC.stride(1) == a_TH.stride(1) == b_TH.stride(1) == z_THV.stride(2) == 1
-    G = (C - H * V) // (2 * K)
-    dtype, device = qkv_TC.dtype, qkv_TC.device
+    G, dtype, device = (C - H * V) // (2 * K), qkv_TC.dtype, qkv_TC.device
     y_TC = torch.empty(T, C, dtype=dtype, device=device)
     w_THK = torch.empty(T, H, K, dtype=dtype, device=device)
     u_THV = torch.empty(T, H, V, dtype=dtype, device=device)
@@ -54,32 +58,28 @@ def mix_rows(
     o_THV = torch.empty(T, H, V, dtype=dtype, device=device)
     x_THV = o_THV if out_THV is None else out_THV
     assert x_THV.is_contiguous()
-    blocks = {
-        "K_BLOCK": max(16, triton.next_power_of_2(K)),
-        "V_BLOCK": max(16, triton.next_power_of_2(V)),
-    }
-    sizes = {"G": G, "H": H, "K": K, "V": V, **blocks}
-    most_pieces = T // PIECE + 2 * num_rows
+    k_block, v_block = (max(16, triton.next_power_of_2(size)) for size in (K, V))
+    sizes = {"G": G, "H": H, "K": K, "V": V, "K_BLOCK": k_block, "V_BLOCK": v_block}
     conv_kernel[(T // CONVOLVED + num_rows, 2 * G + H)](
         qkv_TC, weights.conv_CW, conv_NCW, slots_R, starts_R1, parts_X, targets_X, y_TC, num_rows,
-        qkv_TC.stride(0), conv_NCW.stride(0), L2_EPS, **sizes, WIDTH=weights.conv_CW.shape[1],
-        ROWS=ROWS, PIECE=CONVOLVED, num_warps=4,
+        saved[0], qkv_TC.stride(0), conv_NCW.stride(0), L2_EPS, **sizes,
+        WIDTH=weights.conv_CW.shape[1], ROWS=ROWS, PIECE=CONVOLVED, num_warps=4,
     )  # fmt: skip
-    pieces_kernel[(most_pieces, H)](
+    pieces_kernel[(T // PIECE + 2 * num_rows, H)](
         y_TC, a_TH, b_TH, weights.a_log_H, weights.dt_bias_H, parts_X, w_THK, u_THV, seen_THX,
         sums_TH, 2 * num_rows, a_TH.stride(0), b_TH.stride(0), **sizes, ROWS=ROWS, PIECE=PIECE,
         num_warps=4,
     )  # fmt: skip
-    part = min(PARTS, blocks["V_BLOCK"])
+    part = min(PARTS, v_block)
     scan_kernel[(num_rows * H, triton.cdiv(V, part))](
         y_TC, w_THK, u_THV, seen_THX, sums_TH, recurrent_NHKV, slots_R, parts_X, targets_X, o_THV,
-        recurrent_NHKV.stride(0), **{**sizes, "V_BLOCK": part}, PIECE=PIECE, STAGES=STAGES,
-        num_warps=WARPS,
+        saved[1], recurrent_NHKV.stride(0), **{**sizes, "V_BLOCK": part}, PIECE=PIECE,
+        STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
-    heads = max(1, 4096 // blocks["V_BLOCK"])
+    heads = max(1, 4096 // v_block)
     gated_norm_kernel[(triton.cdiv(T * H, heads),)](
         o_THV, z_THV, weights.norm_V, starts_R1, x_THV, num_rows, *z_THV.stride()[:2], weights.eps,
-        H=H, V=V, V_BLOCK=blocks["V_BLOCK"], HEADS=heads, num_warps=4,
+        H=H, V=V, V_BLOCK=v_block, HEADS=heads, num_warps=4,
     )  # fmt: skip
     return x_THV
 
@@ -110,10 +110,10 @@ def piece_of(starts_R1, num_rows, nth, ROWS: tl.constexpr, PIECE: tl.constexpr):
     do_not_specialize_on_alignment=["slots_R", "starts_R1", "parts_X", "targets_X"],
 )
 def conv_kernel(
-    x_TC, conv_CW, conv_NCW, slots_R, starts_R1, parts_X, targets_X, y_TC, num_rows, x_stride,
-    conv_stride, l2_eps, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    PIECE: tl.constexpr,
+    x_TC, conv_CW, conv_NCW, slots_R, starts_R1, parts_X, targets_X, y_TC, num_rows, saved_NCW,
+    x_stride, conv_stride, l2_eps, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = max(K_BLOCK, V_BLOCK)
     row, start, end, first = piece_of(starts_R1, num_rows, tl.program_id(0), ROWS, PIECE)
@@ -121,10 +121,12 @@ def conv_kernel(
         head = tl.program_id(1)  # of queries, keys or values
         is_key, c = head < 2 * G, tl.arange(0, BLOCK)
         size = tl.where(is_key, K, V)
-        channel = tl.where(is_key, head * K, 2 * G * K + (head - 2 * G) * V) + c
+        first_channel = tl.where(is_key, head * K, 2 * G * K + (head - 2 * G) * V)
+        channel = first_channel + c
         token = first + tl.arange(0, PIECE)
         inside = (token < end)[:, None] & (c < size)[None, :]
-        conv_at = conv_NCW + tl.load(slots_R + row) * conv_stride + channel * (WIDTH - 1)
+        row_at = conv_NCW + tl.load(slots_R + row) * conv_stride
+        conv_at = row_at + channel * (WIDTH - 1)
         own_at = x_TC + token.to(tl.int64)[:, None] * x_stride + channel[None, :]
         y = tl.zeros([PIECE, BLOCK], tl.float32)
         weights = four_weights(conv_CW, channel, c < size, WIDTH)
@@ -137,20 +139,22 @@ def conv_kernel(
                 entry = (token - start - back + (WIDTH - 1))[:, None]
                 x = tl.load(conv_at[None, :] + entry, inside & (entry < WIDTH - 1), 0.0)
                 y += x.to(tl.float32) * weights[3 - back][None, :]
-            tl.debug_barrier()
+            # A head's inputs are written as they lie, one after the other: perhaps across a bus.
+            of_head, num_stored = tl.arange(0, 4 * BLOCK), size * (WIDTH - 1)
+            in_row = first_channel * (WIDTH - 1) + of_head
             for of_part in tl.static_range(2):
                 target = tl.load(targets_X + 2 * row + of_part).to(tl.int64)
-                target_at = conv_NCW + target * conv_stride + channel * (WIDTH - 1)
                 length = tl.load(parts_X + 2 * row + of_part + 1) - start
-                for nth in tl.static_range(WIDTH - 1):
-                    place = length + nth - (WIDTH - 1)
-                    own = c < tl.where(place >= 0, size, 0)
-                    stored = c < tl.where(place < 0, size, 0)
-                    input_at = x_TC + (start + place).to(tl.int64) * x_stride + channel
-                    kept = tl.load(conv_at + (place + WIDTH - 1), stored, 0.0)
-                    moved = tl.where(own, tl.load(input_at, own, 0.0), kept)
-                    tl.debug_barrier()  # what is overwritten now is read no more
-                    tl.store(target_at + nth, moved, c < tl.where(target >= 0, size, 0))
+                place = length + of_head % (WIDTH - 1) - (WIDTH - 1)
+                own = (of_head < num_stored) & (place >= 0)
+                stored = (of_head < num_stored) & (place < 0)
+                input_at = x_TC + (start + place).to(tl.int64) * x_stride + first_channel
+                moved = tl.load(input_at + of_head // (WIDTH - 1), own, 0.0)
+                moved = tl.where(own, moved, tl.load(row_at + in_row + length, stored, 0.0))
+                of_rows = conv_NCW if of_part else saved_NCW
+                tl.debug_barrier()  # what is overwritten now is read no more
+                tl.store(of_rows + target * conv_stride + in_row, moved,
+                         of_head < tl.where(target >= 0, num_stored, 0))  # fmt: skip
         y = (y * tl.sigmoid(y)).to(y_TC.dtype.element_ty).to(tl.float32)
         scale = tl.rsqrt(tl.sum(y * y, 1) + l2_eps) * tl.where(head < G, K**-0.5, 1.0)
         y *= tl.where(is_key, scale, 1.0)[:, None]
@@ -242,16 +246,16 @@ def inverse(a, PIECE: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["slots_R", "parts_X", "targets_X"])
 def scan_kernel(
     y_TC, w_THK, u_THV, seen_THX, sums_TH, recurrent_NHKV, slots_R, parts_X, targets_X, o_THV,
-    recurrent_stride, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    saved_NHKV, stride, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, PIECE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row, head, C = tl.program_id(0) // H, tl.program_id(0) % H, 2 * G * K + H * V
     dtype = y_TC.dtype.element_ty
     t, k = tl.arange(0, PIECE), tl.arange(0, K_BLOCK)
     v = tl.program_id(1) * V_BLOCK + tl.arange(0, V_BLOCK)
-    state_at = recurrent_NHKV + head * (K * V) + k[:, None] * V + v[None, :]
+    in_row = head * (K * V) + k[:, None] * V + v[None, :]
     in_state = (k < K)[:, None] & (v < V)[None, :]
-    state = tl.load(state_at + tl.load(slots_R + row) * recurrent_stride, in_state, 0.0)
+    state = tl.load(recurrent_NHKV + tl.load(slots_R + row) * stride + in_row, in_state, 0.0)
     for part in range(2 * row, 2 * row + 2):
         start, end = tl.load(parts_X + part), tl.load(parts_X + part + 1)
         for first in tl.range(start, end, PIECE, num_stages=STAGES):
@@ -276,7 +280,8 @@ def scan_kernel(
             state = dot(tl.trans(key), fresh.to(dtype), state * tl.exp(total))
         target = tl.load(targets_X + part).to(tl.int64)
         in_target = (k < tl.where(target >= 0, K, 0))[:, None] & (v < V)[None, :]
-        tl.store(state_at + target * recurrent_stride, state, in_target)
+        of_rows = tl.where(part > 2 * row, recurrent_NHKV, saved_NHKV)
+        tl.store(of_rows + target * stride + in_row, state, in_target)
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["starts_R1"])

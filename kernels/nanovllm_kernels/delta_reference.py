@@ -34,13 +34,14 @@ class DeltaWeights:
 def mix_rows(
     qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, z_THV: Tensor, weights: DeltaWeights,
     conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor,
-    parts_X: Tensor | None = None, targets_X: Tensor | None = None,
+    parts_X: Tensor | None = None, targets_X: Tensor | None = None, *saved: Tensor,
 ) -> Tensor:  # fmt: skip
     """x_THV: all that lies between a layer's projections. What no row has is undefined.
 
     qkv_TC has queries, keys and values one after the other, each as heads. A row may have two
     parts: parts_X has where both of each row begin, and where the last one ends; targets_X, also in
-    pairs, which row of states gets the state behind the first part, -1 for none, and the slot.
+    pairs, which row gets the state behind the first part, -1 for none, and the slot. The former is
+    a row of `saved`, which are other tensors of states, perhaps in the host's memory, or the same.
     """
     tokens, states = (qkv_TC, a_TH, b_TH), (conv_NCW, recurrent_NHKV)
     if parts_X is None or targets_X is None:
@@ -56,8 +57,8 @@ def mix_rows(
         o_THV[at_T] = _outputs(*part_tokens, weights, *states, slots_R, before_R1)
         targets_R = targets_X[part::2].long()
         wanted_R = targets_R >= 0
-        for of_rows in states:
-            of_rows[targets_R[wanted_R]] = of_rows[slots_R[wanted_R]]
+        for to, of_rows in zip(states if part else saved or states, states, strict=True):
+            to[targets_R[wanted_R].to(to.device)] = of_rows[slots_R[wanted_R]].to(to.device)
     return gated_norm(o_THV, z_THV, weights.norm_V, weights.eps)
 
 

@@ -16,20 +16,20 @@ class DeltaKernels(NamedTuple):
     Each takes qkv_TC, a_TH, b_TH, z_THV, weights, states, slots_R, and gives x_THV.
     """
 
-    rows: Callable[..., Tensor]  # then starts_R1, parts_X, targets_X, where x_THV goes, or None
+    rows: Callable[..., Tensor]  # then starts_R1, parts_X, targets_X, saved, out_THV=None
     decodes: Callable[..., Tensor]  # of one token each; then tickets_RG
     drafted: Callable[..., Tensor]  # then starts_R1, kept_NWX, replays_R, tickets_RG
 
 
-def rows(*tensors: Any) -> Tensor:  # noqa: ANN401
-    x_THV, out_THV = mix_rows(*tensors[:-1]), tensors[-1]
+def rows(*tensors: Any, out_THV: Tensor | None = None) -> Tensor:  # noqa: ANN401
+    x_THV = mix_rows(*tensors)
     return x_THV if out_THV is None else out_THV.copy_(x_THV)
 
 
 def decodes(*tensors: Any) -> Tensor:  # noqa: ANN401
     *before, slots_R, _ = tensors
     starts_R1 = torch.arange(len(slots_R) + 1, dtype=torch.int32, device=slots_R.device)
-    return rows(*before, slots_R, starts_R1, None, None, None)
+    return rows(*before, slots_R, starts_R1)
 
 
 def drafted(*tensors: Any) -> Tensor:  # noqa: ANN401

@@ -30,13 +30,14 @@ class Drafting:
 
 
 class DeltaStates(NamedTuple):
-    """One layer's states: of all slots, the padding slot, and checkpoints."""
+    """One layer's states: of all slots and the padding slot; and of checkpoints, elsewhere."""
 
     conv_NCW: Tensor
     recurrent_NHKV: Tensor
     tickets_RG: Tensor  # zeros, for kernels
     kept_NWX: Tensor | None  # by slot, what it fed last: inputs of the rule. None: no drafts
     drafting: Drafting
+    saved: tuple[Tensor, Tensor]  # of checkpoints, as conv_NCW and recurrent_NHKV
 
 
 @dataclass
@@ -68,9 +69,9 @@ class GatedDelta:
             decoded = self._decode(batch, *(each[:at] for each in tokens))
         if rows < len(batch.slots_R):
             slots_R, starts_R1 = batch.slots_R[rows:], batch.starts_R1[rows:]
-            states = *self.states[:2], slots_R, starts_R1
             parts = self.states.drafting.parts if batch.planned else (None, None)
-            chunked: Tensor = self.kernels.rows(*tokens, self.weights, *states, *parts, given)
+            states = *self.states[:2], slots_R, starts_R1, *parts, *self.states.saved
+            chunked = self.kernels.rows(*tokens, self.weights, *states, out_THV=given)
             self._note(slots_R, batch.lengths_R[rows:])
             if decoded is not None:
                 chunked[:at] = decoded
@@ -96,7 +97,7 @@ class GatedDelta:
     def _decode(self, batch: Batch, *tokens: Tensor) -> Tensor:
         rows = batch.num_decodes
         slots_R, starts_R1 = batch.slots_R[:rows], batch.starts_R1[: rows + 1]
-        conv_NCW, recurrent_NHKV, tickets_RG, kept_NWX, drafting = self.states
+        conv_NCW, recurrent_NHKV, tickets_RG, kept_NWX, drafting, _ = self.states
         states = conv_NCW, recurrent_NHKV, slots_R
         if kept_NWX is None:
             return self.kernels.decodes(*tokens, self.weights, *states, tickets_RG)

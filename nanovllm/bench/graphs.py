@@ -152,7 +152,7 @@ def logits(runner: Runner, step: Callable[[], object]) -> torch.Tensor:
     """
     random = torch.Generator(runner.device).manual_seed(1)
     lags_N = torch.arange(runner.slots.padding, device=runner.device) % (2 + runner.num_drafts)
-    for *states, drafting in runner.states.by_layer.values():
+    for *states, drafting, _ in runner.states.by_layer.values():
         drafting.lengths_N[:-1] = runner.slots.lengths_N[:-1] - lags_N
         for made_up in states:
             if made_up is not None and made_up.is_floating_point():  # are no tickets

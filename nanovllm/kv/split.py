@@ -1,7 +1,8 @@
 """How a room is split: states of running requests, states kept for reuse, pages. Knows bytes.
 
 The states of all slots come first, for without them nothing runs. Of what they leave, checkpoints
-get cache.checkpoint_fraction, or what cache.checkpoints of them take, and pages the rest.
+get cache.checkpoint_fraction, or what cache.checkpoints of them take, and pages the rest; or pages
+get it all, and checkpoints cache.checkpoint_host_gib of the host's memory.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nanovllm.config import Cache
+from nanovllm.config import Cache, ConfigError, given_or
 from nanovllm.kv.layout import CacheLayout
 
 
@@ -20,13 +21,15 @@ def running_bytes(layout: CacheLayout, num_slots: int) -> int:
 
 def room_for_pages(left: int, cache: Cache, layout: CacheLayout) -> int:
     """The bytes for pages, of those that running states leave."""
-    if cache.checkpoints == "auto":
+    if cache.checkpoints == "auto" or cache.checkpoint_host_gib:
         return left - int(left * fraction_of(cache, layout))
     return left - cache.checkpoints * layout.bytes_per_state
 
 
 def fraction_of(cache: Cache, layout: CacheLayout) -> float:
-    return cache.checkpoint_fraction if layout.state is not None and cache.prefix else 0.0
+    """The share of checkpoints in what running states leave of the device."""
+    reused = layout.state is not None and cache.prefix and not cache.checkpoint_host_gib
+    return cache.checkpoint_fraction if reused else 0.0
 
 
 def num_paged(layout: CacheLayout) -> int:
@@ -49,19 +52,34 @@ class Split(NamedTuple):
 
     @property
     def checkpoints(self) -> int:
-        """None where nothing recurs, or nothing may be reused."""
-        cache, layout = self.cache, self.layout
-        if cache.checkpoints != "auto":
-            return cache.checkpoints if layout.state is not None else 0
+        """None where nothing recurs, or nothing may be reused.
+
+        Raises ConfigError if the host's memory that was asked for cannot hold them.
+        """
+        cache, layout, state = self.cache, self.layout, self.layout.bytes_per_state
+        if state and (gib := cache.checkpoint_host_gib):
+            fitting = int(gib * 2**30 / state)
+            count = given_or(cache.checkpoints, fitting if cache.prefix else 0)
+            if (least := max(1, count)) > fitting:
+                taken = f"at least {-(-1000 * least * state // 2**30) / 1000} for {least} states"
+                raise ConfigError(f"cache.checkpoint_host_gib is {gib:g}; it must be 0, or {taken}")
+            return count
         share = fraction_of(cache, layout)
         pages = (self.pages + 1) * self.page_tokens * layout.bytes_per_token
-        return int(pages * share / (1 - share) / layout.bytes_per_state) if share else 0
+        fitting = int(pages * share / (1 - share) / state) if share else 0
+        return given_or(cache.checkpoints, fitting) if state else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """What checkpoints take of the host's memory."""
+        return self.checkpoints * self.layout.bytes_per_state - self.bytes["checkpoints"]
 
     @property
     def bytes(self) -> dict[str, int]:
-        """By what takes them, the padding page included."""
+        """What takes how much of the device's memory, the padding page included."""
         pages = (self.pages + 1) * self.page_tokens * self.layout.bytes_per_token
-        return {"checkpoints": self.checkpoints * self.layout.bytes_per_state, "pages": pages}
+        states = 0 if self.cache.checkpoint_host_gib else self.checkpoints
+        return {"checkpoints": states * self.layout.bytes_per_state, "pages": pages}
 
     @property
     def total(self) -> int:
@@ -71,6 +89,7 @@ class Split(NamedTuple):
     def pin(self) -> str:
         """What a recipe says to have the same."""
         states = f", checkpoints: {self.checkpoints}" if self.layout.state is not None else ""
+        states += f", checkpoint_host_gib: {self.cache.checkpoint_host_gib}" * bool(self.host_bytes)
         return f"pages: {self.pages}{states}"
 
     def numbers(self, lengths: Sequence[int]) -> dict[str, float]:
@@ -82,6 +101,7 @@ class Split(NamedTuple):
         found: dict[str, float] = {"pages": self.pages, "tokens": self.pages * size}
         if state := layout.bytes_per_state:
             found |= {"checkpoints": self.checkpoints, "a state, MiB": state / 2**20}
+            found["checkpoints in the host's memory, GiB"] = self.host_bytes / 2**30
             for length in lengths:
                 taken = state - (-length // size) * size * layout.bytes_per_token
                 least = state + length * layout.bytes_per_token

@@ -130,7 +130,8 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
     def runner_with(num_pages: int, checkpoints: int) -> Runner:
         caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device)
         drafter = drafter_of(recipe, rows[2])
-        kept = states_of(found.layout, num_slots, checkpoints, num_drafts, found.dtype, device)
+        in_host, sizes = recipe.cache.checkpoint_host_gib > 0, (num_slots, checkpoints, num_drafts)
+        kept = states_of(found.layout, *sizes, found.dtype, device, in_host)
         return Runner(model, *rows, caches, found.backend, device, drafter, kept)
 
     def full_step() -> None:

@@ -104,10 +104,15 @@ def need_of(found: Resolved) -> Need:
     page_bytes = found.layout.bytes_per_token * found.page_tokens
     slots = int(recipe.schedule.slots)
     pages = given_or(cache.pages, slots * -(-found.max_model_tokens // found.page_tokens))
-    whole = Split(pages, cache, found.layout, found.page_tokens).total
-    whole += running_bytes(found.layout, slots)
+    split, host = Split(pages, cache, found.layout, found.page_tokens), host_memory()
+    whole, host = split.total + running_bytes(found.layout, slots), host // found.mesh.size
+    if (kept := split.host_bytes) > host:
+        raise ConfigError(
+            f"cache.checkpoint_host_gib: a rank's checkpoints take {gib(kept)}; this machine has "
+            f"{gib(host)} available for it"
+        )
     if device.type == "cpu":
-        room, place = host_memory() // found.mesh.size, "this machine"
+        room, place = host - kept, "this machine"
     else:
         free, total = torch.cuda.mem_get_info(device)
         room = min(free, int(total * recipe.cache.memory_fraction) - (total - free))

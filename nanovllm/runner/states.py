@@ -1,7 +1,10 @@
-"""States of fixed size on the device: a row for each slot, the padding slot, and each checkpoint.
+"""States of fixed size: rows for slots and the padding slot on the device, rows for checkpoints.
 
 Decision: a row holds all layers' states, so that to save or restore one is one copy of memory at
-the device's full rate. A layer's tensors are views of all rows.
+the device's full rate, or the bus's. A layer's tensors are views of all rows.
+
+Decision: checkpoints in the host's memory are pinned there: copies of them wait in the stream's
+order, as all else does, and never the host; and kernels write there by the same address.
 """
 
 from __future__ import annotations
@@ -9,12 +12,14 @@ from __future__ import annotations
 from functools import partial
 from math import prod
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.attention.gated_delta import DeltaStates, Drafting
+from nanovllm.config import ConfigError
 from nanovllm.kv.layout import CacheLayout, StateGroup
 from nanovllm.plan import StepPlan
 from nanovllm.runner.upload import upload_together
@@ -49,17 +54,22 @@ class States:
         num_drafts: int,
         dtype: torch.dtype,
         device: torch.device,
+        in_host: bool = False,
     ) -> None:
-        self.num_slots, self.num_drafts, self.device = num_slots, num_drafts, device
+        self.num_drafts, self.device = num_drafts, device
         layers, most_rows = len(group.layers), num_slots * (1 + num_drafts)
         matrices = layers, group.heads, group.key_size, group.value_size
         inputs = layers, group.channels, group.taps
-        at = prod(matrices)
-        num_words = at - (-prod(inputs) * dtype.itemsize // 4)
-        size = num_slots + 1 + num_checkpoints, -(-num_words // ALIGNED) * ALIGNED
-        self.rows_NX = torch.zeros(size, dtype=torch.float32, device=device)
-        recurrent = self.rows_NX[:, :at].unflatten(1, matrices)
-        conv = self.rows_NX[:, at:].view(dtype)[:, : prod(inputs)].unflatten(1, inputs)
+        at, num = prod(matrices), prod(inputs)
+        row = -((-num * dtype.itemsize // 4 - at) // ALIGNED) * ALIGNED  # words
+        self.rows_NX = torch.zeros(num_slots + 1, row, dtype=torch.float32, device=device)
+        place = "cpu" if in_host else device
+        self.saved_NX = self.rows_NX.new_zeros(num_checkpoints, row, device=place)
+        if in_host and device.type == "cuda" and num_checkpoints:
+            pin(self.saved_NX, self)
+        both = self.rows_NX, self.saved_NX
+        recurrent, saved_recurrent = (x[:, :at].unflatten(1, matrices) for x in both)
+        conv, saved_conv = (x[:, at:].view(dtype)[:, :num].unflatten(1, inputs) for x in both)
         width = group.channels + 2 * group.heads
         shape = (layers, num_slots + 1, 1 + num_drafts, width) if num_drafts else (layers, 0, 0, 0)
         kept = torch.zeros(shape, dtype=dtype, device=device)
@@ -74,6 +84,7 @@ class States:
                 tickets_RG,
                 kept[nth] if num_drafts else None,
                 self.drafting,
+                (saved_conv[:, nth], saved_recurrent[:, nth]),
             )
             for nth, layer in enumerate(group.layers)
         }
@@ -88,12 +99,12 @@ class States:
             raise ValueError(f"plan {plan.step} saves states of rows that may have drafts")
         self.drafting.parts = self._parts(plan) if plan.chunks else (None, None)
         for slot, checkpoint in plan.saves:
-            self._copy(slot, self._row_of(checkpoint))
+            self.saved_NX[checkpoint].copy_(self.rows_NX[slot], non_blocking=True)
         if not plan.admits:
             return
         for admit in plan.admits:
             if admit.restore_from >= 0:
-                self._copy(self._row_of(admit.restore_from), admit.slot)
+                self.rows_NX[admit.slot].copy_(self.saved_NX[admit.restore_from], non_blocking=True)
             elif admit.num_cached:
                 raise ValueError(f"plan {plan.step} has a prefix without its recurrent state")
         lists = (
@@ -109,9 +120,8 @@ class States:
         """Where the chunks' tokens before and behind a saved state begin, and who gets it."""
         parts, targets, start = [], [], plan.num_decoded
         for chunk in plan.chunks:
-            saves = chunk.save_to >= 0
-            parts += [start, start + chunk.save_at * saves]
-            targets += [self._row_of(chunk.save_to) if saves else -1, chunk.slot]
+            parts += [start, start + chunk.save_at * (chunk.save_to >= 0)]
+            targets += [chunk.save_to, chunk.slot]
             start += chunk.num_tokens
         sent = [np.array(each, np.int32) for each in ([*parts, start], targets)]
         parts_X, targets_X = upload_together(sent, self.device)
@@ -121,13 +131,18 @@ class States:
         """Gives the memory back. Nobody asks for states any more, until there are others."""
         for owner in self.drafting.owners:
             del owner.states
-        del self.rows_NX, self.by_layer
+        del self.rows_NX, self.saved_NX, self.by_layer
 
-    def _row_of(self, checkpoint: int) -> int:
-        return self.num_slots + 1 + checkpoint
 
-    def _copy(self, source: int, target: int) -> None:
-        self.rows_NX[target].copy_(self.rows_NX[source])
+def pin(tensor: Tensor, owner: object) -> None:
+    """Until the owner goes. Raises ConfigError with what CUDA says if that cannot be.
+
+    Memory that torch pins itself may be rounded up to a power of two.
+    """
+    cuda, address = torch.cuda.cudart(), tensor.data_ptr()
+    if (said := cuda.cudaHostRegister(address, tensor.nbytes, 0)) != cuda.cudaError.success:
+        raise ConfigError(f"cache.checkpoint_host_gib: {torch.cuda.CudaError(int(said))}")
+    finalize(owner, cuda.cudaHostUnregister, address)
 
 
 def states_of(layout: CacheLayout, *sizes: Any) -> States | None:  # noqa: ANN401

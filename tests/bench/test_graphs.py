@@ -223,7 +223,7 @@ def test_a_step_that_moves_states_is_compared_with_itself_from_the_same_ones(
     make_tiny(tmp_path, family, **overrides, **dense)
     speculate = Speculate(method="ngram", tokens=drafts) if drafts else None
     runner = WholeEngine(config_of(tmp_path), slots=6, speculate=speculate).runner
-    (_, _, _, kept_NWX, drafting), *_ = runner.states.by_layer.values()
+    (_, _, _, kept_NWX, drafting, _), *_ = runner.states.by_layer.values()
 
     def loses(states: torch.Tensor, value: float = 0) -> list[bool]:
         """Which steps are right if decode steps alone have lost these states."""

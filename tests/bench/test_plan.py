@@ -180,6 +180,24 @@ def test_the_states_of_a_hybrid_model_come_first_then_checkpoints_and_pages() ->
     assert "GiB more are needed for a cache of 2 pages" in many.problem([32768])
 
 
+def test_checkpoints_in_the_hosts_memory_are_planned() -> None:
+    shape = ("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "schedule.slots=64")
+    on_device, plan = on_h200(*shape), on_h200(*shape, "cache.checkpoint_host_gib=64")
+    assert plan.room == on_device.room and plan.taken == on_device.taken
+    assert plan.split.bytes["checkpoints"] == 0
+    assert plan.pages / on_device.pages == pytest.approx(1 / 0.75, rel=0.01)
+    found = numbers(plan, [500])
+    assert (found["checkpoints"], found["a state, MiB"]) == (889, pytest.approx(73.69, abs=0.01))
+    assert found["checkpoints in the host's memory, GiB"] == pytest.approx(64, abs=0.1)
+    assert plan.problem([32768]) == ""
+    line = pins(plan).splitlines()[1]
+    assert "checkpoints: 889, checkpoint_host_gib: 64.0," in line
+    again = plan_of(config_of(*shape, line.replace(": ", "=", 1)), H200, 1)
+    assert (again.pages, again.split.checkpoints) == (plan.pages, 889)
+    cut = on_h200(shape[0], "quantize=fp8", "cache.checkpoint_host_gib=64", tp=2)
+    assert cut.split.checkpoints == pytest.approx(2 * 889, abs=2)  # of each rank
+
+
 # -- what does not fit -------------------------------------------------------------------------
 
 

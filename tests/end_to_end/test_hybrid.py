@@ -59,6 +59,7 @@ def test_long_texts_are_the_references(told: Told) -> None:
     step_tokens=st.integers(9, 140),
     depth=st.integers(0, 2),
     checkpoints=st.integers(0, 12),
+    checkpoint_host_gib=st.sampled_from([0.0, 0.01]),
     drafts=st.booleans(),
     order=st.permutations(range(7)),
 )
@@ -112,6 +113,34 @@ def test_a_next_turn_goes_on_from_what_was_saved_while_text_grew(
     assert not saved if drafts else len(saved) >= 4 and engine.cached[10] > len(prompts[0])
 
 
+@pytest.mark.parametrize(("pages", "checkpoints", "drafts"), [(75, 4, False), (200, 2, True)])
+def test_text_is_the_same_with_checkpoints_in_the_hosts_memory(
+    told: Told, pages: int, checkpoints: int, drafts: bool
+) -> None:
+    """With few pages, so that preempted requests come back; with few places, so that some go."""
+    config, prompts, expected = told
+    found = []
+    for gib in (0.0, 0.01):
+        engine = WholeEngine(
+            config, pages=pages, slots=6, step_tokens=48, checkpoints=checkpoints,
+            checkpoint_host_gib=gib, speculate=NGRAM if drafts else None,
+        )  # fmt: skip
+        for turn in range(2):
+            for i, prompt in enumerate(prompts):
+                engine.submit(10 * turn + i, prompt, MAX_NEW)
+                engine.loop.step()
+            engine.run()
+        for name, text in engine.text.items():
+            assert text == expected[name % 10], name
+        stats = engine.scheduler.stats()
+        events = stats.checkpoint_events
+        assert min(events["saved"], events["restored"], sum(engine.cached.values())) > 0
+        assert stats.num_preemptions > 0 if pages < 100 else events["evicted"] > 0
+        assert engine.runner.states.saved_NX.abs().amax(1).min() > 0  # each place was used
+        found.append((engine.cached, events))
+    assert found[0] == found[1]
+
+
 def test_once_a_fork_is_known_a_prompt_computes_its_last_page(told: Told) -> None:
     config, prompts, expected = told
     engine = WholeEngine(config, page_tokens=4, checkpoints=8)
@@ -127,7 +156,9 @@ def test_two_ranks_write_long_texts_with_drafts(tp: int, ep: int, tmp_path: Path
     family, overrides = CASES["qwen3_next that repeats itself"]
     model = make_tiny(tmp_path, family, **{**overrides, "num_experts": 6})
     prompts = long_prompts()
-    sizes = dict(pages=80, slots=5, step_tokens=64, checkpoints=8, speculate=NGRAM)
+    sizes = dict(
+        pages=80, slots=5, step_tokens=64, checkpoints=8, checkpoint_host_gib=0.01, speculate=NGRAM
+    )
     config = cut(config_of(tmp_path), tp, ep)
     with ranked(config, tp, tmp_path, **sizes) as engine:
         for i, prompt in enumerate(prompts):

@@ -6,6 +6,7 @@ is another text (log-probabilities off by 7); test_experts.py is about those.
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 
 from nanovllm.bench.graphs import measure
 from nanovllm.config import Kernels, Speculate
+from nanovllm.kv.hybrid import HybridMemory
 from nanovllm.wire import Sampling
 from tests.gpu.test_engine import Made, reference_logprobs
 from tests.models.tiny import NEXT, config_of, make_tiny
@@ -69,6 +71,38 @@ def test_choices_agree_with_the_reference(
         chosen = expected.gather(1, torch.tensor(text)[:, None])[:, 0]
         best = (expected if name % 100 < 6 else expected[:, FEW]).max(1).values
         assert len(text) == 40 and (best - chosen).abs().max().item() < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("delta", ["auto", "torch"])
+def test_text_is_the_same_with_checkpoints_in_the_hosts_memory(made: Made, delta: str) -> None:
+    """And so are they, bit by bit, saved inside of chunks and between steps. With few places, which
+    are given to others while steps that read them are in flight."""
+    config, _ = made
+    recipe = replace(config.recipe, device="cuda", kernels=Kernels(delta=delta))
+    found = []
+    for gib in (0.0, 0.5):
+        engine = WholeEngine(
+            replace(config, recipe=recipe), pages=60, page_tokens=16, slots=6, step_tokens=96,
+            checkpoints=5, checkpoint_host_gib=gib, max_tokens=300,
+        )  # fmt: skip
+        assert isinstance(engine.memory, HybridMemory)
+        engine.memory.every = 32
+        for turn in range(3):
+            for i, prompt in enumerate(PROMPTS):
+                engine.submit(100 * turn + i, prompt, 40)
+                engine.loop.step()
+            engine.run()
+        saved_NX = engine.runner.states.saved_NX
+        assert saved_NX.is_cuda is (gib == 0) and saved_NX.is_pinned() is (gib > 0)
+        events = engine.scheduler.stats().checkpoint_events
+        assert min(events.values()) > 0 and sum(engine.cached.values()) > 0
+        torch.cuda.synchronize()
+        found.append((engine.text, engine.cached, events, saved_NX.cpu()))
+        del engine, saved_NX
+        gc.collect()
+    assert found[0][:3] == found[1][:3]
+    torch.testing.assert_close(found[1][3], found[0][3], rtol=0, atol=0)
 
 
 @pytest.mark.gpu

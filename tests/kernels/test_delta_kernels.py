@@ -26,7 +26,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 @in_parent
 def test_in_the_interpreter() -> None:
-    passes(__file__, 9)
+    passes(__file__, 11)
 
 
 @in_interpreter
@@ -115,6 +115,25 @@ def test_rejected_drafts_leave_nothing_behind(heads) -> None:
 
 
 @in_interpreter
+@pytest.mark.parametrize("mix_rows", [reference.mix_rows, delta_prefill.mix_rows])
+def test_states_are_saved_in_other_tensors(mix_rows) -> None:
+    """The state behind a row's first part goes there, and to nothing else; the last to its slot."""
+    layer = Layer(1, 2, 16, 24, 3, dtype=torch.float32)
+    rows = inputs(layer, (3, 66, 40, 17), None, CPU)
+    targets_R, slots_R = rows[10][::2].tolist(), rows[7].tolist()
+    assert targets_R[0] == -1 and min(targets_R[1:]) >= 0
+    expected, before = [t.clone() for t in rows[5:7]], [t.clone() for t in rows[5:7]]
+    expected_THV = reference.mix_rows(*rows[:5], *expected, *rows[7:])
+    saved = [torch.full_like(tensor, 7.0) for tensor in rows[5:7]]
+    torch.testing.assert_close(mix_rows(*rows, *saved), expected_THV, **CLOSE)
+    for own, other, right, old in zip(rows[5:7], saved, expected, before, strict=True):
+        torch.testing.assert_close(other[targets_R[1:]], right[targets_R[1:]], **CLOSE)
+        torch.testing.assert_close(own[slots_R], right[slots_R], **CLOSE)
+        assert (own[targets_R[1:]] == old[targets_R[1:]]).all()
+        assert (other[[i for i in range(len(other)) if i not in targets_R]] == 7).all()
+
+
+@in_interpreter
 def test_rows_that_pad_a_graph_change_no_others() -> None:
     layer = Layer(1, 2, 16, 16, dtype=torch.float32)
     *rows, tickets_RG = inputs(layer, (1,) * 5, (), CPU)
@@ -140,7 +159,7 @@ def test_tokens_of_no_row_are_left_alone(first) -> None:
     chunks = slice(first, 2)
     expected_THV = reference.mix_rows(*rows[:5], rows[5].clone(), rows[6].clone(), *rows[7:])
     rows_of = rows[8][first:3], rows[9][2 * first : 5], rows[10][2 * first : 4]
-    found_THV = delta_prefill.mix_rows(*rows[:7], rows[7][chunks], *rows_of, out_THV)
+    found_THV = delta_prefill.mix_rows(*rows[:7], rows[7][chunks], *rows_of, out_THV=out_THV)
     assert found_THV is out_THV
     start, end = rows[8][first], rows[8][2]
     torch.testing.assert_close(out_THV[start:end], expected_THV[start:end], **CLOSE)

@@ -25,15 +25,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-def compiled(kernel, types, num_warps=4, **constants):
-    \"\"\"Arguments without a type are int32; None is a constant.\"\"\"
-    signature, values = {}, {}
+def compiled(kernel, types, num_warps=4, aligned=(), **constants):
+    \"\"\"Arguments without a type are int32; None is a constant; some are multiples of 16.\"\"\"
+    signature, values, attrs = {}, {}, {}
     for at, name in enumerate(kernel.arg_names):
         known = name in constants
+        if name in aligned:
+            attrs[at,] = [["tt.divisibility", 16]]
         signature[name] = "constexpr" if known else types.get(name, "i32")
         if known:
             values[at,] = constants[name]
-    source = ASTSource(kernel, signature, values, {})
+    source = ASTSource(kernel, signature, values, attrs)
     options = {"num_warps": num_warps}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     print("compiled", kernel.__name__, made.metadata.shared < 232448)
@@ -85,6 +87,24 @@ for rows, shape in ((rows, shape) for rows in SHAPES for shape in SHAPES[rows]):
 }
 
 
+KERNELS["delta_prefill"] = """
+import re
+from nanovllm_kernels.delta_prefill import conv_kernel, scan_kernel
+types = dict(slots_R="*i64", starts_R1="*i32", parts_X="*i32", targets_X="*i32", l2_eps="fp32")
+types |= dict.fromkeys("x_TC conv_CW conv_NCW saved_NCW y_TC w_THK u_THV seen_THX o_THV".split(),
+                       "*bf16")
+types |= dict.fromkeys("sums_TH recurrent_NHKV saved_NHKV".split(), "*fp32")
+aligned = {"conv_NCW", "saved_NCW", "recurrent_NHKV", "saved_NHKV", "o_THV", "y_TC", "conv_stride",
+           "stride", "x_TC", "x_stride"}
+sizes = dict(G=16, H=32, K=128, V=128, K_BLOCK=128)
+conv = compiled(conv_kernel, types, 4, aligned, V_BLOCK=128, WIDTH=4, ROWS=32, PIECE=16, **sizes)
+scan = compiled(scan_kernel, types, 2, aligned, V_BLOCK=64, PIECE=64, STAGES=2, **sizes)
+for ptx in (conv, scan):  # in whole words, also across a bus
+    widths = set(re.findall(r"st\\.global(\\.v\\d)", ptx))
+    assert len(re.findall(r"st\\.global\\.b", ptx)) == 0 and widths <= {".v2", ".v4"}, widths
+"""
+
+
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_compile_for_hopper(name: str, is_fp8: bool) -> None:
@@ -95,7 +115,8 @@ def test_kernels_compile_for_hopper(name: str, is_fp8: bool) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert len(lines) == (12 if name == "few_fp8" else 2)
-    assert all(line == f"compiled {name}_kernel True" for line in lines)
+    names = ("conv", "scan") if name == "delta_prefill" else (name,)
+    assert {*lines} == {f"compiled {each}_kernel True" for each in names}
 
 
 EXCHANGES = """

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from nanovllm.config import Cache
+from nanovllm.config import Cache, ConfigError
 from nanovllm.kv.hybrid import HybridMemory, memory_of
 from nanovllm.kv.keys import PageKeys
 from nanovllm.kv.layout import CacheLayout, PagedGroup, StateGroup
@@ -86,6 +86,52 @@ def test_all_of_a_cache_is_counted() -> None:
         pages,
         "pages: 999",
         {"pages": 999, "tokens": 999 * PAGE},
+    )
+
+
+@pytest.mark.parametrize("checkpoints", ["auto", 400])
+def test_checkpoints_in_the_hosts_memory_leave_pages_the_device(checkpoints) -> None:
+    cache = Cache(checkpoints=checkpoints, checkpoint_fraction=0.0, checkpoint_host_gib=40)
+    assert room_for_pages(30 * GIB, cache, NEXT) == 30 * GIB
+    split, state = Split(999, cache, NEXT, PAGE), NEXT.bytes_per_state
+    count = 40 * GIB // state if checkpoints == "auto" else 400
+    assert (split.checkpoints, split.host_bytes) == (count, count * state)
+    assert split.bytes == {"checkpoints": 0, "pages": 1000 * PAGE * NEXT.bytes_per_token}
+    assert split.total == split.bytes["pages"]
+    assert split.pin == f"pages: 999, checkpoints: {count}, checkpoint_host_gib: 40"
+    found = split.numbers([])
+    assert (found["checkpoints"], found["checkpoints in the host's memory, GiB"]) == (
+        count,
+        pytest.approx(40, abs=0.08) if checkpoints == "auto" else count * state / GIB,
+    )
+    on_device = Split(999, Cache(), NEXT, PAGE)
+    assert on_device.host_bytes == 0 and "host" not in on_device.pin
+
+
+def test_where_no_state_is_reused_the_host_keeps_none() -> None:
+    cache = Cache(checkpoint_host_gib=40)
+    dense = Split(999, cache, DENSE, PAGE)
+    assert (dense.checkpoints, dense.host_bytes, dense.pin) == (0, 0, "pages: 999")
+    assert Split(999, Cache(checkpoint_host_gib=40, prefix=False), NEXT, PAGE).host_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "gib", "needed"),
+    [
+        ("auto", 0.07, "0.072 for 1 states"),
+        (0, 0.07, "0.072 for 1 states"),
+        (200, 14, "14.393 for 200 states"),
+    ],
+)
+def test_too_little_memory_of_the_host_is_one_line(checkpoints, gib, needed) -> None:
+    cache = Cache(checkpoints=checkpoints, checkpoint_host_gib=gib)
+    with pytest.raises(ConfigError) as caught:
+        Split(999, cache, NEXT, PAGE).checkpoints  # noqa: B018
+    line = f"cache.checkpoint_host_gib is {gib}; it must be 0, or at least {needed}"
+    assert str(caught.value) == line
+    enough = Cache(checkpoints=checkpoints, checkpoint_host_gib=float(needed.split()[0]))
+    assert Split(999, enough, NEXT, PAGE).checkpoints == (
+        1 if checkpoints == "auto" else checkpoints
     )
 
 

@@ -95,6 +95,24 @@ def test_a_gpu_s_room_is_its_share_less_what_others_took(monkeypatch) -> None:
     )
 
 
+def test_checkpoints_must_fit_the_hosts_memory(monkeypatch) -> None:
+    """Of each rank; on a CPU beside weights and pages."""
+    tiny = ("load.format=dummy", "dtype=bfloat16", "model.num_layers=4", "parallel.tp=1")
+    monkeypatch.setattr(room, "host_memory", lambda: 30 * GIB)
+    before = need_of(on_a_cpu("qwen3-next-80b-a3b", *tiny))
+    found = need_of(on_a_cpu("qwen3-next-80b-a3b", *tiny, "cache.checkpoint_host_gib=20"))
+    assert before.room == 30 * GIB and 10 * GIB <= found.room < 10.1 * GIB
+    assert found.state_bytes < before.state_bytes and found.cache_bytes == before.cache_bytes
+    for ranks, had in ((1, 30), (2, 15)):
+        line = refused("qwen3-next-80b-a3b", *tiny, f"parallel.tp={ranks}",
+                       "cache.checkpoint_host_gib=31")  # fmt: skip
+        assert line == (
+            "cache.checkpoint_host_gib: a rank's checkpoints take 31.0 GiB; this machine has "
+            f"{had}.0 GiB available for it"
+        )
+    check_room(on_a_cpu(None, "cache.checkpoint_host_gib=31"))  # none where nothing recurs
+
+
 # -- what a machine has --------------------------------------------------------------------------
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nanovllm.config import Speculate
+from nanovllm.config import ConfigError, Speculate
 from nanovllm.kv.layout import StateGroup
 from nanovllm.plan import Admit, Chunk, StepPlan
-from nanovllm.runner.states import States
+from nanovllm.runner.states import States, pin
 from nanovllm.runner.warm import run_padding
 from nanovllm.wire import Sampling
 from tests.models.steps import CPU
@@ -30,28 +31,32 @@ def admit(slot: int, num_cached: int = 0, restore_from: int = -1) -> Admit:
     return Admit(slot, b"", 9, num_cached, [], Sampling(), [], restore_from)
 
 
-@pytest.fixture
-def states() -> States:
-    made = States(GROUP, SLOTS, CHECKPOINTS, 0, torch.bfloat16, CPU)
-    for row, values in enumerate(made.rows_NX):
+@pytest.fixture(params=[False, True], ids=["on the device", "in the host's memory"])
+def states(request: pytest.FixtureRequest) -> States:
+    made = States(GROUP, SLOTS, CHECKPOINTS, 0, torch.bfloat16, CPU, request.param)
+    for row, values in enumerate((*made.rows_NX, *made.saved_NX)):
         values.fill_(row + 1)
     return made
 
 
 def values(states: States) -> list[float]:
-    return states.rows_NX.amax(1).tolist()
+    """Of the slots, the padding slot and the checkpoints."""
+    return [*states.rows_NX.amax(1).tolist(), *states.saved_NX.amax(1).tolist()]
 
 
 def test_a_row_holds_all_layers_of_a_request(states: States) -> None:
     used, whole = 2 * (40 + 27), 160  # words, up to a multiple of 128 bytes
-    assert states.rows_NX.shape == (SLOTS + 1 + CHECKPOINTS, whole)
+    rows, saved = states.rows_NX, states.saved_NX
+    assert (rows.shape, saved.shape) == ((SLOTS + 1, whole), (CHECKPOINTS, whole))
     for layer in GROUP.layers:
         own = states.by_layer[layer]
-        assert own.conv_NCW.shape == (6, 18, 3) and own.recurrent_NHKV.shape == (6, 2, 4, 5)
-        assert own.conv_NCW.dtype == torch.bfloat16 and own.kept_NWX is None
-        own.conv_NCW[2], own.recurrent_NHKV[2] = 0, 0
-    assert values(states) == [1, 2, 3, 4, 5, 6]  # the padding at the end of row 2 alone
-    assert states.rows_NX[2, :used].abs().max() == 0
+        for (conv_NCW, recurrent_NHKV), row in ((own[:2], 2), (own.saved, 1)):
+            assert conv_NCW.shape[1:] == (18, 3) and recurrent_NHKV.shape[1:] == (2, 4, 5)
+            assert (conv_NCW.stride(0), recurrent_NHKV.stride(0)) == (2 * whole, whole)
+            assert conv_NCW.dtype == torch.bfloat16 and own.kept_NWX is None
+            conv_NCW[row], recurrent_NHKV[row] = 0, 0
+    assert values(states) == [1, 2, 3, 4, 5, 6]  # the padding at the end of rows alone
+    assert rows[2, :used].abs().max() == saved[1, :used].abs().max() == 0
 
 
 def test_new_requests_have_what_was_saved_or_nothing(states: States) -> None:
@@ -71,13 +76,37 @@ def test_states_are_saved_before_a_plan_and_inside_of_its_chunks(states: States)
     states.apply(empty_plan(num_decodes=5, chunks=chunks))
     parts_X, targets_X = states.drafting.parts
     assert parts_X is not None and targets_X is not None
-    assert parts_X.tolist() == [5, 5, 8, 12, 15] and targets_X.tolist() == [-1, 0, SLOTS + 2, 2]
+    assert parts_X.tolist() == [5, 5, 8, 12, 15] and targets_X.tolist() == [-1, 0, 1, 2]
 
 
 def test_states_that_lag_behind_are_not_saved_as_if_they_did_not() -> None:
     drafted = States(GROUP, SLOTS, CHECKPOINTS, 2, torch.bfloat16, CPU)
     with pytest.raises(ValueError, match="plan 1 saves states of rows that may have drafts"):
         drafted.apply(empty_plan(saves=[(1, 0)]))
+
+
+class Owner:
+    """Something that goes."""
+
+
+def test_memory_is_pinned_as_long_as_its_owner_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+    cuda = SimpleNamespace(
+        cudaHostRegister=lambda *args: asked.append(args) or 0,
+        cudaHostUnregister=lambda *args: asked.append(args),
+        cudaError=SimpleNamespace(success=0),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "CudaError", lambda code: f"out of memory({code})")
+    rows_NX, owner = torch.zeros(3, 32), Owner()
+    pin(rows_NX, owner)
+    assert asked == [(rows_NX.data_ptr(), 3 * 32 * 4, 0)]
+    del owner
+    assert asked[1:] == [(rows_NX.data_ptr(),)]
+    cuda.cudaHostRegister = lambda *args: 2
+    with pytest.raises(ConfigError, match=r"^cache.checkpoint_host_gib: out of memory\(2\)$"):
+        pin(rows_NX, Owner())
+    assert len(asked) == 2
 
 
 def test_nan_does_not_outlive_a_request(states: States) -> None:
