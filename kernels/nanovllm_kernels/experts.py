@@ -8,7 +8,8 @@ comes in 8, and several tiles of weights are on their way at any time.
 Decision: weights of block fp8 become float16 in registers, exactly and by one instruction, where
 bfloat16 takes three, and these took longer than memory. So tokens do, too, times a power of two: up
 to 4e6 they stand for themselves, and from 1/256 down they are off by 2e-6 at most, which is less
-than 8 bits would cost them. Each sum over 128 inputs is scaled by itself, in float32.
+than 8 bits would cost them. Each sum over 128 inputs is scaled by itself, in float32. Products of
+64 tokens came from 87 % of the copy rate to 104 % so, and no further with tokens of 8 bits.
 
 Decision: of so few tokens that rows are not sorted, down's product adds up what a token's experts
 give. Tensor cores take 64 rows of weights and no less than 8 columns, of which a pair fills one: so
@@ -47,7 +48,7 @@ class Shape(NamedTuple):
 
 SHAPES = {  # by tokens of a tile, and bytes of an element of the weight
     (8, 1): Shape(64, 128, 4, 2),
-    (16, 1): Shape(64, 128, 4, 2),
+    (16, 1): Shape(64, 128, 5, 2),
     (16, 2): Shape(64, 128, 4, 4),
     (128, 1): Shape(128, 128, 3, 8),
     (128, 2): Shape(128, 64, 4, 8),
