@@ -39,7 +39,7 @@ class Checkpoints:
         self.sizes = {"places": count, "kept": 0}
         self.events = {"saved": 0, "restored": 0, "evicted": 0}  # since the start
         self._of: dict[Key, Checkpoint] = {}
-        self._first: set[Checkpoint] = set()  # those with none before
+        self._after: dict[Key, set[Checkpoint]] = {}  # by the page after the one before
         self._by_id: list[Checkpoint | None] = [None] * count
         self._blank = list(range(count))[::-1]
         self._costs_C = np.full(count, np.inf)  # tokens to compute again; inf: none to be evicted
@@ -58,17 +58,15 @@ class Checkpoints:
     def longest(self, keys: PageKeys, most: int) -> Checkpoint | None:
         return next(self.along(keys, most), None)
 
-    def goes_on(self, start: Checkpoint | None, keys: PageKeys, num_tokens: int) -> bool:
-        """Whether another text has a state behind more than the first `num_tokens` of these.
+    def beyond(self, start: Checkpoint | None, keys: PageKeys, end: int) -> Iterator[Checkpoint]:
+        """The nearest behind more than the first `end` tokens of a text, whoever goes on with them.
 
-        `start`: the text's longest checkpoint so far.
+        `start`: the longest behind fewer of them. There is none behind just as many.
         """
-        index = num_tokens // self.page_tokens
-        others = self._first if start is None else start.behind
-        return any(
-            other.num_tokens > num_tokens and other.keys.before(index) == keys.before(index)
-            for other in others
-        )
+        index = end // self.page_tokens
+        for other in self._after.get(self._page_after(start, keys), ()):
+            if other.num_tokens > end and other.keys.before(index) == keys.before(index):
+                yield other
 
     # -- keeping ------------------------------------------------------------------------------
 
@@ -101,16 +99,14 @@ class Checkpoints:
             return
         before = self.longest(keys, num_tokens - 1)
         new = Checkpoint(place, key, num_tokens, keys, before, set())
-        beside = self._first if before is None else before.behind
-        new.behind = {other for other in beside if begins(other, new)}
-        beside -= new.behind
-        beside.add(new)
+        for other in list(self.beyond(before, keys, num_tokens)):
+            self._unlink(other)
+            self._set_before(other, new)
+        self._set_before(new, before)
         self._of[key] = self._by_id[place] = new
         self.events["saved"] += 1
         self.sizes["kept"] += 1
         self._used_C[place] = self._now
-        for one in (new, *new.behind):
-            self._set_before(one, new if one is not new else before)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Somebody goes on from there."""
@@ -119,12 +115,10 @@ class Checkpoints:
         self._used_C[checkpoint.id] = self._now
 
     def remove(self, checkpoint: Checkpoint) -> None:
-        before = checkpoint.before
-        beside = self._first if before is None else before.behind
-        beside.remove(checkpoint)
-        beside |= checkpoint.behind
-        for one in checkpoint.behind:
-            self._set_before(one, before)
+        self._unlink(checkpoint)
+        for one in list(checkpoint.behind):
+            self._unlink(one)
+            self._set_before(one, checkpoint.before)
         del self._of[checkpoint.key]
         self.sizes["kept"] -= 1
         self._by_id[checkpoint.id] = None
@@ -132,11 +126,21 @@ class Checkpoints:
         self._blank.append(checkpoint.id)
 
     def _set_before(self, checkpoint: Checkpoint, before: Checkpoint | None) -> None:
-        checkpoint.before = before
-        first = 0 if before is None else before.num_tokens
+        checkpoint.before, first = before, 0
+        if before is not None:
+            before.behind.add(checkpoint)
+            first = before.num_tokens
+        self._after.setdefault(self._page_after(before, checkpoint.keys), set()).add(checkpoint)
         self._costs_C[checkpoint.id] = checkpoint.num_tokens - first
 
+    def _unlink(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.before is not None:
+            checkpoint.before.behind.remove(checkpoint)
+        page = self._page_after(checkpoint.before, checkpoint.keys)
+        self._after[page].remove(checkpoint)
+        if not self._after[page]:
+            del self._after[page]
 
-def begins(text: Checkpoint, start: Checkpoint) -> bool:
-    """Whether the first tokens of a checkpoint are all those of another."""
-    return text.num_tokens > start.num_tokens and text.keys.last(start.num_tokens) == start.key
+    def _page_after(self, before: Checkpoint | None, keys: PageKeys) -> Key:
+        """The page with which a text goes on behind a checkpoint: few others go on with it."""
+        return keys.full(before.num_tokens // self.page_tokens if before is not None else 0)

@@ -79,7 +79,7 @@ class HybridMemory(KVMemory):
             assert start.id == found.checkpoint
             self.states.restore(start)
         known = keys.num_known * self.page_tokens
-        if self._is_worth(known - found.num_cached) and self.states.goes_on(start, keys, known):
+        if self._is_worth(known - found.num_cached) and any(self.states.beyond(start, keys, known)):
             text.fork = known
         return found
 

@@ -23,7 +23,10 @@ def check_states(states: Checkpoints, num_taken: int = 0) -> None:
     for one in kept:
         own, *earlier = states.along(one.keys, one.num_tokens)
         assert own is one and one.before is (earlier[0] if earlier else None)
-        assert one in (states._first if one.before is None else one.before.behind)
+        assert one.before is None or one in one.before.behind
+        assert one in states._after[states._page_after(one.before, one.keys)]
+        assert len(one.keys.computed) <= len(one.keys.tokens) // states.page_tokens, "half a page"
         spared = one.num_tokens - (one.before.num_tokens if one.before else 0)
         assert states._costs_C[one.id] == spared
-    assert sum(len(one.behind) for one in kept) + len(states._first) == len(kept)
+    assert sum(len(one.behind) for one in kept) == sum(one.before is not None for one in kept)
+    assert sum(map(len, states._after.values())) == len(kept) and all(states._after.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, field
 
 from hypothesis import given, strategies as st
 
@@ -11,6 +12,7 @@ from nanovllm.kv.keys import PageKeys
 from tests.kv.states import check_states
 
 PAGE = 4
+Name = tuple[str, tuple[int, ...]]  # salt and tokens
 few_pages = st.lists(st.integers(0, 1), min_size=1, max_size=5)
 
 
@@ -78,6 +80,14 @@ def test_what_is_behind_a_lost_state_costs_more() -> None:
     assert lengths(states, keys) == [44]  # of 4 tokens more it would have been the first to go
 
 
+def test_a_state_that_comes_between_two_is_before_the_later() -> None:
+    states, keys, other = Checkpoints(5, PAGE), keys_of([1] * 100), keys_of([1] * 30 + [2] * 70)
+    for text, num_tokens in ((keys, 8), (keys, 80), (other, 60), (keys, 24), (keys, 40)):
+        keep(states, text, num_tokens)
+    costs = {one.num_tokens: states._costs_C[one.id] for one in states._of.values()}
+    assert costs == {8: 8, 24: 16, 40: 16, 80: 40, 60: 36}
+
+
 def test_without_places_nothing_is_kept() -> None:
     states = Checkpoints(0, PAGE)
     assert keep(states, keys_of([1] * 9), 9) == -1
@@ -106,3 +116,101 @@ def test_what_is_found_along_a_text_are_its_own_beginnings(actions) -> None:
             for n in range(len(tokens), 0, -1)
             if (salt, tuple(tokens[:n])) in kept
         ]
+
+
+@dataclass
+class Naive:
+    """What Checkpoints answers, of names alone and by looking at all of them."""
+
+    count: int
+    kept: dict[int, Name] = field(default_factory=dict)  # by place
+    used: dict[int, int] = field(default_factory=dict)
+    now: int = 0
+
+    def __post_init__(self) -> None:
+        self.blank = list(range(self.count))[::-1]
+
+    def starts(self, name: Name) -> list[int]:
+        """Places of what the text begins with, or is, the longest last."""
+        salt, tokens = name
+        found = [at for at, one in self.kept.items() if one == (salt, tokens[: len(one[1])])]
+        return sorted(found, key=lambda at: len(self.kept[at][1]))
+
+    def before(self, place: int) -> int:
+        return [-1, *self.starts(self.kept[place])][-2]
+
+    def cost(self, place: int) -> int:
+        return len(self.kept[place][1]) - len(self.kept.get(self.before(place), ("", ()))[1])
+
+    def beyond(self, name: Name) -> set[int]:
+        """The nearest with more than all of these tokens."""
+        size = len(name[1])
+        of_it = {
+            at
+            for at, (salt, tokens) in self.kept.items()
+            if len(tokens) > size and (salt, tokens[:size]) == name
+        }
+        return {at for at in of_it if self.before(at) not in of_it}
+
+    def take(self, spared: int) -> int:
+        self.now += 1
+        if not self.blank:
+            values = {at: self.cost(at) / (self.now - self.used[at] + 1) for at in self.kept}
+            worst = min(sorted(values), key=values.__getitem__)
+            if values[worst] >= spared:
+                return -1
+            self.remove(worst)
+        return self.blank.pop()
+
+    def put(self, place: int, name: Name) -> None:
+        if name in self.kept.values():
+            self.blank.append(place)
+        else:
+            self.kept[place], self.used[place] = name, self.now
+
+    def restore(self, place: int) -> None:
+        self.now += 1
+        self.used[place] = self.now
+
+    def remove(self, place: int) -> None:
+        del self.kept[place]
+        self.blank.append(place)
+
+
+some_pages = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=7)
+act = st.tuples(some_pages, st.sampled_from(["", "", "a"]), st.integers(1, 7), st.integers(0, 9))
+
+
+@given(st.lists(act, max_size=60), st.integers(1, 9))
+def test_all_answers_are_those_of_looking_at_all_states(actions, count) -> None:
+    """Texts go on behind what is saved of them, and end inside of a page."""
+    states, naive = Checkpoints(count, PAGE), Naive(count)
+    for pages, salt, num_pages, what in actions:
+        tokens = [token for token in pages for _ in range(PAGE)]
+        keys, most = keys_of([*tokens, 0], salt), min(num_pages, len(pages)) * PAGE
+        state, there = states.longest(keys, most), naive.starts((salt, tuple(tokens[:most])))
+        assert (-1 if state is None else state.id) == [-1, *there][-1]
+        if what < 2 and state is not None:
+            states.remove(state)
+            naive.remove(state.id)
+        elif what < 4 and state is not None:
+            states.restore(state)
+            naive.restore(state.id)
+        else:
+            place = states.take(spared=what)
+            assert place == naive.take(spared=what)
+            if place >= 0:
+                states.put(place, keys, most)
+                naive.put(place, (salt, tuple(tokens[:most])))
+        check_states(states)
+        assert states._blank == naive.blank
+        assert {one.id: one.num_tokens for one in states._of.values()} == {
+            at: len(tokens) for at, (_, tokens) in naive.kept.items()
+        }
+        assert all(states._costs_C[at] == naive.cost(at) for at in naive.kept)
+        for num_tokens in range(PAGE, len(tokens) + 1, PAGE):
+            start = states.longest(keys, num_tokens)
+            if start is None or start.num_tokens < num_tokens:
+                found = {one.id for one in states.beyond(start, keys, num_tokens)}
+                assert found == naive.beyond((salt, tuple(tokens[:num_tokens])))
+        assert len(keys.computed) <= len(pages)

@@ -103,9 +103,9 @@ def test_a_second_turn_goes_on_from_the_last_page_of_the_first_prompt() -> None:
 def test_where_known_pages_end_without_another_text_behind_is_no_fork() -> None:
     engine = PaperEngine(**ROOMY | {"checkpoints": 1})
     ask(engine, 0, STEM[:14], max_new=15)
-    ask(engine, 1, [9] * 30)  # its state takes the only place
+    ask(engine, 1, [*STEM[:6], *[9] * 34])  # its state takes the only place, and is of more tokens
     assert ask(engine, 2, [*STEM[:14], *engine.text[0], *[7] * 6]) == 0
-    assert chunks(engine) == [14, 30, 35]
+    assert chunks(engine) == [14, 40, 35]
 
 
 def test_long_prompts_leave_states_on_their_way_at_page_boundaries() -> None:
