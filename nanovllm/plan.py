@@ -69,8 +69,8 @@ class StepPlan(Struct, frozen=True, array_like=True):
     max_length: int  # no row's context, this step included, is longer (tokens)
     # Sampling rows (decodes first) that wait for masks: one for each token that they may sample.
     masked: list[int]
-    # Recurrent states to keep of requests that lost their slots: slot, checkpoint. Before anything
-    # else of this plan happens: they stand for all tokens that earlier plans computed.
+    # Recurrent states to keep for reuse, of slots whose texts grew: slot, checkpoint. Before all
+    # else of this plan: they stand for all tokens that earlier plans computed.
     saves: list[tuple[int, int]] = []
     clean: list[int] = []  # then pages to fill with zeros: NaN was written there
     copies: list[tuple[int, int]] = []  # then, whole pages: from, to
