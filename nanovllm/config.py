@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
 from nanovllm import experts, recipes, speculate
 from nanovllm.experts import Experts as Experts
@@ -78,6 +78,7 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rms_norm: Literal["auto", "torch", "triton", "compile"] = "auto"
     add_rms_norm: Literal["auto", "torch", "triton", "compile"] = "auto"
     silu_mul: Literal["auto", "torch", "triton", "compile"] = "auto"
+    sigmoid_mul: Literal["auto", "torch", "triton", "compile"] = "auto"  # of gated attention
     rope_store: Literal["auto", "torch", "triton", "compile"] = "auto"
     gated_linear: Literal["auto", "torch", "cute"] = "auto"  # of steps of many rows
     skinny_linear: Literal["auto", "torch", "cute"] = "auto"  # of up to 128 rows, reading weights
@@ -97,6 +98,7 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None  # None: what NANOVLLM_API_KEY says
+    allowed_origins: list[str] = field(default_factory=lambda: ["*"])  # pages in a browser; *: all
     served_name: str | None = None  # None: the last part of the model's name
     parser: str = "auto"
     page: bool | Auto = "auto"  # and /debug/steps; auto: where only this machine can open it
@@ -134,7 +136,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16, on a CPU float32
     quantize: Literal["fp8"] | None = None  # fp8: made of other weights while they load
-    cpu_threads: int | Auto = "auto"  # of matrix products on a CPU; auto: by the model's size
+    cpu_threads: int | Auto = "auto"  # of products on a CPU, of each rank; auto: by weights, cores
     load: Load = Load()
     parallel: Parallel = Parallel()
     experts: Experts = Experts()
@@ -196,9 +198,8 @@ def read_recipe(
     recipe = converted(raw, Recipe)
     _check_ranges(recipe)
     if recipe.server.api_key is None:
-        recipe = structs.replace(
-            recipe, server=structs.replace(recipe.server, api_key=given_api_key())
-        )
+        server = structs.replace(recipe.server, api_key=given_api_key())
+        recipe = structs.replace(recipe, server=server)
     return Checked(recipe, source, base, changed)
 
 
@@ -249,7 +250,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "schedule.step_tokens": (1, 1 << 20),
     "schedule.mixed_step_tokens": (1, 1 << 20),
     "schedule.depth": (0, 4),
-    "schedule.max_queue": (0, 1 << 20),
+    "schedule.max_queue": (1, 1 << 20),  # whoever comes waits at least for the next step
     "schedule.ageing_s": (0.001, 86400),
     "schedule.overtake_steps": (0, 1 << 20),
     "kernels.mixed_graph_tokens": (0, 1 << 20),

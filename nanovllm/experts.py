@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, repeat
+from operator import add
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 
 from nanovllm.typed_yaml import ConfigError
 
-Ranks = list[list[int]]  # the experts that each rank holds, in their order
+ExpertsByRank = list[list[int]]  # the experts that each rank holds, in their order
 encode_lines = msgspec.json.Encoder().encode_lines
 
 
@@ -27,7 +28,7 @@ class PlacedLayer(Struct, frozen=True, forbid_unknown_fields=True):
 
     layer: int
     tokens: list[int]  # that were routed to each expert
-    ranks: Ranks = []
+    ranks: ExpertsByRank = []
 
 
 class ExpertLoad(Struct, frozen=True):
@@ -75,7 +76,7 @@ class Spread:
             raise ConfigError(f"experts.placement: {path}: {said}") from None
         self.by_layer = {line.layer: line.ranks for line in lines}
 
-    def ranks(self, layer: int, num_experts: int, num_ranks: int) -> Ranks:
+    def ranks(self, layer: int, num_experts: int, num_ranks: int) -> ExpertsByRank:
         """Raises ConfigError if the file does not fit the model or its ranks."""
         ranks, problem = self.by_layer.get(layer, []), ""
         sizes = {size for held in ranks for size in (len(held), len({*held}))}
@@ -94,13 +95,17 @@ decode_lines = msgspec.json.Decoder(PlacedLayer).decode_lines
 
 
 def write_placement(lines: bytes, path: Path, num_ranks: int, more: int) -> None:
-    """What an engine tells into a file, its experts placed by it.
+    """What engines tell into a file, their experts placed by it.
 
     Raises ConfigError: it has no experts, or cannot share them equally, or the file cannot be.
     """
-    layers = decode_lines(lines)
+    counts: dict[int, list[int]] = {}
+    for one in decode_lines(lines):  # of all engines
+        counts[one.layer] = [*map(add, counts.get(one.layer, repeat(0)), one.tokens)]
+    layers = [*map(PlacedLayer, counts, counts.values())]
     if not layers or len(layers[0].tokens) % num_ranks:
-        told = f"{len(layers[0].tokens)} experts over {num_ranks} ranks" if layers else "no experts"
+        unseen = "no experts, or tells of none, as its server.page is off"
+        told = f"{len(layers[0].tokens)} experts over {num_ranks} ranks" if layers else unseen
         raise ConfigError(f"--expert-load {path}: the engine has {told}")
     done = (replace(one, ranks=placed(one.tokens, num_ranks, more)) for one in layers)
     try:
@@ -109,12 +114,12 @@ def write_placement(lines: bytes, path: Path, num_ranks: int, more: int) -> None
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
-def evenly(num_experts: int, num_ranks: int) -> Ranks:
+def evenly(num_experts: int, num_ranks: int) -> ExpertsByRank:
     each = num_experts // num_ranks
     return [list(range(rank * each, (rank + 1) * each)) for rank in range(num_ranks)]
 
 
-def placed(tokens: Sequence[int], num_ranks: int, more: int) -> Ranks:
+def placed(tokens: Sequence[int], num_ranks: int, more: int) -> ExpertsByRank:
     """The experts of each rank, so that ranks have about equally many tokens.
 
     Each holds `more` than its equal share, which are further copies of those that have most; an
@@ -127,7 +132,7 @@ def placed(tokens: Sequence[int], num_ranks: int, more: int) -> Ranks:
         can_grow = (expert for expert in experts if counts[expert] < num_ranks)
         counts[max(can_grow, key=lambda expert: tokens[expert] / counts[expert])] += 1
     room = sum(counts) // num_ranks
-    held: Ranks = [[] for _ in range(num_ranks)]
+    held: ExpertsByRank = [[] for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
     for expert in sorted(experts, key=lambda one: (-counts[one], -tokens[one] / counts[one])):
         several = counts[expert] > 1

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
 
-from nanovllm.watch import Child, Ranks, ending, word_on
+from nanovllm.watch import Child, WatchedRanks, ending, endings, word_on
 
 log = logging.getLogger("serve")
 WINDOW_S = 3600.0  # restarts are counted within this
 
 
-class Engine:
+class Replica:
     """One engine through all its lives. It ends by itself, or with a rank of it."""
 
     def __init__(
@@ -31,7 +31,8 @@ class Engine:
         self._restarts = restarts
         self._restarted: list[float] = []  # when (monotonic)
         self._waiting: list[Child] = []  # ranks of a later life that are not ready yet
-        self._ranks: Ranks | None = Ranks(self.children)  # None until all of a later life are ready
+        # None until all of a later life are ready.
+        self._ranks: WatchedRanks | None = WatchedRanks(self.children)
         self._why = ""  # it is lost
 
     def lost(self, restarts: bool) -> str:
@@ -60,8 +61,8 @@ class Engine:
                 process.join(0.0 if said else 1.0)
                 return said or ending(process)
         if not self._waiting:
-            self._ranks = Ranks(self.children)
-        return ""
+            self._ranks = WatchedRanks(self.children)
+        return endings(process for process, _ in self.children)  # of who was ready already
 
     def _num_left(self) -> int:
         """How often it may be started again by now."""
@@ -86,14 +87,14 @@ class Fleet:
 
     def __init__(self, starts: Sequence[Callable[[], list[Child]]], restarts: int) -> None:
         """With one engine there is nobody who would serve meanwhile, so it is not started again."""
-        self._engines: list[Engine] = []
+        self._engines: list[Replica] = []
         self._starts = starts
         self._restarts = restarts if len(starts) > 1 else 0
         self.on_lost: Callable[[int], None] = lambda _: None  # is told an engine's number
 
     def start(self) -> None:
         for at, start in enumerate(self._starts):
-            self._engines.append(Engine(start, self._restarts, partial(self._lost, at)))
+            self._engines.append(Replica(start, self._restarts, partial(self._lost, at)))
 
     def _lost(self, at: int) -> None:
         self.on_lost(at)

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection as Pipe, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,8 +32,9 @@ from typing import NoReturn
 
 from msgspec.structs import replace
 
-from nanovllm.config import Config, ConfigError, Server, cache_dir, without_api_key
+from nanovllm.config import Config, ConfigError, cache_dir, without_api_key
 from nanovllm.fleet import Fleet
+from nanovllm.ipc.client import EngineLostError
 from nanovllm.log import setup
 from nanovllm.parallel.places import Place, RankLostError, places_of
 from nanovllm.server.parsers import parser_of
@@ -41,6 +43,7 @@ from nanovllm.watch import BEAT_EVERY_S, TICK_S, Child, ending, endings, word_on
 log = logging.getLogger("serve")
 EXIT_CONFIG = 2
 EXIT_CRASH = 1
+LAST_WORDS_S = 5.0  # for API processes without an engine to tell their clients
 MOST_SOCKET_PATH = 107  # bytes, of a Unix socket's address
 OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 
@@ -55,8 +58,10 @@ class Stopped(RuntimeError):
 
 @contextlib.contextmanager
 def engine_processes(config: Config, num_workers: int = 1) -> Iterator[tuple[list[str], Fleet]]:
-    """Run all engines for so many connections each; where their sockets will be, and who is to be
-    waited for and watched."""
+    """Run all engines, each for `num_workers` connections.
+
+    Yields the paths of their sockets, and the fleet, which is to be waited for and watched.
+    """
     try:
         folder = tempfile.mkdtemp(prefix="nanovllm-")
     except OSError as error:  # says itself which folders were tried
@@ -78,7 +83,7 @@ def engine_processes(config: Config, num_workers: int = 1) -> Iterator[tuple[lis
 
 
 def start_engine(config: Config, num_workers: int, at: int, path: str) -> list[Child]:
-    """The ranks of the engine with this number. It may have lived before."""
+    """Start the ranks of engine number `at`, which may have lived before, and return them."""
     Path(path).unlink(missing_ok=True)
     ranks = []
     for place in places_of(config, tempfile.mkdtemp(dir=os.path.dirname(path)), at):
@@ -94,8 +99,8 @@ def serve(config: Config) -> int:
     time, kills all processes and exits with 128 + its number. When a process ends by itself, the
     log says how, and the code is its own, or 1 where that would be 0 or a signal.
     """
-    server = config.recipe.server
-    config = replace(config, recipe=replace(config.recipe, server=with_parser(config)))
+    server = replace(config.recipe.server, parser=parser_of(config))
+    config = replace(config, recipe=replace(config.recipe, server=server))
     sock, num = listen(server.host, server.port), server.workers
     with sock, interruptible() as stopped, engine_processes(config, num) as (paths, fleet):
         workers = [spawn(f"nanovllm-api{i}", config, run_api, paths, i, sock) for i in range(num)]
@@ -113,11 +118,6 @@ def serve(config: Config) -> int:
             stop(processes, server.shutdown_s + 5, fleet)
 
 
-def with_parser(config: Config) -> Server:
-    """Whose parser has a name. Raises ConfigError if there is no such parser."""
-    return replace(config.recipe.server, parser=parser_of(config))
-
-
 def announce(config: Config, sock: socket.socket) -> None:
     url = url_of(*sock.getsockname()[:2])
     key = ' -H "Authorization: Bearer $KEY"' if config.recipe.server.api_key else ""
@@ -132,16 +132,11 @@ def url_of(host: str, port: int) -> str:
 
 def listen(host: str, port: int) -> socket.socket:
     """One listening socket, shared by all API processes."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}: {error.strerror}") from None
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
     except (OSError, ValueError, TypeError) as error:  # a name may be none at all
-        sock.close()
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot listen on {url_of(host, port)[7:]}: {why}") from None
     sock.listen(2048)
@@ -172,8 +167,8 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 def watch(fleet: Fleet, workers: Sequence[BaseProcess], stopped: threading.Event) -> int:
-    """Until a signal (0), or until an API process ends or no engine is left (a code of theirs,
-    never 0)."""
+    """Wait for a signal, and return 0; or until an API process ends or no engine is left, and
+    return a code of theirs, never 0."""
     while not stopped.wait(TICK_S):
         has_ended = any(process.exitcode is not None for process in workers)
         lost = fleet.lost(restarts=not has_ended)
@@ -185,11 +180,11 @@ def watch(fleet: Fleet, workers: Sequence[BaseProcess], stopped: threading.Event
 
 
 def tell(workers: Sequence[Child], engine: int) -> None:
-    """That an engine was lost: its end of a socket may outlive it by the seconds that its device
-    takes to let go of it."""
+    """Say to all API processes that an engine was lost: its end of a socket may outlive it by the
+    seconds that its device takes to let go of it."""
     for _, word in workers:
         with contextlib.suppress(OSError):
-            word.send(engine)
+            word.send((engine, time.monotonic()))
 
 
 # -- children -------------------------------------------------------------------------------
@@ -198,12 +193,19 @@ def tell(workers: Sequence[Child], engine: int) -> None:
 def spawn(name: str, config: Config, target: object, *args: object) -> Child:
     """Start a child; it says "ready" or an error on the returned pipe, and dies with us.
 
+    It is born with interrupts blocked: a Ctrl-C, which a terminal sends to all processes, does not
+    end it before it ignores them. One that comes meanwhile reaches us right afterwards.
     The system's list of processes shows `name`, up to 15 characters of it.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=child, args=(target, theirs, config, *args), name=name)
-    process.start()
+    resource_tracker.ensure_running()  # the first start would do it, and unblock interrupts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
     return process, ours
 
@@ -216,7 +218,7 @@ class Word:
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
-        self._on_lost: Callable[[int], object] = lambda _: None
+        self._on_lost: Callable[[int, float], object] = lambda *_: None
         self.is_ready = self.beats = False
 
     def ready(self) -> None:
@@ -233,46 +235,57 @@ class Word:
         self._pipe.send(str(why))
         sys.exit(EXIT_CONFIG)
 
-    def hear(self, on_lost: Callable[[int], object]) -> None:
-        """From now on `on_lost` is called, in a thread, with the number of each engine lost."""
+    def hear(self, on_lost: Callable[[int, float], object]) -> None:
+        """From now on `on_lost` is called, in a thread, with the number of each engine lost, and
+        when that was (monotonic)."""
         self._on_lost = on_lost
 
     def leave_with_supervisor(self) -> None:
-        """A thread's work."""
+        """Run in a thread: hear of lost engines, say "alive", and end when the supervisor ends."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if self._pipe.poll(BEAT_EVERY_S):
-                    self._on_lost(self._pipe.recv())
+                    self._on_lost(*self._pipe.recv())
                 elif self.beats:
                     self._pipe.send("alive")
         os._exit(EXIT_CRASH)
 
 
 def child(target: object, pipe: Pipe, config: Config, *args: object) -> None:
-    """Runs in the child. Interrupts are the supervisor's business."""
+    """Runs in the child. Interrupts are the supervisor's business.
+
+    The process ends without taking apart what it has: connections to other ranks would wait.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # only Linux has it
         Path("/proc/self/comm").write_text(multiprocessing.current_process().name)
     setup(config.recipe.server.log_format)
     word = Word(pipe)
     threading.Thread(target=word.leave_with_supervisor, daemon=True).start()
-    run_child(target, word, config, *args)
+    code = EXIT_CRASH
+    with contextlib.suppress(SystemExit):
+        run_child(target, word, config, *args)
+        code = 0
+    logging.shutdown()
+    os._exit(code)
 
 
 def run_child(target: object, word: Word, config: Config, *args: object) -> None:
-    """What is wrong with the recipe, or with a disk before it is ready, is one line's worth."""
+    """Run the target. What keeps it from being ready is one line for the supervisor; what nobody
+    foresaw is a record of the log, too, then and later."""
     try:
         assert callable(target)
         target(word, config, *args)
     except ConfigError as error:
         word.sorry(error)
-    except RankLostError:
+    except (RankLostError, EngineLostError):
         sys.exit(EXIT_CRASH)  # what became of that one, the supervisor says
-    except OSError as error:
-        if word.is_ready or error.errno not in OF_A_DISK:
-            raise
-        where = error.filename or f"one of {tempfile.gettempdir()}, {cache_dir()}, Triton's cache"
-        word.sorry(f"cannot write {where}: {error.strerror}")
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in OF_A_DISK and not word.is_ready:
+            some = f"one of {tempfile.gettempdir()}, {cache_dir()}, Triton's cache"
+            word.sorry(f"cannot write {error.filename or some}: {error.strerror}")
+        log.exception(name := multiprocessing.current_process().name)
+        word.sorry(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
 
 
 def run_engine(word: Word, config: Config, place: Place, path: str, num_workers: int) -> None:
@@ -292,22 +305,21 @@ def run_engine(word: Word, config: Config, place: Place, path: str, num_workers:
 def run_api(
     word: Word, config: Config, paths: Sequence[str], worker: int, sock: socket.socket
 ) -> None:
-    from nanovllm.ipc.client import EngineLostError
     from nanovllm.server.main import run
 
-    try:
-        run(config, paths, worker, sock, word.ready, word.hear)
-    except EngineLostError:
-        sys.exit(EXIT_CRASH)  # what there is to say of it, the supervisor says
+    run(config, paths, worker, sock, word.ready, word.hear)
 
 
 def wait_ready(children: Sequence[Child], stopped: threading.Event | None = None) -> None:
-    """Until all are. Raises ConfigError with a child's message, EngineDied if one crashed, or
-    Stopped. Who says why it leaves comes before who crashed, maybe because it missed that one.
+    """Wait until all are ready. Raises ConfigError with a child's message, EngineDied if one
+    crashed, maybe after it was ready, or Stopped. Who says why it leaves comes before who crashed,
+    maybe missing that one; a signal comes before both, as it may have ended them all.
     """
     waiting = {word: process for process, word in children}
     while waiting:
         wait(waiting, 0.1)
+        if stopped is not None and stopped.is_set():
+            raise Stopped
         speaking = [pipe for pipe in waiting if pipe.poll()]
         heard = [(word_on(pipe), waiting.pop(pipe)) for pipe in speaking]
         for said, process in sorted(heard, key=lambda one: one[0] is None):
@@ -316,17 +328,19 @@ def wait_ready(children: Sequence[Child], stopped: threading.Event | None = None
                 raise EngineDied(ending(process))
             if said != "ready":
                 raise ConfigError(said)  # whatever keeps it from ending
-        if stopped is not None and stopped.is_set():
-            raise Stopped
+        was_ready = (process for process, word in children if word not in waiting)
+        if waiting and (lost := endings(was_ready)):  # which others may wait for
+            raise EngineDied(lost)
 
 
 def stop(processes: Sequence[BaseProcess], grace_s: float, fleet: Fleet | None = None) -> None:
+    """Ends them, in `grace_s` seconds at most, and soon once no engine of the `fleet` is left."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and any(process.exitcode is None for process in processes):
-        if fleet is not None:
-            fleet.lost(restarts=False)
+        if fleet is not None and fleet.lost(restarts=False):
+            deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
         time.sleep(TICK_S)
     for process in processes:
         process.kill()

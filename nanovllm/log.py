@@ -23,17 +23,17 @@ ALWAYS = ("serve",)  # what the user asked for is said at every level: the addre
 STDOUT = 1
 
 
-class Fields(str):
+class LogFields(str):
     """`a=1 b=two` as text, and the values for whoever writes JSON."""
 
     values: dict[str, object]
 
 
-def fields(**values: object) -> Fields:
+def fields(**values: object) -> LogFields:
     """Floats show three decimals; None is left out."""
     values = {k: v for k, v in values.items() if v is not None}
     shown = {k: f"{v:.3f}" if isinstance(v, float) else v for k, v in values.items()}
-    text = Fields(" ".join(f"{k}={v}" for k, v in shown.items()))
+    text = LogFields(" ".join(f"{k}={v}" for k, v in shown.items()))
     text.values = values
     return text
 
@@ -59,7 +59,7 @@ class JsonLine(logging.Formatter):
             "message": record.getMessage(),
         }
         for argument in record.args if isinstance(record.args, tuple) else ():
-            if isinstance(argument, Fields):
+            if isinstance(argument, LogFields):
                 found = {**found, **argument.values, **found}
         if record.exc_info:
             found["exception"] = self.formatException(record.exc_info)

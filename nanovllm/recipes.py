@@ -17,7 +17,7 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def shipped() -> dict[str, Path]:
-    """By name. An installed package holds them itself; in a checkout they lie beside it."""
+    """All shipped recipes by name. A package has them inside, a checkout beside it."""
     inside = PACKAGE / "shipped"  # pyproject.toml puts recipes/ there
     folder = inside if inside.is_dir() else PACKAGE.parent / "recipes"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}

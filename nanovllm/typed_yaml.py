@@ -41,7 +41,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # the package has no type
 
 
 def parse(text: str, what: str) -> Any:  # noqa: ANN401
-    """Raises ConfigError that begins with `what` the text is."""
+    """The value that a text in YAML has. Raises ConfigError that begins with `what` the text is."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
@@ -112,7 +112,7 @@ def _meant(key: str, path: str, fields: Iterable[str], whole: type[Struct]) -> s
 
 
 def converted(raw: Mapping[str, Any], schema: type[T]) -> T:
-    """Raises ConfigError that names the first key that is unknown or has a value of no use."""
+    """The sections as a Struct. Raises ConfigError naming a key that is unknown or of no use."""
     _check_names(raw, schema, "", schema)
     try:
         return msgspec.convert(raw, schema)

@@ -19,7 +19,7 @@ BEAT_EVERY_S = 0.5
 LOST_S = 3.0  # without a sign of life
 
 
-class Ranks:
+class WatchedRanks:
     """The ranks of one engine, all of which have said that they are ready."""
 
     def __init__(self, children: Sequence[Child]) -> None:
@@ -46,10 +46,6 @@ class Ranks:
             if turns * TICK_S > LOST_S and len(self.processes) > 1
         ]
         return endings(self.processes) or ", ".join(silent)
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
 
 
 def heard(word: Pipe) -> bool:

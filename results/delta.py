@@ -29,7 +29,7 @@ QUICK = "--quick" in sys.argv
 ROWS = (1, 256) if QUICK else (1, 8, 64, 256)
 PROMPTS = ((4000,) * 2, (4000,) * 16) if QUICK else ((128,), (8192,), (4000,) * 2, (4000,) * 16)
 ALL_SCANS = tuple(product((32, 64, 128), (1, 2, 3), (4, 8)))  # parts, stages, warps
-SCANS = ((64, 2, 4), (64, 1, 4), (32, 2, 4)) if QUICK else ALL_SCANS
+SCANS = ((64, 3, 4), (64, 2, 4), (32, 3, 4)) if QUICK else ALL_SCANS
 
 
 def us(function: Callable[..., object], args: Args) -> str:

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # The records behind README's tables, made on the machine present (one GPU), with random weights:
 #   results/measure.sh [PART ...]       parts: online offline kernels ablation sweep
-# and structured, which online begins with, speculation, variants, ranks, lanes and replicas (several GPUs), peers, peers-offline, experts, fp8, latent, hybrid and turns, which are not among the default ones. All of them take about 20 minutes on one H200. Run in the project's root.
-# FLAGS: more flags of every run, as in FLAGS="--results-dir /tmp/results". RECIPES: instead of 0.6B and 8B. VLLM_PYTHON: for peers and experts, an interpreter that has vLLM.
+# and, which are not among the default ones, structured (online begins with it), speculation, variants,
+# ranks, lanes and replicas (several GPUs), peers, peers-offline, experts, fp8, latent, hybrid and turns.
+# All of them take about 20 minutes on one H200. Run in the project's root.
+# FLAGS: more flags of every run, as in FLAGS="--results-dir /tmp/results". RECIPES: instead of 0.6B and
+# 8B. VLLM_PYTHON: for peers and experts, an interpreter that has vLLM.
 set -uo pipefail
 read -ra flags <<<"${FLAGS:-}"
 common=(--load-format dummy ${flags[@]+"${flags[@]}"})

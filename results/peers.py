@@ -191,8 +191,10 @@ def asked(load: TokenLoad) -> tuple[list[list[int]], list[int], dict[str, float]
 
 
 def vllm_settings() -> str:
-    """The VLLM_* variables that are set, as a shell has them before a command."""
-    named = sorted(name for name in {*os.environ} - {"VLLM_PYTHON"} if name.startswith("VLLM_"))
+    """The VLLM_* variables that are set, as a shell has them before a command; no key among them,
+    for records are published."""
+    hidden = {"VLLM_PYTHON", "VLLM_API_KEY"}
+    named = sorted(name for name in {*os.environ} - hidden if name.startswith("VLLM_"))
     return "".join(f"{name}={shlex.quote(os.environ[name])} " for name in named)
 
 

@@ -1,17 +1,23 @@
-"""`pytest -m quick`, and a Hypothesis profile: `pytest --hypothesis-profile=quick`."""
+"""`pytest -m quick`, and Hypothesis profiles: `--hypothesis-profile=quick` takes few examples."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.quick import is_quick
 
 TESTS = Path(__file__).parent
 
-settings.register_profile("quick", max_examples=5)
+# The same examples each time, so that a failure is the commit's; how long one takes says nothing on
+# a machine that others use as well. `--hypothesis-profile=random` takes other examples each time.
+slow = [HealthCheck.too_slow]
+settings.register_profile("fixed", deadline=None, derandomize=True, suppress_health_check=slow)
+settings.register_profile("random", settings.get_profile("fixed"), derandomize=False)
+settings.register_profile("quick", settings.get_profile("fixed"), max_examples=5)
+settings.load_profile("fixed")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

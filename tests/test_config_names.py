@@ -223,7 +223,7 @@ def test_a_parser_is_known_before_anything_is_started() -> None:
     with pytest.raises(ConfigError) as caught:
         launch.serve(load_config(None, ["server.parser=qwen4"]))
     assert str(caught.value) == f"server.parser is 'qwen4'; it must be auto, {', '.join(PARSERS)}"
-    assert launch.with_parser(load_config(None)).parser == "qwen3"
+    assert parser_of(load_config(None)) == "qwen3"
 
 
 def test_a_key_of_the_environment_is_used_and_never_shown(monkeypatch) -> None:

@@ -52,6 +52,7 @@ def test_a_budget_out_of_range_is_refused(value: int) -> None:
         ("ageing_s", "0.0", "0.001 and 86400"),
         ("ageing_s", "86401.0", "0.001 and 86400"),
         ("overtake_steps", "-1", "0 and 1048576"),
+        ("max_queue", "0", "1 and 1048576"),  # which would refuse whoever comes
     ],
 )
 def test_who_waits_how_long_has_its_limits(key: str, value: str, limits: str) -> None:

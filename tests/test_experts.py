@@ -9,16 +9,24 @@ import pytest
 from hypothesis import given, strategies as st
 
 from nanovllm.config import ConfigError, load_config
-from nanovllm.experts import ExpertLoad, PlacedLayer, Ranks, Spread, evenly, placed, write_placement
+from nanovllm.experts import (
+    ExpertLoad,
+    ExpertsByRank,
+    PlacedLayer,
+    Spread,
+    evenly,
+    placed,
+    write_placement,
+)
 
 
-def spread(path: Path, *ranks: Ranks) -> Spread:
+def spread(path: Path, *ranks: ExpertsByRank) -> Spread:
     lines = [PlacedLayer(layer, [], held) for layer, held in enumerate(ranks)]
     path.write_bytes(msgspec.json.Encoder().encode_lines(lines))
     return Spread(str(path))
 
 
-def busiest(tokens: list[int], ranks: Ranks) -> float:
+def busiest(tokens: list[int], ranks: ExpertsByRank) -> float:
     """The most tokens of a rank over their mean, where copies share an expert's."""
     counts = [sum(expert in held for held in ranks) for expert in range(len(tokens))]
     loads = [sum(tokens[expert] / counts[expert] for expert in held) for held in ranks]
@@ -70,7 +78,7 @@ def test_a_file_says_what_each_rank_holds(tmp_path: Path) -> None:
          "does not have equally many experts on each rank, none of them twice"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_one_line(ranks: Ranks, said: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_one_line(ranks: ExpertsByRank, said: str, tmp_path: Path) -> None:
     path = tmp_path / "x"
     with pytest.raises(ConfigError) as caught:
         spread(path, ranks).ranks(0, 4, 2)
@@ -104,7 +112,10 @@ def test_what_an_engine_tells_becomes_a_placement(tmp_path: Path) -> None:
     write_placement(lines, path, 2, 0)
     assert path.read_bytes().startswith(b'{"layer":1,"tokens":[50,6],"ranks":[[0],[1]]}\n')
     assert Spread(str(path)).ranks(3, 2, 2) == [[1], [0]]
-    for wrong, ranks, said in ((lines, 3, "2 experts over 3 ranks"), (b"", 2, "no experts")):
+    write_placement(lines + b"\n" + lines, path, 2, 0)  # of two engines
+    assert path.read_bytes().startswith(b'{"layer":1,"tokens":[100,12],"ranks":[[0],[1]]}\n')
+    unseen = "no experts, or tells of none, as its server.page is off"
+    for wrong, ranks, said in ((lines, 3, "2 experts over 3 ranks"), (b"", 2, unseen)):
         with pytest.raises(ConfigError) as caught:
             write_placement(wrong, path, ranks, 0)
         assert str(caught.value) == f"--expert-load {path}: the engine has {said}"

@@ -134,6 +134,19 @@ def test_one_that_does_not_load_counts_as_any_other(says: bool) -> None:
     assert found.lost() == f"{why}, b0 ended with exit code 4"
 
 
+def test_a_rank_that_ends_while_others_load_ends_them() -> None:
+    """It had said that it is ready, so nobody waits for its word any more."""
+    found, (a, _) = fleet_of(2, restarts=3, num_ranks=2)
+    a.lives[0][0].die()
+    found.lost()
+    a.lives[1][1].said.send("ready")
+    assert found.lost() == "" and len(a.lives) == 2
+    a.lives[1][1].die(-9)
+    for _ in range(2):
+        assert found.lost() == ""
+    assert a.lives[1][0].was_killed and len(a.lives) == 3
+
+
 def test_restarts_are_those_of_an_hour(clock: SimpleNamespace, caplog) -> None:
     found, (a, _) = fleet_of(2, restarts=2)
     for life in range(3):

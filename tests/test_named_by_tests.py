@@ -22,6 +22,7 @@ DRIVEN_BY = {
         nanovllm/plan.py nanovllm/registry.py
         nanovllm/runner/batch.py nanovllm/runner/build.py nanovllm/runner/runner.py
         nanovllm/runner/sizing.py nanovllm/runner/slots.py nanovllm/runner/upload.py""",
+    "tests/end_to_end/test_replicas.py": "nanovllm/server/metrics_page.py",
     "tests/attention/test_choose.py": "nanovllm/attention/__init__.py",
     "tests/attention/test_torch_ref.py": "nanovllm/attention/grouped.py",
     "tests/spec/test_drafters.py": """
@@ -129,13 +130,16 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/gated_product.py kernels/nanovllm_kernels/grouped_product.py
         kernels/nanovllm_kernels/like.py
         kernels/nanovllm_kernels/linear_cases.py""",
+    "tests/kernels/test_triton_compiles.py": "kernels/nanovllm_kernels/following.py",
+    "tests/kernels/test_grouped_linear.py": "kernels/nanovllm_kernels/gated_experts.py",
     "tests/kernels/test_delta_kernels.py": """
         kernels/nanovllm_kernels/delta_decode.py kernels/nanovllm_kernels/delta_prefill.py""",
     "tests/kernels/test_few_fp8.py": """
         kernels/nanovllm_kernels/dense_fp8.py kernels/nanovllm_kernels/few_fp8_cases.py""",
     "tests/kernels/test_quantise.py": "kernels/nanovllm_kernels/quantise_cases.py",
     "tests/kernels/test_latent_decode_cute.py": """
-        kernels/nanovllm_kernels/latent_decode_cute_cases.py""",
+        kernels/nanovllm_kernels/latent_decode_cute_cases.py
+        kernels/nanovllm_kernels/ring_cute.py""",
     "tests/kernels/test_paged_decode_cute.py": """
         kernels/nanovllm_kernels/paged_decode_cute_cases.py""",
     "tests/gpu/test_kernels.py": """

@@ -63,19 +63,23 @@ BESIDE = (  # what a plain request never passes: metrics, the page, large bodies
     "nanovllm/models/destination.py", "nanovllm/models/dummy.py", "nanovllm/models/faults.py",
     "nanovllm/models/quantised.py", "nanovllm/models/shards.py",
     "nanovllm/runner/room.py", "nanovllm/layers/describe.py",
-    "nanovllm/server/metrics.py", "nanovllm/server/metric_help.py",
+    "nanovllm/server/cors.py", "nanovllm/server/metrics.py", "nanovllm/server/metrics_page.py",
+    "nanovllm/server/metric_help.py",
     "nanovllm/server/process_facts.py", "nanovllm/server/large.py", "nanovllm/server/length.py",
 )  # fmt: skip
 CUTE = ("cute", "skinny_linear", "flash_prefill", "gated_linear", "gated_product", "grouped_linear",
         "grouped_product", "grouped_fp8", "kept")  # fmt: skip
 CASES = ("case", "timing", "compile_one")  # and *_cases
 BUDGETS = {
-    "path": 6_200, "beside": 1_070, "scale": 1_030, "choices": 6_500, "tools": 2_200,
-    "triton": 4_530, "cute": 2_510, "cases": 1_440,  # 8,500 together
+    "path": 6_200, "beside": 1_160, "scale": 1_030, "choices": 6_500, "tools": 2_200,
+    "triton": 4_637, "cute": 2_427, "cases": 1_436,  # 8,500 together
 }  # fmt: skip
 MAX_CHOICE = 250
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "core"}
 MAY_READ_ENVIRONMENT = {"nanovllm/config.py", "nanovllm/log.py"}
+# A Protocol and what it is the shape of; and what each kernel in CuTe DSL or Triton has of its own.
+SAME_NAME = {"SchemaReader", "SkinnyLinear"}
+OF_A_KERNEL = {"Given", "Kind", "Product", "Shape", "Shared", "Size", "Tile"}
 ON_DEVICE = {"jit", "kernel"}  # @triton.jit, @cute.jit, @cute.kernel: check-kernels measures them
 WAITS = {"item", "tolist", "cpu", "nonzero", "synchronize"}
 MUST_NOT_WAIT = ("nanovllm/sampling/", "nanovllm/runner/runner.py", "nanovllm/runner/batch.py",
@@ -183,6 +187,19 @@ def test_budget(budget: str) -> None:
     assert 0 < sum(lines.values()) <= BUDGETS[budget], sum(lines.values())
     if budget in {"choices", "scale"}:
         assert {name: count for name, count in lines.items() if count > MAX_CHOICE} == {}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    named = [
+        node.name
+        for path in FILES
+        if name_of(path).startswith(("nanovllm/", "kernels/"))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        if node.name not in OF_A_KERNEL or name_of(path).startswith("nanovllm/")
+    ]
+    assert {name for name in named if named.count(name) > 1} == SAME_NAME
+    assert not OF_A_KERNEL & {*named}
 
 
 def test_top_level() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -13,17 +12,13 @@ from typing import Any
 
 import pytest
 
-from nanovllm.watch import LOST_S, TICK_S, Ranks, endings
+from nanovllm.watch import LOST_S, TICK_S, WatchedRanks, endings
 
 TURNS = round(LOST_S / TICK_S)  # that a rank may be silent
 
 
 def process(name: str, exitcode: int | None = None) -> Any:
-    kill = partial(killed.append, name)
-    return SimpleNamespace(name=name, exitcode=exitcode, kill=kill, pid=None)
-
-
-killed: list[str] = []
+    return SimpleNamespace(name=name, exitcode=exitcode, pid=None)
 
 
 class Engine:
@@ -34,7 +29,7 @@ class Engine:
         pairs = [Pipe() for _ in range(num_ranks)]
         self.ends: list[Connection] = [theirs for _, theirs in pairs]
         words = [ours for ours, _ in pairs]
-        self.ranks = Ranks([*zip(self.processes, words, strict=True)])
+        self.ranks = WatchedRanks([*zip(self.processes, words, strict=True)])
 
     def beat(self, *ranks: int) -> None:
         for rank in ranks:
@@ -97,8 +92,3 @@ def test_a_rank_that_ended_is_lost_at_once() -> None:
 )
 def test_signals_are_named_first(codes: list[int | None], said: str) -> None:
     assert endings(map(process, "ab", codes)).replace("(40)", "(-40)") == said
-
-
-def test_all_ranks_are_killed_together() -> None:
-    Engine(3).ranks.kill()
-    assert killed == ["rank0", "rank1", "rank2"]

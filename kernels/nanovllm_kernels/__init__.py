@@ -1,57 +1,40 @@
 """Our kernels. Tables from names to what `nanovllm check-kernels` runs, and what it compiles."""
 
+CHECKED = {  # by module, where a name in capitals is its case.Kernel
+    "norm": "rms_norm add_rms_norm",
+    "activation": "silu_mul sigmoid_mul",
+    "rope_cases": "mean_squares rope_store",
+    "quantise_cases": "quantise silu_mul_quantise norm_quantise",
+    "grouped_linear": "grouped_gate_up grouped_down grouped_64_gate_up",
+    "grouped_fp8": "grouped_fp8_gate_up grouped_fp8_down",
+    "block_fp8_cases": "block_fp8_linear block_fp8_experts",
+    "few_fp8_cases": "few_fp8_linear few_fp8_linear_add few_fp8_norm_linear few_fp8_norm_gate_up"
+    " few_fp8_quantised",
+    "skinny_cases": "skinny_linear skinny_linear_add skinny_norm_linear skinny_norm_gate_up",
+    "paged_decode": "paged_decode",
+    "paged_decode_cute_cases": "paged_decode_cute",
+    "paged_prefill": "paged_prefill",
+    "latent_decode": "latent_decode",
+    "latent_store_cases": "latent_store",
+    "latent_decode_cute_cases": "latent_decode_cute",
+    "batch_prep": "gather_rows write_back",
+    "apply_mask": "apply_mask",
+    "sampling": "draw winners best",
+    "thresholds": "thresholds",
+    "routed_cases": "route sort_rows combine few_gate_up few_down tiled_gate_up tiled_down",
+    "delta_cases": "delta_decode delta_drafted delta_prefill",
+    "ngram": "ngram",
+}
 KERNELS = {  # "module:attribute" of a case.Kernel
-    "rms_norm": "nanovllm_kernels.norm:RMS_NORM",
-    "add_rms_norm": "nanovllm_kernels.norm:ADD_RMS_NORM",
-    "silu_mul": "nanovllm_kernels.activation:SILU_MUL",
-    "mean_squares": "nanovllm_kernels.rope_cases:MEAN_SQUARES",
-    "rope_store": "nanovllm_kernels.rope_cases:ROPE_STORE",
+    **{
+        name: f"nanovllm_kernels.{module}:{name.upper()}"
+        for module, names in CHECKED.items()
+        for name in names.split()
+    },
+    # Beside what layers call by that name.
     "gated_linear": "nanovllm_kernels.gated_linear:KERNEL",
-    "quantise": "nanovllm_kernels.quantise_cases:QUANTISE",
-    "silu_mul_quantise": "nanovllm_kernels.quantise_cases:SILU_MUL_QUANTISE",
-    "grouped_down": "nanovllm_kernels.grouped_linear:DOWN",
-    "grouped_fp8_gate_up": "nanovllm_kernels.grouped_fp8:GATE_UP",
-    "grouped_fp8_down": "nanovllm_kernels.grouped_fp8:DOWN",
-    "grouped_64_gate_up": "nanovllm_kernels.grouped_linear:GATE_UP_64",
-    "grouped_64_down": "nanovllm_kernels.grouped_linear:DOWN_64",
     "sliced_linear": "nanovllm_kernels.library_linear:SLICED",
     "added_linear": "nanovllm_kernels.library_linear:ADDED",
-    "block_fp8_linear": "nanovllm_kernels.block_fp8_cases:LINEAR",
-    "block_fp8_experts": "nanovllm_kernels.block_fp8_cases:EXPERTS",
-    "norm_quantise": "nanovllm_kernels.quantise_cases:NORM_QUANTISE",
-    "few_fp8_linear": "nanovllm_kernels.few_fp8_cases:LINEAR",
-    "few_fp8_linear_add": "nanovllm_kernels.few_fp8_cases:LINEAR_ADD",
-    "few_fp8_norm_linear": "nanovllm_kernels.few_fp8_cases:NORM_LINEAR",
-    "few_fp8_norm_gate_up": "nanovllm_kernels.few_fp8_cases:NORM_GATE_UP",
-    "few_fp8_quantised": "nanovllm_kernels.few_fp8_cases:QUANTISED",
-    "skinny_linear": "nanovllm_kernels.skinny_cases:LINEAR",
-    "skinny_linear_add": "nanovllm_kernels.skinny_cases:LINEAR_ADD",
-    "skinny_norm_linear": "nanovllm_kernels.skinny_cases:NORM_LINEAR",
-    "skinny_norm_gate_up": "nanovllm_kernels.skinny_cases:NORM_GATE_UP",
-    "paged_decode": "nanovllm_kernels.paged_decode:PAGED_DECODE",
-    "paged_decode_cute": "nanovllm_kernels.paged_decode_cute_cases:PAGED_DECODE_CUTE",
-    "paged_prefill": "nanovllm_kernels.paged_prefill:PAGED_PREFILL",
-    "latent_decode": "nanovllm_kernels.latent_decode:LATENT_DECODE",
-    "latent_store": "nanovllm_kernels.latent_store_cases:LATENT_STORE",
-    "latent_decode_cute": "nanovllm_kernels.latent_decode_cute_cases:LATENT_DECODE_CUTE",
-    "gather_rows": "nanovllm_kernels.batch_prep:GATHER_ROWS",
-    "apply_mask": "nanovllm_kernels.apply_mask:KERNEL",
-    "draw": "nanovllm_kernels.sampling:DRAW",
-    "winners": "nanovllm_kernels.sampling:WINNERS",
-    "best": "nanovllm_kernels.sampling:BEST",
-    "thresholds": "nanovllm_kernels.thresholds:THRESHOLDS",
-    "write_back": "nanovllm_kernels.batch_prep:WRITE_BACK",
-    "route": "nanovllm_kernels.routed_cases:ROUTE",
-    "sort_rows": "nanovllm_kernels.routed_cases:SORT_ROWS",
-    "combine": "nanovllm_kernels.routed_cases:COMBINE",
-    "few_gate_up": "nanovllm_kernels.routed_cases:GATE_UP",
-    "few_down": "nanovllm_kernels.routed_cases:DOWN",
-    "tiled_gate_up": "nanovllm_kernels.routed_cases:GATE_UP_128",
-    "tiled_down": "nanovllm_kernels.routed_cases:DOWN_128",
-    "delta_decode": "nanovllm_kernels.delta_cases:DECODE",
-    "delta_drafted": "nanovllm_kernels.delta_cases:DRAFTED",
-    "delta_prefill": "nanovllm_kernels.delta_cases:PREFILL",
-    "ngram": "nanovllm_kernels.ngram:NGRAM",
 }
 
 # In CuTe DSL: compiled for the GPU present, else for what CUTE_DSL_ARCH names. Of what, with what.
@@ -67,20 +50,14 @@ COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
             ("grouped_fp8_down", (64, 64, 1), 1),
         )
     },
-    **{
-        f"grouped_{name}": (f"nanovllm_kernels.grouped_linear:compile_{kind}", arguments)
-        for name, kind, arguments in (
-            ("down", "down", ("bfloat16", (128, 192, 1, True))),
-            ("64_gate_up", "gate_up", ("bfloat16", (64, 256, 1, True), 8)),
-            ("64_down", "down", ("bfloat16", (64, 256, 1, True))),
-        )
-    },
-    "block_fp8_linear": ("nanovllm_kernels.block_fp8_cute:compile_tile", (256, 128, 2, 128, 0, 0)),
-    "block_fp8_experts": ("nanovllm_kernels.block_fp8_cute:compile_tile", (256, 128, 2, 128, 0, 1)),
+    "grouped_down": (
+        "nanovllm_kernels.grouped_linear:compile_down",
+        ("bfloat16", (192, 128, 2, True)),
+    ),
     "paged_decode_cute": ("nanovllm_kernels.paged_decode_cute:compile_decode", (2, 128, 128, 0)),
     "latent_decode_cute": ("nanovllm_kernels.latent_decode_cute:compile_decode", (16, 128, 0)),
     **{
-        f"skinny_{kind}": ("nanovllm_kernels.skinny_linear:compile_product", (64, 2, False, 1, *of))
+        f"skinny_{kind}": ("nanovllm_kernels.skinny_linear:compile_product", (64, 2, 2, 1, *of))
         for kind, of in {
             "linear": (False, False, False),
             "linear_add": (False, False, True),

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from nanovllm_kernels import reference
 from nanovllm_kernels.device import follows
+from nanovllm_kernels.following import let_next_come, wait
 
 PROGRAMS = 64  # fewer than any GPU has multiprocessors: programs wait for those of other ranks
 MAX_WIDTH = 16384  # a row must fit a program's registers
@@ -210,7 +211,7 @@ def sum_of(pieces, stride, inside, NUM: tl.constexpr, like, residual_TD, at):
 
 
 @triton.jit(do_not_specialize=["rank"])
-def all_reduce_kernel(  # noqa: C901 - branches of its compiler
+def all_reduce_kernel(
     bits_TD,
     residual_TD,
     norm_weight_D,
@@ -235,10 +236,9 @@ def all_reduce_kernel(  # noqa: C901 - branches of its compiler
     own = tl.load(addresses_I + rank)
     if norm_weight_D is not None:
         norm_weight = tl.load(norm_weight_D + d, d < WIDTH, 0.0)
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
+    wait(WAITS)
     call = tl.load(calls_X + pid)
-    first = call % 2 * (SIZE + 1)
+    first = (call & 1) * (SIZE + 1)
     pieces = region(own, first, capacity, bits_TD)
     sums = region(own, first + SIZE, capacity, bits_TD)
 
@@ -252,8 +252,7 @@ def all_reduce_kernel(  # noqa: C901 - branches of its compiler
         else:
             send(bits, addresses_I, rank, first + rank, capacity, at, inside, SIZE, bits_TD)
     tl.debug_barrier()
-    if WAITS:  # whatever follows may come in while this one waits for other ranks
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_come(WAITS)  # whatever follows may come in while this one waits for other ranks
     count_call(calls_X, call, PROGRAMS)
 
     if TWO_HOPS:
@@ -292,18 +291,16 @@ def all_gather_kernel(
     """Any bits may travel, so each 16 of them go as 32, which are never EMPTY."""
     pid, num = tl.program_id(0), tl.num_programs(0)
     own = tl.load(addresses_I + rank)
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
+    wait(WAITS)
     call = tl.load(calls_X + pid)
-    first = call % 2 * (SIZE + 1)
+    first = (call & 1) * (SIZE + 1)
     for start in range(pid * BLOCK, num_halves, num * BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < num_halves
         words = tl.load(halves_S + at, inside, 0).to(tl.int32) & 0xFFFF
         send(words, addresses_I, rank, first + rank, capacity, at, inside, SIZE, calls_X)
     tl.debug_barrier()
-    if WAITS:  # whatever follows may come in while this one waits for other ranks
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_come(WAITS)  # whatever follows may come in while this one waits for other ranks
     count_call(calls_X, call, PROGRAMS)
     for start in range(pid * BLOCK, num_halves, num * BLOCK):
         at = start + tl.arange(0, BLOCK)

@@ -82,4 +82,4 @@ def cases() -> tuple[Case, ...]:
     return (*checked, *timed)
 
 
-KERNEL = Kernel("apply_mask", apply_mask, reference, cases(), outputs=outputs)
+APPLY_MASK = Kernel("apply_mask", apply_mask, reference, cases(), outputs=outputs)

@@ -20,11 +20,12 @@ from nanovllm_kernels.block_fp8_cute import (
     block_fp8_linear,
 )
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
+from nanovllm_kernels.fp8_reference import Scaled
 
 UNWRITTEN = 7.0  # in rows of no expert, which stay as they are
 
 
-class Rows(NamedTuple):
+class TileRows(NamedTuple):
     """What a product reads of route_reference.ExpertRows."""
 
     starts_E1: Tensor
@@ -34,21 +35,19 @@ class Rows(NamedTuple):
     tile: int
 
 
-def rows_of(counts: tuple[int, ...], tile: int, device: torch.device) -> Rows:
+def rows_of(counts: tuple[int, ...], tile: int, device: torch.device) -> TileRows:
     """Rows of experts that have so many each."""
     starts = [0, *accumulate(counts)]
     tiles = [(e, row) for e, (a, b) in enumerate(pairwise(starts)) for row in range(a, b, tile)]
     padded = [*tiles, *[(-1, -1)] * len(counts)]
     experts, firsts = zip(*padded, strict=True)
     ints = (torch.tensor(n, dtype=torch.int32) for n in (starts, experts, firsts, [len(tiles)]))
-    return Rows(*(each.to(device) for each in ints), tile)
+    return TileRows(*(each.to(device) for each in ints), tile)
 
 
 def whole(numbers: Tensor, scale: Tensor, block_rows: int) -> Tensor:
     """In float32. `scale`: of blocks of so many rows and 128 columns; the last may be cut off."""
-    rows, columns = numbers.shape
-    wide = scale.repeat_interleave(block_rows, 0).repeat_interleave(DEEP, 1)
-    return numbers.float() * wide[:rows, :columns]
+    return Scaled(numbers, scale, block_rows).dequantised()
 
 
 def sides(x8_TD: Tensor, x_scale_BT: Tensor, w8_ND: Tensor, w_scale: Tensor, g: int) -> Tensors:
@@ -79,7 +78,7 @@ def scale(expected: Tensors, args: Args) -> Tensors:
 
 
 def experts_reference(
-    x8_XD: Tensor, x_scale_BX: Tensor, w8_END: Tensor, w_scale: Tensor, rows: Rows, y_XN: Tensor
+    x8_XD: Tensor, x_scale_BX: Tensor, w8_END: Tensor, w_scale: Tensor, rows: TileRows, y_XN: Tensor
 ) -> Tensor:
     for expert, (start, end) in enumerate(pairwise(rows.starts_E1.tolist())):
         x = x8_XD[start:end], x_scale_BX[:, start:end]
@@ -198,9 +197,11 @@ def uneven(num_experts: int, rows: int) -> tuple[int, ...]:
 
 
 # An ulp for the result; scale says what else.
-LINEAR = Kernel("block_fp8_linear", block_fp8_linear, reference, cases(), ulps_16=1, scale=scale)
-EXPERTS = replace(
-    LINEAR,
+BLOCK_FP8_LINEAR = Kernel(
+    "block_fp8_linear", block_fp8_linear, reference, cases(), ulps_16=1, scale=scale
+)
+BLOCK_FP8_EXPERTS = replace(
+    BLOCK_FP8_LINEAR,
     name="block_fp8_experts",
     run=block_fp8_experts,
     reference=experts_reference,

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import torch
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int16, Int32, Int64, cute
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int16, Int32, Int64, cute
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
@@ -39,7 +39,8 @@ from torch import Tensor
 
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 from nanovllm_kernels.device import processors
-from nanovllm_kernels.like import like
+from nanovllm_kernels.like import compiled, like
+from nanovllm_kernels.ring_cute import meet, next_stage
 
 DEEP = 128  # inputs that share a scale: a swizzled line of shared memory
 GROUP_ROWS = 64  # of x, that four warps multiply at once
@@ -196,16 +197,13 @@ def compile_tile(
         tile_start=numbers(),
         num_tiles=numbers(),
     )
-    compiled: Compiled = cute.compile(
+    return compiled(
         Product(Tile(rows, columns, cluster), block_rows, Kind(added, grouped)),
         like(Float8E4M3FN, any_(), width, divisibility=16),
         like(Float8E4M3FN, *experts, any_(), width, divisibility=16),
         given,
         Int32(1),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options="--enable-tvm-ffi",
     )
-    return compiled
 
 
 class Shared(NamedTuple):
@@ -325,7 +323,7 @@ class Product:
                     arch.mbarrier_init(shared.full + stage, 1)
                     arch.mbarrier_init(shared.empty + stage, self.threads // 32 * self.tile.cluster)
             arch.mbarrier_init_fence()
-        self.meet()
+        meet(self.tile.cluster)
         arch.griddepcontrol_wait()
         if nth_warp >= self.threads // 32:
             if cutlass.const_expr(self.groups == 2):
@@ -340,14 +338,6 @@ class Product:
         if cutlass.const_expr(self.tile.cluster > 1):
             arch.cluster_arrive()
             arch.cluster_wait()  # the other one may still read this one's barriers
-
-    @cute.jit
-    def meet(self) -> None:
-        if cutlass.const_expr(self.tile.cluster > 1):
-            arch.cluster_arrive()
-            arch.cluster_wait()
-        else:
-            arch.sync_threads()
 
     @cute.jit
     def num_units(self, given: Given, size: Size) -> Int32:
@@ -420,10 +410,7 @@ class Product:
                     )
                 else:
                     cute.copy(x_atom, x_from[None, block], x_to[None, stage], tma_bar_ptr=full)
-                stage += 1
-                if stage == self.stages:
-                    stage = Int32(0)
-                    phase ^= 1
+                stage, phase = next_stage(stage, phase, self.stages)
 
     @cute.jit
     def prefetch(self, y: cute.Tensor, spot: Spot) -> None:
@@ -458,8 +445,8 @@ class Product:
 
     @cute.jit
     def compute(self, given: Given, shared: Shared, mma: cute.TiledMma, size: Size) -> None:
-        thread = arch.thread_idx()[0]
-        slice_ = mma.get_slice(128 * arch.make_warp_uniform(thread // 128))
+        group = arch.make_warp_uniform(arch.thread_idx()[0] // 128)
+        slice_ = mma.get_slice(128 * group)
         wave_rows = self.groups * GROUP_ROWS
         xs = []
         for wave in cutlass.range_constexpr(self.waves):
@@ -487,22 +474,27 @@ class Product:
                 self.fetch(lines, next_scales, cutlass.min(block + 1, size.blocks - 1))
                 arch.mbarrier_wait(shared.full + stage, phase)
                 for wave in cutlass.range_constexpr(self.waves):
-                    warpgroup.fence()
-                    for k in cutlass.range_constexpr(DEEP // 32):
-                        atom = more if k > 0 else fresh
-                        at = (None, None, k, stage)
-                        cute.gemm(atom, products, xs[wave][at], weight[at], products)
-                    warpgroup.commit_group()
-                    warpgroup.wait_group(0)
+                    if self.has_rows(spot, wave, group):
+                        warpgroup.fence()
+                        for k in cutlass.range_constexpr(DEEP // 32):
+                            atom = more if k > 0 else fresh
+                            at = (None, None, k, stage)
+                            cute.gemm(atom, products, xs[wave][at], weight[at], products)
+                        warpgroup.commit_group()
+                        warpgroup.wait_group(0)
                     if cutlass.const_expr(wave == self.waves - 1):
                         self.release(shared, stage)
-                    self.add(products, sums, scales, wave)
-                stage += 1
-                if stage == self.stages:
-                    stage = Int32(0)
-                    phase ^= 1
+                    if self.has_rows(spot, wave, group):
+                        self.add(products, sums, scales, wave)
+                stage, phase = next_stage(stage, phase, self.stages)
             for wave in cutlass.range_constexpr(self.waves):
                 self.leave(sums, wave, spot, given)
+
+    def has_rows(self, spot: Spot, wave: int, group: Int32) -> Boolean:
+        """Whether a group is to multiply: most of an expert's last tile may be empty."""
+        if not self.kind.grouped:
+            return Boolean(True)
+        return spot.row + GROUP_ROWS * (self.groups * wave + group) < spot.end
 
     @cute.jit
     def release(self, shared: Shared, stage: Int32) -> None:

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.device import follows
+from nanovllm_kernels.following import let_next_come, wait
 
 COLUMNS = 512  # that a program sums up
 
@@ -41,9 +42,8 @@ def combine_kernel(
     y_XD, weights_TK, row_of_TK, shared_TD, residual_TD, x_TD, width, K: tl.constexpr,
     BLOCK: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    if WAITS:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    let_next_come(WAITS)
+    wait(WAITS)
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < width

@@ -19,7 +19,7 @@ PlanDecode = Callable[[Tensor, Tensor], Any]  # a kernel's plan_decode
 RAGGED = (1, 130, 7, 64, 65, 1, 300, 17, 128)
 
 
-class Rows(NamedTuple):
+class KVRows(NamedTuple):
     """A case's rows: of each, the tokens in the cache, and how many of them are new if not one."""
 
     lengths: tuple[int, ...]
@@ -37,13 +37,13 @@ class Rows(NamedTuple):
         return self.new or (1,) * len(self.lengths)
 
 
-def drafted(rows: Rows) -> Rows:
+def drafted(rows: KVRows) -> KVRows:
     """With 0 to `width` new tokens in turn, from the most down; no more than the length."""
     turns = (rows.width - nth % (rows.width + 1) for nth in range(len(rows.lengths)))
     return rows._replace(new=tuple(min(pair) for pair in zip(turns, rows.lengths, strict=True)))
 
 
-def case_of(plan_decode: PlanDecode, rows: Rows) -> Case:
+def case_of(plan_decode: PlanDecode, rows: KVRows) -> Case:
     lengths, (H, G, A) = rows.lengths, rows.heads
     shape = f"HGA={rows.heads} page={rows.page_tokens}"
     made = partial(inputs, plan_decode, rows)
@@ -56,7 +56,7 @@ def case_of(plan_decode: PlanDecode, rows: Rows) -> Case:
     return Case(name, made, small=sum(lengths) < 1400)
 
 
-def inputs(plan_decode: PlanDecode, rows: Rows, device: torch.device) -> Args:
+def inputs(plan_decode: PlanDecode, rows: KVRows, device: torch.device) -> Args:
     q, k, v, table, starts, lengths = reference.paged_inputs(
         rows.lengths, rows.counts, rows.heads, rows.page_tokens, rows.dtype, device, rows.kind
     )
@@ -76,14 +76,14 @@ def by_position(decode: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def all_rows() -> list[Rows]:
+def all_rows() -> list[KVRows]:
     several = map(drafted, (*rows_of_several(), *rows_of_every_end()))
     checked, timed = [*rows_of_one(), *several], [*timed_rows(), *timed_drafts()]
     in_8_bits = (rows._replace(is_fp8=True) for rows in (*checked[1::3], *timed))
     return [*checked, *timed, *in_8_bits]
 
 
-def rows_of_one() -> list[Rows]:
+def rows_of_one() -> list[KVRows]:
     small = [
         ((1,), (2, 1, 128), 16),
         ((1000,), (2, 1, 64), 16),
@@ -102,15 +102,15 @@ def rows_of_one() -> list[Rows]:
         for page_tokens in (16, 64, 128)
     ]
     return [
-        *(Rows(*shape) for shape in (*small, *large)),
-        Rows(RAGGED, (4, 2, 64), 16, torch.float32),
-        Rows(RAGGED, (4, 2, 128), 32, kind="spike"),
+        *(KVRows(*shape) for shape in (*small, *large)),
+        KVRows(RAGGED, (4, 2, 64), 16, torch.float32),
+        KVRows(RAGGED, (4, 2, 128), 32, kind="spike"),
         # More partial results than are merged at once, with the largest among the last.
-        Rows((1340,), (2, 1, 128), 16, kind="spike"),
+        KVRows((1340,), (2, 1, 128), 16, kind="spike"),
     ]
 
 
-def rows_of_several() -> list[Rows]:
+def rows_of_several() -> list[KVRows]:
     """Rows of 0 to W new tokens, and some of none and no length at the tail."""
     lengths = (8, 130, 9, 64, 65, 1, 300, 17, 66, 128, 131, 0, 0, 0)
     long = (2000, *lengths[:-3], 5000, *lengths[-3:])
@@ -128,24 +128,24 @@ def rows_of_several() -> list[Rows]:
         ((20, 1, 16), 16, 8, "newest"),
     )
     return [
-        *(Rows(lengths, heads, page, kind=kind, width=W) for heads, page, W, kind in small),
-        Rows(lengths, (4, 2, 64), 16, torch.float32, "newest", width=4),
-        Rows((130, 0, 0), (2, 1, 64), 64, width=1),
-        Rows((1340,), (2, 1, 128), 16, kind="newest", width=4),
-        Rows((1345, 0), (4, 1, 128), 64, kind="spike", width=8),
+        *(KVRows(lengths, heads, page, kind=kind, width=W) for heads, page, W, kind in small),
+        KVRows(lengths, (4, 2, 64), 16, torch.float32, "newest", width=4),
+        KVRows((130, 0, 0), (2, 1, 64), 64, width=1),
+        KVRows((1340,), (2, 1, 128), 16, kind="newest", width=4),
+        KVRows((1345, 0), (4, 1, 128), 64, kind="spike", width=8),
         *(
-            Rows(long, heads, page_tokens, kind="newest", width=width)
+            KVRows(long, heads, page_tokens, kind="newest", width=width)
             for heads in ((16, 8, 128), (32, 8, 128), (14, 2, 64), (16, 2, 256), (40, 2, 128))
             for page_tokens, width in ((16, 2), (64, 4), (128, 8))
         ),
     ]
 
 
-def rows_of_every_end() -> list[Rows]:
+def rows_of_every_end() -> list[KVRows]:
     """Lengths at which some queries see nothing of the last block; whole, and cut among lanes."""
     lengths = tuple(at + past for at in (16, 64, 128, 2048) for past in range(-1, 8))
     return [
-        Rows(lengths * repeats + (0,) * 5, heads, page_tokens, kind="newest", width=width)
+        KVRows(lengths * repeats + (0,) * 5, heads, page_tokens, kind="newest", width=width)
         for heads, page_tokens, width in (
             ((16, 8, 128), 128, 8),
             ((32, 8, 128), 128, 4),
@@ -158,11 +158,11 @@ def rows_of_every_end() -> list[Rows]:
     ]
 
 
-def timed_rows() -> list[Rows]:
+def timed_rows() -> list[KVRows]:
     order = torch.randperm(256, generator=torch.Generator().manual_seed(3))
     spread = tuple(torch.linspace(100, 2048, 256).int()[order].tolist())  # as in the middle of W1
     equal = [
-        Rows((length,) * R, (H, G, A), page_tokens, timed_as=f"R={R} ctx={length}")
+        KVRows((length,) * R, (H, G, A), page_tokens, timed_as=f"R={R} ctx={length}")
         for R, length, H, G, A, page_tokens in (
             (1, 1024, 16, 8, 128, 128),
             (1, 32768, 32, 8, 128, 128),
@@ -176,10 +176,10 @@ def timed_rows() -> list[Rows]:
             (64, 4096, 16, 2, 256, 64),
         )
     ]
-    return [*equal, Rows(spread, (16, 8, 128), 128, timed_as="R=256 ctx=100..2048")]
+    return [*equal, KVRows(spread, (16, 8, 128), 128, timed_as="R=256 ctx=100..2048")]
 
 
-def timed_drafts() -> list[Rows]:
+def timed_drafts() -> list[KVRows]:
     """In a graph of so many tokens, which has room for as many rows."""
     found = []
     for R, length, H, W in (
@@ -193,5 +193,5 @@ def timed_drafts() -> list[Rows]:
         unused = (0,) * (R * W - R)
         named = f"R={R} ctx={length} W={W}"
         lengths, new = (length,) * R + unused, (W,) * R + unused
-        found.append(Rows(lengths, (H, 8, 128), 128, new=new, width=W, timed_as=named))
+        found.append(KVRows(lengths, (H, 8, 128), 128, new=new, width=W, timed_as=named))
     return found

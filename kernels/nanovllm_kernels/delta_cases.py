@@ -17,7 +17,7 @@ from nanovllm_kernels.delta_reference import DeltaWeights
 Ints = tuple[int, ...]
 
 
-class Layer(NamedTuple):
+class DeltaLayer(NamedTuple):
     """Heads of keys and of values, their sizes, and the convolution's width."""
 
     G: int = 16
@@ -28,7 +28,7 @@ class Layer(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
 
-def inputs(layer: Layer, lengths: Ints, replays: Ints | None, device: torch.device) -> Args:
+def inputs(layer: DeltaLayer, lengths: Ints, replays: Ints | None, device: torch.device) -> Args:
     """Rows in shuffled slots of twice as many; projections are slices of wider ones.
 
     With replays, if only (), tickets; for each row, also kept inputs of its slot. Without, each row
@@ -76,7 +76,7 @@ def mixed_size(expected: Tensors, args: Args) -> Tensors:
     return x_THV + gated_THV, conv_NCW, (recurrent_NHKV + 1) * rounded, *more
 
 
-def case(layer: Layer, lengths: Ints, replays: Ints | None) -> Case:
+def case(layer: DeltaLayer, lengths: Ints, replays: Ints | None) -> Case:
     """Least bytes: states, read and written; projections; small ones are not timed."""
     (G, H, K, V, W, dtype), is_small = layer, layer.K < 64
     C, tokens = 2 * G * K + H * V, sum(lengths) + sum(replays or ())
@@ -86,9 +86,9 @@ def case(layer: Layer, lengths: Ints, replays: Ints | None) -> Case:
     return Case(said, partial(inputs, layer, lengths, replays), is_small, num_bytes)
 
 
-NEXT, RANK = Layer(), Layer(4, 8)  # Qwen3-Next, whole and one of four ranks
+NEXT, RANK = DeltaLayer(), DeltaLayer(4, 8)  # Qwen3-Next, whole and one of four ranks
 HEADS = (2, 2, 16, 16, 4), (1, 2, 32, 24, 4), (1, 3, 24, 32, 2), (1, 4, 16, 16, 3)
-SMALL = tuple(Layer(*of, dtype) for of in HEADS for dtype in (torch.bfloat16, torch.float32))
+SMALL = tuple(DeltaLayer(*of, dtype) for of in HEADS for dtype in (torch.bfloat16, torch.float32))
 FEW = (4, 0, 1, 2, 3), (0, 1, 4, 0, 2)  # tokens of rows, kept ones that were right
 PROMPTS = (4000,) * 16, (4000,) * 2, (8192,), (128,), (130,) * 63, (1, 300, 64, 0, 63)
 DECODE_CASES = [case(layer, (1,) * 5, ()) for layer in SMALL] + [
@@ -103,17 +103,17 @@ PREFILL_CASES = [case(layer, (1, 70, 0, 5, 149), None) for layer in SMALL] + [
 # Rounded are queries, keys, values, outputs and norms, each perhaps to the neighbouring number; 32
 # bit: sums of up to 128 terms, four of them one after the other; where they cancel, the norm lifts
 # what is left.
-DECODE = Kernel(
+DELTA_DECODE = Kernel(
     "delta_decode", lambda *args: delta_decode.mix_decodes(*args[:-2], args[-1]),
     lambda *args: reference.mix_rows(*args[:-1]), (*DECODE_CASES,), 8, 256,
     scale=mixed_size, outputs=outputs,
 )  # fmt: skip
-DRAFTED = Kernel(
+DELTA_DRAFTED = Kernel(
     "delta_drafted", delta_decode.mix_drafted, lambda *args: reference.mix_drafted(*args[:-1]),
     (*DRAFTED_CASES,), 8, 256, scale=mixed_size, outputs=outputs,
 )  # fmt: skip
 # Also rounded are what a piece writes and takes back, and copies of the state.
-PREFILL = Kernel(
+DELTA_PREFILL = Kernel(
     "delta_prefill", delta_prefill.mix_rows, reference.mix_rows, (*PREFILL_CASES,), 16, 512,
     scale=mixed_size, outputs=outputs,
 )  # fmt: skip

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from nanovllm_kernels.delta_reference import L2_EPS, DeltaWeights
 from nanovllm_kernels.device import follows
+from nanovllm_kernels.following import let_next_come, wait
 
-MOST_REGISTERS: int | None = None  # of a thread; with 168 three programs fit, which spill a few
+# With 168 registers a thread three programs of MOST_WARPS fit a processor, and spill a few.
 MOST_WARPS = 4  # with more threads than channels each would convolve what it needs, as others do
 
 
@@ -44,6 +45,7 @@ def mix_drafted(
     num_key_heads = (qkv_TC.shape[1] - num_heads * v_size) // (2 * k_size)
     assert tickets_RG.shape[0] >= num_rows and tickets_RG.shape[1] == num_key_heads
     assert tickets_RG.is_contiguous() and weights.conv_CW.is_contiguous()
+    assert 2 <= weights.conv_CW.shape[1] <= 4
     assert recurrent_NHKV[0].is_contiguous() and conv_NCW[0].is_contiguous()
     assert qkv_TC.stride(1) == a_TH.stride(1) == b_TH.stride(1) == z_THV.stride(2) == 1
     x_THV = torch.empty(z_THV.shape, dtype=z_THV.dtype, device=z_THV.device)
@@ -58,7 +60,6 @@ def mix_drafted(
         *((0, 0) if kept_NWX is None else kept_NWX.stride()[:2]), weights.eps, L2_EPS,
         G=num_key_heads, H=num_heads, K=k_size, V=v_size, K_BLOCK=blocks[0], V_BLOCK=blocks[1],
         WIDTH=weights.conv_CW.shape[1], WAITS=waits, launch_pdl=waits, num_warps=warps,
-        maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return x_THV
 
@@ -71,8 +72,7 @@ def delta_decode_kernel(
     l2_eps, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, WIDTH: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    if WAITS and kept_NWX is not None:  # the launch before may have found what is to be replayed
-        tl.extra.cuda.gdc_wait()
+    wait(WAITS and kept_NWX is not None)  # the launch before may have found what is to be replayed
     row, head = tl.program_id(0) // H, tl.program_id(0) % H
     key_head = head // (H // G)
     k, v = tl.arange(0, K_BLOCK), tl.arange(0, V_BLOCK)
@@ -102,10 +102,8 @@ def delta_decode_kernel(
     rate = tl.exp(tl.load(a_log_H + head).to(tl.float32))
     dt_bias = tl.load(dt_bias_H + head).to(tl.float32)
     norm_weight = tl.load(norm_V + v, v < V, 0.0).to(tl.float32)
-    if WAITS:  # first lets the product behind load its weights
-        tl.extra.cuda.gdc_launch_dependents()
-        if kept_NWX is None:
-            tl.extra.cuda.gdc_wait()
+    let_next_come(WAITS)  # the product behind loads its weights
+    wait(WAITS and kept_NWX is None)
     x = inputs_of(0, first, num_right, num_tokens, kept_at, kept_token_stride, qkv_TC, qkv_stride,
                   a_TH, a_stride, b_TH, b_stride, z_THV, z_stride, head * z_head_stride, head, q_of,
                   k_of, v_of, k, v, C, H, K, V)  # fmt: skip

@@ -8,7 +8,7 @@ takes back what w = T beta e^g k reads from the one before, and queries see its 
 `gated_norm_kernel` ends it.
 
 Decision: gates, their sums, A, T and states are float32. What is multiplied with tensor cores, a
-copy of the state among it, is rounded to the model's dtype first.
+copy of the state among it, is rounded to the model's dtype first; to find T, A to float16.
 
 Decision: a program finds its piece in the rows' starts itself: the host knows how many pieces there
 are at most, and a launch less is worth more than those programs that find none.
@@ -23,13 +23,14 @@ from torch import Tensor
 
 from nanovllm_kernels.delta_decode import softplus
 from nanovllm_kernels.delta_reference import L2_EPS, DeltaWeights
-from nanovllm_kernels.paged_decode import dot
+from nanovllm_kernels.paged_decode import INTERPRETED, dot
 
 PIECE = 64
-CONVOLVED = 16  # tokens that a program convolves, of a head's channels
+CONVOLVED, LENGTH = 64, 8  # tokens that a program convolves, of a head's channels, in runs
 ROWS = 32  # whose starts are read at once
-STAGES, WARPS = 2, 4  # of the scan
+STAGES, WARPS = 3, 4  # of the scan
 PARTS = 64  # elements of values that a program of the scan has
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def mix_rows(
@@ -49,26 +50,26 @@ def mix_rows(
     num_rows, (T, C), (_, H, K, V) = len(slots_R), qkv_TC.shape, recurrent_NHKV.shape
     assert recurrent_NHKV[0].is_contiguous() and conv_NCW[0].is_contiguous()
     assert qkv_TC.stride(1) == a_TH.stride(1) == b_TH.stride(1) == z_THV.stride(2) == 1
+    assert 2 <= weights.conv_CW.shape[1] <= 4
     G, dtype, device = (C - H * V) // (2 * K), qkv_TC.dtype, qkv_TC.device
-    y_TC = torch.empty(T, C, dtype=dtype, device=device)
-    w_THK = torch.empty(T, H, K, dtype=dtype, device=device)
-    u_THV = torch.empty(T, H, V, dtype=dtype, device=device)
-    seen_THX = torch.empty(T, H, PIECE, dtype=dtype, device=device)
+    y_TC, w_THK, u_THV, o_THV, seen_THX = (
+        torch.empty(T, *shape, dtype=dtype, device=device)
+        for shape in ((C,), (H, K), (H, V), (H, V), (H, PIECE))
+    )
     sums_TH = torch.empty(T, H, dtype=torch.float32, device=device)
-    o_THV = torch.empty(T, H, V, dtype=dtype, device=device)
     x_THV = o_THV if out_THV is None else out_THV
     assert x_THV.is_contiguous()
     k_block, v_block = (max(16, triton.next_power_of_2(size)) for size in (K, V))
     sizes = {"G": G, "H": H, "K": K, "V": V, "K_BLOCK": k_block, "V_BLOCK": v_block}
     conv_kernel[(T // CONVOLVED + num_rows, 2 * G + H)](
         qkv_TC, weights.conv_CW, conv_NCW, slots_R, starts_R1, parts_X, targets_X, y_TC, num_rows,
-        saved[0], qkv_TC.stride(0), conv_NCW.stride(0), L2_EPS, **sizes,
-        WIDTH=weights.conv_CW.shape[1], ROWS=ROWS, PIECE=CONVOLVED, num_warps=4,
+        saved[0], qkv_TC.stride(0), conv_NCW.stride(0), L2_EPS, **sizes, ROWS=ROWS,
+        WIDTH=weights.conv_CW.shape[1], RUNS=CONVOLVED // LENGTH, LENGTH=LENGTH, num_warps=4,
     )  # fmt: skip
     pieces_kernel[(T // PIECE + 2 * num_rows, H)](
         y_TC, a_TH, b_TH, weights.a_log_H, weights.dt_bias_H, parts_X, w_THK, u_THV, seen_THX,
         sums_TH, 2 * num_rows, a_TH.stride(0), b_TH.stride(0), **sizes, ROWS=ROWS, PIECE=PIECE,
-        num_warps=4,
+        num_warps=4, maxnreg=168,  # registers of a thread, of which three programs fit
     )  # fmt: skip
     part = min(PARTS, v_block)
     scan_kernel[(num_rows * H, triton.cdiv(V, part))](
@@ -113,32 +114,42 @@ def conv_kernel(
     x_TC, conv_CW, conv_NCW, slots_R, starts_R1, parts_X, targets_X, y_TC, num_rows, saved_NCW,
     x_stride, conv_stride, l2_eps, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, PIECE: tl.constexpr,
+    ROWS: tl.constexpr, RUNS: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = max(K_BLOCK, V_BLOCK)
-    row, start, end, first = piece_of(starts_R1, num_rows, tl.program_id(0), ROWS, PIECE)
+    row, start, end, first = piece_of(starts_R1, num_rows, tl.program_id(0), ROWS, RUNS * LENGTH)
     if row < num_rows:
         head = tl.program_id(1)  # of queries, keys or values
         is_key, c = head < 2 * G, tl.arange(0, BLOCK)
         size = tl.where(is_key, K, V)
         first_channel = tl.where(is_key, head * K, 2 * G * K + (head - 2 * G) * V)
-        channel = first_channel + c
-        token = first + tl.arange(0, PIECE)
-        inside = (token < end)[:, None] & (c < size)[None, :]
+        channel, inside = first_channel + c, c < size
         row_at = conv_NCW + tl.load(slots_R + row) * conv_stride
-        conv_at = row_at + channel * (WIDTH - 1)
-        own_at = x_TC + token.to(tl.int64)[:, None] * x_stride + channel[None, :]
-        y = tl.zeros([PIECE, BLOCK], tl.float32)
-        weights = four_weights(conv_CW, channel, c < size, WIDTH)
-        for back in tl.static_range(WIDTH):
-            at, is_own = own_at - back * x_stride, (token - back >= start)[:, None]
-            x = tl.load(at, inside & is_own, 0.0)
-            y += x.to(tl.float32) * weights[3 - back][None, :]
-        if first == start:
+        run = first + tl.arange(0, RUNS) * LENGTH
+        x_at = x_TC + run.to(tl.int64)[:, None] * x_stride + channel[None, :]
+        inputs = ()  # all are on their way before the first is waited for
+        for nth in tl.static_range(1 - WIDTH, LENGTH):
+            is_own = (run + nth >= start) & (run + nth < end)
+            x = tl.load(x_at + nth * x_stride, is_own[:, None] & inside[None, :], 0.0)
+            if nth < 0:  # before a row what is stored
+                at = row_at + channel * (WIDTH - 1) + (nth + WIDTH - 1)
+                before = tl.load(at, c < tl.where(first == start, size, 0), 0.0)
+                x += tl.where((run == start)[:, None], before[None, :], 0.0)
+            inputs = inputs + (x,)  # noqa: RUF005
+        weights = four_weights(conv_CW, channel, inside, WIDTH)
+        C: tl.constexpr = 2 * G * K + H * V
+        y_at = y_TC + run.to(tl.int64)[:, None] * C + channel[None, :]
+        for nth in tl.static_range(LENGTH):
+            y = inputs[nth + WIDTH - 1].to(tl.float32) * weights[3][None, :]
             for back in tl.static_range(1, WIDTH):
-                entry = (token - start - back + (WIDTH - 1))[:, None]
-                x = tl.load(conv_at[None, :] + entry, inside & (entry < WIDTH - 1), 0.0)
-                y += x.to(tl.float32) * weights[3 - back][None, :]
+                y += inputs[nth + WIDTH - 1 - back].to(tl.float32) * weights[3 - back][None, :]
+            y = (y / (1.0 + tl.exp2(y * -LOG2_E))).to(y_TC.dtype.element_ty)  # SiLU
+            if is_key:
+                long = y.to(tl.float32)
+                scale = tl.rsqrt(tl.sum(long * long, 1) + l2_eps) * tl.where(head < G, K**-0.5, 1.0)
+                y = (long * scale[:, None]).to(y_TC.dtype.element_ty)
+            tl.store(y_at + nth * C, y, (run + nth < end)[:, None] & inside[None, :])
+        if first == start:
             # A head's inputs are written as they lie, one after the other: perhaps across a bus.
             of_head, num_stored = tl.arange(0, 4 * BLOCK), size * (WIDTH - 1)
             in_row = first_channel * (WIDTH - 1) + of_head
@@ -146,8 +157,8 @@ def conv_kernel(
                 target = tl.load(targets_X + 2 * row + of_part).to(tl.int64)
                 length = tl.load(parts_X + 2 * row + of_part + 1) - start
                 place = length + of_head % (WIDTH - 1) - (WIDTH - 1)
-                own = (of_head < num_stored) & (place >= 0)
-                stored = (of_head < num_stored) & (place < 0)
+                of_both = of_head < num_stored
+                own, stored = of_both & (place >= 0), of_both & (place < 0)
                 input_at = x_TC + (start + place).to(tl.int64) * x_stride + first_channel
                 moved = tl.load(input_at + of_head // (WIDTH - 1), own, 0.0)
                 moved = tl.where(own, moved, tl.load(row_at + in_row + length, stored, 0.0))
@@ -155,12 +166,6 @@ def conv_kernel(
                 tl.debug_barrier()  # what is overwritten now is read no more
                 tl.store(of_rows + target * conv_stride + in_row, moved,
                          of_head < tl.where(target >= 0, num_stored, 0))  # fmt: skip
-        y = (y * tl.sigmoid(y)).to(y_TC.dtype.element_ty).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(y * y, 1) + l2_eps) * tl.where(head < G, K**-0.5, 1.0)
-        y *= tl.where(is_key, scale, 1.0)[:, None]
-        C: tl.constexpr = 2 * G * K + H * V
-        y_at = y_TC + token.to(tl.int64)[:, None] * C + channel[None, :]
-        tl.store(y_at, y.to(y_TC.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -203,14 +208,12 @@ def pieces_kernel(
         in_values = exists[:, None] & (v < V)[None, :]
         at = y_TC + token[:, None] * C + (2 * G * K + head * V) + v[None, :]
         value = tl.load(at, in_values, 0.0)
-        none = tl.zeros([PIECE, PIECE], tl.float32)
-        is_later, is_seen = t[:, None] > t[None, :], t[:, None] >= t[None, :]
-        fade = tl.exp(tl.where(is_seen, sums[:, None] - sums[None, :], 0.0))
-        seen = tl.where(is_seen, dot(q, tl.trans(key), none) * fade, 0.0)
-        at = seen_THX + (token * H + head)[:, None] * PIECE + t[None, :]
-        tl.store(at, seen.to(dtype), exists[:, None])
-        a = tl.where(is_later, dot(key, tl.trans(key), none) * fade * beta[:, None], 0.0)
-        solved = inverse(a, PIECE) * beta[None, :]
+        none, log = tl.zeros([PIECE, PIECE], tl.float32), sums * LOG2_E
+        log = tl.where(t[:, None] >= t[None, :], log[:, None] - log[None, :], float("-inf"))
+        fade, at = tl.exp2(log), seen_THX + (token * H + head)[:, None] * PIECE + t[None, :]
+        tl.store(at, (dot(q, tl.trans(key), none) * fade).to(dtype), exists[:, None])
+        a = dot(key, tl.trans(key), none) * fade * beta[:, None]
+        solved = inverse(a, PIECE, dtype) * beta[None, :]
         u = dot(solved.to(dtype), value, tl.zeros([PIECE, V_BLOCK], tl.float32))
         tl.store(u_THV + (token * H + head)[:, None] * V + v[None, :], u.to(dtype), in_values)
         solved *= tl.exp(sums)[None, :]
@@ -219,28 +222,42 @@ def pieces_kernel(
 
 
 @triton.jit
-def inverse(a, PIECE: tl.constexpr):
-    """(I + a)^-1 of a strictly lower matrix: blocks of 16 row by row, then pairs of blocks."""
+def inverse(a, PIECE: tl.constexpr, dtype: tl.constexpr):
+    """(I + a)^-1 of what is below the diagonal of a: of blocks of 2, of pairs of these and so on.
+
+    Where blocks (I + m) and (I + n) of inverses meet, and b of a lies, there comes -(I + n) b (I +
+    m). Up to 16 blocks lie apart, a warp each.
+    """
     BLOCKS: tl.constexpr = PIECE // 16
-    t = tl.arange(0, PIECE)
-    block, i = tl.arange(0, BLOCKS), tl.arange(0, 16)
+    t, block, i = tl.arange(0, PIECE), tl.arange(0, BLOCKS), tl.arange(0, 16)
     is_same = block[:, None, None, None] == block[None, None, :, None]
-    x = -tl.sum(tl.where(is_same, tl.reshape(a, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
-    for nth in tl.static_range(1, 16):
-        is_row = (i == nth)[None, :, None]
-        of_row = tl.sum(tl.where(is_row, x, 0.0), 1)
-        of_row += tl.sum(of_row[:, :, None] * x, 1)
-        x = tl.where(is_row, of_row[:, None, :], x)
-    x += tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :]
+    blocks = tl.sum(tl.where(is_same, tl.reshape(a, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
+    x = -tl.where(is_between(i, 1)[None, :, :], blocks, 0.0)
+    for nth in tl.static_range(1, 4):
+        b = tl.where(is_between(i, 1 << nth)[None, :, :], blocks, 0.0)
+        b = product(x, b, b, dtype)
+        x -= product(b, x, b, dtype)
     x = tl.reshape(tl.where(is_same, x[:, :, None, :], 0.0), [PIECE, PIECE])
-    none = tl.zeros([PIECE, PIECE], tl.float32)
     for nth in tl.static_range(2):
-        size = 16 * (nth + 1)
-        is_below = (t[:, None] // (2 * size) == t[None, :] // (2 * size)) & (
-            t[:, None] // size > t[None, :] // size
-        )
-        x -= dot(dot(x, tl.where(is_below, a, 0.0), none), x, none)
-    return x
+        b = tl.where(is_between(t, 16 << nth), a, 0.0)
+        b = product(x, b, b, dtype)
+        x -= product(b, x, b, dtype)
+    return tl.where(t[:, None] == t[None, :], 1.0, x)
+
+
+@triton.jit
+def is_between(i, size: tl.constexpr):
+    """Where the second of two blocks of a size meets the first: row by column."""
+    block = i // size
+    return (block[:, None] == block[None, :] + 1) & (block[:, None] % 2 == 1)
+
+
+@triton.jit
+def product(a, b, sum, dtype: tl.constexpr):
+    """Multiplies float16 copies: of numbers below 64 they are eight times as fine as bfloat16."""
+    if INTERPRETED or dtype == tl.float32:
+        return dot(a, b, sum)
+    return tl.dot(a.to(tl.float16), b.to(tl.float16), sum)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_R", "parts_X", "targets_X"])

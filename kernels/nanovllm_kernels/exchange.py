@@ -28,6 +28,7 @@ from nanovllm_kernels.all_reduce import (
     summed,
 )  # fmt: skip
 from nanovllm_kernels.device import follows
+from nanovllm_kernels.following import let_next_come, wait
 
 NOBODY = -2  # the expert of tokens that only pad, and what -1 becomes
 GATHERED = 512  # words that a program gathers at a time: 64 rows of 8 bytes
@@ -90,10 +91,9 @@ def gather_kernel(
 ):  # fmt: skip
     pid, num, LINE = tl.program_id(0), tl.num_programs(0), WIDTH + 2 * K
     own = tl.load(addresses_I + rank)
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
+    wait(WAITS)
     call = tl.load(calls_X + pid)
-    first = call % 2 * (SIZE + 1)
+    first = (call & 1) * (SIZE + 1)
     for start in range(pid * BLOCK, total, num * BLOCK):
         at = start + tl.arange(0, BLOCK)
         token, k = at // LINE, at % LINE - WIDTH
@@ -104,8 +104,7 @@ def gather_kernel(
         bits = never_empty(tl.where(is_own | (k < K), bits, FILL))
         send(bits, addresses_I, rank, first + rank, capacity, at, at < total, SIZE, calls_X)
     tl.debug_barrier()
-    if WAITS:  # whatever follows may come in while this one waits for other ranks
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_come(WAITS)  # whatever follows may come in while this one waits for other ranks
     count_call(calls_X, call, PROGRAMS)
     for start in range(pid * BLOCK, total, num * BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -130,10 +129,9 @@ def add_own_sums_kernel(
     pid, num = tl.program_id(0), tl.num_programs(0)
     stride = capacity // (bits_ITD.dtype.element_ty.primitive_bitwidth // 8)
     own = tl.load(addresses_I + rank)
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
+    wait(WAITS)
     call = tl.load(calls_X + pid)
-    first = call % 2 * (SIZE + 1)
+    first = (call & 1) * (SIZE + 1)
     for start in range(pid * BLOCK, total, num * BLOCK):
         at = start + tl.arange(0, BLOCK)
         for nth in tl.static_range(1, SIZE + 1):
@@ -142,8 +140,7 @@ def add_own_sums_kernel(
             there = region(tl.load(addresses_I + to), first + rank, capacity, bits_ITD)
             tl.store(there + at, bits, at < total)
     tl.debug_barrier()
-    if WAITS:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_come(WAITS)
     count_call(calls_X, call, PROGRAMS)
     pieces = region(own, first, capacity, bits_ITD)
     for start in range(pid * BLOCK, total, num * BLOCK):

@@ -22,7 +22,7 @@ OF_QUANTISED = 24.0  # with activations of 8 bits, of which each is off by up to
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class MoECase:
     """A product of T tokens with K of E experts each, of which this rank has `num` from `first`.
 
     `kind`: `uniform`, or `first`: all tokens choose the first K experts, and `last` the last K.
@@ -117,10 +117,10 @@ def kernels(
     gate_up: Callable[..., Tensor],
     down: Callable[..., Tensor],
     tile: int,
-    checked: tuple[Routed, ...],
-    timed: tuple[Routed, ...] = (),
+    checked: tuple[MoECase, ...],
+    timed: tuple[MoECase, ...] = (),
     share: float = OF_SUMS,
-    small: tuple[Routed, ...] = (),
+    small: tuple[MoECase, ...] = (),
 ) -> tuple[Kernel, ...]:
     """Two: `<name>_gate_up` and `<name>_down`. `small`: those fit for an interpreter.
 
@@ -148,7 +148,7 @@ def kernels(
             outputs=rows_of_experts,
         )
         for product, run, of, num_matrices in (
-            ("gate_up", gate_up, Routed.gate_up, 2),
-            ("down", down, Routed.down, 1),
+            ("gate_up", gate_up, MoECase.gate_up, 2),
+            ("down", down, MoECase.down, 1),
         )
     )

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.device import follows
+from nanovllm_kernels.following import let_next_come, wait
 from nanovllm_kernels.route_reference import ExpertRows, most_tiles
 
 COMPARED = 8192  # pairs that are compared with all others
@@ -79,8 +80,7 @@ def count_kernel(
 ):  # fmt: skip
     """Counts the pairs of a block by expert."""
     EXPERTS: tl.constexpr = triton.next_power_of_2(OWN)
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
+    wait(WAITS)
     pair = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
     local = local_experts(experts_TK, pair, num_pairs, FIRST, OWN)
     counts = tl.histogram(local, EXPERTS, local < OWN)
@@ -97,8 +97,7 @@ def add_kernel(
     WAITS: tl.constexpr,
 ):
     """Counts become those of all blocks before; the row behind the last block is of all."""
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
+    wait(WAITS)
     block = tl.arange(0, BLOCKS)[:, None]
     at = counts_XE + block * EXPERTS + tl.program_id(0) * ADDED + tl.arange(0, ADDED)[None, :]
     counts = tl.load(at, block < num_blocks, 0)
@@ -116,9 +115,8 @@ def sort_kernel(
     WAITS: tl.constexpr,
 ):  # fmt: skip
     """The first program writes the tables, the others place pairs."""
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait(WAITS)
+    let_next_come(WAITS)
     if tl.program_id(0) == 0:
         store_tables(
             experts_TK, counts_XE, pair_of_X, starts_E1, tile_expert_X, tile_start_X, num_tiles_1,

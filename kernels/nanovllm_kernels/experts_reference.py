@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanovllm_kernels.compile_cache import Job
+from nanovllm_kernels.fp8_reference import Scaled
 from nanovllm_kernels.route_reference import ExpertRows
-
-BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +105,7 @@ def whole(weight_EXX: Tensor, scale_EXX: Tensor | None, expert: int, num_parts: 
     if scale_EXX is None:
         return weight_XX
     parts = zip(weight_XX.chunk(num_parts), scale_EXX[expert].chunk(num_parts), strict=True)
-    return torch.cat([dequantised(part_XX, scale_XX) for part_XX, scale_XX in parts])
-
-
-def dequantised(weight_XX: Tensor, scale_XX: Tensor) -> Tensor:
-    """The weight times its scales in float32, block by block; the last blocks may be cut off."""
-    rows, columns = weight_XX.shape
-    wide_XX = scale_XX.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    return weight_XX.float() * wide_XX[:rows, :columns]
+    return torch.cat([Scaled(*both).dequantised() for both in parts])
 
 
 def most_rows(num_pairs: int, num_experts: int) -> int:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanovllm_kernels import few_fp8, linear_cases, quantise_cases
+from nanovllm_kernels import few_fp8, quantise_cases
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors
 from nanovllm_kernels.few_fp8 import FEW_FP8
 from nanovllm_kernels.fp8_reference import BLOCK, Quantised, Scaled, quantise_weight
 from nanovllm_kernels.library_linear import add_inputs
-from nanovllm_kernels.linear_cases import gated_sizes, linear_inputs
+from nanovllm_kernels.linear_cases import gated_sizes, linear_inputs, norm_inputs
 
 Layer = tuple[int, int]
 SMALL: tuple[tuple[Layer, int, int], ...] = (  # N, D; rows of x; rows of W that share a scale
@@ -83,12 +83,6 @@ def scaled(weight_ND: Tensor, block_rows: int) -> Scaled:
     return Scaled(w8_ND, w_scale * (1 + (rows[:, None] + 3 * blocks) % 5), block_rows)
 
 
-def norm_inputs(T: int, N: int, D: int, device: torch.device, kind: str = "first") -> Args:
-    """linear_cases', of a stream that has been added up."""
-    x_TD, _, *rest = linear_cases.norm_inputs(T, N, D, device, kind)
-    return x_TD, *rest
-
-
 def in_fp8(of: Callable[..., Args], T: int, N: int, D: int, device: torch.device, g: int = BLOCK,
            **odd: str) -> Args:  # fmt: skip
     args = of(T, N, D, device, **odd)
@@ -143,10 +137,12 @@ ADDED = (4096, 4096), (4096, 12288), (7168, 16384), (7168, 18432), (3072, 6144)
 NORMED = (6144, 4096), (2112, 7168), (24576, 1536), (8192, 3072)
 GATED = (24576, 4096), (36864, 7168)
 
-LINEAR = kernel(FEW_FP8.linear, linear, linear_inputs, ((6144, 4096),))
-LINEAR_ADD = kernel(FEW_FP8.linear_add, linear_add, add_inputs, ADDED)
-NORM_LINEAR = kernel(FEW_FP8.norm_linear, norm_linear, norm_inputs, NORMED)
-NORM_GATE_UP = kernel(partial(FEW_FP8.norm_linear, gated=True), norm_gate_up, norm_inputs, GATED)
-QUANTISED = kernel(
+FEW_FP8_LINEAR = kernel(FEW_FP8.linear, linear, linear_inputs, ((6144, 4096),))
+FEW_FP8_LINEAR_ADD = kernel(FEW_FP8.linear_add, linear_add, add_inputs, ADDED)
+FEW_FP8_NORM_LINEAR = kernel(FEW_FP8.norm_linear, norm_linear, norm_inputs, NORMED)
+FEW_FP8_NORM_GATE_UP = kernel(
+    partial(FEW_FP8.norm_linear, gated=True), norm_gate_up, norm_inputs, GATED
+)
+FEW_FP8_QUANTISED = kernel(
     few_fp8.product, quantised, quantised_inputs, (*ADDED[:2], *GATED), rows=(17, 32, 63, 64)
 )

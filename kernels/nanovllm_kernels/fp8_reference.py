@@ -14,7 +14,7 @@ from torch import Tensor
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of FP8
+LARGEST = 448.0  # of FP8, which has no infinity
 FEW_ROWS = 16  # up to which rows are quantised by the kernels that read weights
 
 

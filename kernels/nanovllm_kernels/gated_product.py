@@ -14,7 +14,7 @@ from quack.rounding import RoundingMode
 from quack.tile_scheduler import TileSchedulerOptions
 
 from nanovllm_kernels.compile_cache import Compiled
-from nanovllm_kernels.like import like
+from nanovllm_kernels.like import compiled, like
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 HOPPER = 9
@@ -56,13 +56,10 @@ class Product:
 def compile_product(dtype_name: str, rows: int, lines: int, is_tall: bool) -> Compiled:
     """Compiles the product for any sizes. Needs no GPU, only to know of one."""
     dtype, num_inputs = DTYPES[dtype_name], cute.sym_int()
-    compiled: Compiled = cute.compile(
+    return compiled(
         Product(dtype, rows, lines, is_tall),
         like(dtype, cute.sym_int(), num_inputs, divisibility=8),
         like(dtype, cute.sym_int(), num_inputs, divisibility=8),
         like(dtype, cute.sym_int(), cute.sym_int(divisibility=8), divisibility=8),
         Int32(1),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options="--enable-tvm-ffi",
     )
-    return compiled

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovllm_kernels import expert_cases
 from nanovllm_kernels.compile_cache import Job
-from nanovllm_kernels.expert_cases import OF_QUANTISED, Routed
+from nanovllm_kernels.expert_cases import OF_QUANTISED, MoECase
 from nanovllm_kernels.experts_reference import ExpertProducts
 from nanovllm_kernels.fp8_reference import BLOCK, FP8, Quantised
 from nanovllm_kernels.quantise import quantise, silu_mul_quantise
@@ -78,15 +78,15 @@ def down_alone(y_XF: Tensor, *more: Tensor) -> Tensor:
 
 
 CHECKED = (
-    Routed(9, 2, 3, 128, 144),
-    Routed(300, 8, 33, 256, 400),
-    Routed(300, 1, 5, 128, 64, kind="first"),
-    Routed(200, 4, 64, 128, 128, kind="last"),
-    Routed(256, 4, 16, 128, 256, first=4, num=5),
-    Routed(256, 4, 16, 128, 256, first=4, num=5, kind="first"),
+    MoECase(9, 2, 3, 128, 144),
+    MoECase(300, 8, 33, 256, 400),
+    MoECase(300, 1, 5, 128, 64, kind="first"),
+    MoECase(200, 4, 64, 128, 128, kind="last"),
+    MoECase(256, 4, 16, 128, 256, first=4, num=5),
+    MoECase(256, 4, 16, 128, 256, first=4, num=5, kind="first"),
 )
-TIMED = tuple(Routed(T, 8, 128, 768, 2048) for T in (1024, 8192))
-GATE_UP, DOWN = expert_cases.kernels(
+TIMED = tuple(MoECase(T, 8, 128, 768, 2048) for T in (1024, 8192))
+GROUPED_FP8_GATE_UP, GROUPED_FP8_DOWN = expert_cases.kernels(
     "grouped_fp8",
     gate_up_alone,
     down_alone,

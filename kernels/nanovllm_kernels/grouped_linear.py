@@ -1,40 +1,44 @@
-"""The products of routed experts for many rows: CuTe DSL products of the package quack.
+"""The products of routed experts for many rows: gate and up in Triton, and down of the package
+quack, a CuTe DSL product.
 
-Rows of an expert are found through the sorted pairs; gate and up of one element are in one thread,
-which multiplies them. Tiles are handed out on the GPU, by the ranges that stand there: the host
-knows the number of pairs alone, so a CUDA graph does not depend on the routing.
+Tiles are handed out on the GPU, by the ranges that stand there: the host knows the number of pairs
+alone, so a CUDA graph does not depend on the routing.
 
-Decision: the library's product, as gated_linear's; it is compiled here and called directly. It
-stores tiles by TMA, which can't scatter rows: both results are sorted as the rows are, and what
-sums a token's experts up finds them.
-
-Decision: with many rows gate and up are the Triton product's of experts.py. Of 8,192 tokens of
-30B-A3B it takes 798 us, the library's, which gathers rows, 919 at best.
+Decision: the library's product for down, as gated_linear's; it is compiled here and called
+directly. It stores tiles by TMA, which can't scatter rows: both results are sorted as the rows are,
+and what sums a token's experts up finds them. With 160 rows an expert tiles of 192 take 425 us
+instead of 481, if pairs of blocks share rows; with 512 they take 378 instead of 355.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from nanovllm_kernels import expert_cases, experts
+from nanovllm_kernels import expert_cases
 from nanovllm_kernels.case import bits
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled, Job
 from nanovllm_kernels.device import processors
-from nanovllm_kernels.expert_cases import Routed
+from nanovllm_kernels.expert_cases import MoECase
 from nanovllm_kernels.experts_reference import ExpertProducts
+from nanovllm_kernels.gated_experts import expert_gate_up
 from nanovllm_kernels.route_reference import ExpertRows
 
 TileSizes = tuple[int, int, int, bool]  # grouped_product.Tile
-GATE_UP_TILE: TileSizes = (64, 256, 1, True)  # of rows that are sorted in tiles of 64
-# By the tile that rows are sorted in: an expert's last tile is half empty on average.
-DOWN_TILES: dict[int, TileSizes] = {64: (64, 256, 1, True), 128: (128, 192, 1, True)}
-MANY = 64  # rows of an expert, from which on the larger tile is used
+SMALL, LARGE = 64, 192  # tiles that rows are sorted in
+MANY = 64  # rows of an expert, from which on the larger one is used
+# By the rows of an expert that the next begins with: its last tile is half empty on average.
+DOWN_TILES: dict[int, TileSizes] = {
+    MANY: (64, 256, 1, True),
+    112: (128, 192, 1, True),
+    256: (192, 128, 2, True),
+    1 << 30: (128, 192, 1, True),
+}
 LEAST_ROWS = 12  # of an expert: fewer are other kernels'
 
 
 def tile(num_pairs: int, num_experts: int) -> int:
     """The tile for so many pairs of so many experts of this rank."""
-    return 128 if num_pairs >= MANY * num_experts else 64
+    return LARGE if num_pairs >= MANY * num_experts else SMALL
 
 
 def fits(num_pairs: int, gate_up_E2FD: Tensor) -> bool:
@@ -42,26 +46,9 @@ def fits(num_pairs: int, gate_up_E2FD: Tensor) -> bool:
     return (
         num_pairs > LEAST_ROWS * num_experts
         and gate_up_E2FD.dtype.itemsize == 2
-        and num_lines % 16 == 0
-        and num_inputs % 8 == 0
+        and num_lines % 16 == num_inputs % 8 == 0
+        and num_pairs * num_inputs < 2**31  # gate and up find an input by 32 bits
     )
-
-
-def expert_gate_up(
-    x_TD: Tensor,
-    gate_up_E2FD: Tensor,
-    scale_EXX: Tensor | None,
-    rows: ExpertRows,
-    num_chosen: int,
-) -> Tensor:
-    """The gated sorted rows silu(gate) * up, y_XF; those of no expert of this rank are not
-    written."""
-    if rows.tile > GATE_UP_TILE[0]:
-        return experts.expert_gate_up(x_TD, gate_up_E2FD, scale_EXX, rows, num_chosen)
-    y_XF = x_TD.new_empty(len(rows.pair_of_X), gate_up_E2FD.shape[1] // 2)
-    run = compile_gate_up(bits(x_TD.dtype), GATE_UP_TILE, num_chosen)
-    run(x_TD, gate_up_E2FD, y_XF, rows.starts_E1, rows.pair_of_X, clusters(x_TD, GATE_UP_TILE))
-    return y_XF
 
 
 def expert_down(
@@ -69,56 +56,57 @@ def expert_down(
 ) -> Tensor:
     """y_XD of sorted rows; rows of no expert of this rank are not written."""
     y_XD = y_XF.new_empty(len(y_XF), down_EDF.shape[1])
-    sizes = DOWN_TILES[rows.tile]
+    sizes = down_tile(len(y_XF) // len(down_EDF))
     run = compile_down(bits(y_XF.dtype), sizes)
-    run(y_XF, down_EDF, y_XD, rows.starts_E1, clusters(y_XF, sizes))
+    run(y_XF, down_EDF, y_XD, rows.starts_E1, processors(y_XF.device) // sizes[2])
     return y_XD
 
 
-def clusters(x: Tensor, sizes: TileSizes) -> int:
-    """How many clusters of blocks run at once."""
-    return processors(x.device) // sizes[2]
-
-
-@CachedCompile
-def compile_gate_up(dtype_name: str, sizes: TileSizes, num_chosen: int) -> Compiled:
-    """Compiles the product for any sizes and so many experts a token.
-
-    Its arguments: x, the weights, y, where experts start, the pairs, how many clusters run at once.
-    """
-    from nanovllm_kernels.grouped_product import compile_gate_up_product  # imports torch.compile
-
-    return compile_gate_up_product(dtype_name, sizes, num_chosen)
+def down_tile(num_rows: int) -> TileSizes:
+    """The tile for so many rows an expert, as if all pairs were this rank's."""
+    return next(sizes for end, sizes in DOWN_TILES.items() if num_rows < end)
 
 
 @CachedCompile
 def compile_down(dtype_name: str, sizes: TileSizes) -> Compiled:
-    """Compiles the product for any sizes. Its arguments are gate_up's without the pairs."""
+    """Compiles the product for any sizes.
+
+    Its arguments: y, the weights, the result, where experts start, how many clusters of blocks run
+    at once.
+    """
     from nanovllm_kernels.grouped_product import compile_down_product  # imports torch.compile
 
     return compile_down_product(dtype_name, sizes)
 
 
 def jobs(gate_up_E2FD: Tensor, num_chosen: int) -> list[Job]:
-    """What a model with such weights may need of the two above."""
+    """What a model with such weights may need of it."""
     name = bits(gate_up_E2FD.dtype)
-    downs = (compile_down.job(name, sizes) for sizes in DOWN_TILES.values())
-    return [compile_gate_up.job(name, GATE_UP_TILE, num_chosen), *downs]
+    return [compile_down.job(name, sizes) for sizes in {*DOWN_TILES.values()}]
 
 
 GROUPED = ExpertProducts(expert_gate_up, expert_down, tile, fits, "quack", jobs)
 CHECKED = (
-    Routed(1, 1, 1, 8, 8),
-    Routed(9, 2, 3, 40, 72),
-    Routed(300, 8, 33, 200, 136),  # nothing is a multiple of a tile
-    Routed(300, 1, 5, 96, 64, kind="first"),  # one expert has everything
-    Routed(200, 4, 64, 96, 128, kind="last"),
-    Routed(256, 4, 16, 192, 256, first=4, num=5),
-    Routed(256, 4, 16, 192, 256, first=4, num=5, kind="first"),  # this rank has nothing to do
-    Routed(130, 6, 256, 64, 512),
+    MoECase(1, 1, 1, 8, 8),
+    MoECase(9, 2, 3, 40, 72),
+    MoECase(300, 8, 33, 200, 136),  # nothing is a multiple of a tile
+    MoECase(300, 1, 5, 96, 64, kind="first"),  # one expert has everything
+    MoECase(200, 4, 64, 96, 128, kind="last"),
+    MoECase(256, 4, 16, 192, 256, first=4, num=5),
+    MoECase(256, 4, 16, 192, 256, first=4, num=5, kind="first"),  # this rank has nothing to do
+    MoECase(130, 6, 256, 64, 512),
 )
-TIMED = tuple(Routed(T, 8, 128, 768, 2048) for T in (256, 1024, 8192))
-GATE_UP_64, DOWN_64 = expert_cases.kernels(
-    "grouped_64", expert_gate_up, expert_down, 64, CHECKED, TIMED[:2]
+INTERPRETED = tuple(MoECase(T, 2, 3, 40, 72, *of) for T, of in ((10, ()), (90, (1, 2)), (230, ())))
+TIMED = tuple(
+    MoECase(T, *sizes)
+    for sizes in ((8, 128, 768, 2048), (10, 512, 512, 2048))
+    for T in (256, 1024, 8192)
 )
-_, DOWN = expert_cases.kernels("grouped", expert_gate_up, expert_down, 128, CHECKED, TIMED[1:])
+PRODUCTS = expert_gate_up, expert_down
+GROUPED_64_GATE_UP, _ = expert_cases.kernels(
+    "grouped_64", *PRODUCTS, SMALL, CHECKED[4:], TIMED[:2], small=INTERPRETED[:1]
+)
+GROUPED_GATE_UP, _ = expert_cases.kernels(
+    "grouped", *PRODUCTS, LARGE, CHECKED, TIMED, small=INTERPRETED
+)
+_, GROUPED_DOWN = expert_cases.kernels("grouped", *PRODUCTS, LARGE, CHECKED, TIMED)

@@ -18,8 +18,8 @@ from nanovllm_kernels.attention_reference import paged_inputs
 from nanovllm_kernels.case import Args, Case, Tensors
 from nanovllm_kernels.decode_cases import (
     RAGGED,
+    KVRows,
     PlanDecode,
-    Rows,
     case_of as paged_case_of,
     drafted,
 )
@@ -28,7 +28,7 @@ R1 = 576  # a row of DeepSeek-R1's: 512 and 64
 SCALE = 192**-0.5
 
 
-def case_of(plan_decode: PlanDecode, rows: Rows) -> Case:
+def case_of(plan_decode: PlanDecode, rows: KVRows) -> Case:
     heads, _, size = rows.heads
     paged, made = paged_case_of(plan_decode, rows), partial(inputs, plan_decode, rows)
     if not rows.timed_as:
@@ -41,7 +41,7 @@ def case_of(plan_decode: PlanDecode, rows: Rows) -> Case:
     return Case(paged.name, made, num_bytes=num_bytes, num_flops=2 * given * pairs)
 
 
-def inputs(plan_decode: PlanDecode, rows: Rows, device: torch.device) -> Args:
+def inputs(plan_decode: PlanDecode, rows: KVRows, device: torch.device) -> Args:
     """Queries lie as layers have them."""
     heads, *_, size = rows.heads
     q, k, _, table, starts, lengths = paged_inputs(
@@ -76,16 +76,16 @@ def weighted_sizes(expected: Tensors, args: Args) -> Tensors:
     return (by_position(reference.latent_decode)(*args, of_sizes=True),)
 
 
-def all_rows() -> list[Rows]:
+def all_rows() -> list[KVRows]:
     every = [*checked_rows(), *timed_rows()]
     return [*every, *(rows._replace(is_fp8=True) for rows in every if rows.dtype.itemsize == 2)]
 
 
-def checked_rows() -> list[Rows]:
+def checked_rows() -> list[KVRows]:
     """Rows of one token each, then of 0 to W, with some of none and no length at the tail."""
     lengths = (8, 130, 9, 64, 65, 1, 300, 17, 66, 128, 131, 0, 0, 0)
     several = [
-        Rows(lengths, (heads, 1, size), page, dtype, "newest", width=width)
+        KVRows(lengths, (heads, 1, size), page, dtype, "newest", width=width)
         for heads, size, page, width, dtype in (
             (4, 72, 16, 1, torch.bfloat16),
             (6, 72, 64, 2, torch.bfloat16),
@@ -94,20 +94,20 @@ def checked_rows() -> list[Rows]:
         )
     ]
     long = (2000, *lengths[:-3], 5000, *lengths[-3:])
-    several += [Rows(long, (h, 1, R1), 64, width=w) for h in (16, 128) for w in (2, 3, 4)]
+    several += [KVRows(long, (h, 1, R1), 64, width=w) for h in (16, 128) for w in (2, 3, 4)]
     return [
-        Rows((1,), (2, 1, 72), 16),
-        Rows((700,), (2, 1, 72), 16),
-        Rows(RAGGED, (16, 1, 72), 64),
-        Rows(RAGGED, (5, 1, 108), 32),
-        Rows(RAGGED, (70, 1, 36), 128),  # more heads than a program has
-        Rows(RAGGED, (4, 1, 72), 16, torch.float32),
-        *(Rows((2000, *RAGGED, 5000), (heads, 1, R1), 128) for heads in (16, 32, 128)),
+        KVRows((1,), (2, 1, 72), 16),
+        KVRows((700,), (2, 1, 72), 16),
+        KVRows(RAGGED, (16, 1, 72), 64),
+        KVRows(RAGGED, (5, 1, 108), 32),
+        KVRows(RAGGED, (70, 1, 36), 128),  # more heads than a program has
+        KVRows(RAGGED, (4, 1, 72), 16, torch.float32),
+        *(KVRows((2000, *RAGGED, 5000), (heads, 1, R1), 128) for heads in (16, 32, 128)),
         *map(drafted, several),
     ]
 
 
-def timed_rows() -> list[Rows]:
+def timed_rows() -> list[KVRows]:
     order = torch.randperm(128, generator=torch.Generator().manual_seed(3))
     spread = tuple(torch.linspace(100, 4096, 128).int()[order].tolist())
     shapes = [
@@ -118,6 +118,6 @@ def timed_rows() -> list[Rows]:
     shapes += [((4096,) * 128, 16, width, f"R=128 ctx=4096 W={width}") for width in (2, 4)]
     shapes.append((spread, 16, 0, "R=128 ctx=100..4096"))
     return [
-        Rows(lengths, (h, 1, R1), 128, new=(w,) * len(lengths) * bool(w), width=w, timed_as=name)
+        KVRows(lengths, (h, 1, R1), 128, new=(w,) * len(lengths) * bool(w), width=w, timed_as=name)
         for lengths, h, w, name in shapes
     ]

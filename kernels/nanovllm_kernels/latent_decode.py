@@ -34,11 +34,13 @@ from torch import Tensor
 from nanovllm_kernels import latent_reference as reference
 from nanovllm_kernels.case import Kernel
 from nanovllm_kernels.device import follows
+from nanovllm_kernels.following import let_next_come, wait
 from nanovllm_kernels.latent_cases import all_rows, by_position, case_of, weighted_sizes
 from nanovllm_kernels.paged_decode import (
     FLOAT16_LIFT,
     beside_cache,
     dot,
+    merged_parts,
     page_of,
     plan_lanes,
     queries_of,
@@ -155,8 +157,7 @@ def latent_decode_kernel(
     X_BLOCK: tl.constexpr, A: tl.constexpr, A_BLOCK: tl.constexpr, S: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
+    wait(WAITS)
     lane = tl.program_id(1)
     pair = tl.program_id(0) * TILE + tl.arange(0, TILE)
     nth, head = pair // num_heads, pair % num_heads
@@ -249,29 +250,16 @@ def latent_merge_kernel(
         lane, num_parts = tl.max(tl.where(over > 0, every, 0), 0), tl.max(over, 0)
     else:
         row, num_parts = tl.load(plan_N5 + lane * 5 + 3), tl.load(plan_N5 + lane * 5 + 4)
-    if WAITS:  # before any return: what follows waits for this kernel only
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    let_next_come(WAITS)  # before any return: what follows waits for this kernel only
+    wait(WAITS)
     first, num_new = queries_of(starts_R1, row, RAGGED)
     num_heads = num_pairs // W
     if (num_parts == 0) | (pair >= num_new * num_heads):
         return
     x = tl.program_id(1) * X_BLOCK + tl.arange(0, X_BLOCK)
-    highest, total = -float("inf"), 0.0
-    o = tl.zeros([X_BLOCK], tl.float32)
-    for nth_part in range(0, num_parts, MERGED):
-        nth = nth_part + tl.arange(0, MERGED)
-        part = ((lane + nth) * 2 + (nth == 0).to(tl.int32)) * num_pairs + pair
-        inside = (nth < num_parts)[:, None] & (x < X)[None, :]
-        each = tl.load(partial_o + part[:, None] * X + x[None, :], inside, 0.0)
-        lse = tl.load(partial_lse + part, nth < num_parts, -float("inf"))
-        new_highest = tl.maximum(highest, tl.max(lse, 0))
-        weights, fade = tl.exp2(lse - new_highest), tl.exp2(highest - new_highest)
-        total = total * fade + tl.sum(weights, 0)
-        o = o * fade + tl.sum(each * weights[:, None], 0)
-        highest = new_highest
+    o = merged_parts(partial_o, partial_lse, lane, num_parts, pair, num_pairs, x, X, MERGED)
     at = o_THX + (first.to(tl.int64) * num_heads + pair) * X + x
-    tl.store(at, (o / total).to(o_THX.dtype.element_ty), x < X)
+    tl.store(at, o.to(o_THX.dtype.element_ty), x < X)
 
 
 # 16 bit: weights and the result are each rounded by half an ulp; queries of 8-bit latents are

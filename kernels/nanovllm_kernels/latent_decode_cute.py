@@ -21,6 +21,7 @@ Decision: a row that is cut leaves parts, which a kernel of its own merges.
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import cutlass
@@ -35,8 +36,9 @@ from nanovllm_kernels.block_fp8_cute import exchange, four_words
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.latent_decode import merge
-from nanovllm_kernels.like import like
+from nanovllm_kernels.like import compiled, like
 from nanovllm_kernels.paged_decode import plan_lanes, results_of
+from nanovllm_kernels.ring_cute import READ_ONCE, meet, next_stage, of_four
 
 RANK = 512  # numbers of a latent
 ROTATED = 64  # numbers beside it: a swizzled line of shared memory
@@ -53,7 +55,6 @@ NEAR = 8  # a score's power of 2 above the highest one before, up to which sums 
 LOG2_E = math.log2(math.e)
 MAX_WIDTH = 8  # new tokens of a row
 COLUMNS = 128  # that a group's product has: with 256 the compiler wants more registers at launch
-READ_ONCE = 0x12F0000000000000  # a cache policy: the first to be evicted
 SUMMERS, SCORER, LOADER = 2, 2, 3  # groups of four warps: 0 and 1 sum up
 SUMMER_REGISTERS, SCORER_REGISTERS, LOADER_REGISTERS = 176, 120, 40
 BEGINS, ENDS, WHOLE, BEGAN = 1, 2, 4, 8  # flags of a note
@@ -140,17 +141,14 @@ def compile_decode(num_heads: int, page_tokens: int, most_new: int) -> Compiled:
         partial_o=like(Float32, any_(), 2, any_(), RANK, divisibility=4),
         partial_lse=like(Float32, any_(), 2, any_()),
     )
-    compiled: Compiled = cute.compile(
+    return compiled(
         LatentDecode(num_heads, page_tokens, most_new),
         like(BFloat16, any_(), num_heads, RANK, divisibility=8),
         like(BFloat16, any_(), num_heads, ROTATED, divisibility=8),
         like(BFloat16, any_(), page_tokens, WIDTH, divisibility=8),
         given,
         Float32(1),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options="--enable-tvm-ffi",
     )
-    return compiled
 
 
 class Shared(NamedTuple):
@@ -249,7 +247,7 @@ class LatentDecode:
                     arch.mbarrier_init(shared.weighed + stage, 4)
                     arch.mbarrier_init(shared.empty + stage, 4 * SUMMERS * self.cluster)
             arch.mbarrier_init_fence()
-        self.meet()
+        meet(self.cluster)
         if nth_warp >= 4 * LOADER:
             arch.setmaxregister_decrease(LOADER_REGISTERS)
             if nth_warp == 4 * LOADER:
@@ -261,15 +259,7 @@ class LatentDecode:
             arch.setmaxregister_increase(SUMMER_REGISTERS)
             self.sum_up(given, shared, products[1], scale)
         if cutlass.const_expr(self.cluster > 1):
-            self.meet()  # the other one may still reach for this one's barriers
-
-    @cute.jit
-    def meet(self) -> None:
-        if cutlass.const_expr(self.cluster > 1):
-            arch.cluster_arrive()
-            arch.cluster_wait()
-        else:
-            arch.sync_threads()
+            meet(self.cluster)  # the other one may still reach for this one's barriers
 
     def allocate(self, rings: tuple) -> Shared:
         smem = cutlass.utils.SmemAllocator()
@@ -357,10 +347,7 @@ class LatentDecode:
                     base = block
                     window = self.pages_of(given.table, row, base)
             i += 1
-            stage += 1
-            if stage == STAGES:
-                stage = Int32(0)
-                phase ^= 1
+            stage, phase = next_stage(stage, phase, STAGES)
         arch.griddepcontrol_launch_dependents()
 
     def queries_of(self, given: Given, row: Int32) -> tuple:
@@ -487,10 +474,7 @@ class LatentDecode:
                 self.clear(shared, stage, tokens)
             arch.fence_view_async_shared()
             self.arrive(shared.weighed + stage)
-            stage += 1
-            if stage == STAGES:
-                stage = Int32(0)
-                phase ^= 1
+            stage, phase = next_stage(stage, phase, STAGES)
             arch.mbarrier_wait(shared.full + stage * PARTS, phase)
             query, count, seen, tokens, flags = self.note(shared, stage)
 
@@ -519,8 +503,7 @@ class LatentDecode:
         best = highest[r]
         for n in places:
             best = arch.fmax(best, s[n])
-        for distance in (1, 2):
-            best = arch.fmax(best, arch.shuffle_sync_bfly(best, distance))
+        best = of_four(arch.fmax, best)
         is_near = (best - highest[r]) * scale <= NEAR
         best = cutlass.select_(is_near, highest[r], best)
         fades[r] = arch.exp2((highest[r] - best) * scale)
@@ -539,8 +522,7 @@ class LatentDecode:
         fades, highest, total = run
         for r in cutlass.range_constexpr(2):
             pair, sum_ = self.pair_of(r), total[r]
-            for distance in (1, 2):
-                sum_ += arch.shuffle_sync_bfly(sum_, distance)
+            sum_ = of_four(operator.add, sum_)
             if arch.lane_idx() % 4 == 0:
                 shared.sums[0, pair, stage] = fades[r]
                 if flags & ENDS != 0:
@@ -600,10 +582,7 @@ class LatentDecode:
             if is_left:
                 for r in cutlass.range_constexpr(2):
                     self.leave(o, sums[None, r], r, (query, flags, scale), given)
-            stage += 1
-            if stage == STAGES:
-                stage = Int32(0)
-                phase ^= 1
+            stage, phase = next_stage(stage, phase, STAGES)
             arch.mbarrier_wait(shared.full + stage * PARTS, phase)
             query, count, _, _, flags = self.note(shared, stage)
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.attention_reference import paged_prefill
-from nanovllm_kernels.fp8_reference import FP8
+from nanovllm_kernels.fp8_reference import FP8, LARGEST
 from nanovllm_kernels.reference import quantised, rms_norm
 
-MOST_8 = 448.0  # that float8_e4m3fn can be
 LEAST_SCALE = 2.0**-40  # of a latent of zeros
 
 
@@ -56,7 +55,7 @@ def stored(latent_TX: Tensor, rotated_TX: Tensor, pages_PSX: Tensor) -> Tensor:
     sizes = latent_TX.shape[1], rotated_TX.shape[1]
     to_latent_TX, to_rotated_TX, to_scales_T = parts_of(rows_TX, *sizes)
     assert to_scales_T is not None
-    scales_T = (latent_TX.float().abs().amax(1) / MOST_8).clamp(min=LEAST_SCALE)
+    scales_T = (latent_TX.float().abs().amax(1) / LARGEST).clamp(min=LEAST_SCALE)
     to_latent_TX.view(torch.uint8)[:] = quantised(latent_TX, scales_T[:, None]).view(torch.uint8)
     to_rotated_TX[:] = rotated_TX
     to_scales_T[:] = scales_T

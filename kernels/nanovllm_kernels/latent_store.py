@@ -12,7 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.device import follows
-from nanovllm_kernels.latent_reference import LEAST_SCALE, MOST_8, parts_of
+from nanovllm_kernels.following import wait
+from nanovllm_kernels.fp8_reference import LARGEST
+from nanovllm_kernels.latent_reference import LEAST_SCALE, parts_of
 from nanovllm_kernels.rope_store import quantised
 
 MANY = 512  # tokens, of which a program may have many heads
@@ -36,7 +38,7 @@ def latent_store(
     heads, warps = (64, 4) if num_tokens >= MANY else (8, 2)
     latent_store_kernel[(num_tokens * (1 + triton.cdiv(num_heads, heads)),)](
         *(kv_TX, norm_weight_X, q_THA, cos_sin_LA, positions_T, slot_mapping_T, *parts),
-        *(kv_TX.stride(0), parts[0].stride(1), parts[1].stride(1), eps, LEAST_SCALE, MOST_8),
+        *(kv_TX.stride(0), parts[0].stride(1), parts[1].stride(1), eps, LEAST_SCALE, LARGEST),
         **dict(H=num_heads, A=head_size, X=rank, X_BLOCK=triton.next_power_of_2(rank), HALF=half),
         **dict(HALF_BLOCK=triton.next_power_of_2(half), HEADS=heads, WAITS=waits),
         num_warps=warps,
@@ -69,15 +71,13 @@ def latent_store_kernel(
         head = ((part - 1) * HEADS + tl.arange(0, HEADS))[:, None]
         at = q_THA + (token * H + head + 1) * A - 2 * HALF + a
         inside = (a < 2 * HALF) & (head < H)
-        if WAITS:  # what is read before is older than the model's first kernel
-            tl.extra.cuda.gdc_wait()
+        wait(WAITS)  # what is read before is older than the model's first kernel
         tl.store(at, rotated(tl.load(at, inside, 0.0), cos, sin), inside)
     else:
         kv_TX += token * kv_stride
         slot, n = tl.load(slot_mapping_T + token), tl.arange(0, X_BLOCK)
         weight = tl.load(norm_weight_X + n, n < X, 0.0).to(tl.float32)
-        if WAITS:
-            tl.extra.cuda.gdc_wait()
+        wait(WAITS)
         latent, key = tl.load(kv_TX + n, n < X, 0.0), tl.load(kv_TX + X + a, a < 2 * HALF, 0.0)
         wide = latent.to(tl.float32)
         wide = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / X + eps)).to(latent.dtype).to(tl.float32)

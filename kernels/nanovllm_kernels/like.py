@@ -1,10 +1,12 @@
-"""What a CuTe DSL kernel is compiled with in place of tensors. Imports CuTe DSL."""
+"""How a CuTe DSL kernel is compiled, and with what in place of tensors. Imports CuTe DSL."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from cutlass import cute
+
+from nanovllm_kernels.compile_cache import Compiled
 
 
 def like(dtype: Any, *sizes: Any, divisibility: int = 1) -> Any:  # noqa: ANN401
@@ -15,3 +17,10 @@ def like(dtype: Any, *sizes: Any, divisibility: int = 1) -> Any:  # noqa: ANN401
     strides = [cute.sym_int64(divisibility=divisibility) for _ in sizes[1:]]
     align = divisibility * dtype.width // 8
     return cute.runtime.make_fake_tensor(dtype, sizes, (*strides, 1), assumed_align=align)
+
+
+def compiled(kernel: Any, *args: Any) -> Compiled:  # noqa: ANN401
+    """What is called with such arguments, of torch, and runs on torch's current stream."""
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    made: Compiled = cute.compile(kernel, *args, stream, options="--enable-tvm-ffi")
+    return made

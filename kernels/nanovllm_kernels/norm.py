@@ -18,6 +18,7 @@ from torch import Tensor
 from nanovllm_kernels import reference
 from nanovllm_kernels.case import Args, Case, Kernel, bits, normal
 from nanovllm_kernels.device import follows
+from nanovllm_kernels.following import let_next_come, wait
 
 MAX_WIDTH = 16384  # a row must fit a program's registers
 HELD = 16384  # weights of a router that a program holds
@@ -92,9 +93,8 @@ def rms_norm_kernel(
         expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
         exists = (expert < E)[:, None] & inside[None, :]
         router = tl.load(router_ED + expert[:, None] * WIDTH + d[None, :], exists, 0.0)
-    if WAITS:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    let_next_come(WAITS)
+    wait(WAITS)
     x = tl.load(x_TD + row * x_stride + d, inside, 0.0)
     if residual_TD is not None:
         total = x.to(tl.float32)

@@ -40,6 +40,7 @@ from nanovllm_kernels import attention_reference as reference
 from nanovllm_kernels.case import Kernel
 from nanovllm_kernels.decode_cases import all_rows, by_position, case_of
 from nanovllm_kernels.device import follows, processors
+from nanovllm_kernels.following import let_next_come, wait
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 BLOCK_BYTES = 16384  # of keys in a block: 64 tokens of width 128 in 16 bits
@@ -186,10 +187,8 @@ def decode_kernel(
     TILE: tl.constexpr, A: tl.constexpr, A_BLOCK: tl.constexpr, S: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, LEADS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    if LEADS:
-        tl.extra.cuda.gdc_launch_dependents()
-    elif WAITS:
-        tl.extra.cuda.gdc_wait()
+    let_next_come(LEADS)
+    wait(WAITS and not LEADS)
     # Programs of one lane read neighbouring heads of the same tokens at about the same time.
     kv_head, lane = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(0) * GROUP
@@ -214,8 +213,7 @@ def decode_kernel(
     length = tl.load(lengths_R + row)
     first, num_new = queries_of(starts_R1, row, RAGGED)
     page = page_of(page_table_RM + row.to(tl.int64) * table_stride, table_width, block, S, BLOCK)
-    if LEADS:
-        tl.extra.cuda.gdc_wait()
+    wait(LEADS)
     inside_q = (pair < num_new * GROUP)[:, None] & (a < A)[None, :]
     q = tl.load(q_THA + first.to(tl.int64) * q_stride, inside_q, 0.0)
     k_scale, v_scale = scales_of(scales_2G, kv_head, tl.num_programs(0))
@@ -332,9 +330,8 @@ def merge_kernel(
     num_pairs = tl.num_programs(0)
     row = tl.load(plan_N5 + lane * 5 + 3)
     num_lanes = tl.load(plan_N5 + lane * 5 + 4)
-    if WAITS:  # before any return: what follows waits for this kernel only
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    let_next_come(WAITS)  # before any return: what follows waits for this kernel only
+    wait(WAITS)
     if num_lanes == 0:
         return
     first, num_new = queries_of(starts_R1, row, RAGGED)
@@ -343,9 +340,20 @@ def merge_kernel(
         if pair >= num_new * num_heads:
             return
     a = tl.arange(0, A_BLOCK)
+    o = merged_parts(partial_o, partial_lse, lane, num_lanes, pair, num_pairs, a, A, MERGED)
+    at = o_THA + (first.to(tl.int64) * num_heads + pair) * A + a
+    tl.store(at, o.to(o_THA.dtype.element_ty), a < A)
+
+
+@triton.jit
+def merged_parts(
+    partial_o, partial_lse, lane, num_lanes, pair, num_pairs, a, A: tl.constexpr,
+    MERGED: tl.constexpr,
+):  # fmt: skip
+    """The elements `a` of what so many lanes, this one and those behind it, found together."""
     highest = -float("inf")
     total = 0.0
-    o = tl.zeros([A_BLOCK], tl.float32)
+    o = tl.zeros(a.shape, tl.float32)
     for nth_part in range(0, num_lanes, MERGED):
         nth = nth_part + tl.arange(0, MERGED)
         part = ((lane + nth) * 2 + (nth == 0).to(tl.int32)) * num_pairs + pair
@@ -358,8 +366,7 @@ def merge_kernel(
         total = total * fade + tl.sum(weights, 0)
         o = o * fade + tl.sum(each * weights[:, None], 0)
         highest = new_highest
-    at = o_THA + (first.to(tl.int64) * num_heads + pair) * A + a
-    tl.store(at, (o / total).to(o_THA.dtype.element_ty), a < A)
+    return o / total
 
 
 # 16 bit: weights and the result are each rounded by half an ulp. 32 bit: a score is a sum of up to

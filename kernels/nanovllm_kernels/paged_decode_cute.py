@@ -28,6 +28,7 @@ warp, or a lane, may have no token of a row that a query sees: its sum of weight
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,8 +41,9 @@ from torch import Tensor
 
 from nanovllm_kernels import eight_bits_cute as eight_bits, paged_decode as triton_decode
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
-from nanovllm_kernels.like import like
+from nanovllm_kernels.like import compiled, like
 from nanovllm_kernels.paged_decode import plan_lanes, results_of
+from nanovllm_kernels.ring_cute import READ_ONCE, next_stage, of_four
 
 BLOCK = 64  # tokens
 WARPS = 4  # that compute
@@ -53,7 +55,6 @@ SHARED_BYTES = 225 * 1024
 LOWEST = -1e30  # below every score, and finite, so that differences are numbers
 MERGED = 8  # partial results that are loaded at once
 QUAD = 4  # elements of a result that a thread handles together
-READ_ONCE = 0x12F0000000000000  # a cache policy: the first to be evicted
 LOG2_E = math.log2(math.e)
 MAX_PAIRS = 16  # of new token and query head, for one key/value head: the rows of a tensor core
 MAX_WIDTH = 8  # new tokens of a row
@@ -158,11 +159,7 @@ def compile_decode(
         partial_lse=partial_lse,
         scales=like(Float32, 2, any_()) if is_fp8 else like(Float32, any_(), 2, any_()),
     )
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    compiled: Compiled = cute.compile(
-        decode, cache, cache, given, stream, options="--enable-tvm-ffi"
-    )
-    return compiled
+    return compiled(decode, cache, cache, given)
 
 
 class Shared(NamedTuple):
@@ -372,10 +369,7 @@ class PagedDecode:
                     base = piece // WARPS
                     window = self.pages_of(given.table, row, base)
             i += 1
-            stage += 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase ^= 1
+            stage, phase = next_stage(stage, phase, self.stages)
         arch.griddepcontrol_launch_dependents()
 
     def queries_of(self, given: Given, row: Int32) -> tuple:
@@ -531,10 +525,7 @@ class PagedDecode:
                 row = query, count, lanes & 0xFFFF, lanes >> 16
                 self.finish(given, shared, parity, row)
                 parity ^= 1  # the next results go elsewhere, so one meeting a row is enough
-            stage += 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase ^= 1
+            stage, phase = next_stage(stage, phase, self.stages)
             arch.mbarrier_wait(shared.full + stage, phase)
             query = shared.notes[0, stage]
 
@@ -575,8 +566,7 @@ class PagedDecode:
         best = highest[r]
         for n in places:
             best = arch.fmax(best, s[n])
-        for distance in (1, 2):
-            best = arch.fmax(best, arch.shuffle_sync_bfly(best, distance))
+        best = of_four(arch.fmax, best)
         fade = arch.exp2((highest[r] - best) * self.scale)
         base = best * self.scale - self.lift if self.is_fp8 else best * self.scale
         weights = [arch.exp2(s[n] * self.scale - base) for n in places]
@@ -595,8 +585,7 @@ class PagedDecode:
         nth_warp = arch.make_warp_uniform(arch.warp_idx())
         for r in cutlass.range_constexpr(cute.size(run.total)):
             weight = run.total[r]
-            for distance in (1, 2):
-                weight += arch.shuffle_sync_bfly(weight, distance)
+            weight = of_four(operator.add, weight)
             pair = thread // 4 + 8 * r
             if pair < self.pairs:
                 for n in cutlass.range_constexpr(self.width // 4):

@@ -150,20 +150,12 @@ def cases() -> tuple[Case, ...]:
     return (
         *(
             Case(
-                f"rows={len(new)} new={max(new)} longest={max(lengths)} HGA={heads} page={page} "
-                f"{bits(dtype)}",
-                partial(inputs, lengths, new, heads, page, dtype),
+                f"{'fp8 ' * is_fp8}rows={len(new)} new={max(new)} longest={max(lengths)} "
+                f"HGA={heads} page={page} {bits(dtype)}",
+                partial(inputs, lengths, new, heads, page, dtype, is_fp8=is_fp8),
                 small=sum(lengths) < 1000,
             )
-            for lengths, new, heads, page, dtype in checked
-        ),
-        *(
-            Case(
-                f"fp8 rows={len(new)} new={max(new)} longest={max(lengths)} HGA={heads} "
-                f"page={page} {bits(dtype)}",
-                partial(inputs, lengths, new, heads, page, dtype, is_fp8=True),
-                small=sum(lengths) < 1000,
-            )
+            for is_fp8 in (False, True)
             for lengths, new, heads, page, dtype in checked
         ),
         *(

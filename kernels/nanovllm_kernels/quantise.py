@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.device import follows
+from nanovllm_kernels.following import wait
 from nanovllm_kernels.fp8_reference import BLOCK, FP8, Quantised
 from nanovllm_kernels.paged_decode import INTERPRETED
 
@@ -104,8 +105,7 @@ def norm_quantise_kernel(
     row = tl.program_id(0).to(tl.int64)
     block, d = places(BLOCKS)
     norm_weight = tl.load(norm_weight_D + d, d < WIDTH, 0.0)
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
+    wait(WAITS)
     x = tl.load(x_TD + row * x_stride + d, d < WIDTH, 0.0)
     if residual_TD is not None:
         total = x.to(tl.float32)
@@ -127,8 +127,7 @@ def quantise_kernel(
     x_TD, row_of_TK, values_XD, scale_BX, stride, width, num_rows, COPIES: tl.constexpr,
     BLOCKS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
+    wait(WAITS)
     token = tl.program_id(0).to(tl.int64)
     block, d = places(BLOCKS)
     x = tl.load(x_TD + token * stride + d, d < width, 0.0).to(tl.float32)
@@ -147,8 +146,7 @@ def silu_mul_quantise_kernel(
     gate_up_X2F, end_1, values_XF, scale_BX, stride, width, num_rows, BLOCKS: tl.constexpr,
     WAITS: tl.constexpr,
 ):  # fmt: skip
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
+    wait(WAITS)
     row = tl.program_id(0).to(tl.int64)
     if end_1 is not None and row >= tl.load(end_1):
         return

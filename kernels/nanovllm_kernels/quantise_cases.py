@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from nanovllm_kernels import norm, quantise
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
-from nanovllm_kernels.expert_cases import Routed
+from nanovllm_kernels.expert_cases import MoECase
 from nanovllm_kernels.fp8_reference import BLOCK, FP8, LARGEST, Quantised
 from nanovllm_kernels.reference import add_rms_norm, rms_norm
 
@@ -79,11 +79,11 @@ def inputs(kind: str, T: int, D: int, device: torch.device) -> Args:
     return (x_TD,)
 
 
-def of_tokens(routed: Routed, device: torch.device) -> Args:
+def of_tokens(routed: MoECase, device: torch.device) -> Args:
     return *inputs("normal", routed.T, routed.D, device), routed.rows(64, device).row_of_TK
 
 
-def of_gates(routed: Routed, device: torch.device) -> Args:
+def of_gates(routed: MoECase, device: torch.device) -> Args:
     (gate_up_X2F,) = inputs("strided", routed.T * routed.K, 2 * routed.F, device)
     return gate_up_X2F, routed.rows(64, device).starts_E1
 
@@ -106,8 +106,8 @@ def dense(of: Callable[..., Args], *kinds: tuple[str, int, int]) -> Iterator[Cas
         yield Case(f"{kind} T={T} D={D}", partial(of, kind, T, D), small=T < 9)
 
 
-SHARE = Routed(40, 3, 7, 72, 1200, first=1, num=4)
-LARGE = Routed(8192, 8, 128, 768, 2048)
+SHARE = MoECase(40, 3, 7, 72, 1200, first=1, num=4)
+LARGE = MoECase(8192, 8, 128, 768, 2048)
 QUANTISE = kernel(
     quantise.quantise,
     reference,

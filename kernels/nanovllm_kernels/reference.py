@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm_kernels.fp8_reference import FP8, LARGEST
+
 
 def rms_norm(x: Tensor, norm_weight: Tensor, eps: float, mean: Tensor | None = None) -> Tensor:
     """Over the last dimension, of any width and any number of leading dimensions.
@@ -40,7 +42,8 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     return F.silu(gate_TF) * up_TF
 
 
-LARGEST = 448.0  # of float8_e4m3fn, which has no infinity
+def sigmoid_mul(gate: Tensor, x_TF: Tensor) -> Tensor:
+    return x_TF * summed(gate).sigmoid().to(x_TF.dtype)
 
 
 class Ranks(Protocol):
@@ -105,7 +108,7 @@ def rope_store(
 
 def quantised(x: Tensor, scale: Tensor) -> Tensor:
     """The numbers of float8_e4m3fn nearest to x / scale; NaN stays NaN, infinity does not."""
-    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8)
 
 
 def rotate(x_THA: Tensor, cos_sin_TA: Tensor) -> Tensor:

@@ -85,48 +85,43 @@ def pair_sizes(expected: Tensors, args: Args) -> Tensors:
     return tuple(sizes)
 
 
+def case(
+    kind: str, T: int, heads: tuple[int, int, int], dtype: torch.dtype, turned: int = 0,
+    *, is_fp8: bool = False,
+) -> Case:  # fmt: skip
+    H, G, A = heads
+    name = f"{kind} T={T} {H=} {G=} {A=}{f' R={turned}' * (turned > 0)} {bits(dtype)}"
+    made = partial(inputs, kind, T, H, G, A, dtype, turned=turned, is_fp8=is_fp8)
+    return Case(f"{name}{' fp8' * is_fp8}", made, T <= 7)
+
+
 def cases() -> tuple[Case, ...]:
     heads = ((16, 8, 128), (32, 8, 128), (14, 2, 64), (3, 1, 80), (16, 2, 256), (1, 1, 16))
-    shapes = [("normal", T, *h, torch.bfloat16) for T in (1, 7, 513) for h in heads]
-    shapes += [("normal", 7, 16, 8, 128, torch.float32), ("plain", 513, 32, 8, 128, torch.bfloat16)]
-    shapes += [
-        (kind, 7, 16, 8, 128, torch.bfloat16) for kind in ("plain", "strided", "spike", "slices")
-    ]
-    checked = [
-        Case(
-            f"{kind} T={T} H={H} G={G} A={A} {bits(dtype)}",
-            partial(inputs, kind, T, H, G, A, dtype),
-            T <= 7,
-        )
-        for kind, T, H, G, A, dtype in shapes
+    checked = [case("normal", T, h, torch.bfloat16) for T in (1, 7, 513) for h in heads]
+    checked += [case("normal", 7, heads[0], torch.float32)]
+    checked += [case("plain", 513, heads[1], torch.bfloat16)]
+    checked += [
+        case(kind, 7, heads[0], torch.bfloat16) for kind in ("plain", "strided", "spike", "slices")
     ]
     checked += [
-        Case(
-            f"{kind} T={T} H={H} G={G} A={A} R={turned} {bits(dtype)}",
-            partial(inputs, kind, T, H, G, A, dtype, turned=turned),
-            T <= 7,
-        )
+        case(kind, *of)
         for kind in ("row", "normal")
-        for T, H, G, A, turned, dtype in (
-            (7, 6, 1, 128, 64, torch.bfloat16),
-            (7, 3, 2, 24, 8, torch.float32),
-            (7, 5, 5, 80, 80, torch.bfloat16),
-            (513, 48, 8, 128, 64, torch.bfloat16),
-            (513, 16, 2, 256, 64, torch.bfloat16),
+        for of in (
+            (7, (6, 1, 128), torch.bfloat16, 64),
+            (7, (3, 2, 24), torch.float32, 8),
+            (7, (5, 5, 80), torch.bfloat16, 80),
+            (513, (48, 8, 128), torch.bfloat16, 64),
+            (513, (16, 2, 256), torch.bfloat16, 64),
         )
     ]
     checked += [
-        Case(
-            f"{kind} T={T} H={H} G={G} A={A} {bits(dtype)} fp8",
-            partial(inputs, kind, T, H, G, A, dtype, is_fp8=True),
-            T <= 7,
-        )
-        for kind, T, H, G, A, dtype in (
-            ("normal", 7, 16, 8, 128, torch.bfloat16),
-            ("spike", 7, 14, 2, 64, torch.bfloat16),
-            ("row", 7, 3, 1, 80, torch.float32),
-            ("plain", 513, 32, 8, 128, torch.bfloat16),
-            ("slices", 513, 16, 2, 256, torch.bfloat16),
+        case(*of, is_fp8=True)
+        for of in (
+            ("normal", 7, (16, 8, 128), torch.bfloat16),
+            ("spike", 7, (14, 2, 64), torch.bfloat16),
+            ("row", 7, (3, 1, 80), torch.float32),
+            ("plain", 513, (32, 8, 128), torch.bfloat16),
+            ("slices", 513, (16, 2, 256), torch.bfloat16),
         )
     ]
     timed = [

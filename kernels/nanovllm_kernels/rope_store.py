@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.device import follows
+from nanovllm_kernels.following import let_next_come, wait
 from nanovllm_kernels.paged_decode import INTERPRETED
 from nanovllm_kernels.reference import Ranks
 
@@ -63,10 +64,8 @@ def rope_store_kernel(
     H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr,
     HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr, LEADS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    if LEADS:  # attention
-        tl.extra.cuda.gdc_launch_dependents()
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
+    let_next_come(LEADS)  # attention
+    wait(WAITS)
     GROUPS: tl.constexpr = (H + 2 * G + HEADS - 1) // HEADS
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     head = (tl.program_id(0) % GROUPS * HEADS + tl.arange(0, HEADS))[:, None]
@@ -169,8 +168,7 @@ def mean_squares_kernel(
     qkv_TX, means_T2, slice_stride, qkv_stride, share, SLICES: tl.constexpr, Q_WIDTH: tl.constexpr,
     K_WIDTH: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
+    wait(WAITS)
     token, nth = tl.program_id(0).to(tl.int64), tl.program_id(1)
     width = tl.where(nth == 0, Q_WIDTH, K_WIDTH)
     n = tl.arange(0, BLOCK)

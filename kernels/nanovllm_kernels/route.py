@@ -3,8 +3,8 @@
 Meaning: nanovllm_kernels.route_reference.
 
 Decision: experts are chosen one after another by the largest key, an integer in the order of the
-scores, because integers have a maximum over a warp in one instruction. No key is ever looked up: an
-expert keeps its score, and writes it to the place of its rank.
+scores, because integers have a maximum over a warp in one instruction. Ranks are kept of nobody: a
+round leaves a place, and the logits of the chosen are read once more.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.device import follows
+from nanovllm_kernels.following import let_next_come, wait
 from nanovllm_kernels.route_reference import Placed, Routing, Uniform
 from nanovllm_kernels.sampling import mix, uniforms
 
@@ -58,68 +59,77 @@ def route_kernel(
     GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, TURNS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     GROUPS_BLOCK: tl.constexpr = triton.next_power_of_2(GROUPS)
-    GROUP_BLOCK: tl.constexpr = triton.next_power_of_2(E // GROUPS)
+    SIZE: tl.constexpr = E // GROUPS
+    GROUP_BLOCK: tl.constexpr = triton.next_power_of_2(SIZE)
     BLOCK: tl.constexpr = GROUPS_BLOCK * GROUP_BLOCK
     place = tl.arange(0, BLOCK)
-    expert, exists = place, place < E
-    if GROUPS > 1:
-        inner, SIZE = place % GROUP_BLOCK, E // GROUPS
-        expert = place // GROUP_BLOCK * SIZE + inner
-        exists = (inner < SIZE) & (expert < E)
+    expert = place // GROUP_BLOCK * SIZE + place % GROUP_BLOCK
+    exists = (place % GROUP_BLOCK < SIZE) & (expert < E)
     row = tl.program_id(0)
     if bias_E is not None:
         bias = tl.load(bias_E + expert, exists, 0.0).to(tl.float32)
-    if WAITS:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    let_next_come(WAITS)
+    wait(WAITS)
+    shared = E
     if slot_mapping_T is not None:
         cell = tl.load(slot_mapping_T + row)
+        shared = tl.where(cell > 0, E, -1)
     at = logits_TE + row.to(tl.int64) * logits_stride
     x = tl.load(at + expert, exists, -float("inf")).to(tl.float32)
-    if SIGMOID:
-        score = 1 / (1 + tl.exp(-x))
-    else:
-        score = tl.exp(x - tl.max(x, 0))
-        score = score / tl.sum(score, 0)
-    ranked = score
+    last = row * (K + SHARED) + K
+    if SHARED:  # its logit comes with the others
+        store_shared(at + E, weights_TK + last, experts_TK + last, shared, GATED)
+    largest = 0.0 if SIGMOID else tl.max(x, 0)
+    score = score_of(x, largest, SIGMOID)
     if slots_T is not None:
         slot = tl.load(slots_T + row).to(tl.uint64)
         stream = mix(mix(slot) + tl.load(positions_T + row).to(tl.uint64))
         ranked = uniforms(stream, (first_index + expert).to(tl.uint64))
+        key = ranked.to(tl.int32, bitcast=True)
+    elif bias_E is None and GROUPS == 1:
+        key = score.to(tl.int32, bitcast=True) & HIGHEST  # never negative; NaN is the largest
     else:
+        ranked = score
         if bias_E is not None:
             ranked += bias
         ranked = tl.where(ranked == ranked, ranked, float("inf"))
         if GROUPS > 1:
             ranked = tl.where(exists, ranked, -float("inf"))
             ranked = in_best_groups(ranked, GROUPS_BLOCK, GROUP_BLOCK, CHOSEN_GROUPS, SIZE > 1)
-    bits = ranked.to(tl.int32, bitcast=True)
-    key = tl.where(exists, bits ^ ((bits >> 31) & HIGHEST), LOWEST)
-    rank = ranks_of(key, place, BLOCK, K)
+        bits = ranked.to(tl.int32, bitcast=True)
+        key = bits ^ ((bits >> 31) & HIGHEST)
+    rank = tl.arange(0, triton.next_power_of_2(K))
+    chosen = best_places(tl.where(exists, key, LOWEST), place, rank, BLOCK, K)
+    expert = chosen // GROUP_BLOCK * SIZE + chosen % GROUP_BLOCK
+    x = tl.load(at + expert, rank < K, -float("inf")).to(tl.float32)
+    weight = score_of(x, largest, SIGMOID)
     if RENORMALISE:
-        score = score / (tl.sum(tl.where(rank >= 0, score, 0.0), 0) + 1e-20)
-    last = row * (K + SHARED) + K
+        weight = weight / (tl.sum(tl.where(rank < K, weight, 0.0), 0) + 1e-20)
+    elif not SIGMOID:
+        weight = weight / tl.sum(score, 0)
     pair = last - K + rank
-    tl.store(weights_TK + pair, score * scale, rank >= 0)
-    shared = E
+    tl.store(weights_TK + pair, weight * scale, rank < K)
     if slot_mapping_T is not None:
-        expert = copies_of(expert, rank >= 0, cell, tokens_X, copies_EX, TURNS)
-        shared = tl.where(cell > 0, E, -1)
-    tl.store(experts_TK + pair, expert, rank >= 0)
-    if SHARED:
-        store_shared(at + E, weights_TK + last, experts_TK + last, shared, GATED)
+        expert = copies_of(expert, rank < K, cell, tokens_X, copies_EX, TURNS)
+    tl.store(experts_TK + pair, expert, rank < K)
 
 
 @triton.jit
-def ranks_of(key, place, BLOCK: tl.constexpr, K: tl.constexpr):
-    """Counted from the largest key, of the first K; -1 for others."""
-    rank = tl.full([BLOCK], -1, tl.int32)
-    for k in tl.static_range(K):
+def score_of(x, largest, SIGMOID: tl.constexpr):
+    """Softmax's are divided by their sum where that is needed."""
+    return 1 / (1 + tl.exp(-x)) if SIGMOID else tl.exp(x - largest)
+
+
+@triton.jit
+def best_places(key, place, rank, BLOCK: tl.constexpr, K: tl.constexpr):
+    """Finds the place of each rank below K; of equal keys the lowest place comes first."""
+    chosen = tl.zeros_like(rank)
+    for k in range(K):
         top = tl.max(key, 0)
         best = tl.min(tl.where(key == top, place, BLOCK), 0)
-        rank = tl.where(place == best, k, rank)
         key = tl.where(place == best, LOWEST, key)
-    return rank
+        chosen = tl.where(rank == k, best, chosen)
+    return chosen
 
 
 @triton.jit

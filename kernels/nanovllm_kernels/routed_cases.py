@@ -17,7 +17,7 @@ from nanovllm_kernels import (
     route_reference as reference,
 )
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
-from nanovllm_kernels.expert_cases import Routed, kernels
+from nanovllm_kernels.expert_cases import MoECase, kernels
 from nanovllm_kernels.route_reference import ExpertRows, Placed, Routing
 
 SOFTMAX = Routing("softmax", renormalise=True)
@@ -59,7 +59,7 @@ def sort_inputs(
     return experts_TK.int().to(device), first, own, tile
 
 
-def combine_inputs(routed: Routed, kind: str, device: torch.device) -> Args:
+def combine_inputs(routed: MoECase, kind: str, device: torch.device) -> Args:
     """Rows are as wide as F, nobody's are NaN. `plain`: with a shared expert and the stream."""
     shape = routed.T, routed.E, routed.K, routed.first, routed.num_experts, 1, kind
     experts_TK, *_ = sort_inputs(*shape, device)
@@ -113,19 +113,19 @@ SORT_CASES = tuple(
     for kind in ("plain", "one", "few")
 )  # fmt: skip
 SMALL = (
-    Routed(1, 1, 1, 8, 8),
-    Routed(1, 3, 6, 96, 200, block_fp8=True),
-    Routed(2, 4, 24, 96, 72, 8, 9),
-    Routed(2, 4, 24, 200, 136, 20, 2, kind="last", block_fp8=True),
-    Routed(20, 2, 6, 200, 96, kind="last"),
-    Routed(7, 4, 24, 96, 72, 8, 9, kind="first"),  # this rank has nothing to do
+    MoECase(1, 1, 1, 8, 8),
+    MoECase(1, 3, 6, 96, 200, block_fp8=True),
+    MoECase(2, 4, 24, 96, 72, 8, 9),
+    MoECase(2, 4, 24, 200, 136, 20, 2, kind="last", block_fp8=True),
+    MoECase(20, 2, 6, 200, 96, kind="last"),
+    MoECase(7, 4, 24, 96, 72, 8, 9, kind="first"),  # this rank has nothing to do
 )
 CHECKED = (
-    Routed(33, 12, 12, 1408, 2048),
-    Routed(33, 6, 160, 192, 1536, 80, 80, block_fp8=True),
-    Routed(33, 4, 60, 96, 2048, block_fp8=True),
+    MoECase(33, 12, 12, 1408, 2048),
+    MoECase(33, 6, 160, 192, 1536, 80, 80, block_fp8=True),
+    MoECase(33, 4, 60, 96, 2048, block_fp8=True),
 )
-LAYERS = Routed(1, 8, 128, 768, 2048), Routed(1, 8, 256, 1536, 3072, block_fp8=True)
+LAYERS = MoECase(1, 8, 128, 768, 2048), MoECase(1, 8, 256, 1536, 3072, block_fp8=True)
 TIMED = tuple(replace(layer, T=T) for layer in LAYERS for T in (1, 2, 8, 64))
 MANY = tuple(replace(LAYERS[0], T=8192, block_fp8=is_fp8) for is_fp8 in (False, True))
 COMBINE_CASES = tuple(
@@ -133,7 +133,7 @@ COMBINE_CASES = tuple(
          num_bytes=2 * timed * routed.T * (routed.K + 3) * routed.F)
     for several, kinds, timed in (
         (SMALL, ("plain", "one"), 0),
-        ([Routed(T, 8, 128, 2048, 8) for T in (1, 64, 513, 8192)], ("plain",), 1),
+        ([MoECase(T, 8, 128, 2048, 8) for T in (1, 64, 513, 8192)], ("plain",), 1),
     )
     for routed in several
     for kind in kinds
@@ -145,9 +145,9 @@ SORT_ROWS = Kernel(
     "sort_rows", expert_rows.sort_rows, reference.sort_rows, SORT_CASES, outputs=tables
 )
 BOTH = experts.expert_gate_up, experts.expert_down
-GATE_UP, DOWN = kernels("few", *BOTH, experts.FEW, CHECKED, TIMED, small=SMALL)
+FEW_GATE_UP, FEW_DOWN = kernels("few", *BOTH, experts.FEW, CHECKED, TIMED, small=SMALL)
 TILED = tuple(replace(routed, T=130) for routed in (*SMALL, *CHECKED))
-GATE_UP_128, DOWN_128 = kernels("tiled", *BOTH, experts.MANY, TILED, MANY, small=SMALL[2:5])
+TILED_GATE_UP, TILED_DOWN = kernels("tiled", *BOTH, experts.MANY, TILED, MANY, small=SMALL[2:5])
 COMBINE = Kernel(
     "combine", sums.combine, experts_reference.combine, COMBINE_CASES, ulps_16=1, scale=sum_scale
 )

@@ -10,7 +10,7 @@ anywhere makes its block's sum NaN, and where nothing is possible all sums are 0
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -267,30 +267,27 @@ INPUTS = (
     ("thresholds ", draw_above_thresholds_inputs),
     ("corrupted ", draw_corrupted_inputs),
 )
+
+
+def cases(
+    shapes: Sequence[tuple[int, int]], timed: Sequence[tuple[int, int]], *of: Callable[..., Args]
+) -> Iterator[Case]:
+    """`of`: what is given the inputs of INPUTS, if they are not to be given as they are."""
+    for name, inputs in INPUTS:
+        for S, V in shapes:
+            for dtype in (torch.float32, torch.bfloat16):
+                made = partial(*of, inputs, S, V, dtype)
+                yield Case(f"{name}S={S} V={V} {bits(dtype)}", made, small=True)
+    for S, V in timed:
+        made = partial(*of, draw_inputs, S, V, torch.bfloat16)
+        yield Case(f"S={S} V={V}", made, num_bytes=2 * S * V)
+
+
 WINNERS = Kernel(
     "winners",
     winners,
     reference.winners,
-    (
-        *(
-            Case(
-                f"{name}S={S} V={V} {bits(dtype)}",
-                partial(winners_inputs, inputs, S, V, dtype),
-                small=True,
-            )
-            for name, inputs in INPUTS
-            for S, V in ((1, 100), (5, 4096), (5, 6007))
-            for dtype in (torch.float32, torch.bfloat16)
-        ),
-        *(
-            Case(
-                f"S={S} V=38912",
-                partial(winners_inputs, draw_inputs, S, 38912, torch.bfloat16),
-                num_bytes=2 * S * 38912,
-            )
-            for S in (1, 64, 256)
-        ),
-    ),
+    (*cases(((1, 100), (5, 4096), (5, 6007)), [(S, 38912) for S in (1, 64, 256)], winners_inputs),),
     ulps_32=4,
     scale=key_terms,
     outputs=winners_outputs,
@@ -308,20 +305,5 @@ DRAW = Kernel(
     "draw",
     draw,
     reference.draw,
-    (
-        *(
-            Case(f"{name}S={S} V={V} {bits(dtype)}", partial(inputs, S, V, dtype), small=True)
-            for name, inputs in INPUTS
-            for S, V in ((1, 100), (5, 6007))
-            for dtype in (torch.float32, torch.bfloat16)
-        ),
-        *(
-            Case(
-                f"S={S} V=151936",
-                partial(draw_inputs, S, 151936, torch.bfloat16),
-                num_bytes=2 * S * 151936,
-            )
-            for S in (1, 64, 256, 512)
-        ),
-    ),
+    (*cases(((1, 100), (5, 6007)), [(S, 151936) for S in (1, 64, 256, 512)]),),
 )

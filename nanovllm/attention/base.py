@@ -111,8 +111,6 @@ class ForwardContext:
 class AttentionBackend(Protocol):
     """Made once per engine, of the caches' shapes. The caches themselves are the layers'."""
 
-    name: str
-
     def bind(self, batch: Batch) -> Attend:
         """Host work once per step. Reads no tensor's values, so a CUDA graph can capture it."""
         ...

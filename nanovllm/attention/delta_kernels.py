@@ -19,6 +19,7 @@ class DeltaKernels(NamedTuple):
     rows: Callable[..., Tensor]  # then starts_R1, parts_X, targets_X, saved, out_THV=None
     decodes: Callable[..., Tensor]  # of one token each; then tickets_RG
     drafted: Callable[..., Tensor]  # then starts_R1, kept_NWX, replays_R, tickets_RG
+    taps: range = range(1, 1 << 30)  # weights that a channel of the convolution may have
 
 
 def rows(*tensors: Any, out_THV: Tensor | None = None) -> Tensor:  # noqa: ANN401

@@ -7,4 +7,4 @@ from nanovllm_kernels.delta_prefill import mix_rows
 
 from nanovllm.attention.delta_kernels import DeltaKernels
 
-TRITON = DeltaKernels(mix_rows, mix_decodes, mix_drafted)
+TRITON = DeltaKernels(mix_rows, mix_decodes, mix_drafted, range(2, 5))

@@ -23,8 +23,6 @@ MAX_HEAD_SIZE = 256
 
 
 class FlashPaged:
-    name = "flash"
-
     def __init__(self, like: PagedKV, decode: DecodeKernel = triton_decode) -> None:
         """`like`: a cache of any pages, of every layer's shape and dtype."""
         self.like = like

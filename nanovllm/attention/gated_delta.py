@@ -19,7 +19,7 @@ from nanovllm.attention.delta_kernels import DeltaKernels
 
 
 @dataclass
-class Drafting:
+class StateProgress:
     """How far states go, of all layers."""
 
     lengths_N: Tensor  # int32: so many tokens are in a slot's states
@@ -36,7 +36,7 @@ class DeltaStates(NamedTuple):
     recurrent_NHKV: Tensor
     tickets_RG: Tensor  # zeros, for kernels
     kept_NWX: Tensor | None  # by slot, what it fed last: inputs of the rule. None: no drafts
-    drafting: Drafting
+    progress: StateProgress
     saved: tuple[Tensor, Tensor]  # of checkpoints, as conv_NCW and recurrent_NHKV
 
 
@@ -57,7 +57,7 @@ class GatedDelta:
     def bind(self, states: DeltaStates, weights: DeltaWeights) -> None:
         """They are the layer's own from here on."""
         self.states, self.weights = states, weights
-        states.drafting.owners.append(self)
+        states.progress.owners.append(self)
 
     def __call__(self, ctx: ForwardContext, y_TX: Tensor, *more: Tensor) -> Tensor:
         """x_THV, which is a last tensor if there is one that has three dimensions."""
@@ -69,7 +69,7 @@ class GatedDelta:
             decoded = self._decode(batch, *(each[:at] for each in tokens))
         if rows < len(batch.slots_R):
             slots_R, starts_R1 = batch.slots_R[rows:], batch.starts_R1[rows:]
-            parts = self.states.drafting.parts if batch.planned else (None, None)
+            parts = self.states.progress.parts if batch.planned else (None, None)
             states = *self.states[:2], slots_R, starts_R1, *parts, *self.states.saved
             chunked = self.kernels.rows(*tokens, self.weights, *states, out_THV=given)
             self._note(slots_R, batch.lengths_R[rows:])
@@ -113,6 +113,6 @@ class GatedDelta:
 
     def _note(self, slots_R: Tensor, lengths_R: Tensor) -> None:
         """After the last layer: states of these slots have so many tokens now."""
-        drafting = self.states.drafting
-        if self.states.kept_NWX is not None and drafting.owners[-1] is self:
-            drafting.lengths_N[slots_R] = lengths_R.int()
+        progress = self.states.progress
+        if self.states.kept_NWX is not None and progress.owners[-1] is self:
+            progress.lengths_N[slots_R] = lengths_R.int()

@@ -8,10 +8,10 @@ is summed up of latents comes out of it. Both are the same sums in another order
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext
@@ -65,42 +65,59 @@ def attend_latents(
 
 
 def absorbed(q_RNHA: Tensor, latents_RCX: Tensor, seen_R1NC: Tensor, cache: Latents) -> Tensor:
-    """One head of keys and values, which are latents, for all heads of queries."""
+    """Latents are the keys and values of all heads, which read them together."""
     _, size, width = cache.key_HAX.shape
-    q_RNHX = torch.einsum("rnha,hax->rnhx", q_RNHA[..., :size], cache.key_HAX)
-    latents_R1CX = latents_RCX[:, None]
-    o_RHNX = F.scaled_dot_product_attention(
-        torch.cat([q_RNHX, q_RNHA[..., size:]], -1).transpose(1, 2),
-        latents_R1CX,
-        latents_R1CX[..., :width],
-        attn_mask=seen_R1NC,
-        scale=cache.scale,
-        enable_gqa=True,
-    )
+    q_RHNX = torch.einsum("rnha,hax->rhnx", q_RNHA[..., :size], cache.key_HAX)
+    q_RHNX = widened(torch.cat([q_RHNX, q_RNHA[..., size:].transpose(1, 2)], -1)) * cache.scale
+
+    def scores(piece_RCX: Tensor) -> Tensor:
+        return torch.einsum("rhnx,rcx->rhnc", q_RHNX, widened(piece_RCX))
+
+    def sums(weights_RHNC: Tensor, piece_RCX: Tensor) -> Tensor:
+        return torch.einsum("rhnc,rcx->rhnx", weights_RHNC, widened(piece_RCX[..., :width]))
+
+    o_RHNX = averaged(latents_RCX, seen_R1NC, scores, sums).to(q_RNHA.dtype)
     return torch.einsum("rhnx,hax->rnha", o_RHNX, cache.value_HAX)
 
 
 def expanded(q_RNHA: Tensor, latents_RCX: Tensor, seen_R1NC: Tensor, cache: Latents) -> Tensor:
-    """Piece by piece of the context, so that its length does not bound what fits in memory."""
+    """Each head has keys and values of its own."""
     _, size, width = cache.key_HAX.shape
-    q_RHNA = cache.scale * q_RNHA.transpose(1, 2)
-    rows_RHN = *q_RHNA.shape[:3], 1
-    at_least = torch.promote_types(q_RNHA.dtype, torch.float32)
-    best = q_RHNA.new_full(rows_RHN, -torch.inf, dtype=at_least)
-    total = q_RHNA.new_zeros(rows_RHN, dtype=at_least)
-    sum_RHNA = q_RHNA.new_zeros(*rows_RHN[:3], cache.value_HAX.shape[1], dtype=at_least)
-    for start in range(0, latents_RCX.shape[1], PIECE):
-        latents_RXC = latents_RCX[:, start : start + PIECE].transpose(1, 2)
-        keys_RHAC = torch.einsum("rxc,hax->rhac", latents_RXC[:, :width], cache.key_HAX)
-        values_RHCA = torch.einsum("rxc,hax->rhca", latents_RXC[:, :width], cache.value_HAX)
-        scores_RHNC = (
-            q_RHNA[..., :size] @ keys_RHAC + q_RHNA[..., size:] @ latents_RXC[:, None, width:]
-        )
-        seen = seen_R1NC[..., start : start + PIECE]
-        scores_RHNC = scores_RHNC.to(at_least).masked_fill(~seen, -torch.inf)
+    q_RHNA = widened(q_RNHA.transpose(1, 2)) * cache.scale
+
+    def scores(piece_RCX: Tensor) -> Tensor:
+        keys_RHCA = torch.einsum("rcx,hax->rhca", piece_RCX[..., :width], cache.key_HAX)
+        made_RHNC = q_RHNA[..., :size] @ widened(keys_RHCA).mT
+        return made_RHNC.add_(q_RHNA[..., size:] @ widened(piece_RCX[:, None, :, width:]).mT)
+
+    def sums(weights_RHNC: Tensor, piece_RCX: Tensor) -> Tensor:
+        values_RHCA = torch.einsum("rcx,hax->rhca", piece_RCX[..., :width], cache.value_HAX)
+        return weights_RHNC @ widened(values_RHCA)
+
+    return averaged(latents_RCX, seen_R1NC, scores, sums).transpose(1, 2).to(q_RNHA.dtype)
+
+
+def averaged(
+    latents_RCX: Tensor,
+    seen_R1NC: Tensor,
+    scores: Callable[[Tensor], Tensor],
+    sums: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """o_RHNX: sums of what is seen, weighted by scores' softmax, in float32 at least; piece by
+    piece of the context, so that its length does not bound what fits in memory.
+    """
+    total = sum_RHNX = widened(latents_RCX.new_zeros(()))
+    best, pieces = total - torch.inf, latents_RCX.split(PIECE, 1)
+    for piece_RCX, seen in zip(pieces, seen_R1NC.split(PIECE, 3), strict=True):
+        scores_RHNC = scores(piece_RCX).masked_fill_(~seen, -torch.inf)
         newest = torch.maximum(best, scores_RHNC.amax(-1, keepdim=True))
-        kept, weights_RHNC = (best - newest).exp(), (scores_RHNC - newest).exp()
+        kept, weights_RHNC = (best - newest).exp(), scores_RHNC.sub_(newest).exp_()
         total = total * kept + weights_RHNC.sum(-1, keepdim=True)
-        sum_RHNA = sum_RHNA * kept + weights_RHNC.to(values_RHCA.dtype) @ values_RHCA
+        sum_RHNX = sum_RHNX * kept + sums(weights_RHNC, piece_RCX)
         best = newest
-    return (sum_RHNA / total).transpose(1, 2).to(q_RNHA.dtype)
+    return sum_RHNX / total
+
+
+def widened(x: Tensor) -> Tensor:
+    """The same numbers in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

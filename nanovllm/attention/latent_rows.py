@@ -111,6 +111,7 @@ def can_expand(size: int, value: int, dtype: str) -> bool:
 
 
 def expands_cheaper(batch: Batch, cache: Latents, q_THA: Tensor) -> bool:
+    """Whether the step's chunks take fewer operations expanded than absorbed."""
     size, value, (_, key, rank) = q_THA.shape[2], cache.width, cache.key_HAX.shape
     if not can_expand(size, value, bits(q_THA.dtype)):
         return False
@@ -139,7 +140,7 @@ def absorbed_chunks(batch: Batch, at: int) -> Absorbed:
     return Absorbed(triton_decode, batch.page_table_RM[of_row], lengths, starts, GROUP)
 
 
-class Piece(NamedTuple):
+class Expansion(NamedTuple):
     """Tokens of some consecutive rows that are expanded at once."""
 
     slots_X: Tensor  # where they are in the cache
@@ -173,7 +174,7 @@ class Expanded:
         return out_THA
 
     def of_piece(
-        self, piece: Piece, cache: Latents, q_THA: Tensor, out_THA: Tensor, *, is_causal: bool
+        self, piece: Expansion, cache: Latents, q_THA: Tensor, out_THA: Tensor, *, is_causal: bool
     ) -> Tensor:
         """Fills out_THA, and returns lse_HT."""
         keys_values = expanded(cache, piece.slots_X, q_THA)
@@ -191,14 +192,16 @@ def expanded(cache: Latents, slots_X: Tensor, q_THA: Tensor) -> tuple[Tensor, Te
     room = max(num_tokens, len(q_THA) + PIECE), num_heads
     k_TGA = q_THA.new_empty(*room, size)[:num_tokens]
     v_TGA = q_THA.new_empty(*room, cache.width)[:num_tokens]
-    latents_HTX = rows_TX[:, :rank].expand(num_heads, -1, -1)
-    into(k_TGA[..., :key], latents_HTX, cache.key_HAX)
-    into(v_TGA, latents_HTX, cache.value_HAX)
+    latents_TX = rows_TX[:, :rank]
+    # The kernel multiplies by 0 what is not the row's: NaN would spread by values. Keys tell of it.
+    finite_TX = latents_TX.nan_to_num(0.0, 0.0, 0.0)
+    into(k_TGA[..., :key], latents_TX.expand(num_heads, -1, -1), cache.key_HAX)
+    into(v_TGA, finite_TX.expand(num_heads, -1, -1), cache.value_HAX)
     k_TGA[..., key:] = rows_TX[:, None, rank:]
     return k_TGA, v_TGA
 
 
-def pieces_of(batch: Batch, at: int, page_tokens: int) -> Iterator[Piece]:
+def pieces_of(batch: Batch, at: int, page_tokens: int) -> Iterator[Expansion]:
     """The newest tokens of all rows, then what is older, as one line that is cut."""
     starts_R1, num_tokens = batch.starts_R1 - at, len(batch.slot_mapping_T) - at
     cached = [chunk.start for chunk in batch.planned]
@@ -208,13 +211,13 @@ def pieces_of(batch: Batch, at: int, page_tokens: int) -> Iterator[Piece]:
     older_R = (cached_R.cumsum(0) - PIECE).clamp(min=0).minimum(cached_R)
     lines = spans(batch.lengths_R - older_R), spans(older_R)
     slots_X = slots_of(batch, page_tokens, lines[0], older_R, (0, num_tokens + sum(newest)))
-    yield Piece(slots_X, slice(0, num_tokens), starts_R1, lines[0])
+    yield Expansion(slots_X, slice(0, num_tokens), starts_R1, lines[0])
     stops = [0, *accumulate(chunk.num_tokens for chunk in batch.planned)]
     for first, last, low, high in spans_of(older):
         slots_X = slots_of(batch, page_tokens, lines[1], torch.zeros_like(older_R), (low, high))
         starts = starts_R1[first : last + 1] - stops[first]
         k_starts_R1 = lines[1][first : last + 1].clamp(low, high) - low
-        yield Piece(slots_X, slice(stops[first], stops[last]), starts, k_starts_R1)
+        yield Expansion(slots_X, slice(stops[first], stops[last]), starts, k_starts_R1)
 
 
 def newest_of(cached: list[int]) -> list[int]:

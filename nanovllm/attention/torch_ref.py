@@ -27,7 +27,7 @@ from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.latent import Latents, attend_latents
 from nanovllm.kv.layout import CacheLayout
 
-SPARE_CELLS = 256  # of a row: fewer cost less than a group more
+SPARE_TOKENS = 256  # of a row: fewer cost less than a group more
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,10 @@ class RowGroup:
 
 
 class TorchPaged:
-    name = "torch"
-
     def __init__(self, like: PagedKV) -> None:
         """`like`: a cache of any pages, which are as long as every layer's."""
         self.page_tokens = like.k_PSGA.shape[1]
-        self.copies = Copy(), Copy()
+        self.copies = Buffer(), Buffer()
 
     @staticmethod
     def supports(device: torch.device, layout: CacheLayout, page_tokens: int) -> str | None:
@@ -65,7 +63,7 @@ class TorchPaged:
 
 
 @dataclass(slots=True)
-class Copy:
+class Buffer:
     """Where contexts are copied to, keys or values.
 
     Kept from step to step: for memory of this size malloc asks the system, whose page faults took
@@ -91,7 +89,7 @@ def alike(counts: list[int], lengths: list[int]) -> Iterator[list[int]]:
     feeding = [row for row, count in enumerate(counts) if count]
     for row in sorted(feeding, key=lambda row: (counts[row], lengths[row])):
         if group:
-            longest = 2 * lengths[group[0]] + SPARE_CELLS
+            longest = 2 * lengths[group[0]] + SPARE_TOKENS
             if counts[row] != counts[group[0]] or lengths[row] > longest:
                 yield group
                 group = []
@@ -122,7 +120,7 @@ def groups_of(batch: Batch, page_tokens: int) -> Iterator[RowGroup]:
 @dataclass(frozen=True, slots=True)
 class TorchAttend:
     groups: tuple[RowGroup, ...]
-    copies: tuple[Copy, Copy]
+    copies: tuple[Buffer, Buffer]
 
     def __call__(
         self, cache: PagedKV | Latents, q_THA: Tensor, out_THA: Tensor | None = None
@@ -136,8 +134,9 @@ class TorchAttend:
 
 
 def attend_in_latents(
-    group: RowGroup, q_THA: Tensor, cache: Latents, copies: tuple[Copy, Copy]
+    group: RowGroup, q_THA: Tensor, cache: Latents, copies: tuple[Buffer, Buffer]
 ) -> Tensor:
+    """What the tokens of a group's rows attend to in latents, one row's after another's."""
     copied_PSX = copies[0].of(cache.pages_PSX, group.pages_X)
     rank, rotated = cache.key_HAX.shape[2], q_THA.shape[2] - cache.key_HAX.shape[1]
     rows_RCX = copied_PSX.view(group.num_rows, -1, copied_PSX.shape[2])
@@ -147,8 +146,10 @@ def attend_in_latents(
     return attend_latents(q_RNHA, latents_RCX, group.seen_R1NC, cache).flatten(0, 1)
 
 
-def attend(group: RowGroup, q_THA: Tensor, cache: PagedKV, copies: tuple[Copy, Copy]) -> Tensor:
-    def context(pages_PSGA: Tensor, copy: Copy, nth: int) -> Tensor:
+def attend(group: RowGroup, q_THA: Tensor, cache: PagedKV, copies: tuple[Buffer, Buffer]) -> Tensor:
+    """What the tokens of a group's rows attend to, one row's after another's."""
+
+    def context(pages_PSGA: Tensor, copy: Buffer, nth: int) -> Tensor:
         copied_PSGA = copy.of(pages_PSGA, group.pages_X)
         if cache.scales_2G is not None:
             copied_PSGA = (copied_PSGA.float() * cache.scales_2G[nth, :, None]).to(q_THA.dtype)

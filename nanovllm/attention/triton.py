@@ -17,8 +17,6 @@ MAX_HEAD_SIZE = 256
 
 
 class TritonPaged:
-    name = "triton"
-
     def __init__(self, like: PagedKV, decode: DecodeKernel = triton_decode) -> None:
         """`like`: a cache of any pages, of every layer's shape and dtype."""
         self.like = like

@@ -44,7 +44,7 @@ class Done(Struct):
     busy: float  # share of the run in which this process, or the busiest, was on a CPU
 
 
-class Shared:
+class RunState:
     """What all client processes of a run have in common."""
 
     def __init__(self, context: SpawnContext, num_clients: int) -> None:
@@ -172,10 +172,9 @@ class Channel(asyncio.Protocol):
 class _Driver:
     """Runs one share of requests; finished ones gather in `samples`."""
 
-    def __init__(self, share: Share, shared: Shared) -> None:
+    def __init__(self, share: Share, shared: RunState) -> None:
         self.samples: list[Sample] = []
-        self._share = share
-        self._shared = shared
+        self._share, self._shared = share, shared
         self._start = time.perf_counter()
         self._idle: list[Channel] = []
         self._url = urlsplit(share.url)
@@ -228,7 +227,7 @@ class _Driver:
         return channel
 
 
-def main(share: Share, shared: Shared, pipe: Connection) -> None:
+def main(share: Share, shared: RunState, pipe: Connection) -> None:
     """A client process: waits until all are there, and sends what it is `Done` with."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     gc.disable()  # nothing here is cyclic, and a pause would look like the server's

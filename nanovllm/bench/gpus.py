@@ -44,8 +44,8 @@ KNOWN = {
 def gpu_of(text: str) -> Gpu:
     """`h200`, `NVIDIA H200`, or `name:GiB`: memory of any size. Raises ConfigError for others."""
     name, has_size, size = text.partition(":")
-    slug = re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
-    known = next((gpu for key, gpu in KNOWN.items() if slug.startswith(key)), None)
+    slug = re.sub(r"nvidia|geforce|(?<!\d)[^a-z0-9]", "", name.lower())
+    known = next((gpu for key, gpu in KNOWN.items() if re.match(rf"{key}(?!\d)", slug)), None)
     if known is not None and not has_size:
         return known
     if not slug or not re.fullmatch(r"\d{1,4}(\.\d+)?", size) or float(size) < 1:

@@ -35,7 +35,7 @@ MOST_DECODES = 64  # beside prompt chunks
 MOST_OFF = 0.05  # of the largest logit; rounding in bfloat16 stays well below
 
 
-class Graph(Struct, frozen=True, kw_only=True):
+class GraphCost(Struct, frozen=True, kw_only=True):
     mode: str
     rows: int  # of piecewise ones: tokens
     capture_ms: float
@@ -88,7 +88,7 @@ def spread(runner: Runner, num_tokens: int, width: int) -> int:
 
 
 @torch.inference_mode()
-def measure(runner: Runner, load: range) -> Iterator[Graph]:
+def measure(runner: Runner, load: range) -> Iterator[GraphCost]:
     """Smallest graph first, then the piecewise ones. Spoils the runner's slots and caches.
 
     `load`: rows of the decode steps.
@@ -116,10 +116,10 @@ def compared(
     eager: Callable[[], object],
     replay: Callable[[], object],
     num_fed: int | None = None,
-) -> Graph:
+) -> GraphCost:
     """`num_fed`: so many tokens, the first ones, are not padding."""
     expected, found = (logits(runner, step)[:num_fed] for step in (eager, replay))
-    return Graph(
+    return GraphCost(
         mode=mode,
         rows=size,
         capture_ms=1e3 * captured.seconds,
@@ -190,7 +190,7 @@ def why_eager(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
     return found | {"sampling, after either": "its launches depend on what the rows ask for"}
 
 
-def metrics(graphs: Sequence[Graph]) -> dict[str, float]:
+def metrics(graphs: Sequence[GraphCost]) -> dict[str, float]:
     """The metrics of a record. Padding: padding rows / rows over all replays of the load."""
     rows = sum(graph.used * graph.rows for graph in graphs)
     padding = sum(graph.used * graph.rows * graph.padding for graph in graphs)
@@ -214,7 +214,7 @@ def rows_of(load: str | None, slots: int) -> range:
     return range(low, high + 1)
 
 
-def table(graphs: Sequence[Graph]) -> str:
+def table(graphs: Sequence[GraphCost]) -> str:
     """One row for each, and the sums of what they cost."""
     shown = pd.DataFrame(msgspec.to_builtins(graphs))
     sums = shown[["capture_ms", "memory_mib"]].sum().to_dict()

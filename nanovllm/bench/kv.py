@@ -24,12 +24,12 @@ from nanovllm.bench.plan import (
     OTHERS,
     STEP,
     WEIGHTS,
-    Plan,
+    MemoryPlan,
     nearest,
     pins,
     plan_of,
 )  # fmt: skip
-from nanovllm.bench.sweep import new_figure, save
+from nanovllm.bench.sweep import COLOURS, new_figure, save
 from nanovllm.config import Config, ConfigError
 from nanovllm.models.config import read_model_config
 from nanovllm.parallel.cut import check_cut
@@ -42,7 +42,6 @@ from nanovllm.server.ranges import MAX_TOP_LOGPROBS
 
 USUAL_LENGTHS = 500, 2000
 ROWS = 1, 64, 256  # of the steps whose least times are told
-COLOURS = "#0072b2", "#d55e00", "#999999", "#e69f00", "#009e73", "#cc79a7"
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class Profile:
     title: str
     columns: dict[str, dict[str, float]]
     said: list[str]  # below the table
-    plans: dict[str, Plan]  # by column
-    pinned: Plan | None  # the first plan that fits, else the nearest one that would
+    plans: dict[str, MemoryPlan]  # by column
+    pinned: MemoryPlan | None  # the first plan that fits, else the nearest one that would
     fits: bool
 
     @property
@@ -60,9 +59,9 @@ class Profile:
             return f"{value:,.{0 if value.is_integer() else 2}f}"
 
         table = pd.DataFrame(self.columns).to_string(na_rep="-", float_format=shown)
-        table = table if self.columns else "no plan"
         about = "these lines pin it:" if self.fits else "the nearest recipe that fits has:"
         pinned = pins(self.pinned) if self.pinned is not None else "none of these GPUs"
+        table = table if self.columns else "no plan"
         return "\n".join([self.title, "", table, "", *self.said, "", about, pinned])
 
     @property
@@ -76,7 +75,7 @@ def profile(
 ) -> Profile:
     """A plan for each number of ranks; measured, too, where the GPU of that name is here.
 
-    Raises ConfigError for lengths that no cache would make possible.
+    Raises ConfigError for lengths that no cache would make possible, and a model that cannot be.
     """
     here = None
     if torch.cuda.is_available() and config.recipe.device != "cpu":
@@ -84,11 +83,11 @@ def profile(
         here = gpu_of(f"{torch.cuda.get_device_name()}:{total:.2f}")
     gpu = gpu_of(name) if name is not None else here or CPU
     plans, said, fitting = {}, [], []
-    first = first_rank(config.recipe.parallel)
+    first, own = first_rank(config.recipe.parallel), read_model_config(config)[1]
     for size in ranks:
         head = f"{'ep' if first.lanes > 1 else 'tp'} {size}"
         try:
-            check_cut(first.first_of(size), read_model_config(config)[1])
+            check_cut(first.first_of(size), own)
         except ConfigError as error:
             said.append(f"{head}: {error}")
             continue
@@ -116,8 +115,9 @@ def profile(
     )
 
 
-def numbers(plan: Plan, lengths: Sequence[int]) -> dict[str, float]:
-    """By name and unit. Times are the least there could be, where so many requests have room."""
+def numbers(plan: MemoryPlan, lengths: Sequence[int]) -> dict[str, float]:
+    """By name and unit. Times are the least there could be, where so many requests have room: as
+    many as slots have states, of a model with recurrent layers."""
     found = {f"{name}, GiB": num / GIB for name, num in plan.taken.items() if num}
     found["room for the cache, GiB"] = plan.room / GIB
     for group in plan.found.layout.paged:
@@ -127,8 +127,9 @@ def numbers(plan: Plan, lengths: Sequence[int]) -> dict[str, float]:
         found[f"a page, {of}, MiB"] = group.bytes_per_token * plan.found.page_tokens / 2**20
     lanes = plan.found.mesh.lanes
     found |= plan.split.numbers(lengths) | {"lanes": lanes, "context": plan.context}
+    slots = int(plan.found.recipe.schedule.slots) if plan.found.layout.state else plan.pages
     for length in lengths:
-        fitting = plan.pages // plan.pages_of(length) * lanes
+        fitting = min(slots, plan.pages // plan.pages_of(length)) * lanes
         found[f"requests of {length:,}"] = fitting
         for name, least in (("decode", plan.decode_s), ("prefill", plan.prefill_s)):
             for rows in ROWS if plan.gpu.gb_per_s else ():
@@ -145,7 +146,7 @@ def draw(path: Path, profile: Profile) -> None:
     parts = {name: plan.taken | plan.split.bytes for name, plan in plans}
     bars = pd.DataFrame(parts).T[::-1] / GIB
     bars[LOGPROBS] = bars.pop(LOGPROBS)  # last: beyond the dashed line
-    bars.plot.barh(stacked=True, ax=axes, color=COLOURS, legend=False)
+    bars.loc[:, bars.any()].plot.barh(stacked=True, ax=axes, color=COLOURS, legend=False)
     axes.set(title=profile.title, xlabel="GiB; dashed: cache.memory_fraction of what there is")
     for _, plan in plans:
         axes.axvline(plan.share / GIB, color="black", linestyle="dashed")
@@ -154,7 +155,7 @@ def draw(path: Path, profile: Profile) -> None:
     save(figure, path)
 
 
-def measure(config: Config, plan: Plan) -> Plan:
+def measure(config: Config, plan: MemoryPlan) -> MemoryPlan:
     """The plan with what things take on the GPU that is here. Raises ConfigError: no room."""
     parallel = replace(config.recipe.parallel, tp=1)  # nothing is asked of other ranks
     config = replace(config, recipe=replace(config.recipe, parallel=parallel))

@@ -17,7 +17,7 @@ from nanovllm.bench.report import engine_facts, samples_of, speculation
 from nanovllm.bench.workload import TokenLoad, token_load
 from nanovllm.config import Config
 from nanovllm.ipc.client import EngineClient
-from nanovllm.server.metrics import HttpCounts, Metrics, Seen, render
+from nanovllm.server.metrics import Metrics, Seen, render
 from nanovllm.wire import Finish, Generate, Refusal, TokenLogprobs
 
 STATS_S = 0.5  # the engine's counters come five times a second, and when it falls idle
@@ -78,7 +78,7 @@ async def measure_engine(
 def samples_now(client: EngineClient) -> dict[str, float]:
     """The engine's metrics by name, as a server's page would have them."""
     seen = Seen(ready=client.ready, stats=client.stats, metrics=Metrics())
-    return samples_of(render([seen], HttpCounts()).decode())
+    return samples_of(render([seen], ()).decode())
 
 
 class Stopwatch:
@@ -86,8 +86,7 @@ class Stopwatch:
 
     def __init__(self, num_prompt: int, max_new: int, finished: Callable[[int], None]) -> None:
         self.sample = Sample(sent=time.perf_counter(), stamps=[], input_tokens=num_prompt)
-        self._max_new = max_new
-        self._finished = finished
+        self._max_new, self._finished = max_new, finished
 
     def started(self, num_cached: int) -> None:
         self.sample.cached_tokens = num_cached

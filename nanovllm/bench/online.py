@@ -10,6 +10,7 @@ import multiprocessing
 import re
 import time
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 from multiprocessing.connection import Connection, wait
 from random import Random
 from threading import BrokenBarrierError
@@ -24,12 +25,12 @@ from nanovllm.bench.client import Done
 from nanovllm.bench.measure import Advance, Outcome, ProgressBar, concluded, now
 from nanovllm.bench.record import without_secrets
 from nanovllm.bench.report import engine_facts, samples_of, speculation
-from nanovllm.bench.started import Started, cpu_facts, cpu_s
+from nanovllm.bench.started import LiveServer, cpu_facts, cpu_s
 from nanovllm.bench.workload import (
     LEAD,
     WORDS,
-    Load,
     Wording,
+    Workload,
     arrivals,
     chat_bodies,
     chat_body,
@@ -37,12 +38,13 @@ from nanovllm.bench.workload import (
 )
 from nanovllm.config import Config, ConfigError
 
+EXPERTS = [f"/debug/experts?engine={at}" for at in range(64)]  # those that there are, answer
 SCRAPE_S = 1.0
 PROGRESS_S = 0.2
 SOME_WORDS = WORDS[:64]  # enough for prompts that are all different
 
 
-class Served(Struct, frozen=True):
+class ServerFacts(Struct, frozen=True):
     """What a server says about itself, and texts of exact lengths as it counts tokens."""
 
     model: str
@@ -57,9 +59,8 @@ class _Api:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url {url}: write it as http://host:port")
-        self.url = url
-        self.api_key = api_key
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.url, self.api_key = url, api_key
+        headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
         # No proxy from the environment may stand between a benchmark and its server.
         self.http = httpx.Client(base_url=url, headers=headers, timeout=120.0, trust_env=False)
 
@@ -85,7 +86,7 @@ class _Api:
     def metrics(self) -> dict[str, float]:
         return samples_of(self.page("/metrics"))
 
-    def prompt_tokens(self, load: Load, model: str, text: str) -> int:
+    def prompt_tokens(self, load: Workload, model: str, text: str) -> int:
         """How many prompt tokens the server counts for a request of this load with this text."""
         body = chat_body(load, model, text) | {"max_tokens": 1}
         reply = self.call("POST", "/v1/chat/completions", body)
@@ -93,7 +94,7 @@ class _Api:
 
 
 def measure_server(
-    load: Load,
+    load: Workload,
     config: Config | None,
     *,
     url: str,
@@ -102,7 +103,7 @@ def measure_server(
     warmup: int | None,
     processes: int,
     bar: ProgressBar,
-    server: Started | None = None,
+    server: LiveServer | None = None,
     command: str = "",
 ) -> Outcome:
     """Warm up, send the load, ask the server what it did.
@@ -115,7 +116,7 @@ def measure_server(
         if config is not None and served.model != config.served_name:
             raise ConfigError(f"{url} serves {served.model}; the recipe is {config.served_name}")
 
-        def send(part: Load, label: str) -> tuple[Done, dict[str, float]]:
+        def send(part: Workload, label: str) -> tuple[Done, dict[str, float]]:
             with bar(part.num_prompts, label) as advance:
                 return run(part, served, api, processes, advance)
 
@@ -125,7 +126,7 @@ def measure_server(
         cpu_before = cpu_s(server.pid) if server else {}
         result, peaks = send(load, served.model)
         cpu_after = cpu_s(server.pid) if server else {}
-        after, experts = api.metrics(), api.page("/debug/experts").encode()
+        after, experts = api.metrics(), "".join(takewhile(bool, map(api.page, EXPERTS))).encode()
     tokens = sum(sample.output_tokens for sample in result.samples if not sample.error)
     (shown,) = without_secrets([command])
     peer = {"model": served.model, "served_by": served.engine, "command": shown}
@@ -154,7 +155,7 @@ def measure_server(
     )
 
 
-def ask_server(api: _Api, load: Load) -> Served:
+def ask_server(api: _Api, load: Workload) -> ServerFacts:
     """Short requests tell how many tokens our words become: no tokenizer is needed here."""
     models = api.call("GET", "/v1/models").json()["data"]
     if not models:
@@ -178,7 +179,7 @@ def ask_server(api: _Api, load: Load) -> Served:
     text = wording.text(Random(f"probe {load.seed}"), load.input_len)
     if (counted := api.prompt_tokens(load, model, text)) != load.input_len:
         raise ConfigError(f"{api.url} counts {counted} tokens where {load.input_len} were expected")
-    return Served(model, engine, wording)
+    return ServerFacts(model, engine, wording)
 
 
 def flags(command: str) -> dict[str, str]:
@@ -195,13 +196,13 @@ def wording_of(count: Callable[[str], int]) -> Wording:
 
 
 def run(
-    load: Load, served: Served, api: _Api, processes: int, advance: Advance
+    load: Workload, served: ServerFacts, api: _Api, processes: int, advance: Advance
 ) -> tuple[Done, dict[str, float]]:
     """Send the load from client processes. Also the largest of the server's metrics meanwhile."""
     bodies, due = chat_bodies(load, served.model, served.wording.text), arrivals(load)
     count = min(processes, load.num_prompts, load.concurrency or processes)
     context = multiprocessing.get_context("spawn")
-    shared = client.Shared(context, count)
+    shared = client.RunState(context, count)
     pipes: list[Connection] = []
     workers = []
     try:
@@ -228,7 +229,7 @@ def run(
 
 
 def _gather(
-    pipes: list[Connection], shared: client.Shared, api: _Api, advance: Advance
+    pipes: list[Connection], shared: client.RunState, api: _Api, advance: Advance
 ) -> tuple[Done, dict[str, float]]:
     total, peaks = Done([], 0.0), dict[str, float]()
     scraped, shown, waiting = 0.0, (0, 0), set(pipes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from msgspec.structs import replace
@@ -28,9 +29,9 @@ from nanovllm.kv.split import Split, decode_bytes, num_paged, room_for_pages, ru
 from nanovllm.layers.moe import read_by
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
-from nanovllm.parallel.mesh import first_rank
+from nanovllm.parallel.mesh import Mesh, first_rank
 from nanovllm.runner.resolved import Resolved, resolved
-from nanovllm.runner.room import step_bytes
+from nanovllm.runner.room import need_of, step_bytes
 from nanovllm.runner.sizing import GIB
 
 WEIGHTS, STEP, OTHERS, GRAPHS = "weights", "full step", "CUDA and others", "graphs"
@@ -38,11 +39,12 @@ STATES, LOGPROBS = "running states", "log-probabilities"
 CUDA_BYTES = 757 << 20  # with our kernels' code: measured on an H200
 RANKS_BYTES = 512 << 20  # of buffers between ranks: not measured yet
 HOST_GPUS = (1, 2, 4, 8)
+Models = dict[tuple[Mesh, int], Decoder]  # of shapes alone, by what they are cut and sized for
 MOST_HALVINGS = 5  # of 512 slots and 8192 tokens: 16 and 256
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """One rank's share. All ranks have the same number of pages."""
 
     asked: Recipe
@@ -54,21 +56,14 @@ class Plan:
     taken: dict[str, int]  # bytes beside the cache, by what takes them
 
     @property
-    def tp(self) -> int:
-        return self.found.mesh.tp_size
-
-    @property
     def room(self) -> int:
         """The bytes that are left for pages and checkpoints; below 0: that are lacking."""
         return self.share - sum(self.taken.values()) + self.taken[LOGPROBS]
 
     @property
-    def page_bytes(self) -> int:
-        return self.found.layout.bytes_per_token * self.found.page_tokens
-
-    @property
     def pages(self) -> int:
-        fitting = room_for_pages(self.room, self.asked.cache, self.found.layout) // self.page_bytes
+        page_bytes = self.found.layout.bytes_per_token * self.found.page_tokens
+        fitting = room_for_pages(self.room, self.asked.cache, self.found.layout) // page_bytes
         useful = int(self.found.recipe.schedule.slots) * self.pages_of(self.found.max_model_tokens)
         return given_or(self.asked.cache.pages, max(0, min(fitting - 1, useful)))
 
@@ -92,7 +87,9 @@ class Plan:
     def problem(self, lengths: Sequence[int]) -> str:
         """Why it cannot serve requests of these lengths; empty: it can."""
         lack = self.split._replace(pages=max(2, self.pages)).total - self.room
-        if lack > 0 and self.gpu is not CPU:  # there pages are taken as they are asked for
+        if self.gpu is CPU:  # which has what the host has, and takes pages as they are asked for
+            lack = (need := need_of(self.found)).total - need.room
+        if lack > 0:
             return f"{lack / GIB:.2f} GiB more are needed for a cache of {max(2, self.pages)} pages"
         if self.taken[LOGPROBS] > self.spare:
             return f"{LOGPROBS} of all slots exceed what cache.memory_fraction leaves"
@@ -112,8 +109,8 @@ class Plan:
         """The least time of so many prompts. Half of attention's products are masked."""
         num_bytes, layers = read_by(self.model.layers, rows * length, self.found.mesh.lanes)
         head, config = self.model.head.weight, self.found.model_config
-        heads = config.num_attention_heads // self.tp * config.head_size
-        each = 2 * head.numel() + 2 * num_paged(self.found.layout) * heads * length**2
+        heads = config.num_attention_heads // self.found.mesh.tp_size * config.key_value_size
+        each = 2 * head.numel() + num_paged(self.found.layout) * heads * length**2
         flops = rows * 2 * layers * length + -(-rows // self.found.mesh.lanes) * each
         return self._least(num_bytes + head.nbytes, flops)
 
@@ -121,15 +118,19 @@ class Plan:
         return max(num_bytes / self.gpu.gb_per_s / 1e9, flops / self.gpu.tflops / 1e12)
 
 
-def plan_of(config: Config, gpu: Gpu, size: int) -> Plan:
-    """Raises ConfigError if the recipe is wrong, or the model cannot be cut for so many ranks."""
+def plan_of(config: Config, gpu: Gpu, size: int, models: Models | None = None) -> MemoryPlan:
+    """Raises ConfigError if the recipe is wrong, or the model cannot be cut for so many ranks.
+
+    `models`: those of plans before, for other schedules and lengths of the same recipe.
+    """
     asked = config.recipe
     given = config if gpu is CPU else with_numbers_of_a_gpu(config)
     found = resolved(given, first_rank(asked.parallel).first_of(size))
-    model = found.empty_model(torch.device("meta"))
+    at, models = (found.mesh, found.max_model_tokens), {} if models is None else models
+    model = models[at] = models.get(at) or found.empty_model(torch.device("meta"))
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     slots = int(found.recipe.schedule.slots)
-    taken = {WEIGHTS: weights, STATES: running_bytes(found.layout, slots), LOGPROBS: 0}
+    taken = {WEIGHTS: weights, STATES: running_bytes(found.layout, found.recipe), LOGPROBS: 0}
     total = share = weights + int(asked.cache.cpu_gib * GIB)
     if gpu is not CPU:
         total = int(gpu.gib * GIB)
@@ -141,7 +142,7 @@ def plan_of(config: Config, gpu: Gpu, size: int) -> Plan:
             # Of a row in every slot: logits, the same in float32, and exponentials to be summed up.
             LOGPROBS: (found.dtype.itemsize + 4 + 4) * slots * len(model.head.weight),
         }
-    return Plan(asked, found, model, gpu, share, total - share, taken)
+    return MemoryPlan(asked, found, model, gpu, share, total - share, taken)
 
 
 def with_numbers_of_a_gpu(config: Config) -> Config:
@@ -155,18 +156,18 @@ def with_numbers_of_a_gpu(config: Config) -> Config:
 # -- what to ask for ------------------------------------------------------------------------------
 
 
-def nearest(config: Config, gpu: Gpu, lengths: Sequence[int]) -> Plan | None:
+def nearest(config: Config, gpu: Gpu, lengths: Sequence[int]) -> MemoryPlan | None:
     """The first that fits of: more GPUs, smaller steps of fewer slots, a shorter context."""
     own = replace(config.recipe, cache=replace(config.recipe.cache, pages="auto"))
     short = replace(own, server=replace(own.server, max_model_tokens="auto"))
+    models: Models = {}
     for base, needed in ((own, lengths), (short, ())):
-        for halvings in range(MOST_HALVINGS + 1):
+        for halvings, size in product(range(MOST_HALVINGS + 1), HOST_GPUS):
             recipe = replace(base, schedule=halved(base.schedule, halvings))
-            for size in HOST_GPUS:
-                with suppress(ConfigError):  # not every number of ranks can share a model
-                    plan = plan_of(replace(config, recipe=recipe), gpu, size)
-                    if not plan.problem(needed):
-                        return plan
+            with suppress(ConfigError):  # not every number of ranks can share a model
+                plan = plan_of(replace(config, recipe=recipe), gpu, size, models)
+                if not plan.problem(needed):
+                    return plan
     return None
 
 
@@ -177,11 +178,13 @@ def halved(schedule: Schedule, times: int) -> Schedule:
     return replace(schedule, slots=slots, step_tokens=tokens)
 
 
-def pins(plan: Plan) -> str:
-    """The lines of a recipe that make it so."""
+def pins(plan: MemoryPlan) -> str:
+    """The lines of a recipe that make it so, whatever it or flags said of these before."""
     cache, schedule, mesh = plan.found.recipe.cache, plan.found.recipe.schedule, plan.found.mesh
+    asked, sizes = plan.asked.parallel, {"ep": mesh.ep_size, "dp": plan.asked.parallel.dp}
+    more = "".join(f", {k}: {n}" for k, n in sizes.items() if {n, getattr(asked, k)} != {1})
     return (
-        f"parallel: {{tp: {mesh.tp_size}{f', ep: {mesh.ep_size}' * (mesh.ep_size > 1)}}}\n"
+        f"parallel: {{tp: {mesh.tp_size}{more}}}\n"
         f"cache: {{{'dtype: fp8, ' * (cache.dtype == 'fp8')}page_tokens: {cache.page_tokens}, "
         f"{plan.split.pin}, memory_fraction: {cache.memory_fraction:g}}}\n"
         f"schedule: {{slots: {schedule.slots}, step_tokens: {schedule.step_tokens}}}\n"

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,11 +128,9 @@ def new_path(record: Record, results_dir: Path, suffix: str = ".json") -> Path:
     folder = results_dir / (place if record.is_publishable else "scratch" / place)
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{record.started_at[:10]}_{record.commit[:7] or 'unknown'}_{name(record)}"
-    path, again = folder / f"{stem}{suffix}", 1
-    while path.exists():
-        again += 1
-        path = folder / f"{stem}_{again}{suffix}"
-    return path
+    names = (f"{stem}_{again}" if again > 1 else stem for again in count(1))
+    paths = (folder / f"{one}{suffix}" for one in names)
+    return next(path for path in paths if not path.exists())
 
 
 def write_to(path: Path, record: Record) -> None:

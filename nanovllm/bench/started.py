@@ -29,13 +29,13 @@ class NotStarted(ConfigError):
     """The server ended before it was ready."""
 
 
-class Started(Struct, frozen=True):
+class LiveServer(Struct, frozen=True):
     pid: int
     ready_s: float  # from start to ready
 
 
 @contextmanager
-def started(command: Sequence[str], url: str) -> Iterator[Started]:
+def started(command: Sequence[str], url: str) -> Iterator[LiveServer]:
     """Run a server until the block ends.
 
     Raises NotStarted with the server's last lines when it does not come up.
@@ -52,7 +52,7 @@ def started(command: Sequence[str], url: str) -> Iterator[Started]:
                     tail = "".join(output.readlines()[-5:]).strip()
                     raise NotStarted(f"the server did not come up: {tail}")
                 time.sleep(POLL_S)
-            yield Started(server.pid, time.perf_counter() - begin)
+            yield LiveServer(server.pid, time.perf_counter() - begin)
         finally:
             stop(server)
 

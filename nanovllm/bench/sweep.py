@@ -25,11 +25,9 @@ PANELS = {  # of the plot: title and unit
 LOADS = ("serve", "offline")  # the kinds of record that have throughput and latency
 LOG_ABOVE = 20.0  # an axis whose values differ by more than this factor is logarithmic
 INCHES = (7.0, 4.6)  # of a panel
-# Told apart by colour-blind readers (Okabe and Ito), and by their markers in print.
-LOOKS = (
-    ("#0072b2", "o"), ("#d55e00", "s"), ("#009e73", "D"), ("#cc79a7", "^"), ("#e69f00", "v"),
-    ("#56b4e9", "P"),
-)  # fmt: skip
+# Told apart by colour-blind readers (Okabe and Ito).
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999"]
+LOOKS = [*zip(COLOURS, "osD^vP", strict=False)]  # and by their markers in print
 
 
 Curves = Mapping[str, Sequence[Record]]  # named after their differences; least load first

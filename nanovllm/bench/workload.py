@@ -68,7 +68,7 @@ def token_load(name: str, *, seed: int, vocab_size: int) -> TokenLoad:
     return TokenLoad(name, prompts, outputs, sampling)
 
 
-class Load(Struct, frozen=True, kw_only=True):
+class Workload(Struct, frozen=True, kw_only=True):
     """What a server is asked. Exactly one of `concurrency` and `request_rate` is set."""
 
     num_prompts: int
@@ -89,7 +89,7 @@ class Load(Struct, frozen=True, kw_only=True):
         name += "-mixed" if self.range_ratio else ""
         return f"{name}-structured" if self.structured else name
 
-    def warm_up(self, count: int) -> Load:
+    def warm_up(self, count: int) -> Workload:
         """`count` other prompts of the same lengths with at most 16 output tokens, closed loop."""
         return replace(
             self,
@@ -136,7 +136,7 @@ class Wording:
         return fitting[left]
 
 
-def chat_body(load: Load, model: str, text: str) -> dict[str, object]:
+def chat_body(load: Workload, model: str, text: str) -> dict[str, object]:
     """What makes the prompt of a request, and how its tokens are chosen."""
     body: dict[str, object] = {
         "model": model,
@@ -151,7 +151,7 @@ def chat_body(load: Load, model: str, text: str) -> dict[str, object]:
     return body
 
 
-def chat_bodies(load: Load, model: str, text: Callable[[Random, int], str]) -> list[bytes]:
+def chat_bodies(load: Workload, model: str, text: Callable[[Random, int], str]) -> list[bytes]:
     """The JSON bodies of a run; `text` makes one of so many prompt tokens."""
     rng = Random(load.seed)
     inputs, outputs = (lengths(n, load.range_ratio) for n in (load.input_len, load.output_len))
@@ -166,7 +166,7 @@ def chat_bodies(load: Load, model: str, text: Callable[[Random, int], str]) -> l
     return bodies
 
 
-def arrivals(load: Load) -> list[float]:
+def arrivals(load: Workload) -> list[float]:
     """Seconds after the start at which each request is due; empty for a closed loop."""
     if load.request_rate is None:
         return []

@@ -23,8 +23,8 @@ from tqdm import tqdm
 from nanovllm import experts, launch
 from nanovllm.bench import offline, online, record, report, sweep
 from nanovllm.bench.measure import Advance, Outcome
-from nanovllm.bench.started import NotStarted, Started, started
-from nanovllm.bench.workload import OFFLINE_NAMES, Load
+from nanovllm.bench.started import LiveServer, NotStarted, started
+from nanovllm.bench.workload import OFFLINE_NAMES, Workload
 from nanovllm.cli.commands import FILE, config_of, numbers, recipe_options
 from nanovllm.config import Config, ConfigError, given_api_key
 
@@ -38,8 +38,9 @@ BUSY = 0.9  # share of a run on the CPU above which a client process may be what
 Options = SimpleNamespace
 
 OF_A_SERVER = ("url", "served_by", "sweep", "goodput", "processes")
-ONLINE_ONLY = {*Load.__struct_fields__, *OF_A_SERVER} - {"seed"}
+ONLINE_ONLY = {*Workload.__struct_fields__, *OF_A_SERVER} - {"seed"}
 OF_THE_RECIPE = ("overrides", "device", "tp", "dp", "load_format")
+FOLDER = click.Path(file_okay=False, writable=True)
 COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 SHARE = click.FloatRange(0, 1, max_open=True)
@@ -73,7 +74,7 @@ SHARE = click.FloatRange(0, 1, max_open=True)
 @click.option("--expert-load", type=FILE, help="tokens by expert, and an experts.placement by them")
 @click.option("--expert-ranks", type=POSITIVE, help="of that placement (default: parallel.ep)")
 @click.option("--expert-copies", type=COUNT, default=1, help="more experts a rank (default 1)")
-@click.option("--results-dir", default="results", help="where records go (default results)")
+@click.option("--results-dir", type=FOLDER, default="results", help="of records (default results)")
 @click.option("--commit", help="of a copy without .git: git describe --always --abbrev=40 --dirty")
 @click.option("--compare", is_flag=True, help="the arguments are records: show their ratios")
 @click.option("--plot", type=FILE, metavar="FILE", help="of --sweep or --compare")
@@ -100,14 +101,12 @@ def bench(ctx: click.Context, /, **given: object) -> None:
     for config in configs:
         try:
             records += run(options, config)
-        except (launch.EngineDied, NotStarted) as error:
+        except (launch.EngineDied, NotStarted, OSError) as error:  # files that cannot be, say
             click.echo(f"error: {error}", err=True)
             died += 1
     if len(records) > 1:
         conclude(options, records)
-    if died:
-        sys.exit(launch.EXIT_CRASH)
-    if any(written.notes for written in records):
+    if died or any(written.notes for written in records):
         sys.exit(1)
 
 
@@ -132,8 +131,7 @@ def compare(options: Options, typed: Sequence[str]) -> None:
     for name in typed:
         if name not in ("recipe", "more", "compare", "plot"):
             raise ConfigError(f"--compare measures nothing; {flags_of(typed)[name]} has no effect")
-    paths = (options.recipe, *options.more)
-    records = [record.read(Path(path)) for path in paths if path is not None]
+    records = [record.read(Path(one)) for one in (options.recipe, *options.more) if one is not None]
     if len(records) < 2:
         raise ConfigError("--compare needs two records or more: --compare A.json B.json")
     if len(records) == 2:
@@ -160,7 +158,8 @@ def check(options: Options, typed: Sequence[str]) -> None:
         if not own_recipe and name in OF_THE_RECIPE:
             raise ConfigError(f"{flags[name]} describes the server: name its RECIPE, or --start it")
     rate, has_sweep = options.request_rate, options.sweep is not None
-    has_load = options.concurrency is not None
+    is_placed = not {*typed}.isdisjoint(("expert_ranks", "expert_copies"))
+    has_load, several = options.concurrency is not None, has_sweep or options.ablate
     for is_wrong, message in (
         (options.offline and options.start, "--offline and --start exclude each other"),
         (not options.offline and "workload" in typed, "--workload names a load of --offline"),
@@ -169,7 +168,9 @@ def check(options: Options, typed: Sequence[str]) -> None:
         (has_load and rate, "--concurrency (closed loop) or --request-rate (open loop): give one"),
         (has_sweep and has_load, "--sweep says the concurrencies; drop --concurrency"),
         (has_sweep and rate, "--sweep says the concurrencies; drop --request-rate"),
-        (options.json_out and (has_sweep or options.ablate), "--json-out holds one run"),
+        (several and options.json_out, "--json-out holds one run"),
+        (several and options.expert_load, "--expert-load holds one run"),
+        (is_placed and not options.expert_load, "--expert-ranks and -copies are of --expert-load"),
         (options.served_by and own_recipe, "--served-by is of another engine; drop RECIPE"),
         (options.more, "one RECIPE and nothing else; records are for --compare"),
         (options.plot and not has_sweep, "--plot draws a --sweep, or records to --compare"),
@@ -187,12 +188,9 @@ def engine_config(options: Options, extra: Sequence[str]) -> Config | None:
     """The config of the engine to measure, as far as it is known. `extra`: an ablation."""
     if not (options.offline or options.start or options.recipe is not None):
         return None
-    config = config_of(
-        options.recipe,
-        (*options.overrides, *extra),
-        **{name: vars(options)[name] for name in OF_THE_RECIPE[1:]},
-        api_key=options.api_key if options.start else None,
-    )
+    names = (*OF_THE_RECIPE[1:], *["api_key"] * options.start)
+    flags = {name: vars(options)[name] for name in names}
+    config = config_of(options.recipe, (*options.overrides, *extra), **flags)
     if options.offline and (dp := config.recipe.parallel.dp) > 1:
         raise ConfigError(f"--offline drives one engine; parallel.dp is {dp}")
     return config
@@ -216,6 +214,7 @@ def run(options: Options, config: Config | None) -> list[record.Record]:
             outcome = uvloop.run(measuring)
         return [publish(options, outcome)]
     key = config.recipe.server.api_key if config is not None else given_api_key()
+    loads, goals_ms = loads_of(options), goals_of(options.goodput)  # before a server starts
     with server_of(options, config) as (url, server):
         outcomes = (
             online.measure_server(
@@ -225,18 +224,18 @@ def run(options: Options, config: Config | None) -> list[record.Record]:
                 server=server,
                 command=options.served_by,
                 api_key=options.api_key or key,
-                goals_ms=goals_of(options.goodput),
+                goals_ms=goals_ms,
                 warmup=options.warmup,
                 processes=options.processes or max(1, min(4, (os.cpu_count() or 2) // 2)),
                 bar=progress_bar,
             )
-            for load in loads_of(options)
+            for load in loads
         )
         return [publish(options, outcome) for outcome in outcomes]
 
 
 @contextmanager
-def server_of(options: Options, config: Config | None) -> Iterator[tuple[str, Started | None]]:
+def server_of(options: Options, config: Config | None) -> Iterator[tuple[str, LiveServer | None]]:
     """The address of the server to drive, and its process if it is ours, until the block ends."""
     if config is None or not options.start:
         yield options.url or DEFAULT_URL, None
@@ -258,15 +257,15 @@ def serve_command(recipe: str | None, changed: Mapping[str, Any]) -> list[str]:
 
 def publish(options: Options, outcome: Outcome) -> record.Record:
     click.echo(report.table(outcome))
+    tree = record.commit(given=options.commit)
+    written = replace(outcome.record, commit=tree.hash, dirty=tree.is_dirty)
+    click.echo(f"record: {record.write(written, Path(options.results_dir))}")
     if options.json_out is not None:
         shown = msgspec.json.encode(report.vllm_json(outcome))
         options.json_out.write_bytes(msgspec.json.format(shown))
     if options.expert_load is not None:
         ranks = options.expert_ranks or outcome.record.recipe.get("parallel", {}).get("ep", 1)
         experts.write_placement(outcome.experts, options.expert_load, ranks, options.expert_copies)
-    tree = record.commit(given=options.commit)
-    written = replace(outcome.record, commit=tree.hash, dirty=tree.is_dirty)
-    click.echo(f"record: {record.write(written, Path(options.results_dir))}")
     if (busy := written.metrics.get("client_busy", 0.0)) > BUSY:
         click.echo(
             f"warning: a client process was busy {busy:.0%} of the time, so the client may be the "
@@ -276,7 +275,7 @@ def publish(options: Options, outcome: Outcome) -> record.Record:
     return written
 
 
-def loads_of(options: Options) -> list[Load]:
+def loads_of(options: Options) -> list[Workload]:
     """No two of a sweep send the same prompts, which would find their pages cached."""
     seeds: dict[int | None, int] = {options.concurrency: options.seed}
     if options.sweep is not None:
@@ -287,7 +286,7 @@ def loads_of(options: Options) -> list[Load]:
     for concurrency, seed in seeds.items():
         num_prompts = options.num_prompts or min(8 * (concurrency or 16), 1024)
         chosen = {"concurrency": concurrency, "seed": seed, "num_prompts": num_prompts}
-        loads.append(msgspec.convert(vars(options) | chosen, Load))
+        loads.append(msgspec.convert(vars(options) | chosen, Workload))
     return loads
 
 

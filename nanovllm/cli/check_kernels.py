@@ -59,7 +59,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
 @click.option("--kernel", "names", multiple=True, type=click.Choice([*{**KERNELS, **COMPILED}]))
 @json_option
 @click.option("--quick", is_flag=True, help="small cases only, and no timing")
-@click.option("--tp", default=1, help="check what works across so many GPUs, and nothing else")
+@click.option("--tp", default=1, type=click.IntRange(1), help="what works across N GPUs, no more")
 def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool, tp: int) -> None:
     """Compare every kernel with its reference. Exit code 1 if one is off."""
     import torch

@@ -7,6 +7,7 @@ is measured.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -28,7 +29,19 @@ RECIPE_KEYS = {
     "device": "device", "tp": "parallel.tp", "dp": "parallel.dp", "load_format": "load.format",
     **{name: f"server.{name}" for name in ("host", "port", "api_key", "log_format")},
 }  # fmt: skip
-FILE = click.Path(path_type=Path)
+
+
+class NewFile(click.Path):
+    """A file to write, which is known to be possible before anything is measured."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Path:  # noqa: ANN401
+        path = Path(value)
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(f"{param.opts[0]} {path}: no file can be written there")
+        return path
+
+
+FILE = NewFile()
 json_option = click.option("--json", "path", type=FILE, help="write the record here")
 RANKS = click.option("--tp", type=int, help="tensor-parallel ranks")
 
@@ -72,7 +85,7 @@ def write_record(path: Path | None, began: datetime, **fields: Any) -> None:  # 
 @recipe_options
 @click.option("--host", help="address to listen on (default 127.0.0.1)")
 @click.option("--port", type=int, help="port to listen on (default 8000; 0 picks a free one)")
-@click.option("--api-key", help="bearer token of every route but /health (or NANOVLLM_API_KEY)")
+@click.option("--api-key", help="bearer token; probes and the page need none (or NANOVLLM_API_KEY)")
 @click.option("--log-format", help="text (default) or json, one object a line")
 def serve(recipe: str | None, overrides: Sequence[str], **flags: object) -> None:
     """Serve RECIPE over HTTP; without one, the embedded demo model.
@@ -85,13 +98,11 @@ def serve(recipe: str | None, overrides: Sequence[str], **flags: object) -> None
     """
     recipe = recipe or str(recipes.shipped()["demo"])
     checked = read_recipe(recipe, overrides, {RECIPE_KEYS[name]: flags[name] for name in flags})
-    server = checked.recipe.server
     try:
-        log.setup(server.log_format)
+        log.setup(checked.recipe.server.log_format)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    say = logging.getLogger("serve")
-    say.info("starting %s, recipe %s", checked.recipe.model, checked.source)
+    logging.getLogger("serve").info("starting %s, recipe %s", checked.recipe.model, checked.source)
     try:
         sys.exit(launch.serve(locate(checked)))
     except launch.EngineDied as error:
@@ -116,13 +127,16 @@ def profile_kv(path: Path | None, plot: Path | None, **given: Any) -> None:  # n
     from nanovllm.bench import kv
 
     gpu, lengths, ranks = given.pop("gpu"), given.pop("lengths"), given.pop("tp")
-    config, began = config_of(**given | {"load_format": "dummy"}), datetime.now(UTC)
-    ranks = numbers("--tp", ranks) if ranks is not None else (num_ranks(config.recipe.parallel),)
+    ranks = numbers("--tp", ranks) if ranks is not None else ()
+    given |= {"load_format": "dummy", "tp": max(ranks, default=None)}
+    config, began = config_of(**given), datetime.now(UTC)
     each = numbers("--lengths", lengths) if lengths is not None else ()
-    found = kv.profile(config, gpu, ranks, each)
+    found = kv.profile(config, gpu, ranks or (num_ranks(config.recipe.parallel),), each)
     click.echo(found.text)
     if plot is not None and found.plans:
         kv.draw(plot, found)
+    elif plot is not None:
+        click.echo("no plot: there is no plan to draw")
     write_record(
         path,
         began,
@@ -158,13 +172,12 @@ def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None: 
     )
     if found.passed_over:
         click.echo(f"attention not chosen: {found.passed_over}")
-    graphs: list[bench.Graph] = []
-    steps: dict[str, str | None]
+    rows, graphs = bench.rows_of(load, int(final.schedule.slots)), list[bench.GraphCost]()
     if reasons := obstacles(final):  # nothing need be loaded
         click.echo("\n  ".join(("no step is captured:", *reasons)))
-        rows, steps = range(0), {"all": "; ".join(reasons)}
+        rows, steps = range(0), dict[str, str | None](all="; ".join(reasons))
     else:
-        rows, built = bench.rows_of(load, int(final.schedule.slots)), build(config)
+        built = build(config)
         final, (filled, most) = built.recipe, bench.context_of(built.runner)
         graphs = list(bench.measure(built.runner, rows))
         percent = bench.metrics(graphs)["padding_percent"]

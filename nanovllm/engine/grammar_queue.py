@@ -51,22 +51,22 @@ class Builder(Protocol):
     def build(self, tag: str) -> xgrammar.CompiledGrammar: ...
 
 
-Outcome: TypeAlias = "xgrammar.CompiledGrammar | Failure"
-Told: TypeAlias = Callable[[Outcome], None]  # called once, by any thread
+CompileOutcome: TypeAlias = "xgrammar.CompiledGrammar | Failure"
+OnCompiled: TypeAlias = Callable[[CompileOutcome], None]  # called once, by any thread
 
 
 @dataclass(eq=False)
-class Job:
+class PendingGrammar:
     """A grammar that requests wait for."""
 
     tag: str
     order: float  # the smallest is next
-    waiting: dict[int, Told] = field(default_factory=dict)  # by request
+    waiting: dict[int, OnCompiled] = field(default_factory=dict)  # by request
     trial: Trial | None = None  # while it runs
 
 
-class CachedCompile(NamedTuple):
-    outcome: Outcome
+class CachedGrammar(NamedTuple):
+    outcome: CompileOutcome
     num_bytes: int
     until: float  # monotonic
 
@@ -84,17 +84,17 @@ class GrammarQueue:
         self._changed = threading.Condition()  # guards all below
         self._is_closed = False
         self._workers: list[threading.Thread] = []
-        self._jobs: dict[str, Job] = {}  # waiting and running, by their grammars
-        self._queued: list[Job] = []
-        self._job_of: dict[int, Job] = {}  # by request
-        self._kept: OrderedDict[str, CachedCompile] = OrderedDict()  # least used first
+        self._jobs: dict[str, PendingGrammar] = {}  # waiting and running, by their grammars
+        self._queued: list[PendingGrammar] = []
+        self._job_of: dict[int, PendingGrammar] = {}  # by request
+        self._kept: OrderedDict[str, CachedGrammar] = OrderedDict()  # least used first
         self._kept_bytes = 0
 
     @property
     def num_kept_bytes(self) -> int:
         return self._kept_bytes
 
-    def ask(self, request_id: int, tag: str, told: Told) -> None:
+    def ask(self, request_id: int, tag: str, told: OnCompiled) -> None:
         """`told` gets the grammar once it is there, which may be now, unless the request leaves."""
         with self._changed:
             kept = self._kept.get(tag)
@@ -109,10 +109,10 @@ class GrammarQueue:
                 outcome = Failure(RefusalKind.QUEUE_FULL, reason)
         told(outcome)
 
-    def _wait(self, request_id: int, tag: str, told: Told) -> None:
+    def _wait(self, request_id: int, tag: str, told: OnCompiled) -> None:
         job = self._jobs.get(tag)
         if job is None:
-            job = self._jobs[tag] = Job(tag, len(tag) + AGEING_BYTES * time.monotonic())
+            job = self._jobs[tag] = PendingGrammar(tag, len(tag) + AGEING_BYTES * time.monotonic())
             self._queued.append(job)
             self._changed.notify()
         job.waiting[request_id] = told
@@ -152,7 +152,7 @@ class GrammarQueue:
                 outcome = Failure(RefusalKind.FAILED, "the grammar could not be compiled", 0.0)
             self._tell(job, outcome)
 
-    def _next(self) -> Job | None:
+    def _next(self) -> PendingGrammar | None:
         with self._changed:
             while not self._queued and not self._is_closed:
                 self._changed.wait()
@@ -162,7 +162,7 @@ class GrammarQueue:
             self._queued.remove(job)
             return job
 
-    def _compile(self, job: Job) -> Outcome | None:
+    def _compile(self, job: PendingGrammar) -> CompileOutcome | None:
         """None if all who waited have left."""
         try:
             trial = self._trials.begin()
@@ -190,7 +190,7 @@ class GrammarQueue:
             self.failures[how] += 1
         return failure
 
-    def _tell(self, job: Job, outcome: Outcome | None) -> None:
+    def _tell(self, job: PendingGrammar, outcome: CompileOutcome | None) -> None:
         with self._changed:
             if outcome is not None:
                 self._keep(job.tag, outcome)
@@ -202,13 +202,13 @@ class GrammarQueue:
             for told in job.waiting.values():
                 told(outcome)
 
-    def _keep(self, tag: str, outcome: Outcome) -> None:
+    def _keep(self, tag: str, outcome: CompileOutcome) -> None:
         if isinstance(outcome, Failure):
             num_bytes, kept_s = len(outcome.reason), outcome.kept_s
         else:
             num_bytes, kept_s = int(outcome.memory_size_bytes), inf
         self._forget(tag)
-        kept = CachedCompile(outcome, num_bytes + len(tag) + ENTRY_BYTES, time.monotonic() + kept_s)
+        kept = CachedGrammar(outcome, num_bytes + len(tag) + ENTRY_BYTES, time.monotonic() + kept_s)
         self._kept[tag] = kept
         self._kept_bytes += kept.num_bytes
         while self._kept_bytes > CACHE_BYTES:

@@ -30,10 +30,12 @@ from nanovllm.wire import Generate, StepOutput
 if TYPE_CHECKING:
     import xgrammar
 
-COMPILER_THREADS = max(
-    1, min(8, (os.cpu_count() or 1) // 4)
-)  # they do not hold the interpreter's lock
+# Threads of a compiler do not hold the interpreter's lock.
+COMPILER_THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
 MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+# A byte that no text has, around what raw text may not hold: where xgrammar excludes that, it takes
+# any byte.
+UNWRITTEN = b"\xff</parameter>\xff"
 MASK_S = 0.1  # of CPU time; usual masks take 0.05 ms
 TRIED_TOKENS = 16
 # The number of a row's next mask, its matcher, the drafts behind that mask.
@@ -210,15 +212,15 @@ def write_some(grammar: xgrammar.CompiledGrammar, vocab_size: int) -> None:
 def token_table(folder: Path, vocab_size: int, stop_ids: list[int]) -> xgrammar.TokenizerInfo:
     """What each token id spells.
 
-    Added tokens and ids beyond the vocabulary spell a byte that no text has: only a grammar that
-    names their ids can match them. Spelling nothing would make them special to xgrammar, which
-    looks through all special ones with every token.
+    Added tokens and ids beyond the vocabulary spell what no text has: only a grammar that names
+    their ids can match them. Spelling nothing would make them special to xgrammar, which looks
+    through all special ones with every token.
     """
     import xgrammar
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     added = tokenizer.get_added_tokens_decoder()
-    spelled: list[Any] = [b"\xff"] * vocab_size
+    spelled: list[Any] = [UNWRITTEN] * vocab_size
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
         if token_id < vocab_size and token_id not in added:
             spelled[token_id] = token

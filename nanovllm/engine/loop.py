@@ -12,7 +12,7 @@ from typing import Protocol
 from nanovllm.engine.clock import StepClock
 from nanovllm.engine.executor import Executor, StepHandle
 from nanovllm.engine.pace import PaceKeeper
-from nanovllm.engine.progress import Progress
+from nanovllm.engine.progress import StepProgress
 from nanovllm.engine.recent import Recent
 from nanovllm.plan import Masks
 from nanovllm.sched.lanes import Planner
@@ -74,7 +74,7 @@ class EngineLoop:
         self.pace = pace
         self.now = now  # seconds: who came when decides who goes first
         self.clock = StepClock()  # of the host
-        self.progress = Progress()
+        self.progress = StepProgress()
         self.recent = Recent(scheduler, executor, now)
         self.bubble_s = 0.0  # in all, the device waited for the host while there was work
         self._in_flight: deque[InFlight] = deque()

@@ -41,10 +41,8 @@ class PaceKeeper:
     def prompt_tokens(self) -> int:
         """Beside as many decode rows as the newest plan had. 0: to measure a quiet step."""
         kind = size_class(self._num_rows)
-        if (
-            self._num_rows
-            and self._num_plans - self._quiet_at.get(kind, -STALE_STEPS) > STALE_STEPS
-        ):
+        is_stale = self._num_plans - self._quiet_at.get(kind, -STALE_STEPS) > STALE_STEPS
+        if self._num_rows and is_stale:
             return 0
         quiet_s = self._quiet_step_s(kind)
         if not quiet_s or not self._token_s:

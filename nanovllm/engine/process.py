@@ -18,11 +18,11 @@ import numpy as np
 from nanovllm.config import Config, Recipe, given_or
 from nanovllm.engine import paper
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.grammar_queue import Failure, Outcome
+from nanovllm.engine.grammar_queue import CompileOutcome, Failure
 from nanovllm.engine.grammars import Grammars, stop_ids_of
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.pace import PaceKeeper, pace_of
-from nanovllm.ipc.channel import Connection, Listener
+from nanovllm.ipc.channel import BlockingConnection, Listener
 from nanovllm.kv.hybrid import memory_of
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.log import fields
@@ -46,7 +46,7 @@ from nanovllm.wire import (
 log = logging.getLogger("engine")
 STATS_EVERY_S = 0.2
 BEAT_EVERY_S = 0.5
-Waited = tuple[Generate, Outcome]  # for its grammar
+Waited = tuple[Generate, CompileOutcome]  # for its grammar
 
 
 def main(
@@ -112,7 +112,7 @@ class Engine:
         scheduler: Planner,
         executor: Executor,
         grammars: Grammars,
-        connections: list[Connection],
+        connections: list[BlockingConnection],
         depth: int,
         pace: PaceKeeper | None,
     ) -> None:
@@ -180,7 +180,7 @@ class Engine:
         else:
             self._start(request)
 
-    def _start(self, request: Generate, grammar: Outcome | None = None) -> None:
+    def _start(self, request: Generate, grammar: CompileOutcome | None = None) -> None:
         """Whatever goes wrong is this request's error and nobody else's."""
         if isinstance(grammar, Failure):
             self.loop.refuse(request.request_id, grammar.kind, grammar.reason)
@@ -221,7 +221,7 @@ class Engine:
             if (part := part_of(output, worker)) is not None:
                 outbox.put(part)
 
-    def _read(self, connection: Connection, outbox: queue.SimpleQueue[FromEngine]) -> None:
+    def _read(self, connection: BlockingConnection, outbox: queue.SimpleQueue[FromEngine]) -> None:
         while (message := connection.recv()) is not None:
             if isinstance(message, Look):  # which must not cost the loop anything
                 outbox.put(self.loop.recent.since(message.since))
@@ -237,7 +237,7 @@ class Engine:
                 outbox.put(beat)
             time.sleep(BEAT_EVERY_S)
 
-    def _write(self, connection: Connection, outbox: queue.SimpleQueue[FromEngine]) -> None:
+    def _write(self, connection: BlockingConnection, outbox: queue.SimpleQueue[FromEngine]) -> None:
         with suppress(OSError):  # the API process has gone; its reader says so to the loop
             while True:
                 connection.send(outbox.get())

@@ -11,7 +11,7 @@ from time import monotonic
 FIRST_STEP_S = 600.0  # what a step may take before any has been seen
 
 
-class Progress:
+class StepProgress:
     """Steps begin and end in order; more than one may be in flight."""
 
     def __init__(self) -> None:

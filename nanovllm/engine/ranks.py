@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -235,8 +234,8 @@ def build(config: Config, place: Place) -> tuple[Executor, Recipe, int, CacheLay
     return executor, built.recipe, built.vocab_size, built.layout
 
 
-def follow(config: Config, place: Place, ready: Callable[[], None]) -> NoReturn:
-    """Another rank's main: builds, does what rank 0 does until that has gone, and ends the process.
+def follow(config: Config, place: Place, ready: Callable[[], None]) -> None:
+    """Another rank's main: builds, and does what rank 0 does until that has gone.
 
     Raises ConfigError that names the rank if it cannot be built, RankLostError if another has gone.
     It meets the others first: what is wrong with the recipe itself, rank 0 says before.
@@ -245,10 +244,8 @@ def follow(config: Config, place: Place, ready: Callable[[], None]) -> NoReturn:
     mesh.connect()
     try:
         follower = Follower(build_runner(config, mesh).runner, place)
-    except (ConfigError, MemoryError) as error:
-        raise ConfigError(f"rank {place.rank}: {error or 'out of memory'}") from None
+    except ConfigError as error:
+        raise ConfigError(f"rank {place.rank}: {error}") from None
     ready()
     while (message := place.recv()) is not None:
         follower.take(message)
-    logging.shutdown()
-    os._exit(0)  # what holds connections to the others would wait for them when it is destroyed

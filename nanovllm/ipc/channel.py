@@ -55,7 +55,7 @@ def frame(encoder: msgspec.msgpack.Encoder, message: object) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-class Connection:
+class BlockingConnection:
     """The engine's end of one connection. One thread may send while another receives."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -96,8 +96,8 @@ class Listener:
         self._sock.bind(path)
         self._sock.listen()
 
-    def accept(self) -> Connection:
-        return Connection(self._sock.accept()[0])
+    def accept(self) -> BlockingConnection:
+        return BlockingConnection(self._sock.accept()[0])
 
     def close(self) -> None:
         self._sock.close()
@@ -119,12 +119,15 @@ class AsyncConnection(asyncio.Protocol):
     async def connect(
         cls, path: str, received: Callable[[list[FromEngine]], None], lost: Callable[[], None]
     ) -> AsyncConnection:
-        """Waits for the engine to appear at `path`; who started it watches whether it lives."""
+        """Waits for the engine to appear at `path`; who started it watches whether it lives.
+
+        One that ends just as it is found resets the connection: another may follow it there.
+        """
         loop = asyncio.get_running_loop()
         while True:
             try:
                 return (await loop.create_unix_connection(lambda: cls(received, lost), path))[1]
-            except (FileNotFoundError, ConnectionRefusedError):
+            except (FileNotFoundError, ConnectionError):
                 await asyncio.sleep(RETRY_S)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -62,9 +62,11 @@ class Sink(Protocol):
 
 
 class EngineClient:
-    """One connection to the engine. `step_time` is when the latest results came (monotonic)."""
+    """One connection to the engine. `step_time` is when the latest results came, `ready_at` when
+    it was ready (monotonic)."""
 
     ready: Ready
+    ready_at: float
 
     def __init__(self, on_lost: Callable[[], None] = lambda: None) -> None:
         self.stats, self.num_open_then = Stats(), 0  # then: requests of ours that these know of
@@ -85,6 +87,7 @@ class EngineClient:
         client = cls(on_lost)
         client._connection = await AsyncConnection.connect(path, client._received, client._lost)
         await client._is_ready
+        client.ready_at = time.monotonic()
         return client
 
     def new_id(self) -> int:

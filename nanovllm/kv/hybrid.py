@@ -37,7 +37,7 @@ LOOKED_AT = 32  # waiting texts
 
 
 @dataclass(slots=True)
-class Text:
+class SavedText:
     """What a request in a slot has in checkpoints."""
 
     keys: PageKeys
@@ -63,7 +63,7 @@ class HybridMemory(KVMemory):
         self.every = every
         self.states = Checkpoints(num_checkpoints if prefix else 0, page_tokens)
         self.checkpoints, self.checkpoint_events = self.states.sizes, self.states.events
-        self._texts: dict[int, Text] = {}
+        self._texts: dict[int, SavedText] = {}
         self._unpublished: dict[Key, tuple[int, PageKeys, int]] = {}  # place, of what, tokens
         self._saves: dict[int, int] = {}  # since the last plan: checkpoint, slot
 
@@ -73,10 +73,9 @@ class HybridMemory(KVMemory):
         found = super().admit(request_id, keys, reserve)
         if found is None:
             return None
-        text = self._texts[request_id] = Text(keys, found.num_cached, slot)
+        text = self._texts[request_id] = SavedText(keys, found.num_cached, slot)
         start = self.states.longest(keys, found.num_cached)
         if start is not None:
-            assert start.id == found.checkpoint
             self.states.restore(start)
         known = keys.num_known * self.page_tokens
         if self._is_worth(known - found.num_cached) and any(self.states.beyond(start, keys, known)):
@@ -98,10 +97,8 @@ class HybridMemory(KVMemory):
         return Found(pages[: state.num_tokens // size], state.num_tokens, 0, state.id)
 
     def reach(self, keys: PageKeys) -> tuple[int, int]:
-        most, then = len(keys.tokens) - 1, 0
-        for key, (_, _, num_tokens) in self._unpublished.items():
-            if then < num_tokens <= most and keys.last(num_tokens) == key:
-                then = num_tokens
+        most, saved = len(keys.tokens) - 1, self._unpublished.items()
+        then = max((n for key, (_, _, n) in saved if n <= most and keys.last(n) == key), default=0)
         now = self.find(keys).num_cached if then else 0
         return now, max(now, then)
 
@@ -109,8 +106,7 @@ class HybridMemory(KVMemory):
 
     def cut(self, request_id: int, start: int, end: int, waiting: Texts) -> tuple[int, int, int]:
         text, size = self._texts[request_id], self.page_tokens
-        until = len(text.keys.tokens)
-        last = self._most_shared(text.keys) * size
+        until, last = len(text.keys.tokens), self._most_shared(text.keys) * size
         stops = text.fork, self._parting(text, start, waiting)
         for stop in sorted(at for at in stops if start < at <= end and at < last):
             if (place := self._save(request_id, stop)) >= 0:
@@ -123,7 +119,7 @@ class HybridMemory(KVMemory):
             return end, -1, start
         return end, self._save(request_id, end), end
 
-    def _parting(self, text: Text, start: int, waiting: Texts) -> int:
+    def _parting(self, text: SavedText, start: int, waiting: Texts) -> int:
         """Where a waiting text parts from this one, if it had better wait until it is there."""
         for other in islice(waiting, LOOKED_AT):
             shared = self._num_shared(text.keys, other) * self.page_tokens
@@ -179,21 +175,15 @@ class HybridMemory(KVMemory):
             self._num_releases += 1
 
     def taken_saves(self) -> list[tuple[int, int]]:
-        saves = [(slot, checkpoint) for checkpoint, slot in self._saves.items()]
-        self._saves.clear()
-        return saves
+        saves, self._saves = self._saves, {}
+        return [(slot, checkpoint) for checkpoint, slot in saves.items()]
 
     # -- departures -------------------------------------------------------------------------
 
     def condemn(self, request_id: int, start: int = 0) -> None:
+        """States also where others named the pages that it wrote."""
         super().condemn(request_id, start)
-        self._lose(self._holdings[request_id].keys, start)
-
-    def condemn_text(self, keys: PageKeys) -> None:
-        super().condemn_text(keys)
-        self._lose(keys, 0)
-
-    def _lose(self, keys: PageKeys, start: int) -> None:
+        keys = self._holdings[request_id].keys
         for state in list(self.states.along(keys, len(keys.tokens))):
             if state.num_tokens > start:
                 self.states.remove(state)

@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nanovllm.config import Cache, ConfigError, given_or
+from nanovllm.config import Cache, ConfigError, Recipe, given_or
 from nanovllm.kv.layout import CacheLayout
 
 
-def running_bytes(layout: CacheLayout, num_slots: int) -> int:
-    """The states of all slots and of the padding slot."""
-    return (num_slots + 1) * layout.bytes_per_state
+def running_bytes(layout: CacheLayout, recipe: Recipe) -> int:
+    """The states of all slots and of the padding slot; with drafts, also what each fed last."""
+    each, state = layout.bytes_per_state, layout.state
+    if state is not None and recipe.speculate is not None:
+        fed = (1 + recipe.speculate.tokens) * (state.channels + 2 * state.heads)
+        each += len(state.layers) * fed * state.bytes_per_element
+    return (int(recipe.schedule.slots) + 1) * each
 
 
 def room_for_pages(left: int, cache: Cache, layout: CacheLayout) -> int:

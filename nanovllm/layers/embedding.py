@@ -11,7 +11,7 @@ from nanovllm.parallel.cut import span_of_vocabulary
 from nanovllm.parallel.mesh import Mesh
 
 
-class Vocabulary(Linear):
+class VocabEmbedding(Linear):
     """One vector for each token of this rank's `span`; the product is the logits of these.
 
     A model with tied embeddings uses one of these at both ends.

@@ -14,7 +14,7 @@ from nanovllm_kernels.experts_reference import EXPERTS, ExpertProducts, combine
 from nanovllm_kernels.route_reference import ExpertRows, route, sort_rows
 from torch import Tensor
 
-from nanovllm.experts import Experts, Ranks, Spread, evenly
+from nanovllm.experts import Experts, ExpertsByRank, Spread, evenly
 from nanovllm.parallel.mesh import Span
 
 
@@ -37,7 +37,7 @@ class ExpertKernels(NamedTuple):
         spread = None if asked.placement is None else Spread(asked.placement)
         return self._replace(is_uniform=asked.routing == "uniform", spread=spread)
 
-    def ranks(self, layer: int, own: Span) -> Ranks:
+    def ranks(self, layer: int, own: Span) -> ExpertsByRank:
         """The experts that each rank holds. `own`: an equal share of them."""
         sizes = own.full, own.full // own.count
         return evenly(*sizes) if self.spread is None else self.spread.ranks(layer, *sizes)

@@ -6,11 +6,12 @@ that its quantization names change their type and get scales, and only that is a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from functools import partial
 from math import gcd
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,13 @@ from nanovllm.layers.ops import Implementation, Ops
 from nanovllm.layers.residual import Added, Parted, Pending, Residual, as_tensor
 from nanovllm.parallel.mesh import Span
 
+SUPPORTED: dict[str, tuple[Any, ...]] = {  # of quantization_config
+    "quant_method": ("fp8",),
+    "weight_block_size": ((BLOCK, BLOCK),),
+    "fmt": ("e4m3", "float8_e4m3fn"),
+    "activation_scheme": ("dynamic",),
+}
+
 
 class BlockFp8(Struct, frozen=True):
     """The fields of quantization_config in use. Quantised are all products of the blocks but
@@ -31,10 +39,10 @@ class BlockFp8(Struct, frozen=True):
     `model.layers.0.mlp.down_proj`.
     """
 
-    quant_method: Literal["fp8"]
-    weight_block_size: tuple[int, int]
-    fmt: Literal["e4m3", "float8_e4m3fn"] = "e4m3"
-    activation_scheme: Literal["dynamic"] = "dynamic"
+    quant_method: str | None = None
+    weight_block_size: tuple[int, ...] | None = None
+    fmt: str = "e4m3"
+    activation_scheme: str = "dynamic"
     modules_to_not_convert: frozenset[str] | None = None
     ignored_layers: frozenset[str] | None = None  # another name for it
 
@@ -43,10 +51,10 @@ class BlockFp8(Struct, frozen=True):
         return (self.modules_to_not_convert or frozenset()) | (self.ignored_layers or frozenset())
 
     def __post_init__(self) -> None:
-        if self.weight_block_size != (BLOCK, BLOCK):
-            raise ValueError(
-                f"weight_block_size is {list(self.weight_block_size)}; only [128, 128] is supported"
-            )
+        for name, values in SUPPORTED.items():
+            if (found := getattr(self, name)) not in values:
+                only = " or ".join(map(json.dumps, values))
+                raise ValueError(f"{name} is {json.dumps(found)}; only {only} is supported")
 
 
 class Fp8Ops(Ops):
@@ -198,9 +206,10 @@ def bind(linear: NormLinear | AddLinear, ops: Fp8Ops, block_rows: int) -> None:
 
 
 def checkpoint_modules(path: str, layer: int, rules: Iterable[tuple[str, ...]]) -> set[str]:
-    """The checkpoint's names of what is fused in a module; of experts, the first one's."""
+    """The checkpoint's names of what is fused in a module, norms aside; of experts, the first's."""
     own = [rule[0] for rule in rules if rule[1].format(layer).rpartition(".")[0] == path]
-    return {name.format(layer, 0)[:-7] for name in own if name.endswith(".weight")}
+    products = [name for name in own if name.endswith(".weight") and "norm." not in name]
+    return {name.format(layer, 0)[:-7] for name in products}
 
 
 def is_kept(names: set[str], quantised: BlockFp8) -> bool:

@@ -34,13 +34,11 @@ class GatedAttention(Attention):
         where = cos_sin_LA, batch.positions_T, batch.slot_mapping_T
         qkv, stream = self.qkv(residual)
         products = as_tensor(qkv)
-        gate_TX = products[..., :width]
         q_THA = self.ops.rope_store(products[..., width:], *norms, *where, *self.attend.cache)
         o_TX = ctx.eager(self.attend, ctx, q_THA).flatten(1)
-        if gate_TX.ndim == 3:
-            gate_TX = gate_TX.float().sum(0)
+        gate = products[..., :width]  # of all slices
         if self.is_last and not ctx.all_hidden:
-            o_TX, gate_TX = batch.sampled(o_TX), batch.sampled(gate_TX)
-            stream = Added(batch.sampled(stream.stream_TD))
-        after: Residual = self.out(o_TX * gate_TX.sigmoid().to(o_TX.dtype), stream)
+            o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))
+            gate = batch.sampled(gate.movedim(-2, 0)).movedim(0, -2)
+        after: Residual = self.out(self.ops.sigmoid_mul(gate, o_TX), stream)
         return after

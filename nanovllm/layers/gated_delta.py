@@ -14,13 +14,14 @@ from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext
 from nanovllm.attention.gated_delta import DeltaStates, GatedDelta
+from nanovllm.config import ConfigError
 from nanovllm.layers.linear import AddLinear, Layer, Linear, NormLinear, Placement, parameter
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Residual, as_tensor
 from nanovllm.parallel.mesh import Mesh, Span, interleaved
 
 
-class Sizes(NamedTuple):
+class DeltaSizes(NamedTuple):
     """The heads of all ranks, the elements of each, and the tokens that the convolution sees."""
 
     hidden: int
@@ -45,6 +46,7 @@ class Sizes(NamedTuple):
 
 class GatedDeltaNet(Layer):
     """`is_last`: no layer follows, so the results are of the tokens that rows predict from.
+    Raises ConfigError for a convolution that the kernels cannot compute.
 
     `is_one`: everything is one product. Else b and a are another one, as their weights are in the
     model's dtype where others are in fp8.
@@ -53,10 +55,13 @@ class GatedDeltaNet(Layer):
     inputs: NormLinear
 
     def __init__(
-        self, sizes: Sizes, eps: float, is_last: bool, is_one: bool, mesh: Mesh, ops: Ops
+        self, sizes: DeltaSizes, eps: float, is_last: bool, is_one: bool, mesh: Mesh, ops: Ops
     ) -> None:
         super().__init__()
         self.eps, self.is_last, self.ops = eps, is_last, ops
+        if sizes.taps not in (taps := ops.delta.taps):
+            allowed = f"{taps.start} to {taps.stop - 1}, or kernels.delta torch"
+            raise ConfigError(f"linear_conv_kernel_dim is {sizes.taps}; it must be {allowed}")
         keys = mesh.span("linear_num_key_heads", sizes.key_heads)
         each, values = sizes.each, keys.of_width(sizes.each)
         widths = sizes.key, sizes.key, each * sizes.value, each * sizes.value
@@ -68,9 +73,8 @@ class GatedDeltaNet(Layer):
         inputs.placements["weight"] = Placement(0, of_qkvz + of_ba if is_one else of_qkvz)
         self.add_module("qkvzba" if is_one else "qkvz", inputs)
         vars(self)["inputs"] = inputs  # not as a second module
-        self.ba = (
-            None if is_one else Linear(2 * values.count, sizes.hidden, Placement(0, of_ba), ops)
-        )
+        whole = Placement(0, of_ba)
+        self.ba = None if is_one else Linear(2 * values.count, sizes.hidden, whole, ops)
         channels = sizes.channels(keys)
         self.conv = parameter(sum(span.count for span in channels), 1, sizes.taps)
         self.a_log, self.dt_bias = (parameter(values.count, dtype=torch.float32) for _ in "ab")

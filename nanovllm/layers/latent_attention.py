@@ -32,7 +32,7 @@ KERNELS = {"nanovllm_kernels.rope_store": "nanovllm_kernels.latent_store"}
 EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
 
 
-class Sizes(NamedTuple):
+class LatentSizes(NamedTuple):
     """The numbers of a token's latents, and of each head."""
 
     hidden: int
@@ -50,7 +50,7 @@ class LatentAttention(Layer):
     """
 
     def __init__(
-        self, sizes: Sizes, eps: float, scale: float, is_last: bool, mesh: Mesh, ops: Ops
+        self, sizes: LatentSizes, eps: float, scale: float, is_last: bool, mesh: Mesh, ops: Ops
     ) -> None:
         super().__init__()
         self.sizes, self.scale, self.is_last = sizes, scale, is_last

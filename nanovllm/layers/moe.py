@@ -33,7 +33,7 @@ MOST_EXCHANGED = 8192  # tokens
 MOST_LAYERS = 1024
 
 
-class Experts(Layer):
+class ExpertMLPs(Layer):
     """The gated MLPs of this rank's experts: weights gate_up [E, 2F, D], the gate's rows first, and
     down [E, D, F]. In block fp8 they have scales beside them, of 128 rows and 128 inputs each; the
     gate and up begin blocks.
@@ -185,7 +185,7 @@ class MoE(Layer):
         self.router = Router(router_parts, hidden_size, ops, torch.float32 if exact else None)
         self.bias = parameter(experts[1], dtype=torch.float32) if exact else None
         sizes = hidden_size, own, inner_span, num_chosen
-        self.experts = Experts(*sizes, rule, ops.experts, places)
+        self.experts = ExpertMLPs(*sizes, rule, ops.experts, places)
 
     def count(self, tokens_X: Tensor) -> None:
         """From now on tokens are counted there, by the copies of all ranks that they go to, and
@@ -308,16 +308,17 @@ def shared_rules(source: str) -> tuple[tuple[str, str, str], ...]:
 
 def read_by(model: nn.Module, num_tokens: int, lanes: int = 1) -> tuple[float, float]:
     """The bytes of a rank's weights that a step of so many tokens reads, and the weights that each
-    of them is multiplied with: of experts those that are chosen, all alike often. Of several lanes
-    one has its share of tokens, which experts alone do not mind.
+    of them is multiplied with: of experts those that are chosen, all alike often, and one that
+    all tokens share. Of several lanes one has its share of tokens, which experts alone do not mind.
     """
     num_bytes = num_weights = 0.0
     for module in model.modules():
         share = read = 1.0
-        if isinstance(module, Experts):
-            share = module.num_chosen / module.experts.full
-            read = 1 - (1 - share) ** num_tokens
+        if isinstance(module, ExpertMLPs):
+            share = module.num_chosen / (full := module.experts.full)
+            chosen = full - module.num_chosen + module.num_routed  # all but one that everyone has
+            read = 1 - chosen / full * (1 - module.num_routed / chosen) ** num_tokens
         for weight in module.parameters(recurse=False):
             num_bytes += read * weight.nbytes
-            num_weights += share * weight.numel() / (1 if isinstance(module, Experts) else lanes)
+            num_weights += share * weight.numel() / (1 if isinstance(module, ExpertMLPs) else lanes)
     return num_bytes, num_weights

@@ -36,6 +36,7 @@ IMPLEMENTATIONS = {
         "rms_norm": "nanovllm_kernels.reference:rms_norm",
         "add_rms_norm": "nanovllm_kernels.reference:add_rms_norm",
         "silu_mul": "nanovllm_kernels.reference:silu_mul",
+        "sigmoid_mul": "nanovllm_kernels.reference:sigmoid_mul",
         "rope_store": "nanovllm_kernels.reference:rope_store",
         "gated_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "skinny_linear": "nanovllm.layers.ops:ONE_BY_ONE",
@@ -53,6 +54,7 @@ IMPLEMENTATIONS = {
         "rms_norm": "nanovllm_kernels.norm:rms_norm",
         "add_rms_norm": "nanovllm_kernels.norm:add_rms_norm",
         "silu_mul": "nanovllm_kernels.activation:silu_mul",
+        "sigmoid_mul": "nanovllm_kernels.activation:sigmoid_mul",
         "rope_store": "nanovllm_kernels.rope_store:rope_store",
         "experts": "nanovllm.layers.expert_kernels:TRITON",
         "delta": "nanovllm.attention.delta_triton:TRITON",
@@ -136,6 +138,8 @@ class Ops:
         x_ITD that are summed up here.
     silu_mul(gate_up_T2F) -> y_TF
         silu(first half) * second half of each row.
+    sigmoid_mul(gate, x_TF) -> y_TF
+        sigmoid(gate) * x. The gate is gate_TF, or slices gate_ITF that are summed up here.
     rope_store(qkv, q_norm_X, k_norm_X, eps, cos_sin_LA, positions_T, slot_mapping_T, k_PSGA,
                v_PSGA, scales_2G=None, ranks=None) -> q_THA
         Splits qkv_TX, or the sum of slices qkv_ITX, into heads [H q | G k | G v] of size A (G from
@@ -154,6 +158,7 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
+    sigmoid_mul: Callable[[Tensor, Tensor], Tensor]
     rope_store: Callable[..., Tensor]
     gated_linear: FusedLinear | None = ONE_BY_ONE
     skinny_linear: SkinnyLinear | None = ONE_BY_ONE

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
-from msgspec import Struct
+from msgspec import Meta, Struct
 from torch import Tensor
+
+Base = Annotated[float, Meta(gt=1)]
+Positive = Annotated[float, Meta(gt=0)]
 
 
 class Llama3Rope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="llama3"):
     """Llama 3.1: slow rotations are stretched by `factor`, fast ones kept, the rest blended."""
 
-    rope_theta: float
+    rope_theta: Base
     partial_rotary_factor: float = 1.0
-    factor: float
+    factor: Positive
     low_freq_factor: float
     high_freq_factor: float
-    original_max_position_embeddings: int
+    original_max_position_embeddings: Annotated[int, Meta(ge=1)]
     amplitude: ClassVar[float] = 1.0  # of cosines and sines
 
     def stretched(self, frequencies: Tensor) -> Tensor:
@@ -34,12 +37,12 @@ class YarnRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="ya
     `factor`, those of more than `beta_fast` kept, the rest blended by their place in the head.
     """
 
-    rope_theta: float
+    rope_theta: Base
     partial_rotary_factor: float = 1.0
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    factor: Positive
+    original_max_position_embeddings: Annotated[int, Meta(ge=1)]
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     attention_factor: float | None = None

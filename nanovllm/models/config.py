@@ -1,12 +1,13 @@
 """A checkpoint's config.json as the typed config of its family.
 
 Both spellings of rotary parameters are accepted: `rope_parameters`, and the older `rope_theta`
-with an optional `rope_scaling` and `partial_rotary_factor`. Everything else is what the family's
-Config declares.
+with an optional `rope_scaling` and `partial_rotary_factor`; a file with both means what it means to
+transformers. Everything else is what the family's Config declares.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,15 +21,17 @@ from nanovllm.models.altered import altered
 from nanovllm.models.decoder import Decoder, DecoderConfig
 from nanovllm.registry import resolve
 
+Flat = dict[str, bool | int | float | str | list[float] | None]  # alike for all layers
+
 
 class Spelling(Struct, frozen=True):
     """What must be read before the family's own Config can be."""
 
     architectures: list[str]
-    rope_parameters: dict[str, Any] | None = None
-    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: Flat | None = None
+    rope_scaling: Flat | None = None
     rope_theta: float | None = None
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: float | None = None
 
 
 def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
@@ -44,11 +47,9 @@ def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
         family: type[Decoder] = resolve(MODELS, name)
         for field, only in family.Config.ONLY.items():
             if raw.get(field, only) != only:
-                shown, allowed = (
-                    msgspec.json.encode(value).decode() for value in (raw[field], only)
-                )
+                shown, allowed = map(json.dumps, (raw[field], only))
                 raise ConfigError(f"{path}: {field} is {shown}; only {allowed} is supported")
-        raw["rope_parameters"] = rope_parameters(spelling, path)
+        raw["rope_parameters"] = rope_parameters(spelling, family.Config.ROTATED or 1.0, path)
         return family, altered(msgspec.convert(raw, family.Config), config.recipe, path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
@@ -56,16 +57,21 @@ def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def rope_parameters(spelling: Spelling, path: Path) -> dict[str, Any]:
-    """Either spelling as `rope_parameters`, with its rope_type."""
-    rope = spelling.rope_parameters
-    if rope is None:
-        if spelling.rope_theta is None:
-            raise ConfigError(f"{path}: missing field rope_theta (or rope_parameters)")
-        rope = {**(spelling.rope_scaling or {}), "rope_theta": spelling.rope_theta}
-        rope.setdefault("partial_rotary_factor", spelling.partial_rotary_factor)
+def rope_parameters(spelling: Spelling, rotated: float, path: Path) -> dict[str, Any]:
+    """All spellings as `rope_parameters`, with its rope_type: what `rope_scaling` says goes before
+    what they say, and that before what stands beside them. What is null is left out.
+
+    `rotated`: the partial_rotary_factor if none of them says it.
+    """
+    own = spelling.rope_parameters or {}
+    rope = {**(spelling.rope_scaling or own)}
+    for name in ("rope_theta", "partial_rotary_factor"):
+        rope.setdefault(name, own.get(name, getattr(spelling, name)))
+    if rope["rope_theta"] is None:
+        raise ConfigError(f"{path}: missing field rope_theta (or rope_parameters)")
     kind = rope.get("rope_type", rope.get("type", "default"))
     kinds = [known.__struct_config__.tag for known in get_args(Rope)]
     if kind not in kinds:
         raise ConfigError(f"{path}: rope type is {kind}; supported are {', '.join(kinds)}")
-    return {**rope, "rope_type": kind}
+    said = {name: value for name, value in rope.items() if value is not None}
+    return {"partial_rotary_factor": rotated, **said, "rope_type": kind}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nanovllm.attention.base import ForwardContext
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.layers.attention import Attention, QKNorm
-from nanovllm.layers.embedding import Vocabulary
+from nanovllm.layers.embedding import VocabEmbedding
 from nanovllm.layers.fp8 import BlockFp8, blocks
 from nanovllm.layers.linear import Layer
 from nanovllm.layers.mlp import MLP
@@ -38,6 +38,9 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         "use_sliding_window": False,
         "hidden_act": "silu",
     }
+    # partial_rotary_factor where config.json has none. None: heads are rotated whole, and nothing
+    # else can be asked for.
+    ROTATED: ClassVar[float | None] = None
 
     vocab_size: Count
     hidden_size: Count
@@ -46,9 +49,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     num_attention_heads: Count
     num_key_value_heads: Count
     head_dim: Count | None = None
-    rotary_dim: Count | None = None  # the older spelling of rope_parameters.partial_rotary_factor
     max_position_embeddings: Count
-    rms_norm_eps: float
+    rms_norm_eps: Annotated[float, Meta(ge=0)]
     rope_parameters: Rope  # models/config.py turns the older rope_theta and rope_scaling into it
     tie_word_embeddings: bool = False
     quantization_config: BlockFp8 | None = None
@@ -59,10 +61,10 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
-
-        if self.rotary_size not in range(2, self.head_size + 1, 2):
-            named = f"rotary_dim, or head_dim * partial_rotary_factor, is {self.rotary_size}"
-            raise ValueError(f"{named}; it must be even, from 2 to head_dim {self.head_size}")
+        least = 2 if self.ROTATED else self.head_size
+        if self.rotary_size % 2 or not least <= self.rotary_size <= self.head_size:
+            named = f"head_dim * partial_rotary_factor, or rotary_dim, is {self.rotary_size}"
+            raise ValueError(f"{named}; it must be even, from {least} to head_dim {self.head_size}")
 
     def evenly_cut(self, _: int) -> tuple[str, ...]:
         """The fields of which each rank takes an equal share, experts among so many ranks."""
@@ -77,10 +79,14 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
+    def key_value_size(self) -> int:
+        """The elements of a head's key and of its value together."""
+        return 2 * self.head_size
+
+    @property
     def rotary_size(self) -> int:
         """How many elements of a head are rotated, the first ones."""
-        rotated = self.head_size * self.rope_parameters.partial_rotary_factor
-        return self.rotary_dim or int(rotated)
+        return int(self.head_size * self.rope_parameters.partial_rotary_factor)
 
 
 class Block(Layer):
@@ -152,12 +158,12 @@ class Decoder(Layer):
         """`max_tokens`: no request is longer. It is the length of the rotary table."""
         super().__init__()
         vocabulary = config.vocab_size, config.hidden_size, mesh, ops
-        self.embed = Vocabulary(*vocabulary)
+        self.embed = VocabEmbedding(*vocabulary)
         make = partial(self.Block, config, mesh=mesh, ops=ops, qk_norm=self.qk_norm)
         count, quantised = config.num_hidden_layers, config.quantization_config
         self.layers = nn.ModuleList(blocks(make, count, ops, self.WEIGHTS, quantised))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        self.head = self.embed if config.tie_word_embeddings else Vocabulary(*vocabulary)
+        self.head = self.embed if config.tie_word_embeddings else VocabEmbedding(*vocabulary)
         table = cos_sin_table(config.rope_parameters, config.rotary_size, max_tokens)
         self.register_buffer("cos_sin_LA", table, persistent=False)
 
@@ -183,6 +189,7 @@ class Decoder(Layer):
 
     @staticmethod
     def cache_layout(config: DecoderConfig, mesh: Mesh, dtype_bytes: int) -> CacheLayout:
+        """What the layers of this rank cache. `dtype_bytes`: of one element."""
         heads = mesh.span_or_copy("num_key_value_heads", config.num_key_value_heads)
         group = PagedGroup(
             layers=tuple(range(config.num_hidden_layers)),

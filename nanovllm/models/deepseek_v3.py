@@ -5,15 +5,16 @@ Layers behind the last one, which predict further tokens (MTP), are left out.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from msgspec import Meta
 from nanovllm_kernels.latent_reference import row_size
 from nanovllm_kernels.route_reference import Routing
 
 from nanovllm.config import ConfigError
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.layers.attention import QKNorm
-from nanovllm.layers.latent_attention import LatentAttention, Sizes
+from nanovllm.layers.latent_attention import LatentAttention, LatentSizes
 from nanovllm.layers.linear import Layer
 from nanovllm.layers.moe import MoE, shared_rules
 from nanovllm.layers.ops import Ops
@@ -33,20 +34,20 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
         "topk_method": "noaux_tc",
     }
 
-    q_lora_rank: Count | None = None
+    q_lora_rank: Count | None = 1536  # what can be left out is as transformers has it then
     kv_lora_rank: Count
     qk_nope_head_dim: Count
     qk_rope_head_dim: Count
     v_head_dim: Count
-    first_k_dense_replace: int = 0  # so many layers have a plain MLP
+    first_k_dense_replace: Annotated[int, Meta(ge=0)] = 3  # so many layers have a plain MLP
     n_routed_experts: Count
     num_experts_per_tok: Count
     moe_intermediate_size: Count
-    n_shared_experts: int | None = None
-    n_group: Count = 1
-    topk_group: Count = 1
+    n_shared_experts: Annotated[int, Meta(ge=0)] | None = 1
+    n_group: Count = 8
+    topk_group: Count = 4
     norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
+    routed_scaling_factor: float = 2.5
 
     def __post_init__(self) -> None:
         if self.num_key_value_heads != self.num_attention_heads:
@@ -72,20 +73,23 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
         return self.v_head_dim
 
     @property
+    def key_value_size(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim
+
+    @property
     def rotary_size(self) -> int:
         return self.qk_rope_head_dim
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> LatentSizes:
         ranks = self.q_lora_rank, self.kv_lora_rank
         head = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
-        return Sizes(self.hidden_size, self.num_attention_heads, *ranks, *head)
+        return LatentSizes(self.hidden_size, self.num_attention_heads, *ranks, *head)
 
     @property
     def score_scale(self) -> float:
-        rope, size = self.rope_parameters, self.qk_nope_head_dim + self.qk_rope_head_dim
-        stretched = rope.score_scale if isinstance(rope, YarnRope) else 1.0
-        return float(size**-0.5 * stretched)
+        rope, size = self.rope_parameters, self.key_value_size - self.v_head_dim
+        return float(size**-0.5 * (rope.score_scale if isinstance(rope, YarnRope) else 1.0))
 
     def evenly_cut(self, ep: int) -> tuple[str, ...]:
         dense = ("intermediate_size",) * (self.first_k_dense_replace > 0)

@@ -8,24 +8,26 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import torch
+
 from nanovllm.config import ConfigError
 from nanovllm.models.destination import Destination
-from nanovllm.models.shards import Stored, tensors_in
+from nanovllm.models.shards import Stored, contents, tensors_in
 
 log = logging.getLogger("engine")
 SHOWN = 3  # names of each kind
+TIED = "lm_head.weight", "model.embed_tokens.weight"  # both may be there: one tensor, or a fault
 
 
 def whole(
     wanted: dict[str, Destination],
     source: Path,
     paths: Iterable[Path],
-    ignored: re.Pattern[str],
     num_layers: int,
     takes: Callable[[str, Stored], bool],
 ) -> dict[str, Stored]:
-    """The tensors that fill the model of so many layers, by name. Of others, `takes` those that it
-    knows, and says so.
+    """The tensors that fill the model of so many layers, by name, and others that may be there:
+    `takes` knows which.
 
     Raises ConfigError that begins with the `source` and tells of all faults: by their kinds, how
     many there are and the first of them.
@@ -38,27 +40,34 @@ def whole(
             to, where = wanted.get(name), f"{name} in {path.name}"
             if to is None and is_later(name, num_layers):
                 later += 1
-            elif to is None:
-                if not ignored.fullmatch(name) and not takes(name, tensor):
-                    faults["unexpected"].append(where)
             elif name in found:
                 faults["there twice"].append(f"{where} and {found[name].path.name}")
+            elif to is None and not takes(name, tensor):
+                faults["unexpected"].append(where)
             else:
                 found[name] = tensor
-                if tensor.shape != to.shape:
+                if to is not None and tensor.shape != to.shape:
                     shapes = f"{list(tensor.shape)}, expected {list(to.shape)}"
                     faults["of a wrong shape"].append(f"{where} is {shapes}")
-                if tensor.dtype not in to.dtypes:
+                if to is not None and tensor.dtype not in to.dtypes:
                     types = f"{tensor.dtype}, expected {' or '.join(to.dtypes)}"
                     faults["of a wrong type"].append(f"{where} is {types}")
     if missing := [name for name in wanted if name not in found]:
         faults["missing"] = missing
+    if differ([found[name] for name in TIED if name in found and TIED[0] not in wanted]):
+        faults["tied by tie_word_embeddings, yet unlike the embedding"] = [TIED[0]]
     if faults:
         kinds = "; ".join(told(kind, tensors) for kind, tensors in faults.items())
         raise ConfigError(f"{source} does not fit the model: {kinds}")
     if later:
         log.info("left out %d tensors of layers that are not run (later ones, or MTP)", later)
     return found
+
+
+def differ(tied: list[Stored]) -> bool:
+    """Whether there are two, and not alike in their first 64th."""
+    starts = [contents(x._replace(end=x.begin + (x.end - x.begin) // 256 * 4)) for x in tied]
+    return len(starts) == 2 and not torch.equal(*starts)
 
 
 def told(kind: str, tensors: list[str]) -> str:

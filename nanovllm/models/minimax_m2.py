@@ -31,8 +31,10 @@ class MiniMaxM2Config(DecoderConfig, frozen=True, kw_only=True):
         "use_qk_norm": True,
         "use_routing_bias": True,
     }
+    ROTATED = 1.0
 
     head_dim: Count
+    rotary_dim: Count | None = None  # heeded where nothing says a partial_rotary_factor
     num_local_experts: Count
     num_experts_per_tok: Count
     attn_type_list: tuple[int, ...] = ()  # of each layer, 1: attention to all that came before
@@ -47,11 +49,16 @@ class MiniMaxM2Config(DecoderConfig, frozen=True, kw_only=True):
         if other := {*self.attn_type_list} - {1}:
             raise ValueError(f"attn_type_list has {min(other)}; only 1 is supported")
 
+    @property
+    def rotary_size(self) -> int:
+        is_said = self.rope_parameters.partial_rotary_factor != self.ROTATED
+        return super().rotary_size if is_said else self.rotary_dim or self.head_dim
+
     def evenly_cut(self, ep: int) -> tuple[str, ...]:
         return "num_attention_heads", "num_local_experts" if ep > 1 else "intermediate_size"
 
 
-class SparseBlock(Block):
+class MiniMaxM2Block(Block):
     """Attention and routed experts."""
 
     def mlp_of(self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Layer:
@@ -73,7 +80,7 @@ class SparseBlock(Block):
 
 class MiniMaxM2(Decoder):
     Config = MiniMaxM2Config
-    Block = SparseBlock
+    Block = MiniMaxM2Block
     qk_norm = "row"
     WEIGHTS: ClassVar[tuple[Rule, ...]] = (
         *Decoder.WEIGHTS,

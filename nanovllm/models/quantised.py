@@ -38,7 +38,7 @@ class Scales(Destination):
 
 
 @dataclass(frozen=True)
-class Quantised(Destination):
+class QuantisedOnLoad(Destination):
     """Where a tensor of other floats goes: fp8 numbers, and scales that are made with them."""
 
     numbers: Destination
@@ -76,7 +76,7 @@ def in_blocks(wanted: dict[str, Destination], *, made: bool) -> dict[str, Destin
         places = scales_of(weight.shape, scales)
         if made:
             found.pop(name)
-            found[name.removesuffix(SUFFIX)] = Quantised(*parts_of(weight), weight, places)
+            found[name.removesuffix(SUFFIX)] = QuantisedOnLoad(*parts_of(weight), weight, places)
         else:
             found[name] = places
     return found

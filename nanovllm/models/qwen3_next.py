@@ -14,7 +14,7 @@ from nanovllm.config import ConfigError
 from nanovllm.kv.layout import CacheLayout, StateGroup
 from nanovllm.layers.attention import QKNorm
 from nanovllm.layers.gated_attention import GatedAttention
-from nanovllm.layers.gated_delta import GatedDeltaNet, Sizes
+from nanovllm.layers.gated_delta import DeltaSizes, GatedDeltaNet
 from nanovllm.layers.linear import Layer
 from nanovllm.layers.moe import shared_rules
 from nanovllm.layers.ops import Ops
@@ -26,6 +26,8 @@ DELTA, SHARED = "model.layers.{}.linear_attn", "model.layers.{}.mlp.shared_exper
 
 
 class Qwen3NextConfig(SparseConfig, frozen=True, kw_only=True):
+    ROTATED = 0.25
+    norm_topk_prob: bool = True
     linear_conv_kernel_dim: Count
     linear_key_head_dim: Count
     linear_value_head_dim: Count
@@ -59,14 +61,13 @@ class Qwen3NextConfig(SparseConfig, frozen=True, kw_only=True):
         return self.shared_expert_intermediate_size
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> DeltaSizes:
         heads = self.linear_num_key_heads, self.linear_num_value_heads
         elements = self.linear_key_head_dim, self.linear_value_head_dim
-        return Sizes(self.hidden_size, *heads, *elements, self.linear_conv_kernel_dim)
+        return DeltaSizes(self.hidden_size, *heads, *elements, self.linear_conv_kernel_dim)
 
     def evenly_cut(self, ep: int) -> tuple[str, ...]:
-        more = "linear_num_key_heads", "shared_expert_intermediate_size"
-        return *super().evenly_cut(ep), *more
+        return *super().evenly_cut(ep), "linear_num_key_heads", "shared_expert_intermediate_size"
 
     def inputs_of(self, name: str) -> int:
         if name == "linear_num_key_heads":

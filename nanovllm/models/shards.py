@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 from msgspec import Struct
 from torch import Tensor
@@ -63,11 +64,10 @@ class Piece(NamedTuple):
 
 
 def contents(tensor: Stored) -> Tensor:
-    """A small tensor, read at once."""
-    with tensor.path.open("rb") as file:
-        file.seek(tensor.begin)
-        data = bytearray(file.read(tensor.end - tensor.begin))
-    return torch.frombuffer(data, dtype=DTYPES[tensor.dtype]).view(tensor.shape)
+    """The elements of a small tensor, read at once; none of a type that no model has."""
+    size = tensor.end - tensor.begin if tensor.dtype in DTYPES else 0
+    data = torch.from_numpy(np.fromfile(tensor.path, np.uint8, size, offset=tensor.begin))
+    return data.view(DTYPES[tensor.dtype]) if size else data
 
 
 def shards(folder: Path) -> tuple[Path, list[Path]]:

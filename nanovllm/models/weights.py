@@ -34,7 +34,7 @@ SHARED = "shared"  # how parts begin that belong to what every token gets beside
 
 
 def fill(model: Decoder, config: Config) -> None:
-    """Every parameter, where it is.
+    """Fills every parameter, where it is.
 
     Raises ConfigError: one line naming the file or files, and what is wrong with their tensors.
     """
@@ -61,13 +61,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def fill_from_files(model: Decoder, wanted: dict[str, Destination], folder: Path) -> None:
+    """Reads the tensors of a checkpoint into their places. Raises ConfigError as `fill` does."""
     source, paths = shards(folder)
-    blocks = list[Any](model.layers)
+    blocks, ignored = list[Any](model.layers), ignored_names(model)
 
     def takes(name: str, tensor: Stored) -> bool:
-        return load_scale(name, partial(contents, tensor), blocks)
+        return bool(ignored.fullmatch(name)) or load_scale(name, partial(contents, tensor), blocks)
 
-    stored = whole(wanted, source, paths, ignored_names(model), len(blocks), takes)
+    stored = whole(wanted, source, paths, len(blocks), takes)
     order = runs((stored[name], to) for name, to in wanted.items())
     progress = Progress(log, f"loading {folder}", sum(map(num_bytes, order)), "GB")
     for count in read(order, next(model.parameters()).device):

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 
 from nanovllm.config import Config, Parallel
-from nanovllm.parallel.ring import Reader, Writer, ring
+from nanovllm.parallel.ring import RingReader, RingWriter, ring
 
 
 class RankLostError(RuntimeError):
@@ -20,14 +20,16 @@ class RankLostError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
+    """Where a process stands among the ranks of its engine, and how they talk."""
+
     rank: int
     size: int  # how many ranks its engine has
     device: int  # the index of its GPU
     rendezvous: str  # a path, of a file that the ranks make when they meet
-    ring: Writer | Reader | None  # rank 0 writes, the others read; None: there are no others
+    ring: RingWriter | RingReader | None  # rank 0 writes, others read; None: a rank alone
     engine: int | None = None  # its number, where there are several
     # Of lanes: a ring of each other rank, which that writes and rank 0 reads.
-    back: Writer | list[Reader] | None = None
+    back: RingWriter | list[RingReader] | None = None
 
     @property
     def lanes(self) -> int:
@@ -41,7 +43,7 @@ class Place:
 
     def send(self, message: bytes) -> None:
         """Rank 0's, to all others. Raises RankLostError if one has gone, or hangs."""
-        assert isinstance(self.ring, Writer)
+        assert isinstance(self.ring, RingWriter)
         try:
             self.ring.send(message)
         except OSError as error:
@@ -49,12 +51,12 @@ class Place:
 
     def recv(self) -> bytes | None:
         """The next message of rank 0, blocking; None when that has gone."""
-        assert isinstance(self.ring, Reader)
+        assert isinstance(self.ring, RingReader)
         return self.ring.recv()
 
     def reply(self, message: bytes) -> None:
         """Another rank's, to rank 0. Raises OSError if that has gone."""
-        assert isinstance(self.back, Writer)
+        assert isinstance(self.back, RingWriter)
         self.back.send(message)
 
     def recv_all(self) -> list[bytes]:
@@ -84,8 +86,8 @@ def places_of(config: Config, folder: str, engine: int = 0) -> list[Place]:
     size = num_ranks(config.recipe.parallel) if config.recipe.engine == "model" else 1
     rendezvous = os.path.join(folder, "ranks")
     number = engine if config.recipe.parallel.dp > 1 else None
-    ends: list[Writer | Reader | None] = [None]
-    backs: list[Writer | list[Reader] | None] = [None] * size
+    ends: list[RingWriter | RingReader | None] = [None]
+    backs: list[RingWriter | list[RingReader] | None] = [None] * size
     if size > 1:
         writer, readers = ring(size - 1)
         ends = [writer, *readers]

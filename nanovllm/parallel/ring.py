@@ -55,7 +55,9 @@ class End:
         self.at += -(-(HEADER.size + length) // self.grain) * self.grain
 
 
-class Writer(End):
+class RingWriter(End):
+    """The end that sends, to all readers alike."""
+
     def __init__(
         self, memory: Pipe, size: int, bells: Sequence[Pipe], acks: Sequence[Pipe]
     ) -> None:
@@ -101,7 +103,9 @@ class Writer(End):
             pipe.close()
 
 
-class Reader(End):
+class RingReader(End):
+    """An end that receives all that is sent, in its order."""
+
     def __init__(self, memory: Pipe, size: int, bell: Pipe, ack: Pipe) -> None:
         super().__init__(memory, size)
         self.bell = bell
@@ -135,14 +139,14 @@ class Reader(End):
             pipe.close()
 
 
-def ring(num_readers: int, size: int = RING_BYTES) -> tuple[Writer, list[Reader]]:
+def ring(num_readers: int, size: int = RING_BYTES) -> tuple[RingWriter, list[RingReader]]:
     """The ends of a new ring of `size` bytes, a multiple of 64 KiB."""
     bells = [multiprocessing.Pipe(duplex=False) for _ in range(num_readers)]
     acks = [multiprocessing.Pipe(duplex=False) for _ in range(num_readers)]
     memory = os.memfd_create("nanovllm-ring")
     os.truncate(memory, size)
     readers = [
-        Reader(Pipe(os.dup(memory)), size, bell, ack)
+        RingReader(Pipe(os.dup(memory)), size, bell, ack)
         for (bell, _), (_, ack) in zip(bells, acks, strict=True)
     ]
-    return Writer(Pipe(memory), size, [b for _, b in bells], [a for a, _ in acks]), readers
+    return RingWriter(Pipe(memory), size, [b for _, b in bells], [a for a, _ in acks]), readers

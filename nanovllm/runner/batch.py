@@ -43,8 +43,8 @@ class StepRows:
     counts_R: Tensor | None  # int32 tokens per row; None = one each
     sampled_at: Tensor | None  # int64: where in T rows sample, at least one; None = at all tokens
     samples_R1: Tensor | None  # int32: where in S each row's begin; None = as in T
-    sampling: Int32 | None  # indices of the rows that sample, on the host; None = all
-    samples: Int32  # of each of these, how many tokens are sampled
+    sampling_rows: Int32 | None  # indices of the rows that sample, on the host; None = all
+    num_sampled: Int32  # tokens that are sampled, of each of these
     host_slots: Int32  # their slots, as often, on the host
     num_decodes: int
     num_decode_tokens: int  # the first ones of the step
@@ -61,8 +61,8 @@ class StepRows:
 
     def samples_of(self, rows: list[int]) -> list[int]:
         """Where in S the tokens of these sampling rows are."""
-        ends = np.cumsum(self.samples)
-        return [at for row in rows for at in range(ends[row] - self.samples[row], ends[row])]
+        ends = np.cumsum(self.num_sampled)
+        return [at for row in rows for at in range(ends[row] - self.num_sampled[row], ends[row])]
 
 
 class RowBuilder:
@@ -103,10 +103,10 @@ class RowBuilder:
         ends = np.array([c.samples for c in plan.chunks], np.int32)
         fed = np.array([c.num_tokens for c in plan.chunks], np.int32)
         counts = np.concatenate((decode_counts, fed))
-        samples = np.concatenate((decode_counts, ends))
-        samples_R1 = np.concatenate((np.zeros(1, np.int32), samples.cumsum(dtype=np.int32)))
+        sampled = np.concatenate((decode_counts, ends))
+        samples_R1 = np.concatenate((np.zeros(1, np.int32), sampled.cumsum(dtype=np.int32)))
         stops = counts.cumsum(dtype=np.int32)
-        at = np.arange(samples_R1[-1], dtype=np.int32) + np.repeat(stops - samples_R1[1:], samples)
+        at = np.arange(samples_R1[-1], dtype=np.int32) + np.repeat(stops - samples_R1[1:], sampled)
         sent = [chunk_slots, counts, at if len(at) else stops - 1, samples_R1]
         chunk_slots_R, counts_R, at_S, samples_R1_sent = upload_together(sent, self.device)
         slots = np.concatenate((self.decode_slots, chunk_slots))
@@ -115,9 +115,9 @@ class RowBuilder:
             counts_R=counts_R,
             sampled_at=at_S.long(),
             samples_R1=samples_R1_sent,
-            sampling=None if ends.all() else samples.nonzero()[0].astype(np.int32),
-            samples=samples[samples > 0],
-            host_slots=np.repeat(slots, samples),
+            sampling_rows=None if ends.all() else sampled.nonzero()[0].astype(np.int32),
+            num_sampled=sampled[sampled > 0],
+            host_slots=np.repeat(slots, sampled),
             num_decodes=plan.num_decodes,
             num_decode_tokens=int(decode_counts.sum()),
             width=width,
@@ -154,14 +154,14 @@ def decode_rows(
     slots_R: Tensor,
     counts_R: Tensor | None,
     host_slots: Int32,
-    samples: Int32,
+    num_sampled: Int32,
     num_tokens: int,
     width: int,
     max_length: int,
 ) -> StepRows:
     """The rows of a step without chunks, in which all tokens are sampled from."""
     sizes = len(slots_R), num_tokens, width, num_tokens, width, max_length
-    return StepRows(slots_R, counts_R, None, None, None, samples, host_slots, *sizes)
+    return StepRows(slots_R, counts_R, None, None, None, num_sampled, host_slots, *sizes)
 
 
 class BatchPrep:

@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import asdict, replace
 from nanovllm_kernels.compile_cache import use_folder
 
-from nanovllm.config import Config, Recipe, cache_dir
+from nanovllm.config import Config, Recipe, cache_dir, given_or
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.split import Split
 from nanovllm.layers.describe import products
@@ -21,6 +21,7 @@ from nanovllm.log import fields
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import fill
 from nanovllm.parallel.mesh import Mesh
+from nanovllm.parallel.places import num_ranks
 from nanovllm.runner.batch import BatchPrep
 from nanovllm.runner.caches import make_caches
 from nanovllm.runner.graphs import graph_sizes, obstacles
@@ -113,7 +114,7 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
     num_slots, most = int(recipe.schedule.slots), found.max_model_tokens
     num_drafts = recipe.speculate.tokens if recipe.speculate is not None else 0
 
-    def rows_of(max_tokens: int) -> tuple[Slots, BatchPrep, Sampler]:
+    def rows_of(max_tokens: int) -> tuple[BatchPrep, Sampler]:
         slots = Slots(num_slots, max_tokens, page_tokens, device, num_drafts)
         sampler = Sampler(
             num_slots=num_slots,
@@ -123,16 +124,16 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
             prompt_lengths_N=slots.prompt_lengths_N,
             kernel=recipe.kernels.sample,
         )
-        return slots, BatchPrep(slots, recipe.kernels.batch_prep), sampler
+        return BatchPrep(slots, recipe.kernels.batch_prep), sampler
 
     rows = rows_of(most)
 
     def runner_with(num_pages: int, checkpoints: int) -> Runner:
         caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device)
-        drafter = drafter_of(recipe, rows[2])
+        drafter = drafter_of(recipe, rows[1])
         in_host, sizes = recipe.cache.checkpoint_host_gib > 0, (num_slots, checkpoints, num_drafts)
         kept = states_of(found.layout, *sizes, found.dtype, device, in_host)
-        return Runner(model, *rows, caches, found.backend, device, drafter, kept)
+        return Runner(model, *rows, caches, found.backend, drafter, kept)
 
     def full_step() -> None:
         largest_steps(first := runner_with(1, 0), recipe)
@@ -144,7 +145,7 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
             recipe,
             found.layout,
             page_tokens=page_tokens,
-            useful_pages=num_slots * rows[0].max_pages,
+            useful_pages=num_slots * rows[0].slots.max_pages,
             full_step=full_step,
             device=device,
         )
@@ -158,8 +159,9 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
 
 
 def cpu_threads(recipe: Recipe, model: Decoder) -> int:
-    """One for each 50 M weights: threads of a small model mostly wait for each other."""
-    if recipe.cpu_threads != "auto":
-        return recipe.cpu_threads
+    """The threads of matrix products: one for each 50 M weights, as threads of a small model mostly
+    wait for each other, and no more than all ranks of all engines have cores for.
+    """
     num_weights = sum(parameter.numel() for parameter in model.parameters())
-    return max(1, min(torch.get_num_threads(), num_weights // 50_000_000))
+    num_cores = torch.get_num_threads() // (num_ranks(recipe.parallel) * recipe.parallel.dp)
+    return given_or(recipe.cpu_threads, max(1, min(num_cores, num_weights // 50_000_000)))

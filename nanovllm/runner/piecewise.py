@@ -39,7 +39,7 @@ Graph = Any  # a torch.cuda.CUDAGraph, or what does as it does
 Shape = tuple[torch.Size, torch.dtype]  # of a token's line
 
 
-class Cut(NamedTuple):
+class EagerCut(NamedTuple):
     """An eager operation between two graphs: what it reads, and which buffer its result goes to."""
 
     operation: EagerOperation
@@ -50,7 +50,7 @@ class Cut(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class CapturedPiecewise:
     graphs: list[Graph]
-    cuts: list[Cut]  # after each graph but the last
+    cuts: list[EagerCut]  # after each graph but the last
     output: Tensor  # of each token that is sampled at
     seconds: float
     bytes_used: int
@@ -84,7 +84,7 @@ class PiecewiseGraphs:
         batch = rowless(self.inputs_4T[:, :size], self.sampled_S[:size])
         started, used = time.perf_counter(), torch.cuda.memory_reserved()
         graphs: list[Graph] = []
-        cuts: list[Cut] = []
+        cuts: list[EagerCut] = []
 
         def skip(operation: EagerOperation, _: ForwardContext, *tensors: Tensor) -> Tensor:
             return self.results[self._result_of(operation, tensors)][:size]
@@ -92,7 +92,7 @@ class PiecewiseGraphs:
         def cut(operation: EagerOperation, _: ForwardContext, *tensors: Tensor) -> Tensor:
             end()
             result = self._result_of(operation, tensors)
-            cuts.append(Cut(operation, tuple(map(borrowed, tensors)), result))
+            cuts.append(EagerCut(operation, tuple(map(borrowed, tensors)), result))
             begin()
             return self.results[result][:size]
 

@@ -20,15 +20,15 @@ from nanovllm_kernels.compile_cache import Job
 from nanovllm_kernels.fp8_reference import Scaled
 from nanovllm_kernels.gated_linear import compile_gated
 
-from nanovllm.layers.embedding import Vocabulary
+from nanovllm.layers.embedding import VocabEmbedding
 from nanovllm.layers.linear import AddLinear, NormLinear
-from nanovllm.layers.moe import Experts
+from nanovllm.layers.moe import ExpertMLPs
 from nanovllm.log import Progress
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.resolved import Resolved
 
 log = logging.getLogger("engine")
-MANY_PAIRS = 1 << 20  # so many are many rows for every expert
+MANY_PAIRS = 1 << 16  # so many are many rows for every expert, and no more than products can take
 LEAST_CORES = 8  # with fewer, the processes wait for each other
 HOPPER = ("env", "CUTE_DSL_ARCH=sm_90a", "QUACK_ARCH=90", "CUDA_VISIBLE_DEVICES=")
 
@@ -67,7 +67,7 @@ def experts_of(model: Decoder) -> list[Job]:
     """The products of routed experts of many rows."""
     found: set[Job] = set()
     for module in model.modules():
-        if isinstance(module, Experts):
+        if isinstance(module, ExpertMLPs):
             for products in module.kernels.many:
                 if products.fits(MANY_PAIRS, module.gate_up):
                     found |= {*products.jobs(module.gate_up, module.num_chosen)}
@@ -86,7 +86,7 @@ def products_of(model: Decoder) -> list[Job]:
                 kind = Kind(normed=True, gated=module.gated)
             case AddLinear():
                 kind = Kind(added=module.mesh.tp_size == 1)
-            case Vocabulary():
+            case VocabEmbedding():
                 kind = Kind()
             case _:
                 continue

@@ -125,7 +125,7 @@ def choose_device(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
 
 
 def without_autos(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Recipe:
-    """Every "auto" but those of the cache's pages and of the context, which go together."""
+    """The recipe without any "auto" but the cache's pages and the context: they go together."""
     on_cpu = device.type == "cpu"
     cache, kernels = recipe.cache, recipe.kernels
     for name in ("sample", "batch_prep"):

@@ -18,7 +18,7 @@ from nanovllm.sampling.base import SampledLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class StepCopy:
     """What came of a step's rows, on its way: on the host once the step has ended."""
 
     lines_RW: Tensor  # int32
@@ -27,17 +27,17 @@ class Copy:
     rows: StepRows
 
     def read(self, step: int) -> StepResult:
-        """To be asked when the step has ended."""
+        """The step's result; to be called when the step has ended."""
         lines = self._sampling(self.lines_RW)
         drafts = None if self.drafts_RX is None else self._sampling(self.drafts_RX)
         found = self.logprobs
-        logprobs = () if found is None else read_logprobs(found, lines, self.rows.samples)
+        logprobs = () if found is None else read_logprobs(found, lines, self.rows.num_sampled)
         return StepResult(step, lines, logprobs, drafts)
 
     def _sampling(self, lines_RX: Tensor) -> Int32:
         """The lines of the rows that sample."""
         lines: Int32 = lines_RX.numpy()
-        return lines.copy() if self.rows.sampling is None else lines[self.rows.sampling]
+        return lines.copy() if self.rows.sampling_rows is None else lines[self.rows.sampling_rows]
 
 
 class HostEvent:
@@ -87,7 +87,7 @@ class DeviceClock:
         return 1e-3 * float(start.elapsed_time(end))
 
     def seconds(self, gap: Gap) -> float:
-        """To be asked once, of a gap that has passed: its events are used again."""
+        """How long a gap was that has passed; to be called once, for its events are used again."""
         seconds = self.between(*gap)
         self._free += gap  # last: another thread may begin a step meanwhile
         return seconds
@@ -109,14 +109,14 @@ class Handle:
         step: int,
         clock: DeviceClock,
         gap: Gap,
-        finish: Callable[[Masks | None], Copy],
+        finish: Callable[[Masks | None], StepCopy],
     ) -> None:
         self.step = step
         self.gap_s = self.busy_s = 0.0
         self._clock = clock
         self._gaps = [gap]
         self._finish = finish
-        self._copy: Copy | None = None
+        self._copy: StepCopy | None = None
         self._done: Event = None
 
     def sample(self, masks: Masks | None) -> None:
@@ -140,12 +140,12 @@ def start_copy(
     lines_RW: Tensor,
     drafts_RX: Tensor | None,
     logprobs: SampledLogprobs | None = None,
-) -> Copy:
+) -> StepCopy:
     """Enqueue the copies behind the step; nothing here waits."""
     num_rows = len(rows.slots_R)  # a graph may have more
     drafts = None if drafts_RX is None else to_host(drafts_RX[:num_rows])
-    found = None if logprobs is None else begin(logprobs)
-    return Copy(to_host(lines_RW[:num_rows]), drafts, found, rows)
+    found = None if logprobs is None else logprobs_to_host(logprobs)
+    return StepCopy(to_host(lines_RW[:num_rows]), drafts, found, rows)
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def begin(found: SampledLogprobs) -> SampledLogprobs:
+def logprobs_to_host(found: SampledLogprobs) -> SampledLogprobs:
     return replace(
         found,
         chosen_W=to_host(found.chosen_W),
@@ -163,13 +163,13 @@ def begin(found: SampledLogprobs) -> SampledLogprobs:
     )
 
 
-def read_logprobs(found: SampledLogprobs, lines: Int32, samples: Int32) -> tuple[RowLogprobs, ...]:
-    """The log-probabilities of the tokens in `lines`, row r's of so many samples[r]: CORRUPTED
+def read_logprobs(found: SampledLogprobs, lines: Int32, sampled: Int32) -> tuple[RowLogprobs, ...]:
+    """The log-probabilities of the tokens in `lines`, row r's of so many sampled[r]: CORRUPTED
     and -1 are none."""
     chosen = found.chosen_W.tolist()
     ids, values = found.top_ids_WK.tolist(), found.top_logprobs_WK.tolist()
-    row_of = np.repeat(np.arange(len(samples)), samples).tolist()
-    starts = (np.cumsum(samples) - samples).tolist()
+    row_of = np.repeat(np.arange(len(sampled)), sampled).tolist()
+    starts = (np.cumsum(sampled) - sampled).tolist()
     return tuple(
         RowLogprobs(row, chosen[i], ids[i][:count], values[i][:count], at - starts[row])
         for i, (at, count) in enumerate(zip(found.at, found.counts, strict=True))

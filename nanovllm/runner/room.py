@@ -17,8 +17,8 @@ from nanovllm.config import ConfigError, given_or
 from nanovllm.kv.split import Split, running_bytes
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.resolved import Resolved
+from nanovllm.runner.sizing import GIB
 
-GIB = 1 << 30
 NO_LIMIT = 1 << 60  # what control groups without a limit report is larger
 WORKSPACE = 32 << 20  # that torch gives to the products' library
 
@@ -105,7 +105,7 @@ def need_of(found: Resolved) -> Need:
     slots = int(recipe.schedule.slots)
     pages = given_or(cache.pages, slots * -(-found.max_model_tokens // found.page_tokens))
     split, host = Split(pages, cache, found.layout, found.page_tokens), host_memory()
-    whole, host = split.total + running_bytes(found.layout, slots), host // found.mesh.size
+    whole, host = split.total + running_bytes(found.layout, recipe), host // found.mesh.size
     if (kept := split.host_bytes) > host:
         raise ConfigError(
             f"cache.checkpoint_host_gib: a rank's checkpoints take {gib(kept)}; this machine has "

@@ -20,8 +20,7 @@ from nanovllm.runner.caches import Caches
 from nanovllm.runner.expert_load import ExpertCounter
 from nanovllm.runner.graphs import DecodeGraphs, borrowed, largest_graph
 from nanovllm.runner.piecewise import PiecewiseGraphs
-from nanovllm.runner.results import Copy, DeviceClock, Handle, start_copy
-from nanovllm.runner.slots import Slots
+from nanovllm.runner.results import DeviceClock, Handle, StepCopy, start_copy
 from nanovllm.runner.states import NoStates, States
 from nanovllm.sampling.base import Sampled, SampleRows
 from nanovllm.sampling.sampler import Sampler
@@ -43,37 +42,35 @@ Written = tuple[Tensor, Tensor | None]
 
 
 class Runner:
+    """A model on its device, with all that its steps read and write: slots, caches, graphs."""
+
     def __init__(
         self,
         model: Decoder,
-        slots: Slots,
         prep: BatchPrep,
         sampler: Sampler,
         caches: Caches,
         backend: AttentionBackend,
-        device: torch.device,
         drafter: Drafter | None = None,
         states: States | None = None,
     ) -> None:
         self.drafter = drafter
         self.num_drafts = drafter.num_drafts if drafter is not None else 0
         self.model = model
-        self.slots = slots
-        self.prep = prep
+        self.prep, self.slots = prep, prep.slots
         self.sampler = sampler
         self.caches = caches
         self.states = states or NoStates()
         model.bind_caches({**caches.by_layer, **self.states.by_layer})
-        self.experts = ExpertCounter(model, device)
-        self.expert_load = self.experts.newest
         self.backend = backend
-        self.device = device
-        most_rows = largest_graph(slots.padding, 1 + self.num_drafts)
-        self.builder = RowBuilder(most_rows, slots.padding, 1 + self.num_drafts, device)
+        self.device, padding, width = prep.slots.device, prep.slots.padding, 1 + self.num_drafts
+        self.experts = ExpertCounter(model, self.device)
+        self.expert_load = self.experts.newest
+        self.builder = RowBuilder(largest_graph(padding, width), padding, width, self.device)
         self.graphs = DecodeGraphs(self.forward, self.builder, sharing_logits)
-        self.tails = DecodeGraphs(self.draw_plainly, self.builder)
-        self.piecewise = PiecewiseGraphs(self.hidden, slots.padding * self.builder.width, device)
-        self.clock = DeviceClock(device)
+        self.draws = DecodeGraphs(self.draw_plainly, self.builder)
+        self.piecewise = PiecewiseGraphs(self.hidden, padding * width, self.device)
+        self.clock = DeviceClock(self.device)
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
         self.vet = Vetting(sampler.vocab_size).vet
@@ -100,14 +97,14 @@ class Runner:
     @torch.inference_mode()
     def _finish(
         self, rows: StepRows, forwarded: Forwarded, masked: list[int], masks: Masks | None
-    ) -> Copy:
+    ) -> StepCopy:
         """Sample, and bring the outcome to the slots and on its way to the host."""
         batch, logits_SV = forwarded.batch, forwarded.logits_SV
         if masks is not None and logits_SV is not None:
             self.sampler.apply_mask(logits_SV, rows.samples_of(masked), masks)
         graph = self.graphs.captured.get(size := (len(batch.token_ids_T), rows.width))
         if graph and graph.output is forwarded and self.sampler.plain(rows.host_slots):
-            written: Written = self.tails.replay(size)
+            written: Written = self.draws.replay(size)
             return start_copy(rows, *written)
         num_samples = len(rows.host_slots)
         sampled = Sampled(batch.slots_T[:0], None)

@@ -32,11 +32,7 @@ def num_pages_that_fit(
 
     Raises ConfigError when not even one page fits.
     """
-    page_bytes = layout.bytes_per_token * page_tokens
-    if device.type == "cpu":
-        running = running_bytes(layout, int(recipe.schedule.slots))
-        room = int(recipe.cache.cpu_gib * GIB) - running
-    else:
+    if (pages := known_pages(recipe, layout, page_tokens)) is None:
         torch.cuda.reset_peak_memory_stats(device)
         full_step()
         torch.cuda.synchronize(device)
@@ -44,11 +40,13 @@ def num_pages_that_fit(
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)
         room = int(total * recipe.cache.memory_fraction) - peak - others - GIB  # 1 GiB for graphs
-    return min(pages_in(room_for_pages(room, recipe.cache, layout), page_bytes), useful_pages)
+        room = room_for_pages(room, recipe.cache, layout)
+        pages = pages_in(room, layout.bytes_per_token * page_tokens)
+    return min(pages, useful_pages)
 
 
 def pages_in(room: int, page_bytes: int) -> int:
-    """Beside the padding page. Raises ConfigError when that is hardly any."""
+    """How many pages `room` bytes hold beside the padding page. Raises ConfigError: hardly any."""
     pages = room // page_bytes - 1
     if pages < 2:
         raise ConfigError(
@@ -64,7 +62,7 @@ def known_pages(recipe: Recipe, layout: CacheLayout, page_tokens: int) -> int | 
         return recipe.cache.pages
     if recipe.device != "cpu":
         return None
-    left = int(recipe.cache.cpu_gib * GIB) - running_bytes(layout, int(recipe.schedule.slots))
+    left = int(recipe.cache.cpu_gib * GIB) - running_bytes(layout, recipe)
     room = room_for_pages(left, recipe.cache, layout)
     return pages_in(room, layout.bytes_per_token * page_tokens)
 
@@ -85,8 +83,8 @@ def fitting_context(
     if recipe.cache.pages != "auto":
         cure = f"--set cache.pages={pages}"
     elif recipe.device == "cpu":
-        running = running_bytes(layout, int(recipe.schedule.slots))
-        bytes_needed = running + Split(pages, recipe.cache, layout, page_tokens).total
+        split = Split(pages, recipe.cache, layout, page_tokens)
+        bytes_needed = running_bytes(layout, recipe) + split.total
         cure = f"--set cache.cpu_gib={math.ceil(10 * bytes_needed / GIB) / 10:g}"
     else:
         cure = "raise cache.memory_fraction"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.gated_delta import DeltaStates, Drafting
+from nanovllm.attention.gated_delta import DeltaStates, StateProgress
 from nanovllm.config import ConfigError
 from nanovllm.kv.layout import CacheLayout, StateGroup
 from nanovllm.plan import StepPlan
@@ -74,7 +74,7 @@ class States:
         shape = (layers, num_slots + 1, 1 + num_drafts, width) if num_drafts else (layers, 0, 0, 0)
         kept = torch.zeros(shape, dtype=dtype, device=device)
         int32 = partial(torch.zeros, dtype=torch.int32, device=device)
-        self.drafting = Drafting(int32(num_slots + 1), int32(most_rows), [])
+        self.progress = StateProgress(int32(num_slots + 1), int32(most_rows), [])
         key_heads = (group.channels - group.heads * group.value_size) // (2 * group.key_size)
         tickets_RG = int32(most_rows, key_heads)
         self.by_layer = {
@@ -83,7 +83,7 @@ class States:
                 recurrent[:, nth],
                 tickets_RG,
                 kept[nth] if num_drafts else None,
-                self.drafting,
+                self.progress,
                 (saved_conv[:, nth], saved_recurrent[:, nth]),
             )
             for nth, layer in enumerate(group.layers)
@@ -97,7 +97,7 @@ class States:
         """
         if plan.saves and self.num_drafts:
             raise ValueError(f"plan {plan.step} saves states of rows that may have drafts")
-        self.drafting.parts = self._parts(plan) if plan.chunks else (None, None)
+        self.progress.parts = self._parts(plan) if plan.chunks else (None, None)
         for slot, checkpoint in plan.saves:
             self.saved_NX[checkpoint].copy_(self.rows_NX[slot], non_blocking=True)
         if not plan.admits:
@@ -114,7 +114,7 @@ class States:
         )
         sent = upload_together([np.array(each, np.int32) for each in lists], self.device)
         self.rows_NX.index_fill_(0, sent[0].long(), 0)
-        self.drafting.lengths_N[sent[1].long()] = sent[2]
+        self.progress.lengths_N[sent[1].long()] = sent[2]
 
     def _parts(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """Where the chunks' tokens before and behind a saved state begin, and who gets it."""
@@ -129,7 +129,7 @@ class States:
 
     def forget(self) -> None:
         """Gives the memory back. Nobody asks for states any more, until there are others."""
-        for owner in self.drafting.owners:
+        for owner in self.progress.owners:
             del owner.states
         del self.rows_NX, self.saved_NX, self.by_layer
 

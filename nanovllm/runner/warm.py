@@ -57,7 +57,7 @@ def warm_up(runner: Runner, recipe: Recipe) -> None:
         return
     longest = min(int(recipe.schedule.step_tokens), int(recipe.server.max_model_tokens))
     for num_rows, tokens_each in [(1, 1), (1, 2), (1, 17), (2, longest // 2), (1, longest)]:
-        run_padding(runner, num_rows, tokens_each)
+        run_padding(runner, num_rows, max(1, min(tokens_each, longest)))
     with torch.inference_mode():
         logits_SV = runner.forward(padding_rows(runner, 1, 1)).logits_SV
         assert logits_SV is not None
@@ -73,7 +73,7 @@ def capture(runner: Runner, recipe: Recipe) -> None:
     most = min(recipe.kernels.mixed_graph_tokens, int(recipe.schedule.step_tokens))
     piecewise = piecewise_sizes(most)
     progress = Progress(log, "capturing", 2 * len(sizes) + len(piecewise), "CUDA graphs")
-    for graphs in (runner.graphs, runner.tails):
+    for graphs in (runner.graphs, runner.draws):
         graphs.capture(sizes, int(recipe.server.max_model_tokens), progress.advance)
     runner.piecewise.capture(piecewise, progress.advance)
     progress.finish()

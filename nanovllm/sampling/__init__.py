@@ -3,12 +3,12 @@
 To add one: a file here that satisfies base.Processor, one line below, a field in wire.Sampling.
 """
 
-PROCESSORS = (
-    "nanovllm.sampling.logit_bias:LogitBias",
-    "nanovllm.sampling.bad_words:BadWords",
-    "nanovllm.sampling.min_tokens:MinTokens",
-    "nanovllm.sampling.penalties:Penalties",
-)
+PROCESSORS = {
+    "logit_bias": "nanovllm.sampling.logit_bias:LogitBias",
+    "bad_words": "nanovllm.sampling.bad_words:BadWords",
+    "min_tokens": "nanovllm.sampling.min_tokens:MinTokens",
+    "penalties": "nanovllm.sampling.penalties:Penalties",
+}
 
 THRESHOLDS = {
     "torch": "nanovllm_kernels.sampling_reference:thresholds",

@@ -18,9 +18,8 @@ from nanovllm.sampling.shards import MOST_ROWS
 
 
 class Logprobs:
-    FIELDS: Fields = (
-        ("num_logprobs", "i4"),
-    )  # 1 + how many alternatives; 0 = none, not even the token's
+    # 1 + how many alternatives; 0: none, not even the token's.
+    FIELDS: Fields = (("num_logprobs", "i4"),)
 
     def __init__(self, per_slot: PerSlot) -> None:
         self.host, self.shard = per_slot.columns.host, per_slot.shard

@@ -42,8 +42,7 @@ class Sampler:
         All logits are those of the shard, and all ranks sample together.
         """
         self.vocab_size, self.shard = shard.span.full, shard
-        paths = {path: path for path in PROCESSORS}
-        made = [resolve(paths, path) for path in paths]
+        made = [resolve(PROCESSORS, name) for name in PROCESSORS]
         fields = [f for part in (*made, Truncation, Logprobs) for f in part.FIELDS]
         self.columns = Columns((*FIELDS, *fields), num_slots + 1, device)
         per_slot = PerSlot(self.columns, tokens_NL, prompt_lengths_N, shard)
@@ -87,9 +86,8 @@ class Sampler:
         thresholds_S: Tensor | None = None,
     ) -> Tensor:
         """A token per row, int64, by seed and temperature. Device work only: may be captured."""
-        return self._draw(
-            logits_SV, slots_S, positions_S, self.inverse_temperatures_N, self.seeds_N, thresholds_S
-        )
+        columns = self.inverse_temperatures_N, self.seeds_N
+        return self._draw(logits_SV, slots_S, positions_S, *columns, thresholds_S)
 
     def warm_up(self, logits_SV: Tensor) -> None:
         """Compile what any step may need for such logits, so that no request waits for it."""

@@ -56,7 +56,7 @@ class Decoding:
             self.drafting.begin(slot)
 
     def grow(self, request: Request, num_pages: int) -> int:
-        """Room in more pages. Returns the index of the first of them."""
+        """Gives a request the room of more pages. Returns the index of the first of them."""
         at = int(self.room[request.slot]) // self.page_tokens
         self.room[request.slot] += num_pages * self.page_tokens
         return at

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from nanovllm.plan import Int32
 
-Slots = npt.NDArray[np.int64]
+SlotIndices = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 FIRST_RATE = 0.7  # of the first rows of all
@@ -51,7 +51,7 @@ class Drafting:
 
     # -- planning ---------------------------------------------------------------------------
 
-    def choose(self, step: int, slots_R: Slots, most_R: Int32, budget: int) -> Int32:
+    def choose(self, step: int, slots_R: SlotIndices, most_R: Int32, budget: int) -> Int32:
         """Drafts that each row feeds: `most_R` at most, `budget` in all.
 
         None for a row whose newest known report found none. That report may be a step old: what
@@ -79,7 +79,7 @@ class Drafting:
 
     # -- completion -------------------------------------------------------------------------
 
-    def compared(self, slots_R: Slots, drafts_R: Int32, right_R: Int32) -> None:
+    def compared(self, slots_R: SlotIndices, drafts_R: Int32, right_R: Int32) -> None:
         """Notes how many of the drafts that rows fed were accepted.
 
         It must be called before the step's own report.
@@ -100,7 +100,7 @@ class Drafting:
         self._accepted += np.bincount(right_R, minlength=self.most + 1)
         self.draft_tokens += int(real_R.sum())
 
-    def report(self, slots_R: Slots, drafts_RD: Int32) -> None:
+    def report(self, slots_R: SlotIndices, drafts_RD: Int32) -> None:
         """What the rows of a step will feed next: StepResult.drafts."""
         self._found[slots_R] = drafts_RD[:, 0]
         self._tokens_ND[slots_R] = drafts_RD[:, 1:]

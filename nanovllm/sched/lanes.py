@@ -185,6 +185,7 @@ def planner_of(
     num_lanes: int,
     parallel: Parallel,
 ) -> Planner:
+    """A scheduler, or one for each lane and what makes them one. `memory` makes each its own."""
     lanes = [make(memory()) for _ in range(num_lanes)]
     return lanes[0] if num_lanes == 1 else Lanes(lanes, parallel)
 

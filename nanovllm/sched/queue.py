@@ -12,7 +12,7 @@ from nanovllm.plan import CORRUPTED, Admit, Chunk
 from nanovllm.sched.decoding import Decoding
 from nanovllm.sched.policy import LOOKED_AT, Line, urgency, worth_waiting
 from nanovllm.sched.request import Request, arrive
-from nanovllm.sched.rows import Plan
+from nanovllm.sched.rows import OpenPlan
 from nanovllm.wire import Finish, FinishReason, Generate, Refusal, RefusalKind, Started, StepOutput
 
 
@@ -79,7 +79,7 @@ class Queue:
 
     # -- admission --------------------------------------------------------------------------
 
-    def plan_prompts(self, plan: Plan) -> None:
+    def plan_prompts(self, plan: OpenPlan) -> None:
         """Feed the prompts of running requests, then of those that can be admitted."""
         self.num_deferred = 0
         for request in self.prefilling:
@@ -88,7 +88,7 @@ class Queue:
             self._feed(request, plan)
         self._admit_waiting(plan)
 
-    def _admit_waiting(self, plan: Plan) -> None:
+    def _admit_waiting(self, plan: OpenPlan) -> None:
         """Admit requests in order of urgency while tokens, slots and pages last.
 
         Passed over are those that should wait a step for a prompt that is being computed (their
@@ -118,7 +118,7 @@ class Queue:
         for request in no_pages[:num_overtaken]:
             request.num_overtaken += 1
 
-    def _defer(self, request: Request, plan: Plan) -> int | None:
+    def _defer(self, request: Request, plan: OpenPlan) -> int | None:
         """The pages it will need in the next step, if it should wait for what this one computes."""
         if not plan.chunks:
             return None
@@ -127,7 +127,7 @@ class Queue:
             return None
         return self.memory.num_pages_for(len(request.tokens)) - then // self.memory.page_tokens
 
-    def _admit(self, request: Request, plan: Plan, kept_pages: int) -> bool:
+    def _admit(self, request: Request, plan: OpenPlan, kept_pages: int) -> bool:
         reserve = len(self.running) + kept_pages  # each that runs may need a page soon
         slot = -1 if self.decoding.drafting.most else self._free_slots[-1]
         known = self.memory.admit(request.id, request.keys, reserve, slot)
@@ -162,7 +162,7 @@ class Queue:
             plan.copies.append((known.source, target))
         return True
 
-    def _feed(self, request: Request, plan: Plan) -> None:
+    def _feed(self, request: Request, plan: OpenPlan) -> None:
         """Plan the next chunk."""
         done, until = int(self.decoding.planned[request.slot]), request.prefill_until
         waiting = (other.keys for other in self.waiting)
@@ -176,7 +176,7 @@ class Queue:
         plan.num_tokens += end - done
         plan.max_length = max(plan.max_length, end)
 
-    def issue(self, plan: Plan) -> list[Request]:
+    def issue(self, plan: OpenPlan) -> list[Request]:
         """The plan is complete. Returns the requests whose known tokens it feeds to the end."""
         self.memory.publish()
         firsts = [r for r, c in zip(plan.chunked, plan.chunks, strict=True) if c.samples]

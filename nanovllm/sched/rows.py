@@ -30,7 +30,7 @@ def rows_of(requests: list[Request]) -> Rows:
 
 
 @dataclass(slots=True)
-class Plan:
+class OpenPlan:
     """A StepPlan under construction."""
 
     budget: int  # prompt tokens it may still take

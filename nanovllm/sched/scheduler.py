@@ -22,7 +22,7 @@ from nanovllm.sched.decoding import Decoding
 from nanovllm.sched.policy import LEAST_SPARED, prompt_budget
 from nanovllm.sched.queue import Queue
 from nanovllm.sched.request import Request
-from nanovllm.sched.rows import Flight, Plan, Rows, rows_of
+from nanovllm.sched.rows import Flight, OpenPlan, Rows, rows_of
 from nanovllm.wire import (
     STEP_TOKENS,
     FinishReason,
@@ -120,7 +120,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do until a result arrives."""
-        plan = Plan(self.step_tokens)
+        plan = OpenPlan(self.step_tokens)
         decodes, drafts_R = self._plan_decodes(plan)
         self.queue.plan_prompts(plan)
         if not plan.num_tokens:
@@ -149,7 +149,7 @@ class Scheduler:
         """The requests of plan.masked and the drafts they feed; some may have finished since."""
         return [self._decoding.fed(plan.step, row) for row in plan.masked]
 
-    def _plan_decodes(self, plan: Plan) -> tuple[Rows, Int32 | None]:
+    def _plan_decodes(self, plan: OpenPlan) -> tuple[Rows, Int32 | None]:
         """One row for each decoding request that may still sample, and the drafts it feeds."""
         rows, planned_R = self._decoding.wanting()
         if not rows.requests:
@@ -172,8 +172,11 @@ class Scheduler:
         plan.budget = prompt_budget(self.step_tokens, self.mixed_step_tokens, plan.num_tokens)
         return rows, drafts_R
 
-    def _plan_drafts(self, rows: Rows, ends_R: Int32, plan: Plan) -> Int32 | None:
-        """Within each row's limit, in free pages, and half of the tokens that the rows leave."""
+    def _plan_drafts(self, rows: Rows, ends_R: Int32, plan: OpenPlan) -> Int32 | None:
+        """How many drafts each row feeds, within its limit and the pages it has or gets.
+
+        All of them are at most half of the tokens that the rows leave. None: no row feeds any.
+        """
         decoding, slots_R = self._decoding, rows.slots
         most_R = decoding.limit[slots_R] - 1 - ends_R
         budget = (self.step_tokens - plan.num_tokens) // 2
@@ -183,14 +186,14 @@ class Scheduler:
         drafts_R = np.minimum(drafts_R, decoding.room[slots_R] - ends_R)
         return drafts_R if np.count_nonzero(drafts_R) else None
 
-    def _grant(self, request: Request, end: int, plan: Plan) -> bool:
-        """Pages for so many tokens, if they are free."""
+    def _grant(self, request: Request, end: int, plan: OpenPlan) -> bool:
+        """Grant pages for `end` tokens in all. Returns whether so many were free."""
         if (pages := self.memory.extend(request.id, end)) is None:
             return False
         plan.grants.append(Grant(request.slot, self._decoding.grow(request, len(pages)), pages))
         return True
 
-    def _make_room(self, rows: Rows, short: list[Request], plan: Plan) -> Rows:
+    def _make_room(self, rows: Rows, short: list[Request], plan: OpenPlan) -> Rows:
         """A page more for the rows that need one, taken from the least urgent if none is free.
 
         Returns the rows that can go ahead.

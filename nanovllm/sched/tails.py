@@ -17,6 +17,8 @@ STOPS = 4  # ids a slot compares with at once; a request with more of them is lo
 
 
 class Tails:
+    """The newest tokens of requests in slots: as many as make their last page full, at most."""
+
     def __init__(self, num_slots: int, page_tokens: int) -> None:
         self.page_tokens = page_tokens
         self._tokens_NT = np.zeros((num_slots, page_tokens), np.int32)
@@ -34,7 +36,7 @@ class Tails:
         self._empty(request)
 
     def append(self, slots_R: npt.NDArray[np.int64], tokens_R: Int32) -> list[int]:
-        """A token each. Returns the rows whose requests are to be looked at."""
+        """Appends a token to each tail. Returns the rows whose requests are to be looked at."""
         at_R = self._counts_N[slots_R]
         self._tokens_NT[slots_R, at_R] = tokens_R
         at_R += 1
@@ -44,7 +46,7 @@ class Tails:
         return rows
 
     def flush(self, request: Request) -> None:
-        """To the list of a request in a slot."""
+        """Moves the tail of a request in a slot to its own list."""
         tail = self._tokens_NT[request.slot, : self._counts_N[request.slot]]
         request.tokens.frombytes(tail.tobytes())
         self._empty(request)

@@ -18,8 +18,8 @@ from nanovllm.server.shapes import (
     Answer,
     AnswerChoice,
     Call,
+    ChoiceLogprobs,
     Function,
-    Logprobs,
     TokenLogprob,
     Usage,
 )
@@ -34,6 +34,11 @@ class Details(Struct):
 
     logprobs: list[TokenLogprob] = []
     token_ids: list[int] = []
+
+    def add(self, more: Details | None) -> None:
+        if more is not None:
+            self.logprobs += more.logprobs
+            self.token_ids += more.token_ids
 
 
 class ChunkWriter:
@@ -98,7 +103,7 @@ class ChunkWriter:
         listed, ids = b"null", b""
         if details is not None:
             if details.logprobs:
-                listed = _encode(Logprobs(details.logprobs))
+                listed = _encode(ChoiceLogprobs(details.logprobs))
             if details.token_ids:
                 ids = b',"token_ids":' + _encode(details.token_ids)
         choice = b'%b,"logprobs":%b,"finish_reason":%b%b}]' % (delta, listed, reason, ids)
@@ -122,7 +127,7 @@ class WholeWriter:
     def flush(self) -> None: ...
 
     def write(self, event: Event, details: Details | None) -> None:
-        self._learn(details)
+        self._details.add(details)
         if isinstance(event, CallStart):
             self.num_calls += 1
             self._calls.append((event.name, []))
@@ -132,13 +137,8 @@ class WholeWriter:
             self._said[type(event)].append(event.text)
 
     def end(self, reason: str, details: Details | None) -> None:
-        self._learn(details)
+        self._details.add(details)
         self._reason = reason
-
-    def _learn(self, details: Details | None) -> None:
-        if details is not None:
-            self._details.logprobs += details.logprobs
-            self._details.token_ids += details.token_ids
 
     def choice(self, *, with_logprobs: bool) -> AnswerChoice:
         """Content is null only beside calls: many clients cannot take a null elsewhere."""
@@ -151,7 +151,7 @@ class WholeWriter:
             reasoning if self._reasoning_content else UNSET,
             calls or UNSET,
         )
-        logprobs = Logprobs(self._details.logprobs) if with_logprobs else None
+        logprobs = ChoiceLogprobs(self._details.logprobs) if with_logprobs else None
         token_ids = self._details.token_ids or UNSET
         return AnswerChoice(self._index, answer, logprobs, self._reason, token_ids)
 

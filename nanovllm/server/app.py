@@ -36,8 +36,9 @@ from nanovllm.server.debug_steps import DEBUG, looks
 from nanovllm.server.engines import Engines
 from nanovllm.server.errors import ApiError, shutting_down, unknown_model
 from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, LargeBodies, Room
-from nanovllm.server.metrics import OTHER_PATH, HttpCounts, render
+from nanovllm.server.metrics import OTHER_PATH, HttpCounts
 from nanovllm.server.orders import with_grammar
+from nanovllm.server.page_files import Handler
 from nanovllm.server.protocol import REQUEST_ID, ChatRequest
 from nanovllm.server.reply import CLIENT_LEFT, Reply
 from nanovllm.server.served import Served
@@ -46,10 +47,10 @@ from nanovllm.server.template import Prompt
 log = logging.getLogger("server")
 CHAT = "/v1/chat/completions"
 MODELS = "/v1/models"
+METRICS = "/metrics"
 PROBES = ("/health", "/ready")  # whoever watches a server has no key
 READING = ("GET", "HEAD")
 QUIET_S = 10.0  # a stream without events for so long gets a comment
-METRICS_TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 MAX_LARGE_BODIES = 4  # of the greatest size, all at once
 
 
@@ -60,6 +61,7 @@ class App:
         served: Served,
         config: ServerConfig,
         counts: HttpCounts,
+        metrics: Handler,
         threads: Executor,
         large: LargeBodies,
     ) -> None:
@@ -75,14 +77,13 @@ class App:
         self._large = large
         self._room = Room(MAX_LARGE_BODIES * config.max_body_bytes)
         self._counts = counts
-        self._pages: dict[str, Callable[[], tuple[bytes, bytes]]] = {
+        self._answers: dict[str, Callable[[], tuple[bytes, bytes]]] = {
             MODELS: self._models,
             "/health": self._health,
             "/ready": partial(self._health, b"ready"),
             "/version": self._version,
-            "/metrics": self._show_metrics,
         }
-        self._looks = looks(engines, config)
+        self._looks = {**looks(engines, config), METRICS: metrics}
 
     @property
     def is_idle(self) -> bool:
@@ -109,7 +110,7 @@ class App:
             self._counts.responses[self._route(scope), writer.status or CLIENT_LEFT] += 1
 
     def end_all(self) -> None:
-        """The time for open requests is over."""
+        """Answers all open requests with 503: their time is over."""
         for reply in list(self._replies):
             reply.fail(shutting_down())
         for task in self._preparing:
@@ -120,18 +121,18 @@ class App:
         path: str = scope["path"]
         if path.startswith(f"{MODELS}/"):
             return MODELS
-        return path if path == CHAT or path in self._pages or path in self._looks else OTHER_PATH
+        return path if path == CHAT or path in self._answers or path in self._looks else OTHER_PATH
 
     async def _answer(
         self, scope: Scope, receive: Receive, writer: Writer, request_id: str
     ) -> None:
         path: str = scope["path"]
-        look, page = self._looks.get(path), self._pages.get(path)
-        if path not in PROBES and (look is None or path.startswith(DEBUG)):
+        look, answer = self._looks.get(path), self._answers.get(path)
+        if path not in PROBES and (look is None or path.startswith((DEBUG, METRICS))):
             self._authorise(scope)
         if path.startswith(f"{MODELS}/"):
-            page = partial(self._model, path.removeprefix(f"{MODELS}/"))
-        if path != CHAT and page is None and look is None:
+            answer = partial(self._model, path.removeprefix(f"{MODELS}/"))
+        if path != CHAT and answer is None and look is None:
             raise ApiError(404, f"{path[:200]} does not exist", code="not_found")
         methods = ("POST",) if path == CHAT else READING
         if scope["method"] not in methods:
@@ -140,8 +141,8 @@ class App:
             raise ApiError(405, text, code="method_not_allowed", headers=allow)
         if look is not None:
             await look(scope, writer)
-        elif page is not None:
-            writer.respond(200, *page(), [(b"x-request-id", request_id.encode())])
+        elif answer is not None:
+            writer.respond(200, *answer(), [(b"x-request-id", request_id.encode())])
         else:
             await self._chat(scope, receive, writer, request_id)
 
@@ -154,7 +155,7 @@ class App:
             raise ApiError(401, text, code="invalid_api_key")
 
     def _refuse(self, scope: Scope, writer: Writer, error: ApiError, request_id: str) -> None:
-        """Only before a response has begun."""
+        """Answers with an error; to be called only before a response has begun."""
         if scope["path"] == CHAT:
             self._counts.rejected[error.code or "error"] += 1
             log.info("request %s", fields(id=request_id, status=error.status, error=error.code))
@@ -169,6 +170,10 @@ class App:
         if kind.lower() != JSON:
             text = f"the content-type must be application/json, not {kind[:100].decode('latin-1')}"
             raise ApiError(400, text, code="invalid_content_type")
+        if (coding := header(scope, b"content-encoding") or b"identity").lower() != b"identity":
+            said = coding[:100].decode("latin-1")
+            text = f"the body must not be compressed, and its content-encoding is {said}"
+            raise ApiError(400, text, code="invalid_content_encoding")
         task = asyncio.current_task()
         assert task is not None
         self._preparing.add(task)
@@ -190,7 +195,7 @@ class App:
             log.info("request %s", reply.summary)
 
     async def _prepared(self, scope: Scope, receive: Receive) -> tuple[ChatRequest, Prompt]:
-        """The body, checked, and as a prompt with its grammar."""
+        """Reads and checks the body; the request, and its prompt with the grammar, if any."""
         request, prompt = await self._prompted(scope, receive)
         if request.constrained_by is not None or request.tools:
             prompt = await asyncio.get_running_loop().run_in_executor(
@@ -239,7 +244,3 @@ class App:
 
     def _version(self) -> tuple[bytes, bytes]:
         return JSON, msgspec.json.encode({"version": __version__})
-
-    def _show_metrics(self) -> tuple[bytes, bytes]:
-        seen = self._engines.seen()
-        return METRICS_TEXT, render(seen, self._counts, num_tasks=len(asyncio.all_tasks()))

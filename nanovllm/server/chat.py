@@ -23,7 +23,7 @@ from nanovllm.server.counted import CountedWriter
 from nanovllm.server.detokenize import Detokenizer, StopStrings
 from nanovllm.server.errors import ApiError
 from nanovllm.server.orders import generates
-from nanovllm.server.parsers.base import Event, Reasoning, joined
+from nanovllm.server.parsers.base import CallPart, Event, Reasoning, joined
 from nanovllm.server.protocol import ChatRequest, StreamOptions
 from nanovllm.server.served import Served
 from nanovllm.server.shapes import (
@@ -114,8 +114,7 @@ class ChatSession:
         return ",".join(sorted({choice.reason for choice in self.choices if choice.reason}))
 
     def usage(self) -> Usage:
-        num_reasoning = sum(choice.num_reasoning for choice in self.choices)
-        return self._usage(self.num_tokens, num_reasoning)
+        return self._usage(self.num_tokens, sum(choice.num_reasoning for choice in self.choices))
 
     def usage_told(self) -> Usage:
         """What the chunks that are written by now have brought."""
@@ -219,10 +218,8 @@ class Choice:
         self._logprobs.append(TokenLogprob(*self._shown(entry.token_id, entry.logprob), tops))
 
     def tokens(self, token_ids: Sequence[int]) -> None:
-        """A step's. They are read one by one and written together."""
-        end = self._num_tokens + len(token_ids)
-        if end > self._due_at:
-            self._due_at = end
+        """Takes a step's tokens, which are read one by one and written together."""
+        self._due_at = max(self._due_at, self._num_tokens + len(token_ids))
         for token_id in token_ids:
             if not self.reason:  # else a stop string came before
                 self._token(token_id)
@@ -255,7 +252,7 @@ class Choice:
         self._session.update()
 
     def _tell(self) -> Usage:
-        """A chunk is written, with all that there is."""
+        """The usage for a chunk that is being written, which brings all tokens so far."""
         self.num_told, self.reasoning_told = self._num_tokens, self.num_reasoning
         return self._session.usage_told()
 
@@ -286,14 +283,17 @@ class Choice:
             self._write(self._parser.feed(text))
         if is_stopped:
             self._session.abort(self.message.request_id)
-            self._end("stop")
+            self._end("stop", is_cut=True)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, *, is_cut: bool = False) -> None:
+        """`is_cut`: by a stop string, maybe amid a call, which is no whole one then."""
         if self._stops is not None and (text := self._stops.finish()):
             self._write(self._parser.feed(text))
-        self._write(self._parser.finish(), is_last=True)
+        last = self._parser.finish()
+        self._write(last, is_last=True)
+        is_cut = is_cut and any(isinstance(event, CallPart) for event in last)
         is_named = self._session.request.choice_of_tools.is_named
-        if reason == "stop" and self._writer.num_calls and not is_named:
+        if reason == "stop" and self._writer.num_calls and not is_named and not is_cut:
             reason = "tool_calls"  # of the model's own accord, that is: as OpenAI has it
         self.reason = reason
         self._writer.end(reason, self._details)

@@ -136,6 +136,8 @@ class Connection(HttpToolsProtocol):
             text = "this server speaks HTTP/1.1 alone: leave out the header Upgrade"
             raise ApiError(400, text, code="invalid_http")  # the parser would skip the body
         super().on_headers_complete()
+        # Neither chunked nor counted: asgi.Writer writes such bodies.
+        self.cycle.chunked_encoding = False if self.scope["http_version"] == "1.0" else None
         if not self.pipeline:
             self._answered = self.cycle
         self._in_head, self._in_body, self._has_turned = False, True, True

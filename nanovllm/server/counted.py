@@ -29,7 +29,7 @@ class CountedWriter(ChunkWriter):
         self._details = Details()
 
     def write(self, event: Event, details: Details | None) -> None:
-        self._learn(details)
+        self._details.add(details)
         delta = self._delta
         if isinstance(event, CallStart):
             call = Call(new_call_id(), Function(event.name, ""), self.num_calls)
@@ -52,13 +52,8 @@ class CountedWriter(ChunkWriter):
             self._put(b"null")
 
     def end(self, reason: str, details: Details | None) -> None:
-        self._learn(details)
+        self._details.add(details)
         self._put(_encode(reason))
-
-    def _learn(self, details: Details | None) -> None:
-        if details is not None:
-            self._details.logprobs += details.logprobs
-            self._details.token_ids += details.token_ids
 
     def _put(self, reason: bytes) -> None:
         delta, details = self._delta, self._details

@@ -25,7 +25,7 @@ class Vocabulary:
     """What each token id stands for. Ids beyond the tokenizer's own show as `<12345>`."""
 
     def __init__(self, tokenizer: Tokenizer, markers: Sequence[str] = ()) -> None:
-        """`marks`: each marker as detokenised text has it, which is itself if it is no token.
+        """Attribute `marks`: each marker as detokenised text has it; itself if it is no token.
 
         Raises ConfigError if the vocabulary is not byte-level.
         """
@@ -61,7 +61,7 @@ class Vocabulary:
         return self._bytes[token_id] if token_id < self.size else b"<%d>" % token_id
 
     def marked(self, text: str) -> str:
-        """With every marker as the token it may be."""
+        """The text with every marker as detokenised text would have it."""
         for marker, mark in self.marks.items():
             text = text.replace(marker, mark)
         return text

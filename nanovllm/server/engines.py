@@ -20,7 +20,7 @@ from nanovllm.server.chat import ChatSession
 from nanovllm.server.errors import ApiError
 from nanovllm.server.metrics import Metrics, Seen
 from nanovllm.server.protocol import ChatRequest
-from nanovllm.server.router import Routed, Router
+from nanovllm.server.router import RequestRouter, Routed
 from nanovllm.server.template import Prompt
 from nanovllm.wire import Ready
 
@@ -43,8 +43,10 @@ class Route:
 
 
 class ChosenRoute(Route):
+    """A route of several engines, of which the router hears what became of the request."""
+
     def __init__(
-        self, client: EngineClient, metrics: Metrics, router: Router, routed: Routed
+        self, client: EngineClient, metrics: Metrics, router: RequestRouter, routed: Routed
     ) -> None:
         super().__init__(client, metrics)
         self._router = router
@@ -85,9 +87,11 @@ class Engines:
         """Whom to send a request, to be told when it was sent and when it is over."""
         return self._route
 
-    def end(self, at: int) -> None:
-        """Engine `at` was lost, whether its connection has noticed or not."""
-        self.clients[at].cut()
+    def end(self, at: int, when: float) -> None:
+        """Engine `at` was lost, whether its connection has noticed or not; but what was heard late
+        is not of one that was ready only after that (monotonic)."""
+        if self.clients[at].ready_at < when:
+            self.clients[at].cut()
 
     def problem(self) -> ApiError | None:
         """Why no engine can be sent a request; None if one can."""
@@ -118,7 +122,7 @@ class Replicas(Engines):
         self._num_workers = recipe.server.workers
         self._connecting: set[asyncio.Task[None]] = set()
         ready = clients[0].ready
-        self._router = Router(
+        self._router = RequestRouter(
             [client.ready.num_pages if recipe.cache.prefix else 0 for client in clients],
             ready.page_tokens,
             prefill_weight=recipe.parallel.prefill_weight,
@@ -144,7 +148,7 @@ class Replicas(Engines):
             for at, client in enumerate(self.clients)
         ]
         if not any(load is not None for load in loads):
-            return self._route  # which says that it is gone, or stalls as all do
+            return Route(self.clients[0], self.metrics[0])  # it is gone, or stalls as all do
         salt = request.cache_salt or ""
         owner = salt or request.user or ""
         routed = self._router.route(prompt.ids, salt, owner, loads)

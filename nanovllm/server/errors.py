@@ -70,8 +70,7 @@ def unknown_model(asked: str, served: str) -> ApiError:
 
 def shutting_down() -> ApiError:
     close = [(b"connection", b"close")]
-    text = "the server is shutting down"
-    return ApiError(503, text, code="shutting_down", headers=close)
+    return ApiError(503, "the server is shutting down", code="shutting_down", headers=close)
 
 
 def bad_body(error: msgspec.DecodeError) -> ApiError:

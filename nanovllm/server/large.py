@@ -41,7 +41,7 @@ MAX_S = 30.0  # for one body, in a process that others may slow down
 START_S = 120.0
 NICENESS = 10
 NAME = "nanovllm-large"
-Answer = tuple[ChatRequest, Prompt]
+Prepared = tuple[ChatRequest, Prompt]
 
 
 class Room:
@@ -61,8 +61,7 @@ class Room:
             if num_bytes <= LARGE_BYTES:
                 return
             if more > self._left:
-                text = "too many large requests wait already"
-                raise ApiError(503, text, code="overloaded")
+                raise ApiError(503, "too many large requests wait already", code="overloaded")
             self._left -= more
             held = num_bytes
 
@@ -78,7 +77,7 @@ class LargeBodies:
     def __init__(self, config: Config, ready: Ready) -> None:
         self._worker = _Worker(config, ready)
         self._thread = ThreadPoolExecutor(1, "large")
-        self._waiting: list[tuple[int, int, bytes, asyncio.Future[Answer]]] = []
+        self._waiting: list[tuple[int, int, bytes, asyncio.Future[Prepared]]] = []
         self._numbers = itertools.count()
         self._is_busy = False
 
@@ -90,12 +89,12 @@ class LargeBodies:
         self._thread.shutdown()
         self._worker.kill()  # if it was just starting
 
-    async def prepare(self, body: bytes) -> Answer:
+    async def prepare(self, body: bytes) -> Prepared:
         """A checked request without its messages, and its prompt. Raises ApiError.
 
         Whoever is cancelled leaves the queue; what is being worked on is finished.
         """
-        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[Prepared] = asyncio.get_running_loop().create_future()
         entry = (len(body), next(self._numbers), body, done)
         heapq.heappush(self._waiting, entry)
         self._start_next()
@@ -115,7 +114,7 @@ class LargeBodies:
             )
             running.add_done_callback(partial(self._finished, done))
 
-    def _finished(self, done: asyncio.Future[Answer], running: asyncio.Future[Answer]) -> None:
+    def _finished(self, done: asyncio.Future[Prepared], running: asyncio.Future[Prepared]) -> None:
         self._is_busy = False
         error = running.exception()
         if done.done():
@@ -134,7 +133,7 @@ class _Worker:
         self._given = config, ready
         self._running: tuple[BaseProcess, Pipe] | None = None
 
-    def prepare(self, body: bytes) -> Answer:
+    def prepare(self, body: bytes) -> Prepared:
         """Blocks. Raises ApiError."""
         try:
             pipe = self._pipe()
@@ -162,7 +161,7 @@ class _Worker:
             pipe.close()
 
     def _pipe(self) -> Pipe:
-        if self._running is None:
+        if self._running is None or not self._running[0].is_alive():
             context = multiprocessing.get_context("spawn")
             ours, theirs = context.Pipe()
             process = context.Process(target=work, args=(theirs, *self._given), name=NAME)
@@ -182,7 +181,7 @@ def work(pipe: Pipe, config: Config, ready: Ready) -> None:
     with contextlib.suppress(OSError):  # only Linux has it
         Path("/proc/self/comm").write_text(NAME)
     os.nice(NICENESS)
-    setup()
+    setup(config.recipe.server.log_format)
     served = Served(config, ready)
     with contextlib.suppress(EOFError, OSError):
         pipe.send_bytes(b"ready")

@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import resource
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
@@ -26,15 +28,18 @@ from nanovllm.config import Config, Server as ServerConfig
 from nanovllm.log import fields
 from nanovllm.server.app import App
 from nanovllm.server.connection import Connection
+from nanovllm.server.cors import Cors
 from nanovllm.server.engines import Engines
 from nanovllm.server.large import LargeBodies
 from nanovllm.server.metrics import HttpCounts
+from nanovllm.server.metrics_page import MetricsPage
 from nanovllm.server.served import Served
 
 log = logging.getLogger("server")
 SWITCH_S = 0.001  # how long a thread that renders may keep the event loop waiting
 NUM_THREADS = 4  # prompts rendered and tokenised at once
 BACKLOG = 2048
+MOST_FILES = 65_536  # open at once, which connections are, if the system allows so many
 KEEP_ALIVE_S = 75  # idle connections; above the minute for which proxies keep theirs
 LAST_WRITES_S = 1  # for what is still in socket buffers at the very end
 SAME_SIGNAL_S = 0.5  # one that goes to a whole group comes again from the supervisor
@@ -46,33 +51,39 @@ def run(
     worker: int,
     sock: socket.socket | None = None,
     ready: Callable[[], None] = lambda: None,
-    hear: Callable[[Callable[[int], object]], None] = lambda _: None,
+    hear: Callable[[Callable[[int, float], object]], None] = lambda _: None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. `sock`: listens already; None binds server.host and port.
 
     `ready` is called once requests are accepted, `hear` with what is to be called, from any
-    thread, with the number of an engine that was lost. Raises ConfigError if the model's files are
-    broken, EngineLostError if an engine dies before all are ready.
+    thread, with the number of an engine that was lost, and when (monotonic). Raises ConfigError if
+    the model's files are broken, EngineLostError if an engine dies before all are ready.
     """
 
     async def serve() -> None:
         engines = await Engines.connect(engine_paths, config.recipe)
         loop = asyncio.get_running_loop()
-        hear(lambda at: loop.call_soon_threadsafe(engines.end, at))
+        hear(lambda *lost: loop.call_soon_threadsafe(engines.end, *lost))
         sys.setswitchinterval(SWITCH_S)
         served, counts = Served(config, engines.ready), HttpCounts()
         with (
             ThreadPoolExecutor(NUM_THREADS, "prompt") as threads,
             LargeBodies(config, engines.ready) as large,
         ):
-            app = App(engines, served, config.recipe.server, counts, threads, large)
+            folder, settings = Path(engine_paths[0]).parent, config.recipe.server
+            metrics = MetricsPage(engines, counts, folder, worker, settings.workers)
+            await metrics.listen()
+            app = App(engines, served, settings, counts, metrics, threads, large)
             gc.collect()
             gc.freeze()  # the vocabulary's objects are never garbage; do not visit them again
-            server = DrainingServer(app, config.recipe.server, counts, ready)
+            server = DrainingServer(app, settings, counts, ready)
             log.info("ready %s", fields(worker=worker, model=served.name))
             await server.serve(None if sock is None else [sock])
             log.info("stopped %s", fields(worker=worker))
 
+    with suppress(ValueError, OSError):  # most shells say 1,024: who comes beyond is hung up on
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
 
@@ -88,7 +99,7 @@ class DrainingServer(uvicorn.Server):
     ) -> None:
         super().__init__(
             uvicorn.Config(
-                app,
+                Cors(app, settings.allowed_origins),
                 host=settings.host,
                 port=settings.port,
                 backlog=BACKLOG,

@@ -1,8 +1,8 @@
 """Counters and histograms to Prometheus text. Knows neither who counts nor who asks.
 
 Names are those other engines made common, so that dashboards and gateways work unchanged;
-`nanovllm:` marks what only we have. With several API processes each reports its own requests,
-and the engines' numbers are the same from all. What has no label "engine" is the API process's.
+`nanovllm:` marks what only we have. Engines' numbers are the same from all API processes; what
+these count of their requests is added up. What has no label "engine" is the API processes' alone.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 CHOICES = (1, 2, 5, 10, 20)
 OTHER_PATH = "other"  # label of what no route serves, and of what was never understood
 Sample = tuple[str, str, float]  # what follows the metric's name, further labels, value
+Samples = dict[str, dict[str, float]]  # by a metric's name, then by what follows it
 
 
 class Histogram:
+    """A histogram of Prometheus. `counts`: by the first bound that an observation is not above."""
+
     def __init__(self, name: str, bounds: Sequence[float]) -> None:
         self.name = name
         self.bounds = tuple(bounds)
@@ -68,8 +71,7 @@ class Metrics:
         self.prefill_s = Histogram("vllm:request_prefill_time_seconds", REQUEST_S)
         self.decode_s = Histogram("vllm:request_decode_time_seconds", REQUEST_S)
         self.prompt_tokens = Histogram("vllm:request_prompt_tokens", TOKENS)
-        computed = "vllm:request_prefill_kv_computed_tokens"
-        self.computed_prompt_tokens = Histogram(computed, TOKENS)
+        self.computed_prompt_tokens = Histogram("vllm:request_prefill_kv_computed_tokens", TOKENS)
         self.generation_tokens = Histogram("vllm:request_generation_tokens", TOKENS)
         self.params_n = Histogram("vllm:request_params_n", CHOICES)
         self.params_max_tokens = Histogram("vllm:request_params_max_tokens", TOKENS)
@@ -100,15 +102,15 @@ class Seen(Struct, kw_only=True):
     num_open: int = 0
 
 
-def render(engines: Sequence[Seen], http: HttpCounts, num_tasks: int = 0) -> bytes:
-    """Prometheus' text format, version 0.0.4. Of an engine that has gone, only what we counted."""
+def counted(
+    engines: Sequence[Seen], http: HttpCounts, num_tasks: int = 0, worker: str = ""
+) -> Samples:
+    """What one API process counts. `worker`: the labels of what each tells of itself alone."""
     page = _Page()
     model = f"model_name={quoted(engines[0].ready.model)}"
     for index, engine in enumerate(engines):
         page.labels = f'{model},engine="{index}"'
-        page.add("nanovllm:engine_up", engine.stats is not None)
-        if engine.stats is not None:
-            _engine(page, engine, engine.stats)
+        page.add("nanovllm:open_choices", engine.num_open)
         _requests(page, engine.metrics)
     page.labels = model
     page.add("nanovllm:asyncio_tasks", num_tasks)
@@ -117,38 +119,65 @@ def render(engines: Sequence[Seen], http: HttpCounts, num_tasks: int = 0) -> byt
     of = (("", f',path={quoted(path)},status="{status}"', n) for (path, status), n in answers)
     page.add("nanovllm:http_requests_total", of)
     page.add("nanovllm:dropped_slow_readers_total", http.num_slow_readers)
-    page.labels = ""
+    page.labels = worker
     for name, value in process_facts().items():
         page.add(name, value)
+    return page.samples
+
+
+def render(engines: Sequence[Seen], processes: Iterable[Samples]) -> bytes:
+    """Prometheus' text format, version 0.0.4, of what all API processes have counted.
+
+    Of an engine that has gone, that is all there is.
+    """
+    page = _Page()
+    for index, engine in enumerate(engines):
+        page.labels = f'model_name={quoted(engine.ready.model)},engine="{index}"'
+        page.add("nanovllm:engine_up", engine.stats is not None)
+        if engine.stats is not None:
+            _engine(page, engine, engine.stats)
+    page.labels = ""
+    for samples in processes:
+        for name, values in samples.items():
+            page.add(name, (("", series, value) for series, value in values.items()))
     return page.text().encode()
 
 
 class _Page:
-    """A metrics page. All samples of one name stand together. `labels`: what those to come have."""
+    """A metrics page. Samples that are alike are added up. `labels`: what those to come have."""
 
     def __init__(self) -> None:
         self.labels = ""
-        self._lines: dict[str, list[str]] = {}  # by name
+        self.samples: Samples = {}
 
-    def add(self, name: str, samples: float | Iterable[Sample], kind: str = "") -> None:
-        kind = kind or ("counter" if name.endswith("_total") else "gauge")
-        head = f"# HELP {name} {HELP[name]}\n# TYPE {name} {kind}"
-        lines = self._lines.setdefault(name, [head])
+    def add(self, name: str, samples: float | Iterable[Sample]) -> None:
+        values = self.samples.setdefault(name, {})
         if isinstance(samples, int | float):
             samples = [("", "", samples)]
         for suffix, further, value in samples:
-            named = f"{{{self.labels}{further}}}" if self.labels or further else ""
-            lines.append(f"{name}{suffix}{named} {value:.17g}")
+            named = f"{{{self.labels}{further}}}" if self.labels else further
+            series = f"{suffix}{named}"
+            values[series] = values.get(series, 0) + value
 
     def text(self) -> str:
-        return "".join(f"{line}\n" for lines in self._lines.values() for line in lines)
+        return "".join(f"{line}\n" for name in self.samples for line in self._lines(name))
+
+    def _lines(self, name: str) -> Iterator[str]:
+        """All samples of one name stand together."""
+        values = self.samples[name]
+        kind = "counter" if name.endswith("_total") else "gauge"
+        if next(iter(values), "").startswith("_bucket"):
+            kind = "histogram"
+        yield f"# HELP {name} {HELP[name]}"
+        yield f"# TYPE {name} {kind}"
+        for series, value in values.items():
+            yield f"{name}{series} {value:.17g}"
 
 
 def _engine(page: _Page, engine: Seen, stats: Stats) -> None:
     sizes = {f"{engine.ready.page_tokens}/{engine.ready.num_pages}": 1}
     page.add("vllm:cache_config_info", _by("block_size/num_gpu_blocks", sizes))
     page.add("nanovllm:last_step_age_seconds", engine.step_age_s)
-    page.add("nanovllm:open_choices", engine.num_open)
     _queue_and_cache(page, stats)
     _steps(page, stats)
     if stats.accepted_by_position:
@@ -163,7 +192,7 @@ def _requests(page: _Page, metrics: Metrics) -> None:
     page.add("vllm:admission_rejections_total", _by("reason", metrics.rejected))
     page.add("nanovllm:corrupted_requests_total", metrics.corrupted_requests)
     for histogram in metrics.histograms():
-        page.add(histogram.name, histogram.samples(), "histogram")
+        page.add(histogram.name, histogram.samples())
 
 
 def _queue_and_cache(page: _Page, stats: Stats) -> None:
@@ -194,7 +223,7 @@ def _steps(page: _Page, stats: Stats) -> None:
     page.add("vllm:generation_tokens_total", stats.generated_tokens)
     fed = Histogram("vllm:iteration_tokens_total", STEP_TOKENS)
     fed.counts, fed.total = stats.steps_by_tokens or fed.counts, stats.step_tokens
-    page.add(fed.name, fed.samples(), "histogram")
+    page.add(fed.name, fed.samples())
     page.add("nanovllm:steps_total", stats.num_steps)
     page.add("nanovllm:host_bubble_seconds_total", stats.host_bubble_s)
     page.add("nanovllm:graph_padded_tokens_total", stats.padded_tokens)

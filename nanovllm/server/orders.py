@@ -64,7 +64,7 @@ def generates(
             salt=request.cache_salt or "",
             grammar=prompt.grammar,
         )
-        for index in range(request.num_choices)
+        for index in range(request.n or 1)
     ]
 
 
@@ -122,5 +122,5 @@ def sampling(
 
 
 def wrapped(seed: int) -> int:
-    """Into 64 bits, signed."""
+    """The seed modulo 2**64, as a signed number."""
     return (seed + 2**63) % 2**64 - 2**63

@@ -49,7 +49,7 @@ class PastCall(Struct, frozen=True):
     id: str | None = None
 
 
-class Message(Struct, frozen=True):
+class ChatMessage(Struct, frozen=True):
     role: str
     content: str | list[Part] | None = None
     name: str | None = None
@@ -76,7 +76,7 @@ class StreamOptions(Struct, frozen=True):
 
 
 class ChatRequest(Unsupported, frozen=True, kw_only=True):
-    messages: list[Message]
+    messages: list[ChatMessage]
     model: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -121,10 +121,6 @@ class ChatRequest(Unsupported, frozen=True, kw_only=True):
     stream_interval: int | None = None
     structured_outputs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
-
-    @property
-    def num_choices(self) -> int:
-        return 1 if self.n is None else self.n
 
     @property
     def stops(self) -> list[str]:
@@ -214,7 +210,7 @@ def parse_request(
     return request
 
 
-def _check_messages(messages: list[Message]) -> None:
+def _check_messages(messages: list[ChatMessage]) -> None:
     if not messages:
         raise bad_value("messages", "a list of at least one message", messages)
     for at, message in enumerate(messages):

@@ -49,9 +49,8 @@ class Reply:
         self._id_header = (b"x-request-id", request_id.encode())
         self._writer = writer
         self._quiet_s = quiet_s
-        self._is_quiet = True  # nothing was written since the last tick
+        self._is_quiet = False  # nothing was written since the last tick
         self._timer: asyncio.TimerHandle | None = None
-        self._status = 0  # 0: headers not sent
         self._is_started = False
         self._num_seen = 0  # tokens at the last update
         self.begun = time.monotonic() if begun is None else begun
@@ -79,13 +78,13 @@ class Reply:
                 raise ApiError(503, "the engine is gone", code="engine_failed") from None
             raise
         self._metrics.prompt_tokens.observe(self.session.num_prompt)
-        self._metrics.params_n.observe(request.num_choices)
+        self._metrics.params_n.observe(request.n or 1)
         self._metrics.params_max_tokens.observe(self.session.choices[0].message.max_new)
         if request.stream:
-            self._wait_quietly()
+            self._tick()
 
     async def run(self, receive: Receive) -> None:
-        """Until the response is complete or the client has left: `receive` returns then."""
+        """Wait until the response is complete or the client has left: `receive` says both alike."""
         while (await receive())["type"] != "http.disconnect":
             pass
         if not self.is_over:
@@ -117,7 +116,7 @@ class Reply:
         self.session.abort_all()
         self._metrics.rejected[failure.code or "error"] += 1
         self._metrics.corrupted_requests += failure.code == CORRUPTED
-        if self._status:
+        if self._writer.status:  # headers were sent
             events = (*self.session.out, error_event(failure.body()), DONE)
             self._write(b"".join(events), is_last=True)
         else:
@@ -139,8 +138,7 @@ class Reply:
 
     def _write(self, data: bytes, *, is_last: bool = False) -> None:
         self._is_quiet = False
-        if not self._status:
-            self._status = 200
+        if not self._writer.status:
             headers = [self._id_header, (b"cache-control", b"no-cache")]
             self._writer.put(start(200, EVENT_STREAM, headers))
         if is_last:
@@ -153,18 +151,15 @@ class Reply:
         self._over(status)
         self._writer.respond(status, JSON, body, [self._id_header, *more])
 
-    def _wait_quietly(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._quiet_s, self._tick)
-
     def _tick(self) -> None:
+        """Writes a comment to a stream that has been quiet since the last tick, and comes again."""
         if self._is_quiet:
             self._write(KEEP_ALIVE)
         self._is_quiet = True
-        self._wait_quietly()
+        self._timer = asyncio.get_running_loop().call_later(self._quiet_s, self._tick)
 
     def _over(self, status: int) -> None:
         self.is_over = True
-        self._status = status
         if self._timer is not None:
             self._timer.cancel()
         session, metrics = self.session, self._metrics

@@ -17,7 +17,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from zlib import crc32
+from hashlib import blake2b
 
 MOST_PAGES = 1 << 16  # remembered of each engine; some 10 MB
 
@@ -31,7 +31,7 @@ class Routed:
     num_cached: int  # pages that the engine was believed to have
 
 
-class Router:
+class RequestRouter:
     def __init__(
         self,
         num_pages: Sequence[int],
@@ -68,7 +68,7 @@ class Router:
         if owner:  # whose requests add to the load of its engine: one more is as good
             limit = cost[best] + self._load_weight
             equal = [at for at in able if cost[at] <= limit and compute[at] <= compute[best]]
-            best = max(equal, key=lambda at: crc32(f"{at} {owner}".encode()))
+            best = max(equal, key=lambda at: blake2b(f"{at} {owner}".encode()).digest())
         return Routed(best, keys, found[best])
 
     def sent(self, routed: Routed) -> None:

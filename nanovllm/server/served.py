@@ -17,7 +17,7 @@ from nanovllm.registry import resolve
 from nanovllm.server.detokenize import Vocabulary
 from nanovllm.server.parsers import PARSERS, parser_of
 from nanovllm.server.parsers.base import Family, Schemas
-from nanovllm.server.parsers.machine import Machine
+from nanovllm.server.parsers.machine import OutputParser
 from nanovllm.server.protocol import ChatRequest, parse_request
 from nanovllm.server.template import Template
 from nanovllm.wire import Ready
@@ -67,10 +67,10 @@ class Served:
 
     def parser(
         self, turn: str, schemas: Schemas | None, *, is_spelled: bool, mends: bool = False
-    ) -> Machine:
-        """A parser of this model's family; the arguments are those of `Machine`."""
+    ) -> OutputParser:
+        """A parser of this model's family; the arguments are those of `OutputParser`."""
         marks = self.vocabulary.marks
-        return Machine(self.family, marks, turn, schemas, is_spelled=is_spelled, mends=mends)
+        return OutputParser(self.family, marks, turn, schemas, is_spelled=is_spelled, mends=mends)
 
     def request(self, body: bytes) -> ChatRequest:
         """A body's request, every field of it in this model's range. Raises ApiError."""

@@ -28,7 +28,7 @@ class TokenLogprob(TopLogprob, frozen=True):
     top_logprobs: list[TopLogprob]
 
 
-class Logprobs(Struct, frozen=True):
+class ChoiceLogprobs(Struct, frozen=True):
     content: list[TokenLogprob]
 
 
@@ -43,7 +43,7 @@ class Answer(Struct, frozen=True):
 class AnswerChoice(Struct, frozen=True):
     index: int
     message: Answer
-    logprobs: Logprobs | None
+    logprobs: ChoiceLogprobs | None
     finish_reason: str
     token_ids: list[int] | UnsetType = UNSET
 

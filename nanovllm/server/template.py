@@ -27,12 +27,13 @@ from tokenizers import Tokenizer
 from nanovllm.config import ConfigError
 from nanovllm.server.errors import ApiError
 from nanovllm.server.length import Lengths
-from nanovllm.server.protocol import ChatRequest, Message, PastCall
+from nanovllm.server.protocol import ChatMessage, ChatRequest, PastCall
 
 NEWER_ROLES = {"developer": "system", "function": "tool"}  # which templates do not know
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_PROMPT_CHARS = 1 << 26
 MAX_RENDER_S = 5.0
+END = "\udfff"  # of the message that is continued: half a surrogate pair, as no client can send
 
 
 class Prompt(Struct, frozen=True):
@@ -84,8 +85,7 @@ class Template:
 
     @property
     def eos_id(self) -> int | None:
-        eos = self._special.get("eos_token")
-        return None if eos is None else self.tokenizer.token_to_id(eos)
+        return self.tokenizer.token_to_id(self._special.get("eos_token", ""))
 
     def prompt(self, request: ChatRequest, context: int | None = None) -> Prompt:
         """Slow for long prompts: call it on a thread. Raises ApiError.
@@ -93,7 +93,7 @@ class Template:
         A prompt that surely has as many tokens as `context`, or more, is refused without being
         tokenised to its end.
         """
-        text = self.render(request)
+        text = self.render(request).encode(errors="replace").decode()  # half pairs of arguments
         ids = self._lengths.encode(text, context)
         if not ids:
             raise ApiError(400, "messages: the prompt is empty", param="messages")
@@ -108,8 +108,10 @@ class Template:
         options["messages"] = [self._as_dict(message) for message in request.messages]
         options["tools"] = None if request.tool_choice == "none" else request.tools or None
         continued = request.messages[-1].text if request.continue_final_message else None
-        opens_turn = continued is None and request.add_generation_prompt is not False
-        options["add_generation_prompt"] = opens_turn
+        if continued:
+            options["messages"][-1]["content"] += END
+        opens_turn = request.add_generation_prompt is not False
+        options["add_generation_prompt"] = opens_turn and not continued
         template = self._template
         is_with_tools = options["tools"] or any(
             message["role"] == "tool" or "tool_calls" in message for message in options["messages"]
@@ -121,24 +123,21 @@ class Template:
         try:
             text = _within_limits(template.generate(options))
         except Exception as error:  # whatever a template does with the client's values
-            text = f"messages: the chat template refused them: {error}"
+            text = f"messages: the chat template refused them: {error}".replace(END, "")
             raise ApiError(400, text, param="messages", code="template_error") from None
-        return text if continued is None else _cut_after(text, continued)
+        return _cut_after(text, continued) if continued else text
 
-    def _as_dict(self, message: Message) -> dict[str, Any]:
+    def _as_dict(self, message: ChatMessage) -> dict[str, Any]:
         calls = [self._call(call) for call in message.tool_calls or ()]
-        text = message.text
         shown: dict[str, Any] = {
             "role": NEWER_ROLES.get(message.role, message.role),
-            "content": "" if text is None and not calls else text,
-        }
-        further = {
+            "content": message.text or "",  # also beside calls: templates would print None
             "tool_calls": calls or None,
             "name": message.name,
             "tool_call_id": message.tool_call_id,
             "reasoning_content": message.reasoning or message.reasoning_content,
         }
-        return shown | {key: value for key, value in further.items() if value is not None}
+        return {key: value for key, value in shown.items() if value is not None}
 
     def _call(self, call: PastCall) -> dict[str, Any]:
         arguments = call.function.arguments or {}
@@ -146,7 +145,7 @@ class Template:
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False)
         elif isinstance(arguments, str):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 value = json.loads(arguments)
                 arguments = value if isinstance(value, dict) else arguments
         function = {"name": call.function.name, "arguments": arguments}
@@ -166,9 +165,9 @@ def _within_limits(pieces: Iterable[str]) -> str:
 
 def _cut_after(prompt: str, last: str) -> str:
     """The prompt up to the end of its last message, which the model is to continue."""
-    for wanted in (last, last.strip()):
-        if wanted and (at := prompt.rfind(wanted)) >= 0:
-            return prompt[: at + len(wanted)]
+    *before, _ = prompt.split(END)
+    if (said := "".join(before)).rstrip().endswith(last.strip()) and before:
+        return said
     text = "the chat template changes the last message, so that it cannot be continued"
     raise ApiError(400, text, param="continue_final_message", code="template_error")
 

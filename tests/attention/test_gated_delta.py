@@ -11,7 +11,7 @@ import pytest
 
 from nanovllm.attention import delta_kernels
 from nanovllm.attention.delta_triton import TRITON
-from nanovllm.config import Speculate
+from nanovllm.config import ConfigError, Speculate
 from tests.interpreted import in_interpreter, in_parent, passes
 from tests.models.tiny import NEXT, config_of, make_tiny
 from tests.whole_engine import WholeEngine, reference
@@ -23,6 +23,22 @@ LENGTHS, NEW = (5, 66), 8
 @in_parent
 def test_in_the_interpreter() -> None:
     passes(__file__, 2)
+
+
+@in_parent
+@pytest.mark.parametrize("taps", [1, 5])
+def test_a_convolution_that_the_kernels_cannot_compute_is_refused(
+    taps, tmp_path, monkeypatch
+) -> None:
+    """They would leave out what is further back than three tokens."""
+    make_tiny(tmp_path, "qwen3_next", **{**NEXT, "linear_conv_kernel_dim": taps})
+    WholeEngine(config_of(tmp_path))  # in plain torch
+    monkeypatch.setattr(delta_kernels, "TORCH", TRITON)
+    with pytest.raises(ConfigError) as caught:
+        WholeEngine(config_of(tmp_path))
+    assert str(caught.value) == (
+        f"linear_conv_kernel_dim is {taps}; it must be 2 to 4, or kernels.delta torch"
+    )
 
 
 @in_interpreter

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.attention import latent
 from nanovllm.attention.grouped import PagedKV
@@ -54,23 +58,58 @@ def test_absorbed_is_expanded(
         assert (o_RNHA - hand).abs().max() < 1e-10 * hand.abs().max()
 
 
-def test_no_more_than_a_piece_is_expanded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latent, "PIECE", 16)
-    made: list[int] = []
-    einsum = torch.einsum
+class Largest(TorchDispatchMode):
+    """The most bytes that one operation writes to new memory."""
 
-    def counted(equation: str, *tensors: Tensor) -> Tensor:
-        made.append(tensors[0].shape[2])
-        return einsum(equation, *tensors)
+    num_bytes = 0
 
-    monkeypatch.setattr(latent.torch, "einsum", counted)
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = [each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)]
+        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in given:
+            self.num_bytes = max(self.num_bytes, out.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("way", [absorbed, expanded])
+@pytest.mark.parametrize("num_new", [1, 2, 70])
+def test_no_more_is_made_of_a_long_context_than_of_a_piece(
+    way: Callable[..., Tensor], num_new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be it scores of a piece, its keys and values, or queries. With latents repeated for each head
+    it would be 5 * 13 * 4 bytes for each of 4,000 tokens.
+    """
+    monkeypatch.setattr(latent, "PIECE", 64)
     generator = torch.Generator().manual_seed(1)
     cache = Latents(torch.empty(0), *halves(torch.float32, generator), SCALE)
-    seen = torch.ones(1, 1, 2, 1000, dtype=torch.bool)
-    expanded(
-        torch.zeros(1, 2, HEADS, KEY + ROTATED), torch.zeros(1, 1000, RANK + ROTATED), seen, cache
-    )
-    assert made == 2 * 62 * [16] + 2 * [8]
+    q_RNHA = torch.zeros(1, num_new, HEADS, KEY + ROTATED)
+    most = []
+    for length in (128, 4000):
+        latents_RCX = torch.zeros(1, length, RANK + ROTATED)
+        seen = torch.ones(1, 1, num_new, length, dtype=torch.bool)
+        with Largest() as largest:
+            way(q_RNHA, latents_RCX, seen, cache)
+        most.append(largest.num_bytes)
+    of_piece = HEADS * 4 * max(num_new * 64, 64 * VALUE)
+    assert most[0] == most[1] <= of_piece
+
+
+@pytest.mark.parametrize("way", [absorbed, expanded])
+def test_scores_of_16_bit_numbers_are_not_rounded(way: Callable[..., Tensor]) -> None:
+    """Of scores up to 40, whose last bit in bfloat16 were a quarter."""
+    generator = torch.Generator().manual_seed(4)
+    q_RNHA = 20 * torch.randn(2, 6, HEADS, KEY + ROTATED, generator=generator)
+    latents_RCX = torch.randn(2, 300, RANK + ROTATED, generator=generator)
+    narrow = [x.bfloat16() for x in (q_RNHA, latents_RCX, *halves(torch.float32, generator))]
+    seen = torch.ones(2, 1, 6, 300, dtype=torch.bool)
+    off = []
+    for dtype in (torch.bfloat16, torch.float64):
+        q, latents, *matrices = (x.to(dtype) for x in narrow)
+        cache = Latents(torch.empty(0), *matrices, SCALE)
+        off.append(way(q, latents, seen, cache).double())
+    assert (off[0] - off[1]).norm() < 0.01 * off[1].norm()
 
 
 @pytest.mark.parametrize("few", [0, 4, 128])

@@ -15,7 +15,7 @@ from nanovllm_kernels import latent_decode
 from nanovllm_kernels.latent_reference import row_size, stored
 from torch import Tensor
 
-from nanovllm.attention import latent_rows
+from nanovllm.attention import BACKENDS, latent_rows
 from nanovllm.attention.base import Batch
 from nanovllm.attention.flash import FlashPaged
 from nanovllm.attention.grouped import PagedKV
@@ -25,6 +25,7 @@ from nanovllm.attention.torch_ref import TorchPaged
 from nanovllm.attention.triton import TritonPaged
 from nanovllm.config import Kernels, Speculate
 from nanovllm.plan import Chunk
+from nanovllm.registry import resolve
 from tests.attention.paged_batches import make_batch
 from tests.interpreted import in_interpreter, in_parent, passes
 from tests.models.tiny import CASES, config_of, make_tiny
@@ -42,7 +43,7 @@ ROWS = {
 
 @in_parent
 def test_in_the_interpreter() -> None:
-    passes(__file__, 25)
+    passes(__file__, 28)
 
 
 def attend_by_hand(
@@ -56,7 +57,7 @@ def attend_by_hand(
     *,
     is_causal: bool,
 ) -> Tensor:
-    """The meaning of flash_expanded."""
+    """The meaning of flash_expanded, which multiplies whole blocks: by 0 what is not the row's."""
     lse_HT = torch.full(q.shape[1::-1], torch.nan)
     spans = zip(pairwise(starts.tolist()), pairwise(k_starts.tolist()), strict=True)
     for (start, stop), (k_start, k_stop) in spans:
@@ -68,7 +69,9 @@ def attend_by_hand(
                 1 + k_stop - k_start - stop + start
             )
         lse_HT[:, start:stop] = scores.logsumexp(2)
-        out[start:stop] = torch.einsum("htl,lha->tha", scores.softmax(2), values).to(out.dtype)
+        beside = 0 * v[k_stop : k_stop + 64].float().sum(0)
+        sums = torch.einsum("htl,lha->tha", scores.softmax(2), values) + beside
+        out[start:stop] = sums.to(out.dtype)
     return lse_HT
 
 
@@ -148,6 +151,26 @@ def test_expanded(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @in_interpreter
+@pytest.mark.parametrize("piece", [7, 16, 4096])
+def test_what_is_no_number_stays_its_rows_own(piece: int, monkeypatch) -> None:
+    """Of a row's latents, whose values stand behind another row's."""
+    import nanovllm_kernels.flash_prefill
+
+    monkeypatch.setattr(nanovllm_kernels.flash_prefill, "flash_expanded", attend_by_hand)
+    monkeypatch.setattr(latent_rows, "PIECE", piece)
+    monkeypatch.setattr(latent_rows, "SLOWER", 1e9)
+    q_THA, cache, like, batch = made("chunks", torch.float32)
+    monkeypatch.setattr(latent_rows, "can_expand", lambda *_: True)
+    expected = FlashPaged(like, latent_decode).bind(batch)(cache, q_THA)
+    cache.pages_PSX[batch.page_table_RM[3, 0], 2, 5] = torch.nan
+    found = FlashPaged(like, latent_decode).bind(batch)(cache, q_THA)
+    own = slice(*batch.starts_R1[3:5].tolist())
+    assert found[own][2:].isnan().all()  # from this token on
+    found[own] = expected[own]
+    assert torch.equal(found, expected)
+
+
+@in_interpreter
 @pytest.mark.parametrize("cached", ["auto", "fp8"])
 def test_a_whole_engine_writes_the_same_text(cached: str, tmp_path: Path) -> None:
     """Chunks beside decode rows, with drafts, and prompts of which pages are cached."""
@@ -169,7 +192,7 @@ def test_a_whole_engine_writes_the_same_text(cached: str, tmp_path: Path) -> Non
             engine.submit(i, prompt, 4)
             engine.loop.step()
         engine.run()
-        assert type(engine.runner.backend).name == attention
+        assert type(engine.runner.backend) is resolve(BACKENDS, attention)
         texts.append(engine.text)
     assert texts[0] == texts[1] and all(len(text) == 4 for text in texts[0].values())
 

@@ -51,8 +51,10 @@ class FakeChat:
                     text += f'{by_position}{{position="{at}"}} {count * self.num_requests}\n'
                 text += 'vllm:kv_cache_usage_perc{engine="0"} 0.5\n'
                 reply(writer, 200, text)
-            elif (method, path) == ("GET", "/debug/experts"):
-                reply(writer, 200, '{"layer":3,"tokens":[9,2,3,4]}\n')
+            elif path.startswith("/debug/experts?engine="):  # of two engines
+                each = '{"layer":3,"tokens":[4,1,3,0]}\n', '{"layer":3,"tokens":[5,1,0,4]}\n'
+                at = int(path.partition("=")[2])
+                reply(writer, 200, each[at]) if at < len(each) else reply(writer, 400, {})
             else:
                 await self.chat(body, writer)
 

@@ -14,6 +14,8 @@ def test_known_gpus_by_any_spelling() -> None:
         assert gpu_of(text) is KNOWN["h200"]
     assert gpu_of("NVIDIA GeForce RTX 4090") is gpu_of("rtx-4090") is KNOWN["rtx4090"]
     assert gpu_of("NVIDIA H100 80GB HBM3").gb_per_s == 3350
+    assert gpu_of("NVIDIA A100-SXM4-80GB") is KNOWN["a100"]
+    assert gpu_of("A1000:8").facts == "A1000, 8 GiB"  # no A100
     assert [gpu.is_hopper for gpu in KNOWN.values()] == [True, True, False, False, False, False]
     assert KNOWN["h200"].facts == "H200, 139.8 GiB, 4,280 GB/s, 790 TFLOP/s"
 
@@ -32,7 +34,20 @@ def test_any_memory_with_a_name() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["foo", "", ":48", "mine:", "mine:0", "mine:0.5", "mine:x", "h200:-1", "h200:1e3", "x:99999"],
+    [
+        "foo",
+        "",
+        "a1000",
+        "NVIDIA H2000",
+        ":48",
+        "mine:",
+        "mine:0",
+        "mine:0.5",
+        "mine:x",
+        "h200:-1",
+        "h200:1e3",
+        "x:99999",
+    ],
 )
 def test_others_are_one_clear_error(text: str) -> None:
     with pytest.raises(ConfigError) as caught:

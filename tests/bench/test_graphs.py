@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from nanovllm.bench import graphs as bench, record
 from nanovllm.bench.graphs import (
-    Graph,
+    GraphCost,
     context_of,
     measure,
     metrics,
@@ -90,12 +90,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "STEPS", 1)
 
 
-def graph(rows: int, **fields: float) -> Graph:
+def graph(rows: int, **fields: float) -> GraphCost:
     plain = dict(
         mode="FULL/decode", rows=rows, capture_ms=200.0, memory_mib=3.0, replay_ms=1.0,
         eager_ms=4.0, max_logit_difference=0.0, largest_logit=8.0, used=0.5, padding=0.0,
     )  # fmt: skip
-    return Graph(**{**plain, **fields})
+    return GraphCost(**{**plain, **fields})
 
 
 def test_on_a_cpu_the_reasons_are_listed_and_that_is_no_failure(tmp_path: Path) -> None:
@@ -288,6 +288,13 @@ def test_the_table_and_its_record() -> None:
     assert found["FULL/decode 8: eager_ms"] == 4.0
     assert found["FULL/decode 16: max_logit_difference"] == 5.0
     assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize("load", ["3", "0-3", "3-1", "1-13"])
+def test_a_wrong_load_is_refused_where_nothing_is_captured(load: str) -> None:
+    given = ["--device", "cpu", "--set", "schedule.slots=12", "--load", load]
+    error = CliRunner().invoke(capture_graphs, given).exception
+    assert isinstance(error, ConfigError) and str(error).startswith(f"--load {load}: ")
 
 
 def test_the_command_shows_and_records_what_it_measured(

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from nanovllm.bench import kv, record
 from nanovllm.bench.gpus import CPU
-from nanovllm.bench.plan import STEP, Plan, plan_of
+from nanovllm.bench.plan import STEP, MemoryPlan, plan_of
 from nanovllm.cli.commands import numbers, profile_kv
 from nanovllm.config import Config, ConfigError, load_config
 from nanovllm.sampling.logprobs import Logprobs
@@ -79,9 +79,18 @@ def test_what_does_not_fit_ends_with_1_and_the_nearest(tmp_path: Path) -> None:
     nothing = run("r1-distill-llama-70b", "--gpu", "mine:8", "--plot", str(tmp_path / "x.svg"))
     assert nothing.exit_code == 1 and lines(nothing)[-1] == "none of these GPUs"
     assert not [line for line in lines(nothing) if line.startswith("decode")]  # no speeds known
-    uncut = run("qwen3-8b", "--gpu", "h200", "--tp", "3", "--json", str(tmp_path / "x.json"))
+    uncut = run("qwen3-8b", "--gpu", "h200", "--tp", "3", "--json", str(tmp_path / "x.json"),
+                "--plot", str(tmp_path / "y.svg"))  # fmt: skip
     assert uncut.exit_code == 1 and "no plan" in lines(uncut)
+    assert lines(uncut)[-1] == "no plot: there is no plan to draw"
+    assert not (tmp_path / "y.svg").exists()
     assert record.read(tmp_path / "x.json").metrics == {}
+
+
+def test_ranks_that_are_asked_for_stand_for_those_of_the_recipe() -> None:
+    """As `serve --tp 8` does: minimax-m2's own parallel.tp is 4, with which ep 8 would not go."""
+    found = lines(run("minimax-m2", "--gpu", "h200", "--tp", "8", "--set", "parallel.ep=8"))
+    assert "tp 8: fits" in found and "parallel: {tp: 8, ep: 8}" in found
 
 
 def test_without_a_gpu_it_is_the_cpu_s_cache() -> None:
@@ -108,7 +117,10 @@ def test_without_a_gpu_it_is_the_cpu_s_cache() -> None:
         (["--lengths", ""], r"^--lengths : write numbers from 1"),
         (["--lengths", "1.5"], r"^--lengths 1.5: write numbers from 1"),
         (["--lengths", "500,32769"], r"^--lengths 32769: server.max_model_tokens is 32768$"),
+        (["--json", "/nowhere/x"], r"^--json /nowhere/x: no file can be written there$"),
+        (["--plot", "/"], r"^--plot /: no file can be written there$"),
         (["--set", "server.max_model_tokens=50000"], r"the model's context is 40960 tokens$"),
+        (["--set", "model.num_layers=37"], r"^model.num_layers is 37; .* between 1 and 36, which"),
         (["--set", "cache.memory_fraction=2"], r"^cache.memory_fraction is 2.* between 0.05 and"),
     ],
 )
@@ -135,6 +147,12 @@ def test_the_picture_shows_what_fills_the_memory(tmp_path: Path) -> None:
         "tp 2", "tp 4",
     ):  # fmt: skip
         assert found.count(words) == 1
+    hybrid = tmp_path / "hybrid.svg"
+    run("qwen3-next-80b-a3b", "--gpu", "h200", "--tp", "2", "--plot", str(hybrid))
+    fills = [re.findall(r"fill: (#\w+)", node.get("style", "")) for node in ET.parse(hybrid).iter()]
+    colours = {fill for found in fills for fill in found} - {"#ffffff"}
+    assert len(colours) == 8  # as many as there are parts, states and checkpoints among them
+    assert "running states" not in {node.text for node in ET.parse(path).iter(f"{SVG}text")}
     error = CliRunner().invoke(profile_kv, ["--plot", str(tmp_path / "out.doc")]).exception
     assert isinstance(error, ConfigError) and "Format 'doc' is not supported" in str(error)
 
@@ -147,11 +165,11 @@ class Facts:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+def here(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
     """Pretends that an H200 is here, on which a full step takes 1 % of the weights more."""
-    asked: list[Plan] = []
+    asked: list[MemoryPlan] = []
 
-    def measure(config: Config, plan: Plan) -> Plan:
+    def measure(config: Config, plan: MemoryPlan) -> MemoryPlan:
         asked.append(plan)
         more = plan.taken[kv.WEIGHTS] // 100
         return dataclasses.replace(plan, taken=plan.taken | {STEP: plan.taken[STEP] + more})
@@ -163,7 +181,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     return asked
 
 
-def test_the_gpu_that_is_here_also_measures(here: list[Plan]) -> None:
+def test_the_gpu_that_is_here_also_measures(here: list[MemoryPlan]) -> None:
     config = load_config("qwen3-8b", ["load.format=dummy"])
     found = kv.profile(config, None, (1, 2, 3), ())
     assert found.title.startswith("Qwen/Qwen3-8B on H200, 140 GiB")
@@ -175,7 +193,7 @@ def test_the_gpu_that_is_here_also_measures(here: list[Plan]) -> None:
     assert 1 < ratio < 1.03 and f"tokens {ratio:.4f}" in found.said[0]
 
 
-def test_another_gpu_and_what_does_not_fit_are_not_measured(here: list[Plan]) -> None:
+def test_another_gpu_and_what_does_not_fit_are_not_measured(here: list[MemoryPlan]) -> None:
     config = load_config("r1-distill-llama-70b", ["load.format=dummy"])
     assert [*kv.profile(config, "b200", (1,), (500,)).columns] == ["tp 1"]
     assert not kv.profile(config, "h200", (1,), (32000,)).fits
@@ -208,7 +226,7 @@ def test_what_is_measured(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
         "weights": 7, "full step": 143, "CUDA and others": 500, "graphs": GIB,
         "log-probabilities": 60,
     }  # fmt: skip
-    assert (measured.share, measured.spare, measured.tp) == (3600, 400, tp)
+    assert (measured.share, measured.spare, measured.found.mesh.tp_size) == (3600, 400, tp)
     (logprobs,) = [found for found in sampled if found is not None]
     assert logprobs.top_ids_WK.shape == (3, 20)  # of every slot's row, as many as may be asked for
     assert not held and not peaks

@@ -22,7 +22,7 @@ from nanovllm import launch
 from nanovllm.bench import offline, online, record
 from nanovllm.bench.measure import Advance, Outcome, Sample, summarise, verdict
 from nanovllm.bench.started import started, stop
-from nanovllm.bench.workload import Load, token_load
+from nanovllm.bench.workload import Workload, token_load
 from nanovllm.cli import bench as command
 from nanovllm.config import Config, ConfigError, load_config
 from nanovllm.experts import ExpertLoad
@@ -67,14 +67,14 @@ def no_bar(total: int, label: str) -> Iterator[Advance]:
     assert counts[1] > 0
 
 
-def measure(url: str, load: Load, api_key: str | None = None, warmup: int = 2) -> Outcome:
+def measure(url: str, load: Workload, api_key: str | None = None, warmup: int = 2) -> Outcome:
     return online.measure_server(
         load, None, url=url, api_key=api_key, goals_ms={}, warmup=warmup, processes=2, bar=no_bar
     )
 
 
 def test_a_closed_loop_measures_what_the_server_does(healthy: str) -> None:
-    load = Load(num_prompts=24, input_len=101, output_len=10, concurrency=6)
+    load = Workload(num_prompts=24, input_len=101, output_len=10, concurrency=6)
     outcome = measure(healthy, load)
     metrics = outcome.record.metrics
     assert (metrics["completed"], metrics["failed"]) == (24, 0)
@@ -98,7 +98,7 @@ def test_a_closed_loop_measures_what_the_server_does(healthy: str) -> None:
 
 
 def test_an_open_loop_sends_when_requests_are_due(healthy: str) -> None:
-    load = Load(num_prompts=40, input_len=21, output_len=4, request_rate=50.0, seed=1)
+    load = Workload(num_prompts=40, input_len=21, output_len=4, request_rate=50.0, seed=1)
     metrics = measure(healthy, load).record.metrics
     assert (metrics["completed"], metrics["output_tokens"]) == (40, 160)
     assert -1.0 < metrics["client_late_p50_ms"] < 50.0
@@ -108,7 +108,7 @@ def test_an_open_loop_sends_when_requests_are_due(healthy: str) -> None:
 
 def test_failures_are_counted_named_and_make_a_run_invalid() -> None:
     with fake_chat("ill") as url:
-        load = Load(num_prompts=35, input_len=21, output_len=4, concurrency=1)
+        load = Workload(num_prompts=35, input_len=21, output_len=4, concurrency=1)
         outcome = measure(url, load, warmup=0)
     errors, metrics = outcome.errors, outcome.record.metrics
     refused = [error for error in errors if error.startswith("HTTP 503")]
@@ -121,7 +121,7 @@ def test_failures_are_counted_named_and_make_a_run_invalid() -> None:
 
 
 def test_an_api_key_is_sent_everywhere() -> None:
-    load = Load(num_prompts=2, input_len=21, output_len=2, concurrency=1)
+    load = Workload(num_prompts=2, input_len=21, output_len=2, concurrency=1)
     with fake_chat("secret") as url:
         assert measure(url, load, api_key="secret").record.metrics["completed"] == 2
         with pytest.raises(ConfigError, match=r"HTTP 401: .*wrong key"):
@@ -129,7 +129,7 @@ def test_an_api_key_is_sent_everywhere() -> None:
 
 
 def test_unusable_servers_are_refused_in_one_line(healthy: str) -> None:
-    load = Load(num_prompts=1, input_len=4000, output_len=200, concurrency=1)
+    load = Workload(num_prompts=1, input_len=4000, output_len=200, concurrency=1)
     with pytest.raises(ConfigError, match=r"is up to 4200 tokens; fake at .* takes at most 4096"):
         measure(healthy, load)
     with pytest.raises(ConfigError, match=r"no server answers at http://127\.0\.0\.1:9"):
@@ -253,6 +253,12 @@ def test_a_server_that_does_not_start_shows_its_last_words(healthy: str) -> None
         (["--served-by", "x", "--start"], "--served-by is of another engine"),
         (["--served-by", "x", RECIPE], "--served-by is of another engine"),
         (["--goodput", "itl:3"], "--goodput itl:3: write ttft, tpot or e2el"),
+        (["--start", "--ablate", "schedule.depth=0", "--expert-load", "x"], "--expert-load holds"),
+        (["--expert-copies", "2"], "--expert-ranks and -copies are of --expert-load"),
+        (["--expert-ranks", "2"], "--expert-ranks and -copies are of --expert-load"),
+        (["--json-out", "/nowhere/x"], "--json-out /nowhere/x: no file can be written there"),
+        (["--expert-load", "/"], "--expert-load /: no file can be written there"),
+        (["--start", "--sweep", "1", "--plot", "/nowhere/x.svg"], "--plot /nowhere/x.svg: no file"),
         (["--offline", "--set", "schedule.dept=0"], "did you mean schedule.depth"),
     ],
 )
@@ -359,6 +365,25 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> list[PaperEngine]:
     monkeypatch.setattr(launch, "wait_ready", lambda ranks: None)
     monkeypatch.setattr(offline, "STATS_S", 0.0)
     return engines
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--json-out", "error: [Errno 28] No space left on device"),
+        ("--expert-load", "cannot write /dev/full: No space left on device"),
+    ],
+)
+def test_a_file_that_cannot_be_written_costs_no_record(
+    option: str, said: str, tmp_path: Path, paper: list[PaperEngine]
+) -> None:
+    arguments = ["--offline", RECIPE, "--workload", "bs1", "--load-format", "dummy", option]
+    arguments += ["/dev/full", "--results-dir", str(tmp_path)]
+    done = CliRunner().invoke(command.bench, arguments)
+    (path,) = tmp_path.rglob("*.json")
+    assert record.read(path).metrics["output_tokens"] == 512.0
+    shown = done.output.splitlines()[-1] if option == "--json-out" else str(done.exception)
+    assert shown == said and "Traceback" not in done.output
 
 
 def test_offline_writes_a_record_that_says_so(tmp_path: Path, paper: list[PaperEngine]) -> None:

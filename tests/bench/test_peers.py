@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from nanovllm.bench.measure import Outcome
 from nanovllm.bench.record import Record, read
 from nanovllm.bench.started import started
-from nanovllm.bench.workload import WORDS, Load
+from nanovllm.bench.workload import WORDS, Workload
 from nanovllm.config import DEMO, load_config
 from nanovllm.server.detokenize import Vocabulary
 from tests.bench.test_online import free_port, measure
@@ -101,7 +101,7 @@ def fake_vllm(folder: Path) -> Iterator[str]:
         yield url
 
 
-def demo_served_as(name: str, peers: ModuleType, load: Load) -> Outcome:
+def demo_served_as(name: str, peers: ModuleType, load: Workload) -> Outcome:
     """Measured of a fake vLLM that serves the demo's folder under this name."""
     sets = ["load.format=dummy", f"server.served_name={name}"]
     with fake_vllm(peers.folder_for_both(load_config("demo", sets))) as url:
@@ -109,7 +109,7 @@ def demo_served_as(name: str, peers: ModuleType, load: Load) -> Outcome:
 
 
 def test_what_vllm_streams_is_counted_as_it_counts(peers: ModuleType, place: Path) -> None:
-    load = Load(num_prompts=6, input_len=60, output_len=10, concurrency=2)
+    load = Workload(num_prompts=6, input_len=60, output_len=10, concurrency=2)
     written = demo_served_as("demo", peers, load).record
     metrics = written.metrics
     assert (metrics["completed"], metrics["failed"]) == (6, 0)
@@ -121,7 +121,7 @@ def test_what_vllm_streams_is_counted_as_it_counts(peers: ModuleType, place: Pat
 
 
 def test_an_error_amid_a_stream_of_vllm_is_told(peers: ModuleType, place: Path) -> None:
-    load = Load(num_prompts=4, input_len=60, output_len=10, concurrency=1)
+    load = Workload(num_prompts=4, input_len=60, output_len=10, concurrency=1)
     outcome = demo_served_as("ill", peers, load)
     ((error, count),) = outcome.errors.items()
     assert "EngineCore died" in error and count == 2
@@ -219,6 +219,15 @@ def test_what_vllm_said_last_is_shown_when_it_does_not_start(place: Path) -> Non
     done = measured(place, "peers", f"--results-dir {place}", python)
     assert done.returncode != 0
     assert "no room on the GPU\nsee above\n" in done.stderr
+
+
+def test_records_have_vllm_s_settings_but_no_key(
+    peers: ModuleType, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("VLLM_PYTHON", "python")
+    monkeypatch.setenv("VLLM_USE_V2", "a b")
+    assert peers.vllm_settings() == "VLLM_FAKE=yes VLLM_USE_V2='a b' "
 
 
 def test_the_interpreter_must_be_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from nanovllm.bench.gpus import CPU, KNOWN, gpu_of
@@ -18,7 +19,7 @@ from nanovllm.bench.plan import (
     STATES,
     STEP,
     WEIGHTS,
-    Plan,
+    MemoryPlan,
     halved,
     nearest,
     pins,
@@ -27,8 +28,9 @@ from nanovllm.bench.plan import (
 from nanovllm.config import Config, ConfigError, load_config, read_recipe
 from nanovllm.experts import ExpertLoad, write_placement
 from nanovllm.kv.layout import CacheLayout, PagedGroup, StateGroup
+from nanovllm.models.decoder import Decoder
 from nanovllm.runner.build import build, load
-from nanovllm.runner.resolved import resolved
+from nanovllm.runner.resolved import Resolved, resolved
 
 GIB, MIB = 1 << 30, 1 << 20
 H200 = KNOWN["h200"]
@@ -38,7 +40,11 @@ def config_of(name: str | None, *overrides: str) -> Config:
     return load_config(name, ["load.format=dummy", *overrides])
 
 
-def on_h200(name: str, *overrides: str, tp: int = 1) -> Plan:
+def page_bytes(plan: MemoryPlan) -> int:
+    return plan.found.layout.bytes_per_token * plan.found.page_tokens
+
+
+def on_h200(name: str, *overrides: str, tp: int = 1) -> MemoryPlan:
     return plan_of(config_of(name, *overrides), H200, tp)
 
 
@@ -89,9 +95,9 @@ def test_models_by_hand_and_the_pages_that_an_h200_had(
     plan = on_h200(name)
     slots = int(plan.found.recipe.schedule.slots)
     assert plan.taken[WEIGHTS] == 2 * weights + 32768 * 128 * 4
-    assert plan.found.layout.bytes_per_token == token and plan.page_bytes == 128 * token
+    assert plan.found.layout.bytes_per_token == token and page_bytes(plan) == 128 * token
     columns = 4 * (slots + 1) * (32768 + 1 + 256)
-    assert plan.taken[STEP] == columns + 2 * plan.page_bytes + 32 * MIB + step
+    assert plan.taken[STEP] == columns + 2 * page_bytes(plan) + 32 * MIB + step
     if pages is not None:  # of records and of results/h200-x1/kv
         assert plan.pages == pages
 
@@ -100,7 +106,7 @@ def test_a_cache_of_8_bits_takes_half() -> None:
     wide, narrow = on_h200("qwen3-8b"), on_h200("qwen3-8b", "cache.dtype=fp8")
     assert narrow.found.layout.bytes_per_token == wide.found.layout.bytes_per_token // 2
     more = narrow.taken[STEP] - wide.taken[STEP]
-    assert more == -2 * narrow.page_bytes
+    assert more == -2 * page_bytes(narrow)
     assert narrow.pages == pytest.approx(2 * wide.pages, rel=0.02)
     assert "cache: {dtype: fp8, page_tokens: 128" in pins(narrow)
 
@@ -118,7 +124,7 @@ def test_without_the_fused_gate_a_step_takes_more() -> None:
 @pytest.mark.parametrize(("tp", "heads"), [(1, 8), (2, 4), (4, 2), (8, 1), (16, 1), (32, 1)])
 def test_key_value_heads_are_cut_and_then_copied(tp: int, heads: int) -> None:
     plan = on_h200("qwen3-8b", tp=tp)
-    assert plan.tp == tp
+    assert plan.found.mesh.tp_size == tp
     (group,) = plan.found.layout.paged
     assert (group.num_heads, group.bytes_per_token) == (heads, 36 * heads * 256 * 2)
     copied = 36 * 4096 * max(0, 2 * tp - 16) * 128  # of all ranks together
@@ -176,6 +182,9 @@ def test_the_states_of_a_hybrid_model_come_first_then_checkpoints_and_pages() ->
     assert dense.taken[STATES] == 0 and "checkpoints" not in pins(dense)
     none = on_h200("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "cache.checkpoints=0")
     assert none.split.bytes["checkpoints"] == 0
+    assert plan.pages // plan.pages_of(500) > 64  # but there are no more states
+    assert numbers(plan, [500])["requests of 500"] == 64
+    assert numbers(dense, [500])["requests of 500"] == 1539
     many = on_h200("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "cache.checkpoints=900")
     assert "GiB more are needed for a cache of 2 pages" in many.problem([32768])
 
@@ -208,7 +217,7 @@ def test_problems() -> None:
         "6,656 tokens of cache are fewer than 6,657"
     )
     lacks = plan_of(config, KNOWN["h100"], 1)
-    lacking = (lacks.page_bytes * 3 - lacks.room) / GIB
+    lacking = (page_bytes(lacks) * 3 - lacks.room) / GIB
     assert lacks.pages == 0 and 50 < lacking < 60
     assert lacks.problem([1]) == f"{lacking:.2f} GiB more are needed for a cache of 2 pages"
     asked = on_h200("r1-distill-llama-70b", "cache.pages=60")
@@ -224,21 +233,36 @@ def test_problems() -> None:
 def test_the_nearest_has_more_gpus_then_smaller_steps_then_a_shorter_context() -> None:
     config = config_of("r1-distill-llama-70b")
     more = nearest(config, H200, [32000])
-    assert more is not None and (more.tp, more.found.recipe.schedule.slots) == (2, 32)
+    assert more is not None and more.found.mesh.tp_size == 2
+    assert more.found.recipe.schedule.slots == 32
     small = gpu_of("mine:20.7")
     smaller = nearest(config, small, [32000])
-    assert smaller is not None and smaller.tp == 8
+    assert smaller is not None and smaller.found.mesh.tp_size == 8
     schedule = smaller.found.recipe.schedule
     assert (schedule.slots, schedule.step_tokens) == (16, 1024)
     assert smaller.problem([32000]) == ""
     shorter = nearest(config, gpu_of("mine:20.3"), [32000])
-    assert shorter is not None and shorter.tp == 8 and shorter.context == 21120
+    assert shorter is not None and shorter.found.mesh.tp_size == 8 and shorter.context == 21120
     assert nearest(config, gpu_of("mine:16"), [32000]) is None
+
+
+def test_the_nearest_builds_a_model_once_for_each_number_of_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built, empty_model = [], Resolved.empty_model
+
+    def counted(self: Resolved, device: torch.device) -> Decoder:
+        built.append(self.mesh.tp_size)
+        return empty_model(self, device)
+
+    monkeypatch.setattr(Resolved, "empty_model", counted)
+    assert nearest(config_of("qwen3-8b"), gpu_of("mine:2"), [32000]) is None
+    assert built == [1, 2, 4, 8]  # of 48 plans
 
 
 def test_a_larger_cache_than_fits_becomes_what_fits() -> None:
     found = nearest(config_of("qwen3-8b", "cache.pages=9000"), H200, [500])
-    assert found is not None and (found.tp, found.pages) == (1, 6159)
+    assert found is not None and (found.found.mesh.tp_size, found.pages) == (1, 6159)
 
 
 def test_half_the_slots_and_half_the_tokens() -> None:
@@ -248,6 +272,25 @@ def test_half_the_slots_and_half_the_tokens() -> None:
         (512, 8448), (256, 4224), (16, 264),
     ]  # fmt: skip
     assert halved(replace(schedule, slots=3, step_tokens=5), 3).slots == 1
+
+
+def test_engines_behind_one_server_stay_pinned() -> None:
+    assert pins(on_h200("qwen3-8b", "parallel.dp=4")).startswith("parallel: {tp: 1, dp: 4}\n")
+    lanes = on_h200("qwen3-30b-a3b", "parallel.ep=2", "parallel.dp=2", tp=2)
+    assert pins(lanes).startswith("parallel: {tp: 1, ep: 2, dp: 2}\n")
+    dense = nearest(config_of("qwen3-8b", "parallel.ep=4"), H200, [500])  # which has no experts
+    assert dense is not None and pins(dense).startswith("parallel: {tp: 1, ep: 1}\n")
+
+
+def test_weights_that_a_cpu_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Qwen3-8B in float32, beside 2 GiB of cache and tables: 30.52 GiB."""
+    config = load_config("qwen3-8b", ["load.format=dummy"], {"device": "cpu"})
+    plan = plan_of(config, CPU, 1)
+    monkeypatch.setattr("nanovllm.runner.room.host_memory", lambda: 30 * GIB)
+    assert plan.problem([500]) == "2.52 GiB more are needed for a cache of 454 pages"
+    assert nearest(config, CPU, [500]) is None
+    monkeypatch.setattr("nanovllm.runner.room.host_memory", lambda: 33 * GIB)
+    assert plan.problem([500]) == ""
 
 
 def test_the_pinned_lines_are_a_recipe_of_the_same_plan() -> None:
@@ -304,7 +347,7 @@ def test_copies_of_experts_take_room(tmp_path: Path) -> None:
     assert more.taken[WEIGHTS] - plain.taken[WEIGHTS] == 48 * 2 * 3 * 768 * 2048
     assert pins(more).startswith("parallel: {tp: 4, ep: 4}\n")
     found = nearest(config_of("qwen3-30b-a3b", *ep, f"experts.placement={path}"), H200, [500])
-    assert found is not None and found.tp == 4
+    assert found is not None and found.found.mesh.tp_size == 4
 
 
 @pytest.mark.parametrize("ep", [1, 4])
@@ -334,7 +377,10 @@ def test_lanes_have_whole_attention_and_all_of_the_cache_each() -> None:
     experts, head = 128 * 3 * 768 * 2048, 151936 * 2048
     plan = on_h200("qwen3-30b-a3b", "parallel.ep=4", tp=4)
     weights = 2 * (48 * (dense + experts / 4) + 2 * head + 2048) + 32768 * 128 * 4
-    assert plan.taken[WEIGHTS] == weights and (plan.tp, plan.found.mesh.lanes) == (1, 4)
+    assert plan.taken[WEIGHTS] == weights and (plan.found.mesh.tp_size, plan.found.mesh.lanes) == (
+        1,
+        4,
+    )
     assert plan.found.layout.bytes_per_token == 98304  # of all heads
     read = 2 * (48 * (dense + (1 - (1 - 8 / 128) ** 64) * experts / 4) + head) + 16 * 1024 * 98304
     assert plan.decode_s(64, 1024) == pytest.approx(read / H200.gb_per_s / 1e9)
@@ -347,6 +393,19 @@ def test_lanes_have_whole_attention_and_all_of_the_cache_each() -> None:
     assert pins(plan).startswith("parallel: {tp: 1, ep: 4}\n")
     table = numbers(plan, [2000])
     assert table["requests of 2,000"] == 4 * (plan.pages // 16) and table["lanes"] == 4
+
+
+@pytest.mark.parametrize("rows", [1, 64, 256])
+def test_an_expert_that_all_tokens_share_is_read_once(rows: int) -> None:
+    """Qwen3-Next: 512 experts, of which 10, and one of 3 * 512 * 2048 more, on two GPUs."""
+    plan = on_h200("qwen3-next-80b-a3b", tp=2)
+    full = 12 * (2 * 4096 + 2 * 512 + 4096) * 2048 // 2
+    recurrent = 36 * ((2 * 2048 + 2 * 4096 + 64 + 4096) * 2048 + 8192 * 4) // 2
+    routers, head = 48 * 513 * 2048, 75 // 2 * 2048 * 2048
+    experts = 48 * (512 * (1 - (1 - 10 / 512) ** rows) + 1) * 3 * 512 * 2048 / 2
+    each = 500 * plan.found.layout.bytes_per_token + 2 * plan.found.layout.bytes_per_state
+    read = 2 * (full + recurrent + routers + head + experts) + rows * each
+    assert plan.decode_s(rows, 500) == pytest.approx(read / H200.gb_per_s / 1e9, rel=3e-3)
 
 
 def test_minimax_m2_has_a_byte_a_weight() -> None:
@@ -373,6 +432,10 @@ def test_r1_over_eight_ranks_by_hand() -> None:
     assert plan.taken[WEIGHTS] == pytest.approx(expected, rel=1e-3)
     assert plan.found.layout.bytes_per_token == 61 * 576 * 2 == 70272
     assert plan.problem([32000]) == "" and plan.tokens > 500_000
+    active = 61 * attention + 3 * dense / 8 + 58 * (9 / 257 * sparse + 256 * hidden)
+    pairs = 61 * 16 * (192 + 128) * 32000**2  # keys are longer than values; half is masked
+    flops = 2 * 32000 * active + pairs + 2 * 8 * 2048 * hidden
+    assert plan.prefill_s(1, 32000) == pytest.approx(flops / H200.tflops / 1e12, rel=1e-3)
     narrow = on_h200("deepseek-r1", "cache.dtype=fp8", tp=8)
     assert narrow.found.layout.bytes_per_token == 61 * (512 + 2 * 64 + 16) == 40016
     assert narrow.tokens == pytest.approx(plan.tokens * 70272 / 40016, rel=1e-3)

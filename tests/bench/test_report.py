@@ -8,7 +8,7 @@ import pytest
 from nanovllm.bench.measure import Outcome, Sample, concluded, summarise, verdict
 from nanovllm.bench.report import engine_facts, samples_of, speculation, table, vllm_json
 from nanovllm.bench.sweep import compare
-from nanovllm.server.metrics import HttpCounts, Metrics, Seen, render
+from nanovllm.server.metrics import HttpCounts, Metrics, Seen, counted, render
 from nanovllm.wire import Stats
 from tests.bench.test_record import RECORD
 from tests.server.fake_engine import READY
@@ -177,7 +177,7 @@ def test_engine_facts_are_gains_since_before() -> None:
 
 def page(stats: Stats) -> dict[str, float]:
     seen = Seen(ready=READY, stats=stats, metrics=Metrics())
-    return samples_of(render([seen], HttpCounts()).decode())
+    return samples_of(render([seen], [counted([seen], HttpCounts())]).decode())
 
 
 def test_engine_facts_come_from_our_own_metrics_page() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, strategies as st
 
 from nanovllm.bench.workload import (
     WORDS,
-    Load,
     Wording,
+    Workload,
     arrivals,
     chat_bodies,
     lengths,
@@ -84,7 +84,7 @@ def test_warm_up_has_the_shapes_but_not_the_prompts() -> None:
 
 
 def test_chat_bodies_aim_at_the_lengths() -> None:
-    load = Load(num_prompts=400, input_len=100, output_len=40, range_ratio=0.5, concurrency=1)
+    load = Workload(num_prompts=400, input_len=100, output_len=40, range_ratio=0.5, concurrency=1)
     asked: list[int] = []
 
     def text(rng: random.Random, num_tokens: int) -> str:
@@ -111,7 +111,7 @@ def test_chat_bodies_aim_at_the_lengths() -> None:
 
 
 def test_structured_bodies_ask_for_more_records_than_an_answer_can_hold() -> None:
-    load = Load(num_prompts=2, input_len=20, output_len=4000, concurrency=1, structured=True)
+    load = Workload(num_prompts=2, input_len=20, output_len=4000, concurrency=1, structured=True)
     body = msgspec.json.decode(chat_bodies(load, "m", WORDING.text)[1])
     asked = body["response_format"]["json_schema"]
     assert body["response_format"]["type"] == "json_schema" and asked["strict"] is True
@@ -125,7 +125,9 @@ def test_structured_bodies_ask_for_more_records_than_an_answer_can_hold() -> Non
 
 
 def test_the_mixed_load_has_lengths_from_100_to_2000() -> None:
-    load = Load(num_prompts=256, input_len=1050, output_len=1050, range_ratio=0.905, concurrency=64)
+    load = Workload(
+        num_prompts=256, input_len=1050, output_len=1050, range_ratio=0.905, concurrency=64
+    )
     assert load.name == "c64-mixed" and load.warm_up(8).name == "c8-mixed"
     assert lengths(1050, 0.905) == range(100, 2001)
     bodies = [msgspec.json.decode(body) for body in chat_bodies(load, "m", WORDING.text)]
@@ -140,7 +142,7 @@ def test_the_mixed_load_has_lengths_from_100_to_2000() -> None:
 
 def test_chat_bodies_follow_the_seed() -> None:
     def made(seed: int) -> list[bytes]:
-        load = Load(num_prompts=3, input_len=20, output_len=4, concurrency=1, seed=seed)
+        load = Workload(num_prompts=3, input_len=20, output_len=4, concurrency=1, seed=seed)
         return chat_bodies(load, "m", WORDING.text)
 
     assert made(1) == made(1)
@@ -148,7 +150,7 @@ def test_chat_bodies_follow_the_seed() -> None:
 
 
 def test_the_warm_up_of_an_online_load_repeats_none_of_its_prompts() -> None:
-    load = Load(num_prompts=8, input_len=50, output_len=256, request_rate=4.0)
+    load = Workload(num_prompts=8, input_len=50, output_len=256, request_rate=4.0)
     warm = load.warm_up(5)
     assert (warm.num_prompts, warm.concurrency, warm.request_rate) == (5, 5, None)
     assert (warm.input_len, warm.output_len) == (50, 16)
@@ -158,7 +160,7 @@ def test_the_warm_up_of_an_online_load_repeats_none_of_its_prompts() -> None:
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float) -> None:
-    load = Load(
+    load = Workload(
         num_prompts=20_000, input_len=1, output_len=1, request_rate=50.0, burstiness=burstiness
     )
     times = arrivals(load)
@@ -171,7 +173,7 @@ def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float) -> None:
 
 
 def test_a_closed_loop_has_no_arrivals() -> None:
-    load = Load(num_prompts=3, input_len=1, output_len=1, concurrency=2)
+    load = Workload(num_prompts=3, input_len=1, output_len=1, concurrency=2)
     assert arrivals(load) == []
     assert load.name == "c2"
     assert msgspec.structs.replace(load, concurrency=None, request_rate=2.5).name == "rate2.5"

@@ -1,4 +1,4 @@
-"""`nanovllm bench --sweep` against a server whose behaviour is known exactly."""
+"""`nanovllm bench` against a server whose behaviour is known exactly: sweeps, what is refused."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from nanovllm.bench import record
+from nanovllm.bench import online, record
 from nanovllm.cli import bench as command
+from nanovllm.config import ConfigError
 from tests.bench.test_online import FAKE, fake_chat, free_port
 
 SHORT = ["--num-prompts", "4", "--warmup", "0", "--input-len", "31", "--output-len", "4"]
@@ -61,3 +62,40 @@ def test_a_sweep_starts_its_server_once(tmp_path: Path, monkeypatch: pytest.Monk
     ]  # fmt: skip
     words = [node.text for node in ET.parse(plot).iter("{http://www.w3.org/2000/svg}text")]
     assert words.count("unchanged") == words.count("schedule.depth=0") == 1
+
+
+@pytest.mark.parametrize("wrong", [["--goodput", "itl:3"], ["--sweep", "1,x"]])
+def test_a_wrong_load_is_refused_before_a_server_starts(
+    wrong: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def server_of(*_: object) -> None:
+        raise AssertionError("starts a server")
+
+    monkeypatch.setattr(command, "server_of", server_of)
+    error = CliRunner().invoke(command.bench, ["--start", *wrong]).exception
+    assert isinstance(error, ConfigError) and str(error).startswith(f"{wrong[0]} {wrong[1]}: write")
+
+
+def test_records_that_could_not_be_written_are_refused_at_once(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    done = CliRunner().invoke(command.bench, ["--offline", "--results-dir", str(taken)])
+    assert done.exit_code == 2 and f"'{taken}' is a file" in done.output
+
+
+def test_a_key_may_have_any_letters() -> None:
+    api = online._Api("http://127.0.0.1:1", "cl\u00e9")
+    assert api.http.build_request("GET", "/").headers.raw[-1] == (
+        b"Authorization", b"Bearer cl\xc3\xa9"
+    )  # fmt: skip
+
+
+def test_the_experts_of_all_engines_are_placed(tmp_path: Path) -> None:
+    path = tmp_path / "load"
+    with fake_chat() as url:
+        given = ["--url", url, "--num-prompts", "1", "--warmup", "0", "--input-len", "31"]
+        given += ["--output-len", "4", "--results-dir", str(tmp_path), "--expert-load", str(path)]
+        given += ["--expert-ranks", "2", "--expert-copies", "0"]
+        done = CliRunner().invoke(command.bench, given)
+    assert done.exit_code == 0, done.output
+    assert path.read_text() == '{"layer":3,"tokens":[9,2,3,4],"ranks":[[0,1],[2,3]]}\n'

@@ -446,7 +446,7 @@ def test_training_ends_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("sys.argv", argv)
     started = time.monotonic()
     main()
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 120
     assert weights(tmp_path)["model.embed_tokens.weight"].shape == (2048, 256)
 
 

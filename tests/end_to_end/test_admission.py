@@ -47,13 +47,11 @@ class Curse:
 
     FIELDS = ()
 
-    def __init__(self, per_slot) -> None:
-        self.num_admitted = 0
+    def __init__(self, per_slot) -> None: ...
 
     def admit(self, admits: Sequence[Admit]) -> None:
         if any(CURSED in admit.sampling.logit_bias for admit in admits):
             raise RuntimeError("cursed")
-        self.num_admitted += len(admits)
 
     def wanted(self, host_slots):
         return host_slots < 0
@@ -63,8 +61,8 @@ class Curse:
 
 @pytest.fixture
 def engine(monkeypatch) -> WholeEngine:
-    path = f"{__name__}:Curse"
-    monkeypatch.setattr("nanovllm.sampling.sampler.PROCESSORS", (*PROCESSORS, path))
+    cursed = {**PROCESSORS, "curse": f"{__name__}:Curse"}
+    monkeypatch.setattr("nanovllm.sampling.sampler.PROCESSORS", cursed)
     return WholeEngine(load_config(None, ["device=cpu"]), slots=2, pages=60)
 
 

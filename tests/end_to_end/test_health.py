@@ -17,7 +17,7 @@ import pytest
 
 from nanovllm.bench.report import samples_of
 from nanovllm.ipc.channel import frame
-from nanovllm.server.metrics import HttpCounts, Metrics, Seen, render
+from nanovllm.server.metrics import HttpCounts, Metrics, Seen, counted, render
 from nanovllm.wire import Beat, Stats
 from tests.end_to_end.demo_server import Server, start
 from tests.server.fake_engine import READY
@@ -119,7 +119,7 @@ def test_every_expression_of_the_dashboard_finds_its_metric(paper: Server) -> No
         assert not [name for name in samples if "spec_decode" in name]
         drafted = Stats(accepted_by_position=[0])  # of a recipe that speculates
         seen = Seen(ready=READY, stats=drafted, metrics=Metrics())
-        tell(render([seen], HttpCounts()).decode())
+        tell(render([seen], [counted([seen], HttpCounts())]).decode())
     asked = expressions()
     named = {name for expression in asked for name in NAME.findall(expression)}
     assert named <= samples.keys() and len(named) > 20

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from transformers import PreTrainedModel
 
 from nanovllm.config import Config, Speculate
 from nanovllm.kv.hybrid import HybridMemory
 from tests.engine.test_ranks import cut, ranked
 from tests.models.tiny import CASES, config_of, make_tiny
-from tests.whole_engine import WholeEngine, prompts_of, reference
+from tests.whole_engine import WholeEngine, greedy, prompts_of
 
 NGRAM = Speculate(method="ngram", tokens=3, min_match=1, max_match=4)
 NEXT = [case for case in CASES if case.startswith("qwen3_next")]
 MAX_NEW = 60
+SURE = 1e-3  # by 8e-4 do transformers' own two forms of a recurrence differ in logits here
 Told = tuple[Config, list[list[int]], list[list[int]]]
 
 
-def long_prompts() -> list[list[int]]:
-    """Of 60 to 130 tokens; three begin alike, and two are equal."""
-    prompts = [
-        [*a, *b, *c][:130] for a, b, c in zip(*map(prompts_of, [6] * 3, (1, 2, 3)), strict=True)
-    ]
-    prompts[3] = [*prompts[2][:50], *prompts[3][:40]]
-    prompts[4] = [*prompts[2][:50], *prompts[4][:20]]
-    return [*prompts, prompts[0]]
+def long_prompts(model: PreTrainedModel) -> tuple[list[list[int]], list[list[int]]]:
+    """Of 60 to 130 tokens, and their texts; three begin alike, and two are equal.
+
+    The first ones of which the model is sure.
+    """
+    for seed in range(1, 30):
+        parts = [prompts_of(6, seed + i) for i in range(3)]
+        prompts = [[*a, *b, *c][:130] for a, b, c in zip(*parts, strict=True)]
+        prompts[3] = [*prompts[2][:50], *prompts[3][:40]]
+        prompts[4] = [*prompts[2][:50], *prompts[4][:20]]
+        told = list(takewhile(sure, (greedy(model, prompt, MAX_NEW) for prompt in prompts)))
+        if len(told) == len(prompts):
+            texts = [text for text, _ in told]
+            return [*prompts, prompts[0]], [*texts, texts[0]]
+    raise AssertionError("no sure prompts")
+
+
+def sure(told: tuple[list[int], float]) -> bool:
+    return told[1] > SURE
 
 
 @pytest.fixture(scope="module", params=NEXT)
@@ -35,8 +49,7 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder: Path = tmp_path_factory.mktemp("tiny")
     family, overrides = CASES[request.param]
     model = make_tiny(folder, family, **overrides)
-    prompts = long_prompts()
-    return config_of(folder), prompts, [reference(model, prompt, MAX_NEW) for prompt in prompts]
+    return config_of(folder), *long_prompts(model)
 
 
 def test_long_texts_are_the_references(told: Told) -> None:
@@ -155,7 +168,7 @@ def test_once_a_fork_is_known_a_prompt_computes_its_last_page(told: Told) -> Non
 def test_two_ranks_write_long_texts_with_drafts(tp: int, ep: int, tmp_path: Path) -> None:
     family, overrides = CASES["qwen3_next that repeats itself"]
     model = make_tiny(tmp_path, family, **{**overrides, "num_experts": 6})
-    prompts = long_prompts()
+    prompts, expected = long_prompts(model)
     sizes = dict(
         pages=80, slots=5, step_tokens=64, checkpoints=8, checkpoint_host_gib=0.01, speculate=NGRAM
     )
@@ -166,5 +179,4 @@ def test_two_ranks_write_long_texts_with_drafts(tp: int, ep: int, tmp_path: Path
         engine.run()
         states = engine.runner.states.rows_NX
         assert torch.isfinite(states).all() and states.abs().max() > 0
-    for i, prompt in enumerate(prompts):
-        assert engine.text[i] == reference(model, prompt, MAX_NEW)
+    assert [engine.text[i] for i in range(len(prompts))] == expected

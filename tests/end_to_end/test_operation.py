@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ import pytest
 
 from nanovllm import launch
 from nanovllm.bench import online
-from nanovllm.bench.workload import Load
-from nanovllm.config import ConfigError
+from nanovllm.bench.workload import Workload
+from nanovllm.config import ConfigError, load_config
+from nanovllm.server.main import MOST_FILES
 from tests.bench.test_online import free_port, no_bar
 from tests.end_to_end.demo_server import Server, start
 from tests.server.serving import eventually
@@ -137,6 +138,30 @@ def test_a_signal_while_starting_ends_the_start() -> None:
     assert b"is served at" not in process.stdout.read()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("num_born", [2, 3])  # the first is multiprocessing's own
+def test_a_signal_to_all_processes_ends_the_start_without_a_word(
+    number: int, num_born: int
+) -> None:
+    """As a terminal's Ctrl-C and a service manager's stop are: at a time when the youngest child
+    has not come to any line of ours."""
+    process = subprocess.Popen(
+        [*SERVE, *FAST, "--port", "0"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    born = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    eventually(lambda: len(born.read_text().split()) >= num_born, 30)
+    time.sleep(0.02)  # it is Python by now
+    os.killpg(process.pid, number)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 0, output
+    assert [line for line in output.splitlines() if " info serve starting " not in line] == []
+
+
 @pytest.mark.parametrize(
     ("name", "number", "said"),
     [
@@ -168,6 +193,56 @@ def test_who_ended_while_starting_is_named_too() -> None:
     with pytest.raises(launch.EngineDied) as caught:
         launch.wait_ready([(process, ours)])
     assert str(caught.value) == "an-engine ended by SIGKILL (9); out of memory?"
+
+
+class Deaf:
+    """A process that ends when it is killed alone."""
+
+    exitcode: int | None = None
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None:
+        self.exitcode = -9
+
+    def join(self) -> None: ...
+
+
+def test_nobody_waits_for_requests_that_no_engine_is_left_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "LAST_WORDS_S", 0.5)
+    asked: list[float] = []
+
+    class Lost:
+        def lost(self, restarts: bool) -> str:
+            asked.append(time.monotonic())
+            return "rank1 ended by SIGKILL (9)" if len(asked) > 2 else ""
+
+    deaf = Deaf()
+    launch.stop([deaf], 60, Lost())  # type: ignore[list-item, arg-type]
+    assert deaf.exitcode == -9
+    assert 0.4 < time.monotonic() - asked[2] < 5
+
+
+# -- many clients ------------------------------------------------------------------------------
+
+
+def test_connections_beyond_a_shells_usual_limit_of_descriptors() -> None:
+    """Who comes behind as many idle ones as the shell lets a process open is answered all the
+    same."""
+    limit, (_, most) = 64, resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+
+    port = free_port()
+    with served(port, "--set", "server.header_timeout_s=600", preexec_fn=few), ExitStack() as idle:
+        for _ in range(limit):
+            idle.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert ask(f"http://127.0.0.1:{port}").status_code == 200
+        told = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        assert f"\nprocess_max_fds {min(most, MOST_FILES)}\n" in told
 
 
 # -- one line ----------------------------------------------------------------------------------
@@ -208,6 +283,34 @@ def test_a_disk_that_fills_while_an_engine_starts_is_one_line() -> None:
     assert line.startswith("cannot write ") and line.endswith(": No space left on device")
 
 
+def fails(word: launch.Word, config: object, is_ready: bool) -> None:
+    if is_ready:
+        word.ready()
+    raise RuntimeError("can't allocate 7 GiB\nwhere it was tried")
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_what_nobody_foresaw_is_a_record_and_names_its_process(
+    is_ready: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before it is ready the supervisor hears why, in one line, and need not guess who it was."""
+    config = load_config(None, ["server.log_format=json"])
+    rank = launch.spawn("nanovllm-rank1", config, fails, is_ready)
+    if is_ready:
+        launch.wait_ready([rank])
+    else:
+        with pytest.raises(ConfigError) as caught:
+            launch.wait_ready([rank])
+        assert str(caught.value) == "nanovllm-rank1: RuntimeError: can't allocate 7 GiB"
+    process, _ = rank
+    process.join(10)
+    assert process.exitcode == 1
+    output, errors = capfd.readouterr()
+    (record,) = map(json.loads, output.splitlines())
+    assert (record["level"], record["message"], errors) == ("error", "nanovllm-rank1", "")
+    assert record["exception"].endswith("RuntimeError: can't allocate 7 GiB\nwhere it was tried")
+
+
 def test_a_child_hears_of_lost_engines_and_leaves_with_its_supervisor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -218,14 +321,16 @@ def test_a_child_hears_of_lost_engines_and_leaves_with_its_supervisor(
 
     monkeypatch.setattr(launch.os, "_exit", leave)
     ours, theirs = multiprocessing.Pipe()
-    word, heard = launch.Word(theirs), list[int]()
-    word.hear(heard.append)
+    word, heard = launch.Word(theirs), list[tuple[int, float]]()
+    word.hear(lambda *lost: heard.append(lost))
+    begun = time.monotonic()
     launch.tell([(None, ours)], 1)  # type: ignore[list-item]
     launch.tell([(None, ours)], 0)  # type: ignore[list-item]
     ours.close()
     with pytest.raises(Left):
         word.leave_with_supervisor()
-    assert heard == [1, 0]
+    assert [at for at, _ in heard] == [1, 0]
+    assert begun <= heard[0][1] <= heard[1][1] <= time.monotonic()
     launch.tell([(None, ours)], 2)  # type: ignore[list-item]
 
 
@@ -321,7 +426,7 @@ def test_a_request_without_max_tokens_fits_the_cache(small) -> None:
 @pytest.mark.parametrize(("length", "ratio", "structured"), [(100, 0.0, False), (61, 0.3, True)])
 def test_bench_prompts_have_exactly_the_tokens(small, length, ratio, structured) -> None:
     url, _, _ = small
-    load = Load(num_prompts=6, input_len=length, output_len=3, range_ratio=ratio, concurrency=3,
+    load = Workload(num_prompts=6, input_len=length, output_len=3, range_ratio=ratio, concurrency=3,
                 structured=structured)  # fmt: skip
     outcome = online.measure_server(
         load, None, url=url, api_key="of-the-night", goals_ms={}, warmup=0, processes=1, bar=no_bar
@@ -335,7 +440,7 @@ def test_bench_prompts_have_exactly_the_tokens(small, length, ratio, structured)
 
 def test_bench_says_when_the_template_takes_more(small) -> None:
     url, _, _ = small
-    load = Load(num_prompts=1, input_len=5, output_len=3, concurrency=1)
+    load = Workload(num_prompts=1, input_len=5, output_len=3, concurrency=1)
     with pytest.raises(
         ConfigError, match=r"is 5 tokens, which no words .* whose chat template alone takes \d+$"
     ):

@@ -216,6 +216,17 @@ def test_a_rank_that_ends_while_loading_is_one_line_though_another_hangs(folder:
     assert os.listdir(folder) == []
 
 
+def test_a_rank_that_was_ready_and_died_is_not_waited_for() -> None:
+    """Rank 0 still loads, and would wait for it for ever."""
+    (loading, theirs), (was_ready, own) = Pipe(), Pipe()
+    rank0: Any = SimpleNamespace(name="nanovllm-engine", exitcode=None)
+    rank1: Any = SimpleNamespace(name="nanovllm-rank1", exitcode=-9)
+    own.send("ready")
+    with pytest.raises(EngineDied, match=r"^nanovllm-rank1 ended by SIGKILL"):
+        wait_ready([(rank0, loading), (rank1, was_ready)])
+    theirs.close()
+
+
 def test_the_reason_comes_before_who_missed_its_rank() -> None:
     children, ends = [], []
     for name in ("nanovllm-engine", "nanovllm-rank1"):

@@ -153,15 +153,32 @@ def test_while_one_is_away_the_other_has_all(paper: Server) -> None:
         assert health(paper) == 200
 
 
+def test_metrics_are_those_of_all_api_processes_whichever_answers(paper: Server) -> None:
+    """Every scrape opens a connection of its own, which any of them takes."""
+    name = "vllm:request_success_total"
+
+    def finished() -> float:
+        return sum(by_label(samples_of(httpx.get(f"{paper.url}/metrics").text), name).values())
+
+    before = finished()
+    asyncio.run(texts(paper, 24, max_tokens=2))
+    assert [finished() - before for _ in range(20)] == [24] * 20
+    found = samples_of(httpx.get(f"{paper.url}/metrics").text)
+    assert set(by_label(found, "process_cpu_seconds_total", "worker")) == {"0", "1"}
+
+
 def test_without_any_engine_health_says_so_until_one_is_back() -> None:
     server = start(PAPER, "--dp", "2", "--set", "parallel.restarts=1")
     children = set(server.children())
     try:
-        for pid in engines_of(server):
+        engines = engines_of(server)
+        os.kill(server.process.pid, signal.SIGSTOP)  # nothing is started again yet
+        for pid in engines:
             os.kill(pid, signal.SIGKILL)
         eventually(lambda: health(server) == 503, 5)
         with pytest.raises(openai.InternalServerError, match="the engine is gone"):
             server.client().chat.completions.create(**asked("Hi.", max_tokens=2))
+        os.kill(server.process.pid, signal.SIGCONT)
         eventually(lambda: health(server) == 200, 20)
         eventually(lambda: up(server) == {"0": 1, "1": 1}, 20)
         server.client().chat.completions.create(**asked("Hi.", max_tokens=2))

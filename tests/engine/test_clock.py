@@ -18,7 +18,7 @@ from nanovllm.engine.paper import PaperExecutor
 from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import Chunk, Masks, StepPlan, mode_key
 from nanovllm.runner.batch import RowBuilder
-from nanovllm.runner.results import Copy, DeviceClock, Handle
+from nanovllm.runner.results import DeviceClock, Handle, StepCopy
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Generate, Sampling
 from tests.engine.no_grammars import NoGrammars
@@ -29,38 +29,44 @@ ROW = RowBuilder(1, 0, 1, CPU).padded(1, 1, 1)
 # -- the device ------------------------------------------------------------------------------
 
 
-def handle_of(device: DeviceClock, work_s: float) -> Handle:
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in seconds; it passes where a test says so."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def handle_of(device: DeviceClock, now: list[float], work_s: float) -> Handle:
     """A step whose sampling takes so long."""
 
-    def finish(masks: Masks | None) -> Copy:
-        time.sleep(work_s)
-        return Copy(torch.tensor([[7]], dtype=torch.int32), None, None, ROW)
+    def finish(masks: Masks | None) -> StepCopy:
+        now[0] += work_s
+        return StepCopy(torch.tensor([[7]], dtype=torch.int32), None, None, ROW)
 
     return Handle(1, device, device.begin(), finish)
 
 
-def test_a_gap_is_what_passes_between_the_work_of_two_steps() -> None:
+def test_a_gap_is_what_passes_between_the_work_of_two_steps(now: list[float]) -> None:
     device = DeviceClock(CPU)
-    first = handle_of(device, 0.03)
+    first = handle_of(device, now, 0.03)
     first.sample(None)
-    time.sleep(0.02)
-    second = handle_of(device, 0.03)
+    now[0] += 0.02
+    second = handle_of(device, now, 0.03)
     second.sample(None)
     assert second.wait().tokens.tolist() == [[7]] and first.wait().step == 1
-    assert 0.02 <= second.gap_s < 0.03 + 0.02
-    assert first.gap_s < 0.01
-    assert 0.03 <= first.busy_s < 0.06 and 0.03 <= second.busy_s < 0.06
+    assert second.gap_s == pytest.approx(0.02) and first.gap_s == 0.0
+    assert first.busy_s == second.busy_s == pytest.approx(0.03)
 
 
-def test_waiting_for_masks_is_a_gap_too() -> None:
+def test_waiting_for_masks_is_a_gap_too(now: list[float]) -> None:
     device = DeviceClock(CPU)
-    masked = handle_of(device, 0.0)
+    masked = handle_of(device, now, 0.0)
     device.end()
-    time.sleep(0.02)
+    now[0] += 0.02
     masked.sample(np.zeros((1, 1), np.int32))
     masked.wait()
-    assert 0.02 <= masked.gap_s < 0.05
-    assert masked.busy_s < 0.01
+    assert masked.gap_s == pytest.approx(0.02) and masked.busy_s == 0.0
 
 
 class Tick:
@@ -89,7 +95,7 @@ def test_events_are_used_again_but_not_while_a_step_needs_them(
     device = DeviceClock(torch.device("cuda"))
     in_flight: list[Handle] = []
     for _ in range(50):
-        handle = handle_of(device, 0.0)
+        handle = handle_of(device, [0.0], 0.0)
         handle.sample(None)
         in_flight.append(handle)
         if len(in_flight) > 2:
@@ -135,8 +141,8 @@ def test_the_loop_counts_gaps_but_not_rests(depth: int) -> None:
     assert executor.steps_by_mode["PAPER/prefill"] == 2
     assert executor.steps_by_mode["PAPER/decode"] == steps - 2 >= 6
     assert set(loop.clock.total_s) == {"plan", "launch", "complete"}
-    assert 0.002 * steps <= loop.clock.total_s["launch"] < 0.02 * steps
-    assert 0.002 <= loop.clock.step_p50_s() < 0.02
+    assert 0.002 * steps <= loop.clock.total_s["launch"] < 0.5 * steps
+    assert 0.002 <= loop.clock.step_p50_s() < 0.5
 
 
 def test_what_the_host_waited_for_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

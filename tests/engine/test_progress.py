@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanovllm.engine import progress
-from nanovllm.engine.progress import FIRST_STEP_S, Progress
+from nanovllm.engine.progress import FIRST_STEP_S, StepProgress
 
 
 class Clock:
@@ -22,28 +22,28 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def run(steps: Progress, clock: Clock, num_tokens: int, seconds: float) -> None:
+def run(steps: StepProgress, clock: Clock, num_tokens: int, seconds: float) -> None:
     steps.begin(num_tokens)
     clock.now += seconds
     steps.end()
 
 
 def test_idle_is_neither_old_nor_late(clock: Clock) -> None:
-    steps = Progress()
+    steps = StepProgress()
     run(steps, clock, 4, 0.1)
     clock.now += 1e6
     assert (steps.age_s(), steps.late_s()) == (0.0, 0.0)
 
 
 def test_the_first_step_may_take_minutes(clock: Clock) -> None:
-    steps = Progress()
+    steps = StepProgress()
     steps.begin(512)
     clock.now += 500
     assert steps.age_s() == 500 and steps.late_s() == 500 - FIRST_STEP_S
 
 
 def test_a_step_may_take_as_long_as_the_longest(clock: Clock) -> None:
-    steps = Progress()
+    steps = StepProgress()
     run(steps, clock, 100, 3.0)
     run(steps, clock, 1, 0.02)
     steps.begin(1)
@@ -52,7 +52,7 @@ def test_a_step_may_take_as_long_as_the_longest(clock: Clock) -> None:
 
 
 def test_the_first_long_prompt_is_no_alarm(clock: Clock) -> None:
-    steps = Progress()
+    steps = StepProgress()
     run(steps, clock, 2, 0.1)  # 50 ms a token
     steps.begin(512)
     clock.now += 25
@@ -62,7 +62,7 @@ def test_the_first_long_prompt_is_no_alarm(clock: Clock) -> None:
 
 
 def test_steps_in_flight_are_measured_from_the_last_that_ended(clock: Clock) -> None:
-    steps = Progress()
+    steps = StepProgress()
     steps.begin(1)
     clock.now += 1
     steps.begin(1)

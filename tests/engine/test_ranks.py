@@ -22,8 +22,9 @@ from nanovllm.engine.ranks import Follower, RankedExecutor
 from nanovllm.experts import Experts, write_placement
 from nanovllm.parallel.gloo import GlooMesh
 from nanovllm.parallel.places import Place, RankLostError, places_of
-from nanovllm.parallel.ring import RING_BYTES, Writer, ring
+from nanovllm.parallel.ring import RING_BYTES, RingWriter, ring
 from nanovllm.plan import Masks, StepPlan
+from nanovllm.runner.build import cpu_threads
 from nanovllm.wire import FinishReason, Sampling
 from tests.models.corrupted import POISON, VALUES, poisoned
 from tests.models.tiny import CASES, config_of, make_tiny
@@ -296,7 +297,7 @@ def test_masks_of_many_rows_pass_a_small_ring() -> None:
 def test_a_follower_that_hangs_is_an_error(tmp_path: Path) -> None:
     first, *others = places_of(cut(CONFIG, 3), str(tmp_path))
     assert [place.device for place in (first, *others)] == [0, 1, 2]
-    assert isinstance(first.ring, Writer)
+    assert isinstance(first.ring, RingWriter)
     first.ring.patience_s = 0.1
     said = r"a rank does not listen any more: reader 1 has not read for 0\.1 s"
     with pytest.raises(RankLostError, match=said):
@@ -328,6 +329,20 @@ def test_engines_follow_each_other_on_the_devices(tmp_path: Path) -> None:
     for each in places:
         for place in each:
             place.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [([], 14), (["parallel.tp=2"], 8), (["parallel.tp=2", "parallel.dp=4"], 2),
+     (["parallel.tp=32"], 1), (["parallel.tp=2", "cpu_threads=5"], 5)],
+)  # fmt: skip
+def test_ranks_on_a_cpu_share_its_cores(
+    changes: list[str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More threads than cores wait for each other: a token takes ten times as long."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    model: Any = SimpleNamespace(parameters=lambda: [torch.empty(700, 1 << 20, device="meta")])
+    assert cpu_threads(load_config(None, changes).recipe, model) == expected
 
 
 def test_gpus_that_are_not_there_are_refused(

@@ -48,7 +48,7 @@ def test_one_that_takes_too_long_is_ended(trials, tmp_path) -> None:
     begun = time.monotonic()
     with pytest.raises(TimeoutError):
         ask(trials, f"hang {tmp_path / 'pids'}", 0.3)
-    assert 0.3 <= time.monotonic() - begun < 5
+    assert 0.3 <= time.monotonic() - begun < 20
     wait_gone([pid for pid, _ in logged(tmp_path / "pids", 1)])
     assert ask(trials, "fine") == ""
 

@@ -74,6 +74,19 @@ def difference(rows: Rows, device: torch.device, heads: int = HEADS) -> None:
 
 
 @pytest.mark.gpu
+def test_what_is_no_number_stays_its_rows_own(device: torch.device = CUDA) -> None:
+    """flash-attn-4 multiplies the values of whole blocks, and the rows lie side by side."""
+    (q_THA, cache, batch), found = made([(0, 130), (0, 5), (300, 17)], device), []
+    for latent in (0.0, torch.nan):
+        cache.pages_PSX[batch.page_table_RM[1, 0], 0, :RANK] = latent
+        out_THA = q_THA.new_zeros(*q_THA.shape[:2], VALUE)
+        found.append(Expanded(batch, 0, PAGE)(cache, q_THA, out_THA))
+    sound, spoilt = (out_THA.split([130, 5, 17]) for out_THA in found)
+    assert spoilt[1].isnan().all()
+    assert torch.equal(spoilt[0], sound[0]) and torch.equal(spoilt[2], sound[2])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(
     ("new", "lengths"),

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from array import array
+from pathlib import Path
 
 import msgspec
 import pytest
+import uvloop
 from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
-from nanovllm.ipc.channel import Connection, Frames, Listener, frame
+from nanovllm.ipc.channel import BlockingConnection, Frames, Listener, frame
 from nanovllm.ipc.client import EngineClient, EngineLostError
 from nanovllm.wire import (
     WORKER_BITS,
@@ -103,7 +105,7 @@ class Talk:
     def __init__(self, tmp_path) -> None:
         self.path = str(tmp_path / "engine.sock")
         self.listener = Listener(self.path)
-        self.ends: list[Connection] = []
+        self.ends: list[BlockingConnection] = []
         self.client: EngineClient | None = None
 
     def close(self) -> None:
@@ -120,7 +122,7 @@ class Talk:
 
         asyncio.run(whole())
 
-    async def accept(self) -> Connection:
+    async def accept(self) -> BlockingConnection:
         end = await asyncio.to_thread(self.listener.accept)
         self.ends.append(end)
         return end
@@ -230,18 +232,39 @@ def test_an_engine_that_dies_while_loading_is_an_error(talk) -> None:
     talk.run(main)
 
 
+async def heard_by(connecting: asyncio.Task[EngineClient], talk: Talk) -> None:
+    """The engine is there now, and hears of the client that waits for it."""
+    (await talk.accept()).send(THIRD)
+    client = await connecting
+    assert client.ready == THIRD
+    client.close()
+    talk.close()
+
+
 def test_the_client_waits_for_an_engine_that_is_not_there_yet(tmp_path) -> None:
     async def main() -> None:
         connecting = asyncio.create_task(EngineClient.connect(str(tmp_path / "engine.sock")))
         await asyncio.sleep(0.1)
-        talk = Talk(tmp_path)
-        (await talk.accept()).send(THIRD)
-        client = await connecting
-        assert client.ready == THIRD
-        client.close()
-        talk.close()
+        await heard_by(connecting, Talk(tmp_path))
 
     asyncio.run(main())
+
+
+def test_an_engine_that_ends_as_it_is_found_is_waited_for_again(tmp_path) -> None:
+    """The kernel has queued the connection, and resets it before the loop looks again."""
+
+    async def main() -> None:
+        gone = Listener(path := str(tmp_path / "engine.sock"))
+        connecting = asyncio.create_task(EngineClient.connect(path))
+        await asyncio.sleep(0)
+        gone.close()
+        await asyncio.sleep(0.1)
+        assert not connecting.done()
+        Path(path).unlink()
+        await heard_by(connecting, Talk(tmp_path))
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
 
 
 def test_the_engine_sees_a_client_leave_and_closing_wakes_its_reader(talk) -> None:

@@ -286,6 +286,33 @@ def test_cases_of_check_kernels(monkeypatch) -> None:
     assert len(worst) == 5 and set(worst.values()) == {0.0}
 
 
+@in_interpreter
+def test_calls_are_counted_for_ever(monkeypatch) -> None:
+    """Two days of small steps are more calls than 31 bits count. Nothing but the buffer is touched,
+    whose two slots keep taking turns."""
+    monkeypatch.setattr(ops, "PROGRAMS", PROGRAMS)
+    length = ops.buffer_bytes(1, CAPACITY)
+    before = torch.tensor([[0], [0xFF], [0]], dtype=torch.uint8).expand(3, length)
+    memory = before.clone()
+    address_I = torch.tensor([memory[1].data_ptr()])
+    x, experts = torch.arange(80.0).view(2, 40), torch.arange(6, dtype=torch.int32).view(2, 3)
+    wide, weights = x.view(1, 1, 80), torch.ones(2, 3)
+    for nth, run in enumerate(
+        (
+            lambda peers: ops.all_reduce(x.clone(), peers),
+            lambda peers: ops.all_gather(x, peers)[0],
+            lambda peers: exchange.gather_tokens(x, weights, experts, 2, peers)[0],
+            lambda peers: exchange.add_own_sums(wide, torch.zeros(1, 80), peers).view(2, 40),
+        )
+    ):
+        calls_X = torch.full((PROGRAMS,), 2**31 - 2, dtype=torch.int32)
+        peers = Peers(0, 1, CAPACITY, address_I, calls_X)
+        for call in range(5):
+            assert torch.equal(run(peers), x), (nth, call)
+            assert torch.equal(memory, before), (nth, call)  # emptied, and nothing beside it
+        assert set(calls_X.tolist()) == {-(2**31) + 3}
+
+
 @pytest.mark.parametrize(
     ("size", "longest"), [(2, None), (3, 1179648), (4, 524288), (8, 149796)], ids=str
 )
@@ -308,4 +335,4 @@ def test_a_message_that_does_not_fit_is_refused() -> None:
 
 @in_parent
 def test_in_the_interpreter() -> None:
-    passes(__file__, 40)
+    passes(__file__, 41)

@@ -188,5 +188,5 @@ def test_what_is_refused() -> None:
 
 def test_a_case_is_for_every_tile() -> None:
     """Each with rows that do not fill it, and numbers of every sign."""
-    tiles = {case.inputs.keywords["tile"] for case in block_fp8_cases.LINEAR.cases[:21]}
+    tiles = {case.inputs.keywords["tile"] for case in block_fp8_cases.BLOCK_FP8_LINEAR.cases[:21]}
     assert tiles == set(TILES)

@@ -27,7 +27,7 @@ def compile_all(folder):
     use_folder(Path(folder))
     compile_gated("bfloat16", True)
     compile_decode(2, 64, 16, 0)
-    compile_product(64, 2, False, 1, False, False, False)
+    compile_product(64, 2, 2, 1, False, False, False)
     compile_causal(2, 128, 128, "bfloat16")
 
 compile_all(sys.argv[1])

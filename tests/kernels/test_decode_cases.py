@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from nanovllm_kernels.decode_cases import (
-    Rows,
+    KVRows,
     all_rows,
     by_position,
     case_of,
@@ -35,7 +35,7 @@ def test_names_differ_and_rows_have_no_more_new_tokens_than_tokens() -> None:
 
 
 def test_drafted_rows_take_turns() -> None:
-    rows = drafted(Rows((9, 9, 1, 9, 9, 0), (1, 1, 64), 16, width=3))
+    rows = drafted(KVRows((9, 9, 1, 9, 9, 0), (1, 1, 64), 16, width=3))
     assert rows.counts == (3, 2, 1, 0, 3, 0)
 
 
@@ -50,7 +50,7 @@ def test_timed_drafts_fill_the_rows_of_their_graph() -> None:
 
 @pytest.mark.parametrize("width", [0, 4])
 def test_inputs_are_what_the_kernels_are_called_with(width: int) -> None:
-    rows = Rows((40, 33, 0), (4, 2, 64), 16, new=(4, 1, 0) if width else (), width=width)
+    rows = KVRows((40, 33, 0), (4, 2, 64), 16, new=(4, 1, 0) if width else (), width=width)
     called = {}
 
     def decode(q, k, v, table, lengths, plan, **ragged: object) -> torch.Tensor:
@@ -68,7 +68,7 @@ def test_inputs_are_what_the_kernels_are_called_with(width: int) -> None:
 
 
 def test_the_newest_key_outweighs_all_others_for_every_query_of_its_row() -> None:
-    rows = Rows((40,), (2, 1, 64), 16, torch.float32, "newest", new=(4,), width=4)
+    rows = KVRows((40,), (2, 1, 64), 16, torch.float32, "newest", new=(4,), width=4)
     q_THA, k_PSGA, _, table_RM, *_ = inputs(lengths_alone, rows, CPU)
     k_LA = k_PSGA[table_RM[0].long()].flatten(0, 1)[:40, 0]
     scores_TL = q_THA[:, 0] @ k_LA.T / math.sqrt(64)

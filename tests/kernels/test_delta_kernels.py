@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from nanovllm_kernels import delta_decode, delta_prefill, delta_reference as reference
 from nanovllm_kernels.case import check
-from nanovllm_kernels.delta_cases import PREFILL, Layer, case, inputs
+from nanovllm_kernels.delta_cases import DELTA_PREFILL, DeltaLayer, case, inputs
 from torch import Tensor
 
 from tests.interpreted import in_interpreter, in_parent, passes
@@ -37,19 +37,19 @@ def test_in_the_interpreter() -> None:
     lengths=st.lists(st.integers(0, 200), min_size=1, max_size=4).filter(any),
 )
 def test_prompts_equal_the_definition(heads, sizes, lengths) -> None:
-    layer = Layer(*heads, *sizes, dtype=torch.float32)
-    assert check(PREFILL, case(layer, tuple(lengths), None), CPU) <= 1
+    layer = DeltaLayer(*heads, *sizes, dtype=torch.float32)
+    assert check(DELTA_PREFILL, case(layer, tuple(lengths), None), CPU) <= 1
 
 
 @in_interpreter
 def test_more_rows_than_a_program_reads_at_once() -> None:
     lengths = (0, 3, 65, 1, 0) * (delta_prefill.ROWS // 4)
     assert len(lengths) > delta_prefill.ROWS
-    layer = Layer(1, 2, 16, 16, dtype=torch.float32)
-    assert check(PREFILL, case(layer, lengths, None), CPU) <= 1
+    layer = DeltaLayer(1, 2, 16, 16, dtype=torch.float32)
+    assert check(DELTA_PREFILL, case(layer, lengths, None), CPU) <= 1
 
 
-def whole(layer: Layer, T: int) -> tuple[tuple[Any, ...], Tensor, tuple[Tensor, Tensor]]:
+def whole(layer: DeltaLayer, T: int) -> tuple[tuple[Any, ...], Tensor, tuple[Tensor, Tensor]]:
     """A text, its result at once by the definition, and the states then."""
     text = inputs(layer, (T,), None, CPU)
     states = text[5].clone(), text[6].clone()
@@ -68,7 +68,7 @@ def steps(*lengths: int) -> Tensor:
 @in_interpreter
 @pytest.mark.parametrize("heads", [(2, 2), (1, 3)])
 def test_a_text_in_chunks_and_tokens_equals_it_at_once(heads) -> None:
-    layer = Layer(*heads, 16, 24, dtype=torch.float32)
+    layer = DeltaLayer(*heads, 16, 24, dtype=torch.float32)
     text, expected_THV, expected_states = whole(layer, 170)
     states, slots_R = text[5:7], text[7]
     tickets_RG = torch.zeros(1, layer.G, dtype=torch.int32)
@@ -89,7 +89,7 @@ def test_a_text_in_chunks_and_tokens_equals_it_at_once(heads) -> None:
 @pytest.mark.parametrize("heads", [(2, 2), (1, 3)])
 def test_rejected_drafts_leave_nothing_behind(heads) -> None:
     """Each step feeds tokens of the text and wrong ones after them; then the state settles."""
-    layer, luck = Layer(*heads, 16, 24, dtype=torch.float32), random.Random(5)
+    layer, luck = DeltaLayer(*heads, 16, 24, dtype=torch.float32), random.Random(5)
     text, expected_THV, expected_states = whole(layer, 24)
     states, slots_R = text[5:7], text[7]
     tickets_RG, kept_NWX = (
@@ -118,7 +118,7 @@ def test_rejected_drafts_leave_nothing_behind(heads) -> None:
 @pytest.mark.parametrize("mix_rows", [reference.mix_rows, delta_prefill.mix_rows])
 def test_states_are_saved_in_other_tensors(mix_rows) -> None:
     """The state behind a row's first part goes there, and to nothing else; the last to its slot."""
-    layer = Layer(1, 2, 16, 24, 3, dtype=torch.float32)
+    layer = DeltaLayer(1, 2, 16, 24, 3, dtype=torch.float32)
     rows = inputs(layer, (3, 66, 40, 17), None, CPU)
     targets_R, slots_R = rows[10][::2].tolist(), rows[7].tolist()
     assert targets_R[0] == -1 and min(targets_R[1:]) >= 0
@@ -135,7 +135,7 @@ def test_states_are_saved_in_other_tensors(mix_rows) -> None:
 
 @in_interpreter
 def test_rows_that_pad_a_graph_change_no_others() -> None:
-    layer = Layer(1, 2, 16, 16, dtype=torch.float32)
+    layer = DeltaLayer(1, 2, 16, 16, dtype=torch.float32)
     *rows, tickets_RG = inputs(layer, (1,) * 5, (), CPU)
     expected = [tensor.clone() for tensor in rows[5:7]]
     x_THV = reference.mix_rows(*[tensor[:3] for tensor in rows[:4]], rows[4], *expected,
@@ -153,7 +153,7 @@ def test_rows_that_pad_a_graph_change_no_others() -> None:
 @pytest.mark.parametrize("first", [0, 1])
 def test_tokens_of_no_row_are_left_alone(first) -> None:
     """A step's decode rows come before its chunks, and tokens that pad the step after them."""
-    layer = Layer(1, 2, 16, 16, dtype=torch.float32)
+    layer = DeltaLayer(1, 2, 16, 16, dtype=torch.float32)
     rows = inputs(layer, (3, 66, 2), None, CPU)
     out_THV = torch.full_like(rows[3], 7.0)
     chunks = slice(first, 2)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from nanovllm_kernels import eight_bits_cute as eight_bits
 
-WIDTH, TOKENS = 64, 16
+WIDTH = 64
 
 
 class Registers(dict):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from nanovllm_kernels import expert_cases
 from nanovllm_kernels.case import check
-from nanovllm_kernels.expert_cases import OF_QUANTISED, OF_SUMS, Routed, in_float
+from nanovllm_kernels.expert_cases import OF_QUANTISED, OF_SUMS, MoECase, in_float
 from nanovllm_kernels.experts_reference import expert_down, expert_gate_up
 from nanovllm_kernels.grouped_linear import CHECKED
 from torch import Tensor
@@ -78,5 +78,5 @@ def test_gate_and_up_in_each_others_place_show() -> None:
 
 
 def test_names_say_what_a_case_is() -> None:
-    assert str(Routed(2, 1, 4, 8, 8, first=1, num=2)) == "T=2 K=1 E=4 F=8 D=8 experts 1-3"
-    assert str(Routed(2, 1, 4, 8, 8, kind="last")) == "T=2 K=1 E=4 F=8 D=8 all to the last"
+    assert str(MoECase(2, 1, 4, 8, 8, first=1, num=2)) == "T=2 K=1 E=4 F=8 D=8 experts 1-3"
+    assert str(MoECase(2, 1, 4, 8, 8, kind="last")) == "T=2 K=1 E=4 F=8 D=8 all to the last"

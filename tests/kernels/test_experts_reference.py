@@ -7,14 +7,8 @@ from itertools import chain
 
 import pytest
 import torch
-from nanovllm_kernels.experts_reference import (
-    BLOCK,
-    EXPERTS,
-    combine,
-    dequantised,
-    expert_down,
-    expert_gate_up,
-)
+from nanovllm_kernels.experts_reference import EXPERTS, combine, expert_down, expert_gate_up
+from nanovllm_kernels.fp8_reference import BLOCK, Scaled
 from nanovllm_kernels.route_reference import Placed, Routing, most_tiles, route, sort_rows
 from torch import Tensor
 from torch.nn import functional
@@ -167,8 +161,8 @@ def test_products(first: int, count: int, is_fp8: bool) -> None:
                 gate_up_XD, down_DF = gate_up_E2FD[expert].float(), down_EDF[expert].float()
                 if scales[0] is not None and scales[1] is not None:
                     halves = zip(gate_up_XD.chunk(2), scales[0][expert].chunk(2), strict=True)
-                    gate_up_XD = torch.cat([dequantised(w, s) for w, s in halves])
-                    down_DF = dequantised(down_DF, scales[1][expert])
+                    gate_up_XD = torch.cat([Scaled(w, s).dequantised() for w, s in halves])
+                    down_DF = Scaled(down_DF, scales[1][expert]).dequantised()
                 gate, up = (gate_up_XD @ x_TD[t]).chunk(2)
                 expected[t] += weight * (down_DF @ (functional.silu(gate) * up))
     torch.testing.assert_close(actual, expected)
@@ -176,7 +170,7 @@ def test_products(first: int, count: int, is_fp8: bool) -> None:
 
 def test_a_scale_is_of_a_block_of_128_by_128() -> None:
     weight_XX = torch.ones(130, 260).to(torch.float8_e4m3fn)
-    found = dequantised(weight_XX, torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+    found = Scaled(weight_XX, torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])).dequantised()
     assert BLOCK == 128 and found.dtype == torch.float32
     assert [found[i, j].item() for i, j in ((127, 127), (127, 128), (128, 255), (129, 256))] == [
         1.0, 2.0, 5.0, 6.0,

@@ -13,27 +13,43 @@ from nanovllm_kernels.few_fp8 import FEW_FP8, SHAPES, steps_of
 from nanovllm_kernels.fp8_reference import FP8, Scaled
 from nanovllm_kernels.skinny_linear import Kind
 
-PROGRAMS = 3 * 132
-
 
 @pytest.mark.parametrize(
     ("num_tiles", "num_blocks", "steps", "programs"),
     [
         (96, 32, 8, 384),  # 8B: queries, keys and values
         (64, 32, 6, 384),
-        (384, 32, 32, 384),
         (64, 96, 16, 384),
         (33, 56, 5, 396),  # R1: queries' and keys' latents
-        (384, 12, 12, 384),
-        (112, 128, 43, 336),
-        (576, 56, 56, 576),  # more than run at once
+        (56, 128, 19, 392),
         (1, 3, 3, 1),
-        (1, 9, 5, 2),
+        (1, 9, 4, 3),
     ],
 )
 def test_programs_run_at_once(num_tiles, num_blocks, steps, programs) -> None:
-    assert steps_of(num_tiles, num_blocks, PROGRAMS) == steps
+    assert steps_of(num_tiles, num_blocks, 16, 3, 132) == steps
     assert num_tiles * -(-num_blocks // steps) == programs
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "rows", "steps", "most"),
+    [
+        (288, 16, 14, 9),  # R1's gate_up: 9 of a quarter, not 3 whole ones
+        (288, 32, 56, 3),
+        (288, 64, 56, 3),
+        (192, 16, 28, 3),
+    ],
+)
+def test_processors_have_nearly_the_same_to_do(num_tiles, rows, steps, most) -> None:
+    assert steps_of(num_tiles, 56, rows, 3, 132) == steps
+    assert -(-num_tiles * 56 // steps // 132) == most
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(16, 19), (32, 32), (64, 32)])
+def test_parts_of_many_rows_are_not_cut_further(rows: int, steps: int) -> None:
+    """R1's o."""
+    programs = few_fp8.shape_of(rows, 7168).programs
+    assert steps_of(56, 128, rows, programs, 132) == steps
 
 
 def test_few_tiles_have_more_loads_on_their_way() -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from nanovllm_kernels import block_fp8_cute, grouped_fp8, quantise_cases
 from nanovllm_kernels.case import check
-from nanovllm_kernels.experts_reference import dequantised, used
-from nanovllm_kernels.fp8_reference import Quantised
-from nanovllm_kernels.grouped_fp8 import DOWN, GATE_UP, GROUPED_FP8
+from nanovllm_kernels.experts_reference import used
+from nanovllm_kernels.fp8_reference import Quantised, Scaled
+from nanovllm_kernels.grouped_fp8 import GROUPED_FP8, GROUPED_FP8_DOWN, GROUPED_FP8_GATE_UP
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ def product(x8_XD, x_scale_BX, w8_END, w_scale, rows) -> torch.Tensor:
     x_XD = Quantised(x8_XD, x_scale_BX).dequantised()
     y_XN = torch.full((len(x_XD), w8_END.shape[1]), torch.nan, dtype=torch.bfloat16)
     for expert, start, end in used(rows):
-        weight_ND = dequantised(w8_END[expert], w_scale[expert])
+        weight_ND = Scaled(w8_END[expert], w_scale[expert]).dequantised()
         y_XN[start:end] = (x_XD[start:end] @ weight_ND.T).bfloat16()
     return y_XN
 
@@ -32,7 +32,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cases_pass_with_room() -> None:
-    for kernel in (GATE_UP, DOWN):
+    for kernel in (GROUPED_FP8_GATE_UP, GROUPED_FP8_DOWN):
         found = [check(kernel, case, CPU) for case in kernel.cases if not case.is_timed]
         assert len(found) == 6 and 0.2 < max(found) < 0.8
 
@@ -42,7 +42,7 @@ def test_a_wrong_scale_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         return product(x8_XD, x_scale_BX.roll(1, 1), *more)
 
     monkeypatch.setattr(block_fp8_cute, "block_fp8_experts", shifted)
-    for kernel in (GATE_UP, DOWN):
+    for kernel in (GROUPED_FP8_GATE_UP, GROUPED_FP8_DOWN):
         assert check(kernel, kernel.cases[1], CPU) > 2
 
 

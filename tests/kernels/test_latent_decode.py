@@ -10,7 +10,7 @@ import pytest
 import torch
 from nanovllm_kernels import latent_decode as kernel, latent_reference as reference, paged_decode
 from nanovllm_kernels.case import check
-from nanovllm_kernels.decode_cases import Rows, drafted
+from nanovllm_kernels.decode_cases import KVRows, drafted
 from nanovllm_kernels.latent_cases import SCALE, all_rows, case_of, inputs
 
 from tests.interpreted import in_interpreter, in_parent, passes
@@ -50,7 +50,7 @@ def test_rows_in_8_bits_are_as_near_as_8_bits_can_be(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_the_reference_is_the_mean_of_latents(is_fp8: bool) -> None:
-    rows = drafted(Rows((5, 40, 33), (3, 1, 36), 16, torch.float32, width=2, is_fp8=is_fp8))
+    rows = drafted(KVRows((5, 40, 33), (3, 1, 36), 16, torch.float32, width=2, is_fp8=is_fp8))
     *args, starts, width = inputs(lambda *_: None, rows, CPU)
     q, rotated, pages, table = args[:4]
     o_THX = reference.latent_decode(*args, starts_R1=starts, width=width)
@@ -88,7 +88,7 @@ def test_however_many_lanes(lanes: int, is_fp8: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernel, "MERGED", 4)
     monkeypatch.setattr(kernel, "SUMMED", 128)
     lengths = (33, 31, 32, 300, 1, 64, 200, 0)
-    rows = Rows(lengths, (4, 1, 144), 32, BF16, "newest", width=3, is_fp8=is_fp8)
+    rows = KVRows(lengths, (4, 1, 144), 32, BF16, "newest", width=3, is_fp8=is_fp8)
     case = case_of(kernel.plan_decode, drafted(rows))
     assert check(kernel.LATENT_DECODE, case, CPU, slack=2.0) <= 1
 
@@ -96,7 +96,7 @@ def test_however_many_lanes(lanes: int, is_fp8: bool, monkeypatch: pytest.Monkey
 @in_interpreter
 def test_more_pairs_than_a_program_has() -> None:
     """As chunks are that are absorbed: programs whose tokens a row does not have."""
-    rows = Rows((130, 64, 3), (5, 1, 36), 64, BF16, new=(40, 39, 3), width=40)
+    rows = KVRows((130, 64, 3), (5, 1, 36), 64, BF16, new=(40, 39, 3), width=40)
     case = case_of(kernel.plan_decode, rows)
     assert check(kernel.LATENT_DECODE, case, CPU, slack=2.0) <= 1
 
@@ -124,5 +124,5 @@ def test_rows_of_like_lengths_are_not_cut(
     assert int(plan_N5[:, 2].sum()) == int(blocks.sum())
     is_whole = firsts[1] > 0
     assert bool(plan_N5[:, 1].any()) != is_whole and bool(plan_N5[:, 4].any()) != is_whole
-    rows = Rows(lengths, (4, 1, 144), 32, BF16)
+    rows = KVRows(lengths, (4, 1, 144), 32, BF16)
     assert check(kernel.LATENT_DECODE, case_of(kernel.plan_decode, rows), CPU, slack=2.0) <= 1

@@ -103,6 +103,7 @@ def loader(**mocks: object) -> type:
     future = ast.parse("from __future__ import annotations").body
     scope = {**CONSTANTS, **FLAGS, "READ_ONCE": 0, "Int16": int, "Int32": int, "Int64": int}
     scope |= {**mocks, "Note": namedtuple("Note", "query count seen tokens flags")}
+    scope["next_stage"] = lambda at, phase, stages: ((at + 1) % stages, phase ^ (at + 1 == stages))
     exec(compile(ast.Module([*future, device], []), str(SOURCE), "exec"), scope)
     return scope["LatentDecode"]
 

@@ -19,7 +19,7 @@ EXAMPLES = settings(deadline=None, max_examples=100 if INTERPRETED else 400)
 
 @in_parent
 def test_in_the_interpreter() -> None:
-    passes(__file__, 18)
+    passes(__file__, 24)
 
 
 def by_hand(text: list[int], num_drafts: int, low: int, high: int) -> list[int] | None:
@@ -125,6 +125,13 @@ def test_ngram(texts, num_drafts, low, more, room, stale, data) -> None:
         ([8, 6, 6, 6], 1, 8, [3, 6, 6, 6]),
         ([0, 0, 0, 3, 0], 2, 8, [0, 0, 0, 0]),  # zeros before the text are no tokens
         ([99, 5, 99], 2, 8, [0, 99, 99, 99]),  # what stands behind the text is none of it
+        # Matches of 16 and more: the longest one is the oldest, but a match has at most `high`.
+        ([*range(20), 20, *range(1, 20), 21, *range(20)], 16, 20, [3, 20, 1, 2]),
+        ([*range(20), 20, *range(1, 20), 21, *range(20)], 16, 19, [3, 21, 0, 1]),
+        ([*range(20), 20, *range(4, 20), 21, *range(20)], 16, 16, [3, 21, 0, 1]),
+        ([*range(20), 20, *range(4, 20), 21, *range(20)], 2, 17, [3, 20, 4, 5]),
+        ([*range(40), 40, *range(40)], 33, 1024, [3, 40, 0, 1]),
+        ([*range(40), 40, *range(40)], 41, 1024, [0, 39, 39, 39]),
     ],
 )
 def test_lookup(text, low, high, line) -> None:

@@ -115,6 +115,7 @@ def loader(**mocks: object) -> type:
     future = ast.parse("from __future__ import annotations").body
     scope = {"BLOCK": BLOCK, "PIECE": PIECE, "WARPS": 4, "HALF": 64, "READ_ONCE": 0, **mocks}
     scope |= {"Int32": int, "Int64": int, "Float32": float}
+    scope["next_stage"] = lambda at, phase, stages: ((at + 1) % stages, phase ^ (at + 1 == stages))
     exec(compile(ast.Module([*future, *functions, device], []), str(SOURCE), "exec"), scope)
     return scope["PagedDecode"]
 

@@ -47,6 +47,11 @@ def test_too_few_gpus_are_one_line(monkeypatch) -> None:
     assert str(done.exception) == "--tp is 2; this machine has 1 GPUs"
 
 
+def test_no_gpus_are_refused() -> None:
+    done = CliRunner().invoke(check_kernels, ["--tp", "0"])
+    assert done.exit_code == 2 and "'--tp': 0 is not in the range x>=1" in done.output
+
+
 def test_kernels_of_one_gpu_have_no_ranks(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     done = CliRunner().invoke(check_kernels, ["--tp", "2", "--kernel", "draw"])

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from nanovllm_kernels import combine, expert_rows, experts, route, route_reference
 from nanovllm_kernels.case import normal
-from nanovllm_kernels.expert_cases import Routed
+from nanovllm_kernels.expert_cases import MoECase
 from nanovllm_kernels.route_reference import Chosen, ExpertRows, Placed, Routing
 from nanovllm_kernels.routed_cases import sort_inputs
 
@@ -33,7 +33,7 @@ GROUPS = Routing("sigmoid", renormalise=False, scale=2.0, num_groups=4, chosen_g
 
 @in_parent
 def test_in_the_interpreter() -> None:
-    passes(__file__, 34)
+    passes(__file__, 40)
 
 
 def assert_equal(found: ExpertRows, expected: ExpertRows) -> None:
@@ -118,10 +118,28 @@ def test_tiles_are_large_where_experts_have_many_rows() -> None:
 
 
 @in_interpreter
+@pytest.mark.parametrize(
+    ("name", "size", "step_bytes", "programs", "stages"),
+    [
+        ("M2's gate_up: 3 a multiprocessor", (8, 1), 10240, 384, 6),
+        ("R1's gate_up: 5", (8, 1), 10240, 576, 4),
+        ("R1's down, more than can run at once with any", (8, 1), 12288, 1792, 3),
+        ("Qwen3-Next's gate_up", (16, 2), 20480, 176, 4),
+        ("Qwen3-Next's down", (16, 2), 20480, 512, 2),
+        ("30B-A3B's down", (16, 2), 20480, 256, 4),
+    ],
+)
+def test_all_programs_run_at_once(
+    name: str, size: tuple[int, int], step_bytes: int, programs: int, stages: int
+) -> None:
+    assert experts.at_once(experts.SHAPES[size], step_bytes, programs, 132).stages == stages, name
+
+
+@in_interpreter
 @pytest.mark.parametrize("block_fp8", [False, True])
 def test_pairs_that_are_not_sorted_are_multiplied_alike(block_fp8: bool) -> None:
     """Three pairs of each of two tokens, among them one of nobody, whose row is nobody's."""
-    routed = Routed(2, 3, 6, 72, 136, block_fp8=block_fp8)
+    routed = MoECase(2, 3, 6, 72, 136, block_fp8=block_fp8)
     x_TD, gate_up, gate_up_scale, rows, K = routed.gate_up(experts.FEW, CPU)
     down, down_scale = routed.weight(1, routed.D, routed.F, CPU)
     experts_TK = torch.empty(6, dtype=torch.int32)
@@ -157,7 +175,7 @@ def test_numbers_beside_weights_of_8_bits_may_be_large_and_small() -> None:
 @pytest.mark.parametrize(("T", "K", "E"), [(1, 1, 3), (4, 8, 24), (3, 10, 16)])
 def test_down_and_sum_of_one_launch_are_those_of_two(T, K, E, block_fp8, adds) -> None:
     """But for the order of the sum. An expert of nobody is any; the stream is overwritten."""
-    routed = Routed(T, K, E, 200, 136, block_fp8=block_fp8)
+    routed = MoECase(T, K, E, 200, 136, block_fp8=block_fp8)
     y_XF = normal(CPU, T * K, 200, dtype=torch.bfloat16)
     weight = routed.weight(1, 136, 200, CPU)
     experts_TK = torch.rand(T, E, generator=torch.Generator().manual_seed(T)).argsort(1)[:, :K]

@@ -25,6 +25,7 @@ for num_lines, width, kind, num_rows in (
     (24576, 4096, gated, 64),
     (24576, 4096, gated, 128),
     (151936, 4096, plain, 64),
+    (12352, 2048, normed, 64),
 ):
     shape = shape_of(num_lines, width, kind, num_rows)
     stages = Product(shape, kind).stages
@@ -60,16 +61,18 @@ def printed(code: str) -> list[str]:
 
 
 def test_it_compiles_for_the_layers_of_both_models() -> None:
-    """Lines, slices, alone on a multiprocessor, groups; stages; blocks, 132 run at once."""
+    """Lines, slices, blocks of a multiprocessor, groups; stages; blocks, of which 132 or twice or
+    three times as many run at once."""
     assert printed(LAYERS) == [
-        "64 2 False 1 5 128 True",
-        "32 4 False 1 7 128 True",
-        "96 2 False 1 4 128 True",
-        "96 2 True 2 5 128 True",
-        "64 2 True 1 12 128 True",
-        "96 1 False 1 5 256 True",
-        "192 1 True 2 5 128 True",
-        "128 1 False 1 4 1187 True",
+        "64 2 2 1 5 128 True",
+        "32 4 2 1 7 128 True",
+        "96 2 2 1 4 128 True",
+        "96 2 1 2 5 128 True",
+        "64 2 1 1 12 128 True",
+        "96 1 2 1 5 256 True",
+        "192 1 1 2 5 128 True",
+        "128 1 2 1 4 1187 True",
+        "32 1 3 1 6 386 True",
     ]
 
 

@@ -97,8 +97,9 @@ types |= dict.fromkeys("sums_TH recurrent_NHKV saved_NHKV".split(), "*fp32")
 aligned = {"conv_NCW", "saved_NCW", "recurrent_NHKV", "saved_NHKV", "o_THV", "y_TC", "conv_stride",
            "stride", "x_TC", "x_stride"}
 sizes = dict(G=16, H=32, K=128, V=128, K_BLOCK=128)
-conv = compiled(conv_kernel, types, 4, aligned, V_BLOCK=128, WIDTH=4, ROWS=32, PIECE=16, **sizes)
-scan = compiled(scan_kernel, types, 2, aligned, V_BLOCK=64, PIECE=64, STAGES=2, **sizes)
+conv = compiled(conv_kernel, types, 4, aligned, V_BLOCK=128, WIDTH=4, ROWS=32, RUNS=8, LENGTH=8,
+                **sizes)
+scan = compiled(scan_kernel, types, 4, aligned, V_BLOCK=64, PIECE=64, STAGES=3, **sizes)
 for ptx in (conv, scan):  # in whole words, also across a bus
     widths = set(re.findall(r"st\\.global(\\.v\\d)", ptx))
     assert len(re.findall(r"st\\.global\\.b", ptx)) == 0 and widths <= {".v2", ".v4"}, widths
@@ -170,12 +171,18 @@ OTHERS = {
     "rows": {
         "norm_quantise": ("normal T=7 D=1160",),
         "silu_mul_quantise": ("strided T=7 D=2320",),
-        "route": ("T=7 E=128 K=8 softmax groups=1 shared=none hashed",),
+        "sigmoid_mul": ("slices T=7 F=1000 bfloat16",),
+        "route": (
+            "T=7 E=128 K=8 softmax groups=1 shared=none hashed",
+            "T=7 E=33 K=10 softmax groups=1 shared=gated tied",
+            "T=7 E=160 K=6 sigmoid groups=8 shared=whole placed",
+        ),
         "sort_rows": ("T=1 E=128 K=8 0+128 tile=16 plain",),
         "few_gate_up": ("T=1 K=3 E=6 F=96 D=200 fp8",),
         "few_down": ("T=1 K=3 E=6 F=96 D=200 fp8",),
         "tiled_gate_up": ("T=2 K=4 E=24 F=200 D=136 fp8 experts 20-22 all to the last",),
         "thresholds": ("S=5 V=6007 k=20 p=0.9 min_p_gap=-inf float32",),
+        "ngram": ("R=1 L=300 V=1 30-1024",),
     },
 }  # fmt: skip
 

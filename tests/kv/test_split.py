@@ -5,8 +5,9 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from msgspec.structs import replace
 
-from nanovllm.config import Cache, ConfigError
+from nanovllm.config import Cache, ConfigError, Recipe, Schedule, Speculate
 from nanovllm.kv.hybrid import HybridMemory, memory_of
 from nanovllm.kv.keys import PageKeys
 from nanovllm.kv.layout import CacheLayout, PagedGroup, StateGroup
@@ -24,8 +25,12 @@ DENSE = CacheLayout(paged=NEXT.paged)
 
 def test_a_state_has_the_bytes_that_the_model_has() -> None:
     assert (NEXT.bytes_per_token, NEXT.bytes_per_state) == (24_576, 36 * (49_152 + 2_097_152))
-    assert running_bytes(NEXT, 64) == 65 * NEXT.bytes_per_state
-    assert running_bytes(DENSE, 64) == 0
+    recipe = Recipe(model="x", schedule=Schedule(slots=64))
+    assert running_bytes(NEXT, recipe) == 65 * NEXT.bytes_per_state
+    drafting = replace(recipe, speculate=Speculate(method="ngram", tokens=3))
+    fed = 36 * 4 * (8192 + 2 * 32) * 2  # inputs of the rule, of 1 + 3 tokens
+    assert running_bytes(NEXT, drafting) == 65 * (NEXT.bytes_per_state + fed)
+    assert running_bytes(DENSE, recipe) == running_bytes(DENSE, drafting) == 0
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.5])

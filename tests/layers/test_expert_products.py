@@ -15,7 +15,7 @@ from nanovllm.layers.describe import products
 from nanovllm.layers.expert_kernels import CUTE, TRITON
 from nanovllm.layers.expert_products import TORCH, ExpertKernels, products_for
 from nanovllm.layers.linear import AddLinear
-from nanovllm.layers.moe import Experts
+from nanovllm.layers.moe import ExpertMLPs
 from nanovllm.layers.ops import select_ops
 from nanovllm.parallel.mesh import Mesh, Span
 from nanovllm.runner.graphs import obstacles
@@ -42,7 +42,7 @@ def test_many_rows_of_an_expert_are_for_the_first_products_that_fit() -> None:
     kernels = kernels_of(*CUTE.many)
     assert chosen(kernels, 192) == ("few", 16)
     assert chosen(kernels, 193) == ("quack", 64)
-    assert chosen(kernels, 1024) == ("quack", 128)
+    assert chosen(kernels, 1024) == ("quack", 192)
     assert chosen(kernels, 1024, dtype=torch.float32) == ("few", 16)
     assert chosen(kernels_of(), 1024) == ("few", 16)
     first = replace(FEW, name="first")
@@ -53,7 +53,7 @@ def test_a_rank_asks_by_the_pairs_that_it_expects() -> None:
     """A quarter of the experts get a quarter of the pairs: as many each as all would."""
     assert chosen(kernels_of(*CUTE.many), 192, share=4) == ("few", 16)
     assert chosen(kernels_of(*CUTE.many), 196, share=4) == ("quack", 64)
-    assert chosen(kernels_of(*CUTE.many), 1024, share=4) == ("quack", 128)
+    assert chosen(kernels_of(*CUTE.many), 1024, share=4) == ("quack", 192)
 
 
 def test_few_pairs_are_not_sorted_where_all_experts_are() -> None:
@@ -66,7 +66,7 @@ def test_few_pairs_are_not_sorted_where_all_experts_are() -> None:
 def test_the_log_tells_it() -> None:
     with torch.device("meta"):
         whole = Span(E, 0, E), Span(F, 0, F)
-        experts = Experts(D, *whole, K, RULE, kernels_of(*CUTE.many), (*range(E),)).bfloat16()
+        experts = ExpertMLPs(D, *whole, K, RULE, kernels_of(*CUTE.many), (*range(E),)).bfloat16()
         head = AddLinear(Span(D, 0, D), D, Mesh(), select_ops(Kernels(), CPU))
     assert products(torch.nn.ModuleDict({"experts": experts}), head, (1, 96, 97, 512)) == (
         "experts few 1-96, quack 97-512; head library 1-512"

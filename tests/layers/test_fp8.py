@@ -74,6 +74,25 @@ def test_modules_are_kept_by_whole_names() -> None:
     assert kept == ["embed", "layers.1.mlp.down", "head"]
 
 
+def test_a_norm_is_no_part_of_the_product_behind_it() -> None:
+    """Qwen's own checkpoints of experts in fp8 name norms among what they keep."""
+    products = {"layers.0.attn.qkv", "layers.1.mlp.gate_up"}
+    named = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    named += [f"model.layers.1.mlp.{part}_proj" for part in ("gate", "up")]
+    norms = [
+        f"model.layers.{n}.{at}_layernorm" for n in (0, 1) for at in ("input", "post_attention")
+    ]
+    for names, kept in (((), set()), (named, products)):
+        for more in ((), norms):
+            model = model_of(*names, *more)
+            found = {
+                name
+                for name, module in model.layers.named_modules(prefix="layers")
+                if isinstance(module, Linear) and not isinstance(module.operand, Scaled)
+            }
+            assert found == kept
+
+
 def test_half_of_a_fused_product_cannot_be_kept() -> None:
     with pytest.raises(ConfigError) as caught:
         model_of("model.layers.1.mlp.up_proj")

@@ -16,7 +16,7 @@ from torch import Tensor
 from nanovllm.config import Kernels, load_config
 from nanovllm.layers.describe import products
 from nanovllm.layers.expert_products import TORCH
-from nanovllm.layers.moe import Experts, MoE, read_by
+from nanovllm.layers.moe import ExpertMLPs, MoE, read_by
 from nanovllm.layers.ops import Ops, select_ops
 from nanovllm.layers.residual import Added, Pending, Residual
 from nanovllm.parallel.mesh import Mesh, Span
@@ -126,13 +126,13 @@ def test_many_rows_have_products_of_their_own() -> None:
         Mock(wraps=EXPERTS.gate_up), EXPERTS.down, tile, lambda n, _: n >= 12, "grouped"
     )
     kernels, all_inner = TORCH._replace(many=(many,)), Span(F, 0, F)
-    whole = Experts(D, Span(E, 0, E), all_inner, K, RULE, kernels, (*range(E),))
+    whole = ExpertMLPs(D, Span(E, 0, E), all_inner, K, RULE, kernels, (*range(E),))
     places = -1, -1, -1, 0, 1, 2
-    half = Experts(D, Span(6, 3, 3), all_inner, K, RULE, kernels, places)
+    half = ExpertMLPs(D, Span(6, 3, 3), all_inner, K, RULE, kernels, places)
     assert [whole.by_rows[n].name for n in (5, 6)] == ["torch", "grouped"]
     assert [half.by_rows[n].name for n in (11, 12)] == ["torch", "grouped"]
     x_TD, logits_TE = torch.randn(12, D), torch.randn(12, 6)
-    plain = Experts(D, Span(6, 3, 3), all_inner, K, RULE, TORCH, places)
+    plain = ExpertMLPs(D, Span(6, 3, 3), all_inner, K, RULE, TORCH, places)
     for experts in (half, plain):
         experts.gate_up.data = torch.ones(3, 2 * F, D) * torch.arange(3.0)[:, None, None]
         experts.down.data = torch.ones(3, D, F)

@@ -18,7 +18,11 @@ from nanovllm.layers.residual import Added, Pending, Residual
 
 CPU = torch.device("cpu")
 REFERENCE = Ops(
-    reference.rms_norm, reference.add_rms_norm, reference.silu_mul, reference.rope_store
+    reference.rms_norm,
+    reference.add_rms_norm,
+    reference.silu_mul,
+    reference.sigmoid_mul,
+    reference.rope_store,
 )
 
 
@@ -34,7 +38,7 @@ def test_a_gpu_can_run_the_references() -> None:
 def test_a_gpu_runs_triton_by_default() -> None:
     chosen = select_ops(Kernels(rms_norm="torch"), torch.device("cuda"))
     assert chosen.rms_norm is reference.rms_norm
-    for name in ("add_rms_norm", "silu_mul", "rope_store"):
+    for name in ("add_rms_norm", "silu_mul", "sigmoid_mul", "rope_store"):
         kernel, meaning = getattr(chosen, name), getattr(reference, name)
         assert kernel.__name__ == name
         assert kernel is not meaning
@@ -58,7 +62,7 @@ def test_compiling_on_a_cpu_takes_a_compiler(monkeypatch: pytest.MonkeyPatch) ->
 @torch.inference_mode()
 def test_compiled_references_mean_the_same_for_any_number_of_tokens() -> None:
     """And write to the cache itself, not to a copy of it."""
-    names = ("rms_norm", "add_rms_norm", "silu_mul", "rope_store")
+    names = ("rms_norm", "add_rms_norm", "silu_mul", "sigmoid_mul", "rope_store")
     ops = select_ops(Kernels(**dict.fromkeys(names, "compile")), CPU)
     torch.manual_seed(0)
     norm_weight, table = torch.randn(16), torch.randn(32, 16)
@@ -68,6 +72,7 @@ def test_compiled_references_mean_the_same_for_any_number_of_tokens() -> None:
         expected = reference.add_rms_norm(x, residual, norm_weight, 1e-6)
         close(ops.add_rms_norm(x, residual, norm_weight, 1e-6), expected)
         close(ops.silu_mul(x), reference.silu_mul(x))
+        close(ops.sigmoid_mul(x, residual), reference.sigmoid_mul(x, residual))
         qkv, cells = torch.randn(tokens, 8 * 16), torch.randperm(40)[:tokens]
         arguments = qkv, norm_weight, norm_weight, 1e-6, table, torch.arange(tokens), cells
         caches = [torch.zeros(2, 10, 4, 2, 16) for _ in range(2)]
@@ -75,6 +80,11 @@ def test_compiled_references_mean_the_same_for_any_number_of_tokens() -> None:
         close(found, reference.rope_store(*arguments, *caches[1]))
         close(caches[0], caches[1])
         assert int((caches[0] != 0).any(-1).any(-1).sum()) == 2 * tokens
+
+
+def test_slices_of_a_gate_are_summed_up() -> None:
+    gate_ITF, x_TF = torch.tensor([[[3.0, -200.0]], [[-3.0, 0.0]]]), torch.tensor([[8.0, 8.0]])
+    assert reference.sigmoid_mul(gate_ITF, x_TF).tolist() == [[4.0, 0.0]]
 
 
 def close(actual: object, expected: object) -> None:

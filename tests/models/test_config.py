@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from nanovllm.config import ConfigError
-from nanovllm.layers.rope import Llama3Rope, PlainRope
+from nanovllm.layers.rope import Llama3Rope, PlainRope, YarnRope
 from nanovllm.models.config import read_model_config
-from tests.models.tiny import config_of
+from tests.models.tiny import CASES, COMMON, config_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 HUB_LLAMA: dict[str, Any] = dict(  # spelled as the hub does
     architectures=["LlamaForCausalLM"],
     attention_bias=False,
@@ -66,6 +70,41 @@ def test_older_names_of_the_rope_type(tmp_path: Path) -> None:
     assert read(tmp_path, {**HUB_LLAMA, "rope_scaling": scaling}).rope_parameters == LLAMA3
     plain = read(tmp_path, {**HUB_LLAMA, "rope_scaling": None}).rope_parameters
     assert plain == PlainRope(rope_theta=500000.0)
+    null = {"rope_theta": 500000, "partial_rotary_factor": None}
+    raw = {**HUB_LLAMA, "rope_scaling": None, "rope_parameters": null}
+    assert read(tmp_path, raw).rope_parameters == plain
+
+
+TOLD_BY_TENSORS = {"head_dim", "layer_types"}
+M2 = dict(architectures=["MiniMaxM2ForCausalLM"], head_dim=128, num_local_experts=8)
+
+
+@pytest.mark.parametrize(
+    "case", ["qwen3", "llama", "qwen3_moe", "minimax_m2", "deepseek_v3", "qwen3_next"]
+)
+def test_what_a_config_leaves_out_is_what_transformers_takes_it_for(
+    case: str, tmp_path: Path
+) -> None:
+    """Unless it is refused, or the checkpoint's tensors would have other names or shapes. How much
+    of a head is rotated is another test's.
+    """
+    family, sizes = CASES[case]
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**COMMON, **sizes}))
+    raw = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    path, compared = tmp_path / "config.json", set[str]()
+    for name in {*raw, *raw["rope_parameters"]} - TOLD_BY_TENSORS - {"partial_rotary_factor"}:
+        rope = {key: value for key, value in raw["rope_parameters"].items() if key != name}
+        left = {key: value for key, value in raw.items() if key != name}
+        path.write_text(json.dumps(left if name in raw else {**raw, "rope_parameters": rope}))
+        with suppress(ConfigError):
+            config = read_model_config(config_of(tmp_path))[1]
+            of = config if name in raw else config.rope_parameters
+            theirs = CONFIG_MAPPING[family].from_pretrained(tmp_path)
+            expected = (vars(theirs) if name in raw else theirs.rope_parameters).get(name)
+            if expected is not None and (found := getattr(of, name, None)) is not None:
+                assert msgspec.to_builtins(found) == expected, name
+                compared.add(name)
+    assert "tie_word_embeddings" in compared
 
 
 def test_transformers_5_spelling(tmp_path: Path) -> None:
@@ -75,19 +114,85 @@ def test_transformers_5_spelling(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "rotary_size"),
+    ("own", "outside"),
     [
-        ({}, 128),
-        ({"rotary_dim": 64}, 64),  # MiniMax-M2
-        ({"partial_rotary_factor": 0.25}, 32),
-        ({"rope_parameters": dict(rope_theta=1e4, partial_rotary_factor=0.5)}, 64),
-        ({"rotary_dim": 48, "partial_rotary_factor": 0.25}, 48),
+        ({}, {"rope_theta": 7e4}),
+        ({"rope_type": "default"}, {"rope_theta": 7e4}),
+        ({"rope_type": "default", "rope_theta": 7e4}, {}),
+        ({"rope_type": "default", "rope_theta": 7e4}, {"rope_theta": 5.0}),
     ],
 )
-def test_a_part_of_a_head_is_rotated(
-    change: dict[str, Any], rotary_size: int, tmp_path: Path
+def test_scaling_beside_the_newer_spelling_is_heeded(
+    own: dict[str, Any], outside: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert read(tmp_path, {**HUB_LLAMA, **change}).rotary_size == rotary_size
+    """As a model's card asks for it, in a file that transformers 5 has written."""
+    raw = {k: v for k, v in HUB_LLAMA.items() if k not in ("rope_theta", "rope_scaling")}
+    raw |= {**outside, "rope_parameters": own, "partial_rotary_factor": 0.5}
+    raw |= {**M2, "num_experts_per_tok": 2}
+    plain = PlainRope(rope_theta=7e4, partial_rotary_factor=0.5)
+    assert read(tmp_path, raw).rope_parameters == plain
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    yarn = YarnRope(
+        rope_theta=7e4,
+        partial_rotary_factor=0.5,
+        factor=4.0,
+        original_max_position_embeddings=32768,
+    )
+    assert read(tmp_path, {**raw, "rope_scaling": scaling}).rope_parameters == yarn
+
+
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [
+        ({}, 128),
+        ({"num_local_experts": 128}, 128),
+        ({"num_local_experts": 127, "num_experts": None}, 127),
+        ({"num_local_experts": 127}, None),
+        ({"num_experts": None}, None),
+    ],
+)
+def test_experts_are_counted_under_either_name(
+    change: dict[str, Any], count: int | None, tmp_path: Path
+) -> None:
+    raw = json.loads((RECIPES / "configs" / "Qwen3-30B-A3B.json").read_text()) | change
+    if count is not None:
+        assert read(tmp_path, raw).experts[1] == count
+        return
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, raw)
+    said = "num_experts or num_local_experts must be given, or both alike"
+    assert str(caught.value) == f"{tmp_path / 'config.json'}: {said}"
+
+
+@pytest.mark.parametrize("family", ["minimax_m2", "qwen3_next", "llama"])
+@pytest.mark.parametrize(
+    ("change", "rope"),
+    [
+        ({"rope_theta": 1e4}, None),
+        ({"rotary_dim": 8}, {}),
+        ({"rope_theta": 1e4, "rotary_dim": 8}, None),
+        ({"rope_theta": 1e4, "rotary_dim": 8, "partial_rotary_factor": 0.25}, None),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 0.25}, None),
+        ({"rotary_dim": 8}, {"partial_rotary_factor": 0.75}),
+        ({"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 0.75}),
+    ],
+)
+def test_as_much_of_a_head_is_rotated_as_transformers_rotates(
+    family: str, change: dict[str, Any], rope: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """Of Llama, whose heads it rotates whole whatever a config asks for, a part is refused."""
+    sizes = {**CASES[family][1], "rotary_dim": None, "rope_parameters": None}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**COMMON, **sizes}))
+    raw = {**model.config.to_dict(), "architectures": [type(model).__name__], **change}
+    raw["rope_parameters"] = rope if rope is None else {"rope_theta": 1e4, **rope}
+    if family == "llama" and {**change, **(rope or {})}.get("partial_rotary_factor", 1) < 1:
+        with pytest.raises(ConfigError, match=r"or rotary_dim, is .* even, from 16 to head_dim 16"):
+            read(tmp_path, raw)
+        return
+    ours = read(tmp_path, raw).rotary_size
+    theirs = CONFIG_MAPPING[family].from_pretrained(tmp_path)
+    table = AutoModelForCausalLM.from_config(theirs).model.rotary_emb.inv_freq
+    assert ours == 2 * len(table)
 
 
 def test_the_family_is_the_architecture(tmp_path: Path) -> None:
@@ -119,17 +224,17 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
         ({"vocab_size": 3.5}, "Expected `int`, got `float` - at `$.vocab_size`"),
         ({"num_attention_heads": 30}, "num_attention_heads 30 is not a multiple of "
          "num_key_value_heads 8"),
-        ({"rotary_dim": 130}, "rotary_dim, or head_dim * partial_rotary_factor, is 130; it must be "
-         "even, from 2 to head_dim 128"),
-        ({"partial_rotary_factor": 0.0}, "rotary_dim, or head_dim * partial_rotary_factor, is 0; "
-         "it must be even, from 2 to head_dim 128"),
+        ({"partial_rotary_factor": 0.5}, "head_dim * partial_rotary_factor, or rotary_dim, is 64; "
+         "it must be even, from 128 to head_dim 128"),
+        ({"head_dim": 5}, "head_dim * partial_rotary_factor, or rotary_dim, is 5; it must be even, "
+         "from 5 to head_dim 5"),
         ({"attention_bias": True}, "attention_bias is true; only false is supported"),
         ({"mlp_bias": True}, "mlp_bias is true; only false is supported"),
         ({"use_sliding_window": True}, "use_sliding_window is true; only false is supported"),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu"; only "silu" is supported'),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            "Object missing required field `weight_block_size` - at `$.quantization_config`",
+            "weight_block_size is null; only [128, 128] is supported - at `$.quantization_config`",
         ),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]}},
@@ -138,10 +243,31 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
         ),
         (
             {"quantization_config": {"quant_method": "awq"}},
-            "Invalid enum value 'awq' - at `$.quantization_config.quant_method`",
+            'quant_method is "awq"; only "fp8" is supported - at `$.quantization_config`',
+        ),
+        (
+            {"quantization_config": {"bits": 4}},
+            'quant_method is null; only "fp8" is supported - at `$.quantization_config`',
+        ),
+        (
+            {"quantization_config": {**FP8, "fmt": "e5m2"}},
+            'fmt is "e5m2"; only "e4m3" or "float8_e4m3fn" is supported - at '
+            "`$.quantization_config`",
+        ),
+        (
+            {"quantization_config": {**FP8, "activation_scheme": "static"}},
+            'activation_scheme is "static"; only "dynamic" is supported - at '
+            "`$.quantization_config`",
         ),
         ({"rope_theta": ...}, "missing field rope_theta (or rope_parameters)"),
+        ({"rope_theta": 0}, "Expected `float` > 1.0 - at `$.rope_parameters.rope_theta`"),
+        ({"rms_norm_eps": -1e-6}, "Expected `float` >= 0.0 - at `$.rms_norm_eps`"),
         ({"rope_scaling": "llama3"}, "Expected `object | null`, got `str` - at `$.rope_scaling`"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "Expected `bool | int | float | str | array | null`, got `object` - at "
+            "`$.rope_parameters[...]`",
+        ),
         (
             {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
             "rope type is longrope; supported are default, llama3, yarn",
@@ -221,6 +347,18 @@ def test_r1_as_published(tmp_path: Path) -> None:
     assert lacking.evenly_cut(8) == ("num_attention_heads", "n_routed_experts")
 
 
+def test_what_r1_could_leave_out(tmp_path: Path) -> None:
+    """Groups, shared experts and dense layers that are not said are those of transformers."""
+    others = dict(n_group=16, topk_group=5, n_shared_experts=3, first_k_dense_replace=2)
+    others |= dict(q_lora_rank=77, routed_scaling_factor=3.5, norm_topk_prob=False)
+    theirs = CONFIG_MAPPING["deepseek_v3"]()
+    for name, value in others.items():
+        config = read(tmp_path, {**R1, **others, "num_experts_per_tok": 4})
+        assert getattr(config, name) == value
+        config = read(tmp_path, {key: value for key, value in R1.items() if key != name})
+        assert getattr(config, name) == getattr(theirs, name)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -236,6 +374,21 @@ def test_r1_as_published(tmp_path: Path) -> None:
         ({"scoring_func": "softmax"}, 'scoring_func is "softmax"; only "sigmoid" is supported'),
         ({"topk_method": "greedy"}, 'topk_method is "greedy"; only "noaux_tc" is supported'),
         ({"kv_lora_rank": ...}, "Object missing required field `kv_lora_rank`"),
+        ({"first_k_dense_replace": -1}, "Expected `int` >= 0 - at `$.first_k_dense_replace`"),
+        ({"n_shared_experts": -1}, "Expected `int` >= 0 - at `$.n_shared_experts`"),
+        ({"rope_theta": 1}, "Expected `float` > 1.0 - at `$.rope_parameters.rope_theta`"),
+        *(
+            (
+                {"rope_scaling": {**R1["rope_scaling"], name: 0}},
+                f"Expected {what} - at `$.rope_parameters.{name}`",
+            )
+            for name, what in (
+                ("factor", "`float` > 0.0"),
+                ("original_max_position_embeddings", "`int` >= 1"),
+                ("beta_fast", "`float` > 0.0"),
+                ("beta_slow", "`float` > 0.0"),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_what_latent_attention_cannot_be(change: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -55,10 +55,13 @@ def checkpoints(folder: Path, family: str, inner: int, **more: object) -> tuple[
     save_file(numbers, plain / "model.safetensors")
     save_file(stored, blocks / "model.safetensors")
     raw = json.loads((blocks / "config.json").read_text())
-    raw["quantization_config"] = dict(  # as MiniMax-M2 has it, with names of no module
+    named = ["gate", "e_score_correction_bias", "lm_head"]  # as MiniMax-M2 has it: of no module
+    if family == "qwen3_moe":  # as Qwen has it: every layer's norms and router
+        parts = "input_layernorm", "mlp.gate", "post_attention_layernorm"
+        named = ["lm_head", *(f"model.layers.{n}.{part}" for n in (0, 1) for part in parts)]
+    raw["quantization_config"] = dict(
         activation_scheme="dynamic", fmt="float8_e4m3fn", quant_method="fp8",
-        weight_block_size=[128, 128],
-        modules_to_not_convert=["gate", "e_score_correction_bias", "lm_head"],
+        weight_block_size=[128, 128], modules_to_not_convert=named,
     )  # fmt: skip
     (blocks / "config.json").write_text(json.dumps(raw))
     return plain, blocks

@@ -54,6 +54,7 @@ def checkpoints(folder: Path, inner: int) -> tuple[Path, Path]:
         modules_to_not_convert=[
             "lm_head", *(f"model.layers.{layer}.linear_attn.in_proj_ba" for layer in range(3)),
             *(f"model.layers.{layer}.mlp.shared_expert_gate" for layer in range(4)),
+            *(f"model.layers.{layer}.input_layernorm" for layer in range(4)),
         ],
     )  # fmt: skip
     (blocks / "config.json").write_text(json.dumps(raw))

@@ -87,13 +87,50 @@ def test_tensors_nobody_needs_are_ignored_by_name(tmp_path: Path) -> None:
     make_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
     plain = load(tmp_path)
     extra = {
-        "lm_head.weight": torch.full((200, 64), torch.nan),
+        "lm_head.weight": plain.embed.weight,
         "model.layers.1.self_attn.rotary_emb.inv_freq": torch.full((8,), torch.nan),
     }
     edit(tmp_path, lambda checkpoint: checkpoint.update(extra))
     model = load(tmp_path)
     assert torch.equal(model.head.weight, plain.embed.weight)
     assert model.head is model.embed
+
+
+@pytest.mark.parametrize("where", ["model.safetensors", "a.safetensors", "z.safetensors"])
+def test_a_head_that_should_be_the_embedding_and_is_not(where: str, tmp_path: Path) -> None:
+    """Whichever is meant, the other one would write another text."""
+    reference = make_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
+    weight = reference.model.embed_tokens.weight.detach()
+    tensors = load_file(tmp_path / "model.safetensors")
+    for factor, is_same in ((1.0, True), (1.01, False)):
+        head = {"lm_head.weight": (weight * factor).contiguous()}
+        if where == "model.safetensors":
+            save_file({**tensors, **head}, tmp_path / where)
+        else:
+            save_file(head, tmp_path / where)
+            names = {**dict.fromkeys(tensors, "model.safetensors"), "lm_head.weight": where}
+            index = tmp_path / "model.safetensors.index.json"
+            index.write_text(json.dumps({"weight_map": names}))
+        if is_same:
+            model = load(tmp_path)
+            assert torch.equal(model.head.weight, weight)
+            continue
+        assert line_of(tmp_path).endswith(
+            " does not fit the model: 1 tensor tied by tie_word_embeddings, yet unlike the "
+            "embedding: lm_head.weight"
+        )
+
+
+@pytest.mark.parametrize(
+    "scale", [torch.ones(1, dtype=torch.int64), torch.ones((), dtype=torch.float64), torch.ones(0)]
+)
+def test_a_scale_of_the_cache_that_is_none(scale: Tensor, tmp_path: Path) -> None:
+    make_tiny(tmp_path, "llama")
+    name = "model.layers.1.self_attn.v_scale"
+    edit(tmp_path, lambda checkpoint: checkpoint.update({name: torch.tensor(0.5)}))
+    assert load(tmp_path).layers[1].attn.attend.scales_2G[1].tolist() == [0.5, 0.5]  # type: ignore[union-attr]
+    edit(tmp_path, lambda checkpoint: checkpoint.update({name: scale}))
+    assert line_of(tmp_path) == f"{name} is no positive number for one of the model's layers"
 
 
 def test_missing_tensors(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ class Turn(NamedTuple):
     pause: int  # steps until the next turn
     priority: int
     salt: str
+    mixed: int  # tokens of a step that also decodes, from now on
 
 
 class Asked(NamedTuple):
@@ -47,9 +48,8 @@ def conversations(rng: Random) -> list[Turn]:
         max_new = [rng.randint(1, 9) for _ in range(rng.randint(1, 3))]
         stops = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))]
         pause, priority = rng.randint(0, 6), rng.randint(-1, 1)
-        turns.append(
-            Turn(prompt, max_new, stops, continues, pause, priority, rng.choice(["", "", "", "a"]))
-        )
+        salt, mixed = rng.choice(["", "", "", "a"]), rng.randint(1, 20)
+        turns.append(Turn(prompt, max_new, stops, continues, pause, priority, salt, mixed))
     return turns
 
 
@@ -78,6 +78,8 @@ def held(
             told = *wanted, turn.priority, "toy" * grammar, turn.salt
             engine.say(generate(request_id, *told, logprobs=request_id % 3 - 1))
         first_of.append(asked[-len(turn.max_new)])
+        engine.scheduler.mixed_step_tokens = turn.mixed
+        engine.mixed = max(engine.mixed, turn.mixed)
         for _ in range(turn.pause):
             engine.step()
         if abort_every and request_id % abort_every == 2:

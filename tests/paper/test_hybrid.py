@@ -126,6 +126,25 @@ def test_what_spares_less_than_a_page_is_not_saved() -> None:
     assert engine.scheduler.stats().checkpoint_events["saved"] == 1
 
 
+def test_a_cached_prefix_is_so_long_as_the_state_before_a_next_one_is_saved() -> None:
+    engine = PaperEngine(every=8, **ROOMY | {"budget": 4})
+    assert ask(engine, 0, [*STEM, *[1] * 6]) == 0  # behind 8, 16, 24 and 28 tokens
+    assert engine.scheduler.stats().checkpoint_events["saved"] == 4
+    assert ask(engine, 1, [*STEM, *[2] * 12]) == 24  # behind 32, and not 28
+    assert engine.scheduler.stats().checkpoint_events["saved"] == 5
+
+
+def test_known_pages_behind_the_state_are_not_written_again() -> None:
+    """Whoever reads them would see other roundings."""
+    engine = PaperEngine(**ROOMY)
+    ask(engine, 0, STEM[:14], max_new=15)
+    assert ask(engine, 1, [*STEM[:14], *engine.text[0], 7, 7]) == 12
+    first, second = [admit.pages for plan in engine.plans for admit in plan.admits]
+    grown = [page for plan in engine.plans for grant in plan.grants for page in grant.pages]
+    assert len(grown) > 3 and second[:3] == first[:3]
+    assert not {*second[3:]} & {*first, *grown}
+
+
 # -- forks between prompts that come together ---------------------------------------------------
 
 
@@ -152,6 +171,29 @@ def test_a_fork_within_a_step_is_waited_for_and_nothing_else_is() -> None:
     assert engine.scheduler.stats().waiting_by_reason == {"capacity": 0, "shared_prompt": 1}
     engine.finish_all()
     assert engine.cached == {0: 0, 1: 0, 3: 0, 2: 24}
+
+
+def test_equal_prompts_of_one_step_save_one_state() -> None:
+    engine = PaperEngine(least_spared=1000, **ROOMY)
+    for i in range(3):
+        engine.say(generate(i, STEM[:14], 5))
+    engine.finish_all()
+    assert chunks(engine) == [14, 14, 14]
+    assert engine.scheduler.stats().checkpoint_events["saved"] == 1
+    assert [engine.text[i] for i in range(3)] == [text(STEM[:14], 5)] * 3
+
+
+@pytest.mark.parametrize(("num_own", "first"), [(8, 8), (9, 12)])
+def test_no_chunk_is_cut_for_who_would_be_spared_less_than_half(num_own, first) -> None:
+    engine = PaperEngine(**ROOMY | {"budget": 12})
+    engine.say(generate(0, [*STEM, *[1] * 6], 5))
+    engine.say(generate(1, [*STEM[:8], *[2] * num_own], 5))
+    engine.finish_all()
+    assert chunks(engine)[0] == first
+    assert [engine.text[i] for i in (0, 1)] == [
+        text([*STEM, *[1] * 6], 5),
+        text([*STEM[:8], *[2] * num_own], 5),
+    ]
 
 
 def test_a_state_that_is_saved_is_news_to_who_had_no_pages_without_it() -> None:

@@ -19,8 +19,10 @@ NUM_PARTS = 8
 
 
 def sizes_of_engines(rng: Random) -> dict[str, Any]:
+    page = rng.choice([PAGE, PAGE, 1, 2, 3, 8])
     return dict(
-        num_pages=rng.randint(8, 14),
+        page=page,
+        num_pages=rng.randint(8, 14) * PAGE // page,
         num_slots=rng.randint(1, 5),
         budget=rng.randint(1, 20),
         mixed=rng.randint(1, 20),
@@ -78,10 +80,11 @@ def converse(rng: Random) -> None:
 
 def may_have_read_nan(request_id: int, asked: list[Asked], engine: PaperEngine) -> bool:
     """Whether somebody with the same first page went wrong: what is shared is read together."""
-    first = asked[request_id].prompt[:PAGE]
-    sharing = [i for i, one in enumerate(asked) if one.prompt[:PAGE] == first]
+    page = engine.memory.page_tokens
+    first = asked[request_id].prompt[:page]
+    sharing = [i for i, one in enumerate(asked) if one.prompt[:page] == first]
     wrong = any(asked[i].text[-1] == CORRUPTED for i in sharing if i != request_id)
-    return wrong or any(known[:PAGE] == first for known in engine.gpu.struck)
+    return wrong or any(known[:page] == first for known in engine.gpu.struck)
 
 
 @given(st.lists(st.sampled_from(["take", "hold", "drop"]), max_size=60), st.data())

@@ -70,9 +70,7 @@ def runner() -> Runner:
         kernel="torch",
     )
     prep, caches = BatchPrep(slots, "torch"), runner.caches
-    return Runner(
-        runner.model, slots, prep, sampler, caches, runner.backend, runner.device, Oracle(1)
-    )
+    return Runner(runner.model, prep, sampler, caches, runner.backend, Oracle(1))
 
 
 def pages_of(slot: int) -> list[int]:

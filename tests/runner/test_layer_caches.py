@@ -53,7 +53,7 @@ def test_a_runner_with_other_caches_binds_the_model_to_them() -> None:
     group = PagedGroup(tuple(range(len(layers))), num_heads, size, size, 4)
     other = make_caches(CacheLayout((group,)), 1, page_tokens, torch.float32, CPU)
     assert all(len(block.attn.attend.cache.k_PSGA) == 101 for block in layers)
-    Runner(first.model, first.slots, first.prep, first.sampler, other, first.backend, CPU)
+    Runner(first.model, first.prep, first.sampler, other, first.backend)
     for layer, block in enumerate(layers):
         assert block.attn.attend.cache is other.by_layer[layer]
         assert len(block.attn.attend.cache.k_PSGA) == 2

@@ -15,9 +15,7 @@ from nanovllm_kernels.flash_prefill import compile_causal
 from nanovllm_kernels.gated_linear import compile_gated
 from nanovllm_kernels.grouped_linear import (
     DOWN_TILES,
-    GATE_UP_TILE,
     compile_down,
-    compile_gate_up,
 )
 from nanovllm_kernels.paged_decode_cute import compile_decode
 from nanovllm_kernels.skinny_linear import compile_product
@@ -71,23 +69,23 @@ def jobs_for(found: Resolved) -> list[compile_cache.Job]:
             "qwen3-0.6b",
             2,
             [
-                (32, 4, False, 1, False, False, True),
-                (64, 2, False, 1, True, False, False),
-                (96, 2, False, 1, True, True, False),
-                (128, 1, False, 1, False, False, False),
+                (32, 4, 2, 1, False, False, True),
+                (64, 2, 2, 1, True, False, False),
+                (96, 2, 2, 1, True, True, False),
+                (128, 1, 2, 1, False, False, False),
             ],
         ),
         (
             "qwen3-8b",
             4,
             [
-                (64, 2, True, 1, False, False, True),
-                (64, 2, True, 2, False, False, True),
-                (96, 1, False, 1, True, True, False),
-                (96, 2, False, 1, True, False, False),
-                (96, 2, True, 2, True, False, False),
-                (128, 1, False, 1, False, False, False),
-                (192, 1, True, 2, True, True, False),
+                (64, 2, 1, 1, False, False, True),
+                (64, 2, 1, 2, False, False, True),
+                (96, 1, 2, 1, True, True, False),
+                (96, 2, 1, 2, True, False, False),
+                (96, 2, 2, 1, True, False, False),
+                (128, 1, 2, 1, False, False, False),
+                (192, 1, 1, 2, True, True, False),
             ],
         ),
     ],
@@ -137,7 +135,7 @@ def test_products_of_fp8_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     found = dataclasses.replace(found, model_config=quantised)
     jobs = [(job.function.rpartition(".")[2], job.arguments) for job in jobs_for(found)]
     of_bf16 = [arguments for name, arguments in jobs if name == "skinny_linear:compile_product"]
-    assert of_bf16 == ["(128, 1, False, 1, False, False, False)"]  # the head
+    assert of_bf16 == ["(128, 1, 2, 1, False, False, False)"]  # the head
     many = [arguments for name, arguments in jobs if name == "block_fp8_cute:compile_tile"]
     assert "(256, 128, 2, 128, False, False)" in many and "(256, 128, 2, 128, True, False)" in many
 
@@ -148,9 +146,8 @@ def test_the_products_of_experts(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     given = on_a_gpu("qwen3-30b-a3b", experts="cute")
     every = jobs_for(dataclasses.replace(given, dtype=torch.bfloat16))
     found = [job for job in every if "grouped_linear" in job.function]
-    both = [compile_gate_up.job("bfloat16", GATE_UP_TILE, 8)]
-    both += [compile_down.job("bfloat16", sizes) for sizes in DOWN_TILES.values()]
-    assert found == sorted(both) and len(found) == 3
+    expected = {compile_down.job("bfloat16", sizes) for sizes in DOWN_TILES.values()}
+    assert found == sorted(expected) and len(found) == 3
 
 
 def test_what_is_not_written_in_cute_is_not_compiled(folder: Path) -> None:

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanovllm.config import ConfigError, Speculate
-from nanovllm.kv.layout import StateGroup
+from nanovllm.config import ConfigError, Recipe, Schedule, Speculate
+from nanovllm.kv.layout import CacheLayout, StateGroup
+from nanovllm.kv.split import running_bytes
 from nanovllm.plan import Admit, Chunk, StepPlan
 from nanovllm.runner.states import States, pin
 from nanovllm.runner.warm import run_padding
@@ -59,6 +60,18 @@ def test_a_row_holds_all_layers_of_a_request(states: States) -> None:
     assert rows[2, :used].abs().max() == saved[1, :used].abs().max() == 0
 
 
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_slots_take_what_is_planned_for_them(num_drafts: int) -> None:
+    """But for the padding at the end of rows."""
+    states = States(GROUP, SLOTS, 0, num_drafts, torch.bfloat16, CPU)
+    kept = [layer.kept_NWX.nbytes for layer in states.by_layer.values() if num_drafts]
+    drafts = Speculate(method="ngram", tokens=num_drafts) if num_drafts else None
+    recipe = Recipe(model="x", schedule=Schedule(slots=SLOTS), speculate=drafts)
+    padding = (SLOTS + 1) * 4 * (160 - 2 * (40 + 27))
+    planned = running_bytes(CacheLayout((), GROUP), recipe)
+    assert states.rows_NX.nbytes + sum(kept) - padding == planned
+
+
 def test_new_requests_have_what_was_saved_or_nothing(states: States) -> None:
     states.apply(empty_plan(admits=[admit(2, 5, 1), admit(0)]))
     assert values(states) == [0, 2, 6, 4, 5, 6]
@@ -71,10 +84,10 @@ def test_states_are_saved_before_a_plan_and_inside_of_its_chunks(states: States)
     plan = empty_plan(saves=[(1, 0)], admits=[admit(1), admit(2, 4, 0)])
     states.apply(plan)
     assert values(states) == [1, 0, 2, 4, 2, 6]
-    assert states.drafting.parts == (None, None)
+    assert states.progress.parts == (None, None)
     chunks = [Chunk(0, 3, False), Chunk(2, 7, True, save_to=1, save_at=4)]
     states.apply(empty_plan(num_decodes=5, chunks=chunks))
-    parts_X, targets_X = states.drafting.parts
+    parts_X, targets_X = states.progress.parts
     assert parts_X is not None and targets_X is not None
     assert parts_X.tolist() == [5, 5, 8, 12, 15] and targets_X.tolist() == [-1, 0, 1, 2]
 

@@ -102,7 +102,7 @@ def child(
     run(config, [engine_path], 0, sock, lambda: word.send("ready"))
 
 
-def eventually(check: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def eventually(check: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not check():
         assert time.monotonic() < deadline, "it never came true"

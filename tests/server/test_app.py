@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 import socket
@@ -147,6 +148,19 @@ def test_a_body_says_that_it_is_json(api, kind, status) -> None:
     assert response.status_code == status
     if status == 400:
         assert f"must be application/json, not {kind}" in error(response)["message"]
+
+
+@pytest.mark.parametrize("coding", ["gzip", "BR", "gzip, identity"])
+def test_a_compressed_body_is_refused_by_its_header(api, coding) -> None:
+    raw = gzip.compress(json.dumps(body()).encode())
+    response = api.http.post(
+        CHAT, content=raw, headers={"Content-Type": "application/json", "Content-Encoding": coding}
+    )
+    found = error(response)
+    assert (response.status_code, found["code"]) == (400, "invalid_content_encoding")
+    assert found["message"].startswith("the body must not be compressed") and coding in str(found)
+    plain = {"Content-Type": "application/json", "Content-Encoding": "Identity"}
+    assert api.http.post(CHAT, content=json.dumps(body()), headers=plain).status_code == 200
 
 
 def test_routes(api) -> None:

@@ -178,6 +178,25 @@ def test_length_is_never_hidden_by_a_call() -> None:
     assert message_of(session)[2:4] == ([{"name": "f", "arguments": "{}"}], "length")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "arguments", "reason"),
+    [
+        ('"unit"', '{"city": "Paris"}', "stop"),  # what is told is no whole call
+        ("ris", '{"city": "Pa"}', "stop"),
+        ("}", '{"city": "Paris", "unit": "c"}', "stop"),
+        ("</tool_call>", '{"city": "Paris", "unit": "c"}', "tool_calls"),
+        ("Done", '{"city": "Paris", "unit": "c"}', "tool_calls"),
+        ("else", '{"city": "Paris", "unit": "c"}', "tool_calls"),
+    ],
+)
+def test_a_stop_string_amid_a_call_is_not_hidden(stop, arguments, reason, stream) -> None:
+    call = '{"name": "f", "arguments": {"city": "Paris", "unit": "c"}}'
+    ids = TOKENIZER.encode(f"<tool_call>\n{call}\n</tool_call>\nDone").ids
+    session = answered([[i] for i in ids], tools=[TOOL], stop=[stop], stream=stream)
+    assert message_of(session)[2:4] == ([{"name": "f", "arguments": arguments}], reason)
+
+
 def test_tools_alone_are_no_tool_calls() -> None:
     ids = TOKENIZER.encode("Use <tool_call> for it.").ids
     assert message_of(answered([ids], tools=[TOOL]))[1:4] == ("", [], "stop")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from nanovllm.config import DEMO, load_config
+from nanovllm.ipc.client import EngineClient
 from nanovllm.server.engines import Engines, Replicas, Route
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.template import Prompt
@@ -83,7 +85,7 @@ def run(fakes: list[FakeEngine], main: Any) -> None:
 
 
 async def eventually(check: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not check():
             await asyncio.sleep(0.005)
 
@@ -115,7 +117,10 @@ def test_streams_end_with_the_word_that_an_engine_was_lost(fakes: list[FakeEngin
         for at, sink in enumerate(sinks):
             send(Route(engines.clients[at], engines.metrics[at]), sink)
         before = engines.clients[1]
-        engines.end(1)
+        engines.end(1, before.ready_at)  # said of the one before it, and heard late
+        await asyncio.sleep(0.05)
+        assert not before.is_lost
+        engines.end(1, time.monotonic())
         await eventually(lambda: sinks[1].was_lost)
         assert before.is_lost and not sinks[0].was_lost
 
@@ -227,6 +232,12 @@ def test_when_none_is_left_that_is_said(fakes: list[FakeEngine]) -> None:
         engines.clients[0]._received([Beat(30.0, 20.0)])  # its step hangs
         problem = engines.problem()
         assert problem is not None and problem.code == "stalled"
+        lives = engines.clients[0]
+        again = engines.clients[0] = await EngineClient.connect(fakes[0].path)  # that is back
+        again._received([Beat(30.0, 20.0)])
+        assert engines.route(request(), PROMPT).client is again  # which hangs, but is not gone
+        again.close()
+        engines.clients[0] = lives
         engines.clients[1].is_lost = False
         assert engines.problem() is None
         assert {at_of(engines, engines.route(request(), PROMPT)) for _ in range(4)} == {1}

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from nanovllm.bench.report import by_label, samples_of
 from nanovllm.experts import ExpertLoad
-from nanovllm.server.metrics import Histogram, HttpCounts, Metrics, Seen, render
+from nanovllm.server.metrics import Histogram, HttpCounts, Metrics, Seen, counted, render
+from nanovllm.server.process_facts import process_facts
 from nanovllm.wire import Stats
 from tests.server.fake_engine import READY
 
@@ -51,8 +52,13 @@ def seen(metrics: Metrics, model: str = "demo", stats: Stats = STATS) -> Seen:
     return Seen(ready=ready, stats=stats, metrics=metrics, num_open=9)
 
 
+def whole(engines: list[Seen], http: HttpCounts, num_tasks: int = 0) -> bytes:
+    """The page of a server with one API process."""
+    return render(engines, [counted(engines, http, num_tasks)])
+
+
 def page(metrics: Metrics, model: str = "demo", stats: Stats = STATS) -> str:
-    return render([seen(metrics, model, stats)], HttpCounts(), num_tasks=11).decode()
+    return whole([seen(metrics, model, stats)], HttpCounts(), num_tasks=11).decode()
 
 
 def test_the_engines_numbers_are_there_under_common_names() -> None:
@@ -98,7 +104,7 @@ def test_engines_are_told_apart_and_what_is_of_none_has_no_engine() -> None:
     http.rejected["invalid_value"] = 4
     http.responses["/health", 200] = 5
     gone = Seen(ready=SIZED, stats=None, metrics=second)
-    text = render([seen(first), gone], http).decode()
+    text = whole([seen(first), gone], http).decode()
     found = samples_of(text)
     values = by_label(found, "vllm:request_success_total", "engine", "finished_reason")
     assert values == {"0/stop": 1, "1/stop": 2}
@@ -113,6 +119,36 @@ def test_engines_are_told_apart_and_what_is_of_none_has_no_engine() -> None:
     assert len(typed) == len(set(typed))
     names = [line.split("{")[0] for line in text.splitlines() if "success_total" in line]
     assert names[2:] == ["vllm:request_success_total"] * 2  # one after the other
+
+
+def test_what_several_processes_count_is_added_up() -> None:
+    """Each has seen other paths and reasons; the engine's numbers are the same from all."""
+    ours, theirs, http, other = Metrics(), Metrics(), HttpCounts(), HttpCounts()
+    ours.finished["stop"], theirs.finished["stop"], theirs.finished["length"] = 1, 2, 4
+    ours.e2e_s.observe(0.4)
+    theirs.e2e_s.observe(0.6)
+    theirs.e2e_s.observe(10_000)
+    http.responses["/health", 200], other.responses["/health", 200] = 5, 6
+    other.responses["/health", 503] = 7
+    mine = counted([seen(ours)], http, 11, 'worker="0"')
+    text = render([seen(ours)], [mine, counted([seen(theirs)], other, 12, 'worker="1"')]).decode()
+    found = samples_of(text)
+    name = "vllm:request_success_total"
+    assert by_label(found, name, "finished_reason") == {"stop": 3, "length": 4}
+    name = "vllm:e2e_request_latency_seconds"
+    buckets = by_label(found, f"{name}_bucket", "le")
+    assert [buckets[le] for le in ("0.3", "0.5", "0.8", "7680.0", "+Inf")] == [0, 1, 2, 2, 3]
+    assert by_label(found, f"{name}_sum") == {"": 10_001}
+    assert by_label(found, f"{name}_count") == {"": 3}
+    statuses = by_label(found, "nanovllm:http_requests_total", "path", "status")
+    assert statuses == {"/health/200": 11, "/health/503": 7}
+    assert by_label(found, "nanovllm:asyncio_tasks") == {"": 23}
+    assert by_label(found, "vllm:generation_tokens_total", "engine") == {"0": 70}
+    started = by_label(found, "process_start_time_seconds", "worker")
+    assert set(started) == {"0", "1"} and len(set(started.values())) == 1
+    lines = text.splitlines()
+    assert all(LINE.fullmatch(line) for line in lines if not line.startswith(("#", "process")))
+    assert len(lines) == len(set(lines))
 
 
 def test_drafts_are_told_of_where_the_recipe_speculates() -> None:
@@ -168,6 +204,8 @@ def test_the_process_is_described_as_by_other_exporters() -> None:
     with Path("/dev/null").open(), Path("/dev/null").open():
         opened = dict(line.rsplit(" ", 1) for line in page(Metrics()).splitlines())
     assert float(opened["process_open_fds"]) == before + 2
+    starts = [process_facts()["process_start_time_seconds"] for _ in range(50)]
+    assert len({*starts}) == 1  # moves only when there is another process
 
 
 def test_histograms_are_cumulative_and_bounds_inclusive() -> None:

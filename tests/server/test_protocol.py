@@ -263,7 +263,7 @@ def test_what_clients_send_is_accepted() -> None:
     ]
     request = parse(body)
     assert request.token_limit == 9
-    assert request.num_choices == 1
+    assert request.n is None
     assert request.logit_bias == {"5": -100, "6": 100}
     assert [message.text for message in request.messages] == ["a", None, "x"]
 

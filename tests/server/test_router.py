@@ -6,21 +6,21 @@ from collections import Counter
 
 import pytest
 
-from nanovllm.server.router import Routed, Router
+from nanovllm.server.router import RequestRouter, Routed
 
 PAGE = 10
 SYSTEM = list(range(1000, 1200))  # 20 pages that many prompts begin with
 
 
-def router(num_engines: int = 4, num_pages: int = 1000, first: int = 0) -> Router:
+def router(num_engines: int = 4, num_pages: int = 1000, first: int = 0) -> RequestRouter:
     sizes = [num_pages] * num_engines
-    return Router(sizes, PAGE, prefill_weight=1.0, load_weight=20.0, first=first)
+    return RequestRouter(sizes, PAGE, prefill_weight=1.0, load_weight=20.0, first=first)
 
 
 class Fleet:
     """Requests in flight, as engines would count them."""
 
-    def __init__(self, router: Router, num_engines: int = 4) -> None:
+    def __init__(self, router: RequestRouter, num_engines: int = 4) -> None:
         self.router = router
         self.loads: list[float | None] = [0] * num_engines
 
@@ -126,6 +126,14 @@ def test_an_owner_stays_where_it_is_when_that_costs_nothing(salted: bool) -> Non
     assert all(ask(fleet, 9, who) == homes[who] for who in elsewhere)  # no other one moves
 
 
+@pytest.mark.parametrize("num_engines", [2, 3, 5, 7])
+def test_owners_are_shared_out_alike(num_engines: int) -> None:
+    """Names of one length, as session ids are: a sum of bits would prefer some engines."""
+    fleet = Fleet(router(num_engines), num_engines)
+    count = Counter(fleet.ask([at], owner=f"{at:08x}-0000") for at in range(500 * num_engines))
+    assert min(count.values()) > 425 and max(count.values()) < 575
+
+
 def test_an_owner_goes_where_its_prefix_is() -> None:
     fleet = Fleet(router(2), 2)
     home = fleet.ask(prompt(1, 5), owner="me")
@@ -153,7 +161,7 @@ def test_one_that_begins_anew_has_nothing() -> None:
 
 
 def test_memory_is_bounded_by_the_pages_of_each_engine_newest_first() -> None:
-    small = Router([40, 0], PAGE, prefill_weight=1.0, load_weight=20.0)
+    small = RequestRouter([40, 0], PAGE, prefill_weight=1.0, load_weight=20.0)
     for at in range(10):
         small.sent(small.route([*prompt(at), 1], "", "", [0, None]))
         small.sent(small.route([*prompt(at), 1], "", "", [None, 0]))

@@ -32,7 +32,7 @@ WHITE = re.compile(r"\s*")
 FENCE = "```"
 
 
-class Machine:
+class OutputParser:
     """Reads one output."""
 
     def __init__(

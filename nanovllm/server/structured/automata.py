@@ -4,6 +4,7 @@ expressions (regexes.py), which intersect and exclude each other."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,6 @@ MAX_EXPLORED = 8000  # of what it is made from
 MAX_TURNS = 40
 Ranges = tuple[tuple[int, int], ...]  # of code points, ascending and apart
 Edge = tuple[int, int, int]  # from one code point to another, and the state behind
-EVERY: Ranges = ((0, LAST),)
 
 
 class PatternError(ValueError):
@@ -209,38 +209,37 @@ def _product(one: Dfa, other: Dfa, keep: Callable[[bool, bool], bool]) -> Dfa:
     return explored((0, 0), edges_of, is_final)
 
 
-def words(texts: Iterable[str]) -> Dfa:
-    """These and no others."""
-    trie: list[dict[int, int]] = [{}]
-    finals = set()
+def _trie(texts: Iterable[str], most: float = math.inf) -> tuple[list[dict[int, int]], set[int]]:
+    """Where each node's letters lead, from node 0 on, and the nodes at which a text ends."""
+    nodes: list[dict[int, int]] = [{}]
+    ends = set()
     for text in texts:
         at = 0
         for letter in text:
-            if (to := trie[at].get(ord(letter))) is None:
-                to = trie[at][ord(letter)] = len(trie)
-                trie.append({})
-                if len(trie) > MAX_EXPLORED:
+            if (to := nodes[at].get(ord(letter))) is None:
+                to = nodes[at][ord(letter)] = len(nodes)
+                nodes.append({})
+                if len(nodes) > most:
                     raise TooLargeError("too many cases")
             at = to
-        finals.add(at)
+        ends.add(at)
+    return nodes, ends
+
+
+def words(texts: Iterable[str]) -> Dfa:
+    """These and no others."""
+    trie, finals = _trie(texts, MAX_EXPLORED)
     return _smallest([sorted((c, c, to) for c, to in node.items()) for node in trie], finals)
 
 
 def other_than(texts: Iterable[str], most_states: int) -> Dfa:
     """All texts but these. Where there would be too many states, texts that begin as one of these
     are left out as well."""
-    trie: list[dict[int, int]] = [{}]
-    finals = set()
-    depth = [0]
-    for text in sorted(texts):
-        at = 0
-        for letter in text:
-            if (to := trie[at].get(ord(letter))) is None:
-                to = trie[at][ord(letter)] = len(trie)
-                trie.append({})
-                depth.append(depth[at] + 1)
-            at = to
-        finals.add(at)
+    trie, finals = _trie(sorted(texts))
+    depth = [0] * len(trie)
+    for at, node in enumerate(trie):  # before the nodes that it leads to
+        for to in node.values():
+            depth[to] = depth[at] + 1
     last = max(depth)
     while last and sum(d <= last for d in depth) > most_states:
         last -= 1

@@ -17,6 +17,7 @@ KINDS = ("null", "boolean", "number", "string", "array", "object")
 
 
 def both(one: Conj, other: Conj) -> Conj:
+    """What holds where both do."""
     return one + tuple(literal for literal in other if literal not in one)
 
 
@@ -26,6 +27,8 @@ def _least(one: int | None, other: int | None) -> int | None:
 
 @dataclass(frozen=True)
 class Number:
+    """`values`: it must be one of these; None: nothing is said of that. So in String."""
+
     is_integer: bool = False
     low: Bound | None = None
     high: Bound | None = None
@@ -70,7 +73,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Text:
+class String:
     patterns: tuple[tuple[str, bool], ...] = ()  # found, or found nowhere
     formats: tuple[str, ...] = ()
     low: int = 0
@@ -78,8 +81,8 @@ class Text:
     values: tuple[str, ...] | None = None
     excluded: frozenset[str] = frozenset()
 
-    def and_(self, other: Text) -> Text | None:
-        made = Text(
+    def and_(self, other: String) -> String | None:
+        made = String(
             tuple(dict.fromkeys(self.patterns + other.patterns)),
             tuple(dict.fromkeys(self.formats + other.formats)),
             max(self.low, other.low),
@@ -118,7 +121,7 @@ class Array:
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class PropertyLayer:
     """What one schema says about properties. `rest`: of those that are not named and match no
     pattern (None: nothing is said), nor are spoken of by the layers `beside` it. `closes`: where
     no layer says anything of the rest, there is none."""
@@ -126,7 +129,7 @@ class Layer:
     properties: dict[str, Conj]
     patterns: tuple[tuple[str, Conj], ...] = ()
     rest: Conj | None = None
-    beside: tuple[Layer, ...] = ()
+    beside: tuple[PropertyLayer, ...] = ()
     closes: bool = True
 
     def of(self, name: str | None, matching: frozenset[str]) -> Conj | None:
@@ -145,7 +148,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Object:
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[PropertyLayer, ...] = ()
     required: tuple[str, ...] = ()
     low: int = 0
     high: int | None = None
@@ -165,7 +168,7 @@ class Object:
     def simple(self) -> Object:
         """Without what takes many rules: numbers of properties, and patterns of their names."""
         layers = tuple(
-            Layer(la.properties, (), ANYTHING if la.patterns else la.rest, (), la.closes)
+            PropertyLayer(la.properties, (), ANYTHING if la.patterns else la.rest, (), la.closes)
             for la in self.layers
         )
         return Object(layers, self.required)
@@ -178,7 +181,7 @@ class Facts:
     null: bool = False
     booleans: tuple[bool, ...] = ()
     number: Number | None = None
-    text: Text | None = None
+    text: String | None = None
     array: Array | None = None
     object: Object | None = None
 
@@ -212,4 +215,4 @@ class Facts:
         )
 
 
-EVERYTHING = Facts(True, (True, False), Number(), Text(), Array(), Object())
+EVERYTHING = Facts(True, (True, False), Number(), String(), Array(), Object())

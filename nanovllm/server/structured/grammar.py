@@ -15,12 +15,12 @@ from nanovllm.server.structured.facts import (
     Conj,
     Facts,
     Number,
-    Text,
+    String,
     both,
 )
 from nanovllm.server.structured.objects import Objects
 from nanovllm.server.structured.productive import Rule
-from nanovllm.server.structured.reading import Reader
+from nanovllm.server.structured.reading import SchemaReader
 from nanovllm.server.structured.regexes import parsed
 from nanovllm.server.structured.register import InexactError
 from nanovllm.server.structured.rules import Rules, TooManyRulesError, literal
@@ -30,13 +30,13 @@ MAX_PREFIX = 1000  # items of an array that are each of their own
 
 
 class Grammar:
-    def __init__(self, reader: Reader, max_space: int) -> None:
+    def __init__(self, reader: SchemaReader, max_space: int) -> None:
         self.reader = reader
         self.rules = Rules(max_space)
         self.room = MAX_STATES
         self._objects = Objects(reader, self.rules, self.value)
         self._names: dict[Conj, str] = {}
-        self._texts: dict[Text, str] = {}
+        self._texts: dict[String, str] = {}
         self._waiting: deque[Conj] = deque()
 
     def text(self, conj: Conj) -> str | None:
@@ -109,12 +109,12 @@ class Grammar:
             self.reader.spend(MAX_EXPLORED, path)
             return self.rules.basic("integer" if number.is_integer else "number")
 
-    def string(self, text: Text, path: str) -> str:
+    def string(self, text: String, path: str) -> str:
         if text not in self._texts:
             self._texts[text] = self._string(text, path)
         return self._texts[text]
 
-    def _string(self, text: Text, path: str) -> str:
+    def _string(self, text: String, path: str) -> str:
         try:
             if (made := self._alone(text)) is not None:
                 return made
@@ -137,7 +137,7 @@ class Grammar:
         body = self.rules.add("body", [(self.rules.dfa(dfa),)], mark=f"max_chars={high}")
         return self.rules.add("text", [(r'"\""', body, r'"\""')])
 
-    def _alone(self, text: Text) -> str | None:
+    def _alone(self, text: String) -> str | None:
         """The rule of an expression of which no automaton should be made."""
         pattern = texts.alone(text)
         if pattern is None:
@@ -145,7 +145,7 @@ class Grammar:
         high = text.high
         if high is not None and parsed(pattern).getwidth()[1] <= high:
             high = None
-        if not texts.is_heavy(pattern) and (high is None or not texts.is_cut_short(text)):
+        if not texts.weighed(pattern)[0] and (high is None or not texts.is_cut_short(text)):
             return None
         try:
             return parts.text_of(self.rules, pattern, high)

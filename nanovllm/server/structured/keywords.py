@@ -17,10 +17,10 @@ from nanovllm.server.structured.facts import (
     Bound,
     Conj,
     Facts,
-    Layer,
     Number,
     Object,
-    Text,
+    PropertyLayer,
+    String,
 )
 from nanovllm.server.structured.formats import FORMATS
 from nanovllm.server.structured.regexes import found
@@ -67,10 +67,8 @@ class Keywords:
         if named is None:
             return None
         names = named if isinstance(named, list) else [named]
-        are_known = names and all(name in TYPES for name in names)
-        self._reader.expect(
-            bool(are_known), path, f"has a 'type' that is not of {', '.join(TYPES)}"
-        )
+        are_known = bool(names) and all(name in TYPES for name in names)
+        self._reader.expect(are_known, path, f"has a 'type' that is not of {', '.join(TYPES)}")
         return names
 
     def valued(self, values: list[Any], path: str) -> list[Facts]:
@@ -83,7 +81,7 @@ class Keywords:
                 null=any(v is None for v in values),
                 booleans=booleans,
                 number=Number(values=numbers) if numbers else None,
-                text=Text(values=texts) if texts else None,
+                text=String(values=texts) if texts else None,
             )
         ]
         for value in values:
@@ -92,20 +90,21 @@ class Keywords:
                 made.append(Facts(array=Array(((items, (1,)),), len(items), len(items))))
             elif isinstance(value, dict):
                 named = {name: self._reader.constant(inner, path) for name, inner in value.items()}
-                made.append(Facts(object=Object((Layer(named, rest=(1,)),), tuple(named))))
+                made.append(Facts(object=Object((PropertyLayer(named, rest=(1,)),), tuple(named))))
         return [facts for facts in made if not facts.is_empty()]
 
     def _text(self, given: Schema, path: str) -> Facts | None:
         low, high = self.counts(given, path, "minLength", "maxLength")
         pattern, form = given.get("pattern"), given.get("format")
-        made = Text(low=low, high=high)
+        made = String(low=low, high=high)
+        self._reader.expect(isinstance(form, str | None), path, "has a 'format' that is no string")
         if pattern is not None and self.pattern(pattern, path):
             made = replace(made, patterns=((pattern, True),))
         if form in FORMATS:
             made = replace(made, formats=(form,))
         elif form in STANDARD_FORMATS:
             self._reader.inexact(path, f"a 'format' that is not of {', '.join(FORMATS)}")
-        return None if made == Text() else replace(EVERYTHING, text=made.and_(Text()))
+        return None if made == String() else replace(EVERYTHING, text=made.and_(String()))
 
     def pattern(self, pattern: object, path: str, keyword: str = "pattern") -> bool:
         """Whether it can be enforced."""
@@ -168,27 +167,23 @@ class Keywords:
         is_unique = given.get("uniqueItems", False) is not False
         if is_unique and (high is None or high > 1):
             self._reader.inexact(path, "'uniqueItems'")
-        if "contains" in given:
-            least, most = self.counts(given, path, "minContains", "maxContains")
-            if ("minContains" in given and least != 1) or most is not None:
-                self._reader.inexact(path, "'minContains' or 'maxContains'")
-                least = 0
         contains: tuple[Conj, ...] = ()
-        if "contains" in given and ("minContains" not in given or least == 1):
-            contains = (self._reader.conj(given["contains"], f"{path}/contains"),)
+        if "contains" in given:
+            counts = {"minContains": 1} | given
+            least, most = self.counts(counts, path, "minContains", "maxContains")
+            if least != 1 or most is not None:
+                self._reader.inexact(path, "'minContains' or 'maxContains'")
+            if least == 1:
+                contains = (self._reader.conj(given["contains"], f"{path}/contains"),)
         if not layers and not low and high is None and not contains:
             return None
         return replace(EVERYTHING, array=Array(layers, low, high, contains))
 
     def _object(self, given: Schema, path: str) -> Facts | None:
-        properties = given.get("properties", {})
-        patterns = given.get("patternProperties", {})
-        self._reader.expect(
-            isinstance(properties, dict), path, "has 'properties' that are no object"
-        )
-        self._reader.expect(
-            isinstance(patterns, dict), path, "has 'patternProperties' that are no object"
-        )
+        properties, patterns = given.get("properties", {}), given.get("patternProperties", {})
+        for keyword, value in (("properties", properties), ("patternProperties", patterns)):
+            is_object = isinstance(value, dict)
+            self._reader.expect(is_object, path, f"has {keyword!r} that are no object")
         required = self.names(given.get("required", []), path)
         low, high = self.counts(given, path, "minProperties", "maxProperties")
         named = {n: self._reader.conj(s, f"{path}/properties/{n}") for n, s in properties.items()}
@@ -201,7 +196,7 @@ class Keywords:
         after = None if rest is None else self._reader.conj(rest, f"{path}/additionalProperties")
         if len(kept) < len(patterns) and after is not None:
             after = ANYTHING if after != (1,) else after
-        layers = (Layer(named, kept, after),) if named or kept or after is not None else ()
+        layers = (PropertyLayer(named, kept, after),) if named or kept or after is not None else ()
         names = self._reader.conj(given.get("propertyNames", True), f"{path}/propertyNames")
         if not layers and not required and not low and high is None and names == ANYTHING:
             return None
@@ -209,6 +204,7 @@ class Keywords:
             Object(layers, required, low, high, names)))  # fmt: skip
 
     def counts(self, given: Schema, path: str, least: str, most: str) -> tuple[int, int | None]:
+        """How many there may be, by two keywords. An upper bound above MAX_LENGTH is none."""
         there = {keyword: given[keyword] for keyword in (least, most) if keyword in given}
         for keyword, value in there.items():
             fits = json_type(value) == "number" and value == value // 1 and value >= 0

@@ -9,19 +9,20 @@ from typing import Any, Protocol
 
 from nanovllm.server.structured.facts import (
     EVERYTHING,
+    KINDS,
     Array,
     Conj,
     Facts,
-    Layer,
     Number,
     Object,
-    Text,
+    PropertyLayer,
+    String,
 )
 from nanovllm.server.structured.keywords import Keywords
 from nanovllm.server.structured.register import InexactError
 
 
-class Reader(Protocol):
+class SchemaReader(Protocol):
     """What negation asks of the reader of the schema and those within it (reading.py)."""
 
     keywords: Keywords
@@ -35,11 +36,10 @@ class Reader(Protocol):
 
 
 NONE = Facts()
-KINDS = ("null", "boolean", "number", "string", "array", "object")
 
 
 class Opposite:
-    def __init__(self, reader: Reader, given: dict[str, Any], path: str) -> None:
+    def __init__(self, reader: SchemaReader, given: dict[str, Any], path: str) -> None:
         self._reader = reader
         self._given = given
         self._path = path
@@ -76,7 +76,7 @@ class Opposite:
             number=Number(
                 excluded=frozenset(plain.number.values or ()) if plain.number else frozenset()
             ),
-            text=Text(excluded=frozenset(plain.text.values or ()) if plain.text else frozenset()),
+            text=String(excluded=frozenset(plain.text.values or ()) if plain.text else frozenset()),
         )
 
     def _counts(self) -> Iterator[Facts]:
@@ -84,9 +84,9 @@ class Opposite:
         given, reader, path = self._given, self._reader.keywords, self._path
         low, high = reader.counts(given, path, "minLength", "maxLength")
         if low:
-            yield Facts(text=Text(high=low - 1))
+            yield Facts(text=String(high=low - 1))
         if high is not None:
-            yield Facts(text=Text(low=high + 1))
+            yield Facts(text=String(low=high + 1))
         low, high = reader.counts(given, path, "minItems", "maxItems")
         if low:
             yield Facts(array=Array(high=low - 1))
@@ -113,17 +113,17 @@ class Opposite:
         pattern = self._given["pattern"]
         if not self._reader.keywords.pattern(pattern, self._path):
             raise InexactError("'pattern'")
-        yield Facts(text=Text(patterns=((pattern, False),)))
+        yield Facts(text=String(patterns=((pattern, False),)))
 
     def _properties(self) -> Iterator[Facts]:
         for name, inner in self._given["properties"].items():
             for literal in self._reader.conj(inner, f"{self._path}/properties/{name}"):
-                layer = Layer({name: (-literal,)}, closes=False)
+                layer = PropertyLayer({name: (-literal,)}, closes=False)
                 yield Facts(object=Object((layer,), (name,)))
 
     def _required(self) -> Iterator[Facts]:
         for name in self._reader.keywords.names(self._given["required"], self._path):
-            yield Facts(object=Object((Layer({name: (1,)}, closes=False),)))
+            yield Facts(object=Object((PropertyLayer({name: (1,)}, closes=False),)))
 
     def _items(self) -> Iterator[Facts]:
         rest = self._given["items"]

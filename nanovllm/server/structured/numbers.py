@@ -12,8 +12,8 @@ from nanovllm.server.structured.facts import Number
 
 MAX_MULTIPLE = 2000  # as an integer, once both it and the numbers have lost their decimals
 MAX_DIGITS = 400
-ZERO, NINE, POINT, MINUS = 0x30, 0x39, 0x2E, 0x2D
-Place = tuple[str, int, tuple[int, ...], int]  # phase, digits in it, comparisons, remainder
+ZERO, POINT, MINUS = 0x30, 0x2E, 0x2D
+DigitPlace = tuple[str, int, tuple[int, ...], int]  # phase, digits in it, comparisons, remainder
 
 
 def automaton(number: Number) -> Dfa:
@@ -28,25 +28,29 @@ class _Digits:
 
     def __init__(self, number: Number) -> None:
         self._number = number
-        bounds = [bound[0] for bound in (number.low, number.high) if bound]
-        self._limits = [_digits(abs(value)) for value in (*bounds, *sorted(number.excluded))]
-        self._values = [*bounds, *sorted(number.excluded)]
+        bounds = [(*bound, side) for bound, side in ((number.low, -1), (number.high, 1)) if bound]
+        self._values = [*(bound[0] for bound in bounds), *sorted(number.excluded)]
+        self._limits = [_digits(abs(value)) for value in self._values]
+        # How a number must not compare with each: below (-1), equal (0), above (1).
+        self._refused = [{side, 0} if is_out else {side} for _, is_out, side in bounds]
+        self._refused += [{0}] * len(number.excluded)
         counted = number.multiples | number.no_multiples
         scale = max(map(_decimals, counted), default=0)
         if number.no_multiples and not number.multiples and not number.is_integer:
             scale += 2  # decimals by which it may miss them
         self._scale = scale if counted else None
-        multiples = [int(multiple * 10**scale) for multiple in counted]
-        self._modulus = math.lcm(*multiples)
+        self._modulus = math.lcm(*(int(multiple * 10**scale) for multiple in counted))
         if self._modulus > MAX_MULTIPLE:
             raise TooLargeError(f"multiples above {MAX_MULTIPLE} times their last decimal")
 
-    def edges_of(self, at: tuple[str, bool, Place | None]) -> Iterator[tuple[int, int, object]]:
+    def edges_of(
+        self, at: tuple[str, bool, DigitPlace | None]
+    ) -> Iterator[tuple[int, int, object]]:
         sign, is_done, place = at
         if place is None:
             if not sign and (self._number.low is None or self._number.low[0] < 0):
                 yield MINUS, MINUS, ("-", False, None)
-            start: Place = ("int", 0, (0,) * len(self._limits), 0)
+            start: DigitPlace = ("int", 0, (0,) * len(self._limits), 0)
             for digit in range(10):
                 yield ZERO + digit, ZERO + digit, (sign, digit == 0, self._next(start, digit))
             return
@@ -63,7 +67,7 @@ class _Digits:
                 if not self._is_beyond(sign, to):
                     yield ZERO + digit, ZERO + digit, (sign, False, to)
 
-    def _next(self, place: Place, digit: int) -> Place:
+    def _next(self, place: DigitPlace, digit: int) -> DigitPlace:
         phase, count, orders, rest = place
         known = []
         for order, (before, behind) in zip(orders, self._limits, strict=True):
@@ -80,13 +84,13 @@ class _Digits:
         rest = (10 * rest + digit) % self._modulus if self._scale is not None else 0
         return phase, min(count + 1, most), tuple(known), rest
 
-    def _is_beyond(self, sign: str, place: Place) -> bool:
+    def _is_beyond(self, sign: str, place: DigitPlace) -> bool:
         """Whatever digits follow: too many for every bound on that side."""
         high = self._number.low if sign else self._number.high
         at = 0 if sign or self._number.low is None else 1
         return bool(high and place[1] > len(self._limits[at][0]) and place[0] == "int")
 
-    def is_final(self, at: tuple[str, bool, Place | None]) -> bool:
+    def is_final(self, at: tuple[str, bool, DigitPlace | None]) -> bool:
         sign, _, place = at
         if place is None or (place[0] == "frac" and place[1] == 0):
             return False
@@ -98,21 +102,16 @@ class _Digits:
                 return False
             if any(value % multiple == 0 for multiple in self._number.no_multiples):
                 return False
-        signs = []
-        for order, limit, value in zip(orders, self._limits, self._values, strict=True):
+        limits = zip(orders, self._limits, self._values, self._refused, strict=True)
+        for order, limit, value, refused in limits:
             final = _final(order, phase, count, limit)
             if (sign and value > 0) or (not sign and value < 0):
                 final = -1 if sign else 1  # of another sign (and nobody writes -0 here)
             elif sign:
                 final = -final
-            signs.append(final)
-        number, at_bound = self._number, 0
-        for bound, outside in ((number.low, -1), (number.high, 1)):
-            if bound:
-                if signs[at_bound] == outside or (bound[1] and signs[at_bound] == 0):
-                    return False
-                at_bound += 1
-        return 0 not in signs[at_bound:]
+            if final in refused:
+                return False
+        return True
 
 
 def _final(order: int, phase: str, count: int, limit: tuple[str, str]) -> int:

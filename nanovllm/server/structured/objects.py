@@ -18,7 +18,7 @@ from nanovllm.server.structured.automata import (
 )
 from nanovllm.server.structured.facts import ANYTHING, Conj, Object, both
 from nanovllm.server.structured.productive import Rule
-from nanovllm.server.structured.reading import Reader
+from nanovllm.server.structured.reading import SchemaReader
 from nanovllm.server.structured.regexes import found
 from nanovllm.server.structured.register import InexactError
 from nanovllm.server.structured.rules import Rules, is_plain, literal
@@ -32,7 +32,7 @@ MAX_NAME_STATES = 400  # of one object's; beyond, other names may not begin as t
 
 
 class Objects:
-    def __init__(self, reader: Reader, rules: Rules, value: Callable[[Conj], str]) -> None:
+    def __init__(self, reader: SchemaReader, rules: Rules, value: Callable[[Conj], str]) -> None:
         """`value` names the rule of what schemas say together."""
         self._reader = reader
         self._rules = rules
@@ -86,11 +86,10 @@ class Objects:
             return []
         start = ALL_TEXTS
         if names:
-            start = self._starts.get(tuple(names)) or other_than(
-                names, max(1, min(MAX_NAME_STATES, self._room))
-            )
-            if self._starts.setdefault(tuple(names), start) is start:
-                self._room -= len(start.edges)
+            if (key := tuple(names)) not in self._starts:
+                self._starts[key] = other_than(names, max(1, min(MAX_NAME_STATES, self._room)))
+            start = self._starts[key]
+            self._room -= len(start.edges)
         kinds: list[tuple[Dfa, frozenset[str]]] = [(intersection(allowed, start), frozenset())]
         for pattern, dfa in dfas.items():
             split = []

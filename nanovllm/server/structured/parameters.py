@@ -10,7 +10,7 @@ from nanovllm.server.errors import ApiError
 from nanovllm.server.parsers.base import KEY_NAME
 from nanovllm.server.structured import texts
 from nanovllm.server.structured.automata import Dfa, PatternError, difference, intersection
-from nanovllm.server.structured.facts import Conj, Object, Text
+from nanovllm.server.structured.facts import Conj, Object, String
 from nanovllm.server.structured.forms import (
     ANY_TEXT,
     Format,
@@ -92,7 +92,7 @@ class Parameters:
         """None if there is none."""
         alternatives = self._reader.settled(conj)
         forms: list[Format] = []
-        if any(facts.text == Text() for facts in alternatives):
+        if any(facts.text == String() for facts in alternatives):
             forms.append(self._any_text())
         else:
             forms += [form for facts in alternatives if facts.text
@@ -105,7 +105,7 @@ class Parameters:
     def _any_text(self) -> Format:
         return ANY_TEXT | {"excludes": [self._after.strip()]}
 
-    def _text(self, text: Text, path: str) -> Format | None:
+    def _text(self, text: String, path: str) -> Format | None:
         try:
             if text.values is not None:
                 words = texts.words_of(text)

@@ -8,18 +8,17 @@ and formats that JSON Schema does not have mean nothing, as in JSON Schema itsel
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from nanovllm.server.structured.automata import PatternError
 from nanovllm.server.structured.facts import (
     EVERYTHING,
     Conj,
     Facts,
-    Layer,
     Object,
-    Text,
+    PropertyLayer,
+    String,
 )
-from nanovllm.server.structured.keywords import Keywords
+from nanovllm.server.structured.keywords import Keywords, Schema
 from nanovllm.server.structured.negation import Opposite
 from nanovllm.server.structured.references import Addresses, UnknownReferenceError, pointer
 from nanovllm.server.structured.regexes import found
@@ -28,10 +27,9 @@ from nanovllm.server.structured.texts import automaton
 
 MAX_NESTED = 64  # keywords that speak of the same value
 UNENFORCED = ("unevaluatedItems", "$dynamicRef", "$recursiveRef")
-Schema = dict[str, Any]
 
 
-class Reader(Register):
+class SchemaReader(Register):
     """The reader of one schema."""
 
     def __init__(self, root: object, where: str, *, exact: bool) -> None:
@@ -106,7 +104,7 @@ class Reader(Register):
                 facts
                 if facts.object is None
                 else replace(facts, object=facts.object.and_(
-                    Object((Layer({}, rest=rest, beside=evaluated(facts.object)),))))
+                    Object((PropertyLayer({}, rest=rest, beside=evaluated(facts.object)),))))
                 for facts in made
             ]  # fmt: skip
         return made
@@ -233,7 +231,7 @@ class Reader(Register):
             else:
                 inner = self.facts(self.conj(needed, f"{path}/{name}"))
                 holds = self.product([there], inner, path)
-            lacks = replace(EVERYTHING, object=Object((Layer({name: (1,)}, closes=False),)))
+            lacks = replace(EVERYTHING, object=Object((PropertyLayer({name: (1,)}, closes=False),)))
             holds = [replace(facts, null=False, booleans=(), number=None, text=None, array=None)
                      for facts in holds if facts.object]  # fmt: skip
             made = self.product(made, [lacks, *holds], path)
@@ -248,12 +246,12 @@ def silent(facts: Facts) -> Facts:
     return replace(facts, object=replace(facts.object, layers=layers))
 
 
-def evaluated(given: Object) -> tuple[Layer, ...]:
+def evaluated(given: Object) -> tuple[PropertyLayer, ...]:
     """What speaks of properties by a schema that holds, not by the opposite of one."""
     return tuple(layer for layer in given.layers if layer.closes)
 
 
-def is_no_text(text: Text) -> bool:
+def is_no_text(text: String) -> bool:
     """Whether no text matches, as far as that is cheap to say."""
     try:
         return automaton(text).is_empty()

@@ -28,6 +28,7 @@ from nanovllm.server.structured.automata import (
 )
 
 MAX_COPIES = 40_000  # moves of an expression, with its repetitions
+MAX_MEMBERS = 400_000  # of all sets of states in which a text may be: a second's work
 WIDE = 30  # characters of a class
 MANY = 24  # from here on a repetition's upper limit is not counted by states
 _DIGIT: Ranges = ((0x30, 0x39),)
@@ -43,9 +44,7 @@ _LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 def found(pattern: str) -> Dfa:
     """The texts in which the expression is found. Raises PatternError."""
     made = _Nfa()
-    tree = list(parsed(pattern))
-    texts = made.build([tree], made.state())
-    return _deterministic(made, texts)
+    return _deterministic(made, made.build([list(parsed(pattern))], made.state()))
 
 
 def anchored(items: list[Any]) -> Dfa:
@@ -63,10 +62,8 @@ def loosened(pattern: str) -> tuple[Dfa, int | None]:
         return found(pattern), None
     inner = tree[1:-1]
     large = [i for i, (code, value) in enumerate(inner) if _is_large(code, value)]
-    if len(large) != 1:
-        return found(pattern), None
-    others = [_width(item) for i, item in enumerate(inner) if i != large[0]]
-    if None in others:
+    others = [_width(item) for i, item in enumerate(inner) if [i] != large]
+    if len(large) != 1 or None in others:
         return found(pattern), None
     code, (low, most, repeated) = inner[large[0]]
     inner[large[0]] = (code, (low, op.MAXREPEAT, repeated))
@@ -108,7 +105,6 @@ def num_wide(items: Any) -> int:  # noqa: ANN401 - the reader's
     return count
 
 
-@lru_cache(maxsize=64)
 def whole(pattern: str) -> Dfa:
     """The texts that the expression matches from end to end."""
     return found(f"^(?:{pattern})$")
@@ -208,8 +204,8 @@ def class_of(code: Any, value: Any) -> Ranges:  # noqa: ANN401
     raise PatternError(f"{name}, a form that is not known")
 
 
-States = frozenset[int]
-_DONE: States = frozenset({-1})  # whatever follows
+StateSet = frozenset[int]
+_DONE: StateSet = frozenset({-1})  # whatever follows
 
 
 def _deterministic(nfa: _Nfa, end: int) -> Dfa:
@@ -224,11 +220,12 @@ class _Subsets:
     def __init__(self, nfa: _Nfa, end: int) -> None:
         self._nfa = nfa
         self._end = end
+        self._left = MAX_MEMBERS
         self._again = self._closed([0])
         targets = {to for moves in nfa.by_class for _, to in moves}
         self._free = {at: self._closed([at]) for at in targets}
 
-    def _closed(self, states: Iterable[int], *more: dict[int, list[int]]) -> States:
+    def _closed(self, states: Iterable[int], *more: dict[int, list[int]]) -> StateSet:
         known = set(states)
         waiting = list(known)
         while waiting:
@@ -239,22 +236,27 @@ class _Subsets:
             waiting += new
         return frozenset(known)
 
-    def first(self) -> tuple[bool, States]:
+    def first(self) -> tuple[bool, StateSet]:
         return True, self._settled(self._closed([0], self._nfa.at_start))
 
-    def _settled(self, states: States) -> States:
+    def _settled(self, states: StateSet) -> StateSet:
         return _DONE if self._end in states else states
 
-    def is_final(self, at: tuple[bool, States]) -> bool:
+    def is_final(self, at: tuple[bool, StateSet]) -> bool:
         is_first, states = at
         if states == _DONE or self._end in self._closed(states, self._nfa.at_end):
             return True
         return is_first and self._end in self._closed([0], self._nfa.at_start, self._nfa.at_end)
 
-    def edges_of(self, at: tuple[bool, States]) -> Iterable[tuple[int, int, tuple[bool, States]]]:
+    def edges_of(
+        self, at: tuple[bool, StateSet]
+    ) -> Iterable[tuple[int, int, tuple[bool, StateSet]]]:
         if at[1] == _DONE:
             yield 0, LAST, (False, _DONE)
             return
+        self._left -= len(at[1])
+        if self._left < 0:
+            raise TooLargeError("too many places where a text may be at once")
         starts: dict[int, list[int]] = {}
         ends: dict[int, list[int]] = {}
         for ranges, to in (move for state in at[1] for move in self._nfa.by_class[state]):

@@ -75,6 +75,7 @@ class Register:
         return self._constants[key]
 
     def product(self, some: list[Facts], others: list[Facts], path: str) -> list[Facts]:
+        """The alternatives of what matches one of `some` and one of `others`."""
         self.spend(len(some) * len(others), path)
         if some == [EVERYTHING]:
             return others

@@ -13,21 +13,19 @@ whose schemas name properties and say nothing of others have no others.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from nanovllm.server.structured.grammar import Grammar
-from nanovllm.server.structured.reading import Reader
+from nanovllm.server.structured.reading import SchemaReader
 
 MAX_BYTES = 1 << 20
 MAX_TEXT = 1 << 20  # of a grammar
 MAX_SPACE = 8  # white space between two tokens of JSON
 OBJECT = {"type": "object"}
-Schema = dict[str, Any]
 
 
-def read(schema: object, where: str, *, exact: bool) -> Reader:
+def read(schema: object, where: str, *, exact: bool) -> SchemaReader:
     """`where`: the request's field. Raises ApiError."""
-    reader = Reader(schema, where, exact=exact)
+    reader = SchemaReader(schema, where, exact=exact)
     size = len(json.dumps(schema))
     reader.expect(size <= MAX_BYTES, "#", f"has more than {MAX_BYTES} bytes")
     reader.expect(isinstance(schema, bool | dict), "#", "is no object")

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
+
 from nanovllm.server.errors import ApiError, bad_value, misplaced
 from nanovllm.server.parsers.base import END_THINK, THINK
 from nanovllm.server.protocol import STRUCTURES, ChatRequest
@@ -204,6 +206,6 @@ def _text(value: Any, where: str) -> str:  # noqa: ANN401
 
 def _loaded(value: Any, where: str) -> Any:  # noqa: ANN401
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return msgspec.json.decode(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         raise bad_value(where, f"JSON ({error})", value) from None

@@ -19,7 +19,7 @@ from nanovllm.server.structured.automata import (
     lengths,
     words,
 )
-from nanovllm.server.structured.facts import Text
+from nanovllm.server.structured.facts import String
 from nanovllm.server.structured.formats import FORMATS, SHORTER, WRITTEN
 from nanovllm.server.structured.regexes import MANY, WIDE, found, loosened, num_wide, parsed, whole
 
@@ -31,7 +31,7 @@ DWELLING = 10  # characters that may come next where a text goes on
 SLACK = 3  # characters beyond what a text needs to end
 
 
-def automaton(text: Text) -> Dfa:
+def automaton(text: String) -> Dfa:
     """All that match. Raises PatternError."""
     made = loose(replace(text, values=None, low=0, high=None), exact=True)[0]
     if text.values is not None:
@@ -41,7 +41,7 @@ def automaton(text: Text) -> Dfa:
     return made
 
 
-def alone(text: Text) -> str | None:
+def alone(text: String) -> str | None:
     """The expression that is all that is said but for a greatest length, if there is one."""
     expressions = [f"^(?:{WRITTEN.get(name, FORMATS[name])})$" for name in text.formats]
     expressions += [pattern for pattern, is_found in text.patterns if is_found]
@@ -49,10 +49,6 @@ def alone(text: Text) -> str | None:
     if num_said != 1 or not expressions or text.values is not None or text.excluded:
         return None
     return expressions[0] if text.low <= parsed(expressions[0]).getwidth()[0] else None
-
-
-def is_heavy(pattern: str) -> bool:
-    return weighed(pattern)[0]
 
 
 @lru_cache(maxsize=512)
@@ -69,7 +65,7 @@ def weighed(pattern: str) -> tuple[bool, int]:
     return sum(width >= WIDE for width in widths) > MOST_WIDE, len(dfa.edges)
 
 
-def words_of(text: Text) -> list[str]:
+def words_of(text: String) -> list[str]:
     """Those of its values that match the rest, apart from what `loose` says."""
     high = text.high
     kept = [
@@ -86,7 +82,7 @@ def words_of(text: Text) -> list[str]:
 
 
 def loose(
-    text: Text, *, exact: bool = False, most_cases: int = MOST_CASES
+    text: String, *, exact: bool = False, most_cases: int = MOST_CASES
 ) -> tuple[Dfa, int | None]:
     """Those that match and are no longer than so many characters; the number is enough to keep the
     limit, as every text that long may end. Raises PatternError."""
@@ -165,13 +161,12 @@ def shortest(dfa: Dfa) -> int:
     return count
 
 
-def is_cut_short(text: Text) -> bool:
+def is_cut_short(text: String) -> bool:
     """Whether its length and what else is said of it would have to be counted together."""
     made, _ = loose(replace(text, high=None))
-    longest = longest_of(made)
-    high = text.high or 0
+    longest, high = longest_of(made), text.high or 0
     is_kept = longest is not None and longest <= high
-    return not is_kept and not (high > MANY and may_end_at(made, high)) and high > MANY
+    return high > MANY and not is_kept and not may_end_at(made, high)
 
 
 def longest_of(dfa: Dfa) -> int | None:

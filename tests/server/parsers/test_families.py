@@ -9,7 +9,7 @@ import pytest
 from nanovllm.server.parsers import PARSERS, parser_for
 from nanovllm.server.parsers.base import CallPart, CallStart, Event, Reasoning, Text
 from nanovllm.server.parsers.json_calls import CALL, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
-from nanovllm.server.parsers.machine import Machine
+from nanovllm.server.parsers.machine import OutputParser
 from tests.server.parsers.generated_outputs import family_of, marks_of
 
 
@@ -24,9 +24,9 @@ def merged(events: list[Event]) -> list[Event]:
     return out
 
 
-def machine(name: str, *, turn="", tools=True, schema=None, as_tokens=False) -> Machine:
+def machine(name: str, *, turn="", tools=True, schema=None, as_tokens=False) -> OutputParser:
     schemas = {"f": {"properties": schema or {}}} if tools else None
-    return Machine(family_of(name), marks_of(name, as_tokens=as_tokens), turn, schemas)
+    return OutputParser(family_of(name), marks_of(name, as_tokens=as_tokens), turn, schemas)
 
 
 def parsed(name: str, parts, **options) -> list[Event]:
@@ -323,7 +323,7 @@ def test_under_a_grammar_markers_count_however_they_were_written() -> None:
     expected = [Reasoning("hm"), *ADDED]
     for think in ("<think>", marks["<think>"]):
         for end in ("</think>", marks["</think>"]):
-            parser = Machine(family_of("qwen3"), marks, "", {}, is_spelled=True)
+            parser = OutputParser(family_of("qwen3"), marks, "", {}, is_spelled=True)
             text = f"{think}hm{end}{ADD}"
             assert merged([e for c in text for e in parser.feed(c)] + parser.finish()) == expected
 

@@ -14,7 +14,7 @@ from nanovllm.server.answers import ChunkWriter, WholeWriter
 from nanovllm.server.detokenize import Detokenizer, Vocabulary
 from nanovllm.server.parsers import PARSERS
 from nanovllm.server.parsers.base import CallPart, CallStart, Reasoning
-from nanovllm.server.parsers.machine import Machine
+from nanovllm.server.parsers.machine import OutputParser
 from tests.server.parsers.generated_outputs import (
     SCHEMAS,
     Mark,
@@ -29,11 +29,11 @@ from tests.server.tiny_tokenizer import tiny_tokenizer
 NUM_OUTPUTS = 10_000
 
 
-def machine(name: str, marks: dict[str, str], in_reasoning: bool, schemas) -> Machine:
-    return Machine(family_of(name), marks, "<think>\n" if in_reasoning else "", schemas)
+def machine(name: str, marks: dict[str, str], in_reasoning: bool, schemas) -> OutputParser:
+    return OutputParser(family_of(name), marks, "<think>\n" if in_reasoning else "", schemas)
 
 
-def message_of(parser: Machine, parts: list[str]) -> Message:
+def message_of(parser: OutputParser, parts: list[str]) -> Message:
     message = Message()
     calls: list[list[str]] = []
     events = [event for part in parts for event in parser.feed(part)] + parser.finish()
@@ -57,7 +57,7 @@ def cut(rng: Random, text: str) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def streamed(parser: Machine, parts: list[str]) -> Message:
+def streamed(parser: OutputParser, parts: list[str]) -> Message:
     """Put together from the chunks, as a client does."""
     out: list[bytes] = []
     writer = ChunkWriter(b'data: {"choices":[', 0, out, reasoning_content=True)
@@ -85,7 +85,7 @@ def streamed(parser: Machine, parts: list[str]) -> Message:
     return message
 
 
-def whole(parser: Machine, text: str) -> Message:
+def whole(parser: OutputParser, text: str) -> Message:
     writer = WholeWriter(0)
     for event in parser.feed(text) + parser.finish():
         writer.write(event, None)

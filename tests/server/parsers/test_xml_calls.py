@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from nanovllm.config import load_config
 from nanovllm.server.answers import WholeWriter
 from nanovllm.server.parsers.base import CallPart, CallStart, Event, Reasoning, Text, joined
-from nanovllm.server.parsers.machine import Machine
+from nanovllm.server.parsers.machine import OutputParser
 from nanovllm.server.served import Served
 from tests.server.parsers.generated_outputs import family_of, marks_of
 from tests.server.test_chat import END, ENGINE, TOKENIZER, answered, message_of
@@ -26,9 +26,9 @@ WEATHER = {
 SCHEMAS = {"weather": WEATHER, "now": None}
 
 
-def machine(*, as_tokens=False, mends=True, schemas=SCHEMAS) -> Machine:
+def machine(*, as_tokens=False, mends=True, schemas=SCHEMAS) -> OutputParser:
     marks = marks_of("qwen3_coder", as_tokens=as_tokens)
-    return Machine(family_of("qwen3_coder"), marks, "", schemas, mends=mends)
+    return OutputParser(family_of("qwen3_coder"), marks, "", schemas, mends=mends)
 
 
 def parsed(parts, **options) -> list[Event]:

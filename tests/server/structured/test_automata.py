@@ -9,8 +9,9 @@ from fractions import Fraction
 
 import pytest
 
-from nanovllm.server.structured import numbers
+from nanovllm.server.structured import numbers, regexes
 from nanovllm.server.structured.automata import (
+    MAX_EXPLORED,
     TooLargeError,
     difference,
     intersection,
@@ -19,9 +20,9 @@ from nanovllm.server.structured.automata import (
     union,
     words,
 )
-from nanovllm.server.structured.facts import Number, Text
+from nanovllm.server.structured.facts import Number, String
 from nanovllm.server.structured.regexes import found, loosened, whole
-from nanovllm.server.structured.texts import loose
+from nanovllm.server.structured.texts import loose, weighed
 
 TEXTS = ["".join(letters) for n in range(5) for letters in itertools.product("abx1", repeat=n)]
 
@@ -74,8 +75,8 @@ def test_one_large_count_is_a_limit_of_the_length() -> None:
     assert high == 302 and len(dfa.edges) < 10
     assert dfa.accepts("xaby") and not dfa.accepts("xay")
     assert loosened("^[a-z]{2,20}$")[1] is None and loosened("[a-z]{2,300}")[1] is None
-    assert loose(Text(patterns=(("^[a-z]{2,300}$", True),), high=100))[1] == 100
-    counted, high = loose(Text(patterns=(("^a+b$", True),), high=30))  # may not end everywhere
+    assert loose(String(patterns=(("^[a-z]{2,300}$", True),), high=100))[1] == 100
+    counted, high = loose(String(patterns=(("^a+b$", True),), high=30))  # may not end everywhere
     assert high is None and counted.accepts("a" * 29 + "b") and not counted.accepts("a" * 30 + "b")
 
 
@@ -84,6 +85,24 @@ def test_what_takes_too_many_states_is_refused() -> None:
         with pytest.raises(TooLargeError):
             found(pattern)
     assert len(whole("a|bc").edges) == 3
+
+
+def test_where_a_text_may_be_at_once_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute's work for 40 characters of a request, otherwise: thousands of states, each of
+    which is one of thousands of places."""
+    followed: list[int] = []
+    edges_of = regexes._Subsets.edges_of
+
+    def noting(self: regexes._Subsets, at: tuple[bool, regexes.StateSet]) -> object:
+        followed.append(len(at[1]))
+        return edges_of(self, at)
+
+    monkeypatch.setattr(regexes._Subsets, "edges_of", noting)
+    for pattern in ("^([a-z]{1,200}|[0-9]{3,90}){1,40}$", "a.{0,300}b"):
+        followed.clear()
+        assert weighed(pattern) == (True, MAX_EXPLORED)
+        assert 0.9 * regexes.MAX_MEMBERS < sum(followed) < 1.1 * regexes.MAX_MEMBERS
+    assert len(found("^([a-z]{1,100}){1,4}$").edges) == 401
 
 
 def test_numbers() -> None:

@@ -247,6 +247,9 @@ def test_best_effort_leaves_out_no_more_than_it_must() -> None:
     assert matches(loose, {"b": 1}) and not matches(loose, {"b": "x"})
     both = {"oneOf": [named("a", additionalProperties={"not": {"format": "date"}}), STRING, {}]}
     assert matches(grammar_of(both, exact=False), "x")
+    some = {"type": "array", "contains": {"const": 1}, "minContains": 1, "maxContains": 2}
+    assert matches(grammar_of(some, exact=False), [2, 1])
+    assert not matches(grammar_of(some, exact=False), [2])
 
 
 @pytest.mark.parametrize(
@@ -254,6 +257,8 @@ def test_best_effort_leaves_out_no_more_than_it_must() -> None:
     [
         (within(type="str"), f"has a 'type' that is not of .*, at {AT}"),
         (within(type=[]), f"has a 'type' that is not of .*, at {AT}"),
+        (within(format=["date"]), f"has a 'format' that is no string, at {AT}"),
+        (within(format={}), f"has a 'format' that is no string, at {AT}"),
         (within(enum=[]), f"no list of 1 to 20000 values, at {AT}"),
         (within(enum=list(range(20001))), f"no list of 1 to 20000 values, at {AT}"),
         (within(type="string", maxLength=-1), "has no integer from 0 as 'maxLength'"),
@@ -280,7 +285,7 @@ def test_best_effort_leaves_out_no_more_than_it_must() -> None:
         ([], "is no object, at #"),
         (False, "allows nothing, at #"),
     ],
-    ids=range(24),
+    ids=range(26),
 )  # fmt: skip
 def test_a_malformed_schema_is_always_refused(schema, message) -> None:
     for exact in (True, False):

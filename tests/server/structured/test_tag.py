@@ -371,6 +371,27 @@ def test_no_added_token_is_possible_inside_json_or_text() -> None:
         assert possible == sorted([*map(tokenizer.token_to_id, names), *stops])
 
 
+@pytest.mark.parametrize(
+    ("family", "start"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=say>\n<parameter=text>\nA"),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="say">\n<parameter name="text">A'),
+    ],
+)
+def test_no_added_token_is_possible_inside_a_raw_parameter(family, start) -> None:
+    """Nor an id that the tokenizer does not have."""
+    tokenizer = served(family).template.tokenizer
+    beyond = range(tokenizer.get_vocab_size(), VOCAB)
+    for most in (None, 40):
+        schema = {"type": "string"} if most is None else {"type": "string", "maxLength": most}
+        say = tool("say", {"type": "object", "properties": {"text": schema}, "required": ["text"]})
+        following = matcher(family, OVER, tools=[say], tool_choice="required")
+        assert all(following.accept_token(t) for t in ids(start))
+        added = [*tokenizer.get_added_tokens_decoder(), *beyond]
+        assert [t for t in added if following.fork().accept_token(t)] == []
+        assert following.accept_token(ids("</")[0])
+
+
 def test_white_space_is_bounded() -> None:
     fields = {"response_format": PERSON, "turn": OVER}
     assert allows('{\n  "name": "Ada",\n  "age": 36\n}', **fields)
@@ -442,6 +463,10 @@ def test_with_tools_it_is_calls_or_the_content() -> None:
             r"tools needs a grammar of \d{7} bytes; it must be at most 1048576",
         ),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json must be JSON"),
+        ({"structured_outputs": {"json": '{"const": NaN}'}}, "structured_outputs.json must be JS"),
+        ({"structured_outputs": {"json": '{"enum": [1e999]}'}}, "json must be JSON .*out of range"),
+        ({"structured_outputs": {"json": r'{"const": "\ud800"}'}}, "structured_outputs.json must"),
+        ({"structured_outputs": {"json": "[" * 99_999}}, "json must be JSON .*recursion"),
         (
             {"structured_outputs": {"json": {"not": {"format": "date"}}}},
             "structured_outputs.json: .*'not'",

@@ -1,0 +1,125 @@
+"""What constants of the kernels do to a whole decode step: variants one after another, one engine.
+
+    python results/steps.py RECIPE [--set KEY=VALUE ...] [--rows N] [--context N] NAME:CHANGE ...
+
+A CHANGE is assignments, with ";" between them, in which modules of nanovllm_kernels have their
+names, and is undone before the next one; none is the code as it is:
+
+    python results/steps.py qwen3-30b-a3b --set load.format=dummy --set experts.routing=uniform \\
+        "now:" "late:paged_decode.STAGES = 2" \\
+        "deep:experts.SHAPES[16, 2] = experts.Shape(64, 128, 5, 4)" "now again:"
+
+For each it captures the forward pass of N rows, replays it and prints the least time of a step, and
+how far the logits are from the first one's, in shares of the largest. A variant takes a second or
+two, beside what it compiles. Kernels that are launched early hide in each other, so what one takes
+alone says little about the step. On a CPU, without graphs, it only shows that the variant runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+from nanovllm.bench import graphs as bench
+from nanovllm.cli.commands import config_of
+from nanovllm.layers.ops import RowTable
+from nanovllm.runner.build import build
+from nanovllm.runner.graphs import DecodeGraphs
+from nanovllm.runner.runner import Runner, sharing_logits
+
+SMALL = ["schedule.slots=8", "kernels.mixed_graph_tokens=0", "cache.pages=64"]  # quick to build
+ROUNDS = 5
+
+
+@click.command()
+@click.argument("recipe")
+@click.argument("variants", nargs=-1, required=True)
+@click.option("--set", "overrides", multiple=True, help="KEY=VALUE of the recipe")
+@click.option("--rows", default=1, help="of the step, up to schedule.slots, which is 8 here")
+@click.option("--context", default=384, type=click.IntRange(1), help="most tokens of a row")
+def main(recipe: str, variants: tuple[str, ...], overrides: tuple[str, ...], **sizes: int) -> None:
+    config = config_of(recipe, [*SMALL, *overrides])
+    if not 1 <= sizes["rows"] <= int(config.recipe.schedule.slots):
+        slots = config.recipe.schedule.slots
+        raise click.BadParameter(
+            f"--rows {sizes['rows']}: a step has 1 to {slots} (schedule.slots)"
+        )
+    runner = build(config).runner
+    first = None
+    for variant in variants:
+        name, _, change = variant.partition(":")
+        try:
+            with changed(change):
+                taken_us, logits_SV = measured(runner, **sizes)
+        except Exception as error:  # of one variant: the others go on
+            click.echo(f"{name:24} {type(error).__name__}: {str(error)[:200]}")
+            continue
+        first = logits_SV if first is None else first
+        off = float((logits_SV - first).abs().max() / first.abs().max())
+        click.echo(f"{name:24} {taken_us:9.1f} us, off by {off:.4f}  {change.strip()}")
+
+
+@contextmanager
+def changed(change: str) -> Iterator[None]:
+    """The modules named in the change are as it makes them, and then as they were."""
+    names = {*re.findall(r"\b([a-z]\w*)\.[A-Z]", change)}
+    modules = {one: importlib.import_module(f"nanovllm_kernels.{one}") for one in names}
+    before = [(module, constants_of(module)) for module in modules.values()]
+    try:
+        exec(change.strip(), dict(modules))
+        forget(modules)
+        yield
+    finally:
+        for module, constants in before:
+            for name, (value, entries) in constants.items():
+                setattr(module, name, value)
+                if entries is not None:
+                    value.clear()
+                    value.update(entries)
+        forget(modules)
+
+
+def constants_of(module: ModuleType) -> dict[str, tuple[Any, dict[Any, Any] | None]]:
+    """Each constant itself, which other modules may have too, and what a table's entries are."""
+    named = ((name, value) for name, value in vars(module).items() if name.isupper())
+    return {name: (value, {**value} if isinstance(value, dict) else None) for name, value in named}
+
+
+def forget(modules: dict[str, ModuleType]) -> None:
+    """What was found by the constants of before."""
+    for module in modules.values():
+        for value in vars(module).values():
+            if callable(clear := getattr(value, "cache_clear", None)):
+                clear()
+
+
+@torch.inference_mode()
+def measured(runner: Runner, rows: int, context: int) -> tuple[float, Tensor]:
+    """Microseconds of a forward pass, and the logits of the first one."""
+    for layer in runner.model.modules():  # may choose otherwise now
+        for table in vars(layer).values():
+            if isinstance(table, RowTable):
+                table.clear()
+    bench.occupy(runner)
+    runner.slots.lengths_N.clamp_(max=context)
+    step = partial(runner.forward, runner.builder.padded(rows, 1, runner.slots.max_tokens))
+    if runner.device.type == "cuda":
+        graphs = DecodeGraphs(runner.forward, runner.builder, sharing_logits)
+        graphs.capture([(rows, 1)], runner.slots.max_tokens)
+        step = partial(graphs.replay, (rows, 1))
+    logits_SV = bench.logits(runner, step).clone()
+    seconds = min(bench.seconds_of(step, runner.device) for _ in range(ROUNDS))
+    return 1e6 * seconds, logits_SV
+
+
+if __name__ == "__main__":
+    main()

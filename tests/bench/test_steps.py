@@ -1,0 +1,55 @@
+"""results/steps.py: constants of kernels, changed for a step, and what it prints on the demo."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from nanovllm_kernels import few_fp8
+
+from results import steps
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_change_is_undone() -> None:
+    """Of a constant, of a table's entry, of what was found by them, and after an error."""
+    before, table = (few_fp8.START, few_fp8.SHAPES[16]), few_fp8.SHAPES
+    change = "few_fp8.START = 7; few_fp8.SHAPES[16] = few_fp8.SHAPES[32]"
+    with steps.changed(change):
+        assert (few_fp8.START, few_fp8.SHAPES[16]) == (7, few_fp8.SHAPES[32])
+    assert (few_fp8.START, few_fp8.SHAPES[16]) == before
+    assert few_fp8.SHAPES is table  # which others may have imported
+    with pytest.raises(ZeroDivisionError), steps.changed("few_fp8.START = 1 // 0"):
+        pass
+    with pytest.raises(RuntimeError, match="within"), steps.changed("few_fp8.START = 8"):
+        raise RuntimeError("within")
+    assert before[0] == few_fp8.START
+
+
+def test_more_rows_than_slots_are_refused() -> None:
+    done = CliRunner().invoke(steps.main, ["recipes/demo.yaml", "now:", "--rows", "9"])
+    assert done.exit_code == 2
+    assert "--rows 9: a step has 1 to 8 (schedule.slots)" in done.output
+
+
+def test_variants_of_a_step_on_the_demo() -> None:
+    variants = "now:", "other:few_fp8.START = 3", "wrong:few_fp8.START = nothing", "again:"
+    line = [sys.executable, "results/steps.py", "recipes/demo.yaml", "--rows", "2", *variants]
+    code = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    done = subprocess.run(
+        line, cwd=ROOT, env=os.environ | code, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    now, other, wrong, again = done.stdout.splitlines()[-4:]
+    same = r" +\d+\.\d us, off by 0\.0000  "
+    assert re.fullmatch(f"now{same}", now)
+    assert re.fullmatch(rf"other{same}few_fp8\.START = 3", other)
+    assert re.fullmatch(r"wrong +NameError: name 'nothing' is not defined", wrong)
+    assert re.fullmatch(f"again{same}", again)

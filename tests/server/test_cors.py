@@ -1,0 +1,72 @@
+"""Pages of other origins: what a browser asks before it sends, and what it must be told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.server.serving import Api, body, serving
+
+CHAT = "/v1/chat/completions"
+PAGE = "https://chat.example"
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory) -> Iterator[Api]:
+    with serving(tmp_path_factory.mktemp("all"), "server.api_key=secret") as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory) -> Iterator[Api]:
+    with serving(tmp_path_factory.mktemp("one"), f"server.allowed_origins=[{PAGE}]") as api:
+        yield api
+
+
+def asked_before(api: Api, origin: str, headers: str) -> httpx.Response:
+    """What a browser asks before a page's request; it never sends the page's key with it."""
+    named = {"origin": origin, "access-control-request-method": "POST"}
+    return api.http.options(CHAT, headers={**named, "access-control-request-headers": headers})
+
+
+def test_a_browser_may_send_what_the_openai_client_sends(api) -> None:
+    headers = "authorization,content-type,x-stainless-lang"
+    answer = asked_before(api, PAGE, headers)
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert answer.headers["access-control-allow-origin"] == "*"
+    assert answer.headers["access-control-allow-headers"] == headers
+    assert "POST" in answer.headers["access-control-allow-methods"].split(", ")
+    assert answer.headers["access-control-max-age"] == "600"
+    assert "vary" not in answer.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_and_errors_may_be_read(api, stream: bool) -> None:
+    for key, status in (("secret", 200), ("wrong", 401)):
+        sent = {"origin": PAGE, "authorization": f"Bearer {key}"}
+        answer = api.http.post(CHAT, json=body(max_tokens=2, stream=stream), headers=sent)
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] == "*"
+        assert answer.headers["access-control-expose-headers"] == "x-request-id"
+        assert "x-request-id" in answer.headers
+        assert len(answer.headers.get_list("access-control-allow-origin")) == 1
+
+
+def test_who_is_no_page_hears_nothing_of_it(api) -> None:
+    answer = api.http.get("/health")
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+    plain = api.http.options(CHAT, headers={"origin": PAGE})  # asks for nothing
+    assert plain.status_code == 401 and plain.headers["access-control-allow-origin"] == "*"
+
+
+def test_only_those_that_are_named_may(one) -> None:
+    allowed = asked_before(one, PAGE, "content-type")
+    assert allowed.headers["access-control-allow-origin"] == PAGE
+    assert allowed.headers["vary"] == "origin"
+    other = asked_before(one, "https://other.example", "content-type")
+    assert other.status_code == 405
+    assert "access-control-allow-origin" not in other.headers
+    answer = one.http.get("/v1/models", headers={"origin": PAGE})
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
