@@ -43,7 +43,7 @@ ROWS = {
 
 @in_parent
 def test_in_the_interpreter() -> None:
-    passes(__file__, 28)
+    passes(__file__, 32)
 
 
 def attend_by_hand(
@@ -148,6 +148,21 @@ def test_expanded(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
             older = [a - b for a, b in zip(cached, newest_of(cached), strict=True)]
             assert pieces == [True] + [False] * len(list(spans_of(older)))
             assert (len(pieces) >= 3) == (piece < 100)
+
+
+@in_interpreter
+@pytest.mark.parametrize("rotated", [8, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotated_parts_reach_all_heads_bit_by_bit(rotated: int, dtype: torch.dtype) -> None:
+    """Eight bytes at a time, or one number where sizes are odd."""
+    pages_PSX = torch.randn(3, PAGE, RANK + rotated).to(dtype)
+    key, value = torch.randn(HEADS, KEY, RANK).to(dtype), torch.randn(HEADS, VALUE, RANK).to(dtype)
+    slots, q_THA = torch.tensor([20, 3, 47]), torch.zeros(3, HEADS, KEY + rotated, dtype=dtype)
+    k_TGA, v_TGA = latent_rows.expanded(Latents(pages_PSX, key, value, 1.0), slots, q_THA)
+    rows_TX = pages_PSX.flatten(0, 1)[slots]
+    assert torch.equal(k_TGA[..., KEY:], rows_TX[:, None, RANK:].expand(-1, HEADS, -1))
+    close(k_TGA[..., :KEY], torch.einsum("tx,hax->tha", rows_TX[:, :RANK], key), dtype)
+    close(v_TGA, torch.einsum("tx,hax->tha", rows_TX[:, :RANK], value), dtype)
 
 
 @in_interpreter
