@@ -32,9 +32,7 @@ measure() {
         ;;
     offline)
         for recipe in $recipes; do
-            for load in w1 bs1 bs64 bs256 prefill; do
-                nanovllm bench --offline $recipe --workload $load "${common[@]}"
-            done
+            nanovllm bench --offline $recipe --workload w1,bs1,bs64,bs256,prefill "${common[@]}"
         done
         ;;
     kernels)
@@ -72,10 +70,8 @@ measure() {
     ranks) # Qwen3-32B on one GPU, then on as many as RANKS says, two if it does not
         nanovllm check-kernels --tp "${RANKS:-2}" --json "results/sums-$(date +%F).json"
         for ranks in 1 "${RANKS:-2}"; do
-            for load in bs1 bs64 bs256 prefill; do
-                nanovllm bench --offline recipes/qwen3-32b.yaml --workload $load "${common[@]}" \
-                    --set parallel.tp=$ranks --set schedule.slots=256
-            done
+            nanovllm bench --offline recipes/qwen3-32b.yaml --workload bs1,bs64,bs256,prefill "${common[@]}" \
+                --set parallel.tp=$ranks --set schedule.slots=256
         done
         ;;
     lanes) # experts over as many GPUs as RANKS says, two if it does not: attention by data, then by tensor; LAYERS: of each model, the first
@@ -84,10 +80,8 @@ measure() {
         nanovllm check-kernels --tp $size --json "results/sums-$(date +%F).json"
         for recipe in ${RECIPES:-recipes/qwen3-30b-a3b.yaml}; do
             for ranks in "{tp: 1, ep: $size}" "{tp: $size, ep: $size}" "{tp: $size}"; do
-                for load in bs1-256 bs64 bs256-128 prefill; do
-                    nanovllm bench --offline $recipe --workload $load "${common[@]}" --set "parallel=$ranks" \
-                        --set experts.routing=uniform --set schedule.slots=256 ${layers[@]+"${layers[@]}"}
-                done
+                nanovllm bench --offline $recipe --workload bs1-256,bs64,bs256-128,prefill "${common[@]}" --set "parallel=$ranks" \
+                    --set experts.routing=uniform --set schedule.slots=256 ${layers[@]+"${layers[@]}"}
             done
         done
         ;;
@@ -148,9 +142,7 @@ measure() {
         python3 -m pytest -o addopts= -q --tb=short tests/gpu/test_hybrid.py
         python3 results/delta.py --quick
         for how in model.num_layers=16 quantize=fp8; do
-            for load in bs1-256 bs64 bs256-128 prefill; do
-                nanovllm bench --offline recipes/qwen3-next-80b-a3b.yaml --workload $load "${common[@]}" --set parallel.tp=1 --set experts.routing=uniform --set $how || return
-            done
+            nanovllm bench --offline recipes/qwen3-next-80b-a3b.yaml --workload bs1-256,bs64,bs256-128,prefill "${common[@]}" --set parallel.tp=1 --set experts.routing=uniform --set $how || return
         done
         ;;
     sweep) # and a plot

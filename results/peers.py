@@ -128,8 +128,10 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
     """vLLM without HTTP, then nanovllm's engine without HTTP, on the same token ids."""
     names = options.workloads.split(",")
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    loads = [token_load(name, seed=0, vocab_size=vocab_size) for name in names]
-    pairs = [(load.warm_up(1, vocab_size), load) for load in loads]
+    loads = [
+        token_load(name, seed=2 * nth, vocab_size=vocab_size) for nth, name in enumerate(names)
+    ]
+    pairs = [(load.warm_up(2 * nth + 1, vocab_size), load) for nth, load in enumerate(loads)]
     settings = {"model": str(folder), "max_model_len": 4096, "tensor_parallel_size": options.tp}
     settings |= options.theirs
     job = {"settings": settings, "loads": [[asked(one) for one in pair] for pair in pairs]}
@@ -178,10 +180,8 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
     same = ["--tp", str(options.tp)] if options.tp > 1 else []
     same += ["--set", f"model.num_layers={options.layers}"] if options.layers else []
     given = "--load-format", "dummy", *same, *flags
-    line = [*NANOVLLM, "bench", "--offline", options.recipe, *given]
-    for name in names:
-        records += bench([*line, "--workload", name], options.results_dir)
-    return records
+    line = [*NANOVLLM, "bench", "--offline", options.recipe, "--workload", options.workloads]
+    return records + bench([*line, *given], options.results_dir)
 
 
 def asked(load: TokenLoad) -> tuple[list[list[int]], list[int], dict[str, float]]:

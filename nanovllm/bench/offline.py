@@ -1,4 +1,4 @@
-"""One run against the engine process without HTTP: token ids in, token ids out, over IPC.
+"""Runs against the engine process without HTTP: token ids in, token ids out, over IPC.
 
 Knows neither how the engine was started nor what the numbers mean.
 """
@@ -26,53 +26,49 @@ STATS_S = 0.5  # the engine's counters come five times a second, and when it fal
 async def measure_engine(
     path: str,
     config: Config,
-    workload: str,
+    workloads: Sequence[str],
     *,
     ready_s: float,
     seed: int,
     warm_up: bool,
     bar: ProgressBar,
-) -> Outcome:
-    """Warm up and run one of OFFLINE_NAMES on the engine whose socket is at `path`.
+) -> list[Outcome]:
+    """Warm up and run some of OFFLINE_NAMES, one after the other, on the engine at `path`.
 
-    `ready_s`: how long it took from start to ready.
+    `ready_s`: how long it took from start to ready. A load's seed is two above the one before, so
+    that none finds another's prompts, or its warm-up's, in the cache.
     """
     client = await EngineClient.connect(path)
-    ready = client.ready
-    load = token_load(workload, seed=seed, vocab_size=ready.vocab_size)
-    if warm_up:
-        warm = load.warm_up(seed + 1, ready.vocab_size)
-        with bar(len(warm.prompts), "warm-up") as advance:
-            await run(client, warm, advance)
-    before, started_at = samples_now(client), now()
-    with bar(len(load.prompts), f"{ready.model} {load.name}") as advance:
-        samples = await run(client, load, advance)
-    await asyncio.sleep(STATS_S)
-    after, load_of = samples_now(client), client.stats.experts
-    client.close()
-    return concluded(
-        kind="offline",
-        started_at=started_at,
-        samples=samples,
-        goals_ms={},
-        recipe=msgspec.json.decode(ready.recipe),
-        changed=config.changed,
-        workload={
-            "name": load.name,
-            "concurrency": len(load.prompts),
-            "request_rate": None,
-            "seed": seed,
-            "num_prompts": len(load.prompts),
-            "temperature": load.sampling.temperature,
-            "ignore_eos": True,
+    ready, outcomes = client.ready, []
+    for nth, name in enumerate(workloads):
+        load = token_load(name, seed=seed + 2 * nth, vocab_size=ready.vocab_size)
+        if warm_up:
+            warm = load.warm_up(seed + 2 * nth + 1, ready.vocab_size)
+            with bar(len(warm.prompts), "warm-up") as advance:
+                await run(client, warm, advance)
+        before, started_at = samples_now(client), now()
+        with bar(len(load.prompts), f"{ready.model} {load.name}") as advance:
+            samples = await run(client, load, advance)
+        await asyncio.sleep(STATS_S)
+        after, load_of = samples_now(client), client.stats.experts
+        described = {
+            "name": load.name, "concurrency": len(load.prompts), "request_rate": None,
+            "seed": seed + 2 * nth, "num_prompts": len(load.prompts),
+            "temperature": load.sampling.temperature, "ignore_eos": True,
             "arrivals": "all at once",
             "prompts": "random token ids, no two prompts alike, other ones in the warm-up",
             "warmup": len(load.prompts) if warm_up else 0,
-        },
-        engine=engine_facts(before, after, {}),
-        experts=b"" if load_of is None else load_of.lines(),
-        more={"start_to_ready_s": ready_s} | speculation(before, after),
-    )
+        }  # fmt: skip
+        outcome = concluded(
+            kind="offline", started_at=started_at, samples=samples, goals_ms={},
+            recipe=msgspec.json.decode(ready.recipe), changed=config.changed, workload=described,
+            engine=engine_facts(before, after, {}),
+            experts=b"" if load_of is None else load_of.lines(),
+            more={"start_to_ready_s": ready_s} | speculation(before, after),
+        )  # fmt: skip
+        outcomes.append(outcome)
+    client.close()
+    return outcomes
 
 
 def samples_now(client: EngineClient) -> dict[str, float]:

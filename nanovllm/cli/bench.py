@@ -40,6 +40,7 @@ Options = SimpleNamespace
 OF_A_SERVER = ("url", "served_by", "sweep", "goodput", "processes")
 ONLINE_ONLY = {*Workload.__struct_fields__, *OF_A_SERVER} - {"seed"}
 OF_THE_RECIPE = ("overrides", "device", "tp", "dp", "load_format")
+LOADS = ", ".join(OFFLINE_NAMES)
 FOLDER = click.Path(file_okay=False, writable=True)
 COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
@@ -50,7 +51,7 @@ SHARE = click.FloatRange(0, 1, max_open=True)
 @recipe_options
 @click.option("--offline", is_flag=True, help="drive RECIPE's engine directly, without HTTP")
 @click.option("--start", is_flag=True, help="serve RECIPE for this run, and stop it afterwards")
-@click.option("--workload", type=click.Choice(OFFLINE_NAMES), default="w1", help="of --offline")
+@click.option("--workload", default="w1", metavar="NAME[,...]", help=f"--offline: {LOADS}")
 @click.option("--ablate", multiple=True, metavar="KEY=VALUE[,...]", help="run again, so changed")
 @click.option("--url", help=f"server to drive (default {DEFAULT_URL})")
 @click.option("--served-by", default="", metavar="COMMAND", help="of that server, for the record")
@@ -104,7 +105,7 @@ def bench(ctx: click.Context, /, **given: object) -> None:
         except (launch.EngineDied, NotStarted, OSError) as error:  # files that cannot be, say
             click.echo(f"error: {error}", err=True)
             died += 1
-    if len(records) > 1:
+    if len(records) > 1 and (options.ablate or options.sweep):
         conclude(options, records)
     if died or any(written.notes for written in records):
         sys.exit(1)
@@ -159,7 +160,9 @@ def check(options: Options, typed: Sequence[str]) -> None:
             raise ConfigError(f"{flags[name]} describes the server: name its RECIPE, or --start it")
     rate, has_sweep = options.request_rate, options.sweep is not None
     is_placed = not {*typed}.isdisjoint(("expert_ranks", "expert_copies"))
-    has_load, several = options.concurrency is not None, has_sweep or options.ablate
+    names, has_load = options.workload.split(","), options.concurrency is not None
+    unknown = ", ".join(name for name in names if name not in OFFLINE_NAMES)
+    several = has_sweep or options.ablate or len(names) > 1
     for is_wrong, message in (
         (options.offline and options.start, "--offline and --start exclude each other"),
         (not options.offline and "workload" in typed, "--workload names a load of --offline"),
@@ -168,6 +171,7 @@ def check(options: Options, typed: Sequence[str]) -> None:
         (has_load and rate, "--concurrency (closed loop) or --request-rate (open loop): give one"),
         (has_sweep and has_load, "--sweep says the concurrencies; drop --concurrency"),
         (has_sweep and rate, "--sweep says the concurrencies; drop --request-rate"),
+        (unknown, f"--workload {unknown}: {LOADS}, or several of them with commas"),
         (several and options.json_out, "--json-out holds one run"),
         (several and options.expert_load, "--expert-load holds one run"),
         (is_placed and not options.expert_load, "--expert-ranks and -copies are of --expert-load"),
@@ -205,14 +209,13 @@ def run(options: Options, config: Config | None) -> list[record.Record]:
             measuring = offline.measure_engine(
                 paths[0],
                 config,
-                options.workload,
+                options.workload.split(","),
                 ready_s=time.perf_counter() - begin,
                 seed=options.seed,
                 warm_up=options.warmup != 0,
                 bar=progress_bar,
             )
-            outcome = uvloop.run(measuring)
-        return [publish(options, outcome)]
+            return [publish(options, outcome) for outcome in uvloop.run(measuring)]
     key = config.recipe.server.api_key if config is not None else given_api_key()
     loads, goals_ms = loads_of(options), goals_of(options.goodput)  # before a server starts
     with server_of(options, config) as (url, server):

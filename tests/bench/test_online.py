@@ -245,6 +245,8 @@ def test_a_server_that_does_not_start_shows_its_last_words(healthy: str) -> None
         (["--offline", "--start"], "exclude each other"),
         (["--offline", "--concurrency", "2"], "--concurrency has no effect"),
         (["--workload", "w1"], "--workload names a load of --offline"),
+        (["--offline", "--workload", "bs1,bs2"], "--workload bs2: w1, w1-top, bs1, bs64,"),
+        (["--offline", "--workload", "bs1,bs64", "--json-out", "x"], "--json-out holds one run"),
         (["--ablate", "schedule.depth=0"], "--ablate needs an engine"),
         (["--offline", "--ablate", "a.b=1", "--json-out", "x"], "--json-out holds one run"),
         (["--set", "schedule.depth=0"], "--set describes the server"),
@@ -407,6 +409,20 @@ def test_offline_writes_a_record_that_says_so(tmp_path: Path, paper: list[PaperE
     (engine,) = paper
     assert [request.max_new for request in engine.requests] == [17, 512]  # the warm-up first
     assert engine.requests[0].prompt != engine.requests[1].prompt
+
+
+def test_several_loads_run_on_one_engine_and_share_no_prompts(
+    tmp_path: Path, paper: list[PaperEngine]
+) -> None:
+    arguments = ["--offline", RECIPE, "--workload", "bs1,bs1-256", "--load-format", "dummy"]
+    done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
+    assert done.exit_code == 0 and "table" not in done.output, done.output
+    found = [record.read(path) for path in tmp_path.rglob("*.json")]
+    assert {one.workload["name"]: (one.workload["seed"], one.metrics["output_tokens"])
+            for one in found} == {"bs1": (0, 512.0), "bs1-256": (2, 256.0)}  # fmt: skip
+    (engine,) = paper
+    assert [request.max_new for request in engine.requests] == [17, 512, 9, 256]
+    assert len({request.prompt[:40] for request in engine.requests}) == 4
 
 
 def test_ablations_write_records_that_differ_in_one_key(
