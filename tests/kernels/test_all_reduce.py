@@ -3,13 +3,15 @@ rank, on memory that all of them share."""
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from nanovllm_kernels import all_reduce as ops, exchange
@@ -115,10 +117,27 @@ class Call(NamedTuple):
         return OFF.get(dtype, 1e-6 if self.operation == "norm" else 0.0)
 
 
+def store_once(_: object, ptrs: Any, value: Any, mask: Any, cache_policy: object) -> None:
+    """What a GPU does: an element is one store. The interpreter copies bytes of a number that is
+    not known to the compiler, which a library may do twice, so that an element that was read and
+    emptied in between would be there once more.
+    """
+    places, size = ptrs.data[mask.data], value.data.itemsize
+    if places.size:
+        first = int(places.min())
+        length = int(places.max()) - first + size
+        memory = np.frombuffer((ctypes.c_char * length).from_address(first), value.data.dtype)
+        memory[((places - first) // size).astype(int)] = value.data[mask.data]
+
+
 def rank_main(rank: int, buffers: list[Tensor], pipe: Connection) -> None:
     from triton.runtime.interpreter import InterpreterBuilder
 
+    for buffer in buffers:  # a process's first store to a page is the kernel's matter: none later
+        buffer[::1024] = 0xFF
+    pipe.send("ready")
     ops.PROGRAMS = PROGRAMS
+    InterpreterBuilder.create_masked_store = store_once
     load = InterpreterBuilder.create_masked_load
 
     def patient_load(self, ptrs, mask, other, cache, volatile):
@@ -185,6 +204,7 @@ def ranks_of(size: int) -> Iterator[Ranks]:
     for process, pair in zip(processes, pairs, strict=True):
         process.start()
         pair[1].close()
+    assert {pair[0].recv() for pair in pairs} == {"ready"}
     yield Ranks(buffers, [pair[0] for pair in pairs])
     for process in processes:
         process.kill()
