@@ -29,8 +29,7 @@ MOST_WARPS = 4  # with more threads than channels each would convolve what it ne
 COLUMNS = 64  # of the state, that threads side by side have: the fewer, the more rows; 128 is all
 MANY_ROWS = 16  # which have more programs than run at once
 MOST_REGISTERS: int | None = 168  # a thread's, of many rows: three programs fit, and spill a few
-STATE_AT = 2  # where many rows' states are asked for: 0 first, 1 behind what else does not wait,
-# 2 behind all inputs, 3 behind the ticket
+STATE_AT = 1  # where these ask for their states: 0 first, 1 behind inputs, 2 behind the ticket
 LOADED, LOAD_POLICY = ".cg", ""  # how states are read: past the L1 cache, where what spills is
 STORED, STORE_POLICY = "", ""  # and written
 
@@ -121,14 +120,12 @@ def delta_decode_kernel(
     rate = tl.exp(tl.load(a_log_H + head).to(tl.float32))
     dt_bias = tl.load(dt_bias_H + head).to(tl.float32)
     norm_weight = tl.load(norm_V + v, v < V, 0.0).to(tl.float32)
-    if STATE_AT == 1:
-        state = read_state(state_at, in_state, LOADED, LOAD_POLICY)
     let_next_come(WAITS)  # the product behind loads its weights
     wait(WAITS and kept_NWX is None)
     x = inputs_of(0, first, num_right, num_tokens, kept_at, kept_token_stride, qkv_TC, qkv_stride,
                   a_TH, a_stride, b_TH, b_stride, z_THV, z_stride, head * z_head_stride, head, q_of,
                   k_of, v_of, k, v, C, H, K, V)  # fmt: skip
-    if STATE_AT == 2:
+    if STATE_AT == 1:
         state = read_state(state_at, in_state, LOADED, LOAD_POLICY)
     dtype = x_THV.dtype.element_ty
     for nth in range(num_tokens):
@@ -152,7 +149,7 @@ def delta_decode_kernel(
             moved = moved_by(ticket_at, H // G, key_head * 0 + K, "relaxed")
             in_k, in_v = k < moved, v < V
             store_past(conv_at, q_of, k_of, v_of, q_past, k_past, v_past, in_k, in_v, WIDTH)
-            if STATE_AT == 3:
+            if STATE_AT == 2:
                 state = read_state(state_at, in_state, LOADED, LOAD_POLICY)
         decay = tl.exp(-rate * softplus(a + dt_bias))
         o = value
