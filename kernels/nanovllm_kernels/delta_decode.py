@@ -7,8 +7,8 @@ gates, and norm and gate of what comes out.
 Decision: heads of values that share queries and keys each convolve these. The last of them to have
 read the stored inputs moves these on: its ticket tells it that it is the last. No program waits.
 
-Decision: of many rows a program takes its ticket while its state is still on its way, and stores the
-state before it norms what comes out. So three programs fit a multiprocessor, not two.
+Decision: of many rows a program takes its ticket while its state is still on its way, and stores
+the state before it norms what comes out. So three programs fit a multiprocessor, not two.
 
 Decision: a row with drafts keeps its tokens' inputs, a few KB each, instead of states, 2 MB each.
 The next step takes in those that were right, into the state that it reads anyway.
