@@ -7,6 +7,9 @@ gates, and norm and gate of what comes out.
 Decision: heads of values that share queries and keys each convolve these. The last of them to have
 read the stored inputs moves these on: its ticket tells it that it is the last. No program waits.
 
+Decision: of many rows a program takes its ticket while its state is still on its way, and stores
+the state before it norms what comes out. So three programs fit a multiprocessor, not two.
+
 Decision: a row with drafts keeps its tokens' inputs, a few KB each, instead of states, 2 MB each.
 The next step takes in those that were right, into the state that it reads anyway.
 """
@@ -22,8 +25,13 @@ from nanovllm_kernels.delta_reference import L2_EPS, DeltaWeights
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.following import let_next_come, wait
 
-# With 168 registers a thread three programs of MOST_WARPS fit a processor, and spill a few.
 MOST_WARPS = 4  # with more threads than channels each would convolve what it needs, as others do
+COLUMNS = 64  # of the state, that threads side by side have: the fewer, the more rows; 128 is all
+MANY_ROWS = 16  # which have more programs than run at once
+MOST_REGISTERS: int | None = 168  # a thread's, of many rows: three programs fit, and spill a few
+STATE_AT = 1  # where these ask for their states: 0 first, 1 behind inputs, 2 behind the ticket
+LOADED, LOAD_POLICY = ".cg", ""  # how states are read: past the L1 cache, where what spills is
+STORED, STORE_POLICY = "", ""  # and written
 
 
 def mix_decodes(
@@ -52,6 +60,7 @@ def mix_drafted(
     waits = follows(num_rows, qkv_TC.device)
     blocks = triton.next_power_of_2(k_size), triton.next_power_of_2(v_size)
     warps = min(max(blocks[0] * blocks[1] // 4096, 1), MOST_WARPS)
+    is_crowded = num_rows >= MANY_ROWS and kept_NWX is None
     delta_decode_kernel[(num_rows * num_heads,)](
         qkv_TC, a_TH, b_TH, z_THV, weights.conv_CW, weights.a_log_H, weights.dt_bias_H,
         weights.norm_V, conv_NCW, recurrent_NHKV, slots_R, starts_R1, kept_NWX, replays_R,
@@ -59,7 +68,10 @@ def mix_drafted(
         conv_NCW.stride(0), recurrent_NHKV.stride(0),
         *((0, 0) if kept_NWX is None else kept_NWX.stride()[:2]), weights.eps, L2_EPS,
         G=num_key_heads, H=num_heads, K=k_size, V=v_size, K_BLOCK=blocks[0], V_BLOCK=blocks[1],
-        WIDTH=weights.conv_CW.shape[1], WAITS=waits, launch_pdl=waits, num_warps=warps,
+        WIDTH=weights.conv_CW.shape[1], COLUMNS=min(COLUMNS, blocks[1]),
+        STATE_AT=STATE_AT if is_crowded else 0, LOADED=LOADED, LOAD_POLICY=LOAD_POLICY,
+        STORED=STORED, STORE_POLICY=STORE_POLICY, WAITS=waits, launch_pdl=waits, num_warps=warps,
+        maxnreg=MOST_REGISTERS if is_crowded else None,
     )  # fmt: skip
     return x_THV
 
@@ -70,7 +82,9 @@ def delta_decode_kernel(
     slots_R, starts_R1, kept_NWX, replays_R, tickets_RG, x_THV, qkv_stride, a_stride, b_stride,
     z_stride, z_head_stride, conv_stride, recurrent_stride, kept_stride, kept_token_stride, eps,
     l2_eps, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, WIDTH: tl.constexpr, WAITS: tl.constexpr,
+    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    STATE_AT: tl.constexpr, LOADED: tl.constexpr, LOAD_POLICY: tl.constexpr, STORED: tl.constexpr,
+    STORE_POLICY: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     wait(WAITS and kept_NWX is not None)  # the launch before may have found what is to be replayed
     row, head = tl.program_id(0) // H, tl.program_id(0) % H
@@ -78,9 +92,13 @@ def delta_decode_kernel(
     k, v = tl.arange(0, K_BLOCK), tl.arange(0, V_BLOCK)
     slot = tl.load(slots_R + row)
     state_at = recurrent_NHKV + slot * recurrent_stride + head * (K * V)
-    state_at += k[:, None] * V + v[None, :]
-    in_state = (k < K)[:, None] & (v < V)[None, :]
-    state = tl.load(state_at, in_state, 0.0)  # before a wait: the launch before left it alone
+    # As K rows of bands of columns: so a thread has fewer rows, whose queries and keys it holds.
+    band, column = tl.arange(0, V_BLOCK // COLUMNS), tl.arange(0, COLUMNS)
+    v_of_state = (band[:, None] * COLUMNS + column[None, :])[None, :, :]
+    state_at += k[:, None, None] * V + v_of_state
+    in_state = (k < K)[:, None, None] & (v_of_state < V)
+    if STATE_AT == 0:  # before a wait: the launch before left it alone
+        state = read_state(state_at, in_state, LOADED, LOAD_POLICY)
     # Tokens are counted from those that turned out right, which are kept. The state takes in these.
     first, num_right, num_taken, num_tokens, kept_at = row.to(tl.int64), 0, 1, 1, None
     if kept_NWX is not None:
@@ -107,6 +125,8 @@ def delta_decode_kernel(
     x = inputs_of(0, first, num_right, num_tokens, kept_at, kept_token_stride, qkv_TC, qkv_stride,
                   a_TH, a_stride, b_TH, b_stride, z_THV, z_stride, head * z_head_stride, head, q_of,
                   k_of, v_of, k, v, C, H, K, V)  # fmt: skip
+    if STATE_AT == 1:
+        state = read_state(state_at, in_state, LOADED, LOAD_POLICY)
     dtype = x_THV.dtype.element_ty
     for nth in range(num_tokens):
         q_now, k_now, v_now, a, b, z = x
@@ -122,23 +142,34 @@ def delta_decode_kernel(
         q *= tl.rsqrt(tl.sum(q * q, 0) + l2_eps) * (K**-0.5)
         key *= tl.rsqrt(tl.sum(key * key, 0) + l2_eps)
         seen = tl.sum(key * q, 0)
+        if kept_NWX is None:
+            # Here all of the program waits for its ticket. Which is behind `seen`, never as large
+            # as 2: all of the program has its stored inputs by then.
+            ticket_at = tickets_RG + row * G + key_head + (seen > 2.0).to(tl.int32)
+            moved = moved_by(ticket_at, H // G, key_head * 0 + K, "relaxed")
+            in_k, in_v = k < moved, v < V
+            store_past(conv_at, q_of, k_of, v_of, q_past, k_past, v_past, in_k, in_v, WIDTH)
+            if STATE_AT == 2:
+                state = read_state(state_at, in_state, LOADED, LOAD_POLICY)
         decay = tl.exp(-rate * softplus(a + dt_bias))
-        read = tl.sum(state * key[:, None], 0)
-        written = (value - read * decay) * tl.sigmoid(b)
+        o = value
         if nth >= num_right:
-            o = tl.sum(state * q[:, None], 0) * decay + seen * written
-            o = o.to(dtype).to(tl.float32)
+            o = tl.sum(state * q[:, None, None], 0).reshape(V_BLOCK)
+        read = tl.sum(state * key[:, None, None], 0).reshape(V_BLOCK)
+        written = (value - read * decay) * tl.sigmoid(b)
+        added = written.reshape(V_BLOCK // COLUMNS, COLUMNS)[None, :, :]
+        state = state * decay + key[:, None, None] * added
+        if nth == num_taken - 1:
+            tl.store(state_at, state, in_state, cache_modifier=STORED, eviction_policy=STORE_POLICY)
+            q_kept, k_kept, v_kept = q_past, k_past, v_past
+        if nth >= num_right:
+            o = (o * decay + seen * written).to(dtype).to(tl.float32)
             o = (o * tl.rsqrt(tl.sum(o * o, 0) / V + eps)).to(dtype).to(tl.float32) * norm_weight
             o = o.to(dtype).to(tl.float32) * z * tl.sigmoid(z)
             at = x_THV + (first + nth - num_right) * (H * V) + head * V + v
             tl.store(at, o.to(dtype), v < V)
-        state = state * decay + key[:, None] * written[None, :]
-        if nth == num_taken - 1:
-            tl.store(state_at, state, in_state)
-            q_kept, k_kept, v_kept = q_past, k_past, v_past
-    # Last, as all of the program waits for its ticket, with the state on its way by now.
-    moved = moved_by(tickets_RG + row * G + key_head, H // G, key_head * 0 + K)
-    if kept_NWX is not None:
+    if kept_NWX is not None:  # last, with the state on its way by now
+        moved = moved_by(tickets_RG + row * G + key_head, H // G, key_head * 0 + K, "acq_rel")
         for nth in range(num_right, num_tokens):
             token, to = first + nth - num_right, kept_at + (nth - num_right) * kept_token_stride
             own = qkv_TC + token * qkv_stride
@@ -147,11 +178,25 @@ def delta_decode_kernel(
             tl.store(to + v_of, tl.load(own + v_of, v < V), v < V)
             tl.store(to + C + head, tl.load(a_TH + token * a_stride + head))
             tl.store(to + C + H + head, tl.load(b_TH + token * b_stride + head))
+        store_past(conv_at, q_of, k_of, v_of, q_kept, k_kept, v_kept, k < moved, v < V, WIDTH)
+
+
+@triton.jit
+def read_state(at, inside, LOADED: tl.constexpr, POLICY: tl.constexpr):
+    return tl.load(at, inside, 0.0, cache_modifier=LOADED, eviction_policy=POLICY)
+
+
+@triton.jit
+def store_past(
+    conv_at, q_of, k_of, v_of, q_past, k_past, v_past, in_k, in_v, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Stores a channel's inputs before the next token, as many as the convolution takes."""
+    dtype = conv_at.dtype.element_ty
     for nth in tl.static_range(4 - WIDTH, 3):
         entry = nth - (4 - WIDTH)
-        tl.store(conv_at + q_of * (WIDTH - 1) + entry, q_kept[nth].to(dtype), k < moved)
-        tl.store(conv_at + k_of * (WIDTH - 1) + entry, k_kept[nth].to(dtype), k < moved)
-        tl.store(conv_at + v_of * (WIDTH - 1) + entry, v_kept[nth].to(dtype), v < V)
+        tl.store(conv_at + q_of * (WIDTH - 1) + entry, q_past[nth].to(dtype), in_k)
+        tl.store(conv_at + k_of * (WIDTH - 1) + entry, k_past[nth].to(dtype), in_k)
+        tl.store(conv_at + v_of * (WIDTH - 1) + entry, v_past[nth].to(dtype), in_v)
 
 
 @triton.jit
@@ -208,12 +253,12 @@ def convolved(past, x, weight, dtype):
 
 
 @triton.jit
-def moved_by(ticket_at, NUM: tl.constexpr, moved):
+def moved_by(ticket_at, NUM: tl.constexpr, moved, ORDER: tl.constexpr):
     """How many channels of queries, and of keys, this program moves on: `moved` if it is the last
     of NUM programs that come here, and 0 if not. All have read then."""
     tl.debug_barrier()
     if NUM > 1:
-        is_last = tl.atomic_add(ticket_at, 1) == NUM - 1
+        is_last = tl.atomic_add(ticket_at, 1, sem=ORDER) == NUM - 1
         tl.store(ticket_at, 0, is_last)
         moved = tl.where(is_last, moved, 0)
     return moved

@@ -1,9 +1,9 @@
 """Pairs of token and expert sorted by expert, with tables of the tiles that cover them.
 
 Meaning: nanovllm_kernels.route_reference.sort_rows. One launch while there are few thousand pairs:
-a pair's place is the number of pairs that belong before it, and programs compare some pairs with
-all. More take three: blocks of pairs are counted by expert, the counts of blocks added up, and
-pairs compared with those of their block. Nothing depends on which program is first.
+a program reads all of them and places those of a few experts, whose places it counts together, in
+16 bits of a word each. More take three: blocks of pairs are counted by expert, the counts of blocks
+added up, and pairs compared with those of their block. Nothing depends on which program is first.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from nanovllm_kernels.device import follows
 from nanovllm_kernels.following import let_next_come, wait
 from nanovllm_kernels.route_reference import ExpertRows, most_tiles
 
-COMPARED = 8192  # pairs that are compared with all others
-PLACED, BLOCK_PLACED = 64, 128  # that a program places, of few and of many
-CHUNK = 128  # pairs that others are compared with at once
-COUNTED = 1024  # pairs that are counted at once
+SCANNED = 8192  # pairs that each program reads; fewer than 32,768, for counts of 16 bits
+TOGETHER = 4  # experts whose pairs a program places then, 2 or 4
+OF_A_WARP = 256  # pairs that a warp has then, between LEAST_WARPS and MOST_WARPS of them
+LEAST_WARPS, MOST_WARPS = 4, 16
+PLACED = 128  # pairs of a block, of which a program places one
+BLOCK_WARPS = 4  # with 16, one program has a processor for itself and most wait for it
+CHUNK = 16  # pairs that others of their block are compared with at once
 ADDED = 8  # experts whose counts a program adds up
 FILLED = tl.constexpr(256)  # unused entries that are written at once
 
@@ -30,24 +33,34 @@ def sort_rows(experts_TK: Tensor, first_expert: int, num_experts: int, tile: int
     num_pairs, waits = experts_TK.numel(), follows(len(experts_TK), experts_TK.device)
     assert experts_TK.is_contiguous()
     rows = empty_rows(*experts_TK.shape, num_experts, tile, experts_TK.device)
-    placed = PLACED if num_pairs <= COMPARED else BLOCK_PLACED
-    num_blocks, block = triton.cdiv(num_pairs, placed), triton.next_power_of_2(num_experts)
     ours, options = dict(FIRST=first_expert, OWN=num_experts), dict(WAITS=waits, launch_pdl=waits)
-    counts_XE = None
-    if num_pairs > COMPARED:
-        counts_XE = experts_TK.new_empty(num_blocks + 1, block)
-        args = experts_TK, counts_XE, num_pairs
-        count_kernel[(num_blocks,)](*args, **ours, PLACED=placed, **options)
-        add_kernel[(triton.cdiv(block, ADDED),)](
-            counts_XE, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks), EXPERTS=block,
-            ADDED=min(ADDED, block), num_warps=8, **options,
-        )  # fmt: skip
-    sort_kernel[(num_blocks + 1,)](
+    if num_pairs <= SCANNED:
+        placed = max(triton.next_power_of_2(num_pairs), 32 * LEAST_WARPS)
+        counts_XE, num_programs = None, triton.cdiv(num_experts, TOGETHER)
+        warps = min(max(placed // OF_A_WARP, LEAST_WARPS), MOST_WARPS)
+    else:
+        placed, num_programs, warps = PLACED, triton.cdiv(num_pairs, PLACED), BLOCK_WARPS
+        counts_XE = counts_of_blocks(experts_TK, num_programs, ours, options)
+    sort_kernel[(num_programs + 1,)](
         experts_TK, counts_XE, *tensors_of(rows), num_pairs, len(rows.tile_start_X), PLACED=placed,
-        CHUNK=CHUNK, COUNTED=min(triton.next_power_of_2(num_pairs), COUNTED), TILE=tile,
-        num_warps=placed // 8, **ours, **options,
+        TOGETHER=TOGETHER, CHUNK=CHUNK, TILE=tile, num_warps=warps, **ours, **options,
     )  # fmt: skip
     return rows
+
+
+def counts_of_blocks(
+    experts_TK: Tensor, num_blocks: int, ours: dict[str, int], options: dict[str, bool]
+) -> Tensor:
+    """The pairs of each expert in all blocks before; and of all, in the row behind the last."""
+    block = triton.next_power_of_2(ours["OWN"])
+    counts_XE = experts_TK.new_empty(num_blocks + 1, block)
+    args = experts_TK, counts_XE, experts_TK.numel()
+    count_kernel[(num_blocks,)](*args, **ours, PLACED=PLACED, **options)
+    add_kernel[(triton.cdiv(block, ADDED),)](
+        counts_XE, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks), EXPERTS=block,
+        ADDED=min(ADDED, block), num_warps=8, **options,
+    )  # fmt: skip
+    return counts_XE
 
 
 def empty_rows(
@@ -110,8 +123,8 @@ def add_kernel(
 @triton.jit(do_not_specialize=["num_pairs", "most_tiles"])
 def sort_kernel(
     experts_TK, counts_XE, pair_of_X, row_of_TK, starts_E1, tile_expert_X, tile_start_X,
-    num_tiles_1, num_pairs, most_tiles, PLACED: tl.constexpr, CHUNK: tl.constexpr,
-    COUNTED: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr,
+    num_tiles_1, num_pairs, most_tiles, PLACED: tl.constexpr, TOGETHER: tl.constexpr,
+    CHUNK: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr,
     WAITS: tl.constexpr,
 ):  # fmt: skip
     """The first program writes the tables, the others place pairs."""
@@ -119,41 +132,61 @@ def sort_kernel(
     let_next_come(WAITS)
     if tl.program_id(0) == 0:
         store_tables(
-            experts_TK, counts_XE, pair_of_X, starts_E1, tile_expert_X, tile_start_X, num_tiles_1,
-            num_pairs, most_tiles, COUNTED, FIRST, OWN, TILE,
+            experts_TK, counts_XE, pair_of_X, row_of_TK, starts_E1, tile_expert_X, tile_start_X,
+            num_tiles_1, num_pairs, most_tiles, PLACED, FIRST, OWN, TILE,
         )  # fmt: skip
+    elif counts_XE is None:
+        place_some_experts(
+            experts_TK, pair_of_X, row_of_TK, num_pairs, PLACED, TOGETHER, FIRST, OWN
+        )
     else:
-        place_pairs(
+        place_block(
             experts_TK, counts_XE, pair_of_X, row_of_TK, num_pairs, PLACED, CHUNK, FIRST, OWN
         )
 
 
 @triton.jit
-def place_pairs(
+def place_some_experts(
+    experts_TK, pair_of_X, row_of_TK, num_pairs, PLACED: tl.constexpr, TOGETHER: tl.constexpr,
+    FIRST: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """Those of TOGETHER experts, each counted in 16 bits of a word, the first in the lowest."""
+    WORD: tl.constexpr = tl.int64 if TOGETHER > 2 else tl.int32
+    ONES: tl.constexpr = 0x1000100010001 if TOGETHER > 2 else 0x10001
+    first = (tl.program_id(0) - 1) * TOGETHER
+    pair = tl.arange(0, PLACED)
+    local = local_experts(experts_TK, pair, num_pairs, FIRST, OWN)
+    is_one = (local >= first) & (local < tl.minimum(first + TOGETHER, OWN))
+    bit = tl.where(is_one, local - first, 0) * 16
+    one = is_one.to(WORD) << bit.to(WORD)
+    num_lower = tl.sum((local < first).to(tl.int32), 0)
+    # Expert by expert, all pairs of those before: products with ONES add up what is in lower bits.
+    starts = num_lower.to(WORD) * ONES + tl.sum(one, 0) * (ONES - 1)
+    at = (((tl.cumsum(one, 0) - one + starts) >> bit.to(WORD)) & 0xFFFF).to(tl.int32)
+    tl.store(pair_of_X + at, pair, is_one)
+    tl.store(row_of_TK + pair, at, is_one)
+
+
+@triton.jit
+def place_block(
     experts_TK, counts_XE, pair_of_X, row_of_TK, num_pairs,
     PLACED: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
+    EXPERTS: tl.constexpr = triton.next_power_of_2(OWN)
     block = tl.program_id(0) - 1
     i = block * PLACED + tl.arange(0, PLACED)
     local = local_experts(experts_TK, i, num_pairs, FIRST, OWN)
-    begun, end = (0, num_pairs) if counts_XE is None else (block * PLACED, (block + 1) * PLACED)
+    counts_E = tl.load(counts_XE + (tl.num_programs(0) - 1) * EXPERTS + tl.arange(0, EXPERTS))
+    expert = tl.minimum(local, OWN - 1)
+    before_block = tl.load(counts_XE + block * EXPERTS + expert)
     before = tl.zeros([PLACED, CHUNK], tl.int32)
-    for start in range(begun, end, CHUNK):
+    for start in range(block * PLACED, (block + 1) * PLACED, CHUNK):
         j = start + tl.arange(0, CHUNK)
         other = local_experts(experts_TK, j, num_pairs, FIRST, OWN)
-        if counts_XE is None:
-            is_before = (other * num_pairs + j)[None, :] < (local * num_pairs + i)[:, None]
-        else:
-            is_before = (other[None, :] == local[:, None]) & (j[None, :] < i[:, None])
+        is_before = (other[None, :] == local[:, None]) & (j[None, :] < i[:, None])
         before += is_before.to(tl.int32)
-    at = tl.sum(before, 1)
-    if counts_XE is not None:
-        EXPERTS: tl.constexpr = triton.next_power_of_2(OWN)
-        last = counts_XE + (tl.num_programs(0) - 1) * EXPERTS
-        counts_E = tl.load(last + tl.arange(0, EXPERTS))
-        starts_of_E = tl.cumsum(counts_E, 0) - counts_E
-        expert = tl.minimum(local, OWN - 1)
-        at += tl.load(counts_XE + block * EXPERTS + expert) + tl.gather(starts_of_E, expert, 0)
+    starts_of_E = tl.cumsum(counts_E, 0) - counts_E
+    at = tl.sum(before, 1) + before_block + tl.gather(starts_of_E, expert, 0)
     is_ours = local < OWN
     tl.store(pair_of_X + at, i, is_ours)
     tl.store(row_of_TK + i, tl.where(is_ours, at, -1), i < num_pairs)
@@ -161,29 +194,31 @@ def place_pairs(
 
 @triton.jit
 def store_tables(
-    experts_TK, counts_XE, pair_of_X, starts_E1, tile_expert_X, tile_start_X, num_tiles_1,
-    num_pairs, most_tiles,
-    COUNTED: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr,
+    experts_TK, counts_XE, pair_of_X, row_of_TK, starts_E1, tile_expert_X, tile_start_X,
+    num_tiles_1, num_pairs, most_tiles,
+    PLACED: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """All but the pairs' places, from the counts of all blocks, or from the pairs."""
+    """All but the pairs' places, from the counts of all blocks, or from the pairs. Then also the
+    places of those that are not ours: none."""
     EXPERTS: tl.constexpr = triton.next_power_of_2(OWN)
     local_E = tl.arange(0, EXPERTS)
     if counts_XE is None:
-        counts_E = tl.zeros([EXPERTS], tl.int32)
-        for start in range(0, num_pairs, COUNTED):
-            pair = start + tl.arange(0, COUNTED)
-            local = local_experts(experts_TK, pair, num_pairs, FIRST, OWN)
-            counts_E += tl.histogram(local, EXPERTS, local < OWN)
+        pair = tl.arange(0, PLACED)
+        local = local_experts(experts_TK, pair, num_pairs, FIRST, OWN)
+        counts_E = tl.histogram(local, EXPERTS, local < OWN)
+        tl.store(row_of_TK + pair, -1, (local == OWN) & (pair < num_pairs))
     else:
         counts_E = tl.load(counts_XE + (tl.num_programs(0) - 1) * EXPERTS + local_E)
     exists = local_E < OWN
-    starts_of_E = tl.cumsum(counts_E, 0) - counts_E
-    num_ours = tl.sum(counts_E, 0)
+    tiles_E = (counts_E + TILE - 1) // TILE
+    # Both sums at once, and both cumulative ones: tiles in the lower half of a word.
+    both_E = (counts_E.to(tl.int64) << 32) + tiles_E
+    before_E = tl.cumsum(both_E, 0) - both_E
+    starts_of_E, first_E = (before_E >> 32).to(tl.int32), before_E.to(tl.int32)
+    both = tl.sum(both_E, 0)
+    num_ours, num_tiles = (both >> 32).to(tl.int32), both.to(tl.int32)
     tl.store(starts_E1 + local_E, starts_of_E, exists)
     tl.store(starts_E1 + OWN, num_ours)
-    tiles_E = (counts_E + TILE - 1) // TILE
-    first_E = tl.cumsum(tiles_E, 0) - tiles_E
-    num_tiles = tl.sum(tiles_E, 0)
     tl.store(num_tiles_1, num_tiles)
     for i in range(tl.max(tiles_E, 0)):
         tl.store(tile_expert_X + first_E + i, local_E, i < tiles_E)

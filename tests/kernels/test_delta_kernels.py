@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from nanovllm_kernels import delta_decode, delta_prefill, delta_reference as reference
 from nanovllm_kernels.case import check
-from nanovllm_kernels.delta_cases import DELTA_PREFILL, DeltaLayer, case, inputs
+from nanovllm_kernels.delta_cases import DELTA_DECODE, DELTA_PREFILL, DeltaLayer, case, inputs
 from torch import Tensor
 
 from tests.interpreted import in_interpreter, in_parent, passes
@@ -26,7 +27,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 @in_parent
 def test_in_the_interpreter() -> None:
-    passes(__file__, 11)
+    passes(__file__, 14)
 
 
 @in_interpreter
@@ -83,6 +84,15 @@ def test_a_text_in_chunks_and_tokens_equals_it_at_once(heads) -> None:
     torch.testing.assert_close(torch.cat(found), expected_THV, **CLOSE)
     torch.testing.assert_close(states, expected_states, **CLOSE)
     assert tickets_RG.tolist() == [[0] * layer.G]
+
+
+@in_interpreter
+@pytest.mark.parametrize("state_at", range(3))
+def test_many_rows_have_their_states_whenever_these_are_asked_for(state_at: int) -> None:
+    """In bands of 8 columns, of which the last is not whole; three heads share each key's."""
+    layer, ways = DeltaLayer(2, 6, 24, 20, dtype=torch.float32), delta_decode
+    with patch.multiple(ways, MANY_ROWS=1, STATE_AT=state_at, COLUMNS=8):
+        assert check(DELTA_DECODE, case(layer, (1,) * 3, ()), CPU) <= 1
 
 
 @in_interpreter

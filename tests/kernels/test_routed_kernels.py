@@ -33,7 +33,7 @@ GROUPS = Routing("sigmoid", renormalise=False, scale=2.0, num_groups=4, chosen_g
 
 @in_parent
 def test_in_the_interpreter() -> None:
-    passes(__file__, 40)
+    passes(__file__, 42)
 
 
 def assert_equal(found: ExpertRows, expected: ExpertRows) -> None:
@@ -107,8 +107,24 @@ def test_sorted_rows_equal_the_definition(T, E, K, tile, kind, data) -> None:
     args = sort_inputs(T, E, K, first, num_experts, tile, kind, CPU)
     expected = route_reference.sort_rows(*args)
     assert_equal(expert_rows.sort_rows(*args), expected)
-    with patch.object(expert_rows, "COMPARED", 0):
-        assert_equal(expert_rows.sort_rows(*args), expected)
+    for name, value in (("SCANNED", 0), ("TOGETHER", 2)):
+        with patch.object(expert_rows, name, value):
+            assert_equal(expert_rows.sort_rows(*args), expected)
+
+
+@in_interpreter
+@pytest.mark.parametrize("together", [2, 4])
+def test_counts_of_experts_beside_each_other_do_not_run_over(together: int) -> None:
+    """As many pairs as programs may read, of two experts, of one, or of nobody but one."""
+    pairs = expert_rows.SCANNED
+    few_TK = torch.tensor([[2, 3]], dtype=torch.int32).repeat(pairs // 2, 1)
+    one_TK = torch.full((pairs, 1), 3, dtype=torch.int32)
+    nobody_TK = one_TK.clone().fill_(-1)
+    nobody_TK[-1] = 0
+    with patch.object(expert_rows, "TOGETHER", together):
+        for experts_TK in (few_TK, one_TK, nobody_TK):
+            args = experts_TK, 0, 7, 64
+            assert_equal(expert_rows.sort_rows(*args), route_reference.sort_rows(*args))
 
 
 @in_interpreter

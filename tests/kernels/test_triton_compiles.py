@@ -164,7 +164,10 @@ OTHERS = {
             "normal T=7 H=16 G=8 A=128 bfloat16 fp8", "row T=7 H=3 G=1 A=80 float32 fp8"
         ),
         "latent_store": ("9+11+40+80+24 bfloat16 fp8",),
-        "delta_decode": ("rows=5 of 1 GH=(2, 2) KV=(16, 16) W=4 bfloat16",),
+        "delta_decode": (
+            "rows=5 of 1 GH=(2, 2) KV=(16, 16) W=4 bfloat16",
+            "rows=64 of 1 GH=(4, 8) KV=(128, 128) W=4 bfloat16",  # many
+        ),
         "delta_drafted": ("rows=5 of 4 GH=(2, 2) KV=(16, 16) W=4 bfloat16",),
         "delta_prefill": ("rows=5 of 149 GH=(2, 2) KV=(16, 16) W=4 bfloat16",),
     },
@@ -177,7 +180,9 @@ OTHERS = {
             "T=7 E=33 K=10 softmax groups=1 shared=gated tied",
             "T=7 E=160 K=6 sigmoid groups=8 shared=whole placed",
         ),
-        "sort_rows": ("T=1 E=128 K=8 0+128 tile=16 plain",),
+        "sort_rows": (
+            "T=1 E=128 K=8 0+128 tile=16 plain", "T=4000 E=512 K=10 0+512 tile=128 plain",
+        ),
         "few_gate_up": ("T=1 K=3 E=6 F=96 D=200 fp8",),
         "few_down": ("T=1 K=3 E=6 F=96 D=200 fp8",),
         "tiled_gate_up": ("T=2 K=4 E=24 F=200 D=136 fp8 experts 20-22 all to the last",),
