@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from nanovllm.server.errors import ApiError, bad_body, bad_value, misplaced, unknown_model
 from nanovllm.server.parsers.base import FUNCTION_NAME
-from nanovllm.server.ranges import check_biases, check_token_ids, ranges
+from nanovllm.server.ranges import MAX_CHOICES, check_biases, check_token_ids, ranges
 from nanovllm.server.tool_choice import ToolChoice, tool_choice
 from nanovllm.server.unsupported import Unsupported, check_unsupported
 
@@ -179,12 +179,13 @@ def parse_request(
     vocab_size: int,
     context: int = MOST_TOKENS,
     raise_priority: bool = False,
+    max_queue: int = MAX_CHOICES,
 ) -> ChatRequest:
     """A request whose every field is in range. Raises ApiError.
 
-    `context`: the most tokens of a prompt and its answer.
+    `context`: the most tokens of a prompt and its answer. `max_queue`: as `ranges` takes it.
     """
-    allowed = ranges(context, raise_priority=raise_priority)
+    allowed = ranges(context, raise_priority=raise_priority, max_queue=max_queue)
     try:
         request = _decoder.decode(body)
     except msgspec.DecodeError as error:

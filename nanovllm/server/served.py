@@ -50,6 +50,7 @@ class Served:
         self.max_model_tokens = ready.max_model_tokens
         self.vocab_size = ready.vocab_size
         self.raise_priority = config.recipe.server.raise_priority
+        self.max_queue = config.recipe.schedule.max_queue
         speculate = config.recipe.speculate
         self.writes_by_chance = speculate is not None and speculate.method == "synthetic"
         model = _read(Path(config.config_path), ModelConfig)
@@ -80,6 +81,7 @@ class Served:
             vocab_size=self.vocab_size,
             context=self.max_model_tokens,
             raise_priority=self.raise_priority,
+            max_queue=self.max_queue,
         )
 
     def _eos_ids(self, model: ModelConfig) -> frozenset[int]:
