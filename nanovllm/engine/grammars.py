@@ -186,9 +186,7 @@ def attempt_of(folder: Path, vocab_size: int, stop_ids: list[int]) -> Attempt:
     return attempt
 
 
-def write_some(
-    grammar: xgrammar.CompiledGrammar, vocab_size: int, named: Sequence[str]
-) -> None:
+def write_some(grammar: xgrammar.CompiledGrammar, vocab_size: int, named: Sequence[str]) -> None:
     """A few tokens: a grammar that matches nothing, or slowly, is refused now.
 
     Once it runs, every other request waits for its masks. Ids that the grammar has `named` go

@@ -37,9 +37,7 @@ class Range(Struct, frozen=True):
         return f"{begin} {self.high}{self.note}"
 
 
-def ranges(
-    context: int, *, raise_priority: bool, max_queue: int = MAX_CHOICES
-) -> dict[str, Range]:
+def ranges(context: int, *, raise_priority: bool, max_queue: int = MAX_CHOICES) -> dict[str, Range]:
     """The range of every field that is one number. `context`: most tokens of prompt and answer.
 
     `max_queue`: how many may wait, which all choices of a request do for a moment.
