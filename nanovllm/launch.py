@@ -43,7 +43,8 @@ from nanovllm.watch import BEAT_EVERY_S, TICK_S, Child, ending, endings, word_on
 log = logging.getLogger("serve")
 EXIT_CONFIG = 2
 EXIT_CRASH = 1
-LAST_WORDS_S = 5.0  # for API processes without an engine to tell their clients
+REMOVALS = 100  # of the folder, each within some 20 us once it is gone
+LAST_WORDS_S = 5.0  # for API processes without an engine to tell their clients, and to end alone
 MOST_SOCKET_PATH = 107  # bytes, of a Unix socket's address
 OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 
@@ -85,9 +86,10 @@ def engine_processes(config: Config, num_workers: int = 1) -> Iterator[tuple[lis
 def start_engine(config: Config, num_workers: int, at: int, path: str) -> list[Child]:
     """Start the ranks of engine number `at`, which may have lived before, and return them."""
     Path(path).unlink(missing_ok=True)
-    ranks = []
-    for place in places_of(config, tempfile.mkdtemp(dir=os.path.dirname(path)), at):
-        ranks.append(spawn(place.name, config, run_engine, place, path, num_workers))
+    ranks, folder = [], os.path.dirname(path)
+    for place in places_of(config, tempfile.mkdtemp(dir=folder), at):
+        given = run_engine, place, path, num_workers
+        ranks.append(spawn(place.name, config, *given, folder=folder))
         place.close()  # its end of a ring is the child's
     return ranks
 
@@ -95,27 +97,29 @@ def start_engine(config: Config, num_workers: int, at: int, path: str) -> list[C
 def serve(config: Config) -> int:
     """Run a server until a signal or a death; returns the exit code.
 
-    The first SIGTERM or SIGINT ends the intake and lets requests finish: 0. A second one, at any
-    time, kills all processes and exits with 128 + its number. When a process ends by itself, the
-    log says how, and the code is its own, or 1 where that would be 0 or a signal.
+    The first SIGTERM or SIGINT ends the intake and lets requests finish: 0, or 1 if one of the
+    processes then hangs or dies. A second one, at any time, kills all processes and exits with
+    128 + its number. When a process ends by itself, the log says how, and the code is its own, or
+    1 where that would be 0 or a signal.
     """
     server = replace(config.recipe.server, parser=parser_of(config))
     config = replace(config, recipe=replace(config.recipe, server=server))
-    sock, num = listen(server.host, server.port), server.workers
+    sock, num, limit_s = listen(server.host, server.port), server.workers, server.shutdown_s + 5
     with sock, interruptible() as stopped, engine_processes(config, num) as (paths, fleet):
-        workers = [spawn(f"nanovllm-api{i}", config, run_api, paths, i, sock) for i in range(num)]
+        given, at = (config, run_api, paths), os.path.dirname(paths[0])
+        workers = [spawn(f"nanovllm-api{i}", *given, i, sock, folder=at) for i in range(num)]
         processes = [process for process, _ in workers]
         fleet.on_lost = partial(tell, workers)
         try:
             wait_ready([*fleet.children, *workers], stopped)
             announce(config, sock)
-            return watch(fleet, processes, stopped)
+            return watch(fleet, processes, stopped) or drained(fleet, processes, limit_s)
         except EngineDied:  # maybe because another one did, which then stands first
             raise EngineDied(endings([*fleet.processes, *processes])) from None
         except Stopped:
             return 0
         finally:
-            stop(processes, server.shutdown_s + 5, fleet)
+            stop(processes, limit_s, fleet)
 
 
 def announce(config: Config, sock: socket.socket) -> None:
@@ -179,6 +183,19 @@ def watch(fleet: Fleet, workers: Sequence[BaseProcess], stopped: threading.Event
     return 0
 
 
+def drained(fleet: Fleet, workers: Sequence[BaseProcess], limit_s: float) -> int:
+    """Let requests finish and all processes end: 0, or EXIT_CRASH if one hung or died instead.
+
+    Engines end with their last API process. Those that were lost before count for nothing.
+    """
+    asked = [one for one in (*fleet.processes, *workers) if one.exitcode is None]
+    stop(workers, limit_s, fleet)
+    stop(fleet.processes, LAST_WORDS_S, fleet)
+    if wrong := [one.name for one in asked if one.exitcode not in (0, -signal.SIGTERM)]:
+        log.error("%s did not end well", ", ".join(wrong))
+    return EXIT_CRASH if wrong else 0
+
+
 def tell(workers: Sequence[Child], engine: int) -> None:
     """Say to all API processes that an engine was lost: its end of a socket may outlive it by the
     seconds that its device takes to let go of it."""
@@ -190,7 +207,7 @@ def tell(workers: Sequence[Child], engine: int) -> None:
 # -- children -------------------------------------------------------------------------------
 
 
-def spawn(name: str, config: Config, target: object, *args: object) -> Child:
+def spawn(name: str, config: Config, target: object, *args: object, folder: str = "") -> Child:
     """Start a child; it says "ready" or an error on the returned pipe, and dies with us.
 
     It is born with interrupts blocked: a Ctrl-C, which a terminal sends to all processes, does not
@@ -199,7 +216,7 @@ def spawn(name: str, config: Config, target: object, *args: object) -> Child:
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=child, args=(target, theirs, config, *args), name=name)
+    process = context.Process(target=child, args=(target, theirs, folder, config, *args), name=name)
     resource_tracker.ensure_running()  # the first start would do it, and unblock interrupts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -216,8 +233,10 @@ class Word:
     A rank says again and again that it is alive, from when it is ready.
     """
 
-    def __init__(self, pipe: Pipe) -> None:
+    def __init__(self, pipe: Pipe, folder: str = "") -> None:
+        """`folder`: where the server's sockets are; "" of a process that knows of none."""
         self._pipe = pipe
+        self._folder = folder
         self._on_lost: Callable[[int, float], object] = lambda *_: None
         self.is_ready = self.beats = False
 
@@ -241,17 +260,20 @@ class Word:
         self._on_lost = on_lost
 
     def leave_with_supervisor(self) -> None:
-        """Run in a thread: hear of lost engines, say "alive", and end when the supervisor ends."""
+        """Run in a thread: hear of lost engines, say "alive", and end when the supervisor ends,
+        whose folder goes with it. All children remove it, and what others may still put there."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if self._pipe.poll(BEAT_EVERY_S):
                     self._on_lost(*self._pipe.recv())
                 elif self.beats:
                     self._pipe.send("alive")
+        for _ in range(REMOVALS):
+            shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(EXIT_CRASH)
 
 
-def child(target: object, pipe: Pipe, config: Config, *args: object) -> None:
+def child(target: object, pipe: Pipe, folder: str, config: Config, *args: object) -> None:
     """Runs in the child. Interrupts are the supervisor's business.
 
     The process ends without taking apart what it has: connections to other ranks would wait.
@@ -260,7 +282,7 @@ def child(target: object, pipe: Pipe, config: Config, *args: object) -> None:
     with contextlib.suppress(OSError):  # only Linux has it
         Path("/proc/self/comm").write_text(multiprocessing.current_process().name)
     setup(config.recipe.server.log_format)
-    word = Word(pipe)
+    word = Word(pipe, folder)
     threading.Thread(target=word.leave_with_supervisor, daemon=True).start()
     code = EXIT_CRASH
     with contextlib.suppress(SystemExit):

@@ -43,9 +43,12 @@ class WatchedRanks:
         silent = [
             f"{process.name} has been silent for {LOST_S:.0f} s"
             for process, turns in zip(self.processes, self._silent, strict=True)
-            if turns * TICK_S > LOST_S and len(self.processes) > 1
+            if turns * TICK_S > LOST_S and len(self.processes) > 1 and process.exitcode is None
         ]
-        return endings(self.processes) or ", ".join(silent)
+        codes = {process.exitcode for process in self.processes}
+        if codes == {0, None} and max(self._silent) * TICK_S <= LOST_S:
+            return ""  # those that follow rank 0 end a moment after it
+        return ", ".join(silent) or endings(self.processes)
 
 
 def heard(word: Pipe) -> bool:

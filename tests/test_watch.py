@@ -45,6 +45,25 @@ def test_a_silent_rank_is_lost_after_three_seconds_of_turns() -> None:
     assert engine.ranks.lost() == "rank2 has been silent for 3 s"
 
 
+def test_ranks_may_end_a_moment_after_the_one_they_follow() -> None:
+    engine = Engine(3)
+    engine.processes[0].exitcode = 0
+    assert engine.ranks.lost() == ""
+    engine.processes[1].exitcode = 0
+    for _ in range(TURNS - 1):
+        assert engine.ranks.lost() == ""
+    engine.beat(2)  # alive, and yet it will never end
+    assert engine.ranks.lost().startswith("rank0 ended with exit code 0")
+
+
+@pytest.mark.parametrize(("code", "said"), [(0, "rank0 ended with exit code 0"), (1, "1")])
+def test_an_engine_that_ended_is_lost_at_once(code: int, said: str) -> None:
+    engine = Engine(2)
+    engine.processes[0].exitcode = code
+    engine.processes[1].exitcode = None if code else 0
+    assert said in engine.ranks.lost()
+
+
 def test_beats_of_a_long_stop_are_heard_at_once() -> None:
     engine = Engine(2)
     for _ in range(100):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 import click
 
@@ -25,11 +24,8 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        command: Any = resolve(COMMANDS, cmd_name)
-        assert isinstance(command, click.Command)
-        return command
+        found: click.Command | None = resolve(COMMANDS, cmd_name) if cmd_name in COMMANDS else None
+        return found
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -46,7 +42,12 @@ def main() -> None:
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     try:
-        cli()
-    except ConfigError as error:
-        click.echo(f"error: {error}", err=True)
+        sys.exit(cli(sys.argv[1:] or ["--help"], standalone_mode=False))
+    except (ConfigError, click.ClickException) as error:
+        said = str(error)
+        if isinstance(error, click.ClickException):  # click has a usage and a hint before it
+            said = " ".join(error.format_message().split())
+        click.echo(f"error: {said}", err=True)
         sys.exit(2)
+    except click.Abort:  # Ctrl-C
+        sys.exit("aborted")

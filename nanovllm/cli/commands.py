@@ -108,8 +108,6 @@ def serve(recipe: str | None, overrides: Sequence[str], **flags: object) -> None
     except launch.EngineDied as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(launch.EXIT_CRASH)
-    except launch.Stopped:
-        sys.exit(0)
 
 
 @click.command("profile-kv")

@@ -15,6 +15,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -37,7 +38,7 @@ MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 # any byte.
 UNWRITTEN = b"\xff</parameter>\xff"
 MASK_S = 0.1  # of CPU time; usual masks take 0.05 ms
-TRIED_TOKENS = 16
+TRIED_TOKENS = 20  # up to four of them for thinking and what follows it
 # The number of a row's next mask, its matcher, the drafts behind that mask.
 Walk: TypeAlias = "tuple[int, xgrammar.GrammarMatcher, list[int]]"
 NOISE = re.compile(r"^\[.*?\] \S+: (Check failed: .* is false: )?")  # where in xgrammar's source
@@ -174,7 +175,7 @@ def attempt_of(folder: Path, vocab_size: int, stop_ids: list[int]) -> Attempt:
 
     def attempt(tag: str) -> str:
         try:
-            write_some(compiler.build(tag), vocab_size)
+            write_some(compiler.build(tag), vocab_size, re.findall(r'"token": (\d+)', tag))
         except Exception as problem:  # xgrammar's errors share no class below RuntimeError
             reason = NOISE.sub("", str(problem)).strip()
             if "bad_alloc" in reason or isinstance(problem, MemoryError):
@@ -185,10 +186,12 @@ def attempt_of(folder: Path, vocab_size: int, stop_ids: list[int]) -> Attempt:
     return attempt
 
 
-def write_some(grammar: xgrammar.CompiledGrammar, vocab_size: int) -> None:
+def write_some(grammar: xgrammar.CompiledGrammar, vocab_size: int, named: Sequence[str]) -> None:
     """A few tokens: a grammar that matches nothing, or slowly, is refused now.
 
-    Once it runs, every other request waits for its masks. Raises ValueError.
+    Once it runs, every other request waits for its masks. Ids that the grammar has `named` go
+    first: they end thinking, which may be any text, and so lead to what was asked for. Raises
+    ValueError.
     """
     import torch
     import xgrammar
@@ -203,8 +206,10 @@ def write_some(grammar: xgrammar.CompiledGrammar, vocab_size: int) -> None:
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if not allowed.size:
             raise ValueError("nothing matches it")
+        leading = np.intersect1d(allowed, np.array(named, np.int64))
         # One in the middle: the first are rare characters, the last long words.
-        matcher.accept_token(int(allowed[allowed.size // 2]))
+        chosen = leading if leading.size else allowed
+        matcher.accept_token(int(chosen[chosen.size // 2]))
         if matcher.is_terminated():
             return
 

@@ -155,30 +155,27 @@ class EngineClient:
 
     def _dispatch(self, out: StepOutput, touched: list[Sink]) -> None:
         for start in out.started:
-            if (sink := self._sinks.get(start.request_id)) is not None:
-                sink.started(start.num_cached)
-                touched.append(sink)
+            self._say(start.request_id, "started", start.num_cached, touched)
         for entry in out.logprobs:
-            if (sink := self._sinks.get(entry.request_id)) is not None:
-                try:
-                    sink.logprobs(entry)
-                except Exception:
-                    self._failed(entry.request_id, sink)
-                    touched.append(sink)
+            self._say(entry.request_id, "logprobs", entry, touched)
         self._dispatch_tokens(out, touched)
         for finish in out.finished:
-            if (sink := self._sinks.pop(finish.request_id, None)) is not None:
-                try:
-                    sink.finish(finish)
-                except Exception:
-                    self._failed(finish.request_id, sink)
-                touched.append(sink)
+            self._say(finish.request_id, "finish", finish, touched)
+            self._sinks.pop(finish.request_id, None)
         for refusal in out.refused:
-            if (sink := self._sinks.pop(refusal.request_id, None)) is not None:
-                sink.refused(refusal)
-                touched.append(sink)
+            self._say(refusal.request_id, "refused", refusal, touched)
+            self._sinks.pop(refusal.request_id, None)
         if out.stats is not None:  # of after all this
             self.stats, self.num_open_then = out.stats, self.num_open
+
+    def _say(self, request_id: int, word: str, what: object, touched: list[Sink]) -> None:
+        """`word`: the method of the request's sink, which may have gone, that is to hear it."""
+        if (sink := self._sinks.get(request_id)) is not None:
+            touched.append(sink)
+            try:
+                getattr(sink, word)(what)
+            except Exception:
+                self._failed(request_id, sink)
 
     def _dispatch_tokens(self, out: StepOutput, touched: list[Sink]) -> None:
         """The loop that runs once per generated token."""

@@ -5,6 +5,10 @@ neither routes nor bodies' meaning.
 
 Decision: `look_after` is called for every connection ten times a second, instead of timers of
 their own: nothing is to be cancelled, and a connection that ends leaves nothing behind.
+
+Decision: who closes the writing side alone, as `nc -N` does behind a request, counts as gone. Such
+a client looks like one that has left until something is written to it, and nothing is written of
+a whole answer before its end: every request that was given up would keep its place until then.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """What lets pages of other origins use the API from a browser (the Fetch standard's CORS protocol).
 
+What only looks at the server (metrics, its steps, its page) is for its own page and for origins
+that are named: `*` opens the API alone.
+
 Before a request that such a page could not send without scripts, the browser asks by OPTIONS; and
 it shows the page an answer only if that names the page's origin, or all.
 """
@@ -12,13 +15,15 @@ from typing import Any
 from nanovllm.server.asgi import Message, Receive, Scope, Send, Writer, header
 
 ANY = "*"
+OPEN = ("/v1/", "/health", "/ready", "/version")  # what `*` is about
 ALLOWED_S = 600  # for which a browser need not ask again
 METHODS = b"GET, HEAD, POST, OPTIONS"
 Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Cors:
-    """An application whose answers `origins` may read: `https://chat.example`, or `*` for all."""
+    """An application whose answers `origins` may read: `https://chat.example`, or `*` for all who
+    use the API."""
 
     def __init__(self, app: Asgi, origins: Sequence[str]) -> None:
         self._app = app
@@ -26,11 +31,12 @@ class Cors:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         origin = header(scope, b"origin")
-        if origin is None or not self._origins & {ANY, origin.decode("latin-1")}:
+        is_open = ANY in self._origins and scope["path"].startswith(OPEN)
+        if origin is None or not (is_open or origin.decode("latin-1") in self._origins):
             await self._app(scope, receive, send)
             return
-        own = [(b"access-control-allow-origin", b"*" if ANY in self._origins else origin)]
-        if ANY not in self._origins:
+        own = [(b"access-control-allow-origin", b"*" if is_open else origin)]
+        if not is_open:
             own.append((b"vary", b"origin"))  # a cache keeps answers for others apart
         if scope["method"] == "OPTIONS" and header(scope, b"access-control-request-method"):
             wanted = header(scope, b"access-control-request-headers") or b""

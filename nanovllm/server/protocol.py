@@ -17,14 +17,14 @@ from msgspec import Struct
 
 from nanovllm.server.errors import ApiError, bad_body, bad_value, misplaced, unknown_model
 from nanovllm.server.parsers.base import FUNCTION_NAME
-from nanovllm.server.ranges import check_biases, check_token_ids, ranges
+from nanovllm.server.ranges import Range, check_biases, check_token_ids, ranges
 from nanovllm.server.tool_choice import ToolChoice, tool_choice
 from nanovllm.server.unsupported import Unsupported, check_unsupported
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024  # matching costs each token up to this much
 MAX_TOOLS = 512
-MOST_TOKENS = 1 << 24  # no server has a longer context
+WIDEST = ranges(1 << 24, raise_priority=False)  # no server has a longer context
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 128
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -177,14 +177,12 @@ def parse_request(
     *,
     model: str,
     vocab_size: int,
-    context: int = MOST_TOKENS,
-    raise_priority: bool = False,
+    allowed: dict[str, Range] = WIDEST,
 ) -> ChatRequest:
     """A request whose every field is in range. Raises ApiError.
 
-    `context`: the most tokens of a prompt and its answer.
+    `allowed`: what `ranges` says of this server.
     """
-    allowed = ranges(context, raise_priority=raise_priority)
     try:
         request = _decoder.decode(body)
     except msgspec.DecodeError as error:

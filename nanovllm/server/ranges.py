@@ -37,8 +37,11 @@ class Range(Struct, frozen=True):
         return f"{begin} {self.high}{self.note}"
 
 
-def ranges(context: int, *, raise_priority: bool) -> dict[str, Range]:
-    """The range of every field that is one number. `context`: most tokens of prompt and answer."""
+def ranges(context: int, *, raise_priority: bool, max_queue: int = MAX_CHOICES) -> dict[str, Range]:
+    """The range of every field that is one number. `context`: most tokens of prompt and answer.
+
+    `max_queue`: how many may wait, which all choices of a request do for a moment.
+    """
     tokens = Range(1, context, note=", the model's context")
     priorities = Range(0, INT32, note=" (below 0: a server with server.raise_priority)")
     return {
@@ -52,7 +55,7 @@ def ranges(context: int, *, raise_priority: bool) -> dict[str, Range]:
         "repetition_penalty": Range(0, 2, open=True),
         "presence_penalty": Range(-2, 2),
         "frequency_penalty": Range(-2, 2),
-        "n": Range(1, MAX_CHOICES),
+        "n": Range(1, min(MAX_CHOICES, max_queue)),
         "top_logprobs": Range(0, MAX_TOP_LOGPROBS),
         "seed": Range(-INT64 - 1, INT64, note=" (64 bits)"),
         "priority": Range(MOST_URGENT, INT32) if raise_priority else priorities,

@@ -19,6 +19,7 @@ from nanovllm.server.parsers import PARSERS, parser_of
 from nanovllm.server.parsers.base import Family, Schemas
 from nanovllm.server.parsers.machine import OutputParser
 from nanovllm.server.protocol import ChatRequest, parse_request
+from nanovllm.server.ranges import ranges
 from nanovllm.server.template import Template
 from nanovllm.wire import Ready
 
@@ -49,8 +50,12 @@ class Served:
         self.created = int(time.time())
         self.max_model_tokens = ready.max_model_tokens
         self.vocab_size = ready.vocab_size
-        self.raise_priority = config.recipe.server.raise_priority
-        speculate = config.recipe.speculate
+        server, speculate = config.recipe.server, config.recipe.speculate
+        self.ranges = ranges(
+            ready.max_model_tokens,
+            raise_priority=server.raise_priority,
+            max_queue=config.recipe.schedule.max_queue,
+        )
         self.writes_by_chance = speculate is not None and speculate.method == "synthetic"
         model = _read(Path(config.config_path), ModelConfig)
         self.family: Family = resolve(PARSERS, parser_of(config))
@@ -58,7 +63,7 @@ class Served:
             Path(config.tokenizer_dir), self.family.last_turn, self.family.tool_template
         )
         self.vocabulary = Vocabulary(self.template.tokenizer, self.family.markers)
-        self.reasoning_content = config.recipe.server.reasoning_content
+        self.reasoning_content = server.reasoning_content
         self.defaults = GenerationConfig()
         if config.model_dir is not None:
             path = Path(config.model_dir) / "generation_config.json"
@@ -74,13 +79,7 @@ class Served:
 
     def request(self, body: bytes) -> ChatRequest:
         """A body's request, every field of it in this model's range. Raises ApiError."""
-        return parse_request(
-            body,
-            model=self.name,
-            vocab_size=self.vocab_size,
-            context=self.max_model_tokens,
-            raise_priority=self.raise_priority,
-        )
+        return parse_request(body, model=self.name, vocab_size=self.vocab_size, allowed=self.ranges)
 
     def _eos_ids(self, model: ModelConfig) -> frozenset[int]:
         """The two files differ in many checkpoints; every token that one of them names ends."""

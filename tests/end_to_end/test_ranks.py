@@ -91,8 +91,8 @@ class Lossy:
         os.kill(pid_of(self.server, name), number)
         self.lost = time.monotonic()
 
-    def assert_gone(self, code: int = 1) -> None:
-        assert self.server.process.wait(15 - (time.monotonic() - self.lost)) == code
+    def assert_gone(self) -> None:
+        assert self.server.process.wait(15 - (time.monotonic() - self.lost)) == 1
         all_leave(self.children)
         assert os.listdir(self.folder) == []
         assert str(self.folder) not in Path("/proc/net/unix").read_text()
@@ -149,7 +149,20 @@ def test_a_rank_that_is_lost_while_requests_finish_ends_them(folder: Path) -> No
             if at == 6:
                 lossy.lose("nanovllm-rank1", signal.SIGSTOP)
     assert time.monotonic() - lossy.lost < 5
-    lossy.assert_gone(0)
+    lossy.assert_gone()
+
+
+@pytest.mark.parametrize(
+    ("tp", "name"), [(2, "nanovllm-rank1"), (2, "nanovllm-engine"), (1, "nanovllm-engine")]
+)
+def test_a_hung_process_beside_a_sigterm_is_no_clean_end(tp: int, name: str, folder: Path) -> None:
+    """Nobody waits for an answer, and the signal comes before anybody could miss the process."""
+    lossy = Lossy(tp, folder)
+    lossy.lose(name, signal.SIGSTOP)
+    lossy.server.process.terminate()
+    lossy.assert_gone()
+    said = re.compile(rf"error serve .*{name}.* did not end well\n")
+    eventually(lambda: bool(said.search(lossy.server.lines[-1])), 5)
 
 
 def refused(*arguments: str) -> tuple[str, str]:

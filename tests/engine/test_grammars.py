@@ -41,6 +41,17 @@ def ebnf(text) -> dict:
     return {"type": "grammar", "grammar": text}
 
 
+def thinking(begun, answer, **how) -> dict:
+    """What server.structured.tag makes of an answer behind thinking."""
+    text = {"type": "any_text", **how}
+    end = {"type": "tag", "begin": "", "content": text, "end": token(END_THINK)}
+    thoughts = [end, {"type": "regex", "pattern": "\n{0,2}"}]
+    if not begun:
+        form = {"type": "sequence", "elements": [token(THINK), *thoughts]}
+        thoughts = [{"type": "optional", "content": form}]
+    return {"type": "sequence", "elements": [*thoughts, answer]}
+
+
 def request(form, request_id=1, stop_ids=(END,)) -> Generate:
     tag = json.dumps({"type": "structural_tag", "format": form})
     return Generate(
@@ -92,12 +103,24 @@ def test_grammars_that_differ_in_token_ids_alone_are_not_mixed_up(made) -> None:
     assert allowed(made, 1, 2, 3) == [[END], [END_THINK], list(range(VOCAB))]
 
 
+WORDLESS = [
+    (begun, form)
+    for begun in (True, False)
+    for form in (
+        ebnf("root ::= root"),
+        ebnf('root ::= "twelve letters" x\nx ::= x'),
+        {"type": "regex", "pattern": r"[^\s\S]"},
+    )
+]
+
+
 @pytest.mark.parametrize(
     ("form", "reason"),
     [
         (ebnf("root ::= root"), "the grammar does not compile: nothing matches it"),
         (ebnf("root ::= nope"), 'the grammar does not compile: .*Rule "nope" is not defined'),
         (ebnf('root ::= (("a" | [b-z]+){1,1000} "x"){1,1000}'), "masks take .* ms a token"),
+        *((thinking(*form), "nothing matches it") for form in WORDLESS),
         ({"type": "nope"}, "the grammar does not compile: .*nope"),
         (ebnf("root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000), "Nest layer exceeded"),
     ],
@@ -184,3 +207,13 @@ def test_where_there_is_no_way_on_the_output_ends(made) -> None:
     assert tokens == [END]
     made.advance(output(r1=END))
     assert allowed(made, 1) == [list(range(VOCAB))]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("text", ["", "a", "twelve letters"])
+def test_what_has_words_is_taken_behind_thinking_too(attempt, begun: bool, text: str) -> None:
+    for how in ({}, {"max_tokens": 3}):
+        tag = request(thinking(begun, ebnf(f'root ::= "{text}"'), **how)).grammar
+        assert attempt(tag) == ""
+    wordless = thinking(begun, ebnf("root ::= root"), max_tokens=3)
+    assert attempt(request(wordless).grammar).endswith(": nothing matches it")

@@ -205,6 +205,21 @@ def test_idle_connections_are_kept_between_requests(limited) -> None:
             time.sleep(HEADER_S + 0.3)
 
 
+@pytest.mark.parametrize("is_half", [False, True])
+def test_who_closes_a_side_has_left(limited, is_half: bool) -> None:
+    """Whether the other side is open too nobody can tell before an answer is written."""
+    limited.engine.reset()
+    limited.engine.step_s = 0.1
+    with connected(limited) as sock:
+        sock.sendall(post() + DATA)
+        eventually(lambda: len(limited.engine.running) == 1)
+        if is_half:
+            sock.shutdown(socket.SHUT_WR)
+            assert received(sock) == b""
+    eventually(lambda: len(limited.engine.aborts) == 1)
+    limited.engine.reset()
+
+
 def test_a_long_answer_is_not_cut_by_the_limits_of_reading(limited) -> None:
     limited.engine.reset()
     limited.engine.step_s = 0.03

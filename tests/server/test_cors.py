@@ -70,3 +70,26 @@ def test_only_those_that_are_named_may(one) -> None:
     assert "access-control-allow-origin" not in other.headers
     answer = one.http.get("/v1/models", headers={"origin": PAGE})
     assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
+
+
+LOOKS = ("/debug/steps", "/debug/experts", "/metrics", "/", "/page/main.js")
+
+
+@pytest.mark.parametrize("path", [*LOOKS, "/v1/models", "/health", "/ready", "/version"])
+def test_all_origins_may_use_the_api_and_not_look_at_the_server(api, path: str) -> None:
+    """A page that somebody happens to visit reads nothing of who else talks to their server."""
+    key = {"authorization": "Bearer secret"}
+    answer = api.http.get(path, headers={"origin": PAGE, **key})
+    asks = {"origin": PAGE, "access-control-request-method": "GET"}
+    asked = api.http.options(path, headers={**asks, **key})
+    told = [one.headers.get("access-control-allow-origin") for one in (answer, asked)]
+    assert told == ([None, None] if path in LOOKS else ["*", "*"])
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("path", LOOKS)
+def test_an_origin_that_is_named_may_look_too(one, path: str) -> None:
+    answer = one.http.get(path, headers={"origin": PAGE})
+    assert answer.headers["access-control-allow-origin"] == PAGE
+    other = one.http.get(path, headers={"origin": "https://other.example"})
+    assert "access-control-allow-origin" not in other.headers

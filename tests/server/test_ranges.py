@@ -76,8 +76,7 @@ def ordered(fields: dict[str, str], *, raise_priority: bool = False) -> list[Gen
         body(fields),
         model="demo",
         vocab_size=VOCAB,
-        context=CONTEXT,
-        raise_priority=raise_priority,
+        allowed=ranges(CONTEXT, raise_priority=raise_priority),
     )
     made = generates(request, PROMPT, SERVED, 7, iter(range(100)).__next__)
     return [

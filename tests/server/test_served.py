@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from nanovllm.config import ConfigError, load_config
+from nanovllm.server.errors import ApiError
 from nanovllm.server.orders import sampling
 from nanovllm.server.parsers.json_calls import QWEN3
 from nanovllm.server.parsers.plain import PLAIN
@@ -64,3 +65,14 @@ def test_broken_files_are_named(tmp_path, name) -> None:
     (tmp_path / name).write_text('{"eos_token_id": "x"}')
     with pytest.raises(ConfigError, match=rf"{name}: .*eos_token_id"):
         Served(load_config(None, [f"model={tmp_path}"]), MINE)
+
+
+@pytest.mark.parametrize(("most", "waiting"), [(3, 3), (16, 4096)])
+def test_more_choices_than_may_wait_are_refused_for_good(tmp_path, most: int, waiting: int) -> None:
+    """They all wait for a moment, so no other time would be better."""
+    model = served(tmp_path, {}, None, f"schedule.max_queue={waiting}")
+    assert model.request(msgspec.json.encode({**HELLO, "n": most})).n == most
+    with pytest.raises(ApiError) as caught:
+        model.request(msgspec.json.encode({**HELLO, "n": most + 1}))
+    assert (caught.value.status, caught.value.param) == (400, "n")
+    assert caught.value.message == f"n must be between 1 and {most}, not {most + 1}"

@@ -1,0 +1,66 @@
+"""A supervisor that nobody could ask to end: what it started ends too, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.demo_server import start
+from tests.end_to_end.test_operation import FAST, ROOT, SERVE, ask
+from tests.server.serving import eventually
+
+
+def descendants(pid: int) -> list[int]:
+    found = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return found + [below for one in found for below in descendants(one)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--set", "cache.cpu_gib=0.1"),
+        (*FAST, "--set", "server.workers=3"),
+        ("--set", "cache.cpu_gib=0.1", "--device", "cpu", "--tp", "2"),
+        (*FAST, "--dp", "2"),
+    ],
+)
+def test_a_killed_supervisor_leaves_nothing(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever started it last: no process, no folder, no memory with a name."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    shared = {*os.listdir("/dev/shm")}
+    server = start(*arguments)
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
+    if "paper" not in arguments:
+        reply = ask(server.url, response_format=schema)  # with a trial's process
+        assert reply.status_code == 200, reply.text
+    large = [{"role": "user", "content": "hello"}] * 300  # and one for large bodies
+    assert ask(server.url, messages=large).status_code in (200, 400)
+    before = descendants(server.process.pid)
+    assert len(before) >= 3 and len(os.listdir(tmp_path)) == 1
+    server.process.kill()
+    server.process.wait()
+    eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in before), 15)
+    assert os.listdir(tmp_path) == []
+    assert {*os.listdir("/dev/shm")} <= shared
+    assert str(tmp_path) not in Path("/proc/net/unix").read_text()
+
+
+def test_a_supervisor_that_is_killed_while_starting_leaves_nothing(tmp_path: Path) -> None:
+    """At a time when the engine has come to no line of ours, and the API process is being born."""
+    process = subprocess.Popen(
+        [*SERVE, *FAST, "--port", "0"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    eventually(lambda: len(descendants(process.pid)) == 3, 30)  # one is multiprocessing's own
+    before = descendants(process.pid)
+    process.kill()
+    process.communicate()
+    eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in before), 15)
+    assert os.listdir(tmp_path) == []
