@@ -15,10 +15,13 @@ from torch import Tensor
 
 from nanovllm.config import ConfigError, Kernels
 from nanovllm.layers.ops import select_ops
+from nanovllm.models import shards, weights
 from nanovllm.models.config import read_model_config
+from nanovllm.models.shards import read
 from nanovllm.models.weights import fill
 from nanovllm.parallel.mesh import Mesh
 from tests.models.steps import CPU, MAX_TOKENS, load
+from tests.models.test_quantised import quantise_files
 from tests.models.tiny import config_of, make_tiny
 
 GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"
@@ -346,3 +349,42 @@ def test_a_rank_reads_its_own_experts_alone(ep: int, tmp_path: Path) -> None:
         load(tmp_path, Mesh(rank, ep, ep_size=ep))
         read = bytes_read() - before
         assert experts // ep < read < experts // ep + rest + (1 << 20)
+
+
+SHARED_BY_TWO = ("k_proj", "v_proj")  # of two heads, which four ranks keep by twos
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_rank_takes_its_rows_and_its_columns_alone(
+    tp: int, quantised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that it stages, of which only those of rows are read by calls."""
+    monkeypatch.setattr(shards, "GAP", 0)
+    sizes = dict(hidden_size=256, num_attention_heads=8, head_dim=64, intermediate_size=2048)
+    make_tiny(tmp_path, "qwen3", vocab_size=8192, num_key_value_heads=2, **sizes)
+    if quantised:
+        quantise_files(tmp_path, torch.float32)
+    rows = columns = 0
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        kept = 1 if tensor.ndim == 1 else 2 if name.split(".")[-2] in SHARED_BY_TWO else tp
+        if "o_proj.weight" in name or "down_proj.weight" in name:
+            columns += tensor.nbytes // kept
+        else:
+            rows += tensor.nbytes // kept
+    staged: list[int] = []
+    monkeypatch.setattr(
+        weights, "read", lambda *given: (staged.append(n) or n for n in read(*given))
+    )
+    for rank in range(tp):
+        staged.clear()
+        before = bytes_read()
+        model = load(tmp_path, Mesh(rank, tp))
+        assert (
+            rows + columns <= sum(staged) < rows + columns + 1000
+        )  # of scales that begin within a block
+        assert rows < bytes_read() - before < rows + 100_000  # and headers
+        for name, parameter in load(tmp_path).named_parameters():
+            if name.endswith(("out.weight", "down.weight")):
+                share = parameter.chunk(tp, 1)[rank]
+                assert torch.equal(model.get_parameter(name).float(), share.float()), name
