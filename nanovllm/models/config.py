@@ -49,7 +49,7 @@ def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
             if raw.get(field, only) != only:
                 shown, allowed = map(json.dumps, (raw[field], only))
                 raise ConfigError(f"{path}: {field} is {shown}; only {allowed} is supported")
-        raw["rope_parameters"] = rope_parameters(spelling, family.Config.ROTATED or 1.0, path)
+        raw["rope_parameters"] = rope_parameters(spelling, path)
         return family, altered(msgspec.convert(raw, family.Config), config.recipe, path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
@@ -57,11 +57,9 @@ def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def rope_parameters(spelling: Spelling, rotated: float, path: Path) -> dict[str, Any]:
+def rope_parameters(spelling: Spelling, path: Path) -> dict[str, Any]:
     """All spellings as `rope_parameters`, with its rope_type: what `rope_scaling` says goes before
     what they say, and that before what stands beside them. What is null is left out.
-
-    `rotated`: the partial_rotary_factor if none of them says it.
     """
     own = spelling.rope_parameters or {}
     rope = {**(spelling.rope_scaling or own)}
@@ -72,6 +70,7 @@ def rope_parameters(spelling: Spelling, rotated: float, path: Path) -> dict[str,
     kind = rope.get("rope_type", rope.get("type", "default"))
     kinds = [known.__struct_config__.tag for known in get_args(Rope)]
     if kind not in kinds:
-        raise ConfigError(f"{path}: rope type is {kind}; supported are {', '.join(kinds)}")
+        of = "rope_scaling" if spelling.rope_scaling else "rope_parameters"
+        raise ConfigError(f"{path}: rope_type of {of} is {kind}; supported are {', '.join(kinds)}")
     said = {name: value for name, value in rope.items() if value is not None}
-    return {"partial_rotary_factor": rotated, **said, "rope_type": kind}
+    return {**said, "rope_type": kind}

@@ -21,7 +21,7 @@ from nanovllm.runner.sizing import GIB
 
 NO_LIMIT = 1 << 60  # what control groups without a limit report is larger
 WORKSPACE = 32 << 20  # that torch gives to the products' library
-# By a control group's kind: the files with its limit and what it has, and how counts of files begin.
+# By a control group's kind: files with its limit and what it has, and how counts of files begin.
 GROUPS = {
     "": ("memory.max", "memory.current", ""),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),

@@ -173,6 +173,9 @@ def test_experts_are_counted_under_either_name(
         ({"rope_theta": 1e4, "rotary_dim": 8}, None),
         ({"rope_theta": 1e4, "rotary_dim": 8, "partial_rotary_factor": 0.25}, None),
         ({"rope_theta": 1e4, "partial_rotary_factor": 0.25}, None),
+        ({"rope_theta": 1e4, "rotary_dim": 8, "partial_rotary_factor": 1.0}, None),
+        ({"rotary_dim": 8}, {"partial_rotary_factor": 1.0}),
+        ({"rotary_dim": 8, "partial_rotary_factor": 0.25}, {"partial_rotary_factor": 1.0}),
         ({"rotary_dim": 8}, {"partial_rotary_factor": 0.75}),
         ({"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 0.75}),
     ],
@@ -270,7 +273,23 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
         ),
         (
             {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
-            "rope type is longrope; supported are default, llama3, yarn",
+            "rope_type of rope_scaling is longrope; supported are default, llama3, yarn",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4.0}},
+            "rope_type of rope_scaling is linear; supported are default, llama3, yarn",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}, "rope_scaling": None},
+            "rope_type of rope_parameters is dynamic; supported are default, llama3, yarn",
+        ),
+        (
+            {"rope_scaling": {"rope_type": None}},
+            "rope_type of rope_scaling is None; supported are default, llama3, yarn",
+        ),
+        (
+            {"rope_theta": 1e4, "partial_rotary_factor": 0},
+            "Expected `float` > 0.0 - at `$.rope_parameters.partial_rotary_factor`",
         ),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
@@ -365,6 +384,10 @@ def test_what_r1_could_leave_out(tmp_path: Path) -> None:
         ({"num_key_value_heads": 64}, "num_key_value_heads is 64; it must be num_attention_heads, "
          "128, as each head makes its own"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63; it must be even"),
+        ({"head_dim": 128}, "head_dim is 128; it must be qk_rope_head_dim, 64"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1 is supported"),
+        ({"rope_scaling": {**R1["rope_scaling"], "partial_rotary_factor": 0.25}},
+         "partial_rotary_factor is 0.25; only 1 is supported"),
         ({"n_group": 7}, "num_experts_per_tok is 8, of topk_group 4 of n_group 7 equal groups, but "
          "n_routed_experts is 256"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok is 129, of topk_group 4 of n_group 8 "

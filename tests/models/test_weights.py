@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanovllm.config import ConfigError, Kernels
 from nanovllm.layers.ops import select_ops
+from nanovllm.layers.router import Router
 from nanovllm.models import shards, weights
 from nanovllm.models.config import read_model_config
 from nanovllm.models.shards import read
@@ -22,7 +23,7 @@ from nanovllm.models.weights import fill
 from nanovllm.parallel.mesh import Mesh
 from tests.models.steps import CPU, MAX_TOKENS, load
 from tests.models.test_quantised import quantise_files
-from tests.models.tiny import config_of, make_tiny
+from tests.models.tiny import CASES, config_of, make_tiny
 
 GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"
 Checkpoint = dict[str, Tensor]
@@ -388,3 +389,15 @@ def test_a_rank_takes_its_rows_and_its_columns_alone(
             if name.endswith(("out.weight", "down.weight")):
                 share = parameter.chunk(tp, 1)[rank]
                 assert torch.equal(model.get_parameter(name).float(), share.float()), name
+
+
+@pytest.mark.parametrize("family", ["minimax_m2", "deepseek_v3"])
+def test_routers_have_their_parts_once_weights_are_loaded(family: str, tmp_path: Path) -> None:
+    """In any engine before its first step, so that sizing finds them in memory."""
+    make_tiny(tmp_path, family, **CASES[family][1])
+    model = load(tmp_path, dtype=torch.bfloat16)
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    assert routers
+    for router in routers:
+        assert router.weight.dtype == torch.float32
+        assert torch.equal(router.parts_IED.double().sum(0).float(), router.weight)
