@@ -18,7 +18,14 @@ from msgspec import Struct, field, structs
 from nanovllm import experts, recipes, speculate
 from nanovllm.experts import Experts as Experts
 from nanovllm.speculate import Speculate as Speculate
-from nanovllm.typed_yaml import ConfigError as ConfigError, converted, parse, put, read
+from nanovllm.typed_yaml import (
+    NOT_JSON as NOT_JSON,
+    ConfigError as ConfigError,
+    converted,
+    parse,
+    put,
+    read,
+)
 
 DEMO = recipes.PACKAGE / "demo"  # the embedded default model: config, weights, tokenizer, template
 Auto = Literal["auto"]

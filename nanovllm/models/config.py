@@ -14,7 +14,7 @@ from typing import Any, get_args
 import msgspec
 from msgspec import Struct
 
-from nanovllm.config import Config, ConfigError
+from nanovllm.config import NOT_JSON, Config, ConfigError
 from nanovllm.layers.rope import Rope
 from nanovllm.models import MODELS
 from nanovllm.models.altered import altered
@@ -53,7 +53,7 @@ def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
         return family, altered(msgspec.convert(raw, family.Config), config.recipe, path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except msgspec.DecodeError as error:  # not JSON, a missing field, or one of the wrong type
+    except NOT_JSON as error:  # or a missing field, or one of the wrong type
         raise ConfigError(f"{path}: {error}") from None
 
 
@@ -67,10 +67,9 @@ def rope_parameters(spelling: Spelling, path: Path) -> dict[str, Any]:
         rope.setdefault(name, own.get(name, getattr(spelling, name)))
     if rope["rope_theta"] is None:
         raise ConfigError(f"{path}: missing field rope_theta (or rope_parameters)")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     kinds = [known.__struct_config__.tag for known in get_args(Rope)]
     if kind not in kinds:
         of = "rope_scaling" if spelling.rope_scaling else "rope_parameters"
         raise ConfigError(f"{path}: rope_type of {of} is {kind}; supported are {', '.join(kinds)}")
-    said = {name: value for name, value in rope.items() if value is not None}
-    return {**said, "rope_type": kind}
+    return {name: value for name, value in rope.items() if value is not None}

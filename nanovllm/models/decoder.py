@@ -25,7 +25,7 @@ from nanovllm.layers.residual import Added, Residual
 from nanovllm.layers.rope import Rope, cos_sin_table
 from nanovllm.parallel.mesh import Mesh
 
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 Rule = tuple[str, str] | tuple[str, str, str]  # checkpoint name, parameter[, part]; {} = a number
 
 
@@ -45,7 +45,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     vocab_size: Count
     hidden_size: Count
     intermediate_size: Count
-    num_hidden_layers: Count
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)]
     num_attention_heads: Count
     num_key_value_heads: Count
     head_dim: Count | None = None

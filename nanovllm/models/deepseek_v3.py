@@ -43,7 +43,7 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
     n_routed_experts: Count
     num_experts_per_tok: Count
     moe_intermediate_size: Count
-    n_shared_experts: Annotated[int, Meta(ge=0)] | None = 1
+    n_shared_experts: Annotated[int, Meta(ge=0, le=1024)] | None = 1
     n_group: Count = 8
     topk_group: Count = 4
     norm_topk_prob: bool = True

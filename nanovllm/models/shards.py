@@ -39,7 +39,7 @@ from msgspec import Struct
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
-from nanovllm.config import ConfigError
+from nanovllm.config import NOT_JSON, ConfigError
 from nanovllm.models.destination import Destination
 
 INDEX = "model.safetensors.index.json"
@@ -98,11 +98,11 @@ def shards(folder: Path) -> tuple[Path, list[Path]]:
     if index.is_file():
         try:
             names = set(msgspec.json.decode(index.read_bytes(), type=Index).weight_map.values())
-        except msgspec.DecodeError as error:
+            lacking = [name for name in sorted(names) if not (folder / name).is_file()]
+        except (*NOT_JSON, OSError) as error:
             raise ConfigError(f"{index}: {error}") from None
-        for name in sorted(names):
-            if not (folder / name).is_file():
-                raise ConfigError(f"{index}: names {name}, which is not there")
+        if lacking:
+            raise ConfigError(f"{index}: names {lacking[0]}, which is not there")
         return index, [folder / name for name in sorted(names)]
     single = folder / "model.safetensors"
     if single.is_file():
@@ -123,7 +123,7 @@ def tensors_in(path: Path) -> Iterator[tuple[str, Stored]]:
             start, size = 8 + int.from_bytes(file.read(8), "little"), path.stat().st_size
             header = file.read(start - 8) if start <= size else b""
         entries = msgspec.json.decode(header, type=dict[str, Entry])
-    except (OSError, msgspec.DecodeError) as error:
+    except (*NOT_JSON, OSError) as error:
         raise ConfigError(f"{what}: {error}") from None
     entries.pop("__metadata__", None)
     whole = start + max((entry.data_offsets[1] for entry in entries.values()), default=0)

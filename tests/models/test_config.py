@@ -224,6 +224,8 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
         ({"hidden_size": ...}, "Object missing required field `hidden_size`"),
         ({"hidden_size": "big"}, "Expected `int`, got `str` - at `$.hidden_size`"),
         ({"hidden_size": 0}, "Expected `int` >= 1 - at `$.hidden_size`"),
+        ({"vocab_size": 1 << 40}, "Expected `int` <= 16777216 - at `$.vocab_size`"),
+        ({"num_hidden_layers": 10**7}, "Expected `int` <= 1024 - at `$.num_hidden_layers`"),
         ({"vocab_size": 3.5}, "Expected `int`, got `float` - at `$.vocab_size`"),
         ({"num_attention_heads": 30}, "num_attention_heads 30 is not a multiple of "
          "num_key_value_heads 8"),
@@ -316,6 +318,22 @@ def test_not_json_at_all(content: bytes, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"architectures": ["\xe9"]}', "'utf-8' codec can't decode byte 0xe9 in position 0"),
+        (b'{"a": ' + b"[" * 100_000, "maximum recursion depth exceeded"),
+    ],
+)
+def test_text_of_another_encoding_and_text_without_an_end(
+    content: bytes, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        read_model_config(config_of(tmp_path))
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {said}")
+
+
 def test_no_config_at_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_model_config(config_of(tmp_path))
@@ -399,6 +417,7 @@ def test_what_r1_could_leave_out(tmp_path: Path) -> None:
         ({"kv_lora_rank": ...}, "Object missing required field `kv_lora_rank`"),
         ({"first_k_dense_replace": -1}, "Expected `int` >= 0 - at `$.first_k_dense_replace`"),
         ({"n_shared_experts": -1}, "Expected `int` >= 0 - at `$.n_shared_experts`"),
+        ({"n_shared_experts": 1 << 40}, "Expected `int` <= 1024 - at `$.n_shared_experts`"),
         ({"rope_theta": 1}, "Expected `float` > 1.0 - at `$.rope_parameters.rope_theta`"),
         *(
             (

@@ -125,6 +125,14 @@ def test_a_head_that_should_be_the_embedding_and_is_not(where: str, tmp_path: Pa
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.int32])
+def test_a_tied_head_of_another_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    make_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
+    head = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].to(dtype)
+    edit(tmp_path, lambda checkpoint: checkpoint.update({"lm_head.weight": head}))
+    assert line_of(tmp_path).endswith("yet unlike the embedding: lm_head.weight")
+
+
 @pytest.mark.parametrize(
     "scale", [torch.ones(1, dtype=torch.int64), torch.ones((), dtype=torch.float64), torch.ones(0)]
 )
@@ -242,7 +250,15 @@ def test_truncated_file(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage that is longer than a header's length field"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"garbage that is longer than a header's length field",
+        b'\x08\0\0\0\0\0\0\0{"\xe9":1}',  # not UTF-8
+        (100_000).to_bytes(8, "little") + b'{"a":' + b"[" * 99_995,
+    ],
+)
 def test_corrupt_file(content: bytes, tmp_path: Path) -> None:
     make_tiny(tmp_path, "llama")
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -264,11 +280,19 @@ def test_index_names_a_file_that_is_not_there(tmp_path: Path) -> None:
     [
         ("{", "Input data was truncated"),
         ("{}", "Object missing required field `weight_map`"),
+        (
+            '{"weight_map": {"a": "\xe9"}}',
+            "'utf-8' codec can't decode byte 0xe9 in position 0: unexpected end of data",
+        ),
+        (
+            f'{{"weight_map": {{"a": "{"x" * 300}"}}}}',
+            f"[Errno 36] File name too long: 'FOLDER/{'x' * 300}'",
+        ),
     ],
 )
 def test_broken_index(content: str, said: str, tmp_path: Path) -> None:
     make_tiny(tmp_path, "llama")
-    (tmp_path / "model.safetensors.index.json").write_text(content)
+    (tmp_path / "model.safetensors.index.json").write_text(content, "latin-1")
     assert line_of(tmp_path) == f"FOLDER/model.safetensors.index.json: {said}"
 
 
