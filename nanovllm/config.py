@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,14 @@ from msgspec import Struct, field, structs
 from nanovllm import experts, recipes, speculate
 from nanovllm.experts import Experts as Experts
 from nanovllm.speculate import Speculate as Speculate
-from nanovllm.typed_yaml import ConfigError as ConfigError, converted, parse, put, read
+from nanovllm.typed_yaml import (
+    NOT_JSON as NOT_JSON,
+    ConfigError as ConfigError,
+    converted,
+    parse,
+    put,
+    read,
+)
 
 DEMO = recipes.PACKAGE / "demo"  # the embedded default model: config, weights, tokenizer, template
 Auto = Literal["auto"]
@@ -233,6 +241,7 @@ def _find(named: str | None) -> tuple[dict[str, Any], str, Path]:
 
 
 RANGES: dict[str, tuple[float, float]] = {
+    "cpu_threads": (1, 1024),
     "parallel.tp": (1, 64),
     "parallel.ep": (1, 64),
     "parallel.dp": (1, 64),
@@ -272,8 +281,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 def _check_ranges(recipe: Recipe) -> None:
     for path, (low, high) in RANGES.items():
-        section, key = path.split(".")
-        value = getattr(getattr(recipe, section), key)
+        value = attrgetter(path)(recipe)
         if value != "auto" and not low <= value <= high:
             raise ConfigError(f"{path} is {value}; it must be between {low} and {high}")
     experts.check(recipe.experts, recipe.load.format, recipe.parallel.tp, recipe.parallel.ep)

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from nanovllm.typed_yaml import ConfigError
+from nanovllm.typed_yaml import NOT_JSON, ConfigError
 
 ExpertsByRank = list[list[int]]  # the experts that each rank holds, in their order
 encode_lines = msgspec.json.Encoder().encode_lines
@@ -71,7 +71,7 @@ class Spread:
         self.path = path
         try:
             lines = decode_lines(Path(path).read_bytes())
-        except (OSError, msgspec.DecodeError) as error:
+        except (*NOT_JSON, OSError) as error:
             said = getattr(error, "strerror", error)
             raise ConfigError(f"experts.placement: {path}: {said}") from None
         self.by_layer = {line.layer: line.ranks for line in lines}

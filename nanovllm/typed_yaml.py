@@ -16,6 +16,8 @@ import yaml
 from msgspec import Struct, structs
 
 T = TypeVar("T", bound=Struct)
+# What reading JSON raises for bytes that are none, or not what is asked for.
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class ConfigError(ValueError):

@@ -147,6 +147,7 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
          "',' or ']', but got '<stream end>'"),
         ("parallel={tp: 4, ep: 2}", "parallel.ep is 2; it must be 1 or parallel.tp, which is 4; "
          "with a parallel.tp of 1 it can be any number of devices"),
+        ("cpu_threads=0", "cpu_threads is 0; it must be between 1 and 1024"),
         ("parallel.ep=65", "parallel.ep is 65; it must be between 1 and 64"),
         ("experts.routing=round", "experts.routing is 'round'; it must be auto or uniform"),
         ("experts.routing=uniform",

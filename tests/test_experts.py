@@ -95,6 +95,9 @@ def test_no_such_file_is_one_line(tmp_path: Path) -> None:
     path.write_text('{"layer": 0, "tokens": [], "ranks": 3}')
     with pytest.raises(ConfigError, match=r"experts.placement: .*x: Expected `array`, got `int`"):
         Spread(str(path))
+    path.write_bytes(b'{"\xe9": 0}')
+    with pytest.raises(ConfigError, match=r"experts.placement: .*x: 'utf-8' codec can't decode"):
+        Spread(str(path))
 
 
 def test_a_placement_needs_ranks() -> None:

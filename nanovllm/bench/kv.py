@@ -125,8 +125,8 @@ def numbers(plan: MemoryPlan, lengths: Sequence[int]) -> dict[str, float]:
         found[f"key/value heads, {of}"] = group.num_heads
         found[f"a token, {of}, KiB"] = group.bytes_per_token / 1024
         found[f"a page, {of}, MiB"] = group.bytes_per_token * plan.found.page_tokens / 2**20
-    lanes = plan.found.mesh.lanes
-    found |= plan.split.numbers(lengths) | {"lanes": lanes, "context": plan.context}
+    lanes, ranks = plan.found.mesh.lanes, plan.found.mesh.size * plan.asked.parallel.dp
+    found |= plan.split.numbers(lengths, ranks) | {"lanes": lanes, "context": plan.context}
     slots = int(plan.found.recipe.schedule.slots) if plan.found.layout.state else plan.pages
     for length in lengths:
         fitting = min(slots, plan.pages // plan.pages_of(length)) * lanes

@@ -103,16 +103,22 @@ class MemoryPlan:
         num_bytes, layers = read_by(self.model.layers, rows, self.found.mesh.lanes)
         head, own = self.model.head.weight, -(-rows // self.found.mesh.lanes)
         products = self._least(num_bytes + head.nbytes, 2 * (layers * rows + head.numel() * own))
-        return products + self._least(own * decode_bytes(self.found.layout, length), 0)
+        cached, flops = decode_bytes(self.found.layout, length), length * self._flops(decodes=True)
+        return products + own * self._least(cached, flops)
 
     def prefill_s(self, rows: int, length: int) -> float:
         """The least time of so many prompts. Half of attention's products are masked."""
         num_bytes, layers = read_by(self.model.layers, rows * length, self.found.mesh.lanes)
-        head, config = self.model.head.weight, self.found.model_config
-        heads = config.num_attention_heads // self.found.mesh.tp_size * config.key_value_size
-        each = 2 * head.numel() + num_paged(self.found.layout) * heads * length**2
-        flops = rows * 2 * layers * length + -(-rows // self.found.mesh.lanes) * each
+        head, own = self.model.head.weight, -(-rows // self.found.mesh.lanes)
+        each = 2 * head.numel() + self._flops(decodes=False) * length**2 / 2
+        flops = rows * 2 * layers * length + own * each
         return self._least(num_bytes + head.nbytes, flops)
+
+    def _flops(self, *, decodes: bool) -> int:
+        """What a query and a token that it sees take, of all layers and the heads of a rank."""
+        config, found = self.found.model_config, self.found
+        heads = config.num_attention_heads // found.mesh.tp_size
+        return 2 * num_paged(found.layout) * heads * config.key_value_size(decodes=decodes)
 
     def _least(self, num_bytes: float, flops: float) -> float:
         return max(num_bytes / self.gpu.gb_per_s / 1e9, flops / self.gpu.tflops / 1e12)
@@ -123,8 +129,7 @@ def plan_of(config: Config, gpu: Gpu, size: int, models: Models | None = None) -
 
     `models`: those of plans before, for other schedules and lengths of the same recipe.
     """
-    asked = config.recipe
-    given = config if gpu is CPU else with_numbers_of_a_gpu(config)
+    asked, given = config.recipe, config if gpu is CPU else with_numbers_of_a_gpu(config)
     found = resolved(given, first_rank(asked.parallel).first_of(size))
     at, models = (found.mesh, found.max_model_tokens), {} if models is None else models
     model = models[at] = models.get(at) or found.empty_model(torch.device("meta"))

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from nanovllm.config import ConfigError
+from nanovllm.config import NOT_JSON, ConfigError
 
 Kind = Literal[
     "serve", "offline", "kernels", "kv", "graphs", "load", "page", "parity", "demo", "clients"
@@ -213,7 +213,7 @@ def read(path: Path) -> Record:
     """Raises ConfigError that names the file and the field."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Record)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (*NOT_JSON, OSError) as error:
         raise ConfigError(f"{path} is no record: {error}") from None
 
 

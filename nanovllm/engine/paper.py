@@ -17,7 +17,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from nanovllm.config import Config, ConfigError, Recipe, given_or, resolve_context, resolve_schedule
+from nanovllm.config import (
+    NOT_JSON,
+    Config,
+    ConfigError,
+    Recipe,
+    given_or,
+    resolve_context,
+    resolve_schedule,
+)
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.plan import Int32, Masks, StepPlan, StepResult, mode_key
 from nanovllm.wire import Generate
@@ -91,7 +99,7 @@ def build(config: Config) -> tuple[PaperExecutor, Recipe, int, CacheLayout]:
     path = Path(config.config_path)
     try:
         model = msgspec.json.decode(path.read_bytes(), type=Numbers)
-    except msgspec.DecodeError as error:
+    except NOT_JSON as error:
         raise ConfigError(f"{path}: {error}") from None
     recipe = resolve(config.recipe, model.max_position_embeddings)
     tokenizer = Tokenizer.from_file(str(Path(config.tokenizer_dir) / "tokenizer.json"))

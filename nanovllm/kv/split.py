@@ -96,8 +96,9 @@ class Split(NamedTuple):
         states += f", checkpoint_host_gib: {self.cache.checkpoint_host_gib}" * bool(self.host_bytes)
         return f"pages: {self.pages}{states}"
 
-    def numbers(self, lengths: Sequence[int]) -> dict[str, float]:
-        """By name and unit. Of a model with recurrent layers also what a request takes.
+    def numbers(self, lengths: Sequence[int], ranks: int) -> dict[str, float]:
+        """By name and unit. Of a model with recurrent layers also what a request takes. `ranks`:
+        how many share the host, of all engines.
 
         The least that it could take is its state, and its tokens' keys and values alone.
         """
@@ -105,7 +106,7 @@ class Split(NamedTuple):
         found: dict[str, float] = {"pages": self.pages, "tokens": self.pages * size}
         if state := layout.bytes_per_state:
             found |= {"checkpoints": self.checkpoints, "a state, MiB": state / 2**20}
-            found["checkpoints in the host's memory, GiB"] = self.host_bytes / 2**30
+            found["all checkpoints in the host's memory, GiB"] = ranks * self.host_bytes / 2**30
             for length in lengths:
                 taken = state - (-length // size) * size * layout.bytes_per_token
                 least = state + length * layout.bytes_per_token

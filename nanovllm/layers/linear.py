@@ -39,6 +39,9 @@ class Layer(nn.Module):
     def __call__(self, *args: Any) -> Any:  # noqa: ANN401
         return self.forward(*args)
 
+    def finish(self) -> None:
+        """Makes what is made once of weights, which are loaded now."""
+
 
 def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """Uninitialised, of the default dtype and device: the loader sets both, then fills it."""

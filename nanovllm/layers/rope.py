@@ -10,12 +10,12 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from nanovllm.layers.stretched_rope import Base, Llama3Rope, YarnRope
+from nanovllm.layers.stretched_rope import Base, Llama3Rope, Positive, YarnRope
 
 
 class PlainRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="default"):
     rope_theta: Base
-    partial_rotary_factor: float = 1.0  # which part of a head is rotated, the first
+    partial_rotary_factor: Positive | None = None  # which part of a head is rotated, the first
 
 
 Rope = PlainRope | Llama3Rope | YarnRope

@@ -15,7 +15,7 @@ experts' scores are closer than both, either way may choose either.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -48,16 +48,18 @@ class Router(Linear):
         if dtype not in (None, self.weight.dtype):  # float32, and the stream is bfloat16
             self.weight = parameter(num_rows, hidden_size, dtype=dtype)
             vars(self)["operand"], self.by_rows = self.weight, RowTable(self._choose)
+            parts_IED = torch.empty(MOST_PARTS, num_rows, hidden_size)  # as many at most
+            self.register_buffer("parts_IED", parts_IED, persistent=False)
 
     def _choose(self, num_rows: int) -> Implementation:
         if num_rows >= LEAST_ROWS and self.weight.device.type != "cpu":
             return Implementation("parts", lambda x_TD, _: by_parts(x_TD, self.parts_IED))
         return Implementation("library", lambda x, weight: F.linear(x.to(weight.dtype), weight))
 
-    @cached_property
-    def parts_IED(self) -> Tensor:
-        """Made in the first step of many rows, which is before any graph of one is captured."""
-        return bfloat16_parts(self.weight)
+    def finish(self) -> None:
+        """Makes the parts, of which there may be fewer than room was kept for."""
+        if "parts_IED" in self._buffers:
+            self.parts_IED = bfloat16_parts(self.weight)
 
 
 def bfloat16_parts(weight_ED: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ class Llama3Rope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="
     """Llama 3.1: slow rotations are stretched by `factor`, fast ones kept, the rest blended."""
 
     rope_theta: Base
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: Positive | None = None
     factor: Positive
     low_freq_factor: float
     high_freq_factor: float
@@ -38,7 +38,7 @@ class YarnRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="ya
     """
 
     rope_theta: Base
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: Positive | None = None
     factor: Positive
     original_max_position_embeddings: Annotated[int, Meta(ge=1)]
     beta_fast: Positive = 32.0

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import msgspec
 from msgspec import Struct
 
-from nanovllm.config import Config, ConfigError
+from nanovllm.config import NOT_JSON, Config, ConfigError
 from nanovllm.layers.rope import Rope
 from nanovllm.models import MODELS
 from nanovllm.models.altered import altered
@@ -49,19 +49,17 @@ def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
             if raw.get(field, only) != only:
                 shown, allowed = map(json.dumps, (raw[field], only))
                 raise ConfigError(f"{path}: {field} is {shown}; only {allowed} is supported")
-        raw["rope_parameters"] = rope_parameters(spelling, family.Config.ROTATED or 1.0, path)
+        raw["rope_parameters"] = rope_parameters(spelling, path)
         return family, altered(msgspec.convert(raw, family.Config), config.recipe, path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except msgspec.DecodeError as error:  # not JSON, a missing field, or one of the wrong type
+    except NOT_JSON as error:  # or a missing field, or one of the wrong type
         raise ConfigError(f"{path}: {error}") from None
 
 
-def rope_parameters(spelling: Spelling, rotated: float, path: Path) -> dict[str, Any]:
+def rope_parameters(spelling: Spelling, path: Path) -> dict[str, Any]:
     """All spellings as `rope_parameters`, with its rope_type: what `rope_scaling` says goes before
     what they say, and that before what stands beside them. What is null is left out.
-
-    `rotated`: the partial_rotary_factor if none of them says it.
     """
     own = spelling.rope_parameters or {}
     rope = {**(spelling.rope_scaling or own)}
@@ -69,9 +67,9 @@ def rope_parameters(spelling: Spelling, rotated: float, path: Path) -> dict[str,
         rope.setdefault(name, own.get(name, getattr(spelling, name)))
     if rope["rope_theta"] is None:
         raise ConfigError(f"{path}: missing field rope_theta (or rope_parameters)")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     kinds = [known.__struct_config__.tag for known in get_args(Rope)]
     if kind not in kinds:
-        raise ConfigError(f"{path}: rope type is {kind}; supported are {', '.join(kinds)}")
-    said = {name: value for name, value in rope.items() if value is not None}
-    return {"partial_rotary_factor": rotated, **said, "rope_type": kind}
+        of = "rope_scaling" if spelling.rope_scaling else "rope_parameters"
+        raise ConfigError(f"{path}: rope_type of {of} is {kind}; supported are {', '.join(kinds)}")
+    return {name: value for name, value in rope.items() if value is not None}

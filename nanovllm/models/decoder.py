@@ -25,7 +25,7 @@ from nanovllm.layers.residual import Added, Residual
 from nanovllm.layers.rope import Rope, cos_sin_table
 from nanovllm.parallel.mesh import Mesh
 
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 Rule = tuple[str, str] | tuple[str, str, str]  # checkpoint name, parameter[, part]; {} = a number
 
 
@@ -45,7 +45,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     vocab_size: Count
     hidden_size: Count
     intermediate_size: Count
-    num_hidden_layers: Count
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)]
     num_attention_heads: Count
     num_key_value_heads: Count
     head_dim: Count | None = None
@@ -78,15 +78,15 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
-    @property
-    def key_value_size(self) -> int:
-        """The elements of a head's key and of its value together."""
+    def key_value_size(self, *, decodes: bool) -> int:
+        """The elements of a head's key and of its value together, in steps that decode or not."""
         return 2 * self.head_size
 
     @property
     def rotary_size(self) -> int:
         """How many elements of a head are rotated, the first ones."""
-        return int(self.head_size * self.rope_parameters.partial_rotary_factor)
+        part = self.rope_parameters.partial_rotary_factor or self.ROTATED or 1
+        return int(self.head_size * part)
 
 
 class Block(Layer):

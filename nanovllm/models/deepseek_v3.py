@@ -43,7 +43,7 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
     n_routed_experts: Count
     num_experts_per_tok: Count
     moe_intermediate_size: Count
-    n_shared_experts: Annotated[int, Meta(ge=0)] | None = 1
+    n_shared_experts: Annotated[int, Meta(ge=0, le=1024)] | None = 1
     n_group: Count = 8
     topk_group: Count = 4
     norm_topk_prob: bool = True
@@ -55,8 +55,12 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
                 f"num_key_value_heads is {self.num_key_value_heads}; it must be "
                 f"num_attention_heads, {self.num_attention_heads}, as each head makes its own"
             )
-        if self.qk_rope_head_dim % 2:
-            raise ValueError(f"qk_rope_head_dim is {self.qk_rope_head_dim}; it must be even")
+        if (rotated := self.qk_rope_head_dim) % 2:
+            raise ValueError(f"qk_rope_head_dim is {rotated}; it must be even")
+        if self.head_dim not in (None, rotated):
+            raise ValueError(f"head_dim is {self.head_dim}; it must be qk_rope_head_dim, {rotated}")
+        if (said := self.rope_parameters.partial_rotary_factor) not in (None, 1):
+            raise ValueError(f"partial_rotary_factor is {said}; only 1 is supported")
         if self.topk_group > self.n_group:
             raise ValueError(f"topk_group is {self.topk_group}; there are n_group {self.n_group}")
         most = self.n_routed_experts // self.n_group * self.topk_group
@@ -72,9 +76,10 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
         """What a head gives, and o takes."""
         return self.v_head_dim
 
-    @property
-    def key_value_size(self) -> int:
-        return self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim
+    def key_value_size(self, *, decodes: bool) -> int:
+        """Steps that decode multiply latents, for keys and for values."""
+        both = 2 * self.kv_lora_rank if decodes else self.qk_nope_head_dim + self.v_head_dim
+        return both + self.qk_rope_head_dim
 
     @property
     def rotary_size(self) -> int:
@@ -88,7 +93,7 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
 
     @property
     def score_scale(self) -> float:
-        rope, size = self.rope_parameters, self.key_value_size - self.v_head_dim
+        rope, size = self.rope_parameters, self.qk_nope_head_dim + self.qk_rope_head_dim
         return float(size**-0.5 * (rope.score_scale if isinstance(rope, YarnRope) else 1.0))
 
     def evenly_cut(self, ep: int) -> tuple[str, ...]:

@@ -29,17 +29,19 @@ class Destination:
 
     @property
     def rows(self) -> range:
-        """Which rows of the tensor it needs: the whole width of each."""
+        """Which rows of the tensor it needs."""
         if self.dim == 0:
             return range(self.start, self.start + self.count)
         return range(self.shape[0] if self.count else 0)
 
     def take(self, rows: Tensor, first: int) -> None:
-        """Keeps what it wants of these rows of the tensor, which begin at row `first`."""
+        """Keeps what it wants of these rows of the tensor, which begin at row `first`: whole ones,
+        or its columns alone.
+        """
+        before, own = first, rows
         if self.dim == 0:
-            low = max(first, self.start)
-            kept = rows[low - first : self.start + self.count - first]
-            self.into[low - self.start :][: len(kept)].copy_(kept)
-        else:
-            kept = rows.narrow(self.dim, self.start, self.count)
-            self.into[first : first + len(rows)].copy_(kept)
+            before -= self.start
+            own = rows[max(0, -before) : self.count - before]
+        elif rows.shape[1] != self.count:
+            own = rows.narrow(1, self.start, self.count)
+        self.into[max(0, before) :][: len(own)].copy_(own)

@@ -51,7 +51,7 @@ class MiniMaxM2Config(DecoderConfig, frozen=True, kw_only=True):
 
     @property
     def rotary_size(self) -> int:
-        is_said = self.rope_parameters.partial_rotary_factor != self.ROTATED
+        is_said = self.rope_parameters.partial_rotary_factor is not None
         return super().rotary_size if is_said else self.rotary_dim or self.head_dim
 
     def evenly_cut(self, ep: int) -> tuple[str, ...]:

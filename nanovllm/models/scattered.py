@@ -52,7 +52,8 @@ def plus_one(wanted: dict[str, Destination], names: str) -> dict[str, Destinatio
 
 
 def joined(first: Destination, second: Destination) -> Scattered:
-    """Both spans of one tensor. The second one's place is right behind the first one's."""
+    """Both spans of one tensor, of rows. The second one's place is right behind the first one's."""
+    assert first.dim == 0
     members = (*getattr(first, "members", (first,)), second)
     size, count = [*first.into.shape], first.count + second.count
     size[first.dim] = count

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from nanovllm.attention.grouped import load_scale
 from nanovllm.config import Config
-from nanovllm.layers.linear import Placement
+from nanovllm.layers.linear import Layer, Placement
 from nanovllm.log import Progress
 from nanovllm.models.decoder import Decoder, Rule
 from nanovllm.models.destination import FP8, Destination
@@ -48,6 +48,8 @@ def fill(model: Decoder, config: Config) -> None:
     else:
         assert config.model_dir is not None
         fill_from_files(model, wanted, Path(config.model_dir))
+    for layer in (module for module in model.modules() if isinstance(module, Layer)):
+        layer.finish()
 
 
 @contextmanager

@@ -100,8 +100,6 @@ def compiled_beside(jobs: list[Job]) -> Iterator[None]:
     """Compiles those that are not on disk, beside what is done in the meantime."""
     lacking = [job for job in jobs if job.path and not job.path.exists()]
     if len(lacking) < 2 or len(os.sched_getaffinity(0)) < LEAST_CORES:
-        lacking = []
-    if not lacking:
         yield
         return
     progress = Progress(log, "compiling meanwhile", len(lacking), "kernels")
@@ -114,8 +112,7 @@ def compiled_beside(jobs: list[Job]) -> Iterator[None]:
     finally:
         for process in processes:
             process.kill()
-    failed = sum(process.returncode != 0 for process in processes)
-    if failed:
+    if failed := sum(process.returncode != 0 for process in processes):
         log.warning("%d of %d did not compile; again where they are used", failed, len(lacking))
     progress.finish()
 

@@ -21,6 +21,11 @@ from nanovllm.runner.sizing import GIB
 
 NO_LIMIT = 1 << 60  # what control groups without a limit report is larger
 WORKSPACE = 32 << 20  # that torch gives to the products' library
+# By a control group's kind: files with its limit and what it has, and how counts of files begin.
+GROUPS = {
+    "": ("memory.max", "memory.current", ""),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +80,10 @@ def smaller_ones(need: Need) -> Iterator[tuple[str, Need]]:
     """Flags that make the same model take less, the least harmful first."""
     yield from less_cache(need, "")
     if need.dtype_bytes > 2:
-        pages = need.cache_key == "cache.pages"  # as many, of keys and values of half the size
-        half = replace(
-            need,
-            dtype="bfloat16",
-            dtype_bytes=2,
-            cache_bytes=need.cache_bytes // 2 if pages else need.cache_bytes,
-            page_bytes=need.page_bytes // 2,
-        )
+        # As many pages, of keys and values of half the size.
+        cache = need.cache_bytes // (2 if need.cache_key == "cache.pages" else 1)
+        page = need.page_bytes // 2
+        half = replace(need, dtype="bfloat16", dtype_bytes=2, cache_bytes=cache, page_bytes=page)
         yield "--set dtype=bfloat16", half
         yield from less_cache(half, "--set dtype=bfloat16 ")
 
@@ -106,6 +107,8 @@ def need_of(found: Resolved) -> Need:
     pages = given_or(cache.pages, slots * -(-found.max_model_tokens // found.page_tokens))
     split, host = Split(pages, cache, found.layout, found.page_tokens), host_memory()
     whole, host = split.total + running_bytes(found.layout, recipe), host // found.mesh.size
+    if (engines := recipe.parallel.dp) > 1:  # of which others may have taken theirs before
+        host = min(host, host_memory(in_all=True) // (engines * found.mesh.size))
     if (kept := split.host_bytes) > host:
         raise ConfigError(
             f"cache.checkpoint_host_gib: a rank's checkpoints take {gib(kept)}; this machine has "
@@ -172,50 +175,45 @@ def step_bytes(found: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
 # -- what the host has ------------------------------------------------------------------------
 
 
-def host_memory(root: Path = Path("/")) -> int:
-    """Bytes that may be allocated: what the kernel calls available, within every control group."""
-    return min(available(root), *group_rooms(root), NO_LIMIT)
+def host_memory(root: Path = Path("/"), *, in_all: bool = False) -> int:
+    """Bytes that may be allocated: what the kernel calls available, within every control group.
+
+    `in_all`: if nobody had allocated any.
+    """
+    return min(of_machine(root, in_all), *group_rooms(root, in_all), NO_LIMIT)
 
 
-def available(root: Path) -> int:
+def of_machine(root: Path, in_all: bool) -> int:
+    name = "MemTotal:" if in_all else "MemAvailable:"
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:  # not Linux
         return NO_LIMIT
-    kib = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    kib = (int(line.split()[1]) for line in lines if line.startswith(name))
     return next(kib, NO_LIMIT // 1024) * 1024
 
 
-def group_rooms(root: Path) -> Iterator[int]:
+def group_rooms(root: Path, in_all: bool) -> Iterator[int]:
     """What each limit above this process leaves; files that were read may be forgotten again."""
-    for folder, most, used, files in groups(root):
+    for folder, most, used, of in groups(root):
         try:
             limit = int((folder / most).read_text())
             taken = int((folder / used).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no such group here, or "max"
             continue
+        files = sum(int(stat.get(of + name, 0)) for name in ("inactive_file", "active_file"))
         if limit < NO_LIMIT:
-            yield max(0, limit - taken + sum(int(stat.get(name, 0)) for name in files))
+            yield limit if in_all else max(0, limit - taken + files)
 
 
-def groups(root: Path) -> Iterator[tuple[Path, str, str, tuple[str, str]]]:
-    """Folders of both versions, from this process's group to the topmost, and their files."""
+def groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Folders of both versions, from this process's group to the topmost, and what GROUPS says."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
-    for line in lines:
-        _, kinds, path = line.split(":", 2)
-        if kinds == "":
-            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
-            files = ("inactive_file", "active_file")
-        elif "memory" in kinds.split(","):
-            top = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            files = ("total_inactive_file", "total_active_file")
-        else:
-            continue
-        own = Path(path.lstrip("/"))
-        for folder in (own, *own.parents):
-            yield top / folder, *names, files
+    for _, kinds, path in (line.split(":", 2) for line in lines):
+        for kind in GROUPS.keys() & kinds.split(","):
+            top, own = root / "sys/fs/cgroup" / kind, Path(path.lstrip("/"))
+            yield from ((top / folder, *GROUPS[kind]) for folder in (own, *own.parents))

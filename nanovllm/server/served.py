@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import Struct
 
-from nanovllm.config import Config, ConfigError
+from nanovllm.config import NOT_JSON, Config, ConfigError
 from nanovllm.registry import resolve
 from nanovllm.server.detokenize import Vocabulary
 from nanovllm.server.parsers import PARSERS, parser_of
@@ -94,5 +94,5 @@ class Served:
 def _read(path: Path, schema: type[T]) -> T:
     try:
         return msgspec.json.decode(path.read_bytes(), type=schema)
-    except (OSError, msgspec.DecodeError) as error:
+    except (*NOT_JSON, OSError) as error:
         raise ConfigError(f"{path}: {error}") from None

@@ -197,7 +197,7 @@ def test_checkpoints_in_the_hosts_memory_are_planned() -> None:
     assert plan.pages / on_device.pages == pytest.approx(1 / 0.75, rel=0.01)
     found = numbers(plan, [500])
     assert (found["checkpoints"], found["a state, MiB"]) == (889, pytest.approx(73.69, abs=0.01))
-    assert found["checkpoints in the host's memory, GiB"] == pytest.approx(64, abs=0.1)
+    assert found["all checkpoints in the host's memory, GiB"] == pytest.approx(64, abs=0.1)
     assert plan.problem([32768]) == ""
     line = pins(plan).splitlines()[1]
     assert "checkpoints: 889, checkpoint_host_gib: 64.0," in line
@@ -205,6 +205,9 @@ def test_checkpoints_in_the_hosts_memory_are_planned() -> None:
     assert (again.pages, again.split.checkpoints) == (plan.pages, 889)
     cut = on_h200(shape[0], "quantize=fp8", "cache.checkpoint_host_gib=64", tp=2)
     assert cut.split.checkpoints == pytest.approx(2 * 889, abs=2)  # of each rank
+    three = on_h200(shape[0], "quantize=fp8", "cache.checkpoint_host_gib=64", "parallel.dp=3", tp=2)
+    host = numbers(three, [500])["all checkpoints in the host's memory, GiB"]
+    assert host == pytest.approx(3 * 2 * 64, abs=0.3)  # of two ranks of three engines
 
 
 # -- what does not fit -------------------------------------------------------------------------
@@ -412,7 +415,8 @@ def test_minimax_m2_has_a_byte_a_weight() -> None:
     plan = on_h200("minimax-m2", "parallel.tp=4", "parallel.ep=4", tp=4)
     assert plan.taken[WEIGHTS] == pytest.approx(230e9 / 4, rel=0.01)
     experts = 62 * 256 * 3 * 1536 * 3072 / 4
-    assert 0.97 < experts / plan.taken[WEIGHTS] < 1
+    routers = 62 * 256 * 3072 * (4 + 3 * 2)  # in float32, and as three parts in bfloat16
+    assert 0.975 < (experts + routers) / plan.taken[WEIGHTS] < 1
     assert plan.found.layout.bytes_per_token == 62 * 2 * 2 * 128 * 2  # of two heads
 
 
@@ -425,7 +429,7 @@ def test_r1_over_eight_ranks_by_hand() -> None:
     sparse = experts * 3 * hidden * 2048 // 8
     in_fp8 = 61 * attention + 3 * dense // 8 + 58 * sparse
     copies = 61 * 2 * kept[1]
-    routers = 58 * 256 * (hidden + 1) * 4
+    routers = 58 * 256 * ((hidden + 1) * 4 + 3 * hidden * 2)  # and up to three parts in bfloat16
     vocabulary = 2 * 2 * hidden * 8 * 2048  # whole blocks: rank 0 has 8 of 64
     tables = plan.found.max_model_tokens * 64 * 4
     expected = in_fp8 * (1 + 4 / 128**2) + copies + routers + vocabulary + tables
@@ -439,6 +443,20 @@ def test_r1_over_eight_ranks_by_hand() -> None:
     narrow = on_h200("deepseek-r1", "cache.dtype=fp8", tp=8)
     assert narrow.found.layout.bytes_per_token == 61 * (512 + 2 * 64 + 16) == 40016
     assert narrow.tokens == pytest.approx(plan.tokens * 70272 / 40016, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_decode_steps_of_latents_multiply_longer_than_they_read(dtype: str) -> None:
+    """Where a rank has all 128 heads, which read each latent once; not where it has 16."""
+    lanes = on_h200("deepseek-r1", "parallel.tp=1", "parallel.ep=8", f"cache.dtype={dtype}", tp=8)
+    ranks = on_h200("deepseek-r1", f"cache.dtype={dtype}", tp=8)
+    read = {"auto": 70272, "fp8": 40016}[dtype] / 4.28e12
+    for plan, heads, own in ((lanes, 128, 8), (ranks, 16, 64)):
+        multiplied = 61 * 2 * heads * (2 * 512 + 64) / 790e12
+        assert (multiplied > read) is (heads == 128)
+        least = own * 30_000 * max(multiplied, read)
+        growth = plan.decode_s(64, 32_000) - plan.decode_s(64, 2_000)
+        assert growth == pytest.approx(least, rel=1e-6)
 
 
 def test_the_first_layers_of_r1_on_one_gpu() -> None:

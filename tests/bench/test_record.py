@@ -80,6 +80,9 @@ def test_a_broken_record_is_refused_with_its_name(tmp_path: Path) -> None:
     path.write_text('{"schema_version": 1, "kind": "serve", "speed": 3}')
     with pytest.raises(ConfigError, match=r"a\.json is no record: .*speed"):
         record.read(path)
+    path.write_bytes(b'{"kind": "\xe9"}')
+    with pytest.raises(ConfigError, match=r"a\.json is no record: 'utf-8' codec can't decode"):
+        record.read(path)
     with pytest.raises(ConfigError, match=r"missing\.json is no record"):
         record.read(tmp_path / "missing.json")
 

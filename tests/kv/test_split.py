@@ -67,7 +67,7 @@ def test_what_a_model_has_follows_from_its_layout(layout, checkpoints) -> None:
 
 def test_whatever_its_length_a_request_takes_little_more_than_it_must() -> None:
     """Nothing is padded to a common size of pages and states: vLLM takes 7,808 tokens' pages."""
-    found = Split(9_000, Cache(), NEXT, PAGE).numbers((12, 500, 8_000, 100_000))
+    found = Split(9_000, Cache(), NEXT, PAGE).numbers((12, 500, 8_000, 100_000), 1)
     above = [found[f"a request of {n:,}, % above the least"] for n in (12, 500, 8_000, 100_000)]
     assert above == pytest.approx([3.68, 0.33, 0.57, 0.09], abs=0.01) and max(above) <= 5
     assert found["a request of 8,000, MiB"] == pytest.approx(73.69 + 63 * 3, abs=0.01)
@@ -87,7 +87,7 @@ def test_all_of_a_cache_is_counted() -> None:
     assert split.bytes["pages"] == pages and 0 <= 2 * pages - split.total < NEXT.bytes_per_state
     assert split.pin == f"pages: 999, checkpoints: {split.checkpoints}"
     dense = Split(999, Cache(), DENSE, PAGE)
-    assert (dense.total, dense.pin, dense.numbers([12])) == (
+    assert (dense.total, dense.pin, dense.numbers([12], 1)) == (
         pages,
         "pages: 999",
         {"pages": 999, "tokens": 999 * PAGE},
@@ -104,11 +104,12 @@ def test_checkpoints_in_the_hosts_memory_leave_pages_the_device(checkpoints) -> 
     assert split.bytes == {"checkpoints": 0, "pages": 1000 * PAGE * NEXT.bytes_per_token}
     assert split.total == split.bytes["pages"]
     assert split.pin == f"pages: 999, checkpoints: {count}, checkpoint_host_gib: 40"
-    found = split.numbers([])
-    assert (found["checkpoints"], found["checkpoints in the host's memory, GiB"]) == (
-        count,
-        pytest.approx(40, abs=0.08) if checkpoints == "auto" else count * state / GIB,
-    )
+    for ranks in (1, 4):
+        found = split.numbers([], ranks)
+        assert (found["checkpoints"], found["all checkpoints in the host's memory, GiB"]) == (
+            count,
+            ranks * count * state / GIB,
+        )
     on_device = Split(999, Cache(), NEXT, PAGE)
     assert on_device.host_bytes == 0 and "host" not in on_device.pin
 

@@ -162,7 +162,6 @@ def test_a_cpu_multiplies_in_float32() -> None:
     made.weight.data.copy_(weight_ED)
     assert by_rows(made.by_rows, (1, 8192)) == "library 1-8192"
     assert torch.equal(made.product(x_TD), torch.nn.functional.linear(x_TD.float(), weight_ED))
-    assert "parts_IED" not in vars(made)
 
 
 @pytest.mark.parametrize(
@@ -178,18 +177,26 @@ def test_elsewhere_many_rows_of_bfloat16_are_multiplied_by_parts(
 ) -> None:
     """As torch's own rules say of a product with float32 sums: here shapes and types alone."""
     made = router(dtype, model).to("meta")
-    made.__dict__["parts_IED"] = torch.empty(3, E, D, dtype=torch.bfloat16, device="meta")
     for rows, name in ((LEAST_ROWS - 1, "library"), (LEAST_ROWS, of_many)):
         assert made.by_rows[rows].name == name
         y_TE = made.product(torch.empty(rows, D, dtype=model, device="meta"))
         assert (y_TE.shape, y_TE.dtype) == ((rows, E), dtype or model)
 
 
-def test_parts_are_made_once() -> None:
+def test_parts_are_made_once_weights_are_loaded() -> None:
+    """Until then there is room for as many as there may be."""
     made = router(torch.float32)
-    made.weight.data.copy_(drawn()[1])
-    assert made.parts_IED is made.parts_IED
-    assert {*dict(made.named_parameters())} == {"weight"} and not dict(made.named_buffers())
-    x_TD = drawn()[0]
-    found = by_parts(x_TD, made.parts_IED, float_sums)
-    torch.testing.assert_close(found, made.product(x_TD), rtol=0, atol=1e-5)
+    x_TD, weight_ED = drawn()
+    for weight, count in ((weight_ED, MOST_PARTS), (weight_ED.bfloat16(), 1)):
+        made.weight.data.copy_(weight)
+        made.parts_IED = torch.full((MOST_PARTS, E, D), torch.nan, dtype=torch.bfloat16)
+        made.finish()
+        assert len(made.parts_IED) == count and {*made.state_dict()} == {"weight"}
+        found = by_parts(x_TD, made.parts_IED, float_sums)
+        torch.testing.assert_close(found, made.product(x_TD), rtol=0, atol=1e-5)
+    kept = made.parts_IED
+    made.product(x_TD)
+    assert made.parts_IED is kept
+    for others in (router(None), router(torch.float32, torch.float32)):
+        others.finish()
+        assert not dict(others.named_buffers())

@@ -173,6 +173,9 @@ def test_experts_are_counted_under_either_name(
         ({"rope_theta": 1e4, "rotary_dim": 8}, None),
         ({"rope_theta": 1e4, "rotary_dim": 8, "partial_rotary_factor": 0.25}, None),
         ({"rope_theta": 1e4, "partial_rotary_factor": 0.25}, None),
+        ({"rope_theta": 1e4, "rotary_dim": 8, "partial_rotary_factor": 1.0}, None),
+        ({"rotary_dim": 8}, {"partial_rotary_factor": 1.0}),
+        ({"rotary_dim": 8, "partial_rotary_factor": 0.25}, {"partial_rotary_factor": 1.0}),
         ({"rotary_dim": 8}, {"partial_rotary_factor": 0.75}),
         ({"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 0.75}),
     ],
@@ -221,6 +224,8 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
         ({"hidden_size": ...}, "Object missing required field `hidden_size`"),
         ({"hidden_size": "big"}, "Expected `int`, got `str` - at `$.hidden_size`"),
         ({"hidden_size": 0}, "Expected `int` >= 1 - at `$.hidden_size`"),
+        ({"vocab_size": 1 << 40}, "Expected `int` <= 16777216 - at `$.vocab_size`"),
+        ({"num_hidden_layers": 10**7}, "Expected `int` <= 1024 - at `$.num_hidden_layers`"),
         ({"vocab_size": 3.5}, "Expected `int`, got `float` - at `$.vocab_size`"),
         ({"num_attention_heads": 30}, "num_attention_heads 30 is not a multiple of "
          "num_key_value_heads 8"),
@@ -270,7 +275,23 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
         ),
         (
             {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
-            "rope type is longrope; supported are default, llama3, yarn",
+            "rope_type of rope_scaling is longrope; supported are default, llama3, yarn",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4.0}},
+            "rope_type of rope_scaling is linear; supported are default, llama3, yarn",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}, "rope_scaling": None},
+            "rope_type of rope_parameters is dynamic; supported are default, llama3, yarn",
+        ),
+        (
+            {"rope_scaling": {"rope_type": None}},
+            "rope_type of rope_scaling is None; supported are default, llama3, yarn",
+        ),
+        (
+            {"rope_theta": 1e4, "partial_rotary_factor": 0},
+            "Expected `float` > 0.0 - at `$.rope_parameters.partial_rotary_factor`",
         ),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
@@ -295,6 +316,22 @@ def test_not_json_at_all(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^\S+/config\.json: [A-Z].*") as caught:
         read_model_config(config_of(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"architectures": ["\xe9"]}', "'utf-8' codec can't decode byte 0xe9 in position 0"),
+        (b'{"a": ' + b"[" * 100_000, "maximum recursion depth exceeded"),
+    ],
+)
+def test_text_of_another_encoding_and_text_without_an_end(
+    content: bytes, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        read_model_config(config_of(tmp_path))
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {said}")
 
 
 def test_no_config_at_all(tmp_path: Path) -> None:
@@ -365,6 +402,10 @@ def test_what_r1_could_leave_out(tmp_path: Path) -> None:
         ({"num_key_value_heads": 64}, "num_key_value_heads is 64; it must be num_attention_heads, "
          "128, as each head makes its own"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63; it must be even"),
+        ({"head_dim": 128}, "head_dim is 128; it must be qk_rope_head_dim, 64"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1 is supported"),
+        ({"rope_scaling": {**R1["rope_scaling"], "partial_rotary_factor": 0.25}},
+         "partial_rotary_factor is 0.25; only 1 is supported"),
         ({"n_group": 7}, "num_experts_per_tok is 8, of topk_group 4 of n_group 7 equal groups, but "
          "n_routed_experts is 256"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok is 129, of topk_group 4 of n_group 8 "
@@ -376,6 +417,7 @@ def test_what_r1_could_leave_out(tmp_path: Path) -> None:
         ({"kv_lora_rank": ...}, "Object missing required field `kv_lora_rank`"),
         ({"first_k_dense_replace": -1}, "Expected `int` >= 0 - at `$.first_k_dense_replace`"),
         ({"n_shared_experts": -1}, "Expected `int` >= 0 - at `$.n_shared_experts`"),
+        ({"n_shared_experts": 1 << 40}, "Expected `int` <= 1024 - at `$.n_shared_experts`"),
         ({"rope_theta": 1}, "Expected `float` > 1.0 - at `$.rope_parameters.rope_theta`"),
         *(
             (

@@ -78,6 +78,37 @@ def test_neighbours_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [len(run) for run in runs(pairs)] == [1, 1]
 
 
+@pytest.mark.parametrize("staging", [1 << 12, 16 << 20])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_of_columns_a_rank_reads_its_own_alone(
+    ranks: int, staging: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever they are in pages, and whatever lies before and behind."""
+    monkeypatch.setattr(shards, "STAGING", staging)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "a": torch.arange(3).to(torch.float8_e4m3fn),  # so that b begins anywhere
+        "b": torch.randn(301, 2048, generator=generator).to(torch.float8_e4m3fn),
+        "c": torch.randn(100, 1000, generator=generator),
+        "d": torch.randn(77, 4096, generator=generator).bfloat16(),
+        "e": torch.randn(8, 64, generator=generator),  # whose other columns cost less than a call
+        "f": torch.randn(1, 200_000, generator=generator),
+    }
+    stored = written(tmp_path / "a.safetensors", tensors)
+    for rank in range(ranks):
+        places, least = {}, 0
+        for name, tensor in tensors.items():
+            width = tensor.shape[-1] // ranks
+            where = (0, 0, -1) if name == "a" else (1, rank * width, width)
+            places[name] = destination(tensor, *where)
+            least += places[name].into.nbytes
+        order = runs((stored[name], to) for name, to in places.items())
+        assert least <= sum(read(order, CPU)) <= least + 8 * 64 * 4
+        for name, to in places.items():
+            expected = tensors[name].narrow(to.dim, to.start, to.count)
+            assert torch.equal(to.into.float(), expected.float()), name
+
+
 def test_tensors_at_odd_places_are_read_by_themselves(tmp_path: Path) -> None:
     """Files of others may have a tensor of floats behind one of an odd number of bytes."""
     entries = {
@@ -111,6 +142,24 @@ def test_a_file_that_changes_after_its_header_was_read(how: str, tmp_path: Path)
     said = {
         "gone": f"cannot read {path}: No such file or directory",
         "cut short": f"{path} became shorter while it was read",
+    }
+    assert str(caught.value) == said[how]
+
+
+@pytest.mark.parametrize("how", ["cut short", "gone"])
+def test_a_file_that_changes_before_its_columns_are_read(how: str, tmp_path: Path) -> None:
+    path, tensor = tmp_path / "a.safetensors", torch.zeros(100, 1000)
+    stored = written(path, {"a": tensor})
+    order = runs([(stored["a"], destination(tensor, 1, 500, 500))])
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ConfigError) as caught:
+        list(read(order, CPU))
+    said = {
+        "gone": f"cannot read {path}: No such file or directory",
+        "cut short": f"cannot read {path}: mmap length is greater than file size",
     }
     assert str(caught.value) == said[how]
 

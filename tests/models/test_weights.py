@@ -15,11 +15,15 @@ from torch import Tensor
 
 from nanovllm.config import ConfigError, Kernels
 from nanovllm.layers.ops import select_ops
+from nanovllm.layers.router import Router
+from nanovllm.models import shards, weights
 from nanovllm.models.config import read_model_config
+from nanovllm.models.shards import read
 from nanovllm.models.weights import fill
 from nanovllm.parallel.mesh import Mesh
 from tests.models.steps import CPU, MAX_TOKENS, load
-from tests.models.tiny import config_of, make_tiny
+from tests.models.test_quantised import quantise_files
+from tests.models.tiny import CASES, config_of, make_tiny
 
 GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"
 Checkpoint = dict[str, Tensor]
@@ -119,6 +123,14 @@ def test_a_head_that_should_be_the_embedding_and_is_not(where: str, tmp_path: Pa
             " does not fit the model: 1 tensor tied by tie_word_embeddings, yet unlike the "
             "embedding: lm_head.weight"
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.int32])
+def test_a_tied_head_of_another_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    make_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
+    head = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].to(dtype)
+    edit(tmp_path, lambda checkpoint: checkpoint.update({"lm_head.weight": head}))
+    assert line_of(tmp_path).endswith("yet unlike the embedding: lm_head.weight")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +250,15 @@ def test_truncated_file(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage that is longer than a header's length field"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"garbage that is longer than a header's length field",
+        b'\x08\0\0\0\0\0\0\0{"\xe9":1}',  # not UTF-8
+        (100_000).to_bytes(8, "little") + b'{"a":' + b"[" * 99_995,
+    ],
+)
 def test_corrupt_file(content: bytes, tmp_path: Path) -> None:
     make_tiny(tmp_path, "llama")
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -260,11 +280,19 @@ def test_index_names_a_file_that_is_not_there(tmp_path: Path) -> None:
     [
         ("{", "Input data was truncated"),
         ("{}", "Object missing required field `weight_map`"),
+        (
+            '{"weight_map": {"a": "\xe9"}}',
+            "'utf-8' codec can't decode byte 0xe9 in position 0: unexpected end of data",
+        ),
+        (
+            f'{{"weight_map": {{"a": "{"x" * 300}"}}}}',
+            f"[Errno 36] File name too long: 'FOLDER/{'x' * 300}'",
+        ),
     ],
 )
 def test_broken_index(content: str, said: str, tmp_path: Path) -> None:
     make_tiny(tmp_path, "llama")
-    (tmp_path / "model.safetensors.index.json").write_text(content)
+    (tmp_path / "model.safetensors.index.json").write_text(content, "latin-1")
     assert line_of(tmp_path) == f"FOLDER/model.safetensors.index.json: {said}"
 
 
@@ -346,3 +374,54 @@ def test_a_rank_reads_its_own_experts_alone(ep: int, tmp_path: Path) -> None:
         load(tmp_path, Mesh(rank, ep, ep_size=ep))
         read = bytes_read() - before
         assert experts // ep < read < experts // ep + rest + (1 << 20)
+
+
+SHARED_BY_TWO = ("k_proj", "v_proj")  # of two heads, which four ranks keep by twos
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_rank_takes_its_rows_and_its_columns_alone(
+    tp: int, quantised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that it stages, of which only those of rows are read by calls."""
+    monkeypatch.setattr(shards, "GAP", 0)
+    sizes = dict(hidden_size=256, num_attention_heads=8, head_dim=64, intermediate_size=2048)
+    make_tiny(tmp_path, "qwen3", vocab_size=8192, num_key_value_heads=2, **sizes)
+    if quantised:
+        quantise_files(tmp_path, torch.float32)
+    rows = columns = 0
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        kept = 1 if tensor.ndim == 1 else 2 if name.split(".")[-2] in SHARED_BY_TWO else tp
+        if "o_proj.weight" in name or "down_proj.weight" in name:
+            columns += tensor.nbytes // kept
+        else:
+            rows += tensor.nbytes // kept
+    staged: list[int] = []
+    monkeypatch.setattr(
+        weights, "read", lambda *given: (staged.append(n) or n for n in read(*given))
+    )
+    for rank in range(tp):
+        staged.clear()
+        before = bytes_read()
+        model = load(tmp_path, Mesh(rank, tp))
+        assert (
+            rows + columns <= sum(staged) < rows + columns + 1000
+        )  # of scales that begin within a block
+        assert rows < bytes_read() - before < rows + 100_000  # and headers
+        for name, parameter in load(tmp_path).named_parameters():
+            if name.endswith(("out.weight", "down.weight")):
+                share = parameter.chunk(tp, 1)[rank]
+                assert torch.equal(model.get_parameter(name).float(), share.float()), name
+
+
+@pytest.mark.parametrize("family", ["minimax_m2", "deepseek_v3"])
+def test_routers_have_their_parts_once_weights_are_loaded(family: str, tmp_path: Path) -> None:
+    """In any engine before its first step, so that sizing finds them in memory."""
+    make_tiny(tmp_path, family, **CASES[family][1])
+    model = load(tmp_path, dtype=torch.bfloat16)
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    assert routers
+    for router in routers:
+        assert router.weight.dtype == torch.float32
+        assert torch.equal(router.parts_IED.double().sum(0).float(), router.weight)

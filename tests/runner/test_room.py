@@ -113,13 +113,32 @@ def test_checkpoints_must_fit_the_hosts_memory(monkeypatch) -> None:
     check_room(on_a_cpu(None, "cache.checkpoint_host_gib=31"))  # none where nothing recurs
 
 
+def test_engines_of_one_server_share_the_hosts_memory(monkeypatch) -> None:
+    """Each checks by itself, when others may have taken theirs already, or not."""
+    tiny = ("load.format=dummy", "dtype=bfloat16", "model.num_layers=4", "parallel.tp=1")
+    tiny += ("parallel.dp=3", "cache.checkpoint_host_gib=20")
+    for first, later in ((58, 58), (58, 19), (90, 19)):  # of engines, the room that each finds
+        had = {True: first * GIB, False: later * GIB}
+        monkeypatch.setattr(room, "host_memory", lambda *, in_all=False: had[in_all])  # noqa: B023
+        line = refused("qwen3-next-80b-a3b", *tiny)
+        least = min(first / 3, later)
+        assert line == (
+            "cache.checkpoint_host_gib: a rank's checkpoints take 20.0 GiB; this machine has "
+            f"{least:.1f} GiB available for it"
+        )
+    had = {True: 90 * GIB, False: 29 * GIB}  # two that run, and a third one started again
+    monkeypatch.setattr(room, "host_memory", lambda *, in_all=False: had[in_all])
+    assert 9 * GIB < need_of(on_a_cpu("qwen3-next-80b-a3b", *tiny)).room < 10.1 * GIB
+
+
 # -- what a machine has --------------------------------------------------------------------------
 
 
 def machine(root: Path, available_gib: float, cgroup: str, **files: str) -> Path:
     (root / "proc/self").mkdir(parents=True)
     kib = int(available_gib * GIB) // 1024
-    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {kib} kB\n")
+    total = f"MemTotal: {64 * GIB // 1024} kB"
+    (root / "proc/meminfo").write_text(f"{total}\nMemAvailable:   {kib} kB\n")
     (root / "proc/self/cgroup").write_text(cgroup)
     for name, text in files.items():
         path = root / "sys/fs/cgroup" / name.replace("__", "/").replace("_dot_", ".")
@@ -130,6 +149,7 @@ def machine(root: Path, available_gib: float, cgroup: str, **files: str) -> Path
 
 def test_memory_is_what_the_kernel_calls_available(tmp_path: Path) -> None:
     assert host_memory(machine(tmp_path, 21.5, "0::/\n")) == int(21.5 * GIB)
+    assert host_memory(tmp_path, in_all=True) == 64 * GIB
     assert host_memory(tmp_path / "not Linux") == room.NO_LIMIT
     assert 1 << 20 < host_memory() < room.NO_LIMIT
 
@@ -143,6 +163,7 @@ def test_a_control_group_above_limits_it(tmp_path: Path, folder: str) -> None:
         "memory_dot_max": "max\n",
     }
     assert host_memory(machine(tmp_path, 21.5, "0::/a/b\n", **files)) == 5 * GIB
+    assert host_memory(tmp_path, in_all=True) == 8 * GIB
 
 
 def test_the_older_control_groups_too(tmp_path: Path) -> None:
@@ -156,6 +177,7 @@ def test_the_older_control_groups_too(tmp_path: Path) -> None:
     }
     groups = "4:cpu,memory:/x\n2:cpuset:/y\n0::/\n"
     assert host_memory(machine(tmp_path, 21.5, groups, **files)) == 3 * GIB
+    assert host_memory(tmp_path, in_all=True) == 4 * GIB
 
 
 # -- the cache against the context ---------------------------------------------------------------

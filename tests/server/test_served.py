@@ -65,6 +65,9 @@ def test_broken_files_are_named(tmp_path, name) -> None:
     (tmp_path / name).write_text('{"eos_token_id": "x"}')
     with pytest.raises(ConfigError, match=rf"{name}: .*eos_token_id"):
         Served(load_config(None, [f"model={tmp_path}"]), MINE)
+    (tmp_path / name).write_bytes(b'{"x": ' + b"[" * 100_000)
+    with pytest.raises(ConfigError, match=rf"{name}: maximum recursion depth"):
+        Served(load_config(None, [f"model={tmp_path}"]), MINE)
 
 
 @pytest.mark.parametrize(("most", "waiting"), [(3, 3), (16, 4096)])
