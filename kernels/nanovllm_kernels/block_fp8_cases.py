@@ -109,8 +109,25 @@ def by_expert(
         yield slice(start, end), (*x, w8_END[expert], w_scale[expert], None, DEEP)
 
 
+def gated(x8: Tensor, x_scale: Tensor, *weight: Any) -> Quantised:  # noqa: ANN401
+    w8_ND, w_scale, _, block_rows, tile = weight
+    return block_fp8_gated(Quantised(x8, x_scale), Scaled(w8_ND, w_scale, block_rows), tile)
+
+
+def gated_apart(*args: Any) -> Quantised:  # noqa: ANN401
+    return silu_mul_quantise(block_fp8_linear(*args[:6]))
+
+
+def experts_gated(*args: Any) -> Quantised:  # noqa: ANN401
+    return block_fp8_gated_experts(Quantised(*args[:2]), Scaled(*args[2:4]), args[4])
+
+
+def experts_apart(*args: Any) -> Quantised:  # noqa: ANN401
+    return silu_mul_quantise(block_fp8_experts(*args[:5]), args[4].starts_E1)
+
+
 def gated_reference(*args: Any) -> Quantised:  # noqa: ANN401
-    """Of the product in float32, which is never rounded to 16 bits."""
+    """What the product is in float32, never rounded to 16 bits, gated and quantised."""
     return quantise_cases.silu_mul_reference(functional.linear(*sides(*args[:4], args[5])))
 
 
@@ -256,7 +273,7 @@ def gated_experts_cases() -> tuple[Case, ...]:
 
 
 def timed(E: int, T: int, N: int, D: int, tile: int = 0, *, added: bool = False) -> Case:
-    """Of experts with T rows on average, or `tile` is 0 and it is one weight."""
+    """A case of experts with T rows on average; of one weight, if `tile` is 0."""
     name, of = f"T={T} N={N} D={D} {added=}", partial(inputs, T, N, D, added=added)
     if tile:
         name = f"E={E} of {T} rows N={N} D={D} {tile=}"
@@ -283,30 +300,15 @@ BLOCK_FP8_EXPERTS = replace(
     scale=experts_scale,
 )
 # A step of 8 bits. Apart, the gate is a kernel of its own.
-BLOCK_FP8_GATED = Kernel(
-    "block_fp8_gated",
-    lambda *args: block_fp8_gated(*args[:4], *args[5:]),
-    gated_reference,
-    gated_cases(),
-    ulps_32=quantise_cases.STEP,
-    scale=gated_scale,
-    outputs=gated_outputs,
-)
-BLOCK_FP8_APART = replace(
-    BLOCK_FP8_GATED,
-    name="block_fp8_apart",
-    run=lambda *args: silu_mul_quantise(block_fp8_linear(*args[:6])),
-)
-EXPERTS_GATED = replace(
-    BLOCK_FP8_GATED,
-    name="experts_gated",
-    run=lambda *args: block_fp8_gated_experts(*args[:5]),
-    reference=gated_experts_reference,
-    cases=gated_experts_cases(),
-    scale=gated_experts_scale,
-)
-EXPERTS_APART = replace(
-    EXPERTS_GATED,
-    name="experts_apart",
-    run=lambda *args: silu_mul_quantise(block_fp8_experts(*args[:5]), args[4].starts_E1),
+STEP = {"ulps_32": quantise_cases.STEP, "outputs": gated_outputs}
+GATED = gated_reference, gated_cases()
+EXPERTS = gated_experts_reference, gated_experts_cases()
+BLOCK_FP8_GATED, BLOCK_FP8_APART, EXPERTS_GATED, EXPERTS_APART = (
+    Kernel(name, run, *definition, scale=scale, **STEP)
+    for name, run, definition, scale in (
+        ("block_fp8_gated", gated, GATED, gated_scale),
+        ("block_fp8_apart", gated_apart, GATED, gated_scale),
+        ("experts_gated", experts_gated, EXPERTS, gated_experts_scale),
+        ("experts_apart", experts_apart, EXPERTS, gated_experts_scale),
+    )
 )

@@ -46,7 +46,7 @@ from torch import Tensor
 
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 from nanovllm_kernels.device import processors
-from nanovllm_kernels.fp8_reference import LARGEST, Quantised, empty
+from nanovllm_kernels.fp8_reference import LARGEST, Quantised, Scaled, empty
 from nanovllm_kernels.like import compiled, like
 from nanovllm_kernels.ring_cute import (
     box_of,
@@ -68,8 +68,10 @@ MOST_STAGES = 8
 TOGETHER = 8  # tiles of rows that share what they read of W while it is in the cache
 LOADER_REGISTERS, REGISTERS = 24, 240
 LOG2_E = 1.4426950408889634
-APART, APART_FEW = 2.3, 8e6  # what that kernel costs, as `cost` counts: for each line, and at all
 HUGE = 2.0**127  # to be multiplied with, in place of infinity
+# What a kernel behind costs that gates and quantises, as `cost` counts: for each line of each row,
+# and at all.
+APART, APART_FEW = 2.3, 8e6
 
 
 class Tile(NamedTuple):
@@ -91,7 +93,7 @@ TILES = {  # and how well each keeps a multiprocessor busy
     Tile(64, 64): 0.45,
     Tile(64, 32): 0.3,
 }
-# Those that gate and quantise: the rows of one that is not here are left to the kernel behind.
+# Those that gate and quantise. Without one, its rows are left to a kernel behind; without any, all.
 GATED_TILES = {Tile(128, 256, 2): 1.0, Tile(128, 256): 0.9, Tile(64, 256): 0.6}
 EXPERT_TILES = {tile.rows: tile for tile in (Tile(64, 128), Tile(128, 128), Tile(256, 128, 2))}
 GATED_EXPERT_TILES = {tile.rows * tile.cluster: tile for tile in GATED_TILES}
@@ -176,25 +178,19 @@ def block_fp8_linear(
     return y_TN
 
 
-def block_fp8_gated(
-    x8_TD: Tensor,
-    x_scale_BT: Tensor,
-    w8_ND: Tensor,
-    w_scale: Tensor,
-    block_rows: int = DEEP,
-    tile: Tile | None = None,
-) -> Quantised:
-    """silu(gate) * up, y_TF, of a weight whose gate, half of its lines, ends with a block."""
-    num_rows, num_lines = len(x8_TD), len(w8_ND)
-    tile = tile or tile_of(num_rows, num_lines, processors(x8_TD.device), gated=True)
-    y8_TF, y_scale_BT = y = empty(num_rows, num_lines // 2, x8_TD.device)
+def block_fp8_gated(x8: Quantised, weight: Scaled, tile: Tile | None = None) -> Quantised:
+    """The gated y_TF, silu(gate) * up. The gate, half of the lines, ends with a block."""
+    (x8_TD, x_scale_BT), (w8_ND, w_scale, block_rows) = x8, weight
+    num_rows, num_lines, device = len(x8_TD), len(w8_ND), x8_TD.device
+    tile = tile or tile_of(num_rows, num_lines, processors(device), gated=True)
+    y8_TF, y_scale_BT = y = empty(num_rows, num_lines // 2, device)
     given = Given(x_scale_BT, w_scale, y8_TF, y_scale=y_scale_BT)
     multiply(x8_TD, w8_ND, given, (tile, block_rows, Kind(gated=True)))
     return y
 
 
 def multiply(x8: Tensor, weight: Tensor, given: Given, kind: tuple, most: int = 1 << 30) -> None:
-    """`kind`: a Tile, block_rows and a Kind. `most`: clusters that may have something to do."""
+    """Launches a `kind`: a Tile, block_rows and a Kind. `most`: clusters that have work."""
     tile, block_rows, more = kind
     if len(x8):
         num_clusters = min(most, processors(x8.device) // tile.cluster)
@@ -228,15 +224,10 @@ def block_fp8_experts(
     return y_XN
 
 
-def block_fp8_gated_experts(
-    x8_XD: Tensor,
-    x_scale_BX: Tensor,
-    w8_END: Tensor,
-    w_scale: Tensor,
-    rows: Any,  # noqa: ANN401
-) -> Quantised:
-    """silu(gate) * up, y_XF, of rows as block_fp8_experts takes them. F: a multiple of 128."""
-    kind = GATED_EXPERT_TILES[rows.tile], DEEP, Kind(grouped=True, gated=True)
+def block_fp8_gated_experts(x8: Quantised, weight: Scaled, rows: Any) -> Quantised:  # noqa: ANN401
+    """The gated y_XF, of rows as block_fp8_experts takes them. F: a multiple of 128."""
+    (x8_XD, x_scale_BX), (w8_END, w_scale, block_rows) = x8, weight
+    kind = GATED_EXPERT_TILES[rows.tile], block_rows, Kind(grouped=True, gated=True)
     y8_XF, y_scale_BX = y = empty(len(x8_XD), w8_END.shape[1] // 2, x8_XD.device)
     given = Given(x_scale_BX, w_scale, y8_XF, *maps_of(rows), y_scale_BX)
     multiply(x8_XD, w8_END, given, kind, most_clusters(x8_XD, w8_END, rows.tile))
@@ -326,9 +317,8 @@ class Product:
         assert not kind.gated or (self.high, self.columns) == (1, DEEP), tile
         self.num_scales = 2 * self.high + self.parts * self.units  # of a thread
         # Blocks of threads that share what they read of x, and of W.
-        self.x_shared, self.weight_shared = tile.cluster, 1
-        if kind.gated:
-            self.x_shared, self.weight_shared = 1, tile.cluster
+        shared = tile.cluster, 1
+        self.x_shared, self.weight_shared = reversed(shared) if kind.gated else shared
         self.step_bytes = DEEP * (tile.rows + tile.columns)
         self.stages = min(MOST_STAGES, RING_BYTES // self.step_bytes)
 
@@ -360,9 +350,7 @@ class Product:
             tiler_mn=(GROUP_ROWS, self.columns),
         )
         rows, inputs = x.shape
-        high, columns = tile.rows, tile.columns * tile.cluster
-        if cutlass.const_expr(kind.gated):
-            high, columns = tile.rows * tile.cluster, tile.columns
+        high, columns = tile.rows * self.weight_shared, tile.columns * self.x_shared
         size = Size(
             blocks=(inputs + DEEP - 1) // DEEP,
             tall=(rows + high - 1) // high,

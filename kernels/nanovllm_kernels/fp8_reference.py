@@ -70,7 +70,7 @@ class Fp8Linear(NamedTuple):
     quantise: Callable[[Tensor], Quantised]
     norm_quantise: Callable[..., Quantised]  # (x, residual_TD or None, norm_weight_D, eps)
     silu_mul_quantise: Callable[[Tensor], Quantised]
-    gated: Callable[..., Quantised]  # silu_mul_quantise of a product: block_fp8_gated's signature
+    gated: Callable[[Quantised, Scaled], Quantised]  # silu_mul_quantise of the product
     gates: Callable[[int, Scaled], bool]  # so many rows of x: whether that is faster
 
 

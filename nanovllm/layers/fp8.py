@@ -126,7 +126,7 @@ class Fp8Ops(Ops):
                 x = kernels.norm_quantise(*of, norm_weight_D, eps)
             if is_one:
                 x8 = x if isinstance(x, Quantised) else kernels.quantise(x)
-                return kernels.gated(*x8, *weight), stream
+                return kernels.gated(x8, weight), stream
             y_TN = self._product(x, weight)
             return gate(y_TN) if gated else y_TN, stream
 

@@ -32,7 +32,7 @@ from nanovllm_kernels.block_fp8_cute import (
     tile_of,
 )
 from nanovllm_kernels.case import check
-from nanovllm_kernels.fp8_reference import Quantised
+from nanovllm_kernels.fp8_reference import Quantised, Scaled
 from nanovllm_kernels.ring_cute import in_order
 
 from nanovllm.runner.precompile import HOPPER
@@ -59,10 +59,14 @@ import torch
 from nanovllm_kernels.block_fp8_cute import Given, compile_tile
 fp8, scales, y = (torch.zeros(16, 16, dtype=dtype) for dtype in (
     torch.float8_e4m3fn, torch.float32, torch.bfloat16))
-try:
-    compile_tile(64, 64, 1, 128, False, False, False)(fp8, fp8, Given(scales, scales, y), 1)
-except ValueError as error:
-    print(error)
+for kind, given in (
+    ((64, 64, 1, 128, False, False, False), Given(scales, scales, y)),
+    ((64, 256, 1, 128, False, False, True), Given(scales, scales, fp8, y_scale=scales)),
+):
+    try:
+        compile_tile(*kind)(fp8, fp8, given, 1)
+    except ValueError as error:
+        print(error)
 """
 
 
@@ -101,7 +105,11 @@ def test_the_compiled_kernel_asks_for_these_arguments(tmp_path: Path) -> None:
     found = "\n".join(printed(SIGNATURE, tmp_path))
     assert "x: Tensor([n0, n1], float8_e4m3fn), weight: Tensor([n2, n1], float8_e4m3fn)" in found
     assert "Tensor([n7, n8], bfloat16), None, None, None, None, None], num_clusters: int32" in found
-    assert "expected device_type=cuda" in found
+    of_gated = (
+        "Tensor([n7, n8], float8_e4m3fn), None, None, None, None, Tensor([n9, n10], float32)]"
+    )
+    assert of_gated in found
+    assert found.count("expected device_type=cuda") == 2
 
 
 @pytest.fixture
@@ -174,7 +182,8 @@ def test_a_gated_product_is_quantised(asked: list) -> None:
     """The last block of 160 features has 32; the second row is of zeros."""
     args = block_fp8_cases.inputs(5, 320, 144, CPU, block_rows=32, zeros=True)
     x8_TD, x_scale_BT, w8_ND, w_scale, *_ = args
-    y_TF = block_fp8_gated(*args[:4], 32, Tile(64, 256))
+    weight = Scaled(w8_ND, w_scale, 32)
+    y_TF = block_fp8_gated(Quantised(x8_TD, x_scale_BT), weight, Tile(64, 256))
     assert asked == [(64, 256, 1, 32, False, False, True, 132)]
     assert (y_TF.values_XD.dtype, y_TF.scale_BX.dtype) == (torch.float8_e4m3fn, torch.float32)
     assert y_TF.scale_BX.shape == (2, 5) and y_TF.scale_BX[:, 1].tolist() == [1.0, 1.0]
@@ -192,7 +201,7 @@ def test_a_gated_product_is_quantised(asked: list) -> None:
 def test_each_expert_gates_its_rows(asked: list) -> None:
     args = block_fp8_cases.experts_inputs((0, 3, 0, 270), 2, 256, 144, 256, CPU)
     x8_XD, x_scale_BX, w8_END, w_scale, *_ = args
-    y_XF = block_fp8_gated_experts(*args[:5])
+    y_XF = block_fp8_gated_experts(Quantised(*args[:2]), Scaled(*args[2:4]), args[4])
     assert asked == [(128, 256, 2, 128, False, True, True, 10)]
     row_X = x8_XD[270].float() * x_scale_BX[:, 270].repeat_interleave(128)[:144]
     scale_ND = w_scale[3].repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :144]
@@ -235,7 +244,8 @@ def test_words_of_four_threads_come_in_order() -> None:
 def test_no_rows_no_launch(asked: list) -> None:
     args = block_fp8_cases.inputs(0, 16, 128, CPU)
     assert block_fp8_linear(*args).shape == (0, 16)
-    assert block_fp8_gated(*args[:4]).values_XD.shape == (0, 8)
+    y_TF = block_fp8_gated(Quantised(*args[:2]), Scaled(*args[2:4]))
+    assert y_TF.values_XD.shape == (0, 8)
     assert asked == []
 
 

@@ -24,9 +24,10 @@ def product(x8_XD, x_scale_BX, w8_END, w_scale, rows) -> torch.Tensor:
     return y_XN
 
 
-def gated_product(*args) -> Quantised:
-    assert args[4].tile in block_fp8_cute.GATED_EXPERT_TILES
-    return quantise_cases.silu_mul_reference(block_fp8_cute.block_fp8_experts(*args))
+def gated_product(x8: Quantised, weight: Scaled, rows) -> Quantised:
+    assert rows.tile in block_fp8_cute.GATED_EXPERT_TILES
+    gate_up_X2F = block_fp8_cute.block_fp8_experts(*x8, *weight[:2], rows)
+    return quantise_cases.silu_mul_reference(gate_up_X2F)
 
 
 @pytest.fixture(autouse=True)

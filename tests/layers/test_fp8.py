@@ -207,11 +207,9 @@ class Stand:
         self.gates.append(len(gate_up_T2F))
         return kernels.silu_mul_reference(gate_up_T2F)
 
-    def product_and_gate(self, x8_TD, x_scale_BT, w8_ND, w_scale, block_rows) -> Quantised:
-        self.gated.append(len(x8_TD))
-        x_TD = Quantised(x8_TD, x_scale_BT).dequantised()
-        gate_up_T2F = x_TD @ Scaled(w8_ND, w_scale, block_rows).dequantised().T
-        return kernels.silu_mul_reference(gate_up_T2F)
+    def product_and_gate(self, x8: Quantised, weight: Scaled) -> Quantised:
+        self.gated.append(len(x8.values_XD))
+        return kernels.silu_mul_reference(x8.dequantised() @ weight.dequantised().T)
 
     def linear(self) -> Fp8Linear:
         def obstacle(num_lines: int, width: int, block_rows: int) -> str | None:
