@@ -7,7 +7,8 @@ CHECKED = {  # by module, where a name in capitals is its case.Kernel
     "quantise_cases": "quantise silu_mul_quantise norm_quantise",
     "grouped_linear": "grouped_gate_up grouped_down grouped_64_gate_up",
     "grouped_fp8": "grouped_fp8_gate_up grouped_fp8_down",
-    "block_fp8_cases": "block_fp8_linear block_fp8_experts",
+    "block_fp8_cases": "block_fp8_linear block_fp8_experts block_fp8_gated block_fp8_apart"
+    " experts_gated experts_apart",
     "few_fp8_cases": "few_fp8_linear few_fp8_linear_add few_fp8_norm_linear few_fp8_norm_gate_up"
     " few_fp8_quantised",
     "skinny_cases": "skinny_linear skinny_linear_add skinny_norm_linear skinny_norm_gate_up",
@@ -42,12 +43,14 @@ COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
     "flash_forward": ("nanovllm_kernels.flash_prefill:compile_causal", (2, 128, 128, "bfloat16")),
     "gated_linear": ("nanovllm_kernels.gated_linear:compile_gated", ("bfloat16", True)),
     **{
-        name: ("nanovllm_kernels.block_fp8_cute:compile_tile", (*tile, 128, 0, is_grouped))
-        for name, tile, is_grouped in (
-            ("block_fp8_linear", (256, 128, 2), 0),
-            ("block_fp8_experts", (256, 128, 2), 1),
-            ("grouped_fp8_gate_up", (128, 128, 1), 1),
-            ("grouped_fp8_down", (64, 64, 1), 1),
+        name: ("nanovllm_kernels.block_fp8_cute:compile_tile", (*tile, 128, 0, *kind))
+        for name, tile, kind in (
+            ("block_fp8_linear", (256, 128, 2), (0, 0)),
+            ("block_fp8_experts", (256, 128, 2), (1, 0)),
+            ("block_fp8_gated", (128, 256, 2), (0, 1)),
+            ("experts_gated", (128, 256, 2), (1, 1)),
+            ("grouped_fp8_gate_up", (128, 256, 1), (1, 1)),
+            ("grouped_fp8_down", (64, 64, 1), (1, 0)),
         )
     },
     "grouped_down": (

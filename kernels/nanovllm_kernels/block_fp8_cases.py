@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nanovllm_kernels import quantise_cases
 from nanovllm_kernels.block_fp8_cute import (
     DEEP,
     EXPERT_TILES,
+    GATED_EXPERT_TILES,
+    GATED_TILES,
     TILES,
     Tile,
     block_fp8_experts,
+    block_fp8_gated,
+    block_fp8_gated_experts,
     block_fp8_linear,
 )
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
-from nanovllm_kernels.fp8_reference import Scaled
+from nanovllm_kernels.fp8_reference import LARGEST, Quantised, Scaled
+from nanovllm_kernels.linear_cases import gated_sizes
+from nanovllm_kernels.quantise import silu_mul_quantise
 
 UNWRITTEN = 7.0  # in rows of no expert, which stay as they are
 
@@ -80,19 +88,78 @@ def scale(expected: Tensors, args: Args) -> Tensors:
 def experts_reference(
     x8_XD: Tensor, x_scale_BX: Tensor, w8_END: Tensor, w_scale: Tensor, rows: TileRows, y_XN: Tensor
 ) -> Tensor:
-    for expert, (start, end) in enumerate(pairwise(rows.starts_E1.tolist())):
-        x = x8_XD[start:end], x_scale_BX[:, start:end]
-        y_XN[start:end] = reference(*x, w8_END[expert], w_scale[expert])
+    for its, one in by_expert(x8_XD, x_scale_BX, w8_END, w_scale, rows):
+        y_XN[its] = reference(*one)
     return y_XN
 
 
 def experts_scale(expected: Tensors, args: Args) -> Tensors:
-    x8_XD, x_scale_BX, w8_END, w_scale, rows, y_XN = args
-    sizes = y_XN.float()
-    for expert, (start, end) in enumerate(pairwise(rows.starts_E1.tolist())):
-        one = x8_XD[start:end], x_scale_BX[:, start:end], w8_END[expert], w_scale[expert]
-        sizes[start:end] = scale((expected[0][start:end],), (*one, None, DEEP))[0]
+    sizes = args[5].float()
+    for its, one in by_expert(*args[:5]):
+        sizes[its] = scale((expected[0][its],), one)[0]
     return (sizes,)
+
+
+def by_expert(
+    x8_XD: Tensor, x_scale_BX: Tensor, w8_END: Tensor, w_scale: Tensor, rows: TileRows
+) -> Iterator[tuple[slice, Args]]:
+    """Each expert's rows, and the arguments of its product alone."""
+    for expert, (start, end) in enumerate(pairwise(rows.starts_E1.tolist())):
+        x = x8_XD[start:end], x_scale_BX[:, start:end]
+        yield slice(start, end), (*x, w8_END[expert], w_scale[expert], None, DEEP)
+
+
+def gated(x8: Tensor, x_scale: Tensor, *weight: Any) -> Quantised:  # noqa: ANN401
+    w8_ND, w_scale, _, block_rows, tile = weight
+    return block_fp8_gated(Quantised(x8, x_scale), Scaled(w8_ND, w_scale, block_rows), tile)
+
+
+def gated_apart(*args: Any) -> Quantised:  # noqa: ANN401
+    return silu_mul_quantise(block_fp8_linear(*args[:6]))
+
+
+def experts_gated(*args: Any) -> Quantised:  # noqa: ANN401
+    return block_fp8_gated_experts(Quantised(*args[:2]), Scaled(*args[2:4]), args[4])
+
+
+def experts_apart(*args: Any) -> Quantised:  # noqa: ANN401
+    return silu_mul_quantise(block_fp8_experts(*args[:5]), args[4].starts_E1)
+
+
+def gated_reference(*args: Any) -> Quantised:  # noqa: ANN401
+    """What the product is in float32, never rounded to 16 bits, gated and quantised."""
+    return quantise_cases.silu_mul_reference(functional.linear(*sides(*args[:4], args[5])))
+
+
+def gated_experts_reference(*args: Any) -> Quantised:  # noqa: ANN401
+    found = [gated_reference(*one) for _, one in by_expert(*args[:5])]
+    return Quantised(*(torch.cat(each, n) for n, each in enumerate(zip(*found, strict=True))))
+
+
+def gated_outputs(result: Quantised, args: Args) -> Tensors:
+    """Numbers in float32, and their scales; of experts' rows alone, and a row of zeros."""
+    values_XF, scale_BX = result.dequantised(), result.scale_BX
+    if isinstance(args[4], TileRows):
+        end = args[4].starts_E1[-1]
+        values_XF = functional.pad(values_XF[:end], (0, 0, 0, 1))
+        scale_BX = functional.pad(scale_BX[:, :end], (0, 1))
+    return values_XF, scale_BX
+
+
+def gated_scale(expected: Tensors, args: Args) -> Tensors:
+    """An error of quantise_cases, and the product's, each of whose ulps is a 16th of such a one."""
+    y = functional.linear(*sides(*args[:4], args[5]))
+    errors = gated_sizes(y, scale((y,), args)[0]) / 16
+    largest = functional.pad(errors, (0, -errors.shape[1] % DEEP)).unflatten(1, (-1, DEEP)).amax(-1)
+    values, scales = quantise_cases.sizes(expected, args)
+    return values + errors, scales + largest.t() / LARGEST
+
+
+def gated_experts_scale(expected: Tensors, args: Args) -> Tensors:
+    values_XF, scale_BX = expected[0].clone(), expected[1].clone()
+    for its, one in by_expert(*args[:5]):
+        values_XF[its], scale_BX[:, its] = gated_scale((values_XF[its], scale_BX[:, its]), one)
+    return values_XF, scale_BX
 
 
 def numbers(device: torch.device, *shape: int, seed: int = 0, sign: int = 0) -> Tensor:
@@ -115,11 +182,15 @@ def inputs(
     block_rows: int = DEEP,
     tile: Tile | None = None,
     sign: int = 0,
+    zeros: bool = False,
 ) -> Args:
+    """`zeros`: in every 97th row."""
     blocks, padded = -(-D // DEEP), -(-T // 4) * 4
     x_scale_BT = scales(device, blocks, padded, seed=1)
     x_scale_BT[:, T:] = torch.nan
     x8_TD = numbers(device, T, D + 32, sign=sign)[:, :D]
+    if zeros:
+        x8_TD[1::97] = 0
     w8_ND = numbers(device, N, D, seed=2, sign=sign)
     w_scale = scales(device, -(-N // block_rows), blocks, seed=3) * D**-0.5
     residual_TN = normal(device, T, N, dtype=torch.bfloat16, seed=4) if added else None
@@ -158,17 +229,9 @@ def cases() -> tuple[Case, ...]:
         Case(f"positive, {tile}", partial(inputs, 128, 256, 16384, sign=1, tile=tile))
         for tile in (few, many)
     ]
-    timed = [
-        Case(
-            f"T={T} N={N} D={D} {added=}",
-            partial(inputs, T, N, D, added=added),
-            num_bytes=N * D + T * (D + 2 * N),
-            num_flops=2 * T * N * D,
-        )
-        for T in (64, 128, 256, 1024, 8192)
-        for N, D, added in ((6144, 4096, False), (24576, 4096, False), (4096, 12288, True))
-    ]
-    return *checked, *timed
+    sizes = (6144, 4096, False), (24576, 4096, False), (4096, 12288, True)
+    times = product((64, 128, 256, 1024, 8192), sizes)
+    return *checked, *(timed(1, T, N, D, added=added) for T, (N, D, added) in times)
 
 
 def experts_cases() -> tuple[Case, ...]:
@@ -177,17 +240,45 @@ def experts_cases() -> tuple[Case, ...]:
         Case(f"{counts} N={N} D={D} {tile=}", partial(experts_inputs, counts, 9, N, D, tile))
         for counts, (N, D), tile in product(odd, ((384, 256), (200, 144)), EXPERT_TILES)
     ]
-    timed = [
-        Case(
-            f"E={E} of {rows} rows N={N} D={D} {tile=}",
-            partial(experts_inputs, uneven(E, rows), 0, N, D, tile),
-            num_bytes=E * N * D + E * rows * (D + 2 * N),
-            num_flops=2 * E * rows * N * D,
+    sizes = (128, 1536, 2048), (128, 2048, 768), (256, 3072, 3072)
+    times = product(sizes, ((8, 64), (128, 128), (512, 256)))
+    return *checked, *(timed(E, T, N, D, tile) for (E, N, D), (T, tile) in times)
+
+
+def gated_cases() -> tuple[Case, ...]:
+    checked = [
+        Case(f"T={T} N={N} D={D} scales of {g} rows, {tile}", partial(of, T, N, D, block_rows=g))
+        for tile in GATED_TILES
+        for of in (partial(inputs, tile=tile, zeros=True),)
+        for T, N, D, g in (
+            (1, 256, 16, 128),
+            (tile.rows * tile.cluster + 65, 832, 400, 32),
+            (3 * tile.rows * tile.cluster - 1, 896, 1152, 64),
+            (2 * tile.rows, 4352, 512, 128),
         )
-        for E, N, D in ((128, 1536, 2048), (128, 2048, 768), (256, 3072, 3072))
-        for rows, tile in ((8, 64), (128, 128), (512, 256))
     ]
-    return *checked, *timed
+    sizes = (24576, 4096), (36864, 7168)
+    return *checked, *(timed(1, T, *of) for T in (128, 256, 1024, 8192) for of in sizes)
+
+
+def gated_experts_cases() -> tuple[Case, ...]:
+    odd = (0, 1, 130, 0, 63, 300), (0, 256, 517, 128), (0, 0, 0), (1,) * 40
+    checked = [
+        Case(f"{counts} {tile=}", partial(experts_inputs, counts, 9, 768, 272, tile))
+        for counts, tile in product(odd, GATED_EXPERT_TILES)
+    ]
+    tiles = (8, 64), (128, 128), (256, 256), (512, 256)
+    sizes = (128, 1536, 2048), (256, 3072, 3072)
+    return *checked, *(timed(E, n, *of, tile) for E, *of in sizes for n, tile in tiles)
+
+
+def timed(E: int, T: int, N: int, D: int, tile: int = 0, *, added: bool = False) -> Case:
+    """A case of experts with T rows on average; of one weight, if `tile` is 0."""
+    name, of = f"T={T} N={N} D={D} {added=}", partial(inputs, T, N, D, added=added)
+    if tile:
+        name = f"E={E} of {T} rows N={N} D={D} {tile=}"
+        of = partial(experts_inputs, uneven(E, T), 0, N, D, tile)
+    return Case(name, of, num_bytes=E * (N * D + T * (D + 2 * N)), num_flops=2 * E * T * N * D)
 
 
 def uneven(num_experts: int, rows: int) -> tuple[int, ...]:
@@ -207,4 +298,17 @@ BLOCK_FP8_EXPERTS = replace(
     reference=experts_reference,
     cases=experts_cases(),
     scale=experts_scale,
+)
+# A step of 8 bits. Apart, the gate is a kernel of its own.
+STEP = {"ulps_32": quantise_cases.STEP, "outputs": gated_outputs}
+GATED = gated_reference, gated_cases()
+EXPERTS = gated_experts_reference, gated_experts_cases()
+BLOCK_FP8_GATED, BLOCK_FP8_APART, EXPERTS_GATED, EXPERTS_APART = (
+    Kernel(name, run, *definition, scale=scale, **STEP)
+    for name, run, definition, scale in (
+        ("block_fp8_gated", gated, GATED, gated_scale),
+        ("block_fp8_apart", gated_apart, GATED, gated_scale),
+        ("experts_gated", experts_gated, EXPERTS, gated_experts_scale),
+        ("experts_apart", experts_apart, EXPERTS, gated_experts_scale),
+    )
 )

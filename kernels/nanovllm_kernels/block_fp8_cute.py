@@ -2,7 +2,8 @@
 
 y = x W^T. Both sides are e4m3 numbers with float32 scales: x has one for each row and 128 inputs,
 W one for each `block_rows` rows and 128 inputs. The result is bfloat16, and may be added to a
-residual stream in place. Meaning: the references in block_fp8_cases.py.
+residual stream in place; or it is silu(gate) * up of the two halves of W, quantised as x is.
+Meaning: the references in block_fp8_cases.py.
 
 Decision: a tensor core of Hopper keeps about 14 bits of an fp8 sum. So sums of 128 inputs, which
 share their scales, leave it and are added up in float32. A block of threads has two groups of four
@@ -12,6 +13,12 @@ busy. Nothing orders the two: if they meet, whichever finishes first gets ahead.
 Decision: with 256 rows a group multiplies twice 64 rows, one after the other, so that its registers
 hold 128 x 128 sums and the products of half of them. Two blocks of threads are a cluster, have the
 same rows and share what they read of x.
+
+Decision: gated, a group multiplies its 64 rows with 128 lines of the gate, then with those of up of
+the same features. So what it took for twice as many rows is for both factors, a thread has both of
+each feature, and four threads all of a row that share a scale. Two blocks of threads have different
+rows then, and share what they read of W. No thread needs another block's sums. Up to 128 rows of an
+expert's last tile are halved between the two.
 
 Decision: scales are read into registers, ahead of their use. Shared memory belongs to the ring.
 
@@ -25,13 +32,13 @@ many there are.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from math import gcd
 from typing import Any, NamedTuple
 
 import cutlass
 import torch
-from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int16, Int32, Int64, cute
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, cute
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
@@ -39,8 +46,19 @@ from torch import Tensor
 
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 from nanovllm_kernels.device import processors
+from nanovllm_kernels.fp8_reference import LARGEST, Quantised, Scaled, empty
 from nanovllm_kernels.like import compiled, like
-from nanovllm_kernels.ring_cute import meet, next_stage
+from nanovllm_kernels.ring_cute import (
+    box_of,
+    copy,
+    exchange,
+    four_words,
+    in_order,
+    meet,
+    next_stage,
+    of_four,
+    partition,
+)
 
 DEEP = 128  # inputs that share a scale: a swizzled line of shared memory
 GROUP_ROWS = 64  # of x, that four warps multiply at once
@@ -49,10 +67,17 @@ RING_BYTES = 224 * 1024
 MOST_STAGES = 8
 TOGETHER = 8  # tiles of rows that share what they read of W while it is in the cache
 LOADER_REGISTERS, REGISTERS = 24, 240
+LOG2_E = 1.4426950408889634
+HUGE = 2.0**127  # to be multiplied with, in place of infinity
+# What a kernel behind costs that gates and quantises, as `cost` counts: for each line of each row,
+# and at all.
+APART, APART_FEW = 2.3, 8e6
 
 
 class Tile(NamedTuple):
-    """What a block of threads computes, and how many of them share their rows."""
+    """What a block of threads computes, and how many of them share their rows; gated, their
+    columns, of which the first half are the gate's.
+    """
 
     rows: int
     columns: int
@@ -68,15 +93,17 @@ TILES = {  # and how well each keeps a multiprocessor busy
     Tile(64, 64): 0.45,
     Tile(64, 32): 0.3,
 }
-
-
+# Those that gate and quantise. Without one, its rows are left to a kernel behind; without any, all.
+GATED_TILES = {Tile(128, 256, 2): 1.0, Tile(128, 256): 0.9, Tile(64, 256): 0.6}
 EXPERT_TILES = {tile.rows: tile for tile in (Tile(64, 128), Tile(128, 128), Tile(256, 128, 2))}
+GATED_EXPERT_TILES = {tile.rows * tile.cluster: tile for tile in GATED_TILES}
 LEAST_ROWS = {64: 0, 128: 32, 256: 256}  # of an expert, from which on a tile is faster
 
 
 class Kind(NamedTuple):
     added: bool = False  # to what y holds
     grouped: bool = False  # tiles belong to experts
+    gated: bool = False  # and quantised
 
 
 class Given(NamedTuple):
@@ -85,22 +112,37 @@ class Given(NamedTuple):
     x_scale: cute.Tensor  # [block of inputs, row]
     w_scale: cute.Tensor  # [block of rows, block of inputs], of each expert
     y: cute.Tensor
-    starts: cute.Tensor | None  # where each expert's rows begin, and the last one's end
-    tile_expert: cute.Tensor | None
-    tile_start: cute.Tensor | None  # a tile's first row
-    num_tiles: cute.Tensor | None
+    starts: cute.Tensor | None = None  # where each expert's rows begin, and the last one's end
+    tile_expert: cute.Tensor | None = None
+    tile_start: cute.Tensor | None = None  # a tile's first row
+    num_tiles: cute.Tensor | None = None
+    y_scale: cute.Tensor | None = None  # [block of columns, row], if y is quantised
 
 
 @cache
-def tile_of(num_rows: int, num_lines: int, num_processors: int) -> Tile:
+def tile_of(num_rows: int, num_lines: int, num_processors: int, *, gated: bool = False) -> Tile:
     """The tile that is expected to take the least time."""
+    of = num_rows, num_lines, num_processors
+    return min(GATED_TILES if gated else TILES, key=partial(cost, *of))
 
-    def cost(tile: Tile) -> float:
-        clusters = -(-num_rows // tile.rows) * -(-num_lines // (tile.columns * tile.cluster))
-        waves = -(-clusters // (num_processors // tile.cluster))
-        return waves * tile.rows * tile.columns / TILES[tile]
 
-    return min(TILES, key=cost)
+def cost(num_rows: int, num_lines: int, num_processors: int, tile: Tile) -> float:
+    """How many times a multiprocessor multiplies and adds for each input, if it is kept busy."""
+    high, wide = tile.rows, tile.columns * tile.cluster
+    if tile in GATED_TILES:
+        high, wide = tile.rows * tile.cluster, tile.columns
+    clusters = -(-num_rows // high) * -(-num_lines // wide)
+    waves = -(-clusters // (num_processors // tile.cluster))
+    return waves * tile.rows * tile.columns / {**TILES, **GATED_TILES}[tile]
+
+
+def gates(num_rows: int, num_lines: int, width: int, block_rows: int, num_processors: int) -> bool:
+    """Whether a product had better gate and quantise what it gives, than a kernel behind it."""
+    if not GATED_TILES or num_lines % (2 * block_rows):  # up begins a block of scales
+        return False
+    of = num_rows, num_lines, num_processors
+    apart = cost(*of, tile_of(*of)) + (APART * num_rows * num_lines + APART_FEW) / width
+    return cost(*of, tile_of(*of, gated=True)) <= apart
 
 
 def obstacle(num_lines: int, width: int, block_rows: int = DEEP) -> str | None:
@@ -130,13 +172,29 @@ def block_fp8_linear(
     y_TN = residual_TN
     if y_TN is None:
         y_TN = x8_TD.new_empty(num_rows, num_lines, dtype=torch.bfloat16)
-    if num_rows:
-        num_processors = processors(x8_TD.device)
-        tile = tile or tile_of(num_rows, num_lines, num_processors)
-        run = compile_tile(*tile, block_rows, *Kind(residual_TN is not None))
-        given = Given(x_scale_BT, w_scale, y_TN, None, None, None, None)
-        run(x8_TD, w8_ND, given, num_processors // tile.cluster)
+    tile = tile or tile_of(num_rows, num_lines, processors(x8_TD.device))
+    kind = tile, block_rows, Kind(residual_TN is not None)
+    multiply(x8_TD, w8_ND, Given(x_scale_BT, w_scale, y_TN), kind)
     return y_TN
+
+
+def block_fp8_gated(x8: Quantised, weight: Scaled, tile: Tile | None = None) -> Quantised:
+    """The gated y_TF, silu(gate) * up. The gate, half of the lines, ends with a block."""
+    (x8_TD, x_scale_BT), (w8_ND, w_scale, block_rows) = x8, weight
+    num_rows, num_lines, device = len(x8_TD), len(w8_ND), x8_TD.device
+    tile = tile or tile_of(num_rows, num_lines, processors(device), gated=True)
+    y8_TF, y_scale_BT = y = empty(num_rows, num_lines // 2, device)
+    given = Given(x_scale_BT, w_scale, y8_TF, y_scale=y_scale_BT)
+    multiply(x8_TD, w8_ND, given, (tile, block_rows, Kind(gated=True)))
+    return y
+
+
+def multiply(x8: Tensor, weight: Tensor, given: Given, kind: tuple, most: int = 1 << 30) -> None:
+    """Launches a `kind`: a Tile, block_rows and a Kind. `most`: clusters that have work."""
+    tile, block_rows, more = kind
+    if len(x8):
+        num_clusters = min(most, processors(x8.device) // tile.cluster)
+        compile_tile(*tile, block_rows, *more)(x8, weight, given, num_clusters)
 
 
 def experts_tile_rows(num_rows: int, num_experts: int) -> int:
@@ -158,47 +216,57 @@ def block_fp8_experts(
     last expert's are not written. `w_scale`: [E, N / block_rows rounded up, D / 128 rounded up], so
     all parts of a weight but the last (the gate) have whole blocks.
     """
-    num_rows, (num_experts, num_lines, _) = len(x8_XD), w8_END.shape
     if y_XN is None:
-        y_XN = x8_XD.new_empty(num_rows, num_lines, dtype=torch.bfloat16)
-    if num_rows:
-        tile = EXPERT_TILES[rows.tile]
-        run = compile_tile(*tile, block_rows, *Kind(grouped=True))
-        maps = rows.starts_E1, rows.tile_expert_X, rows.tile_start_X, rows.num_tiles_1
-        tiles = min(num_rows, num_rows // tile.rows + num_experts)
-        clusters = tiles * -(-num_lines // (tile.columns * tile.cluster))
-        num_clusters = min(clusters, processors(x8_XD.device) // tile.cluster)
-        run(x8_XD, w8_END, Given(x_scale_BX, w_scale, y_XN, *maps), num_clusters)
+        y_XN = x8_XD.new_empty(len(x8_XD), w8_END.shape[1], dtype=torch.bfloat16)
+    kind = EXPERT_TILES[rows.tile], block_rows, Kind(grouped=True)
+    given = Given(x_scale_BX, w_scale, y_XN, *maps_of(rows))
+    multiply(x8_XD, w8_END, given, kind, most_clusters(x8_XD, w8_END, rows.tile))
     return y_XN
 
 
+def block_fp8_gated_experts(x8: Quantised, weight: Scaled, rows: Any) -> Quantised:  # noqa: ANN401
+    """The gated y_XF, of rows as block_fp8_experts takes them. F: a multiple of 128."""
+    (x8_XD, x_scale_BX), (w8_END, w_scale, block_rows) = x8, weight
+    kind = GATED_EXPERT_TILES[rows.tile], block_rows, Kind(grouped=True, gated=True)
+    y8_XF, y_scale_BX = y = empty(len(x8_XD), w8_END.shape[1] // 2, x8_XD.device)
+    given = Given(x_scale_BX, w_scale, y8_XF, *maps_of(rows), y_scale_BX)
+    multiply(x8_XD, w8_END, given, kind, most_clusters(x8_XD, w8_END, rows.tile))
+    return y
+
+
+def maps_of(rows: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
+    return rows.starts_E1, rows.tile_expert_X, rows.tile_start_X, rows.num_tiles_1
+
+
+def most_clusters(x8_XD: Tensor, w8_END: Tensor, tile_rows: int) -> int:
+    num_rows, (num_experts, num_lines, _) = len(x8_XD), w8_END.shape
+    return min(num_rows, num_rows // tile_rows + num_experts) * -(-num_lines // DEEP)
+
+
 @CachedCompile
-def compile_tile(
-    rows: int,
-    columns: int,
-    cluster: int,
-    block_rows: int,
-    added: bool,
-    grouped: bool,
-) -> Compiled:
-    """Compiles a product of a Tile and a Kind, of any sizes. Needs no GPU, only to know of one."""
-    any_, width = cute.sym_int, cute.sym_int()
-    experts = (any_(),) if grouped else ()
+def compile_tile(*of: int) -> Compiled:
+    """Compiles a product of a Tile, block_rows and a Kind, of any sizes. Needs no GPU, only to know
+    of one.
+    """
+    kind, any_, width = Kind(*map(bool, of[4:])), cute.sym_int, cute.sym_int()
+    experts = (any_(),) if kind.grouped else ()
 
     def numbers() -> Any:  # noqa: ANN401
-        return like(Int32, any_()) if grouped else None
+        return like(Int32, any_()) if kind.grouped else None
 
+    dtype, count = (Float8E4M3FN, 16) if kind.gated else (BFloat16, 8)  # in 16 bytes
     given = Given(
         x_scale=like(Float32, any_(), any_()),
         w_scale=like(Float32, *experts, any_(), any_()),
-        y=like(BFloat16, any_(), any_(divisibility=8), divisibility=8),
+        y=like(dtype, any_(), any_(divisibility=count), divisibility=count),
         starts=numbers(),
         tile_expert=numbers(),
         tile_start=numbers(),
         num_tiles=numbers(),
+        y_scale=like(Float32, any_(), any_()) if kind.gated else None,
     )
     return compiled(
-        Product(Tile(rows, columns, cluster), block_rows, Kind(added, grouped)),
+        Product(Tile(*of[:3]), of[3], kind),
         like(Float8E4M3FN, any_(), width, divisibility=16),
         like(Float8E4M3FN, *experts, any_(), width, divisibility=16),
         given,
@@ -210,7 +278,7 @@ class Shared(NamedTuple):
     """In shared memory, of one block of threads."""
 
     x: cute.Tensor  # [row, input, stage]
-    weight: cute.Tensor  # [line, input, stage]
+    weight: cute.Tensor  # [line, input, stage], of the gate and of up in turns
     full: cute.Pointer  # barriers: the stage is there
     empty: cute.Pointer  # every warp of the cluster is done with it
 
@@ -235,14 +303,22 @@ class Product:
     def __init__(self, tile: Tile, block_rows: int, kind: Kind) -> None:
         self.tile, self.kind, self.block_rows = tile, kind, block_rows
         self.groups = min(2, tile.rows // GROUP_ROWS)
-        self.waves = tile.rows // (GROUP_ROWS * self.groups)  # of products, one after the other
+        self.parts = 2 if kind.gated else 1  # of W
+        self.columns = tile.columns // self.parts
+        self.high = tile.rows // (GROUP_ROWS * self.groups)
+        self.waves = self.high * self.parts  # of products, one after the other
         self.threads = 128 * self.groups  # that compute
-        self.sums = tile.columns // 2  # of a thread and wave
-        self.unit = gcd(tile.columns, block_rows)  # columns that surely share a scale
-        assert tile.columns % 32 == 0, tile
+        self.sums = self.columns // 2  # of a thread and wave
+        self.unit = gcd(self.columns, block_rows)  # columns that surely share a scale
+        self.units = self.columns // self.unit
+        assert self.columns % 32 == 0, tile
         assert self.unit % 8 == 0, block_rows
         assert self.sums * (self.waves + 1) <= 192, tile  # registers
-        self.num_scales = 2 * self.waves + tile.columns // self.unit  # of a thread
+        assert not kind.gated or (self.high, self.columns) == (1, DEEP), tile
+        self.num_scales = 2 * self.high + self.parts * self.units  # of a thread
+        # Blocks of threads that share what they read of x, and of W.
+        shared = tile.cluster, 1
+        self.x_shared, self.weight_shared = reversed(shared) if kind.gated else shared
         self.step_bytes = DEEP * (tile.rows + tile.columns)
         self.stages = min(MOST_STAGES, RING_BYTES // self.step_bytes)
 
@@ -260,15 +336,10 @@ class Product:
             weight = cute.make_tensor(weight.iterator, cute.select(weight.layout, [1, 2, 0]))
         line = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
         x_ring = cute.tile_to_shape(line, (tile.rows, DEEP, self.stages), (0, 1, 2))
-        weight_ring = cute.tile_to_shape(line, (tile.columns, DEEP, self.stages), (0, 1, 2))
-        op = cpasync.CopyBulkTensorTileG2SOp()
-        x_op = cpasync.CopyBulkTensorTileG2SMulticastOp() if tile.cluster > 1 else op
-        x_box = cpasync.make_tiled_tma_atom(
-            x_op, x, cute.select(x_ring, [0, 1]), (tile.rows, DEEP), tile.cluster
-        )
-        weight_box = cpasync.make_tiled_tma_atom(
-            op, weight, cute.select(weight_ring, [0, 1]), (tile.columns, DEEP)
-        )
+        lines = self.columns, DEEP, self.parts * self.stages
+        weight_ring = cute.tile_to_shape(line, lines, (0, 1, 2))
+        x_box = box_of(x, x_ring, self.x_shared)
+        weight_box = box_of(weight, weight_ring, self.weight_shared)
         mma = make_trivial_tiled_mma(
             Float8E4M3FN,
             Float8E4M3FN,
@@ -276,13 +347,13 @@ class Product:
             OperandMajorMode.K,
             Float32,
             (self.groups, 1, 1),
-            tiler_mn=(GROUP_ROWS, tile.columns),
+            tiler_mn=(GROUP_ROWS, self.columns),
         )
         rows, inputs = x.shape
-        columns = tile.columns * tile.cluster
+        high, columns = tile.rows * self.weight_shared, tile.columns * self.x_shared
         size = Size(
             blocks=(inputs + DEEP - 1) // DEEP,
-            tall=(rows + tile.rows - 1) // tile.rows,
+            tall=(rows + high - 1) // high,
             wide=(weight.shape[0] + columns - 1) // columns,
             rows=rows,
         )
@@ -349,7 +420,7 @@ class Product:
     @cute.jit
     def spot_of(self, unit: Int32, given: Given, size: Size) -> Spot:
         """This block's tile of the cluster's `unit`."""
-        columns = self.tile.columns
+        tile_rows = self.tile.rows * self.weight_shared  # of the cluster
         if cutlass.const_expr(self.kind.grouped):
             tile, nth = unit // size.wide, unit % size.wide
             expert = given.tile_expert[tile]
@@ -358,9 +429,16 @@ class Product:
             some = TOGETHER * size.wide
             first, within = unit // some * TOGETHER, unit % some
             high = cutlass.min(size.tall - first, TOGETHER)
-            row, nth = (first + within % high) * self.tile.rows, within // high
+            row, nth = (first + within % high) * tile_rows, within // high
             expert, end = Int32(0), size.rows
-        column = (nth * self.tile.cluster + arch.block_idx()[0]) * columns
+        column = nth * self.columns
+        if cutlass.const_expr(not self.kind.gated):
+            column = (nth * self.tile.cluster + arch.block_idx()[0]) * self.columns
+        elif cutlass.const_expr(self.tile.cluster > 1):
+            few = end - row <= self.tile.rows
+            share = Int32(cutlass.select_(few, self.tile.rows // 2, self.tile.rows))
+            row += arch.block_idx()[0] * share
+            end = cutlass.min(end, row + share)
         return Spot(row, column, end, expert)
 
     @cute.jit
@@ -368,11 +446,9 @@ class Product:
         self, x_box: tuple, weight_box: tuple, given: Given, shared: Shared, size: Size
     ) -> None:
         """Fills the ring with the tiles' blocks, one after the other."""
-        x_atom, x = x_box
-        weight_atom, weight = weight_box
+        (x_atom, _), (weight_atom, weight) = x_box, weight_box
         cpasync.prefetch_descriptor(x_atom)
         cpasync.prefetch_descriptor(weight_atom)
-        tile = self.tile
         rank = arch.block_idx()[0]
         stage, phase = Int32(0), Int32(1)
         units = self.num_units(given, size)
@@ -381,12 +457,11 @@ class Product:
             lines = weight
             if cutlass.const_expr(self.kind.grouped):
                 lines = weight[None, None, spot.expert]
-            x_to, x_from = self.partition(
-                x_atom, x, shared.x, spot.row, tile.rows, rank, tile.cluster
-            )
-            weight_to, weight_from = self.partition(
-                weight_atom, lines, shared.weight, spot.column, tile.columns, 0, 1
-            )
+            x_to, x_from = partition(x_box, shared.x, spot.row, rank, self.x_shared)
+            weights = [
+                partition((weight_atom, lines), shared.weight, line, rank, self.weight_shared)
+                for line in self.first_lines(spot, given)
+            ]
             if cutlass.const_expr(self.kind.added):
                 self.prefetch(given.y, spot)
             for block in cutlass.range(0, size.blocks, unroll=1):
@@ -394,22 +469,11 @@ class Product:
                 arch.mbarrier_wait(shared.empty + stage, phase)
                 with arch.elect_one():
                     arch.mbarrier_arrive_and_expect_tx(full, self.step_bytes)
-                cute.copy(
-                    weight_atom,
-                    weight_from[None, block],
-                    weight_to[None, stage],
-                    tma_bar_ptr=full,
-                )
-                if cutlass.const_expr(tile.cluster > 1):
-                    cute.copy(
-                        x_atom,
-                        x_from[None, block],
-                        x_to[None, stage],
-                        tma_bar_ptr=full,
-                        mcast_mask=Int16((1 << tile.cluster) - 1),
-                    )
-                else:
-                    cute.copy(x_atom, x_from[None, block], x_to[None, stage], tma_bar_ptr=full)
+                for part in cutlass.range_constexpr(self.parts):
+                    to, from_ = weights[part]
+                    at = self.parts * stage + part
+                    copy(weight_atom, from_[None, block], to[None, at], full, self.weight_shared)
+                copy(x_atom, x_from[None, block], x_to[None, stage], full, self.x_shared)
                 stage, phase = next_stage(stage, phase, self.stages)
 
     @cute.jit
@@ -422,26 +486,9 @@ class Product:
                     address = y[row, None].iterator + spot.column + part
                     arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address.toint()])
 
-    def partition(
-        self,
-        atom: cute.CopyAtom,
-        matrix: cute.Tensor,
-        ring: cute.Tensor,
-        first: Int32,
-        rows: int,
-        rank: Any,  # noqa: ANN401
-        ranks: int,
-    ) -> tuple:
-        """How to copy a block of inputs of rows from `first` on: to [stage], from [block]."""
-        moved = cute.domain_offset((first, 0), matrix)
-        boxes = cute.local_tile(moved, (rows, DEEP), (0, None))
-        return cpasync.tma_partition(
-            atom,
-            rank,
-            cute.make_layout(ranks),
-            cute.group_modes(ring, 0, 2),
-            cute.group_modes(boxes, 0, 2),
-        )
+    def first_lines(self, spot: Spot, given: Given) -> list[Int32]:
+        """The tile's first line of W; or of the gate, and of up."""
+        return [spot.column, spot.column + given.y.shape[1]][: self.parts]
 
     @cute.jit
     def compute(self, given: Given, shared: Shared, mma: cute.TiledMma, size: Size) -> None:
@@ -449,11 +496,11 @@ class Product:
         slice_ = mma.get_slice(128 * group)
         wave_rows = self.groups * GROUP_ROWS
         xs = []
-        for wave in cutlass.range_constexpr(self.waves):
-            rows = cute.local_tile(shared.x, (wave_rows, DEEP, self.stages), (wave, 0, 0))
+        for nth in cutlass.range_constexpr(self.high):
+            rows = cute.local_tile(shared.x, (wave_rows, DEEP, self.stages), (nth, 0, 0))
             xs.append(slice_.make_fragment_A(slice_.partition_A(rows)))
         weight = slice_.make_fragment_B(slice_.partition_B(shared.weight))
-        shape = slice_.partition_shape_C((wave_rows, self.tile.columns))
+        shape = slice_.partition_shape_C((wave_rows, self.columns))
         products = cute.make_rmem_tensor(shape, Float32)
         sums = cute.make_rmem_tensor((self.sums, self.waves), Float32)
         scales = cute.make_rmem_tensor(self.num_scales, Float32)
@@ -476,10 +523,11 @@ class Product:
                 for wave in cutlass.range_constexpr(self.waves):
                     if self.has_rows(spot, wave, group):
                         warpgroup.fence()
+                        x, part = xs[wave // self.parts], self.parts * stage + wave % self.parts
                         for k in cutlass.range_constexpr(DEEP // 32):
                             atom = more if k > 0 else fresh
-                            at = (None, None, k, stage)
-                            cute.gemm(atom, products, xs[wave][at], weight[at], products)
+                            at, line_at = (None, None, k, stage), (None, None, k, part)
+                            cute.gemm(atom, products, x[at], weight[line_at], products)
                         warpgroup.commit_group()
                         warpgroup.wait_group(0)
                     if cutlass.const_expr(wave == self.waves - 1):
@@ -487,14 +535,17 @@ class Product:
                     if self.has_rows(spot, wave, group):
                         self.add(products, sums, scales, wave)
                 stage, phase = next_stage(stage, phase, self.stages)
-            for wave in cutlass.range_constexpr(self.waves):
-                self.leave(sums, wave, spot, given)
+            if cutlass.const_expr(not self.kind.gated):
+                for wave in cutlass.range_constexpr(self.waves):
+                    self.leave(sums, wave, spot, given)
+            elif self.has_rows(spot, 0, group):
+                self.leave_gated(sums, spot, given)
 
     def has_rows(self, spot: Spot, wave: int, group: Int32) -> Boolean:
         """Whether a group is to multiply: most of an expert's last tile may be empty."""
         if not self.kind.grouped:
             return Boolean(True)
-        return spot.row + GROUP_ROWS * (self.groups * wave + group) < spot.end
+        return spot.row + GROUP_ROWS * (self.groups * (wave // self.parts) + group) < spot.end
 
     @cute.jit
     def release(self, shared: Shared, stage: Int32) -> None:
@@ -507,7 +558,7 @@ class Product:
                 arch.mbarrier_arrive(shared.empty + stage)
 
     def row_of(self, spot: Spot, nth: int) -> Int32:
-        """A thread's nth row: it has two of each wave."""
+        """A thread's nth row: it has two of each 64 of its group."""
         thread = arch.thread_idx()[0]
         first = spot.row + thread // 32 * 16 + thread % 32 // 4
         return first + (nth // 2 * self.groups * GROUP_ROWS + nth % 2 * 8)
@@ -518,12 +569,13 @@ class Product:
         if self.kind.grouped:
             w_scale = w_scale[spot.expert, None, None]
         lines = []
-        for nth in range(2 * self.waves):
+        for nth in range(2 * self.high):
             row = cutlass.min(self.row_of(spot, nth), size.rows - 1)
             lines.append(given.x_scale[None, row])
-        for part in range(self.tile.columns // self.unit):
-            line = (spot.column + part * self.unit) // self.block_rows
-            lines.append(w_scale[cutlass.min(line, w_scale.shape[0] - 1), None])
+        for first in self.first_lines(spot, given):
+            for unit in range(self.units):
+                line = (first + unit * self.unit) // self.block_rows
+                lines.append(w_scale[cutlass.min(line, w_scale.shape[0] - 1), None])
         return lines
 
     def fetch(self, lines: list[cute.Tensor], scales: cute.Tensor, block: Int32) -> None:
@@ -532,10 +584,11 @@ class Product:
 
     def add(self, products: cute.Tensor, sums: cute.Tensor, scales: cute.Tensor, wave: int) -> None:
         """A thread has two columns of each eight, of a row and of the eighth below."""
-        for part in range(self.tile.columns // self.unit):
-            of_weight = scales[2 * self.waves + part]
-            factors = [scales[2 * wave + half] * of_weight for half in range(2)]
-            for n in range(part * self.unit // 2, (part + 1) * self.unit // 2):
+        row, first = wave // self.parts, 2 * self.high + wave % self.parts * self.units
+        for unit in range(self.units):
+            of_weight = scales[first + unit]
+            factors = [scales[2 * row + half] * of_weight for half in range(2)]
+            for n in range(unit * self.unit // 2, (unit + 1) * self.unit // 2):
                 sums[n, wave] += products[n] * factors[n // 2 % 2]
 
     @cute.jit
@@ -567,6 +620,40 @@ class Product:
             if row < spot.end and column < num_lines:
                 four_words(given.y, row, column).store(four.load())
 
+    @cute.jit
+    def leave_gated(self, sums: cute.Tensor, spot: Spot, given: Given) -> None:
+        """Writes silu(gate) * up. Four threads have 128 features of a row: 16 of each 64, in the
+        end. Half of the sums are the gate's, the others in the same order up's.
+        """
+        num_features, lane = given.y.shape[1], arch.lane_idx() % 4
+        y = cute.make_rmem_tensor((4, 8), Float32)
+        for half in cutlass.range_constexpr(2):
+            row, largest = self.row_of(spot, half), Float32(0)
+            for n in cutlass.range_constexpr(32):
+                at = 4 * (n // 2) + 2 * half + n % 2
+                gate, up = sums[at, 0], sums[at, 1]
+                found = gate * arch.rcp_approx(1.0 + arch.exp2(gate * -LOG2_E)) * up
+                is_there = spot.column + n // 8 * 32 < num_features
+                found = Float32(cutlass.select_(is_there, found, Float32(0)))
+                y[n] = found
+                largest = arch.fmax(largest, arch.fmax(found, -found))
+            largest = of_four(arch.fmax, largest)
+            if lane == 0 and row < spot.end:
+                scale = cutlass.select_(largest > 0, largest * (1 / LARGEST), Float32(1))
+                given.y_scale[spot.column // DEEP, row] = Float32(scale)
+            factor = arch.fmin(LARGEST * arch.rcp_approx(largest), HUGE)
+            for part in cutlass.range_constexpr(2):
+                words = cute.make_rmem_tensor(4, Int32)
+                for n in cutlass.range_constexpr(4):
+                    four = cute.make_rmem_tensor(4, Float8E4M3FN)
+                    four.store((y[None, 4 * part + n].load() * factor).to(Float8E4M3FN))
+                    words[n] = cute.recast_tensor(four, Int32)[0]
+                exchange(words)
+                in_order(words)
+                column = spot.column + 64 * part + 16 * lane
+                if row < spot.end and column < num_features:
+                    four_words(given.y, row, column).store(words.load())
+
 
 def widened(words: cute.Tensor) -> cute.TensorSSA:
     """The eight bfloat16 numbers of four words in float32.
@@ -578,21 +665,3 @@ def widened(words: cute.Tensor) -> cute.TensorSSA:
     for n in range(4):
         bits[2 * n], bits[2 * n + 1] = words[n] << 16, words[n] & Int32(-65536)
     return cute.recast_tensor(bits, Float32).load()
-
-
-def four_words(y: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
-    """Eight numbers of y, from `column` on."""
-    return cute.recast_tensor(cute.local_tile(y[row, None], (8,), (column // 8,)), Int32)
-
-
-def exchange(words: cute.Tensor) -> None:
-    """Thread i of four, each with four words, gives word j to thread j, whose word i it becomes."""
-    lane = arch.lane_idx()
-    for distance in (1, 2):
-        is_upper = lane & distance != 0
-        for low in (0, 3 - distance):
-            high = low + distance
-            a, b = words[low], words[high]
-            other = arch.shuffle_sync_bfly(Int32(cutlass.select_(is_upper, a, b)), distance)
-            words[low] = Int32(cutlass.select_(is_upper, other, a))
-            words[high] = Int32(cutlass.select_(is_upper, b, other))

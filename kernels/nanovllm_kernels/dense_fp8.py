@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
-from nanovllm_kernels import few_fp8
-from nanovllm_kernels.block_fp8_cute import block_fp8_linear, compile_tile, obstacle, tile_of
+from nanovllm_kernels import block_fp8_cute, few_fp8
+from nanovllm_kernels.block_fp8_cute import (
+    block_fp8_gated,
+    block_fp8_linear,
+    compile_tile,
+    obstacle,
+    tile_of,
+)
 from nanovllm_kernels.compile_cache import CachedCompile
+from nanovllm_kernels.device import processors
 from nanovllm_kernels.few_fp8 import FEW_FP8, MOST_ROWS
 from nanovllm_kernels.fp8_reference import BLOCK, Fp8Linear, Scaled
 from nanovllm_kernels.quantise import norm_quantise, quantise, silu_mul_quantise
@@ -30,8 +39,17 @@ def fp8_product(
     return block_fp8_linear(x8_TD, x_scale_BT, w8_ND, w_scale, residual_TN, block_rows)
 
 
-FP8_LINEAR = Fp8Linear(fp8_product, obstacle, FEW_FP8, quantise, norm_quantise, silu_mul_quantise)
-TILED_FP8 = FP8_LINEAR._replace(product=block_fp8_linear, skinny=None)  # of few rows, too
+def gates(num_rows: int, weight: Scaled, least: int = MOST_ROWS + 1) -> bool:
+    """Whether block_fp8_gated is faster than fp8_product with silu_mul_quantise behind it."""
+    of = *weight.shape, weight.block_rows, processors(weight.weight_ND.device)
+    return num_rows >= least and block_fp8_cute.gates(num_rows, *of)
+
+
+QUANTISING = quantise, norm_quantise, silu_mul_quantise, block_fp8_gated
+FP8_LINEAR = Fp8Linear(fp8_product, obstacle, FEW_FP8, *QUANTISING, gates)
+TILED_FP8 = FP8_LINEAR._replace(  # of few rows, too
+    product=block_fp8_linear, skinny=None, gates=partial(gates, least=1)
+)
 
 
 def compiled_for(
@@ -40,6 +58,11 @@ def compiled_for(
     """The tiles that multiply a weight, for some numbers of rows."""
     if obstacle(*weight.shape, weight.block_rows) is not None:
         return set()
-    of = weight.block_rows, kind.added, False
-    tiles = {tile_of(2**n, len(weight.weight_ND), PROCESSORS) for n in TILED}
-    return {((*tile, *of), compile_tile) for tile in tiles}
+    (num_lines, width), shared, rows = weight.shape, weight.block_rows, [2**n for n in TILED]
+    of = shared, *block_fp8_cute.Kind(kind.added)
+    found = {(*tile_of(n, num_lines, PROCESSORS), *of) for n in rows}
+    if kind.gated:
+        of = shared, *block_fp8_cute.Kind(gated=True)
+        rows = [n for n in rows if block_fp8_cute.gates(n, num_lines, width, shared, PROCESSORS)]
+        found |= {(*tile_of(n, num_lines, PROCESSORS, gated=True), *of) for n in rows}
+    return {(arguments, compile_tile) for arguments in found}

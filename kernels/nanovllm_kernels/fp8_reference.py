@@ -55,6 +55,12 @@ class Quantised(NamedTuple):
         return self.values_XD.float() * scale_XD[:, : self.values_XD.shape[1]]
 
 
+def empty(num_rows: int, width: int, device: torch.device) -> Quantised:
+    """With nothing in it."""
+    scale_BX = torch.empty(-(-width // BLOCK), num_rows, dtype=torch.float32, device=device)
+    return Quantised(torch.empty(num_rows, width, dtype=FP8, device=device), scale_BX)
+
+
 class Fp8Linear(NamedTuple):
     """The kernels that multiply with Scaled weights, and quantise what they multiply."""
 
@@ -64,6 +70,8 @@ class Fp8Linear(NamedTuple):
     quantise: Callable[[Tensor], Quantised]
     norm_quantise: Callable[..., Quantised]  # (x, residual_TD or None, norm_weight_D, eps)
     silu_mul_quantise: Callable[[Tensor], Quantised]
+    gated: Callable[[Quantised, Scaled], Quantised]  # silu_mul_quantise of the product
+    gates: Callable[[int, Scaled], bool]  # so many rows of x: whether that is faster
 
 
 def spread(scale: Tensor, num_rows: int, width: int, block_rows: int = BLOCK) -> Tensor:

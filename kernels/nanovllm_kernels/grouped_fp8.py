@@ -1,7 +1,7 @@
 """The products of routed experts in block fp8 for many rows, with activations of 8 bits.
 
 A token is quantised once and written at the sorted rows of its pairs, so that products read rows
-that lie together; what is between the products is quantised with the gate.
+that lie together; what is between the products is quantised with the gate, by the first of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nanovllm_kernels import expert_cases
 from nanovllm_kernels.compile_cache import Job
 from nanovllm_kernels.expert_cases import OF_QUANTISED, MoECase
 from nanovllm_kernels.experts_reference import ExpertProducts
-from nanovllm_kernels.fp8_reference import BLOCK, FP8, Quantised
+from nanovllm_kernels.fp8_reference import BLOCK, FP8, Quantised, Scaled
 from nanovllm_kernels.quantise import quantise, silu_mul_quantise
 from nanovllm_kernels.route_reference import ExpertRows
 
@@ -42,10 +42,12 @@ def expert_gate_up(
     x_TD: Tensor, gate_up_E2FD: Tensor, scale_EXX: Tensor, rows: ExpertRows, num_chosen: int
 ) -> Quantised:
     """The gated sorted rows silu(gate) * up, y_XF, for `expert_down` alone."""
-    from nanovllm_kernels.block_fp8_cute import block_fp8_experts
+    from nanovllm_kernels import block_fp8_cute
 
-    quantised = quantise(x_TD, rows.row_of_TK)
-    gate_up_X2F = block_fp8_experts(*quantised, gate_up_E2FD, scale_EXX, rows)
+    x8, weight = quantise(x_TD, rows.row_of_TK), Scaled(gate_up_E2FD, scale_EXX)
+    if rows.tile in block_fp8_cute.GATED_EXPERT_TILES:
+        return block_fp8_cute.block_fp8_gated_experts(x8, weight, rows)
+    gate_up_X2F = block_fp8_cute.block_fp8_experts(*x8, gate_up_E2FD, scale_EXX, rows)
     return silu_mul_quantise(gate_up_X2F, rows.starts_E1)
 
 
@@ -60,10 +62,17 @@ def expert_down(
 
 def jobs(gate_up_E2FD: Tensor, num_chosen: int) -> list[Job]:
     """Both products' kernels."""
-    from nanovllm_kernels.block_fp8_cute import EXPERT_TILES, Kind, compile_tile
+    from nanovllm_kernels.block_fp8_cute import (
+        EXPERT_TILES,
+        GATED_EXPERT_TILES,
+        Kind,
+        compile_tile,
+    )
 
-    kind = Kind(grouped=True)
-    return [compile_tile.job(*sizes, BLOCK, *kind) for sizes in EXPERT_TILES.values()]
+    kinds = [(*sizes, BLOCK, *Kind(grouped=True)) for sizes in EXPERT_TILES.values()]
+    kind = Kind(grouped=True, gated=True)
+    kinds += [(*sizes, BLOCK, *kind) for sizes in GATED_EXPERT_TILES.values()]
+    return [compile_tile.job(*kind) for kind in kinds]
 
 
 GROUPED_FP8 = ExpertProducts(expert_gate_up, expert_down, tile, fits, "fp8", jobs)

@@ -32,13 +32,19 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 from torch import Tensor
 
-from nanovllm_kernels.block_fp8_cute import exchange, four_words
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.latent_decode import merge
 from nanovllm_kernels.like import compiled, like
 from nanovllm_kernels.paged_decode import plan_lanes, results_of
-from nanovllm_kernels.ring_cute import READ_ONCE, meet, next_stage, of_four
+from nanovllm_kernels.ring_cute import (
+    READ_ONCE,
+    exchange,
+    four_words,
+    meet,
+    next_stage,
+    of_four,
+)
 
 RANK = 512  # numbers of a latent
 ROTATED = 64  # numbers beside it: a swizzled line of shared memory

@@ -8,22 +8,16 @@ nanovllm_kernels.quantise_cases.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.following import wait
-from nanovllm_kernels.fp8_reference import BLOCK, FP8, Quantised
+from nanovllm_kernels.fp8_reference import BLOCK, Quantised, empty
 from nanovllm_kernels.paged_decode import INTERPRETED
 
 BLOCKS = 8, 16  # of 128 numbers, that a program takes; 16 where that comes out even
-
-
-def empty(num_rows: int, width: int, device: torch.device) -> Quantised:
-    values_XD = torch.empty(num_rows, width, dtype=FP8, device=device)
-    return Quantised(values_XD, torch.empty(triton.cdiv(width, BLOCK), num_rows, device=device))
 
 
 def quantise(x_TD: Tensor, row_of_TK: Tensor | None = None) -> Quantised:

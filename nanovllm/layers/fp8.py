@@ -110,6 +110,7 @@ class Fp8Ops(Ops):
         assert kernels is not None
         passes_on = self.passes_on and num_rows > FEW_ROWS
         gate = kernels.silu_mul_quantise if passes_on else self.silu_mul
+        is_one = gated and passes_on and kernels.gates(num_rows, weight)
 
         def run(
             residual: Residual, norm_weight_D: Tensor, eps: float, weight: Scaled
@@ -123,10 +124,14 @@ class Fp8Ops(Ops):
                 if isinstance(residual, Pending):
                     of = [as_tensor(residual.update), stream.stream_TD]
                 x = kernels.norm_quantise(*of, norm_weight_D, eps)
+            if is_one:
+                x8 = x if isinstance(x, Quantised) else kernels.quantise(x)
+                return kernels.gated(x8, weight), stream
             y_TN = self._product(x, weight)
             return gate(y_TN) if gated else y_TN, stream
 
-        return Implementation("norm+fp8+gate" if gated else "norm+fp8", run)
+        name = "norm+gated-fp8" if is_one else "norm+fp8" + "+gate" * gated
+        return Implementation(name, run)
 
 
 def dequantised_linear(x: Tensor | Quantised, weight: Scaled) -> Tensor:

@@ -80,8 +80,21 @@ def test_up_to_64_rows_are_for_the_kernel_of_few(monkeypatch: pytest.MonkeyPatch
     assert max(SHAPES) == few_fp8.MOST_ROWS == 64
 
 
+def test_tiles_gate_rows_that_are_not_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_fp8, "processors", lambda device: 132)
+    weight = weight_of(24576, 4096)
+    for linear, expected in (
+        (dense_fp8.FP8_LINEAR, [False, False, True, False, True]),
+        (dense_fp8.TILED_FP8, [True, True, True, False, True]),
+    ):
+        assert [linear.gates(rows, weight) for rows in (8, 64, 128, 256, 8192)] == expected
+
+
 def test_tiles_of_many_rows_are_compiled_early() -> None:
     found = dense_fp8.compiled_for(weight_of(6144, 4096), Kind(normed=True))
-    assert {arguments[-3:] for arguments, _ in found} == {(128, False, False)}
-    assert (256, 128, 2, 128, False, False) in {arguments for arguments, _ in found}
+    assert {arguments[-4:] for arguments, _ in found} == {(128, False, False, False)}
+    assert (256, 128, 2, 128, False, False, False) in {arguments for arguments, _ in found}
+    gated = dense_fp8.compiled_for(weight_of(6144, 4096), Kind(normed=True, gated=True)) - found
+    assert (128, 256, 2, 128, False, False, True) in {arguments for arguments, _ in gated}
+    assert {arguments[-4:] for arguments, _ in gated} == {(128, False, False, True)}
     assert dense_fp8.compiled_for(weight_of(6144, 4096, 8), Kind()) == set()

@@ -193,6 +193,7 @@ class Stand:
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.gates: list[int] = []
+        self.gated: list[int] = []  # by the product
 
     def product(self, x8_TD, x_scale_BT, w8_ND, w_scale, residual_TN, block_rows) -> Tensor:
         self.rows.append(len(x8_TD))
@@ -206,12 +207,19 @@ class Stand:
         self.gates.append(len(gate_up_T2F))
         return kernels.silu_mul_reference(gate_up_T2F)
 
+    def product_and_gate(self, x8: Quantised, weight: Scaled) -> Quantised:
+        self.gated.append(len(x8.values_XD))
+        return kernels.silu_mul_reference(x8.dequantised() @ weight.dequantised().T)
+
     def linear(self) -> Fp8Linear:
         def obstacle(num_lines: int, width: int, block_rows: int) -> str | None:
             return "too narrow" if width < 64 else None
 
-        makers = kernels.reference, kernels.norm_reference, self.gate
-        return Fp8Linear(self.product, obstacle, Skinny(), *makers)
+        def gates(num_rows: int, weight: Scaled) -> bool:
+            return num_rows > 50 and weight.shape == (512, 192)
+
+        makers = kernels.reference, kernels.norm_reference, self.gate, self.product_and_gate
+        return Fp8Linear(self.product, obstacle, Skinny(), *makers, gates)
 
 
 @pytest.fixture
@@ -224,9 +232,11 @@ def bfloat16() -> Iterator[None]:
 @torch.inference_mode()
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.parametrize("kept", [(), ("model.layers.0.mlp.down_proj",)], ids=["", "down kept"])
-@pytest.mark.parametrize("num_rows", [1, 2, 40])
+@pytest.mark.parametrize("num_rows", [1, 2, 40, 60])
 def test_an_mlp_by_rows(num_rows: int, kept: tuple[str, ...]) -> None:
-    """One row is for skinny products; more are quantised, more than 32 by the gate as well."""
+    """One row is for skinny products; more are quantised, more than 32 by the gate as well, which
+    more than 50 have in the product.
+    """
     stand = Stand()
     ops = replace(select_ops(Kernels(), CPU), fp8_linear=stand.linear())
     mlp = model_of(*kept, ops=ops).layers[0].mlp
@@ -247,8 +257,9 @@ def test_an_mlp_by_rows(num_rows: int, kept: tuple[str, ...]) -> None:
         expected = reference.rms_norm(expected, torch.ones(192), 1e-6).bfloat16()
         error = (found.float() - expected.float()).norm() / expected.float().norm()
         assert float(error) < 0.05
-    products = 2 * [num_rows] if kept else 4 * [num_rows]
+    products = 2 * [num_rows] if kept or num_rows == 60 else 4 * [num_rows]
     assert stand.rows == ([] if num_rows == 1 else products)
+    assert stand.gated == ([60] * 2 if num_rows == 60 and not kept else [])
     assert stand.gates == ([num_rows] * 2 if num_rows == 40 and not kept else [])
 
 
@@ -260,7 +271,7 @@ def test_tables_say_what_multiplies() -> None:
     assert [by_rows(table, (1, 2, 64)) for table in tables] == [
         "norm+skinny 1, norm+fp8 2-64",
         "skinny+residual 1, dequantised 2-64",
-        "norm+skinny+gate 1, norm+fp8+gate 2-64",
+        "norm+skinny+gate 1, norm+fp8+gate 2, norm+gated-fp8 64",
     ]
 
 
