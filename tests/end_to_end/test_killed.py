@@ -12,6 +12,9 @@ from tests.end_to_end.demo_server import start
 from tests.end_to_end.test_operation import FAST, ROOT, SERVE, ask
 from tests.server.serving import eventually
 
+# A first grammar may take long where much else runs.
+DEMO = ("--set", "cache.cpu_gib=0.1", "--set", "structured_outputs.compile_s=100")
+
 
 def descendants(pid: int) -> list[int]:
     found = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -21,9 +24,9 @@ def descendants(pid: int) -> list[int]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--set", "cache.cpu_gib=0.1"),
+        DEMO,
         (*FAST, "--set", "server.workers=3"),
-        ("--set", "cache.cpu_gib=0.1", "--device", "cpu", "--tp", "2"),
+        (*DEMO, "--device", "cpu", "--tp", "2"),
         (*FAST, "--dp", "2"),
     ],
 )
