@@ -207,7 +207,7 @@ class Stand:
         return kernels.silu_mul_reference(gate_up_T2F)
 
     def linear(self) -> Fp8Linear:
-        def obstacle(num_lines: int, width: int, block_rows: int) -> str | None:
+        def obstacle(num_features: int, width: int, block_rows: int) -> str | None:
             return "too narrow" if width < 64 else None
 
         makers = kernels.reference, kernels.norm_reference, self.gate
