@@ -57,13 +57,13 @@ class MoECase:
         experts_TK = scores_TE.topk(self.K, -1).indices.int()
         return sort_rows(experts_TK, self.first, self.num_experts, tile)
 
-    def weight(self, parts: int, num_lines: int, num_inputs: int, device: torch.device) -> Args:
-        """The weight of all experts, of parts of so many lines, and its scales or None."""
-        shape = self.num_experts, parts * num_lines, num_inputs
+    def weight(self, parts: int, num_features: int, num_inputs: int, device: torch.device) -> Args:
+        """The weight of all experts, of parts of so many features, and its scales or None."""
+        shape = self.num_experts, parts * num_features, num_inputs
         weight_EXX = normal(device, *shape, dtype=torch.bfloat16, seed=1)
         if not self.block_fp8:
             return weight_EXX.mul_(num_inputs**-0.5), None
-        blocks = self.num_experts, parts * -(-num_lines // BLOCK), -(-num_inputs // BLOCK)
+        blocks = self.num_experts, parts * -(-num_features // BLOCK), -(-num_inputs // BLOCK)
         scale_EXX = normal(device, *blocks, dtype=torch.float32, seed=3).exp() * num_inputs**-0.5
         return weight_EXX.to(torch.float8_e4m3fn), scale_EXX
 

@@ -74,9 +74,9 @@ def tickets(device: torch.device) -> Tensor:
     return torch.zeros(TILES, dtype=torch.int32, device=device)
 
 
-def shape_of(rows: int, num_lines: int) -> Shape:
+def shape_of(rows: int, num_features: int) -> Shape:
     few, many = SHAPES[rows]
-    return few if num_lines <= FEW_TILES * few.features else many
+    return few if num_features <= FEW_TILES * few.features else many
 
 
 @cache  # a model has few shapes, and asks with each product that no graph replays
@@ -221,7 +221,7 @@ def slice_of(
     scale_stride, D: tl.constexpr, ALL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The products over some blocks of inputs, and what the norm needs of them. `scale`: where the
-    scales of lines of W begin.
+    scales of features of W begin.
     """
     BLOCKS: tl.constexpr = (D + DEEP - 1) // DEEP
     d = tl.arange(0, DEEP)

@@ -65,7 +65,7 @@ class Fp8Linear(NamedTuple):
     """The kernels that multiply with Scaled weights, and quantise what they multiply."""
 
     product: Callable[..., Tensor]  # of Quantised rows: block_fp8_cute.block_fp8_linear's signature
-    obstacle: Callable[..., str | None]  # (num_lines, width, block_rows): why it cannot, or None
+    obstacle: Callable[..., str | None]  # (num_features, width, block_rows): why it cannot, or None
     skinny: Any  # layers.ops.SkinnyLinear, of few rows, which it quantises itself; or None
     quantise: Callable[[Tensor], Quantised]
     norm_quantise: Callable[..., Quantised]  # (x, residual_TD or None, norm_weight_D, eps)

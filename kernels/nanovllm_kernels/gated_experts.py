@@ -1,14 +1,14 @@
 """Gate and up of many rows of an expert, and the gate between them.
 
-Meaning: nanovllm_kernels.experts_reference.expert_gate_up. Lines of the gate and of up alternate in
-a tile of the weight, as a tensor map reads them, so that a thread has both of an element. Tokens
+Meaning: nanovllm_kernels.experts_reference.expert_gate_up. Features of the gate and of up alternate
+in a tile of the weight, as a tensor map reads them, so that a thread has both of an element. Tokens
 are found through the sorted pairs.
 
-Decision: Triton's tiles of 192 rows by 256 lines, of which a program multiplies 64, 128 or 192 rows
-with what it reads of the weight once. Of 8,192 tokens of Qwen3-Next it takes 715 us, and 754 of
-30B-A3B. Tiles of 128 by 128 took 1,066 and 820: they read 7 TB/s from the cache, and could no more.
-The package quack's took 982 and 895 where it gathers rows, 706 and 634 where these lie sorted,
-which takes 152 and 111 us more.
+Decision: Triton's tiles of 192 rows by 256 features, of which a program multiplies 64, 128 or 192
+rows with what it reads of the weight once. Of 8,192 tokens of Qwen3-Next it takes 715 us, and 754
+of 30B-A3B. Tiles of 128 by 128 took 1,066 and 820: they read 7 TB/s from the cache, and could no
+more. The package quack's took 982 and 895 where it gathers rows, 706 and 634 where these lie
+sorted, which takes 152 and 111 us more.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def expert_gate_up(
 
     Weights are of 16 bits, without scales, and their rows whole units of 16 bytes.
     """
-    (num_experts, num_lines, depth), shape = gate_up_E2FD.shape, SHAPES[rows.tile]
-    width, stride = num_lines // 2, x_TD.stride(0)
+    (num_experts, num_features, depth), shape = gate_up_E2FD.shape, SHAPES[rows.tile]
+    width, stride = num_features // 2, x_TD.stride(0)
     assert x_TD.stride(1) == 1 and gate_up_E2FD.is_contiguous() and len(x_TD) * stride < 2**31
     y_XF = x_TD.new_empty(len(rows.pair_of_X), width)
-    sizes = [num_experts, width, 2, depth], [num_lines * depth, depth, width * depth, 1]
+    sizes = [num_experts, width, 2, depth], [num_features * depth, depth, width * depth, 1]
     alternating = TensorDescriptor(gate_up_E2FD, *sizes, [1, FEATURES, 2, DEPTH])
     gate_up_kernel[(triton.cdiv(width, FEATURES), len(rows.tile_expert_X))](
         x_TD, alternating, rows.pair_of_X, rows.starts_E1, rows.tile_expert_X, rows.tile_start_X,

@@ -50,9 +50,9 @@ class GatedLinear:
         )
 
     def __call__(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-        """y_TF. `weight_ND`: the lines of the gate, then those of up."""
-        num_rows, num_lines = len(x_TD), len(weight_ND)
-        y_TF = x_TD.new_empty(num_rows, num_lines // 2)
+        """y_TF. `weight_ND`: the features of the gate, then those of up."""
+        num_rows, num_features = len(x_TD), len(weight_ND)
+        y_TF = x_TD.new_empty(num_rows, num_features // 2)
         run = compile_gated(bits(x_TD.dtype), num_rows > TILE_ROWS)
         run(x_TD, weight_ND, y_TF, processors(x_TD.device) // 2)
         return y_TF
@@ -62,7 +62,7 @@ class GatedLinear:
 def compile_gated(dtype_name: str, is_tall: bool) -> Compiled:
     """Compiles the product for any sizes.
 
-    `is_tall`: two tiles of rows share weights, else two tiles of lines share rows.
+    `is_tall`: two tiles of rows share weights, else two tiles of features share rows.
 
     Its arguments: x, the weights, y, how many clusters of two run at once.
     """

@@ -21,9 +21,9 @@ HOPPER = 9
 
 
 class Product:
-    """Tiles of `rows` by `lines`, two of which are a cluster and share what they have in common."""
+    """Tiles of `rows` by `features`, of which two are a cluster and share what both need."""
 
-    def __init__(self, dtype: Any, rows: int, lines: int, is_tall: bool) -> None:  # noqa: ANN401
+    def __init__(self, dtype: Any, rows: int, features: int, is_tall: bool) -> None:  # noqa: ANN401
         epilogue = linear_act_mod(
             "swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=False
         )
@@ -31,7 +31,7 @@ class Product:
         self.product = self.of_pairs(
             Float32,
             dtype,
-            (rows, lines),
+            (rows, features),
             (2, 1, 1) if is_tall else (1, 2, 1),
             pingpong=True,
             is_persistent=True,
@@ -53,11 +53,11 @@ class Product:
         self.product(x_TD, weight_ND, None, None, outputs, schedule, None, stream, None, None)
 
 
-def compile_product(dtype_name: str, rows: int, lines: int, is_tall: bool) -> Compiled:
+def compile_product(dtype_name: str, rows: int, features: int, is_tall: bool) -> Compiled:
     """Compiles the product for any sizes. Needs no GPU, only to know of one."""
     dtype, num_inputs = DTYPES[dtype_name], cute.sym_int()
     return compiled(
-        Product(dtype, rows, lines, is_tall),
+        Product(dtype, rows, features, is_tall),
         like(dtype, cute.sym_int(), num_inputs, divisibility=8),
         like(dtype, cute.sym_int(), num_inputs, divisibility=8),
         like(dtype, cute.sym_int(), cute.sym_int(divisibility=8), divisibility=8),

@@ -42,11 +42,11 @@ def tile(num_pairs: int, num_experts: int) -> int:
 
 
 def fits(num_pairs: int, gate_up_E2FD: Tensor) -> bool:
-    num_experts, num_lines, num_inputs = gate_up_E2FD.shape
+    num_experts, num_features, num_inputs = gate_up_E2FD.shape
     return (
         num_pairs > LEAST_ROWS * num_experts
         and gate_up_E2FD.dtype.itemsize == 2
-        and num_lines % 16 == num_inputs % 8 == 0
+        and num_features % 16 == num_inputs % 8 == 0
         and num_pairs * num_inputs < 2**31  # gate and up find an input by 32 bits
     )
 

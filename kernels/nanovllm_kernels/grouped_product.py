@@ -19,10 +19,10 @@ from nanovllm_kernels.like import compiled, like
 
 
 class Tile(NamedTuple):
-    """What a block computes at once, and how many blocks of lines share rows."""
+    """What a block computes at once, and how many blocks of features share rows."""
 
     rows: int
-    lines: int
+    features: int
     cluster: int
     pingpong: bool  # two tiles at a time, of one warp group each; else one tile of both
 
@@ -38,7 +38,7 @@ class Down:
         self.product = GemmDefaultSm90(
             Float32,
             dtype,
-            (tile.rows, tile.lines),
+            (tile.rows, tile.features),
             (1, tile.cluster, 1),
             pingpong=tile.pingpong,
             is_persistent=True,

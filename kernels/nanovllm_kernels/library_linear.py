@@ -8,8 +8,8 @@ them up in float32. Added: of thousands of rows the library adds the residual st
 Decision: measured on an H200, us of one product, then of two slices, at 192 rows of Qwen3-8B: qkv
 23.6 and 18.4, o 18.0 and 12.8, down 53.9 and 30.9; of 0.6B in four slices o 6.4 and 4.6, down 7.8
 and 5.3. At 512 rows of 8B slices are slower, and so they are for 0.6B's qkv, which has many more
-lines than inputs. 8192 rows of 8B with the norm: o 415 and, added, 386; down 1184 and 1215 (so not
-of long inputs).
+features than inputs. 8192 rows of 8B with the norm: o 415 and, added, 386; down 1184 and 1215 (so
+not of long inputs).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
 from nanovllm_kernels.reference import summed
 
 LEAST_SLICED_ROWS = 65  # fewer are other kernels'
-TILE = 128  # rows and lines of a tile of the library's, about
+TILE = 128  # rows and features of a tile of the library's, about
 TILES = 192  # half more than a GPU runs at once; with more there is nothing to fill
 MOST_SLICES = 4
 ALIGNMENT = 8  # elements: of a slice's inputs
@@ -57,11 +57,11 @@ class AddedLinear:
         return residual_TN.addmm_(x_TD, weight_ND.t())
 
 
-def num_slices(num_rows: int, num_lines: int, num_inputs: int) -> int:
+def num_slices(num_rows: int, num_features: int, num_inputs: int) -> int:
     """1, 2 or 4: as many as fill the GPU with tiles, unless writing them takes what that saves."""
-    if num_rows < LEAST_SLICED_ROWS or 2 * num_inputs < num_lines:
+    if num_rows < LEAST_SLICED_ROWS or 2 * num_inputs < num_features:
         return 1
-    tiles, slices = -(-num_rows // TILE) * -(-num_lines // TILE), MOST_SLICES
+    tiles, slices = -(-num_rows // TILE) * -(-num_features // TILE), MOST_SLICES
     while slices > 1 and (slices * tiles > TILES or num_inputs % (slices * ALIGNMENT)):
         slices //= 2
     return slices

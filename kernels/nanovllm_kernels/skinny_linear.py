@@ -4,9 +4,9 @@ y = f(x) W^T; f is nothing or an RMSNorm. What follows is nothing, SiLU-mul, or 
 residual stream. Meaning: the references in skinny_cases.py. bfloat16.
 
 Decision: reading W is all the work there is, so every multiprocessor gets an equal part of it at
-once. A block of threads owns some lines of W and a slice of their inputs; the blocks that share
-lines are a cluster, and each of them finishes an equal share of the lines, whose parts the others
-copy into its shared memory in one piece (stores of single numbers took 10 us).
+once. A block of threads owns some features of W and a slice of their inputs; the blocks that share
+features are a cluster, and each of them finishes an equal share of the features, whose parts the
+others copy into its shared memory in one piece (stores of single numbers took 10 us).
 
 Decision: the norm has no launch of its own. Its weight is applied to x on the way from shared
 memory to the tensor cores, which see the squares go by; its scale, a factor of a row of y, at
@@ -17,7 +17,7 @@ So blocks of the next launch start while the last ones of this are still at work
 weights under way when x is there (programmatic dependent launch).
 
 Decision: where there are three blocks for each multiprocessor, they take a third of its shared
-memory: 386 blocks (12,352 lines of 2,048 inputs) took two waves, and a token of Qwen3-Next 7 %
+memory: 386 blocks (12,352 features of 2,048 inputs) took two waves, and a token of Qwen3-Next 7 %
 more. Further weights that are brought to the cache before x is there pay in no model: they made a
 token of 30B-A3B 3 to 8 % slower, of 8B 1 to 14.
 
@@ -50,7 +50,7 @@ BOX_ROWS = 16
 GROUP_ROWS = 64  # of x, that four warps multiply
 MOST_ROWS = 2 * GROUP_ROWS
 LARGE = 16 * 1024 * 1024  # elements of W from which on more than GROUP_ROWS rows are faster here
-LEAST_LINES, MOST_LINES = 32, 128
+LEAST_FEATURES, MOST_FEATURES = 32, 128
 PROCESSORS = 132
 EVEN = 0.9  # share of the multiprocessors' time that is to be of use
 ROOM_BYTES = {1: 225 * 1024, 2: 112 * 1024, 3: 74 * 1024}  # by blocks of a multiprocessor
@@ -67,28 +67,30 @@ class Kind(NamedTuple):
 class Shape(NamedTuple):
     """How a cluster of blocks cuts its part of a product."""
 
-    lines: int  # of W; if gated, half of them gates and half the lines they belong to
+    features: int  # of W; if gated, half of them gates and half the features they belong to
     splits: int  # blocks of threads, each with its slice of the inputs
     together: int = 2  # blocks that a multiprocessor has room for
     groups: int = 1  # of GROUP_ROWS rows, that a block multiplies
 
 
 @cache
-def shape_of(num_lines: int, width: int, kind: Kind, num_rows: int) -> Shape | None:
+def shape_of(num_features: int, width: int, kind: Kind, num_rows: int) -> Shape | None:
     """None: other products are faster, or the weights cannot be cut evenly."""
     has_many_rows = num_rows > GROUP_ROWS
-    splits = 1 if num_lines >= 8192 else 2 if num_lines >= 4096 else 4
-    is_small = has_many_rows and num_lines * width < LARGE
+    splits = 1 if num_features >= 8192 else 2 if num_features >= 4096 else 4
+    is_small = has_many_rows and num_features * width < LARGE
     if num_rows > MOST_ROWS or is_small or width % (DEEP * splits):
         return None
     unit = 8 * splits * (1 + kind.gated)
     best, found = EVEN, 0
-    for lines in range(unit, min(num_lines, MOST_LINES + has_many_rows * GROUP_ROWS) + 1, unit):
-        blocks = num_lines // lines * splits
+    for features in range(
+        unit, min(num_features, MOST_FEATURES + has_many_rows * GROUP_ROWS) + 1, unit
+    ):
+        blocks = num_features // features * splits
         use = blocks / (-(-blocks // PROCESSORS) * PROCESSORS)
-        if num_lines % lines == 0 and lines >= LEAST_LINES and use >= best:
-            best, found = use, lines
-    waves = -(-(num_lines // found * splits) // PROCESSORS) if found else 0
+        if num_features % features == 0 and features >= LEAST_FEATURES and use >= best:
+            best, found = use, features
+    waves = -(-(num_features // found * splits) // PROCESSORS) if found else 0
     if not found or (has_many_rows and waves > 1):
         return None
     is_long = not kind.normed and width // splits >= LONG
@@ -140,12 +142,12 @@ class SkinnyLinear:
         eps: float = 0.0,
         residual_TN: Tensor | None = None,
     ) -> Tensor:
-        num_rows, num_lines = len(x_TD), len(weight_ND)
-        shape = shape_of(num_lines, x_TD.shape[1], kind, num_rows)
+        num_rows, num_features = len(x_TD), len(weight_ND)
+        shape = shape_of(num_features, x_TD.shape[1], kind, num_rows)
         assert shape is not None and x_TD.stride(1) == weight_ND.stride(1) == 1
         y_TN = residual_TN
         if y_TN is None:
-            y_TN = x_TD.new_empty(num_rows, num_lines // (1 + kind.gated))
+            y_TN = x_TD.new_empty(num_rows, num_features // (1 + kind.gated))
         run = compile_product(*shape, *kind)
         run(x_TD, weight_ND, y_TN, norm_weight_D, residual_TN, eps)
         return y_TN
@@ -156,7 +158,7 @@ SKINNY_LINEAR = SkinnyLinear()
 
 @CachedCompile
 def compile_product(
-    lines: int, splits: int, together: int, groups: int, normed: bool, gated: bool, added: bool
+    features: int, splits: int, together: int, groups: int, normed: bool, gated: bool, added: bool
 ) -> Compiled:
     """Compiles a product of a Shape and a Kind. Needs no GPU, only to know of one."""
 
@@ -164,7 +166,7 @@ def compile_product(
         return like(BFloat16, *(cute.sym_int() for _ in range(rank)), divisibility=8)
 
     return compiled(
-        Product(Shape(lines, splits, together, groups), Kind(normed, gated, added)),
+        Product(Shape(features, splits, together, groups), Kind(normed, gated, added)),
         of_rank(2),
         of_rank(2),
         of_rank(2),
@@ -186,12 +188,12 @@ class Shared(NamedTuple):
     """In shared memory, of one block of threads."""
 
     x: cute.Tensor  # [row, input, stage]
-    weight: cute.Tensor  # [line, input, stage]
+    weight: cute.Tensor  # [feature, input, stage]
     norm_weight: cute.Tensor | None  # [input, stage]
     full: cute.Pointer  # barriers: the stage is there
     empty: cute.Pointer  # every warp is done with it
-    own: cute.Tensor  # [line of the share, row, whose share]: this slice's sums, where x was
-    parts: cute.Tensor  # [line of this block's share, row, whose slice]
+    own: cute.Tensor  # [feature of the share, row, whose share]: this slice's sums, where x was
+    parts: cute.Tensor  # [feature of this block's share, row, whose slice]
     landed: cute.Pointer  # barrier: all of parts is there
 
 
@@ -203,23 +205,23 @@ class Size(NamedTuple):
 
 class Product:
     def __init__(self, shape: Shape, kind: Kind) -> None:
-        self.kind, self.lines, self.splits = kind, shape.lines, shape.splits
+        self.kind, self.features, self.splits = kind, shape.features, shape.splits
         self.rows, self.threads = GROUP_ROWS * shape.groups, 128 * shape.groups
         self.halves = 1 + self.kind.gated
-        self.box = self.lines // self.halves  # lines that lie together in W
+        self.box = self.features // self.halves  # features that lie together in W
         self.share = self.box // self.splits  # of them, that a block finishes
         assert self.share % 8 == 0, shape
         width = self.share * self.halves
         self.squares = width  # their place behind a row's sums
         self.padded = width + (8 if width % 16 == 0 else 16)  # a warp meets every bank
         self.part = self.rows * self.padded
-        self.step_bytes = LINE_BYTES * (self.lines + self.kind.normed)  # of all but x
+        self.step_bytes = LINE_BYTES * (self.features + self.kind.normed)  # of all but x
         parts = 4 * self.splits * self.part
         room = ROOM_BYTES[shape.together] - 1024
         room -= parts if self.splits > 1 else 0
         self.stages = min(12, room // (LINE_BYTES * self.rows + self.step_bytes))
         assert self.stages >= 2, shape
-        ring = self.stages * LINE_BYTES * (self.rows + self.lines)
+        ring = self.stages * LINE_BYTES * (self.rows + self.features)
         self.ring_bytes = max(ring, parts)
 
     @cute.jit
@@ -235,7 +237,7 @@ class Product:
     ) -> None:
         line = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         rings, boxes = [], []
-        for matrix, size, box in ((x, self.rows, BOX_ROWS), (weight, self.lines, self.box)):
+        for matrix, size, box in ((x, self.rows, BOX_ROWS), (weight, self.features, self.box)):
             rings.append(cute.tile_to_shape(line, (size, DEEP, self.stages), (0, 1, 2)))
             one = cute.tile_to_shape(line, (box, DEEP), (0, 1))
             op = cpasync.CopyBulkTensorTileG2SOp()
@@ -249,14 +251,14 @@ class Product:
             OperandMajorMode.K,
             Float32,
             (self.rows // GROUP_ROWS, 1, 1),
-            tiler_mn=(GROUP_ROWS, self.lines),
+            tiler_mn=(GROUP_ROWS, self.features),
             a_source=source.RMEM if self.kind.normed else source.SMEM,
         )
         rows = x.shape[0]
         active = (rows + BOX_ROWS - 1) // BOX_ROWS * BOX_ROWS
         size = Size(rows, active, x.shape[1] // (DEEP * self.splits))
         self.kernel(*boxes, y, norm_weight, residual, eps, *rings, mma, size).launch(
-            grid=[self.splits, weight.shape[0] // self.lines, 1],
+            grid=[self.splits, weight.shape[0] // self.features, 1],
             block=[self.threads + 32, 1, 1],
             cluster=[self.splits, 1, 1],
             stream=stream,
@@ -407,11 +409,11 @@ class Product:
 
     @cute.jit
     def compute(self, shared: Shared, mma: cute.TiledMma, size: Size) -> None:
-        """This slice's sums, and those of x's squares, of all lines of the cluster."""
+        """This slice's sums, and those of x's squares, of all features of the cluster."""
         thread = arch.thread_idx()[0]
         slice_ = mma.get_slice(thread)
         weight = slice_.make_fragment_B(slice_.partition_B(shared.weight))
-        sums = cute.make_rmem_tensor(slice_.partition_shape_C((self.rows, self.lines)), Float32)
+        sums = cute.make_rmem_tensor(slice_.partition_shape_C((self.rows, self.features)), Float32)
         sums.fill(0.0)
         squares = cute.make_rmem_tensor(2, Float32)
         squares.fill(0.0)
@@ -462,7 +464,7 @@ class Product:
         thread, lane = arch.thread_idx()[0], arch.lane_idx()
         row = thread // 32 * 16 + lane // 4
         if thread // 32 * 16 < size.active:
-            for n in cutlass.range_constexpr(self.lines // 2):
+            for n in cutlass.range_constexpr(self.features // 2):
                 line = n // 4 * 8
                 half, within = line // self.box, line % self.box
                 peer, place = within // self.share, half * self.share + within % self.share
@@ -519,7 +521,7 @@ class Product:
         shared: Shared,
         size: Size,
     ) -> None:
-        """This block's share of the lines: adds the slices up, eight lines of a row at a time."""
+        """This block's share of the features: adds the slices up, eight of a row at a time."""
         if cutlass.const_expr(self.kind.added):
             arch.griddepcontrol_wait()  # long over: the launch before may have left the stream
         eights = self.share // 8

@@ -57,9 +57,9 @@ def test_few_tiles_have_more_loads_on_their_way() -> None:
     assert [few_fp8.shape_of(64, lines).stages for lines in (4096, 24576)] == [5, 4]
 
 
-def weight_of(num_lines: int, width: int, block_rows: int = 128) -> Scaled:
-    scale = torch.ones(-(-num_lines // block_rows), -(-width // 128))
-    return Scaled(torch.zeros(num_lines, width, dtype=FP8), scale, block_rows)
+def weight_of(num_features: int, width: int, block_rows: int = 128) -> Scaled:
+    scale = torch.ones(-(-num_features // block_rows), -(-width // 128))
+    return Scaled(torch.zeros(num_features, width, dtype=FP8), scale, block_rows)
 
 
 def test_up_to_16_rows_are_quantised_on_the_way() -> None:

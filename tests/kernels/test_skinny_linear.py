@@ -16,7 +16,7 @@ from nanovllm_kernels.skinny_linear import SKINNY_LINEAR, Kind, Product, compile
 plain, added, normed, gated = Kind(), Kind(added=True), Kind(True), Kind(True, True)
 """
 LAYERS = """
-for num_lines, width, kind, num_rows in (
+for num_features, width, kind, num_rows in (
     (4096, 1024, normed, 64),
     (1024, 2048, added, 64),
     (6144, 1024, gated, 64),
@@ -27,13 +27,13 @@ for num_lines, width, kind, num_rows in (
     (151936, 4096, plain, 64),
     (12352, 2048, normed, 64),
 ):
-    shape = shape_of(num_lines, width, kind, num_rows)
+    shape = shape_of(num_features, width, kind, num_rows)
     stages = Product(shape, kind).stages
     run = compile_product(*shape, *kind)
-    print(*shape, stages, num_lines // shape.lines * shape.splits, callable(run))
+    print(*shape, stages, num_features // shape.features * shape.splits, callable(run))
 """
 CHOICE = """
-for num_lines, width, num_rows, kind in (
+for num_features, width, num_rows, kind in (
     (4096, 1024, 64, {}),
     (4096, 1024, 65, {}),  # the library is faster, the weights are few
     (4096, 4096, 128, {"added": True}),
@@ -45,7 +45,7 @@ for num_lines, width, num_rows, kind in (
     (3072, 1024, 1, {"normed": True, "gated": True}),  # 96 or 192 blocks
     (2048, 1024, 1, {"normed": True, "gated": True}),
 ):
-    weight = torch.empty(num_lines, width, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(num_features, width, dtype=torch.bfloat16, device="meta")
     fits = (SKINNY_LINEAR.fits(num_rows, of, **kind) for of in (weight, weight.half()))
     print(*fits)
 """
@@ -96,8 +96,8 @@ layers = [
     (57344 // tp, 8192, Kind(True, True)),
     (8192, 28672 // tp, Kind(added=True)),
 ]
-for num_lines, width, kind in layers:
-    shape = shape_of(num_lines, width, kind, 32)
-    print(shape and num_lines % shape.lines == 0 and width % (64 * shape.splits) == 0)
+for num_features, width, kind in layers:
+    shape = shape_of(num_features, width, kind, 32)
+    print(shape and num_features % shape.features == 0 and width % (64 * shape.splits) == 0)
 """
     assert printed(code) == ["True"] * 4

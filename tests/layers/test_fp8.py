@@ -212,7 +212,7 @@ class Stand:
         return kernels.silu_mul_reference(x8.dequantised() @ weight.dequantised().T)
 
     def linear(self) -> Fp8Linear:
-        def obstacle(num_lines: int, width: int, block_rows: int) -> str | None:
+        def obstacle(num_features: int, width: int, block_rows: int) -> str | None:
             return "too narrow" if width < 64 else None
 
         def gates(num_rows: int, weight: Scaled) -> bool:

@@ -139,7 +139,7 @@ def test_a_table_says_which_implementation_serves_how_many_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_lines", "num_inputs", "slices"),
+    ("num_rows", "num_features", "num_inputs", "slices"),
     [
         (64, 1024, 2048, 1),  # other kernels'
         (65, 1024, 2048, 4),
@@ -152,8 +152,10 @@ def test_a_table_says_which_implementation_serves_how_many_rows() -> None:
         (160, 1024, 1032, 1),  # cannot be cut
     ],
 )
-def test_products_of_some_hundred_rows_are_sliced(num_rows, num_lines, num_inputs, slices) -> None:
-    assert library_linear.num_slices(num_rows, num_lines, num_inputs) == slices
+def test_products_of_some_hundred_rows_are_sliced(
+    num_rows, num_features, num_inputs, slices
+) -> None:
+    assert library_linear.num_slices(num_rows, num_features, num_inputs) == slices
 
 
 @torch.inference_mode()
