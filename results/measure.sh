@@ -100,7 +100,7 @@ measure() {
         done
         ;;
     fp8) # block fp8: its kernels; 8B in bf16, by products of many rows alone, and with those of few rows
-        local names="block_fp8_linear block_fp8_experts block_fp8_gated block_fp8_apart experts_gated experts_apart norm_quantise few_fp8_linear few_fp8_linear_add few_fp8_norm_linear few_fp8_norm_gate_up few_fp8_quantised"
+        local names="block_fp8_linear block_fp8_experts block_fp8_gated experts_gated norm_quantise few_fp8_linear few_fp8_linear_add few_fp8_norm_linear few_fp8_norm_gate_up few_fp8_quantised"
         timeout 300 nanovllm check-kernels $(printf -- '--kernel %s ' $names) --json "results/fp8-$(date +%F).json"
         for load in bs1 prefill; do
             timeout 200 nanovllm bench --offline $large --workload $load "${common[@]}" \

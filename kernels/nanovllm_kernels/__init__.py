@@ -7,8 +7,7 @@ CHECKED = {  # by module, where a name in capitals is its case.Kernel
     "quantise_cases": "quantise silu_mul_quantise norm_quantise",
     "grouped_linear": "grouped_gate_up grouped_down grouped_64_gate_up",
     "grouped_fp8": "grouped_fp8_gate_up grouped_fp8_down",
-    "block_fp8_cases": "block_fp8_linear block_fp8_experts block_fp8_gated block_fp8_apart"
-    " experts_gated experts_apart",
+    "block_fp8_cases": "block_fp8_linear block_fp8_experts block_fp8_gated experts_gated",
     "few_fp8_cases": "few_fp8_linear few_fp8_linear_add few_fp8_norm_linear few_fp8_norm_gate_up"
     " few_fp8_quantised",
     "skinny_cases": "skinny_linear skinny_linear_add skinny_norm_linear skinny_norm_gate_up",

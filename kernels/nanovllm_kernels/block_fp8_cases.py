@@ -28,7 +28,6 @@ from nanovllm_kernels.block_fp8_cute import (
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
 from nanovllm_kernels.fp8_reference import LARGEST, Quantised, Scaled
 from nanovllm_kernels.linear_cases import gated_sizes
-from nanovllm_kernels.quantise import silu_mul_quantise
 
 UNWRITTEN = 7.0  # in rows of no expert, which stay as they are
 
@@ -114,16 +113,8 @@ def gated(x8: Tensor, x_scale: Tensor, *weight: Any) -> Quantised:  # noqa: ANN4
     return block_fp8_gated(Quantised(x8, x_scale), Scaled(w8_ND, w_scale, block_rows), tile)
 
 
-def gated_apart(*args: Any) -> Quantised:  # noqa: ANN401
-    return silu_mul_quantise(block_fp8_linear(*args[:6]))
-
-
 def experts_gated(*args: Any) -> Quantised:  # noqa: ANN401
     return block_fp8_gated_experts(Quantised(*args[:2]), Scaled(*args[2:4]), args[4])
-
-
-def experts_apart(*args: Any) -> Quantised:  # noqa: ANN401
-    return silu_mul_quantise(block_fp8_experts(*args[:5]), args[4].starts_E1)
 
 
 def gated_reference(*args: Any) -> Quantised:  # noqa: ANN401
@@ -299,16 +290,20 @@ BLOCK_FP8_EXPERTS = replace(
     cases=experts_cases(),
     scale=experts_scale,
 )
-# A step of 8 bits. Apart, the gate is a kernel of its own.
-STEP = {"ulps_32": quantise_cases.STEP, "outputs": gated_outputs}
-GATED = gated_reference, gated_cases()
-EXPERTS = gated_experts_reference, gated_experts_cases()
-BLOCK_FP8_GATED, BLOCK_FP8_APART, EXPERTS_GATED, EXPERTS_APART = (
-    Kernel(name, run, *definition, scale=scale, **STEP)
-    for name, run, definition, scale in (
-        ("block_fp8_gated", gated, GATED, gated_scale),
-        ("block_fp8_apart", gated_apart, GATED, gated_scale),
-        ("experts_gated", experts_gated, EXPERTS, gated_experts_scale),
-        ("experts_apart", experts_apart, EXPERTS, gated_experts_scale),
-    )
+BLOCK_FP8_GATED = Kernel(
+    "block_fp8_gated",
+    gated,
+    gated_reference,
+    gated_cases(),
+    ulps_32=quantise_cases.STEP,
+    scale=gated_scale,
+    outputs=gated_outputs,
+)
+EXPERTS_GATED = replace(
+    BLOCK_FP8_GATED,
+    name="experts_gated",
+    run=experts_gated,
+    reference=gated_experts_reference,
+    cases=gated_experts_cases(),
+    scale=gated_experts_scale,
 )

@@ -20,9 +20,17 @@ from nanovllm_kernels.paged_decode import INTERPRETED
 BLOCKS = 8, 16  # of 128 numbers, that a program takes; 16 where that comes out even
 
 
-def quantise(x_TD: Tensor, row_of_TK: Tensor | None = None) -> Quantised:
-    """Each row once, or at the sorted rows of its token's pairs; the other rows are not written."""
-    num_rows, width = x_TD.shape
+def silu_mul_quantise(gate_up_T2F: Tensor) -> Quantised:
+    """silu(gate) * up, in float32 until it is quantised."""
+    return quantise(gate_up_T2F, gated=True)
+
+
+def quantise(x_TD: Tensor, row_of_TK: Tensor | None = None, *, gated: bool = False) -> Quantised:
+    """Each row once, or at the sorted rows of its token's pairs; the other rows are not written.
+
+    `gated`: silu of the first half of each row, times the second.
+    """
+    num_rows, width = len(x_TD), x_TD.shape[1] // (1 + gated)
     num_copies = 1 if row_of_TK is None else row_of_TK.shape[1]
     result = empty(num_rows * num_copies, width, x_TD.device)
     waits, blocks = follows(num_rows, x_TD.device), BLOCKS[width % (BLOCKS[1] * BLOCK) == 0]
@@ -33,27 +41,8 @@ def quantise(x_TD: Tensor, row_of_TK: Tensor | None = None) -> Quantised:
         x_TD.stride(0),
         width,
         num_rows * num_copies,
+        GATED=gated,
         COPIES=num_copies,
-        BLOCKS=blocks,
-        WAITS=waits,
-        launch_pdl=waits,
-    )
-    return result
-
-
-def silu_mul_quantise(gate_up_X2F: Tensor, starts_E1: Tensor | None = None) -> Quantised:
-    """The product silu(gate) * up of all rows, or of those before the last expert's end."""
-    num_rows, twice = gate_up_X2F.shape
-    width, waits = twice // 2, follows(num_rows, gate_up_X2F.device)
-    blocks = BLOCKS[width % (BLOCKS[1] * BLOCK) == 0]
-    result = empty(num_rows, width, gate_up_X2F.device)
-    silu_mul_quantise_kernel[(num_rows, triton.cdiv(width, blocks * BLOCK))](
-        gate_up_X2F,
-        None if starts_E1 is None else starts_E1[-1:],
-        *result,
-        gate_up_X2F.stride(0),
-        width,
-        num_rows,
         BLOCKS=blocks,
         WAITS=waits,
         launch_pdl=waits,
@@ -118,13 +107,16 @@ def norm_quantise_kernel(
 
 @triton.jit
 def quantise_kernel(
-    x_TD, row_of_TK, values_XD, scale_BX, stride, width, num_rows, COPIES: tl.constexpr,
-    BLOCKS: tl.constexpr, WAITS: tl.constexpr,
+    x_TD, row_of_TK, values_XD, scale_BX, stride, width, num_rows, GATED: tl.constexpr,
+    COPIES: tl.constexpr, BLOCKS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     wait(WAITS)
     token = tl.program_id(0).to(tl.int64)
     block, d = places(BLOCKS)
     x = tl.load(x_TD + token * stride + d, d < width, 0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(x_TD + token * stride + width + d, d < width, 0.0).to(tl.float32)
+        x = x / (1 + tl.exp(-x)) * up
     values, scale = scaled(x)
     for k in tl.static_range(COPIES):
         row = token
@@ -133,23 +125,6 @@ def quantise_kernel(
         end = tl.where(row < 0, 0, width)  # another rank's are not written
         tl.store(values_XD + row * width + d, values, d < end)
         tl.store(scale_BX + block * num_rows + row, scale, block * 128 < end)
-
-
-@triton.jit
-def silu_mul_quantise_kernel(
-    gate_up_X2F, end_1, values_XF, scale_BX, stride, width, num_rows, BLOCKS: tl.constexpr,
-    WAITS: tl.constexpr,
-):  # fmt: skip
-    wait(WAITS)
-    row = tl.program_id(0).to(tl.int64)
-    if end_1 is not None and row >= tl.load(end_1):
-        return
-    block, f = places(BLOCKS)
-    gate = tl.load(gate_up_X2F + row * stride + f, f < width, 0.0).to(tl.float32)
-    up = tl.load(gate_up_X2F + row * stride + width + f, f < width, 0.0).to(tl.float32)
-    values, scale = scaled(gate / (1 + tl.exp(-gate)) * up)
-    tl.store(values_XF + row * width + f, values, f < width)
-    tl.store(scale_BX + block * num_rows + row, scale, block * 128 < width)
 
 
 @triton.jit

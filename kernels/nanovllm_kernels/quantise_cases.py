@@ -33,7 +33,7 @@ def reference(x_TD: Tensor, row_of_TK: Tensor | None = None) -> Quantised:
     return Quantised(values_TD[token_X].to(FP8), scale_TB[token_X].t())
 
 
-def silu_mul_reference(gate_up_X2F: Tensor, starts_E1: Tensor | None = None) -> Quantised:
+def silu_mul_reference(gate_up_X2F: Tensor) -> Quantised:
     gate_XF, up_XF = gate_up_X2F.float().chunk(2, -1)
     return reference(functional.silu(gate_XF) * up_XF)
 
@@ -54,8 +54,7 @@ def written(result: Quantised, args: Args) -> Tensors:
     """
     rows, stream = slice(None), args[1:2] if len(args) == 4 and args[1] is not None else ()
     if len(args) == 2:
-        given = args[1]
-        rows = slice(int((given >= 0).sum() if given.ndim == 2 else given[-1]))
+        rows = slice(int((args[1] >= 0).sum()))
     whole = Quantised(result.values_XD[rows], result.scale_BX[:, rows])
     return whole.dequantised(), whole.scale_BX, *stream
 
@@ -81,11 +80,6 @@ def inputs(kind: str, T: int, D: int, device: torch.device) -> Args:
 
 def of_tokens(routed: MoECase, device: torch.device) -> Args:
     return *inputs("normal", routed.T, routed.D, device), routed.rows(64, device).row_of_TK
-
-
-def of_gates(routed: MoECase, device: torch.device) -> Args:
-    (gate_up_X2F,) = inputs("strided", routed.T * routed.K, 2 * routed.F, device)
-    return gate_up_X2F, routed.rows(64, device).starts_E1
 
 
 def of_norm(kind: str, T: int, D: int, device: torch.device) -> Args:
@@ -120,9 +114,8 @@ QUANTISE = kernel(
 SILU_MUL_QUANTISE = kernel(
     quantise.silu_mul_quantise,
     silu_mul_reference,
-    *dense(inputs, ("strided", 7, 2320)),
-    Case(str(SHARE), partial(of_gates, SHARE), small=True),
-    Case(str(LARGE), partial(of_gates, LARGE), num_bytes=LARGE.T * LARGE.K * LARGE.F * 5),
+    *dense(inputs, ("strided", 7, 2320), ("strided", 40, 4352)),
+    Case("T=64 D=24576", partial(inputs, "normal", 64, 24576), num_bytes=64 * 24576 * 5 // 2),
 )
 NORM_QUANTISE = kernel(
     quantise.norm_quantise,
