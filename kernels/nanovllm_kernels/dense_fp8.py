@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
 from nanovllm_kernels import block_fp8_cute, few_fp8
@@ -15,9 +13,8 @@ from nanovllm_kernels.block_fp8_cute import (
     tile_of,
 )
 from nanovllm_kernels.compile_cache import CachedCompile
-from nanovllm_kernels.device import processors
 from nanovllm_kernels.few_fp8 import FEW_FP8, MOST_ROWS
-from nanovllm_kernels.fp8_reference import BLOCK, Fp8Linear, Scaled
+from nanovllm_kernels.fp8_reference import BLOCK, Fp8Linear, Quantised, Scaled
 from nanovllm_kernels.quantise import norm_quantise, quantise, silu_mul_quantise
 from nanovllm_kernels.skinny_linear import PROCESSORS, Kind
 
@@ -39,16 +36,16 @@ def fp8_product(
     return block_fp8_linear(x8_TD, x_scale_BT, w8_ND, w_scale, residual_TN, block_rows)
 
 
-def gates(num_rows: int, weight: Scaled, least: int = MOST_ROWS + 1) -> bool:
-    """Whether block_fp8_gated is faster than fp8_product with silu_mul_quantise behind it."""
-    of = *weight.shape, weight.block_rows, processors(weight.weight_ND.device)
-    return num_rows >= least and block_fp8_cute.gates(num_rows, *of)
+def fp8_gated(x8: Quantised, weight: Scaled) -> Quantised:
+    """Does what block_fp8_gated does. Few rows are gated by a kernel behind theirs."""
+    if 0 < len(x8.values_XD) <= MOST_ROWS:
+        return silu_mul_quantise(few_fp8.product(*x8, weight))
+    return block_fp8_gated(x8, weight)
 
 
-QUANTISING = quantise, norm_quantise, silu_mul_quantise, block_fp8_gated
-FP8_LINEAR = Fp8Linear(fp8_product, obstacle, FEW_FP8, *QUANTISING, gates)
+FP8_LINEAR = Fp8Linear(fp8_product, obstacle, FEW_FP8, quantise, norm_quantise, fp8_gated)
 TILED_FP8 = FP8_LINEAR._replace(  # of few rows, too
-    product=block_fp8_linear, skinny=None, gates=partial(gates, least=1)
+    product=block_fp8_linear, skinny=None, gated=block_fp8_gated
 )
 
 
@@ -58,11 +55,7 @@ def compiled_for(
     """The tiles that multiply a weight, for some numbers of rows."""
     if obstacle(*weight.shape, weight.block_rows) is not None:
         return set()
-    (num_lines, width), shared, rows = weight.shape, weight.block_rows, [2**n for n in TILED]
-    of = shared, *block_fp8_cute.Kind(kind.added)
-    found = {(*tile_of(n, num_lines, PROCESSORS), *of) for n in rows}
-    if kind.gated:
-        of = shared, *block_fp8_cute.Kind(gated=True)
-        rows = [n for n in rows if block_fp8_cute.gates(n, num_lines, width, shared, PROCESSORS)]
-        found |= {(*tile_of(n, num_lines, PROCESSORS, gated=True), *of) for n in rows}
-    return {(arguments, compile_tile) for arguments in found}
+    of = weight.block_rows, *block_fp8_cute.Kind(added=kind.added, gated=kind.gated)
+    num_lines, rows = len(weight.weight_ND), [2**n for n in TILED]
+    tiles = {tile_of(n, num_lines, PROCESSORS, gated=kind.gated) for n in rows}
+    return {((*tile, *of), compile_tile) for tile in tiles}

@@ -69,9 +69,7 @@ class Fp8Linear(NamedTuple):
     skinny: Any  # layers.ops.SkinnyLinear, of few rows, which it quantises itself; or None
     quantise: Callable[[Tensor], Quantised]
     norm_quantise: Callable[..., Quantised]  # (x, residual_TD or None, norm_weight_D, eps)
-    silu_mul_quantise: Callable[[Tensor], Quantised]
-    gated: Callable[[Quantised, Scaled], Quantised]  # silu_mul_quantise of the product
-    gates: Callable[[int, Scaled], bool]  # so many rows of x: whether that is faster
+    gated: Callable[[Quantised, Scaled], Quantised]  # silu(gate) * up of the product's two halves
 
 
 def spread(scale: Tensor, num_rows: int, width: int, block_rows: int = BLOCK) -> Tensor:

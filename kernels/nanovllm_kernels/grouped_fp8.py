@@ -15,7 +15,7 @@ from nanovllm_kernels.compile_cache import Job
 from nanovllm_kernels.expert_cases import OF_QUANTISED, MoECase
 from nanovllm_kernels.experts_reference import ExpertProducts
 from nanovllm_kernels.fp8_reference import BLOCK, FP8, Quantised, Scaled
-from nanovllm_kernels.quantise import quantise, silu_mul_quantise
+from nanovllm_kernels.quantise import quantise
 from nanovllm_kernels.route_reference import ExpertRows
 
 LEAST_ROWS = 8  # of an expert: fewer are other kernels', which read weights of 8 bits alone
@@ -42,13 +42,10 @@ def expert_gate_up(
     x_TD: Tensor, gate_up_E2FD: Tensor, scale_EXX: Tensor, rows: ExpertRows, num_chosen: int
 ) -> Quantised:
     """The gated sorted rows silu(gate) * up, y_XF, for `expert_down` alone."""
-    from nanovllm_kernels import block_fp8_cute
+    from nanovllm_kernels.block_fp8_cute import block_fp8_gated_experts
 
-    x8, weight = quantise(x_TD, rows.row_of_TK), Scaled(gate_up_E2FD, scale_EXX)
-    if rows.tile in block_fp8_cute.GATED_EXPERT_TILES:
-        return block_fp8_cute.block_fp8_gated_experts(x8, weight, rows)
-    gate_up_X2F = block_fp8_cute.block_fp8_experts(*x8, gate_up_E2FD, scale_EXX, rows)
-    return silu_mul_quantise(gate_up_X2F, rows.starts_E1)
+    x8 = quantise(x_TD, rows.row_of_TK)
+    return block_fp8_gated_experts(x8, Scaled(gate_up_E2FD, scale_EXX), rows)
 
 
 def expert_down(

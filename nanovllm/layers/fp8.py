@@ -108,9 +108,7 @@ class Fp8Ops(Ops):
             return found
         kernels = self.fp8_linear
         assert kernels is not None
-        passes_on = self.passes_on and num_rows > FEW_ROWS
-        gate = kernels.silu_mul_quantise if passes_on else self.silu_mul
-        is_one = gated and passes_on and kernels.gates(num_rows, weight)
+        is_quantised = gated and self.passes_on and num_rows > FEW_ROWS
 
         def run(
             residual: Residual, norm_weight_D: Tensor, eps: float, weight: Scaled
@@ -124,13 +122,13 @@ class Fp8Ops(Ops):
                 if isinstance(residual, Pending):
                     of = [as_tensor(residual.update), stream.stream_TD]
                 x = kernels.norm_quantise(*of, norm_weight_D, eps)
-            if is_one:
+            if is_quantised:
                 x8 = x if isinstance(x, Quantised) else kernels.quantise(x)
                 return kernels.gated(x8, weight), stream
             y_TN = self._product(x, weight)
-            return gate(y_TN) if gated else y_TN, stream
+            return self.silu_mul(y_TN) if gated else y_TN, stream
 
-        name = "norm+gated-fp8" if is_one else "norm+fp8" + "+gate" * gated
+        name = "norm+gated-fp8" if is_quantised else "norm+fp8" + "+gate" * gated
         return Implementation(name, run)
 
 

@@ -27,7 +27,6 @@ from nanovllm_kernels.block_fp8_cute import (
     block_fp8_gated_experts,
     block_fp8_linear,
     experts_tile_rows,
-    gates,
     obstacle,
     tile_of,
 )
@@ -249,19 +248,12 @@ def test_no_rows_no_launch(asked: list) -> None:
     assert asked == []
 
 
-def test_products_gate_unless_that_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gated(num_lines: int, width: int, block_rows: int = 128) -> list[int]:
-        rows = (64, 128, 256, 512, 1024, 8192)
-        return [n for n in rows if gates(n, num_lines, width, block_rows, 132)]
-
-    assert gated(24576, 4096) == [64, 128, 512, 1024, 8192]  # 256: 3 waves of half the size
-    assert gated(36864, 7168) == [512, 1024, 8192]
-    assert gated(6144, 4096) == [512, 8192]
-    assert tile_of(8192, 24576, 132, gated=True) == Tile(128, 256, 2)
-    assert tile_of(128, 24576, 132, gated=True) == Tile(128, 256)
-    assert gated(24576 + 128, 4096) == [] and gated(24576 + 128, 4096, 64)  # up amid a block
-    monkeypatch.setattr(block_fp8_cute, "GATED_TILES", {})
-    assert gated(24576, 4096) == []
+def test_tiles_that_gate_fill_the_card() -> None:
+    assert [tile_of(rows, 24576, 132, gated=True) for rows in (64, 128, 8192)] == [
+        Tile(64, 256),
+        Tile(128, 256),
+        Tile(128, 256, 2),
+    ]
 
 
 def test_tiles_fill_the_card() -> None:

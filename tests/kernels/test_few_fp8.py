@@ -6,11 +6,13 @@ they compile in test_triton_compiles.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from nanovllm_kernels import dense_fp8, few_fp8
+from nanovllm_kernels import block_fp8_cute, dense_fp8, few_fp8
 from nanovllm_kernels.few_fp8 import FEW_FP8, SHAPES, steps_of
-from nanovllm_kernels.fp8_reference import FP8, Scaled
+from nanovllm_kernels.fp8_reference import FP8, Quantised, Scaled
 from nanovllm_kernels.skinny_linear import Kind
 
 
@@ -80,21 +82,30 @@ def test_up_to_64_rows_are_for_the_kernel_of_few(monkeypatch: pytest.MonkeyPatch
     assert max(SHAPES) == few_fp8.MOST_ROWS == 64
 
 
-def test_tiles_gate_rows_that_are_not_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_fp8, "processors", lambda device: 132)
-    weight = weight_of(24576, 4096)
-    for linear, expected in (
-        (dense_fp8.FP8_LINEAR, [False, False, True, False, True]),
-        (dense_fp8.TILED_FP8, [True, True, True, False, True]),
-    ):
-        assert [linear.gates(rows, weight) for rows in (8, 64, 128, 256, 8192)] == expected
+def test_products_gate_all_rows_that_are_not_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, str]] = []
+
+    def stand(name: str) -> Callable[..., object]:
+        return lambda x, *_: asked.append((len(getattr(x, "values_XD", x)), name)) or x
+
+    monkeypatch.setattr(few_fp8, "product", stand("few"))
+    monkeypatch.setattr(dense_fp8, "silu_mul_quantise", stand("gate"))
+    monkeypatch.setattr(dense_fp8, "block_fp8_gated", stand("gated"))
+    weight = weight_of(256, 128)
+    for rows in (0, 1, 64, 65, 256):
+        x8 = Quantised(torch.zeros(rows, 128, dtype=FP8), torch.ones(1, rows))
+        dense_fp8.FP8_LINEAR.gated(x8, weight)
+    of_few = [(rows, name) for rows in (1, 64) for name in ("few", "gate")]
+    assert asked == [(0, "gated"), *of_few, (65, "gated"), (256, "gated")]
+    assert dense_fp8.TILED_FP8.gated is block_fp8_cute.block_fp8_gated
 
 
 def test_tiles_of_many_rows_are_compiled_early() -> None:
     found = dense_fp8.compiled_for(weight_of(6144, 4096), Kind(normed=True))
     assert {arguments[-4:] for arguments, _ in found} == {(128, False, False, False)}
     assert (256, 128, 2, 128, False, False, False) in {arguments for arguments, _ in found}
-    gated = dense_fp8.compiled_for(weight_of(6144, 4096), Kind(normed=True, gated=True)) - found
-    assert (128, 256, 2, 128, False, False, True) in {arguments for arguments, _ in gated}
-    assert {arguments[-4:] for arguments, _ in gated} == {(128, False, False, True)}
+    gated = dense_fp8.compiled_for(weight_of(6144, 4096, 64), Kind(normed=True, gated=True))
+    assert {arguments for arguments, _ in gated} == {
+        (*tile, 64, False, False, True) for tile in ((128, 256, 2), (64, 256, 1))
+    }
     assert dense_fp8.compiled_for(weight_of(6144, 4096, 8), Kind()) == set()

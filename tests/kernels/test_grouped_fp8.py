@@ -35,7 +35,6 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_fp8_cute, "block_fp8_experts", product)
     monkeypatch.setattr(block_fp8_cute, "block_fp8_gated_experts", gated_product)
     monkeypatch.setattr(grouped_fp8, "quantise", quantise_cases.reference)
-    monkeypatch.setattr(grouped_fp8, "silu_mul_quantise", quantise_cases.silu_mul_reference)
 
 
 def test_cases_pass_with_room() -> None:
@@ -53,24 +52,18 @@ def test_a_wrong_scale_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert check(kernel, kernel.cases[1], CPU) > 2
 
 
-@pytest.mark.parametrize("gates", [True, False])
-def test_a_tile_that_does_not_gate_leaves_it_to_a_kernel_behind(gates: bool, monkeypatch) -> None:
-    behind, in_product = [], []
-    if not gates:
-        monkeypatch.delitem(block_fp8_cute.GATED_EXPERT_TILES, 128)
-    for module, name, asked in (
-        (grouped_fp8, "silu_mul_quantise", behind),
-        (block_fp8_cute, "block_fp8_gated_experts", in_product),
-    ):
-        run = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, _as=asked, _run=run: _as.append(1) or _run(*a))
-    assert check(GROUPED_FP8_GATE_UP, GROUPED_FP8_GATE_UP.cases[1], CPU) < 0.8
-    assert (len(in_product), len(behind)) == ((1, 0) if gates else (0, 1))
+def test_each_tile_gates_in_its_product() -> None:
+    tiles = {GROUPED_FP8.tile(num, 16) for num in (1, 2048, 4096)}
+    assert tiles == {*block_fp8_cute.GATED_EXPERT_TILES} == {*block_fp8_cute.EXPERT_TILES}
     kinds = [job.arguments for job in GROUPED_FP8.jobs(torch.empty(0), 1)]
-    assert ("(128, 256, 1, 128, False, True, True)" in kinds) is gates
-    assert {"(64, 256, 1, 128, False, True, True)", "(64, 128, 1, 128, False, True, False)"} < {
-        *kinds
-    }
+    assert kinds == [
+        "(64, 128, 1, 128, False, True, False)",
+        "(128, 128, 1, 128, False, True, False)",
+        "(256, 128, 2, 128, False, True, False)",
+        "(128, 256, 2, 128, False, True, True)",
+        "(128, 256, 1, 128, False, True, True)",
+        "(64, 256, 1, 128, False, True, True)",
+    ]
 
 
 def test_they_are_for_many_rows_of_whole_blocks() -> None:

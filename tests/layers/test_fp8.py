@@ -192,8 +192,7 @@ class Stand:
 
     def __init__(self) -> None:
         self.rows: list[int] = []
-        self.gates: list[int] = []
-        self.gated: list[int] = []  # by the product
+        self.gated: list[int] = []
 
     def product(self, x8_TD, x_scale_BT, w8_ND, w_scale, residual_TN, block_rows) -> Tensor:
         self.rows.append(len(x8_TD))
@@ -203,10 +202,6 @@ class Stand:
             return y_TN.bfloat16()
         return residual_TN.copy_(y_TN + residual_TN.float())
 
-    def gate(self, gate_up_T2F: Tensor) -> Quantised:
-        self.gates.append(len(gate_up_T2F))
-        return kernels.silu_mul_reference(gate_up_T2F)
-
     def product_and_gate(self, x8: Quantised, weight: Scaled) -> Quantised:
         self.gated.append(len(x8.values_XD))
         return kernels.silu_mul_reference(x8.dequantised() @ weight.dequantised().T)
@@ -215,11 +210,8 @@ class Stand:
         def obstacle(num_features: int, width: int, block_rows: int) -> str | None:
             return "too narrow" if width < 64 else None
 
-        def gates(num_rows: int, weight: Scaled) -> bool:
-            return num_rows > 50 and weight.shape == (512, 192)
-
-        makers = kernels.reference, kernels.norm_reference, self.gate, self.product_and_gate
-        return Fp8Linear(self.product, obstacle, Skinny(), *makers, gates)
+        makers = kernels.reference, kernels.norm_reference, self.product_and_gate
+        return Fp8Linear(self.product, obstacle, Skinny(), *makers)
 
 
 @pytest.fixture
@@ -232,10 +224,10 @@ def bfloat16() -> Iterator[None]:
 @torch.inference_mode()
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.parametrize("kept", [(), ("model.layers.0.mlp.down_proj",)], ids=["", "down kept"])
-@pytest.mark.parametrize("num_rows", [1, 2, 40, 60])
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 60])
 def test_an_mlp_by_rows(num_rows: int, kept: tuple[str, ...]) -> None:
-    """One row is for skinny products; more are quantised, more than 32 by the gate as well, which
-    more than 50 have in the product.
+    """One row is for skinny products; more are quantised, and more than 16 gated by the product,
+    which quantises what it gives, too.
     """
     stand = Stand()
     ops = replace(select_ops(Kernels(), CPU), fp8_linear=stand.linear())
@@ -257,10 +249,10 @@ def test_an_mlp_by_rows(num_rows: int, kept: tuple[str, ...]) -> None:
         expected = reference.rms_norm(expected, torch.ones(192), 1e-6).bfloat16()
         error = (found.float() - expected.float()).norm() / expected.float().norm()
         assert float(error) < 0.05
-    products = 2 * [num_rows] if kept or num_rows == 60 else 4 * [num_rows]
+    gated = [num_rows] * 2 if num_rows > 16 and not kept else []
+    products = 2 * [num_rows] if kept or gated else 4 * [num_rows]
     assert stand.rows == ([] if num_rows == 1 else products)
-    assert stand.gated == ([60] * 2 if num_rows == 60 and not kept else [])
-    assert stand.gates == ([num_rows] * 2 if num_rows == 40 and not kept else [])
+    assert stand.gated == gated
 
 
 @pytest.mark.usefixtures("bfloat16")
@@ -268,10 +260,10 @@ def test_tables_say_what_multiplies() -> None:
     ops = replace(select_ops(Kernels(), CPU), fp8_linear=Stand().linear())
     block = model_of(ops=ops, head_dim=8).layers[1]
     tables = [linear.by_rows for linear in (block.attn.qkv, block.attn.out, block.mlp.gate_up)]
-    assert [by_rows(table, (1, 2, 64)) for table in tables] == [
+    assert [by_rows(table, (1, 2, 16, 17, 64)) for table in tables] == [
         "norm+skinny 1, norm+fp8 2-64",
         "skinny+residual 1, dequantised 2-64",
-        "norm+skinny+gate 1, norm+fp8+gate 2, norm+gated-fp8 64",
+        "norm+skinny+gate 1, norm+fp8+gate 2-16, norm+gated-fp8 17-64",
     ]
 
 
