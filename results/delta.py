@@ -2,7 +2,7 @@
 
     python results/delta.py [--quick]
 
-Prints a line for each choice: decode rows and rows with drafts by registers and warps, prompts by
+Prints a line for each choice: decode rows and rows with drafts by columns of a band, prompts by
 the tokens that a program convolves and by parts, stages and warps of the scan; then what each
 kernel of a prompt takes. What is right is `nanovllm check-kernels --kernel delta_decode --kernel
 delta_drafted --kernel delta_prefill`. What is fastest goes into the constants on top of
@@ -42,11 +42,11 @@ def us(function: Callable[..., object], args: Args) -> str:
 def decodes(num_rows: int) -> None:
     *args, _, tickets_RG = inputs(NEXT, (1,) * num_rows, (), CUDA)
     drafted = inputs(NEXT, (4,) * num_rows, (2,) * num_rows, CUDA)
-    for most, warps in ((None, 4), (168, 4), (200, 4), (None, 8)):
-        with patch.multiple(delta_decode, MOST_REGISTERS=most, MOST_WARPS=warps):
+    for columns in (32, 64, 128):
+        with patch.object(delta_decode, "COLUMNS", columns):
             plain = us(delta_decode.mix_decodes, (*args, tickets_RG))
             replayed = us(delta_decode.mix_drafted, drafted)
-            said = f"{num_rows:4} rows, registers {most}, warps {warps}"
+            said = f"{num_rows:4} rows, bands of {columns} columns"
             click.echo(f"{said}: {plain}, 2 kept + 4 new: {replayed}")
 
 

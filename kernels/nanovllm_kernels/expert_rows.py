@@ -23,7 +23,7 @@ OF_A_WARP = 256  # pairs that a warp has then, between LEAST_WARPS and MOST_WARP
 LEAST_WARPS, MOST_WARPS = 4, 16
 PLACED = 128  # pairs of a block, of which a program places one
 BLOCK_WARPS = 4  # with 16, one program has a processor for itself and most wait for it
-CHUNK = 16  # pairs that others of their block are compared with at once
+CHUNK = 8  # pairs that others of their block are compared with at once
 ADDED = 8  # experts whose counts a program adds up
 FILLED = tl.constexpr(256)  # unused entries that are written at once
 

@@ -166,7 +166,7 @@ OTHERS = {
         "latent_store": ("9+11+40+80+24 bfloat16 fp8",),
         "delta_decode": (
             "rows=5 of 1 GH=(2, 2) KV=(16, 16) W=4 bfloat16",
-            "rows=64 of 1 GH=(4, 8) KV=(128, 128) W=4 bfloat16",  # many
+            "rows=64 of 1 GH=(4, 8) KV=(128, 128) W=4 bfloat16",
         ),
         "delta_drafted": ("rows=5 of 4 GH=(2, 2) KV=(16, 16) W=4 bfloat16",),
         "delta_prefill": ("rows=5 of 149 GH=(2, 2) KV=(16, 16) W=4 bfloat16",),
