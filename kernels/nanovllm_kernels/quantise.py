@@ -21,7 +21,7 @@ BLOCKS = 8, 16  # of 128 numbers, that a program takes; 16 where that comes out 
 
 
 def silu_mul_quantise(gate_up_T2F: Tensor) -> Quantised:
-    """silu(gate) * up, in float32 until it is quantised."""
+    """The product silu(gate) * up, which is never rounded to 16 bits."""
     return quantise(gate_up_T2F, gated=True)
 
 
