@@ -39,6 +39,7 @@ def num_pages_that_fit(
         peak = torch.cuda.max_memory_allocated(device)
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)
+        torch.cuda.empty_cache()  # or pages would cut the room that all slots' states had
         room = int(total * recipe.cache.memory_fraction) - peak - others - GIB  # 1 GiB for graphs
         room = room_for_pages(room, recipe.cache, layout)
         pages = pages_in(room, layout.bytes_per_token * page_tokens)
