@@ -119,5 +119,4 @@ def caches_of(
 def pageless(layout: CacheLayout, page_tokens: int, dtype: torch.dtype) -> PagedKV:
     """A cache of no pages in the shape of the first group's: what backends plan by."""
     group = layout.paged[0]
-    caches = caches_of(group, 0, page_tokens, dtype, torch.device("cpu"))[1]
-    return caches[group.layers[0]]
+    return caches_of(group, 0, page_tokens, dtype, torch.device("cpu"))[1][group.layers[0]]

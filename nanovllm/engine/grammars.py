@@ -206,9 +206,10 @@ def write_some(grammar: xgrammar.CompiledGrammar, vocab_size: int, named: Sequen
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if not allowed.size:
             raise ValueError("nothing matches it")
-        leading = np.intersect1d(allowed, np.array(named, np.int64))
         # One in the middle: the first are rare characters, the last long words.
-        chosen = leading if leading.size else allowed
+        chosen = (
+            leading if (leading := np.intersect1d(allowed, [*map(int, named)])).size else allowed
+        )
         matcher.accept_token(int(chosen[chosen.size // 2]))
         if matcher.is_terminated():
             return

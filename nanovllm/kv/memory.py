@@ -169,8 +169,7 @@ class KVMemory:
     def extend(self, request_id: int, num_tokens: int) -> list[int] | None:
         """Make room for `num_tokens` in all. Returns the new pages, or None if there is no room."""
         held = self._holdings[request_id].pages
-        pages = self._take(max(self.num_pages_for(num_tokens) - len(held), 0))
-        if pages:
+        if pages := self._take(max(self.num_pages_for(num_tokens) - len(held), 0)):
             held += pages
         return pages
 

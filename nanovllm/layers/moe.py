@@ -197,8 +197,7 @@ class MoE(Layer):
             copies[expert].append(at)
         turns = [list(islice(cycle(each), TURNS)) for each in copies]
         copies_EX = torch.tensor(turns, dtype=torch.int32, device=tokens_X.device)
-        is_plain = held == list(range(len(copies)))
-        self.counted = tokens_X, None if is_plain else copies_EX
+        self.counted = tokens_X, None if held == [*range(len(copies))] else copies_EX
 
     def forward(self, residual: Residual, ctx: ForwardContext) -> Residual:
         """The residual stream with what this block gives. May overwrite what it is given."""
@@ -209,8 +208,7 @@ class MoE(Layer):
             self._exchange(ctx, x_TD, routed, stream.stream_TD)
             return stream if shared_TD is None else Pending(stream.stream_TD, shared_TD)
         if self.mesh.tp_size > 1:
-            y_TD = self.experts(x_TD, *routed, None, shared_TD)
-            return summed_up(y_TD, stream, self.mesh)
+            return summed_up(self.experts(x_TD, *routed, None, shared_TD), stream, self.mesh)
         return Added(self.experts(x_TD, *routed, stream.stream_TD, shared_TD))
 
     def _exchange(
@@ -253,8 +251,7 @@ class MoE(Layer):
         if isinstance(after, Added):
             return None, after
         assert isinstance(after, Pending)
-        update_TD = summed(as_tensor(after.update)).to(after.stream_TD.dtype)
-        return update_TD, Added(after.stream_TD)
+        return summed(as_tensor(after.update)).to(after.stream_TD.dtype), Added(after.stream_TD)
 
     def elements(self, pending: int, *, fuses_gate: bool) -> int:
         """How many of a token are allocated at once behind the norm: what gate and up give of all

@@ -137,5 +137,4 @@ class Qwen3Next(Decoder):
             value_size=sizes.value,
             bytes_per_element=max(dtype_bytes, 2),  # also beside keys and values of 8 bits
         )
-        paged = (replace(everything, layers=layers),)
-        return CacheLayout(paged, states if others else None)
+        return CacheLayout((replace(everything, layers=layers),), states if others else None)

@@ -43,11 +43,10 @@ class PlusOne(Destination):
 
 def plus_one(wanted: dict[str, Destination], names: str) -> dict[str, Destination]:
     """Adds one to what goes to the places of tensors whose names match the pattern."""
-    return {
+    return wanted | {
         name: PlusOne(to.into, to.shape, to.dim, to.start, to.count)
-        if re.fullmatch(names, name)
-        else to
         for name, to in wanted.items()
+        if re.fullmatch(names, name)
     }
 
 

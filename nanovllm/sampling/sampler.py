@@ -122,8 +122,7 @@ class Sampler:
         if self.plain(slots):
             return Sampled(self.draw(logits_SV, rows.slots_S, rows.positions_S), None)
         changed_SV = logits_SV
-        wanted = [p for p in self.processors if p.wanted(slots).any()]
-        if wanted:
+        if wanted := [p for p in self.processors if p.wanted(slots).any()]:
             changed_SV = logits_SV.to(
                 torch.float32, copy=True, memory_format=torch.contiguous_format
             )

@@ -259,8 +259,7 @@ class Scheduler:
             at = here if len(here) < len(kept_R) else slice(None)  # all: views instead of copies
             kept_R[at] += 1
             due = self._decoding.tails.append(rows.slots[at], tokens_R[at])
-            ended = [i for i in due if self.queue.look_at(rows.requests[here[i]])]
-            if ended:
+            if ended := [i for i in due if self.queue.look_at(rows.requests[here[i]])]:
                 here = np.delete(here, ended)
         return kept_R
 

@@ -158,8 +158,7 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()  # or nobody would notice that the client leaves
 
     def on_response_complete(self) -> None:
-        has_waited = bool(self.pipeline)
-        if has_waited:
+        if has_waited := bool(self.pipeline):
             self._answered = self.pipeline[-1][0]
         super().on_response_complete()
         if self._deadline is None:

@@ -36,8 +36,7 @@ class Cors:
             await self._app(scope, receive, send)
             return
         own = [(b"access-control-allow-origin", b"*" if is_open else origin)]
-        if not is_open:
-            own.append((b"vary", b"origin"))  # a cache keeps answers for others apart
+        own += [] if is_open else [(b"vary", b"origin")]  # a cache keeps answers for others apart
         if scope["method"] == "OPTIONS" and header(scope, b"access-control-request-method"):
             wanted = header(scope, b"access-control-request-headers") or b""
             own += [

@@ -153,8 +153,7 @@ class DrainingServer(uvicorn.Server):
         for connection in list(self.server_state.connections):
             cast(Connection, connection).look_after(now)
         if self._deadline is not None:
-            is_late = now >= self._deadline
-            if is_late:
+            if is_late := now >= self._deadline:
                 self._app.end_all()
                 await asyncio.sleep(0)  # they answer now
             if is_late or self._app.is_idle:

@@ -93,16 +93,14 @@ class Family(Struct, frozen=True):
     @property
     def markers(self) -> tuple[str, ...]:
         thinking = (THINK, END_THINK) if self.thinks else ()
-        calling = (self.opener, *self.call_markers) if self.read_calls else ()
-        return thinking + calling
+        return thinking + ((self.opener, *self.call_markers) if self.read_calls else ())
 
     def last_turn(self, prompt: str) -> str:
         """What a prompt has already written of the model's turn.
 
         A template of another family shows no turns: then only a marker at the very end counts.
         """
-        begins = [at + len(turn) for turn in self.turns if (at := prompt.rfind(turn)) >= 0]
-        if begins:
+        if begins := [at + len(turn) for turn in self.turns if (at := prompt.rfind(turn)) >= 0]:
             return prompt[max(begins) :]
         end = prompt.rstrip()
         return next((marker for marker in (THINK, END_THINK) if end.endswith(marker)), "")

@@ -63,8 +63,7 @@ class _Walk:
             if not is_whole:
                 self._take(CLOSER[character])
             return is_whole
-        scalar = yield from _scalar(source)
-        if scalar:
+        if scalar := (yield from _scalar(source)):
             self._took(scalar)
         return bool(scalar)
 

@@ -165,8 +165,7 @@ class _Value(Struct, frozen=True):
 
     def read(self, source: Source, argument: Argument) -> Reader[bool]:
         """Reads up to and with the end of a value; whether it came."""
-        pad = self.form.pad
-        if pad:
+        if pad := self.form.pad:
             yield from source.literal(pad)
         is_begin = True
         while True:

@@ -187,8 +187,7 @@ class Rules:
                    if c < 0x20 or c in ESCAPES]  # fmt: skip
         if len(special) == 0x22:
             return [*made, (r'"\\"', self.basic("escape"), to)]
-        short = [ESCAPES[c] for c in special if c in ESCAPES]
-        if short:
+        if short := [ESCAPES[c] for c in special if c in ESCAPES]:
             made.append((r'"\\"', f"[{''.join(short)}]", to))
         for code in special:
             if code not in ESCAPES:
