@@ -138,10 +138,11 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
     altered = {"tp": options.tp if options.tp > 1 else None, "num_layers": options.layers}
     started_at, script = now(), Path(__file__).with_name("vllm_offline.py")
     line = [os.environ["VLLM_PYTHON"], str(script)]
-    done = subprocess.run(
-        line, input=json.dumps(job), stdout=subprocess.PIPE, text=True, check=True
-    )
-    (result,) = re.findall(r"^RESULT (.+)$", done.stdout, re.MULTILINE)  # among its log's lines
+    log = Path(tempfile.gettempdir(), "nanovllm-peers", "offline.log")
+    click.echo(f"vLLM runs; its log: {log}")  # all that is left of it if it does not end
+    with log.open("w") as said:
+        subprocess.run(line, input=json.dumps(job), stdout=said, text=True, check=True)
+    (result,) = re.findall(r"^RESULT (.+)$", log.read_text(), re.MULTILINE)  # among its log's lines
     found = json.loads(result)
     records = []
     for load, duration_s in zip(loads, found["duration_s"], strict=True):
