@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant("a page of a corrupted request is not cleaned", MEMORY, "        self._dirty.update(pages)\n", "", "test_pages_of_a_corrupted_request_are_cleaned_once_for_their_next_owner"),
     Mutant("pages are cleaned again and again", MEMORY, "            self._dirty -= dirty\n", "", "test_pages_of_a_corrupted_request_are_cleaned_once_for_their_next_owner"),
     Mutant("pages are cleaned a step late", SCHEDULER, "            clean=self.memory.taken_dirty(),\n", "            clean=[] if plan.admits else self.memory.taken_dirty(),\n", "test_pages_of_a_corrupted_request_are_cleaned_once_for_their_next_owner"),
-    Mutant("a page that rows grow into is not cleaned", MEMORY, "pages = self._take(max(", "pages = self.pool.take(max(", "test_a_page_that_a_row_grows_into_is_cleaned"),
+    Mutant("a page that rows grow into is not cleaned", MEMORY, "pages := self._take(max(", "pages := self.pool.take(max(", "test_a_page_that_a_row_grows_into_is_cleaned"),
     Mutant("a corrupted row is taken for a token", SCHEDULER, "corrupted = lines_RT[:, 0] == CORRUPTED", "corrupted = lines_RT[:, 0] == CORRUPTED - 1", "test_poison_in_a_prompt_is_an_error_of_that_request_alone"),
     Mutant("a corrupted request goes on", SCHEDULER, "                self.queue.retire(requests[row], FinishReason.ERROR)\n", "                pass\n", "test_poison_in_a_prompt_is_an_error_of_that_request_alone"),
     Mutant("a corrupted request ends as if aborted", SCHEDULER, "                self.queue.retire(requests[row], FinishReason.ERROR)\n", "                self.queue.retire(requests[row], FinishReason.ABORT)\n", "test_poison_in_a_prompt_is_an_error_of_that_request_alone"),
