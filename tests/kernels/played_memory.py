@@ -1,6 +1,4 @@
-"""What the threads of a played kernel share: global and shared memory, barriers, and copies on their
-way. See ptx.py.
-"""
+"""What threads of a kernel share that ptx.py plays: memory, barriers, and copies on their way."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ SHARED_BYTES = 228 * 1024
 
 
 class Memory:
-    """Global memory: tensors, with room between them."""
+    """Global memory: tensors, with room between them, which nobody may touch."""
 
     def __init__(self, num_bytes: int) -> None:
         self.content = np.full(num_bytes, 0xFF, np.uint8)

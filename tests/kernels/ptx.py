@@ -53,8 +53,8 @@ COMPARE = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "g
 
 def quotient(a: Array, b: Array) -> Array:
     """It is rounded towards zero."""
-    exact = a.astype(np.float64) / np.where(b == 0, 1, b)
-    return np.trunc(exact).astype(a.dtype)
+    exact: Array = np.trunc(a.astype(np.float64) / np.where(b == 0, 1, b))
+    return exact.astype(a.dtype)
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
@@ -400,7 +400,7 @@ def copy(group: Group, of: Instruction, lanes: Array) -> None:
     nth, (to, from_, barrier, *more) = only(lanes), of.operands
     handle, _, where = from_.strip("[]").partition(", ")
     box = group.launch.parameters[int(group.read(handle, "u64")[nth]) - HANDLE]
-    assert isinstance(box, Box) and LINE == 128
+    assert isinstance(box, Box), "numbers are read as a tensor map"
     column, row, *matrix = (int(group.read(n, "s32")[nth]) for n in parts_of(where))
     matrices = box.matrix[matrix[0]] if matrix else box.matrix
     content = np.zeros((box.rows, LINE), np.uint8)  # what lies outside is zero
