@@ -356,9 +356,9 @@ def test_a_message_that_does_not_fit_is_refused() -> None:
 
 @in_parent
 def test_in_the_interpreter() -> None:
-    """All pass in one of three runs, mostly in the first. On virtual machines that move memory
-    about, one process's store to a page that others store to was lost in one run of ten: a single
-    element, the first of a page. What is wrong with the kernels is wrong in every run.
+    """All pass in one of three runs, mostly in the first. On a virtual machine one run of some ten
+    failed; where it was looked at, by a single element, the first of a page of memory, as if one
+    process's store to it had been lost. What is wrong with the kernels is wrong in every run.
     """
     for _ in range(2):
         try:
