@@ -53,6 +53,8 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dtype: Literal["auto", "fp8"] = "auto"  # auto: the model's; fp8: e4m3, a scale for each head
+    # Of recurrent states. bfloat16: half the bytes, and rounded whenever a step ends.
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
     page_tokens: int | Auto = "auto"
     pages: int | Auto = "auto"  # auto: what fits
     memory_fraction: float = 0.9  # of the device's memory, weights included

@@ -47,12 +47,14 @@ class WholeEngine:
         speculate: Speculate | None = None,
         place: Place | None = None,
         cache_dtype: str = "auto",
+        state_dtype: str = "float32",
     ) -> None:
         max_tokens = min(max_tokens, pages * page_tokens)
         recipe = replace(
             config.recipe,
             cache=Cache(
                 dtype=cache_dtype,
+                state_dtype=state_dtype,
                 page_tokens=page_tokens,
                 pages=pages,
                 prefix=prefix,

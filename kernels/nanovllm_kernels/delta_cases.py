@@ -26,6 +26,7 @@ class DeltaLayer(NamedTuple):
     V: int = 128
     W: int = 4
     dtype: torch.dtype = torch.bfloat16
+    kept: torch.dtype = torch.float32  # states
 
 
 def inputs(layer: DeltaLayer, lengths: Ints, replays: Ints | None, device: torch.device) -> Args:
@@ -34,14 +35,14 @@ def inputs(layer: DeltaLayer, lengths: Ints, replays: Ints | None, device: torch
     With replays, if only (), tickets; for each row, also kept inputs of its slot. Without, each row
     saves the state where its last 16 tokens begin, if there are any before them.
     """
-    R, T, (G, H, K, V, W, dtype) = len(lengths), sum(lengths), layer
+    R, T, (G, H, K, V, W, dtype, kept_dtype) = len(lengths), sum(lengths), layer
     C = 2 * G * K + H * V
     shapes = (C, W), (V,), (T, C + H * V), (T, 2 * H), (2 * R, C, W - 1), (2 * R, 9, C + 2 * H)
     conv_CW, norm_V, qkvz_TX, ba_TX, conv_NCW, kept_NWX = (
         normal(device, *shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)
     )
     gates_2H = normal(device, 2, H, dtype=torch.float32, seed=6)
-    recurrent_NHKV = normal(device, 2 * R, H, K, V, dtype=torch.float32, seed=7)
+    recurrent_NHKV = normal(device, 2 * R, H, K, V, dtype=kept_dtype, seed=7)
     slots_R = torch.randperm(2 * R, generator=torch.Generator().manual_seed(8))[:R].to(device)
     starts_R1 = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     rows = (
@@ -70,7 +71,7 @@ def mixed_size(expected: Tensors, args: Args) -> Tensors:
 
     Queries, keys and values are rounded to 16 bits; two implementations may round one differently.
     """
-    rounded = max(1.0, torch.finfo(args[0].dtype).eps / torch.finfo(torch.float32).eps / 32)
+    rounded = max(1.0, torch.finfo(args[0].dtype).eps / torch.finfo(args[6].dtype).eps / 32)
     x_THV, conv_NCW, recurrent_NHKV, *more = (tensor.abs() for tensor in expected)
     gated_THV = (args[4].norm_V.float() * F.silu(args[3].float())).abs()
     return x_THV + gated_THV, conv_NCW, (recurrent_NHKV + 1) * rounded, *more
@@ -78,28 +79,34 @@ def mixed_size(expected: Tensors, args: Args) -> Tensors:
 
 def case(layer: DeltaLayer, lengths: Ints, replays: Ints | None) -> Case:
     """Least bytes: states, read and written; projections; small ones are not timed."""
-    (G, H, K, V, W, dtype), is_small = layer, layer.K < 64
+    (G, H, K, V, W, dtype, kept_dtype), is_small = layer, layer.K < 64
     C, tokens = 2 * G * K + H * V, sum(lengths) + sum(replays or ())
-    states = (2 + (replays is None)) * len(lengths) * (4 * H * K * V + dtype.itemsize * C * (W - 1))
+    each = kept_dtype.itemsize * H * K * V + dtype.itemsize * C * (W - 1)
+    states = (2 + (replays is None)) * len(lengths) * each
     num_bytes = (states + tokens * dtype.itemsize * (C + 2 * H * V)) * (not is_small)
     said = f"rows={len(lengths)} of {max(lengths)} GH={G, H} KV={K, V} W={W} {bits(dtype)}"
+    said += f" states {bits(kept_dtype)}" * (kept_dtype != torch.float32)
     return Case(said, partial(inputs, layer, lengths, replays), is_small, num_bytes)
 
 
 NEXT, RANK = DeltaLayer(), DeltaLayer(4, 8)  # Qwen3-Next, whole and one of four ranks
+SHORT = DeltaLayer(kept=torch.bfloat16)  # cache.state_dtype
 HEADS = (2, 2, 16, 16, 4), (1, 2, 32, 24, 4), (1, 3, 24, 32, 2), (1, 4, 16, 16, 3)
 SMALL = tuple(DeltaLayer(*of, dtype) for of in HEADS for dtype in (torch.bfloat16, torch.float32))
+SMALL += tuple(DeltaLayer(*of, torch.bfloat16, torch.bfloat16) for of in HEADS[1:3])
 FEW = (4, 0, 1, 2, 3), (0, 1, 4, 0, 2)  # tokens of rows, kept ones that were right
 PROMPTS = (4000,) * 16, (4000,) * 2, (8192,), (128,), (130,) * 63, (1, 300, 64, 0, 63)
 DECODE_CASES = [case(layer, (1,) * 5, ()) for layer in SMALL] + [
-    case(layer, (1,) * R, ()) for layer in (NEXT, RANK) for R in (1, 8, 64, 256)
+    case(layer, (1,) * R, ()) for layer in (NEXT, RANK, SHORT) for R in (1, 8, 64, 256)
 ]
 DRAFTED_CASES = [case(layer, *FEW) for layer in SMALL] + [
-    case(NEXT, (4,) * R, (2,) * R) for R in (1, 8, 64, 256)
+    case(layer, (4,) * R, (2,) * R) for layer in (NEXT, SHORT) for R in (1, 8, 64, 256)
 ]
-PREFILL_CASES = [case(layer, (1, 70, 0, 5, 149), None) for layer in SMALL] + [
-    case(layer, lengths, None) for layer in (NEXT, RANK) for lengths in PROMPTS
-]
+PREFILL_CASES = (
+    [case(layer, (1, 70, 0, 5, 149), None) for layer in SMALL]
+    + [case(layer, lengths, None) for layer in (NEXT, RANK) for lengths in PROMPTS]
+    + [case(SHORT, PROMPTS[-1], None)]
+)
 # Rounded are queries, keys, values, outputs and norms, each perhaps to the neighbouring number; 32
 # bit: sums of up to 128 terms, four of them one after the other; where they cancel, the norm lifts
 # what is left.

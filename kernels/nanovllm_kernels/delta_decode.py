@@ -4,6 +4,8 @@ Meaning: delta_reference. A program has one row's head of values: it holds the h
 it once and writes it once. With it go the convolutions of the head's queries, keys and values, the
 gates, and norm and gate of what comes out.
 
+Decision: a state is computed with in float32, and kept as what it is stored in.
+
 Decision: heads of values that share queries and keys each convolve these. The last of them to have
 read the stored inputs moves these on: its ticket tells it that it is the last. No program waits.
 
@@ -91,7 +93,7 @@ def delta_decode_kernel(
     state_at += k[:, None, None] * V + v_of_state
     in_state = (k < K)[:, None, None] & (v_of_state < V)
     # Before a wait: the launch before left it alone.
-    state = tl.load(state_at, in_state, 0.0, cache_modifier=".cg")
+    state = tl.load(state_at, in_state, 0.0, cache_modifier=".cg").to(tl.float32)
     # Tokens are counted from those that turned out right, which are kept. The state takes in these.
     first, num_right, num_taken, num_tokens, kept_at = row.to(tl.int64), 0, 1, 1, None
     if kept_NWX is not None:

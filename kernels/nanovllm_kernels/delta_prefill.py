@@ -272,7 +272,8 @@ def scan_kernel(
     v = tl.program_id(1) * V_BLOCK + tl.arange(0, V_BLOCK)
     in_row = head * (K * V) + k[:, None] * V + v[None, :]
     in_state = (k < K)[:, None] & (v < V)[None, :]
-    state = tl.load(recurrent_NHKV + tl.load(slots_R + row) * stride + in_row, in_state, 0.0)
+    state_at = recurrent_NHKV + tl.load(slots_R + row) * stride + in_row
+    state = tl.load(state_at, in_state, 0.0).to(tl.float32)
     for part in range(2 * row, 2 * row + 2):
         start, end = tl.load(parts_X + part), tl.load(parts_X + part + 1)
         for first in tl.range(start, end, PIECE, num_stages=STAGES):

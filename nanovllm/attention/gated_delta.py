@@ -1,9 +1,9 @@
 """The gated delta rule: each request has a state of fixed size in place of keys and values.
 
-A state is the last inputs of a short convolution, and for each head a matrix in float32 that every
-token decays and writes to. Rows of decode steps that may hold drafts never write a draft: such a
-slot keeps what its last step fed, and the next one puts what was accepted of it into the state
-before its own tokens.
+A state is the last inputs of a short convolution, and for each head a matrix that every token
+decays and writes to, kept in float32 or, if the recipe says so, in bfloat16. Rows of decode steps
+that may hold drafts never write a draft: such a slot keeps what its last step fed, and the next one
+puts what was accepted of it into the state before its own tokens.
 """
 
 from __future__ import annotations

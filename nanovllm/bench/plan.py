@@ -188,9 +188,11 @@ def pins(plan: MemoryPlan) -> str:
     cache, schedule, mesh = plan.found.recipe.cache, plan.found.recipe.schedule, plan.found.mesh
     asked, sizes = plan.asked.parallel, {"ep": mesh.ep_size, "dp": plan.asked.parallel.dp}
     more = "".join(f", {k}: {n}" for k, n in sizes.items() if {n, getattr(asked, k)} != {1})
+    dtypes = "dtype: fp8, " * (cache.dtype == "fp8")
+    dtypes += "state_dtype: bfloat16, " * (cache.state_dtype == "bfloat16")
     return (
         f"parallel: {{tp: {mesh.tp_size}{more}}}\n"
-        f"cache: {{{'dtype: fp8, ' * (cache.dtype == 'fp8')}page_tokens: {cache.page_tokens}, "
+        f"cache: {{{dtypes}page_tokens: {cache.page_tokens}, "
         f"{plan.split.pin}, memory_fraction: {cache.memory_fraction:g}}}\n"
         f"schedule: {{slots: {schedule.slots}, step_tokens: {schedule.step_tokens}}}\n"
         f"server: {{max_model_tokens: {plan.context}}}"

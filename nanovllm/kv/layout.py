@@ -32,7 +32,7 @@ class StateGroup(Struct, frozen=True):
     """Layers with a recurrent state of fixed size (per rank).
 
     A layer keeps the newest `taps` inputs of its convolution, [channels, taps], and what its
-    recurrence has seen, [heads, key_size, value_size] in float32.
+    recurrence has seen, [heads, key_size, value_size].
     """
 
     layers: tuple[int, ...]
@@ -42,12 +42,13 @@ class StateGroup(Struct, frozen=True):
     key_size: int
     value_size: int
     bytes_per_element: int  # of the convolution's inputs: the model's dtype
+    recurrent_bytes: int = 4  # of an element of the recurrence: 4 float32, 2 bfloat16
 
     @property
     def bytes_per_state(self) -> int:
         """The bytes of one layer's."""
         inputs = self.channels * self.taps * self.bytes_per_element
-        return inputs + 4 * self.heads * self.key_size * self.value_size
+        return inputs + self.recurrent_bytes * self.heads * self.key_size * self.value_size
 
 
 class CacheLayout(Struct, frozen=True):

@@ -80,6 +80,8 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
     check_cut(mesh, model_config)
     element_bytes = bytes_of_element(config.recipe.cache.dtype, dtype, device)
     layout = family.cache_layout(model_config, mesh, element_bytes)
+    if config.recipe.cache.state_dtype == "bfloat16":
+        layout = with_short_states(layout)
     recipe = without_autos(config.recipe, device, dtype)
     most = context_of(recipe, layout, model_config.max_position_embeddings)
     recipe = replace(recipe, server=replace(recipe.server, max_model_tokens=most))
@@ -98,6 +100,13 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
         passed_over=passed_over,
         asked_context=config.recipe.server.max_model_tokens,
     )
+
+
+def with_short_states(layout: CacheLayout) -> CacheLayout:
+    """The layout with recurrences in bfloat16. Raises ConfigError if it has none."""
+    if layout.state is None:
+        raise ConfigError("cache.state_dtype is bfloat16, but the model keeps no recurrent states")
+    return replace(layout, state=replace(layout.state, recurrent_bytes=2))
 
 
 def context_of(recipe: Recipe, layout: CacheLayout, model_tokens: int) -> int:

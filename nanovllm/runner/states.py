@@ -60,16 +60,17 @@ class States:
         layers, most_rows = len(group.layers), num_slots * (1 + num_drafts)
         matrices = layers, group.heads, group.key_size, group.value_size
         inputs = layers, group.channels, group.taps
-        at, num = prod(matrices), prod(inputs)
-        row = -((-num * dtype.itemsize // 4 - at) // ALIGNED) * ALIGNED  # words
+        recurrent_dtype = torch.float32 if group.recurrent_bytes == 4 else torch.bfloat16
+        at = -(-prod(matrices) * group.recurrent_bytes // 4)  # words, as is a row
+        row = -((-prod(inputs) * dtype.itemsize // 4 - at) // ALIGNED) * ALIGNED
         self.rows_NX = torch.zeros(num_slots + 1, row, dtype=torch.float32, device=device)
         place = "cpu" if in_host else device
         self.saved_NX = self.rows_NX.new_zeros(num_checkpoints, row, device=place)
         if in_host and device.type == "cuda" and num_checkpoints:
             pin(self.saved_NX, self)
         both = self.rows_NX, self.saved_NX
-        recurrent, saved_recurrent = (x[:, :at].unflatten(1, matrices) for x in both)
-        conv, saved_conv = (x[:, at:].view(dtype)[:, :num].unflatten(1, inputs) for x in both)
+        recurrent, saved_recurrent = (part(x, recurrent_dtype, matrices) for x in both)
+        conv, saved_conv = (part(x[:, at:], dtype, inputs) for x in both)
         width = group.channels + 2 * group.heads
         shape = (layers, num_slots + 1, 1 + num_drafts, width) if num_drafts else (layers, 0, 0, 0)
         kept = torch.zeros(shape, dtype=dtype, device=device)
@@ -132,6 +133,11 @@ class States:
         for owner in self.progress.owners:
             del owner.states
         del self.rows_NX, self.saved_NX, self.by_layer
+
+
+def part(rows_NX: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """What every row begins with, as so many numbers of a dtype."""
+    return rows_NX.view(dtype)[:, : prod(shape)].unflatten(1, shape)
 
 
 def pin(tensor: Tensor, owner: object) -> None:

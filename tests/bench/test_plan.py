@@ -178,6 +178,10 @@ def test_the_states_of_a_hybrid_model_come_first_then_checkpoints_and_pages() ->
     assert kept["checkpoints"] == pytest.approx(0.25 * plan.room, rel=0.01)
     assert kept["pages"] == pytest.approx(0.75 * plan.room, rel=0.01)
     assert plan.problem([32768]) == "" and "checkpoints: 15" in pins(plan)
+    short = on_h200("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "schedule.slots=64",
+                    "cache.state_dtype=bfloat16")  # fmt: skip
+    assert short.taken[STATES] == 65 * 36 * (8192 * 3 * 2 + 2 * 32 * 128 * 128)
+    assert "cache: {state_dtype: bfloat16, page_tokens: " in pins(short)
     dense = on_h200("qwen3-8b")
     assert dense.taken[STATES] == 0 and "checkpoints" not in pins(dense)
     none = on_h200("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "cache.checkpoints=0")

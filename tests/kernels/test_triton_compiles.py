@@ -168,8 +168,14 @@ OTHERS = {
             "rows=5 of 1 GH=(2, 2) KV=(16, 16) W=4 bfloat16",
             "rows=64 of 1 GH=(4, 8) KV=(128, 128) W=4 bfloat16",
         ),
-        "delta_drafted": ("rows=5 of 4 GH=(2, 2) KV=(16, 16) W=4 bfloat16",),
-        "delta_prefill": ("rows=5 of 149 GH=(2, 2) KV=(16, 16) W=4 bfloat16",),
+        "delta_drafted": (
+            "rows=5 of 4 GH=(2, 2) KV=(16, 16) W=4 bfloat16",
+            "rows=64 of 4 GH=(16, 32) KV=(128, 128) W=4 bfloat16 states bfloat16",
+        ),
+        "delta_prefill": (
+            "rows=5 of 149 GH=(2, 2) KV=(16, 16) W=4 bfloat16",
+            "rows=5 of 300 GH=(16, 32) KV=(128, 128) W=4 bfloat16 states bfloat16",
+        ),
     },
     "rows": {
         "norm_quantise": ("normal T=7 D=1160",),

@@ -17,6 +17,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import default_dtype, fill
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.plan import Chunk
+from nanovllm.runner.resolved import with_short_states
 from nanovllm.runner.states import states_of
 from nanovllm.sampling.shards import Shard
 from tests.models.tiny import config_of
@@ -44,7 +45,10 @@ def load(
 class Steps:
     """Some prompts advancing together, each in its own scattered pages of a cache full of NaN."""
 
-    def __init__(self, folder: Path, model: Decoder, prompts: list[Tensor], mesh: Mesh) -> None:
+    def __init__(
+        self, folder: Path, model: Decoder, prompts: list[Tensor], mesh: Mesh, short: bool = False
+    ) -> None:
+        """`short`: recurrent states in bfloat16."""
         self.model, self.prompts = model, prompts
         self.done = [0] * len(prompts)
         _, config = read_model_config(config_of(folder))
@@ -59,6 +63,7 @@ class Steps:
             for layer in group.layers
         }
         layout = model.cache_layout(config, mesh, 4)
+        layout = with_short_states(layout) if short else layout
         states = states_of(layout, len(prompts), 0, 0, torch.float32, CPU)
         model.bind_caches({**caches, **(states.by_layer if states else {})})
         self.backend = TorchPaged(caches[group.layers[0]])
