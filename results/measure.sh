@@ -117,7 +117,7 @@ measure() {
             [[ $recipe == *minimax-m2* ]] && first=(--layers 8 --set parallel.tp=1)
             [[ $recipe == *qwen3-next* ]] && first=(--layers 16 --set parallel.tp=1)
             [[ $recipe == *deepseek-r1* ]] && first=(--layers 6 --set parallel.tp=1)
-            [[ $recipe == *qwen3-next* ]] && first=(--layers 16 --set parallel.tp=1 --theirs '{"gdn_prefill_backend":"triton"}')
+            [[ $recipe == *qwen3-next* ]] && first=(--layers 16 --set parallel.tp=1 --theirs '{"gdn_prefill_backend":"triton"}' --ablate cache.state_dtype=bfloat16) # as theirs are
             python3 results/peers.py offline $recipe ${first[@]+"${first[@]}"} --set experts.routing=uniform ${flags[@]+"${flags[@]}"} || return
         done
         ;;
