@@ -42,7 +42,8 @@ GAP: Format = {"type": "regex", "pattern": "\n{0,2}"}  # after thinking
 
 def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
     """The tag as JSON. `turn`: what the prompt has written of the model's. Raises ApiError."""
-    for field in ("min_tokens", "ignore_eos", "bad_words"):  # they may leave no token at all
+    # They may leave no token at all.
+    for field in ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids"):
         if getattr(request, field):
             text = f"must be left out where {request.constrained_by} needs a grammar"
             raise misplaced(field, text)
