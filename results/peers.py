@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -41,6 +42,8 @@ NANOVLLM = [sys.executable, "-m", "nanovllm"]
 LENGTHS = ["--input-len", "1050", "--output-len", "1050", "--range-ratio", "0.905"]
 MIXED = ["--concurrency", "64", "--num-prompts", "256", *LENGTHS]
 MOST_PROMPTS = 768
+ERROR = re.compile("error|traceback", re.IGNORECASE)
+SHOWN = 15  # lines of vLLM's log, if it fails
 FREED_S = 2.0  # until the driver has a stopped engine's memory back
 
 
@@ -55,6 +58,8 @@ def main() -> None:
     conclude([one for one in records if one not in mixed], options.results_dir, "peers")
     if mixed:
         conclude(mixed, options.results_dir, "peers-mixed")
+    if all(one.engine == "nanovllm" for one in records):  # why, has been said
+        sys.exit(1)
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -125,7 +130,8 @@ def online(options: argparse.Namespace, flags: list[str], folder: Path) -> list[
 
 
 def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list[Record]:
-    """vLLM without HTTP, then nanovllm's engine without HTTP, on the same token ids."""
+    """vLLM without HTTP, then nanovllm's engine without HTTP, on the same token ids. If vLLM fails,
+    ours alone."""
     names = options.workloads.split(",")
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     loads = [
@@ -136,16 +142,10 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
     settings |= options.theirs
     job = {"settings": settings, "loads": [[asked(one) for one in pair] for pair in pairs]}
     altered = {"tp": options.tp if options.tp > 1 else None, "num_layers": options.layers}
-    started_at, script = now(), Path(__file__).with_name("vllm_offline.py")
-    line = [os.environ["VLLM_PYTHON"], str(script)]
-    log = Path(tempfile.gettempdir(), "nanovllm-peers", "offline.log")
-    click.echo(f"vLLM runs; its log: {log}")  # all that is left of it if it does not end
-    with log.open("w") as said:
-        subprocess.run(line, input=json.dumps(job), stdout=said, text=True, check=True)
-    (result,) = re.findall(r"^RESULT (.+)$", log.read_text(), re.MULTILINE)  # among its log's lines
-    found = json.loads(result)
+    started_at = now()
+    found = said_by_vllm(job)
     records = []
-    for load, duration_s in zip(loads, found["duration_s"], strict=True):
+    for load, duration_s in zip(loads, found["duration_s"], strict=True) if found else ():
         tokens, inputs = sum(load.outputs), sum(map(len, load.prompts))
         one = record.of_this_machine(
             kind="offline",
@@ -183,6 +183,31 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
     given = "--load-format", "dummy", *same, *flags
     line = [*NANOVLLM, "bench", "--offline", options.recipe, "--workload", options.workloads]
     return records + bench([*line, *given], options.results_dir)
+
+
+def said_by_vllm(job: dict[str, Any]) -> dict[str, Any] | None:
+    """What vllm_offline.py found, or None if it failed; then its last errors are shown."""
+    line = [os.environ["VLLM_PYTHON"], str(Path(__file__).with_name("vllm_offline.py"))]
+    log = Path(tempfile.gettempdir(), "nanovllm-peers", "offline.log")
+    click.echo(f"vLLM runs; its log: {log}")
+    with log.open("w") as said:
+        done = subprocess.run(
+            line,
+            input=json.dumps(job),
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+    lines = log.read_text(errors="replace").splitlines()
+    results = [one.removeprefix("RESULT ") for one in lines if one.startswith("RESULT ")]
+    if done.returncode == 0 and len(results) == 1:
+        found: dict[str, Any] = json.loads(results[0])
+        return found
+    how = "without a result" if done.returncode == 0 else f"with exit code {done.returncode}"
+    shown = [one for one in lines if ERROR.search(one) or one == lines[-1]]
+    click.echo("\n".join([f"vLLM ended {how}; of {log}:", *shown[-SHOWN:]]), err=True)
+    return None
 
 
 def asked(load: TokenLoad) -> tuple[list[list[int]], list[int], dict[str, float]]:

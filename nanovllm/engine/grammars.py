@@ -175,7 +175,7 @@ def attempt_of(folder: Path, vocab_size: int, stop_ids: list[int]) -> Attempt:
 
     def attempt(tag: str) -> str:
         try:
-            write_some(compiler.build(tag), vocab_size, re.findall(r'"token": (\d+)', tag))
+            write_some(compiler.build(tag), vocab_size, re.findall(r'"token": ?(\d+)', tag))
         except Exception as problem:  # xgrammar's errors share no class below RuntimeError
             reason = NOISE.sub("", str(problem)).strip()
             if "bad_alloc" in reason or isinstance(problem, MemoryError):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from msgspec import structs
 
-from nanovllm.server.errors import bad_value, too_long
+from nanovllm.server.errors import bad_value, misplaced, too_long
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
 from nanovllm.server.structured.tag import structural_tag, vet_tools
@@ -47,11 +47,13 @@ def generates(
     if request.min_tokens is not None and request.min_tokens > max_new:
         text = f"at most {max_new}, which is all that max_tokens and the prompt leave"
         raise bad_value("min_tokens", text, request.min_tokens)
-    stop_ids = set(request.stop_token_ids or ())
-    if not request.ignore_eos:
-        stop_ids |= served.eos_ids
+    stop_ids = {*(request.stop_token_ids or ()), *(() if request.ignore_eos else served.eos_ids)}
     first_seed = seed if request.seed is None else request.seed
     words = _bad_words(request, served)
+    banned = {word[-1] for word in words} | (stop_ids if request.min_tokens else set())
+    if all(one in banned for one in request.allowed_token_ids or range(served.vocab_size)):
+        text = "may leave no token: each (of allowed_token_ids) ends the output or one of bad_words"
+        raise misplaced("min_tokens" if request.min_tokens else "bad_words", text)
     packed = array("i", prompt.ids).tobytes()
     return [
         Generate(
@@ -59,7 +61,7 @@ def generates(
             prompt=packed,
             max_new=max_new,
             stop_ids=sorted(stop_ids),
-            sampling=sampling(request, served, wrapped(first_seed + index), words),
+            sampling=sampling(request, served, wrapped(first_seed + index), words, max_new),
             priority=request.priority or 0,
             salt=request.cache_salt or "",
             grammar=prompt.grammar,
@@ -68,11 +70,13 @@ def generates(
     ]
 
 
-def _biases(request: ChatRequest) -> dict[int, float]:
-    """logit_bias, with allowed tokens written in the same way."""
+def _biases(request: ChatRequest, max_new: int) -> dict[int, float]:
+    """logit_bias, with allowed tokens written in the same way: above all others even once the
+    frequency penalty has been taken off `max_new` times."""
     biases = {int(key): float(bias) for key, bias in (request.logit_bias or {}).items()}
-    for token_id in request.allowed_token_ids or ():
-        biases[token_id] = biases.get(token_id, 0.0) + FORCED
+    forced = FORCED + max(request.frequency_penalty or 0.0, 0.0) * max_new
+    for token_id in set(request.allowed_token_ids or ()):
+        biases[token_id] = biases.get(token_id, 0.0) + forced
     return biases
 
 
@@ -92,16 +96,13 @@ def _bad_words(request: ChatRequest, served: Served) -> list[list[int]]:
 
 
 def sampling(
-    request: ChatRequest, served: Served, seed: int, bad_words: list[list[int]]
+    request: ChatRequest, served: Served, seed: int, bad_words: list[list[int]], max_new: int
 ) -> Sampling:
     """What the request says, else what the model's authors say, else plain sampling."""
 
     def chosen(field: str, otherwise: float) -> float:
-        for source in (request, served.defaults):
-            value: float | None = getattr(source, field)
-            if value is not None:
-                return value
-        return otherwise
+        given = (getattr(source, field) for source in (request, served.defaults))
+        return next((value for value in given if value is not None), otherwise)
 
     top_k = int(chosen("top_k", 0))
     return Sampling(
@@ -114,7 +115,7 @@ def sampling(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         seed=seed,
-        logit_bias=_biases(request),
+        logit_bias=_biases(request, max_new),
         min_tokens=request.min_tokens or 0,
         logprobs=(request.top_logprobs or 0) if request.logprobs else -1,
         bad_words=bad_words,

@@ -8,6 +8,7 @@ Decision: `tokenizers` and jinja2 alone; transformers would add seconds to every
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import threading
 import time
@@ -21,7 +22,7 @@ import jinja2
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.nodes import Node
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from msgspec import Struct
+from msgspec import Struct, structs
 from tokenizers import Tokenizer
 
 from nanovllm.config import ConfigError
@@ -123,8 +124,11 @@ class Template:
         try:
             text = _within_limits(template.generate(options))
         except Exception as error:  # whatever a template does with the client's values
-            text = f"messages: the chat template refused them: {error}".replace(END, "")
-            raise ApiError(400, text, param="messages", code="template_error") from None
+            field = "chat_template_kwargs" if request.chat_template_kwargs else "messages"
+            if request.chat_template_kwargs:  # refused without them, too? Then it is the messages
+                self.render(structs.replace(request, chat_template_kwargs=None))
+            text = f"{field}: the chat template refused them: {error}".replace(END, "")
+            raise ApiError(400, text, param=field, code="template_error") from None
         return _cut_after(text, continued) if continued else text
 
     def _as_dict(self, message: ChatMessage) -> dict[str, Any]:
@@ -153,14 +157,12 @@ class Template:
 
 
 def _within_limits(pieces: Iterable[str]) -> str:
-    text: list[str] = []
-    num_chars = 0
+    text = io.StringIO()
     for piece in pieces:
-        text.append(piece)
-        num_chars += len(piece)
-        if num_chars > MAX_PROMPT_CHARS:
+        text.write(piece)
+        if text.tell() > MAX_PROMPT_CHARS:
             raise ValueError(f"the prompt has more than {MAX_PROMPT_CHARS} characters")
-    return "".join(text)
+    return text.getvalue()
 
 
 def _cut_after(prompt: str, last: str) -> str:
@@ -216,8 +218,7 @@ def _template_source(folder: Path, settings: dict[str, Any]) -> str:
         return path.read_text(encoding="utf-8")
     found = settings.get("chat_template")
     if isinstance(found, Sequence) and not isinstance(found, str):  # several, each with a name
-        named = {entry["name"]: entry["template"] for entry in found}
-        found = named.get("default")
+        found = {entry["name"]: entry["template"] for entry in found}.get("default")
     if not isinstance(found, str):
         raise ConfigError(
             f"{folder} has no chat template: neither chat_template.jinja "

@@ -214,6 +214,38 @@ def test_both_engines_without_http(
     assert not [*results.rglob("*.svg")]  # one load is no curve
 
 
+@pytest.mark.parametrize(
+    ("lines", "told", "last"),
+    [
+        (
+            'seq 30 >&2; for i in $(seq 20); do echo "log $i"; echo "ERROR $i: no room" >&2; done;'
+            ' echo "ValueError: too small" >&2; exit 3',
+            "vLLM ended with exit code 3; of ",
+            [*(f"ERROR {i}: no room" for i in range(7, 21)), "ValueError: too small"],
+        ),
+        (
+            'echo "no errors at all"; echo fine; echo "Killed"',
+            "vLLM ended without a result; of ",
+            ["no errors at all", "Killed"],
+        ),
+    ],
+)
+def test_ours_is_measured_where_vllm_fails(
+    place: Path, lines: str, told: str, last: list[str]
+) -> None:
+    results = place / "results"
+    flags = f"--results-dir {results} --workloads bs1-256 --warmup 0"
+    done = measured(place, "peers-offline", flags, vllm_python(place, lines))
+    assert done.returncode == 1
+    reason, *shown = done.stderr[done.stderr.index("vLLM ended") :].splitlines()
+    assert reason == f"{told}{place / 'nanovllm-peers' / 'offline.log'}:"
+    assert shown[: len(last)] == last and not [row for row in shown if "Traceback" in row]
+    (one,) = map(read, results.rglob("*.json"))
+    assert one.engine == "nanovllm" and one.metrics["output_tokens"] == 256
+    (table,) = results.rglob("*.txt")
+    assert table.read_text().splitlines()[-1].endswith(" demo")
+
+
 def test_what_vllm_said_last_is_shown_when_it_does_not_start(place: Path) -> None:
     python = vllm_python(place, 'echo "no room on the GPU"; echo "see above"; exit 1')
     done = measured(place, "peers", f"--results-dir {place}", python)

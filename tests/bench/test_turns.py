@@ -26,3 +26,10 @@ def test_turns_of_the_demo(tmp_path: Path) -> None:
     assert found["again_cached_tokens"] == found["again_prompt_tokens"] - 1
     assert found["second_to_first"] == found["second_ttft_ms"] / found["first_ttft_ms"] > 0
     assert "100 tokens cached" in done.stdout and "second turn to first: " in done.stdout
+
+
+def test_no_sweep_sends_the_prompts_of_its_widest_load_one_by_one() -> None:
+    """bench sends eight for each stream unless it is told how many."""
+    lines = (ROOT / "results" / "measure.sh").read_text().splitlines()
+    sweeps = [line for line in lines if "--sweep" in line]
+    assert len(sweeps) == 2 and [line for line in sweeps if "--num-prompts" in line] == []

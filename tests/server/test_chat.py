@@ -302,6 +302,16 @@ def test_allowed_tokens_are_biases() -> None:
     assert session.choices[0].message.sampling.logit_bias == {5: 1002.0, 6: 1000.0}
 
 
+def test_an_output_that_must_not_end_needs_tokens_that_do_not_end_it() -> None:
+    ends = sorted(SERVED.eos_ids)
+    with pytest.raises(ApiError, match="min_tokens may leave no token") as caught:
+        opened(allowed_token_ids=[*ends, 5], stop_token_ids=[5], min_tokens=1)
+    assert (caught.value.status, caught.value.param) == (400, "min_tokens")
+    for more in ({}, {"min_tokens": 1, "ignore_eos": True}):
+        message = opened(allowed_token_ids=ends, **more).choices[0].message
+        assert message.sampling.logit_bias == dict.fromkeys(ends, 1000.0)
+
+
 def test_bad_words_are_forbidden_at_the_start_of_a_text_and_after_a_space() -> None:
     ids = {text: TOKENIZER.encode(text).ids for text in ("a", " a", "xylophone", " xylophone")}
     assert len(ids["xylophone"]) > 1 and ids["a"] != ids[" a"]

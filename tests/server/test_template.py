@@ -279,6 +279,37 @@ def test_what_a_template_refuses_is_a_bad_request(tmp_path, source) -> None:
     assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
+DATED = "{{ messages[0].content }}, {{ date | upper if date is string else date + 1 }}"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "source"),
+    [
+        ({"date": [1, 2]}, DATED),  # a list and 1
+        ({"date": {"of": "today"}}, DATED),
+        ({"date": None}, DATED),
+        ({"messages": [], "thinking": {"budget": 5}}, "{{ thinking + 1 if thinking }}"),
+        ({"raise_exception": 1, "date": []}, DATED.replace("date + 1", "raise_exception('no')")),
+        ({"times": 10**9}, "{% for _ in range(times or 1) %}{% endfor %}"),
+    ],
+)
+def test_a_kwarg_that_the_template_refuses_is_named(tmp_path, kwargs, source) -> None:
+    source = "{% set date = date | default('today') %}" + source
+    assert rendered(tmp_path, source, hello()) is not None
+    with pytest.raises(ApiError, match="chat_template_kwargs: the chat template refused") as caught:
+        rendered(tmp_path, source, hello(chat_template_kwargs=kwargs))
+    assert (caught.value.status, caught.value.param) == (400, "chat_template_kwargs")
+    assert caught.value.code == "template_error"
+
+
+def test_messages_are_named_that_the_template_refuses_whatever_the_kwargs(tmp_path) -> None:
+    source = "{{ date + 1 if date }}{{ raise_exception('roles must alternate') }}"
+    for kwargs in ({"date": [1]}, {"date": 1}, {}):
+        with pytest.raises(ApiError, match=r"^messages: .*: roles must alternate$") as caught:
+            rendered(tmp_path, source, hello(chat_template_kwargs=kwargs))
+        assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
 def test_an_empty_prompt_is_refused(tmp_path) -> None:
     with pytest.raises(ApiError, match="the prompt is empty"):
         Template(write_folder(tmp_path, " {{- '' -}} ")).prompt(hello())

@@ -11,7 +11,6 @@ from nanovllm.server.parsers.base import Syntax
 from nanovllm.server.structured.forms import (
     Format,
     constant,
-    either,
     grammar,
     sequence,
 )
@@ -21,11 +20,11 @@ from nanovllm.server.structured.schemas import compiled
 Ids = Mapping[str, int]  # of the markers that are tokens
 
 
-def spelled(text: str, ids: Ids) -> Format:
+def spelled(text: str, ids: Ids) -> list[Format]:
     """The text, with markers as the tokens they are."""
     parts = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
     tokens = {part: {"type": "token", "token": ids[part]} for part in parts if part in ids}
-    return sequence(*(tokens.get(part, constant(part)) for part in parts))
+    return [tokens.get(part, constant(part)) for part in parts if part]
 
 
 def calls(
@@ -33,17 +32,20 @@ def calls(
 ) -> Format:
     """One call or more. `functions`: per name the request's field, the schema of the parameters,
     and whether all of it must be enforced."""
-    one = either(*(_call(syntax, name, *found, ids) for name, found in functions.items()))
-    more = {"type": "star", "content": sequence(spelled(syntax.between, ids), one)}
+    tags = [_call(syntax, name, *found, ids) for name, found in functions.items()]
+    # Each call stands here once; with a star behind the first it would stand here twice.
+    several: Format = {"type": "tags_with_separator", "tags": tags, "separator": syntax.between}
+    several |= {"at_least_one": True, "stop_after_first": once}
     begin, end = (spelled(text, ids) for text in syntax.block)
-    return sequence(begin, one, *([] if once else [more]), end)
+    return sequence(*begin, several, *end)
 
 
 def _call(syntax: Syntax, name: str, where: str, schema: object, exact: bool, ids: Ids) -> Format:
     names = {"NAME": name, "QUOTED": json.dumps(name, ensure_ascii=False)}
     filled = [re.sub("NAME|QUOTED", lambda found: names[found[0]], t) for t in syntax.call]
-    before, after = (spelled(text, ids) for text in filled)
-    return sequence(before, arguments(syntax, where, schema, exact=exact), after)
+    before, (*behind, end) = (spelled(text, ids) for text in filled)
+    content = sequence(*before, arguments(syntax, where, schema, exact=exact), *behind)
+    return {"type": "tag", "begin": "", "content": content, "end": end.get("value", end)}
 
 
 def arguments(syntax: Syntax, where: str, schema: object, *, exact: bool) -> Format:

@@ -23,7 +23,7 @@ def either(*branches: Format) -> Format:
 def sequence(*elements: Format) -> Format:
     """Nothing is in it for an empty text: only for that, as a client's format may say anything."""
     kept = [element for element in elements if element != constant("")]
-    return {"type": "sequence", "elements": kept} if kept else constant("")
+    return {"type": "sequence", "elements": kept} if len(kept) > 1 else [*kept, constant("")][0]
 
 
 def optional(*elements: Format) -> Format:

@@ -42,7 +42,8 @@ GAP: Format = {"type": "regex", "pattern": "\n{0,2}"}  # after thinking
 
 def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
     """The tag as JSON. `turn`: what the prompt has written of the model's. Raises ApiError."""
-    for field in ("min_tokens", "ignore_eos", "bad_words"):  # they may leave no token at all
+    # They may leave no token at all.
+    for field in ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids"):
         if getattr(request, field):
             text = f"must be left out where {request.constrained_by} needs a grammar"
             raise misplaced(field, text)
@@ -51,7 +52,7 @@ def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
         raise misplaced(str(request.constrained_by), text)
     try:
         whole = _Writer(request, served).whole(turn)
-        tag = json.dumps({"type": "structural_tag", "format": whole})
+        tag = json.dumps({"type": "structural_tag", "format": whole}, separators=(",", ":"))
     except RecursionError:
         raise misplaced(str(request.constrained_by), "is nested too deeply") from None
     if len(tag) > MAX_TAG_BYTES:
@@ -79,7 +80,7 @@ class _Writer:
         answer = self._answer()
         in_reasoning, _ = self._family.begun(turn)
         if in_reasoning is None:
-            return sequence(optional(spelled(THINK, self._ids), self._thinking(), GAP), answer)
+            return sequence(optional(*spelled(THINK, self._ids), self._thinking(), GAP), answer)
         return sequence(self._thinking(), GAP, answer) if in_reasoning else answer
 
     def _thinking(self) -> Format:
@@ -156,16 +157,14 @@ class _Writer:
         if kind == "structural_tag":
             return self._tag(_loaded(value, where), where)
         format_ = {"type": kind, "pattern" if kind == "regex" else "grammar": value}
-        made: Format = self._format(format_, where, 0)
-        return made
+        return dict(self._format(format_, where, 0))
 
     def _tag(self, given: Any, where: str) -> Format:  # noqa: ANN401 - any JSON
         if len(json.dumps(given)) > MAX_BYTES:
             raise bad_value(where, f"at most {MAX_BYTES} bytes of JSON", "more")
         if not isinstance(given, dict) or not isinstance(given.get("format"), dict):
             raise bad_value(f"{where}.format", "an object", given)
-        made: Format = self._format(given["format"], f"{where}.format", 0)
-        return made
+        return dict(self._format(given["format"], f"{where}.format", 0))
 
     def _format(self, given: Any, where: str, depth: int) -> Any:  # noqa: ANN401
         """The same with schemas and expressions vetted, and tokens by their ids."""

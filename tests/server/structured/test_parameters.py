@@ -8,6 +8,8 @@ import pytest
 
 from nanovllm.server.errors import ApiError
 from nanovllm.server.orders import with_grammar
+from nanovllm.server.protocol import MAX_TOOLS
+from nanovllm.server.structured.tag import MAX_TAG_BYTES, structural_tag
 from nanovllm.server.template import Prompt
 from tests.server.structured.test_tag import (
     ADD,
@@ -51,3 +53,27 @@ def test_parameters_in_xml_that_nobody_names(family) -> None:
 
     assert may() and may(a=1) and may(a=1, s="ab", b=2, aa=3)
     assert not may(a=1, b="x") and not may(b=1, a=1) and not may(s="abc")
+
+
+@families
+def test_as_many_tools_as_a_request_may_have_fit_one_grammar(family) -> None:
+    simple = {
+        "query": {"type": "string"},
+        "limit": {"type": "integer"},
+        "ratio": {"type": "number"},
+    }
+    simple |= {"deep": {"type": "boolean"}, "mode": {"type": "string", "enum": ["fast", "slow"]}}
+    schema = {"type": "object", "properties": simple, "required": ["query"]}
+    tools = [tool(f"tool_number_{i}", schema, strict=None) for i in range(MAX_TOOLS)]
+    fields = {"tools": tools, "tool_choice": "required"}
+    tag = structural_tag(request(**fields), served(family), OVER)
+    assert 700_000 < len(tag) < 0.82 * MAX_TAG_BYTES
+    assert tag.count("tool_number_500") == 1
+    first = ("tool_number_0", '{"query": "x", "limit": 5, "ratio": 0.5}')
+    last = ("tool_number_511", '{"query": "x", "mode": "slow"}')
+    write = FAMILIES[family]
+    assert allows(write(last, first, last), family=family, turn=OVER, **fields)
+    assert not allows(
+        write(last, ("tool_number_512", first[1])), family=family, turn=OVER, **fields
+    )
+    assert not allows(write(first, (last[0], "{}")), family=family, turn=OVER, **fields)

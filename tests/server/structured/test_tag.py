@@ -467,10 +467,7 @@ def test_with_tools_it_is_calls_or_the_content() -> None:
         ({"structured_outputs": {"json": '{"enum": [1e999]}'}}, "json must be JSON .*out of range"),
         ({"structured_outputs": {"json": r'{"const": "\ud800"}'}}, "structured_outputs.json must"),
         ({"structured_outputs": {"json": "[" * 99_999}}, "json must be JSON .*recursion"),
-        (
-            {"structured_outputs": {"json": {"not": {"format": "date"}}}},
-            "structured_outputs.json: .*'not'",
-        ),
+        ({"structured_outputs": {"json": {"not": {"format": "date"}}}}, "_outputs.json: .*'not'"),
         ({"structured_outputs": {"structural_tag": {}}}, "structural_tag.format must be an obj"),
         (
             {"response_format": {**TAG, "format": {**XML, "content": {"type": "regex"}}}},
@@ -483,6 +480,7 @@ def test_with_tools_it_is_calls_or_the_content() -> None:
         ({"response_format": PERSON, "min_tokens": 3}, "min_tokens must be left out where resp"),
         ({"response_format": PERSON, "ignore_eos": True}, "ignore_eos must be left out"),
         ({"response_format": PERSON, "bad_words": ["x"]}, "bad_words must be left out"),
+        ({"response_format": PERSON, "allowed_token_ids": [5]}, "allowed_token_ids must be"),
         ({"tools": [tool("f", {"type": "string"})]}, "parameters: the schema must be an object's"),
     ],
 )
