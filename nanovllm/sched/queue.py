@@ -194,11 +194,11 @@ class Queue:
         self.memory.release(victim.id)
         self.waiting.add(victim)
 
-    def retire(self, request: Request, reason: FinishReason, stop_id: int = -1) -> None:
+    def retire(self, request: Request, reason: FinishReason) -> None:
         """The request is over; nothing that is still on its way for it will be told."""
         request.finish = reason
         del self.by_id[request.id]
-        self.told.finished.append(Finish(request.id, reason, stop_id))
+        self.told.finished.append(Finish(request.id, reason))
         if request.slot < 0:
             self.waiting.remove(request)
             return
@@ -253,8 +253,8 @@ class Queue:
 
     def end(self, request: Request) -> bool:
         """Retire the request if its newest token is its last. Returns whether it is."""
-        if (token := request.tokens[-1]) in request.stop_ids:
-            self.retire(request, FinishReason.STOP, token)
+        if request.tokens[-1] in request.stop_ids:
+            self.retire(request, FinishReason.STOP)
         elif len(request.tokens) >= request.limit:
             self.retire(request, FinishReason.LENGTH)
         return request.finish is not None
