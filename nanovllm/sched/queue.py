@@ -10,7 +10,7 @@ from __future__ import annotations
 from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import CORRUPTED, Admit, Chunk
 from nanovllm.sched.decoding import Decoding
-from nanovllm.sched.policy import LOOKED_AT, Line, urgency, worth_waiting
+from nanovllm.sched.policy import LOOKED_AT, ByUrgency, urgency, worth_waiting
 from nanovllm.sched.request import Request, arrive
 from nanovllm.sched.rows import OpenPlan
 from nanovllm.wire import Finish, FinishReason, Generate, Refusal, RefusalKind, Started, StepOutput
@@ -41,9 +41,9 @@ class Queue:
         self.ageing_s = ageing_s
         self.overtake_steps = overtake_steps
         self.least_spared = least_spared
-        self.waiting = Line()
-        self.running = Line()  # the last one is preempted first
-        self.prefilling = Line()  # of the running: those with known tokens left to feed
+        self.waiting = ByUrgency()
+        self.running = ByUrgency()  # the last one is preempted first
+        self.prefilling = ByUrgency()  # of the running: those with known tokens left to feed
         self.by_id: dict[int, Request] = {}
         self.told = StepOutput()  # since the last output
         self.num_deferred = 0  # in the newest plan: wait for what it computes for others
