@@ -89,7 +89,6 @@ class Finish(Struct, frozen=True, array_like=True):
 
     request_id: int
     reason: FinishReason
-    stop_id: int = -1  # the token that ended it, when reason is STOP
 
 
 class Refusal(Struct, frozen=True, array_like=True):

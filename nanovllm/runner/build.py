@@ -144,7 +144,6 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
         fitting = num_pages_that_fit(
             recipe,
             found.layout,
-            page_tokens=page_tokens,
             useful_pages=num_slots * rows[0].slots.max_pages,
             full_step=full_step,
             device=device,

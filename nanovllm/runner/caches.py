@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanovllm.attention.grouped import PagedKV, caches_of
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.plan import Int32, StepPlan
+from nanovllm.plan import StepPlan
 from nanovllm.runner.upload import upload_together
 
 
@@ -31,7 +31,7 @@ class Caches:
         if not plan.clean and not plan.copies:
             return
         sources, targets = [src for src, _ in plan.copies], [dst for _, dst in plan.copies]
-        lists = [as_int32(pages) for pages in (plan.clean, sources, targets)]
+        lists = [np.array(pages, np.int32) for pages in (plan.clean, sources, targets)]
         sent = upload_together(lists, self.tensors[0].device)
         clean_P, sources_P, targets_P = (pages_P.long() for pages_P in sent)
         for pages_LPSGA in self.tensors:
@@ -39,10 +39,6 @@ class Caches:
                 pages_LPSGA.index_fill_(1, clean_P, 0)
             if plan.copies:
                 pages_LPSGA.index_copy_(1, targets_P, pages_LPSGA.index_select(1, sources_P))
-
-
-def as_int32(pages: list[int]) -> Int32:
-    return np.array(pages, np.int32)
 
 
 def make_caches(

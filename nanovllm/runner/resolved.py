@@ -55,7 +55,7 @@ class Resolved:
     def context_in(self, num_pages: int) -> int:
         """server.max_model_tokens in a cache of so many pages. Raises ConfigError: too few."""
         asked, tokens = self.asked_context, self.max_model_tokens
-        return fitting_context(asked, tokens, num_pages, self.recipe, self.layout, self.page_tokens)
+        return fitting_context(asked, tokens, num_pages, self.recipe, self.layout)
 
     def empty_model(self, device: torch.device) -> Decoder:
         """With its tables, but nothing in its parameters. On "meta" it has shapes alone.
@@ -83,7 +83,9 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
     if config.recipe.cache.state_dtype == "bfloat16":
         layout = with_short_states(layout)
     recipe = without_autos(config.recipe, device, dtype)
-    most = context_of(recipe, layout, model_config.max_position_embeddings)
+    asked, own = recipe.server.max_model_tokens, model_config.max_position_embeddings
+    pages = known_pages(recipe, layout) or MEASURED_LATER
+    most = fitting_context(asked, own, pages, recipe, layout)
     recipe = replace(recipe, server=replace(recipe.server, max_model_tokens=most))
     backend, kernels, passed_over = choose_backend(
         recipe.kernels, device, dtype, layout, int(recipe.cache.page_tokens)
@@ -98,7 +100,7 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
         dtype=dtype,
         backend=backend,
         passed_over=passed_over,
-        asked_context=config.recipe.server.max_model_tokens,
+        asked_context=asked,
     )
 
 
@@ -107,14 +109,6 @@ def with_short_states(layout: CacheLayout) -> CacheLayout:
     if layout.state is None:
         raise ConfigError("cache.state_dtype is bfloat16, but the model keeps no recurrent states")
     return replace(layout, state=replace(layout.state, recurrent_bytes=2))
-
-
-def context_of(recipe: Recipe, layout: CacheLayout, model_tokens: int) -> int:
-    """server.max_model_tokens, as far as it is known before anything is loaded."""
-    page_tokens = int(recipe.cache.page_tokens)
-    pages = known_pages(recipe, layout, page_tokens) or MEASURED_LATER
-    asked = recipe.server.max_model_tokens
-    return fitting_context(asked, model_tokens, pages, recipe, layout, page_tokens)
 
 
 def choose_device(recipe: Recipe) -> tuple[torch.device, torch.dtype]:

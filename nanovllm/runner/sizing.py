@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.config import Auto, ConfigError, Recipe, resolve_context
+from nanovllm.config import Auto, Cache, ConfigError, Recipe, resolve_context
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.split import Split, room_for_pages, running_bytes
 
@@ -21,7 +21,6 @@ def num_pages_that_fit(
     recipe: Recipe,
     layout: CacheLayout,
     *,
-    page_tokens: int,
     useful_pages: int,
     full_step: Callable[[], None],
     device: torch.device,
@@ -32,7 +31,7 @@ def num_pages_that_fit(
 
     Raises ConfigError when not even one page fits.
     """
-    if (pages := known_pages(recipe, layout, page_tokens)) is None:
+    if (pages := known_pages(recipe, layout)) is None:
         torch.cuda.reset_peak_memory_stats(device)
         full_step()
         torch.cuda.synchronize(device)
@@ -40,14 +39,16 @@ def num_pages_that_fit(
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)
         torch.cuda.empty_cache()  # or pages would cut the room that all slots' states had
-        room = int(total * recipe.cache.memory_fraction) - peak - others - GIB  # 1 GiB for graphs
-        room = room_for_pages(room, recipe.cache, layout)
-        pages = pages_in(room, layout.bytes_per_token * page_tokens)
+        left = int(total * recipe.cache.memory_fraction) - peak - others - GIB  # 1 GiB for graphs
+        pages = pages_in(left, recipe.cache, layout)
     return min(pages, useful_pages)
 
 
-def pages_in(room: int, page_bytes: int) -> int:
-    """How many pages `room` bytes hold beside the padding page. Raises ConfigError: hardly any."""
+def pages_in(left: int, cache: Cache, layout: CacheLayout) -> int:
+    """How many pages there can be beside checkpoints and the padding page, in the bytes that
+    running states leave. Raises ConfigError: hardly any."""
+    room = room_for_pages(left, cache, layout)
+    page_bytes = layout.bytes_per_token * int(cache.page_tokens)
     pages = room // page_bytes - 1
     if pages < 2:
         raise ConfigError(
@@ -57,29 +58,24 @@ def pages_in(room: int, page_bytes: int) -> int:
     return pages
 
 
-def known_pages(recipe: Recipe, layout: CacheLayout, page_tokens: int) -> int | None:
+def known_pages(recipe: Recipe, layout: CacheLayout) -> int | None:
     """How many pages there will be, useful or not. None where that must be measured: on a GPU."""
     if recipe.cache.pages != "auto":
         return recipe.cache.pages
     if recipe.device != "cpu":
         return None
     left = int(recipe.cache.cpu_gib * GIB) - running_bytes(layout, recipe)
-    room = room_for_pages(left, recipe.cache, layout)
-    return pages_in(room, layout.bytes_per_token * page_tokens)
+    return pages_in(left, recipe.cache, layout)
 
 
 def fitting_context(
-    asked: int | Auto,
-    model_tokens: int,
-    num_pages: int,
-    recipe: Recipe,
-    layout: CacheLayout,
-    page_tokens: int,
+    asked: int | Auto, model_tokens: int, num_pages: int, recipe: Recipe, layout: CacheLayout
 ) -> int:
     """`server.max_model_tokens` as a number, of which a cache of so many pages holds one request.
 
     Raises ConfigError if what was `asked` for exceeds the cache, or the model's context.
     """
+    page_tokens = int(recipe.cache.page_tokens)
     pages = 0 if asked == "auto" else -(-asked // page_tokens)
     if recipe.cache.pages != "auto":
         cure = f"--set cache.pages={pages}"

@@ -39,7 +39,7 @@ def worth_waiting(spared: int, left: int, least: int) -> bool:
     return spared >= least and 2 * spared >= left
 
 
-class Line:
+class ByUrgency:
     """Requests in order of urgency."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import CORRUPTED, Admit, Chunk
 from nanovllm.sched.decoding import Decoding
-from nanovllm.sched.policy import LOOKED_AT, Line, urgency, worth_waiting
+from nanovllm.sched.policy import LOOKED_AT, ByUrgency, urgency, worth_waiting
 from nanovllm.sched.request import Request, arrive
 from nanovllm.sched.rows import OpenPlan
 from nanovllm.wire import Finish, FinishReason, Generate, Refusal, RefusalKind, Started, StepOutput
@@ -41,9 +41,9 @@ class Queue:
         self.ageing_s = ageing_s
         self.overtake_steps = overtake_steps
         self.least_spared = least_spared
-        self.waiting = Line()
-        self.running = Line()  # the last one is preempted first
-        self.prefilling = Line()  # of the running: those with known tokens left to feed
+        self.waiting = ByUrgency()
+        self.running = ByUrgency()  # the last one is preempted first
+        self.prefilling = ByUrgency()  # of the running: those with known tokens left to feed
         self.by_id: dict[int, Request] = {}
         self.told = StepOutput()  # since the last output
         self.num_deferred = 0  # in the newest plan: wait for what it computes for others
@@ -194,11 +194,11 @@ class Queue:
         self.memory.release(victim.id)
         self.waiting.add(victim)
 
-    def retire(self, request: Request, reason: FinishReason, stop_id: int = -1) -> None:
+    def retire(self, request: Request, reason: FinishReason) -> None:
         """The request is over; nothing that is still on its way for it will be told."""
         request.finish = reason
         del self.by_id[request.id]
-        self.told.finished.append(Finish(request.id, reason, stop_id))
+        self.told.finished.append(Finish(request.id, reason))
         if request.slot < 0:
             self.waiting.remove(request)
             return
@@ -253,8 +253,8 @@ class Queue:
 
     def end(self, request: Request) -> bool:
         """Retire the request if its newest token is its last. Returns whether it is."""
-        if (token := request.tokens[-1]) in request.stop_ids:
-            self.retire(request, FinishReason.STOP, token)
+        if request.tokens[-1] in request.stop_ids:
+            self.retire(request, FinishReason.STOP)
         elif len(request.tokens) >= request.limit:
             self.retire(request, FinishReason.LENGTH)
         return request.finish is not None

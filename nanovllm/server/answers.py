@@ -107,7 +107,11 @@ class ChunkWriter:
             if details.token_ids:
                 ids = b',"token_ids":' + _encode(details.token_ids)
         choice = b'%b,"logprobs":%b,"finish_reason":%b%b}]' % (delta, listed, reason, ids)
-        self._out.append(self._head + choice + more + b"}\n\n")
+        self._out.append(self._head + choice + more + self._counted() + b"}\n\n")
+
+    def _counted(self) -> bytes:
+        """What a chunk says of the usage so far."""
+        return b""
 
 
 class WholeWriter:

@@ -60,11 +60,5 @@ class CountedWriter(ChunkWriter):
         self._delta, self._details = {}, Details()
         self._chunk(_encode(delta), details, reason)
 
-    def _chunk(
-        self,
-        delta: bytes,
-        details: Details | None = None,
-        reason: bytes = b"null",
-        more: bytes = b"",
-    ) -> None:
-        super()._chunk(delta, details, reason, more + b',"usage":' + _encode(self.usage()))
+    def _counted(self) -> bytes:
+        return b',"usage":' + _encode(self.usage())

@@ -94,7 +94,6 @@ class PaperEngine:
         )
         self.text: dict[int, list[int]] = {}
         self.finish: dict[int, FinishReason] = {}
-        self.stop_id: dict[int, int] = {}
         self.refused: dict[int, RefusalKind] = {}
         self.cached: dict[int, int] = {}
         self.num_prompt: dict[int, int] = {}  # of requests that want log-probabilities
@@ -120,7 +119,6 @@ class PaperEngine:
         for done in out.finished:
             assert done.request_id not in self.finish, "finished twice"
             self.finish[done.request_id] = done.reason
-            self.stop_id[done.request_id] = done.stop_id
         for refusal in out.refused:
             self.refused[refusal.request_id] = refusal.kind
 

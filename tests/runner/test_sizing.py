@@ -45,9 +45,11 @@ def test_what_a_step_took_is_free_again_before_anything_is_allocated(monkeypatch
     """
     gpu = MadeUpGpu(76 * GIB)
     gpu.stand_in(monkeypatch)
-    recipe = Recipe(model="x", schedule=Schedule(slots=512), cache=Cache(checkpoints=0))
+    recipe = Recipe(
+        model="x", schedule=Schedule(slots=512), cache=Cache(checkpoints=0, page_tokens=PAGE)
+    )
     pages = num_pages_that_fit(
-        recipe, NEXT, page_tokens=PAGE, useful_pages=1 << 30,
+        recipe, NEXT, useful_pages=1 << 30,
         full_step=lambda: gpu.step(45 * GIB), device=GPU,
     )  # fmt: skip
     room = int(140 * GIB * recipe.cache.memory_fraction) - (76 + 45) * GIB - 2 * GIB - GIB

@@ -181,7 +181,7 @@ class FakeEngine:
                 if is_stop or request.num_sent + at + 1 >= request.spec.max_new:
                     del new[at + 1 :]
                     reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
-                    finished.append(Finish(request_id, reason, token if is_stop else -1))
+                    finished.append(Finish(request_id, reason))
                     del self.running[request_id]
                     break
             request.num_sent += len(new)
