@@ -114,8 +114,8 @@ DELTA_DECODE = Kernel(
     scale=mixed_size, outputs=outputs,
 )  # fmt: skip
 DELTA_DRAFTED = Kernel(
-    "delta_drafted", delta_decode.mix_drafted, lambda *args: reference.mix_drafted(*args[:-1]),
-    (*DRAFTED_CASES,), 8, 256, scale=mixed_size, outputs=outputs,
+    "delta_drafted", delta_decode.mix_drafted, reference.mix_drafted, (*DRAFTED_CASES,), 8, 256,
+    scale=mixed_size, outputs=outputs,
 )  # fmt: skip
 # Also rounded are what a piece writes and takes back, and copies of the state.
 DELTA_PREFILL = Kernel(

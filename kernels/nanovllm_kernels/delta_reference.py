@@ -65,13 +65,13 @@ def mix_rows(
 def mix_drafted(
     qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, z_THV: Tensor, weights: DeltaWeights,
     conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor, kept_NWX: Tensor,
-    replays_R: Tensor,
+    replays_R: Tensor, *_: Tensor,
 ) -> Tensor:  # fmt: skip
     """Does what mix_rows does for rows of few tokens, of which the last may be rejected later.
 
     kept_NWX has the inputs of each slot's last tokens: qkv, a and b. Of these the first replays_R
     turned out right: the states take them in before the row's own tokens, whose inputs are kept
-    instead, and which the states don't take in.
+    instead, and which the states don't take in. What comes behind it is for kernels alone.
     """
     inputs_TX, num_heads = torch.cat([qkv_TC, a_TH, b_TH], 1), a_TH.shape[1]
     sizes = [qkv_TC.shape[1], num_heads, num_heads]

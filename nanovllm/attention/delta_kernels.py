@@ -33,8 +33,4 @@ def decodes(*tensors: Any) -> Tensor:  # noqa: ANN401
     return rows(*before, slots_R, starts_R1)
 
 
-def drafted(*tensors: Any) -> Tensor:  # noqa: ANN401
-    return mix_drafted(*tensors[:-1])
-
-
-TORCH = DeltaKernels(rows, decodes, drafted)
+TORCH = DeltaKernels(rows, decodes, mix_drafted)

@@ -137,7 +137,7 @@ class States:
 
 def part(rows_NX: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """What every row begins with, as so many numbers of a dtype."""
-    return rows_NX.view(dtype)[:, : prod(shape)].unflatten(1, shape)
+    return rows_NX.view(dtype)[:, : prod(shape)].view(len(rows_NX), *shape)
 
 
 def pin(tensor: Tensor, owner: object) -> None:
