@@ -28,5 +28,4 @@ class LogitBias:
 
     def apply(self, logits_SV: Tensor, rows: SampleRows) -> None:
         tokens_SK = self.biases.tokens_NK[rows.slots_S].long()
-        columns_SK, biases_SK = self.shard.own(tokens_SK, self.biases.values_NK[rows.slots_S])
-        logits_SV.scatter_add_(1, columns_SK, biases_SK)
+        logits_SV.scatter_add_(1, *self.shard.own(tokens_SK, self.biases.values_NK[rows.slots_S]))
