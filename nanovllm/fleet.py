@@ -43,7 +43,8 @@ class Replica:
                 for process, _ in self.children:  # all live or none, and streams end now
                     process.kill()
                 self._on_lost()
-                self._say()
+                if restarts:  # else its end may have been asked for
+                    self._say()
         if self._why and restarts and self._may_start():
             self._restarted.append(time.monotonic())
             self.children = self._start()

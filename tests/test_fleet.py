@@ -82,6 +82,16 @@ def test_an_engine_that_ended_lives_again_and_others_go_on(caplog) -> None:
     assert len(a.lives) == 2
 
 
+def test_nobody_says_that_an_engine_starts_again_while_all_are_being_ended(caplog) -> None:
+    """Where all end well, the first of them was an error in the log."""
+    found, (a, b) = fleet_of(2, restarts=3)
+    a.lives[0][0].die(0)
+    assert found.lost(restarts=False) == ""
+    b.lives[0][0].die(0)
+    assert found.lost(restarts=False) == "a0 ended with exit code 0, b0 ended with exit code 0"
+    assert caplog.messages == [] and (len(a.lives), len(b.lives)) == (1, 1)
+
+
 def test_who_is_served_hears_of_each_loss_once() -> None:
     found, (_, b) = fleet_of(2, restarts=3, num_ranks=2)
     heard: list[tuple[int, bool]] = []

@@ -49,11 +49,11 @@ def run(
     config: Config,
     engine_paths: Sequence[str],
     worker: int,
-    sock: socket.socket | None = None,
-    ready: Callable[[], None] = lambda: None,
+    sock: socket.socket,
+    ready: Callable[[], None],
     hear: Callable[[Callable[[int, float], object]], None] = lambda _: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `sock`: listens already; None binds server.host and port.
+    """Serve until SIGTERM or SIGINT. `sock`: listens already.
 
     `ready` is called once requests are accepted, `hear` with what is to be called, from any
     thread, with the number of an engine that was lost, and when (monotonic). Raises ConfigError if
@@ -78,7 +78,7 @@ def run(
             gc.freeze()  # the vocabulary's objects are never garbage; do not visit them again
             server = DrainingServer(app, settings, counts, ready)
             log.info("ready %s", fields(worker=worker, model=served.name))
-            await server.serve(None if sock is None else [sock])
+            await server.serve([sock])
             log.info("stopped %s", fields(worker=worker))
 
     with suppress(ValueError, OSError):  # most shells say 1,024: who comes beyond is hung up on
@@ -100,8 +100,6 @@ class DrainingServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 Cors(app, settings.allowed_origins),
-                host=settings.host,
-                port=settings.port,
                 backlog=BACKLOG,
                 http=cast(Any, partial(Connection, settings, counts)),
                 ws="none",
