@@ -74,8 +74,7 @@ class Drafting:
 
     def fed(self, slot: int, count: int) -> list[int]:
         """The first of the newest known drafts."""
-        tokens: list[int] = self._tokens_ND[slot, :count].tolist()
-        return tokens
+        return list(self._tokens_ND[slot, :count].tolist())
 
     # -- completion -------------------------------------------------------------------------
 
@@ -112,8 +111,7 @@ class Drafting:
 
     @property
     def accepted_by_position(self) -> list[int]:
-        beyond: list[int] = self._accepted[::-1].cumsum()[::-1][1:].tolist()
-        return beyond
+        return list(self._accepted[::-1].cumsum()[::-1][1:].tolist())
 
 
 def cost(num_rows: int) -> float:

@@ -5,8 +5,6 @@ What they compute is checked on a GPU only (check-kernels).
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,20 +32,12 @@ from nanovllm_kernels.case import check
 from nanovllm_kernels.fp8_reference import Quantised, Scaled
 from nanovllm_kernels.ring_cute import in_order
 
-from nanovllm.runner.precompile import HOPPER
+from tests.kernels.compiled import compiled_with, printed
 
 CPU = torch.device("cpu")
 RESOURCES = """
-import subprocess, sys
-from pathlib import Path
-from cutlass import cute
-from nanovllm_kernels import block_fp8_cute
-from triton import knobs
-
-compile_any = cute.compile
-cute.compile = lambda *a, options, **b: compile_any(*a, options=options + " --keep-cubin", **b)
-for kind in {kinds}:
-    compiled = block_fp8_cute.compile_tile.compiles(*kind)
+    import subprocess
+    from triton import knobs
     Path("binary").write_bytes(compiled.__cubin__)
     command = [knobs.nvidia.cuobjdump.path, "-res-usage", "binary"]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -69,16 +59,6 @@ for kind, given in (
 """
 
 
-def printed(code: str, folder: Path) -> list[str]:
-    """By a process of its own: the architecture is read when the package is imported."""
-    command = [*HOPPER, sys.executable, "-c", code]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, check=False, cwd=folder
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.splitlines()
-
-
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -92,7 +72,7 @@ def printed(code: str, folder: Path) -> list[str]:
 )
 def test_nothing_is_kept_in_local_memory(kinds: list[tuple[int, ...]], tmp_path: Path) -> None:
     """A block of three groups of four warps starts with at most 168 registers a thread."""
-    lines = printed(RESOURCES.format(kinds=kinds), tmp_path)
+    lines = compiled_with("--keep-cubin", kinds, RESOURCES, tmp_path)
     assert len(lines) == len(kinds)
     for line in lines:
         registers, *memory = line.split()

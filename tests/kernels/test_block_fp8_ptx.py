@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 import struct
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -28,21 +26,13 @@ from nanovllm_kernels.block_fp8_cute import DEEP, Given, Kind, Product, Tile
 from nanovllm_kernels.case import Case, Kernel, check
 from torch import Tensor
 
-from nanovllm.runner.precompile import HOPPER
+from tests.kernels.compiled import compiled_with
 from tests.kernels.played_memory import Memory
 from tests.kernels.ptx import Box, Launch, Program, play
 
 CPU = torch.device("cpu")
-COMPILE = """
-import sys
-from pathlib import Path
-from cutlass import cute
-from nanovllm_kernels import block_fp8_cute
-
-compile_any = cute.compile
-cute.compile = lambda *a, options, **b: compile_any(*a, options=options + " --keep-ptx", **b)
-for kind in {kinds}:
-    text = block_fp8_cute.compile_tile.compiles(*kind).__ptx__
+KEEP = """
+    text = compiled.__ptx__
     Path("_".join(map(str, kind))).write_text(text if isinstance(text, str) else text.decode())
 """
 ADDED = (128, 128, 2, 128, True, False, False)
@@ -68,13 +58,9 @@ WAITS = r"group \d of block \d waits for barrier \d+, \d+ arrivals and -?\d+ byt
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], str]:
-    """The PTX of each kind, from a process of its own: it must be told the architecture."""
+    """The PTX of each kind."""
     folder: Path = tmp_path_factory.mktemp("ptx")
-    command = [*HOPPER, sys.executable, "-c", COMPILE.format(kinds=list(CASES))]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, check=False, cwd=folder
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    compiled_with("--keep-ptx", CASES, KEEP, folder)
     return {kind: (folder / "_".join(map(str, kind))).read_text() for kind in CASES}
 
 

@@ -11,6 +11,7 @@ from nanovllm.server.parsers.base import Syntax
 from nanovllm.server.structured.forms import (
     Format,
     constant,
+    either,
     grammar,
     sequence,
 )
@@ -23,8 +24,7 @@ Ids = Mapping[str, int]  # of the markers that are tokens
 def spelled(text: str, ids: Ids) -> list[Format]:
     """The text, with markers as the tokens they are."""
     parts = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
-    tokens = {part: {"type": "token", "token": ids[part]} for part in parts if part in ids}
-    return [tokens.get(part, constant(part)) for part in parts if part]
+    return [{"type": "token", "token": ids[x]} if x in ids else constant(x) for x in parts if x]
 
 
 def calls(
@@ -32,20 +32,23 @@ def calls(
 ) -> Format:
     """One call or more. `functions`: per name the request's field, the schema of the parameters,
     and whether all of it must be enforced."""
-    tags = [_call(syntax, name, *found, ids) for name, found in functions.items()]
-    # Each call stands here once; with a star behind the first it would stand here twice.
-    several: Format = {"type": "tags_with_separator", "tags": tags, "separator": syntax.between}
-    several |= {"at_least_one": True, "stop_after_first": once}
+    each = [_call(syntax, name, found, ids) for name, found in functions.items()]
+    one = either(*(sequence(*call) for call in each))
+    several: Format = {"type": "repeat", "min": 1, "max": 1 if once else -1, "content": one}
+    if syntax.between and not once:  # a star behind the first would have every call again
+        tag = {"type": "tag", "begin": ""}
+        tags = [tag | {"content": sequence(*x), "end": end.get("value", end)} for *x, end in each]
+        several = {"type": "tags_with_separator", "tags": tags, "separator": syntax.between}
+        several["at_least_one"] = True
     begin, end = (spelled(text, ids) for text in syntax.block)
     return sequence(*begin, several, *end)
 
 
-def _call(syntax: Syntax, name: str, where: str, schema: object, exact: bool, ids: Ids) -> Format:
+def _call(syntax: Syntax, name: str, of: tuple[str, object, bool], ids: Ids) -> list[Format]:
     names = {"NAME": name, "QUOTED": json.dumps(name, ensure_ascii=False)}
     filled = [re.sub("NAME|QUOTED", lambda found: names[found[0]], t) for t in syntax.call]
-    before, (*behind, end) = (spelled(text, ids) for text in filled)
-    content = sequence(*before, arguments(syntax, where, schema, exact=exact), *behind)
-    return {"type": "tag", "begin": "", "content": content, "end": end.get("value", end)}
+    before, after = (spelled(text, ids) for text in filled)
+    return [*before, arguments(syntax, *of[:2], exact=of[2]), *after]
 
 
 def arguments(syntax: Syntax, where: str, schema: object, *, exact: bool) -> Format:

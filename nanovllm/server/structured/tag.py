@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from nanovllm.server.errors import ApiError, bad_value, misplaced
+from nanovllm.server.errors import bad_value, misplaced
 from nanovllm.server.parsers.base import END_THINK, THINK
 from nanovllm.server.protocol import STRUCTURES, ChatRequest
 from nanovllm.server.served import Served
@@ -93,8 +93,7 @@ class _Writer:
         choice, syntax = self._request.choice_of_tools, self._family.syntax
         content = self._content()
         if syntax is None and choice.mode == "required":
-            text = "tool_choice: this model has no syntax of its own for calls"
-            raise ApiError(400, text, param="tool_choice", code="invalid_value")
+            raise misplaced("tool_choice", "needs calls: this model has no syntax of its own")
         if syntax is None or choice.mode == "none":
             return content or ANY_TEXT
         once = choice.is_named or self._request.parallel_tool_calls is False

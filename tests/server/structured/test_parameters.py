@@ -77,3 +77,12 @@ def test_as_many_tools_as_a_request_may_have_fit_one_grammar(family) -> None:
         write(last, ("tool_number_512", first[1])), family=family, turn=OVER, **fields
     )
     assert not allows(write(first, (last[0], "{}")), family=family, turn=OVER, **fields)
+
+
+@pytest.mark.parametrize("text", ["a</invoke>\nb", "a</function>\nb"])
+@pytest.mark.parametrize("family", ["qwen3_coder", "minimax_m2"])
+def test_parameters_in_xml_may_hold_what_ends_a_call(family, text) -> None:
+    schema = {"type": "object", "properties": {"s": {"type": "string"}}}
+    fields = {"tools": [tool("f", schema)], "tool_choice": "required"}
+    output = FAMILIES[family](("f", json.dumps({"s": text})))
+    assert allows(output, family=family, turn=OVER, **fields)

@@ -296,7 +296,7 @@ def test_parameters_in_xml(family) -> None:
 
 
 def test_calls_need_a_family_that_calls() -> None:
-    with pytest.raises(ApiError, match="tool_choice: this model has no syntax"):
+    with pytest.raises(ApiError, match="tool_choice needs calls: this model has no syntax"):
         matcher("plain", tools=TOOLS, tool_choice="required")
     assert allows("hello", family="plain", tools=TOOLS)
 
