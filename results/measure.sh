@@ -115,7 +115,6 @@ measure() {
         for recipe in ${RECIPES:-recipes/qwen3-30b-a3b.yaml recipes/minimax-m2.yaml}; do
             local first=() # layers, that one GPU holds
             [[ $recipe == *minimax-m2* ]] && first=(--layers 8 --set parallel.tp=1)
-            [[ $recipe == *qwen3-next* ]] && first=(--layers 16 --set parallel.tp=1)
             [[ $recipe == *deepseek-r1* ]] && first=(--layers 6 --set parallel.tp=1)
             [[ $recipe == *qwen3-next* ]] && first=(--layers 16 --set parallel.tp=1 --theirs '{"gdn_prefill_backend":"triton"}' --ablate cache.state_dtype=bfloat16) # as theirs are
             python3 results/peers.py offline $recipe ${first[@]+"${first[@]}"} --set experts.routing=uniform ${flags[@]+"${flags[@]}"} || return

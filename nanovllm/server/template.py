@@ -8,7 +8,6 @@ Decision: `tokenizers` and jinja2 alone; transformers would add seconds to every
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import threading
 import time
@@ -157,12 +156,14 @@ class Template:
 
 
 def _within_limits(pieces: Iterable[str]) -> str:
-    text = io.StringIO()
+    text: list[str] = []
+    num_chars = 0
     for piece in pieces:
-        text.write(piece)
-        if text.tell() > MAX_PROMPT_CHARS:
+        text.append(piece)
+        num_chars += len(piece)
+        if num_chars > MAX_PROMPT_CHARS:
             raise ValueError(f"the prompt has more than {MAX_PROMPT_CHARS} characters")
-    return text.getvalue()
+    return "".join(text)
 
 
 def _cut_after(prompt: str, last: str) -> str:

@@ -31,11 +31,16 @@ def calls(
     syntax: Syntax, functions: Mapping[str, tuple[str, object, bool]], ids: Ids, *, once: bool
 ) -> Format:
     """One call or more. `functions`: per name the request's field, the schema of the parameters,
-    and whether all of it must be enforced."""
+    and whether all of it must be enforced.
+
+    Each call is written once, or 512 tools would be too long: calls with something between them are
+    tags with a separator, others repeat. What is in a tag cannot hold the tag's end, and parameters
+    as raw text may.
+    """
     each = [_call(syntax, name, found, ids) for name, found in functions.items()]
     one = either(*(sequence(*call) for call in each))
     several: Format = {"type": "repeat", "min": 1, "max": 1 if once else -1, "content": one}
-    if syntax.between and not once:  # a star behind the first would have every call again
+    if syntax.between and not once:
         tag = {"type": "tag", "begin": ""}
         tags = [tag | {"content": sequence(*x), "end": end.get("value", end)} for *x, end in each]
         several = {"type": "tags_with_separator", "tags": tags, "separator": syntax.between}

@@ -21,9 +21,10 @@ def either(*branches: Format) -> Format:
 
 
 def sequence(*elements: Format) -> Format:
-    """Nothing is in it for an empty text: only for that, as a client's format may say anything."""
+    """Nothing is in it for an empty text: only for that, as a client's format may say anything.
+    What is alone in it stands for itself."""
     kept = [element for element in elements if element != constant("")]
-    return {"type": "sequence", "elements": kept} if len(kept) > 1 else [*kept, constant("")][0]
+    return {"type": "sequence", "elements": kept} if kept[1:] else next(iter(kept), constant(""))
 
 
 def optional(*elements: Format) -> Format:

@@ -68,6 +68,7 @@ def tool(name, schema, strict=True):
 
 WIDE = {"type": "object", "properties": {"x": {"enum": ["y" * 700 + str(i) for i in range(50)]}}}
 TOOLS = [tool("add", ADD), tool("say", SAY)]
+NO_DATE = {"not": {"format": "date"}}
 PERSON = {
     "type": "json_schema",
     "json_schema": {
@@ -467,7 +468,7 @@ def test_with_tools_it_is_calls_or_the_content() -> None:
         ({"structured_outputs": {"json": '{"enum": [1e999]}'}}, "json must be JSON .*out of range"),
         ({"structured_outputs": {"json": r'{"const": "\ud800"}'}}, "structured_outputs.json must"),
         ({"structured_outputs": {"json": "[" * 99_999}}, "json must be JSON .*recursion"),
-        ({"structured_outputs": {"json": {"not": {"format": "date"}}}}, "_outputs.json: .*'not'"),
+        ({"structured_outputs": {"json": NO_DATE}}, "structured_outputs.json: .*'not'"),
         ({"structured_outputs": {"structural_tag": {}}}, "structural_tag.format must be an obj"),
         (
             {"response_format": {**TAG, "format": {**XML, "content": {"type": "regex"}}}},
