@@ -78,12 +78,17 @@ def converse(rng: Random) -> None:
 
 
 def may_have_read_nan(request_id: int, asked: list[Asked], engine: PaperEngine) -> bool:
-    """Whether somebody with the same first page went wrong: what is shared is read together."""
+    """Whether it, or somebody with the same first page, went wrong: what is shared is read together.
+
+    A preempted request comes back with its text behind its prompt, so pages hold both.
+    """
     page = engine.memory.page_tokens
-    first = asked[request_id].prompt[:page]
-    sharing = [i for i, one in enumerate(asked) if one.prompt[:page] == first]
+    first = [(one.prompt + one.text)[:page] for one in asked]
+    sharing = [i for i, tokens in enumerate(first) if tokens == first[request_id]]
     wrong = any(asked[i].text[-1] == CORRUPTED for i in sharing if i != request_id)
-    return wrong or any(known[:page] == first for known in engine.gpu.struck)
+    return wrong or any(
+        known[:page] == first[request_id][: len(known)] for known in engine.gpu.struck
+    )
 
 
 @given(st.lists(st.sampled_from(["take", "hold", "drop"]), max_size=60), st.data())
