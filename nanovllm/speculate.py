@@ -5,6 +5,7 @@ Knows neither drafters nor schedulers.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 from msgspec import Struct
@@ -30,33 +31,22 @@ class Speculate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def check(speculate: Speculate, engine: str) -> None:
     """Raises ConfigError if a value is out of its range, or the engine cannot guess."""
-    tokens, accept = speculate.tokens, speculate.accept
-    is_synthetic = speculate.method == "synthetic"
-    is_falling = all(0 <= rate <= 1 for rate in accept) and accept == sorted(accept, reverse=True)
-    for is_wrong, message in (
-        (engine == "paper", "speculate: the paper engine has no text to guess; leave it out"),
-        (
-            not 1 <= tokens <= MOST_DRAFTS,
-            f".tokens is {tokens}; it must be between 1 and {MOST_DRAFTS}",
-        ),
-        (
-            not 1 <= speculate.min_match <= MOST_MATCH,
-            f".min_match is {speculate.min_match}; it must be between 1 and {MOST_MATCH}",
-        ),
-        (
-            not speculate.min_match <= speculate.max_match <= MOST_MATCH,
-            f".max_match is {speculate.max_match}; it must be between {speculate.min_match} "
-            f"(speculate.min_match) and {MOST_MATCH}",
-        ),
-        (
-            accept and not is_synthetic,
-            ".accept is for synthetic drafts; drop it, or write speculate.method: synthetic",
-        ),
-        (
-            is_synthetic and (len(accept) != tokens or not is_falling),
-            f".accept is {accept}; it must be {tokens} numbers (speculate.tokens) between 0 and 1, "
-            "none above the one before it",
-        ),
-    ):
-        if is_wrong:
-            raise ConfigError(message if message[0] != "." else f"speculate{message}")
+    if engine == "paper":
+        raise ConfigError("speculate: the paper engine has no text to guess; leave it out")
+    limits = {"tokens": (1, MOST_DRAFTS), "min_match": (1, MOST_MATCH)}
+    limits["max_match"] = speculate.min_match, MOST_MATCH
+    for name, (low, high) in limits.items():
+        if not low <= (value := getattr(speculate, name)) <= high:
+            raise ConfigError(f"speculate.{name} is {value}; it must be between {low} and {high}")
+    tokens, accept, is_synthetic = (
+        speculate.tokens,
+        speculate.accept,
+        speculate.method == "synthetic",
+    )
+    is_falling = all(a >= b for a, b in pairwise([1, *accept, 0]))
+    if accept and not is_synthetic:
+        text = "is for synthetic drafts; drop it, or write speculate.method: synthetic"
+        raise ConfigError(f"speculate.accept {text}")
+    if is_synthetic and (len(accept) != tokens or not is_falling):
+        text = f"{tokens} numbers (speculate.tokens) between 0 and 1, none above the one before it"
+        raise ConfigError(f"speculate.accept is {accept}; it must be {text}")

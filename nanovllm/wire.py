@@ -43,6 +43,7 @@ class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     seed: int = 0  # any int64; the API process draws one when the client gave none
     logit_bias: dict[int, float] = {}
+    allowed_tokens: list[int] = []  # empty: all
     min_tokens: int = 0  # stop_ids are impossible before this many output tokens
     logprobs: int = -1  # -1 = none; n = the chosen token's and the n best ones'
     bad_words: list[list[int]] = []  # tokens that may not follow each other

@@ -88,11 +88,7 @@ class GrammarQueue:
         self._queued: list[PendingGrammar] = []
         self._job_of: dict[int, PendingGrammar] = {}  # by request
         self._kept: OrderedDict[str, CachedGrammar] = OrderedDict()  # least used first
-        self._kept_bytes = 0
-
-    @property
-    def num_kept_bytes(self) -> int:
-        return self._kept_bytes
+        self.num_kept_bytes = 0
 
     def ask(self, request_id: int, tag: str, told: OnCompiled) -> None:
         """`told` gets the grammar once it is there, which may be now, unless the request leaves."""
@@ -210,10 +206,10 @@ class GrammarQueue:
         self._forget(tag)
         kept = CachedGrammar(outcome, num_bytes + len(tag) + ENTRY_BYTES, time.monotonic() + kept_s)
         self._kept[tag] = kept
-        self._kept_bytes += kept.num_bytes
-        while self._kept_bytes > CACHE_BYTES:
+        self.num_kept_bytes += kept.num_bytes
+        while self.num_kept_bytes > CACHE_BYTES:
             self._forget(next(iter(self._kept)))
 
     def _forget(self, tag: str) -> None:
         if (kept := self._kept.pop(tag, None)) is not None:
-            self._kept_bytes -= kept.num_bytes
+            self.num_kept_bytes -= kept.num_bytes

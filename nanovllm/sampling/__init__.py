@@ -4,6 +4,7 @@ To add one: a file here that satisfies base.Processor, one line below, a field i
 """
 
 PROCESSORS = {
+    "allowed_tokens": "nanovllm.sampling.allowed_tokens:AllowedTokens",
     "logit_bias": "nanovllm.sampling.logit_bias:LogitBias",
     "bad_words": "nanovllm.sampling.bad_words:BadWords",
     "min_tokens": "nanovllm.sampling.min_tokens:MinTokens",

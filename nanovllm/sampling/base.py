@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from nanovllm.plan import Admit, Int32
-from nanovllm.sampling.columns import Columns, Fields
+from nanovllm.sampling.columns import Columns, Fields, TokenLists
 from nanovllm.sampling.shards import Shard
 
 Wanted = npt.NDArray[np.bool_]
@@ -53,6 +53,9 @@ class PerSlot:
     tokens_NL: Tensor  # int32: every token known so far
     prompt_lengths_N: Tensor  # int32
     shard: Shard  # the columns of logits that features are given
+
+    def lists(self) -> TokenLists:
+        return TokenLists(len(self.tokens_NL), self.shard, self.tokens_NL.device)
 
 
 class Feature(Protocol):

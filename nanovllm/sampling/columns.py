@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nanovllm.plan import Int32
+from nanovllm.plan import Admit, Int32
+from nanovllm.sampling.shards import Shard
 
 Fields = tuple[tuple[str, str], ...]  # name and numpy type of each column
 
@@ -64,15 +65,16 @@ class TokenLists:
     Unused entries are token 0 with the number 0, which adding up does not notice.
     """
 
-    def __init__(self, num_lines: int, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, num_lines: int, shard: Shard, device: torch.device) -> None:
+        self.shard = shard
         self.lengths = np.zeros(num_lines, np.int32)  # on the host
         self.tokens_NK = torch.zeros(num_lines, 0, dtype=torch.int32, device=device)
         self.values_NK = torch.zeros(num_lines, 0, dtype=torch.float32, device=device)
 
-    def put(self, slots: Int32, lists: Sequence[dict[int, float]]) -> None:
+    def put(self, admits: Sequence[Admit], lists: Sequence[dict[int, float]]) -> None:
         """Replace the slots' lists. Tokens outside the vocabulary are left out: none is drawn."""
-        kept = [{t: v for t, v in entry.items() if 0 <= t < self.vocab_size} for entry in lists]
+        slots, size = np.array([admit.slot for admit in admits], np.int32), self.shard.span.full
+        kept = [{t: v for t, v in entry.items() if 0 <= t < size} for entry in lists]
         lengths = np.array([len(entry) for entry in kept], np.int32)
         changed = np.flatnonzero((lengths > 0) | (self.lengths[slots] > 0))
         self.lengths[slots] = lengths
@@ -90,6 +92,10 @@ class TokenLists:
         slots_R = sent_RX[:, 0].long()
         self.tokens_NK.index_copy_(0, slots_R, sent_RX[:, 1 : 1 + width])
         self.values_NK.index_copy_(0, slots_R, sent_RX[:, 1 + width :].view(torch.float32))
+
+    def of(self, slots_S: Tensor) -> tuple[Tensor, Tensor]:
+        """(columns [S, K] of the shard, int64; numbers [S, K], 0 where a token is elsewhere)."""
+        return self.shard.own(self.tokens_NK[slots_S].long(), self.values_NK[slots_S])
 
     def _widen(self, width: int) -> None:
         missing = width - self.tokens_NK.shape[1]

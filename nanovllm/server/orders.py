@@ -18,7 +18,6 @@ from nanovllm.server.template import Prompt
 from nanovllm.wire import Generate, Sampling
 
 MAX_BAD_WORD_TOKENS = 32
-FORCED = 1000.0  # a logit that no other overcomes, and float32 still adds exactly enough to
 
 
 def with_grammar(request: ChatRequest, prompt: Prompt, served: Served) -> Prompt:
@@ -61,23 +60,13 @@ def generates(
             prompt=packed,
             max_new=max_new,
             stop_ids=sorted(stop_ids),
-            sampling=sampling(request, served, wrapped(first_seed + index), words, max_new),
+            sampling=sampling(request, served, wrapped(first_seed + index), words),
             priority=request.priority or 0,
             salt=request.cache_salt or "",
             grammar=prompt.grammar,
         )
         for index in range(request.n or 1)
     ]
-
-
-def _biases(request: ChatRequest, max_new: int) -> dict[int, float]:
-    """logit_bias, with allowed tokens written in the same way: above all others even once the
-    frequency penalty has been taken off `max_new` times."""
-    biases = {int(key): float(bias) for key, bias in (request.logit_bias or {}).items()}
-    forced = FORCED + max(request.frequency_penalty or 0.0, 0.0) * max_new
-    for token_id in set(request.allowed_token_ids or ()):
-        biases[token_id] = biases.get(token_id, 0.0) + forced
-    return biases
 
 
 def _bad_words(request: ChatRequest, served: Served) -> list[list[int]]:
@@ -96,7 +85,7 @@ def _bad_words(request: ChatRequest, served: Served) -> list[list[int]]:
 
 
 def sampling(
-    request: ChatRequest, served: Served, seed: int, bad_words: list[list[int]], max_new: int
+    request: ChatRequest, served: Served, seed: int, bad_words: list[list[int]]
 ) -> Sampling:
     """What the request says, else what the model's authors say, else plain sampling."""
 
@@ -110,12 +99,12 @@ def sampling(
         top_p=chosen("top_p", 1.0),
         top_k=top_k if 0 < top_k < served.vocab_size else 0,
         min_p=chosen("min_p", 0.0),
-        # It multiplies, and would undo what is forced.
-        repetition_penalty=1.0 if request.allowed_token_ids else chosen("repetition_penalty", 1.0),
+        repetition_penalty=chosen("repetition_penalty", 1.0),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         seed=seed,
-        logit_bias=_biases(request, max_new),
+        logit_bias={int(key): float(bias) for key, bias in (request.logit_bias or {}).items()},
+        allowed_tokens=request.allowed_token_ids or [],
         min_tokens=request.min_tokens or 0,
         logprobs=(request.top_logprobs or 0) if request.logprobs else -1,
         bad_words=bad_words,

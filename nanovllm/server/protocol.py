@@ -251,11 +251,8 @@ def _check_token_ids(request: ChatRequest, vocab_size: int) -> None:
     check_biases(request.logit_bias or {}, vocab_size)
     check_token_ids("stop_token_ids", request.stop_token_ids or (), vocab_size)
     check_token_ids("allowed_token_ids", request.allowed_token_ids or (), vocab_size)
-    allowed = request.allowed_token_ids
-    if allowed == []:
-        raise bad_value("allowed_token_ids", "at least one id", allowed)
-    if allowed and request.repetition_penalty not in (None, 1):
-        raise misplaced("allowed_token_ids", "must be left out where repetition_penalty is not 1")
+    if request.allowed_token_ids == []:
+        raise bad_value("allowed_token_ids", "at least one id", [])
 
 
 def _check_output(request: ChatRequest) -> None:

@@ -23,6 +23,7 @@ WISHES = {
         temperature=0.7, seed=6, repetition_penalty=0.8, presence_penalty=-1.5, frequency_penalty=-1
     ),
     "truncated": Sampling(temperature=0.9, seed=7, top_k=3, top_p=0.9, min_p=0.1),
+    "few": Sampling(temperature=0.8, seed=7, allowed_tokens=[9, 11, 12], repetition_penalty=1.2),
     "biased": Sampling(temperature=0.5, seed=8, logit_bias={9: 40.0, 11: 39.0}),
     "late": Sampling(temperature=0.0, min_tokens=12),
     "bad words": Sampling(temperature=0.3, seed=9, bad_words=[[5, 6], [11]]),

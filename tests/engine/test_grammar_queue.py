@@ -53,7 +53,7 @@ class Asking:
         """Nothing is left of any request."""
         made = self.queue
         assert not (made._jobs or made._queued or made._job_of)
-        assert made._kept_bytes == sum(kept.num_bytes for kept in made._kept.values())
+        assert made.num_kept_bytes == sum(kept.num_bytes for kept in made._kept.values())
         assert self.told.empty()
 
 

@@ -23,12 +23,14 @@ SCHEMA = {
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {"65": 2.0}}
+FEW = {"allowed_token_ids": [65, 66, 67, 3000], "repetition_penalty": 1.3, "ignore_eos": True}
 QUESTIONS = [
     asked("What is nanovllm?", temperature=0, max_tokens=60),
     asked("Tell me about pages.", temperature=0.8, seed=5, max_tokens=60),
     asked("Name a city.", temperature=0, max_tokens=40, response_format=FORMAT),
     asked("Tell me about graphs.", temperature=0.8, seed=6, top_p=0.9, top_k=20, max_tokens=60),
     asked("Count to ten.", temperature=0, max_tokens=60, **PENALTIES),
+    asked("Say anything.", temperature=0.8, seed=7, max_tokens=30, **FEW),
 ]
 FLOAT32 = (*SMALL, "--tp", "2", "--set", "dtype=float32")
 DRAFTS = ("--set", "speculate={method: ngram, tokens: 3, min_match: 1}")

@@ -78,7 +78,7 @@ def converse(rng: Random) -> None:
 
 
 def may_have_read_nan(request_id: int, asked: list[Asked], engine: PaperEngine) -> bool:
-    """Whether it, or somebody with the same first page, went wrong: what is shared is read together.
+    """Whether it went wrong, or somebody with the same first page: they read the same memory.
 
     A preempted request comes back with its text behind its prompt, so pages hold both.
     """

@@ -43,6 +43,8 @@ class Asked:
 
 def changed_logits(asked: Asked) -> np.ndarray:
     x, wish = asked.logits.astype(np.float64), asked.sampling
+    if wish.allowed_tokens:
+        x[[token for token in range(VOCAB) if token not in wish.allowed_tokens]] = -math.inf
     for token, bias in wish.logit_bias.items():
         if 0 <= token < VOCAB:
             x[token] += bias
@@ -209,8 +211,17 @@ def batches(draw: st.DrawFn) -> dict[int, Asked]:
     asked = {slot: asking(rng, draw(wishes(rng))) for slot in slots}
     for one in asked.values():
         words = [word_about(rng, one) for _ in range(rng.choice([0, 0, 1, 4]))]
-        one.sampling = msgspec.structs.replace(one.sampling, bad_words=words)
+        allowed = allowed_about(rng, one) if rng.random() < 0.3 else []
+        one.sampling = msgspec.structs.replace(
+            one.sampling, bad_words=words, allowed_tokens=allowed
+        )
     return asked
+
+
+def allowed_about(rng: np.random.Generator, asked: Asked) -> list[int]:
+    """More than bad words and the ends of a short text can forbid, some of them likely."""
+    likely = rng.choice(np.argsort(-asked.logits)[:8], 4).tolist()
+    return [VOCAB + 3, *likely, *rng.integers(0, VOCAB, rng.integers(16, 30)).tolist()]
 
 
 def asking(rng: np.random.Generator, sampling: Sampling) -> Asked:
@@ -322,6 +333,23 @@ def test_stop_tokens_wait_for_min_tokens(output, token) -> None:
     asked = one({7: 5.0, 8: 4.0}, Sampling(temperature=0, min_tokens=2), stop=[7, VOCAB + 1])
     asked.output = output
     assert token_of(asked) == token
+
+
+@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 2.0}, {"frequency_penalty": 2.0}])
+def test_no_token_is_drawn_that_is_not_allowed(more) -> None:
+    """Whatever is added to it or multiplied with it, and whatever the allowed ones lose."""
+    wish = Sampling(temperature=0, allowed_tokens=[8, 9, 8], logit_bias={7: 100.0}, **more)
+    asked = one({0: 50.0, 7: 60.0, 8: 4.0, 9: 3.0}, wish, prompt=[8] * 20, output=[8] * 20)
+    assert token_of(asked) == (9 if more else 8)
+
+
+def test_a_reused_slot_forgets_the_allowed_tokens_of_the_one_before() -> None:
+    """Also beside one that has longer lists, whose unused entries are no tokens."""
+    bench, logits = Bench(), {0: 9.0, 4: 7.0, 7: 5.0}
+    for tokens, token in ([7, 4, 3], 4), ([7], 7), ([], 0):
+        wish = Sampling(temperature=0, allowed_tokens=tokens)
+        bench.admit({3: one(logits, wish, output=[2])})
+        assert bench.sample({3: one(logits, Sampling(), output=[2])}).tokens_S.tolist() == [token]
 
 
 def test_presence_counts_once_and_frequency_every_time() -> None:

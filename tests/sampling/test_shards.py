@@ -31,6 +31,8 @@ WISHES = {
     "presence": Sampling(presence_penalty=1.5, seed=5),
     "frequency": Sampling(frequency_penalty=0.9, seed=5),
     "logit_bias": Sampling(logit_bias={7: 3.0, 4100: 9.0, VOCAB - 1: -5.0}, seed=5),
+    "allowed": Sampling(allowed_tokens=[7, 4100, 4101, VOCAB - 1], seed=5),
+    "allowed_by_one": Sampling(allowed_tokens=[7, 8], top_p=0.9, seed=5),
     "bad_words": Sampling(bad_words=[[5], [4099], [VOCAB - 1]], seed=5),
     "min_tokens": Sampling(min_tokens=30, seed=5),
     "logprobs": Sampling(logprobs=5, seed=6),

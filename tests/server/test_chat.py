@@ -297,9 +297,11 @@ def test_reasoning_is_named_twice_where_the_recipe_says_so() -> None:
     assert message == {"role": "assistant", "content": ""}
 
 
-def test_allowed_tokens_are_biases() -> None:
-    session = opened(allowed_token_ids=[5, 6], logit_bias={"5": 2})
-    assert session.choices[0].message.sampling.logit_bias == {5: 1002.0, 6: 1000.0}
+def test_allowed_tokens_are_the_engines_to_keep() -> None:
+    session = opened(allowed_token_ids=[5, 6], logit_bias={"5": 2}, repetition_penalty=1.2)
+    sampling = session.choices[0].message.sampling
+    assert (sampling.allowed_tokens, sampling.logit_bias) == ([5, 6], {5: 2.0})
+    assert sampling.repetition_penalty == 1.2
 
 
 def test_an_output_that_must_not_end_needs_tokens_that_do_not_end_it() -> None:
@@ -309,7 +311,7 @@ def test_an_output_that_must_not_end_needs_tokens_that_do_not_end_it() -> None:
     assert (caught.value.status, caught.value.param) == (400, "min_tokens")
     for more in ({}, {"min_tokens": 1, "ignore_eos": True}):
         message = opened(allowed_token_ids=ends, **more).choices[0].message
-        assert message.sampling.logit_bias == dict.fromkeys(ends, 1000.0)
+        assert message.sampling.allowed_tokens == ends
 
 
 def test_bad_words_are_forbidden_at_the_start_of_a_text_and_after_a_space() -> None:

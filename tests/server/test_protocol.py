@@ -151,11 +151,6 @@ def test_wrong_type(param, value) -> None:
             "left out",
         ),
         (field(continue_final_message=True), "messages[0]", "an assistant's with text"),
-        (
-            field(allowed_token_ids=[1], repetition_penalty=1.1),
-            "allowed_token_ids",
-            "left out where repetition_penalty",
-        ),
         (field(response_format={}), "response_format.type", "one of text, json_object"),
         (field(response_format={"type": "x"}), "response_format.type", "not 'x'"),
         (
