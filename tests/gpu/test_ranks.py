@@ -23,7 +23,7 @@ SCHEMA = {
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {"65": 2.0}}
-FEW = {"allowed_token_ids": [65, 66, 67, 3000], "repetition_penalty": 1.3, "ignore_eos": True}
+FEW = {"allowed_token_ids": [65, 66, 67, 2000], "repetition_penalty": 1.3, "ignore_eos": True}
 QUESTIONS = [
     asked("What is nanovllm?", temperature=0, max_tokens=60),
     asked("Tell me about pages.", temperature=0.8, seed=5, max_tokens=60),
