@@ -42,8 +42,9 @@ BFLOAT16 = (*SMALL, *(word for key in ("decode=triton", "attention=triton", "ski
                       for word in ("--set", f"kernels.{key}")))  # fmt: skip
 WITHIN = 0.1  # of a log-probability: sums of bfloat16 in another order
 LOST_S, ENDED_S = 5.0, 15.0
-FIRST = ("load.format=dummy", "model.num_layers=4", "experts.routing=uniform",
-         "server.served_name=demo")  # fmt: skip
+FIRST = ("load.format=dummy", "model.num_layers=4", "server.served_name=demo")
+# A hash chooses experts, as roundings could choose others. Not the same one in each lane.
+HASHED = (*FIRST, "experts.routing=uniform")
 # A word that is always chosen, so that all write the same; log-probabilities are those before.
 NUM_TOKENS = 6
 FORCED = {"logit_bias": {"100": 100}, "logprobs": True, "top_logprobs": 20}
@@ -85,23 +86,25 @@ def test_log_probabilities_are_one_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ep"),
+    ("name", "parallel", "keys"),
     [
-        ("qwen3-32b", 1),
-        ("qwen3-30b-a3b", 1),
-        ("qwen3-30b-a3b", 2),
-        ("qwen3-next-80b-a3b", 1),
-        ("minimax-m2", 1),
+        ("qwen3-32b", "{tp: 2}", FIRST),
+        ("qwen3-30b-a3b", "{tp: 2}", HASHED),
+        ("qwen3-30b-a3b", "{tp: 2, ep: 2}", HASHED),
+        ("qwen3-30b-a3b", "{tp: 1, ep: 2}", FIRST),
+        ("qwen3-next-80b-a3b", "{tp: 2}", HASHED),
+        ("minimax-m2", "{tp: 2}", HASHED),
     ],
+    ids=["32b", "30b-shares", "30b-whole-experts", "30b-lanes", "next", "m2"],
 )
-def test_first_layers_on_two_gpus_say_what_they_do_on_one(name: str, ep: int) -> None:
-    """Prompts in chunks, then decode steps from graphs. A hash chooses experts, as roundings could
-    choose others."""
-    asks = [f"recipes/{name}.yaml", *SMALL, *(word for key in FIRST for word in ("--set", key))]
-    ranks = "{tp: 1}", f"{{tp: 2, ep: {ep}}}"
+def test_first_layers_on_two_gpus_say_what_they_do_on_one(
+    name: str, parallel: str, keys: tuple[str, ...]
+) -> None:
+    """Prompts in chunks, then decode steps from graphs."""
+    asks = [f"recipes/{name}.yaml", *SMALL, *(word for key in keys for word in ("--set", key))]
     with ThreadPoolExecutor() as pool:
         alone, together = pool.map(
-            lambda parallel: likeliest(*asks, "--set", f"parallel={parallel}"), ranks
+            lambda ranks: likeliest(*asks, "--set", f"parallel={ranks}"), ("{tp: 1}", parallel)
         )
     assert len(alone) == len(together) == len(PROMPTS) * NUM_TOKENS
     for one, two in zip(alone, together, strict=True):
