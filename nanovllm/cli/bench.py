@@ -215,7 +215,7 @@ def run(options: Options, config: Config | None) -> list[record.Record]:
                 warm_up=options.warmup != 0,
                 bar=progress_bar,
             )
-            return [publish(options, outcome) for outcome in uvloop.run(measuring)]
+            return [publish(options, one) for one in uvloop.run(launch.watched(measuring, fleet))]
     key = config.recipe.server.api_key if config is not None else given_api_key()
     loads, goals_ms = loads_of(options), goals_of(options.goodput)  # before a server starts
     with server_of(options, config) as (url, server):

@@ -14,7 +14,7 @@ import httpx
 from tests.end_to_end.demo_server import Server, start
 
 log = logging.getLogger("tests")  # shown by pytest --log-cli-level=INFO
-START_S = 60.0  # most of which compiles kernels, the first time
+START_S = 90.0  # most of which compiles kernels, the first time
 ANSWER_S = 30.0
 TOLD = 400  # lines of a server that failed
 SMALL = ("--device", "cuda", "--set", "cache.pages=400", "--set", "schedule.slots=12",

@@ -1,4 +1,8 @@
-"""`nanovllm serve --tp 2` on two GPUs: the CPU's text, one GPU's log-probabilities, its end."""
+"""`nanovllm serve --tp 2` on two GPUs: the CPU's text, one GPU's log-probabilities, its end.
+
+Then the first layers of larger models, by all kernels that `auto` chooses. Their weights are
+random, and the same over any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +44,19 @@ BFLOAT16 = (*SMALL, *(word for key in ("decode=triton", "attention=triton", "ski
                       for word in ("--set", f"kernels.{key}")))  # fmt: skip
 WITHIN = 0.1  # of a log-probability: sums of bfloat16 in another order
 LOST_S, ENDED_S = 5.0, 15.0
+FIRST = ("load.format=dummy", "model.num_layers=4", "server.served_name=demo")
+# A hash chooses experts, as roundings could choose others. Not the same one in each lane.
+HASHED = (*FIRST, "experts.routing=uniform")
+# A word that is always chosen, so that all write the same; log-probabilities are those before.
+NUM_TOKENS = 6
+FORCED = {"logit_bias": {"100": 100}, "logprobs": True, "top_logprobs": 20}
+TEXTS = "Count.", "Tell me about ranks. " * 8, "All of this once more. " * 90
+PROMPTS = [
+    asked(text, temperature=0, max_tokens=NUM_TOKENS, return_tokens_as_token_ids=True, **FORCED)
+    for text in TEXTS
+]
+ROUNDED = 0.25  # of one, behind products of bfloat16 or fp8 in other orders
+CERTAIN = 5  # of the 20 likeliest tokens; what is off has none of them in common
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs"),
@@ -68,6 +85,42 @@ def test_log_probabilities_are_one_gpus() -> None:
             assert gap < WITHIN
             return
         assert one["logprob"] == pytest.approx(two["logprob"], abs=WITHIN)
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel", "keys"),
+    [
+        ("qwen3-32b", "{tp: 2}", FIRST),
+        ("qwen3-30b-a3b", "{tp: 2}", HASHED),
+        ("qwen3-30b-a3b", "{tp: 2, ep: 2}", HASHED),
+        ("qwen3-30b-a3b", "{tp: 1, ep: 2}", FIRST),
+        ("qwen3-next-80b-a3b", "{tp: 2}", HASHED),
+        ("minimax-m2", "{tp: 2}", HASHED),
+    ],
+    ids=["32b", "30b-shares", "30b-whole-experts", "30b-lanes", "next", "m2"],
+)
+def test_first_layers_on_two_gpus_say_what_they_do_on_one(
+    name: str, parallel: str, keys: tuple[str, ...]
+) -> None:
+    """Prompts in chunks, then decode steps from graphs."""
+    asks = [f"recipes/{name}.yaml", *SMALL, *(word for key in keys for word in ("--set", key))]
+    with ThreadPoolExecutor() as pool:
+        alone, together = pool.map(
+            lambda ranks: likeliest(*asks, "--set", f"parallel={ranks}"), ("{tp: 1}", parallel)
+        )
+    assert len(alone) == len(together) == len(PROMPTS) * NUM_TOKENS
+    for one, two in zip(alone, together, strict=True):
+        for token in [*one][:CERTAIN]:
+            assert two.get(token) == pytest.approx(one[token], abs=ROUNDED), (one, two)
+
+
+def likeliest(*arguments: str) -> list[dict[str, float]]:
+    """The log-probabilities of the likeliest tokens, the first ones first, where any is written."""
+    with serving(*arguments) as server:
+        found = [choice["logprobs"]["content"] for question in PROMPTS
+                 for choice in choices(server, [question])]  # fmt: skip
+    steps = [entry["top_logprobs"] for content in found for entry in content]
+    return [{top["token"]: top["logprob"] for top in step} for step in steps]
 
 
 def log_probabilities(asks: list[dict[str, Any]], *arguments: str) -> list[dict[str, Any]]:
