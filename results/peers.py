@@ -50,7 +50,8 @@ FREED_S = 2.0  # until the driver has a stopped engine's memory back
 def main() -> None:
     options, flags = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what we started is stopped
-    config = load_config(options.recipe, ["load.format=dummy"])
+    config = load_config(options.recipe, ["load.format=dummy", *options.set])
+    options.gpus = options.tp or config.recipe.parallel.tp
     folder = folder_for_both(config, options.layers)
     measure = online if options.how == "online" else offline
     records = measure(options, flags, folder)
@@ -69,13 +70,16 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--servers", default="1,4", help="API processes: a set-up for each number")
     parser.add_argument("--streams", default="1,4,16,64,256", help="of online, then mixed lengths")
     parser.add_argument("--workloads", default="bs1-256,bs64,bs256-128,prefill", help="of offline")
-    parser.add_argument("--tp", type=int, default=1, help="GPUs that work on every token")
+    parser.add_argument("--tp", type=int, help="GPUs that work on every token (default: RECIPE's)")
     parser.add_argument("--layers", type=int, help="of offline: the first so many, of both")
     parser.add_argument("--theirs", type=json.loads, default={}, help="offline: more of vLLM's LLM")
+    parser.add_argument("--set", action="append", default=[], help="ours: KEY=VALUE of the recipe")
     parser.add_argument("--results-dir", type=Path, default=Path("results"))
     options, flags = parser.parse_known_args()
     if "VLLM_PYTHON" not in os.environ:
         parser.error("VLLM_PYTHON must name an interpreter that has vLLM")
+    options.ours = ["--tp", str(options.tp)] if options.tp else []
+    options.ours += [word for text in options.set for word in ("--set", text)]
     return options, flags
 
 
@@ -112,15 +116,14 @@ def online(options: argparse.Namespace, flags: list[str], folder: Path) -> list[
     url = f"http://127.0.0.1:{port}"
     for count in options.servers.split(","):
         theirs = f"serve {folder} --load-format dummy --port {port}"
-        theirs += f" --tensor-parallel-size {options.tp}" if options.tp > 1 else ""
+        theirs += f" --tensor-parallel-size {options.gpus}" if options.gpus > 1 else ""
         theirs += f" --api-server-count {count}" if count != "1" else ""
         ours = f"{options.recipe} --set model={folder} --load-format dummy --set server.port={port}"
-        ours += f" --tp {options.tp}" if options.tp > 1 else ""
         ours += f" --set server.workers={count}" if count != "1" else ""
         vllm = [os.environ["VLLM_PYTHON"], "-m", "vllm.entrypoints.cli.main", *theirs.split()]
         for command, described in (
             (vllm, ["--served-by", f"{vllm_settings()}vllm {theirs}"]),
-            ([*NANOVLLM, "serve", *ours.split()], ours.split()),
+            ([*NANOVLLM, "serve", *ours.split(), *options.ours], [*ours.split(), *options.ours]),
         ):
             with serving(command, url):
                 for load in loads(options.streams):
@@ -138,10 +141,10 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
         token_load(name, seed=2 * nth, vocab_size=vocab_size) for nth, name in enumerate(names)
     ]
     pairs = [(load.warm_up(2 * nth + 1, vocab_size), load) for nth, load in enumerate(loads)]
-    settings = {"model": str(folder), "max_model_len": 4096, "tensor_parallel_size": options.tp}
+    settings = {"model": str(folder), "max_model_len": 4096, "tensor_parallel_size": options.gpus}
     settings |= options.theirs
     job = {"settings": settings, "loads": [[asked(one) for one in pair] for pair in pairs]}
-    altered = {"tp": options.tp if options.tp > 1 else None, "num_layers": options.layers}
+    altered = {"tp": options.gpus if options.gpus > 1 else None, "num_layers": options.layers}
     started_at = now()
     found = said_by_vllm(job)
     records = []
@@ -178,9 +181,8 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
         )
         click.echo(f"record: {record.write(one, options.results_dir)}")
         records.append(one)
-    same = ["--tp", str(options.tp)] if options.tp > 1 else []
-    same += ["--set", f"model.num_layers={options.layers}"] if options.layers else []
-    given = "--load-format", "dummy", *same, *flags
+    same = ["--set", f"model.num_layers={options.layers}"] if options.layers else []
+    given = "--load-format", "dummy", *options.ours, *same, *flags
     line = [*NANOVLLM, "bench", "--offline", options.recipe, "--workload", options.workloads]
     return records + bench([*line, *given], options.results_dir)
 

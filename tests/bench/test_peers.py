@@ -184,6 +184,7 @@ def test_both_engines_get_the_same_prompts_on_one_machine(place: Path) -> None:
             "experts", " --layers 2", {"num_layers": 2},
             {"model.num_layers": 2, "experts.routing": "uniform"},
         ),
+        ("peers-offline", " --set parallel.tp=2", {"tp": 2}, {"parallel.tp": 2}),
     ],
 )  # fmt: skip
 def test_both_engines_without_http(
@@ -200,6 +201,7 @@ def test_both_engines_without_http(
     assert theirs.metrics["input_tokens"] == ours.metrics["input_tokens"] == 128
     assert 0.256 <= theirs.duration_s < 1.0  # the fake's millisecond a token
     assert theirs.metrics["output_tokens_per_s"] == pytest.approx(256 / theirs.duration_s)
+    assert f"tensor_parallel_size={theirs_changed.get('tp', 1)}" in theirs.recipe["command"]
     assert "LLM(model=" in theirs.recipe["command"] and theirs.recipe["model"] == "demo"
     random = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random " * (part == "experts")
     assert theirs.recipe["command"].startswith(f"VLLM_FAKE=yes {random}LLM(")
