@@ -10,7 +10,6 @@ A child dies with its supervisor: each holds one end of a pipe and leaves when t
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import logging
@@ -23,13 +22,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection as Pipe, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from msgspec.structs import replace
 
@@ -41,7 +40,6 @@ from nanovllm.parallel.places import Place, RankLostError, places_of
 from nanovllm.server.parsers import parser_of
 from nanovllm.watch import BEAT_EVERY_S, TICK_S, Child, ending, endings, word_on
 
-T = TypeVar("T")
 log = logging.getLogger("serve")
 EXIT_CONFIG = 2
 EXIT_CRASH = 1
@@ -183,16 +181,6 @@ def watch(fleet: Fleet, workers: Sequence[BaseProcess], stopped: threading.Event
             log.error("%s; stopping", endings(processes) or lost)
             return max(EXIT_CRASH, *(process.exitcode or 0 for process in processes))
     return 0
-
-
-async def watched(work: Awaitable[T], fleet: Fleet) -> T:
-    """What the work gives. Raises EngineDied if no engine is left before: ranks that wait for one
-    that was lost would never answer."""
-    task = asyncio.ensure_future(work)
-    while not (await asyncio.wait([task], timeout=TICK_S))[0]:
-        if lost := fleet.lost(restarts=False):
-            raise EngineDied(lost)
-    return await task
 
 
 def drained(fleet: Fleet, workers: Sequence[BaseProcess], limit_s: float) -> int:

@@ -32,14 +32,16 @@ async def measure_engine(
     seed: int,
     warm_up: bool,
     bar: ProgressBar,
-) -> list[Outcome]:
+    publish: Callable[[Outcome], object],
+) -> None:
     """Warm up and run some of OFFLINE_NAMES, one after the other, on the engine at `path`.
 
     `ready_s`: how long it took from start to ready. A load's seed is two above the one before, so
-    that none finds another's prompts, or its warm-up's, in the cache.
+    that none finds another's prompts, or its warm-up's, in the cache. `publish` gets each outcome
+    before the next load, which may be the engine's end. Raises EngineLostError.
     """
     client = await EngineClient.connect(path)
-    ready, outcomes = client.ready, []
+    ready = client.ready
     for nth, name in enumerate(workloads):
         load = token_load(name, seed=seed + 2 * nth, vocab_size=ready.vocab_size)
         if warm_up:
@@ -59,16 +61,14 @@ async def measure_engine(
             "prompts": "random token ids, no two prompts alike, other ones in the warm-up",
             "warmup": len(load.prompts) if warm_up else 0,
         }  # fmt: skip
-        outcome = concluded(
+        publish(concluded(
             kind="offline", started_at=started_at, samples=samples, goals_ms={},
             recipe=msgspec.json.decode(ready.recipe), changed=config.changed, workload=described,
             engine=engine_facts(before, after, {}),
             experts=b"" if load_of is None else load_of.lines(),
             more={"start_to_ready_s": ready_s} | speculation(before, after),
-        )  # fmt: skip
-        outcomes.append(outcome)
+        ))  # fmt: skip
     client.close()
-    return outcomes
 
 
 def samples_now(client: EngineClient) -> dict[str, float]:

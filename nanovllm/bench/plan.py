@@ -168,7 +168,7 @@ def nearest(config: Config, gpu: Gpu, lengths: Sequence[int]) -> MemoryPlan | No
     models: Models = {}
     for base, needed in ((own, lengths), (short, ())):
         for halvings, size in product(range(MOST_HALVINGS + 1), HOST_GPUS):
-            recipe = replace(base, schedule=halved(base.schedule, halvings))
+            recipe = replace(base, schedule=halved(base.schedule, halvings, gpu is CPU))
             with suppress(ConfigError):  # not every number of ranks can share a model
                 plan = plan_of(replace(config, recipe=recipe), gpu, size, models)
                 if not plan.problem(needed):
@@ -176,9 +176,9 @@ def nearest(config: Config, gpu: Gpu, lengths: Sequence[int]) -> MemoryPlan | No
     return None
 
 
-def halved(schedule: Schedule, times: int) -> Schedule:
+def halved(schedule: Schedule, times: int, on_cpu: bool = False) -> Schedule:
     """With so often half the slots and half the tokens of a step."""
-    full = resolve_schedule(schedule, on_cpu=False)
+    full = resolve_schedule(schedule, on_cpu=on_cpu)
     slots, tokens = (max(1, int(n) >> times) for n in (full.slots, full.step_tokens))
     return replace(schedule, slots=slots, step_tokens=tokens)
 

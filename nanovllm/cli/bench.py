@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,9 @@ from nanovllm.bench.started import LiveServer, NotStarted, started
 from nanovllm.bench.workload import OFFLINE_NAMES, Workload
 from nanovllm.cli.commands import FILE, config_of, numbers, recipe_options
 from nanovllm.config import Config, ConfigError, given_api_key
+from nanovllm.fleet import Fleet
+from nanovllm.ipc.client import EngineLostError
+from nanovllm.watch import TICK_S
 
 DEFAULT_CONCURRENCY = 8
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -101,7 +105,7 @@ def bench(ctx: click.Context, /, **given: object) -> None:
     died = 0
     for config in configs:
         try:
-            records += run(options, config)
+            run(options, config, records)
         except (launch.EngineDied, NotStarted, OSError) as error:  # files that cannot be, say
             click.echo(f"error: {error}", err=True)
             died += 1
@@ -200,41 +204,40 @@ def engine_config(options: Options, extra: Sequence[str]) -> Config | None:
     return config
 
 
-def run(options: Options, config: Config | None) -> list[record.Record]:
-    """Measure, print, write: one run, or one for each concurrency."""
+def run(options: Options, config: Config | None, records: list[record.Record]) -> None:
+    """Measure, print, write: one run, or one for each workload or concurrency. `records` gets
+    theirs, also where a later one fails."""
     if config is not None and options.offline:
         begin = time.perf_counter()
         with launch.engine_processes(config) as (paths, fleet):
             launch.wait_ready(fleet.children)
-            measuring = offline.measure_engine(
-                paths[0],
-                config,
-                options.workload.split(","),
-                ready_s=time.perf_counter() - begin,
-                seed=options.seed,
-                warm_up=options.warmup != 0,
-                bar=progress_bar,
-            )
-            return [publish(options, one) for one in uvloop.run(launch.watched(measuring, fleet))]
+            uvloop.run(while_alive(fleet, offline.measure_engine(
+                paths[0], config, options.workload.split(","),
+                ready_s=time.perf_counter() - begin, seed=options.seed,
+                warm_up=options.warmup != 0, bar=progress_bar,
+                publish=lambda outcome: records.append(publish(options, outcome)),
+            )))  # fmt: skip
+            return
     key = config.recipe.server.api_key if config is not None else given_api_key()
     loads, goals_ms = loads_of(options), goals_of(options.goodput)  # before a server starts
     with server_of(options, config) as (url, server):
-        outcomes = (
-            online.measure_server(
-                load,
-                config,
-                url=url,
-                server=server,
-                command=options.served_by,
-                api_key=options.api_key or key,
-                goals_ms=goals_ms,
-                warmup=options.warmup,
-                processes=options.processes or max(1, min(4, (os.cpu_count() or 2) // 2)),
-                bar=progress_bar,
-            )
-            for load in loads
-        )
-        return [publish(options, outcome) for outcome in outcomes]
+        outcomes = (online.measure_server(
+            load, config, url=url, server=server, command=options.served_by,
+            api_key=options.api_key or key, goals_ms=goals_ms, warmup=options.warmup,
+            processes=options.processes or max(1, min(4, (os.cpu_count() or 2) // 2)),
+            bar=progress_bar,
+        ) for load in loads)  # fmt: skip
+        records += (publish(options, outcome) for outcome in outcomes)
+
+
+async def while_alive(fleet: Fleet, measuring: Coroutine[Any, Any, None]) -> None:
+    """Raises EngineDied once a rank has ended, or hangs, which others would wait for."""
+    task = asyncio.create_task(measuring)
+    while not (why := fleet.lost(restarts=False)):
+        await asyncio.sleep(TICK_S)
+        if task.done() and not isinstance(task.exception(), EngineLostError):
+            return task.result()
+    raise launch.EngineDied(why)
 
 
 @contextmanager

@@ -64,6 +64,18 @@ def test_a_plan_for_several_numbers_of_gpus(tmp_path: Path) -> None:
     assert "tp 1: decode 256 x 32,000, ms" not in written.metrics  # so many have no room
 
 
+def test_the_nearest_on_a_cpu_has_the_slots_that_a_cpu_gets() -> None:
+    done = run("--device", "cpu", "--tp", "3")
+    assert done.exit_code == 1
+    assert lines(done)[-5:] == [
+        "the nearest recipe that fits has:",
+        "parallel: {tp: 1}",
+        "cache: {page_tokens: 16, pages: 4096, memory_fraction: 0.9}",
+        "schedule: {slots: 16, step_tokens: 512}",
+        "server: {max_model_tokens: 4096}",
+    ]
+
+
 def test_what_does_not_fit_ends_with_1_and_the_nearest(tmp_path: Path) -> None:
     done = run("r1-distill-llama-70b", "--gpu", "h200", "--lengths", "32000")
     assert done.exit_code == 1

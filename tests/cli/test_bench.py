@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
-from nanovllm.bench import online, record
+from nanovllm import launch
+from nanovllm.bench import offline, online, record
 from nanovllm.cli import bench as command
 from nanovllm.config import ConfigError
-from tests.bench.test_online import FAKE, fake_chat, free_port
+from nanovllm.ipc.client import EngineClient, EngineLostError
+from nanovllm.wire import Generate
+from tests.bench.test_online import FAKE, RECIPE, PaperEngine, fake_chat, free_port
 
 SHORT = ["--num-prompts", "4", "--warmup", "0", "--input-len", "31", "--output-len", "4"]
 
@@ -99,3 +105,47 @@ def test_the_experts_of_all_engines_are_placed(tmp_path: Path) -> None:
         done = CliRunner().invoke(command.bench, given)
     assert done.exit_code == 0, done.output
     assert path.read_text() == '{"layer":3,"tokens":[9,2,3,4],"ranks":[[0,1],[2,3]]}\n'
+
+
+class Stuck(PaperEngine):
+    """Answers the first load and its warm-up, and then nothing; or it has gone by then."""
+
+    def __init__(self, is_gone: bool) -> None:
+        super().__init__()
+        self.is_gone = is_gone
+
+    def submit(self, request: Generate, sink: offline.Stopwatch) -> None:
+        if len(self.requests) < 2:
+            super().submit(request, sink)
+        elif self.is_gone:
+            raise EngineLostError
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_nobody_waits_for_an_engine_that_lost_a_rank(
+    is_gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may be stuck with the other's device, or its connection end before its process."""
+    why = "nanovllm-rank1 has been silent for 3 s"
+    ticks = iter(range(1000))
+
+    def lost(restarts: bool) -> str:
+        assert not restarts
+        return why if next(ticks) >= 5 else ""
+
+    @contextlib.contextmanager
+    def engine_processes(config: object) -> Iterator[tuple[list[str], SimpleNamespace]]:
+        yield ["engine.sock"], SimpleNamespace(children=[], lost=lost)
+
+    async def connect(path: str) -> Stuck:
+        return Stuck(is_gone)
+
+    monkeypatch.setattr(launch, "engine_processes", engine_processes)
+    monkeypatch.setattr(EngineClient, "connect", connect)
+    monkeypatch.setattr(offline, "STATS_S", 0.0)
+    arguments = ["--offline", RECIPE, "--workload", "bs1,bs1-256", "--load-format", "dummy"]
+    done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
+    assert done.exit_code == 1
+    assert done.output.splitlines()[-1] == f"error: {why}"
+    (path,) = tmp_path.rglob("*.json")  # of the load before
+    assert record.read(path).metrics["output_tokens"] == 512.0
