@@ -81,7 +81,8 @@ DRIVEN_BY = {
     "tests/paper/test_sharing.py": "nanovllm/kv/keys.py",
     "tests/runner/test_room.py": "nanovllm/kv/layout.py",
     "tests/sampling/test_sampler.py": """
-        nanovllm/sampling/__init__.py nanovllm/sampling/bad_words.py nanovllm/sampling/base.py
+        nanovllm/sampling/__init__.py nanovllm/sampling/allowed_tokens.py
+        nanovllm/sampling/bad_words.py nanovllm/sampling/base.py
         nanovllm/sampling/columns.py nanovllm/sampling/logit_bias.py nanovllm/sampling/logprobs.py
         nanovllm/sampling/min_tokens.py nanovllm/sampling/penalties.py
         nanovllm/sampling/truncate.py""",

@@ -43,10 +43,10 @@ def test_without_any_the_tokenizers_own_ends(tmp_path) -> None:
 def test_the_authors_sampling_stands_in_for_what_a_request_leaves_out(tmp_path) -> None:
     authors = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "do_sample": True}
     model = served(tmp_path, {}, authors)
-    silent = sampling(msgspec.convert(HELLO, ChatRequest), model, 3, [], 9)
+    silent = sampling(msgspec.convert(HELLO, ChatRequest), model, 3, [])
     assert (silent.temperature, silent.top_p, silent.top_k, silent.min_p) == (0.6, 0.95, 20, 0.1)
     said = {**HELLO, "temperature": 0, "top_k": -1, "repetition_penalty": 1.5}
-    loud = sampling(msgspec.convert(said, ChatRequest), model, 3, [], 9)
+    loud = sampling(msgspec.convert(said, ChatRequest), model, 3, [])
     assert (loud.temperature, loud.top_k, loud.top_p) == (0.0, 0, 0.95)
     assert (loud.repetition_penalty, loud.seed) == (1.5, 3)
 
