@@ -184,7 +184,6 @@ def test_both_engines_get_the_same_prompts_on_one_machine(place: Path) -> None:
             "experts", " --layers 2", {"num_layers": 2},
             {"model.num_layers": 2, "experts.routing": "uniform"},
         ),
-        ("peers-offline", " --set parallel.tp=2", {"tp": 2}, {"parallel.tp": 2}),
     ],
 )  # fmt: skip
 def test_both_engines_without_http(
@@ -201,7 +200,6 @@ def test_both_engines_without_http(
     assert theirs.metrics["input_tokens"] == ours.metrics["input_tokens"] == 128
     assert 0.256 <= theirs.duration_s < 1.0  # the fake's millisecond a token
     assert theirs.metrics["output_tokens_per_s"] == pytest.approx(256 / theirs.duration_s)
-    assert f"tensor_parallel_size={theirs_changed.get('tp', 1)}" in theirs.recipe["command"]
     assert "LLM(model=" in theirs.recipe["command"] and theirs.recipe["model"] == "demo"
     random = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random " * (part == "experts")
     assert theirs.recipe["command"].startswith(f"VLLM_FAKE=yes {random}LLM(")
@@ -214,6 +212,34 @@ def test_both_engines_without_http(
     rows = table.read_text().splitlines()[-2:]
     assert "vllm 0.26.0" in rows[0] and "nanovllm" in rows[1]
     assert not [*results.rglob("*.svg")]  # one load is no curve
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "gpus"),
+    [
+        ("qwen3-8b", [], 1),
+        ("minimax-m2", [], 4),
+        ("minimax-m2", ["--set", "parallel.tp=2"], 2),
+        ("qwen3-8b", ["--tp", "2"], 2),
+    ],
+)
+def test_vllm_gets_as_many_gpus_as_ours(
+    peers: ModuleType, place: Path, monkeypatch: pytest.MonkeyPatch, recipe, given, gpus
+) -> None:
+    asked: list[dict] = []
+    lines: list[list[str]] = []
+    monkeypatch.setenv("VLLM_PYTHON", "python")
+    monkeypatch.setattr(peers, "said_by_vllm", lambda job: asked.append(job["settings"]))
+    monkeypatch.setattr(peers, "bench", lambda line, results_dir: lines.append(line) or [])
+    monkeypatch.setattr(peers, "conclude", lambda *_: None)
+    path = str(ROOT / "recipes" / f"{recipe}.yaml")
+    monkeypatch.setattr(sys, "argv", ["peers.py", "offline", path, *given, "--warmup", "0"])
+    with pytest.raises(SystemExit, match="1"):  # vLLM said nothing
+        peers.main()
+    assert [settings["tensor_parallel_size"] for settings in asked] == [gpus]
+    (line,) = lines
+    end = line.index("--load-format")
+    assert line[end:] == ["--load-format", "dummy", *given, "--warmup", "0"]
 
 
 @pytest.mark.parametrize(
