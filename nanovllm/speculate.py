@@ -33,16 +33,16 @@ def check(speculate: Speculate, engine: str) -> None:
     """Raises ConfigError if a value is out of its range, or the engine cannot guess."""
     if engine == "paper":
         raise ConfigError("speculate: the paper engine has no text to guess; leave it out")
-    limits = {"tokens": (1, MOST_DRAFTS), "min_match": (1, MOST_MATCH)}
-    limits["max_match"] = speculate.min_match, MOST_MATCH
-    for name, (low, high) in limits.items():
+    tokens, accept = speculate.tokens, speculate.accept
+    is_synthetic, least = speculate.method == "synthetic", speculate.min_match
+    for name, low, why, high in (
+        ("tokens", 1, "", MOST_DRAFTS),
+        ("min_match", 1, "", MOST_MATCH),
+        ("max_match", least, " (speculate.min_match)", MOST_MATCH),
+    ):
         if not low <= (value := getattr(speculate, name)) <= high:
-            raise ConfigError(f"speculate.{name} is {value}; it must be between {low} and {high}")
-    tokens, accept, is_synthetic = (
-        speculate.tokens,
-        speculate.accept,
-        speculate.method == "synthetic",
-    )
+            text = f"it must be between {low}{why} and {high}"
+            raise ConfigError(f"speculate.{name} is {value}; {text}")
     is_falling = all(a >= b for a, b in pairwise([1, *accept, 0]))
     if accept and not is_synthetic:
         text = "is for synthetic drafts; drop it, or write speculate.method: synthetic"

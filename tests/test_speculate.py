@@ -83,7 +83,7 @@ NOT_FALLING = "numbers (speculate.tokens) between 0 and 1, none above the one be
         ),
         (
             f"{NGRAM} speculate.min_match=9",
-            "speculate.max_match is 8; it must be between 9 and 1024",
+            "speculate.max_match is 8; it must be between 9 (speculate.min_match) and 1024",
         ),
         (
             f"{NGRAM} speculate.accept=[.1,.1,.1]",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.plan import Admit, Int32
 from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
-from nanovllm.sampling.columns import Fields, upload
+from nanovllm.sampling.columns import Fields, indices
 
 
 class AllowedTokens:
@@ -28,8 +27,7 @@ class AllowedTokens:
 
     def apply(self, logits_SV: Tensor, rows: SampleRows) -> None:
         """Unused entries of a list stand at column 0: the larger of what is written there stays."""
-        wanted = np.flatnonzero(self.wanted(rows.host_slots)).astype(np.int32)
-        at_W = upload(wanted, logits_SV.device).long()
+        at_W = indices(self.wanted(rows.host_slots), logits_SV.device)
         columns_WK, ones_WK = self.allowed.of(rows.slots_S[at_W])
         at_X = (at_W[:, None] * logits_SV.shape[1] + columns_WK).flatten()
         kept_X = logits_SV.view(-1)[at_X].where(ones_WK.flatten() > 0, -torch.inf)

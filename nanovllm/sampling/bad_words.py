@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanovllm.plan import Admit, Int32
 from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
-from nanovllm.sampling.columns import Fields, upload
+from nanovllm.sampling.columns import Fields, indices, upload
 
 ANY = -1  # stands before words that are shorter than the longest
 NONE = -2  # no token: what precedes the output
@@ -47,8 +47,7 @@ class BadWords:
         return self.counts[host_slots] > 0
 
     def apply(self, logits_SV: Tensor, rows: SampleRows) -> None:
-        wanted = np.flatnonzero(self.wanted(rows.host_slots)).astype(np.int32)
-        at_W = upload(wanted, logits_SV.device).long()
+        at_W = indices(self.wanted(rows.host_slots), logits_SV.device)
         slots_W, lengths_W1 = rows.slots_S[at_W], rows.positions_S[at_W, None]
         words_WKL = self.words_NKL[slots_W]
         before_WKX, last_WK = words_WKL[..., :-1], words_WKL[..., -1].long()

@@ -55,6 +55,7 @@ class PerSlot:
     shard: Shard  # the columns of logits that features are given
 
     def lists(self) -> TokenLists:
+        """Empty ones, for a feature to fill."""
         return TokenLists(len(self.tokens_NL), self.shard, self.tokens_NL.device)
 
 

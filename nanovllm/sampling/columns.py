@@ -26,6 +26,11 @@ def upload(array: npt.NDArray[np.integer], device: torch.device) -> Tensor:
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
+def indices(wanted: npt.NDArray[np.bool_], device: torch.device) -> Tensor:
+    """Which of them are True: int64, on the device. Never waits."""
+    return upload(np.flatnonzero(wanted).astype(np.int32), device).long()
+
+
 class Columns:
     """One structured array; a slot's line travels as a whole.
 
@@ -74,7 +79,8 @@ class TokenLists:
     def put(self, admits: Sequence[Admit], lists: Sequence[dict[int, float]]) -> None:
         """Replace the slots' lists. Tokens outside the vocabulary are left out: none is drawn."""
         slots, size = np.array([admit.slot for admit in admits], np.int32), self.shard.span.full
-        kept = [{t: v for t, v in entry.items() if 0 <= t < size} for entry in lists]
+        # Most are empty, whatever begins.
+        kept = [entry and {t: v for t, v in entry.items() if 0 <= t < size} for entry in lists]
         lengths = np.array([len(entry) for entry in kept], np.int32)
         changed = np.flatnonzero((lengths > 0) | (self.lengths[slots] > 0))
         self.lengths[slots] = lengths
@@ -94,7 +100,7 @@ class TokenLists:
         self.values_NK.index_copy_(0, slots_R, sent_RX[:, 1 + width :].view(torch.float32))
 
     def of(self, slots_S: Tensor) -> tuple[Tensor, Tensor]:
-        """(columns [S, K] of the shard, int64; numbers [S, K], 0 where a token is elsewhere)."""
+        """The shard's columns [S, K], int64, and numbers [S, K], 0 where a token is elsewhere."""
         return self.shard.own(self.tokens_NK[slots_S].long(), self.values_NK[slots_S])
 
     def _widen(self, width: int) -> None:

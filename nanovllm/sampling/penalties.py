@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.plan import Admit, Int32
 from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
-from nanovllm.sampling.columns import Fields, upload
+from nanovllm.sampling.columns import Fields, indices
 
 MILDEST = 1e-6  # what logits are divided by at least: they stay finite
 
@@ -49,8 +48,7 @@ class Penalties:
         return self.host["penalised"][host_slots]
 
     def apply(self, logits_SV: Tensor, rows: SampleRows) -> None:
-        wanted = np.flatnonzero(self.wanted(rows.host_slots)).astype(np.int32)
-        at_W = upload(wanted, logits_SV.device).long()
+        at_W = indices(self.wanted(rows.host_slots), logits_SV.device)
         slots_W, lengths_W1 = rows.slots_S[at_W], rows.positions_S[at_W, None]
         tokens_WL = self.tokens_NL[slots_W, : rows.max_length].long()
         prompts_W1 = self.prompt_lengths_N[slots_W, None]

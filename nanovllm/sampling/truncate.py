@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from nanovllm.plan import Admit, Int32
 from nanovllm.registry import resolve
 from nanovllm.sampling import THRESHOLDS
 from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
-from nanovllm.sampling.columns import Fields, upload
+from nanovllm.sampling.columns import Fields, indices
 from nanovllm.sampling.shards import MOST_ROWS
 
 
@@ -50,7 +49,7 @@ class Truncation:
         """thresholds_S, float32, of which some row is `wanted`; the others' have no effect."""
         if self.shard.span.is_whole:
             return self._found(logits_SV, rows.slots_S)
-        at_W = upload(np.flatnonzero(wanted).astype(np.int32), logits_SV.device).long()
+        at_W = indices(wanted, logits_SV.device)
         found_W = torch.cat(
             [
                 self._found(self.shard.whole_rows(logits_SV, some_W), rows.slots_S[some_W])
