@@ -74,10 +74,10 @@ def test_recipes_that_were_measured_have_numbers() -> None:
     numbers = {
         "qwen3-0.6b": 8192,
         **dict.fromkeys(("qwen3-8b", "qwen3-32b", "r1-distill-llama-8b"), 4224),
-        **dict.fromkeys(("deepseek-r1", "minimax-m2", "qwen3-30b-a3b"), 4096),
-        **dict.fromkeys(("qwen3-next-80b-a3b", "qwen3-next-80b-a3b-thinking"), 4096),
+        **dict.fromkeys(("deepseek-r1", "minimax-m2", "qwen3-30b-a3b", "qwen3-235b-a22b"), 8192),
+        **dict.fromkeys(("qwen3-next-80b-a3b", "qwen3-next-80b-a3b-thinking"), 8192),
     }
-    others = ("demo", "paper", "qwen3-235b-a22b", "r1-distill-llama-70b")
+    others = ("demo", "paper", "r1-distill-llama-70b")
     assert budgets == dict.fromkeys(others, "auto") | numbers
 
 

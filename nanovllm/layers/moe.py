@@ -29,7 +29,7 @@ from nanovllm.parallel.mesh import Mesh, Span
 
 FEW_ROWS = 16  # for which a norm and its router's product are one launch
 TURNS = 24  # of the copies of an expert: a multiple of 1, 2, 3, 4, 6 and 8 of them
-MOST_EXCHANGED = 8192  # tokens
+MOST_EXCHANGED = 16384  # tokens
 MOST_LAYERS = 1024
 
 

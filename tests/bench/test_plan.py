@@ -177,7 +177,7 @@ def test_the_states_of_a_hybrid_model_come_first_then_checkpoints_and_pages() ->
     kept = plan.split.bytes
     assert kept["checkpoints"] == pytest.approx(0.25 * plan.room, rel=0.01)
     assert kept["pages"] == pytest.approx(0.75 * plan.room, rel=0.01)
-    assert plan.problem([32768]) == "" and "checkpoints: 15" in pins(plan)
+    assert plan.problem([32768]) == "" and "checkpoints: 149" in pins(plan)
     short = on_h200("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "schedule.slots=64",
                     "cache.state_dtype=bfloat16")  # fmt: skip
     assert short.taken[STATES] == 65 * 36 * (8192 * 3 * 2 + 2 * 32 * 128 * 128)
@@ -373,8 +373,8 @@ def test_experts_of_30b_by_hand(ep: int) -> None:
     four = on_h200("qwen3-30b-a3b", "parallel.tp=4", f"parallel.ep={ep}", tp=4)
     assert four.decode_s(64, 1024) == pytest.approx(plan.decode_s(64, 1024) / 4, rel=0.01)
     columns = 4 * (512 + 1) * (32768 + 1 + 256)
-    # Of 8192 tokens: the stream twice and its norm, what all pairs take, logits, and the result.
-    step = 2 * 8192 * (3 * 2048 + 8 * (768 + 2048 + 8) + 128 + 2048)
+    # Of 16384 tokens: the stream twice and its norm, what all pairs take, logits, and the result.
+    step = 2 * 16384 * (3 * 2048 + 8 * (768 + 2048 + 8) + 128 + 2048)
     assert plan.taken[STEP] == columns + 2 * 128 * 98304 + 32 * MIB + step
 
 
@@ -394,8 +394,8 @@ def test_lanes_have_whole_attention_and_all_of_the_cache_each() -> None:
     flops = 2 * 64000 * 48 * (dense + experts / 16) + 16 * (2 * head + 2 * 48 * 4096 * 4000**2)
     assert plan.prefill_s(16, 4000) == pytest.approx(flops / 4 / H200.tflops / 1e12)
     columns = 4 * (512 + 1) * (32768 + 1 + 256)
-    # Beside what one rank takes: the tokens of all lanes, 8192 at a time, and what is summed up.
-    step = 2 * 8192 * (5 * 2048 + 8 * (768 + 2048 + 8) + 128 + 2048)
+    # Beside what one rank takes: the tokens of all lanes, 16384 at a time, and what is summed up.
+    step = 2 * 16384 * (5 * 2048 + 8 * (768 + 2048 + 8) + 128 + 2048)
     assert plan.taken[STEP] == columns + 2 * 128 * 98304 + 32 * MIB + step
     assert pins(plan).startswith("parallel: {tp: 1, ep: 4}\n")
     table = numbers(plan, [2000])
