@@ -64,6 +64,8 @@ def test_two_lanes_write_what_one_gpu_does(
     with serving(recipe_in(tmp_path), *SMALL, "--set", "parallel.ep=2", *drafts) as server:
         found = [choice["message"]["content"] for choice in choices(server, ASKS)]
         page = httpx.get(f"{server.url}/metrics").text.splitlines()
-    assert found == alone.result() and all(found)
+    assert found == alone.result()
+    # Random weights may begin an object with nothing but spaces.
+    assert all(text for text, ask in zip(found, ASKS, strict=True) if "response_format" not in ask)
     full = (line for line in page if "graph_steps_total" in line and 'mode="FULL"' in line)
     assert sum(float(line.split()[-1]) for line in full) > 50
