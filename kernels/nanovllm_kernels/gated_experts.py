@@ -58,7 +58,7 @@ def expert_gate_up(
     return y_XF
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def gate_up_kernel(
     x_TD, weight, pair_of_X, starts_E1, tile_expert_X, tile_start_X, y_XF, num_pairs, x_stride,
     num_chosen, F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, MORE: tl.constexpr,

@@ -79,7 +79,7 @@ def norm_quantise(
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def norm_quantise_kernel(
     x_TD, residual_TD, norm_weight_D, values_TD, scale_BT, slice_stride, x_stride, residual_stride,
     num_rows, eps, SLICES: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
@@ -105,7 +105,7 @@ def norm_quantise_kernel(
     tl.store(scale_BT + block * num_rows + row, scale, block * 128 < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def quantise_kernel(
     x_TD, row_of_TK, values_XD, scale_BX, stride, width, num_rows, GATED: tl.constexpr,
     COPIES: tl.constexpr, BLOCKS: tl.constexpr, WAITS: tl.constexpr,
