@@ -134,7 +134,7 @@ measure() {
         ;;
     turns) # Qwen3-Next whole in fp8 on one GPU: a conversation's second turn of 30,000 tokens, then 1 to 512 streams
         python3 results/turns.py recipes/qwen3-next-80b-a3b.yaml --set load.format=dummy --set quantize=fp8 --set parallel.tp=1 --json "results/turns-$(date +%F).json"
-        nanovllm bench --start recipes/qwen3-next-80b-a3b.yaml --sweep 1,8,64,256,512 --input-len 512 --output-len 128 --processes 6 "${common[@]}" --set quantize=fp8 --set parallel.tp=1 --set schedule.slots=512
+        nanovllm bench --start recipes/qwen3-next-80b-a3b.yaml --sweep 1,8,64,256,512 --input-len 512 --output-len 128 --processes 6 "${common[@]}" --set quantize=fp8 --set parallel.tp=1 --set schedule.slots=512 --set experts.routing=uniform
         ;;
     hybrid) # Qwen3-Next on one GPU: its kernels, its tests, its first 16 layers in bf16, then all of them in fp8
         nanovllm check-kernels --kernel route --kernel delta_decode --kernel delta_drafted --kernel delta_prefill --json "results/hybrid-$(date +%F).json"
