@@ -70,7 +70,8 @@ class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Schedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     slots: int | Auto = "auto"  # most requests on the device at once; auto: 16 on a CPU, else 512
-    step_tokens: int | Auto = "auto"  # token budget of a step; auto: 512 on a CPU, else 8192
+    # Token budget of a step; auto: 512 on a CPU, else 8192, of models with experts 16384.
+    step_tokens: int | Auto = "auto"
     # Of a step that also decodes; auto: follows the measured times of steps (engine/pace.py), so
     # that a step with prompts takes less than four without.
     mixed_step_tokens: int | Auto = "auto"
@@ -295,9 +296,9 @@ def given_or(value: int | Auto, otherwise: int) -> int:
     return otherwise if value == "auto" else value
 
 
-def resolve_schedule(schedule: Schedule, *, on_cpu: bool) -> Schedule:
+def resolve_schedule(schedule: Schedule, *, on_cpu: bool, most: int = 8192) -> Schedule:
     """Without any "auto" but that of mixed_step_tokens. No step has more than step_tokens."""
-    most = given_or(schedule.step_tokens, 512 if on_cpu else 8192)
+    most = given_or(schedule.step_tokens, 512 if on_cpu else most)
     mixed = schedule.mixed_step_tokens
     mixed = mixed if mixed == "auto" else min(mixed, most)
     slots = min(given_or(schedule.slots, 16 if on_cpu else 512), most)

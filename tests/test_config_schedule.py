@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanovllm.bench.plan import with_numbers_of_a_gpu
 from nanovllm.config import ConfigError, Schedule, load_config, resolve_schedule
 from nanovllm.engine import paper
-from nanovllm.runner.resolved import without_autos
+from nanovllm.runner.resolved import resolved, without_autos
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -79,6 +80,21 @@ def test_recipes_that_were_measured_have_numbers() -> None:
     }
     others = ("demo", "paper", "r1-distill-llama-70b")
     assert budgets == dict.fromkeys(others, "auto") | numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("qwen3-0.6b", 8192), ("qwen3-8b", 8448), ("qwen3-30b-a3b", 16384), ("minimax-m2", 16384),
+     ("deepseek-r1", 16384), ("qwen3-next-80b-a3b", 16384)],
+)  # fmt: skip
+def test_models_with_experts_take_long_steps_on_gpus_alone(name: str, most: int) -> None:
+    config = load_config(
+        name, ["load.format=dummy", "parallel.tp=1", "schedule.slots=8"], {"device": "cpu"}
+    )
+    on_gpu = resolved(with_numbers_of_a_gpu(config)).recipe.schedule
+    assert on_gpu.step_tokens == most
+    asked = config.recipe.schedule.step_tokens
+    assert resolved(config).recipe.schedule.step_tokens == (512 if asked == "auto" else asked)
 
 
 def test_engines_get_numbers() -> None:

@@ -152,8 +152,8 @@ def plan_of(config: Config, gpu: Gpu, size: int, models: Models | None = None) -
 
 def with_numbers_of_a_gpu(config: Config) -> Config:
     """Its "auto"s as on a GPU, to be resolved where there is none, with room for any context."""
-    model_tokens = read_model_config(config)[1].max_position_embeddings
-    recipe = resolve(config.recipe, model_tokens)
+    model = read_model_config(config)[1]
+    recipe = resolve(config.recipe, model.max_position_embeddings, model.STEP_TOKENS)
     dtype = "bfloat16" if recipe.dtype == "auto" else recipe.dtype
     return replace(config, recipe=replace(recipe, device="cpu", dtype=dtype, kernels=Kernels()))
 
@@ -166,9 +166,10 @@ def nearest(config: Config, gpu: Gpu, lengths: Sequence[int]) -> MemoryPlan | No
     own = replace(config.recipe, cache=replace(config.recipe.cache, pages="auto"))
     short = replace(own, server=replace(own.server, max_model_tokens="auto"))
     models: Models = {}
+    most = read_model_config(config)[1].STEP_TOKENS
     for base, needed in ((own, lengths), (short, ())):
         for halvings, size in product(range(MOST_HALVINGS + 1), HOST_GPUS):
-            recipe = replace(base, schedule=halved(base.schedule, halvings, gpu is CPU))
+            recipe = replace(base, schedule=halved(base.schedule, halvings, most, gpu is CPU))
             with suppress(ConfigError):  # not every number of ranks can share a model
                 plan = plan_of(replace(config, recipe=recipe), gpu, size, models)
                 if not plan.problem(needed):
@@ -176,9 +177,9 @@ def nearest(config: Config, gpu: Gpu, lengths: Sequence[int]) -> MemoryPlan | No
     return None
 
 
-def halved(schedule: Schedule, times: int, on_cpu: bool = False) -> Schedule:
+def halved(schedule: Schedule, times: int, most: int = 8192, on_cpu: bool = False) -> Schedule:
     """With so often half the slots and half the tokens of a step."""
-    full = resolve_schedule(schedule, on_cpu=on_cpu)
+    full = resolve_schedule(schedule, on_cpu=on_cpu, most=most)
     slots, tokens = (max(1, int(n) >> times) for n in (full.slots, full.step_tokens))
     return replace(schedule, slots=slots, step_tokens=tokens)
 

@@ -108,10 +108,10 @@ def build(config: Config) -> tuple[PaperExecutor, Recipe, int, CacheLayout]:
     return executor, recipe, model.vocab_size, CacheLayout(paged=())
 
 
-def resolve(recipe: Recipe, model_tokens: int) -> Recipe:
+def resolve(recipe: Recipe, model_tokens: int, step_tokens: int = 8192) -> Recipe:
     """The numbers of a GPU, and pages for every slot: paper is cheap."""
     cache, server = recipe.cache, recipe.server
-    schedule = resolve_schedule(recipe.schedule, on_cpu=False)
+    schedule = resolve_schedule(recipe.schedule, on_cpu=False, most=step_tokens)
     page_tokens, asked = given_or(cache.page_tokens, 128), server.max_model_tokens
     held = given_or(cache.pages, 1 << 30) * page_tokens
     most = resolve_context(asked, model_tokens, held, "raise cache.pages")

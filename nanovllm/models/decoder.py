@@ -41,6 +41,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     # partial_rotary_factor where config.json has none. None: heads are rotated whole, and nothing
     # else can be asked for.
     ROTATED: ClassVar[float | None] = None
+    STEP_TOKENS: ClassVar[int] = 8192  # of a GPU's step, where the recipe leaves that open
 
     vocab_size: Count
     hidden_size: Count

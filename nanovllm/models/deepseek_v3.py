@@ -33,6 +33,7 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     }
+    STEP_TOKENS = 16384  # a step reads nearly every expert, however few tokens it has
 
     q_lora_rank: Count | None = 1536  # what can be left out is as transformers has it then
     kv_lora_rank: Count

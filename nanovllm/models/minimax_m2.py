@@ -32,6 +32,7 @@ class MiniMaxM2Config(DecoderConfig, frozen=True, kw_only=True):
         "use_routing_bias": True,
     }
     ROTATED = 1.0
+    STEP_TOKENS = 16384  # a step reads nearly every expert, however few tokens it has
 
     head_dim: Count
     rotary_dim: Count | None = None  # heeded where nothing says a partial_rotary_factor

@@ -14,6 +14,8 @@ EXPERT = "model.layers.{}.mlp.experts.{}"
 
 
 class SparseConfig(DecoderConfig, frozen=True, kw_only=True):
+    STEP_TOKENS = 16384  # a step reads nearly every expert, however few tokens it has
+
     head_dim: Count
     num_experts: Count | None = None
     num_local_experts: Count | None = None  # as transformers writes it

@@ -82,7 +82,7 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
     layout = family.cache_layout(model_config, mesh, element_bytes)
     if config.recipe.cache.state_dtype == "bfloat16":
         layout = with_short_states(layout)
-    recipe = without_autos(config.recipe, device, dtype)
+    recipe = without_autos(config.recipe, device, dtype, model_config.STEP_TOKENS)
     asked, own = recipe.server.max_model_tokens, model_config.max_position_embeddings
     pages = known_pages(recipe, layout) or MEASURED_LATER
     most = fitting_context(asked, own, pages, recipe, layout)
@@ -127,7 +127,9 @@ def choose_device(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
     return torch.device("cpu"), getattr(torch, dtype)
 
 
-def without_autos(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Recipe:
+def without_autos(
+    recipe: Recipe, device: torch.device, dtype: torch.dtype, step_tokens: int = 8192
+) -> Recipe:
     """The recipe without any "auto" but the cache's pages and the context: they go together."""
     on_cpu = device.type == "cpu"
     cache, kernels = recipe.cache, recipe.kernels
@@ -140,7 +142,7 @@ def without_autos(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> R
         recipe,
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
-        schedule=resolve_schedule(recipe.schedule, on_cpu=on_cpu),
+        schedule=resolve_schedule(recipe.schedule, on_cpu=on_cpu, most=step_tokens),
         cache=replace(cache, page_tokens=given_or(cache.page_tokens, 16 if on_cpu else 128)),
         kernels=replace(kernels, **chosen),
     )
