@@ -38,12 +38,13 @@ def gather_rows(
         slots_R, counts_R, lengths_N, tokens_NL, pages_NM, inputs_4T, starts_R1, lengths_R,
         table_RM, num_rows, num_tokens, lengths_N.shape[0] - 1, tokens_NL.shape[1],
         pages_NM.shape[1], num_pages, page_tokens, WIDTH=triton.next_power_of_2(width),
-        SHARE=triton.next_power_of_2(triton.cdiv(num_tokens, num_rows)), COUNTS=COUNTS, PAGES=PAGES,
+        SHARE=triton.next_power_of_2(max(width, -(-num_tokens // num_rows))),
+        COUNTS=COUNTS, PAGES=PAGES,
     )  # fmt: skip
     return *inputs_4T.unbind(), starts_R1, lengths_R, table_RM
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_pages"])
 def gather_kernel(
     slots_R, counts_R, lengths_N, tokens_NL, pages_NM, inputs_4T, starts_R1, lengths_R, table_RM,
     num_rows, num_tokens, padding, tokens_stride, pages_stride, num_pages, page_tokens,
@@ -103,7 +104,7 @@ def write_back(
     return lines_RW
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["samples_R1"])
 def write_back_kernel(
     slots_R, lengths_R, samples_R1, tokens_S, lengths_N, tokens_NL, rates_D, seeds_N, lines_RW,
     num_rows, padding, tokens_stride, seeds_stride, WIDTH: tl.constexpr, STEPS: tl.constexpr,

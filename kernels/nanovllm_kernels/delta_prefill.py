@@ -46,7 +46,7 @@ def mix_rows(
     saved = saved or (conv_NCW, recurrent_NHKV)
     if parts_X is None or targets_X is None:
         parts_X = starts_R1.repeat_interleave(2)[:-1]
-        targets_X = torch.stack([torch.full_like(slots_R, -1), slots_R], 1)
+        targets_X = torch.stack([torch.full_like(slots_R, -1), slots_R], 1).int()
     num_rows, (T, C), (_, H, K, V) = len(slots_R), qkv_TC.shape, recurrent_NHKV.shape
     assert recurrent_NHKV[0].is_contiguous() and conv_NCW[0].is_contiguous()
     assert qkv_TC.stride(1) == a_TH.stride(1) == b_TH.stride(1) == z_THV.stride(2) == 1

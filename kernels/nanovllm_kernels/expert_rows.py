@@ -25,6 +25,7 @@ PLACED = 128  # pairs of a block, of which a program places one
 BLOCK_WARPS = 4  # with 16, one program has a processor for itself and most wait for it
 CHUNK = 8  # pairs that others of their block are compared with at once
 ADDED = 8  # experts whose counts a program adds up
+FEW_BLOCKS = 128, 2048  # that are read at once, in few sizes: each is compiled
 FILLED = tl.constexpr(256)  # unused entries that are written at once
 
 
@@ -57,8 +58,8 @@ def counts_of_blocks(
     args = experts_TK, counts_XE, experts_TK.numel()
     count_kernel[(num_blocks,)](*args, **ours, PLACED=PLACED, **options)
     add_kernel[(triton.cdiv(block, ADDED),)](
-        counts_XE, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks), EXPERTS=block,
-        ADDED=min(ADDED, block), num_warps=8, **options,
+        counts_XE, num_blocks, EXPERTS=block, ADDED=min(ADDED, block), num_warps=8, **options,
+        BLOCKS=next((n for n in FEW_BLOCKS if n >= num_blocks), triton.next_power_of_2(num_blocks)),
     )  # fmt: skip
     return counts_XE
 

@@ -38,6 +38,7 @@ from nanovllm_kernels.following import let_next_come, wait
 from nanovllm_kernels.latent_cases import all_rows, by_position, case_of, weighted_sizes
 from nanovllm_kernels.paged_decode import (
     FLOAT16_LIFT,
+    MAX_WIDTH,
     beside_cache,
     dot,
     merged_parts,
@@ -105,7 +106,7 @@ def latent_decode(
     assert page_table_RM.stride(1) == 1 and pages_PSX.is_contiguous()
     o_THX, partial_o, partial_lse = results_of(q_THX, num_lanes, out_THX, width)
     shape = shape_of(num_heads * width, pages_PSX)
-    waits = follows(num_tokens, q_THX.device)
+    waits = follows(num_tokens if width <= MAX_WIDTH else 1, q_THX.device)  # compiled once
     more = dict(RAGGED=starts_R1 is not None, WAITS=waits, launch_pdl=waits)
     sizes = dict(TILE=shape.pairs, BLOCK=shape.block, S=pages_PSX.shape[1], X=rank, A=rotated)
     sizes |= dict(X_BLOCK=triton.next_power_of_2(rank), STAGES=shape.stages)
@@ -130,18 +131,20 @@ def merge(
     partial_lse: Tensor,
     starts_R1: Tensor | None,
     plan_N5: Tensor,
+    W: int,
     **more: Any,  # noqa: ANN401
 ) -> None:
     """What several lanes found of a row becomes its result."""
     rank, (num_lanes, _, num_pairs) = o_THX.shape[2], partial_lse.shape
     num_rows = len(o_THX) if starts_R1 is None else len(starts_R1) - 1
     merged = min(MERGED, triton.next_power_of_2(triton.cdiv(num_lanes, num_rows) + 1))
+    merged = merged if W <= MAX_WIDTH else 4  # a prompt is any number of rows: compiled once
     columns = min(SUMMED // merged, triton.next_power_of_2(rank))
-    is_few = num_rows < num_lanes
+    is_few = num_rows < num_lanes and W <= MAX_WIDTH
     sizes = dict(X=rank, X_BLOCK=columns, MERGED=merged, num_warps=max(1, merged * columns // 1024))
     sizes["LANES"] = triton.next_power_of_2(num_lanes) if is_few else 0
-    latent_merge_kernel[(num_pairs, triton.cdiv(rank, columns), min(num_rows, num_lanes))](
-        *(partial_o, partial_lse, starts_R1, plan_N5, o_THX, num_lanes), **sizes, **more
+    latent_merge_kernel[(num_pairs, -(-rank // columns), num_rows if is_few else num_lanes)](
+        *(partial_o, partial_lse, starts_R1, plan_N5, o_THX, num_lanes), W=W, **sizes, **more
     )
 
 

@@ -55,7 +55,7 @@ def rotated(x, cos, sin):
     return tl.reshape(turned, x.shape).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_T", "slot_mapping_T"])
 def latent_store_kernel(
     kv_TX, norm_weight_X, q_THA, cos_sin_LA, positions_T, slot_mapping_T, latents_PSX, keys_PSA,
     scales_PS, kv_stride, latent_stride, key_stride, eps, LEAST: tl.constexpr, MOST: tl.constexpr,

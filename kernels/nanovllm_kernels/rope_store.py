@@ -57,7 +57,7 @@ def rope_store(
     return q_THA
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_T", "slot_mapping_T"])
 def rope_store_kernel(
     qkv_TX, q_norm_X, k_norm_X, means_T2, cos_sin_LA, positions_T, slot_mapping_T, q_THA, k_PSGA,
     v_PSGA, scales_2G, slice_stride, qkv_stride, cos_sin_stride, eps, SLICES: tl.constexpr,

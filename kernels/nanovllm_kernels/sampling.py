@@ -105,7 +105,7 @@ def _sum_blocks(
     return tops_SB, sums_SB
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_S"])
 def sum_kernel(
     logits_SV, slots_S, inverses_N, thresholds_S, tops_SB, sums_SB, vocab, num_blocks,
     logits_stride, inverses_stride,
@@ -124,7 +124,7 @@ def sum_kernel(
     tl.store(sums_SB + row * num_blocks + block, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_S"])
 def draw_kernel(
     logits_SV, slots_S, positions_S, inverses_N, seeds_N, thresholds_S, tops_SB, sums_SB,
     winners_S2, tokens_S, first_token, vocab, num_blocks, logits_stride, inverses_stride,

@@ -72,7 +72,7 @@ def thresholds(
     return thresholds_S
 
 
-@triton.jit(do_not_specialize=["blocks_each"])
+@triton.jit(do_not_specialize=["blocks_each"], do_not_specialize_on_alignment=["slots_S"])
 def tops_kernel(
     logits_SV, slots_S, inverses_N, top_ks_N, top_ps_N, min_p_gaps_N, wishes_S4, tops_SB,
     smallest_SB, counts_S, vocab, num_blocks, blocks_each, logits_stride, inverses_stride,

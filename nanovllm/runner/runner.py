@@ -86,7 +86,7 @@ class Runner:
         gap = self.clock.begin()
         forwarded, mode = self._run(rows, plan.lane_tokens)
         self.steps_by_mode[mode_key(mode, plan)] += 1
-        finish = partial(self._finish, rows, forwarded, plan.masked)
+        finish = partial(self.finish, rows, forwarded, plan.masked)
         handle = Handle(plan.step, self.clock, gap, finish)
         if plan.masked:
             self.clock.end()
@@ -95,7 +95,7 @@ class Runner:
         return handle
 
     @torch.inference_mode()
-    def _finish(
+    def finish(
         self, rows: StepRows, forwarded: Forwarded, masked: list[int], masks: Masks | None
     ) -> StepCopy:
         """Sample, and bring the outcome to the slots and on its way to the host."""

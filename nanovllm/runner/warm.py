@@ -7,19 +7,22 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from nanovllm_kernels.device import FOLLOWING
 
+from nanovllm.attention.paged import CUTE_ROWS
 from nanovllm.config import Recipe
 from nanovllm.log import Progress
 from nanovllm.runner.batch import StepRows, decode_rows
 from nanovllm.runner.graphs import graph_sizes, largest_graph
 from nanovllm.runner.piecewise import piecewise_sizes
 from nanovllm.runner.runner import Runner
-from nanovllm.sampling.base import SampleRows
 
 log = logging.getLogger("engine")
 
 
-def padding_rows(runner: Runner, num_rows: int, tokens_each: int) -> StepRows:
+def padding_rows(
+    runner: Runner, num_rows: int, tokens_each: int, *, drafted: bool = False
+) -> StepRows:
     """Rows of the padding slot: any shape of step can be run without a request."""
     device, num_tokens = runner.device, num_rows * tokens_each
     slots_R = torch.full((num_rows,), runner.slots.padding, device=device)
@@ -28,18 +31,20 @@ def padding_rows(runner: Runner, num_rows: int, tokens_each: int) -> StepRows:
     if tokens_each == 1:
         return rows
     counts_R = torch.full((num_rows,), tokens_each, dtype=torch.int32, device=device)
+    if drafted:
+        sizes = num_tokens, tokens_each, tokens_each
+        return decode_rows(slots_R, counts_R, host.repeat(tokens_each), tokens_each * ones, *sizes)
+    samples_R1 = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     ends = torch.arange(tokens_each - 1, num_tokens, tokens_each, device=device)
     rows = replace(rows, num_decodes=0, num_decode_tokens=0, num_tokens=num_tokens)
-    return replace(rows, counts_R=counts_R, sampled_at=ends, max_new=tokens_each)
+    rows = replace(rows, sampled_at=ends, samples_R1=samples_R1)
+    return replace(rows, counts_R=counts_R, max_new=tokens_each)
 
 
 @torch.inference_mode()
-def run_padding(runner: Runner, num_rows: int, tokens_each: int) -> None:
-    rows = padding_rows(runner, num_rows, tokens_each)
-    forwarded = runner.forward(rows)
-    assert forwarded.logits_SV is not None
-    drawn = SampleRows(rows.slots_R, forwarded.batch.lengths_R.long(), rows.host_slots)
-    runner.sampler.sample(forwarded.logits_SV, drawn)
+def run_padding(runner: Runner, num_rows: int, tokens_each: int, *, drafted: bool = False) -> None:
+    rows = padding_rows(runner, num_rows, tokens_each, drafted=drafted)
+    runner.finish(rows, runner.forward(rows), [], None)
 
 
 def largest_steps(runner: Runner, recipe: Recipe) -> None:
@@ -58,6 +63,9 @@ def warm_up(runner: Runner, recipe: Recipe) -> None:
     longest = min(int(recipe.schedule.step_tokens), int(recipe.server.max_model_tokens))
     for num_rows, tokens_each in [(1, 1), (1, 2), (1, 17), (2, longest // 2), (1, longest)]:
         run_padding(runner, num_rows, max(1, min(tokens_each, longest)))
+    if drafts := runner.num_drafts:  # more rows than any graph has
+        most = max(FOLLOWING // (1 + drafts) + 1, CUTE_ROWS.stop)
+        run_padding(runner, min(most, int(recipe.schedule.slots)), 1 + drafts, drafted=True)
     with torch.inference_mode():
         logits_SV = runner.forward(padding_rows(runner, 1, 1)).logits_SV
         assert logits_SV is not None

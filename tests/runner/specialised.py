@@ -1,0 +1,333 @@
+"""Which kernels an engine would compile, without a GPU and without computing anything.
+
+The real Runner and Scheduler on tensors of a CPU that are taken for a Hopper GPU's. Where Triton
+would launch a kernel its key is noted, which is all that Triton compiles a kernel again for; where
+one in CuTe DSL is asked for, its arguments are. Products give nothing, and tokens are made up. What
+a graph holds is noted when it is captured, and not when it is replayed.
+
+In a process of its own: it changes Triton's driver and functions of modules for good.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from nanovllm_kernels import compile_cache
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from triton.runtime.jit import JITFunction
+
+from nanovllm.attention import latent_rows
+from nanovllm.config import Config, load_config
+from nanovllm.layers import ops
+from nanovllm.runner import build, graphs, resolved, warm
+from nanovllm.runner.graphs import Captured, DecodeGraphs
+from tests.runner.random_steps import Traffic
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+Key = tuple[tuple[str, str], ...]  # of each argument or option what is heeded of it
+PROCESSORS = 132
+IMPORTED = (  # so that all modules have what they ask of a device before it is replaced
+    "nanovllm_kernels.dense_fp8",
+    "nanovllm_kernels.latent_decode_cute",
+    "nanovllm_kernels.paged_decode_cute",
+    "nanovllm_kernels.skinny_linear",
+    "nanovllm_kernels.thresholds",
+    "nanovllm.attention.flash",
+    "nanovllm.layers.expert_kernels",
+)
+
+
+@dataclass
+class Notes:
+    """Keys by kernel."""
+
+    seen: dict[str, set[Key]] = field(default_factory=dict)  # while warming up
+    later: dict[str, dict[Key, str]] = field(default_factory=dict)  # and in which step first
+    is_warming: bool = True
+    is_replayed: bool = False
+    step: str = ""  # of a model's traffic
+
+    def note(self, kernel: str, key: Key) -> None:
+        if self.is_replayed:
+            return
+        known = self.seen.setdefault(kernel, set())
+        if self.is_warming:
+            known.add(key)
+        elif key not in known:
+            self.later.setdefault(kernel, {}).setdefault(key, self.step)
+
+    def enter(self, step: str) -> None:
+        self.step = step
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        before, self.is_replayed = self.is_replayed, True
+        yield
+        self.is_replayed = before
+
+    def found(self) -> list[tuple[str, str, str]]:
+        """Kernel, what differs from the most similar key that was seen, and in which step."""
+        return [
+            (kernel, differences(key, self.seen.get(kernel, set())), step)
+            for kernel, keys in self.later.items()
+            for key, step in keys.items()
+        ]
+
+
+def differences(key: Key, known: set[Key]) -> str:
+    if not known:
+        return "never seen"
+    ours = dict(key)
+
+    def of(other: Key) -> list[str]:
+        theirs = dict(other)
+        names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        return [f"{name}={ours.get(name)} for {theirs.get(name)}" for name in names]
+
+    return "; ".join(min(map(of, known), key=len))
+
+
+class Device:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, at: int) -> int:
+        return at
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+class Cuda(str):
+    """A device that claims to be a GPU."""
+
+    type = "cuda"
+
+
+class Nothing(TorchFunctionMode):
+    """Products compute nothing, and fresh integers are zeros, so that places stay in range."""
+
+    EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)
+    BATCHED = (torch.bmm,)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is F.linear:
+            return args[0].new_empty(*args[0].shape[:-1], len(args[1]))
+        if function in self.BATCHED:
+            out = kwargs.get("out")
+            shape = *args[0].shape[:2], args[1].shape[2]
+            return args[0].new_empty(shape) if out is None else out
+        if function is Tensor.addmm_:
+            return args[0]
+        made = function(*args, **kwargs)
+        if function in self.EMPTY and not made.is_floating_point() and not made.is_meta:
+            made.zero_()
+        return made
+
+
+def triton_noted(notes: Notes) -> Callable[..., None]:
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        *_, binder = self.device_caches[0]
+        _, specialised, more = binder(*args, **options)
+        names = [param.name for param in self.params]
+        key = [(name, str(of)) for name, of in zip(names, specialised, strict=True)]
+        key += [(name, str(value)) for name, value in sorted(more.items()) if name not in names]
+        notes.note(f"{self.module.rpartition('.')[2]}:{self.__name__}", tuple(key))
+
+    return run
+
+
+def cute_noted(notes: Notes) -> Callable[..., Callable[..., None]]:
+    def call(self: Any, *kind: Any) -> Callable[..., None]:
+        job = self.job(*kind)
+        notes.note(job.function, (("kind", job.arguments),))
+        return lambda *args: None
+
+    return call
+
+
+def as_referenced(path: str, reference: str) -> None:
+    """The function's launches, and its results where they lie then, as the reference has them."""
+    (module, name), (other, meaning) = path.split(":"), reference.split(":")
+    function = getattr(import_module(module), name)
+    means = getattr(import_module(other), meaning)
+
+    @wraps(function)
+    def both(*args: Any, **options: Any) -> Any:
+        made, expected = function(*args, **options), means(*args, **options)
+        each = [(made, expected)] if isinstance(made, Tensor) else zip(made, expected, strict=True)
+        for to, source in each:
+            to.copy_(source)
+        return made
+
+    setattr(import_module(module), name, both)
+
+
+def drawn(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Few different tokens, so that drafts are often right and often wrong."""
+
+    def some(*args: Any) -> Tensor:
+        tokens_S = draw(*args)
+        return tokens_S.copy_(torch.randint_like(tokens_S, 2) + 5)
+
+    return some
+
+
+def capture_decodes() -> Callable[..., None]:
+    def capture(
+        self: DecodeGraphs, sizes: list[Any], max_length: int, captured: Any = lambda: None
+    ) -> None:
+        self.max_length = max_length
+        for size in sorted(sizes, reverse=True):
+            output = self.run(self.builder.padded(*size, max_length))
+            self.captured[size] = Captured(None, self.keep(output), 0.0, 0)
+        self.captured = dict(sorted(self.captured.items()))
+
+    return capture
+
+
+def replay_decodes(notes: Notes) -> Callable[..., Any]:
+    def replay(self: DecodeGraphs, size: Any) -> Any:
+        with notes.replayed():
+            output = self.keep(self.run(self.builder.padded(*size, self.max_length)))
+        self.captured[size] = replace(self.captured[size], output=output)
+        return output
+
+    return replay
+
+
+class PieceGraph:
+    """In place of a torch.cuda.CUDAGraph of one piece: what it would do, nobody looks at."""
+
+    def capture_begin(self, pool: object) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def pool(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+
+def imagine_a_gpu(notes: Notes) -> None:
+    """Patches this process for good."""
+    triton.runtime.driver.set_active(Device())
+    JITFunction.run = triton_noted(notes)
+    compile_cache.CachedCompile.__call__ = cute_noted(notes)
+    for path, reference in (
+        ("nanovllm_kernels.batch_prep:gather_rows", "nanovllm_kernels.batch_reference:gather_rows"),
+        ("nanovllm_kernels.batch_prep:write_back", "nanovllm_kernels.batch_reference:write_back"),
+        ("nanovllm_kernels.ngram:ngram", "nanovllm_kernels.ngram_reference:ngram"),
+    ):
+        as_referenced(path, reference)
+    sampling = import_module("nanovllm_kernels.sampling")
+    sampling.draw = drawn(sampling.draw)
+    for name in IMPORTED:
+        import_module(name)
+    fakes = dict(
+        generation=lambda where: 9,
+        is_hopper=lambda where: True,
+        can_overlap=lambda where: True,
+        processors=lambda where: PROCESSORS,
+        INTERPRETED_PROCESSORS=PROCESSORS,
+    )
+    for name, module in [*sys.modules.items()]:
+        if name.startswith(("nanovllm.", "nanovllm_kernels.")):
+            for what, fake in fakes.items():
+                if hasattr(module, what):
+                    setattr(module, what, fake)
+    latent_rows.expanded = unwritten
+    ops.obstacle = lambda where: None
+    for module, name in (
+        (ops, "fastest"),
+        (resolved, "select_ops"),
+        (resolved, "choose_backend"),
+        (resolved, "without_autos"),
+        (resolved, "fastest"),
+    ):
+        setattr(module, name, as_cuda(getattr(module, name)))
+    resolved.choose_device = lambda recipe: (torch.device("cpu"), torch.bfloat16)
+    DecodeGraphs.capture, DecodeGraphs.replay = capture_decodes(), replay_decodes(notes)
+    torch.cuda.CUDAGraph = PieceGraph
+    torch.cuda.memory_reserved = lambda *_: 0
+    torch.cuda.synchronize = lambda *_: None
+
+
+def unwritten(cache: Any, slots_X: Tensor, q_THA: Tensor) -> tuple[Tensor, Tensor]:
+    """The room for expanded keys and values, which nobody reads, and library calls fill."""
+    room = len(slots_X), len(cache.key_HAX)
+    return q_THA.new_empty(*room, q_THA.shape[2]), q_THA.new_empty(*room, cache.width)
+
+
+def as_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Its argument that is a device claims to be a GPU."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        return function(
+            *(Cuda("cpu") if isinstance(a, torch.device) else a for a in args), **options
+        )
+
+    return call
+
+
+def built_for(notes: Notes) -> Callable[..., build.Built]:
+    """In place of runner.build.build: all that is compiled before requests come."""
+
+    def make(config: Config, mesh: Any = None) -> build.Built:
+        found = resolved.resolved(config, mesh)
+        model = found.empty_model(torch.device("cpu"))
+        for job in build.jobs_of(found, model):
+            notes.note(job.function, (("kind", job.arguments),))
+        runner, recipe = build.with_caches(found, model)
+        device = runner.device
+        warm.largest_steps(runner, recipe)
+        runner.device = Cuda("cpu")
+        warm.warm_up(runner, recipe)
+        runner.device = device
+        assert not graphs.obstacles(recipe), graphs.obstacles(recipe)
+        warm.capture(runner, recipe)
+        notes.is_warming = False
+        return build.Built(runner, recipe, found.model_config.vocab_size, found.layout)
+
+    return make
+
+
+def main(*models: str) -> None:
+    """Prints what would be compiled later. A model: its recipe, then changes to it."""
+    notes = Notes()
+    imagine_a_gpu(notes)
+    torch.manual_seed(0)
+    for model in models:
+        name, *changes = model.split()
+        notes.__init__()
+        changes += ["load.format=dummy", "parallel.tp=1"]
+        config = load_config(str(RECIPES / f"{name}.yaml"), changes)
+        with Nothing():
+            traffic = Traffic(config, built_for(notes), notes.enter)
+            traffic.prompts()
+            traffic.wishes()
+            traffic.streams(40)
+        for kernel, differing, step in notes.found():
+            sys.stdout.write(f"{name}: {kernel}: {differing}: {step}\n")
+        modes = dict(traffic.engine.runner.steps_by_mode)
+        keys = {kernel: len(known) for kernel, known in notes.seen.items()}
+        sys.stderr.write(f"{name}: steps {modes}, keys {keys}\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,45 @@
+"""No request waits for a compiler: whatever kernel steps need was compiled before the first one.
+
+An engine of each kind of model for a Hopper GPU, whose kernels are noted instead of launched. What
+only ranks need, the exchanges of tensor and expert parallelism, is not looked at.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from nanovllm.runner.precompile import HOPPER
+
+DRAFTS = "speculate.method=ngram speculate.tokens=3"
+SMALL = (  # more slots than graphs have drafts for, and little else
+    "schedule.slots=136 schedule.step_tokens=6144 schedule.mixed_step_tokens=4096 "
+    "server.max_model_tokens=8192 kernels.mixed_graph_tokens=2048"
+)
+MODES = "FULL/decode", "FULL/structured", "PIECEWISE/mixed", "NONE/prefill", "NONE/mixed"
+KINDS = {
+    "heads": (
+        f"qwen3-0.6b model.num_layers=2 {SMALL}",
+        f"qwen3-8b model.num_layers=1 {SMALL} {DRAFTS}",
+        f"qwen3-30b-a3b model.num_layers=2 {SMALL}",
+        f"minimax-m2 model.num_layers=1 {SMALL} {DRAFTS}",
+    ),
+    "latents and states": (
+        f"deepseek-r1 model.num_layers=4 {SMALL}",
+        f"qwen3-next-80b-a3b model.num_layers=4 {SMALL} {DRAFTS}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_is_compiled_before_the_first_request(kind: str) -> None:
+    command = [*HOPPER, sys.executable, "-m", "tests.runner.specialised", *KINDS[kind]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == ""
+    told = [line for line in done.stderr.splitlines() if ": steps {" in line]
+    assert len(told) == len(KINDS[kind])
+    for line in told:  # all kinds of steps were made
+        assert not [mode for mode in MODES if mode not in line], line
