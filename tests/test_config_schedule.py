@@ -99,10 +99,10 @@ def test_models_with_experts_take_long_steps_on_gpus_alone(name: str, most: int)
 
 def test_engines_get_numbers() -> None:
     demo = load_config(None, ["schedule.mixed_step_tokens=300"])
-    on_cpu = without_autos(demo.recipe, torch.device("cpu"), torch.float32)
+    on_cpu = without_autos(demo.recipe, torch.device("cpu"), torch.float32, 8192)
     assert on_cpu.schedule == Schedule(slots=16, step_tokens=512, mixed_step_tokens=300)
     assert (on_cpu.kernels.sample, on_cpu.kernels.batch_prep) == ("torch", "torch")
-    on_gpu = without_autos(demo.recipe, torch.device("cuda"), torch.bfloat16).kernels
+    on_gpu = without_autos(demo.recipe, torch.device("cuda"), torch.bfloat16, 8192).kernels
     assert (on_gpu.sample, on_gpu.batch_prep, on_gpu.rms_norm) == ("triton", "triton", "triton")
     _, on_paper, *_ = paper.build(load_config(str(RECIPES / "paper.yaml")))
     assert on_paper.schedule == Schedule(slots=512, step_tokens=8192, mixed_step_tokens="auto")

@@ -127,10 +127,11 @@ def choose_device(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
     return torch.device("cpu"), getattr(torch, dtype)
 
 
-def without_autos(
-    recipe: Recipe, device: torch.device, dtype: torch.dtype, step_tokens: int = 8192
-) -> Recipe:
-    """The recipe without any "auto" but the cache's pages and the context: they go together."""
+def without_autos(recipe: Recipe, device: torch.device, dtype: torch.dtype, most: int) -> Recipe:
+    """The recipe without any "auto" but the cache's pages and the context: they go together.
+
+    `most`: tokens of a step, where a GPU's recipe leaves that open.
+    """
     on_cpu = device.type == "cpu"
     cache, kernels = recipe.cache, recipe.kernels
     for name in ("sample", "batch_prep"):
@@ -142,7 +143,7 @@ def without_autos(
         recipe,
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
-        schedule=resolve_schedule(recipe.schedule, on_cpu=on_cpu, most=step_tokens),
+        schedule=resolve_schedule(recipe.schedule, on_cpu=on_cpu, most=most),
         cache=replace(cache, page_tokens=given_or(cache.page_tokens, 16 if on_cpu else 128)),
         kernels=replace(kernels, **chosen),
     )
