@@ -149,8 +149,9 @@ def gib(num_bytes: float) -> str:
 def step_bytes(found: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
     """What is allocated beside the weights while `warm.largest_steps` runs, of one rank.
 
-    That is the slots' columns, two pages, and the larger of a full prefill and a row in every slot.
-    `model` may be of shapes alone. `fuses_gate`: gate and up are one product, as on Hopper.
+    That is the slots' columns, two pages, and the larger of a full prefill and a row in every slot
+    with its drafts. `model` may be of shapes alone. `fuses_gate`: gate and up are one product,
+    as on Hopper.
     """
     recipe, bytes_each = found.recipe, found.dtype.itemsize
     slots, longest = int(recipe.schedule.slots), found.max_model_tokens
@@ -161,15 +162,15 @@ def step_bytes(found: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
     hidden = len(attn.out.weight)
     # The caller of a block holds the product that the block before left for the stream.
     stream = 2 * hidden
-    is_added = found.mesh.tp_size == 1 and ADDED_LINEAR.fits(num_tokens, attn.out.weight)
-    pending = 0 if is_added else hidden
+    fits = ADDED_LINEAR.fits(num_tokens, attn.out.weight)
+    pending = hidden * (not fits or found.mesh.tp_size > 1)
     attention = stream + attn.elements() + pending
     mlp = stream + hidden + max(mlp.elements(pending, fuses_gate=fuses_gate) for mlp in mlps)
     columns = longest + 1 - (-longest // found.page_tokens)  # of a slot: its tokens and its pages
     pages = 2 * found.layout.bytes_per_token * found.page_tokens
-    logits = slots * len(model.head.weight) * bytes_each
-    prefill = num_tokens * max(attention, mlp) * bytes_each
-    return int(4 * (slots + 1) * columns + pages + WORKSPACE + max(prefill, logits))
+    rows = slots * (1 + recipe.speculate.tokens) if recipe.speculate else slots
+    most = max(num_tokens * max(attention, mlp), rows * len(model.head.weight)) * bytes_each
+    return int(4 * (slots + 1) * columns + pages + WORKSPACE + most)
 
 
 # -- what the host has ------------------------------------------------------------------------

@@ -36,9 +36,8 @@ def padding_rows(
         return decode_rows(slots_R, counts_R, host.repeat(tokens_each), tokens_each * ones, *sizes)
     samples_R1 = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     ends = torch.arange(tokens_each - 1, num_tokens, tokens_each, device=device)
-    rows = replace(rows, num_decodes=0, num_decode_tokens=0, num_tokens=num_tokens)
-    rows = replace(rows, sampled_at=ends, samples_R1=samples_R1)
-    return replace(rows, counts_R=counts_R, max_new=tokens_each)
+    rows = replace(rows, num_decodes=0, num_decode_tokens=0, num_tokens=num_tokens, sampled_at=ends)
+    return replace(rows, samples_R1=samples_R1, counts_R=counts_R, max_new=tokens_each)
 
 
 @torch.inference_mode()
@@ -48,11 +47,12 @@ def run_padding(runner: Runner, num_rows: int, tokens_each: int, *, drafted: boo
 
 
 def largest_steps(runner: Runner, recipe: Recipe) -> None:
-    """The steps that take most memory: a full prefill, and a row in every slot."""
+    """The steps that take most memory: a full prefill, and every slot's row with its drafts."""
     step_tokens, longest = int(recipe.schedule.step_tokens), int(recipe.server.max_model_tokens)
     num_rows = -(-step_tokens // longest)
     run_padding(runner, num_rows, step_tokens // num_rows)
-    run_padding(runner, int(recipe.schedule.slots), 1)
+    each = 1 + runner.num_drafts
+    run_padding(runner, min(int(recipe.schedule.slots), step_tokens // each), each, drafted=True)
 
 
 def warm_up(runner: Runner, recipe: Recipe) -> None:

@@ -468,3 +468,15 @@ def test_the_first_layers_of_r1_on_one_gpu() -> None:
     plan = on_h200("deepseek-r1", "model.num_layers=6", "experts.routing=uniform")
     assert 40e9 < plan.taken[WEIGHTS] < 44e9
     assert plan.problem([4000] * 16) == ""
+
+
+def test_drafts_of_every_slot_have_logits() -> None:
+    """Of 1,024 slots of 0.6B, four rows each: 1.24 GB, more than a prefill takes."""
+    many = "schedule.slots=1024"
+    plain, drafting = (
+        on_h200("qwen3-0.6b", many, *more).taken[STEP]
+        for more in ((), ("speculate.method=ngram", "speculate.tokens=3"))
+    )
+    columns = 4 * 1025 * (32768 + 1 + 256)
+    assert drafting == columns + 2 * 128 * 114688 + 32 * MIB + 1024 * 4 * 151936 * 2
+    assert plain < drafting
