@@ -28,7 +28,7 @@ def child(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
     """Python, without a GPU."""
     variables = [f"{name}={value}" for name, value in environment.items()]
     command = ["env", "CUDA_VISIBLE_DEVICES=", *variables, sys.executable, "-m", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
 
 
 def passes(file: str, count: int, *options: str) -> None:
