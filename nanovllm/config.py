@@ -297,7 +297,10 @@ def given_or(value: int | Auto, otherwise: int) -> int:
 
 
 def resolve_schedule(schedule: Schedule, *, on_cpu: bool, most: int = 8192) -> Schedule:
-    """Without any "auto" but that of mixed_step_tokens. No step has more than step_tokens."""
+    """Without any "auto" but that of mixed_step_tokens. No step has more than step_tokens.
+
+    `most`: the tokens of a GPU's step, where the schedule leaves them open.
+    """
     most = given_or(schedule.step_tokens, 512 if on_cpu else most)
     mixed = schedule.mixed_step_tokens
     mixed = mixed if mixed == "auto" else min(mixed, most)

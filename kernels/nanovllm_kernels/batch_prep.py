@@ -38,7 +38,7 @@ def gather_rows(
         slots_R, counts_R, lengths_N, tokens_NL, pages_NM, inputs_4T, starts_R1, lengths_R,
         table_RM, num_rows, num_tokens, lengths_N.shape[0] - 1, tokens_NL.shape[1],
         pages_NM.shape[1], num_pages, page_tokens, WIDTH=triton.next_power_of_2(width),
-        SHARE=triton.next_power_of_2(max(width, -(-num_tokens // num_rows))),
+        SHARE=triton.next_power_of_2(max(width, triton.cdiv(num_tokens, num_rows))),
         COUNTS=COUNTS, PAGES=PAGES,
     )  # fmt: skip
     return *inputs_4T.unbind(), starts_R1, lengths_R, table_RM

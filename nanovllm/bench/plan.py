@@ -177,8 +177,8 @@ def nearest(config: Config, gpu: Gpu, lengths: Sequence[int]) -> MemoryPlan | No
     return None
 
 
-def halved(schedule: Schedule, times: int, most: int = 8192, on_cpu: bool = False) -> Schedule:
-    """With so often half the slots and half the tokens of a step."""
+def halved(schedule: Schedule, times: int, most: int, on_cpu: bool = False) -> Schedule:
+    """With so often half the slots and half the tokens of a step (`most`, if they are open)."""
     full = resolve_schedule(schedule, on_cpu=on_cpu, most=most)
     slots, tokens = (max(1, int(n) >> times) for n in (full.slots, full.step_tokens))
     return replace(schedule, slots=slots, step_tokens=tokens)

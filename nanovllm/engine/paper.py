@@ -109,7 +109,10 @@ def build(config: Config) -> tuple[PaperExecutor, Recipe, int, CacheLayout]:
 
 
 def resolve(recipe: Recipe, model_tokens: int, step_tokens: int = 8192) -> Recipe:
-    """The numbers of a GPU, and pages for every slot: paper is cheap."""
+    """The numbers of a GPU, and pages for every slot: paper is cheap.
+
+    `step_tokens`: of a step, where the recipe leaves that open.
+    """
     cache, server = recipe.cache, recipe.server
     schedule = resolve_schedule(recipe.schedule, on_cpu=False, most=step_tokens)
     page_tokens, asked = given_or(cache.page_tokens, 128), server.max_model_tokens

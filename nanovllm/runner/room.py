@@ -162,8 +162,8 @@ def step_bytes(found: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
     hidden = len(attn.out.weight)
     # The caller of a block holds the product that the block before left for the stream.
     stream = 2 * hidden
-    fits = ADDED_LINEAR.fits(num_tokens, attn.out.weight)
-    pending = hidden * (not fits or found.mesh.tp_size > 1)
+    is_added = found.mesh.tp_size == 1 and ADDED_LINEAR.fits(num_tokens, attn.out.weight)
+    pending = 0 if is_added else hidden
     attention = stream + attn.elements() + pending
     mlp = stream + hidden + max(mlp.elements(pending, fuses_gate=fuses_gate) for mlp in mlps)
     columns = longest + 1 - (-longest // found.page_tokens)  # of a slot: its tokens and its pages

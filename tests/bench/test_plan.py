@@ -274,11 +274,11 @@ def test_a_larger_cache_than_fits_becomes_what_fits() -> None:
 
 def test_half_the_slots_and_half_the_tokens() -> None:
     schedule = config_of("qwen3-8b").recipe.schedule
-    numbers = [halved(schedule, times) for times in (0, 1, 5)]
+    numbers = [halved(schedule, times, 8192) for times in (0, 1, 5)]
     assert [(one.slots, one.step_tokens) for one in numbers] == [
         (512, 8448), (256, 4224), (16, 264),
     ]  # fmt: skip
-    assert halved(replace(schedule, slots=3, step_tokens=5), 3).slots == 1
+    assert halved(replace(schedule, slots=3, step_tokens=5), 3, 8192).slots == 1
 
 
 def test_engines_behind_one_server_stay_pinned() -> None:

@@ -20,6 +20,8 @@ import pytest
 import torch
 from nanovllm_kernels import KERNELS as CHECKED, device
 
+from tests.hopper import Hopper
+
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -196,21 +198,6 @@ OTHERS = {
         "ngram": ("R=1 L=300 V=1 30-1024",),
     },
 }  # fmt: skip
-
-
-class Hopper:
-    """What Triton asks of a driver before it compiles."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, at: int) -> int:
-        return at
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
 
 
 def compile_launches(wanted: dict[str, Sequence[str]]) -> None:

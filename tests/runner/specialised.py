@@ -32,6 +32,7 @@ from nanovllm.config import Config, load_config
 from nanovllm.layers import ops
 from nanovllm.runner import build, graphs, resolved, warm
 from nanovllm.runner.graphs import Captured, DecodeGraphs
+from tests.hopper import Hopper
 from tests.runner.random_steps import Traffic
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -67,6 +68,12 @@ class Notes:
         elif key not in known:
             self.later.setdefault(kernel, {}).setdefault(key, self.step)
 
+    def forget(self) -> None:
+        """Another model begins."""
+        self.seen.clear()
+        self.later.clear()
+        self.is_warming, self.step = True, ""
+
     def enter(self, step: str) -> None:
         self.step = step
 
@@ -96,21 +103,6 @@ def differences(key: Key, known: set[Key]) -> str:
         return [f"{name}={ours.get(name)} for {theirs.get(name)}" for name in names]
 
     return "; ".join(min(map(of, known), key=len))
-
-
-class Device:
-    """What Triton asks of a driver before it compiles."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, at: int) -> int:
-        return at
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
 
 
 class Cuda(str):
@@ -189,17 +181,15 @@ def drawn(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return some
 
 
-def capture_decodes() -> Callable[..., None]:
-    def capture(
-        self: DecodeGraphs, sizes: list[Any], max_length: int, captured: Any = lambda: None
-    ) -> None:
-        self.max_length = max_length
-        for size in sorted(sizes, reverse=True):
-            output = self.run(self.builder.padded(*size, max_length))
-            self.captured[size] = Captured(None, self.keep(output), 0.0, 0)
-        self.captured = dict(sorted(self.captured.items()))
-
-    return capture
+def capture_decodes(
+    self: DecodeGraphs, sizes: list[Any], max_length: int, captured: Any = lambda: None
+) -> None:
+    """In place of DecodeGraphs.capture: what each size computes, and no graph of it."""
+    self.max_length = max_length
+    for size in sorted(sizes, reverse=True):
+        output = self.run(self.builder.padded(*size, max_length))
+        self.captured[size] = Captured(None, self.keep(output), 0.0, 0)
+    self.captured = dict(sorted(self.captured.items()))
 
 
 def replay_decodes(notes: Notes) -> Callable[..., Any]:
@@ -226,7 +216,7 @@ class PieceGraph:
 
 def imagine_a_gpu(notes: Notes) -> None:
     """Patches this process for good."""
-    triton.runtime.driver.set_active(Device())
+    triton.runtime.driver.set_active(Hopper())
     JITFunction.run = triton_noted(notes)
     compile_cache.CachedCompile.__call__ = cute_noted(notes)
     for path, reference in (
@@ -262,7 +252,7 @@ def imagine_a_gpu(notes: Notes) -> None:
     ):
         setattr(module, name, as_cuda(getattr(module, name)))
     resolved.choose_device = lambda recipe: (torch.device("cpu"), torch.bfloat16)
-    DecodeGraphs.capture, DecodeGraphs.replay = capture_decodes(), replay_decodes(notes)
+    DecodeGraphs.capture, DecodeGraphs.replay = capture_decodes, replay_decodes(notes)
     torch.cuda.CUDAGraph = PieceGraph
     torch.cuda.memory_reserved = lambda *_: 0
     torch.cuda.synchronize = lambda *_: None
@@ -314,7 +304,7 @@ def main(*models: str) -> None:
     torch.manual_seed(0)
     for model in models:
         name, *changes = model.split()
-        notes.__init__()
+        notes.forget()
         changes += ["load.format=dummy", "parallel.tp=1"]
         config = load_config(str(RECIPES / f"{name}.yaml"), changes)
         with Nothing():
