@@ -1,6 +1,6 @@
 """vLLM and nanovllm in turn on the machine present: one client, the same prompts, random weights.
 
-    VLLM_PYTHON=~/vllm/bin/python python results/peers.py online RECIPE [--servers 1,4]
+    VLLM_PYTHON=~/vllm/bin/python python results/peers.py online RECIPE [--servers 1,4] [--tp N]
     VLLM_PYTHON=~/vllm/bin/python python results/peers.py offline RECIPE [--tp N] [--layers N]
 
 Both engines read one folder: the recipe's config.json and the demo's tokenizer, in which every id
@@ -68,7 +68,14 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("how", choices=("online", "offline"))
     parser.add_argument("recipe")
     parser.add_argument("--servers", default="1,4", help="API processes: a set-up for each number")
-    parser.add_argument("--streams", default="1,4,16,64,256", help="of online, then mixed lengths")
+    parser.add_argument("--streams", default="1,4,16,64,256,mixed", help="of online")
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE[,...]",
+        help="of online: ours so, too",
+    )
     parser.add_argument("--workloads", default="bs1-256,bs64,bs256-128,prefill", help="of offline")
     parser.add_argument("--tp", type=int, help="GPUs that work on every token (default: RECIPE's)")
     parser.add_argument("--layers", type=int, help="of offline: the first so many, of both")
@@ -108,7 +115,8 @@ def folder_for_both(config: Config, num_layers: int | None = None) -> Path:
 
 
 def online(options: argparse.Namespace, flags: list[str], folder: Path) -> list[Record]:
-    """Every set-up of both engines under every load; each set-up is started once."""
+    """Every set-up of both engines under every load; each set-up is started once. If vLLM fails,
+    ours alone."""
     records = []
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -121,14 +129,24 @@ def online(options: argparse.Namespace, flags: list[str], folder: Path) -> list[
         ours = f"{options.recipe} --set model={folder} --load-format dummy --set server.port={port}"
         ours += f" --set server.workers={count}" if count != "1" else ""
         vllm = [os.environ["VLLM_PYTHON"], "-m", "vllm.entrypoints.cli.main", *theirs.split()]
+        own = [*ours.split(), *options.ours]
+        altered = (
+            [word for key in one.split(",") for word in ("--set", key)] for one in options.also
+        )
+        set_ups = [own, *([*own, *words] for words in altered)]
         for command, described in (
             (vllm, ["--served-by", f"{vllm_settings()}vllm {theirs}"]),
-            ([*NANOVLLM, "serve", *ours.split(), *options.ours], [*ours.split(), *options.ours]),
+            *(([*NANOVLLM, "serve", *one], one) for one in set_ups),
         ):
-            with serving(command, url):
-                for load in loads(options.streams):
-                    line = [*NANOVLLM, "bench", *described, "--url", url, "--processes", "6"]
-                    records += bench([*line, *load, *flags], options.results_dir)
+            line = [*NANOVLLM, "bench", *described, "--url", url, "--processes", "6"]
+            try:
+                with serving(command, url):
+                    for load in loads(options.streams):
+                        records += bench([*line, *load, *flags], options.results_dir)
+            except (NotStarted, subprocess.CalledProcessError) as error:
+                if command is not vllm:
+                    raise
+                click.echo(f"vLLM failed: {error}", err=True)
     return records
 
 
@@ -248,10 +266,12 @@ def serving(command: Sequence[str], url: str) -> Iterator[None]:
 
 
 def loads(streams: str) -> Iterator[list[str]]:
-    for count in map(int, streams.split(",")):
-        num = max(6, min(4 * count, MOST_PROMPTS))
-        yield ["--concurrency", str(count), "--num-prompts", str(num), "--seed", str(count)]
-    yield MIXED
+    for name in streams.split(","):
+        if name == "mixed":
+            yield MIXED
+            continue
+        num = max(6, min(4 * int(name), MOST_PROMPTS))
+        yield ["--concurrency", name, "--num-prompts", str(num), "--seed", name]
 
 
 def bench(line: Sequence[str], results_dir: Path) -> list[Record]:

@@ -133,7 +133,9 @@ def test_an_error_amid_a_stream_of_vllm_is_told(peers: ModuleType, place: Path) 
 
 def test_both_engines_get_the_same_prompts_on_one_machine(place: Path) -> None:
     results = place / "results"
-    flags = f"--results-dir {results} --servers 2 --streams 1,2 --input-len 300 --output-len 6"
+    flags = (
+        f"--results-dir {results} --servers 2 --streams 1,2,mixed --input-len 300 --output-len 6"
+    )
     done = measured(
         place, "peers", f"{flags} --num-prompts 4 --warmup 1 --processes 1", vllm_python(place)
     )
@@ -274,11 +276,21 @@ def test_ours_is_measured_where_vllm_fails(
     assert table.read_text().splitlines()[-1].endswith(" demo")
 
 
-def test_what_vllm_said_last_is_shown_when_it_does_not_start(place: Path) -> None:
+def test_what_vllm_said_last_is_shown_when_it_does_not_start_and_ours_is_measured(
+    place: Path,
+) -> None:
     python = vllm_python(place, 'echo "no room on the GPU"; echo "see above"; exit 1')
-    done = measured(place, "peers", f"--results-dir {place}", python)
-    assert done.returncode != 0
+    results = place / "results"
+    flags = f"--results-dir {results} --servers 1 --streams 2 --input-len 50 --output-len 4"
+    also = "--also schedule.slots=8,schedule.depth=0 --num-prompts 3 --processes 1"
+    done = measured(place, "peers", f"{flags} {also}", python)
+    assert done.returncode == 1
     assert "no room on the GPU\nsee above\n" in done.stderr
+    assert "vLLM failed: the server did not come up" in done.stderr
+    found = [read(path) for path in sorted(results.rglob("*.json"))]
+    assert [one.engine for one in found] == ["nanovllm"] * 2
+    slots = {"schedule.slots": 8, "schedule.depth": 0}
+    assert sorted((one.altered for one in found), key=len) == [{}, slots]
 
 
 def test_records_have_vllm_s_settings_but_no_key(

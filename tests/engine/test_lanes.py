@@ -34,6 +34,7 @@ from tests.whole_engine import WholeEngine
         ("deepseek_v3", None, 2),
         ("deepseek_v3", NGRAM, 4),
         ("qwen3_next", NGRAM, 2),
+        ("qwen3_next", None, 4),
     ],
 )
 def test_text_is_that_of_one_rank(

@@ -25,6 +25,7 @@ from nanovllm.parallel.places import Place, RankLostError, places_of
 from nanovllm.parallel.ring import RING_BYTES, RingWriter, ring
 from nanovllm.plan import Masks, StepPlan
 from nanovllm.runner.build import cpu_threads
+from nanovllm.runner.states import NoStates
 from nanovllm.wire import FinishReason, Sampling
 from tests.models.corrupted import POISON, VALUES, poisoned
 from tests.models.tiny import CASES, config_of, make_tiny
@@ -134,8 +135,10 @@ def test_text_is_that_of_one_rank(
         ("minimax_m2", NGRAM, 2, 2),
         ("minimax_m2", None, 4, 1),
         ("deepseek_v3", NGRAM, 2, 1),
+        ("deepseek_v3", None, 4, 1),
         ("qwen3_next", NGRAM, 2, 1),
         ("qwen3_next", None, 2, 2),
+        ("qwen3_next", NGRAM, 4, 1),
     ],
 )
 def test_experts_over_ranks_write_the_text_of_one(
@@ -144,6 +147,8 @@ def test_experts_over_ranks_write_the_text_of_one(
     overrides = {**CASES[family][1], COUNTS[family]: 10, "vocab_size": 5003}
     if family == "deepseek_v3":
         overrides["n_group"] = 5
+    if (family, tp) == ("qwen3_next", 4):  # each rank with a key head; with 2 of attention
+        overrides |= {"linear_num_key_heads": 4, "linear_key_head_dim": 4}
     make_tiny(tmp_path, family, **overrides)
     same_text(config_of(tmp_path), drafts, tp, ep, tmp_path)
 
@@ -192,7 +197,10 @@ def same_text(config: Config, drafts: Speculate | None, tp: int, ep: int, folder
     with ranked(cut(config, 1, ep), tp, folder, speculate=drafts, **SMALL) as engine:
         assert text_of(engine) == expected
         assert num_weights(engine) < 0.7 * num_weights(alone)
-        assert dict(engine.loop.executor.steps_by_mode) == dict(alone.runner.steps_by_mode)
+        if tp <= 2 or isinstance(
+            alone.runner.states, NoStates
+        ):  # else pages take more beside states
+            assert dict(engine.loop.executor.steps_by_mode) == dict(alone.runner.steps_by_mode)
     for request_id, entries in alone.logprobs.items():
         found = [entry.logprob for entry in engine.logprobs[request_id]]
         assert np.allclose(found, [entry.logprob for entry in entries], atol=1e-5)

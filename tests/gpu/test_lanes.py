@@ -1,4 +1,4 @@
-"""`parallel.ep=2` by data on two GPUs: one GPU's text, with graphs, drafts and masks."""
+"""`parallel.ep` by data on two GPUs or four: one GPU's text, with graphs, drafts and masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from tests.end_to_end.demo_server import asked
 from tests.gpu.serving import SMALL, choices, serving, texts
-from tests.gpu.test_ranks import DRAFTS, QUESTIONS
+from tests.gpu.test_ranks import DRAFTS, FOUR, QUESTIONS
 
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -57,11 +57,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[list[str]
         yield pool.submit(texts, ASKS, recipe_in(tmp_path_factory.mktemp("alone")), *SMALL)
 
 
+@pytest.mark.parametrize("lanes", [2, pytest.param(4, marks=FOUR)])
 @pytest.mark.parametrize("drafts", [DRAFTS, ()], ids=["drafts", "plain"])
-def test_two_lanes_write_what_one_gpu_does(
-    drafts: tuple[str, ...], alone: Future[list[str]], tmp_path: Path
+def test_lanes_write_what_one_gpu_does(
+    drafts: tuple[str, ...], lanes: int, alone: Future[list[str]], tmp_path: Path
 ) -> None:
-    with serving(recipe_in(tmp_path), *SMALL, "--set", "parallel.ep=2", *drafts) as server:
+    with serving(recipe_in(tmp_path), *SMALL, "--set", f"parallel.ep={lanes}", *drafts) as server:
         found = [choice["message"]["content"] for choice in choices(server, ASKS)]
         page = httpx.get(f"{server.url}/metrics").text.splitlines()
     assert found == alone.result()

@@ -57,6 +57,7 @@ PROMPTS = [
 ]
 ROUNDED = 0.25  # of one, behind products of bfloat16 or fp8 in other orders
 CERTAIN = 5  # of the 20 likeliest tokens; what is off has none of them in common
+FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are not four GPUs")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs"),
@@ -96,10 +97,17 @@ def test_log_probabilities_are_one_gpus() -> None:
         ("qwen3-30b-a3b", "{tp: 1, ep: 2}", FIRST),
         ("qwen3-next-80b-a3b", "{tp: 2}", HASHED),
         ("minimax-m2", "{tp: 2}", HASHED),
+        pytest.param("qwen3-30b-a3b", "{tp: 4}", HASHED, marks=FOUR),
+        pytest.param("qwen3-30b-a3b", "{tp: 4, ep: 4}", HASHED, marks=FOUR),
+        pytest.param("qwen3-next-80b-a3b", "{tp: 4}", HASHED, marks=FOUR),
+        pytest.param("qwen3-next-80b-a3b", "{tp: 1, ep: 4}", FIRST, marks=FOUR),
+        pytest.param("minimax-m2", "{tp: 4}", HASHED, marks=FOUR),
+        pytest.param("minimax-m2", "{tp: 1, ep: 4}", FIRST, marks=FOUR),
+        pytest.param("deepseek-r1", "{tp: 4}", HASHED, marks=FOUR),
+        pytest.param("deepseek-r1", "{tp: 1, ep: 4}", FIRST, marks=FOUR),
     ],
-    ids=["32b", "30b-shares", "30b-whole-experts", "30b-lanes", "next", "m2"],
 )
-def test_first_layers_on_two_gpus_say_what_they_do_on_one(
+def test_first_layers_on_several_gpus_say_what_they_do_on_one(
     name: str, parallel: str, keys: tuple[str, ...]
 ) -> None:
     """Prompts in chunks, then decode steps from graphs."""
