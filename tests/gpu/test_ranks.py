@@ -106,6 +106,11 @@ def test_log_probabilities_are_one_gpus() -> None:
         pytest.param("deepseek-r1", "{tp: 4}", HASHED, marks=FOUR),
         pytest.param("deepseek-r1", "{tp: 1, ep: 4}", FIRST, marks=FOUR),
     ],
+    ids=[
+        *("32b", "30b-shares", "30b-whole-experts", "30b-lanes", "next", "m2"),
+        *("four-30b-shares", "four-30b-whole-experts", "four-next-shares", "four-next-lanes"),
+        *("four-m2-shares", "four-m2-lanes", "four-r1-shares", "four-r1-lanes"),
+    ],
 )
 def test_first_layers_on_several_gpus_say_what_they_do_on_one(
     name: str, parallel: str, keys: tuple[str, ...]
