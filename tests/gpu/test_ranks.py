@@ -6,6 +6,7 @@ random, and the same over any number of ranks.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -55,8 +56,10 @@ PROMPTS = [
     asked(text, temperature=0, max_tokens=NUM_TOKENS, return_tokens_as_token_ids=True, **FORCED)
     for text in TEXTS
 ]
-ROUNDED = 0.25  # of one, behind products of bfloat16 or fp8 in other orders
 CERTAIN = 5  # of the 20 likeliest tokens; what is off has none of them in common
+# Of those, on average (root of the mean square). What fp8 rounds otherwise after sums in another
+# order is 0.09 of R1 over four ranks on a CPU, and a quarter for one of sixty.
+ROUNDED = 0.15
 FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are not four GPUs")
 pytestmark = [
     pytest.mark.gpu,
@@ -122,9 +125,12 @@ def test_first_layers_on_several_gpus_say_what_they_do_on_one(
             lambda ranks: likeliest(*asks, "--set", f"parallel={ranks}"), ("{tp: 1}", parallel)
         )
     assert len(alone) == len(together) == len(PROMPTS) * NUM_TOKENS
+    off = []
     for one, two in zip(alone, together, strict=True):
-        for token in [*one][:CERTAIN]:
-            assert two.get(token) == pytest.approx(one[token], abs=ROUNDED), (one, two)
+        certain = [*one][:CERTAIN]
+        assert {*certain} <= {*two}, (one, two)
+        off += [two[token] - one[token] for token in certain]
+    assert math.hypot(*off) / len(off) ** 0.5 < ROUNDED, off
 
 
 def likeliest(*arguments: str) -> list[dict[str, float]]:
