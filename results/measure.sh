@@ -2,7 +2,7 @@
 # The records behind README's tables, made on the machine present (one GPU), with random weights:
 #   results/measure.sh [PART ...]       parts: online offline kernels ablation sweep
 # and, which are not among the default ones, structured (online begins with it), speculation, variants,
-# ranks, lanes and replicas (several GPUs), peers, peers-offline, experts, fp8, latent, hybrid and turns.
+# ranks, lanes and replicas (several GPUs), four, peers, peers-offline, experts, fp8, latent, hybrid and turns.
 # All of them take about 20 minutes on one H200. Run in the project's root.
 # FLAGS: more flags of every run, as in FLAGS="--results-dir /tmp/results". RECIPES: instead of 0.6B and
 # 8B. VLLM_PYTHON: for peers and experts, an interpreter that has vLLM.
@@ -142,6 +142,18 @@ measure() {
         python3 results/delta.py --quick
         for how in model.num_layers=16 quantize=fp8; do
             nanovllm bench --offline recipes/qwen3-next-80b-a3b.yaml --workload bs1-256,bs64,bs256-128,prefill "${common[@]}" --set parallel.tp=1 --set experts.routing=uniform --set $how || return
+        done
+        ;;
+    four) # four H200s: MiniMax-M2 whole over HTTP and Qwen3-Next whole, beside vLLM; R1's first layers, by tensor and by data
+        export VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random VLLM_ALLREDUCE_USE_SYMM_MEM=0
+        VLLM_USE_DEEP_GEMM=0 python3 results/peers.py online recipes/minimax-m2.yaml --servers 4 --streams 1,8,64,256 --input-len 512 --output-len 128 \
+            --set experts.routing=uniform --also parallel.tp=1,parallel.ep=4,schedule.slots=64 ${flags[@]+"${flags[@]}"} || return
+        python3 results/peers.py offline recipes/qwen3-next-80b-a3b.yaml --set parallel.tp=4 --set experts.routing=uniform --theirs '{"gdn_prefill_backend":"triton"}' \
+            --ablate parallel.ep=4 --ablate parallel.ep=4,cache.state_dtype=bfloat16,schedule.mixed_step_tokens=16384 \
+            --ablate parallel.tp=1,parallel.ep=4,schedule.slots=64 ${flags[@]+"${flags[@]}"} || return
+        for how in "--set parallel.tp=4 --set schedule.slots=512" "--set parallel.tp=1 --set parallel.ep=4 --set schedule.slots=128"; do
+            nanovllm bench --start recipes/deepseek-r1.yaml --sweep 1,8,64,256,512 --input-len 512 --output-len 128 --processes 8 "${common[@]}" \
+                --set experts.routing=uniform --set server.workers=4 --set "model.num_layers=${LAYERS:-42}" $how || return
         done
         ;;
     sweep) # and a plot
