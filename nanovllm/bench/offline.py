@@ -48,6 +48,7 @@ async def measure_engine(
             warm = load.warm_up(seed + 2 * nth + 1, ready.vocab_size)
             with bar(len(warm.prompts), "warm-up") as advance:
                 await run(client, warm, advance)
+            await asyncio.sleep(STATS_S)  # so that none of its steps is counted
         before, started_at = samples_now(client), now()
         with bar(len(load.prompts), f"{ready.model} {load.name}") as advance:
             samples = await run(client, load, advance)

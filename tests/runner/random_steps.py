@@ -49,6 +49,8 @@ class Traffic:
             max_tokens=self.longest,
             step_tokens=given_or(asked.schedule.step_tokens, 8192),
             speculate=asked.speculate,
+            cache_dtype=asked.cache.dtype,
+            state_dtype=asked.cache.state_dtype,
         )
         self.random, self.ids = np.random.default_rng(0), count()
 

@@ -3,7 +3,8 @@
 The real Runner and Scheduler on tensors of a CPU that are taken for a Hopper GPU's. Where Triton
 would launch a kernel its key is noted, which is all that Triton compiles a kernel again for; where
 one in CuTe DSL is asked for, its arguments are. Products give nothing, and tokens are made up. What
-a graph holds is noted when it is captured, and not when it is replayed.
+a graph holds is noted when it is captured, and not when it is replayed. Several ranks: the first
+one of them, whose messages go nowhere.
 
 In a process of its own: it changes Triton's driver and functions of modules for good.
 """
@@ -17,12 +18,14 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 from nanovllm_kernels import compile_cache
+from nanovllm_kernels.all_reduce import PROGRAMS, Peers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
@@ -30,6 +33,9 @@ from triton.runtime.jit import JITFunction
 from nanovllm.attention import latent_rows
 from nanovllm.config import Config, load_config
 from nanovllm.layers import ops
+from nanovllm.parallel import nccl
+from nanovllm.parallel.mesh import Mesh
+from nanovllm.parallel.peers import CAPACITY
 from nanovllm.runner import build, graphs, resolved, warm
 from nanovllm.runner.graphs import Captured, DecodeGraphs
 from tests.hopper import Hopper
@@ -37,7 +43,7 @@ from tests.runner.random_steps import Traffic
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 Key = tuple[tuple[str, str], ...]  # of each argument or option what is heeded of it
-PROCESSORS = 132
+MULTIPROCESSORS = 132
 IMPORTED = (  # so that all modules have what they ask of a device before it is replaced
     "nanovllm_kernels.dense_fp8",
     "nanovllm_kernels.latent_decode_cute",
@@ -233,8 +239,8 @@ def imagine_a_gpu(notes: Notes) -> None:
         generation=lambda where: 9,
         is_hopper=lambda where: True,
         can_overlap=lambda where: True,
-        processors=lambda where: PROCESSORS,
-        INTERPRETED_PROCESSORS=PROCESSORS,
+        processors=lambda where: MULTIPROCESSORS,
+        INTERPRETED_PROCESSORS=MULTIPROCESSORS,
     )
     for name, module in [*sys.modules.items()]:
         if name.startswith(("nanovllm.", "nanovllm_kernels.")):
@@ -253,9 +259,41 @@ def imagine_a_gpu(notes: Notes) -> None:
         setattr(module, name, as_cuda(getattr(module, name)))
     resolved.choose_device = lambda recipe: (torch.device("cpu"), torch.bfloat16)
     DecodeGraphs.capture, DecodeGraphs.replay = capture_decodes, replay_decodes(notes)
+    nccl.c10d = SimpleNamespace(
+        AllreduceOptions=Nobody, AllgatherOptions=Nobody, ReduceOp=SimpleNamespace(SUM=0)
+    )
     torch.cuda.CUDAGraph = PieceGraph
     torch.cuda.memory_reserved = lambda *_: 0
     torch.cuda.synchronize = lambda *_: None
+
+
+class Nobody:
+    """In place of NCCL's group of ranks, and of the options of what is asked of it."""
+
+    def allreduce(self, *asked: Any) -> None: ...
+
+    _allgather_base = _reduce_scatter_base = allreduce
+
+
+class First(nccl.NcclMesh):
+    """Rank 0, alone."""
+
+    __slots__ = ()
+
+    def least(self, count: int) -> int:
+        return count
+
+
+def first_of(tp: int) -> Mesh:
+    """Rank 0 of so many, whose short messages go through kernels of our own."""
+    if tp == 1:
+        return Mesh()
+    addresses_I, calls_X = (
+        torch.zeros(tp, dtype=torch.int64),
+        torch.zeros(PROGRAMS, dtype=torch.int32),
+    )
+    links = nccl.Links(Nobody(), Peers(0, tp, CAPACITY, addresses_I, calls_X), CAPACITY)
+    return First(0, tp, connected=[links])
 
 
 def unwritten(cache: Any, slots_X: Tensor, q_THA: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,8 +316,8 @@ def as_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
 def built_for(notes: Notes) -> Callable[..., build.Built]:
     """In place of runner.build.build: all that is compiled before requests come."""
 
-    def make(config: Config, mesh: Any = None) -> build.Built:
-        found = resolved.resolved(config, mesh)
+    def make(config: Config, _: object = None) -> build.Built:
+        found = resolved.resolved(config, first_of(config.recipe.parallel.tp))
         model = found.empty_model(torch.device("cpu"))
         for job in build.jobs_of(found, model):
             notes.note(job.function, (("kind", job.arguments),))
@@ -305,8 +343,9 @@ def main(*models: str) -> None:
     for model in models:
         name, *changes = model.split()
         notes.forget()
-        changes += ["load.format=dummy", "parallel.tp=1"]
-        config = load_config(str(RECIPES / f"{name}.yaml"), changes)
+        config = load_config(
+            str(RECIPES / f"{name}.yaml"), ["load.format=dummy", "parallel.tp=1", *changes]
+        )
         with Nothing():
             traffic = Traffic(config, built_for(notes), notes.enter)
             traffic.prompts()

@@ -1,7 +1,7 @@
 """No request waits for a compiler: whatever kernel steps need was compiled before the first one.
 
 An engine of each kind of model for a Hopper GPU, whose kernels are noted instead of launched. What
-only ranks need, the exchanges of tensor and expert parallelism, is not looked at.
+attention by data exchanges is not looked at.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ KINDS = {
     "latents and states": (
         f"deepseek-r1 model.num_layers=4 {SMALL}",
         f"qwen3-next-80b-a3b model.num_layers=4 {SMALL} {DRAFTS}",
+    ),
+    "other types, and the first of four ranks": (
+        f"qwen3-8b model.num_layers=1 {SMALL} cache.dtype=fp8 quantize=fp8 {DRAFTS}",
+        f"qwen3-30b-a3b model.num_layers=2 {SMALL} parallel.tp=4",
     ),
 }
 
