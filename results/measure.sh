@@ -147,7 +147,7 @@ measure() {
     four) # four H200s: MiniMax-M2 whole over HTTP and Qwen3-Next whole, beside vLLM; R1's first layers, by tensor and by data
         export VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random VLLM_ALLREDUCE_USE_SYMM_MEM=0
         VLLM_USE_DEEP_GEMM=0 python3 results/peers.py online recipes/minimax-m2.yaml --servers 4 --streams 1,8,64,256 --input-len 512 --output-len 128 \
-            --set experts.routing=uniform --also parallel.tp=1,parallel.ep=4,schedule.slots=64 ${flags[@]+"${flags[@]}"} || return
+            --set experts.routing=uniform --also parallel.ep=4 --also parallel.tp=1,parallel.ep=4,schedule.slots=64 ${flags[@]+"${flags[@]}"} || return
         python3 results/peers.py offline recipes/qwen3-next-80b-a3b.yaml --set parallel.tp=4 --set experts.routing=uniform --theirs '{"gdn_prefill_backend":"triton"}' \
             --ablate parallel.ep=4 --ablate parallel.ep=4,cache.state_dtype=bfloat16,schedule.mixed_step_tokens=16384 \
             --ablate parallel.tp=1,parallel.ep=4,schedule.slots=64 ${flags[@]+"${flags[@]}"} || return

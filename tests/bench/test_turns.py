@@ -32,4 +32,4 @@ def test_no_sweep_sends_the_prompts_of_its_widest_load_one_by_one() -> None:
     """bench sends eight for each stream unless it is told how many."""
     lines = (ROOT / "results" / "measure.sh").read_text().splitlines()
     sweeps = [line for line in lines if "--sweep" in line]
-    assert len(sweeps) == 2 and [line for line in sweeps if "--num-prompts" in line] == []
+    assert len(sweeps) == 3 and [line for line in sweeps if "--num-prompts" in line] == []
