@@ -122,32 +122,36 @@ def online(options: argparse.Namespace, flags: list[str], folder: Path) -> list[
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
+    for command, described in set_ups(options, folder, port):
+        line = [*NANOVLLM, "bench", *described, "--url", url, "--processes", "6"]
+        try:
+            with serving(command, url):
+                for load in loads(options.streams):
+                    records += bench([*line, *load, *flags], options.results_dir)
+        except (NotStarted, subprocess.CalledProcessError) as error:
+            if command[0] != os.environ["VLLM_PYTHON"]:
+                raise
+            click.echo(f"vLLM failed: {error}", err=True)
+    return records
+
+
+def set_ups(
+    options: argparse.Namespace, folder: Path, port: int
+) -> Iterator[tuple[list[str], list[str]]]:
+    """The command that serves, and what `bench` is told of it: with each number of API processes
+    vLLM, then ours, as it is and as --also changes it."""
     for count in options.servers.split(","):
         theirs = f"serve {folder} --load-format dummy --port {port}"
         theirs += f" --tensor-parallel-size {options.gpus}" if options.gpus > 1 else ""
         theirs += f" --api-server-count {count}" if count != "1" else ""
+        vllm = [os.environ["VLLM_PYTHON"], "-m", "vllm.entrypoints.cli.main", *theirs.split()]
+        yield vllm, ["--served-by", f"{vllm_settings()}vllm {theirs}"]
         ours = f"{options.recipe} --set model={folder} --load-format dummy --set server.port={port}"
         ours += f" --set server.workers={count}" if count != "1" else ""
-        vllm = [os.environ["VLLM_PYTHON"], "-m", "vllm.entrypoints.cli.main", *theirs.split()]
-        own = [*ours.split(), *options.ours]
-        altered = (
-            [word for key in one.split(",") for word in ("--set", key)] for one in options.also
-        )
-        set_ups = [own, *([*own, *words] for words in altered)]
-        for command, described in (
-            (vllm, ["--served-by", f"{vllm_settings()}vllm {theirs}"]),
-            *(([*NANOVLLM, "serve", *one], one) for one in set_ups),
-        ):
-            line = [*NANOVLLM, "bench", *described, "--url", url, "--processes", "6"]
-            try:
-                with serving(command, url):
-                    for load in loads(options.streams):
-                        records += bench([*line, *load, *flags], options.results_dir)
-            except (NotStarted, subprocess.CalledProcessError) as error:
-                if command is not vllm:
-                    raise
-                click.echo(f"vLLM failed: {error}", err=True)
-    return records
+        for changes in ([], *(text.split(",") for text in options.also)):
+            changed = [word for change in changes for word in ("--set", change)]
+            own = [*ours.split(), *options.ours, *changed]
+            yield [*NANOVLLM, "serve", *own], own
 
 
 def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list[Record]:
@@ -269,9 +273,9 @@ def loads(streams: str) -> Iterator[list[str]]:
     for name in streams.split(","):
         if name == "mixed":
             yield MIXED
-            continue
-        num = max(6, min(4 * int(name), MOST_PROMPTS))
-        yield ["--concurrency", name, "--num-prompts", str(num), "--seed", name]
+        else:
+            num = max(6, min(4 * int(name), MOST_PROMPTS))
+            yield ["--concurrency", name, "--num-prompts", str(num), "--seed", name]
 
 
 def bench(line: Sequence[str], results_dir: Path) -> list[Record]:

@@ -197,10 +197,10 @@ def same_text(config: Config, drafts: Speculate | None, tp: int, ep: int, folder
     with ranked(cut(config, 1, ep), tp, folder, speculate=drafts, **SMALL) as engine:
         assert text_of(engine) == expected
         assert num_weights(engine) < 0.7 * num_weights(alone)
-        if tp <= 2 or isinstance(
-            alone.runner.states, NoStates
-        ):  # else pages take more beside states
-            assert dict(engine.loop.executor.steps_by_mode) == dict(alone.runner.steps_by_mode)
+        steps = engine.loop.executor.steps_by_mode, alone.runner.steps_by_mode
+        # Above 2 ranks keep copies of heads, but none of states, so other numbers of both fit.
+        fits_else = tp > 2 and not isinstance(alone.runner.states, NoStates)
+        assert fits_else or dict(steps[0]) == dict(steps[1])
     for request_id, entries in alone.logprobs.items():
         found = [entry.logprob for entry in engine.logprobs[request_id]]
         assert np.allclose(found, [entry.logprob for entry in entries], atol=1e-5)

@@ -57,9 +57,11 @@ PROMPTS = [
     for text in TEXTS
 ]
 CERTAIN = 5  # of the 20 likeliest tokens; what is off has none of them in common
-# Of those, on average (root of the mean square). What fp8 rounds otherwise after sums in another
-# order is 0.09 of R1 over four ranks on a CPU, and a quarter for one of sixty.
-ROUNDED = 0.15
+# What products of bfloat16 or fp8 in other orders make of one, over so many GPUs, and of all on
+# average (root of the mean square). Over four ranks on a CPU, with activations rounded to fp8 as a
+# GPU does, narrow models of R1's kind are 0.09 off, and one of 60 a quarter.
+ROUNDED = {2: 0.25, 4: 0.5}
+ON_AVERAGE = 0.15
 FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are not four GPUs")
 pytestmark = [
     pytest.mark.gpu,
@@ -125,12 +127,13 @@ def test_first_layers_on_several_gpus_say_what_they_do_on_one(
             lambda ranks: likeliest(*asks, "--set", f"parallel={ranks}"), ("{tp: 1}", parallel)
         )
     assert len(alone) == len(together) == len(PROMPTS) * NUM_TOKENS
+    most = ROUNDED[4 if "4" in parallel else 2]
     off = []
     for one, two in zip(alone, together, strict=True):
-        certain = [*one][:CERTAIN]
-        assert {*certain} <= {*two}, (one, two)
-        off += [two[token] - one[token] for token in certain]
-    assert math.hypot(*off) / len(off) ** 0.5 < ROUNDED, off
+        for token in [*one][:CERTAIN]:
+            assert two.get(token) == pytest.approx(one[token], abs=most), (one, two)
+            off.append(two[token] - one[token])
+    assert math.hypot(*off) / len(off) ** 0.5 < ON_AVERAGE, off
 
 
 def likeliest(*arguments: str) -> list[dict[str, float]]:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,17 +32,18 @@ from triton.runtime.jit import JITFunction
 from nanovllm.attention import latent_rows
 from nanovllm.config import Config, load_config
 from nanovllm.layers import ops
-from nanovllm.parallel import nccl
 from nanovllm.parallel.mesh import Mesh
+from nanovllm.parallel.nccl import Links, NcclMesh
 from nanovllm.parallel.peers import CAPACITY
 from nanovllm.runner import build, graphs, resolved, warm
 from nanovllm.runner.graphs import Captured, DecodeGraphs
 from tests.hopper import Hopper
+from tests.parallel.test_nccl import Recorded
 from tests.runner.random_steps import Traffic
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 Key = tuple[tuple[str, str], ...]  # of each argument or option what is heeded of it
-MULTIPROCESSORS = 132
+PROCESSORS = 132
 IMPORTED = (  # so that all modules have what they ask of a device before it is replaced
     "nanovllm_kernels.dense_fp8",
     "nanovllm_kernels.latent_decode_cute",
@@ -239,8 +239,8 @@ def imagine_a_gpu(notes: Notes) -> None:
         generation=lambda where: 9,
         is_hopper=lambda where: True,
         can_overlap=lambda where: True,
-        processors=lambda where: MULTIPROCESSORS,
-        INTERPRETED_PROCESSORS=MULTIPROCESSORS,
+        processors=lambda where: PROCESSORS,
+        INTERPRETED_PROCESSORS=PROCESSORS,
     )
     for name, module in [*sys.modules.items()]:
         if name.startswith(("nanovllm.", "nanovllm_kernels.")):
@@ -259,26 +259,13 @@ def imagine_a_gpu(notes: Notes) -> None:
         setattr(module, name, as_cuda(getattr(module, name)))
     resolved.choose_device = lambda recipe: (torch.device("cpu"), torch.bfloat16)
     DecodeGraphs.capture, DecodeGraphs.replay = capture_decodes, replay_decodes(notes)
-    nccl.c10d = SimpleNamespace(
-        AllreduceOptions=Nobody, AllgatherOptions=Nobody, ReduceOp=SimpleNamespace(SUM=0)
-    )
     torch.cuda.CUDAGraph = PieceGraph
     torch.cuda.memory_reserved = lambda *_: 0
     torch.cuda.synchronize = lambda *_: None
 
 
-class Nobody:
-    """In place of NCCL's group of ranks, and of the options of what is asked of it."""
-
-    def allreduce(self, *asked: Any) -> None: ...
-
-    _allgather_base = _reduce_scatter_base = allreduce
-
-
-class First(nccl.NcclMesh):
-    """Rank 0, alone."""
-
-    __slots__ = ()
+class First(NcclMesh):
+    """Rank 0, whose others are not there to agree on a count."""
 
     def least(self, count: int) -> int:
         return count
@@ -288,11 +275,8 @@ def first_of(tp: int) -> Mesh:
     """Rank 0 of so many, whose short messages go through kernels of our own."""
     if tp == 1:
         return Mesh()
-    addresses_I, calls_X = (
-        torch.zeros(tp, dtype=torch.int64),
-        torch.zeros(PROGRAMS, dtype=torch.int32),
-    )
-    links = nccl.Links(Nobody(), Peers(0, tp, CAPACITY, addresses_I, calls_X), CAPACITY)
+    at = torch.zeros(tp, dtype=torch.int64), torch.zeros(PROGRAMS, dtype=torch.int32)
+    links = Links(Recorded(), Peers(0, tp, CAPACITY, *at), CAPACITY)
     return First(0, tp, connected=[links])
 
 
