@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from nanovllm.attention.base import ForwardContext
 from nanovllm.layers.expert_products import ExpertKernels, products_for
 from nanovllm.layers.fp8 import fp8_parameter, in_blocks
-from nanovllm.layers.linear import Layer, Linear, Placement, parameter, summed_up
+from nanovllm.layers.linear import Layer, Placement, parameter, summed_up
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.ops import Implementation, Ops, RowTable
 from nanovllm.layers.residual import Added, Pending, Residual, as_tensor
@@ -157,8 +157,8 @@ class MoE(Layer):
         """`experts` and `inner`: the names of their fields in config.json, and their numbers.
 
         `shared`: inner elements of what every token gets besides. `gates_shared`: times a sigmoid
-        of a product with one weight. If it is as wide as others, and they are all here, it is one
-        of the experts, and that product one of the router's.
+        of one more of the router's products. If it is as wide as others, and they are all here, it
+        is one of the experts.
         """
         super().__init__()
         self.eps, self.mesh, self.ops = eps, mesh, ops
@@ -172,15 +172,15 @@ class MoE(Layer):
         places = tuple(of.get(one, -1) for one in range(experts[1]))
         inner_span = mesh.span(*inner) if mesh.ep_size == 1 else whole
         self.counted: tuple[Tensor, Tensor | None] | None = None
-        self.shared, self.shared_gate, router_parts = None, None, [("", everyone)]
-        gate = Placement(0, (("shared", Span(1, 0, 1)),))
+        self.shared, router_parts = None, [("", everyone)]
+        if shared and gates_shared:
+            router_parts.append(("shared", Span(1, 0, 1)))
         if shared == inner[1] and mesh.ep_size == 1 and ops.experts.spread is None:
             rule = replace(rule, shared="gated" if gates_shared else "whole")
             own = Span(experts[1] + 1, 0, experts[1] + 1)
-            router_parts += gate.parts if gates_shared else ()
         elif shared:
             self.shared = MLP(hidden_size, shared, eps, mesh, ops)
-            self.shared_gate = Linear(1, hidden_size, gate, ops) if gates_shared else None
+        self.num_ranked = experts[1] + (rule.shared == "gated")  # logits that route is given
         self.norm_weight = parameter(hidden_size) if self.shared is None else None
         self.router = Router(router_parts, hidden_size, ops, torch.float32 if exact else None)
         self.bias = parameter(experts[1], dtype=torch.float32) if exact else None
@@ -202,8 +202,9 @@ class MoE(Layer):
     def forward(self, residual: Residual, ctx: ForwardContext) -> Residual:
         """The residual stream with what this block gives. May overwrite what it is given."""
         x_TD, logits_TE, stream = self._normed(residual)
-        shared_TD, stream = self._of_shared(x_TD, stream)
-        routed = self.experts.route(logits_TE, self.bias, *self._of_tokens(ctx))
+        shared_TD, stream = self._of_shared(logits_TE, stream)
+        ranked_TE = logits_TE[:, : self.num_ranked]
+        routed = self.experts.route(ranked_TE, self.bias, *self._of_tokens(ctx))
         if self.mesh.lanes > 1:
             self._exchange(ctx, x_TD, routed, stream.stream_TD)
             return stream if shared_TD is None else Pending(stream.stream_TD, shared_TD)
@@ -238,13 +239,13 @@ class MoE(Layer):
         x_TD, stream = self.ops.norm(residual, *norm)
         return x_TD, router.product(x_TD)[:, : router.num_logits], stream
 
-    def _of_shared(self, x_TD: Tensor, stream: Added) -> tuple[Tensor | None, Added]:
+    def _of_shared(self, logits_TE: Tensor, stream: Added) -> tuple[Tensor | None, Added]:
         """What the shared expert gives, this rank's part of it, unless the stream has it then."""
         if self.shared is None:
             return None, stream
         y_TF, stream = self.shared.gate_up(stream)
-        if self.shared_gate is not None:
-            y_TF = scaled(y_TF, self.shared_gate.product(x_TD).sigmoid())
+        if logits_TE.shape[1] > self.num_ranked:
+            y_TF = scaled(y_TF, logits_TE[:, self.num_ranked :].sigmoid())
         if self.mesh.tp_size > 1:
             return self.shared.down.product(y_TF), stream
         after = self.shared.down(y_TF, stream)

@@ -111,7 +111,6 @@ class Qwen3Next(Decoder):
         (f"{DELTA}.out_proj.weight", "layers.{}.attn.out_proj.weight"),
         *shared_rules(SHARED),
         (f"{SHARED}_gate.weight", "layers.{}.mlp.router.weight", "shared"),
-        (f"{SHARED}_gate.weight", "layers.{}.mlp.shared_gate.weight", "shared"),
     )
 
     @staticmethod

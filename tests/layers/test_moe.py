@@ -84,15 +84,13 @@ def test_a_shared_expert_is_one_of_the_experts_or_an_mlp(gated: bool) -> None:
     assert apart.shared is not None and apart.experts.gate_up.shape == (E, 2 * F, D)
     gate_up, down = apart.shared.gate_up, apart.shared.down.weight
     gate_up.norm_weight.data.copy_(whole.norm_weight)
-    apart.router.weight.data.copy_(whole.router.weight[:E])
+    apart.router.weight.data.copy_(whole.router.weight)
     apart.experts.gate_up.data.copy_(whole.experts.gate_up[:E])
     apart.experts.down.data.copy_(whole.experts.down[:E])
     # Twice as many elements, of which the others are zero.
     halves = whole.experts.gate_up[E].unflatten(0, (2, F))
     gate_up.weight.data.copy_(torch.nn.functional.pad(halves, (0, 0, 0, F)).flatten(0, 1))
     down.data.copy_(torch.nn.functional.pad(whole.experts.down[E], (0, F)))
-    if gated:
-        apart.shared_gate.weight.data.copy_(whole.router.weight[E : E + 1])
     x_TD = torch.randn(7, D)
     found, expected = (run(block, Added(x_TD.clone())) for block in (whole, apart))
     torch.testing.assert_close(found.stream_TD, expected.stream_TD, rtol=1e-5, atol=1e-4)
