@@ -90,6 +90,11 @@ class GrammarQueue:
         self._kept: OrderedDict[str, CachedGrammar] = OrderedDict()  # least used first
         self.num_kept_bytes = 0
 
+    def prepare(self) -> None:
+        """What the first grammar would do otherwise while all that run wait for half a second."""
+        self._builder.prepare()
+        self._trials.begin().close()  # its process starts
+
     def ask(self, request_id: int, tag: str, told: OnCompiled) -> None:
         """`told` gets the grammar once it is there, which may be now, unless the request leaves."""
         with self._changed:

@@ -1,8 +1,8 @@
 """Grammars of running requests: compiled, followed token by token, made into masks.
 
-Implements engine.loop.Masker with xgrammar, which is imported with the first grammar: it takes
-seconds, and imports torch. Knows no HTTP and no schemas: a grammar is a structural tag, vetted by
-the API process.
+Implements engine.loop.Masker with xgrammar, which is imported with the first grammar, unless the
+queue was prepared: it takes seconds, and imports torch. Knows no HTTP and no schemas: a grammar is
+a structural tag, vetted by the API process.
 
 Decision: the cache is ours. xgrammar 0.2.8's own takes rules for equal that differ in nothing but
 the ids of their tokens, and gives the masks of one for the other.

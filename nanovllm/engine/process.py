@@ -68,6 +68,11 @@ def main(
         overtake_steps=schedule.overtake_steps,
     )
     scheduler = planner_of(make, partial(memory_of, layout, cache), place.lanes, recipe.parallel)
+    stop_ids = stop_ids_of(Path(config.model_dir or config.tokenizer_dir)) or [0]
+    tokens = Path(config.tokenizer_dir), vocab_size, stop_ids
+    grammars = Grammars(*tokens, recipe.structured_outputs.compile_s)
+    if recipe.device == "cuda":  # others start within seconds, and are not to start for longer
+        grammars.queue.prepare()
     gc.collect()
     gc.freeze()  # do not visit it again
     gc.enable()
@@ -86,9 +91,6 @@ def main(
                 recipe=msgspec.json.encode(recipe).decode(),
             )
         )
-    folder = Path(config.tokenizer_dir)
-    stop_ids = stop_ids_of(Path(config.model_dir) if config.model_dir else folder)
-    grammars = Grammars(folder, vocab_size, stop_ids or [0], recipe.structured_outputs.compile_s)
     pace = pace_of(schedule, recipe.device)
     Engine(scheduler, executor, grammars, connections, schedule.depth, pace).run()
 

@@ -172,9 +172,8 @@ class MoE(Layer):
         places = tuple(of.get(one, -1) for one in range(experts[1]))
         inner_span = mesh.span(*inner) if mesh.ep_size == 1 else whole
         self.counted: tuple[Tensor, Tensor | None] | None = None
-        self.shared, router_parts = None, [("", everyone)]
-        if shared and gates_shared:
-            router_parts.append(("shared", Span(1, 0, 1)))
+        self.shared = None
+        gate = [("shared", Span(1, 0, 1))] * (shared > 0 and gates_shared)
         if shared == inner[1] and mesh.ep_size == 1 and ops.experts.spread is None:
             rule = replace(rule, shared="gated" if gates_shared else "whole")
             own = Span(experts[1] + 1, 0, experts[1] + 1)
@@ -182,7 +181,7 @@ class MoE(Layer):
             self.shared = MLP(hidden_size, shared, eps, mesh, ops)
         self.num_ranked = experts[1] + (rule.shared == "gated")  # logits that route is given
         self.norm_weight = parameter(hidden_size) if self.shared is None else None
-        self.router = Router(router_parts, hidden_size, ops, torch.float32 if exact else None)
+        self.router = Router([("", everyone), *gate], hidden_size, ops, exact=exact)
         self.bias = parameter(experts[1], dtype=torch.float32) if exact else None
         sizes = hidden_size, own, inner_span, num_chosen
         self.experts = ExpertMLPs(*sizes, rule, ops.experts, places)
@@ -203,8 +202,8 @@ class MoE(Layer):
         """The residual stream with what this block gives. May overwrite what it is given."""
         x_TD, logits_TE, stream = self._normed(residual)
         shared_TD, stream = self._of_shared(logits_TE, stream)
-        ranked_TE = logits_TE[:, : self.num_ranked]
-        routed = self.experts.route(ranked_TE, self.bias, *self._of_tokens(ctx))
+        where = self._of_tokens(ctx)
+        routed = self.experts.route(logits_TE[:, : self.num_ranked], self.bias, *where)
         if self.mesh.lanes > 1:
             self._exchange(ctx, x_TD, routed, stream.stream_TD)
             return stream if shared_TD is None else Pending(stream.stream_TD, shared_TD)
@@ -235,17 +234,17 @@ class MoE(Layer):
         together, router = self.ops.experts.norm_router, self.router
         if together and isinstance(residual, Added) and len(residual.stream_TD) <= FEW_ROWS:
             x_TD, logits_TE = together(residual.stream_TD, *norm, router.weight)
-            return x_TD, logits_TE[:, : router.num_logits], residual
+            return x_TD, logits_TE, residual
         x_TD, stream = self.ops.norm(residual, *norm)
-        return x_TD, router.product(x_TD)[:, : router.num_logits], stream
+        return x_TD, router.product(x_TD), stream
 
     def _of_shared(self, logits_TE: Tensor, stream: Added) -> tuple[Tensor | None, Added]:
         """What the shared expert gives, this rank's part of it, unless the stream has it then."""
         if self.shared is None:
             return None, stream
         y_TF, stream = self.shared.gate_up(stream)
-        if logits_TE.shape[1] > self.num_ranked:
-            y_TF = scaled(y_TF, logits_TE[:, self.num_ranked :].sigmoid())
+        if logits_TE.shape[1] > self.num_ranked:  # what is behind its gate nobody reads
+            y_TF = scaled(y_TF, logits_TE[:, self.num_ranked, None].sigmoid())
         if self.mesh.tp_size > 1:
             return self.shared.down.product(y_TF), stream
         after = self.shared.down(y_TF, stream)

@@ -35,18 +35,17 @@ class Router(Linear):
     """Logits of all experts, on every rank, and the gate of a shared one behind them. Then come
     some that nobody reads, if that makes their number a multiple of 8, as the library likes.
 
-    `dtype`: of the weight and the logits, if it is not to be the model's.
+    `exact`: the weight and the logits are float32, whatever the model's dtype.
     """
 
     def __init__(
-        self, parts: list[tuple[str, Span]], hidden_size: int, ops: Ops, dtype: torch.dtype | None
+        self, parts: list[tuple[str, Span]], hidden_size: int, ops: Ops, *, exact: bool
     ) -> None:
         num_logits = sum(span.count for _, span in parts)
         num_rows = -(-num_logits // 8) * 8 if len(parts) > 1 else num_logits
         super().__init__(num_rows, hidden_size, Placement(0, tuple(parts)), ops)
-        self.num_logits = num_logits
-        if dtype not in (None, self.weight.dtype):  # float32, and the stream is bfloat16
-            self.weight = parameter(num_rows, hidden_size, dtype=dtype)
+        if exact and self.weight.dtype != torch.float32:
+            self.weight = parameter(num_rows, hidden_size, dtype=torch.float32)
             vars(self)["operand"], self.by_rows = self.weight, RowTable(self._choose)
             parts_IED = torch.empty(MOST_PARTS, num_rows, hidden_size)  # as many at most
             self.register_buffer("parts_IED", parts_IED, persistent=False)

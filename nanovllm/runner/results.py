@@ -155,12 +155,9 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def logprobs_to_host(found: SampledLogprobs) -> SampledLogprobs:
-    return replace(
-        found,
-        chosen_W=to_host(found.chosen_W),
-        top_ids_WK=to_host(found.top_ids_WK),
-        top_logprobs_WK=to_host(found.top_logprobs_WK),
-    )
+    given = found.chosen_W, found.top_ids_WK, found.top_logprobs_WK
+    chosen_W, top_ids_WK, top_logprobs_WK = map(to_host, given)
+    return replace(found, chosen_W=chosen_W, top_ids_WK=top_ids_WK, top_logprobs_WK=top_logprobs_WK)
 
 
 def read_logprobs(found: SampledLogprobs, lines: Int32, sampled: Int32) -> tuple[RowLogprobs, ...]:

@@ -57,6 +57,18 @@ class Asking:
         assert self.told.empty()
 
 
+def test_prepared_before_anyone_asks(monkeypatch) -> None:
+    trials, prepared = fake_trials(), []
+    asking = Asking(trials)
+    monkeypatch.setattr(asking.builder, "prepare", lambda: prepared.append(trials._process))
+    asking.queue.prepare()
+    process = trials._process
+    assert prepared == [None] and process is not None and process.is_alive()
+    asking.ask(1, "fine")
+    assert asking.hear() == {1: "fine"} and trials._process is process
+    trials.close()
+
+
 def test_requests_for_one_grammar_share_its_compilation(trials, tmp_path) -> None:
     asking, log = Asking(trials), tmp_path / "log"
     tag = f"log {log} #{'x' * 300_000}"

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
+from nanovllm.config import load_config
+from nanovllm.engine import paper, process
+from nanovllm.engine.grammar_queue import GrammarQueue
 from nanovllm.engine.grammars import Grammars
 from nanovllm.engine.paper import PaperExecutor
 from nanovllm.engine.process import Engine
 from nanovllm.kv.memory import KVMemory
+from nanovllm.parallel.places import Place
 from nanovllm.plan import Masks
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import (
@@ -222,6 +229,25 @@ def test_nothing_stays_when_the_engine_stops(tmp_path) -> None:
     while any(worker.is_alive() for worker in running.grammars.queue._workers):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("device", "order"), [("cuda", ["prepared", "ready"]), ("cpu", ["ready"]), ("auto", ["ready"])]
+)
+def test_a_gpu_has_its_compiler_of_grammars_before_it_is_ready(
+    device: str, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, recipe, *others = paper.build(config := load_config("paper"))
+    recipe = msgspec.structs.replace(recipe, device=device)
+    told: list[str] = []
+    monkeypatch.setattr(process, "build", lambda *_: (executor, recipe, *others))
+    monkeypatch.setattr(GrammarQueue, "prepare", lambda _: told.append("prepared"))
+    connection = FakeConnection()
+    connection.inbox.put(None)
+    listener = SimpleNamespace(accept=lambda: connection)
+    process.main(config, Place(0, 1, 0, "", None), listener, 1, lambda: told.append("ready"))
+    gc.unfreeze()
+    assert told == order
 
 
 def test_the_fake_drops_matchers_as_the_real_one_does() -> None:

@@ -32,9 +32,10 @@ def float_sums(a: Tensor, b: Tensor) -> Tensor:
 
 
 def router(dtype: torch.dtype | None, model: torch.dtype = torch.bfloat16) -> Router:
+    """`dtype`: float32 of an exact one, or None."""
     torch.set_default_dtype(model)
     try:
-        return Router([("", Span(E, 0, E))], D, OPS, dtype)
+        return Router([("", Span(E, 0, E))], D, OPS, exact=dtype is not None)
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -1,0 +1,55 @@
+"""Runs nanovllm, and notes which modules its processes import while they serve.
+
+    python -m tests.end_to_end.late_imports FOLDER serve RECIPE ...
+
+When a process ends, FOLDER gets a file `engine.json` or `api.json`: a list of names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ASKED = "NANOVLLM_LATE_IMPORTS"  # processes are spawned, and import this file, too
+
+
+@contextmanager
+def noting(name: str) -> Iterator[None]:
+    before = set(sys.modules)
+    yield
+    found = sorted(set(sys.modules) - before)
+    (Path(os.environ[ASKED]) / f"{name}.json").write_text(json.dumps(found))
+
+
+def noted(name: str, run: Callable[..., None]) -> Callable[..., None]:
+    def wrapped(*args: Any) -> None:
+        with noting(name):
+            run(*args)
+
+    return wrapped
+
+
+if __name__ == "__mp_main__" and ASKED in os.environ:
+    from nanovllm.engine.process import Engine
+    from nanovllm.server.main import DrainingServer
+
+    plain = DrainingServer.main_loop
+
+    async def main_loop(server: DrainingServer) -> None:
+        with noting("api"):
+            await plain(server)
+
+    Engine.run = noted("engine", Engine.run)  # type: ignore[method-assign]
+    DrainingServer.main_loop = main_loop  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    from nanovllm.cli import main
+
+    os.environ[ASKED] = sys.argv[1]
+    sys.argv = ["nanovllm", *sys.argv[2:]]
+    main()
