@@ -149,8 +149,7 @@ measure() {
         VLLM_USE_DEEP_GEMM=0 python3 results/peers.py online recipes/minimax-m2.yaml --servers 4 --streams 1,8,64,256 --input-len 512 --output-len 128 \
             --set experts.routing=uniform --also parallel.ep=4 --also parallel.tp=1,parallel.ep=4,schedule.slots=64 ${flags[@]+"${flags[@]}"} || return
         python3 results/peers.py offline recipes/qwen3-next-80b-a3b.yaml --set parallel.tp=4 --set experts.routing=uniform --theirs '{"gdn_prefill_backend":"triton"}' \
-            --ablate cache.state_dtype=bfloat16 --ablate parallel.ep=4 --ablate parallel.ep=4,cache.state_dtype=bfloat16,schedule.mixed_step_tokens=16384 \
-            --ablate parallel.tp=1,parallel.ep=4,schedule.slots=64 ${flags[@]+"${flags[@]}"} || return
+            --ablate parallel.ep=4 --ablate parallel.tp=1,parallel.ep=4,schedule.slots=64,cache.state_dtype=bfloat16 ${flags[@]+"${flags[@]}"} || return
         for how in "--set parallel.tp=4 --set schedule.slots=512" "--set parallel.tp=1 --set parallel.ep=4 --set schedule.slots=128"; do
             nanovllm bench --start recipes/deepseek-r1.yaml --sweep 1,8,64,256,512 --input-len 512 --output-len 128 --processes 8 "${common[@]}" \
                 --set experts.routing=uniform --set server.workers=4 --set "model.num_layers=${LAYERS:-42}" $how || return
