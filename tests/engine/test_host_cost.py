@@ -10,7 +10,7 @@ import gc
 import sys
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
@@ -132,13 +132,20 @@ def cost_ms(work: Callable[[], object]) -> float:
     return 1e3 * (time.thread_time() - start)
 
 
+@pytest.fixture
+def frozen() -> Iterator[None]:
+    """What other tests have left is looked at once, however often this one collects garbage."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def cost_once_ms(work: Callable[[], object]) -> float:
     """Without garbage of others: an engine that has started freezes what it is made of, too."""
     gc.collect()
     gc.freeze()
-    spent = cost_ms(work)
-    gc.unfreeze()
-    return spent
+    return cost_ms(work)
 
 
 def all_admitted(num_requests: int) -> float:
@@ -177,6 +184,7 @@ def all_aborted(num_requests: int) -> float:
     return cost
 
 
+@pytest.mark.usefixtures("frozen")
 @pytest.mark.parametrize("measure", [all_admitted, all_ended, all_aborted])
 def test_what_happens_to_256_requests_at_once_costs_each_as_much_as_one(
     measure: Callable[[int], float], capsys: pytest.CaptureFixture[str]
