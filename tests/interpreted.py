@@ -1,5 +1,8 @@
 """Tests in Triton's interpreter, in a process of their own: TRITON_INTERPRET must be set before
-triton is imported, and other tests may have imported it already."""
+triton is imported, and other tests may have imported it already.
+
+`python -m tests.interpreted ARGUMENTS` is `nanovllm ARGUMENTS` in such a process.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,36 @@ import sys
 from collections.abc import Callable
 
 import triton
+from triton import language
+from triton.runtime import interpreter
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+class PatchedOnce:
+    """In place of the interpreter's _patch_lang, which replaces triton.language's functions.
+
+    It does so for every call of a function by a kernel, although they are replaced until the
+    kernel ends: a quarter of all time. Here it does for a kernel, and where a function knows a
+    module that the kernel does not.
+    """
+
+    def __init__(self, patch: Callable) -> None:
+        self.patch = patch
+        self.scope, self.modules = interpreter._LangPatchScope(), set[str]()
+
+    def __call__(self, function: Callable) -> interpreter._LangPatchScope:
+        known = function.__globals__.values()
+        modules = {
+            one.__name__ for one in (language, language.core) if any(one is k for k in known)
+        }
+        if not self.scope._changes:  # the last kernel has ended
+            self.scope, self.modules = self.patch(function), modules
+            return self.scope
+        if not modules <= self.modules:
+            self.scope._changes += self.patch(function)._changes
+            self.modules |= modules
+        return interpreter._LangPatchScope()
 
 
 def in_interpreter(test: Callable) -> Callable:
@@ -38,3 +69,12 @@ def passes(file: str, count: int, *options: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     last = done.stdout.splitlines()[-1]  # "3 passed, 2 warnings in 1.2s"
     assert last.replace(",", " in").split(" in ")[0] == f"{count} passed", last
+
+
+if INTERPRETED:
+    interpreter._patch_lang = PatchedOnce(interpreter._patch_lang)
+
+if __name__ == "__main__":
+    from nanovllm.cli import main
+
+    main()

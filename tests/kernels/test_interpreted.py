@@ -7,6 +7,7 @@ triton is imported, and other tests may have imported it already.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -38,12 +39,23 @@ def test_every_kernel_passes_its_small_cases(part: int, tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
     names = [*{**KERNELS, **COMPILED}][part::PARTS]
     asked = (word for name in names for word in ("--kernel", name))
-    done = child("nanovllm", "check-kernels", *asked, "--json", str(path))
+    interpreted = {"TRITON_INTERPRET": "1", "CUTE_DSL_ARCH": "sm_90a"}
+    command = "tests.interpreted", "check-kernels", *asked, "--json", str(path)
+    done = child(*command, **interpreted)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     cases = json.loads(path.read_text())["workload"]["cases"]
     assert {case["kernel"] for case in cases} == {*names}
     assert all(case["worst"] <= 1 for case in cases)
     assert f"{len(cases)} of {len(cases)} cases pass on cpu\n" in done.stdout
+
+
+@in_parent
+def test_without_a_gpu_the_command_starts_again_in_the_interpreter() -> None:
+    done = child("nanovllm", "check-kernels", "--kernel", "combine")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert done.stdout.startswith("no CUDA device: small cases in Triton's interpreter")
+    last = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"([1-9]\d*) of \1 cases pass on cpu", last), last
 
 
 @in_parent
