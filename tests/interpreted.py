@@ -1,18 +1,17 @@
 """Tests in Triton's interpreter, in a process of their own: TRITON_INTERPRET must be set before
-triton is imported, and other tests may have imported it already.
-
-`python -m tests.interpreted ARGUMENTS` is `nanovllm ARGUMENTS` in such a process.
-"""
+triton is imported, and other tests may have imported it already."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import functools
 from collections.abc import Callable
 
+import pytest
 import triton
 from triton import language
 from triton.runtime import interpreter
+
+from tests.forks import Forks
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
@@ -55,26 +54,33 @@ def in_parent(test: Callable) -> Callable:
     return test
 
 
-def child(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Python, without a GPU."""
-    variables = [f"{name}={value}" for name, value in environment.items()]
-    command = ["env", "CUDA_VISIBLE_DEVICES=", *variables, sys.executable, "-m", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+@functools.cache
+def forks() -> Forks:
+    """Without a GPU, and with what most of these tests import."""
+    packages = "pytest", "hypothesis.strategies", "torch._dynamo", "triton.language", "transformers"
+    models = "transformers.models.auto.modeling_auto", "transformers.modeling_utils"
+    return Forks(*packages, *models, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
 
 
 def passes(file: str, count: int, *options: str) -> None:
     """So many tests of a file pass in a child process, and none fails."""
     quickly = "-p", "no:cacheprovider", "--disable-plugin-autoload"
-    done = child("pytest", *quickly, *options, file, TRITON_INTERPRET="1")
+    done = forks().run(f"{__name__}:run_tests", *quickly, *options, file)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     last = done.stdout.splitlines()[-1]  # "3 passed, 2 warnings in 1.2s"
     assert last.replace(",", " in").split(" in ")[0] == f"{count} passed", last
 
 
-if INTERPRETED:
-    interpreter._patch_lang = PatchedOnce(interpreter._patch_lang)
+def run_tests(*arguments: str) -> int:
+    return pytest.main([*arguments])
 
-if __name__ == "__main__":
+
+def run_command(*arguments: str) -> None:
+    """`nanovllm ARGUMENTS`."""
     from nanovllm.cli import main
 
     main()
+
+
+if INTERPRETED:
+    interpreter._patch_lang = PatchedOnce(interpreter._patch_lang)

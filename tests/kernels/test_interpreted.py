@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from nanovllm.attention.torch_ref import TorchPaged
 from nanovllm.attention.triton import TritonPaged
 from nanovllm.cli.check_kernels import check_kernels
 from tests.attention.paged_batches import error_share, layout_of, make_batch
-from tests.interpreted import child, in_interpreter, in_parent, passes
+from tests.interpreted import forks, in_interpreter, in_parent, passes
 
 CPU = torch.device("cpu")
 PARTS = 4  # of all kernels, which take minutes, so that several processes share them
@@ -39,9 +41,8 @@ def test_every_kernel_passes_its_small_cases(part: int, tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
     names = [*{**KERNELS, **COMPILED}][part::PARTS]
     asked = (word for name in names for word in ("--kernel", name))
-    interpreted = {"TRITON_INTERPRET": "1", "CUTE_DSL_ARCH": "sm_90a"}
-    command = "tests.interpreted", "check-kernels", *asked, "--json", str(path)
-    done = child(*command, **interpreted)
+    command = "check-kernels", *asked, "--json", str(path)
+    done = forks().run("tests.interpreted:run_command", *command, CUTE_DSL_ARCH="sm_90a")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     cases = json.loads(path.read_text())["workload"]["cases"]
     assert {case["kernel"] for case in cases} == {*names}
@@ -51,7 +52,8 @@ def test_every_kernel_passes_its_small_cases(part: int, tmp_path: Path) -> None:
 
 @in_parent
 def test_without_a_gpu_the_command_starts_again_in_the_interpreter() -> None:
-    done = child("nanovllm", "check-kernels", "--kernel", "combine")
+    command = ["env", "CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "nanovllm", "check-kernels"]
+    done = subprocess.run([*command, "--kernel", "combine"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert done.stdout.startswith("no CUDA device: small cases in Triton's interpreter")
     last = done.stdout.splitlines()[-1]

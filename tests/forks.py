@@ -1,0 +1,97 @@
+"""Processes that begin with packages of others imported, which takes longer than many tests do.
+
+Each is a fork of one that has imported them, and nothing of ours: `python -m tests.forks PACKAGES`
+reads what to do, a line of JSON a fork, and writes how each ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+MOST_S = 1800
+
+
+class Forks:
+    """A process to fork, which ends with this one. `environment`: of it and its forks."""
+
+    def __init__(self, *packages: str, **environment: str) -> None:
+        variables = [f"{name}={value}" for name, value in environment.items()]
+        command = ["env", *variables, sys.executable, "-m", __name__, *packages]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+
+    def run(
+        self, function: str, *arguments: str, folder: Path = ROOT, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """What "module:function" says with these arguments in a fork, and its exit code.
+
+        The folder is where it looks for modules first.
+        """
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with TemporaryDirectory() as written:
+            said, errors = Path(written, "stdout"), Path(written, "stderr")
+            task = [function, arguments, environment, *map(str, (folder, said, errors))]
+            self.process.stdin.write(json.dumps(task) + "\n")
+            self.process.stdin.flush()
+            status = os.waitstatus_to_exitcode(int(self.process.stdout.readline()))
+            return subprocess.CompletedProcess(task, status, said.read_text(), errors.read_text())
+
+    def close(self) -> None:
+        with self.process as process:
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+def do(
+    function: str, arguments: list[str], environment: dict[str, str], folder: str, *written: str
+) -> None:
+    """Ends the process, as Python does where it need not undo what was imported."""
+    signal.alarm(MOST_S)
+    for number, path in enumerate(written, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    sys.argv[1:] = arguments
+    code: Any = 1
+    try:
+        module, name = function.split(":")
+        code = getattr(import_module(module), name)(*arguments)
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0 if code is None or isinstance(code, int) else 1)
+
+
+def main() -> None:
+    for package in sys.argv[1:]:
+        import_module(package)
+    assert not [name for name in sys.modules if name.startswith("nanovllm")]
+    gc.freeze()
+    for line in sys.stdin:
+        if not (fork := os.fork()):
+            do(*json.loads(line))
+        _, status = os.waitpid(fork, 0)
+        sys.stdout.write(f"{status}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
