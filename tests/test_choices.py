@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.forks import Forks
 
 ROOT = Path(__file__).parents[1]
 REGISTRIES = [
@@ -28,10 +28,17 @@ def test_every_registry_has_choices() -> None:
     assert {registry for registry, _ in CHOICES} == set(REGISTRIES) and len(CHOICES) >= 14
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    web = "httptools", "httpx", "huggingface_hub", "jinja2", "msgspec", "uvicorn", "uvloop"
+    models = "pandas", "tokenizers", "torch._dynamo", "transformers.models.auto.modeling_auto"
+    forks = Forks(*web, *models, "transformers.modeling_utils", "triton.language")
+    yield forks
+    forks.close()
+
+
 @pytest.mark.parametrize(("registry", "module"), CHOICES, ids=[module for _, module in CHOICES])
-def test_the_rest_works_without(
-    registry: str, module: str, forks: Callable[[Path, str], str], tmp_path: Path
-) -> None:
+def test_the_rest_works_without(registry: str, module: str, forks: Forks, tmp_path: Path) -> None:
     shutil.copytree(
         ROOT / "nanovllm", tmp_path / "nanovllm",
         ignore=shutil.ignore_patterns("demo", "__pycache__"),
@@ -42,53 +49,6 @@ def test_the_rest_works_without(
     lines = table.read_text()
     table.write_text(ENTRY.sub(lambda m: "" if m[1] == module else m[0], lines))
     assert f'"{module}:' not in table.read_text()
-    word = forks(tmp_path, module)
-    assert word.endswith("all of the rest works\n"), word[-3000:]
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Callable[[Path, str], str]]:
-    """Checks a copy without a module, and returns what the check said.
-
-    Each is a fork of one process that has imported what others wrote, and nothing of ours.
-    """
-    path = [str(ROOT / "kernels"), str(ROOT)]  # tests are those of the project
-    command = [sys.executable, "-P", "-c", FORKS.format(path=path)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) as process:
-        assert process.stdin is not None and process.stdout is not None
-        told, said = process.stdin, process.stdout
-
-        def check(folder: Path, module: str) -> str:
-            told.write(f"{folder} {module}\n")
-            assert said.readline() == "done\n"
-            return (folder / "said").read_text()
-
-        yield check
-        told.close()
-        assert process.wait(60) == 0
-
-
-FORKS = """
-import os, runpy, signal, sys
-import httptools, httpx, huggingface_hub, jinja2, msgspec, pandas, tokenizers, torch, torch._dynamo
-import transformers, triton, uvicorn, uvloop
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
-for line in sys.stdin:
-    folder, module = line.split()
-    if os.fork() == 0:
-        signal.alarm(120)
-        said = os.open("said", os.O_WRONLY | os.O_CREAT, dir_fd=os.open(folder, os.O_RDONLY))
-        os.dup2(said, 1)
-        os.dup2(said, 2)
-        os.chdir(folder)
-        sys.path[:0] = [folder, *{path}]
-        sys.argv[1:] = [module]
-        assert not any(name.split(".")[0] == "nanovllm" for name in sys.modules)
-        runpy.run_module("tests.without_choice", run_name="__main__", alter_sys=True)
-        sys.stdout.flush()
-        os._exit(0)  # without undoing what was imported, which takes longer than all before
-    os.wait()
-    print("done", flush=True)
-"""
+    done = forks.run("tests.without_choice:main", module, folder=tmp_path)
+    assert done.stdout == "all of the rest works\n", done.stdout + done.stderr[-3000:]
+    assert done.returncode == 0

@@ -1,6 +1,6 @@
-"""python -m tests.without_choice MODULE, in a copy of the project from which MODULE was deleted.
+"""What works in a copy of the project from which a module was deleted: tests/test_choices.py.
 
-Imports all that is left, and does with other choices what MODULE was chosen for.
+Imports all that is left, and does with other choices what the module was chosen for.
 """
 
 from __future__ import annotations
@@ -85,10 +85,11 @@ def parser(gone: str) -> None:
 CHECKS = {"models": model, "attention": attention, "sampling": sampling, "spec": drafts,
           "parsers": parser}  # fmt: skip
 
-if __name__ == "__main__":
+
+def main(gone: str) -> None:
     for found in pkgutil.walk_packages(nanovllm.__path__, "nanovllm."):
         if not found.name.endswith("__main__"):
             import_module(found.name)
-    assert sys.argv[1] not in sys.modules
-    CHECKS[sys.argv[1].split(".")[-2]](sys.argv[1])
+    assert gone not in sys.modules
+    CHECKS[gone.split(".")[-2]](gone)
     sys.stdout.write("all of the rest works\n")
