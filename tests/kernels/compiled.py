@@ -1,14 +1,14 @@
-"""Products of block-scaled fp8 numbers as CuTe DSL compiles them, in a process of its own: the
-architecture is read when the package is imported."""
+"""What is compiled for Hopper without a GPU, in processes that think they have one: CuTe DSL reads
+the architecture when it is imported. And products of block-scaled fp8 numbers, so compiled."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 
 from nanovllm.runner.precompile import HOPPER
+from tests.forks import ROOT, Forks
 
 KINDS = """
 from pathlib import Path
@@ -22,14 +22,24 @@ for kind in {kinds}:
 """
 
 
-def printed(code: str, folder: Path) -> list[str]:
-    """What the code prints, run in the folder."""
-    command = [*HOPPER, sys.executable, "-c", code]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, check=False, cwd=folder
+@functools.cache
+def forks() -> Forks:
+    """Without TRITON_INTERPRET, under which nothing is compiled."""
+    variables = dict(one.split("=") for one in HOPPER[1:])
+    return Forks(
+        "torch._dynamo", "triton.compiler", "cutlass.cute", TRITON_INTERPRET="0", **variables
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def printed(code: str, folder: Path = ROOT, **environment: str) -> list[str]:
+    """What the code prints, run in the folder."""
+    done = forks().run(f"{__name__}:execute", code, folder=folder, **environment)
+    assert done.returncode == 0, done.stdout[-300:] + done.stderr[-4000:]
     return done.stdout.splitlines()
+
+
+def execute(code: str) -> None:
+    exec(code, {"__name__": "__main__"})
 
 
 def compiled_with(

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import ast
 import math
-import subprocess
-import sys
 from collections import defaultdict
 from contextlib import nullcontext
 from itertools import accumulate
@@ -19,6 +17,8 @@ import nanovllm_kernels
 import numpy as np
 import pytest
 import torch
+
+from tests.kernels.compiled import printed
 
 SOURCE = Path(nanovllm_kernels.__file__).parent / "paged_decode_cute.py"
 COMPILE = """
@@ -36,19 +36,7 @@ BLOCK, PIECE = 64, 16
 
 @pytest.fixture(scope="module")
 def compiled() -> list[str]:
-    """In a process of its own: the architecture is read when the package is imported."""
-    command = [
-        "env",
-        "CUTE_DSL_ARCH=sm_90a",
-        "CUDA_VISIBLE_DEVICES=",
-        "QUACK_CACHE_ENABLED=0",  # anew, not from the disk
-        sys.executable,
-        "-c",
-        COMPILE,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.splitlines()
+    return printed(COMPILE, QUACK_CACHE_ENABLED="0")  # anew, not from the disk
 
 
 def test_it_compiles_for_every_form_of_group_width_and_page(compiled) -> None:

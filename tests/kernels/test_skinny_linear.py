@@ -5,10 +5,9 @@ What they compute is checked on a GPU only (check-kernels, tests/gpu).
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.kernels.compiled import printed
 
 CODE = """
 import torch
@@ -51,19 +50,14 @@ for num_features, width, num_rows, kind in (
 """
 
 
-def printed(code: str) -> list[str]:
-    """By a process of its own: the architecture is read when the package is imported."""
-    variables = ["CUTE_DSL_ARCH=sm_90a", "CUDA_VISIBLE_DEVICES=", "QUACK_CACHE_ENABLED=0"]
-    command = ["env", *variables, sys.executable, "-c", CODE + code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.splitlines()
+def said(code: str) -> list[str]:
+    return printed(CODE + code, QUACK_CACHE_ENABLED="0")
 
 
 def test_it_compiles_for_the_layers_of_both_models() -> None:
     """Lines, slices, blocks of a multiprocessor, groups; stages; blocks, of which 132 or twice or
     three times as many run at once."""
-    assert printed(LAYERS) == [
+    assert said(LAYERS) == [
         "64 2 2 1 5 128 True",
         "32 4 2 1 7 128 True",
         "96 2 2 1 4 128 True",
@@ -77,7 +71,7 @@ def test_it_compiles_for_the_layers_of_both_models() -> None:
 
 
 def test_what_fits() -> None:
-    found = [line.split() for line in printed(CHOICE)]
+    found = [line.split() for line in said(CHOICE)]
     assert [fits for fits, _ in found] == [
         *("True", "False", "True", "False", "True"),
         *("False", "False", "False", "False", "True"),
@@ -100,4 +94,4 @@ for num_features, width, kind in layers:
     shape = shape_of(num_features, width, kind, 32)
     print(shape and num_features % shape.features == 0 and width % (64 * shape.splits) == 0)
 """
-    assert printed(code) == ["True"] * 4
+    assert said(code) == ["True"] * 4

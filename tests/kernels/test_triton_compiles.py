@@ -10,7 +10,6 @@ strides that are multiples of 16. Only with that it pipelines loads, and may fai
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -21,6 +20,7 @@ import torch
 from nanovllm_kernels import KERNELS as CHECKED, device
 
 from tests.hopper import Hopper
+from tests.kernels.compiled import printed
 
 COMPILE = """
 import triton
@@ -119,10 +119,7 @@ for ptx in (conv, scan):  # in whole words, also across a bus
 def test_kernels_compile_for_hopper(name: str, is_fp8: bool) -> None:
     code = KERNELS[name].replace("LATENTS", "fp8e4nv" if is_fp8 else "bf16")
     scales = "SCALES = {}" if is_fp8 else "SCALES = {'scales_PS': None}"
-    command = ["env", "-u", "TRITON_INTERPRET", sys.executable, "-c", f"{COMPILE}{scales}\n{code}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()
+    lines = printed(f"{COMPILE}{scales}\n{code}")
     assert len(lines) == (12 if name == "few_fp8" else 2)
     names = ("conv", "scan") if name == "delta_prefill" else (name,)
     assert {*lines} == {f"compiled {each}_kernel True" for each in names}
@@ -141,10 +138,7 @@ for bits, like in (("*i16", "*bf16"), ("*i32", "*fp32")):
 
 
 def test_exchanges_compile_for_hopper() -> None:
-    command = ["env", "-u", "TRITON_INTERPRET", sys.executable, "-c", COMPILE + EXCHANGES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    names = [line.split()[1] for line in done.stdout.splitlines() if line.endswith("True")]
+    names = [line.split()[1] for line in printed(COMPILE + EXCHANGES) if line.endswith("True")]
     assert names == ["gather_kernel", "add_own_sums_kernel", "add_own_sums_kernel"]
 
 
@@ -237,11 +231,8 @@ def compile_launches(wanted: dict[str, Sequence[str]]) -> None:
 def launches(wanted: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], int]:
     """Of each case over how many copies it waits at most. Fails if one does not compile."""
     code = f"from {__name__} import compile_launches as of; of({wanted!r})"
-    command = ["env", "-u", "TRITON_INTERPRET", sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-300:] + done.stderr[-3000:]
     found: dict[tuple[str, str], int] = {}
-    for line in done.stdout.splitlines():
+    for line in printed(code):
         name, case, fits, ahead = line.split(";")
         assert fits == "True", line
         found[name, case] = max(int(ahead), found.get((name, case), 0))
