@@ -340,7 +340,3 @@ def main(*models: str) -> None:
         modes = dict(traffic.engine.runner.steps_by_mode)
         keys = {kernel: len(known) for kernel, known in notes.seen.items()}
         sys.stderr.write(f"{name}: steps {modes}, keys {keys}\n")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

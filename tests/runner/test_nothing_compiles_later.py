@@ -6,12 +6,9 @@ attention by data exchanges is not looked at.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from nanovllm.runner.precompile import HOPPER
+from tests.kernels.compiled import forks
 
 DRAFTS = "speculate.method=ngram speculate.tokens=3"
 SMALL = (  # more slots than graphs have drafts for, and little else
@@ -39,8 +36,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_is_compiled_before_the_first_request(kind: str) -> None:
-    command = [*HOPPER, sys.executable, "-m", "tests.runner.specialised", *KINDS[kind]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = forks().run("tests.runner.specialised:main", *KINDS[kind])
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == ""
     told = [line for line in done.stderr.splitlines() if ": steps {" in line]
