@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.quick import is_quick
+from tests.quick import LONG, is_quick
 
 TESTS = Path(__file__).parent
 
@@ -28,6 +28,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests come first, so that no worker begins one when the others are done."""
+    items.sort(key=lambda item: str(item.path.relative_to(TESTS)) not in LONG)
     for item in items:
         name = getattr(item, "originalname", item.name)
         if is_quick(str(item.path.relative_to(TESTS)), name):

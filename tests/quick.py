@@ -1,4 +1,5 @@
-"""The tests of `pytest -m quick`: of every package something, together some two minutes."""
+"""The tests of `pytest -m quick`: of every package something, together some two minutes. And what
+takes longest of all."""
 
 from __future__ import annotations
 
@@ -42,6 +43,12 @@ SLOW = {  # tests of these files that take seconds
     "test_ready_until_the_engine_is_gone_or_the_server_ends",
     "test_the_backend_does_not_import_the_language_of_its_kernel",
 }
+LONG = (  # files whose tests take ten seconds and more, each
+    "attention/test_latent_rows.py", "end_to_end/test_hybrid.py",
+    "kernels/test_all_reduce.py", "kernels/test_delta_kernels.py", "kernels/test_interpreted.py",
+    "kernels/test_routed_kernels.py", "kernels/test_sampling.py", "kernels/test_triton_compiles.py",
+    "paper/test_random_batches.py", "runner/test_nothing_compiles_later.py", "sched/test_lanes.py",
+)  # fmt: skip
 
 
 def is_quick(name: str, test: str = "") -> bool:

@@ -1,10 +1,10 @@
-"""`pytest -m quick` touches every package, and its list names nothing that is not there."""
+"""`pytest -m quick` touches every package, and lists name nothing that is not there."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.quick import QUICK, SLOW, is_quick
+from tests.quick import LONG, QUICK, SLOW, is_quick
 
 TESTS = Path(__file__).parent
 PACKAGES = TESTS.parent / "nanovllm"
@@ -18,6 +18,10 @@ def test_every_line_names_tests() -> None:
     texts = [(TESTS / name).read_text() for name in FILES if is_quick(name)]
     for test in SLOW:
         assert any(f"def {test}(" in text for text in texts), test
+
+
+def test_long_files_are_there() -> None:
+    assert {*LONG} <= FILES
 
 
 def test_every_package_is_touched() -> None:
