@@ -91,7 +91,9 @@ class GrammarQueue:
         self.num_kept_bytes = 0
 
     def prepare(self) -> None:
-        """What the first grammar would do otherwise while all that run wait for half a second."""
+        """Makes the compiler and starts the process of trials, as the first grammar would do
+        otherwise, while everyone who runs waits for half a second. Raises what they do.
+        """
         self._builder.prepare()
         self._trials.begin().close()  # its process starts
 

@@ -72,7 +72,8 @@ def main(
     tokens = Path(config.tokenizer_dir), vocab_size, stop_ids
     grammars = Grammars(*tokens, recipe.structured_outputs.compile_s)
     if recipe.device == "cuda":  # others start within seconds, and are not to start for longer
-        grammars.queue.prepare()
+        with suppress(Exception):  # who asks for a grammar is told what is wrong
+            grammars.queue.prepare()
     gc.collect()
     gc.freeze()  # do not visit it again
     gc.enable()

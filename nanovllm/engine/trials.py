@@ -65,7 +65,7 @@ class Trial:
         return answer[1:].decode()
 
     def close(self) -> None:
-        """In place of `result`."""
+        """Gives up an attempt for whose result nobody has asked, nor will."""
         self._sock.close()
 
     def cancel(self) -> None:

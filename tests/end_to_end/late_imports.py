@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 ASKED = "NANOVLLM_LATE_IMPORTS"  # processes are spawned, and import this file, too
 
@@ -26,25 +25,21 @@ def noting(name: str) -> Iterator[None]:
     (Path(os.environ[ASKED]) / f"{name}.json").write_text(json.dumps(found))
 
 
-def noted(name: str, run: Callable[..., None]) -> Callable[..., None]:
-    def wrapped(*args: Any) -> None:
-        with noting(name):
-            run(*args)
-
-    return wrapped
-
-
 if __name__ == "__mp_main__" and ASKED in os.environ:
     from nanovllm.engine.process import Engine
     from nanovllm.server.main import DrainingServer
 
-    plain = DrainingServer.main_loop
+    plain_run, plain_loop = Engine.run, DrainingServer.main_loop
+
+    def run(engine: Engine) -> None:
+        with noting("engine"):
+            plain_run(engine)
 
     async def main_loop(server: DrainingServer) -> None:
         with noting("api"):
-            await plain(server)
+            await plain_loop(server)
 
-    Engine.run = noted("engine", Engine.run)  # type: ignore[method-assign]
+    Engine.run = run  # type: ignore[method-assign]
     DrainingServer.main_loop = main_loop  # type: ignore[method-assign]
 
 if __name__ == "__main__":

@@ -231,17 +231,25 @@ def test_nothing_stays_when_the_engine_stops(tmp_path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize(
     ("device", "order"), [("cuda", ["prepared", "ready"]), ("cpu", ["ready"]), ("auto", ["ready"])]
 )
 def test_a_gpu_has_its_compiler_of_grammars_before_it_is_ready(
-    device: str, order: list[str], monkeypatch: pytest.MonkeyPatch
+    device: str, order: list[str], fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """If there can be none, all other requests are served all the same."""
     executor, recipe, *others = paper.build(config := load_config("paper"))
     recipe = msgspec.structs.replace(recipe, device=device)
     told: list[str] = []
+
+    def prepare(_: GrammarQueue) -> None:
+        told.append("prepared")
+        if fails:
+            raise RuntimeError("a vocabulary of no use")
+
     monkeypatch.setattr(process, "build", lambda *_: (executor, recipe, *others))
-    monkeypatch.setattr(GrammarQueue, "prepare", lambda _: told.append("prepared"))
+    monkeypatch.setattr(GrammarQueue, "prepare", prepare)
     connection = FakeConnection()
     connection.inbox.put(None)
     listener = SimpleNamespace(accept=lambda: connection)
