@@ -80,7 +80,6 @@ def test_however_it_is_batched(
     told: Told, drafts: bool, pages: int, page_tokens: int, order: list[int], **sizes: int
 ) -> None:
     config, prompts, expected = told
-    lengths = [[(40 - 5 * i) // 2 for i in range(7)], [40 - 5 * i for i in range(7)]]  # by turn
     engine = WholeEngine(
         config,
         pages=pages * 4 // page_tokens + 2,
@@ -90,13 +89,13 @@ def test_however_it_is_batched(
     )
     for turn in range(2):
         for i in order:
-            engine.submit(10 * turn + i, prompts[i], lengths[turn][i])
+            engine.submit(10 * turn + i, prompts[i], MAX_NEW - 9 * i)
             if turn:
                 engine.loop.step()
                 engine.scheduler.check()
         engine.run()
     for name, text in engine.text.items():
-        assert text == expected[name % 10][: lengths[name // 10][name % 10]], name
+        assert text == expected[name % 10][: MAX_NEW - 9 * (name % 10)], name
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -127,11 +126,9 @@ def test_a_next_turn_goes_on_from_what_was_saved_while_text_grew(
     assert not saved if drafts else len(saved) >= 4 and engine.cached[10] > len(prompts[0])
 
 
-@pytest.mark.parametrize(
-    ("pages", "checkpoints", "drafts", "new"), [(75, 4, False, 30), (200, 2, True, MAX_NEW)]
-)
+@pytest.mark.parametrize(("pages", "checkpoints", "drafts"), [(75, 4, False), (200, 2, True)])
 def test_text_is_the_same_with_checkpoints_in_the_hosts_memory(
-    told: Told, pages: int, checkpoints: int, drafts: bool, new: int
+    told: Told, pages: int, checkpoints: int, drafts: bool
 ) -> None:
     """With few pages, so that preempted requests come back; with few places, so that some go."""
     config, prompts, expected = told
@@ -143,11 +140,11 @@ def test_text_is_the_same_with_checkpoints_in_the_hosts_memory(
         )  # fmt: skip
         for turn in range(2):
             for i, prompt in enumerate(prompts):
-                engine.submit(10 * turn + i, prompt, new)
+                engine.submit(10 * turn + i, prompt, MAX_NEW)
                 engine.loop.step()
             engine.run()
         for name, text in engine.text.items():
-            assert text == expected[name % 10][:new], name
+            assert text == expected[name % 10], name
         stats = engine.scheduler.stats()
         events = stats.checkpoint_events
         assert min(events["saved"], events["restored"], sum(engine.cached.values())) > 0
