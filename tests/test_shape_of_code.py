@@ -15,67 +15,8 @@ FILES = [
     for folder in ("nanovllm", "kernels", "recipes", "tests")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
-MAX_LINES = {"nanovllm": 400, "recipes": 400, "tests": 500, "kernels": 700}
+MAX_LINES = {"nanovllm": 500, "recipes": 400, "tests": 500, "kernels": 700}
 MAX_FUNCTION = 60
-# What a reader must hold, in lines of code: no blanks, comments, docstrings and imports. Whatever
-# is none of the others is on the path of a plain chat request.
-TOOLS = (
-    "nanovllm/bench/", "nanovllm/cli/", "nanovllm/engine/paper.py", "nanovllm/runner/precompile.py",
-    "nanovllm/__main__.py",
-)  # fmt: skip
-CHOICES = (
-    "nanovllm/server/parsers/", "nanovllm/server/structured/", "nanovllm/server/tool_choice.py",
-    "nanovllm/spec/",
-    "nanovllm/speculate.py", "nanovllm/experts.py",
-    "nanovllm/models/altered.py",
-    "nanovllm/models/llama.py", "nanovllm/models/qwen3.py", "nanovllm/models/qwen3_moe.py",
-    "nanovllm/models/minimax_m2.py", "nanovllm/models/deepseek_v3.py",
-    "nanovllm/attention/latent.py", "nanovllm/attention/latent_rows.py",
-    "nanovllm/layers/latent_attention.py",
-    "nanovllm/models/sparse.py", "nanovllm/models/qwen3_next.py", "nanovllm/models/scattered.py",
-    "nanovllm/attention/gated_delta.py", "nanovllm/layers/gated_delta.py",
-    "nanovllm/layers/gated_attention.py", "nanovllm/attention/delta_kernels.py",
-    "nanovllm/attention/delta_triton.py",
-    "nanovllm/runner/states.py",
-    "nanovllm/layers/stretched_rope.py", "nanovllm/layers/moe.py", "nanovllm/layers/router.py",
-    "nanovllm/layers/expert_products.py", "nanovllm/layers/expert_kernels.py",
-    "nanovllm/runner/expert_load.py",
-    "nanovllm/attention/grouped.py", "nanovllm/layers/fp8.py",
-    "nanovllm/attention/flash.py", "nanovllm/attention/paged.py", "nanovllm/attention/torch_ref.py",
-    "nanovllm/attention/triton.py",
-    "nanovllm/sampling/allowed_tokens.py", "nanovllm/sampling/bad_words.py",
-    "nanovllm/sampling/logit_bias.py",
-    "nanovllm/sampling/logprobs.py", "nanovllm/sampling/min_tokens.py",
-    "nanovllm/sampling/penalties.py", "nanovllm/sampling/shards.py",
-    "nanovllm/sampling/truncate.py",
-    "nanovllm/engine/grammars.py", "nanovllm/engine/grammar_queue.py", "nanovllm/engine/trials.py",
-    "nanovllm/sched/drafting.py", "nanovllm/kv/checkpoints.py",
-    "nanovllm/kv/hybrid.py", "nanovllm/kv/split.py",
-    "nanovllm/watch.py",
-)  # fmt: skip
-SCALE = (  # several GPUs: ranks, lanes, replicas
-    "nanovllm/engine/ranks.py", "nanovllm/parallel/", "nanovllm/sched/lanes.py",
-    "nanovllm/fleet.py", "nanovllm/server/engines.py", "nanovllm/server/router.py",
-)  # fmt: skip
-BESIDE = (  # what a plain request never passes: metrics, the page, large bodies, what fits a
-    # machine, how tensors come from files
-    "nanovllm/look.py", "nanovllm/engine/recent.py", "nanovllm/server/page_files.py",
-    "nanovllm/server/debug_steps.py",
-    "nanovllm/models/destination.py", "nanovllm/models/dummy.py", "nanovllm/models/faults.py",
-    "nanovllm/models/quantised.py", "nanovllm/models/shards.py",
-    "nanovllm/runner/room.py", "nanovllm/layers/describe.py",
-    "nanovllm/server/cors.py", "nanovllm/server/metrics.py", "nanovllm/server/metrics_page.py",
-    "nanovllm/server/metric_help.py",
-    "nanovllm/server/process_facts.py", "nanovllm/server/large.py", "nanovllm/server/length.py",
-)  # fmt: skip
-CUTE = ("cute", "skinny_linear", "flash_prefill", "gated_linear", "gated_product", "grouped_linear",
-        "grouped_product", "grouped_fp8", "kept")  # fmt: skip
-CASES = ("case", "timing", "compile_one")  # and *_cases
-BUDGETS = {
-    "path": 6_200, "beside": 1_160, "scale": 1_030, "choices": 6_500, "tools": 2_200,
-    "triton": 4_587, "cute": 2_449, "cases": 1_464,  # 8,500 together
-}  # fmt: skip
-MAX_CHOICE = 250
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "core"}
 MAY_READ_ENVIRONMENT = {"nanovllm/config.py", "nanovllm/log.py"}
 # A Protocol and what it is the shape of; and what each kernel in CuTe DSL or Triton has of its own.
@@ -158,36 +99,9 @@ def code_lines(text: str) -> int:
     return len(found - passed_over)
 
 
-def budget_of(path: Path) -> str | None:
-    name = name_of(path)
-    if name.startswith("kernels/"):
-        if path.stem in CASES or path.stem.endswith("_cases"):
-            return "cases"
-        return "cute" if any(part in path.stem for part in CUTE) else "triton"
-    if not name.startswith("nanovllm/"):
-        return None
-    if name.startswith(TOOLS):
-        return "tools"
-    if name.startswith(BESIDE):
-        return "beside"
-    if name.startswith(SCALE):
-        return "scale"
-    return "choices" if name.startswith(CHOICES) else "path"
-
-
 def test_code_lines_counts_code_alone() -> None:
     text = '"""Two\nlines."""\n\nimport os\n\n# said\nx = [\n    1,  # one\n]\n'
     assert code_lines(text) == 3
-
-
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_budget(budget: str) -> None:
-    lines = {
-        name_of(path): code_lines(path.read_text()) for path in FILES if budget_of(path) == budget
-    }
-    assert 0 < sum(lines.values()) <= BUDGETS[budget], sum(lines.values())
-    if budget in {"choices", "scale"}:
-        assert {name: count for name, count in lines.items() if count > MAX_CHOICE} == {}
 
 
 def test_a_class_name_means_one_thing() -> None:
