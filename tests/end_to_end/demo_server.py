@@ -77,12 +77,17 @@ def asked(text: str, **more: Any) -> dict[str, Any]:
     return {"model": "demo", "messages": [{"role": "user", "content": text}], **more}
 
 
-def start(*arguments: str, limit_s: float = 300.0) -> Server:
-    """Raises AssertionError, with all that it said, if it ends or is not ready in time."""
+def start(
+    *arguments: str, limit_s: float = 300.0, environment: dict[str, str] | None = None
+) -> Server:
+    """Start `nanovllm serve` and wait until it is ready.
+
+    Raise AssertionError, with the log, if it ends or is not ready in time.
+    """
     command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *arguments]
-    tells = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+    variables = {**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {})}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, stderr=subprocess.STDOUT, env=tells
+        command, stdout=subprocess.PIPE, text=True, stderr=subprocess.STDOUT, env=variables
     )
     assert process.stdout is not None
     server = Server(process)
