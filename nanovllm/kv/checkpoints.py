@@ -1,11 +1,12 @@
-"""Which recurrent states are kept, each behind how many pages of which text, and which goes first.
+"""Store of saved recurrent states (checkpoints), with eviction. Independent of pages and requests.
 
-Decision: a checkpoint is worth the tokens that its loss would have others compute again, those from
-the nearest earlier checkpoint of the same text, and the less the longer nobody used it. So a long
-text is thinned out evenly, the fork of a prefix that all share outlives many ends of prompts, and
-what nobody comes back to goes. Plain least-recently-used would drop the fork's state first.
+A checkpoint is the state at the end of a page of some text. The checkpoints of texts that share
+prefixes form a tree: the parent is the longest earlier checkpoint of the same text.
 
-Knows no pages and no requests.
+Decision: a checkpoint is worth the tokens that must be computed again without it, counted
+from its parent, divided by its age since the last use. A long text is thus thinned out evenly, and
+the fork of a shared prefix outlives the ends of many prompts. Plain least-recently-used eviction
+would drop the fork's state first.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from nanovllm.kv.keys import Key, PageKeys
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """`keys` are those of some text that begins with the checkpoint's tokens, and may be longer."""
+    """One saved state. `keys` are those of a text that begins with its tokens and may be longer."""
 
     id: int
     key: Key
     num_tokens: int
     keys: PageKeys
-    before: Checkpoint | None  # the nearest one whose tokens are the first of these
+    before: Checkpoint | None  # the parent: the longest checkpoint of a prefix
     behind: set[Checkpoint]
 
 
 class Checkpoints:
-    """`count` places for states, named 0..count - 1."""
+    """A fixed number of places for states, with ids 0..count - 1."""
 
     def __init__(self, count: int, page_tokens: int) -> None:
         self.count = count
@@ -39,18 +40,22 @@ class Checkpoints:
         self.sizes = {"places": count, "kept": 0}
         self.events = {"saved": 0, "restored": 0, "evicted": 0}  # since the start
         self._of: dict[Key, Checkpoint] = {}
-        self._after: dict[Key, set[Checkpoint]] = {}  # by the page after the one before
+        self._after: dict[
+            Key, set[Checkpoint]
+        ] = {}  # by the key of the page that follows the parent
         self._by_id: list[Checkpoint | None] = [None] * count
         self._blank = list(range(count))[::-1]
-        self._costs_C = np.full(count, np.inf)  # tokens to compute again; inf: none to be evicted
+        self._costs_C = np.full(
+            count, np.inf
+        )  # tokens to compute again; inf where a place has no state
         self._used_C = np.zeros(count)
-        self._now = 0  # counts uses, and states that want a place
+        self._now = 0  # clock: incremented by each use and each take()
 
     def get(self, key: Key) -> Checkpoint | None:
         return self._of.get(key)
 
     def along(self, keys: PageKeys, most: int) -> Iterator[Checkpoint]:
-        """All checkpoints of the first `most` tokens of a text, the longest first."""
+        """Yield the checkpoints of the first `most` tokens of a text, the longest first."""
         for index in reversed(range(most // self.page_tokens)):
             if (found := self._of.get(keys.full(index))) is not None:
                 yield found
@@ -59,9 +64,10 @@ class Checkpoints:
         return next(self.along(keys, most), None)
 
     def beyond(self, start: Checkpoint | None, keys: PageKeys, end: int) -> Iterator[Checkpoint]:
-        """The nearest behind more than the first `end` tokens of a text, whoever goes on with them.
+        """Yield the children of `start` that are longer than `end` tokens and share these tokens.
 
-        `start`: the longest behind fewer of them. There is none behind just as many.
+        `start` is the longest checkpoint with fewer than `end` tokens. No checkpoint has exactly
+        `end` tokens.
         """
         index = end // self.page_tokens
         for other in self._after.get(self._page_after(start, keys), ()):
@@ -71,9 +77,9 @@ class Checkpoints:
     # -- keeping ------------------------------------------------------------------------------
 
     def take(self, spared: int) -> int:
-        """A place for a state that spares so many tokens, for which a worse one may have to go.
+        """Return a place for a state that saves `spared` tokens; -1 if all others are worth more.
 
-        -1: all others are better.
+        If no place is blank, evict the checkpoint of the least value.
         """
         self._now += 1
         if self._blank:
@@ -88,13 +94,13 @@ class Checkpoints:
         return self._blank.pop()
 
     def give_back(self, place: int) -> None:
-        """A place that was taken and is not used."""
+        """Return a place that was taken and not used."""
         self._blank.append(place)
 
     def put(self, place: int, keys: PageKeys, num_tokens: int) -> None:
-        """The place that was taken has the state behind so many tokens of a text."""
+        """Register the state in a taken place: that of a text's first `num_tokens` tokens."""
         key = keys.last(num_tokens)
-        if key in self._of:  # somebody else was as quick
+        if key in self._of:  # another request saved the same prefix first
             self._blank.append(place)
             return
         before = self.longest(keys, num_tokens - 1)
@@ -109,7 +115,7 @@ class Checkpoints:
         self._used_C[place] = self._now
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Somebody goes on from there."""
+        """Count a use of the checkpoint."""
         self.events["restored"] += 1
         self._now += 1
         self._used_C[checkpoint.id] = self._now
@@ -142,5 +148,5 @@ class Checkpoints:
             del self._after[page]
 
     def _page_after(self, before: Checkpoint | None, keys: PageKeys) -> Key:
-        """The page with which a text goes on behind a checkpoint: few others go on with it."""
+        """Return the key of the page that follows a checkpoint in a text. Few texts share it."""
         return keys.full(before.num_tokens // self.page_tokens if before is not None else 0)

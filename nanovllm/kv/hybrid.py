@@ -1,23 +1,23 @@
-"""HybridMemory: pages and recurrent states of one model. Beside KVMemory it deals in checkpoints.
+"""Page allocation and prefix reuse for models that also have recurrent states.
 
-A prefix is known as far as its pages are and a state was saved, always at the end of a page. States
-are saved, if that spares a page of tokens:
-- where prompts fork: where the known pages of a prompt end before others go on, or where it parts
-  from a prompt that waits. So the next one with that prefix goes on from there;
-- where the last page of a prompt begins, inside of the chunk that ends it. Not at its very end: an
-  equal prompt has a token left to compute, and the last tokens of a prompt open the model's turn,
-  often with a thought that the next turn's prompt leaves out;
-- every `every` tokens: of a prompt where chunks end anyhow, of an output at the end of a page. Then
-  the newest tokens are still on their way: the state gets its name when they have come.
+A prefix can be reused up to the last page end where all pages are cached and a state was saved.
+States are saved only if that saves at least a page of tokens:
+- At forks: where the cached pages of a prompt end and other texts go on, or where a prompt differs
+  from one that waits. The next prompt with that prefix starts there.
+- At the start of a prompt's last page, inside its last chunk. The very end would be useless: an
+  equal prompt must compute one token. The last tokens also open the model's turn, often with
+  reasoning that the next turn's prompt leaves out.
+- Every `every` tokens: at the ends of a prompt's chunks, and of an output at the end of a page. The
+  tokens of such an output page are still in flight, so its state is registered when they arrive.
 
-A preempted request goes on from the last of these. Its newest state alone would be of no use: there
-was no page left, so that the first one it gives up is taken at once, from its end.
+A preempted request resumes from the last saved state. Saving its current state would not help:
+preemption means that no page is free, so its last page is reused at once.
 
-Decision: a checkpoint may be given to another state while steps that read or write it are still in
-flight, because plans execute in order on one stream. In one plan states that left their slots are
-saved before admissions restore theirs, and chunks save after that: what a plan restores was
-complete before, and what is overwritten was read. A checkpoint that a plan's chunks write cannot be
-found before the next plan; one that its `saves` write can.
+Decision: a checkpoint may be reassigned while steps that read or write it are in flight, because
+plans run in order on one stream. Within a plan, running states are saved first, then admissions
+restore, then chunks save. A plan thus restores complete states and overwrites states after their
+last read. A checkpoint written by a chunk can be found from the next plan on; one written by
+`saves` at once.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.memory import Found, KVMemory, Texts
 
-EVERY = 4096  # tokens: a step of so many takes several times as long as one of few
-LOOKED_AT = 32  # waiting texts
+EVERY = 4096  # tokens; computing these again takes several times as long as a decode step
+LOOKED_AT = 32  # waiting texts that are compared, at most
 
 
 @dataclass(slots=True)
 class SavedText:
-    """What a request in a slot has in checkpoints."""
+    """Checkpoints of a request that holds pages."""
 
     keys: PageKeys
-    num_saved: int  # tokens of the newest one of its own, or of the one that it began with
-    slot: int  # -1: not known, or not how many tokens its state has seen
-    fork: int = 0  # tokens: where a state is to be saved
-    place: int = -1  # of the state behind num_saved tokens, not all of which are known yet
+    num_saved: int  # tokens of its latest checkpoint, or of the one it started from
+    slot: int  # -1 if its state's number of tokens is unknown (drafts)
+    fork: int = 0  # position (tokens) where a state must be saved; 0 = none
+    place: int = -1  # a state of num_saved tokens, saved before all these tokens were sampled
 
 
 class HybridMemory(KVMemory):
-    """`every`: so many tokens of a prompt apart, states are saved."""
+    """Pages and checkpoints of all requests. `every`: tokens between states of one prompt."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class HybridMemory(KVMemory):
         self.states = Checkpoints(num_checkpoints if prefix else 0, page_tokens)
         self.checkpoints, self.checkpoint_events = self.states.sizes, self.states.events
         self._texts: dict[int, SavedText] = {}
-        self._unpublished: dict[Key, tuple[int, PageKeys, int]] = {}  # place, of what, tokens
-        self._saves: dict[int, int] = {}  # since the last plan: checkpoint, slot
+        self._unpublished: dict[Key, tuple[int, PageKeys, int]] = {}  # place, text, tokens
+        self._saves: dict[int, int] = {}  # for the next plan: slot by checkpoint
 
     # -- admission --------------------------------------------------------------------------
 
@@ -86,10 +86,10 @@ class HybridMemory(KVMemory):
         return self.prefix and spared >= self.page_tokens
 
     def _copies_last(self, keys: PageKeys) -> bool:
-        return False  # not without a state there
+        return False  # no state is saved inside a page
 
     def find(self, keys: PageKeys, *, copies: bool = True) -> Found:
-        """The longest prefix with a state and all pages."""
+        """Return the longest prefix whose pages are cached and whose state was saved."""
         pages, size = super().find(keys, copies=copies).pages, self.page_tokens
         state = self.states.longest(keys, len(pages) * size)
         if state is None:
@@ -120,7 +120,7 @@ class HybridMemory(KVMemory):
         return end, self._save(request_id, end), end
 
     def _parting(self, text: SavedText, start: int, waiting: Texts) -> int:
-        """Where a waiting text parts from this one, if it had better wait until it is there."""
+        """Return where a waiting text that gains by waiting leaves this one (tokens), or 0."""
         for other in islice(waiting, LOOKED_AT):
             shared = self._num_shared(text.keys, other) * self.page_tokens
             spared, left = shared - text.num_saved, len(other.tokens) - text.num_saved
@@ -129,12 +129,12 @@ class HybridMemory(KVMemory):
         return 0
 
     def _num_shared(self, a: PageKeys, b: PageKeys) -> int:
-        """How many leading pages two texts have in common; each has a token behind them."""
+        """Return the number of leading pages that two texts share. Both are longer than these."""
         most = min(self._most_shared(a), self._most_shared(b))
         return bisect_left(range(most), True, key=lambda index: a.full(index) != b.full(index))
 
     def _save(self, request_id: int, end: int) -> int:
-        """A checkpoint for the state behind `end` tokens; -1: none."""
+        """Return a checkpoint for the state after `end` tokens, or -1."""
         text = self._texts[request_id]
         spared, key = end - text.num_saved, text.keys.last(end)
         if not self._is_worth(spared) or self.states.get(key) or key in self._unpublished:
@@ -152,8 +152,8 @@ class HybridMemory(KVMemory):
         self._unpublished.clear()
 
     def extend(self, request_id: int, num_tokens: int) -> list[int] | None:
-        """A request grows into a new page when its plans have filled the last one. So has its
-        state, in a moment when nothing else needs to be known of it."""
+        """Also save the state, if due. The plans so far end exactly with the last page, so the
+        state's number of tokens is known."""
         end = len(self._holdings[request_id].pages) * self.page_tokens
         pages, text = super().extend(request_id, num_tokens), self._texts[request_id]
         spared = end - text.num_saved
@@ -167,7 +167,9 @@ class HybridMemory(KVMemory):
         super().commit(request_id, num_computed)
         text = self._texts[request_id]
         if text.place >= 0 and num_computed >= text.num_saved:
-            if text.keys.last(text.num_saved) in self._page_of:  # else it was condemned since
+            if (
+                text.keys.last(text.num_saved) in self._page_of
+            ):  # else its pages were invalidated meanwhile
                 self.states.put(text.place, text.keys, text.num_saved)
             else:
                 self.states.give_back(text.place)
@@ -181,7 +183,7 @@ class HybridMemory(KVMemory):
     # -- departures -------------------------------------------------------------------------
 
     def condemn(self, request_id: int, start: int = 0) -> None:
-        """States also where others named the pages that it wrote."""
+        """Also remove states, including those that other requests saved on these pages."""
         super().condemn(request_id, start)
         keys = self._holdings[request_id].keys
         for state in list(self.states.along(keys, len(keys.tokens))):
@@ -201,10 +203,7 @@ class HybridMemory(KVMemory):
 
 
 def memory_of(layout: CacheLayout, cache: Cache) -> KVMemory:
-    """Who holds which page, and which state, of caches with that layout.
-
-    `cache`: with numbers for its pages, their size and the checkpoints.
-    """
+    """Return the memory for a cache layout. `cache` has numbers where a recipe may have "auto"."""
     pages, page_tokens = int(cache.pages), int(cache.page_tokens)
     if layout.state is None:
         return KVMemory(pages, page_tokens, prefix=cache.prefix)

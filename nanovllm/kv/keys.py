@@ -1,4 +1,4 @@
-"""What the pages of a text are called. Knows nothing of who holds them."""
+"""Content hashes that identify pages of the KV cache."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ Tokens: TypeAlias = "array[int]"  # typecode "i"
 
 
 def root_key(salt: str) -> Key:
-    """The parent of first pages: tenants with different salts never share a page."""
+    """Return the parent key of first pages. Different salts never share a page."""
     raw = salt.encode()
     return sha256(len(raw).to_bytes(8, "little") + raw).digest()
 
 
 def chain(parent: Key, tokens: Tokens) -> Key:
-    """Name a page by everything before it: equal keys mean equal salts and token prefixes."""
+    """Return the key of a page. Equal keys mean equal salts, equal prefixes and equal tokens."""
     return sha256(parent + tokens.tobytes()).digest()
 
 
 class PageKeys:
-    """The keys of one request's pages, each computed once and kept as long as the request.
+    """Keys of one request's pages. Each is computed on first use and kept as long as the request.
 
-    `tokens` is the request's own list and only ever grows, so a key never becomes wrong.
+    `tokens` is the request's own list. It only grows, so a key stays valid.
     """
 
     __slots__ = ("_full", "_root", "num_known", "page_tokens", "refused_at", "tokens")
@@ -34,16 +34,16 @@ class PageKeys:
         self.page_tokens = page_tokens
         self._root = root_key(salt)
         self._full: list[Key] = []
-        self.num_known = 0  # KVMemory's note: no more leading pages could be found
-        self.refused_at = -1  # KVMemory's note: when it last refused this request
+        self.num_known = 0  # used by KVMemory: leading pages found in the last lookup
+        self.refused_at = -1  # used by KVMemory: its release counter at the last refusal
 
     @property
     def computed(self) -> list[Key]:
-        """The keys of full pages that somebody has asked for so far, from the first page on."""
+        """The keys of full pages that have been computed, from the first page on."""
         return self._full
 
     def full(self, index: int) -> Key:
-        """The key of a page whose tokens are all known."""
+        """Return the key of a full page."""
         full, size = self._full, self.page_tokens
         for i in range(len(full), index + 1):
             parent = full[-1] if i else self._root
@@ -51,11 +51,11 @@ class PageKeys:
         return full[index]
 
     def before(self, index: int) -> Key:
-        """What names all that comes before a page."""
+        """Return the key of the prefix before a page."""
         return self.full(index - 1) if index else self._root
 
     def last(self, num_tokens: int) -> Key:
-        """The key of the page with token `num_tokens` - 1, seen as if none came after that."""
+        """Return the key of the page that ends with token `num_tokens - 1`, full or not."""
         index, size = (num_tokens - 1) // self.page_tokens, self.page_tokens
         if num_tokens == (index + 1) * size:
             return self.full(index)

@@ -1,6 +1,6 @@
-"""What a model keeps between steps: paged keys and values, and recurrent states of fixed size.
+"""Sizes of a model's cache: paged keys and values, and recurrent states of fixed size.
 
-A model file computes its layout; sizing, the allocator and the device side all read it.
+Each model file computes its layout. Sizing, the page allocator and the device side read it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from msgspec import Struct
 
 
 class PagedGroup(Struct, frozen=True):
-    """Layers whose keys and values share a geometry (per rank).
+    """Layers whose keys and values have the same shape (per rank).
 
-    Latents are one head of keys, and values of no elements, which are made of the same. In 8 bits
-    their elements are the bytes of a token's row: nanovllm_kernels.latent_reference.
+    Latent attention stores one key head and `v_size == 0`, since values come from the same
+    latents. In 8 bits, an element is one byte of a token's row (nanovllm_kernels.latent_reference).
     """
 
     layers: tuple[int, ...]
@@ -23,7 +23,7 @@ class PagedGroup(Struct, frozen=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes of a token in all layers of the group together."""
+        """Bytes of one token in all layers of the group."""
         per_layer = self.num_heads * (self.k_size + self.v_size) * self.bytes_per_element
         return per_layer * len(self.layers)
 
@@ -31,8 +31,8 @@ class PagedGroup(Struct, frozen=True):
 class StateGroup(Struct, frozen=True):
     """Layers with a recurrent state of fixed size (per rank).
 
-    A layer keeps the newest `taps` inputs of its convolution, [channels, taps], and what its
-    recurrence has seen, [heads, key_size, value_size].
+    A layer stores the latest `taps` inputs of its convolution, [channels, taps], and the state of
+    its recurrence, [heads, key_size, value_size].
     """
 
     layers: tuple[int, ...]
@@ -46,13 +46,13 @@ class StateGroup(Struct, frozen=True):
 
     @property
     def bytes_per_state(self) -> int:
-        """The bytes of one layer's."""
+        """Bytes of one layer's state."""
         inputs = self.channels * self.taps * self.bytes_per_element
         return inputs + self.recurrent_bytes * self.heads * self.key_size * self.value_size
 
 
 class CacheLayout(Struct, frozen=True):
-    """One page id serves every paged layer: each group has that page at the same index."""
+    """All groups of a model. A page id is an index that is valid in every paged layer."""
 
     paged: tuple[PagedGroup, ...]
     state: StateGroup | None = None

@@ -1,14 +1,25 @@
-"""KVMemory: the only face of the cache the scheduler sees.
+"""Page allocation and prefix reuse for the scheduler.
 
-It answers four questions: what is already known of this prompt (admit), may it grow (extend), what
-may others reuse (expect, commit), and who is done (release). It deals in page ids and checkpoint
-ids; the bytes live on the device.
+Theory of operation:
+
+    1. admit      reserve the longest cached prefix, and blank pages for the rest of the prompt
+    2. expect     list the pages that the plan under construction will fill
+    3. publish    register those pages for reuse, once the plan is complete
+    4. extend     reserve one more page when a decode row outgrows its last one
+    5. commit     register the pages that generated tokens have filled
+    6. release    return the pages; registered ones stay cached until they are evicted
+
+    blank --take--> held --drop, registered--> cached --take: evict--> held
+      ^              |  <-----hold: cache hit----/
+      '--drop, not registered
+
+Only page ids and checkpoint ids are handled here; the bytes live on the device.
 
 Decision: a request is admitted with pages for all of its prompt at once. Chunks then never compete
 for pages, so only a decode row that outgrows its last page can cause a preemption.
 
-Decision: the page with a prompt's last tokens is found by equal prompts, too, although it is not
-full and its owner goes on writing to it. They get a copy, and compute one token.
+Decision: the partly filled last page of a prompt is registered, too. An equal prompt copies it and
+computes one token. The copy is needed because the owner goes on writing to its page.
 """
 
 from __future__ import annotations
@@ -25,7 +36,7 @@ Texts = Iterable[PageKeys]
 
 @dataclass(slots=True)
 class Holding:
-    """What one request holds. The first `num_named` pages are full and others may find them."""
+    """Pages held by one request. The first `num_named` pages are full and registered for reuse."""
 
     keys: PageKeys
     pages: list[int]
@@ -33,35 +44,37 @@ class Holding:
 
 
 class Found(NamedTuple):
-    """What is known of a text. Of an admitted one, the pages behind the known ones are blank."""
+    """Cached prefix of a text. After admission, `pages` also has the blank pages that follow it."""
 
     pages: list[int]
     num_cached: int  # tokens
-    source: int = 0  # is copied to the page of the last of these tokens before it is read; 0 = none
-    checkpoint: int = -1  # their state; -1 = the zero state
+    source: int = 0  # page to copy to the page of the last cached token; 0 = no copy
+    checkpoint: int = -1  # recurrent state at the end of the prefix; -1 = the zero state
 
 
 class KVMemory:
-    """`prefix` False turns all reuse off."""
+    """Pages of all requests, by request id. `prefix=False` turns reuse off."""
 
     def __init__(self, num_pages: int, page_tokens: int, *, prefix: bool = True) -> None:
         self.page_tokens = page_tokens
         self.prefix = prefix
         self.pool = PagePool(num_pages, self._forget)
         self._page_of: dict[Key, int] = {}
-        self._keys_of: dict[int, tuple[Key, ...]] = {}  # full, and up to a prompt's last token
-        self._expected: dict[Key, int] = {}  # pages the plan being built computes
-        self._sources: list[int] = []  # pages it copies from
+        self._keys_of: dict[
+            int, tuple[Key, ...]
+        ] = {}  # of a full page, and of a prompt's last page
+        self._expected: dict[Key, int] = {}  # pages that the plan under construction fills
+        self._sources: list[int] = []  # pages that the same plan copies from
         self._holdings: dict[int, Holding] = {}
-        self._dirty: set[int] = set()  # NaN may be in there: nobody's next without being cleaned
-        self._to_clean: list[int] = []  # handed out since the last plan
-        self._num_releases = 0  # so often something has become free
-        self.checkpoints: dict[str, int] = {}  # both as in wire.Stats
+        self._dirty: set[int] = set()  # pages that may contain NaN; zeroed before reuse
+        self._to_clean: list[int] = []  # dirty pages that were reserved after the last plan
+        self._num_releases = 0  # events that may let a refused request in
+        self.checkpoints: dict[str, int] = {}  # the format of both is that of wire.Stats
         self.checkpoint_events: dict[str, int] = {}
 
     @property
     def usage(self) -> float:
-        """Share of pages that running requests hold, 0..1."""
+        """Fraction of pages that running requests hold, 0..1."""
         return 1 - self.pool.num_free / self.pool.num_pages
 
     def num_pages_for(self, num_tokens: int) -> int:
@@ -71,24 +84,25 @@ class KVMemory:
         return self.num_pages_for(num_tokens) <= self.pool.num_pages
 
     def holds(self, request_id: int) -> bool:
-        """Whether the request has pages, also if it has left its slot."""
+        """Return True if the request has pages. It may have left its slot."""
         return request_id in self._holdings
 
     # -- admission --------------------------------------------------------------------------
 
     def admit(self, request_id: int, keys: PageKeys, reserve: int, slot: int = -1) -> Found | None:
-        """Hold the longest known prefix and blank pages for the rest of the known tokens.
+        """Reserve the longest cached prefix and blank pages for the remaining tokens.
 
-        One token is always left to compute. None, and nothing held, unless `reserve` pages would
-        stay free for the requests already running. `slot`: where it will be if it is admitted and
-        feeds no drafts, so that each grant of a page says how far its plans reach; else -1.
+        Leave at least one token to compute, so that there are logits to sample from. Return None
+        and reserve nothing if fewer than `reserve` pages would stay free for running requests.
+        `slot` is the request's future slot, or -1 if it uses drafts. With drafts, a new page does
+        not show how many tokens have been computed.
         """
         total = self.num_pages_for(len(keys.tokens))
         if not self._may_fit(keys, total + reserve):
             return None
         found = self.find(keys)
         blank = self._hold(found, total, reserve)
-        if blank is None and found.source:  # it may be the very page that is missing
+        if blank is None and found.source:  # without the copy, one page less is needed
             found = self.find(keys, copies=False)
             blank = self._hold(found, total, reserve)
         if blank is None:
@@ -98,7 +112,7 @@ class KVMemory:
         return found._replace(pages=found.pages + blank)
 
     def _hold(self, found: Found, total: int, reserve: int) -> list[int] | None:
-        """Hold what was found, and blank pages for the rest, which it returns; None: nothing."""
+        """Hold the pages in `found`. Return the blank pages up to `total`, or None if too few."""
         held = [*found.pages, found.source] if found.source else found.pages
         missing = total - len(found.pages)
         for page in held:
@@ -111,7 +125,9 @@ class KVMemory:
         return blank
 
     def find(self, keys: PageKeys, *, copies: bool = True) -> Found:
-        """The most that may be used. `copies`: also a page with all the rest."""
+        """Return the longest reusable prefix. With `copies`, also match a partly filled last page,
+        whose content must then be copied.
+        """
         pages: list[int] = []
         most = self._most_shared(keys)
         while len(pages) < most and (page := self._page_of.get(keys.full(len(pages)))):
@@ -123,17 +139,18 @@ class KVMemory:
         return Found(pages, len(pages) * self.page_tokens)
 
     def _most_shared(self, keys: PageKeys) -> int:
-        """Leading pages that a request may share with others: one token is left to compute."""
+        """Return the number of leading pages that can be shared, with one token left to compute."""
         return (len(keys.tokens) - 1) // self.page_tokens
 
     def _copies_last(self, keys: PageKeys) -> bool:
-        """Whether a copy of a last page could spare tokens."""
+        """Return True if copying a partly filled last page could save tokens."""
         return self.prefix and (len(keys.tokens) - 1) % self.page_tokens > 0
 
     def _may_fit(self, keys: PageKeys, wanted: int) -> bool:
-        """Whether to try at all: a request that waits for pages is asked about in every step.
+        """Return False if admission cannot succeed yet.
 
-        Since it was last refused, something must have become free, or known of its text.
+        Called in every step for the head of the queue, so it must be cheap. After a refusal,
+        nothing changes until pages are released or more of the text is cached.
         """
         before = keys.num_known
         if wanted - self._count_known(keys) > self.pool.num_free:
@@ -141,16 +158,19 @@ class KVMemory:
         return keys.num_known > before or keys.refused_at != self._num_releases
 
     def _count_known(self, keys: PageKeys) -> int:
-        """At most so many leading pages can be found; fewer if some were evicted since."""
+        """Return an upper bound of the leading pages that are cached.
+
+        The bound is too high if pages were evicted after the last refusal.
+        """
         most = self._most_shared(keys)
         while keys.num_known < most and keys.full(keys.num_known) in self._page_of:
             keys.num_known += 1
         return keys.num_known
 
     def reach(self, keys: PageKeys) -> tuple[int, int]:
-        """How many tokens are known now, and how many will be when the plan being built is issued.
+        """Return how many tokens are cached now, and how many will be after the current plan.
 
-        An estimate: pages that were evicted since the request was last refused may still count.
+        Both are estimates: pages that were evicted after the last refusal may still count.
         """
         size, most = self.page_tokens, self._most_shared(keys)
         now = then = self._count_known(keys)
@@ -167,7 +187,7 @@ class KVMemory:
     # -- growth -----------------------------------------------------------------------------
 
     def extend(self, request_id: int, num_tokens: int) -> list[int] | None:
-        """Make room for `num_tokens` in all. Returns the new pages, or None if there is no room."""
+        """Reserve pages for `num_tokens` in total. Return the new pages, or None if too few."""
         held = self._holdings[request_id].pages
         if pages := self._take(max(self.num_pages_for(num_tokens) - len(held), 0)):
             held += pages
@@ -182,28 +202,28 @@ class KVMemory:
         return pages
 
     def taken_dirty(self) -> list[int]:
-        """Pages that must be cleaned by the plan that is about to be issued; tells each once."""
+        """Return the pages that the next plan must zero, and clear the list."""
         pages, self._to_clean = self._to_clean, []
         return pages
 
     def taken_saves(self) -> list[tuple[int, int]]:
-        """StepPlan.saves of the plan that is about to be issued; tells each once."""
+        """Return `StepPlan.saves` of the next plan, and clear the list."""
         return []
 
-    # -- what others may find ---------------------------------------------------------------
+    # -- registration for reuse -------------------------------------------------------------
 
     def cut(self, request_id: int, start: int, end: int, waiting: Texts) -> tuple[int, int, int]:
-        """Where a chunk from `start` on ends, at `end` at the latest, what receives the state, and
-        behind how many of the text's tokens.
+        """Return (end, checkpoint, position) of the chunk that begins at `start`.
 
-        That is a checkpoint, or -1. `waiting`: the texts of those that may come next.
+        The chunk ends at `end` or earlier. The recurrent state after `position` tokens goes to the
+        checkpoint; -1 means that no state is saved. `waiting` are the texts of the next requests.
         """
         return end, -1, start
 
     def expect(self, request_id: int, num_computed: int) -> None:
-        """The plan being built computes the first `num_computed` known tokens.
+        """List the pages that the current plan fills, if it computes `num_computed` tokens in all.
 
-        Nobody finds them before publish(): rows of one plan must not read each other's pages.
+        They are registered by publish(), since rows of one plan must not read each other's pages.
         """
         holding = self._holdings[request_id]
         for i in self._newly_full(holding, num_computed):
@@ -213,28 +233,28 @@ class KVMemory:
             self._expected.setdefault(holding.keys.last(num_computed), page)
 
     def commit(self, request_id: int, num_computed: int) -> None:
-        """Let others find the full pages among the first `num_computed` known tokens.
+        """Register the full pages among the first `num_computed` tokens.
 
-        Some issued plan computes all of them. Costs nothing unless a page has just filled up.
+        Issued plans compute all of these tokens. The call is cheap unless a page has just filled.
         """
         holding = self._holdings[request_id]
         for i in self._newly_full(holding, num_computed):
             self._name(holding.keys.full(i), holding.pages[i])
 
     def _newly_full(self, holding: Holding, num_computed: int) -> range:
-        """Indices of the pages that have become full since this was last asked; none twice."""
+        """Return the indices of pages that have filled since the last call."""
         first, last = holding.num_named, num_computed // self.page_tokens if self.prefix else 0
         if last > first:
             holding.num_named = last
         return range(first, last)
 
     def _name(self, key: Key, page: int) -> None:
-        if key not in self._page_of:  # else: an equal page got there first, this one stays private
+        if key not in self._page_of:  # an equal page that was registered first stays
             self._page_of[key] = page
             self._keys_of[page] = (*self._keys_of.get(page, ()), key)
 
     def publish(self) -> None:
-        """The plan is complete: later plans may read what it computes."""
+        """Register the pages that the finished plan fills. Later plans may read them."""
         for key, page in self._expected.items():
             self._name(key, page)
         self._expected.clear()
@@ -245,10 +265,10 @@ class KVMemory:
     # -- departures -------------------------------------------------------------------------
 
     def suspect(self, request_id: int, written: range) -> None:
-        """No result vouches for these tokens: clean their pages before the next owner gets them.
+        """Zero the pages of tokens whose result will never be checked, before they are reused.
 
-        What they say may still be found where it is a full page: whoever reads NaN there would
-        have computed NaN. But not beyond the tokens of a page that is found by its first ones.
+        Full pages stay registered: a request that reads NaN there would also compute NaN. A partly
+        filled page is no longer registered, since its unchecked tokens follow the registered ones.
         """
         holding, size = self._holdings[request_id], self.page_tokens
         for i in range(written.start // size, self.num_pages_for(written.stop) if written else 0):
@@ -257,16 +277,15 @@ class KVMemory:
                 self._forget(holding.pages[i])
 
     def condemn(self, request_id: int, start: int = 0) -> None:
-        """What the request wrote from token `start` on is wrong, or what it read there was.
+        """Unregister a request's pages from token `start` on, and zero them before reuse.
 
-        None of these pages can be found any more; each is cleaned before its next owner gets it.
+        Called when the request's logits are NaN or infinite.
         """
         holding = self._holdings[request_id]
         self._condemn(holding.pages[start // self.page_tokens :])
 
     def condemn_text(self, keys: PageKeys) -> None:
-        """Does what condemn() does, for a request that has released its pages since it wrote
-        them."""
+        """Do the same for a request that has already released its pages."""
         self._condemn([self._page_of[key] for key in keys.computed if key in self._page_of])
 
     def _condemn(self, pages: list[int]) -> None:
@@ -280,7 +299,9 @@ class KVMemory:
         self._drop(self._holdings.pop(request_id).pages)
 
     def _drop(self, pages: list[int]) -> None:
-        for page in reversed(pages):  # tail first: a chain is evicted from its leaves
+        for page in reversed(
+            pages
+        ):  # the tail first, so that eviction begins at the leaves of a chain
             self.pool.drop(page, keep=page in self._keys_of)
 
     def _forget(self, page: int) -> None:

@@ -1,4 +1,4 @@
-"""Who holds which page. Knows nothing about tokens, requests or tensors."""
+"""Reference-counted pool of KV-cache pages. Independent of tokens, requests and tensors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class PagePool:
-    """Reference-counted pages 1..num_pages. Page 0 is nobody's: padding rows write there.
+    """Pages 1..num_pages with reference counts. Page 0 is for the writes of padding rows.
 
-    Every page is in exactly one of three places: held (holders > 0), cached (nobody holds it, its
-    contents may still be found) or blank.
+    Every page is in exactly one state: held (count above 0), cached (count 0, content registered
+    for reuse) or blank.
     """
 
     def __init__(self, num_pages: int, forget: Callable[[int], None]) -> None:
@@ -18,14 +18,14 @@ class PagePool:
         self._holders = [0] * (num_pages + 1)
         self._blank = deque(range(1, num_pages + 1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._forget = forget  # told when a cached page is about to be overwritten
+        self._forget = forget  # called before a cached page is overwritten
 
     @property
     def num_free(self) -> int:
         return len(self._blank) + len(self.cached)
 
     def take(self, count: int) -> list[int] | None:
-        """Hold `count` pages with undefined contents, or change nothing and return None."""
+        """Hold and return `count` pages with undefined content. Return None if too few are free."""
         if count > self.num_free:
             return None
         pages = []
@@ -45,7 +45,7 @@ class PagePool:
         self._holders[page] += 1
 
     def drop(self, page: int, *, keep: bool) -> None:
-        """Give up one hold. The last holder says whether the contents are worth keeping."""
+        """Decrement the count. A page whose count becomes 0 is cached if `keep`, else blank."""
         self._holders[page] -= 1
         assert self._holders[page] >= 0, f"page {page} dropped more often than held"
         if self._holders[page] == 0:
@@ -55,7 +55,7 @@ class PagePool:
                 self._blank.append(page)
 
     def blank(self, page: int) -> None:
-        """Its contents may not be found any more. Costs its holders nothing."""
+        """Make a cached page blank. Do nothing if it is held."""
         if page in self.cached:
             del self.cached[page]
             self._blank.append(page)

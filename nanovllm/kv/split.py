@@ -1,8 +1,8 @@
-"""How a room is split: states of running requests, states kept for reuse, pages. Knows bytes.
+"""Division of the cache's memory into running states, checkpoints and pages, in bytes.
 
-The states of all slots come first, for without them nothing runs. Of what they leave, checkpoints
-get cache.checkpoint_fraction, or what cache.checkpoints of them take, and pages the rest; or pages
-get it all, and checkpoints cache.checkpoint_host_gib of the host's memory.
+The states of all slots come first, since no request runs without one. Checkpoints get
+`cache.checkpoint_fraction` of the rest, or the bytes of `cache.checkpoints` states. Pages get the
+remainder. With `cache.checkpoint_host_gib`, checkpoints are in host memory and pages get it all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from nanovllm.kv.layout import CacheLayout
 
 
 def running_bytes(layout: CacheLayout, recipe: Recipe) -> int:
-    """The states of all slots and of the padding slot; with drafts, also what each fed last."""
+    """Return the bytes of the states of all slots and of the padding slot.
+
+    With drafts, each slot also stores the inputs of its last step, to replay the accepted ones.
+    """
     each, state = layout.bytes_per_state, layout.state
     if state is not None and recipe.speculate is not None:
         fed = (1 + recipe.speculate.tokens) * (state.channels + 2 * state.heads)
@@ -24,30 +27,30 @@ def running_bytes(layout: CacheLayout, recipe: Recipe) -> int:
 
 
 def room_for_pages(left: int, cache: Cache, layout: CacheLayout) -> int:
-    """The bytes for pages, of those that running states leave."""
+    """Return the bytes for pages. `left` is the memory that running states do not use."""
     if cache.checkpoints == "auto" or cache.checkpoint_host_gib:
         return left - int(left * fraction_of(cache, layout))
     return left - cache.checkpoints * layout.bytes_per_state
 
 
 def fraction_of(cache: Cache, layout: CacheLayout) -> float:
-    """The share of checkpoints in what running states leave of the device."""
+    """Return the fraction of device memory, without running states, that checkpoints get."""
     reused = layout.state is not None and cache.prefix and not cache.checkpoint_host_gib
     return cache.checkpoint_fraction if reused else 0.0
 
 
 def num_paged(layout: CacheLayout) -> int:
-    """Layers whose work grows with the context."""
+    """Return the number of layers with paged attention, whose work grows with the context."""
     return sum(len(group.layers) for group in layout.paged)
 
 
 def decode_bytes(layout: CacheLayout, length: int) -> int:
-    """What a decode row moves: its keys and values once, its state there and back."""
+    """Return the bytes that a decode row moves: keys and values once, its state twice."""
     return length * layout.bytes_per_token + 2 * layout.bytes_per_state
 
 
 class Split(NamedTuple):
-    """What there is beside running states."""
+    """Numbers of pages and checkpoints, and the bytes that they take."""
 
     pages: int
     cache: Cache
@@ -56,9 +59,9 @@ class Split(NamedTuple):
 
     @property
     def checkpoints(self) -> int:
-        """None where nothing recurs, or nothing may be reused.
+        """The number of checkpoints; 0 without recurrent layers or without prefix reuse.
 
-        Raises ConfigError if the host's memory that was asked for cannot hold them.
+        Raise ConfigError if `cache.checkpoint_host_gib` is too small for them.
         """
         cache, layout, state = self.cache, self.layout, self.layout.bytes_per_state
         if state and (gib := cache.checkpoint_host_gib):
@@ -75,12 +78,12 @@ class Split(NamedTuple):
 
     @property
     def host_bytes(self) -> int:
-        """What checkpoints take of the host's memory."""
+        """Bytes of checkpoints in host memory."""
         return self.checkpoints * self.layout.bytes_per_state - self.bytes["checkpoints"]
 
     @property
     def bytes(self) -> dict[str, int]:
-        """What takes how much of the device's memory, the padding page included."""
+        """Bytes of device memory by use, with the padding page."""
         pages = (self.pages + 1) * self.page_tokens * self.layout.bytes_per_token
         states = 0 if self.cache.checkpoint_host_gib else self.checkpoints
         return {"checkpoints": states * self.layout.bytes_per_state, "pages": pages}
@@ -91,16 +94,18 @@ class Split(NamedTuple):
 
     @property
     def pin(self) -> str:
-        """What a recipe says to have the same."""
+        """The recipe keys that give the same split."""
         states = f", checkpoints: {self.checkpoints}" if self.layout.state is not None else ""
-        states += f", checkpoint_host_gib: {self.cache.checkpoint_host_gib}" * bool(self.host_bytes)
+        if self.host_bytes:
+            states += f", checkpoint_host_gib: {self.cache.checkpoint_host_gib}"
         return f"pages: {self.pages}{states}"
 
     def numbers(self, lengths: Sequence[int], ranks: int) -> dict[str, float]:
-        """By name and unit. Of a model with recurrent layers also what a request takes. `ranks`:
-        how many share the host, of all engines.
+        """Return numbers for a report, by name and unit.
 
-        The least that it could take is its state, and its tokens' keys and values alone.
+        `ranks` is the number of ranks on this host, of all engines. For a model with recurrent
+        layers, a request's memory is also compared with its minimum. The minimum is one state, and
+        keys and values of its tokens without unused room in the last page.
         """
         layout, size = self.layout, self.page_tokens
         found: dict[str, float] = {"pages": self.pages, "tokens": self.pages * size}

@@ -1,8 +1,8 @@
 """The path of one chat request through the server: `python -m tests.traced.path` prints it.
 
-A server of the demo model (one API process, one engine, CPU) runs under a recorder. Warm-up requests
-come first, so that lazy imports and caches do not count. Then one streaming request of 24 tokens is
-recorded: its functions in the order of their first call, and their code lines.
+A server of the demo model (one API process, one engine, CPU) runs under a recorder. Warm-up
+requests come first, so that lazy imports and caches do not count. Then one streaming request of 24
+tokens is recorded: its functions in the order of their first call, and their code lines.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,21 +116,21 @@ def function_spans(node: ast.AST, prefix: str = "") -> dict[str, set[int]]:
     return spans
 
 
-def totals(paths: list[Trace]) -> tuple[int, int, int]:
+def totals(traces: list[Trace]) -> tuple[int, int, int]:
     """Return the numbers of files, functions and code lines, each counted once."""
-    files = set().union(*(path.files for path in paths))
-    functions = {function for path in paths for function in path.functions}
-    lines = set().union(*(path.lines for path in paths))
+    files = set().union(*(trace.files for trace in traces))
+    functions = {function for trace in traces for function in trace.functions}
+    lines = set().union(*(trace.lines for trace in traces))
     return len(files), len(functions), len(lines)
 
 
 def main() -> None:
-    text, paths = traced_request()
-    for path in paths:
-        print(f"\n{path.process}: {len(path.functions)} functions, {len(path.lines)} code lines\n")
-        print("\n".join(path.functions))
-    files, functions, lines = totals(paths)
-    print(f"\n{text!r}\n{files} files, {functions} functions, {lines} code lines")
+    text, traces = traced_request()
+    for trace in traces:
+        sizes = f"{len(trace.functions)} functions, {len(trace.lines)} code lines"
+        sys.stdout.write("\n".join(["", f"{trace.process}: {sizes}", *trace.functions, ""]))
+    files, functions, lines = totals(traces)
+    sys.stdout.write(f"\n{text!r}\n{files} files, {functions} functions, {lines} code lines\n")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class Recorder:
 
 
 def record_this_process(folder: str) -> None:
-    """Trace all threads from now on. The record is also written where `os._exit` ends the process."""
+    """Trace all threads from now on. The record is written at exit, also at `os._exit`."""
     recorder = Recorder(folder)
     threading.settrace(recorder.on_call)
     sys.settrace(recorder.on_call)
