@@ -1,9 +1,9 @@
-"""Decoding: how far the plans of requests in slots reach, and which of them decode.
+"""Planned progress of all requests in slots, and the decode rows among them.
 
-Decision: what changes every step is kept in numpy columns, one element per slot, and decode rows
-are planned and completed as arrays. Who leaves is only marked; rows are rebuilt once, when they are
-next looked at. So a steady decode costs a few array operations a step, whatever the number of rows,
-and a step in which all of them end costs little more.
+Decision: values that change every step are numpy columns, one element per slot, and decode rows
+are planned and completed as arrays. A request that leaves is only marked; rows are rebuilt once,
+at the next access. A steady decode thus costs a few array operations a step, for any number of rows.
+A step in which all rows end costs little more.
 """
 
 from __future__ import annotations
@@ -21,31 +21,33 @@ from nanovllm.sched.tails import Tails
 
 
 class Decoding:
-    """Columns by slot for all requests in slots, the rows of those that decode, steps in flight."""
+    """Columns by slot, the rows of requests that decode, and the steps in flight."""
 
     def __init__(self, num_slots: int, page_tokens: int, num_drafts: int) -> None:
         self.page_tokens = page_tokens
-        self.planned = np.zeros(num_slots, np.int32)  # tokens the issued plans compute, at most
+        self.planned = np.zeros(
+            num_slots, np.int32
+        )  # tokens that the issued plans compute, at most
         self.limit = np.zeros(num_slots, np.int32)
         self.room = np.zeros(num_slots, np.int32)  # tokens the held pages can take
         self.tails = Tails(num_slots, page_tokens)
         self.drafting = Drafting(num_slots, num_drafts)
         self.owner = np.full(num_slots, -1, np.int64)  # request ids
-        self._rows = rows_of([])  # may still name those who have left
+        self._rows = rows_of([])  # may still contain requests in _left
         self._left: set[Request] = set()
-        self._issued = self._rows  # what the device has
+        self._issued = self._rows  # the rows of the latest issued plan
         self._flights: dict[int, Flight] = {}
 
     @property
     def rows(self) -> Rows:
-        """The rows of all requests in slots whose known tokens are fed."""
+        """Rows of all requests in slots whose prompt has been planned to the end."""
         if self._left:
             self._rows = rows_of([r for r in self._rows.requests if r not in self._left])
             self._left.clear()
         return self._rows
 
     def begin(self, request: Request, num_pages: int) -> None:
-        """A request has got a slot, `num_pages` pages, and its num_cached tokens."""
+        """Initialise the columns of a request that was admitted with `num_pages` pages."""
         slot = request.slot
         self.owner[slot] = request.id
         self.planned[slot] = request.num_cached
@@ -56,7 +58,7 @@ class Decoding:
             self.drafting.begin(slot)
 
     def grow(self, request: Request, num_pages: int) -> int:
-        """Gives a request the room of more pages. Returns the index of the first of them."""
+        """Add the room of more pages. Return the index of the first one in the page table."""
         at = int(self.room[request.slot]) // self.page_tokens
         self.room[request.slot] += num_pages * self.page_tokens
         return at
@@ -65,9 +67,10 @@ class Decoding:
         return bool(self.planned[request.slot] < request.prefill_until)
 
     def leave(self, request: Request) -> None:
-        """A request gives up its slot; issued plans may still write to its pages.
+        """Free a request's slot while issued plans may still write to its pages.
 
-        From now on it says itself how many of their lines concern it, and what they write.
+        From now on `request.num_in_flight` counts its pending results, and `request.written` and
+        `request.drafted` are the positions that they may still write.
         """
         self.tails.flush(request)
         num_known, planned = len(request.tokens), int(self.planned[request.slot])
@@ -84,29 +87,29 @@ class Decoding:
     # -- steps ------------------------------------------------------------------------------
 
     def wanting(self) -> tuple[Rows, Int32]:
-        """The rows that may still sample, and how far each is planned already.
+        """Return the rows that may still sample, and the planned tokens of each.
 
-        Left out are those whose last token is on its way.
+        Rows whose last token is in flight are left out.
         """
         rows = self.rows
         planned_R = self.planned.take(rows.slots)
         wants = planned_R + 1 < self.limit.take(rows.slots)
-        if np.count_nonzero(wants) < len(wants):  # a sixth of what wants.all() takes
+        if np.count_nonzero(wants) < len(wants):  # six times as fast as wants.all()
             rows = rows_of([r for r, want in zip(rows.requests, wants, strict=True) if want])
             planned_R = planned_R[wants]
         return rows, planned_R
 
     def short_of_room(self, rows: Rows, ends_R: Int32) -> list[Request]:
-        """The requests whose pages don't reach so far."""
+        """Return the requests whose pages hold fewer than `ends_R` tokens."""
         short = ends_R > self.room.take(rows.slots)
         return [rows.requests[i] for i in short.nonzero()[0].tolist()]
 
     def issue(
         self, step: int, decodes: Rows, drafts_R: Int32 | None, firsts: list[Request]
     ) -> tuple[Rows, bool]:
-        """A step is on its way. Returns its sampling rows, and whether `decodes` are known.
+        """Record an issued step. Return its sampling rows, and True if `decodes` are unchanged.
 
-        `firsts`: the requests whose known tokens end in this step; they decode from now on.
+        `firsts` are the requests whose prompt ends in this step. They decode from now on.
         """
         same, self._issued = decodes is self._issued, decodes
         rows, present = decodes, self.rows
@@ -119,17 +122,17 @@ class Decoding:
         return rows, same
 
     def fed(self, step: int, row: int) -> tuple[int, list[int]]:
-        """Whose row of an issued step it is, and the drafts it feeds, all earlier steps landed."""
+        """Return the request id and the drafts of a row. All earlier steps must be complete."""
         flight = self._flights[step]
         count = 0 if flight.drafts is None else flight.drafts[row]
         return int(flight.rows.ids[row]), self.drafting.fed(flight.rows.slots[row], count)
 
     def land(self, step: int) -> Flight:
-        """The results of an issued step have come."""
+        """Remove and return the rows of a step whose results have arrived."""
         return self._flights.pop(step)
 
     def present(self, rows: Rows) -> npt.NDArray[np.bool_] | None:
-        """Which of a flight's requests still have the slots they had. None: all of them."""
+        """Return a mask of the requests that are still in their slots, or None if all are."""
         if rows is self._rows and not self._left:
             return None
         here: npt.NDArray[np.bool_] = self.owner[rows.slots] == rows.ids

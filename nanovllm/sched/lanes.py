@@ -1,10 +1,10 @@
-"""Several schedulers as one: lanes, whose ranks step together, each with requests and pages of its
-own.
+"""Scheduler for data-parallel attention: one scheduler per lane, all lanes in lockstep.
 
-A request goes to the lane that has most of its prompt, unless it is far busier, and stays there.
-All lanes take every step, because experts compute for the tokens of all: a lane without tokens
-feeds one of the padding slot. All feed prompt chunks or none does, all feed drafts or none does, so
-that they do the same in the same graphs.
+Each lane has its own requests and pages. A request goes to the lane that has cached most of its
+prompt, unless that lane is far busier, and stays there. All lanes take part in every step, because
+experts compute the tokens of all lanes together. A lane without tokens feeds one padding token.
+Either all lanes feed prompt chunks or none does, and likewise for drafts, so that all replay the
+same CUDA graph.
 """
 
 from __future__ import annotations
@@ -33,43 +33,47 @@ from nanovllm.wire import STEP_TOKENS, Generate, Stats, StepOutput
 
 
 class LanesPlan(StepPlan, frozen=True, array_like=True):
-    """A step of all lanes, for whoever looks at one; slots are numbered through all lanes. What
-    each is to do, say `lanes`; `masked` are rows of theirs, one lane's after another's.
+    """One step of all lanes. `lanes` has the plan of each.
+
+    The inherited fields are a merged view for monitoring, with slots numbered through all lanes.
+    `masked` has the rows of the first lane, then those of the second, and so on.
     """
 
     lanes: tuple[StepPlan, ...] = ()
 
     @property
     def num_decoded(self) -> int:
-        """The most that one lane has."""
+        """Maximum over lanes."""
         return max(plan.num_decoded for plan in self.lanes)
 
     @property
     def num_prompt(self) -> int:
-        """The most that one lane has."""
+        """Maximum over lanes."""
         return max(plan.num_prompt for plan in self.lanes)
 
 
 @dataclass(frozen=True, slots=True)
 class LanesResult(StepResult):
-    """What the device sampled for each lane."""
+    """Results of one step, by lane."""
 
     lanes: tuple[StepResult, ...] = ()
 
 
 class Lanes:
-    """What a Scheduler is to the loop, over several. A request goes where prefill_weight times its
-    tokens to compute and load_weight times the requests there are least, as in server/router.py.
+    """Several schedulers with the interface of one.
+
+    A request goes to the lane with the least cost: `prefill_weight` times the tokens to compute
+    there plus `load_weight` times the lane's requests, as in server/router.py.
     """
 
     def __init__(self, lanes: list[Scheduler], parallel: Parallel) -> None:
         self.lanes, self.weights = lanes, (parallel.prefill_weight, parallel.load_weight)
         self.queue = Queues([lane.queue for lane in lanes])
         self.step_tokens, self.mixed_step_tokens = lanes[0].step_tokens, lanes[0].mixed_step_tokens
-        self.padding = len(lanes[0].queue.decoding.owner)  # the slot of nobody
-        self._decodes = [b""] * len(lanes)  # the rows of each that its scheduler thinks known
-        self._idled = [False] * len(lanes)  # in the newest step, which the scheduler knows not of
-        self._in_flight: deque[list[bool]] = deque()  # of each step: which lanes have results
+        self.padding = len(lanes[0].queue.decoding.owner)  # index of the padding slot
+        self._decodes = [b""] * len(lanes)  # rows of each lane's latest plan
+        self._idled = [False] * len(lanes)  # lanes that only padded the latest step
+        self._in_flight: deque[list[bool]] = deque()  # for each step, the lanes with results
         self._step = self._turn = 0
         self._steps_by_tokens = [0] * (len(STEP_TOKENS) + 1)
 
@@ -107,7 +111,7 @@ class Lanes:
 
     def plan(self) -> LanesPlan | None:
         decoding = [bool(lane.queue.decoding.rows.requests) for lane in self.lanes]
-        beside = min(self.mixed_step_tokens, self.step_tokens)  # what others decode
+        beside = min(self.mixed_step_tokens, self.step_tokens)  # if another lane decodes
         for lane, decodes in zip(self.lanes, decoding, strict=True):
             lane.mixed_step_tokens = self.mixed_step_tokens
             lane.step_tokens = beside if any(decoding) and not decodes else self.step_tokens
@@ -120,7 +124,7 @@ class Lanes:
         return self._together(plans, alike)
 
     def _alike(self, plans: list[StepPlan | None]) -> list[StepPlan]:
-        """A plan for every lane, all of one kind."""
+        """Return a plan for every lane, all with chunks or none, all with drafts or none."""
         planned = [plan for plan in plans if plan is not None]
         has_chunks, has_drafts = any(p.chunks for p in planned), any(p.drafts for p in planned)
         no_chunks = [Chunk(self.padding, 1, samples=False)] if has_chunks else []
@@ -185,13 +189,13 @@ def planner_of(
     num_lanes: int,
     parallel: Parallel,
 ) -> Planner:
-    """A scheduler, or one for each lane and what makes them one. `memory` makes each its own."""
+    """Return a Scheduler, or Lanes if there are several. Each lane gets its own `memory()`."""
     lanes = [make(memory()) for _ in range(num_lanes)]
     return lanes[0] if num_lanes == 1 else Lanes(lanes, parallel)
 
 
 class Queues:
-    """The queues of all lanes, to be looked at as one."""
+    """Merged view of the queues of all lanes, for monitoring."""
 
     def __init__(self, queues: list[Queue]) -> None:
         self._queues = queues
@@ -218,14 +222,14 @@ class Queues:
         return sum(queue.num_preemptions for queue in self._queues)
 
     @property
-    def memory(self) -> Any:  # noqa: ANN401 - with what is looked at of a KVMemory
+    def memory(self) -> Any:  # noqa: ANN401 - has only those parts of a KVMemory that are shown
         pools = [queue.memory.pool for queue in self._queues]
         free, cached = sum(pool.num_free for pool in pools), sum(len(pool.cached) for pool in pools)
         return SimpleNamespace(pool=SimpleNamespace(num_free=free, cached=range(cached)))
 
 
 def added(values: Sequence[Any]) -> Any:  # noqa: ANN401
-    """The sum of numbers, also of those in lists and dicts; what else there is, of the first."""
+    """Return the sum of numbers, also inside lists and dicts. Other values are the first's."""
     match values[0]:
         case dict() as first:
             return {key: added([value[key] for value in values]) for key in first}
@@ -237,7 +241,7 @@ def added(values: Sequence[Any]) -> Any:  # noqa: ANN401
 
 
 def joined(outputs: Sequence[StepOutput]) -> StepOutput:
-    """What several steps at once told, as if it were one. None of them has stats."""
+    """Return the concatenation of outputs of one step. `stats` must not be set in any."""
     if any(out.counts for out in outputs):
         ones = [np.ones(len(out.ids) // 8, np.int32).tobytes() for out in outputs]
         each = zip(outputs, ones, strict=True)

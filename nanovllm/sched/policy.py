@@ -1,4 +1,4 @@
-"""Who goes first, in the queue and in preemption, and with how many tokens. Knows no pages."""
+"""Scheduling policy: order of requests, and token budget of prompts. Independent of pages."""
 
 from __future__ import annotations
 
@@ -7,44 +7,46 @@ from collections.abc import Iterator
 
 from nanovllm.sched.request import Request
 
-LOOKED_AT = 32  # requests of the queue that a step looks at in vain before it gives up
-LEAST_SPARED = 32  # tokens worth waiting a step for: a step does that many almost for nothing
+LOOKED_AT = 32  # waiting requests that a step considers at most
+LEAST_SPARED = 32  # least cached tokens that justify waiting a step: fewer are nearly free
 
 
 def urgency(priority: int, now: float, arrival: int, ageing_s: float) -> tuple[float, int]:
-    """Sort key of a request that arrives now; the smallest goes first.
+    """Return the sort key of a request that arrives `now`; the smallest is served first.
 
-    Waiting `ageing_s` seconds is worth one priority level. Everybody ages alike, so the order of
-    two requests never changes and the key can be fixed at arrival: no starvation, no re-sorting.
+    Waiting `ageing_s` seconds is worth one priority level. All requests age alike, so the order of
+    two requests never changes and the key is fixed at arrival: no starvation, no re-sorting.
     """
     return (priority * ageing_s + now, arrival)
 
 
 def prompt_budget(step_tokens: int, mixed_step_tokens: int, num_decoded: int) -> int:
-    """Prompt tokens of a step whose decode rows feed `num_decoded` tokens (at least one).
+    """Return the prompt tokens of a step whose decode rows have `num_decoded` tokens (>= 1).
 
-    As many as fill up `mixed_step_tokens` but at least a quarter of it, so that prompts go on
-    beside any number of rows; never more than fill up `step_tokens`.
+    Prompts fill the step up to `mixed_step_tokens`. They get at least a quarter of it, so that they
+    progress next to any number of rows, and never exceed `step_tokens`.
     """
     share = max(mixed_step_tokens - num_decoded, -(-mixed_step_tokens // 4))
     return min(share, step_tokens - num_decoded)
 
 
 def worth_waiting(spared: int, left: int, least: int) -> bool:
-    """Whether a request should wait for tokens that the step being planned computes for others.
+    """Return True if a request should wait a step for a prefix that another one computes now.
 
-    `spared` of the `left` tokens it would have to compute itself; one step later they are cached.
-    Those who share little with others would only be late.
+    By waiting it saves `spared` of the `left` tokens that it must compute. A request that shares
+    little would only be late.
     """
     return spared >= least and 2 * spared >= left
 
 
 class ByUrgency:
-    """Requests in order of urgency."""
+    """Requests sorted by urgency."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
-        self._keys: list[tuple[float, int]] = []  # beside them: bisect then calls no function
+        self._keys: list[
+            tuple[float, int]
+        ] = []  # parallel to _requests, so that bisect needs no key function
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -1,8 +1,12 @@
-"""Queue: who waits, who has a slot and pages, who must go and in what state their pages are then.
+"""Waiting and running requests: admission, prompt chunks, preemption, departure.
 
-Decision: pages of a request that leaves are free at once, unless a step on its way still writes to
-them; then they are kept until its result says what it wrote. Only preemption, which needs pages
-now, gives up pages that nobody can vouch for, and these are cleaned before their next owner.
+    add --> waiting --admit--> running, prefilling --last chunk issued--> running, decoding
+               ^                          |                                    |
+               '--------- preempt --------+------------------------------------+--> retire
+
+Decision: the pages of a request that leaves are free at once, unless a step in flight still writes
+to them. Then they are kept until its result has been checked. Only preemption, which needs pages
+now, releases pages whose last writes were not checked. These are zeroed before reuse.
 """
 
 from __future__ import annotations
@@ -17,9 +21,9 @@ from nanovllm.wire import Finish, FinishReason, Generate, Refusal, RefusalKind, 
 
 
 class Queue:
-    """Requests from their arrival until nothing is on its way for them; their slots and pages.
+    """Requests from arrival until no step in flight writes for them, with their slots and pages.
 
-    What the limits mean is said by Scheduler.
+    The limits are explained in Scheduler.
     """
 
     def __init__(
@@ -42,11 +46,11 @@ class Queue:
         self.overtake_steps = overtake_steps
         self.least_spared = least_spared
         self.waiting = ByUrgency()
-        self.running = ByUrgency()  # the last one is preempted first
-        self.prefilling = ByUrgency()  # of the running: those with known tokens left to feed
+        self.running = ByUrgency()  # the last request is preempted first
+        self.prefilling = ByUrgency()  # running requests with prompt tokens left to plan
         self.by_id: dict[int, Request] = {}
-        self.told = StepOutput()  # since the last output
-        self.num_deferred = 0  # in the newest plan: wait for what it computes for others
+        self.told = StepOutput()  # refusals, starts and finishes after the last output
+        self.num_deferred = 0  # requests that wait for a prefix that the latest plan computes
         self.num_preemptions = self.prompt_tokens = self.cached_tokens = 0
         self._arrivals = 0
         self._free_slots = list(range(num_slots))[::-1]
@@ -54,7 +58,7 @@ class Queue:
     # -- arrivals ---------------------------------------------------------------------------
 
     def add(self, spec: Generate, now: float) -> None:
-        """Queue a request that came `now` (seconds), or refuse it."""
+        """Queue a request that arrived at `now` (seconds), or refuse it."""
         order = urgency(spec.priority, now, self._arrivals, self.ageing_s)
         request = arrive(spec, order, self.memory.page_tokens)
         self._arrivals += 1
@@ -80,7 +84,7 @@ class Queue:
     # -- admission --------------------------------------------------------------------------
 
     def plan_prompts(self, plan: OpenPlan) -> None:
-        """Feed the prompts of running requests, then of those that can be admitted."""
+        """Plan chunks for running requests, then for waiting ones that can be admitted."""
         self.num_deferred = 0
         for request in self.prefilling:
             if plan.budget == 0:
@@ -91,9 +95,9 @@ class Queue:
     def _admit_waiting(self, plan: OpenPlan) -> None:
         """Admit requests in order of urgency while tokens, slots and pages last.
 
-        Passed over are those that should wait a step for a prompt that is being computed (their
-        slots and pages are kept for them), and those without pages, as long as they have been
-        overtaken in fewer than `overtake_steps` steps.
+        Two kinds of requests are skipped. One should wait a step for a prefix that is being
+        computed; its slot and pages are kept free. The other lacks pages; it can be overtaken in
+        `overtake_steps` steps at most.
         """
         no_pages: list[Request] = []
         num_overtaken = at = kept_pages = 0
@@ -102,7 +106,7 @@ class Queue:
                 break
             request = self.waiting[at]
             if request.num_in_flight:
-                break  # preempted; its last token is still on its way
+                break  # preempted, and a result for it is still in flight
             if (num_pages := self._defer(request, plan)) is not None:
                 self.num_deferred += 1
                 kept_pages += num_pages
@@ -114,12 +118,15 @@ class Queue:
                 no_pages.append(request)
                 at += 1
             else:
-                break  # from now on what becomes free is for this one
+                break  # pages that become free are kept for this request
         for request in no_pages[:num_overtaken]:
             request.num_overtaken += 1
 
     def _defer(self, request: Request, plan: OpenPlan) -> int | None:
-        """The pages it will need in the next step, if it should wait for what this one computes."""
+        """Return the pages that a request needs in the next step, if it should wait for this one.
+
+        Return None if it gains too little by waiting.
+        """
         if not plan.chunks:
             return None
         now, then = self.memory.reach(request.keys)
@@ -128,7 +135,7 @@ class Queue:
         return self.memory.num_pages_for(len(request.tokens)) - then // self.memory.page_tokens
 
     def _admit(self, request: Request, plan: OpenPlan, kept_pages: int) -> bool:
-        reserve = len(self.running) + kept_pages  # each that runs may need a page soon
+        reserve = len(self.running) + kept_pages  # a running request may soon need a page
         slot = -1 if self.decoding.drafting.most else self._free_slots[-1]
         known = self.memory.admit(request.id, request.keys, reserve, slot)
         if known is None:
@@ -163,7 +170,7 @@ class Queue:
         return True
 
     def _feed(self, request: Request, plan: OpenPlan) -> None:
-        """Plan the next chunk."""
+        """Plan the next chunk of a prompt."""
         done, until = int(self.decoding.planned[request.slot]), request.prefill_until
         waiting = (other.keys for other in self.waiting)
         most = min(until, done + plan.budget)
@@ -177,7 +184,7 @@ class Queue:
         plan.max_length = max(plan.max_length, end)
 
     def issue(self, plan: OpenPlan) -> list[Request]:
-        """The plan is complete. Returns the requests whose known tokens it feeds to the end."""
+        """Register the plan's pages. Return the requests whose last chunk is in the plan."""
         self.memory.publish()
         firsts = [r for r, c in zip(plan.chunked, plan.chunks, strict=True) if c.samples]
         for request in firsts:
@@ -187,7 +194,7 @@ class Queue:
     # -- departures -------------------------------------------------------------------------
 
     def preempt(self, victim: Request) -> None:
-        """Back to the queue; it will recompute, mostly from its own cached pages."""
+        """Move a request back to the queue. It recomputes later, mostly from its cached pages."""
         self.num_preemptions += 1
         self._leave(victim)
         self.memory.suspect(victim.id, victim.written)
@@ -195,7 +202,7 @@ class Queue:
         self.waiting.add(victim)
 
     def retire(self, request: Request, reason: FinishReason) -> None:
-        """The request is over; nothing that is still on its way for it will be told."""
+        """End a request. Results that are still in flight for it are dropped."""
         request.finish = reason
         del self.by_id[request.id]
         self.told.finished.append(Finish(request.id, reason))
@@ -206,7 +213,7 @@ class Queue:
         if reason is FinishReason.ERROR:
             self.memory.condemn(request.id)
         elif request.num_in_flight:
-            return  # until its lines have come
+            return  # handle_late_result() releases the pages
         else:
             self.memory.suspect(request.id, request.written)
         self.memory.release(request.id)
@@ -220,7 +227,7 @@ class Queue:
         request.slot = -1
 
     def land(self, request: Request, line: list[int]) -> int:
-        """A line for a request off the device. Returns how many of its tokens are kept."""
+        """Take a result for a request without a slot. Return how many of its tokens are kept."""
         request.num_in_flight -= 1
         if request.finish is None:
             return self._land_preempted(request, line)
@@ -246,13 +253,16 @@ class Queue:
         return len(line)
 
     def look_at(self, request: Request) -> bool:
-        """Share its full pages: all but its newest token is computed. Returns whether it ended."""
+        """Register the request's full pages and return True if it ended.
+
+        All tokens but the latest are computed.
+        """
         self.decoding.tails.flush(request)
         self.memory.commit(request.id, len(request.tokens) - 1)
         return self.end(request)
 
     def end(self, request: Request) -> bool:
-        """Retire the request if its newest token is its last. Returns whether it is."""
+        """Retire the request and return True if its latest token is its last."""
         if request.tokens[-1] in request.stop_ids:
             self.retire(request, FinishReason.STOP)
         elif len(request.tokens) >= request.limit:

@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it. Only the scheduler's own objects may change one."""
+"""Scheduler-side state of a request. Only objects of sched/ may change it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from nanovllm.wire import FinishReason, Generate
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """How far its plans reach, and its newest tokens, stand in the columns of Decoding, by slot."""
+    """One request. Its planned progress and latest tokens are columns of Decoding, by slot."""
 
     spec: Generate
     urgency: tuple[float, int]  # smaller is served first; fixed at arrival
-    tokens: array[int]  # the prompt and the output tokens; on the device, without the newest
+    tokens: array[int]  # prompt and output; while in a slot, the latest tokens are in Tails
     keys: PageKeys  # of `tokens`
     num_prompt: int
     limit: int  # num_prompt + max_new
     stop_ids: frozenset[int]
     slot: int = -1  # -1 = not on the device
-    num_cached: int = 0  # tokens that were in memory when it got its slot
-    prefill_until: int = 0  # tokens to feed before the first (or next) one is sampled
-    num_in_flight: int = 0  # once off the device: lines of results still to arrive
-    written: range = range(0)  # once off the device: tokens that no result vouches for
-    drafted: range = range(0)  # of these and of vouched ones: where drafts may have been fed
-    num_overtaken: int = 0  # steps that admitted others past it because it had no pages
+    num_cached: int = 0  # tokens that were cached at admission
+    prefill_until: int = 0  # tokens to compute before the next one is sampled
+    num_in_flight: int = 0  # without a slot: results still to arrive
+    written: range = range(0)  # without a slot: positions whose result was not checked
+    drafted: range = range(0)  # without a slot: positions where drafts may have been written
+    num_overtaken: int = 0  # steps that admitted later requests, because pages were missing
     was_started: bool = False
     finish: FinishReason | None = field(default=None)
 

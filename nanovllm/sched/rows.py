@@ -1,4 +1,4 @@
-"""Requests as rows of steps: the same as arrays, a plan being built, a step in flight."""
+"""Rows of a step: requests and their slots as arrays, the open plan, the step in flight."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from nanovllm.sched.request import Request
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Some requests, and the same as arrays."""
+    """Requests, with their slots and ids as arrays."""
 
     requests: list[Request]
-    slots: npt.NDArray[np.int64]  # numpy finds elements by these four times as fast as by int32
+    slots: npt.NDArray[np.int64]  # indexing by int64 is four times as fast as by int32
     ids: npt.NDArray[np.int64]
-    masked: list[int]  # indices of those that follow a grammar
+    masked: list[int]  # indices of the requests with a grammar
 
 
 def rows_of(requests: list[Request]) -> Rows:
@@ -33,19 +33,19 @@ def rows_of(requests: list[Request]) -> Rows:
 class OpenPlan:
     """A StepPlan under construction."""
 
-    budget: int  # prompt tokens it may still take
+    budget: int  # prompt tokens that still fit
     admits: list[Admit] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     chunked: list[Request] = field(default_factory=list)  # the requests of `chunks`
-    num_tokens: int = 0  # fed, drafts included
-    max_length: int = 0  # no row's context is longer
+    num_tokens: int = 0  # all tokens of the step, with drafts
+    max_length: int = 0  # longest context of any row
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """What an issued step will sample, in the order of its result's lines."""
+    """Sampling rows of an issued step, in the order of its result."""
 
     rows: Rows  # the decode rows, then the requests whose prompt ends in this step
-    drafts: Int32 | None  # that each of them feeds; None: no row any
+    drafts: Int32 | None  # number of drafts of each row; None if no row has drafts

@@ -1,11 +1,22 @@
 """Scheduler: turns waiting requests into StepPlans and StepResults into StepOutputs.
 
-Pure bookkeeping: no tensors, no clock, no sockets, no randomness. Two calls make a step: plan()
-before the device runs, complete() after it ran. plan() may be called again before the previous
-complete(); nothing in it depends on a token the host has not seen.
+Pure bookkeeping: no tensors, no clock, no sockets, no randomness. Delegates to `Queue` (waiting and
+running requests, preemption) and `Decoding` (decode rows stored as columns).
 
-It is the face of two objects: `Queue` (who waits, who runs, who must go) and `Decoding` (the
-decode rows, as columns).
+Theory of operation, one step:
+
+    1. plan()      decode rows first, one token each, with their drafts
+    2.             a row whose pages are full gets one more; if none is free, preempt the least
+                   urgent request
+    3.             then chunks of running prompts, within the token budget
+    4.             then admission of waiting requests: slot, pages, cached prefix, first chunk
+    5. (device)    the plan runs; plan() of the next step does not wait for it
+    6. complete()  append the sampled tokens, register full pages
+    7.             retire requests at a stop token or their limit; release pages
+    8. output()    refusals, starts and finishes, sent with the tokens
+
+plan() may be called again before the previous complete(), since it does not depend on the values of
+sampled tokens.
 """
 
 from __future__ import annotations
@@ -34,12 +45,13 @@ from nanovllm.wire import (
 
 
 class Scheduler:
-    """`num_slots` never exceeds `step_tokens`, so that every decode row fits every step.
+    """Planner and bookkeeper of steps.
 
-    `mixed_step_tokens` limits the prompts of steps with decode rows, never the rows themselves; it
-    may be changed between two steps. `overtake_steps`: in so many steps others may be admitted past
-    a request that has no pages. `least_spared`: a request waits a step for what others compute if
-    that spares it so many tokens, and half of what it would have to compute.
+    `num_slots` is at most `step_tokens`, so that every decode row fits every step.
+    `mixed_step_tokens` limits the prompts of steps with decode rows, not the rows themselves; it
+    may change between steps. `overtake_steps` is the number of steps in which later requests may
+    be admitted before one that lacks pages. `least_spared`: a request waits a step for a prefix
+    that another one computes if that saves this many tokens and half of its own.
     """
 
     def __init__(
@@ -80,15 +92,15 @@ class Scheduler:
         return bool(self.queue.by_id)
 
     def add(self, spec: Generate, now: float) -> None:
-        """Queue a request that came `now` (seconds); one that could never run is refused."""
+        """Queue a request that arrived at `now` (seconds), or refuse it if it can never run."""
         self.queue.add(spec, now)
 
     def abort(self, request_id: int) -> None:
-        if (request := self.queue.by_id.get(request_id)) is not None:  # else it has just finished
+        if (request := self.queue.by_id.get(request_id)) is not None:  # else it has finished
             self.queue.retire(request, FinishReason.ABORT)
 
     def output(self) -> StepOutput:
-        """What happened besides tokens since the last output."""
+        """Return refusals, starts and finishes after the last output."""
         told, self.queue.told = self.queue.told, StepOutput()
         return told
 
@@ -119,7 +131,7 @@ class Scheduler:
     # -- planning ---------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to do until a result arrives."""
+        """Return the next step, or None if there is nothing to do until a result arrives."""
         plan = OpenPlan(self.step_tokens)
         decodes, drafts_R = self._plan_decodes(plan)
         self.queue.plan_prompts(plan)
@@ -146,11 +158,11 @@ class Scheduler:
         )
 
     def masked_rows(self, plan: StepPlan) -> list[tuple[int, list[int]]]:
-        """The requests of plan.masked and the drafts they feed; some may have finished since."""
+        """Return (request id, drafts) of each row in plan.masked. Some may have finished."""
         return [self._decoding.fed(plan.step, row) for row in plan.masked]
 
     def _plan_decodes(self, plan: OpenPlan) -> tuple[Rows, Int32 | None]:
-        """One row for each decoding request that may still sample, and the drafts it feeds."""
+        """Return a row for each decoding request that may still sample, and its drafts."""
         rows, planned_R = self._decoding.wanting()
         if not rows.requests:
             return rows, None
@@ -173,9 +185,9 @@ class Scheduler:
         return rows, drafts_R
 
     def _plan_drafts(self, rows: Rows, ends_R: Int32, plan: OpenPlan) -> Int32 | None:
-        """How many drafts each row feeds, within its limit and the pages it has or gets.
+        """Return the drafts of each row, within its limit and its pages; None if there are none.
 
-        All of them are at most half of the tokens that the rows leave. None: no row feeds any.
+        Drafts take at most half of the tokens that the rows leave free in the step.
         """
         decoding, slots_R = self._decoding, rows.slots
         most_R = decoding.limit[slots_R] - 1 - ends_R
@@ -187,22 +199,22 @@ class Scheduler:
         return drafts_R if np.count_nonzero(drafts_R) else None
 
     def _grant(self, request: Request, end: int, plan: OpenPlan) -> bool:
-        """Grant pages for `end` tokens in all. Returns whether so many were free."""
+        """Grant pages for `end` tokens in total. Return False if too few are free."""
         if (pages := self.memory.extend(request.id, end)) is None:
             return False
         plan.grants.append(Grant(request.slot, self._decoding.grow(request, len(pages)), pages))
         return True
 
     def _make_room(self, rows: Rows, short: list[Request], plan: OpenPlan) -> Rows:
-        """A page more for the rows that need one, taken from the least urgent if none is free.
+        """Grant a page to each row in `short`, and return the rows that can run.
 
-        Returns the rows that can go ahead.
+        If no page is free, preempt the least urgent requests.
         """
         queue, stalled = self.queue, set[int]()
         num_preemptions = queue.num_preemptions
         for request in sorted(short, key=lambda r: r.urgency):
             if request.slot < 0:
-                continue  # preempted for a more urgent one
+                continue  # preempted for a more urgent request
             end = int(self._decoding.planned[request.slot]) + 1
             while not self._grant(request, end, plan):
                 if (victim := queue.running[-1]) is request:
@@ -216,7 +228,7 @@ class Scheduler:
     # -- completion -------------------------------------------------------------------------
 
     def complete(self, result: StepResult) -> StepOutput:
-        """Take a step's tokens: append, finish, commit pages. Steps complete in order."""
+        """Append a step's tokens, finish requests, register pages. Steps complete in order."""
         flight, lines = self._decoding.land(result.step), result.tokens
         rows = flight.rows
         if len(lines) != len(rows.requests):
@@ -240,11 +252,11 @@ class Scheduler:
         )
 
     def _append(self, flight: Flight, result: StepResult) -> Int32:
-        """How many tokens of its line each request keeps: none if it finished meanwhile."""
+        """Return how many of its tokens each row keeps: 0 if its request finished before."""
         rows, lines_RT = flight.rows, result.tokens
         kept_R = np.zeros(len(lines_RT), np.int32)
         here = self._here(flight, lines_RT, kept_R)
-        if flight.drafts is not None:  # the refused ones were planned for, but are not computed
+        if flight.drafts is not None:  # rejected drafts were planned and are not computed
             slots_R, drafts_R = rows.slots[here], flight.drafts[here]
             right_R = (lines_RT[here, 1:] >= 0).sum(1, dtype=np.int32)
             self._decoding.planned[slots_R] -= drafts_R - right_R
@@ -253,10 +265,10 @@ class Scheduler:
             self._drafting.report(rows.slots[here], result.drafts[here])
         for nth, tokens_R in enumerate(lines_RT.T):
             if nth:
-                here = here[tokens_R[here] >= 0]  # else this draft and all after it were refused
+                here = here[tokens_R[here] >= 0]  # else this draft and all later ones were rejected
             if not len(here):
                 break
-            at = here if len(here) < len(kept_R) else slice(None)  # all: views instead of copies
+            at = here if len(here) < len(kept_R) else slice(None)  # a slice makes views, not copies
             kept_R[at] += 1
             due = self._decoding.tails.append(rows.slots[at], tokens_R[at])
             if ended := [i for i in due if self.queue.look_at(rows.requests[here[i]])]:
@@ -264,7 +276,7 @@ class Scheduler:
         return kept_R
 
     def _here(self, flight: Flight, lines_RT: Int32, kept_R: Int32) -> npt.NDArray[np.int64]:
-        """The rows with tokens for requests in slots; sees to the lines of all others."""
+        """Return the rows of requests in slots. Handle the results of all other rows."""
         requests, here = flight.rows.requests, np.arange(len(lines_RT))
         if (is_here := self._decoding.present(flight.rows)) is not None:
             for row in np.flatnonzero(~is_here).tolist():
@@ -278,5 +290,5 @@ class Scheduler:
         return here
 
     def check(self) -> None:
-        """Invariants that hold between any two calls. Tests call this after every step."""
+        """Assert the invariants that hold between calls. Tests call this after every step."""
         self.queue.check()

@@ -1,8 +1,8 @@
-"""The newest tokens of the requests in slots, which their own lists do not have yet.
+"""Latest tokens of the requests in slots, not yet appended to each request's own list.
 
-Decision: a step brings most rows one token and nothing else to do. As columns that is a few array
-operations for any number of rows. A request's own list catches up when somebody must look at it: a
-page is full, a stop token or the limit has come, or it leaves its slot.
+Decision: most rows of a step get one token and need nothing else. In columns, that is a few array
+operations for any number of rows. Tokens move to a request's own list only at the end of a page, at
+a stop token, at the limit, or when the request leaves its slot.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ import numpy.typing as npt
 from nanovllm.plan import Int32
 from nanovllm.sched.request import Request
 
-STOPS = 4  # ids a slot compares with at once; a request with more of them is looked at every step
+STOPS = 4  # stop ids that are compared as columns; requests with more are checked every step
 
 
 class Tails:
-    """The newest tokens of requests in slots: as many as make their last page full, at most."""
+    """Tokens of each slot that follow its request's own list, up to the end of a page."""
 
     def __init__(self, num_slots: int, page_tokens: int) -> None:
         self.page_tokens = page_tokens
         self._tokens_NT = np.zeros((num_slots, page_tokens), np.int32)
         self._counts_N = np.zeros(num_slots, np.int32)
-        self._due_N = np.zeros(num_slots, np.int32)  # the count at which to look at the request
+        self._due_N = np.zeros(
+            num_slots, np.int32
+        )  # the count at which the request must be checked
         self._stops_KN = np.zeros((STOPS, num_slots), np.int32)
-        self._most_stops = 1  # rows of it that anybody has needed
+        self._most_stops = 1  # rows of _stops_KN in use
 
     def begin(self, request: Request) -> None:
-        """Begins the tail of a request that has just got its slot."""
+        """Initialise the columns of a request that was admitted."""
         stops = list(request.stop_ids)
         self._stops_KN[:, request.slot] = -1
         self._stops_KN[: len(stops), request.slot] = stops[:STOPS]
@@ -36,7 +38,7 @@ class Tails:
         self._empty(request)
 
     def append(self, slots_R: npt.NDArray[np.int64], tokens_R: Int32) -> list[int]:
-        """Appends a token to each tail. Returns the rows whose requests are to be looked at."""
+        """Append a token to each row. Return the rows whose requests must be checked."""
         at_R = self._counts_N[slots_R]
         self._tokens_NT[slots_R, at_R] = tokens_R
         at_R += 1
@@ -46,7 +48,7 @@ class Tails:
         return rows
 
     def flush(self, request: Request) -> None:
-        """Moves the tail of a request in a slot to its own list."""
+        """Move a request's tokens from the columns to its own list."""
         tail = self._tokens_NT[request.slot, : self._counts_N[request.slot]]
         request.tokens.frombytes(tail.tobytes())
         self._empty(request)
