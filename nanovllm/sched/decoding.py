@@ -2,8 +2,8 @@
 
 Decision: values that change every step are numpy columns, one element per slot, and decode rows
 are planned and completed as arrays. A request that leaves is only marked; rows are rebuilt once,
-at the next access. A steady decode thus costs a few array operations a step, for any number of rows.
-A step in which all rows end costs little more.
+at the next access. A steady decode thus costs a few array operations a step for any number of
+rows. A step in which all rows end costs little more.
 """
 
 from __future__ import annotations
