@@ -1,19 +1,19 @@
-"""What whoever looks at an engine is told of its steps: places, counts and times only.
+"""Messages of /debug/steps: places, counts and times of an engine's latest steps.
 
-Never text, token ids, or anything a client wrote: who may look may see that somebody talks, and
-not what about. Times are seconds of the engine's clock (time.monotonic). A request is its number
-in wire.Generate.
+They never contain text, token ids or other content from clients, since an observer may see traffic
+but not what it is about. Times are in seconds of the engine's clock (time.monotonic). A request is
+identified by its id in wire.Generate.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-MOST_STEPS = 512  # in one answer
+MOST_STEPS = 512  # per answer
 
 
 class Look(Struct, frozen=True, tag="look", array_like=True):
-    """Asks an engine for its newest steps after `since`, MOST_STEPS at most."""
+    """Request for an engine's latest steps after `since`, MOST_STEPS at most."""
 
     since: int
 
@@ -21,48 +21,48 @@ class Look(Struct, frozen=True, tag="look", array_like=True):
 class Admitted(Struct, frozen=True):
     slot: int
     request: int
-    prompt: int  # the client's tokens
-    tokens: int  # to feed: after a preemption also what was generated before
-    cached: int  # of these, found in memory
-    came_s: float  # to the engine
+    prompt: int  # tokens of the client's prompt
+    tokens: int  # tokens at admission; after a preemption, with those generated before
+    cached: int  # cached tokens at admission
+    came_s: float  # time of arrival at the engine
 
 
 class Step(Struct, array_like=True):
-    """One step: what was planned, and from `ended_s` on what became of it."""
+    """One step: the fields before `ended_s` are known at planning, the others at completion."""
 
     step: int
     begun_s: float
     mode: str  # plan.mode_key
-    slots: bytes  # int64 by slot: the request that has it, or -1
-    decodes: bytes  # int32: the slots of its decode rows
-    budget: int  # tokens that it might have fed, by the limits of the schedule
-    drafted: int  # tokens that these feed besides their newest
-    masked: int  # rows that follow a grammar
+    slots: bytes  # int64 request id by slot, or -1
+    decodes: bytes  # int32 slots of the decode rows
+    budget: int  # maximum tokens of the step, by the schedule's limits
+    drafted: int  # drafts of the decode rows
+    masked: int  # rows with a grammar
     chunks: list[tuple[int, int]]  # slot, prompt tokens
     admitted: list[Admitted]
     preempted: int
-    ended_s: float = 0.0  # its tokens were on the host
-    host_s: float = 0.0  # that the host worked since the step before had ended
-    device_s: float = 0.0  # that the device worked on it
-    bubble_s: float = 0.0  # that the device waited for the host before
-    generated: int = 0  # tokens that requests gained
-    accepted: int = 0  # drafts among these
-    finished: list[tuple[int, str]] = []  # request and reason, since the step before had ended
+    ended_s: float = 0.0  # time when its tokens were on the host
+    host_s: float = 0.0  # host time since the end of the previous step
+    device_s: float = 0.0  # device time
+    bubble_s: float = 0.0  # time that the device waited for the host before this step
+    generated: int = 0  # new tokens of requests
+    accepted: int = 0  # accepted drafts among them
+    finished: list[tuple[int, str]] = []  # request and reason, since the end of the previous step
     running: int = 0
     waiting: int = 0
-    free: int = 0  # pages that nobody holds
-    cached: int = 0  # of these, with contents that a prompt may find
+    free: int = 0  # pages that no request holds
+    cached: int = 0  # free pages whose content can be reused
 
 
 class Steps(Struct, frozen=True, tag="steps", array_like=True):
-    """Answers a Look: the steps, oldest first, and how things stand now."""
+    """Answer to a Look: the steps, oldest first, and the current state."""
 
     now_s: float
-    oldest: int  # the first step that is still known; 0: none is
-    newest: int  # the last one; below `since` in an engine that began anew
+    oldest: int  # the first step that is still stored; 0 = none
+    newest: int  # the last step; less than `since` after a restart of the engine
     steps: list[Step]
     slots: bytes  # as in Step
-    queue: list[tuple[int, float, bool]]  # who waits, since when, and whether it was preempted
+    queue: list[tuple[int, float, bool]]  # waiting: request, arrival, True if it was preempted
     waiting: int
     free: int
     cached: int

@@ -1,7 +1,4 @@
-"""The recipe's section `speculate`: its keys, and what they may be.
-
-Knows neither drafters nor schedulers.
-"""
+"""The recipe's section `speculate`: its keys and their ranges."""
 
 from __future__ import annotations
 
@@ -17,20 +14,20 @@ MOST_MATCH = 1024
 
 
 class Speculate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tokens are guessed ahead (drafts), and all drafts of a request are verified in one step."""
+    """Speculative decoding: draft tokens are proposed, and verified together in one step."""
 
-    # ngram: what followed the request's newest tokens where it had them before; texts are the same
-    # as without. synthetic: any, accepted as often as `accept` says; what comes out is no text, and
-    # tells what such rates are worth.
+    # ngram: propose the tokens after the previous occurrence of the request's latest tokens; the
+    # text does not change. synthetic: arbitrary drafts, accepted at the rates in `accept`, to
+    # measure speed; the output is not a text.
     method: Literal["ngram", "synthetic"]
-    tokens: int = 3  # drafts of a request in a step, at most
-    min_match: int = 2  # ngram: at least so many tokens must be found again
-    max_match: int = 8  # ngram: so many are looked for first
-    accept: list[float] = []  # synthetic: in which share of steps each place's draft is accepted
+    tokens: int = 3  # maximum drafts of a request in a step
+    min_match: int = 2  # ngram: least number of tokens that must match
+    max_match: int = 8  # ngram: number of tokens that is tried first
+    accept: list[float] = []  # synthetic: acceptance rate of each position, over all steps
 
 
 def check(speculate: Speculate, engine: str) -> None:
-    """Raises ConfigError if a value is out of its range, or the engine cannot guess."""
+    """Raise ConfigError if a value is out of range, or the engine does not support drafts."""
     if engine == "paper":
         raise ConfigError("speculate: the paper engine has no text to guess; leave it out")
     tokens, accept = speculate.tokens, speculate.accept

@@ -20,8 +20,8 @@ WORKER_BITS = 48  # request_id = (API worker << WORKER_BITS) | counter
 class FinishReason(IntEnum):
     STOP = 1  # a stop token (end of sequence, stop_token_ids)
     LENGTH = 2  # max_new tokens, or the context is full
-    ABORT = 3  # the client asked for it, or left
-    ERROR = 4  # its logits were NaN or infinite: what it was told so far may be wrong
+    ABORT = 3  # by the client's request, or because it disconnected
+    ERROR = 4  # its logits were NaN or infinite; the text sent so far may be wrong
 
 
 class RefusalKind(IntEnum):
@@ -32,7 +32,7 @@ class RefusalKind(IntEnum):
 
 
 class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to pick tokens. temperature == 0 means argmax; every default means "off"."""
+    """Sampling parameters. temperature == 0 means argmax; every default means "off"."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -46,7 +46,7 @@ class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
     allowed_tokens: list[int] = []  # empty: all
     min_tokens: int = 0  # stop_ids are impossible before this many output tokens
     logprobs: int = -1  # -1 = none; n = the chosen token's and the n best ones'
-    bad_words: list[list[int]] = []  # tokens that may not follow each other
+    bad_words: list[list[int]] = []  # sequences of token ids that may not occur
 
 
 class Generate(Struct, frozen=True, tag="gen", array_like=True):
@@ -74,7 +74,7 @@ class Ready(Struct, frozen=True, tag="ready", array_like=True):
     num_pages: int
     page_tokens: int
     num_slots: int
-    # JSON, for whoever reports what ran: the recipe without any "auto" but mixed_step_tokens's.
+    # JSON, for records and logs: the recipe with every "auto" resolved but mixed_step_tokens.
     recipe: str = "{}"
 
 
@@ -99,7 +99,7 @@ class Refusal(Struct, frozen=True, array_like=True):
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
-    """For one generated token: itself and its best alternatives, best first."""
+    """Log-probabilities of one generated token and of its alternatives, best first."""
 
     request_id: int
     token_id: int
@@ -112,39 +112,41 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Stats(Struct, frozen=True, kw_only=True):
-    """Gauges now, counters since the start."""
+    """Statistics of an engine: current gauges, and counters since the start."""
 
     num_running: int = 0
     num_waiting: int = 0
-    waiting_by_reason: dict[str, int] = {}  # "capacity"; "shared_prompt": another computes it now
+    waiting_by_reason: dict[
+        str, int
+    ] = {}  # "capacity", or "shared_prompt": another request computes it
     kv_usage: float = 0.0  # 0..1
     checkpoints: dict[str, int] = {}  # recurrent states for reuse: "places", "kept"
     checkpoint_events: dict[str, int] = {}  # "saved", "restored", "evicted"
     num_preemptions: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt tokens: found in the prefix cache
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
     generated_tokens: int = 0
     num_steps: int = 0
-    step_tokens: int = 0  # fed in all of them
-    steps_by_tokens: list[int] = []  # those that fed up to STEP_TOKENS[i], then those with more
-    host_bubble_s: float = 0.0  # the device waited for the host while there was work
+    step_tokens: int = 0  # tokens computed in all steps
+    steps_by_tokens: list[int] = []  # steps with up to STEP_TOKENS[i] tokens; the last entry: more
+    host_bubble_s: float = 0.0  # time that the device waited for the host while there was work
     host_s: dict[str, float] = {}  # host time by part of a step: "plan", "launch", ...
-    host_step_p50_s: float = 0.0  # all of these in one step, of the newest thousand
+    host_step_p50_s: float = 0.0  # median of their sum, over the latest thousand steps
     steps_by_mode: dict[str, int] = {}  # keys of plan.mode_key: "FULL/decode", "NONE/mixed", ...
     padded_tokens: int = 0
-    num_drafts: int = 0  # rows that fed drafts, a row in every step anew
-    draft_tokens: int = 0  # that they fed, of those that the drafter had found
-    accepted_tokens: int = 0  # of these
-    accepted_by_position: list[int] = []  # of these, behind how many others
+    num_drafts: int = 0  # rows with drafts, summed over steps
+    draft_tokens: int = 0  # real drafts that were verified
+    accepted_tokens: int = 0  # drafts that were accepted
+    accepted_by_position: list[int] = []  # accepted drafts by position in their row
     num_compiling: int = 0  # requests that wait for their grammars; not in num_waiting
     num_matchers: int = 0  # grammars that running requests follow
-    grammar_cache_bytes: int = 0  # of compiled grammars that are kept
+    grammar_cache_bytes: int = 0  # memory of the compiled grammars in the cache
     grammar_failures: dict[str, int] = {}  # by reason: "invalid", "timeout", "died"
-    experts: ExpertLoad | None = None  # of a model with experts
+    experts: ExpertLoad | None = None  # only of models with experts
 
 
 class StepOutput(Struct, frozen=True, tag="out", array_like=True):
-    """Everything one API process learns from one engine step."""
+    """Output of one engine step for one API process."""
 
     ids: bytes = b""  # int64 request ids of the rows that gained tokens
     tokens: bytes = b""  # int32, in row order
@@ -157,13 +159,13 @@ class StepOutput(Struct, frozen=True, tag="out", array_like=True):
 
 
 class Beat(Struct, frozen=True, tag="beat", array_like=True):
-    """The engine process is alive: sent twice a second by a thread of its own.
+    """Heartbeat of the engine process, sent twice a second by a thread of its own.
 
-    A process that is stopped sends none. One whose step loop hangs says so here.
+    A stopped process sends none. The fields show whether the step loop hangs.
     """
 
-    step_age_s: float  # since the loop last got on; 0 while it has nothing to do
-    late_s: float  # of that, beyond what the step in flight may take, judged by earlier steps
+    step_age_s: float  # time since the loop last made progress; 0 while it is idle
+    late_s: float  # the part of step_age_s beyond the limit that earlier steps suggest
 
 
 ToEngine = Generate | Abort | Look

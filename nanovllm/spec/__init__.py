@@ -1,6 +1,6 @@
-"""Who guesses tokens. The key is `speculate.method` of a recipe.
+"""Draft-token proposers, by `speculate.method` of a recipe.
 
-To add one: a file here that satisfies base.Drafter, and one line below.
+To add one: a file here with a class that satisfies base.Drafter, and a line below.
 """
 
 DRAFTERS = {

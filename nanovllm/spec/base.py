@@ -1,7 +1,7 @@
-"""What a drafter is to the runner, and which one a recipe asks for.
+"""Interface of draft-token proposers, and the choice of one by a recipe.
 
-Shape letters beside those of attention.base: N slots + 1, the last one for padding; D drafts of a
-row; X = 1 + D columns.
+Shape letters in addition to those of attention.base: N slots + 1, the last one for padding; D
+drafts of a row; X = 1 + D columns.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from nanovllm.spec import DRAFTERS
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of rows. Made once per engine, by keywords.
+    """Proposer of the next tokens of rows. Made once per engine, with keyword arguments.
 
-    The keywords are the recipe's `tokens`, `min_match`, `max_match` and `accept`, then `kernel`
+    The arguments are the recipe's `tokens`, `min_match`, `max_match` and `accept`, then `kernel`
     ("torch" or "triton"), `seeds_N`, `vocab_size` and `device`; a drafter names those it uses.
     """
 
-    num_drafts: int  # D: so many tokens at every call
-    # None: a draft is right if it equals what is drawn in its place. Else the share (rates_D) of
-    # right drafts that come out, by a coin of the slot's seed (seeds_N) and the position.
+    num_drafts: int  # D, the same in every call
+    # None: a draft is accepted if it equals the token that is drawn in its place. Else (rates_D,
+    # seeds_N): it is accepted at a given rate, by a coin that depends on seed and position.
     accept: tuple[Tensor, Tensor] | None
 
     def propose(self, slots_R: Tensor, lengths_N: Tensor, tokens_NL: Tensor) -> Tensor:
-        """Returns int32 [R, 1 + D]: how many real drafts a row has, then D tokens, which may be
-        fillers.
+        """Return int32 [R, 1 + D]: the number of real drafts of a row, then D tokens. The tokens
+        after the real drafts are fillers.
 
-        They are written behind each slot's newest token too, tokens_NL[slot, lengths_N[slot]],
-        where the slot must have room for them. So rows whose prompt is not fed to its end must not
-        be here, or as rows of the padding slot, which stays all zeros. Device work only, of shapes
-        that depend on R alone, so a CUDA graph can capture it.
+        The tokens are also written after each slot's latest token, tokens_NL[slot,
+        lengths_N[slot]]; the slot must have room. A row with prompt tokens left to compute must be
+        left out, or passed as the padding slot, which stays all zeros. All work is on the device
+        and all shapes depend on R only, so that a CUDA graph can capture it.
         """
         ...
 
 
 def drafter_of(recipe: Recipe, sampler: Sampler) -> Drafter | None:
-    """Who guesses tokens for this recipe, if anybody."""
+    """Return the recipe's drafter, or None without `speculate`."""
     if recipe.speculate is None:
         return None
     asked = asdict(recipe.speculate)

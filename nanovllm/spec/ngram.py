@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed when a row's newest tokens were last seen in its own text."""
+"""Prompt lookup: propose the tokens after the previous occurrence of a row's latest tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Drafts that know nothing and are accepted at given rates: what speculation costs and gives.
+"""Arbitrary drafts that are accepted at given rates, to measure costs and gains of speculation.
 
-What comes out is no text, so this serves for measuring alone: random weights would accept nothing
-that a real drafter proposes.
+The output is not a text. With random weights, the drafts of a real drafter are never accepted, so
+its speed cannot be measured without a checkpoint; this one's can.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Synthetic:
         device: torch.device,
         **_: object,
     ) -> None:
-        """`accept`: for each of the `tokens` drafts, the share of steps in which it comes out.
+        """`accept` is the fraction of steps in which each of the `tokens` drafts is accepted.
 
-        The one behind another can come out only if that does: its coin is thrown at the share of
-        the two. `vocab_size` is at least 2.
+        A draft can be accepted only if the one before it is, so its coin has the ratio of the two
+        rates. `vocab_size` is at least 2.
         """
         self.num_drafts = tokens
         before = [1.0, *accept[:-1]]
@@ -39,7 +39,7 @@ class Synthetic:
         self._steps_D = torch.arange(1, tokens + 1, device=device)
         positions_PD = torch.arange(PERIOD, device=device)[:, None] + self._steps_D
         lines_PD = positions_PD % PERIOD * 7919 % (vocab_size - 1) + 1
-        # By position of the newest token.
+        # Indexed by the position of the latest token.
         self._lines_PX = functional.pad(lines_PD, (1, 0), value=tokens).to(torch.int32)
 
     def propose(self, slots_R: Tensor, lengths_N: Tensor, tokens_NL: Tensor) -> Tensor:
