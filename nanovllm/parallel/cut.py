@@ -1,4 +1,4 @@
-"""How a model is cut over ranks, and whether it can be, said before anything of it is loaded."""
+"""Cut of a model over ranks, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nanovllm.config import ConfigError
 from nanovllm.parallel.mesh import EXPERTS, Mesh, Span
 
 MOST_RANKS = 64
-INPUTS = 128  # that share a scale, where weights are fp8
+INPUTS = 128  # inputs per scale of fp8 weights
 
 
 class Cut(Protocol):
-    """What a model's config says of itself."""
+    """The part of a model config that a cut depends on."""
 
     @property
     def num_key_value_heads(self) -> int: ...
@@ -25,12 +25,12 @@ class Cut(Protocol):
     def quantization_config(self) -> object: ...
 
     def evenly_cut(self, ep: int) -> tuple[str, ...]:
-        """The fields of which each rank takes an equal share; of experts, among `ep` ranks."""
+        """Return the fields that are cut evenly over ranks; those of experts over `ep` ranks."""
         ...
 
 
 def check_cut(mesh: Mesh, model_config: Cut) -> None:
-    """Raises ConfigError, which names the sizes that would work, if it cannot."""
+    """Raise ConfigError, which names the sizes that would work, if the cut is not even."""
     try:
         cut(mesh, model_config)
     except ConfigError as error:
@@ -39,7 +39,7 @@ def check_cut(mesh: Mesh, model_config: Cut) -> None:
 
 
 def fits(mesh: Mesh, size: int, model_config: Cut) -> bool:
-    """Whether so many ranks can share the model as those of `mesh` do."""
+    """Return True if `size` ranks can share the model in the way of `mesh`."""
     try:
         cut(mesh.first_of(size), model_config)
     except ConfigError:
@@ -66,10 +66,11 @@ def cut(mesh: Mesh, model_config: Cut) -> None:
 
 
 def span_of_vocabulary(mesh: Mesh, vocab_size: int) -> Span:
-    """The rank's tokens: whole blocks of the draw, which is the same over any number of ranks.
+    """Return the rank's part of the vocabulary, in whole sampling blocks.
 
-    Earlier ranks have one block more, the last block may be partial. Of a vocabulary of fewer
-    blocks than ranks, every rank keeps all.
+    Random draws are made by block, so that they do not depend on the number of ranks. The first
+    ranks may have one more block, and the last block may be partial. If there are fewer blocks than
+    ranks, every rank has the whole vocabulary.
     """
     each, more = divmod(-(-vocab_size // BLOCK), mesh.tp_size)
     if each == 0:

@@ -1,7 +1,7 @@
-"""A Mesh whose ranks are processes (or threads) of one machine that compute on its CPU.
+"""Mesh of processes or threads of one machine that compute on its CPU.
 
-Decision: a backend of its own instead of torch.distributed's default group, so that there is no
-global rank and a test's ranks may be threads.
+Decision: it has its own gloo backend instead of torch.distributed's default group, so that there is
+no global rank and the ranks of a test can be threads.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from nanovllm.parallel.places import RankLostError
 
 @dataclass(frozen=True, slots=True)
 class GlooMesh(Mesh):
-    """Every rank gets the same bits from every operation, so all go on alike."""
+    """Collectives through gloo. All ranks get the same bits, so they decide alike."""
 
-    rendezvous: str = ""  # a path that no file has yet
-    # A ProcessGroupGloo, once connected: torch's stubs know neither its options nor its operations.
+    rendezvous: str = ""  # path of a file that does not exist yet
+    # A ProcessGroupGloo once connected. Torch's stubs lack its options and operations.
     backend: list[Any] = field(default_factory=list)
 
     def connect(self) -> None:
@@ -64,7 +64,7 @@ class GlooMesh(Mesh):
 
 @contextmanager
 def told() -> Iterator[None]:
-    """What gloo says when a connection breaks becomes RankLostError."""
+    """Turn gloo's error for a broken connection into RankLostError."""
     try:
         yield
     except RuntimeError as error:

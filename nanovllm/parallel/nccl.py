@@ -1,7 +1,7 @@
-"""A Mesh whose ranks are processes of one machine, each with a GPU of its own.
+"""Mesh of processes on one machine, each with its own GPU.
 
-What a decode step sums up or gathers goes through kernels over peer memory. Larger messages go
-through NCCL, from a size that is measured at start, because it depends on the machine's links.
+Sums and gathers of decode steps use our kernels over peer memory. Larger messages use NCCL, above a
+size that is measured at start, because it depends on the machine's links.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ log = logging.getLogger("engine")
 
 
 class Links(NamedTuple):
-    """What connects this rank to the others."""
+    """Connections of this rank to the others."""
 
-    nccl: Any  # a ProcessGroupNCCL; torch's stubs do not know what is asked of it here
+    nccl: Any  # a ProcessGroupNCCL, whose methods torch's stubs lack
     peers: Peers
-    own_bytes: int  # of the largest message for which our kernels are faster
+    own_bytes: int  # size of the largest message for which our kernels are faster
 
 
 @dataclass(frozen=True, slots=True)
 class NcclMesh(Mesh):
-    """Works on the current stream of the current device. Every rank gets the same bits.
+    """Collectives on the current stream of the current device. All ranks get the same bits.
 
-    Nothing that NCCL does is waited for: it is asked to work on that stream (`asyncOp`) as well.
+    The host never waits for NCCL, which also runs on that stream (`asyncOp` False).
     """
 
-    rendezvous: str = ""  # a path that no file has yet
-    connected: list[Links] = field(default_factory=list)  # one, once it is
+    rendezvous: str = ""  # path of a file that does not exist yet
+    connected: list[Links] = field(default_factory=list)  # one element once connected
 
     def connect(self) -> None:
-        """Raises ConfigError if GPUs do not reach each other's memory."""
+        """Connect the ranks. Raise ConfigError if a GPU cannot access another's memory."""
         if self.connected:
             return
         store = c10d.FileStore(self.rendezvous, self.size)
@@ -107,7 +107,7 @@ class NcclMesh(Mesh):
             Mesh.add_own_sums(self, parts_ITD, stream_TD)
 
     def _exchanged(self, own_bytes: int, x_TD: Tensor) -> None:
-        """What lanes do with so many tokens, with our kernels up to `own_bytes`."""
+        """Run one exchange of lanes, with our kernels up to `own_bytes`, to time it."""
         self.connected[0] = self.connected[0]._replace(own_bytes=own_bytes)
         weights_TK = x_TD.new_zeros(len(x_TD), 8, dtype=torch.float32)
         found = self.gather_tokens(x_TD, weights_TK, weights_TK.int(), len(x_TD))
@@ -119,7 +119,7 @@ class NcclMesh(Mesh):
         return int(found)
 
     def _nccl(self, x: Tensor, operation: Any = c10d.ReduceOp.SUM) -> Tensor:  # noqa: ANN401
-        """Works in place; returns x."""
+        """Reduce x in place and return it."""
         options = c10d.AllreduceOptions()
         options.reduceOp, options.asyncOp = operation, False
         self.connected[0].nccl.allreduce([x], options)

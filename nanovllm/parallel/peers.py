@@ -1,7 +1,8 @@
-"""Buffers that all GPUs of an engine read and write, for kernels that add up over ranks.
+"""Buffers that all GPUs of an engine can read and write, for our all-reduce kernels.
 
-Decision: torch's symmetric memory, which allocates and maps them, but none of its operations, and
-no default process group. Without NVLink multicast: on shared hosts it can take GPUs out of service.
+Decision: torch's symmetric memory allocates and maps the buffers. None of its operations is used,
+and no default process group. NVLink multicast is off: on shared hosts it can take GPUs out of
+service.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import torch
 from nanovllm_kernels.all_reduce import PROGRAMS, Peers, buffer_bytes
 from nanovllm_kernels.timing import graph_us
 from torch import Tensor
-from torch._C import _distributed_c10d  # what torch.distributed gives no name to
+from torch._C import _distributed_c10d  # torch.distributed does not export all of it
 
 from nanovllm.config import ConfigError
 
-c10d: Any = _distributed_c10d  # torch's stubs lack most of what is used of it
+c10d: Any = _distributed_c10d  # torch's stubs lack most of it
 CAPACITY = 8 << 20  # 512 rows of 8192 elements
 GROUP = "nanovllm.peers"
-SHORTEST = 64 << 10  # bytes of a message for which nothing else is ever tried
-CALLS = 4  # in a graph
+SHORTEST = 64 << 10  # bytes up to which our kernels are always used
+CALLS = 4  # per graph
 
 
 def connect_peers(
@@ -33,10 +34,10 @@ def connect_peers(
     device: torch.device,
     capacity: int = CAPACITY,
 ) -> Peers:
-    """Blocks until all ranks are there. Their devices follow each other in the order of ranks.
+    """Allocate and exchange the buffers; block until all ranks have called.
 
-    `store` is where they meet, with no other use for its keys. Raises ConfigError if this GPU
-    cannot reach the memory of another.
+    The ranks' device indices are consecutive, in the order of ranks. `store` connects the ranks and
+    its keys have no other use. Raise ConfigError if this GPU cannot access another's memory.
     """
     first = device.index - rank
     unreached = [
@@ -56,7 +57,7 @@ def connect_peers(
     buffer = c10d._SymmetricMemory.empty_strided_p2p((length,), (1,), torch.uint8, device)
     buffer.fill_(0xFF)
     torch.cuda.synchronize(device)
-    # No rank gets addresses before all have come, which is after they have filled theirs.
+    # The rendezvous returns after all ranks have called it, so after all buffers are filled.
     handle = c10d._SymmetricMemory.rendezvous(buffer, GROUP)
     c10d._unregister_process_group(GROUP)
     return Peers(
@@ -75,10 +76,10 @@ def crossover(
     other: Callable[[Tensor], object],
     least: Callable[[int], int],
 ) -> int:
-    """Bytes of the longest message that `ours` does over peer memory as fast as `other`.
+    """Return the bytes of the longest message for which `ours` is as fast as `other`.
 
-    Measured with bfloat16 in CUDA graphs, at powers of two, by all ranks at the same time. `least`
-    gives all of them the least of their counts, so that they choose alike.
+    All ranks measure at the same time: bfloat16, CUDA graphs, powers of two. `least` returns the
+    minimum over ranks, so that all choose alike.
     """
     device, longest = peers.calls_X.device, SHORTEST
     while 2 * longest <= peers.capacity:

@@ -1,8 +1,7 @@
-"""Which engines and ranks a recipe has, and what each rank is given to find the others. Imports
-no torch.
+"""Engines and ranks of a recipe, with the handles that connect each rank to the others.
 
-Rank 0 is the engine process: it plans. The other ranks hear of every step through a ring, and sleep
-while there is nothing in it.
+Rank 0 is the engine process; it plans. The other ranks receive every plan through a ring, and sleep
+while it is empty. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from nanovllm.parallel.ring import RingReader, RingWriter, ring
 
 
 class RankLostError(RuntimeError):
-    """Another rank of the engine has gone, so this one cannot go on."""
+    """Another rank of the engine has ended, so this one cannot continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a process stands among the ranks of its engine, and how they talk."""
+    """A process's rank in its engine, and its connections to the other ranks."""
 
     rank: int
-    size: int  # how many ranks its engine has
-    device: int  # the index of its GPU
-    rendezvous: str  # a path, of a file that the ranks make when they meet
-    ring: RingWriter | RingReader | None  # rank 0 writes, others read; None: a rank alone
-    engine: int | None = None  # its number, where there are several
-    # Of lanes: a ring of each other rank, which that writes and rank 0 reads.
+    size: int  # number of ranks of the engine
+    device: int  # index of its GPU
+    rendezvous: str  # path of a file that the ranks create when they connect
+    ring: RingWriter | RingReader | None  # rank 0 writes, others read; None with one rank
+    engine: int | None = None  # number of the engine, if there are several
+    # With lanes: one ring for each other rank, written by that rank and read by rank 0.
     back: RingWriter | list[RingReader] | None = None
 
     @property
@@ -37,12 +36,12 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The name of its process."""
+        """Name of the process."""
         kind = f"nanovllm-rank{self.rank}" if self.rank else "nanovllm-engine"
         return kind if self.engine is None else f"{kind}.{self.engine}"
 
     def send(self, message: bytes) -> None:
-        """Rank 0's, to all others. Raises RankLostError if one has gone, or hangs."""
+        """Send a message from rank 0 to all others. Raise RankLostError if one ended or hangs."""
         assert isinstance(self.ring, RingWriter)
         try:
             self.ring.send(message)
@@ -50,17 +49,18 @@ class Place:
             raise RankLostError(f"a rank does not listen any more: {error}") from None
 
     def recv(self) -> bytes | None:
-        """The next message of rank 0, blocking; None when that has gone."""
+        """Block until rank 0's next message and return it; None if rank 0 has ended."""
         assert isinstance(self.ring, RingReader)
         return self.ring.recv()
 
     def reply(self, message: bytes) -> None:
-        """Another rank's, to rank 0. Raises OSError if that has gone."""
+        """Send a message to rank 0. Raise OSError if it has ended."""
         assert isinstance(self.back, RingWriter)
         self.back.send(message)
 
     def recv_all(self) -> list[bytes]:
-        """Rank 0's: the next reply of each other rank, blocking. Raises RankLostError."""
+        """Block until each other rank's next reply and return them. Raise RankLostError if one
+        ended."""
         assert isinstance(self.back, list)
         found = [message for end in self.back if (message := end.recv()) is not None]
         if len(found) < len(self.back):
@@ -74,12 +74,12 @@ class Place:
 
 
 def num_ranks(parallel: Parallel) -> int:
-    """How many ranks each engine has."""
+    """Return the number of ranks of each engine."""
     return max(parallel.tp, parallel.ep)
 
 
 def places_of(config: Config, folder: str, engine: int = 0) -> list[Place]:
-    """The places of an engine's ranks, which may leave files in `folder`.
+    """Return the places of an engine's ranks. The ranks may create files in `folder`.
 
     `engine: paper` has one rank.
     """

@@ -1,18 +1,18 @@
-"""One process's messages to several others, through memory that all of them map. Imports no torch.
+"""Messages from one process to several others, through shared memory. Imports no torch.
 
-The memory holds bytes and nothing else. Two pipes lie between the writer and each reader: the bell,
-into which the writer puts one byte for each part that lies in the ring, and the acks, which say how
-far the reader has read. Each side looks at no memory but that of which a pipe told it. So the order
-of loads and stores is right on every processor, x86 or ARM: what was stored before a write into a
-pipe is seen by whoever has read what was written, because the kernel hands it over under a lock. No
-flag in memory is waited for, as nothing in Python would put it into an order with its data.
+The memory holds message bytes only. Two pipes connect the writer with each reader. Through the
+bell, the writer sends one byte for each part in the ring. Through the acks, the reader sends the
+number of bytes that it has read. A process reads only memory that was announced through a pipe.
+This orders loads and stores on every processor, x86 or ARM: a store before a pipe's write is
+visible after the matching read, because the kernel passes the bytes under a lock. No flag in memory
+is polled, since Python offers no way to order it with the data.
 
-Whoever has to wait sleeps in a pipe, and hears of the other side's death there. The memory has no
-name in any folder: it is gone with the last process that has it open, however that ended.
+A process that waits sleeps in a pipe's read, which also ends when the other side dies. The memory
+has no name in a folder; it is freed when the last process that maps it ends, for any reason.
 
-Decision: no spinning before a sleep. To wake takes as long as the system needs for it: 0.12 ms for
-a plan on a small virtual machine, where a bare pipe takes 0.1, but masks of 5 MB 2 ms instead of 7.
-Rank 0 still prepares the same step for its own device meanwhile, and steps in flight hide it.
+Decision: no spinning before a sleep. A wake-up takes 0.12 ms for a plan on a small virtual machine,
+where a bare pipe takes 0.1. Masks of 5 MB take 2 ms, through a pipe 7. Rank 0 prepares the same
+step for its own device meanwhile, and steps in flight hide the delay.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from functools import cached_property
 from multiprocessing.connection import Connection as Pipe
 
 RING_BYTES = 1 << 20
-PIPE_BYTES = 4096  # a pipe takes so many without a reader, however small the system makes it
-HEADER = struct.Struct("<II")  # a part's bytes, and whether its message goes on in the next part
-ACK = struct.Struct("<Q")  # how many bytes of the ring were read since the beginning
+PIPE_BYTES = 4096  # the least that any pipe buffers without a reader
+HEADER = struct.Struct("<II")  # bytes of a part; 1 if the message continues in the next part
+ACK = struct.Struct("<Q")  # bytes read since the beginning
 PATIENCE_S = 30.0
 
 
 class End:
-    """One end of a ring. It can be given to a child that is being spawned, and is closed then.
+    """One end of a ring. It can be passed to a child at its start, which closes it here.
 
-    `memory` is a Pipe because that is how multiprocessing hands a file descriptor to a child.
+    `memory` is a Pipe because multiprocessing passes file descriptors to children as pipes.
     """
 
     def __init__(self, memory: Pipe, size: int) -> None:
         self.memory = memory
         self.size = size
         self.most = size // 4  # bytes of a part and its header
-        self.grain = size // PIPE_BYTES  # parts begin at its multiples, so that no bell gets full
+        self.grain = size // PIPE_BYTES  # alignment of parts, which bounds the bytes in a bell
         self.at = 0  # bytes written or read since the beginning
 
     @cached_property
@@ -51,12 +51,12 @@ class End:
         return memoryview(mmap.mmap(self.memory.fileno(), self.size))
 
     def go_on(self, length: int) -> None:
-        """Behind a part of so many bytes."""
+        """Advance past a part of `length` bytes."""
         self.at += -(-(HEADER.size + length) // self.grain) * self.grain
 
 
 class RingWriter(End):
-    """The end that sends, to all readers alike."""
+    """The sending end. All readers get the same messages."""
 
     def __init__(
         self, memory: Pipe, size: int, bells: Sequence[Pipe], acks: Sequence[Pipe]
@@ -64,13 +64,13 @@ class RingWriter(End):
         super().__init__(memory, size)
         self.bells = bells
         self.acks = acks
-        self.read = [0] * len(acks)  # as the acks say
+        self.read = [0] * len(acks)  # bytes read by each reader, from its acks
         self.patience_s = PATIENCE_S
 
     def send(self, message: bytes) -> None:
-        """To all readers; waits for the slowest one if the ring is full.
+        """Send a message to all readers; wait for the slowest one if the ring is full.
 
-        Raises OSError if a reader has gone, or has read nothing for `patience_s` seconds.
+        Raise OSError if a reader has ended, or has read nothing for `patience_s` seconds.
         """
         rest = memoryview(message)
         goes_on = True
@@ -88,7 +88,7 @@ class RingWriter(End):
                 os.write(bell.fileno(), b"\0")
 
     def _wait_for_room(self) -> None:
-        """Until every reader has left room for the longest part."""
+        """Block until every reader has freed room for the longest part."""
         for reader, ack in enumerate(self.acks):
             while self.at + self.most > self.read[reader] + self.size:
                 if not ack.poll(self.patience_s):
@@ -104,17 +104,17 @@ class RingWriter(End):
 
 
 class RingReader(End):
-    """An end that receives all that is sent, in its order."""
+    """A receiving end, which gets all messages in order."""
 
     def __init__(self, memory: Pipe, size: int, bell: Pipe, ack: Pipe) -> None:
         super().__init__(memory, size)
         self.bell = bell
         self.ack = ack
-        self.acked = 0  # how much of `at` the writer knows
-        self.num_parts = 0  # that lie in the ring, as the bell said
+        self.acked = 0  # value of `at` in the last ack
+        self.num_parts = 0  # announced parts that have not been read
 
     def recv(self) -> bytes | None:
-        """The next message, blocking; None when the writer has gone."""
+        """Block until the next message and return it; None if the writer has ended."""
         parts = []
         goes_on = True
         while goes_on:
@@ -128,9 +128,9 @@ class RingReader(End):
             length, goes_on = HEADER.unpack_from(self.view, begin)
             parts.append(bytes(self.view[data : data + length]))
             self.go_on(length)
-            if self.at - self.acked >= self.most:  # the writer never needs to know better
+            if self.at - self.acked >= self.most:  # frequent enough for the writer
                 self.acked = self.at
-                with suppress(BrokenPipeError):  # it has gone; what it said before is still here
+                with suppress(BrokenPipeError):  # the writer ended; its messages remain readable
                     os.write(self.ack.fileno(), ACK.pack(self.at))
         return b"".join(parts)
 
@@ -140,7 +140,7 @@ class RingReader(End):
 
 
 def ring(num_readers: int, size: int = RING_BYTES) -> tuple[RingWriter, list[RingReader]]:
-    """The ends of a new ring of `size` bytes, a multiple of 64 KiB."""
+    """Return the ends of a new ring of `size` bytes, a multiple of 64 KiB."""
     bells = [multiprocessing.Pipe(duplex=False) for _ in range(num_readers)]
     acks = [multiprocessing.Pipe(duplex=False) for _ in range(num_readers)]
     memory = os.memfd_create("nanovllm-ring")
