@@ -1,4 +1,4 @@
-"""One file per backend. A model never names one; the recipe does."""
+"""Attention backends, one file each. The recipe names one; models do not depend on the choice."""
 
 BACKENDS = {
     "torch": "nanovllm.attention.torch_ref:TorchPaged",

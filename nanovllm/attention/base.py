@@ -1,13 +1,13 @@
-"""What travels through a forward pass, and what a model may ask of attention.
+"""Inputs of a forward pass, and the interface between models and attention backends.
 
-Names of tensors end in their shape, in every file of this project: nanovllm/shapes.md.
+The names of tensors end in their shape letters, in every file of this project: nanovllm/shapes.md.
 
 Decision: keys and values always go through the paged cache. A layer stores them (one fused kernel
 with the rotary embedding), then attention reads pages, for prefill and decode alike: one path.
 
-Decision: a kind of attention is one file beside grouped.py: the cache that a layer of this kind
-owns, and the layer's `EagerOperation`, which calls the step's bound attention with it. Nothing here
-knows what a cache is, what a kind takes besides, or that its result has the shape of a query.
+Decision: each kind of attention is one file like grouped.py. It defines the cache of a layer, and
+the layer's `EagerOperation`, which calls the step's bound attention with that cache. This file does
+not depend on the type of a cache, on further arguments of a kind, or on the shape of its result.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from nanovllm.plan import Chunk
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The tensors of one step. Under a CUDA graph they are static buffers, refilled before replay.
+    """Tensors of one step. Under a CUDA graph they are static buffers, refilled before replay.
 
-    Row r feeds the tokens starts_R1[r]:starts_R1[r + 1] of the step. Decode rows come first, then
-    prompt chunks. Rows that only pad a graph are the last decode rows: where each decode row feeds
-    one token they have length 1 and a token in the padding page 0, else length 0 and no token.
+    Row r has the tokens starts_R1[r]:starts_R1[r + 1] of the step. Decode rows come first, then
+    prompt chunks. Rows that pad a graph are the last decode rows. If every decode row has one
+    token, a padding row has length 1 and a token in the padding page 0; otherwise it has no tokens.
     """
 
     token_ids_T: Tensor  # int64
     positions_T: Tensor  # int64, 0-based position in its request
-    slot_mapping_T: Tensor  # int64, page * S + offset: where the token's key and value go
+    slot_mapping_T: Tensor  # int64, page * S + offset: the place of the token's key and value
     slots_T: Tensor  # int64: the slot of each token
-    slots_R: Tensor  # int64: the slot of each row, where states, adapters and drafters find it
+    slots_R: Tensor  # int64: the slot of each row, the index of states, adapters and drafters
     starts_R1: Tensor  # int32 [R + 1]
     lengths_R: Tensor  # int32, tokens of the request including this step's
-    page_table_RM: Tensor  # int32; entries past the request's pages are 0
-    sampled_at: Tensor | None  # int64: where in T rows predict from, at least one; None: at all
-    num_decodes: int  # so many rows, the first ones, feed their newest token and its drafts
-    num_decode_tokens: int  # so many tokens, the first ones, are theirs
-    decode_width: int  # the most tokens that one of them may feed; 1: each feeds one
-    max_new: int  # the most tokens that any row feeds
-    max_length: int  # an upper bound of lengths_R, on the host
-    planned: Sequence[Chunk] = ()  # of the rows that are no decode rows; of padding there are none
+    page_table_RM: Tensor  # int32; entries after a request's own pages are stale
+    sampled_at: Tensor | None  # int64: indices in T of sampled tokens, at least one; None: all
+    num_decodes: int  # rows [:num_decodes] are decode rows: the latest token plus drafts
+    num_decode_tokens: int  # tokens [:num_decode_tokens] belong to decode rows
+    decode_width: int  # maximum tokens of a decode row; 1 without drafts
+    max_new: int  # maximum tokens of any row
+    max_length: int  # upper bound of lengths_R, on the host
+    planned: Sequence[Chunk] = ()  # the chunks; empty in a padding step
 
     def sampled(self, x_TX: Tensor) -> Tensor:
-        """The lines that rows predict from."""
+        """Return the rows of x_TX at sampled tokens."""
         return x_TX if self.sampled_at is None else x_TX[self.sampled_at]
 
     def decodes(self) -> Batch:
-        """The decode rows alone, among the tokens of the whole step."""
+        """Return the decode rows alone. Token indices still count from the step's first token."""
         return self._rows(0, self.num_decodes)
 
     def chunks(self) -> Batch:
-        """The prompt chunks alone, among the tokens of the whole step."""
+        """Return the chunks alone. Token indices still count from the step's first token."""
         rows = self._rows(self.num_decodes, len(self.lengths_R))
         return replace(rows, num_decodes=0, num_decode_tokens=0)
 
@@ -70,47 +70,46 @@ class Batch:
         )
 
 
-# A backend bound to one step's rows, called with a layer's own cache, then what its kind takes, and
-# where the result goes: attend(cache, q_THA, out_THA=None) of grouped heads. The bound attention of
-# a model whose layers are of several kinds is to go by the type of the cache. It knows where decode
-# rows end and chunks begin (Batch.num_decodes, num_decode_tokens), and each row's slot.
+# A backend that is bound to one step's rows. It is called with a layer's cache, the inputs of its
+# kind, and an output tensor: attend(cache, q_THA, out_THA=None) for grouped heads. In a model with
+# several kinds of layers, the bound attention dispatches on the type of the cache.
 Attend: TypeAlias = Callable[..., Tensor]
 
 
 class EagerOperation(Protocol):
-    """What depends on the step's rows, so that no graph of so many tokens can hold it.
+    """Operation that depends on the step's rows, so that a piecewise CUDA graph cannot contain it.
 
     The first dimension of all its tensors is the step's tokens.
     """
 
     def __call__(self, ctx: ForwardContext, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-        """The result of tensors, which is written to one more tensor if that is given.
+        """Return the result, which is written to the last argument if an output tensor is given.
 
-        Its lines of no row's tokens are undefined.
+        The result is undefined for tokens that belong to no row.
         """
         ...
 
     def empty(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-        """A result of these tensors by shape and dtype, of undefined contents."""
+        """Return an uninitialised tensor with the shape and dtype of the result."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Everything a forward pass needs besides weights, caches and token ids."""
+    """Inputs of a forward pass besides weights and caches."""
 
     batch: Batch
     attend: Attend
-    all_hidden: bool = False  # whether hidden states are wanted of tokens that nobody predicts from
-    # How a layer calls an EagerOperation: eager(operation, ctx, *tensors), these contiguous. At
-    # once, but a piecewise graph is cut there. Not a method, which would cost as much as the call.
+    all_hidden: bool = False  # return hidden states of all tokens, not only of sampled ones
+    # Layers call an EagerOperation as eager(operation, ctx, *tensors), with contiguous tensors. It
+    # runs at once, but a piecewise graph is split there. A method would double the cost of a call.
     eager: Callable[..., Tensor] = operator.call
-    lane_tokens: int = 0  # as in plan.StepPlan; in a graph 0, as all lanes have its tokens
+    lane_tokens: int = 0  # as in plan.StepPlan; 0 in a graph, whose tokens are equal in all lanes
 
 
 class AttentionBackend(Protocol):
-    """Made once per engine, of the caches' shapes. The caches themselves are the layers'."""
+    """Attention implementation. Made once per engine from the shapes of caches, not the caches."""
 
     def bind(self, batch: Batch) -> Attend:
-        """Host work once per step. Reads no tensor's values, so a CUDA graph can capture it."""
+        """Do a step's host work. Read no tensor's values, so that a CUDA graph can capture it."""
         ...

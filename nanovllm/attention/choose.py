@@ -1,4 +1,4 @@
-"""Which attention backend serves, and why not another: asked once, at start, and logged."""
+"""Choice of the attention backend, made and logged once at start."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def choose_backend(
     layout: CacheLayout,
     page_tokens: int,
 ) -> tuple[AttentionBackend, Kernels, str]:
-    """The backend, which kernels that means, and why preferred ones were passed over.
+    """Return the backend, the resolved kernels, and the reasons against preferred backends.
 
-    Raises ConfigError with the reason if the recipe asks for one that cannot serve here.
+    Raise ConfigError with the reason if the recipe names a backend that is not supported here.
     """
     passed_over: list[str] = []
     like = pageless(layout, page_tokens, dtype)
@@ -65,20 +65,20 @@ def choose_backend(
 def cute_obstacle(
     device: torch.device, dtype: torch.dtype, layout: CacheLayout, page_tokens: int
 ) -> str | None:
-    """Why decode rows are not for the CuTe DSL kernel, or None."""
+    """Return the reason why the CuTe DSL kernel cannot compute decode rows, or None."""
     if not is_hopper(device):
         return "it is for Hopper GPUs"
     if find_spec("cutlass") is None:
         return "the package nvidia-cutlass-dsl is not installed"
     group = layout.paged[0]
     kind: tuple[Any, ...] = (page_tokens, group.k_size, dtype)
-    if group.v_size == 0:  # of as many heads as fit; whether these do is seen with the layers
+    if group.v_size == 0:  # the number of heads is checked later, by layer
         kind = (64, group.k_size - 64, 64, page_tokens, dtype, group.bytes_per_element == 1)
     reason: str | None = decode_module(layout, "cute").obstacle(*kind)
     return reason
 
 
 def decode_module(layout: CacheLayout, kind: str) -> ModuleType:
-    """Importing that of cute takes a second."""
+    """Return the kernel's module. The import of a CuTe DSL module takes a second."""
     name = "latent_decode" if layout.paged[0].v_size == 0 else "paged_decode"
     return import_module(f"nanovllm_kernels.{name}{'_cute' * (kind == 'cute')}")

@@ -1,4 +1,4 @@
-"""Which functions compute the gated delta rule, with all that is between a layer's projections."""
+"""Functions that compute everything between the projections of a gated delta layer."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch import Tensor
 
 
 class DeltaKernels(NamedTuple):
-    """One implementation; the meaning of each part is that of the one for a CPU, in plain torch.
+    """One implementation. The plain torch one (TORCH) defines the meaning of each function.
 
-    Each takes qkv_TC, a_TH, b_TH, z_THV, weights, states, slots_R, and gives x_THV.
+    All take qkv_TC, a_TH, b_TH, z_THV, weights, states, slots_R, then the arguments in the comment,
+    and return x_THV.
     """
 
-    rows: Callable[..., Tensor]  # then starts_R1, parts_X, targets_X, saved, out_THV=None
-    decodes: Callable[..., Tensor]  # of one token each; then tickets_RG
-    drafted: Callable[..., Tensor]  # then starts_R1, kept_NWX, replays_R, tickets_RG
-    taps: range = range(1, 1 << 30)  # weights that a channel of the convolution may have
+    rows: Callable[..., Tensor]  # any rows: starts_R1, parts_X, targets_X, saved, out_THV=None
+    decodes: Callable[..., Tensor]  # rows of one token: tickets_RG
+    drafted: Callable[..., Tensor]  # rows with drafts: starts_R1, kept_NWX, replays_R, tickets_RG
+    taps: range = range(1, 1 << 30)  # supported sizes of the convolution
 
 
 def rows(*tensors: Any, out_THV: Tensor | None = None) -> Tensor:  # noqa: ANN401

@@ -1,6 +1,6 @@
-"""Attention of prompt chunks by flash-attn-4; decode rows go to our own kernel.
+"""Attention of prompt chunks by flash-attn-4, and of decode rows by our own kernel.
 
-Decision: that package has no fp8 caches on Hopper, so chunks over such a cache go to paged_prefill.
+Decision: the package has no fp8 caches on Hopper, so chunks over such a cache use paged_prefill.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ MAX_HEAD_SIZE = 256
 
 class FlashPaged:
     def __init__(self, like: PagedKV, decode: DecodeKernel = triton_decode) -> None:
-        """`like`: a cache of any pages, of every layer's shape and dtype."""
+        """`like` is a cache with the shape and dtype of every layer's; its pages do not matter."""
         self.like = like
         self.decode = decode
 
     @staticmethod
     def supports(device: torch.device, layout: CacheLayout, page_tokens: int) -> str | None:
-        """Why not, or None."""
+        """Return the reason why this backend cannot be used, or None."""
         if not is_hopper(device):
             return "flash-attn-4 is used on Hopper GPUs only"
         if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
             return "the package flash-attn-4 is not installed"
         for group in layout.paged:
             if group.v_size == 0:
-                continue  # what is expanded of it may have any sizes
+                continue  # latents; expanded keys and values may have any sizes
             if group.bytes_per_element > 2:
                 return "flash-attn-4 computes in bfloat16; the cache is wider"
             if max(group.k_size, group.v_size) > MAX_HEAD_SIZE or group.k_size % 16:
@@ -50,7 +50,9 @@ class FlashPaged:
         return bind_rows(self.like, batch, self._bind_chunks, self.decode)
 
     def _bind_chunks(self, batch: Batch) -> Attend:
-        from nanovllm_kernels.flash_prefill import flash_prefill  # imports CuTe DSL, for seconds
+        from nanovllm_kernels.flash_prefill import (
+            flash_prefill,
+        )  # imports CuTe DSL (seconds)
 
         rows = batch.page_table_RM, batch.starts_R1, batch.lengths_R
         if self.like.k_PSGA.dtype == FP8:

@@ -1,9 +1,9 @@
-"""The gated delta rule: each request has a state of fixed size in place of keys and values.
+"""Gated delta rule: a request has a state of fixed size instead of keys and values.
 
-A state is the last inputs of a short convolution, and for each head a matrix that every token
-decays and writes to, kept in float32 or, if the recipe says so, in bfloat16. Rows of decode steps
-that may hold drafts never write a draft: such a slot keeps what its last step fed, and the next one
-puts what was accepted of it into the state before its own tokens.
+A state holds the last inputs of a short convolution, and for each head a matrix that every token
+decays and updates. Matrices are float32, or bfloat16 if the recipe sets it. Drafts are never
+written to a state. With drafts, a slot stores the inputs of its last step, and the next step first
+applies the accepted ones to the state ("replay").
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from nanovllm.attention.delta_kernels import DeltaKernels
 
 @dataclass
 class StateProgress:
-    """How far states go, of all layers."""
+    """Progress of the states, shared by all layers."""
 
-    lengths_N: Tensor  # int32: so many tokens are in a slot's states
-    replays_R: Tensor  # int32: so many of what the step's rows fed last are not there yet
-    owners: list[GatedDelta]  # of all layers' states, in order
-    # Of the step's chunks, if it is no padding: parts_X and targets_X, as mix_rows takes them.
+    lengths_N: Tensor  # int32: number of tokens in each slot's states
+    replays_R: Tensor  # int32: stored inputs of each row that must be replayed
+    owners: list[GatedDelta]  # the layers with states, in order
+    # parts_X and targets_X of the step's chunks, as mix_rows takes them. None in a padding step.
     parts: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 class DeltaStates(NamedTuple):
-    """One layer's states: of all slots and the padding slot; and of checkpoints, elsewhere."""
+    """One layer's states: those of all slots and the padding slot, and those of checkpoints."""
 
     conv_NCW: Tensor
     recurrent_NHKV: Tensor
     tickets_RG: Tensor  # zeros, for kernels
-    kept_NWX: Tensor | None  # by slot, what it fed last: inputs of the rule. None: no drafts
+    kept_NWX: Tensor | None  # by slot: inputs of the rule in its last step; None without drafts
     progress: StateProgress
-    saved: tuple[Tensor, Tensor]  # of checkpoints, as conv_NCW and recurrent_NHKV
+    saved: tuple[Tensor, Tensor]  # checkpoints, in the format of conv_NCW and recurrent_NHKV
 
 
 @dataclass
 class GatedDelta:
-    """A layer's convolution, gates, delta rule, norm and gate.
+    """A layer's convolution, gates, delta rule, norm and output gate.
 
-    Of its product's columns: queries, keys and values of all heads, then z, then b and a of each
-    head, or these two as another tensor.
+    The columns of its input are queries, keys and values of all heads, then z, then b and a of each
+    head. b and a may also be a separate tensor.
     """
 
     key_heads: int
@@ -55,12 +55,12 @@ class GatedDelta:
     kernels: DeltaKernels
 
     def bind(self, states: DeltaStates, weights: DeltaWeights) -> None:
-        """They are the layer's own from here on."""
+        """Set the layer's states and weights."""
         self.states, self.weights = states, weights
         states.progress.owners.append(self)
 
     def __call__(self, ctx: ForwardContext, y_TX: Tensor, *more: Tensor) -> Tensor:
-        """x_THV, which is a last tensor if there is one that has three dimensions."""
+        """Return x_THV. It is the last argument, if that has three dimensions."""
         given = more[-1] if more and more[-1].ndim == 3 else None
         tokens = self._split(y_TX, more[0] if more and more[0].ndim == 2 else y_TX)
         batch, decoded = ctx.batch, None
@@ -80,7 +80,7 @@ class GatedDelta:
         return decoded if given is None else given.copy_(decoded)
 
     def empty(self, y_TX: Tensor, *_: Tensor) -> Tensor:
-        """What x_THV will look like."""
+        """Return an uninitialised x_THV."""
         return y_TX.new_empty(len(y_TX), self.value_heads, self.value_size)
 
     @property
@@ -88,7 +88,7 @@ class GatedDelta:
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
 
     def _split(self, y_TX: Tensor, ba_TX: Tensor) -> tuple[Tensor, ...]:
-        """The columns qkv_TC, a_TH, b_TH, z_THV."""
+        """Return the columns qkv_TC, a_TH, b_TH, z_THV."""
         heads, at = (self.value_heads, self.value_size), self.num_channels
         z_THV = y_TX[:, at : at + heads[0] * heads[1]].unflatten(1, heads)
         b_TH, a_TH = ba_TX[:, -2 * self.value_heads :].chunk(2, 1)
@@ -101,7 +101,7 @@ class GatedDelta:
         states = conv_NCW, recurrent_NHKV, slots_R
         if kept_NWX is None:
             return self.kernels.decodes(*tokens, self.weights, *states, tickets_RG)
-        before_R = batch.lengths_R[:rows] - starts_R1.diff()  # these tokens the states get to have
+        before_R = batch.lengths_R[:rows] - starts_R1.diff()  # tokens after the replay
         replays_R = drafting.replays_R[:rows]
         if drafting.owners[0] is self:
             lag_R = before_R - drafting.lengths_N[slots_R]
@@ -112,7 +112,7 @@ class GatedDelta:
         return x_THV
 
     def _note(self, slots_R: Tensor, lengths_R: Tensor) -> None:
-        """After the last layer: states of these slots have so many tokens now."""
+        """In the last layer, store the number of tokens in the states of these slots."""
         progress = self.states.progress
         if self.states.kept_NWX is not None and progress.owners[-1] is self:
             progress.lengths_N[slots_R] = lengths_R.int()

@@ -1,4 +1,4 @@
-"""Grouped heads: query heads that share key/value heads, over pages of keys and values."""
+"""Grouped-query attention over pages of keys and values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from nanovllm.attention.base import ForwardContext
 from nanovllm.config import ConfigError
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 
-# What checkpoints call a layer's scale of keys or values: compressed-tensors' and Quark's name,
-# ModelOpt's, and the one that compressed-tensors had before.
+# Names of a layer's scale of keys or values in checkpoints: that of compressed-tensors and Quark,
+# ModelOpt's, and the former one of compressed-tensors.
 SCALE_NAMES = (
     "model.layers.{layer}.self_attn.{kind}_scale",
     "model.layers.{layer}.self_attn.{kind}_proj.{kind}_scale",
@@ -24,50 +24,51 @@ SCALE_NAMES = (
 
 
 class PagedKV(NamedTuple):
-    """One layer's cache. Zero-filled at start; page 0 is never given to a request."""
+    """One layer's cache. Zero-filled at start; page 0 never belongs to a request."""
 
     k_PSGA: Tensor
     v_PSGA: Tensor
-    # Of numbers of 8 bits: what those of each head are multiplied by, keys' scales, then values'.
+    # With an fp8 cache: the scale of each head's keys, then of its values.
     scales_2G: Tensor | None = None
 
     @property
     def width(self) -> int:
-        """The elements of a head's result."""
+        """Elements of a head's result."""
         return self.v_PSGA.shape[3]
 
 
 class GroupedHeads:
-    """A layer's attention: causal, of scale A**-0.5, over each row's context in its own cache."""
+    """A layer's attention: causal, with scale A**-0.5, over each row's context in its own cache."""
 
-    cache: PagedKV  # from Decoder.bind_caches on
+    cache: PagedKV  # set by Decoder.bind_caches
 
     def __init__(self, num_kv_heads: int) -> None:
-        # Until one is loaded. On the host: blocks in fp8 are made of shapes alone at first.
+        # Default until a scale is loaded. On the host, since fp8 blocks first exist as shapes only.
         self.scales_2G = torch.ones(2, num_kv_heads, dtype=torch.float32, device="cpu")
 
     def bind(self, cache: PagedKV) -> None:
-        """The cache is the layer's own from here on, with the layer's scales if it needs any."""
+        """Set the layer's cache, with the layer's scales if it is fp8."""
         if cache.k_PSGA.dtype == FP8:
             cache = cache._replace(scales_2G=self.scales_2G.to(cache.k_PSGA.device))
         self.cache = cache
 
     def __call__(self, ctx: ForwardContext, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        """o_THA, as wide as values; it is out_THA if given. Keys and values have been stored."""
+        """Return o_THA, as wide as values. It is out_THA if given. Keys and values are in the
+        cache.
+        """
         return ctx.attend(self.cache, q_THA, out_THA)
 
     def empty(self, q_THA: Tensor) -> Tensor:
-        """What o_THA will look like."""
+        """Return an uninitialised o_THA."""
         return q_THA.new_empty(*q_THA.shape[:2], self.cache.width)
 
 
 def load_scale(name: str, read: Callable[[], Tensor], blocks: Sequence[Any]) -> bool:
-    """Takes the scale of a block's cache, for all its heads; False if that is not the name of one,
-    or the block's cache has none.
+    """Load the scale of a block's cache, for all its heads.
 
-    `read` gives the tensor, and is called if it is.
-
-    Raises ConfigError if the tensor is no scale, or of no block.
+    Return False if `name` is not that of a scale, or if the block's cache has none. `read` returns
+    the tensor and is called only if needed. Raise ConfigError if the tensor is not a valid scale or
+    its layer does not exist.
     """
     for kind, nth in (("k", 0), ("v", 1)):
         for pattern in SCALE_NAMES:
@@ -88,9 +89,9 @@ def load_scale(name: str, read: Callable[[], Tensor], blocks: Sequence[Any]) -> 
 
 
 def bytes_of_element(asked: str, dtype: torch.dtype, device: torch.device) -> int:
-    """The bytes of an element of the cache that `asked`, cache.dtype, means to a model in `dtype`.
+    """Return the bytes of a cache element for `asked` (cache.dtype) and the model's `dtype`.
 
-    Raises ConfigError for a pair that no kernels are for.
+    Raise ConfigError for a pair that no kernel supports.
     """
     if asked == "auto":
         return dtype.itemsize
@@ -102,9 +103,10 @@ def bytes_of_element(asked: str, dtype: torch.dtype, device: torch.device) -> in
 def caches_of(
     group: PagedGroup, num_pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Tensor], dict[int, PagedKV]]:
-    """All layers' keys and all their values, zero, and each layer's part of them.
+    """Return the keys and the values of all layers, zero-filled, and each layer's view of them.
 
-    `dtype` is the model's. Those of 8 bits come as bytes, since torch indexes no such numbers.
+    `dtype` is the model's. The whole tensors of an fp8 cache are uint8, since torch cannot index
+    fp8 tensors.
     """
     is_fp8 = group.bytes_per_element == FP8.itemsize
     shape = len(group.layers), num_pages, page_tokens, group.num_heads
@@ -117,6 +119,6 @@ def caches_of(
 
 
 def pageless(layout: CacheLayout, page_tokens: int, dtype: torch.dtype) -> PagedKV:
-    """A cache of no pages in the shape of the first group's: what backends plan by."""
+    """Return a cache without pages that has the shape of the first group's. Backends plan by it."""
     group = layout.paged[0]
     return caches_of(group, 0, page_tokens, dtype, torch.device("cpu"))[1][group.layers[0]]

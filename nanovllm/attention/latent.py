@@ -1,9 +1,11 @@
-"""Latent attention (MLA): of each token one vector is cached, for all heads.
+"""Latent attention (MLA): one cached vector per token, shared by all heads.
 
-It is a latent, of which each head makes its key and its value by matrices of its own, and the part
-of the key that is rotated, which all heads share. Either the cached latents are expanded to keys
-and values, or the head's matrices are absorbed: the query goes into the space of latents, and what
-is summed up of latents comes out of it. Both are the same sums in another order.
+The vector is a latent, from which each head computes its key and value by matrices of its own, and
+the rotated part of the key, which all heads share. There are two equivalent orders of computation.
+Expanded: compute keys and values from the cached latents. Absorbed: project the query into the
+latent space, and project the weighted sum of latents back.
+
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; transformers' DeepseekV3Attention.
 """
 
 from __future__ import annotations
@@ -16,56 +18,58 @@ from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext
 
-# Tokens that a row feeds, up to which matrices are absorbed. By R1's sizes a query costs 2 * (576 +
-# 512) operations for each token and head then, of expanded ones 2 * (192 + 128), and to expand one
-# costs 2 * 512 * 256: as much as what 171 queries save. Decode rows have fewer queries by far.
+# Rows with up to this number of tokens use the absorbed form. With R1's sizes, absorbed attention
+# costs 2 * (576 + 512) operations per query, token and head, expanded attention 2 * (192 + 128).
+# Expansion costs 2 * 512 * 256 per token and head, which pays from 171 queries on.
 FEW = 128
-PIECE = 1024  # tokens whose keys and values there are at once
+PIECE = 1024  # tokens that are expanded at once
 
 
 class Latents(NamedTuple):
-    """One layer's cache, and what its heads make of it. A token's numbers in the cache are its
-    normalised latent, then the rotated part of its key; in 8 bits its row is bytes, as
-    nanovllm_kernels.latent_reference says. Page 0 is never given to a request.
+    """One layer's cache, and the matrices of its heads.
+
+    A cached row is the token's normalised latent, then the rotated part of its key. The format of
+    an fp8 row is in nanovllm_kernels.latent_reference. Page 0 never belongs to a request.
     """
 
     pages_PSX: Tensor
-    key_HAX: Tensor  # of A elements of a key, from a latent of X
+    key_HAX: Tensor  # maps a latent (X) to a head's key (A)
     value_HAX: Tensor
     scale: float  # of scores
 
     @property
     def width(self) -> int:
-        """The elements of a head's result."""
+        """Elements of a head's result."""
         return self.value_HAX.shape[1]
 
 
 class LatentHeads:
     """A layer's attention: causal, over each row's context in its own cache."""
 
-    cache: Latents  # from LatentAttention.bind on
+    cache: Latents  # set by LatentAttention.bind
 
     def __call__(self, ctx: ForwardContext, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
-        """o_THA, as wide as values; it is out_THA if given. This step's latents are stored; of a
-        query the last elements are the rotated ones.
+        """Return o_THA, as wide as values. It is out_THA if given.
+
+        This step's latents are in the cache. The last elements of a query are the rotated ones.
         """
         return ctx.attend(self.cache, q_THA, out_THA)
 
     def empty(self, q_THA: Tensor) -> Tensor:
-        """What o_THA will look like."""
+        """Return an uninitialised o_THA."""
         return q_THA.new_empty(*q_THA.shape[:2], self.cache.width)
 
 
 def attend_latents(
     q_RNHA: Tensor, latents_RCX: Tensor, seen_R1NC: Tensor, cache: Latents
 ) -> Tensor:
-    """o_RNHA of rows that feed equally many tokens; each query sees the first token at least."""
+    """Return o_RNHA of rows with N tokens each. Every query sees at least the first token."""
     way = absorbed if q_RNHA.shape[1] <= FEW else expanded
     return way(q_RNHA, latents_RCX, seen_R1NC, cache)
 
 
 def absorbed(q_RNHA: Tensor, latents_RCX: Tensor, seen_R1NC: Tensor, cache: Latents) -> Tensor:
-    """Latents are the keys and values of all heads, which read them together."""
+    """Attend in the latent space: latents serve as keys and values of all heads."""
     _, size, width = cache.key_HAX.shape
     q_RHNX = torch.einsum("rnha,hax->rhnx", q_RNHA[..., :size], cache.key_HAX)
     q_RHNX = widened(torch.cat([q_RHNX, q_RNHA[..., size:].transpose(1, 2)], -1)) * cache.scale
@@ -81,7 +85,7 @@ def absorbed(q_RNHA: Tensor, latents_RCX: Tensor, seen_R1NC: Tensor, cache: Late
 
 
 def expanded(q_RNHA: Tensor, latents_RCX: Tensor, seen_R1NC: Tensor, cache: Latents) -> Tensor:
-    """Each head has keys and values of its own."""
+    """Attend with keys and values that are computed for each head."""
     _, size, width = cache.key_HAX.shape
     q_RHNA = widened(q_RNHA.transpose(1, 2)) * cache.scale
 
@@ -103,8 +107,9 @@ def averaged(
     scores: Callable[[Tensor], Tensor],
     sums: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """o_RHNX: sums of what is seen, weighted by scores' softmax, in float32 at least; piece by
-    piece of the context, so that its length does not bound what fits in memory.
+    """Return o_RHNX: softmax-weighted sums over visible tokens, in float32 or wider.
+
+    The context is processed in pieces, so that memory does not depend on its length.
     """
     total = sum_RHNX = widened(latents_RCX.new_zeros(()))
     best, pieces = total - torch.inf, latents_RCX.split(PIECE, 1)
@@ -119,5 +124,5 @@ def averaged(
 
 
 def widened(x: Tensor) -> Tensor:
-    """The same numbers in float32 at least."""
+    """Convert to float32, unless x is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,13 +1,13 @@
-"""Latents on a GPU: decode rows absorbed by our own kernel, prompt chunks absorbed or expanded.
+"""Latent attention on a GPU: decode rows absorbed by our kernel, chunks absorbed or expanded.
 
-Knows shapes and launches; the arithmetic is in nanovllm_kernels, and in batched products of the
-library, which write where the next kernel reads.
+Handles shapes and launches; the arithmetic is in nanovllm_kernels and in batched library products.
 
-Decision: chunks are absorbed or expanded by which takes fewer operations, where one of the absorbed
-counts for SLOWER, as its kernel reaches so much less of what the card can do than flash-attn-4.
-The host knows all that this depends on. Expanded are a step's own tokens with up to PIECE of what
-was cached of their rows before, its newest, in one causal call; what is older in pieces of as many,
-whose results are averaged in: memory is bounded whatever the context's length.
+Decision: chunks use the form with fewer operations. An operation of the absorbed form counts SLOWER
+times, since its kernel reaches that much less of the card's peak than flash-attn-4. The choice
+depends on host values only. In the expanded form, one causal call covers the step's own tokens and
+up to PIECE of the latest cached tokens of their rows. Older tokens follow in pieces of PIECE
+tokens, whose results are merged by their log-sum-exp. Memory is thus bounded for any context
+length.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.latent import Latents
 from nanovllm.attention.paged import Both
 
-PIECE = 4096  # cached tokens that are expanded at once: 0.35 GB of 128 heads
-GROUP = 16  # tokens of a chunk that are absorbed as if they were a decode row
-MOST_ABSORBED = 1024  # tokens of chunks in a step: 256 MB of 128 heads
-SLOWER = 2
+PIECE = 4096  # cached tokens that are expanded at once: 0.35 GB with 128 heads
+GROUP = 16  # tokens of an absorbed chunk that are treated as one decode row
+MOST_ABSORBED = 1024  # maximum absorbed chunk tokens of a step: 256 MB with 128 heads
+SLOWER = 2  # cost of an absorbed operation relative to an expanded one
 
 
 def bind_latents(batch: Batch, page_tokens: int, kernel: ModuleType, *, expands: bool) -> Attend:
-    """`kernel`: a module as nanovllm_kernels.latent_decode is. `expands`: flash-attn-4 is there."""
+    """Bind a step's rows. `kernel` is a module with the functions of latent_decode.
+
+    `expands` is True if flash-attn-4 is available.
+    """
     at = batch.num_decode_tokens
     rows = batch.decodes()
     drafted = rows.starts_R1 if batch.decode_width > 1 else None
@@ -49,14 +52,14 @@ def bind_latents(batch: Batch, page_tokens: int, kernel: ModuleType, *, expands:
 
 @dataclass(slots=True)
 class Absorbed:
-    """Rows of few tokens each, all in the space of latents."""
+    """Attention in the latent space, for rows of few tokens."""
 
     kernel: ModuleType
     page_table_RM: Tensor
     lengths_R: Tensor
-    starts_R1: Tensor | None  # None: each has one
+    starts_R1: Tensor | None  # None if every row has one token
     width: int
-    plan: Any = None  # of the first layer's call: all are alike
+    plan: Any = None  # made in the first layer's call; all layers are alike
 
     def __call__(self, cache: Latents, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
         (num_heads, size, _), pages = cache.key_HAX.shape, cache.pages_PSX
@@ -73,7 +76,7 @@ class Absorbed:
         return out_THA
 
     def fitting(self, cache: Latents, q_THA: Tensor) -> ModuleType:
-        """The kernel, or the portable one if it is not for such heads or rows."""
+        """Return the kernel, or the portable one if it does not support these heads or rows."""
         (num_heads, size, rank), pages = cache.key_HAX.shape, cache.pages_PSX
         obstacle = getattr(self.kernel, "obstacle", lambda *_: None)
         kind = pages.shape[1], q_THA.dtype, pages.dtype == torch.uint8
@@ -83,12 +86,12 @@ class Absorbed:
 
 
 def into(out_THA: Tensor, x_HTX: Tensor, matrix_HAX: Tensor) -> None:
-    """Each head's product, written between those of other heads."""
+    """Multiply by each head's matrix and write the result to that head's part of out_THA."""
     torch.bmm(x_HTX, matrix_HAX.mT, out=out_THA.transpose(0, 1))
 
 
 class Chunks:
-    """Prompt chunks, whose tokens begin `at`. Lines of q_THA before them are not looked at."""
+    """Prompt chunks, whose tokens begin at index `at`. Earlier rows of q_THA are not read."""
 
     def __init__(self, batch: Batch, page_tokens: int, at: int, *, expands: bool) -> None:
         self.batch, self.page_tokens, self.at, self.expands = batch, page_tokens, at, expands
@@ -106,12 +109,12 @@ class Chunks:
 
 
 def can_expand(size: int, value: int, dtype: str) -> bool:
-    """Whether flash-attn-4's kernel is for heads of so many elements."""
+    """Return True if flash-attn-4 supports heads of these sizes."""
     return dtype == "bfloat16" and all(width % 8 == 0 and width <= 256 for width in (size, value))
 
 
 def expands_cheaper(batch: Batch, cache: Latents, q_THA: Tensor) -> bool:
-    """Whether the step's chunks take fewer operations expanded than absorbed."""
+    """Return True if the step's chunks cost less in the expanded form."""
     size, value, (_, key, rank) = q_THA.shape[2], cache.width, cache.key_HAX.shape
     if not can_expand(size, value, bits(q_THA.dtype)):
         return False
@@ -124,7 +127,7 @@ def expands_cheaper(batch: Batch, cache: Latents, q_THA: Tensor) -> bool:
 
 
 def absorbed_chunks(batch: Batch, at: int) -> Absorbed:
-    """Each row as rows of up to GROUP tokens."""
+    """Return the absorbed form, with each chunk split into rows of up to GROUP tokens."""
     device, num_rows = batch.lengths_R.device, len(batch.lengths_R)
     known = [chunk.num_tokens for chunk in batch.planned] or [batch.max_new] * num_rows
     starts_R1 = batch.starts_R1 - at
@@ -141,28 +144,30 @@ def absorbed_chunks(batch: Batch, at: int) -> Absorbed:
 
 
 class Expansion(NamedTuple):
-    """Tokens of some consecutive rows that are expanded at once."""
+    """Cached tokens of consecutive rows that are expanded in one call."""
 
-    slots_X: Tensor  # where they are in the cache
-    tokens: slice  # of the chunks' tokens, the rows' queries
-    starts_R1: Tensor  # among these
+    slots_X: Tensor  # their places in the cache
+    tokens: slice  # the queries of the rows, among the chunks' tokens
+    starts_R1: Tensor  # row boundaries among these queries
     k_starts_R1: Tensor
 
 
 class Expanded:
-    """Keys and values of a step's chunks and of what was cached of their rows, by flash-attn-4.
+    """Attention of chunks with expanded keys and values, by flash-attn-4.
 
-    Its kernel is called with the newest tokens and without, and what it finds is averaged.
+    A causal call covers the latest tokens, further calls the older ones; results are merged.
     """
 
     def __init__(self, batch: Batch, at: int, page_tokens: int) -> None:
-        from nanovllm_kernels.flash_prefill import flash_expanded  # imports CuTe DSL, for seconds
+        from nanovllm_kernels.flash_prefill import (
+            flash_expanded,
+        )  # imports CuTe DSL (seconds)
 
         self.attend = flash_expanded
         self.newest, *self.older = pieces_of(batch, at, page_tokens)
 
     def __call__(self, cache: Latents, q_THA: Tensor, out_THA: Tensor) -> Tensor:
-        other_THA = torch.empty_like(out_THA)  # even if unused, so that a padding step has it, too
+        other_THA = torch.empty_like(out_THA)  # also if unused: a padding step must show the memory
         lse_HT = self.of_piece(self.newest, cache, q_THA, out_THA, is_causal=True)
         for piece in self.older:
             q, out, other = (each[piece.tokens] for each in (q_THA, out_THA, other_THA))
@@ -176,15 +181,17 @@ class Expanded:
     def of_piece(
         self, piece: Expansion, cache: Latents, q_THA: Tensor, out_THA: Tensor, *, is_causal: bool
     ) -> Tensor:
-        """Fills out_THA, and returns lse_HT."""
+        """Fill out_THA and return lse_HT."""
         keys_values = expanded(cache, piece.slots_X, q_THA)
         starts = piece.starts_R1, piece.k_starts_R1
         return self.attend(q_THA, *keys_values, *starts, cache.scale, out_THA, is_causal=is_causal)
 
 
 def expanded(cache: Latents, slots_X: Tensor, q_THA: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys and values of these tokens of the cache. There is room for all that a step of such
-    queries may have, so that a padding step shows what it takes.
+    """Return the keys and values of cached tokens.
+
+    The allocation has the maximum size for a step with these queries, so that a padding step shows
+    the memory that real steps need.
     """
     (num_heads, key, rank), size, num_tokens = cache.key_HAX.shape, q_THA.shape[2], len(slots_X)
     rows_TX = cache.pages_PSX.flatten(0, 1)[slots_X]
@@ -193,11 +200,12 @@ def expanded(cache: Latents, slots_X: Tensor, q_THA: Tensor) -> tuple[Tensor, Te
     k_TGA = q_THA.new_empty(*room, size)[:num_tokens]
     v_TGA = q_THA.new_empty(*room, cache.width)[:num_tokens]
     latents_TX = rows_TX[:, :rank]
-    # The kernel multiplies by 0 what is not the row's: NaN would spread by values. Keys tell of it.
+    # The kernel multiplies the values of other rows by 0, so NaN in values would spread between
+    # rows. NaN in keys still reaches the row's own result.
     finite_TX = latents_TX.nan_to_num(0.0, 0.0, 0.0)
     into(k_TGA[..., :key], latents_TX.expand(num_heads, -1, -1), cache.key_HAX)
     into(v_TGA, finite_TX.expand(num_heads, -1, -1), cache.value_HAX)
-    # Eight bytes at a time: torch's copy to strided places costs by elements, 175 us of 67 million.
+    # Copy eight bytes at a time: torch's strided copy costs by elements, 175 us for 67 million.
     words = torch.int64 if (key | size | rank) * k_TGA.itemsize % 8 == 0 else k_TGA.dtype
     each = words.itemsize // k_TGA.itemsize
     k_TGA.view(words)[..., key // each :] = rows_TX.view(words)[:, None, rank // each :]
@@ -205,7 +213,7 @@ def expanded(cache: Latents, slots_X: Tensor, q_THA: Tensor) -> tuple[Tensor, Te
 
 
 def pieces_of(batch: Batch, at: int, page_tokens: int) -> Iterator[Expansion]:
-    """The newest tokens of all rows, then what is older, as one line that is cut."""
+    """Yield the latest tokens of all rows, then pieces of the older ones."""
     starts_R1, num_tokens = batch.starts_R1 - at, len(batch.slot_mapping_T) - at
     cached = [chunk.start for chunk in batch.planned]
     newest = newest_of(cached)
@@ -224,23 +232,25 @@ def pieces_of(batch: Batch, at: int, page_tokens: int) -> Iterator[Expansion]:
 
 
 def newest_of(cached: list[int]) -> list[int]:
-    """How many of each row's cached tokens are expanded with its chunk: PIECE in all, of the first
-    rows that have some.
+    """Return the number of cached tokens of each row that are expanded with its chunk.
+
+    The total is at most PIECE; the first rows have precedence.
     """
     rows = zip(cached, accumulate(cached), strict=True)
     return [min(count, max(0, PIECE - end + count)) for count, end in rows]
 
 
 def spans(counts_R: Tensor) -> Tensor:
-    """starts_R1 of so many each."""
+    """Return the row boundaries of rows with these counts."""
     return torch.nn.functional.pad(counts_R.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def slots_of(
     batch: Batch, page_tokens: int, line_R1: Tensor, first_R: Tensor, part: tuple[int, int]
 ) -> Tensor:
-    """Where in the cache a part of a line is: row r's tokens from first_R[r] on are its
-    line_R1[r]:line_R1[r + 1].
+    """Return the places in the cache of elements `part` of a concatenation of rows.
+
+    In the concatenation, row r's tokens from first_R[r] on are line_R1[r]:line_R1[r + 1].
     """
     line_X = torch.arange(*part, dtype=torch.int32, device=line_R1.device)
     row_X = torch.searchsorted(line_R1[1:], line_X, right=True)
@@ -250,8 +260,9 @@ def slots_of(
 
 
 def spans_of(cached: list[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Cuts the line of rows' cached tokens to pieces of at most PIECE: a piece's first row, the one
-    behind its last, where it starts and stops. All rows of a piece have tokens in it.
+    """Split the concatenation of rows' cached tokens into pieces of at most PIECE tokens.
+
+    Yield (first row, end row, start, stop) of each piece. All rows of a piece have tokens in it.
     """
     first = low = stop = 0
     for row, count in enumerate((*cached, 0)):

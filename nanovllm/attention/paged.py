@@ -1,6 +1,6 @@
-"""Decode rows by our own kernels, for every backend of GPUs, beside the backend's prompt chunks.
+"""Decode rows by our own kernels, in combination with any GPU backend's prompt chunks.
 
-Knows shapes and launches; the arithmetic is in nanovllm_kernels.
+Handles shapes and launches; the arithmetic is in nanovllm_kernels.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.kv.layout import CacheLayout
 
-DecodeKernel = ModuleType  # with the functions of nanovllm_kernels.paged_decode, meaning the same
-CUTE_ROWS = range(9, 129)  # for which the CuTe DSL kernel is the faster one
+DecodeKernel = ModuleType  # a module with the functions of nanovllm_kernels.paged_decode
+CUTE_ROWS = range(9, 129)  # numbers of rows for which the CuTe DSL kernel is faster
 
 
 def obstacle_of_shapes(layout: CacheLayout) -> str | None:
-    """Why decode rows are not for our own kernel, or None."""
+    """Return the reason why our kernel cannot compute decode rows, or None."""
     if len({(group.num_heads, group.k_size, group.v_size) for group in layout.paged}) != 1:
         return "one plan serves all layers, so their caches must have one shape"
     return None
@@ -35,7 +35,7 @@ def bind_rows(
     bind_chunks: Callable[[Batch], Attend],
     kernel: DecodeKernel,
 ) -> Attend:
-    """Decode rows to our own kernel, prompt chunks to the backend's."""
+    """Bind decode rows to our own kernel and prompt chunks to the backend's."""
     at, width = batch.num_decodes, batch.decode_width
     if at == 0:
         return bind_chunks(batch)
@@ -54,7 +54,7 @@ def bind_rows(
 
 @dataclass(frozen=True, slots=True)
 class RowsAttend:
-    """A kernel for grouped heads, and what it takes of a step's rows."""
+    """A kernel for grouped heads, with its arguments that depend on a step's rows."""
 
     kernel: Callable[..., Tensor]
     rows: tuple[Any, ...]
@@ -67,7 +67,7 @@ class RowsAttend:
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """Attention of a step with decode rows, whose tokens come first, and prompt chunks."""
+    """Attention of a step with both kinds of rows. The tokens of decode rows come first."""
 
     decode: Attend
     chunks: Attend

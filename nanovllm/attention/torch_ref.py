@@ -1,12 +1,11 @@
-"""Paged attention in plain torch: the definition of every other backend, and the CPU's.
+"""Paged attention in plain torch: the reference of all other backends, and the backend on a CPU.
 
-Cached tokens past a row's end are read but never counted, whatever they hold: a NaN there must not
-scream.
-Unlike other backends this one reads the batch's values, so no CUDA graph can capture it.
+Cached tokens after a row's end are read but have no effect, even if they are NaN. Unlike other
+backends, this one reads the values of the batch, so that no CUDA graph can capture it.
 
-Decision: rows are computed together where they feed equally many tokens and their contexts are of
-similar length: a group reads as many tokens for each row as for its longest, and one row of 4,000
-tokens among eight short ones made the step twenty times as long.
+Decision: rows are computed together if they have equally many tokens and contexts of similar
+length. A group reads the length of its longest context for each row; one row of 4,000 tokens among
+eight short ones made a step twenty times as long.
 """
 
 from __future__ import annotations
@@ -27,35 +26,35 @@ from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.latent import Latents, attend_latents
 from nanovllm.kv.layout import CacheLayout
 
-SPARE_TOKENS = 256  # of a row: fewer cost less than a group more
+SPARE_TOKENS = 256  # unused tokens per row that cost less than one more group
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows that feed equally many tokens, N each, over contexts of similar lengths.
+    """Rows with N tokens each and contexts of similar lengths.
 
-    C counts cached tokens: the group's longest context, rounded up to whole pages.
+    C is the number of cached tokens: the group's longest context, rounded up to whole pages.
     """
 
-    tokens_X: Tensor  # int64: the rows' tokens in the step, N of one row after N of another
+    tokens_X: Tensor  # int64: indices of the rows' tokens in the step, row by row
     num_rows: int
-    num_new: int  # tokens each row feeds
-    pages_X: Tensor  # row by row, cut to the group's longest context
-    seen_R1NC: Tensor  # bool: what each query may look at
-    # Rows and tokens past their ends, of undefined contents. As indices: filling through a mask
-    # took a quarter of a decode step.
+    num_new: int  # N
+    pages_X: Tensor  # row by row, up to the group's longest context
+    seen_R1NC: Tensor  # bool: the attention mask
+    # (row, token) indices of cached tokens after the rows' ends, which are undefined. Indices,
+    # because filling through a mask took a quarter of a decode step.
     dirt: tuple[Tensor, ...]
 
 
 class TorchPaged:
     def __init__(self, like: PagedKV) -> None:
-        """`like`: a cache of any pages, which are as long as every layer's."""
+        """`like` is a cache whose pages are as long as those of every layer."""
         self.page_tokens = like.k_PSGA.shape[1]
         self.copies = Buffer(), Buffer()
 
     @staticmethod
     def supports(device: torch.device, layout: CacheLayout, page_tokens: int) -> str | None:
-        """Always, but a GPU waits for the host at every step."""
+        """Return None: it can always be used, but a GPU waits for the host in every step."""
         return None
 
     def bind(self, batch: Batch) -> TorchAttend:
@@ -64,17 +63,17 @@ class TorchPaged:
 
 @dataclass(slots=True)
 class Buffer:
-    """Where contexts are copied to, keys or values.
+    """Buffer for copies of keys or values, reused in all steps.
 
-    Kept from step to step: for memory of this size malloc asks the system, whose page faults took
-    as long as attention.
+    A new allocation of this size would come from the system, and its page faults took as long as
+    the attention itself.
     """
 
     flat_X: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def of(self, pages_PSGA: Tensor, chosen_X: Tensor) -> Tensor:
-        """These pages, one behind another. The next call may overwrite them."""
-        if pages_PSGA.dtype == FP8:  # as bytes, since torch indexes no numbers of 8 bits
+        """Return a contiguous copy of these pages. The next call may overwrite it."""
+        if pages_PSGA.dtype == FP8:  # as bytes, since torch cannot index fp8 tensors
             return pages_PSGA.view(torch.uint8)[chosen_X].view(FP8)
         shape = len(chosen_X), *pages_PSGA.shape[1:]
         if len(self.flat_X) < math.prod(shape):
@@ -84,7 +83,7 @@ class Buffer:
 
 
 def alike(counts: list[int], lengths: list[int]) -> Iterator[list[int]]:
-    """Rows that are computed together: each that feeds a token is in one group."""
+    """Yield groups of rows that are computed together. Rows without tokens are in none."""
     group: list[int] = []
     feeding = [row for row, count in enumerate(counts) if count]
     for row in sorted(feeding, key=lambda row: (counts[row], lengths[row])):
@@ -136,7 +135,7 @@ class TorchAttend:
 def attend_in_latents(
     group: RowGroup, q_THA: Tensor, cache: Latents, copies: tuple[Buffer, Buffer]
 ) -> Tensor:
-    """What the tokens of a group's rows attend to in latents, one row's after another's."""
+    """Return the attention of a group's tokens over latents, row by row."""
     copied_PSX = copies[0].of(cache.pages_PSX, group.pages_X)
     rank, rotated = cache.key_HAX.shape[2], q_THA.shape[2] - cache.key_HAX.shape[1]
     rows_RCX = copied_PSX.view(group.num_rows, -1, copied_PSX.shape[2])
@@ -147,7 +146,7 @@ def attend_in_latents(
 
 
 def attend(group: RowGroup, q_THA: Tensor, cache: PagedKV, copies: tuple[Buffer, Buffer]) -> Tensor:
-    """What the tokens of a group's rows attend to, one row's after another's."""
+    """Return the attention of a group's tokens, row by row."""
 
     def context(pages_PSGA: Tensor, copy: Buffer, nth: int) -> Tensor:
         copied_PSGA = copy.of(pages_PSGA, group.pages_X)

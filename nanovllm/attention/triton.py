@@ -18,13 +18,13 @@ MAX_HEAD_SIZE = 256
 
 class TritonPaged:
     def __init__(self, like: PagedKV, decode: DecodeKernel = triton_decode) -> None:
-        """`like`: a cache of any pages, of every layer's shape and dtype."""
+        """`like` is a cache with the shape and dtype of every layer's; its pages do not matter."""
         self.like = like
         self.decode = decode
 
     @staticmethod
     def supports(device: torch.device, layout: CacheLayout, page_tokens: int) -> str | None:
-        """Why not, or None."""
+        """Return the reason why this backend cannot be used, or None."""
         if device.type != "cuda" and not INTERPRETED:
             return f"Triton's kernels run on a GPU, not on {device.type}"
         group = layout.paged[0]
