@@ -1,10 +1,10 @@
-"""Grouped-query attention behind its norm: projections around rope-and-store and the backend.
+"""Grouped-query attention with its norm: projections, rotation and store, attention, output.
 
-Knows neither pages nor lengths: those are the backend's. The cache is the layer's own.
+The layer owns its cache. Pages and lengths are handled by the backend.
 
-Decision: behind the last layer's attention only the tokens that rows predict from go on. The others
-have left their keys and values, and nothing else of them is read: 2 to 3 % of a prompt's work. All
-tokens go on where somebody asks for the hidden states of all.
+Decision: after the attention of the last layer only sampled tokens are computed further. Keys and
+values of the others are stored by then, and nothing else of them is read. This saves 2 to 3 % of a
+prompt's work. All tokens are computed if `all_hidden` is set.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ QKNorm = Literal["none", "head", "row"]
 
 
 class Attention(Layer):
-    """`qk_norm`: queries and keys are RMS-normalised before the rotation, each head by itself, or
-    all heads of a row together, of all ranks. `is_last`: no layer follows, so the results are of
-    the tokens that rows predict from.
+    """Attention block. `is_last`: no layer follows, so results are of sampled tokens only.
+
+    `qk_norm`: RMS norm of queries and keys before the rotation, either of each head ("head") or of
+    all heads of all ranks together ("row").
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Attention(Layer):
         q = mesh.span("num_attention_heads", num_heads).of_width(head_size)
         kv = mesh.span_or_copy("num_key_value_heads", num_kv_heads).of_width(head_size)
         self.qkv = NormLinear(hidden_size, eps, {"q": q, "k": kv, "v": kv}, ops)
-        # Each key head has equally many copies, so the mean over ranks is the mean over heads.
+        # All key heads have the same number of copies: the mean over ranks is that over heads.
         self.norm_ranks = mesh if qk_norm == "row" else None
         spans = (q, kv) if qk_norm == "row" else (Span(head_size, 0, head_size),) * 2
         norms = [parameter(span.count) if qk_norm != "none" else None for span in spans]
@@ -59,7 +60,7 @@ class Attention(Layer):
         self.out = AddLinear(q, hidden_size, mesh, ops)
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
-        """The residual stream with what attention gives. May overwrite what it is given."""
+        """Return the residual stream plus the block's result. May overwrite its input."""
         batch, cache = ctx.batch, self.attend.cache
         norms = self.q_norm, self.k_norm, self.eps
         where = cos_sin_LA, batch.positions_T, batch.slot_mapping_T
@@ -72,5 +73,5 @@ class Attention(Layer):
         return after
 
     def elements(self) -> int:
-        """How many of a token are allocated at once beside the stream: q, and what that gives."""
+        """Return the elements per token that are allocated at once besides the stream."""
         return len(self.qkv.weight) + 2 * self.out.weight.shape[1]

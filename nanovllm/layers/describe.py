@@ -1,4 +1,4 @@
-"""How a model's products are computed, for the log: which implementation serves how many rows."""
+"""Description of a model's GEMM kernels by number of rows, for the log."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from nanovllm.layers.ops import RowTable
 
 
 def products(block: nn.Module, head: Linear, sizes: Iterable[int]) -> str:
-    """Each product of a block, and the head's, e.g. `mlp.down skinny+residual 1-128, ...`.
+    """Return a text like `mlp.down skinny+residual 1-128, ...` for a block's products and the head.
 
-    `sizes`: the numbers of rows that are asked about, ascending. Asking about every number up to
-    8,192 would take half a second of a start.
+    `sizes` are the numbers of rows to look up, ascending. All numbers up to 8,192 would take half a
+    second at start.
     """
     asked = tuple(sizes)
     parts = [*block.named_modules(), ("head", head)]
@@ -30,7 +30,7 @@ def tables_of(part: nn.Module) -> list[RowTable]:
 
 
 def by_rows(table: RowTable, sizes: Iterable[int]) -> str:
-    """E.g. `skinny 1-128, library 144-8192`: the first and the last size that it is asked about."""
+    """Return a text like `skinny 1-128, library 144-8192`: the first and last size looked up."""
     parts: list[tuple[str, int, int]] = []
     for rows in sizes:
         name = table[rows].name

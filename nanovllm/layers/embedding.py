@@ -1,4 +1,4 @@
-"""The vocabulary's vectors, cut over ranks: into the model (embedding) and out of it (head)."""
+"""Token embedding and output head, cut over ranks by vocabulary."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from nanovllm.parallel.mesh import Mesh
 
 
 class VocabEmbedding(Linear):
-    """One vector for each token of this rank's `span`; the product is the logits of these.
+    """One vector for each token of this rank's `span`; its product is the logits of these tokens.
 
-    A model with tied embeddings uses one of these at both ends.
+    A model with tied embeddings uses one object as embedding and head.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, mesh: Mesh, ops: Ops) -> None:

@@ -1,4 +1,4 @@
-"""Routed experts on a GPU: in Triton, and with products of many rows in CuTe DSL."""
+"""Kernels of routed experts on a GPU: Triton, and CuTe DSL for products of many rows."""
 
 from __future__ import annotations
 

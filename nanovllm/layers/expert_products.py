@@ -1,8 +1,8 @@
-"""How routed experts are computed, and which products of theirs serve how many tokens.
+"""Implementations of routed experts, and the choice of products by number of tokens.
 
-The number of tokens, which a CUDA graph fixes, decides, never what was chosen for them: products
-are asked by the pairs of token and expert that this rank expects if experts are chosen equally
-often. With few rows an expert it is the weights that take time, and with many the products.
+The choice depends on the number of tokens, which a CUDA graph fixes, and never on the routing. It
+uses the (token, expert) pairs that this rank expects under uniform routing. With few rows per
+expert, the time is that of reading weights; with many, that of arithmetic.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ from nanovllm.parallel.mesh import Span
 
 
 class ExpertKernels(NamedTuple):
-    """One implementation; the meaning of each part is that of the one for a CPU, in plain torch."""
+    """One implementation. The plain torch one (TORCH) defines the meaning of each part."""
 
     route: Callable[..., tuple[Tensor, Tensor]]
     sort: Callable[..., ExpertRows]
-    few: ExpertProducts  # of any number of rows
-    many: tuple[ExpertProducts, ...]  # asked in this order; what fits none is for `few`
+    few: ExpertProducts  # for any number of rows
+    many: tuple[ExpertProducts, ...]  # in order of preference; `few` if none fits
     combine: Callable[..., Tensor]
-    is_uniform: bool = False  # whether a hash chooses, for measurements
-    unsorted: int = 0  # pairs at most, that `few` takes as they are, if all experts are here
-    norm_router: Callable[..., tuple[Tensor, Tensor]] | None = None  # of few rows
-    down_combine: Callable[..., Tensor] | None = None  # of unsorted pairs, in one launch
-    spread: Spread | None = None  # which experts each rank holds; None: an equal share
+    is_uniform: bool = False  # route by a hash instead of logits, for measurements
+    unsorted: int = 0  # maximum pairs that `few` takes without sorting, if all experts are local
+    norm_router: Callable[..., tuple[Tensor, Tensor]] | None = None  # for few rows
+    down_combine: Callable[..., Tensor] | None = None  # for unsorted pairs, in one launch
+    spread: Spread | None = None  # placement of experts on ranks; None: equal shares in order
 
     def as_asked(self, asked: Experts) -> ExpertKernels:
-        """Raises ConfigError if the recipe's section names a file that is none."""
+        """Return these kernels with the settings of the recipe's section `experts`.
+
+        Raise ConfigError if its placement file cannot be read.
+        """
         spread = None if asked.placement is None else Spread(asked.placement)
         return self._replace(is_uniform=asked.routing == "uniform", spread=spread)
 
     def ranks(self, layer: int, own: Span) -> ExpertsByRank:
-        """The experts that each rank holds. `own`: an equal share of them."""
+        """Return the experts of each rank. `own` is this rank's equal share."""
         sizes = own.full, own.full // own.count
         return evenly(*sizes) if self.spread is None else self.spread.ranks(layer, *sizes)
 
@@ -49,10 +52,9 @@ TORCH = ExpertKernels(route, sort_rows, EXPERTS, (), combine)
 def products_for(
     kernels: ExpertKernels, num_pairs: int, experts: Span, gate_up_E2FD: Tensor
 ) -> tuple[ExpertProducts, int]:
-    """The products for steps with so many pairs, and the tile that rows are sorted in for them; 0:
-    they are not sorted.
+    """Return the products for steps with `num_pairs` pairs, and the tile size for sorting rows.
 
-    `experts`: which of all the weights on this rank belong to.
+    The tile is 0 if rows are not sorted. `experts` are those of this rank among all.
     """
     if num_pairs <= kernels.unsorted and experts.count == experts.full:
         return kernels.few, 0

@@ -1,7 +1,7 @@
-"""Block fp8: which weights are e4m3 with a scale for each 128 x 128, and how they are multiplied.
+"""Block fp8: e4m3 weights with one scale per 128 x 128 block, and their products.
 
-A model is built as if it were not quantised, block by block and of shapes alone; then the weights
-that its quantization names change their type and get scales, and only that is allocated.
+A model is first built unquantised, block by block, on the meta device. Then the weights that its
+quantization config covers change their type and get scales. Only the result is allocated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nanovllm.layers.ops import Implementation, Ops
 from nanovllm.layers.residual import Added, Parted, Pending, Residual, as_tensor
 from nanovllm.parallel.mesh import Span
 
-SUPPORTED: dict[str, tuple[Any, ...]] = {  # of quantization_config
+SUPPORTED: dict[str, tuple[Any, ...]] = {  # values of quantization_config
     "quant_method": ("fp8",),
     "weight_block_size": ((BLOCK, BLOCK),),
     "fmt": ("e4m3", "float8_e4m3fn"),
@@ -34,9 +34,10 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {  # of quantization_config
 
 
 class BlockFp8(Struct, frozen=True):
-    """The fields of quantization_config in use. Quantised are all products of the blocks but
-    routers, and but those that are named here by a whole dotted name of the checkpoint:
-    `model.layers.0.mlp.down_proj`.
+    """The used fields of quantization_config.
+
+    All products of the blocks are quantised except routers and the modules listed here, which have
+    full dotted names of the checkpoint: `model.layers.0.mlp.down_proj`.
     """
 
     quant_method: str | None = None
@@ -44,7 +45,7 @@ class BlockFp8(Struct, frozen=True):
     fmt: str = "e4m3"
     activation_scheme: str = "dynamic"
     modules_to_not_convert: frozenset[str] | None = None
-    ignored_layers: frozenset[str] | None = None  # another name for it
+    ignored_layers: frozenset[str] | None = None  # another name of modules_to_not_convert
 
     @property
     def kept(self) -> frozenset[str]:
@@ -60,8 +61,8 @@ class BlockFp8(Struct, frozen=True):
 class Fp8Ops(Ops):
     """Operations whose products take Scaled weights.
 
-    Of few rows they are skinny ones. Of more, rows are quantised by the norm or the gate before,
-    and a gate passes on Quantised rows. Without kernels weights are dequantised for each product.
+    Few rows use the skinny products. More rows are quantised by the preceding norm or gate, and a
+    gate returns Quantised rows. Without kernels, weights are dequantised for each product.
     """
 
     passes_on: bool
@@ -138,9 +139,9 @@ def dequantised_linear(x: Tensor | Quantised, weight: Scaled) -> Tensor:
 
 
 def fp8_ops(ops: Ops, *, passes_on: bool) -> Fp8Ops:
-    """The same operations around products of fp8 weights. Kernels compute in bfloat16 only.
+    """Return `ops` with products of fp8 weights. Kernels need a bfloat16 model.
 
-    `passes_on`: what follows a gate has an fp8 weight, too.
+    `passes_on`: the product after a gate also has an fp8 weight.
     """
     is_16_bit = torch.get_default_dtype() == torch.bfloat16
     kernels = ops.fp8_linear if is_16_bit else None
@@ -158,9 +159,9 @@ def blocks(
     rules: Iterable[tuple[str, ...]],
     quantised: BlockFp8 | None,
 ) -> Iterator[Layer]:
-    """The model's blocks, in the types that they are loaded in. `rules`: the model's WEIGHTS.
+    """Yield the model's blocks with the types of the checkpoint. `rules`: the model's WEIGHTS.
 
-    A block may hold modules with a method `to_fp8`, experts say, beside products.
+    Besides products, a block may have modules with a method `to_fp8`, such as experts.
     """
     if quantised is None:
         yield from (make(layer) for layer in range(count))
@@ -195,9 +196,9 @@ def blocks(
 
 
 def bind(linear: NormLinear | AddLinear, ops: Fp8Ops, block_rows: int) -> None:
-    """Finds its operand, whose storage is allocated now, and the tables of what multiplies it.
+    """Set a layer's operand, whose storage is allocated, and its tables of implementations.
 
-    `ops`: the same for equal `block_rows` alone, which tables do not tell apart.
+    Layers may share `ops` only if their `block_rows` are equal, since these are not in table keys.
     """
     scale = linear.get_parameter("weight_scale")
     weight = vars(linear)["operand"] = Scaled(linear.weight, scale, block_rows)
@@ -209,14 +210,17 @@ def bind(linear: NormLinear | AddLinear, ops: Fp8Ops, block_rows: int) -> None:
 
 
 def checkpoint_modules(path: str, layer: int, rules: Iterable[tuple[str, ...]]) -> set[str]:
-    """The checkpoint's names of what is fused in a module, norms aside; of experts, the first's."""
+    """Return the checkpoint's names of the weights in a module, without norms.
+
+    Experts are represented by the first.
+    """
     own = [rule[0] for rule in rules if rule[1].format(layer).rpartition(".")[0] == path]
     products = [name for name in own if name.endswith(".weight") and "norm." not in name]
     return {name.format(layer, 0)[:-7] for name in products}
 
 
 def is_kept(names: set[str], quantised: BlockFp8) -> bool:
-    """Whether a module is not quantised. Raises ConfigError if parts of it are and others not."""
+    """Return True if a module is not quantised. Raise ConfigError if only a part is."""
     kept = names & quantised.kept
     if kept and kept != names:
         raise ConfigError(
@@ -227,7 +231,7 @@ def is_kept(names: set[str], quantised: BlockFp8) -> bool:
 
 
 def to_fp8(linear: Linear) -> None:
-    """Changes the type of a weight whose storage is not allocated yet, and adds its scales."""
+    """Change the type of a weight whose storage is not allocated yet, and add its scales."""
     placement = linear.placements["weight"]
     block_rows, (num_rows, width) = block_rows_of(placement), linear.weight.shape
     scales = -(-num_rows // block_rows), -(-width // BLOCK)
@@ -243,7 +247,7 @@ def fp8_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 def block_rows_of(placement: Placement) -> int:
-    """Rows that share a scale: 128, or fewer if parts, or the shares of ranks, start in between."""
+    """Return the rows per scale: 128, or fewer if a part or share starts inside a block."""
     found, at = BLOCK, 0
     for _, span in placement.parts if placement.dim == 0 else ():
         found, at = gcd(found, at, span.start), at + span.count
@@ -251,7 +255,7 @@ def block_rows_of(placement: Placement) -> int:
 
 
 def in_blocks(span: Span, each: int) -> Span:
-    """The same cut, counted in blocks. Raises ConfigError if it starts within one."""
+    """Return the same cut in units of blocks. Raise ConfigError if it starts inside a block."""
     if span.start % each:
         raise ConfigError(
             f"parallel.tp cuts {span.full} inputs of block fp8 at {span.start}, not at a multiple "

@@ -1,4 +1,4 @@
-"""Attention over grouped heads whose results are gated: each by the sigmoid of its own product."""
+"""Grouped-query attention with an output gate: the sigmoid of one more projection."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from nanovllm.parallel.mesh import Span, interleaved
 
 
 class GatedAttention(Attention):
-    """The checkpoint's rows of q are, head by head, those of the query and those of its gate."""
+    """Gated attention block. In the checkpoint, each head's rows of q are query rows, then gate
+    rows.
+    """
 
     def __init__(self, **sizes: Any) -> None:  # noqa: ANN401
-        """Takes what Attention takes."""
+        """Take the arguments of Attention."""
         super().__init__(**sizes)
         (_, q), *others = self.qkv.placements["weight"].parts
         size, parts = sizes["head_size"], {"q": q.of_width(2), **dict(others)}
         heads = Span(*(count // size for count in (q.full, q.start, q.count)))
         spans = interleaved(heads, (size, size))
         rows = [("q", span) for span in (*spans[heads.count :], *spans[: heads.count])]
-        self.qkv = NormLinear(sizes["hidden_size"], self.eps, parts, self.ops)  # first are gates
+        self.qkv = NormLinear(sizes["hidden_size"], self.eps, parts, self.ops)  # gates come first
         self.qkv.placements["weight"] = Placement(0, (*rows, *others))
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
-        """The residual stream with what attention gives. May overwrite what it is given."""
+        """Return the residual stream plus the block's result. May overwrite its input."""
         batch, width = ctx.batch, self.out.weight.shape[1]
         norms = self.q_norm, self.k_norm, self.eps
         where = cos_sin_LA, batch.positions_T, batch.slot_mapping_T

@@ -1,6 +1,6 @@
-"""Gated DeltaNet behind its norm: projections around the convolution and the delta rule.
+"""Gated DeltaNet with its norm: projections, convolution, delta rule, output.
 
-Heads of keys are cut over ranks, and with each go the heads of values that it serves.
+Key heads are cut over ranks, each together with its value heads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nanovllm.parallel.mesh import Mesh, Span, interleaved
 
 
 class DeltaSizes(NamedTuple):
-    """The heads of all ranks, the elements of each, and the tokens that the convolution sees."""
+    """Heads of all ranks, elements per head, and the size of the convolution in tokens."""
 
     hidden: int
     key_heads: int
@@ -33,11 +33,11 @@ class DeltaSizes(NamedTuple):
 
     @property
     def each(self) -> int:
-        """Heads of values that a head of keys serves: neighbours."""
+        """Value heads per key head. They are adjacent."""
         return self.value_heads // self.key_heads
 
     def channels(self, keys: Span) -> list[Span]:
-        """This rank's channels of the convolution: queries, keys, values."""
+        """Return this rank's channels of the convolution: queries, keys, values."""
         key, value = keys.of_width(self.key), keys.of_width(self.each * self.value)
         parts = (key, 0), (key, key.full), (value, 2 * key.full)
         full = 2 * key.full + value.full
@@ -45,11 +45,11 @@ class DeltaSizes(NamedTuple):
 
 
 class GatedDeltaNet(Layer):
-    """`is_last`: no layer follows, so the results are of the tokens that rows predict from.
-    Raises ConfigError for a convolution that the kernels cannot compute.
+    """Gated DeltaNet block. `is_last`: no layer follows, so results are of sampled tokens only.
 
-    `is_one`: everything is one product. Else b and a are another one, as their weights are in the
-    model's dtype where others are in fp8.
+    `is_one`: all projections are one product. Otherwise b and a are a second one: in fp8 models,
+    their weights stay in the model's dtype. Raise ConfigError if the kernels do not support the
+    size of the convolution.
     """
 
     inputs: NormLinear
@@ -87,16 +87,16 @@ class GatedDeltaNet(Layer):
 
     @property
     def out(self) -> AddLinear:
-        """Under the name that it has in any layer of attention."""
+        """The output projection, under the name that all attention layers use."""
         return self.out_proj
 
     def bind(self, states: DeltaStates) -> None:
-        """The states are the layer's own from here on. Weights are loaded by now."""
+        """Set the layer's states. Weights must be loaded."""
         weights = self.conv[:, 0], self.a_log, self.dt_bias, self.norm
         self.attend.bind(states, DeltaWeights(*weights, self.eps))
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
-        """The residual stream with what this gives. May overwrite what it is given."""
+        """Return the residual stream plus the block's result. May overwrite its input."""
         more = []
         if self.ba is not None:
             x_TD, residual = self.ops.norm(residual, self.inputs.norm_weight, self.eps)
@@ -110,7 +110,8 @@ class GatedDeltaNet(Layer):
         return after
 
     def elements(self) -> int:
-        """How many of a token are allocated at once beside the stream: products, what the
-        convolution gives, and five times as much as the result, at most.
+        """Return the elements per token that are allocated at once besides the stream.
+
+        These are the products, the output of the convolution, and up to five times the result.
         """
         return len(self.inputs.weight) + len(self.conv) + 5 * self.out.weight.shape[1]

@@ -1,7 +1,6 @@
-"""Latent attention behind its norm: projections of low rank around the cache of latents.
+"""Latent attention with its norm: low-rank projections, store of latents, attention, output.
 
-What comes from the residual stream to all heads alike is computed by every rank, and so is the
-cache; heads are cut over ranks.
+Projections that all heads share, and the cache, are replicated on every rank. Heads are cut.
 """
 
 from __future__ import annotations
@@ -29,24 +28,25 @@ from nanovllm.parallel.mesh import Mesh, Span
 
 REFERENCE = "nanovllm_kernels.latent_reference"
 KERNELS = {"nanovllm_kernels.rope_store": "nanovllm_kernels.latent_store"}
-EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
+EPS = 1e-6  # of the norms of latents, independent of config.json's rms_norm_eps
 
 
 class LatentSizes(NamedTuple):
-    """The numbers of a token's latents, and of each head."""
+    """Sizes of a token's latents and of a head."""
 
     hidden: int
     heads: int  # of all ranks
-    query_rank: int | None  # None: queries are made of the residual stream
-    rank: int  # of the latent that keys and values are made of
-    key: int  # elements of a head's key that are made of the latent
-    rotated: int  # further elements, which are rotated and the same of all heads
+    query_rank: int | None  # None: queries are projected from the residual stream directly
+    rank: int  # of the latent from which keys and values are computed
+    key: int  # elements of a head's key that are computed from the latent
+    rotated: int  # further elements of a key, which are rotated and shared by all heads
     value: int
 
 
 class LatentAttention(Layer):
-    """`scale`: of scores. `is_last`: no layer follows, so the results are of the tokens that rows
-    predict from.
+    """Latent attention block. `scale` multiplies scores.
+
+    `is_last`: no layer follows, so results are of sampled tokens only.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LatentAttention(Layer):
     ) -> None:
         super().__init__()
         self.sizes, self.scale, self.is_last = sizes, scale, is_last
-        # The recipe's rope_store chooses what does the same for latents, too.
+        # The recipe's choice of rope_store also selects the store of latents.
         kernels = import_module(KERNELS.get(ops.rope_store.__module__, REFERENCE))
         self.store: Callable[..., Tensor] = kernels.latent_store
         heads = mesh.span("num_attention_heads", sizes.heads)
@@ -70,25 +70,23 @@ class LatentAttention(Layer):
         self.out = AddLinear(heads.of_width(sizes.value), sizes.hidden, mesh, ops)
 
     def bind(self, cache: PagedKV) -> None:
-        """The cache, of one head without values, is the layer's own from here on. Weights are
-        loaded by now.
-        """
+        """Set the layer's cache, which has one key head and no values. Weights must be loaded."""
         weight_HXX = self.kv_b.dequantised().unflatten(0, (-1, self.sizes.key + self.sizes.value))
         key_HAX, value_HAX = weight_HXX.split([self.sizes.key, self.sizes.value], 1)
         pages_PSX = cache.k_PSGA[:, :, 0]
-        if pages_PSX.dtype == FP8:  # rows of which only a part has 8 bits
+        if pages_PSX.dtype == FP8:  # only a part of each row is fp8
             pages_PSX = pages_PSX.view(torch.uint8)
         self.attend.cache = Latents(pages_PSX, key_HAX, value_HAX, self.scale)
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
-        """The residual stream with what attention gives. May overwrite what it is given."""
+        """Return the residual stream plus the block's result. May overwrite its input."""
         batch, cache = ctx.batch, self.attend.cache
         products = self.latents or self.qkv
         assert products is not None
         qkv, stream = products(residual)
         qkv_TX = unsliced(qkv, stream.stream_TD.dtype)
         q_TX, kv_TX = qkv_TX.tensor_split([-sum(self.sizes[3:6:2])], 1)
-        if self.q_b is None or self.q_b.by_rows[len(q_TX)].norms:  # a norm alone takes any rows
+        if self.q_b is None or self.q_b.by_rows[len(q_TX)].norms:  # a norm alone takes strides
             q_TX = q_TX.contiguous()
         if self.q_b is not None:
             q_TX = unsliced(self.q_b(Added(q_TX))[0], q_TX.dtype)
@@ -102,7 +100,7 @@ class LatentAttention(Layer):
         return after
 
     def jobs(self, recipe: Recipe) -> list[Job]:
-        """What attention needs that is compiled."""
+        """Return the kernels that attention needs compiled."""
         found: list[Job] = []
         num_heads = self.out.weight.shape[1] // self.sizes.value
         sizes = self.sizes.key + self.sizes.rotated, self.sizes.value, recipe.dtype
@@ -119,8 +117,10 @@ class LatentAttention(Layer):
         return found
 
     def elements(self) -> int:
-        """How many of a token are allocated at once beside the stream: products, the result, and
-        what chunks are expanded to, with another result, or queries and results among latents.
+        """Return the elements per token that are allocated at once besides the stream.
+
+        These are the products and the result. Expanded chunks add keys, values and a second result;
+        absorbed ones add queries and results in the latent space.
         """
         made = [len(part.weight) for part in (self.qkv, self.latents, self.q_b) if part is not None]
         _, _, _, rank, key, rotated, value = self.sizes
@@ -129,23 +129,25 @@ class LatentAttention(Layer):
 
 
 class KeysValues(Linear):
-    """The weight that makes each head's key and value of a latent: rows of keys, then of values,
-    head by head. In fp8 there is the same in the model's dtype, which is what multiplies.
+    """Weight that maps a latent to each head's key and value.
+
+    Rows are stored head by head: those of the key, then those of the value. An fp8 weight also has
+    a copy in the model's dtype, which is the one that attention uses.
     """
 
     def __init__(self, rows: Span, rank: int, ops: Ops) -> None:
         super().__init__(rows.count, rank, Placement(0, (("", rows),)), ops)
-        del self.by_rows  # attention multiplies, with one head's rows after another's
+        del self.by_rows  # attention multiplies head by head instead
         self.dtype = torch.get_default_dtype()
 
     def to_fp8(self) -> None:
-        """Changes the type of a weight whose storage is not allocated yet, and adds its scales."""
+        """Change the type of a weight whose storage is not allocated yet, and add its scales."""
         shape = self.weight.shape
         to_fp8(self)
         self.register_buffer("whole_ND", torch.empty(shape, dtype=self.dtype), persistent=False)
 
     def dequantised(self) -> Tensor:
-        """The weight, of which nothing changes any more, in the model's dtype."""
+        """Return the weight in the model's dtype. It must be loaded."""
         if not hasattr(self, "weight_scale"):
             return self.weight
         scale = self.get_parameter("weight_scale")

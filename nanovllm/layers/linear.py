@@ -1,7 +1,7 @@
 """Linear layers cut over tensor-parallel ranks.
 
-Each module says how its parameters are cut (`placements`); loading is done elsewhere, once, for
-all of them. A fused parameter is a list of named parts, each cut on its own.
+Each module describes the cut of its parameters (`placements`); one loader handles all of them. A
+fused parameter is a list of named parts, each cut separately.
 """
 
 from __future__ import annotations
@@ -20,66 +20,69 @@ from nanovllm.parallel.mesh import Mesh, Span
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which slice of each checkpoint tensor this rank keeps: the parts follow one another.
+    """Slices of checkpoint tensors that form one parameter of this rank, in order.
 
-    Of a parameter that stacks experts, one tensor each, the same is true of every expert's.
-    `experts`: where each is along a dimension 0 more, or -1 if this rank has it not. `has_shared`:
-    behind all of them is one that every token goes to, whose parts have names of their own.
+    A parameter that stacks experts has a further dimension 0, and the slices apply to each expert's
+    tensors. `experts` has the index of each expert in that dimension, or -1 if this rank lacks it.
+    `has_shared`: the last one is the shared expert, whose parts have other names.
     """
 
-    dim: int  # the dimension that is cut, of a checkpoint tensor
-    parts: tuple[tuple[str, Span], ...]  # an unfused parameter has the one part ""
+    dim: int  # the dimension of a checkpoint tensor that is cut
+    parts: tuple[tuple[str, Span], ...]  # an unfused parameter has one part, named ""
     experts: tuple[int, ...] | None = None
     has_shared: bool = False
 
 
 class Layer(nn.Module):
-    """Without hooks. torch's own call looks for some, for 5 us: 1 ms of a step's launches."""
+    """Module without hooks. The lookup of hooks takes torch 5 us a call, 1 ms of a step."""
 
     def __call__(self, *args: Any) -> Any:  # noqa: ANN401
         return self.forward(*args)
 
     def finish(self) -> None:
-        """Makes what is made once of weights, which are loaded now."""
+        """Compute tensors derived from the loaded weights."""
 
 
 def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """Uninitialised, of the default dtype and device: the loader sets both, then fills it."""
+    """Return an uninitialised parameter. The loader sets the default dtype and device before."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 def summed_up(y_TD: Tensor, residual: Added, mesh: Mesh) -> Residual:
-    """The stream, with a product pending of which each rank has a part. May overwrite both."""
+    """Return the residual stream with a partial product that must still be summed over ranks.
+
+    May overwrite both inputs.
+    """
     if (peers := mesh.peers_for(y_TD)) is not None:
         return Parted(residual.stream_TD, y_TD, peers)
     return Pending(residual.stream_TD, mesh.all_reduce(y_TD))
 
 
 class Linear(Layer):
-    """Computes y = x W^T: one weight [N, D], and the table of its implementations by rows.
+    """y = x W^T: one weight [N, D], and the table of its implementations by number of rows.
 
-    Subclasses say what is fused before and after, each with a table of its own.
+    Subclasses fuse operations before and after, with their own tables.
     """
 
-    operand: Weight  # what implementations multiply with: the weight, or with its scales in fp8
+    operand: Weight  # argument of the implementations: the weight, in fp8 with its scales
 
     def __init__(self, out_features: int, in_features: int, placement: Placement, ops: Ops) -> None:
         super().__init__()
         self.weight = parameter(out_features, in_features)
-        vars(self)["operand"] = self.weight  # not as a second parameter
+        vars(self)["operand"] = self.weight  # bypasses nn.Module: not a second parameter
         self.placements = {"weight": placement}
         self.by_rows = ops.plain(self.weight)
 
     def product(self, x_TD: Tensor) -> Tensor:
-        """y_TN, of this rank's output or input features."""
+        """Return y_TN for this rank's output or input features."""
         y_TN: Tensor = self.by_rows[len(x_TD)].run(x_TD, self.operand)
         return y_TN
 
 
 class NormLinear(Linear):
-    """Computes y = rms_norm(residual stream) W^T, its output features cut over ranks.
+    """y = rms_norm(residual stream) W^T, with output features cut over ranks.
 
-    `parts` are fused in their order: q, k and v, say. `gated`: the parts are gate and up, of equal
+    `parts` are fused in order, for example q, k and v. `gated`: the parts are gate and up, of equal
     widths, and y is silu(gate) * up.
     """
 
@@ -100,7 +103,7 @@ class NormLinear(Linear):
         self.by_rows_pending = ops.normed(self.weight, gated=gated, is_added=False)
 
     def forward(self, residual: Residual) -> tuple[Product, Added]:
-        """Returns y and the stream with everything added. May overwrite what it is given."""
+        """Return y, and the stream with all products added. May overwrite its input."""
         if isinstance(residual, Parted) and self.by_rows[len(residual.stream_TD)].norms:
             residual = residual.added()
         table = self.by_rows if isinstance(residual, Added) else self.by_rows_pending
@@ -110,7 +113,7 @@ class NormLinear(Linear):
 
 
 class AddLinear(Linear):
-    """Computes x W^T for the residual stream: input features cut over ranks, results summed."""
+    """x W^T for the residual stream: input features are cut over ranks, results are summed."""
 
     def __init__(self, inputs: Span, hidden_size: int, mesh: Mesh, ops: Ops) -> None:
         super().__init__(hidden_size, inputs.count, Placement(1, (("", inputs),)), ops)
@@ -118,8 +121,8 @@ class AddLinear(Linear):
         self.by_rows = (ops.plain if mesh.tp_size > 1 else ops.added)(self.weight)
 
     def forward(self, x_TD: Tensor, residual: Added) -> Residual:
-        """The stream with the product added, or pending. May overwrite the stream."""
-        run = self.by_rows[len(residual.stream_TD)].run  # x may be Quantised, of another length
+        """Return the stream with the product added or pending. May overwrite the stream."""
+        run = self.by_rows[len(residual.stream_TD)].run  # x may be Quantised, with another len()
         if self.mesh.tp_size > 1:
             return summed_up(run(x_TD, self.operand), residual, self.mesh)
         after: Residual = run(x_TD, self.operand, residual)

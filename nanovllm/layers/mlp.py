@@ -1,4 +1,4 @@
-"""The gated MLP behind its norm: down(silu(gate(x)) * up(x))."""
+"""Gated MLP with its norm: down(silu(gate(x)) * up(x))."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ class MLP(Layer):
         self.inner = inner.count
 
     def forward(self, residual: Residual, _: ForwardContext) -> Residual:
-        """The residual stream with what this block gives. May overwrite what it is given."""
+        """Return the residual stream plus the block's result. May overwrite its input."""
         y_TF, stream = self.gate_up(residual)
         after: Residual = self.down(y_TF, stream)
         return after
 
     def elements(self, pending: int, *, fuses_gate: bool) -> int:
-        """How many of a token are allocated at once behind the norm. `pending`: of the result, if
-        that is not added in place; `fuses_gate`: gate and up are one product.
+        """Return the elements per token that are allocated at once after the norm.
+
+        `pending` are those of the result, if it is not added in place. `fuses_gate`: one product
+        computes gate and up and applies the gate.
         """
         return max(self.inner + pending, self.inner if fuses_gate else 3 * self.inner)

@@ -1,7 +1,8 @@
-"""Routed experts behind their norm: each token's row through a few of many gated MLPs.
+"""Mixture of experts with its norm: each token passes through a few of many gated MLPs.
 
 A pair is a token and one of its experts. Pairs are sorted by expert on the device, multiplied by
-what their expert has, and added up; nobody waits for what was chosen, and no shape depends on it.
+their expert's weights, and summed by token. The host never waits for the routing, and no shape
+depends on it.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from nanovllm.layers.residual import Added, Pending, Residual, as_tensor
 from nanovllm.layers.router import Router
 from nanovllm.parallel.mesh import Mesh, Span
 
-FEW_ROWS = 16  # for which a norm and its router's product are one launch
-TURNS = 24  # of the copies of an expert: a multiple of 1, 2, 3, 4, 6 and 8 of them
-MOST_EXCHANGED = 16384  # tokens
+FEW_ROWS = 16  # rows up to which the norm and the router's product are one launch
+TURNS = 24  # length of the rotation over an expert's replicas: a multiple of 1, 2, 3, 4, 6 and 8
+MOST_EXCHANGED = 16384  # tokens of one exchange over lanes
 MOST_LAYERS = 1024
 
 
 class ExpertMLPs(Layer):
-    """The gated MLPs of this rank's experts: weights gate_up [E, 2F, D], the gate's rows first, and
-    down [E, D, F]. In block fp8 they have scales beside them, of 128 rows and 128 inputs each; the
-    gate and up begin blocks.
+    """Gated MLPs of this rank's experts: weights gate_up [E, 2F, D], gate rows first, and down
+    [E, D, F].
 
-    `experts`: which of the copies of all ranks are here; `places`: which of them each expert is, or
-    -1; `inner`: which share of each. If the rule has a shared expert, it is the last one.
+    Block fp8 weights have scales, one per 128 rows and 128 inputs; the rows of gate and of up start
+    at block borders. `experts` are this rank's replicas among those of all ranks. `places` is the
+    local index of each expert, or -1. `inner` is this rank's share of each expert. If the rule has
+    a shared expert, it is the last one.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class ExpertMLPs(Layer):
         self.by_rows = RowTable(self._choose)
 
     def to_fp8(self) -> None:
-        """Changes the type of weights whose storage is not allocated yet, and adds their scales."""
+        """Change the type of weights whose storage is not allocated yet, and add their scales."""
         for name in ("gate_up", "down"):
             weight, placement = getattr(self, name), self.placements[name]
             parts = tuple((part, in_blocks(span, BLOCK)) for part, span in placement.parts)
@@ -85,8 +87,11 @@ class ExpertMLPs(Layer):
         uniform: Uniform | None = None,
         placed: Placed | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The weights_TK of chosen experts, and which they are, experts_TK: copies of all ranks.
-        `uniform`: where tokens are, if that chooses; `placed`: where experts are."""
+        """Return weights_TK and experts_TK of the chosen experts, as replicas of all ranks.
+
+        `uniform` has the tokens' positions, for uniform synthetic routing. `placed` has the
+        replicas of each expert.
+        """
         return self.kernels.route(logits_TE, bias_E, self.num_routed, self.rule, uniform, placed)
 
     def forward(
@@ -97,8 +102,10 @@ class ExpertMLPs(Layer):
         stream_TD: Tensor | None = None,
         shared_TD: Tensor | None = None,
     ) -> Tensor:
-        """The weighted sum y_TD of this rank's pairs, plus what a shared expert gives, plus the
-        stream, which it may overwrite."""
+        """Return the weighted sum y_TD of this rank's pairs, plus shared_TD, plus stream_TD.
+
+        May overwrite the stream.
+        """
         chosen = weights_TK, experts_TK
         y_TD: Tensor = self.by_rows[len(x_TD)].run(x_TD, *chosen, stream_TD, shared_TD)
         return y_TD
@@ -130,11 +137,10 @@ class ExpertMLPs(Layer):
 
 
 class MoE(Layer):
-    """Norm, router, experts. `layer`: its number; `is_last`: no layer follows, so that tokens are
-    those which rows predict from.
+    """Norm, router, experts. `layer` is its index; `is_last`: only sampled tokens arrive.
 
-    The router multiplies in the dtype of its weight: float32 if it is `exact`, and then a bias
-    chooses, too, which all ranks compute alike.
+    The router computes in the dtype of its weight. If it is `exact`, that is float32, and a
+    selection bias is added to the scores.
     """
 
     def __init__(
@@ -154,11 +160,11 @@ class MoE(Layer):
         shared: int = 0,
         gates_shared: bool = False,
     ) -> None:
-        """`experts` and `inner`: the names of their fields in config.json, and their numbers.
+        """`experts` and `inner` are (field of config.json, number).
 
-        `shared`: inner elements of what every token gets besides. `gates_shared`: times a sigmoid
-        of one more of the router's products. If it is as wide as others, and they are all here, it
-        is one of the experts.
+        `shared` is the inner size of the shared expert, 0 for none. `gates_shared`: its result is
+        multiplied by the sigmoid of one more router output. A shared expert of the same width as
+        the others runs as one more routed expert, if all experts are on this rank.
         """
         super().__init__()
         self.eps, self.mesh, self.ops = eps, mesh, ops
@@ -179,7 +185,7 @@ class MoE(Layer):
             own = Span(experts[1] + 1, 0, experts[1] + 1)
         elif shared:
             self.shared = MLP(hidden_size, shared, eps, mesh, ops)
-        self.num_ranked = experts[1] + (rule.shared == "gated")  # logits that route is given
+        self.num_ranked = experts[1] + (rule.shared == "gated")  # logits passed to route()
         self.norm_weight = parameter(hidden_size) if self.shared is None else None
         self.router = Router([("", everyone), *gate], hidden_size, ops, exact=exact)
         self.bias = parameter(experts[1], dtype=torch.float32) if exact else None
@@ -187,8 +193,9 @@ class MoE(Layer):
         self.experts = ExpertMLPs(*sizes, rule, ops.experts, places)
 
     def count(self, tokens_X: Tensor) -> None:
-        """From now on tokens are counted there, by the copies of all ranks that they go to, and
-        tokens of nobody go to none. Where experts are placed it is what finds them.
+        """Start counting routed tokens per expert replica in `tokens_X`.
+
+        Padding tokens are not counted. With a placement, the same table maps experts to replicas.
         """
         held = list(chain(*self.ranks))
         copies: list[list[int]] = [[] for _ in range(max(held) + 1)]
@@ -199,7 +206,7 @@ class MoE(Layer):
         self.counted = tokens_X, None if held == [*range(len(copies))] else copies_EX
 
     def forward(self, residual: Residual, ctx: ForwardContext) -> Residual:
-        """The residual stream with what this block gives. May overwrite what it is given."""
+        """Return the residual stream plus the block's result. May overwrite its input."""
         x_TD, logits_TE, stream = self._normed(residual)
         shared_TD, stream = self._of_shared(logits_TE, stream)
         where = self._of_tokens(ctx)
@@ -214,8 +221,9 @@ class MoE(Layer):
     def _exchange(
         self, ctx: ForwardContext, x_TD: Tensor, routed: tuple[Tensor, Tensor], stream_TD: Tensor
     ) -> None:
-        """Adds to this lane's stream what the experts of all ranks give. Each computes for the
-        tokens of all lanes, as many of each at a time as make MOST_EXCHANGED.
+        """Add to this lane's stream the results of the experts of all ranks.
+
+        Each rank computes the tokens of all lanes, MOST_EXCHANGED at a time.
         """
         mesh, num_tokens = self.mesh, ctx.lane_tokens or len(x_TD)
         most = max(1, MOST_EXCHANGED // mesh.lanes)
@@ -228,7 +236,7 @@ class MoE(Layer):
             mesh.add_own_sums(parts_TD.unflatten(0, (mesh.lanes, size)), own)
 
     def _normed(self, residual: Residual) -> tuple[Tensor, Tensor, Added]:
-        """The normalised stream, the router's logits and the stream."""
+        """Return the normalised stream, the router's logits and the stream."""
         owner = self if self.shared is None else self.shared.gate_up
         norm = owner.get_parameter("norm_weight"), self.eps
         together, router = self.ops.experts.norm_router, self.router
@@ -239,11 +247,11 @@ class MoE(Layer):
         return x_TD, router.product(x_TD), stream
 
     def _of_shared(self, logits_TE: Tensor, stream: Added) -> tuple[Tensor | None, Added]:
-        """What the shared expert gives, this rank's part of it, unless the stream has it then."""
+        """Return this rank's result of the shared expert, or None if the stream includes it."""
         if self.shared is None:
             return None, stream
         y_TF, stream = self.shared.gate_up(stream)
-        if logits_TE.shape[1] > self.num_ranked:  # what is behind its gate nobody reads
+        if logits_TE.shape[1] > self.num_ranked:  # columns after the gate are padding
             y_TF = scaled(y_TF, logits_TE[:, self.num_ranked, None].sigmoid())
         if self.mesh.tp_size > 1:
             return self.shared.down.product(y_TF), stream
@@ -254,18 +262,23 @@ class MoE(Layer):
         return summed(as_tensor(after.update)).to(after.stream_TD.dtype), Added(after.stream_TD)
 
     def elements(self, pending: int, *, fuses_gate: bool) -> int:
-        """How many of a token are allocated at once behind the norm: what gate and up give of all
-        of its pairs, as any rank may have them all, and what down does; and the result.
+        """Return the elements per token that are allocated at once after the norm.
+
+        Any rank may have all pairs of a token, so the results of gate_up and of down count for all
+        of them. The block's result comes in addition.
         """
         hidden_size, inner = self.experts.down.shape[1:]
         more = len(self.router.weight) + (0 if self.shared is None else hidden_size)
-        more += 2 * hidden_size * (self.mesh.lanes > 1)  # of all lanes' tokens, and their sums
-        pairs = self.experts.num_chosen * (hidden_size + inner + 8)  # and lists of them
+        more += 2 * hidden_size * (self.mesh.lanes > 1)  # tokens of all lanes, and their sums
+        pairs = self.experts.num_chosen * (hidden_size + inner + 8)  # 8: the sorted lists
         return pairs + more + max(pending, hidden_size)
 
     def _of_tokens(self, ctx: ForwardContext) -> tuple[Uniform | None, Placed | None]:
-        """Where tokens stand, which chooses their experts where all are to be chosen alike often;
-        and where their keys go, which chooses among an expert's copies."""
+        """Return the tokens' slots and positions, and their slot mappings, where they are needed.
+
+        The first two select experts in uniform synthetic routing. The last selects a replica of the
+        chosen expert.
+        """
         is_uniform, counted = self.ops.experts.is_uniform, self.counted
         assert counted is not None or self.ops.experts.spread is None, "nothing says where they are"
         if not is_uniform and counted is None:
@@ -281,15 +294,16 @@ class MoE(Layer):
 
 
 def scaled(y: Tensor | Quantised, by_T1: Tensor) -> Tensor | Quantised:
-    """Each row times a number. What is linear in the rows may come behind."""
+    """Multiply each row by a number. Operations that are linear in rows may follow."""
     if isinstance(y, Quantised):
         return y._replace(scale_BX=y.scale_BX * by_T1.float().t())
     return y * by_T1
 
 
 def shared_rules(source: str) -> tuple[tuple[str, str, str], ...]:
-    """Which tensors of a checkpoint fill a shared expert, be it one of the experts or an MLP.
-    `source`: its name there.
+    """Return the loading rules of a shared expert, which is an MLP or one of the experts.
+
+    `source` is its name in the checkpoint.
     """
     mlp, norm = "layers.{}.mlp", "model.layers.{}.post_attention_layernorm.weight"
     return (
@@ -304,16 +318,17 @@ def shared_rules(source: str) -> tuple[tuple[str, str, str], ...]:
 
 
 def read_by(model: nn.Module, num_tokens: int, lanes: int = 1) -> tuple[float, float]:
-    """The bytes of a rank's weights that a step of so many tokens reads, and the weights that each
-    of them is multiplied with: of experts those that are chosen, all alike often, and one that
-    all tokens share. Of several lanes one has its share of tokens, which experts alone do not mind.
+    """Return (bytes of weights read by a step of `num_tokens`, weights multiplied per token).
+
+    Both are of one rank, for uniform routing. A shared expert is always read. Each of several lanes
+    has its share of the tokens, but experts get the tokens of all lanes.
     """
     num_bytes = num_weights = 0.0
     for module in model.modules():
         share = read = 1.0
         if isinstance(module, ExpertMLPs):
             share = module.num_chosen / (full := module.experts.full)
-            chosen = full - module.num_chosen + module.num_routed  # all but one that everyone has
+            chosen = full - module.num_chosen + module.num_routed  # without the shared expert
             read = 1 - chosen / full * (1 - module.num_routed / chosen) ** num_tokens
         for weight in module.parameters(recurse=False):
             num_bytes += read * weight.nbytes

@@ -1,4 +1,4 @@
-"""RMS normalisation of the residual stream, after the addition of what came before."""
+"""RMS norm of the residual stream, after any pending product has been added."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanovllm.layers.residual import Added, Residual
 
 
 class RMSNorm(Layer):
-    """The norm behind the last block; those before products belong to their `NormLinear`."""
+    """The norm after the last block. Norms before products belong to their `NormLinear`."""
 
     def __init__(self, hidden_size: int, eps: float, ops: Ops) -> None:
         super().__init__()
@@ -19,5 +19,5 @@ class RMSNorm(Layer):
         self.weight = parameter(hidden_size)
 
     def forward(self, residual: Residual) -> tuple[Tensor, Added]:
-        """The normalised stream y_TD, and the stream. May overwrite what it is given."""
+        """Return the normalised stream y_TD, and the stream. May overwrite its input."""
         return self.ops.norm(residual, self.weight, self.eps)

@@ -1,13 +1,13 @@
-"""The operations that layers are written in, and their choice by device and recipe.
+"""Operations that layers are composed of, and the choice of their implementations.
 
-Each has one meaning, given by the plain-torch reference in nanovllm_kernels.reference, and any
-number of implementations. `kernels.<name>: torch` in a recipe brings the reference back, which is
-both the ablation and the bisection tool; `compile` leaves the fusing to torch.compile.
+The plain-torch reference in nanovllm_kernels.reference defines the meaning of each operation.
+`kernels.<name>: torch` in a recipe selects the reference, for ablations and for bisecting faults;
+`compile` leaves the fusion to torch.compile.
 
-Decision: a product is chosen together with the norm before it and the gate or the residual stream
-after it, because a step of a few rows is launches and weights, and one kernel does all of it. The
-number of rows, which a CUDA graph fixes, decides: a `RowTable` for each shape of weight, which
-remembers its choice for each number of rows it has met.
+Decision: a product is chosen together with the norm before it and the gate or residual addition
+after it. In a step of few rows the time is that of launches and weights, and one kernel does it
+all. The choice depends on the number of rows, which a CUDA graph fixes. Each shape of weight has a
+`RowTable`, which caches the choice for each number of rows.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ IMPLEMENTATIONS = {
 
 
 class FusedLinear(Protocol):
-    """A product with what comes after it, in one launch: run(x_TD, weight_ND[, residual_TN]).
+    """A product fused with the operation after it: run(x_TD, weight_ND[, residual_TN]).
 
-    Gated: silu(gate) * up of one product, for steps of many rows. Sliced: y_ITN, slices of the
-    inputs whose sum over I is x W^T, for some hundred rows. Added: to the residual stream, for
-    thousands of rows.
+    Gated: silu(gate) * up, for steps of many rows. Sliced: partial products y_ITN over slices of
+    the inputs, whose sum over I is x W^T, for some hundred rows. Added: added to the residual
+    stream, for thousands of rows.
     """
 
     def fits(self, num_rows: int, weight_ND: Tensor) -> bool: ...
@@ -83,10 +83,10 @@ class FusedLinear(Protocol):
 
 
 class SkinnyLinear(Protocol):
-    """Products with what is before and after them, in one launch, for up to 128 rows."""
+    """Products fused with the operations before and after, for up to 128 rows."""
 
     def fits(self, num_rows: int, weight_ND: Tensor, **kind: bool) -> bool:
-        """`kind`: normed, gated, added."""
+        """Return True if the kernel supports this case. Flags in `kind`: normed, gated, added."""
         ...
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor: ...
@@ -104,19 +104,19 @@ class SkinnyLinear(Protocol):
     ) -> Tensor: ...
 
 
-ONE_BY_ONE = None  # the other operations do it, whatever the number of rows
+ONE_BY_ONE = None  # no fused kernel; separate operations for any number of rows
 
 
 class Implementation(NamedTuple):
-    """One way to compute a product with what is fused to it."""
+    """One way to compute a product with the operations fused to it."""
 
-    name: str  # as `describe.by_rows` tells it
+    name: str  # shown by `describe.by_rows`
     run: Callable[..., Any]
-    norms: bool = False  # what it is given, in the same launch
+    norms: bool = False  # True if the norm is part of the same launch
 
 
 class RowTable(dict[int, Implementation]):
-    """Which implementation serves how many rows, of all weights of one shape."""
+    """Implementation by number of rows, for all weights of one shape. Filled on first use."""
 
     def __init__(self, choose: Callable[[int], Implementation]) -> None:
         super().__init__()
@@ -134,25 +134,25 @@ class Ops:
     rms_norm(x_TD, weight_D, eps) -> y_TD
         x / sqrt(mean(x^2) + eps), computed in float32, cast to x's dtype, times the weight.
     add_rms_norm(x, residual_TD, weight_D, eps) -> (y_TD, sum_TD)
-        sum = x + residual; y = rms_norm(sum). May overwrite both inputs. x is x_TD, or slices
-        x_ITD that are summed up here.
+        sum = x + residual; y = rms_norm(sum). May overwrite both inputs. x is x_TD, or partial
+        products x_ITD, which are summed here.
     silu_mul(gate_up_T2F) -> y_TF
         silu(first half) * second half of each row.
     sigmoid_mul(gate, x_TF) -> y_TF
-        sigmoid(gate) * x. The gate is gate_TF, or slices gate_ITF that are summed up here.
+        sigmoid(gate) * x. The gate is gate_TF, or partial products gate_ITF, which are summed here.
     rope_store(qkv, q_norm_X, k_norm_X, eps, cos_sin_LA, positions_T, slot_mapping_T, k_PSGA,
                v_PSGA, scales_2G=None, ranks=None) -> q_THA
-        Splits qkv_TX, or the sum of slices qkv_ITX, into heads [H q | G k | G v] of size A (G from
-        k_PSGA); normalises q and k when weights of a norm are given: of A elements, each head by
-        itself, or given ranks (reference.Ranks) of H * A and G * A, the whole row of all ranks'
-        heads; rotates the first R elements of each head of q and k half-split (cos_sin_LA: cos in
-        the first half of its R columns, sin in the rest, float32, row = position); writes k and v
-        to their slots of the cache, divided by their heads' scales_2G (keys', values') and
-        saturated in one of float8_e4m3fn; returns the rotated q.
+        Splits qkv_TX, or the sum of partial products qkv_ITX, into heads [H q | G k | G v] of size
+        A (G from k_PSGA). Normalises q and k if norm weights are given: of A elements for each
+        head separately, or, with ranks (reference.Ranks), of H * A and G * A elements for the heads
+        of all ranks together. Rotates the first R elements of each head of q and k half-split
+        (cos_sin_LA, float32, row = position: cosines in the first half of the R columns, sines in
+        the second). Writes k and v to their places in the cache; in a float8_e4m3fn cache, divided
+        by their heads' scales_2G (keys, values) and saturated. Returns the rotated q.
     experts
-        Everything of routed experts: layers/expert_products.py.
+        The kernels of routed experts: layers/expert_products.py.
     delta
-        Everything of the gated delta rule: attention/delta_kernels.py.
+        The kernels of the gated delta rule: attention/delta_kernels.py.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -172,7 +172,7 @@ class Ops:
     )
 
     def norm(self, residual: Residual, weight_D: Tensor, eps: float) -> tuple[Tensor, Added]:
-        """The normalised stream, and the stream itself. May overwrite what it is given."""
+        """Return the normalised stream, and the stream. May overwrite its input."""
         if isinstance(residual, Parted):
             return residual.normed(weight_D, eps)
         if isinstance(residual, Added):
@@ -184,19 +184,18 @@ class Ops:
     # -- tables of implementations, by rows -----------------------------------------------------
 
     def plain(self, weight_ND: Weight) -> RowTable:
-        """The table of run(x_TD, weight_ND) -> y_TN."""
+        """Return the table of run(x_TD, weight_ND) -> y_TN."""
         return self._table(weight_ND, self._plain)
 
     def added(self, weight_ND: Weight) -> RowTable:
-        """The table of run(x_TD, weight_ND, Added) -> Residual: products for the residual
-        stream."""
+        """Return the table of run(x_TD, weight_ND, Added) -> Residual."""
         return self._table(weight_ND, self._added)
 
     def normed(self, weight_ND: Weight, *, gated: bool, is_added: bool) -> RowTable:
-        """The table of run(residual, norm_weight_D, eps, weight_ND) -> (Product, Added).
+        """Return the table of run(residual, norm_weight_D, eps, weight_ND) -> (Product, Added).
 
-        The product of the normalised residual stream; `gated`: silu of its first half times the
-        other. `is_added`: for a stream in that state, else for one with a product pending.
+        It computes the product of the normalised residual stream. `gated`: silu of the first half
+        times the second half. `is_added`: the residual is Added, else it has a pending product.
         """
         return self._table(weight_ND, self._normed, gated, is_added)
 
@@ -273,7 +272,7 @@ OPERATIONS = tuple(entry.name for entry in fields(Ops) if entry.name != "tables"
 
 
 def select_ops(kernels: Kernels, device: torch.device) -> Ops:
-    """What the recipe asks for. Raises ConfigError if that cannot run here."""
+    """Return the recipe's operations. Raise ConfigError if one cannot run on this device."""
     chosen = {}
     for name in OPERATIONS:
         asked = getattr(kernels, name)
@@ -290,9 +289,10 @@ def select_ops(kernels: Kernels, device: torch.device) -> Ops:
 
 
 def compiled(operation: str, device: torch.device) -> Any:  # noqa: ANN401
-    """The reference through torch.compile: for one token, for the first number, then for any.
+    """Return the reference through torch.compile.
 
-    Only sizes that have changed become variables. With `dynamic=True` widths would be, too.
+    It compiles for one token, for the next number of tokens, and then for any number: only sizes
+    that have changed become dynamic. With `dynamic=True`, widths would be dynamic, too.
     """
     if device.type == "cpu" and shutil.which("g++") is None:
         raise ConfigError(f"kernels.{operation} is compile, which needs g++ on a CPU; use torch")
@@ -300,9 +300,9 @@ def compiled(operation: str, device: torch.device) -> Any:  # noqa: ANN401
 
 
 def fastest(operation: str, device: torch.device) -> str:
-    """What "auto" means on this device."""
+    """Return the implementation that "auto" means on this device."""
     if operation in IMPLEMENTATIONS["cute"] and obstacle(device) is None:
         return "cute"
-    is_beside = operation not in IMPLEMENTATIONS["torch"]  # the model: a draw, a batch
+    is_beside = operation not in IMPLEMENTATIONS["torch"]  # sampling, batch preparation
     kinds = () if device.type == "cpu" else ("triton", "library")
     return next((k for k in kinds if is_beside or operation in IMPLEMENTATIONS[k]), "torch")

@@ -1,7 +1,7 @@
-"""The residual stream between two products, as a value with named states.
+"""The residual stream between two products, as one of three types.
 
-A product that ends a block may add its result to the stream, or leave that to the norm that comes
-next, which reads both anyway. What layers pass on says which of the two it was.
+A product at the end of a block adds its result to the stream, or leaves that to the next norm,
+which reads both anyway. The type of the value that layers pass on shows which.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """A product as products of slices of its inputs: their sum, in float32, is the product."""
+    """Partial products over slices of the inputs. Their sum, in float32, is the product."""
 
     parts_ITN: Tensor
 
@@ -25,14 +25,14 @@ Product: TypeAlias = Tensor | Slices
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """The stream holds everything that came before."""
+    """The stream includes all products so far."""
 
     stream_TD: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """The newest product is still to be added to the stream, by the norm that comes next."""
+    """The latest product must still be added to the stream, by the next norm."""
 
     stream_TD: Tensor
     update: Product
@@ -40,9 +40,9 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Parted:
-    """Each rank has a part of the newest product: their sum is still to be added to the stream.
+    """Each rank has a partial product. Their sum must still be added to the stream.
 
-    One kernel sums the parts up, adds them and may normalise as well: who comes next decides.
+    One kernel sums over ranks and adds; it can also apply the next norm.
     """
 
     stream_TD: Tensor
@@ -50,11 +50,11 @@ class Parted:
     peers: Peers
 
     def added(self) -> Added:
-        """Overwrites the stream."""
+        """Return the stream with the sum added. Overwrites the stream."""
         return Added(all_reduce_add(self.part_TD, self.stream_TD, self.peers))
 
     def normed(self, weight_D: Tensor, eps: float) -> tuple[Tensor, Added]:
-        """The normalised stream, and the stream. Overwrites both tensors."""
+        """Return the normalised stream, and the stream. Overwrites both tensors."""
         tensors = self.part_TD, self.stream_TD, weight_D
         y_TD, stream_TD = all_reduce_add_norm(*tensors, eps, self.peers)
         return y_TD, Added(stream_TD)
@@ -64,5 +64,5 @@ Residual: TypeAlias = Added | Pending | Parted
 
 
 def as_tensor(product: Product) -> Tensor:
-    """What kernels take: y_TN, or the slices y_ITN, which they sum up themselves."""
+    """Return y_TN, or the partial products y_ITN, which kernels sum."""
     return product.parts_ITN if isinstance(product, Slices) else product

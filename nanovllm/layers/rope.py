@@ -1,7 +1,7 @@
-"""Rotary position embedding: the table of cosines and sines that `Ops.rope_store` applies.
+"""Rotary position embedding: the table of cosines and sines for `Ops.rope_store`.
 
-Decision: the table is computed in float32, angles included, because the reference implementation
-is: a more exact table would be a different model at long positions.
+Decision: the table is computed in float32, angles included, as in the reference implementation. A
+more exact table would be a different model at long positions.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from nanovllm.layers.stretched_rope import Base, Llama3Rope, Positive, YarnRope
 
 class PlainRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="default"):
     rope_theta: Base
-    partial_rotary_factor: Positive | None = None  # which part of a head is rotated, the first
+    partial_rotary_factor: Positive | None = None  # the leading fraction of a head that is rotated
 
 
 Rope = PlainRope | Llama3Rope | YarnRope
 
 
 def cos_sin_table(rope: Rope, rotary_size: int, max_tokens: int) -> Tensor:
-    """cos_sin_LA, float32: row = position, cosines in the first half, sines in the second.
+    """Return cos_sin_LA, float32: row = position, cosines in the first half, sines in the second.
 
-    `rotary_size`: the table's columns, the elements of a head that are rotated.
+    `rotary_size` is the number of rotated elements of a head, and of columns.
     """
-    if torch.get_default_device().type == "meta":  # to compute there is to import a compiler
+    if torch.get_default_device().type == "meta":  # meta arithmetic would import a compiler
         return torch.empty(max_tokens, rotary_size, dtype=torch.float32)
     exponents = torch.arange(0, rotary_size, 2, dtype=torch.float32) / rotary_size
     frequencies = 1 / rope.rope_theta**exponents  # radians per token

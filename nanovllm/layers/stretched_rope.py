@@ -1,4 +1,8 @@
-"""Rotary embeddings for a longer context than a model was first trained with."""
+"""Rotary embeddings for longer contexts than the original one of a model.
+
+Sources: the Llama 3.1 and YaRN (arXiv 2309.00071) variants, as in transformers'
+modeling_rope_utils.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ Positive = Annotated[float, Meta(gt=0)]
 
 
 class Llama3Rope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="llama3"):
-    """Llama 3.1: slow rotations are stretched by `factor`, fast ones kept, the rest blended."""
+    """Llama 3.1: slow rotations are stretched by `factor`, fast ones kept, others blended."""
 
     rope_theta: Base
     partial_rotary_factor: Positive | None = None
@@ -25,16 +29,20 @@ class Llama3Rope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="
     amplitude: ClassVar[float] = 1.0  # of cosines and sines
 
     def stretched(self, frequencies: Tensor) -> Tensor:
-        """Frequencies whose period exceeds the original context divided, smoothly, by `factor`."""
+        """Return the frequencies, divided by `factor` if the period exceeds the original context.
+
+        The transition is smooth.
+        """
         turns = self.original_max_position_embeddings / (2 * math.pi / frequencies)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = kept.clamp(0, 1)  # 1: a fast rotation, seen whole often enough while training
+        kept = kept.clamp(0, 1)  # 1: a fast rotation, with many whole turns in training
         return (1 - kept) * frequencies / self.factor + kept * frequencies
 
 
 class YarnRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="yarn"):
-    """YaRN: rotations of less than `beta_slow` turns in the original context are stretched by
-    `factor`, those of more than `beta_fast` kept, the rest blended by their place in the head.
+    """YaRN: stretch rotations with less than `beta_slow` turns in the original context by `factor`.
+
+    Those with more than `beta_fast` turns are kept, the others blended by their index in the head.
     """
 
     rope_theta: Base
@@ -50,7 +58,7 @@ class YarnRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="ya
 
     @property
     def amplitude(self) -> float:
-        """Multiplies cosines and sines."""
+        """Factor of cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -59,11 +67,11 @@ class YarnRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="ya
 
     @property
     def score_scale(self) -> float:
-        """Multiplies the scores of DeepSeek's attention."""
+        """Factor of the scores of DeepSeek's attention."""
         return self._scale(self.mscale_all_dim) ** 2
 
     def stretched(self, frequencies: Tensor) -> Tensor:
-        """The same frequencies, slow ones divided by `factor`."""
+        """Return the frequencies, slow ones divided by `factor`."""
         size = 2 * len(frequencies)
         low, high = (self._place_of(turns, size) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
@@ -71,7 +79,7 @@ class YarnRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="ya
         low, high = max(low, 0), min(high, size - 1)
         places = torch.arange(len(frequencies), dtype=torch.float32)
         kept = 1 - ((places - low) / (high - low or 0.001)).clamp(0, 1)
-        # Not frequencies / factor, whose last bits would be others than the reference's.
+        # The formula of the reference, since frequencies / factor would differ in the last bits.
         slow = 1 / (self.factor * self.rope_theta ** (2 * places / size))
         return slow * (1 - kept) + frequencies * kept
 
@@ -79,6 +87,6 @@ class YarnRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="ya
         return 1 + 0.1 * weight * math.log(self.factor) if self.factor > 1 else 1.0
 
     def _place_of(self, turns: float, size: int) -> float:
-        """Which frequency makes so many turns in the original context."""
+        """Return the index of the frequency with `turns` turns in the original context."""
         period = self.original_max_position_embeddings / (turns * 2 * math.pi)
         return size * math.log(period) / (2 * math.log(self.rope_theta))
