@@ -1,6 +1,7 @@
-"""Which features may change logits before a token is drawn, in the order they apply.
+"""Features that change logits before a token is drawn, in the order of their application.
 
-To add one: a file here that satisfies base.Processor, one line below, a field in wire.Sampling.
+To add one: a file here with a class that satisfies base.Processor, a line below, and a field in
+wire.Sampling.
 """
 
 PROCESSORS = {

@@ -1,4 +1,4 @@
-"""allowed_token_ids: all other tokens are impossible."""
+"""allowed_token_ids: mask all other tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class AllowedTokens:
         return self.allowed.lengths[host_slots] > 0
 
     def apply(self, logits_SV: Tensor, rows: SampleRows) -> None:
-        """Unused entries of a list stand at column 0: the larger of what is written there stays."""
+        """Mask the other tokens. Unused entries of a list write to column 0, by amax, so that an
+        allowed column 0 stays."""
         at_W = indices(self.wanted(rows.host_slots), logits_SV.device)
         columns_WK, ones_WK = self.allowed.of(rows.slots_S[at_W])
         at_X = (at_W[:, None] * logits_SV.shape[1] + columns_WK).flatten()

@@ -1,7 +1,6 @@
-"""bad_words: a token is impossible where it would complete a forbidden word.
+"""bad_words: mask a token that would complete a forbidden word.
 
-Decision: as in vLLM, what comes before it counts from the first output token on: a word that the
-prompt has begun may be finished.
+Decision: as in vLLM, only output tokens count. A word that began in the prompt may be completed.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from nanovllm.plan import Admit, Int32
 from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
 from nanovllm.sampling.columns import Fields, indices, upload
 
-ANY = -1  # stands before words that are shorter than the longest
-NONE = -2  # no token: what precedes the output
+ANY = -1  # matches any token; pads words on the left
+NONE = -2  # matches no token; stands for positions before the output
 
 
 class BadWords:
-    """K words of a slot, L tokens of a word: both as large as any so far."""
+    """Forbidden words by slot: K words per slot, L tokens per word, both the maximum so far."""
 
     FIELDS: Fields = ()
 
@@ -66,5 +65,5 @@ class BadWords:
         _, old_words, old_tokens = self.words_NKL.shape
         words, tokens = max(num_words - old_words, 0), max(num_tokens - old_tokens, 0)
         if words or tokens:
-            pad = (tokens, 0, 0, words)  # words end together
+            pad = (tokens, 0, 0, words)  # words are right-aligned
             self.words_NKL = torch.nn.functional.pad(self.words_NKL, pad, value=ANY)

@@ -1,4 +1,4 @@
-"""What one step samples and what comes of it, and what a sampling feature is."""
+"""Inputs and outputs of sampling, and the interface of sampling features."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ Wanted = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """The rows that draw a token."""
+    """Rows that draw a token."""
 
     slots_S: Tensor  # int64
-    positions_S: Tensor  # int64: the drawn token's index in its request, so the length before it
+    positions_S: Tensor  # int64: the index of the drawn token in its request
     host_slots: Int32  # slots_S on the host
-    max_length: int | None = None  # no position is larger; None = as long as requests can be
+    max_length: int | None = None  # upper bound of positions; None: the maximum of all requests
 
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs:
-    """The log-probabilities of the W rows that want any. The tensors are where they were
-    computed, or copied."""
+    """Log-probabilities of the W rows with logprobs. Tensors may be on the device or the host."""
 
     at: list[int]  # indices into Sampled.tokens_S
-    counts: list[int]  # how many of the K best each row asked for
+    counts: list[int]  # alternatives of each row, at most K
     chosen_W: Tensor
     top_ids_WK: Tensor  # int64, best first
     top_logprobs_WK: Tensor
@@ -47,29 +46,29 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class PerSlot:
-    """What features may know of a slot. `tokens_NL` and `prompt_lengths_N` belong to the runner."""
+    """State by slot that features may use. The runner owns `tokens_NL` and `prompt_lengths_N`."""
 
     columns: Columns
-    tokens_NL: Tensor  # int32: every token known so far
+    tokens_NL: Tensor  # int32: prompt and output
     prompt_lengths_N: Tensor  # int32
-    shard: Shard  # the columns of logits that features are given
+    shard: Shard  # this rank's columns of the vocabulary, as in all logits
 
     def lists(self) -> TokenLists:
-        """Empty ones, for a feature to fill."""
+        """Return empty token lists for a feature."""
         return TokenLists(len(self.tokens_NL), self.shard, self.tokens_NL.device)
 
 
 class Feature(Protocol):
-    """Something a request may ask of sampling, and its numbers per slot."""
+    """A sampling parameter, with its values by slot."""
 
-    FIELDS: Fields  # its columns
+    FIELDS: Fields  # columns of the feature
 
     def admit(self, admits: Sequence[Admit]) -> None:
-        """Write the slots' columns on the host; Sampler sends them."""
+        """Write the columns of the requests' slots on the host. Sampler sends them."""
         ...
 
     def wanted(self, host_slots: Int32) -> Wanted:
-        """Who of these asks for it. Not called for steps of plain rows."""
+        """Return a mask of the slots that use the feature. Not called for plain steps."""
         ...
 
 
@@ -79,8 +78,8 @@ class Processor(Feature, Protocol):
     def __init__(self, per_slot: PerSlot) -> None: ...
 
     def apply(self, logits_SV: Tensor, rows: SampleRows) -> None:
-        """In place, on contiguous float32 logits. Rows that did not ask stay as they are.
+        """Change contiguous float32 logits in place. Rows without the feature stay the same.
 
-        The columns are those of the shard; a change of theirs may depend on nothing else.
+        The columns are those of the shard, and a column's change must not depend on others.
         """
         ...

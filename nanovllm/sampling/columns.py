@@ -1,6 +1,6 @@
-"""Numbers per slot: numpy on the host, the same on the device, sent in one copy per step.
+"""Values by slot, on the host and on the device, sent in one copy per step.
 
-Knows no feature. Two kinds: single numbers (Columns), and lists of tokens (TokenLists).
+Independent of features. There are two kinds: numbers (Columns) and lists of tokens (TokenLists).
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from nanovllm.sampling.shards import Shard
 
 Fields = tuple[tuple[str, str], ...]  # name and numpy type of each column
 
-TYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64}  # of columns read there
+TYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64}  # types on the device
 
 
 def upload(array: npt.NDArray[np.integer], device: torch.device) -> Tensor:
-    """Never waits. The pinned copy may be dropped at once: the allocator keeps it until sent."""
+    """Copy to the device without waiting. The allocator keeps the pinned copy until it is sent."""
     host = torch.from_numpy(array)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def indices(wanted: npt.NDArray[np.bool_], device: torch.device) -> Tensor:
-    """Which of them are True: int64, on the device. Never waits."""
+    """Return the indices of True values: int64, on the device. Does not wait."""
     return upload(np.flatnonzero(wanted).astype(np.int32), device).long()
 
 
 class Columns:
-    """One structured array; a slot's line travels as a whole.
+    """Structured array with one record per slot, which is sent as a whole.
 
-    The device tensors never move, so a CUDA graph may read them. Lines start as zeros: the padding
-    slot's always are.
+    The device tensors never move, so a CUDA graph may read them. Records start as zeros; that of
+    the padding slot stays zero.
     """
 
     def __init__(self, fields: Fields, num_lines: int, device: torch.device) -> None:
@@ -47,11 +47,11 @@ class Columns:
         )
 
     def on_device(self, name: str) -> Tensor:
-        """The column as a strided view of all lines."""
+        """Return a column of all slots as a strided view."""
         return self._view(self._words_NX, name)
 
     def send(self, slots: Int32) -> None:
-        """Bring these slots' lines to the device."""
+        """Copy the records of these slots to the device."""
         lines = self.host[slots].view(np.int32).reshape(len(slots), -1)
         sent_RX = upload(lines, self._words_NX.device)
         self._words_NX.index_copy_(0, self._view(sent_RX, "slot"), sent_RX)
@@ -65,9 +65,9 @@ class Columns:
 
 
 class TokenLists:
-    """Per slot, tokens and a number for each; as wide as the longest list so far (K).
+    """A list of tokens per slot, with a number for each. K is the longest list so far.
 
-    Unused entries are token 0 with the number 0, which adding up does not notice.
+    Unused entries are token 0 with the number 0, which has no effect in a sum.
     """
 
     def __init__(self, num_lines: int, shard: Shard, device: torch.device) -> None:
@@ -77,9 +77,9 @@ class TokenLists:
         self.values_NK = torch.zeros(num_lines, 0, dtype=torch.float32, device=device)
 
     def put(self, admits: Sequence[Admit], lists: Sequence[dict[int, float]]) -> None:
-        """Replace the slots' lists. Tokens outside the vocabulary are left out: none is drawn."""
+        """Replace the lists of slots. Tokens outside the vocabulary are dropped."""
         slots, size = np.array([admit.slot for admit in admits], np.int32), self.shard.span.full
-        # Most are empty, whatever begins.
+        # Most lists are empty.
         kept = [entry and {t: v for t, v in entry.items() if 0 <= t < size} for entry in lists]
         lengths = np.array([len(entry) for entry in kept], np.int32)
         changed = np.flatnonzero((lengths > 0) | (self.lengths[slots] > 0))
@@ -100,7 +100,7 @@ class TokenLists:
         self.values_NK.index_copy_(0, slots_R, sent_RX[:, 1 + width :].view(torch.float32))
 
     def of(self, slots_S: Tensor) -> tuple[Tensor, Tensor]:
-        """The shard's columns [S, K], int64, and numbers [S, K], 0 where a token is elsewhere."""
+        """Return columns of the shard and numbers, both [S, K]; 0 for tokens of other ranks."""
         return self.shard.own(self.tokens_NK[slots_S].long(), self.values_NK[slots_S])
 
     def _widen(self, width: int) -> None:

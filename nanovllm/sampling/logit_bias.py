@@ -1,4 +1,4 @@
-"""logit_bias: numbers added to the logits of single tokens."""
+"""logit_bias: add numbers to the logits of tokens."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Log-probabilities of drawn tokens and of the best alternatives.
 
-They are the model's own: log-softmax of the logits before any feature or temperature.
+They are the log-softmax of the model's logits, before any feature and before the temperature. Only
+a grammar's mask is applied first (Sampler.apply_mask).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from nanovllm.sampling.shards import MOST_ROWS
 
 
 class Logprobs:
-    # 1 + how many alternatives; 0: none, not even the token's.
+    # 1 + number of alternatives; 0 without logprobs.
     FIELDS: Fields = (("num_logprobs", "i4"),)
 
     def __init__(self, per_slot: PerSlot) -> None:
@@ -53,10 +54,10 @@ class Logprobs:
     def _of_some(
         self, logits_SV: Tensor, tokens_S: Tensor, at_W: Tensor, most: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The last three of SampledLogprobs, of the rows at_W."""
+        """Return the last three fields of SampledLogprobs for the rows at_W."""
         logits_WV = self.shard.whole_rows(logits_SV, at_W).float()
         total_W1 = logits_WV.logsumexp(-1, keepdim=True)
         top_WK = logits_WV.topk(most, -1)
-        tokens_W1 = tokens_S[at_W, None].clamp(min=0)  # a corrupted row's are left out later
+        tokens_W1 = tokens_S[at_W, None].clamp(min=0)  # corrupted rows are dropped later
         chosen_W = (logits_WV.take_along_dim(tokens_W1, 1) - total_W1)[:, 0]
         return chosen_W, top_WK.indices, top_WK.values - total_W1

@@ -1,4 +1,4 @@
-"""min_tokens: the tokens that would end the request are impossible until it is long enough."""
+"""min_tokens: mask stop tokens until the request has enough output tokens."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Repetition (of prompt and output), frequency and presence penalties (of output only).
+"""Repetition penalty (prompt and output), frequency and presence penalties (output only).
 
-Decision: nothing is counted between steps. The tokens of a request are on the device anyway, so
-the logits of exactly these tokens are changed where they stand, which costs in proportion to the
-request's length instead of the vocabulary, and leaves nothing to restore after a preemption.
+Decision: no counts are kept between steps. A request's tokens are on the device anyway, and the
+logits of exactly these tokens are changed in place. The cost is proportional to the request's
+length instead of the vocabulary, and a preemption leaves nothing to restore.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nanovllm.plan import Admit, Int32
 from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
 from nanovllm.sampling.columns import Fields, indices
 
-MILDEST = 1e-6  # what logits are divided by at least: they stay finite
+MILDEST = 1e-6  # least divisor of logits, which keeps them finite
 
 
 class Penalties:
@@ -70,10 +70,11 @@ class Penalties:
 
 
 def places(lines_W1: Tensor, columns_WL: Tensor, is_meant_WL: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the tokens that are meant have their logits, and whether their row has any, flat.
+    """Return flat indices of the selected tokens' logits, and whether their row has any.
 
-    Other entries stand in as one that is meant, so that each entry of a token says the same and
-    their order in a scatter does not matter. They are column 0 of rows where none is meant.
+    Entries that are not selected repeat a selected one of their row. All entries of one index then
+    have the same value, and their order in a scatter does not matter. In a row without selected
+    tokens, they point to column 0.
     """
     meant_WL = columns_WL.where(is_meant_WL, -1)
     one_W1 = meant_WL.amax(1, keepdim=True)

@@ -1,8 +1,8 @@
-"""From logits to tokens: features, truncation, draw, log-probabilities. Knows no feature by name.
+"""Sampling: features, truncation, draw, log-probabilities. Independent of the single features.
 
-Decision: a step whose rows ask for nothing but a temperature (`plain`) is one draw on the raw
-logits and touches the host not at all, so it may be part of a CUDA graph. Any other step costs the
-launches of the features somebody asked for, on a float32 copy if they change logits.
+Decision: a step whose rows only set a temperature (`plain`) is one draw on the raw logits without
+host work, so it can be part of a CUDA graph. Other steps add the launches of the features in use,
+on a float32 copy if these change logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanovllm.sampling.shards import Shard
 from nanovllm.sampling.truncate import Truncation
 
 FIELDS = (("seed", "i8"), ("inverse_temperature", "f4"), ("special", "?"))
-COLDEST = 1e6  # the largest inverse temperature: below 1e-6 a temperature is as good as 0
+COLDEST = 1e6  # maximum inverse temperature; temperatures below 1e-6 act like it
 
 
 class Sampler:
@@ -37,7 +37,7 @@ class Sampler:
         prompt_lengths_N: Tensor,
         kernel: str,
     ) -> None:
-        """`kernel` is "torch" or "triton". The two tensors are the runner's, by slot.
+        """`kernel` is "torch" or "triton". The runner owns the two tensors, indexed by slot.
 
         All logits are those of the shard, and all ranks sample together.
         """
@@ -57,7 +57,7 @@ class Sampler:
         self._apply_mask: Callable[[Tensor, Tensor, Tensor], None] = resolve(APPLY_MASK, kernel)
 
     def admit(self, admits: Sequence[Admit]) -> None:
-        """Take over the requests' wishes; the slots' former ones are forgotten."""
+        """Set the sampling parameters of the requests' slots."""
         if not admits:
             return
         self.write(admits)
@@ -66,7 +66,7 @@ class Sampler:
         self.columns.send(slots)
 
     def write(self, admits: Sequence[Admit]) -> None:
-        """All of `admit` that depends on what a request asks for, and may refuse it by raising."""
+        """Write the requests' parameters on the host. Raise if a feature rejects one."""
         for admit in admits:
             heat, line = admit.sampling.temperature, self.columns.host[admit.slot]
             line["seed"] = admit.sampling.seed
@@ -75,7 +75,7 @@ class Sampler:
             feature.admit(admits)
 
     def plain(self, host_slots: Int32) -> bool:
-        """Whether `draw` alone serves these rows."""
+        """Return True if these rows need `draw` only."""
         return not self.columns.host["special"][host_slots].any()
 
     def draw(
@@ -85,12 +85,12 @@ class Sampler:
         positions_S: Tensor,
         thresholds_S: Tensor | None = None,
     ) -> Tensor:
-        """A token per row, int64, by seed and temperature. Device work only: may be captured."""
+        """Return a token per row, int64, by seed and temperature. A CUDA graph can capture it."""
         columns = self.inverse_temperatures_N, self.seeds_N
         return self._draw(logits_SV, slots_S, positions_S, *columns, thresholds_S)
 
     def warm_up(self, logits_SV: Tensor) -> None:
-        """Compile what any step may need for such logits, so that no request waits for it."""
+        """Compile the kernels of all kinds of steps for such logits, so that no request waits."""
         slots_S = torch.zeros(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
         rows = SampleRows(slots_S, slots_S, np.zeros(len(logits_SV), np.int32))
         wanted = np.ones(len(logits_SV), np.bool_)
@@ -101,10 +101,10 @@ class Sampler:
         self.apply_mask(logits_SV, [0], every)
 
     def apply_mask(self, logits_SV: Tensor, rows: list[int], masks: Masks) -> None:
-        """What the grammars of `rows` forbid becomes impossible, in place.
+        """Mask the tokens that the grammars of `rows` forbid, in place.
 
-        Log-probabilities are those of the masked distribution: what the request could have drawn.
-        The upload goes on while the device computes: its use alone waits for it.
+        Log-probabilities are those of the masked distribution, from which the request draws. The
+        upload runs while the device computes; only the kernel that uses it waits.
         """
         masks = masks[:, self.shard.words]
         with torch.cuda.stream(self._beside):
@@ -117,7 +117,7 @@ class Sampler:
         self._apply_mask(logits_SV, *sent)
 
     def sample(self, logits_SV: Tensor, rows: SampleRows) -> Sampled:
-        """Never waits for the device; leaves logits_SV as it was."""
+        """Draw a token per row. Does not wait for the device and does not change logits_SV."""
         slots = rows.host_slots
         if self.plain(slots):
             return Sampled(self.draw(logits_SV, rows.slots_S, rows.positions_S), None)

@@ -1,9 +1,9 @@
-"""A rank's columns of the vocabulary in sampling: what is computed on them, what is gathered.
+"""Sampling over ranks, each of which has the logits of a part of the vocabulary.
 
-Decision: whatever depends on the columns alone is done on them, by every rank for its own. Of a
-step's plain rows the ranks exchange winners, 8 bytes a row. Only rows with thresholds or
-log-probabilities, which depend on all columns, are gathered. Which rows those are, all ranks know
-from what requests asked for, never from a column, so that all of them meet.
+Decision: operations on single columns are computed by each rank on its own columns. For plain rows,
+ranks exchange their best candidates, 8 bytes a row. Only rows with thresholds or log-probabilities,
+which depend on all columns, are gathered. The set of these rows follows from the requests'
+parameters, never from logits, so that all ranks take part in the same collectives.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ BEST = {
 }
 
 
-MOST_ROWS = 128  # that are gathered at once: so much memory beside the largest step's is enough
+MOST_ROWS = 128  # rows gathered at once, which bounds the memory
 
 
 class Shard:
-    """The tokens `span` of the vocabulary, whose logits this rank has."""
+    """The part of the vocabulary (`span`) whose logits this rank has."""
 
     def __init__(self, mesh: Mesh, vocab_size: int) -> None:
         self.mesh = mesh
@@ -46,11 +46,14 @@ class Shard:
 
     @property
     def words(self) -> slice:
-        """Its words of a mask: a block of the vocabulary has whole ones."""
+        """This rank's words of a grammar mask. Sampling blocks consist of whole words."""
         return slice(self.span.start // 32, -(-(self.span.start + self.span.count) // 32))
 
     def own(self, tokens: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens as columns of the shard, and their values. Elsewhere: column 0, and 0 or False."""
+        """Return tokens as columns of the shard, and their values.
+
+        Tokens of other ranks become column 0 with the value 0 or False.
+        """
         if self.span.is_whole:
             return tokens, values
         columns = tokens - self.span.start
@@ -58,7 +61,7 @@ class Shard:
         return columns.masked_fill(elsewhere, 0), values.masked_fill(elsewhere, 0)
 
     def whole_rows(self, logits_SV: Tensor, at_W: Tensor) -> Tensor:
-        """logits_WV of the rows at_W, over the whole vocabulary. All ranks ask for the same."""
+        """Return logits_WV of the rows at_W over the whole vocabulary. Collective."""
         logits_WV = logits_SV[at_W]
         if self.span.is_whole:
             return logits_WV
@@ -68,7 +71,7 @@ class Shard:
         return torch.cat([share_WV[:, :count] for share_WV, count in shares], 1)
 
     def draw(self, kernel: str) -> Callable[..., Tensor]:
-        """What draws from its logits, with the arguments of the kernel named so."""
+        """Return a function that draws tokens, with the arguments of the kernel `draw`."""
         if self.span.is_whole:
             drawn: Callable[..., Tensor] = resolve(DRAWS, kernel)
             return drawn

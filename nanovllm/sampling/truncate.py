@@ -1,5 +1,4 @@
-"""Cuts by min-p, top-k and top-p: the smallest logit each row may still draw. One kernel finds
-it."""
+"""min-p, top-k and top-p, as a threshold: the smallest logit that a row may draw."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ class Truncation:
     def admit(self, admits: Sequence[Admit]) -> None:
         for admit in admits:
             asked, line = admit.sampling, self.host[admit.slot]
-            # The largest logit survives every truncation: a greedy row has no use for any.
+            # The largest logit passes every truncation, so a greedy row needs none.
             on = asked.temperature > 0 and (asked.top_k > 0 or asked.top_p < 1 or asked.min_p > 0)
             line["truncated"] = on
             line["top_k"] = min(max(asked.top_k, 0), self.vocab_size) if on else 0
             line["top_p"] = asked.top_p if on else 1.0
-            # p >= min_p * largest p, said of logits.
+            # p >= min_p * max(p), in terms of logits.
             narrow = on and asked.min_p > 0
             line["min_p_gap"] = asked.temperature * math.log(asked.min_p) if narrow else -math.inf
 
@@ -46,7 +45,7 @@ class Truncation:
         return self.host["truncated"][host_slots]
 
     def thresholds(self, logits_SV: Tensor, rows: SampleRows, wanted: Wanted) -> Tensor:
-        """thresholds_S, float32, of which some row is `wanted`; the others' have no effect."""
+        """Return thresholds_S, float32. Those of rows that are not `wanted` have no effect."""
         if self.shard.span.is_whole:
             return self._found(logits_SV, rows.slots_S)
         at_W = indices(wanted, logits_SV.device)

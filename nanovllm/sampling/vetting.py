@@ -1,8 +1,8 @@
-"""Whether a request can be admitted, before anything is planned for it.
+"""Check of a request's sampling parameters before it is queued.
 
-Decision: it is admitted for real, to a sampler of one slot in host memory. So whatever a feature
-does not expect, of features still to come as well, is one request's exception when it arrives and
-not the step's that would have run it with all others.
+Decision: the request is admitted to a sampler with one slot in host memory. An unexpected value, of
+any present or future feature, thus raises for one request at its arrival, and not in a step that
+runs it together with others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Vetting:
 
     @torch.inference_mode()
     def vet(self, request: Generate) -> None:
-        """Raises what admitting the request would raise. Nothing of it is kept."""
+        """Raise the exception that admission of the request would raise."""
         tokens = np.frombuffer(request.prompt, np.int32)
         if tokens.min(initial=0) < 0 or tokens.max(initial=0) >= self.vocab_size:
             raise ValueError(f"the prompt has ids beyond the vocabulary of {self.vocab_size}")
