@@ -1,4 +1,4 @@
-"""One file per model family; the key is `architectures[0]` of the checkpoint's config.json."""
+"""Model families, one file each, by `architectures[0]` of the checkpoint's config.json."""
 
 MODELS = {
     "DeepseekV3ForCausalLM": "nanovllm.models.deepseek_v3:DeepseekV3",

@@ -1,4 +1,4 @@
-"""What a recipe makes of a checkpoint's model: fewer layers, or weights in fp8."""
+"""Changes of a checkpoint's config by the recipe: fewer layers, or fp8 weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanovllm.models.decoder import DecoderConfig
 
 
 def altered(own: DecoderConfig, recipe: Recipe, path: Path) -> DecoderConfig:
-    """The config by which the model is built. `path`: of the checkpoint's own, for errors."""
+    """Return the config to build the model with. `path` is that of config.json, for errors."""
     num_layers = recipe.num_layers
     if num_layers != "auto":
         if not 1 <= num_layers <= own.num_hidden_layers:

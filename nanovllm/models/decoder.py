@@ -1,6 +1,6 @@
-"""What the dense decoder-only families share: config fields, tensor names, block, forward pass.
+"""Base of all families: config fields, tensor names, block, forward pass.
 
-What is true of one family only stands in that family's file.
+Properties of a single family are in that family's file.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ from nanovllm.layers.rope import Rope, cos_sin_table
 from nanovllm.parallel.mesh import Mesh
 
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
-Rule = tuple[str, str] | tuple[str, str, str]  # checkpoint name, parameter[, part]; {} = a number
+Rule = tuple[str, str] | tuple[str, str, str]  # checkpoint name, parameter[, part]; {} = an index
 
 
 class DecoderConfig(Struct, frozen=True, kw_only=True):
-    """The fields of config.json in use; a missing one is an error that names it."""
+    """The used fields of config.json. A missing one is an error that names it."""
 
-    ONLY: ClassVar[dict[str, object]] = {  # fields of which we compute one value alone
+    ONLY: ClassVar[dict[str, object]] = {  # fields with a single supported value
         "attention_bias": False,
         "mlp_bias": False,
         "use_sliding_window": False,
         "hidden_act": "silu",
     }
-    # partial_rotary_factor where config.json has none. None: heads are rotated whole, and nothing
-    # else can be asked for.
+    # Default of partial_rotary_factor. None: heads are rotated whole, and a factor is an error.
     ROTATED: ClassVar[float | None] = None
-    STEP_TOKENS: ClassVar[int] = 8192  # of a GPU's step, where the recipe leaves that open
+    STEP_TOKENS: ClassVar[int] = 8192  # default of schedule.step_tokens on a GPU
 
     vocab_size: Count
     hidden_size: Count
@@ -68,11 +67,11 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             raise ValueError(f"{named}; it must be even, from {least} to head_dim {self.head_size}")
 
     def evenly_cut(self, _: int) -> tuple[str, ...]:
-        """The fields of which each rank takes an equal share, experts among so many ranks."""
+        """Return the fields that are cut evenly over ranks; those of experts over `ep` ranks."""
         return "num_attention_heads", "intermediate_size"
 
     def inputs_of(self, name: str) -> int:
-        """Inputs of a product that belong to each of what the field counts."""
+        """Return the inputs of a product per unit of the field, for example per head."""
         return self.head_size if name == "num_attention_heads" else 1
 
     @property
@@ -80,18 +79,18 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def key_value_size(self, *, decodes: bool) -> int:
-        """The elements of a head's key and of its value together, in steps that decode or not."""
+        """Return the elements of a head's key and value together, in a step that decodes or not."""
         return 2 * self.head_size
 
     @property
     def rotary_size(self) -> int:
-        """How many elements of a head are rotated, the first ones."""
+        """Number of leading elements of a head that are rotated."""
         part = self.rope_parameters.partial_rotary_factor or self.ROTATED or 1
         return int(self.head_size * part)
 
 
 class Block(Layer):
-    """Attention and an MLP or experts, each behind its norm."""
+    """Attention, then an MLP or experts. Each part has its own norm."""
 
     Attention: ClassVar[type[Attention]] = Attention
 
@@ -105,7 +104,7 @@ class Block(Layer):
     def attn_of(
         self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, qk_norm: QKNorm
     ) -> Layer:
-        """Attention, behind a norm of its own."""
+        """Return the attention part, with its norm."""
         return self.Attention(
             hidden_size=config.hidden_size,
             num_heads=config.num_attention_heads,
@@ -119,11 +118,11 @@ class Block(Layer):
         )
 
     def mlp_of(self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Layer:
-        """What follows attention, behind a norm of its own."""
+        """Return the part after attention, with its norm."""
         return MLP(config.hidden_size, config.intermediate_size, config.rms_norm_eps, mesh, ops)
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
-        """The residual stream behind this block. May overwrite what it is given."""
+        """Return the residual stream after this block. May overwrite its input."""
         after: Residual = self.mlp(self.attn(residual, cos_sin_LA, ctx), ctx)
         return after
 
@@ -131,7 +130,7 @@ class Block(Layer):
 class Decoder(Layer):
     """Embedding, blocks, final norm, head.
 
-    WEIGHTS says which checkpoint tensor fills which parameter, IGNORED which may be there unused.
+    WEIGHTS maps checkpoint tensors to parameters. IGNORED lists tensors that may be present unused.
     """
 
     Config: ClassVar[type[DecoderConfig]]
@@ -151,12 +150,12 @@ class Decoder(Layer):
         ("model.norm.weight", "norm.weight"),
         ("lm_head.weight", "head.weight"),
     )
-    LESS_ONE: ClassVar[str] = "-"  # pattern of tensors' names that checkpoints have less one
+    LESS_ONE: ClassVar[str] = "-"  # pattern of norm weights that are stored as weight - 1
     IGNORED: ClassVar[tuple[str, ...]] = ("model.layers.{}.self_attn.rotary_emb.inv_freq",)
     cos_sin_LA: Tensor
 
     def __init__(self, config: DecoderConfig, mesh: Mesh, ops: Ops, max_tokens: int) -> None:
-        """`max_tokens`: no request is longer. It is the length of the rotary table."""
+        """`max_tokens` is the maximum length of a request, and that of the rotary table."""
         super().__init__()
         vocabulary = config.vocab_size, config.hidden_size, mesh, ops
         self.embed = VocabEmbedding(*vocabulary)
@@ -169,14 +168,14 @@ class Decoder(Layer):
         self.register_buffer("cos_sin_LA", table, persistent=False)
 
     def bind_caches(self, caches: Mapping[int, Any]) -> None:
-        """Each layer owns its cache from here on, in place of the one it had."""
+        """Set the cache of each layer. It may replace an earlier one."""
         for layer, cache in caches.items():
             cast("Any", self.layers[layer]).attn.bind(cache)
 
     def forward(self, token_ids_T: Tensor, ctx: ForwardContext) -> Tensor:
-        """The last hidden states x_SD of the tokens that rows predict from, normalised.
+        """Return x_SD: the normalised last hidden states of sampled tokens.
 
-        Those of all tokens, x_TD, if the context asks for them.
+        With `ctx.all_hidden`, return those of all tokens, x_TD.
         """
         residual: Residual = Added(self.embed(token_ids_T))
         for block in self.layers:
@@ -185,12 +184,12 @@ class Decoder(Layer):
         return x_SD
 
     def logits(self, x_SD: Tensor) -> Tensor:
-        """logits_SV in the model's dtype, of this rank's span of the vocabulary."""
+        """Return logits_SV in the model's dtype, for this rank's span of the vocabulary."""
         return self.head.product(x_SD)
 
     @staticmethod
     def cache_layout(config: DecoderConfig, mesh: Mesh, dtype_bytes: int) -> CacheLayout:
-        """What the layers of this rank cache. `dtype_bytes`: of one element."""
+        """Return the cache layout of this rank's layers. `dtype_bytes`: bytes of an element."""
         heads = mesh.span_or_copy("num_key_value_heads", config.num_key_value_heads)
         group = PagedGroup(
             layers=tuple(range(config.num_hidden_layers)),

@@ -1,6 +1,7 @@
-"""DeepSeek-V3 and R1: latent attention; after some dense layers experts of groups, and shared ones.
+"""DeepSeek-V3 and R1: latent attention; dense layers, then grouped routed and shared experts.
 
-Layers behind the last one, which predict further tokens (MTP), are left out.
+The layers after the last one, which predict further tokens (MTP), are not loaded. Source:
+transformers' DeepseekV3ForCausalLM.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     }
-    STEP_TOKENS = 16384  # a step reads nearly every expert, however few tokens it has
+    STEP_TOKENS = 16384  # larger: a step of any size reads nearly all experts
 
-    q_lora_rank: Count | None = 1536  # what can be left out is as transformers has it then
+    q_lora_rank: Count | None = 1536  # defaults are those of transformers
     kv_lora_rank: Count
     qk_nope_head_dim: Count
     qk_rope_head_dim: Count
     v_head_dim: Count
-    first_k_dense_replace: Annotated[int, Meta(ge=0)] = 3  # so many layers have a plain MLP
+    first_k_dense_replace: Annotated[int, Meta(ge=0)] = 3  # number of layers with a plain MLP
     n_routed_experts: Count
     num_experts_per_tok: Count
     moe_intermediate_size: Count
@@ -74,11 +75,11 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
 
     @property
     def head_size(self) -> int:
-        """What a head gives, and o takes."""
+        """Elements of a head's result, which are the inputs of o."""
         return self.v_head_dim
 
     def key_value_size(self, *, decodes: bool) -> int:
-        """Steps that decode multiply latents, for keys and for values."""
+        """Return the elements per head. In decode steps, latents serve as keys and values."""
         both = 2 * self.kv_lora_rank if decodes else self.qk_nope_head_dim + self.v_head_dim
         return both + self.qk_rope_head_dim
 
@@ -105,7 +106,7 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
 
 
 class LatentBlock(Block):
-    """Latent attention; an MLP, or routed and shared experts."""
+    """Latent attention, then an MLP or routed and shared experts."""
 
     def attn_of(
         self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, qk_norm: QKNorm
@@ -160,7 +161,7 @@ class DeepseekV3(Decoder):
 
     @staticmethod
     def cache_layout(config: DecoderConfig, mesh: Mesh, dtype_bytes: int) -> CacheLayout:
-        """One head of latents, the same on every rank, and no values."""
+        """Return a layout with one head of latents, the same on every rank, and no values."""
         assert isinstance(config, DeepseekV3Config)
         sizes = config.kv_lora_rank, config.qk_rope_head_dim
         if dtype_bytes == 1 and (sizes[0] % 4 or sizes[1] % 2):

@@ -1,4 +1,7 @@
-"""Llama 3.1 and its distillations (R1-Distill-Llama). Its rope scaling stands in layers/rope.py."""
+"""Llama 3.1 and its distillations (R1-Distill-Llama); transformers' LlamaForCausalLM.
+
+Its rope scaling is in layers/stretched_rope.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""MiniMax-M2: every MLP is routed experts, chosen by sigmoid scores and a bias of each expert.
+"""MiniMax-M2: routed experts in all layers, selected by sigmoid scores plus a bias per expert.
 
-Queries and keys are normalised over all heads of a row together; part of each head is rotated.
+Queries and keys are normalised over all heads together; a part of each head is rotated. Source:
+transformers' MiniMaxM2ForCausalLM.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ SPARSE = "model.layers.{}.block_sparse_moe"
 
 
 class MiniMaxM2Config(DecoderConfig, frozen=True, kw_only=True):
-    """`intermediate_size` is that of one expert. Modules for drafts, of which the fields of the
-    official config tell, are in no checkpoint.
+    """Config of MiniMax-M2. `intermediate_size` is that of one expert.
+
+    The official config has fields for draft modules, but no checkpoint has these modules.
     """
 
     ONLY: ClassVar[dict[str, object]] = {
@@ -32,13 +34,13 @@ class MiniMaxM2Config(DecoderConfig, frozen=True, kw_only=True):
         "use_routing_bias": True,
     }
     ROTATED = 1.0
-    STEP_TOKENS = 16384  # a step reads nearly every expert, however few tokens it has
+    STEP_TOKENS = 16384  # larger: a step of any size reads nearly all experts
 
     head_dim: Count
-    rotary_dim: Count | None = None  # heeded where nothing says a partial_rotary_factor
+    rotary_dim: Count | None = None  # used if there is no partial_rotary_factor
     num_local_experts: Count
     num_experts_per_tok: Count
-    attn_type_list: tuple[int, ...] = ()  # of each layer, 1: attention to all that came before
+    attn_type_list: tuple[int, ...] = ()  # by layer; 1: full causal attention
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,7 +62,7 @@ class MiniMaxM2Config(DecoderConfig, frozen=True, kw_only=True):
 
 
 class MiniMaxM2Block(Block):
-    """Attention and routed experts."""
+    """Attention, then routed experts."""
 
     def mlp_of(self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Layer:
         assert isinstance(config, MiniMaxM2Config)

@@ -1,4 +1,7 @@
-"""Qwen3, dense (0.6B to 32B): every query and key head is RMS-normalised before the rotation."""
+"""Qwen3, dense (0.6B to 32B): RMS norm of each query and key head before the rotation.
+
+Source: transformers' Qwen3ForCausalLM.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from nanovllm.models.decoder import Count, Decoder, DecoderConfig, Rule
 
 
 class Qwen3Config(DecoderConfig, frozen=True, kw_only=True):
-    head_dim: Count  # never hidden_size / num_attention_heads by default
+    head_dim: Count  # required; there is no default
 
 
 class Qwen3(Decoder):

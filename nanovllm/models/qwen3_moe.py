@@ -1,4 +1,7 @@
-"""Qwen3-MoE (30B-A3B, 235B-A22B): Qwen3 whose MLPs, all or some, are routed experts."""
+"""Qwen3-MoE (30B-A3B, 235B-A22B): Qwen3 with routed experts in place of all or some MLPs.
+
+Source: transformers' Qwen3MoeForCausalLM.
+"""
 
 from __future__ import annotations
 

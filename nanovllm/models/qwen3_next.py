@@ -1,7 +1,8 @@
-"""Qwen3-Next (80B-A3B): most layers are gated DeltaNet, every fourth one is gated attention.
+"""Qwen3-Next (80B-A3B): gated DeltaNet layers, and gated attention in every fourth layer.
 
-All layers have routed experts and a gated shared one. Weights of norms are stored as differences
-from one. What predicts further tokens (MTP) is left out.
+All layers have routed experts and a gated shared one. Norm weights are stored as weight - 1. The
+module that predicts further tokens (MTP) is not loaded. Source: transformers'
+Qwen3NextForCausalLM.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Qwen3NextConfig(SparseConfig, frozen=True, kw_only=True):
     linear_num_value_heads: Count
     shared_expert_intermediate_size: Count
     full_attention_interval: Count = 4
-    layer_types: tuple[str, ...] | None = None  # as transformers writes it
+    layer_types: tuple[str, ...] | None = None  # used by transformers instead of the interval
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,7 +52,7 @@ class Qwen3NextConfig(SparseConfig, frozen=True, kw_only=True):
             raise ValueError(f"layer_types has {min(other)}")
 
     def attends(self, layer: int) -> bool:
-        """Whether the layer is attention, over pages, and not gated DeltaNet."""
+        """Return True if the layer is attention over pages, False if it is gated DeltaNet."""
         if self.layer_types is not None:
             return self.layer_types[layer] == "full_attention"
         return (layer + 1) % self.full_attention_interval == 0
@@ -76,7 +77,7 @@ class Qwen3NextConfig(SparseConfig, frozen=True, kw_only=True):
 
 
 class HybridBlock(SparseBlock):
-    """Gated DeltaNet or gated attention; routed experts and a shared one."""
+    """Gated DeltaNet or gated attention, then routed experts and a shared one."""
 
     Attention = GatedAttention
 
@@ -115,9 +116,9 @@ class Qwen3Next(Decoder):
 
     @staticmethod
     def cache_layout(config: DecoderConfig, mesh: Mesh, dtype_bytes: int) -> CacheLayout:
-        """Pages for layers of attention, states for the others.
+        """Return pages for attention layers and states for the others.
 
-        Raises ConfigError if there are no layers of attention, or their caches have 8 bits.
+        Raise ConfigError if there are no attention layers.
         """
         assert isinstance(config, Qwen3NextConfig)
         everything = Decoder.cache_layout(config, mesh, dtype_bytes).paged[0]
@@ -134,6 +135,6 @@ class Qwen3Next(Decoder):
             heads=keys.count * sizes.each,
             key_size=sizes.key,
             value_size=sizes.value,
-            bytes_per_element=max(dtype_bytes, 2),  # also beside keys and values of 8 bits
+            bytes_per_element=max(dtype_bytes, 2),  # never fp8, also with an fp8 cache
         )
         return CacheLayout((replace(everything, layers=layers),), states if others else None)

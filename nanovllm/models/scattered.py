@@ -1,4 +1,4 @@
-"""Where a tensor of a checkpoint goes that a parameter has in another order, or plus one."""
+"""Destinations of checkpoint tensors whose rows are reordered, or that are stored minus one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanovllm.models.destination import Destination
 
 @dataclass(frozen=True)
 class Scattered(Destination):
-    """Several spans of a tensor, which follow one another in `into`."""
+    """Several spans of a tensor, which are adjacent in `into`."""
 
     members: tuple[Destination, ...]
 
@@ -28,21 +28,21 @@ class Scattered(Destination):
                 member.take(rows, first)
 
     def each(self, change: Callable[[Destination], Destination]) -> Scattered:
-        """The same with other members, which may be of another shape."""
+        """Return a copy with each member changed. Their shapes may change."""
         members = tuple(map(change, self.members))
         return replace(self, shape=members[0].shape, members=members)
 
 
 @dataclass(frozen=True)
 class PlusOne(Destination):
-    """Where the weight of a norm goes that a checkpoint has as its difference from one."""
+    """Destination of a norm weight that the checkpoint stores as weight - 1."""
 
     def take(self, rows: Tensor, first: int) -> None:
         super().take(rows.float() + 1, first)
 
 
 def plus_one(wanted: dict[str, Destination], names: str) -> dict[str, Destination]:
-    """Adds one to what goes to the places of tensors whose names match the pattern."""
+    """Return `wanted` with one added to the tensors whose names match the pattern."""
     return wanted | {
         name: PlusOne(to.into, to.shape, to.dim, to.start, to.count)
         for name, to in wanted.items()
@@ -51,7 +51,7 @@ def plus_one(wanted: dict[str, Destination], names: str) -> dict[str, Destinatio
 
 
 def joined(first: Destination, second: Destination) -> Scattered:
-    """Both spans of one tensor, of rows. The second one's place is right behind the first one's."""
+    """Return one destination for two spans of a tensor's rows. They must be adjacent in `into`."""
     assert first.dim == 0
     members = (*getattr(first, "members", (first,)), second)
     size, count = [*first.into.shape], first.count + second.count

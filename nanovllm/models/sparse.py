@@ -1,4 +1,4 @@
-"""What Qwen's families with routed experts share: all or some MLPs are those."""
+"""Base of Qwen's families with routed experts in place of all or some MLPs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ EXPERT = "model.layers.{}.mlp.experts.{}"
 
 
 class SparseConfig(DecoderConfig, frozen=True, kw_only=True):
-    STEP_TOKENS = 16384  # a step reads nearly every expert, however few tokens it has
+    STEP_TOKENS = 16384  # larger: a step of any size reads nearly all experts
 
     head_dim: Count
     num_experts: Count | None = None
-    num_local_experts: Count | None = None  # as transformers writes it
+    num_local_experts: Count | None = None  # transformers' name for num_experts
     num_experts_per_tok: Count
     moe_intermediate_size: Count
     norm_topk_prob: bool = False
@@ -37,18 +37,18 @@ class SparseConfig(DecoderConfig, frozen=True, kw_only=True):
 
     @property
     def experts(self) -> tuple[str, int]:
-        """The field that says how many there are, and how many."""
+        """The field with the number of experts, and the number."""
         if self.num_experts is not None:
             return "num_experts", self.num_experts
         return "num_local_experts", self.num_local_experts or 0
 
     @property
     def shared_size(self) -> int:
-        """Inner elements of what every token gets beside its experts, gated; 0: nothing."""
+        """Inner size of the gated shared expert; 0 without one."""
         return 0
 
     def is_dense(self, layer: int) -> bool:
-        """Whether the layer has a plain MLP."""
+        """Return True if the layer has a plain MLP."""
         return layer in (self.mlp_only_layers or ()) or (layer + 1) % self.decoder_sparse_step > 0
 
     def evenly_cut(self, ep: int) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class SparseConfig(DecoderConfig, frozen=True, kw_only=True):
 
 
 class SparseBlock(Block):
-    """Attention and routed experts, or an MLP."""
+    """Attention, then routed experts or an MLP."""
 
     def mlp_of(self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Layer:
         assert isinstance(config, SparseConfig)
