@@ -1,9 +1,8 @@
-"""Plan and slots into the tensors of one step. Knows nothing of models.
+"""Tensors of one step, from its plan and the slots. Independent of models.
 
-Decision: the host sends slots and counts only, and sends the decode rows' slots only when they
-change. Token ids, positions, slot mappings and page tables are gathered from the slots on the
-device: a steady decode step uploads nothing, and under a CUDA graph the gathering is part of the
-graph.
+Decision: the host sends only slots and counts, and the slots of decode rows only when they change.
+Token ids, positions, slot mappings and page tables are gathered from the slots on the device. A
+steady decode step uploads nothing, and a CUDA graph includes the gathering.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ WRITE_BACK = {
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows of one step, decodes first, and which of their tokens are sampled from.
+    """Rows of one step, decodes first, and the positions that are sampled.
 
-    The last tokens of a row are: all of a decode row's, one of a chunk that ends its prompt.
+    All tokens of a decode row are sampled, and the last token of a prompt's last chunk.
     """
 
     slots_R: Tensor  # int64
     counts_R: Tensor | None  # int32 tokens per row; None = one each
-    sampled_at: Tensor | None  # int64: where in T rows sample, at least one; None = at all tokens
-    samples_R1: Tensor | None  # int32: where in S each row's begin; None = as in T
+    sampled_at: Tensor | None  # int64: indices in T of sampled tokens, at least one; None = all
+    samples_R1: Tensor | None  # int32: first index in S of each row; None = same as in T
     sampling_rows: Int32 | None  # indices of the rows that sample, on the host; None = all
-    num_sampled: Int32  # tokens that are sampled, of each of these
-    host_slots: Int32  # their slots, as often, on the host
+    num_sampled: Int32  # sampled tokens of each of these rows
+    host_slots: Int32  # slots of the sampled tokens, on the host
     num_decodes: int
-    num_decode_tokens: int  # the first ones of the step
-    width: int  # most tokens that a decode row of such a step can feed
+    num_decode_tokens: int  # tokens of decode rows, the first ones of the step
+    width: int  # maximum tokens of a decode row in this kind of step
     num_tokens: int
     max_new: int
     max_length: int
@@ -56,26 +55,26 @@ class StepRows:
 
     @property
     def is_decode(self) -> bool:
-        """Whether there are decode rows alone, so that a graph may hold the whole step."""
+        """True if there are only decode rows, so that one graph may contain the whole step."""
         return self.sampled_at is None
 
     def samples_of(self, rows: list[int]) -> list[int]:
-        """Where in S the tokens of these sampling rows are."""
+        """Return the indices in S of the tokens of these sampling rows."""
         ends = np.cumsum(self.num_sampled)
         return [at for row in rows for at in range(ends[row] - self.num_sampled[row], ends[row])]
 
 
 class RowBuilder:
-    """Keeps the decode rows of the last plan on the device."""
+    """Builder of StepRows. Keeps the decode rows of the last plan on the device."""
 
     def __init__(self, most_rows: int, padding_slot: int, width: int, device: torch.device) -> None:
-        """`width`: the most tokens of a decode row, its drafts included."""
+        """`width` is the maximum number of tokens of a decode row, with its drafts."""
         self.device = device
         self.padding_slot = padding_slot
         self.width = width
         self.decode_slots = np.zeros(0, np.int32)
-        # Static: graphs read the first n of these. Rows past the plan's are padding: of no tokens
-        # where rows differ, of one where each has one.
+        # Static buffers, of which graphs read the first n. Rows after those of the plan are
+        # padding: with drafts they have no tokens, otherwise one.
         self.static_slots_R = torch.full((most_rows,), padding_slot, device=device)
         self.static_counts_R = torch.zeros(most_rows, dtype=torch.int32, device=device)
         self._num_counts = 0
@@ -92,11 +91,15 @@ class RowBuilder:
         if plan.chunks:
             return self._mixed(plan, counts, width)
         slots_R, host = self.static_slots_R[: plan.num_decodes], self.decode_slots
-        if not plan.drafts:
-            return decode_rows(slots_R, None, host, counts, plan.num_decodes, 1, plan.max_length)
-        counts_R, num_tokens = self._take_counts(counts), int(counts.sum())
-        host = np.repeat(host, counts)
-        return decode_rows(slots_R, counts_R, host, counts, num_tokens, width, plan.max_length)
+        return decode_rows(
+            slots_R,
+            counts_R=self._take_counts(counts) if plan.drafts else None,
+            host_slots=np.repeat(host, counts) if plan.drafts else host,
+            num_sampled=counts,
+            num_tokens=int(counts.sum()),
+            width=width,
+            max_length=plan.max_length,
+        )
 
     def _mixed(self, plan: StepPlan, decode_counts: Int32, width: int) -> StepRows:
         chunk_slots = np.array([c.slot for c in plan.chunks], np.int32)
@@ -128,14 +131,21 @@ class RowBuilder:
         )
 
     def padded(self, num_tokens: int, width: int, max_length: int) -> StepRows:
-        """The first `num_tokens` static rows, as captured: the host knows nothing of them."""
+        """Return the first `num_tokens` static rows for a capture, without values on the host."""
         slots_R, counts_R = self.static_slots_R[:num_tokens], self.static_counts_R[:num_tokens]
         nothing = np.zeros(0, np.int32)
-        counts = counts_R if width > 1 else None
-        return decode_rows(slots_R, counts, nothing, nothing, num_tokens, width, max_length)
+        return decode_rows(
+            slots_R,
+            counts_R=counts_R if width > 1 else None,
+            host_slots=nothing,
+            num_sampled=nothing,
+            num_tokens=num_tokens,
+            width=width,
+            max_length=max_length,
+        )
 
     def _take(self, slots: Int32) -> None:
-        """New decode rows; what is left of the old ones becomes padding."""
+        """Store new decode rows. Rows that remain of the former ones become padding."""
         most = max(len(slots), len(self.decode_slots))
         padded = np.full(most, self.padding_slot, np.int32)
         padded[: len(slots)] = slots
@@ -159,13 +169,29 @@ def decode_rows(
     width: int,
     max_length: int,
 ) -> StepRows:
-    """The rows of a step without chunks, in which all tokens are sampled from."""
-    sizes = len(slots_R), num_tokens, width, num_tokens, width, max_length
-    return StepRows(slots_R, counts_R, None, None, None, num_sampled, host_slots, *sizes)
+    """Return the rows of a step without chunks. All tokens are sampled."""
+    return StepRows(
+        slots_R=slots_R,
+        counts_R=counts_R,
+        sampled_at=None,
+        samples_R1=None,
+        sampling_rows=None,
+        num_sampled=num_sampled,
+        host_slots=host_slots,
+        num_decodes=len(slots_R),
+        num_decode_tokens=num_tokens,
+        width=width,
+        num_tokens=num_tokens,
+        max_new=width,
+        max_length=max_length,
+    )
 
 
 class BatchPrep:
-    """Slots to a step's tensors, and a step's outcome back. `kernel`: "torch" or "triton"."""
+    """Copies of slots to a step's tensors, and of sampled tokens back to the slots.
+
+    `kernel` is "torch" or "triton".
+    """
 
     def __init__(self, slots: Slots, kernel: str) -> None:
         self.slots = slots
@@ -173,44 +199,92 @@ class BatchPrep:
         self._write_back: Callable[..., Tensor] = resolve(WRITE_BACK, kernel)
 
     def gather(self, rows: StepRows) -> Batch:
-        """Device work only: capturable for decode rows."""
+        """Gather the step's tensors on the device. For decode rows, a CUDA graph can capture it."""
         slots = self.slots
         num_pages = min(-(-rows.max_length // slots.page_tokens), slots.max_pages)
         if rows.is_decode:
-            state = slots.lengths_N, slots.tokens_NL, slots.pages_NM, slots.page_tokens, num_pages
-            found = self._gather(rows.slots_R, rows.counts_R, *state, rows.num_tokens, rows.width)
+            found = self._gather(
+                slots_R=rows.slots_R,
+                counts_R=rows.counts_R,
+                lengths_N=slots.lengths_N,
+                tokens_NL=slots.tokens_NL,
+                pages_NM=slots.pages_NM,
+                page_tokens=slots.page_tokens,
+                num_pages=num_pages,
+                num_tokens=rows.num_tokens,
+                width=rows.width,
+            )
         else:
             found = gather_chunks(rows, slots, num_pages)
         ids_T, positions_T, slot_mapping_T, slots_T, starts_R1, lengths_R, table_RM = found
-        tensors = ids_T, positions_T, slot_mapping_T, slots_T, rows.slots_R, starts_R1, lengths_R
-        sizes = rows.num_decodes, rows.num_decode_tokens, rows.width, rows.max_new, rows.max_length
-        return Batch(*tensors, table_RM, rows.sampled_at, *sizes, rows.chunks)
+        return Batch(
+            token_ids_T=ids_T,
+            positions_T=positions_T,
+            slot_mapping_T=slot_mapping_T,
+            slots_T=slots_T,
+            slots_R=rows.slots_R,
+            starts_R1=starts_R1,
+            lengths_R=lengths_R,
+            page_table_RM=table_RM,
+            sampled_at=rows.sampled_at,
+            num_decodes=rows.num_decodes,
+            num_decode_tokens=rows.num_decode_tokens,
+            decode_width=rows.width,
+            max_new=rows.max_new,
+            max_length=rows.max_length,
+            planned=rows.chunks,
+        )
 
     def write_back(
         self, rows: StepRows, batch: Batch, tokens_S: Tensor, accept: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """lines_RW int32: of each row, its new tokens, which its slot knows now, then -1.
+        """Write drawn tokens to the slots. Return lines_RW, int32: each row's new tokens, then -1.
 
-        `accept`: instead of by comparison; see spec.base. A batch of a graph may have more rows.
+        `accept` replaces the comparison of drafts; see spec.base. The batch of a graph may have
+        more rows than the step.
         """
         num_rows, slots, samples_R1 = len(rows.slots_R), self.slots, rows.samples_R1
         if samples_R1 is None and rows.counts_R is not None:
             samples_R1 = batch.starts_R1[: num_rows + 1]
-        drawn = rows.slots_R, batch.lengths_R[:num_rows], samples_R1, tokens_S
-        return self._write_back(*drawn, slots.lengths_N, slots.tokens_NL, rows.width, accept)
+        return self._write_back(
+            slots_R=rows.slots_R,
+            lengths_R=batch.lengths_R[:num_rows],
+            samples_R1=samples_R1,
+            tokens_S=tokens_S,
+            lengths_N=slots.lengths_N,
+            tokens_NL=slots.tokens_NL,
+            width=rows.width,
+            accept=accept,
+        )
 
 
 def rowless(inputs_4T: Tensor, sampled_at: Tensor) -> Batch:
-    """Token ids, positions, slot mappings and slots of nobody's tokens, for what looks at tokens
-    alone."""
+    """Return a batch that has tokens and no rows, for a piecewise capture.
+
+    `inputs_4T` are token ids, positions, slot mappings and slots.
+    """
     ids_T, positions_T, slot_mapping_T, slots_T = inputs_4T
     none = torch.empty(0, dtype=torch.int32, device=inputs_4T.device)
-    rows = slots_T, none, none, none, none
-    return Batch(ids_T, positions_T, slot_mapping_T, *rows, sampled_at, 0, 0, 1, 0, 0)
+    return Batch(
+        token_ids_T=ids_T,
+        positions_T=positions_T,
+        slot_mapping_T=slot_mapping_T,
+        slots_T=slots_T,
+        slots_R=none,
+        starts_R1=none,
+        lengths_R=none,
+        page_table_RM=none,
+        sampled_at=sampled_at,
+        num_decodes=0,
+        num_decode_tokens=0,
+        decode_width=1,
+        max_new=0,
+        max_length=0,
+    )
 
 
 def gather_chunks(rows: StepRows, slots: Slots, num_pages: int) -> tuple[Tensor, ...]:
-    """What the kernel gathers for decode rows, for rows that feed any number of tokens."""
+    """Gather the same tensors as the kernel for decode rows, for rows of any length."""
     size, num_rows, device = slots.page_tokens, len(rows.slots_R), slots.device
     before_R, counts_R = slots.lengths_N[rows.slots_R], rows.counts_R
     assert counts_R is not None

@@ -1,7 +1,4 @@
-"""From a Config to a Runner: weights, cache size, kernels, graphs.
-
-Knows no requests and no sockets.
-"""
+"""Construction of a Runner from a Config: weights, cache size, kernels, graphs."""
 
 from __future__ import annotations
 
@@ -44,18 +41,18 @@ log = logging.getLogger("engine")
 @dataclass(frozen=True, slots=True)
 class Built:
     runner: Runner
-    recipe: Recipe  # without any "auto" but mixed_step_tokens's
+    recipe: Recipe  # every "auto" resolved but mixed_step_tokens
     vocab_size: int
     layout: CacheLayout
 
 
 def build(config: Config, mesh: Mesh | None = None) -> Built:
-    """Raises ConfigError, with one line for the user, if this machine cannot serve the recipe."""
+    """Build the device side. Raise ConfigError if this machine cannot serve the recipe."""
     started = time.perf_counter()
     found = resolved(config, mesh)
     found.mesh.connect()
     model, device = load(config, found), found.device
-    # Beside a GPU, threads that wait for the next small copy would take the cores of the others.
+    # With a GPU, torch's threads would spin for the next small copy and take cores from others.
     torch.set_num_threads(cpu_threads(found.recipe, model) if device.type == "cpu" else 1)
     loaded = time.perf_counter()
     log.info("sizing the cache, which compiles what the largest steps need")
@@ -98,24 +95,24 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
 
 
 def load(config: Config, found: Resolved) -> Decoder:
-    """The model with its weights, and on disk the kernels it needs that are written in CuTe DSL."""
+    """Return the model with its weights. Meanwhile compile its CuTe DSL kernels to disk."""
     check_room(found)
     use_folder(cache_dir())
     model = found.empty_model(found.device)
     with compiled_beside([] if found.mesh.rank else jobs_of(found, model)):
         fill(model, config)
-    found.mesh.least(0)  # the other ranks wait for what rank 0 compiles
+    found.mesh.least(0)  # a barrier: the other ranks wait for the kernels that rank 0 compiles
     return model
 
 
 def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
-    """A runner with as many pages as fit, and the recipe that says so."""
+    """Return a runner with the number of pages that fit, and the recipe with that number."""
     recipe, device, page_tokens = found.recipe, found.device, found.page_tokens
     num_slots, most = int(recipe.schedule.slots), found.max_model_tokens
     num_drafts = recipe.speculate.tokens if recipe.speculate is not None else 0
 
     def rows_of(max_tokens: int) -> tuple[BatchPrep, Sampler]:
-        slots = Slots(num_slots, max_tokens, page_tokens, device, num_drafts)
+        slots = Slots(num_slots, max_tokens, page_tokens, device, num_drafts=num_drafts)
         sampler = Sampler(
             num_slots=num_slots,
             shard=Shard(found.mesh, found.model_config.vocab_size),
@@ -129,11 +126,26 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
     rows = rows_of(most)
 
     def runner_with(num_pages: int, checkpoints: int) -> Runner:
-        caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device)
-        drafter = drafter_of(recipe, rows[1])
-        in_host, sizes = recipe.cache.checkpoint_host_gib > 0, (num_slots, checkpoints, num_drafts)
-        kept = states_of(found.layout, *sizes, found.dtype, device, in_host)
-        return Runner(model, *rows, caches, found.backend, drafter, kept)
+        caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device=device)
+        kept = states_of(
+            found.layout,
+            num_slots=num_slots,
+            num_checkpoints=checkpoints,
+            num_drafts=num_drafts,
+            dtype=found.dtype,
+            device=device,
+            in_host=recipe.cache.checkpoint_host_gib > 0,
+        )
+        prep, sampler = rows
+        return Runner(
+            model=model,
+            prep=prep,
+            sampler=sampler,
+            caches=caches,
+            backend=found.backend,
+            drafter=drafter_of(recipe, sampler),
+            states=kept,
+        )
 
     def full_step() -> None:
         largest_steps(first := runner_with(1, 0), recipe)
@@ -158,8 +170,10 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
 
 
 def cpu_threads(recipe: Recipe, model: Decoder) -> int:
-    """The threads of matrix products: one for each 50 M weights, as threads of a small model mostly
-    wait for each other, and no more than all ranks of all engines have cores for.
+    """Return the number of threads of matrix products.
+
+    One per 50 M weights, since threads of a small model mostly wait for each other, and at most
+    this rank's share of the cores.
     """
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     num_cores = torch.get_num_threads() // (num_ranks(recipe.parallel) * recipe.parallel.dp)

@@ -1,7 +1,7 @@
-"""Keys and values on the device, and what a plan asks of whole pages. Knows layouts, no requests.
+"""Keys and values on the device, and the operations of a plan on whole pages.
 
-Decision: all layers of a group lie in one tensor, so that a page of all of them is filled or copied
-by one launch. A layer's part of it is contiguous: attention sees no difference.
+Decision: all layers of a group are in one tensor, so that one launch fills or copies a page of all
+layers. A layer's view of it is contiguous, which is what attention needs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from nanovllm.runner.upload import upload_together
 @dataclass(frozen=True, slots=True)
 class Caches:
     tensors: tuple[Tensor, ...]  # keys, then values, of each group: [L, P, S, G, A]
-    by_layer: dict[int, PagedKV]  # views of these, each to be its layer's own
+    by_layer: dict[int, PagedKV]  # the layers' views of `tensors`
 
     def apply(self, plan: StepPlan) -> None:
-        """Zeros into the pages of plan.clean, then plan.copies, which all read before any writes.
+        """Zero the pages of plan.clean, then do plan.copies, all of which read before any writes.
 
-        Whoever read these pages is behind us on the stream. Never waits.
+        Earlier reads of these pages are already in the stream. Do not wait.
         """
         if not plan.clean and not plan.copies:
             return
@@ -48,15 +48,15 @@ def make_caches(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Caches:
-    """Zero-filled caches with the padding page 0 besides `num_pages`.
+    """Return zero-filled caches of `num_pages` pages and the padding page 0.
 
-    Zeros, because a bulk copy of a request's last page also reads the tokens past its end, and a
-    weight of 0 times NaN is NaN. For the same reason a page that may hold NaN is cleaned.
+    A bulk load of a request's last page also reads tokens after its end, with a weight of 0, and 0
+    times NaN is NaN. Hence the zeros, and hence pages that may contain NaN are zeroed before reuse.
     """
     tensors: list[Tensor] = []
     caches: dict[int, PagedKV] = {}
     for group in layout.paged:
-        made, by_layer = caches_of(group, num_pages + 1, page_tokens, dtype, device)
+        made, by_layer = caches_of(group, num_pages + 1, page_tokens, dtype, device=device)
         tensors += made
         caches |= by_layer
     return Caches(tuple(tensors), caches)

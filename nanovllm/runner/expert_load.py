@@ -1,7 +1,6 @@
-"""How many tokens were routed to each expert: counted by the routing on the device, and read now
-and then without waiting for it.
+"""Number of tokens routed to each expert, counted on the device and read without waiting.
 
-All ranks that work on the same tokens count the same; a lane counts its own tokens.
+All ranks that compute the same tokens have the same counts; a lane counts its own tokens.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ def new_event(device: torch.device) -> Event:
 
 
 class ExpertCounter:
-    """Counts of a model's experts. The copies of an expert are counted one by one, told together.
+    """Token counts of a model's experts. Replicas are counted separately and reported together.
 
-    From its making on layers count, and find the copies of experts that other ranks hold.
+    The constructor also gives the layers the tables that map experts to replicas.
     """
 
     def __init__(self, model: Decoder, device: torch.device) -> None:
@@ -49,8 +48,9 @@ class ExpertCounter:
         self._newest: ExpertLoad | None = None
 
     def newest(self, *, wait: bool) -> ExpertLoad | None:
-        """What was counted until some earlier asking, if the device was that far; until now, if it
-        may be waited for. None: nothing was yet, or there are no experts.
+        """Return the counts of some earlier step, or with `wait` the present ones.
+
+        Return None before the first counts have arrived, and for a model without experts.
         """
         if not self._layers:
             return None

@@ -1,6 +1,6 @@
-"""CUDA graphs of the decode step: which sizes, capture, replay. Does not know what is captured.
+"""CUDA graphs of decode steps: sizes, capture, replay. Independent of the captured function.
 
-Graphs of prompt chunks are in runner/piecewise.py.
+Graphs of steps with prompt chunks are in runner/piecewise.py.
 
 Decision: a graph reads the slots of its rows from one static buffer and gathers everything else
 from device state, so replaying needs no refill unless the rows changed.
@@ -21,19 +21,19 @@ from nanovllm.runner.batch import RowBuilder, StepRows
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Numbers of tokens to capture: padding stays under about 10 % (at most 7 rows below 64)."""
+    """Return the numbers of tokens to capture. Padding is at most about 10 %, 7 rows below 64."""
     sizes = [*range(1, 9), *range(16, 64, 8), *range(64, 128, 8), *range(128, 256, 16)]
     sizes += range(256, most + 1, 32)
     return sorted({min(size, most) for size in sizes} | {most})
 
 
 def largest_graph(num_slots: int, width: int) -> int:
-    """Tokens of the largest decode step that is captured, of rows of up to `width`."""
+    """Return the tokens of the largest captured decode step with rows of up to `width` tokens."""
     return num_slots if width == 1 else min(num_slots * width, max(num_slots, MOST_DRAFTED))
 
 
 def obstacles(recipe: Recipe) -> list[str]:
-    """Why no step can be captured, of a recipe without any "auto"; empty: decode steps can."""
+    """Return the reasons why decode steps cannot be captured. The recipe has no "auto"."""
     found = []
     if recipe.device != "cuda":
         found.append(f"device is {recipe.device}: CUDA graphs need a CUDA device")
@@ -44,26 +44,25 @@ def obstacles(recipe: Recipe) -> list[str]:
     return found
 
 
-MOST_DRAFTED = 512  # tokens: a larger step computes for longer than the host takes to launch it
-Size = tuple[int, int]  # tokens, and the width: how many of them a row can have
+MOST_DRAFTED = 512  # tokens; larger steps run longer than their launches take, so need no graph
+Size = tuple[int, int]  # tokens, and the maximum tokens of a row (width)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A tensor's, without being its owner."""
+    """A view of a tensor's memory that does not own it."""
 
     __cuda_array_interface__: dict[str, object]
 
 
 def borrowed(x: Tensor) -> Tensor:
-    """Returns x, made during a capture, without holding its memory back from the pool's later
-    captures.
+    """Return a view of x that does not keep its memory from later captures of the pool.
 
-    A pool's memory stays mapped as long as its graphs live, so until a later capture's replay the
-    contents are x's.
+    x was made during a capture. The pool's memory stays mapped as long as its graphs live, so the
+    content is valid until a graph that was captured later is replayed.
     """
     if not x.is_cuda:
-        return x  # of a stand-in for a graph, which has no pool
+        return x  # a test's substitute for a graph has no pool
     assert x.is_contiguous()
     flat = {"data": (x.data_ptr(), False), "shape": (x.nbytes,), "typestr": "|u1", "version": 3}
     return torch.as_tensor(Memory(flat), device=x.device).view(x.dtype).view(x.shape)
@@ -78,11 +77,10 @@ class Captured:
 
 
 class DecodeGraphs:
-    """`run` maps the rows of a decode step to device tensors; it is captured once per size.
+    """Graphs of `run`, which maps the rows of a decode step to device tensors, one per size.
 
-    Rows of a size are ragged: as many tokens in as many rows as it takes, and the rest is padding.
-
-    `keep`: what to keep of a captured run's, because kept tensors of all sizes take memory.
+    A size fixes the number of tokens; their division into rows may differ in each replay. `keep`
+    selects the part of the output that is stored, since stored tensors of all sizes take memory.
     """
 
     def __init__(
@@ -99,7 +97,10 @@ class DecodeGraphs:
     def capture(
         self, sizes: list[Size], max_length: int, captured: Callable[[], None] = lambda: None
     ) -> None:
-        """Largest first, so that the smaller ones reuse its memory. `captured` hears of each."""
+        """Capture all sizes, the largest first, so that smaller ones reuse its memory.
+
+        `captured` is called after each.
+        """
         pool = torch.cuda.graph_pool_handle()
         for size in sorted(sizes, reverse=True):
             rows = self.builder.padded(*size, max_length)
@@ -111,12 +112,12 @@ class DecodeGraphs:
             seconds = time.perf_counter() - started
             bytes_used = torch.cuda.memory_reserved() - used
             self.captured[size] = Captured(graph, self.keep(output), seconds, bytes_used)
-            del output  # or the next capture could not have its memory
+            del output  # frees its memory for the next capture
             captured()
         self.captured = dict(sorted(self.captured.items()))
 
     def fit(self, num_tokens: int, width: int) -> Size | None:
-        """The smallest captured size for so many tokens, in rows of up to `width`."""
+        """Return the smallest captured size for these tokens, or None."""
         return next((s for s in self.captured if s[0] >= num_tokens and s[1] == width), None)
 
     def replay(self, size: Size) -> Any:  # noqa: ANN401

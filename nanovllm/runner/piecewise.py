@@ -1,12 +1,12 @@
-"""Piecewise graphs of steps with prompt chunks: the model between its eager operations.
+"""Piecewise CUDA graphs of steps with prompt chunks.
 
-What depends on the step's rows, as attention does, runs eagerly between two graphs. All else
-depends on the number of tokens alone, since the last graph takes as many sampling rows as there can
-be. Does not know what a model is: where it calls `ForwardContext.eager`, there it is cut.
+Operations that depend on the step's rows, such as attention, run eagerly between two graphs. The
+rest depends on the number of tokens only, since the last graph computes the maximum number of
+sampled rows. Independent of the model: it is split wherever it calls `ForwardContext.eager`.
 
-Decision: what an eager operation reads stays where a graph left it in the graphs' memory, which
-nothing here holds on to, so layers and sizes share it: between two graphs nobody else writes there.
-What eager operations return has a buffer of its own, one for all results of a shape.
+Decision: the inputs of an eager operation stay in the graphs' memory, without an owner, so that
+layers and sizes share it. Nothing else writes there between two graphs. The results of eager
+operations have their own buffers, one for each shape.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nanovllm.runner.graphs import borrowed
 
 
 def piecewise_sizes(most: int) -> list[int]:
-    """Numbers of tokens to capture: padding is at most 12 %, or 31 tokens."""
+    """Return the numbers of tokens to capture. Padding is at most 12 %, or 31 tokens."""
     sizes, start = [*range(32, 256, 32)], 256
     while start < most:
         sizes += range(start, 2 * start, start // 8)
@@ -33,14 +33,14 @@ def piecewise_sizes(most: int) -> list[int]:
     return sorted({min(size, most) for size in sizes} | {most}) if most else []
 
 
-Graph = Any  # a torch.cuda.CUDAGraph, or what does as it does
+Graph = Any  # a torch.cuda.CUDAGraph, or a test's substitute
 
 
-Shape = tuple[torch.Size, torch.dtype]  # of a token's line
+Shape = tuple[torch.Size, torch.dtype]  # of one token's result
 
 
 class EagerCut(NamedTuple):
-    """An eager operation between two graphs: what it reads, and which buffer its result goes to."""
+    """An eager operation between two graphs: its inputs, and the buffer for its result."""
 
     operation: EagerOperation
     tensors: tuple[Tensor, ...]
@@ -51,13 +51,13 @@ class EagerCut(NamedTuple):
 class CapturedPiecewise:
     graphs: list[Graph]
     cuts: list[EagerCut]  # after each graph but the last
-    output: Tensor  # of each token that is sampled at
+    output: Tensor  # of sampled tokens
     seconds: float
     bytes_used: int
 
 
 class PiecewiseGraphs:
-    """`run` maps a step's tokens to results, through eager operations; captured once per size."""
+    """Graphs of `run`, which maps a step's tokens to results, one list per number of tokens."""
 
     def __init__(
         self, run: Callable[[ForwardContext], Tensor], most_rows: int, device: torch.device
@@ -70,7 +70,10 @@ class PiecewiseGraphs:
         self._pool: Any = None
 
     def capture(self, sizes: list[int], captured: Callable[[], None] = lambda: None) -> None:
-        """Largest first, so that the smaller ones reuse its memory. `captured` hears of each."""
+        """Capture all sizes, the largest first, so that smaller ones reuse its memory.
+
+        `captured` is called after each.
+        """
         most = max(sizes, default=0)
         self.inputs_4T = torch.zeros(4, most, dtype=torch.int64, device=self.device)
         self.results: dict[Shape, Tensor] = {}  # [most tokens, ...]
@@ -104,17 +107,26 @@ class PiecewiseGraphs:
             graphs[-1].capture_end()
             self._pool = graphs[-1].pool()
 
-        # Outside the capture: it compiles kernels and sets up library workspaces.
+        # This run, before the capture, compiles kernels and sets up library workspaces.
         self.run(ForwardContext(batch, no_rows, eager=skip))
         begin()
         output = self.run(ForwardContext(batch, no_rows, eager=cut))
         end()
         seconds = time.perf_counter() - started
         bytes_used = torch.cuda.memory_reserved() - used
-        return CapturedPiecewise(graphs, cuts, borrowed(output), seconds, bytes_used)
+        return CapturedPiecewise(
+            graphs=graphs,
+            cuts=cuts,
+            output=borrowed(output),
+            seconds=seconds,
+            bytes_used=bytes_used,
+        )
 
     def _result_of(self, operation: EagerOperation, tensors: tuple[Tensor, ...]) -> Shape:
-        """Which buffer. It holds zeros at first, because tokens that only pad are fed them too."""
+        """Return the key of the buffer for a result, and allocate it if necessary.
+
+        It starts with zeros, because padding tokens read it, too.
+        """
         like_TX = operation.empty(*tensors)
         shape = like_TX.shape[1:], like_TX.dtype
         if shape not in self.results:
@@ -122,13 +134,13 @@ class PiecewiseGraphs:
         return shape
 
     def fit(self, num_tokens: int) -> int | None:
-        """The smallest captured size for so many tokens."""
+        """Return the smallest captured size for these tokens, or None."""
         return next((size for size in self.captured if size >= num_tokens), None)
 
     def replay(self, size: int, ctx: ForwardContext) -> Tensor:
-        """What `run` returns for the step. Tokens that pad it are fed to the padding page."""
+        """Return the result of `run` for the step. Padding tokens write to the padding page."""
         piecewise, batch = self.captured[size], ctx.batch
-        assert batch.sampled_at is not None and not ctx.all_hidden  # as captured
+        assert batch.sampled_at is not None and not ctx.all_hidden  # the captured case
         num_tokens, num_sampled = len(batch.token_ids_T), len(batch.sampled_at)
         inputs = batch.token_ids_T, batch.positions_T, batch.slot_mapping_T, batch.slots_T
         self.inputs_4T[:, :num_tokens] = torch.stack(inputs)
@@ -145,5 +157,5 @@ class PiecewiseGraphs:
 
 
 def no_rows(*_: object) -> NoReturn:
-    """Attention of a step that has tokens alone."""
+    """Fail: the attention of a batch without rows must not be called."""
     raise AssertionError("attention is called through ForwardContext.eager only")

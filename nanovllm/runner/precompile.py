@@ -1,8 +1,8 @@
-"""What a first start lacks of compiled CuTe DSL kernels: compiled beside the loading of weights.
+"""Compilation of missing CuTe DSL kernels at a first start, during the loading of weights.
 
-Decision: each in a process of its own. To compile one takes seconds of Python, which hold the
-interpreter's lock, and the imports of a compiler, which the engine is spared. Nothing depends on
-it: a kernel that is not listed here, or fails here, is compiled where it is first used.
+Decision: each kernel is compiled in its own process. A compilation takes seconds of Python under
+the interpreter's lock and the import of a compiler, which the engine thus avoids. A kernel that is
+not listed here, or fails here, is compiled at its first use.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.runner.resolved import Resolved
 
 log = logging.getLogger("engine")
-MANY_PAIRS = 1 << 16  # so many are many rows for every expert, and no more than products can take
-LEAST_CORES = 8  # with fewer, the processes wait for each other
+MANY_PAIRS = 1 << 16  # large enough that every expert gets the kernel for many rows
+LEAST_CORES = 8  # with fewer cores, the processes would slow each other down
 HOPPER = ("env", "CUTE_DSL_ARCH=sm_90a", "QUACK_ARCH=90", "CUDA_VISIBLE_DEVICES=")
 
 
 def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
-    """The kernels in CuTe DSL that an engine needs before it is ready."""
+    """Return the CuTe DSL kernels that an engine needs before it is ready."""
     kernels, dtype, page_tokens = found.recipe.kernels, found.recipe.dtype, found.page_tokens
     paged, num_ranks = found.layout.paged[0], found.mesh.tp_size
     group = found.model_config.num_attention_heads // num_ranks // paged.num_heads
@@ -64,7 +64,7 @@ def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
 
 
 def experts_of(model: Decoder) -> list[Job]:
-    """The products of routed experts of many rows."""
+    """Return the kernels of routed experts for many rows."""
     found: set[Job] = set()
     for module in model.modules():
         if isinstance(module, ExpertMLPs):
@@ -75,7 +75,7 @@ def experts_of(model: Decoder) -> list[Job]:
 
 
 def products_of(model: Decoder) -> list[Job]:
-    """The model's products of few rows, with what is fused to them; those of fp8 of many rows."""
+    """Return the fused kernels of the model's products for few rows, and fp8 ones for many."""
     from nanovllm_kernels import dense_fp8, skinny_linear
     from nanovllm_kernels.skinny_linear import Kind
 
@@ -97,12 +97,12 @@ def products_of(model: Decoder) -> list[Job]:
 
 @contextmanager
 def compiled_beside(jobs: list[Job]) -> Iterator[None]:
-    """Compiles those that are not on disk, beside what is done in the meantime."""
+    """Compile the kernels that are not on disk while the body of the `with` statement runs."""
     lacking = [job for job in jobs if job.path and not job.path.exists()]
     if len(lacking) < 2 or len(os.sched_getaffinity(0)) < LEAST_CORES:
         yield
         return
-    progress = Progress(log, "compiling meanwhile", len(lacking), "kernels")
+    progress = Progress(log, "compiling in the background", len(lacking), "kernels")
     processes = [start(job) for job in lacking]
     try:
         yield
@@ -113,7 +113,8 @@ def compiled_beside(jobs: list[Job]) -> Iterator[None]:
         for process in processes:
             process.kill()
     if failed := sum(process.returncode != 0 for process in processes):
-        log.warning("%d of %d did not compile; again where they are used", failed, len(lacking))
+        text = "%d of %d kernels did not compile; each is tried again at its first use"
+        log.warning(text, failed, len(lacking))
     progress.finish()
 
 
@@ -121,5 +122,5 @@ def start(job: Job) -> subprocess.Popen[bytes]:
     assert job.path is not None
     command = [*HOPPER, sys.executable, "-m", "nanovllm_kernels.compile_one"]
     command += [str(job.path.parent.parent), job.function, job.arguments]
-    quiet = subprocess.DEVNULL  # what goes wrong will again, where the kernel is used
+    quiet = subprocess.DEVNULL  # an error occurs again, and is reported, at the first use
     return subprocess.Popen(command, stdout=quiet, stderr=quiet)

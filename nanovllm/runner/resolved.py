@@ -1,7 +1,4 @@
-"""What a recipe becomes on this machine, as far as that is known before anything is loaded.
-
-Knows neither weights nor requests.
-"""
+"""Resolution of a recipe's "auto" values on this machine, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ MEASURED_LATER = 1 << 30  # pages
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    recipe: Recipe  # without any "auto" but cache.pages and mixed_step_tokens
+    recipe: Recipe  # every "auto" resolved but cache.pages and mixed_step_tokens
     family: type[Decoder]
     model_config: DecoderConfig
     layout: CacheLayout
@@ -37,8 +34,8 @@ class Resolved:
     device: torch.device
     dtype: torch.dtype
     backend: AttentionBackend
-    passed_over: str  # attention backends that were not chosen, and why
-    asked_context: int | Auto  # server.max_model_tokens, before the cache's size had its say
+    passed_over: str  # preferred attention backends that were not chosen, with reasons
+    asked_context: int | Auto  # server.max_model_tokens of the recipe
 
     @property
     def page_tokens(self) -> int:
@@ -53,15 +50,18 @@ class Resolved:
         return int(self.recipe.server.max_model_tokens)
 
     def context_in(self, num_pages: int) -> int:
-        """server.max_model_tokens in a cache of so many pages. Raises ConfigError: too few."""
+        """Return server.max_model_tokens for a cache of `num_pages`.
+
+        Raise ConfigError if the cache is too small for the recipe's value.
+        """
         asked, tokens = self.asked_context, self.max_model_tokens
-        return fitting_context(asked, tokens, num_pages, self.recipe, self.layout)
+        return fitting_context(asked, tokens, num_pages, self.recipe, layout=self.layout)
 
     def empty_model(self, device: torch.device) -> Decoder:
-        """With its tables, but nothing in its parameters. On "meta" it has shapes alone.
+        """Return the model with uninitialised parameters. On "meta" it has shapes only.
 
-        Raises ConfigError if the recipe asks for a kernel that cannot run here, or a placement of
-        experts that does not fit.
+        Raise ConfigError if the recipe names a kernel that cannot run here, or a placement of
+        experts that does not fit the model.
         """
         ops = select_ops(self.recipe.kernels, self.device)
         ops = dataclasses.replace(ops, experts=ops.experts.as_asked(self.recipe.experts))
@@ -70,9 +70,9 @@ class Resolved:
 
 
 def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
-    """Raises ConfigError if this machine cannot serve the recipe.
+    """Resolve the recipe. Raise ConfigError if this machine cannot serve it.
 
-    `mesh`: this process's place; None: rank 0's, of as many as the recipe has.
+    `mesh` is this process's; None means that of rank 0.
     """
     device, dtype = choose_device(config.recipe)
     family, model_config = read_model_config(config)
@@ -85,10 +85,10 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
     recipe = without_autos(config.recipe, device, dtype, model_config.STEP_TOKENS)
     asked, own = recipe.server.max_model_tokens, model_config.max_position_embeddings
     pages = known_pages(recipe, layout) or MEASURED_LATER
-    most = fitting_context(asked, own, pages, recipe, layout)
+    most = fitting_context(asked, own, pages, recipe, layout=layout)
     recipe = replace(recipe, server=replace(recipe.server, max_model_tokens=most))
     backend, kernels, passed_over = choose_backend(
-        recipe.kernels, device, dtype, layout, int(recipe.cache.page_tokens)
+        recipe.kernels, device, dtype, layout, page_tokens=int(recipe.cache.page_tokens)
     )
     return Resolved(
         recipe=replace(recipe, kernels=kernels),
@@ -105,7 +105,7 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
 
 
 def with_short_states(layout: CacheLayout) -> CacheLayout:
-    """The layout with recurrences in bfloat16. Raises ConfigError if it has none."""
+    """Return the layout with bfloat16 recurrent states. Raise ConfigError if it has no states."""
     if layout.state is None:
         raise ConfigError("cache.state_dtype is bfloat16, but the model keeps no recurrent states")
     return replace(layout, state=replace(layout.state, recurrent_bytes=2))
@@ -121,16 +121,16 @@ def choose_device(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
     if dtype == "auto":
         dtype = "bfloat16" if name == "cuda" else "float32"
     if name == "cuda":
-        # One stream of our own for everything: plans run in order, and graphs can be captured.
+        # A single stream for all work: plans run in order, and graphs can be captured.
         torch.cuda.set_stream(torch.cuda.Stream())
         return torch.device("cuda", torch.cuda.current_device()), getattr(torch, dtype)
     return torch.device("cpu"), getattr(torch, dtype)
 
 
 def without_autos(recipe: Recipe, device: torch.device, dtype: torch.dtype, most: int) -> Recipe:
-    """The recipe without any "auto" but the cache's pages and the context: they go together.
+    """Return the recipe with every "auto" resolved but the cache's pages and the context.
 
-    `most`: tokens of a step, where a GPU's recipe leaves that open.
+    `most` is the default of schedule.step_tokens on a GPU.
     """
     on_cpu = device.type == "cpu"
     cache, kernels = recipe.cache, recipe.kernels

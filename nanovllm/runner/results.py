@@ -1,4 +1,4 @@
-"""Sampled tokens on their way to the host. The only place where the host waits for the device."""
+"""Transfer of sampled tokens to the host. The only place where the host waits for the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nanovllm.sampling.base import SampledLogprobs
 
 @dataclass(frozen=True, slots=True)
 class StepCopy:
-    """What came of a step's rows, on its way: on the host once the step has ended."""
+    """Output of a step in host memory. Its values are valid once the step has ended."""
 
     lines_RW: Tensor  # int32
     drafts_RX: Tensor | None  # int32: see plan.StepResult
@@ -27,7 +27,7 @@ class StepCopy:
     rows: StepRows
 
     def read(self, step: int) -> StepResult:
-        """The step's result; to be called when the step has ended."""
+        """Return the step's result. Call it after the step has ended."""
         lines = self._sampling(self.lines_RW)
         drafts = None if self.drafts_RX is None else self._sampling(self.drafts_RX)
         found = self.logprobs
@@ -35,13 +35,13 @@ class StepCopy:
         return StepResult(step, lines, logprobs, drafts)
 
     def _sampling(self, lines_RX: Tensor) -> Int32:
-        """The lines of the rows that sample."""
+        """Return the rows that sample."""
         lines: Int32 = lines_RX.numpy()
         return lines.copy() if self.rows.sampling_rows is None else lines[self.rows.sampling_rows]
 
 
 class HostEvent:
-    """What is used of torch.cuda.Event, where the host computes: enqueued work is done work."""
+    """The used part of torch.cuda.Event on a CPU, where enqueued work is done at once."""
 
     def record(self) -> None:
         self.at = time.perf_counter()
@@ -52,7 +52,7 @@ class HostEvent:
         return True
 
     def elapsed_time(self, end: HostEvent) -> float:
-        """In milliseconds."""
+        """Return the time to `end` in milliseconds."""
         return 1e3 * (end.at - self.at)
 
 
@@ -61,10 +61,10 @@ Gap = tuple[Event, Event]
 
 
 class DeviceClock:
-    """When the device has work: events around what a step enqueues. Nothing waits for them.
+    """Events around the work of each step, to measure when the device is idle. Does not wait.
 
-    Decision: a gap ends right before the forward pass, not at the step's first small upload, which
-    a waiting device takes at once while the host still prepares the rest.
+    Decision: a gap ends right before the forward pass, and not at the step's first small upload. An
+    idle device takes that at once, while the host still prepares the rest.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,22 +74,22 @@ class DeviceClock:
         self._ended = self._event()
 
     def begin(self) -> Gap:
-        """Work follows. Returns the gap before it, for `seconds`."""
+        """Mark the start of work. Return the gap before it, for `seconds`."""
         return self._ended, self._event()
 
     def end(self) -> Event:
-        """No more work follows; the event passes when all of it is done."""
+        """Mark the end of work. Return an event that completes when all of it is done."""
         self._ended = self._event()
         return self._ended
 
     def between(self, start: Event, end: Event) -> float:
-        """Seconds between two events that have passed."""
+        """Return the seconds between two completed events."""
         return 1e-3 * float(start.elapsed_time(end))
 
     def seconds(self, gap: Gap) -> float:
-        """How long a gap was that has passed; to be called once, for its events are used again."""
+        """Return the length of a gap. Call it once per gap, since the events are reused."""
         seconds = self.between(*gap)
-        self._free += gap  # last: another thread may begin a step meanwhile
+        self._free += gap  # last, since another thread may take these events at once
         return seconds
 
     def _event(self) -> Event:
@@ -99,9 +99,9 @@ class DeviceClock:
 
 
 class Handle:
-    """Implements engine.executor.StepHandle. `finish` samples, given masks or None.
+    """A step in flight. Implements engine.executor.StepHandle.
 
-    `gap`: before the forward pass, which has been enqueued.
+    `gap` precedes the forward pass, which has been enqueued. `finish` samples, with masks or None.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Handle:
         self._done: Event = None
 
     def sample(self, masks: Masks | None) -> None:
-        if masks is not None:  # the forward pass has been left alone meanwhile
+        if masks is not None:  # the device may have been idle after the forward pass
             self._gaps.append(self._clock.begin())
         self._copy = self._finish(masks)
         self._done = self._clock.end()
@@ -141,15 +141,15 @@ def start_copy(
     drafts_RX: Tensor | None,
     logprobs: SampledLogprobs | None = None,
 ) -> StepCopy:
-    """Enqueue the copies behind the step; nothing here waits."""
-    num_rows = len(rows.slots_R)  # a graph may have more
+    """Enqueue the copies to the host. Do not wait."""
+    num_rows = len(rows.slots_R)  # a graph may have padding rows
     drafts = None if drafts_RX is None else to_host(drafts_RX[:num_rows])
     found = None if logprobs is None else logprobs_to_host(logprobs)
     return StepCopy(to_host(lines_RW[:num_rows]), drafts, found, rows)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Into pinned memory, asynchronously; a CPU tensor is copied, for its owner may reuse it."""
+    """Copy into pinned memory, asynchronously. A CPU tensor is copied, as its owner reuses it."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)
 
@@ -161,14 +161,16 @@ def logprobs_to_host(found: SampledLogprobs) -> SampledLogprobs:
 
 
 def read_logprobs(found: SampledLogprobs, lines: Int32, sampled: Int32) -> tuple[RowLogprobs, ...]:
-    """The log-probabilities of the tokens in `lines`, row r's of so many sampled[r]: CORRUPTED
-    and -1 are none."""
+    """Return the log-probabilities of the tokens in `lines`, of which row r sampled sampled[r].
+
+    CORRUPTED and -1 are not tokens.
+    """
     chosen = found.chosen_W.tolist()
     ids, values = found.top_ids_WK.tolist(), found.top_logprobs_WK.tolist()
     row_of = np.repeat(np.arange(len(sampled)), sampled).tolist()
     starts = (np.cumsum(sampled) - sampled).tolist()
     return tuple(
-        RowLogprobs(row, chosen[i], ids[i][:count], values[i][:count], at - starts[row])
+        RowLogprobs(row, chosen[i], ids[i][:count], values[i][:count], nth=at - starts[row])
         for i, (at, count) in enumerate(zip(found.at, found.counts, strict=True))
         if lines[row := row_of[at], at - starts[row]] >= 0
     )

@@ -1,6 +1,6 @@
-"""Runner: the order of one step on one device, and nothing else.
+"""Runner: executes the plan of one step on one device.
 
-Implements engine.executor.Executor. Everything runs on one stream, in the order of the plans.
+Implements engine.executor.Executor. All work is enqueued on one stream, in the order of plans.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from nanovllm.spec.base import Drafter
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """What a forward pass leaves for sampling. Under a graph: static, possibly padded."""
+    """Output of a forward pass. Under a graph, tensors are static and may be padded."""
 
     batch: Batch
-    logits_SV: Tensor | None  # None: no row samples in this step
+    logits_SV: Tensor | None  # None if no row samples in this step
 
 
-# lines_RW (each row's new tokens, then -1), and drafts_RX of plan.StepResult if there is a drafter.
-# Both are int32; under a graph static, and possibly padded.
+# lines_RW (each row's new tokens, then -1), and drafts_RX of plan.StepResult with a drafter. Both
+# are int32. Under a graph they are static and may be padded.
 Written = tuple[Tensor, Tensor | None]
 
 
 class Runner:
-    """A model on its device, with all that its steps read and write: slots, caches, graphs."""
+    """A model on its device, with the state of its steps: slots, caches, states, graphs."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Handle:
-        """Enqueue one step. Nothing here waits for the device."""
+        """Enqueue one step. Do not wait for the device."""
         self.states.apply(plan)
         self.caches.apply(plan)
         self.slots.apply(plan)
@@ -98,7 +98,7 @@ class Runner:
     def finish(
         self, rows: StepRows, forwarded: Forwarded, masked: list[int], masks: Masks | None
     ) -> StepCopy:
-        """Sample, and bring the outcome to the slots and on its way to the host."""
+        """Sample, write the tokens to the slots, and start the copy to the host."""
         batch, logits_SV = forwarded.batch, forwarded.logits_SV
         if masks is not None and logits_SV is not None:
             self.sampler.apply_mask(logits_SV, rows.samples_of(masked), masks)
@@ -120,9 +120,9 @@ class Runner:
         return start_copy(rows, *written, sampled.logprobs)
 
     def draw_plainly(self, rows: StepRows) -> Written:
-        """Behind a replayed forward pass: tokens by seed and temperature alone, written back.
+        """After a replayed forward pass, draw by seed and temperature and write the tokens back.
 
-        Captured too, because its launches cost the host as much as all of the forward pass.
+        Captured as well, because its launches cost the host as much as the whole forward pass.
         """
         forwarded = self.graphs.captured[rows.num_tokens, rows.width].output
         assert isinstance(forwarded, Forwarded) and forwarded.logits_SV is not None
@@ -131,7 +131,7 @@ class Runner:
         return self._write_back(rows, batch, tokens_S)
 
     def _write_back(self, rows: StepRows, batch: Batch, tokens_S: Tensor) -> Written:
-        """What was drawn becomes known; the drafter guesses what follows."""
+        """Write the drawn tokens to the slots, and let the drafter propose the next ones."""
         drafter = self.drafter
         accept = drafter.accept if drafter is not None else None
         lines_RW = self.prep.write_back(rows, batch, tokens_S, accept)
@@ -141,9 +141,9 @@ class Runner:
         return lines_RW, drafter.propose(slots_R, self.slots.lengths_N, self.slots.tokens_NL)
 
     def _run(self, rows: StepRows, lane_tokens: int = 0) -> tuple[Forwarded, str]:
-        """Replay a graph where one fits, else run eagerly. Says which: FULL, PIECEWISE or NONE.
+        """Replay a graph if one fits, else run eagerly. Return the mode: FULL, PIECEWISE or NONE.
 
-        `lane_tokens` as in the plan, so all lanes do the same.
+        `lane_tokens` is that of the plan, so that all lanes choose the same mode.
         """
         num_tokens = max(rows.num_tokens, lane_tokens)
         if not rows.is_decode:
@@ -157,7 +157,7 @@ class Runner:
         return self.graphs.replay(fitting), "FULL"
 
     def why_eager(self, rows: StepRows) -> str | None:
-        """Why a step of these rows replays nothing; None: it does."""
+        """Return the reason why a step of these rows replays no graph, or None if it does."""
         of_width = [tokens for tokens, width in self.graphs.captured if width == rows.width]
         sizes = of_width if rows.is_decode else list(self.piecewise.captured)
         if not sizes:
@@ -168,7 +168,7 @@ class Runner:
         return None
 
     def forward(self, rows: StepRows, size: int | None = None, lane_tokens: int = 0) -> Forwarded:
-        """Launch by launch, or the piecewise graphs of this size around attention."""
+        """Run the model eagerly, or with the piecewise graphs of this size."""
         batch = self.prep.gather(rows)
         ctx = ForwardContext(batch, self.backend.bind(batch), lane_tokens=lane_tokens)
         hidden_SD = self.piecewise.replay(size, ctx) if size else self.hidden(ctx)
@@ -181,6 +181,6 @@ class Runner:
 
 
 def sharing_logits(forwarded: Forwarded) -> Forwarded:
-    """Graphs of all sizes leave their logits in the same memory: one step's are of use."""
+    """Let graphs of all sizes share the memory of logits, since only one step's are in use."""
     assert forwarded.logits_SV is not None
     return replace(forwarded, logits_SV=borrowed(forwarded.logits_SV))

@@ -1,7 +1,4 @@
-"""How many pages fit: the peak of one full step is measured, the rest of the budget becomes cache.
-
-Knows bytes, not requests.
-"""
+"""Size of the cache: the memory that remains after the measured peak of a full step."""
 
 from __future__ import annotations
 
@@ -25,11 +22,10 @@ def num_pages_that_fit(
     full_step: Callable[[], None],
     device: torch.device,
 ) -> int:
-    """`full_step` runs the largest step there is, with the states of all slots.
+    """Return the number of pages of the cache.
 
-    `useful_pages` is what all slots could ever hold.
-
-    Raises ConfigError when not even one page fits.
+    `full_step` runs the largest possible step, with the states of all slots. `useful_pages` is the
+    maximum that all slots can hold together. Raise ConfigError if too few pages fit.
     """
     if (pages := known_pages(recipe, layout)) is None:
         torch.cuda.reset_peak_memory_stats(device)
@@ -38,15 +34,17 @@ def num_pages_that_fit(
         peak = torch.cuda.max_memory_allocated(device)
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)
-        torch.cuda.empty_cache()  # or pages would cut the room that all slots' states had
+        torch.cuda.empty_cache()  # frees the slots' states of full_step
         left = int(total * recipe.cache.memory_fraction) - peak - others - GIB  # 1 GiB for graphs
         pages = pages_in(left, recipe.cache, layout)
     return min(pages, useful_pages)
 
 
 def pages_in(left: int, cache: Cache, layout: CacheLayout) -> int:
-    """How many pages there can be beside checkpoints and the padding page, in the bytes that
-    running states leave. Raises ConfigError: hardly any."""
+    """Return the number of pages in `left` bytes, next to checkpoints and the padding page.
+
+    Raise ConfigError if fewer than two fit.
+    """
     room = room_for_pages(left, cache, layout)
     page_bytes = layout.bytes_per_token * int(cache.page_tokens)
     pages = room // page_bytes - 1
@@ -59,7 +57,7 @@ def pages_in(left: int, cache: Cache, layout: CacheLayout) -> int:
 
 
 def known_pages(recipe: Recipe, layout: CacheLayout) -> int | None:
-    """How many pages there will be, useful or not. None where that must be measured: on a GPU."""
+    """Return the number of pages, or None if it must be measured (on a GPU)."""
     if recipe.cache.pages != "auto":
         return recipe.cache.pages
     if recipe.device != "cpu":
@@ -71,9 +69,9 @@ def known_pages(recipe: Recipe, layout: CacheLayout) -> int | None:
 def fitting_context(
     asked: int | Auto, model_tokens: int, num_pages: int, recipe: Recipe, layout: CacheLayout
 ) -> int:
-    """`server.max_model_tokens` as a number, of which a cache of so many pages holds one request.
+    """Return `server.max_model_tokens` as a number for which the cache holds one request.
 
-    Raises ConfigError if what was `asked` for exceeds the cache, or the model's context.
+    Raise ConfigError if `asked` exceeds the cache or the model's context.
     """
     page_tokens = int(recipe.cache.page_tokens)
     pages = 0 if asked == "auto" else -(-asked // page_tokens)

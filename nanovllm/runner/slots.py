@@ -1,7 +1,6 @@
-"""Device-resident request state: one row per slot, and a padding slot after the last.
+"""Request state on the device: one row per slot, and a padding slot after the last.
 
-Knows plans and nothing of queues. Padding rows of a graph use the padding slot, whose length stays
-0 and whose pages are the padding page.
+Padding rows of a graph use the padding slot, whose length stays 0 and whose pages are page 0.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from nanovllm.runner.upload import upload_together
 
 
 class Slots:
-    """Columns are named by their shape: N slots + 1, L positions, M pages of one request."""
+    """Tokens, lengths and page tables by slot. N slots + 1, L positions, M pages of a request."""
 
     def __init__(
         self,
@@ -24,7 +23,7 @@ class Slots:
         device: torch.device,
         num_drafts: int = 0,
     ) -> None:
-        """`num_drafts`: so many guesses stand behind the newest token of a slot."""
+        """`num_drafts` is the number of drafts stored after the latest token of a slot."""
         self.device = device
         self.max_tokens = max_tokens
         self.padding = num_slots
@@ -39,7 +38,7 @@ class Slots:
         assert self.tokens_NL.numel() < 1 << 31, "flat positions must fit int32"
 
     def apply(self, plan: StepPlan) -> None:
-        """Admissions and grants: known tokens, page tables, lengths."""
+        """Write the tokens, page tables and lengths of admissions and grants."""
         if not plan.admits and not plan.grants:
             return
         width = self.tokens_NL.shape[1]

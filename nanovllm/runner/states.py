@@ -1,10 +1,10 @@
-"""States of fixed size: rows for slots and the padding slot on the device, rows for checkpoints.
+"""Recurrent states: rows for slots and the padding slot on the device, and rows for checkpoints.
 
-Decision: a row holds all layers' states, so that to save or restore one is one copy of memory at
-the device's full rate, or the bus's. A layer's tensors are views of all rows.
+Decision: a row holds the states of all layers, so that a save or restore is one copy at the full
+rate of the device or the bus. A layer's tensors are views of all rows.
 
-Decision: checkpoints in the host's memory are pinned there: copies of them wait in the stream's
-order, as all else does, and never the host; and kernels write there by the same address.
+Decision: checkpoints in host memory are pinned. Their copies run in the order of the stream and the
+host never waits. Kernels write there through the same address.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ from nanovllm.kv.layout import CacheLayout, StateGroup
 from nanovllm.plan import StepPlan
 from nanovllm.runner.upload import upload_together
 
-ALIGNED = 32  # words: where a row begins
+ALIGNED = 32  # alignment of rows, in words
 
 
 class NoStates:
-    """What a model has that keeps pages alone."""
+    """Substitute for a model without recurrent states."""
 
     def __init__(self) -> None:
         self.by_layer: dict[int, DeltaStates] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Raises ValueError if the plan has states."""
+        """Raise ValueError if the plan has states."""
         asked = [a.restore_from for a in plan.admits] + [c.save_to for c in plan.chunks]
         if plan.saves or any(state >= 0 for state in asked):
             raise ValueError(f"plan {plan.step} has recurrent states, which the model has not")
 
     def forget(self) -> None:
-        """Nothing: there are none."""
+        """Do nothing."""
 
 
 class States:
-    """Zeros at first. `num_drafts`: of decode rows; with some, slots keep what these fed."""
+    """States of a model, initially zero. With drafts, slots also store the inputs of their last
+    step.
+    """
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class States:
         matrices = layers, group.heads, group.key_size, group.value_size
         inputs = layers, group.channels, group.taps
         recurrent_dtype = torch.float32 if group.recurrent_bytes == 4 else torch.bfloat16
-        at = -(-prod(matrices) * group.recurrent_bytes // 4)  # words, as is a row
+        at = -(-prod(matrices) * group.recurrent_bytes // 4)  # in words; a row is, too
         row = -((-prod(inputs) * dtype.itemsize // 4 - at) // ALIGNED) * ALIGNED
         self.rows_NX = torch.zeros(num_slots + 1, row, dtype=torch.float32, device=device)
         place = "cpu" if in_host else device
@@ -80,21 +82,22 @@ class States:
         tickets_RG = int32(most_rows, key_heads)
         self.by_layer = {
             layer: DeltaStates(
-                conv[:, nth],
-                recurrent[:, nth],
-                tickets_RG,
-                kept[nth] if num_drafts else None,
-                self.progress,
-                (saved_conv[:, nth], saved_recurrent[:, nth]),
+                conv_NCW=conv[:, nth],
+                recurrent_NHKV=recurrent[:, nth],
+                tickets_RG=tickets_RG,
+                kept_NWX=kept[nth] if num_drafts else None,
+                progress=self.progress,
+                saved=(saved_conv[:, nth], saved_recurrent[:, nth]),
             )
             for nth, layer in enumerate(group.layers)
         }
 
     def apply(self, plan: StepPlan) -> None:
-        """Saves what the plan wants of earlier steps; then new requests' states, whole or zero.
+        """Do the plan's saves, then restore or zero the states of admitted requests.
 
-        Layers save the rest when they run the plan's chunks. Never waits. Raises ValueError if
-        decode rows have drafts and the plan saves what they left: how far that is, nobody knows.
+        Layers save the other states when they run the plan's chunks. Do not wait. Raise ValueError
+        if decode rows may have drafts and the plan saves their states, since the number of tokens
+        in such a state is unknown.
         """
         if plan.saves and self.num_drafts:
             raise ValueError(f"plan {plan.step} saves states of rows that may have drafts")
@@ -118,7 +121,7 @@ class States:
         self.progress.lengths_N[sent[1].long()] = sent[2]
 
     def _parts(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """Where the chunks' tokens before and behind a saved state begin, and who gets it."""
+        """Return the token ranges of chunks before and after saved states, and their targets."""
         parts, targets, start = [], [], plan.num_decoded
         for chunk in plan.chunks:
             parts += [start, start + chunk.save_at * (chunk.save_to >= 0)]
@@ -129,21 +132,21 @@ class States:
         return parts_X, targets_X
 
     def forget(self) -> None:
-        """Gives the memory back. Nobody asks for states any more, until there are others."""
+        """Free the memory. The states must not be used any more."""
         for owner in self.progress.owners:
             del owner.states
         del self.rows_NX, self.saved_NX, self.by_layer
 
 
 def part(rows_NX: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """What every row begins with, as so many numbers of a dtype."""
+    """Return a view of the first elements of every row, with a dtype and shape."""
     return rows_NX.view(dtype)[:, : prod(shape)].view(len(rows_NX), *shape)
 
 
 def pin(tensor: Tensor, owner: object) -> None:
-    """Until the owner goes. Raises ConfigError with what CUDA says if that cannot be.
+    """Pin the memory until the owner is deleted. Raise ConfigError with CUDA's error if it fails.
 
-    Memory that torch pins itself may be rounded up to a power of two.
+    torch's own pinned allocations may be rounded up to a power of two.
     """
     cuda, address = torch.cuda.cudart(), tensor.data_ptr()
     if (said := cuda.cudaHostRegister(address, tensor.nbytes, 0)) != cuda.cudaError.success:
@@ -151,6 +154,6 @@ def pin(tensor: Tensor, owner: object) -> None:
     finalize(owner, cuda.cudaHostUnregister, address)
 
 
-def states_of(layout: CacheLayout, *sizes: Any) -> States | None:  # noqa: ANN401
-    """What a model of this layout keeps beside pages, if anything; `sizes` as States takes them."""
-    return None if layout.state is None else States(layout.state, *sizes)
+def states_of(layout: CacheLayout, **sizes: Any) -> States | None:  # noqa: ANN401
+    """Return the states of a model with this layout, or None. `sizes`: arguments of States."""
+    return None if layout.state is None else States(layout.state, **sizes)

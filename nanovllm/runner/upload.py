@@ -1,4 +1,4 @@
-"""Several host arrays to the device in one pinned, asynchronous copy."""
+"""Copy of several host arrays to the device in one pinned, asynchronous transfer."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from nanovllm.sampling.columns import upload
 
 
 def upload_together(arrays: Sequence[Int32], device: torch.device) -> list[Tensor]:
-    """The arrays as int32 device tensors, in order. Never waits."""
+    """Return the arrays as int32 device tensors, in order. Do not wait."""
     sizes = [len(array) for array in arrays]
     return list(torch.split(upload(np.concatenate(arrays), device), sizes))

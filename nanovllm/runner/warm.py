@@ -1,4 +1,4 @@
-"""Steps without requests: rows of the padding slot, to measure memory, compile and capture."""
+"""Steps of padding rows only, to measure memory, compile kernels and capture graphs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,32 @@ log = logging.getLogger("engine")
 def padding_rows(
     runner: Runner, num_rows: int, tokens_each: int, *, drafted: bool = False
 ) -> StepRows:
-    """Rows of the padding slot: any shape of step can be run without a request."""
+    """Return rows of the padding slot, for a step of any shape without requests."""
     device, num_tokens = runner.device, num_rows * tokens_each
     slots_R = torch.full((num_rows,), runner.slots.padding, device=device)
     ones, host = np.ones(num_rows, np.int32), np.full(num_rows, runner.slots.padding, np.int32)
-    rows = decode_rows(slots_R, None, host, ones, num_rows, 1, tokens_each)
+    rows = decode_rows(
+        slots_R,
+        counts_R=None,
+        host_slots=host,
+        num_sampled=ones,
+        num_tokens=num_rows,
+        width=1,
+        max_length=tokens_each,
+    )
     if tokens_each == 1:
         return rows
     counts_R = torch.full((num_rows,), tokens_each, dtype=torch.int32, device=device)
     if drafted:
-        sizes = num_tokens, tokens_each, tokens_each
-        return decode_rows(slots_R, counts_R, host.repeat(tokens_each), tokens_each * ones, *sizes)
+        return decode_rows(
+            slots_R,
+            counts_R=counts_R,
+            host_slots=host.repeat(tokens_each),
+            num_sampled=tokens_each * ones,
+            num_tokens=num_tokens,
+            width=tokens_each,
+            max_length=tokens_each,
+        )
     samples_R1 = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     ends = torch.arange(tokens_each - 1, num_tokens, tokens_each, device=device)
     rows = replace(rows, num_decodes=0, num_decode_tokens=0, num_tokens=num_tokens, sampled_at=ends)
@@ -47,7 +62,7 @@ def run_padding(runner: Runner, num_rows: int, tokens_each: int, *, drafted: boo
 
 
 def largest_steps(runner: Runner, recipe: Recipe) -> None:
-    """The steps that take most memory: a full prefill, and every slot's row with its drafts."""
+    """Run the steps that take most memory: a full prefill, and all slots' rows with drafts."""
     step_tokens, longest = int(recipe.schedule.step_tokens), int(recipe.server.max_model_tokens)
     num_rows = -(-step_tokens // longest)
     run_padding(runner, num_rows, step_tokens // num_rows)
@@ -56,7 +71,7 @@ def largest_steps(runner: Runner, recipe: Recipe) -> None:
 
 
 def warm_up(runner: Runner, recipe: Recipe) -> None:
-    """Compile what the first requests would otherwise wait for."""
+    """Compile all kernels that the first requests would otherwise wait for."""
     if runner.device.type == "cpu":
         run_padding(runner, 1, 2)
         return

@@ -64,7 +64,14 @@ class Steps:
         }
         layout = model.cache_layout(config, mesh, 4)
         layout = with_short_states(layout) if short else layout
-        states = states_of(layout, len(prompts), 0, 0, torch.float32, CPU)
+        states = states_of(
+            layout,
+            num_slots=len(prompts),
+            num_checkpoints=0,
+            num_drafts=0,
+            dtype=torch.float32,
+            device=CPU,
+        )
         model.bind_caches({**caches, **(states.by_layer if states else {})})
         self.backend = TorchPaged(caches[group.layers[0]])
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)) + 1
