@@ -1,4 +1,4 @@
-"""What each part of a step costs the host. Knows neither the parts nor what a step is."""
+"""Host time of each part of a step. Independent of the parts."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ NEWEST = 1024  # steps
 
 
 class StepClock:
-    """Cheap enough for every step: a lap takes 0.2 us."""
+    """Accumulator of times by part. Cheap enough for every step: a lap takes 0.2 us."""
 
     def __init__(self) -> None:
         self.total_s: defaultdict[str, float] = defaultdict(float)  # by part, since the start
         self._steps_s = np.zeros(NEWEST)  # a ring
         self._num_steps = 0
-        self.spent_s = self._before_s = 0.0  # of all parts, since the start; before this step
+        self.spent_s = self._before_s = 0.0  # of all parts since the start: now, before this step
         self._now = perf_counter()
 
     def skip(self) -> None:
-        """What went by since the last call was waiting, or another's."""
+        """Do not count the time since the last call."""
         self._now = perf_counter()
 
     def lap(self, part: str) -> None:
-        """What went by since the last call was this part's."""
+        """Add the time since the last call to `part`."""
         now = perf_counter()
         spent = now - self._now
         self.total_s[part] += spent
@@ -38,6 +38,9 @@ class StepClock:
         self._before_s = self.spent_s
 
     def step_p50_s(self) -> float:
-        """0 before the first step. Not by np.median, whose first call imports for 60 ms."""
+        """Return the median of the latest steps, 0 before the first one.
+
+        np.median is not used: its first call imports modules for 60 ms.
+        """
         known = np.sort(self._steps_s[: self._num_steps])
         return float(known[len(known) // 2]) if known.size else 0.0

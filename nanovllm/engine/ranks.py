@@ -1,10 +1,10 @@
-"""Several ranks as one executor: rank 0 plans and tells, the others follow.
+"""Executor over several ranks: rank 0 plans and sends the plan, the others follow.
 
-All ranks run the same Runner, each on its share of the model. What crosses between them in a step
-is the plan, encoded by msgspec, and for a masked step the masks: never a tensor, never a pickle.
-Every rank chooses the same tokens, from the winners of all ranks, and writes them back itself.
-Lanes (sched/lanes.py) share experts alone: each is told its own plan, and says what it sampled
-through a ring of its own.
+All ranks run the same Runner, each on its share of the model. Per step, rank 0 sends the plan in
+msgpack, and for a masked step the masks: never a tensor, never a pickle. Every rank selects the
+same tokens, from the best candidates of all ranks, and writes them to its own slots. Lanes
+(sched/lanes.py) share experts only. Each lane gets its own plan, and returns its result through its
+own ring.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from nanovllm.sched.lanes import LanesPlan, LanesResult
 from nanovllm.wire import Generate
 
 log = logging.getLogger("engine")
-LOAD_EVERY_S = 0.2  # by a busy lane
+LOAD_EVERY_S = 0.2  # interval at which a busy lane reports the load of experts
 
 
 class Told(Struct, frozen=True, array_like=True):
-    """What each rank is to launch, or without any plan the masks of the last. One entry is for all.
+    """Message to the other ranks: the plan of the next step, or the masks of the last one.
 
-    Masks are int32; a lane without masked rows gets none.
+    There is one entry per lane, or a single one for all ranks. Masks are int32; those of a lane
+    without masked rows are empty.
     """
 
     plans: Sequence[StepPlan]
@@ -51,8 +52,7 @@ class Told(Struct, frozen=True, array_like=True):
 
 
 class Said(Struct, frozen=True, array_like=True):
-    """What a lane says of a step, and has counted since its start; the load of experts now and
-    then."""
+    """Message of a lane: the result of a step, its counters, and at times the load of experts."""
 
     result: StepResult
     padded_tokens: int
@@ -64,7 +64,7 @@ def packed(array: Int32) -> tuple[tuple[int, ...], bytes]:
 
 
 def unpacked(_: object, found: tuple[tuple[int, ...], bytes]) -> Int32:
-    """An array that cannot be written."""
+    """Return a read-only array."""
     return np.frombuffer(found[1], np.int32).reshape(found[0])
 
 
@@ -74,10 +74,10 @@ said_of = msgspec.msgpack.Decoder(Said, dec_hook=unpacked).decode
 
 
 class RankedExecutor:
-    """Implements engine.executor.Executor: rank 0's own, which the other ranks hear of.
+    """Rank 0's executor. Implements engine.executor.Executor and forwards plans to other ranks.
 
-    They hear of a step before rank 0 launches it, because its layers wait for each other. Every
-    method that tells them raises RankLostError if one of them has gone.
+    A plan is sent before rank 0 launches it, because the layers of all ranks wait for each other.
+    Methods that send raise RankLostError if a rank has ended.
     """
 
     def __init__(self, own: Executor, place: Place) -> None:
@@ -89,12 +89,12 @@ class RankedExecutor:
         self._loads: list[ExpertLoad | None] = [None] * (place.lanes - 1)
 
     def expert_load(self, *, wait: bool) -> ExpertLoad | None:
-        """All lanes count; others say it behind the last of some steps, and now and then."""
+        """Return the sum over lanes. Other lanes report with some results, every 0.2 s."""
         loads = [load for load in (self.own.expert_load(wait=wait), *self._loads) if load]
         return sum_of(loads) if loads else None
 
     def heard(self) -> list[StepResult]:
-        """What other lanes sampled in the next step, once it has ended there."""
+        """Block until the other lanes' results of the next step, and return them."""
         said = [said_of(message) for message in self.place.recv_all()]
         self.padded_tokens = self.own.padded_tokens + sum(one.padded_tokens for one in said)
         self._loads = [one.experts or old for one, old in zip(said, self._loads, strict=True)]
@@ -108,7 +108,7 @@ class RankedExecutor:
         if self.place.lanes == 1:
             self.padded_tokens = self.own.padded_tokens
             return RankedHandle(handle, self.place) if plan.masked else handle
-        (mode,) = self.own.steps_by_mode - known  # all lanes', but each for rows of its own
+        (mode,) = self.own.steps_by_mode - known  # the same in all lanes
         self.steps_by_mode[mode_key(mode.partition("/")[0], plan)] += 1
         return LanesHandle(handle, self, lanes)
 
@@ -120,7 +120,7 @@ def sum_of(loads: Sequence[ExpertLoad]) -> ExpertLoad:
 
 
 class RankedHandle:
-    """Implements engine.executor.StepHandle, of a masked step."""
+    """A masked step of several ranks. Implements engine.executor.StepHandle."""
 
     def __init__(self, own: StepHandle, place: Place) -> None:
         self.own, self.place = own, place
@@ -137,7 +137,7 @@ class RankedHandle:
 
 
 class LanesHandle(RankedHandle):
-    """The step of all lanes, of which each rank says what it sampled."""
+    """A step of all lanes, whose results come from each rank."""
 
     def __init__(self, own: StepHandle, ranks: RankedExecutor, plans: Sequence[StepPlan]) -> None:
         super().__init__(own, ranks.place)
@@ -161,8 +161,9 @@ def num_masks(plan: StepPlan) -> int:
 
 
 class Follower:
-    """What a rank other than 0 does with what it is told. It never waits for a step's end, but if
-    it is a lane a thread of it does, and replies.
+    """Executor of the messages on a rank other than 0. It does not wait for the end of a step.
+
+    On a lane, a second thread waits for results and sends them to rank 0.
     """
 
     def __init__(self, own: Executor, place: Place) -> None:
@@ -183,14 +184,14 @@ class Follower:
                 return
         elif len(masks := told.masks[self._at]):
             handle = self._masked
-            handle.sample(masks.copy())  # torch takes no array that cannot be written
+            handle.sample(masks.copy())  # torch needs a writable array
         else:
             return
         if self.place.lanes > 1:
             self._sampled.put(handle)
 
     def _reply(self) -> None:
-        if torch.cuda.is_initialized():  # each thread begins with the first GPU
+        if torch.cuda.is_initialized():  # the default of a new thread is the first GPU
             torch.cuda.set_device(self.place.device)
         due = 0.0
         try:
@@ -199,7 +200,7 @@ class Follower:
                 if self._sampled.empty() or time.monotonic() >= due:
                     load, due = self.own.expert_load(wait=True), time.monotonic() + LOAD_EVERY_S
                 self.place.reply(encode(Said(result, self.own.padded_tokens, load)))
-        except OSError:  # rank 0 has gone
+        except OSError:  # rank 0 has ended
             return
         except BaseException:
             log.exception("rank %d", self.place.rank)
@@ -207,7 +208,7 @@ class Follower:
 
 
 def mesh_of(config: Config, place: Place) -> Mesh:
-    """Makes the place's GPU the current one. Raises ConfigError if there are not as many."""
+    """Return the mesh of a place, and make its GPU current. Raise ConfigError with too few GPUs."""
     asked = config.recipe.parallel
     is_on_cpu = config.recipe.device == "cpu" or not torch.cuda.is_available()
     if not is_on_cpu:
@@ -227,18 +228,17 @@ def mesh_of(config: Config, place: Place) -> Mesh:
 
 
 def build(config: Config, place: Place) -> tuple[Executor, Recipe, int, CacheLayout]:
-    """Rank 0's part of a build, or all of one with a single rank, and what engine.process.build
-    returns."""
+    """Build rank 0, and return the values that engine.process.build returns."""
     built = build_runner(config, mesh_of(config, place))
     executor = RankedExecutor(built.runner, place) if place.size > 1 else built.runner
     return executor, built.recipe, built.vocab_size, built.layout
 
 
 def follow(config: Config, place: Place, ready: Callable[[], None]) -> None:
-    """Another rank's main: builds, and does what rank 0 does until that has gone.
+    """Main function of ranks other than 0: build, then follow rank 0 until it ends.
 
-    Raises ConfigError that names the rank if it cannot be built, RankLostError if another has gone.
-    It meets the others first: what is wrong with the recipe itself, rank 0 says before.
+    Raise ConfigError, which names the rank, if the build fails, and RankLostError if another rank
+    has ended. The ranks connect first, so that rank 0 alone reports errors of the recipe.
     """
     mesh = mesh_of(config, place)
     mesh.connect()
