@@ -87,4 +87,6 @@ def test_a_first_start_compiles_beside_the_loading_alone(
     num_kernels = sum(len(kernel.known) for kernel in kernels)
     assert num_kernels >= 7
     assert f"compiling in the background: {num_kernels} kernels" in caplog.text
-    assert "compiling in the background: done" in caplog.text and "did not compile" not in caplog.text
+    assert (
+        "compiling in the background: done" in caplog.text and "did not compile" not in caplog.text
+    )
