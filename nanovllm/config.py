@@ -170,6 +170,7 @@ class Config(Struct, frozen=True, kw_only=True):
     config_path: str  # the model's config.json
     tokenizer_dir: str
     served_name: str
+    eos_ids: tuple[int, ...] | None = None  # that end a text (server/ends.py); None: not known yet
 
 
 class Checked(Struct, frozen=True):

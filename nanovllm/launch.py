@@ -102,8 +102,11 @@ def serve(config: Config) -> int:
     128 + its number. When a process ends by itself, the log says how, and the code is its own, or
     1 where that would be 0 or a signal.
     """
+    from nanovllm.server.ends import eos_ids_of  # which other commands need not import
+
     server = replace(config.recipe.server, parser=parser_of(config))
-    config = replace(config, recipe=replace(config.recipe, server=server))
+    recipe = replace(config.recipe, server=server)
+    config = replace(config, recipe=recipe, eos_ids=eos_ids_of(config))
     sock, num, limit_s = listen(server.host, server.port), server.workers, server.shutdown_s + 5
     with sock, interruptible() as stopped, engine_processes(config, num) as (paths, fleet):
         given, at = (config, run_api, paths), os.path.dirname(paths[0])

@@ -22,6 +22,7 @@ class FinishReason(IntEnum):
     LENGTH = 2  # max_new tokens, or the context is full
     ABORT = 3  # by the client's request, or because it disconnected
     ERROR = 4  # its logits were NaN or infinite; the text sent so far may be wrong
+    FAILED = 5  # an exception in the engine that concerns this request only; see the log
 
 
 class RefusalKind(IntEnum):

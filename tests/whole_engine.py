@@ -96,8 +96,9 @@ class WholeEngine:
         self.num_masked += count
         return np.full((count, -(-self.vocab_size // 32)), 0x55555555, np.int32)
 
-    def advance(self, output: StepOutput) -> None:
+    def advance(self, output: StepOutput) -> tuple[int, ...]:
         """As a masker: nothing to follow."""
+        return ()
 
     def collect(self, out: StepOutput) -> None:
         names, tokens = np.frombuffer(out.ids, np.int64), np.frombuffer(out.tokens, np.int32)

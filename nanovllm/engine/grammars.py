@@ -10,26 +10,29 @@ the ids of their tokens, and gives the masks of one for the other.
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from nanovllm.engine.grammar_queue import GrammarQueue
 from nanovllm.engine.trials import MEMORY_BYTES, Attempt, Trials
 from nanovllm.plan import Masks
+from nanovllm.tokenizer import read_tokenizer
 from nanovllm.wire import Generate, StepOutput
 
 if TYPE_CHECKING:
     import xgrammar
+    from torch import Tensor
+
+log = logging.getLogger("engine")
 
 # Threads of a compiler do not hold the interpreter's lock.
 COMPILER_THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
@@ -57,6 +60,7 @@ class Grammars:
         self._trials = Trials(partial(attempt_of, *tokens))
         self.queue = GrammarQueue(self._trials, Compiler(*tokens), compile_s)
         self._matchers: dict[int, xgrammar.GrammarMatcher] = {}
+        self._failed: set[int] = set()  # since the last `advance`: their masks could not be made
         self._filler: xgrammar.BatchGrammarMatcher | None = None
         self._num_words = -(-vocab_size // 32)
 
@@ -72,7 +76,10 @@ class Grammars:
         """From now on the request's tokens come from `fill` and go to `advance`."""
         import xgrammar
 
-        stops = request.stop_ids or self._stop_ids
+        # Whatever the token table takes for an end must end the matcher, too.
+        stops = sorted({*request.stop_ids, *self._stop_ids})
+        if not stops:
+            raise ValueError("a grammar needs a token that ends the text")
         matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=stops)
         self._matchers[request.request_id] = matcher
 
@@ -97,8 +104,11 @@ class Grammars:
         onward: list[Walk] = []
         while walking:
             at, matchers, _ = zip(*walking, strict=True)
-            self._filler.batch_fill_next_token_bitmask(list(matchers), into, list(at))
-            filled.update(zip(at, matchers, strict=True))
+            try:
+                self._filler.batch_fill_next_token_bitmask(list(matchers), into, list(at))
+            except Exception:
+                walking = self._fill_each(walking, into)
+            filled.update((i, matcher) for i, matcher, _ in walking)
             taken = [walk for walk in walking if walk[2] and walk[1].accept_token(walk[2][0])]
             onward += taken
             walking = [(i + 1, m, drafts[1:]) for i, m, drafts in taken if not m.is_terminated()]
@@ -109,15 +119,35 @@ class Grammars:
             np.bitwise_or.at(masks[row].view(np.uint32), stops // 32, np.uint32(1) << stops % 32)
         return masks
 
-    def advance(self, output: StepOutput) -> None:
+    def _fill_each(self, walking: list[Walk], into: Tensor) -> list[Walk]:
+        """Fill masks one by one. Return the walks without those of requests whose masks fail."""
+        good: list[Walk] = []
+        for walk in walking:
+            at, matcher, _ = walk
+            try:
+                matcher.fill_next_token_bitmask(into, at)
+            except Exception:
+                request_id = next(i for i, one in self._matchers.items() if one is matcher)
+                log.exception("no mask for request %d", request_id)
+                self._failed.add(request_id)
+                into[at] = -1
+            else:
+                good.append(walk)
+        return good
+
+    def advance(self, output: StepOutput) -> Collection[int]:
+        failed, self._failed = self._failed, set()
         if self._matchers and output.ids:
-            self._follow(output)
+            failed |= self._follow(output)
         ended = [one.request_id for one in output.finished]
         ended += [one.request_id for one in output.refused]
-        for request_id in ended:
+        for request_id in {*ended, *failed}:
             self._matchers.pop(request_id, None)
+        return failed
 
-    def _follow(self, output: StepOutput) -> None:
+    def _follow(self, output: StepOutput) -> set[int]:
+        """Return the requests whose tokens are not what their grammars allow."""
+        failed = set[int]()
         tokens = np.frombuffer(output.tokens, np.int32).tolist()
         ids = np.frombuffer(output.ids, np.int64).tolist()
         counts = (
@@ -128,12 +158,23 @@ class Grammars:
             begin, end = end, end + count
             if (matcher := self._matchers.get(request_id)) is None:
                 continue
-            for token in tokens[begin:end]:
-                if not (matcher.is_terminated() or matcher.accept_token(token)):
-                    assert token in matcher.stop_token_ids, "the mask was ignored"
-                    assert not self._has_way_on(matcher), "the mask was ignored"
+            try:
+                is_over = not all(self._accepts(matcher, token) for token in tokens[begin:end])
+            except Exception:
+                log.exception("the grammar of request %d does not allow its token", request_id)
+                failed.add(request_id)
+            else:
+                if is_over:
                     del self._matchers[request_id]
-                    break
+        return failed
+
+    def _accepts(self, matcher: xgrammar.GrammarMatcher, token: int) -> bool:
+        """Follow a token. Return False for one that ends a text of which the grammar has no end."""
+        if matcher.is_terminated() or matcher.accept_token(token):
+            return True
+        assert token in matcher.stop_token_ids, "the mask was ignored"
+        assert not self._has_way_on(matcher), "the mask was ignored"
+        return False
 
     def _has_way_on(self, matcher: xgrammar.GrammarMatcher) -> bool:
         import torch
@@ -205,6 +246,8 @@ def write_some(grammar: xgrammar.CompiledGrammar, vocab_size: int, named: Sequen
             raise ValueError(f"its masks take {1000 * spent:.0f} ms a token")
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if not allowed.size:
+            if matcher.is_completed():  # and no token ends a text: requests bring their own
+                return
             raise ValueError("nothing matches it")
         # One in the middle: the first are rare characters, the last long words.
         chosen = (
@@ -224,7 +267,7 @@ def token_table(folder: Path, vocab_size: int, stop_ids: list[int]) -> xgrammar.
     """
     import xgrammar
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = read_tokenizer(folder)
     added = tokenizer.get_added_tokens_decoder()
     spelled: list[Any] = [UNWRITTEN] * vocab_size
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
@@ -234,13 +277,3 @@ def token_table(folder: Path, vocab_size: int, stop_ids: list[int]) -> xgrammar.
     return xgrammar.TokenizerInfo(
         spelled, vocab_type=kind, vocab_size=vocab_size, stop_token_ids=stop_ids
     )
-
-
-def stop_ids_of(folder: Path) -> list[int]:
-    """The ids that end a text, from generation_config.json or config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return list(found) if isinstance(found, list) else [int(found)]
-    return []

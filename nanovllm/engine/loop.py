@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from nanovllm.engine.clock import StepClock
 from nanovllm.engine.executor import Executor, StepHandle
@@ -16,7 +18,7 @@ from nanovllm.engine.progress import StepProgress
 from nanovllm.engine.recent import Recent
 from nanovllm.plan import Masks
 from nanovllm.sched.lanes import Planner
-from nanovllm.wire import Abort, Generate, Refusal, RefusalKind, StepOutput, ToEngine
+from nanovllm.wire import Abort, FinishReason, Generate, Refusal, RefusalKind, StepOutput, ToEngine
 
 log = logging.getLogger("engine")
 FAILED = "the engine failed to admit this request; its log says why"
@@ -33,8 +35,11 @@ class Masker(Protocol):
         """
         ...
 
-    def advance(self, output: StepOutput) -> None:
-        """Follow the tokens of a step, and forget the requests it finished."""
+    def advance(self, output: StepOutput) -> Collection[int]:
+        """Follow the tokens of a step, and forget the requests it finished.
+
+        Return the ids of requests that failed: their tokens are not what their grammars allow.
+        """
         ...
 
 
@@ -149,5 +154,13 @@ class EngineLoop:
             self.clock.lap("complete")
 
     def _publish(self, output: StepOutput) -> None:
-        self.masker.advance(output)
+        """Publish what happened. A request that its masker gives up ends with an error, alone."""
+        if failed := self.masker.advance(output):
+            for request_id in failed:
+                self.scheduler.abort(request_id, FinishReason.FAILED)
+            finished = [
+                replace(one, reason=FinishReason.FAILED) if one.request_id in failed else one
+                for one in output.finished
+            ]
+            output = replace(output, finished=finished)
         self.publish(output)

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
-from tokenizers import Tokenizer
 
 from nanovllm.config import (
     NOT_JSON,
@@ -28,6 +27,7 @@ from nanovllm.config import (
 )
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.plan import Int32, Masks, StepPlan, StepResult, mode_key
+from nanovllm.tokenizer import read_tokenizer
 from nanovllm.wire import Generate
 
 SENTENCE = " These words come from an engine made of paper, which has nothing to think about."
@@ -102,7 +102,7 @@ def build(config: Config) -> tuple[PaperExecutor, Recipe, int, CacheLayout]:
     except NOT_JSON as error:
         raise ConfigError(f"{path}: {error}") from None
     recipe = resolve(config.recipe, model.max_position_embeddings)
-    tokenizer = Tokenizer.from_file(str(Path(config.tokenizer_dir) / "tokenizer.json"))
+    tokenizer = read_tokenizer(Path(config.tokenizer_dir))
     sentence = tokenizer.encode(SENTENCE, add_special_tokens=False).ids
     executor = PaperExecutor(sentence, int(recipe.schedule.slots), 1 / recipe.paper.tokens_per_s)
     return executor, recipe, model.vocab_size, CacheLayout(paged=())

@@ -19,7 +19,7 @@ from nanovllm.config import Config, Recipe, given_or
 from nanovllm.engine import paper
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.grammar_queue import CompileOutcome, Failure
-from nanovllm.engine.grammars import Grammars, stop_ids_of
+from nanovllm.engine.grammars import Grammars
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.pace import PaceKeeper, pace_of
 from nanovllm.ipc.channel import BlockingConnection, Listener
@@ -68,7 +68,7 @@ def main(
         overtake_steps=schedule.overtake_steps,
     )
     scheduler = planner_of(make, partial(memory_of, layout, cache), place.lanes, recipe.parallel)
-    stop_ids = stop_ids_of(Path(config.model_dir or config.tokenizer_dir)) or [0]
+    stop_ids = [token_id for token_id in config.eos_ids or () if token_id < vocab_size]
     tokens = Path(config.tokenizer_dir), vocab_size, stop_ids
     grammars = Grammars(*tokens, recipe.structured_outputs.compile_s)
     if recipe.device == "cuda":  # others start within seconds, and are not to start for longer

@@ -29,7 +29,7 @@ from nanovllm.plan import Chunk, StepPlan, StepResult
 from nanovllm.sched.queue import Queue
 from nanovllm.sched.request import Request
 from nanovllm.sched.scheduler import Scheduler
-from nanovllm.wire import STEP_TOKENS, Generate, Stats, StepOutput
+from nanovllm.wire import STEP_TOKENS, FinishReason, Generate, Stats, StepOutput
 
 
 class LanesPlan(StepPlan, frozen=True, array_like=True):
@@ -96,9 +96,9 @@ class Lanes:
         queue.max_queue = self.queue.max_queue - len(self.queue.waiting) + len(queue.waiting)
         self.lanes[best].add(spec, now)
 
-    def abort(self, request_id: int) -> None:
+    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> None:
         for lane in self.lanes:
-            lane.abort(request_id)
+            lane.abort(request_id, reason)
 
     def output(self) -> StepOutput:
         return joined([lane.output() for lane in self.lanes])

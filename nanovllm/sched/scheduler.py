@@ -95,9 +95,9 @@ class Scheduler:
         """Queue a request that arrived at `now` (seconds), or refuse it if it can never run."""
         self.queue.add(spec, now)
 
-    def abort(self, request_id: int) -> None:
+    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> None:
         if (request := self.queue.by_id.get(request_id)) is not None:  # else it has finished
-            self.queue.retire(request, FinishReason.ABORT)
+            self.queue.retire(request, reason)
 
     def output(self) -> StepOutput:
         """Return refusals, starts and finishes after the last output."""

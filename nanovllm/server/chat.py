@@ -50,6 +50,16 @@ REFUSALS = {  # kind -> status, param, code
     RefusalKind.FAILED: (500, None, "admission_failed"),
 }
 CORRUPTED = "corrupted_output"
+FAILURES = {  # message, code
+    FinishReason.ERROR: (
+        "the model computed numbers that are none: this answer cannot be trusted",
+        CORRUPTED,
+    ),
+    FinishReason.FAILED: (
+        "the engine failed while it computed this answer; its log says why",
+        "internal_error",
+    ),
+}
 # ABORT is the answer to our own Abort, after which nobody listens.
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -227,10 +237,10 @@ class Choice:
             self._write([])
 
     def finish(self, finish: Finish) -> None:
-        if finish.reason is FinishReason.ERROR:
+        if finish.reason in FAILURES:
             self.reason = "error"
-            text = "the model computed numbers that are none: this answer cannot be trusted"
-            self._session.fail(ApiError(500, text, code=CORRUPTED))
+            text, code = FAILURES[finish.reason]
+            self._session.fail(ApiError(500, text, code=code))
             return
         if text := self._detokenizer.finish():
             self._show(text)

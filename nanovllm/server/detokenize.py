@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer, decoders
 
 from nanovllm.config import ConfigError
+from nanovllm.tokenizer import special_ids
 
 FIRST_MARK = 0xD800  # of the surrogates, which no decoded text has
 
@@ -44,7 +45,7 @@ class Vocabulary:
                 table[token_id] = piece.encode()
         self._bytes = table
         added = tokenizer.get_added_tokens_decoder()
-        self.special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special = frozenset(special_ids(tokenizer).values())
         ids = {token.content: token_id for token_id, token in added.items()}
         for count, marker in enumerate(marker for marker in markers if marker in ids):
             self.marks[marker] = self.mark_of[ids[marker]] = chr(FIRST_MARK + count)

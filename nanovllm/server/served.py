@@ -15,6 +15,7 @@ from msgspec import Struct
 from nanovllm.config import NOT_JSON, Config, ConfigError
 from nanovllm.registry import resolve
 from nanovllm.server.detokenize import Vocabulary
+from nanovllm.server.ends import eos_ids_of
 from nanovllm.server.parsers import PARSERS, parser_of
 from nanovllm.server.parsers.base import Family, Schemas
 from nanovllm.server.parsers.machine import OutputParser
@@ -34,13 +35,6 @@ class GenerationConfig(Struct, frozen=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    eos_token_id: int | list[int] | None = None
-
-
-class ModelConfig(Struct, frozen=True):
-    """The parts of config.json that matter here."""
-
-    eos_token_id: int | list[int] | None = None
 
 
 class Served:
@@ -57,7 +51,6 @@ class Served:
             max_queue=config.recipe.schedule.max_queue,
         )
         self.writes_by_chance = speculate is not None and speculate.method == "synthetic"
-        model = _read(Path(config.config_path), ModelConfig)
         self.family: Family = resolve(PARSERS, parser_of(config))
         self.template = Template(
             Path(config.tokenizer_dir), self.family.last_turn, self.family.tool_template
@@ -68,7 +61,10 @@ class Served:
         if config.model_dir is not None:
             path = Path(config.model_dir) / "generation_config.json"
             self.defaults = _read(path, GenerationConfig) if path.is_file() else self.defaults
-        self.eos_ids = self._eos_ids(model)
+        eos_ids = config.eos_ids
+        if eos_ids is None:
+            eos_ids = eos_ids_of(config, self.template)
+        self.eos_ids = frozenset(token_id for token_id in eos_ids if token_id < self.vocab_size)
 
     def parser(
         self, turn: str, schemas: Schemas | None, *, is_spelled: bool, mends: bool = False
@@ -80,15 +76,6 @@ class Served:
     def request(self, body: bytes) -> ChatRequest:
         """A body's request, every field of it in this model's range. Raises ApiError."""
         return parse_request(body, model=self.name, vocab_size=self.vocab_size, allowed=self.ranges)
-
-    def _eos_ids(self, model: ModelConfig) -> frozenset[int]:
-        """The two files differ in many checkpoints; every token that one of them names ends."""
-        found: set[int] = set()
-        for ids in (self.defaults.eos_token_id, model.eos_token_id):
-            found.update([ids] if isinstance(ids, int) else ids or ())
-        if not found and self.template.eos_id is not None:
-            found.add(self.template.eos_id)
-        return frozenset(token_id for token_id in found if token_id < self.vocab_size)
 
 
 def _read(path: Path, schema: type[T]) -> T:

@@ -22,12 +22,12 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.nodes import Node
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Struct, structs
-from tokenizers import Tokenizer
 
 from nanovllm.config import ConfigError
 from nanovllm.server.errors import ApiError
 from nanovllm.server.length import Lengths
 from nanovllm.server.protocol import ChatMessage, ChatRequest, PastCall
+from nanovllm.tokenizer import SETTINGS, read_object, read_tokenizer
 
 NEWER_ROLES = {"developer": "system", "function": "tool"}  # which templates do not know
 TEMPLATES = Path(__file__).parent / "templates"
@@ -57,11 +57,8 @@ class Template:
         template ignores them. Raises ConfigError when the folder's files are missing or broken.
         """
         self._last_turn = last_turn
-        settings = _read_object(folder / "tokenizer_config.json")
-        try:
-            self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises Exception itself
-            raise ConfigError(f"{folder / 'tokenizer.json'}: {error}") from None
+        settings = read_object(folder / SETTINGS)
+        self.tokenizer = read_tokenizer(folder, settings)
         self._lengths = Lengths(self.tokenizer)
         self._special = {
             name: text
@@ -233,16 +230,3 @@ def _token_text(value: object) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; an absent file is an empty one."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} must hold an object")
-    return found

@@ -10,4 +10,5 @@ class NoGrammars:
     def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
         raise AssertionError("nothing is masked")
 
-    def advance(self, output: StepOutput) -> None: ...
+    def advance(self, output: StepOutput) -> tuple[int, ...]:
+        return ()

@@ -209,6 +209,45 @@ def test_where_there_is_no_way_on_the_output_ends(made) -> None:
     assert allowed(made, 1) == [list(range(VOCAB))]
 
 
+def test_a_token_that_a_grammar_does_not_allow_fails_its_request_alone(made) -> None:
+    asked = [request(ebnf('root ::= "ab" "ab"'), request_id) for request_id in (21, 22)]
+    for one, grammar in zip(asked, compiled(made, *asked), strict=True):
+        made.follow(one, grammar)
+    before, (right, *_) = made.num_followed, allowed(made, 22)[0]
+    assert set(made.advance(output(r21=THINK, r22=right))) == {21}
+    assert allowed(made, 21) == [list(range(VOCAB))] and made.num_followed == before - 1
+    assert THINK not in allowed(made, 22)[0]
+    assert not made.advance(StepOutput(finished=[Finish(22, FinishReason.ABORT)]))
+
+
+def test_a_mask_that_cannot_be_made_fails_its_request_alone(made) -> None:
+    class Broken:
+        stop_token_ids = (END,)
+
+        def is_terminated(self) -> bool:
+            return False
+
+    asked = request(token(THINK), 24)
+    made.follow(asked, *compiled(made, asked))
+    made._matchers[23] = Broken()
+    assert allowed(made, 23, 24) == [list(range(VOCAB)), [THINK]]
+    assert set(made.advance(output(r24=THINK))) == {23}
+    assert 23 not in made._matchers and allowed(made, 24) == [[END]]
+    made.advance(StepOutput(finished=[Finish(24, FinishReason.STOP)]))
+
+
+def test_a_grammar_without_a_token_to_end_with_is_refused() -> None:
+    made = Grammars(DEMO, VOCAB, [], COMPILE_S)
+    asked = request(token(THINK), 1, stop_ids=())
+    grammar = compiled(made, asked)[0]
+    with pytest.raises(ValueError, match="a grammar needs a token that ends the text"):
+        made.follow(asked, grammar)
+    made.follow(request(token(THINK), 2), grammar)  # that of the request is enough
+    made.advance(output(r2=THINK))
+    assert allowed(made, 2) == [[END]]
+    made.close()
+
+
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("text", ["", "a", "twelve letters"])
 def test_what_has_words_is_taken_behind_thinking_too(attempt, begun: bool, text: str) -> None:

@@ -143,11 +143,12 @@ class PaperMasker:
             words.append(allowed_after(text))
         return words + [VOCAB - 1] * (1 + len(drafts) - len(words))
 
-    def advance(self, output: StepOutput) -> None:
+    def advance(self, output: StepOutput) -> tuple[int, ...]:
         tokens, names = ids(output.tokens), np.frombuffer(output.ids, np.int64).tolist()
         for name, count in zip(names, ids(output.counts) or [1] * len(names), strict=True):
             self.text.setdefault(name, []).extend(tokens[:count])
             del tokens[:count]
+        return ()
 
 
 class PaperHandle:

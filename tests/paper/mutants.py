@@ -172,7 +172,7 @@ MUTANTS = [
     Mutant("first tokens escape the grammar", SCHEDULER, "masked=rows.masked", "masked=decodes.masked", "test_rows_with_a_grammar_beside_rows_without"),
     Mutant("masks are for other rows", "nanovllm/sched/rows.py", "[i for i, r in enumerate(requests) if r.spec.grammar]", "[i for i, r in enumerate(requests[::-1]) if r.spec.grammar]", "test_rows_with_a_grammar_beside_rows_without"),
     Mutant("masks made before the last tokens are known", "nanovllm/engine/loop.py", "                self._complete(0)  # a mask", "                # a mask", "test_rows_with_a_grammar_beside_rows_without"),
-    Mutant("the masker never hears of tokens", "nanovllm/engine/loop.py", "        self.masker.advance(output)\n", "", "test_rows_with_a_grammar_beside_rows_without"),
+    Mutant("the masker never hears of tokens", "nanovllm/engine/loop.py", "        if failed := self.masker.advance(output):\n", "        if failed := ():\n", "test_rows_with_a_grammar_beside_rows_without"),
     Mutant("waiting never ages", POLICY, "(priority * ageing_s + now, arrival)", "(priority, arrival)", "test_ageing_lets_a_patient_request_pass_urgent_newcomers"),
     Mutant("priority ignored", POLICY, "(priority * ageing_s + now, arrival)", "(now, arrival)", "test_ageing_lets_a_patient_request_pass_urgent_newcomers"),
     Mutant("a level of priority is worth more than stated", POLICY, "(priority * ageing_s + now, arrival)", "(priority * 2 * ageing_s + now, arrival)", "test_ageing_lets_a_patient_request_pass_urgent_newcomers"),

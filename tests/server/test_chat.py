@@ -63,6 +63,13 @@ def answered(steps, *, reason=FinishReason.STOP, **fields) -> ChatSession:
     return session
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_the_engine_gave_up_is_a_500(stream) -> None:
+    session = answered([[5], [6]], reason=FinishReason.FAILED, stream=stream)
+    assert (session.failure.status, session.failure.code) == (500, "internal_error")
+    assert "the engine failed while it computed this answer" in session.failure.message
+
+
 def message_of(session: ChatSession) -> dict[str, object]:
     """The same for a whole answer and for a stream put together again."""
     if not session.request.stream:

@@ -16,7 +16,7 @@ from nanovllm.server.parsers.plain import PLAIN
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
 from tests.server.fake_engine import READY
-from tests.server.tiny_tokenizer import tiny_tokenizer, write_folder
+from tests.server.tiny_tokenizer import write_folder
 
 MINE = replace(READY, model="mine", vocab_size=500)
 HELLO = {"messages": [{"role": "user", "content": "x"}]}
@@ -30,14 +30,11 @@ def served(folder, config=None, generation=None, *overrides: str) -> Served:
     return Served(load_config(None, [f"model={folder}", *overrides]), MINE)
 
 
-def test_every_end_token_ends(tmp_path) -> None:
-    both = served(tmp_path, {"eos_token_id": 7}, {"eos_token_id": [8, 9, 10_000]})
-    assert both.eos_ids == {7, 8, 9}  # 10000 is no token of the model
-    assert both.name == "mine"
-
-
-def test_without_any_the_tokenizers_own_ends(tmp_path) -> None:
-    assert served(tmp_path).eos_ids == {tiny_tokenizer().token_to_id("<|im_end|>")}
+def test_the_end_tokens_of_the_start_are_taken_as_they_are(tmp_path) -> None:
+    model = served(tmp_path, {"eos_token_id": 7})
+    assert model.eos_ids == {1, 7}  # the tokenizer's <|im_end|> is 1
+    config = replace(load_config(None, [f"model={tmp_path}"]), eos_ids=(3, 10_000))
+    assert Served(config, MINE).eos_ids == {3}  # 10000 is no token of the model
 
 
 def test_the_authors_sampling_stands_in_for_what_a_request_leaves_out(tmp_path) -> None:

@@ -47,6 +47,9 @@ def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
         if getattr(request, field):
             text = f"must be left out where {request.constrained_by} needs a grammar"
             raise misplaced(field, text)
+    if not served.eos_ids and not request.stop_token_ids:
+        text = "needs a token that ends the output, and the model has none: give stop_token_ids"
+        raise misplaced(str(request.constrained_by), text)
     if served.writes_by_chance:
         text = "cannot be had from a server with speculate.method: synthetic, whose text is none"
         raise misplaced(str(request.constrained_by), text)

@@ -1,0 +1,141 @@
+"""A checkpoint's tokenizer as transformers reads it: tokenizer.json, and the tokens that
+tokenizer_config.json adds to it.
+
+transformers is the reference: a token that `added_tokens_decoder` lists, or that the settings name
+(eos_token, pad_token, ...), becomes an added token even if tokenizer.json lacks it. The ids in
+`added_tokens_decoder` only order the tokens: a new token gets the next free id.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from tokenizers import AddedToken, Tokenizer
+
+from nanovllm.config import NOT_JSON, ConfigError
+
+SETTINGS = "tokenizer_config.json"
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+EXTRA = ("extra_special_tokens", "additional_special_tokens")
+
+
+class Entry(Struct, frozen=True):
+    """A token of `added_tokens_decoder`, or one that a setting writes as an object."""
+
+    content: str
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool | None = None  # None: unless the token is special
+    special: bool = False
+
+    def token(self, *, is_named: bool) -> AddedToken:
+        normalized = not self.special if self.normalized is None else self.normalized
+        return AddedToken(
+            self.content,
+            lstrip=self.lstrip,
+            rstrip=self.rstrip,
+            single_word=self.single_word,
+            normalized=normalized,
+            special=self.special or is_named,
+        )
+
+
+def read_tokenizer(folder: Path, settings: dict[str, Any] | None = None) -> Tokenizer:
+    """Return the tokenizer of a folder. `settings`: its tokenizer_config.json, if read already.
+
+    Raise ConfigError that names the file at fault.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises Exception itself
+        raise ConfigError(f"{path}: {error}") from None
+    if settings is None:
+        settings = read_object(folder / SETTINGS)
+    tokens = added_tokens(folder, settings)
+    if tokens:
+        tokenizer.add_tokens(tokens)
+    return tokenizer
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; that of an absent file is empty. Raise ConfigError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold an object")
+    return found
+
+
+def added_tokens(folder: Path, settings: dict[str, Any]) -> list[AddedToken]:
+    """Return the tokens to add, in the order in which they get ids."""
+    listed = settings.get("added_tokens_decoder")
+    try:
+        if listed is not None:
+            named = settings
+            entries = [
+                entry
+                for _, entry in sorted(
+                    msgspec.convert(listed, dict[int, Entry], strict=False).items()
+                )
+            ]
+        else:  # older folders: transformers reads these files only then
+            named = settings | read_object(folder / "special_tokens_map.json")
+            entries = older_entries(folder, named)
+        special = [
+            entry for entry in map(special_token, special_values(named)) if entry is not None
+        ]
+    except NOT_JSON as error:
+        raise ConfigError(f"{folder / SETTINGS}: added tokens: {error}") from None
+    names = {entry.content for entry in special}
+    tokens = [entry.token(is_named=entry.content in names) for entry in entries]
+    known = {entry.content for entry in entries}
+    return tokens + [one.token(is_named=True) for one in special if one.content not in known]
+
+
+def older_entries(folder: Path, named: dict[str, Any]) -> list[Entry]:
+    """Return the tokens of added_tokens.json, which has no more than their ids."""
+    ids = msgspec.convert(read_object(folder / "added_tokens.json"), dict[str, int])
+    special = {one.content for one in map(special_token, special_values(named)) if one is not None}
+    ordered = sorted(ids, key=lambda text: ids[text])
+    return [Entry(text, special=text in special) for text in ordered]
+
+
+def special_values(settings: dict[str, Any]) -> list[Any]:
+    """Return the settings that name special tokens, as they are written."""
+    values = [settings.get(name) for name in NAMED]
+    extra: Any = next((settings[name] for name in EXTRA if settings.get(name)), [])
+    values += extra.values() if isinstance(extra, dict) else extra
+    return values
+
+
+def special_token(value: object) -> Entry | None:
+    """Return a special token that is written as its text, or as an object that holds it."""
+    if isinstance(value, dict):
+        value = msgspec.convert(value, Entry)
+        return msgspec.structs.replace(value, special=True)
+    return Entry(value, special=True) if isinstance(value, str) and value else None
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the special tokens' ids by text: the tokens that `skip_special_tokens` leaves out.
+
+    The library is asked for each, because its flag of a token may differ from what it does.
+    """
+    found = {token.content: at for at, token in tokenizer.get_added_tokens_decoder().items()}
+    return {
+        text: token_id
+        for text, token_id in found.items()
+        if not tokenizer.decode([token_id], skip_special_tokens=True)
+    }
