@@ -2,25 +2,31 @@
 
 Both spellings of rotary parameters are accepted: `rope_parameters`, and the older `rope_theta`
 with an optional `rope_scaling` and `partial_rotary_factor`; a file with both means what it means to
-transformers. Everything else is what the family's Config declares.
+transformers. YaRN lengthens max_position_embeddings. Everything else is what the family's Config
+declares.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from nanovllm.config import NOT_JSON, Config, ConfigError
 from nanovllm.layers.rope import Rope
 from nanovllm.models import MODELS
 from nanovllm.models.altered import altered
 from nanovllm.models.decoder import Decoder, DecoderConfig
+from nanovllm.models.tied import has_own_head
 from nanovllm.registry import resolve
 
+log = logging.getLogger("engine")
+LONGEST, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 Flat = dict[str, bool | int | float | str | list[float] | None]  # alike for all layers
 
 
@@ -32,6 +38,8 @@ class Spelling(Struct, frozen=True):
     rope_scaling: Flat | None = None
     rope_theta: float | None = None
     partial_rotary_factor: float | None = None
+    max_position_embeddings: int | None = None
+    original_max_position_embeddings: int | None = None  # where this stands, it counts
 
 
 def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
@@ -49,8 +57,10 @@ def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
             if raw.get(field, only) != only:
                 shown, allowed = map(json.dumps, (raw[field], only))
                 raise ConfigError(f"{path}: {field} is {shown}; only {allowed} is supported")
-        raw["rope_parameters"] = rope_parameters(spelling, path)
-        return family, altered(msgspec.convert(raw, family.Config), config.recipe, path)
+        raw["rope_parameters"] = rope = rope_parameters(spelling, path)
+        lengthen(raw, rope)
+        own = untied(msgspec.convert(raw, family.Config), config)
+        return family, altered(own, config.recipe, path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except NOT_JSON as error:  # or a missing field, or one of the wrong type
@@ -68,8 +78,39 @@ def rope_parameters(spelling: Spelling, path: Path) -> dict[str, Any]:
     if rope["rope_theta"] is None:
         raise ConfigError(f"{path}: missing field rope_theta (or rope_parameters)")
     kind = rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    if kind in ("llama3", "yarn"):
+        original = spelling.original_max_position_embeddings or spelling.max_position_embeddings
+        if spelling.original_max_position_embeddings or rope.get(ORIGINAL) is None:
+            rope[ORIGINAL] = original
     kinds = [known.__struct_config__.tag for known in get_args(Rope)]
     if kind not in kinds:
         of = "rope_scaling" if spelling.rope_scaling else "rope_parameters"
         raise ConfigError(f"{path}: rope_type of {of} is {kind}; supported are {', '.join(kinds)}")
     return {name: value for name, value in rope.items() if value is not None}
+
+
+def lengthen(raw: dict[str, Any], rope: dict[str, Any]) -> None:
+    """Set max_position_embeddings to the context that YaRN makes of the original one.
+
+    Checkpoints that add YaRN to a finished model, as the cards of Qwen3 recommend, leave the field
+    as it was. A longer one stays.
+    """
+    if rope["rope_type"] != "yarn":
+        return
+    own, factor, original = raw.get(LONGEST), rope.get("factor"), rope.get(ORIGINAL)
+    if not isinstance(own, int) or not isinstance(original, int):
+        return  # an error of its own
+    if isinstance(factor, int | float) and 0 < factor * original < 1 << 31:
+        raw[LONGEST] = max(own, round(factor * original))
+
+
+def untied(own: DecoderConfig, config: Config) -> DecoderConfig:
+    """Return the config without tie_word_embeddings if the checkpoint has a head of its own."""
+    if not own.tie_word_embeddings or config.model_dir is None:
+        return own
+    if config.recipe.load.format == "dummy" or not has_own_head(Path(config.model_dir)):
+        return own
+    log.info(
+        "lm_head.weight differs from the embedding: loaded, although tie_word_embeddings is true"
+    )
+    return replace(own, tie_word_embeddings=False)

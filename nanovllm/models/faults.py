@@ -8,15 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import torch
-
 from nanovllm.config import ConfigError
 from nanovllm.models.destination import Destination
-from nanovllm.models.shards import Stored, contents, tensors_in
+from nanovllm.models.shards import Stored, tensors_in
 
 log = logging.getLogger("engine")
 SHOWN = 3  # names of each kind
-TIED = "lm_head.weight", "model.embed_tokens.weight"  # both may be there: one tensor, or a fault
 
 
 def whole(
@@ -54,20 +51,12 @@ def whole(
                     faults["of a wrong type"].append(f"{where} is {types}")
     if missing := [name for name in wanted if name not in found]:
         faults["missing"] = missing
-    if differ([found[name] for name in TIED if name in found and TIED[0] not in wanted]):
-        faults["tied by tie_word_embeddings, yet unlike the embedding"] = [TIED[0]]
     if faults:
         kinds = "; ".join(told(kind, tensors) for kind, tensors in faults.items())
         raise ConfigError(f"{source} does not fit the model: {kinds}")
     if later:
         log.info("left out %d tensors of layers that are not run (later ones, or MTP)", later)
     return found
-
-
-def differ(tied: list[Stored]) -> bool:
-    """Whether there are two, and not alike in their first 64th."""
-    starts = [contents(x._replace(end=x.begin + (x.end - x.begin) // 256 * 4)) for x in tied]
-    return len(starts) == 2 and not torch.equal(starts[0].float(), starts[1].float())
 
 
 def told(kind: str, tensors: list[str]) -> str:

@@ -100,39 +100,6 @@ def test_tensors_nobody_needs_are_ignored_by_name(tmp_path: Path) -> None:
     assert model.head is model.embed
 
 
-@pytest.mark.parametrize("where", ["model.safetensors", "a.safetensors", "z.safetensors"])
-def test_a_head_that_should_be_the_embedding_and_is_not(where: str, tmp_path: Path) -> None:
-    """Whichever is meant, the other one would write another text."""
-    reference = make_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
-    weight = reference.model.embed_tokens.weight.detach()
-    tensors = load_file(tmp_path / "model.safetensors")
-    for factor, is_same in ((1.0, True), (1.01, False)):
-        head = {"lm_head.weight": (weight * factor).contiguous()}
-        if where == "model.safetensors":
-            save_file({**tensors, **head}, tmp_path / where)
-        else:
-            save_file(head, tmp_path / where)
-            names = {**dict.fromkeys(tensors, "model.safetensors"), "lm_head.weight": where}
-            index = tmp_path / "model.safetensors.index.json"
-            index.write_text(json.dumps({"weight_map": names}))
-        if is_same:
-            model = load(tmp_path)
-            assert torch.equal(model.head.weight, weight)
-            continue
-        assert line_of(tmp_path).endswith(
-            " does not fit the model: 1 tensor tied by tie_word_embeddings, yet unlike the "
-            "embedding: lm_head.weight"
-        )
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.int32])
-def test_a_tied_head_of_another_type(dtype: torch.dtype, tmp_path: Path) -> None:
-    make_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
-    head = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].to(dtype)
-    edit(tmp_path, lambda checkpoint: checkpoint.update({"lm_head.weight": head}))
-    assert line_of(tmp_path).endswith("yet unlike the embedding: lm_head.weight")
-
-
 @pytest.mark.parametrize(
     "scale", [torch.ones(1, dtype=torch.int64), torch.ones((), dtype=torch.float64), torch.ones(0)]
 )

@@ -1,0 +1,52 @@
+"""Whether a checkpoint's output head is its embedding, as tie_word_embeddings says.
+
+Decision: the two tensors are compared whole where both are there, because a fine-tune may have
+trained few rows of one of them. A head that differs is loaded untied, as transformers does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nanovllm.config import ConfigError
+from nanovllm.models.shards import DTYPES, Stored, contents, shards, tensors_in
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ELEMENTS = 16 << 20  # compared at once
+
+
+def has_own_head(folder: Path) -> bool:
+    """Return whether the folder's checkpoint has a head that differs from its embedding.
+
+    Files that are missing or broken are not this function's business: False.
+    """
+    try:
+        found = {
+            name: tensor
+            for path in shards(folder)[1]
+            for name, tensor in tensors_in(path)
+            if name in (HEAD, EMBEDDING)
+        }
+    except ConfigError:
+        return False
+    return len(found) == 2 and differ(found[HEAD], found[EMBEDDING])
+
+
+def differ(head: Stored, embedding: Stored) -> bool:
+    """Compare two tensors, element by element if their types differ."""
+    if head.dtype not in DTYPES or embedding.dtype not in DTYPES or head.shape != embedding.shape:
+        return True
+    count = (head.end - head.begin) // DTYPES[head.dtype].itemsize
+    return any(
+        not torch.equal(part(head, at).float(), part(embedding, at).float())
+        for at in range(0, count, ELEMENTS)
+    )
+
+
+def part(tensor: Stored, first: int) -> torch.Tensor:
+    """Return ELEMENTS elements of a tensor, or fewer at its end."""
+    size = DTYPES[tensor.dtype].itemsize
+    begin = tensor.begin + first * size
+    return contents(tensor._replace(begin=begin, end=min(begin + ELEMENTS * size, tensor.end)))
