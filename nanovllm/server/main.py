@@ -66,6 +66,8 @@ def run(
         hear(lambda *lost: loop.call_soon_threadsafe(engines.end, *lost))
         sys.setswitchinterval(SWITCH_S)
         served, counts = Served(config, engines.ready), HttpCounts()
+        for warning in served.warnings() if worker == 0 else ():
+            log.warning(warning)
         with (
             ThreadPoolExecutor(NUM_THREADS, "prompt") as threads,
             LargeBodies(config, engines.ready) as large,

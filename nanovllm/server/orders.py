@@ -41,6 +41,7 @@ def generates(
     num_prompt, context = len(prompt.ids), served.max_model_tokens
     if num_prompt >= context:
         raise too_long(num_prompt, context)
+    served.check_tokens("messages", prompt.ids)
     limit, room = request.token_limit, context - num_prompt
     max_new = room if limit is None else min(limit, room)
     if request.min_tokens is not None and request.min_tokens > max_new:
@@ -79,6 +80,7 @@ def _bad_words(request: ChatRequest, served: Served) -> list[list[int]]:
         if len(encoded.ids) > MAX_BAD_WORD_TOKENS:
             where = f"bad_words[{at // 2}]"
             raise bad_value(where, f"at most {MAX_BAD_WORD_TOKENS} tokens long", words[at // 2])
+        served.check_tokens(f"bad_words[{at // 2}]", encoded.ids)
         if encoded.ids and encoded.ids not in found:
             found.append(encoded.ids)
     return found

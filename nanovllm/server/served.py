@@ -6,6 +6,7 @@ Read once at start from the model's files and the engine's `Ready`; immutable af
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from nanovllm.config import NOT_JSON, Config, ConfigError
 from nanovllm.registry import resolve
 from nanovllm.server.detokenize import Vocabulary
 from nanovllm.server.ends import eos_ids_of
+from nanovllm.server.errors import ApiError
 from nanovllm.server.parsers import PARSERS, parser_of
 from nanovllm.server.parsers.base import Family, Schemas
 from nanovllm.server.parsers.machine import OutputParser
@@ -56,6 +58,10 @@ class Served:
             Path(config.tokenizer_dir), self.family.last_turn, self.family.tool_template
         )
         self.vocabulary = Vocabulary(self.template.tokenizer, self.family.markers)
+        # Tokens of the tokenizer that the model has no embedding of: id -> text.
+        tokens = self.template.tokenizer.get_vocab(with_added_tokens=True)
+        beyond = sorted((i, text) for text, i in tokens.items() if i >= self.vocab_size)
+        self.beyond = dict(beyond)
         self.reasoning_content = server.reasoning_content
         self.defaults = GenerationConfig()
         if config.model_dir is not None:
@@ -72,6 +78,28 @@ class Served:
         """A parser of this model's family; the arguments are those of `OutputParser`."""
         marks = self.vocabulary.marks
         return OutputParser(self.family, marks, turn, schemas, is_spelled=is_spelled, mends=mends)
+
+    def check_tokens(self, field: str, ids: Sequence[int]) -> None:
+        """Raise ApiError if a text has a token that is beyond the model's vocabulary."""
+        if not self.beyond or max(ids, default=0) < self.vocab_size:
+            return
+        token_id = next(token_id for token_id in ids if token_id >= self.vocab_size)
+        text = (
+            f"{field}: the token {self.beyond[token_id]!r} (id {token_id}) is of the tokenizer, "
+            f"but not of the model, whose ids end with {self.vocab_size - 1}"
+        )
+        raise ApiError(400, text, param=field, code="invalid_value")
+
+    def warnings(self) -> list[str]:
+        """Return what is odd about the model's files, though it can be served: for the log."""
+        if not self.beyond:
+            return []
+        first, text = next(iter(self.beyond.items()))
+        return [
+            f"{len(self.beyond)} tokens of the tokenizer, the first one {text!r} (id {first}), "
+            f"are beyond the model's vocabulary of {self.vocab_size}: "
+            "requests with them are refused"
+        ]
 
     def request(self, body: bytes) -> ChatRequest:
         """A body's request, every field of it in this model's range. Raises ApiError."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from nanovllm.config import Config, ConfigError
+from nanovllm.config import NOT_JSON, Config, ConfigError
 
 PARSERS = {  # recipe name -> "module:attribute", imported on first use
     "plain": "nanovllm.server.parsers.plain:PLAIN",
@@ -31,7 +31,7 @@ def parser_of(config: Config) -> str:
     if name == "auto":
         try:
             model = msgspec.json.decode(path.read_bytes(), type=Named)
-        except (OSError, msgspec.DecodeError) as error:
+        except (*NOT_JSON, OSError) as error:
             raise ConfigError(f"{path}: {error}") from None
         return parser_for(model.architectures, config.recipe.model)
     if name not in PARSERS:

@@ -75,9 +75,14 @@ class _Writer:
         self._request = request
         self._family = served.family
         self._id_of = served.template.tokenizer.token_to_id
+        self._vocab_size = served.vocab_size
         marks = served.vocabulary.marks
         ids = {mark: self._id_of(mark) for mark in marks if marks[mark] != mark}
-        self._ids = {mark: token_id for mark, token_id in ids.items() if token_id is not None}
+        self._ids = {
+            mark: token_id
+            for mark, token_id in ids.items()
+            if token_id is not None and token_id < served.vocab_size
+        }
 
     def whole(self, turn: str) -> Format:
         answer = self._answer()
@@ -192,11 +197,16 @@ class _Writer:
                 raise bad_value(where, f"without {error}", given["pattern"]) from None
         if kind == "grammar":
             _text(given.get("grammar"), where)
-        if kind == "token" and isinstance(given.get("token"), str):
-            if (token_id := self._id_of(given["token"])) is None:
-                raise bad_value(f"{where}.token", "a token of this model", given["token"])
-            return given | {"token": token_id}
+        if kind == "token":
+            return given | {"token": self._token(given.get("token"), f"{where}.token")}
         return {key: self._format(v, f"{where}.{key}", depth + 1) for key, v in given.items()}
+
+    def _token(self, given: Any, where: str) -> Any:  # noqa: ANN401
+        """The id of a token that is given by its text or its id."""
+        token_id = self._id_of(given) if isinstance(given, str) else given
+        if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
+            raise bad_value(where, "a token of this model", given)
+        return token_id
 
 
 def _text(value: Any, where: str) -> str:  # noqa: ANN401
