@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from msgspec import Struct, field, structs
 
-from nanovllm import experts, recipes, speculate
+from nanovllm import checkpoint, experts, hub, recipes, speculate
 from nanovllm.experts import Experts as Experts
+from nanovllm.hub import Check
 from nanovllm.speculate import Speculate as Speculate
 from nanovllm.typed_yaml import (
     NOT_JSON as NOT_JSON,
@@ -183,13 +184,16 @@ class Checked(Struct, frozen=True):
 
 
 def load_config(
-    named: str | None, overrides: Iterable[str] = (), flags: Mapping[str, object] = {}
+    named: str | None,
+    overrides: Iterable[str] = (),
+    flags: Mapping[str, object] = {},
+    check: Check | None = None,
 ) -> Config:
     """A recipe file, the name of a shipped one, a model's folder or hub id, or None: the demo.
 
-    Raises ConfigError with one line for the user.
+    `check`: of its config.json. Raises ConfigError with one line for the user.
     """
-    return locate(read_recipe(named, overrides, flags))
+    return locate(read_recipe(named, overrides, flags), check)
 
 
 def read_recipe(
@@ -231,11 +235,12 @@ def _find(named: str | None) -> tuple[dict[str, Any], str, Path]:
         return {}, "built in", Path()
     path, model = recipes.find(named)
     if path is not None:
+        checkpoint.check_file(path)
         return read(path), str(path), path.parent
     if model is not None:
         return {"model": model}, model, Path()
     if os.path.isdir(named):
-        raise ConfigError(f"{named} is a folder without a config.json, so no model to serve")
+        checkpoint.check(Path(named))  # which names what it is instead of a model
     known = recipes.shipped()
     near = difflib.get_close_matches(named, known, 1)
     raise ConfigError(
@@ -328,15 +333,17 @@ def resolve_context(asked: int | Auto, model_tokens: int, cache_tokens: int, cur
     return asked
 
 
-def locate(checked: Checked) -> Config:
-    """Find the model's files; the hub is asked for what is not here, unless weights are dummies."""
-    recipe = checked.recipe
+def locate(checked: Checked, check: Check | None = None) -> Config:
+    """Find the model's files; the hub is asked for what is not here, unless weights are dummies.
+
+    `check`: of config.json and the model's name, before weights are downloaded. Raise ConfigError.
+    """
+    recipe, check = checked.recipe, check or (lambda *_: None)
     dummy = recipe.load.format == "dummy"
-    folder = DEMO if recipe.model == "demo" else recipes.folder_of(recipe.model, download=not dummy)
+    folder = DEMO if recipe.model == "demo" else _folder_of(recipe.model, check, dummy=dummy)
     if folder is not None:
+        checkpoint.check(folder, has_weights=not dummy)
         config_path = folder / "config.json"
-        if not config_path.is_file():
-            raise ConfigError(f"{folder} has no config.json")
     elif recipe.config is not None and dummy:
         config_path = checked.base / recipe.config
         if not os.path.isfile(config_path):
@@ -346,6 +353,7 @@ def locate(checked: Checked) -> Config:
             f"model {recipe.model!r} is neither a folder nor a model that the hub or its local "
             "cache has; or use --load-format dummy with a recipe that names its config"
         )
+    check(config_path, recipe.model)
     has_tokenizer = folder is not None and (folder / "tokenizer.json").is_file()
     if not has_tokenizer and not dummy:
         raise ConfigError(f"{folder} has no tokenizer.json")
@@ -360,6 +368,18 @@ def locate(checked: Checked) -> Config:
         tokenizer_dir=str(folder if has_tokenizer else DEMO),
         served_name=recipe.server.served_name or name,
     )
+
+
+def _folder_of(model: str, check: Check, *, dummy: bool) -> Path | None:
+    """A local folder as it is, or a hub id's files, brought here first if allowed and needed."""
+    local = Path(os.path.expanduser(model))
+    if local.is_dir():
+        return local
+    if local.is_file():
+        checkpoint.check_file(local)
+    if not recipes.HUB_ID.fullmatch(model):
+        return None
+    return hub.cached(model) if dummy else hub.fetched(model, check, recipes.models())
 
 
 def without_api_key(config: Config) -> Config:

@@ -1,18 +1,17 @@
-"""Where recipes and models lie: shipped recipes by name, models in folders and in the hub's cache.
+"""Shipped recipes by name and by the model that they serve, and what a name on the command line is.
 
-Knows no keys of a recipe. Whatever the text of a name, it is found or it is not: nothing raises.
+Knows no keys of a recipe but its model. A name is found or it is not: nothing raises.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from pathlib import Path
 
-log = logging.getLogger("serve")
 PACKAGE = Path(__file__).parent
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+MODEL_LINE = re.compile(r"^model: *([^\s#]+)", re.MULTILINE)
 SUFFIXES = (".yaml", ".yml")
 
 
@@ -26,8 +25,9 @@ def shipped() -> dict[str, Path]:
 def find(named: str) -> tuple[Path | None, str | None]:
     """A recipe file to read, or a model to serve as it is, or neither.
 
-    In this order: a file, a folder with a config.json, the name of a shipped recipe, a hub id. So
-    what lies in the current folder wins over what is shipped under the same name.
+    In this order: a file, a folder with a config.json, the name of a shipped recipe, a hub id that
+    one of them serves, another hub id. So what lies in the current folder wins over what is shipped
+    under the same name.
     """
     if os.path.isfile(named) or named.endswith(SUFFIXES):
         return Path(named), None
@@ -35,24 +35,18 @@ def find(named: str) -> tuple[Path | None, str | None]:
         return None, named
     if (path := shipped().get(named)) is not None:
         return path, None
-    return None, named if HUB_ID.fullmatch(named) and not os.path.isdir(named) else None
+    if not HUB_ID.fullmatch(named) or os.path.isdir(named):
+        return None, None
+    by_model = {model.lower(): path for model, path in models().items()}
+    if (path := by_model.get(named.lower())) is not None:  # the Hub's ids differ in more than case
+        return path, None
+    return None, named
 
 
-def folder_of(model: str, *, download: bool) -> Path | None:
-    """A local folder as it is, or a hub id's files, brought here first if allowed and needed."""
-    local = os.path.expanduser(model)
-    if os.path.isdir(local):
-        return Path(local)
-    if not HUB_ID.fullmatch(model):
-        return None
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    if download:
-        log.info("looking for %s in the hub's cache, else it is downloaded", model)
-    wanted = ["*.json", "*.safetensors", "*.jinja"]
-    try:
-        found = snapshot_download(model, allow_patterns=wanted, local_files_only=not download)
-    except (OSError, ValueError, HfHubHTTPError):  # no such model, no network, not an id
-        return None
-    return Path(found)
+def models() -> dict[str, Path]:
+    """Return the Hub ids that shipped recipes serve, and these recipes."""
+    lines = {
+        path: MODEL_LINE.search(path.read_text(encoding="utf-8")) for path in shipped().values()
+    }
+    found = {line[1]: path for path, line in lines.items() if line is not None}
+    return {name: path for name, path in found.items() if HUB_ID.fullmatch(name)}

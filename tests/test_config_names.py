@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from nanovllm import launch, recipes
+from nanovllm import hub, launch, recipes
 from nanovllm.bench.record import hide_secrets
 from nanovllm.config import (
     DEMO,
@@ -71,14 +71,26 @@ def test_the_current_folder_has_a_name(tmp_path: Path, monkeypatch) -> None:
 def test_a_hub_id_is_a_recipe(monkeypatch) -> None:
     asked = []
 
-    def folder_of(model: str, *, download: bool) -> Path:
-        asked.append((model, download))
+    def fetched(model: str, *_: object) -> Path:
+        asked.append(model)
         return DEMO
 
-    monkeypatch.setattr(recipes, "folder_of", folder_of)
+    monkeypatch.setattr(hub, "fetched", fetched)
     config = load_config("someone/Some-Model")
     assert (config.recipe.model, config.served_name) == ("someone/Some-Model", "Some-Model")
-    assert asked == [("someone/Some-Model", True)]
+    assert asked == ["someone/Some-Model"]
+
+
+def test_a_hub_id_that_a_shipped_recipe_serves_uses_that_recipe() -> None:
+    for named in ("Qwen/Qwen3-8B", "qwen/qwen3-8b"):
+        checked = read_recipe(named, ["schedule.slots=3"])
+        assert Path(checked.source).name == "qwen3-8b.yaml"
+        assert (checked.recipe.model, checked.recipe.schedule.slots) == ("Qwen/Qwen3-8B", 3)
+        assert checked.recipe.schedule.step_tokens == 8448  # as that recipe has it
+    for name, path in recipes.models().items():
+        assert read_recipe(name) == read_recipe(path.stem)
+    assert len(recipes.models()) == 11
+    assert read_recipe("Qwen/Qwen3-8B-FP8").recipe.schedule.step_tokens == "auto"
 
 
 def test_what_lies_here_wins_over_what_is_shipped(tmp_path: Path, monkeypatch) -> None:
@@ -99,9 +111,7 @@ def test_what_is_none_of_these_is_told_what_there_is(tmp_path: Path) -> None:
     assert refused("") == f"'' is no recipe file, {said}"
     missing = str(tmp_path / "x.yaml")
     assert refused(missing) == f"cannot read recipe {missing}: No such file or directory"
-    assert refused(str(tmp_path)) == (
-        f"{tmp_path} is a folder without a config.json, so no model to serve"
-    )
+    assert refused(str(tmp_path)) == f"{tmp_path} has no config.json, so no model to serve"
 
 
 def test_the_wheel_ships_recipes_and_every_package() -> None:

@@ -22,6 +22,7 @@ import msgspec
 from nanovllm import launch, log, recipes
 from nanovllm.bench.record import of_this_machine, write_to
 from nanovllm.config import Config, ConfigError, load_config, locate, read_recipe
+from nanovllm.models.support import check_config
 from nanovllm.parallel.places import num_ranks
 
 Function = Callable[..., Any]
@@ -62,7 +63,8 @@ def recipe_options(function: Function, ranks: Function = RANKS) -> Function:
 
 def config_of(recipe: str | None, overrides: Sequence[str], **flags: object) -> Config:
     """`flags`: by the names of RECIPE_KEYS."""
-    return load_config(recipe, overrides, {RECIPE_KEYS[name]: flags[name] for name in flags})
+    named = {RECIPE_KEYS[name]: flags[name] for name in flags}
+    return load_config(recipe, overrides, named, check_config)
 
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:
@@ -104,7 +106,7 @@ def serve(recipe: str | None, overrides: Sequence[str], **flags: object) -> None
         raise ConfigError(str(error)) from None
     logging.getLogger("serve").info("starting %s, recipe %s", checked.recipe.model, checked.source)
     try:
-        sys.exit(launch.serve(locate(checked)))
+        sys.exit(launch.serve(locate(checked, check_config)))
     except launch.EngineDied as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(launch.EXIT_CRASH)

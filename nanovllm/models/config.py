@@ -11,17 +11,17 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from nanovllm.config import NOT_JSON, Config, ConfigError
-from nanovllm.layers.rope import Rope
 from nanovllm.models import MODELS
 from nanovllm.models.altered import altered
 from nanovllm.models.decoder import Decoder, DecoderConfig
+from nanovllm.models.support import check_config
 from nanovllm.models.tied import has_own_head
 from nanovllm.registry import resolve
 
@@ -46,13 +46,9 @@ def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
     """The model class and its config. Raises ConfigError naming the file and the field."""
     path = Path(config.config_path)
     try:
-        raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        raw = check_config(path, config.recipe.model)
         spelling = msgspec.convert(raw, Spelling)
-        name = spelling.architectures[0] if spelling.architectures else "empty"
-        if name not in MODELS:
-            known = ", ".join(sorted(MODELS))
-            raise ConfigError(f"{path}: architectures is {name}; supported are {known}")
-        family: type[Decoder] = resolve(MODELS, name)
+        family: type[Decoder] = resolve(MODELS, spelling.architectures[0])
         for field, only in family.Config.ONLY.items():
             if raw.get(field, only) != only:
                 shown, allowed = map(json.dumps, (raw[field], only))
@@ -61,8 +57,6 @@ def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
         lengthen(raw, rope)
         own = untied(msgspec.convert(raw, family.Config), config)
         return family, altered(own, config.recipe, path)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except NOT_JSON as error:  # or a missing field, or one of the wrong type
         raise ConfigError(f"{path}: {error}") from None
 
@@ -82,10 +76,6 @@ def rope_parameters(spelling: Spelling, path: Path) -> dict[str, Any]:
         original = spelling.original_max_position_embeddings or spelling.max_position_embeddings
         if spelling.original_max_position_embeddings or rope.get(ORIGINAL) is None:
             rope[ORIGINAL] = original
-    kinds = [known.__struct_config__.tag for known in get_args(Rope)]
-    if kind not in kinds:
-        of = "rope_scaling" if spelling.rope_scaling else "rope_parameters"
-        raise ConfigError(f"{path}: rope_type of {of} is {kind}; supported are {', '.join(kinds)}")
     return {name: value for name, value in rope.items() if value is not None}
 
 

@@ -23,6 +23,7 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Residual
 from nanovllm.layers.rope import Rope, cos_sin_table
+from nanovllm.models.support import ONLY
 from nanovllm.parallel.mesh import Mesh
 
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -32,12 +33,7 @@ Rule = tuple[str, str] | tuple[str, str, str]  # checkpoint name, parameter[, pa
 class DecoderConfig(Struct, frozen=True, kw_only=True):
     """The used fields of config.json. A missing one is an error that names it."""
 
-    ONLY: ClassVar[dict[str, object]] = {  # fields with a single supported value
-        "attention_bias": False,
-        "mlp_bias": False,
-        "use_sliding_window": False,
-        "hidden_act": "silu",
-    }
+    ONLY: ClassVar[dict[str, object]] = ONLY  # fields with a single supported value
     # Default of partial_rotary_factor. None: heads are rotated whole, and a factor is an error.
     ROTATED: ClassVar[float | None] = None
     STEP_TOKENS: ClassVar[int] = 8192  # default of schedule.step_tokens on a GPU

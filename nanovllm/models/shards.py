@@ -1,4 +1,4 @@
-"""A checkpoint's files: which there are, what they hold, and reading them as fast as a disk can.
+"""A checkpoint's files: what they hold, and reading them as fast as a disk can.
 
 Threads read neighbouring tensors at once, in the order of the file, into a few staging buffers,
 which go to the device as they are. A rank reads its own rows, and its own columns alone where
@@ -42,16 +42,11 @@ from torch import Tensor
 from nanovllm.config import NOT_JSON, ConfigError
 from nanovllm.models.destination import Destination
 
-INDEX = "model.safetensors.index.json"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32,
           "F8_E4M3": torch.float8_e4m3fn}  # fmt: skip
 MOST_THREADS = 8
 STAGING = 16 << 20  # bytes that are read at once, unless one block of rows is larger
 GAP = 64 << 10  # bytes that nobody asked for are read along, if there are no more than these
-
-
-class Index(Struct, frozen=True):
-    weight_map: dict[str, str]  # tensor name -> file name
 
 
 class Entry(Struct, frozen=True):
@@ -90,29 +85,6 @@ def contents(tensor: Stored) -> Tensor:
     size = tensor.end - tensor.begin if tensor.dtype in DTYPES else 0
     data = torch.from_numpy(np.fromfile(tensor.path, np.uint8, size, offset=tensor.begin))
     return data.view(DTYPES[tensor.dtype]) if size else data
-
-
-def shards(folder: Path) -> tuple[Path, list[Path]]:
-    """What stands for the checkpoint in messages, and its files: the index's, the one, or all."""
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            names = set(msgspec.json.decode(index.read_bytes(), type=Index).weight_map.values())
-            lacking = [name for name in sorted(names) if not (folder / name).is_file()]
-        except (*NOT_JSON, OSError) as error:
-            raise ConfigError(f"{index}: {error}") from None
-        if lacking:
-            raise ConfigError(f"{index}: names {lacking[0]}, which is not there")
-        return index, [folder / name for name in sorted(names)]
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return single, [single]
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
-        raise ConfigError(
-            f"{folder} has no *.safetensors; --load-format dummy runs without weights"
-        )
-    return folder, found
 
 
 def tensors_in(path: Path) -> Iterator[tuple[str, Stored]]:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.checkpoint import weight_files
 from nanovllm.config import ConfigError
-from nanovllm.models.shards import DTYPES, Stored, contents, shards, tensors_in
+from nanovllm.models.shards import DTYPES, Stored, contents, tensors_in
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ELEMENTS = 16 << 20  # compared at once
@@ -25,7 +26,7 @@ def has_own_head(folder: Path) -> bool:
     try:
         found = {
             name: tensor
-            for path in shards(folder)[1]
+            for path in weight_files(folder)[1]
             for name, tensor in tensors_in(path)
             if name in (HEAD, EMBEDDING)
         }

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.attention.grouped import load_scale
+from nanovllm.checkpoint import weight_files
 from nanovllm.config import Config
 from nanovllm.layers.linear import Layer, Placement
 from nanovllm.log import Progress
@@ -27,7 +28,7 @@ from nanovllm.models.dummy import fill_random
 from nanovllm.models.faults import whole
 from nanovllm.models.quantised import in_blocks, scale_rules
 from nanovllm.models.scattered import joined, plus_one
-from nanovllm.models.shards import Stored, contents, num_bytes, read, runs, shards
+from nanovllm.models.shards import Stored, contents, num_bytes, read, runs
 
 log = logging.getLogger("engine")
 SHARED = "shared"  # how parts begin that belong to what every token gets beside its experts
@@ -64,7 +65,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def fill_from_files(model: Decoder, wanted: dict[str, Destination], folder: Path) -> None:
     """Reads the tensors of a checkpoint into their places. Raises ConfigError as `fill` does."""
-    source, paths = shards(folder)
+    source, paths = weight_files(folder)
     blocks, ignored = list[Any](model.layers), ignored_names(model)
 
     def takes(name: str, tensor: Stored) -> bool:

@@ -43,6 +43,10 @@ HUB_LLAMA: dict[str, Any] = dict(  # spelled as the hub does
     tie_word_embeddings=False,
     quantization_config=None,
 )
+INSTEAD = (
+    ", which is not supported; serve the unquantised meta-llama/Llama-3.1-8B-Instruct (with --set "
+    "quantize=fp8 if that is too large)"
+)
 LLAMA3 = Llama3Rope(
     rope_theta=500000.0,
     factor=8.0,
@@ -210,15 +214,17 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "architectures is GPT2LMHeadModel; supported are DeepseekV3ForCausalLM, "
+            "architectures is GPT2LMHeadModel (a text generator's name ends with ForCausalLM); "
+            "supported are DeepseekV3ForCausalLM, "
             "LlamaForCausalLM, MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
-            "Qwen3NextForCausalLM",
+            "Qwen3NextForCausalLM; the nearest model that can be served is Qwen/Qwen3-8B",
         ),
         (
             {"architectures": []},
-            "architectures is empty; supported are DeepseekV3ForCausalLM, "
+            "architectures is empty (a text generator's name ends with ForCausalLM); "
+            "supported are DeepseekV3ForCausalLM, "
             "LlamaForCausalLM, MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
-            "Qwen3NextForCausalLM",
+            "Qwen3NextForCausalLM; the nearest model that can be served is Qwen/Qwen3-8B",
         ),
         ({"architectures": ...}, "Object missing required field `architectures`"),
         ({"hidden_size": ...}, "Object missing required field `hidden_size`"),
@@ -239,20 +245,19 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu"; only "silu" is supported'),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            "weight_block_size is null; only [128, 128] is supported - at `$.quantization_config`",
+            "the weights are quantised with FP8 scales of other blocks than 128 x 128" + INSTEAD,
         ),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]}},
-            "weight_block_size is [1, 128]; only [128, 128] is supported - at "
-            "`$.quantization_config`",
+            "the weights are quantised with FP8 scales of other blocks than 128 x 128" + INSTEAD,
         ),
         (
             {"quantization_config": {"quant_method": "awq"}},
-            'quant_method is "awq"; only "fp8" is supported - at `$.quantization_config`',
+            "the weights are quantised with AWQ" + INSTEAD,
         ),
         (
             {"quantization_config": {"bits": 4}},
-            'quant_method is null; only "fp8" is supported - at `$.quantization_config`',
+            "the weights are quantised with an unnamed method (4 bits)" + INSTEAD,
         ),
         (
             {"quantization_config": {**FP8, "fmt": "e5m2"}},

@@ -1,0 +1,210 @@
+"""The files of a checkpoint's folder, checked before anything of them is loaded.
+
+Every way in which a folder is no checkpoint that can be loaded has a sentence of its own, with its
+remedy. Nothing here imports torch, so that it is said at once. Files stay inside of the folder:
+index files and links that lead elsewhere are refused, except for links into the blobs of the same
+model in the Hub's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from nanovllm.typed_yaml import NOT_JSON, ConfigError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+SUFFIXES = (".json", ".safetensors", ".jinja")  # of the files that are read
+TEMPLATES = "additional_chat_templates"  # a folder in the folder
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+LFS = b"version https://git-lfs.github.com/spec/"
+MOST_LFS_BYTES = 1024  # of a pointer
+
+QUANTISED = re.compile(
+    r"[-_.](unsloth|bnb|awq|gptq|gguf|mlx|exl[23]|aqlm|hqq|fp8|nvfp4|mxfp4|[if]?n?t?[2348]-?bits?|"
+    r"int[48]|w\d+a\d+|q\d\w*|g?\d{2,3}g|dynamic|quantized(\.\w+)?|marlin|autoround|sym|block)$",
+    re.IGNORECASE,
+)
+
+
+class Index(Struct, frozen=True):
+    weight_map: dict[str, str]  # tensor name -> file name
+
+
+class Adapter(Struct, frozen=True):
+    """The field of adapter_config.json that is read."""
+
+    base_model_name_or_path: str | None = None
+
+
+def check_names(names: Collection[str], where: str, base: str | None = None) -> None:
+    """Raise ConfigError unless files of these names are a model with weights that can be read.
+
+    `where`: the folder or Hub id. `base`: the model that it adapts, if that is known.
+    """
+    plain = [name for name in names if "/" not in name]
+    has_weights = any(is_weights(name) for name in names)
+    if ADAPTER in plain and not (CONFIG in plain and has_weights):
+        named = base or "its base model"
+        raise ConfigError(
+            f"{where} is a PEFT adapter, not a model: merge it into {named} with PEFT's "
+            f"merge_and_unload and save_pretrained, and serve the result; or serve {named}"
+        )
+    if has_weights and CONFIG in plain:
+        return
+    if any(name.endswith(".gguf") for name in names):
+        raise ConfigError(f"{where} has GGUF files, {no_gguf(where)}")
+    if has_weights:
+        raise ConfigError(f"{where} has no config.json, so no model to serve")
+    if any(name.endswith(PICKLED) for name in plain):
+        raise ConfigError(
+            f"{where} has pickled weights alone (such as pytorch_model.bin), which may run code as "
+            "they are loaded: convert them once with transformers' save_pretrained, which writes "
+            "safetensors, or serve a revision of the model that has *.safetensors"
+        )
+    if CONFIG in plain:
+        raise ConfigError(f"{where} has no *.safetensors; --load-format dummy runs without weights")
+    raise ConfigError(f"{where} has no config.json, so no model to serve")
+
+
+def no_gguf(where: str) -> str:
+    base = made_from(where)
+    named = f", {base}" if base != where.rsplit("/", 1)[-1] else ""
+    return (
+        f"which nanovllm cannot read: serve the model that it was made from{named}, by its Hub "
+        "id or its folder of *.safetensors"
+    )
+
+
+def made_from(name: str) -> str:
+    """Return the last part of a model's name, without what says that it is quantised."""
+    base = name.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+    while (shorter := QUANTISED.sub("", base)) != base:
+        base = shorter
+    return base
+
+
+def is_weights(name: str) -> bool:
+    return name.endswith(".safetensors") and not name.startswith("adapter_")
+
+
+def check_file(path: Path) -> None:
+    """Raise ConfigError if a file that stands for a model or a recipe holds weights."""
+    suffix = path.suffix.lower()
+    if suffix == ".gguf" or head_of(path, 4) == b"GGUF":
+        raise ConfigError(f"{path} is a GGUF file, {no_gguf(path.name)}")
+    if suffix in (".safetensors", *PICKLED):
+        raise ConfigError(f"{path} is a file of weights: name its folder, which has a config.json")
+
+
+def check(folder: Path, *, has_weights: bool = True) -> None:
+    """Raise ConfigError if the folder's files cannot be loaded.
+
+    `has_weights`: False for a model that runs with random ones.
+    """
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except OSError as error:
+        raise ConfigError(f"cannot read {folder}: {error.strerror}") from None
+    if has_weights:
+        check_names(names, str(folder), base_of(folder))
+    elif CONFIG not in names:
+        raise ConfigError(f"{folder} has no config.json, so no model to serve")
+    for path in read_files(folder):
+        check_inside(folder, path)
+        if head_of(path, len(LFS)) == LFS and path.stat().st_size <= MOST_LFS_BYTES:
+            raise ConfigError(
+                f"{path} is a Git LFS pointer instead of the file itself: run `git lfs pull` in "
+                f"{folder}, or serve the model by its Hub id"
+            )
+    if has_weights:
+        weight_files(folder)
+
+
+def read_files(folder: Path) -> Iterator[Path]:
+    """Yield what is read of a folder: files, and the subfolder of templates."""
+    for path in sorted(folder.iterdir()):
+        if path.name == TEMPLATES:
+            yield path
+            if path.is_dir():
+                yield from sorted(path.glob("*.jinja"))
+        elif path.name.endswith(SUFFIXES):
+            yield path
+
+
+def check_inside(folder: Path, path: Path) -> None:
+    """Raise ConfigError if the file, where all links lead, is outside of the folder.
+
+    In the Hub's cache a snapshot's files are links to blobs: snapshots/COMMIT/x -> blobs/HASH.
+    """
+    home, target = folder.resolve(), path.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise ConfigError(
+            f"{path} is a link to {target}, outside of the model's folder: copy the file there"
+        )
+    if not path.exists():
+        raise ConfigError(f"{path} is a link to {target}, which is not there")
+
+
+def head_of(path: Path, count: int) -> bytes:
+    """Return the first bytes of a file; none of what is no file that can be read."""
+    try:
+        if not path.is_file():
+            return b""
+        with path.open("rb") as file:
+            return file.read(count)
+    except OSError:
+        return b""
+
+
+def base_of(folder: Path) -> str | None:
+    """Return the model that an adapter's folder names as its base."""
+    try:
+        found = msgspec.json.decode((folder / ADAPTER).read_bytes(), type=Adapter)
+    except (*NOT_JSON, OSError):
+        return None
+    return found.base_model_name_or_path
+
+
+def weight_files(folder: Path) -> tuple[Path, list[Path]]:
+    """Return what stands for the checkpoint in messages, and its files: the index's, the one, or
+    all. Raise ConfigError if there are none, or if the index names others than the folder's own.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = sorted(
+                set(msgspec.json.decode(index.read_bytes(), type=Index).weight_map.values())
+            )
+            for name in names:
+                check_named(folder, index, name)
+        except (*NOT_JSON, OSError) as error:
+            raise ConfigError(f"{index}: {error}") from None
+        return index, [folder / name for name in names]
+    single = folder / SINGLE
+    if single.is_file():
+        return single, [single]
+    found = sorted(path for path in folder.glob("*.safetensors") if is_weights(path.name))
+    if not found:
+        raise ConfigError(
+            f"{folder} has no *.safetensors; --load-format dummy runs without weights"
+        )
+    return folder, found
+
+
+def check_named(folder: Path, index: Path, name: str) -> None:
+    """Raise ConfigError unless the index's file is there, inside of the folder."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ConfigError(f"{index}: names {json.dumps(name)}, which is outside of the folder")
+    if not (folder / name).is_file():
+        raise ConfigError(f"{index}: names {name}, which is not there")
+    check_inside(folder, folder / name)

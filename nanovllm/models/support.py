@@ -1,0 +1,203 @@
+"""Configs that cannot be served: a sentence for each kind, before torch is imported.
+
+It names the nearest model that can be, by architecture and size. `read_model_config` reads the rest
+of config.json, with torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from nanovllm.checkpoint import made_from
+from nanovllm.config import NOT_JSON, ConfigError
+from nanovllm.models import MODELS
+
+ONLY: dict[str, object] = {  # fields of which all families have one value alone
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "hidden_act": "silu",
+}
+ROPE_TYPES = ("default", "llama3", "yarn")
+BLOCK_SIZE = [128, 128]  # of fp8 weights
+
+
+class Known(Struct, frozen=True):
+    """A model that can be served, and the sizes by which it is found."""
+
+    name: str
+    architecture: str
+    hidden_size: int
+    num_layers: int
+
+    @property
+    def fp8(self) -> str:
+        """The id of its FP8 version, if there is one that can be served."""
+        return f"{self.name}-FP8" if self.name.startswith("Qwen/") else ""
+
+
+QWEN3, QWEN3_MOE, LLAMA = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM"
+DEEPSEEK, MINIMAX, NEXT = "DeepseekV3ForCausalLM", "MiniMaxM2ForCausalLM", "Qwen3NextForCausalLM"
+KNOWN = (
+    Known("Qwen/Qwen3-0.6B", QWEN3, 1024, 28),
+    Known("Qwen/Qwen3-1.7B", QWEN3, 2048, 28),
+    Known("Qwen/Qwen3-4B", QWEN3, 2560, 36),
+    Known("Qwen/Qwen3-8B", QWEN3, 4096, 36),
+    Known("Qwen/Qwen3-14B", QWEN3, 5120, 40),
+    Known("Qwen/Qwen3-32B", QWEN3, 5120, 64),
+    Known("Qwen/Qwen3-30B-A3B", QWEN3_MOE, 2048, 48),
+    Known("Qwen/Qwen3-235B-A22B", QWEN3_MOE, 4096, 94),
+    Known("Qwen/Qwen3-Next-80B-A3B-Instruct", NEXT, 2048, 48),
+    Known("meta-llama/Llama-3.2-1B-Instruct", LLAMA, 2048, 16),
+    Known("meta-llama/Llama-3.2-3B-Instruct", LLAMA, 3072, 28),
+    Known("meta-llama/Llama-3.1-8B-Instruct", LLAMA, 4096, 32),
+    Known("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", LLAMA, 4096, 32),
+    Known("meta-llama/Llama-3.1-70B-Instruct", LLAMA, 8192, 80),
+    Known("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", LLAMA, 8192, 80),
+    Known("deepseek-ai/DeepSeek-R1", DEEPSEEK, 7168, 61),
+    Known("MiniMaxAI/MiniMax-M2", MINIMAX, 3072, 62),
+)  # fmt: skip
+# The family that is nearest to another architecture: the first pattern that its name begins with.
+NEAREST = (
+    (r"Deepseek|Kimi", DEEPSEEK),
+    (r"MiniMax", MINIMAX),
+    (r"Qwen3(Next|_?5)", NEXT),
+    (r"(Llama|Mistral|Ministral|Yi|SmolLM)(?!.*4)", LLAMA),
+)
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+METHODS = {  # quant_method -> as its authors write it
+    "awq": "AWQ",
+    "gptq": "GPTQ",
+    "gptq_marlin": "GPTQ",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "modelopt": "ModelOpt",
+    "mxfp4": "MXFP4",
+}
+SEPARATE = {  # files of older checkpoints, whose config.json names no quantisation
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+
+
+def check_config(path: Path, name: str = "") -> dict[str, Any]:
+    """Return the object in config.json. Raise ConfigError if its model cannot be served.
+
+    `name`: of the model, as its folder or Hub id has it; better ids are derived from it.
+    """
+    try:
+        raw: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except NOT_JSON as error:
+        raise ConfigError(f"{path}: {error}") from None
+    check_architecture(raw, path)
+    check_quantization(raw, path, name)
+    for field, only in ONLY.items():
+        if raw.get(field, only) != only:
+            shown, allowed = map(json.dumps, (raw[field], only))
+            raise ConfigError(f"{path}: {field} is {shown}; only {allowed} is supported")
+    check_rope(raw, path)
+    return raw
+
+
+def check_architecture(raw: dict[str, Any], path: Path) -> None:
+    if "architectures" not in raw:
+        raise ConfigError(f"{path}: Object missing required field `architectures`")
+    architectures = raw["architectures"]
+    if not isinstance(architectures, list) or not all(isinstance(x, str) for x in architectures):
+        raise ConfigError(f"{path}: architectures must be a list of names")
+    name = architectures[0] if architectures else "empty"
+    if name in MODELS:
+        return
+    only = ""
+    if not name.endswith("ForCausalLM"):
+        only = " (a text generator's name ends with ForCausalLM)"
+    raise ConfigError(
+        f"{path}: architectures is {name}{only}; supported are {', '.join(sorted(MODELS))}; the "
+        f"nearest model that can be served is {nearest(name, raw).name}"
+    )
+
+
+def nearest(architecture: str, raw: dict[str, Any]) -> Known:
+    """Return the model of the nearest family whose size is nearest."""
+    inner = (raw.get(key) for key in ("text_config", "llm_config", "thinker_config"))
+    parts = [raw, *(part for part in inner if isinstance(part, dict))]
+    family = next((family for pattern, family in NEAREST if re.match(pattern, architecture)), None)
+    if family in (None, LLAMA):
+        named = "moe" in architecture.lower() or architecture.startswith("Mixtral")
+        has_experts = named or any(part.get(key) for part in parts for key in EXPERTS)
+        family = QWEN3_MOE if has_experts else family or QWEN3
+    size = next((found for part in parts if (found := size_of(part)) is not None), None)
+    models = [model for model in KNOWN if model.architecture == family]
+    if size is None:
+        return models[len(models) // 2]
+    return min(models, key=lambda one: abs(math.log(one.hidden_size**2 * one.num_layers / size)))
+
+
+def size_of(raw: dict[str, Any]) -> int | None:
+    """Return a number that grows as a dense model's parameters do."""
+    width, depth = raw.get("hidden_size"), raw.get("num_hidden_layers")
+    if type(width) is not int or type(depth) is not int or width < 1 or depth < 1:
+        return None
+    return width**2 * depth
+
+
+def check_quantization(raw: dict[str, Any], path: Path, name: str) -> None:
+    """Raise ConfigError if weights are stored in another form than floats or block fp8."""
+    given = raw.get("quantization_config") or raw.get("compression_config") or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: quantization_config must be an object")
+    separate = next((SEPARATE[one] for one in SEPARATE if (path.parent / one).is_file()), None)
+    if not given and separate is None:
+        return
+    method = given.get("quant_method") or separate or "an unnamed method"
+    if method == "fp8" and given.get("weight_block_size") == BLOCK_SIZE:
+        return  # all else is checked with the model
+    form = METHODS.get(str(method), str(method))
+    if method == "fp8":
+        form = "FP8 scales of other blocks than 128 x 128"
+    elif type(bits := given.get("bits", given.get("w_bit"))) is int:
+        form = f"{form} ({bits} bits)"
+    raise ConfigError(
+        f"{path}: the weights are quantised with {form}, which is not supported; serve "
+        f"{unquantised(name or path.parent.name, raw)}"
+    )
+
+
+def unquantised(name: str, raw: dict[str, Any]) -> str:
+    """Return the advice which model to serve instead of a quantised one."""
+    base = made_from(name)
+    same = [one for one in KNOWN if one.name.rsplit("/", 1)[-1].lower() == base.lower()]
+    architecture = str(next(iter(raw.get("architectures") or ()), ""))
+    if not same:
+        sizes = raw.get("hidden_size"), raw.get("num_hidden_layers")
+        same = [
+            one
+            for one in KNOWN
+            if (one.hidden_size, one.num_layers) == sizes and one.architecture == architecture
+        ]
+    if not same:
+        return "the unquantised model (with --set quantize=fp8 if that is too large)"
+    model = same[0]
+    small = f", or {model.fp8}" if model.fp8 else " (with --set quantize=fp8 if that is too large)"
+    return f"the unquantised {model.name}{small}"
+
+
+def check_rope(raw: dict[str, Any], path: Path) -> None:
+    field = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    rope = raw.get(field)
+    if not isinstance(rope, dict):
+        return
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        known = ", ".join(ROPE_TYPES)
+        raise ConfigError(f"{path}: rope_type of {field} is {kind}; supported are {known}")
