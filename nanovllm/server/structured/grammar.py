@@ -92,9 +92,7 @@ class Grammar:
 
     def number(self, number: Number, path: str) -> str:
         if number.values is not None:
-            shown = [str(v) for v in number.values if v.denominator == 1 and number.has(v)]
-            shown += [repr(float(v)) for v in number.values if number.has(v)]
-            shown = [text for text in dict.fromkeys(shown) if "e" not in text]
+            shown = [text for v in number.values if number.has(v) for text in numbers.written(v)]
             return self.rules.add("number", [(literal(text),) for text in shown])
         if number == Number():
             return self.rules.basic("number")

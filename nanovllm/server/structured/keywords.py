@@ -74,13 +74,16 @@ class Keywords:
     def valued(self, values: list[Any], path: str) -> list[Facts]:
         """Objects and arrays as schemas of their parts."""
         texts = tuple(dict.fromkeys(v for v in values if isinstance(v, str)))
-        numbers = tuple(dict.fromkeys(fraction(v) for v in values if json_type(v) == "number"))
+        numbers = [value for value in values if json_type(value) == "number"]
+        are_finite = all(is_finite(value) for value in numbers)
+        self._reader.expect(are_finite, path, "has a number that is not finite as a value")
+        fractions = tuple(dict.fromkeys(map(fraction, numbers)))
         booleans = tuple(v for v in (True, False) if any(v is value for value in values))
         made = [
             Facts(
                 null=any(v is None for v in values),
                 booleans=booleans,
-                number=Number(values=numbers) if numbers else None,
+                number=Number(values=fractions) if fractions else None,
                 text=String(values=texts) if texts else None,
             )
         ]
@@ -134,7 +137,7 @@ class Keywords:
         value = given.get("multipleOf")
         if value is None:
             return frozenset()
-        is_number = json_type(value) == "number" and math.isfinite(value) and value > 0
+        is_number = json_type(value) == "number" and is_finite(value) and value > 0
         self._reader.expect(is_number, path, "has no number above 0 as 'multipleOf'")
         return frozenset({fraction(value)})
 
@@ -145,7 +148,7 @@ class Keywords:
                 value = given.get(name)
                 if value is None or (isinstance(value, bool) and name.startswith("excl")):
                     continue  # as draft 4 writes it
-                fits = json_type(value) == "number" and math.isfinite(value)
+                fits = json_type(value) == "number" and is_finite(value)
                 self._reader.expect(fits, path, f"has no number as {name!r}")
                 is_out = name.startswith("excl") or given.get(f"exclusive{name.title()}") is True
                 found[side].append((fraction(value), is_out))
@@ -221,5 +224,11 @@ class Keywords:
         return tuple(dict.fromkeys(given))  # type: ignore[call-overload]
 
 
+def is_finite(value: float) -> bool:
+    """Return whether a number is finite. `math.isfinite` fails on integers of over 308 digits."""
+    return isinstance(value, int) or math.isfinite(value)
+
+
 def fraction(value: float) -> Fraction:
+    """Return the decimal number that `value` was written as. Raise ValueError unless finite."""
     return Fraction(repr(value)) if isinstance(value, float) else Fraction(value)

@@ -12,6 +12,7 @@ from nanovllm.server.structured.facts import Number
 
 MAX_MULTIPLE = 2000  # as an integer, once both it and the numbers have lost their decimals
 MAX_DIGITS = 400
+EXACT_DOUBLES = 2**53  # integers up to here are doubles
 ZERO, POINT, MINUS = 0x30, 0x2E, 0x2D
 DigitPlace = tuple[str, int, tuple[int, ...], int]  # phase, digits in it, comparisons, remainder
 
@@ -21,6 +22,21 @@ def automaton(number: Number) -> Dfa:
     cases."""
     digits = _Digits(number)
     return explored(("", False, None), digits.edges_of, digits.is_final)
+
+
+def written(value: Fraction) -> list[str]:
+    """Return the texts of one number: its digits, and for an integer also `.0` after them.
+
+    Readers take what has a point for a double, so integers beyond 2**53 are written without one.
+    Raise PatternError for a number of more decimals than any double is written with.
+    """
+    scale = _decimals(value)
+    before, after = _split(abs(value), scale)
+    sign = "-" if value < 0 else ""
+    if after:
+        return [f"{sign}{before}.{after}"]
+    whole = f"{sign}{before}"
+    return [whole, f"{whole}.0"] if abs(value) <= EXACT_DOUBLES else [whole]
 
 
 class _Digits:
@@ -124,15 +140,23 @@ def _final(order: int, phase: str, count: int, limit: tuple[str, str]) -> int:
 
 
 def _digits(value: Fraction) -> tuple[str, str]:
-    """Before and behind the point."""
-    scale = _decimals(value)
-    text = str(int(value * 10**scale)).rjust(scale + 1, "0")
-    if len(text) > MAX_DIGITS:
+    """Before and behind the point. Raises PatternError."""
+    if value >= 10**MAX_DIGITS:
         raise PatternError(f"numbers of more than {MAX_DIGITS} digits")
+    before, after = _split(value, _decimals(value))
+    if len(before) + len(after) > MAX_DIGITS:
+        raise PatternError(f"numbers of more than {MAX_DIGITS} digits")
+    return before, after
+
+
+def _split(value: Fraction, scale: int) -> tuple[str, str]:
+    """Return the digits before and after the point, of which there are `scale`."""
+    text = str(int(value * 10**scale)).rjust(scale + 1, "0")
     return (text[:-scale], text[-scale:]) if scale else (text, "")
 
 
 def _decimals(value: Fraction) -> int:
+    """Return how many decimals a number has. Raise PatternError if there are too many."""
     scale = 0
     while value.denominator != 1:
         value, scale = value * 10, scale + 1

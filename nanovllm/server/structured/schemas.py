@@ -26,7 +26,10 @@ OBJECT = {"type": "object"}
 def read(schema: object, where: str, *, exact: bool) -> SchemaReader:
     """`where`: the request's field. Raises ApiError."""
     reader = SchemaReader(schema, where, exact=exact)
-    size = len(json.dumps(schema))
+    try:
+        size = len(json.dumps(schema))
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        reader.refuse("#", "has a number of too many digits")
     reader.expect(size <= MAX_BYTES, "#", f"has more than {MAX_BYTES} bytes")
     reader.expect(isinstance(schema, bool | dict), "#", "is no object")
     return reader
