@@ -130,7 +130,7 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    compile_s: float = 10.0  # a grammar that takes longer to compile is refused (400)
+    compile_s: float = 10.0  # a grammar that takes more CPU time to compile is refused (400)
 
 
 class Paper(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -30,6 +30,7 @@ class RefusalKind(IntEnum):
     QUEUE_FULL = 2  # try again later: HTTP 503
     INVALID = 3  # the engine cannot honour a field: HTTP 400
     FAILED = 4  # its admission raised an exception, which is logged: HTTP 500
+    BUSY = 5  # its grammar was not compiled in time, for want of CPU: HTTP 503
 
 
 class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -142,7 +143,7 @@ class Stats(Struct, frozen=True, kw_only=True):
     num_compiling: int = 0  # requests that wait for their grammars; not in num_waiting
     num_matchers: int = 0  # grammars that running requests follow
     grammar_cache_bytes: int = 0  # memory of the compiled grammars in the cache
-    grammar_failures: dict[str, int] = {}  # by reason: "invalid", "timeout", "died"
+    grammar_failures: dict[str, int] = {}  # by reason: "invalid", "timeout", "died", "busy"
     experts: ExpertLoad | None = None  # only of models with experts
 
 

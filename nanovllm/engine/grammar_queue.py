@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-from nanovllm.engine.trials import Trial, TrialDiedError, Trials
+from nanovllm.engine.trials import WALL_FACTOR, CpuTimeError, Trial, TrialDiedError, Trials
 from nanovllm.wire import RefusalKind
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ AGEING_BYTES = 16 << 10  # a second of waiting is worth so many bytes of a small
 QUEUE_BYTES = 64 << 20  # of the different grammars that are waited for
 CACHE_BYTES = 256 << 20
 ENTRY_BYTES = 1000  # of the cache's own, for each grammar
-TIMEOUT_KEPT_S = 60.0  # a machine that was busy then may be quiet now
+TIMEOUT_KEPT_S = 60.0  # CPU time, too, grows somewhat with the machine's load
+WARM_TAG = '{"type":"structural_tag","format":{"type":"const_string","value":"warm"}}'
 
 
 class Failure(NamedTuple):
@@ -76,7 +77,7 @@ class GrammarQueue:
     with; those who wait for the same one share it."""
 
     def __init__(self, trials: Trials, builder: Builder, compile_s: float) -> None:
-        """A trial may take `compile_s` seconds."""
+        """A trial may take `compile_s` seconds of CPU time."""
         self.failures = Counter(invalid=0, timeout=0, died=0)
         self._trials = trials
         self._builder = builder
@@ -91,11 +92,18 @@ class GrammarQueue:
         self.num_kept_bytes = 0
 
     def prepare(self) -> None:
-        """Makes the compiler and starts the process of trials, as the first grammar would do
-        otherwise, while everyone who runs waits for half a second. Raises what they do.
+        """Make the compiler and the process of trials ready, and compile one grammar in both.
+
+        The first grammar would otherwise take seconds, for half a second of which every running
+        request would wait. Raise what they raise.
         """
-        self._builder.prepare()
-        self._trials.begin().close()  # its process starts
+        trial = self._trials.begin()  # its process starts while the compiler is made
+        try:
+            self._builder.prepare()
+            trial.result(WARM_TAG, self._compile_s)
+        finally:
+            trial.close()
+        self._builder.build(WARM_TAG)
 
     def ask(self, request_id: int, tag: str, told: OnCompiled) -> None:
         """`told` gets the grammar once it is there, which may be now, unless the request leaves."""
@@ -168,17 +176,15 @@ class GrammarQueue:
     def _compile(self, job: PendingGrammar) -> CompileOutcome | None:
         """None if all who waited have left."""
         try:
-            trial = self._trials.begin()
-            with self._changed:
-                job.trial = trial
-                if not job.waiting:
-                    trial.cancel()
-            self._builder.prepare()
-            reason = trial.result(job.tag, self._compile_s)
-        except TimeoutError:
-            reason = f"the grammar takes longer than {self._compile_s:g} s to compile"
+            reason = self._tried(job)
+        except CpuTimeError:
+            reason = f"the grammar takes more than {self._compile_s:g} s of CPU time to compile"
             return self._failed("timeout", Failure(RefusalKind.INVALID, reason, TIMEOUT_KEPT_S))
-        except TrialDiedError as error:
+        except TimeoutError:
+            wall_s = WALL_FACTOR * self._compile_s
+            reason = f"the grammar was not compiled within {wall_s:g} s: the machine is busy"
+            return self._failed("busy", Failure(RefusalKind.BUSY, reason, 0.0))
+        except (TrialDiedError, OSError) as error:
             if not job.waiting:
                 return None
             log.warning("a grammar of %d bytes was given up: %s", len(job.tag), error)
@@ -187,6 +193,31 @@ class GrammarQueue:
         if reason:
             return self._failed("invalid", Failure(RefusalKind.INVALID, reason))
         return self._builder.build(job.tag) if job.waiting else None
+
+    def _tried(self, job: PendingGrammar) -> str:
+        """Return the reason for which the grammar is refused, "" if its trial went well.
+
+        A process that dies may have died of something else, so its grammar is tried once more.
+        Raise what `Trial.result` raises, and OSError if no process can be started.
+        """
+        try:
+            return self._attempt(job)
+        except TimeoutError:  # also an OSError
+            raise
+        except (TrialDiedError, OSError) as error:
+            if not job.waiting:
+                raise
+            log.warning("a grammar of %d bytes is tried once more: %s", len(job.tag), error)
+        return self._attempt(job)
+
+    def _attempt(self, job: PendingGrammar) -> str:
+        trial = self._trials.begin()
+        with self._changed:
+            job.trial = trial
+            if not job.waiting:
+                trial.cancel()
+        self._builder.prepare()
+        return trial.result(job.tag, self._compile_s)
 
     def _failed(self, how: str, failure: Failure) -> Failure:
         with self._changed:

@@ -71,9 +71,8 @@ def main(
     stop_ids = [token_id for token_id in config.eos_ids or () if token_id < vocab_size]
     tokens = Path(config.tokenizer_dir), vocab_size, stop_ids
     grammars = Grammars(*tokens, recipe.structured_outputs.compile_s)
-    if recipe.device == "cuda":  # others start within seconds, and are not to start for longer
-        with suppress(Exception):  # who asks for a grammar is told what is wrong
-            grammars.queue.prepare()
+    with suppress(Exception):  # requests with a grammar are then refused with the reason
+        grammars.queue.prepare()
     gc.collect()
     gc.freeze()  # do not visit it again
     gc.enable()

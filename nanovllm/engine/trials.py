@@ -5,18 +5,24 @@
 
 A fork leaves as soon as the other end of its socket closes: when the engine gives it up, and when
 the engine ends in whatever way. The server leaves likewise. Knows nothing about grammars.
+
+Decision: an attempt is limited by the CPU time of its process. Wall-clock time would measure the
+machine's load, too, and refuse good texts for it; its limit only frees the caller.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import os
 import resource
+import select
 import signal
 import socket
 import struct
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,7 +32,10 @@ from typing import NoReturn, TypeAlias
 
 Attempt: TypeAlias = Callable[[str], str]  # returns what is wrong with a text, "" if nothing is
 
-HEADER = struct.Struct("<Q")  # bytes of the text that follows
+HEADER = struct.Struct("<Qd")  # bytes of the text that follows, and seconds of CPU time for it
+TRIED, TOO_LONG = b"+", b"-"  # the first byte of an answer
+WALL_FACTOR = 6.0  # seconds that one second of CPU time may take on a busy machine
+CPU_CHECK_S = 0.02  # at least, between two looks at the CPU time
 MEMORY_BYTES = 512 << 20  # what one attempt may add to the server's memory
 STACK_BYTES = 4 << 20  # half of a thread's: what passes here does not overflow there
 START_S = 120.0  # for the server to be ready: imports take 2 s, on a busy machine more
@@ -36,33 +45,40 @@ class TrialDiedError(Exception):
     """The process ended without an answer, or could not be started."""
 
 
+class CpuTimeError(Exception):
+    """An attempt has used up its CPU time."""
+
+
 class Trial:
     """One attempt. `cancel` may be called by any thread at any time; it ends the process."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
-    def result(self, text: str, limit_s: float) -> str:
+    def result(self, text: str, cpu_s: float) -> str:
         """What is wrong with the text, "" if nothing is. To be called once.
 
-        Raises TimeoutError if an attempt takes more than `limit_s`, and TrialDiedError.
+        Raise CpuTimeError after `cpu_s` seconds of CPU time, TimeoutError after WALL_FACTOR times
+        as long, which only a busy machine takes, and TrialDiedError.
         """
         data = text.encode()
         with self._sock as sock:  # closing it ends the process
             try:
                 sock.settimeout(START_S)
-                sock.sendall(HEADER.pack(len(data)) + data)
+                sock.sendall(HEADER.pack(len(data), cpu_s) + data)
                 begun = sock.recv(1)
             except OSError as error:  # a timeout is one, too
                 raise TrialDiedError(f"no process took it: {error}") from None
-            sock.settimeout(limit_s)
+            sock.settimeout(WALL_FACTOR * cpu_s)
             try:
                 answer = b"".join(iter(lambda: sock.recv(4096), b"")) if begun else b""
             except ConnectionError:
                 answer = b""
         if not answer:
             raise TrialDiedError("the process ended without an answer")
-        return answer[1:].decode()
+        if answer.startswith(TOO_LONG):
+            raise CpuTimeError
+        return answer.removeprefix(TRIED).decode()
 
     def close(self) -> None:
         """Gives up an attempt for whose result nobody has asked, nor will."""
@@ -156,18 +172,31 @@ def answer(asked: socket.socket, attempt: Attempt) -> NoReturn:
     try:
         asked.sendall(b"+")
         limit_resources()
-        (size,) = HEADER.unpack(asked.recv(HEADER.size, socket.MSG_WAITALL))
+        size, cpu_s = HEADER.unpack(asked.recv(HEADER.size, socket.MSG_WAITALL))
         text = asked.recv(size, socket.MSG_WAITALL).decode()
-        threading.Thread(target=leave_with_asker, args=(asked,), daemon=True).start()
-        asked.sendall(b"+" + attempt(text).encode())
+        limit(resource.RLIMIT_CPU, math.ceil(cpu_s) + 1)  # should the thread below not get to run
+        answering = threading.Lock()  # taken by the thread that answers, and never released
+        watch = threading.Thread(target=leave_early, args=(asked, cpu_s, answering), daemon=True)
+        watch.start()
+        result = TRIED + attempt(text).encode()
+        if answering.acquire(blocking=False):
+            asked.sendall(result)
     finally:
         os._exit(0)
 
 
-def leave_with_asker(asked: socket.socket) -> None:
-    with suppress(OSError):
-        asked.recv(1)
-    os._exit(0)
+def leave_early(asked: socket.socket, cpu_s: float, answering: threading.Lock) -> None:
+    """End the process once the engine's end of the socket closes or the CPU time is used up."""
+    closed = select.poll()
+    closed.register(asked, select.POLLIN)
+    num_cores = os.cpu_count() or 1
+    while (left_s := cpu_s - time.process_time()) > 0:
+        if closed.poll(1000 * max(CPU_CHECK_S, left_s / num_cores)):
+            os._exit(0)
+    if answering.acquire(blocking=False):
+        with suppress(OSError):
+            asked.sendall(TOO_LONG)
+        os._exit(0)
 
 
 def limit_resources() -> None:
@@ -181,7 +210,7 @@ def limit_resources() -> None:
         limit(resource.RLIMIT_DATA, num_pages * resource.getpagesize() + MEMORY_BYTES)
 
 
-def limit(kind: int, num_bytes: int) -> None:
+def limit(kind: int, amount: int) -> None:
     _, most = resource.getrlimit(kind)
-    within = num_bytes if most == resource.RLIM_INFINITY else min(num_bytes, most)
+    within = amount if most == resource.RLIM_INFINITY else min(amount, most)
     resource.setrlimit(kind, (within, most))

@@ -48,6 +48,7 @@ REFUSALS = {  # kind -> status, param, code
     RefusalKind.QUEUE_FULL: (503, None, "queue_full"),
     RefusalKind.TOO_LONG: (400, "messages", "context_length_exceeded"),
     RefusalKind.FAILED: (500, None, "admission_failed"),
+    RefusalKind.BUSY: (503, None, "compiler_busy"),
 }
 CORRUPTED = "corrupted_output"
 FAILURES = {  # message, code

@@ -27,6 +27,9 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"presence_penalty": 1, "frequency_penalty": 1, "repetition_penalty": 1.2},
     {"logit_bias": {"5": 3}, "bad_words": ["x"], "stop": ["a"], "min_tokens": 2},
     {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"regex": "[a-z]{3}"}},
+    {"structured_outputs": {"json": {"type": "string", "format": "email"}}},
 )
 
 

@@ -23,10 +23,11 @@ def prepare() -> Attempt:
 
 
 def attempt(text: str) -> str:
-    """`fine`, `bad REASON`, `sleep SECONDS`, `log FILE`, `hang FILE`, `crash`, `memory MIB`.
+    """`fine`, `bad REASON`, `sleep SECONDS`, `spin SECONDS`, `log FILE`, `hang FILE`, `crash`,
+    `crash once FILE`, `memory MIB`.
 
-    What follows a `#` only makes texts differ. `log` appends the process id to a file, and `hang`
-    sleeps after that.
+    What follows a `#` only makes texts differ. `spin` computes, `log` appends the process id to a
+    file, and `hang` sleeps after that. `crash once` does not crash where the file exists.
     """
     command, _, argument = text.partition("#")[0].strip().partition(" ")
     match command:
@@ -38,8 +39,14 @@ def attempt(text: str) -> str:
             with Path(argument).open("a") as file:
                 file.write(f"{os.getpid()} {text}\n")
             time.sleep(60 if command == "hang" else 0)
+        case "spin":
+            while time.process_time() < float(argument):
+                pass
         case "crash":
-            os.kill(os.getpid(), signal.SIGSEGV)
+            flag = Path(argument.removeprefix("once "))
+            if not argument or not flag.exists():
+                flag.touch() if argument else None
+                os.kill(os.getpid(), signal.SIGSEGV)
         case "memory":
             try:
                 bytearray(int(argument) << 20)

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.engine import grammar_queue
+from nanovllm.engine import grammar_queue, trials as trials_module
 from nanovllm.engine.grammar_queue import WORKERS, CompileOutcome, Failure, GrammarQueue
-from nanovllm.engine.trials import Trials
+from nanovllm.engine.trials import Trial, Trials
 from nanovllm.wire import RefusalKind
 from tests.engine.fake_trials import FakeBuilder, fake_trials, logged, wait_gone
 
-INVALID, FAILED = RefusalKind.INVALID, RefusalKind.FAILED
+INVALID, FAILED, BUSY = RefusalKind.INVALID, RefusalKind.FAILED, RefusalKind.BUSY
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,8 @@ def test_prepared_before_anyone_asks(monkeypatch) -> None:
     monkeypatch.setattr(asking.builder, "prepare", lambda: prepared.append(trials._process))
     asking.queue.prepare()
     process = trials._process
-    assert prepared == [None] and process is not None and process.is_alive()
+    assert prepared == [process] and process is not None and process.is_alive()
+    assert len(asking.builder.built) == 1  # the first grammar is no longer the first compilation
     asking.ask(1, "fine")
     assert asking.hear() == {1: "fine"} and trials._process is process
     trials.close()
@@ -190,11 +191,13 @@ def test_200_grammars_start_two_threads(trials) -> None:
 
 def test_what_fails_and_how_long_that_is_kept(trials, monkeypatch) -> None:
     monkeypatch.setattr(grammar_queue, "TIMEOUT_KEPT_S", 3.0)
+    monkeypatch.setattr(trials_module, "WALL_FACTOR", 100.0)  # this machine may be busy
     asking = Asking(trials, compile_s=0.3)
-    tags = ["bad nothing matches it", "sleep 20", "crash", "fine unbuildable"]
+    tags = ["bad nothing matches it", "spin 20", "crash", "fine unbuildable"]
     for request_id, tag in enumerate(tags):
         asking.ask(request_id, tag)
-    too_long = Failure(INVALID, "the grammar takes longer than 0.3 s to compile", 3.0)
+    reason = "the grammar takes more than 0.3 s of CPU time to compile"
+    too_long = Failure(INVALID, reason, 3.0)
     assert asking.hear(4) == {
         0: Failure(INVALID, "nothing matches it", inf),
         1: too_long,
@@ -213,6 +216,50 @@ def test_what_fails_and_how_long_that_is_kept(trials, monkeypatch) -> None:
     asking.hear()
     assert asking.queue.failures["died"] == 2
     asking.check_empty()
+
+
+def test_a_busy_machine_refuses_for_now_and_keeps_nothing(trials) -> None:
+    """`sleep` takes wall-clock time alone, as where others have the processor."""
+    asking = Asking(trials, compile_s=0.2)
+    asking.ask(0, "sleep 0.5")
+    assert asking.hear() == {0: "sleep 0.5"}
+    tag = "sleep 2"
+    busy = Failure(BUSY, "the grammar was not compiled within 1.2 s: the machine is busy", 0.0)
+    for request_id in (1, 2):
+        asking.ask(request_id, tag)
+        assert asking.hear() == {request_id: busy}
+    assert asking.queue.failures == {"invalid": 0, "timeout": 0, "died": 0, "busy": 2}
+    asking.queue._compile_s = 10.0
+    asking.ask(3, tag)  # the machine has become idle
+    assert asking.hear() == {3: tag}
+    asking.check_empty()
+
+
+def test_a_process_that_dies_once_is_replaced_once(trials, tmp_path) -> None:
+    asking = Asking(trials)
+    asking.ask(0, tag := f"crash once {tmp_path / 'flag'}")
+    assert asking.hear() == {0: tag}
+    assert asking.queue.failures["died"] == 0
+    asking.ask(1, "crash")
+    assert asking.hear() == {1: Failure(FAILED, "the grammar's compiler has died", 0.0)}
+    assert asking.queue.failures["died"] == 1
+
+
+def test_a_trial_that_cannot_start_is_begun_once_more(trials, monkeypatch) -> None:
+    asking, plain_begin = Asking(trials), trials.begin
+    errors: list[OSError] = [OSError("no descriptors are left")]
+
+    def begin() -> Trial:
+        if errors:
+            raise errors.pop()
+        return plain_begin()
+
+    monkeypatch.setattr(trials, "begin", begin)
+    asking.ask(0, "fine")
+    assert asking.hear() == {0: "fine"}
+    errors += [OSError("none"), OSError("none")]
+    asking.ask(1, "fine #1")
+    assert asking.hear() == {1: Failure(FAILED, "the grammar's compiler has died", 0.0)}
 
 
 def test_the_cache_counts_keys_outcomes_and_itself(trials, monkeypatch) -> None:

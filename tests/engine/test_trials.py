@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm.engine import trials as trials_module
-from nanovllm.engine.trials import Attempt, TrialDiedError, Trials
+from nanovllm.engine.trials import WALL_FACTOR, Attempt, CpuTimeError, TrialDiedError, Trials
 from tests.engine.fake_trials import attempt, fake_trials, logged, wait_gone
 
 ROOT = Path(__file__).parents[2]
@@ -48,9 +48,17 @@ def test_one_that_takes_too_long_is_ended(trials, tmp_path) -> None:
     begun = time.monotonic()
     with pytest.raises(TimeoutError):
         ask(trials, f"hang {tmp_path / 'pids'}", 0.3)
-    assert 0.3 <= time.monotonic() - begun < 20
+    assert 0.3 * WALL_FACTOR <= time.monotonic() - begun < 20
     wait_gone([pid for pid, _ in logged(tmp_path / "pids", 1)])
     assert ask(trials, "fine") == ""
+
+
+def test_cpu_time_is_counted_and_ends_an_attempt(trials, monkeypatch) -> None:
+    assert ask(trials, "sleep 1", 0.5) == ""  # it computes nothing
+    monkeypatch.setattr(trials_module, "WALL_FACTOR", 100.0)  # this machine may be busy
+    with pytest.raises(CpuTimeError):
+        ask(trials, "spin 20", 0.5)
+    assert ask(trials, "spin 0.1", 5.0) == ""
 
 
 def test_one_that_is_cancelled_is_ended_at_once(trials, tmp_path) -> None:
