@@ -16,13 +16,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
+from nanovllm.engine.matching import CompiledPair
 from nanovllm.engine.trials import WALL_FACTOR, CpuTimeError, Trial, TrialDiedError, Trials
 from nanovllm.wire import RefusalKind
-
-if TYPE_CHECKING:
-    import xgrammar
 
 log = logging.getLogger("engine")
 WORKERS = 2
@@ -49,10 +47,10 @@ class Builder(Protocol):
         """Called before each `build`, while the trial runs: the first may take seconds."""
         ...
 
-    def build(self, tag: str) -> xgrammar.CompiledGrammar: ...
+    def build(self, tag: str) -> CompiledPair: ...
 
 
-CompileOutcome: TypeAlias = "xgrammar.CompiledGrammar | Failure"
+CompileOutcome: TypeAlias = CompiledPair | Failure
 OnCompiled: TypeAlias = Callable[[CompileOutcome], None]  # called once, by any thread
 
 
@@ -240,7 +238,7 @@ class GrammarQueue:
         if isinstance(outcome, Failure):
             num_bytes, kept_s = len(outcome.reason), outcome.kept_s
         else:
-            num_bytes, kept_s = int(outcome.memory_size_bytes), inf
+            num_bytes, kept_s = outcome.memory_size_bytes, inf
         self._forget(tag)
         kept = CachedGrammar(outcome, num_bytes + len(tag) + ENTRY_BYTES, time.monotonic() + kept_s)
         self._kept[tag] = kept

@@ -23,6 +23,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from nanovllm.engine.grammar_queue import GrammarQueue
+from nanovllm.engine.matching import (
+    CompiledPair,
+    FreeGrammar,
+    Matcher,
+    TokenLengths,
+    without_limits,
+)
 from nanovllm.engine.trials import MEMORY_BYTES, Attempt, Trials
 from nanovllm.plan import Masks
 from nanovllm.tokenizer import read_tokenizer
@@ -30,7 +37,6 @@ from nanovllm.wire import Generate, StepOutput
 
 if TYPE_CHECKING:
     import xgrammar
-    from torch import Tensor
 
 log = logging.getLogger("engine")
 
@@ -43,7 +49,7 @@ UNWRITTEN = b"\xff</parameter>\xff"
 MASK_S = 0.1  # of CPU time; usual masks take 0.05 ms
 TRIED_TOKENS = 20  # up to four of them for thinking and what follows it
 # The number of a row's next mask, its matcher, the drafts behind that mask.
-Walk: TypeAlias = "tuple[int, xgrammar.GrammarMatcher, list[int]]"
+Walk: TypeAlias = tuple[int, Matcher, list[int]]
 NOISE = re.compile(r"^\[.*?\] \S+: (Check failed: .* is false: )?")  # where in xgrammar's source
 
 
@@ -59,8 +65,8 @@ class Grammars:
         tokens = tokenizer_dir, vocab_size, stop_ids
         self._trials = Trials(partial(attempt_of, *tokens))
         self.queue = GrammarQueue(self._trials, Compiler(*tokens), compile_s)
-        self._matchers: dict[int, xgrammar.GrammarMatcher] = {}
-        self._failed: set[int] = set()  # since the last `advance`: their masks could not be made
+        self._matchers: dict[int, Matcher] = {}
+        self._failed: set[int] = set()  # requests whose masks could not be made since `advance`
         self._filler: xgrammar.BatchGrammarMatcher | None = None
         self._num_words = -(-vocab_size // 32)
 
@@ -72,16 +78,13 @@ class Grammars:
     def num_followed(self) -> int:
         return len(self._matchers)
 
-    def follow(self, request: Generate, grammar: xgrammar.CompiledGrammar) -> None:
+    def follow(self, request: Generate, grammar: CompiledPair) -> None:
         """From now on the request's tokens come from `fill` and go to `advance`."""
-        import xgrammar
-
-        # Whatever the token table takes for an end must end the matcher, too.
+        # All end tokens of the token table must end the matcher, too.
         stops = sorted({*request.stop_ids, *self._stop_ids})
         if not stops:
             raise ValueError("a grammar needs a token that ends the text")
-        matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=stops)
-        self._matchers[request.request_id] = matcher
+        self._matchers[request.request_id] = Matcher(grammar, stops)
 
     # -- Masker -----------------------------------------------------------------------------
 
@@ -100,14 +103,17 @@ class Grammars:
         masks = np.full((num_masks, self._num_words), -1, np.int32)
         into = torch.from_numpy(masks)
         self._filler = self._filler or xgrammar.BatchGrammarMatcher(max_threads=MASK_THREADS)
-        filled: dict[int, xgrammar.GrammarMatcher] = {}
+        filled: dict[int, Matcher] = {}
         onward: list[Walk] = []
         while walking:
             at, matchers, _ = zip(*walking, strict=True)
             try:
-                self._filler.batch_fill_next_token_bitmask(list(matchers), into, list(at))
+                fillers = [matcher.filler() for matcher in matchers]
+                self._filler.batch_fill_next_token_bitmask(fillers, into, list(at))
+                for row, matcher in zip(at, matchers, strict=True):
+                    matcher.narrow(masks[row])
             except Exception:
-                walking = self._fill_each(walking, into)
+                walking = self._fill_each(walking, masks)
             filled.update((i, matcher) for i, matcher, _ in walking)
             taken = [walk for walk in walking if walk[2] and walk[1].accept_token(walk[2][0])]
             onward += taken
@@ -119,18 +125,18 @@ class Grammars:
             np.bitwise_or.at(masks[row].view(np.uint32), stops // 32, np.uint32(1) << stops % 32)
         return masks
 
-    def _fill_each(self, walking: list[Walk], into: Tensor) -> list[Walk]:
+    def _fill_each(self, walking: list[Walk], masks: Masks) -> list[Walk]:
         """Fill masks one by one. Return the walks without those of requests whose masks fail."""
         good: list[Walk] = []
         for walk in walking:
             at, matcher, _ = walk
             try:
-                matcher.fill_next_token_bitmask(into, at)
+                matcher.fill(masks[at])
             except Exception:
                 request_id = next(i for i, one in self._matchers.items() if one is matcher)
                 log.exception("no mask for request %d", request_id)
                 self._failed.add(request_id)
-                into[at] = -1
+                masks[at] = -1
             else:
                 good.append(walk)
         return good
@@ -168,7 +174,7 @@ class Grammars:
                     del self._matchers[request_id]
         return failed
 
-    def _accepts(self, matcher: xgrammar.GrammarMatcher, token: int) -> bool:
+    def _accepts(self, matcher: Matcher, token: int) -> bool:
         """Follow a token. Return False for one that ends a text of which the grammar has no end."""
         if matcher.is_terminated() or matcher.accept_token(token):
             return True
@@ -176,11 +182,9 @@ class Grammars:
         assert not self._has_way_on(matcher), "the mask was ignored"
         return False
 
-    def _has_way_on(self, matcher: xgrammar.GrammarMatcher) -> bool:
-        import torch
-
-        mask = np.zeros((1, self._num_words), np.int32)
-        matcher.fill_next_token_bitmask(torch.from_numpy(mask))
+    def _has_way_on(self, matcher: Matcher) -> bool:
+        mask = np.zeros(self._num_words, np.int32)
+        matcher.fill(mask)
         return bool(mask.any())
 
 
@@ -200,13 +204,20 @@ class Compiler:
             if self._compiler is None:
                 import xgrammar
 
+                table = token_table(*self._tokens)
+                self._lengths = TokenLengths(table, UNWRITTEN)
                 self._compiler = xgrammar.GrammarCompiler(
-                    token_table(*self._tokens), max_threads=COMPILER_THREADS, cache_enabled=False
+                    table, max_threads=COMPILER_THREADS, cache_enabled=False
                 )
 
-    def build(self, tag: str) -> xgrammar.CompiledGrammar:
+    def build(self, tag: str) -> CompiledPair:
         assert self._compiler is not None, "not prepared"
-        return self._compiler.compile_structural_tag(tag)
+        exact = self._compiler.compile_structural_tag(tag)
+        if (found := without_limits(tag)) is None:
+            return CompiledPair(exact)
+        tag, least = found
+        free = self._compiler.compile_structural_tag(tag)
+        return CompiledPair(exact, FreeGrammar(free, least, self._lengths))
 
 
 def attempt_of(folder: Path, vocab_size: int, stop_ids: list[int]) -> Attempt:
@@ -216,7 +227,8 @@ def attempt_of(folder: Path, vocab_size: int, stop_ids: list[int]) -> Attempt:
 
     def attempt(tag: str) -> str:
         try:
-            write_some(compiler.build(tag), vocab_size, re.findall(r'"token": ?(\d+)', tag))
+            matcher = Matcher(compiler.build(tag))
+            write_some(matcher, vocab_size, re.findall(r'"token": ?(\d+)', tag))
         except Exception as problem:  # xgrammar's errors share no class below RuntimeError
             reason = NOISE.sub("", str(problem)).strip()
             if "bad_alloc" in reason or isinstance(problem, MemoryError):
@@ -227,21 +239,17 @@ def attempt_of(folder: Path, vocab_size: int, stop_ids: list[int]) -> Attempt:
     return attempt
 
 
-def write_some(grammar: xgrammar.CompiledGrammar, vocab_size: int, named: Sequence[str]) -> None:
+def write_some(matcher: Matcher, vocab_size: int, named: Sequence[str]) -> None:
     """A few tokens: a grammar that matches nothing, or slowly, is refused now.
 
     Once it runs, every other request waits for its masks. Ids that the grammar has `named` go
     first: they end thinking, which may be any text, and so lead to what was asked for. Raises
     ValueError.
     """
-    import torch
-    import xgrammar
-
-    matcher = xgrammar.GrammarMatcher(grammar)
     mask = np.zeros(-(-vocab_size // 32), np.int32)
     for _ in range(TRIED_TOKENS):
         begun = time.thread_time()
-        matcher.fill_next_token_bitmask(torch.from_numpy(mask[None]))
+        matcher.fill(mask)
         if (spent := time.thread_time() - begun) > MASK_S:
             raise ValueError(f"its masks take {1000 * spent:.0f} ms a token")
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
@@ -250,9 +258,8 @@ def write_some(grammar: xgrammar.CompiledGrammar, vocab_size: int, named: Sequen
                 return
             raise ValueError("nothing matches it")
         # One in the middle: the first are rare characters, the last long words.
-        chosen = (
-            leading if (leading := np.intersect1d(allowed, [*map(int, named)])).size else allowed
-        )
+        leading = np.intersect1d(allowed, [*map(int, named)])
+        chosen = leading if leading.size else allowed
         matcher.accept_token(int(chosen[chosen.size // 2]))
         if matcher.is_terminated():
             return
