@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from msgspec import Struct, field, structs
 
-from nanovllm import checkpoint, experts, hub, recipes, speculate
+from nanovllm import checkpoint, experts, hosts, hub, recipes, speculate
 from nanovllm.experts import Experts as Experts
 from nanovllm.hub import Check
 from nanovllm.speculate import Speculate as Speculate
@@ -110,8 +110,12 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None  # None: what NANOVLLM_API_KEY says
-    allowed_origins: list[str] = field(default_factory=lambda: ["*"])  # pages in a browser; *: all
-    served_name: str | None = None  # None: the last part of the model's name
+    # Web pages that may use the server besides its own and those of this machine: the origins, as
+    # https://chat.example, or * for the API alone and all pages.
+    allowed_origins: list[str] = field(default_factory=list)
+    # On a loopback host without a key: names in the header Host, besides addresses and localhost.
+    allowed_hosts: list[str] = field(default_factory=list)
+    served_name: str | None = None  # one more name of the model; None: the last part of its name
     parser: str = "auto"
     page: bool | Auto = "auto"  # and /debug/steps; auto: where only this machine can open it
     reasoning_content: bool = False  # name reasoning that way too, for clients that need it
@@ -173,6 +177,28 @@ class Config(Struct, frozen=True, kw_only=True):
     served_name: str
     eos_ids: tuple[int, ...] | None = None  # that end a text (server/ends.py); None: not known yet
 
+    @property
+    def model_names(self) -> list[str]:
+        """The names of the model, as /v1/models lists them: its hub id first, then the others.
+
+        A model in a folder has the folder's name instead of an id, so that no path is published.
+        """
+        model, source = self.recipe.model, Path(self.source)
+        names = [self.served_name, last_part(model)]
+        if model == "demo" or recipes.is_hub_id(model):
+            names.insert(0, model)
+        if source.suffix in recipes.SUFFIXES:
+            names.append(source.stem)
+        return list(dict.fromkeys(names))
+
+    @property
+    def model_paths(self) -> set[str]:
+        """The paths of this machine that are accepted as the model's name, and not published."""
+        paths = {self.recipe.model, self.recipe.model.rstrip("/")}
+        if Path(self.source).suffix in recipes.SUFFIXES:
+            paths |= {self.source, os.path.join(".", self.source)}
+        return paths - {""}
+
 
 class Checked(Struct, frozen=True):
     """A recipe without mistakes, whose model was not looked for yet."""
@@ -213,9 +239,9 @@ def read_recipe(
         put(raw, MODEL_KEYS.get(path, path), value)
     recipe = converted(raw, Recipe)
     _check_ranges(recipe)
-    if recipe.server.api_key is None:
-        server = structs.replace(recipe.server, api_key=given_api_key())
-        recipe = structs.replace(recipe, server=server)
+    given = recipe.server.api_key
+    api_key = given_api_key() if given is None else usable_key(given, "server.api_key (--api-key)")
+    recipe = structs.replace(recipe, server=structs.replace(recipe.server, api_key=api_key))
     return Checked(recipe, source, base, changed)
 
 
@@ -293,6 +319,7 @@ def _check_ranges(recipe: Recipe) -> None:
         value = attrgetter(path)(recipe)
         if value != "auto" and not low <= value <= high:
             raise ConfigError(f"{path} is {value}; it must be between {low} and {high}")
+    hosts.check(recipe.server.allowed_origins, recipe.server.allowed_hosts)
     experts.check(recipe.experts, recipe.load.format, recipe.parallel.tp, recipe.parallel.ep)
     if recipe.speculate is not None:
         speculate.check(recipe.speculate, recipe.engine)
@@ -357,8 +384,6 @@ def locate(checked: Checked, check: Check | None = None) -> Config:
     has_tokenizer = folder is not None and (folder / "tokenizer.json").is_file()
     if not has_tokenizer and not dummy:
         raise ConfigError(f"{folder} has no tokenizer.json")
-    last = recipe.model.rstrip("/").rsplit("/", 1)[-1]
-    name = Path(recipe.model).resolve().name if last in ("", ".", "..") else last
     return Config(
         recipe=recipe,
         source=checked.source,
@@ -366,7 +391,7 @@ def locate(checked: Checked, check: Check | None = None) -> Config:
         model_dir=str(folder) if folder is not None else None,
         config_path=str(config_path),
         tokenizer_dir=str(folder if has_tokenizer else DEMO),
-        served_name=recipe.server.served_name or name,
+        served_name=recipe.server.served_name or last_part(recipe.model),
     )
 
 
@@ -377,9 +402,15 @@ def _folder_of(model: str, check: Check, *, dummy: bool) -> Path | None:
         return local
     if local.is_file():
         checkpoint.check_file(local)
-    if not recipes.HUB_ID.fullmatch(model):
+    if not recipes.is_hub_id(model):
         return None
     return hub.cached(model) if dummy else hub.fetched(model, check, recipes.models())
+
+
+def last_part(model: str) -> str:
+    """Return the last part of a hub id, or the name of a folder."""
+    last = model.rstrip("/").rsplit("/", 1)[-1]
+    return Path(model).resolve().name if last in ("", ".", "..") else last
 
 
 def without_api_key(config: Config) -> Config:
@@ -390,8 +421,26 @@ def without_api_key(config: Config) -> Config:
 
 
 def given_api_key() -> str | None:
-    """The key in the environment, which `ps` does not show. It is never printed or recorded."""
-    return os.environ.get("NANOVLLM_API_KEY") or None
+    """Return the key in the environment, which `ps` does not show; None if it is not set or empty.
+
+    It is never printed or recorded.
+    """
+    key = os.environ.get("NANOVLLM_API_KEY")
+    return usable_key(key, "NANOVLLM_API_KEY") if key else None
+
+
+def usable_key(key: str, named: str) -> str:
+    """Return a key without the white space around it, such as the newline at the end of a file.
+
+    Raises ConfigError if nothing is left, or nothing that a header can carry.
+    """
+    bare = key.strip()
+    if not bare:
+        cure = "leave it out, and the server needs no key, or give one"
+        raise ConfigError(f"{named} is empty; {cure}")
+    if not bare.isprintable():
+        raise ConfigError(f"{named} has control characters, which no header can carry")
+    return bare
 
 
 def cache_dir() -> Path:

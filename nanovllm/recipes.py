@@ -22,6 +22,11 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
+def is_hub_id(model: str) -> bool:
+    """Return True for owner/name, unless a folder here has that path."""
+    return HUB_ID.fullmatch(model) is not None and not os.path.isdir(model)
+
+
 def find(named: str) -> tuple[Path | None, str | None]:
     """A recipe file to read, or a model to serve as it is, or neither.
 
@@ -35,7 +40,7 @@ def find(named: str) -> tuple[Path | None, str | None]:
         return None, named
     if (path := shipped().get(named)) is not None:
         return path, None
-    if not HUB_ID.fullmatch(named) or os.path.isdir(named):
+    if not is_hub_id(named):
         return None, None
     by_model = {model.lower(): path for model, path in models().items()}
     if (path := by_model.get(named.lower())) is not None:  # the Hub's ids differ in more than case

@@ -93,6 +93,28 @@ def test_a_hub_id_that_a_shipped_recipe_serves_uses_that_recipe() -> None:
     assert read_recipe("Qwen/Qwen3-8B-FP8").recipe.schedule.step_tokens == "auto"
 
 
+def test_names_of_a_model(tmp_path: Path, monkeypatch) -> None:
+    """All that a client may have read: the hub id, its last part, RECIPE, `served_name`."""
+
+    def names(named: str | None, *more: str) -> list[str]:
+        return load_config(named, ["load.format=dummy", *more]).model_names
+
+    full = "Qwen/Qwen3-0.6B"
+    assert names("qwen3-0.6b") == [full, "Qwen3-0.6B", "qwen3-0.6b"]
+    assert names("qwen3-0.6b", "server.served_name=a") == [full, "a", "Qwen3-0.6B", "qwen3-0.6b"]
+    assert names(None) == names("demo") == ["demo"]
+    assert names(None, "server.served_name=a") == ["demo", "a"]
+    assert names("paper") == ["demo", "paper"]
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(DEMO, "models/my-model")
+    Path("r.yaml").write_text("model: models/my-model\n")
+    by_recipe, by_folder = load_config("./r.yaml"), load_config("./models/my-model/")
+    assert by_recipe.model_names == ["my-model", "r"]
+    assert {"r.yaml", "./r.yaml", "models/my-model"} <= by_recipe.model_paths
+    assert by_folder.model_names == ["my-model"]
+    assert {"./models/my-model/", "./models/my-model"} <= by_folder.model_paths
+
+
 def test_what_lies_here_wins_over_what_is_shipped(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert read_recipe("paper").recipe.engine == "paper"
@@ -235,6 +257,32 @@ def test_a_parser_is_known_before_anything_is_started() -> None:
         launch.serve(load_config(None, ["server.parser=qwen4"]))
     assert str(caught.value) == f"server.parser is 'qwen4'; it must be auto, {', '.join(PARSERS)}"
     assert parser_of(load_config(None)) == "qwen3"
+
+
+@pytest.mark.parametrize("empty", ["", " ", "\n", "\r\n\t "])
+def test_an_empty_key_is_refused(empty, monkeypatch) -> None:
+    """It comes from a variable that is not set, and would leave the server open."""
+    said = r"^server\.api_key \(--api-key\) is empty; leave it out, and the server needs no key"
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, (), {"server.api_key": empty})
+    if empty:
+        monkeypatch.setenv("NANOVLLM_API_KEY", empty)
+        with pytest.raises(ConfigError, match=r"^NANOVLLM_API_KEY is empty; leave it out"):
+            load_config(None)
+        assert load_config(None, ["server.api_key=mine"]).recipe.server.api_key == "mine"
+
+
+def test_a_key_has_no_white_space_around_it(monkeypatch) -> None:
+    """Files end with a newline, which no header carries."""
+    for key in ("s3 cr\u00e9t\n", "s3 cr\u00e9t\r\n", " \ts3 cr\u00e9t \n\n"):
+        config = load_config(None, (), {"server.api_key": key})
+        monkeypatch.setenv("NANOVLLM_API_KEY", key)
+        for found in (config, load_config(None)):
+            assert found.recipe.server.api_key == "s3 cr\u00e9t"
+    for key in ("two\nlines", "a\0b", "a\x1b[2J"):
+        with pytest.raises(ConfigError, match="has control characters") as caught:
+            load_config(None, (), {"server.api_key": key})
+        assert "lines" not in str(caught.value) and "2J" not in str(caught.value)
 
 
 def test_a_key_of_the_environment_is_used_and_never_shown(monkeypatch) -> None:

@@ -113,7 +113,7 @@ def measure_server(
     api = _Api(url, api_key)
     with api.http:
         served = ask_server(api, load)
-        if config is not None and served.model != config.served_name:
+        if config is not None and served.model not in config.model_names:
             raise ConfigError(f"{url} serves {served.model}; the recipe is {config.served_name}")
 
         def send(part: Workload, label: str) -> tuple[Done, dict[str, float]]:

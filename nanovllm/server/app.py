@@ -218,16 +218,18 @@ class App:
         return request, prompt
 
     def _models(self) -> tuple[bytes, bytes]:
-        return JSON, msgspec.json.encode({"data": [self._card()], "object": "list"})
+        cards = [self._card(name) for name in self._served.names]
+        return JSON, msgspec.json.encode({"data": cards, "object": "list"})
 
     def _model(self, name: str) -> tuple[bytes, bytes]:
-        if name != self._served.name:
-            raise unknown_model(name, self._served.name)
-        return JSON, msgspec.json.encode(self._card())
+        if name not in self._served.names and name not in self._served.paths:
+            raise unknown_model(name, self._served.names)
+        return JSON, msgspec.json.encode(self._card(name))
 
-    def _card(self) -> dict[str, object]:
+    def _card(self, name: str) -> dict[str, object]:
         return {
-            "id": self._served.name,
+            "id": name,
+            "root": self._served.names[0],
             "created": self._served.created,
             "max_model_len": self._served.max_model_tokens,
             "object": "model",

@@ -99,7 +99,8 @@ class ChatSession:
         self.abort = abort
         self._response_id = response_id
         self._created = created
-        self._head = chunk_head(response_id, created, served.name)
+        self._model = request.model or served.name
+        self._head = chunk_head(response_id, created, self._model)
         options = request.stream_options or StreamOptions()
         self._ends_with_usage = options.include_usage
         streaming = CountedWriter if options.continuous_usage_stats else ChunkWriter
@@ -147,7 +148,7 @@ class ChatSession:
         completion = ChatCompletion(
             self._response_id,
             self._created,
-            self.served.name,
+            self._model,
             choices,
             self.usage(),
             self.prompt_ids or UNSET,

@@ -63,8 +63,9 @@ def too_long(num_tokens: int, context: int, *, is_least: bool = False) -> ApiErr
     return ApiError(400, text, param="messages", code="context_length_exceeded")
 
 
-def unknown_model(asked: str, served: str) -> ApiError:
-    text = f"the model {asked[:200]!r} does not exist; this server has {served!r}"
+def unknown_model(asked: str, names: Iterable[str]) -> ApiError:
+    listed = " or ".join(map(repr, names))
+    text = f"the model {asked[:200]!r} does not exist; this server has {listed}"
     return ApiError(404, text, param="model", code="model_not_found")
 
 

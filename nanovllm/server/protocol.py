@@ -10,6 +10,7 @@ is null means the same as one that is missing.
 from __future__ import annotations
 
 import re
+from collections.abc import Container, Sequence
 from typing import Any
 
 import msgspec
@@ -178,10 +179,13 @@ def parse_request(
     model: str,
     vocab_size: int,
     allowed: dict[str, Range] = WIDEST,
+    other_names: Sequence[str] = (),
+    paths: Container[str] = (),
 ) -> ChatRequest:
-    """A request whose every field is in range. Raises ApiError.
+    """Return a request whose every field is in range. Raises ApiError.
 
-    `allowed`: what `ranges` says of this server.
+    `allowed`: the ranges of this server. `other_names`, `paths`: of `model`; a refusal lists the
+    names alone.
     """
     try:
         request = _decoder.decode(body)
@@ -194,8 +198,8 @@ def parse_request(
         raise ApiError(400, f"the body is not valid UTF-8: {error}", code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
-    if request.model not in (None, model):
-        raise unknown_model(str(request.model), model)
+    if request.model not in (None, model, *other_names) and request.model not in paths:
+        raise unknown_model(str(request.model), [model, *other_names])
     check_unsupported(request)
     for field, limits in allowed.items():
         if (value := getattr(request, field)) is not None and not limits.holds(value):

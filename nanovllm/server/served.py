@@ -43,6 +43,8 @@ class Served:
     def __init__(self, config: Config, ready: Ready) -> None:
         """Slow, once: reads the tokenizer. Raises ConfigError."""
         self.name = ready.model
+        self.names = list(dict.fromkeys([*config.model_names, self.name]))  # the hub id first
+        self.paths = config.model_paths  # names as well, and not published
         self.created = int(time.time())
         self.max_model_tokens = ready.max_model_tokens
         self.vocab_size = ready.vocab_size
@@ -103,7 +105,14 @@ class Served:
 
     def request(self, body: bytes) -> ChatRequest:
         """A body's request, every field of it in this model's range. Raises ApiError."""
-        return parse_request(body, model=self.name, vocab_size=self.vocab_size, allowed=self.ranges)
+        return parse_request(
+            body,
+            model=self.names[0],
+            vocab_size=self.vocab_size,
+            allowed=self.ranges,
+            other_names=self.names[1:],
+            paths=self.paths,
+        )
 
 
 def _read(path: Path, schema: type[T]) -> T:

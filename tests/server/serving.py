@@ -69,11 +69,11 @@ def content(events: list[Any], index: int = 0) -> str:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *overrides: str) -> Iterator[Api]:
+def serving(folder: Path, *overrides: str, recipe: str | None = None) -> Iterator[Api]:
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     engine = FakeEngine(str(folder / "engine.sock"), tokenizer)
     engine.start()
-    config = load_config(None, overrides)
+    config = load_config(recipe, overrides)
     sock = socket.create_server(("127.0.0.1", 0))
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

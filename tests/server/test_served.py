@@ -23,6 +23,7 @@ HELLO = {"messages": [{"role": "user", "content": "x"}]}
 
 
 def served(folder, config=None, generation=None, *overrides: str) -> Served:
+    folder.mkdir(exist_ok=True)
     write_folder(folder)
     (folder / "config.json").write_text(json.dumps(config or {}))
     if generation is not None:
@@ -76,3 +77,16 @@ def test_more_choices_than_may_wait_are_refused_for_good(tmp_path, most: int, wa
         model.request(msgspec.json.encode({**HELLO, "n": most + 1}))
     assert (caught.value.status, caught.value.param) == (400, "n")
     assert caught.value.message == f"n must be between 1 and {most}, not {most + 1}"
+
+
+def test_every_name_of_the_model_is_accepted_and_a_wrong_one_lists_them(tmp_path) -> None:
+    model = served(tmp_path / "my-model", {}, None, "server.served_name=prod")
+    assert model.names == ["prod", "my-model", "mine"] and model.name == "mine"
+    for name in (None, "prod", "my-model", "mine", str(tmp_path / "my-model")):
+        assert model.request(msgspec.json.encode({**HELLO, "model": name})).model == name
+    with pytest.raises(ApiError) as caught:
+        model.request(msgspec.json.encode({**HELLO, "model": "gpt-9"}))
+    assert (caught.value.status, caught.value.param) == (404, "model")
+    assert caught.value.message == (
+        "the model 'gpt-9' does not exist; this server has 'prod' or 'my-model' or 'mine'"
+    )

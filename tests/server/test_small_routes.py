@@ -27,12 +27,36 @@ def test_one_model_by_name(api) -> None:
     assert api.http.post("/v1/models/demo").headers["allow"] == "GET, HEAD"
 
 
-def test_names_with_slashes(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(fake_engine, "READY", replace(fake_engine.READY, model="org/name"))
-    with serving(tmp_path) as api:
-        for path in ("org/name", "org%2Fname", "org%2fname"):
-            assert api.http.get(f"/v1/models/{path}").json()["id"] == "org/name"
-        assert api.http.get("/v1/models/name").status_code == 404
+def test_all_names_of_a_model(tmp_path, monkeypatch) -> None:
+    """The server's own label stays one name, however requests name the model."""
+    ready = replace(fake_engine.READY, model="mine")
+    monkeypatch.setattr(fake_engine, "READY", ready)
+    settings = "load.format=dummy", "server.served_name=mine"
+    names = ["Qwen/Qwen3-0.6B", "mine", "Qwen3-0.6B", "qwen3-0.6b"]
+    with serving(tmp_path, *settings, recipe="qwen3-0.6b") as api:
+        cards = api.http.get("/v1/models").json()["data"]
+        assert [card["id"] for card in cards] == names
+        assert {card["root"] for card in cards} == {names[0]}
+        for path in (*names, "Qwen%2FQwen3-0.6B", "Qwen%2fQwen3-0.6B"):
+            found = api.http.get(f"/v1/models/{path}").json()["id"]
+            assert found == path.replace("%2F", "/").replace("%2f", "/")
+        for name in names:
+            assert api.chat(model=name, max_tokens=1).json()["model"] == name
+            streamed = api.events(model=name, max_tokens=1)
+            assert {event["model"] for event in streamed[:-1]} == {name}
+        assert api.chat(max_tokens=1).json()["model"] == "mine"
+        for asked in (
+            api.chat(model="Qwen/Qwen3-8B"),
+            api.chat(model="qwen/qwen3-0.6b"),
+            api.chat(model=""),
+            api.http.get("/v1/models/Qwen/Qwen3-8B"),
+        ):
+            found = asked.json()["error"]
+            assert (asked.status_code, found["code"]) == (404, "model_not_found")
+            listed = "'Qwen/Qwen3-0.6B' or 'mine' or 'Qwen3-0.6B' or 'qwen3-0.6b'"
+            assert found["message"].endswith(f"this server has {listed}")
+        labels = re.findall(r'model_name="(.*?)"', api.http.get("/metrics").text)
+        assert set(labels) == {"mine"}
 
 
 def test_version(api) -> None:

@@ -1,0 +1,103 @@
+"""Host names and origins: how they are written, and which of them mean this machine.
+
+An origin is the scheme, host and port of a page (RFC 6454), or `null`. Only names made of letters,
+digits, `.`, `_` and `-` are understood, so that every one of them may stand in a command line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address
+
+from nanovllm.typed_yaml import ConfigError
+
+ANY = "*"
+OPAQUE = "null"  # the origin of files and of sandboxed frames
+HOST = r"\[[0-9a-f:.]+\]|[a-z0-9._-]+"
+AUTHORITY = re.compile(rf"({HOST})(?::([0-9]{{0,5}}))?", re.IGNORECASE)
+ORIGIN = re.compile(rf"([a-z][a-z0-9+.-]*)://(?:({HOST})(?::([0-9]{{1,5}}))?)?", re.IGNORECASE)
+OWN_PORTS = {"http": "80", "https": "443"}
+PLAIN = re.compile(r"[A-Za-z0-9._:/-]+")  # is a string in YAML's [a,b] without quotes
+
+
+def host_of(authority: str) -> str | None:
+    """Return the host of `localhost:8000` or `[::1]:8000` in lower case, None if it has none.
+
+    IPv6 addresses lose their brackets, names a dot at their end.
+    """
+    found = AUTHORITY.fullmatch(authority)
+    return None if found is None else _bare(found[1])
+
+
+def origin_of(text: str) -> str | None:
+    """Return an origin as browsers write it, without the port of its scheme; None if it is none."""
+    if text == OPAQUE:
+        return text
+    found = ORIGIN.fullmatch(text)
+    if found is None:
+        return None
+    scheme, host, port = found[1].lower(), (found[2] or "").lower(), found[3]
+    has_port = port is not None and port != OWN_PORTS.get(scheme)
+    return f"{scheme}://{host}:{port}" if has_port else f"{scheme}://{host}"
+
+
+def address_of(host: str) -> IPv4Address | IPv6Address | None:
+    """Return the address that `host` is, None if it is a name."""
+    try:
+        return ip_address(host)
+    except ValueError:
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for `localhost` and for the addresses that only this machine reaches."""
+    address = address_of(host)
+    if address is None:
+        return host.lower() == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def is_loopback_origin(origin: str) -> bool:
+    """Return True for an origin, as `origin_of` returns it, of a page that this machine serves."""
+    found = ORIGIN.fullmatch(origin)
+    return (
+        found is not None
+        and found[1] in OWN_PORTS
+        and found[2] is not None
+        and is_loopback(_bare(found[2]))
+    )
+
+
+def check(allowed_origins: Iterable[str], allowed_hosts: Iterable[str]) -> None:
+    """Raise ConfigError for a value of the recipe's server section that no request could match."""
+    for text in allowed_origins:
+        if text != ANY and origin_of(without_slash(text)) is None:
+            raise ConfigError(
+                f"server.allowed_origins has {text!r}; an origin is a scheme, a host and maybe a "
+                "port, as in https://chat.example or http://10.0.0.5:3000; * alone means all"
+            )
+    for text in allowed_hosts:
+        if (host := host_of(text)) is None or host != text.lower().rstrip("."):
+            raise ConfigError(
+                f"server.allowed_hosts has {text!r}; write a name without scheme and port, as in "
+                "gpu-box.example"
+            )
+
+
+def without_slash(origin: str) -> str:
+    """Return an origin without the slash that an address bar adds to it."""
+    return origin[:-1] if origin.endswith("/") and not origin.endswith("//") else origin
+
+
+def setting(key: str, values: Sequence[str]) -> str:
+    """Return the flag that sets a list of strings, as a shell takes it."""
+    if all(PLAIN.fullmatch(value) and value != OPAQUE for value in values):
+        return f"--set {key}=[{','.join(values)}]"
+    return f"--set {key}='{json.dumps(values)}'"
+
+
+def _bare(host: str) -> str:
+    return host.lower().removeprefix("[").removesuffix("]").removesuffix(".")
