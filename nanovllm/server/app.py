@@ -21,6 +21,7 @@ import msgspec
 from nanovllm import __version__
 from nanovllm.config import Server as ServerConfig
 from nanovllm.log import fields
+from nanovllm.server.access import Access
 from nanovllm.server.asgi import (
     JSON,
     ClientLeftError,
@@ -40,6 +41,7 @@ from nanovllm.server.metrics import OTHER_PATH, HttpCounts
 from nanovllm.server.orders import with_grammar
 from nanovllm.server.page_files import Handler
 from nanovllm.server.protocol import REQUEST_ID, ChatRequest
+from nanovllm.server.refusals import RefusalLog
 from nanovllm.server.reply import CLIENT_LEFT, Reply
 from nanovllm.server.served import Served
 from nanovllm.server.template import Prompt
@@ -52,6 +54,7 @@ PROBES = ("/health", "/ready")  # whoever watches a server has no key
 READING = ("GET", "HEAD")
 QUIET_S = 10.0  # a stream without events for so long gets a comment
 MAX_LARGE_BODIES = 4  # of the greatest size, all at once
+OUTSIDE = (401, 403, 404, 405, 415)  # statuses of requests that no route takes on
 
 
 class App:
@@ -64,8 +67,11 @@ class App:
         metrics: Handler,
         threads: Executor,
         large: LargeBodies,
+        access: Access,
     ) -> None:
         """`threads` render and tokenise the prompts of small bodies, `large` has the others."""
+        self.access = access
+        self.refusals = RefusalLog()
         self.is_draining = False  # takes no new requests, and /health says so
         self._replies: set[Reply] = set()
         self._preparing: set[asyncio.Task[Any]] = set()  # requests that are not replies yet
@@ -126,6 +132,7 @@ class App:
     async def _answer(
         self, scope: Scope, receive: Receive, writer: Writer, request_id: str
     ) -> None:
+        self.access.check(scope)
         path: str = scope["path"]
         look, answer = self._looks.get(path), self._answers.get(path)
         if path not in PROBES and (look is None or path.startswith((DEBUG, METRICS))):
@@ -155,9 +162,12 @@ class App:
             raise ApiError(401, text, code="invalid_api_key")
 
     def _refuse(self, scope: Scope, writer: Writer, error: ApiError, request_id: str) -> None:
-        """Answers with an error; to be called only before a response has begun."""
+        """Answer with an error; to be called only before a response has begun."""
         if scope["path"] == CHAT:
             self._counts.rejected[error.code or "error"] += 1
+        if error.status in OUTSIDE:
+            self.refusals.request(scope, error, request_id)
+        elif scope["path"] == CHAT:
             log.info("request %s", fields(id=request_id, status=error.status, error=error.code))
         more = [(b"x-request-id", request_id.encode()), *error.headers]
         writer.respond(error.status, JSON, error.body(), more)
@@ -166,10 +176,10 @@ class App:
         begun = time.monotonic()
         if self.is_draining:
             raise shutting_down()
-        kind = (header(scope, b"content-type") or JSON).partition(b";")[0].strip()
+        kind = (header(scope, b"content-type") or b"missing").partition(b";")[0].strip()
         if kind.lower() != JSON:
             text = f"the content-type must be application/json, not {kind[:100].decode('latin-1')}"
-            raise ApiError(400, text, code="invalid_content_type")
+            raise ApiError(415, text, code="invalid_content_type")
         if (coding := header(scope, b"content-encoding") or b"identity").lower() != b"identity":
             said = coding[:100].decode("latin-1")
             text = f"the body must not be compressed, and its content-encoding is {said}"

@@ -6,6 +6,11 @@ neither routes nor bodies' meaning.
 Decision: `look_after` is called for every connection ten times a second, instead of timers of
 their own: nothing is to be cancelled, and a connection that ends leaves nothing behind.
 
+Decision: a response that is complete before its request has been read does not close the
+connection. Unread bytes would reset it, and most clients then lose the response. What still comes
+is read and dropped, until the client has sent all, or for LINGER_S without a byte, MOST_LINGER_S
+or MOST_LINGER_BYTES. If nothing may follow, the writing side closes at once (RFC 9112, 9.6).
+
 Decision: who closes the writing side alone, as `nc -N` does behind a request, counts as gone. Such
 a client looks like one that has left until something is written to it, and nothing is written of
 a whole answer before its end: every request that was given up would keep its place until then.
@@ -20,9 +25,10 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -32,10 +38,15 @@ from nanovllm.config import Server as ServerConfig
 from nanovllm.log import fields
 from nanovllm.server.asgi import EXTENSION, JSON
 from nanovllm.server.errors import ApiError, shutting_down
+from nanovllm.server.head import CODE, check_head, expects_continue, host_of_target, not_spoken
 from nanovllm.server.metrics import OTHER_PATH, HttpCounts
+from nanovllm.server.refusals import RefusalLog
 
 log = logging.getLogger("server")
-LINGER_S = 2.0  # how long a refused client may go on sending, so that it reads what it was told
+LINGER_S = 2.0  # how long a client that was answered early may send nothing more of its request
+MOST_LINGER_S = 10.0  # and how long it may go on sending
+MOST_LINGER_BYTES = 256 * 1024 * 1024
+OLD = "0.9"  # the version of HTTP that the parser reads from a line without one
 KERNEL_UNSENT_BYTES = 64 * 1024  # what we can't count; the rest of a slow reader's waits with us
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: the kernel keeps nothing for the client either
 NO_LIMIT = 2**31 - 1
@@ -53,14 +64,30 @@ class Flow(FlowControl):
             super().resume_reading()
 
 
+class Outlet:
+    """The transport of one connection for its responses, which close it only when all is read."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
 class Connection(HttpToolsProtocol):
     """Never asks a writer to wait, and hands the transport to the application: asgi.Writer."""
 
-    def __init__(self, settings: ServerConfig, counts: HttpCounts, **given: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        settings: ServerConfig,
+        counts: HttpCounts,
+        refusals: RefusalLog,
+        **given: Any,  # noqa: ANN401
+    ) -> None:
         """`given` is what uvicorn makes its protocols of."""
         super().__init__(**given)
         self._settings = settings
         self._counts = counts
+        self._refusals = refusals
         self._in_head = False  # a request's first line or headers have begun
         self._in_body = False  # its headers are complete and its body is not; self.cycle is its own
         self._answered: RequestResponseCycle | None = None  # now; self.cycle may wait behind it
@@ -70,6 +97,8 @@ class Connection(HttpToolsProtocol):
         self._has_turned = False  # such a part ended amid the bytes just read
         self._is_deaf = False  # what comes from now on is not looked at
         self._deadline: float | None = None  # for what is being read; monotonic, as all times
+        self._linger_until: float | None = None  # what comes until then is dropped
+        self._num_dropped = 0  # bytes, since then
         self._unread_before = 0  # bytes of a finished response, at the last progress
         self._read_by = 0.0
 
@@ -80,6 +109,7 @@ class Connection(HttpToolsProtocol):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, KERNEL_UNSENT_BYTES)
         super().connection_made(transport)
         self.flow = Flow(transport, self.pipeline)
+        self._outlet = Outlet(transport, self._close_when_read)
         self._allow(self._settings.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -93,6 +123,8 @@ class Connection(HttpToolsProtocol):
     # -- reading ----------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        if self._linger_until is not None and not self._may_linger(len(data)):
+            return
         if self._is_deaf:
             return
         self._unset_keepalive_if_required()
@@ -109,8 +141,11 @@ class Connection(HttpToolsProtocol):
             return
         except httptools.HttpParserError as error:
             ours = error.__context__  # raised in a callback
-            invalid = ApiError(400, "this is not valid HTTP", code="invalid_http")
+            invalid = ApiError(400, "this is not valid HTTP", code=CODE)
             self._refuse(ours if isinstance(ours, ApiError) else invalid)
+            return
+        if self._in_head and self.parser.get_http_version() == OLD:  # has no headers, so no end
+            self._refuse(not_spoken(OLD))
             return
         # httptools keeps the beginning of a header until all of it is there.
         self._fed_bytes = 0 if self._has_turned else self._fed_bytes + len(data)
@@ -122,6 +157,7 @@ class Connection(HttpToolsProtocol):
         self.scope["extensions"] = {EXTENSION: {"transport": self.transport}}
         self._in_head = True
         self._num_headers = self._head_bytes = self._fed_bytes = 0
+        self._linger_until = None
         self._allow(self._settings.header_timeout_s)
 
     def on_url(self, url: bytes) -> None:
@@ -133,13 +169,22 @@ class Connection(HttpToolsProtocol):
         self._num_headers += 1
         self._count(len(name) + len(value) + len(b": \r\n"))
         if self._in_head:
-            super().on_header(name, value)
+            super().on_header(name, value.strip(b" \t"))  # the parser keeps a tab at the end
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade() and self.parser.get_method() == b"POST":
             text = "this server speaks HTTP/1.1 alone: leave out the header Upgrade"
-            raise ApiError(400, text, code="invalid_http")  # the parser would skip the body
+            raise ApiError(400, text, code=CODE)  # the parser would skip the body
+        version = self.parser.get_http_version()
+        check_head(version, self.headers)
+        if (host := host_of_target(self.url)) is not None:  # it replaces the header (RFC 9112, 3.2)
+            others = [header for header in self.headers if header[0] != b"host"]
+            self.headers[:] = [*others, (b"host", host)]
+        self.expect_100_continue = expects_continue(version, self.headers)
         super().on_headers_complete()
+        self.cycle.transport = cast(asyncio.Transport, self._outlet)
+        if self.expect_100_continue:  # a refused client may send the body, or the next request
+            self.cycle.keep_alive = False
         # Neither chunked nor counted: asgi.Writer writes such bodies.
         self.cycle.chunked_encoding = False if self.scope["http_version"] == "1.0" else None
         if not self.pipeline:
@@ -154,19 +199,22 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._in_body, self._has_turned = False, True
-        self._deadline = None
+        self._deadline = self._linger_until = None
         self.flow.resume_reading()  # or nobody would notice that the client leaves
 
     def on_response_complete(self) -> None:
         if has_waited := bool(self.pipeline):
             self._answered = self.pipeline[-1][0]
         super().on_response_complete()
+        if self._is_deaf:  # no other request follows
+            self._unset_keepalive_if_required()
+            return
         if self._deadline is None:
             return
         if has_waited:  # reading goes on only now
             self._allow(self._settings.body_timeout_s)
         elif self._in_body:  # answered before it was all read
-            self._deadline = min(self._deadline, time.monotonic() + LINGER_S)
+            self._linger(most_s=self._deadline - time.monotonic())
 
     # -- limits -----------------------------------------------------------------------------
 
@@ -191,7 +239,9 @@ class Connection(HttpToolsProtocol):
             self._refuse(_too_slow(f"the headers must be complete within {limit:g} s", "header"))
 
     def shutdown(self) -> None:
-        """The server ends. A request that was not read to its end is told so."""
+        """End with the server. A request whose head is not complete gets a refusal."""
+        if self._is_deaf and self._linger_until is not None:
+            return  # it closes soon
         if self._in_head and not self._is_deaf:
             self._refuse(shutting_down())
         else:
@@ -248,10 +298,39 @@ class Connection(HttpToolsProtocol):
                 cycle.disconnected = True
                 cycle.message_event.set()
             self._counts.responses[OTHER_PATH, error.status] += 1
-            log.info("connection %s", fields(status=error.status, error=error.code))
+            self._refusals.connection(self.client, error)
             self.transport.write(_whole_response(error))
             self.transport.write_eof()
-            self._allow(LINGER_S)
+            self._linger()
+
+    def _close_when_read(self) -> None:
+        """Close after a response that nothing follows, or half-close if more may come."""
+        if self.transport.is_closing():
+            return
+        if self._in_body or self._is_deaf:
+            self._is_deaf = True
+            self.pipeline.clear()
+            self.transport.write_eof()
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self, most_s: float = MOST_LINGER_S) -> None:
+        """Drop what still comes of a request that has its response."""
+        now = time.monotonic()
+        self._num_dropped = 0
+        self._linger_until = now + min(MOST_LINGER_S, most_s)
+        self._deadline = min(now + LINGER_S, self._linger_until)
+
+    def _may_linger(self, num_bytes: int) -> bool:
+        """Count dropped bytes; return False after the connection was aborted for too many."""
+        assert self._linger_until is not None
+        self._num_dropped += num_bytes
+        if self._num_dropped > MOST_LINGER_BYTES:
+            self.transport.abort()
+            return False
+        self._deadline = min(time.monotonic() + LINGER_S, self._linger_until)
+        return True
 
 
 def _too_slow(text: str, part: str) -> ApiError:

@@ -1,50 +1,44 @@
-"""What lets pages of other origins use the API from a browser (the Fetch standard's CORS protocol).
+"""Answers that pages of other origins may read in a browser (the Fetch standard's CORS protocol).
 
-What only looks at the server (metrics, its steps, its page) is for its own page and for origins
-that are named: `*` opens the API alone.
+Metrics, steps and the page itself are for its own origin, for pages of this machine and for
+origins that are named: `*` opens the API alone.
 
-Before a request that such a page could not send without scripts, the browser asks by OPTIONS; and
-it shows the page an answer only if that names the page's origin, or all.
+Before a request that a page could not send without scripts, the browser sends OPTIONS; and it
+shows the page an answer only if that names the page's origin, or all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from nanovllm.server.asgi import Message, Receive, Scope, Send, Writer, header
+from nanovllm.hosts import ANY
+from nanovllm.server.access import Access
+from nanovllm.server.asgi import Header, Message, Receive, Scope, Send, Writer, header
+from nanovllm.server.errors import ApiError
 
-ANY = "*"
-OPEN = ("/v1/", "/health", "/ready", "/version")  # what `*` is about
-ALLOWED_S = 600  # for which a browser need not ask again
+ALLOWED_S = 600  # for which a browser need not send OPTIONS again
 METHODS = b"GET, HEAD, POST, OPTIONS"
+NETWORK = b"access-control-request-private-network"  # sent by pages of the internet
 Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Cors:
-    """An application whose answers `origins` may read: `https://chat.example`, or `*` for all who
-    use the API."""
+    """An application whose answers may be read by the pages that `access` lets read them."""
 
-    def __init__(self, app: Asgi, origins: Sequence[str]) -> None:
+    def __init__(self, app: Asgi, access: Access) -> None:
         self._app = app
-        self._origins = frozenset(origins)
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        origin = header(scope, b"origin")
-        is_open = ANY in self._origins and scope["path"].startswith(OPEN)
-        if origin is None or not (is_open or origin.decode("latin-1") in self._origins):
+        reader = self._reader(scope)
+        if reader is None:
             await self._app(scope, receive, send)
             return
-        own = [(b"access-control-allow-origin", b"*" if is_open else origin)]
-        own += [] if is_open else [(b"vary", b"origin")]  # a cache keeps answers for others apart
+        own = [(b"access-control-allow-origin", reader)]
+        own += [] if reader == ANY.encode() else [(b"vary", b"origin")]  # for a cache's sake
         if scope["method"] == "OPTIONS" and header(scope, b"access-control-request-method"):
-            wanted = header(scope, b"access-control-request-headers") or b""
-            own += [
-                (b"access-control-allow-methods", METHODS),
-                (b"access-control-allow-headers", wanted),
-                (b"access-control-max-age", b"%d" % ALLOWED_S),
-            ]
-            Writer(scope, send).respond(200, b"text/plain", b"", own)
+            Writer(scope, send).respond(200, b"text/plain", b"", [*own, *_allowed(scope)])
             return
         own.append((b"access-control-expose-headers", b"x-request-id"))
 
@@ -54,3 +48,24 @@ class Cors:
             return send(message)
 
         await self._app(scope, receive, with_origin)
+
+    def _reader(self, scope: Scope) -> bytes | None:
+        """Return the origin whose pages may read the answer; the application refuses others."""
+        try:
+            self._access.check(scope)
+        except ApiError:
+            return None
+        return self._access.readable_by(scope)
+
+
+def _allowed(scope: Scope) -> list[Header]:
+    """Return the headers by which an answer to OPTIONS permits the request that is to follow."""
+    wanted = header(scope, b"access-control-request-headers") or b""
+    allowed = [
+        (b"access-control-allow-methods", METHODS),
+        (b"access-control-allow-headers", wanted),
+        (b"access-control-max-age", b"%d" % ALLOWED_S),
+    ]
+    if header(scope, NETWORK) == b"true":
+        allowed.append((b"access-control-allow-private-network", b"true"))
+    return allowed

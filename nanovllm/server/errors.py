@@ -11,7 +11,11 @@ from collections.abc import Iterable
 import msgspec
 
 MAX_MESSAGE_CHARS = 1000  # a request may not choose how long its refusal is
-HEADERS = {401: [(b"www-authenticate", b"Bearer")], 503: [(b"retry-after", b"1")]}
+HEADERS = {
+    401: [(b"www-authenticate", b"Bearer")],
+    413: [(b"connection", b"close")],  # or the client would send the rest of the body
+    503: [(b"retry-after", b"1")],
+}
 
 
 class ApiError(Exception):

@@ -26,6 +26,7 @@ import uvloop
 
 from nanovllm.config import Config, Server as ServerConfig
 from nanovllm.log import fields
+from nanovllm.server.access import Access
 from nanovllm.server.app import App
 from nanovllm.server.connection import Connection
 from nanovllm.server.cors import Cors
@@ -75,7 +76,8 @@ def run(
             folder, settings = Path(engine_paths[0]).parent, config.recipe.server
             metrics = MetricsPage(engines, counts, folder, worker, settings.workers)
             await metrics.listen()
-            app = App(engines, served, settings, counts, metrics, threads, large)
+            access = Access(settings, bound=sock.getsockname()[0])
+            app = App(engines, served, settings, counts, metrics, threads, large, access)
             gc.collect()
             gc.freeze()  # the vocabulary's objects are never garbage; do not visit them again
             server = DrainingServer(app, settings, counts, ready)
@@ -101,9 +103,9 @@ class DrainingServer(uvicorn.Server):
     ) -> None:
         super().__init__(
             uvicorn.Config(
-                Cors(app, settings.allowed_origins),
+                Cors(app, app.access),
                 backlog=BACKLOG,
-                http=cast(Any, partial(Connection, settings, counts)),
+                http=cast(Any, partial(Connection, settings, counts, app.refusals)),
                 ws="none",
                 lifespan="off",
                 access_log=False,

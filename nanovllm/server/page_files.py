@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from nanovllm.config import Server
+from nanovllm.hosts import is_loopback
 from nanovllm.server.asgi import Header, Scope, Writer, header
 
 FOLDER = Path(__file__).with_name("page")
@@ -37,9 +38,7 @@ Handler = Callable[[Scope, Writer], Awaitable[None]]
 
 def is_shown(server: Server) -> bool:
     """Whether there is a page, and /debug/steps: by itself only where nobody else can come."""
-    if server.page != "auto":
-        return server.page
-    return server.host in ("localhost", "::1") or server.host.startswith("127.")
+    return is_loopback(server.host) if server.page == "auto" else server.page
 
 
 def page_files() -> dict[str, Handler]:

@@ -23,6 +23,8 @@ from nanovllm.config import DEMO, Config, load_config
 from nanovllm.server.main import run
 from tests.server.fake_engine import FakeEngine
 
+JSON = {"Content-Type": "application/json"}  # with a body that is not given as `json=`
+
 
 class Api:
     def __init__(self, url: str, engine: FakeEngine, process: BaseProcess, log_path: Path) -> None:

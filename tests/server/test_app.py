@@ -14,7 +14,7 @@ import pytest
 
 from nanovllm.wire import Refusal, RefusalKind
 from tests.server.fake_engine import queue_full
-from tests.server.serving import body, content, eventually, serving
+from tests.server.serving import JSON, body, content, eventually, serving
 
 CHAT = "/v1/chat/completions"
 
@@ -72,7 +72,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_requests_never_reach_the_engine(api, name) -> None:
     raw, status, param = BAD[name]
-    response = api.http.post(CHAT, content=raw)
+    response = api.http.post(CHAT, content=raw, headers=JSON)
     found = error(response)
     assert (response.status_code, found["param"]) == (status, param)
     assert found["type"] == "invalid_request_error" and len(found["message"]) <= 1000
@@ -118,15 +118,15 @@ def test_what_the_engine_refuses_is_a_real_status(api, refusal, status, code, st
 def test_a_body_too_large_is_refused_without_reading_it_all(api) -> None:
     port = httpx.URL(api.url).port
     with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999\r\n\r\n"
-        sock.sendall(head.encode())
+        named = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 999999999"
+        sock.sendall(f"POST {CHAT} HTTP/1.1\r\n{named}\r\n\r\n".encode())
         assert sock.recv(1000).startswith(b"HTTP/1.1 413 ")
 
     def chunks():
         for _ in range(30):
             yield b"x" * 10_000
 
-    found = error(api.http.post(CHAT, content=chunks()))
+    found = error(api.http.post(CHAT, content=chunks(), headers=JSON))
     assert (found["code"], found["message"]) == (
         "body_too_large",
         "the body must be at most 200000 bytes (server.max_body_bytes)",
@@ -138,16 +138,30 @@ def test_a_body_too_large_is_refused_without_reading_it_all(api) -> None:
     [
         ("application/json", 200),
         ("Application/JSON; charset=utf-8", 200),
-        ("text/plain", 400),
-        ("application/x-www-form-urlencoded", 400),
+        ("application/json;charset=UTF-8", 200),
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("text/plain; application/json", 415),
+        ("application/json-seq", 415),
+        ("application/json, text/plain", 415),
     ],
 )
 def test_a_body_says_that_it_is_json(api, kind, status) -> None:
     raw = json.dumps(body()).encode()
     response = api.http.post(CHAT, content=raw, headers={"Content-Type": kind})
     assert response.status_code == status
-    if status == 400:
-        assert f"must be application/json, not {kind}" in error(response)["message"]
+    if status == 415:
+        found = error(response)
+        assert f"must be application/json, not {kind.partition(';')[0]}" in found["message"]
+        assert (found["code"], api.engine.generates) == ("invalid_content_type", [])
+
+
+def test_a_body_without_a_type_is_refused(api) -> None:
+    """A page may send it to any origin without permission."""
+    response = api.http.post(CHAT, content=json.dumps(body()).encode())
+    assert response.status_code == 415 and api.engine.generates == []
+    assert "must be application/json, not missing" in error(response)["message"]
 
 
 @pytest.mark.parametrize("coding", ["gzip", "BR", "gzip, identity"])

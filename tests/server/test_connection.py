@@ -45,8 +45,8 @@ def connected(api: Api) -> Iterator[socket.socket]:
 
 def post(length: object = len(DATA), more: str = "") -> bytes:
     framing = f"Content-Length: {length}" if length is not None else "Transfer-Encoding: chunked"
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\n{more}{framing}"
-    return f"{head}\r\n\r\n".encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\n"
+    return f"{head}Content-Type: application/json\r\n{more}{framing}\r\n\r\n".encode()
 
 
 def received(sock: socket.socket) -> bytes:

@@ -1,4 +1,4 @@
-"""Pages of other origins: what a browser asks before it sends, and what it must be told."""
+"""Answers that pages of other origins may read, and the OPTIONS that browsers send before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ PAGE = "https://chat.example"
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory) -> Iterator[Api]:
-    with serving(tmp_path_factory.mktemp("all"), "server.api_key=secret") as api:
+    settings = "server.api_key=secret", 'server.allowed_origins=["*"]'
+    with serving(tmp_path_factory.mktemp("all"), *settings) as api:
         yield api
 
 
@@ -25,9 +26,9 @@ def one(tmp_path_factory) -> Iterator[Api]:
         yield api
 
 
-def asked_before(api: Api, origin: str, headers: str) -> httpx.Response:
-    """What a browser asks before a page's request; it never sends the page's key with it."""
-    named = {"origin": origin, "access-control-request-method": "POST"}
+def asked_before(api: Api, origin: str, headers: str, **more: str) -> httpx.Response:
+    """Send what a browser sends before a page's request; it never adds the page's key."""
+    named = {"origin": origin, "access-control-request-method": "POST", **more}
     return api.http.options(CHAT, headers={**named, "access-control-request-headers": headers})
 
 
@@ -66,7 +67,7 @@ def test_only_those_that_are_named_may(one) -> None:
     assert allowed.headers["access-control-allow-origin"] == PAGE
     assert allowed.headers["vary"] == "origin"
     other = asked_before(one, "https://other.example", "content-type")
-    assert other.status_code == 405
+    assert other.status_code == 403
     assert "access-control-allow-origin" not in other.headers
     answer = one.http.get("/v1/models", headers={"origin": PAGE})
     assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
@@ -88,8 +89,29 @@ def test_all_origins_may_use_the_api_and_not_look_at_the_server(api, path: str) 
 
 
 @pytest.mark.parametrize("path", LOOKS)
-def test_an_origin_that_is_named_may_look_too(one, path: str) -> None:
-    answer = one.http.get(path, headers={"origin": PAGE})
-    assert answer.headers["access-control-allow-origin"] == PAGE
+@pytest.mark.parametrize("origin", [PAGE, "http://localhost:3000"])
+def test_origins_that_are_named_and_those_of_this_machine_may_look_too(one, path, origin) -> None:
+    answer = one.http.get(path, headers={"origin": origin})
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin)
+    assert answer.headers["vary"] == "origin"
     other = one.http.get(path, headers={"origin": "https://other.example"})
+    assert other.status_code == 403
     assert "access-control-allow-origin" not in other.headers
+
+
+def test_a_page_of_the_internet_may_use_this_network_only_if_it_is_named(one) -> None:
+    private = {"access-control-request-private-network": "true"}
+    allowed = asked_before(one, PAGE, "content-type", **private)
+    assert allowed.headers["access-control-allow-private-network"] == "true"
+    other = asked_before(one, "https://other.example", "content-type", **private)
+    assert other.status_code == 403
+    assert "access-control-allow-private-network" not in other.headers
+    plain = asked_before(one, PAGE, "content-type")
+    assert "access-control-allow-private-network" not in plain.headers
+
+
+def test_no_page_may_by_default(tmp_path) -> None:
+    with serving(tmp_path) as api:
+        assert asked_before(api, PAGE, "content-type").status_code == 403
+        local = asked_before(api, "http://127.0.0.1:5173", "content-type")
+        assert local.headers["access-control-allow-origin"] == "http://127.0.0.1:5173"

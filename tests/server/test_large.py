@@ -24,7 +24,7 @@ from nanovllm.config import DEMO
 from nanovllm.server.errors import ApiError
 from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, Room
 from nanovllm.server.length import EXACT_CHARS, Lengths, longest_token
-from tests.server.serving import Api, body, content, eventually, parsed_events, serving
+from tests.server.serving import JSON, Api, body, content, eventually, parsed_events, serving
 
 CHAT = "/v1/chat/completions"
 DEMO_TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -104,10 +104,10 @@ def test_errors_of_large_bodies_are_those_of_small_ones(api) -> None:
         {"stop": ""},
     ):
         raw = [json.dumps(body() | more | {"padding": pad}).encode() for pad in ("", PADDING)]
-        small, large = (api.http.post(CHAT, content=one) for one in raw)
+        small, large = (api.http.post(CHAT, content=one, headers=JSON) for one in raw)
         assert small.status_code == large.status_code >= 400
         assert small.json() == large.json()
-    response = api.http.post(CHAT, content=b"{" + b" " * 200_000)
+    response = api.http.post(CHAT, content=b"{" + b" " * 200_000, headers=JSON)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
     many = {f"f{i}": {"x": "y" * 100} for i in range(20_000)}
     found = api.chat(response_format={"type": "json_object", "more": many}).json()["error"]
@@ -132,7 +132,7 @@ def test_small_requests_do_not_wait_for_large_ones(api) -> None:
     def hold(raw: bytes) -> None:
         with httpx.Client(base_url=api.url, trust_env=False, timeout=60) as http:
             while not is_over.is_set():
-                answers.append(http.post(CHAT, content=raw).status_code)
+                answers.append(http.post(CHAT, content=raw, headers=JSON).status_code)
 
     threads = [threading.Thread(target=hold, args=(raw,)) for raw in heavy * 2]
     for thread in threads:

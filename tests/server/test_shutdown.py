@@ -23,7 +23,9 @@ CHAT = "/v1/chat/completions"
 @contextlib.contextmanager
 def asking(api: Api, raw: bytes, length: int | None = None) -> Iterator[socket.socket]:
     """A connection on which `raw` of a request's body was sent."""
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {length or len(raw)}\r\n\r\n"
+    length = length or len(raw)
+    named = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}"
+    head = f"POST {CHAT} HTTP/1.1\r\n{named}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", httpx.URL(api.url).port), timeout=10) as sock:
         sock.sendall(head.encode() + raw)
         yield sock

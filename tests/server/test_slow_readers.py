@@ -39,8 +39,8 @@ def asking(api: Api, *, room: int = 4096, **more: object) -> socket.socket:
     sock.settimeout(10)
     sock.connect(("127.0.0.1", httpx.URL(api.url).port))
     raw = json.dumps(body("x", ignore_eos=True, n=16, **more)).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nContent-Length: {len(raw)}\r\n\r\n"
-    sock.sendall(head.encode() + raw)
+    named = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
+    sock.sendall(f"POST {CHAT} HTTP/1.1\r\n{named}\r\n\r\n".encode() + raw)
     return sock
 
 
@@ -75,7 +75,7 @@ def test_a_request_behind_it_does_not_save_it(api) -> None:
     api.engine.step_s = 0.02
     with asking(api, stream=True, logprobs=True, top_logprobs=20) as sock:
         eventually(lambda: len(api.engine.generates) == 16)
-        sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         eventually(lambda: num_dropped(api) == before + 1)
         eventually(lambda: api.engine.running == {})
     assert int(re.findall(r"dropped a slow reader unread=(\d+)", api.log())[-1]) < 700_000

@@ -1,0 +1,73 @@
+"""What RFC 9112 and RFC 9110 demand of a request's head, as far as the parser leaves it to us.
+
+httptools refuses malformed lines, lengths that contradict each other, and a body without an end.
+"""
+
+from __future__ import annotations
+
+import re
+from http import HTTPStatus
+
+import httptools
+
+from nanovllm.server.asgi import Header
+from nanovllm.server.errors import ApiError
+
+CODE = "invalid_http"
+# uri-host [ ":" port ] of RFC 3986; an empty one is valid, too.
+AUTHORITY = re.compile(
+    rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[\w.~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?"
+)
+CONTINUE = b"100-continue"
+
+
+def not_spoken(version: str) -> ApiError:
+    status = 400 if version < "1" else HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
+    return ApiError(status, f"HTTP/{version} is not spoken here; use HTTP/1.1", code=CODE)
+
+
+def check_head(version: str, headers: list[Header]) -> None:
+    """Raise ApiError for a head that must be refused. Names in `headers` are in lower case."""
+    if version not in ("1.0", "1.1"):
+        raise not_spoken(version)
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (version == "1.1" and not hosts):
+        raise ApiError(400, f"a request must have one header Host, not {len(hosts)}", code=CODE)
+    if hosts and not AUTHORITY.fullmatch(hosts[0]):
+        raise ApiError(400, "the header Host must be a host and maybe a port", code=CODE)
+    if codings := _members(headers, b"transfer-encoding"):
+        _check_codings(version, codings)
+    if version == "1.1" and {*_members(headers, b"expect")} - {CONTINUE}:
+        text = "the header Expect may only be 100-continue"
+        raise ApiError(417, text, code="expectation_failed")
+
+
+def expects_continue(version: str, headers: list[Header]) -> bool:
+    """Return True if the client waits for a word before it sends the body."""
+    return version == "1.1" and CONTINUE in _members(headers, b"expect")
+
+
+def host_of_target(target: bytes) -> bytes | None:
+    """Return the host and port of `http://host:port/path`, None of `/path`."""
+    if target.startswith((b"/", b"*")):
+        return None
+    url = httptools.parse_url(target)
+    if url.host is None:
+        return None
+    host = b"[%b]" % url.host if b":" in url.host else bytes(url.host)
+    return host if url.port is None else b"%b:%d" % (host, url.port)
+
+
+def _check_codings(version: str, codings: list[bytes]) -> None:
+    if version == "1.0":
+        raise ApiError(400, "HTTP/1.0 has no Transfer-Encoding; send Content-Length", code=CODE)
+    if codings[-1] != b"chunked":
+        raise ApiError(400, "the last Transfer-Encoding must be chunked", code=CODE)
+    if len(codings) > 1:
+        raise ApiError(501, "no Transfer-Encoding but chunked is understood", code=CODE)
+
+
+def _members(headers: list[Header], name: bytes) -> list[bytes]:
+    """Return the comma-separated members of all headers of that name, in lower case."""
+    values = b",".join(value for key, value in headers if key == name)
+    return [member for part in values.lower().split(b",") if (member := part.strip())]

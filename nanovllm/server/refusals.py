@@ -1,0 +1,80 @@
+"""Log lines about refused requests: the client's address, the method, the path and the status.
+
+Every client that reaches the port can cause them, so they are limited: BURST lines at once, and
+one a second after that. The next line that is written has the number of those left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from nanovllm.log import fields
+from nanovllm.server.asgi import Scope
+from nanovllm.server.errors import ApiError
+
+log = logging.getLogger("server")
+BURST = 20
+PER_S = 1.0
+PATH_CHARS = 200
+
+
+class RefusalLog:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._room = float(BURST)
+        self._filled = now()
+        self._left_out = 0
+
+    def request(self, scope: Scope, error: ApiError, request_id: str) -> None:
+        """Log one request that was understood and refused.
+
+        The path is logged as it was sent, with its escapes (`%0A`); the query is not, as it may
+        hold secrets.
+        """
+        path = scope["raw_path"].decode("latin-1")[:PATH_CHARS]
+        where = {"method": scope["method"], "path": escaped(path), "id": request_id}
+        why = error.message if error.status == 403 else ""
+        self._line("refused", scope["client"], error, where, why)
+
+    def connection(self, client: tuple[str, int] | None, error: ApiError) -> None:
+        """Log one connection on which no complete request came."""
+        self._line("connection", client, error, {}, "")
+
+    def _line(
+        self,
+        event: str,
+        client: tuple[str, int] | None,
+        error: ApiError,
+        where: dict[str, str],
+        why: str,
+    ) -> None:
+        now = self._now()
+        self._room = min(float(BURST), self._room + (now - self._filled) * PER_S)
+        self._filled = now
+        if self._room < 1.0:
+            self._left_out += 1
+            return
+        self._room -= 1.0
+        left_out, self._left_out = self._left_out or None, 0
+        shown = fields(
+            address=address(client),
+            **where,
+            status=error.status,
+            error=error.code,
+            left_out=left_out,
+        )
+        log.info("%s %s%s", event, shown, f": {why}" if why else "")
+
+
+def address(client: tuple[str, int] | None) -> str:
+    if client is None:  # a Unix socket
+        return "local"
+    host, port = client
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def escaped(text: str) -> str:
+    """Return text with spaces, control characters and all that is not ASCII as escapes."""
+    return "".join(c if "!" <= c <= "~" else ascii(c)[1:-1].replace(" ", r"\x20") for c in text)
