@@ -46,7 +46,6 @@ log = logging.getLogger("server")
 LINGER_S = 2.0  # how long a client that was answered early may send nothing more of its request
 MOST_LINGER_S = 10.0  # and how long it may go on sending
 MOST_LINGER_BYTES = 256 * 1024 * 1024
-OLD = "0.9"  # the version of HTTP that the parser reads from a line without one
 KERNEL_UNSENT_BYTES = 64 * 1024  # what we can't count; the rest of a slow reader's waits with us
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: the kernel keeps nothing for the client either
 NO_LIMIT = 2**31 - 1
@@ -144,13 +143,17 @@ class Connection(HttpToolsProtocol):
             invalid = ApiError(400, "this is not valid HTTP", code=CODE)
             self._refuse(ours if isinstance(ours, ApiError) else invalid)
             return
-        if self._in_head and self.parser.get_http_version() == OLD:  # has no headers, so no end
-            self._refuse(not_spoken(OLD))
+        if self._in_head and self.url and data.endswith(b"\n") and self._has_no_version():
+            self._refuse(not_spoken("0.9"))
             return
         # httptools keeps the beginning of a header until all of it is there.
         self._fed_bytes = 0 if self._has_turned else self._fed_bytes + len(data)
         if self._fed_bytes > self._settings.max_header_bytes:
             self._refuse(self._too_large())
+
+    def _has_no_version(self) -> bool:
+        """Return True after a first line as HTTP/0.9 has it: no headers follow, so no end comes."""
+        return self.parser.get_http_version() in ("0.0", "0.9")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -20,7 +20,6 @@ import os
 import socket
 import struct
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import UTC, datetime
@@ -35,6 +34,8 @@ import numpy as np
 from nanovllm.bench import record
 from nanovllm.bench.started import started
 from nanovllm.config import load_config
+from recipes.demo.refused import EARLY, HEADS, JSON, PAGES
+from recipes.demo.server_memory import api_mib, num_open_files, watched
 
 log = logging.getLogger("hostile")
 CHAT = "/v1/chat/completions"
@@ -67,7 +68,7 @@ def many(count: int) -> bytes:
 
 
 def head(length: int) -> bytes:
-    more = f"Host: x\r\nConnection: close\r\nContent-Length: {length}"
+    more = f"Host: localhost\r\n{JSON}\r\nConnection: close\r\nContent-Length: {length}"
     return f"POST {CHAT} HTTP/1.1\r\n{more}\r\n\r\n".encode()
 
 
@@ -108,7 +109,7 @@ async def medium_prompts(address: Address, _: int) -> None:
 
 async def headers(address: Address, _: int) -> None:
     async with connected(address) as (_, writer):
-        writer.write(b"GET /health HTTP/1.1\r\nbig: ")
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nbig: ")
         for _ in range(512):
             writer.write(b"x" * 65536)
             await writer.drain()
@@ -116,7 +117,7 @@ async def headers(address: Address, _: int) -> None:
 
 async def half_open(address: Address, _: int) -> None:
     async with connected(address) as (reader, writer):
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConten")
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConten")
         await reader.read(-1)
 
 
@@ -185,6 +186,21 @@ async def stops_and_biases(address: Address, client: int) -> None:
     await ask(address, chat("hello", stop=stops, logit_bias=biases, max_tokens=32))
 
 
+async def foreign_pages(address: Address, _: int) -> None:
+    for raw, _ in PAGES:
+        await ask(address, raw)
+
+
+async def forbidden_heads(address: Address, _: int) -> None:
+    for raw, _ in HEADS:
+        await ask(address, raw)
+
+
+async def early_refusals(address: Address, client: int) -> None:
+    """The client sends 33 MiB before it reads why that was in vain."""
+    await ask(address, EARLY[client % len(EARLY)][0])
+
+
 LARGE = chat("word " * 400_000)
 MEDIUM = chat("word " * 12_000)
 MANY, FEWER = many(60_000), many(3_000)
@@ -203,6 +219,9 @@ ABUSES: dict[str, tuple[Abuse, int]] = {  # and how many clients
     "connect and abort": (connect_abort, 4),
     "malformed JSON": (malformed, 4),
     "stops and biases": (stops_and_biases, 4),
+    "foreign pages": (foreign_pages, 4),
+    "forbidden heads": (forbidden_heads, 4),
+    "early refusals": (early_refusals, 4),
 }
 
 
@@ -271,59 +290,6 @@ def waits_s(url: str, seconds: float) -> list[float]:
                 found.append(PATIENCE_S)
             time.sleep(0.02)
     return found
-
-
-# -- the server's processes -------------------------------------------------------------------
-
-
-def processes(supervisor: int) -> dict[int, str]:
-    """Name by id, of its children and theirs."""
-    parents: dict[int, tuple[int, str]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            before, _, after = path.read_text().rpartition(") ")
-            parents[int(path.parent.name)] = int(after.split()[1]), before.partition("(")[2]
-    found: dict[int, str] = {}
-    for pid, (parent, name) in parents.items():
-        while parent in parents and parent != supervisor:
-            parent = parents[parent][0]
-        if parent == supervisor:
-            found[pid] = name
-    return found
-
-
-def api_mib(supervisor: int) -> float:
-    """Resident memory of the API process and the one it may have for large bodies."""
-    total = 0
-    for pid, name in processes(supervisor).items():
-        if name.startswith(("nanovllm-api", "nanovllm-large")):
-            with contextlib.suppress(OSError):
-                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return total * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def num_open_files(supervisor: int) -> int:
-    names = processes(supervisor).items()
-    (pid,) = (pid for pid, name in names if name.startswith("nanovllm-api"))
-    return len(os.listdir(f"/proc/{pid}/fd"))
-
-
-@contextlib.contextmanager
-def watched(supervisor: int) -> Iterator[list[float]]:
-    """The one number in it grows to the greatest api_mib meanwhile."""
-    peak, is_over = [0.0], threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(0.1):
-            peak[0] = max(peak[0], api_mib(supervisor))
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def measure(url: str, supervisor: int, names: list[str], seconds: float) -> dict[str, float]:

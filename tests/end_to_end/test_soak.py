@@ -9,7 +9,8 @@ from recipes.demo.soak.run import Soak
 from tests.end_to_end.demo_server import Server
 
 SHORT = ("leave_streams", "leave_requests", "leave_many_choices", "malformed_bodies", "connects",
-         "distinct_schemas", "heavy_schemas", "pipelines", "same_request_id")  # fmt: skip
+         "distinct_schemas", "heavy_schemas", "pipelines", "same_request_id", "foreign_pages",
+         "forbidden_heads", "early_refusals")  # fmt: skip
 
 
 def test_some_seconds_beside_abusers(server: Server) -> None:

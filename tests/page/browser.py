@@ -23,8 +23,11 @@ OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm
 PROGRAMS = (("chromium", "chromium-browser", "google-chrome"), ("chromedriver",))
 
 
-def start_browser() -> webdriver.Chrome:
-    """Fails the test with one line where there is no browser, or no driver for it."""
+def start_browser(*more: str) -> webdriver.Chrome:
+    """Start one with `more` options.
+
+    Fails the test with one line where there is no browser, or no driver for it.
+    """
     browser, driver = (
         next((path for name in names if (path := shutil.which(name))), None) for names in PROGRAMS
     )
@@ -33,7 +36,7 @@ def start_browser() -> webdriver.Chrome:
     options = webdriver.ChromeOptions()
     options.binary_location = browser
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for option in (*OPTIONS, "--window-size=1280,900"):
+    for option in (*OPTIONS, "--window-size=1280,900", *more):
         options.add_argument(option)
     return webdriver.Chrome(options=options, service=Service(driver))
 

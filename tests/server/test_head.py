@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 
 import httpx
 import pytest
@@ -134,6 +135,24 @@ def test_a_client_that_waits_gets_a_refusal_instead(api) -> None:
 def test_a_client_of_http_1_0_does_not_wait(api) -> None:
     answer = sent(api, post(LENGTH, "Expect: 100-continue", version="1.0"))
     assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_line_without_a_version_is_refused_before_anything_follows(api) -> None:
+    for parts in ([b"GET /health\r\n"], [b"GET /health", b"\r\n"], [b"GET /he", b"alth\r", b"\n"]):
+        with socket.create_connection(("127.0.0.1", httpx.URL(api.url).port), timeout=5) as sock:
+            for part in parts:
+                sock.sendall(part)
+                time.sleep(0.05)
+            assert sock.recv(1000).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_head_may_come_byte_by_byte(api) -> None:
+    with socket.create_connection(("127.0.0.1", httpx.URL(api.url).port), timeout=5) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in b"\r\n" + get(HOST, CLOSE):
+            sock.sendall(bytes([byte]))
+            time.sleep(0.002)
+        assert sock.recv(1000).startswith(b"HTTP/1.1 200 ")
 
 
 def test_parts_of_a_head() -> None:

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
+import socket
 
 import httpx
 import pytest
 
 from recipes.demo.hostile import ABUSES, first_token_s, waits_s
+from recipes.demo.refused import EARLY, HEADS, PAGES
+from recipes.demo.soak.abuses import (
+    WRONG,
+    Target,
+    ask_for_refusals,
+    early_refusals,
+    forbidden_heads,
+    foreign_pages,
+)
 from tests.server.serving import eventually
 
 
@@ -30,3 +41,21 @@ def test_others_are_served_after(api, name) -> None:
 def test_waits_are_measured_until_the_time_is_over(api) -> None:
     found = waits_s(api.url, 0.2)
     assert len(found) >= 3 and max(found) < 1
+
+
+def test_what_must_be_refused_is_and_with_the_right_status(api) -> None:
+    """All of it, at a server that answers `localhost` and pages of its own."""
+    port = httpx.URL(api.url).port
+    for raw, status in (*PAGES, *HEADS, *EARLY):
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+            sock.sendall(raw)
+            assert sock.recv(1000).startswith(b"HTTP/1.1 %d " % status), raw[:300]
+    assert api.engine.generates == []
+
+
+@pytest.mark.parametrize("abuse", [foreign_pages, forbidden_heads, early_refusals])
+def test_an_abuse_counts_an_answer_as_wrong(api, abuse) -> None:
+    target = Target("127.0.0.1", httpx.URL(api.url).port or 0, random.Random(0))
+    assert WRONG not in asyncio.run(abuse(target))
+    answered = asyncio.run(ask_for_refusals(target, [(b"GET /health HTTP/1.0\r\n\r\n", 403)]))
+    assert answered == [WRONG]

@@ -15,9 +15,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
+from recipes.demo.refused import EARLY, HEADS as FORBIDDEN, PAGES
 from recipes.demo.soak.questions import CHAT, NAME, asked, schema, thing
 
 PATIENCE_S = 20.0
+WRONG = 599  # another answer than the refusal that a request must get
+POST = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode()
 NUMBERS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "priority",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "top_logprobs",
@@ -33,15 +36,15 @@ BODIES = (
 )  # fmt: skip
 HEADS = (
     b"\r\n\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"GET / HTTP/9.9\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\nbig: " + b"x" * 200_000 + b"\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 2000 + b"\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\nbig: " + b"x" * 200_000 + b"\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 2000 + b"\r\n",
     b"GET /health HTTP/1.1\r\nno colon here\r\n\r\n", b"G\0T /health HTTP/1.1\r\n\r\n",
-    b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-    b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n{",
-    b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-    b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n"
+    POST + b"Content-Length: -1\r\n\r\n",
+    POST + b"Content-Length: 99999999999\r\n\r\n{",
+    POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    POST + b"Content-Length: 2\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    b"GET /%00%ff/../.. HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    b"GET /%00%ff/../.. HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
 )  # fmt: skip
 
 
@@ -81,7 +84,12 @@ async def connected(
 def post(body: dict[str, Any] | bytes, *more: str) -> bytes:
     """A whole request. Its connection stays open."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = ("Host: x", "Content-Type: application/json", f"Content-Length: {len(raw)}", *more)
+    lines = (
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(raw)}",
+        *more,
+    )
     head = "".join(f"{line}\r\n" for line in (f"POST {CHAT} HTTP/1.1", *lines))
     return head.encode() + b"\r\n" + raw
 
@@ -284,7 +292,7 @@ async def same_request_id(target: Target) -> list[int]:
 
 async def pipelines(target: Target) -> list[int]:
     """Requests that do not wait for the answers to those before, twice left halfway."""
-    health = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     chat = post(asked("Hello!", max_tokens=4, stream=True))
     return [
         await ask(target, (health + chat) * 5 + health[:-2] + b"Connection: close\r\n\r\n"),
@@ -296,9 +304,29 @@ async def pipelines(target: Target) -> list[int]:
 async def wrong_methods(target: Target) -> list[int]:
     methods = ("GET", "PUT", "DELETE", "OPTIONS", "PATCH", "HEAD", "TRACE", "CONNECT", "POST")
     paths = (CHAT, "/metrics", "/health", "/v1/models", "/nowhere", "/" + "x" * 3000)
-    close = "HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+    close = "HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
     raws = [f"{method} {path} {close}".encode() for method in methods for path in paths]
     return await ask_all(target, raws, 8, patience_s=2.0)
+
+
+async def foreign_pages(target: Target) -> list[int]:
+    return await ask_for_refusals(target, PAGES)
+
+
+async def forbidden_heads(target: Target) -> list[int]:
+    return await ask_for_refusals(target, FORBIDDEN)
+
+
+async def early_refusals(target: Target) -> list[int]:
+    """Bodies of 33 MiB, all of which is sent before the answer is read."""
+    return await ask_for_refusals(target, EARLY)
+
+
+async def ask_for_refusals(target: Target, wanted: list[tuple[bytes, int]]) -> list[int]:
+    """Return the statuses, WRONG for one that is neither the right one nor missing."""
+    found = await ask_all(target, [raw for raw, _ in wanted], 2)
+    pairs = zip(found, wanted, strict=True)
+    return [status if status in (0, right) else WRONG for status, (_, right) in pairs]
 
 
 ABUSES: dict[str, Abuse] = {
@@ -307,6 +335,6 @@ ABUSES: dict[str, Abuse] = {
         leave_streams, leave_requests, leave_many_choices, malformed_bodies, malformed_heads,
         half_open, trickle, oversized, extreme_numbers, heavy_schemas, distinct_schemas,
         refused_schemas, slow_readers, connects, priority_flood, tiny, same_request_id, pipelines,
-        wrong_methods,
+        wrong_methods, foreign_pages, forbidden_heads, early_refusals,
     )
 }  # fmt: skip

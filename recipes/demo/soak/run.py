@@ -19,6 +19,7 @@ from recipes.demo.soak.state import CACHE, MIB, State, slope_mib_per_hour, state
 
 log = logging.getLogger("soak")
 ABUSERS = 2  # at once, each at another abuse
+REFUSED = (501, 503, 505)  # of the statuses from 500, those that say no failure of the server
 PAUSE_S = 0.2  # between two abuses
 AFTER_FLOOD_S = 5.0  # until its last requests have left the queue
 SETTLE_S = 120.0  # until everything must have returned
@@ -192,7 +193,7 @@ class Soak:
                 self._flood_until = time.monotonic() + AFTER_FLOOD_S
         self.abuses[name] += 1
         self.statuses.update(statuses)
-        if bad := [status for status in statuses if status >= 500 and status != 503]:
+        if bad := [status for status in statuses if status >= 500 and status not in REFUSED]:
             self.problem_unless_empty([f"{name} was answered {bad}"])
 
     async def _watch(self, until: float) -> None:
