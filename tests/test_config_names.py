@@ -140,7 +140,8 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
     """`pip wheel .` copies what pyproject.toml lists, and nothing else."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     places = setuptools["package-dir"]
-    found = {"nanovllm.shipped"}
+    data = {"demo", "demo.draft", "server.page", "server.templates", "shipped", "shipped.configs"}
+    found = {f"nanovllm.{name}" for name in data}
     for top in ("nanovllm", "nanovllm_kernels"):
         folder = ROOT / places[top]
         for path in folder.rglob("__init__.py"):
@@ -148,7 +149,13 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
     assert set(setuptools["packages"]) == found
     shipped = ROOT / places["nanovllm.shipped"]
     copied = {
-        p for glob in setuptools["package-data"]["nanovllm.shipped"] for p in shipped.glob(glob)
+        path
+        for name, folder in (
+            ("nanovllm.shipped", shipped),
+            ("nanovllm.shipped.configs", shipped / "configs"),
+        )
+        for glob in setuptools["package-data"][name]
+        for path in folder.glob(glob)
     }
     assert copied == {*shipped.glob("*.yaml"), *(shipped / "configs").iterdir()}
     for path in recipes.shipped().values():
