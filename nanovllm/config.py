@@ -111,7 +111,7 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     port: int = 8000
     api_key: str | None = None  # None: what NANOVLLM_API_KEY says
     # Web pages that may use the server besides its own and those of this machine: the origins, as
-    # https://chat.example, or * for the API alone and all pages.
+    # https://chat.example, or "*": all pages, for the API alone.
     allowed_origins: list[str] = field(default_factory=list)
     # On a loopback host without a key: names in the header Host, besides addresses and localhost.
     allowed_hosts: list[str] = field(default_factory=list)

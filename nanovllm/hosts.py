@@ -77,7 +77,7 @@ def check(allowed_origins: Iterable[str], allowed_hosts: Iterable[str]) -> None:
         if text != ANY and origin_of(without_slash(text)) is None:
             raise ConfigError(
                 f"server.allowed_origins has {text!r}; an origin is a scheme, a host and maybe a "
-                "port, as in https://chat.example or http://10.0.0.5:3000; * alone means all"
+                'port, as in https://chat.example or http://10.0.0.5:3000; all of them are ["*"]'
             )
     for text in allowed_hosts:
         if (host := host_of(text)) is None or host != text.lower().rstrip("."):

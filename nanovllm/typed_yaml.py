@@ -123,7 +123,8 @@ def converted(raw: Mapping[str, Any], schema: type[T]) -> T:
 
 
 NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
-         list[float]: "a list of numbers"}  # fmt: skip
+         list[float]: "a list of numbers",
+         list[str]: 'a list of text, as in ["a", "b"]'}  # fmt: skip
 
 
 def _wrong_value(raw: Mapping[str, Any], whole: type[Struct], message: str) -> ConfigError:

@@ -93,6 +93,8 @@ def test_the_line_that_a_refusal_names_sets_just_that(origins) -> None:
         ("allowed_origins=[chat.example]", "server.allowed_origins has 'chat.example'"),
         ("allowed_origins=[https://a.example/x]", "'https://a.example/x'; an origin is a scheme"),
         ("allowed_origins=['https://*.example']", r"has 'https://\*.example'"),
+        ("allowed_origins=https://a.example", r'it must be a list of text, as in \["a", "b"\]'),
+        ("allowed_origins=[7]", "must be a list of text"),
         ("allowed_origins=['']", "server.allowed_origins has ''"),
         ("allowed_hosts=['http://box']", "server.allowed_hosts has 'http://box'; write a name"),
         ("allowed_hosts=['box:8000']", "'box:8000'; write a name without scheme and port"),
