@@ -443,6 +443,11 @@ def usable_key(key: str, named: str) -> str:
     return bare
 
 
+def given_gpus() -> str | None:
+    """CUDA_VISIBLE_DEVICES; None where all GPUs are visible."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def cache_dir() -> Path:
     """Where compiled CuTe DSL kernels are kept between starts."""
     return Path(os.environ.get("NANOVLLM_CACHE", "~/.cache/nanovllm")).expanduser() / "cute"

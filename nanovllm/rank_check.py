@@ -1,0 +1,75 @@
+"""A first check of a recipe's ranks against config.json and the visible GPUs, without torch.
+
+It runs before any process exists. Where it finds a fault, the full check (parallel/cut.py), which
+imports torch, decides and words the error. It may miss a fault of one family, which rank 0 finds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from nanovllm.config import NOT_JSON, Config, ConfigError, given_gpus
+from nanovllm.parallel.places import num_ranks
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+DEVICES = Path("/dev")
+
+
+def check_ranks(config: Config) -> None:
+    """Raise ConfigError if the model cannot be cut over the recipe's ranks, or the recipe needs
+    more GPUs than are visible."""
+    recipe = config.recipe
+    if recipe.engine != "model":
+        return
+    asked, num_gpus = recipe.parallel, visible_gpus()
+    each = num_ranks(asked)
+    if recipe.device != "cpu" and num_gpus and each * asked.dp > num_gpus:
+        raise ConfigError(
+            f"parallel asks for {each * asked.dp} GPUs, {each} for each of {asked.dp} engines; "
+            f"visible: {num_gpus}. Lower parallel.tp, ep or dp, or use --device cpu"
+        )
+    if each > 1 and not divides(read_fields(config.config_path), asked.tp, asked.ep):
+        from nanovllm.models.config import read_model_config
+        from nanovllm.parallel.cut import check_cut
+        from nanovllm.parallel.mesh import first_rank
+
+        check_cut(first_rank(asked), read_model_config(config)[1])
+
+
+def divides(fields: dict[str, Any], tp: int, ep: int) -> bool:
+    """Return False if a count of config.json is no multiple of the ranks that share it."""
+    experts = next((name for name in EXPERTS if fields.get(name)), None)
+    shared = {"num_attention_heads": tp, "linear_num_key_heads": tp}
+    if ep > 1:
+        if experts is None:
+            return False
+        shared[experts] = ep
+    elif experts is None:
+        shared["intermediate_size"] = tp
+    elif "moe_intermediate_size" in fields:
+        shared["moe_intermediate_size"] = tp
+    counts = [(fields.get(name), ranks) for name, ranks in shared.items()]
+    heads = fields.get("num_key_value_heads")
+    if isinstance(heads, int) and heads > 0 and "kv_lora_rank" not in fields:
+        counts.append((max(heads, tp), min(heads, tp)))
+    return all(not isinstance(count, int) or count % ranks == 0 for count, ranks in counts)
+
+
+def read_fields(path: str) -> dict[str, Any]:
+    """Return the fields of config.json; none of a file that the full check must explain."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
+    except (OSError, *NOT_JSON):
+        return {}
+
+
+def visible_gpus() -> int:
+    """Return at most how many GPUs processes will find; 0 if that is unknown."""
+    num = sum(path.name.removeprefix("nvidia").isdigit() for path in DEVICES.glob("nvidia*"))
+    named = given_gpus()
+    if named is None:
+        return num
+    return min(num, sum(bool(name.strip()) for name in named.split(",")))
