@@ -49,7 +49,9 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # compute and load_weight times the requests in flight are least.
     prefill_weight: float = 1.0
     load_weight: float = 128.0
-    restarts: int = 3  # of several engines, each is started again so often within an hour
+    # Restarts within an hour of each engine, where there are several, and of each API process. The
+    # waits before them are 1, 2, 4 ... 60 s, so that 100 do not run out. 0: none.
+    restarts: int = 100
 
 
 class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,109 +1,160 @@
-"""The engines of one server: of several, one that was lost is started again.
+"""Groups of processes that are restarted one by one: the engines of a server, its API processes.
 
-While it is away the others serve. Knows neither what an engine does nor how its ranks are spawned.
+While one member is away the others serve. Knows neither what a member does nor how it is spawned.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
 
-from nanovllm.watch import Child, WatchedRanks, ending, endings, word_on
+from nanovllm.watch import Child, StartingChildren, WatchedRanks, ending
 
 log = logging.getLogger("serve")
 WINDOW_S = 3600.0  # restarts are counted within this
+MOST_WAIT_S = 60.0  # between two restarts
+STEADY_S = 60.0  # a member that was ready for this long begins again with the shortest wait
+UNKILLABLE_S = 60.0  # a process that survives SIGKILL for this long is not waited for
 
 
-class Replica:
-    """One engine through all its lives. It ends by itself, or with a rank of it."""
+class Member:
+    """One engine, or API process, through all its lives. It ends by itself or with one of its
+    ranks.
+
+    Before each restart it waits: 1, 2, 4 ... MOST_WAIT_S seconds. An exception while it is spawned
+    (no memory, no descriptors, no folder) counts as a failed restart.
+    """
 
     def __init__(
-        self, start: Callable[[], list[Child]], restarts: int, on_lost: Callable[[], None]
+        self,
+        start: Callable[[], list[Child]],
+        restarts: int,
+        on_lost: Callable[[], None],
+        alone_s: float = math.inf,
     ) -> None:
-        """`start` spawns its ranks. `restarts`: how often within WINDOW_S it is started again.
-        `on_lost` is called once its ranks have been killed."""
+        """`start` spawns its ranks. `restarts`: the most within WINDOW_S. `on_lost` is called once
+        its ranks have been killed. `alone_s`: as of WatchedRanks."""
         self.children = start()
+        self.name = self.children[0][0].name
         self._on_lost = on_lost
         self._start = start
         self._restarts = restarts
         self._restarted: list[float] = []  # when (monotonic)
-        self._waiting: list[Child] = []  # ranks of a later life that are not ready yet
-        # None until all of a later life are ready.
-        self._ranks: WatchedRanks | None = WatchedRanks(self.children)
-        self._why = ""  # it is lost
+        self._alone_s = alone_s
+        self._ranks: WatchedRanks | None = WatchedRanks(self.children, alone_s)
+        self._starting: StartingChildren | None = None  # ranks of a later life, until all are ready
+        self._ready_at = -math.inf  # of this life (monotonic); the first is ready from the start
+        self._num_failures = 0  # in a row: the next wait is 2 ** this
+        self._due = 0.0  # of the next start (monotonic)
+        self._why = ""  # it is away
 
     def lost(self, restarts: bool) -> str:
-        """Why it is away; empty while it lives or is being started."""
-        if not self._why:
-            self._why = self._trouble() if self._ranks is None else self._ranks.lost()
-            if self._why:
-                for process, _ in self.children:  # all live or none, and streams end now
-                    process.kill()
-                self._on_lost()
-                if restarts:  # else its end may have been asked for
-                    self._say()
+        """Return why it is away, and will not be started within its budget of restarts; "" while
+        it lives, is being started, or waits for its restart."""
+        if not self._why and (why := self._trouble()):
+            for process, _ in self.children:  # all live or none, and streams end now
+                process.kill()
+            self._on_lost()
+            self._schedule(why, restarts)  # without restarts its end may have been asked for
         if self._why and restarts and self._may_start():
-            self._restarted.append(time.monotonic())
-            self.children = self._start()
-            self._waiting, self._ranks, self._why = list(self.children), None, ""
-        return self._why
+            self._start_again()
+        waits_in_vain = time.monotonic() > self._due + UNKILLABLE_S and not self._has_ended()
+        will_start = restarts and self._num_left() > 0 and not waits_in_vain
+        return "" if will_start else self._why
 
     def _trouble(self) -> str:
-        """Why a later life will never be ready; empty while it may be."""
-        for process, word in list(self._waiting):
-            if word.poll():
-                said = word_on(word)
-                if said == "ready":
-                    self._waiting.remove((process, word))
-                    continue
+        """Return why it cannot go on, or ""."""
+        if self._ranks is not None:
+            return self._ranks.lost()
+        assert self._starting is not None
+        for process, said in self._starting.outcomes():
+            if said != "ready":
                 process.join(0.0 if said else 1.0)
                 return said or ending(process)
-        if not self._waiting:
-            self._ranks = WatchedRanks(self.children)
-        return endings(process for process, _ in self.children)  # of who was ready already
+        if not self._starting.waiting:
+            self._ranks = WatchedRanks(self.children, self._alone_s)
+            self._ready_at = time.monotonic()
+            log.info("%s is ready again", self.name)
+        return self._starting.trouble()
+
+    def _schedule(self, why: str, restarts: bool) -> None:
+        """Note a loss, and when the member is started again."""
+        now = time.monotonic()
+        was_steady = self._ranks is not None and now - self._ready_at > STEADY_S
+        self._num_failures = 0 if was_steady else self._num_failures
+        wait_s = min(2.0**self._num_failures, MOST_WAIT_S)
+        self._why, self._due = why, now + wait_s
+        self._num_failures = min(self._num_failures + 1, 16)
+        if restarts and self._restarts:
+            left = self._num_left()
+            again = f"starting it again in {wait_s:.0f} s, {left - 1} more left"
+            then = again if left else "no restarts left for it"
+            log.error("%s; %s (parallel.restarts %d)", why, then, self._restarts)
 
     def _num_left(self) -> int:
-        """How often it may be started again by now."""
+        """Return how many restarts are left by now."""
         since = time.monotonic() - WINDOW_S
         self._restarted = [when for when in self._restarted if when > since]
         return self._restarts - len(self._restarted)
 
-    def _may_start(self) -> bool:
-        """Its device is free once all processes have ended: nobody waits for one that does not."""
-        has_ended = all(process.exitcode is not None for process, _ in self.children)
-        return has_ended and self._num_left() > 0
+    def _has_ended(self) -> bool:
+        return all(process.exitcode is not None for process, _ in self.children)
 
-    def _say(self) -> None:
-        if self._restarts:
-            left = self._num_left()
-            then = f"starting it again, {left - 1} more left" if left else "no restarts left for it"
-            log.error("%s; %s (parallel.restarts %d)", self._why, then, self._restarts)
+    def _may_start(self) -> bool:
+        """Return True if the wait is over and its device is free, as all its processes have
+        ended."""
+        return time.monotonic() >= self._due and self._has_ended() and self._num_left() > 0
+
+    def _start_again(self) -> None:
+        self._restarted.append(time.monotonic())
+        try:
+            children = self._start()
+        except Exception as error:  # which must not reach the other members
+            reason = str(error) or type(error).__name__
+            self._ranks = None
+            self._schedule(f"{self.name} cannot be started: {reason}", restarts=True)
+            return
+        self.children, self._starting = children, StartingChildren(children)
+        self._ranks, self._why = None, ""
 
 
 class Fleet:
-    """All engines of a server, to be watched once their first lives are ready."""
+    """All engines of a server, or all its API processes, watched once their first lives are
+    ready."""
 
-    def __init__(self, starts: Sequence[Callable[[], list[Child]]], restarts: int) -> None:
-        """With one engine there is nobody who would serve meanwhile, so it is not started again."""
-        self._engines: list[Replica] = []
+    def __init__(
+        self,
+        starts: Sequence[Callable[[], list[Child]]],
+        restarts: int,
+        *,
+        alone_s: float = math.inf,
+        even_one: bool = False,
+    ) -> None:
+        """A single member is not restarted and may be silent, unless `even_one`. `alone_s`: as of
+        WatchedRanks."""
+        self._members: list[Member] = []
         self._starts = starts
-        self._restarts = restarts if len(starts) > 1 else 0
-        self.on_lost: Callable[[int], None] = lambda _: None  # is told an engine's number
+        is_watched = even_one or len(starts) > 1
+        self._restarts = restarts if is_watched else 0
+        self._alone_s = alone_s if is_watched else math.inf
+        self.on_lost: Callable[[int], None] = lambda _: None  # called with a member's number
 
     def start(self) -> None:
         for at, start in enumerate(self._starts):
-            self._engines.append(Replica(start, self._restarts, partial(self._lost, at)))
+            lost = partial(self._lost, at)
+            self._members.append(Member(start, self._restarts, lost, self._alone_s))
 
     def _lost(self, at: int) -> None:
         self.on_lost(at)
 
     @property
     def children(self) -> list[Child]:
-        """All ranks of the newest lives."""
-        return [child for engine in self._engines for child in engine.children]
+        """All processes of the latest lives."""
+        return [child for member in self._members for child in member.children]
 
     @property
     def processes(self) -> list[BaseProcess]:
@@ -111,9 +162,9 @@ class Fleet:
         return [process for process, _ in self.children]
 
     def lost(self, restarts: bool = True) -> str:
-        """Why no engine is left; empty while one lives or is being started.
+        """Return why no member is left; "" while one lives or will be started.
 
-        To be asked every TICK_S. Without `restarts` those that are away stay away.
+        To be called every TICK_S. Without `restarts`, lost members stay away.
         """
-        reasons = [engine.lost(restarts) for engine in self._engines]
+        reasons = [member.lost(restarts) for member in self._members]
         return ", ".join(reasons) if all(reasons) else ""

@@ -11,7 +11,7 @@ A child dies with its supervisor: each holds one end of a pipe and leaves when t
 from __future__ import annotations
 
 import contextlib
-import errno
+import itertools
 import logging
 import multiprocessing
 import os
@@ -22,31 +22,35 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection as Pipe, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn
 
 from msgspec.structs import replace
 
-from nanovllm.config import Config, ConfigError, cache_dir, without_api_key
+from nanovllm.children import (
+    EXIT_CONFIG as EXIT_CONFIG,
+    EXIT_CRASH as EXIT_CRASH,
+    LEAVE,
+    Word as Word,
+    run_api,
+    run_child as run_child,
+    run_engine,
+    spawn,
+)
+from nanovllm.config import Config, ConfigError, without_api_key
 from nanovllm.fleet import Fleet
-from nanovllm.ipc.client import EngineLostError
-from nanovllm.log import setup
-from nanovllm.parallel.places import Place, RankLostError, places_of
+from nanovllm.ipc.channel import make_private
+from nanovllm.parallel.places import places_of
+from nanovllm.rank_check import check_ranks
 from nanovllm.server.parsers import parser_of
-from nanovllm.watch import BEAT_EVERY_S, TICK_S, Child, ending, endings, word_on
+from nanovllm.watch import TICK_S, Child, StartingChildren, ending, endings
 
 log = logging.getLogger("serve")
-EXIT_CONFIG = 2
-EXIT_CRASH = 1
-REMOVALS = 100  # of the folder, each within some 20 us once it is gone
-LAST_WORDS_S = 5.0  # for API processes without an engine to tell their clients, and to end alone
+LAST_WORDS_S = 5.0  # for API processes without an engine to answer their clients, and to end alone
 MOST_SOCKET_PATH = 107  # bytes, of a Unix socket's address
-OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 
 
 class EngineDied(RuntimeError):
@@ -58,40 +62,78 @@ class Stopped(RuntimeError):
 
 
 @contextlib.contextmanager
-def engine_processes(config: Config, num_workers: int = 1) -> Iterator[tuple[list[str], Fleet]]:
-    """Run all engines, each for `num_workers` connections.
+def engine_processes(config: Config) -> Iterator[tuple[list[str], Fleet]]:
+    """Run all engines.
 
-    Yields the paths of their sockets, and the fleet, which is to be waited for and watched.
+    Yields the paths of their sockets, and the fleet, which is to be waited for and watched. Raises
+    ConfigError before there is any process if the model cannot be cut over the ranks.
     """
+    check_ranks(config)
     try:
         folder = tempfile.mkdtemp(prefix="nanovllm-")
     except OSError as error:  # says itself which folders were tried
         raise ConfigError(f"no folder for the engine's socket (TMPDIR): {error}") from None
-    paths = [os.path.join(folder, f"{at}.sock") for at in range(config.recipe.parallel.dp)]
+    asked = config.recipe.parallel
+    paths = [os.path.join(folder, f"{at}.sock") for at in range(asked.dp)]
     try:
         if len(os.fsencode(last := paths[-1])) > MOST_SOCKET_PATH:
             raise ConfigError(f"{last} is too long for the engine's socket; set another TMPDIR")
-        given = without_api_key(config), num_workers
-        starts = [partial(start_engine, *given, at, path) for at, path in enumerate(paths)]
-        fleet = Fleet(starts, config.recipe.parallel.restarts)
+        given = without_api_key(config)
+        starts = [partial(start_engine, given, at, path) for at, path in enumerate(paths)]
+        fleet = Fleet(starts, asked.restarts, alone_s=config.recipe.server.stall_s)
         try:
-            fleet.start()
+            start(fleet)
             yield paths, fleet
         finally:
-            stop(fleet.processes, grace_s=0.0)  # whoever they worked for has gone
+            stop(fleet.processes, grace_s=0.0)  # the API processes have gone
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def start_engine(config: Config, num_workers: int, at: int, path: str) -> list[Child]:
-    """Start the ranks of engine number `at`, which may have lived before, and return them."""
+def start_engine(config: Config, at: int, path: str) -> list[Child]:
+    """Start the ranks of engine number `at`, all or none, and return them. It may have lived
+    before, and a cleaner may have removed the folder of its socket since."""
+    make_private(folder := os.path.dirname(path))
     Path(path).unlink(missing_ok=True)
-    ranks, folder = [], os.path.dirname(path)
-    for place in places_of(config, tempfile.mkdtemp(dir=folder), at):
-        given = run_engine, place, path, num_workers
-        ranks.append(spawn(place.name, config, *given, folder=folder))
-        place.close()  # its end of a ring is the child's
+    ranks: list[Child] = []
+    places = places_of(config, tempfile.mkdtemp(dir=folder), at)
+    try:
+        for place in places:
+            ranks.append(spawn(place.name, config, run_engine, place, path, folder=folder))
+    except BaseException:
+        for process, _ in ranks:
+            process.kill()
+        raise
+    finally:
+        for place in places:
+            place.close()  # its end of a ring is the child's
     return ranks
+
+
+def api_processes(config: Config, paths: Sequence[str], sock: socket.socket) -> Fleet:
+    """Return the API processes, not started yet. A lost one is started again, and has nothing to
+    load: its clients wait meanwhile in the queue of the listening socket, or go to the others."""
+    server = config.recipe.server
+    given = config, paths, sock
+    starts = [partial(start_api, *given, itertools.count(), at) for at in range(server.workers)]
+    restarts = config.recipe.parallel.restarts
+    return Fleet(starts, restarts, alone_s=server.stall_s, even_one=True)
+
+
+def start_api(
+    config: Config, paths: Sequence[str], sock: socket.socket, lives: Iterator[int], at: int
+) -> list[Child]:
+    make_private(folder := os.path.dirname(paths[0]))
+    given = config, run_api, paths, at, sock, next(lives) == 0
+    return [spawn(f"nanovllm-api{at}", *given, folder=folder)]
+
+
+def start(fleet: Fleet) -> None:
+    """Start its first lives. Raises EngineDied if the system has no process left."""
+    try:
+        fleet.start()
+    except OSError as error:
+        raise EngineDied(f"no process can be started: {error.strerror or error}") from None
 
 
 def serve(config: Config) -> int:
@@ -99,30 +141,32 @@ def serve(config: Config) -> int:
 
     The first SIGTERM or SIGINT ends the intake and lets requests finish: 0, or 1 if one of the
     processes then hangs or dies. A second one, at any time, kills all processes and exits with
-    128 + its number. When a process ends by itself, the log says how, and the code is its own, or
-    1 where that would be 0 or a signal.
+    128 + its number. A lost API process is restarted, as is a lost engine of several. When none is
+    left, the log says how they ended, and the code is that of one, or 1 where that would be 0 or a
+    signal.
     """
     from nanovllm.server.ends import eos_ids_of  # which other commands need not import
 
     server = replace(config.recipe.server, parser=parser_of(config))
     recipe = replace(config.recipe, server=server)
     config = replace(config, recipe=recipe, eos_ids=eos_ids_of(config))
-    sock, num, limit_s = listen(server.host, server.port), server.workers, server.shutdown_s + 5
-    with sock, interruptible() as stopped, engine_processes(config, num) as (paths, fleet):
-        given, at = (config, run_api, paths), os.path.dirname(paths[0])
-        workers = [spawn(f"nanovllm-api{i}", *given, i, sock, folder=at) for i in range(num)]
-        processes = [process for process, _ in workers]
-        fleet.on_lost = partial(tell, workers)
+    sock, limit_s = listen(server.host, server.port), server.shutdown_s + LAST_WORDS_S
+    with sock, interruptible() as stopped, engine_processes(config) as (paths, fleet):
+        apis, grace_s = api_processes(config, paths, sock), LAST_WORDS_S
+        fleet.on_lost = lambda at: tell(apis.children, at)
         try:
-            wait_ready([*fleet.children, *workers], stopped)
+            start(apis)
+            wait_ready([*fleet.children, *apis.children], stopped)
             announce(config, sock)
-            return watch(fleet, processes, stopped) or drained(fleet, processes, limit_s)
-        except EngineDied:  # maybe because another one did, which then stands first
-            raise EngineDied(endings([*fleet.processes, *processes])) from None
+            grace_s = limit_s
+            return watch(fleet, apis, stopped) or drained(fleet, apis.processes, limit_s)
+        except EngineDied as error:  # maybe because another one did, which then stands first
+            ended = endings([*fleet.processes, *apis.processes])
+            raise EngineDied(ended or str(error)) from None
         except Stopped:
             return 0
         finally:
-            stop(processes, limit_s, fleet)
+            stop(apis.processes, grace_s, fleet)
 
 
 def announce(config: Config, sock: socket.socket) -> None:
@@ -173,14 +217,12 @@ def interruptible() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def watch(fleet: Fleet, workers: Sequence[BaseProcess], stopped: threading.Event) -> int:
-    """Wait for a signal, and return 0; or until an API process ends or no engine is left, and
-    return a code of theirs, never 0."""
+def watch(fleet: Fleet, apis: Fleet, stopped: threading.Event) -> int:
+    """Wait for a signal, and return 0; or until no engine or no API process is left, and return a
+    code of theirs, never 0."""
     while not stopped.wait(TICK_S):
-        has_ended = any(process.exitcode is not None for process in workers)
-        lost = fleet.lost(restarts=not has_ended)
-        if lost or has_ended:
-            processes = [*fleet.processes, *workers]
+        if lost := fleet.lost() or apis.lost():
+            processes = [*fleet.processes, *apis.processes]
             log.error("%s; stopping", endings(processes) or lost)
             return max(EXIT_CRASH, *(process.exitcode or 0 for process in processes))
     return 0
@@ -189,10 +231,13 @@ def watch(fleet: Fleet, workers: Sequence[BaseProcess], stopped: threading.Event
 def drained(fleet: Fleet, workers: Sequence[BaseProcess], limit_s: float) -> int:
     """Let requests finish and all processes end: 0, or EXIT_CRASH if one hung or died instead.
 
-    Engines end with their last API process. Those that were lost before count for nothing.
+    Engines end after their last API process. Those that were lost before count for nothing.
     """
     asked = [one for one in (*fleet.processes, *workers) if one.exitcode is None]
     stop(workers, limit_s, fleet)
+    for _, word in fleet.children:
+        with contextlib.suppress(OSError):
+            word.send(LEAVE)
     stop(fleet.processes, LAST_WORDS_S, fleet)
     if wrong := [one.name for one in asked if one.exitcode not in (0, -signal.SIGTERM)]:
         log.error("%s did not end well", ", ".join(wrong))
@@ -200,162 +245,34 @@ def drained(fleet: Fleet, workers: Sequence[BaseProcess], limit_s: float) -> int
 
 
 def tell(workers: Sequence[Child], engine: int) -> None:
-    """Say to all API processes that an engine was lost: its end of a socket may outlive it by the
-    seconds that its device takes to let go of it."""
+    """Report a lost engine to all API processes: its end of a socket may outlive it by the seconds
+    that its device takes to let go of it."""
     for _, word in workers:
         with contextlib.suppress(OSError):
             word.send((engine, time.monotonic()))
 
 
-# -- children -------------------------------------------------------------------------------
-
-
-def spawn(name: str, config: Config, target: object, *args: object, folder: str = "") -> Child:
-    """Start a child; it says "ready" or an error on the returned pipe, and dies with us.
-
-    It is born with interrupts blocked: a Ctrl-C, which a terminal sends to all processes, does not
-    end it before it ignores them. One that comes meanwhile reaches us right afterwards.
-    The system's list of processes shows `name`, up to 15 characters of it.
-    """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=child, args=(target, theirs, folder, config, *args), name=name)
-    resource_tracker.ensure_running()  # the first start would do it, and unblock interrupts
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    theirs.close()
-    return process, ours
-
-
-class Word:
-    """What a child says to its supervisor: that it is ready, or once why it never will be.
-
-    A rank says again and again that it is alive, from when it is ready.
-    """
-
-    def __init__(self, pipe: Pipe, folder: str = "") -> None:
-        """`folder`: where the server's sockets are; "" of a process that knows of none."""
-        self._pipe = pipe
-        self._folder = folder
-        self._on_lost: Callable[[int, float], object] = lambda *_: None
-        self.is_ready = self.beats = False
-
-    def ready(self) -> None:
-        self.is_ready = True
-        self._pipe.send("ready")
-
-    def ready_for_good(self) -> None:
-        """From now on it ends with its last connection, also where all processes get a SIGTERM."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        self.ready()
-        self.beats = True
-
-    def sorry(self, why: object) -> NoReturn:
-        self._pipe.send(str(why))
-        sys.exit(EXIT_CONFIG)
-
-    def hear(self, on_lost: Callable[[int, float], object]) -> None:
-        """From now on `on_lost` is called, in a thread, with the number of each engine lost, and
-        when that was (monotonic)."""
-        self._on_lost = on_lost
-
-    def leave_with_supervisor(self) -> None:
-        """Run in a thread: hear of lost engines, say "alive", and end when the supervisor ends,
-        whose folder goes with it. All children remove it, and what others may still put there."""
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                if self._pipe.poll(BEAT_EVERY_S):
-                    self._on_lost(*self._pipe.recv())
-                elif self.beats:
-                    self._pipe.send("alive")
-        for _ in range(REMOVALS):
-            shutil.rmtree(self._folder, ignore_errors=True)
-        os._exit(EXIT_CRASH)
-
-
-def child(target: object, pipe: Pipe, folder: str, config: Config, *args: object) -> None:
-    """Runs in the child. Interrupts are the supervisor's business.
-
-    The process ends without taking apart what it has: connections to other ranks would wait.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # only Linux has it
-        Path("/proc/self/comm").write_text(multiprocessing.current_process().name)
-    setup(config.recipe.server.log_format)
-    word = Word(pipe, folder)
-    threading.Thread(target=word.leave_with_supervisor, daemon=True).start()
-    code = EXIT_CRASH
-    with contextlib.suppress(SystemExit):
-        run_child(target, word, config, *args)
-        code = 0
-    logging.shutdown()
-    os._exit(code)
-
-
-def run_child(target: object, word: Word, config: Config, *args: object) -> None:
-    """Run the target. What keeps it from being ready is one line for the supervisor; what nobody
-    foresaw is a record of the log, too, then and later."""
-    try:
-        assert callable(target)
-        target(word, config, *args)
-    except ConfigError as error:
-        word.sorry(error)
-    except (RankLostError, EngineLostError):
-        sys.exit(EXIT_CRASH)  # what became of that one, the supervisor says
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in OF_A_DISK and not word.is_ready:
-            some = f"one of {tempfile.gettempdir()}, {cache_dir()}, Triton's cache"
-            word.sorry(f"cannot write {error.filename or some}: {error.strerror}")
-        log.exception(name := multiprocessing.current_process().name)
-        word.sorry(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
-
-
-def run_engine(word: Word, config: Config, place: Place, path: str, num_workers: int) -> None:
-    """Rank 0 plans and serves, others follow it."""
-    if place.rank == 0:
-        from nanovllm.engine.process import main
-        from nanovllm.ipc.channel import Listener
-
-        main(config, place, Listener(path), num_workers, word.ready_for_good)
-    else:
-        from nanovllm.engine.ranks import follow
-
-        logging.getLogger("engine").setLevel(logging.WARNING)  # rank 0 says the same
-        follow(config, place, word.ready_for_good)
-
-
-def run_api(
-    word: Word, config: Config, paths: Sequence[str], worker: int, sock: socket.socket
-) -> None:
-    from nanovllm.server.main import run
-
-    run(config, paths, worker, sock, word.ready, word.hear)
-
-
 def wait_ready(children: Sequence[Child], stopped: threading.Event | None = None) -> None:
-    """Wait until all are ready. Raises ConfigError with a child's message, EngineDied if one
-    crashed, maybe after it was ready, or Stopped. Who says why it leaves comes before who crashed,
-    maybe missing that one; a signal comes before both, as it may have ended them all.
+    """Wait until all are ready.
+
+    Raises ConfigError with a child's message; EngineDied if one crashed, maybe after it was ready,
+    or stopped while loading (watch.STOPPED_S), or if all hang (watch.IDLE_S); or Stopped. A child's
+    message comes before the end of another, which may miss that one; a signal comes before both,
+    as it may have ended them all.
     """
-    waiting = {word: process for process, word in children}
-    while waiting:
-        wait(waiting, 0.1)
+    starting = StartingChildren(children)
+    while starting.waiting:
+        wait([word for _, word in starting.waiting], 0.1)
         if stopped is not None and stopped.is_set():
             raise Stopped
-        speaking = [pipe for pipe in waiting if pipe.poll()]
-        heard = [(word_on(pipe), waiting.pop(pipe)) for pipe in speaking]
-        for said, process in sorted(heard, key=lambda one: one[0] is None):
+        for process, said in sorted(starting.outcomes(), key=lambda one: one[1] is None):
             if said is None:
                 process.join()
                 raise EngineDied(ending(process))
             if said != "ready":
                 raise ConfigError(said)  # whatever keeps it from ending
-        was_ready = (process for process, word in children if word not in waiting)
-        if waiting and (lost := endings(was_ready)):  # which others may wait for
-            raise EngineDied(lost)
+        if starting.waiting and (trouble := starting.trouble()):
+            raise EngineDied(trouble)
 
 
 def stop(processes: Sequence[BaseProcess], grace_s: float, fleet: Fleet | None = None) -> None:

@@ -1,78 +1,187 @@
-"""What a supervisor knows of the processes it started: who ended and how, who is silent.
+"""Supervision of child processes: exit status, heartbeats and signs of work.
 
-The ranks of one engine live and die together. A rank that was lost leaves others in a collective
-that never ends, on a device that no signal reaches, so nobody waits for them.
+The ranks of one engine live and die together. A lost rank leaves the others in a collective that
+never ends, on a device that no signal reaches, so the supervisor never waits for them.
+
+Time limits, in supervisor turns of TICK_S:
+  LOST_S       a ready rank of several without a heartbeat and without CPU time
+  STOPPED_S    the same of a process that is still loading
+  IDLE_S       all loading processes together without work, though they send heartbeats
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
+import time
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NamedTuple
 
-Child = tuple[BaseProcess, Pipe]  # and where it says that it is ready, and then that it is alive
+Child = tuple[BaseProcess, Pipe]  # the pipe carries "ready" or an error, and heartbeats
 TICK_S = 0.2
 BEAT_EVERY_S = 0.5
-LOST_S = 3.0  # without a sign of life
+BEAT, STUCK = "alive", "stuck: "  # messages of a child that are no outcome of its start
+LOST_S = 3.0
+STOPPED_S = 30.0
+IDLE_S = 300.0
+LEAST_WORK = 0.01  # share of a CPU below which a loading process counts as idle
+
+
+class Work(NamedTuple):
+    """Counters of a process that only grow; all 0 where the system has no /proc."""
+
+    cpu_ticks: int = 0  # hundredths of seconds
+    page_faults: int = 0  # that read from a disk
+    bytes_read: int = 0
+
+
+class LifeSigns:
+    """One process, looked at once per turn.
+
+    Turns are counted instead of seconds, and pending heartbeats are read first: after a pause of
+    the supervisor, or of the machine, no process is taken for lost. A process that computes or
+    reads pages from a disk is alive without heartbeats: a compiler may hold the GIL for seconds.
+    """
+
+    def __init__(self, process: BaseProcess) -> None:
+        self.process = process
+        self._seen = Work()
+        self._last_work = Work()  # when the process had last done as much as LEAST_WORK
+        self._silent_turns = self._idle_turns = 0
+
+    def turn(self, has_beaten: bool) -> None:
+        work = work_of(self.process.pid)
+        is_alive = has_beaten or work[:2] != self._seen[:2]
+        self._silent_turns = 0 if is_alive else self._silent_turns + 1
+        self._seen = work
+        self._idle_turns += 1
+        least = LEAST_WORK * 100 * IDLE_S
+        if work.cpu_ticks - self._last_work.cpu_ticks > least or work[1:] != self._last_work[1:]:
+            self._last_work, self._idle_turns = work, 0
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds of turns without any sign of life."""
+        return self._silent_turns * TICK_S
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds of turns without work worth mentioning."""
+        return self._idle_turns * TICK_S
 
 
 class WatchedRanks:
-    """The ranks of one engine, all of which have said that they are ready."""
+    """The ranks of one engine after all of them have become ready."""
 
-    def __init__(self, children: Sequence[Child]) -> None:
+    def __init__(self, children: Sequence[Child], alone_s: float = math.inf) -> None:
+        """`alone_s`: seconds for which a rank without others may be silent. By default it may be
+        silent forever: its streams go on when it does."""
         self.processes = [process for process, _ in children]
         self._words = [word for _, word in children]
-        self._ticks = [0] * len(children)  # of CPU time, at the last turn
-        self._silent = [0] * len(children)  # for how many turns
+        self._signs = [LifeSigns(process) for process in self.processes]
+        self._most_s = LOST_S if len(children) > 1 else alone_s
 
     def lost(self) -> str:
-        """Why the engine cannot go on; empty if it can.
-
-        To be asked every TICK_S. Turns are counted instead of seconds, and what came meanwhile is
-        heard first: a supervisor that was stopped itself, or a machine that slept, has lost nobody.
-        A rank that computes is alive: a compiler may keep Python, and so the beats, for seconds.
-        One without others may be silent: its streams go on when it does.
-        """
-        for rank, process in enumerate(self.processes):
-            before, self._ticks[rank] = self._ticks[rank], cpu_ticks(process.pid)
-            is_alive = heard(self._words[rank]) or self._ticks[rank] > before
-            self._silent[rank] = 0 if is_alive else self._silent[rank] + 1
+        """Return why the engine cannot go on, or "". To be called every TICK_S."""
+        stuck = []
+        for signs, word in zip(self._signs, self._words, strict=True):
+            said = messages(word)
+            signs.turn(has_beaten=bool(said))
+            if said and said[-1].startswith(STUCK):
+                stuck.append(f"{signs.process.name} is {said[-1]}")
         silent = [
-            f"{process.name} has been silent for {LOST_S:.0f} s"
-            for process, turns in zip(self.processes, self._silent, strict=True)
-            if turns * TICK_S > LOST_S and len(self.processes) > 1 and process.exitcode is None
+            f"{signs.process.name} has been silent for {self._most_s:.0f} s"
+            for signs in self._signs
+            if signs.silent_s > self._most_s and signs.process.exitcode is None
         ]
         codes = {process.exitcode for process in self.processes}
-        if codes == {0, None} and max(self._silent) * TICK_S <= LOST_S:
+        if codes == {0, None} and max(one.silent_s for one in self._signs) <= self._most_s:
             return ""  # those that follow rank 0 end a moment after it
-        return ", ".join(silent) or endings(self.processes)
+        return ", ".join(silent) or endings(self.processes) or ", ".join(stuck)
 
 
-def heard(word: Pipe) -> bool:
-    """Whether a child has said anything since the last time."""
-    said = False
+class StartingChildren:
+    """Processes of which some are not ready yet."""
+
+    def __init__(self, children: Sequence[Child]) -> None:
+        self.children = list(children)
+        self.waiting = list(children)
+        self._signs = {id(process): LifeSigns(process) for process, _ in children}
+        self._has_beaten: set[int] = set()
+        self._turn_at = -math.inf  # monotonic
+
+    def outcomes(self) -> list[tuple[BaseProcess, str | None]]:
+        """Return new messages other than heartbeats: "ready" or an error, None of a process that
+        ended without one. Each process has one outcome."""
+        found: list[tuple[BaseProcess, str | None]] = []
+        for process, word in list(self.waiting):
+            while word.poll():
+                if (said := message(word)) == BEAT:
+                    self._has_beaten.add(id(process))
+                    continue
+                self.waiting.remove((process, word))
+                found.append((process, said))
+                break
+        return found
+
+    def trouble(self) -> str:
+        """Return why the waiting processes will never be ready, or "".
+
+        A process may have ended after it was ready, may be stopped for STOPPED_S, or all may be
+        idle for IDLE_S.
+        """
+        waiting = [process for process, _ in self.waiting]
+        ready = [process for process, _ in self.children if process not in waiting]
+        if lost := endings(ready):
+            return lost
+        if (now := time.monotonic()) < self._turn_at + TICK_S / 2:
+            return ""
+        self._turn_at = now
+        signs = [self._signs[id(process)] for process in waiting]
+        for one in signs:
+            one.turn(has_beaten=id(one.process) in self._has_beaten)
+        self._has_beaten.clear()
+        stopped = [one.process.name for one in signs if one.silent_s > STOPPED_S]
+        if stopped:
+            return f"{', '.join(stopped)} stopped while loading: silent for {STOPPED_S:.0f} s"
+        if signs and all(one.idle_s > IDLE_S for one in signs):
+            names = ", ".join(process.name for process in waiting)
+            return f"{names} hung while loading: idle for {IDLE_S:.0f} s"
+        return ""
+
+
+def messages(word: Pipe) -> list[str]:
+    """Return all pending messages of a child."""
+    found: list[str] = []
     with contextlib.suppress(EOFError, OSError):  # it has ended
         while word.poll():
-            word.recv()
-            said = True
-    return said
+            found.append(str(word.recv()))
+    return found
+
+
+def work_of(pid: int | None) -> Work:
+    """Return what a process has done so far."""
+    ticks = faults = read = 0
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks, faults = int(fields[11]) + int(fields[12]), int(fields[9])
+        read = int(Path(f"/proc/{pid}/io").read_text().split()[1])
+    return Work(ticks, faults, read)
 
 
 def cpu_ticks(pid: int | None) -> int:
-    """Hundredths of seconds that a process has computed; 0 where the system does not say."""
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
-    return 0
+    """Return the hundredths of seconds that a process has computed; 0 if unknown."""
+    return work_of(pid).cpu_ticks
 
 
 def endings(processes: Iterable[BaseProcess]) -> str:
-    """`nanovllm-engine ended by SIGKILL (9); out of memory?`, for each that went wrong.
+    """Return `nanovllm-engine ended by SIGKILL (9); out of memory?` for each that failed.
 
-    Those that a signal ended come first: others end because they miss them.
+    Processes ended by a signal come first: others end because they miss them.
     """
     ended = [process for process in processes if process.exitcode is not None]
     wrong = [process for process in ended if process.exitcode] or ended
@@ -91,8 +200,8 @@ def ending(process: BaseProcess) -> str:
     return f"{process.name} ended by {name} ({-code}){guess}"
 
 
-def word_on(pipe: Pipe) -> str | None:
-    """What a child said; None if it ended without a word."""
-    with contextlib.suppress(EOFError):
+def message(pipe: Pipe) -> str | None:
+    """Return a child's next message; None if it ended without one."""
+    with contextlib.suppress(EOFError, OSError):
         return str(pipe.recv())
     return None

@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 
-from nanovllm.watch import LOST_S, TICK_S, WatchedRanks, endings
+from nanovllm import watch
+from nanovllm.watch import (
+    IDLE_S,
+    LOST_S,
+    STOPPED_S,
+    TICK_S,
+    StartingChildren,
+    WatchedRanks,
+    Work,
+    endings,
+)
 
 TURNS = round(LOST_S / TICK_S)  # that a rank may be silent
 
@@ -89,6 +99,100 @@ def test_a_rank_without_others_may_be_silent() -> None:
     assert [engine.ranks.lost() for _ in range(10 * TURNS)] == [""] * 10 * TURNS
     engine.processes[0].exitcode = 3
     assert engine.ranks.lost() == "rank0 ended with exit code 3"
+
+
+def test_a_rank_alone_may_be_silent_for_as_long_as_is_asked() -> None:
+    ours, theirs = Pipe()
+    ranks = WatchedRanks([(process("engine"), ours)], alone_s=10.0)
+    for _ in range(round(10 / TICK_S)):
+        assert ranks.lost() == ""
+    theirs.send("alive")
+    for _ in range(round(10 / TICK_S) + 1):
+        assert ranks.lost() == ""
+    assert ranks.lost() == "engine has been silent for 10 s"
+
+
+def test_a_rank_that_reports_a_stuck_step_is_lost() -> None:
+    """Its heartbeat thread lives, and it may even compute: a driver that spins."""
+    engine = Engine(1)
+    engine.ends[0].send("alive")
+    assert engine.ranks.lost() == ""
+    engine.ends[0].send("stuck: its step takes 61 s longer than any before")
+    engine.ends[0].send("alive")  # it has ended meanwhile
+    assert engine.ranks.lost() == ""
+    engine.ends[0].send("stuck: its step takes 62 s longer than any before")
+    said = "rank0 is stuck: its step takes 62 s longer than any before"
+    assert engine.ranks.lost() == said
+
+
+class Loading:
+    """Processes that load: what they have done, and turns of the supervisor."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+        self.work = {name: Work() for name in names}
+        self.now = 0.0
+        self.ends: dict[str, Connection] = {}
+        children = []
+        for name in names:
+            ours, self.ends[name] = Pipe()
+            children.append((SimpleNamespace(name=name, exitcode=None, pid=name), ours))
+        monkeypatch.setattr(watch, "work_of", lambda pid: self.work[pid])
+        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.children = StartingChildren(children)  # type: ignore[arg-type]
+
+    def turns(self, seconds: float, *beating: str, **done: Work) -> str:
+        """What is found at the end of so many seconds of turns."""
+        said = ""
+        for _ in range(round(seconds / TICK_S)):
+            self.now += TICK_S
+            for name in beating:
+                self.ends[name].send("alive")
+            for name, more in done.items():
+                self.work[name] = Work(*map(sum, zip(self.work[name], more, strict=True)))
+            assert self.children.outcomes() == []
+            said = self.children.trouble()
+        return said
+
+
+def test_a_rank_that_stops_while_loading_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = Loading(monkeypatch, "engine", "rank1", "rank2")
+    beats = "engine", "rank2"
+    assert loading.turns(10, "rank1", *beats, engine=Work(cpu_ticks=1)) == ""
+    assert loading.turns(STOPPED_S, *beats, engine=Work(cpu_ticks=1)) == ""
+    said = f"rank1 stopped while loading: silent for {STOPPED_S:.0f} s"
+    assert loading.turns(2 * TICK_S, *beats, engine=Work(cpu_ticks=1)) == said
+
+
+@pytest.mark.parametrize("more", [Work(cpu_ticks=1), Work(page_faults=3)])
+def test_a_rank_that_loads_without_heartbeats_is_alive(
+    more: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights may come from a slow disk through mapped pages, with the GIL held."""
+    loading = Loading(monkeypatch, "engine", "rank1")
+    assert loading.turns(4 * STOPPED_S, "engine", rank1=more) == ""
+
+
+def test_ranks_that_all_wait_for_each_other_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = Loading(monkeypatch, "engine", "rank1")
+    beats = "engine", "rank1"
+    assert loading.turns(IDLE_S, *beats) == ""
+    assert loading.turns(TICK_S, *beats, rank1=Work(0, 0, 4096)) == ""  # it has read
+    assert loading.turns(IDLE_S, *beats) == ""
+    said = f"engine, rank1 hung while loading: idle for {IDLE_S:.0f} s"
+    assert loading.turns(2 * TICK_S, *beats) == said
+
+
+def test_one_that_waits_for_a_rank_that_loads_is_no_trouble(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loading = Loading(monkeypatch, "engine", "rank1")
+    assert loading.turns(2 * IDLE_S, "engine", "rank1", rank1=Work(cpu_ticks=1)) == ""
+
+
+def test_a_supervisor_that_paused_has_stopped_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = Loading(monkeypatch, "engine")
+    loading.now += 10 * STOPPED_S
+    assert loading.turns(STOPPED_S / 2) == ""
 
 
 def test_a_rank_that_ended_is_lost_at_once() -> None:

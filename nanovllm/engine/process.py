@@ -7,10 +7,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -46,13 +48,49 @@ from nanovllm.wire import (
 log = logging.getLogger("engine")
 STATS_EVERY_S = 0.2
 BEAT_EVERY_S = 0.5
+RETRY_S = 0.2  # after a connection that could not be accepted
+MOST_WORKERS = 1 << (63 - WORKER_BITS)  # numbers of connections
 Waited = tuple[Generate, CompileOutcome]  # for its grammar
 
 
+class Joined(NamedTuple):
+    """A new connection and its number, which no other has while its requests run."""
+
+    worker: int
+    connection: BlockingConnection
+
+
+class Left(NamedTuple):
+    """A connection that has ended."""
+
+    worker: int
+
+
+class Supervised(Protocol):
+    """The engine's view of its supervisor."""
+
+    def on_leave(self, leave: Callable[[], object]) -> None:
+        """Call `leave` once no further API process will come."""
+        ...
+
+    def watch_steps(self, late_s: Callable[[], float]) -> None:
+        """Replace the engine while `late_s`, of the step in flight, is far above 0."""
+        ...
+
+
 def main(
-    config: Config, place: Place, listener: Listener, num_workers: int, ready: Callable[[], None]
+    config: Config,
+    place: Place,
+    listener: Listener,
+    num_workers: int,
+    ready: Callable[[], None],
+    supervisor: Supervised | None = None,
 ) -> None:
-    """Serve until every API process has gone. Raises ConfigError if the recipe cannot be served."""
+    """Serve until every API process has gone. Raises ConfigError if the recipe cannot be served.
+
+    Without a `supervisor` there are `num_workers` API processes; with one they come and go, and
+    the engine ends when none is left after the supervisor's word.
+    """
     gc.disable()  # nothing that is built is garbage
     executor, recipe, vocab_size, layout = build(config, place)
     schedule, cache = recipe.schedule, recipe.cache
@@ -77,22 +115,45 @@ def main(
     gc.freeze()  # do not visit it again
     gc.enable()
     ready()
-    connections = [listener.accept() for _ in range(num_workers)]
-    for worker, connection in enumerate(connections):
-        connection.send(
-            Ready(
-                worker=worker,
-                model=config.served_name,
-                max_model_tokens=int(recipe.server.max_model_tokens),
-                vocab_size=vocab_size,
-                num_pages=int(cache.pages) * place.lanes,
-                page_tokens=int(cache.page_tokens),
-                num_slots=int(schedule.slots) * place.lanes,
-                recipe=msgspec.json.encode(recipe).decode(),
-            )
-        )
-    pace = pace_of(schedule, recipe.device)
-    Engine(scheduler, executor, grammars, connections, schedule.depth, pace).run()
+    made = Ready(
+        worker=0,
+        model=config.served_name,
+        max_model_tokens=int(recipe.server.max_model_tokens),
+        vocab_size=vocab_size,
+        num_pages=int(cache.pages) * place.lanes,
+        page_tokens=int(cache.page_tokens),
+        num_slots=int(schedule.slots) * place.lanes,
+        recipe=msgspec.json.encode(recipe).decode(),
+    )
+    numbers, pace = count(), pace_of(schedule, recipe.device)
+    if supervisor is None:
+        joined = [accepted(listener, made, next(numbers)) for _ in range(num_workers)]
+        connections = [one.connection for one in joined]
+        Engine(scheduler, executor, grammars, connections, schedule.depth, pace).run()
+        return
+    engine = Engine(scheduler, executor, grammars, [], schedule.depth, pace, stays=True)
+    supervisor.watch_steps(engine.loop.progress.late_s)
+    supervisor.on_leave(engine.leave)
+    given = listener, made, numbers, engine.join
+    threading.Thread(target=accept_all, args=given, daemon=True).start()
+    engine.run()
+
+
+def accepted(listener: Listener, ready: Ready, worker: int) -> Joined:
+    connection = listener.accept()
+    connection.send(msgspec.structs.replace(ready, worker=worker))
+    return Joined(worker, connection)
+
+
+def accept_all(
+    listener: Listener, ready: Ready, numbers: Iterator[int], join: Callable[[Joined], object]
+) -> None:
+    """Accept API processes for ever, in a thread. They come late where one was restarted."""
+    while True:
+        try:
+            join(accepted(listener, ready, next(numbers) % MOST_WORKERS))
+        except OSError:  # it left at once, or the system has no descriptor for it
+            time.sleep(RETRY_S)
 
 
 def build(config: Config, place: Place) -> tuple[Executor, Recipe, int, CacheLayout]:
@@ -117,30 +178,51 @@ class Engine:
         connections: list[BlockingConnection],
         depth: int,
         pace: PaceKeeper | None,
+        stays: bool = False,
     ) -> None:
+        """`connections` have the numbers from 0 on. `stays`: others may join until `leave`."""
         self.scheduler = scheduler
         self.executor = executor
         self.grammars = grammars
         self.loop = EngineLoop(scheduler, executor, self.publish, grammars, depth, pace=pace)
         self._compiling: set[int] = set()  # requests that wait for their grammar
-        self._inbox: queue.SimpleQueue[ToEngine | Waited | None] = queue.SimpleQueue()
-        self._outboxes: list[queue.SimpleQueue[FromEngine]] = []
-        self._num_open = len(connections)
+        self._inbox: queue.SimpleQueue[ToEngine | Waited | Joined | Left | None]
+        self._inbox = queue.SimpleQueue()
+        self._outboxes: dict[int, queue.SimpleQueue[FromEngine | None]] = {}
+        self._stays = stays
         self._stats_due = 0.0
-        for connection in connections:
-            outbox: queue.SimpleQueue[FromEngine] = queue.SimpleQueue()
-            self._outboxes.append(outbox)
-            for work in (self._read, self._write):
-                threading.Thread(target=work, args=(connection, outbox), daemon=True).start()
+        for worker, connection in enumerate(connections):
+            self._join(Joined(worker, connection))
         threading.Thread(target=self._beat, daemon=True).start()
 
     def run(self) -> None:
-        while self._num_open:
+        while self._outboxes or self._stays:
             self._take_mail()
             self.loop.tell()
             self.loop.step()
         self.grammars.close()
         log.info("stopped %s", fields(steps=self.scheduler.stats().num_steps))
+
+    def join(self, joined: Joined) -> None:
+        """Serve one more API process. May be called in any thread."""
+        self._inbox.put(joined)
+
+    def leave(self) -> None:
+        """End once the last API process has gone. May be called in any thread."""
+        self._stays = False
+        self._inbox.put(None)  # wakes an idle loop
+
+    def _join(self, joined: Joined) -> None:
+        outbox = self._outboxes[joined.worker] = queue.SimpleQueue()
+        for work in (self._read, self._write):
+            threading.Thread(target=work, args=(*joined, outbox), daemon=True).start()
+
+    def _drop(self, worker: int) -> None:
+        """An API process has gone, and its requests with it."""
+        self._outboxes.pop(worker).put(None)
+        for request_id in (*self._compiling, *self.scheduler.queue.by_id):
+            if request_id >> WORKER_BITS == worker:
+                self._take(Abort(request_id))
 
     def _take_mail(self) -> None:
         """Everything that has arrived; waits for something only when there is nothing to run."""
@@ -150,10 +232,14 @@ class Engine:
         while not self._inbox.empty():
             self._take(self._inbox.get())
 
-    def _take(self, message: ToEngine | Waited | None) -> None:
+    def _take(self, message: ToEngine | Waited | Joined | Left | None) -> None:
         match message:
             case None:
-                self._num_open -= 1
+                return
+            case Joined():
+                self._join(message)
+            case Left(worker):
+                self._drop(worker)
             case Generate():
                 self._receive(message)
             case (request, outcome):
@@ -217,32 +303,43 @@ class Engine:
             self._stats_due = time.monotonic() + STATS_EVERY_S
             output = msgspec.structs.replace(output, stats=self.stats())
         if len(self._outboxes) == 1:
-            self._outboxes[0].put(output)
+            (outbox,) = self._outboxes.values()
+            outbox.put(output)
             return
-        for worker, outbox in enumerate(self._outboxes):
+        for worker, outbox in self._outboxes.items():
             if (part := part_of(output, worker)) is not None:
                 outbox.put(part)
 
-    def _read(self, connection: BlockingConnection, outbox: queue.SimpleQueue[FromEngine]) -> None:
+    def _read(
+        self,
+        worker: int,
+        connection: BlockingConnection,
+        outbox: queue.SimpleQueue[FromEngine | None],
+    ) -> None:
         while (message := connection.recv()) is not None:
             if isinstance(message, Look):  # which must not cost the loop anything
                 outbox.put(self.loop.recent.since(message.since))
             else:
                 self._inbox.put(message)
-        self._inbox.put(None)
+        self._inbox.put(Left(worker))
 
     def _beat(self) -> None:
         progress = self.loop.progress
         while True:
             beat = Beat(progress.age_s(), progress.late_s())
-            for outbox in self._outboxes:
+            for outbox in tuple(self._outboxes.values()):  # others may join meanwhile
                 outbox.put(beat)
             time.sleep(BEAT_EVERY_S)
 
-    def _write(self, connection: BlockingConnection, outbox: queue.SimpleQueue[FromEngine]) -> None:
-        with suppress(OSError):  # the API process has gone; its reader says so to the loop
-            while True:
-                connection.send(outbox.get())
+    def _write(
+        self,
+        _: int,
+        connection: BlockingConnection,
+        outbox: queue.SimpleQueue[FromEngine | None],
+    ) -> None:
+        with suppress(OSError):  # the API process has gone; its reader reports that to the loop
+            while (message := outbox.get()) is not None:
+                connection.send(message)
 
 
 def part_of(output: StepOutput, worker: int) -> StepOutput | None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import socket
 import struct
 from collections import deque
@@ -25,6 +27,7 @@ T = TypeVar("T")
 HEADER = struct.Struct("<I")
 READ_BYTES = 256 * 1024
 RETRY_S = 0.05
+CHECK_EVERY_S = 1.0  # whether a listener's file is still there
 
 
 class Frames(Generic[T]):
@@ -88,16 +91,52 @@ class BlockingConnection:
         self._sock.close()
 
 
+def make_private(folder: str) -> None:
+    """Make the folder of a server's sockets, unless it is there. Raises OSError if it belongs to
+    another user."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    if os.stat(folder).st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "belongs to another user", folder)
+
+
 class Listener:
-    """The engine's address. Bound at once: API processes may connect before `accept` is called."""
+    """The engine's address. Bound at once: API processes may connect before `accept` is called.
+
+    A cleaner of /tmp may remove the socket's file: then it is bound again within CHECK_EVERY_S, so
+    that API processes started later find the engine.
+    """
 
     def __init__(self, path: str) -> None:
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._sock.bind(path)
-        self._sock.listen()
+        self._path = path
+        self._sock = self._bound()
+
+    def _bound(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(self._path)
+            sock.listen()
+        except OSError:
+            sock.close()
+            raise
+        sock.settimeout(CHECK_EVERY_S)
+        return sock
 
     def accept(self) -> BlockingConnection:
-        return BlockingConnection(self._sock.accept()[0])
+        """Return the next connection, blocking. Raises OSError if the system has no descriptor, or
+        the listener is closed."""
+        while True:
+            try:
+                return BlockingConnection(self._sock.accept()[0])
+            except TimeoutError:
+                if not os.path.exists(self._path):
+                    self._bind_again()
+
+    def _bind_again(self) -> None:
+        with contextlib.suppress(OSError):  # tried again after the next timeout
+            make_private(os.path.dirname(self._path))
+            old, self._sock = self._sock, self._bound()
+            old.close()
 
     def close(self) -> None:
         self._sock.close()

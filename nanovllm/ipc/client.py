@@ -90,6 +90,13 @@ class EngineClient:
         client.ready_at = time.monotonic()
         return client
 
+    @classmethod
+    def absent(cls, ready: Ready) -> EngineClient:
+        """Return the client of an engine that is away, though others are ready."""
+        client = cls()
+        client.ready, client.ready_at, client.is_lost = ready, 0.0, True
+        return client
+
     def new_id(self) -> int:
         self._num_ids += 1
         return self.ready.worker << WORKER_BITS | self._num_ids

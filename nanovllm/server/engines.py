@@ -26,6 +26,8 @@ from nanovllm.wire import Ready
 
 log = logging.getLogger("server")
 RETRY_S = 0.2
+SETTLE_S = 2.0  # an API process started later waits this long for engines after the first
+SILENT_S = 2.0  # an engine silent for so long gets no request while another can take it
 
 
 class Route:
@@ -70,10 +72,16 @@ class Engines:
         self._route = Route(self.clients[0], self.metrics[0])
 
     @classmethod
-    async def connect(cls, paths: Sequence[str], recipe: Recipe) -> Engines:
-        """Returns once all are ready. Raises EngineLostError if one dies before."""
+    async def connect(
+        cls, paths: Sequence[str], recipe: Recipe, first_life: bool = True
+    ) -> Engines:
+        """Returns once all are ready. Raises EngineLostError if one dies before.
+
+        An API process that was restarted, not of its `first_life`, waits for one engine alone:
+        others may be away.
+        """
         if len(paths) > 1:
-            return await Replicas.connect(paths, recipe)
+            return await Replicas.connect(paths, recipe, first_life)
         gone = partial(log.error, "the engine is gone")
         return cls([await EngineClient.connect(paths[0], gone)], recipe.server.stall_s)
 
@@ -90,7 +98,7 @@ class Engines:
     def end(self, at: int, when: float) -> None:
         """Engine `at` was lost, whether its connection has noticed or not; but what was heard late
         is not of one that was ready only after that (monotonic)."""
-        if self.clients[at].ready_at < when:
+        if not self.clients[at].is_lost and self.clients[at].ready_at < when:
             self.clients[at].cut()
 
     def problem(self) -> ApiError | None:
@@ -131,15 +139,29 @@ class Replicas(Engines):
         )
 
     @classmethod
-    async def connect(cls, paths: Sequence[str], recipe: Recipe) -> Replicas:
+    async def connect(
+        cls, paths: Sequence[str], recipe: Recipe, first_life: bool = True
+    ) -> Replicas:
         made: list[Replicas] = []
 
-        def lost(index: int) -> None:  # while others start, whoever started us ends it all
+        def lost(index: int) -> None:  # while others start, the supervisor ends them all
             if made:
                 made[0].lost(index)
 
-        waiting = (EngineClient.connect(path, partial(lost, at)) for at, path in enumerate(paths))
-        made.append(cls(await asyncio.gather(*waiting), paths, recipe))
+        waiting = [EngineClient.connect(path, partial(lost, at)) for at, path in enumerate(paths)]
+        if first_life:
+            made.append(cls(await asyncio.gather(*waiting), paths, recipe))
+            return made[0]
+        tasks = [asyncio.ensure_future(one) for one in waiting]
+        clients = await those_ready(tasks)
+        ready = next(client for client in clients if client is not None).ready
+        absent = [client or EngineClient.absent(ready) for client in clients]
+        made.append(cls(absent, paths, recipe))
+        for at, (client, task) in enumerate(zip(clients, tasks, strict=True)):
+            if client is None:
+                made[0].connect_later(at, task)
+            elif client.is_lost:
+                made[0].lost(at)
         return made[0]
 
     def route(self, request: ChatRequest, prompt: Prompt) -> Route:
@@ -147,6 +169,11 @@ class Replicas(Engines):
             None if problem_of(client, self._stall_s) else self._load(at)
             for at, client in enumerate(self.clients)
         ]
+        brisk = [
+            None if client.silent_s > SILENT_S else load
+            for client, load in zip(self.clients, loads, strict=True)
+        ]
+        loads = brisk if any(load is not None for load in brisk) else loads
         if not any(load is not None for load in loads):
             return Route(self.clients[0], self.metrics[0])  # it is gone, or stalls as all do
         salt = request.cache_salt or ""
@@ -170,20 +197,41 @@ class Replicas(Engines):
     def lost(self, at: int) -> None:
         log.error("engine %d is gone", at)
         self._router.forget(at)
-        task = asyncio.get_running_loop().create_task(self._connect_again(at))
+        again = EngineClient.connect(self._paths[at], partial(self.lost, at))
+        self.connect_later(at, asyncio.ensure_future(again))
+
+    def connect_later(self, at: int, connecting: asyncio.Task[EngineClient]) -> None:
+        """Send requests to engine `at` once it is there."""
+        task = asyncio.get_running_loop().create_task(self._connect_later(at, connecting))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
-    async def _connect_again(self, at: int) -> None:
+    async def _connect_later(self, at: int, connecting: asyncio.Task[EngineClient]) -> None:
         while True:
             try:
-                client = await EngineClient.connect(self._paths[at], partial(self.lost, at))
+                client = await connecting
             except EngineLostError:  # it ended while it loaded
                 await asyncio.sleep(RETRY_S)
+                again = EngineClient.connect(self._paths[at], partial(self.lost, at))
+                connecting = asyncio.ensure_future(again)
                 continue
             self.clients[at] = client
             log.info("engine %d is back %s", at, fields(worker=client.ready.worker))
             return
+
+
+async def those_ready(tasks: Sequence[asyncio.Task[EngineClient]]) -> list[EngineClient | None]:
+    """Return the clients of engines that are ready SETTLE_S after the first; None of the others,
+    whose tasks go on. Raises EngineLostError if all engines die."""
+    waiting = set(tasks)
+    while waiting and not any(task.done() and not task.exception() for task in tasks):
+        _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    if waiting:
+        await asyncio.wait(waiting, timeout=SETTLE_S)
+    found = [task.result() if task.done() and not task.exception() else None for task in tasks]
+    if not any(found):
+        raise EngineLostError("all engines died while starting")
+    return found
 
 
 def problem_of(client: EngineClient, stall_s: float) -> ApiError | None:

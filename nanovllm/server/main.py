@@ -53,16 +53,18 @@ def run(
     sock: socket.socket,
     ready: Callable[[], None],
     hear: Callable[[Callable[[int, float], object]], None] = lambda _: None,
+    first_life: bool = True,
 ) -> None:
     """Serve until SIGTERM or SIGINT. `sock`: listens already.
 
     `ready` is called once requests are accepted, `hear` with what is to be called, from any
-    thread, with the number of an engine that was lost, and when (monotonic). Raises ConfigError if
-    the model's files are broken, EngineLostError if an engine dies before all are ready.
+    thread, with the number of an engine that was lost, and when (monotonic). `first_life`: as of
+    Engines.connect. Raises ConfigError if the model's files are broken, EngineLostError if an
+    engine dies before all are ready.
     """
 
     async def serve() -> None:
-        engines = await Engines.connect(engine_paths, config.recipe)
+        engines = await Engines.connect(engine_paths, config.recipe, first_life)
         loop = asyncio.get_running_loop()
         hear(lambda *lost: loop.call_soon_threadsafe(engines.end, *lost))
         sys.setswitchinterval(SWITCH_S)

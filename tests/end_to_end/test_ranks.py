@@ -19,7 +19,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from nanovllm.config import DEMO, ConfigError
 from nanovllm.launch import EngineDied, wait_ready
-from nanovllm.watch import cpu_ticks
+from nanovllm.watch import STOPPED_S, cpu_ticks
 from tests.end_to_end.demo_server import Server, asked, start
 from tests.server.serving import eventually
 
@@ -182,14 +182,20 @@ def refused(*arguments: str) -> tuple[str, str]:
             "parallel.tp is 3; the model's num_attention_heads 8 is not a multiple of it; "
             "it can be 1, 2, 4, 8",
         ),
+        (
+            ("--tp", "16", "--dp", "2", "--device", "cpu"),
+            "parallel.tp is 16; the model's num_attention_heads 8 is not a multiple of it; "
+            "it can be 1, 2, 4, 8",
+        ),
         (("--tp", "2", "--device", "cpu", "--set", "kernels.sample=triton"), "kernels.sample is"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(arguments: tuple[str, ...], said: str) -> None:
-    """Every rank finds it; rank 0 says it, before anything is loaded."""
+    """Before anything is loaded; what config.json says, before there is any process."""
     line, logged = refused(*arguments)
     assert line.startswith(f"error: {said}"), line
     assert "loading" not in logged
+    assert ("importing torch" in logged) == ("kernels.sample" in said)
 
 
 def test_a_checkpoint_that_ends_early_is_one_line(tmp_path: Path) -> None:
@@ -225,6 +231,29 @@ def test_a_rank_that_ends_while_loading_is_one_line_though_another_hangs(folder:
     assert process.returncode == 1
     assert errors == "error: nanovllm-rank1 ended by SIGKILL (9); out of memory?\n"
     assert "is served at" not in output
+    all_leave(children)
+    assert os.listdir(folder) == []
+
+
+def test_a_rank_that_stops_while_loading_ends_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within STOPPED_S of turns, and some seconds for what else there is to end."""
+    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *CPU, "--tp", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    server = Server(process, "")
+
+    def has_name() -> bool:
+        pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        return "nanovllm-rank1" in {Path(f"/proc/{p}/comm").read_text().strip() for p in pids}
+
+    eventually(has_name, 30)
+    children = server.children()
+    os.kill(pid_of(server, "nanovllm-rank1"), signal.SIGSTOP)
+    output, errors = process.communicate(timeout=STOPPED_S + 60)
+    assert process.returncode == 1
+    assert errors == "error: nanovllm-rank1 stopped while loading: silent for 30 s\n"
+    assert "is served at" not in output and "did not end well" not in output
     all_leave(children)
     assert os.listdir(folder) == []
 

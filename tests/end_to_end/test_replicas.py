@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -82,11 +85,18 @@ def up(server: Server) -> dict[str, float]:
     return gained(server, "nanovllm:engine_up", "engine")
 
 
+def num_running(server: Server) -> set[float]:
+    """Requests on each engine."""
+    return set(gained(server, "vllm:num_requests_running", "engine").values())
+
+
 def health(server: Server) -> int:
     return httpx.get(f"{server.url}/health").status_code
 
 
-async def streams(server: Server, count: int, kill: int, num_tokens: int) -> list[int | str]:
+async def streams(
+    server: Server, count: int, kill: int, num_tokens: int, number: int = signal.SIGKILL
+) -> list[int | str]:
     """Of each stream the tokens, or the error that ended it. Kills once all have begun."""
     begun = 0
     async with server.async_client() as client:
@@ -102,7 +112,7 @@ async def streams(server: Server, count: int, kill: int, num_tokens: int) -> lis
                 async for chunk in stream:
                     begun += usage is None and chunk.choices != []
                     usage = chunk.usage or usage or False
-            except openai.APIError as error:
+            except (openai.APIError, httpx.HTTPError) as error:
                 return str(error)
             assert usage
             return usage.completion_tokens
@@ -110,7 +120,7 @@ async def streams(server: Server, count: int, kill: int, num_tokens: int) -> lis
         tasks = [asyncio.create_task(one()) for _ in range(count)]
         while begun < count:
             await asyncio.sleep(0.01)
-        os.kill(kill, signal.SIGKILL)
+        os.kill(kill, number)
         return await asyncio.gather(*tasks)
 
 
@@ -122,7 +132,7 @@ def test_a_killed_engine_ends_its_streams_only_and_comes_back(paper: Server) -> 
     assert set(failed) == {LOST}
     assert ends.count(750) == 12 - len(failed) and 3 <= len(failed) <= 9
     assert health(paper) == 200
-    eventually(lambda: up(paper) == {"0": 1, "1": 1}, 20)
+    eventually(lambda: up(paper) == {"0": 1, "1": 1}, 60)
     assert engines_of(paper)[0] == second and len(engines_of(paper)) == 2
     eventually(lambda: up(paper) == {"0": 1, "1": 1}, 5)  # both API processes have it
     asyncio.run(texts(paper, 16, max_tokens=5))
@@ -179,20 +189,145 @@ def test_without_any_engine_health_says_so_until_one_is_back() -> None:
         with pytest.raises(openai.InternalServerError, match="the engine is gone"):
             server.client().chat.completions.create(**asked("Hi.", max_tokens=2))
         os.kill(server.process.pid, signal.SIGCONT)
-        eventually(lambda: health(server) == 200, 20)
-        eventually(lambda: up(server) == {"0": 1, "1": 1}, 20)
+        eventually(lambda: health(server) == 200, 60)
+        eventually(lambda: up(server) == {"0": 1, "1": 1}, 60)
         server.client().chat.completions.create(**asked("Hi.", max_tokens=2))
         last, other = engines_of(server)
         os.kill(last, signal.SIGKILL)  # for the second time
-        time.sleep(1)
+        eventually(lambda: len(engines_of(server)) == 1, 10)
+        time.sleep(2)
         assert health(server) == 200 and len(engines_of(server)) == 1
         assert sum(up(server).values()) == 1
         children |= set(server.children())
         os.kill(other, signal.SIGKILL)
-        assert server.process.wait(15) == 1
-        eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in children), 5)
+        assert server.process.wait(30) == 1
+        eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in children), 15)
     finally:
         server.process.kill()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a server makes the folder of its sockets."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+def logged(server: Server, text: str) -> bool:
+    return any(text in line for line in tuple(server.lines))
+
+
+def test_a_cleaned_folder_of_sockets_is_no_loss(folder: Path, paper: Server) -> None:
+    """An engine and an API process that are started afterwards find all others."""
+    (sockets,) = folder.iterdir()
+    shutil.rmtree(sockets)
+    os.kill(engines_of(paper)[0], signal.SIGKILL)
+    os.kill(engines_of(paper, "nanovllm-api0")[0], signal.SIGKILL)
+    eventually(lambda: logged(paper, "nanovllm-engine.0 is ready again"), 60)
+    eventually(lambda: logged(paper, "nanovllm-api0 is ready again"), 60)
+    for _ in range(5):  # whichever API process answers
+        eventually(lambda: up(paper) == {"0": 1, "1": 1}, 30)
+    assert len(asyncio.run(texts(paper, 16, max_tokens=2))) == 16
+    assert sockets.stat().st_mode & 0o777 == 0o700
+    assert paper.stop() == 0
+    assert list(folder.iterdir()) == []
+
+
+def test_a_supervisor_without_descriptors_goes_on_and_tries_again(paper: Server) -> None:
+    supervisor = paper.process.pid
+    _, most = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
+    resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (3, most))  # it has more already
+    os.kill(engines_of(paper)[0], signal.SIGKILL)
+    said = "nanovllm-engine.0 cannot be started: "
+    eventually(lambda: logged(paper, said) and logged(paper, "Too many open files"), 30)
+    assert health(paper) == 200
+    assert len(asyncio.run(texts(paper, 8, max_tokens=2))) == 8
+    resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (most, most))
+    eventually(lambda: up(paper) == {"0": 1, "1": 1}, 60)
+    assert paper.stop() == 0
+
+
+def test_a_hung_engine_ends_its_streams_and_is_replaced() -> None:
+    server = start(PAPER, "--dp", "2", "--set", "server.stall_s=2")
+    try:
+        first, second = engines_of(server)
+        ends = asyncio.run(streams(server, 8, first, 1500, signal.SIGSTOP))
+        failed = [end for end in ends if isinstance(end, str)]
+        assert set(failed) == {LOST} and ends.count(1500) == 8 - len(failed)
+        assert 2 <= len(failed) <= 6
+        assert logged(server, "nanovllm-engine.0 has been silent for 2 s; starting it again in 1 s")
+        eventually(lambda: up(server) == {"0": 1, "1": 1}, 60)
+        assert second in engines_of(server) and first not in engines_of(server)
+        assert server.stop() == 0
+    finally:
+        server.process.kill()
+
+
+def test_a_lost_api_process_ends_its_streams_only_and_comes_back(paper: Server) -> None:
+    """The engines stay, and drop the requests that were its own."""
+    engines = engines_of(paper)
+    lost = engines_of(paper, "nanovllm-api1")[0]
+    ends = asyncio.run(streams(paper, 16, lost, 1000))
+    assert ends.count(1000) == len([end for end in ends if isinstance(end, int)]) >= 1
+    assert all("connection" in end.lower() or "peer" in end.lower() for end in ends if end != 1000)
+    eventually(lambda: logged(paper, "nanovllm-api1 is ready again"), 60)
+    assert engines_of(paper) == engines and lost not in paper.children()
+    for _ in range(10):
+        assert health(paper) == 200
+    asyncio.run(texts(paper, 16, max_tokens=5))
+    eventually(lambda: num_running(paper) == {0}, 30)
+    assert paper.stop() == 0
+
+
+def test_one_lost_api_process_comes_back_to_the_engine_that_stayed() -> None:
+    server = start(PAPER, "--set", "paper.tokens_per_s=50")
+    try:
+        engines = engines_of(server)
+        for life in range(2):
+            (lost,) = engines_of(server, "nanovllm-api0")
+            ends = asyncio.run(streams(server, 3, lost, 100_000 // 200))
+            assert all(isinstance(end, str) for end in ends)
+            # Until the next one is ready, connections wait in the listening socket's queue.
+            reply = httpx.get(f"{server.url}/ready", timeout=60)
+            assert reply.status_code == 200
+            assert asyncio.run(texts(server, 2, max_tokens=3)) and engines_of(server) == engines
+            eventually(lambda: num_running(server) == {0}, 30)
+            eventually(
+                lambda n=life + 1: sum("api0 is ready again" in x for x in server.lines) == n, 30
+            )
+        assert server.stop() == 0
+    finally:
+        server.process.kill()
+
+
+def test_a_restarted_api_process_serves_while_an_engine_is_away(paper: Server) -> None:
+    """It waits for one engine, and takes the other when that is back."""
+    (sockets,) = {Path(line.split()[-1]).parent for line in unix_sockets(paper)}
+    first = engines_of(paper)[0]
+    sockets.joinpath("0.sock").unlink()
+    sockets.joinpath("0.sock").mkdir()  # no later life of engine 0 can begin
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: logged(paper, "nanovllm-engine.0 cannot be started: "), 30)
+    os.kill(engines_of(paper, "nanovllm-api0")[0], signal.SIGKILL)
+    eventually(lambda: logged(paper, "nanovllm-api0 is ready again"), 60)
+    for _ in range(10):
+        assert len(asyncio.run(texts(paper, 2, max_tokens=2))) == 2
+    assert up(paper) == {"0": 0, "1": 1}
+    sockets.joinpath("0.sock").rmdir()
+    for _ in range(5):
+        eventually(lambda: up(paper) == {"0": 1, "1": 1}, 90)
+    assert paper.stop() == 0
+
+
+def unix_sockets(server: Server) -> list[str]:
+    """Return the lines of /proc/net/unix about its engines' sockets."""
+    inodes = set()
+    for pid in engines_of(server):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(link).partition("socket:[")[2].rstrip("]"))
+    lines = Path("/proc/net/unix").read_text().splitlines()[1:]
+    return [line for line in lines if line.endswith(".sock") and line.split()[6] in inodes]
 
 
 def test_sigterm_drains_all_engines(paper: Server) -> None:

@@ -1,0 +1,206 @@
+"""The processes of a server: how one is spawned, what it does, and its pipe to the supervisor.
+
+Messages of a child: "ready" once, or the reason why it never will be; heartbeats from its first
+moment on. Messages to a child: a lost engine, or LEAVE. A child dies with its supervisor: each
+holds one end of a pipe and ends when the other end closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import NoReturn
+
+from nanovllm.config import Config, ConfigError, cache_dir
+from nanovllm.ipc.client import EngineLostError
+from nanovllm.log import setup
+from nanovllm.parallel.places import Place, RankLostError
+from nanovllm.watch import BEAT, BEAT_EVERY_S, STUCK, Child
+
+log = logging.getLogger("serve")
+EXIT_CONFIG = 2
+EXIT_CRASH = 1
+REMOVALS = 100  # of the folder, each within some 20 us once it is gone
+LEAVE = "leave"  # to an engine: no API process will follow the last one
+STALLS = 6  # a step late by this many times server.stall_s is stuck
+OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
+
+
+def spawn(name: str, config: Config, target: object, *args: object, folder: str = "") -> Child:
+    """Start a child, which dies with this process, and return it with its pipe.
+
+    It is born with interrupts blocked: a Ctrl-C, which a terminal sends to all processes, does not
+    end it before it ignores them. One that comes meanwhile reaches this process right afterwards.
+    The system's list of processes shows `name`, up to 15 characters of it.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=child, args=(target, theirs, folder, config, *args), name=name)
+    try:
+        resource_tracker.ensure_running()  # the first start would do it, and unblock interrupts
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return process, ours
+
+
+class Word:
+    """A child's end of the pipe to its supervisor."""
+
+    def __init__(self, pipe: Pipe, folder: str = "") -> None:
+        """`folder`: where the server's sockets are; "" of a process without."""
+        self._pipe = pipe
+        self._folder = folder
+        self._lock = threading.Lock()  # the heartbeat thread sends, too
+        self._on_lost: Callable[[int, float], object] = lambda *_: None
+        self._on_leave: Callable[[], object] = lambda: None
+        self._late_s: Callable[[], float] = lambda: 0.0
+        self.most_late_s = math.inf  # a step that is later than this is stuck
+        self._must_leave = False
+        self.is_ready = False
+
+    def ready(self) -> None:
+        self.is_ready = True
+        self._send("ready")
+
+    def ready_for_good(self) -> None:
+        """From now on the process ends after its last connection, also where a SIGTERM goes to all
+        processes."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self.ready()
+
+    def sorry(self, why: object) -> NoReturn:
+        self._send(str(why))
+        sys.exit(EXIT_CONFIG)
+
+    def hear(self, on_lost: Callable[[int, float], object]) -> None:
+        """From now on call `on_lost`, in a thread, with the number of each lost engine and the time
+        of its loss (monotonic)."""
+        self._on_lost = on_lost
+
+    def on_leave(self, leave: Callable[[], object]) -> None:
+        """Call `leave`, maybe in a thread, once no further API process will come."""
+        self._on_leave = leave
+        if self._must_leave:
+            leave()
+
+    def watch_steps(self, late_s: Callable[[], float]) -> None:
+        """Report the process as stuck while `late_s` is above `most_late_s`."""
+        self._late_s = late_s
+
+    def leave_with_supervisor(self) -> None:
+        """Run in a thread: receive messages, send heartbeats, and end when the supervisor ends,
+        whose folder goes with it. All children remove it, and what others may still put there."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                if self._pipe.poll(BEAT_EVERY_S):
+                    self._take(self._pipe.recv())
+                else:
+                    self._send(self._beat())
+        for _ in range(REMOVALS):
+            shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(EXIT_CRASH)
+
+    def _take(self, message: object) -> None:
+        if message == LEAVE:
+            self._must_leave = True
+            self._on_leave()
+        elif isinstance(message, tuple):
+            self._on_lost(*message)
+
+    def _beat(self) -> str:
+        late_s = self._late_s()
+        if late_s <= self.most_late_s:
+            return BEAT
+        return f"{STUCK}its step takes {late_s:.0f} s longer than any before"
+
+    def _send(self, message: str) -> None:
+        with self._lock:
+            self._pipe.send(message)
+
+
+def child(target: object, pipe: Pipe, folder: str, config: Config, *args: object) -> None:
+    """Run in the child. Interrupts are the supervisor's business.
+
+    The process ends without taking apart what it has: connections to other ranks would wait.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError):  # only Linux has it
+        Path("/proc/self/comm").write_text(multiprocessing.current_process().name)
+    setup(config.recipe.server.log_format)
+    word = Word(pipe, folder)
+    threading.Thread(target=word.leave_with_supervisor, daemon=True).start()
+    code = EXIT_CRASH
+    with contextlib.suppress(SystemExit):
+        run_child(target, word, config, *args)
+        code = 0
+    logging.shutdown()
+    os._exit(code)
+
+
+def run_child(target: object, word: Word, config: Config, *args: object) -> None:
+    """Run the target. The reason that keeps it from being ready is one line for the supervisor; an
+    unforeseen exception is a record of the log, too, then and later."""
+    try:
+        assert callable(target)
+        target(word, config, *args)
+    except ConfigError as error:
+        word.sorry(error)
+    except (RankLostError, EngineLostError):
+        sys.exit(EXIT_CRASH)  # the supervisor logs how that one ended
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in OF_A_DISK and not word.is_ready:
+            some = f"one of {tempfile.gettempdir()}, {cache_dir()}, Triton's cache"
+            word.sorry(f"cannot write {error.filename or some}: {error.strerror}")
+        log.exception(name := multiprocessing.current_process().name)
+        word.sorry(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
+
+
+def run_engine(word: Word, config: Config, place: Place, path: str) -> None:
+    """Run rank 0, which plans and serves, or another rank, which follows it."""
+    if place.rank == 0:
+        from nanovllm.engine.process import main
+        from nanovllm.ipc.channel import Listener
+
+        if config.recipe.parallel.dp > 1:  # the others serve while it is replaced
+            word.most_late_s = STALLS * config.recipe.server.stall_s
+        main(config, place, Listener(path), 0, word.ready_for_good, word)
+    else:
+        from nanovllm.engine.ranks import follow
+
+        logging.getLogger("engine").setLevel(logging.WARNING)  # rank 0 logs the same
+        follow(config, place, word.ready_for_good)
+
+
+def run_api(
+    word: Word,
+    config: Config,
+    paths: Sequence[str],
+    worker: int,
+    sock: socket.socket,
+    first_life: bool,
+) -> None:
+    from nanovllm.server.main import run
+
+    run(config, paths, worker, sock, word.ready, word.hear, first_life)
