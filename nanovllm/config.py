@@ -131,7 +131,7 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     header_timeout_s: float = 10.0  # from a connection's start, or a request's first byte
     body_timeout_s: float = 60.0  # for a body to come, and for a finished response to be read
     max_unread_bytes: int = 1024 * 1024  # of a stream; one that is read more slowly is dropped
-    shutdown_s: float = 5.0  # how long running requests may finish after SIGTERM
+    shutdown_s: float = 60.0  # after SIGTERM, running requests may finish for this long
     log_format: Literal["text", "json"] = "text"  # json: one object a line
 
 

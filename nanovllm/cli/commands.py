@@ -95,8 +95,8 @@ def serve(recipe: str | None, overrides: Sequence[str], **flags: object) -> None
     RECIPE is a recipe file, a model's folder, the name of a shipped recipe (qwen3-8b), or a hub id
     (Qwen/Qwen3-8B), looked for in this order.
 
-    The first SIGTERM or Ctrl-C lets running requests finish and exits with 0, a second one exits
-    at once with 143 or 130.
+    The first SIGTERM or Ctrl-C lets running requests finish for server.shutdown_s seconds (60) and
+    exits with 0, a second one exits at once with 143 or 130.
     """
     recipe = recipe or str(recipes.shipped()["demo"])
     checked = read_recipe(recipe, overrides, {RECIPE_KEYS[name]: flags[name] for name in flags})

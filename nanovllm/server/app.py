@@ -115,12 +115,19 @@ class App:
         finally:
             self._counts.responses[self._route(scope), writer.status or CLIENT_LEFT] += 1
 
-    def end_all(self) -> None:
-        """Answers all open requests with 503: their time is over."""
+    @property
+    def num_open(self) -> int:
+        """Requests that wait for an answer, or for the rest of it."""
+        return sum(not reply.is_over for reply in self._replies) + len(self._preparing)
+
+    def end_all(self) -> int:
+        """Answer all open requests with 503, as their time is over. Return how many there were."""
+        num_cut = self.num_open
         for reply in list(self._replies):
             reply.fail(shutting_down())
         for task in self._preparing:
             task.cancel()
+        return num_cut
 
     def _route(self, scope: Scope) -> str:
         """The path as a label, of which there are only so many."""

@@ -85,7 +85,8 @@ def run(
             server = DrainingServer(app, settings, counts, ready)
             log.info("ready %s", fields(worker=worker, model=served.name))
             await server.serve([sock])
-            log.info("stopped %s", fields(worker=worker))
+            level = logging.WARNING if server.num_cut else logging.INFO
+            log.log(level, "stopped %s", fields(worker=worker, cut=server.num_cut))
 
     with suppress(ValueError, OSError):  # most shells say 1,024: who comes beyond is hung up on
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -95,9 +96,9 @@ def run(
 
 
 class DrainingServer(uvicorn.Server):
-    """A signal ends the intake; the server goes when the last request has, or time is up.
+    """A signal ends the intake; the server ends after the last request, or after server.shutdown_s.
 
-    A second signal ends the time.
+    A second signal ends that time. `num_cut` counts the answers that were ended early.
     """
 
     def __init__(
@@ -124,6 +125,8 @@ class DrainingServer(uvicorn.Server):
         self._ready = ready
         self._signalled = 0.0
         self._deadline: float | None = None
+        self._is_logged = False  # that it drains
+        self.num_cut = 0  # requests whose answers were ended before they were whole
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -157,8 +160,11 @@ class DrainingServer(uvicorn.Server):
         for connection in list(self.server_state.connections):
             cast(Connection, connection).look_after(now)
         if self._deadline is not None:
+            if not self._is_logged:
+                self._is_logged = True
+                log.info("draining %s", fields(open=self._app.num_open, limit_s=self._shutdown_s))
             if is_late := now >= self._deadline:
-                self._app.end_all()
+                self.num_cut += self._app.end_all()
                 await asyncio.sleep(0)  # they answer now
             if is_late or self._app.is_idle:
                 return True
