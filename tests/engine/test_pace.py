@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,13 +15,23 @@ from hypothesis import given, strategies as st
 
 from nanovllm.config import Schedule
 from nanovllm.engine.loop import EngineLoop
-from nanovllm.engine.pace import STALE_STEPS, TARGET, UNITS, PaceKeeper, pace_of
+from nanovllm.engine.pace import (
+    STALE_STEPS,
+    TARGET,
+    UNITS,
+    MixedCosts,
+    PaceKeeper,
+    middle,
+    pace_of,
+)
 from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import StepPlan, StepResult
 from nanovllm.sched.policy import prompt_budget
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Generate, Sampling
 from tests.engine.no_grammars import NoGrammars
+from tests.paper.engine import PaperEngine, generate
+from tests.paper.gpu import PaperGPU, PaperHandle, solo_run
 
 # -- a device that takes time by a formula -----------------------------------------------------
 
@@ -181,6 +191,105 @@ def test_prompts_without_end_leave_a_quiet_step_now_and_then() -> None:
     assert max(np.diff(quiet)) <= STALE_STEPS + 2
 
 
+# -- a slow host: every step with a prompt takes longer, however few tokens it has ---------------
+
+SLOW = Device(base_s=76e-3, row_s=2e-3, token_s=1e-3, launch_s=150e-3, context=5000)
+SLOWER = Device(base_s=76e-3, row_s=2e-3, token_s=1e-3, launch_s=400e-3, context=5000)
+SLOWEST = Device(base_s=10e-3, row_s=1e-3, token_s=1e-3, launch_s=400e-3, context=5000)
+
+
+def prompt_with_rows(device: Device, step_tokens: int, depth: int) -> list[Step]:
+    """The steps of a prompt of 2,000 tokens, with 12 rows that decode."""
+    load = Load(device, step_tokens, PaceKeeper(step_tokens, start=step_tokens // 8))
+    load.loop.depth = depth
+    for _ in range(12):
+        load.add(40, 100_000)
+    load.step(lambda: sum(step.prompt for step in device.steps) == 12 * 40)
+    begun = len(device.steps) + 20
+    load.step(lambda: len(device.steps) == begun)
+    load.add(2000, 20)
+    load.step(lambda: sum(step.prompt for step in device.steps) == 12 * 40 + 2000)
+    return device.steps[begun:]
+
+
+def seconds_alone(device: Device, step_tokens: int) -> float:
+    load = Load(device, step_tokens, None)
+    load.add(2000, 1)
+    load.step(lambda: load.loop.idle)
+    return sum(step.seconds for step in device.steps)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("noise", [0.0, 0.15, 0.3])
+@pytest.mark.parametrize("step_tokens", [64, 512])
+@pytest.mark.parametrize("device", [SLOW, SLOWER, SLOWEST], ids=["slow", "slower", "slowest"])
+def test_a_prompt_on_a_slow_host_takes_a_few_times_as_long_as_alone(
+    device: Device, step_tokens: int, noise: float, depth: int
+) -> None:
+    """Four times by the bound, and some steps to find the cost of a token: 12 to 57 times before,
+    as each step had 1 to 24 tokens."""
+    steps = prompt_with_rows(copy_of(device, noise), step_tokens, depth)
+    assert sum(step.seconds for step in steps) < 6.5 * seconds_alone(
+        copy_of(device, 0), step_tokens
+    )
+
+
+@pytest.mark.parametrize("device", [SLOW, SLOWER, SLOWEST], ids=["slow", "slower", "slowest"])
+def test_once_the_cost_is_known_prompts_keep_a_quarter_of_their_pace(device: Device) -> None:
+    """And steps are not longer than that takes: a third more than without any token, on average."""
+    mixed = [s for s in prompt_with_rows(copy_of(device, 0), 512, 1) if s.prompt]
+    settled = mixed[-1 - len(mixed) // 4 * 2 : -1]  # an even number, as sizes swing
+    tokens, seconds = (sum(getattr(s, k) for s in settled) for k in ("prompt", "seconds"))
+    own_s = seconds - sum(s.quiet_s + device.launch_s for s in settled)  # of the tokens alone
+    assert tokens > 1000 and 0.22 < own_s / seconds < 0.3
+
+
+def test_where_tokens_themselves_are_slow_steps_stay_as_short_as_before() -> None:
+    """No fixed part: prompts have 60 % of the time, and 8 tokens are the least."""
+    device = Device(base_s=76e-3, row_s=2e-3, token_s=7e-3, launch_s=0.0, context=1e9)
+    mixed = [s for s in prompt_with_rows(device, 512, 1) if s.prompt]
+    assert {step.prompt for step in mixed[:-1]} == {16}
+    assert max(step.seconds / step.quiet_s for step in mixed) < 2.6
+
+
+class SlowPaperGPU(PaperGPU):
+    """A paper GPU on a host of SLOW's times."""
+
+    def launch(self, plan: StepPlan) -> PaperHandle:
+        handle = super().launch(plan)
+        num_rows, num_prompt = self.fed[-1]
+        handle.busy_s = SLOW.base_s + SLOW.row_s * num_rows
+        if num_prompt:
+            handle.busy_s += SLOW.launch_s + SLOW.token_s * num_prompt
+        self.seconds = [*getattr(self, "seconds", []), handle.busy_s]
+        return handle
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_on_a_slow_paper_gpu_a_long_prompt_is_not_starved_and_texts_stay(depth: int) -> None:
+    """Its steps had ever fewer tokens, down to 2; the first token came after 70 s."""
+    engine = PaperEngine(num_pages=400, num_slots=16, budget=128, mixed=128, depth=depth)
+    engine.gpu = SlowPaperGPU(16, 400, 4, None)
+    engine.mixed = 10**9  # changes with each step
+    engine.loop.pace = PaceKeeper(128, start=16)
+    prompts = {name: [name, *range(5)] for name in range(12)} | {99: [*range(40)] * 12}
+    for name in range(12):
+        engine.say(generate(name, prompts[name], 250))
+    while engine.gpu.steps < 30:
+        engine.step()
+    engine.say(generate(99, prompts[99], 3))
+    while 99 not in engine.text:
+        engine.step()
+    fed = [num for _, num in engine.gpu.fed[30:] if num]
+    first_s = sum(engine.gpu.seconds[30:])
+    engine.finish_all()
+    for name, prompt in prompts.items():
+        most = 3 if name == 99 else 250
+        assert engine.text[name] == solo_run(prompt, most, [], recurrent=False)
+    alone_s = 4 * (0.076 + 0.15) + 480 * SLOW.token_s
+    assert first_s < 5 * alone_s and max(fed[5:]) >= 60
+
+
 # -- the keeper alone --------------------------------------------------------------------------
 
 
@@ -205,6 +314,25 @@ def test_it_goes_where_the_times_say() -> None:
     for _ in range(3):
         told(pace, 8, 96, 9e-3)  # faster than a quiet one: noise
     assert 96 < pace.prompt_tokens <= 512
+
+
+def test_the_cost_of_one_token_more_is_told_from_steps_of_different_sizes() -> None:
+    """Ten of 0.1 s beside a fixed part of 0.9 s, and one that took far longer."""
+    costs = MixedCosts()
+    for num_prompt in (8, 9, 10, 11):  # too alike
+        costs.add(num_prompt, 0.9 + 0.01 * num_prompt)
+    assert costs.token_s == 0 == costs.lower_bound(0.1)
+    for num_prompt in (16, 8, 16, 8):
+        costs.add(num_prompt, 0.9 + 0.01 * num_prompt)
+    assert costs.token_s == pytest.approx(0.01) and costs.most_tokens == 16
+    # (0.9 + 0.1) / 0.01 / 3, but half of SHARE of the average (12 tokens, 1.02 s) costs more.
+    average_s = 1.02 / 12
+    fixed_s = 0.1 + middle(deque(0.9 + (0.01 - average_s / 8) * num for num in (16, 8, 16, 8)))
+    assert costs.lower_bound(0.1) == pytest.approx(fixed_s / (average_s / 8) / 3)
+    before = costs.token_s
+    costs.add(16, 30.0)
+    assert costs.token_s == pytest.approx(before)
+    assert costs.lower_bound(0.0) == 0
 
 
 def test_one_slow_step_changes_nothing() -> None:
