@@ -75,9 +75,9 @@ class Schedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     slots: int | Auto = "auto"  # most requests on the device at once; auto: 16 on a CPU, else 512
     # Token budget of a step; auto: 512 on a CPU, else 8192, of models with experts 16384.
     step_tokens: int | Auto = "auto"
-    # Of a step that also decodes; auto: by the measured times of steps (engine/pace.py). A step with
-    # prompts takes less than four without, and a prompt at most four times as long as its tokens
-    # would take alone; on a host so slow that both cannot hold, the latter does.
+    # Of a step that also decodes; auto: by the measured times of steps (engine/pace.py). A step
+    # with prompts takes less than four without, and a prompt at most four times as long as its
+    # tokens would alone; on a host so slow that both cannot hold, the latter does.
     mixed_step_tokens: int | Auto = "auto"
     depth: int = 1  # steps planned ahead of the device; 0 = never overlap
     max_queue: int = 4096  # waiting requests beyond which a new one is refused (503)

@@ -3,10 +3,8 @@
 The ranks of one engine live and die together. A lost rank leaves the others in a collective that
 never ends, on a device that no signal reaches, so the supervisor never waits for them.
 
-Time limits, in supervisor turns of TICK_S:
-  LOST_S       a ready rank of several without a heartbeat and without CPU time
-  STOPPED_S    the same of a process that is still loading
-  IDLE_S       all loading processes together without work, though they send heartbeats
+A ready rank of several may be without heartbeats and CPU time for LOST_S, a process that is still
+loading for STOPPED_S. All loading processes together may send heartbeats without work for IDLE_S.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import fcntl
 import json
 import multiprocessing
 import os
-import re
 import resource
 import signal
 import socket
@@ -189,38 +188,6 @@ def test_an_api_process_that_crashes_is_logged_and_replaced() -> None:
     assert sorted(after.values()) == sorted(before.values())
     assert {pid for pid in before if before[pid] == "nanovllm-engine"} <= {*after}
     assert server.stop() == 0
-
-
-def test_answers_may_finish_for_a_minute_unless_the_recipe_says_less() -> None:
-    assert load_config(None).recipe.server.shutdown_s == 60
-    run = subprocess.run([*SERVE, "--help"], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert "finish for server.shutdown_s seconds (60)" in " ".join(run.stdout.split())
-
-
-@pytest.mark.parametrize("is_cut", [True, False])
-def test_the_log_counts_the_answers_that_were_cut(is_cut: bool) -> None:
-    """Two streams take a second, two others longer than the server waits for them."""
-    more = ("--set", "server.shutdown_s=4") if is_cut else ()
-    server = start("paper", "--set", "paper.tokens_per_s=20", *more)
-    with ExitStack() as stack:
-        lines = []
-        for num_tokens in (30, 30, *(2000, 2000) * is_cut):
-            body = BODY | {"stream": True, "max_tokens": num_tokens, "ignore_eos": True}
-            client = stack.enter_context(httpx.Client(timeout=90))
-            asking = client.stream("POST", f"{server.url}/v1/chat/completions", json=body)
-            reading = stack.enter_context(asking).iter_lines()
-            lines.append((next(reading), reading))
-        server.process.terminate()
-        ends = ["\n".join(rest) for _, rest in lines]
-    assert server.process.wait(30) == 0
-    num_cut = 2 * is_cut
-    assert ["shutting_down" in end for end in ends] == [False, False, *[True] * num_cut]
-    log = "".join(server.lines)
-    level = "warning" if is_cut else "info"
-    assert f"{level} server stopped worker=0 cut={num_cut}\n" in log
-    assert re.search(
-        rf"info server draining open={2 + num_cut} limit_s={4 if is_cut else 60}\.", log
-    )
 
 
 def test_who_ended_while_starting_is_named_too() -> None:

@@ -177,6 +177,23 @@ def test_metrics_are_those_of_all_api_processes_whichever_answers(paper: Server)
     assert set(by_label(found, "process_cpu_seconds_total", "worker")) == {"0", "1"}
 
 
+def test_counts_survive_the_api_process_that_counted_them(paper: Server) -> None:
+    """Prometheus takes a counter that falls for one that began anew, and adds all of it again."""
+    name = "vllm:request_success_total"
+
+    def finished() -> float:
+        return sum(by_label(samples_of(httpx.get(f"{paper.url}/metrics").text), name).values())
+
+    asyncio.run(texts(paper, 24, max_tokens=2))
+    assert [finished() for _ in range(10)] == [24] * 10  # both have been asked by the other
+    for at in range(2):
+        os.kill(engines_of(paper, f"nanovllm-api{at}")[0], signal.SIGKILL)
+        eventually(lambda at=at: logged(paper, f"nanovllm-api{at} is ready again"), 60)
+        asyncio.run(texts(paper, 8, max_tokens=2))
+        assert [finished() for _ in range(10)] == [32 + 8 * at] * 10
+    assert paper.stop() == 0
+
+
 def test_without_any_engine_health_says_so_until_one_is_back() -> None:
     server = start(PAPER, "--dp", "2", "--set", "parallel.restarts=1")
     children = set(server.children())
