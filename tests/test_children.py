@@ -1,4 +1,4 @@
-"""The pipe between a child and its supervisor: heartbeats from the first moment on, and messages."""
+"""The pipe between a child and its supervisor: heartbeats from the first moment, and messages."""
 
 from __future__ import annotations
 
