@@ -1,6 +1,7 @@
-"""What GPUs have: memory, and how fast they read it and multiply. Knows no models.
+"""GPUs by name: memory, and the speeds at which they read it and multiply.
 
-Memory is what CUDA calls total, which is less than what the data sheet calls GB.
+Memory is what CUDA calls total, which is less than what the data sheet calls GB. Speeds are those
+of NVIDIA's data sheets times REACHED, the same for all GPUs, so that plans can be compared.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from nanovllm.config import ConfigError
 class Gpu(Struct, frozen=True):
     name: str
     gib: float
-    gb_per_s: float = 0.0  # 0: not known
-    tflops: float = 0.0  # of dense bfloat16; 0: not known
+    gb_per_s: float = 0.0  # that a copy reaches; 0: not known
+    tflops: float = 0.0  # that a large product in dense bfloat16 reaches; 0: not known
     is_hopper: bool = False  # has kernels of its own here
 
     @property
@@ -27,17 +28,27 @@ class Gpu(Struct, frozen=True):
         return size + speeds
 
 
+# Shares of the data sheet's bandwidth and FLOP/s: what a copy and a product of 8192^3 reached on an
+# H200, whose data sheet says 4,800 GB/s and 989 TFLOP/s.
+REACHED = 4280 / 4800, 790 / 989
+
+
+def of_data_sheet(
+    name: str, gib: float, gb_per_s: float, tflops: float, *, is_hopper: bool = False
+) -> Gpu:
+    """Return a GPU with the speeds that it is expected to reach, in whole numbers."""
+    return Gpu(name, gib, round(gb_per_s * REACHED[0]), round(tflops * REACHED[1]), is_hopper)
+
+
 CPU = Gpu("CPU", 0.0)  # has what the recipe says
-# Speeds are NVIDIA's data sheets', but the H200's, which are what a copy and a product of 8192^3
-# reached on one (data sheet: 4,800 and 989). Memory: the H200's by mem_get_info; the others' as
-# torch's messages of too little memory tell it.
+# Memory: the H200's by mem_get_info, the others' from torch's messages of too little memory.
 KNOWN = {
-    "h100": Gpu("H100", 79.1, 3350, 989, True),  # SXM, 80 GB
-    "h200": Gpu("H200", 139.8, 4280, 790, True),
-    "b200": Gpu("B200", 178.3, 7700, 2250),
-    "a100": Gpu("A100", 79.1, 2039, 312),  # SXM, 80 GB
-    "l40s": Gpu("L40S", 44.5, 864, 362),
-    "rtx4090": Gpu("RTX 4090", 23.6, 1008, 165),
+    "h100": of_data_sheet("H100", 79.1, 3350, 989, is_hopper=True),  # SXM, 80 GB
+    "h200": of_data_sheet("H200", 139.8, 4800, 989, is_hopper=True),
+    "b200": of_data_sheet("B200", 178.3, 7700, 2250),
+    "a100": of_data_sheet("A100", 79.1, 2039, 312),  # SXM, 80 GB
+    "l40s": of_data_sheet("L40S", 44.5, 864, 362),
+    "rtx4090": of_data_sheet("RTX 4090", 23.6, 1008, 165),
 }
 
 

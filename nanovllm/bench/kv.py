@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from msgspec.structs import replace
 
-from nanovllm.bench.gpus import CPU, gpu_of
+from nanovllm.bench.gpus import CPU, Gpu, gpu_of
 from nanovllm.bench.plan import (
     GRAPHS,
     LOGPROBS,
@@ -36,6 +36,7 @@ from nanovllm.parallel.cut import check_cut
 from nanovllm.parallel.mesh import first_rank
 from nanovllm.runner.build import load, with_caches
 from nanovllm.runner.resolved import resolved
+from nanovllm.runner.room import need_of, remedy
 from nanovllm.runner.sizing import GIB
 from nanovllm.runner.warm import largest_steps, run_padding
 from nanovllm.server.ranges import MAX_TOP_LOGPROBS
@@ -46,6 +47,7 @@ ROWS = 1, 64, 256  # of the steps whose least times are told
 
 @dataclass(frozen=True)
 class Profile:
+    answer: str  # one sentence: does it fit, and how many requests
     title: str
     columns: dict[str, dict[str, float]]
     said: list[str]  # below the table
@@ -59,10 +61,12 @@ class Profile:
             return f"{value:,.{0 if value.is_integer() else 2}f}"
 
         table = pd.DataFrame(self.columns).to_string(na_rep="-", float_format=shown)
-        about = "these lines pin it:" if self.fits else "the nearest recipe that fits has:"
-        pinned = pins(self.pinned) if self.pinned is not None else "none of these GPUs"
         table = table if self.columns else "no plan"
-        return "\n".join([self.title, "", table, "", *self.said, "", about, pinned])
+        parts = [self.answer, "", self.title, "", table, "", *self.said]
+        if self.pinned is not None:
+            about = "To pin this plan" if self.fits else "For the nearest plan that fits"
+            parts += ["", f"{about}, add to the recipe:", pins(self.pinned)]
+        return "\n".join(parts)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -97,7 +101,7 @@ def profile(
         if max(lengths) > most:
             raise ConfigError(f"--lengths {max(lengths)}: server.max_model_tokens is {most}")
         problem = plan.problem(lengths)
-        said.append(f"{head}: {problem or 'fits'}")
+        said.append(f"{head}: does not fit: {problem}" if problem else f"{head}: fits")
         if not problem:
             fitting.append(plan)
             if here is not None and here.name == gpu.name:
@@ -105,19 +109,64 @@ def profile(
                 taken = sum(plan.taken.values()) / sum(measured.taken.values())
                 tokens = plan.tokens / measured.tokens
                 said[-1] += f"; computed / measured: taken {taken:.4f}, tokens {tokens:.4f}"
+    pinned = fitting[0] if fitting else nearest(config, gpu, lengths)
     return Profile(
+        answer=answer(config.recipe.model, gpu, said, plans, fitting, pinned, lengths),
         title=f"{config.recipe.model} on {gpu.facts}",
         columns={head: numbers(plan, lengths) for head, plan in plans.items()},
         said=said,
         plans=plans,
-        pinned=fitting[0] if fitting else nearest(config, gpu, lengths),
+        pinned=pinned,
         fits=bool(fitting),
     )
 
 
+def answer(
+    model: str,
+    gpu: Gpu,
+    said: Sequence[str],
+    plans: Mapping[str, MemoryPlan],
+    fitting: Sequence[MemoryPlan],
+    pinned: MemoryPlan | None,
+    lengths: Sequence[int],
+) -> str:
+    """Return the result in one sentence. `said`: the lines below the table."""
+    if fitting and pinned is not None:
+        counts = ((requests_of(pinned, length), length) for length in lengths)
+        room = " or ".join(
+            f"{count:,} request{'' if count == 1 else 's'} of {length:,} tokens"
+            for count, length in counts
+        )
+        cached = f"its cache of {pinned.tokens:,} tokens"
+        return f"{model} fits on {place_of(pinned, gpu)}, and {cached} has room for {room}."
+    first = next(iter(plans.values()), None)
+    if pinned is not None:
+        cure = f"the nearest plan that fits is for {place_of(pinned, gpu)}, below"
+    elif gpu is CPU:
+        cure = remedy(need_of(first.found)) if first is not None else "try another --tp"
+    else:
+        cure = "no number of these GPUs is enough"
+    if first is None:
+        return f"{model} cannot be split like this: {said[0]}; {cure}."
+    problem = first.problem(lengths)
+    return f"{model} does not fit on {place_of(first, gpu)}: {problem}; {cure}."
+
+
+def place_of(plan: MemoryPlan, gpu: Gpu) -> str:
+    size = plan.found.mesh.size
+    if gpu is CPU:
+        return "this CPU" if size == 1 else f"this CPU with {size} ranks"
+    return f"one {gpu.name}" if size == 1 else f"{size} {gpu.name}s"
+
+
+def requests_of(plan: MemoryPlan, length: int) -> int:
+    """Return the requests of a length that have room: as many as slots have recurrent states."""
+    slots = int(plan.found.recipe.schedule.slots) if plan.found.layout.state else plan.pages
+    return min(slots, plan.pages // plan.pages_of(length)) * plan.found.mesh.lanes
+
+
 def numbers(plan: MemoryPlan, lengths: Sequence[int]) -> dict[str, float]:
-    """By name and unit. Times are the least there could be, where so many requests have room: as
-    many as slots have states, of a model with recurrent layers."""
+    """Return a plan's numbers by name and unit. Times are lower bounds, for rows that have room."""
     found = {f"{name}, GiB": num / GIB for name, num in plan.taken.items() if num}
     found["room for the cache, GiB"] = plan.room / GIB
     for group in plan.found.layout.paged:
@@ -127,9 +176,8 @@ def numbers(plan: MemoryPlan, lengths: Sequence[int]) -> dict[str, float]:
         found[f"a page, {of}, MiB"] = group.bytes_per_token * plan.found.page_tokens / 2**20
     lanes, ranks = plan.found.mesh.lanes, plan.found.mesh.size * plan.asked.parallel.dp
     found |= plan.split.numbers(lengths, ranks) | {"lanes": lanes, "context": plan.context}
-    slots = int(plan.found.recipe.schedule.slots) if plan.found.layout.state else plan.pages
     for length in lengths:
-        fitting = min(slots, plan.pages // plan.pages_of(length)) * lanes
+        fitting = requests_of(plan, length)
         found[f"requests of {length:,}"] = fitting
         for name, least in (("decode", plan.decode_s), ("prefill", plan.prefill_s)):
             for rows in ROWS if plan.gpu.gb_per_s else ():

@@ -40,6 +40,7 @@ CUDA_BYTES = 757 << 20  # with our kernels' code: measured on an H200
 RANKS_BYTES = 512 << 20  # of buffers between ranks: not measured yet
 HOST_GPUS = (1, 2, 4, 8)
 Models = dict[tuple[Mesh, int], Decoder]  # of shapes alone, by what they are cut and sized for
+SMALLEST = "the smallest cache (2 pages)"
 MOST_HALVINGS = 5  # of 512 slots and 8192 tokens: 16 and 256
 
 
@@ -85,16 +86,19 @@ class MemoryPlan:
         return -(-num_tokens // self.found.page_tokens)
 
     def problem(self, lengths: Sequence[int]) -> str:
-        """Why it cannot serve requests of these lengths; empty: it can."""
+        """Return why the plan cannot serve requests of these lengths; empty: it can."""
         lack = self.split._replace(pages=max(2, self.pages)).total - self.room
         if self.gpu is CPU:  # which has what the host has, and takes pages as they are asked for
             lack = (need := need_of(self.found)).total - need.room
         if lack > 0:
-            return f"{lack / GIB:.2f} GiB more are needed for a cache of {max(2, self.pages)} pages"
+            least = f"a cache of {self.pages:,} pages" if self.pages > 2 else SMALLEST
+            return f"{lack / GIB:.2f} GiB short of {least}"
         if self.taken[LOGPROBS] > self.spare:
             return f"{LOGPROBS} of all slots exceed what cache.memory_fraction leaves"
         most = max(given_or(self.asked.server.max_model_tokens, 1), *lengths, 1)
-        return f"{self.tokens:,} tokens of cache are fewer than {most:,}" * (self.tokens < most)
+        if self.tokens < most:
+            return f"{self.tokens:,} tokens of cache are fewer than {most:,}"
+        return ""
 
     # -- how fast it could be -------------------------------------------------------------------
 

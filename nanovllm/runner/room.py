@@ -66,14 +66,18 @@ class Need:
 
 
 def check_room(found: Resolved) -> None:
-    """Raises ConfigError with the arithmetic, and what would fit."""
+    """Raise ConfigError with the arithmetic and a remedy if weights and cache have no room."""
     need = need_of(found)
-    if need.total <= need.room:
-        return
+    if need.total > need.room:
+        raise ConfigError(f"{need.arithmetic}; {remedy(need)}")
+
+
+def remedy(need: Need) -> str:
+    """Return the flags with which a model that does not fit would, if there are any."""
     for changes, one in smaller_ones(need):
         if one.total <= one.room:
-            raise ConfigError(f"{need.arithmetic}; {changes} takes {gib(one.total)} in all")
-    raise ConfigError(f"{need.arithmetic}; it needs a smaller model or a larger machine")
+            return f"{changes} takes {gib(one.total)} in all"
+    return "it needs a smaller model or a larger machine"
 
 
 def smaller_ones(need: Need) -> Iterator[tuple[str, Need]]:

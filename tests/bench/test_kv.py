@@ -12,10 +12,13 @@ import torch
 from click.testing import CliRunner, Result
 
 from nanovllm.bench import kv, record
-from nanovllm.bench.gpus import CPU
+from nanovllm.bench.gpus import CPU, gpu_of
 from nanovllm.bench.plan import STEP, MemoryPlan, plan_of
-from nanovllm.cli.commands import numbers, profile_kv
+from nanovllm.cli.commands import config_of, numbers, profile_kv
 from nanovllm.config import Config, ConfigError, load_config
+from nanovllm.runner.build import build
+from nanovllm.runner.resolved import resolved
+from nanovllm.runner.room import check_room
 from nanovllm.sampling.logprobs import Logprobs
 
 GIB = 1 << 30
@@ -39,12 +42,17 @@ def test_a_plan_for_several_numbers_of_gpus(tmp_path: Path) -> None:
                "--json", str(path))  # fmt: skip
     assert done.exit_code == 0
     found = lines(done)
-    assert found[:2] == ["Qwen/Qwen3-8B on H200, 139.8 GiB, 4,280 GB/s, 790 TFLOP/s", "tp 1 tp 2"]
+    assert found[:3] == [
+        "Qwen/Qwen3-8B fits on one H200, and its cache of 788,352 tokens has room for 1,539 "
+        "requests of 500 tokens or 384 requests of 2,000 tokens or 24 requests of 32,000 tokens.",
+        "Qwen/Qwen3-8B on H200, 139.8 GiB, 4,280 GB/s, 790 TFLOP/s", "tp 1 tp 2",
+    ]  # fmt: skip
     for line in (
         "key/value heads, 36 layers 8 4", "a token, 36 layers, KiB 144 72",
         "a page, 36 layers, MiB 18 9", "context 32,768 32,768", "graphs, GiB 1 1",
-        "decode 1 x 500, ms 3.55 1.78", "tp 1: fits", "tp 2: fits", "these lines pin it:",
-        "parallel: {tp: 1}", "cache: {page_tokens: 128, pages: 6159, memory_fraction: 0.9}",
+        "decode 1 x 500, ms 3.55 1.78", "tp 1: fits", "tp 2: fits",
+        "To pin this plan, add to the recipe:", "parallel: {tp: 1}",
+        "cache: {page_tokens: 128, pages: 6159, memory_fraction: 0.9}",
     ):  # fmt: skip
         assert line in found
     (uncut,) = [line for line in found if line.startswith("tp 3")]
@@ -68,9 +76,9 @@ def test_the_nearest_on_a_cpu_has_the_slots_that_a_cpu_gets() -> None:
     done = run("--device", "cpu", "--tp", "3")
     assert done.exit_code == 1
     assert lines(done)[-5:] == [
-        "the nearest recipe that fits has:",
+        "For the nearest plan that fits, add to the recipe:",
         "parallel: {tp: 1}",
-        "cache: {page_tokens: 16, pages: 4096, memory_fraction: 0.9}",
+        "cache: {page_tokens: 16, pages: 511, memory_fraction: 0.9}",
         "schedule: {slots: 16, step_tokens: 512}",
         "server: {max_model_tokens: 4096}",
     ]
@@ -80,8 +88,12 @@ def test_what_does_not_fit_ends_with_1_and_the_nearest(tmp_path: Path) -> None:
     done = run("r1-distill-llama-70b", "--gpu", "h200", "--lengths", "32000")
     assert done.exit_code == 1
     found = lines(done)
-    at = found.index("the nearest recipe that fits has:")
-    assert found[at - 1] == "tp 1: 6,656 tokens of cache are fewer than 32,000"
+    at = found.index("For the nearest plan that fits, add to the recipe:")
+    assert found[at - 1] == "tp 1: does not fit: 6,656 tokens of cache are fewer than 32,000"
+    assert found[0] == (
+        "deepseek-ai/DeepSeek-R1-Distill-Llama-70B does not fit on one H200: 6,656 tokens of cache "
+        "are fewer than 32,000; the nearest plan that fits is for 2 H200s, below."
+    )
     assert found[at + 1 :][0] == "parallel: {tp: 2}" and len(found) == at + 5
     assert run("r1-distill-llama-70b", "--gpu", "h200", "--lengths", "6656").exit_code == 0
     assert (
@@ -89,11 +101,14 @@ def test_what_does_not_fit_ends_with_1_and_the_nearest(tmp_path: Path) -> None:
         == 0
     )
     nothing = run("r1-distill-llama-70b", "--gpu", "mine:8", "--plot", str(tmp_path / "x.svg"))
-    assert nothing.exit_code == 1 and lines(nothing)[-1] == "none of these GPUs"
+    assert nothing.exit_code == 1
+    assert lines(nothing)[0].endswith("; no number of these GPUs is enough.")
+    assert "GiB short of the smallest cache (2 pages)" in lines(nothing)[-1]
     assert not [line for line in lines(nothing) if line.startswith("decode")]  # no speeds known
     uncut = run("qwen3-8b", "--gpu", "h200", "--tp", "3", "--json", str(tmp_path / "x.json"),
                 "--plot", str(tmp_path / "y.svg"))  # fmt: skip
     assert uncut.exit_code == 1 and "no plan" in lines(uncut)
+    assert lines(uncut)[0].startswith("Qwen/Qwen3-8B cannot be split like this: tp 3: ")
     assert lines(uncut)[-1] == "no plot: there is no plan to draw"
     assert not (tmp_path / "y.svg").exists()
     assert record.read(tmp_path / "x.json").metrics == {}
@@ -106,14 +121,57 @@ def test_ranks_that_are_asked_for_stand_for_those_of_the_recipe() -> None:
 
 
 def test_without_a_gpu_it_is_the_cpu_s_cache() -> None:
-    done = run("--device", "cpu", "--set", "schedule.slots=4", "--lengths", "100")
+    large = "--device", "cpu", "--set", "cache.cpu_gib=2"
+    done = run(*large, "--set", "schedule.slots=4", "--lengths", "100")
     found = lines(done)
-    assert done.exit_code == 0 and found[0] == "demo on CPU"
+    assert done.exit_code == 0 and found[1] == "demo on CPU"
     assert {"pages 1,024", "tokens 16,384", "requests of 100 146", "tp 1: fits"} <= {*found}
     assert "room for the cache, GiB 2" in found and "graphs, GiB 1" not in found
-    assert "requests of 2,000 8" in lines(run("--device", "cpu", "--set", "schedule.slots=4"))
-    short = lines(run("--device", "cpu", "--set", "server.max_model_tokens=300"))
+    assert "requests of 2,000 8" in lines(run(*large, "--set", "schedule.slots=4"))
+    short = lines(run(*large, "--set", "server.max_model_tokens=300"))
     assert [line for line in short if line.startswith("requests")] == ["requests of 300 16"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("cache.cpu_gib=0.02",),
+        ("cache.cpu_gib=0.02", "dtype=bfloat16"),
+        ("cache.pages=77",),
+        ("cache.page_tokens=32", "schedule.slots=3", "server.max_model_tokens=1000"),
+        ("speculate.method=ngram", "schedule.step_tokens=64"),
+    ],
+)
+def test_on_a_cpu_it_plans_what_serve_starts_with(overrides: tuple[str, ...]) -> None:
+    """The pages, tokens and context that `serve` logs for the same command line."""
+    options = [word for one in overrides for word in ("--set", one)]
+    found = lines(run("--device", "cpu", *options, "--lengths", "100"))
+    served = build(config_of(None, overrides, device="cpu")).recipe
+    pages, size = int(served.cache.pages), int(served.cache.page_tokens)
+    assert f"pages {pages:,}" in found
+    assert f"tokens {pages * size:,}" in found
+    assert f"context {served.server.max_model_tokens:,}" in found
+
+
+def test_what_does_not_fit_on_a_cpu_is_told_as_serve_tells_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nanovllm.runner.room.host_memory", lambda **_: 30 * GIB)
+    found = lines(run("qwen3-8b", "--device", "cpu"))
+    cure = "--set dtype=bfloat16 takes 17.3 GiB in all"
+    assert found[0].startswith("Qwen/Qwen3-8B does not fit on this CPU: ") and cure in found[0]
+    config = config_of("qwen3-8b", (), device="cpu", load_format="dummy")
+    with pytest.raises(ConfigError, match=cure):
+        check_room(resolved(config))
+
+
+def test_an_h100_is_not_faster_than_an_h200() -> None:
+    def times(gpu: str) -> list[float]:
+        plan = plan_of(load_config("qwen3-8b", ["load.format=dummy"]), gpu_of(gpu), 1)
+        return [f(*of) for f in (plan.decode_s, plan.prefill_s) for of in ((1, 500), (64, 2000))]
+
+    assert all(h100 >= h200 for h100, h200 in zip(times("h100"), times("h200"), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +212,7 @@ def test_the_picture_shows_what_fills_the_memory(tmp_path: Path) -> None:
     run("r1-distill-llama-70b", "--gpu", "l40s", "--tp", "2,4", "--plot", str(path))
     found = [node.text for node in ET.parse(path).iter(f"{SVG}text")]
     for words in (
-        "deepseek-ai/DeepSeek-R1-Distill-Llama-70B on L40S, 44.5 GiB, 864 GB/s, 362 TFLOP/s",
+        "deepseek-ai/DeepSeek-R1-Distill-Llama-70B on L40S, 44.5 GiB, 770 GB/s, 289 TFLOP/s",
         "weights", "full step", "CUDA and others", "graphs", "pages", "log-probabilities",
         "tp 2", "tp 4",
     ):  # fmt: skip

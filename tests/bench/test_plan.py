@@ -190,7 +190,7 @@ def test_the_states_of_a_hybrid_model_come_first_then_checkpoints_and_pages() ->
     assert numbers(plan, [500])["requests of 500"] == 64
     assert numbers(dense, [500])["requests of 500"] == 1539
     many = on_h200("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "cache.checkpoints=900")
-    assert "GiB more are needed for a cache of 2 pages" in many.problem([32768])
+    assert "GiB short of the smallest cache (2 pages)" in many.problem([32768])
 
 
 def test_checkpoints_in_the_hosts_memory_are_planned() -> None:
@@ -226,9 +226,9 @@ def test_problems() -> None:
     lacks = plan_of(config, KNOWN["h100"], 1)
     lacking = (page_bytes(lacks) * 3 - lacks.room) / GIB
     assert lacks.pages == 0 and 50 < lacking < 60
-    assert lacks.problem([1]) == f"{lacking:.2f} GiB more are needed for a cache of 2 pages"
+    assert lacks.problem([1]) == f"{lacking:.2f} GiB short of the smallest cache (2 pages)"
     asked = on_h200("r1-distill-llama-70b", "cache.pages=60")
-    assert asked.problem([]).endswith("GiB more are needed for a cache of 60 pages")
+    assert asked.problem([]).endswith("GiB short of a cache of 60 pages")
     long = on_h200("r1-distill-llama-70b", "server.max_model_tokens=8000")
     assert long.problem([500]) == "6,656 tokens of cache are fewer than 8,000"
     many = on_h200("qwen3-0.6b", "cache.memory_fraction=0.99", "schedule.slots=2048")
@@ -294,7 +294,7 @@ def test_weights_that_a_cpu_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> 
     config = load_config("qwen3-8b", ["load.format=dummy"], {"device": "cpu"})
     plan = plan_of(config, CPU, 1)
     monkeypatch.setattr("nanovllm.runner.room.host_memory", lambda: 30 * GIB)
-    assert plan.problem([500]) == "2.52 GiB more are needed for a cache of 454 pages"
+    assert plan.problem([500]) == "2.52 GiB short of a cache of 454 pages"
     assert nearest(config, CPU, [500]) is None
     monkeypatch.setattr("nanovllm.runner.room.host_memory", lambda: 33 * GIB)
     assert plan.problem([500]) == ""
