@@ -42,7 +42,7 @@ HELP = {
     "nanovllm:http_requests_total": "Answered HTTP requests, by path and status.",
     "nanovllm:dropped_slow_readers_total": "Streams dropped because the client did not read.",
     "vllm:time_to_first_token_seconds": "From a request's arrival to its first token.",
-    "vllm:inter_token_latency_seconds": "Between two of a request's steps that brought tokens.",
+    "vllm:inter_token_latency_seconds": "Time between a choice's steps, divided by its new tokens.",
     "vllm:request_time_per_output_token_seconds": "Mean time of a request's tokens but the first.",
     "vllm:e2e_request_latency_seconds": "From a request's arrival to its last token.",
     "vllm:request_queue_time_seconds": "From a request's arrival to its admission.",

@@ -125,7 +125,10 @@ class Reply:
     def _measure(self) -> None:
         now, metrics = self._client.step_time, self._metrics
         if self._num_seen:
-            metrics.inter_token_s.observe(now - self._last)
+            # Tokens of one step share the time since the step before. Choices run side by side.
+            num_new = self.session.num_tokens - self._num_seen
+            each = max(1.0, num_new / len(self.session.choices))
+            metrics.inter_token_s.observe((now - self._last) / each, num_new)
         else:
             self._first = now
             metrics.time_to_first_token_s.observe(now - self.begun)

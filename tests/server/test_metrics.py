@@ -47,6 +47,13 @@ LINE = re.compile(
 SIZED = replace(READY, page_tokens=16, num_pages=1000)
 
 
+def test_an_observation_may_count_several_times() -> None:
+    histogram = Histogram("x", (0.5, 1.0))
+    histogram.observe(0.4, 3)
+    histogram.observe(2.0)
+    assert (histogram.counts, histogram.total) == ([3, 0, 1], 0.4 * 3 + 2.0)
+
+
 def seen(metrics: Metrics, model: str = "demo", stats: Stats = STATS) -> Seen:
     ready = replace(SIZED, model=model)
     return Seen(ready=ready, stats=stats, metrics=metrics, num_open=9)

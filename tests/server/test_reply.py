@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from typing import Any
 
 import msgspec
@@ -175,6 +176,41 @@ def test_one_write_a_step_however_many_choices_and_tokens(served) -> None:
                 sink.flush()
             assert client.num_writes == num_steps
         assert client.text.count("data: ") == 3 + 2 * 3
+
+    asyncio.run(main())
+
+
+def test_tokens_of_one_step_share_the_time_since_the_step_before(served) -> None:
+    """Each of them is an observation: their number is the tokens after the first step's."""
+
+    async def main() -> None:
+        engine, _, reply, metrics = opened(served)
+        sink = engine.sinks[1]
+        (token,) = served.template.tokenizer.encode("a").ids
+        for when, num_tokens in ((1.0, 1), (2.17, 3), (2.35, 1)):
+            engine.step_time = reply.begun + when
+            sink.tokens([token] * num_tokens)
+            sink.flush()
+        found = metrics.inter_token_s
+        assert (sum(found.counts), found.total) == (4, pytest.approx(1.35))
+        assert found.counts[bisect_left(found.bounds, 0.39)] == 3  # 1.17 s for three of them
+        assert found.counts[bisect_left(found.bounds, 0.18)] == 1
+
+    asyncio.run(main())
+
+
+def test_choices_run_side_by_side(served) -> None:
+    async def main() -> None:
+        engine, _, reply, metrics = opened(served, n=3)
+        (token,) = served.template.tokenizer.encode("a").ids
+        for when in (1.0, 1.45):
+            engine.step_time = reply.begun + when
+            for sink in engine.sinks.values():
+                sink.tokens([token])
+            for sink in engine.sinks.values():
+                sink.flush()
+        found = metrics.inter_token_s
+        assert (sum(found.counts), found.total) == (3, pytest.approx(3 * 0.45))
 
     asyncio.run(main())
 
