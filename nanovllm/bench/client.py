@@ -155,6 +155,8 @@ class Channel(asyncio.Protocol):
             delta = choice.delta
             if delta.content or delta.reasoning or delta.reasoning_content:
                 sample.stamps.append(self._now)
+                if chunk.usage is not None:
+                    sample.counts.append(chunk.usage["completion_tokens"])
         if chunk.usage is not None:
             details = chunk.usage.get("prompt_tokens_details") or {}
             sample.input_tokens = chunk.usage["prompt_tokens"]
@@ -181,7 +183,7 @@ class _Driver:
         auth = f"Authorization: Bearer {share.api_key}\r\n" if share.api_key else ""
         host = self._url.netloc.rpartition("@")[2]
         self._head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n{auth}"
+            f"POST {self._url.path}/v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n{auth}"
             "Content-Type: application/json\r\nContent-Length:"
         )
 

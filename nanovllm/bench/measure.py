@@ -1,8 +1,8 @@
 """From the stamps of each request to the numbers of a run, and to its record.
 
 TTFT: from sending to the first chunk with text. TPOT: (last - first chunk) / (tokens - 1) of one
-request. ITL: every gap between chunks. E2E: from sending to the last chunk. Knows neither HTTP nor
-the engine.
+request. ITL: every gap between chunks, divided by the tokens of the chunk that ends it, once for
+each of them. ICL, inter-chunk latency: the gaps as they are. E2E: from sending to the last chunk.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 from nanovllm.bench.record import Record, of_this_machine
 
 MAX_FAILED = 0.01  # share of failed requests above which a run says nothing
 PERCENTILES = (50, 90, 95, 99)
+# Metrics that are whole numbers; records hold them as floats.
+COUNT = re.compile(r"completed|failed|peak_concurrent|preemptions|output_chunks|num_drafts|"
+                   r"steps_\w+|\w+_tokens")  # fmt: skip
 Advance = Callable[[int, int], None]  # requests finished and tokens received since the last call
+Gaps = npt.NDArray[np.float64]
 ProgressBar = Callable[[int, str], AbstractContextManager[Advance]]  # of so many requests, label
 
 
@@ -30,6 +35,8 @@ class Sample(Struct):
 
     sent: float
     stamps: list[float]  # arrival of every chunk with text
+    # Output tokens up to each stamp; empty if the server sends no count with a chunk.
+    counts: list[int] = []
     input_tokens: int = 0  # these three as the server counted them
     output_tokens: int = 0
     cached_tokens: int = 0
@@ -43,6 +50,19 @@ class Sample(Struct):
     @property
     def tpot_s(self) -> float:
         return (self.stamps[-1] - self.stamps[0]) / max(self.output_tokens - 1, 1)
+
+    @property
+    def itl_s(self) -> Gaps:
+        """The time of each token after the first chunk.
+
+        Without counts, a request's tokens are spread evenly over its chunks.
+        """
+        gaps = np.diff(self.stamps)
+        if len(self.counts) == len(self.stamps):
+            tokens = np.maximum(np.diff(self.counts), 1)
+            return np.repeat(gaps / tokens, tokens)
+        each = max(self.output_tokens - 1, 1) / max(len(gaps), 1)
+        return np.repeat(gaps / each, max(1, round(each)))
 
     @property
     def e2el_s(self) -> float:
@@ -110,7 +130,8 @@ def summarise(samples: Sequence[Sample], goals_ms: Mapping[str, float] = {}) -> 
     for name, seconds in {
         "ttft": [sample.ttft_s for sample in done],
         "tpot": [sample.tpot_s for sample in done if sample.output_tokens > 1],
-        "itl": [gap for sample in done for gap in np.diff(sample.stamps)],
+        "itl": [gap for sample in done for gap in sample.itl_s],
+        "icl": [gap for sample in done for gap in np.diff(sample.stamps)],
         "e2e": [sample.e2el_s for sample in done],
         "client_late": [sample.late_s for sample in samples if sample.late_s is not None],
     }.items():

@@ -91,6 +91,7 @@ class Stopwatch:
     def tokens(self, token_ids: Sequence[int]) -> None:
         self.sample.stamps.append(time.perf_counter())
         self.sample.output_tokens += len(token_ids)
+        self.sample.counts.append(self.sample.output_tokens)
 
     def logprobs(self, entry: TokenLogprobs) -> None:
         raise AssertionError("nobody asked for logprobs")

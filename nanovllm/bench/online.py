@@ -39,6 +39,8 @@ from nanovllm.bench.workload import (
 from nanovllm.config import Config, ConfigError
 
 EXPERTS = [f"/debug/experts?engine={at}" for at in range(64)]  # those that there are, answer
+ROUTE = re.compile(r"(/v1(/chat/completions|/models)?)?/*$")  # of an address, if it was copied
+DRAFTS = "vllm:spec_decode_num_drafts_total"  # of servers whose steps may bring several tokens
 SCRAPE_S = 1.0
 PROGRESS_S = 0.2
 SOME_WORDS = WORDS[:64]  # enough for prompts that are all different
@@ -50,6 +52,7 @@ class ServerFacts(Struct, frozen=True):
     model: str
     engine: str  # name and version, as in `vllm 0.26.0`
     wording: Wording
+    has_drafts: bool  # a step may bring a request several tokens
 
 
 class _Api:
@@ -59,6 +62,7 @@ class _Api:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url {url}: write it as http://host:port")
+        url = ROUTE.sub("", url)
         self.url, self.api_key = url, api_key
         headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
         # No proxy from the environment may stand between a benchmark and its server.
@@ -179,7 +183,7 @@ def ask_server(api: _Api, load: Workload) -> ServerFacts:
     text = wording.text(Random(f"probe {load.seed}"), load.input_len)
     if (counted := api.prompt_tokens(load, model, text)) != load.input_len:
         raise ConfigError(f"{api.url} counts {counted} tokens where {load.input_len} were expected")
-    return ServerFacts(model, engine, wording)
+    return ServerFacts(model, engine, wording, DRAFTS in api.page("/metrics"))
 
 
 def flags(command: str) -> dict[str, str]:
@@ -199,7 +203,8 @@ def run(
     load: Workload, served: ServerFacts, api: _Api, processes: int, advance: Advance
 ) -> tuple[Done, dict[str, float]]:
     """Send the load from client processes. Also the largest of the server's metrics meanwhile."""
-    bodies, due = chat_bodies(load, served.model, served.wording.text), arrivals(load)
+    text, due = served.wording.text, arrivals(load)
+    bodies = chat_bodies(load, served.model, text, counted=served.has_drafts)
     count = min(processes, load.num_prompts, load.concurrency or processes)
     context = multiprocessing.get_context("spawn")
     shared = client.RunState(context, count)

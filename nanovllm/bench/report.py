@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from nanovllm.bench.measure import Outcome
 
@@ -24,7 +25,7 @@ LINES = (  # label, metric or part of the load, digits, and what vLLM's files ca
     ("Output token throughput (tok/s)", "output_tokens_per_s", 2, "output_throughput"),
     ("Peak output token throughput (tok/s)", "peak_output_tokens_per_s", 2,
      "max_output_tokens_per_s"),
-    ("Peak concurrent requests", "peak_concurrent", 2, "max_concurrent_requests"),
+    ("Peak concurrent requests", "peak_concurrent", 0, "max_concurrent_requests"),
     ("Total token throughput (tok/s)", "total_tokens_per_s", 2,
      "total_token_throughput tokens_per_second"),
 )  # fmt: skip
@@ -34,7 +35,8 @@ LATENCIES = (  # metric, short name, head
     ("itl", "ITL", "Inter-token Latency"),
     ("e2e", "E2EL", "End-to-end Latency"),
 )
-SHOWN = {"Mean": "mean", "Median": "p50", "P50": "p50", "P90": "p90", "P95": "p95", "P99": "p99"}
+SHOWN = {"Mean": "mean", "Median": "p50", "P90": "p90", "P95": "p95", "P99": "p99"}
+IN_FILES = SHOWN | {"P50": "p50", "Std": "std"}
 SPECULATION = (  # label, metric, digits, and what vLLM's files call it
     ("Acceptance rate (%)", "acceptance_rate_percent", 2, "spec_decode_acceptance_rate"),
     ("Acceptance length", "acceptance_length", 2, "spec_decode_acceptance_length"),
@@ -44,6 +46,7 @@ SPECULATION = (  # label, metric, digits, and what vLLM's files call it
 )
 POSITION = "acceptance_percent_position_"  # of a metric for each
 MAX_ERRORS = 5  # kinds of errors listed
+MEASURED = re.compile(r"\((%|s)\)|\bus\b")  # in a label of the last section; others are counts
 GAINS = {  # lines of the table: counters of the server
     "Preemptions": "vllm:num_preemptions_total",
     "Padded tokens": "nanovllm:graph_padded_tokens_total",
@@ -63,6 +66,8 @@ def table(outcome: Outcome) -> str:
         lines.append(head.center(WIDTH, "-"))
         for shown, key in (SHOWN | {"Max": "max"} if short == "ITL" else SHOWN).items():
             lines.append(_line(f"{shown} {short} (ms)", values.get(f"{name}_{key}_ms", 0.0)))
+        if short == "ITL":
+            lines.append(_line("Max gap between chunks (ms)", values.get("icl_max_ms", 0.0)))
     if "acceptance_length" in values:
         lines.append("Speculative Decoding".center(WIDTH, "-"))
         lines += [_line(label, values[name], digits) for label, name, digits, _ in SPECULATION]
@@ -70,7 +75,8 @@ def table(outcome: Outcome) -> str:
         lines += [_line(f"  Position {i}", rate) for i, rate in enumerate(positions_of(values))]
     if outcome.engine:
         lines.append("Engine (nanovllm)".center(WIDTH, "-"))
-        lines += [_line(label, value) for label, value in outcome.engine.items()]
+        for label, value in outcome.engine.items():
+            lines.append(_line(label, value, 2 if MEASURED.search(label) else 0))
     lines.append("=" * WIDTH)
     lines += [f"{n} x {error}" for error, n in [*outcome.errors.items()][:MAX_ERRORS]]
     return "\n".join([*lines, record.notes]).rstrip()
@@ -80,16 +86,18 @@ def vllm_json(outcome: Outcome) -> dict[str, object]:
     """The file of `vllm bench serve --save-result`, and the keys of `vllm bench throughput`."""
     record = outcome.record
     values = record.workload | record.metrics
-    found = {theirs: values.get(ours) for _, ours, _, names in LINES for theirs in names.split()}
+    found: dict[str, Any] = {}
+    for _, ours, digits, names in LINES:
+        found |= dict.fromkeys(names.split(), _whole(values.get(ours), digits))
     found |= {"date": record.started_at, "backend": "nanovllm", "errors": outcome.errors}
     found |= dict.fromkeys(("model_id", "tokenizer_id"), record.recipe["model"])
-    found |= {"num_prompts": values["completed"] + values["failed"]}
+    found |= {"num_prompts": round(values["completed"] + values["failed"])}
     found["request_rate"] = found["request_rate"] or "inf"
     for name, short, _ in LATENCIES:
-        for key, ours in (SHOWN | {"Std": "std"}).items():
+        for key, ours in IN_FILES.items():
             found[f"{key}_{short}_ms".lower()] = values.get(f"{name}_{ours}_ms", 0.0)
     if "acceptance_length" in values:
-        found |= {theirs: values[ours] for _, ours, _, theirs in SPECULATION}
+        found |= {theirs: _whole(values[ours], digits) for _, ours, digits, theirs in SPECULATION}
         rates = [rate / 100 for rate in positions_of(values)]
         found["spec_decode_per_position_acceptance_rates"] = rates
     return found
@@ -161,6 +169,11 @@ def by_label(samples: Mapping[str, float], name: str, *labels: str) -> dict[str,
             group = "/".join(values.get(label, "") for label in labels)
             found[group] = found.get(group, 0.0) + value
     return found
+
+
+def _whole(value: float | None, digits: int) -> float | None:
+    """Return a count as an integer."""
+    return round(value) if value is not None and digits == 0 else value
 
 
 def _line(label: str, value: float, digits: int = 2) -> str:

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 from msgspec.structs import replace
 
+from nanovllm.bench.measure import COUNT
 from nanovllm.bench.record import Record, new_path
 from nanovllm.config import ConfigError
 
@@ -22,6 +23,12 @@ PANELS = {  # of the plot: title and unit
     TPOT: ("Against time per output token", "TPOT p50 (ms)"),
     TTFT: ("Against time to first token", "TTFT p50 (ms)"),
 }
+# The first rows of a comparison, and the direction that is better.
+BETTER: Mapping[str, Literal["higher", "lower"]] = {
+    RATE: "higher", TTFT: "lower", "ttft_p99_ms": "lower",
+    TPOT: "lower", "tpot_p99_ms": "lower", "e2e_p50_ms": "lower",
+}  # fmt: skip
+EQUAL = 0.005  # ratios this close to 1 are no difference
 LOADS = ("serve", "offline")  # the kinds of record that have throughput and latency
 LOG_ABOVE = 20.0  # an axis whose values differ by more than this factor is logarithmic
 INCHES = (7.0, 4.6)  # of a panel
@@ -176,7 +183,7 @@ def place(records: Sequence[Record], results_dir: Path, name: str, suffix: str) 
 
 
 def compare(a: Record, b: Record) -> str:
-    """Every metric with B/A, under what else differs between the two."""
+    """Return the differences of two records: six rows that matter most, then every metric."""
     lines = [f"A  {_origin(a)}", f"B  {_origin(b)}"]
     for label, left, right in (
         ("changed.", a.changed, b.changed),
@@ -186,9 +193,29 @@ def compare(a: Record, b: Record) -> str:
         keys = [key for key in left | right if left.get(key) != right.get(key)]
         lines += [f"{label}{key}: {left.get(key, '-')} -> {right.get(key, '-')}" for key in keys]
     metrics = pd.DataFrame({"A": a.metrics, "B": b.metrics})
-    metrics["B/A"] = (metrics["B"] / metrics["A"]).where(metrics["A"] != 0)
-    metrics.columns.name = "metric"
-    return "\n".join([*lines, metrics.to_string(na_rep="-", float_format="{:,.3f}".format)])
+    ratios = (metrics["B"] / metrics["A"]).where(metrics["A"] != 0)
+    shown = metrics.apply(lambda row: [number(row.name, value) for value in row], axis="columns")
+    table = pd.DataFrame([*shown], index=metrics.index, columns=["A", "B"])
+    table["B/A"] = ["-" if pd.isna(ratio) else f"{ratio:,.3f}" for ratio in ratios]
+    table.columns.name = "metric"
+    if present := [name for name in BETTER if name in metrics.dropna().index]:
+        first = table.loc[present].copy()
+        first["better"] = [verdict(ratios[name], BETTER[name]) for name in present]
+        lines += [first.to_string(), "all metrics:"]
+    return "\n".join([*lines, table.to_string()])
+
+
+def number(metric: object, value: float) -> str:
+    if pd.isna(value):
+        return "-"
+    return f"{value:,.0f}" if COUNT.fullmatch(str(metric)) else f"{value:,.3f}"
+
+
+def verdict(ratio: float, better: Literal["higher", "lower"]) -> str:
+    """Return which record is better by a metric, and the direction that is better."""
+    if pd.isna(ratio) or abs(ratio - 1) < EQUAL:
+        return f"equal ({better} is better)"
+    return f"{'B' if (ratio > 1) == (better == 'higher') else 'A'} ({better} is better)"
 
 
 def _origin(record: Record) -> str:

@@ -151,8 +151,14 @@ def chat_body(load: Workload, model: str, text: str) -> dict[str, object]:
     return body
 
 
-def chat_bodies(load: Workload, model: str, text: Callable[[Random, int], str]) -> list[bytes]:
-    """The JSON bodies of a run; `text` makes one of so many prompt tokens."""
+def chat_bodies(
+    load: Workload, model: str, text: Callable[[Random, int], str], *, counted: bool = False
+) -> list[bytes]:
+    """Return the JSON bodies of a run. `text` makes a text of a number of prompt tokens.
+
+    `counted`: every chunk comes with the number of tokens so far.
+    """
+    options = {"include_usage": True} | ({"continuous_usage_stats": True} if counted else {})
     rng = Random(load.seed)
     inputs, outputs = (lengths(n, load.range_ratio) for n in (load.input_len, load.output_len))
     bodies = []
@@ -160,7 +166,7 @@ def chat_bodies(load: Workload, model: str, text: Callable[[Random, int], str]) 
         body = chat_body(load, model, text(rng, rng.choice(inputs))) | {
             "max_tokens": rng.choice(outputs),
             "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": options,
         }
         bodies.append(msgspec.json.encode(body))
     return bodies

@@ -1,8 +1,9 @@
-"""A tiny chat server with known timing and token counts: `python fake_chat.py PORT [ill] [KEY]`.
+"""A tiny chat server with known timing and token counts: `python fake_chat.py PORT [WORD ...]`.
 
 A prompt costs 9 tokens and 2 per word. "ill": it refuses every fifth request, and drops every
-seventh in the middle. It streams like a server one would not wish for: a comment first, an empty
-chunk, reasoning, events cut in two.
+seventh in the middle. "counts": it knows continuous_usage_stats. Any other word is its API key. It
+streams like a server one would not wish for: a comment first, an empty chunk, reasoning, events
+cut in two.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ GAP_S = 0.004  # between tokens
 class FakeChat:
     version = ""
 
-    def __init__(self, is_ill: bool, api_key: str | None) -> None:
+    def __init__(self, is_ill: bool, api_key: str | None, counts: bool = False) -> None:
         self.is_ill = is_ill
+        self.counts = counts
         self.api_key = api_key
         self.num_requests = 0
         self.prompts: list[str] = []
@@ -79,7 +81,10 @@ class FakeChat:
             return reply(writer, 503, {"error": {"message": "the queue is full"}})
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n")
         writer.write(b"Transfer-Encoding: chunked\r\n\r\n")
-        await self.stream(body["max_tokens"], usage, writer)
+        if self.counts and body["stream_options"].get("continuous_usage_stats"):
+            await self.counted(body["max_tokens"], usage, writer)
+        else:
+            await self.stream(body["max_tokens"], usage, writer)
         chunk(writer, b"data: [DONE]\n\n")
         return writer.write(b"0\r\n\r\n")
 
@@ -96,6 +101,15 @@ class FakeChat:
             event(writer, {"choices": [{"index": 0, "delta": delta}]})
         event(writer, {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
         return event(writer, {"choices": [], "usage": usage})
+
+    async def counted(self, num_tokens: int, usage: dict, writer: asyncio.StreamWriter) -> None:
+        """One token, then three in each chunk, which has the usage so far."""
+        await asyncio.sleep(FIRST_S)
+        for count in (*range(1, num_tokens, 3), num_tokens):
+            sofar = usage | {"completion_tokens": count}
+            event(writer, {"choices": [{"index": 0, "delta": {"content": "a"}}], "usage": sofar})
+            await asyncio.sleep(GAP_S)
+        event(writer, {"choices": [], "usage": usage})
 
 
 async def read_head(reader: asyncio.StreamReader) -> str:
@@ -130,6 +144,6 @@ async def main(port: int, chat: FakeChat) -> None:
 
 if __name__ == "__main__":
     rest = sys.argv[2:]
-    ill = "ill" in rest
-    key = next((word for word in rest if word != "ill"), None)
-    asyncio.run(main(int(sys.argv[1]), FakeChat(ill, key)))
+    ill, counts = "ill" in rest, "counts" in rest
+    key = next((word for word in rest if word not in ("ill", "counts")), None)
+    asyncio.run(main(int(sys.argv[1]), FakeChat(ill, key, counts)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +26,8 @@ from nanovllm.bench.graphs import (
     table,
     why_eager,
 )
-from nanovllm.cli.commands import capture_graphs
+from nanovllm.cli import commands
+from nanovllm.cli.commands import capture_graphs, lacks_gpu
 from nanovllm.config import ConfigError, Kernels, Speculate, load_config
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.build import Built
@@ -98,27 +101,39 @@ def graph(rows: int, **fields: float) -> GraphCost:
     return GraphCost(**{**plain, **fields})
 
 
-def test_on_a_cpu_the_reasons_are_listed_and_that_is_no_failure(tmp_path: Path) -> None:
+def test_on_a_cpu_one_sentence_says_so_and_that_is_no_failure(tmp_path: Path) -> None:
     path = tmp_path / "graphs.json"
     line = ["--device", "cpu", "--set", "kernels.cuda_graphs=false", "--json", str(path)]
     done = CliRunner().invoke(capture_graphs, line)
     assert done.exit_code == 0, done.output
-    reasons = [
-        "device is cpu: CUDA graphs need a CUDA device",
-        "kernels.attention is torch, which reads tensors' values on the host",
-        "kernels.experts is torch, which reads tensors' values on the host",
-        "kernels.delta is torch, which reads tensors' values on the host",
-        "kernels.cuda_graphs is false",
-    ]
+    assert done.output == "Nothing is captured: CUDA graphs need a GPU, and device is cpu.\n"
+    written = record.read(path)
+    assert (written.kind, written.workload["graphs"]) == ("graphs", [])
+    assert written.workload["steps"] == {"all": "device is cpu"}
+
+
+def test_a_machine_without_a_gpu_is_known_without_torch() -> None:
+    code = "import sys; from nanovllm.cli import main; sys.argv[1:] = ['capture-graphs']\n"
+    code += "try: main()\nexcept SystemExit as end: print('torch' in sys.modules, end.code)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    if lacks_gpu("auto") is not None:
+        sentence = "Nothing is captured: CUDA graphs need a GPU, and this machine has none."
+        assert done.stdout.splitlines() == [sentence, "False None"]
+
+
+def test_a_recipe_that_wants_no_graphs_gets_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "lacks_gpu", lambda device: None)
+    line = ["--device", "cpu", "--set", "kernels.cuda_graphs=false"]
+    done = CliRunner().invoke(capture_graphs, line)
+    assert done.exit_code == 0, done.output
     assert done.output.splitlines() == [
         "demo on CPU, float32, attention torch, up to 16 rows",
-        "no step is captured:",
-        *(f"  {reason}" for reason in reasons),
+        "Nothing is captured: device is cpu: CUDA graphs need a CUDA device; "
+        "kernels.attention is torch, which reads tensors' values on the host; "
+        "kernels.experts is torch, which reads tensors' values on the host; "
+        "kernels.delta is torch, which reads tensors' values on the host; "
+        "kernels.cuda_graphs is false.",
     ]
-    written = record.read(path)
-    assert (written.kind, written.metrics["graphs"]) == ("graphs", 0.0)
-    assert written.workload["steps"] == {"all": "; ".join(reasons)}
-    assert written.recipe["schedule"]["slots"] == 16
 
 
 def test_a_gpu_recipe_has_no_obstacle_but_its_own_wishes() -> None:

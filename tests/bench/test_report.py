@@ -44,11 +44,26 @@ def test_numbers_by_hand() -> None:
     assert (found["ttft_p50_ms"], found["ttft_p99_ms"]) == (near(150.0), near(199.0))
     assert found["tpot_mean_ms"] == found["tpot_p50_ms"] == near((100 + 1800) / 2)
     assert found["tpot_max_ms"] == near(1800.0)
-    assert found["itl_mean_ms"] == near((100 + 200 + 1800) / 3)
-    assert found["itl_p99_ms"] == near(200 + 0.98 * 1600)
+    # The first one's three tokens after the first chunk took 300 ms, two of them in one chunk.
+    assert found["itl_mean_ms"] == near((2 * 100 / 1.5 + 2 * 200 / 1.5 + 1800) / 5)
+    assert (found["icl_mean_ms"], found["icl_max_ms"]) == (near((100 + 200 + 1800) / 3), near(1800))
+    assert found["icl_p99_ms"] == near(200 + 0.98 * 1600)
     assert (found["e2e_p50_ms"], found["e2e_p99_ms"]) == (near(1200.0), near(400 + 0.99 * 1600))
     assert found["peak_concurrent"] == 2
     assert found["peak_output_tokens_per_s"] == near(5.0)  # all of the first, half of the second
+
+
+def test_a_gap_is_shared_by_the_tokens_that_end_it() -> None:
+    """As the engine's own counts, or a server's in every chunk, have it: 1, then 3 more, then 1."""
+    known = Sample(sent=0.0, stamps=[0.1, 0.4, 0.5], counts=[1, 4, 5], output_tokens=5)
+    assert known.itl_s == pytest.approx([0.1, 0.1, 0.1, 0.1])
+    found = summarise([known])
+    assert (found["itl_max_ms"], found["icl_max_ms"]) == (near(100.0), near(300.0))
+    assert found["itl_mean_ms"] == near(1e3 * known.tpot_s)
+    spread = msgspec.structs.replace(known, counts=[])  # evenly: 2 tokens in each of 2 gaps
+    assert spread.itl_s == pytest.approx([0.15, 0.15, 0.05, 0.05])
+    alone = Sample(sent=0.0, stamps=[0.1, 0.3, 0.4], output_tokens=3)
+    assert alone.itl_s == pytest.approx([0.2, 0.1])
 
 
 def test_one_token_has_no_tpot_and_no_itl() -> None:
@@ -101,7 +116,7 @@ def test_table_has_vllms_layout() -> None:
         "Request goodput (req/s):                 0.43",
         "Output token throughput (tok/s):         2.61",
         "Peak output token throughput (tok/s):    5.00",
-        "Peak concurrent requests:                2.00",
+        "Peak concurrent requests:                2",
         "Total token throughput (tok/s):          7.83",
     ]
     assert "---------------Time to First Token----------------" in lines
@@ -109,13 +124,15 @@ def test_table_has_vllms_layout() -> None:
     assert "---------------Inter-token Latency----------------" in lines
     assert "----------------End-to-end Latency----------------" in lines
     assert "----------------Engine (nanovllm)-----------------" in lines
+    assert not [line for line in lines if line.startswith("P50 ")]  # that is the median
     for line in (
         "Mean TTFT (ms):                          150.00",
         "P99 TTFT (ms):                           199.00",
         "Median TPOT (ms):                        950.00",
         "Max ITL (ms):                            1800.00",
-        "P50 E2EL (ms):                           1200.00",
-        "Preemptions:                             3.00",
+        "Max gap between chunks (ms):             1800.00",
+        "Median E2EL (ms):                        1200.00",
+        "Preemptions:                             3",
     ):
         assert line in lines
     assert lines[-3:] == [
@@ -143,7 +160,10 @@ def test_json_has_vllms_names() -> None:
     assert shown["total_token_throughput"] == near(18 / 2.3)
     assert (shown["request_rate"], shown["max_concurrency"]) == (2.5, None)
     assert (shown["mean_ttft_ms"], shown["median_ttft_ms"]) == (near(150.0), near(150.0))
-    assert shown["p99_itl_ms"] == near(200 + 0.98 * 1600)
+    assert shown["p99_itl_ms"] == near(400 / 3 + 0.96 * (1800 - 400 / 3))
+    counts = ("num_prompts", "completed", "total_input_tokens", "max_concurrent_requests")
+    assert [shown[name] for name in counts] == [2, 2, 12, 2]
+    assert all(type(shown[name]) is int for name in counts)
     assert (shown["std_e2el_ms"], shown["mean_e2el_ms"]) == (near(800.0), near(1200.0))
     assert shown["tokens_per_second"] == near(18 / 2.3)
     keys = {f"{s}_{m}_ms" for s in ("mean", "median", "std", "p50", "p90", "p95", "p99")
@@ -269,5 +289,30 @@ def test_compare_shows_the_ablation_and_the_ratios() -> None:
     assert not [line for line in lines if line.startswith(("workload.", "machine"))]
     rows = {line.split()[0]: line.split()[1:] for line in lines}
     assert rows["output_tokens_per_s"] == ["100.000", "50.000", "0.500"]
+    first = next(line for line in lines if line.endswith("(lower is better)"))
+    assert first.split()[:5] == ["ttft_p50_ms", "20.000", "30.000", "1.500", "A"]
     assert rows["ttft_p50_ms"] == ["20.000", "30.000", "1.500"]
     assert (rows["duration_s"], rows["new_s"]) == (["5.000", "-", "-"], ["-", "1.000", "-"])
+
+
+def test_a_comparison_begins_with_six_rows_and_the_better_side() -> None:
+    names = {
+        "output_tokens_per_s": "higher", "ttft_p50_ms": "lower", "ttft_p99_ms": "lower",
+        "tpot_p50_ms": "lower", "tpot_p99_ms": "lower", "e2e_p50_ms": "lower",
+    }  # fmt: skip
+    one = msgspec.structs.replace(
+        RECORD, metrics=dict.fromkeys(names, 100.0) | {"completed": 1234.0}
+    )
+    other = {"output_tokens_per_s": 110.0, "ttft_p50_ms": 90.0, "tpot_p50_ms": 100.1}
+    lines = compare(
+        one, msgspec.structs.replace(one, metrics=one.metrics | {"ttft_p99_ms": 150.0} | other)
+    ).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("metric"))
+    shown = [line.split(maxsplit=4) for line in lines[at + 1 : at + 7]]
+    assert [row[0] for row in shown] == [*names]
+    assert [row[4] for row in shown] == [
+        "B (higher is better)", "B (lower is better)", "A (lower is better)",
+        "equal (lower is better)", "equal (lower is better)", "equal (lower is better)",
+    ]  # fmt: skip
+    assert lines[at + 7] == "all metrics:"
+    assert ["completed", "1,234", "1,234", "1.000"] in [line.split() for line in lines[at + 8 :]]

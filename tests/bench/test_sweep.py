@@ -188,6 +188,8 @@ def test_records_are_compared_and_plotted(tmp_path: Path) -> None:
     assert "changed.schedule.depth: - -> 0" in two.output
     rows = [line.split() for line in two.output.splitlines()]
     assert ["output_tokens_per_s", "500.000", "250.000", "0.500"] in rows
+    first = next(line for line in two.output.splitlines() if "higher is better" in line)
+    assert first.split()[:5] == ["output_tokens_per_s", "500.000", "250.000", "0.500", "A"]
     assert {"unchanged", "schedule.depth=0"} <= {*texts(plot)}
 
 
