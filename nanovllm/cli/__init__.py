@@ -1,7 +1,8 @@
-"""The command line: names, loaded when used. Starting `nanovllm --help` imports no torch."""
+"""The command line: its commands by name, imported on first use. Imports no torch."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 
@@ -19,7 +20,28 @@ COMMANDS = {
 }
 
 
+# Commands of others and their counterparts here.
+ELSEWHERE = {
+    **dict.fromkeys(("run", "start", "launch", "launch_server", "server", "api_server"),
+                    "`nanovllm serve MODEL` serves a model."),
+    **dict.fromkeys(("chat", "complete", "generate", "play"),
+                    "`nanovllm serve MODEL` serves a page to chat with."),
+    **dict.fromkeys(("pull", "download"), "`nanovllm serve MODEL` downloads what it needs."),
+    **dict.fromkeys(("bench_serving", "benchmark"), "`nanovllm bench` measures a server."),
+    **dict.fromkeys(("list", "ls", "models"), "`nanovllm serve --help` says what MODEL may be."),
+    **dict.fromkeys(("version", "collect-env"), "`nanovllm --version` shows the version."),
+    "run-batch": "Requests go to `nanovllm serve` over HTTP.",
+    "help": "`nanovllm --help` shows this list.",
+}  # fmt: skip
+
+
+class UnknownCommand(click.ClickException):
+    """A first argument that is no command. The message lists the commands, one a line."""
+
+
 class LazyGroup(click.Group):
+    """The commands, each imported when it is used."""
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
@@ -27,16 +49,31 @@ class LazyGroup(click.Group):
         found: click.Command | None = resolve(COMMANDS, cmd_name) if cmd_name in COMMANDS else None
         return found
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Raise UnknownCommand if the first argument is none of them."""
+        if (name := args[0]) in COMMANDS or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = ELSEWHERE.get(name) or (f"Did you mean {near[0]}?" if near else "")
+        lines = [f"No such command {name!r}." + (f" {hint}" if hint else "") + " The commands are:"]
+        for known in COMMANDS:
+            command = self.get_command(ctx, known)
+            assert command is not None
+            lines.append(f"  {known:15} {command.get_short_help_str(80)}")
+        raise UnknownCommand("\n".join(lines))
+
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="nanovllm")
 def cli() -> None:
-    """An LLM inference server."""
+    """Serve and measure language models. Start with `nanovllm serve`, which needs no model."""
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line and exit code 2, never a traceback."""
-    for fd in range(3):  # a closed one would become the next file or socket that is opened
+    """Run the command line. A user's mistake is one message and exit code 2, not a traceback."""
+    for fd in range(3):  # a closed descriptor would become the next file or socket that is opened
         try:
             os.fstat(fd)
         except OSError:
@@ -45,7 +82,9 @@ def main() -> None:
         sys.exit(cli(sys.argv[1:] or ["--help"], standalone_mode=False))
     except (ConfigError, click.ClickException) as error:
         said = str(error)
-        if isinstance(error, click.ClickException):  # click has a usage and a hint before it
+        if isinstance(error, UnknownCommand):
+            said = error.message
+        elif isinstance(error, click.ClickException):  # click's message may have several lines
             said = " ".join(error.format_message().split())
         click.echo(f"error: {said}", err=True)
         sys.exit(2)

@@ -1,15 +1,17 @@
-"""`nanovllm bench`: run a load, print the table, write the record. Not how load is generated."""
+"""`nanovllm bench`: run a load, print the table, write the record."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +28,9 @@ from nanovllm.bench import offline, online, record, report, sweep
 from nanovllm.bench.measure import Advance, Outcome
 from nanovllm.bench.started import LiveServer, NotStarted, started
 from nanovllm.bench.workload import OFFLINE_NAMES, Workload
+from nanovllm.cli.command import Command, Function, option
 from nanovllm.cli.commands import FILE, config_of, numbers, recipe_options
+from nanovllm.cli.other_flags import BENCH, SERVERS
 from nanovllm.config import Config, ConfigError, given_api_key
 from nanovllm.fleet import Fleet
 from nanovllm.ipc.client import EngineLostError
@@ -37,8 +41,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 BUSY = 0.9  # share of a run on the CPU above which a client process may be what limits it
 
 
-# The command line by the options' names, as click has converted it: a load, and whom it is for.
-# num_prompts is 0 where it says nothing.
+# The command line by the options' names, as click has converted it: a load, and its server.
+# num_prompts is 0 where it is not given.
 Options = SimpleNamespace
 
 OF_A_SERVER = ("url", "served_by", "sweep", "goodput", "processes")
@@ -49,48 +53,100 @@ FOLDER = click.Path(file_okay=False, writable=True)
 COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 SHARE = click.FloatRange(0, 1, max_open=True)
+GOAL = re.compile(r"(ttft|tpot|e2el):(\d+(?:\.\d+)?)")
+SUBCOMMANDS = ("serve", "throughput", "latency", "sweep", "startup")  # of vLLM's bench
 
 
-@click.command()
-@recipe_options
-@click.option("--offline", is_flag=True, help="drive RECIPE's engine directly, without HTTP")
-@click.option("--start", is_flag=True, help="serve RECIPE for this run, and stop it afterwards")
-@click.option("--workload", default="w1", metavar="NAME[,...]", help=f"--offline: {LOADS}")
-@click.option("--ablate", multiple=True, metavar="KEY=VALUE[,...]", help="run again, so changed")
-@click.option("--url", help=f"server to drive (default {DEFAULT_URL})")
-@click.option("--served-by", default="", metavar="COMMAND", help="of that server, for the record")
-@click.option("--api-key", help="bearer token of the server (or NANOVLLM_API_KEY)")
-@click.option("--concurrency", type=POSITIVE, help="closed loop: requests in flight (default 8)")
-@click.option("--sweep", metavar="1,4,16,64", help="one run for each concurrency, and a plot")
-@click.option("--request-rate", type=POSITIVE_FLOAT, help="open loop: arrivals per second")
-@click.option("--burstiness", type=POSITIVE_FLOAT, default=1.0, help="1: Poisson; less: bursty")
-@click.option("--num-prompts", type=COUNT, default=0, help="default 8 per stream, at most 1024")
-@click.option("--input-len", type=POSITIVE, default=1000, help="prompt tokens (default 1000)")
-@click.option("--output-len", type=POSITIVE, default=256, help="tokens to generate (default 256)")
-@click.option("--range-ratio", type=SHARE, default=0.0, help="lengths vary within +- this share")
-@click.option("--temperature", type=click.FloatRange(0, 2), default=0.6, help="default 0.6")
-@click.option("--ignore-eos/--no-ignore-eos", default=True, help="default: exact output lengths")
-@click.option("--structured", is_flag=True, help="every answer follows a JSON schema")
-@click.option("--goodput", multiple=True, metavar="ttft|tpot|e2el:MS", help="count good requests")
-@click.option("--processes", type=POSITIVE, help="client processes (default half the cores, <= 4)")
-@click.option("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default 0)")
-@click.option("--warmup", type=COUNT, help="requests sent before (default: the concurrency)")
-@click.option("--json-out", type=FILE, help="results with vLLM's key names")
-@click.option("--expert-load", type=FILE, help="tokens by expert, and an experts.placement by them")
-@click.option("--expert-ranks", type=POSITIVE, help="of that placement (default: parallel.ep)")
-@click.option("--expert-copies", type=COUNT, default=1, help="more experts a rank (default 1)")
-@click.option("--results-dir", type=FOLDER, default="results", help="of records (default results)")
-@click.option("--commit", help="of a copy without .git: git describe --always --abbrev=40 --dirty")
-@click.option("--compare", is_flag=True, help="the arguments are records: show their ratios")
-@click.option("--plot", type=FILE, metavar="FILE", help="of --sweep or --compare")
+SERVED, LOAD, ANSWERS, OUTPUT = "Server", "Load", "Answers", "Results"
+# fmt: off
+GIVEN: tuple[Callable[[Function], Function], ...] = (
+    option("--url", metavar="URL", group=SERVED,
+           help=f"Drive the server at this address (default {DEFAULT_URL})."),
+    option("--api-key", metavar="KEY", group=SERVED,
+           help="Send this key (default: $NANOVLLM_API_KEY)."),
+    option("--start", is_flag=True, group=SERVED,
+           help="Serve RECIPE for this run, and stop it afterwards."),
+    option("--served-by", default="", metavar="COMMAND", group=SERVED,
+           help="Store this command line of another engine's server in the record."),
+    option("--offline", is_flag=True, group="Without HTTP",
+           help="Drive the engine of RECIPE directly."),
+    option("--workload", default="w1", metavar="NAME[,...]", group="Without HTTP",
+           help=f"Run one or more of {LOADS} (default w1)."),
+    option("--ablate", multiple=True, metavar="KEY=VALUE[,...]", group="Without HTTP",
+           help="Repeat the run with this override. Also with --start. May be repeated."),
+    option("--concurrency", type=POSITIVE, metavar="N", group=LOAD,
+           help="Keep N requests in flight, a closed loop (default 8)."),
+    option("--sweep", metavar="1,4,16,64", group=LOAD,
+           help="Run once for each of these concurrencies, and draw a plot."),
+    option("--request-rate", type=POSITIVE_FLOAT, metavar="R", group=LOAD,
+           help="Send R requests per second, an open loop."),
+    option("--burstiness", type=POSITIVE_FLOAT, default=1.0, metavar="X", group=LOAD,
+           help="Spread arrivals as a gamma distribution of this shape. 1 (default) is Poisson, "
+                "less is burstier."),
+    option("--num-prompts", type=COUNT, default=0, metavar="N", group=LOAD,
+           help="Send N requests (default: 8 for each in flight, at most 1024)."),
+    option("--warmup", type=COUNT, metavar="N", group=LOAD,
+           help="Send N requests first that are not measured (default: the concurrency)."),
+    option("--seed", type=int, default=0, metavar="N", group=LOAD,
+           help="Seed of prompts, lengths and arrivals (default 0)."),
+    option("--processes", type=POSITIVE, metavar="N", group=LOAD,
+           help="Send from N processes (default: half the cores, at most 4)."),
+    option("--input-len", type=POSITIVE, default=1000, metavar="N", group=ANSWERS,
+           help="Send prompts of N tokens, template included (default 1000)."),
+    option("--output-len", type=POSITIVE, default=256, metavar="N", group=ANSWERS,
+           help="Generate N tokens (default 256)."),
+    option("--range-ratio", type=SHARE, default=0.0, metavar="X", group=ANSWERS,
+           help="Vary both lengths by up to this share, up and down (default 0)."),
+    option("--temperature", type=click.FloatRange(0, 2), default=0.6, metavar="X", group=ANSWERS,
+           help="Sample at this temperature (default 0.6)."),
+    option("--ignore-eos/--no-ignore-eos", default=True, group=ANSWERS,
+           help="Generate exactly --output-len tokens (default), or let answers end."),
+    option("--structured", is_flag=True, group=ANSWERS,
+           help="Let every answer follow a JSON schema."),
+    option("--goodput", multiple=True, metavar="ttft|tpot|e2el:MS", group=OUTPUT,
+           help="Count the requests per second within this limit. May be repeated."),
+    option("--results-dir", type=FOLDER, default="results", metavar="FOLDER", group=OUTPUT,
+           help="Write records under this folder (default results)."),
+    option("--json-out", type=FILE, metavar="FILE", group=OUTPUT,
+           help="Also write the results under vLLM's key names."),
+    option("--commit", metavar="HASH", group=OUTPUT,
+           help="Store this commit if there is no .git."),
+    option("--expert-load", type=FILE, metavar="FILE", group=OUTPUT,
+           help="Write the tokens of each expert, and an experts.placement for them."),
+    option("--expert-ranks", type=POSITIVE, metavar="N", group=OUTPUT,
+           help="Place the experts of --expert-load on N ranks (default: parallel.ep)."),
+    option("--expert-copies", type=COUNT, default=1, metavar="N", group=OUTPUT,
+           help="Give each rank of --expert-load N experts more (default 1)."),
+    option("--compare", is_flag=True, group=OUTPUT,
+           help="Measure nothing: compare the records A.json B.json ..."),
+    option("--plot", type=FILE, metavar="FILE", group=OUTPUT,
+           help="Draw --sweep or --compare into this file."),
+)
+# fmt: on
+
+
+def load_options(function: Function) -> Function:
+    for add in reversed(GIVEN):
+        function = add(function)
+    return function
+
+
+@click.command(
+    cls=Command,
+    others={**BENCH, **SERVERS},
+    example="nanovllm bench --start qwen3-8b --concurrency 64 --input-len 1000 --output-len 256",
+)
+@partial(recipe_options, model=False)
+@load_options
 @click.argument("more", nargs=-1)
 @click.pass_context
 def bench(ctx: click.Context, /, **given: object) -> None:
-    """Measure a running server, or with --start or --offline one of RECIPE.
+    """Measure a server that is running, or with --start or --offline one of RECIPE.
 
-    With --compare, show records of earlier runs: bench --compare A.json B.json ...
+    A table is printed and a record is written. With --compare, records of earlier runs are
+    compared: nanovllm bench --compare A.json B.json
 
-    Exits with 1 when more than 1 % of the requests failed.
+    Exit code 1: more than 1 % of the requests failed.
     """
     options = Options(**given)
     typed = [n for n in given if ctx.get_parameter_source(n) is ParameterSource.COMMANDLINE]
@@ -180,6 +236,16 @@ def check(options: Options, typed: Sequence[str]) -> None:
         (several and options.expert_load, "--expert-load holds one run"),
         (is_placed and not options.expert_load, "--expert-ranks and -copies are of --expert-load"),
         (options.served_by and own_recipe, "--served-by is of another engine; drop RECIPE"),
+        (
+            options.recipe in SUBCOMMANDS and not os.path.exists(options.recipe),
+            f"bench has no command {options.recipe}: it drives a server at --url, or RECIPE with "
+            "--start, or its engine alone with --offline",
+        ),
+        (rate == math.inf, "--request-rate inf: write --concurrency N, as many as --num-prompts"),
+        (
+            any(GOAL.fullmatch(text) for text in (options.recipe or "", *options.more)),
+            "--goodput takes one limit; repeat it, as in --goodput ttft:500 --goodput tpot:50",
+        ),
         (options.more, "one RECIPE and nothing else; records are for --compare"),
         (options.plot and not has_sweep, "--plot draws a --sweep, or records to --compare"),
         (options.plot and sweep.missing(), sweep.missing() or ""),
@@ -299,7 +365,7 @@ def loads_of(options: Options) -> list[Workload]:
 def goals_of(goodput: Sequence[str]) -> dict[str, float]:
     goals = {}
     for text in goodput:
-        if not (found := re.fullmatch(r"(ttft|tpot|e2el):(\d+(?:\.\d+)?)", text)):
+        if not (found := GOAL.fullmatch(text)):
             raise ConfigError(f"--goodput {text}: write ttft, tpot or e2el, a colon, and the ms")
         goals[found[1]] = float(found[2])
     return goals

@@ -1,16 +1,18 @@
 """`nanovllm check-kernels`: every kernel, every case, against its reference; on a GPU also timed.
 
-Without a GPU the small cases run in Triton's interpreter, and what is written in CuTe DSL is
-compiled for Hopper, but not run. With `--tp N` kernels that work across GPUs run instead, on N of
-them. Knows no kernel's details.
+Without a GPU the small cases run in Triton's interpreter, on all cores, and kernels in CuTe DSL are
+compiled for Hopper, but not run. With `--tp N` kernels that work across N GPUs run instead.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import chain
@@ -23,8 +25,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 from nanovllm_kernels import COMPILED, KERNELS
 from nanovllm_kernels.compile_cache import use_folder
+from tqdm import tqdm
 
-from nanovllm.cli.commands import json_option, write_record
+from nanovllm.cli.command import Command, option
+from nanovllm.cli.commands import json_option, lacks_gpu, write_record
 from nanovllm.config import ConfigError, cache_dir
 from nanovllm.registry import resolve
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from nanovllm_kernels.timing import Ceilings
 
 INTERPRETER_SLACK = 2.0  # it truncates where a GPU rounds
+MOST_PROCESSES = 8
 
 
 class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,33 +60,65 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.worst is not None and self.worst <= 1 and not self.problem
 
 
-@click.command("check-kernels")
-@click.option("--kernel", "names", multiple=True, type=click.Choice([*{**KERNELS, **COMPILED}]))
+@click.command(
+    "check-kernels", cls=Command, others={},
+    example="nanovllm check-kernels --quick --kernel paged_decode",
+)  # fmt: skip
+@option(
+    "--kernel",
+    "names",
+    multiple=True,
+    type=click.Choice([*{**KERNELS, **COMPILED}]),
+    metavar="NAME",
+    group="Cases",
+    help="Check this kernel only. May be repeated; a wrong name lists all.",
+)
+@option(
+    "--quick",
+    is_flag=True,
+    group="Cases",
+    help="Check small cases only, and time nothing. Without a GPU, two cases of each kernel.",
+)
+@option(
+    "--tp",
+    default=1,
+    type=click.IntRange(1),
+    metavar="N",
+    group="Cases",
+    help="Check the kernels that work across N GPUs, and no others.",
+)
 @json_option
-@click.option("--quick", is_flag=True, help="small cases only, and no timing")
-@click.option("--tp", default=1, type=click.IntRange(1), help="what works across N GPUs, no more")
 def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool, tp: int) -> None:
-    """Compare every kernel with its reference. Exit code 1 if one is off."""
+    """Compare every kernel with its plain-torch reference, and time it on a GPU.
+
+    Without a GPU, small cases run in Triton's interpreter. Exit code 1: a result is off.
+    """
+    began, limits = datetime.now(UTC), None
+    if tp == 1 and lacks_gpu("auto") is not None:
+        interpret()  # before torch is imported, which takes seconds
     import torch
 
-    began, limits = datetime.now(UTC), None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if tp > 1:
         found = across_gpus(tp, names, quick)
     else:
-        interpret_without_gpu(device)
+        if device.type == "cpu":
+            interpret()
         if device.type == "cuda" and not quick:
             from nanovllm_kernels.timing import ceilings
 
             limits = ceilings(device)
             click.echo(f"{torch.cuda.get_device_name(device)}: {limits}")
         use_folder(cache_dir())
-        kinds = names or {**COMPILED, **KERNELS}
-        found = chain.from_iterable(check_one(name, device, limits, quick) for name in kinds)
+        kinds = names or [*{**COMPILED, **KERNELS}]
+        if device.type == "cpu" and not names:
+            found = on_all_cores(kinds, quick)
+        else:
+            found = chain.from_iterable(check_one(name, device, limits, quick) for name in kinds)
     results = []
     for result in found:
         results.append(result)
-        click.echo(line(result))
+        tqdm.write(line(result))  # above the bar, where there is one
     failed = sum(not result.passed and not result.skipped for result in results)
     skipped = sum(bool(result.skipped) for result in results)
     click.echo(
@@ -100,15 +137,40 @@ def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool, tp: in
     sys.exit(1 if failed else 0)
 
 
-def interpret_without_gpu(device: torch.device) -> None:
-    """Where there is none, does the same in a new process, and ends this one."""
+def interpret() -> None:
+    """Run the command again in a process with Triton's interpreter, and end this one; once."""
     import triton
 
-    if device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if not triton.knobs.runtime.interpret:
         # Triton decides when it is imported whether it interprets.
         click.echo("no CUDA device: small cases in Triton's interpreter, nothing is timed")
         again = ["env", "TRITON_INTERPRET=1", "CUTE_DSL_ARCH=sm_90a", sys.executable, "-m"]
         sys.exit(subprocess.run([*again, "nanovllm", *sys.argv[1:]], check=False).returncode)
+
+
+def on_all_cores(names: Sequence[str], quick: bool) -> Iterator[Result]:
+    """Check kernels without a GPU, each in one of several processes, with a progress bar."""
+    num_processes = max(1, min(os.cpu_count() or 1, MOST_PROCESSES))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+        pending = [pool.submit(check_in_process, name, quick) for name in names]
+        with tqdm(total=len(names), desc="checking", unit="kernel", mininterval=0.5) as bar:
+            for done in as_completed(pending):
+                yield from done.result()
+                bar.update()
+
+
+def check_in_process(name: str, quick: bool) -> list[Result]:
+    import torch
+
+    torch.set_num_threads(1)  # the other cores have processes of their own
+    use_folder(cache_dir())
+    return [*check_one(name, torch.device("cpu"), None, quick)]
+
+
+def few(cases: Sequence[Any]) -> list[Any]:
+    """Return the first and the last of the cases."""
+    return [*cases[:1], *cases[1:][-1:]]
 
 
 def across_gpus(tp: int, names: tuple[str, ...], quick: bool) -> Iterator[Result]:
@@ -135,6 +197,8 @@ def check_one(
         if name in KERNELS:
             kernel = resolve(KERNELS, name)
             cases = [c for c in kernel.cases if c.small or (device.type == "cuda" and not quick)]
+            if quick and device.type == "cpu":
+                cases = few(cases)
             if not cases and name not in COMPILED:
                 yield Result(kernel=name, case="", skipped="not checked: no case of it is small")
             for case in cases:

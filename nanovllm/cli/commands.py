@@ -10,9 +10,9 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ import msgspec
 
 from nanovllm import launch, log, recipes
 from nanovllm.bench.record import of_this_machine, write_to
-from nanovllm.config import Config, ConfigError, load_config, locate, read_recipe
+from nanovllm.cli.command import Command, Function, option
+from nanovllm.cli.other_flags import SERVERS
+from nanovllm.config import Config, ConfigError, Recipe, load_config, locate, read_recipe
 from nanovllm.models.support import check_config
 from nanovllm.parallel.places import num_ranks
 
-Function = Callable[..., Any]
 RECIPE_KEYS = {
     "device": "device", "tp": "parallel.tp", "dp": "parallel.dp", "load_format": "load.format",
     **{name: f"server.{name}" for name in ("host", "port", "api_key", "log_format")},
@@ -43,28 +44,67 @@ class NewFile(click.Path):
 
 
 FILE = NewFile()
-json_option = click.option("--json", "path", type=FILE, help="write the record here")
-RANKS = click.option("--tp", type=int, help="tensor-parallel ranks")
+json_option = option("--json", "path", type=FILE, help="Write the record to this file.")
 
 
-def recipe_options(function: Function, ranks: Function = RANKS) -> Function:
-    """RECIPE (as `nanovllm serve --help` says), --set, --device, --tp, --dp, --load-format."""
-    for option in (
-        click.option("--load-format", help="auto, safetensors, or dummy (random weights)"),
-        click.option("--dp", type=int, help="engines, of --tp devices each"),
-        ranks,
-        click.option("--device", help="auto, cuda or cpu"),
-        click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="a recipe key"),
+def recipe_options(
+    function: Function, *, tp: Function | None = None, model: bool = True
+) -> Function:
+    """Add RECIPE, --set, --device, --tp, --dp and --load-format to a command.
+
+    `tp`: another option in place of --tp. `model`: also --model, another way to give RECIPE.
+    """
+
+    @wraps(function)
+    def call(*args: Any, recipe: str | None, model: str | None = None, **given: Any) -> Any:  # noqa: ANN401
+        if recipe is not None and model is not None:
+            raise ConfigError(f"RECIPE is {recipe} and --model is {model}; give one of them")
+        return function(*args, recipe=recipe if model is None else model, **given)
+
+    group = "Recipe"
+    options = [
         click.argument("recipe", required=False),
-    ):
-        function = option(function)
-    return function
+        option(
+            "--set", "overrides", multiple=True, metavar="KEY=VALUE", group=group,
+            help="Override a key of the recipe. May be repeated.",
+        ),
+        option(
+            "--device", metavar="NAME", group=group,
+            help="Run on cuda or cpu. The default, auto, takes a GPU if there is one.",
+        ),
+        tp or option(
+            "--tp", type=int, metavar="N", group=group,
+            help="Number of GPUs that share the work on every token.",
+        ),
+        option(
+            "--dp", type=int, metavar="N", group=group,
+            help="Number of engine replicas, each on --tp GPUs.",
+        ),
+        option(
+            "--load-format", metavar="FORMAT", group=group,
+            help="Read safetensors (auto), or make random weights (dummy).",
+        ),
+    ]  # fmt: skip
+    if model:
+        same = "The same as RECIPE, as other servers write it."
+        options.append(
+            option("--model", "--model-path", "model", metavar="RECIPE", group=group, help=same)
+        )
+    decorated: Function = call
+    for add in reversed(options):
+        decorated = add(decorated)
+    return decorated
+
+
+def named(recipe: str | None) -> str:
+    """Return RECIPE, or without one the recipe of the embedded demo model."""
+    return recipe if recipe is not None else str(recipes.shipped()["demo"])
 
 
 def config_of(recipe: str | None, overrides: Sequence[str], **flags: object) -> Config:
-    """`flags`: by the names of RECIPE_KEYS."""
-    named = {RECIPE_KEYS[name]: flags[name] for name in flags}
-    return load_config(recipe, overrides, named, check_config)
+    """Return the config of RECIPE. `flags`: by the names of RECIPE_KEYS."""
+    keys = {RECIPE_KEYS[name]: flags[name] for name in flags}
+    return load_config(named(recipe), overrides, keys, check_config)
 
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:
@@ -83,23 +123,48 @@ def write_record(path: Path | None, began: datetime, **fields: Any) -> None:  # 
         write_to(path, of_this_machine(started_at=started_at, duration_s=took_s, **fields))
 
 
-@click.command()
+@click.command(
+    cls=Command, others=SERVERS, example="nanovllm serve Qwen/Qwen3-8B --tp 2 --port 8080"
+)
 @recipe_options
-@click.option("--host", help="address to listen on (default 127.0.0.1)")
-@click.option("--port", type=int, help="port to listen on (default 8000; 0 picks a free one)")
-@click.option("--api-key", help="bearer token; probes and the page need none (or NANOVLLM_API_KEY)")
-@click.option("--log-format", help="text (default) or json, one object a line")
+@option(
+    "--host",
+    metavar="ADDRESS",
+    group="Server",
+    help="Listen on this address (default 127.0.0.1, which only this machine can reach).",
+)
+@option(
+    "--port",
+    type=int,
+    metavar="N",
+    group="Server",
+    help="Listen on this port (default 8000). 0 picks a free one.",
+)
+@option(
+    "--api-key",
+    metavar="KEY",
+    group="Server",
+    help="Refuse clients that do not send this key (default: $NANOVLLM_API_KEY). Probes and the "
+    "page need none.",
+)
+@option(
+    "--log-format",
+    metavar="FORMAT",
+    group="Server",
+    help="Write the log as text (default) or as json, one object a line.",
+)
 def serve(recipe: str | None, overrides: Sequence[str], **flags: object) -> None:
-    """Serve RECIPE over HTTP; without one, the embedded demo model.
+    """Serve a model over HTTP, with OpenAI's chat API.
 
-    RECIPE is a recipe file, a model's folder, the name of a shipped recipe (qwen3-8b), or a hub id
-    (Qwen/Qwen3-8B), looked for in this order.
+    RECIPE is a recipe file, a model folder, a Hub id (Qwen/Qwen3-8B) or a built-in recipe
+    (qwen3-8b). Without one, the embedded demo model is served.
 
-    The first SIGTERM or Ctrl-C lets running requests finish for server.shutdown_s seconds (60) and
-    exits with 0, a second one exits at once with 143 or 130.
+    The first SIGTERM or Ctrl-C lets running requests finish, for server.shutdown_s seconds (60) at
+    most, and exits with 0. A second one exits at once with 143 or 130.
     """
-    recipe = recipe or str(recipes.shipped()["demo"])
-    checked = read_recipe(recipe, overrides, {RECIPE_KEYS[name]: flags[name] for name in flags})
+    checked = read_recipe(
+        named(recipe), overrides, {RECIPE_KEYS[name]: flags[name] for name in flags}
+    )
     try:
         log.setup(checked.recipe.server.log_format)
     except ValueError as error:
@@ -112,17 +177,36 @@ def serve(recipe: str | None, overrides: Sequence[str], **flags: object) -> None
         sys.exit(launch.EXIT_CRASH)
 
 
-@click.command("profile-kv")
-@partial(recipe_options, ranks=click.option("--tp", metavar="1,2,4,8", help="ranks, each a GPU"))
-@click.option("--gpu", metavar="NAME[:GIB]", help="h200, say; default: what is here")
-@click.option("--lengths", metavar="500,2000", help="of requests, prompt and output together")
-@click.option("--plot", type=FILE, help="what fills the memory")
+TP_LIST = option(
+    "--tp", metavar="1,2,4,8", group="Recipe",
+    help="Plan for each of these numbers of GPUs. By default, the recipe's.",
+)  # fmt: skip
+
+
+@click.command(
+    "profile-kv", cls=Command, others=SERVERS,
+    example="nanovllm profile-kv qwen3-32b --gpu h200 --tp 1,2,4",
+)  # fmt: skip
+@partial(recipe_options, tp=TP_LIST)
+@option(
+    "--gpu",
+    metavar="NAME[:GIB]",
+    group="Plan",
+    help="Plan for this GPU, say h200 or mine:48. By default, for the one that is here.",
+)
+@option(
+    "--lengths",
+    metavar="500,2000",
+    group="Plan",
+    help="Count the requests of these lengths that fit. Prompt and output are added.",
+)
+@option("--plot", type=FILE, group="Plan", help="Draw what fills the memory.")
 @json_option
 def profile_kv(path: Path | None, plot: Path | None, **given: Any) -> None:  # noqa: ANN401
-    """Plan what has room beside RECIPE's weights, how fast it could be, and which lines pin it.
+    """Compute if a model fits, the requests that its cache holds, and its best speed.
 
-    No GPU is needed. One that is here also measures. No weights are read. Exits with 1 and the
-    nearest recipe that fits if this one does not.
+    No GPU is needed, and no weights are read. If the GPU is here, memory is measured as well. Exit
+    code 1: it does not fit; the nearest plan that does is shown.
     """
     from nanovllm.bench import kv
 
@@ -149,21 +233,34 @@ def profile_kv(path: Path | None, plot: Path | None, **given: Any) -> None:  # n
     sys.exit(0 if found.fits else 1)
 
 
-@click.command("capture-graphs")
+@click.command(
+    "capture-graphs", cls=Command, others=SERVERS,
+    example="nanovllm capture-graphs qwen3-8b --load 1-64",
+)  # fmt: skip
 @recipe_options
-@click.option("--load", metavar="LO-HI", help="rows of decode steps (default 1 to all slots)")
+@option(
+    "--load",
+    metavar="LO-HI",
+    group="Graphs",
+    help="Rows of the decode steps for which padding is counted (default: 1 to all slots).",
+)
 @json_option
 def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None:  # noqa: ANN401
-    """Capture what RECIPE would, replay each graph, and compare it with the eager run.
+    """Capture all CUDA graphs of a model and compare each one with the eager run.
 
-    Exits with 1 if a graph gives other logits.
+    Shows the time, memory and padding of each graph. Exit code 1: the logits of a graph differ.
     """
+    config, began = config_of(**recipe), datetime.now(UTC)
+    if load is None and (why := lacks_gpu(config.recipe.device)) is not None:
+        click.echo(f"Nothing is captured: CUDA graphs need a GPU, and {why}.")
+        nothing = {"name": "capture-graphs", "rows": [], "graphs": [], "steps": {"all": why}}
+        write_graphs(path, began, config, config.recipe, nothing, {})
+        return
     from nanovllm.bench import graphs as bench
     from nanovllm.runner.build import build
     from nanovllm.runner.graphs import obstacles
     from nanovllm.runner.resolved import resolved
 
-    config, began = config_of(**recipe), datetime.now(UTC)
     found = resolved(config)
     final = found.recipe
     click.echo(
@@ -173,8 +270,8 @@ def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None: 
     if found.passed_over:
         click.echo(f"attention not chosen: {found.passed_over}")
     rows, graphs = bench.rows_of(load, int(final.schedule.slots)), list[bench.GraphCost]()
-    if reasons := obstacles(final):  # nothing need be loaded
-        click.echo("\n  ".join(("no step is captured:", *reasons)))
+    if reasons := obstacles(final):  # the weights are not loaded
+        click.echo(f"Nothing is captured: {'; '.join(reasons)}.")
         rows, steps = range(0), dict[str, str | None](all="; ".join(reasons))
     else:
         built = build(config)
@@ -189,20 +286,43 @@ def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None: 
         steps = bench.why_eager(built.runner, final)
         for step, why in steps.items():
             click.echo(f"{step}: " + ("replayed" if why is None else f"not captured: {why}"))
+    workload: dict[str, Any] = {
+        "name": "capture-graphs",
+        "rows": [rows.start, rows.stop - 1] if rows else [],
+        "graphs": msgspec.to_builtins(graphs),
+        "steps": steps,
+    }
+    write_graphs(path, began, config, final, workload, bench.metrics(graphs))
+    if not all(graph.is_right for graph in graphs):
+        click.echo("FAIL: a graph gives other logits than the same step without it", err=True)
+        sys.exit(1)
+
+
+def lacks_gpu(device: str) -> str | None:
+    """Return why nothing can run on a GPU; None if it can, as far as this can be seen.
+
+    Looks for device files alone: importing torch takes seconds.
+    """
+    if device == "cpu":
+        return "device is cpu"
+    has_file = Path("/dev/dxg").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
+    return None if has_file or device == "cuda" else "this machine has none"
+
+
+def write_graphs(
+    path: Path | None,
+    began: datetime,
+    config: Config,
+    final: Recipe,
+    workload: dict[str, Any],
+    metrics: dict[str, float],
+) -> None:
     write_record(
         path,
         began,
         kind="graphs",
         recipe=msgspec.to_builtins(final),
         changed=config.changed,
-        workload={
-            "name": "capture-graphs",
-            "rows": [rows.start, rows.stop - 1] if rows else [],
-            "graphs": msgspec.to_builtins(graphs),
-            "steps": steps,
-        },
-        metrics=bench.metrics(graphs),
+        workload=workload,
+        metrics=metrics,
     )
-    if not all(graph.is_right for graph in graphs):
-        click.echo("FAIL: a graph gives other logits than the same step without it", err=True)
-        sys.exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,6 @@ def said(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("nope",), "No such command 'nope'."),
         (("--nope",), "No such option '--nope'."),
         (("serve", "--nope"), "No such option '--nope'."),
         (("serve", "--prt", "1"), "No such option '--prt'."),
@@ -54,6 +54,27 @@ def test_a_wrong_command_line_is_one_line(
     output, errors = capsys.readouterr()
     assert output == "" and errors.endswith("\n") and errors.count("\n") == 1
     assert errors.startswith(f"error: {line}")  # a hint may follow
+
+
+@pytest.mark.parametrize(
+    ("typed", "first"),
+    [
+        ("nope", "No such command 'nope'. The commands are:"),
+        ("srve", "No such command 'srve'. Did you mean serve? The commands are:"),
+        ("chat", "No such command 'chat'. `nanovllm serve MODEL` serves a page to chat with. The "
+                 "commands are:"),
+        ("Qwen/Qwen3-8B", "No such command 'Qwen/Qwen3-8B'. The commands are:"),
+    ],
+)  # fmt: skip
+def test_an_unknown_command_lists_ours(
+    typed: str, first: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(monkeypatch, typed) == 2
+    output, errors = capsys.readouterr()
+    lines = errors.splitlines()
+    assert output == "" and lines[0] == f"error: {first}"
+    assert [line.split()[0] for line in lines[1:]] == [*cli.COMMANDS]
+    assert all(re.fullmatch(r"  \S+ +[A-Z].*\.", line) for line in lines[1:])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from nanovllm_kernels.case import Case, Kernel, check
 from nanovllm.attention.flash import FlashPaged
 from nanovllm.attention.torch_ref import TorchPaged
 from nanovllm.attention.triton import TritonPaged
-from nanovllm.cli.check_kernels import check_kernels
+from nanovllm.cli.check_kernels import check_kernels, few
 from tests.attention.paged_batches import error_share, layout_of, make_batch
 from tests.interpreted import forks, in_interpreter, in_parent, passes
 
@@ -58,6 +59,30 @@ def test_without_a_gpu_the_command_starts_again_in_the_interpreter() -> None:
     assert done.stdout.startswith("no CUDA device: small cases in Triton's interpreter")
     last = done.stdout.splitlines()[-1]
     assert re.fullmatch(r"([1-9]\d*) of \1 cases pass on cpu", last), last
+
+
+@in_parent
+def test_quickly_all_kernels_are_checked_on_all_cores_with_a_bar() -> None:
+    command = ["env", "CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "nanovllm", "check-kernels"]
+    began = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([*command, "--quick"], capture_output=True, text=True, check=False)
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    num_kernels = len({**KERNELS, **COMPILED})
+    assert f"{num_kernels}/{num_kernels} [" in done.stderr  # the progress bar's last state
+    checked = {line.split()[1] for line in done.stdout.splitlines()[1:-1]}
+    assert checked == {*KERNELS, *COMPILED}
+    last = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"([1-9]\d*) of \1 cases pass on cpu", last), last
+    # A minute on two cores that have nothing else to do.
+    assert ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime < 120
+
+
+@pytest.mark.parametrize(
+    ("count", "chosen"), [(0, []), (1, [0]), (2, [0, 1]), (3, [0, 2]), (18, [0, 17])]
+)
+def test_few_cases_are_the_first_and_the_last(count: int, chosen: list[int]) -> None:
+    assert few(range(count)) == chosen
 
 
 @in_parent
