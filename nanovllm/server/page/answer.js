@@ -1,9 +1,9 @@
-// One answer, of one or several choices: what its stream has said so far, and how that looks.
+// One answer of one or several choices: the content of its stream so far, and its elements.
 
 import { el, formatted, onceAFrame, seconds, short, visible } from "./dom.js";
 import { complaint } from "./schema.js";
 
-// Everything that chunks say of one choice.
+// The chunks of one choice, put together.
 class Choice {
   constructor(index) {
     this.index = index;
@@ -32,7 +32,19 @@ class Choice {
     this.finish = finish ?? this.finish;
   }
 
-  // As the next request tells it.
+  // The choice as data, and back.
+  get data() {
+    const { index, content, reasoning, calls, tokens, finish } = this;
+    const thought = this.thoughtFrom === null ? null : (this.thoughtTo ?? performance.now()) - this.thoughtFrom;
+    return { index, content, reasoning, calls, tokens, finish, thought };
+  }
+
+  static from({ thought, ...data }) {
+    const times = thought === null ? {} : { thoughtFrom: 0, thoughtTo: thought };
+    return Object.assign(new Choice(data.index), data, times);
+  }
+
+  // The message for the next request.
   get message() {
     const message = { role: "assistant", content: this.content };
     if (this.reasoning) message.reasoning = this.reasoning;
@@ -46,8 +58,8 @@ class Choice {
 }
 
 export class Answer {
-  // `schema`: what the content must follow, or null. `choose()` is called when another choice was
-  // chosen to go on from.
+  // `schema`: the JSON schema of the content, or null. `choose()` is called when the visitor selects
+  // another choice to continue from.
   constructor(schema, choose) {
     this.node = el("div", { className: "choices" });
     this.stats = el("p", { className: "stats" });
@@ -57,7 +69,7 @@ export class Answer {
     this.isOver = this.wasStopped = false;
     this.error = null;
     this.begun = performance.now();
-    this.first = this.last = null; // ms: when tokens came
+    this.first = this.last = null; // ms: the times of the first and the latest token
     this.draw = onceAFrame(() => this.drawNow());
     this._schema = schema;
     this._choose = choose;
@@ -86,7 +98,26 @@ export class Answer {
     this.draw();
   }
 
-  // Nothing more will come. `error`: an Error that says why, or null.
+  // The answer as data, and back. Times count from the request's start.
+  get data() {
+    const { chosen, usage, error } = this;
+    const since = (time) => (time === null ? null : time - this.begun);
+    return {
+      chosen, usage, choices: this.choices.filter(Boolean).map((choice) => choice.data),
+      first: since(this.first), last: since(this.last), wasStopped: this.wasStopped || !this.isOver,
+      error: error && { message: error.message, status: error.status, code: error.code, name: error.name },
+    };
+  }
+
+  static from({ choices, error, ...data }, schema, choose) {
+    const answer = Object.assign(new Answer(schema, choose), data, { begun: 0, isOver: true });
+    for (const choice of choices) answer.choices[choice.index] = Choice.from(choice);
+    answer.error = error && Object.assign(new Error(error.message), { status: error.status, code: error.code });
+    answer.drawNow();
+    return answer;
+  }
+
+  // The answer is complete. `error`: the Error that ended it, or null.
   end(error) {
     this.isOver = true;
     this.wasStopped = error?.name === "AbortError";
@@ -101,11 +132,11 @@ export class Answer {
       view.draw(choice, this.isOver);
     }
     this.node.classList.toggle("several", this.choices.length > 1);
-    this.stats.textContent = this._said();
+    this.stats.textContent = this._summary();
   }
 
   _view(choice) {
-    const view = new ChoiceView(choice.index, this._schema, () => {
+    const view = new ChoiceView(choice.index, this._schema, choice.index === this.chosen, () => {
       this.chosen = choice.index;
       this._choose();
     });
@@ -113,26 +144,26 @@ export class Answer {
     return view;
   }
 
-  // First token, speed, tokens, why it ended: what can be said by now.
-  _said() {
-    const said = [];
-    if (this.first !== null) said.push(`first token ${seconds((this.first - this.begun) / 1000)}`);
+  // First token, speed, tokens and finish reason, as far as known.
+  _summary() {
+    const parts = [];
+    if (this.first !== null) parts.push(`first token ${seconds((this.first - this.begun) / 1000)}`);
     if (this.usage) {
       const { prompt_tokens: prompt, completion_tokens: count } = this.usage;
       const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
       const took = (this.last - this.first) / 1000;
-      if (took > 0 && count > 1) said.push(`${short((count - 1) / took)} tok/s`);
-      said.push(`${short(count)} tokens`, `prompt ${short(prompt)}, ${short(cached)} of it cached`);
+      if (took > 0 && count > 1) parts.push(`${short((count - 1) / took)} tok/s`);
+      parts.push(`${short(count)} tokens`, `prompt ${short(prompt)}, ${short(cached)} cached`);
     }
     const ends = [...new Set(this.choices.map((choice) => choice?.finish).filter(Boolean))];
-    if (ends.length) said.push(`finish: ${ends.map(visible).join(", ")}`);
-    if (this.wasStopped) said.push("stopped");
-    return said.join(" \u00b7 ");
+    if (ends.length) parts.push(`finish: ${ends.map(visible).join(", ")}`);
+    if (this.wasStopped) parts.push("stopped");
+    return parts.join(" \u00b7 ");
   }
 }
 
 class ChoiceView {
-  constructor(index, schema, choose) {
+  constructor(index, schema, isChosen, choose) {
     this._schema = schema;
     this._shown = "";
     this._thoughtTime = el("summary");
@@ -141,7 +172,7 @@ class ChoiceView {
     this._content = el("div", { className: "content" });
     this._calls = el("div");
     this._verdict = el("p", { className: "verdict", hidden: true });
-    const pick = el("input", { type: "radio", name: "chosen", checked: index === 0, on: { change: choose } });
+    const pick = el("input", { type: "radio", name: "chosen", checked: isChosen, on: { change: choose } });
     const head = el("label", { className: "pick" }, pick, `Answer ${index + 1}`);
     this.node = el(
       "div", { className: "choice", data: { choice: index } },
@@ -160,7 +191,7 @@ class ChoiceView {
     const shown = `${choice.content}/${choice.tokens.length}`;
     if (shown !== this._shown) {
       this._shown = shown;
-      const tokens = tokensOf(choice.content, choice.tokens);
+      const tokens = tokensOf(choice.content.trimStart(), choice.tokens);
       this._content.replaceChildren(...(tokens.length ? [shaded(tokens)] : formatted(choice.content)));
     }
     if (choice.calls.length) this._calls.replaceChildren(...choice.calls.map(callCard));
@@ -183,7 +214,7 @@ class ChoiceView {
 function callCard(call) {
   return el(
     "div", { className: "call" },
-    el("p", {}, "calls ", el("bdi", { className: "name" }, visible(call.name))),
+    el("p", {}, "Calls ", el("bdi", { className: "name" }, visible(call.name))),
     el("pre", { dir: "ltr" }, pretty(call.arguments)),
   );
 }
@@ -192,24 +223,26 @@ function pretty(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
   } catch {
-    return text; // not complete yet, or no JSON
+    return text; // not complete yet, or not JSON
   }
 }
 
-// The tokens that the content consists of, without those around it that mark thinking and calls.
-// None where it cannot be found among them: while a character is in the middle of its tokens.
+// Return the tokens of the content, without those around it that mark thinking and calls; the first
+// one without leading blank space. Return [] while the content is not a sequence of whole tokens,
+// as in the middle of a character.
 function tokensOf(content, tokens) {
   const begin = content ? tokens.map((token) => token.token).join("").lastIndexOf(content) : -1;
   if (begin < 0) return [];
   let at = 0;
-  return tokens.filter((token) => {
+  return tokens.flatMap((token) => {
     const from = at;
     at += token.token.length;
-    return at > begin && from < begin + content.length;
+    if (at <= begin || from >= begin + content.length) return [];
+    return from < begin ? [{ ...token, token: token.token.slice(begin - from) }] : [token];
   });
 }
 
-// Tokens, the darker the less likely, each with what might have been there instead.
+// Tokens with a darker shade the less likely they were; the title lists the alternatives.
 function shaded(tokens) {
   const spans = tokens.map((token) => {
     const chance = Math.exp(token.logprob);
@@ -217,7 +250,7 @@ function shaded(tokens) {
       .map((one) => `${percent(Math.exp(one.logprob))}  ${visible(one.token) || "(nothing)"}`)
       .join("\n");
     const span = el("span", { className: "token", title: `${percent(chance)}\n\n${others}` }, token.token);
-    span.style.setProperty("--doubt", (1 - chance).toFixed(3));
+    span.style.setProperty("--doubt-share", (1 - chance).toFixed(3));
     return span;
   });
   return el("div", { className: "prose tokens", dir: "auto" }, spans);

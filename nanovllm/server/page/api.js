@@ -1,11 +1,12 @@
-// The server's routes: relative addresses, so that the page also works behind a path of a proxy.
-// Owns the API key, which lives as long as the tab.
+// The server's routes, as relative addresses: the page also works under a path of a proxy.
+// Owns the API key, which is kept until the tab is closed.
 
 const KEY = "nanovllm-api-key";
+export const DEMO = "demo"; // the name of the embedded model
 
 let askForKey = async () => false;
 
-// `ask(wasWrong)` resolves to whether there is a key now.
+// `ask(wasWrong)` resolves to true if there is a key now.
 export function onKeyNeeded(ask) {
   askForKey = ask;
 }
@@ -15,30 +16,30 @@ export const storeKey = (key) => sessionStorage.setItem(KEY, key);
 
 let served = null;
 
-// The model that the server serves: {id, max_model_len}. Asked for once.
+// The model being served: {id, max_model_len}. Fetched once.
 export async function model() {
   served ??= (await json("v1/models")).data[0];
   return served;
 }
 
-// What a server answered instead of what it was asked for.
+// A response with an error status, or an error event of a stream.
 export class ServerError extends Error {
   constructor(status, error) {
-    super(error?.message || `the server answered ${status}`);
+    super(error?.message || `the server responded with status ${status}`);
     this.status = status;
     this.code = error?.code || error?.type || "";
     this.param = error?.param || "";
   }
 }
 
-// A response with status 2xx. Throws ServerError, or TypeError where nobody answers.
+// Return a response with status 2xx. Throw ServerError, or TypeError if there is no connection.
 export async function ask(path, options = {}) {
   for (;;) {
     const key = storedKey();
     const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
     const response = await fetch(path, { ...options, headers, cache: "no-store" });
     if (response.ok) return response;
-    if (response.status === 401 && storedKey() !== key) continue; // another one has asked meanwhile
+    if (response.status === 401 && storedKey() !== key) continue; // the key has changed meanwhile
     if (response.status === 401 && (await askForKey(key !== null))) continue;
     throw new ServerError(response.status, (await read(response))?.error);
   }
@@ -55,7 +56,7 @@ async function read(response) {
 export const json = async (path) => (await ask(path)).json();
 export const text = async (path) => (await ask(path)).text();
 
-// The objects of a streamed chat completion. Throws ServerError also for an error in the stream.
+// Yield the chunks of a streamed chat completion. Throw ServerError also for an error event.
 export async function* chat(body, signal) {
   const response = await ask("v1/chat/completions", {
     method: "POST",
@@ -67,15 +68,15 @@ export async function* chat(body, signal) {
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
-    if (done) throw new ServerError(response.status, { message: "the stream ended in the middle" });
+    if (done) throw new ServerError(response.status, { message: "the stream ended early" });
     const events = (rest + value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
       if (!event.startsWith("data: ")) continue; // a comment that keeps the connection alive
       if (event === "data: [DONE]") return;
-      const told = JSON.parse(event.slice(6));
-      if (told.error) throw new ServerError(response.status, told.error);
-      yield told;
+      const chunk = JSON.parse(event.slice(6));
+      if (chunk.error) throw new ServerError(response.status, chunk.error);
+      yield chunk;
     }
   }
 }

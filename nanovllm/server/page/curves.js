@@ -1,41 +1,73 @@
-// Small charts of what /metrics says, over the last minute.
+// Small charts of /metrics over the last minute, each with its own axis.
 
 import { el, seconds, short } from "./dom.js";
 import * as draw from "./draw.js";
-import { mean, quantile, rate } from "./metrics.js";
+import { quantile, rate } from "./metrics.js";
+import { modeAndPhase, roundUp, withoutZeros } from "./words.js";
 
 const SHOWN_S = 60;
 const FIRST = "vllm:time_to_first_token_seconds";
 const BETWEEN = "vllm:inter_token_latency_seconds";
-// Title, unit, lines: [label, colour, what two readings say].
+const percent = (share) => `${short(100 * share)} %`;
+// Lines: {label, colour, value(before, now, minute), isDashed, isThin, isFilled}. `minute` is the oldest
+// reading of the last minute.
+const SPEED = {
+  title: "Generated tokens per second, last minute", unit: short,
+  lines: [{ label: "", colour: "decode", isFilled: true, value: (before, now) => rate(before, now, "vllm:generation_tokens_total") }],
+};
 const CHARTS = [
-  ["Requests", short, [
-    ["running", "decode", (_, now) => now.value("vllm:num_requests_running")],
-    ["waiting", "wait", (_, now) => now.value("vllm:num_requests_waiting")],
-  ]],
-  ["Tokens a second", short, [
-    ["generated", "decode", (before, now) => rate(before, now, "vllm:generation_tokens_total")],
-    ["prompts", "prompt", (before, now) => rate(before, now, "vllm:prompt_tokens_total")],
-  ]],
-  ["First token", seconds, [
-    ["median", "prompt", (before, now) => quantile(before, now, FIRST, 0.5)],
-    ["p99", "preempted", (before, now) => quantile(before, now, FIRST, 0.99)],
-  ]],
-  ["Between tokens", seconds, [
-    ["median", "decode", (before, now) => quantile(before, now, BETWEEN, 0.5)],
-    ["p99", "preempted", (before, now) => quantile(before, now, BETWEEN, 0.99)],
-  ]],
-  ["Cache in use", (share) => `${Math.round(100 * share)} %`, [
-    ["held", "held", (_, now) => now.value("vllm:kv_cache_usage_perc")],
-    ["prefix hits", "cached", hits],
-  ]],
-  ["Device waits for host", (share) => `${short(100 * share)} %`, [
-    ["bubbles", "preempted", (before, now) => rate(before, now, "nanovllm:host_bubble_seconds_total")],
-  ]],
+  {
+    title: "Prompt tokens per second", unit: short,
+    lines: [
+      { label: "computed", colour: "prompt", value: computed },
+      { label: "from the cache", colour: "cached", value: (before, now) => rate(before, now, "vllm:prompt_tokens_cached_total") },
+    ],
+  },
+  {
+    title: "Time to first token, last minute", unit: seconds,
+    lines: [
+      { label: "median", colour: "ink", value: (_, now, minute) => firstToken(minute, now, 0.5) },
+      { label: "p99", colour: "soft", isDashed: true, value: (_, now, minute) => firstToken(minute, now, 0.99) },
+    ],
+  },
+  {
+    title: "Time between tokens", unit: seconds,
+    lines: [
+      { label: "median", colour: "ink", value: (before, now) => quantile(before, now, BETWEEN, 0.5) },
+      { label: "p99", colour: "soft", isDashed: true, value: (before, now) => quantile(before, now, BETWEEN, 0.99) },
+    ],
+  },
+  {
+    title: "Cache", unit: percent, top: 1,
+    lines: [
+      { label: "pages in use", colour: "held", value: (_, now) => now.value("vllm:kv_cache_usage_perc") },
+      { label: "prefix hits, last minute", colour: "cached", value: (_, now, minute) => hits(minute, now) },
+    ],
+  },
+  {
+    title: "Device idle, waiting for the host", unit: percent,
+    lines: [{ label: "of the time", colour: "wait", value: (before, now) => rate(before, now, "nanovllm:host_bubble_seconds_total") }],
+  },
 ];
-const MODE_COLORS = ["decode", "prompt", "cached", "draft", "wait", "finished"];
+const MODES = { title: "Steps per second", unit: short, lines: [] };
+// Blue lines are steps with prompt chunks, green ones those without. Thin lines are eager steps.
+const PHASES = {
+  prefill: { colour: "prompt" }, mixed: { colour: "prompt", isDashed: true },
+  decode: { colour: "decode" }, structured: { colour: "decode", isDashed: true },
+};
 
-// Of the prompts' tokens in between, the cached share.
+// The metrics count from the page's opening on; until then the engine's own times stand in.
+function firstToken(minute, now, share) {
+  const times = now.firstTokens;
+  return quantile(minute, now, FIRST, share) ?? times[Math.ceil(share * times.length) - 1] ?? null;
+}
+
+function computed(before, now) {
+  const all = rate(before, now, "vllm:prompt_tokens_total");
+  return all === null ? null : Math.max(0, all - (rate(before, now, "vllm:prompt_tokens_cached_total") ?? 0));
+}
+
+// The cached share of the prompt tokens between two readings.
 function hits(before, now) {
   const prompt = rate(before, now, "vllm:prompt_tokens_total");
   return prompt ? rate(before, now, "vllm:prompt_tokens_cached_total") / prompt : null;
@@ -44,79 +76,86 @@ function hits(before, now) {
 export class CurveBoard {
   constructor() {
     this._colors = {};
-    this._charts = CHARTS.map(([title, unit, lines]) => new Chart(title, unit, lines));
-    this._modes = new Chart("Steps a second, by mode", short, []);
-    this.node = el("div", { className: "curves" }, [...this._charts, this._modes].map((chart) => chart.node));
+    this.speed = new Chart(SPEED);
+    this._modes = new Chart(MODES);
+    this._charts = [...CHARTS.map((spec) => new Chart(spec)), this._modes];
+    this.node = el("div", { className: "curves" }, this._charts.map((chart) => chart.node));
     this.clear();
   }
 
   clear() {
-    this._before = null;
-    this.newest = { tokens: null, first: null, between: null };
-    for (const chart of [...this._charts, this._modes]) chart.clear();
+    this._readings = []; // of the last minute
+    this.medians = { first: null, between: null };
+    for (const chart of [this.speed, ...this._charts]) chart.clear();
   }
 
   recolour(colors) {
     this._colors = colors;
   }
 
-  take(reading) {
-    const before = this._before;
-    this._before = reading;
-    if (before === null) return;
-    this.newest = {
-      tokens: rate(before, reading, "vllm:generation_tokens_total"),
-      first: mean(before, reading, FIRST) ?? this.newest.first,
-      between: mean(before, reading, BETWEEN) ?? this.newest.between,
-    };
-    for (const chart of this._charts) chart.take(before, reading);
-    const modes = [...new Set(reading.list("nanovllm:graph_steps_total").map(([labels]) => `${labels.mode}/${labels.phase}`))];
-    for (const mode of modes.slice(this._modes.lines.length)) {
-      const colour = MODE_COLORS[this._modes.lines.length % MODE_COLORS.length];
-      this._modes.add([mode, colour, (old, now) => stepsOf(old, now, mode)]);
+  // `firstTokens`: the engine's times to first token of the last minute, sorted.
+  take(reading, firstTokens) {
+    reading.firstTokens = firstTokens;
+    const before = this._readings.at(-1);
+    this._readings.push(reading);
+    while (this._readings[0].at < reading.at - SHOWN_S) this._readings.shift();
+    if (before === undefined) return;
+    const [minute] = this._readings;
+    this.medians = { first: firstToken(minute, reading, 0.5), between: quantile(minute, reading, BETWEEN, 0.5) };
+    this._addModes(reading);
+    for (const chart of [this.speed, ...this._charts]) chart.take(before, reading, minute);
+  }
+
+  _addModes(reading) {
+    const keys = [...new Set(reading.list("nanovllm:graph_steps_total").map(([labels]) => `${labels.mode}/${labels.phase}`))];
+    for (const key of keys) {
+      if (this._modes.lines.some((line) => line.key === key)) continue;
+      const style = PHASES[key.split("/")[1]] ?? { colour: "ink" };
+      const value = (before, now) => stepsOf(before, now, key);
+      this._modes.add({ key, label: modeAndPhase(key), ...style, value, isThin: key.startsWith("NONE/") });
     }
-    this._modes.take(before, reading);
   }
 
   draw() {
     const now = performance.now() / 1000;
-    for (const chart of [...this._charts, this._modes]) {
-      chart.draw({ from: now - SHOWN_S, to: now }, this._colors);
-    }
+    for (const chart of [this.speed, ...this._charts]) chart.draw({ from: now - SHOWN_S, to: now }, this._colors);
   }
 }
 
-function stepsOf(before, now, mode) {
+function stepsOf(before, now, key) {
   const count = (reading) =>
-    reading.list("nanovllm:graph_steps_total").find(([of]) => `${of.mode}/${of.phase}` === mode)?.[1] ?? 0;
+    reading.list("nanovllm:graph_steps_total").find(([of]) => `${of.mode}/${of.phase}` === key)?.[1] ?? 0;
   return (count(now) - count(before)) / (now.at - before.at);
 }
 
 class Chart {
-  constructor(title, unit, lines) {
-    this._title = title;
+  constructor({ title, unit, lines, top = null }) {
     this._unit = unit;
-    this._canvas = el("canvas", { role: "img", ariaLabel: title });
-    this._values = el("p", { className: "values" });
-    this._top = el("span", { className: "top" });
-    this.node = el("figure", {}, el("figcaption", {}, el("span", {}, title), this._top), this._canvas, this._values);
+    this._fixedTop = top;
+    this._canvas = el("canvas", { role: "img", ariaLabel: `${title}: chart` });
+    this._values = el("ul", { className: "values" });
+    this._top = el("span");
+    const ends = el("p", { className: "ends", title: "Ends of the axis" }, this._top, el("span", {}, "0"));
+    const times = el("p", { className: "times" }, el("span", {}, `-${SHOWN_S} s`), el("span", {}, "now"));
+    this.node = el("figure", {}, el("figcaption", {}, el("span", {}, title), this._values), el("div", { className: "plot" }, ends, this._canvas), times);
     this.lines = [];
     for (const line of lines) this.add(line);
   }
 
-  add([label, colour, value]) {
-    const shown = el("b");
-    this._values.append(el("span", { className: `k-${colour}` }, `${label} `, shown));
-    this.lines.push({ colour, value, shown, points: [] });
+  add(line) {
+    const shown = el("b", {}, "-");
+    const node = el("li", { className: `k-${line.colour}${line.isDashed ? " dashed" : ""}${line.isThin ? " thin" : ""}` }, line.label ? `${line.label} ` : "", shown);
+    this._values.append(node);
+    this.lines.push({ ...line, shown, points: [] });
   }
 
   clear() {
     for (const line of this.lines) line.points = [];
   }
 
-  take(before, now) {
+  take(before, now, minute) {
     for (const line of this.lines) {
-      const value = line.value(before, now);
+      const value = line.value(before, now, minute);
       line.points.push([now.at, value]);
       while (line.points[0][0] < now.at - SHOWN_S) line.points.shift();
       line.shown.textContent = value === null ? "-" : this._unit(value);
@@ -125,9 +164,10 @@ class Chart {
 
   draw(span, colors) {
     const all = this.lines.flatMap((line) => line.points.map(([, value]) => value ?? 0));
-    const most = Math.max(0, ...all);
-    const top = most ? this._unit(most) : "";
-    if (this._top.textContent !== top) this._top.textContent = top;
-    draw.curves(draw.surface(this._canvas, 84), this.lines.map((line) => [colors[line.colour], line.points]), most, span, colors);
+    const top = this._fixedTop ?? roundUp(Math.max(0, ...all));
+    const text = withoutZeros(this._unit(top));
+    if (this._top.textContent !== text) this._top.textContent = text;
+    const lines = this.lines.map((line) => ({ ...line, colour: colors[line.colour] }));
+    draw.curves(draw.surface(this._canvas, 64), lines, top, span, colors);
   }
 }

@@ -1,8 +1,8 @@
-// Elements, made without ever parsing text as markup: whatever a model or a server says becomes a
-// text node. (The page's Content-Security-Policy refuses innerHTML and its like besides.)
+// Elements, made without parsing text as markup: each text of a model or a server becomes a text
+// node. (The page's Content-Security-Policy also refuses innerHTML and similar properties.)
 
-// An element with properties, and with children that are elements or texts. `on` has listeners,
-// `aria` and `data` what their names begin with.
+// Return an element with properties and children, which are elements or texts. `on` has listeners;
+// `aria` and `data` have attributes without the prefix of their names.
 export function el(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
   const { on = {}, aria = {}, data = {}, ...others } = properties;
@@ -23,19 +23,23 @@ export function button(text, click, properties = {}) {
   return el("button", { type: "button", on: { click }, ...properties }, text);
 }
 
-// A name that somebody else chose, for one line: what would turn the line around, break it or hide
-// in it is shown as its code.
+// Return a foreign name for one line: characters that reverse the line, break it or are invisible
+// are shown as their codes.
 export function visible(name) {
   const hidden = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
   return String(name).replace(hidden, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
 }
 
-// Texts with ``` blocks, `code` and **strong** as elements; all else as it is.
+// Return elements for a text with ``` blocks, `code` and **strong**; the rest stays as it is, but for
+// blank space where a block begins or ends.
 export function formatted(text) {
-  return text.split(/^```/m).map((part, at) => {
-    if (at % 2 === 0) return el("div", { className: "prose", dir: "auto" }, ...spans(part));
+  return text.split(/^```/m).flatMap((part, at) => {
+    if (at % 2 === 0) {
+      const prose = part.trimStart().replace(/\n+$/, "");
+      return prose || at === 0 ? [el("div", { className: "prose", dir: "auto" }, ...spans(prose))] : [];
+    }
     const [, language, code] = /^([^\n]*)\n?([\s\S]*)$/.exec(part);
-    return el("pre", { dir: "ltr", title: visible(language) }, el("code", {}, code));
+    return [el("pre", { dir: "ltr", title: visible(language) }, el("code", {}, code))];
   });
 }
 
@@ -49,6 +53,7 @@ function spans(text) {
 // 0.0123 -> "12 ms", 12.3 -> "12.3 s"
 export function seconds(value) {
   if (!Number.isFinite(value)) return "-";
+  if (value < 0.0000005) return "0 ms";
   if (value < 0.001) return `${Math.round(value * 1e6)} us`;
   if (value < 0.01) return `${(value * 1000).toFixed(1)} ms`;
   if (value < 1) return `${Math.round(value * 1000)} ms`;
@@ -67,14 +72,14 @@ export function short(value) {
   return value.toLocaleString("en", { maximumFractionDigits: Math.abs(value) < 10 ? 2 : Math.abs(value) < 100 ? 1 : 0 });
 }
 
-// Calls `work` once in the next frame, however often it is asked to until then.
+// Return a function that runs `work` once in the next frame, however often it is called until then.
 export function onceAFrame(work) {
-  let asked = false;
+  let isDue = false;
   return () => {
-    if (asked) return;
-    asked = true;
+    if (isDue) return;
+    isDue = true;
     requestAnimationFrame(() => {
-      asked = false;
+      isDue = false;
       work();
     });
   };

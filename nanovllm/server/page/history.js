@@ -1,13 +1,16 @@
-// What /debug/steps has told so far: steps in their order, what happened in each slot, and the life
-// of each request. Knows nothing of drawing.
+// The answers of /debug/steps as a history: steps in order, bars and marks of each slot, and the
+// events of each request. Independent of drawing.
 //
-// A slot's bars are {kind, request, from, to, steps, tokens}: "wait" (before it got the slot),
-// "prompt" (a chunk), "decode" (steps in a row). Its marks are {kind, request, at}: "finished" with
-// a reason, "preempted", "cached". Times are seconds of the engine's clock.
+// A slot's bars are {kind, request, from, to, steps, tokens}. Kinds: "wait" (before the request got
+// the slot), "prompt" (a chunk), "decode" (consecutive steps; `step` is the last one). Its marks are
+// {kind, request, at}. Kinds: "finished" with a reason, "preempted", "cached". Times are seconds of
+// the engine's clock.
 
 const KEPT_S = 180;
 const KEPT_STEPS = 30000;
 const KEPT_LIVES = 4000;
+const KEPT_ANSWERS = 40;
+export const RATE_S = 2;
 
 export class History {
   constructor() {
@@ -19,16 +22,17 @@ export class History {
     this.bars = new Map(); // by slot, in the order of time
     this.marks = new Map(); // by slot
     this.lives = new Map(); // by request
-    this.newest = 0; // number of the newest step
-    this.now = 0; // of the engine, when it answered last
-    this.owners = new Map(); // request by slot, as of the newest answer
-    this.queue = []; // [request, came, preempted], as of the newest answer
-    this.latest = null; // the newest answer without its steps
-    this._owners = new Map(); // as of the newest step
+    this.newest = 0; // number of the latest step
+    this.now = 0; // the engine's time in the latest answer
+    this.owners = new Map(); // request by slot, as of the latest answer
+    this.queue = []; // [request, arrival time, preempted], as of the latest answer
+    this.latest = null; // the latest answer without its steps
+    this._owners = new Map(); // as of the latest step
     this._decodes = [];
+    this._answers = []; // {at, running, waiting} of the last answers
   }
 
-  // Takes one answer. That of an engine that began anew clears all.
+  // Add one answer. The first answer of a restarted engine clears the history.
   take(answer) {
     if (answer.newest < this.newest) this.clear();
     const { steps, ...latest } = answer;
@@ -37,24 +41,44 @@ export class History {
     this.now = answer.now_s;
     this.owners = new Map(Object.entries(answer.slots).map(([slot, id]) => [Number(slot), id]));
     this.queue = answer.queue;
+    this._answers.push({ at: answer.now_s, running: this.owners.size, waiting: answer.waiting });
+    if (this._answers.length > KEPT_ANSWERS) this._answers.shift();
     if (steps.length) this._forget(answer.now_s - KEPT_S);
   }
 
-  // The request's state as of the newest answer.
-  stateOf(request) {
-    if (this.queue.some(([id]) => id === request)) return "waiting";
-    const life = this.lives.get(request);
-    if (life?.finish) return "finished";
-    for (const [slot, id] of this.owners) {
-      if (id === request) return this._decodes.includes(slot) ? "decoding" : "prompt";
+  // The last step that had ended at a time; undefined before the first one.
+  stepAt(time) {
+    return this.steps[firstFrom(this.steps, time + 1e-9, (step) => step.ended_s) - 1];
+  }
+
+  // {running, waiting, step} at a time: of the last step, or of an answer that is later.
+  stateAt(time) {
+    const step = this.stepAt(time);
+    const answer = this._answers.findLast((one) => one.at <= time);
+    const last = answer && !(step?.ended_s > answer.at) ? answer : step;
+    return { running: last?.running ?? 0, waiting: last?.waiting ?? 0, step };
+  }
+
+  // Tokens generated per second in the RATE_S seconds before a time.
+  rateAt(time) {
+    let tokens = 0;
+    for (let at = firstFrom(this.steps, time - RATE_S, (step) => step.ended_s); at < this.steps.length; at += 1) {
+      if (this.steps[at].ended_s > time) break;
+      tokens += this.steps[at].generated;
     }
-    return "gone";
+    return tokens / RATE_S;
+  }
+
+  // The times from arrival to first token of requests that got it since a time, sorted.
+  firstTokens(since) {
+    const lives = [...this.lives.values()].filter((life) => life.came !== null && life.firstToken >= since);
+    return lives.map((life) => life.firstToken - life.came).sort((one, other) => one - other);
   }
 
   _take(step) {
     const before = this.steps.at(-1);
     const follows = before !== undefined && before.step + 1 === step.step;
-    if (!follows) this._owners = new Map(); // what became of them was not told
+    if (!follows) this._owners = new Map(); // steps are missing, and the events in them
     step.from = follows && step.begun_s < before.ended_s ? before.ended_s : step.begun_s;
     const owners = step.slots
       ? new Map(Object.entries(step.slots).map(([slot, id]) => [Number(slot), id]))
@@ -109,7 +133,7 @@ export class History {
     const request = this._owners.get(slot);
     if (request === undefined) return;
     const life = this._life(request, null);
-    if (life.finish) return; // the step was planned before it ended
+    if (life.finish) return; // the step was planned before the request ended
     life.slot = slot;
     life.decoded += 1;
     life.firstToken ??= step.from;
@@ -131,7 +155,7 @@ export class History {
     if (life.slot >= 0) this._mark(life.slot, { kind: "finished", request, at, reason });
   }
 
-  // Its slot has another owner, or none, and it is not over: it was preempted.
+  // The slot of an unfinished request has no owner or another one: the request was preempted.
   _left(slot, request, step) {
     const life = this.lives.get(request);
     if (!life || life.finish || !step.preempted) return;
@@ -151,11 +175,11 @@ export class History {
   }
 
   _forget(until) {
-    let gone = Math.max(0, this.steps.length - KEPT_STEPS);
-    while (gone < this.steps.length && this.steps[gone].ended_s < until) gone += 1;
-    if (gone < 500) return; // all at once, now and then
-    const since = this.steps[gone - 1].ended_s;
-    this.steps.splice(0, gone);
+    let numOld = Math.max(0, this.steps.length - KEPT_STEPS);
+    while (numOld < this.steps.length && this.steps[numOld].ended_s < until) numOld += 1;
+    if (numOld < 500) return; // rarely, and many at once
+    const since = this.steps[numOld - 1].ended_s;
+    this.steps.splice(0, numOld);
     for (const of of [this.bars, this.marks]) {
       for (const [slot, list] of of) {
         const kept = list.filter((one) => (one.to ?? one.at) > since);
@@ -170,7 +194,7 @@ export class History {
   }
 }
 
-// The index of the first of `list`, which is in the order of `key`, with key(one) >= value.
+// The index of the first element with key(element) >= value. `list` is sorted by `key`.
 export function firstFrom(list, value, key) {
   let low = 0;
   let high = list.length;
@@ -182,7 +206,7 @@ export function firstFrom(list, value, key) {
   return low;
 }
 
-// "0.17": the API process that took a request, and its how manieth it is there.
+// "0.17": the index of the API process, and the request's number in that process.
 export function nameOf(request) {
   const worker = Math.floor(request / 2 ** 48);
   return worker ? `${worker}.${request % 2 ** 48}` : String(request);

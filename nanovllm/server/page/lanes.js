@@ -1,91 +1,97 @@
-// The lanes: one for each slot that somebody had in the time shown. A canvas has the picture; the
-// buttons beside it say the same in words, and choose a request.
+// The lanes: one row for each slot. A canvas has the picture; buttons next to it have the same in
+// words, and choose a request.
 
 import { el } from "./dom.js";
 import * as draw from "./draw.js";
 import { nameOf } from "./history.js";
+import { STATES } from "./words.js";
 
-const STATES = { waiting: "waiting", prompt: "prompt", decoding: "decoding", finished: "finished", gone: "" };
+const FEW_SLOTS = 24; // up to so many slots have a row each, also those that are free
+const LABEL_EVERY_MS = 500;
+const MAX_HEIGHT = 460;
+const MIN_PITCH = 9;
+const MAX_PITCH = 18;
 
 export class Lanes {
-  // `choose(request)`: a lane was chosen. `move(share)`: go so many spans forth, or back.
+  // `choose(request)`: a lane was chosen. `move(share)`: scroll by a share of the span.
   constructor(choose, move) {
     this._choose = choose;
     this._labels = el("div", { className: "labels", role: "list", ariaLabel: "Slots" });
     this._canvas = el("canvas", { role: "img", id: "lanes-picture" });
-    this._empty = el("p", { className: "quiet empty" }, "Nothing runs. Try it above: lanes appear as requests get slots.");
+    this._empty = el("p", { className: "empty" }, "Nothing is running. Send some requests above; each active one gets a row.");
     this.node = el("div", { className: "lanes", id: "lanes" }, this._labels, this._canvas, this._empty);
+    this.view = null; // the latest drawing's {slots, pitch, span, isLive, chosen}
     this._buttons = new Map(); // by slot
-    this._rows = []; // slots, from the top
-    this._span = { from: 0, to: 1 };
-    this._pitch = 18;
     this._history = null;
     this._labelledAt = 0;
     this._listen(move);
   }
 
-  draw(history, span, colors, chosen) {
+  draw(history, span, colors, { chosen, isLive }) {
     this._history = history;
-    this._span = span;
-    const rows = slotsSeen(history, span);
-    this._pitch = Math.max(9, Math.min(20, Math.floor(460 / Math.max(1, rows.length))));
-    this._empty.hidden = rows.length > 0;
+    const seen = slotsSeen(history, span);
+    const numSlots = history.latest?.num_slots ?? 0;
+    const slots = numSlots <= FEW_SLOTS ? Array.from({ length: numSlots }, (_, slot) => slot) : seen;
+    const pitch = Math.max(MIN_PITCH, Math.min(MAX_PITCH, Math.floor(MAX_HEIGHT / Math.max(1, slots.length))));
+    this._empty.hidden = seen.length > 0;
     const now = performance.now();
-    if (rows.join() !== this._rows.join() || now - this._labelledAt > 500) {
-      this._rows = rows;
+    const hasChanged = slots.join() !== this.view?.slots.join();
+    this.view = { slots, pitch, span, isLive, chosen };
+    if (hasChanged || now - this._labelledAt > LABEL_EVERY_MS) {
       this._labelledAt = now;
       this._label(history, chosen);
     }
-    const on = draw.surface(this._canvas, Math.max(1, rows.length * this._pitch));
-    draw.lanes(on, history, rows, this._pitch, span, colors, chosen);
+    const on = draw.surface(this._canvas, Math.max(1, slots.length * pitch));
+    draw.lanes(on, history, this.view, colors);
   }
 
   _label(history, chosen) {
-    this._canvas.setAttribute("aria-label", `${this._rows.length} lanes of slots over time`);
+    const { slots, pitch } = this.view;
+    this._canvas.setAttribute("aria-label", `${slots.length} lanes of slots over time`);
     for (const [slot, node] of this._buttons) {
-      if (!this._rows.includes(slot)) {
+      if (!slots.includes(slot)) {
         node.remove();
         this._buttons.delete(slot);
       }
     }
-    this.node.classList.toggle("tight", this._pitch < 13);
-    for (const [row, slot] of this._rows.entries()) {
-      const request = history.owners.get(slot) ?? lastOf(history, slot);
-      const state = STATES[request === undefined ? "gone" : history.stateOf(request)];
+    this.node.classList.toggle("tight", pitch < 13);
+    for (const [row, slot] of slots.entries()) {
+      const [request, state] = ownerOf(history, slot, this.view);
       let node = this._buttons.get(slot);
       if (!node) {
-        node = el("button", { type: "button", data: { slot }, on: { click: () => this._choose(Number(node.dataset.request)) } });
+        const choose = () => node.dataset.request && this._choose(Number(node.dataset.request));
+        node = el("button", { type: "button", data: { slot }, on: { click: choose } });
         this._buttons.set(slot, node);
       }
       if (this._labels.children[row] !== node) this._labels.insertBefore(node, this._labels.children[row] ?? null);
-      const text = request === undefined ? `slot ${slot}` : `${slot} \u00b7 #${nameOf(request)} `;
-      if (node.textContent !== text + state) {
-        node.replaceChildren(text, el("span", {}, state));
-        node.setAttribute("aria-label", `Slot ${slot}, request ${nameOf(request ?? 0)}, ${state || "not running"}`);
+      const name = request === undefined ? "-" : `#${nameOf(request)}`;
+      if (node.textContent !== `${slot} ${name} ${state}`) {
+        node.replaceChildren(el("span", {}, `${slot} `), el("span", {}, `${name} `), el("span", {}, state));
+        node.setAttribute("aria-label", `Slot ${slot}, ${request === undefined ? "" : `request ${nameOf(request)}, `}${state}`);
       }
       node.dataset.request = request ?? "";
       node.dataset.state = state;
-      node.style.height = `${this._pitch}px`;
+      node.style.height = `${pitch}px`;
       node.setAttribute("aria-pressed", String(request !== undefined && request === chosen));
     }
   }
 
   _listen(move) {
     let from = null;
-    let moved = false;
+    let hasMoved = false;
     this._canvas.addEventListener("pointerdown", (event) => {
       from = event.clientX;
-      moved = false;
+      hasMoved = false;
       this._canvas.setPointerCapture(event.pointerId);
     });
     this._canvas.addEventListener("pointermove", (event) => {
-      if (from === null || (!moved && Math.abs(event.clientX - from) < 4)) return;
-      moved = true;
+      if (from === null || (!hasMoved && Math.abs(event.clientX - from) < 4)) return;
+      hasMoved = true;
       move((from - event.clientX) / this._canvas.clientWidth);
       from = event.clientX;
     });
     this._canvas.addEventListener("pointerup", (event) => {
-      if (from !== null && !moved) this._choose(this._requestAt(event));
+      if (from !== null && !hasMoved) this._choose(this._requestAt(event));
       from = null;
     });
     this.node.addEventListener("keydown", (event) => {
@@ -96,17 +102,29 @@ export class Lanes {
     });
   }
 
-  // Whose bar it is; null where there is none.
+  // The request whose bar is at the pointer, or null.
   _requestAt(event) {
+    const { slots, pitch, span } = this.view;
     const box = this._canvas.getBoundingClientRect();
-    const slot = this._rows[Math.floor((event.clientY - box.top) / this._pitch)];
+    const slot = slots[Math.floor((event.clientY - box.top) / pitch)];
     const share = (event.clientX - box.left) / box.width;
-    const time = this._span.from + share * (this._span.to - this._span.from);
+    const time = span.from + share * (span.to - span.from);
+    const near = (span.to - span.from) / 200;
     const bars = this._history?.bars.get(slot) ?? [];
-    const near = (this._span.to - this._span.from) / 200;
-    const hit = bars.findLast((bar) => bar.from - near <= time && time <= bar.to + near);
-    return hit?.request ?? null;
+    return bars.findLast((bar) => bar.from - near <= time && time <= bar.to + near)?.request ?? null;
   }
+}
+
+// The last request of a slot within the span, and its state at the right edge.
+export function ownerOf(history, slot, { span }) {
+  const bar = history.bars.get(slot)?.findLast((one) => one.kind !== "wait" && one.from <= span.to);
+  const life = history.lives.get(bar?.request);
+  const isOwner = history.owners.get(slot) === bar?.request;
+  if (bar === undefined || (bar.to < span.from && !isOwner)) return [undefined, STATES.free];
+  if (life?.finish?.at <= span.to) return [bar.request, STATES.finished];
+  const left = history.marks.get(slot)?.findLast((mark) => mark.kind === "preempted" && mark.at <= span.to);
+  if (left?.request === bar.request && left.at >= bar.to) return [bar.request, STATES.preempted];
+  return [bar.request, STATES[bar.kind]];
 }
 
 function slotsSeen(history, span) {
@@ -116,5 +134,3 @@ function slotsSeen(history, span) {
   }
   return [...seen].sort((one, other) => one - other);
 }
-
-const lastOf = (history, slot) => history.bars.get(slot)?.at(-1)?.request;

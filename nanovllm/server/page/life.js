@@ -1,24 +1,25 @@
-// The life of one request, as a list.
+// The events of one request, as a list.
 
 import { el, seconds, short } from "./dom.js";
+import { counted } from "./words.js";
 
 export function lifeOf(history, request) {
   const life = history.lives.get(request);
   const queued = history.queue.find(([id]) => id === request);
   if (!life) {
-    return el("p", {}, queued ? `Waits since ${seconds(history.now - queued[1])}.` : "Nothing is known of it any more.");
+    return el("p", {}, queued ? `Waiting for ${seconds(history.now - queued[1])}.` : "No events of this request are kept.");
   }
   const begun = life.came ?? life.events[0]?.at ?? history.now;
   const rows = [];
-  const row = (at, ...said) =>
-    rows.push(el("li", {}, el("time", {}, `+${seconds(Math.max(0, at - begun))}`), el("span", {}, ...said)));
-  if (life.came !== null) row(life.came, "came");
+  const row = (at, ...text) =>
+    rows.push(el("li", {}, el("time", {}, `+${seconds(Math.max(0, at - begun))}`), el("span", {}, ...text)));
+  if (life.came !== null) row(life.came, "arrived");
   let chunks = [];
   const closeChunks = () => {
     if (!chunks.length) return;
     const tokens = chunks.reduce((sum, one) => sum + one.tokens, 0);
     const sizes = chunks.length > 1 ? ` in ${chunks.length} chunks: ${listed(chunks.map((one) => one.tokens))}` : "";
-    row(chunks[0].at, `${short(tokens)} tokens fed${sizes}`);
+    row(chunks[0].at, `${counted(tokens, "prompt token")} computed${sizes}`);
     chunks = [];
   };
   for (const event of life.events) {
@@ -28,25 +29,25 @@ export function lifeOf(history, request) {
     }
     closeChunks();
     if (event.kind === "admitted") {
-      row(event.at, `got slot ${event.slot}; ${short(event.tokens)} tokens to know, ${short(event.cached)} of them cached`);
+      row(event.at, `assigned slot ${event.slot}: ${counted(event.tokens, "token")}, ${short(event.cached)} from the cache`);
     } else if (event.kind === "preempted") {
-      row(event.at, "preempted: its pages were needed; it waits and goes on later");
+      row(event.at, "preempted: its pages were needed; it resumes later");
     } else if (event.kind === "finished") {
-      if (life.decoded) row(event.at, said(life));
+      if (life.decoded) row(event.at, decodeSteps(life));
       row(event.at, `finished: ${event.reason}`);
     }
   }
   closeChunks();
-  if (!life.finish && life.decoded) row(life.lastToken, said(life));
-  if (!life.finish && queued) row(history.now, queued[2] ? "waits for pages" : "waits");
+  if (!life.finish && life.decoded) row(life.lastToken, decodeSteps(life));
+  if (!life.finish && queued) row(history.now, queued[2] ? "waiting for pages" : "waiting");
   return el("ol", { className: "life" }, rows);
 }
 
-// Its decode steps so far, and how fast they came.
-function said(life) {
+// The number of decode steps until now, and the time between them.
+function decodeSteps(life) {
   const took = life.lastToken - life.firstToken;
-  const pace = life.decoded > 1 && took > 0 ? `, one in ${seconds(took / life.decoded)}` : "";
-  return `${short(life.decoded)} decode steps${pace}`;
+  const pace = life.decoded > 1 && took > 0 ? `, one every ${seconds(took / life.decoded)}` : "";
+  return `${counted(life.decoded, "decode step")}${pace}`;
 }
 
 const listed = (numbers) => (numbers.length > 8 ? [...numbers.slice(0, 8), "..."] : numbers).join(", ");

@@ -1,25 +1,33 @@
-// Boot: the tabs, dark and light, the key, and which model there is.
+// Start-up: the tabs, the theme, the API key and the model's name.
 
 import * as api from "./api.js";
+import { isKept } from "./conversation.js";
 import { byId, visible } from "./dom.js";
 import { startTalk } from "./talk.js";
 import { startWatch } from "./watch.js";
 
 const THEME = "nanovllm-theme";
-const TABS = ["talk", "watch"];
+const PLAYED = "nanovllm-played";
+const TABS = ["watch", "talk"];
 
 function show(name) {
   for (const tab of TABS) {
-    const chosen = tab === name;
-    byId(tab).hidden = !chosen;
-    byId(`tab-${tab}`).setAttribute("aria-selected", String(chosen));
-    byId(`tab-${tab}`).tabIndex = chosen ? 0 : -1;
+    const isChosen = tab === name;
+    byId(tab).hidden = !isChosen;
+    byId(`tab-${tab}`).setAttribute("aria-selected", String(isChosen));
+    byId(`tab-${tab}`).tabIndex = isChosen ? 0 : -1;
   }
   document.dispatchEvent(new CustomEvent("view", { detail: name }));
 }
 
-function startTabs() {
-  const named = () => (location.hash === "#watch" ? "watch" : "talk");
+// The view that the address names. Without one: Talk if this tab has a conversation, else Watch.
+function view() {
+  const named = location.hash.slice(1);
+  if (TABS.includes(named)) return named;
+  return isKept() ? "talk" : "watch";
+}
+
+function startTabs(watch) {
   for (const tab of TABS) {
     byId(`tab-${tab}`).addEventListener("click", () => (location.hash = tab));
     byId(`tab-${tab}`).addEventListener("keydown", (event) => {
@@ -29,8 +37,14 @@ function startTabs() {
       byId(`tab-${other}`).focus();
     });
   }
-  window.addEventListener("hashchange", () => show(named()));
-  show(named());
+  window.addEventListener("hashchange", () => show(view()));
+  // Sample requests start by themselves once a tab, and only for a visitor without a destination.
+  const isFirst = !location.hash && view() === "watch" && sessionStorage.getItem(PLAYED) === null;
+  show(view());
+  if (isFirst) {
+    sessionStorage.setItem(PLAYED, "yes");
+    watch.playOnce();
+  }
 }
 
 function startTheme() {
@@ -50,7 +64,7 @@ function startTheme() {
   apply();
 }
 
-// One question at a time: whoever needs a key waits for the same answer.
+// One dialog at a time: requests that need a key meanwhile share its result.
 function startKey() {
   let asking = null;
   const dialog = byId("key-dialog");
@@ -58,8 +72,8 @@ function startKey() {
     (asking ??= new Promise((resolve) => {
       byId("key").hidden = false;
       byId("key-title").textContent = wasWrong
-        ? "The server does not know this API key"
-        : "This server asks for an API key";
+        ? "The server rejected this API key"
+        : "This server needs an API key";
       byId("key-value").value = "";
       dialog.returnValue = "";
       dialog.addEventListener(
@@ -83,7 +97,8 @@ async function nameModel() {
   try {
     const model = await api.model();
     byId("model").textContent = visible(model.id);
-    byId("model").title = `${visible(model.id)}: a context of ${model.max_model_len} tokens`;
+    byId("model").title = `${visible(model.id)}: context of ${model.max_model_len} tokens`;
+    byId("honest").hidden = model.id !== api.DEMO;
     document.title = `${visible(model.id).slice(0, 80)} - nanovllm`;
   } catch (error) {
     byId("notice").textContent = error.message;
@@ -94,6 +109,5 @@ async function nameModel() {
 startTheme();
 startKey();
 startTalk();
-startWatch();
-startTabs();
+startTabs(startWatch());
 nameModel();

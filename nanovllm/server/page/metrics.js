@@ -1,4 +1,4 @@
-// Prometheus text, and what two readings of it say of the time between them.
+// Prometheus text, and rates and quantiles of the time between two readings of it.
 
 // {name: [[labels, value], ...]}
 export function parse(text) {
@@ -7,13 +7,13 @@ export function parse(text) {
     const [, name, labels, value] = /^([\w:]+)(?:\{(.*)\})? (\S+)$/.exec(line) ?? [];
     if (!name) continue;
     const pairs = [...(labels ?? "").matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)];
-    (found[name] ??= []).push([Object.fromEntries(pairs.map(([, key, told]) => [key, told])), Number(value)]);
+    (found[name] ??= []).push([Object.fromEntries(pairs.map(([, key, label]) => [key, label])), Number(value)]);
   }
   return found;
 }
 
 export class Reading {
-  // `at`: seconds. Of several engines only `engine` counts.
+  // `at`: seconds. Samples of other engines than `engine` are left out.
   constructor(text, at, engine) {
     this.at = at;
     this._samples = parse(text);
@@ -30,25 +30,19 @@ export class Reading {
     return this.list(name).reduce((sum, [, value]) => sum + value, 0);
   }
 
-  // By the values of one label.
+  // A metric's samples by one label.
   by(name, label) {
     return new Map(this.list(name).map(([labels, value]) => [labels[label], value]));
   }
 }
 
-// How fast a counter rose; null if it was set back, as by another API process's numbers.
+// Return a counter's rise per second, or null if it fell, as when a process was restarted.
 export function rate(before, after, name) {
   const rise = after.value(name) - before.value(name);
   return rise < 0 || after.at <= before.at ? null : rise / (after.at - before.at);
 }
 
-// The mean of a histogram's new values; null if there are none.
-export function mean(before, after, name) {
-  const count = after.value(`${name}_count`) - before.value(`${name}_count`);
-  return count > 0 ? (after.value(`${name}_sum`) - before.value(`${name}_sum`)) / count : null;
-}
-
-// A quantile of a histogram's new values, within its bucket by a straight line; null without any.
+// Return a quantile of a histogram's new values, interpolated within its bucket, or null without any.
 export function quantile(before, after, name, share) {
   const old = before.by(`${name}_bucket`, "le");
   const rises = [...after.by(`${name}_bucket`, "le")].map(([bound, count]) => [

@@ -1,7 +1,7 @@
-// Whether an answer follows a JSON schema, as far as these keywords say: enough to look at an
-// answer, while the server's grammar is what makes it follow.
+// A check of an answer against the common keywords of JSON Schema. It only informs the visitor; the
+// server's grammar is what enforces the schema.
 
-// Where and why it does not; null if it does. `path` is a JSON pointer.
+// Return the place and the reason of the first violation, or null. `path` is a JSON pointer.
 export function complaint(value, schema, root = schema, path = "") {
   if (schema === true || schema === undefined) return null;
   if (schema === false) return `${path || "/"}: nothing is allowed here`;

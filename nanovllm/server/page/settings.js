@@ -1,4 +1,4 @@
-// The settings beside the conversation, and the fields of a request that follow from them.
+// The settings panel, and the request fields that follow from it.
 
 import { button, el } from "./dom.js";
 
@@ -26,24 +26,24 @@ const EXAMPLE_SCHEMA = {
   required: ["name", "age", "city"],
   additionalProperties: false,
 };
-// Name, what it means, least, most, step.
+// Name, meaning, minimum, maximum, step.
 const NUMBERS = [
-  ["temperature", "0: always the likeliest token", 0, 2, 0.05],
-  ["top_p", "the likeliest tokens of so much probability in all", 0, 1, 0.01],
-  ["top_k", "so many likeliest tokens", 0, null, 1],
-  ["min_p", "tokens at least so likely, of the likeliest one's share", 0, 1, 0.01],
-  ["max_tokens", "of an answer, thinking included", 1, null, 1],
-  ["seed", "the same seed gives the same text", null, null, 1],
-  ["n", "answers at once", 1, 16, 1],
-  ["presence_penalty", "for tokens that occurred", -2, 2, 0.1],
-  ["frequency_penalty", "for each time that a token occurred", -2, 2, 0.1],
-  ["repetition_penalty", "above 1: for tokens that occurred, the prompt's too", 0, 2, 0.05],
+  ["temperature", "0: always the most likely token", 0, 2, 0.05],
+  ["top_p", "Sample from the most likely tokens whose probabilities add up to this", 0, 1, 0.01],
+  ["top_k", "Sample from the k most likely tokens", 0, null, 1],
+  ["min_p", "Sample from tokens at least this likely, relative to the most likely one", 0, 1, 0.01],
+  ["max_tokens", "Limit of an answer, thinking included", 1, null, 1],
+  ["seed", "The same seed gives the same text", null, null, 1],
+  ["n", "Number of answers", 1, 16, 1],
+  ["presence_penalty", "Penalty for tokens that occurred", -2, 2, 0.1],
+  ["frequency_penalty", "Penalty for each occurrence of a token", -2, 2, 0.1],
+  ["repetition_penalty", "Above 1: penalty for tokens that occurred, also in the prompt", 0, 2, 0.05],
 ];
 
-// Builds the form in `place`. Returns {fields, schema}: `fields()` are those of a request's body
-// besides its messages, `schema()` is what an answer must follow, or null. Both throw an Error that
-// names the setting which cannot be read.
-export function startSettings(place) {
+// Build the form in `place`; its button calls `close()`. Return {fields, schema}: `fields()` returns the system message and the
+// fields of a request's body except its messages, `schema()` the JSON schema of answers, or null.
+// Both throw an Error that names a setting which cannot be read.
+export function startSettings(place, close) {
   const inputs = {};
   const select = (name, label, options) => {
     const choices = options.map(([value, text]) => el("option", { value }, text));
@@ -65,21 +65,22 @@ export function startSettings(place) {
     inputs[name].value = JSON.stringify(value, null, 2);
     inputs[name].dispatchEvent(new Event("input"));
   };
-  const schemaArea = area("schema", "Schema", 9, "a JSON schema");
+  const schemaArea = area("schema", "Schema", 9, "A JSON schema");
   const useSchema = () => {
     fill("schema", EXAMPLE_SCHEMA)();
     inputs.format.value = "json_schema";
   };
   place.append(
+    el("div", { className: "row panel-head" }, el("h2", {}, "Settings"), button("Done", close, { id: "hide-settings" })),
     group("Prompt", true, area("system", "System message", 3, "none"), thinking(select)),
     group("Sampling", false, el("div", { className: "pairs" }, numbers), el(
-      "label", { title: "the answer ends before this text" }, el("span", {}, "stop"), inputs.stop,
+      "label", { title: "The answer ends before this text" }, el("span", {}, "stop"), inputs.stop,
     ), el(
-      "label", { className: "check" }, inputs.logprobs, "Show how likely each token was",
+      "label", { className: "check" }, inputs.logprobs, "Show token probabilities",
     )),
     group(
       "Tools", false,
-      area("tools", "Functions, as JSON", 9, "a list of tools"),
+      area("tools", "Functions, as JSON", 9, "A list of tools"),
       el("p", { className: "row" }, button("Example", fill("tools", EXAMPLE_TOOLS), { id: "example-tools" })),
       select("tool_choice", "tool_choice", [["", "auto"], ["none", "none"], ["required", "required"]]),
     ),
@@ -99,7 +100,7 @@ function group(title, open, ...children) {
 }
 
 function thinking(select) {
-  return select("thinking", "Thinking", [["", "as the model likes"], ["on", "on"], ["off", "off"]]);
+  return select("thinking", "Thinking", [["", "Model default"], ["on", "on"], ["off", "off"]]);
 }
 
 function parsed(label, text) {

@@ -1,6 +1,6 @@
-// A request as a command to paste: for curl, and for the openai package.
+// A request as a command to paste, for curl or the openai package.
 
-// Fields that the openai package takes by name; it sends all others as `extra_body`.
+// Fields that the openai package takes by name. Others must be passed as `extra_body`.
 const KNOWN = new Set([
   "model", "messages", "max_tokens", "temperature", "top_p", "n", "stop", "seed", "stream",
   "presence_penalty", "frequency_penalty", "logprobs", "top_logprobs", "tools", "tool_choice",
@@ -33,8 +33,8 @@ export function python(body, address, hasKey) {
   ].join("\n");
 }
 
-// JSON as Python writes it. What JSON escapes in a text means the same in Python, but for
-// characters beyond 16 bits, which both write as they are.
+// Return a value as Python source. JSON's escapes in a text mean the same in Python, and neither
+// escapes characters beyond 16 bits.
 function literal(value, indent) {
   const inner = `${indent}    `;
   if (value === null) return "None";

@@ -1,21 +1,28 @@
-// Talk: a conversation with the model. Owns its turns; a turn is {role, node, ...} and the node is
-// what is shown of it.
+// Talk: a conversation with the model. Owns its turns; a turn is {role, node, ...}. The node shows
+// the turn, and `data` of a turn is what a reload needs to restore it.
 
 import { chat, model, storedKey } from "./api.js";
 import { Answer } from "./answer.js";
+import * as conversation from "./conversation.js";
 import { button, byId, el, visible } from "./dom.js";
 import { startSettings } from "./settings.js";
 import * as snippets from "./snippets.js";
 
+const SETTINGS = "nanovllm-settings";
 const SUGGESTIONS = [
-  "What is nanovllm?",
-  "What is 17 + 25?",
-  "What is the weather in Oslo?",
-  "Extract name, age and city from this text as JSON: Maria is 34 years old, lives in Lima and works as a doctor.",
+  ["Ask", "What is nanovllm?"],
+  ["Let it think", "What is 17 + 25?"],
+  ["Offer a tool", "What is the weather in Oslo?"],
+  ["Extract JSON", "Extract name, age and city from this text as JSON: Maria is 34 years old, lives in Lima and works as a doctor."],
 ];
 
 export function startTalk() {
-  const talk = new Talk(byId("messages"), startSettings(byId("settings")));
+  const talk = new Talk(byId("messages"), startSettings(byId("settings"), () => showSettings(false)));
+  byId("show-settings").addEventListener("click", () => showSettings(byId("settings").hidden));
+  showSettings(sessionStorage.getItem(SETTINGS) === "shown");
+  byId("new-chat").addEventListener("click", () => talk.clear());
+  window.addEventListener("pagehide", () => talk.store());
+  document.addEventListener("view", () => talk.scrollToEnd());
   byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     const text = byId("prompt").value;
@@ -37,7 +44,13 @@ export function startTalk() {
   byId("copy-now").addEventListener("click", copyShown);
 }
 
-// As high as its text, within limits.
+function showSettings(isShown) {
+  byId("settings").hidden = !isShown;
+  byId("show-settings").setAttribute("aria-expanded", String(isShown));
+  sessionStorage.setItem(SETTINGS, isShown ? "shown" : "hidden");
+}
+
+// Give a text area the height of its text, within limits.
 function grow(area) {
   area.style.height = "auto";
   area.style.height = `${Math.min(area.scrollHeight + 2, 240)}px`;
@@ -49,7 +62,7 @@ class Talk {
     this._settings = settings;
     this._turns = [];
     this._running = null; // an AbortController
-    this._welcome();
+    this._restore();
   }
 
   get isBusy() {
@@ -57,7 +70,6 @@ class Talk {
   }
 
   say(content) {
-    if (!this._turns.length) this._place.replaceChildren();
     this._add(this._userTurn(content));
     this._answer();
   }
@@ -66,30 +78,69 @@ class Talk {
     this._running?.abort();
   }
 
+  // Start a new conversation; the old one is gone.
+  clear() {
+    this.stop();
+    this._turns = [];
+    this.store();
+    this._welcome();
+    byId("prompt").focus();
+  }
+
+  store() {
+    conversation.store(this._turns.map((turn) => turn.data));
+    byId("new-chat").disabled = !this._turns.length;
+  }
+
+  scrollToEnd() {
+    this._place.scrollTop = this._place.scrollHeight;
+  }
+
+  // Show the conversation that this tab had before a reload, or the welcome.
+  _restore() {
+    this._welcome();
+    for (const data of conversation.load()) {
+      if (data.role === "user") this._add(this._userTurn(data.content));
+      else if (data.role === "tool") this._add(this._toolTurn(data.calls, data.results, data.areSent));
+      else this._add(this._restoredAnswer(data));
+    }
+    byId("new-chat").disabled = !this._turns.length;
+  }
+
+  _restoredAnswer({ system, fields, schema, answer }) {
+    const turn = this._answerTurn(system, fields, schema, answer);
+    turn.node.removeAttribute("aria-busy");
+    turn.actions.hidden = false;
+    showProblem(turn.problem, turn.answer.error);
+    return turn;
+  }
+
   _welcome() {
-    const asks = SUGGESTIONS.map((text) =>
-      button(text, () => {
+    const asks = SUGGESTIONS.map(([label, text]) => {
+      const ask = () => {
         if (text.includes("weather") && !byId("set-tools").value) byId("example-tools").click();
         this.say(text);
-      }),
-    );
+      };
+      return el("button", { type: "button", on: { click: ask } }, el("small", {}, label), el("span", {}, text));
+    });
     this._place.replaceChildren(
       el(
         "div", { className: "welcome" },
         el("h2", {}, "Talk to the model"),
-        el("p", {}, "or look at how it is served, step by step, under Watch."),
+        el("p", {}, "Start with one of these, or ask anything. Watch shows how it is served."),
         el("div", { className: "suggestions" }, asks),
       ),
     );
   }
 
   _add(turn) {
+    if (!this._turns.length) this._place.replaceChildren();
     this._turns.push(turn);
     this._place.append(turn.node);
     turn.node.scrollIntoView({ block: "end" });
   }
 
-  // Forgets this turn and all behind it.
+  // Remove a turn and all after it.
   _cut(turn) {
     this.stop();
     for (const gone of this._turns.splice(this._turns.indexOf(turn))) gone.node.remove();
@@ -99,7 +150,8 @@ class Talk {
 
   _userTurn(content) {
     const shown = el("div", { className: "prose", dir: "auto" }, content);
-    const turn = { role: "user", message: { role: "user", content } };
+    const data = { role: "user", content };
+    const turn = { role: "user", message: data, data };
     const edit = () => {
       const area = el("textarea", { value: content, rows: 3, ariaLabel: "Edited message" });
       const save = () => {
@@ -116,20 +168,29 @@ class Talk {
       );
       area.focus();
     };
-    const usual = [shown, el("p", { className: "actions" }, button("Edit", edit))];
+    const usual = [el("div", { className: "bubble" }, shown), el("p", { className: "actions" }, button("Edit", edit))];
     turn.node = el("article", { className: "turn user", ariaLabel: "You" }, usual);
     return turn;
   }
 
-  // A place for the results of the calls of an answer, which go on with the conversation.
-  _toolTurn(calls) {
-    const areas = calls.map(() => el("textarea", { rows: 2, className: "result", required: true }));
+  // A form for the results of an answer's calls. `results`: texts to restore. `areSent`: the
+  // conversation went on with them.
+  _toolTurn(calls, results = [], areSent = false) {
+    const areas = calls.map((_, at) => el("textarea", { rows: 2, className: "result", required: true, value: results[at] ?? "" }));
     const rows = calls.map((call, at) => {
       const name = el("bdi", { className: "name" }, visible(call.name));
       areas[at].placeholder = '{"temperature": 7, "condition": "rainy"}';
       return el("label", { className: "tall" }, el("span", {}, "Result of ", name), areas[at]);
     });
-    const turn = { role: "tool", messages: null };
+    const messages = () => calls.map((call, at) => ({ role: "tool", tool_call_id: call.id, content: areas[at].value }));
+    const turn = {
+      role: "tool",
+      messages: areSent ? messages() : null,
+      get data() {
+        const named = calls.map(({ id, name }) => ({ id, name }));
+        return { role: "tool", calls: named, results: areas.map((area) => area.value), areSent: turn.messages !== null };
+      },
+    };
     const send = el("button", { className: "primary" }, calls.length > 1 ? "Send the results" : "Send the result");
     const form = el("form", { className: "results" }, rows, el("p", { className: "row" }, send));
     form.addEventListener("submit", (event) => {
@@ -137,76 +198,89 @@ class Talk {
       if (this.isBusy) return;
       const after = this._turns[this._turns.indexOf(turn) + 1];
       if (after) this._cut(after);
-      turn.messages = calls.map((call, at) => ({
-        role: "tool", tool_call_id: call.id, content: areas[at].value,
-      }));
+      turn.messages = messages();
       this._answer();
     });
     turn.node = el("article", { className: "turn tool", ariaLabel: "Results of tools" }, form);
     return turn;
   }
 
-  _answerTurn(body, schema) {
-    const answer = new Answer(schema, () => this._follow(turn));
-    const turn = { role: "assistant", answer };
+  // `restored`: an answer's data from before a reload, or null for a new answer.
+  _answerTurn(system, fields, schema, restored = null) {
+    const choose = () => this._follow(turn);
+    const answer = restored ? Answer.from(restored, schema, choose) : new Answer(schema, choose);
+    const turn = {
+      role: "assistant",
+      answer,
+      get data() {
+        return { role: "assistant", system, fields, schema, answer: answer.data };
+      },
+    };
     const again = () => {
       this._cut(turn);
       this._answer();
     };
     const copies = [["curl", snippets.curl], ["openai-python", snippets.python]].map(([name, write]) =>
-      button(`Copy as ${name}`, () => showCopy(name, write(body, address(), storedKey() !== null))),
+      button(`Copy as ${name}`, async () => {
+        const body = await this._body(system, fields, this._turns.indexOf(turn));
+        showCopy(name, write(body, address(), storedKey() !== null));
+      }),
     );
     turn.problem = el("p", { className: "problem", role: "alert", hidden: true });
     turn.actions = el("p", { className: "actions", hidden: true }, button("Again", again), copies);
     turn.node = el(
       "article", { className: "turn assistant", ariaLabel: "The model", ariaBusy: "true" },
-      answer.node, turn.problem, answer.stats, turn.actions,
+      el("img", { className: "avatar", src: "page/icon.svg", alt: "", width: 24, height: 24 }),
+      el("div", { className: "reply" }, answer.node, turn.problem, answer.stats, turn.actions),
     );
     return turn;
   }
 
-  // Behind a finished answer that calls tools comes a place for their results.
+  // A finished answer that calls tools is followed by a form for their results.
   _follow(turn) {
     if (this.isBusy) return;
     const after = this._turns[this._turns.indexOf(turn) + 1];
     if (after) this._cut(after);
     if (turn.answer.calls.length && !turn.answer.error) this._add(this._toolTurn(turn.answer.calls));
+    this.store();
   }
 
   // -- requests -----------------------------------------------------------------------------
 
-  _messages(system) {
-    const said = this._turns.flatMap((turn) => {
+  // The body of the request for the turn with this index.
+  async _body(system, fields, index) {
+    const messages = this._turns.slice(0, index).flatMap((turn) => {
       if (turn.role === "assistant") return turn.answer.message ?? [];
       return turn.role === "tool" ? turn.messages ?? [] : turn.message;
     });
-    return system ? [{ role: "system", content: system }, ...said] : said;
+    if (system) messages.unshift({ role: "system", content: system });
+    const { id } = await model();
+    return { model: id, messages, ...fields, stream: true, stream_options: { include_usage: true } };
   }
 
-  // Asks for the next turn of the model, and shows it while it comes.
+  // Request the model's next turn, and show it while it arrives.
   async _answer() {
-    let body, schema;
+    let system, fields, schema, body;
     const running = new AbortController();
     this._busy(running);
+    this.store();
     try {
-      const { system, fields } = this._settings.fields();
+      ({ system, fields } = this._settings.fields());
       schema = this._settings.schema();
-      const messages = this._messages(system);
-      const { id } = await model();
-      body = { model: id, messages, ...fields, stream: true, stream_options: { include_usage: true } };
+      body = await this._body(system, fields, this._turns.length);
     } catch (error) {
       this._busy(null);
-      this._add(this._failedTurn(error));
+      this._addFailed(error);
       return;
     }
-    const turn = this._answerTurn(body, schema);
+    const turn = this._answerTurn(system, fields, schema);
     this._add(turn);
     let problem = null;
     try {
       for await (const chunk of chat(body, running.signal)) {
         const follows = isAtEnd(this._place);
         turn.answer.take(chunk);
-        if (follows) this._place.scrollTop = this._place.scrollHeight;
+        if (follows) this.scrollToEnd();
       }
     } catch (error) {
       problem = error;
@@ -217,14 +291,18 @@ class Talk {
     turn.actions.hidden = false;
     showProblem(turn.problem, turn.answer.error);
     if (this._turns.includes(turn)) this._follow(turn);
-    if (isAtEnd(this._place)) this._place.scrollTop = this._place.scrollHeight;
+    this.store();
+    if (isAtEnd(this._place)) this.scrollToEnd();
   }
 
-  _failedTurn(error) {
-    const turn = this._answerTurn({}, null);
+  // Show an error instead of an answer: no request was sent.
+  _addFailed(error) {
+    const turn = this._answerTurn("", {}, null);
     turn.answer.end(error);
+    turn.node.removeAttribute("aria-busy");
     showProblem(turn.problem, error);
-    return turn;
+    this._add(turn);
+    this.store();
   }
 
   _busy(running) {
@@ -236,19 +314,19 @@ class Talk {
 
 const isAtEnd = (place) => place.scrollHeight - place.scrollTop - place.clientHeight < 120;
 
-// Where the API is, for commands to paste.
+// The API's address, for commands to paste.
 const address = () => new URL(".", location.href).href;
 
 function showProblem(node, error) {
   node.hidden = !error;
   if (!error) return;
   const code = error.status ? `${error.status}${error.code ? ` ${error.code}` : ""}: ` : "";
-  const text = error instanceof TypeError ? "the server does not answer" : error.message;
+  const text = error instanceof TypeError ? "the server does not respond" : error.message;
   node.textContent = `${visible(code)}${text}`;
 }
 
 function showCopy(name, text) {
-  byId("copy-title").textContent = `This request, for ${name}`;
+  byId("copy-title").textContent = `This request as ${name}`;
   byId("copy-text").value = text;
   byId("copy-now").textContent = "Copy";
   byId("copy-dialog").showModal();
@@ -259,7 +337,7 @@ async function copyShown() {
   try {
     await navigator.clipboard.writeText(byId("copy-text").value);
   } catch {
-    document.execCommand("copy"); // without https there is no other way
+    document.execCommand("copy"); // the clipboard needs https
   }
   byId("copy-now").textContent = "Copied";
 }

@@ -1,52 +1,61 @@
-// Sample requests, so that there is something to watch.
+// Sample requests for Watch.
 //
-// A browser opens six connections to a server at most, and the page's own questions need two: so
-// many requests are few, with several choices each, which the engine serves like requests.
+// Decision: a browser opens at most six connections to a server, and Watch polls on one of them. A
+// sample is therefore one stream of up to 16 choices, each of which the engine serves as a request:
+// "64 requests" take four connections, and five are allowed, so 64 can join 16 that are running.
 
 import { chat, model } from "./api.js";
 
-const MOST_STREAMS = 4;
-const MOST_CHOICES = 16;
+const MAX_STREAMS = 5;
+const MAX_CHOICES = 16;
 const TOPICS = ["a lighthouse", "the tides", "a slow train", "bread", "an old map", "winter", "bees", "glass"];
-const LONG =
+const FILLER =
   "The harbour town keeps a book of every ship that came in, with its cargo, its captain and the " +
   "weather of the day. ";
+const FILLER_TOKENS = 30; // about
 
+// `tokens`: the most tokens of an answer; `least`: the fewest, where an answer may end by itself.
+// `filler`: tokens of text that lengthen the prompt. Counts, or shares of the context if below 1.
 export const KINDS = [
-  { name: "1 request", count: 1, tokens: 200 },
-  { name: "16", count: 16, tokens: 200 },
-  { name: "64", count: 64, tokens: 200 },
-  { name: "16, one long beginning", count: 16, tokens: 120, words: 0.3, title: "Prompts that begin alike: chunks of the first, then hits of the prefix cache" },
-  { name: "More than fits", count: 16, tokens: 0.6, words: 0.1, apart: true, title: "Answers that outgrow the cache together: some are preempted and go on later" },
+  { name: "1 request", count: 1, tokens: 240, least: 140, title: "Send one sample request" },
+  { name: "16 requests", count: 16, tokens: 240, least: 140, title: "Send 16 sample requests" },
+  { name: "64 requests", count: 64, tokens: 240, least: 140, title: "Send 64 sample requests: those without a slot wait" },
+  {
+    name: "16 with a shared prefix", count: 16, tokens: 120, filler: 0.3,
+    title: "Send 16 requests with one long prompt: computed in chunks once, then found in the prefix cache",
+  },
+  {
+    name: "Overflow the cache", count: 16, tokens: 0.6, filler: 0.3,
+    title: "Send 16 requests whose answers outgrow the cache: some are preempted and resume later",
+  },
 ];
+export const FIRST = KINDS[1];
 
 export class Samples {
-  // `changed(number)` hears how many requests are running, `failed(error)` what went wrong.
+  // `changed(inFlight, held)`: requests that are sent, and those that need a free connection.
+  // `failed(error)`: a request failed.
   constructor(changed, failed) {
     this._changed = changed;
     this._failed = failed;
-    this._running = new Map(); // controllers, and how many requests each has
-    this._waiting = [];
-    this._num = 0;
+    this._running = new Map(); // number of requests by AbortController
+    this._held = []; // bodies
+    this._number = 0; // of the latest prompt
   }
 
-  // `tokens` of an answer, and the length of what stands in all prompts: whole numbers, or shares of
-  // the context. `apart`: the prompts differ from their first word on.
-  async send({ count, tokens, words = 0, apart = false }) {
+  // `spread`: the least number of streams, so that each of several engines gets one.
+  async send({ count, tokens, least, filler = 0 }, spread = 1) {
     const context = (await model()).max_model_len;
-    const streams = Math.max(Math.min(count, MOST_STREAMS), Math.ceil(count / MOST_CHOICES));
-    const beginning = LONG.repeat(Math.round((words * context) / 30)); // some 30 tokens each
-    const most = tokens < 1 ? Math.floor(tokens * context) : tokens;
+    const size = (length) => (length < 1 ? Math.floor(length * context) : length);
+    const streams = Math.min(count, Math.max(spread, Math.ceil(count / MAX_CHOICES)));
     for (let at = 0; at < streams; at += 1) {
-      const topic = TOPICS[this._num++ % TOPICS.length];
-      const task = `Number ${this._num}: write a long text about ${topic}. `;
-      const content = apart ? task + beginning : beginning + task;
-      this._waiting.push({
-        messages: [{ role: "user", content }],
-        n: Math.floor(count / streams),
-        max_tokens: most,
-        ignore_eos: true,
-        temperature: 1,
+      const topic = TOPICS[this._number++ % TOPICS.length];
+      const task = `Number ${this._number}: write a long text about ${topic}. `;
+      this._held.push({
+        messages: [{ role: "user", content: task + FILLER.repeat(Math.round(size(filler) / FILLER_TOKENS)) }],
+        n: Math.floor((count + at) / streams),
+        max_tokens: size(tokens),
+        ...(least ? { min_tokens: least } : { ignore_eos: true }),
+        temperature: 1.6, // the answers of one prompt differ, also in length
         stream: true,
       });
     }
@@ -54,18 +63,15 @@ export class Samples {
   }
 
   stop() {
-    this._waiting = [];
+    this._held = [];
     for (const running of this._running.keys()) running.abort();
-  }
-
-  get number() {
-    const waiting = this._waiting.reduce((sum, body) => sum + body.n, 0);
-    return [...this._running.values()].reduce((sum, n) => sum + n, waiting);
+    this._go();
   }
 
   _go() {
-    while (this._waiting.length && this._running.size < MOST_STREAMS) this._run(this._waiting.shift());
-    this._changed(this.number);
+    while (this._held.length && this._running.size < MAX_STREAMS) this._run(this._held.shift());
+    const inFlight = [...this._running.values()].reduce((sum, n) => sum + n, 0);
+    this._changed(inFlight, this._held.reduce((sum, body) => sum + body.n, 0));
   }
 
   async _run(body) {

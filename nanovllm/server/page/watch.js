@@ -1,27 +1,34 @@
-// Watch: what the scheduler does, as it does it. Owns the view's parts and asks the server for what
-// they show; while nobody looks it asks nothing.
+// Watch: the scheduler's steps as a moving picture. Owns the parts of the view and polls the server
+// for what they show; while the view is hidden, there is no polling.
 
 import * as api from "./api.js";
+import { Axis, bandHead, LANES_LEGEND, sentences, Strip, STRIPS } from "./bands.js";
 import { CurveBoard } from "./curves.js";
-import { button, el, seconds, short } from "./dom.js";
+import { button, el, seconds, visible } from "./dom.js";
 import * as draw from "./draw.js";
 import { History, nameOf } from "./history.js";
 import { Lanes } from "./lanes.js";
 import { lifeOf } from "./life.js";
 import { Reading } from "./metrics.js";
-import { KINDS, Samples } from "./tryit.js";
+import * as picture from "./picture.js";
+import { Tiles } from "./tiles.js";
+import { FIRST, KINDS, Samples } from "./tryit.js";
+import { modeName } from "./words.js";
 
 const STEPS_EVERY_MS = 250;
 const METRICS_EVERY_MS = 1000;
-const DELAY_S = 0.35; // the right edge is so long ago: by then everything is known of it
-const FRAME_MS = 45; // between two pictures: smooth enough, and the engine may share the machine
-const SPANS = [1, 2, 5, 10, 30, 60, 120];
+const STATE_EVERY_MS = 200; // numbers change less often than the picture
+const DELAY_S = 0.35; // "now" is this long ago: by then the steps have arrived
+const FRAME_MS = 45; // between two drawings; leaves the machine's time to the engine
+const SPANS = [2, 5, 10, 30, 60, 120]; // seconds
+const RECORD_S = 8;
 
 export function startWatch() {
   const watch = new Watch(document.getElementById("watch"));
   document.addEventListener("view", (event) => watch.look(event.detail === "watch"));
   document.addEventListener("visibilitychange", () => watch.look(watch.isShown));
   document.addEventListener("theme", () => watch.recolour());
+  return watch;
 }
 
 class Watch {
@@ -29,17 +36,20 @@ class Watch {
     this.isShown = false;
     this._history = new History();
     this._engine = 0;
+    this._numEngines = 1;
     this._span = 10; // seconds
-    this._end = null; // the right edge where it stands still; null: live
-    this._offset = null; // engine's clock minus the page's, in seconds
+    this._end = null; // the right edge while the picture is paused; null: live
+    this._offset = null; // the engine's clock minus the page's, in seconds
     this._chosen = null; // a request
     this._isRunning = false;
-    this._turn = 0; // how often it has begun: what runs of an earlier turn ends
+    this._turn = 0; // counts starts: loops of an earlier start end
+    this._isToPlay = false;
+    this._metricsAt = this._statedAt = -Infinity;
     this._build(place);
     this.recolour();
   }
 
-  // Begins or ends to ask and to draw.
+  // Start or stop polling and drawing.
   look(isShown) {
     this.isShown = isShown;
     const runs = isShown && !document.hidden;
@@ -47,14 +57,13 @@ class Watch {
       this._isRunning = true;
       this._turn += 1;
       const turn = this._turn;
-      this._ask(STEPS_EVERY_MS, () => this._askSteps());
-      this._ask(METRICS_EVERY_MS, () => this._askMetrics());
+      this._poll(turn);
       let drawn = 0;
       const frame = (now) => {
         if (!this._isRunning || turn !== this._turn) return;
         if (now - drawn > FRAME_MS) {
           drawn = now;
-          this._draw();
+          this._draw(now);
         }
         requestAnimationFrame(frame);
       };
@@ -64,117 +73,143 @@ class Watch {
     }
   }
 
+  // Send the first sample once the engine is known to be idle.
+  playOnce() {
+    this._isToPlay = true;
+  }
+
   recolour() {
     this._colors = draw.palette();
     this._curves.recolour(this._colors);
   }
 
-  // -- asking -------------------------------------------------------------------------------
+  // -- polling ------------------------------------------------------------------------------
 
-  async _ask(everyMs, what) {
-    const turn = this._turn;
+  // One request at a time: sample requests need the browser's other connections.
+  async _poll(turn) {
     while (this._isRunning && turn === this._turn) {
       const begun = performance.now();
       try {
-        await what();
+        await this._takeSteps();
+        if (begun - this._metricsAt >= METRICS_EVERY_MS - STEPS_EVERY_MS / 2) {
+          this._metricsAt = begun;
+          await this._takeMetrics();
+        }
         this._problem.hidden = true;
+        this._play();
       } catch (error) {
-        this._problem.hidden = false;
-        this._problem.textContent =
-          error instanceof TypeError ? "The server does not answer; asking again." : error.message;
+        this._report(error instanceof TypeError ? "The server does not respond. Trying again." : error.message);
         await sleep(1000);
       }
-      await sleep(Math.max(20, everyMs - (performance.now() - begun)));
+      await sleep(Math.max(20, STEPS_EVERY_MS - (performance.now() - begun)));
     }
   }
 
-  async _askSteps() {
+  async _takeSteps() {
     const engine = this._engine;
     const answer = await api.json(`debug/steps?since=${this._history.newest}&engine=${engine}`);
     if (engine !== this._engine) return;
     const offset = answer.now_s - performance.now() / 1000;
-    // The answer that came fastest knows best; a clock that was set is followed at once.
+    // The fastest answer has the best estimate; a clock that was set is followed at once.
     if (this._offset === null || offset > this._offset || this._offset - offset > 1) this._offset = offset;
     this._history.take(answer);
     this._offerEngines(answer.engines);
-    this._summary();
     if (this._chosen !== null) this._showLife();
   }
 
-  async _askMetrics() {
-    const text = await api.text("metrics");
-    const reading = new Reading(text, performance.now() / 1000, this._engine);
-    this._curves.take(reading);
-    this._totals(reading);
+  _play() {
+    if (!this._isToPlay) return;
+    this._isToPlay = false;
+    if (!this._history.owners.size && !this._history.latest.waiting) this._send(FIRST);
   }
 
-  // -- what there is ------------------------------------------------------------------------
+  async _takeMetrics() {
+    const engine = this._engine;
+    const reading = new Reading(await api.text("metrics"), performance.now() / 1000, engine);
+    if (engine !== this._engine) return;
+    this._curves.take(reading, this._history.firstTokens(this._history.now - 60));
+    this._tiles.showTotals(reading, this._curves.medians);
+  }
+
+  _report(text) {
+    this._problem.hidden = false;
+    this._problem.textContent = text;
+  }
+
+  // -- parts --------------------------------------------------------------------------------
 
   _build(place) {
     this._problem = el("p", { className: "notice", role: "alert", hidden: true });
-    this._engines = el("select", { ariaLabel: "Engine", hidden: true, on: { change: () => this._choose(Number(this._engines.value)) } });
-    this._pause = button("Pause", () => this._hold(this._end === null ? this._now() : null), { id: "pause" });
-    this._pause.setAttribute("aria-pressed", "false");
-    const zoom = (by) => () => {
-      const at = SPANS.indexOf(this._span) + by;
-      this._span = SPANS[Math.max(0, Math.min(SPANS.length - 1, at))];
-      this._spanShown.textContent = `${this._span} s`;
-    };
-    this._spanShown = el("output", { ariaLabel: "Seconds shown" }, `${this._span} s`);
-    this._past = el("input", {
-      type: "range", id: "past", min: -120, max: 0, step: 0.05, value: 0, ariaLabel: "Scroll back in time",
-      on: { input: () => this._hold(this._now() + Number(this._past.value)) },
-    });
-    this._cards = el("dl", { className: "cards" });
-    this._lanes = new Lanes((request) => this._chooseRequest(request), (by) => this._move(by));
-    this._queueStrip = strip("Waiting and running", "running");
-    this._tokenStrip = strip("Tokens of each step", "budget");
-    this._pageStrip = strip("Pages of the cache", "pages");
-    this._life = el("aside", { id: "life", ariaLabel: "Life of a request", hidden: true });
     this._curves = new CurveBoard();
-    this._said = el("p", { className: "quiet", id: "said", role: "status" });
+    this._tiles = new Tiles(this._curves.speed.node);
+    this._lanes = new Lanes((request) => this._chooseRequest(request), (by) => this._move(by));
+    this._strips = STRIPS.map((spec) => new Strip(spec));
+    this._axis = new Axis();
+    this._life = el("aside", { id: "life", ariaLabel: "Events of a request", hidden: true });
+    this._state = el("p", { className: "quiet", id: "said", role: "status" });
+    const lanes = bandHead("Requests by slot", LANES_LEGEND).node;
+    const columns = el("p", { className: "columns" }, ["Slot", "Request", "State"].map((name) => el("span", {}, name)));
+    const note = el("p", { className: "note" }, "Each row is a slot of the batch. Numbers: tokens of a chunk, decode steps so far.");
     place.append(
       this._problem,
-      el("div", { className: "bar" }, this._tryIt(), el(
-        "div", { className: "row" }, this._engines, button("-", zoom(1), { ariaLabel: "Show more seconds" }),
-        this._spanShown, button("+", zoom(-1), { ariaLabel: "Show fewer seconds" }), this._past, this._pause,
-      )),
-      this._cards,
+      this._tiles.node,
+      this._tryIt(),
       el(
         "div", { className: "stage" },
         el(
           "div", { className: "timeline" },
-          this._queueStrip.node, this._lanes.node, this._tokenStrip.node, this._pageStrip.node,
-          this._said, legend(),
+          el("section", { className: "band", ariaLabel: "Lanes" }, el("div", { className: "bar" }, lanes, this._time()), el("div", { className: "lanes-head" }, columns, note), this._lanes.node),
+          this._axis.node, this._strips.map((strip) => strip.node), this._state,
         ),
         this._life,
       ),
       this._curves.node,
+      this._tiles.totals,
     );
   }
 
   _tryIt() {
-    const running = el("span", { className: "quiet" });
-    const stop = button("Stop them", () => samples.stop(), { hidden: true, id: "stop-samples" });
-    const samples = new Samples(
-      (count) => {
-        running.textContent = count ? `${count} on their way` : "";
-        stop.hidden = !count;
+    const status = el("span", { className: "quiet", id: "in-flight", role: "status" });
+    this._failure = el("span", { className: "bad", id: "sample-failure", role: "alert" });
+    const stop = button("Stop them", () => this._samples.stop(), { hidden: true, id: "stop-samples", title: "Cancel all sample requests of this page" });
+    this._samples = new Samples(
+      (inFlight, held) => {
+        const more = held ? `; ${held} more follow when a connection is free` : "";
+        status.textContent = inFlight ? `${inFlight} sample request${inFlight === 1 ? "" : "s"} in flight${more}` : "";
+        stop.hidden = !inFlight;
       },
-      (error) => {
-        this._problem.hidden = false;
-        this._problem.textContent = error.message;
-      },
+      (error) => (this._failure.textContent = error.message),
     );
-    const buttons = KINDS.map((kind) =>
-      button(kind.name, () => samples.send(kind).catch((error) => (running.textContent = error.message)), {
-        title: kind.title ?? `Sends ${kind.count} sample requests`,
-      }),
+    const buttons = KINDS.map((kind) => button(kind.name, () => this._send(kind), { title: kind.title }));
+    return el("div", { className: "row tryit", role: "group", ariaLabel: "Send sample requests" }, el("span", { className: "label" }, "Send"), buttons, stop, status, this._failure);
+  }
+
+  _time() {
+    this._engines = el("select", { ariaLabel: "Engine", hidden: true, on: { change: () => this._choose(Number(this._engines.value)) } });
+    this._spans = el(
+      "select", { id: "span", ariaLabel: "Time shown", on: { change: () => (this._span = Number(this._spans.value)) } },
+      SPANS.map((span) => el("option", { value: span, selected: span === this._span }, span < 60 ? `${span} s` : `${span / 60} min`)),
     );
-    return el("div", { className: "row tryit", role: "group", ariaLabel: "Try it" }, el("span", {}, "Try it:"), buttons, stop, running);
+    this._past = el("input", {
+      type: "range", id: "past", min: -120, max: 0, step: 0.05, value: 0, ariaLabel: "Scroll back in time",
+      on: { input: () => this._hold(this._now() + Number(this._past.value)) },
+    });
+    this._pause = button("Pause", () => this._hold(this._end === null ? this._now() : null), { id: "pause" });
+    this._pause.setAttribute("aria-pressed", "false");
+    const save = button("Save picture", () => picture.save(this._shot(), this._colors), { id: "save", title: "Download this picture as PNG" });
+    this._record = button("Record", () => this._recordVideo(), {
+      id: "record", title: `Download the next ${RECORD_S} seconds as a video`, hidden: !picture.canRecord(),
+    });
+    return el("div", { className: "row time" }, this._engines, this._spans, this._past, this._pause, save, this._record);
+  }
+
+  _send(kind) {
+    this._failure.textContent = "";
+    this._samples.send(kind, this._numEngines).catch((error) => (this._failure.textContent = error.message));
   }
 
   _offerEngines(count) {
+    this._numEngines = count;
     if (count === this._engines.length) return;
     this._engines.replaceChildren(...Array.from({ length: count }, (_, at) => el("option", { value: at }, `engine ${at}`)));
     this._engines.hidden = count < 2;
@@ -194,12 +229,13 @@ class Watch {
     return this._offset === null ? 0 : performance.now() / 1000 + this._offset - DELAY_S;
   }
 
-  // Stands still with this right edge, or is live again.
+  // Pause with this right edge, or go live.
   _hold(end) {
     this._end = end;
     this._pause.textContent = end === null ? "Pause" : "Live";
     this._pause.setAttribute("aria-pressed", String(end !== null));
     if (end === null) this._past.value = 0;
+    this._statedAt = -Infinity;
   }
 
   _move(share) {
@@ -212,67 +248,45 @@ class Watch {
 
   // -- showing ------------------------------------------------------------------------------
 
-  _draw() {
+  _draw(now) {
+    const isLive = this._end === null;
     const end = this._end ?? this._now();
     const span = { from: end - this._span, to: end };
-    const { steps } = this._history;
-    const colors = this._colors;
-    this._lanes.draw(this._history, span, colors, this._chosen);
-    const seen = draw.within(steps, span);
-    const mostQueued = Math.max(4, ...seen.map((step) => step.waiting + step.running));
-    this._queueStrip.draw(String(mostQueued), (on) => {
-      draw.grid(on, span, colors);
-      draw.areas(on, steps, [[colors.decode, (s) => s.running], [colors.wait, (s) => s.waiting]], mostQueued, span);
-    });
-    const fed = (step) => step.chunks.reduce((sum, [, tokens]) => sum + tokens, 0);
-    const mostFed = Math.max(8, ...seen.map((step) => fed(step) + step.rows + step.drafted));
-    this._tokenStrip.draw(short(mostFed), (on) => {
-      draw.grid(on, span, colors);
-      const parts = [[colors.decode, (s) => s.rows], [colors.draft, (s) => s.drafted], [colors.prompt, fed]];
-      draw.stacks(on, steps, parts, mostFed, span);
-      draw.limits(on, seen, (step) => step.budget, mostFed, span, colors);
-    });
-    const pages = this._history.latest?.num_pages ?? 1;
-    this._pageStrip.draw(short(pages), (on) => {
-      const parts = [
-        [colors.held, (s) => pages - s.free], [colors.cached, (s) => s.cached],
-        [colors.blank, (s) => s.free - s.cached],
-      ];
-      draw.areas(on, steps, parts, pages, span);
-    });
+    this._lanes.draw(this._history, span, this._colors, { chosen: this._chosen, isLive });
+    this._axis.draw(this._span, isLive);
+    const state = this._history.stateAt(end);
+    for (const strip of this._strips) strip.draw(this._history, { span, state, isLive }, this._colors);
     this._curves.draw();
+    if (now - this._statedAt < STATE_EVERY_MS) return;
+    this._statedAt = now;
+    this._tiles.showState(state, this._history.rateAt(end), this._history.latest);
+    const text = sentences(this._history, state, isLive, modeName, seconds);
+    if (this._state.textContent !== text) this._state.textContent = text;
   }
 
-  _summary() {
-    const { latest, owners, steps } = this._history;
-    const step = steps.at(-1);
-    this._said.textContent = step
-      ? `Step ${step.step}: ${step.rows} decode rows, ${step.chunks.length} chunks, ` +
-        `${step.masked ? `${step.masked} masked, ` : ""}host ${seconds(step.host_s)}, device ` +
-        `${seconds(step.device_s)}, ${step.mode || "no mode"}. ` +
-        `${owners.size} of ${latest.num_slots} slots in use, ${latest.waiting} waiting.`
-      : "No step yet: talk to the model, or try it above.";
+  // All that the saved picture shows.
+  _shot() {
+    return {
+      history: this._history, view: this._lanes.view, state: this._history.stateAt(this._lanes.view.span.to),
+      speed: this._tiles.speed, tiles: this._tiles.texts, model: visible(document.getElementById("model").textContent),
+      text: this._state.textContent,
+    };
   }
 
-  _totals(reading) {
-    const card = (name, value, title) =>
-      el("div", { title }, el("dt", {}, name), el("dd", { data: { total: name } }, value));
-    const total = (name) => reading.value(name);
-    const prompt = total("vllm:prompt_tokens_total");
-    const cached = total("vllm:prompt_tokens_cached_total");
-    const { tokens, first, between } = this._curves.newest;
-    this._cards.replaceChildren(
-      card("running", short(total("vllm:num_requests_running")), "vllm:num_requests_running"),
-      card("waiting", short(total("vllm:num_requests_waiting")), "vllm:num_requests_waiting"),
-      card("tokens/s", short(tokens ?? 0), "of the last second"),
-      card("first token", seconds(first), "mean of the newest"),
-      card("per token", seconds(between), "mean of the newest"),
-      card("generated", total("vllm:generation_tokens_total").toLocaleString("en"), "tokens since the start"),
-      card("prompts", prompt.toLocaleString("en"), "tokens since the start"),
-      card("cached", prompt ? `${Math.round((100 * cached) / prompt)} %` : "-", "of the prompts' tokens"),
-      card("preempted", total("vllm:num_preemptions_total").toLocaleString("en"), "since the start"),
-      card("steps", total("nanovllm:steps_total").toLocaleString("en"), "since the start"),
-    );
+  async _recordVideo() {
+    this._record.disabled = true;
+    let left = RECORD_S;
+    const count = () => (this._record.textContent = `Recording, ${left--} s left`);
+    count();
+    const timer = setInterval(count, 1000);
+    try {
+      await picture.record(() => this._shot(), () => this._colors, RECORD_S);
+    } catch (error) {
+      this._report(`The recording failed: ${error.message}`);
+    }
+    clearInterval(timer);
+    this._record.textContent = "Record";
+    this._record.disabled = false;
   }
 
   _chooseRequest(request) {
@@ -291,26 +305,3 @@ class Watch {
 }
 
 const sleep = (ms) => new Promise((done) => setTimeout(done, ms));
-
-// A canvas below the lanes, with its name and its highest value beside it.
-function strip(name, id) {
-  const canvas = el("canvas", { role: "img", ariaLabel: name });
-  const top = el("span", { className: "top" });
-  const node = el("div", { className: "strip", id: `strip-${id}` }, el("p", { className: "gutter" }, el("span", {}, name), top), canvas);
-  return {
-    node,
-    draw(most, work) {
-      if (top.textContent !== most) top.textContent = most;
-      work(draw.surface(canvas, 56));
-    },
-  };
-}
-
-function legend() {
-  const items = [
-    ["wait", "waiting"], ["prompt", "prompt chunk"], ["decode", "decoding"], ["draft", "drafts"],
-    ["cached", "cached"], ["preempted", "preempted"], ["finished", "finished"], ["held", "pages held"],
-    ["faint", "budget of a step"],
-  ];
-  return el("ul", { className: "legend" }, items.map(([name, text]) => el("li", { className: `k-${name}` }, text)));
-}

@@ -1,0 +1,37 @@
+// Plain words for the engine's own ones, and numbers as text.
+
+import { visible } from "./dom.js";
+
+const MODES = { NONE: "eager", FULL: "full graph", PIECEWISE: "piecewise graph", PAPER: "simulated" };
+const PHASES = { prefill: "prompts", decode: "decode", mixed: "mixed", structured: "with grammars" };
+export const STATES = {
+  prompt: "prompt", decode: "decoding", preempted: "preempted", finished: "finished", free: "free",
+};
+
+// "NONE/decode" -> "eager". An unknown mode is shown as it is.
+export function modeName(key) {
+  const mode = key.split("/")[0];
+  return MODES[mode] ?? visible(mode);
+}
+
+// "NONE/decode" -> "decode, eager".
+export function modeAndPhase(key) {
+  const [mode, ...phase] = key.split("/");
+  const name = phase.join("/");
+  return `${PHASES[name] ?? visible(name)}, ${MODES[mode] ?? visible(mode)}`;
+}
+
+// "20.0k" -> "20k", "3.00 s" -> "3 s": the end of an axis has no digits to spare.
+export const withoutZeros = (text) => text.replace(/\.0+(?!\d)/, "");
+
+// "1 chunk", "2 chunks".
+export function counted(number, noun) {
+  return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+}
+
+// The least round number, such as 1, 2, 3, 4, 5, 6, 8, 10 or 20, that is not below `value`.
+export function roundUp(value) {
+  if (!(value > 0)) return 1;
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 3, 4, 5, 6, 8, 10].map((digit) => digit * power).find((end) => end >= value * 0.9999) ?? 10 * power;
+}
