@@ -1,6 +1,6 @@
-"""The page to look at: files of the package, as they are, with what a browser may do with them.
+"""The web page: static files of the package, served with a strict Content-Security-Policy.
 
-Nobody needs a key to read them: they are the same for all, and ask for the key themselves.
+The files are public and need no API key. The page prompts for the key that its requests need.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS = {
     ".js": b"text/javascript; charset=utf-8",
     ".svg": b"image/svg+xml",
 }
-# Nothing from elsewhere, nothing inline, nothing sent elsewhere, and in nobody's frame.
+# No other origin, nothing inline, and no embedding in a frame.
 POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     b"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -31,18 +31,18 @@ HEADERS: list[Header] = [
     (b"content-security-policy", POLICY),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
-    (b"cache-control", b"no-cache"),  # ask each time whether it is still the same
+    (b"cache-control", b"no-cache"),  # the browser revalidates each time
 ]
 Handler = Callable[[Scope, Writer], Awaitable[None]]
 
 
 def is_shown(server: Server) -> bool:
-    """Whether there is a page, and /debug/steps: by itself only where nobody else can come."""
+    """Return True if the page and /debug/steps are served. `auto`: only on a loopback address."""
     return is_loopback(server.host) if server.page == "auto" else server.page
 
 
 def page_files() -> dict[str, Handler]:
-    """What answers by path: "/" with index.html, "/page/NAME" with any other file."""
+    """Return handlers by path: "/" for index.html, "/page/NAME" for each other file."""
     files = [path for path in FOLDER.iterdir() if path.suffix in KINDS]
     known = {f"/page/{p.name}": partial(_answer, KINDS[p.suffix], p.read_bytes()) for p in files}
     return {"/": known.pop("/page/index.html"), **known}

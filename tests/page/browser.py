@@ -1,6 +1,6 @@
-"""The page in a real browser: Chromium without a window, driven by Selenium.
+"""The page in a real browser: headless Chromium, driven by Selenium.
 
-No test of these passes without one: a machine that has none says what to install.
+Without a browser these tests fail, with a message that names the packages to install.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ PROGRAMS = (("chromium", "chromium-browser", "google-chrome"), ("chromedriver",)
 
 
 def start_browser(*more: str) -> webdriver.Chrome:
-    """Start one with `more` options.
-
-    Fails the test with one line where there is no browser, or no driver for it.
-    """
+    """Return a driver with `more` options. Fail the test if the browser or its driver is missing."""
     browser, driver = (
         next((path for name in names if (path := shutil.which(name))), None) for names in PROGRAMS
     )
@@ -42,30 +39,41 @@ def start_browser(*more: str) -> webdriver.Chrome:
 
 
 class Page:
-    """One server's page, opened anew; what a visitor sees and does there."""
+    """One server's page in a tab without history, and the actions of a visitor."""
 
-    def __init__(self, driver: webdriver.Chrome, url: str, view: str = "") -> None:
+    def __init__(self, driver: webdriver.Chrome, url: str, view: str = "#talk") -> None:
         self.driver = driver
         self.url = url
-        driver.get("about:blank")
+        driver.get("about:blank")  # the page before this one stores its conversation
+        driver.get(f"{url}/page/theme.css")
+        driver.execute_script("sessionStorage.clear()")
+        self.resize(1280, 900)
         driver.get_log("browser")
         driver.get(f"{url}/{view}")
+
+    def resize(self, width: int, height: int, touch: bool = False) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": touch}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        self.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": touch})
+
+    def reload(self) -> None:
+        self.driver.refresh()
 
     def all(self, css: str) -> list[WebElement]:
         return self.driver.find_elements(By.CSS_SELECTOR, css)
 
     def one(self, css: str) -> WebElement:
-        """The last one of them, waited for."""
+        """Wait for elements that match, and return the last one."""
         return self.until(lambda: self.all(css))[-1]
 
     def text(self, css: str) -> str:
-        """What the last one of them says, folded or not."""
+        """Return the text of the last match, also of a folded one."""
         script = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
         texts = self.until(lambda: self.driver.execute_script(script, css))
         return str(texts[-1])
 
     def until(self, check: Callable[[], T], timeout_s: float = 20.0) -> T:
-        """What `check` returns once it is true."""
+        """Return the first true result of `check`."""
         deadline = time.monotonic() + timeout_s
         while not (found := check()):
             assert time.monotonic() < deadline, f"it never came true; {self.complaints()}"
@@ -76,18 +84,17 @@ class Page:
         self.one("#prompt").send_keys(text, Keys.ENTER)
 
     def answered(self, number: int = 1) -> None:
-        """Wait until so many answers have been given, and the last one to its end."""
+        """Wait for `number` answers, the last of them complete."""
         turns = ".turn.assistant"
         self.until(lambda: len(self.all(turns)) == number and not self.all(f"{turns}[aria-busy]"))
 
     def set(self, name: str, value: str) -> None:
-        """A field of the settings, as if it had been typed there."""
+        """Fill in a field of the settings."""
         script = "arguments[0].closest('details').open = true; arguments[0].value = arguments[1]"
         self.driver.execute_script(script, self.one(f"#set-{name}"), value)
 
     def press(self, text: str) -> None:
-        """The last button that says so and can be seen."""
-
+        """Click the last visible button with this text."""
         script = """
             const all = [...document.querySelectorAll('button')].filter((one) =>
                 one.textContent === arguments[0] && one.offsetParent !== null);
@@ -100,6 +107,6 @@ class Page:
         return self.driver.execute_script(script)
 
     def complaints(self) -> list[str]:
-        """What the browser had to say of the page: errors, and what its policy refused."""
-        said = [entry["message"] for entry in self.driver.get_log("browser")]
-        return [line for line in said if "willReadFrequently" not in line]  # tests read canvases
+        """Return the console's messages: errors, and violations of the policy."""
+        lines = [entry["message"] for entry in self.driver.get_log("browser")]
+        return [line for line in lines if "willReadFrequently" not in line]  # tests read canvases

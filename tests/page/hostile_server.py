@@ -1,4 +1,4 @@
-"""A server that speaks as no honest one would, behind the real page's files."""
+"""A server with the real page's files and hostile texts in each of its answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def logprob(text: str) -> dict[str, Any]:
 
 
 class Hostile(BaseHTTPRequestHandler):
-    """Every text of every answer is hostile."""
+    """Put hostile text into each text field of each answer."""
 
     def log_message(self, *_: object) -> None: ...
 
@@ -80,7 +80,7 @@ class Hostile(BaseHTTPRequestHandler):
 
 
 def steps() -> dict[str, Any]:
-    """Modes and reasons are an engine's own words; should they ever not be, they are text."""
+    """Return steps with hostile modes and reasons."""
     step = {
         "step": 1, "begun_s": 1.0, "ended_s": 1.1, "host_s": 0.0, "device_s": 0.0, "bubble_s": 0.0,
         "mode": SCRIPT, "slots": {"0": 5}, "decodes": [0], "rows": 1, "drafted": 0, "accepted": 0,
@@ -97,7 +97,7 @@ def steps() -> dict[str, Any]:
 
 @contextmanager
 def hostile() -> Iterator[str]:
-    """Its address."""
+    """Yield the server's address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hostile)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

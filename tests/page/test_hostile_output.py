@@ -1,4 +1,4 @@
-"""Whatever a model, a client's tools or a server says stays text, and in its place."""
+"""Text of a model, of tools or of a server stays text, and stays within its element."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def page(driver) -> Iterator[Page]:
 
 
 def is_harmless(page: Page) -> None:
-    """No element came of a text, nothing ran, and nothing is wider than its place."""
+    """Assert that no text became an element or ran, and that nothing is too wide."""
     assert page.run("return window.caught ?? null") is None
     assert page.all("main script, main img, #notice img") == []
     width = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
@@ -67,3 +67,18 @@ def test_modes_and_reasons_of_steps(page) -> None:
     page.until(lambda: f"finished: {SCRIPT}" in page.text("#life"))
     page.until(lambda: SCRIPT in page.text(".curves"))
     is_harmless(page)
+
+
+def test_a_restored_conversation_is_as_harmless(page) -> None:
+    page.say(SCRIPT)
+    page.answered()
+    page.reload()
+    page.answered()
+    assert page.text(".turn.assistant .content").startswith(EVIL)
+    assert page.text(".call .name") == page.text(".results .name") == f"{SCRIPT}{SHOWN}{LONG}"
+    is_harmless(page)
+
+
+def test_only_the_demo_model_is_called_tiny(page) -> None:
+    page.until(lambda: page.text("#model"))
+    assert not page.one("#honest").is_displayed()

@@ -1,4 +1,4 @@
-"""Watch, in a browser: many requests of an engine made of paper, and preemption in the demo."""
+"""Watch, in a browser: many requests of the paper engine, and preemption in the demo."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def paper() -> Iterator[Server]:
 
 @contextmanager
 def streams(server: Server, count: int, max_tokens: int) -> Iterator[None]:
-    """So many requests, each on its own connection, until the end of the block."""
+    """Run `count` requests, each on its own connection, until the end of the block."""
 
     async def one(client: httpx.AsyncClient, number: int) -> None:
         body = asked(f"Number {number}: go on.", max_tokens=max_tokens, stream=True)
@@ -58,12 +58,12 @@ def total(page: Page, name: str) -> int:
 
 
 def colours(page: Page, canvas: str) -> set[str]:
-    """What is drawn on a canvas, by the colours' names."""
+    """Return the names of the colours on a canvas."""
     return set(
         page.run(f"""
             const style = getComputedStyle(document.documentElement);
             const of = (name) => style.getPropertyValue('--c-' + name).trim();
-            const names = new Map(['wait', 'prompt', 'decode', 'decode-2', 'preempted', 'finished',
+            const names = new Map(['wait', 'prompt', 'decode', 'preempted', 'finished',
                 'cached', 'held'].map((name) => [of(name), name]));
             const canvas = document.querySelector('{canvas}');
             const {{width, height}} = canvas;
@@ -82,7 +82,7 @@ def colours(page: Page, canvas: str) -> set[str]:
 
 def test_a_page_opened_while_64_requests_run_shows_64_lanes_and_right_totals(driver, paper) -> None:
     with streams(paper, 64, max_tokens=2000):
-        started = Page(driver, paper.url)  # of another view, until they run
+        started = Page(driver, paper.url)  # Talk, until they run
         started.until(lambda: paper.metric("vllm:num_requests_running") == 64)
         page = Page(driver, paper.url, "#watch")
         page.until(lambda: len(labels(page)) == 64)
@@ -94,13 +94,13 @@ def test_a_page_opened_while_64_requests_run_shows_64_lanes_and_right_totals(dri
         page.until(lambda: total(page, "generated") > before)
         assert total(page, "generated") <= paper.metric("vllm:generation_tokens_total")
         assert total(page, "prompts") == paper.metric("vllm:prompt_tokens_total")
-        page.until(lambda: {"decode", "decode-2"} <= colours(page, "#lanes-picture"))
+        page.until(lambda: {"decode"} <= colours(page, "#lanes-picture"))
         assert page.one("#lanes-picture").get_attribute("aria-label").startswith("64 lanes")
         assert "64 decode rows" in page.text("#said") and "64 of 80 slots" in page.text("#said")
         assert "held" in colours(page, "#strip-pages canvas")
         page.press("Pause")
         pictures = []
-        for _ in range(3):  # what is known of the newest steps may come late
+        for _ in range(3):  # the latest steps may arrive late
             steps = page.text("#said")
             page.until(lambda steps=steps: page.text("#said") != steps)
             picture = "return document.getElementById('lanes-picture').toDataURL()"
@@ -116,7 +116,7 @@ def test_a_page_opened_while_64_requests_run_shows_64_lanes_and_right_totals(dri
 def test_samples_lanes_and_the_life_of_a_request(driver, paper) -> None:
     page = Page(driver, paper.url, "#watch")
     before = paper.metric("vllm:prompt_tokens_cached_total")
-    page.press("16, one long beginning")
+    page.press("16 with a shared prefix")
     page.until(lambda: len(labels(page)) == 16)
     page.until(lambda: {"prompt", "cached", "decode"} <= colours(page, "#lanes-picture"))
     assert paper.metric("vllm:prompt_tokens_cached_total") > before
@@ -125,7 +125,7 @@ def test_samples_lanes_and_the_life_of_a_request(driver, paper) -> None:
     assert page.text("#life h2") == f"Request {name}"
     page.until(lambda: "decode steps" in page.text("#life"))
     assert re.search(
-        r"came.*got slot \d+; \S+ tokens to know, \S+ of them cached", page.text("#life")
+        r"arrived.*assigned slot \d+: \S+ tokens, \S+ from the cache", page.text("#life")
     )
     page.press("Stop them")
     page.until(lambda: "finished: abort" in page.text("#life"))
@@ -147,7 +147,7 @@ def test_scrolling_back_in_time_by_keys(driver, paper) -> None:
     assert page.text("#pause") == "Pause"
 
 
-def test_nobody_asks_while_nobody_looks(driver, paper) -> None:
+def test_a_hidden_view_does_not_poll(driver, paper) -> None:
     page = Page(driver, paper.url)
 
     def asked_for_steps() -> float:
@@ -168,8 +168,8 @@ def test_one_of_several_engines(driver) -> None:
     try:
         page = Page(driver, server.url, "#watch")
         page.until(lambda: page.one("select[aria-label=Engine]").is_displayed())
-        page.press("16")
-        page.until(lambda: total(page, "running") == 8)  # four streams of four, two to each
+        page.press("16 requests")
+        page.until(lambda: total(page, "running") == 8)  # one stream of eight to each engine
 
         def running() -> list[int]:
             text = httpx.get(f"{server.url}/metrics").text
@@ -192,11 +192,11 @@ def test_one_of_several_engines(driver) -> None:
 
 
 def test_preemption_can_be_watched_in_the_demo(driver) -> None:
-    """Its own cache holds less than its slots may fill; here it is smaller yet, to save time."""
+    """The demo's cache is smaller than its slots can fill; here smaller still, to save time."""
     server = start("--set", "cache.pages=100")
     try:
         page = Page(driver, server.url, "#watch")
-        page.press("More than fits")
+        page.press("Overflow the cache")
         page.until(lambda: total(page, "preempted") > 0, timeout_s=60)
         page.until(lambda: {"preempted", "prompt"} <= colours(page, "#lanes-picture"))
         assert total(page, "preempted") <= server.metric("vllm:num_preemptions_total")
@@ -207,7 +207,7 @@ def test_preemption_can_be_watched_in_the_demo(driver) -> None:
 
 
 def test_the_demo_s_slots_may_fill_more_than_its_cache(demo) -> None:
-    """So that preemption can be watched in what `nanovllm serve` starts."""
+    """Preemption is visible in the server that `nanovllm serve` starts."""
     there = httpx.get(f"{demo.url}/debug/steps").json()
     (model,) = httpx.get(f"{demo.url}/v1/models").json()["data"]
     assert 16 * there["num_pages"] < there["num_slots"] * model["max_model_len"] / 4

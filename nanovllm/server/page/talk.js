@@ -230,7 +230,7 @@ class Talk {
     turn.actions = el("p", { className: "actions", hidden: true }, button("Again", again), copies);
     turn.node = el(
       "article", { className: "turn assistant", ariaLabel: "The model", ariaBusy: "true" },
-      el("img", { className: "avatar", src: "page/icon.svg", alt: "", width: 24, height: 24 }),
+      el("span", { className: "avatar" }),
       el("div", { className: "reply" }, answer.node, turn.problem, answer.stats, turn.actions),
     );
     return turn;

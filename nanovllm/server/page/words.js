@@ -10,15 +10,19 @@ export const STATES = {
 
 // "NONE/decode" -> "eager". An unknown mode is shown as it is.
 export function modeName(key) {
-  const mode = key.split("/")[0];
-  return MODES[mode] ?? visible(mode);
+  return named(key)?.mode ?? visible(key);
 }
 
 // "NONE/decode" -> "decode, eager".
 export function modeAndPhase(key) {
-  const [mode, ...phase] = key.split("/");
-  const name = phase.join("/");
-  return `${PHASES[name] ?? visible(name)}, ${MODES[mode] ?? visible(mode)}`;
+  const names = named(key);
+  return names ? `${names.phase}, ${names.mode}` : visible(key);
+}
+
+function named(key) {
+  const [mode, phase, ...rest] = key.split("/");
+  if (rest.length || !Object.hasOwn(MODES, mode) || !Object.hasOwn(PHASES, phase)) return null;
+  return { mode: MODES[mode], phase: PHASES[phase] };
 }
 
 // "20.0k" -> "20k", "3.00 s" -> "3 s": the end of an axis has no digits to spare.
