@@ -72,6 +72,23 @@ class Page:
         texts = self.until(lambda: self.driver.execute_script(script, css))
         return str(texts[-1])
 
+    def each(self, css: str, expression: str = "one.textContent") -> list[Any]:
+        """Return a JavaScript expression of `one` for each match."""
+        script = f"return [...document.querySelectorAll(arguments[0])].map((one) => {expression})"
+        return self.driver.execute_script(script, css)
+
+    def pause(self, seconds: float) -> None:
+        """Let the page run on."""
+        time.sleep(seconds)
+
+    def change_requests(self, fields: str) -> None:
+        """Add fields, as the text of a JavaScript object, to each request's body."""
+        self.driver.execute_script(
+            "const send = window.fetch; window.fetch = (path, options) => send(path, options?.body"
+            f" ? {{...options, body: JSON.stringify({{...JSON.parse(options.body), ...{fields}}})}}"
+            " : options)"
+        )
+
     def until(self, check: Callable[[], T], timeout_s: float = 20.0) -> T:
         """Return the first true result of `check`."""
         deadline = time.monotonic() + timeout_s

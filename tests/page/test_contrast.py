@@ -101,7 +101,8 @@ MEASURE = r"""
         if (!walker.currentNode.data.trim() || !node.getClientRects().length) continue;
         if (node.closest('script, noscript, .skip')) continue;
         const ink = parse(getComputedStyle(node).color);
-        found.push([walker.currentNode.data.trim().slice(0, 40), ink.slice(0, 3), backgroundOf(node)]);
+        const text = walker.currentNode.data.trim().slice(0, 40);
+        found.push([text, ink.slice(0, 3), backgroundOf(node)]);
     }
     return found;
 """

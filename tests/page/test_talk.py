@@ -120,11 +120,7 @@ def test_the_page_s_own_judgement_of_schemas(page) -> None:
 
 def test_stop_keeps_what_was_said(page, demo) -> None:
     page.run("document.getElementById('set-stop').value = 'never said'")
-    page.driver.execute_script(
-        "const send = window.fetch; window.fetch = (path, options) => send(path, options?.body ? "
-        "{...options, body: JSON.stringify({...JSON.parse(options.body), ignore_eos: true})}"
-        " : options)"
-    )
+    page.change_requests("{ignore_eos: true}")
     page.say("What is nanovllm?")
     page.until(lambda: len(page.text(".turn.assistant .content")) > 20)
     page.press("Stop")

@@ -58,6 +58,8 @@ class Choice {
 }
 
 export class Answer {
+  static _count = 0;
+
   // `schema`: the JSON schema of the content, or null. `choose()` is called when the visitor selects
   // another choice to continue from.
   constructor(schema, choose) {
@@ -73,6 +75,7 @@ export class Answer {
     this.draw = onceAFrame(() => this.drawNow());
     this._schema = schema;
     this._choose = choose;
+    this._group = `chosen-${(Answer._count += 1)}`; // of radio buttons
     this._views = [];
   }
 
@@ -136,10 +139,13 @@ export class Answer {
   }
 
   _view(choice) {
-    const view = new ChoiceView(choice.index, this._schema, choice.index === this.chosen, () => {
+    const change = () => {
       this.chosen = choice.index;
       this._choose();
-    });
+    };
+    const checked = choice.index === this.chosen;
+    const pick = el("input", { type: "radio", name: this._group, checked, on: { change } });
+    const view = new ChoiceView(choice.index, this._schema, pick);
     this.node.append(view.node);
     return view;
   }
@@ -163,7 +169,7 @@ export class Answer {
 }
 
 class ChoiceView {
-  constructor(index, schema, isChosen, choose) {
+  constructor(index, schema, pick) {
     this._schema = schema;
     this._shown = "";
     this._thoughtTime = el("summary");
@@ -172,7 +178,6 @@ class ChoiceView {
     this._content = el("div", { className: "content" });
     this._calls = el("div");
     this._verdict = el("p", { className: "verdict", hidden: true });
-    const pick = el("input", { type: "radio", name: "chosen", checked: isChosen, on: { change: choose } });
     const head = el("label", { className: "pick" }, pick, `Answer ${index + 1}`);
     this.node = el(
       "div", { className: "choice", data: { choice: index } },

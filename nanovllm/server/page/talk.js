@@ -9,6 +9,7 @@ import { startSettings } from "./settings.js";
 import * as snippets from "./snippets.js";
 
 const SETTINGS = "nanovllm-settings";
+const LEAVING_MS = 3000;
 const SUGGESTIONS = [
   ["Ask", "What is nanovllm?"],
   ["Let it think", "What is 17 + 25?"],
@@ -21,6 +22,7 @@ export function startTalk() {
   byId("show-settings").addEventListener("click", () => showSettings(byId("settings").hidden));
   showSettings(sessionStorage.getItem(SETTINGS) === "shown");
   byId("new-chat").addEventListener("click", () => talk.clear());
+  window.addEventListener("beforeunload", () => talk.leave());
   window.addEventListener("pagehide", () => talk.store());
   document.addEventListener("view", () => talk.scrollToEnd());
   byId("composer").addEventListener("submit", (event) => {
@@ -62,6 +64,7 @@ class Talk {
     this._settings = settings;
     this._turns = [];
     this._running = null; // an AbortController
+    this._isLeaving = false;
     this._restore();
   }
 
@@ -85,6 +88,12 @@ class Talk {
     this.store();
     this._welcome();
     byId("prompt").focus();
+  }
+
+  // The browser ends a running stream with a network error when the page is left.
+  leave() {
+    this._isLeaving = true;
+    setTimeout(() => (this._isLeaving = false), LEAVING_MS); // the visitor may stay
   }
 
   store() {
@@ -283,7 +292,7 @@ class Talk {
         if (follows) this.scrollToEnd();
       }
     } catch (error) {
-      problem = error;
+      problem = this._isLeaving ? new DOMException("the page was left", "AbortError") : error;
     }
     if (this._running === running) this._busy(null);
     turn.answer.end(problem);
