@@ -24,7 +24,7 @@ PROGRAMS = (("chromium", "chromium-browser", "google-chrome"), ("chromedriver",)
 
 
 def start_browser(*more: str) -> webdriver.Chrome:
-    """Return a driver with `more` options. Fail the test if the browser or its driver is missing."""
+    """Return a driver with `more` options. Fail the test if browser or driver is missing."""
     browser, driver = (
         next((path for name in names if (path := shutil.which(name))), None) for names in PROGRAMS
     )
