@@ -59,7 +59,7 @@ def summed_up(y_TD: Tensor, residual: Added, mesh: Mesh) -> Residual:
 
 
 class Linear(Layer):
-    """y = x W^T: one weight [N, D], and the table of its implementations by number of rows.
+    """Product y = x W^T: a weight [N, D], and the table of its implementations by rows.
 
     Subclasses fuse operations before and after, with their own tables.
     """
@@ -80,7 +80,7 @@ class Linear(Layer):
 
 
 class NormLinear(Linear):
-    """y = rms_norm(residual stream) W^T, with output features cut over ranks.
+    """Product y = rms_norm(residual stream) W^T, with output features cut over ranks.
 
     `parts` are fused in order, for example q, k and v. `gated`: the parts are gate and up, of equal
     widths, and y is silu(gate) * up.
@@ -113,7 +113,7 @@ class NormLinear(Linear):
 
 
 class AddLinear(Linear):
-    """x W^T for the residual stream: input features are cut over ranks, results are summed."""
+    """Product x W^T for the residual stream: inputs are cut over ranks, results summed."""
 
     def __init__(self, inputs: Span, hidden_size: int, mesh: Mesh, ops: Ops) -> None:
         super().__init__(hidden_size, inputs.count, Placement(1, (("", inputs),)), ops)

@@ -105,25 +105,33 @@ def load(config: Config, found: Resolved) -> Decoder:
     return model
 
 
+def num_drafts_of(recipe: Recipe) -> int:
+    return recipe.speculate.tokens if recipe.speculate is not None else 0
+
+
+def prep_and_sampler(found: Resolved, max_tokens: int) -> tuple[BatchPrep, Sampler]:
+    """Return the slots' BatchPrep and sampler, for requests of up to `max_tokens`."""
+    recipe, device = found.recipe, found.device
+    num_slots = int(recipe.schedule.slots)
+    slots = Slots(
+        num_slots, max_tokens, found.page_tokens, device, num_drafts=num_drafts_of(recipe)
+    )
+    sampler = Sampler(
+        num_slots=num_slots,
+        shard=Shard(found.mesh, found.model_config.vocab_size),
+        device=device,
+        tokens_NL=slots.tokens_NL,
+        prompt_lengths_N=slots.prompt_lengths_N,
+        kernel=recipe.kernels.sample,
+    )
+    return BatchPrep(slots, recipe.kernels.batch_prep), sampler
+
+
 def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
     """Return a runner with the number of pages that fit, and the recipe with that number."""
     recipe, device, page_tokens = found.recipe, found.device, found.page_tokens
     num_slots, most = int(recipe.schedule.slots), found.max_model_tokens
-    num_drafts = recipe.speculate.tokens if recipe.speculate is not None else 0
-
-    def rows_of(max_tokens: int) -> tuple[BatchPrep, Sampler]:
-        slots = Slots(num_slots, max_tokens, page_tokens, device, num_drafts=num_drafts)
-        sampler = Sampler(
-            num_slots=num_slots,
-            shard=Shard(found.mesh, found.model_config.vocab_size),
-            device=device,
-            tokens_NL=slots.tokens_NL,
-            prompt_lengths_N=slots.prompt_lengths_N,
-            kernel=recipe.kernels.sample,
-        )
-        return BatchPrep(slots, recipe.kernels.batch_prep), sampler
-
-    rows = rows_of(most)
+    rows = prep_and_sampler(found, most)
 
     def runner_with(num_pages: int, checkpoints: int) -> Runner:
         caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device=device)
@@ -131,7 +139,7 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
             found.layout,
             num_slots=num_slots,
             num_checkpoints=checkpoints,
-            num_drafts=num_drafts,
+            num_drafts=num_drafts_of(recipe),
             dtype=found.dtype,
             device=device,
             in_host=recipe.cache.checkpoint_host_gib > 0,
@@ -162,7 +170,7 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
         )
         num_pages = found.mesh.least(fitting)
         if (held := found.context_in(num_pages)) < most:
-            most, rows = held, rows_of(held)
+            most, rows = held, prep_and_sampler(found, held)
     checkpoints = Split(num_pages, recipe.cache, found.layout, page_tokens).checkpoints
     cache, server = replace(recipe.cache, pages=num_pages, checkpoints=checkpoints), recipe.server
     sized = replace(recipe, cache=cache, server=replace(server, max_model_tokens=most))

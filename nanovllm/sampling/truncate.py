@@ -1,4 +1,4 @@
-"""min-p, top-k and top-p, as a threshold: the smallest logit that a row may draw."""
+"""Truncation by min-p, top-k and top-p: the smallest logit that a row may draw."""
 
 from __future__ import annotations
 
