@@ -23,7 +23,7 @@ from nanovllm.server.counted import CountedWriter
 from nanovllm.server.detokenize import Detokenizer, StopStrings
 from nanovllm.server.errors import ApiError
 from nanovllm.server.orders import generates
-from nanovllm.server.parsers.base import CallPart, Event, Reasoning, joined
+from nanovllm.server.parsers.base import Event, Reasoning, joined
 from nanovllm.server.protocol import ChatRequest, StreamOptions
 from nanovllm.server.served import Served
 from nanovllm.server.shapes import (
@@ -301,9 +301,8 @@ class Choice:
         """`is_cut`: by a stop string, maybe amid a call, which is no whole one then."""
         if self._stops is not None and (text := self._stops.finish()):
             self._write(self._parser.feed(text))
-        last = self._parser.finish()
-        self._write(last, is_last=True)
-        is_cut = is_cut and any(isinstance(event, CallPart) for event in last)
+        self._write(self._parser.finish(), is_last=True)
+        is_cut = is_cut and self._parser.is_amid_call
         is_named = self._session.request.choice_of_tools.is_named
         if reason == "stop" and self._writer.num_calls and not is_named and not is_cut:
             reason = "tool_calls"  # of the model's own accord, that is: as OpenAI has it

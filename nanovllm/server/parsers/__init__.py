@@ -16,6 +16,9 @@ PARSERS = {  # recipe name -> "module:attribute", imported on first use
     "qwen3_coder": "nanovllm.server.parsers.xml_calls:QWEN3_CODER",
     "minimax_m2": "nanovllm.server.parsers.xml_calls:MINIMAX_M2",
     "deepseek_r1": "nanovllm.server.parsers.json_calls:DEEPSEEK_R1",
+    "deepseek_v3_1": "nanovllm.server.parsers.json_calls:DEEPSEEK_V3_1",
+    "llama3": "nanovllm.server.parsers.json_calls:LLAMA3",
+    "thinking": "nanovllm.server.parsers.plain:THINKING",
 }
 
 

@@ -34,14 +34,18 @@ class CallStart(Struct, frozen=True):
 
 
 class CallPart(Struct, frozen=True):
-    """A part of the arguments of the call started last; all of them together are one JSON
-    object."""
+    """A part of the arguments of the call started last. All parts together are one JSON object
+    if the call is whole. Arguments that were cut or broken stay as the model wrote them."""
 
     text: str
 
 
+class CallEnd(Struct, frozen=True):
+    """The call started last is whole. Only readers emit it; clients see no such event."""
+
+
 Event = Text | Reasoning | CallStart | CallPart
-Emit = Callable[[CallStart | CallPart], None]
+Emit = Callable[[CallStart | CallPart | CallEnd], None]
 Schemas = Mapping[str, object]  # function name -> JSON Schema of its arguments
 Marks = Mapping[str, str]  # a marker -> how it reads in the text that is fed
 Reader = Generator[None, None, T]  # yields when it needs more text
@@ -66,6 +70,7 @@ class Syntax(Struct, frozen=True):
     call: tuple[str, str]  # before and after the arguments
     block: tuple[str, str] = ("", "")  # before the first call and after the last
     between: str = "\n"
+    is_single: bool = False  # a turn has at most one call
     style: str = "json"  # of the arguments
     parameter: tuple[str, str] = ("", "")  # before and after one in XML
 
@@ -86,6 +91,8 @@ class Family(Struct, frozen=True):
     tool_template: str = ""  # ours, for chat templates that ignore tools
     opener: str = ""  # begins calls
     call_markers: tuple[str, ...] = ()  # the others that may be single tokens
+    bare: tuple[str, ...] = ()  # what a call without an opener begins with; then `read_bare`
+    read_bare: Read | None = None
     syntax: Syntax | None = None  # as its models write calls, and its templates
     read_calls: Read | None = None
     mends: Mends | None = None

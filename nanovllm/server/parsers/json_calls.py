@@ -1,14 +1,15 @@
-"""Calls as JSON: Qwen3's tag around {"name", "arguments"}, R1's name and fenced arguments.
+"""Calls as JSON: Qwen3's in a tag, DeepSeek's between markers, Llama's without any.
 
-Owns the two readers, and the families that write so.
+Owns the three readers, and the families that write so.
 """
 
 from __future__ import annotations
 
-import json
+from msgspec import structs
 
 from nanovllm.server.parsers.base import (
     FUNCTION_NAME,
+    CallEnd,
     CallPart,
     CallStart,
     Emit,
@@ -19,7 +20,7 @@ from nanovllm.server.parsers.base import (
     Source,
     Syntax,
 )
-from nanovllm.server.parsers.json_value import key, string, value
+from nanovllm.server.parsers.json_call import JsonCall, object_of, quoted_object
 
 END_CALL = "</tool_call>"
 CALLS_BEGIN, CALL, SEPARATOR, CALL_END, CALLS_END = (
@@ -29,102 +30,97 @@ CALLS_BEGIN, CALL, SEPARATOR, CALL_END, CALLS_END = (
     "<\uff5ctool\u2581call\u2581end\uff5c>",
     "<\uff5ctool\u2581calls\u2581end\uff5c>",
 )
+FENCE = "```"
 
 
 def read_tagged(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> Reader[None]:
-    """After <tool_call>: an object with its keys in any order, then </tool_call>."""
-    yield from source.space()
-    if not (yield from source.literal("{")):
-        return
-    call = _Call(source, emit)
-    while (yield from call.entry()):
-        yield from source.space()
-        if not (yield from source.literal(",")):
-            break
-    yield from source.space()
-    if (yield from source.literal("}")):
-        call.end()
+    """After <tool_call>: a call, several of them or a list of them, then </tool_call>."""
+    yield from _calls(source, emit, marks[END_CALL], None)
     yield from source.space()
     yield from source.literal(marks[END_CALL])
 
 
-class _Call:
-    """It starts once its name is known and its arguments have begun."""
+def read_untagged(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> Reader[None]:
+    """The same without a tag: only functions of the request are called."""
+    yield from _calls(source, emit, "", schemas)
 
-    def __init__(self, source: Source, emit: Emit) -> None:
-        self._source = source
-        self._emit = emit
-        self._name = ""
-        self._early: list[str] | None = None  # arguments that came before the name
-        self._is_started = False
 
-    def entry(self) -> Reader[bool]:
-        """Reads a key and what it holds; whether it may."""
-        source = self._source
-        if (found := (yield from key(source, _ignore))) is None:
-            return False
+def _calls(source: Source, emit: Emit, end: str, known: Schemas | None) -> Reader[None]:
+    """Read calls up to what is none: that is read again."""
+    yield from source.space()
+    is_list = yield from source.literal("[")
+    may_follow, is_first = True, True
+    while may_follow:
+        if not is_first:
+            source.commit()
+            source.keep()
+            yield from source.space()
+            for separator in (",", ";"):
+                if (yield from source.literal(separator)):
+                    break
         yield from source.space()
-        if found == '"name"' and not self._name:
-            name = (yield from string(source)) if (yield from source.peek()) == '"' else None
-            decoded = json.loads(name or '""')
-            self._name = decoded if decoded.isprintable() else ""
-            if self._name and self._early is not None:
-                self._start()
-            return bool(self._name)
-        if found != '"arguments"' or self._early is not None or self._is_started:
-            return (yield from value(source, _ignore))
-        self._early = []
-        if (yield from source.literal("null")):
-            self._early = ["{}"]
-            return True
-        if (yield from source.peek()) != "{":
-            return False
-        if not self._name:
-            return (yield from value(source, self._early.append))
-        self._start()
-        return (yield from value(source, lambda text: self._emit(CallPart(text))))
-
-    def end(self) -> None:
-        if self._name and not self._is_started:
-            self._early = self._early or ["{}"]
-            self._start()
-
-    def _start(self) -> None:
-        self._is_started = True
-        self._emit(CallStart(self._name))
-        self._emit(CallPart("".join(self._early or ())))
-
-
-def read_fenced(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> Reader[None]:
-    """After DeepSeek's calls begin: each a kind, a name, and the arguments as a code block."""
-    while True:
-        yield from source.space()
-        source.keep()
-        if not (yield from source.literal(marks[CALL])):
-            break
-        if (name := (yield from _fenced_name(source, marks))) is None:
+        call = JsonCall(source, emit, end, known)
+        may_follow = yield from call.read()
+        if not call.is_started:
             source.back()
             break
-        emit(CallStart(name))
-        yield from value(source, lambda text: emit(CallPart(text)))
+        is_first = False
+    if is_list and not is_first:
         yield from source.space()
-        yield from source.literal("```")
+        yield from source.literal("]")
+
+
+def read_marked(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> Reader[None]:
+    """After DeepSeek's calls begin: each a name and arguments, as R1 or as V3.1 writes them."""
+    while True:
+        source.keep()
+        yield from source.space()
+        if not (yield from source.literal(marks[CALL])):
+            break
+        name = yield from _marked_name(source, marks)
+        if name is None or not (yield from _marked_arguments(source, emit, name, marks)):
+            source.back()
+            break
+        yield from source.space()
+        yield from source.literal(FENCE)
         yield from source.space()
         yield from source.literal(marks[CALL_END])
+        source.commit()
     yield from source.literal(marks[CALLS_END])
 
 
-def _fenced_name(source: Source, marks: Marks) -> Reader[str | None]:
-    if (yield from source.name(FUNCTION_NAME, marks[SEPARATOR])) is None:
-        return None
-    name = yield from source.name(FUNCTION_NAME, "\n")
-    if name is None or not (yield from source.literal("```json")):
+def _marked_name(source: Source, marks: Marks) -> Reader[str | None]:
+    """V3.1 writes the name, then the arguments. R1 writes the kind, the name and a code block."""
+    first = yield from source.name(FUNCTION_NAME, marks[SEPARATOR])
+    if first is None:
         return None
     yield from source.space()
-    return name if (yield from source.peek()) == "{" else None
+    if (yield from source.peek()) in ("{", '"'):
+        return first
+    if (name := (yield from source.name(FUNCTION_NAME, "\n"))) is None:
+        return None
+    if (yield from source.literal(FENCE)):
+        yield from source.literal("json")
+    yield from source.space()
+    return name
 
 
-def _ignore(text: str) -> None: ...
+def _marked_arguments(source: Source, emit: Emit, name: str, marks: Marks) -> Reader[bool]:
+    """Return whether there were any; otherwise they are read again."""
+    opener = yield from source.peek()
+    if opener == "{":
+        emit(CallStart(name))
+        yield from object_of(source, emit, marks[CALL_END], FENCE)
+        return True
+    if opener != '"':
+        return False
+    text, is_whole = yield from quoted_object(source)
+    if text is not None:
+        emit(CallStart(name))
+        emit(CallPart(text))
+        if is_whole:
+            emit(CallEnd())
+    return text is not None
 
 
 QWEN3 = Family(
@@ -149,5 +145,24 @@ DEEPSEEK_R1 = Family(
         (f"{CALL}function{SEPARATOR}NAME\n```json\n", f"\n```{CALL_END}"),
         block=(CALLS_BEGIN, CALLS_END),
     ),
-    read_calls=read_fenced,
+    read_calls=read_marked,
+)
+
+# DeepSeek-V3.1: the same markers around a name and bare JSON.
+DEEPSEEK_V3_1 = structs.replace(
+    DEEPSEEK_R1,
+    turns=(*DEEPSEEK_R1.turns, "<\uff5ctool\u2581output\u2581end\uff5c>"),
+    tool_template="deepseek_v3_1.jinja",
+    syntax=Syntax((f"{CALL}NAME{SEPARATOR}", CALL_END), block=(CALLS_BEGIN, CALLS_END), between=""),
+)
+
+# Llama 3.1 and later: the whole answer is one call.
+LLAMA3 = Family(
+    thinks=False,
+    turns=("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
+    opener="<|python_tag|>",
+    bare=("{", "["),
+    read_bare=read_untagged,
+    syntax=Syntax(('{"name": QUOTED, "parameters": ', "}"), between="", is_single=True),
+    read_calls=read_untagged,
 )

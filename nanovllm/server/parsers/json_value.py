@@ -1,9 +1,11 @@
-"""JSON read as it is generated: whatever has been taken can be closed into valid JSON.
+"""JSON read as it is generated: what was written reaches the client, and no more than that.
 
 Decision: the model's own text is passed on, not a parsed and printed copy, so that strings stream
 character by character and numbers keep their digits. Slips that models make in strings are
 mended: control characters as they are, a backslash before a character that needs none, and half
 of a surrogate pair, which many clients refuse.
+Decision: a value that was cut or broken is never closed. A client that parses it gets an error,
+where a closed one would be a valid value that lacks something.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import re
 from collections.abc import Callable
 
+from nanovllm.server.detokenize import held_back
 from nanovllm.server.parsers.base import Reader, Source
 
 MAX_DEPTH = 100  # clients parse with recursion
@@ -23,26 +26,30 @@ LONG, LONGEST = r"\u0000", r"\ud800\udc00"
 HALF = re.compile(r"\\u[dD][89a-fA-F]..")  # a surrogate by itself
 SCALAR_RUN = re.compile(r"[-+.0-9A-Za-z]+")
 SCALAR = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+BLANKS = " \t\r\n"
 CLOSER = {"{": "}", "[": "]"}
 Take = Callable[[str], None]
 
 
-def value(source: Source, take: Take) -> Reader[bool]:
-    """Reads one value; whether it was whole. If it is not, `take` still gets what closes it.
+def ignore(text: str) -> None: ...
 
-    After an error the source stands where the text that was not taken begins; what is cut short
-    at the end of the source is dropped.
+
+def value(source: Source, take: Take) -> Reader[bool]:
+    """Read one value; return whether it was whole.
+
+    If it was not, `take` has got all that was read, and the source stands at what cannot follow
+    in JSON, or at its end.
     """
     walk = _Walk(source, take)
     is_whole = yield from walk.value(MAX_DEPTH)
-    if not is_whole and source.at < len(source.text):
-        source.push_back("".join(walk.held))
+    if not is_whole and walk.held:
+        take("".join(walk.held))
     return is_whole
 
 
 class _Walk:
     def __init__(self, source: Source, take: Take) -> None:
-        self.held: list[str] = []  # read, and no place to close: commas, keys, colons
+        self.held: list[str] = []  # read, and not taken yet: commas, keys, colons
         self._source = source
         self._take = take
 
@@ -54,21 +61,19 @@ class _Walk:
             source.at += 1
             self._took('"')
             is_whole = yield from string_body(source, self._take)
-            self._take('"')
+            if is_whole:
+                self._take('"')
             return is_whole
         if character in CLOSER and depth:
             source.at += 1
             self._took(character)
-            is_whole = yield from self._entries(CLOSER[character], depth - 1)
-            if not is_whole:
-                self._take(CLOSER[character])
-            return is_whole
-        if scalar := (yield from _scalar(source)):
+            return (yield from self._entries(CLOSER[character], depth - 1))
+        if scalar := (yield from _scalar(source, self.held.append)):
             self._took(scalar)
         return bool(scalar)
 
     def _entries(self, closer: str, depth: int) -> Reader[bool]:
-        """Up to and with the closer."""
+        """Read up to and with the closer."""
         source = self._source
         self.held.append((yield from source.space()))
         character = yield from source.peek()
@@ -95,11 +100,13 @@ class _Walk:
 
 
 def key(source: Source, take: Take) -> Reader[str | None]:
-    """Reads a key and its colon; returns the key, quotes included, and None where there is none."""
+    """Read a key and its colon; return the key, quotes included, and None where there is none.
+
+    `take` gets all that was read in either case.
+    """
     take((yield from source.space()))
-    if (yield from source.peek()) != '"' or (found := (yield from string(source))) is None:
+    if (yield from source.peek()) != '"' or (found := (yield from string(source, take))) is None:
         return None
-    take(found)
     take((yield from source.space()))
     if not (yield from source.literal(":")):
         return None
@@ -107,17 +114,23 @@ def key(source: Source, take: Take) -> Reader[str | None]:
     return found
 
 
-def string(source: Source) -> Reader[str | None]:
-    """Reads a string, quotes included; None at the end. The quote that begins it comes next."""
+def string(source: Source, take: Take = ignore) -> Reader[str | None]:
+    """Read a string; return it, quotes included, and None if it does not end.
+
+    The quote that begins it comes next. `take` gets what was read, whole or not.
+    """
     parts = ['"']
     source.at += 1
-    if not (yield from string_body(source, parts.append)):
-        return None
-    return "".join(parts) + '"'
+    if (yield from string_body(source, parts.append)):
+        parts.append('"')
+        take("".join(parts))
+        return "".join(parts)
+    take("".join(parts))
+    return None
 
 
 def string_body(source: Source, take: Take) -> Reader[bool]:
-    """Reads up to and with the quote that ends a string; whether it came."""
+    """Read up to and with the quote that ends a string; return whether it came."""
     while character := (yield from source.peek()):
         if found := PLAIN.match(source.text, source.at):
             take(found[0])
@@ -126,9 +139,7 @@ def string_body(source: Source, take: Take) -> Reader[bool]:
             source.at += 1
             return True
         elif character == "\\":
-            if not (escape := (yield from _escape(source))):
-                break
-            take(escape)
+            take((yield from _escape(source)))
         else:
             source.at += 1
             take(json.dumps(character)[1:-1])
@@ -136,11 +147,11 @@ def string_body(source: Source, take: Take) -> Reader[bool]:
 
 
 def _escape(source: Source) -> Reader[str]:
-    """Reads what begins with the backslash that comes next; nothing if the text ends in it."""
+    """Read what begins with the backslash that comes next; half of one where the text ends."""
     while _may_grow(source.text[source.at : source.at + len(LONGEST)]):
         if source.is_over:
-            source.at = len(source.text)
-            return ""
+            begun, source.at = source.text[source.at :], len(source.text)
+            return begun
         yield
     found = ESCAPE.match(source.text, source.at)
     if found is None:
@@ -151,13 +162,16 @@ def _escape(source: Source) -> Reader[str]:
 
 
 def _may_grow(text: str) -> bool:
-    """Whether it is the beginning of an escape."""
+    """Return whether the text is the beginning of an escape."""
     whole = (text + form[len(text) :] for form in (LONG, LONGEST) if len(text) < len(form))
     return any(map(ESCAPE.fullmatch, whole))
 
 
-def _scalar(source: Source) -> Reader[str]:
-    """Reads a number or a word; nothing if there is none, or if the text ends in it."""
+def _scalar(source: Source, take: Take) -> Reader[str]:
+    """Read a number or a word; return "" if there is none.
+
+    One that the text ends in may go on: `take` gets what was written of it.
+    """
     while True:
         found = SCALAR_RUN.match(source.text, source.at)
         if found is None or len(found[0]) > MAX_SCALAR:
@@ -166,9 +180,35 @@ def _scalar(source: Source) -> Reader[str]:
             break
         if source.is_over:
             source.at = len(source.text)
+            take(found[0])
             return ""
         yield
     if not SCALAR.fullmatch(found[0]):
         return ""
     source.at = found.end()
     return found[0]
+
+
+def unparsed(source: Source, take: Take, end: str, closers: str) -> Reader[bool]:
+    """Read the rest of arguments that are no JSON, as it is written, up to `end`.
+
+    Return whether `end` came; it is not read. `closers` are the syntax of the call and not of its
+    arguments: they, and white space around them, are left out where they stand before `end`.
+    An empty `end` never comes.
+    """
+    while True:
+        text = source.text[source.at :]
+        at = text.find(end) if end else -1
+        if at >= 0:
+            take(text[:at].rstrip(BLANKS).removesuffix(closers).rstrip(BLANKS))
+            source.at += at
+            return True
+        if source.is_over:
+            source.at = len(source.text)
+            take(text)
+            return False
+        sure = text[: len(text) - held_back(text, end)] if end else text
+        sure = sure.rstrip(closers + BLANKS) if end else sure
+        take(sure)
+        source.at += len(sure)
+        yield

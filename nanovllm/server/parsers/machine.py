@@ -4,8 +4,9 @@ White space beside a marker belongs to the marker; between two texts with a call
 last of it stays. <think> is a marker only where the output begins, what opens a call only when
 the client sent tools. A call inside reasoning ends the reasoning. What looks like a call and is
 none is shown as what it is: the opener becomes text, and what follows is read again. A call that
-has started (its name was sent) and breaks off is closed; what did not fit is text. A call without
-its opener counts where a line of the text begins with it, outside of fenced code.
+has started (its name was sent) and breaks off keeps its arguments as they were written, not
+closed; what belongs to no call is text. A call without its opener counts where a line of the text
+begins with it, outside of fenced code; under a grammar only where the text begins.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from nanovllm.server.detokenize import held_back
 from nanovllm.server.parsers.base import (
     END_THINK,
     THINK,
+    CallEnd,
     CallPart,
     CallStart,
     Event,
@@ -61,10 +63,14 @@ class OutputParser:
         self._end_think = marks[END_THINK] if family.thinks else ""
         self._opener = marks[family.opener] if schemas is not None and family.read_calls else ""
         self._mends = family.mends if mends and self._opener else None
-        self._bare = "" if self._mends is None else self._mends.begin
+        self._is_amid_text = mends  # a call without an opener counts there, too
+        self._bare = family.bare if self._opener else ()
+        self._read_bare = family.read_bare
+        if self._mends is not None:
+            self._bare, self._read_bare = (self._mends.begin,), self._mends.read_bare
         self._awaited = {  # by `in_reasoning`
             True: [mark for mark in (self._end_think, self._opener) if mark],
-            False: [mark for mark in (self._opener, self._bare) if mark],
+            False: [mark for mark in (self._opener, *self._bare) if mark],
         }
         self._are_tokens = len(self._shown) == len(marks) and not is_spelled and not self._bare
         self._line, self._is_fenced = "", False  # of the text: how its last line begins
@@ -73,6 +79,7 @@ class OutputParser:
         self._space = ""  # at the end of what was said: a marker may take it
         self._has_text = False
         self._is_called = False  # the calls that are read have begun
+        self.is_amid_call = False  # a call has started, and its arguments are not whole
         self._is_flowing = False  # amid text or reasoning, and nothing is held back
         begun, self._is_fresh = family.begun(turn)  # fresh: a marker came last
         self.in_reasoning = bool(begun)  # whether the text fed so far ends inside reasoning
@@ -109,10 +116,11 @@ class OutputParser:
             mark = yield from self._marker()
             if not mark:
                 return
-            if mark == self._bare:
+            if mark in self._bare:
                 self._source.push_back(mark)
-                begins_line = not self._line and not self._is_fenced
-                if not (begins_line and (yield from self._calls(is_bare=True))):
+                is_begin = not self._has_text or self._is_amid_text
+                may_call = is_begin and not self._line and not self._is_fenced
+                if not (may_call and (yield from self._calls(is_bare=True))):
                     self._source.at += len(mark)
                     self._say(mark)
             elif mark != self._opener:
@@ -170,8 +178,10 @@ class OutputParser:
     def _calls(self, *, is_bare: bool = False) -> Reader[bool]:
         """Reads what an opener opens: whether there was a call. If not, nothing was read."""
         source, read = self._source, self._family.read_calls
-        if self._mends is not None:
-            read = self._mends.read_bare if is_bare else self._mends.read_calls
+        if is_bare:
+            read = self._read_bare
+        elif self._mends is not None:
+            read = self._mends.read_calls
         source.keep()
         self._is_called = False
         assert read is not None
@@ -188,9 +198,12 @@ class OutputParser:
         if not self._has_text:
             self._space = ""
 
-    def _call(self, event: CallStart | CallPart) -> None:
+    def _call(self, event: CallStart | CallPart | CallEnd) -> None:
         if isinstance(event, CallPart):
             self._parts.append(event.text)
+            return
+        self.is_amid_call = isinstance(event, CallStart)
+        if isinstance(event, CallEnd):
             return
         self._source.commit()
         self._is_called = True

@@ -13,6 +13,7 @@ from nanovllm.server.detokenize import held_back
 from nanovllm.server.parsers.base import (
     FUNCTION_NAME,
     KEY_NAME,
+    CallEnd,
     CallPart,
     CallStart,
     Emit,
@@ -59,17 +60,20 @@ def _read(
     """After what opens a block: calls, then what closes it. `mends`: end tags may be missing."""
     end_block = marks[form.end_block]
     while True:
-        yield from source.space()
         source.keep()
+        yield from source.space()
         if not (yield from source.literal(form.call[0])):
             break
         if (name := (yield from source.name(FUNCTION_NAME, form.call[1]))) is None:
             source.back()
             break
-        emit(CallStart(name))
-        emit(CallPart("{"))
-        yield from _arguments(form, mends, source, emit, end_block, schemas.get(name))
-        emit(CallPart("}"))
+        call = _XmlCall(form, source, emit, end_block, name, schemas.get(name))
+        is_whole = yield from call.read(mends=mends)
+        if not call.is_started:
+            source.back()
+        if not is_whole:
+            return
+        source.commit()
     yield from source.literal(end_block)
 
 
@@ -94,30 +98,80 @@ read_bare_coder = partial(_read_bare, CODER)
 read_minimax = partial(_read, MINIMAX, False)
 
 
-def _arguments(
-    form: Form, mends: bool, source: Source, emit: Emit, end_block: str, schema: object
-) -> Reader[None]:
-    """Stops at what is no parameter."""
-    separator = ""
-    missing = set(names_of(schema)) if mends else None
-    while True:
-        yield from source.space()
-        if not (yield from source.literal(form.parameter[0])):
-            yield from source.literal(form.end_call)
+class _XmlCall:
+    """It starts with its first parameter or with its end: a tag around other text is no call."""
+
+    def __init__(
+        self,
+        form: Form,
+        source: Source,
+        emit: Emit,
+        end_block: str,
+        name: str,
+        schema: object,
+    ) -> None:
+        self.is_started = False
+        self._form = form
+        self._source = source
+        self._emit = emit
+        self._end_block = end_block
+        self._name = name
+        self._schema = schema
+        self._separator = ""
+
+    def read(self, *, mends: bool) -> Reader[bool]:
+        """Read the parameters and the end; return whether that came.
+
+        The object of the arguments is closed only there: what was cut stays open.
+        """
+        source, form = self._source, self._form
+        missing = set(names_of(self._schema)) if mends else None
+        while True:
+            yield from source.space()
+            if not (yield from source.literal(form.parameter[0])):
+                return (yield from self._ended())
+            name = yield from source.name(KEY_NAME, form.parameter[1])
+            if name is None:
+                self._broke_in_tag()
+                return False
+            if missing is not None:
+                missing.discard(name)
+            self._start()
+            key = f"{self._separator}{quoted(name)}: "
+            argument = Argument(key, types_of(self._schema, name), self._emit)
+            is_whole = yield from _Value(form, self._end_block, missing).read(source, argument)
+            argument.end(is_whole=is_whole)
+            self._separator = ", "
+
+    def _ended(self) -> Reader[bool]:
+        """Where no parameter follows: return whether the call ends here."""
+        source, form = self._source, self._form
+        following = (self._end_block, form.call[0])  # makes the end certain without its tag
+        if (yield from source.literal(form.end_call)) or (yield from source.comes(following)):
+            self._start()
+            self._emit(CallPart("}"))
+            self._emit(CallEnd())
+            return True
+        if source.is_over and not source.text[source.at :].strip():
+            self._start()
+        return False
+
+    def _broke_in_tag(self) -> None:
+        source = self._source
+        if not source.is_over:
+            source.push_back(self._form.parameter[0])
             return
-        name = yield from source.name(KEY_NAME, form.parameter[1])
-        if name is None:
-            if source.is_over:
-                source.at = len(source.text)
-            else:
-                source.push_back(form.parameter[0])
-            return
-        if missing is not None:
-            missing.discard(name)
-        argument = Argument(f"{separator}{quoted(name)}: ", types_of(schema, name), emit)
-        is_whole = yield from _Value(form, end_block, missing).read(source, argument)
-        argument.end(is_whole=is_whole)
-        separator = ", "
+        self._start()
+        begun = KEY_NAME.match(source.text, source.at)
+        source.at = len(source.text)
+        if begun is not None:
+            self._emit(CallPart(self._separator + quoted(begun[0])[:-1]))
+
+    def _start(self) -> None:
+        if not self.is_started:
+            self.is_started = True
+            self._emit(CallStart(self._name))
+            self._emit(CallPart("{"))
 
 
 class Argument:
@@ -144,11 +198,18 @@ class Argument:
         self._emit(CallPart(quoted(text)[1:-1]))
 
     def end(self, *, is_whole: bool) -> None:
-        """A value that was cut short and is no string would mean something else: it is left out."""
+        """A value that was cut short stays open."""
         if self._is_open:
-            self._emit(CallPart('"'))
-        elif is_whole:
-            self._emit(CallPart(self._key + as_json("".join(self._held), self._types)))
+            self._emit(CallPart('"' if is_whole else ""))
+            return
+        text = "".join(self._held)
+        if not is_whole and "string" not in self._types:
+            shown = text.strip()
+        else:
+            shown = as_json(text, self._types)
+            if not is_whole and shown.startswith('"'):
+                shown = shown[:-1]
+        self._emit(CallPart(self._key + shown))
 
 
 class _Value(Struct, frozen=True):
@@ -185,7 +246,7 @@ class _Value(Struct, frozen=True):
             if is_end is None and not source.is_over:
                 yield
                 continue
-            if is_end or (is_end is None and tag != self.form.parameter[0]):
+            if is_end or (is_end is None and self._may_be_last(text, at, tag)):
                 has_pad = pad and text.endswith(pad, begin, at)
                 argument.take(text[begin : at - len(pad) if has_pad else at])
                 source.at = at + (len(END_VALUE) if tag == END_VALUE else 0)
@@ -208,6 +269,12 @@ class _Value(Struct, frozen=True):
             at = text.find(self.form.pad + tag, begin)
             found.append((at + len(self.form.pad) if at >= 0 else -1, tag))
         return min((entry for entry in found if entry[0] >= 0), default=(-1, ""))
+
+    def _may_be_last(self, text: str, at: int, tag: str) -> bool:
+        """Return whether the tag ends the value where the whole output ends."""
+        if tag == self.form.end_call:
+            return not text[at + len(tag) :].strip()
+        return tag == END_VALUE
 
     def _is_end(self, text: str, at: int, tag: str) -> bool | None:
         """None: what comes will say."""

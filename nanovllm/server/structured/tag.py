@@ -37,6 +37,7 @@ MAX_BYTES = 1 << 16  # of a tag, a grammar or an expression of the client's
 MAX_VALUES = 2000  # of a choice
 MAX_TAG_BYTES = 1 << 20  # of everything together: tools may be many
 MAX_CHOICE_BYTES = 1 << 16  # of a choice's texts together
+NO_CALL: Format = {"type": "regex", "pattern": r"[^{\[\s](.|\s)*"}
 GAP: Format = {"type": "regex", "pattern": "\n{0,2}"}  # after thinking
 
 
@@ -104,12 +105,15 @@ class _Writer:
             raise misplaced("tool_choice", "needs calls: this model has no syntax of its own")
         if syntax is None or choice.mode == "none":
             return content or ANY_TEXT
-        once = choice.is_named or self._request.parallel_tool_calls is False
+        is_single = syntax.is_single or choice.is_named
+        once = is_single or self._request.parallel_tool_calls is False
         calling = calls(syntax, self._functions(choice.names), self._ids, once=once)
         if choice.mode == "required":
             return calling
         if content is not None:
             return either(calling, content)
+        if self._family.bare:  # a text that begins as a call does must be one
+            return either(calling, optional(NO_CALL))
         opener = self._family.opener
         before = ANY_TEXT if opener in self._ids else ANY_TEXT | {"excludes": [opener]}
         return sequence(before, optional(calling))

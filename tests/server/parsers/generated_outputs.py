@@ -100,6 +100,14 @@ def marks_of(name: str, *, as_tokens: bool) -> dict[str, str]:
     return {m: chr(0xD800 + i) if as_tokens else m for i, m in enumerate(markers)}
 
 
+def json_or_none(text: str) -> object:
+    """Read JSON; None for what was cut or broken."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def prose(rng: Random, typed: list[str]) -> str:
     """Never empty, no white space at its ends."""
     words = WORDS + typed
@@ -137,7 +145,7 @@ def tagged(rng: Random, typed: list[str]) -> tuple[list[str], list[tuple[str, ob
     name, arguments = rng.choice(NAMES), json_object(rng, typed)
     entries = [f'"name": {json.dumps(name)}', f'"arguments":{dumped(rng, arguments)}']
     if rng.random() < 0.1:
-        entries.append('"id": {"a": [1, "}"]}')
+        entries.append('"id": {"a": [1, "}"]}')  # means nothing to the call
     if not arguments and rng.random() < 0.5:
         entries = entries[:1]
     if rng.random() < 0.3:
@@ -145,6 +153,35 @@ def tagged(rng: Random, typed: list[str]) -> tuple[list[str], list[tuple[str, ob
     body = rng.choice(["{", "{ "]) + ", ".join(entries) + rng.choice(["}", "\n}"])
     gap = rng.choice(SPACES)
     return [Mark("<tool_call>"), gap + body + gap, Mark("</tool_call>")], [(name, arguments)]
+
+
+def untagged(rng: Random, typed: list[str]) -> tuple[list[str], list[tuple[str, object]]]:
+    """As Llama 3.1 writes calls: functions of the request, a line each, or in a list."""
+    calls = [
+        (rng.choice(["f", "get_weather"]), json_object(rng, typed))
+        for _ in range(rng.choice([1, 1, 2]))
+    ]
+    word = rng.choice(["parameters", "arguments"])
+    bodies = [
+        f'{{"name": "{name}", "{word}": {dumped(rng, arguments)}}}' for name, arguments in calls
+    ]
+    if rng.random() < 0.2:
+        return [f"[{', '.join(bodies)}]"], list(calls)
+    return [rng.choice(["\n", "; ", " "]).join(bodies)], list(calls)
+
+
+def bare_marked(rng: Random, typed: list[str]) -> tuple[list[str], list[tuple[str, object]]]:
+    """As DeepSeek-V3.1 writes calls."""
+    pieces: list[str] = [Mark(CALLS_BEGIN)]
+    calls: list[tuple[str, object]] = []
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        name, arguments = rng.choice(NAMES), json_object(rng, typed)
+        calls.append((name, arguments))
+        text = dumped(rng, arguments)
+        if rng.random() < 0.1:
+            text = json.dumps(text)
+        pieces += [Mark(CALL), name, Mark(SEPARATOR), text, Mark(CALL_END)]
+    return [*pieces, Mark(CALLS_END)], calls
 
 
 def fenced(rng: Random, typed: list[str]) -> tuple[list[str], list[tuple[str, object]]]:
@@ -209,6 +246,8 @@ CALLS = {
     "qwen3_coder": lambda rng, typed: xml(rng, typed, minimax=False),
     "minimax_m2": lambda rng, typed: xml(rng, typed, minimax=True),
     "deepseek_r1": fenced,
+    "deepseek_v3_1": bare_marked,
+    "llama3": untagged,
 }
 
 
@@ -218,7 +257,12 @@ def generated(rng: Random, name: str) -> Output:
     if name == "plain":
         text = prose(rng, TYPED)
         return Output([text], Message(content=text), False, has_typed)
-    said = [family_of(name).opener, *(TYPED if has_typed else [])]  # what opens no call is text
+    if name == "llama3":
+        return generated_by_llama(rng)
+    said = [
+        family_of(name).opener or "ok",
+        *(TYPED if has_typed else []),
+    ]  # what opens no call is text
     message = Message()
     pieces: list[str] = []
     in_reasoning = rng.random() < 0.4
@@ -234,6 +278,8 @@ def generated(rng: Random, name: str) -> Output:
             return Output(pieces, message, in_reasoning, has_typed)
     text_is_next = rng.random() < 0.6
     num_parts = rng.randint(1 if thinks else 0, 4)
+    if name not in CALLS:
+        num_parts, text_is_next = 1, True
     if thinks and (text_is_next or rng.random() < 0.7):
         pieces += [Mark(END_THINK), rng.choice(SPACES)]  # else a call ends the reasoning
     gap, ends_with_text = "", False
@@ -256,12 +302,32 @@ def generated(rng: Random, name: str) -> Output:
     return Output(pieces, message, in_reasoning, has_typed)
 
 
+def generated_by_llama(rng: Random) -> Output:
+    """Text, and then calls that begin a line."""
+    message = Message()
+    pieces: list[str] = []
+    if rng.random() < 0.5:
+        words = [word for word in WORDS if word not in ("```", "{", "\n")]
+        message.content = f"ok {rng.choice(words)}".strip()
+        pieces = [message.content, "\n"]
+    if rng.random() < 0.8:
+        written, message.calls = untagged(rng, [])
+        pieces += [*rng.choice([[], [Mark("<|python_tag|>")]]), *written]
+    else:
+        message.content += "".join(pieces[1:])
+    return Output(pieces, message, False, False)
+
+
 def damaged(rng: Random, text: str) -> str:
     """Cut off, or with something missing or too much."""
     kind = rng.randrange(4)
     at, until = sorted(rng.randrange(len(text) + 1) for _ in range(2))
     if kind <= 1:
-        return text[:until]
+        return cut_short(rng, text)
     if kind == 2:
         return text[:at] + text[min(until, at + 3) :]
     return text[:at] + text[until : until + 9] + text[at:]
+
+
+def cut_short(rng: Random, text: str) -> str:
+    return text[: rng.randrange(len(text) + 1)]

@@ -148,17 +148,118 @@ QWEN3 = {
     "cut in a string": (
         '<tool_call>{"name": "f", "arguments": {"a": [1, "x\\u00',
         {},
-        call("f", '{"a": [1, "x"]}'),
+        call("f", '{"a": [1, "x\\u00'),
     ),
     "cut in a number": (
         '<tool_call>{"name": "f", "arguments": {"a": 1, "b": 20',
         {},
-        call("f", '{"a": 1}'),
+        call("f", '{"a": 1, "b": 20'),
     ),
     "broken after its start": (
         tool_call('{"name": "f", "arguments": {"a": 1, b: 2}}'),
         {},
-        [*call("f", '{"a": 1}'), Text(", b: 2}}\n</tool_call>")],
+        call("f", '{"a": 1, b: 2}'),
+    ),
+    "parameters instead of arguments": (
+        tool_call('{"name": "f", "parameters": {"city": "Oslo"}}'),
+        {},
+        call("f", '{"city": "Oslo"}'),
+    ),
+    "arguments as a JSON string": (
+        tool_call('{"name": "f", "arguments": "{\\"city\\": \\"Oslo\\"}"}'),
+        {},
+        call("f", '{"city": "Oslo"}'),
+    ),
+    "a JSON string, and the name after it": (
+        tool_call('{"arguments": "{\\"city\\": \\"Oslo\\"}", "name": "f"}'),
+        {},
+        call("f", '{"city": "Oslo"}'),
+    ),
+    "an empty string": (tool_call('{"name": "f", "arguments": ""}'), {}, call("f", "{}")),
+    "a list around calls": (
+        tool_call('[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]') + "ok",
+        {},
+        [*call("f", '{"a": 1}'), *call("g", "{}"), Text("ok")],
+    ),
+    "two calls in one tag": (
+        tool_call('{"name": "f", "arguments": {"a": 1}}\n{"name": "g"}'),
+        {},
+        [*call("f", '{"a": 1}'), *call("g", "{}")],
+    ),
+    "as the API shows calls": (
+        tool_call('{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}'),
+        {},
+        call("f", '{"a": 1}'),
+    ),
+    "the name as function": (
+        tool_call('{"function": "f", "parameters": {"a": 1}}'),
+        {},
+        call("f", '{"a": 1}'),
+    ),
+    "null, then the alias": (
+        tool_call('{"name": "f", "arguments": null, "parameters": {"a": 1}}'),
+        {},
+        call("f", '{"a": 1}'),
+    ),
+    "another word for arguments": (
+        tool_call('{"name": "f", "args": {"city": "Oslo"}}'),
+        {},
+        [Text(tool_call('{"name": "f", "args": {"city": "Oslo"}}'))],
+    ),
+    "arguments without a word": (
+        tool_call('{"name": "f", "city": "Oslo"}'),
+        {},
+        [Text(tool_call('{"name": "f", "city": "Oslo"}'))],
+    ),
+    "arguments as a list": (
+        tool_call('{"name": "f", "arguments": ["Oslo"]}'),
+        {},
+        [Text(tool_call('{"name": "f", "arguments": ["Oslo"]}'))],
+    ),
+    "arguments twice": (
+        tool_call('{"name": "f", "arguments": {"a": 1}, "parameters": {"b": 2}}'),
+        {},
+        [*call("f", '{"a": 1}'), Text(', "parameters": {"b": 2}}\n</tool_call>')],
+    ),
+    "cut in the second of a list": (
+        '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"b": [1, ',
+        {},
+        [*call("f", "{}"), *call("g", '{"b": [1, ')],
+    ),
+    "cut in a key": (
+        '<tool_call>{"name": "f", "arguments": {"a": 2, "b',
+        {},
+        call("f", '{"a": 2, "b'),
+    ),
+    "cut after a number": (
+        '<tool_call>{"name": "f", "arguments": {"a": 2, "b": 111',
+        {},
+        call("f", '{"a": 2, "b": 111'),
+    ),
+    "cut in a word": (
+        '<tool_call>{"name": "f", "arguments": {"a": tru',
+        {},
+        call("f", '{"a": tru'),
+    ),
+    "cut in a JSON string": (
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 2, \\"b\\": 11',
+        {},
+        call("f", '{"a": 2, "b": 11'),
+    ),
+    "cut after the arguments": (
+        '<tool_call>{"name": "f", "arguments": {"a": 2}',
+        {},
+        call("f", '{"a": 2}'),
+    ),
+    "Python's words": (
+        tool_call('{"name": "f", "arguments": {"a": True}}') + "ok",
+        {},
+        [*call("f", '{"a": True}'), Text("ok")],
+    ),
+    "arguments too deep for a client": (
+        tool_call(f'{{"name": "f", "arguments": {{"a": {"[" * 200}{"]" * 200}}}}}'),
+        {},
+        call("f", f'{{"a": {"[" * 200}{"]" * 200}}}'),
     ),
     "the last brace is missing": (
         tool_call('{"name": "f", "arguments": {"a": 1}') + "ok",
@@ -178,7 +279,7 @@ QWEN3 = {
     "white space that JSON does not know": (
         tool_call('{"name": "f", "arguments": {"a":\u00a01}}'),
         {},
-        [*call("f", "{}"), Text('"a":\u00a01}}\n</tool_call>')],
+        call("f", '{"a":\u00a01}'),
     ),
     "no tools, no calls": (f"a {ADD} b", {"tools": False}, [Text(f"a {ADD} b")]),
     "half a marker at the end": ("a <tool_c", {}, [Text("a <tool_c")]),
@@ -261,18 +362,29 @@ def test_minimax_calls_stand_in_one_block() -> None:
         ("<tool_call>\n<function=f", [Text("<tool_call>\n<function=f")]),
         ("<tool_call>\n<function=", [Text("<tool_call>\n<function=")]),
         ("the <tool_call> and <function= tags", [Text("the <tool_call> and <function= tags")]),
-        ("<tool_call><function=f>", call("f", "{}")),
-        ("<tool_call><function=f>\n<parameter=x>\nab", call("f", '{"x": "ab"}')),
-        ("<tool_call><function=f>\n<parameter=x>\nab\n</para", call("f", '{"x": "ab\\n</para"}')),
-        ("<tool_call><function=f>\n<parameter=x>\nab\n</parameter>", call("f", '{"x": "ab"}')),
+        ("<tool_call><function=f>", call("f", "{")),
+        ("<tool_call><function=f>\n<para", call("f", "{")),
+        ("<tool_call><function=f>\n<parameter=ci", call("f", '{"ci')),
+        ("<tool_call><function=f>\n<parameter=x>\nab", call("f", '{"x": "ab')),
+        ("<tool_call><function=f>\n<parameter=x>\nab\n</para", call("f", '{"x": "ab\\n</para')),
+        ("<tool_call><function=f>\n<parameter=x>\nab\n</parameter>", call("f", '{"x": "ab"')),
         (
             "<tool_call><function=f>\n<parameter=x>\nab\n</parameter>\n</fun",
-            call("f", '{"x": "ab"}'),
+            call("f", '{"x": "ab"'),
         ),
-        ("<tool_call><function=f>\n<parameter=i>\n12", call("f", "{}")),
+        ("<tool_call><function=f>\n<parameter=i>\n12", call("f", '{"i": 12')),
+        ("<tool_call><function=f>\n<parameter=i>\n", call("f", '{"i": ')),
         (
             "<tool_call><function=f>oops</function></tool_call>",
-            [*call("f", "{}"), Text("oops</function></tool_call>")],
+            [Text("<tool_call><function=f>oops</function></tool_call>")],
+        ),
+        (
+            '<tool_call><function=f>{"x": "Oslo"}</function></tool_call>',
+            [Text('<tool_call><function=f>{"x": "Oslo"}</function></tool_call>')],
+        ),
+        (
+            "<tool_call><function=f>\n<parameter=x>\nab\n</parameter>\n<other>1</function></tool_call>",
+            call("f", '{"x": "ab\\n</parameter>\\n<other>1</function></tool_call>'),
         ),
         (
             coder(parameter("x", "1"), parameter("x y", "ü"), parameter("i", "3")) + "\n",
@@ -300,7 +412,7 @@ def fenced(name: str, arguments: str) -> str:
         ("</think>```py\n1\n```\n", [Text("```py\n1\n```\n")]),  # fences stay
         (
             f"</think>{CALLS_BEGIN}{CALL}function{SEPARATOR}f\n{{}}{CALL_END}{CALLS_END}",
-            [Text(f"{CALLS_BEGIN}{CALL}function{SEPARATOR}f\n{{}}{CALL_END}{CALLS_END}")],
+            call("f", "{}"),
         ),
         (
             f"hm{CALLS_BEGIN}{fenced('f', '{}')}\n{CALL}function{SEPARATOR}g",
@@ -312,7 +424,111 @@ def test_deepseek_r1(text, expected) -> None:
     assert seen("deepseek_r1", text, turn="<think>\n") == expected
 
 
-@pytest.mark.parametrize("name", [name for name in PARSERS if name != "plain"])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            f"{CALLS_BEGIN}{CALL}f{SEPARATOR}{{}}{CALL_END}{CALL}g{SEPARATOR}"
+            f'{{"a": 1}}{CALL_END}{CALLS_END}',
+            [*call("f", "{}"), *call("g", '{"a": 1}')],
+        ),
+        (f'{CALLS_BEGIN}{CALL}f{SEPARATOR}{{"a": 2, "b": 11', call("f", '{"a": 2, "b": 11')),
+        (
+            f'{CALLS_BEGIN}{CALL}f{SEPARATOR}"{{\\"a\\": 1}}"{CALL_END}{CALLS_END}',
+            call("f", '{"a": 1}'),
+        ),
+        (
+            f'{CALLS_BEGIN}{CALL}f{SEPARATOR}{{"a": 1, b: 2}}{CALL_END}{CALLS_END}ok',
+            [*call("f", '{"a": 1, b: 2}'), Text("ok")],
+        ),
+        (
+            f"{CALLS_BEGIN}{CALL}f{SEPARATOR}Oslo{CALL_END}{CALLS_END}",
+            [Text(f"{CALLS_BEGIN}{CALL}f{SEPARATOR}Oslo{CALL_END}{CALLS_END}")],
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["deepseek_r1", "deepseek_v3_1"])
+def test_deepseek_v3_1(name, text, expected) -> None:
+    assert seen(name, text, turn="</think>") == expected
+
+
+def test_a_fence_ends_broken_arguments() -> None:
+    text = f"{CALLS_BEGIN}{fenced('f', '{a: 1}')}\n{fenced('g', '{}')}{CALLS_END}"
+    expected = [*call("f", "{a: 1}"), *call("g", "{}")]
+    assert seen("deepseek_r1", text, turn="</think>") == expected
+
+
+BARE = '{"name": "f", "parameters": {"city": "Oslo"}}'
+LLAMA = {
+    "a call": (BARE, call("f", '{"city": "Oslo"}')),
+    "arguments": (BARE.replace("parameters", "arguments"), call("f", '{"city": "Oslo"}')),
+    "with its tag": ("<|python_tag|>" + BARE, call("f", '{"city": "Oslo"}')),
+    "with its type": (
+        '{"type": "function", "name": "f", "parameters": {"city": "Oslo"}}',
+        call("f", '{"city": "Oslo"}'),
+    ),
+    "two calls": (f"{BARE}; {BARE}", [*call("f", '{"city": "Oslo"}')] * 2),
+    "two lines": (f"{BARE}\n{BARE}", [*call("f", '{"city": "Oslo"}')] * 2),
+    "a list": (f"[{BARE}, {BARE}]", [*call("f", '{"city": "Oslo"}')] * 2),
+    "text before": (f"Sure.\n{BARE}", [Text("Sure."), *call("f", '{"city": "Oslo"}')]),
+    "cut": (BARE[:-5], call("f", '{"city": "Os')),
+    "text after": (f"{BARE}\nok", [*call("f", '{"city": "Oslo"}'), Text("ok")]),
+    "another function": (BARE.replace('"f"', '"g"'), [Text(BARE.replace('"f"', '"g"'))]),
+    "an answer in JSON": ('{"name": "Bob", "age": 3}', [Text('{"name": "Bob", "age": 3}')]),
+    "a list of numbers": ("[1, 2]", [Text("[1, 2]")]),
+    "in a line": (f"Say {BARE}", [Text(f"Say {BARE}")]),
+    "in a fence": (f"```\n{BARE}\n```", [Text(f"```\n{BARE}\n```")]),
+    "cut before its name": ('{"na', [Text('{"na')]),
+    "a built-in tool": (
+        '<|python_tag|>brave_search.call(query="x")',
+        [Text('<|python_tag|>brave_search.call(query="x")')],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LLAMA)
+def test_llama3(name) -> None:
+    text, expected = LLAMA[name]
+    assert seen("llama3", text) == expected
+    assert seen("llama3", text, tools=False) == [Text(text)]
+
+
+def test_under_a_grammar_a_call_without_an_opener_stands_at_the_beginning() -> None:
+    family, marks = family_of("llama3"), marks_of("llama3", as_tokens=True)
+    for text, expected in (
+        (BARE, call("f", '{"city": "Oslo"}')),
+        (f"Sure.\n{BARE}", [Text(f"Sure.\n{BARE}")]),
+    ):
+        parser = OutputParser(family, marks, "", {"f": {}}, mends=False)
+        assert merged(parser.feed(text) + parser.finish()) == expected
+
+
+NO_CALLS = ("plain", "thinking")
+
+
+@pytest.mark.parametrize("name", [name for name in PARSERS if name not in NO_CALLS])
+def test_a_call_is_open_until_its_arguments_are_whole(name) -> None:
+    """A stop string may end the text anywhere, and then the choice did not end with a call."""
+    written = {
+        "minimax_m2": minimax('<parameter name="a">1</parameter>'),
+        "qwen3_coder": coder(parameter("a", "1")),
+        "deepseek_r1": CALLS_BEGIN + fenced("f", '{"a": "1"}'),
+        "deepseek_v3_1": f'{CALLS_BEGIN}{CALL}f{SEPARATOR}{{"a": "1"}}{CALL_END}',
+        "llama3": '{"name": "f", "parameters": {"a": "1"}}',
+        "qwen3": tool_call('{"name": "f", "arguments": {"a": "1"}}'),
+    }[name]
+    assert "".join(e.text for e in seen(name, written, turn="</think>")[1:]) == '{"a": "1"}'
+    states = set()
+    for end in range(len(written) + 1):
+        parser = machine(name, turn="</think>")
+        events = parser.feed(written[:end]) + parser.finish()
+        arguments = "".join(event.text for event in events if isinstance(event, CallPart))
+        assert parser.is_amid_call == (bool(arguments) and arguments != '{"a": "1"}'), arguments
+        states.add(parser.is_amid_call)
+    assert states == {True, False}
+
+
+@pytest.mark.parametrize("name", [name for name in PARSERS if name not in NO_CALLS])
 def test_markers_typed_as_text_are_text_where_they_are_tokens(name) -> None:
     text = f"</think>{family_of(name).opener}{ADD}<think>"
     assert parsed(name, ["x" + text], as_tokens=True) == [Text("x" + text)]
@@ -351,9 +567,9 @@ def test_arguments_stream_as_they_come() -> None:
     texts = ["".join(event.text for event in part if type(event) is CallPart) for part in parts]
     assert texts == ["{", '"a": "x', "y", '"', "", ', "b": 12}']
     parser = machine("qwen3_coder", schema={"i": {"type": "integer"}})
-    parser.feed("<tool_call><function=f>")
+    parser.feed("<tool_call><function=f>\n<parameter=")
     steps = (
-        "<parameter=x>\n",
+        "x>\n",
         "ab",
         "\n",
         "c<",
@@ -363,8 +579,8 @@ def test_arguments_stream_as_they_come() -> None:
         "\n</parameter></function>",
     )
     parts = [parser.feed(part) for part in steps]
-    texts = ["".join(event.text for event in part) for part in parts]
-    assert texts == ["", '"x": "ab', "", "\\nc", "", '<"', "", ', "i": 12}']
+    texts = ["".join(event.text for event in part if type(event) is CallPart) for part in parts]
+    assert texts == ["{", '"x": "ab', "", "\\nc", "", '<"', "", ', "i": 12}']
 
 
 def test_the_reasoning_state_is_known_between_pieces() -> None:

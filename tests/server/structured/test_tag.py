@@ -132,7 +132,7 @@ def said(tokens, *, family="qwen3", turn="", **fields) -> list:
     """What the parser makes of an output that is allowed."""
     assert allows(tokens, family=family, turn=turn, **fields)
     tokens = ids(tokens) if isinstance(tokens, str) else tokens
-    parser = served(family).parser(turn, request(**fields).schemas, is_spelled=False)
+    parser = served(family).parser(turn, request(**fields).schemas, is_spelled=False, mends=False)
     detokenizer = Detokenizer(served(family).vocabulary, skip_special=True)
     text = "".join(map(detokenizer.feed, tokens))
     return joined(parser.feed(text) + parser.finish())
@@ -157,6 +157,11 @@ def deepseek(*calls):
         f"{CALL}function{SEP}{name}\n```json\n{arguments}\n```{END_CALL}"
         for name, arguments in calls
     )
+    return f"{CALLS}{several}{END}"
+
+
+def deepseek_v3_1(*calls):
+    several = "".join(f"{CALL}{name}{SEP}{arguments}{END_CALL}" for name, arguments in calls)
     return f"{CALLS}{several}{END}"
 
 
@@ -185,6 +190,7 @@ def minimax(*calls):
 FAMILIES = {
     "qwen3": qwen3,
     "deepseek_r1": deepseek,
+    "deepseek_v3_1": deepseek_v3_1,
     "qwen3_coder": coder,
     "minimax_m2": minimax,
 }
@@ -273,6 +279,27 @@ def test_tools_without_strict_are_best_effort(family) -> None:
         given = [tool("add", free, strict=None)]
         assert allows(FAMILIES[family](("add", "{}")), tools=given, **fields)
     assert allows(text, tools=[tool("add", {"type": "object"})], **fields)
+
+
+def test_llama_calls_once_and_a_text_that_begins_as_a_call_is_one() -> None:
+    one, two = (f'{{"name": "{name}", "parameters": {given}}}' for name, given in (ONE, TWO))
+    fields = {"tools": TOOLS, "tool_choice": "required", "family": "llama3"}
+    assert said(one, **fields) == called(*ONE)
+    for bad in ("hello", "", one + two, one + "; " + two, one + " hello", "Sure.\n" + one):
+        assert not allows(bad, **fields), bad
+    assert not allows('{"name": "add", "parameters": {"a": "x"}}', **fields)
+    assert not allows('{"name": "other", "parameters": {}}', **fields)
+    named = fields | {"tool_choice": {"type": "function", "function": {"name": "add"}}}
+    assert said(two, **named) == called(*TWO)
+    auto = {"tools": TOOLS, "family": "llama3"}
+    assert said(one, **auto) == called(*ONE)
+    assert said("So:\n" + one, **auto) == [Text("So:\n" + one)]
+    assert said("hello {x}", **auto) == [Text("hello {x}")]
+    assert allows("", **auto)
+    assert not allows('{"name": "add", "parameters": {"a": "x"}}', **auto)
+    both = {"tools": TOOLS, "family": "llama3", "response_format": PERSON}
+    text = '{"name": "Ada", "age": 36}'
+    assert said(text, **both) == [Text(text)] and said(one, **both) == called(*ONE)
 
 
 @pytest.mark.parametrize("family", ["qwen3_coder", "minimax_m2"])

@@ -1,0 +1,181 @@
+"""One call written as a JSON object: {"name": ..., "arguments": {...}} and what models make of it.
+
+The keys come in any order. `parameters` means `arguments`; arguments may be a JSON string with an
+object in it; the object may stand in {"type": "function", "function": {...}}. Anything else is no
+call and stays text, so that no function runs without what the model wrote for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+
+from nanovllm.server.parsers.base import CallEnd, CallPart, CallStart, Emit, Reader, Schemas, Source
+from nanovllm.server.parsers.json_value import ignore, key, string, unparsed, value
+
+NAMES = ('"name"', '"function"')
+ARGUMENTS = ('"arguments"', '"parameters"')
+REMARKS = ('"id"', '"type"', '"index"', '"call_id"')  # of the OpenAI API; no arguments
+NO_ARGUMENTS = "{}"
+# Of a surrogate pair, perhaps with the beginning of the other half.
+HALF_AT_END = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}(\\(u[0-9a-fA-F]{0,3})?)?$")
+
+
+class JsonCall:
+    """It starts once its name is known and its arguments have begun."""
+
+    def __init__(self, source: Source, emit: Emit, end: str, known: Schemas | None = None) -> None:
+        """`end` follows a call, if anything does. With `known` no other function is called."""
+        self.is_started = False
+        self._source = source
+        self._emit = emit
+        self._end = end
+        self._known = known
+        self._name = ""
+        self._early: str | None = None  # arguments that came before the name
+        self._is_broken = False  # its arguments are no JSON, and were read up to `end`
+        self._depth = 0
+
+    def read(self) -> Reader[bool]:
+        """Read the object; return whether anything may follow it.
+
+        If `is_started` is False afterwards, it was no call, and its text must be read again.
+        """
+        if not (yield from self._entries()):
+            return False
+        if not self.is_started and self._name:
+            self._start(self._early or NO_ARGUMENTS, is_whole=True)
+        return self.is_started
+
+    def _entries(self) -> Reader[bool]:
+        """Read from "{" to "}"; return whether that came."""
+        source = self._source
+        if not (yield from source.literal("{")):
+            return False
+        separator = ""
+        while True:
+            if self.is_started:  # from here on, text that is no part of the call is shown
+                source.commit()
+                source.keep()
+            yield from source.space()
+            if (yield from source.literal("}")):
+                return True
+            has_more = not separator or (yield from source.literal(separator))
+            if not has_more or not (yield from self._entry()):
+                if self.is_started and not self._is_broken:
+                    source.back()
+                return False
+            separator = ","
+
+    def _entry(self) -> Reader[bool]:
+        """Read a key and what it holds; return whether a call may have it."""
+        source = self._source
+        if (found := (yield from key(source, ignore))) is None:
+            return False
+        yield from source.space()
+        if found in NAMES and not self._name:
+            if found == '"function"' and (yield from source.peek()) == "{":
+                return (yield from self._wrapped())
+            return (yield from self._named())
+        if found in ARGUMENTS and self._early is None and not self.is_started:
+            return (yield from self._arguments())
+        return found in REMARKS and (yield from value(source, ignore))
+
+    def _wrapped(self) -> Reader[bool]:
+        self._depth += 1
+        return self._depth == 1 and (yield from self._entries())
+
+    def _named(self) -> Reader[bool]:
+        source = self._source
+        name = (yield from string(source)) if (yield from source.peek()) == '"' else None
+        decoded = json.loads(name or '""')
+        is_good = decoded.isprintable() and (self._known is None or decoded in self._known)
+        self._name = decoded if is_good else ""
+        if self._name and self._early is not None:
+            self._start(self._early, is_whole=True)
+        return bool(self._name)
+
+    def _arguments(self) -> Reader[bool]:
+        source = self._source
+        if (yield from source.literal("null")):
+            return True
+        opener = yield from source.peek()
+        if opener == '"':
+            return (yield from self._quoted())
+        if opener != "{":
+            return False
+        if self._name:
+            self._start("")
+            self._is_broken = not (yield from object_of(source, self._emit, self._end, "}"))
+            return not self._is_broken
+        early: list[str] = []
+        is_whole = yield from value(source, early.append)
+        self._early = "".join(early)
+        return is_whole
+
+    def _quoted(self) -> Reader[bool]:
+        """Read arguments that are a JSON string with an object in it."""
+        text, is_whole = yield from quoted_object(self._source)
+        if text is None:
+            return False
+        if self._name:
+            self._start(text, is_whole=is_whole)
+            self._is_broken = not is_whole
+        self._early = text
+        return is_whole
+
+    def _start(self, arguments: str, *, is_whole: bool = False) -> None:
+        self.is_started = True
+        self._emit(CallStart(self._name))
+        self._emit(CallPart(arguments))
+        if is_whole:
+            self._emit(CallEnd())
+
+
+def object_of(source: Source, emit: Emit, end: str, closers: str) -> Reader[bool]:
+    """Emit arguments that begin with "{"; return whether they were JSON.
+
+    What is none is emitted as it is written, up to `end`: see `unparsed`.
+    """
+
+    def take(text: str) -> None:
+        emit(CallPart(text))
+
+    is_json = yield from value(source, take)
+    if is_json or (yield from unparsed(source, take, end, closers)):
+        emit(CallEnd())
+    return is_json
+
+
+def quoted_object(source: Source) -> Reader[tuple[str | None, bool]]:
+    """Read a string with a JSON object in it; return the object's text, and whether it is whole.
+
+    None if it is another string.
+    """
+    parts: list[str] = []
+    is_string = (yield from string(source, parts.append)) is not None
+    literal = "".join(parts)
+    text = json.loads(literal) if is_string else _begun(literal)
+    inner, taken = Source(), list[str]()
+    inner.feed(text)
+    inner.is_over = True
+    yield from inner.space()
+    if is_string and not text:
+        return NO_ARGUMENTS, True
+    if (yield from inner.peek()) != "{":
+        return None, False
+    is_whole = yield from value(inner, taken.append)
+    yield from inner.space()
+    if is_string and not (is_whole and inner.at == len(inner.text)):
+        return None, False
+    return "".join(taken), is_string
+
+
+def _begun(literal: str) -> str:
+    """Decode a string that breaks off, perhaps within an escape, to what is sure of it."""
+    literal = HALF_AT_END.sub("", literal)
+    for end in range(len(literal), 0, -1):
+        with contextlib.suppress(ValueError):
+            return str(json.loads(literal[:end] + '"'))
+    return ""
