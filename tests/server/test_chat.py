@@ -186,12 +186,21 @@ def test_length_is_never_hidden_by_a_call() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_call_cut_by_the_limit_keeps_its_arguments_open(stream) -> None:
+    ids = TOKENIZER.encode('<tool_call>{"name": "f", "arguments": {"a": 2, "b": 111').ids
+    steps = [[token_id] for token_id in ids]
+    session = answered(steps, reason=FinishReason.LENGTH, tools=[TOOL], stream=stream)
+    expected = [{"name": "f", "arguments": '{"a": 2, "b": 111'}]
+    assert message_of(session)[2:4] == (expected, "length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("stop", "arguments", "reason"),
     [
-        ('"unit"', '{"city": "Paris"}', "stop"),  # what is told is no whole call
-        ("ris", '{"city": "Pa"}', "stop"),
-        ("}", '{"city": "Paris", "unit": "c"}', "stop"),
+        ('"unit"', '{"city": "Paris", ', "stop"),  # as far as it was written, not closed
+        ("ris", '{"city": "Pa', "stop"),
+        ("}", '{"city": "Paris", "unit": "c"', "stop"),
         ("</tool_call>", '{"city": "Paris", "unit": "c"}', "tool_calls"),
         ("Done", '{"city": "Paris", "unit": "c"}', "tool_calls"),
         ("else", '{"city": "Paris", "unit": "c"}', "tool_calls"),
