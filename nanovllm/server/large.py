@@ -14,7 +14,6 @@ import itertools
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,8 @@ from multiprocessing.connection import Connection as Pipe
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
 from nanovllm.config import Config
@@ -42,6 +43,23 @@ START_S = 120.0
 NICENESS = 10
 NAME = "nanovllm-large"
 Prepared = tuple[ChatRequest, Prompt]
+
+
+class Refused(Struct, frozen=True, tag=True):
+    """What the process answers instead of a prompt: an ApiError's arguments."""
+
+    status: int
+    message: str
+    param: str | None
+    code: str | None
+
+
+class Done(Struct, frozen=True, tag=True):
+    rest: bytes  # JSON: numbers may have more digits than msgpack takes
+    prompt: Prompt
+
+
+_decode = msgspec.msgpack.Decoder(Done | Refused).decode
 
 
 class Room:
@@ -142,16 +160,14 @@ class _Worker:
                 self.kill()
                 text = f"the body takes longer than {MAX_S:g} s to become a prompt"
                 raise ApiError(400, text, code="too_slow")
-            answer = pickle.loads(pipe.recv_bytes())
+            answer = _decode(pipe.recv_bytes())
         except (EOFError, OSError):
             self.kill()
             text = "the process for large requests ended; the next one begins anew"
             raise ApiError(503, text, code="large_body_failed") from None
-        if answer[0] == "error":
-            _, status, message, param, code = answer
-            raise ApiError(status, message, param=param, code=code)
-        _, request, prompt = answer
-        return request, prompt
+        if isinstance(answer, Refused):
+            raise ApiError(answer.status, answer.message, param=answer.param, code=answer.code)
+        return msgspec.json.decode(answer.rest, type=ChatRequest), answer.prompt
 
     def kill(self) -> None:
         if self._running is not None:
@@ -190,17 +206,19 @@ def work(pipe: Pipe, config: Config, ready: Ready) -> None:
 
 
 def answered(body: bytes, served: Served) -> bytes:
-    """Pickled: ("prompt", request, prompt), or ("error", ...) with an ApiError's arguments."""
+    """Return a `Done` or a `Refused`, in msgpack."""
+    answer: Done | Refused
     try:
         request = served.request(body)
         prompt = served.template.prompt(request, served.max_model_tokens)
-        rest = replace(request, messages=[], chat_template_kwargs=None)
-        if len(pickle.dumps(rest)) > MAX_LEFT_BYTES:
+        rest = msgspec.json.encode(replace(request, messages=[], chat_template_kwargs=None))
+        if len(rest) > MAX_LEFT_BYTES:
             text = f"the body must have at most {MAX_LEFT_BYTES} bytes beside its messages"
             raise ApiError(400, text, code="body_too_large")
+        answer = Done(rest, prompt)
     except Exception as error:
         if not isinstance(error, ApiError):
             log.exception("a large body failed")
             error = ApiError(500, "internal error")
-        return pickle.dumps(("error", error.status, error.message, error.param, error.code))
-    return pickle.dumps(("prompt", rest, prompt))
+        answer = Refused(error.status, error.message, error.param, error.code)
+    return msgspec.msgpack.encode(answer)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-from msgspec import Struct
-
-from nanovllm.config import NOT_JSON, Config, ConfigError
+from nanovllm.config import Config, ConfigError
+from nanovllm.server.probe import facts_of
+from nanovllm.server.renderer import Renderer
+from nanovllm.server.template_files import template_files
 
 PARSERS = {  # recipe name -> "module:attribute", imported on first use
     "plain": "nanovllm.server.parsers.plain:PLAIN",
@@ -22,32 +21,15 @@ PARSERS = {  # recipe name -> "module:attribute", imported on first use
 }
 
 
-class Named(Struct, frozen=True):
-    """The part of config.json that says what family a model is of."""
-
-    architectures: list[str] = []
-
-
 def parser_of(config: Config) -> str:
-    """The recipe's, or for "auto" what config.json implies. Raises ConfigError."""
-    name, path = config.recipe.server.parser, Path(config.config_path)
+    """Return the recipe's, or for "auto" what the chat template implies. Raise ConfigError."""
+    name = config.recipe.server.parser
     if name == "auto":
+        renderer = Renderer()
         try:
-            model = msgspec.json.decode(path.read_bytes(), type=Named)
-        except (*NOT_JSON, OSError) as error:
-            raise ConfigError(f"{path}: {error}") from None
-        return parser_for(model.architectures, config.recipe.model)
+            return facts_of(template_files(Path(config.tokenizer_dir)), renderer).parser
+        finally:
+            renderer.close()
     if name not in PARSERS:
         raise ConfigError(f"server.parser is {name!r}; it must be auto, {', '.join(PARSERS)}")
     return name
-
-
-def parser_for(architectures: Sequence[str], model: str) -> str:
-    """What `server.parser: auto` means for a model."""
-    if any(architecture.startswith("Qwen3") for architecture in architectures):
-        return "qwen3_coder" if "Coder" in model else "qwen3"
-    if any(architecture.startswith("MiniMaxM2") for architecture in architectures):
-        return "minimax_m2"
-    if "R1" in model or any(name.startswith("DeepseekV3") for name in architectures):
-        return "deepseek_r1"
-    return "plain"

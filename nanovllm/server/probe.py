@@ -1,0 +1,196 @@
+"""Facts about a chat template, found by rendering small conversations with it.
+
+The parser follows from the calls that the template writes into the history, since a model writes
+calls as its template shows them. Names of folders and architectures decide nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import Struct, structs
+
+from nanovllm.config import ConfigError
+from nanovllm.server.renderer import Renderer
+from nanovllm.server.rendering import Task
+from nanovllm.server.template_files import TemplateFiles, read_object
+
+MAX_RENDER_S = 5.0
+TOOL, CALLED, TEXT = "probe_tool", "probe_called", "probe_text"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": TOOL,
+            "description": "Probe.",
+            "parameters": {"type": "object", "properties": {}, "required": []},
+        },
+    }
+]
+CALL, SEPARATOR = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581sep\uff5c>"
+# Per parser, how it begins a call to NAME.
+CALLS = {
+    "minimax_m2": r'<minimax:tool_call>\s*<invoke name="NAME">',
+    "qwen3_coder": r"<tool_call>\s*<function=NAME>",
+    "qwen3": r'<tool_call>\s*\{[^<>]*"NAME"',
+    "deepseek_r1": rf"{CALL}\w*{SEPARATOR}NAME\s*```json",
+    "deepseek_v3_1": rf"{CALL}NAME{SEPARATOR}",
+    "llama3": r'(?:<\|end_header_id\|>|<\|python_tag\|>)\s*\{"name": ?"NAME", ?"parameters":',
+}
+# How instructions in the prompt show calls, if the history shows none.
+SHOWN = {
+    "minimax_m2": r"<minimax:tool_call>\s*<invoke name=",
+    "qwen3_coder": r"<tool_call>\s*<function=",
+    "qwen3": r'<tool_call>\s*\{+"name"',
+    "deepseek_r1": rf"{CALL}\w*{SEPARATOR}\S+\s*```json",
+    "deepseek_v3_1": rf"{CALL}\S+{SEPARATOR}",
+}
+# Added tokens that only models of one parser have, if the template shows no calls at all.
+TOKENS = {"minimax_m2": "<minimax:tool_call>", "deepseek_r1": CALL, "qwen3": "<tool_call>"}
+END_THINK = "</think>"
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class TemplateFacts(Struct, frozen=True):
+    parser: str
+    shows_tools: bool = True
+    reads_parts: frozenset[str] = frozenset()  # the roles whose content it reads as a list, too
+    needs_parts: frozenset[str] = frozenset()  # the roles whose content it reads only as a list
+
+
+def needs_text(source: str) -> bool:
+    """Return whether arguments of past calls are text to the template, and not objects.
+
+    Templates that print arguments as they are need the model's own text back; those that serialise
+    or iterate need the object.
+    """
+    return "arguments is string" in source or "tojson" not in source
+
+
+def facts_of(files: TemplateFiles, renderer: Renderer) -> TemplateFacts:
+    """Render probes. Raise ConfigError if the template is broken, or takes too much by itself."""
+    return _Probe(files, renderer).facts()
+
+
+class _TooMuchError(Exception):
+    """A probe went beyond the limits: no other is worth its time."""
+
+
+class _Probe:
+    def __init__(self, files: TemplateFiles, renderer: Renderer) -> None:
+        self._files = files
+        self._renderer = renderer
+
+    def facts(self) -> TemplateFacts:
+        for name, source in self._files.sources.items():
+            self._check(name, source)
+        facts = TemplateFacts("plain")
+        try:
+            facts = structs.replace(facts, parser=self._parser())
+            facts = structs.replace(facts, shows_tools=self._shows_tools())
+            reads, needs = self._parts()
+            return structs.replace(facts, reads_parts=reads, needs_parts=needs)
+        except _TooMuchError:  # requests will be refused, each by itself
+            return facts
+
+    def _check(self, name: str, source: str) -> None:
+        """Render one message without text, which no good template needs long for."""
+        options = self._files.special | {"messages": [_message("user", "")], "tools": None}
+        found = self._renderer.render(Task(source, options, MAX_RENDER_S))
+        which = "the chat template" if name == "default" else f"the chat template {name!r}"
+        if found.error == "broken":
+            raise ConfigError(f"{which} in {self._files.folder} is broken: {found.text}")
+        if found.error in ("limit", "long"):
+            raise ConfigError(
+                f"{which} in {self._files.folder} cannot be used: "
+                f"for one message without text, {found.text}"
+            )
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: Any = None) -> str | None:  # noqa: ANN401
+        """Return None if the template refuses the messages."""
+        source = self._files.source(with_tools=tools is not None)
+        options = self._files.special | {"messages": messages, "tools": tools, "documents": None}
+        options["add_generation_prompt"] = False
+        task = Task(source, options, MAX_RENDER_S, arguments_as_text=needs_text(source))
+        found = self._renderer.render(task)
+        if found.error == "limit":
+            raise _TooMuchError
+        return None if found.error else found.text
+
+    def _shows_tools(self) -> bool:
+        """Return False if a request's tools would be dropped without a word."""
+        text = self._rendered([_message("user", TEXT)], TOOLS)
+        return text is None or TOOL in text
+
+    # -- the parser ----------------------------------------------------------------------------
+
+    def _parser(self) -> str:
+        is_written = False
+        for messages in _called():
+            text = self._rendered(messages, TOOLS) or self._rendered(messages) or ""
+            is_written = is_written or CALLED in text
+            if found := _first(CALLS, text):
+                return found
+        if not is_written:
+            text = self._rendered([_message("user", TEXT)], TOOLS) or ""
+            if found := _first(SHOWN, text) or _first(TOKENS, self._added_tokens()):
+                return found
+        thinks = any(END_THINK in source for source in self._files.sources.values())
+        return "thinking" if thinks else "plain"
+
+    def _added_tokens(self) -> str:
+        added = read_object(self._files.folder / "tokenizer.json").get("added_tokens") or ()
+        return "\n".join(str(token["content"]) for token in added if isinstance(token, dict))
+
+    # -- content as a list of parts --------------------------------------------------------------
+
+    def _parts(self) -> tuple[frozenset[str], frozenset[str]]:
+        reads: set[str] = set()
+        needs: set[str] = set()
+        for role in ROLES:
+            as_text = self._rendered(_conversation(role, TEXT)) or ""
+            as_parts = self._rendered(_conversation(role, [{"type": "text", "text": TEXT}])) or ""
+            if TEXT in as_parts and not re.search(rf"""["']text["']: ["']{TEXT}""", as_parts):
+                reads.add(role)
+                if TEXT not in as_text:
+                    needs.add(role)
+        return frozenset(reads), frozenset(needs)
+
+
+def _first(forms: dict[str, str], text: str) -> str:
+    """Return the first parser whose form is in the text; "" if none is."""
+    found = (
+        parser for parser, form in forms.items() if re.search(form.replace("NAME", CALLED), text)
+    )
+    return next(found, "")
+
+
+def _called() -> Iterator[list[dict[str, Any]]]:
+    """Conversations with a call: templates differ in what stands beside one."""
+    arguments = '{"probe_key": "probe_value"}'
+    function = {"name": CALLED, "arguments": arguments}
+    call = {"id": "probe0001", "type": "function", "function": function}
+    for content in ("", None):
+        assistant = {"role": "assistant", "content": content, "tool_calls": [call]}
+        result = {"role": "tool", "content": "42", "name": CALLED, "tool_call_id": "probe0001"}
+        begin = [_message("user", "Hello"), assistant]
+        yield [*begin, result, _message("assistant", "Yes"), _message("user", "Good")]
+        yield begin
+
+
+def _conversation(role: str, content: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+    """Return one in which a message of the role has the content."""
+    if role == "user":
+        return [_message(role, content)]
+    if role == "system":
+        return [_message(role, content), _message("user", "Hello")]
+    if role == "assistant":
+        return [_message("user", "Hello"), _message(role, content), _message("user", "Good")]
+    begin = next(_called())[:2]
+    return [*begin, {**_message(role, content), "name": CALLED, "tool_call_id": "probe0001"}]
+
+
+def _message(role: str, content: Any) -> dict[str, Any]:  # noqa: ANN401
+    return {"role": role, "content": content}

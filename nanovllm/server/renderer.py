@@ -1,0 +1,90 @@
+"""The process of `rendering.py`, as the threads that need prompts see it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from nanovllm.server.rendering import Rendered, Task
+
+MAX_WALL_S = 60.0  # for one prompt, on a machine that does other work
+COMMAND = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from nanovllm.server.rendering import work; work({descriptor})"
+)
+
+
+class Renderer:
+    """Renders one template at a time. Its process starts with the first, and again when it ended.
+
+    Threads may call it at once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+
+    def render(self, task: Task) -> Rendered:
+        """Block until the prompt is there, or an error."""
+        body = msgspec.json.encode(task)
+        with self._lock:
+            for is_last in (False, True):
+                child = self._child or _Child()
+                self._child = child
+                answer = child.answer(body, task.max_s)
+                if answer is None or answer.error == "limit":
+                    self._child = None
+                    child.close()
+                if answer is not None:
+                    return answer
+                if is_last:
+                    break
+        return Rendered("the process that renders it ended", "limit")
+
+    def close(self) -> None:
+        """End the process. The next prompt starts it again."""
+        with self._lock:
+            child, self._child = self._child, None
+        if child is not None:
+            child.close()
+
+
+class _Child:
+    """One process. It ends when its pipe is closed, and so with this process."""
+
+    def __init__(self) -> None:
+        self._pipe, theirs = Pipe()
+        descriptor = theirs.fileno()
+        code = COMMAND.format(path=sys.path, descriptor=descriptor)
+        command = [sys.executable, "-I", "-c", code]
+        with theirs:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[descriptor]
+            )
+        self.close = weakref.finalize(self, _end, self._process, self._pipe)
+
+    def answer(self, body: bytes, max_s: float) -> Rendered | None:
+        """Return None if the process ended for a reason that need not come again."""
+        try:
+            self._pipe.send_bytes(body)
+            if not self._pipe.poll(MAX_WALL_S):
+                return Rendered(f"it takes longer than {MAX_WALL_S:g} s", "limit")
+            return msgspec.msgpack.decode(self._pipe.recv_bytes(), type=Rendered)
+        except (EOFError, OSError):
+            self._process.kill()
+            if self._process.wait() == -signal.SIGXCPU:
+                return Rendered(f"it takes longer than {max_s:g} s", "limit")
+            return None
+
+
+def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:
+    pipe.close()
+    process.kill()
+    process.wait()

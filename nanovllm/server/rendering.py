@@ -1,0 +1,205 @@
+"""The process that renders chat templates, and what passes to it and back.
+
+A template comes with a checkpoint and is a program. Here it runs with limits that the operating
+system enforces, whatever it computes: 5 s of CPU time, and memory in proportion to the messages.
+
+Decision: a process, not checks in the sandbox. Multiplication, widths, joins and powers could be
+checked one by one; comparing nested lists or a filter in C could not be, and a thread cannot be
+stopped. It costs 0.1 s at start, 25 MB, and some 0.1 ms for each prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+from msgspec import Struct
+
+from nanovllm.server.sandbox import environment
+
+NAME = "nanovllm-render"
+SPARE_BYTES = 96 << 20  # that a template may take, and for each byte of the messages:
+BYTES_PER_BYTE = 32
+SPARE_CHARS = 4 << 20  # of a prompt, and for each byte of the messages BYTES_PER_BYTE
+MAX_PROMPT_CHARS = 1 << 26
+SPARE_S = 1  # of CPU time, until the process is ended because it does not end the template
+END = "\udfff"  # of the message that is continued: half a surrogate pair, as no client can send
+
+
+class Task(Struct, frozen=True):
+    """A template, and the variables it is rendered with."""
+
+    source: str
+    options: dict[str, Any]
+    max_s: float
+    arguments_as_text: bool = False  # of past calls; otherwise as objects
+    is_continued: bool = False  # the prompt ends within the last message
+
+
+class Rendered(Struct, frozen=True):
+    """A prompt, or why there is none."""
+
+    text: str
+    error: str = ""  # one of ERRORS
+
+
+ERRORS = (
+    "broken",  # the template's syntax
+    "refused",  # the template raised an error
+    "changed",  # the message to be continued is not in the prompt
+    "long",  # the prompt has too many characters
+    "limit",  # the template took too much time or memory; the process ends
+)
+
+
+class TooSlowError(BaseException):
+    """Nothing within a template catches it."""
+
+
+class _LongError(Exception): ...
+
+
+def work(descriptor: int) -> None:
+    """The process's life: tasks in, prompts out, until the other end is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the process ends with its parent
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, _too_slow)
+    with contextlib.suppress(OSError):  # only Linux has it
+        Path("/proc/self/comm").write_text(NAME)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    decode, encode = msgspec.json.Decoder(Task).decode, msgspec.msgpack.encode
+    base, pipe = _memory(), Pipe(descriptor)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            body = pipe.recv_bytes()
+            _limit(resource.RLIMIT_AS, base + SPARE_BYTES + BYTES_PER_BYTE * len(body))
+            answer = answered(body, decode)
+            _limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
+            pipe.send_bytes(encode(answer))
+            if answer.error == "limit":
+                return
+
+
+def answered(body: bytes, decode: Callable[[bytes], Task]) -> Rendered:
+    """Return the prompt, or the error, within the task's limits."""
+    max_s = 0.0
+    try:
+        task = decode(body)
+        max_s = task.max_s
+        spent = os.times()
+        _limit(resource.RLIMIT_CPU, int(spent.user + spent.system + max_s + 1) + SPARE_S)
+        signal.setitimer(signal.ITIMER_PROF, max_s)
+        most = min(MAX_PROMPT_CHARS, SPARE_CHARS + BYTES_PER_BYTE * len(body))
+        return rendered(task, most)
+    except TooSlowError:
+        text = f"it takes longer than {max_s:g} s"
+    except MemoryError:
+        text = f"it takes more than {SPARE_BYTES >> 20} MiB of memory"
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    return Rendered(text, "limit")
+
+
+def rendered(task: Task, max_chars: int) -> Rendered:
+    try:
+        template = _compiled(task.source)
+    except MemoryError:
+        raise
+    except Exception as error:  # jinja's, and the Python compiler's
+        return Rendered(str(error), "broken")
+    messages = task.options["messages"]
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            _shape_arguments(call["function"], as_text=task.arguments_as_text)
+    continued = ""
+    if task.is_continued:
+        continued = _mark_end(messages[-1])
+    try:
+        text = _within(template.generate(task.options), max_chars)
+    except MemoryError:
+        raise
+    except _LongError as error:
+        return Rendered(str(error), "long")
+    except Exception as error:  # whatever a template does with the client's values
+        text = str(error) or type(error).__name__
+        return Rendered(_clean(text.replace(END, "") if task.is_continued else text), "refused")
+    if task.is_continued:
+        *before, _ = text.split(END)
+        text = "".join(before)
+        if not before or not text.rstrip().endswith(continued.strip()):
+            return Rendered("", "changed")
+    return Rendered(_clean(text))
+
+
+@lru_cache(maxsize=32)
+def _compiled(source: str) -> jinja2.Template:
+    return environment().from_string(source)
+
+
+def _within(pieces: Iterable[str], max_chars: int) -> str:
+    text: list[str] = []
+    num_chars = 0
+    for piece in pieces:
+        text.append(piece)
+        num_chars += len(piece)
+        if num_chars > max_chars:
+            raise _LongError(f"the prompt has more than {max_chars} characters")
+    return "".join(text)
+
+
+def _mark_end(message: dict[str, Any]) -> str:
+    """Append END to the message's text, and return the text as it was."""
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] = content + END
+        return content
+    text: str = content[-1]["text"]
+    content[-1]["text"] = text + END
+    return text
+
+
+def _shape_arguments(function: dict[str, Any], *, as_text: bool) -> None:
+    """Make the arguments of a past call text, or an object as far as they are JSON."""
+    given = function["arguments"]
+    if as_text and not isinstance(given, str):
+        function["arguments"] = json.dumps(given, ensure_ascii=False)
+    elif isinstance(given, str) and not as_text:
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(given)
+            function["arguments"] = value if isinstance(value, dict) else given
+
+
+def _clean(text: str) -> str:
+    """Half pairs, which arguments may hold, are no text."""
+    return text.encode(errors="replace").decode()
+
+
+def _too_slow(*_: object) -> None:
+    raise TooSlowError
+
+
+def _memory() -> int:
+    """Return the bytes of address space in use; 0 where the system does not say."""
+    with contextlib.suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        return pages * resource.getpagesize()
+    return 0
+
+
+def _limit(kind: int, value: int) -> None:
+    """Set a soft limit, as far as the hard one allows."""
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        value = hard if value == resource.RLIM_INFINITY else min(value, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(kind, (value, hard))

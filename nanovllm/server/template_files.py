@@ -1,0 +1,86 @@
+"""A checkpoint's chat templates and special tokens, as its folder has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from nanovllm.config import ConfigError
+from nanovllm.tokenizer import read_object
+
+SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+DEFAULT, TOOL_USE = "default", "tool_use"
+
+
+class TemplateFiles(Struct, frozen=True):
+    folder: Path
+    sources: dict[str, str]  # per name of a template; most folders have "default" alone
+    special: dict[str, str]  # the special tokens that templates may print
+
+    def source(self, *, with_tools: bool) -> str:
+        if with_tools and TOOL_USE in self.sources:
+            return self.sources[TOOL_USE]
+        return self.sources[DEFAULT]
+
+
+def template_files(folder: Path) -> TemplateFiles:
+    """Read the folder. Raise ConfigError if there is no template, or a file is broken."""
+    settings = read_object(folder / "tokenizer_config.json")
+    older = read_object(folder / "special_tokens_map.json")
+    special = {
+        name: text
+        for name in SPECIAL_TOKENS
+        if (text := _token_text(settings.get(name, older.get(name)))) is not None
+    }
+    return TemplateFiles(folder, _sources(folder, settings), special)
+
+
+def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Files of their own come before what tokenizer_config.json holds, as in transformers."""
+    found = {
+        path.stem: path.read_text(encoding="utf-8")
+        for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    }
+    if (path := folder / "chat_template.jinja").is_file():
+        found[DEFAULT] = path.read_text(encoding="utf-8")
+    if not found:
+        older = read_object(folder / "chat_template.json").get("chat_template")
+        found = _named(settings.get("chat_template", older))
+    if not found:
+        raise ConfigError(
+            f"{folder} has no chat template: neither chat_template.jinja "
+            "nor chat_template in tokenizer_config.json"
+        )
+    if DEFAULT not in found:
+        names = ", ".join(sorted(found))
+        raise ConfigError(f"{folder} has chat templates ({names}), but none is named {DEFAULT}")
+    return found
+
+
+def _named(given: object) -> dict[str, str]:
+    """One template, or several with their names."""
+    if isinstance(given, str):
+        return {DEFAULT: given}
+    if isinstance(given, Sequence):
+        given = {e["name"]: e.get("template") for e in given if isinstance(e, dict) and "name" in e}
+    if not isinstance(given, dict):
+        return {}
+    return {str(name): source for name, source in given.items() if isinstance(source, str)}
+
+
+def _token_text(value: object) -> str | None:
+    """A special token is written as its text, or as an object that holds it."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
