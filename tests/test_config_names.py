@@ -57,9 +57,9 @@ def test_a_model_s_folder_is_a_recipe(tmp_path: Path) -> None:
     config = load_config(str(copy), ["schedule.slots=3"])
     assert (config.model_dir, config.served_name) == (str(copy), "my-model")
     assert (config.source, config.recipe.schedule.slots) == (str(copy), 3)
-    assert parser_of(config) == "qwen3"  # by config.json
+    assert parser_of(config) == "qwen3"  # by the template
     (copy / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    assert parser_of(config) == "plain"
+    assert parser_of(config) == "qwen3"
 
 
 def test_the_current_folder_has_a_name(tmp_path: Path, monkeypatch) -> None:

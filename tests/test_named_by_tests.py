@@ -93,11 +93,15 @@ DRIVEN_BY = {
     "tests/server/test_protocol.py": "nanovllm/server/errors.py",
     "tests/server/test_large.py": "nanovllm/server/length.py",
     "tests/server/test_shutdown.py": "nanovllm/server/main.py",
+    "tests/server/test_renderer.py": """
+        nanovllm/server/render_task.py nanovllm/server/rendering.py""",
+    "tests/server/test_sandbox.py": "nanovllm/server/template_files.py",
     "tests/server/test_metrics.py": """
         nanovllm/server/metric_help.py nanovllm/server/process_facts.py""",
     "tests/server/parsers/test_families.py": """
         nanovllm/server/parsers/__init__.py nanovllm/server/parsers/base.py
-        nanovllm/server/parsers/json_calls.py nanovllm/server/parsers/json_types.py
+        nanovllm/server/parsers/json_call.py nanovllm/server/parsers/json_calls.py
+        nanovllm/server/parsers/json_types.py
         nanovllm/server/parsers/json_value.py nanovllm/server/parsers/machine.py
         nanovllm/server/parsers/plain.py""",
     "tests/server/structured/test_automata.py": """

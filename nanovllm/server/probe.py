@@ -13,12 +13,13 @@ from typing import Any
 from msgspec import Struct, structs
 
 from nanovllm.config import ConfigError
+from nanovllm.server.render_task import Task
 from nanovllm.server.renderer import Renderer
-from nanovllm.server.rendering import Task
 from nanovllm.server.template_files import TemplateFiles, read_object
 
 MAX_RENDER_S = 5.0
 TOOL, CALLED, TEXT = "probe_tool", "probe_called", "probe_text"
+KEY_OF_PYTHON = "{'probe_key'"  # an object printed as Python prints it is no JSON
 TOOLS = [
     {
         "type": "function",
@@ -55,16 +56,17 @@ ROLES = ("system", "user", "assistant", "tool")
 
 class TemplateFacts(Struct, frozen=True):
     parser: str
+    arguments_as_text: bool = False  # of past calls; otherwise as objects
     shows_tools: bool = True
     reads_parts: frozenset[str] = frozenset()  # the roles whose content it reads as a list, too
     needs_parts: frozenset[str] = frozenset()  # the roles whose content it reads only as a list
 
 
-def needs_text(source: str) -> bool:
-    """Return whether arguments of past calls are text to the template, and not objects.
+def prefers_text(source: str) -> bool:
+    """Return whether arguments of past calls should be text to the template, if both will do.
 
-    Templates that print arguments as they are need the model's own text back; those that serialise
-    or iterate need the object.
+    Templates that print arguments as they are need the model's own text back, so that its pages
+    are found again; those that serialise or iterate need the object.
     """
     return "arguments is string" in source or "tojson" not in source
 
@@ -86,9 +88,10 @@ class _Probe:
     def facts(self) -> TemplateFacts:
         for name, source in self._files.sources.items():
             self._check(name, source)
-        facts = TemplateFacts("plain")
+        facts = TemplateFacts("plain", prefers_text(self._files.source(with_tools=True)))
         try:
-            facts = structs.replace(facts, parser=self._parser())
+            parser, as_text = self._calling()
+            facts = structs.replace(facts, parser=parser, arguments_as_text=as_text)
             facts = structs.replace(facts, shows_tools=self._shows_tools())
             reads, needs = self._parts()
             return structs.replace(facts, reads_parts=reads, needs_parts=needs)
@@ -108,12 +111,19 @@ class _Probe:
                 f"for one message without text, {found.text}"
             )
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: Any = None) -> str | None:  # noqa: ANN401
+    def _rendered(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        as_text: bool | None = None,
+    ) -> str | None:
         """Return None if the template refuses the messages."""
         source = self._files.source(with_tools=tools is not None)
-        options = self._files.special | {"messages": messages, "tools": tools, "documents": None}
-        options["add_generation_prompt"] = False
-        task = Task(source, options, MAX_RENDER_S, arguments_as_text=needs_text(source))
+        options: dict[str, Any] = {**self._files.special, "messages": messages, "tools": tools}
+        options |= {"documents": None, "add_generation_prompt": False}
+        as_text = prefers_text(source) if as_text is None else as_text
+        task = Task(source, options, MAX_RENDER_S, arguments_as_text=as_text)
         found = self._renderer.render(task)
         if found.error == "limit":
             raise _TooMuchError
@@ -121,22 +131,38 @@ class _Probe:
 
     def _shows_tools(self) -> bool:
         """Return False if a request's tools would be dropped without a word."""
-        text = self._rendered([_message("user", TEXT)], TOOLS)
-        return text is None or TOOL in text
+        for begin in ([], [_message("system", TEXT)]):
+            text = self._rendered([*begin, _message("user", TEXT)], TOOLS)
+            if text is None or TOOL in text:
+                return True
+        return False
 
     # -- the parser ----------------------------------------------------------------------------
 
-    def _parser(self) -> str:
-        is_written = False
-        for messages in _called():
-            text = self._rendered(messages, TOOLS) or self._rendered(messages) or ""
-            is_written = is_written or CALLED in text
-            if found := _first(CALLS, text):
-                return found
-        if not is_written:
-            text = self._rendered([_message("user", TEXT)], TOOLS) or ""
-            if found := _first(SHOWN, text) or _first(TOKENS, self._added_tokens()):
-                return found
+    def _calling(self) -> tuple[str, bool]:
+        """Return the parser, and whether the template takes arguments of past calls as text."""
+        first = prefers_text(self._files.source(with_tools=True))
+        written: list[bool] = []
+        for as_text in (first, not first):
+            for messages in _called():
+                text = self._with_call(messages, as_text=as_text)
+                if CALLED not in text or KEY_OF_PYTHON in text:
+                    continue
+                written.append(as_text)
+                if found := _first(CALLS, text):
+                    return found, as_text
+        if written:
+            return self._without_calls(), written[0]
+        text = self._rendered([_message("user", TEXT)], TOOLS) or ""
+        found = _first(SHOWN, text) or _first(TOKENS, self._added_tokens())
+        return found or self._without_calls(), first
+
+    def _with_call(self, messages: list[dict[str, Any]], *, as_text: bool) -> str:
+        """With tools, or without where the template refuses them."""
+        text = self._rendered(messages, TOOLS, as_text=as_text)
+        return text or self._rendered(messages, as_text=as_text) or ""
+
+    def _without_calls(self) -> str:
         thinks = any(END_THINK in source for source in self._files.sources.values())
         return "thinking" if thinks else "plain"
 

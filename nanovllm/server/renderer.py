@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from nanovllm.server.rendering import Rendered, Task
+from nanovllm.server.render_task import Rendered, Task
 
 MAX_WALL_S = 60.0  # for one prompt, on a machine that does other work
 COMMAND = (

@@ -1,4 +1,4 @@
-"""The process that renders chat templates, and what passes to it and back.
+"""The process that renders chat templates.
 
 A template comes with a checkpoint and is a program. Here it runs with limits that the operating
 system enforces, whatever it computes: 5 s of CPU time, and memory in proportion to the messages.
@@ -15,7 +15,8 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -23,8 +24,8 @@ from typing import Any
 
 import jinja2
 import msgspec
-from msgspec import Struct
 
+from nanovllm.server.render_task import Rendered, Task
 from nanovllm.server.sandbox import environment
 
 NAME = "nanovllm-render"
@@ -32,34 +33,11 @@ SPARE_BYTES = 96 << 20  # that a template may take, and for each byte of the mes
 BYTES_PER_BYTE = 32
 SPARE_CHARS = 4 << 20  # of a prompt, and for each byte of the messages BYTES_PER_BYTE
 MAX_PROMPT_CHARS = 1 << 26
+CLOSERS = {"{": "}", "[": "]"}
+MAX_DEPTH = 100  # of JSON that is closed
+MAX_ENDS = 20  # at which that is tried
 SPARE_S = 1  # of CPU time, until the process is ended because it does not end the template
 END = "\udfff"  # of the message that is continued: half a surrogate pair, as no client can send
-
-
-class Task(Struct, frozen=True):
-    """A template, and the variables it is rendered with."""
-
-    source: str
-    options: dict[str, Any]
-    max_s: float
-    arguments_as_text: bool = False  # of past calls; otherwise as objects
-    is_continued: bool = False  # the prompt ends within the last message
-
-
-class Rendered(Struct, frozen=True):
-    """A prompt, or why there is none."""
-
-    text: str
-    error: str = ""  # one of ERRORS
-
-
-ERRORS = (
-    "broken",  # the template's syntax
-    "refused",  # the template raised an error
-    "changed",  # the message to be continued is not in the prompt
-    "long",  # the prompt has too many characters
-    "limit",  # the template took too much time or memory; the process ends
-)
 
 
 class TooSlowError(BaseException):
@@ -169,14 +147,47 @@ def _mark_end(message: dict[str, Any]) -> str:
 
 
 def _shape_arguments(function: dict[str, Any], *, as_text: bool) -> None:
-    """Make the arguments of a past call text, or an object as far as they are JSON."""
+    """Make the arguments of a past call text, or an object as far as they are JSON.
+
+    A client sends a call back that was cut: templates that iterate get what can be read of it.
+    """
     given = function["arguments"]
     if as_text and not isinstance(given, str):
         function["arguments"] = json.dumps(given, ensure_ascii=False)
     elif isinstance(given, str) and not as_text:
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(given)
-            function["arguments"] = value if isinstance(value, dict) else given
+        for text in closable(given):
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(text)
+                function["arguments"] = value if isinstance(value, dict) else given
+                return
+
+
+def closable(text: str) -> Iterator[str]:
+    """Yield the text, and ways to close it as JSON if it breaks off, the longest first."""
+    yield text
+    closers, is_string, is_escaped = "", False, False
+    ends: deque[tuple[int, str]] = deque(maxlen=MAX_ENDS)
+    for at, character in enumerate(text):
+        if is_escaped:
+            is_escaped = False
+        elif is_string:
+            is_escaped = character == "\\"
+            is_string = character != '"'
+        elif character in CLOSERS:
+            closers = CLOSERS[character] + closers
+            ends.append((at + 1, closers))
+        elif closers and character == closers[0]:
+            closers = closers[1:]
+        elif character == ",":
+            ends.append((at, closers))
+        else:
+            is_string = character == '"'
+        if len(closers) > MAX_DEPTH:
+            return
+    if closers:
+        yield text + ('"' if is_string else "") + closers
+        for end, closers in reversed(ends):
+            yield text[:end] + closers
 
 
 def _clean(text: str) -> str:

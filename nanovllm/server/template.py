@@ -17,10 +17,10 @@ from msgspec import Struct, structs
 from nanovllm.config import ConfigError
 from nanovllm.server.errors import ApiError
 from nanovllm.server.length import Lengths
-from nanovllm.server.probe import facts_of, needs_text
+from nanovllm.server.probe import facts_of
 from nanovllm.server.protocol import ChatMessage, ChatRequest, PastCall
+from nanovllm.server.render_task import Task
 from nanovllm.server.renderer import Renderer
-from nanovllm.server.rendering import Task
 from nanovllm.server.template_files import template_files
 from nanovllm.tokenizer import read_tokenizer
 
@@ -100,7 +100,7 @@ class Template:
             source = self._tool_source
         elif options["tools"] and not self._facts.shows_tools:
             raise ApiError(400, NO_TOOLS, param="tools", code="unsupported_tools")
-        as_text = needs_text(source)
+        as_text = self._facts.arguments_as_text or source == self._tool_source
         task = Task(source, options, MAX_RENDER_S, as_text, is_continued)
         found = self._renderer.render(task)
         if not found.error:

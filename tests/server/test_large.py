@@ -16,15 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from nanovllm.config import DEMO
+from nanovllm.config import DEMO, load_config
 from nanovllm.server.errors import ApiError
-from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, Room
+from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, Done, Refused, Room, answered
 from nanovllm.server.length import EXACT_CHARS, Lengths, longest_token
+from nanovllm.server.protocol import ChatRequest
+from nanovllm.server.served import Served
 from tests.server.serving import JSON, Api, body, content, eventually, parsed_events, serving
+from tests.server.test_chat import ENGINE
 
 CHAT = "/v1/chat/completions"
 DEMO_TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -234,6 +238,22 @@ def test_the_process_writes_the_log_as_the_recipe_says() -> None:
     found = json.loads(line)
     assert (found["level"], found["message"]) == ("error", "a large body failed"), run.stderr
     assert "no such thing" in found["exception"]
+
+
+def test_the_process_answers_in_msgpack() -> None:
+    """What renders an unknown checkpoint's template sends values, and no pickled code."""
+    served = Served(load_config(None), ENGINE)
+    wide = {"type": "integer", "maximum": 10**30}  # more than msgpack's integers hold
+    given = body("hello", tools=[{"type": "function", "function": {"name": "f"}}], seed=7)
+    given["tools"][0]["function"]["parameters"] = {"properties": {"n": wide}}
+    given["stop"] = ["\u00e9"]
+    found = msgspec.msgpack.decode(answered(json.dumps(given).encode(), served), type=Done)
+    rest = msgspec.json.decode(found.rest, type=ChatRequest)
+    assert (rest.seed, rest.stop, rest.messages) == (7, ["\u00e9"], [])
+    assert rest.tools == given["tools"]
+    assert found.prompt == served.template.prompt(served.request(json.dumps(given).encode()))
+    refused = msgspec.msgpack.decode(answered(b'{"messages": []}', served), type=Refused)
+    assert (refused.status, refused.param) == (400, "messages")
 
 
 def test_large_bodies_share_a_room() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -17,6 +19,8 @@ from nanovllm.server.parsers import PARSERS
 from nanovllm.server.parsers.base import CallPart, CallStart
 from nanovllm.server.parsers.machine import OutputParser
 from nanovllm.server.protocol import ChatRequest
+from nanovllm.server.render_task import Rendered, Task
+from nanovllm.server.renderer import Renderer
 from nanovllm.server.template import Template
 from tests.server.tiny_tokenizer import write_folder
 
@@ -240,22 +244,136 @@ def test_deepseek_r1_gets_tools_although_its_template_ignores_them(tmp_path) -> 
     assert [e.text for e in events if isinstance(e, CallPart)] == ['{"a": 1}'] * 2
 
 
+MEMORY = "more than 96 MiB of memory"
+CHARS = "the prompt has more than [0-9]+ characters"
+LONG = "longer than 0.3 s"
+DEEP = "maximum recursion depth exceeded"
+# n is 0 for an empty message: a template that is harmless at start, and not in a request.
+TOO_MUCH = {
+    "a text times a number": ("{{ 'a' * (n * 10**9) }}", MEMORY),
+    "a list times a number": ("{{ ([n] * (n * 10**9)) | length }}", MEMORY),
+    "a long prompt": ("{{ 'a' * (n * 10**6) }}", CHARS),
+    "many pieces": ("{% for i in range(9999) %}{{ 'a' * (n * 200) }}{% endfor %}", CHARS),
+    "a large range": ("{{ range(n * 10**9) | list | length }}", "Range too big"),
+    "a range in a loop": ("{% for i in range(n * 10**9) %}{% endfor %}", "Range too big"),
+    "nested loops": (
+        "{% for i in range(n * 9999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+        LONG + "|" + CHARS,
+    ),
+    "nested loops without output": (
+        "{% for i in range(n * 9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        LONG,
+    ),
+    "a tree of macros": (
+        "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+        "{{ f(n * 20) }}",
+        LONG,
+    ),
+    "endless recursion": (
+        "{% macro f(n) %}{{ f(n) }}{% endmacro %}{% if n %}{{ f(n) }}{% endif %}",
+        DEEP,
+    ),
+    "a width": ("{{ '%*d' % (n * 10**9, 1) }}", MEMORY),
+    "a width as text": ("{{ ('%' ~ n ~ '00000000d') % 1 }}", MEMORY),
+    "format": ("{{ '{:>{w}}'.format('x', w=n * 10**9) }}", MEMORY),
+    "the filter format": ("{{ '%*d' | format(n * 10**9, 1) }}", MEMORY),
+    "the filter center": ("{{ 'x' | center(n * 10**9) }}", MEMORY),
+    "center": ("{{ 'x'.center(n * 10**9) }}", MEMORY),
+    "ljust": ("{{ 'x'.ljust(n * 10**9) }}", MEMORY),
+    "rjust": ("{{ 'x'.rjust(n * 10**9) }}", MEMORY),
+    "zfill": ("{{ 'x'.zfill(n * 10**9) }}", MEMORY),
+    "expandtabs": ("{{ '\t'.expandtabs(n * 10**8) }}", MEMORY),
+    "replace": ("{{ ('a' * (n * 10**6)).replace('a', 'b' * 10**6) }}", MEMORY),
+    "join": ("{{ ('b' * 10**6).join('a' * (n * 10**6)) }}", MEMORY),
+    "the filter join": ("{{ ('a' * (n * 10**6)) | join('b' * 10**6) }}", MEMORY + "|" + LONG),
+    "indent": ("{{ ('a\n' * (n * 10**6)) | indent(n * 10**6) }}", MEMORY),
+    "split": ("{{ ('a b ' * (n * 10**7)).split() | length }}", MEMORY),
+    "a power": ("{{ (10 + n) ** (10 ** (10 * n)) }}", LONG + "|" + MEMORY),
+    "a power of powers": ("{{ 7 ** (7 ** (n * 3)) ** 7 }}", LONG + "|" + MEMORY + "|digits"),
+    "doubled by ~": (
+        "{% set x = namespace(t='a') %}{% for i in range(n * 20) %}"
+        "{% set x.t = x.t ~ x.t %}{% endfor %}{{ x.t }}",
+        MEMORY,
+    ),
+    "doubled lists": (
+        "{% set x = namespace(t=[1]) %}{% for i in range(n * 20) %}"
+        "{% set x.t = x.t + x.t %}{% endfor %}{{ x.t | length }}",
+        MEMORY,
+    ),
+    "a small list that is large when it is printed": (
+        "{% set x = namespace(t=[1]) %}{% for i in range(n * 20) %}"
+        "{% set x.t = [x.t, x.t] %}{% endfor %}{{ x.t }}",
+        MEMORY + "|" + LONG,
+    ),
+    "the same as JSON": (
+        "{% set x = namespace(t=[1]) %}{% for i in range(n * 20) %}"
+        "{% set x.t = [x.t, x.t] %}{% endfor %}{{ x.t | tojson }}",
+        MEMORY + "|" + LONG,
+    ),
+    "words": ("{{ lipsum(n * 10**6) }}", LONG + "|" + MEMORY + "|" + CHARS),
+}
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[Renderer]:
+    made = Renderer()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_a_template_cannot_take_memory_or_time(tmp_path, name, monkeypatch, renderer) -> None:
+    monkeypatch.setattr("nanovllm.server.template.MAX_RENDER_S", 0.3)
+    monkeypatch.setattr("nanovllm.server.probe.MAX_RENDER_S", 0.3)
+    source, words = TOO_MUCH[name]
+    source = "{% set n = messages[0].content | length %}ok" + source
+    template = Template(write_folder(tmp_path, source), renderer=renderer)
+    before, begin = peak_kib(), time.monotonic()
+    with pytest.raises(ApiError, match=f"messages: the chat template refused them: .*({words})"):
+        template.render(hello())
+    assert time.monotonic() - begin < 20
+    assert peak_kib() - before < 200 * 1024
+    assert template.render(request([{"role": "user", "content": ""}])).startswith("ok")
+
+
+def peak_kib() -> int:
+    """The most memory that this process or one of those it ended ever had."""
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return max(resource.getrusage(kind).ru_maxrss for kind in kinds)
+
+
+EQUAL = (
+    "{% set x = namespace(t=[1], u=[1]) %}{% for i in range(n * 20) %}"
+    "{% set x.t = [x.t, x.t] %}{% set x.u = [x.u, x.u] %}{% endfor %}{{ x.t == x.u }}"
+)
+
+
+def test_what_holds_the_interpreter_is_ended_from_outside(tmp_path, renderer) -> None:
+    """No exception of a timer ends a comparison: the system ends the process."""
+    source = "{% set n = messages[0].content | length %}" + EQUAL
+    task = Task(source, {"messages": [{"role": "user", "content": "hello"}]}, 0.2)
+    assert renderer.render(task) == Rendered("it takes longer than 0.2 s", "limit")
+    task = Task("fine", {"messages": []}, 0.2)
+    assert renderer.render(task) == Rendered("fine")
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{{ 'x' * 70000000 }}", r"more than 67108864 characters"),
-        (FOREVER, "longer than 0.2 s"),
-        (SILENTLY, "longer than 0.2 s"),
-        (TREE, "longer than 0.2 s"),
+        ("{{ 'a' * 10**10 }}", MEMORY),
+        ("{{ 'x' * 70000000 }}", MEMORY + "|" + CHARS),
+        (FOREVER, LONG + "|" + CHARS),
+        (SILENTLY, LONG),
+        (TREE, LONG),
     ],
 )
-def test_a_template_is_neither_endless_nor_slow(tmp_path, source, words, monkeypatch) -> None:
-    monkeypatch.setattr("nanovllm.server.template.MAX_RENDER_S", 0.2)
-    template = Template(write_folder(tmp_path, source))
-    begin = time.monotonic()
-    with pytest.raises(ApiError, match=words):
-        template.render(hello())
-    assert time.monotonic() - begin < 20
+def test_a_template_that_always_takes_too_much_ends_the_start(
+    tmp_path, source, words, monkeypatch
+) -> None:
+    monkeypatch.setattr("nanovllm.server.probe.MAX_RENDER_S", 0.3)
+    with pytest.raises(ConfigError, match=f"for one message without text, .*({words})") as caught:
+        Template(write_folder(tmp_path, source))
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_dates_can_be_asked_for(tmp_path) -> None:
@@ -358,7 +476,7 @@ def test_the_api_process_starts_without_torch_or_transformers() -> None:
     code = (
         "import sys; import nanovllm.server.main; from nanovllm.config import DEMO;"
         "from nanovllm.server.template import Template; Template(DEMO);"
-        "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+        "print([m for m in ('torch', 'transformers', 'numpy', 'jinja2') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

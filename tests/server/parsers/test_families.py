@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from nanovllm.server.parsers import PARSERS, parser_for
+from nanovllm.server.parsers import PARSERS
 from nanovllm.server.parsers.base import CallPart, CallStart, Event, Reasoning, Text
 from nanovllm.server.parsers.json_calls import CALL, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from nanovllm.server.parsers.machine import OutputParser
@@ -600,18 +600,3 @@ def test_the_last_turn_is_found_in_the_prompt() -> None:
     assert qwen3.last_turn(history + "<think>x<|im_end|>\n") == "\n"
     assert qwen3.last_turn("### User: <think>\n### Model:") == ""
     assert qwen3.last_turn("### User: hm\n### Model: <think>\n") == "<think>"
-
-
-@pytest.mark.parametrize(
-    ("architecture", "model", "expected"),
-    [
-        ("Qwen3ForCausalLM", "Qwen/Qwen3-8B", "qwen3"),
-        ("Qwen3NextForCausalLM", "Qwen/Qwen3-Coder-Next", "qwen3_coder"),
-        ("MiniMaxM2ForCausalLM", "MiniMaxAI/MiniMax-M2", "minimax_m2"),
-        ("DeepseekV3ForCausalLM", "deepseek-ai/DeepSeek-R1", "deepseek_r1"),
-        ("LlamaForCausalLM", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "deepseek_r1"),
-        ("LlamaForCausalLM", "meta-llama/Llama-3.1-8B", "plain"),
-    ],
-)
-def test_auto(architecture, model, expected) -> None:
-    assert parser_for([architecture], model) == expected
