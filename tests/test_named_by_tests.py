@@ -98,9 +98,9 @@ DRIVEN_BY = {
     "tests/server/test_sandbox.py": "nanovllm/server/template_files.py",
     "tests/server/test_metrics.py": """
         nanovllm/server/metric_help.py nanovllm/server/process_facts.py""",
+    "tests/server/parsers/test_json_calls.py": "nanovllm/server/parsers/json_call.py",
     "tests/server/parsers/test_families.py": """
         nanovllm/server/parsers/__init__.py nanovllm/server/parsers/base.py
-        nanovllm/server/parsers/json_call.py nanovllm/server/parsers/json_calls.py
         nanovllm/server/parsers/json_types.py
         nanovllm/server/parsers/json_value.py nanovllm/server/parsers/machine.py
         nanovllm/server/parsers/plain.py""",
@@ -108,7 +108,7 @@ DRIVEN_BY = {
         nanovllm/server/structured/numbers.py nanovllm/server/structured/regexes.py
         nanovllm/server/structured/texts.py""",
     "tests/server/structured/test_tag.py": """
-        nanovllm/server/structured/calls.py nanovllm/server/structured/forms.py""",
+        nanovllm/server/structured/forms.py""",
     "tests/server/structured/test_schemas.py": """
         nanovllm/server/structured/facts.py nanovllm/server/structured/grammar.py
         nanovllm/server/structured/keywords.py nanovllm/server/structured/negation.py

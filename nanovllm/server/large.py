@@ -45,7 +45,7 @@ NAME = "nanovllm-large"
 Prepared = tuple[ChatRequest, Prompt]
 
 
-class Refused(Struct, frozen=True, tag=True):
+class RefusedBody(Struct, frozen=True, tag=True):
     """What the process answers instead of a prompt: an ApiError's arguments."""
 
     status: int
@@ -54,12 +54,12 @@ class Refused(Struct, frozen=True, tag=True):
     code: str | None
 
 
-class Done(Struct, frozen=True, tag=True):
+class PreparedBody(Struct, frozen=True, tag=True):
     rest: bytes  # JSON: numbers may have more digits than msgpack takes
     prompt: Prompt
 
 
-_decode = msgspec.msgpack.Decoder(Done | Refused).decode
+_decode = msgspec.msgpack.Decoder(PreparedBody | RefusedBody).decode
 
 
 class Room:
@@ -165,7 +165,7 @@ class _Worker:
             self.kill()
             text = "the process for large requests ended; the next one begins anew"
             raise ApiError(503, text, code="large_body_failed") from None
-        if isinstance(answer, Refused):
+        if isinstance(answer, RefusedBody):
             raise ApiError(answer.status, answer.message, param=answer.param, code=answer.code)
         return msgspec.json.decode(answer.rest, type=ChatRequest), answer.prompt
 
@@ -206,8 +206,8 @@ def work(pipe: Pipe, config: Config, ready: Ready) -> None:
 
 
 def answered(body: bytes, served: Served) -> bytes:
-    """Return a `Done` or a `Refused`, in msgpack."""
-    answer: Done | Refused
+    """Return a `PreparedBody` or a `RefusedBody`, in msgpack."""
+    answer: PreparedBody | RefusedBody
     try:
         request = served.request(body)
         prompt = served.template.prompt(request, served.max_model_tokens)
@@ -215,10 +215,10 @@ def answered(body: bytes, served: Served) -> bytes:
         if len(rest) > MAX_LEFT_BYTES:
             text = f"the body must have at most {MAX_LEFT_BYTES} bytes beside its messages"
             raise ApiError(400, text, code="body_too_large")
-        answer = Done(rest, prompt)
+        answer = PreparedBody(rest, prompt)
     except Exception as error:
         if not isinstance(error, ApiError):
             log.exception("a large body failed")
             error = ApiError(500, "internal error")
-        answer = Refused(error.status, error.message, error.param, error.code)
+        answer = RefusedBody(error.status, error.message, error.param, error.code)
     return msgspec.msgpack.encode(answer)

@@ -20,7 +20,7 @@ from jinja2.utils import Namespace
 
 
 class Generation(Extension):
-    """{% generation %}: marks an assistant's text for training; it is rendered as any other."""
+    """The tag `generation`, which marks text for training: its body is rendered as it is."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 

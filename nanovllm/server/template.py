@@ -161,7 +161,7 @@ class Template:
 
 
 def _call(call: PastCall) -> dict[str, Any]:
-    """As text wherever it is, to be parsed in the process that renders it."""
+    """Return a past call. The process that renders it parses its arguments."""
     arguments = call.function.arguments or {}
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

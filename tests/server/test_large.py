@@ -23,7 +23,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from nanovllm.config import DEMO, load_config
 from nanovllm.server.errors import ApiError
-from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, Done, Refused, Room, answered
+from nanovllm.server.large import (
+    LARGE_BYTES,
+    MANY_MESSAGES,
+    PreparedBody,
+    RefusedBody,
+    Room,
+    answered,
+)
 from nanovllm.server.length import EXACT_CHARS, Lengths, longest_token
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
@@ -247,12 +254,12 @@ def test_the_process_answers_in_msgpack() -> None:
     given = body("hello", tools=[{"type": "function", "function": {"name": "f"}}], seed=7)
     given["tools"][0]["function"]["parameters"] = {"properties": {"n": wide}}
     given["stop"] = ["\u00e9"]
-    found = msgspec.msgpack.decode(answered(json.dumps(given).encode(), served), type=Done)
+    found = msgspec.msgpack.decode(answered(json.dumps(given).encode(), served), type=PreparedBody)
     rest = msgspec.json.decode(found.rest, type=ChatRequest)
     assert (rest.seed, rest.stop, rest.messages) == (7, ["\u00e9"], [])
     assert rest.tools == given["tools"]
     assert found.prompt == served.template.prompt(served.request(json.dumps(given).encode()))
-    refused = msgspec.msgpack.decode(answered(b'{"messages": []}', served), type=Refused)
+    refused = msgspec.msgpack.decode(answered(b'{"messages": []}', served), type=RefusedBody)
     assert (refused.status, refused.param) == (400, "messages")
 
 
