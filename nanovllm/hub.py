@@ -100,8 +100,8 @@ def reach(url: str) -> None:
         try:
             asyncio.run(connect())
         except OSError as error:
-            is_known = (error.errno or 0) > 0
-            problem[:] = [os.strerror(error.errno) if is_known else error.strerror or error]
+            number = error.errno or 0
+            problem[:] = [os.strerror(number) if number > 0 else error.strerror or error]
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()

@@ -23,7 +23,7 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
 
 
-class Entry(Struct, frozen=True):
+class TokenEntry(Struct, frozen=True):
     """A token of `added_tokens_decoder`, or one that a setting writes as an object."""
 
     content: str
@@ -87,7 +87,7 @@ def added_tokens(folder: Path, settings: dict[str, Any]) -> list[AddedToken]:
             entries = [
                 entry
                 for _, entry in sorted(
-                    msgspec.convert(listed, dict[int, Entry], strict=False).items()
+                    msgspec.convert(listed, dict[int, TokenEntry], strict=False).items()
                 )
             ]
         else:  # older folders: transformers reads these files only then
@@ -104,12 +104,12 @@ def added_tokens(folder: Path, settings: dict[str, Any]) -> list[AddedToken]:
     return tokens + [one.token(is_named=True) for one in special if one.content not in known]
 
 
-def older_entries(folder: Path, named: dict[str, Any]) -> list[Entry]:
+def older_entries(folder: Path, named: dict[str, Any]) -> list[TokenEntry]:
     """Return the tokens of added_tokens.json, which has no more than their ids."""
     ids = msgspec.convert(read_object(folder / "added_tokens.json"), dict[str, int])
     special = {one.content for one in map(special_token, special_values(named)) if one is not None}
     ordered = sorted(ids, key=lambda text: ids[text])
-    return [Entry(text, special=text in special) for text in ordered]
+    return [TokenEntry(text, special=text in special) for text in ordered]
 
 
 def special_values(settings: dict[str, Any]) -> list[Any]:
@@ -120,12 +120,12 @@ def special_values(settings: dict[str, Any]) -> list[Any]:
     return values
 
 
-def special_token(value: object) -> Entry | None:
+def special_token(value: object) -> TokenEntry | None:
     """Return a special token that is written as its text, or as an object that holds it."""
     if isinstance(value, dict):
-        value = msgspec.convert(value, Entry)
+        value = msgspec.convert(value, TokenEntry)
         return msgspec.structs.replace(value, special=True)
-    return Entry(value, special=True) if isinstance(value, str) and value else None
+    return TokenEntry(value, special=True) if isinstance(value, str) and value else None
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:

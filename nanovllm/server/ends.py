@@ -9,7 +9,7 @@ the sampler (min_tokens) and the detokenizer, and the engine's grammars end with
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from msgspec import Struct
 from nanovllm.config import NOT_JSON, Config, ConfigError
 from nanovllm.server.errors import ApiError
 from nanovllm.server.protocol import ChatMessage, ChatRequest
+from nanovllm.server.renderer import Renderer
 from nanovllm.server.template import Template
 from nanovllm.tokenizer import special_ids
 
@@ -37,7 +38,9 @@ def eos_ids_of(config: Config, template: Template | None = None) -> tuple[int, .
     `template`: of the model's folder, if it is read already. Ids beyond the vocabulary are left
     out. Raise ConfigError that names a broken file.
     """
-    template = template or Template(Path(config.tokenizer_dir))
+    if template is None:
+        with closing(Renderer()) as renderer:
+            return eos_ids_of(config, Template(Path(config.tokenizer_dir), renderer=renderer))
     own = read(Path(config.config_path))
     found = named(own)
     if config.model_dir is not None:

@@ -15,7 +15,8 @@ from msgspec import Struct, structs
 from nanovllm.config import ConfigError
 from nanovllm.server.render_task import Task
 from nanovllm.server.renderer import Renderer
-from nanovllm.server.template_files import TemplateFiles, read_object
+from nanovllm.server.template_files import TemplateFiles
+from nanovllm.tokenizer import read_object
 
 MAX_RENDER_S = 5.0
 TOOL, CALLED, TEXT = "probe_tool", "probe_called", "probe_text"

@@ -14,7 +14,6 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from nanovllm.config import ConfigError
 from nanovllm.server.errors import ApiError
 from nanovllm.server.length import Lengths
 from nanovllm.server.probe import facts_of
