@@ -24,7 +24,8 @@ import click
 import torch
 from safetensors.torch import save_file
 
-from nanovllm.bench.record import of_this_machine, write_to
+from nanovllm.bench.record import of_this_machine
+from nanovllm.bench.store import put
 from nanovllm.config import DEMO, Config, load_config
 from nanovllm.models.shards import DTYPES, shards
 from nanovllm.models.weights import destinations, fill, in_blocks
@@ -69,7 +70,7 @@ def main() -> None:
             workload={"name": "loading", "files": len(paths), "ranks": options.ranks},
             metrics=metrics,
         )
-        write_to(options.json, record)
+        put(record, options.json)
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -36,8 +36,8 @@ measure() {
         done
         ;;
     kernels)
-        nanovllm check-kernels --json "results/kernels-$(date +%F).json"
-        nanovllm capture-graphs $small --load-format dummy --load 1-512 --json "results/graphs-$(date +%F).json"
+        nanovllm check-kernels --json results
+        nanovllm capture-graphs $small --load-format dummy --load 1-512 --json results
         ;;
     ablation) # what each optimisation brings, on one machine
         nanovllm bench --offline $small --workload w1 "${common[@]}" \
@@ -68,7 +68,7 @@ measure() {
         done
         ;;
     ranks) # Qwen3-32B on one GPU, then on as many as RANKS says, two if it does not
-        nanovllm check-kernels --tp "${RANKS:-2}" --json "results/sums-$(date +%F).json"
+        nanovllm check-kernels --tp "${RANKS:-2}" --json results
         for ranks in 1 "${RANKS:-2}"; do
             nanovllm bench --offline recipes/qwen3-32b.yaml --workload bs1,bs64,bs256,prefill "${common[@]}" \
                 --set parallel.tp=$ranks --set schedule.slots=256
@@ -77,7 +77,7 @@ measure() {
     lanes) # experts over as many GPUs as RANKS says, two if it does not: attention by data, then by tensor; LAYERS: of each model, the first
         local size=${RANKS:-2} layers=()
         [ -n "${LAYERS:-}" ] && layers=(--set "model.num_layers=$LAYERS")
-        nanovllm check-kernels --tp $size --json "results/sums-$(date +%F).json"
+        nanovllm check-kernels --tp $size --json results
         for recipe in ${RECIPES:-recipes/qwen3-30b-a3b.yaml}; do
             for ranks in "{tp: 1, ep: $size}" "{tp: $size, ep: $size}" "{tp: $size}"; do
                 nanovllm bench --offline $recipe --workload bs1-256,bs64,bs256-128,prefill "${common[@]}" --set "parallel=$ranks" \
@@ -107,7 +107,7 @@ measure() {
                 --ablate quantize=fp8,kernels.fp8_linear=tiled --ablate quantize=fp8,kernels.fp8_linear=cute
         done
         for recipe in "$large --set quantize=fp8 --set kernels.fp8_linear=cute" "recipes/qwen3-30b-a3b.yaml --set experts.routing=uniform"; do
-            timeout 100 python3 results/profiled.py "results/profile-$(basename ${recipe%%.yaml*}).txt" 200 10 bench --offline $recipe --workload bs1 "${common[@]}" --results-dir "$(mktemp -d)"
+            timeout 100 python3 results/profiled.py "results/scratch/profile-$(basename ${recipe%%.yaml*}).txt" 200 10 bench --offline $recipe --workload bs1 "${common[@]}" --results-dir "$(mktemp -d)"
         done
         ;;
     experts) # the same, of models with experts: a hash chooses them here, and there random numbers do
@@ -121,10 +121,10 @@ measure() {
         done
         ;;
     latent) # DeepSeek-R1's first 6 layers on one GPU: its kernels, its tests, then prompts absorbed and expanded, and both caches; beside vLLM by: RECIPES=recipes/deepseek-r1.yaml results/measure.sh experts
-        nanovllm check-kernels --kernel latent_store --kernel latent_decode --kernel latent_decode_cute --json "results/latent-$(date +%F).json"
+        nanovllm check-kernels --kernel latent_store --kernel latent_decode --kernel latent_decode_cute --json results
         python3 -m pytest -q tests/gpu/test_latent_chunks.py tests/gpu/test_latent.py
         timeout 100 python3 -m tests.gpu.test_latent_chunks # which chunks are to be expanded
-        timeout 200 python3 results/profiled.py results/profile-deepseek-r1.txt 100 10 bench --offline recipes/deepseek-r1.yaml --workload bs1-256 "${common[@]}" \
+        timeout 200 python3 results/profiled.py results/scratch/profile-deepseek-r1.txt 100 10 bench --offline recipes/deepseek-r1.yaml --workload bs1-256 "${common[@]}" \
             --set parallel.tp=1 --set model.num_layers=6 --set experts.routing=uniform --results-dir "$(mktemp -d)"
         for load in bs1-256 bs64 bs256-128 prefill; do
             nanovllm bench --offline recipes/deepseek-r1.yaml --workload $load "${common[@]}" --set parallel.tp=1 \
@@ -133,11 +133,11 @@ measure() {
         done
         ;;
     turns) # Qwen3-Next whole in fp8 on one GPU: a conversation's second turn of 30,000 tokens, then 1 to 512 streams
-        python3 results/turns.py recipes/qwen3-next-80b-a3b.yaml --set load.format=dummy --set quantize=fp8 --set parallel.tp=1 --json "results/turns-$(date +%F).json"
+        python3 results/turns.py recipes/qwen3-next-80b-a3b.yaml --set load.format=dummy --set quantize=fp8 --set parallel.tp=1 --json results
         nanovllm bench --start recipes/qwen3-next-80b-a3b.yaml --sweep 1,8,64,256,512 --input-len 512 --output-len 128 --processes 6 "${common[@]}" --set quantize=fp8 --set parallel.tp=1 --set schedule.slots=512 --set experts.routing=uniform
         ;;
     hybrid) # Qwen3-Next on one GPU: its kernels, its tests, its first 16 layers in bf16, then all of them in fp8
-        nanovllm check-kernels --kernel route --kernel delta_decode --kernel delta_drafted --kernel delta_prefill --json "results/hybrid-$(date +%F).json"
+        nanovllm check-kernels --kernel route --kernel delta_decode --kernel delta_drafted --kernel delta_prefill --json results
         python3 -m pytest -o addopts= -q --tb=short tests/gpu/test_hybrid.py
         python3 results/delta.py --quick
         for how in model.num_layers=16 quantize=fp8; do

@@ -30,7 +30,7 @@ from typing import Any
 
 import click
 
-from nanovllm.bench import record, sweep
+from nanovllm.bench import record, store, sweep
 from nanovllm.bench.measure import now
 from nanovllm.bench.record import Record
 from nanovllm.bench.started import NotStarted, started
@@ -201,7 +201,7 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
                 "start_to_ready_s": found["ready_s"],
             },
         )
-        click.echo(f"record: {record.write(one, options.results_dir)}")
+        click.echo(f"record: {store.write(one, options.results_dir)}")
         records.append(one)
     same = ["--set", f"model.num_layers={options.layers}"] if options.layers else []
     given = "--load-format", "dummy", *options.ours, *same, *flags
@@ -284,23 +284,21 @@ def bench(line: Sequence[str], results_dir: Path) -> list[Record]:
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
     click.echo(done.stdout)
     done.check_returncode()
-    paths = re.findall(r"^record: (.+)$", done.stdout, re.MULTILINE)
-    return [record.read(Path(path)) for path in paths]
+    places = re.findall(r"^record: (.+)$", done.stdout, re.MULTILINE)
+    return [store.find(place, results_dir) for place in places]
 
 
 def conclude(records: Sequence[Record], results_dir: Path, name: str) -> None:
-    """The records' table of ratios and, of several loads, their plot, beside them."""
+    """Print the records' table of ratios and, of several loads, plot them."""
     digests = {(one.workload["name"], one.workload.get("digest")) for one in records}
     if len(digests) > len({name for name, _ in digests}):
         raise click.ClickException(f"the engines got different prompts: {sorted(digests)}")
     shared, found = sweep.curves(records)
-    text = sweep.table(shared, found)
-    path = sweep.place(records, results_dir, name, ".txt")
-    path.write_text(f"{records[0].started_at}  {shlex.join(sys.argv)}\n\n{text}\n")
-    click.echo(f"\n{text}\ntable: {path}")
+    again = sweep.command(records, results_dir)
+    click.echo(f"\n{sweep.table(shared, found)}\nthis table again: {again}")
     is_curve = len({sweep.intensity(one) for one in records}) > 1 and records[0].kind == "serve"
     if is_curve and not (problem := sweep.missing()):
-        plot = sweep.place(records, results_dir, name, ".svg")
+        plot = sweep.plot_path(records, results_dir, name)
         sweep.draw(plot, shared, found)
         click.echo(f"plot: {plot}")
     elif is_curve:

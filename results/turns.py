@@ -29,8 +29,9 @@ import httpx
 import msgspec
 
 from nanovllm.bench.online import wording_of
-from nanovllm.bench.record import of_this_machine, write_to
+from nanovllm.bench.record import of_this_machine
 from nanovllm.bench.started import started
+from nanovllm.bench.store import put
 from nanovllm.bench.workload import Wording
 from nanovllm.config import load_config
 
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             workload={"name": "turns", **load},
             metrics=metrics,
         )
-        write_to(options.json, record)
+        put(record, options.json)
 
 
 def conversation(

@@ -25,8 +25,9 @@ from pathlib import Path
 import click
 import httpx
 
-from nanovllm.bench.record import of_this_machine, write_to
+from nanovllm.bench.record import of_this_machine
 from nanovllm.bench.started import started
+from nanovllm.bench.store import put
 
 RATE, TOKENS = 50, 200  # of each stream, a second and in all
 ASKED_S = 0.25  # between two questions of the page for steps; every fourth time for metrics, too
@@ -67,7 +68,7 @@ def main() -> None:
             workload={"name": "watching", "streams": options.streams, "rounds": options.rounds},
             metrics=metrics,
         )
-        write_to(options.json, record)
+        put(record, options.json)
 
 
 async def gaps_p99_ms(url: str, num_streams: int) -> float:

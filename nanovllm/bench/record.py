@@ -1,7 +1,7 @@
-"""The record of one measurement: its schema, its place under results/, its writer and reader.
+"""The record of one measurement: its schema, and a file that holds one record.
 
-It says on which machine it was made, from which commit, with which versions.
-Does not know how anything was measured. `python -m nanovllm.bench.record > results/schema.json`
+A record names the machine, the commit and the versions of the packages. `store` keeps many of them.
+How anything is measured is not known here. `python -m nanovllm.bench.record > results/schema.json`
 writes the schema.
 """
 
@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,27 +109,6 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def altered(self) -> dict[str, Any]:
         """What tells records of a day apart, out of `changed`."""
         return {key: value for key, value in self.changed.items() if not key.startswith(UNNAMED)}
-
-
-def write(record: Record, results_dir: Path) -> Path:
-    path = new_path(record, results_dir)
-    write_to(path, record)
-    return path
-
-
-def new_path(record: Record, results_dir: Path, suffix: str = ".json") -> Path:
-    """A path results/<machine>/<kind>/<date>_<commit>_<name>.json, or scratch/ if nobody could
-    redo it.
-
-    Never one that exists: a second record of that name gets a number.
-    """
-    place = Path(record.machine.slug, record.kind)
-    folder = results_dir / (place if record.is_publishable else "scratch" / place)
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{record.started_at[:10]}_{record.commit[:7] or 'unknown'}_{name(record)}"
-    names = (f"{stem}_{again}" if again > 1 else stem for again in count(1))
-    paths = (folder / f"{one}{suffix}" for one in names)
-    return next(path for path in paths if not path.exists())
 
 
 def write_to(path: Path, record: Record) -> None:

@@ -14,8 +14,9 @@ from typing import Any, Literal
 import pandas as pd
 from msgspec.structs import replace
 
+from nanovllm.bench import store
 from nanovllm.bench.measure import COUNT
-from nanovllm.bench.record import Record, new_path
+from nanovllm.bench.record import Record
 from nanovllm.config import ConfigError
 
 RATE, TPOT, TTFT = "output_tokens_per_s", "tpot_p50_ms", "ttft_p50_ms"
@@ -176,10 +177,17 @@ def scale(values: Sequence[float]) -> str:
     return "log" if 0 < min(values) * LOG_ABOVE < max(values) else "linear"
 
 
-def place(records: Sequence[Record], results_dir: Path, name: str, suffix: str) -> Path:
-    """The path of what is said of these records together, beside them."""
+def plot_path(records: Sequence[Record], results_dir: Path, name: str) -> Path:
+    """Return the path of a new plot of these records, named after the first of them."""
     first = records[0]
-    return new_path(replace(first, workload=first.workload | {"name": name}), results_dir, suffix)
+    return store.plot_path(replace(first, workload=first.workload | {"name": name}), results_dir)
+
+
+def command(records: Sequence[Record], results_dir: Path) -> str:
+    """Return the command that prints the table of these records again."""
+    ids = " ".join(store.entry_of(record).id for record in records)
+    folder = "" if results_dir == Path("results") else f" --results-dir {results_dir}"
+    return f"nanovllm bench --compare {ids}{folder}"
 
 
 def compare(a: Record, b: Record) -> str:

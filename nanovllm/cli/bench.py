@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from tqdm import tqdm
 
 from nanovllm import experts, launch
-from nanovllm.bench import offline, online, record, report, sweep
+from nanovllm.bench import offline, online, record, report, store, sweep
 from nanovllm.bench.measure import Advance, Outcome
 from nanovllm.bench.started import LiveServer, NotStarted, started
 from nanovllm.bench.workload import OFFLINE_NAMES, Workload
@@ -118,7 +118,7 @@ GIVEN: tuple[Callable[[Function], Function], ...] = (
     option("--expert-copies", type=COUNT, default=1, metavar="N", group=OUTPUT,
            help="Give each rank of --expert-load N experts more (default 1)."),
     option("--compare", is_flag=True, group=OUTPUT,
-           help="Measure nothing: compare the records A.json B.json ..."),
+           help="Measure nothing: compare records, given by id or by file."),
     option("--plot", type=FILE, metavar="FILE", group=OUTPUT,
            help="Draw --sweep or --compare into this file."),
 )
@@ -144,7 +144,8 @@ def bench(ctx: click.Context, /, **given: object) -> None:
     """Measure a server that is running, or with --start or --offline one of RECIPE.
 
     A table is printed and a record is written. With --compare, records of earlier runs are
-    compared: nanovllm bench --compare A.json B.json
+    compared: nanovllm bench --compare 3f2a9c1b 77d0e4a2. An id is looked up in --results-dir; a
+    file with one record stands for itself.
 
     Exit code 1: more than 1 % of the requests failed.
     """
@@ -172,29 +173,26 @@ def bench(ctx: click.Context, /, **given: object) -> None:
 
 
 def conclude(options: Options, records: Sequence[record.Record]) -> None:
-    """What several runs say together, beside their records: a table, of a sweep also a plot."""
-    results, load = Path(options.results_dir), records[0].workload["name"]
-    name = "sweep" if options.sweep else f"{load} ablation"
-    path = sweep.place(records, results, name, ".txt")
+    """Print the table of several runs and the command that repeats it. Plot a sweep."""
+    results = Path(options.results_dir)
     shared, found = sweep.curves(records)
-    text = sweep.table(shared, found)
-    command = " ".join(records[0].argv)
-    path.write_text(f"{records[0].started_at}  {command}\n\n{text}\n")
-    click.echo(f"\n{text}\ntable: {path}")
+    again = sweep.command(records, results)
+    click.echo(f"\n{sweep.table(shared, found)}\nthis table again: {again}")
     if options.sweep is not None and (problem := sweep.missing()):
         click.echo(f"no plot: {problem}")
     elif options.sweep is not None:
-        show_plot(options.plot or sweep.place(records, results, name, ".svg"), shared, found)
+        show_plot(options.plot or sweep.plot_path(records, results, "sweep"), shared, found)
 
 
 def compare(options: Options, typed: Sequence[str]) -> None:
     """Two records metric by metric, more of them load by load."""
     for name in typed:
-        if name not in ("recipe", "more", "compare", "plot"):
+        if name not in ("recipe", "more", "compare", "plot", "results_dir"):
             raise ConfigError(f"--compare measures nothing; {flags_of(typed)[name]} has no effect")
-    records = [record.read(Path(one)) for one in (options.recipe, *options.more) if one is not None]
+    results, names = Path(options.results_dir), (options.recipe, *options.more)
+    records = [store.find(name, results) for name in names if name is not None]
     if len(records) < 2:
-        raise ConfigError("--compare needs two records or more: --compare A.json B.json")
+        raise ConfigError("--compare needs two records or more: --compare 3f2a9c1b 77d0e4a2")
     if len(records) == 2:
         click.echo(sweep.compare(*records))
     if len(records) > 2 or options.plot is not None:
@@ -331,7 +329,7 @@ def publish(options: Options, outcome: Outcome) -> record.Record:
     click.echo(report.table(outcome))
     tree = record.commit(given=options.commit)
     written = replace(outcome.record, commit=tree.hash, dirty=tree.is_dirty)
-    click.echo(f"record: {record.write(written, Path(options.results_dir))}")
+    click.echo(f"record: {store.write(written, Path(options.results_dir))}")
     if options.json_out is not None:
         shown = msgspec.json.encode(report.vllm_json(outcome))
         options.json_out.write_bytes(msgspec.json.format(shown))

@@ -20,7 +20,8 @@ import click
 import msgspec
 
 from nanovllm import launch, log, recipes
-from nanovllm.bench.record import of_this_machine, write_to
+from nanovllm.bench.record import of_this_machine
+from nanovllm.bench.store import put
 from nanovllm.cli.command import Command, Function, option
 from nanovllm.cli.other_flags import SERVERS
 from nanovllm.config import Config, ConfigError, Recipe, load_config, locate, read_recipe
@@ -34,17 +35,23 @@ RECIPE_KEYS = {
 
 
 class NewFile(click.Path):
-    """A file to write, which is known to be possible before anything is measured."""
+    """A file to write, or with `dir_okay` a folder. Refused before anything is measured."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Path:  # noqa: ANN401
         path = Path(value)
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        is_wrong = path.is_dir() and not self.dir_okay
+        if is_wrong or not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ConfigError(f"{param.opts[0]} {path}: no file can be written there")
         return path
 
 
-FILE = NewFile()
-json_option = option("--json", "path", type=FILE, help="Write the record to this file.")
+FILE = NewFile(dir_okay=False)
+json_option = option(
+    "--json",
+    "path",
+    type=NewFile(),
+    help="Write the record to this file, or append it to the records in this folder.",
+)
 
 
 def recipe_options(
@@ -116,11 +123,11 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
 
 
 def write_record(path: Path | None, began: datetime, **fields: Any) -> None:  # noqa: ANN401
-    """Writes a record of what began then and has just ended; nothing without a path."""
+    """Write a record of what began then and has just ended; nothing without a path."""
     if path is not None:
         took_s = (datetime.now(UTC) - began).total_seconds()
         started_at = began.isoformat(timespec="seconds")
-        write_to(path, of_this_machine(started_at=started_at, duration_s=took_s, **fields))
+        put(of_this_machine(started_at=started_at, duration_s=took_s, **fields), path)
 
 
 @click.command(

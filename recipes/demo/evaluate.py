@@ -24,7 +24,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nanovllm.bench import record
+from nanovllm.bench import record, store
 from recipes.demo import forms
 from recipes.demo.corpus import render
 from recipes.demo.corpus.draw import Draw
@@ -255,8 +255,8 @@ def main() -> None:
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     found = measure(args.model, args.count, args.device)
     if args.results_dir is not None:
-        path = record.write(record_of(found, started_at, args.count), args.results_dir)
-        log.info("record: %s", path)
+        place = store.write(record_of(found, started_at, args.count), args.results_dir)
+        log.info("record: %s", place)
     args.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     log.info(
         "all %.2f %% right; draft agrees on %.1f %%, %.2f of %d drafts accepted; %.0f s",

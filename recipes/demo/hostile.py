@@ -31,7 +31,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from nanovllm.bench import record
+from nanovllm.bench import record, store
 from nanovllm.bench.started import started
 from nanovllm.config import load_config
 from recipes.demo.refused import EARLY, HEADS, JSON, PAGES
@@ -348,7 +348,7 @@ def main() -> None:
         )
         argv = ["python", "-m", "recipes.demo.hostile", *sys.argv[1:]]
         made = msgspec.structs.replace(made, argv=argv)
-        log.info("record: %s", record.write(made, args.results_dir))
+        log.info("record: %s", store.write(made, args.results_dir))
     peak = max(value for key, value in metrics.items() if key.endswith("peak_rss_mib"))
     is_slow = metrics.get("prompts_of_2_mb_ttft_ratio", 0.0) > MOST_RATIO
     sys.exit(is_slow or peak >= MOST_MIB)

@@ -26,7 +26,7 @@ from statistics import median
 import httpx
 import msgspec
 
-from nanovllm.bench import record
+from nanovllm.bench import record, store
 from nanovllm.bench.report import samples_of, speculation
 from nanovllm.bench.started import started
 from nanovllm.config import Config, load_config
@@ -244,7 +244,7 @@ def main() -> None:
         log.info("with drafts: %s", difference)
     if args.results_dir is not None:
         made = record_of(found, config, started_at, time.monotonic() - begun, args.count)
-        log.info("record: %s", record.write(made, args.results_dir))
+        log.info("record: %s", store.write(made, args.results_dir))
     sys.exit(bool(found.differences) or metrics["ratio_1"] < LEAST_RATIO)
 
 

@@ -29,7 +29,7 @@ import jsonschema
 import msgspec
 import xgrammar
 
-from nanovllm.bench import record
+from nanovllm.bench import record, store
 from nanovllm.server.errors import ApiError
 from nanovllm.server.structured.schemas import compiled
 
@@ -366,7 +366,7 @@ def main() -> None:
     if args.results_dir is not None:
         duration_s = round(time.monotonic() - begun, 1)
         made = record_of(metrics, started_at, duration_s, args.folder.name, args.sample)
-        log.info("record: %s", record.write(made, args.results_dir))
+        log.info("record: %s", store.write(made, args.results_dir))
 
 
 def record_of(

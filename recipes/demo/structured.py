@@ -23,7 +23,7 @@ import httpx
 import jsonschema
 import msgspec
 
-from nanovllm.bench import record
+from nanovllm.bench import record, store
 
 log = logging.getLogger("structured")
 Schema = dict[str, Any]
@@ -273,7 +273,7 @@ def main() -> None:
     log.info("%d valid, %d not, %.0f s", found.num_valid, len(found.failures), found.duration_s)
     if args.results_dir is not None:
         made = record_of(found, started_at, args.count, args.concurrency)
-        log.info("record: %s", record.write(made, args.results_dir))
+        log.info("record: %s", store.write(made, args.results_dir))
     sys.exit(bool(found.failures))
 
 

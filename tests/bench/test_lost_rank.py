@@ -41,4 +41,4 @@ def test_a_rank_that_hangs_ends_the_measurement(tmp_path: Path) -> None:
     said += more
     assert b"error: nanovllm-rank1 has been silent for 3 s\n" in said, said.decode()
     assert bench.returncode == 1 and time.monotonic() - stopped < ENDED_S
-    assert not list(tmp_path.rglob("*.json"))
+    assert not list(tmp_path.rglob("*.jsonl"))

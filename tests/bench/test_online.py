@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from nanovllm import launch
-from nanovllm.bench import offline, online, record
+from nanovllm.bench import offline, online, store
 from nanovllm.bench.measure import Advance, Outcome, Sample, summarise, verdict
 from nanovllm.bench.started import started, stop
 from nanovllm.bench.workload import Workload, token_load
@@ -150,10 +150,9 @@ def test_the_command_prints_a_table_and_writes_both_files(healthy: str, tmp_path
     assert "============ Serving Benchmark Result ============" in done.stdout
     assert "Successful requests:                     8" in done.stdout
     assert "fake: 100%" in done.stderr and "8/8" in done.stderr
-    (path,) = results.rglob("*.json")
-    assert f"record: {path}" in done.stdout
+    (path,), (written,) = store.files(results), store.records(results)
+    assert f"record: {path}#" in done.stdout
     assert "s3cret" not in path.read_text()
-    written = record.read(path)
     assert written.kind == "serve" and written.engine == "unknown"  # nothing tells
     assert written.recipe == {"model": "fake", "served_by": "unknown", "command": ""}
     assert (written.workload["concurrency"], written.workload["input_len"]) == (4, 51)
@@ -194,8 +193,7 @@ def test_the_command_starts_and_stops_a_server(
     arguments += ["--set", "server.served_name=fake", "--input-len", "31", "--output-len", "2"]
     done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    (path,) = tmp_path.rglob("*.json")
-    written = record.read(path)
+    (written,) = store.records(tmp_path)
     assert 0.0 < written.metrics["start_to_ready_s"] < 30.0
     assert written.changed == {"server.port": port, "server.served_name": "fake"}
     with pytest.raises(httpx.ConnectError):
@@ -209,8 +207,7 @@ def test_the_demo_model_is_served_and_measured_as_users_do_it(tmp_path: Path) ->
     line = [sys.executable, "-m", "nanovllm", "bench", *arguments]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.rglob("*.json")
-    written = record.read(path)
+    (path,), (written,) = store.files(tmp_path), store.records(tmp_path)
     assert written.metrics["completed"] == 4.0 and written.metrics["output_tokens"] == 32.0
     assert 180.0 <= written.metrics["input_tokens"] <= 300.0  # four prompts that aim at 60
     assert written.metrics["start_to_ready_s"] > 0.1
@@ -384,8 +381,8 @@ def test_a_file_that_cannot_be_written_costs_no_record(
     arguments = ["--offline", RECIPE, "--workload", "bs1", "--load-format", "dummy", option]
     arguments += ["/dev/full", "--results-dir", str(tmp_path)]
     done = CliRunner().invoke(command.bench, arguments)
-    (path,) = tmp_path.rglob("*.json")
-    assert record.read(path).metrics["output_tokens"] == 512.0
+    (written,) = store.records(tmp_path)
+    assert written.metrics["output_tokens"] == 512.0
     shown = done.output.splitlines()[-1] if option == "--json-out" else str(done.exception)
     assert shown == said and "Traceback" not in done.output
 
@@ -398,8 +395,7 @@ def test_offline_writes_a_record_that_says_so(tmp_path: Path, paper: list[PaperE
     assert "============ Offline Benchmark Result ============" in done.output
     assert "Steps FULL/decode:                       5 " in done.output
     assert "Acceptance length:                       1.50 " in done.output
-    (path,) = tmp_path.rglob("*.json")
-    written = record.read(path)
+    (written,) = store.records(tmp_path)
     assert (written.kind, written.workload["name"]) == ("offline", "bs1")
     assert (written.workload["concurrency"], written.recipe["model"]) == (1, "paper")
     assert written.changed == {"load.format": "dummy"}
@@ -419,7 +415,7 @@ def test_several_loads_run_on_one_engine_and_share_no_prompts(
     arguments = ["--offline", RECIPE, "--workload", "bs1,bs1-256", "--load-format", "dummy"]
     done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
     assert done.exit_code == 0 and "table" not in done.output, done.output
-    found = [record.read(path) for path in tmp_path.rglob("*.json")]
+    found = store.records(tmp_path)
     assert {one.workload["name"]: (one.workload["seed"], one.metrics["output_tokens"])
             for one in found} == {"bs1": (0, 512.0), "bs1-256": (2, 256.0)}  # fmt: skip
     (engine,) = paper
@@ -434,20 +430,21 @@ def test_ablations_write_records_that_differ_in_one_key(
     arguments += ["--ablate", "schedule.depth=0", "--ablate", "cache.prefix=false"]
     done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    found = [record.read(path) for path in tmp_path.rglob("*.json")]
+    found = store.records(tmp_path)
     plain = {"load.format": "dummy"}
     assert sorted((one.changed for one in found), key=str) == sorted(
         (plain, plain | {"schedule.depth": 0}, plain | {"cache.prefix": False}), key=str
     )
-    (table,) = tmp_path.rglob("*_paper_bs1-ablation.txt")
-    assert f"table: {table}" in done.output
-    rows = [row.split() for row in table.read_text().splitlines()[-3:]]
+    table, _, again = done.output.partition("\nthis table again: nanovllm bench --compare ")
+    rows = [row.split() for row in table.splitlines()[-3:]]
     assert [row[-1] for row in rows] == ["unchanged", "schedule.depth=0", "cache.prefix=False"]
     assert [len(row) for row in rows] == [5, 8, 8]  # two of them with three ratios
-    assert len(paper) == 3 and len({path.name for path in tmp_path.rglob("*.json")}) == 3
+    *ids, flag, folder = again.split()
+    assert (
+        len(paper) == 3 and len({*ids}) == 3 and [flag, folder] == ["--results-dir", str(tmp_path)]
+    )
 
-    paths = sorted(str(path) for path in tmp_path.rglob("*.json"))[:2]
-    compared = CliRunner().invoke(command.bench, ["--compare", *paths])
+    compared = CliRunner().invoke(command.bench, ["--compare", *ids[:2], flag, folder])
     assert compared.exit_code == 0
     assert "output_tokens_per_s" in compared.output and "B/A" in compared.output
 
@@ -468,8 +465,8 @@ def test_an_ablation_that_does_not_start_costs_its_own_row_only(
     done = CliRunner().invoke(command.bench, [*arguments, "--ablate", together])
     assert done.exit_code == launch.EXIT_CRASH
     assert "error: nanovllm-engine ended with exit code 1" in done.output
-    (table,) = tmp_path.rglob("*_bs1-ablation.txt")
-    rows = table.read_text().splitlines()[-2:]
+    table, _, _ = done.output.partition("\nthis table again: ")
+    rows = table.splitlines()[-2:]
     assert rows[0].endswith("  unchanged")
     assert rows[1].endswith("  cache.prefix=False kernels.silu_mul=torch")
     wrong = CliRunner().invoke(command.bench, [*arguments, "--ablate", "cache.prefx=false"])
@@ -491,5 +488,5 @@ def test_a_dead_engine_makes_the_command_fail(tmp_path: Path, paper: list[PaperE
     done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
     assert done.exit_code == 1
     assert "1 x the engine died" in done.output and "invalid: 1 of 1" in done.output
-    (path,) = tmp_path.rglob("*.json")
+    (path,) = store.files(tmp_path)
     assert path.relative_to(tmp_path).parts[0] == "scratch"

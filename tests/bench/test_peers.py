@@ -17,8 +17,9 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
+from nanovllm.bench import store
 from nanovllm.bench.measure import Outcome
-from nanovllm.bench.record import Record, read
+from nanovllm.bench.record import Record
 from nanovllm.bench.started import started
 from nanovllm.bench.workload import WORDS, Workload
 from nanovllm.config import DEMO, load_config
@@ -64,6 +65,11 @@ def measured(place: Path, part: str, flags: str, python: str) -> subprocess.Comp
         ["bash", "results/measure.sh", part], cwd=ROOT, env=os.environ | given | code,
         capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
+
+
+def tables(stdout: str) -> list[str]:
+    """Return the tables of ratios that peers.py printed, without `bench`'s own."""
+    return re.findall(r"^(.+\n +load +tok/s (?:.+\n)+)this table again: ", stdout, re.MULTILINE)
 
 
 # -- the folder that both read -----------------------------------------------------------------
@@ -141,8 +147,7 @@ def test_both_engines_get_the_same_prompts_on_one_machine(place: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found: dict[str, dict[str, Record]] = {"vllm 0.26.0": {}, "nanovllm": {}}
-    for path in results.rglob("*.json"):
-        one = read(path)
+    for one in store.records(results):
         found[one.engine][one.workload["name"]] = one
     theirs, ours = found.values()
     assert [*sorted(theirs)] == [*sorted(ours)] == ["c1", "c2", "c64-mixed"]
@@ -161,8 +166,8 @@ def test_both_engines_get_the_same_prompts_on_one_machine(place: Path) -> None:
             "--api-server-count 2", one.recipe["command"],
         )  # fmt: skip
     assert len({one.workload["digest"] for one in theirs.values()}) == 3
-    fixed, mixed = sorted(results.rglob("*.txt"), key=lambda path: "mixed" in path.name)
-    rows = [row.split() for row in fixed.read_text().splitlines()[4:]]
+    fixed, mixed = tables(done.stdout)
+    rows = [row.split() for row in fixed.splitlines()[2:]]
     assert [row[0] for row in rows] == ["1", "1", "2", "2"]
     assert [len(row) for row in rows] == [7, 9, 7, 9]  # three ratios beside every one of ours
     assert rows[1][-2:] == ["nanovllm,", "server.workers=2"]
@@ -170,7 +175,7 @@ def test_both_engines_get_the_same_prompts_on_one_machine(place: Path) -> None:
         ours["c1"].metrics["output_tokens_per_s"] / theirs["c1"].metrics["output_tokens_per_s"],
         abs=0.001,
     )
-    assert "300 + 6 mixed tokens" in mixed.read_text()
+    assert "300 + 6 mixed tokens" in mixed
     (plot,) = results.rglob("*.svg")
     assert {"vllm 0.26.0, api-server-count=2", "nanovllm, server.workers=2"} <= {*texts(plot)}
     for url in re.findall(r"--port (\d+)", done.stdout):
@@ -195,7 +200,7 @@ def test_both_engines_without_http(
     flags = f"--results-dir {results} --workloads bs1-256 --warmup 0{more}"
     done = measured(place, part, flags, vllm_python(place))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    found = {one.engine: one for one in map(read, results.rglob("*.json"))}
+    found = {one.engine: one for one in store.records(results)}
     theirs, ours = found["vllm 0.26.0"], found["nanovllm"]
     assert theirs.machine == ours.machine and theirs.kind == ours.kind == "offline"
     assert theirs.metrics["output_tokens"] == ours.metrics["output_tokens"] == 256
@@ -210,8 +215,8 @@ def test_both_engines_without_http(
     folder = place / "nanovllm-peers" / "demo"
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     assert layers == theirs_changed.get("num_layers", 8)
-    (table,) = results.rglob("*.txt")
-    rows = table.read_text().splitlines()[-2:]
+    (table,) = tables(done.stdout)
+    rows = table.splitlines()[-2:]
     assert "vllm 0.26.0" in rows[0] and "nanovllm" in rows[1]
     assert not [*results.rglob("*.svg")]  # one load is no curve
 
@@ -270,10 +275,10 @@ def test_ours_is_measured_where_vllm_fails(
     reason, *shown = done.stderr[done.stderr.index("vLLM ended") :].splitlines()
     assert reason == f"{told}{place / 'nanovllm-peers' / 'offline.log'}:"
     assert shown[: len(last)] == last and not [row for row in shown if "Traceback" in row]
-    (one,) = map(read, results.rglob("*.json"))
+    (one,) = store.records(results)
     assert one.engine == "nanovllm" and one.metrics["output_tokens"] == 256
-    (table,) = results.rglob("*.txt")
-    assert table.read_text().splitlines()[-1].endswith(" demo")
+    (table,) = tables(done.stdout)
+    assert table.splitlines()[-1].endswith(" demo")
 
 
 def test_what_vllm_said_last_is_shown_when_it_does_not_start_and_ours_is_measured(
@@ -287,7 +292,7 @@ def test_what_vllm_said_last_is_shown_when_it_does_not_start_and_ours_is_measure
     assert done.returncode == 1
     assert "no room on the GPU\nsee above\n" in done.stderr
     assert "vLLM failed: the server did not come up" in done.stderr
-    found = [read(path) for path in sorted(results.rglob("*.json"))]
+    found = store.records(results)
     assert [one.engine for one in found] == ["nanovllm"] * 2
     slots = {"schedule.slots": 8, "schedule.depth": 0}
     assert sorted((one.altered for one in found), key=len) == [{}, slots]

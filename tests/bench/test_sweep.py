@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from nanovllm.bench import sweep
+from nanovllm.bench import store, sweep
 from nanovllm.bench.record import Record, write_to
 from nanovllm.bench.sweep import draw, scale
 from nanovllm.cli.bench import Options, bench, loads_of
@@ -191,6 +191,23 @@ def test_records_are_compared_and_plotted(tmp_path: Path) -> None:
     first = next(line for line in two.output.splitlines() if "higher is better" in line)
     assert first.split()[:5] == ["output_tokens_per_s", "500.000", "250.000", "0.500", "A"]
     assert {"unchanged", "schedule.depth=0"} <= {*texts(plot)}
+
+
+def test_records_are_compared_by_id_in_a_folder_of_results(tmp_path: Path) -> None:
+    ids = [store.write(one, tmp_path).id for one in (PLAIN[1], SLOWER[0])]
+    given = [*ids, "--results-dir", str(tmp_path)]
+    done = CliRunner().invoke(bench, ["--compare", *given])
+    assert done.exit_code == 0, done.exception
+    rows = [line.split() for line in done.output.splitlines()]
+    assert ["output_tokens_per_s", "500.000", "250.000", "0.500"] in rows
+    again = sweep.command([PLAIN[1], SLOWER[0]], tmp_path)
+    assert again.split() == ["nanovllm", "bench", "--compare", *given]
+    assert sweep.command([PLAIN[1]], Path("results")) == f"nanovllm bench --compare {ids[0]}"
+    place = store.write(SLOWER[1], tmp_path / "other")  # a file may be named, too
+    mixed = CliRunner().invoke(bench, ["--compare", str(place), *given])
+    assert mixed.exit_code == 0 and "schedule.depth=0" in mixed.output, mixed.exception
+    wrong = CliRunner().invoke(bench, ["--compare", "00000000", *given]).exception
+    assert str(wrong) == f"no record 00000000 in {tmp_path}; give an id or a JSON file"
 
 
 @pytest.mark.parametrize(

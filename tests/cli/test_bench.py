@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from nanovllm import launch
-from nanovllm.bench import offline, online, record
+from nanovllm.bench import offline, online, store
 from nanovllm.cli import bench as command
 from nanovllm.config import ConfigError
 from nanovllm.ipc.client import EngineClient, EngineLostError
@@ -28,8 +29,7 @@ def test_a_sweep_writes_a_record_per_concurrency_and_one_plot(tmp_path: Path) ->
         arguments = ["--url", url, "--sweep", "1,4", *SHORT, "--results-dir", str(tmp_path)]
         done = CliRunner().invoke(command.bench, arguments)
     assert done.exit_code == 0, done.output
-    found = sorted((record.read(path) for path in tmp_path.rglob("*.json")),
-                   key=lambda one: one.workload["concurrency"])  # fmt: skip
+    found = store.records(tmp_path)
     assert [one.workload["name"] for one in found] == ["c1", "c4"]
     assert [one.metrics["output_tokens"] for one in found] == [16.0, 16.0]
     # Four at a time are about four times as fast; the server's sleeps leave room for a busy host.
@@ -37,10 +37,14 @@ def test_a_sweep_writes_a_record_per_concurrency_and_one_plot(tmp_path: Path) ->
     assert rates[1] > 1.8 * rates[0]
     (plot,) = tmp_path.rglob("*.svg")
     assert plot.name.endswith("_fake_sweep_unknown.svg") and f"plot: {plot}" in done.output
-    assert plot.parent == next(tmp_path.rglob("*.json")).parent
+    assert plot.parent == store.files(tmp_path)[0].parent
     labels = [node.text for node in ET.parse(plot).iter("{http://www.w3.org/2000/svg}text")]
     assert labels.count("1") >= 2 and labels.count("4") >= 2  # a point in either panel
     assert "\n     1  " in done.output and "\n     4  " in done.output
+    (again,) = re.findall(r"^this table again: nanovllm bench (.+)$", done.output, re.MULTILINE)
+    assert again.endswith(f" --results-dir {tmp_path}")
+    two = CliRunner().invoke(command.bench, again.split())
+    assert two.exit_code == 0 and "workload.concurrency: 1 -> 4" in two.output
 
 
 def test_a_sweep_starts_its_server_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,12 +61,12 @@ def test_a_sweep_starts_its_server_once(tmp_path: Path, monkeypatch: pytest.Monk
     done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert starts == [None, 0]
-    assert len(list(tmp_path.rglob("*.json"))) == 4
-    assert all(
-        0 < record.read(path).metrics["start_to_ready_s"] < 30 for path in tmp_path.rglob("*.json")
-    )
-    (table,) = tmp_path.rglob("*_sweep.txt")
-    rows = [row.split() for row in table.read_text().splitlines()[-4:]]
+    found = store.records(tmp_path)
+    assert len(found) == 4
+    assert all(0 < one.metrics["start_to_ready_s"] < 30 for one in found)
+    head, _, tail = done.output.partition("\nthis table again: ")
+    assert len(tail.split()) == 3 + 4 + 2 + 2  # the command, four ids, the folder, the plot
+    rows = [row.split() for row in head.splitlines()[-4:]]
     assert [(row[0], row[-1]) for row in rows] == [
         ("1", "unchanged"), ("1", "schedule.depth=0"), ("2", "unchanged"), ("2", "schedule.depth=0")
     ]  # fmt: skip
@@ -147,5 +151,5 @@ def test_nobody_waits_for_an_engine_that_lost_a_rank(
     done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
     assert done.exit_code == 1
     assert done.output.splitlines()[-1] == f"error: {why}"
-    (path,) = tmp_path.rglob("*.json")  # of the load before
-    assert record.read(path).metrics["output_tokens"] == 512.0
+    (made,) = store.records(tmp_path)  # of the load before
+    assert made.metrics["output_tokens"] == 512.0

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from nanovllm.bench import record
+from nanovllm.bench import record, store
 from tests.end_to_end.demo_server import start
 
 HERE = Path(__file__).parent
@@ -154,7 +154,7 @@ def main() -> int:
     sys.stdout.write(f"{sum(found.values())} of {len(found)} checks passed\n")
     if args.results_dir is not None:
         made = record_of(args.kind, found, versions, started, time.monotonic() - begun)
-        sys.stdout.write(f"record: {record.write(made, args.results_dir)}\n")
+        sys.stdout.write(f"record: {store.write(made, args.results_dir)}\n")
     return 0 if found and all(found.values()) else 1
 
 

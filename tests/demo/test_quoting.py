@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.bench import record
+from nanovllm.bench import store
 from nanovllm.config import load_config
 from nanovllm.server.protocol import parse_request
 from recipes.demo import quoting
@@ -102,7 +102,7 @@ def test_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.kind == "demo" and made.workload["name"] == "quoting" and made.duration_s == 3.2
     assert made.argv == ["python", "-m", "recipes.demo.quoting", "--rounds", "1"]
     assert made.recipe["speculate"]["method"] == "ngram"
-    assert record.read(record.write(made, tmp_path)) == made
+    assert store.find(str(store.write(made, tmp_path)), tmp_path) == made
 
 
 def test_it_fails_when_drafts_bring_too_little(monkeypatch: pytest.MonkeyPatch) -> None:

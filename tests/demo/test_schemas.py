@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from nanovllm.bench import record
+from nanovllm.bench import store
 from recipes.demo.schemas import Found, arrange, judge, reasons, record_of, run, summary
 
 POINT = {
@@ -42,8 +42,9 @@ def test_a_folder(tmp_path) -> None:
     assert (metrics["valid_percent"], metrics["invalid_refused_percent"]) == (66.67, 50)
     assert sum(reasons(list(found.values())).values()) == 2
     made = record_of(metrics, "2026-01-01T00:00:00+00:00", 1.0, "some", None)
-    path = record.write(made, tmp_path)
-    assert path.name.endswith("_some_schemas.json") and record.read(path).metrics == metrics
+    place = store.write(made, tmp_path)
+    (entry,) = store.read(place.path)
+    assert entry.name.endswith("_some_schemas") and store.record_of(entry).metrics == metrics
 
 
 def test_keys_come_in_the_order_of_the_schema() -> None:

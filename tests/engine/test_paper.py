@@ -18,7 +18,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from nanovllm.bench import record
+from nanovllm.bench import store
 from nanovllm.bench.started import cpu_facts, cpu_s
 from nanovllm.config import DEMO, ConfigError, load_config
 from nanovllm.engine import paper
@@ -187,8 +187,7 @@ def test_bench_counts_the_cpu_time_of_each_kind_of_process(tmp_path: Path) -> No
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "Server CPU us per token:" in done.stdout
-    (path,) = tmp_path.rglob("*.json")
-    written = record.read(path)
+    (written,) = store.records(tmp_path)
     metrics = written.metrics
     assert metrics["output_tokens"] == 3200.0
     assert written.recipe["engine"] == "paper"

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from nanovllm.bench import record
+from nanovllm.bench import record, store
 from nanovllm.bench.started import stop
 from recipes.demo.soak.run import Soak
 
@@ -110,7 +110,7 @@ def main() -> None:
     if args.out is not None:
         record.write_to(args.out, made)
     if args.results_dir is not None:
-        log.info("record: %s", record.write(made, args.results_dir))
+        log.info("record: %s", store.write(made, args.results_dir))
     sys.exit(bool(soak.problems))
 
 
