@@ -1,12 +1,13 @@
-"""How long the gated delta rule takes at Qwen3-Next's sizes, by choices of its kernels, on a GPU.
+"""The time of the gated delta rule at the sizes of Qwen3-Next, by constants of its kernels.
 
     python results/delta.py [--quick]
 
-Prints a line for each choice: decode rows and rows with drafts by columns of a band, prompts by
-the tokens that a program convolves and by parts, stages and warps of the scan; then what each
-kernel of a prompt takes. What is right is `nanovllm check-kernels --kernel delta_decode --kernel
-delta_drafted --kernel delta_prefill`. What is fastest goes into the constants on top of
-kernels/nanovllm_kernels/delta_decode.py and delta_prefill.py.
+A GPU is needed. Each line of the output is one choice: decode rows and rows with drafts by
+columns of a band; prompts by the tokens that a program convolves, and by parts, stages and warps
+of the scan. The last lines have the time of each kernel of a prompt. `nanovllm check-kernels
+--kernel delta_decode --kernel delta_drafted --kernel delta_prefill` checks the results. The
+fastest choice goes into the constants at the top of kernels/nanovllm_kernels/delta_decode.py and
+delta_prefill.py.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def us(function: Callable[..., object], args: Args) -> str:
     try:
         return f"{graph_us([lambda: function(*args)] * 4):9.1f} us"
     except Exception as error:
-        return repr(error)[:60]  # too much shared memory, say
+        return repr(error)[:60]  # such as too much shared memory
 
 
 def decodes(num_rows: int) -> None:
@@ -46,25 +47,25 @@ def decodes(num_rows: int) -> None:
         with patch.object(delta_decode, "COLUMNS", columns):
             plain = us(delta_decode.mix_decodes, (*args, tickets_RG))
             replayed = us(delta_decode.mix_drafted, drafted)
-            said = f"{num_rows:4} rows, bands of {columns} columns"
-            click.echo(f"{said}: {plain}, 2 kept + 4 new: {replayed}")
+            label = f"{num_rows:4} rows, bands of {columns} columns"
+            click.echo(f"{label}: {plain}, 2 kept + 4 new: {replayed}")
 
 
 def prompts(lengths: tuple[int, ...]) -> None:
-    args, said = inputs(NEXT, lengths, None, CUDA), f"{len(lengths)} x {lengths[0]}"
+    args, label = inputs(NEXT, lengths, None, CUDA), f"{len(lengths)} x {lengths[0]}"
     for tokens in (16, 32, 64):
         with patch.object(delta_prefill, "CONVOLVED", tokens):
-            click.echo(f"{said}, convolved {tokens}: {us(delta_prefill.mix_rows, args)}")
+            click.echo(f"{label}, convolved {tokens}: {us(delta_prefill.mix_rows, args)}")
     for part, stages, warps in SCANS:
         with patch.multiple(delta_prefill, PARTS=part, STAGES=stages, WARPS=warps):
             chosen = f"parts {part}, stages {stages}, warps {warps}"
-            click.echo(f"{said}, {chosen}: {us(delta_prefill.mix_rows, args)}")
+            click.echo(f"{label}, {chosen}: {us(delta_prefill.mix_rows, args)}")
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         delta_prefill.mix_rows(*args)
         torch.cuda.synchronize()
     for event in found.key_averages():
         if event.device_time_total:
-            click.echo(f"{said}, {event.key}: {event.device_time_total:.1f} us")
+            click.echo(f"{label}, {event.key}: {event.device_time_total:.1f} us")
 
 
 for num_rows in ROWS:

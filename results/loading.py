@@ -1,11 +1,12 @@
-"""How fast weights load, beside a plain read of the same files: from the disk, then from memory.
+"""The time to load weights, and to read the same files: from the disk, then from memory.
 
     python results/loading.py FOLDER RECIPE [--set key=value ...] [--ranks N] [--json PATH]
 
-FOLDER is where a checkpoint of the recipe's model is; if nothing is there, a random one is written
-(use `--set model.num_layers=N`, the disk has to hold it). Each figure is of one pass over the
-files: by one thread that reads 16 MiB at a time, then by the loader. "cold": the files' pages were
-dropped from memory, as far as the system does that. `--ranks`: rank 0 of so many, by itself.
+FOLDER has a checkpoint of the recipe's model. If it is empty, a random checkpoint is written
+there (`--set model.num_layers=N` limits its size). Each number is from one pass over the files:
+by one thread that reads 16 MiB at a time, then by the loader. "Cold" means that the pages of the
+files were dropped from memory, as far as the system allows it. With `--ranks N`, only rank 0 of N
+loads.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from nanovllm.models.weights import destinations, fill, in_blocks
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.runner.resolved import Resolved, resolved
 
-SHARD = 4 << 30  # bytes of a file, as the hub's
+SHARD = 4 << 30  # bytes of a file, as on the hub
 READ = 16 << 20
 
 
@@ -88,7 +89,7 @@ def plain(paths: list[Path]) -> None:
 
 
 def load(config: Config, found: Resolved) -> None:
-    """As a start does; of several ranks each would do as much, at once."""
+    """Load the weights as a start does. Each of several ranks would do the same work."""
     fill(found.empty_model(found.device), config)
     if found.device.type == "cuda":
         torch.cuda.synchronize()
@@ -96,7 +97,7 @@ def load(config: Config, found: Resolved) -> None:
 
 
 def forget(paths: list[Path]) -> None:
-    """Drops the files' pages from memory, once they are on the disk."""
+    """Write the files to the disk, and drop their pages from memory."""
     for path in paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -104,7 +105,7 @@ def forget(paths: list[Path]) -> None:
 
 
 def write_random(config: Config, options: argparse.Namespace) -> None:
-    """A checkpoint of the recipe's model, under the names and shapes that a real one has."""
+    """Write a checkpoint of the recipe's model with the names and shapes of a real one."""
     found = resolved(config, Mesh())
     model = found.empty_model(torch.device("meta"))
     wanted = in_blocks(destinations(model, model.WEIGHTS), made=config.recipe.quantize is not None)

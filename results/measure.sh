@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# The records behind README's tables, made on the machine present (one GPU), with random weights:
-#   results/measure.sh [PART ...]       parts: online offline kernels ablation sweep
-# and, which are not among the default ones, structured (online begins with it), speculation, variants,
-# ranks, lanes and replicas (several GPUs), four, peers, peers-offline, experts, fp8, latent, hybrid and turns.
-# All of them take about 20 minutes on one H200. Run in the project's root.
-# FLAGS: more flags of every run, as in FLAGS="--results-dir /tmp/results". RECIPES: instead of 0.6B and
-# 8B. VLLM_PYTHON: for peers and experts, an interpreter that has vLLM.
+# The records of the tables in README.md, made on this machine with random weights. Run it in the project's root:
+#   results/measure.sh [PART ...]       default parts: online offline kernels ablation sweep
+# Other parts: structured (the first of online), speculation, variants, peers, peers-offline, experts, fp8, latent,
+# hybrid and turns; for several GPUs ranks, lanes, replicas and four. The default parts take 20 minutes on one H200.
+# FLAGS: more flags for every run, as in FLAGS="--results-dir /tmp/results". RECIPES: instead of 0.6B and 8B.
+# RANKS: number of GPUs, 2 by default. VLLM_PYTHON: an interpreter with vLLM, for peers, peers-offline, experts and four.
 set -uo pipefail
 read -ra flags <<<"${FLAGS:-}"
 common=(--load-format dummy ${flags[@]+"${flags[@]}"})
-[ -f .commit ] && common+=(--commit "$(cat .commit)") # of a copy without .git
+[ -f .commit ] && common+=(--commit "$(cat .commit)") # in a copy without .git
 small=recipes/qwen3-0.6b.yaml large=recipes/qwen3-8b.yaml
 recipes=${RECIPES:-$small $large}
 
@@ -39,7 +38,7 @@ measure() {
         nanovllm check-kernels --json results
         nanovllm capture-graphs $small --load-format dummy --load 1-512 --json results
         ;;
-    ablation) # what each optimisation brings, on one machine
+    ablation) # the worth of each optimisation, on one machine
         nanovllm bench --offline $small --workload w1 "${common[@]}" \
             --ablate kernels.cuda_graphs=false --ablate kernels.mixed_graph_tokens=0 --ablate schedule.depth=0 \
             --ablate kernels.skinny_linear=torch \
@@ -58,7 +57,7 @@ measure() {
             done
         done
         ;;
-    variants) # what each kernel above 150 lines brings that another one could stand in for, on one machine
+    variants) # the worth of each kernel above 150 lines that has a replacement, on one machine
         for recipe in $recipes; do
             for load in w1 bs1 bs64 bs256 prefill; do
                 nanovllm bench --offline $recipe --workload $load "${common[@]}" --ablate kernels.decode=triton \
@@ -67,14 +66,14 @@ measure() {
             nanovllm bench --offline $recipe --workload w1-top "${common[@]}" --ablate kernels.sample=torch
         done
         ;;
-    ranks) # Qwen3-32B on one GPU, then on as many as RANKS says, two if it does not
+    ranks) # Qwen3-32B on one GPU, then on RANKS
         nanovllm check-kernels --tp "${RANKS:-2}" --json results
         for ranks in 1 "${RANKS:-2}"; do
             nanovllm bench --offline recipes/qwen3-32b.yaml --workload bs1,bs64,bs256,prefill "${common[@]}" \
                 --set parallel.tp=$ranks --set schedule.slots=256
         done
         ;;
-    lanes) # experts over as many GPUs as RANKS says, two if it does not: attention by data, then by tensor; LAYERS: of each model, the first
+    lanes) # experts over RANKS GPUs, attention by data and by tensor; LAYERS: number of first layers
         local size=${RANKS:-2} layers=()
         [ -n "${LAYERS:-}" ] && layers=(--set "model.num_layers=$LAYERS")
         nanovllm check-kernels --tp $size --json results
@@ -85,7 +84,7 @@ measure() {
             done
         done
         ;;
-    replicas) # one engine, then as many as RANKS says; of the paper engine, on 16 cores, four
+    replicas) # one engine, then RANKS; four paper engines on 16 cores
         local paper="--start recipes/paper.yaml --set server.workers=2 --processes 8 --input-len 32 --output-len 1000"
         taskset -c 0-15 nanovllm bench $paper --concurrency 256 --num-prompts 1024 "${common[@]:2}"
         taskset -c 0-15 nanovllm bench $paper --concurrency 1024 --num-prompts 4096 --dp 4 "${common[@]:2}"
@@ -99,7 +98,7 @@ measure() {
             python3 results/peers.py $how $recipe ${flags[@]+"${flags[@]}"} || return
         done
         ;;
-    fp8) # block fp8: its kernels; 8B in bf16, by products of many rows alone, and with those of few rows
+    fp8) # block fp8: its kernels; 8B in bf16, with products of many rows only, and with those of few rows
         local names="block_fp8_linear block_fp8_experts block_fp8_gated experts_gated norm_quantise few_fp8_linear few_fp8_linear_add few_fp8_norm_linear few_fp8_norm_gate_up few_fp8_quantised"
         timeout 300 nanovllm check-kernels $(printf -- '--kernel %s ' $names) --json "results/fp8-$(date +%F).json"
         for load in bs1 prefill; do
@@ -110,20 +109,20 @@ measure() {
             timeout 100 python3 results/profiled.py "results/scratch/profile-$(basename ${recipe%%.yaml*}).txt" 200 10 bench --offline $recipe --workload bs1 "${common[@]}" --results-dir "$(mktemp -d)"
         done
         ;;
-    experts) # the same, of models with experts: a hash chooses them here, and there random numbers do
+    experts) # the same for models with experts: chosen by a hash in nanovllm, by random numbers in vLLM
         export VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random
         for recipe in ${RECIPES:-recipes/qwen3-30b-a3b.yaml recipes/minimax-m2.yaml}; do
-            local first=() # layers, that one GPU holds
+            local first=() # layers that one GPU holds
             [[ $recipe == *minimax-m2* ]] && first=(--layers 8 --set parallel.tp=1)
             [[ $recipe == *deepseek-r1* ]] && first=(--layers 6 --set parallel.tp=1)
-            [[ $recipe == *qwen3-next* ]] && first=(--layers 16 --set parallel.tp=1 --theirs '{"gdn_prefill_backend":"triton"}' --ablate cache.state_dtype=bfloat16) # as theirs are
+            [[ $recipe == *qwen3-next* ]] && first=(--layers 16 --set parallel.tp=1 --theirs '{"gdn_prefill_backend":"triton"}' --ablate cache.state_dtype=bfloat16) # as in vLLM
             python3 results/peers.py offline $recipe ${first[@]+"${first[@]}"} --set experts.routing=uniform ${flags[@]+"${flags[@]}"} || return
         done
         ;;
-    latent) # DeepSeek-R1's first 6 layers on one GPU: its kernels, its tests, then prompts absorbed and expanded, and both caches; beside vLLM by: RECIPES=recipes/deepseek-r1.yaml results/measure.sh experts
+    latent) # DeepSeek-R1's first 6 layers on one GPU: kernels, tests, prompts absorbed and expanded, both caches; for vLLM: RECIPES=recipes/deepseek-r1.yaml results/measure.sh experts
         nanovllm check-kernels --kernel latent_store --kernel latent_decode --kernel latent_decode_cute --json results
         python3 -m pytest -q tests/gpu/test_latent_chunks.py tests/gpu/test_latent.py
-        timeout 100 python3 -m tests.gpu.test_latent_chunks # which chunks are to be expanded
+        timeout 100 python3 -m tests.gpu.test_latent_chunks # the chunk sizes from which expanding pays
         timeout 200 python3 results/profiled.py results/scratch/profile-deepseek-r1.txt 100 10 bench --offline recipes/deepseek-r1.yaml --workload bs1-256 "${common[@]}" \
             --set parallel.tp=1 --set model.num_layers=6 --set experts.routing=uniform --results-dir "$(mktemp -d)"
         for load in bs1-256 bs64 bs256-128 prefill; do
@@ -144,7 +143,7 @@ measure() {
             nanovllm bench --offline recipes/qwen3-next-80b-a3b.yaml --workload bs1-256,bs64,bs256-128,prefill "${common[@]}" --set parallel.tp=1 --set experts.routing=uniform --set $how || return
         done
         ;;
-    four) # four H200s: MiniMax-M2 whole over HTTP and Qwen3-Next whole, beside vLLM; R1's first layers, by tensor and by data
+    four) # four H200s: MiniMax-M2 over HTTP and Qwen3-Next, both whole and with vLLM; first layers of R1, by tensor and by data
         export VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random VLLM_ALLREDUCE_USE_SYMM_MEM=0
         VLLM_USE_DEEP_GEMM=0 python3 results/peers.py online recipes/minimax-m2.yaml --servers 4 --streams 1,8,64,256 --input-len 512 --output-len 128 \
             --set experts.routing=uniform --also parallel.ep=4 --also parallel.tp=1,parallel.ep=4,schedule.slots=64 ${flags[@]+"${flags[@]}"} || return
@@ -155,7 +154,7 @@ measure() {
                 --set experts.routing=uniform --set server.workers=4 --set "model.num_layers=${LAYERS:-42}" $how || return
         done
         ;;
-    sweep) # and a plot
+    sweep) # one run a concurrency, and a plot
         nanovllm bench --start $small --sweep 1,4,16,64,128,256 --input-len 1000 --processes 6 "${common[@]}"
         ;;
     *) echo "no part $1" >&2 && return 2 ;;

@@ -1,12 +1,12 @@
-"""vLLM and nanovllm in turn on the machine present: one client, the same prompts, random weights.
+"""vLLM and nanovllm in turn on this machine: one client, the same prompts, random weights.
 
     VLLM_PYTHON=~/vllm/bin/python python results/peers.py online RECIPE [--servers 1,4] [--tp N]
     VLLM_PYTHON=~/vllm/bin/python python results/peers.py offline RECIPE [--tp N] [--layers N]
 
 Both engines read one folder: the recipe's config.json and the demo's tokenizer, in which every id
-of the model's vocabulary has a text. Every record says which engine it is of, its version, its
+of the model's vocabulary has a text. Every record has the name and version of its engine, the
 command line and the VLLM_* variables that were set. Flags that are not in --help go to
-`nanovllm bench`. At the end: a table of ratios to vLLM, and a plot.
+`nanovllm bench`. The last output is a table of ratios to vLLM, and a plot.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ LENGTHS = ["--input-len", "1050", "--output-len", "1050", "--range-ratio", "0.90
 MIXED = ["--concurrency", "64", "--num-prompts", "256", *LENGTHS]
 MOST_PROMPTS = 768
 ERROR = re.compile("error|traceback", re.IGNORECASE)
-SHOWN = 15  # lines of vLLM's log, if it fails
-FREED_S = 2.0  # until the driver has a stopped engine's memory back
+SHOWN = 15  # last lines of vLLM's log, printed if it fails
+FREED_S = 2.0  # until the memory of a stopped engine is free
 
 
 def main() -> None:
     options, flags = arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what we started is stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that started processes are stopped
     config = load_config(options.recipe, ["load.format=dummy", *options.set])
     options.gpus = options.tp or config.recipe.parallel.tp
     folder = folder_for_both(config, options.layers)
@@ -59,7 +59,7 @@ def main() -> None:
     conclude([one for one in records if one not in mixed], options.results_dir, "peers")
     if mixed:
         conclude(mixed, options.results_dir, "peers-mixed")
-    if all(one.engine == "nanovllm" for one in records):  # why, has been said
+    if all(one.engine == "nanovllm" for one in records):  # the reason is printed
         sys.exit(1)
 
 
@@ -67,20 +67,28 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("how", choices=("online", "offline"))
     parser.add_argument("recipe")
-    parser.add_argument("--servers", default="1,4", help="API processes: a set-up for each number")
-    parser.add_argument("--streams", default="1,4,16,64,256,mixed", help="of online")
+    parser.add_argument(
+        "--servers", default="1,4", help="numbers of API processes, one set-up each"
+    )
+    parser.add_argument("--streams", default="1,4,16,64,256,mixed", help="loads of online")
     parser.add_argument(
         "--also",
         action="append",
         default=[],
         metavar="KEY=VALUE[,...]",
-        help="of online: ours so, too",
+        help="online: nanovllm once more with these keys",
     )
-    parser.add_argument("--workloads", default="bs1-256,bs64,bs256-128,prefill", help="of offline")
-    parser.add_argument("--tp", type=int, help="GPUs that work on every token (default: RECIPE's)")
-    parser.add_argument("--layers", type=int, help="of offline: the first so many, of both")
-    parser.add_argument("--theirs", type=json.loads, default={}, help="offline: more of vLLM's LLM")
-    parser.add_argument("--set", action="append", default=[], help="ours: KEY=VALUE of the recipe")
+    parser.add_argument(
+        "--workloads", default="bs1-256,bs64,bs256-128,prefill", help="loads of offline"
+    )
+    parser.add_argument("--tp", type=int, help="tensor-parallel GPUs (default: RECIPE's)")
+    parser.add_argument("--layers", type=int, help="offline: number of first layers, for both")
+    parser.add_argument(
+        "--theirs", type=json.loads, default={}, help="offline: arguments of vllm.LLM as JSON"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], help="KEY=VALUE of the recipe, nanovllm only"
+    )
     parser.add_argument("--results-dir", type=Path, default=Path("results"))
     options, flags = parser.parse_known_args()
     if "VLLM_PYTHON" not in os.environ:
@@ -91,9 +99,9 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def folder_for_both(config: Config, num_layers: int | None = None) -> Path:
-    """A model's folder without weights; its tokenizer cuts text as the demo's, and has all ids.
+    """Return a model folder without weights, whose tokenizer has all ids of the vocabulary.
 
-    `num_layers`: of the model, if it is to have fewer.
+    The tokenizer cuts text as the demo's does. `num_layers` reduces the model to its first layers.
     """
     folder = Path(tempfile.gettempdir(), "nanovllm-peers", config.served_name)
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,8 +123,10 @@ def folder_for_both(config: Config, num_layers: int | None = None) -> Path:
 
 
 def online(options: argparse.Namespace, flags: list[str], folder: Path) -> list[Record]:
-    """Every set-up of both engines under every load; each set-up is started once. If vLLM fails,
-    ours alone."""
+    """Measure every set-up of both engines under every load. Start each set-up once.
+
+    If vLLM fails, return the records of nanovllm alone.
+    """
     records = []
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -138,8 +148,10 @@ def online(options: argparse.Namespace, flags: list[str], folder: Path) -> list[
 def set_ups(
     options: argparse.Namespace, folder: Path, port: int
 ) -> Iterator[tuple[list[str], list[str]]]:
-    """The command that serves, and what `bench` is told of it: with each number of API processes
-    vLLM, then ours, as it is and as --also changes it."""
+    """Yield the command that serves, and the arguments of `bench` that describe it.
+
+    For each number of API processes: vLLM, nanovllm, and nanovllm with the keys of each --also.
+    """
     for count in options.servers.split(","):
         theirs = f"serve {folder} --load-format dummy --port {port}"
         theirs += f" --tensor-parallel-size {options.gpus}" if options.gpus > 1 else ""
@@ -155,8 +167,10 @@ def set_ups(
 
 
 def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list[Record]:
-    """vLLM without HTTP, then nanovllm's engine without HTTP, on the same token ids. If vLLM fails,
-    ours alone."""
+    """Measure vLLM without HTTP, then nanovllm without HTTP, on the same token ids.
+
+    If vLLM fails, return the records of nanovllm alone.
+    """
     names = options.workloads.split(",")
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     loads = [
@@ -165,10 +179,10 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
     pairs = [(load.warm_up(2 * nth + 1, vocab_size), load) for nth, load in enumerate(loads)]
     settings = {"model": str(folder), "max_model_len": 4096, "tensor_parallel_size": options.gpus}
     settings |= options.theirs
-    job = {"settings": settings, "loads": [[asked(one) for one in pair] for pair in pairs]}
+    job = {"settings": settings, "loads": [[plain_load(one) for one in pair] for pair in pairs]}
     altered = {"tp": options.gpus if options.gpus > 1 else None, "num_layers": options.layers}
     started_at = now()
-    found = said_by_vllm(job)
+    found = run_vllm(job)
     records = []
     for load, duration_s in zip(loads, found["duration_s"], strict=True) if found else ():
         tokens, inputs = sum(load.outputs), sum(map(len, load.prompts))
@@ -209,16 +223,16 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
     return records + bench([*line, *given], options.results_dir)
 
 
-def said_by_vllm(job: dict[str, Any]) -> dict[str, Any] | None:
-    """What vllm_offline.py found, or None if it failed; then its last errors are shown."""
+def run_vllm(job: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the result of vllm_offline.py. If it failed, print its last errors and return None."""
     line = [os.environ["VLLM_PYTHON"], str(Path(__file__).with_name("vllm_offline.py"))]
     log = Path(tempfile.gettempdir(), "nanovllm-peers", "offline.log")
     click.echo(f"vLLM runs; its log: {log}")
-    with log.open("w") as said:
+    with log.open("w") as output:
         done = subprocess.run(
             line,
             input=json.dumps(job),
-            stdout=said,
+            stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
@@ -234,15 +248,18 @@ def said_by_vllm(job: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def asked(load: TokenLoad) -> tuple[list[list[int]], list[int], dict[str, float]]:
+def plain_load(load: TokenLoad) -> tuple[list[list[int]], list[int], dict[str, float]]:
+    """Return prompts, numbers of output tokens and sampling, as vllm_offline.py reads them."""
     of = load.sampling
     drawn = {"temperature": of.temperature, "top_p": of.top_p, "top_k": of.top_k or -1}
-    return load.prompts, load.outputs, drawn  # -1: vLLM's word for no cut
+    return load.prompts, load.outputs, drawn  # -1 means no limit in vLLM
 
 
 def vllm_settings() -> str:
-    """The VLLM_* variables that are set, as a shell has them before a command; no key among them,
-    for records are published."""
+    """Return the VLLM_* variables that are set, as a shell writes them before a command.
+
+    Keys are left out, because records are published.
+    """
     hidden = {"VLLM_PYTHON", "VLLM_API_KEY"}
     named = sorted(name for name in {*os.environ} - hidden if name.startswith("VLLM_"))
     return "".join(f"{name}={shlex.quote(os.environ[name])} " for name in named)
@@ -250,9 +267,9 @@ def vllm_settings() -> str:
 
 @contextmanager
 def serving(command: Sequence[str], url: str) -> Iterator[None]:
-    """The server is ready within the block; afterwards every process that it started is gone."""
+    """Start a server, and stop it with all its processes after the block."""
     log, group = Path(tempfile.gettempdir(), "nanovllm-peers", "server.log"), None
-    # exec: signals reach the server itself. setsid: what it leaves behind is in a group of its own.
+    # With exec, signals reach the server itself. With setsid, its children share one group.
     line = ["setsid", "bash", "-c", 'exec "$@" >"$0" 2>&1', str(log), *command]
     try:
         with started(line, url) as server:
@@ -279,7 +296,7 @@ def loads(streams: str) -> Iterator[list[str]]:
 
 
 def bench(line: Sequence[str], results_dir: Path) -> list[Record]:
-    """Run it, show what it prints, and read the records that it wrote."""
+    """Run `nanovllm bench`, print its output, and return the records that it wrote."""
     line = [*line, "--results-dir", str(results_dir)]
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
     click.echo(done.stdout)

@@ -1,11 +1,12 @@
-"""Runs nanovllm, and tells where some steps of the engine spend the GPU's time, or the CPU's.
+"""A profile of some steps of the engine, made while a command of nanovllm runs.
 
     python results/profiled.py FILE FIRST COUNT bench --offline RECIPE --workload bs1 ...
 
-FILE gets the kernels of COUNT steps from the engine's step FIRST on: time and launches a step by
-name, how long the GPU had nothing to do, and what ran in the middle, in order. FIRST may be several
-numbers with commas between. A kernel that is launched early is timed with its wait for the one
-before. Rates that the run itself tells are of no use: reading a profile takes seconds.
+FILE gets the kernels (on a CPU the operations) of COUNT steps from step FIRST of the engine on:
+time and launches a step by name, the idle time of the GPU, and the kernels in the middle in
+order. FIRST may be several numbers with commas between. The time of a kernel that is launched
+early includes its wait for the previous one. Ignore the rates that the command prints: reading a
+profile takes seconds.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-ASKED = "NANOVLLM_PROFILED"  # the engine is another process, which imports this file, too
+VARIABLE = "NANOVLLM_PROFILED"  # for the process of the engine, which imports this file, too
 MOST_NAMES, IN_ORDER, NAME = 30, 40, 100
 
 
 class Profiled:
-    """In place of Runner.launch, of all of whose calls it knows the number."""
+    """A replacement of Runner.launch that counts its calls and profiles some of them."""
 
     def __init__(
         self, plain: Callable[[object, object], object], file: str, firsts: str, count: int
@@ -45,7 +46,7 @@ class Profiled:
             spans = [(one.time_range.start, one.time_range.end, one.name) for one in found]
             with self.file.open("a") as file:
                 file.write(f"from step {self.seen - self.count} on:\n")
-                file.write("\n".join(told(sorted(spans), self.count)) + "\n")
+                file.write("\n".join(lines_of(sorted(spans), self.count)) + "\n")
         if is_first:
             self.profile = profile(activities=[getattr(ProfilerActivity, kind)])
             self.profile.__enter__()
@@ -53,8 +54,8 @@ class Profiled:
         return self.plain(runner, plan)
 
 
-def told(spans: list[tuple[float, float, str]], steps: int) -> Iterator[str]:
-    """The lines of a profile. Times in microseconds."""
+def lines_of(spans: list[tuple[float, float, str]], steps: int) -> Iterator[str]:
+    """Yield the lines of a profile. Times are in microseconds."""
     begin, end, idle = spans[0][0], spans[0][0], 0.0
     by_name: dict[str, list[float]] = {}
     for start, stop, name in spans:
@@ -73,16 +74,16 @@ def told(spans: list[tuple[float, float, str]], steps: int) -> Iterator[str]:
         yield f"{start - middle[0][0]:9.2f} {stop - start:8.2f}  {name[:NAME]}"
 
 
-if __name__ == "__mp_main__" and ASKED in os.environ:
+if __name__ == "__mp_main__" and VARIABLE in os.environ:
     from nanovllm.runner.runner import Runner
 
-    file, firsts, count = os.environ[ASKED].split("\n")
-    asked = Profiled(Runner.launch, file, firsts, int(count))
-    Runner.launch = lambda runner, plan: asked.launch(runner, plan)  # type: ignore[method-assign]
+    file, firsts, count = os.environ[VARIABLE].split("\n")
+    profiled = Profiled(Runner.launch, file, firsts, int(count))
+    Runner.launch = lambda runner, plan: profiled.launch(runner, plan)  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     from nanovllm.cli import main
 
-    os.environ[ASKED] = "\n".join(sys.argv[1:4])
+    os.environ[VARIABLE] = "\n".join(sys.argv[1:4])
     sys.argv = ["nanovllm", *sys.argv[4:]]
     main()

@@ -1,18 +1,19 @@
-"""What constants of the kernels do to a whole decode step: variants one after another, one engine.
+"""Decode steps with other constants of the kernels, one variant after another in one engine.
 
     python results/steps.py RECIPE [--set KEY=VALUE ...] [--rows N] [--context N] NAME:CHANGE ...
 
-A CHANGE is assignments, with ";" between them, in which modules of nanovllm_kernels have their
-names, and is undone before the next one; none is the code as it is:
+A CHANGE is a list of assignments with ";" between them, which name modules of nanovllm_kernels.
+It is undone before the next one. An empty CHANGE is the code without changes:
 
     python results/steps.py qwen3-30b-a3b --set load.format=dummy --set experts.routing=uniform \\
         "now:" "late:paged_decode.STAGES = 2" \\
         "deep:experts.SHAPES[16, 2] = experts.Shape(64, 128, 5, 4)" "now again:"
 
-For each it captures the forward pass of N rows, replays it and prints the least time of a step, and
-how far the logits are from the first one's, in shares of the largest. A variant takes a second or
-two, beside what it compiles. Kernels that are launched early hide in each other, so what one takes
-alone says little about the step. On a CPU, without graphs, it only shows that the variant runs.
+For each variant the forward pass of N rows is captured and replayed. The output is the least time
+of a step and the largest difference from the first logits, as a share of the largest logit. A
+variant takes a second or two, plus compilation. Kernels that are launched early overlap, so the
+time of one kernel alone is not its share of the step. On a CPU, without graphs, only the variant
+itself is tested.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ ROUNDS = 5
 @click.argument("recipe")
 @click.argument("variants", nargs=-1, required=True)
 @click.option("--set", "overrides", multiple=True, help="KEY=VALUE of the recipe")
-@click.option("--rows", default=1, help="of the step, up to schedule.slots, which is 8 here")
-@click.option("--context", default=384, type=click.IntRange(1), help="most tokens of a row")
+@click.option("--rows", default=1, help="rows of the step, up to schedule.slots (8 here)")
+@click.option(
+    "--context", default=384, type=click.IntRange(1), help="largest number of tokens of a row"
+)
 def main(recipe: str, variants: tuple[str, ...], overrides: tuple[str, ...], **sizes: int) -> None:
     config = config_of(recipe, [*SMALL, *overrides])
     if not 1 <= sizes["rows"] <= int(config.recipe.schedule.slots):
@@ -60,7 +63,7 @@ def main(recipe: str, variants: tuple[str, ...], overrides: tuple[str, ...], **s
         try:
             with changed(change):
                 taken_us, logits_SV = measured(runner, **sizes)
-        except Exception as error:  # of one variant: the others go on
+        except Exception as error:  # the other variants still run
             click.echo(f"{name:24} {type(error).__name__}: {str(error)[:200]}")
             continue
         first = logits_SV if first is None else first
@@ -70,7 +73,7 @@ def main(recipe: str, variants: tuple[str, ...], overrides: tuple[str, ...], **s
 
 @contextmanager
 def changed(change: str) -> Iterator[None]:
-    """The modules named in the change are as it makes them, and then as they were."""
+    """Apply a change to the modules that it names, and undo it after the block."""
     names = {*re.findall(r"\b([a-z]\w*)\.[A-Z]", change)}
     modules = {one: importlib.import_module(f"nanovllm_kernels.{one}") for one in names}
     before = [(module, constants_of(module)) for module in modules.values()]
@@ -89,13 +92,13 @@ def changed(change: str) -> Iterator[None]:
 
 
 def constants_of(module: ModuleType) -> dict[str, tuple[Any, dict[Any, Any] | None]]:
-    """Each constant itself, which other modules may have too, and what a table's entries are."""
+    """Return each constant, and a copy of its entries if it is a table that modules share."""
     named = ((name, value) for name, value in vars(module).items() if name.isupper())
     return {name: (value, {**value} if isinstance(value, dict) else None) for name, value in named}
 
 
 def forget(modules: dict[str, ModuleType]) -> None:
-    """What was found by the constants of before."""
+    """Clear the caches that depend on constants."""
     for module in modules.values():
         for value in vars(module).values():
             if callable(clear := getattr(value, "cache_clear", None)):
@@ -104,8 +107,8 @@ def forget(modules: dict[str, ModuleType]) -> None:
 
 @torch.inference_mode()
 def measured(runner: Runner, rows: int, context: int) -> tuple[float, Tensor]:
-    """Microseconds of a forward pass, and the logits of the first one."""
-    for layer in runner.model.modules():  # may choose otherwise now
+    """Return the microseconds of a forward pass, and the logits of the first one."""
+    for layer in runner.model.modules():  # the best product may be another one now
         for table in vars(layer).values():
             if isinstance(table, RowTable):
                 table.clear()

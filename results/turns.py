@@ -1,13 +1,14 @@
-"""How much sooner the second turn of a long conversation begins to be answered than the first.
+"""The time to the first token of the second turn of a long conversation, and of the first turn.
 
     python results/turns.py RECIPE [--set KEY=VALUE ...] [--tokens N] [--rounds N] [--json PATH]
 
-Serves the recipe. Each round asks, one after the other, with prompts that no other round shares:
-a first turn of N tokens; a second one, which is the first, its answer and a short question; that
-again, word for word; and an unrelated prompt that is as long. Of each: time to the first text, and
-how many tokens were cached, as the server says. Printed and recorded are medians of all rounds.
-Templates drop what was thought in earlier turns, so the second turn parts from the first where its
-answer begins, or, of models that always think, at the end of its prompt.
+The recipe is served. Each round sends four requests, one after the other, with prompts that no
+other round shares: a first turn of N tokens; a second turn, which is the first, its answer and a
+short question; the second turn again, word for word; and an unrelated prompt of the same length.
+Each request has a time to the first text, and the number of cached tokens in its usage. The
+output and the record have the medians of all rounds. Templates drop the reasoning of earlier
+turns, so the second turn differs from the first where its answer begins, or, if a model always
+reasons, at the end of its prompt.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe")
     parser.add_argument("--set", action="append", default=[], dest="changes")
-    parser.add_argument("--tokens", type=int, default=30_000, help="of the first turn's prompt")
-    parser.add_argument("--answer", type=int, default=100, help="tokens of an answer")
+    parser.add_argument(
+        "--tokens", type=int, default=30_000, help="tokens of the first turn's prompt"
+    )
+    parser.add_argument("--answer", type=int, default=100, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -67,15 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         httpx.Client(base_url=url, timeout=600, trust_env=False) as client,
     ):
         click.echo(f"ready after {server.ready_s:.1f} s")
-        wording = wording_of(lambda text: ask(client, text, 1).prompt_tokens)
+        wording = wording_of(lambda text: send(client, text, 1).prompt_tokens)
         conversation(client, wording, options, "warm-up")
         rounds = [conversation(client, wording, options, nth) for nth in range(options.rounds)]
     metrics = {"ready_s": server.ready_s}
     for kind in rounds[0]:
         for name in Reply._fields[:3]:
             metrics[f"{kind}_{name}"] = statistics.median(getattr(r[kind], name) for r in rounds)
-        ms, asked, cached = (metrics[f"{kind}_{name}"] for name in Reply._fields[:3])
-        click.echo(f"{kind:>9}: {ms:9.1f} ms, {cached:,.0f} of {asked:,.0f} tokens cached")
+        ms, total, cached = (metrics[f"{kind}_{name}"] for name in Reply._fields[:3])
+        click.echo(f"{kind:>9}: {ms:9.1f} ms, {cached:,.0f} of {total:,.0f} tokens cached")
     metrics["second_to_first"] = metrics["second_ttft_ms"] / metrics["first_ttft_ms"]
     click.echo(f"second turn to first: {metrics['second_to_first']:.3f}")
     if options.json is not None:
@@ -95,20 +98,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def conversation(
     client: httpx.Client, wording: Wording, options: argparse.Namespace, nth: object
 ) -> dict[str, Reply]:
-    """What is asked in a round, by its name."""
-    texts = [wording.text(Random(f"{nth} {of}"), options.tokens) for of in ("own", "other")]
-    first = ask(client, texts[0], options.answer)
-    said = [("user", texts[0]), ("assistant", first.text), ("user", QUESTION)]
-    turns = [{"role": role, "content": text} for role, text in said]
-    second = ask(client, turns, options.answer)
-    again = ask(client, turns, options.answer)
-    unrelated = ask(client, texts[1], options.answer)
+    """Send the requests of a round, and return the replies by name."""
+    texts = [wording.text(Random(f"{nth} {topic}"), options.tokens) for topic in ("own", "other")]
+    first = send(client, texts[0], options.answer)
+    messages = [("user", texts[0]), ("assistant", first.text), ("user", QUESTION)]
+    turns = [{"role": role, "content": text} for role, text in messages]
+    second = send(client, turns, options.answer)
+    again = send(client, turns, options.answer)
+    unrelated = send(client, texts[1], options.answer)
     return {"first": first, "second": second, "again": again, "unrelated": unrelated}
 
 
-def ask(client: httpx.Client, asked: str | Messages, num_tokens: int) -> Reply:
-    """Raises httpx.HTTPStatusError. Of the answer's text what was thought is left out."""
-    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+def send(client: httpx.Client, content: str | Messages, num_tokens: int) -> Reply:
+    """Send a request and return its reply, without the reasoning.
+
+    Raise httpx.HTTPStatusError if it is refused.
+    """
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     body = {
         "messages": messages, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True},

@@ -1,8 +1,8 @@
-"""vLLM without HTTP, for peers.py, by an interpreter that has vLLM. Knows nothing of nanovllm.
+"""vLLM without HTTP, for peers.py. The interpreter needs vLLM and not nanovllm.
 
-Reads {"settings": arguments of LLM, "loads": [[warm-up, load], ...]} from stdin, where a load is
-[prompts as token ids, tokens to generate per prompt, how they are drawn]. The line of its output
-that begins with RESULT is for peers.py.
+The input is {"settings": arguments of LLM, "loads": [[warm-up, load], ...]} from stdin, where a
+load is [prompts as token ids, tokens to generate for each prompt, sampling parameters]. peers.py
+reads the line of the output that begins with RESULT.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def main() -> None:
         for prompts, outputs, drawn in pair:
             common = drawn | {"ignore_eos": True, "detokenize": False}
             params = [SamplingParams(max_tokens=count, **common) for count in outputs]
-            asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+            inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
             begin = time.perf_counter()
-            done = llm.generate(asked, params, use_tqdm=False)
+            done = llm.generate(inputs, params, use_tqdm=False)
             took = time.perf_counter() - begin
             if [len(one.outputs[0].token_ids) for one in done] != outputs:
-                sys.exit("vLLM generated other numbers of tokens than it was asked for")
-        taken.append(took)  # of the load, not of its warm-up
+                sys.exit("vLLM generated other numbers of tokens than requested")
+        taken.append(took)  # without the warm-up
     shown = ", ".join(f"{key}={value!r}" for key, value in settings.items())
     found = {"version": __version__, "ready_s": ready_s, "duration_s": taken, "settings": shown}
     sys.stdout.write(f"\nRESULT {json.dumps(found)}\n")

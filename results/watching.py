@@ -1,10 +1,10 @@
-"""What somebody who looks costs a stream: gaps between its tokens, alone and with the page open.
+"""The cost of the page for streams: gaps between tokens, with the page closed and open.
 
     python results/watching.py [--rounds N] [--json PATH]
 
-A paper engine (steps at a fixed rate, no model) serves streams; in turn nobody looks, somebody asks
-for what the page asks for as often as it does, and, where Chromium is installed, the page is open
-in it, at a low priority: it takes the same cores here, as it would not from elsewhere.
+A paper engine (steps at a fixed rate, no model) serves streams. In turn the page is closed, a
+thread polls what the page polls, and, if Chromium is installed, the page is open in it. The
+browser runs at a low priority, because it shares the cores with the server here.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from nanovllm.bench.record import of_this_machine
 from nanovllm.bench.started import started
 from nanovllm.bench.store import put
 
-RATE, TOKENS = 50, 200  # of each stream, a second and in all
-ASKED_S = 0.25  # between two questions of the page for steps; every fourth time for metrics, too
+RATE, TOKENS = 50, 200  # tokens of each stream: in a second, and in all
+POLL_S = 0.25  # between two polls of steps; every fourth poll also reads metrics
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
     with started(line, url):
         asyncio.run(gaps_p99_ms(url, options.streams))  # warm
         for _ in range(options.rounds):
-            for name, looking in {"alone": alone, "asked": asked, "page": page}.items():
+            for name, looking in {"alone": alone, "polled": polled, "page": page}.items():
                 with looking(url) as is_there:
                     if is_there:
                         p99 = asyncio.run(gaps_p99_ms(url, options.streams))
@@ -75,11 +75,11 @@ async def gaps_p99_ms(url: str, num_streams: int) -> float:
     gaps: list[float] = []
 
     async def stream(client: httpx.AsyncClient, nth: int) -> None:
-        asked = {
+        body = {
             "messages": [{"role": "user", "content": str(nth)}],
             "max_tokens": TOKENS, "stream": True,
         }  # fmt: skip
-        async with client.stream("POST", "/v1/chat/completions", json=asked) as answer:
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             last = None
             async for _ in answer.aiter_bytes():
                 now = time.perf_counter()
@@ -98,24 +98,24 @@ def alone(url: str) -> Iterator[bool]:
 
 
 @contextmanager
-def asked(url: str) -> Iterator[bool]:
+def polled(url: str) -> Iterator[bool]:
     done = threading.Event()
 
-    def ask(client: httpx.Client) -> None:
-        newest, times = 0, 0
-        while not done.wait(ASKED_S):
-            steps = client.get(f"/debug/steps?since={newest}").json()["steps"]
-            newest = steps[-1]["step"] if steps else newest
+    def poll(client: httpx.Client) -> None:
+        last_step, times = 0, 0
+        while not done.wait(POLL_S):
+            steps = client.get(f"/debug/steps?since={last_step}").json()["steps"]
+            last_step = steps[-1]["step"] if steps else last_step
             times += 1
             if times % 4 == 0:
                 client.get("/metrics")
 
     with httpx.Client(base_url=url) as client:
-        asking = threading.Thread(target=ask, args=(client,))
-        asking.start()
+        polling = threading.Thread(target=poll, args=(client,))
+        polling.start()
         yield True
         done.set()
-        asking.join()
+        polling.join()
 
 
 @contextmanager
