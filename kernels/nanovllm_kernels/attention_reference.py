@@ -1,6 +1,6 @@
-"""Causal attention over pages in float32, row by row: the meaning of the paged kernels.
+"""Float32 reference of causal attention over pages, row by row, for the paged kernels.
 
-Also the inputs and the error bound that their cases share. Knows no kernel.
+Also has the inputs and the error bound that their cases share. Imports no kernel.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def paged_prefill(
     max_new: int,
     scales_2G: Tensor | None = None,
 ) -> Tensor:
-    """o_THA, float32. Row r's queries starts_R1[r]:starts_R1[r + 1] are its last tokens.
+    """Return o_THA in float32. Row r's queries, starts_R1[r]:starts_R1[r + 1], are its last tokens.
 
-    `scales_2G`: what keys and values are multiplied by, in a cache of 8 bits.
+    `scales_2G` has the dequantisation factors of keys and values per head of an 8-bit cache.
     """
     k_PSGA, v_PSGA = dequantised(k_PSGA, v_PSGA, scales_2G)
     starts, lengths = starts_R1.tolist(), lengths_R.tolist()
@@ -59,9 +59,10 @@ def paged_decode(
     width: int = 1,
     scales_2G: Tensor | None = None,
 ) -> Tensor:
-    """o_THA, float32. Without `starts_R1` each row has one query. The plan only divides the work.
+    """Return o_THA in float32. Without `starts_R1` each row has one query.
 
-    Of c queries, the i-th sees the first lengths_R[r] - (c - 1 - i) tokens of row r.
+    If a row has c queries, the i-th sees the first lengths_R[r] - (c - 1 - i) tokens. The plan only
+    divides the work, so it does not change the result.
     """
     if starts_R1 is None:
         starts_R1 = torch.arange(len(lengths_R) + 1)
@@ -70,7 +71,7 @@ def paged_decode(
 
 
 def dequantised(k_PSGA: Tensor, v_PSGA: Tensor, scales_2G: Tensor | None) -> tuple[Tensor, Tensor]:
-    """In float32; as they are where there are no scales."""
+    """Return keys and values in float32, or unchanged if there are no scales."""
     if scales_2G is None:
         return k_PSGA, v_PSGA
     k_scale_G, v_scale_G = scales_2G
@@ -78,16 +79,17 @@ def dequantised(k_PSGA: Tensor, v_PSGA: Tensor, scales_2G: Tensor | None) -> tup
 
 
 def weighted_sizes(reference: Callable[..., Tensor]) -> Callable[[Tensors, Args], Tensors]:
-    """The sum of weight * |value|: what rounded weights and a rounded result err in proportion to.
+    """Return an error scale: the sum of weight * |value|.
 
-    Values themselves may cancel.
+    Errors from rounded weights and from a rounded result are proportional to it. The sum of weight
+    * value itself may cancel.
     """
 
     def scale(expected: Tensors, args: Args) -> Tensors:
         q_THA, k_PSGA, v_PSGA, *rest = args
         if v_PSGA.itemsize > 1:
             size_PSGA = v_PSGA.abs()
-        else:  # at least the smallest number: beside a value of 0 the least weights may be lost
+        else:  # smallest number at least: with a value of 0, small weights may vanish
             size_PSGA = (v_PSGA.view(torch.uint8) & 0x7F).clamp(min=1).view(v_PSGA.dtype)
         return (reference(q_THA, k_PSGA, size_PSGA, *rest),)
 
@@ -95,7 +97,7 @@ def weighted_sizes(reference: Callable[..., Tensor]) -> Callable[[Tensors, Args]
 
 
 def in_8_bits(k_PSGA: Tensor, v_PSGA: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Such a cache in float8_e4m3fn, and its scales_2G, each head's another one."""
+    """Return the cache in float8_e4m3fn and its scales_2G, which differ between heads."""
     scales_2G = 2.0 ** normal(k_PSGA.device, 2, k_PSGA.shape[2], dtype=torch.float32, seed=6)
     k_PSGA, v_PSGA = (
         quantised(pages_PSGA, scale_G[:, None])
@@ -113,11 +115,12 @@ def paged_inputs(
     device: torch.device,
     kind: str = "normal",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q_THA, k_PSGA, v_PSGA, page_table_RM, starts_R1, lengths_R of rows with scattered pages.
+    """Return q_THA, k_PSGA, v_PSGA, page_table_RM, starts_R1 and lengths_R, with scattered pages.
 
-    heads: (H, G, A). Cells that belong to nobody hold NaN. A row of length 1 lives in page 0, as
-    rows that pad a graph do; one of length 0 nowhere. A key outweighs all others for some heads:
-    in `spike` a late one, in `newest` the last, which only the row's last query may see.
+    `heads` is (H, G, A). Unused cells hold NaN. A row of length 1 lies in page 0, like the padding
+    rows of a CUDA graph; a row of length 0 has no page. One key outweighs all others for some
+    heads, unless `kind` is "normal". With "spike" it is a late one, with "newest" the last, which
+    only the row's last query may see.
     """
     H, G, A = heads
     counts = [-(-length // page_tokens) for length in lengths]

@@ -1,4 +1,4 @@
-"""What products of block-scaled fp8 numbers mean, in plain torch, and their cases."""
+"""Plain torch references and cases of the products with block-scaled fp8 operands."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
 from nanovllm_kernels.fp8_reference import LARGEST, Quantised, Scaled
 from nanovllm_kernels.linear_cases import gated_sizes
 
-UNWRITTEN = 7.0  # in rows of no expert, which stay as they are
+UNWRITTEN = 7.0  # in rows without an expert, which must stay as they are
 
 
 class TileRows(NamedTuple):
-    """What a product reads of route_reference.ExpertRows."""
+    """Fields of route_reference.ExpertRows that a product reads."""
 
     starts_E1: Tensor
     tile_expert_X: Tensor
@@ -43,7 +43,7 @@ class TileRows(NamedTuple):
 
 
 def rows_of(counts: tuple[int, ...], tile: int, device: torch.device) -> TileRows:
-    """Rows of experts that have so many each."""
+    """Return sorted rows for experts with `counts` rows each, in tiles of `tile` rows."""
     starts = [0, *accumulate(counts)]
     tiles = [(e, row) for e, (a, b) in enumerate(pairwise(starts)) for row in range(a, b, tile)]
     padded = [*tiles, *[(-1, -1)] * len(counts)]
@@ -53,12 +53,12 @@ def rows_of(counts: tuple[int, ...], tile: int, device: torch.device) -> TileRow
 
 
 def whole(numbers: Tensor, scale: Tensor, block_rows: int) -> Tensor:
-    """In float32. `scale`: of blocks of so many rows and 128 columns; the last may be cut off."""
+    """Dequantise to float32. Scales are of `block_rows` x 128 blocks; the last may be partial."""
     return Scaled(numbers, scale, block_rows).dequantised()
 
 
 def sides(x8_TD: Tensor, x_scale_BT: Tensor, w8_ND: Tensor, w_scale: Tensor, g: int) -> Tensors:
-    """Both sides of a product."""
+    """Return both operands of a product in float32."""
     return whole(x8_TD, x_scale_BT.T.contiguous(), 1), whole(w8_ND, w_scale, g)
 
 
@@ -76,9 +76,11 @@ def reference(
 
 
 def scale(expected: Tensors, args: Args) -> Tensors:
-    """A tensor core cuts off bits of what it adds: beside a rounding, 2 ** -9 of all terms' sizes.
+    """Return the error scale of a product.
 
-    Sums of more than 128 terms that never leave it err by more, if all of them are positive.
+    A tensor core truncates bits of its addends, so besides rounding there is an error of 2 ** -9
+    times the sum of absolute terms. Sums of more than 128 positive terms have larger errors if they
+    stay in the tensor core.
     """
     x, w = sides(*args[:4], args[5])
     return (expected[0].abs() + functional.linear(x.abs(), w.abs()) / 4,)
@@ -102,7 +104,7 @@ def experts_scale(expected: Tensors, args: Args) -> Tensors:
 def by_expert(
     x8_XD: Tensor, x_scale_BX: Tensor, w8_END: Tensor, w_scale: Tensor, rows: TileRows
 ) -> Iterator[tuple[slice, Args]]:
-    """Each expert's rows, and the arguments of its product alone."""
+    """Yield each expert's rows, and the arguments of its product as a dense one."""
     for expert, (start, end) in enumerate(pairwise(rows.starts_E1.tolist())):
         x = x8_XD[start:end], x_scale_BX[:, start:end]
         yield slice(start, end), (*x, w8_END[expert], w_scale[expert], None, DEEP)
@@ -118,7 +120,7 @@ def experts_gated(*args: Any) -> Quantised:  # noqa: ANN401
 
 
 def gated_reference(*args: Any) -> Quantised:  # noqa: ANN401
-    """What the product is in float32, never rounded to 16 bits, gated and quantised."""
+    """Gate and quantise the product, which stays in float32 and is never rounded to 16 bits."""
     return quantise_cases.silu_mul_reference(functional.linear(*sides(*args[:4], args[5])))
 
 
@@ -128,7 +130,10 @@ def gated_experts_reference(*args: Any) -> Quantised:  # noqa: ANN401
 
 
 def gated_outputs(result: Quantised, args: Args) -> Tensors:
-    """Numbers in float32, and their scales; of experts' rows alone, and a row of zeros."""
+    """Return the dequantised numbers and the scales.
+
+    For experts, rows of no expert are replaced by one row of zeros.
+    """
     values_XF, scale_BX = result.dequantised(), result.scale_BX
     if isinstance(args[4], TileRows):
         end = args[4].starts_E1[-1]
@@ -138,7 +143,11 @@ def gated_outputs(result: Quantised, args: Args) -> Tensors:
 
 
 def gated_scale(expected: Tensors, args: Args) -> Tensors:
-    """An error of quantise_cases, and the product's, each of whose ulps is a 16th of such a one."""
+    """Return the error scales of gated_outputs.
+
+    Each is the error of quantise_cases plus that of the product. One ulp of the product is a 16th
+    of one of quantise_cases.
+    """
     y = functional.linear(*sides(*args[:4], args[5]))
     errors = gated_sizes(y, scale((y,), args)[0]) / 16
     largest = functional.pad(errors, (0, -errors.shape[1] % DEEP)).unflatten(1, (-1, DEEP)).amax(-1)
@@ -154,7 +163,7 @@ def gated_experts_scale(expected: Tensors, args: Args) -> Tensors:
 
 
 def numbers(device: torch.device, *shape: int, seed: int = 0, sign: int = 0) -> Tensor:
-    """In e4m3. With `sign` all are positive."""
+    """Return normal e4m3 numbers. With `sign` all are positive."""
     found = normal(device, *shape, dtype=torch.float32, seed=seed)
     return (found.abs() if sign else found).to(torch.float8_e4m3fn)
 
@@ -175,7 +184,7 @@ def inputs(
     sign: int = 0,
     zeros: bool = False,
 ) -> Args:
-    """`zeros`: in every 97th row."""
+    """Return the arguments of block_fp8_linear. With `zeros` every 97th row of x is zero."""
     blocks, padded = -(-D // DEEP), -(-T // 4) * 4
     x_scale_BT = scales(device, blocks, padded, seed=1)
     x_scale_BT[:, T:] = torch.nan
@@ -191,7 +200,7 @@ def inputs(
 def experts_inputs(
     counts: tuple[int, ...], unused: int, N: int, D: int, tile: int, device: torch.device
 ) -> Args:
-    """`unused`: rows behind the last expert's."""
+    """Return the arguments of block_fp8_experts. `unused` rows follow those of the last expert."""
     num_rows, num_experts, blocks = sum(counts) + unused, len(counts), -(-D // DEEP)
     x_scale_BX = scales(device, blocks, -(-num_rows // 4) * 4, seed=1)
     x_scale_BX[:, sum(counts) :] = torch.nan
@@ -264,7 +273,7 @@ def gated_experts_cases() -> tuple[Case, ...]:
 
 
 def timed(E: int, T: int, N: int, D: int, tile: int = 0, *, added: bool = False) -> Case:
-    """A case of experts with T rows on average; of one weight, if `tile` is 0."""
+    """Return a timed case of E experts with T rows on average, or of one weight if `tile` is 0."""
     name, of = f"T={T} N={N} D={D} {added=}", partial(inputs, T, N, D, added=added)
     if tile:
         name = f"E={E} of {T} rows N={N} D={D} {tile=}"
@@ -273,12 +282,12 @@ def timed(E: int, T: int, N: int, D: int, tile: int = 0, *, added: bool = False)
 
 
 def uneven(num_experts: int, rows: int) -> tuple[int, ...]:
-    """So many rows on average, from a half of it to three halves."""
+    """Return counts that average `rows` and range from half to three halves of it."""
     shuffled = (7 * n % num_experts for n in range(num_experts))
     return tuple(rows // 2 + rows * nth // num_experts for nth in shuffled)
 
 
-# An ulp for the result; scale says what else.
+# One ulp for rounding the result; `scale` bounds the other errors.
 BLOCK_FP8_LINEAR = Kernel(
     "block_fp8_linear", block_fp8_linear, reference, cases(), ulps_16=1, scale=scale
 )

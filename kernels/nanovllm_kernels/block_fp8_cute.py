@@ -1,39 +1,44 @@
-"""Products of block-scaled fp8 numbers of many rows, dense and of experts, for Hopper, in CuTe DSL.
+"""Block-scaled fp8 GEMM of many rows, dense and grouped by expert, for Hopper, in CuTe DSL.
 
-y = x W^T. Both sides are e4m3 numbers with float32 scales: x has one for each row and 128 inputs,
-W one for each `block_rows` rows and 128 inputs. The result is bfloat16, and may be added to a
-residual stream in place; or it is silu(gate) * up of the two halves of W, quantised as x is.
-Meaning: the references in block_fp8_cases.py.
+Computes y = x W^T with e4m3 operands and float32 scales. Scales of x are per row and 128 inputs,
+those of W per `block_rows` rows and 128 inputs. The result is bfloat16 and may be added to a
+residual stream in place. The gated form instead returns silu(gate) * up of the two halves of W,
+quantised like x. The references are in block_fp8_cases.py.
 
-Decision: a tensor core of Hopper keeps about 14 bits of an fp8 sum. So sums of 128 inputs, which
-share their scales, leave it and are added up in float32. A block of threads has two groups of four
-warps with 64 or 128 rows each: while the one adds, the other one's products keep the tensor core
-busy. Nothing orders the two: if they meet, whichever finishes first gets ahead.
+The kernel is persistent and warp-specialised. One producer warp fills a ring of swizzled stages by
+TMA, with multicast in clusters. One or two consumer groups of four warps multiply with wgmma.
 
-Decision: with 256 rows a group multiplies twice 64 rows, one after the other, so that its registers
-hold 128 x 128 sums and the products of half of them. Two blocks of threads are a cluster, have the
-same rows and share what they read of x.
+Decision: a Hopper tensor core accumulates fp8 products with about 14 bits. Therefore each sum over
+128 inputs, which share their scales, is moved out and accumulated in float32 registers. A thread
+block has two consumer groups with 64 or 128 rows each, except for tiles of 64 rows. While one group
+accumulates, products of the other keep the tensor core busy. The groups are not ordered: if both
+are ready at once, the first to finish goes ahead.
 
-Decision: gated, a group multiplies its 64 rows with 128 lines of the gate, then with those of up of
-the same features. So what it took for twice as many rows is for both factors, a thread has both of
-each feature, and four threads all of a row that share a scale. Two blocks of threads have different
-rows then, and share what they read of W. No thread needs another block's sums. Up to 128 rows of an
-expert's last tile are halved between the two.
+Decision: in a tile of 256 rows a group multiplies 64 rows twice, one wave after the other. Its
+registers then hold 128 x 128 sums and the products of half of them. Two thread blocks form a
+cluster; they have the same rows and share their reads of x.
 
-Decision: products of more than few rows always gate and quantise in the kernel itself. Apart, a
-kernel behind reads and writes all again. On an H200, in us, together and apart: of 36,864 lines and
-7,168 inputs 119 and 118 with 128 rows, 158 and 184 with 256, 4,395 and 4,517 with 8,192; of 24,576
-lines and 4,096 inputs 35 and 50, 60 and 69, 1,583 and 1,733; of 128 experts with 128 rows each 154
-and 200, of 256 with 512 each 2,903 and 3,314.
+Decision: in the gated form a group multiplies its 64 rows with 128 rows of the gate, then of up for
+the same features. The registers that a taller tile uses for a second 64 rows hold
+up instead. A thread has both factors of each feature, and four threads have all features of a row
+that share a scale. Both thread blocks of a cluster then have different rows and share their reads
+of W. No thread needs sums of another block. If an expert's last tile has at most 128 rows, the two
+blocks take half of them each.
 
-Decision: scales are read into registers, ahead of their use. Shared memory belongs to the ring.
+Decision: products of more than a few rows always gate and quantise in the epilogue. A separate
+kernel writes and reads everything once more. Times on an H200 in us, fused and separate, are as
+follows. W of 36,864 x 7,168: 119 and 118 with 128 rows, 158 and 184 with 256, 4,395 and 4,517 with
+8,192. W of 24,576 x 4,096: 35 and 50, 60 and 69, 1,583 and 1,733. Experts: 154 and 200 for 128 with
+128 rows each, 2,903 and 3,314 for 256 with 512 each.
 
-Decision: the results leave through registers, too. Four threads hold two columns each of the same
-eight; they exchange them, so that each one writes 16 bytes. So a tile may begin at any row and end
-at any row, which the rows of an expert do.
+Decision: scales are loaded into registers one step ahead. Shared memory is left to the ring.
 
-Decision: experts are found on the device, from the tiles of expert_rows. The host only bounds how
-many there are.
+Decision: results are stored from registers, too. Four threads hold two columns each of the same
+eight. They exchange them by shuffles, so that each thread stores 16 bytes. Without a TMA store a
+tile may begin and end at any row, which the rows of an expert require.
+
+Decision: tiles of experts are found on the device, from the arrays of expert_rows. The host only
+bounds their number.
 """
 
 from __future__ import annotations
@@ -66,20 +71,22 @@ from nanovllm_kernels.ring_cute import (
     partition,
 )
 
-DEEP = 128  # inputs that share a scale: a swizzled line of shared memory
-GROUP_ROWS = 64  # of x, that four warps multiply at once
-LINE = 64  # numbers of y in a line of the cache
+DEEP = 128  # inputs per scale; one 128-byte swizzled line of shared memory
+GROUP_ROWS = 64  # rows of x per wgmma of four warps
+LINE = 64  # elements of y in a cache line
 RING_BYTES = 224 * 1024
 MOST_STAGES = 8
-TOGETHER = 8  # tiles of rows that share what they read of W while it is in the cache
+TOGETHER = 8  # tiles of rows in a group that reads the same part of W from the L2 cache
 LOADER_REGISTERS, REGISTERS = 24, 240
 LOG2_E = 1.4426950408889634
-HUGE = 2.0**127  # to be multiplied with, in place of infinity
+HUGE = 2.0**127  # largest factor, in place of infinity
 
 
 class Tile(NamedTuple):
-    """What a block of threads computes, and how many of them share their rows; gated, their
-    columns, of which the first half are the gate's.
+    """Tile of a thread block, and the number of blocks in a cluster.
+
+    Blocks of a cluster share rows, or columns in the gated form. The first half of gated columns is
+    the gate.
     """
 
     rows: int
@@ -87,7 +94,7 @@ class Tile(NamedTuple):
     cluster: int = 1
 
 
-TILES = {  # and how well each keeps a multiprocessor busy
+TILES = {  # and the relative utilisation of a multiprocessor with each
     Tile(256, 128, 2): 1.0,
     Tile(128, 128, 2): 0.9,
     Tile(128, 128): 0.85,
@@ -96,41 +103,41 @@ TILES = {  # and how well each keeps a multiprocessor busy
     Tile(64, 64): 0.45,
     Tile(64, 32): 0.3,
 }
-# Those that gate and quantise.
+# Tiles that gate and quantise.
 GATED_TILES = {Tile(128, 256, 2): 1.0, Tile(128, 256): 0.9, Tile(64, 256): 0.6}
 EXPERT_TILES = {tile.rows: tile for tile in (Tile(64, 128), Tile(128, 128), Tile(256, 128, 2))}
 GATED_EXPERT_TILES = {tile.rows * tile.cluster: tile for tile in GATED_TILES}
-LEAST_ROWS = {64: 0, 128: 32, 256: 256}  # of an expert, from which on a tile is faster
+LEAST_ROWS = {64: 0, 128: 32, 256: 256}  # minimum rows per expert at which a tile is faster
 
 
 class Kind(NamedTuple):
-    added: bool = False  # to what y holds
+    added: bool = False  # to the contents of y
     grouped: bool = False  # tiles belong to experts
-    gated: bool = False  # and quantised
+    gated: bool = False  # gated and quantised
 
 
 class Given(NamedTuple):
-    """In global memory, besides x and W."""
+    """Operands in global memory besides x and W."""
 
     x_scale: cute.Tensor  # [block of inputs, row]
-    w_scale: cute.Tensor  # [block of rows, block of inputs], of each expert
+    w_scale: cute.Tensor  # [block of rows, block of inputs], per expert if grouped
     y: cute.Tensor
-    starts: cute.Tensor | None = None  # where each expert's rows begin, and the last one's end
+    starts: cute.Tensor | None = None  # first row of each expert, and the end of the last
     tile_expert: cute.Tensor | None = None
-    tile_start: cute.Tensor | None = None  # a tile's first row
+    tile_start: cute.Tensor | None = None  # first row of each tile
     num_tiles: cute.Tensor | None = None
     y_scale: cute.Tensor | None = None  # [block of columns, row], if y is quantised
 
 
 @cache
 def tile_of(num_rows: int, num_lines: int, num_processors: int, *, gated: bool = False) -> Tile:
-    """The tile that is expected to take the least time."""
+    """Return the tile with the least estimated time."""
     of = num_rows, num_lines, num_processors
     return min(GATED_TILES if gated else TILES, key=partial(cost, *of))
 
 
 def cost(num_rows: int, num_lines: int, num_processors: int, tile: Tile) -> float:
-    """How many times a multiprocessor multiplies and adds for each input, if it is kept busy."""
+    """Return the multiply-adds per input of one multiprocessor, weighted by utilisation."""
     high, wide = tile.rows, tile.columns * tile.cluster
     if tile in GATED_TILES:
         high, wide = tile.rows * tile.cluster, tile.columns
@@ -140,7 +147,7 @@ def cost(num_rows: int, num_lines: int, num_processors: int, tile: Tile) -> floa
 
 
 def obstacle(num_lines: int, width: int, block_rows: int = DEEP) -> str | None:
-    """Why a weight is not for these kernels, or None."""
+    """Return the reason why the kernels do not support a weight, or None."""
     if width % 16 or num_lines % 8:
         return "inputs must be a multiple of 16, and outputs of 8"
     if block_rows % 32:
@@ -157,10 +164,10 @@ def block_fp8_linear(
     block_rows: int = DEEP,
     tile: Tile | None = None,
 ) -> Tensor:
-    """y_TN in bfloat16: the residual stream itself, to which the product is added, if there is one.
+    """Return y_TN in bfloat16. If there is a residual stream, add to it in place and return it.
 
-    `x_scale_BT`: [D / 128 rounded up, T or more]. `w_scale`: [N / block_rows rounded up, D / 128
-    rounded up].
+    `x_scale_BT` is [D / 128 rounded up, T or more]; `w_scale` is [N / block_rows rounded up, D /
+    128 rounded up].
     """
     num_rows, num_lines = len(x8_TD), len(w8_ND)
     y_TN = residual_TN
@@ -173,7 +180,7 @@ def block_fp8_linear(
 
 
 def block_fp8_gated(x8: Quantised, weight: Scaled, tile: Tile | None = None) -> Quantised:
-    """The gated y_TF, silu(gate) * up. The gate, half of the lines, ends with a block."""
+    """Return the gated y_TF, silu(gate) * up. The gate, half of W's rows, must end with a block."""
     (x8_TD, x_scale_BT), (w8_ND, w_scale, block_rows) = x8, weight
     num_rows, num_lines, device = len(x8_TD), len(w8_ND), x8_TD.device
     tile = tile or tile_of(num_rows, num_lines, processors(device), gated=True)
@@ -184,7 +191,7 @@ def block_fp8_gated(x8: Quantised, weight: Scaled, tile: Tile | None = None) -> 
 
 
 def multiply(x8: Tensor, weight: Tensor, given: Given, kind: tuple, most: int = 1 << 30) -> None:
-    """Launches a `kind`: a Tile, block_rows and a Kind. `most`: clusters that have work."""
+    """Launch the kernel of `kind`: (Tile, block_rows, Kind). At most `most` clusters have work."""
     tile, block_rows, more = kind
     if len(x8):
         num_clusters = min(most, processors(x8.device) // tile.cluster)
@@ -192,7 +199,7 @@ def multiply(x8: Tensor, weight: Tensor, given: Given, kind: tuple, most: int = 
 
 
 def experts_tile_rows(num_rows: int, num_experts: int) -> int:
-    """The tile that rows are to be sorted in."""
+    """Return the tile size, in rows, by which rows must be sorted."""
     fits = [rows for rows, least in LEAST_ROWS.items() if num_rows >= least * num_experts]
     return max(fits, default=min(EXPERT_TILES))
 
@@ -206,9 +213,11 @@ def block_fp8_experts(
     y_XN: Tensor | None = None,
     block_rows: int = DEEP,
 ) -> Tensor:
-    """y_XN of rows that are sorted by expert, as route_reference.ExpertRows says. Those behind the
-    last expert's are not written. `w_scale`: [E, N / block_rows rounded up, D / 128 rounded up], so
-    all parts of a weight but the last (the gate) have whole blocks.
+    """Return y_XN of rows sorted by expert, as described at route_reference.ExpertRows.
+
+    Rows after those of the last expert are not written. `w_scale` is [E, N / block_rows rounded up,
+    D / 128 rounded up]. Therefore all parts of a fused weight except the last must have whole
+    blocks.
     """
     if y_XN is None:
         y_XN = x8_XD.new_empty(len(x8_XD), w8_END.shape[1], dtype=torch.bfloat16)
@@ -219,7 +228,7 @@ def block_fp8_experts(
 
 
 def block_fp8_gated_experts(x8: Quantised, weight: Scaled, rows: Any) -> Quantised:  # noqa: ANN401
-    """The gated y_XF, of rows as block_fp8_experts takes them. F: a multiple of 128."""
+    """Return the gated y_XF of rows sorted as for block_fp8_experts. F is a multiple of 128."""
     (x8_XD, x_scale_BX), (w8_END, w_scale, block_rows) = x8, weight
     kind = GATED_EXPERT_TILES[rows.tile], block_rows, Kind(grouped=True, gated=True)
     y8_XF, y_scale_BX = y = empty(len(x8_XD), w8_END.shape[1] // 2, x8_XD.device)
@@ -239,8 +248,9 @@ def most_clusters(x8_XD: Tensor, w8_END: Tensor, tile_rows: int) -> int:
 
 @CachedCompile
 def compile_tile(*of: int) -> Compiled:
-    """Compiles a product of a Tile, block_rows and a Kind, of any sizes. Needs no GPU, only to know
-    of one.
+    """Compile the product of a Tile, block_rows and a Kind for any sizes.
+
+    Needs no GPU if CUTE_DSL_ARCH is set.
     """
     kind, any_, width = Kind(*map(bool, of[4:])), cute.sym_int, cute.sym_int()
     experts = (any_(),) if kind.grouped else ()
@@ -248,7 +258,7 @@ def compile_tile(*of: int) -> Compiled:
     def numbers() -> Any:  # noqa: ANN401
         return like(Int32, any_()) if kind.grouped else None
 
-    dtype, count = (Float8E4M3FN, 16) if kind.gated else (BFloat16, 8)  # in 16 bytes
+    dtype, count = (Float8E4M3FN, 16) if kind.gated else (BFloat16, 8)  # elements in 16 bytes
     given = Given(
         x_scale=like(Float32, any_(), any_()),
         w_scale=like(Float32, *experts, any_(), any_()),
@@ -269,23 +279,23 @@ def compile_tile(*of: int) -> Compiled:
 
 
 class Shared(NamedTuple):
-    """In shared memory, of one block of threads."""
+    """Shared memory of a thread block."""
 
     x: cute.Tensor  # [row, input, stage]
-    weight: cute.Tensor  # [line, input, stage], of the gate and of up in turns
-    full: cute.Pointer  # barriers: the stage is there
-    empty: cute.Pointer  # every warp of the cluster is done with it
+    weight: cute.Tensor  # [row of W, input, stage]; gated, stages of gate and up alternate
+    full: cute.Pointer  # mbarriers: the stage is filled
+    empty: cute.Pointer  # mbarriers: all warps of the cluster have read the stage
 
 
 class Size(NamedTuple):
-    blocks: Int32  # of DEEP inputs
-    tall: Int32  # tiles of rows
-    wide: Int32  # clusters' tiles of columns
+    blocks: Int32  # blocks of DEEP inputs
+    tall: Int32  # number of tiles along rows
+    wide: Int32  # number of clusters along columns
     rows: Int32
 
 
 class Spot(NamedTuple):
-    """A tile: its first row and column, where the rows end, whose they are."""
+    """A tile: its first row and column, the end of its rows, and its expert."""
 
     row: Int32
     column: Int32
@@ -297,20 +307,20 @@ class Product:
     def __init__(self, tile: Tile, block_rows: int, kind: Kind) -> None:
         self.tile, self.kind, self.block_rows = tile, kind, block_rows
         self.groups = min(2, tile.rows // GROUP_ROWS)
-        self.parts = 2 if kind.gated else 1  # of W
+        self.parts = 2 if kind.gated else 1  # parts of W: gate and up, or one
         self.columns = tile.columns // self.parts
         self.high = tile.rows // (GROUP_ROWS * self.groups)
-        self.waves = self.high * self.parts  # of products, one after the other
-        self.threads = 128 * self.groups  # that compute
-        self.sums = self.columns // 2  # of a thread and wave
-        self.unit = gcd(self.columns, block_rows)  # columns that surely share a scale
+        self.waves = self.high * self.parts  # consecutive products of a group per stage
+        self.threads = 128 * self.groups  # consumer threads
+        self.sums = self.columns // 2  # accumulators of a thread per wave
+        self.unit = gcd(self.columns, block_rows)  # columns that are certain to share a scale
         self.units = self.columns // self.unit
         assert self.columns % 32 == 0, tile
         assert self.unit % 8 == 0, block_rows
-        assert self.sums * (self.waves + 1) <= 192, tile  # registers
+        assert self.sums * (self.waves + 1) <= 192, tile  # float32 registers
         assert not kind.gated or (self.high, self.columns) == (1, DEEP), tile
-        self.num_scales = 2 * self.high + self.parts * self.units  # of a thread
-        # Blocks of threads that share what they read of x, and of W.
+        self.num_scales = 2 * self.high + self.parts * self.units  # scales that a thread holds
+        # Numbers of thread blocks that share their reads of x and of W.
         shared = tile.cluster, 1
         self.x_shared, self.weight_shared = reversed(shared) if kind.gated else shared
         self.step_bytes = DEEP * (tile.rows + tile.columns)
@@ -402,7 +412,7 @@ class Product:
             self.compute(given, shared, mma, size)
         if cutlass.const_expr(self.tile.cluster > 1):
             arch.cluster_arrive()
-            arch.cluster_wait()  # the other one may still read this one's barriers
+            arch.cluster_wait()  # the other block may still arrive at barriers of this one
 
     @cute.jit
     def num_units(self, given: Given, size: Size) -> Int32:
@@ -413,8 +423,8 @@ class Product:
 
     @cute.jit
     def spot_of(self, unit: Int32, given: Given, size: Size) -> Spot:
-        """This block's tile of the cluster's `unit`."""
-        tile_rows = self.tile.rows * self.weight_shared  # of the cluster
+        """Return this block's tile of the cluster's `unit`."""
+        tile_rows = self.tile.rows * self.weight_shared  # rows of the cluster's tile
         if cutlass.const_expr(self.kind.grouped):
             tile, nth = unit // size.wide, unit % size.wide
             expert = given.tile_expert[tile]
@@ -439,7 +449,7 @@ class Product:
     def load(
         self, x_box: tuple, weight_box: tuple, given: Given, shared: Shared, size: Size
     ) -> None:
-        """Fills the ring with the tiles' blocks, one after the other."""
+        """Fill the ring with the blocks of all tiles in turn."""
         (x_atom, _), (weight_atom, weight) = x_box, weight_box
         cpasync.prefetch_descriptor(x_atom)
         cpasync.prefetch_descriptor(weight_atom)
@@ -472,7 +482,7 @@ class Product:
 
     @cute.jit
     def prefetch(self, y: cute.Tensor, spot: Spot) -> None:
-        """Has what the tile is added to in the cache by the time that it is needed."""
+        """Prefetch the tile's part of the residual stream into the L2 cache."""
         for first in cutlass.range_constexpr(0, self.tile.rows, 32):
             row = spot.row + first + arch.lane_idx()
             for part in cutlass.range_constexpr(0, self.tile.columns, LINE):
@@ -481,7 +491,7 @@ class Product:
                     arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address.toint()])
 
     def first_lines(self, spot: Spot, given: Given) -> list[Int32]:
-        """The tile's first line of W; or of the gate, and of up."""
+        """Return the tile's first row of W, or the first rows of its gate and up."""
         return [spot.column, spot.column + given.y.shape[1]][: self.parts]
 
     @cute.jit
@@ -511,7 +521,8 @@ class Product:
             sums.fill(0.0)
             for block in cutlass.range(0, size.blocks, unroll=1):
                 scales.store(next_scales.load())
-                # Before the wait, behind which the compiler would move it.
+                # The load precedes the wait, as the compiler would otherwise move it after the
+                # wait.
                 self.fetch(lines, next_scales, cutlass.min(block + 1, size.blocks - 1))
                 arch.mbarrier_wait(shared.full + stage, phase)
                 for wave in cutlass.range_constexpr(self.waves):
@@ -536,14 +547,14 @@ class Product:
                 self.leave_gated(sums, spot, given)
 
     def has_rows(self, spot: Spot, wave: int, group: Int32) -> Boolean:
-        """Whether a group is to multiply: most of an expert's last tile may be empty."""
+        """Return True if a group has rows. Most of an expert's last tile may be empty."""
         if not self.kind.grouped:
             return Boolean(True)
         return spot.row + GROUP_ROWS * (self.groups * (wave // self.parts) + group) < spot.end
 
     @cute.jit
     def release(self, shared: Shared, stage: Int32) -> None:
-        """Tells every block of the cluster, since each one writes into this one's ring."""
+        """Arrive at the empty barrier of each block in the cluster, since each writes this ring."""
         lane = arch.lane_idx()
         if lane < self.tile.cluster:
             if cutlass.const_expr(self.tile.cluster > 1):
@@ -552,13 +563,13 @@ class Product:
                 arch.mbarrier_arrive(shared.empty + stage)
 
     def row_of(self, spot: Spot, nth: int) -> Int32:
-        """A thread's nth row: it has two of each 64 of its group."""
+        """Return a thread's nth row. A thread has two of each 64 rows of its group."""
         thread = arch.thread_idx()[0]
         first = spot.row + thread // 32 * 16 + thread % 32 // 4
         return first + (nth // 2 * self.groups * GROUP_ROWS + nth % 2 * 8)
 
     def scale_lines(self, spot: Spot, given: Given, size: Size) -> list[cute.Tensor]:
-        """The scales along the inputs of this thread's rows of x, then of the tile's parts of W."""
+        """Return the scales along the inputs: of the thread's rows of x, then of the tile's W."""
         w_scale = given.w_scale
         if self.kind.grouped:
             w_scale = w_scale[spot.expert, None, None]
@@ -577,7 +588,10 @@ class Product:
             scales[nth] = line[block]
 
     def add(self, products: cute.Tensor, sums: cute.Tensor, scales: cute.Tensor, wave: int) -> None:
-        """A thread has two columns of each eight, of a row and of the eighth below."""
+        """Scale the products and add them to the sums.
+
+        A thread has two of every eight columns, of one row and of the row eight below.
+        """
         row, first = wave // self.parts, 2 * self.high + wave % self.parts * self.units
         for unit in range(self.units):
             of_weight = scales[first + unit]
@@ -587,7 +601,7 @@ class Product:
 
     @cute.jit
     def leave(self, sums: cute.Tensor, wave: int, spot: Spot, given: Given) -> None:
-        """Writes a wave's sums. Four threads have 32 columns of a row: eight each, in the end."""
+        """Store a wave's sums. Four threads have 32 columns of a row; each stores eight."""
         num_lines, first = given.y.shape[1], spot.column + arch.lane_idx() % 4 * 8
         parts = self.tile.columns // 32  # of each of two rows
         held = cute.make_rmem_tensor((4, 2 * parts), Int32)
@@ -616,8 +630,10 @@ class Product:
 
     @cute.jit
     def leave_gated(self, sums: cute.Tensor, spot: Spot, given: Given) -> None:
-        """Writes silu(gate) * up. Four threads have 128 features of a row: 16 of each 64, in the
-        end. Half of the sums are the gate's, the others in the same order up's.
+        """Store silu(gate) * up, quantised.
+
+        Half of the sums are the gate's; the others are up's, in the same order. Four threads have
+        128 features of a row. After the exchange each stores 16 of every 64.
         """
         num_features, lane = given.y.shape[1], arch.lane_idx() % 4
         y = cute.make_rmem_tensor((4, 8), Float32)
@@ -650,10 +666,10 @@ class Product:
 
 
 def widened(words: cute.Tensor) -> cute.TensorSSA:
-    """The eight bfloat16 numbers of four words in float32.
+    """Return the eight bfloat16 numbers of four words in float32.
 
-    By their bits: as a tensor of bfloat16 the compiler takes them apart as soon as they are read,
-    and waits for each.
+    Converts by bit operations. A bfloat16 tensor would be unpacked by the compiler as soon as it is
+    loaded, which waits for each load.
     """
     bits = cute.make_rmem_tensor(8, Int32)
     for n in range(4):

@@ -1,6 +1,6 @@
-"""What the decode kernels are checked and timed with: rows, and what they look like in memory.
+"""Rows, and their layout in memory, for tests and timings of the decode kernels.
 
-Knows no kernel: what plans the work is given.
+Imports no kernel: `plan_decode` is passed as an argument.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 from nanovllm_kernels import attention_reference as reference
 from nanovllm_kernels.case import Args, Case, bits
 
-PlanDecode = Callable[[Tensor, Tensor], Any]  # a kernel's plan_decode
+PlanDecode = Callable[[Tensor, Tensor], Any]  # plan_decode function of a kernel
 RAGGED = (1, 130, 7, 64, 65, 1, 300, 17, 128)
 
 
 class KVRows(NamedTuple):
-    """A case's rows: of each, the tokens in the cache, and how many of them are new if not one."""
+    """Rows of a case: the cached tokens of each, and its number of new tokens if it is not one."""
 
     lengths: tuple[int, ...]
     heads: tuple[int, int, int]  # query heads, key/value heads, head size
     page_tokens: int
     dtype: torch.dtype = torch.bfloat16
-    kind: str = "normal"  # of paged_inputs
+    kind: str = "normal"  # `kind` of paged_inputs
     new: tuple[int, ...] = ()
-    width: int = 0  # most new tokens of a row; 0: one each, and no starts_R1
-    is_fp8: bool = False  # the cache; queries are of dtype
+    width: int = 0  # maximum new tokens per row; 0: one per row, without starts_R1
+    is_fp8: bool = False  # cache in fp8; queries have `dtype`
     timed_as: str = ""
 
     @property
@@ -38,7 +38,7 @@ class KVRows(NamedTuple):
 
 
 def drafted(rows: KVRows) -> KVRows:
-    """With 0 to `width` new tokens in turn, from the most down; no more than the length."""
+    """Give the rows W, W - 1, ..., 0 new tokens in turn, but at most their length. W is `width`."""
     turns = (rows.width - nth % (rows.width + 1) for nth in range(len(rows.lengths)))
     return rows._replace(new=tuple(min(pair) for pair in zip(turns, rows.lengths, strict=True)))
 
@@ -66,8 +66,10 @@ def inputs(plan_decode: PlanDecode, rows: KVRows, device: torch.device) -> Args:
 
 
 def by_position(decode: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A decode kernel that takes `starts_R1`, `width` and `scales_2G` behind the plan, as cases
-    do."""
+    """Wrap a decode kernel that takes `starts_R1`, `width` and `scales_2G` as keywords.
+
+    The wrapper takes them as positional arguments after the plan, like the arguments of cases.
+    """
 
     def run(*args: Any) -> Tensor:  # noqa: ANN401
         *rows, starts_R1, width, scales_2G = args
@@ -92,7 +94,7 @@ def rows_of_one() -> list[KVRows]:
         (RAGGED, (3, 1, 80), 32),
         (RAGGED, (4, 2, 64), 64),
         (RAGGED, (2, 2, 256), 48),
-        (RAGGED, (20, 1, 16), 16),  # more query heads than a tensor core's 16 rows
+        (RAGGED, (20, 1, 16), 16),  # more query heads than the 16 rows of a tensor core
         (RAGGED, (8, 8, 64), 128),
         ((1,) * 5, (4, 2, 128), 128),
     ]
@@ -105,13 +107,13 @@ def rows_of_one() -> list[KVRows]:
         *(KVRows(*shape) for shape in (*small, *large)),
         KVRows(RAGGED, (4, 2, 64), 16, torch.float32),
         KVRows(RAGGED, (4, 2, 128), 32, kind="spike"),
-        # More partial results than are merged at once, with the largest among the last.
+        # More partial results than one merge step takes, with the largest among the last.
         KVRows((1340,), (2, 1, 128), 16, kind="spike"),
     ]
 
 
 def rows_of_several() -> list[KVRows]:
-    """Rows of 0 to W new tokens, and some of none and no length at the tail."""
+    """Return rows of 0 to W new tokens, with rows of no tokens and length 0 at the end."""
     lengths = (8, 130, 9, 64, 65, 1, 300, 17, 66, 128, 131, 0, 0, 0)
     long = (2000, *lengths[:-3], 5000, *lengths[-3:])
     small = (
@@ -142,7 +144,11 @@ def rows_of_several() -> list[KVRows]:
 
 
 def rows_of_every_end() -> list[KVRows]:
-    """Lengths at which some queries see nothing of the last block; whole, and cut among lanes."""
+    """Return lengths at which some queries see no token of the last block.
+
+    Each set appears once, so that rows are split over lanes, and nine times, so that most are
+    whole.
+    """
     lengths = tuple(at + past for at in (16, 64, 128, 2048) for past in range(-1, 8))
     return [
         KVRows(lengths * repeats + (0,) * 5, heads, page_tokens, kind="newest", width=width)
@@ -160,7 +166,7 @@ def rows_of_every_end() -> list[KVRows]:
 
 def timed_rows() -> list[KVRows]:
     order = torch.randperm(256, generator=torch.Generator().manual_seed(3))
-    spread = tuple(torch.linspace(100, 2048, 256).int()[order].tolist())  # as in the middle of W1
+    spread = tuple(torch.linspace(100, 2048, 256).int()[order].tolist())  # middle of workload W1
     equal = [
         KVRows((length,) * R, (H, G, A), page_tokens, timed_as=f"R={R} ctx={length}")
         for R, length, H, G, A, page_tokens in (
@@ -180,7 +186,7 @@ def timed_rows() -> list[KVRows]:
 
 
 def timed_drafts() -> list[KVRows]:
-    """In a graph of so many tokens, which has room for as many rows."""
+    """Return rows as in a CUDA graph of R * W tokens, which has room for R * W rows."""
     found = []
     for R, length, H, W in (
         (1, 1024, 16, 4),

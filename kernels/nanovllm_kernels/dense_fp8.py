@@ -1,4 +1,4 @@
-"""Which kernels multiply with weights in block fp8, by rows, and what they need compiled."""
+"""Choice of GEMM kernels for block-fp8 weights by number of rows, and their compile jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nanovllm_kernels.fp8_reference import BLOCK, Fp8Linear, Quantised, Scaled
 from nanovllm_kernels.quantise import norm_quantise, quantise, silu_mul_quantise
 from nanovllm_kernels.skinny_linear import PROCESSORS, Kind
 
-TILED = range(7, 14)  # logarithms of the numbers of rows whose tiles are compiled early
+TILED = range(7, 14)  # base-2 logarithms of the row counts whose tiles are compiled early
 
 
 def fp8_product(
@@ -29,7 +29,7 @@ def fp8_product(
     residual_TN: Tensor | None = None,
     block_rows: int = BLOCK,
 ) -> Tensor:
-    """Does what block_fp8_linear does, by the faster kernel for so many rows."""
+    """Compute block_fp8_linear with the faster kernel for this number of rows."""
     if 0 < len(x8_TD) <= MOST_ROWS:
         weight = Scaled(w8_ND, w_scale, block_rows)
         return few_fp8.product(x8_TD, x_scale_BT, weight, residual_TN=residual_TN)
@@ -37,14 +37,14 @@ def fp8_product(
 
 
 def fp8_gated(x8: Quantised, weight: Scaled) -> Quantised:
-    """Does what block_fp8_gated does. Few rows are gated by a kernel behind theirs."""
+    """Compute block_fp8_gated. Up to MOST_ROWS rows, the gate is a separate kernel."""
     if 0 < len(x8.values_XD) <= MOST_ROWS:
         return silu_mul_quantise(few_fp8.product(*x8, weight))
     return block_fp8_gated(x8, weight)
 
 
 FP8_LINEAR = Fp8Linear(fp8_product, obstacle, FEW_FP8, quantise, norm_quantise, fp8_gated)
-TILED_FP8 = FP8_LINEAR._replace(  # of few rows, too
+TILED_FP8 = FP8_LINEAR._replace(  # also for few rows
     product=block_fp8_linear, skinny=None, gated=block_fp8_gated
 )
 
@@ -52,7 +52,7 @@ TILED_FP8 = FP8_LINEAR._replace(  # of few rows, too
 def compiled_for(
     weight: Scaled, kind: Kind
 ) -> set[tuple[tuple[int, ...], CachedCompile[*tuple[int, ...]]]]:
-    """The tiles that multiply a weight, for some numbers of rows."""
+    """Return the compile jobs of the tiles that a weight needs at the row counts of TILED."""
     if obstacle(*weight.shape, weight.block_rows) is not None:
         return set()
     of = weight.block_rows, *block_fp8_cute.Kind(added=kind.added, gated=kind.gated)

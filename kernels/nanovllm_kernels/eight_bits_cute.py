@@ -1,13 +1,14 @@
-"""Keys and values of float8_e4m3fn as float16 in registers, for paged_decode_cute.
+"""Conversion of float8_e4m3fn keys and values to float16 in registers, for paged_decode_cute.
 
-Decision: the caches go through shared memory as units of 16 bits, which hold two neighbouring
-elements of a token each, so what copies them knows nothing of 8 bits. A tensor core's product may
-take the elements that it sums over in any order, and its columns in any order: so each register of
-four elements becomes two of two where it lies, and no element changes threads. Of keys a step
-of 16 takes elements 4j..4j+3 where it would have 2j, 2j+1, 2j+8, 2j+9, and of queries the same; of
-values two tiles of 8 columns take the even and the odd elements of 16.
+Decision: the caches pass through shared memory as 16-bit units, each with two neighbouring elements
+of a token. The copy code is thus independent of 8-bit types. A tensor core's product may take its
+summed elements in any order, and its columns in any order. Therefore a register of four elements
+becomes two registers of two in place, and no element changes threads. A step of 16 over a key takes
+elements 4j..4j+3 in place of 2j, 2j+1, 2j+8, 2j+9. Queries use the same order. For values, two
+tiles of 8 columns take the even and the odd elements of 16.
 
-Decision: float16, because a GPU gets it from e4m3 in one instruction, exactly; bfloat16 takes four.
+Decision: float16, because a GPU converts e4m3 to it in one instruction, exactly. bfloat16 takes
+four instructions.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute import arch
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-LARGEST = 65504.0  # of float16
-LIFT = 14.0  # weights, of at most 1, are times 2**14: else those below 2**-24 would be none
-# Bytes 0, 1 and bytes 2, 3 of $2; with the permutation bytes 0, 2 and bytes 1, 3.
+LARGEST = 65504.0  # largest float16
+LIFT = 14.0  # weights of at most 1 are scaled by 2**14; otherwise those below 2**-24 would be 0
+# Convert bytes 0, 1 and bytes 2, 3 of $2; with the permutation, bytes 0, 2 and bytes 1, 3.
 WIDEN = """{{
     .reg .b32 four;
     .reg .b16 low, high;
@@ -35,7 +36,7 @@ NEIGHBOURS, TOKENS = "0x3210", "0x3120"
 
 @dsl_user_op
 def widened(four: Int32, order: str, *, loc: Any = None, ip: Any = None) -> tuple[Int32, Int32]:  # noqa: ANN401
-    """Four numbers of e4m3 as two pairs of float16, in that order."""
+    """Convert four e4m3 numbers to two pairs of float16, in the given byte order."""
     i32 = T.i32()
     pairs = llvm.inline_asm(
         llvm.StructType.get_literal([i32, i32]),
@@ -53,7 +54,7 @@ def widened(four: Int32, order: str, *, loc: Any = None, ip: Any = None) -> tupl
 
 
 def widen_keys(k_8: cute.Tensor, k_in: cute.Tensor) -> None:
-    """Keys [.., tokens / 8, elements / 32] as the steps of 16 elements that `load_q` goes with."""
+    """Convert keys [.., tokens / 8, elements / 32] to the steps of 16 elements used by `load_q`."""
     fours, pairs = cute.recast_tensor(k_8, Int32), cute.recast_tensor(k_in, Int32)
     for step in range(cute.size(pairs, mode=[2])):
         for n in range(cute.size(pairs, mode=[1])):
@@ -62,7 +63,10 @@ def widen_keys(k_8: cute.Tensor, k_in: cute.Tensor) -> None:
 
 
 def widen_values(v_8: cute.Tensor, v_in: cute.Tensor) -> None:
-    """Values [.., elements / 16, 1] as tiles of even and of odd elements in turn: element_of."""
+    """Convert values [.., elements / 16, 1] to alternating tiles of even and odd elements.
+
+    `element_of` gives the order.
+    """
     fours, pairs = cute.recast_tensor(v_8, Int32), cute.recast_tensor(v_in, Int32)
     for n in range(cute.size(fours, mode=[1])):
         for half in range(2):
@@ -71,14 +75,15 @@ def widen_values(v_8: cute.Tensor, v_in: cute.Tensor) -> None:
 
 
 def element_of(tile: int, column: Int32) -> Int32:
-    """Which element of a head a column of a tile of values is."""
+    """Return the element of a head that a column of a tile of values holds."""
     return tile // 2 * 16 + 2 * column + tile % 2
 
 
 def load_q(q: cute.Tensor, q_in: cute.Tensor, rows: int, scale: Float32) -> None:
-    """Queries [pair, element] of this thread times the keys' scale, for the steps of widen_keys.
+    """Load this thread's queries [pair, element], times the keys' scale, in the order of
+    widen_keys.
 
-    `rows`: of this thread's two pairs, 8 apart, how many there are.
+    The thread has up to two pairs, 8 apart; `rows` is their number.
     """
     thread = arch.lane_idx()
     q_in.fill(0.0)

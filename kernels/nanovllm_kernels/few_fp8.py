@@ -1,29 +1,30 @@
-"""Matrix products of few rows with weights in block fp8: y = f(x) W^T in one launch.
+"""GEMM of few rows with block-fp8 weights in one launch: y = f(x) W^T, with split-K.
 
-f is nothing or an RMSNorm. What follows is nothing, SiLU-mul, or the addition of the residual
-stream. Meaning: the references in few_fp8_cases.py, which are those of many rows: x is quantised, a
-scale for each 128 numbers of a row, and each sum over 128 inputs is scaled by itself, in float32.
+f is the identity or an RMSNorm. The epilogue is nothing, SiLU-mul, or the addition of the residual
+stream. The references in few_fp8_cases.py are the same as for many rows. They quantise x with a
+scale per row and 128 inputs, and scale each sum over 128 inputs separately, in float32.
 
-Decision: weights take the side of the tensor cores that comes in 64 rows, x the one that comes in
-8, and both go there as they are, 8 bits wide. Up to FEW_ROWS of x are quantised by each program on
-the way; more had better be quantised once. A program that quantised its slice before it started
-took as long (one row, 4096x4096: 8.2 us beside 8.3) or longer (4096x12288: 17.1 beside 16.1, where
-x that came quantised took 16.0). Tiles of 16 or 32 lines with all of their inputs, in 16 bits,
-took 7.0 and 14.9 us of x that came quantised, but 9.7 and 18.9 where each program quantised it;
-a gate_up of 24576x4096 35 us, where this takes 34, and 31 of x that came quantised.
+Decision: weights are the tensor cores' operand with 64 rows, x the one with 8, both as fp8. Up to
+FEW_ROWS rows of x are quantised by each program inside its loop; more are better quantised once,
+before. Quantising a program's whole slice before its loop was not faster. One row of 4096x4096 took
+8.2 us in place of 8.3. One of 4096x12288 took 17.1 in place of 16.1, and 16.0 if x is already
+quantised. Tiles of 16 or 32 features with all of their inputs, in 16 bits, took 7.0 and 14.9 us if
+x was already quantised. They took 9.7 and 18.9 us if each program quantised it. A gate_up of
+24576x4096 took 35 us that way. It takes 34 us here, and 31 if x is already quantised.
 
-Decision: the norm has no launch of its own. A scale of x's does not change how it is quantised, so
-its weight is applied on the way, and its factor at the end.
+Decision: the norm has no launch of its own. Quantisation does not depend on a common factor of a
+row. So the norm's weight is applied before quantisation, and its factor at the end.
 
-Decision: all programs are to run at once. Where there are too few tiles of features for that,
-programs share one, each with a slice of the inputs: the last one to come, as its ticket tells it,
-adds up what all have left, in their order. No program waits for another. Where tiles are more, but
-some multiprocessors would have three and others two, they are cut as well: 288 tiles (R1's gate_up,
-one row) took 105 us whole, 88 in halves, 75 in quarters and 78 in sevenths.
+Decision: all programs should run at once. If there are too few tiles of features for that, the
+inputs of a tile are split over several programs (split-K). The last program to finish, found by an
+atomic ticket, adds the partial sums in a fixed order. No program waits for another. Larger numbers
+of tiles are split as well if some multiprocessors would get three and others two. On R1's gate_up
+with one row, 288 tiles took 105 us whole, 88 in halves, 75 in quarters and 78 in sevenths.
 
-Decision: no weights are asked for before x is there: to have eight steps of them brought to the
-cache meanwhile made 36 us of 33, four steps 10.2 of 9.4. Behind a kernel that leaves the memory
-idle for 6 us it saves less than one: 37.2 of 38.0 with it (7168x16384), 14.5 of 15.0 (3072x6144).
+Decision: weights are not prefetched before x is ready. Prefetching eight steps into the L2 cache
+took 36 us in place of 33, and four steps 10.2 in place of 9.4. A prefetch saves less than 1 us even
+after a kernel that leaves memory idle for 6 us. It took 37.2 in place of 38.0 us (7168x16384), and
+14.5 in place of 15.0 (3072x6144).
 """
 
 from __future__ import annotations
@@ -42,26 +43,26 @@ from nanovllm_kernels.fp8_reference import FEW_ROWS, FP8, Scaled
 from nanovllm_kernels.paged_decode import INTERPRETED
 from nanovllm_kernels.quantise import scaled
 
-MOST_ROWS = 64  # of x, from which on tiles of many rows are faster
+MOST_ROWS = 64  # of x; with more, tiles of many rows are faster
 DEEP = tl.constexpr(128)  # inputs that share a scale
-LEAST_STEPS = 4  # of so many inputs, that a program is to have
-START = 2  # blocks of inputs, that a program could multiply while it starts
-EVEN_ROWS = 16  # of more, parts cost more than an even share saves (32: R1's o 41 us, then 53)
-TILES = 4096  # that may share tickets: more are as many programs as can run
+LEAST_STEPS = 4  # minimum blocks of DEEP inputs for a program
+START = 2  # blocks of inputs that a program could multiply during its start
+EVEN_ROWS = 16  # with more, parts cost more than balance saves (32: R1's o 41 us, then 53)
+TILES = 4096  # that may share tickets; more tiles keep the GPU busy unsplit
 INTERPRETED_PROCESSORS = 2
 
 
 class Shape(NamedTuple):
-    """What a program takes."""
+    """Tile and launch settings of a program."""
 
-    features: int  # of the gate and of up together
-    stages: int  # loads on their way
+    features: int  # gate and up together
+    stages: int  # depth of the load pipeline
     warps: int
-    programs: int  # of a multiprocessor, that run at once
+    programs: int  # resident programs per multiprocessor
 
 
 FEW_TILES = 32
-SHAPES = {  # by rows of x, up to a power of two: of up to FEW_TILES tiles, and of more
+SHAPES = {  # by rows of x, rounded up to a power of two: with up to FEW_TILES tiles, and with more
     16: (Shape(128, 4, 4, 2), Shape(128, 3, 4, 3)),
     32: (Shape(128, 5, 4, 1), Shape(128, 4, 4, 2)),
     64: (Shape(128, 5, 4, 1), Shape(128, 4, 4, 2)),
@@ -70,7 +71,7 @@ SHAPES = {  # by rows of x, up to a power of two: of up to FEW_TILES tiles, and 
 
 @cache
 def tickets(device: torch.device) -> Tensor:
-    """A zero for each tile of a product, before and after it. Products follow one another."""
+    """Return the ticket of each tile, 0 before and after a product. Products run one at a time."""
     return torch.zeros(TILES, dtype=torch.int32, device=device)
 
 
@@ -79,11 +80,13 @@ def shape_of(rows: int, num_features: int) -> Shape:
     return few if num_features <= FEW_TILES * few.features else many
 
 
-@cache  # a model has few shapes, and asks with each product that no graph replays
+@cache  # a model has few shapes, and every product outside a CUDA graph calls this
 def steps_of(num_tiles: int, num_blocks: int, rows: int, at_once: int, num_processors: int) -> int:
-    """Blocks of inputs that a program takes: as many as let programs fill what runs `at_once` on
-    each multiprocessor, and of few rows fewer, if all multiprocessors then have more nearly the
-    same to do. A program more costs as much time as its START blocks.
+    """Return the blocks of inputs for a program.
+
+    Split the inputs so far that the programs fill the GPU with `at_once` per multiprocessor. With
+    few rows, split further if that balances the multiprocessors. An extra program costs the time of
+    START blocks.
     """
     splits = max(1, min(at_once * num_processors // num_tiles, num_blocks // LEAST_STEPS))
     most = triton.cdiv(num_blocks, splits)
@@ -98,7 +101,7 @@ def steps_of(num_tiles: int, num_blocks: int, rows: int, at_once: int, num_proce
 
 
 class FewFp8:
-    """One of layers.ops.SkinnyLinear, for Scaled weights."""
+    """Implementation of layers.ops.SkinnyLinear for Scaled weights."""
 
     def fits(self, num_rows: int, weight: Scaled, **_: bool) -> bool:
         return num_rows <= FEW_ROWS and weight.dtype == FP8
@@ -107,7 +110,7 @@ class FewFp8:
         return product(x_TD, None, weight)
 
     def linear_add(self, x_TD: Tensor, weight: Scaled, residual_TN: Tensor) -> Tensor:
-        """In place of the residual stream."""
+        """Add to the residual stream in place."""
         return product(x_TD, None, weight, residual_TN=residual_TN)
 
     def norm_linear(
@@ -135,9 +138,9 @@ def product(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """y_TN in bfloat16: the residual stream itself, to which the product is added, if there is one.
+    """Return y_TN in bfloat16. If there is a residual stream, add to it in place and return it.
 
-    `x_scale_BT`: of rows that are quantised, [D / 128 rounded up, T or more].
+    `x_scale_BT` has the scales if x is quantised, [D / 128 rounded up, T or more].
     """
     (num_rows, width), device = x_TD.shape, x_TD.device
     num_features = len(weight.weight_ND) // (1 + gated)
@@ -173,7 +176,7 @@ def few_fp8_kernel(
     SHARED: tl.constexpr, GATED: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr,
     STEPS: tl.constexpr, STAGES: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of features, and a slice of the inputs. SHARED: rows of W that share a scale."""
+    """Multiply a tile of features with a slice of the inputs. SHARED rows of W share a scale."""
     BLOCKS: tl.constexpr = (D + DEEP - 1) // DEEP
     SPLITS: tl.constexpr = (BLOCKS + STEPS - 1) // STEPS
     ALL: tl.constexpr = 2 * FEATURES if GATED else FEATURES
@@ -193,7 +196,7 @@ def few_fp8_kernel(
         own = parts + tl.program_id(0) * ((ALL + 1) * ROWS)
         tl.store(own + at, sums, valid[None, :])
         tl.store(own + ALL * ROWS + row, squares, valid)
-        tl.debug_barrier()  # all have stored
+        tl.debug_barrier()  # all threads have stored
         if tl.atomic_add(tickets_X + tl.program_id(1), 1) < SPLITS - 1:
             return
         tl.store(tickets_X + tl.program_id(1), 0)
@@ -220,8 +223,9 @@ def slice_of(
     x_TD, x_scale_BT, weight_ND, scale, norm_weight_D, line, row, valid, begin, end, x_stride,
     scale_stride, D: tl.constexpr, ALL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The products over some blocks of inputs, and what the norm needs of them. `scale`: where the
-    scales of features of W begin.
+    """Return the products over a range of input blocks, and the sums of squares for the norm.
+
+    `scale` points to the first scale of each row of W.
     """
     BLOCKS: tl.constexpr = (D + DEEP - 1) // DEEP
     d = tl.arange(0, DEEP)
@@ -242,13 +246,13 @@ def slice_of(
             x = x.to(tl.float32)
             if norm_weight_D is not None:
                 squares += tl.sum(x * x, 1)
-                # As often as there are rows: only so is it read ahead, like the rest.
+                # One load per row of x: only a two-dimensional load is pipelined like the others.
                 factor_at = norm_weight_D + (0 * row)[:, None] + d[None, :]
                 x *= tl.load(factor_at + at, inside, 0.0).to(tl.float32)
             x, x_scale = scaled(x)
         else:
             x_scale = tl.load(x_scale_BT + block * scale_stride + row, valid, 0.0)
-        if INTERPRETED:  # numpy knows no numbers of 8 bits
+        if INTERPRETED:  # NumPy has no 8-bit floats
             w, x = w.to(tl.float32), x.to(tl.float32)
         sums += tl.dot(w, tl.trans(x)) * (of_lines[:, None] * x_scale[None, :])
     return sums, squares

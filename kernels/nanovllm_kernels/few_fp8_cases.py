@@ -1,4 +1,4 @@
-"""What products of few rows with weights in block fp8 mean, in plain torch, and their cases."""
+"""Plain torch references and cases of the products of few rows with block-fp8 weights."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ TIMED = (1, 4, 16)
 def product_of(
     x: Tensor | Quantised, weight: Scaled, norm_weight_D: Tensor | None = None, eps: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns y in float32, and how large its terms are together.
+    """Return y in float32, and the sum of the absolute terms.
 
-    The factor of the norm, which a row shares, comes last: numbers are quantised without it.
+    The factor of the norm, common to a row, is applied last; x is quantised without it.
     """
     factor_T1 = weight.scale.new_ones(1, 1)
     if isinstance(x, Tensor):
@@ -76,7 +76,7 @@ def quantised(
 
 
 def scaled(weight_ND: Tensor, block_rows: int) -> Scaled:
-    """In fp8, of which no two neighbouring blocks have a similar scale."""
+    """Quantise a weight so that no two neighbouring blocks have similar scales."""
     w8_ND, w_scale = quantise_weight(weight_ND)
     w_scale = w_scale.repeat_interleave(BLOCK // block_rows, 0)[: -(-len(w8_ND) // block_rows)]
     rows, blocks = (torch.arange(n, device=w8_ND.device) for n in w_scale.shape)
@@ -102,9 +102,10 @@ def kernel(
     layers: tuple[Layer, ...],
     rows: tuple[int, ...] = TIMED,
 ) -> Kernel:
-    """A tensor core cuts off bits of what it adds: beside a rounding, 2 ** -9 of all terms' sizes.
+    """Return a Kernel with its cases. `layers` are N, D of Qwen3-8B, DeepSeek-R1 and MiniMax-M2.
 
-    `layers`: N, D of Qwen3-8B, DeepSeek-R1 and MiniMax-M2.
+    A tensor core truncates bits of its addends, so besides rounding there is an error of 2 ** -9
+    times the sum of absolute terms.
     """
 
     def reference(*args: Any) -> Tensor:  # noqa: ANN401

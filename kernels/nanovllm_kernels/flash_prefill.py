@@ -1,10 +1,10 @@
-"""Causal attention of prompt chunks over their pages by flash-attn-4's kernel for Hopper.
+"""Causal attention of prompt chunks over their pages, with flash-attn-4's kernel for Hopper.
 
-Decision: that kernel is compiled here, once per number of query heads, with every size left open,
-and called directly. The package's own entry point spends about a thousand lines of Python per layer
-and step on choices that never change in a running engine, and compiles by the batch's sizes.
-Compiling is tied to that kernel's signature, so the package's version is pinned by a test that
-compiles without a GPU.
+Decision: that kernel is compiled here, once per number of query heads, with all sizes dynamic, and
+called directly. The package's own entry point compiles by batch size. It also runs about a thousand
+lines of Python per layer and step for choices that never change in a running engine. This code
+depends on that kernel's signature, so a test that compiles without a GPU pins the package's
+version.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from nanovllm_kernels.case import bits
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 
-# Windows, sinks, sparse blocks, other scores' tensors and scalars, schedules: a kernel that comes
-# from the disk knows no defaults.
+# Windows, sinks, sparse blocks, tensors and scalars of score modifiers, schedules. A kernel loaded
+# from disk has no default arguments.
 UNUSED = (None, None, None, None, (None, None), None, None)
 
 
@@ -33,9 +33,9 @@ def flash_prefill(
     lengths_R: Tensor,
     out_THA: Tensor | None = None,
 ) -> Tensor:
-    """o_THA, which is `out_THA` if given. Rows are paged_prefill's.
+    """Return o_THA, which is `out_THA` if given. Rows are the same as in paged_prefill.
 
-    Compiles on first use, for seconds: the engine's warm-up is to get here first.
+    The first call compiles for seconds, so the engine's warm-up makes it.
     """
     (_, num_heads, width), (page_tokens, num_kv_heads) = q_THA.shape, k_PSGA.shape[1:3]
     o_THA = torch.empty_like(q_THA) if out_THA is None else out_THA
@@ -68,11 +68,11 @@ def flash_expanded(
     *,
     is_causal: bool,
 ) -> Tensor:
-    """Fills out_THA, and returns lse_HT, the logarithms of the sums of exponentials of scores.
+    """Fill out_THA and return lse_HT, the log-sum-exp of scores.
 
-    Row r's queries are starts_R1[r]:starts_R1[r + 1], and its keys k_starts_R1[r] to [r + 1], at
-    least one: a query sees all, or if `is_causal` those up to its own, its row's last as the last.
-    Compiles on first use both kinds.
+    Row r's queries are starts_R1[r]:starts_R1[r + 1]. Its keys are k_starts_R1[r]:k_starts_R1[r +
+    1], at least one. A query sees all keys. If `is_causal`, the row's last query sees all, and each
+    earlier one sees one key less. The first call compiles both kinds.
     """
     lse_HT = torch.empty(q_THA.shape[1::-1], dtype=torch.float32, device=q_THA.device)
     sizes = q_THA.shape[2], v_TGA.shape[2], bits(q_THA.dtype)
@@ -96,20 +96,21 @@ def flash_expanded(
 
 @CachedCompile
 def compile_causal(group: int, page_tokens: int, width: int, dtype_name: str) -> Compiled:
-    """The causal forward kernel for `group` query heads per key/value head.
+    """Compile the causal forward kernel for `group` query heads per key/value head.
 
-    Its arguments: q, k, v, o, no log-sum-exp, the scale, where each row's queries start, None,
-    None, the rows' lengths, the page table, UNUSED. Needs no GPU, only to know of one.
+    Its arguments are q, k, v, o, None (no log-sum-exp), the scale and the first query of each row.
+    Then come None, None, the rows' lengths, the page table, and UNUSED. Needs no GPU if
+    CUTE_DSL_ARCH is set.
     """
     return compiled_forward((width, width), dtype_name, group, page_tokens, is_causal=True)
 
 
 @CachedCompile
 def compile_expanded(size: int, v_size: int, dtype_name: str, is_causal: int) -> Compiled:
-    """The forward kernel for as many heads of keys and of values as of queries, in no pages.
+    """Compile the forward kernel without pages, for equal numbers of query, key and value heads.
 
-    Its arguments: q, k, v, o, the log-sum-exp, the scale, where each row's queries start, and its
-    keys, None, None, None, UNUSED. Needs no GPU, only to know of one.
+    Its arguments are q, k, v, o, the log-sum-exp, the scale, the first query of each row, its first
+    key, None, None, None, and UNUSED. Needs no GPU if CUTE_DSL_ARCH is set.
     """
     return compiled_forward((size, v_size), dtype_name, 1, 0, is_causal=bool(is_causal))
 
@@ -117,7 +118,9 @@ def compile_expanded(size: int, v_size: int, dtype_name: str, is_causal: int) ->
 def compiled_forward(
     widths: tuple[int, int], dtype_name: str, group: int, page_tokens: int, *, is_causal: bool
 ) -> Compiled:
-    """`page_tokens` 0: keys and values have no pages, and their rows starts."""
+    """Compile the forward kernel. If `page_tokens` is 0, keys and values have row starts, not
+    pages.
+    """
     import cutlass
     from cutlass import cute
     from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90  # imports torch.compile
@@ -142,7 +145,9 @@ def compiled_forward(
     )
 
     def like(rank: int, dtype: Any) -> Any:  # noqa: ANN401
-        """A tensor of any sizes; 16-bit ones aligned to 16 bytes, as torch allocates them."""
+        """Return a tensor of any sizes. 16-bit ones are aligned to 16 bytes, as torch allocates
+        them.
+        """
         sizes = tuple(cute.sym_int() for _ in range(rank))
         return make_fake_tensor(dtype, sizes, 8 if dtype.width == 16 else 1)
 
@@ -151,7 +156,7 @@ def compiled_forward(
     if page_tokens == 0:
         rows = (starts, like(1, cutlass.Int32), None, None, None)
     rank = 4 if page_tokens else 3
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of an unused argument
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # about an unused argument
         compiled: Compiled = cute.compile(
             kernel,
             like(3, dtype),

@@ -1,7 +1,7 @@
-"""Block fp8 in plain torch: e4m3 numbers that share a scale, and what products of them mean.
+"""Block fp8 in plain torch: e4m3 numbers with shared float32 scales. Defines the kernels' results.
 
-A weight has a scale for each block of `block_rows` times 128 numbers, a row of activations one for
-each 128. A number is its e4m3 value times its scale.
+A weight has one scale per block of `block_rows` x 128 numbers; activations have one per row and 128
+numbers. A number is its e4m3 value times its scale.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of FP8, which has no infinity
-FEW_ROWS = 16  # up to which rows are quantised by the kernels that read weights
+LARGEST = 448.0  # largest FP8 number; the type has no infinity
+FEW_ROWS = 16  # maximum rows that the kernels which read weights also quantise
 
 
 class Scaled(NamedTuple):
-    """A weight [N, D] in FP8 and its scales [N / block_rows, D / 128], rounded up, in float32."""
+    """A weight [N, D] in FP8, and float32 scales [N / block_rows, D / 128], rounded up."""
 
     weight_ND: Tensor
     scale: Tensor
@@ -34,7 +34,7 @@ class Scaled(NamedTuple):
         return self.weight_ND.dtype
 
     def dequantised(self) -> Tensor:
-        """The weight in float32."""
+        """Return the weight in float32."""
         num_rows, width = self.shape
         scale_ND = spread(self.scale, num_rows, width, self.block_rows)
         return self.weight_ND.float() * scale_ND
@@ -44,42 +44,42 @@ Weight: TypeAlias = Tensor | Scaled
 
 
 class Quantised(NamedTuple):
-    """A number is its value times the scale of its row's block."""
+    """Quantised rows. A number is its value times the scale of its row's block."""
 
     values_XD: Tensor
-    scale_BX: Tensor  # B: D / 128, rounded up
+    scale_BX: Tensor  # B is D / 128, rounded up
 
     def dequantised(self) -> Tensor:
-        """In float32."""
+        """Return the numbers in float32."""
         scale_XD = self.scale_BX.t().repeat_interleave(BLOCK, 1)
         return self.values_XD.float() * scale_XD[:, : self.values_XD.shape[1]]
 
 
 def empty(num_rows: int, width: int, device: torch.device) -> Quantised:
-    """With nothing in it."""
+    """Return Quantised rows with uninitialised contents."""
     scale_BX = torch.empty(-(-width // BLOCK), num_rows, dtype=torch.float32, device=device)
     return Quantised(torch.empty(num_rows, width, dtype=FP8, device=device), scale_BX)
 
 
 class Fp8Linear(NamedTuple):
-    """The kernels that multiply with Scaled weights, and quantise what they multiply."""
+    """Kernels that multiply with Scaled weights and quantise activations."""
 
-    product: Callable[..., Tensor]  # of Quantised rows: block_fp8_cute.block_fp8_linear's signature
-    obstacle: Callable[..., str | None]  # (num_features, width, block_rows): why it cannot, or None
-    skinny: Any  # layers.ops.SkinnyLinear, of few rows, which it quantises itself; or None
+    product: Callable[..., Tensor]  # of Quantised rows, like block_fp8_cute.block_fp8_linear
+    obstacle: Callable[..., str | None]  # (num_features, width, block_rows): the reason, or None
+    skinny: Any  # layers.ops.SkinnyLinear for few rows, which it quantises; or None
     quantise: Callable[[Tensor], Quantised]
     norm_quantise: Callable[..., Quantised]  # (x, residual_TD or None, norm_weight_D, eps)
     gated: Callable[[Quantised, Scaled], Quantised]  # silu(gate) * up of the product's two halves
 
 
 def spread(scale: Tensor, num_rows: int, width: int, block_rows: int = BLOCK) -> Tensor:
-    """The scale of every element. `scale` may have leading dimensions: experts."""
+    """Return the scale of every element. `scale` may have leading dimensions, such as experts."""
     rows = scale.repeat_interleave(block_rows, -2)[..., :num_rows, :]
     return rows.repeat_interleave(BLOCK, -1)[..., :width]
 
 
 def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [.., N, D] in FP8 with scales of whole blocks of 128 x 128, the largest at 448.
+    """Return a weight [.., N, D] in FP8 and its scales of 128 x 128 blocks, with maximum 448.
 
     Blocks at the ends may be smaller. A block of zeros has scale 1.
     """
