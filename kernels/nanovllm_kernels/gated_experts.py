@@ -1,14 +1,14 @@
-"""Gate and up of many rows of an expert, and the gate between them.
+"""Grouped GEMM of gate and up for many rows per expert, with SiLU-mul as epilogue, in Triton.
 
-Meaning: nanovllm_kernels.experts_reference.expert_gate_up. Features of the gate and of up alternate
-in a tile of the weight, as a tensor map reads them, so that a thread has both of an element. Tokens
-are found through the sorted pairs.
+The reference is nanovllm_kernels.experts_reference.expert_gate_up. A tensor map interleaves the
+features of gate and up in a tile of the weight. A thread thus has both values of a feature. Tokens
+are gathered through the sorted pairs.
 
-Decision: Triton's tiles of 192 rows by 256 features, of which a program multiplies 64, 128 or 192
-rows with what it reads of the weight once. Of 8,192 tokens of Qwen3-Next it takes 715 us, and 754
-of 30B-A3B. Tiles of 128 by 128 took 1,066 and 820: they read 7 TB/s from the cache, and could no
-more. The package quack's took 982 and 895 where it gathers rows, 706 and 634 where these lie
-sorted, which takes 152 and 111 us more.
+Decision: tiles of 192 rows by 256 features in Triton. A program multiplies 64, 128 or 192 rows with
+one read of the weight. For 8,192 tokens of Qwen3-Next this takes 715 us, and 754 of 30B-A3B. Tiles
+of 128 by 128 took 1,066 and 820: they were limited by reading 7 TB/s from the L2 cache. The kernel
+of the package quack took 982 and 895 if it gathers rows. It took 706 and 634 with rows that are
+sorted already, but sorting takes 152 and 111 us more.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ FEATURES, DEPTH, WARPS = 128, 64, 8
 
 
 class Shape(NamedTuple):
-    """How a tile of rows is multiplied."""
+    """Rows of a program's products, and its pipeline depth."""
 
     rows: int
-    more: int  # as a second product, if there are more
-    stages: int  # loads on their way
+    more: int  # rows of a second product, if the tile has more rows
+    stages: int  # depth of the load pipeline
 
 
-SHAPES = {64: Shape(64, 0, 5), 192: Shape(128, 64, 4)}  # by the tile that rows are sorted in
+SHAPES = {64: Shape(64, 0, 5), 192: Shape(128, 64, 4)}  # by the tile size that rows are sorted in
 
 
 def expert_gate_up(
     x_TD: Tensor, gate_up_E2FD: Tensor, scale_EXX: Tensor | None, rows: ExpertRows, num_chosen: int
 ) -> Tensor:
-    """The gated sorted rows silu(gate) * up, y_XF; those of no expert of this rank are not written.
+    """Return silu(gate) * up of the sorted rows, y_XF. Rows without a local expert are not written.
 
-    Weights are of 16 bits, without scales, and their rows whole units of 16 bytes.
+    Weights are 16-bit, without scales, and their rows are multiples of 16 bytes.
     """
     (num_experts, num_features, depth), shape = gate_up_E2FD.shape, SHAPES[rows.tile]
     width, stride = num_features // 2, x_TD.stride(0)
@@ -65,7 +65,7 @@ def gate_up_kernel(
     FEATURES: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(tile_expert_X + tl.program_id(1))
-    if expert < 0:  # a dead tile
+    if expert < 0:  # unused tile
         return
     start = tl.load(tile_start_X + tl.program_id(1))
     end = tl.minimum(tl.load(starts_E1 + expert + 1), start + ROWS + MORE)
@@ -86,7 +86,7 @@ def multiply(
     of_x, weight, y_XF, tile, F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     MORE: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """All rows of a tile, in one product, or in two with what they share."""
+    """Multiply all rows of a tile, in one product or in two that share the weight."""
     x_TD, expert, start, end, first = of_x[0], tile[0], tile[1], tile[2], tile[3]
     d = tl.arange(0, DEPTH)
     at, exist = offsets_of(of_x, start, end, d, ROWS)
@@ -107,10 +107,10 @@ def multiply(
 
 @triton.jit
 def offsets_of(of_x, start, end, d, ROWS: tl.constexpr):
-    """Where the first inputs of sorted rows lie, and which of them are the tile's."""
+    """Return the offsets of the first inputs of sorted rows, and the mask of the tile's rows."""
     _, pair_of_X, num_pairs, x_stride, num_chosen = of_x
     at = start + tl.arange(0, ROWS)
-    pair = tl.load(pair_of_X + at, at < num_pairs, 0)  # does not wait for what the end is
+    pair = tl.load(pair_of_X + at, at < num_pairs, 0)  # independent of the load of `end`
     return (pair // num_chosen * x_stride)[:, None] + d[None, :], (at < end)[:, None]
 
 

@@ -1,13 +1,13 @@
-"""The gate and up products and SiLU of the one times the other, in one launch, for many tokens.
+"""GEMM of gate and up with SiLU-mul as epilogue, in one launch, for many tokens.
 
-A CuTe DSL matrix product of the package quack (which flash-attn-4 brings along) whose epilogue
-holds a gate and its up value in one thread, so that the two never travel through memory.
+Uses the CuTe DSL GEMM of the package quack (a dependency of flash-attn-4). Its epilogue holds a
+gate and its up value in one thread, so the two never pass through memory.
 
-Decision: the library's product, with a tile found by measuring eight on an H200: at 8192 tokens of
-Qwen3-8B it takes 2.17 to 2.41 ms with the gate, where the other one takes 2.36 ms without and the
-gate 0.13 ms more; of Qwen3-0.6B 0.14 ms instead of 0.19; at 256 tokens of 8B 75 instead of 80 us.
-With less work, or a last tile that is mostly empty, it loses. It is compiled here and called
-directly: the package's own entry point imports torch.compile, for seconds, in every start.
+Decision: the library's GEMM, with the best of eight tiles measured on an H200. With 8192 tokens of
+Qwen3-8B it takes 2.17 to 2.41 ms including the gate. The plain GEMM takes 2.36 ms, and its gate
+0.13 ms more. Qwen3-0.6B takes 0.14 ms instead of 0.19, and 256 tokens of 8B 75 us instead of 80. It
+is slower with less work, or if the last tile is mostly empty. It is compiled here and called
+directly: the package's own entry point imports torch.compile, which takes seconds in every start.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST_WORK = 3 * 10**9  # multiply-adds
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Why it cannot run here, or None."""
+    """Return the reason why the kernel cannot run on a device, or None."""
     if not is_hopper(device):
         return "it is used on Hopper GPUs only"
     if find_spec("quack") is None:
@@ -38,7 +38,7 @@ def obstacle(device: torch.device) -> str | None:
 
 
 class GatedLinear:
-    """One of layers.ops.GatedLinear. Compiles with the first product, for seconds."""
+    """Implementation of layers.ops.GatedLinear. The first product compiles for seconds."""
 
     def fits(self, num_rows: int, weight_ND: Tensor) -> bool:
         return (
@@ -50,7 +50,7 @@ class GatedLinear:
         )
 
     def __call__(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-        """y_TF. `weight_ND`: the features of the gate, then those of up."""
+        """Return y_TF. `weight_ND` has the features of the gate, then those of up."""
         num_rows, num_features = len(x_TD), len(weight_ND)
         y_TF = x_TD.new_empty(num_rows, num_features // 2)
         run = compile_gated(bits(x_TD.dtype), num_rows > TILE_ROWS)
@@ -60,11 +60,11 @@ class GatedLinear:
 
 @CachedCompile
 def compile_gated(dtype_name: str, is_tall: bool) -> Compiled:
-    """Compiles the product for any sizes.
+    """Compile the product for any sizes.
 
-    `is_tall`: two tiles of rows share weights, else two tiles of features share rows.
-
-    Its arguments: x, the weights, y, how many clusters of two run at once.
+    If `is_tall`, two tiles of rows share weights; otherwise two tiles of features share rows. The
+    arguments of the result are x, the weights, y, and the number of clusters of two that run at
+    once.
     """
     from nanovllm_kernels.gated_product import compile_product  # imports torch.compile
 
@@ -80,12 +80,12 @@ def reference(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
 
 def inputs(T: int, N: int, D: int, device: torch.device) -> Args:
     x_TD = normal(device, T, D, dtype=torch.bfloat16)
-    x_TD[T // 2, D // 3] = 1e3  # a wrong sum shows
+    x_TD[T // 2, D // 3] = 1e3  # makes a wrong sum visible
     return x_TD, (normal(device, N, D, dtype=torch.float32, seed=1) * D**-0.5).bfloat16()
 
 
 def scale(expected: Tensors, args: Args) -> Tensors:
-    """What float32 sums may err by is little beside the rounding of the result."""
+    """Return the error scale. Errors of float32 sums are small compared to rounding the result."""
     x_TD, weight_ND = (tensor.float() for tensor in args)
     sizes_TN = linear_reference(x_TD.abs(), weight_ND.abs())
     of_sums_TF = gated_sizes(linear_reference(x_TD, weight_ND), sizes_TN)
@@ -105,5 +105,5 @@ def cases() -> tuple[Case, ...]:
     return (*checked, *timed)
 
 
-# An ulp for the result; sums of float32 are exact beside it.
+# One ulp for rounding the result; float32 sums are nearly exact.
 KERNEL = Kernel("gated_linear", GATED_LINEAR, reference, cases(), ulps_16=1, ulps_32=0, scale=scale)

@@ -1,6 +1,7 @@
-"""Compiles gated_linear's product out of parts of the package quack.
+"""Compilation of gated_linear's product from parts of the package quack.
 
-Imports torch.compile with them, for 4 s: for starts that do not find the product on disk.
+This imports torch.compile, which takes 4 s. It is needed only in starts that do not find the
+compiled product on disk.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ HOPPER = 9
 
 
 class Product:
-    """Tiles of `rows` by `features`, of which two are a cluster and share what both need."""
+    """Tiles of `rows` by `features`. Two form a cluster and share their common operand."""
 
     def __init__(self, dtype: Any, rows: int, features: int, is_tall: bool) -> None:  # noqa: ANN401
         epilogue = linear_act_mod(
@@ -54,7 +55,7 @@ class Product:
 
 
 def compile_product(dtype_name: str, rows: int, features: int, is_tall: bool) -> Compiled:
-    """Compiles the product for any sizes. Needs no GPU, only to know of one."""
+    """Compile the product for any sizes. Needs no GPU if CUTE_DSL_ARCH is set."""
     dtype, num_inputs = DTYPES[dtype_name], cute.sym_int()
     return compiled(
         Product(dtype, rows, features, is_tall),

@@ -1,7 +1,7 @@
-"""The products of routed experts in block fp8 for many rows, with activations of 8 bits.
+"""Grouped GEMMs of routed experts in block fp8 for many rows, with fp8 activations.
 
-A token is quantised once and written at the sorted rows of its pairs, so that products read rows
-that lie together; what is between the products is quantised with the gate, by the first of them.
+A token is quantised once and written to the sorted rows of its pairs, so that both GEMMs read
+contiguous rows. The first GEMM gates and quantises its result for the second.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from nanovllm_kernels.fp8_reference import BLOCK, FP8, Quantised, Scaled
 from nanovllm_kernels.quantise import quantise
 from nanovllm_kernels.route_reference import ExpertRows
 
-LEAST_ROWS = 8  # of an expert: fewer are other kernels', which read weights of 8 bits alone
+LEAST_ROWS = 8  # per expert; with fewer, kernels with 16-bit activations run
 
 
 def tile(num_pairs: int, num_experts: int) -> int:
-    """The tile for so many pairs of so many experts of this rank."""
+    """Return the tile size for `num_pairs` pairs of `num_experts` experts of this rank."""
     from nanovllm_kernels.block_fp8_cute import experts_tile_rows  # imports CuTe DSL
 
     return experts_tile_rows(num_pairs, num_experts)
@@ -33,7 +33,7 @@ def fits(num_pairs: int, gate_up_E2FD: Tensor) -> bool:
     return (
         num_pairs > LEAST_ROWS * num_experts
         and gate_up_E2FD.dtype == FP8
-        and num_lines % (2 * BLOCK) == 0  # the gate ends with a block of scales
+        and num_lines % (2 * BLOCK) == 0  # the gate must end with a block of scales
         and num_inputs % 16 == 0
     )
 
@@ -41,7 +41,7 @@ def fits(num_pairs: int, gate_up_E2FD: Tensor) -> bool:
 def expert_gate_up(
     x_TD: Tensor, gate_up_E2FD: Tensor, scale_EXX: Tensor, rows: ExpertRows, num_chosen: int
 ) -> Quantised:
-    """The gated sorted rows silu(gate) * up, y_XF, for `expert_down` alone."""
+    """Return silu(gate) * up of the sorted rows, y_XF, for `expert_down` only."""
     from nanovllm_kernels.block_fp8_cute import block_fp8_gated_experts
 
     x8 = quantise(x_TD, rows.row_of_TK)
@@ -51,14 +51,14 @@ def expert_gate_up(
 def expert_down(
     y_XF: Quantised, down_EDF: Tensor, scale_EXX: Tensor, rows: ExpertRows, num_chosen: int
 ) -> Tensor:
-    """y_XD of sorted rows; rows of no expert of this rank are not written."""
+    """Return y_XD of sorted rows. Rows without an expert of this rank are not written."""
     from nanovllm_kernels.block_fp8_cute import block_fp8_experts
 
     return block_fp8_experts(*y_XF, down_EDF, scale_EXX, rows)
 
 
 def jobs(gate_up_E2FD: Tensor, num_chosen: int) -> list[Job]:
-    """Both products' kernels."""
+    """Return the compile jobs of both products."""
     from nanovllm_kernels.block_fp8_cute import (
         EXPERT_TILES,
         GATED_EXPERT_TILES,

@@ -1,6 +1,7 @@
-"""Compiles grouped_linear's product out of parts of the package quack.
+"""Compilation of grouped_linear's product from parts of the package quack.
 
-Imports torch.compile with them, for 4 s: for starts that do not find the product on disk.
+This imports torch.compile, which takes 4 s. It is needed only in starts that do not find the
+compiled product on disk.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from nanovllm_kernels.like import compiled, like
 
 
 class Tile(NamedTuple):
-    """What a block computes at once, and how many blocks of features share rows."""
+    """Tile of a thread block, and the number of blocks in a cluster, which share rows."""
 
     rows: int
     features: int
     cluster: int
-    pingpong: bool  # two tiles at a time, of one warp group each; else one tile of both
+    pingpong: bool  # two tiles at a time, one per warp group; otherwise both groups share a tile
 
 
 class Down:
-    """Rows sorted by expert, times down of their expert.
+    """GEMM of rows sorted by expert with the expert's down weight.
 
-    It is not launched before the kernel ahead of it ends: some of its warps read the rows' ranges
-    without waiting for that.
+    It is launched after the preceding kernel ends, since some of its warps read the row ranges
+    without waiting for that kernel.
     """
 
     def __init__(self, dtype: Any, tile: Tile) -> None:  # noqa: ANN401
@@ -63,7 +64,7 @@ class Down:
 
 
 def compile_down_product(dtype_name: str, tile: tuple[int, int, int, bool]) -> Compiled:
-    """Compiles the product for any sizes. Needs no GPU."""
+    """Compile the product for any sizes. Needs no GPU."""
     dtype, num_inputs = DTYPES[dtype_name], cute.sym_int(divisibility=8)
     return compiled(
         Down(dtype, Tile(*tile)),

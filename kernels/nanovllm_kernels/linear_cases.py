@@ -1,4 +1,4 @@
-"""Products with what may be fused to them, in plain torch; inputs of cases, and sizes of errors."""
+"""Plain torch references of GEMMs with fused operations; inputs of cases, and error scales."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def norm_linear_reference(
 
 
 def gate_up_reference(*args: Any) -> Tensor:  # noqa: ANN401
-    """What follows norm_linear_reference's product of gate and up."""
+    """Apply SiLU-mul to norm_linear_reference's product of gate and up."""
     return silu_mul(norm_linear_reference(*args))
 
 
@@ -33,7 +33,7 @@ def linear_inputs(T: int, N: int, D: int, device: torch.device) -> Args:
 
 
 def norm_inputs(T: int, N: int, D: int, device: torch.device, kind: str = "normal") -> Args:
-    """`spike`: one huge element a row; `faint`: squares of eps' size."""
+    """Return inputs. "spike": one huge element per row; "faint": squares of the size of eps."""
     x_TD, weight_ND = linear_inputs(T, N, D, device)
     if kind == "spike":
         x_TD[:, D // 3] = 3e4
@@ -42,7 +42,7 @@ def norm_inputs(T: int, N: int, D: int, device: torch.device, kind: str = "norma
 
 
 def sizes(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """How large each product's terms are together, as errors add up: root of summed squares."""
+    """Return the root of the summed squares of each product's terms, as errors add up."""
     return functional.linear(x_TD.float().square(), weight_ND.float().square()).sqrt()
 
 
@@ -60,6 +60,6 @@ def gate_up_scale(expected: Tensors, args: Args) -> Tensors:
 
 
 def gated_sizes(gate_up_TN: Tensor, sizes_TN: Tensor) -> Tensor:
-    """Errors of the gate, by at most 1.1 of which its activation moves, and of the other factor."""
+    """Return the error scale of silu(gate) * up. The slope of SiLU is at most 1.1."""
     (gate_TF, up_TF), (gate_size_TF, up_size_TF) = gate_up_TN.chunk(2, -1), sizes_TN.chunk(2, -1)
     return 1.1 * gate_size_TF * up_TF.abs() + functional.silu(gate_TF).abs() * up_size_TF

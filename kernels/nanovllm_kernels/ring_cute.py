@@ -1,5 +1,6 @@
-"""What the CuTe DSL kernels share: a ring of stages and how it is filled, meetings of a cluster,
-and what the threads that hold a row together give each other. Imports CuTe DSL.
+"""Parts shared by CuTe DSL kernels: TMA copies to a ring of stages, barriers, and shuffles.
+
+Importing this imports CuTe DSL.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from cutlass import Float32, Int16, Int32, cute
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import cpasync
 
-READ_ONCE = 0x12F0000000000000  # a cache policy: the first to be evicted
+READ_ONCE = 0x12F0000000000000  # L2 cache policy: evict first
 
 
 @cute.jit
 def next_stage(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple:
-    """The stage behind this one, and the phase of its barriers, which turns with each round."""
+    """Return the next stage and the phase of its barriers, which flips with each round of the ring."""
     stage += 1
     if stage == stages:
         stage = Int32(0)
@@ -27,7 +28,7 @@ def next_stage(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple:
 
 @cute.jit
 def meet(cluster: cutlass.Constexpr) -> None:
-    """All threads of a cluster of so many blocks, or of the one block."""
+    """Synchronise all threads of the cluster, or of the block if `cluster` is 1."""
     if cutlass.const_expr(cluster > 1):
         arch.cluster_arrive()
         arch.cluster_wait()
@@ -36,14 +37,14 @@ def meet(cluster: cutlass.Constexpr) -> None:
 
 
 def of_four(combine: Callable[[Any, Any], Any], x: Float32) -> Float32:
-    """What four neighbouring threads have, combined: each of them gets it."""
+    """Combine the values of four neighbouring threads. All four get the result."""
     for distance in (1, 2):
         x = combine(x, arch.shuffle_sync_bfly(x, distance))
     return x
 
 
 def box_of(matrix: cute.Tensor, ring: cute.ComposedLayout, ranks: int) -> tuple:
-    """How a stage is read, by so many blocks of threads together."""
+    """Return the TMA atom and tensor for stages that `ranks` thread blocks read together."""
     op = cpasync.CopyBulkTensorTileG2SOp()
     if ranks > 1:
         op = cpasync.CopyBulkTensorTileG2SMulticastOp()
@@ -58,7 +59,7 @@ def stage_shape(ring: cute.ComposedLayout | cute.Tensor) -> tuple[int, int]:
 
 
 def partition(box: tuple, ring: cute.Tensor, first: Int32, rank: Int32, ranks: int) -> tuple:
-    """How to copy a block of inputs of rows from `first` on: to [stage], from [block]."""
+    """Return the target [stage] and source [block of inputs] of copies of rows from `first` on."""
     atom, matrix = box
     moved = cute.domain_offset((first, 0), matrix)
     boxes = cute.local_tile(moved, stage_shape(ring), (0, None))
@@ -74,19 +75,19 @@ def partition(box: tuple, ring: cute.Tensor, first: Int32, rank: Int32, ranks: i
 def copy(
     atom: cute.CopyAtom, from_: cute.Tensor, to: cute.Tensor, full: cute.Pointer, ranks: int
 ) -> None:
-    """What `ranks` blocks of threads read together, each of them gets."""
+    """Start a copy to a stage. With several `ranks`, their parts are multicast to all of them."""
     more = {"mcast_mask": Int16((1 << ranks) - 1)} if ranks > 1 else {}
     cute.copy(atom, from_, to, tma_bar_ptr=full, **more)
 
 
 def four_words(y: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
-    """16 bytes of y, from `column` on."""
+    """Return 16 bytes of y, from `column` on, as four words."""
     count = 128 // y.element_type.width
     return cute.recast_tensor(cute.local_tile(y[row, None], (count,), (column // count,)), Int32)
 
 
 def in_order(words: Any) -> None:  # noqa: ANN401
-    """From what four threads gave each other: each two numbers of each of two eights."""
+    """Reorder exchanged words: the lower 16 bits of all of them, then the upper 16 bits."""
     lower = [words[n] & 0xFFFF | words[n + 1] << 16 for n in (0, 2)]
     upper = [words[n] >> 16 & 0xFFFF | words[n + 1] & -65536 for n in (0, 2)]
     for n, word in enumerate(lower + upper):
@@ -94,7 +95,7 @@ def in_order(words: Any) -> None:  # noqa: ANN401
 
 
 def exchange(words: cute.Tensor) -> None:
-    """Thread i of four, each with four words, gives word j to thread j, whose word i it becomes."""
+    """Transpose words among four threads: word j of thread i becomes word i of thread j."""
     lane = arch.lane_idx()
     for distance in (1, 2):
         is_upper = lane & distance != 0
