@@ -1,7 +1,7 @@
-"""What kernels over pages of latents are checked and timed with: rows, and how they lie in memory.
+"""Rows, and their layout in pages, for tests and timings of the kernels of latent attention.
 
-Rows are decode_cases': of a head's elements the last ninth is rotated, the others are the latent.
-Knows no kernel: what plans the work is given.
+Rows are those of decode_cases. The last ninth of a head's elements is the rotated part, the rest is
+the latent. Imports no kernel: `plan_decode` is passed as an argument.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nanovllm_kernels.decode_cases import (
     drafted,
 )
 
-R1 = 576  # a row of DeepSeek-R1's: 512 and 64
+R1 = 576  # elements of a cached row of DeepSeek-R1: 512 and 64
 SCALE = 192**-0.5
 
 
@@ -34,7 +34,7 @@ def case_of(plan_decode: PlanDecode, rows: KVRows) -> Case:
     if not rows.timed_as:
         return Case(paged.name, made, small=sum(rows.lengths) < 1000 and size < R1)
     row = reference.row_size(size - size // 9, size // 9, is_fp8=True) if rows.is_fp8 else 2 * size
-    given = heads * (2 * size - size // 9)  # numbers of a query and its result
+    given = heads * (2 * size - size // 9)  # elements of a query and its result
     new = list(zip(rows.counts, rows.lengths, strict=True))
     pairs = sum(n * length - n * (n - 1) // 2 for n, length in new)
     num_bytes = row * sum(rows.lengths) + 2 * given * sum(rows.counts)
@@ -42,7 +42,7 @@ def case_of(plan_decode: PlanDecode, rows: KVRows) -> Case:
 
 
 def inputs(plan_decode: PlanDecode, rows: KVRows, device: torch.device) -> Args:
-    """Queries lie as layers have them."""
+    """Return the arguments of a decode kernel, with the layers' memory layout of queries."""
     heads, *_, size = rows.heads
     q, k, _, table, starts, lengths = paged_inputs(
         rows.lengths, rows.counts, rows.heads, rows.page_tokens, rows.dtype, device, rows.kind
@@ -60,7 +60,10 @@ def inputs(plan_decode: PlanDecode, rows: KVRows, device: torch.device) -> Args:
 
 
 def by_position(decode: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A decode kernel that takes `starts_R1` and `width` behind the scale, as cases do."""
+    """Wrap a decode kernel that takes `starts_R1` and `width` as keywords.
+
+    The wrapper takes them as positional arguments after the scale, like the arguments of cases.
+    """
 
     def run(*args: Any, **more: bool) -> Tensor:  # noqa: ANN401
         *rows, starts_R1, width = args
@@ -70,8 +73,10 @@ def by_position(decode: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def weighted_sizes(expected: Tensors, args: Args) -> Tensors:
-    """The sum of weight * |latent|: what rounded weights and a rounded result err in proportion
-    to. Latents themselves may cancel.
+    """Return an error scale: the sum of weight * |latent|.
+
+    Errors from rounded weights and from a rounded result are proportional to it. The sum of weight
+    * latent itself may cancel.
     """
     return (by_position(reference.latent_decode)(*args, of_sizes=True),)
 
@@ -82,7 +87,9 @@ def all_rows() -> list[KVRows]:
 
 
 def checked_rows() -> list[KVRows]:
-    """Rows of one token each, then of 0 to W, with some of none and no length at the tail."""
+    """Return rows of one token each, then of 0 to W, with rows of no tokens and length 0 at the
+    end.
+    """
     lengths = (8, 130, 9, 64, 65, 1, 300, 17, 66, 128, 131, 0, 0, 0)
     several = [
         KVRows(lengths, (heads, 1, size), page, dtype, "newest", width=width)

@@ -1,24 +1,25 @@
-"""Latent attention of the new tokens of each row over its pages of latents.
+"""Split-KV flash decoding of latent attention (MLA) over pages of latents, in Triton.
 
-Meaning: nanovllm_kernels.latent_reference. Work is cut as in paged_decode: rows' contexts are one
-line of blocks, of which each lane of programs has an equal share, and latent_merge_kernel merges
-what a row's lanes found.
+The reference is nanovllm_kernels.latent_reference. Work is divided as in paged_decode. The contexts
+of all rows form one sequence of blocks, and each lane of programs has an equal share of it. Then
+latent_merge_kernel merges the partial results of rows that were split.
 
-Decision: tokens of the cache are the rows of a tensor core's tile, and pairs of a query and a head
-its columns, in both products: scores[token, pair] and o[element of a latent, pair]. Columns come by
-eights, so the 16 heads of a rank of eight pay for 16, where as rows they would pay for 64. A block
-of latents is read once for up to 64 pairs: from shared memory as it came for the scores, transposed
-for the mean.
+Decision: cached tokens are the rows of a tensor core's tile, and (query, head) pairs its columns.
+The two products are scores[token, pair] and o[element of a latent, pair]. Columns come in units of
+eight, so the 16 heads of one of eight ranks cost 16. Used as rows they would cost 64. A block of
+latents is read once for up to 64 pairs. From shared memory, it is used as loaded for the scores,
+and transposed for the mean.
 
-Decision: a lane has a loop for each row, not one across rows as in paged_decode: queries of 18 KiB
-and more stay in shared memory for a row.
+Decision: a lane has one loop per row, instead of one loop across rows as in paged_decode. Queries
+have 18 KiB or more and stay in shared memory for the whole row.
 
-Decision: parts of few rows are merged by programs of a row, of many rows by those of a lane. For
-one row of 128 heads 8,448 programs, nearly all of a lane without a row, took 10 us.
+Decision: partial results of few rows are merged by programs per row, those of many rows by programs
+per lane. For one row of 128 heads, 8,448 programs took 10 us. Nearly all of them belonged to lanes
+without a row to merge.
 
-Decision: latents of 8 bits have a scale for each token, so it multiplies a score and a weight, not
-elements. As bits of it may exceed float16, the running maximum is of score + log2(scale), of the
-weights that are multiplied with the latents: none exceeds 1, whatever the scales are.
+Decision: fp8 latents have one scale per token, so it multiplies a score and a weight, not elements.
+A weight times its scale may exceed float16. Therefore the running maximum is that of score +
+log2(scale). The weights that multiply latents are then at most 1, for any scales.
 """
 
 from __future__ import annotations
@@ -48,11 +49,14 @@ from nanovllm_kernels.paged_decode import (
     results_of,
 )
 
-MERGED, SUMMED = 64, 4096  # of a row's parts a program has so many at once, and numbers of them
+MERGED, SUMMED = (
+    64,
+    4096,
+)  # limits of one load by a merge program: partial results, elements
 
 
 class Shape(NamedTuple):
-    """A program: its pairs of a token and a head, and tokens of the cache that it has at once."""
+    """Tile and launch settings of a program: its (token, head) pairs and cached tokens per step."""
 
     pairs: int
     block: int
@@ -62,8 +66,10 @@ class Shape(NamedTuple):
 
 
 def shape_of(num_pairs: int, pages_PSX: Tensor) -> Shape:
-    """For so many pairs of a row. Two small programs share a processor: one loads while the other
-    multiplies, which blocks of 64 tokens did not leave room for.
+    """Return the shape for `num_pairs` pairs per row.
+
+    Two small programs share a multiprocessor: one loads while the other multiplies. Blocks of 64
+    tokens did not leave room for that.
     """
     if pages_PSX.dtype == torch.float32:
         return Shape(16, 16, 2, 4, 1)
@@ -72,7 +78,7 @@ def shape_of(num_pairs: int, pages_PSX: Tensor) -> Shape:
 
 
 def plan_decode(lengths_R: Tensor, pages_PSX: Tensor, num_heads: int, width: int = 1) -> Tensor:
-    """plan_N5 of plan_lanes. Good for every layer of the step."""
+    """Return plan_N5 of plan_lanes. It is valid for all layers of the step."""
     shape = shape_of(num_heads * width, pages_PSX)
     num_tiles = triton.cdiv(num_heads * width, shape.pairs)
     return plan_lanes(lengths_R, num_tiles, shape.block, shape.per_processor, whole=True)
@@ -91,12 +97,13 @@ def latent_decode(
     starts_R1: Tensor | None = None,
     width: int = 1,
 ) -> Tensor:
-    """o_THX, which is `out_THX` if given. `plan_N5`: plan_decode's, of the same lengths and width.
+    """Return o_THX, which is `out_THX` if given. `plan_N5` must be from the same lengths and width.
 
-    Queries: in the space of latents, and what of them is rotated. Row r's are
-    starts_R1[r]:starts_R1[r + 1], at most `width`, its last tokens; without `starts_R1` each row
-    has one. Rows at the tail may have no tokens and length 0. What o_THX has past the last row's
-    tokens is undefined. Reads no values on the host. `pages_PSX`: of q's dtype, or bytes.
+    Queries are in the latent space, with a separate rotated part. Row r's queries are its last
+    tokens, starts_R1[r]:starts_R1[r + 1], at most `width`. Without `starts_R1` each row has one.
+    Rows at the end may have no tokens and length 0. The contents of o_THX after the last row's
+    tokens are undefined. No value is read on the host. `pages_PSX` has q's dtype, or bytes if it is
+    fp8.
     """
     assert width == 1 or starts_R1 is not None
     num_tokens, num_heads, rank = q_THX.shape
@@ -134,11 +141,11 @@ def merge(
     W: int,
     **more: Any,  # noqa: ANN401
 ) -> None:
-    """What several lanes found of a row becomes its result."""
+    """Merge the partial results of rows that several lanes share."""
     rank, (num_lanes, _, num_pairs) = o_THX.shape[2], partial_lse.shape
     num_rows = len(o_THX) if starts_R1 is None else len(starts_R1) - 1
     merged = min(MERGED, triton.next_power_of_2(triton.cdiv(num_lanes, num_rows) + 1))
-    merged = merged if W <= MAX_WIDTH else 4  # a prompt is any number of rows: compiled once
+    merged = merged if W <= MAX_WIDTH else 4  # prompts have any number of rows: compiled once
     columns = min(SUMMED // merged, triton.next_power_of_2(rank))
     is_few = num_rows < num_lanes and W <= MAX_WIDTH
     sizes = dict(X=rank, X_BLOCK=columns, MERGED=merged, num_warps=max(1, merged * columns // 1024))
@@ -210,7 +217,7 @@ def latent_decode_kernel(
             s = tl.where(seen, s, -float("inf"))
             new_highest = tl.maximum(highest, tl.max(s, 0))
             base = new_highest
-            if RAGGED:  # a query that has seen nothing has weights of 0
+            if RAGGED:  # a query that has seen no token has weights of 0
                 base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
             p = tl.exp2(s - (base - LIFT)[None, :])
             fade = tl.exp2(highest - base)
@@ -220,7 +227,7 @@ def latent_decode_kernel(
             total = total * fade + tl.sum(weights, 0)
             o = dot(tl.trans(latents), p.to(latents.dtype), o * fade[None, :])
             highest = new_highest
-        if RAGGED:  # of nothing the mean is 0, and weighs nothing
+        if RAGGED:  # the mean of no tokens is 0 and has no weight
             total = tl.where(total == 0.0, 1.0, total)
         mean = o / total[None, :]
         is_end = stop * BLOCK >= length
@@ -242,8 +249,10 @@ def latent_merge_kernel(
     RAGGED: tl.constexpr, X: tl.constexpr, X_BLOCK: tl.constexpr, LANES: tl.constexpr,
     MERGED: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Columns of one token and head of a row that a lane begins and others finish, if it is such a
-    row: that of this lane, or with LANES this row, which looks for its lane.
+    """Merge columns of one token and head, for a row that one lane begins and others finish.
+
+    With LANES the program's row is fixed, and it searches for the lane that begins it. Otherwise
+    the lane is fixed. The program returns if there is no such row.
     """
     pair, num_pairs, lane = tl.program_id(0), tl.num_programs(0), tl.program_id(2)
     if LANES:
@@ -253,7 +262,7 @@ def latent_merge_kernel(
         lane, num_parts = tl.max(tl.where(over > 0, every, 0), 0), tl.max(over, 0)
     else:
         row, num_parts = tl.load(plan_N5 + lane * 5 + 3), tl.load(plan_N5 + lane * 5 + 4)
-    let_next_come(WAITS)  # before any return: what follows waits for this kernel only
+    let_next_come(WAITS)  # before any return: the next kernel waits for this one only
     wait(WAITS)
     first, num_new = queries_of(starts_R1, row, RAGGED)
     num_heads = num_pairs // W

@@ -1,6 +1,6 @@
-"""What the decode kernel of latents in CuTe DSL is checked and timed with. Imports CuTe DSL.
+"""Cases of the latent decode kernel in CuTe DSL: its own, and those of latent_decode it supports.
 
-Its own corners, and those cases of latent_decode that it can run.
+Importing this imports CuTe DSL.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Attention in the space of latents in float32, row by row, and what pages of latents look like.
+"""Float32 reference of attention in the latent space, row by row, and the format of cached rows.
 
 A token has one row in the cache, for all heads: its normalised latent, then the rotated part of its
-key. In 8 bits the row is bytes: the latent in float8_e4m3fn, the rotated part in bfloat16, the
-scale of the token's latent in float32, and as many more as make it a multiple of 16. The rotated
-part has 16 bits, because its few numbers decide where a head looks.
+key. An fp8 row is bytes. It has the latent in float8_e4m3fn, the rotated part in bfloat16, the
+latent's scale in float32, and padding to a multiple of 16. The rotated part keeps 16 bits, because
+its few elements determine the positions that a head attends to.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from nanovllm_kernels.attention_reference import paged_prefill
 from nanovllm_kernels.fp8_reference import FP8, LARGEST
 from nanovllm_kernels.reference import quantised, rms_norm
 
-LEAST_SCALE = 2.0**-40  # of a latent of zeros
+LEAST_SCALE = 2.0**-40  # for latents of zeros
 
 
 def row_size(rank: int, rotated: int, *, is_fp8: bool) -> int:
-    """The elements of a token's row: bytes in 8 bits, else of the model's dtype."""
+    """Return the size of a token's row: in bytes for fp8, else in elements of the model's dtype."""
     return -(-(rank + 2 * rotated + 4) // 16) * 16 if is_fp8 else rank + rotated
 
 
 def parts_of(rows_XX: Tensor, rank: int, rotated: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Views of rows, of whatever dimensions before the last: their latents, what is rotated, and
-    the scales, which have no last dimension.
+    """Return views of rows: the latents, the rotated parts, and the scales or None.
+
+    Rows may have any dimensions before the last. The scales have no last dimension.
     """
     if rows_XX.dtype != torch.uint8:
         return rows_XX[..., :rank], rows_XX[..., rank : rank + rotated], None
@@ -38,7 +39,7 @@ def parts_of(rows_XX: Tensor, rank: int, rotated: int) -> tuple[Tensor, Tensor, 
 
 
 def dequantised(rows_TX: Tensor, rank: int, rotated: int, dtype: torch.dtype) -> Tensor:
-    """Rows of the cache as their numbers, in the model's dtype: the latent, what is rotated."""
+    """Return cached rows as numbers of the model's dtype: the latent, then the rotated part."""
     if rows_TX.dtype != torch.uint8:
         return rows_TX
     latent_TX, rotated_TX, scales_T = parts_of(rows_TX, rank, rotated)
@@ -48,7 +49,7 @@ def dequantised(rows_TX: Tensor, rank: int, rotated: int, dtype: torch.dtype) ->
 
 
 def stored(latent_TX: Tensor, rotated_TX: Tensor, pages_PSX: Tensor) -> Tensor:
-    """The rows that these are in such a cache."""
+    """Return the rows that a cache like `pages_PSX` stores for these latents and rotated parts."""
     if pages_PSX.dtype != torch.uint8:
         return torch.cat([latent_TX, rotated_TX], 1)
     rows_TX = pages_PSX.new_zeros(len(latent_TX), pages_PSX.shape[2])
@@ -72,8 +73,9 @@ def latent_store(
     slot_mapping_T: Tensor,
     pages_PSX: Tensor,
 ) -> Tensor:
-    """q_THA, rotated; it may be overwritten. A token's latent, which is normalised here, and behind
-    it what of its key is rotated, go to the cache.
+    """Return the rotated q_THA, which may be overwritten.
+
+    Normalise a token's latent, rotate the shared part of its key, and write both to the cache.
     """
     latent_TX, key_TX = kv_TX.tensor_split([len(norm_weight_X)], 1)
     latent_TX, cos_sin_TA = rms_norm(latent_TX, norm_weight_X, eps), cos_sin_LA[positions_T]
@@ -83,7 +85,7 @@ def latent_store(
 
 
 def in_pairs(x_THA: Tensor, cos_sin_TA: Tensor) -> Tensor:
-    """Rotates pairs of neighbours, 2 i and 2 i + 1, at a head's end: one for each angle."""
+    """Rotate the last elements of heads in adjacent pairs, 2 i and 2 i + 1, each by angle i."""
     cos_TA, sin_TA = cos_sin_TA[:, None].chunk(2, -1)
     kept_THA, rotated_THA = x_THA.tensor_split([-cos_sin_TA.shape[1]], 2)
     a, b = rotated_THA.float().unflatten(2, (-1, 2)).unbind(3)
@@ -104,11 +106,11 @@ def latent_decode(
     width: int = 1,
     of_sizes: bool = False,
 ) -> Tensor:
-    """o_THX, float32: of each query the mean of latents, weighted by scores' softmax; `of_sizes`:
-    the mean of their absolute values.
+    """Return o_THX in float32: each query's mean of latents, weighted by the softmax of scores.
 
-    Without `starts_R1` each row has one query; of c, the i-th sees the first lengths_R[r] - (c - 1
-    - i) tokens of row r. The plan only divides the work.
+    With `of_sizes`, return the mean of their absolute values. Without `starts_R1` each row has one
+    query. If a row has c queries, the i-th sees the first lengths_R[r] - (c - 1 - i) tokens. The
+    plan only divides the work.
     """
     rank, rotated = q_THX.shape[2], rotated_THA.shape[2]
     rows_PSGX = dequantised(pages_PSX, rank, rotated, torch.float32)[:, :, None]

@@ -1,8 +1,8 @@
-"""From products of low rank to a latent in the cache and rotated queries, in one launch.
+"""Norm and store of latents, and rotation of queries, after the low-rank projections; one launch.
 
-Meaning: nanovllm_kernels.latent_reference. The first program of a token normalises its latent,
-rotates what all heads share of its key and writes its row of the cache; the others rotate the last
-elements of some heads each, where they are, which they read and write whole.
+The reference is nanovllm_kernels.latent_reference. The first program of a token normalises its
+latent, rotates the shared part of its key and writes its row of the cache. Each other program
+rotates the last elements of some heads in place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nanovllm_kernels.fp8_reference import LARGEST
 from nanovllm_kernels.latent_reference import LEAST_SCALE, parts_of
 from nanovllm_kernels.rope_store import quantised
 
-MANY = 512  # tokens, of which a program may have many heads
+MANY = 512  # minimum tokens for programs with many heads
 
 
 def latent_store(
@@ -49,7 +49,7 @@ def latent_store(
 
 @triton.jit
 def rotated(x, cos, sin):
-    """Elements 2 i and 2 i + 1 of each of x's rows, turned by angle i."""
+    """Rotate elements 2 i and 2 i + 1 of each row of x by angle i."""
     first, second = tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1] // 2, 2]))
     turned = tl.join(first * cos - second * sin, second * cos + first * sin)
     return tl.reshape(turned, x.shape).to(x.dtype)
@@ -71,7 +71,7 @@ def latent_store_kernel(
         head = ((part - 1) * HEADS + tl.arange(0, HEADS))[:, None]
         at = q_THA + (token * H + head + 1) * A - 2 * HALF + a
         inside = (a < 2 * HALF) & (head < H)
-        wait(WAITS)  # what is read before is older than the model's first kernel
+        wait(WAITS)  # the tensors read before were written before the model's first kernel
         tl.store(at, rotated(tl.load(at, inside, 0.0), cos, sin), inside)
     else:
         kv_TX += token * kv_stride

@@ -1,4 +1,4 @@
-"""What latent_store is checked and timed with."""
+"""Cases of latent_store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanovllm_kernels import latent_reference as reference
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
 from nanovllm_kernels.latent_store import latent_store
 
-SIZES = (  # tokens, heads, their elements, the latent's, those that are rotated
+SIZES = (  # tokens, heads, elements of a head, of the latent, of the rotated part
     ((9, 11, 40, 80, 24), torch.bfloat16),
     ((4, 2, 12, 24, 4), torch.float32),
     *(((tokens, 128, 192, 512, 64), torch.bfloat16) for tokens in (1, 8, 64, 128, 8192)),
@@ -19,7 +19,7 @@ SIZES = (  # tokens, heads, their elements, the latent's, those that are rotated
 
 
 def inputs(sizes: tuple[int, ...], dtype: torch.dtype, is_fp8: bool, device: torch.device) -> Args:
-    """Cells are scattered over the pages, positions over the table."""
+    """Return inputs with tokens scattered over the pages, and positions over the table."""
     T, H, A, rank, rotated = sizes
     angles = normal(device, 512, rotated // 2, dtype=torch.float32, seed=4) * 3
     table = torch.cat([angles.cos(), angles.sin()], 1)
@@ -34,14 +34,14 @@ def inputs(sizes: tuple[int, ...], dtype: torch.dtype, is_fp8: bool, device: tor
 
 
 def stored_too(q_THA: Tensor, args: Args) -> Tensors:
-    """What rows of the cache mean, too: of 8 bits a rounded sum may be the next number."""
+    """Return q and the dequantised cache rows. In fp8, a rounded sum may be the next number."""
     sizes = args[1].shape[0], args[4].shape[1]
     rows = reference.dequantised(args[7].flatten(0, 1), *sizes, args[0].dtype)
     return q_THA, *rows.split(sizes, 1)
 
 
 def largest(expected: Tensors, args: Args) -> Tensors:
-    """Pairs may cancel. In 8 bits the next number is an eighth away, in 16 a 128th."""
+    """Return the error scales. Pairs may cancel. Steps are an eighth in 8 bits, a 128th in 16."""
     sizes = [tensor.abs() + tensor.abs().amax(-1, keepdim=True) for tensor in expected]
     if args[7].dtype == torch.uint8:
         eps = torch.finfo(args[0].dtype).eps

@@ -18,7 +18,7 @@ READ_ONCE = 0x12F0000000000000  # L2 cache policy: evict first
 
 @cute.jit
 def next_stage(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple:
-    """Return the next stage and the phase of its barriers, which flips with each round of the ring."""
+    """Return the next stage and the phase of its barriers, which flips with each round."""
     stage += 1
     if stage == stages:
         stage = Int32(0)
