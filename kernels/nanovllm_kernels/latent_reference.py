@@ -1,9 +1,9 @@
 """Float32 reference of attention in the latent space, row by row, and the format of cached rows.
 
 A token has one row in the cache, for all heads: its normalised latent, then the rotated part of its
-key. An fp8 row is bytes. It has the latent in float8_e4m3fn, the rotated part in bfloat16, the
-latent's scale in float32, and padding to a multiple of 16. The rotated part keeps 16 bits, because
-its few elements determine the positions that a head attends to.
+key. An fp8 row is bytes: the latent in float8_e4m3fn, then the rotated part in bfloat16. The
+latent's float32 scale follows, and padding to a multiple of 16. The rotated part keeps 16 bits,
+because its few elements determine the positions that a head attends to.
 """
 
 from __future__ import annotations

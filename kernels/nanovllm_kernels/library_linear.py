@@ -1,15 +1,15 @@
-"""Products by the library, in the two ways that suit it better than one plain product.
+"""Library GEMMs in the two forms that beat one plain product: split-K, and with addition.
 
-Sliced (split-K): of a step of some hundred rows the library's tiles do not fill the GPU, and for
-192 or 224 rows it chooses tiles badly. Here the inputs are cut into slices, each a product of its
-own in one batched launch; what follows, the norm with the residual stream or the rotation, sums
-them up in float32. Added: of thousands of rows the library adds the residual stream itself.
+Sliced (split-K): the library's tiles do not fill the GPU in steps of some hundred rows, and for 192
+or 224 rows its choice of tiles is bad. Here the inputs are cut into slices, each one product of a
+batched launch. The next kernel, a norm with the residual stream or a rotation, sums the slices in
+float32. Added: for thousands of rows the library adds the residual stream in its epilogue.
 
-Decision: measured on an H200, us of one product, then of two slices, at 192 rows of Qwen3-8B: qkv
-23.6 and 18.4, o 18.0 and 12.8, down 53.9 and 30.9; of 0.6B in four slices o 6.4 and 4.6, down 7.8
-and 5.3. At 512 rows of 8B slices are slower, and so they are for 0.6B's qkv, which has many more
-features than inputs. 8192 rows of 8B with the norm: o 415 and, added, 386; down 1184 and 1215 (so
-not of long inputs).
+Decision: measured on an H200, in us, one product and then two slices, at 192 rows. In Qwen3-8B, qkv
+took 23.6 and 18.4, o 18.0 and 12.8, down 53.9 and 30.9. In 0.6B with four slices, o took 6.4 and
+4.6, down 7.8 and 5.3. At 512 rows of 8B slices are slower. The same holds for 0.6B's qkv, which has
+many more features than inputs. With 8192 rows of 8B, including the norm, o takes 415 plain and 386
+added. For down these are 1184 and 1215, so long inputs are excluded.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from nanovllm_kernels import linear_cases
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
 from nanovllm_kernels.reference import summed
 
-LEAST_SLICED_ROWS = 65  # fewer are other kernels'
-TILE = 128  # rows and features of a tile of the library's, about
-TILES = 192  # half more than a GPU runs at once; with more there is nothing to fill
+LEAST_SLICED_ROWS = 65  # fewer rows use other kernels
+TILE = 128  # approximate rows and features of a tile of the library
+TILES = 192  # 1.5 times the tiles that run at once; with more, the GPU is full without slices
 MOST_SLICES = 4
-ALIGNMENT = 8  # elements: of a slice's inputs
+ALIGNMENT = 8  # of a slice's inputs, in elements
 LEAST_ADDED_WORK = 6 * 10**10  # multiply-adds
 MOST_ADDED_INPUTS = 4096
 
 
 class SlicedLinear:
-    """One of layers.ops.SlicedLinear."""
+    """Implementation of layers.ops.SlicedLinear."""
 
     def fits(self, num_rows: int, weight_ND: Tensor) -> bool:
         return num_slices(num_rows, *weight_ND.shape) > 1
 
     def __call__(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-        """y_STN, whose sum over S is x W^T."""
+        """Return y_STN, whose sum over S is x W^T."""
         slices = num_slices(len(x_TD), *weight_ND.shape), -1
         x_ITD = x_TD.unflatten(1, slices).transpose(0, 1)
         return torch.bmm(x_ITD, weight_ND.unflatten(1, slices).permute(1, 2, 0))
 
 
 class AddedLinear:
-    """One of layers.ops.AddedLinear."""
+    """Implementation of layers.ops.AddedLinear."""
 
     def fits(self, num_rows: int, weight_ND: Tensor) -> bool:
         is_long = weight_ND.shape[1] > MOST_ADDED_INPUTS
         return not is_long and num_rows * weight_ND.numel() >= LEAST_ADDED_WORK
 
     def __call__(self, x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor:
-        """Computes x W^T + the residual stream, in its place."""
+        """Add x W^T to the residual stream in place and return it."""
         return residual_TN.addmm_(x_TD, weight_ND.t())
 
 
 def num_slices(num_rows: int, num_features: int, num_inputs: int) -> int:
-    """1, 2 or 4: as many as fill the GPU with tiles, unless writing them takes what that saves."""
+    """Return 1, 2 or 4 slices: enough to fill the GPU, unless writing them costs the gain."""
     if num_rows < LEAST_SLICED_ROWS or 2 * num_inputs < num_features:
         return 1
     tiles, slices = -(-num_rows // TILE) * -(-num_features // TILE), MOST_SLICES
@@ -71,7 +71,7 @@ SLICED_LINEAR, ADDED_LINEAR = SlicedLinear(), AddedLinear()
 
 
 def sum_of_slices(y: Tensor, args: Args) -> Tensors:
-    """The sum of slices, as what follows sums them up."""
+    """Return the sum of slices, rounded like the next kernel's."""
     return (summed(y).to(y.dtype),)
 
 

@@ -1,8 +1,8 @@
-"""Activations in block fp8: e4m3 numbers, of which each 128 of a row share a scale in float32.
+"""Quantisation of activations to block fp8: e4m3 with a float32 scale per row and 128 numbers.
 
-Rows may be quantised for the experts that they go to: a token's numbers are read once, and written
-wherever its pairs are sorted to. Scales are ordered as products read them: those of one block of
-inputs, of all rows, lie together. Where a block is all zeros, its scale is 1. Meaning:
+Rows may be quantised for their experts: a token is read once and written to the sorted rows of all
+its pairs. Scales are stored in the order of the GEMMs' reads: those of all rows for one block of
+inputs are contiguous. A block of zeros has scale 1. The reference is
 nanovllm_kernels.quantise_cases.
 """
 
@@ -17,18 +17,18 @@ from nanovllm_kernels.following import wait
 from nanovllm_kernels.fp8_reference import BLOCK, Quantised, empty
 from nanovllm_kernels.paged_decode import INTERPRETED
 
-BLOCKS = 8, 16  # of 128 numbers, that a program takes; 16 where that comes out even
+BLOCKS = 8, 16  # blocks of 128 numbers per program; 16 if the width is a multiple of that
 
 
 def silu_mul_quantise(gate_up_T2F: Tensor) -> Quantised:
-    """The product silu(gate) * up, which is never rounded to 16 bits."""
+    """Return silu(gate) * up, quantised without rounding it to 16 bits."""
     return quantise(gate_up_T2F, gated=True)
 
 
 def quantise(x_TD: Tensor, row_of_TK: Tensor | None = None, *, gated: bool = False) -> Quantised:
-    """Each row once, or at the sorted rows of its token's pairs; the other rows are not written.
+    """Return each row once, or copies at the sorted rows of its pairs. Other rows are not written.
 
-    `gated`: silu of the first half of each row, times the second.
+    If `gated`, quantise the silu of the first half of each row, times the second.
     """
     num_rows, width = len(x_TD), x_TD.shape[1] // (1 + gated)
     num_copies = 1 if row_of_TK is None else row_of_TK.shape[1]
@@ -53,8 +53,10 @@ def quantise(x_TD: Tensor, row_of_TK: Tensor | None = None, *, gated: bool = Fal
 def norm_quantise(
     x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, eps: float
 ) -> Quantised:
-    """norm.rms_norm of x, or of the sum of x, or its slices, and the residual stream, which becomes
-    the sum.
+    """Return norm.rms_norm of x, quantised.
+
+    With a residual stream, add x, or the sum of its slices, to the stream in place, and take the
+    norm of the sum.
     """
     num_rows, width = x_TD.shape[-2:]
     result, waits = empty(num_rows, width, x_TD.device), follows(num_rows, x_TD.device)
@@ -122,25 +124,25 @@ def quantise_kernel(
         row = token
         if row_of_TK is not None:
             row = tl.load(row_of_TK + token * COPIES + k).to(tl.int64)
-        end = tl.where(row < 0, 0, width)  # another rank's are not written
+        end = tl.where(row < 0, 0, width)  # rows of other ranks are not written
         tl.store(values_XD + row * width + d, values, d < end)
         tl.store(scale_BX + block * num_rows + row, scale, block * 128 < end)
 
 
 @triton.jit
 def places(BLOCKS: tl.constexpr):
-    """This program's blocks, and the columns in them."""
+    """Return this program's blocks and the columns in them."""
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     return block.to(tl.int64), block[:, None] * 128 + tl.arange(0, 128)[None, :]
 
 
 @triton.jit
 def scaled(x):
-    """Blocks as numbers of 8 bits, and their scales."""
+    """Return blocks in e4m3, and their scales."""
     largest = tl.max(tl.abs(x), 1)
     scale = tl.where(largest > 0, largest / 448.0, 1.0)
     values = x / scale[:, None]
-    if INTERPRETED:  # which forgets what rounding carries into the exponent
+    if INTERPRETED:  # the interpreter drops a rounding carry into the exponent
         split = values * 1048577.0
-        values = split - (split - values)  # of 4 bits
+        values = split - (split - values)  # rounded to 4 significant bits
     return values.to(tl.float8e4nv), scale

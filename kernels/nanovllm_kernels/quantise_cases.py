@@ -1,4 +1,4 @@
-"""What activations in block fp8 are, in plain torch, and cases of their kernels."""
+"""Plain torch reference of quantised activations in block fp8, and cases of the kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanovllm_kernels.expert_cases import MoECase
 from nanovllm_kernels.fp8_reference import BLOCK, FP8, LARGEST, Quantised
 from nanovllm_kernels.reference import add_rms_norm, rms_norm
 
-STEP = 2**20 * 1.001  # of float32: an eighth, which is a step of 8 bits, and a rounding of scales
+STEP = 2**20 * 1.001  # float32 ulps: an eighth (one step of e4m3), and rounding of scales
 
 
 def reference(x_TD: Tensor, row_of_TK: Tensor | None = None) -> Quantised:
@@ -49,8 +49,9 @@ def norm_reference(
 
 
 def written(result: Quantised, args: Args) -> Tensors:
-    """Numbers in float32, and their scales; of the rows of experts, if only those are written; and
-    the residual stream, if that is.
+    """Return the numbers in float32, their scales, and the residual stream if it is updated.
+
+    For experts, return only the rows that are written.
     """
     rows, stream = slice(None), args[1:2] if len(args) == 4 and args[1] is not None else ()
     if len(args) == 2:
@@ -60,9 +61,11 @@ def written(result: Quantised, args: Args) -> Tensors:
 
 
 def sizes(expected: Tensors, args: Args) -> Tensors:
-    """Numbers may fall on either side of the middle of two neighbours; the smallest may be zero.
+    """Return the error scales.
 
-    Scales may be off by 2 ** -7, as rows are that were rounded to bfloat16 elsewhere.
+    A number near the middle of two e4m3 neighbours may be rounded to either; the smallest may
+    become 0. Scales may be off by 2 ** -7, as rows may have been rounded to bfloat16 at another
+    step.
     """
     values_XD, scale_BX, *stream = expected
     smallest_XD = scale_BX.t().repeat_interleave(BLOCK, 1)[:, : values_XD.shape[1]] / 16
@@ -70,7 +73,9 @@ def sizes(expected: Tensors, args: Args) -> Tensors:
 
 
 def inputs(kind: str, T: int, D: int, device: torch.device) -> Args:
-    """`strided`: columns of a wider matrix; `zeros`: whole blocks of them, and huge numbers."""
+    """Return rows. "strided": columns of a wider matrix; "zeros": blocks of zeros, and a huge
+    number.
+    """
     x_TD = normal(device, T, D + 64 * (kind == "strided"), dtype=torch.bfloat16)[:, :D]
     if kind == "zeros":
         x_TD[:, : D // 2] = 0
@@ -83,7 +88,7 @@ def of_tokens(routed: MoECase, device: torch.device) -> Args:
 
 
 def of_norm(kind: str, T: int, D: int, device: torch.device) -> Args:
-    """`first`: no residual yet; others are norm.add_norm_inputs'."""
+    """Return inputs of a norm. "first": without residual; other kinds are norm.add_norm_inputs'."""
     x_TD, residual_TD, *rest = norm.add_norm_inputs(kind, T, D, torch.bfloat16, device)
     return x_TD, None if kind == "first" else residual_TD, *rest
 

@@ -1,4 +1,4 @@
-"""What products of up to 128 rows mean, in plain torch, and the cases they are checked with."""
+"""Plain torch references and cases of GEMMs of up to 128 rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMED = (1, 8, 32, 64, 128)
 def cases(
     kind: Kind, inputs: Callable[..., Args], layers: list[tuple[int, int]]
 ) -> tuple[Case, ...]:
-    """`layers`: N, D of Qwen3-0.6B and 8B, and of Qwen3-Next."""
+    """Return cases. `layers` are N, D of Qwen3-0.6B, Qwen3-8B and Qwen3-Next."""
     N, D = layers[0]
     spiked = [
         Case(f"{odd} T=9 N={N} D={D}", partial(inputs, 9, N, D, kind=odd))

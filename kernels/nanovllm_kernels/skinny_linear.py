@@ -1,28 +1,30 @@
-"""Matrix products of up to 128 rows, for Hopper, in CuTe DSL: all of a layer around its attention.
+"""GEMM of up to 128 rows, for Hopper, in CuTe DSL: all projections of a layer around its attention.
 
-y = f(x) W^T; f is nothing or an RMSNorm. What follows is nothing, SiLU-mul, or the addition of the
-residual stream. Meaning: the references in skinny_cases.py. bfloat16.
+Computes y = f(x) W^T in bfloat16, where f is the identity or an RMSNorm. The epilogue is nothing,
+SiLU-mul, or the addition of the residual stream. The references are in skinny_cases.py.
 
-Decision: reading W is all the work there is, so every multiprocessor gets an equal part of it at
-once. A block of threads owns some features of W and a slice of their inputs; the blocks that share
-features are a cluster, and each of them finishes an equal share of the features, whose parts the
-others copy into its shared memory in one piece (stores of single numbers took 10 us).
+Decision: the time is that of reading W, so each multiprocessor gets an equal part of W at once
+(split-K in clusters). A thread block has some features of W and a slice of their inputs. Blocks
+with the same features form a cluster. Each of them finishes an equal share of these features. Its
+peers send their partial sums to its shared memory in one bulk copy. Stores of single numbers took
+10 us.
 
-Decision: the norm has no launch of its own. Its weight is applied to x on the way from shared
-memory to the tensor cores, which see the squares go by; its scale, a factor of a row of y, at
-the end. The product before has added the residual stream already, so x is all there is to read.
+Decision: the norm has no launch of its own. Its weight is applied to x in registers, between shared
+memory and the tensor cores. The squares are summed there, too. The norm's scale, a factor of a row
+of y, is applied at the end. The preceding GEMM has already added the residual stream, so x is the
+only input.
 
-Decision: where a slice is short, a block takes less than half of a multiprocessor's shared memory.
-So blocks of the next launch start while the last ones of this are still at work, and have their
-weights under way when x is there (programmatic dependent launch).
+Decision: if a slice is short, a block takes less than half of a multiprocessor's shared memory.
+Then blocks of the next launch start while the last ones of this launch still run. They load their
+weights before x is ready (programmatic dependent launch).
 
-Decision: where there are three blocks for each multiprocessor, they take a third of its shared
-memory: 386 blocks (12,352 features of 2,048 inputs) took two waves, and a token of Qwen3-Next 7 %
-more. Further weights that are brought to the cache before x is there pay in no model: they made a
-token of 30B-A3B 3 to 8 % slower, of 8B 1 to 14.
+Decision: if there are three blocks per multiprocessor, each takes a third of its shared memory.
+Before, 386 blocks (12,352 features of 2,048 inputs) ran in two waves, which made a token of
+Qwen3-Next 7 % slower. Prefetching more weights into the L2 cache before x is ready gains nothing in
+any model. It made a token of 30B-A3B 3 to 8 % slower, and of 8B 1 to 14 %.
 
-Decision: x comes in boxes of 16 rows. Boxes that end far beyond x's last row are slow: 8 rows in a
-box of 64 took twice the time of 64.
+Decision: x is loaded in TMA boxes of 16 rows. Boxes that end far after x's last row are slow: 8
+rows in a box of 64 took twice the time of 64 rows.
 """
 
 from __future__ import annotations
@@ -44,17 +46,21 @@ from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 from nanovllm_kernels.like import compiled, like
 from nanovllm_kernels.ring_cute import READ_ONCE, next_stage, of_four
 
-DEEP = 64  # inputs in a swizzled line of shared memory
+DEEP = 64  # inputs in a swizzled 128-byte line of shared memory
 LINE_BYTES = 2 * DEEP
 BOX_ROWS = 16
-GROUP_ROWS = 64  # of x, that four warps multiply
+GROUP_ROWS = 64  # rows of x per wgmma of four warps
 MOST_ROWS = 2 * GROUP_ROWS
-LARGE = 16 * 1024 * 1024  # elements of W from which on more than GROUP_ROWS rows are faster here
+LARGE = 16 * 1024 * 1024  # elements of W, above which more than GROUP_ROWS rows are faster
 LEAST_FEATURES, MOST_FEATURES = 32, 128
 PROCESSORS = 132
-EVEN = 0.9  # share of the multiprocessors' time that is to be of use
-ROOM_BYTES = {1: 225 * 1024, 2: 112 * 1024, 3: 74 * 1024}  # by blocks of a multiprocessor
-LONG = 2048  # inputs of a slice from which on more in flight is better than an early start
+EVEN = 0.9  # minimum utilisation of multiprocessors
+ROOM_BYTES = {
+    1: 225 * 1024,
+    2: 112 * 1024,
+    3: 74 * 1024,
+}  # by blocks per multiprocessor
+LONG = 2048  # inputs of a slice; from here on more loads in flight are better than an early start
 LOG2_E = math.log2(math.e)
 
 
@@ -65,17 +71,17 @@ class Kind(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How a cluster of blocks cuts its part of a product."""
+    """Division of a product among the thread blocks of a cluster."""
 
-    features: int  # of W; if gated, half of them gates and half the features they belong to
-    splits: int  # blocks of threads, each with its slice of the inputs
-    together: int = 2  # blocks that a multiprocessor has room for
-    groups: int = 1  # of GROUP_ROWS rows, that a block multiplies
+    features: int  # rows of W; if gated, half of them gates and half the matching up features
+    splits: int  # thread blocks per cluster, each with a slice of the inputs
+    together: int = 2  # blocks that fit a multiprocessor
+    groups: int = 1  # groups of GROUP_ROWS rows that a block multiplies
 
 
 @cache
 def shape_of(num_features: int, width: int, kind: Kind, num_rows: int) -> Shape | None:
-    """None: other products are faster, or the weights cannot be cut evenly."""
+    """Return the shape, or None if other kernels are faster or W cannot be cut evenly."""
     has_many_rows = num_rows > GROUP_ROWS
     splits = 1 if num_features >= 8192 else 2 if num_features >= 4096 else 4
     is_small = has_many_rows and num_features * width < LARGE
@@ -99,7 +105,7 @@ def shape_of(num_features: int, width: int, kind: Kind, num_rows: int) -> Shape 
 
 
 class SkinnyLinear:
-    """One of layers.ops.SkinnyLinear. Compiles with the first product, for a second or two."""
+    """Implementation of layers.ops.SkinnyLinear. The first product compiles for a second or two."""
 
     def fits(
         self,
@@ -111,7 +117,7 @@ class SkinnyLinear:
         added: bool = False,
     ) -> bool:
         if num_rows > MOST_ROWS or weight_ND.dtype != torch.bfloat16:
-            return False  # at once: a step of many rows is launched kernel by kernel
+            return False  # early exit: large steps run without a CUDA graph
         kind = Kind(normed, gated, added)
         return shape_of(*weight_ND.shape, kind, num_rows) is not None
 
@@ -119,7 +125,7 @@ class SkinnyLinear:
         return self._launch(Kind(), x_TD, weight_ND)
 
     def linear_add(self, x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor:
-        """In place of the residual stream."""
+        """Add to the residual stream in place and return it."""
         return self._launch(Kind(added=True), x_TD, weight_ND, residual_TN=residual_TN)
 
     def norm_linear(
@@ -160,7 +166,7 @@ SKINNY_LINEAR = SkinnyLinear()
 def compile_product(
     features: int, splits: int, together: int, groups: int, normed: bool, gated: bool, added: bool
 ) -> Compiled:
-    """Compiles a product of a Shape and a Kind. Needs no GPU, only to know of one."""
+    """Compile a product of a Shape and a Kind. Needs no GPU if CUTE_DSL_ARCH is set."""
 
     def of_rank(rank: int) -> Any:  # noqa: ANN401
         return like(BFloat16, *(cute.sym_int() for _ in range(rank)), divisibility=8)
@@ -179,28 +185,28 @@ def compile_product(
 def compiled_for(
     weight_ND: Tensor, kind: Kind
 ) -> set[tuple[tuple[int, ...], CachedCompile[*tuple[int, ...]]]]:
-    """What multiplies a weight, of any number of rows: arguments, and what they are for."""
+    """Return the compile jobs of a weight, for all row counts: (arguments, function)."""
     shapes = {shape_of(*weight_ND.shape, kind, n) for n in range(1, MOST_ROWS + 1)}
     return {((*shape, *kind), compile_product) for shape in shapes if shape is not None}
 
 
 class Shared(NamedTuple):
-    """In shared memory, of one block of threads."""
+    """Shared memory of a thread block."""
 
     x: cute.Tensor  # [row, input, stage]
     weight: cute.Tensor  # [feature, input, stage]
     norm_weight: cute.Tensor | None  # [input, stage]
-    full: cute.Pointer  # barriers: the stage is there
-    empty: cute.Pointer  # every warp is done with it
-    own: cute.Tensor  # [feature of the share, row, whose share]: this slice's sums, where x was
-    parts: cute.Tensor  # [feature of this block's share, row, whose slice]
-    landed: cute.Pointer  # barrier: all of parts is there
+    full: cute.Pointer  # mbarriers: the stage is filled
+    empty: cute.Pointer  # mbarriers: all warps have read the stage
+    own: cute.Tensor  # [feature of the share, row, target block]: this slice's sums
+    parts: cute.Tensor  # [feature of this block's share, row, slice]
+    landed: cute.Pointer  # mbarrier: all of `parts` has arrived
 
 
 class Size(NamedTuple):
     rows: Int32
-    active: Int32  # rows, up to a whole box
-    steps: Int32  # in a slice
+    active: Int32  # rows, rounded up to a whole box
+    steps: Int32  # per slice
 
 
 class Product:
@@ -208,14 +214,14 @@ class Product:
         self.kind, self.features, self.splits = kind, shape.features, shape.splits
         self.rows, self.threads = GROUP_ROWS * shape.groups, 128 * shape.groups
         self.halves = 1 + self.kind.gated
-        self.box = self.features // self.halves  # features that lie together in W
-        self.share = self.box // self.splits  # of them, that a block finishes
+        self.box = self.features // self.halves  # adjacent features in W
+        self.share = self.box // self.splits  # of these features, those that a block finishes
         assert self.share % 8 == 0, shape
         width = self.share * self.halves
-        self.squares = width  # their place behind a row's sums
-        self.padded = width + (8 if width % 16 == 0 else 16)  # a warp meets every bank
+        self.squares = width  # column of the sum of squares, after the sums of a row
+        self.padded = width + (8 if width % 16 == 0 else 16)  # avoids bank conflicts of a warp
         self.part = self.rows * self.padded
-        self.step_bytes = LINE_BYTES * (self.features + self.kind.normed)  # of all but x
+        self.step_bytes = LINE_BYTES * (self.features + self.kind.normed)  # without x
         parts = 4 * self.splits * self.part
         room = ROOM_BYTES[shape.together] - 1024
         room -= parts if self.splits > 1 else 0
@@ -305,7 +311,7 @@ class Product:
             self.compute(shared, factor, size)
             self.finish(y, residual, eps, shared, size)
         if cutlass.const_expr(self.splits > 1):
-            arch.cluster_wait()  # all have what they were sent: this memory is read no more
+            arch.cluster_wait()  # peers have received all sums, so this block's memory may be freed
 
     def allocate(self, x_ring: cute.ComposedLayout, weight_ring: cute.ComposedLayout) -> Shared:
         smem = cutlass.utils.SmemAllocator()
@@ -339,7 +345,7 @@ class Product:
         shared: Shared,
         size: Size,
     ) -> None:
-        """Fills the ring with this block's slice: weights first, since x may not be there yet."""
+        """Fill the ring with this block's slice. Weights come first, since x may not be ready."""
         x_copy = self.copy_of(x_box, shared.x, BOX_ROWS)
         weight_copy = self.copy_of(weight_box, shared.weight, self.box)
         first = arch.block_idx()[0] * size.steps
@@ -358,7 +364,7 @@ class Product:
         arch.griddepcontrol_launch_dependents()
 
     def copy_of(self, box: tuple, ring: cute.Tensor, rows: int) -> tuple:
-        """How to copy a box, from [nth box, step], to [nth box, 0, stage]."""
+        """Return a copy's atom, source [nth box, step], and target [nth box, 0, stage]."""
         atom, matrix = box
         cpasync.prefetch_descriptor(atom)
         one = rows, 8 * LINE_BYTES // ring.element_type.width
@@ -409,7 +415,7 @@ class Product:
 
     @cute.jit
     def compute(self, shared: Shared, mma: cute.TiledMma, size: Size) -> None:
-        """This slice's sums, and those of x's squares, of all features of the cluster."""
+        """Compute this slice's sums for all features of the cluster, and sums of x's squares."""
         thread = arch.thread_idx()[0]
         slice_ = mma.get_slice(thread)
         weight = slice_.make_fragment_B(slice_.partition_B(shared.weight))
@@ -443,13 +449,16 @@ class Product:
             with arch.elect_one():
                 arch.mbarrier_arrive(shared.empty + stage)
             stage, phase = next_stage(stage, phase, self.stages)
-        arch.barrier(barrier_id=1, number_of_threads=self.threads)  # all have read the ring
+        arch.barrier(barrier_id=1, number_of_threads=self.threads)  # all warps have read the ring
         self.leave(sums, squares, shared, size)
 
     def apply_norm_weight(
         self, x: cute.Tensor, norm_weight: cute.Tensor, squares: cute.Tensor
     ) -> None:
-        """Weights a thread's eight elements of each 16 inputs: two inputs, of two rows, twice."""
+        """Multiply a thread's elements of x by the norm's weight, and add their squares.
+
+        A thread has eight elements per 16 inputs: for each half, two inputs of two rows.
+        """
         pair = 2 * (arch.lane_idx() % 4)
         for k in range(DEEP // 16):
             for n in range(8):
@@ -460,7 +469,7 @@ class Product:
 
     @cute.jit
     def leave(self, sums: cute.Tensor, squares: cute.Tensor, shared: Shared, size: Size) -> None:
-        """Puts the sums where x was, share by share."""
+        """Store the sums to the memory of the ring, ordered by share."""
         thread, lane = arch.thread_idx()[0], arch.lane_idx()
         row = thread // 32 * 16 + lane // 4
         if thread // 32 * 16 < size.active:
@@ -481,14 +490,14 @@ class Product:
 
     @cute.jit
     def exchange(self, shared: Shared, size: Size) -> None:
-        """Sends each share of the sums to its block, and waits for this block's."""
+        """Send each share of the sums to its block, and wait for this block's own."""
         thread = arch.thread_idx()[0]
         if cutlass.const_expr(self.splits == 1):
             arch.barrier(barrier_id=1, number_of_threads=self.threads)
         else:
             arch.fence_view_async_shared()
             arch.barrier(barrier_id=1, number_of_threads=self.threads)
-            arch.cluster_wait()  # the others have set up their barriers
+            arch.cluster_wait()  # the peers have initialised their barriers
             if thread < 32:
                 with arch.elect_one():
                     for peer in cutlass.range_constexpr(self.splits):
@@ -521,9 +530,9 @@ class Product:
         shared: Shared,
         size: Size,
     ) -> None:
-        """This block's share of the features: adds the slices up, eight of a row at a time."""
+        """Sum the slices of this block's share of features, eight of a row at a time; store y."""
         if cutlass.const_expr(self.kind.added):
-            arch.griddepcontrol_wait()  # long over: the launch before may have left the stream
+            arch.griddepcontrol_wait()  # the preceding launch may write `residual`; no delay here
         eights = self.share // 8
         first = (arch.block_idx()[1] * self.splits + arch.block_idx()[0]) * eights
         width = Float32(size.steps * (self.splits * DEEP))
