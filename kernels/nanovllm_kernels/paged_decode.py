@@ -1,30 +1,31 @@
-"""Grouped-query attention of the one or few new tokens of each row over its pages.
+"""Split-KV flash decoding: grouped-query attention of few new tokens per row over its pages;
+Triton.
 
-Meaning: nanovllm_kernels.attention_reference. A program holds all query heads of a key/value head,
-of every new token of the row: pairs of token and head, padded to the 16 rows a tensor core wants.
-It streams keys and values past them once.
+The reference is nanovllm_kernels.attention_reference. A program has all query heads of a key/value
+head, for every new token of the row. These (token, head) pairs are padded to the 16 rows of a
+tensor core. It streams keys and values past them once.
 
-Decision: the rows' contexts, in blocks of tokens, form one line that is cut into equal shares, a
-share to each lane of programs, whatever the lengths are. A row that a cut goes through leaves
-partial results that a second kernel merges. Long and short rows, one row or hundreds, load the
-device evenly without a number of splits to choose, and the grid does not depend on the lengths, so
-a CUDA graph can hold it. The cuts are the same for all layers: `plan_decode` finds them once per
-step.
+Decision: the contexts of all rows, in blocks of tokens, form one sequence that is cut into equal
+shares, for any lengths. Each lane of programs (one program per key/value head) gets one share. A
+row that a cut divides leaves partial results, which a second kernel merges. Long and short rows,
+one row or hundreds, load the device evenly, without a number of splits to choose. The grid does not
+depend on the lengths, so a CUDA graph can hold it. The cuts are the same for all layers;
+`plan_decode` computes them once per step.
 
-Decision: a lane is one loop over its blocks, across the ends of rows, and what a block's address
-depends on (row, length, page) is read one block ahead. Only so does Triton keep STAGES - 1 blocks
-of keys and values in flight all the time: an id loaded in the same iteration would leave it one,
-and a loop per row would drain at each row's end. Queries are read ahead, too, but widened only when
-they are used: of a load that is used at once Triton makes another stage, and then found no order
-for rows of several tokens.
+Decision: a lane is one loop over its blocks, across the ends of rows. The inputs of a block's
+address (row, length, page) are loaded one block ahead. Only then does Triton keep STAGES - 1 blocks
+of keys and values in flight all the time. A page id loaded in the same iteration would leave one in
+flight. A loop per row would drain the pipeline at each row's end. Queries are loaded ahead, too,
+but converted only when they are used. For a load that is used at once, Triton adds a stage. It then
+found no schedule for rows of several tokens.
 
-Decision: for a few rows each kernel of rope_store, decode, merge is launched while the one before
-still runs, and waits for it where it needs its results (programmatic dependent launch): 5.8 instead
-of 7.1 us for one row of 384 tokens. For 64 rows that makes 91 of 79 us.
+Decision: for a few rows, rope_store, decode and merge are each launched while the kernel before
+still runs, and wait where they need its results (programmatic dependent launch). One row of 384
+tokens takes 5.8 us instead of 7.1. With 64 rows this would take 91 us instead of 79.
 
-Decision: rows of one token each are a kernel of their own, compiled without `starts_R1`. With it a
-row has up to `width` tokens, and a query may see none of the tokens that a lane has of its row, so
-what is empty must not become NaN: in the running maximum, and in partial results.
+Decision: rows of one token each use a separate kernel, compiled without `starts_R1`. With
+`starts_R1`, a row has up to `width` tokens, and a query may see no token of the lane's share. The
+running maximum and the partial results must then not become NaN.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from nanovllm_kernels.following import let_next_come, wait
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 BLOCK_BYTES = 16384  # of keys in a block: 64 tokens of width 128 in 16 bits
-STAGES = 3  # more would be slower: 2 to 7 % for 4, measured
+STAGES = 3  # 4 are 2 to 7 % slower, measured
 PROGRAMS_PER_PROCESSOR = 2
-INTERPRETED_PROCESSORS = 12  # few enough for rows to be cut in every way
-# Weights of float16, at most 1, are times 2**14: else those below 2**-24 were none. All sums of a
-# row and all its parts are so large, so it cancels.
+INTERPRETED_PROCESSORS = 12  # small, so that rows are cut in all ways
+# Weights in float16, at most 1, are multiplied by 2**14, since those below 2**-24 would be 0. All
+# sums and partial sums of a row have this factor, so it cancels.
 FLOAT16_LIFT = tl.constexpr(14.0)
 MERGED = 16  # partial results combined at once
 MAX_WIDTH = 8  # new tokens of a row
@@ -56,24 +57,27 @@ OVERLAPPED_ROWS = 8
 
 
 def block_tokens(pages_PSGA: Tensor) -> int:
-    # In 8 bits as many as in 16, which they become: twice as many would not fit the registers.
+    # fp8 blocks have the tokens of 16-bit ones, to which they are converted: more would not fit the
+    # registers.
     width_bytes = triton.next_power_of_2(pages_PSGA.shape[3]) * max(2, pages_PSGA.itemsize)
     return max(16, BLOCK_BYTES // width_bytes)
 
 
 def plan_decode(lengths_R: Tensor, k_PSGA: Tensor) -> Tensor:
-    """plan_N5 of plan_lanes. Good for every layer of the step."""
+    """Return plan_N5 of plan_lanes. It is valid for all layers of the step."""
     return plan_lanes(lengths_R, k_PSGA.shape[2], block_tokens(k_PSGA), PROGRAMS_PER_PROCESSOR)
 
 
 def plan_lanes(
     lengths_R: Tensor, num_kv_heads: int, block: int, per_processor: int, *, whole: bool = False
 ) -> Tensor:
-    """plan_N5, int32, for blocks of so many tokens. Lengths are at least 1, but 0 at the tail.
-    `whole`: no row is cut where lanes of equally many rows take at most an eighth longer.
+    """Return plan_N5, int32, for blocks of `block` tokens. Lengths are at least 1, but 0 at the
+    end.
 
-    Of each lane: its first row, the block it starts at there, its number of blocks; and if it
-    begins a row that it does not finish: that row, over how many lanes the row goes, or 0.
+    Each lane's first entries are its first row, its first block in that row, and its number of
+    blocks. The last two are the row that it begins but does not finish, and the number of lanes
+    over which that row goes. This number is 0 if there is no such row. With `whole`, no row is cut
+    if lanes of equal numbers of rows take at most an eighth longer.
     """
     device, num_rows = lengths_R.device, len(lengths_R)
     num_processors = processors(device) if device.type == "cuda" else INTERPRETED_PROCESSORS
@@ -90,12 +94,13 @@ def paged_decode(
     plan_N5: Tensor, out_THA: Tensor | None = None, *, starts_R1: Tensor | None = None,
     width: int = 1, scales_2G: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """o_THA, which is `out_THA` if given. `plan_N5`: plan_decode's, of the same lengths.
+    """Return o_THA, which is `out_THA` if given. `plan_N5` must be plan_decode's of the same
+    lengths.
 
-    Row r's queries are starts_R1[r]:starts_R1[r + 1], at most `width`, its last tokens; without
-    `starts_R1` each row has one. Rows at the tail may have no tokens and length 0: they get no
-    work. What o_THA has past the last row's tokens is undefined. Reads no values on the host.
-    `scales_2G`: float32, what keys and values of 8 bits are multiplied by, head by head.
+    Row r's queries are its last tokens, starts_R1[r]:starts_R1[r + 1], at most `width`. Without
+    `starts_R1` each row has one. Rows at the end may have no tokens and length 0; they take no
+    work. The contents of o_THA after the last row's tokens are undefined. No value is read on the
+    host. `scales_2G` has the float32 factors of fp8 keys and values, per head.
     """
     assert 1 <= width <= (MAX_WIDTH if starts_R1 is not None else 1), width
     num_tokens, num_heads, head_size = q_THA.shape
@@ -118,8 +123,8 @@ def paged_decode(
         LEADS=waits and num_tokens <= OVERLAPPED_ROWS * width, num_warps=4 if tile <= 64 else 8,
         **both,
     )  # fmt: skip
-    # Of one row only the first lane has something to merge; programs of the others would keep the
-    # product behind off their processors: 2 of 47 us of a layer.
+    # For a single row, only the first lane has anything to merge. Programs of the other lanes would
+    # delay the next GEMM: by 2 of 47 us of a layer.
     merging = 1 if len(lengths_R) == 1 else num_lanes
     merge_kernel[(width * num_heads, merging)](
         partial_o, partial_lse, starts_R1, plan_N5, o_THA, MERGED=MERGED, num_warps=1, **both
@@ -130,9 +135,11 @@ def paged_decode(
 def results_of(
     q_THA: Tensor, num_lanes: int, out_THA: Tensor | None, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for o_THA, if there is none, and for partial_o [N, 2, W * H, A] and partial_lse
-    [N, 2, W * H]: what each lane leaves of the row it resumed, and of the row it began but did not
-    finish, for W = `width` tokens of a row.
+    """Allocate o_THA, if it is None, and the partial results of lanes.
+
+    partial_o is [N, 2, W * H, A] and partial_lse [N, 2, W * H], with W = `width` tokens per row.
+    Index 0 is for the row that a lane resumed, index 1 for the row that it began but did not
+    finish.
     """
     (num_tokens, num_heads, head_size), device = q_THA.shape, q_THA.device
     shape = (num_lanes, 2, width * num_heads)
@@ -158,7 +165,7 @@ def plan_kernel(
     start = tl.minimum(lane * share, total)
     stop = tl.minimum(start + share, total)
     if WHOLE:
-        each = tl.cdiv(tl.sum((blocks > 0).to(tl.int32), 0), num_lanes)  # rows of a lane
+        each = tl.cdiv(tl.sum((blocks > 0).to(tl.int32), 0), num_lanes)  # rows per lane
         fits = 8 * each * tl.max(blocks, 0) <= 9 * share
         start = tl.where(fits, tl.sum(tl.where(row < lane * each, blocks, 0), 0), start)
         stop = tl.where(fits, tl.sum(tl.where(row < (lane + 1) * each, blocks, 0), 0), stop)
@@ -167,7 +174,7 @@ def plan_kernel(
     tl.store(plan_N5, tl.sum(is_before.to(tl.int32), 0))
     tl.store(plan_N5 + 1, start - tl.max(tl.where(is_before, ends, 0), 0))
     tl.store(plan_N5 + 2, stop - start)
-    # The row of the last block: where it began, and where it ends.
+    # The row of the last block: where it begins and ends.
     is_before = ends < stop
     row_start = tl.max(tl.where(is_before, ends, 0), 0)
     row_end = tl.min(tl.where(is_before, total, ends), 0)
@@ -198,7 +205,7 @@ def decode_kernel(
     if count == 0:
         return
     pair, a, n = tl.arange(0, TILE), tl.arange(0, A_BLOCK), tl.arange(0, BLOCK)
-    if RAGGED:  # of the pairs' tokens the row has the first ones
+    if RAGGED:  # a row has the first tokens of the pairs
         nth, head = pair // GROUP, kv_head * GROUP + pair % GROUP
         q_THA += nth[:, None] * q_stride
         at_o = nth * num_heads + head
@@ -209,7 +216,7 @@ def decode_kernel(
     v_PSGA += kv_head * head_stride
     q_THA += head[:, None] * q_head_stride + a[None, :]
     LIFT: tl.constexpr = 0.0 if scales_2G is None else FLOAT16_LIFT
-    began = block  # where this lane began the row
+    began = block  # block at which this lane began the row
     length = tl.load(lengths_R + row)
     first, num_new = queries_of(starts_R1, row, RAGGED)
     page = page_of(page_table_RM + row.to(tl.int64) * table_stride, table_width, block, S, BLOCK)
@@ -236,7 +243,7 @@ def decode_kernel(
         s = tl.where(seen, s, -float("inf"))
         new_highest = tl.maximum(highest, tl.max(s, 1))
         base = new_highest
-        if RAGGED:  # a query that has seen nothing has weights of 0
+        if RAGGED:  # a query that has seen no token has weights of 0
             base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
         p = tl.exp2(s - (base - LIFT)[:, None])
         fade = tl.exp2(highest - base)
@@ -245,7 +252,7 @@ def decode_kernel(
         highest = new_highest
         is_end = (block + 1) * BLOCK >= length
         if is_end | (i + 1 == count):
-            if RAGGED:  # of nothing the mean is 0, and weighs nothing
+            if RAGGED:  # the mean of no tokens is 0 and has no weight
                 total = tl.where(total == 0.0, 1.0, total)
             mean = o / total[:, None] * v_scale
             if is_end & (began == 0):
@@ -255,11 +262,11 @@ def decode_kernel(
                 part = (lane * 2 + (began == 0).to(tl.int32)) * (W * num_heads) + at_o
                 tl.store(partial_o + part[:, None] * A + a[None, :], mean, inside_q)
                 tl.store(partial_lse + part, highest + tl.log2(total), pair < num_new * GROUP)
-            # Not by a factor of 0: what one row has of NaN stays its own.
+            # Reset instead of multiplying by 0, so that NaN of one row does not reach the next.
             highest = tl.full([TILE], -float("inf"), tl.float32)
             total = tl.zeros([TILE], tl.float32)
             o = tl.zeros([TILE, A_BLOCK], tl.float32)
-        row += (is_end & (i + 1 < count)).to(tl.int32)  # after the last row there is none to read
+        row += (is_end & (i + 1 < count)).to(tl.int32)  # no row follows the last one
         block = tl.where(is_end, 0, block + 1)
         began = tl.where(is_end, 0, began)
         length = tl.load(lengths_R + row)
@@ -272,8 +279,10 @@ def decode_kernel(
 
 @triton.jit
 def beside_cache(q, scales_2G):
-    """Queries in the type that keys and values of 8 bits, if so they are, are widened to: float32
-    if queries are, else float16, which a GPU gets of 8 bits in one instruction, and exactly.
+    """Convert queries to the type that fp8 keys and values are widened to; otherwise return them.
+
+    This is float32 for float32 queries, else float16, to which a GPU converts e4m3 exactly in one
+    instruction.
     """
     if scales_2G is not None and q.dtype != tl.float32:
         q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
@@ -282,7 +291,7 @@ def beside_cache(q, scales_2G):
 
 @triton.jit
 def scales_of(scales_2G, kv_head, num_kv_heads):
-    """The scales of this head's keys and values; 1 where they have none."""
+    """Return the scales of this head's keys and values; 1 if there are none."""
     k_scale, v_scale = 1.0, 1.0
     if scales_2G is not None:
         k_scale = tl.load(scales_2G + kv_head)
@@ -292,7 +301,7 @@ def scales_of(scales_2G, kv_head, num_kv_heads):
 
 @triton.jit
 def queries_of(starts_R1, row, RAGGED: tl.constexpr):
-    """Which query is the first of a row, and how many it has."""
+    """Return the first query of a row, and the number of its queries."""
     first, num_new = row, 1
     if RAGGED:
         first = tl.load(starts_R1 + row)
@@ -302,9 +311,9 @@ def queries_of(starts_R1, row, RAGGED: tl.constexpr):
 
 @triton.jit
 def page_of(pages, table_width, block, S: tl.constexpr, BLOCK: tl.constexpr):
-    """The page of a block's tokens: one where pages hold whole blocks, else one per token.
+    """Return the page of a block's tokens: one if pages hold whole blocks, else one per token.
 
-    Past the row's end it is any page.
+    After the row's end it is any page.
     """
     token = block * BLOCK if S % BLOCK == 0 else block * BLOCK + tl.arange(0, BLOCK)
     return tl.load(pages + tl.minimum(token // S, table_width - 1))
@@ -312,8 +321,10 @@ def page_of(pages, table_width, block, S: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def dot(a, b, sum):
-    """In full precision: float32 operands are split in three, 16-bit ones are exact anyway."""
-    if INTERPRETED:  # numpy knows no bfloat16
+    """Multiply in full precision: float32 operands are split in three (tf32x3); 16-bit ones are
+    exact.
+    """
+    if INTERPRETED:  # NumPy has no bfloat16
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, sum, input_precision="tf32x3")
 
@@ -323,14 +334,12 @@ def merge_kernel(
     partial_o, partial_lse, starts_R1, plan_N5, o_THA, W: tl.constexpr, RAGGED: tl.constexpr,
     A: tl.constexpr, A_BLOCK: tl.constexpr, MERGED: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """One token and head of the row that this lane begins and others finish, if there is such a
-    row.
-    """
+    """Merge one token and head of the row that this lane begins and others finish, if any."""
     pair, lane = tl.program_id(0), tl.program_id(1)
     num_pairs = tl.num_programs(0)
     row = tl.load(plan_N5 + lane * 5 + 3)
     num_lanes = tl.load(plan_N5 + lane * 5 + 4)
-    let_next_come(WAITS)  # before any return: what follows waits for this kernel only
+    let_next_come(WAITS)  # before any return: the next kernel waits for this one only
     wait(WAITS)
     if num_lanes == 0:
         return
@@ -350,7 +359,7 @@ def merged_parts(
     partial_o, partial_lse, lane, num_lanes, pair, num_pairs, a, A: tl.constexpr,
     MERGED: tl.constexpr,
 ):  # fmt: skip
-    """The elements `a` of what so many lanes, this one and those behind it, found together."""
+    """Return elements `a` of the merged results of `num_lanes` lanes, from `lane` on."""
     highest = -float("inf")
     total = 0.0
     o = tl.zeros(a.shape, tl.float32)
@@ -369,8 +378,8 @@ def merged_parts(
     return o / total
 
 
-# 16 bit: weights and the result are each rounded by half an ulp. 32 bit: a score is a sum of up to
-# 256 products, and an error in it is one of the weight.
+# 16 bit: weights and the result are each rounded by half an ulp. The 32-bit bound is for scores,
+# sums of up to 256 products. An absolute error of a score is a relative error of its weight.
 PAGED_DECODE = Kernel(
     "paged_decode",
     by_position(paged_decode),

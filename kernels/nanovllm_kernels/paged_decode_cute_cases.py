@@ -1,6 +1,6 @@
-"""What the decode kernel in CuTe DSL is checked and timed with. Imports CuTe DSL.
+"""Cases of the decode kernel in CuTe DSL: its own, and those of paged_decode that it supports.
 
-Its own corners, and those cases of paged_decode that this runs or passes on.
+Importing this imports CuTe DSL.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nanovllm_kernels.paged_decode_cute import obstacle, paged_decode, plan_deco
 
 CORNERS = [
     KVRows(RAGGED, (4, 4, 128), 16),
-    KVRows((2000, *RAGGED, 5000), (16, 1, 64), 16),  # a tensor core's rows in full
+    KVRows((2000, *RAGGED, 5000), (16, 1, 64), 16),  # all rows of a tensor core
     KVRows((9000,), (16, 1, 128), 64),  # over all lanes
     KVRows((9000, 300), (32, 32, 128), 128),  # more pages in a lane than a warp's threads hold
     KVRows((9000, 300), (32, 32, 64), 16),

@@ -1,7 +1,8 @@
-"""Causal grouped-query attention of any number of new tokens per row over its pages.
+"""Causal grouped-query flash attention of any number of new tokens per row over its pages; Triton.
 
-Meaning: nanovllm_kernels.attention_reference. The portable path, where flash-attn-4 is not: a plain
-flash attention, a program per row, head and tile of new tokens. Reads pages as paged_decode does.
+The reference is nanovllm_kernels.attention_reference. This is the portable path without
+flash-attn-4: plain flash attention, with a program per row, head and tile of new tokens. Pages are
+read as in paged_decode.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from nanovllm_kernels.paged_decode import (
     scales_of,
 )
 
-TILE_BYTES = 256  # of one column of queries: 128 of them in 16 bits
+TILE_BYTES = 256  # one column of a tile of queries: 128 rows in 16 bits
 STAGES = 3
 
 
@@ -35,9 +36,9 @@ def paged_prefill(
     lengths_R: Tensor, max_new: int, out_THA: Tensor | None = None, *,
     scales_2G: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """o_THA, which is out_THA if given. `scales_2G`: paged_decode's.
+    """Return o_THA, which is `out_THA` if given. `scales_2G` is that of paged_decode.
 
-    Row r feeds starts_R1[r]:starts_R1[r + 1], at most max_new, the last of its tokens.
+    Row r's queries are its last tokens, starts_R1[r]:starts_R1[r + 1], at most `max_new`.
     """
     num_heads, head_size = q_THA.shape[1:]
     page_tokens, num_kv_heads = k_PSGA.shape[1:3]
@@ -173,7 +174,7 @@ def cases() -> tuple[Case, ...]:
 def causal_flops(
     lengths: tuple[int, ...], new: tuple[int, ...], heads: tuple[int, int, int]
 ) -> int:
-    """Two products of head size for each pair of a query and a token it sees."""
+    """Return the FLOPs of two products of head size per pair of a query and a visible token."""
     pairs = sum(n * length - n * (n - 1) // 2 for n, length in zip(new, lengths, strict=True))
     return 4 * heads[0] * heads[2] * pairs
 
@@ -183,7 +184,7 @@ def by_position(*args: Any) -> Tensor:  # noqa: ANN401
     return paged_prefill(*rows, scales_2G=scales_2G)
 
 
-# As for paged_decode.
+# The tolerances are those of paged_decode.
 PAGED_PREFILL = Kernel(
     "paged_prefill",
     by_position,

@@ -55,11 +55,7 @@ LARGE = 16 * 1024 * 1024  # elements of W, above which more than GROUP_ROWS rows
 LEAST_FEATURES, MOST_FEATURES = 32, 128
 PROCESSORS = 132
 EVEN = 0.9  # minimum utilisation of multiprocessors
-ROOM_BYTES = {
-    1: 225 * 1024,
-    2: 112 * 1024,
-    3: 74 * 1024,
-}  # by blocks per multiprocessor
+ROOM_BYTES = {1: 225 * 1024, 2: 112 * 1024, 3: 74 * 1024}  # by blocks per multiprocessor
 LONG = 2048  # inputs of a slice; from here on more loads in flight are better than an early start
 LOG2_E = math.log2(math.e)
 
