@@ -19,11 +19,11 @@ registers then hold 128 x 128 sums and the products of half of them. Two thread 
 cluster; they have the same rows and share their reads of x.
 
 Decision: in the gated form a group multiplies its 64 rows with 128 rows of the gate, then of up for
-the same features. The registers that a taller tile uses for a second 64 rows hold
-up instead. A thread has both factors of each feature, and four threads have all features of a row
-that share a scale. Both thread blocks of a cluster then have different rows and share their reads
-of W. No thread needs sums of another block. If an expert's last tile has at most 128 rows, the two
-blocks take half of them each.
+the same features. The registers that a taller tile uses for a second 64 rows hold up instead. A
+thread has both factors of each feature, and four threads have all features of a row that share a
+scale. Both thread blocks of a cluster then have different rows and share their reads of W. No
+thread needs sums of another block. If an expert's last tile has at most 128 rows, the two blocks
+take half of them each.
 
 Decision: products of more than a few rows always gate and quantise in the epilogue. A separate
 kernel writes and reads everything once more. Times on an H200 in us, fused and separate, are as

@@ -80,10 +80,9 @@ def element_of(tile: int, column: Int32) -> Int32:
 
 
 def load_q(q: cute.Tensor, q_in: cute.Tensor, rows: int, scale: Float32) -> None:
-    """Load this thread's queries [pair, element], times the keys' scale, in the order of
-    widen_keys.
+    """Load this thread's queries [pair, element], scaled, in the order of widen_keys.
 
-    The thread has up to two pairs, 8 apart; `rows` is their number.
+    `scale` is that of keys. The thread has up to two pairs, 8 apart; `rows` is their number.
     """
     thread = arch.lane_idx()
     q_in.fill(0.0)

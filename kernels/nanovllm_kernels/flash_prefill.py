@@ -118,9 +118,7 @@ def compile_expanded(size: int, v_size: int, dtype_name: str, is_causal: int) ->
 def compiled_forward(
     widths: tuple[int, int], dtype_name: str, group: int, page_tokens: int, *, is_causal: bool
 ) -> Compiled:
-    """Compile the forward kernel. If `page_tokens` is 0, keys and values have row starts, not
-    pages.
-    """
+    """Compile the forward kernel. With `page_tokens` 0, keys and values have no pages."""
     import cutlass
     from cutlass import cute
     from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90  # imports torch.compile
@@ -145,9 +143,7 @@ def compiled_forward(
     )
 
     def like(rank: int, dtype: Any) -> Any:  # noqa: ANN401
-        """Return a tensor of any sizes. 16-bit ones are aligned to 16 bytes, as torch allocates
-        them.
-        """
+        """Return a tensor of any sizes. 16-bit ones are aligned to 16 bytes, as in torch."""
         sizes = tuple(cute.sym_int() for _ in range(rank))
         return make_fake_tensor(dtype, sizes, 8 if dtype.width == 16 else 1)
 

@@ -87,9 +87,7 @@ def all_rows() -> list[KVRows]:
 
 
 def checked_rows() -> list[KVRows]:
-    """Return rows of one token each, then of 0 to W, with rows of no tokens and length 0 at the
-    end.
-    """
+    """Return rows of one token each, then of 0 to W. The last rows have no tokens and length 0."""
     lengths = (8, 130, 9, 64, 65, 1, 300, 17, 66, 128, 131, 0, 0, 0)
     several = [
         KVRows(lengths, (heads, 1, size), page, dtype, "newest", width=width)

@@ -49,10 +49,7 @@ from nanovllm_kernels.paged_decode import (
     results_of,
 )
 
-MERGED, SUMMED = (
-    64,
-    4096,
-)  # limits of one load by a merge program: partial results, elements
+MERGED, SUMMED = 64, 4096  # limits of one load by a merge program: partial results, elements
 
 
 class Shape(NamedTuple):

@@ -1,21 +1,21 @@
-"""Attention of the one or few new tokens of each row over its pages of latents, for Hopper, in
-CuTe DSL.
+"""Split-KV flash decoding of latent attention (MLA) over pages of latents, for Hopper, in CuTe DSL.
 
-Meaning: of a token one latent of 512 numbers and a rotated part of 64 are cached, for all heads. A
-query has as many of both; scores are their products, and the result is the weighted mean of
-latents. Cached are bfloat16, in pages of 16, 32 or a multiple of 64 tokens.
+The cache has one latent of 512 elements and a rotated part of 64 per token, for all heads. Queries
+have the same sizes. Scores are dot products of both parts, and the result is the weighted mean of
+latents. The cache is bfloat16, in pages of 16, 32 or a multiple of 64 tokens.
 
-Decision: the pairs of new token and head of a row are the rows of a matrix, 64 of them a block of
-threads, which is alone on its multiprocessor. As in paged_decode_cute the rows' contexts are cut
-into equal shares, a share to each lane, and the row's blocks of pairs run side by side, since they
-read the same latents: two by two, each of them one half for both.
+Decision: the pairs of new token and head of a row are the rows of a matrix. A thread block has 64
+of them, and a multiprocessor to itself. The contexts of all rows are cut into equal shares, one per
+lane, like in paged_decode_cute. The blocks of pairs of a row run side by side, since they read the
+same latents. If their number is even, two form a cluster, and each loads one half for both by
+multicast.
 
-Decision: what is summed up, 64 x 512 numbers of float32, takes half of the registers. So eight
-warps do nothing but sum up; four warps score, and a warp loads. The scorers' weights reach the
-others through shared memory, where the block's rotated parts lie: when there are scores, these are
-of no use anymore.
+Decision: the accumulator of 64 x 512 float32 numbers takes half of the registers. Therefore eight
+warps only accumulate, four warps compute scores and softmax, and one warp loads by TMA. The weights
+pass through shared memory, in place of the block's rotated parts. These are no longer needed once
+the scores are computed.
 
-Decision: a row that is cut leaves parts, which a kernel of its own merges.
+Decision: a row that is cut leaves partial results, which a separate kernel merges.
 """
 
 from __future__ import annotations
@@ -46,34 +46,36 @@ from nanovllm_kernels.ring_cute import (
     of_four,
 )
 
-RANK = 512  # numbers of a latent
-ROTATED = 64  # numbers beside it: a swizzled line of shared memory
+RANK = 512  # elements of a latent
+ROTATED = 64  # elements of a rotated part: a swizzled line of shared memory
 LINES = RANK // ROTATED
 WIDTH = RANK + ROTATED
-PAIRS = 64  # of new token and head, that a block of threads has
+PAIRS = 64  # of new token and head, per thread block
 BLOCK = 64  # tokens
 STAGES = 2
-PARTS = 3  # of a block, with a barrier each: scores begin with the first
-STEPS = WIDTH // 16  # of a score's product
-PIECE = 16  # pairs of a warp
-LOWEST = -1e30  # below every score, and finite, so that differences are numbers
-NEAR = 8  # a score's power of 2 above the highest one before, up to which sums need not fade
+PARTS = 3  # of a block, each with an mbarrier: scores start with the first
+STEPS = WIDTH // 16  # MMA steps of the score product
+PIECE = 16  # pairs per warp
+LOWEST = -1e30  # less than all scores, and finite, so that differences are not NaN
+NEAR = 8  # rise of the maximum score, as a power of 2, that does not rescale the sums
 LOG2_E = math.log2(math.e)
 MAX_WIDTH = 8  # new tokens of a row
-COLUMNS = 128  # that a group's product has: with 256 the compiler wants more registers at launch
-SUMMERS, SCORER, LOADER = 2, 2, 3  # groups of four warps: 0 and 1 sum up
+COLUMNS = 128  # of a group's product; with 256 the compiler exceeds the registers at launch
+SUMMERS, SCORER, LOADER = 2, 2, 3  # warp groups; groups 0 and 1 accumulate
 SUMMER_REGISTERS, SCORER_REGISTERS, LOADER_REGISTERS = 176, 120, 40
 BEGINS, ENDS, WHOLE, BEGAN = 1, 2, 4, 8  # flags of a note
 
 
 class Given(NamedTuple):
-    """In global memory, besides what is copied by boxes. lanes: see paged_decode.plan_lanes;
-    partial_o, partial_lse: see paged_decode.results_of.
+    """Operands in global memory besides those that TMA copies.
+
+    `lanes` is that of paged_decode.plan_lanes; partial_o and partial_lse are those of
+    paged_decode.results_of.
     """
 
     table: cute.Tensor
     lengths: cute.Tensor
-    starts: cute.Tensor  # anything, if rows have one token each
+    starts: cute.Tensor  # unused if rows have one token each
     o: cute.Tensor  # [token and head, RANK]
     lanes: cute.Tensor
     partial_o: cute.Tensor
@@ -83,7 +85,7 @@ class Given(NamedTuple):
 def obstacle(
     num_heads: int, rank: int, rotated: int, page_tokens: int, dtype: torch.dtype, is_fp8: bool
 ) -> str | None:
-    """Why heads and a cache are not for this kernel, or None. `dtype`: the model's."""
+    """Return the reason why heads and a cache are not supported, or None. `dtype`: the model's."""
     if dtype != torch.bfloat16 or is_fp8:
         return "it computes in bfloat16, of a cache of the same"
     if (rank, rotated) != (RANK, ROTATED):
@@ -96,12 +98,12 @@ def obstacle(
 
 
 def plan_decode(lengths_R: Tensor, pages_PSX: Tensor, num_heads: int, width: int = 1) -> Tensor:
-    """plan_N5 of plan_lanes, good for every layer of the step."""
+    """Return plan_N5 of plan_lanes. It is valid for all layers of the step."""
     return plan_lanes(lengths_R, num_tiles(num_heads, width), BLOCK, per_processor=1, whole=True)
 
 
 def num_tiles(num_heads: int, width: int) -> int:
-    """Blocks of threads that share a row's latents."""
+    """Return the number of thread blocks that share a row's latents."""
     return -(-num_heads * width // PAIRS)
 
 
@@ -118,7 +120,7 @@ def latent_decode(
     starts_R1: Tensor | None = None,
     width: int = 1,
 ) -> Tensor:
-    """o_THX, which is `out_THX` if given: the weighted means of latents. `scale`: of scores."""
+    """Return o_THX, the weighted means of latents; it is `out_THX` if given. `scale`: of scores."""
     assert 1 <= width <= (MAX_WIDTH if starts_R1 is not None else 1), width
     num_tokens, num_heads, _ = q_THX.shape
     o_THX, partial_o, partial_lse = results_of(q_THX, len(plan_N5), out_THX, width)
@@ -134,8 +136,10 @@ def latent_decode(
 
 @CachedCompile
 def compile_decode(num_heads: int, page_tokens: int, most_new: int) -> Compiled:
-    """For at most `most_new` tokens of a row, or 0 if each has one and there is no starts_R1. Needs
-    no GPU, only to know of one.
+    """Compile the kernel for at most `most_new` new tokens per row.
+
+    `most_new` is 0 if each row has one and there is no starts_R1. Needs no GPU if CUTE_DSL_ARCH is
+    set.
     """
     any_ = cute.sym_int
     given = Given(
@@ -158,24 +162,27 @@ def compile_decode(num_heads: int, page_tokens: int, most_new: int) -> Compiled:
 
 
 class Shared(NamedTuple):
-    """In shared memory, of one block of threads."""
+    """Shared memory of a thread block."""
 
-    q: cute.Tensor  # [pair, number]
+    q: cute.Tensor  # [pair, element]
     q_rotated: cute.Tensor
-    latents: cute.Tensor  # [token, number, stage]
-    rotated: cute.Tensor  # then the weights: [pair, token, stage]
+    latents: cute.Tensor  # [token, element, stage]
+    rotated: cute.Tensor  # later overwritten by the weights: [pair, token, stage]
     notes: cute.Tensor  # [5, stage]: see LatentDecode.note
-    sums: cute.Tensor  # [3, pair, stage]: how sums fade; then the highest score, the sum of weights
-    full: cute.Pointer  # barriers: the block is there
-    weighed: cute.Pointer  # its weights are
-    empty: cute.Pointer  # it is summed up
-    q_full: cute.Pointer  # the row's queries are there
-    q_empty: cute.Pointer  # and of no use anymore
+    sums: cute.Tensor  # [3, pair, stage]: factor of earlier sums; maximum score, sum of weights
+    full: cute.Pointer  # mbarriers: a part of the stage is filled
+    weighed: cute.Pointer  # mbarriers: the stage's weights are stored
+    empty: cute.Pointer  # mbarriers: the stage is accumulated
+    q_full: cute.Pointer  # mbarrier: the row's queries are loaded
+    q_empty: cute.Pointer  # mbarrier: the row's queries are no longer needed
 
 
 class Note(NamedTuple):
-    """What a block is: the first query of its row, or -1 after all; how many there are; how many
-    tokens of the block the first one sees; how many there are; flags.
+    """Description of a block.
+
+    `query` is the first query of its row, or -1 after the last block, and `count` the number of
+    queries. `seen` is the number of the block's tokens that the first query sees, `tokens` their
+    total.
     """
 
     query: Int32
@@ -192,9 +199,10 @@ class LatentDecode:
         self.tiles = num_tiles(num_heads, self.most_new)
         self.cluster = 1 + (self.tiles % 2 == 0)
         self.box_heads = min(num_heads, PAIRS)
-        self.boxes = min(PAIRS // self.box_heads, self.most_new)  # of queries, of a tile
-        self.unit = min(BLOCK, page_tokens)  # tokens of a block that lie in one page
-        # Of queries, of what of them is rotated, of pages: a box's rows, and who shares it.
+        self.boxes = min(PAIRS // self.box_heads, self.most_new)  # boxes of queries in a tile
+        self.unit = min(BLOCK, page_tokens)  # tokens of a block that share a page
+        # Rows of a box and cluster size for copies of queries, of their rotated parts, and of
+        # pages.
         self.ways = (self.box_heads, 1), (self.box_heads, 1), (self.unit, self.cluster)
         self.units = BLOCK // self.unit
         self.window = 32 // self.units  # blocks whose pages a warp's threads hold
@@ -265,7 +273,7 @@ class LatentDecode:
             arch.setmaxregister_increase(SUMMER_REGISTERS)
             self.sum_up(given, shared, products[1], scale)
         if cutlass.const_expr(self.cluster > 1):
-            meet(self.cluster)  # the other one may still reach for this one's barriers
+            meet(self.cluster)  # the other block may still access this one's barriers
 
     def allocate(self, rings: tuple) -> Shared:
         smem = cutlass.utils.SmemAllocator()
@@ -277,8 +285,10 @@ class LatentDecode:
         return Shared(*tensors, notes, sums, *barriers)
 
     def partition(self, box: tuple, way: tuple, rings: tuple) -> tuple:
-        """How to copy a box: from [box of the rows, line, ...], to [box of the rows, line, stage]
-        of each ring. Each block of threads of a cluster copies its part of it to all of them.
+        """Return the atom of a box, and its copies (source, target), one per ring.
+
+        The source is [box of the rows, line, ...], the target [box of the rows, line, stage]. Each
+        thread block of a cluster copies its part of a box to all of them.
         """
         (atom, matrix), (rows, cluster) = box, way
         cpasync.prefetch_descriptor(atom)
@@ -293,7 +303,7 @@ class LatentDecode:
 
     @cute.jit
     def load(self, boxes: tuple, given: Given, shared: Shared) -> None:
-        """Fills the ring with this lane's blocks, and with each a note."""
+        """Fill the ring with this lane's blocks, and write a note for each."""
         targets = (shared.q,), (shared.q_rotated,), (shared.latents, shared.rotated)
         *queries, latents = (
             self.partition(*x) for x in zip(boxes, self.ways, targets, strict=True)
@@ -305,7 +315,7 @@ class LatentDecode:
         query, count = self.queries_of(given, row)
         first_query, first_count, total = query, count, left
         window = self.pages_of(given.table, row, base)
-        # The first row's old tokens may come while the kernel before this one still runs.
+        # The first row's old tokens may be loaded while the preceding kernel still runs.
         early = cutlass.min((length - count) // BLOCK - block, cutlass.min(left, STAGES))
         early = cutlass.max(early, 0)
         i, stage, phase, q_phase = Int32(0), Int32(0), Int32(1), Int32(1)
@@ -357,20 +367,23 @@ class LatentDecode:
         arch.griddepcontrol_launch_dependents()
 
     def queries_of(self, given: Given, row: Int32) -> tuple:
-        """The first query of a row, and how many it has."""
+        """Return the first query of a row, and the number of its queries."""
         if not self.ragged:
             return row, Int32(1)
         return given.starts[row], given.starts[row + 1] - given.starts[row]
 
     def pages_of(self, table: cute.Tensor, row: Int32, block: Int32) -> Int32:
-        """Thread n of the warp: the page of the n-th unit from a block on. Past the end any one."""
+        """Return, in thread n of the warp, the page of the n-th unit from a block on.
+
+        After the row's end it is any page.
+        """
         unit = block * self.units + arch.lane_idx()
         page = unit * self.unit // self.page_tokens
         return table[row, cutlass.min(page, table.shape[1] - 1)]
 
     @cute.jit
     def copy_q(self, queries: tuple, shared: Shared, query: Int32, count: Int32) -> None:
-        """The tile's pairs of a row: box by box a new token's heads."""
+        """Start the copies of the tile's pairs of a row. A box has the heads of one new token."""
         first = arch.block_idx()[0] * PAIRS
         box_bytes, num_boxes = 2 * self.box_heads * WIDTH, Int32(0)
         for n in cutlass.range_constexpr(self.boxes):
@@ -393,8 +406,10 @@ class LatentDecode:
 
     @cute.jit
     def copy_block(self, latents: tuple, slot: tuple, span: tuple, pages: tuple) -> None:
-        """To a slot (barrier, stage), of a block with so many tokens, whose pages the warp's
-        threads hold (page, from which thread on).
+        """Start the copies of a block to a slot.
+
+        A slot is (barrier, stage), a span (block, number of its tokens). `pages` is (page held by
+        each thread, thread of the first unit).
         """
         (full, stage), (block, tokens), (window, first_unit) = slot, span, pages
         atom, ((source, to), (_, to_rotated)) = latents
@@ -418,7 +433,7 @@ class LatentDecode:
         return Note(*(shared.notes[n, stage] for n in range(len(Note._fields))))
 
     def nth_of(self) -> Int32:
-        """Which of the row's new tokens this warp's pairs are of. They are of just one."""
+        """Return the index of the new token of this warp's pairs. They all belong to one token."""
         warps = arch.make_warp_uniform(arch.warp_idx()) % 4
         return (arch.block_idx()[0] * PAIRS + warps * PIECE) // self.num_heads
 
@@ -464,7 +479,7 @@ class LatentDecode:
             warpgroup.wait_group(0)
             if flags & ENDS != 0:
                 self.arrive(shared.q_empty)
-            # Another warp may still read what this one is about to overwrite.
+            # Other warps may still read the rotated parts that this warp overwrites next.
             arch.barrier(barrier_id=1, number_of_threads=128)
             if nth < count:
                 limit = cutlass.min(seen + nth, tokens)
@@ -486,14 +501,14 @@ class LatentDecode:
 
     @cute.jit
     def arrive(self, barrier: cute.Pointer) -> None:
-        """Once a warp, when all of its threads are here."""
+        """Arrive once per warp, after all of its threads."""
         arch.sync_warp()
         with arch.elect_one():
             arch.mbarrier_arrive(barrier)
 
     @cute.jit
     def release(self, barrier: cute.Pointer) -> None:
-        """Arrives at every block of the cluster, since each one writes into this one's ring."""
+        """Arrive at the barrier of each block in the cluster, since each writes this ring."""
         if cutlass.const_expr(self.cluster > 1):
             arch.sync_warp()
             lane = arch.lane_idx()
@@ -503,7 +518,7 @@ class LatentDecode:
             self.arrive(barrier)
 
     def soften(self, s: cute.Tensor, p: cute.Tensor, run: tuple, r: int, scale: Float32) -> None:
-        """One pair's scores become weights."""
+        """Turn one pair's scores into weights (online softmax)."""
         highest, total, fades = run
         places = [n for n in range(cute.size(s)) if n // 2 % 2 == r]
         best = highest[r]
@@ -524,7 +539,7 @@ class LatentDecode:
 
     @cute.jit
     def leave_sums(self, shared: Shared, stage: Int32, run: tuple, flags: Int32) -> None:
-        """For those that sum up: how sums fade, and at a row's end what they are divided by."""
+        """Store the factor of earlier sums; at a row's end, also the maximum score and divisor."""
         fades, highest, total = run
         for r in cutlass.range_constexpr(2):
             pair, sum_ = self.pair_of(r), total[r]
@@ -536,12 +551,12 @@ class LatentDecode:
                     shared.sums[2, pair, stage] = sum_
 
     def pair_of(self, r: int) -> Int32:
-        """This thread has two of the tile's pairs."""
+        """Return one of this thread's two pairs of the tile."""
         return arch.warp_idx() % 4 * PIECE + arch.lane_idx() // 4 + 8 * r
 
     @cute.jit
     def clear(self, shared: Shared, stage: Int32, tokens: Int32) -> None:
-        """What lies past the row's end may be anything. Times a weight of 0 it must be 0."""
+        """Zero the latents after the row's end, which may be NaN: their weights are 0."""
         eights = RANK // 8
         zeros = cute.full(8, 0.0, BFloat16)
         thread = arch.thread_idx()[0] % 128
@@ -594,10 +609,10 @@ class LatentDecode:
 
     @cute.jit
     def leave(self, o: cute.Tensor, sums: cute.Tensor, r: int, row: tuple, given: Given) -> None:
-        """Writes one of this thread's two pairs: the result of a row, or this lane's part of it."""
+        """Store one of this thread's two pairs: a row's result, or this lane's part of it."""
         query, flags, scale = row
         highest, total = sums[0], sums[1]
-        total = cutlass.select_(total > 0, total, Float32(1))  # the mean of nothing is 0
+        total = cutlass.select_(total > 0, total, Float32(1))  # the mean of no tokens is 0
         inverse = 1.0 / total
         lane, group = arch.lane_idx(), arch.warp_idx() // 4
         pair = arch.block_idx()[0] * PAIRS + self.pair_of(r)
@@ -626,5 +641,5 @@ class LatentDecode:
 
 
 def column_of(group: Int32, part: int) -> Int32:
-    """The first of the 32 columns that are a group's part: it has every other COLUMNS."""
+    """Return the first of the 32 columns of a part. A group has every second COLUMNS columns."""
     return (part // (COLUMNS // 32) * SUMMERS + group) * COLUMNS + part * 32 % COLUMNS

@@ -1,5 +1,4 @@
-"""Split-KV flash decoding: grouped-query attention of few new tokens per row over its pages;
-Triton.
+"""Split-KV flash decoding over pages, in Triton: grouped queries, a few new tokens per row.
 
 The reference is nanovllm_kernels.attention_reference. A program has all query heads of a key/value
 head, for every new token of the row. These (token, head) pairs are padded to the 16 rows of a
@@ -19,9 +18,9 @@ flight. A loop per row would drain the pipeline at each row's end. Queries are l
 but converted only when they are used. For a load that is used at once, Triton adds a stage. It then
 found no schedule for rows of several tokens.
 
-Decision: for a few rows, rope_store, decode and merge are each launched while the kernel before
-still runs, and wait where they need its results (programmatic dependent launch). One row of 384
-tokens takes 5.8 us instead of 7.1. With 64 rows this would take 91 us instead of 79.
+Decision: for a few rows, rope_store, decode and merge are launched early (programmatic dependent
+launch). Each starts while the kernel before runs, and waits where it needs its results. One row of
+384 tokens takes 5.8 us instead of 7.1. With 64 rows this would take 91 us instead of 79.
 
 Decision: rows of one token each use a separate kernel, compiled without `starts_R1`. With
 `starts_R1`, a row has up to `width` tokens, and a query may see no token of the lane's share. The
@@ -71,13 +70,13 @@ def plan_decode(lengths_R: Tensor, k_PSGA: Tensor) -> Tensor:
 def plan_lanes(
     lengths_R: Tensor, num_kv_heads: int, block: int, per_processor: int, *, whole: bool = False
 ) -> Tensor:
-    """Return plan_N5, int32, for blocks of `block` tokens. Lengths are at least 1, but 0 at the
-    end.
+    """Return plan_N5, int32, for blocks of `block` tokens.
 
-    Each lane's first entries are its first row, its first block in that row, and its number of
-    blocks. The last two are the row that it begins but does not finish, and the number of lanes
-    over which that row goes. This number is 0 if there is no such row. With `whole`, no row is cut
-    if lanes of equal numbers of rows take at most an eighth longer.
+    Lengths are at least 1, but 0 at the end. Each lane's first entries are its first row, its first
+    block in that row, and its number of blocks. The last two are the row that it begins but does
+    not finish, and the number of lanes over which that row goes. This number is 0 if there is no
+    such row. With `whole`, no row is cut if lanes of equal numbers of rows take at most an eighth
+    longer.
     """
     device, num_rows = lengths_R.device, len(lengths_R)
     num_processors = processors(device) if device.type == "cuda" else INTERPRETED_PROCESSORS
@@ -94,8 +93,7 @@ def paged_decode(
     plan_N5: Tensor, out_THA: Tensor | None = None, *, starts_R1: Tensor | None = None,
     width: int = 1, scales_2G: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return o_THA, which is `out_THA` if given. `plan_N5` must be plan_decode's of the same
-    lengths.
+    """Return o_THA, which is `out_THA` if given. `plan_N5` must be from the same lengths.
 
     Row r's queries are its last tokens, starts_R1[r]:starts_R1[r + 1], at most `width`. Without
     `starts_R1` each row has one. Rows at the end may have no tokens and length 0; they take no
@@ -321,8 +319,9 @@ def page_of(pages, table_width, block, S: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def dot(a, b, sum):
-    """Multiply in full precision: float32 operands are split in three (tf32x3); 16-bit ones are
-    exact.
+    """Multiply in full precision: float32 operands are split in three (tf32x3).
+
+    Products of 16-bit operands are exact anyway.
     """
     if INTERPRETED:  # NumPy has no bfloat16
         a, b = a.to(tl.float32), b.to(tl.float32)

@@ -1,28 +1,28 @@
-"""Grouped-query attention of the one or few new tokens of each row over its pages, for Hopper, in
-CuTe DSL.
+"""Split-KV flash decoding over pages, for Hopper, in CuTe DSL: a few new tokens per row.
 
-Meaning: nanovllm_kernels.attention_reference. Widths 64 and 128, bfloat16, with caches of the same
-or of float8_e4m3fn (eight_bits_cute.py), up to 16 pairs of new
-token and query head per key/value head, pages of 16, 32 or a multiple of 64 tokens; paged_decode is
-for everything else.
+The reference is nanovllm_kernels.attention_reference. Heads have width 64 or 128. Queries are
+bfloat16, and caches are bfloat16 or float8_e4m3fn (eight_bits_cute.py). Pages have 16, 32 or a
+multiple of 64 tokens. Up to 16 pairs of new token and query head share a key/value head.
+paged_decode handles all other cases.
 
-Decision: as there, the rows' contexts form one line that is cut into equal shares, a share to each
-lane. A key/value head of a lane is one block of threads, alone on its multiprocessor; the heads of
-a lane run side by side, since they read neighbouring memory. A warp of its own keeps all of shared
-memory in flight: it runs ahead of the others across the ends of rows, and notes for them what is in
-each block.
+Decision: as in paged_decode, the contexts of all rows form one sequence that is cut into equal
+shares, one per lane. One thread block handles a key/value head of a lane and has a multiprocessor
+to itself. The heads of a lane run side by side, since they read neighbouring memory. A producer
+warp keeps loads to all of shared memory in flight by TMA. It runs ahead of the consumers, across
+the ends of rows, and writes a note about the contents of each block.
 
-Decision: four warps share a block by its tokens, each with a softmax of its own; they meet at a
-row's end only. The pairs of a key/value head, one new token after the other, are padded to the 16
-rows of a tensor core.
+Decision: four consumer warps split a block by tokens, each with its own online softmax. They
+synchronise at a row's end only. The pairs of a key/value head, one new token after the other, are
+padded to the 16 rows of a tensor core.
 
-Decision: one launch, in which the last lane to finish a row that was cut merges its parts. The plan
-and the first row's old tokens are loaded without waiting for the kernel before (programmatic
-dependent launch). So that kernel must write neither plan, starts, lengths nor page table, nor let
-this one start before what it itself depends on is done.
+Decision: one launch. The last lane to finish a row that was cut merges its parts. The plan and the
+first row's old tokens are loaded without waiting for the preceding kernel (programmatic dependent
+launch). Therefore that kernel must not write the plan, starts, lengths or page table. Nor may it
+let this kernel start before the kernels that it depends on are complete.
 
-Decision: rows of one token each are a kernel of their own, compiled without `starts_R1`. With it a
-warp, or a lane, may have no token of a row that a query sees: its sum of weights is 0 then.
+Decision: rows of one token each use a separate kernel, compiled without `starts_R1`. With
+`starts_R1`, a warp or a lane may have no token of a row that a query sees. Its sum of weights is
+then 0.
 """
 
 from __future__ import annotations
@@ -46,42 +46,45 @@ from nanovllm_kernels.paged_decode import plan_lanes, results_of
 from nanovllm_kernels.ring_cute import READ_ONCE, next_stage, of_four
 
 BLOCK = 64  # tokens
-WARPS = 4  # that compute
-PIECE = BLOCK // WARPS  # tokens of a block that a warp takes: as many as a tensor core wants
+WARPS = 4  # consumer warps
+PIECE = BLOCK // WARPS  # tokens of a block per warp; equals the MMA depth
 THREADS = 32 * WARPS
-HALF = 64  # elements of a token that fit a swizzled line of shared memory
+HALF = 64  # elements of a token in a swizzled line of shared memory
 WIDTHS = (HALF, 2 * HALF)
 SHARED_BYTES = 225 * 1024
-LOWEST = -1e30  # below every score, and finite, so that differences are numbers
-MERGED = 8  # partial results that are loaded at once
+LOWEST = -1e30  # less than all scores, and finite, so that differences are not NaN
+MERGED = 8  # partial results loaded at once
 QUAD = 4  # elements of a result that a thread handles together
 LOG2_E = math.log2(math.e)
-MAX_PAIRS = 16  # of new token and query head, for one key/value head: the rows of a tensor core
+MAX_PAIRS = 16  # pairs of new token and query head per key/value head: the rows of a tensor core
 MAX_WIDTH = 8  # new tokens of a row
 
 
 class Plan(NamedTuple):
-    lanes_N5: Tensor  # of plan_lanes, in pieces
-    arrived_NG: Tensor  # of the row that a lane begins, how many lanes are done: 0 before and after
+    lanes_N5: Tensor  # of plan_lanes, in units of PIECE tokens
+    arrived_NG: Tensor  # per begun row, lanes that are done; 0 before and after
 
 
 class Given(NamedTuple):
-    """In global memory, besides the caches. lanes and after: see plan_lanes, Plan, results_of."""
+    """Operands in global memory besides the caches.
+
+    See plan_lanes, Plan and results_of for the fields from `lanes` on.
+    """
 
     q: cute.Tensor
     table: cute.Tensor
     lengths: cute.Tensor
-    starts: cute.Tensor  # anything, if rows have one token each
+    starts: cute.Tensor  # unused if rows have one token each
     o: cute.Tensor
     lanes: cute.Tensor
     arrived: cute.Tensor
     partial_o: cute.Tensor
     partial_lse: cute.Tensor
-    scales: cute.Tensor  # of keys' and of values' heads; anything, if they have none
+    scales: cute.Tensor  # of keys' and of values' heads; unused for bfloat16 caches
 
 
 def obstacle(page_tokens: int, width: int, dtype: torch.dtype) -> str | None:
-    """Why a cache is not for this kernel, or None."""
+    """Return the reason why the kernel does not support a cache, or None."""
     if dtype != torch.bfloat16 or width not in WIDTHS:
         return f"it computes in bfloat16, with heads of width {WIDTHS[0]} or {WIDTHS[1]}"
     if page_tokens % BLOCK and page_tokens not in (PIECE, 2 * PIECE):
@@ -90,7 +93,7 @@ def obstacle(page_tokens: int, width: int, dtype: torch.dtype) -> str | None:
 
 
 def plan_decode(lengths_R: Tensor, k_PSGA: Tensor) -> Plan:
-    """Good for every layer of the step."""
+    """Return a Plan. It is valid for all layers of the step."""
     num_kv_heads = k_PSGA.shape[2]
     lanes_N5 = plan_lanes(lengths_R, num_kv_heads, PIECE, per_processor=1)
     return Plan(lanes_N5, lanes_N5.new_zeros(len(lanes_N5), num_kv_heads))
@@ -109,8 +112,10 @@ def paged_decode(
     width: int = 1,
     scales_2G: Tensor | None = None,
 ) -> Tensor:
-    """paged_decode's. More than MAX_PAIRS are left to that kernel, which then plans every layer:
-    whoever knows the group had better choose it from the start.
+    """Compute paged_decode, with the same arguments except for the plan.
+
+    More than MAX_PAIRS pairs are passed on to the Triton kernel, with a new plan in every layer.
+    Callers that have such groups should choose it from the start.
     """
     (_, num_heads, head_size), (page_tokens, num_kv_heads) = q_THA.shape, k_PSGA.shape[1:3]
     assert q_THA.stride(1) == head_size
@@ -137,9 +142,10 @@ def paged_decode(
 def compile_decode(
     group: int, width: int, page_tokens: int, most_new: int, is_fp8: bool = False
 ) -> Compiled:
-    """For `group` query heads per key/value head, and at most `most_new` tokens of a row, or 0 if
-    each has one and there is no starts_R1; `is_fp8`: of keys and values in 8 bits. Needs no GPU,
-    only to know of one.
+    """Compile the kernel for `group` query heads per key/value head.
+
+    `most_new` is the maximum of new tokens per row, or 0 if each has one and there is no starts_R1.
+    `is_fp8` is for fp8 keys and values. Needs no GPU if CUTE_DSL_ARCH is set.
     """
     any_ = cute.sym_int
 
@@ -163,26 +169,26 @@ def compile_decode(
 
 
 class Shared(NamedTuple):
-    """In shared memory, of one block of threads."""
+    """Shared memory of a thread block."""
 
     k: cute.Tensor  # [token, element, stage]
     v: cute.Tensor
-    q: cute.Tensor  # [pair, element, stage], where a row begins
+    q: cute.Tensor  # [pair, element, stage], filled if the stage begins a row
     notes: cute.Tensor  # [4 or 6, stage]: see PagedDecode.load
-    full: cute.Pointer  # barriers: the block is there
-    empty: cute.Pointer  # every warp is done with it
-    first_q: cute.Pointer  # the first row's queries are there
-    results: cute.Tensor  # [element, pair, warp, parity]: what each warp has of a row
-    sums: cute.Tensor  # [2, pair, warp, parity]: its highest score, and its sum of weights
+    full: cute.Pointer  # mbarriers: the stage is filled
+    empty: cute.Pointer  # mbarriers: all warps have read the stage
+    first_q: cute.Pointer  # mbarrier: the first row's queries are loaded
+    results: cute.Tensor  # [element, pair, warp, parity]: each warp's result of a row
+    sums: cute.Tensor  # [2, pair, warp, parity]: its maximum score, and its sum of weights
     is_last: cute.Pointer
 
 
 class Running(NamedTuple):
-    """What a thread has of its warp's softmax."""
+    """A thread's registers of its warp's online softmax."""
 
-    o: cute.Tensor  # weighted values
-    highest: cute.Tensor  # score
-    total: cute.Tensor  # of weights
+    o: cute.Tensor  # sum of weighted values
+    highest: cute.Tensor  # maximum score
+    total: cute.Tensor  # sum of weights
 
 
 class PagedDecode:
@@ -191,17 +197,17 @@ class PagedDecode:
     ) -> None:
         self.group, self.width, self.page_tokens = group, width, page_tokens
         self.is_fp8, self.lift = is_fp8, eight_bits.LIFT if is_fp8 else 0.0
-        self.kind = Float16 if is_fp8 else BFloat16  # of what is multiplied
-        self.stored = width // 2 if is_fp8 else width  # units of 16 bits of a token, key or value
-        self.line = min(HALF, self.stored)  # of them that one copy brings
+        self.kind = Float16 if is_fp8 else BFloat16  # type of the MMA operands
+        self.stored = width // 2 if is_fp8 else width  # 16-bit units of a token's key or value
+        self.line = min(HALF, self.stored)  # of these units, those of one TMA copy
         self.ragged, self.most_new = most_new > 0, max(1, most_new)
         self.pairs = group * self.most_new
         assert 1 <= self.pairs <= MAX_PAIRS, f"{self.pairs} queries share a key/value head"
         self.scale = LOG2_E / math.sqrt(width)
-        self.unit = min(BLOCK, page_tokens)  # tokens of a block that lie in one page
+        self.unit = min(BLOCK, page_tokens)  # tokens of a block that share a page
         self.pages_per_block = BLOCK // self.unit
         self.window = 32 // self.pages_per_block  # blocks whose pages a warp's threads hold
-        self.q_bytes = 2 * group * width  # of a token
+        self.q_bytes = 2 * group * width  # per token
         self.padded = width + 8  # elements between the pairs of a warp's result
         fixed = 8 * WARPS * self.pairs * (self.padded + 2) + 2 * (16 - self.pairs) * width + 2048
         stage = 4 * BLOCK * self.stored + self.most_new * self.q_bytes + 32
@@ -258,7 +264,7 @@ class PagedDecode:
     def allocate(self, ring: cute.ComposedLayout) -> Shared:
         smem = cutlass.utils.SmemAllocator()
         k, v = (smem.allocate_tensor(self.kind, ring.outer, 1024, ring.inner) for _ in range(2))
-        # The rows past the pairs are the next slot's: what comes of them is not read.
+        # MMA rows after the pairs overlap the next slot. Their results are not read.
         slot = self.pairs * self.width
         slots = cute.make_layout((16, self.width, self.stages), stride=(self.width, 1, slot))
         q = smem.allocate_array(BFloat16, cute.cosize(slots), byte_alignment=128)
@@ -280,8 +286,10 @@ class PagedDecode:
         )
 
     def copies(self, box: int, boxes: tuple, shared: Shared) -> list:
-        """The copies of keys and of values: the tokens of a box, how to copy one, from [box of the
-        page, half, head, page], to [box of the block, half, stage].
+        """Return the copies of keys and of values: (box tokens, atom, source, target).
+
+        The source is [box of the page, half, head, page], the target [box of the block, half,
+        stage].
         """
         found = []
         for (atom, pages), ring in zip(boxes, (shared.k, shared.v), strict=True):
@@ -295,13 +303,19 @@ class PagedDecode:
 
     @cute.jit
     def load(self, whole: list, pieces: list, given: Given, shared: Shared) -> None:
-        """Fills the ring with this lane's blocks, and with each a note: the first query of its row,
-        or -1 after all; where its tokens end; whether it is the lane's first (1) or last (2) of the
-        row, and four times its first piece; the row's first and last lane; and if rows are ragged,
-        how many queries the row has, and from where on in the block its tokens are their own.
+        """Fill the ring with this lane's blocks and a note for each.
+
+        The fields of a note are:
+
+            0  first query of the row, or -1 after the last block
+            1  end of the lane's tokens in the block
+            2  bit 0: the lane's first block of the row; bit 1: its last; from bit 2: first piece
+            3  first lane of the row, plus 2**16 times its last lane
+            4  if ragged, number of the row's queries
+            5  if ragged, first token of the block that is one of the row's new tokens
         """
         lane, last_row = arch.block_idx()[1], cute.size(given.lengths) - 1
-        share = given.lanes[0, 2]  # of the line of all rows' pieces
+        share = given.lanes[0, 2]  # length of a lane's share, in pieces
         start, piece, left = lane * share, given.lanes[lane, 1], given.lanes[lane, 2]
         row = min(given.lanes[lane, 0], last_row)
         length, base = given.lengths[row], piece // WARPS
@@ -310,7 +324,7 @@ class PagedDecode:
         ahead = min(row + 1, last_row)
         ahead_length = given.lengths[ahead]
         ahead_window = self.pages_of(given.table, ahead, Int32(0))
-        # The first row's old tokens may come while the kernel before this one still runs.
+        # The first row's old tokens may be loaded while the preceding kernel still runs.
         early = min((length - first_queries[1]) // BLOCK, (piece + left + WARPS - 1) // WARPS)
         early = min(early - base, self.stages)
         if cutlass.const_expr(self.ragged):  # a lane may begin among the new tokens
@@ -373,7 +387,7 @@ class PagedDecode:
         arch.griddepcontrol_launch_dependents()
 
     def queries_of(self, given: Given, row: Int32) -> tuple:
-        """The first query of a row, and how many it has."""
+        """Return the first query of a row, and the number of its queries."""
         if not self.ragged:
             return row, 1
         return given.starts[row], given.starts[row + 1] - given.starts[row]
@@ -382,15 +396,20 @@ class PagedDecode:
         return shared.notes[4, stage] if self.ragged else 1
 
     def pages_of(self, table: cute.Tensor, row: Int32, block: Int32) -> Int32:
-        """Thread n of the warp: the page of the n-th unit from a block on. Past the end any one."""
+        """Return, in thread n of the warp, the page of the n-th unit from a block on.
+
+        After the row's end it is any page.
+        """
         unit = block * self.pages_per_block + arch.lane_idx()
         page = unit * self.unit // self.page_tokens
         return table[row, cutlass.min(page, table.shape[1] - 1)]
 
     @cute.jit
     def copy_tokens(self, copies: list, slot: tuple, span: tuple, pages: tuple) -> None:
-        """To a slot (barrier, stage), of a span (block, its tokens begin..end), whose pages the
-        warp's threads hold (page, from which thread on).
+        """Start the copies of a span of tokens to a slot.
+
+        A slot is (barrier, stage), a span (block, its first token, end). `pages` is (page held by
+        each thread, thread of the first unit).
         """
         (full, stage), (block, begin, end), (window, first_unit) = slot, span, pages
         for box, atom, source, to in copies:
@@ -409,7 +428,7 @@ class PagedDecode:
 
     @cute.jit
     def copy_first_q(self, q: cute.Tensor, shared: Shared, query: Int32, count: Any) -> None:  # noqa: ANN401
-        """By the warp's own threads: a bulk copy would queue behind all early blocks."""
+        """Copy with the warp's own threads, as a bulk copy would queue after all early blocks."""
         eights = self.width // 8
         for begin in cutlass.range_constexpr(0, self.pairs * eights, 32):
             pair, eight = (begin + arch.lane_idx()) // eights, (begin + arch.lane_idx()) % eights
@@ -422,7 +441,7 @@ class PagedDecode:
             arch.mbarrier_arrive(shared.first_q)
 
     def query_of(self, pair: Int32) -> tuple:
-        """Which of the row's queries, and which head of them all."""
+        """Return the index of a pair's query in its row, and its head."""
         first = arch.block_idx()[0] * self.group
         if self.most_new == 1:
             return 0, first + pair
@@ -476,7 +495,7 @@ class PagedDecode:
         s, t = cute.make_rmem_tensor(scores, Float32), cute.make_rmem_tensor(scores, Float32)
         p = cute.make_rmem_tensor(part.partition_shape_A((16, PIECE)), self.kind)
         o = cute.make_rmem_tensor(part.partition_shape_C((16, self.width)), Float32)
-        rows = 1 if self.pairs <= 8 else 2  # of the 16 that this thread holds: thread // 4, + 8
+        rows = 1 if self.pairs <= 8 else 2  # rows of this thread, of 16: thread // 4, and + 8
         run = Running(o, *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)))
         p.fill(0.0)
 
@@ -500,11 +519,11 @@ class PagedDecode:
                 s.fill(0.0)
                 t.fill(0.0)
                 for step in cutlass.range_constexpr(self.width // 16):
-                    sum_ = (s, t)[step % 2]  # two chains, since each waits for itself
+                    sum_ = (s, t)[step % 2]  # two independent chains hide the latency
                     cute.gemm(mma, sum_, q_in[None, None, step], k_in[None, None, step], sum_)
                 s.store(s.load() + t.load())
                 cute.copy(v_copy, v_from[None, None, None, stage], v_copy.retile(v_raw))
-                if tokens < PIECE:  # what lies past the row's end may be anything
+                if tokens < PIECE:  # cells after the row's end are undefined
                     for n in cutlass.range_constexpr(cute.size(v_raw)):
                         v_raw[n] = cutlass.select_(v_at[n][1] < tokens, v_raw[n], self.kind(0))
                     for n in cutlass.range_constexpr(8):
@@ -524,13 +543,13 @@ class PagedDecode:
                 arch.barrier(barrier_id=1, number_of_threads=THREADS)
                 row = query, count, lanes & 0xFFFF, lanes >> 16
                 self.finish(given, shared, parity, row)
-                parity ^= 1  # the next results go elsewhere, so one meeting a row is enough
+                parity ^= 1  # with two buffers, one barrier per row is enough
             stage, phase = next_stage(stage, phase, self.stages)
             arch.mbarrier_wait(shared.full + stage, phase)
             query = shared.notes[0, stage]
 
     def room(self, part: cute.ThrMma, raw: cute.Tensor, shape: tuple) -> cute.Tensor:
-        """Registers for keys or values of this shape: their own, unless they are to be widened."""
+        """Return registers for widened keys or values, or `raw` if nothing is widened."""
         return cute.make_rmem_tensor(part.partition_shape_B(shape), Float16) if self.is_fp8 else raw
 
     def widen(self, how: Callable[..., None], raw: cute.Tensor, wide: cute.Tensor) -> None:
@@ -544,13 +563,15 @@ class PagedDecode:
             cute.copy(copied[0], copied[1], copied[0].retile(q_in))
 
     def scale_of(self, given: Given, nth: int) -> Float32:
-        """The scale of this head's keys (0) or values (1)."""
+        """Return the scale of this head's keys (`nth` 0) or values (1)."""
         return given.scales[nth, arch.block_idx()[0]] if self.is_fp8 else Float32(1)
 
     @cute.jit
     def hide(self, s: cute.Tensor, own: Int32) -> None:
-        """The scores of this warp's tokens that come after a query. From `own` on they are the
-        queries' own: each sees one more of them.
+        """Mask the scores of this warp's tokens that come after a query.
+
+        Tokens from `own` on are the row's new tokens. Each query sees one of them more than its
+        predecessor.
         """
         if own < PIECE - 1:
             thread = arch.lane_idx()
@@ -560,7 +581,7 @@ class PagedDecode:
                 s[n] = cutlass.select_(is_seen, s[n], Float32(-math.inf))
 
     def soften(self, s: cute.Tensor, p: cute.Tensor, run: Running, r: int) -> None:
-        """One row's scores become weights; what was summed before fades."""
+        """Turn one row's scores into weights (online softmax), and rescale the earlier sums."""
         o, highest, total = run
         places = [n for n in range(8) if n // 2 % 2 == r]
         best = highest[r]
@@ -580,7 +601,7 @@ class PagedDecode:
 
     @cute.jit
     def leave(self, run: Running, shared: Shared, parity: Int32) -> None:
-        """Puts what this warp has of a row where the others see it."""
+        """Store this warp's part of a row's result to shared memory."""
         thread = arch.lane_idx()
         nth_warp = arch.make_warp_uniform(arch.warp_idx())
         for r in cutlass.range_constexpr(cute.size(run.total)):
@@ -598,8 +619,9 @@ class PagedDecode:
 
     @cute.jit
     def finish(self, given: Given, shared: Shared, parity: Int32, row: tuple) -> None:
-        """The warps' parts become the result of a row (its first query, how many, its first and
-        last lane), or if the row was cut, this lane's part.
+        """Combine the warps' parts of a row. Store its result, or if it was cut, this lane's part.
+
+        `row` is (first query, number of queries, first lane, last lane).
         """
         query, count, first, last = row
         thread = arch.thread_idx()[0]
@@ -644,12 +666,15 @@ class PagedDecode:
                 self.merge(given, row)
 
     def divisor(self, total: Float32) -> Float32:
-        """The sum of weights; or 1 if there are none, so that the mean of nothing is 0."""
+        """Return the sum of weights, or 1 if it is 0, so that the mean of no tokens is 0."""
         return cutlass.select_(total > 0, total, Float32(1)) if self.ragged else total
 
     @cute.jit
     def merge(self, given: Given, row: tuple) -> None:
-        """The result of a row (its first query, how many, and its lanes first..last)."""
+        """Merge the parts of a row and store its result.
+
+        `row` is (first query, number of queries, first lane, last lane).
+        """
         query, count, first, last = row
         quads = self.width // QUAD
         for begin in cutlass.range(0, count * self.group * quads, THREADS, unroll=1):

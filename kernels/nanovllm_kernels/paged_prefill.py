@@ -1,4 +1,4 @@
-"""Causal grouped-query flash attention of any number of new tokens per row over its pages; Triton.
+"""Causal grouped-query flash attention over pages, in Triton, for any number of new tokens.
 
 The reference is nanovllm_kernels.attention_reference. This is the portable path without
 flash-attn-4: plain flash attention, with a program per row, head and tile of new tokens. Pages are

@@ -73,9 +73,7 @@ def sizes(expected: Tensors, args: Args) -> Tensors:
 
 
 def inputs(kind: str, T: int, D: int, device: torch.device) -> Args:
-    """Return rows. "strided": columns of a wider matrix; "zeros": blocks of zeros, and a huge
-    number.
-    """
+    """Return rows. "strided": part of a wider matrix; "zeros": blocks of 0, and a huge number."""
     x_TD = normal(device, T, D + 64 * (kind == "strided"), dtype=torch.bfloat16)[:, :D]
     if kind == "zeros":
         x_TD[:, : D // 2] = 0

@@ -279,7 +279,7 @@ class Product:
         eps: Float32,
         x_ring: cute.ComposedLayout,
         weight_ring: cute.ComposedLayout,
-        factor: Any,  # noqa: ANN401, what `compute` takes
+        factor: Any,  # noqa: ANN401, the `mma` of compute
         size: Size,
     ) -> None:
         shared = self.allocate(x_ring, weight_ring)
