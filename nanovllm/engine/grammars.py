@@ -56,6 +56,8 @@ NOISE = re.compile(r"^\[.*?\] \S+: (Check failed: .* is false: )?")  # where in 
 class Grammars:
     """A matcher per running request, and `queue`, where requests wait for their grammars."""
 
+    _failed: frozenset[int] = frozenset()  # requests whose masks could not be made since `advance`
+
     def __init__(
         self, tokenizer_dir: Path, vocab_size: int, stop_ids: list[int], compile_s: float
     ) -> None:
@@ -66,7 +68,6 @@ class Grammars:
         self._trials = Trials(partial(attempt_of, *tokens))
         self.queue = GrammarQueue(self._trials, Compiler(*tokens), compile_s)
         self._matchers: dict[int, Matcher] = {}
-        self._failed: set[int] = set()  # requests whose masks could not be made since `advance`
         self._filler: xgrammar.BatchGrammarMatcher | None = None
         self._num_words = -(-vocab_size // 32)
 
@@ -135,14 +136,14 @@ class Grammars:
             except Exception:
                 request_id = next(i for i, one in self._matchers.items() if one is matcher)
                 log.exception("no mask for request %d", request_id)
-                self._failed.add(request_id)
+                self._failed |= {request_id}
                 masks[at] = -1
             else:
                 good.append(walk)
         return good
 
     def advance(self, output: StepOutput) -> Collection[int]:
-        failed, self._failed = self._failed, set()
+        failed, self._failed = self._failed, frozenset()
         if self._matchers and output.ids:
             failed |= self._follow(output)
         ended = [one.request_id for one in output.finished]

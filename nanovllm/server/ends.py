@@ -25,7 +25,7 @@ from nanovllm.tokenizer import special_ids
 QUESTION, ANSWER = "nanovllm-question", "nanovllm-answer"  # found again in what is rendered
 
 
-class Named(Struct, frozen=True):
+class EosFields(Struct, frozen=True):
     """The fields of config.json and generation_config.json that are read here."""
 
     eos_token_id: int | list[int] | None = None
@@ -53,14 +53,14 @@ def eos_ids_of(config: Config, template: Template | None = None) -> tuple[int, .
     return tuple(sorted(token_id for token_id in found if 0 <= token_id < end))
 
 
-def read(path: Path) -> Named:
+def read(path: Path) -> EosFields:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Named)
+        return msgspec.json.decode(path.read_bytes(), type=EosFields)
     except (*NOT_JSON, OSError) as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def named(file: Named) -> set[int]:
+def named(file: EosFields) -> set[int]:
     ids = file.eos_token_id
     return {ids} if isinstance(ids, int) else set(ids or ())
 

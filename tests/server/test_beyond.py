@@ -28,7 +28,7 @@ SAID = (
 def served(folder: Path, vocab_size: int) -> Served:
     write_folder(folder)
     (folder / "config.json").write_text("{}")
-    config = load_config(None, [f"model={folder}", "server.parser=qwen3"])
+    config = load_config(None, [f"model={folder}", "load.format=dummy", "server.parser=qwen3"])
     return Served(config, replace(READY, vocab_size=vocab_size))
 
 

@@ -21,7 +21,7 @@ def config(folder, template=PLAIN, own=None, generation=None, settings=None) -> 
     (folder / "tokenizer_config.json").write_text(json.dumps(settings or {}))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    return load_config(None, [f"model={folder}"])
+    return load_config(None, [f"model={folder}", "load.format=dummy"])
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,15 @@ def served(folder, config=None, generation=None, *overrides: str) -> Served:
     (folder / "config.json").write_text(json.dumps(config or {}))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    return Served(load_config(None, [f"model={folder}", *overrides]), MINE)
+    return Served(load_config(None, [f"model={folder}", "load.format=dummy", *overrides]), MINE)
 
 
 def test_the_end_tokens_of_the_start_are_taken_as_they_are(tmp_path) -> None:
     model = served(tmp_path, {"eos_token_id": 7})
     assert model.eos_ids == {1, 7}  # the tokenizer's <|im_end|> is 1
-    config = replace(load_config(None, [f"model={tmp_path}"]), eos_ids=(3, 10_000))
+    config = replace(
+        load_config(None, [f"model={tmp_path}", "load.format=dummy"]), eos_ids=(3, 10_000)
+    )
     assert Served(config, MINE).eos_ids == {3}  # 10000 is no token of the model
 
 
@@ -62,10 +64,10 @@ def test_broken_files_are_named(tmp_path, name) -> None:
     served(tmp_path, {}, {})
     (tmp_path / name).write_text('{"eos_token_id": "x"}')
     with pytest.raises(ConfigError, match=rf"{name}: .*eos_token_id"):
-        Served(load_config(None, [f"model={tmp_path}"]), MINE)
+        Served(load_config(None, [f"model={tmp_path}", "load.format=dummy"]), MINE)
     (tmp_path / name).write_bytes(b'{"x": ' + b"[" * 100_000)
     with pytest.raises(ConfigError, match=rf"{name}: maximum recursion depth"):
-        Served(load_config(None, [f"model={tmp_path}"]), MINE)
+        Served(load_config(None, [f"model={tmp_path}", "load.format=dummy"]), MINE)
 
 
 @pytest.mark.parametrize(("most", "waiting"), [(3, 3), (16, 4096)])
