@@ -145,11 +145,16 @@ def serve(config: Config) -> int:
     left, the log says how they ended, and the code is that of one, or 1 where that would be 0 or a
     signal.
     """
-    from nanovllm.server.ends import eos_ids_of  # which other commands need not import
+    # Other commands need not import these.
+    from nanovllm.server.detokenize import check_decoder
+    from nanovllm.server.ends import eos_ids_of
+    from nanovllm.server.template import Template
 
+    template = Template(Path(config.tokenizer_dir))  # read before any process is started
+    check_decoder(template.tokenizer)
     server = replace(config.recipe.server, parser=parser_of(config))
     recipe = replace(config.recipe, server=server)
-    config = replace(config, recipe=recipe, eos_ids=eos_ids_of(config))
+    config = replace(config, recipe=recipe, eos_ids=eos_ids_of(config, template))
     sock, limit_s = listen(server.host, server.port), server.shutdown_s + LAST_WORDS_S
     with sock, interruptible() as stopped, engine_processes(config) as (paths, fleet):
         apis, grace_s = api_processes(config, paths, sock), LAST_WORDS_S

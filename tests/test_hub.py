@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from nanovllm.config import DEMO
 from tests import fake_hub
 from tests.fake_hub import COMMIT, Hub
+from tests.server.tiny_tokenizer import metaspace_tokenizer
 
 ROOT = Path(__file__).parents[1]
 CONFIG = json.loads((ROOT / "recipes" / "configs" / "Qwen3-8B.json").read_text())
@@ -35,6 +37,7 @@ finally:
     used = resource.getrusage(resource.RUSAGE_SELF)
     print("CPU", used.ru_utime + used.ru_stime, "torch" in sys.modules)
 """
+REALLY = RUN.replace("launch.serve = started\n", "")
 PROXIES = {"http_proxy", "https_proxy", "all_proxy"}
 
 
@@ -44,17 +47,17 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
-def serve(home: Path, *arguments: str, **environment: str) -> tuple[int, str, str]:
+def serve(home: Path, *arguments: str, run: str = RUN, **environment: str) -> tuple[int, str, str]:
     """The exit code, the last line of the errors, and all of the output. Said within 3 s of CPU
     time, and without importing torch."""
     kept = {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
     kept |= {"HF_HOME": str(home), **environment}
-    command = [sys.executable, "-c", RUN, "serve", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, env=kept, cwd=ROOT, check=False)
-    (cpu,) = [line.split() for line in run.stdout.splitlines() if line.startswith("CPU")]
-    assert float(cpu[1]) < 3 and cpu[2] == "False", run.stdout
-    assert "Traceback" not in run.stderr
-    return run.returncode, (run.stderr.splitlines() or [""])[-1], run.stdout
+    command = [sys.executable, "-c", run, "serve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=kept, cwd=ROOT, check=False)
+    (cpu,) = [line.split() for line in done.stdout.splitlines() if line.startswith("CPU")]
+    assert float(cpu[1]) < 3 and cpu[2] == "False", done.stdout
+    assert "Traceback" not in done.stderr
+    return done.returncode, (done.stderr.splitlines() or [""])[-1], done.stdout
 
 
 def refused(hub: Hub, home: Path, model: str, files: dict[str, bytes] | None = None) -> str:
@@ -200,3 +203,27 @@ def test_folders_are_refused_as_fast(tmp_path) -> None:
         f"error: {tmp_path}/config.json: architectures is Qwen2ForCausalLM; supported are "
     )
     assert line.endswith("; the nearest model that can be served is Qwen/Qwen3-8B")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json: "),
+        ("tokenizer.json", None, "has no tokenizer.json"),
+        ("tokenizer.json", "Metaspace", "tokenizer.json: the decoder must be ByteLevel"),
+        ("chat_template.jinja", None, "has no chat template"),
+        ("chat_template.jinja", "{% if %}", "the chat template in "),
+        ("generation_config.json", '{"eos_token_id": "x"}', "generation_config.json: "),
+    ],
+)
+def test_broken_files_are_named_before_an_engine_starts(tmp_path, name, content, says) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("draft"))
+    if content is None:
+        (folder / name).unlink()
+    elif content == "Metaspace":
+        metaspace_tokenizer().save(str(folder / name))
+    else:
+        (folder / name).write_text(content)
+    code, line, _ = serve(tmp_path, str(folder), "--port", "0", run=REALLY)
+    assert code == 2 and line.startswith("error: ") and says in line

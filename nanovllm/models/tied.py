@@ -40,10 +40,17 @@ def differ(head: Stored, embedding: Stored) -> bool:
     if head.dtype not in DTYPES or embedding.dtype not in DTYPES or head.shape != embedding.shape:
         return True
     count = (head.end - head.begin) // DTYPES[head.dtype].itemsize
-    return any(
-        not torch.equal(part(head, at).float(), part(embedding, at).float())
-        for at in range(0, count, ELEMENTS)
-    )
+    parts = ((part(head, at), part(embedding, at)) for at in range(0, count, ELEMENTS))
+    return not all(alike(ours, other) for ours, other in parts)
+
+
+def alike(ours: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare numbers, unless the bytes are alike, which is ten times as fast to find out."""
+    if ours.dtype == other.dtype:
+        word = torch.int64 if ours.nbytes % 8 == 0 else torch.uint8
+        if torch.equal(ours.view(word), other.view(word)):
+            return True
+    return torch.equal(ours.float(), other.float())
 
 
 def part(tensor: Stored, first: int) -> torch.Tensor:

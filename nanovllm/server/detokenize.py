@@ -30,8 +30,7 @@ class Vocabulary:
 
         Raises ConfigError if the vocabulary is not byte-level.
         """
-        if not isinstance(tokenizer.decoder, decoders.ByteLevel):
-            raise ConfigError("tokenizer.json: the decoder must be ByteLevel, and is another")
+        check_decoder(tokenizer)
         self.marks = {marker: marker for marker in markers}
         self.mark_of: dict[int, str] = {}  # token id -> mark
         pieces = tokenizer.get_vocab(with_added_tokens=True)
@@ -66,6 +65,15 @@ class Vocabulary:
         for marker, mark in self.marks.items():
             text = text.replace(marker, mark)
         return text
+
+
+def check_decoder(tokenizer: Tokenizer) -> None:
+    """Raise ConfigError if the vocabulary is not byte-level."""
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        raise ConfigError(
+            "tokenizer.json: the decoder must be ByteLevel, and is another, as of Llama 2 and "
+            "Mistral: Llama 3.1 and Qwen3 have byte-level vocabularies"
+        )
 
 
 class Detokenizer:
