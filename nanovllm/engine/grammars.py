@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import threading
-import time
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,12 +21,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from nanovllm.engine.dearest import Search
 from nanovllm.engine.grammar_queue import GrammarQueue
 from nanovllm.engine.matching import (
     CompiledPair,
     FreeGrammar,
     Matcher,
-    TokenLengths,
+    TokenTexts,
+    reads_bytes,
     without_limits,
 )
 from nanovllm.engine.trials import MEMORY_BYTES, Attempt, Trials
@@ -46,7 +47,9 @@ MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 # A byte that no text has, around what raw text may not hold: where xgrammar excludes that, it takes
 # any byte.
 UNWRITTEN = b"\xff</parameter>\xff"
-MASK_S = 0.1  # of CPU time; usual masks take 0.05 ms
+MASK_S = 0.02  # of CPU time; usual masks take 0.05 ms
+SEARCH_S = 0.15  # of CPU time, to find the dearest mask of a grammar
+MOST_NAMED = 4  # tokens by their ids before the answer begins
 TRIED_TOKENS = 20  # up to four of them for thinking and what follows it
 # The number of a row's next mask, its matcher, the drafts behind that mask.
 Walk: TypeAlias = tuple[int, Matcher, list[int]]
@@ -109,7 +112,7 @@ class Grammars:
         while walking:
             at, matchers, _ = zip(*walking, strict=True)
             try:
-                fillers = [matcher.filler() for matcher in matchers]
+                fillers = [matcher.filler for matcher in matchers]
                 self._filler.batch_fill_next_token_bitmask(fillers, into, list(at))
                 for row, matcher in zip(at, matchers, strict=True):
                     matcher.narrow(masks[row])
@@ -198,27 +201,44 @@ class Compiler:
     def __init__(self, folder: Path, vocab_size: int, stop_ids: list[int]) -> None:
         self._tokens = folder, vocab_size, stop_ids
         self._preparing = threading.Lock()
-        self._compiler: xgrammar.GrammarCompiler | None = None
+        self._compilers: tuple[xgrammar.GrammarCompiler, xgrammar.GrammarCompiler] | None = None
 
     def prepare(self) -> None:
         with self._preparing:
-            if self._compiler is None:
-                import xgrammar
-
+            if self._compilers is None:
                 table = token_table(*self._tokens)
-                self._lengths = TokenLengths(table, UNWRITTEN)
-                self._compiler = xgrammar.GrammarCompiler(
-                    table, max_threads=COMPILER_THREADS, cache_enabled=False
-                )
+                self.texts = TokenTexts(table, UNWRITTEN)
+                self._compilers = compiler_over(table), compiler_over(bytes_of(table))
 
     def build(self, tag: str) -> CompiledPair:
-        assert self._compiler is not None, "not prepared"
-        exact = self._compiler.compile_structural_tag(tag)
+        assert self._compilers is not None, "not prepared"
+        over_tokens, over_bytes = self._compilers
         if (found := without_limits(tag)) is None:
-            return CompiledPair(exact)
-        tag, least = found
-        free = self._compiler.compile_structural_tag(tag)
-        return CompiledPair(exact, FreeGrammar(free, least, self._lengths))
+            return CompiledPair(over_tokens.compile_structural_tag(tag))
+        free_tag, least = found
+        free = over_tokens.compile_structural_tag(free_tag)
+        by_bytes = reads_bytes(tag, self.texts)
+        exact = (over_bytes if by_bytes else over_tokens).compile_structural_tag(tag)
+        return CompiledPair(exact, FreeGrammar(free, least, self.texts), by_bytes)
+
+
+def compiler_over(table: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:
+    import xgrammar
+
+    return xgrammar.GrammarCompiler(table, max_threads=COMPILER_THREADS, cache_enabled=False)
+
+
+def bytes_of(table: xgrammar.TokenizerInfo) -> xgrammar.TokenizerInfo:
+    """The same ids, of which those of more than one byte spell what no text has."""
+    import xgrammar
+
+    spelled = [token if len(token) == 1 else UNWRITTEN for token in table.decoded_vocab]
+    return xgrammar.TokenizerInfo(
+        spelled,
+        vocab_type=xgrammar.VocabType.RAW,
+        vocab_size=table.vocab_size,
+        stop_token_ids=table.stop_token_ids,
+    )
 
 
 def attempt_of(folder: Path, vocab_size: int, stop_ids: list[int]) -> Attempt:
@@ -228,8 +248,10 @@ def attempt_of(folder: Path, vocab_size: int, stop_ids: list[int]) -> Attempt:
 
     def attempt(tag: str) -> str:
         try:
-            matcher = Matcher(compiler.build(tag))
-            write_some(matcher, vocab_size, re.findall(r'"token": ?(\d+)', tag))
+            grammar = compiler.build(tag)
+            named = [int(token) for token in re.findall(r'"token": ?(\d+)', tag)]
+            write_some(Matcher(grammar), vocab_size, named)
+            check_cost(Matcher(grammar), compiler.texts, vocab_size, named)
         except Exception as problem:  # xgrammar's errors share no class below RuntimeError
             reason = NOISE.sub("", str(problem)).strip()
             if "bad_alloc" in reason or isinstance(problem, MemoryError):
@@ -240,30 +262,38 @@ def attempt_of(folder: Path, vocab_size: int, stop_ids: list[int]) -> Attempt:
     return attempt
 
 
-def write_some(matcher: Matcher, vocab_size: int, named: Sequence[str]) -> None:
-    """A few tokens: a grammar that matches nothing, or slowly, is refused now.
+def write_some(matcher: Matcher, vocab_size: int, named: Sequence[int]) -> None:
+    """Write a few tokens. Raise ValueError if nothing matches the grammar.
 
-    Once it runs, every other request waits for its masks. Ids that the grammar has `named` go
-    first: they end thinking, which may be any text, and so lead to what was asked for. Raises
-    ValueError.
+    Ids that the grammar has `named` go first: they end thinking, which may be any text, and so lead
+    to the answer.
     """
     mask = np.zeros(-(-vocab_size // 32), np.int32)
     for _ in range(TRIED_TOKENS):
-        begun = time.thread_time()
         matcher.fill(mask)
-        if (spent := time.thread_time() - begun) > MASK_S:
-            raise ValueError(f"its masks take {1000 * spent:.0f} ms a token")
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if not allowed.size:
             if matcher.is_completed():  # and no token ends a text: requests bring their own
                 return
             raise ValueError("nothing matches it")
         # One in the middle: the first are rare characters, the last long words.
-        leading = np.intersect1d(allowed, [*map(int, named)])
+        leading = np.intersect1d(allowed, named)
         chosen = leading if leading.size else allowed
         matcher.accept_token(int(chosen[chosen.size // 2]))
         if matcher.is_terminated():
             return
+
+
+def check_cost(matcher: Matcher, texts: TokenTexts, vocab_size: int, named: Sequence[int]) -> None:
+    """Raise ValueError if a mask takes too long, for which every other request would wait."""
+    for _ in range(MOST_NAMED):  # what comes before the answer is any text
+        if not any(matcher.accept_token(token) for token in named):
+            break
+    if matcher.is_terminated():
+        return
+    dearest = Search(matcher, texts, vocab_size).run(SEARCH_S)
+    if dearest.cost_s > MASK_S:
+        raise ValueError(f"its masks take up to {1000 * dearest.cost_s:.0f} ms a token")
 
 
 def token_table(folder: Path, vocab_size: int, stop_ids: list[int]) -> xgrammar.TokenizerInfo:

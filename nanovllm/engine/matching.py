@@ -2,8 +2,9 @@
 
 xgrammar 0.2.8 tries most of the vocabulary anew for each of the last masks of a rule with
 `max_chars`: 25 to 60 ms with 152,000 tokens. A grammar with such rules is therefore compiled twice.
-The exact grammar reads every token and knows how many characters are left; the free one, without
-the limits, makes the mask, from which tokens of more characters are then removed.
+The exact grammar reads the text and knows how many characters are left; its vocabulary is single
+bytes, so that it costs little. The free grammar, without the limits, makes the masks, from which
+tokens of more characters are then removed.
 
 Decision: the length of a token alone decides. A token that would leave the bounded text early
 enough, but has more characters than are left, is removed as well: shorter ones spell the same.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,13 +26,16 @@ if TYPE_CHECKING:
     import xgrammar
 
 LEAST_LIMIT = 20  # characters: limits below would keep usual tokens out of the whole grammar
-MOST_TRIED = 2000  # tokens that are tried one by one, at 3 us each
 CONTINUED = bytes(range(0x80, 0xC0))  # bytes that begin no character in UTF-8
 LIMITED_RULE = re.compile(r"(?m)^([A-Za-z_][A-Za-z0-9_]*)\[max_chars=([0-9]{1,9})\] ::=")
 # In what xgrammar prints of its state: the character of the text at which a limit is reached, and
 # where a limit of tokens applies.
 DEADLINE = re.compile(r"char_budget_deadline=(\d+)")
 TOKEN_LIMIT = ", budget_deadline="
+UNKNOWN = -1  # a limit that has not yet been looked for
+# The formats of structural tags that spell what they match.
+SPELLED = ("const_string", "grammar", "any_text", "regex", "sequence", "or", "optional", "repeat",
+           "star", "plus", "tag", "tags_with_separator", "triggered_tags")  # fmt: skip
 
 
 class FreeGrammar(NamedTuple):
@@ -38,12 +43,15 @@ class FreeGrammar(NamedTuple):
 
     compiled: xgrammar.CompiledGrammar
     least: int
-    lengths: TokenLengths
+    texts: TokenTexts
 
 
 class CompiledPair(NamedTuple):
+    """`by_bytes`: the exact grammar's vocabulary is single bytes."""
+
     exact: xgrammar.CompiledGrammar
     free: FreeGrammar | None = None  # None: there are no limits to take out
+    by_bytes: bool = False
 
     @property
     def memory_size_bytes(self) -> int:
@@ -85,38 +93,62 @@ def _nodes(whole: object) -> Iterator[dict[str, Any]]:
             waiting += node
 
 
-class TokenLengths:
-    """How many characters each token has, and the sets of tokens of at most so many."""
+class TokenTexts:
+    """What each token spells: its bytes, its characters, and the tokens of at most so many.
+
+    `singles`: the tokens of one byte, with those that spell nothing and are matched by their ids.
+    """
 
     def __init__(self, info: xgrammar.TokenizerInfo, unwritten: bytes) -> None:
-        """`unwritten`: spelled by tokens that a grammar matches by their ids, at any length."""
-        spelled = info.decoded_vocab
-        self.chars = [len(token.translate(None, CONTINUED)) for token in spelled]
+        """`unwritten`: what the tokens that spell nothing are given as."""
+        self.spelled: list[bytes] = info.decoded_vocab
+        self.chars = [len(token.translate(None, CONTINUED)) for token in self.spelled]
         counted = np.array(self.chars)
-        counted[[token == unwritten for token in spelled]] = 0
+        is_unwritten = np.array([token == unwritten for token in self.spelled])
+        counted[is_unwritten] = 0
         counted[info.special_token_ids] = 0
-        self._counted = np.zeros(-(-info.vocab_size // 32) * 32, np.int32)
-        self._counted[: len(counted)] = counted
+        is_single = np.array([len(token) == 1 for token in self.spelled])
+        self.unwritten = {*np.flatnonzero(is_unwritten).tolist(), *info.special_token_ids}
+        self.has_all_bytes = len({self.spelled[i] for i in np.flatnonzero(is_single)}) == 256
+        self.singles = _words(is_single | (counted == 0))
         self.longest = int(counted.max())
+        self._counted = counted
         self._masks: dict[int, Masks] = {}
 
-    def mask(self, most: int) -> Masks:
-        if most not in self._masks:
-            allowed = np.packbits(self._counted <= most, bitorder="little")
-            self._masks[most] = allowed.view(np.int32)
-        return self._masks[most]
+    def at_most(self, num_chars: int) -> Masks:
+        if num_chars not in self._masks:
+            self._masks[num_chars] = _words(self._counted <= num_chars)
+        return self._masks[num_chars]
+
+
+def _words(is_in: np.ndarray) -> Masks:
+    bits = np.zeros(-(-len(is_in) // 32) * 32, bool)
+    bits[: len(is_in)] = is_in
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def reads_bytes(tag: str, texts: TokenTexts) -> bool:
+    """Whether the grammar of a structural tag can be followed byte by byte, apart from tokens that
+    spell nothing."""
+    for node in _nodes(json.loads(tag)["format"]):
+        kind = node.get("type")
+        is_token = kind == "token" and node.get("token") in texts.unwritten
+        if (not is_token and kind not in SPELLED) or "Token(" in str(node.get("grammar")):
+            return False
+    return texts.has_all_bytes
 
 
 class Place(NamedTuple):
-    """Where both matchers are. `deadlines`: characters of the output at which a limit is reached.
+    """Where both matchers are.
 
-    `is_apart`: the exact matcher has ended bounded text for its length, which the free one may
-    still go on with. It stays so until both make the same mask.
+    `first_limit`: the character of the output at which the first limit is reached. `is_apart`: the
+    exact matcher has ended bounded text for its length, which the free one may still go on with. It
+    stays so until both make the same mask.
     """
 
     num_chars: int = 0
     is_apart: bool = False
-    deadlines: tuple[int, ...] | None = None  # None: not yet looked at
+    first_limit: float = UNKNOWN
     has_token_limit: bool = False
 
 
@@ -128,15 +160,20 @@ class Matcher:
 
         self._exact = xgrammar.GrammarMatcher(grammar.exact, override_stop_tokens=stops)
         self._free: xgrammar.GrammarMatcher | None = None
+        self._by_bytes = grammar.by_bytes
         if grammar.free is not None:
-            compiled, least, self._lengths = grammar.free
-            self._least = min(least, self._lengths.longest)
+            compiled, least, self._texts = grammar.free
+            self._least = min(least, self._texts.longest)
             self._free = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
         self._places = [Place()]  # one after each token, so that tokens can be taken back
 
     @property
     def stop_token_ids(self) -> list[int]:
         return list(self._exact.stop_token_ids)
+
+    @property
+    def filler(self) -> xgrammar.GrammarMatcher:
+        return self._exact if self._free is None else self._free
 
     def is_terminated(self) -> bool:
         return bool(self._exact.is_terminated())
@@ -146,18 +183,24 @@ class Matcher:
         return bool(self._exact.is_completed())
 
     def accept_token(self, token: int) -> bool:
-        here = None if self._free is None else self._look()
-        if not self._exact.accept_token(token):
+        if self._free is None:
+            return bool(self._exact.accept_token(token))
+        here = self._look()
+        if not self._read(token):
             return False
-        if self._free is None or here is None:
-            return True
         if not self._free.accept_token(token):
-            self._free = None  # from here on there is the exact matcher alone
-            return True
-        num_chars = here.num_chars + self._lengths.chars[token]
-        is_over = any(deadline <= num_chars for deadline in here.deadlines or ())
-        self._places.append(Place(num_chars, here.is_apart or is_over))
+            self._exact.rollback(1)
+            return False
+        num_chars = here.num_chars + self._texts.chars[token]
+        self._places.append(Place(num_chars, here.is_apart or here.first_limit <= num_chars))
         return True
+
+    def _read(self, token: int) -> bool:
+        """Have the exact matcher read a token."""
+        is_by_id = token in self._texts.unwritten or token in self._exact.stop_token_ids
+        if is_by_id or not self._by_bytes:
+            return bool(self._exact.accept_token(token))
+        return bool(self._exact.accept_string(self._texts.spelled[token]))
 
     def rollback(self, num_tokens: int) -> None:
         self._exact.rollback(num_tokens)
@@ -169,66 +212,42 @@ class Matcher:
         """Make one mask, of all words of a row."""
         import torch
 
-        self.filler().fill_next_token_bitmask(torch.from_numpy(mask[None]))
+        self.filler.fill_next_token_bitmask(torch.from_numpy(mask[None]))
         self.narrow(mask)
 
-    def filler(self) -> xgrammar.GrammarMatcher:
-        """Return the matcher that makes the next mask."""
-        if self._free is None:
-            return self._exact
-        here = self._look()
-        if here.has_token_limit or (here.is_apart and self._limit(here) >= 1):
-            return self._exact
-        return self._free
-
     def narrow(self, mask: Masks) -> None:
-        """Make the mask of `filler()` that of the exact grammar, apart from overlong tokens."""
+        """Make the mask of `filler` that of the exact grammar, apart from overlong tokens."""
         if self._free is None:
             return
-        here, limit = self._look(), self._limit(self._look())
-        if here.has_token_limit or (here.is_apart and limit >= 1):
-            # A limit of tokens takes effect when a mask is made, so both make theirs.
-            differs = (mask ^ self._made_by(self._free)) & self._lengths.mask(max(1, limit))
-            is_apart = here.has_token_limit or bool(differs.any())
+        here = self._look()
+        limit = int(min(self._least, here.first_limit - here.num_chars))
+        if here.is_apart or here.has_token_limit or limit < 1:
+            # Also because a limit of tokens takes effect when a mask is made.
+            exact = self._exact_mask()
+            is_apart = limit < 1 or bool(((mask ^ exact) & self._texts.singles).any())
             self._places[-1] = here._replace(is_apart=is_apart)
-        elif limit < 1:  # the text could not end there, and goes on until it can
-            mask &= self._lengths.mask(1)
-            self._try_each(mask)
-        elif limit < self._lengths.longest:
-            mask &= self._lengths.mask(limit)
-            if not mask.any():
-                mask[:] = self._made_by(self._exact)
+            if is_apart:
+                mask[:] = exact
+                return
+        if limit < self._texts.longest:
+            mask &= self._texts.at_most(limit)
+        if not mask.any():
+            mask[:] = self._exact_mask()
 
     def _look(self) -> Place:
         here = self._places[-1]
-        if here.deadlines is None:
+        if here.first_limit == UNKNOWN:
             state = self._exact._debug_print_internal_state()  # 7 us; nothing else has deadlines
+            deadlines = map(int, DEADLINE.findall(state))
             here = here._replace(
-                deadlines=tuple(map(int, DEADLINE.findall(state))),
-                has_token_limit=TOKEN_LIMIT in state,
+                first_limit=min(deadlines, default=inf), has_token_limit=TOKEN_LIMIT in state
             )
             self._places[-1] = here
         return here
 
-    def _limit(self, here: Place) -> int:
-        """Return how many characters the next token may have."""
-        left = [deadline - here.num_chars for deadline in here.deadlines or ()]
-        return min([self._least, *left])
-
-    def _try_each(self, mask: Masks) -> None:
-        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        if allowed.size > MOST_TRIED:
-            mask[:] = self._made_by(self._exact)
-            return
-        for token in allowed.tolist():
-            if self._exact.accept_token(token):
-                self._exact.rollback(1)
-            else:
-                mask.view(np.uint32)[token // 32] &= ~(np.uint32(1) << np.uint32(token % 32))
-
-    def _made_by(self, matcher: xgrammar.GrammarMatcher) -> Masks:
+    def _exact_mask(self) -> Masks:
         import torch
 
-        mask = np.zeros(self._lengths.mask(1).shape, np.int32)
-        matcher.fill_next_token_bitmask(torch.from_numpy(mask[None]))
+        mask = np.zeros(self._texts.singles.shape, np.int32)
+        self._exact.fill_next_token_bitmask(torch.from_numpy(mask[None]))
         return mask

@@ -119,7 +119,7 @@ WORDLESS = [
     [
         (ebnf("root ::= root"), "the grammar does not compile: nothing matches it"),
         (ebnf("root ::= nope"), 'the grammar does not compile: .*Rule "nope" is not defined'),
-        (ebnf('root ::= (("a" | [b-z]+){1,1000} "x"){1,1000}'), "masks take .* ms a token"),
+        (ebnf('root ::= (("a" | [b-z]+){1,1000} "x"){1,1000}'), "masks take up to .* ms a token"),
         *((thinking(*form), "nothing matches it") for form in WORDLESS),
         ({"type": "nope"}, "the grammar does not compile: .*nope"),
         (ebnf("root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000), "Nest layer exceeded"),

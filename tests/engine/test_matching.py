@@ -12,7 +12,7 @@ import torch
 import xgrammar
 
 from nanovllm.config import DEMO
-from nanovllm.engine.grammars import Compiler
+from nanovllm.engine.grammars import Compiler, token_table
 from nanovllm.engine.matching import Matcher, without_limits
 from nanovllm.server.structured.schemas import compiled
 
@@ -43,6 +43,13 @@ def compiler() -> Compiler:
     return made
 
 
+@cache
+def exact_of(tag: str) -> xgrammar.CompiledGrammar:
+    """The grammar as it is, over all tokens."""
+    made = xgrammar.GrammarCompiler(token_table(DEMO, VOCAB, [END]), cache_enabled=False)
+    return made.compile_structural_tag(tag)
+
+
 def tag_of(schema: object) -> str:
     form = {"type": "grammar", "grammar": compiled(schema, "x", exact=True)}
     return json.dumps({"type": "structural_tag", "format": form})
@@ -62,8 +69,8 @@ def check_walk(tag: str, seed: int, steps: int) -> int:
     """Write at random next to the exact matcher. Return how many masks were near a limit."""
     pair, rng, num_near = compiler().build(tag), Random(seed), 0
     assert pair.free is not None
-    chars = pair.free.lengths.chars
-    matcher, exact = Matcher(pair), xgrammar.GrammarMatcher(pair.exact)
+    chars = pair.free.texts.chars
+    matcher, exact = Matcher(pair), xgrammar.GrammarMatcher(exact_of(tag))
     for _ in range(steps):
         mask, right = np.zeros(VOCAB // 32, np.int32), exact_mask(exact)
         matcher.fill(mask)
@@ -71,7 +78,7 @@ def check_walk(tag: str, seed: int, steps: int) -> int:
         assert allowed and set(allowed) <= set(expected)
         # Whatever one character spells is there, so every text can be written still.
         assert {t for t in expected if chars[t] <= 1} <= set(allowed)
-        num_near += matcher._limit(matcher._look()) < 6
+        num_near += 0 < matcher._look().first_limit - matcher._look().num_chars < 6
         inner = [t for t in allowed if 0 < chars[t] < 9 and t < END]
         token = rng.choice(inner if inner and rng.random() < 0.9 else allowed)
         if rng.random() < 0.2:  # drafts are taken back

@@ -168,5 +168,6 @@ WRITTEN = {
     "hostname": f"(?P<most63>{_HOST_NAME})",
     "idn-hostname": rf"(?P<most63>{_HOST_NAME})|{_IDN}(?:\.{_IDN}){{0,4}}",
     "email": _WRITTEN_MAIL,
-    "idn-email": rf"{_WRITTEN_MAIL}|{_WIDE}{{1,64}}@(?:{_IDN}(?:\.{_IDN}){{0,4}})",
+    "idn-email": rf"(?:(?P<most64>{_WIDE}+(?:\.{_WIDE}+)*)|{_QUOTED})@"
+    rf"(?:(?P<most63>{_HOST_NAME})|{_LITERAL}|{_IDN}(?:\.{_IDN}){{0,4}})",
 }

@@ -1,5 +1,8 @@
 """Regular expressions as rules, part by part. There are more ways than one to read a text then, but
 no states for every count: the limit of a large repetition is counted while it is written.
+
+xgrammar works out beforehand which tokens fit after each place of a rule, but only up to the end of
+that rule: what may reach beyond is tried anew with every mask. So no rule ends with a wide class.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from typing import Any
 
 from nanovllm.server.structured.automata import PatternError, TooLargeError
 from nanovllm.server.structured.productive import Rule, Sequence
-from nanovllm.server.structured.regexes import MANY, anchored, class_of, parsed
+from nanovllm.server.structured.regexes import MANY, anchored, class_of, num_wide, parsed
 from nanovllm.server.structured.rules import Rules
 from nanovllm.server.structured.texts import SLACK, distances, ending_within
 
@@ -35,13 +38,14 @@ def text_of(rules: Rules, pattern: str, high: int | None = None) -> str:
     for tree in _alternatives(list(whole)):
         starts = tree[:1] == [(op.AT, op.AT_BEGINNING)]
         ends = tree[-1:] == [(op.AT, op.AT_END)]
-        inner = parts.sequence(tree[starts : len(tree) - ends])
-        free = "" if starts and ends else parts.loop(parts.character(((0, 0x10FFFF),)))
-        before, behind = () if starts else (free,), () if ends else (free,)
-        if share is not None and free:
+        if share is not None and not (starts and ends):
             raise PatternError("a length beside an expression that may stand anywhere")
-        body.append((r'"\""', *before, *inner, *behind, r'"\""'))
-    return rules.add("text", body)
+        after = parts.closing() if ends else rules.basic("value_chars")
+        first = parts.then(tree[starts : len(tree) - ends], after)
+        if not starts:
+            first = parts.loop(rules.moves(((0, 0x10FFFF),)), first)
+        body.append((r'"\""', first))
+    return rules.add("text", body, end="value")
 
 
 def _widths(items: Any) -> tuple[int, int]:  # noqa: ANN401
@@ -76,6 +80,13 @@ def _alternatives(tree: list[Any]) -> list[list[Any]]:
 
 
 class _Parts:
+    """Writes an expression from its end to its beginning: each rule reads one part and goes on.
+
+    A wide class is then read by a rule that does not end after it, so that xgrammar knows before
+    the first mask of all tokens whether they fit. Parts without wide classes are rules of their
+    own, which other rules share.
+    """
+
     def __init__(self, rules: Rules, share: int | None, names: dict[str, int]) -> None:
         self._rules = rules
         self._share = share
@@ -84,19 +95,99 @@ class _Parts:
         self._known: dict[str, str] = {}
         self._num_copies = 0
 
-    def sequence(self, items: Any) -> Sequence:  # noqa: ANN401 - the reader's
-        return tuple(part for code, value in items for part in self._item(code, value))
+    def closing(self) -> str:
+        """The last quote."""
+        return self._named("closing", [(r'"\""',)])
 
-    def _item(self, code: Any, value: Any) -> Sequence:  # noqa: ANN401
+    def _named(self, key: str, body: Rule) -> str:
+        if key not in self._known:
+            self._known[key] = self._rules.add("part", body, end="value")
+        return self._known[key]
+
+    def then(self, items: Any, after: str) -> str:  # noqa: ANN401 - the reader's
+        """The rule that reads the items, then goes on with another."""
+        for code, value in reversed(items):
+            after = self._named(f"{code} {value} {after}", self._item(code, value, after))
+        return after
+
+    def _item(self, code: Any, value: Any, after: str) -> Rule:  # noqa: ANN401
         if code in (op.MAX_REPEAT, op.MIN_REPEAT):
-            return self._repeated(*value)
+            low, most, inner = value
+            return self._repeated(low, most, inner, after)
         if code is op.SUBPATTERN and value[0] in self._most:
-            return (self._counted(value[3], self._most[value[0]]),)
+            return [(self._counted(value[3], self._most[value[0]]), after)]
         if code is op.SUBPATTERN and not any(value[1:3]):
-            return (self._branches([value[3]]),)
+            return self._either([value[3]], after)
         if code is op.BRANCH:
-            return (self._branches(value[1]),)
-        return (self.character(class_of(code, value)),)
+            return self._either(value[1], after)
+        return self._rules.moves(class_of(code, value), after)
+
+    def _either(self, branches: Any, after: str) -> Rule:  # noqa: ANN401
+        if _is_shared(branches):
+            return [(self._shared(branches), after)]
+        made = [sequence for branch in branches for sequence in self._first(branch, after)]
+        return list(dict.fromkeys(made))
+
+    def _first(self, items: Any, after: str) -> Rule:  # noqa: ANN401
+        """The same as `then`, but what its rule reads."""
+        if not items:
+            return [(after,)]
+        (code, value), *others = items
+        return self._item(code, value, self.then(others, after))
+
+    def _repeated(self, low: int, most: Any, inner: Any, after: str) -> Rule:  # noqa: ANN401
+        least, width = inner.getwidth()
+        limit = None if most is op.MAXREPEAT else most
+        if limit is None and self._share is not None:
+            limit = low + self._share
+        if limit is not None and (least, width) == (1, 1) and limit - low > MANY:
+            return [(self._limited(low, limit, inner), after)]
+        self._count(low if limit is None else limit)
+        if least == 0 and limit is None:  # a loop through nothing: of a rule that may be empty
+            one = self._shared([inner])
+            loop = self._rules.name("loop")
+            self._rules.bodies[loop] = [('""',), (one, loop)]
+            return [(loop, after)]
+        if limit is None:
+            key = f"loop {inner} {after}"
+            if key not in self._known:
+                loop = self._known[key] = self._rules.name("loop")
+                self._rules.tell(loop, "value")
+                self._rules.bodies[loop] = [*self._first(inner, loop), (after,)]
+            more = self._known[key]
+        else:
+            more = after
+            for _ in range(limit - low):
+                more = self._named(f"at most {inner} {more} {after}",
+                                   [*self._first(inner, more), (after,)])  # fmt: skip
+        for _ in range(low):
+            more = self.then(inner, more)
+        return list(self._rules.bodies[more])
+
+    def loop(self, one: Rule, after: str) -> str:
+        """Any number of these characters, then a rule."""
+        name = self._rules.name("loop")
+        self._rules.tell(name, "value")
+        self._rules.bodies[name] = [*((*sequence, name) for sequence in one), (after,)]
+        return name
+
+    def _limited(self, low: int, most: int, inner: Any) -> str:  # noqa: ANN401
+        """So many of one character, counted while they are written."""
+        key = f"limited {low} {most} {inner}"
+        if key not in self._known:
+            self._count(low)
+            one = self._characters(inner)
+            name = self._rules.name("loop")
+            self._rules.bodies[name] = [('""',), *((*sequence, name) for sequence in one)]
+            for _ in range(low):
+                name = self._rules.add("least", [(*sequence, name) for sequence in one])
+            self._known[key] = self._rules.add("body", [(name,)], mark=f"max_chars={most}")
+        return self._known[key]
+
+    def _characters(self, inner: Any) -> Rule:  # noqa: ANN401
+        """What single characters of an expression are written as."""
+        empty = self._named("nothing", [('""',)])
+        return [sequence[:-1] for sequence in self._first(inner, empty)]
 
     def _counted(self, inner: Any, most: int) -> str:  # noqa: ANN401
         """A rule of at most so many characters, counted while they are written: an automaton
@@ -106,56 +197,66 @@ class _Parts:
         body = self._rules.dfa(ending_within(dfa, slack))
         return self._rules.add("body", [(body,)], mark=f"max_chars={most - slack}")
 
-    def _branches(self, branches: Any) -> str:  # noqa: ANN401
-        if len(branches) == 1 and len(branches[0]) == 1:
-            only = self._item(*branches[0][0])
-            if len(only) == 1:
-                return only[0]
-        key = str(branches)
-        if key not in self._known:
-            body: Rule = [self.sequence(branch) or ('""',) for branch in branches]
-            self._known[key] = self._rules.add("part", body)
-        return self._known[key]
-
-    def _repeated(self, low: int, most: Any, inner: Any) -> Sequence:  # noqa: ANN401
-        one = self._branches([inner])
-        is_one = inner.getwidth() == (1, 1)
-        least = (one,) * low
-        if most is op.MAXREPEAT:
-            self._count(low)
-            if self._share is not None:
-                return (self._limited(one, low, low + self._share),)
-            return (*least, self.loop(one))
-        if is_one and most - low > MANY:
-            self._count(low)
-            return (self._limited(one, low, most),)
-        self._count(most)
-        more = ""
-        for _ in range(most - low):
-            more = self._rules.add("more", [('""',), (one, more) if more else (one,)])
-        return (*least, more) if more else least
-
-    def _limited(self, one: str, low: int, most: int) -> str:
-        """So many of one character, counted while they are written."""
-        self._count(low)
-        key = f"{one} {low} {most}"
-        if key not in self._known:
-            body = (one,) * low
-            mark = f"max_chars={most}"
-            self._known[key] = self._rules.add("body", [(*body, self.loop(one))], mark=mark)
-        return self._known[key]
-
     def _count(self, copies: int) -> None:
         self._num_copies += copies
         if self._num_copies > MOST_COPIES:
             raise TooLargeError("repetitions that come to too many parts")
 
-    def loop(self, one: str) -> str:
-        key = f"{one}*"
+    # -- parts that are rules of their own ------------------------------------------------------
+
+    def _shared(self, branches: Any) -> str:  # noqa: ANN401
+        key = f"shared {branches}"
         if key not in self._known:
-            name = self._known[key] = self._rules.name("loop")
-            self._rules.bodies[name] = [('""',), (one, name)]
+            body: Rule = [self._sequence(branch) or ('""',) for branch in branches]
+            self._known[key] = self._rules.add("part", body)
         return self._known[key]
 
-    def character(self, ranges: Any) -> str:  # noqa: ANN401
-        return self._rules.character(ranges)
+    def _sequence(self, items: Any) -> Sequence:  # noqa: ANN401
+        return tuple(part for code, value in items for part in self._called(code, value))
+
+    def _called(self, code: Any, value: Any) -> Sequence:  # noqa: ANN401
+        if code in (op.MAX_REPEAT, op.MIN_REPEAT):
+            low, most, inner = value
+            return self._several(low, most, self._shared([inner]))
+        if code is op.SUBPATTERN and not any(value[1:3]) and value[0] not in self._most:
+            return (self._shared([value[3]]),)
+        if code is op.BRANCH:
+            return (self._shared(value[1]),)
+        if code is op.SUBPATTERN:
+            return self._item(code, value, "")[0][:1]
+        return (self._rules.character(class_of(code, value)),)
+
+    def _several(self, low: int, most: Any, one: str) -> Sequence:  # noqa: ANN401
+        least = (one,) * low
+        self._count(low if most is op.MAXREPEAT else most)
+        if most is op.MAXREPEAT:
+            key = f"{one}*"
+            if key not in self._known:
+                name = self._known[key] = self._rules.name("loop")
+                self._rules.bodies[name] = [('""',), (one, name)]
+            return (*least, self._known[key])
+        more = ""
+        for _ in range(most - low):
+            more = self._rules.add("more", [('""',), (one, more) if more else (one,)])
+        return (*least, more) if more else least
+
+
+def _is_shared(branches: Any) -> bool:  # noqa: ANN401
+    """Whether it has several characters, none of a wide class, and no limit of its own."""
+    return all(not num_wide(branch) for branch in branches) and not _has_large(branches)
+
+
+def _has_large(branches: Any) -> bool:  # noqa: ANN401
+    """Whether a repetition in it is counted as it is written, or has a share."""
+    inner: list[Any] = []
+    for code, value in (item for branch in branches for item in branch):
+        if code in (op.MAX_REPEAT, op.MIN_REPEAT):
+            low, most, repeated = value
+            if most is op.MAXREPEAT or most - low > MANY:
+                return True
+            inner.append(repeated)
+        elif code is op.BRANCH:
+            inner += value[1]
+        elif code is op.SUBPATTERN:
+            inner.append(value[3])
+    return bool(inner) and _has_large(inner)

@@ -67,10 +67,10 @@ class Rules:
         """`end`: what may follow, a key of ENDS. `mark`: of the rule, in brackets."""
         name = self.name(hint)
         self.bodies[name] = body
-        self._tell(name, end, mark)
+        self.tell(name, end, mark)
         return name
 
-    def _tell(self, name: str, end: str, mark: str = "") -> None:
+    def tell(self, name: str, end: str, mark: str = "") -> None:
         if end:
             self._ahead[name] = f" (= {self._space} {ENDS[end]})"
         if mark:
@@ -82,7 +82,7 @@ class Rules:
         if name in self.bodies:
             return name
         if name in ("value_chars", "key_chars"):
-            self._tell(name, name.partition("_")[0])
+            self.tell(name, name.partition("_")[0])
         self.bodies[name] = _BASIC[name]
         for sequence in _BASIC[name]:
             for item in sequence:
@@ -102,26 +102,32 @@ class Rules:
         elif high <= MANY:
             made = self.add("text", [(r'"\""', self._counted(low, high, end))])
         else:
-            inner = self._counted(low, None, "")
+            inner = self._counted(low, None, "", closing=end)
             body = self.add("body", [(inner,)], mark=f"max_chars={high}")
             made = self.add("text", [(r'"\""', body, r'"\""')])
         self._known[key] = made
         return made
 
-    def _counted(self, low: int, high: int | None, end: str) -> str:
-        """The rest of a string: its characters and, unless nothing follows, the last quote."""
+    def _counted(self, low: int, high: int | None, end: str, closing: str = "") -> str:
+        """The rest of a string: its characters and, where it has an `end`, the last quote.
+
+        `closing`: what follows the quote that another rule writes.
+        """
         if not low and high is None and end:
             return self.basic(f"{end}_chars")
-        key = ("rest", low, high, end)
+        key = ("rest", low, high, end, closing)
         if key in self._known:
             return self._known[key]
         body: Rule = [] if low else [(r'"\""' if end else '""',)]
         name = self.name("rest")
         self._known[key] = name
         self.bodies[name] = body
-        self._tell(name, end)
+        self.tell(name, end)
+        if closing:
+            self._ahead[name] = f' (= "\\"" {self._space} {ENDS[closing]})'
         if high != 0:
-            less = self._counted(max(0, low - 1), None if high is None else high - 1, end)
+            most = None if high is None else high - 1
+            less = self._counted(max(0, low - 1), most, end, closing)
             body += [(FREE, less), (r'"\\"', self.basic("escape"), less)]
         return name
 
@@ -154,7 +160,7 @@ class Rules:
             if at in dfa.finals:
                 body.append((r'"\""' if end and in_json else '""',))
             self.bodies[names[at]] = body
-            self._tell(names[at], end)
+            self.tell(names[at], end)
         self._known[key] = names[0]
         return names[0]
 
@@ -166,9 +172,13 @@ class Rules:
             return class_text(ranges)
         key = ("character", ranges)
         if key not in self._known:
-            body = [sequence[:-1] for sequence in self._moves(ranges, "ws", in_json=True, free="")]
-            self._known[key] = self.add("character", body)
+            self._known[key] = self.add("character", self.moves(ranges))
         return self._known[key]
+
+    def moves(self, ranges: Ranges, to: str = "") -> Rule:
+        """One character of these as in a JSON string, then a rule, if any."""
+        made = self._moves(ranges, to or "ws", in_json=True, free="")
+        return made if to else [sequence[:-1] for sequence in made]
 
     def _moves(self, ranges: Ranges, to: str, *, in_json: bool, free: str) -> Rule:
         """One character of these, then a rule."""

@@ -1,0 +1,136 @@
+"""A search for the mask of a grammar that takes most time, over outputs that a model could write.
+
+While a grammar runs, every other request waits for its masks. Dear ones lie at few places: after a
+quote, before a limit, in one of many alternatives. A random walk hardly meets them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterator
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from nanovllm.engine.matching import Matcher, TokenTexts
+from nanovllm.plan import Masks
+
+MOST_MASKS = 200
+MOST_TOKENS = 48  # of an output, apart from repetitions
+MOST_REPEATED = 300  # times that one token is written
+BEFORE_END = (1, 2, 4, 8)  # tokens before a repetition comes to its end
+SURE = 3  # times that a mask is made: the least is its cost
+LETTERS = b"aZ0 \"\\@.-/:,;_+=~%#'()<>{}[]\n\xc3\xe4\xb8"
+
+
+class Dearest(NamedTuple):
+    cost_s: float
+    output: list[int]
+
+
+class Search:
+    """Visits outputs by turns: the one after the dearest mask, and the one that was met first.
+
+    Masks that are the same lead to the same, so each is gone on from once.
+    """
+
+    def __init__(self, matcher: Matcher, texts: TokenTexts, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._mask = np.zeros(-(-vocab_size // 32), np.int32)
+        singles = {texts.spelled[token]: token for token in _tokens_of(texts.singles)}
+        self._letters = [singles[bytes([b])] for b in LETTERS if bytes([b]) in singles]
+        self._output: list[int] = []  # what the matcher has read since the search began
+        self._seen: set[bytes] = set()
+        self._waiting: list[tuple[float, int, list[int], list[int]]] = []
+        self._numbers = count()
+        self.costs_s: list[float] = []
+        self.dearest = Dearest(0.0, [])
+
+    def run(self, cpu_s: float, most_masks: int = MOST_MASKS) -> Dearest:
+        """Search until so much CPU time is spent or so many masks are made.
+
+        The matcher is left where it was.
+        """
+        until = time.thread_time() + cpu_s
+        self._visit([])
+        while self._waiting and len(self.costs_s) < most_masks and time.thread_time() < until:
+            *_, output, following = heapq.heappop(self._waiting)
+            for token in following:
+                for longer in self._longer(output, token):
+                    self._visit(longer)
+                if len(self.costs_s) >= most_masks or time.thread_time() >= until:
+                    break
+        self._go_to([])
+        return self.dearest
+
+    def _longer(self, output: list[int], token: int) -> Iterator[list[int]]:
+        """Outputs with the token once, and with as many as fit, or nearly so."""
+        yield [*output, token]
+        if not self._go_to([*output, token]):
+            return
+        num = 1
+        while num < MOST_REPEATED and not self._matcher.is_terminated() and self._read(token):
+            num += 1
+        if 2 < num < MOST_REPEATED:
+            for fewer in (0, *BEFORE_END):
+                if num - fewer > 1:
+                    yield [*output, *([token] * (num - fewer))]
+
+    def _visit(self, output: list[int]) -> None:
+        if not self._go_to(output) or self._matcher.is_terminated():
+            return
+        cost_s = self._cost_s()
+        self.costs_s.append(cost_s)
+        if cost_s > self.dearest.cost_s:
+            self.dearest = Dearest(cost_s, output)
+        if (key := self._mask.tobytes()) in self._seen or len(set(output)) > MOST_TOKENS:
+            return
+        self._seen.add(key)
+        following = self._following()
+        number = next(self._numbers)
+        heapq.heappush(
+            self._waiting, (number if number % 2 else -cost_s, number, output, following)
+        )
+
+    def _cost_s(self) -> float:
+        """Make the mask, and return the CPU time of one."""
+        costs = []
+        for _ in range(SURE):
+            begun = time.thread_time()
+            self._matcher.fill(self._mask)
+            costs.append(time.thread_time() - begun)
+            if costs[-1] < 1e-3:
+                break
+        return min(costs)
+
+    def _following(self) -> list[int]:
+        """Tokens of all kinds that may come next: single bytes, and one of the others."""
+        words = self._mask.view(np.uint32)
+        allowed = [t for t in self._letters if words[t // 32] >> np.uint32(t % 32) & 1]
+        others = _tokens_of(self._mask)
+        return list(dict.fromkeys([*allowed, *others[len(others) // 2 :][:1], *others[:1]]))
+
+    def _go_to(self, output: list[int]) -> bool:
+        """Have the matcher stand after an output; False if it cannot."""
+        same = 0
+        while same < min(len(output), len(self._output)) and output[same] == self._output[same]:
+            same += 1
+        if len(self._output) > same:
+            self._matcher.rollback(len(self._output) - same)
+            del self._output[same:]
+        return all(self._read(token) for token in output[same:])
+
+    def _read(self, token: int) -> bool:
+        if self._matcher.is_terminated() or not self._matcher.accept_token(token):
+            return False
+        self._output.append(token)
+        return True
+
+
+def _tokens_of(mask: Masks) -> list[int]:
+    found: list[int] = np.flatnonzero(
+        np.unpackbits(mask.view(np.uint8), bitorder="little")
+    ).tolist()
+    return found
