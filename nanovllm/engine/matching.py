@@ -138,7 +138,7 @@ def reads_bytes(tag: str, texts: TokenTexts) -> bool:
     return texts.has_all_bytes
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where both matchers are.
 
     `first_limit`: the character of the output at which the first limit is reached. `is_apart`: the
@@ -165,7 +165,7 @@ class Matcher:
             compiled, least, self._texts = grammar.free
             self._least = min(least, self._texts.longest)
             self._free = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
-        self._places = [Place()]  # one after each token, so that tokens can be taken back
+        self._positions = [Position()]  # one after each token, so that tokens can be taken back
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -192,7 +192,7 @@ class Matcher:
             self._exact.rollback(1)
             return False
         num_chars = here.num_chars + self._texts.chars[token]
-        self._places.append(Place(num_chars, here.is_apart or here.first_limit <= num_chars))
+        self._positions.append(Position(num_chars, here.is_apart or here.first_limit <= num_chars))
         return True
 
     def _read(self, token: int) -> bool:
@@ -206,7 +206,7 @@ class Matcher:
         self._exact.rollback(num_tokens)
         if self._free is not None:
             self._free.rollback(num_tokens)
-            del self._places[-num_tokens:]
+            del self._positions[-num_tokens:]
 
     def fill(self, mask: Masks) -> None:
         """Make one mask, of all words of a row."""
@@ -225,7 +225,7 @@ class Matcher:
             # Also because a limit of tokens takes effect when a mask is made.
             exact = self._exact_mask()
             is_apart = limit < 1 or bool(((mask ^ exact) & self._texts.singles).any())
-            self._places[-1] = here._replace(is_apart=is_apart)
+            self._positions[-1] = here._replace(is_apart=is_apart)
             if is_apart:
                 mask[:] = exact
                 return
@@ -234,15 +234,15 @@ class Matcher:
         if not mask.any():
             mask[:] = self._exact_mask()
 
-    def _look(self) -> Place:
-        here = self._places[-1]
+    def _look(self) -> Position:
+        here = self._positions[-1]
         if here.first_limit == UNKNOWN:
             state = self._exact._debug_print_internal_state()  # 7 us; nothing else has deadlines
             deadlines = map(int, DEADLINE.findall(state))
             here = here._replace(
                 first_limit=min(deadlines, default=inf), has_token_limit=TOKEN_LIMIT in state
             )
-            self._places[-1] = here
+            self._positions[-1] = here
         return here
 
     def _exact_mask(self) -> Masks:

@@ -21,7 +21,7 @@ from tests.server.structured import walk
 NUM_TOKENS = 60_000
 LETTERS = "etaoinsrhldcumfpgwybvkxjqz"
 MARKS = " \"'.,:;-_/\\()[]{}@#=+<>0123456789"
-SHARE = 4  # of what near a limit costs with xgrammar alone
+SHARE = 2  # of what near a limit costs with xgrammar alone
 FORMS = (
     *("format email", "format idn-email", "format hostname", "format uri", "string"),
     *("at most 8", "at most 40", "two limits", "letters", "line", "shares", "escapes"),
