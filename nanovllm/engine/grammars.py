@@ -49,6 +49,7 @@ MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 UNWRITTEN = b"\xff</parameter>\xff"
 MASK_S = 0.02  # of CPU time; usual masks take 0.05 ms
 SEARCH_S = 0.15  # of CPU time, to find the dearest mask of a grammar
+REMEDY = "repeat classes of characters alone, as in [a-z]*, not among alternatives"
 MOST_NAMED = 4  # tokens by their ids before the answer begins
 TRIED_TOKENS = 20  # up to four of them for thinking and what follows it
 # The number of a row's next mask, its matcher, the drafts behind that mask.
@@ -293,7 +294,7 @@ def check_cost(matcher: Matcher, texts: TokenTexts, vocab_size: int, named: Sequ
         return
     dearest = Search(matcher, texts, vocab_size).run(SEARCH_S)
     if dearest.cost_s > MASK_S:
-        raise ValueError(f"its masks take up to {1000 * dearest.cost_s:.0f} ms a token")
+        raise ValueError(f"its masks take up to {1000 * dearest.cost_s:.0f} ms a token; {REMEDY}")
 
 
 def token_table(folder: Path, vocab_size: int, stop_ids: list[int]) -> xgrammar.TokenizerInfo:

@@ -101,6 +101,7 @@ def test_a_template_error_is_a_bad_request(api) -> None:
     ("refusal", "status", "code"),
     [
         (queue_full(), 503, "queue_full"),
+        (Refusal(0, RefusalKind.BUSY, "the machine is busy"), 503, "compiler_busy"),
         (Refusal(0, RefusalKind.TOO_LONG, "it can never fit"), 400, "context_length_exceeded"),
         (Refusal(0, RefusalKind.INVALID, "no such bias"), 400, "invalid_value"),
     ],
