@@ -1,6 +1,6 @@
-"""Our kernels. Tables from names to what `nanovllm check-kernels` runs, and what it compiles."""
+"""Tables of the kernels that `nanovllm check-kernels` runs and of those that it compiles."""
 
-CHECKED = {  # by module, where a name in capitals is its case.Kernel
+CHECKED = {  # module: names of its case.Kernel objects, which are upper case there
     "norm": "rms_norm add_rms_norm",
     "activation": "silu_mul sigmoid_mul",
     "rope_cases": "mean_squares rope_store",
@@ -25,19 +25,20 @@ CHECKED = {  # by module, where a name in capitals is its case.Kernel
     "delta_cases": "delta_decode delta_drafted delta_prefill",
     "ngram": "ngram",
 }
-KERNELS = {  # "module:attribute" of a case.Kernel
+KERNELS = {  # name: "module:attribute" of a case.Kernel
     **{
         name: f"nanovllm_kernels.{module}:{name.upper()}"
         for module, names in CHECKED.items()
         for name in names.split()
     },
-    # Beside what layers call by that name.
+    # These are defined in the module of the function that the layers call.
     "gated_linear": "nanovllm_kernels.gated_linear:KERNEL",
     "sliced_linear": "nanovllm_kernels.library_linear:SLICED",
     "added_linear": "nanovllm_kernels.library_linear:ADDED",
 }
 
-# In CuTe DSL: compiled for the GPU present, else for what CUTE_DSL_ARCH names. Of what, with what.
+# Kernels in CuTe DSL, as (compile function, arguments). They are compiled for the GPU present, and
+# without a GPU for the architecture in CUTE_DSL_ARCH.
 COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
     "flash_forward": ("nanovllm_kernels.flash_prefill:compile_causal", (2, 128, 128, "bfloat16")),
     "gated_linear": ("nanovllm_kernels.gated_linear:compile_gated", ("bfloat16", True)),

@@ -1,7 +1,8 @@
-"""Activated gates times rows: the SiLU of one half of a matrix times the other half, and the
-sigmoid of one product times the results of attention.
+"""Elementwise products with activated gates: silu(gate) * up and sigmoid(gate) * x.
 
-Meaning: nanovllm_kernels.reference. The activated gate is rounded before the product, as in torch.
+`silu_mul` takes gate and up as the two halves of one matrix. `sigmoid_mul` gates the output of
+attention. The reference is nanovllm_kernels.reference. The activated gate is rounded before the
+product, as in torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from nanovllm_kernels.case import Args, Case, Kernel, bits, normal
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.following import let_next_come, wait
 
-BLOCK = 1024  # 8 elements a thread: one 16-byte load of each operand
+BLOCK = 1024  # elements per program, 8 per thread: one 16-byte load of each operand
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ def activate_mul_kernel(
     gate_ITF, x_TF, y_TF, slice_stride, gate_stride, x_stride, width, num_blocks,
     SLICES: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    let_next_come(WAITS and not SILU)  # the out projection has its weights under way
+    let_next_come(WAITS and not SILU)  # the out projection prefetches its weights
     wait(WAITS)
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     f = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
@@ -65,7 +66,7 @@ def activate_mul_kernel(
 
 
 def inputs(kind: str, T: int, F: int, dtype: torch.dtype, device: torch.device) -> Args:
-    """`huge`: gates where exp overflows; `strided`: columns of a wider matrix."""
+    """Return gate_up_T2F. `huge`: exp(-gate) overflows; `strided`: columns of a wider matrix."""
     gate_up_T2F = normal(device, T, 2 * F + 64 * (kind == "strided"), dtype=dtype)[:, : 2 * F]
     if kind == "huge":
         gate_up_T2F[:, ::2] *= 200
@@ -73,7 +74,7 @@ def inputs(kind: str, T: int, F: int, dtype: torch.dtype, device: torch.device) 
 
 
 def sigmoid_inputs(kind: str, T: int, F: int, dtype: torch.dtype, device: torch.device) -> Args:
-    """`slices`: gates are sums of two."""
+    """Return gate and x_TF. With `slices`, the gate is the sum of two slices."""
     halves_2TF = inputs(kind, T, F, dtype, device)[0].unflatten(1, (2, F)).transpose(0, 1)
     x_TF = normal(device, T, F, dtype=dtype, seed=1)
     return halves_2TF if kind == "slices" else halves_2TF[0], x_TF
@@ -97,8 +98,8 @@ def cases(inputs: Callable[..., Args]) -> tuple[Case, ...]:
     return (*checked, *timed)
 
 
-# 16 bit: the gate and the product may each round to the neighbouring number. 32 bit: the
-# exponential's argument is rounded, which costs |gate| ulps, below 8 for the cases' numbers.
+# In 16 bits, the gate and the product may each round to the neighbouring number. In 32 bits, the
+# rounded argument of the exponential costs |gate| ulps, which is below 8 for the cases' numbers.
 ULPS = {"ulps_16": 2, "ulps_32": 16}
 SILU_MUL = Kernel("silu_mul", silu_mul, reference.silu_mul, cases(inputs), **ULPS)
 SIGMOID_MUL = Kernel(

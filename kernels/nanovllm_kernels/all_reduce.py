@@ -1,19 +1,20 @@
-"""Sums over ranks, for messages of a decode step, by stores into the memory of the other GPUs.
+"""All-reduce and all-gather of decode-sized messages, by stores into the memory of peer GPUs.
 
-Meaning: the *_reference functions below. Every rank stores its message into a region of its own in
-every rank's buffer; readers look at their own memory only, until all has come. Sums are float32, in
-the order of ranks, rounded once: the same bits on every rank, whatever the size of the message.
+The references are the *_reference functions below. Every rank stores its message into its own
+region of every rank's buffer. Readers poll their own memory only, until all messages have arrived.
+Sums are float32, in the order of ranks, and rounded once. So all ranks get the same bits, for any
+size of the message.
 
-Decision: data is its own flag. A region that nobody has written holds EMPTY in every element, which
-is a NaN that no arithmetic gives; whoever reads an element waits until it is something else and
-makes it EMPTY again. So there is no flag to write after the data, and no fence between the two,
-which would cost another trip over the link.
+Decision: data is its own flag. An unwritten region holds EMPTY in every element, a NaN that no
+arithmetic produces. A reader polls an element until its value differs from EMPTY and then resets it
+to EMPTY. So no flag is written after the data, and no fence is needed between the two, which would
+cost another trip over the link.
 
-A buffer has two slots, of odd and of even calls. That suffices: what a rank reads in call E + 1 was
-stored by ranks whose call E had ended, its slot emptied, so in call E + 2 it may be written again.
-The calls are counted in device memory, because a CUDA graph repeats its arguments.
+A buffer has two slots, for odd and for even calls. Two suffice: data read in call E + 1 was stored
+by ranks that had finished call E and emptied its slot. So call E + 2 may write that slot again. The
+calls are counted in device memory, because a CUDA graph repeats its arguments.
 
-Kernels of one rank must not overlap: all calls on one stream. All ranks make the same calls.
+Kernels of one rank must not overlap, so all calls use one stream. All ranks make the same calls.
 """
 
 from __future__ import annotations
@@ -29,39 +30,39 @@ from nanovllm_kernels import reference
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.following import let_next_come, wait
 
-PROGRAMS = 64  # fewer than any GPU has multiprocessors: programs wait for those of other ranks
-MAX_WIDTH = 16384  # a row must fit a program's registers
-CHUNK = 2048  # elements that a program takes at a time where it need not take a row,
-LONG_CHUNK = 4096  # and those of a message that would keep all programs busy several times
-GATHERED = 512  # units of 2 bytes that a program gathers at a time: 64 rows of 8 bytes
-HOP_BYTES = 768 << 10  # what a link carries while a short message takes the way over it
-EMPTY = tl.constexpr(-1)  # as a number of 16 or of 32 bits
+PROGRAMS = 64  # all must run at once, to wait for other ranks: fewer than any GPU's multiprocessors
+MAX_WIDTH = 16384  # elements of a row, which must fit in a program's registers
+CHUNK = 2048  # elements that a program takes at a time where it need not take a whole row
+LONG_CHUNK = 4096  # the same for a message of more than PROGRAMS * CHUNK elements
+GATHERED = 512  # 2-byte units that a program gathers at a time
+HOP_BYTES = 768 << 10  # bytes that a link carries in the latency of a short message
+EMPTY = tl.constexpr(-1)  # as an int16 or int32
 ANOTHER_NAN = tl.constexpr(-2)
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """What a rank knows of the buffers of all ranks, its own included."""
+    """Buffers of all ranks, including this rank's own, and the counters of its calls."""
 
     rank: int
     size: int
     capacity: int  # bytes of the longest message, a multiple of 16
-    addresses_I: Tensor  # int64: where the buffer of each rank is, as this rank sees it
-    calls_X: Tensor  # int32: how many there were; PROGRAMS times the same number
-    keeps: object = None  # what must live as long as the buffers
+    addresses_I: Tensor  # int64: address of each rank's buffer, mapped in this rank
+    calls_X: Tensor  # int32: number of calls so far, repeated PROGRAMS times
+    keeps: object = None  # object that must live as long as the buffers
     hop_bytes: int = HOP_BYTES
 
     @property
     def place(self) -> tuple[Tensor, Tensor, int, int]:
-        """What every kernel is told."""
+        """Return the arguments that all kernels share."""
         return self.addresses_I, self.calls_X, self.rank, self.capacity
 
     def fits(self, x: Tensor) -> bool:
-        """Whether the message is short enough for the buffers."""
+        """Return True if the message fits in the buffers."""
         return x.nbytes <= self.capacity
 
     def takes_two_hops(self, num_bytes: int) -> bool:
-        """Whether a message is summed up piece by piece at owners, which then send out the sums.
+        """Return True if each chunk is summed by its owner, which then sends the sum to all ranks.
 
         In one hop a rank stores (size - 1) messages, in two 2 * (size - 1) / size of one.
         """
@@ -70,18 +71,18 @@ class Peers:
 
 
 def buffer_bytes(size: int, capacity: int) -> int:
-    """The length of a rank's buffer, which must be all 0xFF before the first call of any rank."""
+    """Return the size of a rank's buffer, which must be all 0xFF before any rank's first call."""
     return 2 * (size + 1) * capacity
 
 
 def all_reduce(x_TD: Tensor, peers: Peers) -> Tensor:
-    """In place: returns x_TD, now the sum over ranks."""
+    """Replace x_TD by its sum over ranks, and return it."""
     _launch(x_TD, None, None, x_TD, 0.0, peers)
     return x_TD
 
 
 def all_reduce_add(x_TD: Tensor, residual_TD: Tensor, peers: Peers) -> Tensor:
-    """In place: returns residual_TD, to which the sum over ranks has been added."""
+    """Add the sum of x_TD over ranks to residual_TD in place, and return residual_TD."""
     _launch(x_TD, residual_TD, None, residual_TD, 0.0, peers)
     return residual_TD
 
@@ -89,13 +90,19 @@ def all_reduce_add(x_TD: Tensor, residual_TD: Tensor, peers: Peers) -> Tensor:
 def all_reduce_add_norm(
     x_TD: Tensor, residual_TD: Tensor, norm_weight_D: Tensor, eps: float, peers: Peers
 ) -> tuple[Tensor, Tensor]:
-    """In place: returns x_TD, the normalised stream, and residual_TD, the stream."""
+    """Add the sum of x_TD over ranks to the stream residual_TD, and replace x_TD by its RMSNorm.
+
+    Returns x_TD and residual_TD.
+    """
     _launch(x_TD, residual_TD, norm_weight_D, x_TD, eps, peers)
     return x_TD, residual_TD
 
 
 def all_gather(x_SW: Tensor, peers: Peers) -> Tensor:
-    """All ranks' x as x_ISW, of any type of 2 bytes or more. Takes twice its bytes of capacity."""
+    """Return all ranks' x_SW as x_ISW. Elements have at least 2 bytes.
+
+    The message takes 2 * x_SW.nbytes of the capacity.
+    """
     assert x_SW.is_contiguous() and 2 * x_SW.nbytes <= peers.capacity, x_SW.shape
     y_ISW = torch.empty(peers.size, *x_SW.shape, dtype=x_SW.dtype, device=x_SW.device)
     halves, waits = x_SW.nbytes // 2, follows(len(x_SW), x_SW.device)
@@ -141,15 +148,15 @@ def _launch(
         PROGRAMS=PROGRAMS,
         WAITS=waits,
         launch_pdl=waits,
-        num_warps=min(max(block // 256, 1), 16),  # 8 elements a thread: 16 bytes of bf16
+        num_warps=min(max(block // 256, 1), 16),  # 8 elements per thread: 16 bytes of bf16
     )
 
 
 @triton.jit
 def region(address, index, capacity, like):
-    """Where the region of this index begins in the buffer at `address`.
+    """Return the address of a region in the buffer at `address`.
 
-    Each slot has one for messages of each rank, and one more for sums of owners.
+    Each slot has one region for the messages of each rank, and one more for sums of owners.
     """
     at = address + index.to(tl.int64) * capacity
     return tl.multiple_of(at.to(tl.pointer_type(like.dtype.element_ty)), 16)
@@ -157,7 +164,7 @@ def region(address, index, capacity, like):
 
 @triton.jit
 def send(bits, addresses_I, rank, index, capacity, at, inside, SIZE: tl.constexpr, like):
-    """To that region of all ranks; each begins with the next one and comes to itself last."""
+    """Store `bits` in that region of all ranks, from the next rank on, with its own rank last."""
     for nth in tl.static_range(1, SIZE + 1):
         peer = tl.load(addresses_I + (rank + nth) % SIZE)
         tl.store(region(peer, index, capacity, like) + at, bits, inside)
@@ -165,36 +172,43 @@ def send(bits, addresses_I, rank, index, capacity, at, inside, SIZE: tl.constexp
 
 @triton.jit
 def count_call(calls_X, call, PROGRAMS: tl.constexpr):
-    """Programs advance all counters together, so those of the next call agree, however many
-    they are. Behind a barrier: every thread of the program must have read its own."""
+    """Advance the call counters, of which each program advances a part.
+
+    All counters advance, so the next call may have another number of programs. Must follow a
+    barrier: every thread of the program must have read the program's counter.
+    """
     i = tl.arange(0, PROGRAMS)
     tl.store(calls_X + i, call + 1, i % tl.num_programs(0) == tl.program_id(0))
 
 
 @triton.jit
 def never_empty(bits):
-    """The same bits, but of another NaN where they are EMPTY."""
+    """Return the bits, with EMPTY replaced by another NaN."""
     return tl.where(bits == EMPTY, ANOTHER_NAN, bits).to(bits.dtype)
 
 
 @triton.jit
 def owner_of(chunk, SIZE: tl.constexpr):
-    """A program's chunks, which follow each other by its number of programs, change owners."""
+    """Return the rank that sums a chunk.
+
+    The chunks of one program are num_programs apart. The second term spreads them over owners.
+    """
     return (chunk + chunk // tl.num_programs(0)) % SIZE
 
 
 @triton.jit
 def sum_of(pieces, stride, inside, NUM: tl.constexpr, like, residual_TD, at):
-    """The sum of NUM pieces, `stride` elements apart, and the residual, once all have come.
+    """Poll until NUM pieces have arrived and return their sum, plus the residual if there is one.
 
-    Rounded to the type of `like`. Leaves their places EMPTY.
+    The pieces are `stride` elements apart and are reset to EMPTY. The sum is rounded to the type of
+    `like`.
     """
     total = tl.zeros(inside.shape, tl.float32)
     if residual_TD is not None:
         residual = tl.load(residual_TD + at, inside, 0.0)
     missing = 1
     while missing != 0:
-        # All loads are on their way before the first is looked at.
+        # All loads are issued before the first value is used.
         total = tl.zeros(inside.shape, tl.float32)
         empty = tl.zeros(inside.shape, tl.int32)
         for source in tl.static_range(NUM):
@@ -252,7 +266,7 @@ def all_reduce_kernel(
         else:
             send(bits, addresses_I, rank, first + rank, capacity, at, inside, SIZE, bits_TD)
     tl.debug_barrier()
-    let_next_come(WAITS)  # whatever follows may come in while this one waits for other ranks
+    let_next_come(WAITS)  # the next kernel may start while this one waits for other ranks
     count_call(calls_X, call, PROGRAMS)
 
     if TWO_HOPS:
@@ -288,7 +302,7 @@ def all_gather_kernel(
     halves_S, y_IS, addresses_I, calls_X, rank, capacity, num_halves, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Any bits may travel, so each 16 of them go as 32, which are never EMPTY."""
+    """Gather over ranks. Each 2-byte unit travels as a 4-byte word, which cannot be EMPTY."""
     pid, num = tl.program_id(0), tl.num_programs(0)
     own = tl.load(addresses_I + rank)
     wait(WAITS)
@@ -300,7 +314,7 @@ def all_gather_kernel(
         words = tl.load(halves_S + at, inside, 0).to(tl.int32) & 0xFFFF
         send(words, addresses_I, rank, first + rank, capacity, at, inside, SIZE, calls_X)
     tl.debug_barrier()
-    let_next_come(WAITS)  # whatever follows may come in while this one waits for other ranks
+    let_next_come(WAITS)  # the next kernel may start while this one waits for other ranks
     count_call(calls_X, call, PROGRAMS)
     for start in range(pid * BLOCK, num_halves, num * BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -321,7 +335,7 @@ def all_gather_kernel(
 
 
 def summed(parts_ITD: Tensor) -> Tensor:
-    """The sum over ranks, in float32 and in their order."""
+    """Return the float32 sum over ranks, added in the order of ranks."""
     total_TD = parts_ITD[0].float()
     for part_TD in parts_ITD[1:]:
         total_TD = total_TD + part_TD.float()

@@ -1,6 +1,6 @@
-"""Grammar masks on logits: tokens whose bit is not set become impossible, in place.
+"""Grammar masks on logits: tokens whose bit is 0 get -inf, in place.
 
-Bit i of word w of a row stands for token 32 * w + i. Tokens past the words stay as they are.
+Bit i of word w of a row belongs to token 32 * w + i. Tokens after the last word are unchanged.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
 
-BLOCK = 64  # words
+BLOCK = 64  # words per program
 
 
 def apply_mask(logits_SV: Tensor, rows_W: Tensor, words_WX: Tensor) -> None:
-    """`words_WX`: int32, of the rows rows_W (int64)."""
+    """Mask the rows rows_W (int64) of the logits with the bits of words_WX (int32)."""
     (num_rows, num_words), vocab = words_WX.shape, logits_SV.shape[1]
     assert logits_SV.stride(1) == 1 and words_WX.is_contiguous()
     grid = (num_rows, triton.cdiv(num_words, BLOCK))
@@ -49,7 +49,7 @@ def reference(logits_SV: Tensor, rows_W: Tensor, words_WX: Tensor) -> None:
 
 
 def inputs(S: int, W: int, V: int, spare: int, dtype: torch.dtype, device: torch.device) -> Args:
-    """Words end `spare` words before the vocabulary does, or after it."""
+    """Return inputs whose masks are `spare` words shorter than the vocabulary, or longer if < 0."""
     generator = torch.Generator().manual_seed(3)
     rows_W = torch.randperm(S, generator=generator)[:W]
     shape = W, -(-V // 32) - spare
@@ -59,7 +59,7 @@ def inputs(S: int, W: int, V: int, spare: int, dtype: torch.dtype, device: torch
 
 
 def outputs(result: None, args: Args) -> Tensors:
-    """What is impossible, and the rest as it was."""
+    """Return a table of the impossible tokens, and the logits with a finite lower bound."""
     logits_SV = args[0]
     return (logits_SV == -torch.inf).int(), logits_SV.clamp_min(-1e4)
 

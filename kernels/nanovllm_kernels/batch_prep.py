@@ -1,7 +1,7 @@
-"""Slots to the inputs of decode rows in one launch, and the step's outcome back in another.
+"""One launch that gathers the inputs of decode rows from slots, and one that writes results back.
 
-Meaning: nanovllm_kernels.batch_reference. Plain torch takes some forty launches for the two, which
-at one row of a small model is a fifth of the step.
+The reference is nanovllm_kernels.batch_reference. Plain torch takes about forty launches for the
+two, which at one row of a small model is a fifth of the step.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from nanovllm_kernels import batch_reference as reference
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors
 from nanovllm_kernels.sampling import mix, uniforms
 
-PAGES = 512  # columns of the page table a program copies
-COUNTS = 1024  # rows whose counts a program adds up at once
-ROWS = 128  # rows a program writes back
+PAGES = 512  # columns of the page table that a program copies
+COUNTS = 1024  # rows whose token counts a program sums at once
+ROWS = 128  # rows that a program writes back
 COIN_INDEX = tl.constexpr(reference.COIN_INDEX)
 CORRUPTED = tl.constexpr(reference.CORRUPTED)
 
@@ -66,7 +66,7 @@ def gather_kernel(
                 above += tl.where(others < row, counts, 0)
                 every += counts
             start, count, total = tl.sum(above, 0), tl.load(counts_R + row), tl.sum(every, 0)
-            # Each program also writes some of the tokens that are nobody's.
+            # Each program also writes some of the padding tokens, which belong to no row.
             spare = row * SHARE + tl.arange(0, SHARE)
             is_spare = (spare >= total) & (spare < num_tokens)
             for i in tl.static_range(3):
@@ -149,7 +149,10 @@ def write_back_kernel(
 
 
 def state(num_rows: int, num_slots: int, max_tokens: int, device: torch.device) -> Tensors:
-    """slots_R, the last one the padding slot's, lengths_N, tokens_NL and pages_NM."""
+    """Return slots_R, lengths_N, tokens_NL and pages_NM.
+
+    The last quarter of the rows has the padding slot, which is the last one and all zeros.
+    """
     generator = torch.Generator(device).manual_seed(num_rows)
 
     def numbers(high: int, *shape: int) -> Tensor:
@@ -165,20 +168,23 @@ def state(num_rows: int, num_slots: int, max_tokens: int, device: torch.device) 
     return (
         slots_R,
         numbers(max_tokens - 16),
-        numbers(4, max_tokens + 1),  # few different ones, so that drafts are often right
+        numbers(4, max_tokens + 1),  # few distinct tokens, so that drafts are often right
         numbers(5000, max_tokens // 16 + 1),
     )
 
 
 def ragged(num_rows: int, width: int, device: torch.device) -> Tensor:
-    """counts_R: the last quarter feeds nothing."""
+    """Return counts_R. The last quarter of the rows feeds no token."""
     counts_R = torch.arange(num_rows, dtype=torch.int32, device=device) * 7 % width + 1
     counts_R[num_rows - num_rows // 4 :] = 0
     return counts_R
 
 
 def gather_inputs(num_rows: int, width: int, page_tokens: int, device: torch.device) -> Args:
-    """Without counts if `width` is 0. Tokens up to one a row at least, as graphs have them."""
+    """Return inputs of gather_rows, without counts if `width` is 0.
+
+    Padding tokens make them at least one per row, like those of CUDA graphs.
+    """
     slots_R, lengths_N, tokens_NL, pages_NM = state(num_rows, 1200, 2000, device)
     counts_R, num_tokens = None, num_rows
     if width:
@@ -189,7 +195,7 @@ def gather_inputs(num_rows: int, width: int, page_tokens: int, device: torch.dev
 
 
 def write_back_inputs(num_rows: int, width: int, coins: bool, device: torch.device) -> Args:
-    """Without samples_R1 if `width` is 0."""
+    """Return inputs of write_back, without samples_R1 if `width` is 0."""
     slots_R, lengths_N, tokens_NL, _ = state(num_rows, 300, 2000, device)
     counts_R, samples_R1 = torch.ones_like(slots_R, dtype=torch.int32), None
     if width:

@@ -1,9 +1,9 @@
-"""What batch_prep means, in plain torch: a step's inputs from slots, and its outcome back.
+"""Plain torch reference of batch_prep: a step's inputs from slots, and its results back to slots.
 
-Shapes: N slots + 1 (the last one is for padding and stays all zeros), L positions of a slot, R rows
-of the step, T its tokens, S its draws, W the most tokens a decode row feeds: its newest known one
-and D drafts. Of slot n, lengths_N[n] tokens are in the cache; the newest known one is
-tokens_NL[n, lengths_N[n]], and its drafts are what stands behind it.
+Shapes: N slots + 1, L positions of a slot, R rows of the step, T its tokens, S its draws, D drafts.
+W is the most tokens that a decode row feeds: its latest token and D drafts. The last slot is for
+padding and stays all zeros. For slot n, lengths_N[n] tokens are in the cache. Its latest token is
+tokens_NL[n, lengths_N[n]], and its drafts follow that token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from nanovllm_kernels.sampling_reference import BLOCK_INDEX, CORRUPTED, stream_keys, uniforms
 
-COIN_INDEX = 2 * BLOCK_INDEX  # of a position's stream, whose elements before it draw the token
+COIN_INDEX = 2 * BLOCK_INDEX  # in a position's stream; the elements before it draw the token
 
 
 def gather_rows(
@@ -28,12 +28,13 @@ def gather_rows(
     num_tokens: int,
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The inputs of decode rows, each of which feeds its slot's next counts_R (0..width) tokens.
+    """Return the inputs of decode rows, each of which feeds its slot's next counts_R tokens.
 
-    Returns (token ids, positions, slot mapping, slots) of `num_tokens` tokens, int64, and
-    (starts_R1, lengths_R, `num_pages` columns of pages), int32. counts_R is int32, its zeros are at
-    the tail; None means one token each. lengths_R includes this step's tokens, and is 0 of a row
-    that feeds none. Tokens past the rows' sum are zeros of the padding slot.
+    The first four are token ids, positions, slot mapping and slots of `num_tokens` tokens, int64.
+    The others are int32: starts_R1, lengths_R and `num_pages` columns of the page table. The counts
+    are int32 and 0..width, with zeros at the end only; None means one token per row. The lengths
+    include this step's tokens, and are 0 for rows that feed none. Tokens after the rows' total are
+    zeros of the padding slot.
     """
     num_rows, device = len(slots_R), slots_R.device
     before_R = lengths_N[slots_R]
@@ -42,7 +43,7 @@ def gather_rows(
         counts_R = torch.ones_like(before_R)
     starts_R1 = functional.pad(counts_R.cumsum(0, dtype=torch.int32), (1, 0))
     steps_T = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    row_T = torch.searchsorted(starts_R1[1:], steps_T, right=True)  # num_rows: nobody's
+    row_T = torch.searchsorted(starts_R1[1:], steps_T, right=True)  # num_rows for padding
     slots_T = functional.pad(slots_R, (0, 1), value=len(lengths_N) - 1)[row_T]
     positions_T = lengths_N[slots_T].long() + steps_T - starts_R1[row_T]
     positions_T = positions_T.where(row_T < num_rows, 0)
@@ -68,18 +69,20 @@ def write_back(
     width: int,
     accept: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The step's outcome into the slots, in place, and the tokens that came out, int32 [R, width].
+    """Update the slots in place with the step's draws and return the output, int32 [R, width].
 
-    Row r fed its slot's tokens up to lengths_R[r], and drew tokens_S[samples_R1[r] :
-    samples_R1[r + 1]], 0 to `width` of them, one behind each of its last tokens; samples_R1 None
-    means one draw each. A draw stands if all before it equal the drafts that were fed in their
-    places; what follows the first other one is forgotten, length and all. A line holds the draws
-    that stand, then -1. A row whose first draw is CORRUPTED has that in its line and 0 as its
-    newest token; a later CORRUPTED draw does not stand, so that the next step meets it first.
-    Rows of length 0 and those of the padding slot write nothing.
+    Row r fed its slot's tokens up to lengths_R[r]. Its draws, one after each of its last tokens,
+    are tokens_S[samples_R1[r] : samples_R1[r + 1]]. These are 0 to `width` tokens; without
+    samples_R1 there is one draw per row. A draw is accepted if all draws before it equal the drafts
+    fed in their places. Draws after the first mismatch are discarded, and the slot's length does
+    not count their drafts. An output row holds the accepted draws, then -1.
 
-    `accept`, which is (rates_D float32, seeds_N int64), replaces the comparison: the j-th draft
-    comes out, right or wrong, if a coin of its slot's seed and its position is below rates_D[j].
+    If a row's first draw is CORRUPTED, so is its output, and its latest token becomes 0. A later
+    CORRUPTED draw is not accepted, so that it becomes the first draw of the next step. Rows of
+    length 0 and those of the padding slot write nothing.
+
+    `accept`, which is (rates_D float32, seeds_N int64), replaces the comparison. Draft j is then
+    accepted, right or wrong, if a coin of its slot's seed and its position is below rates_D[j].
     """
     padding, steps_W = len(lengths_N) - 1, torch.arange(width, device=slots_R.device)
     if samples_R1 is None:
@@ -97,8 +100,8 @@ def write_back(
         coins_RW = uniforms(keys_RW, torch.full_like(keys_RW, COIN_INDEX))
         right_RW = coins_RW < functional.pad(rates_D, (0, 1))[:width]
     right_RW &= (drawn_RW >= 0) & (drawn_RW.roll(-1, 1) != CORRUPTED) & (steps_W < counts_R1 - 1)
-    kept_R1 = right_RW.long().cumprod(1).sum(1, keepdim=True)  # drafts that come out
-    out_R1 = (kept_R1 + 1).minimum(counts_R1)  # tokens that do: these and one draw
+    kept_R1 = right_RW.long().cumprod(1).sum(1, keepdim=True)  # number of accepted drafts
+    out_R1 = (kept_R1 + 1).minimum(counts_R1)  # number of output tokens: these and one draw
     lines_RW = draft_RW.where(steps_W < kept_R1, drawn_RW).where(steps_W < out_R1, -1)
     newest_R = drawn_RW.take_along_dim(kept_R1, 1)[:, 0].clamp(min=0)
     after_R = (before_R1 + out_R1)[:, 0]

@@ -1,7 +1,7 @@
-"""What a kernel is to this package: a launch, its meaning in plain torch, cases and a tolerance.
+"""Descriptions of kernels: a launch function, a plain torch reference, cases and a tolerance.
 
-`check` compares the two on one case. Knows nothing of how a kernel is written: Triton, CuTe DSL and
-plain torch look alike from here.
+`check` compares the two functions on one case. Nothing here depends on how a kernel is written:
+Triton, CuTe DSL and plain torch are treated alike.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Case:
+    """Named inputs of a kernel, to be checked, and timed if they have a minimum of work."""
+
     name: str
     inputs: Callable[[torch.device], Args]  # deterministic: two calls give equal arguments
-    small: bool = False  # fit for Triton's interpreter
-    num_bytes: int = 0  # what must cross the memory bus at least; with num_flops 0: not timed
+    small: bool = False  # fast enough for Triton's interpreter
+    num_bytes: int = 0  # least memory traffic; not timed if num_flops is 0, too
     num_flops: int = 0
 
     @property
@@ -41,28 +43,29 @@ def size_of_result(expected: Tensors, args: Args) -> Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """An output may be off by ulps * eps(its dtype) * scale, element by element.
+    """A kernel, its reference and cases, and the error that its outputs may have.
 
-    `scale` is the size of the terms an element is the sum of: its own size unless terms can cancel.
-    Integer outputs must be equal.
+    An element may be off by ulps * eps(dtype of the output) * scale. `scale` is the size of the
+    terms that the element is a sum of, which is its own size unless terms can cancel. Integer
+    outputs must be equal.
     """
 
     name: str
-    run: Callable[..., Any]  # the function that layers call
+    run: Callable[..., Any]  # the function that the layers call
     reference: Callable[..., Any]
     cases: tuple[Case, ...]
     ulps_16: float = 0.0  # for 16-bit outputs
     ulps_32: float = 0.0
     ulps_8: float = 0.0
     scale: Callable[[Tensors, Args], Tensors] = size_of_result
-    outputs: Callable[[Any, Args], Tensors] = every_output  # adds arguments written in place
+    outputs: Callable[[Any, Args], Tensors] = every_output  # result and in-place arguments
 
 
 def check(kernel: Kernel, case: Case, device: torch.device, slack: float = 1.0) -> float:
-    """The worst error as a share of what is allowed: passes up to 1. NaN counts as infinite.
+    """Return the worst error divided by the allowed error. Up to 1 passes; NaN counts as infinite.
 
-    `slack` widens what is allowed: Triton's interpreter truncates to bfloat16 where a GPU rounds to
-    the nearest, so each rounding may be off by a whole spacing there instead of half of one.
+    `slack` multiplies the allowed error. Triton's interpreter truncates to bfloat16, and a GPU
+    rounds to nearest. So in the interpreter a rounding may be off by a whole ulp instead of half.
     """
     args, reference_args = case.inputs(device), case.inputs(device)
     with poisoned_memory():
@@ -88,7 +91,7 @@ def worst_share(kernel: Kernel, actual: Tensor, expected: Tensor, scale: Tensor)
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """New tensors start as NaN, so that an element nobody writes is seen."""
+    """Fill new tensors with NaN, so that the check finds elements that are never written."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -103,5 +106,5 @@ def normal(device: torch.device, *shape: int, dtype: torch.dtype, seed: int = 0)
 
 
 def bits(dtype: torch.dtype) -> str:
-    """`bfloat16`, for names of cases."""
+    """Return the name of a dtype, such as "bfloat16", for names of cases."""
     return str(dtype).removeprefix("torch.")

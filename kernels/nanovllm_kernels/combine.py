@@ -1,6 +1,6 @@
-"""The weighted sum of what a token's experts give, where no product of theirs sums up.
+"""Weighted sum of the outputs of a token's experts, for products that do not sum themselves.
 
-Meaning: nanovllm_kernels.experts_reference.combine.
+The reference is nanovllm_kernels.experts_reference.combine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.following import let_next_come, wait
 
-COLUMNS = 512  # that a program sums up
+COLUMNS = 512  # features that a program sums
 
 
 def combine(
@@ -22,7 +22,7 @@ def combine(
     shared_TD: Tensor | None = None,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
-    """Overwrites the stream, if there is one, with the result."""
+    """Return the weighted sum, which overwrites residual_TD if that is given."""
     num_rows, num_chosen = weights_TK.shape
     width = y_XD.shape[1]
     x_TD = y_XD.new_empty(num_rows, width) if residual_TD is None else residual_TD

@@ -1,11 +1,11 @@
-"""Compiled CuTe DSL kernels on disk, so that a second start does not compile.
+"""Disk cache of compiled CuTe DSL kernels, so that a second start does not compile.
 
-Decision: not with the cache of the package quack. To import that is to import all of quack and,
-through its autotuner, torch.compile: 2 s of each start, and 4 s with its matrix products, for a
-start that compiles nothing. So what compiles a kernel imports what it needs when it is called.
+Decision: the cache of the package quack is not used. Its import loads all of quack and, through its
+autotuner, torch.compile. That takes 2 s of each start, and 4 s with its matrix products, even if
+nothing is compiled. So a function that compiles a kernel imports its packages when it is called.
 
-One object file a kernel, under a key of the function and its arguments; in one folder for the
-versions of all packages that have a part in it and the sources of this one.
+There is one object file per kernel, named by a hash of the function and its arguments. The files of
+one folder have the same versions of all packages in use and the same sources of this package.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVarTuple
 Kind = TypeVarTuple("Kind")
 Compiled = Callable[..., None]
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "quack-kernels")
-NAME = "kernel"  # in every object file
+NAME = "kernel"  # name of the function in every object file
 
 
 def use_folder(folder: Path) -> None:
-    """Every kernel of this process, from now on."""
+    """Load and save the kernels of this process in a subfolder of `folder` from now on."""
     CachedCompile.folder = folder / made_of()
 
 
 def made_of() -> str:
-    """A name for everything that kernels are compiled from and by, beside their arguments."""
+    """Return a digest of all that a compiled kernel depends on except its arguments."""
     digest = sha256(f"python {sys.version_info[:2]}".encode())
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -42,20 +42,20 @@ def made_of() -> str:
 
 
 class Job(NamedTuple):
-    """A kernel to compile."""
+    """A kernel to be compiled."""
 
     function: str  # "module:name" of a CachedCompile
-    arguments: str  # as Python writes them
-    path: Path | None  # where it is kept
+    arguments: str  # repr of their tuple
+    path: Path | None  # of its object file, if there is a folder
 
 
 class CachedCompile(Generic[*Kind]):
-    """A function that compiles a kernel, called once for equal arguments, or not if it is on disk.
+    """A compile function whose results are cached in memory and, with a folder, on disk.
 
-    Arguments are plain values, which `repr` tells apart.
+    Arguments are plain values with distinct results of `repr`.
     """
 
-    folder: ClassVar[Path | None] = None  # None: kernels are kept in memory only
+    folder: ClassVar[Path | None] = None  # None: kernels are cached in memory only
 
     def __init__(self, compiles: Callable[[*Kind], Compiled]) -> None:
         self.compiles = compiles
@@ -79,17 +79,17 @@ class CachedCompile(Generic[*Kind]):
 
 
 def load(path: Path) -> Compiled | None:
-    """None if the file is damaged."""
-    from cutlass import cute  # for a second
+    """Return the kernel, or None if the file is damaged."""
+    from cutlass import cute  # imported here, because it takes a second
 
-    with suppress(Exception):  # whatever the loader makes of it
+    with suppress(Exception):  # the loader's exception for a damaged file is unspecified
         loaded: Compiled = cute.runtime.load_module(str(path), enable_tvm_ffi=True)[NAME]
         return loaded
     return None
 
 
 def save(kernel: Any, path: Path) -> None:  # noqa: ANN401
-    """Under its name only when it is whole: others may look for it at the same time."""
+    """Write a kernel to a temporary file and rename it, since other processes may read `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     begun = path.with_suffix(f".{os.getpid()}")
     kernel.export_to_c(object_file_path=str(begun), function_name=NAME)

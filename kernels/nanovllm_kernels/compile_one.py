@@ -1,6 +1,7 @@
-"""Compiles one kernel to disk: python -m nanovllm_kernels.compile_one FOLDER FUNCTION ARGUMENTS.
+"""Command that compiles one kernel to disk.
 
-The last two are those of a compile_cache.Job.
+Usage: python -m nanovllm_kernels.compile_one FOLDER FUNCTION ARGUMENTS. FUNCTION and ARGUMENTS are
+those of a compile_cache.Job.
 """
 
 from __future__ import annotations

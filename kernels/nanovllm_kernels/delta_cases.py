@@ -1,4 +1,4 @@
-"""What the kernels of the gated delta rule are checked and timed with."""
+"""Inputs, cases and tolerances of the kernels of the gated delta rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ints = tuple[int, ...]
 
 
 class DeltaLayer(NamedTuple):
-    """Heads of keys and of values, their sizes, and the convolution's width."""
+    """Sizes of a layer: G key heads of K, H value heads of V, convolutions of width W; dtypes."""
 
     G: int = 16
     H: int = 32
@@ -26,14 +26,14 @@ class DeltaLayer(NamedTuple):
     V: int = 128
     W: int = 4
     dtype: torch.dtype = torch.bfloat16
-    kept: torch.dtype = torch.float32  # states
+    kept: torch.dtype = torch.float32  # dtype of the recurrent states
 
 
 def inputs(layer: DeltaLayer, lengths: Ints, replays: Ints | None, device: torch.device) -> Args:
-    """Rows in shuffled slots of twice as many; projections are slices of wider ones.
+    """Return rows in shuffled slots, of which half are unused; projections are strided views.
 
-    With replays, if only (), tickets; for each row, also kept inputs of its slot. Without, each row
-    saves the state where its last 16 tokens begin, if there are any before them.
+    With `replays` there are tickets, and unless it is empty, also kept inputs of the slots. Without
+    `replays`, each row saves its state at the last multiple of 16 tokens before its end, if not 0.
     """
     R, T, (G, H, K, V, W, dtype, kept_dtype) = len(lengths), sum(lengths), layer
     C = 2 * G * K + H * V
@@ -62,14 +62,15 @@ def inputs(layer: DeltaLayer, lengths: Ints, replays: Ints | None, device: torch
 
 
 def outputs(x_THV: Tensor, args: Args) -> Tensors:
-    """The result, both states, kept inputs and tickets."""
+    """Return the result, both states, kept inputs and tickets."""
     return x_THV, *args[5:7], *args[9:]
 
 
 def mixed_size(expected: Tensors, args: Args) -> Tensors:
-    """A head of the result has a size of 1 before weight and gate, terms of a state one of 1.
+    """Return error scales. Heads before weight and gate, and terms of a state, have a size of 1.
 
-    Queries, keys and values are rounded to 16 bits; two implementations may round one differently.
+    Queries, keys and values are rounded to 16 bits, and two implementations may round one
+    differently.
     """
     rounded = max(1.0, torch.finfo(args[0].dtype).eps / torch.finfo(args[6].dtype).eps / 32)
     x_THV, conv_NCW, recurrent_NHKV, *more = (tensor.abs() for tensor in expected)
@@ -78,7 +79,7 @@ def mixed_size(expected: Tensors, args: Args) -> Tensors:
 
 
 def case(layer: DeltaLayer, lengths: Ints, replays: Ints | None) -> Case:
-    """Least bytes: states, read and written; projections; small ones are not timed."""
+    """Return a case. Its bytes are states, read and written, and projections; small ones have 0."""
     (G, H, K, V, W, dtype, kept_dtype), is_small = layer, layer.K < 64
     C, tokens = 2 * G * K + H * V, sum(lengths) + sum(replays or ())
     each = kept_dtype.itemsize * H * K * V + dtype.itemsize * C * (W - 1)
@@ -89,12 +90,12 @@ def case(layer: DeltaLayer, lengths: Ints, replays: Ints | None) -> Case:
     return Case(said, partial(inputs, layer, lengths, replays), is_small, num_bytes)
 
 
-# Qwen3-Next, whole, one of four ranks, and with cache.state_dtype: bfloat16.
+# Qwen3-Next: the whole layer, one of four ranks, and with cache.state_dtype: bfloat16.
 NEXT, RANK, SHORT = DeltaLayer(), DeltaLayer(4, 8), DeltaLayer(kept=torch.bfloat16)
 HEADS = (2, 2, 16, 16, 4), (1, 2, 32, 24, 4), (1, 3, 24, 32, 2), (1, 4, 16, 16, 3)
 SMALL = tuple(DeltaLayer(*of, dtype) for of in HEADS for dtype in (torch.bfloat16, torch.float32))
 SMALL += tuple(DeltaLayer(*of, torch.bfloat16, torch.bfloat16) for of in HEADS[1:3])
-FEW = (4, 0, 1, 2, 3), (0, 1, 4, 0, 2)  # tokens of rows, kept ones that were right
+FEW = (4, 0, 1, 2, 3), (0, 1, 4, 0, 2)  # tokens of each row; accepted kept tokens of each row
 PROMPTS = (4000,) * 16, (4000,) * 2, (8192,), (128,), (130,) * 63, (1, 300, 64, 0, 63)
 DECODE_CASES = [case(layer, (1,) * 5, ()) for layer in SMALL] + [
     case(layer, (1,) * R, ()) for layer in (NEXT, RANK, SHORT) for R in (1, 8, 64, 256)
@@ -105,9 +106,9 @@ DRAFTED_CASES = [case(layer, *FEW) for layer in SMALL] + [
 PREFILL_CASES = [case(layer, (1, 70, 0, 5, 149), None) for layer in SMALL] + [
     case(layer, lengths, None) for layer in (NEXT, RANK, SHORT) for lengths in PROMPTS
 ]
-# Rounded are queries, keys, values, outputs and norms, each perhaps to the neighbouring number; 32
-# bit: sums of up to 128 terms, four of them one after the other; where they cancel, the norm lifts
-# what is left.
+# In 16 bits, queries, keys, values, outputs and norms are rounded, each perhaps to the neighbouring
+# number. In 32 bits, there are four consecutive sums of up to 128 terms. Where the terms cancel,
+# the norm magnifies the errors.
 DELTA_DECODE = Kernel(
     "delta_decode", lambda *args: delta_decode.mix_decodes(*args[:-2], args[-1]),
     lambda *args: reference.mix_rows(*args[:-1]), (*DECODE_CASES,), 8, 256,
@@ -117,7 +118,7 @@ DELTA_DRAFTED = Kernel(
     "delta_drafted", delta_decode.mix_drafted, reference.mix_drafted, (*DRAFTED_CASES,), 8, 256,
     scale=mixed_size, outputs=outputs,
 )  # fmt: skip
-# Also rounded are what a piece writes and takes back, and copies of the state.
+# Here the matrices u and w of a piece and copies of the state are rounded, too.
 DELTA_PREFILL = Kernel(
     "delta_prefill", delta_prefill.mix_rows, reference.mix_rows, (*PREFILL_CASES,), 16, 512,
     scale=mixed_size, outputs=outputs,

@@ -1,21 +1,24 @@
-"""The gated delta rule of rows of one or few tokens: all between two projections in one launch.
+"""Gated delta rule for rows of one or few tokens, all between two projections in one launch.
 
-Meaning: delta_reference. A program has one row's head of values: it holds the head's state, reads
-it once and writes it once. With it go the convolutions of the head's queries, keys and values, the
-gates, and norm and gate of what comes out.
+The reference is delta_reference. A program handles one value head of one row. It holds the head's
+state, reads it once and writes it once. It also computes the convolutions of the head's queries,
+keys and values, the gates, and the norm and gate of the output.
 
-Decision: a state is computed with in float32, and kept as what it is stored in.
+Decision: a state is float32 in registers, and has the dtype of its tensor in memory.
 
-Decision: heads of values that share queries and keys each convolve these. The last of them to have
-read the stored inputs moves these on: its ticket tells it that it is the last. No program waits.
+Decision: value heads that share queries and keys each convolve these. The last of their programs to
+read the stored inputs shifts them by the new token; an atomic ticket identifies the last one. No
+program waits for another.
 
-Decision: a program takes its ticket while its state is still on its way, and stores the state
-before it norms what comes out: what comes behind a store of 64 KB waits for it. 256 rows of
-Qwen3-Next take 288 us instead of 332, 85 % of the copy rate. A third program on a multiprocessor,
-with fewer registers, makes it 315, other ways to load and store states 310 to 320.
+Decision: a program takes its ticket while its state is still loading, and stores the state before
+it normalises the output. Accesses after a store of 64 KB wait for that store. This order takes 288
+us for 256 rows of Qwen3-Next instead of 332, 85 % of the copy rate. A third program per
+multiprocessor, with fewer registers, takes 315 us, and other ways to load and store states take 310
+to 320.
 
-Decision: a row with drafts keeps its tokens' inputs, a few KB each, instead of states, 2 MB each.
-The next step takes in those that were right, into the state that it reads anyway.
+Decision: a row with drafts keeps the inputs of its tokens, a few KB each, and not the states after
+them, 2 MB each. The next step applies the accepted ones to the state, which it reads
+anyway.
 """
 
 from __future__ import annotations
@@ -29,15 +32,15 @@ from nanovllm_kernels.delta_reference import L2_EPS, DeltaWeights
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.following import let_next_come, wait
 
-MOST_WARPS = 4  # with more threads than channels each would convolve what it needs, as others do
-COLUMNS = 64  # of the state, that threads side by side have: the fewer, the more rows
+MOST_WARPS = 4  # with more threads than channels, threads would repeat convolutions of others
+COLUMNS = 64  # columns of the state over neighbouring threads; with fewer, they cover more rows
 
 
 def mix_decodes(
     qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, z_THV: Tensor, weights: DeltaWeights,
     conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, tickets_RG: Tensor,
 ) -> Tensor:  # fmt: skip
-    """x_THV of rows that each have one token. tickets_RG: zeros, before and after."""
+    """Return x_THV of rows with one token each. tickets_RG is all zeros before and after."""
     inputs = qkv_TC, a_TH, b_TH, z_THV, weights, conv_NCW, recurrent_NHKV, slots_R
     return mix_drafted(*inputs, None, None, None, tickets_RG)
 
@@ -47,7 +50,7 @@ def mix_drafted(
     conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor | None,
     kept_NWX: Tensor | None, replays_R: Tensor | None, tickets_RG: Tensor,
 ) -> Tensor:  # fmt: skip
-    """x_THV of rows that each have at most as many tokens as are kept: delta_reference."""
+    """Return x_THV of rows with at most kept_NWX.shape[1] tokens each, as delta_reference does."""
     num_rows, (num_heads, k_size, v_size) = len(slots_R), recurrent_NHKV.shape[1:]
     num_key_heads = (qkv_TC.shape[1] - num_heads * v_size) // (2 * k_size)
     assert tickets_RG.shape[0] >= num_rows and tickets_RG.shape[1] == num_key_heads
@@ -81,20 +84,21 @@ def delta_decode_kernel(
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     WAITS: tl.constexpr,
 ):  # fmt: skip
-    wait(WAITS and kept_NWX is not None)  # the launch before may have found what is to be replayed
+    wait(WAITS and kept_NWX is not None)  # the previous launch may have written replays_R
     row, head = tl.program_id(0) // H, tl.program_id(0) % H
     key_head = head // (H // G)
     k, v = tl.arange(0, K_BLOCK), tl.arange(0, V_BLOCK)
     slot = tl.load(slots_R + row)
     state_at = recurrent_NHKV + slot * recurrent_stride + head * (K * V)
-    # As K rows of bands of columns: so a thread has fewer rows, whose queries and keys it holds.
+    # The state is [K, bands, COLUMNS], so that a thread holds queries and keys of fewer rows.
     band, column = tl.arange(0, V_BLOCK // COLUMNS), tl.arange(0, COLUMNS)
     v_of_state = (band[:, None] * COLUMNS + column[None, :])[None, :, :]
     state_at += k[:, None, None] * V + v_of_state
     in_state = (k < K)[:, None, None] & (v_of_state < V)
-    # Before a wait: the launch before left it alone.
+    # The state is loaded before a wait, since the previous launch does not write it.
     state = tl.load(state_at, in_state, 0.0, cache_modifier=".cg").to(tl.float32)
-    # Tokens are counted from those that turned out right, which are kept. The state takes in these.
+    # Token numbers begin with the accepted ones, whose inputs were kept. With kept inputs, the
+    # stored state takes in these alone.
     first, num_right, num_taken, num_tokens, kept_at = row.to(tl.int64), 0, 1, 1, None
     if kept_NWX is not None:
         first = tl.load(starts_R1 + row).to(tl.int64)
@@ -115,7 +119,7 @@ def delta_decode_kernel(
     rate = tl.exp(tl.load(a_log_H + head).to(tl.float32))
     dt_bias = tl.load(dt_bias_H + head).to(tl.float32)
     norm_weight = tl.load(norm_V + v, v < V, 0.0).to(tl.float32)
-    let_next_come(WAITS)  # the product behind loads its weights
+    let_next_come(WAITS)  # the next product prefetches its weights
     wait(WAITS and kept_NWX is None)
     x = inputs_of(0, first, num_right, num_tokens, kept_at, kept_token_stride, qkv_TC, qkv_stride,
                   a_TH, a_stride, b_TH, b_stride, z_THV, z_stride, head * z_head_stride, head, q_of,
@@ -136,8 +140,8 @@ def delta_decode_kernel(
         key *= tl.rsqrt(tl.sum(key * key, 0) + l2_eps)
         seen = tl.sum(key * q, 0)
         if kept_NWX is None:
-            # Here all of the program waits for its ticket. Which is behind `seen`, never as large
-            # as 2: all of the program has its stored inputs by then.
+            # All threads of the program wait for the ticket here. Its address depends on `seen`,
+            # which is always below 2. So all threads have their stored inputs by then.
             ticket_at = tickets_RG + row * G + key_head + (seen > 2.0).to(tl.int32)
             moved = moved_by(ticket_at, H // G, key_head * 0 + K, "relaxed")
             in_k, in_v = k < moved, v < V
@@ -159,7 +163,7 @@ def delta_decode_kernel(
             o = o.to(dtype).to(tl.float32) * z * tl.sigmoid(z)
             at = x_THV + (first + nth - num_right) * (H * V) + head * V + v
             tl.store(at, o.to(dtype), v < V)
-    if kept_NWX is not None:  # last, with the state on its way by now
+    if kept_NWX is not None:  # last, when the store of the state is already issued
         moved = moved_by(tickets_RG + row * G + key_head, H // G, key_head * 0 + K, "acq_rel")
         for nth in range(num_right, num_tokens):
             token, to = first + nth - num_right, kept_at + (nth - num_right) * kept_token_stride
@@ -176,7 +180,7 @@ def delta_decode_kernel(
 def store_past(
     conv_at, q_of, k_of, v_of, q_past, k_past, v_past, in_k, in_v, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Stores a channel's inputs before the next token, as many as the convolution takes."""
+    """Store the channels' last WIDTH - 1 inputs, which the next token's convolution reads."""
     dtype = conv_at.dtype.element_ty
     for nth in tl.static_range(4 - WIDTH, 3):
         entry = nth - (4 - WIDTH)
@@ -187,7 +191,7 @@ def store_past(
 
 @triton.jit
 def four_of(at, inside, WIDTH: tl.constexpr, NUM: tl.constexpr):
-    """NUM of a channel's four weights or three inputs before a token; 0 before what there is."""
+    """Return a channel's weights (NUM = 4) or stored inputs (NUM = 3), with zeros if WIDTH < 4."""
     a = inside.to(tl.float32) * 0.0
     b, c, d = a, tl.load(at + (WIDTH - 2), inside, 0.0).to(tl.float32), a
     if WIDTH > 3:
@@ -205,7 +209,7 @@ def inputs_of(
     b_TH, b_stride, z_THV, z_stride, z_from, head, q_of, k_of, v_of, k, v, C: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Channels of q, k and v, a, b and z of the row's nth token, 0 of those that it has not."""
+    """Return channels of q, k and v, a, b and z of the row's nth token, or 0 if it has no such."""
     is_own, token = (nth >= num_right) & (nth < num_tokens), first + nth - num_right
     own_k, own_v = k < tl.where(is_own, K, 0), v < tl.where(is_own, V, 0)
     at = qkv_TC + token * qkv_stride
@@ -233,15 +237,18 @@ def inputs_of(
 
 @triton.jit
 def convolved(past, x, weight, dtype):
-    """The convolution at a token, rounded to the model's dtype, in float32."""
+    """Return SiLU of the convolution at a token, rounded to the model's dtype, as float32."""
     y = past[0] * weight[0] + past[1] * weight[1] + past[2] * weight[2] + x * weight[3]
     return (y * tl.sigmoid(y)).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def moved_by(ticket_at, NUM: tl.constexpr, moved, ORDER: tl.constexpr):
-    """How many channels of queries, and of keys, this program moves on: `moved` if it is the last
-    of NUM programs that come here, and 0 if not. All have read then."""
+    """Return the number of query and key channels whose stored inputs this program shifts.
+
+    It is `moved` in the last of the NUM programs that share the ticket, and 0 in the others. The
+    last one runs when all of them have read the inputs.
+    """
     tl.debug_barrier()
     if NUM > 1:
         is_last = tl.atomic_add(ticket_at, 1, sem=ORDER) == NUM - 1

@@ -1,17 +1,19 @@
-"""The gated delta rule of rows of any number of tokens, a piece of PIECE tokens of a row at a time.
+"""Gated delta rule for rows of any length, in chunkwise parallel form with pieces of PIECE tokens.
 
-Meaning: delta_reference. Four launches. `conv_kernel` convolves and normalises. `pieces_kernel`
-finds what needs no state, for all pieces at once: F are the decays from token to token, and T is
-(I + A)^-1 of A = beta (k k^T F), strictly lower. A piece writes u = T beta v to an empty state, it
-takes back what w = T beta e^g k reads from the one before, and queries see its keys as (q k^T) F.
-`scan_kernel` goes through a row's pieces with a part of a head's state in registers.
-`gated_norm_kernel` ends it.
+The reference is delta_reference; the form is that of Gated Delta Networks (Yang, Kautz and
+Hatamizadeh 2024). There are four launches. `conv_kernel` convolves and normalises. `pieces_kernel`
+computes all that needs no state, for all pieces in parallel. Let F be the decays from token to
+token, and T = (I + A)^-1 for A = beta (k k^T F), strictly lower triangular. A piece writes u = T
+beta v to an empty state. For a state before it, the product of w = T beta e^g k with that state is
+subtracted from u. Queries attend to the keys of their own piece by (q k^T) F. `scan_kernel` goes
+through a row's pieces with a part of a head's state in registers. `gated_norm_kernel` applies norm
+and gate.
 
-Decision: gates, their sums, A, T and states are float32. What is multiplied with tensor cores, a
-copy of the state among it, is rounded to the model's dtype first; to find T, A to float16.
+Decision: gates, their sums, A, T and states are float32. Operands of tensor cores, including a copy
+of the state, are rounded to the model's dtype first. To compute T, A is rounded to float16.
 
-Decision: a program finds its piece in the rows' starts itself: the host knows how many pieces there
-are at most, and a launch less is worth more than those programs that find none.
+Decision: a program finds its piece from the rows' starts itself. The host has an upper bound of the
+number of pieces, and a launch saved is worth more than the programs that find no piece.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from nanovllm_kernels.delta_reference import L2_EPS, DeltaWeights
 from nanovllm_kernels.paged_decode import INTERPRETED, dot
 
 PIECE = 64
-CONVOLVED, LENGTH = 64, 8  # tokens that a program convolves, of a head's channels, in runs
-ROWS = 32  # whose starts are read at once
-STAGES, WARPS = 3, 4  # of the scan
-PARTS = 64  # elements of values that a program of the scan has
+CONVOLVED, LENGTH = 64, 8  # tokens that a program convolves for one head, and tokens of one run
+ROWS = 32  # rows whose starts are read at once
+STAGES, WARPS = 3, 4  # pipeline stages and warps of the scan
+PARTS = 64  # elements of a value per program of the scan
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -39,9 +41,9 @@ def mix_rows(
     parts_X: Tensor | None = None, targets_X: Tensor | None = None, *saved: Tensor,
     out_THV: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x_THV, which is out_THV if given. Tokens of no row are left alone.
+    """Return x_THV, which is out_THV if given. Tokens of no row are not written.
 
-    `saved`: as delta_reference; their rows are as far apart as those of the states.
+    `saved` is as in delta_reference; its rows have the strides of the states' rows.
     """
     saved = saved or (conv_NCW, recurrent_NHKV)
     if parts_X is None or targets_X is None:
@@ -69,7 +71,7 @@ def mix_rows(
     pieces_kernel[(T // PIECE + 2 * num_rows, H)](
         y_TC, a_TH, b_TH, weights.a_log_H, weights.dt_bias_H, parts_X, w_THK, u_THV, seen_THX,
         sums_TH, 2 * num_rows, a_TH.stride(0), b_TH.stride(0), **sizes, ROWS=ROWS, PIECE=PIECE,
-        num_warps=4, maxnreg=168,  # registers of a thread, of which three programs fit
+        num_warps=4, maxnreg=168,  # registers per thread, so that three programs fit
     )  # fmt: skip
     part = min(PARTS, v_block)
     scan_kernel[(num_rows * H, triton.cdiv(V, part))](
@@ -87,9 +89,9 @@ def mix_rows(
 
 @triton.jit
 def piece_of(starts_R1, num_rows, nth, ROWS: tl.constexpr, PIECE: tl.constexpr):
-    """The row of the nth piece of all rows, the row's start and end, and the piece's start.
+    """Return the row of the nth piece of all rows, the row's start and end, and the piece's start.
 
-    A row beyond the last one if there is no such piece.
+    The row is num_rows if there is no such piece.
     """
     row, before, total = 0, 0, 0
     for at in range(0, num_rows, ROWS):
@@ -127,11 +129,11 @@ def conv_kernel(
         row_at = conv_NCW + tl.load(slots_R + row) * conv_stride
         run = first + tl.arange(0, RUNS) * LENGTH
         x_at = x_TC + run.to(tl.int64)[:, None] * x_stride + channel[None, :]
-        inputs = ()  # all are on their way before the first is waited for
+        inputs = ()  # all loads are issued before the first value is used
         for nth in tl.static_range(1 - WIDTH, LENGTH):
             is_own = (run + nth >= start) & (run + nth < end)
             x = tl.load(x_at + nth * x_stride, is_own[:, None] & inside[None, :], 0.0)
-            if nth < 0:  # before a row what is stored
+            if nth < 0:  # stored inputs precede the row
                 at = row_at + channel * (WIDTH - 1) + (nth + WIDTH - 1)
                 before = tl.load(at, c < tl.where(first == start, size, 0), 0.0)
                 x += tl.where((run == start)[:, None], before[None, :], 0.0)
@@ -150,7 +152,7 @@ def conv_kernel(
                 y = (long * scale[:, None]).to(y_TC.dtype.element_ty)
             tl.store(y_at + nth * C, y, (run + nth < end)[:, None] & inside[None, :])
         if first == start:
-            # A head's inputs are written as they lie, one after the other: perhaps across a bus.
+            # A head's inputs are written in the order of memory, since it may lie across a bus.
             of_head, num_stored = tl.arange(0, 4 * BLOCK), size * (WIDTH - 1)
             in_row = first_channel * (WIDTH - 1) + of_head
             for of_part in tl.static_range(2):
@@ -163,16 +165,17 @@ def conv_kernel(
                 moved = tl.load(input_at + of_head // (WIDTH - 1), own, 0.0)
                 moved = tl.where(own, moved, tl.load(row_at + in_row + length, stored, 0.0))
                 of_rows = conv_NCW if of_part else saved_NCW
-                tl.debug_barrier()  # what is overwritten now is read no more
+                tl.debug_barrier()  # all threads have read the inputs that are overwritten now
                 tl.store(of_rows + target * conv_stride + in_row, moved,
                          of_head < tl.where(target >= 0, num_stored, 0))  # fmt: skip
 
 
 @triton.jit
 def four_weights(conv_CW, channel, inside, WIDTH: tl.constexpr):
-    """A channel's weights, the last one for the token itself; first zeros, if there are fewer.
+    """Return a channel's four weights, the last one for the token itself, and zeros if WIDTH < 4.
 
-    Loaded together and taken apart, since a load of 2 bytes for each would take longer than inputs.
+    The weights are loaded together and then split. A load of 2 bytes for each weight would take
+    longer than the loads of inputs.
     """
     tap = tl.arange(0, 4)[None, :] - (4 - WIDTH)
     at = conv_CW + channel[:, None] * WIDTH + tap
@@ -223,10 +226,12 @@ def pieces_kernel(
 
 @triton.jit
 def inverse(a, PIECE: tl.constexpr, dtype: tl.constexpr):
-    """(I + a)^-1 of what is below the diagonal of a: of blocks of 2, of pairs of these and so on.
+    """Return (I + a)^-1, where only the part of a below the diagonal is used.
 
-    Where blocks (I + m) and (I + n) of inverses meet, and b of a lies, there comes -(I + n) b (I +
-    m). Up to 16 blocks lie apart, a warp each.
+    Diagonal blocks of 2 are inverted first, then of 4 and so on. Let (I + m) and (I + n) be the
+    inverses of two adjacent blocks, and b the block of a that couples them. The same block of the
+    inverse is then -(I + n) b (I + m). Up to a size of 16, diagonal blocks are a batch with a warp
+    for each.
     """
     BLOCKS: tl.constexpr = PIECE // 16
     t, block, i = tl.arange(0, PIECE), tl.arange(0, BLOCKS), tl.arange(0, 16)
@@ -247,14 +252,14 @@ def inverse(a, PIECE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def is_between(i, size: tl.constexpr):
-    """Where the second of two blocks of a size meets the first: row by column."""
+    """Return a mask of the blocks that couple the second block of each pair with the first."""
     block = i // size
     return (block[:, None] == block[None, :] + 1) & (block[:, None] % 2 == 1)
 
 
 @triton.jit
 def product(a, b, sum, dtype: tl.constexpr):
-    """Multiplies float16 copies: of numbers below 64 they are eight times as fine as bfloat16."""
+    """Multiply float16 copies, which are eight times as fine as bfloat16 for numbers below 64."""
     if INTERPRETED or dtype == tl.float32:
         return dot(a, b, sum)
     return tl.dot(a.to(tl.float16), b.to(tl.float16), sum)

@@ -1,12 +1,12 @@
-"""The gated delta rule over rows with states, in plain torch: what its kernels are checked against.
+"""Plain torch reference of the gated delta rule over rows with states. Also runs on CPUs.
 
-Also what a CPU runs. A row is the next tokens of one request: row r has those from starts_R1[r] to
-before starts_R1[r + 1], none if they are equal, and its states lie in rows slots_R[r] of tensors of
-states, which are updated in place. Rows of a step have different slots, except those that pad a
-graph, whose states mean nothing.
+A row is the next tokens of one request. Row r has tokens starts_R1[r] to before starts_R1[r + 1],
+none if these are equal. Its states are in row slots_R[r] of the state tensors, and are updated in
+place. Rows of a step have different slots, except rows that pad a CUDA graph, whose states are
+meaningless.
 
-The numerics are those of transformers' Qwen3Next: the convolution's results and the outputs are
-rounded to the model's dtype, everything else is float32.
+The numerics are those of transformers' Qwen3Next. The convolution's results and the outputs are
+rounded to the model's dtype; everything else is float32.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ L2_EPS = 1e-6  # added to the sum of squares of a query or key
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """What a layer of the gated delta rule has beside its projections."""
+    """Weights of a layer of the gated delta rule, without its projections."""
 
     conv_CW: Tensor
     a_log_H: Tensor
     dt_bias_H: Tensor
     norm_V: Tensor
-    eps: float  # of the norm
+    eps: float  # epsilon of the norm
 
 
 def mix_rows(
@@ -36,12 +36,13 @@ def mix_rows(
     conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor,
     parts_X: Tensor | None = None, targets_X: Tensor | None = None, *saved: Tensor,
 ) -> Tensor:  # fmt: skip
-    """x_THV: all that lies between a layer's projections. What no row has is undefined.
+    """Return x_THV, computing all between a layer's projections. Tokens of no row are undefined.
 
     qkv_TC has queries, keys and values one after the other, each as heads. A row may have two
-    parts: parts_X has where both of each row begin, and where the last one ends; targets_X, also in
-    pairs, which row gets the state behind the first part, -1 for none, and the slot. The former is
-    a row of `saved`, which are other tensors of states, perhaps in the host's memory, or the same.
+    parts. The starts of both parts of each row, and the end of the last part, are in parts_X. Also
+    in pairs, targets_X has the target row of the state after the first part, or -1 for none, and
+    the slot. The target is a row of `saved`, two other state tensors, perhaps in host memory.
+    Without `saved`, it is a row of conv_NCW and recurrent_NHKV.
     """
     tokens, states = (qkv_TC, a_TH, b_TH), (conv_NCW, recurrent_NHKV)
     if parts_X is None or targets_X is None:
@@ -67,11 +68,13 @@ def mix_drafted(
     conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor, kept_NWX: Tensor,
     replays_R: Tensor, *_: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Does what mix_rows does for rows of few tokens, of which the last may be rejected later.
+    """Return x_THV as mix_rows does, for rows of few tokens, of which the last may be rejected
+    later.
 
-    kept_NWX has the inputs of each slot's last tokens: qkv, a and b. Of these the first replays_R
-    turned out right: the states take them in before the row's own tokens, whose inputs are kept
-    instead, and which the states don't take in. What comes behind it is for kernels alone.
+    kept_NWX has the inputs of each slot's previous tokens: qkv, a and b. The first replays_R of
+    these were accepted, and update the states before the row's own tokens. The inputs of the row's
+    own tokens replace them in kept_NWX and do not update the states. Further arguments are used by
+    kernels only.
     """
     inputs_TX, num_heads = torch.cat([qkv_TC, a_TH, b_TH], 1), a_TH.shape[1]
     sizes = [qkv_TC.shape[1], num_heads, num_heads]
@@ -111,9 +114,9 @@ def _outputs(
 def conv_rows(
     x_TC: Tensor, weight_CW: Tensor, conv_NCW: Tensor, slots_R: Tensor, starts_R1: Tensor
 ) -> Tensor:
-    """y_TC: each channel's causal convolution over its row behind the stored inputs, then SiLU.
+    """Return y_TC, SiLU of each channel's causal convolution over its stored inputs and its row.
 
-    conv_NCW has one input less than weight_CW has weights, the oldest first.
+    conv_NCW has one input less than weight_CW has weights, oldest first, and is updated.
     """
     y_TC, starts, before = x_TC.clone(), starts_R1.tolist(), conv_NCW.shape[-1]
     for slot, start, end in zip(slots_R.tolist(), starts, starts[1:], strict=False):
@@ -127,7 +130,7 @@ def conv_rows(
 
 
 def gates(a_TH: Tensor, b_TH: Tensor, a_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
-    """(g_TH, beta_TH), float32: the logarithm of a state's decay, and how much a token writes."""
+    """Return float32 g_TH, logarithms of the state's decay, and beta_TH, factors of the updates."""
     g_TH = -a_log_H.float().exp() * F.softplus(a_TH.float() + dt_bias_H.float())
     return g_TH, b_TH.float().sigmoid()
 
@@ -136,10 +139,10 @@ def delta_rows(
     q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, g_TH: Tensor, beta_TH: Tensor,
     recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor,
 ) -> Tensor:  # fmt: skip
-    """o_THV: token by token S = e^g S, S += k (beta (v - S^T k))^T, o = S^T q.
+    """Return o_THV, token by token: S = e^g S, S += k (beta (v - S^T k))^T, o = S^T q.
 
-    q and k are normalised here, and q is divided by the root of its size. A head of theirs serves
-    as many consecutive heads of v as there are more of these.
+    q and k are L2-normalised here, and q is divided by the root of its size. Each head of q and k
+    serves the same number of consecutive heads of v.
     """
     repeats = v_THV.shape[1] // q_THK.shape[1]
     q_THK, k_THK = (l2_norm(x_THK).repeat_interleave(repeats, 1) for x_THK in (q_THK, k_THK))
@@ -160,13 +163,13 @@ def delta_rows(
 
 
 def l2_norm(x: Tensor) -> Tensor:
-    """Vectors of length one, over the last dimension, in float32."""
+    """Normalise vectors along the last dimension to length one, in float32."""
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
 def gated_norm(o_THV: Tensor, z_THV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
-    """RMSNorm of each head, times SiLU of the gate: x_THV."""
+    """Return x_THV: RMSNorm of each head, times SiLU of the gate."""
     o = o_THV.float()
     o = (o * torch.rsqrt(o.square().mean(-1, keepdim=True) + eps)).to(o_THV.dtype) * weight_V
     return (o.float() * F.silu(z_THV.float())).to(o_THV.dtype)

@@ -1,8 +1,8 @@
-"""Gathers over ranks, and sums of what ranks made of each other's tokens, over peer memory.
+"""All-gather of tokens over ranks, and reduce-scatter of their expert outputs, in peer memory.
 
-Meaning: the *_reference functions below. How messages travel, and what callers must keep to, says
-all_reduce.py, whose buffers and calls these are: an element is its own flag. Tokens go as words of
-32 bits, a row of x, then its weights and experts, so that one launch brings all three.
+The references are the *_reference functions below. The buffers, the protocol and the rules for
+callers are those of all_reduce.py: an element is its own flag. A token is sent as 32-bit words, a
+row of x followed by its weights and experts, so that one launch gathers all three.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from nanovllm_kernels.all_reduce import (
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.following import let_next_come, wait
 
-NOBODY = -2  # the expert of tokens that only pad, and what -1 becomes
-GATHERED = 512  # words that a program gathers at a time: 64 rows of 8 bytes
+NOBODY = -2  # expert of padding tokens; also replaces -1
+GATHERED = 512  # words that a program gathers at a time
 
 
 def gather_tokens(
     x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_tokens: int, peers: Peers
 ) -> tuple[Tensor, ...]:
-    """What all ranks bring, rank by rank, `num_tokens` of each: those behind its own are NOBODY's.
+    """Return the tokens, weights and experts of all ranks, rank by rank, `num_tokens` of each rank.
 
-    Weights and experts have 32 bits. Takes `token_bytes` of capacity for each token.
+    A rank with fewer tokens is padded with tokens whose expert is NOBODY. Weights and experts have
+    32 bits. Each token takes `token_bytes` of the capacity.
     """
     parts = x_TD.contiguous(), weights_TK, experts_TK
     assert num_tokens * token_bytes(x_TD, weights_TK.shape[1]) <= peers.capacity, num_tokens
@@ -59,15 +60,15 @@ def token_bytes(x_TD: Tensor, num_chosen: int) -> int:
 
 
 def add_own_sums(parts_ITD: Tensor, stream_TD: Tensor, peers: Peers) -> Tensor:
-    """Adds to this rank's stream the sums over ranks of parts_ITD[rank], as far as it goes.
+    """Add the sum over ranks of their parts_ITD[rank] to this rank's stream, and return the stream.
 
-    Returns the stream.
+    Only the first len(stream_TD) rows of the sum are used.
     """
     assert parts_ITD.is_contiguous() and stream_TD.is_contiguous() and peers.fits(parts_ITD[0])
     total, bits = parts_ITD[0].numel(), (torch.int16, torch.int32)[parts_ITD.element_size() // 4]
     add_own_sums_kernel[(min(triton.cdiv(total, CHUNK), sums.PROGRAMS),)](
         parts_ITD.view(bits),
-        stream_TD if len(stream_TD) else parts_ITD,  # of which nothing is written
+        stream_TD if len(stream_TD) else parts_ITD,  # a placeholder that is not written
         *peers.place,
         total,
         stream_TD.numel(),
@@ -104,7 +105,7 @@ def gather_kernel(
         bits = never_empty(tl.where(is_own | (k < K), bits, FILL))
         send(bits, addresses_I, rank, first + rank, capacity, at, at < total, SIZE, calls_X)
     tl.debug_barrier()
-    let_next_come(WAITS)  # whatever follows may come in while this one waits for other ranks
+    let_next_come(WAITS)  # the next kernel may start while this one waits for other ranks
     count_call(calls_X, call, PROGRAMS)
     for start in range(pid * BLOCK, total, num * BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -154,12 +155,12 @@ def add_own_sums_kernel(
 def gather_tokens_reference(
     x_ITD: Tensor, weights_ITK: Tensor, experts_ITK: Tensor, num_tokens: int
 ) -> tuple[Tensor, ...]:
-    """What each rank brings, padded: x and weights by zeros, experts by NOBODY."""
+    """Return the padded tokens of each rank: x and weights with zeros, experts with NOBODY."""
     more = (0, 0, 0, num_tokens - x_ITD.shape[1])
     parts = (x_ITD, 0), (weights_ITK, 0), (experts_ITK.where(experts_ITK != -1, NOBODY), NOBODY)
     return tuple(functional.pad(one, more, value=value).flatten(0, 1) for one, value in parts)
 
 
 def add_own_sums_reference(parts_ITD: Tensor, stream_TD: Tensor) -> Tensor:
-    """`parts_ITD`: what each rank has for one of them."""
+    """Return the stream of one rank. parts_ITD has each rank's part of its sum."""
     return (summed(parts_ITD[:, : len(stream_TD)]) + stream_TD.float()).to(stream_TD.dtype)

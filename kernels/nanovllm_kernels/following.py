@@ -1,5 +1,6 @@
-"""How a kernel that is launched before the one ahead of it ends waits for that one, and lets the
-next one come. Which kernels are launched so: device.follows.
+"""Programmatic dependent launch: a wait for the previous kernel and the release of the next one.
+
+`device.follows` chooses the kernels that are launched before the previous one ends.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def wait(is_early: tl.constexpr):
-    """Until the kernel ahead has ended, and what it wrote can be read."""
+    """Wait until the previous kernel has ended and its writes are visible."""
     if is_early:
         tl.extra.cuda.gdc_wait()
 

@@ -1,4 +1,4 @@
-"""How a CuTe DSL kernel is compiled, and with what in place of tensors. Imports CuTe DSL."""
+"""Compilation of a CuTe DSL kernel with placeholder tensors. Imports CuTe DSL."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from nanovllm_kernels.compile_cache import Compiled
 
 
 def like(dtype: Any, *sizes: Any, divisibility: int = 1) -> Any:  # noqa: ANN401
-    """A tensor of these sizes, the last one dense, as torch allocates it.
+    """Return a placeholder for a torch tensor of these sizes whose last dimension is dense.
 
-    `divisibility`: of strides and address, in elements.
+    Strides and the address are multiples of `divisibility` elements.
     """
     strides = [cute.sym_int64(divisibility=divisibility) for _ in sizes[1:]]
     align = divisibility * dtype.width // 8
@@ -20,7 +20,7 @@ def like(dtype: Any, *sizes: Any, divisibility: int = 1) -> Any:  # noqa: ANN401
 
 
 def compiled(kernel: Any, *args: Any) -> Compiled:  # noqa: ANN401
-    """What is called with such arguments, of torch, and runs on torch's current stream."""
+    """Compile a kernel for such arguments. It takes torch tensors and runs on torch's stream."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     made: Compiled = cute.compile(kernel, *args, stream, options="--enable-tvm-ffi")
     return made
