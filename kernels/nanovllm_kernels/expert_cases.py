@@ -1,4 +1,4 @@
-"""Cases of the products of routed experts, for every implementation, and sizes of their errors."""
+"""Cases and error scales of the products of routed experts, for every implementation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from nanovllm_kernels.fp8_reference import BLOCK
 from nanovllm_kernels.linear_cases import gated_sizes, linear_reference, sizes
 from nanovllm_kernels.route_reference import ExpertRows, sort_rows
 
-OF_SUMS = 1 / 16  # ulps of the size of a sum that its terms may err by, rounded to float32
-OF_QUANTISED = 24.0  # with activations of 8 bits, of which each is off by up to an eighth of itself
+OF_SUMS = 1 / 16  # error of the float32 terms of a sum, in bfloat16 ulps of the sum's size
+OF_QUANTISED = 24.0  # same with 8-bit activations, each off by up to an eighth of itself
 
 
 @dataclass(frozen=True, slots=True)
 class MoECase:
     """A product of T tokens with K of E experts each, of which this rank has `num` from `first`.
 
-    `kind`: `uniform`, or `first`: all tokens choose the first K experts, and `last` the last K.
-    `block_fp8`: weights of 8 bits with a scale for each block.
+    With `kind` "uniform" experts are random. With "first" all tokens choose the first K experts,
+    with "last" the last K. With `block_fp8` weights have 8 bits and a scale for each block.
     """
 
     T: int
@@ -58,7 +58,7 @@ class MoECase:
         return sort_rows(experts_TK, self.first, self.num_experts, tile)
 
     def weight(self, parts: int, num_features: int, num_inputs: int, device: torch.device) -> Args:
-        """The weight of all experts, of parts of so many features, and its scales or None."""
+        """Return the weight of all experts, `num_features` rows a part, and its scales or None."""
         shape = self.num_experts, parts * num_features, num_inputs
         weight_EXX = normal(device, *shape, dtype=torch.bfloat16, seed=1)
         if not self.block_fp8:
@@ -69,7 +69,7 @@ class MoECase:
 
     def gate_up(self, tile: int, device: torch.device) -> Args:
         x_TD = normal(device, self.T, self.D, dtype=torch.bfloat16)
-        x_TD[self.T // 2, self.D // 3] = 1e3  # a wrong sum shows
+        x_TD[self.T // 2, self.D // 3] = 1e3  # an outlier, so that a wrong sum fails the check
         weight = self.weight(2, self.F, self.D, device)
         return x_TD, *weight, self.rows(tile, device), self.K
 
@@ -79,7 +79,7 @@ class MoECase:
 
 
 def in_float(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A product of experts_reference in float32, whatever it is given."""
+    """Return a product of experts_reference that computes in float32 for inputs of any dtype."""
 
     def reference(x: Tensor, weight_EXX: Tensor, scale: Tensor | None, *more: object) -> Tensor:
         return product(
@@ -90,13 +90,13 @@ def in_float(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def rows_of_experts(result: Tensor, args: Args) -> Tensors:
-    """What must be written, and a row of zeros, lest it is nothing."""
+    """Return the rows that must be written, and one row of zeros, since there may be none."""
     num_rows = int(args[3].starts_E1[-1])
     return (functional.pad(result[:num_rows], (0, 0, 0, 1)),)
 
 
 def scale_of(share: float, expected: Tensors, args: Args) -> Tensors:
-    """`share`: of the size of a sum, that its terms may err by together, in ulps."""
+    """Return the error scale. Terms of a sum may err by `share` ulps of the sum's size in total."""
     x, weight_EXX, scale_EXX, rows, num_chosen = args
     found = expected[0].abs()
     is_gated = found.shape[1] < weight_EXX.shape[1]
@@ -107,7 +107,7 @@ def scale_of(share: float, expected: Tensors, args: Args) -> Tensors:
         if is_gated:
             gate_XF, up_XF = sizes_XN.chunk(2, -1)
             sizes_XN = gated_sizes(linear_reference(*both), sizes_XN)
-            sizes_XN += torch.finfo(torch.bfloat16).eps * gate_XF * up_XF  # both factors are off
+            sizes_XN += torch.finfo(torch.bfloat16).eps * gate_XF * up_XF  # both factors err
         found[start:end] += sizes_XN
     return (found,)
 
@@ -122,9 +122,10 @@ def kernels(
     share: float = OF_SUMS,
     small: tuple[MoECase, ...] = (),
 ) -> tuple[Kernel, ...]:
-    """Two: `<name>_gate_up` and `<name>_down`. `small`: those fit for an interpreter.
+    """Return two kernels, `<name>_gate_up` and `<name>_down`.
 
-    `timed`: by multiplications with many rows for an expert, else by bytes of the weights.
+    Cases in `small` also run in Triton's interpreter. Cases in `timed` are rated by FLOP/s if an
+    expert has many rows, else by bytes of the weights.
     """
 
     def cases(of: Callable[..., Args], num_matrices: int) -> Iterator[Case]:

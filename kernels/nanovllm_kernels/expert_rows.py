@@ -1,9 +1,10 @@
-"""Pairs of token and expert sorted by expert, with tables of the tiles that cover them.
+"""Stable counting sort of (token, expert) pairs by expert, with tables of tiles that cover them.
 
-Meaning: nanovllm_kernels.route_reference.sort_rows. One launch while there are few thousand pairs:
-a program reads all of them and places those of a few experts, whose places it counts together, in
-16 bits of a word each. More take three: blocks of pairs are counted by expert, the counts of blocks
-added up, and pairs compared with those of their block. Nothing depends on which program is first.
+The reference is nanovllm_kernels.route_reference.sort_rows. Up to SCANNED pairs take one launch. A
+program then reads all pairs and places those of a few experts, whose counts share one word, 16 bits
+each. More pairs take three launches. The first counts the pairs of each block by expert. The second
+sums these counts over blocks. The third ranks each pair among those of its block. The result does
+not depend on the order of programs.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from nanovllm_kernels.following import let_next_come, wait
 from nanovllm_kernels.route_reference import ExpertRows, most_tiles
 
 SCANNED = 8192  # pairs that each program reads; fewer than 32,768, for counts of 16 bits
-TOGETHER = 4  # experts whose pairs a program places then, 2 or 4
-OF_A_WARP = 256  # pairs that a warp has then, between LEAST_WARPS and MOST_WARPS of them
+TOGETHER = 4  # experts whose pairs a program places in one launch, 2 or 4
+OF_A_WARP = 256  # pairs per warp in one launch, with LEAST_WARPS to MOST_WARPS warps
 LEAST_WARPS, MOST_WARPS = 4, 16
-PLACED = 128  # pairs of a block, of which a program places one
-BLOCK_WARPS = 4  # with 16, one program has a processor for itself and most wait for it
-CHUNK = 8  # pairs that others of their block are compared with at once
-ADDED = 8  # experts whose counts a program adds up
-FEW_BLOCKS = 128, 2048  # that are read at once, in few sizes: each is compiled
-FILLED = tl.constexpr(256)  # unused entries that are written at once
+PLACED = 128  # pairs of a block; a program places one block
+BLOCK_WARPS = 4  # with 16, one program fills a multiprocessor, and most others wait for it
+CHUNK = 8  # pairs that all pairs of the block are compared with at once
+ADDED = 8  # experts whose counts a program sums
+FEW_BLOCKS = 128, 2048  # numbers of blocks read at once; few, since each is compiled
+FILLED = tl.constexpr(256)  # unused entries written at once
 
 
 def sort_rows(experts_TK: Tensor, first_expert: int, num_experts: int, tile: int) -> ExpertRows:
-    """Takes experts_TK as `route` returns it: int32, a row's experts all different."""
+    """Sort experts_TK as `route` returns it: int32, with distinct experts in each row."""
     num_pairs, waits = experts_TK.numel(), follows(len(experts_TK), experts_TK.device)
     assert experts_TK.is_contiguous()
     rows = empty_rows(*experts_TK.shape, num_experts, tile, experts_TK.device)
@@ -52,7 +53,7 @@ def sort_rows(experts_TK: Tensor, first_expert: int, num_experts: int, tile: int
 def counts_of_blocks(
     experts_TK: Tensor, num_blocks: int, ours: dict[str, int], options: dict[str, bool]
 ) -> Tensor:
-    """The pairs of each expert in all blocks before; and of all, in the row behind the last."""
+    """Return, for each block, each expert's pairs in earlier blocks; a last row has the totals."""
     block = triton.next_power_of_2(ours["OWN"])
     counts_XE = experts_TK.new_empty(num_blocks + 1, block)
     args = experts_TK, counts_XE, experts_TK.numel()
@@ -82,7 +83,7 @@ def tensors_of(rows: ExpertRows) -> tuple[Tensor, ...]:
 
 @triton.jit
 def local_experts(experts_TK, pair, num_pairs, FIRST: tl.constexpr, OWN: tl.constexpr):
-    """The pairs' experts, counted from our first one; OWN in place of those that are not ours."""
+    """Return the pairs' experts relative to this rank's first, or OWN for other ranks' experts."""
     local = tl.load(experts_TK + pair, pair < num_pairs, -1) - FIRST
     return tl.where((local >= 0) & (local < OWN), local, OWN)
 
@@ -92,7 +93,7 @@ def count_kernel(
     experts_TK, counts_XE, num_pairs, FIRST: tl.constexpr, OWN: tl.constexpr,
     PLACED: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Counts the pairs of a block by expert."""
+    """Count the pairs of a block by expert."""
     EXPERTS: tl.constexpr = triton.next_power_of_2(OWN)
     wait(WAITS)
     pair = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
@@ -110,7 +111,7 @@ def add_kernel(
     ADDED: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    """Counts become those of all blocks before; the row behind the last block is of all."""
+    """Replace counts by those of all earlier blocks, and write the totals in one more row."""
     wait(WAITS)
     block = tl.arange(0, BLOCKS)[:, None]
     at = counts_XE + block * EXPERTS + tl.program_id(0) * ADDED + tl.arange(0, ADDED)[None, :]
@@ -128,7 +129,7 @@ def sort_kernel(
     CHUNK: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr,
     WAITS: tl.constexpr,
 ):  # fmt: skip
-    """The first program writes the tables, the others place pairs."""
+    """Write the tables in the first program, and place pairs in the others."""
     wait(WAITS)
     let_next_come(WAITS)
     if tl.program_id(0) == 0:
@@ -151,7 +152,7 @@ def place_some_experts(
     experts_TK, pair_of_X, row_of_TK, num_pairs, PLACED: tl.constexpr, TOGETHER: tl.constexpr,
     FIRST: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """Those of TOGETHER experts, each counted in 16 bits of a word, the first in the lowest."""
+    """Place the pairs of TOGETHER experts, each counted in 16 bits of a word, the lowest first."""
     WORD: tl.constexpr = tl.int64 if TOGETHER > 2 else tl.int32
     ONES: tl.constexpr = 0x1000100010001 if TOGETHER > 2 else 0x10001
     first = (tl.program_id(0) - 1) * TOGETHER
@@ -161,7 +162,8 @@ def place_some_experts(
     bit = tl.where(is_one, local - first, 0) * 16
     one = is_one.to(WORD) << bit.to(WORD)
     num_lower = tl.sum((local < first).to(tl.int32), 0)
-    # Expert by expert, all pairs of those before: products with ONES add up what is in lower bits.
+    # For each expert, its start is the number of pairs of all experts before it. A product with
+    # ONES adds the counts in lower bits to those in higher bits.
     starts = num_lower.to(WORD) * ONES + tl.sum(one, 0) * (ONES - 1)
     at = (((tl.cumsum(one, 0) - one + starts) >> bit.to(WORD)) & 0xFFFF).to(tl.int32)
     tl.store(pair_of_X + at, pair, is_one)
@@ -199,8 +201,10 @@ def store_tables(
     num_tiles_1, num_pairs, most_tiles,
     PLACED: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """All but the pairs' places, from the counts of all blocks, or from the pairs. Then also the
-    places of those that are not ours: none."""
+    """Write the tables of experts and tiles, from the counts of all blocks or from the pairs.
+
+    In the latter case, also write -1 as the places of other ranks' pairs.
+    """
     EXPERTS: tl.constexpr = triton.next_power_of_2(OWN)
     local_E = tl.arange(0, EXPERTS)
     if counts_XE is None:
@@ -212,7 +216,7 @@ def store_tables(
         counts_E = tl.load(counts_XE + (tl.num_programs(0) - 1) * EXPERTS + local_E)
     exists = local_E < OWN
     tiles_E = (counts_E + TILE - 1) // TILE
-    # Both sums at once, and both cumulative ones: tiles in the lower half of a word.
+    # One sum and one cumulative sum serve rows and tiles: tiles are in the lower half of a word.
     both_E = (counts_E.to(tl.int64) << 32) + tiles_E
     before_E = tl.cumsum(both_E, 0) - both_E
     starts_of_E, first_E = (before_E >> 32).to(tl.int32), before_E.to(tl.int32)

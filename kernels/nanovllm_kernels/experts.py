@@ -1,24 +1,26 @@
-"""Products of sorted rows with the weights of their experts.
+"""Grouped GEMMs of routed experts: products of sorted rows with the weights of their experts.
 
-Meaning: nanovllm_kernels.experts_reference. A program multiplies some rows of one expert's weight
-with a tile of tokens, and never waits for another: sums have one order. Weights are what matters
-at few rows, so they take the side of the tensor cores that comes in 64 rows, tokens the one that
-comes in 8, and several tiles of weights are on their way at any time.
+The reference is nanovllm_kernels.experts_reference. A program multiplies some rows of one expert's
+weight with a tile of tokens, and waits for no other program, so sums have one order. With few
+tokens the reads of weights dominate. So weights are the operand of the tensor cores that has 64
+rows, and tokens the one that has 8. Several tiles of weights are in flight at any time.
 
-Decision: weights of block fp8 become float16 in registers, exactly and by one instruction, where
-bfloat16 takes three, and these took longer than memory. So tokens do, too, times a power of two: up
-to 4e6 they stand for themselves, and from 1/256 down they are off by 2e-6 at most, which is less
-than 8 bits would cost them. Each sum over 128 inputs is scaled by itself, in float32. Products of
-64 tokens came from 87 % of the copy rate to 104 % so, and no further with tokens of 8 bits.
+Decision: block-fp8 weights are converted to float16 in registers, exactly and by one instruction.
+For bfloat16 it takes three, which took longer than the reads of memory. So tokens become float16,
+too, after division by a power of two. Tokens up to 4e6 can be represented. Below 1/256 they are off
+by 2e-6 at most, which is less than 8 bits would cost. Each sum over 128 inputs is scaled
+separately, in float32. Products of 64 tokens rose from 87 % of the copy rate to 104 %, and 8-bit
+tokens gained nothing more.
 
-Decision: of so few tokens that rows are not sorted, down's product adds up what a token's experts
-give. Tensor cores take 64 rows of weights and no less than 8 columns, of which a pair fills one: so
-a program's rows are some features of all of a token's experts, its columns are their inputs, and
-what counts is where they meet. A launch less, and no program waits for another.
+Decision: with so few tokens that rows are not sorted, the down product also sums over a token's
+experts. Tensor cores take 64 rows of weights and at least 8 columns, of which a pair fills one. So
+a program's rows are some features of all of a token's experts, and its columns are their inputs.
+Only the diagonal blocks are used. This saves a launch, and no program waits for another.
 
-Decision: programs of unsorted pairs have as many loads on their way as let all of them run at once,
-which a second turn of programs costs more than it saves: a token of M2 4 % less, R1 and Qwen3-Next
-1 %. Weights of down that were brought to the cache during gate_up made it 3 to 12 % more.
+Decision: the pipeline stages of unsorted pairs are limited so that all programs run at once.
+A second wave of programs costs more than deeper pipelines save. A token of M2 takes 4 % less
+time, one of R1 and Qwen3-Next 1 %. Prefetching the weights of down into the cache during gate_up
+took 3 to 12 % more.
 """
 
 from __future__ import annotations
@@ -36,35 +38,35 @@ from nanovllm_kernels.following import let_next_come, wait
 from nanovllm_kernels.paged_decode import dot
 from nanovllm_kernels.route_reference import Chosen, ExpertRows
 
-ALONE, FEW, MANY = 8, 16, 128  # tokens of a tile; ALONE: of one, beside weights of 8 bits
-FEW_PER_EXPERT = 16  # pairs of an expert on average, from which on tiles are large
-SCALED = tl.constexpr(128)  # elements that share a scale, in both directions
-LIFT = tl.constexpr(64.0)  # what numbers are divided by, to be float16
+ALONE, FEW, MANY = 8, 16, 128  # tokens of a tile; ALONE: one pair, with 8-bit weights
+FEW_PER_EXPERT = 16  # average pairs per expert from which on tiles are large
+SCALED = tl.constexpr(128)  # elements that share a scale, in both dimensions
+LIFT = tl.constexpr(64.0)  # divisor of tokens before they become float16
 
 
 class Shape(NamedTuple):
-    """What a program of a product takes."""
+    """Tile sizes and pipeline of a product's program."""
 
-    weights: int  # rows, of the gate and of up together
-    depth: int  # inputs at a time
-    stages: int  # loads on their way
+    weights: int  # rows of the weight, gate and up together
+    depth: int  # inputs per iteration
+    stages: int  # pipeline stages
     warps: int
 
 
-SHAPES = {  # by tokens of a tile, and bytes of an element of the weight
+SHAPES = {  # by tokens of a tile and bytes per element of the weight
     (8, 1): Shape(64, 128, 6, 2),
     (16, 1): Shape(64, 128, 5, 2),
     (16, 2): Shape(64, 128, 4, 4),
     (128, 1): Shape(128, 128, 3, 8),
     (128, 2): Shape(128, 64, 4, 8),
 }
-OTHER = Shape(32, 32, 2, 4)  # float32, or a tile that nobody measured
-SHARED_BYTES = 227 * 1024  # of a multiprocessor, for its programs
-IN_TURNS = 3  # stages of programs that cannot all run at once
+OTHER = Shape(32, 32, 2, 4)  # float32, or a tile without measurements
+SHARED_BYTES = 227 * 1024  # shared memory of a multiprocessor
+IN_TURNS = 3  # stages if the programs cannot all run at once
 
 
 def tile_of(num_pairs: int, num_experts: int) -> int:
-    """The tile that rows are sorted in for these products."""
+    """Return the tile size that rows are sorted in for these products."""
     return FEW if num_pairs < FEW_PER_EXPERT * num_experts else MANY
 
 
@@ -101,7 +103,7 @@ def down_combine(
     shared_TD: Tensor | None = None,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
-    """What `combine` gives of expert_down. Overwrites the stream, if there is one, with it."""
+    """Return combine(expert_down(...)), which overwrites residual_TD if that is given."""
     num_tokens, num_chosen = weights_TK.shape
     x_TD = y_XF.new_empty(num_tokens, down_EDF.shape[1]) if residual_TD is None else residual_TD
     assert weights_TK.is_contiguous() and x_TD.is_contiguous()
@@ -148,7 +150,7 @@ def _product(
 
 
 def at_once(shape: Shape, step_bytes: int, num_programs: int, num_processors: int) -> Shape:
-    """With as many loads on their way as let all programs run at the same time."""
+    """Return the shape with its stages limited so that all programs run at the same time."""
     each = -(-num_programs // num_processors)
     fitting = (SHARED_BYTES // each - 1024) // step_bytes
     return shape._replace(stages=min(shape.stages, fitting) if fitting > 1 else IN_TURNS)
@@ -161,11 +163,14 @@ def product_kernel(
     GATED: tl.constexpr, TOGETHER: tl.constexpr, FEATURES: tl.constexpr, TILE: tl.constexpr,
     DEPTH: tl.constexpr, STAGES: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of features, of a tile of sorted rows, of a pair, or of a token with weights_TK."""
+    """Compute a tile of features for a tile of sorted rows or a pair, or for a token if combined.
+
+    With weights_TK the products of a token's experts are weighted and summed.
+    """
     PARTS: tl.constexpr = 2 if GATED else triton.next_power_of_2(TOGETHER)
     wait(WAITS and GATED)
     let_next_come(WAITS and GATED and pair_of_X is not None)
-    # Rows were sorted two launches before the product that is not gated: no need to wait for them.
+    # Rows were sorted two launches before the down product, so it reads them without a wait.
     part, feature = tl.arange(0, PARTS * FEATURES) // FEATURES, tl.arange(0, FEATURES)
     first = tl.program_id(0) * FEATURES
     within = first + tl.arange(0, PARTS * FEATURES) % FEATURES
@@ -174,14 +179,14 @@ def product_kernel(
         at = tl.program_id(1) * TOGETHER + tl.arange(0, TILE)
         pair, valid = at, tl.arange(0, TILE) < TOGETHER
         if weights_TK is None:
-            expert = tl.maximum(tl.load(tile_expert_X + tl.program_id(1)), 0)  # -1: nobody's
+            expert = tl.maximum(tl.load(tile_expert_X + tl.program_id(1)), 0)  # -1: padding
         else:
             expert, exists = 0, exists & (part < TOGETHER)
             experts = tile_expert_X + tl.program_id(1) * TOGETHER + part
             matrix = tl.maximum(tl.load(experts, part < TOGETHER, 0), 0).to(tl.int64)
     else:
         expert = tl.load(tile_expert_X + tl.program_id(1))
-        if expert < 0:  # a dead tile
+        if expert < 0:  # an unused tile
             return
         at = tl.load(tile_start_X + tl.program_id(1)) + tl.arange(0, TILE)
         valid = at < tl.load(starts_E1 + expert + 1)
@@ -216,7 +221,7 @@ def product_kernel(
             nothing = tl.zeros([PARTS * FEATURES, TILE], tl.float32)
             x = (x.to(tl.float32) * (1 / LIFT)).to(tl.float16)
             sums += dot(w.to(tl.float16), tl.trans(x), nothing) * of_rows[:, None]
-    let_next_come(WAITS and GATED and pair_of_X is None)  # those of down would take issue slots
+    let_next_come(WAITS and GATED and pair_of_X is None)  # down's would take issue slots
     if GATED:
         gate, up = sums.reshape(2, FEATURES, TILE).permute(1, 2, 0).split()
         sums = gate / (1 + tl.exp(-gate)) * up
@@ -225,7 +230,7 @@ def product_kernel(
         sums = tl.sum(tl.where(part[:, None] == tl.arange(0, TILE)[None, :], sums, 0.0), 1)
         share = weights_TK + tl.program_id(1) * TOGETHER + part
         share = tl.load(share, part < TOGETHER, 0.0)
-        sums = sums.to(x_XD.dtype.element_ty).to(tl.float32) * share  # as of two launches
+        sums = sums.to(x_XD.dtype.element_ty).to(tl.float32) * share  # rounded as by two launches
         total = tl.sum(sums.reshape(PARTS, FEATURES), 0)
         at = tl.program_id(1).to(tl.int64) * N + feature
         store_sum(total, at, feature < N, shared_TD, residual_TD, out_XN)

@@ -1,8 +1,8 @@
-"""The products of routed experts in plain torch: the definition, and what a CPU runs.
+"""Plain torch reference of the products of routed experts. Also runs on CPUs.
 
-Rows are in the order of `route_reference.ExpertRows`. Scales of block fp8: float32, one for each
-128 x 128 elements of a weight; gate and up begin blocks of their own. The products of a CPU take
-weights back to float32 and leave activations alone.
+Rows are in the order of `route_reference.ExpertRows`. Block fp8 has a float32 scale for each 128 x
+128 elements of a weight; gate and up begin blocks of their own. These products dequantise weights
+to float32 and do not quantise activations.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from nanovllm_kernels.route_reference import ExpertRows
 
 @dataclass(frozen=True, slots=True)
 class ExpertProducts:
-    """One implementation of both products, with the tile that rows are sorted in for it."""
+    """One implementation of both products, with the tile size that it needs rows sorted in."""
 
-    gate_up: Callable[..., Any]  # in whichever form `down` takes it
+    gate_up: Callable[..., Any]  # returns its result in the form that `down` takes
     down: Callable[..., Tensor]
-    tile: Callable[[int, int], int]  # of so many pairs and experts of this rank
-    fits: Callable[[int, Tensor], bool]  # so many pairs, and gate_up's weight
-    name: str = "torch"  # as `serve` tells it
-    jobs: Callable[[Tensor, int], list[Job]] = lambda gate_up, num_chosen: []  # to be compiled
+    tile: Callable[[int, int], int]  # of (number of pairs, number of this rank's experts)
+    fits: Callable[[int, Tensor], bool]  # (number of pairs, gate_up's weight)
+    name: str = "torch"  # shown by `serve`
+    jobs: Callable[[Tensor, int], list[Job]] = lambda gate_up, num_chosen: []  # kernels to compile
 
 
 def expert_gate_up(
@@ -40,9 +40,9 @@ def expert_gate_up(
     rows: ExpertRows,
     num_chosen: int,
 ) -> Tensor:
-    """The rows y_XF of silu(gate) * up, as sorted; those of no expert of this rank are not written.
+    """Return y_XF = silu(gate) * up for sorted rows. Rows of other ranks' experts are not written.
 
-    `gate_up_E2FD`: an expert's rows of the gate, then those of up.
+    `gate_up_E2FD` has an expert's rows of the gate, then those of up.
     """
     y_XF = x_TD.new_empty(len(rows.pair_of_X), gate_up_E2FD.shape[1] // 2)
     for expert, start, end in used(rows):
@@ -56,7 +56,7 @@ def expert_gate_up(
 def expert_down(
     y_XF: Tensor, down_EDF: Tensor, scale_EXX: Tensor | None, rows: ExpertRows, num_chosen: int
 ) -> Tensor:
-    """y_XD of sorted rows; rows of no expert of this rank are not written."""
+    """Return y_XD of sorted rows. Rows of other ranks' experts are not written."""
     y_XD = y_XF.new_empty(len(y_XF), down_EDF.shape[1])
     for expert, start, end in used(rows):
         weight_DF = whole(down_EDF, scale_EXX, expert, 1)
@@ -72,10 +72,10 @@ def combine(
     shared_TD: Tensor | None = None,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
-    """x_TD: the weighted sum of this rank's pairs, plus what every token gets, plus the stream.
+    """Return x_TD: the weighted sum of this rank's pairs, plus the shared expert, plus the stream.
 
-    Summed in float32, in the order of K, then the shared expert's, then the stream, and rounded
-    once. May overwrite the stream.
+    Terms are summed in float32, first in the order of K, then shared_TD, then residual_TD, and
+    rounded once. May overwrite residual_TD.
     """
     num_tokens, num_chosen = row_of_TK.shape
     x_TD = y_XD.new_zeros(num_tokens, y_XD.shape[1], dtype=torch.float32)
@@ -89,7 +89,7 @@ def combine(
 
 
 def used(rows: ExpertRows) -> Iterator[tuple[int, int, int]]:
-    """Each expert that has rows, the first of them, and where they end. Waits for the device."""
+    """Yield each expert that has rows, with their start and end. Waits for the device."""
     starts = rows.starts_E1.tolist()
     for expert, (start, end) in enumerate(pairwise(starts)):
         if end > start:
@@ -97,9 +97,9 @@ def used(rows: ExpertRows) -> Iterator[tuple[int, int, int]]:
 
 
 def whole(weight_EXX: Tensor, scale_EXX: Tensor | None, expert: int, num_parts: int) -> Tensor:
-    """An expert's weight as it multiplies: float32 where there are scales.
+    """Return an expert's weight, dequantised to float32 if there are scales.
 
-    `num_parts`: of equally many rows, each of which begins blocks of its own.
+    The weight has `num_parts` parts of equal size, each of which begins blocks of its own.
     """
     weight_XX = weight_EXX[expert]
     if scale_EXX is None:
@@ -109,7 +109,7 @@ def whole(weight_EXX: Tensor, scale_EXX: Tensor | None, expert: int, num_parts: 
 
 
 def most_rows(num_pairs: int, num_experts: int) -> int:
-    """One tile for each expert: the tile says nothing to this implementation."""
+    """Return a tile size with one tile per expert, since this implementation ignores tiles."""
     return max(1, num_pairs)
 
 

@@ -1,8 +1,10 @@
-"""Drafts out of a row's own text in one launch. Meaning: nanovllm_kernels.ngram_reference.
+"""N-gram drafts from a row's own text (prompt lookup) in one launch.
+
+The reference is nanovllm_kernels.ngram_reference.
 
 Decision: one program reads one row's whole text. Dividing a text among programs would take a second
-launch to compare what they found, which costs more than it saves up to some ten thousand tokens.
-A program keeps the best end of each of its lanes, so that nothing in its loop waits for all lanes.
+launch to compare their results. That costs more than it saves up to some ten thousand tokens. A
+program keeps the best end of each of its lanes, so that nothing in its loop waits for all lanes.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from nanovllm_kernels import ngram_reference as reference
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors
 
 BLOCK = 4096  # tokens that a program compares at once
-UNROLLED = tl.constexpr(16)  # tokens of a match; 128 would take a compiler a minute, 1024 an hour
+UNROLLED = tl.constexpr(16)  # tokens of a match; 128 would take a minute to compile, 1024 an hour
 
 
 def ngram(
@@ -49,14 +51,14 @@ def ngram_kernel(
     slot = tl.load(slots_R + row)
     text = tokens_NL + slot * num_positions
     newest = tl.load(lengths_N + slot)
-    best = tl.zeros([BLOCK], tl.int32)  # tokens that match, then where they end: the larger wins
+    best = tl.zeros([BLOCK], tl.int32)  # score: matched tokens, then their end; the larger wins
     for start in range(0, newest, BLOCK):
         end = start + tl.arange(0, BLOCK)
         same = end < newest
         matched = tl.zeros([BLOCK], tl.int32)
         for first in range(0, MAX_MATCH, UNROLLED):
             for nth in tl.static_range(min(MAX_MATCH, UNROLLED)):
-                # Lanes that differed already, most of them at once, load nothing more.
+                # Lanes with a mismatch load nothing more; most have one at the first token.
                 back = first + nth
                 same = same & (tl.minimum(end, MAX_MATCH - 1) >= back)
                 token = tl.load(text + end - back, same, 0)
@@ -81,7 +83,7 @@ def ngram_inputs(
     matches: tuple[int, int],
     device: torch.device,
 ) -> Args:
-    """Texts of all lengths, the longest in the first row, and the padding slot in the last."""
+    """Return random texts, the longest in the first row, with the padding slot in the last row."""
     generator = torch.Generator(device).manual_seed(num_rows)
 
     def numbers(high: int, *shape: int) -> Tensor:
@@ -98,7 +100,7 @@ def ngram_inputs(
 
 
 def timed_inputs(num_rows: int, num_known: int, device: torch.device) -> Args:
-    """Texts of one length in which a tenth of the tokens are the same."""
+    """Return texts of one length in which a tenth of the tokens are equal."""
     args = ngram_inputs(num_rows, num_known + 8, 150_000, (2, 8), device)
     _, lengths_N, tokens_NL, *_ = args
     lengths_N[:-1] = num_known
@@ -126,7 +128,7 @@ NGRAM = Kernel(
                 (1, 300, 2, 2, 8),
                 (8, 300, 1, 2, 8),
                 (8, 300, 10, 1, 3),
-                (1, 300, 1, 30, 1024),  # as much as a recipe may ask for
+                (1, 300, 1, 30, 1024),  # limit of a recipe
                 (8, 300, 1000, 2, 8),
                 (3, 9000, 3, 4, 8),
                 (3, 9000, 50, 2, 2),

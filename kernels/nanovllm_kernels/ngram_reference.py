@@ -1,6 +1,6 @@
-"""What ngram means, in plain torch: drafts of a row, looked up in its own text.
+"""Plain torch reference of ngram: drafts of a row, looked up in its own text.
 
-Shapes as in batch_reference: N slots + 1, L positions, R rows, D drafts, X = 1 + D columns.
+The shapes are those of batch_reference: N slots + 1, L positions, R rows, D drafts, X = 1 + D.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ def ngram(
     min_match: int,
     max_match: int,
 ) -> Tensor:
-    """What followed when each slot's newest tokens were last seen, int32 [R, 1 + num_drafts].
+    """Return the tokens that followed the last occurrence of each slot's suffix.
 
-    Of slot n the tokens t[0] to t[p] are known, p = lengths_N[n]. Of all earlier places where its
-    last `max_match` tokens occur, or else one fewer, and so on down to `min_match`, the rightmost
-    one counts; it ends at some e < p. The drafts are t[e + 1] and the next ones; past p they repeat
-    from t[e + 1] on, as a text of period p - e would. Column 0 of the result is the number of
-    drafts, all or none; a row without a match has t[p] in place of its drafts.
+    The result is int32 [R, 1 + num_drafts]. Slot n has the tokens t[0] to t[p], p = lengths_N[n].
+    The match is the rightmost earlier place where its last `max_match` tokens occur, or
+    else one fewer, and so on down to `min_match`. It ends at some e < p. The drafts are
+    t[e + 1] and the tokens after it. Past p they repeat from t[e + 1] on, as a text of period p - e
+    would. Column 0 of the result is the number of drafts, all or none. A row without a match has
+    t[p] in place of its drafts.
 
-    In place, all of them are written behind t[p], where the slot must have room. Of the padding
-    slot, which holds zeros alone, they are zeros.
+    All drafts are also written in place after t[p], where the slot must have room. For the padding
+    slot, which has only zeros, they are zeros.
     """
     num_positions = tokens_NL.shape[1]
     assert 1 <= min_match <= max_match and (max_match + 1) * (num_positions + 1) < 1 << 31
     text_RL, newest_R1 = tokens_NL[slots_R], lengths_N[slots_R, None].long()
     at_L = torch.arange(num_positions, dtype=torch.int32, device=slots_R.device)
-    ahead = max_match - 1  # of the text stand so many tokens that equal none
+    ahead = max_match - 1  # number of tokens before the text that match no token
     padded_RL = functional.pad(text_RL, (ahead, 0), value=-1)
     steps_M = torch.arange(max_match, device=slots_R.device)
     last_RM = padded_RL.take_along_dim(newest_R1 + steps_M, 1)

@@ -1,7 +1,8 @@
-"""RMSNorm, alone and after a residual addition. One program per row, which is read once.
+"""RMSNorm, alone or after a residual addition, with one program per row, which is read once.
 
-Meaning: nanovllm_kernels.reference. The mean and the scaling are float32; the scaled row is rounded
-to the row's dtype before the norm_weight, as model code does, and the product is rounded again.
+The reference is nanovllm_kernels.reference. The mean and the scaling are float32. The scaled row is
+rounded to the row's dtype before it is multiplied by norm_weight, as in transformers, and the
+product is rounded again.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from nanovllm_kernels.case import Args, Case, Kernel, bits, normal
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.following import let_next_come, wait
 
-MAX_WIDTH = 16384  # a row must fit a program's registers
-HELD = 16384  # weights of a router that a program holds
+MAX_WIDTH = 16384  # elements of a row, which must fit in a program's registers
+HELD = 16384  # router weights that a program holds in registers
 
 
 def rms_norm(x_TD: Tensor, norm_weight_D: Tensor, eps: float) -> Tensor:
@@ -34,7 +35,10 @@ def rms_norm(x_TD: Tensor, norm_weight_D: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, norm_weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """In place: returns x_TD (of slices the first), now normalised, and residual_TD, the sum."""
+    """Add x_TD (or its slices) to residual_TD in place, and replace x_TD by the sum's RMSNorm.
+
+    Returns x_TD, or its first slice, and residual_TD.
+    """
     y_TD = x_TD if x_TD.ndim == 2 else x_TD[0]
     _launch(x_TD, residual_TD, norm_weight_D, y_TD, eps)
     return y_TD, residual_TD
@@ -43,10 +47,12 @@ def add_rms_norm(
 def norm_router(
     x_TD: Tensor, norm_weight_D: Tensor, eps: float, router_ED: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """y_TD = rms_norm(x), and a router's logits_TE of it, in the dtype of the router's weight.
+    """Return y_TD = rms_norm(x) and a router's logits_TE of it, in the dtype of the router's
+    weight.
 
-    For few rows: a program normalises a row for some experts, whose weights are under way before
-    the row is there. The library cuts so small a product, and sums up in another launch.
+    This is for few rows. A program normalises a row for some experts, whose weights it loads before
+    the row is available. The library would split the inner dimension of so small a product, and sum
+    the parts in another launch.
     """
     y_TD = x_TD.new_empty(x_TD.shape)
     logits_TE = router_ED.new_empty(len(x_TD), len(router_ED))
@@ -69,7 +75,7 @@ def _launch(
     block = triton.next_power_of_2(width)
     waits = follows(num_rows, x_TD.device)
     num_experts = 0 if router_ED is None else len(router_ED)
-    experts = min(8, triton.cdiv(HELD, block))  # of a program
+    experts = min(8, triton.cdiv(HELD, block))  # per program
     warps = 8 if num_experts else min(max(block // 512, 1), 16)  # two 16-byte loads of bf16
     rms_norm_kernel[(num_rows, max(1, triton.cdiv(num_experts, experts)))](
         x_TD, residual_TD, norm_weight_D, y_TD, router_ED, logits_TE, x_TD.stride(0),
@@ -115,7 +121,10 @@ def rms_norm_kernel(
 
 
 def norm_inputs(kind: str, T: int, D: int, dtype: torch.dtype, device: torch.device) -> Args:
-    """`spike`: one huge element a row; `flat`: constant rows; `strided`: columns of a wider one."""
+    """Return inputs of rms_norm.
+
+    `spike`: one huge element per row; `flat`: constant rows; `strided`: columns of a wider matrix.
+    """
     x_TD = normal(device, T, D + 128 * (kind == "strided"), dtype=dtype)[:, :D]
     if kind == "spike":
         x_TD[:, D // 3] = 3e4
@@ -132,7 +141,7 @@ def add_norm_inputs(kind: str, T: int, D: int, dtype: torch.dtype, device: torch
 
 
 def cases(inputs: Callable[..., Args], passes: int, *kinds: str) -> tuple[Case, ...]:
-    """`passes`: how often a row crosses the memory bus. `kinds`: more of inputs."""
+    """Return cases. A row crosses the memory bus `passes` times. `kinds` are further inputs."""
     widths = (64, 1024, 2560, 4096, 5120, 8192)
     shapes = [("normal", T, D, torch.bfloat16) for T, D in product((1, 7, 513), widths)]
     shapes += [("normal", T, D, torch.float32) for T, D in ((1, 64), (7, 1024), (513, 8192))]
@@ -152,8 +161,9 @@ def cases(inputs: Callable[..., Args], passes: int, *kinds: str) -> tuple[Case, 
     return (*checked, *timed)
 
 
-# 16 bit: the row and then its product may each round to the neighbouring number. 32 bit: sums 13
-# additions deep, halved by the root, in both implementations, and three roundings.
+# In 16 bits, the row and then its product may each round to the neighbouring number. In 32 bits,
+# sums are 13 additions deep in both implementations, and the root halves their relative error.
+# There are three more roundings.
 RMS_NORM = Kernel(
     "rms_norm", rms_norm, reference.rms_norm, cases(norm_inputs, 2), ulps_16=2, ulps_32=16
 )

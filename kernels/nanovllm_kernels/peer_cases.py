@@ -1,8 +1,8 @@
-"""Sums over ranks, checked and timed where they run: a process for each GPU.
+"""Checks and timings of the kernels over ranks, with one process per GPU.
 
-Beside them NCCL's operation, with the kernel that would follow it. The link's limit is what each
-rank must send, and receive, at least: of a sum 2 (N - 1) / N of the message, of a gather N - 1
-messages, at LINK bytes a second.
+Each is compared with NCCL's operation and the kernel that would follow it. The limit of the link is
+the least that each rank must send and receive, at LINK bytes per second. This is 2 (N - 1) / N of
+the message for a sum and N - 1 messages for a gather.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from nanovllm_kernels.case import Args, Case, Kernel, check, normal
 from nanovllm_kernels.norm import add_rms_norm
 from nanovllm_kernels.timing import graph_us
 
-LINK = 450e9  # of H100 and H200: 18 links of NVLink 4, 25e9 bytes a second each way
+LINK = 450e9  # bytes per second of H100 and H200: 18 NVLink 4 links of 25e9 each way
 CAPACITY = 32 << 20
 ROWS = (1, 8, 64, 256, 512, 2048)
 WIDTHS = (4096, 5120, 8192)
-CALLS = 20  # in a graph
+CALLS = 20  # calls in a CUDA graph
 PATIENCE_S = 120.0
 Connect = Callable[[Any, int, int, torch.device, int], Peers]
 Found = dict[str, Any]
 
 
 def inputs(size: int, T: int, D: int, with_norm: int, device: torch.device) -> Args:
-    """The messages of all ranks; of what follows the sum, the first `with_norm`."""
+    """Return the messages of all ranks, and the first `with_norm` arguments of the add-norm."""
     parts_ITD = normal(device, size, T, D, dtype=torch.bfloat16)
     residual_TD = normal(device, T, D, dtype=torch.bfloat16, seed=1)
     return (parts_ITD, residual_TD, normal(device, D, dtype=torch.bfloat16, seed=2), 1e-6)[
@@ -44,7 +44,7 @@ def inputs(size: int, T: int, D: int, with_norm: int, device: torch.device) -> A
 
 
 def tokens(size: int, T: int, D: int, device: torch.device) -> Args:
-    """Those of all ranks, each with eight weights and experts; and a rank's stream."""
+    """Return the tokens of all ranks, each with eight weights and experts, and a rank's stream."""
     experts_ITK = torch.arange(size * T * 8, dtype=torch.int32, device=device).view(size, T, 8) - 1
     weights_ITK = normal(device, size, T, 8, dtype=torch.float32)
     x_ITD, stream_ITD = (normal(device, n, T, D, dtype=torch.bfloat16) for n in (size, 1))
@@ -56,7 +56,7 @@ def words(size: int, S: int, device: torch.device) -> Args:
 
 
 def kernels(peers: Peers, nccl: Any) -> Iterator[tuple[Kernel, Callable[..., object]]]:  # noqa: ANN401
-    """Each operation, and what does the same with NCCL."""
+    """Yield each kernel with a function that does the same by NCCL."""
     rank, size = peers.rank, peers.size
 
     def by_nccl(then: Callable[..., object], parts_ITD: Tensor, *rest: Any) -> None:  # noqa: ANN401
@@ -87,7 +87,7 @@ def kernels(peers: Peers, nccl: Any) -> Iterator[tuple[Kernel, Callable[..., obj
          add_rms_norm),
     ):  # fmt: skip
         called = partial(lambda run, parts, *rest: run(parts[rank], *rest, peers), run)
-        # Sums have one order, so they are equal; the norm rounds twice, as that of rms_norm.
+        # Sums have one order, so they are equal. The norm rounds twice, as in rms_norm.
         ulps = 2.0 if more == 3 else 0.0
         kernel = Kernel(name, called, expected, cases(more), ulps_16=ulps)
         yield kernel, partial(by_nccl, then)
@@ -112,7 +112,10 @@ def kernels(peers: Peers, nccl: Any) -> Iterator[tuple[Kernel, Callable[..., obj
 
 
 def exchanged(peers: Peers, x_ITD: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-    """What lanes do: tokens go to all ranks, and sums of what those have (here: the same) back."""
+    """Gather the tokens of all ranks, and return sums over ranks of the results to their owners.
+
+    Here the results are the tokens themselves.
+    """
     own = (part[peers.rank] for part in (x_ITD, *more[:2]))
     found = exchange.gather_tokens(*own, x_ITD.shape[1], peers)
     return *found, exchange.add_own_sums(found[0].view_as(x_ITD), more[2], peers)
@@ -124,9 +127,9 @@ def exchanged_reference(rank: int, x_ITD: Tensor, *more: Tensor) -> tuple[Tensor
 
 
 def check_ranks(size: int, connect: Connect, quick: bool) -> Iterator[Found]:
-    """What each case gave, in the words of check-kernels. The worst of all ranks' errors.
+    """Yield a record for each case as check-kernels prints it, with the worst error of all ranks.
 
-    `connect` is called by each rank; it and the ranks' processes must be able to import it.
+    `connect` is called in each rank's process, which must be able to import it.
     """
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -149,7 +152,7 @@ def check_ranks(size: int, connect: Connect, quick: bool) -> Iterator[Found]:
 
 
 def followed(pipes: list[connection.Connection]) -> Iterator[Found]:
-    """Until the ranks are done, or one of them fails."""
+    """Yield the ranks' records until all ranks are done or one of them fails."""
     while pipes:
         ready = connection.wait(pipes, PATIENCE_S)
         if not ready:
@@ -165,7 +168,7 @@ def followed(pipes: list[connection.Connection]) -> Iterator[Found]:
                 pipes.remove(pipe)
                 continue
             yield found
-            if "worst" not in found:  # the others wait for it for ever
+            if "worst" not in found:  # the other ranks wait for the failed one for ever
                 return
 
 
@@ -191,7 +194,7 @@ def rank_main(
         problem = f"rank {rank}: {type(error).__name__}: {error}"
         pipe.send({"kernel": "ranks", "case": "", "problem": problem})
     finally:
-        os._exit(0)  # to end NCCL in order takes for ever once it is in a graph
+        os._exit(0)  # an orderly shutdown of NCCL hangs once a CUDA graph uses it
 
 
 def measured(
@@ -202,7 +205,7 @@ def measured(
     nccl: Any,  # noqa: ANN401
     quick: bool,
 ) -> Found:
-    """One case, on all ranks, which must all come here with it."""
+    """Check and time one case. A collective call: all ranks must make it for the same case."""
     worst = torch.tensor([check(kernel, case, device)], dtype=torch.float64, device=device)
     largest = distributed.AllreduceOptions()  # type: ignore[attr-defined]
     largest.reduceOp = distributed.ReduceOp.MAX

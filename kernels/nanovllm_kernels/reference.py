@@ -1,6 +1,6 @@
-"""The meaning of each fused operation, in plain torch. What every kernel is checked against.
+"""Plain torch references of the fused operations. Also runs on CPUs.
 
-Also what a CPU runs. Signatures and shapes: nanovllm/layers/ops.py.
+The signatures and shapes are those of nanovllm/layers/ops.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from nanovllm_kernels.fp8_reference import FP8, LARGEST
 
 
 def rms_norm(x: Tensor, norm_weight: Tensor, eps: float, mean: Tensor | None = None) -> Tensor:
-    """Over the last dimension, of any width and any number of leading dimensions.
+    """Return RMSNorm over the last dimension of any width, with any number of leading dimensions.
 
-    `mean`: of the squares, where that is over more than this.
+    `mean` is the mean of squares, if it is over more than the last dimension.
     """
     x_float = x.float()
     mean = x_float.square().mean(-1, keepdim=True) if mean is None else mean
@@ -33,7 +33,7 @@ def add_rms_norm(
 
 
 def summed(x: Tensor) -> Tensor:
-    """The sum x_TN of slices x_ITN, in float32; x where it has no slices."""
+    """Return the float32 sum x_TN of slices x_ITN, or x if it has no slices."""
     return x.float().sum(0) if x.ndim == 3 else x
 
 
@@ -47,19 +47,21 @@ def sigmoid_mul(gate: Tensor, x_TF: Tensor) -> Tensor:
 
 
 class Ranks(Protocol):
-    """Ranks that each have equally many heads, of queries and of keys."""
+    """Tensor-parallel ranks with equal numbers of query heads and of key heads."""
 
     @property
     def tp_size(self) -> int: ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks; may overwrite x."""
+        """Return the sum over ranks, which may overwrite x."""
         ...
 
 
 def mean_squares(qkv_TX: Tensor, widths: tuple[int, int], num_ranks: int) -> Tensor:
-    """means_T2, float32, of the first widths[0] features and of widths[1] after them, divided by
-    the number of ranks: the sum over ranks of equal widths is the mean over ranks.
+    """Return float32 means_T2 of squares, divided by the number of ranks.
+
+    They are over the first widths[0] features and over the next widths[1]. All ranks have the same
+    widths, so the sum of means_T2 over ranks is the mean over all ranks' features.
     """
     qkv_TX = summed(qkv_TX).float()
     parts = qkv_TX[:, : sum(widths)].split(widths, dim=1)
@@ -85,7 +87,10 @@ def rope_store(
     num_heads = heads_TXA.shape[1] - 2 * num_kv_heads
     q_THA, k_TGA, v_TGA = torch.split(heads_TXA, [num_heads, num_kv_heads, num_kv_heads], 1)
     if q_norm_X is not None and k_norm_X is not None:
-        norms = q_norm_X.view(-1, head_size), k_norm_X.view(-1, head_size)  # of all heads, or each
+        norms = (
+            q_norm_X.view(-1, head_size),
+            k_norm_X.view(-1, head_size),
+        )  # for all heads, or one for each
         means: tuple[Tensor | None, ...] = None, None
         if ranks is not None:
             widths = num_heads * head_size, num_kv_heads * head_size
@@ -100,20 +105,22 @@ def rope_store(
         k_PSGA[pages_T, offsets_T], v_PSGA[pages_T, offsets_T] = k_TGA, v_TGA
     else:
         for x_TGA, x_PSGA, scale_G in zip((k_TGA, v_TGA), (k_PSGA, v_PSGA), scales_2G, strict=True):
-            # As bytes, since torch indexes no numbers of 8 bits.
+            # The view is bytes, since torch cannot index float8 tensors.
             bytes_TGA = quantised(x_TGA, scale_G[:, None]).view(torch.uint8)
             x_PSGA.view(torch.uint8)[pages_T, offsets_T] = bytes_TGA
     return rotate(q_THA, cos_sin_TA)
 
 
 def quantised(x: Tensor, scale: Tensor) -> Tensor:
-    """The numbers of float8_e4m3fn nearest to x / scale; NaN stays NaN, infinity does not."""
+    """Return x / scale rounded to float8_e4m3fn. NaN stays NaN; infinity becomes the largest."""
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8)
 
 
 def rotate(x_THA: Tensor, cos_sin_TA: Tensor) -> Tensor:
-    """Half-split: of the first R elements of a head, as many as the table has columns, element i
-    pairs with element i + R/2. The others stay.
+    """Apply rotary embeddings in the half-split layout.
+
+    Let R be the number of columns of the table. In the first R elements of a head, element i pairs
+    with element i + R/2. The other elements are unchanged.
     """
     cos, sin = cos_sin_TA[:, None].chunk(2, dim=-1)
     a, b = x_THA[..., : cos_sin_TA.shape[1]].float().chunk(2, dim=-1)

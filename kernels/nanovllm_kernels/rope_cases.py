@@ -1,4 +1,4 @@
-"""What rope_store and the means of squares before it are checked and timed with."""
+"""Inputs, cases and tolerances of rope_store and of the mean_squares before it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """One rank."""
+    """A single rank."""
 
     tp_size: int = 1
 
@@ -38,9 +38,10 @@ def inputs(
     *,
     is_fp8: bool = False,
 ) -> Args:
-    """Cells are scattered over the pages, positions over the table. `plain`: no norm.
+    """Return inputs with cells scattered over the pages and positions over the cos_sin table.
 
-    `turned`: so many elements of a head are rotated, if not all. `row`: norms of all heads.
+    `turned` elements of a head are rotated, or all if it is 0. With `kind` "plain" there is no
+    norm, with "row" a norm is over all heads.
     """
     page_tokens, num_pages, length = 16, triton.cdiv(T, 16) + 2, 4096
     width = (H + 2 * G) * A
@@ -61,7 +62,7 @@ def inputs(
     cos_sin_LA = torch.cat([angles_LA.cos(), angles_LA.sin()], 1)
     cache = normal(device, 2, num_pages, page_tokens, G, A, dtype=dtype, seed=5)
     scales_2G = None
-    if is_fp8:  # so small that spikes saturate
+    if is_fp8:  # the scales are so small that spikes saturate
         cache = cache.to(torch.float8_e4m3fn)
         scales_2G = 2.0 ** (normal(device, 2, G, dtype=torch.float32, seed=6) - 4)
     return (
@@ -75,7 +76,7 @@ def outputs(q_THA: Tensor, args: Args) -> Tensors:
 
 
 def pair_sizes(expected: Tensors, args: Args) -> Tensors:
-    """A rotated element is the sum of two terms; together at most twice the larger of its pair."""
+    """Return error scales. A rotated element sums two terms: at most twice the larger of a pair."""
     turned, sizes = args[4].shape[1], []
     for tensor in expected:
         size = 2 * tensor.float().abs()
@@ -136,9 +137,10 @@ def cases() -> tuple[Case, ...]:
     return (*checked, *timed)
 
 
-# 16 bit: an element of the normalised head and its product with the norm's weight may each round to
-# the neighbouring number, and so may the sum. 32 bit: sums 8 additions deep and six roundings.
-# 8 bit: what those differ in may round to the neighbouring number, an eighth away at most.
+# In 16 bits, an element of the normalised head, its product with the norm's weight and the sum may
+# each round to the neighbouring number. In 32 bits, there are sums 8 additions deep and six
+# roundings. In 8 bits, elements that differ by these may round to neighbouring numbers, which are
+# at most an eighth apart.
 ROPE_STORE = Kernel(
     "rope_store",
     rope_store.rope_store,
@@ -156,7 +158,7 @@ def mean_inputs(kind: str, T: int, H: int, G: int, A: int, device: torch.device)
     return inputs(kind, T, H, G, A, torch.bfloat16, device)[0], (H * A, G * A), 2
 
 
-# Sums of up to 13 additions one after the other, of terms that do not cancel.
+# Sums are up to 13 additions deep, of terms that do not cancel.
 MEAN_SQUARES = Kernel(
     "mean_squares",
     rope_store.mean_squares,

@@ -1,14 +1,14 @@
-"""From the fused projection to rotated queries and a filled cache, in one launch.
+"""Per-head norm, rotary embedding and KV-cache store of a fused QKV projection, in one launch.
 
-Meaning: nanovllm_kernels.reference. A program takes HEADS heads of one token, whatever they are:
-query and key heads are normalised (if there are norm_weights) and rotated, value heads pass through
-(a rotation by 0), and each goes to its place. Where only the first R elements of a head are
-rotated, the others are pairs that are rotated by 0, too.
+The reference is nanovllm_kernels.reference. A program takes HEADS heads of one token, of any kind.
+Query and key heads are normalised (if there are norm weights) and rotated. Value heads are rotated
+by 0. Queries go to a new tensor, keys and values to the cache. If only the first R elements of a
+head are rotated, the others form pairs that are rotated by 0, too.
 
-A norm over all heads of a row takes the means of squares that `mean_squares` finds before: under
-tensor parallelism they are summed up over ranks between the two.
+A norm over all heads of a row uses means of squares from a launch of `mean_squares` before. Under
+tensor parallelism they are summed over ranks between the two launches.
 
-A cache of float8_e4m3fn takes keys and values divided by a scale for each layer and head.
+A cache of float8_e4m3fn stores keys and values divided by a scale per layer and head.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from nanovllm_kernels.following import let_next_come, wait
 from nanovllm_kernels.paged_decode import INTERPRETED
 from nanovllm_kernels.reference import Ranks
 
-MOST_OVERLAPPED = 128  # tokens: attention of so many rows is launched before this ends
-MAX_WIDTH = 16384  # of all heads, where their squares are summed up: they must fit registers
-HEADS = 8  # of width 128, in two warps: a 16-byte load of each half a thread
+MOST_OVERLAPPED = 128  # tokens up to which attention is launched before this ends
+MAX_WIDTH = 16384  # elements of all heads whose squares are summed: they must fit in registers
+HEADS = 8  # with heads of 128 and two warps, each thread loads 16 bytes of each half
 
 
 def rope_store(
@@ -72,7 +72,7 @@ def rope_store_kernel(
     a = tl.arange(0, HALF_BLOCK)[None, :]
     inside = (a < HALF) & (head < H + 2 * G)
     is_query, is_key, is_value = head < H, (head >= H) & (head < H + G), head >= H + G
-    # A pair's two elements of a head, first those that are rotated.
+    # The two elements of each pair in a head; the first TURNED pairs are rotated.
     low, high = a, a + HALF
     if TURNED < HALF:
         low = tl.where(a < TURNED, a, a + TURNED)
@@ -100,7 +100,7 @@ def rope_store_kernel(
         y_weight = norm_weight_of(q_norm_X + high, k_norm_X + high, of_query, of_key)
         x = ((x * scale).to(dtype).to(tl.float32) * x_weight).to(dtype).to(tl.float32)
         y = ((y * scale).to(dtype).to(tl.float32) * y_weight).to(dtype).to(tl.float32)
-    # Loaded per head, as x and y are, so that no value changes threads.
+    # The angles are loaded per head, as x and y are, so that no value moves between threads.
     angles = cos_sin_LA + tl.load(positions_T + token) * cos_sin_stride + a
     rotated = inside & (head < H + G) & (a < TURNED)
     cos = tl.load(angles, rotated, 1.0)
@@ -111,7 +111,7 @@ def rope_store_kernel(
     tl.store(q_at + low, first, inside & is_query)
     tl.store(q_at + high, second, inside & is_query)
     if scales_2G is not None:
-        of_head = tl.maximum(head - H, 0)  # keys' scales, then values'; what queries get is unused
+        of_head = tl.maximum(head - H, 0)  # scales of keys, then of values; unused for queries
         scale = tl.load(scales_2G + of_head, head < H + 2 * G, 1.0)
         first, second = quantised(first, scale, k_PSGA), quantised(second, scale, k_PSGA)
     at_token = tl.load(slot_mapping_T + token) * (G * 2 * HALF)
@@ -125,10 +125,12 @@ def rope_store_kernel(
 
 @triton.jit
 def quantised(x, scale, like):
-    """The nearest numbers to x / scale of the type that `like` points to: reference.quantised."""
+    """Return x / scale rounded to the type that `like` points to, as reference.quantised does."""
     x = x.to(tl.float32) / scale
     x = tl.minimum(tl.maximum(x, -448.0, tl.PropagateNan.ALL), 448.0, tl.PropagateNan.ALL)
-    if INTERPRETED:  # it would round up without a carry: here to 4 bits, or to multiples of 2**-9
+    if INTERPRETED:
+        # The interpreter's conversion rounds up without a carry, so x is rounded here: to 4
+        # significant bits, or to multiples of 2**-9.
         large = x * 1048577.0
         x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, large - (large - x))
     return x.to(like.dtype.element_ty)
@@ -136,7 +138,7 @@ def quantised(x, scale, like):
 
 @triton.jit
 def norm_weight_of(q_norm_at, k_norm_at, is_query, is_key):
-    """1 for value heads."""
+    """Return the norm's weight of query and key heads, and 1 for value heads."""
     norm_weight = tl.load(q_norm_at, is_query, 0.0) + tl.load(k_norm_at, is_key, 0.0)
     return tl.where(is_query | is_key, norm_weight.to(tl.float32), 1.0)
 
@@ -157,7 +159,9 @@ def mean_squares(qkv_TX: Tensor, widths: tuple[int, int], num_ranks: int) -> Ten
         K_WIDTH=widths[1],
         BLOCK=block,
         WAITS=waits,
-        num_warps=min(max(block // 512, 1), 16),  # 16 elements a thread: two 16-byte loads of bf16
+        num_warps=min(
+            max(block // 512, 1), 16
+        ),  # 16 elements per thread: two 16-byte loads of bf16
         launch_pdl=waits,
     )
     return means_T2

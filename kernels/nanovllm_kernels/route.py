@@ -1,10 +1,10 @@
-"""From logits to chosen experts and their weights, in one launch of a program a row.
+"""Top-k routing from logits to chosen experts and their weights, in one launch, a program per row.
 
-Meaning: nanovllm_kernels.route_reference.
+The reference is nanovllm_kernels.route_reference.
 
 Decision: experts are chosen one after another by the largest key, an integer in the order of the
-scores, because integers have a maximum over a warp in one instruction. Ranks are kept of nobody: a
-round leaves a place, and the logits of the chosen are read once more.
+scores. A warp finds the maximum of integers in one instruction. Sorted scores are not kept:
+a round yields only a place, and the logits of the chosen experts are read once more.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def route_kernel(
     at = logits_TE + row.to(tl.int64) * logits_stride
     x = tl.load(at + expert, exists, -float("inf")).to(tl.float32)
     last = row * (K + SHARED) + K
-    if SHARED:  # its logit comes with the others
+    if SHARED:  # its logit follows those of the routed experts
         store_shared(at + E, weights_TK + last, experts_TK + last, shared, GATED)
     largest = 0.0 if SIGMOID else tl.max(x, 0)
     score = score_of(x, largest, SIGMOID)
@@ -116,13 +116,13 @@ def route_kernel(
 
 @triton.jit
 def score_of(x, largest, SIGMOID: tl.constexpr):
-    """Softmax's are divided by their sum where that is needed."""
+    """Return the sigmoid, or an unnormalised softmax score, which the caller divides if needed."""
     return 1 / (1 + tl.exp(-x)) if SIGMOID else tl.exp(x - largest)
 
 
 @triton.jit
 def best_places(key, place, rank, BLOCK: tl.constexpr, K: tl.constexpr):
-    """Finds the place of each rank below K; of equal keys the lowest place comes first."""
+    """Return the places of the K largest keys; of equal keys the lowest place comes first."""
     chosen = tl.zeros_like(rank)
     for k in range(K):
         top = tl.max(key, 0)
@@ -143,7 +143,7 @@ def store_shared(logit_at, weight_at, expert_at, expert, GATED: tl.constexpr):
 
 @triton.jit
 def copies_of(expert, is_chosen, cell, tokens_X, copies_EX, TURNS: tl.constexpr):
-    """The chosen copies, counted; -1 for a token of nobody, whose cell is 0."""
+    """Return the replicas of the chosen experts and count them; -1 for padding, whose cell is 0."""
     if copies_EX is not None:
         turn = (mix(cell.to(tl.uint64)) >> 40).to(tl.int32) % TURNS
         expert = tl.load(copies_EX + expert * TURNS + turn, is_chosen, 0)
@@ -156,7 +156,7 @@ def copies_of(expert, is_chosen, cell, tokens_X, copies_EX, TURNS: tl.constexpr)
 def in_best_groups(
     ranked, GROUPS: tl.constexpr, SIZE: tl.constexpr, CHOSEN: tl.constexpr, HAS_TWO: tl.constexpr
 ):
-    """Experts outside of the best groups get -inf; groups compare by their two best."""
+    """Set the scores outside the best groups to -inf. A group's score sums its two best experts."""
     NOTHING: tl.constexpr = -float("inf")
     grouped = ranked.reshape(GROUPS, SIZE)
     inner, group = tl.arange(0, SIZE)[None, :], tl.arange(0, GROUPS)

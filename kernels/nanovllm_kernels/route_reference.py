@@ -1,7 +1,6 @@
-"""Which experts a token goes to, and in which order pairs of token and expert are multiplied.
+"""Plain torch reference of routing, and of the sort of (token, expert) pairs by expert.
 
-Plain torch: the definition, and what a CPU runs. A pair is a token t and one of its K experts; its
-number is t * K + k.
+Also runs on CPUs. A pair is a token t and one of its K experts; its number is t * K + k.
 """
 
 from __future__ import annotations
@@ -18,26 +17,27 @@ Uniform = tuple[Tensor, Tensor, int]  # slots_T, positions_T, the number of the 
 
 
 class Placed(NamedTuple):
-    """Where chosen experts are: on some rank, or on several. What is chosen are copies of experts
-    then, which are numbered through all ranks, those of rank 0 first.
+    """Placement of experts that have one or several replicas on different ranks.
+
+    With it, routing returns replicas. They are numbered over all ranks, those of rank 0 first.
     """
 
-    slot_mapping_T: Tensor  # int64: where each token's key and value go; 0: it is nobody's
-    tokens_X: Tensor  # int64: how many tokens chose each copy so far
-    copies_EX: Tensor | None  # int32: the copies of each expert in turns; None: it is the one copy
+    slot_mapping_T: Tensor  # int64: cache cell of each token's key and value; 0 for padding
+    tokens_X: Tensor  # int64: tokens routed to each replica so far
+    copies_EX: Tensor | None  # int32: each expert's replicas by turn; None: one with its number
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How logits of experts become weights of the chosen ones."""
+    """Rule that turns router logits into chosen experts and their weights."""
 
-    score: Literal["softmax", "sigmoid"]  # softmax: over all experts, before any is chosen
-    renormalise: bool  # the weights of the chosen ones are divided by their sum
-    scale: float = 1.0  # multiplies the weights, last
-    num_groups: int = 1  # of consecutive experts, equally many each
-    chosen_groups: int = 1  # experts are chosen in this many groups alone
-    # Behind all experts is one that every token goes to, last: with a weight of 1, or of the
-    # sigmoid of a logit behind those of the others.
+    score: Literal["softmax", "sigmoid"]  # softmax is over all experts, before the choice
+    renormalise: bool  # divide the weights of the chosen experts by their sum
+    scale: float = 1.0  # final factor of the weights
+    num_groups: int = 1  # groups of consecutive experts, of equal size
+    chosen_groups: int = 1  # number of groups in which experts are chosen
+    # A shared expert is the last expert, and every token's last choice. Its weight is 1 ("whole"),
+    # or the sigmoid of a logit after those of the other experts ("gated").
     shared: Literal["none", "whole", "gated"] = "none"
 
     @property
@@ -47,33 +47,31 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """Pairs of this rank's experts, sorted by expert, then by pair; and tiles that cover them.
+    """Pairs of this rank's experts, sorted by expert, then by pair, and tiles that cover them.
 
-    X in pair_of_X is T * K: what the experts of other ranks leave is a tail of -1. X of the tiles
-    is `most_tiles`, which the host knows: those from num_tiles_1 on are dead, and hold -1. Experts
-    are counted from this rank's first. All tensors are int32.
+    X in pair_of_X is T * K, and pairs of other ranks' experts leave -1 at its end. X of the tiles
+    is `most_tiles`, computed on the host. Tiles from num_tiles_1 on are unused and hold -1. Experts
+    are numbered from this rank's first. All tensors are int32.
     """
 
-    pair_of_X: Tensor  # of a sorted row
-    row_of_TK: Tensor  # the sorted row of a pair, or -1 if its expert is another rank's
-    starts_E1: (
-        Tensor  # the sorted row at which each expert starts, and behind the last: where it ends
-    )
+    pair_of_X: Tensor  # pair of a sorted row
+    row_of_TK: Tensor  # sorted row of a pair, or -1 if its expert is another rank's
+    starts_E1: Tensor  # first sorted row of each expert, and the end of the last one's rows
     tile_expert_X: Tensor
-    tile_start_X: Tensor  # its first sorted row; it ends after `tile` rows, or with its expert
+    tile_start_X: Tensor  # first sorted row; a tile ends after `tile` rows or with its expert
     num_tiles_1: Tensor
     tile: int
 
 
 class Chosen(NamedTuple):
-    """Pairs as they are, a tile each: of so few tokens that they hardly share an expert.
+    """Unsorted pairs, a tile each, for so few tokens that they hardly share experts.
 
-    All experts are this rank's.
+    All experts must be this rank's.
     """
 
     experts_TK: Tensor
-    row_of_TK: None = None  # the pair's own number
-    tile: int = 16  # rows that a product takes at least
+    row_of_TK: None = None  # a pair's row is its number
+    tile: int = 16  # least rows of a product
 
 
 def route(
@@ -84,14 +82,15 @@ def route(
     uniform: Uniform | None = None,
     placed: Placed | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """weights_TK float32 and experts_TK int32, the best first; everything in float32.
+    """Return weights_TK, float32, and experts_TK, int32, the best first, computed in float32.
 
-    The largest scores + bias are chosen, of equal ones the lower expert; weights are of scores
-    without bias. A group's score is the sum of its two best biased scores. `uniform`: chosen by a
-    hash of slot, position, layer and expert instead, for measurements. Logits with a NaN choose any
-    distinct experts, and at least one weight of theirs is NaN. `placed`: experts_TK has copies,
-    which are counted; and -1 for all that a token of nobody chose. A shared expert is one more,
-    which nobody counts.
+    The experts with the largest score + bias are chosen, and of equal ones the lower expert. The
+    weights are scores without bias. A group's score is the sum of its two best biased scores. With
+    `uniform`, experts are chosen by a hash of slot, position, layer and expert, for measurements.
+    Logits with a NaN choose any distinct experts, with a NaN in at least one of their weights.
+
+    With `placed`, experts_TK has replicas, which are counted in tokens_X, and -1 for padding
+    tokens. A shared expert is one more, which is not counted.
     """
     logits_TE = logits_TE.float()
     shared_T1 = torch.ones_like(logits_TE[:, :1])
@@ -120,7 +119,9 @@ def route(
 
 
 def copies_of(experts_TK: Tensor, placed: Placed) -> Tensor:
-    """Which copy a token goes to follows from where its key goes, so all ranks say the same."""
+    """Return the replicas of chosen experts. The key's cache cell selects one, equally on all
+    ranks.
+    """
     slot_mapping_T, tokens_X, copies_EX = placed
     copies_TK = experts_TK.int()
     if copies_EX is not None:
@@ -132,7 +133,7 @@ def copies_of(experts_TK: Tensor, placed: Placed) -> Tensor:
 
 
 def in_best_groups(ranked_TE: Tensor, rule: Routing) -> Tensor:
-    """Experts outside of the best groups get -inf."""
+    """Return the scores, with -inf for experts outside the best groups."""
     if rule.num_groups == 1:
         return ranked_TE
     ranked_TXE = ranked_TE.unflatten(1, (rule.num_groups, -1))
@@ -143,7 +144,7 @@ def in_best_groups(ranked_TE: Tensor, rule: Routing) -> Tensor:
 
 
 def sort_rows(experts_TK: Tensor, first_expert: int, num_experts: int, tile: int) -> ExpertRows:
-    """Pairs of the experts [first_expert, first_expert + num_experts): this rank's."""
+    """Sort pairs of this rank's experts, [first_expert, first_expert + num_experts)."""
     local_X = experts_TK.flatten().long() - first_expert
     is_ours_X = (local_X >= 0) & (local_X < num_experts)
     order_X = local_X.where(is_ours_X, num_experts).sort(stable=True).indices
@@ -171,6 +172,6 @@ def sort_rows(experts_TK: Tensor, first_expert: int, num_experts: int, tile: int
 
 
 def most_tiles(num_pairs: int, num_experts: int, tile: int) -> int:
-    """Tiles that may be needed, however pairs fall on experts; at least 1."""
+    """Return the most tiles that any distribution of pairs over experts needs, at least 1."""
     num_used = min(num_pairs, num_experts)
     return max(1, num_used + (num_pairs - num_used) // tile)

@@ -1,4 +1,4 @@
-"""What the Triton kernels of routed experts are checked and timed with, from logits to sums."""
+"""Inputs, cases and tolerances of the Triton kernels of routed experts, from logits to sums."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ GROUPS = Routing("sigmoid", renormalise=True, scale=2.5, num_groups=8, chosen_gr
 
 
 def route_inputs(T: int, E: int, K: int, rule: Routing, kind: str, device: torch.device) -> Args:
-    """Logits of a grid, so that scores are equal or far apart. Sigmoids have a bias.
+    """Return logits on a grid, so that scores are equal or far apart. Sigmoids have a bias.
 
-    `tied`: in bfloat16, some rows all equal. `hashed`: uniform routing. `placed`: in experts'
-    turns two copies in another order, and some tokens are nobody's.
+    `tied`: bfloat16 logits, all equal in some rows. `hashed`: uniform routing. `placed`: each
+    expert has two replicas, in another order, and some tokens are padding.
     """
     steps_TE = torch.randint(-90, 70, (T, E), generator=torch.Generator().manual_seed(T + E))
     logits_TE = (steps_TE / 16 + 0.03).to(device)
@@ -49,7 +49,7 @@ def route_inputs(T: int, E: int, K: int, rule: Routing, kind: str, device: torch
 def sort_inputs(
     T: int, E: int, K: int, first: int, own: int, tile: int, kind: str, device: torch.device
 ) -> Args:
-    """`one`: every row begins with the same expert; `few`: no other than the first K."""
+    """Return experts. `one`: all rows begin with the same; `few`: only the first K are chosen."""
     experts_TK = torch.rand(T, E, generator=torch.Generator().manual_seed(T)).argsort(1)[:, :K]
     if kind == "one":
         experts_TK = torch.where(experts_TK == first, experts_TK[:, :1], experts_TK)
@@ -60,7 +60,7 @@ def sort_inputs(
 
 
 def combine_inputs(routed: MoECase, kind: str, device: torch.device) -> Args:
-    """Rows are as wide as F, nobody's are NaN. `plain`: with a shared expert and the stream."""
+    """Return rows of width F, NaN for other ranks' pairs. `plain`: with shared expert and stream."""
     shape = routed.T, routed.E, routed.K, routed.first, routed.num_experts, 1, kind
     experts_TK, *_ = sort_inputs(*shape, device)
     rows = reference.sort_rows(experts_TK, routed.first, routed.num_experts, 1)
@@ -73,12 +73,12 @@ def combine_inputs(routed: MoECase, kind: str, device: torch.device) -> Args:
 
 
 def sum_scale(expected: Tensors, args: Args) -> Tensors:
-    """Sums are float32, of terms of a size of 1, and rounded once."""
+    """Return the error scale of float32 sums of terms of size 1, rounded once."""
     return (expected[0].abs() + 1 / 1024,)
 
 
 def tables(result: ExpertRows, args: Args) -> Tensors:
-    """All that was sorted."""
+    """Return all tables of the sort."""
     return expert_rows.tensors_of(result)
 
 
@@ -98,7 +98,7 @@ ROUTE_CASES = tuple(
     for T, kind in kinds
     for num_bytes in [timed * T * (E + 2 * K)]
 )  # fmt: skip
-SORTED = (  # T, E, K, the first of so many that are ours, tile; bytes of timed ones
+SORTED = (  # T, E, K, this rank's first expert and number of experts, tile, bytes if timed
     (1, 128, 8, 0, 128, 16, 4), (33, 128, 8, 0, 128, 16, 0), (128, 60, 4, 15, 45, 4, 0),
     (129, 6, 2, 2, 3, 8, 0), (257, 160, 6, 80, 80, 64, 0), (4000, 512, 10, 0, 512, 128, 0),
     (16384, 512, 8, 128, 128, 128, 0), (5, 200, 3, 199, 1, 16, 0), (8, 128, 8, 0, 128, 16, 4),
@@ -139,7 +139,7 @@ COMBINE_CASES = tuple(
     for kind in kinds
 )  # fmt: skip
 
-# Two exponentials, by 2 ulps each, and sums of up to 512 terms in another order.
+# Two exponentials may err by 2 ulps each, and sums of up to 512 terms have another order.
 ROUTE = Kernel("route", routes.route, reference.route, ROUTE_CASES, ulps_32=32)
 SORT_ROWS = Kernel(
     "sort_rows", expert_rows.sort_rows, reference.sort_rows, SORT_CASES, outputs=tables
