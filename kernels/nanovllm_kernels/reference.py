@@ -87,10 +87,8 @@ def rope_store(
     num_heads = heads_TXA.shape[1] - 2 * num_kv_heads
     q_THA, k_TGA, v_TGA = torch.split(heads_TXA, [num_heads, num_kv_heads, num_kv_heads], 1)
     if q_norm_X is not None and k_norm_X is not None:
-        norms = (
-            q_norm_X.view(-1, head_size),
-            k_norm_X.view(-1, head_size),
-        )  # for all heads, or one for each
+        # A norm's weight is one row for all heads, or one row for each.
+        norms = q_norm_X.view(-1, head_size), k_norm_X.view(-1, head_size)
         means: tuple[Tensor | None, ...] = None, None
         if ranks is not None:
             widths = num_heads * head_size, num_kv_heads * head_size

@@ -159,9 +159,7 @@ def mean_squares(qkv_TX: Tensor, widths: tuple[int, int], num_ranks: int) -> Ten
         K_WIDTH=widths[1],
         BLOCK=block,
         WAITS=waits,
-        num_warps=min(
-            max(block // 512, 1), 16
-        ),  # 16 elements per thread: two 16-byte loads of bf16
+        num_warps=min(max(block // 512, 1), 16),  # 16 elements per thread: two 16-byte loads
         launch_pdl=waits,
     )
     return means_T2

@@ -60,7 +60,7 @@ def sort_inputs(
 
 
 def combine_inputs(routed: MoECase, kind: str, device: torch.device) -> Args:
-    """Return rows of width F, NaN for other ranks' pairs. `plain`: with shared expert and stream."""
+    """Return rows of width F, NaN for other ranks' pairs. `plain` has shared_TD and residual_TD."""
     shape = routed.T, routed.E, routed.K, routed.first, routed.num_experts, 1, kind
     experts_TK, *_ = sort_inputs(*shape, device)
     rows = reference.sort_rows(experts_TK, routed.first, routed.num_experts, 1)

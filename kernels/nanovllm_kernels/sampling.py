@@ -1,11 +1,11 @@
-"""Drawing tokens in Triton. sampling_reference.py says what each function means.
+"""Gumbel-max sampling of tokens in Triton. The reference is sampling_reference.py.
 
-`draw` reads the logits once: every program sums up one block of one row, then one program per row
-chooses a block and a token in it. It does not depend on the number of rows, so a row's token does
-not depend on its neighbours. `winners` is the same on some columns of the vocabulary, for `best`.
+`draw` reads the logits once. Each program sums one block of one row; then one program per row
+chooses a block and a token in it. The result is independent of the number of rows, so a row's token
+does not depend on its neighbours. `winners` does the same on a slice of the vocabulary, for `best`.
 
-Decision: what is wrong with a row is read off the sums, which are needed anyway: a NaN or +inf
-anywhere makes its block's sum NaN, and where nothing is possible all sums are 0.
+Decision: faulty rows are found from the sums, which are needed anyway. A NaN or +inf anywhere makes
+its block's sum NaN. If all tokens are impossible, all sums are 0.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _draw(
     thresholds_S: Tensor | None, first_token: int, winners_S2: Tensor | None,
     tokens_S: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fills either winners or tokens."""
+    """Fill either winners_S2 or tokens_S."""
     assert logits_SV.stride(1) == 1
     num_rows, vocab = logits_SV.shape
     num_blocks = triton.cdiv(vocab, reference.BLOCK)
@@ -88,14 +88,15 @@ def _draw(
 def _sum_blocks(
     logits_SV: Tensor, slots_S: Tensor, inverses_N: Tensor, thresholds_S: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Each block's largest logit, and its sum of exp((logit - largest) / temperature).
+    """Return each block's largest logit, and its sum of exp((logit - largest) / temperature).
 
-    The sum is at least 1, 0 in a block where nothing is possible, and NaN if a NaN or +inf is in
-    it. Of greedy rows it is that at temperature 1.
+    The sum is at least 1. It is 0 if no token of the block is possible, and NaN if the block has a
+    NaN or +inf. Greedy rows use temperature 1.
     """
     num_rows, vocab = logits_SV.shape
     num_blocks = triton.cdiv(vocab, reference.BLOCK)
-    # Two tensors: a view into one would be aligned for some S only, and Triton compiles for each.
+    # These are two tensors, since a view of one would be aligned for some S only. Triton compiles a
+    # kernel for each alignment.
     tops_SB = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits_SV.device)
     sums_SB = torch.empty_like(tops_SB)
     sum_kernel[(num_blocks, num_rows)](
@@ -118,7 +119,7 @@ def sum_kernel(
     inverse = tl.load(inverses_N + tl.load(slots_S + row) * inverses_stride)
     inverse = tl.where(inverse == 0, 1.0, inverse)  # -inf * 0 would be NaN
     top = tl.max(x, 0)
-    # An empty block has no largest logit to subtract; its weights are 0 without.
+    # A block of -inf has no finite largest logit to subtract; LOWEST makes its weights 0.
     total = tl.sum(tl.exp((x - tl.maximum(top, LOWEST)) * inverse), 0)
     tl.store(tops_SB + row * num_blocks + block, top)
     tl.store(sums_SB + row * num_blocks + block, total)
@@ -206,7 +207,7 @@ def mix(x):
 
 
 def rows(S: int, V: int, dtype: torch.dtype, device: torch.device) -> Args:
-    """logits_SV, slots_S and inverse temperatures, a greedy slot among them."""
+    """Return logits_SV, slots_S and inverse temperatures, of which some are 0 (greedy)."""
     generator = torch.Generator(device).manual_seed(S)
     slots_S = torch.randperm(S, generator=generator, device=device)
     inverses_N = torch.tensor([1.0, 0.0, 1 / 0.6, 0.5], device=device).repeat(-(-S // 4))
@@ -220,7 +221,7 @@ def draw_inputs(S: int, V: int, dtype: torch.dtype, device: torch.device) -> Arg
 
 
 def draw_corrupted_inputs(S: int, V: int, dtype: torch.dtype, device: torch.device) -> Args:
-    """One number in every second row is NaN or +inf; one row has nothing but -inf."""
+    """Return inputs with a NaN or +inf in every second row, and a last row of -inf only."""
     logits_SV, *others = draw_inputs(S, V, dtype, device)
     for row in range(0, S, 2):
         logits_SV[row, (row + 1) * 7919 % V] = float("inf") if row % 4 else float("nan")
@@ -236,24 +237,24 @@ def draw_above_thresholds_inputs(S: int, V: int, dtype: torch.dtype, device: tor
 def winners_inputs(
     inputs: Callable[..., Args], S: int, V: int, dtype: torch.dtype, device: torch.device
 ) -> Args:
-    """What a rank has whose columns begin with the third block of the vocabulary."""
+    """Return the inputs of a rank whose columns begin with the third block of the vocabulary."""
     return *inputs(S, V, dtype, device), 2 * reference.BLOCK
 
 
 def winners_outputs(winners_S2: Tensor, args: Args) -> Tensors:
-    """Keys, those that are no numbers as one that no other key is near; tokens, but theirs."""
+    """Return keys and tokens. Keys that are not finite become outliers, and their tokens -1."""
     keys_S = winners_S2[:, 0].view(torch.float32)
     is_sound_S = keys_S.isfinite()
     return keys_S.nan_to_num(-1e6, neginf=-2e6), winners_S2[:, 1].where(is_sound_S, -1)
 
 
 def key_terms(expected: Tensors, args: Args) -> Tensors:
-    """Logarithm and noise are of this size, whatever the sum."""
+    """Return error scales: a key's size plus 8, the size of its logarithm and its noise."""
     return expected[0].abs() + 8, expected[1]
 
 
 def best_inputs(ranks: int, S: int, device: torch.device) -> Args:
-    """Equal keys among them, and rows with a NaN or without any key."""
+    """Return winners that include equal keys, rows with a NaN and rows without a finite key."""
     generator = torch.Generator().manual_seed(S)
     keys_IS = torch.randn(ranks, S, generator=generator).round()
     keys_IS[0, ::3], keys_IS[-1, ::7] = -float("inf"), float("nan")
@@ -272,7 +273,7 @@ INPUTS = (
 def cases(
     shapes: Sequence[tuple[int, int]], timed: Sequence[tuple[int, int]], *of: Callable[..., Args]
 ) -> Iterator[Case]:
-    """`of`: what is given the inputs of INPUTS, if they are not to be given as they are."""
+    """Yield cases for INPUTS. A function in `of` wraps each of these."""
     for name, inputs in INPUTS:
         for S, V in shapes:
             for dtype in (torch.float32, torch.bfloat16):

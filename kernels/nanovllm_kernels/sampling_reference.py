@@ -1,22 +1,23 @@
-"""Drawing tokens in plain torch: the definition, and what runs on a CPU.
+"""Plain torch reference of sampling. Also runs on CPUs.
 
 Shapes: S sampling rows, V vocabulary, N slots (per-request numbers are read by slot), B blocks of
 the vocabulary, W tokens of one block.
 
-Decision: a random number is a function of (seed, position, vocabulary index) and of nothing else:
-element `index` of a SplitMix64 stream (Steele, Lea, Flood 2014) that starts at a mix of seed and
-position. A request therefore draws the same text in any batch, and again after a preemption.
+Decision: a random number is a function of (seed, position, vocabulary index) only. It is element
+`index` of a SplitMix64 stream (Steele, Lea, Flood 2014) that starts at a mix of seed and position.
+A request therefore draws the same text in any batch, and again after a preemption.
 
-Decision: a token is drawn by the Gumbel maximum in two levels: a block of the vocabulary by its
-total weight, then a token within that block. The distribution is the one of a single maximum over
-the vocabulary, but only B + W Gumbel numbers are needed instead of V, which leaves the kernel
-nothing to do but to read the logits once.
+Decision: a token is drawn by the Gumbel-max method in two levels. First a block of the vocabulary
+is drawn by its total weight, then a token within that block. The distribution is that of a single
+maximum over the vocabulary. Only B + W Gumbel numbers are needed instead of V, so the kernel has
+little to do except one read of the logits.
 
-Decision: a block's key, top / temperature + log(sum) + noise, is absolute: it depends on nothing
-outside the block, so the winners of a vocabulary that is cut into whole blocks can be compared, and
-the draw is the same however it is cut. For that, float32 rounds a key by 2**-24 of itself: the
-probability of a block may be off by a factor of 1 +- |top / temperature| * 2**-23, 1e-5 at a logit
-of 50 and a temperature of 0.5. Within a block the draw is relative to its largest logit.
+Decision: a block's key, top / temperature + log(sum) + noise, is absolute. It depends on nothing
+outside the block. So the winners of slices of whole blocks can be compared, and the draw is the
+same for any division into such slices. The price is that float32 rounds a key by 2**-24 of itself.
+The probability of a block may be off by a factor of 1 +- |top / temperature| * 2**-23. At a logit
+of 50 and a temperature of 0.5 the error is 1e-5. Within a block the draw is relative to its largest
+logit.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from torch import Tensor
 from torch.nn import functional
 
 BLOCK = 2048  # part of the definition: another width draws other tokens from the same seed
-BLOCK_INDEX = 1 << 32  # blocks use the stream from here on, tokens the elements before it
+BLOCK_INDEX = 1 << 32  # first stream element for blocks; tokens use the elements before it
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64, whose products wrap like unsigned ones
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
 LOWEST = -3.4028234663852886e38  # the lowest finite float32
-CORRUPTED = -2  # in place of a token: the row has a NaN or +inf, or nothing is possible
+CORRUPTED = -2  # replaces a token: the row has a NaN or +inf, or no token is possible
 
 
 def draw(
@@ -42,10 +43,11 @@ def draw(
     seeds_N: Tensor,
     thresholds_S: Tensor | None = None,
 ) -> Tensor:
-    """One token per row, int64: softmax(logits / temperature) over the logits >= threshold.
+    """Draw one token per row, int64, from softmax(logits / temperature) over logits >= threshold.
 
-    An inverse temperature of 0 means the largest logit, the first of equal ones. CORRUPTED for a
-    row with a NaN or +inf anywhere, or with nothing but -inf, which means impossible.
+    An inverse temperature of 0 selects the largest logit, the first of equal ones. A logit of -inf
+    means an impossible token. The result is CORRUPTED for a row with a NaN or +inf anywhere, or
+    with -inf only.
     """
     numbers = inverse_temperatures_N, seeds_N, thresholds_S
     return best(winners(logits_SV, slots_S, positions_S, *numbers)[None])
@@ -60,11 +62,11 @@ def winners(
     thresholds_S: Tensor | None = None,
     first_token: int = 0,
 ) -> Tensor:
-    """Each row's winner among some columns of the vocabulary, int32 [S, 2]: its key, its token.
+    """Return each row's winner among some columns of the vocabulary, int32 [S, 2]: key and token.
 
-    The columns are those of the tokens from `first_token` on, a multiple of BLOCK. The key is that
-    of the winner's block, the bits of a float32; NaN if a NaN or +inf is among the row's columns,
-    -inf where nothing is possible.
+    The columns belong to the tokens from `first_token` on, a multiple of BLOCK. The key is that of
+    the winner's block, as the bits of a float32. It is NaN if the row's columns have a NaN or +inf,
+    and -inf if none of their tokens is possible.
     """
     inverse_S1 = inverse_temperatures_N[slots_S, None]
     is_greedy_S1 = inverse_S1 == 0
@@ -74,7 +76,7 @@ def winners(
         x_SV = x_SV.masked_fill(x_SV < thresholds_S[:, None], -torch.inf)
     padding = -x_SV.shape[1] % BLOCK
     x_SBX = functional.pad(x_SV, (0, padding), value=-torch.inf).unflatten(1, (-1, BLOCK))
-    tops_SB = x_SBX.amax(-1)  # NaN if there is one: no threshold is above it
+    tops_SB = x_SBX.amax(-1)  # NaN if the block has one, since thresholds keep NaN
     scaled_SBX = (x_SBX - tops_SB.clamp(min=LOWEST)[:, :, None]) * inverse_S1[:, :, None]
     streams_S1 = stream_keys(seeds_N[slots_S], positions_S)[:, None]
     starts_B = first_token + torch.arange(x_SBX.shape[1], device=x_SV.device) * BLOCK
@@ -92,9 +94,10 @@ def winners(
 
 
 def best(winners_IS2: Tensor) -> Tensor:
-    """The token of the largest key, int64: the first of equal ones. CORRUPTED where there is none.
+    """Return the token of the largest key, int64, and of equal keys the first.
 
-    `winners_IS2`: those of all columns, in their order. A NaN among the keys corrupts the row.
+    `winners_IS2` has the winners of all slices of columns, in order. A row is CORRUPTED if all its
+    keys are -inf or one is NaN.
     """
     keys_IS = winners_IS2[:, :, 0].view(torch.float32)
     which_1S = keys_IS.argmax(0, keepdim=True)  # a NaN counts as the largest
@@ -110,14 +113,16 @@ def thresholds(
     top_ps_N: Tensor,
     min_p_gaps_N: Tensor,
 ) -> Tensor:
-    """The smallest logit that min-p, top-k and top-p, in this order, leave possible in each row.
+    """Return the smallest logit of each row that min-p, top-k and top-p, in this order, keep.
 
-    min-p keeps the logits >= largest + gap, where gap = temperature * ln(min_p), -inf for off.
-    top-k (0 = off) keeps those >= the k-th largest. top-p (1 = off) keeps those >= the largest
-    value v such that the logits >= v weigh at least top_p of all that were kept so far. Equal
-    logits share one fate, so a tie at the boundary keeps all of it, and the largest always stays.
-    Weights are float32 sums: where a boundary lies within rounding of top_p, implementations may
-    differ by one value.
+    - min-p keeps the logits >= largest + gap, where gap = temperature * ln(min_p), -inf for off.
+    - top-k (0 = off) keeps the logits >= the k-th largest.
+    - top-p (1 = off) keeps the logits >= v. Here v is the largest value for which these weigh at
+      least top_p of all logits kept so far.
+
+    Equal logits are kept or removed together, so a tie at the boundary is kept. The largest logit
+    always stays. Weights are float32 sums. If a boundary lies within rounding of top_p,
+    implementations may differ by one value.
     """
     sorted_SV = logits_SV.float().sort(-1, descending=True).values
     top_S1 = sorted_SV[:, :1]
@@ -135,15 +140,15 @@ def thresholds(
 
 
 def stream_keys(seeds_S: Tensor, positions_S: Tensor) -> Tensor:
-    """Where each row's stream starts, int64."""
+    """Return the start of each row's stream, int64."""
     return mix(mix(seeds_S) + positions_S)
 
 
 def gumbel(keys: Tensor, indices: Tensor) -> Tensor:
-    """Standard Gumbel numbers, float32: -log of an exponential number, -log(1 - u).
+    """Return standard Gumbel numbers, float32: -log(e), where e = -log(1 - u) is exponential.
 
-    Near u = 0, where the large Gumbel numbers come from, the logarithm's series is exact to
-    float32 whatever the logarithm's own error.
+    Large Gumbel numbers come from u near 0. There a series replaces the inner logarithm and is
+    exact to float32, independent of the accuracy of the device's logarithm.
     """
     u = uniforms(keys, indices)
     series = u * (1 + u * (0.5 + u * (1 / 3)))
@@ -151,18 +156,18 @@ def gumbel(keys: Tensor, indices: Tensor) -> Tensor:
 
 
 def uniforms(keys: Tensor, indices: Tensor) -> Tensor:
-    """Numbers, float32, in [2**-33, 1 - 2**-24]: never 0 or 1, and finely spaced near 0."""
+    """Return float32 numbers in [2**-33, 1 - 2**-24], never 0 or 1, and finely spaced near 0."""
     bits = (mix(keys + (indices + 1) * GOLDEN) >> 32) & 0xFFFFFFFF
     return (bits.float() * 2**-32 + 2**-33).clamp(max=1 - 2**-24)
 
 
 def mix(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 on int64 bit patterns."""
+    """Apply the finaliser of SplitMix64 to int64 bit patterns."""
     x = (x ^ shift_right(x, 30)) * MIX_1
     x = (x ^ shift_right(x, 27)) * MIX_2
     return x ^ shift_right(x, 31)
 
 
 def shift_right(x: Tensor, count: int) -> Tensor:
-    """The logical shift of int64, which torch has only as the arithmetic one."""
+    """Return the logical right shift of int64, of which torch has only the arithmetic one."""
     return (x >> count) & ((1 << 64 - count) - 1)

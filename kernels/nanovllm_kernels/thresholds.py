@@ -1,11 +1,11 @@
-"""The lowest logit that top-k, top-p and min-p leave, in Triton, without a sort.
+"""Lowest logit that top-k, top-p and min-p keep, in Triton, by bracketing without a sort.
 
-Meaning: sampling_reference.py. A threshold does not depend on the number of rows, so a row's token
-does not depend on its neighbours.
+The reference is sampling_reference.py. A threshold is independent of the number of rows, so a row's
+token does not depend on its neighbours.
 
-Decision: two passes over the logits, by many programs a row, narrow a bracket to an eighth each; a
-third copies the logits in it, between which one program per row bisects. A bracket with more logits
-than the copy has room for is bisected in the row itself.
+Decision: two passes over the logits, by many programs per row, each narrow a bracket to an eighth.
+A third pass copies the logits in the bracket, and one program per row bisects among these. If there
+are more logits than the copy has room for, it bisects over the whole row.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits
 from nanovllm_kernels.sampling import BLOCK, load, rows
 
 LOWEST = tl.constexpr(reference.LOWEST)
-PIVOTS = tl.constexpr(8)  # values that a pass weighs at
-CANDIDATES = tl.constexpr(16384)  # logits of a row's last bracket that are copied
-TILE = tl.constexpr(2048)  # of these, read at once
+PIVOTS = tl.constexpr(8)  # values at which a pass sums the mass of logits
+CANDIDATES = tl.constexpr(16384)  # most logits of a row's last bracket that are copied
+TILE = tl.constexpr(2048)  # logits that the bisection reads at once
 LOG2_E = tl.constexpr(math.log2(math.e))
 LANES = tl.constexpr(128)  # threads of a program
-UNIT = tl.constexpr(2.0**44)  # of integer weights: 2**18 logits fit into 63 bits
+UNIT = tl.constexpr(2.0**44)  # integer weight of 1, so that a sum of 2**18 fits in 63 bits
 PASSES = 2
-PROGRAMS = 8192  # of a pass, about: more of them would wait for their turn on any GPU
+PROGRAMS = 8192  # approximate programs of a pass; more would not run at once on any GPU
 
 
 def thresholds(
@@ -78,7 +78,10 @@ def tops_kernel(
     smallest_SB, counts_S, vocab, num_blocks, blocks_each, logits_stride, inverses_stride,
     top_ks_stride, top_ps_stride, min_p_gaps_stride,
 ):  # fmt: skip
-    """Each row's wishes, top_k = 0 and top_p = 1 for off; its blocks' largest, smallest finite."""
+    """Store each row's settings, and the largest and smallest finite logit of its blocks.
+
+    top_k is stored as 0 and top_p as 1 if they are off.
+    """
     start, row = tl.program_id(0) * blocks_each, tl.program_id(1)
     slot = tl.load(slots_S + row)
     top_k = tl.load(top_ks_N + slot * top_ks_stride)
@@ -105,7 +108,7 @@ def narrow_kernel(
     logits_SV, wishes_S4, tops_SB, smallest_SB, before_S8, sums_before_SBX, bracket_S8, sums_SBX,
     vocab, num_blocks, blocks_each, logits_stride, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The bracket that the pass before left, and what each block weighs from its pivots on."""
+    """Store the bracket after the previous pass, and each block's mass from every pivot on."""
     start, row = tl.program_id(0) * blocks_each, tl.program_id(1)
     inverse, top_k, top_p, gap = _wishes(wishes_S4, row)
     if (top_k == 0) & (top_p >= 1):
@@ -142,9 +145,9 @@ def collect_kernel(
     logits_SV, wishes_S4, tops_SB, before_S8, sums_before_SBX, bracket_S8, candidates_SC, counts_S,
     vocab, num_blocks, blocks_each, logits_stride, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The last bracket, and the logits in it, in any order and only as many as there is room for.
+    """Store the last bracket and its logits, in any order and only up to CANDIDATES.
 
-    With both top_k and top_p the bracket has no upper end: all that top_k may leave is in it.
+    With both top_k and top_p the bracket has no upper end, so it has all logits that top_k keeps.
     """
     start, row = tl.program_id(0) * blocks_each, tl.program_id(1)
     _, top_k, top_p, _ = _wishes(wishes_S4, row)
@@ -159,8 +162,8 @@ def collect_kernel(
         _store(bracket_S8, row, low, first, high, above, needed, top)
     for block in range(start, tl.minimum(start + blocks_each, num_blocks)):
         if tl.load(tops_SB + row * num_blocks + block) >= low:
-            # Decision: wider loads would hand a thread logits next to each other, and the block
-            # would be exchanged between threads before the store.
+            # Decision: with wider loads a thread would have adjacent logits, and the block would be
+            # exchanged between threads before the store.
             at = tl.max_contiguous(block * BLOCK + tl.arange(0, BLOCK), 1)
             x = load(logits_SV + row.to(tl.int64) * logits_stride, at, vocab)
             inside = (x >= low) & (x < high)
@@ -180,7 +183,10 @@ def finish_kernel(
     logits_SV, wishes_S4, tops_SB, bracket_S8, candidates_SC, counts_S, thresholds_S, vocab,
     num_blocks, blocks_each, logits_stride, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The boundary in the last bracket; LOWEST, or what min-p leaves, in rows without one."""
+    """Store the threshold found in the last bracket.
+
+    Rows without top_k and top_p get the threshold of min-p, or LOWEST.
+    """
     row = tl.program_id(0)
     inverse, top_k, top_p, gap = _wishes(wishes_S4, row)
     if (top_k == 0) & (top_p >= 1):
@@ -218,11 +224,12 @@ def _wishes(wishes_S4, row):
 
 @triton.jit
 def _bracket(bracket_S8, row):
-    """A search so far.
+    """Load the state of a search: low, first, high, above, needed and top.
 
-    The boundary is >= low and < high, unless min-p alone leaves less than top_k. The logits >= high
-    weigh `above`, less than `needed`, which is -1 until it is known. The lowest pivot but low is
-    `first`, or high where nothing needs narrowing. Weights are relative to that of `top`.
+    The boundary is >= low and < high, unless min-p alone keeps less than top_k. The logits >= high
+    have the mass `above`, less than `needed`, which is -1 until it is computed. The lowest pivot
+    after low is `first`, which is high if the bracket needs no narrowing. Weights are relative to
+    that of `top`.
     """
     at = bracket_S8 + row * 8
     low, first, high = tl.load(at), tl.load(at + 1), tl.load(at + 2)
@@ -251,9 +258,10 @@ def _whole(
     tops_SB, smallest_SB, inverse, top_k, top_p, gap, row, start, vocab, num_blocks,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The bracket to start with: low, first, high, needed, top.
+    """Return the initial bracket: low, first, high, needed, top.
 
-    Where first is high, only the row's first program, which stores the bracket, looks for low.
+    If first is high, only the row's first program, which stores the bracket, computes the final
+    low.
     """
     block = tl.arange(0, BLOCKS)
     tops = _tops(tops_SB, row, num_blocks, BLOCKS)
@@ -265,10 +273,10 @@ def _whole(
     needed = tl.where(top_k > 0, top_k, -1.0)
     is_ranked = (top_k > 0) & (top_k <= tl.sum((tops > -float("inf")).to(tl.int32), 0))
     if is_ranked & (start == 0):
-        # The k-th largest of the blocks' largest: at least k logits are no smaller, and few more.
+        # At least k logits, and few more, are no smaller than the k-th largest of the blocks' tops.
         ranked = tl.sort(tops, descending=True)
         low = tl.maximum(low, tl.sum(tl.where(block == top_k - 1, ranked, 0.0), 0))
-    # Even a whole vocabulary below weighs less than what top_p leaves out.
+    # A whole vocabulary of logits below top + reach has less mass than top_p excludes.
     reach = tl.log((1 - top_p) / vocab) / inverse
     first = tl.maximum(smallest, tl.where(top_k > 0, smallest, top + reach))
     first = tl.where(is_ranked, high, tl.minimum(tl.maximum(first, low), top))
@@ -277,7 +285,7 @@ def _whole(
 
 @triton.jit
 def _pivots(low, first, high):
-    """Returns low, then values evenly spread from first to below high."""
+    """Return low, then values evenly spread from first to below high."""
     pivot = tl.arange(0, PIVOTS)
     share = (pivot - 1).to(tl.float32) / (PIVOTS - 1)
     return tl.where(pivot == 0, low, first * (1 - share) + high * share)
@@ -285,7 +293,7 @@ def _pivots(low, first, high):
 
 @triton.jit
 def _narrowed(bracket_S8, sums_SBX, top_p, row, num_blocks, BLOCKS: tl.constexpr):
-    """A bracket after the pass that summed from its pivots on."""
+    """Return the bracket narrowed by the masses that the pass summed from its pivots on."""
     low, first, high, above, needed, top = _bracket(bracket_S8, row)
     if first < high:
         block, pivot = tl.arange(0, BLOCKS), tl.arange(0, PIVOTS)
@@ -304,10 +312,10 @@ def _narrowed(bracket_S8, sums_SBX, top_p, row, num_blocks, BLOCKS: tl.constexpr
 
 @triton.jit
 def _search(x_N, num, low, high, top, above, needed, inverse):
-    """The largest of low and the logits in (low, high) from which on the mass is >= needed.
+    """Return the largest of low and the logits in (low, high) from which on the mass is >= needed.
 
-    Bisects on the bits. After each round both ends move on to values that occur, so the rounds
-    number about log2 of the different values in between, whatever the logits' type.
+    This bisects on the bits. After each round both ends move to values that occur. So for any dtype
+    the number of rounds is about log2 of the number of distinct values in between.
     """
     below, beyond = _key(low), _key(high)
     while beyond - below > 1:
@@ -322,15 +330,16 @@ def _search(x_N, num, low, high, top, above, needed, inverse):
 
 @triton.jit
 def _mass(x_N, num, threshold, high, top, inverse):
-    """Sums exp((x - top) * inverse) of logits >= threshold and < high, and finds the smallest.
+    """Return the mass of the logits >= threshold and < high, and the smallest of them.
 
-    Besides, the largest logit < threshold. Sums integers, which has one result in any order.
+    Also return the largest logit < threshold. The mass is the sum of exp((x - top) * inverse). It
+    is summed as integers, so the result does not depend on the order.
     """
     sums = tl.zeros([TILE], tl.int64)
     smallest = tl.full([TILE], float("inf"), tl.float32)
     smaller = tl.full([TILE], -float("inf"), tl.float32)
     for start in range(0, num, TILE):
-        # Any number of logits: loads cannot be wide, so neighbours go to neighbouring threads.
+        # Loads of rows of any length cannot be wide, so adjacent logits go to adjacent threads.
         x = load(x_N, tl.max_contiguous(start + tl.arange(0, TILE), 1), num)
         inside = (x >= threshold) & (x < high)
         sums += (tl.where(inside, _weights(x, top, inverse), 0.0) * UNIT).to(tl.int64)
@@ -341,14 +350,13 @@ def _mass(x_N, num, threshold, high, top, inverse):
 
 @triton.jit
 def _weights(x, top, inverse):
-    """Returns exp((x - top) * inverse), and a number even for -inf at infinite temperature."""
+    """Return exp((x - top) * inverse), which is finite even for -inf at infinite temperature."""
     return tl.exp2((tl.maximum(x, LOWEST) - top) * (inverse * LOG2_E))
 
 
 @triton.jit
 def _key(x):
-    """The bits of a float32 as a signed number in the order of the floats, int64; of -0.0 as of
-    0.0."""
+    """Return an int64 in the order of the float32 values. -0.0 and 0.0 have the same."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -369,7 +377,7 @@ def thresholds_inputs(
 
 
 def thresholds_mixed_inputs(V: int, dtype: torch.dtype, device: torch.device) -> Args:
-    """Rows that ask for nothing, for one thing, for several; most logits tie, or are impossible."""
+    """Return rows with no, one or several settings; in some, most logits tie or are -inf."""
     logits_SV, slots_S, inverses_N = rows(9, V, dtype, device)
     logits_SV[3:5] = logits_SV[3:5].round()
     logits_SV[5:, 7:-7] = OFF
@@ -381,9 +389,9 @@ def thresholds_mixed_inputs(V: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def thresholds_room(expected: Tensors, args: Args) -> Tensors:
-    """How far thresholds may be off: not at all, but where top_p is a value's mass within rounding.
+    """Return the allowed error of thresholds: 0, unless top_p is a value's mass within rounding.
 
-    There the boundary is that value or its neighbour, as sums happen to be rounded.
+    In that case the boundary is that value or its neighbour, depending on the rounding of sums.
     """
     logits_SV, slots_S, inverses_N, top_ks_N, top_ps_N, gaps_N = args
     others_N = inverses_N, top_ks_N, torch.ones_like(top_ps_N), gaps_N
@@ -405,7 +413,7 @@ def thresholds_room(expected: Tensors, args: Args) -> Tensors:
 
 
 OFF = -float("inf")
-SUM_ROUNDING = 1e-5  # relative, of a float32 sum over a vocabulary
+SUM_ROUNDING = 1e-5  # relative error of a float32 sum over a vocabulary
 THRESHOLDS = Kernel(
     "thresholds",
     thresholds,

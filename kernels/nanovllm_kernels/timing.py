@@ -1,9 +1,9 @@
-"""How long a launch takes on a GPU, and how fast that GPU can be. Knows no kernel.
+"""Launch times of kernels on a GPU, and the GPU's ceilings. Imports no kernel.
 
-Decision: launches are timed inside a CUDA graph, so that the host's pace is not measured; the graph
-goes round copies of the arguments that together exceed the L2 cache several times, because in an
-engine other layers run in between. Arguments too small for that are named warm: so they are in an
-engine, where the layer before has just written them.
+Decision: launches are timed inside a CUDA graph, to exclude the host's overhead. The graph cycles
+through copies of the arguments that together exceed the L2 cache several times, since an engine
+runs other layers in between. Arguments too small for that are reported as warm. In an engine
+they are warm, too, since the previous layer has just written them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 
 from nanovllm_kernels.case import Args, Case, Kernel, normal
 
-CACHES = 4  # L2 sizes that a round of arguments fills, to be cold
+CACHES = 4  # L2 sizes that the copies of arguments must fill to count as cold
 MOST_COPIES = 32
-LAUNCHES = 8  # per graph, at least
+LAUNCHES = 8  # least launches per graph
 REPLAYS = 15
 COPIED_BYTES = 2 << 30
 MATRIX = 8192
@@ -27,12 +27,14 @@ MATRIX = 8192
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    copy_bytes_per_s: float  # read and written together
+    """Measured rates of a large copy and a large matrix product."""
+
+    copy_bytes_per_s: float  # reads plus writes
     matmul_flops: float  # bfloat16
 
     @property
     def rates(self) -> dict[str, float]:
-        """The numbers, under the names that records have for them."""
+        """Return the rates in TB/s and TFLOP/s, under their names in the records."""
         copied, multiplied = self.copy_bytes_per_s / 1e12, self.matmul_flops / 1e12
         return {"copy_tb_per_s": copied, "matmul_tflops": multiplied}
 
@@ -43,18 +45,18 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The median of a launch, and the rates that follow from it."""
+    """Median time of a launch, and the rates that follow from it."""
 
     us: float
     tb_per_s: float | None  # None: the case has no bytes
     tflops: float | None
-    share: float  # of what the card copies or multiplies
+    share: float  # fraction of the GPU's ceiling
     is_cold: bool
 
 
 def ceilings(device: torch.device) -> Ceilings:
     source, target = normal(device, 2, COPIED_BYTES // 4, dtype=torch.float32)
-    # By a kernel: a plain copy is left to the copy engines, which are slower.
+    # A kernel copies here, since a plain copy uses the copy engines, which are slower.
     copy_us = graph_us([lambda: torch.neg(source, out=target)] * 4)
     a, b = normal(device, 2, MATRIX, MATRIX, dtype=torch.bfloat16)
     product = torch.empty_like(a)
@@ -85,12 +87,12 @@ def size_of(args: Args) -> int:
 
 
 def graph_us(calls: list[Callable[[], object]]) -> float:
-    """Median time of a call, in microseconds."""
+    """Return the median time of a call in microseconds."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
-            call()  # compiles, and sets up library workspaces
+            call()  # compiles kernels and allocates library workspaces
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
