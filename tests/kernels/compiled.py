@@ -1,5 +1,8 @@
-"""What is compiled for Hopper without a GPU, in processes that think they have one: CuTe DSL reads
-the architecture when it is imported. And products of block-scaled fp8 numbers, so compiled."""
+"""Compilation of kernels for Hopper without a GPU, in processes whose environment names Hopper.
+
+CuTe DSL reads the architecture when it is imported, so the processes are separate ones. Also
+compiles products of block-scaled fp8 numbers in that way.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,16 @@ for kind in {kinds}:
 
 @functools.cache
 def forks() -> Forks:
-    """Without TRITON_INTERPRET, under which nothing is compiled.
+    """Return a server of forks without TRITON_INTERPRET, under which nothing is compiled.
 
-    CuTe DSL is not imported: it keeps what it is to keep in the folder where it was.
+    CuTe DSL is not imported in it, since its dumps go to the folder in which it was imported.
     """
     variables = dict(one.split("=") for one in HOPPER[1:])
     return Forks("torch._dynamo", "triton.compiler", TRITON_INTERPRET="0", **variables)
 
 
 def printed(code: str, folder: Path = ROOT, **environment: str) -> list[str]:
-    """What the code prints, run in the folder."""
+    """Return the lines that the code prints, run in the folder."""
     done = forks().run(f"{__name__}:execute", code, folder=folder, **environment)
     assert done.returncode == 0, done.stdout[-300:] + done.stderr[-4000:]
     return done.stdout.splitlines()
@@ -46,6 +49,8 @@ def execute(code: str) -> None:
 def compiled_with(
     option: str, kinds: Iterable[tuple[int, ...]], each: str, folder: Path
 ) -> list[str]:
-    """What the code `each`, indented by four, prints of every `kind` that was `compiled` with one
-    more option of the compiler."""
+    """Compile every kind with one more option of the compiler and return the printed lines.
+
+    The code `each`, indented by four, runs for every `kind` after it is `compiled`.
+    """
     return printed(KINDS.format(option=option, kinds=list(kinds)) + each, folder)

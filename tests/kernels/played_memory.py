@@ -1,4 +1,4 @@
-"""What threads of a kernel share that ptx.py plays: memory, barriers, and copies on their way."""
+"""State that threads share in the simulator of ptx.py: memory, barriers and copies in flight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHARED_BYTES = 228 * 1024
 
 
 class Memory:
-    """Global memory: tensors, with room between them, which nobody may touch."""
+    """Global memory: tensors, with gaps between them in which any access is an error."""
 
     def __init__(self, num_bytes: int) -> None:
         self.content = np.full(num_bytes, 0xFF, np.uint8)
@@ -21,7 +21,7 @@ class Memory:
         self.end = 4096
 
     def place(self, content: Array, may_change: bool = False) -> slice:
-        """Its bytes' addresses."""
+        """Copy the content to a free place and return its addresses."""
         placed = slice(self.end, self.end + content.nbytes)
         assert placed.stop + 4096 <= len(self.content)
         self.content[placed] = np.ascontiguousarray(content).reshape(-1).view(np.uint8)
@@ -47,7 +47,7 @@ class Memory:
 
 @dataclass
 class Barrier:
-    """In shared memory. A phase ends when all have arrived and no bytes are missing."""
+    """An mbarrier. A phase ends when all threads have arrived and no bytes are missing."""
 
     of: int
     parity: int = 0
@@ -68,7 +68,7 @@ class Barrier:
 
 @dataclass
 class Meeting:
-    """A place where so many threads meet, round by round."""
+    """A barrier at which `of` threads meet, round by round."""
 
     of: int
     round: int = 0
@@ -81,7 +81,7 @@ class Meeting:
 
 
 class Block:
-    """A block of threads: what its groups share."""
+    """Shared memory and barriers of a block of threads."""
 
     def __init__(self, num_threads: int) -> None:
         self.content = np.full(SHARED_BYTES, 0xFF, np.uint8)  # NaN
@@ -89,14 +89,14 @@ class Block:
         self.meeting = Meeting(num_threads)
 
     def named(self, address: int) -> str:
-        """Barriers are counted by their addresses."""
+        """Describe a barrier, which is numbered in the order of addresses."""
         found = self.barriers[address]
         nth = sorted(self.barriers).index(address)
         return f"barrier {nth}, {found.missing} arrivals and {found.num_bytes} bytes are missing"
 
 
 class Copy(NamedTuple):
-    """On its way to the shared memory of one block."""
+    """A copy in flight to the shared memory of one block."""
 
     block: Block
     at: Array

@@ -1,20 +1,26 @@
-"""Plays the PTX of a Hopper kernel on a CPU, so that what it computes is seen without a GPU.
+"""Simulator of the PTX of Hopper kernels, which checks their results without a GPU.
 
-Modelled: a launch of clusters of blocks, one cluster after the other. Four warps, which are a group
-of threads here, run together: of threads that have parted those run that are furthest behind. A
-seed draws how fast each group is, who runs how long, and when a copy of the tensor memory
-accelerator arrives, at each block of a multicast for itself. Barriers in shared memory count
-arrivals, bytes and phases; clusters and blocks meet. Shared memory is swizzled as tensor maps and
-products say. What nothing has set is NaN. Whoever reads or writes beside a tensor in global memory
-is told, and each byte that is written is counted.
+It models a launch of clusters of blocks, one cluster after the other. Four warps form a group of
+threads and run together; after a divergence, the threads with the lowest next instruction run. A
+seed determines the speed of each group and the order of turns. It also determines the arrival of
+copies by the tensor memory accelerator, separately for each block of a multicast. Barriers in
+shared memory count arrivals, bytes and phases. Clusters and blocks synchronise. Shared memory is
+swizzled as in tensor maps and matrix descriptors. Unset memory is NaN. An access outside of the
+tensors in global memory is an error, and the writes of each byte are counted.
 
-Instructions: those of HANDLERS and PLAIN. Any other one raises NotImplementedError.
+The instructions are those of HANDLERS and PLAIN. Any other one raises NotImplementedError.
 
-Not modelled: time, and what would be faster; warps of a group that run apart; what is asynchronous
-beside copies (a product is there at once: fences, commits and waits of `wgmma` mean nothing, nor do
-fences of memory); how many registers there are; griddepcontrol; sums that a tensor core cuts off
-and numbers that are too small (all are as exact as float64 and float32 are). A tensor map is not in
-the PTX: a test says what its box is, as a Box.
+These are not modelled:
+
+- time and speed;
+- divergence of warps in a group;
+- asynchronous operations except copies: a product is complete at once, so that fences, commits and
+  waits of `wgmma` and memory fences have no effect;
+- the number of registers;
+- griddepcontrol;
+- truncation in sums of a tensor core, and underflow: all is as exact as float64 and float32.
+
+A tensor map is not in the PTX, so a test gives its box as a Box.
 """
 
 from __future__ import annotations
@@ -31,18 +37,23 @@ import torch
 
 from tests.kernels.played_memory import Array, Barrier, Block, Copy, Meeting, Memory
 
-THREADS = 128  # of a group
+THREADS = 128  # threads of a group
 LANES = np.arange(THREADS)
-SHARED_FROM = 1024  # where a block's shared memory begins
-OF_RANK = 24  # bits of an address in shared memory, below the rank of another block and one
-LINE = 128  # bytes of a row in shared memory, swizzled
-HANDLE = 1 << 40  # a parameter's address
+SHARED_FROM = 1024  # address at which a block's shared memory begins
+OF_RANK = 24  # bits of a shared address; above them is the rank + 1 of another block, or 0
+LINE = 128  # bytes of a swizzled row in shared memory
+HANDLE = 1 << 40  # address of the first parameter
 FASTEST = 9  # a group takes up to 2 ** 9 steps until others have a turn
 TYPES: dict[str, type] = {
     "pred": np.bool_, "b16": np.uint16, "u16": np.uint16, "b32": np.uint32, "u32": np.uint32,
     "s32": np.int32, "f32": np.float32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64,
 }  # fmt: skip
-BITS: dict[int, type] = {1: np.bool_, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # of a register
+BITS: dict[int, type] = {
+    1: np.bool_,
+    2: np.uint16,
+    4: np.uint32,
+    8: np.uint64,
+}  # by size
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
 STATEMENT = re.compile(r"(?:@(!?)(\S+)\s+)?([\w.:]+)\s*(.*?)\s*;$")
 OPERAND = re.compile(r"\[[^\]]*\]|\{[^}]*\}|[^,\s]+")
@@ -52,7 +63,7 @@ COMPARE = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "g
 
 
 def quotient(a: Array, b: Array) -> Array:
-    """It is rounded towards zero."""
+    """Divide and round towards zero."""
     exact: Array = np.trunc(a.astype(np.float64) / np.where(b == 0, 1, b))
     return exact.astype(a.dtype)
 
@@ -62,25 +73,25 @@ def fused(a: Array, b: Array, c: Array) -> Array:
     return (a.astype(wide) * b + c).astype(a.dtype)
 
 
-# Element by element; all are of the type that a name ends in.
+# These are elementwise. All operands have the type that the name ends in.
 PLAIN: dict[str, Callable[..., Array]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "mad": fused, "fma": fused,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "min": np.fmin, "max": np.fmax, "neg": np.negative, "abs": np.abs, "div": quotient,
     "shl": np.left_shift, "shr": np.right_shift, "ex2": np.exp2, "rcp": np.reciprocal,
 }  # fmt: skip
-MODIFIERS = {"lo", "rn", "approx", "ftz"}  # of those
+MODIFIERS = {"lo", "rn", "approx", "ftz"}  # modifiers of these instructions
 
 
 class Instruction(NamedTuple):
     name: str
     operands: tuple[str, ...]
-    guard: str | None  # a predicate
+    guard: str | None  # predicate register
     negated: bool
 
 
 class Program:
-    """A kernel's instructions, where its labels are, and how many bytes its parameters have."""
+    """A kernel's instructions, the positions of its labels and the sizes of its parameters."""
 
     def __init__(self, text: str) -> None:
         head, _, body = text[text.index(".entry") :].partition("\n{")
@@ -102,9 +113,7 @@ class Program:
 
 
 class Box(NamedTuple):
-    """What a tensor map says: rows of bytes, or several such matrices, and how many rows it copies
-    at once.
-    """
+    """A tensor map: one or several matrices as rows of bytes, and the rows of one copy."""
 
     matrix: Array
     rows: int
@@ -112,12 +121,12 @@ class Box(NamedTuple):
 
 @dataclass
 class Launch:
-    """What every thread can see: a kernel, its grid (blocks of a cluster, clusters), parameters."""
+    """A kernel, its grid (blocks of a cluster, clusters), its parameters and global memory."""
 
     program: Program
     cluster: int
     num_clusters: int
-    num_threads: int  # of a block
+    num_threads: int  # threads of a block
     parameters: list[bytes | Box]
     memory: Memory
 
@@ -134,7 +143,7 @@ class Cluster:
 
 
 class Waits(Exception):
-    """What a group waits for, before an instruction that has had no effect yet."""
+    """Raised if a group must wait before an instruction, which has had no effect yet."""
 
 
 class Group:
@@ -144,7 +153,7 @@ class Group:
         self.cluster, self.launch, self.rank, self.nth = cluster, cluster.launch, rank, nth
         self.block = cluster.blocks[rank]
         self.at = np.zeros(THREADS, int)  # each thread's next instruction, or -1
-        self.joined = np.full(THREADS, -1)  # the round of a meeting that a thread waits for
+        self.joined = np.full(THREADS, -1)  # round of a meeting at which each thread waits
         self.waits_for = "nothing"
         known = {
             "%laneid": LANES % 32,
@@ -163,7 +172,7 @@ class Group:
         return bool((self.at < 0).all())
 
     def run(self, most: int) -> bool:
-        """Whether anything could be done."""
+        """Run up to `most` steps and return True if at least one could be done."""
         for n in range(most):
             if self.is_done:
                 return n > 0
@@ -175,7 +184,7 @@ class Group:
         return True
 
     def step(self) -> None:
-        """One instruction, of the threads that are furthest behind."""
+        """Execute the lowest next instruction, for all threads that are at it."""
         at = int(self.at[self.at >= 0].min())
         instruction = self.launch.program.instructions[at]
         lanes = here = self.at == at
@@ -206,12 +215,12 @@ class Group:
         self.registers[operand] = np.where(lanes, values, before)
 
     def address(self, operand: str, kind: str) -> Array:
-        """`[register + bytes]`, as whole numbers with a sign."""
+        """Return the addresses `[register + bytes]` as signed integers."""
         register, _, more = operand.strip("[]").partition("+")
         return self.read(register, kind).astype(np.int64) + int(more or 0)
 
     def barrier(self, address: int) -> Barrier:
-        """A barrier of this block, or of the one that `mapa` named."""
+        """Return a barrier of this block, or of the block whose address `mapa` returned."""
         rank = address >> OF_RANK
         block = self.cluster.blocks[rank - 1] if rank else self.block
         return block.barriers[address & ((1 << OF_RANK) - 1)]
@@ -230,7 +239,7 @@ def parts_of(operand: str) -> list[str]:
 
 
 def only(lanes: Array) -> int:
-    """The one thread that does it."""
+    """Return the single active thread."""
     assert lanes.sum() == 1, "one thread is to do this, not several"
     return int(lanes.argmax())
 
@@ -265,7 +274,7 @@ def select(group: Group, of: Instruction, lanes: Array) -> None:
 
 
 def move(group: Group, of: Instruction, lanes: Array) -> None:
-    """Between registers, or what two halves hold."""
+    """Copy a register, or pack or unpack its two halves."""
     to, from_ = of.operands
     kind = of.name.split(".")[1]
     half = {"b32": "b16", "b64": "b32"}.get(kind, "")
@@ -334,18 +343,18 @@ def shuffle(group: Group, of: Instruction, lanes: Array) -> None:
 
 
 def elect(group: Group, of: Instruction, lanes: Array) -> None:
-    """The first thread of each warp."""
+    """Elect the first active thread of each warp."""
     warps = lanes.reshape(-1, 32)
     first = warps & (warps.cumsum(1) == 1)
     group.write(of.operands[0].partition("|")[2], first.reshape(-1), lanes)
 
 
 def nothing(group: Group, of: Instruction, lanes: Array) -> None:
-    """It has no effect that is modelled."""
+    """Do nothing, for an instruction whose effect is not modelled."""
 
 
 def name_block(group: Group, of: Instruction, lanes: Array) -> None:
-    """An address in another block of the cluster."""
+    """Map an address to another block of the cluster."""
     address, rank = (group.read(each, "u32") for each in of.operands[1:])
     group.write(of.operands[0], address | (rank + np.uint32(1) << np.uint32(OF_RANK)), lanes)
 
@@ -377,7 +386,7 @@ def wait(group: Group, of: Instruction, lanes: Array) -> None:
 
 
 def meet(group: Group, of: Instruction, lanes: Array) -> None:
-    """All threads of a block or a cluster; `bar.sync` is to arrive and to wait."""
+    """Synchronise the threads of a block or a cluster. `bar.sync` is an arrival and a wait."""
     is_block = of.name == "bar.sync"
     meeting = group.block.meeting if is_block else group.cluster.meeting
     new = lanes & (group.joined < 0)
@@ -392,7 +401,7 @@ def meet(group: Group, of: Instruction, lanes: Array) -> None:
 
 
 def swizzled(address: Array) -> Array:
-    """Where 16 bytes of a line go depends on which of eight lines it is."""
+    """Return the swizzled address. The place of 16 bytes in a row depends on the row modulo 8."""
     return address ^ ((address >> 7 & 7) << 4)
 
 
@@ -403,7 +412,7 @@ def copy(group: Group, of: Instruction, lanes: Array) -> None:
     assert isinstance(box, Box), "numbers are read as a tensor map"
     column, row, *matrix = (int(group.read(n, "s32")[nth]) for n in parts_of(where))
     matrices = box.matrix[matrix[0]] if matrix else box.matrix
-    content = np.zeros((box.rows, LINE), np.uint8)  # what lies outside is zero
+    content = np.zeros((box.rows, LINE), np.uint8)  # elements outside of the matrix are zero
     assert row >= 0 and column >= 0
     inside = matrices[row : row + box.rows, column : column + LINE]
     content[: inside.shape[0], : inside.shape[1]] = inside
@@ -420,7 +429,7 @@ def copy(group: Group, of: Instruction, lanes: Array) -> None:
 
 
 def matrix_of(group: Group, descriptor: Array, rows: int) -> Array:
-    """Rows of 32 e4m3 numbers in shared memory."""
+    """Return rows of 32 e4m3 numbers from shared memory."""
     (of,) = {*descriptor.tolist()}
     assert of >> 62 == 1 and of >> 32 & 0x3FFF == 64, "not swizzled by 128 bytes, eight rows each"
     at = ((of & 0x3FFF) << 4) + LINE * np.arange(rows)[:, None] + np.arange(32)
@@ -443,7 +452,7 @@ def multiply(group: Group, of: Instruction, lanes: Array) -> None:
 
 
 Handler = Callable[[Group, Instruction, Any], None]
-HANDLERS: dict[str, Handler] = {  # by how names begin
+HANDLERS: dict[str, Handler] = {  # by prefixes of names
     **dict.fromkeys(PLAIN, plain),
     "mul.wide": multiply_wide, "setp": compare, "selp": select, "mov": move, "cvt": convert,
     "cvta": same_address, "ld.param": load_parameter, "ld.global": load_global,
@@ -469,7 +478,7 @@ def handler_of(name: str) -> Handler:
 
 
 def play(launch: Launch, seed: int) -> None:
-    """Runs all blocks to their end. Threads that wait for each other are named."""
+    """Run all blocks to their end. The error of a deadlock names the threads that wait."""
     given = [len(n) if isinstance(n, bytes) else 128 for n in launch.parameters]
     assert given == launch.program.parameter_bytes, "the parameters are not the kernel's"
     random = np.random.default_rng(seed)
@@ -484,7 +493,7 @@ def play_cluster(launch: Launch, nth: int, random: np.random.Generator) -> None:
     nths = range(launch.num_threads // THREADS)
     groups = [Group(cluster, rank, n) for rank in range(launch.cluster) for n in nths]
     most = 2 ** random.integers(1, FASTEST + 1, len(groups))
-    share = 0.5 ** random.integers(0, FASTEST)  # of copies, that arrive while each has a turn
+    share = 0.5 ** random.integers(0, FASTEST)  # fraction of copies that arrive in each turn
     while not all(group.is_done for group in groups):
         order = random.permutation(len(groups))
         moved = [groups[n].run(int(random.integers(1, most[n] + 1))) for n in order]

@@ -1,5 +1,7 @@
-"""Sums and exchanges over ranks (all_reduce.py, exchange.py) in Triton's interpreter: one process a
-rank, on memory that all of them share."""
+"""Sums and exchanges over ranks (all_reduce.py, exchange.py) in Triton's interpreter.
+
+There is one process per rank, and all share memory.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,12 @@ PROGRAMS = 4  # few, so that some have several chunks
 ONE_HOP, TWO_HOPS = 1 << 40, -1
 PATIENCE_S = 120
 EPS = 1e-6
-# The interpreter truncates to bfloat16, three times where there is a norm.
+# Tolerances are for the interpreter, which truncates to bfloat16, three times if there is a norm.
 OFF = {torch.bfloat16: 2**-5, torch.float16: 2**-10}
 
 
 class Call(NamedTuple):
-    """What all ranks are asked to do. Inputs follow from the seed."""
+    """One operation for all ranks, with inputs that are determined by the seed."""
 
     operation: str
     T: int
@@ -42,10 +44,10 @@ class Call(NamedTuple):
     dtype: torch.dtype = torch.float32
     seed: int = 0
     hop_bytes: int = ONE_HOP
-    slow_rank: int = -1  # sleeps at every barrier, so after it has sent and before it reads
+    slow_rank: int = -1  # sleeps at every barrier, which is between its stores and its reads
 
     def inputs(self, size: int) -> tuple[Tensor, ...]:
-        """The parts of all ranks, and what all ranks have: residual and weight of the norm."""
+        """Return the parts of all ranks, and the shared residual and weight of the norm."""
         parts_ITD = normal(CPU, size, self.T, self.D, dtype=self.dtype, seed=self.seed)
         residual_TD = normal(CPU, self.T, self.D, dtype=self.dtype, seed=self.seed + 1)
         norm_weight_D = normal(CPU, self.D, dtype=self.dtype, seed=self.seed + 2)
@@ -55,7 +57,7 @@ class Call(NamedTuple):
         if self.operation == "poison":
             parts_ITD[-1, 0, :2] = torch.nan
             bits = torch.int16 if self.dtype.itemsize == 2 else torch.int32
-            parts_ITD.view(bits)[0, -1, -1] = -1  # what an empty place holds
+            parts_ITD.view(bits)[0, -1, -1] = -1  # the bits of EMPTY
         return parts_ITD, residual_TD, norm_weight_D
 
     def run(self, peers: Peers) -> tuple[Tensor, ...]:
@@ -72,7 +74,7 @@ class Call(NamedTuple):
             brought = self.brought(peers.size)
             own = [one[peers.rank][: self.T - peers.rank % 2] for one in brought]
             return exchange.gather_tokens(*own, self.T + 1, peers)
-        if self.operation == "own sums":  # then of all ranks, as all say the same here
+        if self.operation == "own sums":  # then gathered: all ranks must return the same
             parts_ITD = self.parts(peers.size)[peers.rank]
             exchange.add_own_sums(parts_ITD, residual_TD[: self.T - peers.rank % 2], peers)
             return (ops.all_gather(residual_TD, peers),)
@@ -83,12 +85,12 @@ class Call(NamedTuple):
         return 1 + (self.operation == "own sums")
 
     def brought(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens of all ranks, with weights and experts of three."""
+        """Return the tokens of all ranks, with three weights and experts each."""
         experts_ITK = torch.arange(3 * size * self.T, dtype=torch.int32).view(size, -1, 3) % 9 - 1
         return self.inputs(size)[0], normal(CPU, size, self.T, 3, dtype=torch.float32), experts_ITK
 
     def parts(self, size: int) -> Tensor:
-        """What each rank has for each, one row more than it needs."""
+        """Return the part of each rank for each rank, with one row more than is used."""
         shape = size, size, self.T + 1, self.D
         return normal(CPU, *shape, dtype=self.dtype, seed=self.seed)
 
@@ -114,14 +116,15 @@ class Call(NamedTuple):
         return (ops.all_reduce_reference(parts_ITD),)
 
     def off(self, dtype: torch.dtype) -> float:
-        """What the result may be off. Sums in float32 have one order, so they are equal."""
+        """Return the tolerance. Sums in float32 have one order, so they must be equal."""
         return OFF.get(dtype, 1e-6 if self.operation == "norm" else 0.0)
 
 
 def store_once(_: object, ptrs: Any, value: Any, mask: Any, cache_policy: object) -> None:
-    """What a GPU does: an element is one store. The interpreter copies bytes of a number that is
-    not known to the compiler, which a library may do twice, so that an element that was read and
-    emptied in between would be there once more.
+    """Store each element once, as a GPU does.
+
+    The interpreter copies a variable number of bytes, and the C library may copy some of them
+    twice. If an element were read and emptied in between, it would appear again.
     """
     places, size = ptrs.data[mask.data], value.data.itemsize
     if places.size:
@@ -134,7 +137,7 @@ def store_once(_: object, ptrs: Any, value: Any, mask: Any, cache_policy: object
 def rank_main(rank: int, buffers: list[Tensor], pipe: Connection) -> None:
     from triton.runtime.interpreter import InterpreterBuilder
 
-    for buffer in buffers:  # a process's first store to a page is the kernel's matter: none later
+    for buffer in buffers:  # touch each page, since the OS handles a first store to it
         buffer[::1024] = 0xFF
     pipe.send("ready")
     ops.PROGRAMS = PROGRAMS
@@ -142,7 +145,7 @@ def rank_main(rank: int, buffers: list[Tensor], pipe: Connection) -> None:
     load = InterpreterBuilder.create_masked_load
 
     def patient_load(self, ptrs, mask, other, cache, volatile):
-        time.sleep(1e-4 if volatile else 0)  # others may have this core meanwhile
+        time.sleep(1e-4 if volatile else 0)  # let other processes use this core
         return load(self, ptrs, mask, other, cache, volatile)
 
     InterpreterBuilder.create_masked_load = patient_load
@@ -163,7 +166,7 @@ class Ranks:
     calls: int = 0
 
     def check(self, *calls: Call) -> None:
-        """All calls in a row on every rank, without waiting for the others between them."""
+        """Run all calls on every rank, with no synchronisation between calls, and check them."""
         for call in calls:
             for pipe in self.pipes:
                 pipe.send(call)
@@ -184,7 +187,7 @@ class Ranks:
                         equal_nan=True,
                         msg=lambda text, call=call, rank=rank: f"{call} {rank} {text}",
                     )
-        assert all((buffer == 0xFF).all() for buffer in self.buffers)  # all was read, and emptied
+        assert all((buffer == 0xFF).all() for buffer in self.buffers)  # all is read and emptied
 
     def answer(self, pipe: Connection) -> tuple[list, set[int]]:
         assert pipe.poll(PATIENCE_S), "a rank waits for ever"
@@ -193,7 +196,7 @@ class Ranks:
 
 @contextmanager
 def ranks_of(size: int) -> Iterator[Ranks]:
-    torch.set_num_threads(1)  # so that a process may be forked: it has imported all there is
+    torch.set_num_threads(1)  # allows forks, whose processes have all imports already
     context = multiprocessing.get_context("fork")
     length = ops.buffer_bytes(size, CAPACITY)
     buffers = [torch.full((length,), 0xFF, dtype=torch.uint8).share_memory_() for _ in range(size)]
@@ -237,7 +240,7 @@ def test_sums_equal_the_reference_and_each_other(ranks, dtype, hop_bytes) -> Non
 
 @in_interpreter
 def test_hops_do_not_change_bits(ranks) -> None:
-    """Ranks would differ from each other in nothing else."""
+    """One hop and two hops give the same bits on all ranks."""
     for operation in OPERATIONS:
         kinds = [Call(operation, 5, 640, hop_bytes=hops) for hops in (ONE_HOP, TWO_HOPS)]
         for pipe in ranks.pipes:
@@ -251,7 +254,7 @@ def test_hops_do_not_change_bits(ranks) -> None:
 @in_interpreter
 @EITHER
 def test_calls_of_all_sizes_follow_each_other(ranks, hop_bytes) -> None:
-    """From one program to all of them, some with several rows, and back."""
+    """Consecutive calls with one program, with all programs, some with several rows, are right."""
     rows = (1, PROGRAMS + 6, 2, 2 * PROGRAMS + 1, 1, 1, 7)
     ranks.check(
         *(Call("norm", T, 32, seed=T, hop_bytes=hop_bytes) for T in rows),
@@ -263,8 +266,10 @@ def test_calls_of_all_sizes_follow_each_other(ranks, hop_bytes) -> None:
 @in_interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tokens_and_their_sums_are_exchanged(ranks, dtype) -> None:
-    """Of ranks with different numbers of tokens, one of them sometimes without any; experts of
-    nobody are any that no rank has."""
+    """Ranks with different numbers of tokens, or with none, exchange tokens and sums.
+
+    The expert of padding tokens is NOBODY.
+    """
     for T, D, slow in ((1, 64, -1), (7, 72, 1), (40, 130, 0)):
         ranks.check(
             Call("tokens", T, D, dtype, T, slow_rank=slow),
@@ -287,13 +292,16 @@ def test_a_slow_rank_is_waited_for(ranks, hop_bytes) -> None:
 @EITHER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_not_a_number_arrives_as_such(ranks, dtype, hop_bytes) -> None:
-    """Also the one that means that a place is empty."""
+    """NaN arrives as NaN, also if its bits are those of EMPTY."""
     ranks.check(Call("poison", 2, 40, dtype, 0, hop_bytes))
 
 
 @in_interpreter
 def test_cases_of_check_kernels(monkeypatch) -> None:
-    """With one rank, which sends to itself. Rounding differs here, so not what follows a sum."""
+    """The small cases pass exactly on one rank, which sends to itself.
+
+    Operations after a sum are left out, since the interpreter rounds differently.
+    """
     monkeypatch.setattr(ops, "PROGRAMS", PROGRAMS)
     buffer = torch.full((ops.buffer_bytes(1, CAPACITY * 4),), 0xFF, dtype=torch.uint8)
     address_I, calls_X = torch.tensor([buffer.data_ptr()]), torch.zeros(PROGRAMS, dtype=torch.int32)
@@ -309,8 +317,10 @@ def test_cases_of_check_kernels(monkeypatch) -> None:
 
 @in_interpreter
 def test_calls_are_counted_for_ever(monkeypatch) -> None:
-    """Two days of small steps are more calls than 31 bits count. Nothing but the buffer is touched,
-    whose two slots keep taking turns."""
+    """Results stay right, and memory around the buffer unchanged, when the call counters overflow.
+
+    Two days of small steps are more calls than 31 bits count. The two slots keep alternating.
+    """
     monkeypatch.setattr(ops, "PROGRAMS", PROGRAMS)
     length = ops.buffer_bytes(1, CAPACITY)
     before = torch.tensor([[0], [0xFF], [0]], dtype=torch.uint8).expand(3, length)
@@ -330,7 +340,10 @@ def test_calls_are_counted_for_ever(monkeypatch) -> None:
         peers = Peers(0, 1, CAPACITY, address_I, calls_X)
         for call in range(5):
             assert torch.equal(run(peers), x), (nth, call)
-            assert torch.equal(memory, before), (nth, call)  # emptied, and nothing beside it
+            assert torch.equal(memory, before), (
+                nth,
+                call,
+            )  # emptied; rest unchanged
         assert set(calls_X.tolist()) == {-(2**31) + 3}
 
 
@@ -356,9 +369,11 @@ def test_a_message_that_does_not_fit_is_refused() -> None:
 
 @in_parent
 def test_in_the_interpreter() -> None:
-    """All pass in one of three runs, mostly in the first. On a virtual machine one run of some ten
-    failed; where it was looked at, by a single element, the first of a page of memory, as if one
-    process's store to it had been lost. What is wrong with the kernels is wrong in every run.
+    """All tests pass in the interpreter in one of three runs, mostly in the first.
+
+    On a virtual machine about one run of ten failed. Where that was examined, a single element was
+    wrong, the first of a page of memory. It seemed that a process's store to it had been lost. A
+    fault in the kernels would fail in every run.
     """
     for _ in range(2):
         try:

@@ -1,7 +1,7 @@
-"""Inputs of decode rows, and the outcome of a step: against the same by hand, on lists.
+"""Inputs of decode rows and the outcome of a step equal a plain Python version on lists.
 
-The whole file runs twice: for the definition in torch, and in a process of its own, as
-TRITON_INTERPRET must be set before triton is imported, for the Triton kernels.
+The whole file runs twice: for the reference in torch, and for the Triton kernels. These run in a
+process of its own, as TRITON_INTERPRET must be set before triton is imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def test_in_the_interpreter() -> None:
 
 @dataclass
 class State:
-    """Of 6 slots, and of the padding slot, which is the last."""
+    """Lengths, tokens and pages of 6 slots and of the padding slot, which is the last."""
 
     lengths: list[int]
     tokens: list[list[int]]
@@ -52,14 +52,14 @@ def states(draw: st.DrawFn) -> State:
 
     return State(
         [*some(0, MAX_TOKENS - 6, NUM_SLOTS), 0],
-        # Two tokens: drafts are often right.
+        # There are two distinct tokens, so drafts are often right.
         [*(some(5, 6, MAX_TOKENS + 1) for _ in range(NUM_SLOTS)), [0] * (MAX_TOKENS + 1)],
         [*(some(1, 99, MAX_TOKENS // PAGE_TOKENS) for _ in range(NUM_SLOTS)), [0] * 4],
     )
 
 
 def rows_of(draw: st.DrawFn, width: int) -> tuple[list[int], list[int]]:
-    """Slots and counts: rows that feed tokens, the padding slot's among them, then empty ones."""
+    """Draw slots and counts: rows that feed tokens, perhaps the padding slot's, then empty rows."""
     slots = draw(st.permutations(range(NUM_SLOTS)))
     num_fed = draw(st.integers(1, NUM_SLOTS))
     fed, empty = slots[:num_fed], slots[num_fed:] + [NUM_SLOTS] * 3
@@ -107,7 +107,7 @@ def test_gather_rows(state, width, data) -> None:
 
 
 def test_rows_of_one_token_need_no_counts() -> None:
-    """A row of the padding slot has length 1 then."""
+    """Without counts each row feeds one token, and a row of the padding slot has length 1."""
     state = State([4, 0], [[7, 7, 7, 7, 9], [0] * 5], [[11, 12], [0, 0]])
     found = TESTED.gather_rows(torch.tensor([0, 1, 1]), None, *state.tensors(), 3, 2, 3, 1)
     expected = [9, 0, 0], [4, 0, 0], [37, 0, 0], [0, 1, 1], [0, 1, 2, 3], [5, 1, 1]
@@ -134,7 +134,7 @@ def by_hand(
     width: int,
     coin: object = None,
 ) -> list[list[int]]:
-    """write_back, row by row and draw by draw."""
+    """Compute write_back row by row and draw by draw."""
     lines = []
     for slot, length, drawn in zip(slots, lengths, draws, strict=True):
         line: list[int] = []
@@ -161,7 +161,7 @@ def by_hand(
 
 @st.composite
 def outcomes(draw: st.DrawFn) -> tuple[list[int], list[int], list[list[int]], int]:
-    """Slots, lengths, draws and the width. Some rows drew nothing, or less than they fed."""
+    """Draw slots, lengths, draws and the width. Some rows have fewer draws than tokens, or none."""
     width = draw(st.integers(1, 5))
     slots, counts = rows_of(draw, width)
     token = st.sampled_from([5, 5, 5, 6, 6, CORRUPTED])
@@ -242,7 +242,7 @@ def test_write_back_by_coins(state, outcome, rates) -> None:
     assert after == state
 
 
-# A row at position 4 feeds its newest token (3) and the drafts 11, 12, 13.
+# A row at position 4 feeds its latest token (3) and the drafts 11, 12, 13.
 TEXT = [0, 1, 2, 0, 3, 11, 12, 13, 99, 99]
 
 
@@ -263,7 +263,10 @@ TEXT = [0, 1, 2, 0, 3, 11, 12, 13, 99, 99]
     ],
 )
 def test_a_row_of_three_drafts(drawn, line, length, newest) -> None:
-    """The last row fed four tokens, the last three of a prompt, and drew once."""
+    """Output, length and latest token of a row of three drafts follow from its draws.
+
+    In the last case the row feeds four tokens, the last three of a prompt, and draws once.
+    """
     state = State([4, 0], [list(TEXT), [0] * 10], [[1], [0]])
     lines, after = write_back(state, [0, 1, 1], [8, 1, 0], [drawn, [7], []], [*drawn, 7], 4)
     assert lines == [line, [7, -1, -1, -1], [-1] * 4]
@@ -282,7 +285,7 @@ def test_a_row_of_three_drafts(drawn, line, length, newest) -> None:
     ],
 )
 def test_drafts_that_coins_accept_come_out_themselves(drawn, line) -> None:
-    """The coins of the first two drafts never fail, that of the third one always does."""
+    """With acceptance rates 1, 1 and 0, the first two drafts are output and the third is not."""
     state = State([4, 0], [list(TEXT), [0] * 10], [[1], [0]])
     accept = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([1, 2])
     lines, after = write_back(state, [0], [8], [drawn], drawn, 4, accept)
@@ -293,7 +296,7 @@ def test_drafts_that_coins_accept_come_out_themselves(drawn, line) -> None:
 
 
 def test_coins_fall_at_the_given_rates_and_apart_from_the_draws() -> None:
-    """20,000 rows: shares are within five standard errors."""
+    """Over 20,000 rows, acceptance rates are within five standard errors of the given ones."""
     num_rows = 20_000 if not INTERPRETED else 2_000
     rates = 0.75, 0.5
     slots_R = torch.arange(num_rows)
@@ -325,7 +328,7 @@ def test_coins_fall_at_the_given_rates_and_apart_from_the_draws() -> None:
 
 
 def test_no_draws_at_all() -> None:
-    """A step of prompt chunks that stop short of their prompts' ends."""
+    """A row without draws, as of a chunk before the prompt's end, keeps its length and tokens."""
     state = State([4, 0], [list(TEXT), [0] * 10], [[1], [0]])
     lines, after = write_back(state, [0], [8], [[]], [], 1)
     assert (lines, after.lengths, after.tokens[0]) == ([[-1]], [8, 0], TEXT)

@@ -1,6 +1,6 @@
-"""Products of block-scaled fp8 numbers in CuTe DSL, as far as they go without a GPU.
+"""Compilation and arguments of the CuTe DSL products of block-scaled fp8 numbers, without a GPU.
 
-What they compute is checked on a GPU only (check-kernels).
+Their results are checked on a GPU only (check-kernels).
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ for kind, given in (
     ids=["dense", "added, with many scales", "experts", "gated", "gated experts"],
 )
 def test_nothing_is_kept_in_local_memory(kinds: list[tuple[int, ...]], tmp_path: Path) -> None:
-    """A block of three groups of four warps starts with at most 168 registers a thread."""
+    """No kernel spills registers to local memory or has a stack.
+
+    A block of three groups of four warps starts with at most 168 registers per thread.
+    """
     lines = compiled_with("--keep-cubin", kinds, RESOURCES, tmp_path)
     assert len(lines) == len(kinds)
     for line in lines:
@@ -93,7 +96,7 @@ def test_the_compiled_kernel_asks_for_these_arguments(tmp_path: Path) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """What was compiled, and for how many clusters: the definition stands in for the kernels."""
+    """Return the compiled kinds with their numbers of clusters. The reference replaces kernels."""
     found = []
 
     def compile_tile(*kind: object):
@@ -149,7 +152,7 @@ def test_each_expert_multiplies_its_rows_and_no_other(asked: list) -> None:
     assert rows.tile_start_X[:3].tolist() == [0, 3, 67]
     assert rows.num_tiles_1.tolist() == [3]
     assert block_fp8_experts(*args) is y_XN
-    assert asked == [(64, 128, 1, 128, False, True, False, 10)]  # at most 5 tiles, of two columns
+    assert asked == [(64, 128, 1, 128, False, True, False, 10)]  # up to 5 tiles, two columns
     assert (y_XN[73:] == block_fp8_cases.UNWRITTEN).all()
     row_X = x8_XD[70].float() * x_scale_BX[:, 70].repeat_interleave(128)[:144]
     scale_ND = w_scale[3].repeat_interleave(128, 0).repeat_interleave(128, 1)[:136, :144]
@@ -158,7 +161,10 @@ def test_each_expert_multiplies_its_rows_and_no_other(asked: list) -> None:
 
 
 def test_a_gated_product_is_quantised(asked: list) -> None:
-    """The last block of 160 features has 32; the second row is of zeros."""
+    """A gated product returns e4m3 numbers and a scale of largest / 448 for each block.
+
+    The last block of 160 features has 32. The second row is all zeros and has scale 1.
+    """
     args = block_fp8_cases.inputs(5, 320, 144, CPU, block_rows=32, zeros=True)
     x8_TD, x_scale_BT, w8_ND, w_scale, *_ = args
     weight = Scaled(w8_ND, w_scale, 32)
@@ -191,7 +197,7 @@ def test_each_expert_gates_its_rows(asked: list) -> None:
 
 
 def test_cases_of_gates_pass_with_room_and_show_what_is_wrong() -> None:
-    """What is rounded to 16 bits in between passes; halves that change places do not."""
+    """The cases pass an intermediate rounding to 16 bits, and fail if gate and up are swapped."""
 
     def apart(x8, x_scale, w8, w_scale, residual, block_rows, tile) -> Quantised:
         product = block_fp8_cases.reference(x8, x_scale, w8, w_scale, None, block_rows)
@@ -210,11 +216,14 @@ def test_cases_of_gates_pass_with_room_and_show_what_is_wrong() -> None:
 
 
 def test_words_of_four_threads_come_in_order() -> None:
-    """Of thread i two numbers of each eight, 2i and 2i + 1: word j is of the eights 2j, 2j + 1."""
-    given = np.arange(64, dtype=np.uint8).reshape(4, 2, 4, 2)  # of a thread j: eight, i, number
+    """Words of four threads are reordered so that each thread has 16 consecutive numbers.
+
+    Thread i has the numbers 2i and 2i + 1 of each eight. Its word j is from eights 2j and 2j + 1.
+    """
+    given = np.arange(64, dtype=np.uint8).reshape(4, 2, 4, 2)  # of thread j, by eight, i and number
     for j in range(4):
         words = given[j].transpose(1, 0, 2).copy().reshape(4, 4).view(np.uint32).ravel()
-        words = words.astype(np.int64)  # what each thread i gave
+        words = words.astype(np.int64)  # the word of each thread i
         in_order(words)
         found = (words & 0xFFFFFFFF).astype(np.uint32).view(np.uint8)
         assert found.tolist() == list(range(16 * j, 16 * j + 16))
@@ -237,7 +246,7 @@ def test_tiles_that_gate_fill_the_card() -> None:
 
 
 def test_tiles_fill_the_card() -> None:
-    """Rows and columns of the weight, on 132 multiprocessors."""
+    """Tiles for (rows, features of the weight) are chosen to fill 132 multiprocessors."""
     assert [
         tile_of(*size, 132)
         for size in (
@@ -268,6 +277,6 @@ def test_what_is_refused() -> None:
 
 
 def test_a_case_is_for_every_tile() -> None:
-    """Each with rows that do not fill it, and numbers of every sign."""
+    """Each tile has a case, with rows that do not fill it and numbers of both signs."""
     tiles = {case.inputs.keywords["tile"] for case in block_fp8_cases.BLOCK_FP8_LINEAR.cases[:21]}
     assert tiles == set(TILES)

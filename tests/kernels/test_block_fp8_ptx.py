@@ -1,7 +1,7 @@
-"""What products of block-scaled fp8 numbers compute: their PTX, played on the CPU.
+"""Results of the products of block-scaled fp8 numbers, by simulation of their PTX on the CPU.
 
-Each case has several tiles for a cluster, ragged rows, and more blocks of inputs than its ring has
-stages. A GPU checks all kinds and sizes (check-kernels).
+Each case has several tiles per cluster, ragged rows, and more blocks of inputs than its ring has
+stages. All kinds and sizes are checked on a GPU (check-kernels).
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ CASES: dict[tuple[int, ...], tuple[Kernel, partial]] = {
     GATED_EXPERTS: (EXPERTS_GATED, partial(experts_inputs, (0, 70, 0, 130), 5, 256, 400, 256)),
 }
 NAMES = {ADDED: "added", FEW_SCALED: "scales of 32 rows", GATED: "gated", GATED_EXPERTS: "experts"}
-SEEDS = range(6)  # of who runs when
+SEEDS = range(6)  # each with another order of execution
 WAITS = r"group \d of block \d waits for barrier \d+, \d+ arrivals and -?\d+ bytes are missing"
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], str]:
-    """The PTX of each kind."""
+    """Return the PTX of each kind."""
     folder: Path = tmp_path_factory.mktemp("ptx")
     compiled_with("--keep-ptx", CASES, KEEP, folder)
     return {kind: (folder / "_".join(map(str, kind))).read_text() for kind in CASES}
@@ -69,8 +69,9 @@ def as_bytes(tensor: Tensor) -> np.ndarray:
 
 
 def passed(address: int, tensor: Tensor) -> bytes:
-    """A tensor as kernels in CuTe DSL get it: its address, its sizes, and all strides but the last,
-    which is one.
+    """Return a tensor as a parameter of CuTe DSL kernels.
+
+    It has the address, the sizes, and all strides except the last, which is one.
     """
     sizes = struct.pack(f"<Q{tensor.dim()}i", address, *tensor.shape)
     strides = struct.pack(f"<{tensor.dim() - 1}q", *tensor.stride()[:-1])
@@ -80,7 +81,7 @@ def passed(address: int, tensor: Tensor) -> bytes:
 def launch_of(
     text: str, kind: tuple[int, ...], x8: Tensor, w8: Tensor, given: Given, num_clusters: int
 ) -> tuple[Launch, list[slice]]:
-    """What Product.__call__ launches, and where it writes."""
+    """Return the launch of Product.__call__, and the addresses of its outputs."""
     product = Product(Tile(*kind[:3]), kind[3], Kind(*map(bool, kind[4:])))
     memory = Memory(1 << 21)
     tensors = [tensor.contiguous() for tensor in given if tensor is not None]
@@ -96,7 +97,7 @@ def launch_of(
         Box(as_bytes(w8), product.columns // product.weight_shared),
         bytes(4 * w8.dim()),
         *(passed(place.start, n) for place, n in zip(places, tensors, strict=True)),
-        bytes(1),  # how products are multiplied
+        bytes(1),  # the tiled MMA
         *(struct.pack("<i", n) for n in size),
     ]
     if not product.kind.grouped:
@@ -115,7 +116,10 @@ def play_product(
     given: Given,
     num_clusters: int,
 ) -> None:
-    """It stands for a compiled kernel. Each byte of the result is written once, and no other."""
+    """Run in place of a compiled kernel, and check that each byte of the result is written once.
+
+    No other byte may be written.
+    """
     launch, places = launch_of(text, kind, x8, w8, given, num_clusters)
     play(launch, seed)
     end = len(x8) if given.starts is None else int(given.starts[-1])
@@ -131,7 +135,7 @@ def play_product(
 def error_of(
     kind: tuple[int, ...], text: str, seed: int, num_clusters: int, patch: pytest.MonkeyPatch
 ) -> float:
-    """The worst one, as a share of what the case allows."""
+    """Return the worst error as a fraction of the error that the case allows."""
 
     def compile_tile(*of: int) -> partial:
         assert of == kind
@@ -147,20 +151,20 @@ def error_of(
 def test_the_compiled_kernel_computes_what_the_reference_does(
     kind: tuple[int, ...], texts: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One cluster has all tiles, or two share them."""
+    """The simulated kernel matches the reference, if one cluster has all tiles or two share them."""
     for seed in SEEDS:
         assert error_of(kind, texts[kind], seed, 1 + seed % 2, monkeypatch) < 0.9
 
 
 def changed(pattern: str, new: str, text: str, nth: int = 0) -> str:
-    """The nth place of the pattern, which begins and ends within lines."""
+    """Replace the nth match of the pattern."""
     found = [*re.finditer(pattern, text)][nth]
     return text[: found.start()] + found.expand(new) + text[found.end() :]
 
 
 TRY_WAIT = r"mbarrier\.try_wait.*\n"
 STORE = r"(st\.global\.v4\.b32 \t\[%rd\d+)"
-WRONG = {  # in which kernel, how, and what is said of it
+WRONG = {  # kernel, change and expected message
     "one arrival less": (GATED, partial(changed, r"mbarrier\.arrive\.shared.*\n", ""), WAITS),
     "a byte too many": (GATED, partial(changed, r", 40960;(\n\tmbarrier)", r", 40961;\1"), WAITS),
     "no wait for a stage to be free": (GATED, partial(changed, TRY_WAIT, ""), "more threads"),
@@ -200,7 +204,7 @@ WRONG = {  # in which kernel, how, and what is said of it
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_is_found(wrong: str, texts: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By one of the seeds at least: whether threads overtake each other depends on them."""
+    """At least one seed finds each fault. Races between threads depend on the seed."""
     kind, change, said = WRONG[wrong]
     text, found = change(texts[kind]), []
     for seed in SEEDS:

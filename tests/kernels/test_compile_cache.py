@@ -1,4 +1,4 @@
-"""Compiled CuTe DSL kernels on disk: found by what they are made of, at little cost."""
+"""The disk cache of compiled CuTe DSL kernels: its keys, its files and its cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanovllm_kernels import COMPILED, compile_cache
 from nanovllm.registry import resolve
 from nanovllm.runner.precompile import HOPPER
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flash-attn-4's imports
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from flash-attn-4's imports
 COMPILE = """
 import sys
 from pathlib import Path
@@ -36,7 +36,7 @@ print({"torch._dynamo", "torch._inductor", "quack", "flash_attn"} & {*sys.module
 
 
 def run(code: str, folder: Path) -> str:
-    """In a process of its own: the architecture is read when the package is imported."""
+    """Run the code in a new process, as the architecture is read when the package is imported."""
     command = [*HOPPER, sys.executable, "-c", code, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -57,7 +57,7 @@ def test_a_second_start_compiles_nothing_and_imports_no_compiler(tmp_path: Path)
 
 
 class Kernel:
-    """Of paper: a file with its name."""
+    """A mock of a compiled kernel, exported as a file with its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -92,7 +92,7 @@ def test_equal_arguments_compile_once(compiled: list[str], tmp_path: Path) -> No
     for _ in range(2):
         assert [compiles(n, name).name for n in (1, 2) for name in "ab"] == [*compiled]
     assert compiled == ["1 a", "1 b", "2 a", "2 b"]
-    assert files(tmp_path) == {}  # nobody said where
+    assert files(tmp_path) == {}  # no folder was set
 
 
 def test_another_process_finds_them(compiled: list[str], tmp_path: Path) -> None:

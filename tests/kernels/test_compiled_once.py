@@ -1,4 +1,7 @@
-"""How many tokens a step has never makes Triton compile a kernel again: nobody waits for that."""
+"""Triton does not compile a kernel again for another number of tokens in a step.
+
+Requests would wait for that compilation.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import nanovllm_kernels
 
 FOLDER = Path(nanovllm_kernels.__file__).parent
 CHANGING = {"num_rows", "num_tokens", "num_pairs", "num_parts", "num_own", "most_tiles"}
-FIXED = {("latent_decode_kernel", "num_pairs")}  # of heads and drafts, not of a step
+FIXED = {("latent_decode_kernel", "num_pairs")}  # depends on heads and drafts, not on a step
 
 
 def kernels() -> Iterator[tuple[ast.FunctionDef, set[str]]]:
-    """Every one that is launched, and the arguments of which Triton heeds nothing but the type."""
+    """Yield every launched kernel, and its arguments not specialised by Triton."""
     for path in sorted(FOLDER.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):

@@ -1,4 +1,4 @@
-"""The rows that decode kernels are checked with: as many new tokens as said, and keys that tell."""
+"""Rows of the cases of decode kernels: their new tokens, their outlier keys and their bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_drafted_rows_take_turns() -> None:
 
 
 def test_timed_drafts_fill_the_rows_of_their_graph() -> None:
-    """What 64 rows of 4 tokens read: keys and values once, and queries; what they write."""
+    """64 rows of 4 tokens read keys, values and queries once, and write their results."""
     named = {f"{rows.timed_as} H={rows.heads[0]}": rows for rows in timed_drafts()}
     rows = named["R=64 ctx=1024 W=4 H=32"]
     assert len(rows.lengths) == sum(rows.counts) == 256
