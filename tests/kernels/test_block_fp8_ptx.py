@@ -151,7 +151,7 @@ def error_of(
 def test_the_compiled_kernel_computes_what_the_reference_does(
     kind: tuple[int, ...], texts: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The simulated kernel matches the reference, if one cluster has all tiles or two share them."""
+    """The simulated kernel matches the reference, for one cluster and for two that share tiles."""
     for seed in SEEDS:
         assert error_of(kind, texts[kind], seed, 1 + seed % 2, monkeypatch) < 0.9
 

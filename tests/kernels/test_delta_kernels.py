@@ -1,8 +1,8 @@
-"""The gated delta rule in Triton, where the cases of check-kernels are silent: texts in steps.
+"""The gated delta rule in Triton over texts in several steps, which check-kernels does not cover.
 
-In Triton's interpreter, in a process of its own: TRITON_INTERPRET must be set before triton is
-imported. The kernels are delta_decode.py and delta_prefill.py; what they mean is held to
-transformers by test_delta_reference.py.
+The tests run in Triton's interpreter, in a process of their own, as TRITON_INTERPRET must be set
+before triton is imported. The kernels are delta_decode.py and delta_prefill.py. Their reference is
+compared with transformers by test_delta_reference.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_more_rows_than_a_program_reads_at_once() -> None:
 
 
 def whole(layer: DeltaLayer, T: int) -> tuple[tuple[Any, ...], Tensor, tuple[Tensor, Tensor]]:
-    """A text, its result at once by the definition, and the states then."""
+    """Return a text, its result by the reference in one step, and the states after it."""
     text = inputs(layer, (T,), None, CPU)
     states = text[5].clone(), text[6].clone()
     x_THV = reference.mix_rows(*text[:5], *states, *text[7:9])
@@ -88,7 +88,10 @@ def test_a_text_in_chunks_and_tokens_equals_it_at_once(heads) -> None:
 
 @in_interpreter
 def test_states_in_bands_of_columns() -> None:
-    """Of 8, of which the last is not whole; three heads share each key's."""
+    """Bands of 8 columns give the same results, with a partial last band.
+
+    Three value heads share each key head.
+    """
     layer = DeltaLayer(2, 6, 24, 20, dtype=torch.float32)
     with patch.object(delta_decode, "COLUMNS", 8):
         assert check(DELTA_DECODE, case(layer, (1,) * 3, ()), CPU) <= 1
@@ -97,7 +100,7 @@ def test_states_in_bands_of_columns() -> None:
 @in_interpreter
 @pytest.mark.parametrize("heads", [(2, 2), (1, 3)])
 def test_rejected_drafts_leave_nothing_behind(heads) -> None:
-    """Each step feeds tokens of the text and wrong ones after them; then the state settles."""
+    """Steps that feed wrong drafts after tokens of the text end with the states of the text."""
     layer, luck = DeltaLayer(*heads, 16, 24, dtype=torch.float32), random.Random(5)
     text, expected_THV, expected_states = whole(layer, 24)
     states, slots_R = text[5:7], text[7]
@@ -126,7 +129,7 @@ def test_rejected_drafts_leave_nothing_behind(heads) -> None:
 @in_interpreter
 @pytest.mark.parametrize("mix_rows", [reference.mix_rows, delta_prefill.mix_rows])
 def test_states_are_saved_in_other_tensors(mix_rows) -> None:
-    """The state behind a row's first part goes there, and to nothing else; the last to its slot."""
+    """The state after a row's first part is written to `saved` only, and the last to its slot."""
     layer = DeltaLayer(1, 2, 16, 24, 3, dtype=torch.float32)
     rows = inputs(layer, (3, 66, 40, 17), None, CPU)
     targets_R, slots_R = rows[10][::2].tolist(), rows[7].tolist()
@@ -161,7 +164,7 @@ def test_rows_that_pad_a_graph_change_no_others() -> None:
 @in_interpreter
 @pytest.mark.parametrize("first", [0, 1])
 def test_tokens_of_no_row_are_left_alone(first) -> None:
-    """A step's decode rows come before its chunks, and tokens that pad the step after them."""
+    """Decode rows before the chunks of a step, and padding tokens after them, are not written."""
     layer = DeltaLayer(1, 2, 16, 16, dtype=torch.float32)
     rows = inputs(layer, (3, 66, 2), None, CPU)
     out_THV = torch.full_like(rows[3], 7.0)

@@ -1,4 +1,4 @@
-"""The gated delta rule of packed rows equals transformers', request by request."""
+"""The gated delta rule over packed rows equals that of transformers, request by request."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_convolutions_equal_transformers(width, dtype) -> None:
             inputs = x[of].T[None], expected_stored[slot][None], weight, None, "silu"
             expected[of] = theirs.causal_conv1d_update(*inputs)[0].T
     y = delta.conv_rows(x, weight, stored, SLOTS_R, STARTS_R1)
-    error = 1e-5 if dtype == torch.float32 else 2e-2  # theirs also rounds before SiLU
+    error = 1e-5 if dtype == torch.float32 else 2e-2  # transformers also rounds before SiLU
     torch.testing.assert_close(y, expected, rtol=error, atol=error)
     torch.testing.assert_close(stored, expected_stored, rtol=0, atol=0)
 

@@ -1,7 +1,7 @@
-"""Keys and values of 8 bits for a tensor core, in plain Python: every element at its place.
+"""8-bit keys and values are at the right place for a tensor core, checked in plain Python.
 
-The registers of 32 threads are numbers of elements here; what a product makes of them is compared
-with the product itself.
+The registers of 32 threads hold the indices of elements here. Their product is compared with the
+direct product.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WIDTH = 64
 
 
 class Registers(dict):
-    """A fragment by the index that the kernel uses; `sizes`: of its modes 1 and 2."""
+    """A fragment, indexed as in the kernel, with `sizes` of its modes 1 and 2."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Registers(dict):
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes of a register are a tuple of four; of pairs, of two."""
+    """Replace registers by tuples: of four elements as bytes, of two as 16-bit pairs."""
 
     def widened(four: tuple, order: str) -> tuple[tuple, tuple]:
         turned = [four[int(nth)] for nth in reversed(order[2:])]
@@ -40,7 +40,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_order_of_bytes_is_that_of_prmt() -> None:
-    """prmt's selector has the lowest byte's choice in its lowest digit."""
+    """The selectors of prmt have the index of the lowest byte in their lowest digit."""
     assert eight_bits.NEIGHBOURS == "0x3210" and eight_bits.TOKENS == "0x3120"
     assert eight_bits.widened((0, 1, 2, 3), eight_bits.NEIGHBOURS) == ((0, 1), (2, 3))
     assert eight_bits.widened((0, 1, 2, 3), eight_bits.TOKENS) == ((0, 2), (1, 3))
@@ -51,12 +51,13 @@ def test_keys_meet_the_elements_that_queries_have() -> None:
         token, j = lane // 4, lane % 4
         raw, wide = Registers(2, WIDTH // 32), Registers(2, WIDTH // 16)
         for half, n, step in np.ndindex(2, 2, WIDTH // 32):
-            # As ldmatrix gives units of 16 bits: of step's 16 units 2j and 2j + 1, then 8 later.
+            # The order is that of ldmatrix with 16-bit units. From a step's 16 units a thread has
+            # 2j and 2j + 1, then the two that come 8 later.
             first = 32 * step + 2 * (8 * half + 2 * j)
             raw[(0, half), n, step] = tuple((8 * n + token, first + byte) for byte in range(4))
         eight_bits.widen_keys(raw, wide)
         for half, n, step, nth in np.ndindex(2, 2, WIDTH // 16, 2):
-            # load_q has the same element for this place of its fragment.
+            # load_q puts the same element at this place of its fragment.
             element = (step * 4 + j) * 4 + 2 * half + nth
             assert wide[(0, half), n, step][nth] == (8 * n + token, element)
         seen = {pair for pairs in wide.values() for pair in pairs}
@@ -100,7 +101,7 @@ def test_values_of_even_and_odd_elements_are_tiles_of_their_own() -> None:
         column, j = lane // 4, lane % 4
         raw, wide = Registers(WIDTH // 16, 1), Registers(WIDTH // 8, 1)
         for half, tile in np.ndindex(2, WIDTH // 16):
-            # As ldmatrix.trans gives units: tokens 2j and 2j + 1, 8 later, of one unit each.
+            # The order is that of ldmatrix.trans: one unit of tokens 2j and 2j + 1, and 8 later.
             unit, tokens = 8 * tile + column, (8 * half + 2 * j, 8 * half + 2 * j + 1)
             raw[(0, half), tile, 0] = tuple((t, 2 * unit + odd) for t in tokens for odd in range(2))
         eight_bits.widen_values(raw, wide)

@@ -1,4 +1,4 @@
-"""Cases of experts' products: what must pass does, and what is wrong shows."""
+"""The cases of experts' products pass correct implementations and fail wrong ones."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def down(y_XF: Tensor, *more: object) -> Tensor:
 
 
 def quantised(x_TD: Tensor, *more: object) -> Tensor:
-    """With activations of 8 bits."""
+    """Compute gate_up with 8-bit activations."""
     scale_T1 = x_TD.float().abs().amax(-1, keepdim=True) / 448
     return gate_up((x_TD / scale_T1).to(torch.float8_e4m3fn).float() * scale_T1, *more)
 
 
 def worst(product, of_down=down, share: float = OF_SUMS, *, block_fp8: bool = False) -> list[float]:
-    """Of each product, the largest share of what is allowed."""
+    """Return the worst error of each product as a fraction of the allowed error."""
     routed = tuple(replace(one, block_fp8=block_fp8) for one in CHECKED)
     both = expert_cases.kernels("any", product, of_down, 128, routed, share=share)
     return [max(check(kernel, case, CPU) for case in kernel.cases) for kernel in both]

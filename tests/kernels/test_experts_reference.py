@@ -1,4 +1,4 @@
-"""route_reference.py and experts_reference.py against loops over tokens."""
+"""route_reference.py and experts_reference.py equal loops over tokens."""
 
 from __future__ import annotations
 
@@ -56,8 +56,10 @@ def test_groups_are_chosen_by_their_two_best() -> None:
 
 
 def test_a_shared_expert_is_the_last_of_every_token() -> None:
-    """Its logit has no say in what others weigh. Tokens of nobody go nowhere, and none is counted
-    for it."""
+    """A shared expert is the last of each token, and does not change the other weights.
+
+    Padding tokens are routed to no expert, and the shared expert is not counted.
+    """
     logits_TE = logits(3, 5)
     weights_TK, experts_TK = route(logits_TE, None, 2, SOFTMAX)
     whole, gated = (replace(SOFTMAX, shared=kind) for kind in ("whole", "gated"))

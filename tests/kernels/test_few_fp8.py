@@ -1,7 +1,7 @@
-"""Products of few rows with fp8 weights: how the work is cut, and which kernel has how many rows.
+"""Products of few rows with fp8 weights: division of the work, and choice of a kernel by rows.
 
-What they compute is checked in Triton's interpreter (few_fp8_cases.py, test_interpreted.py), that
-they compile in test_triton_compiles.py.
+Their results are checked in Triton's interpreter (few_fp8_cases.py, test_interpreted.py), and their
+compilation in test_triton_compiles.py.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from nanovllm_kernels.skinny_linear import Kind
 @pytest.mark.parametrize(
     ("num_tiles", "num_blocks", "steps", "programs"),
     [
-        (96, 32, 8, 384),  # 8B: queries, keys and values
+        (96, 32, 8, 384),  # QKV of an 8B model
         (64, 32, 6, 384),
         (64, 96, 16, 384),
-        (33, 56, 5, 396),  # R1: queries' and keys' latents
+        (33, 56, 5, 396),  # latents of queries and keys in R1
         (56, 128, 19, 392),
         (1, 3, 3, 1),
         (1, 9, 4, 3),
@@ -36,7 +36,7 @@ def test_programs_run_at_once(num_tiles, num_blocks, steps, programs) -> None:
 @pytest.mark.parametrize(
     ("num_tiles", "rows", "steps", "most"),
     [
-        (288, 16, 14, 9),  # R1's gate_up: 9 of a quarter, not 3 whole ones
+        (288, 16, 14, 9),  # R1's gate_up: 9 quarters, not 3 whole ones
         (288, 32, 56, 3),
         (288, 64, 56, 3),
         (192, 16, 28, 3),
@@ -49,7 +49,7 @@ def test_processors_have_nearly_the_same_to_do(num_tiles, rows, steps, most) -> 
 
 @pytest.mark.parametrize(("rows", "steps"), [(16, 19), (32, 32), (64, 32)])
 def test_parts_of_many_rows_are_not_cut_further(rows: int, steps: int) -> None:
-    """R1's o."""
+    """The output projection of R1 has the given depth steps per program for each number of rows."""
     programs = few_fp8.shape_of(rows, 7168).programs
     assert steps_of(56, 128, rows, programs, 132) == steps
 

@@ -1,4 +1,4 @@
-"""The gated product for many tokens, as far as it goes without a GPU."""
+"""Shapes, arguments and compilation of the gated product for many tokens, without a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ except ValueError as error:
 def test_every_argument_is_in_its_place(
     num_rows: int, is_tall: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiled kernel knows places only: here the definition stands in them."""
+    """The reference, in place of the compiled kernel, gets its arguments in the right order."""
     asked = []
 
     def compile_gated(*kind: object):

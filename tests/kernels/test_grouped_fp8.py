@@ -1,4 +1,4 @@
-"""Experts in block fp8 with 8-bit activations: the parts in their order, and their bounds."""
+"""Experts in block fp8 with 8-bit activations: the order of the operations, and their limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def product(x8_XD, x_scale_BX, w8_END, w_scale, rows) -> torch.Tensor:
-    """In the place of the compiled kernel."""
+    """Compute the product in place of the compiled kernel."""
     assert rows.tile in block_fp8_cute.EXPERT_TILES
     x_XD = Quantised(x8_XD, x_scale_BX).dequantised()
     y_XN = torch.full((len(x_XD), w8_END.shape[1]), torch.nan, dtype=torch.bfloat16)

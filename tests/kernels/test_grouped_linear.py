@@ -1,4 +1,4 @@
-"""The products of routed experts for many rows, as far as they go without a GPU."""
+"""Arguments and compilation of the products of routed experts for many rows, without a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ try:
 except ValueError as error:
     print(error)
 """
-# As launched: a tensor map of the weight, and what Triton knows of the other arguments.
+# The arguments are those of a launch: a tensor map of the weight, and aligned pointers and sizes.
 GATE_UP = """
 import triton
 from nanovllm_kernels.gated_experts import DEPTH, FEATURES, SHAPES, WARPS, gate_up_kernel
@@ -43,13 +43,13 @@ for shape in SHAPES.values():
 
 
 def rows_of(starts_E1: torch.Tensor, pair_of_X: torch.Tensor) -> ExpertRows:
-    """What the compiled products are told of the rows, and nothing else."""
+    """Return ExpertRows with only the fields that the compiled products read."""
     nothing = torch.empty(0)
     return ExpertRows(pair_of_X, nothing, starts_E1, nothing, nothing, nothing, tile=0)
 
 
 def test_every_argument_is_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled kernel knows places only: here the definition stands in it."""
+    """The reference, in place of the compiled kernel, gets its arguments in the right order."""
     asked: list[object] = []
 
     def compile_down(name: str, sizes: tuple):
@@ -86,7 +86,10 @@ def test_the_compiled_kernel_asks_for_these_arguments() -> None:
 
 
 def test_gate_and_up_are_multiplied_by_large_instructions_in_registers() -> None:
-    """Tiles of 64 rows share their 256 lines among two groups of warps."""
+    """The larger tile uses m64n256 instructions; both tiles use TMA and spill no registers.
+
+    Tiles of 64 rows divide their 256 weight rows among two warp groups, so they use smaller ones.
+    """
     compiled = "compiled gate_up_kernel True"
     expected = [compiled, "False True False", compiled, "True True False"]
     assert printed(COMPILE + GATE_UP) == expected

@@ -1,6 +1,6 @@
-"""Every kernel against its reference without a GPU, and the comparison itself.
+"""Every kernel equals its reference without a GPU, and the comparison itself is right.
 
-Kernels run in Triton's interpreter, in processes of their own: TRITON_INTERPRET must be set before
+Kernels run in Triton's interpreter, in processes of their own. TRITON_INTERPRET must be set before
 triton is imported, and other tests may have imported it already.
 """
 
@@ -28,8 +28,8 @@ from tests.attention.paged_batches import error_share, layout_of, make_batch
 from tests.interpreted import forks, in_interpreter, in_parent, passes
 
 CPU = torch.device("cpu")
-PARTS = 4  # of all kernels, which take minutes, so that several processes share them
-INTERPRETER_ROUNDS = 2.0  # it truncates to bfloat16, which errs twice as much as rounding
+PARTS = 4  # groups of kernels, for several processes, since all kernels take minutes
+INTERPRETER_ROUNDS = 2.0  # it truncates to bfloat16, with twice the error of rounding
 CHUNKS = ((130, 7, 64, 200, 33), (130, 1, 63, 5, 32))
 MIXED = ((33, 7, 200, 1, 130, 1, 64, 150), (1, 1, 1, 1, 130, 1, 63, 5))  # decode rows, then chunks
 DECODE = ((1, 130, 7, 64, 200, 1), (1,) * 6)
@@ -74,7 +74,7 @@ def test_quickly_all_kernels_are_checked_on_all_cores_with_a_bar() -> None:
     assert checked == {*KERNELS, *COMPILED}
     last = done.stdout.splitlines()[-1]
     assert re.fullmatch(r"([1-9]\d*) of \1 cases pass on cpu", last), last
-    # A minute on two cores that have nothing else to do.
+    # The limit is on CPU time, which is a minute of wall clock on two idle cores.
     assert ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime < 120
 
 
@@ -112,7 +112,7 @@ def test_triton_backend_equals_the_definition_in_float32(rows) -> None:
 @pytest.mark.parametrize(
     ("lengths", "new"),
     [
-        ((33, 7, 200, 130, 1, 0, 0), (4, 1, 3, 1, 1, 0, 0)),  # the last rows pad a graph
+        ((33, 7, 200, 130, 1, 0, 0), (4, 1, 3, 1, 1, 0, 0)),  # the last rows are padding
         ((33, 7, 200, 130, 130, 64), (4, 1, 3, 2, 130, 63)),
     ],
     ids=["decode", "mixed"],
@@ -144,7 +144,7 @@ def test_results_go_where_they_are_wanted_and_padding_changes_nothing(rows) -> N
 @in_interpreter
 @pytest.mark.parametrize("backend", [TritonPaged, FlashPaged])
 def test_decode_batches_share_a_kernel(backend) -> None:
-    """Layers differ, the plan does not."""
+    """One bound batch serves several layers: doubled values double the result exactly."""
     q_THA, cache, batch = make_batch(*DECODE, (4, 2, 64), 16, torch.bfloat16, CPU)
     q2_THA, cache2, _ = make_batch(*DECODE, (4, 2, 64), 16, torch.bfloat16, CPU)
     cache2.v_PSGA.mul_(2)
@@ -173,7 +173,7 @@ def case_of(x: torch.Tensor) -> Case:
     ("run", "share"),
     [
         (doubled, 0.0),
-        (lambda x: doubled(x) * (1 + 2**-7), 0.5),  # one ulp of the two that are allowed
+        (lambda x: doubled(x) * (1 + 2**-7), 0.5),  # one ulp of two allowed ones
         (lambda x: doubled(x) * (1 + 2**-5), 2.0),
         (lambda x: doubled(x) * torch.nan, float("inf")),
         (lambda x: torch.empty_like(x), float("inf")),

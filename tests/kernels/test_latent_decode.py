@@ -1,4 +1,4 @@
-"""Rows of latents in the cache, what attention in their space means, and how its work is cut.
+"""Latents in the cache, absorbed attention over them, and the division of its work.
 
 The last part runs in Triton's interpreter, in a process of its own, since TRITON_INTERPRET must be
 set before triton is imported.
@@ -43,7 +43,7 @@ def test_rows_in_8_bits_are_as_near_as_8_bits_can_be(dtype: torch.dtype) -> None
     found_TX = reference.dequantised(rows_TX, 64, 24, dtype)
     assert torch.equal(found_TX[:, 64:], rotated_TA)
     most_T1 = latent_TX.float().abs().amax(1, keepdim=True)
-    # Half a spacing: of three bits behind the first, and of the smallest numbers.
+    # The error is up to half a spacing of three-bit mantissas, or of the smallest numbers.
     allowed = (2**-4 + 2**-8) * latent_TX.float().abs() + 2**-10 / 448 * most_T1
     assert ((found_TX[:, :64].float() - latent_TX.float()).abs() <= allowed).all()
 
@@ -81,8 +81,9 @@ def test_names_differ_and_rows_without_tokens_stand_at_the_tail() -> None:
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("lanes", [1, 5, 40])
 def test_however_many_lanes(lanes: int, is_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One does all rows, or each does a block; some with nothing to do. A row's parts are merged by
-    a few at once, and in columns.
+    """Any number of lanes passes: one has all rows, or each has a block, or some have no work.
+
+    A row's parts are merged a few at once, and in columns.
     """
     monkeypatch.setattr(paged_decode, "INTERPRETED_PROCESSORS", lanes)
     monkeypatch.setattr(kernel, "MERGED", 4)
@@ -95,7 +96,10 @@ def test_however_many_lanes(lanes: int, is_fp8: bool, monkeypatch: pytest.Monkey
 
 @in_interpreter
 def test_more_pairs_than_a_program_has() -> None:
-    """As chunks are that are absorbed: programs whose tokens a row does not have."""
+    """Rows with more (query, head) pairs than a program's, as in absorbed chunks, are right.
+
+    Shorter rows leave some programs without tokens.
+    """
     rows = KVRows((130, 64, 3), (5, 1, 36), 64, BF16, new=(40, 39, 3), width=40)
     case = case_of(kernel.plan_decode, rows)
     assert check(kernel.LATENT_DECODE, case, CPU, slack=2.0) <= 1
@@ -109,7 +113,7 @@ def test_more_pairs_than_a_program_has() -> None:
         (
             (320, 319, 32, 200, 305),
             [0, 0, 1, 3, 4],
-        ),  # the longest takes a quarter more than a share
+        ),  # the longest row has a quarter more than a share
         ((64, 64, 60, 64, 64, 33, 64, 64, 64), [0, 2, 4, 6, 8]),
     ],
 )

@@ -1,6 +1,4 @@
-"""The decode kernel of latents without a GPU: it compiles for Hopper, and what its threads hold is
-where they say.
-"""
+"""The CuTe DSL decode kernel of latents without a GPU: its compilation and its data layout."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ def test_its_cases_are_those_it_can_run() -> None:
 
 
 def test_a_groups_columns_are_every_other_ones() -> None:
-    """32 at a time; two groups have all 512."""
+    """The columns of two groups are runs of 32 and cover all 512."""
     from nanovllm_kernels.latent_decode_cute import column_of
 
     columns = [[column_of(group, part) for part in range(8)] for group in range(2)]
@@ -81,14 +79,14 @@ def test_a_groups_columns_are_every_other_ones() -> None:
     assert columns[1] == [128, 160, 192, 224, 384, 416, 448, 480]
 
 
-PARTS = 3  # of a block, with a barrier each
+PARTS = 3  # parts of a block, with a barrier each
 CONSTANTS = {"BLOCK": BLOCK, "STAGES": 2, "PARTS": PARTS, "PAIRS": 64, "LINES": 8, "WIDTH": 576}
 FLAGS = {"BEGINS": 1, "ENDS": 2, "WHOLE": 4, "BEGAN": 8}
-LINES = {"q": 8, "q_rotated": 1, "latents": 8, "rotated": 1}  # of 64 numbers
+LINES = {"q": 8, "q_rotated": 1, "latents": 8, "rotated": 1}  # rows of 64 numbers
 
 
 def loader(**mocks: object) -> type:
-    """The methods of the loading warp without the DSL's decorators, over plain numbers."""
+    """Return a class with the loading warp's methods, without the DSL's decorators."""
     tree = ast.parse(SOURCE.read_text())
     device = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "LatentDecode")
     wanted = ("load", "pages_of", "queries_of", "copy_q", "copy_block")
@@ -104,7 +102,7 @@ def loader(**mocks: object) -> type:
 
 
 class At(NamedTuple):
-    """A tensor that is copied: as indexed, it is the place."""
+    """A mock of a copied tensor. Indexing returns the place."""
 
     lines: int
 
@@ -113,10 +111,11 @@ class At(NamedTuple):
 
 
 class Loaded:
-    """What is loaded of rows (tokens, new ones among them) by a kernel of a kind (heads, page's
-    tokens, most new tokens), for a lane of the plan and a tile: of each block its note and {token:
-    (page, token there)}; of each of its rows {query: place of its first pair}; what was waited for;
-    the bytes that were announced with queries, and those that came.
+    """Everything that a kernel loads for one lane of the plan and one tile.
+
+    A row is (tokens, new tokens among them), a kind is (heads, tokens of a page, most new tokens).
+    Records each block's note and {token: (page, token in it)}, and {query: place of its first pair}
+    for each row. Also records the waits, and the expected and copied bytes of queries.
     """
 
     def __init__(self, rows: list, kind: tuple[int, int, int], lane: list, tile: int) -> None:
@@ -164,7 +163,7 @@ class Loaded:
         return device
 
     def __setitem__(self, at: tuple, value: object) -> None:
-        """A note."""
+        """Store a note."""
         self.notes[at[0], len(self.made)] = int(value)
 
     def expect(self, barrier: object, count: int) -> None:
@@ -200,7 +199,7 @@ class Loaded:
 
 
 def lanes_of(rows: list[tuple[int, int]], num_lanes: int) -> list[list[int]]:
-    """Of each lane, as plan_kernel has it: its first row, its place there, its number of blocks."""
+    """Return for each lane, as plan_kernel does, its first row, its place there and its blocks."""
     line = np.cumsum([-(-length // BLOCK) for length, _ in rows]).tolist()
     share, found = -(-line[-1] // num_lanes), []
     for lane in range(num_lanes):
@@ -222,7 +221,7 @@ ROWS = [(1, 1), (130, 3), (7, 2), (64, 4), (65, 4), (1, 1), (300, 0), (17, 2), (
         (ROWS, (64, 32, 4)),
         (ROWS, (128, 128, 4)),
         ([(length, 1) for length, _ in ROWS[:-1]], (32, 128, 0)),
-        ([(9000, 1), (300, 1)], (128, 16, 0)),  # more pages than a warp's threads hold
+        ([(9000, 1), (300, 1)], (128, 16, 0)),  # more pages than the threads of a warp hold
         ([(9000, 1), (300, 1)], (16, 64, 0)),
     ],
 )
@@ -265,7 +264,7 @@ def test_every_token_is_loaded_once_from_its_page_with_its_queries(rows, kind, n
 
 
 def test_old_tokens_are_loaded_before_the_kernel_before_is_done() -> None:
-    """Two blocks at most, and none with a new token; then the queries."""
+    """Up to two blocks without new tokens are loaded before the wait for the previous kernel."""
     for length, new, start, early in [
         (300, 1, 0, 2), (130, 1, 1, 1), (130, 3, 1, 0), (64, 1, 0, 0), (65, 1, 0, 1), (128, 4, 0, 1)
     ]:  # fmt: skip

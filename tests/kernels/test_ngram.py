@@ -1,7 +1,7 @@
-"""Prompt lookup against the same by hand, on lists.
+"""Prompt lookup equals a plain Python version on lists.
 
-The whole file runs twice: for the definition in torch, and in a process of its own, as
-TRITON_INTERPRET must be set before triton is imported, for the Triton kernel.
+The whole file runs twice: for the reference in torch, and for the Triton kernel. That runs in a
+process of its own, as TRITON_INTERPRET must be set before triton is imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def test_in_the_interpreter() -> None:
 
 
 def by_hand(text: list[int], num_drafts: int, low: int, high: int) -> list[int] | None:
-    """Drafts behind a text, or None."""
+    """Return the drafts after a text, or None without a match."""
     for size in range(high, low - 1, -1):
         for end in range(len(text) - 2, size - 2, -1):
             if text[end - size + 1 : end + 1] == text[len(text) - size :]:
@@ -44,7 +44,7 @@ def propose(
     room: int = 0,
     stale: int = 99,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The drafts of slots, and what all slots' tokens are then. `stale` is behind their texts."""
+    """Return the drafts of slots and the resulting tokens. `stale` tokens follow the texts."""
     width = max(map(len, texts)) + num_drafts + room
     lines = [text + [stale] * (width - len(text)) for text in texts]
     lengths_N = torch.tensor([*(len(text) - 1 for text in texts), 0], dtype=torch.int32)
@@ -79,7 +79,7 @@ def expected(
 
 @st.composite
 def texts_with_repeats(draw: st.DrawFn) -> list[int]:
-    """Tokens of a small vocabulary, maybe a passage again at the end."""
+    """Draw tokens of a small vocabulary, perhaps with a passage repeated at the end."""
     text = draw(st.lists(st.integers(0, draw(st.integers(0, 3))), min_size=1, max_size=24))
     start = draw(st.integers(0, len(text) - 1))
     return text + text[start : draw(st.integers(start, len(text)))]
@@ -114,18 +114,18 @@ def test_ngram(texts, num_drafts, low, more, room, stale, data) -> None:
         ([1, 2, 3, 4, 5, 1], 2, 8, [0, 1, 1, 1]),  # too short a match
         ([1, 2, 3, 4, 5, 1], 1, 8, [3, 2, 3, 4]),
         ([4], 1, 8, [0, 4, 4, 4]),  # no earlier token
-        ([4, 4], 2, 8, [0, 4, 4, 4]),  # fewer tokens than the least match has
+        ([4, 4], 2, 8, [0, 4, 4, 4]),  # fewer tokens than the shortest match
         ([4, 4], 1, 8, [3, 4, 4, 4]),
-        ([1, 2, 7, 1, 2, 8, 1, 2], 2, 8, [3, 8, 1, 2]),  # of two equal matches the right one
+        ([1, 2, 7, 1, 2, 8, 1, 2], 2, 8, [3, 8, 1, 2]),  # the right one of two equal matches
         ([3, 1, 2, 7, 9, 1, 2, 8, 3, 1, 2], 2, 8, [3, 7, 9, 1]),  # the longer one is older
         ([3, 1, 2, 7, 9, 1, 2, 8, 3, 1, 2], 2, 2, [3, 8, 3, 1]),  # no longer than high
-        ([1, 2, 3, 4, 1, 2, 3, 4], 4, 4, [3, 1, 2, 3]),  # a match of the whole context before
+        ([1, 2, 3, 4, 1, 2, 3, 4], 4, 4, [3, 1, 2, 3]),  # the match begins at the first token
         ([1, 2, 3, 9, 2, 3, 1, 2, 3], 3, 8, [3, 9, 2, 3]),  # up to the text's very first token
         ([5, 6, 5, 6], 2, 8, [3, 5, 6, 5]),  # a period of two, continued
         ([8, 6, 6, 6], 1, 8, [3, 6, 6, 6]),
         ([0, 0, 0, 3, 0], 2, 8, [0, 0, 0, 0]),  # zeros before the text are no tokens
-        ([99, 5, 99], 2, 8, [0, 99, 99, 99]),  # what stands behind the text is none of it
-        # Matches of 16 and more: the longest one is the oldest, but a match has at most `high`.
+        ([99, 5, 99], 2, 8, [0, 99, 99, 99]),  # stale tokens after the text do not match
+        # In matches of 16 and more the longest one is the oldest, but a match has at most `high`.
         ([*range(20), 20, *range(1, 20), 21, *range(20)], 16, 20, [3, 20, 1, 2]),
         ([*range(20), 20, *range(1, 20), 21, *range(20)], 16, 19, [3, 21, 0, 1]),
         ([*range(20), 20, *range(4, 20), 21, *range(20)], 16, 16, [3, 21, 0, 1]),
@@ -146,7 +146,7 @@ def test_lookup(text, low, high, line) -> None:
 
 
 def test_texts_longer_than_what_is_compared_at_once() -> None:
-    """The passage lies across the border of two blocks; a shorter match is in each later one."""
+    """A match across two blocks is found, and a shorter limit finds matches in later blocks."""
     block = kernel.BLOCK
     tail = [50_001, 50_002, 50_003, 50_004]
     text = [*range(3 * block)]

@@ -1,5 +1,7 @@
-"""The CuTe DSL decode kernel without a GPU: it compiles for Hopper, and the warp that loads, run as
-plain Python, brings every token of every row once, from its page, with the right notes.
+"""The CuTe DSL decode kernel without a GPU.
+
+It compiles for Hopper. Its loading warp, run as plain Python, loads every token of every row once,
+from its page, with the right notes.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ BLOCK, PIECE = 64, 16
 
 @pytest.fixture(scope="module")
 def compiled() -> list[str]:
-    return printed(COMPILE, QUACK_CACHE_ENABLED="0")  # anew, not from the disk
+    return printed(COMPILE, QUACK_CACHE_ENABLED="0")  # compiled, not read from the disk cache
 
 
 def test_it_compiles_for_every_form_of_group_width_and_page(compiled) -> None:
@@ -49,15 +51,17 @@ def test_it_compiles_for_every_form_of_group_width_and_page(compiled) -> None:
         "compiled 2 128 128 8 True",
         "compiled 7 64 32 2 True",
         "compiled 16 64 16 1 True",
-        "compiled 6 128 128 0 True",  # from here on of 8 bits
+        "compiled 6 128 128 0 True",  # 8-bit caches from here on
         "compiled 16 64 16 0 True",
         "compiled 4 128 64 4 True",
     ]
 
 
 def test_the_ring_fills_shared_memory(compiled) -> None:
-    """64 tokens are 32 KiB at width 128, 16 in 8 bits; the results of 16 pairs take the room of two
-    blocks.
+    """The ring has all stages that fit in shared memory.
+
+    64 tokens take 32 KiB at width 128, or 16 KiB in 8 bits. The results of 16 pairs take the room
+    of two blocks.
     """
     stages = [int(line.rsplit(" ", 1)[1]) for line in compiled]
     assert stages == [13, 6, 12, 4, 4, 4, 10, 10, 11, 16, 7]
@@ -92,7 +96,7 @@ def test_which_caches_it_is_for(
 
 
 def loader(**mocks: object) -> type:
-    """The methods of the loading warp without the DSL's decorators, over plain numbers."""
+    """Return a class with the loading warp's methods, without the DSL's decorators."""
     tree = ast.parse(SOURCE.read_text())
     device = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "PagedDecode")
     wanted = ("load", "pages_of", "queries_of", "copy_tokens", "hide", "pieces_of")
@@ -109,7 +113,7 @@ def loader(**mocks: object) -> type:
 
 
 def shares(lengths: list[int], num_lanes: int) -> list[tuple[int, int, int]]:
-    """Of each lane, as plan_kernel has it: its first row, its place there, its number of pieces."""
+    """Return for each lane, as plan_kernel does, its first row, its place there and its pieces."""
     line = np.cumsum([-(-length // PIECE) for length in lengths]).tolist()
     share, found = -(-line[-1] // num_lanes), []
     for lane in range(num_lanes):
@@ -120,9 +124,11 @@ def shares(lengths: list[int], num_lanes: int) -> list[tuple[int, int, int]]:
 
 
 class Loaded(NamedTuple):
-    """What a lane loads: of each block its note, and {(token of the block, half): (page, token
-    there)}; its first row's queries and those that come with blocks: {block: (first, how many)};
-    the bytes that are announced with each block; how many blocks came before it waited.
+    """Everything that a lane loads.
+
+    For each block, this is its note and {(token of the block, half): (page, token in it)}. Queries
+    are those of the first row, and {block: (first, number)} for later rows. Also has the expected
+    bytes of each block, and the number of blocks before the wait for the previous kernel.
     """
 
     blocks: list[tuple[list[int], dict]]
@@ -168,7 +174,7 @@ def loaded(
     device.page_tokens, device.unit = page_tokens, min(BLOCK, page_tokens)
     device.pages_per_block = BLOCK // device.unit
     device.window = 32 // device.pages_per_block
-    device.stages, device.q_bytes = 10**6, 1  # the ring does not come round
+    device.stages, device.q_bytes = 10**6, 1  # the ring never wraps
     device.ragged = starts is not None
     device.copy_q = lambda q, shared, stage, *row: queries.update({stage: row})
     device.copy_first_q = lambda q, shared, *row: first.append(row)
@@ -195,7 +201,7 @@ def loaded(
 LOADS = pytest.mark.parametrize(
     ("lengths", "page_tokens", "num_lanes"),
     [
-        ([9000, 300], 128, 3),  # more pages than a warp's threads hold
+        ([9000, 300], 128, 3),  # more pages than the threads of a warp hold
         ([9000, 300], 16, 3),
         ([1, 130, 7, 64, 65, 1, 300, 17, 128] * 9, 32, 5),
         ([1, 130, 7, 64, 65, 1, 300, 17, 128], 64, 60),  # more lanes than pieces
@@ -213,7 +219,7 @@ def test_every_token_is_loaded_once_from_its_page(lengths, page_tokens, num_lane
             begin = min(copied)[0]
             assert begin == flags // 4 * PIECE and max(copied)[0] // PIECE == (end - 1) // PIECE
             page, at = copied[begin, 0]
-            start = page % 1000 * page_tokens + at - begin  # of the block in its row
+            start = page % 1000 * page_tokens + at - begin  # the block's start in its row
             assert start % BLOCK == 0
             for (token, half), where in copied.items():
                 page, at = divmod(start + token, page_tokens)
@@ -233,7 +239,10 @@ def test_every_token_is_loaded_once_from_its_page(lengths, page_tokens, num_lane
 
 @LOADS
 def test_rows_of_several_tokens_bring_their_queries(lengths, page_tokens, num_lanes) -> None:
-    """Tokens as for one, and of every row that a lane has its queries, once; early, old tokens."""
+    """A lane loads the tokens as for rows of one token, and the queries of each of its rows once.
+
+    Only old tokens are loaded before the wait for the previous kernel.
+    """
     new = [min(row % 5, length) for row, length in enumerate(lengths)]
     starts = [*accumulate([*new, 0, 0], initial=0)]
     told = {}
@@ -267,7 +276,10 @@ def test_rows_of_several_tokens_bring_their_queries(lengths, page_tokens, num_la
 @pytest.mark.parametrize("group", [1, 2, 4, 7, 16])
 @pytest.mark.parametrize("own", [-9, -1, 0, 3, 14, 15, 40])
 def test_a_query_sees_what_comes_before_it(group, own) -> None:
-    """In a tensor core's result a thread has 8 scores: of two pairs, at four tokens each."""
+    """Scores of tokens after a query are -inf.
+
+    In the accumulator a thread has 8 scores: two pairs at four tokens each.
+    """
     at: list[int] = []
     device = loader(
         cutlass=SimpleNamespace(
@@ -284,5 +296,5 @@ def test_a_query_sees_what_comes_before_it(group, own) -> None:
         for n, score in enumerate(scores):
             pair = thread // 4 + (8 if n in (2, 3, 6, 7) else 0)
             token = thread % 4 * 2 + n % 2 + (8 if n >= 4 else 0)
-            # The first of the queries' own tokens is seen by all, the next by all but the first...
+            # All queries see the first of their own tokens, all but the first see the next, etc.
             assert score == (0.0 if token - own <= pair // group else -math.inf), (thread, n)
