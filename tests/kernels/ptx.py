@@ -48,12 +48,7 @@ TYPES: dict[str, type] = {
     "pred": np.bool_, "b16": np.uint16, "u16": np.uint16, "b32": np.uint32, "u32": np.uint32,
     "s32": np.int32, "f32": np.float32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64,
 }  # fmt: skip
-BITS: dict[int, type] = {
-    1: np.bool_,
-    2: np.uint16,
-    4: np.uint32,
-    8: np.uint64,
-}  # by size
+BITS: dict[int, type] = {1: np.bool_, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by bytes
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
 STATEMENT = re.compile(r"(?:@(!?)(\S+)\s+)?([\w.:]+)\s*(.*?)\s*;$")
 OPERAND = re.compile(r"\[[^\]]*\]|\{[^}]*\}|[^,\s]+")

@@ -340,10 +340,7 @@ def test_calls_are_counted_for_ever(monkeypatch) -> None:
         peers = Peers(0, 1, CAPACITY, address_I, calls_X)
         for call in range(5):
             assert torch.equal(run(peers), x), (nth, call)
-            assert torch.equal(memory, before), (
-                nth,
-                call,
-            )  # emptied; rest unchanged
+            assert torch.equal(memory, before), (nth, call)  # emptied; rest unchanged
         assert set(calls_X.tolist()) == {-(2**31) + 3}
 
 

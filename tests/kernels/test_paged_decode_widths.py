@@ -1,5 +1,7 @@
-"""Decode rows of 0 to W new tokens, in Triton's interpreter: in a process of its own, since
-TRITON_INTERPRET must be set before triton is imported.
+"""Decode rows of 0 to W new tokens in Triton's interpreter.
+
+The tests run in a process of their own, since TRITON_INTERPRET must be set before triton is
+imported.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from tests.interpreted import in_interpreter, in_parent, passes
 
 CPU = torch.device("cpu")
 UNTOUCHED = 77.0
-ROWS = {  # tokens in the cache, and new ones among them
+ROWS = {  # (tokens in the cache, new tokens among them)
     "ends of blocks": [(64 * n + d, c) for n in (1, 2) for d in (-1, 0, 1, 2, 3) for c in (2, 4)],
     "one long row": [(645, 4)],
     "one long row that fills its blocks": [(640, 4)],
@@ -27,14 +29,14 @@ KINDS = pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 
 @in_parent
 def test_widths_in_the_interpreter() -> None:
-    # numpy divides by zero without a word else
+    # Without this option numpy only warns about a division by zero.
     passes(__file__, 28, "-W", "error::RuntimeWarning")
 
 
 def made(
     rows: list[tuple[int, int]], heads: tuple[int, int, int], kind: str = "newest", tail: int = 0
 ) -> dict:
-    """Arguments for rows and so many unused ones behind them, whose pages nobody may look up."""
+    """Return arguments for rows and `tail` unused rows, whose page numbers are invalid."""
     lengths, new = zip(*rows, *[(0, 0)] * tail, strict=True)
     q, k, v, table, starts, at = reference.paged_inputs(
         lengths, new, heads, 32, torch.float32, CPU, kind
@@ -63,14 +65,17 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("lanes", [1, 5, 40])
 @KINDS
 def test_rows_cut_in_every_way(rows, lanes) -> None:
-    """Of two key/value heads; what a lane has of a row may be nothing that its queries see."""
+    """Any division of rows among lanes is right, also if no query sees a part of a lane."""
     args = planned(made(rows, (4, 2, 64)), lanes)
     close(paged_decode(**args), reference.paged_decode(**args))
 
 
 @in_interpreter
 def test_the_newest_token_is_the_last_querys_alone() -> None:
-    """Which the inputs make a matter of all or nothing: else the tests above would show little."""
+    """Only a row's last query sees its newest token, which dominates the result of that query.
+
+    Otherwise the tests above would find few faults.
+    """
     args = planned(made([(65, 4)], (1, 1, 64)))
     o_THA = paged_decode(**args)
     newest = args["v_PSGA"][args["page_table_RM"][0, 2], 0, 0]
@@ -120,7 +125,7 @@ def test_unused_rows_and_tokens_of_a_graph_are_left_alone(rows) -> None:
 @in_interpreter
 @pytest.mark.parametrize("width", [1, 4])
 def test_nan_in_one_row_stays_there(width) -> None:
-    """Also if one lane computes all rows, one after the other."""
+    """NaN in a page makes only its row NaN, also if one lane computes all rows in turn."""
     args = planned(made([(70, 1), (40, 1), (130, 1), (9, 1)], (4, 2, 64)), lanes=1)
     args |= {"width": width, "starts_R1": args["starts_R1"] if width > 1 else None}
     for row, page in ((0, 2), (2, 0)):
@@ -139,7 +144,7 @@ def test_rows_wider_than_it_takes_are_refused(starts, width) -> None:
 
 
 def test_the_reference_sees_what_each_query_may() -> None:
-    """Values tell tokens apart, and scores are equal: a result is the mean of what was seen."""
+    """Each query's result is the mean of the values it may see, since all scores are equal."""
     page = torch.arange(32.0).reshape(1, 32, 1, 1)
     o_THA = reference.paged_decode(
         torch.zeros(5, 1, 1),
@@ -157,7 +162,7 @@ def test_the_reference_sees_what_each_query_may() -> None:
 @in_interpreter
 @pytest.mark.parametrize("rows", [[(645, 4)], [(3, 1)], [(64, 2)]])
 def test_one_row_is_merged_by_its_first_lane(rows: list[tuple[int, int]]) -> None:
-    """Whether it is cut or not. What others would merge is nothing."""
+    """A single row, divided or not, is merged by its first lane; other lanes merge nothing."""
     args = planned(made(rows, (4, 2, 64)))
     assert (args["plan_N5"][1:, 4] == 0).all()
     expected_THA = reference.paged_decode(**args)

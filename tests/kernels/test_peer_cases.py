@@ -1,4 +1,4 @@
-"""What `check-kernels --tp N` says of its ranks. Without GPUs they are stand-ins."""
+"""Output of `check-kernels --tp N`. Without GPUs its ranks are mocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What 8-bit activations are; tests/kernels/test_interpreted.py runs the kernels."""
+"""Reference of 8-bit activations. tests/kernels/test_interpreted.py checks the kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_largest_of_a_block_is_448_and_zeros_have_scale_1() -> None:
     assert found.values_XD[0, 5:7].tolist() == [-448, 224] and found.values_XD[1, 299] == 448
     assert found.scale_BX.tolist() == [[2, 1], [1, 1], [1, 7 / 448]]
     expected_TD = x_TD.clone()
-    expected_TD[0, 6] = 448  # of 4 bits
+    expected_TD[0, 6] = 448  # rounded to 4 significant bits
     assert torch.equal(found.dequantised(), expected_TD)
 
 

@@ -1,8 +1,8 @@
-"""Routing, sorting, products and sums of experts in Triton, where check-kernels' cases are silent.
+"""Routing, sorting, products and sums of experts in Triton that check-kernels does not cover.
 
-In Triton's interpreter, in a process of its own: TRITON_INTERPRET must be set before triton is
-imported. The kernels are combine.py, expert_rows.py, experts.py and route.py; what they mean is
-held to loops by test_experts_reference.py.
+The tests run in Triton's interpreter, in a process of their own, as TRITON_INTERPRET must be set
+before triton is imported. The kernels are combine.py, expert_rows.py, experts.py and route.py.
+Their references are compared with loops by test_experts_reference.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def assert_equal(found: ExpertRows, expected: ExpertRows) -> None:
 @pytest.mark.parametrize("rule", [SOFTMAX, SIGMOID, GROUPS], ids=["softmax", "sigmoid", "groups"])
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
 def test_any_logits_choose_different_experts(rule, bad) -> None:
-    """All bad, one bad, every other one bad: no expert twice, and none that there is not."""
+    """Any bad logits (all, one or every other one) still choose distinct, valid experts."""
     logits_TE = torch.linspace(-3, 3, 20).repeat(4, 1)
     logits_TE[0], logits_TE[1, 7], logits_TE[2, ::2] = bad, bad, bad
     weights_TK, experts_TK = route.route(logits_TE, None, 6, rule)
@@ -60,7 +60,7 @@ def test_any_logits_choose_different_experts(rule, bad) -> None:
 
 @in_interpreter
 def test_of_equal_scores_the_lower_experts_are_chosen() -> None:
-    """-0 and 0 are equal, and so are scores that are too small to tell from 0."""
+    """The lowest experts win ties, also between -0 and 0 and between scores that underflow."""
     logits_TE = torch.tensor([[0.0, -0.0] * 4, [-500.0, -400.0, -300.0, 0.0] * 2])
     _, experts_TK = route.route(logits_TE, None, 4, SOFTMAX)
     assert experts_TK.tolist() == [[0, 1, 2, 3], [3, 7, 0, 1]]
@@ -70,7 +70,10 @@ def test_of_equal_scores_the_lower_experts_are_chosen() -> None:
 @pytest.mark.parametrize("rule", [SOFTMAX, GROUPS], ids=["softmax", "groups"])
 @pytest.mark.parametrize("has_copies", [False, True])
 def test_copies_are_found_and_counted_as_defined(rule: Routing, has_copies: bool) -> None:
-    """Of 20 experts, some have 2 copies or 3 on 3 ranks; every third token is nobody's."""
+    """Replicas and their counts equal those of the reference.
+
+    Some of 20 experts have 2 or 3 replicas on 3 ranks. Every third token is padding.
+    """
     logits_TE = torch.randn(64, 20, generator=torch.Generator().manual_seed(1))
     at_T = torch.arange(64) * 37 % 1000
     at_T[::3] = 0
@@ -114,7 +117,7 @@ def test_sorted_rows_equal_the_definition(T, E, K, tile, kind, data) -> None:
 @in_interpreter
 @pytest.mark.parametrize("together", [2, 4])
 def test_counts_of_experts_beside_each_other_do_not_run_over(together: int) -> None:
-    """As many pairs as programs may read, of two experts, of one, or of nobody but one."""
+    """The 16-bit counts hold SCANNED pairs, of two experts, of one, or all but one of no expert."""
     pairs = expert_rows.SCANNED
     few_TK = torch.tensor([[2, 3]], dtype=torch.int32).repeat(pairs // 2, 1)
     one_TK = torch.full((pairs, 1), 3, dtype=torch.int32)
@@ -153,7 +156,10 @@ def test_all_programs_run_at_once(
 @in_interpreter
 @pytest.mark.parametrize("block_fp8", [False, True])
 def test_pairs_that_are_not_sorted_are_multiplied_alike(block_fp8: bool) -> None:
-    """Three pairs of each of two tokens, among them one of nobody, whose row is nobody's."""
+    """Products of unsorted pairs equal those of sorted rows.
+
+    There are three pairs for each of two tokens. One pair has no expert, and its row is undefined.
+    """
     routed = MoECase(2, 3, 6, 72, 136, block_fp8=block_fp8)
     x_TD, gate_up, gate_up_scale, rows, K = routed.gate_up(experts.FEW, CPU)
     down, down_scale = routed.weight(1, routed.D, routed.F, CPU)
@@ -172,7 +178,10 @@ def test_pairs_that_are_not_sorted_are_multiplied_alike(block_fp8: bool) -> None
 
 @in_interpreter
 def test_numbers_beside_weights_of_8_bits_may_be_large_and_small() -> None:
-    """Through an identity: up to 4e6 as they are, small ones off by 2e-6; no number stays none."""
+    """An identity of 8-bit weights keeps tokens up to 4e6, with errors up to 2e-6 for small ones.
+
+    Infinity does not become finite.
+    """
     sizes_X = torch.logspace(-6, 6.6, 127)
     y_XF = torch.cat([sizes_X, torch.zeros(1)]).bfloat16()[None]
     one_EXX = torch.eye(128).to(torch.float8_e4m3fn)[None]
@@ -189,7 +198,10 @@ def test_numbers_beside_weights_of_8_bits_may_be_large_and_small() -> None:
 @pytest.mark.parametrize("block_fp8", [False, True])
 @pytest.mark.parametrize(("T", "K", "E"), [(1, 1, 3), (4, 8, 24), (3, 10, 16)])
 def test_down_and_sum_of_one_launch_are_those_of_two(T, K, E, block_fp8, adds) -> None:
-    """But for the order of the sum. An expert of nobody is any; the stream is overwritten."""
+    """The fused down product equals down and combine, except for the order of sums.
+
+    A pair without an expert may use any. The stream is overwritten.
+    """
     routed = MoECase(T, K, E, 200, 136, block_fp8=block_fp8)
     y_XF = normal(CPU, T * K, 200, dtype=torch.bfloat16)
     weight = routed.weight(1, 136, 200, CPU)

@@ -1,6 +1,6 @@
-"""The Triton kernels equal the reference.
+"""The Triton kernels of sampling equal the reference.
 
-They run in Triton's interpreter, in a process of its own: TRITON_INTERPRET must be set before
+They run in Triton's interpreter, in a process of its own. TRITON_INTERPRET must be set before
 triton is imported, and other tests may have imported it already.
 """
 
@@ -38,7 +38,7 @@ def test_uniforms_are_equal_to_the_last_bit() -> None:
     size = 4096
     keys = torch.randint(-(2**63), 2**63 - 1, (size,))
     indices = torch.randint(0, 2**33, (size,))
-    keys[0] = 0 - 4 * torch.tensor(reference.GOLDEN)  # all bits zero: the smallest number there is
+    keys[0] = 0 - 4 * torch.tensor(reference.GOLDEN)  # all bits zero: the smallest number
     indices[0] = 3
     out = torch.empty(size)
     uniforms_kernel[(1,)](keys, indices, out, SIZE=size)
@@ -46,12 +46,12 @@ def test_uniforms_are_equal_to_the_last_bit() -> None:
     assert out[0].item() == 2**-33
 
 
-WRONG = (None, math.nan, math.inf, -math.inf)  # in a row: nothing, one number, all of them
+WRONG = (None, math.nan, math.inf, -math.inf)  # faults of a row: none, one logit, all logits
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits of some rows in either type, some with many equal values; numbers per slot."""
+    """Draw logits of some rows in either dtype, some with many ties, and settings per slot."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     rows, vocab = draw(st.integers(1, 4)), draw(st.sampled_from([5, 2048, 2049, 6007]))
     spread = draw(st.sampled_from([0.0, 0.5, 4.0, 30.0]))
@@ -92,7 +92,7 @@ def test_floors_keep_what_the_sorting_reference_keeps(case) -> None:
     logits_SV, numbers = case
     possible = logits_SV > -math.inf
     found = allowed(kernels, logits_SV, numbers, numbers["top_p"]) & possible
-    # Sums in another order: the kernel may take the boundary of a slightly different top_p.
+    # Sums have another order, so the kernel may use the boundary of a slightly different top_p.
     shifted = [(numbers["top_p"] + e).where(numbers["top_p"] < 1, 1.0) for e in (-1e-5, 1e-5)]
     fewest, most = (allowed(reference, logits_SV, numbers, p) & possible for p in shifted)
     assert (fewest <= found).all()
@@ -168,7 +168,7 @@ def test_one_bad_number_among_151936_is_found(dtype, value) -> None:
 
 
 def shares(size: int, vocab: int) -> list[slice]:
-    """The columns of so many ranks."""
+    """Return each rank's columns of the vocabulary."""
     spans = [span_of_vocabulary(Mesh(rank, size), vocab) for rank in range(size)]
     return [slice(span.start, span.start + span.count) for span in spans]
 
@@ -233,14 +233,17 @@ def test_a_block_below_the_floor_weighs_nothing() -> None:
 
 @in_interpreter
 def test_a_floor_may_be_off_only_where_top_p_is_a_mass() -> None:
-    """All four weigh 1: two of them are half of the mass, within rounding, and never 0.6 of it."""
+    """A threshold has tolerance only if top_p is the mass of a value, within rounding.
+
+    All four logits weigh 1, so two of them are half of the mass, and never 0.6 of it.
+    """
     logits_SV, flat = torch.tensor([[4.0, 2.5, 2.0, 1.0]]), torch.zeros(1)
     for top_p, top_k, threshold, room in (
-        (0.5, 0, 2.5, 0.5),  # its neighbour below may be meant
-        (0.500005, 0, 2.0, 0.5),  # or above
+        (0.5, 0, 2.5, 0.5),  # the neighbour below is right, too
+        (0.500005, 0, 2.0, 0.5),  # or the one above
         (0.6, 0, 2.0, 0.0),
-        (0.999999, 0, 1.0, 0.0),  # which nothing lies below
-        (0.5, 2, 4.0, 1.5),  # of the two that top-k leaves
+        (0.999999, 0, 1.0, 0.0),  # there is no logit below
+        (0.5, 2, 4.0, 1.5),  # half of the two that top-k keeps
         (1.0, 3, 2.0, 0.0),
     ):
         numbers = torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([kernels.OFF])
@@ -263,7 +266,7 @@ def test_a_floor_depends_neither_on_other_rows_nor_on_how_programs_share_blocks(
         kernels.thresholds(logits_SV[[i]], slots_S[[i]], *numbers) for i in range(len(slots_S))
     ]
     assert torch.equal(torch.cat(alone), together)
-    monkeypatch.setattr(kernels, "PROGRAMS", 9)  # one a row, for three blocks
+    monkeypatch.setattr(kernels, "PROGRAMS", 9)  # one per row, for three blocks
     assert torch.equal(kernels.thresholds(logits_SV, slots_S, *numbers), together)
 
 
@@ -285,7 +288,10 @@ def test_a_row_of_nan_ends_and_leaves_the_others_alone() -> None:
 
 @in_interpreter
 def test_a_bracket_with_more_logits_than_are_copied() -> None:
-    """One logit far below all others: the passes do not tell these apart."""
+    """Brackets with more than CANDIDATES logits give the right threshold.
+
+    One logit is far below all others, so the passes cannot separate the others.
+    """
     vocab, room = 10 * reference.BLOCK, kernels.CANDIDATES.value
     assert vocab > room
     x = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 4
@@ -303,9 +309,9 @@ def test_a_bracket_with_more_logits_than_are_copied() -> None:
 def test_equal_logits_in_every_block() -> None:
     vocab = 10 * reference.BLOCK
     at = torch.arange(vocab)
-    x = (at % 3 + at % 2).float().tolist()  # 3.0 is a sixth of them
+    x = (at % 3 + at % 2).float().tolist()  # a sixth of the values are 3.0
     for top_k, threshold in ((20, 3), (3413, 3), (3414, 2), (10240, 2), (10241, 1), (vocab - 1, 0)):
         assert by_hand(x, top_k, 1.0) == threshold
     assert by_hand([5.0] * vocab, 0, 0.3) == by_hand([5.0] * vocab, 20000, 0.3) == 5.0
-    for zeros in ([0.0] * 4 + [-0.0], [-0.0] + [0.0] * 4):  # are equal, whatever their bits
+    for zeros in ([0.0] * 4 + [-0.0], [-0.0] + [0.0] * 4):  # equal, with different bits
         assert by_hand(zeros, 0, 0.5) == by_hand(zeros, 3, 1.0) == 0.0

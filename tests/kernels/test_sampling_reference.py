@@ -1,4 +1,4 @@
-"""The random numbers, the distribution they draw, and where truncation cuts equal logits."""
+"""Random numbers, the distribution of drawn tokens, and truncation at ties."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def signed(x: int) -> int:
 
 
 def unmix(x: int) -> int:
-    """The inverse of reference.mix, on unsigned numbers."""
+    """Return the inverse of reference.mix for an unsigned number."""
     for factor, shift in ((0x94D049BB133111EB, 31), (0xBF58476D1CE4E5B9, 27), (1, 30)):
         y = x
         for _ in range(64 // shift):
@@ -27,7 +27,7 @@ def unmix(x: int) -> int:
 
 
 def test_the_stream_is_splitmix64() -> None:
-    # The first outputs for the seed 1234567, as published with the generator.
+    # These are the published first outputs of the generator for the seed 1234567.
     expected = [
         6457827717110365317,
         3203168211198807973,
@@ -115,7 +115,7 @@ def test_a_flat_distribution_uses_the_whole_vocabulary(small_blocks) -> None:
 def thresholds(
     x: list[float], *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> list[int]:
-    """The tokens of one row that stay possible at temperature 1."""
+    """Return the tokens of one row that stay possible at temperature 1."""
     logits_SV = torch.tensor([x])
     gap = math.log(min_p) if min_p > 0 else -math.inf
     numbers = (torch.tensor([v]) for v in (1.0, top_k, top_p, gap))
@@ -139,7 +139,7 @@ def test_top_p_counts_what_top_k_and_min_p_left() -> None:
     x = [math.log(v) for v in p]
     assert thresholds(x, top_p=0.65) == [0, 1]
     assert thresholds(x, top_p=0.65, top_k=2) == [0, 1]  # 0.4 of 0.7 is less than 0.65
-    assert thresholds(x, top_p=0.55, top_k=2) == [0]  # 0.4 of 0.7 suffices, of 1 it would not
+    assert thresholds(x, top_p=0.55, top_k=2) == [0]  # 0.4 of 0.7 suffices; 0.4 of 1 would not
     assert thresholds(x, top_p=0.55) == [0, 1]
     assert thresholds(x, top_p=0.85, min_p=0.45) == [0, 1, 2]
     assert thresholds(x, top_p=0.75, min_p=0.45) == [0, 1]  # 0.7 of 0.9
@@ -181,7 +181,7 @@ def test_a_winner_carries_the_key_of_its_block_and_its_token_of_the_whole_vocabu
 @pytest.mark.parametrize("heat", [1e-6, 1e6])
 @pytest.mark.parametrize("size", [1e-30, 1e4, 1e34, 3e38])
 def test_logits_of_any_size_draw_a_possible_token(size, heat) -> None:
-    """Keys that float32 cannot hold are as large, or as small, as it can."""
+    """Huge logits draw a possible token. Keys are clamped to the range of float32."""
     n = torch.arange(4)
     logits_SV = torch.full((4, 3 * reference.BLOCK), -math.inf)
     logits_SV[:2, 100], logits_SV[2:, 5000] = size, -size
@@ -202,7 +202,7 @@ def test_one_bad_number_anywhere_corrupts_its_row_alone(value, threshold) -> Non
     size = 64
     n = torch.arange(size)
     logits_SV = torch.randn(size, 2100, generator=torch.Generator().manual_seed(4))
-    logits_SV[:, 7] = -math.inf  # impossible, which is no corruption
+    logits_SV[:, 7] = -math.inf  # impossible, but not corrupted
     inverse_N = torch.tensor([0.0, 1.0, 50.0, 0.1]).repeat(size // 4)
     thresholds_S = None if threshold is None else torch.full((size,), threshold)
     fine = reference.draw(logits_SV, n, n, inverse_N, n, thresholds_S)

@@ -1,6 +1,6 @@
-"""Products of few rows in CuTe DSL without a GPU: how weights are cut, and that all of it compiles.
+"""Products of few rows in CuTe DSL without a GPU: division of the weights, and compilation.
 
-What they compute is checked on a GPU only (check-kernels, tests/gpu).
+Their results are checked on a GPU only (check-kernels, tests/gpu).
 """
 
 from __future__ import annotations
@@ -55,8 +55,11 @@ def said(code: str) -> list[str]:
 
 
 def test_it_compiles_for_the_layers_of_both_models() -> None:
-    """Lines, slices, blocks of a multiprocessor, groups; stages; blocks, of which 132 or twice or
-    three times as many run at once."""
+    """The shapes of all layers are as expected, and their kernels compile.
+
+    A shape is weight rows, slices, blocks per multiprocessor, groups, stages and blocks. On 132
+    multiprocessors, one, two or three blocks run at once on each.
+    """
     assert said(LAYERS) == [
         "64 2 2 1 5 128 True",
         "32 4 2 1 7 128 True",
@@ -81,7 +84,7 @@ def test_what_fits() -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_the_layers_of_larger_models_fit(tp_size: int) -> None:
-    """DeepSeek-R1-Distill-Llama 70B, also cut over two ranks."""
+    """All layers of DeepSeek-R1-Distill-Llama 70B have a shape, also on two ranks."""
     code = f"""
 tp = {tp_size}
 layers = [

@@ -1,10 +1,10 @@
-"""Triton kernels that the interpreter accepts are compiled for Hopper, too, which needs no GPU.
+"""The Triton kernels also compile for Hopper, which needs no GPU.
 
-In a process of its own: under TRITON_INTERPRET nothing is compiled. The interpreter lets a name be
-of one type in one branch and of another in the other, say, and a compiler does not.
+The tests run in a process of their own, as nothing is compiled under TRITON_INTERPRET. The compiler
+rejects code that the interpreter accepts, such as a name with different types in two branches.
 
-Cases are compiled as they are launched, with what Triton knows of the arguments then: pointers and
-strides that are multiples of 16. Only with that it pipelines loads, and may fail to.
+Cases are compiled as they are launched, with Triton's specialisation for pointers and strides that
+are multiples of 16. Triton pipelines loads only with that alignment, and may fail to.
 """
 
 from __future__ import annotations
@@ -142,11 +142,11 @@ def test_exchanges_compile_for_hopper() -> None:
     assert names == ["gather_kernel", "add_own_sums_kernel", "add_own_sums_kernel"]
 
 
-AHEAD = {  # cases of kernels that pipeline loads: over how many copies they wait for one, at most
+AHEAD = {  # cases of kernels that pipeline loads: copies in flight during a wait, at most
     "paged_decode": {
         "normal rows=9 longest=300 HGA=(4, 2, 128) page=16 bfloat16": 2,
         "normal rows=9 longest=300 HGA=(3, 1, 80) page=32 bfloat16 fp8": 2,
-        "newest rows=14 longest=300 HGA=(8, 2, 128) page=16 bfloat16 W=2": 4,  # and of starts_R1
+        "newest rows=14 longest=300 HGA=(8, 2, 128) page=16 bfloat16 W=2": 4,  # including starts_R1
         "newest rows=14 longest=300 HGA=(8, 2, 128) page=16 bfloat16 W=2 fp8": 4,
         "newest rows=14 longest=300 HGA=(20, 1, 16) page=16 bfloat16 W=2 fp8": 4,
     },
@@ -156,7 +156,7 @@ AHEAD = {  # cases of kernels that pipeline loads: over how many copies they wai
     },
     "latent_decode": {
         "normal rows=16 longest=5000 HGA=(16, 1, 576) page=64 bfloat16 W=4": 2,
-        # Rows of 644 bytes: keys in them are not aligned, so they are read at once.
+        # Rows have 644 bytes, so keys in them are not aligned, and are not pipelined.
         "normal rows=16 longest=5000 HGA=(16, 1, 576) page=64 bfloat16 W=4 fp8": 1,
     },
 }
@@ -201,8 +201,10 @@ OTHERS = {
 
 
 def compile_launches(wanted: dict[str, Sequence[str]]) -> None:
-    """Of the cases that are so called, on tensors of a CPU, which nobody reads. Says of each launch
-    whose it is, whether its shared memory fits, and over how many copies it waits for one.
+    """Compile the launches of the named cases, on CPU tensors that are never read.
+
+    Prints the kernel and case of each launch, True if its shared memory fits, and the most copies
+    in flight during a wait.
     """
     import triton
     from triton.runtime.jit import JITFunction
@@ -229,7 +231,7 @@ def compile_launches(wanted: dict[str, Sequence[str]]) -> None:
 
 
 def launches(wanted: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], int]:
-    """Of each case over how many copies it waits at most. Fails if one does not compile."""
+    """Return the most copies in flight during a wait for each case. All must compile."""
     code = f"from {__name__} import compile_launches as of; of({wanted!r})"
     found: dict[tuple[str, str], int] = {}
     for line in printed(code):
