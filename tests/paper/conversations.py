@@ -1,4 +1,4 @@
-"""Conversations by chance, of plain random numbers: Hypothesis would take as long as engines do."""
+"""Random conversations from random.Random. Hypothesis would take as long as the engines do."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from nanovllm.wire import Abort
 from tests.paper.engine import PaperEngine, generate
 from tests.paper.gpu import POISON, VOCAB, solo_run
 
-# Few stems and few token values, so that requests often share pages.
+# Few stems and few token values make requests share pages often.
 STEMS = [[1] * 5, [2] * 8, [1, 1, 2, 1, 1, 2, 1, 1]]
 
 
 class Turn(NamedTuple):
-    """Some requests that come together, and what they have in common."""
+    """Requests that are submitted together, and their common fields."""
 
-    prompt: list[int]  # what follows the text of the request continued, or is all
-    max_new: list[int]  # of each
+    prompt: list[int]  # appended to the text of the continued request, or the whole prompt
+    max_new: list[int]  # of each request
     stop_ids: list[int]
-    continues: int | None  # which turn's first request
+    continues: int | None  # index of a turn; its first request is continued
     pause: int  # steps until the next turn
     priority: int
     salt: str
-    mixed: int  # tokens of a step that also decodes, from now on
+    mixed: int  # token budget of later steps that also decode
 
 
 class Asked(NamedTuple):
-    """A request, and what it must be told."""
+    """A submitted request and its expected text."""
 
     prompt: list[int]
     max_new: int
     stop_ids: list[int]
-    text: list[int]  # as solo_run gives it
+    text: list[int]  # result of solo_run
 
 
 def conversations(rng: Random) -> list[Turn]:
@@ -62,9 +62,9 @@ def held(
     recurrent: bool,
     unlucky: int = 0,
 ) -> list[Asked]:
-    """All requests of the conversations, which the engine has had and ended."""
+    """Run the conversations to their end and return all requests."""
     asked: list[Asked] = []
-    first_of: list[Asked] = []  # of each turn's requests
+    first_of: list[Asked] = []  # first request of each turn
     for turn in turns:
         prompt = turn.prompt
         if turn.continues is not None:
@@ -89,7 +89,7 @@ def held(
 
 
 def by_chance(converse: Callable[[Random], None], count: int) -> None:
-    """Other conversations each time; of one that goes wrong the error says how to repeat it."""
+    """Run `count` new random conversations. A failure's note has the seed that repeats it."""
     first = SystemRandom().randrange(1 << 32)
     for seed in range(first, first + count):
         try:

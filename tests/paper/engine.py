@@ -1,4 +1,4 @@
-"""A whole engine over the paper GPU: say messages, step it, read the texts it published."""
+"""An engine loop over the simulated GPU, stepped by hand, that collects the published texts."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def generate(
 
 
 class PaperEngine:
-    """Implements engine.executor.Executor, too: it keeps the plans that its paper GPU runs.
+    """Engine over a simulated GPU. Also an engine.executor.Executor, which records the plans.
 
-    `checkpoints`: of a model with a recurrent layer; None: of one without.
+    `checkpoints` is the number of places for recurrent states, or None for a model without
+    recurrent layers.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class PaperEngine:
         self.finish: dict[int, FinishReason] = {}
         self.refused: dict[int, RefusalKind] = {}
         self.cached: dict[int, int] = {}
-        self.num_prompt: dict[int, int] = {}  # of requests that want log-probabilities
+        self.num_prompt: dict[int, int] = {}  # of requests with log-probabilities
 
     def collect(self, out: StepOutput) -> None:
         for started in out.started:
@@ -123,7 +124,7 @@ class PaperEngine:
             self.refused[refusal.request_id] = refusal.kind
 
     def now(self) -> float:
-        """The paper clock: a second a step."""
+        """Return the simulated time: one second per step."""
         return float(self.gpu.steps)
 
     def say(self, message: Generate | Abort) -> None:
@@ -133,7 +134,7 @@ class PaperEngine:
         self.loop.tell()
 
     def vet(self, request: Generate) -> None:
-        """Paper takes any."""
+        """Accept all requests."""
 
     def launch(self, plan: StepPlan) -> PaperHandle:
         self.plans.append(plan)

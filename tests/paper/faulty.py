@@ -1,4 +1,4 @@
-"""Runs a test in a process of its own, to which one module has a fault."""
+"""Run a test in a separate process in which one module has a seeded fault."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import pytest
 from tests.paper.mutants import Mutant
 
 ROOT = Path(__file__).parents[2]
-# Every process is a fork of one that has imported these, none of which imports what has a fault.
+# Each process forks from a server with these imports. None of them imports the faulty module.
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["numpy", "hypothesis", "nanovllm.config", "nanovllm.plan", __name__])
 
 
 class Faulty(SourceFileLoader, MetaPathFinder):
-    """Finds and loads the module of a mutant, and no other."""
+    """Finder and loader of a mutant's module. It finds no other module."""
 
     def __init__(self, mutant: Mutant) -> None:
         super().__init__(mutant.file.removesuffix(".py").replace("/", "."), str(ROOT / mutant.file))
@@ -42,7 +42,7 @@ class Faulty(SourceFileLoader, MetaPathFinder):
 
 
 def run(mutant: Mutant, test: str, output: Path) -> int | None:
-    """The exit code of pytest, which writes to a file."""
+    """Run a test with the mutant and return pytest's exit code. Its output goes to a file."""
     process = FORKS.Process(target=_run, args=(mutant, test, output))
     process.start()
     process.join(300)
@@ -58,7 +58,7 @@ def _run(mutant: Mutant, test: str, output: Path) -> None:
     faulty = Faulty(mutant)
     assert faulty.name not in sys.modules
     sys.meta_path.insert(0, faulty)
-    gc.freeze()  # what all forks share
+    gc.freeze()  # shared by all forks
     options = ["-x", "--tb=short", "-p", "no:cacheprovider", "--disable-plugin-autoload"]
     code = pytest.main([*options, "-W", "ignore", test])
     sys.stdout.flush()

@@ -1,19 +1,21 @@
-"""A GPU made of paper: it runs plans literally and keeps hashes where a GPU keeps keys.
+"""Simulated GPU that executes plans literally and stores hashes in place of keys.
 
-A page cell holds a hash of the whole prefix up to that token, as a deep layer's key does. Attention
-is "read my cells back through my page table", a recurrent layer is a rolling hash, and the next
-token is a hash of both: a wrong page, a stale checkpoint, a lost chunk or a swapped row changes the
-text. Rows of one plan run in reverse order, because nothing may depend on their order.
+A page cell contains a hash of the whole prefix up to its token, like a key of a deep layer.
+Attention reads the row's cells through its page table. A recurrent layer is a rolling hash. The
+next token is a hash of both, so a wrong page, a stale checkpoint, a lost chunk or a swapped row
+changes the text. Rows of a plan run in reverse order, because no result may depend on their order.
 
-It can go wrong as a GPU does: NaN comes of POISON in a text, of a stroke of bad luck (`glitches`),
-or of a cell that holds it. Zero times NaN is NaN, so it spreads to whoever reads a page that has it
-anywhere, also past their own tokens; what they write is NaN, too. Only `clean` ends that.
+NaN spreads like on a GPU. It starts at a POISON token, at a simulated error (`glitches`), or at a
+cell that contains it. Zero times NaN is NaN. Therefore a NaN anywhere in a page reaches all rows
+that read the page, even if it is after their last token. Their new cells are NaN, too. Only `clean`
+removes it.
 
-Its drafter knows the future, and lies about some of it. Drafts stay in the slot until the row's
-next step; what refused ones wrote stays in memory, beyond the row's length. A state that has seen
-a refused draft could not go back: rows that may have drafts leave their state as it is and keep
-what they fed, of which the next step first replays what was accepted.
-No torch, no device, microseconds per step.
+The drafter computes the correct next tokens and changes some of them. Drafts stay in the slot until
+the row's next step. Cells of rejected drafts stay in memory, beyond the row's length. A state
+cannot be rolled back after it has consumed a rejected draft. Therefore rows that may have drafts
+keep their state and record their inputs; the next step first replays the accepted ones.
+
+It needs no torch and no device; a step takes microseconds.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from nanovllm.plan import CORRUPTED, Admit, Masks, RowLogprobs, StepPlan, StepRe
 from nanovllm.wire import Generate, StepOutput
 
 VOCAB = 50
-POISON = VOCAB  # as a token of a prompt: its keys and values are NaN
-NAN = -7  # as a cell or a state
+POISON = VOCAB  # token of a prompt with NaN keys and values
+NAN = -7  # value of a cell or a state
 BLANK = -1
 
 
@@ -42,7 +44,7 @@ def advance(state: int, token: int) -> int:
 
 
 def next_token(cells: list[int], state: int, unlucky: int = 0) -> int:
-    """`unlucky`: every so many contexts give NaN for logits, with healthy keys and values."""
+    """Return the next token. One of `unlucky` contexts gives NaN logits without NaN in memory."""
     if NAN in cells or state == NAN:
         return CORRUPTED
     drawn = hash((tuple(cells), state))
@@ -56,7 +58,7 @@ def ids(raw: bytes) -> list[int]:
 
 
 def allowed_after(text: list[int]) -> int:
-    """A toy grammar: which token must follow a text, as the only bit of a mask."""
+    """Return the token that the toy grammar requires after a text. It is the only bit of a mask."""
     return (7 * len(text) + sum(text)) % VOCAB
 
 
@@ -70,10 +72,10 @@ def solo_run(
     unlucky: int = 0,
     num_said: int = 0,
 ) -> list[int]:
-    """The oracle: what the request must produce, whatever it was batched with.
+    """Return the text that a request must get, independent of other requests in its batches.
 
-    CORRUPTED in the end: it must end with an error there. `num_said`: so many tokens of `prompt`
-    are output already, as a grammar sees it.
+    A final CORRUPTED means that the request must end with an error. The last `num_said` tokens of
+    `prompt` are output tokens for the grammar.
     """
     said = prompt[len(prompt) - num_said :]
     cells: list[int] = []
@@ -95,35 +97,35 @@ def solo_run(
 
 @dataclass
 class Slot:
-    known: list[int]  # when it was admitted
+    known: list[int]  # at admission
     num_prompt: int
     num_logprobs: int
-    state: int  # behind the first `num_seen` tokens
+    state: int  # after the first `num_seen` tokens
     num_seen: int
-    length: int  # tokens in memory
+    length: int  # number of tokens in memory
     pages: list[int]
-    tokens: list[int]  # what is known, then drafts
-    inputs: list[int] = field(default_factory=list)  # of the recurrence, behind num_seen
-    found: int = 0  # of these drafts, so many are real
+    tokens: list[int]  # known tokens, then drafts
+    inputs: list[int] = field(default_factory=list)  # of the recurrence, after num_seen
+    found: int = 0  # number of drafts that the drafter found; the rest are fillers
     masked: bool = False
 
 
 @dataclass
 class Row:
-    """A row that samples: its draws, one for its newest token and each of its drafts."""
+    """A row that samples. It has a draw for its latest token and one for each draft."""
 
     slot: Slot
-    lengths: list[int]  # tokens in memory, as each draw sees it
+    lengths: list[int]  # number of tokens in memory at each draw
     states: list[int]
 
 
 def constrained(token: int, allowed: int) -> int:
-    """What a masked draw makes of a token: it still depends on all of the context."""
+    """Return the token of a masked draw. It still depends on the whole context."""
     return (allowed + token % 2) % VOCAB
 
 
 class PaperMasker:
-    """Implements engine.loop.Masker. A mask's word is the token the toy grammar allows."""
+    """Implementation of engine.loop.Masker. A mask's word is the token of the toy grammar."""
 
     def __init__(self) -> None:
         self.text: dict[int, list[int]] = {}
@@ -133,7 +135,8 @@ class PaperMasker:
         return np.array(words, np.int32).reshape(-1, 1)
 
     def _words(self, name: int, drafts: list[int]) -> list[int]:
-        """Behind a draft that the grammar refuses: any."""
+        """Return the masks of a row; those after a draft that violates the grammar are arbitrary.
+        """
         text = self.text.get(name, []).copy()
         words = [allowed_after(text)]
         for draft in drafts:
@@ -169,10 +172,10 @@ class PaperHandle:
 
 
 class PaperGPU:
-    """Implements engine.executor.Executor. `num_checkpoints`: None without a recurrent layer.
+    """Implementation of engine.executor.Executor. See the module.
 
-    `glitches`: steps whose last row gets NaN for the last token it feeds. Every `wrong_every`-th
-    draft is wrong.
+    `num_checkpoints` is None without recurrent layers. `glitches` are numbers of steps in which the
+    last token fed by the last row gets NaN. Every `wrong_every`-th draft is wrong.
     """
 
     def __init__(
@@ -191,7 +194,7 @@ class PaperGPU:
         self.page_tokens = page_tokens
         self.unlucky = unlucky
         self.glitches = glitches
-        self.struck: list[list[int]] = []  # what the slots knew that were hit by a glitch
+        self.struck: list[list[int]] = []  # tokens at admission of each slot with a glitch
         self.memory = [[BLANK] * page_tokens for _ in range(num_pages + 1)]
         self.slots: list[Slot | None] = [None] * num_slots
         self.recurrent = num_checkpoints is not None
@@ -200,12 +203,12 @@ class PaperGPU:
         self.steps = 0
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
-        self.fed: list[tuple[int, int]] = []  # by each step: tokens of decode rows, of chunks
-        self.drafted: list[tuple[int, int, int]] = []  # by rows: drafts fed, found, right ones
+        self.fed: list[tuple[int, int]] = []  # per step: tokens of decode rows, tokens of chunks
+        self.drafted: list[tuple[int, int, int]] = []  # per row: drafts fed, found, correct
         self.unsampled: PaperHandle | None = None
 
     def vet(self, request: Generate) -> None:
-        """Paper takes any."""
+        """Accept all requests."""
 
     def launch(self, plan: StepPlan) -> PaperHandle:
         self.steps += 1
@@ -255,7 +258,7 @@ class PaperGPU:
         return handle
 
     def _clean_and_copy(self, plan: StepPlan) -> None:
-        """What a plan does before its forward pass: with pages of those it admits or lets grow."""
+        """Clean and copy pages before the forward pass. Targets are pages that the plan assigns."""
         given = {page for got in (*plan.admits, *plan.grants) for page in got.pages}
         assert len(set(plan.clean)) == len(plan.clean), "cleaned twice"
         for page in plan.clean:
@@ -292,7 +295,7 @@ class PaperGPU:
         return StepResult(plan.step, lines, tuple(logprobs[::-1]), told)
 
     def _allowed(self, plan: StepPlan, rows: list[Row], masks: Masks | None) -> dict[int, list]:
-        """A token for each draw of each masked row."""
+        """Return the allowed token of each draw, by masked row."""
         words = [] if masks is None else masks[:, 0].tolist()
         assert len(words) == sum(len(rows[i].lengths) for i in plan.masked)
         allowed = {}
@@ -302,7 +305,7 @@ class PaperGPU:
         return allowed
 
     def _sample(self, row: Row, allowed: list[int]) -> list[int]:
-        """The next token, and more while drafts are right. Refused ones leave dirt in memory."""
+        """Return the accepted drafts and the next token. Rejected drafts stay in memory."""
         slot, line = row.slot, []
         for i, (length, state) in enumerate(zip(row.lengths, row.states, strict=True)):
             drawn = self._next(slot, length, state)
@@ -315,12 +318,12 @@ class PaperGPU:
         if len(row.lengths) > 1:
             self.drafted.append((len(row.lengths) - 1, slot.found, newest))
         slot.length = row.lengths[newest]
-        # A corrupted token is stored as 0: never a negative index.
+        # A corrupted token is stored as 0, since an index must not be negative.
         slot.tokens[slot.length :] = line[-1:] or [0]
         return line or [CORRUPTED]
 
     def _logprobs(self, i: int, row: Row, line: list[int]) -> list[RowLogprobs]:
-        """By the token's position, and its neighbours."""
+        """Return log-probabilities made of the token's position and its neighbours."""
         if row.slot.num_logprobs < 0 or line == [CORRUPTED]:
             return []
         return [
@@ -329,7 +332,7 @@ class PaperGPU:
         ]
 
     def _draft(self, slot: Slot) -> list[int]:
-        """How many drafts are found for a row that has been sampled, then all: real and fillers."""
+        """Return the number of drafts found for a sampled row, then all drafts with fillers."""
         if not (most := self.most_drafts):
             return [0]
         num_said = len(slot.tokens) - slot.num_prompt
@@ -381,20 +384,20 @@ class PaperGPU:
         return slot
 
     def _replay(self, slot: Slot) -> None:
-        """The state sees what was accepted of the last step."""
+        """Advance the state by the accepted tokens of the last step."""
         for given in slot.inputs[: slot.length - slot.num_seen]:
             slot.state = advance(slot.state, given)
         slot.num_seen, slot.inputs = slot.length, []
 
     def _feed(self, slot: Slot, may_draft: bool) -> int:
-        """The token behind those in memory. Returns the state after it."""
+        """Store the next token in memory and return the state after it."""
         at = slot.length
         token = slot.tokens[at]
         page = slot.pages[at // self.page_tokens]
-        assert page != 0  # which is nobody's
+        assert page != 0  # the padding page, which belongs to no request
         cells, here = self.memory[page], at % self.page_tokens
         cell = advance(self._cell(slot, at - 1) if at else 0, token)
-        cells[here] = BLANK  # written before it is read
+        cells[here] = BLANK  # the cell is written before it is read
         cells[here] = NAN if NAN in cells else cell
         slot.length += 1
         if not self.recurrent:

@@ -1,4 +1,4 @@
-"""Seeded faults, and the test that must fail with each. Run by tests/paper/test_mutants.py."""
+"""Seeded faults, each with a test that must fail. Run by tests/paper/test_mutants.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row that went wrong ends with an error, and what it wrote reaches nobody else."""
+"""A corrupted row ends with an error, and its NaN reaches no other request."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_page_that_is_copied_to_is_cleaned() -> None:
     engine = PaperEngine(num_pages=5, num_slots=1, budget=64, glitches=frozenset([2]))
     engine.say(generate(0, [1] * 6, 1))
     engine.finish_all()
-    engine.say(generate(1, [2] * 9, 3))  # the other three pages
+    engine.say(generate(1, [2] * 9, 3))  # takes the other three pages
     engine.finish_all()
     engine.say(generate(2, [1] * 6, 3))
     engine.finish_all()
@@ -119,20 +119,20 @@ def test_others_keep_the_pages_they_share_with_a_corrupted_request() -> None:
     assert engine.text[0] == text(prompt, 12)
     engine.say(generate(2, prompt, 12))
     engine.finish_all()
-    assert engine.cached[2] == 0  # also what the first had written is not trusted any more
+    assert engine.cached[2] == 0  # pages of the first request are no longer trusted either
     assert engine.text[2] == text(prompt, 12)
 
 
 @pytest.mark.parametrize("num_prompt", [5, 6, 7, 8])
 def test_nan_behind_the_last_token_of_a_finished_request_reaches_nobody(num_prompt) -> None:
-    """Its surplus row is still on its way when it ends; so it keeps its pages until that came."""
+    """A finished request keeps its pages until the result of its surplus row has arrived."""
     prompt = [1] * num_prompt
     free = text(prompt, 9)
     at = next(i for i in range(1, 9) if free[i] not in free[:i])
     engine = PaperEngine(num_pages=5, num_slots=2, budget=64, glitches=frozenset([at + 2]))
     engine.say(generate(0, prompt, 9, [free[at]]))
     for i in range(1, 4):
-        engine.say(generate(i, [i + 1] * 10, 6))  # has no pages before
+        engine.say(generate(i, [i + 1] * 10, 6))  # gets no pages before request 0 ends
     engine.finish_all()
     assert engine.gpu.struck == [prompt]
     assert engine.finish == {0: STOP, 1: LENGTH, 2: LENGTH, 3: LENGTH}
@@ -169,7 +169,7 @@ def test_nan_of_a_token_in_flight_when_its_request_is_preempted() -> None:
                 assert (engine.finish[i], got) == (LENGTH, whole)
         found = engine.memory.pool.num_free
         assert found == 8
-        for i in struck:  # whose tokens of then are nowhere
+        for i in struck:  # tokens computed then are not reused
             engine.say(generate(10 + i, [i] * 6, 14))
             engine.finish_all()
             assert engine.text[10 + i] == text([i] * 6, 14)
@@ -179,8 +179,9 @@ def test_nan_of_a_token_in_flight_when_its_request_is_preempted() -> None:
     ("sizes", "num_prompt", "max_new"),
     [
         ({"num_pages": 9}, 6, [14, 14, 14]),
-        ({"num_pages": 7}, 6, [3, 12, 14]),  # its full pages could still be found
-        ({"num_pages": 7, "page": 8, "drafts": 5, "depth": 2}, 8, [10, 10, 14]),  # and its last one
+        ({"num_pages": 7}, 6, [3, 12, 14]),  # full pages stay in the prefix index
+        # Its last page, too.
+        ({"num_pages": 7, "page": 8, "drafts": 5, "depth": 2}, 8, [10, 10, 14]),
     ],
 )
 def test_a_preempted_request_whose_token_in_flight_is_wrong_is_over(
@@ -210,7 +211,7 @@ def test_a_preempted_request_whose_token_in_flight_is_wrong_is_over(
 @pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_with_drafts_a_line_is_wrong_if_its_first_token_is(drafts, recurrent) -> None:
-    """A glitch of a draft in a page of its own only ends the line, which goes on anew there."""
+    """A glitch in a draft ends the request only if the draft's page also has accepted tokens."""
     reasons = set()
     sizes = {"num_pages": 40, "num_slots": 4, "budget": 64, "checkpoints": 3 if recurrent else None}
     for glitch, token in product(range(2, 12), range(1, 4)):
@@ -226,7 +227,7 @@ def test_with_drafts_a_line_is_wrong_if_its_first_token_is(drafts, recurrent) ->
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_nan_of_refused_drafts_of_a_finished_request_reaches_nobody(depth) -> None:
-    """No line says of them that they are healthy, and its stop token came before them."""
+    """These drafts are after the stop token, and no output confirms that they are valid."""
     found = 0
     for num_prompt, token in product((5, 6, 7, 8), range(5, 8)):
         prompt = [token] * num_prompt
@@ -237,7 +238,7 @@ def test_nan_of_refused_drafts_of_a_finished_request_reaches_nobody(depth) -> No
             engine = PaperEngine(drafts=3, glitches=frozenset([glitch]), wrong_every=2, **sizes)
             engine.say(generate(0, prompt, 12, [free[at]]))
             for i in range(1, 4):
-                engine.say(generate(i, [i + 1] * 10, 6))  # has no pages before
+                engine.say(generate(i, [i + 1] * 10, 6))  # gets no pages before request 0 ends
             engine.finish_all()
             if engine.gpu.struck != [prompt] or engine.finish[0] != STOP:
                 continue
@@ -262,7 +263,7 @@ def test_nan_in_logits_alone_costs_a_request_its_pages_all_the_same() -> None:
 
 
 def test_whatever_a_draft_may_have_written_is_cleaned_behind_a_finished_text() -> None:
-    """Also what drafts of earlier steps wrote, where later ones did not reach as far."""
+    """This includes drafts of earlier steps that wrote farther than later ones."""
     memory = KVMemory(4, PAGE)
     scheduler = Scheduler(memory, num_slots=1, step_tokens=64, max_model_tokens=64, num_drafts=3)
 
@@ -276,6 +277,6 @@ def test_whatever_a_draft_may_have_written_is_cleaned_behind_a_finished_text() -
     scheduler.add(generate(1, [2] * 13, 3), 1.0)
     (admit,) = step([3], found=3).admits
     plans = [step([3, -1, -1, -1], found=1), step([STOP_ID, -1, -1, -1], found=3)]
-    assert [ids(plan.drafts) for plan in plans] == [[3], [1]]  # tokens 5 to 8, then 6 and 7
+    assert [ids(plan.drafts) for plan in plans] == [[3], [1]]  # positions 5 to 8, then 6 and 7
     pages = admit.pages + [page for plan in plans for grant in plan.grants for page in grant.pages]
     assert len(pages) == 3 and step([3], found=3).clean == sorted(pages[1:])

@@ -1,6 +1,6 @@
-"""Any schedule must give every request the text it would get alone: what can go wrong, one by one.
+"""Each request gets the same text with any schedule as alone. One test per possible fault.
 
-tests/paper/test_random_batches.py looks for the rest.
+tests/paper/test_random_batches.py covers combinations.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_a_long_prompt_never_stalls_running_streams() -> None:
     before = len(engine.text[0])
     for _ in range(30):
         engine.step()
-    assert len(engine.text[0]) == before + 30  # a token every step while 600 tokens are fed
+    assert len(engine.text[0]) == before + 30  # one token per step while 600 prompt tokens are fed
     assert 1 not in engine.finish
     engine.finish_all()
     assert engine.finish[1] == FinishReason.LENGTH
@@ -103,7 +103,7 @@ def test_more_decode_rows_than_the_budget_stop_neither_themselves_nor_prompts() 
         (8192, 512, 512, 128),
         (8192, 1, 512, 1),
         (8192, 8192, 512, 7680),
-        (512, 512, 500, 12),  # never beyond step_tokens, not even for the quarter
+        (512, 512, 500, 12),  # the minimum of a quarter does not exceed step_tokens
         (512, 512, 512, 0),
     ],
 )
@@ -114,14 +114,14 @@ def test_the_prompt_budget_beside_decode_rows(step_tokens, mixed, decoded, promp
 def test_the_least_urgent_is_preempted() -> None:
     engine = PaperEngine(num_pages=8, num_slots=3, budget=32)
     for i in range(3):
-        engine.say(generate(i, [i] * 6, 14))  # five pages each in the end, eight in all
+        engine.say(generate(i, [i] * 6, 14))  # five pages each at the end, eight in total
     for _ in range(17):
         engine.step()
-    assert engine.text[0] == solo_run([0] * 6, 14, [], recurrent=False)  # a token every step
+    assert engine.text[0] == solo_run([0] * 6, 14, [], recurrent=False)  # one token per step
     assert engine.scheduler.stats().num_preemptions >= 2
     engine.finish_all()
     assert list(engine.finish) == [0, 1, 2]
-    stats = engine.scheduler.stats()  # of prompts, whatever is computed again
+    stats = engine.scheduler.stats()  # prompt tokens, without those computed again
     assert (stats.prompt_tokens, stats.cached_tokens) == (18, 0)
     assert sum(chunks for _, chunks in engine.gpu.fed) > 18
 
@@ -132,7 +132,7 @@ def test_a_preempted_request_waits_for_its_tokens_in_flight() -> None:
         engine.say(generate(i, [i] * num_prompt, 10))
     while not engine.scheduler.stats().num_preemptions:
         engine.step()
-    engine.say(Abort(1))  # now there are pages, but not yet all the tokens to recompute
+    engine.say(Abort(1))  # now pages are free, but tokens to recompute are still in flight
     engine.step()
     assert engine.scheduler.stats().num_waiting == 1
     engine.finish_all()
@@ -156,14 +156,14 @@ def test_pages_are_found_only_after_the_plan_that_writes_them() -> None:
     for i in range(2):
         engine.say(generate(i, [1] * 14, 3))
     engine.finish_all()
-    assert engine.cached == {0: 0, 1: 0}  # and neither waited for the other
+    assert engine.cached == {0: 0, 1: 0}  # neither request waited for the other
     assert engine.text[0] == engine.text[1] == solo_run([1] * 14, 3, [], recurrent=False)
 
 
 def test_a_checkpoint_is_found_only_after_the_plan_that_writes_it() -> None:
     sizes = {"num_pages": 40, "num_slots": 2, "budget": 40, "least_spared": 1000}
     engine = PaperEngine(checkpoints=1, **sizes)
-    for i, token in enumerate([1, 2]):  # the second takes the checkpoint, the first's pages stay
+    for i, token in enumerate([1, 2]):  # the second takes the checkpoint; the first's pages stay
         engine.say(generate(i, [token] * 9, 1))
         engine.finish_all()
     for i in (2, 3):
@@ -191,7 +191,7 @@ def test_a_refused_admission_leaves_the_pages_it_found() -> None:
     engine.finish_all()
     engine.say(generate(1, [2] * 13, 3))  # four pages of eight
     engine.step()
-    engine.say(generate(2, [1] * 17, 3))  # two are known, three more are wanted and one beside
+    engine.say(generate(2, [1] * 17, 3))  # needs three in addition to two cached, one in reserve
     engine.step()
     assert engine.scheduler.stats().num_waiting == 1
     engine.finish_all()
@@ -223,7 +223,7 @@ def test_whichever_of_its_stop_ids_comes_ends_a_request(num_stops, nth) -> None:
 
 
 def test_rows_change_when_one_goes_as_another_comes() -> None:
-    """One ends by a stop token, so its row still runs in the step that is on its way."""
+    """A request ends by a stop token, so its row still runs in the step in flight."""
     engine = PaperEngine(num_pages=40, num_slots=3, budget=40)
     texts = [solo_run([i] * 6, 12, [], recurrent=False) for i in range(6)]
     for i in range(6):
@@ -268,10 +268,10 @@ def test_drafts_never_change_the_text(drafts, budget, checkpoints, depth) -> Non
 
 
 def test_right_drafts_make_fewer_steps_and_never_pass_the_limit() -> None:
-    """Nor do they ask for pages that only a longer text would need."""
+    """Drafts also request no pages that only a longer text would need."""
     engine = PaperEngine(num_pages=10, num_slots=2, budget=40, drafts=3, wrong_every=1000)
     for i in range(2):
-        engine.say(generate(i, [i] * 6, 14))  # five pages each in the end, ten in all
+        engine.say(generate(i, [i] * 6, 14))  # five pages each at the end, ten in total
     engine.finish_all()
     assert [engine.text[i] for i in (0, 1)] == [
         solo_run([i] * 6, 14, [], recurrent=False) for i in (0, 1)
@@ -282,7 +282,7 @@ def test_right_drafts_make_fewer_steps_and_never_pass_the_limit() -> None:
 
 
 def test_drafts_take_no_page_from_others() -> None:
-    """Not even the last free one would be taken for drafts where a row's own token needs it."""
+    """A row's own token gets the last free page, not a draft."""
     found = []
     for drafts in (0, 3):
         engine = PaperEngine(num_pages=8, num_slots=3, budget=32, drafts=drafts, wrong_every=1)
@@ -297,7 +297,7 @@ def test_drafts_take_no_page_from_others() -> None:
 
 
 def test_a_row_feeds_as_many_drafts_as_were_found() -> None:
-    """At depth 0, where the newest report is always known."""
+    """The depth is 0, so the latest number of drafts is available in each step."""
     engine = PaperEngine(num_pages=40, num_slots=4, budget=64, depth=0, drafts=3)
     for i in range(4):
         engine.say(generate(i, [i] * 6, 30))
@@ -309,7 +309,7 @@ def test_a_row_feeds_as_many_drafts_as_were_found() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_drafts_are_counted_by_position(depth) -> None:
-    """Only real ones: what is fed where the drafter found nothing is right by luck."""
+    """Only found drafts are counted. A correct filler is a coincidence."""
     engine = PaperEngine(num_pages=40, num_slots=4, budget=64, depth=depth, drafts=3)
     for i in range(4):
         engine.say(generate(i, [i] * 6, 30))
@@ -341,7 +341,7 @@ def test_ageing_lets_a_patient_request_pass_urgent_newcomers() -> None:
     engine = PaperEngine(num_pages=40, num_slots=1, budget=8, ageing=5)
     engine.say(generate(0, [1] * 4, 8))
     engine.step()
-    engine.say(generate(1, [1] * 4, 2, priority=1))  # worth 5 steps of waiting
+    engine.say(generate(1, [1] * 4, 2, priority=1))  # equals 5 steps of waiting
     order: list[int] = []
     for i in range(2, 30):
         engine.say(generate(i, [1] * 4, 2))
@@ -349,7 +349,7 @@ def test_ageing_lets_a_patient_request_pass_urgent_newcomers() -> None:
         order += [i for i in engine.finish if i not in order]
     engine.finish_all()
     order += [i for i in engine.finish if i not in order]
-    assert 1 < order.index(1) < 8  # later than some that came after it, far earlier than the last
+    assert 1 < order.index(1) < 8  # after some requests that arrived later, well before the last
     assert sorted(order) == list(range(30))
 
 
@@ -364,14 +364,14 @@ def test_a_full_queue_refuses() -> None:
 
 def test_what_can_never_fit_is_refused_at_once() -> None:
     engine = PaperEngine(num_pages=4, num_slots=1, budget=8)
-    engine.say(generate(0, [1] * 10, 7))  # 17 tokens, 16 places
+    engine.say(generate(0, [1] * 10, 7))  # 17 tokens in 16 cells
     engine.say(generate(1, [], 7))
     assert engine.refused == {0: RefusalKind.TOO_LONG, 1: RefusalKind.INVALID}
     assert engine.loop.idle
 
 
 class CountingTokens(array):
-    """A token array that counts how many tokens are copied out of it by slicing."""
+    """A token array that counts tokens copied by slicing."""
 
     copied = 0
 
@@ -389,12 +389,12 @@ def test_a_decode_step_never_copies_the_context() -> None:
     (request,) = engine.scheduler._decoding.rows.requests
     request.tokens = request.keys.tokens = CountingTokens("i", request.tokens)
     engine.finish_all()
-    assert CountingTokens.copied <= 41 + PAGE  # each new token once, when its page fills up
+    assert CountingTokens.copied <= 41 + PAGE  # each new token is copied once, with its full page
     assert CountingTokens.copied >= 40 - PAGE
 
 
 def test_a_steady_decode_repeats_its_rows() -> None:
-    """Only the first plan of an unchanged batch names its rows."""
+    """Only the first plan of an unchanged batch lists its rows."""
     engine = PaperEngine(num_pages=200, num_slots=8, budget=64)
     for i in range(8):
         engine.say(generate(i, [i] * 5, 30))

@@ -1,4 +1,4 @@
-"""A request whose grammar fails ends with an error of its own; its neighbours go on."""
+"""A request whose grammar fails ends with an error, and other requests continue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FAILED, LENGTH = FinishReason.FAILED, FinishReason.LENGTH
 
 
 class Failing(PaperMasker):
-    """Gives up request `bad` once it has `after` tokens."""
+    """Masker that fails request `bad` after `after` tokens."""
 
     def __init__(self, bad: int, after: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Failing(PaperMasker):
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("after", [1, 7, 19])  # 19: with its last token
+@pytest.mark.parametrize("after", [1, 7, 19])  # 19 is the last token
 def test_it_ends_alone(depth: int, drafts: int, after: int) -> None:
     engine = PaperEngine(num_pages=60, num_slots=4, budget=40, depth=depth, drafts=drafts)
     engine.loop.masker = Failing(3, after)
@@ -38,4 +38,4 @@ def test_it_ends_alone(depth: int, drafts: int, after: int) -> None:
     assert after <= len(engine.text[3]) <= 19
     for i in (0, 1, 2, 4, 5):
         assert engine.text[i] == solo_run([i] * 6, 19, [], recurrent=False, grammar=i % 2 == 1)
-    assert engine.memory.pool.num_free == 60  # its pages are another request's now
+    assert engine.memory.pool.num_free == 60  # all pages are released

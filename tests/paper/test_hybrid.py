@@ -1,4 +1,4 @@
-"""Pages and recurrent states together: where states are saved, found, lost and left alone."""
+"""Pages and recurrent states together: where states are saved, found, evicted or not needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def text(prompt: list[int], max_new: int) -> list[int]:
 
 
 def ask(engine: PaperEngine, request_id: int, prompt: list[int], max_new: int = 5) -> int:
-    """Runs a request by itself. Returns how many of its tokens were cached."""
+    """Run a request alone. Return its number of cached tokens."""
     engine.say(generate(request_id, prompt, max_new))
     engine.finish_all()
     if engine.finish[request_id] == LENGTH:
@@ -30,13 +30,13 @@ def ask(engine: PaperEngine, request_id: int, prompt: list[int], max_new: int = 
 
 
 def chunks(engine: PaperEngine) -> list[int]:
-    """Tokens of all prompts' chunks so far."""
+    """Return the number of tokens in each prompt chunk so far."""
     return [chunk.num_tokens for plan in engine.plans for chunk in plan.chunks]
 
 
 @pytest.mark.parametrize("checkpoints", [0, 1])
 def test_pages_are_never_reused_without_a_state(checkpoints) -> None:
-    """Also a model without room for any state has recurrent layers."""
+    """A model with recurrent layers but no room for states reuses nothing either."""
     engine = PaperEngine(**ROOMY | {"checkpoints": checkpoints})
     found = [ask(engine, i, STEM[:14]) for i in range(4)]
     assert found == ([0, 12, 12, 12] if checkpoints else [0, 0, 0, 0])
@@ -52,7 +52,7 @@ def test_a_fork_is_found_from_the_index_and_known_from_the_third_request_on() ->
 
 
 def test_with_3000_tokens_in_common_a_hybrid_model_computes_no_more_than_a_dense_one() -> None:
-    """From the third request on; the second alone computes all."""
+    """The second request computes all tokens, since no state is saved before."""
     stem, num_fed = [i * i % 47 for i in range(3000)], []
     for checkpoints in (None, 4):
         sizes = {"num_pages": 400, "num_slots": 2, "budget": 8192, "page": 64}
@@ -62,12 +62,12 @@ def test_with_3000_tokens_in_common_a_hybrid_model_computes_no_more_than_a_dense
             engine.finish_all()
         num_fed.append([3090 - engine.cached[i] for i in range(4)])
     dense, hybrid = num_fed
-    assert dense == [3090, 146, 146, 146]  # 46 pages of 64 are known
+    assert dense == [3090, 146, 146, 146]  # 46 pages of 64 are cached
     assert hybrid == [3090, 3090, 146, 146]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("budget", [5, 9, 64])  # chunks end somewhere, where the page does, behind
+@pytest.mark.parametrize("budget", [5, 9, 64])  # chunks end before, at and after the end of a page
 def test_an_equal_prompt_computes_its_last_page_alone_from_the_second_on(depth, budget) -> None:
     engine = PaperEngine(depth=depth, **ROOMY | {"budget": budget})
     found = [ask(engine, i, STEM[:n]) for i, n in enumerate((16, 16, 17, 17, 16))]
@@ -90,7 +90,7 @@ def test_what_opens_a_thought_may_be_left_out_of_the_next_turn() -> None:
 
 
 def test_a_second_turn_goes_on_from_the_last_page_of_the_first_prompt() -> None:
-    """The known pages end where nobody else went on: no fork."""
+    """Cached pages end where no other request continued, so there is no fork."""
     engine = PaperEngine(**ROOMY)
     prompt, found = STEM[:14], []
     for turn in range(4):
@@ -103,7 +103,7 @@ def test_a_second_turn_goes_on_from_the_last_page_of_the_first_prompt() -> None:
 def test_where_known_pages_end_without_another_text_behind_is_no_fork() -> None:
     engine = PaperEngine(**ROOMY | {"checkpoints": 1})
     ask(engine, 0, STEM[:14], max_new=15)
-    ask(engine, 1, [*STEM[:6], *[9] * 34])  # its state takes the only place, and is of more tokens
+    ask(engine, 1, [*STEM[:6], *[9] * 34])  # its longer state takes the only place
     assert ask(engine, 2, [*STEM[:14], *engine.text[0], *[7] * 6]) == 0
     assert chunks(engine) == [14, 40, 35]
 
@@ -128,14 +128,14 @@ def test_what_spares_less_than_a_page_is_not_saved() -> None:
 
 def test_a_cached_prefix_is_so_long_as_the_state_before_a_next_one_is_saved() -> None:
     engine = PaperEngine(every=8, **ROOMY | {"budget": 4})
-    assert ask(engine, 0, [*STEM, *[1] * 6]) == 0  # behind 8, 16, 24 and 28 tokens
+    assert ask(engine, 0, [*STEM, *[1] * 6]) == 0  # states saved after 8, 16, 24 and 28 tokens
     assert engine.scheduler.stats().checkpoint_events["saved"] == 4
-    assert ask(engine, 1, [*STEM, *[2] * 12]) == 24  # behind 32, and not 28
+    assert ask(engine, 1, [*STEM, *[2] * 12]) == 24  # one saved after 32, none after 28
     assert engine.scheduler.stats().checkpoint_events["saved"] == 5
 
 
 def test_known_pages_behind_the_state_are_not_written_again() -> None:
-    """Whoever reads them would see other roundings."""
+    """Requests that read these pages would get values with other roundings."""
     engine = PaperEngine(**ROOMY)
     ask(engine, 0, STEM[:14], max_new=15)
     assert ask(engine, 1, [*STEM[:14], *engine.text[0], 7, 7]) == 12
@@ -145,7 +145,7 @@ def test_known_pages_behind_the_state_are_not_written_again() -> None:
     assert not {*second[3:]} & {*first, *grown}
 
 
-# -- forks between prompts that come together ---------------------------------------------------
+# -- forks between prompts of the same time ----------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -227,7 +227,7 @@ def crowded(num_pages: int, depth: int, drafts: int, checkpoints: int, **sizes) 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_preemption_never_changes_the_text(depth, drafts) -> None:
-    """Nor does it leave a page or a place for a state behind."""
+    """All pages and checkpoint places are free at the end."""
     num_preemptions = num_restored = 0
     for num_pages, checkpoints in product(range(6, 20, 2), (0, 1, 20)):
         engine = crowded(num_pages, depth, drafts, checkpoints)
@@ -241,7 +241,7 @@ def test_preemption_never_changes_the_text(depth, drafts) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_preempted_request_goes_on_from_a_state_of_its_output(depth) -> None:
-    """Its first pages are the last that others take."""
+    """Its first pages are evicted last."""
     engine = PaperEngine(every=4, depth=depth, **ROOMY | {"num_pages": 16})
     for i, max_new in ((0, 40), (1, 30)):
         engine.say(generate(i, [i] * 6, max_new))
@@ -257,18 +257,18 @@ def test_long_outputs_leave_states_behind_at_page_boundaries(depth) -> None:
     engine = PaperEngine(every=8, depth=depth, **ROOMY)
     for i, prompt in enumerate((STEM[:5], STEM[5:10])):
         others = [token for token in range(VOCAB) if token not in text(prompt, 30)]
-        engine.say(generate(i, prompt, 30, others[:9]))  # so many are looked at in every step
+        engine.say(generate(i, prompt, 30, others[:9]))  # more than STOPS: checked in every step
     engine.finish_all()
     assert [len(plan.saves) for plan in engine.plans if plan.saves] == [2, 2, 2]
     for i, prompt in enumerate((STEM[:5], STEM[5:10])):
         assert engine.text[i] == text(prompt, 30)
         known = prompt + engine.text[i]
-        assert ask(engine, 10 + i, [*known[:30], 7, 7]) == 28  # 4, 12, 20 and 28
+        assert ask(engine, 10 + i, [*known[:30], 7, 7]) == 28  # saved after 4, 12, 20 and 28
         assert ask(engine, 20 + i, [*known[:22], 7, 7]) == 20
 
 
 def test_with_drafts_outputs_leave_none() -> None:
-    """Nobody knows how many tokens a state has seen when a page is full."""
+    """With drafts, the number of tokens in a state is unknown when a page becomes full."""
     engine = PaperEngine(every=4, drafts=3, wrong_every=5, **ROOMY)
     ask(engine, 0, STEM[:5], max_new=30)
     assert not any(plan.saves for plan in engine.plans)
@@ -290,7 +290,7 @@ def test_whoever_is_aborted_leaves_no_place_behind() -> None:
             assert engine.finish[10 + i] == LENGTH
 
 
-# -- what went wrong -------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def test_a_state_saved_by_a_corrupted_request_is_lost_where_others_named_the_pages() -> None:

@@ -1,4 +1,4 @@
-"""The paper-GPU tests are worth something: of every seeded fault one of the fixed ones is told."""
+"""For each seeded fault, the paper-GPU test that its mutant names fails."""
 
 from __future__ import annotations
 

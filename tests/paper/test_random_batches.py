@@ -1,4 +1,4 @@
-"""Any schedule must give every request the text it would get alone: conversations by chance."""
+"""Each request gets the same text with any schedule as alone, shown by random conversations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanovllm.wire import FinishReason, RefusalKind
 from tests.paper.conversations import Asked, by_chance, conversations, held
 from tests.paper.engine import PAGE, PaperEngine
 
-NUM_ENGINES = 200 * settings().max_examples  # 20,000; --hypothesis-profile=quick: 1,000
+NUM_ENGINES = 200 * settings().max_examples  # 20,000; 1,000 with --hypothesis-profile=quick
 NUM_PARTS = 8
 
 
@@ -47,7 +47,7 @@ def test_batching_never_changes_the_text(part: int) -> None:
 @settings(deadline=None)
 @given(st.randoms())
 def test_the_smallest_conversation_that_goes_wrong(rng: Random) -> None:
-    """The same for few engines: of one that fails, Hypothesis makes the smallest that fails."""
+    """Run the same with few engines. Hypothesis reduces a failure to the smallest one."""
     converse(rng)
 
 
@@ -65,7 +65,7 @@ def converse(rng: Random) -> None:
             assert got == [] and engine.refused[request_id] == RefusalKind.TOO_LONG
         elif reason == FinishReason.ABORT:
             assert abort_every and request_id % abort_every == 1
-            assert got == text[: len(got)]  # cut short, never wrong
+            assert got == text[: len(got)]  # truncated, never wrong
         elif reason == FinishReason.ERROR:
             assert got == text[: len(got)]
             assert got == text[:-1] or may_have_read_nan(request_id, asked, engine)
@@ -78,9 +78,10 @@ def converse(rng: Random) -> None:
 
 
 def may_have_read_nan(request_id: int, asked: list[Asked], engine: PaperEngine) -> bool:
-    """Whether it went wrong, or somebody with the same first page: they read the same memory.
+    """Return True if this request or another with the same first page had NaN.
 
-    A preempted request comes back with its text behind its prompt, so pages hold both.
+    These requests read the same memory. A preempted request is admitted again with its output after
+    its prompt, so pages contain both.
     """
     page = engine.memory.page_tokens
     first = [(one.prompt + one.text)[:page] for one in asked]

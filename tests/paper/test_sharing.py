@@ -1,4 +1,4 @@
-"""Who waits for whom: prompts that others compute already, pages, and more urgent requests."""
+"""Order of admission: waiting for shared prompts and for pages, overtaking and priorities."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PROMPT = [i * i % 47 for i in range(100)]
 
 
 def fed(engine: PaperEngine) -> int:
-    """Prompt tokens computed so far."""
+    """Return the number of prompt tokens computed so far."""
     return sum(chunks for _, chunks in engine.gpu.fed)
 
 
 def waiting(engine: PaperEngine) -> tuple[int, int]:
-    """For pages and slots, and for a prompt that another request computes."""
+    """Return how many requests wait for pages or slots, and how many for a shared prompt."""
     stats = engine.scheduler.stats()
     assert sum(stats.waiting_by_reason.values()) == stats.num_waiting
     return stats.waiting_by_reason["capacity"], stats.waiting_by_reason["shared_prompt"]
@@ -49,11 +49,11 @@ def test_pages_of_choices_are_stored_once() -> None:
         engine.say(generate(i, PROMPT, 5))
     engine.step()
     engine.step()
-    assert engine.memory.pool.num_free == 40 - 6 - 8  # six full ones, and a last one for each
+    assert engine.memory.pool.num_free == 40 - 6 - 8  # six full pages, and a last page for each
 
 
 def cached(engine: PaperEngine, name: int, prompt: list[int]) -> int:
-    """Of a prompt that is asked alone."""
+    """Return the number of cached tokens of a prompt that runs alone."""
     engine.say(generate(name, prompt, 1))
     engine.finish_all()
     assert engine.text[name] == solo_run(prompt, 1, [], recurrent=False)
@@ -100,7 +100,7 @@ def test_of_recurrent_states_only_those_saved_are_shared() -> None:
     engine.finish_all()
     assert engine.cached == {0: 0, 1: 12, 2: 12, 3: 12}
     assert engine.text[3] == solo_run(PROMPT[:15], 4, [], recurrent=True)
-    for i, tail in enumerate(([1], [2]), 4):  # a state is saved where they part
+    for i, tail in enumerate(([1], [2]), 4):  # a state is saved at their fork
         engine.say(generate(i, PROMPT[20:40] + tail * 5, 4))
     engine.step()
     assert waiting(engine) == (0, 1)
@@ -114,7 +114,7 @@ def test_a_long_prefix_is_waited_for_and_a_short_one_is_not() -> None:
     engine = PaperEngine(num_pages=200, num_slots=8, budget=512, depth=0)
     engine.say(generate(0, PROMPT + [1] * 20, 3))
     engine.say(generate(1, PROMPT + [2] * 20, 3))
-    engine.say(generate(2, PROMPT[:40] + [3] * 60, 3))  # would compute most itself
+    engine.say(generate(2, PROMPT[:40] + [3] * 60, 3))  # would compute most of it itself
     engine.step()
     assert list(engine.cached) == [0, 2]
     engine.step()
@@ -136,7 +136,7 @@ def test_who_waits_for_a_prompt_holds_up_no_other_and_keeps_its_place() -> None:
     for i, prompt in enumerate((PROMPT, PROMPT, [1] * 9, [2] * 9)):
         engine.say(generate(i, prompt, 30))
     engine.step()
-    assert sorted(engine.cached) == [0, 2]  # the third slot is for the one that waits
+    assert sorted(engine.cached) == [0, 2]  # the third slot is reserved for the waiting request
     engine.step()
     assert sorted(engine.cached) == [0, 1, 2]
     engine.finish_all()
@@ -146,7 +146,7 @@ def test_what_is_kept_for_those_that_wait_are_pages_too() -> None:
     engine = PaperEngine(num_pages=40, num_slots=8, budget=512, depth=0)
     engine.say(generate(0, PROMPT, 5))  # 25 pages of 40
     engine.say(generate(1, PROMPT + [1] * 29, 5))  # 8 more
-    engine.say(generate(2, [2] * 30, 5))  # 8
+    engine.say(generate(2, [2] * 30, 5))  # 8 pages
     engine.step()
     assert sorted(engine.cached) == [0]
     engine.step()
@@ -164,7 +164,7 @@ def test_who_waits_goes_on_alone_when_the_other_leaves() -> None:
     engine.finish_all(most_steps=12)
     assert engine.finish == {0: FinishReason.ABORT, 1: FinishReason.LENGTH}
     assert engine.text[1] == solo_run(PROMPT, 3, [], recurrent=False)
-    assert fed(engine) == 100  # 60 of them for the other, 56 in full pages
+    assert fed(engine) == 100  # 60 of them by the aborted request, 56 of these in full pages
 
 
 def test_a_copy_does_not_ask_for_more_pages_than_there_are() -> None:
@@ -181,8 +181,8 @@ def test_a_page_that_was_only_copied_from_is_free_in_the_next_step() -> None:
     for i, prompt in enumerate(([1] * 6, [2] * 5)):
         engine.say(generate(i, prompt, 1))
         engine.finish_all()
-    engine.say(generate(2, [1] * 6, 8))  # two pages, and the one copied from
-    engine.say(generate(3, [2] * 10, 2))  # three, one of them known, and one to spare
+    engine.say(generate(2, [1] * 6, 8))  # two pages, and the source of a copy
+    engine.say(generate(3, [2] * 10, 2))  # three pages, one of them cached, and one in reserve
     engine.step()
     assert waiting(engine) == (1, 0)
     engine.step()
@@ -191,7 +191,7 @@ def test_a_page_that_was_only_copied_from_is_free_in_the_next_step() -> None:
 
 
 def test_a_page_is_copied_as_its_owner_left_it() -> None:
-    """Its owner has written more behind the prompt, which is nobody else's."""
+    """The owner has written more tokens after the prompt; only the prompt's tokens match."""
     engine = PaperEngine(num_pages=20, num_slots=2, budget=20)
     engine.say(generate(0, [1] * 5, 3))
     engine.finish_all()
@@ -224,11 +224,11 @@ def test_keys_of_pages_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> Non
     engine.say(generate(0, PROMPT[:80], 60))
     engine.step()
     calls.clear()
-    engine.say(generate(1, PROMPT[:80] + [1] * 100, 4))  # 45 pages, of which 20 are known
+    engine.say(generate(1, PROMPT[:80] + [1] * 100, 4))  # 45 pages, 20 of them cached
     for _ in range(40):
         engine.step()
         assert waiting(engine) == (1, 0)
-    assert 20 <= len(calls) <= 21 + 10  # and those that the other's new tokens filled
+    assert 20 <= len(calls) <= 21 + 10  # plus pages that the other request filled
     calls.clear()
     engine.finish_all()
     assert 24 <= len(calls) <= 24 + 8
@@ -270,7 +270,7 @@ def test_a_long_prompt_is_overtaken_in_so_many_steps_and_no_more(overtake) -> No
     num_steps = 0
     while 0 not in engine.cached:
         num_steps += 1
-        engine.say(generate(num_steps, [3 + num_steps % 40] * 9, 4))  # a flood without an end
+        engine.say(generate(num_steps, [3 + num_steps % 40] * 9, 4))  # short prompts without end
         engine.step()
         assert num_steps < overtake + 12
     early = [i for i in engine.cached if 0 < i < 100]
@@ -292,7 +292,7 @@ def test_waiting_alone_does_not_count_as_being_overtaken() -> None:
 
 
 def test_no_flood_of_the_most_urgent_starves_anybody_longer_than_stated() -> None:
-    """With raise_priority a client may ask for -100: worth 100 times ageing_s, and no more."""
+    """With raise_priority the minimum is -100, which is worth 100 times ageing_s."""
     engine = PaperEngine(num_pages=40, num_slots=2, budget=16, ageing=0.25)
     engine.say(generate(1000, [1] * 4, 9))
     engine.say(generate(1001, [1] * 4, 9))
@@ -306,7 +306,7 @@ def test_no_flood_of_the_most_urgent_starves_anybody_longer_than_stated() -> Non
             engine.step()
     engine.finish_all()
     before = list(engine.cached)[2 : list(engine.cached).index(0)]
-    assert len(before) > 50  # so the flood did have the right of way
+    assert len(before) > 50  # the urgent requests were preferred
     assert max(came[i] for i in before) <= came[0] + 100 * 0.25
 
 
@@ -326,4 +326,4 @@ def test_steps_are_counted_by_their_tokens() -> None:
     engine.finish_all()
     stats = engine.scheduler.stats()
     assert stats.step_tokens == 109 + 3 * 2
-    assert stats.steps_by_tokens == [0, 3, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0]  # up to 8, 128
+    assert stats.steps_by_tokens == [0, 3, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0]  # up to 8, up to 128
