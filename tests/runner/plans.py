@@ -1,4 +1,4 @@
-"""Plans written by hand: a runner driven without a scheduler."""
+"""Plans written by hand, which drive a runner without a scheduler."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def admit(
 
 
 class Plans:
-    """Numbers the steps, and tells each row's new token by its slot."""
+    """Driver of a runner that numbers the steps and maps new tokens to slots."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.num_steps = 0
-        self.result: StepResult | None = None  # of the newest step
-        self.lines: dict[int, list[int]] = {}  # of the newest step: each slot's tokens
+        self.result: StepResult | None = None  # of the latest step
+        self.lines: dict[int, list[int]] = {}  # each slot's tokens in the latest step
 
     def step(
         self,
@@ -46,9 +46,10 @@ class Plans:
         copies: Sequence[tuple[int, int]] = (),
         drafts: Sequence[int] = (),
     ) -> dict[int, int]:
-        """`chunks`: tokens to feed by slot; those in `partial` do not sample.
+        """Run a step and return each slot's first new token.
 
-        `masks` by slot, of which a decode row has one a token; `drafts` by decode row.
+        `chunks` is the number of tokens to feed by slot; chunks of slots in `partial` do not
+        sample. `masks` is by slot; a decode row has one mask per token. `drafts` is by decode row.
         """
         self.num_steps += 1
         sampling = [*decodes, *(slot for slot in chunks if slot not in partial)]
@@ -85,7 +86,7 @@ class Plans:
         clean: Sequence[int] = (),
         copies: Sequence[tuple[int, int]] = (),
     ) -> list[int]:
-        """`count` greedy tokens of one request alone."""
+        """Return `count` greedy tokens of a request that runs alone."""
         first = admit(slot, prompt, pages, num_cached)
         feed = {slot: len(prompt) - num_cached}
         tokens = [self.step([first], (), feed, clean=clean, copies=copies)[slot]]

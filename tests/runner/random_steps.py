@@ -1,4 +1,4 @@
-"""Requests of all kinds for an engine whose kernels are noted: tests/runner/specialised.py."""
+"""Requests of all kinds for the engine of tests/runner/specialised.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LENGTHS = (1, 2, 3, 17, 31, 64, 65, 333, 1000, 2047, 2048, 2049, 3001, 4100, 500
 
 
 class Traffic:
-    """Requests for an engine, and its steps. `enter` hears of what is asked for next."""
+    """Requests for an engine, and its steps. `enter` is called with the name of each step."""
 
     def __init__(
         self, config: Config, build: Callable[..., Built], enter: Callable[[str], None]
@@ -55,7 +55,7 @@ class Traffic:
         self.random, self.ids = np.random.default_rng(0), count()
 
     def ask(self, length: int, new: int, sampling: Sampling = PLAIN, grammar: str = "") -> None:
-        """Of few different tokens, so that drafts are found."""
+        """Submit a random prompt of two different tokens, so that the drafter finds drafts."""
         prompt = self.random.integers(5, 7, length).tolist()
         self.engine.submit(next(self.ids), prompt, new, sampling, grammar=grammar)
 
@@ -72,7 +72,7 @@ class Traffic:
             self.engine.loop.step()
 
     def prompts(self) -> None:
-        """Alone, several at once, and such as are cached in part."""
+        """Run prompts alone, several at once, and prompts that are cached in part."""
         for length in LENGTHS:
             if length + 3 < self.longest:
                 self.ask(length, 3)
@@ -98,7 +98,7 @@ class Traffic:
                 self.step(f"{wish}, grammar '{grammar}'")
 
     def streams(self, rounds: int) -> None:
-        """Decode rows beside prompts, and in every slot."""
+        """Run decode rows together with prompts, and then in all slots."""
         for most, longest in ((8, 30), (64, 200), (64, 1500)):
             for _ in range(rounds):
                 if self.engine.scheduler.stats().num_running < most:

@@ -1,12 +1,12 @@
-"""Which kernels an engine would compile, without a GPU and without computing anything.
+"""Kernels that an engine would compile, recorded without a GPU and without computing.
 
-The real Runner and Scheduler on tensors of a CPU that are taken for a Hopper GPU's. Where Triton
-would launch a kernel its key is noted, which is all that Triton compiles a kernel again for; where
-one in CuTe DSL is asked for, its arguments are. Products give nothing, and tokens are made up. What
-a graph holds is noted when it is captured, and not when it is replayed. Several ranks: the first
-one of them, whose messages go nowhere.
+The real Runner and Scheduler run on CPU tensors that claim to be on a Hopper GPU. A launch of a
+Triton kernel records its key; Triton compiles a kernel again only for a new key. A request for a
+kernel in CuTe DSL records its arguments. Matrix products return uninitialised tensors, and tokens
+are random. Kernels of a graph are recorded at its capture, not at its replay. With several ranks,
+only rank 0 runs and its messages are dropped.
 
-In a process of its own: it changes Triton's driver and functions of modules for good.
+Run it in a separate process: it replaces Triton's driver and functions of modules permanently.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from tests.parallel.test_nccl import Recorded
 from tests.runner.random_steps import Traffic
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-Key = tuple[tuple[str, str], ...]  # of each argument or option what is heeded of it
+# For each argument or option: the part that selects a compiled kernel.
+Key = tuple[tuple[str, str], ...]
 PROCESSORS = 132
-IMPORTED = (  # so that all modules have what they ask of a device before it is replaced
+IMPORTED = (  # imported before the replacement, since these modules query the device on import
     "nanovllm_kernels.dense_fp8",
     "nanovllm_kernels.latent_decode_cute",
     "nanovllm_kernels.paged_decode_cute",
@@ -57,13 +58,13 @@ IMPORTED = (  # so that all modules have what they ask of a device before it is 
 
 @dataclass
 class Notes:
-    """Keys by kernel."""
+    """Recorded keys by kernel."""
 
-    seen: dict[str, set[Key]] = field(default_factory=dict)  # while warming up
-    later: dict[str, dict[Key, str]] = field(default_factory=dict)  # and in which step first
+    seen: dict[str, set[Key]] = field(default_factory=dict)  # during warm-up
+    later: dict[str, dict[Key, str]] = field(default_factory=dict)  # first step with each new key
     is_warming: bool = True
     is_replayed: bool = False
-    step: str = ""  # of a model's traffic
+    step: str = ""  # name of the current step of the traffic
 
     def note(self, kernel: str, key: Key) -> None:
         if self.is_replayed:
@@ -75,7 +76,7 @@ class Notes:
             self.later.setdefault(kernel, {}).setdefault(key, self.step)
 
     def forget(self) -> None:
-        """Another model begins."""
+        """Clear all keys before the next model."""
         self.seen.clear()
         self.later.clear()
         self.is_warming, self.step = True, ""
@@ -90,7 +91,7 @@ class Notes:
         self.is_replayed = before
 
     def found(self) -> list[tuple[str, str, str]]:
-        """Kernel, what differs from the most similar key that was seen, and in which step."""
+        """Return of each late key the kernel, the difference from the nearest key, and the step."""
         return [
             (kernel, differences(key, self.seen.get(kernel, set())), step)
             for kernel, keys in self.later.items()
@@ -118,7 +119,7 @@ class Cuda(str):
 
 
 class Nothing(TorchFunctionMode):
-    """Products compute nothing, and fresh integers are zeros, so that places stay in range."""
+    """Mode in which products compute nothing. New integers are zeros, so that indices are valid."""
 
     EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)
     BATCHED = (torch.bmm,)
@@ -161,7 +162,7 @@ def cute_noted(notes: Notes) -> Callable[..., Callable[..., None]]:
 
 
 def as_referenced(path: str, reference: str) -> None:
-    """The function's launches, and its results where they lie then, as the reference has them."""
+    """Replace a function by one that launches the same and stores the reference's results."""
     (module, name), (other, meaning) = path.split(":"), reference.split(":")
     function = getattr(import_module(module), name)
     means = getattr(import_module(other), meaning)
@@ -178,7 +179,7 @@ def as_referenced(path: str, reference: str) -> None:
 
 
 def drawn(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Few different tokens, so that drafts are often right and often wrong."""
+    """Return `draw` with two different tokens, so that drafts are often right and often wrong."""
 
     def some(*args: Any) -> Tensor:
         tokens_S = draw(*args)
@@ -190,7 +191,7 @@ def drawn(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def capture_decodes(
     self: DecodeGraphs, sizes: list[Any], max_length: int, captured: Any = lambda: None
 ) -> None:
-    """In place of DecodeGraphs.capture: what each size computes, and no graph of it."""
+    """Run each size without a graph, in place of DecodeGraphs.capture."""
     self.max_length = max_length
     for size in sorted(sizes, reverse=True):
         output = self.run(self.builder.padded(*size, max_length))
@@ -209,7 +210,7 @@ def replay_decodes(notes: Notes) -> Callable[..., Any]:
 
 
 class PieceGraph:
-    """In place of a torch.cuda.CUDAGraph of one piece: what it would do, nobody looks at."""
+    """Stand-in for the torch.cuda.CUDAGraph of a piece. Results of a replay are not used."""
 
     def capture_begin(self, pool: object) -> None: ...
 
@@ -221,7 +222,7 @@ class PieceGraph:
 
 
 def imagine_a_gpu(notes: Notes) -> None:
-    """Patches this process for good."""
+    """Patch this process permanently."""
     triton.runtime.driver.set_active(Hopper())
     JITFunction.run = triton_noted(notes)
     compile_cache.CachedCompile.__call__ = cute_noted(notes)
@@ -265,14 +266,14 @@ def imagine_a_gpu(notes: Notes) -> None:
 
 
 class First(NcclMesh):
-    """Rank 0, whose others are not there to agree on a count."""
+    """Rank 0 of ranks that do not exist."""
 
     def least(self, count: int) -> int:
         return count
 
 
 def first_of(tp: int) -> Mesh:
-    """Rank 0 of so many, whose short messages go through kernels of our own."""
+    """Return rank 0 of `tp` ranks. Its short messages use the project's own kernels."""
     if tp == 1:
         return Mesh()
     at = torch.zeros(tp, dtype=torch.int64), torch.zeros(PROGRAMS, dtype=torch.int32)
@@ -281,13 +282,13 @@ def first_of(tp: int) -> Mesh:
 
 
 def unwritten(cache: Any, slots_X: Tensor, q_THA: Tensor) -> tuple[Tensor, Tensor]:
-    """The room for expanded keys and values, which nobody reads, and library calls fill."""
+    """Return uninitialised tensors for expanded keys and values, which library calls would fill."""
     room = len(slots_X), len(cache.key_HAX)
     return q_THA.new_empty(*room, q_THA.shape[2]), q_THA.new_empty(*room, cache.width)
 
 
 def as_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Its argument that is a device claims to be a GPU."""
+    """Wrap a function so that its device arguments claim to be GPUs."""
 
     def call(*args: Any, **options: Any) -> Any:
         return function(
@@ -298,7 +299,7 @@ def as_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def built_for(notes: Notes) -> Callable[..., build.Built]:
-    """In place of runner.build.build: all that is compiled before requests come."""
+    """Return a replacement of runner.build.build that compiles everything before requests."""
 
     def make(config: Config, _: object = None) -> build.Built:
         found = resolved.resolved(config, first_of(config.recipe.parallel.tp))
@@ -320,7 +321,7 @@ def built_for(notes: Notes) -> Callable[..., build.Built]:
 
 
 def main(*models: str) -> None:
-    """Prints what would be compiled later. A model: its recipe, then changes to it."""
+    """Print kernels that would compile late. A model is a recipe's name and changes to it."""
     notes = Notes()
     imagine_a_gpu(notes)
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
-"""A CUDA graph's stand-in: records the operations of a capture, and does them again on replay.
+"""Stand-in for a CUDA graph that records operations during capture and repeats them on replay.
 
-What they read is read anew and what they make lies where it lay at the capture, as on a device;
-what Python decided or read in between is forgotten.
+A replay reads current inputs and writes outputs to the addresses of the capture. Values that Python
+computed or read during the capture do not change.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Tape(TorchDispatchMode):
             again = function(*args, **kwargs)
             given = {memory(leaf) for leaf in tree_leaves((args, kwargs))}
             for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
-                if memory(old) not in given:  # neither a view nor in place
+                if memory(old) not in given:  # neither a view nor an in-place result
                     old.copy_(new)
 
 
@@ -52,6 +52,6 @@ def memory(leaf: object) -> int:
 
 @torch.inference_mode()
 def capture_on_tapes(runner: Runner, sizes: list[int]) -> None:
-    """Steps with prompt chunks of up to so many tokens."""
+    """Capture steps with prompt chunks of the given sizes."""
     runner.piecewise.new_graph = Tape
     runner.piecewise.capture(sizes)

@@ -1,7 +1,7 @@
-"""Requests whose logits are NaN, pages to clean and to copy: the device side, without a scheduler.
+"""NaN logits, and cleaning and copying of pages: the device side, without a scheduler.
 
-The plans of tests/runner/plans.py are what the scheduler would send; the scheduler is in
-tests/end_to_end/test_corrupted.py, too.
+tests/runner/plans.py sends the plans of a scheduler. tests/end_to_end/test_corrupted.py includes
+the scheduler.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_a_corrupted_row_is_told_and_its_neighbours_are_as_alone(
     for _ in range(4):
         assert plans.result is not None
         assert sorted({entry.row for entry in plans.result.logprobs}) == [0, 2]
-        # As with a step in flight: nobody knows yet that the row is lost.
+        # A step is in flight, so it still has the corrupted row.
         steps.append(plans.step((), [0, 1, 2], masks=masks))
     assert [step[1] for step in steps] == [CORRUPTED] * 5
     assert [step[0] for step in steps] == solo(config, A, 5)
@@ -90,7 +90,7 @@ def test_nan_of_an_early_chunk_is_told_where_the_prompt_ends(runner: Runner) -> 
 
 
 def test_pages_that_were_cleaned_are_as_on_the_first_day(config: Config, runner: Runner) -> None:
-    """Attention is let loose on cells that nobody wrote since: as `num_cached` says, they count."""
+    """`num_cached` makes attention read cells that were not written after cleaning."""
     pages, prompt = [4, 5, 6], [*range(30, 39)]
     expected = Plans(runner_of(config)).text(0, prompt, pages, 3, num_cached=6)
     plans = Plans(runner)
@@ -109,7 +109,7 @@ def test_pages_that_were_cleaned_are_as_on_the_first_day(config: Config, runner:
 def test_a_copied_page_carries_a_prompt_on_from_any_token(
     config: Config, runner: Runner, shared: int
 ) -> None:
-    """Two prompts with a common start; the second goes on inside the first one's last page."""
+    """Two prompts have a common start. The second continues inside the last page of the first."""
     plans = Plans(runner)
     first, second = [*range(100, 111)], [*range(100, 100 + shared), 50, 51, 52, 53, 54]
     tokens = {0: [plans.step([admit(0, first, [1, 2, 3, 4])], (), {0: 11})[0]], 1: []}
@@ -117,7 +117,7 @@ def test_a_copied_page_carries_a_prompt_on_from_any_token(
     pages = [*[1, 2, 3][:whole], 10, 11, 12, 13]
     copies = [([1, 2, 3][whole], 10)] if cut else []
     follower = admit(1, second, pages, num_cached=shared)
-    # Its chunks end inside pages, too.
+    # Chunks of the second prompt also end inside pages.
     step = plans.step([follower], [0], {1: 2}, partial=[1], copies=copies)
     tokens[0].append(step[0])
     for chunks in ({1: 3}, {}, {}):
@@ -144,7 +144,7 @@ def test_what_is_copied_is_what_was_there_before_the_step_but_for_what_was_clean
         1: (1, 8),
         2: (2, 3),
     }
-    assert len(found.tensors) == 4  # keys and values of two groups, whatever their layers
+    assert len(found.tensors) == 4  # keys and values of two groups, not of each layer
 
 
 def test_a_step_without_pages_to_clean_or_copy_does_nothing_for_it(

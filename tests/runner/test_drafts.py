@@ -1,4 +1,4 @@
-"""Rows of 1 + d tokens through the runner, by hand: drafts never change what is drawn."""
+"""A runner with rows of 1 + d tokens, driven by hand: drafts never change the drawn tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WISHES = {
 
 
 class Oracle:
-    """Implements spec.base.Drafter: knows the texts, and errs at every `wrong`-th position."""
+    """Implementation of spec.base.Drafter. Its drafts are wrong at every `wrong`-th position."""
 
     num_drafts = DRAFTS
     accept = None
@@ -58,7 +58,7 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def runner() -> Runner:
-    """With room for drafts; each test brings its own drafter."""
+    """Return a runner with room for drafts. Each test replaces its drafter."""
     runner = small_demo(SLOTS).runner
     slots = Slots(SLOTS, runner.slots.max_tokens, 8, runner.device, DRAFTS)
     sampler = Sampler(
@@ -102,7 +102,7 @@ def test_ragged_drafts_never_change_what_is_drawn(
     while min(map(len, found)) < COUNT - 1 - DRAFTS:
         going = [s for s in range(SLOTS) if len(found[s]) < COUNT - 1 - DRAFTS]
         begun = [s for s in going if found[s]]
-        new = [s for s in going if not found[s]][:1]  # one more in each step, beside decode rows
+        new = [s for s in going if not found[s]][:1]  # one per step, next to decode rows
         admits = [admit(s, PROMPTS[s], pages_of(s), sampling=WISHES[wish]) for s in new]
         drafts = rng.integers(0, 1 + DRAFTS, len(begun))
         plans.step(admits, begun, {s: len(PROMPTS[s]) for s in new}, drafts=drafts)
@@ -116,7 +116,7 @@ def test_ragged_drafts_never_change_what_is_drawn(
 
 
 def test_drafts_beside_a_chunk_are_replayed_piecewise(runner: Runner) -> None:
-    """More tokens are sampled than there are slots."""
+    """A step samples more tokens than it has slots."""
     capture_on_tapes(runner, [32])
     plans = Plans(runner)
     begun = [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Piecewise graphs are cut at every operation that depends on rows, whatever it returns."""
+"""Piecewise graphs are cut at each operation that depends on rows, for any type of result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = [[4, 4], [1], [2, 1, 4], [3], [8], [1, 1, 1]]  # short steps follow long
 
 
 class Sums:
-    """Of two tensors, each summed along its row's tokens: a state that knows its row's slot."""
+    """Running sums of two tensors over their row's tokens, each in a state of the row's slot."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -37,7 +37,7 @@ class Sums:
 
 
 class Firsts:
-    """Whether a token is its row's first: a number a token, of another dtype."""
+    """For each token, 1 if it is its row's first: one number per token, of another dtype."""
 
     def __call__(self, ctx: ForwardContext, x_TD: Tensor, out_T: Tensor | None = None) -> Tensor:
         found_T = self.empty(x_TD) if out_T is None else out_T
@@ -50,7 +50,7 @@ class Firsts:
 
 
 class Toy:
-    """A model of three eager operations, two of them of one shape."""
+    """A model of three eager operations, two of the same shape."""
 
     def __init__(self) -> None:
         self.operations = Sums(), Firsts(), Sums()
@@ -72,7 +72,9 @@ def captured(toy: Toy) -> PiecewiseGraphs:
 
 
 def step(counts: list[int], seed: int) -> Batch:
-    """Rows of so many tokens in slots from 5 on; the last token of each is predicted from."""
+    """Return a batch with rows of `counts` tokens in slots 5 and up. Each row samples its last
+    token.
+    """
     starts = torch.tensor([0, *counts]).cumsum(0)
     ids = torch.randint(1, 50, (sum(counts),), generator=torch.Generator().manual_seed(seed))
     rows = torch.arange(len(counts)) + 5, starts.int(), torch.tensor(counts).int()
@@ -83,7 +85,7 @@ def step(counts: list[int], seed: int) -> Batch:
 def test_replays_are_the_eager_step_whatever_its_rows() -> None:
     toy = Toy()
     graphs = captured(toy)
-    assert toy.operations[0].calls == 0  # of the capture, which has no rows
+    assert toy.operations[0].calls == 0  # no call during the capture, which has no rows
     for seed, counts in enumerate(STEPS):
         ctx = ForwardContext(step(counts, seed), no_rows)
         size = graphs.fit(sum(counts))
@@ -107,7 +109,7 @@ def test_a_graph_ends_at_each_operation_and_results_of_a_shape_share_a_buffer() 
 
 
 def test_tokens_that_only_pad_a_step_are_nobody_s() -> None:
-    """They are fed as token 0, and what is between graphs for them is left alone."""
+    """Padding tokens are token 0. Results of eager operations for padding are not written."""
     graphs = captured(Toy())
     graphs.replay(8, ForwardContext(step([5], 1), no_rows))
     assert graphs.inputs_4T[:, 5:].tolist() == [[0] * 3] * 4

@@ -1,6 +1,6 @@
-"""runner/expert_load.py: what is counted of experts, and that nobody waits for the device.
+"""Routed tokens that runner/expert_load.py counts, without waiting for the device.
 
-That the counts are those of one rank wherever experts are: tests/engine/test_ranks.py.
+tests/engine/test_ranks.py shows that counts do not depend on the placement of experts.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def counts_of(engine: WholeEngine) -> list[tuple[int, list[int]]]:
 
 
 def test_tokens_of_requests_are_counted_in_layers_with_experts(tmp_path: Path) -> None:
-    """Of a prompt, the last layer has the token alone that is predicted from; then one a step."""
+    """The last layer counts only a prompt's sampled token; each later step counts one."""
     family, overrides = CASES["qwen3_moe 7, top 1, dense between"]
     make_tiny(tmp_path, family, **overrides)
     engine = WholeEngine(config_of(tmp_path))
-    assert counts_of(engine) == [(1, [0] * 7)]  # warming up is not counted
+    assert counts_of(engine) == [(1, [0] * 7)]  # warm-up is not counted
     engine.submit(1, [5, 6, 7, 8, 9], 4)
     engine.run()
     ((_, tokens),) = counts_of(engine)
@@ -50,7 +50,7 @@ def test_a_dense_model_has_no_load(tmp_path: Path) -> None:
 
 
 class Device:
-    """Copies arrive when it says so."""
+    """Device whose copies complete when `is_done` is set."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -80,7 +80,7 @@ def test_nobody_waits_for_a_copy_unless_it_may(
 
     assert newest() is None
     counter.tokens_X += 1
-    assert newest() is None  # the first copy is under way
+    assert newest() is None  # the first copy is in flight
     device.is_done = True
     assert newest() == 0
     assert newest() == 10

@@ -1,4 +1,4 @@
-"""Each layer owns the cache that the layout declares for it, and another once there are others."""
+"""Each layer owns the cache that the layout declares for it, and gets another after a change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.whole_engine import small_demo
 
 
 def test_layers_own_what_the_layout_declares_for_them(tmp_path: Path) -> None:
-    """Not what is at their place in a list of all caches: groups come in any order, with gaps."""
+    """A layer's cache does not depend on list positions: groups have any order, and gaps."""
     make_tiny(tmp_path, "qwen3", num_hidden_layers=4)
     model = load(tmp_path)
     layout = CacheLayout((PagedGroup((3, 0), 2, 8, 8, 4), PagedGroup((2,), 1, 4, 4, 4)))
@@ -46,7 +46,7 @@ def test_pages_of_8_bits_are_cleaned_and_copied() -> None:
 
 
 def test_a_runner_with_other_caches_binds_the_model_to_them() -> None:
-    """A first one measures with a page, the next one has as many as fit."""
+    """The first caches have one page, for measuring; later ones have all pages that fit."""
     built = small_demo(4)
     first, layers = built.runner, built.runner.model.layers
     _, _, page_tokens, num_heads, size = first.caches.tensors[0].shape
@@ -60,7 +60,7 @@ def test_a_runner_with_other_caches_binds_the_model_to_them() -> None:
 
 
 def test_pages_of_latents_are_cleaned_and_copied() -> None:
-    """One head without values: nothing but the layout tells them from others."""
+    """Latents have one head and no values; only the layout distinguishes them from other pages."""
     found = make_caches(CacheLayout((PagedGroup((0, 1), 1, 6, 0, 4),)), 4, 2, torch.float32, CPU)
     keys, values = found.tensors
     assert keys.shape == (2, 5, 2, 1, 6) and values.numel() == 0

@@ -1,7 +1,7 @@
-"""No request waits for a compiler: whatever kernel steps need was compiled before the first one.
+"""All kernels that steps need are compiled before the first request.
 
-An engine of each kind of model for a Hopper GPU, whose kernels are noted instead of launched. What
-attention by data exchanges is not looked at.
+The engines have one kind of model each, for a Hopper GPU. Their kernels are recorded instead of
+launched. Data exchange of attention data parallelism is not covered.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 from tests.kernels.compiled import forks
 
 DRAFTS = "speculate.method=ngram speculate.tokens=3"
-SMALL = (  # more slots than graphs have drafts for, and little else
+SMALL = (  # more slots than graphs with drafts
     "schedule.slots=136 schedule.step_tokens=6144 schedule.mixed_step_tokens=4096 "
     "server.max_model_tokens=8192 kernels.mixed_graph_tokens=2048"
 )
@@ -41,5 +41,5 @@ def test_all_is_compiled_before_the_first_request(kind: str) -> None:
     assert done.stdout == ""
     told = [line for line in done.stderr.splitlines() if ": steps {" in line]
     assert len(told) == len(KINDS[kind])
-    for line in told:  # all kinds of steps were made
+    for line in told:  # every kind of step has run
         assert not [mode for mode in MODES if mode not in line], line

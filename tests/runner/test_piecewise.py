@@ -1,4 +1,4 @@
-"""Piecewise graphs on a CPU: tapes stand in for CUDA graphs, all else is the engine's own."""
+"""Piecewise graphs on a CPU, with tapes in place of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def runner() -> Runner:
 
 
 def rows_of(runner: Runner, num_decodes: int, counts: list[int], max_length: int = 64) -> StepRows:
-    """Decode rows of the first slots, chunks of the last; every other chunk samples."""
+    """Return decode rows of the first slots and chunks of the last. Every other chunk samples."""
     slots = np.arange(num_decodes, dtype=np.int32)
     chunks = [Chunk(SLOTS - 1 - i, count, i % 2 == 0) for i, count in enumerate(counts)]
     return runner.builder.rows(
@@ -57,7 +57,7 @@ def test_piecewise_graphs_around_attention_are_the_eager_step_whatever_the_mix(
 ) -> None:
     for seed, (num_decodes, counts) in enumerate(MIXES):
         occupy(runner, seed)
-        runner.slots.lengths_N[:SLOTS] //= 4  # there is room for the chunks
+        runner.slots.lengths_N[:SLOTS] //= 4  # make room for the chunks
         rows = rows_of(runner, num_decodes, counts)
         before = [pages_LPSGA.clone() for pages_LPSGA in runner.caches.tensors]
         forwarded = runner.forward(rows)
@@ -73,7 +73,7 @@ def test_piecewise_graphs_around_attention_are_the_eager_step_whatever_the_mix(
         assert len(eager) == num_decodes + -(-len(counts) // 2)
         torch.testing.assert_close(replayed.logits_SV, eager, rtol=1e-4, atol=1e-4)
         for found, pages, old in zip(runner.caches.tensors, after, before, strict=True):
-            # Padding is fed to page 0.
+            # Padding tokens are written to page 0.
             torch.testing.assert_close(found[:, 1:], pages[:, 1:], rtol=1e-4, atol=1e-4)
             changed = (pages[:, 1:] != old[:, 1:]).any(-1).any(-1).sum()
             assert changed == len(runner.model.layers) * rows.num_tokens
@@ -90,15 +90,15 @@ def test_behind_the_last_attention_only_sampling_rows_go_on(
         monkeypatch.setattr(block.mlp, "forward", watched(block.mlp.forward, seen))
     chunk = StepPlan(0, [], [], 0, b"", [Chunk(1, 50, False)], 64, [])
     for rows, num_sampling in (
-        (rows_of(runner, 3, [9, 30, 1]), 5),  # of three chunks the first and the last
-        (runner.builder.rows(chunk), 1),  # none, but a step's row is needed to do something with
+        (rows_of(runner, 3, [9, 30, 1]), 5),  # three decode rows, the first and the last chunk
+        (runner.builder.rows(chunk), 1),  # no row samples, but a step has at least one row
     ):
         seen.clear()
         runner.forward(rows)
         assert seen == [rows.num_tokens] * (len(runner.model.layers) - 1) + [num_sampling]
     last = runner.piecewise.captured[16].graphs[-1].operations
     lines = {len(args[0]) for name, args, _, _ in last if "linear" in str(name)}
-    assert lines == {SLOTS}  # as many rows as can sample, of 16 tokens
+    assert lines == {SLOTS}  # maximum number of sampling rows, out of 16 tokens
 
 
 def watched(forward: Callable[..., object], seen: list[int]) -> Callable[..., object]:

@@ -1,4 +1,4 @@
-"""Which kernels a first start compiles beside the loading of weights, and that it does."""
+"""Kernels that a first start compiles while weights load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nanovllm.runner import precompile
 from nanovllm.runner.precompile import compiled_beside, jobs_of
 from nanovllm.runner.resolved import Resolved, resolved
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flash-attn-4's imports
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by flash-attn-4
 RECIPES = Path(__file__).parents[2] / "recipes"
 IN_CUTE = {"attention": "flash", "decode": "cute", "gated_linear": "cute", "skinny_linear": "cute"}
 
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def on_a_gpu(name: str, **kernels: str) -> Resolved:
-    """What a Hopper GPU makes of the recipe."""
+    """Return the recipe as resolved on a Hopper GPU."""
     changes = ["cache.page_tokens=128", "load.format=dummy"]
     found = resolved(load_config(str(RECIPES / f"{name}.yaml"), changes))
     chosen = replace(found.recipe.kernels, **kernels)
@@ -106,7 +106,7 @@ def test_the_kernels_of_a_recipe(
 
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_attention_of_latents(drafts: int, folder: Path) -> None:
-    """R1's first layers on one GPU: over what is expanded, and over latents."""
+    """DeepSeek-R1's first layers on one GPU: attention over expanded keys and over latents."""
     changes = ["parallel.tp=1", "model.num_layers=4", "cache.page_tokens=128", "load.format=dummy"]
     changes += ["speculate.method=ngram", f"speculate.tokens={drafts}"] if drafts else []
     found = resolved(load_config(str(RECIPES / "deepseek-r1.yaml"), changes))
@@ -126,7 +126,7 @@ def test_attention_of_latents(drafts: int, folder: Path) -> None:
 
 
 def test_products_of_fp8_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many rows: few are multiplied in Triton."""
+    """Many rows use these kernels; few rows use Triton."""
     monkeypatch.setattr("nanovllm.layers.ops.obstacle", lambda device: None)
     found = on_a_gpu("qwen3-8b", skinny_linear="cute", fp8_linear="cute")
     quantised = replace(
@@ -135,7 +135,7 @@ def test_products_of_fp8_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     found = dataclasses.replace(found, model_config=quantised)
     jobs = [(job.function.rpartition(".")[2], job.arguments) for job in jobs_for(found)]
     of_bf16 = [arguments for name, arguments in jobs if name == "skinny_linear:compile_product"]
-    assert of_bf16 == ["(128, 1, 2, 1, False, False, False)"]  # the head
+    assert of_bf16 == ["(128, 1, 2, 1, False, False, False)"]  # the output projection
     many = [arguments for name, arguments in jobs if name == "block_fp8_cute:compile_tile"]
     kinds = "False, False, False", "True, False, False"
     assert {f"(256, 128, 2, 128, {kind})" for kind in kinds} < {*many}
@@ -143,7 +143,7 @@ def test_products_of_fp8_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_products_of_experts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all layers once, and of the weights' type."""
+    """Kernels of experts are compiled once for all layers, for the dtype of the weights."""
     monkeypatch.setattr("nanovllm.layers.ops.obstacle", lambda device: None)
     given = on_a_gpu("qwen3-30b-a3b", experts="cute")
     every = jobs_for(dataclasses.replace(given, dtype=torch.bfloat16))
@@ -169,7 +169,7 @@ def test_they_are_on_disk_when_the_weights_are_loaded(
 ) -> None:
     monkeypatch.setattr(precompile, "LEAST_CORES", 1)
     jobs = [compile_decode.job(2, 64, 16, 0), compile_gated.job("float16", True)]
-    wrong = compile_decode.job(2, 64, 17, 0)  # pages are 16 tokens at least, and a power of two
+    wrong = compile_decode.job(2, 64, 17, 0)  # pages have at least 16 tokens, and a power of two
     with caplog.at_level("INFO"), compiled_beside([*jobs, wrong]):
         assert not any(job.path.exists() for job in jobs)
     assert [job.path.exists() for job in (*jobs, wrong)] == [True, True, False]

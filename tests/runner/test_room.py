@@ -1,4 +1,4 @@
-"""What cannot fit is said before anything is loaded, with the arithmetic and what would fit."""
+"""A model or cache that cannot fit is refused before loading, with the arithmetic and a remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refused(named: str | None, *overrides: str) -> str:
     return str(caught.value)
 
 
-# -- weights against memory ----------------------------------------------------------------------
+# -- weights and memory --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_what_is_suggested_is_less_and_what_the_check_takes(monkeypatch) -> None
     monkeypatch.setattr(room, "host_memory", lambda: 18 * GIB)
     for flags, smaller in smaller_ones(need_of(on_a_cpu("qwen3-8b", DUMMY))):
         found = on_a_cpu("qwen3-8b", DUMMY, *flags.replace("--set ", "").split())
-        tables = 1 << 24  # of positions, as many as the context has, which follows the cache
+        tables = 1 << 24  # tables of positions follow the context, which follows the cache
         assert abs(need_of(found).total - smaller.total) < tables, flags
         if smaller.total <= 18 * GIB:
             check_room(found)
@@ -96,7 +96,7 @@ def test_a_gpu_s_room_is_its_share_less_what_others_took(monkeypatch) -> None:
 
 
 def test_checkpoints_must_fit_the_hosts_memory(monkeypatch) -> None:
-    """Of each rank; on a CPU beside weights and pages."""
+    """The limit is per rank. On a CPU, weights and pages also use the host's memory."""
     tiny = ("load.format=dummy", "dtype=bfloat16", "model.num_layers=4", "parallel.tp=1")
     monkeypatch.setattr(room, "host_memory", lambda: 30 * GIB)
     before = need_of(on_a_cpu("qwen3-next-80b-a3b", *tiny))
@@ -110,14 +110,16 @@ def test_checkpoints_must_fit_the_hosts_memory(monkeypatch) -> None:
             "cache.checkpoint_host_gib: a rank's checkpoints take 31.0 GiB; this machine has "
             f"{had}.0 GiB available for it"
         )
-    check_room(on_a_cpu(None, "cache.checkpoint_host_gib=31"))  # none where nothing recurs
+    check_room(
+        on_a_cpu(None, "cache.checkpoint_host_gib=31")
+    )  # no recurrent layers, no checkpoints
 
 
 def test_engines_of_one_server_share_the_hosts_memory(monkeypatch) -> None:
-    """Each checks by itself, when others may have taken theirs already, or not."""
+    """Each engine checks alone, before or after other engines have allocated."""
     tiny = ("load.format=dummy", "dtype=bfloat16", "model.num_layers=4", "parallel.tp=1")
     tiny += ("parallel.dp=3", "cache.checkpoint_host_gib=20")
-    for first, later in ((58, 58), (58, 19), (90, 19)):  # of engines, the room that each finds
+    for first, later in ((58, 58), (58, 19), (90, 19)):  # GiB of all memory and of free memory
         had = {True: first * GIB, False: later * GIB}
         monkeypatch.setattr(room, "host_memory", lambda *, in_all=False: had[in_all])  # noqa: B023
         line = refused("qwen3-next-80b-a3b", *tiny)
@@ -126,12 +128,12 @@ def test_engines_of_one_server_share_the_hosts_memory(monkeypatch) -> None:
             "cache.checkpoint_host_gib: a rank's checkpoints take 20.0 GiB; this machine has "
             f"{least:.1f} GiB available for it"
         )
-    had = {True: 90 * GIB, False: 29 * GIB}  # two that run, and a third one started again
+    had = {True: 90 * GIB, False: 29 * GIB}  # two engines run, and a third one restarts
     monkeypatch.setattr(room, "host_memory", lambda *, in_all=False: had[in_all])
     assert 9 * GIB < need_of(on_a_cpu("qwen3-next-80b-a3b", *tiny)).room < 10.1 * GIB
 
 
-# -- what a machine has --------------------------------------------------------------------------
+# -- memory of a machine --------------------------------------------------------------------------
 
 
 def machine(root: Path, available_gib: float, cgroup: str, **files: str) -> Path:
@@ -180,18 +182,18 @@ def test_the_older_control_groups_too(tmp_path: Path) -> None:
     assert host_memory(tmp_path, in_all=True) == 4 * GIB
 
 
-# -- the cache against the context ---------------------------------------------------------------
+# -- cache and context ----------------------------------------------------------------------------
 
 
 def test_the_context_is_what_the_cache_holds() -> None:
-    """Today's default for 0.6B on a CPU: the printed curl line got a 400."""
+    """The default for 0.6B on a CPU. With a longer context, the printed curl line got a 400."""
     found = on_a_cpu("qwen3-0.6b", DUMMY)
     pages = 2 * GIB // (16 * 28 * 8 * 256 * 4) - 1
     assert (pages, found.max_model_tokens) == (584, 584 * 16)
     larger = on_a_cpu("qwen3-0.6b", DUMMY, "cache.cpu_gib=9")
     assert larger.max_model_tokens == 32768
     assert on_a_cpu(None, "cache.pages=10").max_model_tokens == 160
-    assert on_a_cpu(None).max_model_tokens == 4096  # the demo's own
+    assert on_a_cpu(None).max_model_tokens == 4096  # the demo model's limit
 
 
 def test_a_context_that_was_asked_for_must_fit() -> None:
@@ -223,7 +225,7 @@ def test_device_tensors_have_the_context_s_size() -> None:
 
 
 def test_a_measured_cache_shortens_the_context(monkeypatch) -> None:
-    """As on a GPU, where the pages are known only when the weights are there."""
+    """On a GPU the number of pages is known only after the weights are loaded."""
     found = on_a_cpu(None)
     assert found.max_model_tokens == 4096
     monkeypatch.setattr("nanovllm.runner.build.num_pages_that_fit", lambda *_, **how: 100)
@@ -243,7 +245,7 @@ def test_the_paper_engine_follows() -> None:
 
 
 def test_weights_of_other_types_are_counted_by_their_bytes() -> None:
-    """MiniMax-M2's in fp8 and float32: of four ranks', with whole experts."""
+    """MiniMax-M2 has fp8 and float32 weights; each of four ranks has whole experts."""
     need = need_of(on_a_cpu("minimax-m2", DUMMY, "dtype=bfloat16", "parallel.ep=4"))
     fp8 = 62 * (64 * 3 * 1536 * 3072 + 3072 * (2 * 1536 + 2 * 256))
     assert need.others == " + 53.1 GiB of other types" and fp8 / GIB == pytest.approx(52.9, abs=0.1)

@@ -1,4 +1,4 @@
-"""How the measured peak of a step becomes pages, on a GPU that is made up."""
+"""Number of pages from the measured peak of a step, on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GPU = torch.device("cuda", 0)
 
 
 class MadeUpGpu:
-    """140 GiB, of which another program has 2; what is freed stays with this one."""
+    """GPU of 140 GiB. Another program uses 2 GiB; freed memory stays reserved."""
 
     def __init__(self, weights: int) -> None:
         self.allocated = self.peak = self.reserved = weights
@@ -40,8 +40,9 @@ class MadeUpGpu:
 
 
 def test_what_a_step_took_is_free_again_before_anything_is_allocated(monkeypatch) -> None:
-    """The states of 512 slots, 37 GiB in one piece: pages that came first would lie in the middle
-    of where the measured ones had been, and there would be no room for them.
+    """The states of 512 slots are one block of 37 GiB, which must fit after measuring.
+
+    Pages allocated earlier would lie in the middle of the measured memory.
     """
     gpu = MadeUpGpu(76 * GIB)
     gpu.stand_in(monkeypatch)

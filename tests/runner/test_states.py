@@ -1,4 +1,4 @@
-"""Rows of states: what is restored, saved and forgotten, and what padding and NaN can't reach."""
+"""Rows of recurrent states: restoring, saving, clearing, and isolation from padding and NaN."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def states(request: pytest.FixtureRequest) -> States:
 
 
 def values(states: States) -> list[float]:
-    """Of the slots, the padding slot and the checkpoints."""
+    """Return the maximum of each slot, the padding slot and each checkpoint."""
     return [*states.rows_NX.amax(1).tolist(), *states.saved_NX.amax(1).tolist()]
 
 
 def test_a_row_holds_all_layers_of_a_request(states: States) -> None:
-    used, whole = 2 * (40 + 27), 160  # words, up to a multiple of 128 bytes
+    used, whole = 2 * (40 + 27), 160  # words; the second is rounded up to a multiple of 128 bytes
     rows, saved = states.rows_NX, states.saved_NX
     assert (rows.shape, saved.shape) == ((SLOTS + 1, whole), (CHECKPOINTS, whole))
     for layer in GROUP.layers:
@@ -56,13 +56,13 @@ def test_a_row_holds_all_layers_of_a_request(states: States) -> None:
             assert (conv_NCW.stride(0), recurrent_NHKV.stride(0)) == (2 * whole, whole)
             assert conv_NCW.dtype == torch.bfloat16 and own.kept_NWX is None
             conv_NCW[row], recurrent_NHKV[row] = 0, 0
-    assert values(states) == [1, 2, 3, 4, 5, 6]  # the padding at the end of rows alone
+    assert values(states) == [1, 2, 3, 4, 5, 6]  # of the padding at the end of rows
     assert rows[2, :used].abs().max() == saved[1, :used].abs().max() == 0
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_slots_take_what_is_planned_for_them(num_drafts: int) -> None:
-    """But for the padding at the end of rows."""
+    """The plan does not count the padding at the end of rows."""
     states = States(GROUP, SLOTS, 0, num_drafts, torch.bfloat16, CPU)
     kept = [layer.kept_NWX.nbytes for layer in states.by_layer.values() if num_drafts]
     drafts = Speculate(method="ngram", tokens=num_drafts) if num_drafts else None
@@ -80,7 +80,7 @@ def test_new_requests_have_what_was_saved_or_nothing(states: States) -> None:
 
 
 def test_states_are_saved_before_a_plan_and_inside_of_its_chunks(states: States) -> None:
-    """A slot's next owner comes with the plan that saves what the one before had."""
+    """A plan that saves the state of a slot may also admit the slot's next request."""
     plan = empty_plan(saves=[(1, 0)], admits=[admit(1), admit(2, 4, 0)])
     states.apply(plan)
     assert values(states) == [1, 0, 2, 4, 2, 6]
@@ -99,7 +99,7 @@ def test_states_that_lag_behind_are_not_saved_as_if_they_did_not() -> None:
 
 
 class Owner:
-    """Something that goes."""
+    """An object that is deleted."""
 
 
 def test_memory_is_pinned_as_long_as_its_owner_lives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_a_model_without_states_refuses_them(tmp_path: Path) -> None:
 def test_padding_and_other_slots_leave_a_request_alone(
     speculate: Speculate | None, tmp_path: Path
 ) -> None:
-    """Between its steps NaN is written wherever nothing of it is, and padding is run."""
+    """Between steps, all other rows are NaN and padding runs."""
     family, overrides = CASES["qwen3_next that repeats itself"]
     model, prompt = make_tiny(tmp_path, family, **overrides), prompts_of(1)[0]
     engine = WholeEngine(config_of(tmp_path), slots=4, speculate=speculate)
@@ -153,7 +153,7 @@ def test_padding_and_other_slots_leave_a_request_alone(
         run_padding(engine.runner, 3, 1)
         run_padding(engine.runner, 2, 5)
         engine.loop.step()
-    engine.submit(1, prompt, 20)  # in a slot that had NaN, or in the same
+    engine.submit(1, prompt, 20)  # in a slot that had NaN, or in the same slot
     engine.submit(2, prompt, 20)
     engine.run()
     assert list(engine.text.values()) == [reference(model, prompt, 20)] * 3

@@ -1,6 +1,6 @@
-"""Whole engines with the delta rule in Triton, in its interpreter: chunks, decode rows, drafts.
+"""Engines with the delta rule in Triton's interpreter: chunks, decode rows and drafts.
 
-The interpreter must be on before triton is imported: in a process of its own.
+They run in a separate process, since the interpreter must be on before triton is imported.
 """
 
 from __future__ import annotations

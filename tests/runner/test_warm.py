@@ -1,4 +1,4 @@
-"""The steps without requests that a GPU is warmed up with, on a CPU that is taken for one."""
+"""Warm-up steps without requests, on a CPU that claims to be a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TakenForAGpu(str):
     ],
 )
 def test_no_row_is_longer_than_a_request_or_empty(change, steps, monkeypatch) -> None:
-    """Else nothing knows where its tokens are, and the engine would not start."""
+    """Otherwise no pages are mapped for the row's tokens, and the engine would not start."""
     built, ran, run = build(load_config(None, [change], {"device": "cpu"})), [], warm.run_padding
 
     def noted(runner: Runner, num_rows: int, tokens_each: int) -> None:
