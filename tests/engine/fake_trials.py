@@ -1,4 +1,4 @@
-"""Trials whose texts are commands, and grammars that are only names: no torch, no xgrammar."""
+"""Trials whose texts are commands, and fake grammars, without torch and xgrammar."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def prepare() -> Attempt:
 
 
 def attempt(text: str) -> str:
-    """`fine`, `bad REASON`, `sleep SECONDS`, `spin SECONDS`, `log FILE`, `hang FILE`, `crash`,
-    `crash once FILE`, `memory MIB`.
+    """Run the command in a text.
 
-    What follows a `#` only makes texts differ. `spin` computes, `log` appends the process id to a
-    file, and `hang` sleeps after that. `crash once` does not crash where the file exists.
+    Commands are `fine`, `bad REASON`, `sleep SECONDS`, `spin SECONDS`, `log FILE`, `hang FILE`,
+    `crash`, `crash once FILE` and `memory MIB`. A suffix after `#` only makes texts different.
+    `spin` computes. `log` appends the process id to a file; `hang` does the same and then sleeps.
+    `crash once` does not crash if the file exists.
     """
     command, _, argument = text.partition("#")[0].strip().partition(" ")
     match command:
@@ -62,7 +63,7 @@ def fake_trials() -> Trials:
 
 
 class FakeBuilder:
-    """Implements grammar_queue.Builder. `built` is what it was asked for, in order."""
+    """Implementation of grammar_queue.Builder. `built` lists the requested grammars in order."""
 
     def __init__(self, num_bytes: int = 100) -> None:
         self.built: list[str] = []
@@ -80,7 +81,7 @@ class FakeBuilder:
 
 
 def logged(path: Path, count: int) -> list[tuple[int, str]]:
-    """Process ids and texts, once so many have been written; in their order."""
+    """Wait for `count` lines and return their process ids and texts in order."""
     deadline = time.monotonic() + 30
     while True:
         lines = path.read_text().splitlines() if path.exists() else []
@@ -91,7 +92,7 @@ def logged(path: Path, count: int) -> list[tuple[int, str]]:
 
 
 def wait_gone(pids: list[int], limit_s: float = 10.0) -> None:
-    """Also zombies count as there."""
+    """Wait until no process is left, not even as a zombie."""
     deadline = time.monotonic() + limit_s
     while there := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, f"still there: {there}"
@@ -100,11 +101,11 @@ def wait_gone(pids: list[int], limit_s: float = 10.0) -> None:
 
 class FakeMatcher:
     def is_terminated(self) -> bool:
-        return True  # whatever comes is fine
+        return True  # accepts any end
 
 
 class FakeGrammars(Grammars):
-    """Compiles commands, allows everything, and drops matchers as the real one."""
+    """Grammars that compile commands, allow all tokens, and drop matchers like the real class."""
 
     def __init__(self) -> None:
         self.builder = FakeBuilder()

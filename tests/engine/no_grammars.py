@@ -1,4 +1,4 @@
-"""The masker of an engine whose requests have no grammars."""
+"""Masker of an engine whose requests have no grammars."""
 
 from __future__ import annotations
 

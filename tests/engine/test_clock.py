@@ -1,4 +1,4 @@
-"""The device's gaps, the host's share of a step, and what a step is counted as."""
+"""Device gaps, the host's share of a step, and the modes by which steps are counted."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ ROW = RowBuilder(1, 0, 1, CPU).padded(1, 1, 1)
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time in seconds; it passes where a test says so."""
+    """Return the simulated time in seconds, which only a test advances."""
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
 
 
 def handle_of(device: DeviceClock, now: list[float], work_s: float) -> Handle:
-    """A step whose sampling takes so long."""
+    """Return the handle of a step whose sampling takes `work_s` seconds."""
 
     def finish(masks: Masks | None) -> StepCopy:
         now[0] += work_s
@@ -103,8 +103,8 @@ def test_events_are_used_again_but_not_while_a_step_needs_them(
             assert handle.gap_s == 0.0
             last = in_flight[0]
     last.wait()
-    assert last.gap_s == 1.0  # the next event after the end of the step before
-    assert last.busy_s == 1.0  # and its own end is the next
+    assert last.gap_s == 1.0  # the first event after the end of the previous step
+    assert last.busy_s == 1.0  # from that event to the step's own end
     assert Tick.made <= 2 * 3 + 2
 
 
@@ -112,7 +112,7 @@ def test_events_are_used_again_but_not_while_a_step_needs_them(
 
 
 class Slow:
-    """An executor that says each step began a second after the one before it ended."""
+    """Executor whose steps begin one second after the end of the previous step."""
 
     def __init__(self) -> None:
         self.paper = PaperExecutor([5], 4, 0.0)
@@ -132,7 +132,7 @@ def test_the_loop_counts_gaps_but_not_rests(depth: int) -> None:
     scheduler = Scheduler(KVMemory(64, 4), num_slots=4, step_tokens=32, max_model_tokens=64)
     executor = Slow()
     loop = EngineLoop(scheduler, executor, lambda output: None, NoGrammars(), depth)
-    for name, count in enumerate((5, 3)):  # one after the other: a rest before each
+    for name, count in enumerate((5, 3)):  # the engine is idle before each request
         loop.handle(Generate(name, array("i", [name] * 6).tobytes(), count, [], Sampling()))
         while not loop.idle:
             loop.step()

@@ -1,4 +1,4 @@
-"""Masks behind drafts are those that a matcher makes that was fed the same tokens one by one."""
+"""Masks after drafts equal those of a matcher that accepts the same tokens one by one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ contents = st.one_of(
 
 @st.composite
 def constrained(draw) -> dict[str, object]:
-    """Fields of a request whose output follows a grammar."""
+    """Return fields of a request with a grammar."""
     family = draw(st.sampled_from(FAMILIES))
     fields: dict[str, object] = {"family": family, "turn": draw(st.sampled_from(TURNS))}
     if draw(st.booleans()):
@@ -117,7 +117,7 @@ def follow(made, request_id, grammar) -> None:
 
 
 def one_by_one(grammar, known, drafts) -> list[list[int]]:
-    """The tokens allowed after `known`, and after each of the drafts; all, where any do."""
+    """Return the tokens allowed after `known` and each draft, or all where no mask applies."""
     matcher = Matcher(grammar, [END])
     assert all(matcher.accept_token(token) for token in known)
     found = []
@@ -138,13 +138,13 @@ def tokens_of(masks) -> list[list[int]]:
 
 
 def likely(rng: Random, allowed: list[int]) -> int:
-    """Markers, quotes and the end more often than in a draw from all."""
+    """Return a random allowed token. Markers, quotes and the end token are preferred."""
     short = [token for token in allowed if token in short_ids()]
     return rng.choice(short if short and rng.random() < 0.6 else allowed)
 
 
 def guess(rng: Random, grammar, known, count) -> list[int]:
-    """Drafts: most could come next, some could not."""
+    """Return drafts, most of which the grammar allows."""
     drafts: list[int] = []
     for _ in range(count):
         allowed = one_by_one(grammar, known, drafts)[-1]
@@ -172,7 +172,7 @@ def test_masks_behind_drafts(made, requests, seed) -> None:
         rows = [
             (i, guess(rng, grammars[i], known[i], rng.choice([0, 0, 1, 3, 7]))) for i in grammars
         ]
-        rows.append((99, [5, 6]))  # follows no grammar
+        rows.append((99, [5, 6]))  # has no grammar
         rng.shuffle(rows)
         masks = tokens_of(made.fill(rows))
         step: dict[int, list[int]] = {}
@@ -212,7 +212,7 @@ def test_thinking_ends_and_a_call_begins_inside_a_window(made) -> None:
     drafts = [word, word, end_think, call]
     masks = tokens_of(made.fill([(1, drafts)]))
     assert end_think in masks[0] and word in masks[0] and word in masks[1]
-    assert end_think in masks[2] and word not in masks[2]  # the budget is spent
+    assert end_think in masks[2] and word not in masks[2]  # the budget is used up
     assert call in masks[3] and word not in masks[3]
     assert set(masks[4]) <= {*tokenizer.encode("\n{").ids, *all_beginning("\n{")}
     assert made.fill([(1, [])]).tolist() == made.fill([(1, [word])])[:1].tolist()
@@ -226,7 +226,7 @@ def all_beginning(letters) -> set[int]:
 
 
 def test_a_way_that_only_a_draft_would_take_may_end_nowhere(made) -> None:
-    """Rows of 1 + 2 tokens where the grammar has no way on behind the first draft."""
+    """Rows of 1 + 2 tokens where the grammar has no continuation after the first draft."""
     tokenizer = served("qwen3").template.tokenizer
     a, b, c = (tokenizer.token_to_id(letter) for letter in "abc")
     text = 'root ::= "a" dead | "a" "b" "c"? | "c"\ndead ::= "z" dead'
@@ -240,7 +240,7 @@ def test_a_way_that_only_a_draft_would_take_may_end_nowhere(made) -> None:
     assert masks[7] == [c, END]
     before = made.num_followed
     made.advance(output_of({1: [a, END], 2: [c], 3: [a, b, END]}))
-    assert made.num_followed == before - 1  # the first ended where its grammar does not
+    assert made.num_followed == before - 1  # the first ended against its grammar
     assert tokens_of(made.fill([(1, []), (2, []), (3, [c])])) == [
         list(range(VOCAB)),
         [END],
@@ -254,4 +254,4 @@ def test_a_token_against_its_mask_is_no_end(made) -> None:
     for request_id, token in ((1, b), (2, END)):
         follow(made, request_id, compiler().build(json.dumps(tag)))
         assert made.advance(output_of({request_id: [a, token]})) == {request_id}
-        assert made.advance(output_of({request_id: [a]})) == set()  # it is followed no longer
+        assert made.advance(output_of({request_id: [a]})) == set()  # its matcher has been dropped

@@ -1,4 +1,4 @@
-"""Who is served when: sharing, order, leaving, limits and what is kept. Grammars are commands."""
+"""Sharing, order, cancellation, limits and caching of grammar compilations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trials() -> Iterator[Trials]:
 
 
 class Asking:
-    """A queue, and what it has told."""
+    """A queue and its outcomes."""
 
     def __init__(self, trials: Trials, compile_s: float = 30.0, num_bytes: int = 100) -> None:
         self.builder = FakeBuilder(num_bytes)
@@ -41,7 +41,7 @@ class Asking:
         self.queue.ask(request_id, tag, lambda outcome: self.told.put((request_id, outcome)))
 
     def hear(self, count: int = 1) -> dict[int, object]:
-        """The tag of each that got its grammar, the failure of each that did not."""
+        """Wait for `count` outcomes. Return the tag of each grammar or its failure, by request."""
         found = {}
         for _ in range(count):
             request_id, outcome = self.told.get(timeout=30)
@@ -50,7 +50,7 @@ class Asking:
         return found
 
     def check_empty(self) -> None:
-        """Nothing is left of any request."""
+        """Assert that the queue has no entry of any request."""
         made = self.queue
         assert not (made._jobs or made._queued or made._job_of)
         assert made.num_kept_bytes == sum(kept.num_bytes for kept in made._kept.values())
@@ -64,7 +64,7 @@ def test_prepared_before_anyone_asks(monkeypatch) -> None:
     asking.queue.prepare()
     process = trials._process
     assert prepared == [process] and process is not None and process.is_alive()
-    assert len(asking.builder.built) == 1  # the first grammar is no longer the first compilation
+    assert len(asking.builder.built) == 1  # later compilations are faster than the first one
     asking.ask(1, "fine")
     assert asking.hear() == {1: "fine"} and trials._process is process
     trials.close()
@@ -83,7 +83,7 @@ def test_requests_for_one_grammar_share_its_compilation(trials, tmp_path) -> Non
 
 
 def held(asking, tmp_path) -> None:
-    """Both workers are busy until `asking` leaves for the requests -1 and -2."""
+    """Keep both workers busy until the requests -1 and -2 leave."""
     for request_id in range(-WORKERS, 0):
         asking.ask(request_id, f"hang {tmp_path / 'held'} #{request_id}")
     logged(tmp_path / "held", WORKERS)
@@ -101,7 +101,7 @@ def test_the_smallest_is_next(trials, tmp_path) -> None:
     tags = [f"log {log} #{'x' * size}" for size in (9000, 10, 90_000, 1000)]
     for request_id, tag in enumerate(tags):
         asking.ask(request_id, tag)
-    asking.queue.leave(-1)  # one worker goes on
+    asking.queue.leave(-1)  # one worker becomes free
     assert list(asking.hear(4)) == [1, 3, 0, 2]
     assert [text for _, text in logged(log, 4)] == sorted(tags, key=len)
     release(asking, tmp_path)
@@ -122,18 +122,19 @@ def test_a_large_one_does_not_wait_for_ever(trials, tmp_path, monkeypatch) -> No
 
 
 def test_who_left_is_not_compiled_for(trials, tmp_path) -> None:
-    """12 heavy grammars whose requests leave do not hold a trivial one."""
+    """12 heavy grammars whose requests have left do not delay a trivial one."""
     asking, log = Asking(trials), tmp_path / "log"
     heavy = [f"hang {log} #{i}" for i in range(12)]
     for request_id, tag in enumerate(heavy):
         asking.ask(request_id, tag)
     running = logged(log, WORKERS)
-    asking.ask(50, heavy[5])  # one of them has another who waits for it
+    asking.ask(50, heavy[5])  # another request waits for one of them
     begun_with = {heavy.index(tag) for _, tag in running}
     waiting = [request_id for request_id in range(12) if request_id not in begun_with]
-    for request_id in (*waiting, *begun_with):  # a worker that is free begins what still waits
+    # Queued ones leave first, since a free worker starts the next queued one.
+    for request_id in (*waiting, *begun_with):
         asking.queue.leave(request_id)
-    asking.queue.leave(12)  # never there
+    asking.queue.leave(12)  # an id without a request
     begun = time.monotonic()
     asking.ask(99, "fine")
     assert asking.hear() == {99: "fine"}
@@ -154,7 +155,7 @@ def test_waiting_grammars_take_bounded_memory(trials, tmp_path, monkeypatch) -> 
         asking.ask(request_id, tag)
     full = Failure(RefusalKind.QUEUE_FULL, "100000 bytes of grammars are waiting already")
     assert asking.hear() == {2: full}
-    asking.ask(3, tags[0])  # shares what waits
+    asking.ask(3, tags[0])  # shares a queued compilation
     release(asking, tmp_path)
     assert asking.hear(3) == {0: tags[0], 1: tags[1], 3: tags[0]}
     asking.ask(4, tags[2])
@@ -191,7 +192,7 @@ def test_200_grammars_start_two_threads(trials) -> None:
 
 def test_what_fails_and_how_long_that_is_kept(trials, monkeypatch) -> None:
     monkeypatch.setattr(grammar_queue, "TIMEOUT_KEPT_S", 3.0)
-    monkeypatch.setattr(trials_module, "WALL_FACTOR", 100.0)  # this machine may be busy
+    monkeypatch.setattr(trials_module, "WALL_FACTOR", 100.0)  # the machine may be busy
     asking = Asking(trials, compile_s=0.3)
     tags = ["bad nothing matches it", "spin 20", "crash", "fine unbuildable"]
     for request_id, tag in enumerate(tags):
@@ -207,7 +208,7 @@ def test_what_fails_and_how_long_that_is_kept(trials, monkeypatch) -> None:
     assert asking.queue.failures == {"invalid": 1, "timeout": 1, "died": 1}
     asking.ask(5, tags[1])
     assert asking.hear() == {5: too_long}
-    assert asking.queue.failures["timeout"] == 1  # it holds no worker again
+    assert asking.queue.failures["timeout"] == 1  # the second refusal used no worker
     time.sleep(3.0)
     asking.ask(6, tags[1])
     assert asking.hear() == {6: too_long}
@@ -219,7 +220,7 @@ def test_what_fails_and_how_long_that_is_kept(trials, monkeypatch) -> None:
 
 
 def test_a_busy_machine_refuses_for_now_and_keeps_nothing(trials) -> None:
-    """`sleep` takes wall-clock time alone, as where others have the processor."""
+    """`sleep` uses only wall-clock time, as if other processes had the processor."""
     asking = Asking(trials, compile_s=0.2)
     asking.ask(0, "sleep 0.5")
     assert asking.hear() == {0: "sleep 0.5"}
@@ -230,7 +231,7 @@ def test_a_busy_machine_refuses_for_now_and_keeps_nothing(trials) -> None:
         assert asking.hear() == {request_id: busy}
     assert asking.queue.failures == {"invalid": 0, "timeout": 0, "died": 0, "busy": 2}
     asking.queue._compile_s = 10.0
-    asking.ask(3, tag)  # the machine has become idle
+    asking.ask(3, tag)  # the machine is idle now
     assert asking.hear() == {3: tag}
     asking.check_empty()
 
@@ -265,13 +266,13 @@ def test_a_trial_that_cannot_start_is_begun_once_more(trials, monkeypatch) -> No
 def test_the_cache_counts_keys_outcomes_and_itself(trials, monkeypatch) -> None:
     monkeypatch.setattr(grammar_queue, "CACHE_BYTES", 200_000)
     asking = Asking(trials, num_bytes=5000)
-    for request_id in range(10):  # failures take no less
+    for request_id in range(10):  # failures also count with the size of their key
         asking.ask(request_id, f"bad as it is #{request_id}{'x' * 64_000}")
         asking.hear()
     assert len(asking.queue._kept) == 3
     for request_id in range(60):
         asking.ask(request_id, f"fine #{request_id}")
-        asking.ask(1000 + request_id, "fine #0")  # used again and again
+        asking.ask(1000 + request_id, "fine #0")  # used repeatedly
         asking.hear(2)
     assert len(asking.queue._kept) == 200_000 // 6008
     assert "fine #0" in asking.queue._kept and "fine #1" not in asking.queue._kept
@@ -287,7 +288,7 @@ def test_the_cache_counts_keys_outcomes_and_itself(trials, monkeypatch) -> None:
     )
 )
 def test_everyone_who_stays_is_told_once(trials, steps) -> None:
-    """Requests ask for one of a few grammars, or leave, while others are being compiled."""
+    """Requests for a few grammars arrive and leave while others are being compiled."""
     asking = Asking(trials)
     tags = ["fine", "bad luck", "sleep 0.01", "crash"]
     there: dict[int, str] = {}
@@ -304,10 +305,10 @@ def test_everyone_who_stays_is_told_once(trials, steps) -> None:
     while asking.queue._jobs:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    time.sleep(0.002)  # the last are told just after that
+    time.sleep(0.002)  # the last outcomes are published shortly after
     answers: dict[int, object] = {}
     while set(there) - set(answers) or not asking.told.empty():
-        request_id, outcome = asking.told.get(timeout=30)  # who has left since may be among them
+        request_id, outcome = asking.told.get(timeout=30)  # also of requests that left since
         assert request_id not in answers, "told twice"
         answers[request_id] = outcome
     for request_id, tag in there.items():

@@ -1,4 +1,4 @@
-"""The engine's side of grammars: what compiles, what is refused, and the masks that follow."""
+"""Grammars in the engine: compilation, refusals, and masks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ebnf(text) -> dict:
 
 
 def thinking(begun, answer, **how) -> dict:
-    """What server.structured.tag makes of an answer behind thinking."""
+    """Return the tag that server.structured.tag makes of an answer after thinking."""
     text = {"type": "any_text", **how}
     end = {"type": "tag", "begin": "", "content": text, "end": token(END_THINK)}
     thoughts = [end, {"type": "regex", "pattern": "\n{0,2}"}]
@@ -141,19 +141,19 @@ def test_too_much_memory_is_refused() -> None:
 
 
 def short_of_memory() -> Attempt:
-    """Runs in the process of trials."""
+    """Return an attempt with a small memory limit. Runs in the trials' process."""
     trials_module.MEMORY_BYTES = 64 << 20
     return grammars.attempt_of(DEMO, VOCAB, [END])
 
 
 def heavy(number) -> dict:
-    """Takes far more than 20 s."""
+    """Return a grammar whose compilation takes much more than 20 s."""
     branches = " | ".join(f'[a-z]{{1,{i + 1}}} "{i}-{number}"' for i in range(1000))
     return ebnf(f"root ::= {branches}")
 
 
 def test_heavy_grammars_whose_requests_left_hold_nobody(made) -> None:
-    compiled(made, request(token(THINK)))  # what starts with the first has started
+    compiled(made, request(token(THINK)))  # one-time initialisation is done
     for i in range(12):
         made.queue.ask(100 + i, request(heavy(i)).grammar, refuse_to_hear)
     time.sleep(0.3)
@@ -197,7 +197,8 @@ def test_whatever_ends_a_request_drops_its_matcher(made) -> None:
 
 
 def test_where_there_is_no_way_on_the_output_ends(made) -> None:
-    body = "".join(f'"{c}" ' for c in "abcdefghijklmnopqrstuvwxyz")  # longer than what is tried
+    # The body is longer than the search for an end.
+    body = "".join(f'"{c}" ' for c in "abcdefghijklmnopqrstuvwxyz")
     asked = request(ebnf(f"root ::= {body} dead\ndead ::= dead"))
     made.follow(asked, *compiled(made, asked))
     for _ in range(30):
@@ -243,7 +244,7 @@ def test_a_grammar_without_a_token_to_end_with_is_refused() -> None:
     grammar = compiled(made, asked)[0]
     with pytest.raises(ValueError, match="a grammar needs a token that ends the text"):
         made.follow(asked, grammar)
-    made.follow(request(token(THINK), 2), grammar)  # that of the request is enough
+    made.follow(request(token(THINK), 2), grammar)  # the request's own stop id is sufficient
     made.advance(output(r2=THINK))
     assert allowed(made, 2) == [[END]]
     made.close()

@@ -1,7 +1,7 @@
-"""What the engine's host side costs a step, with 256 running requests and no device.
+"""Cost of the engine's host side per step, with 256 running requests and no device.
 
-Costs are the processor's time of this thread, so that other programs on a shared core add little
-to them; the cheapest of several tries tells, and a cost is compared with one taken beside it.
+Costs are CPU times of this thread, so that other programs on a shared core add little. The cheapest
+of several trials counts, and a cost is compared with one measured at the same time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGE = 128
 
 
 class Engine:
-    """As many decoding requests, each with so many tokens of context; counts what is published."""
+    """Decoding requests with `num_context` tokens each. Counts published bytes."""
 
     def __init__(self, num_context: int, num_requests: int = NUM_REQUESTS) -> None:
         pages = KVMemory(num_requests * (-(-num_context // PAGE) + 8), PAGE)
@@ -47,7 +47,7 @@ class Engine:
         self.num_bytes = 0
         self.said: list[list[int]] = []
         for request_id in range(num_requests):
-            # Of all lengths, so that in each step the pages of some become full.
+            # All lengths occur, so in each step some rows fill a page.
             prompt = array("i", [request_id] * (num_context + request_id % PAGE)).tobytes()
             self.loop.handle(Generate(request_id, prompt, 1000, [1], Sampling()))
         while not self.said or len(self.said[-1]) < num_requests:
@@ -73,21 +73,21 @@ def test_a_steady_step_of_256_requests_costs_little(capsys: pytest.CaptureFixtur
         line = f"\nhost: {median:.0f} us a step of {NUM_REQUESTS} ({low:.0f} .. {high:.0f})\n"
         sys.stdout.write(line)
     assert [len(tokens) for tokens in engine.said] == [NUM_REQUESTS] * NUM_STEPS
-    assert engine.said[0] != engine.said[1]  # the paper's words go on
-    assert engine.num_bytes < NUM_STEPS * NUM_REQUESTS * 13  # 12 bytes a token and little else
-    assert median < 1500.0  # about 200 on a core of one's own
+    assert engine.said[0] != engine.said[1]  # the paper model's sentence continues
+    assert engine.num_bytes < NUM_STEPS * NUM_REQUESTS * 13  # 12 bytes per token and little else
+    assert median < 1500.0  # about 200 on an idle core
 
 
 def test_no_step_costs_more_in_a_longer_context() -> None:
     short, long = Engine(num_context=100), Engine(num_context=4000)
     pairs = [(short.step_us(), long.step_us()) for _ in range(NUM_STEPS)]
-    # What other programs do to a shared core only adds: the cheap steps tell.
+    # Other programs on a shared core only add time, so the cheap steps are compared.
     cheap, dear = np.percentile(pairs, 20, axis=0)
     assert dear < 1.4 * cheap, f"{cheap:.0f} us with 100 tokens, {dear:.0f} us with 4000"
 
 
 def test_sixteen_times_the_requests_cost_a_step_little_more() -> None:
-    """A few array operations more, and what some rows have to do when a page is full."""
+    """More requests cost a few array operations, and extra work for rows that fill a page."""
     few, many = Engine(num_context=300, num_requests=16), Engine(num_context=300)
     pairs = [(few.step_us(), many.step_us()) for _ in range(NUM_STEPS)]
     cheap, dear = np.percentile(pairs, 20, axis=0)
@@ -103,7 +103,7 @@ def result(plan: StepPlan, token: int = 7) -> StepResult:
 
 
 def scheduler_of(num_requests: int, page_tokens: int = PAGE, num_slots: int = 0) -> Scheduler:
-    """So many requests that wait; one step will admit them all."""
+    """Return a scheduler with waiting requests, all of which the next step admits."""
     memory = KVMemory(200_000 * 16 // page_tokens, page_tokens)
     num_slots = num_slots or num_requests
     scheduler = Scheduler(
@@ -116,7 +116,7 @@ def scheduler_of(num_requests: int, page_tokens: int = PAGE, num_slots: int = 0)
 
 
 def begin(num_requests: int) -> tuple[Scheduler, StepPlan]:
-    """So many requests that decode, and the plan in flight."""
+    """Return a scheduler with decoding requests, and the plan in flight."""
     scheduler = scheduler_of(num_requests)
     plan = scheduler.plan()
     for _ in range(5):
@@ -134,7 +134,7 @@ def cost_ms(work: Callable[[], object]) -> float:
 
 @pytest.fixture
 def frozen() -> Iterator[None]:
-    """What other tests have left is looked at once, however often this one collects garbage."""
+    """Freeze objects of other tests, so that garbage collection does not scan them repeatedly."""
     gc.collect()
     gc.freeze()
     yield
@@ -142,7 +142,7 @@ def frozen() -> Iterator[None]:
 
 
 def cost_once_ms(work: Callable[[], object]) -> float:
-    """Without garbage of others: an engine that has started freezes what it is made of, too."""
+    """Measure without garbage of other tests. An engine also freezes its objects when it starts."""
     gc.collect()
     gc.freeze()
     return cost_ms(work)
@@ -156,7 +156,10 @@ def all_admitted(num_requests: int) -> float:
 
 
 def all_ended(num_requests: int) -> float:
-    """By a stop token each, in one step; their surplus rows come with the next."""
+    """Return the cost of the end of all requests by a stop token in one step.
+
+    Their surplus rows end with the next step.
+    """
     scheduler, plan = begin(num_requests)
     following = scheduler.plan()
     last, surplus = result(plan, STOP), result(following)
@@ -189,7 +192,7 @@ def all_aborted(num_requests: int) -> float:
 def test_what_happens_to_256_requests_at_once_costs_each_as_much_as_one(
     measure: Callable[[int], float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Below 5 ms, on a core of one's own; and no request pays for all the others."""
+    """The cost is under 5 ms on an idle core. Per request it does not grow with their number."""
     pairs = [(measure(32), measure(256)) for _ in range(9)]
     few, many = np.min(pairs, axis=0)
     with capsys.disabled():
@@ -199,7 +202,7 @@ def test_what_happens_to_256_requests_at_once_costs_each_as_much_as_one(
 
 
 def plan_ms(scheduler: Scheduler) -> float:
-    """Of one step, which is done."""
+    """Return the cost of planning a step, then complete it."""
     plans: list[StepPlan | None] = []
     cost = cost_ms(lambda: plans.append(scheduler.plan()))
     assert plans[0] is not None
@@ -210,7 +213,7 @@ def plan_ms(scheduler: Scheduler) -> float:
 @pytest.mark.parametrize("num_known", [0, 20_000])
 @pytest.mark.parametrize("page_tokens", [16, 128])
 def test_a_long_prompt_that_waits_for_pages_costs_a_step_little(page_tokens, num_known) -> None:
-    """Of 60,000 tokens, of which some are known: below 50 us a step."""
+    """A prompt of 60,000 tokens, some of them cached, costs less than 50 us per step."""
     stem = array("i", range(num_known))
     sizes = {"page_tokens": page_tokens, "num_slots": 256}
     quiet, waiting = scheduler_of(128, **sizes), scheduler_of(128, **sizes)
@@ -219,7 +222,7 @@ def test_a_long_prompt_that_waits_for_pages_costs_a_step_little(page_tokens, num
         scheduler.add(Generate(500, holder, 1000, [], Sampling()), 0.0)
         scheduler.complete(result(scheduler.plan()))
         pool = scheduler.memory.pool
-        pool.take(pool.num_free - 25_000 // page_tokens)  # somebody else's
+        pool.take(pool.num_free - 25_000 // page_tokens)  # used by other requests
     prompt = (stem + array("i", range(5, 60_005 - num_known))).tobytes()
     waiting.add(Generate(501, prompt, 4, [], Sampling()), 1e6)
     pairs = []

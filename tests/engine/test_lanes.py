@@ -51,7 +51,7 @@ def test_text_is_that_of_one_rank(
 
 
 def test_beside_a_lane_with_more_rows_than_graphs_have_no_graph_draws(tmp_path: Path) -> None:
-    """What the sampling graph of a lane's own size would read, its forward pass did not write."""
+    """The forward pass is eager and does not write the inputs of the lane's sampling graph."""
     make_tiny(tmp_path, "qwen3", vocab_size=5003)
     config = config_of(tmp_path)
     expected = text_of(WholeEngine(config, **SMALL))
@@ -65,7 +65,7 @@ def test_beside_a_lane_with_more_rows_than_graphs_have_no_graph_draws(tmp_path: 
 
 
 class Counting:
-    """An executor that has padded `padded` tokens, and its steps' handle."""
+    """Executor with a given number of padded tokens. It is also its steps' handle."""
 
     gap_s = busy_s = 0.0
     vet = None
@@ -87,7 +87,7 @@ class Counting:
 
 
 def test_what_all_lanes_count_is_told_as_one(tmp_path: Path) -> None:
-    """The step is a structured one if any lane's is."""
+    """The step counts as structured if the step of any lane is."""
     first, *others = places_of(cut(CONFIG, 1, 3), str(tmp_path))
     executor = RankedExecutor(Counting(1), first)  # type: ignore[arg-type]
     followers = [Follower(Counting(10**place.rank), place) for place in others]  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_what_all_lanes_count_is_told_as_one(tmp_path: Path) -> None:
 
 
 def test_lanes_share_experts_in_fp8(tmp_path: Path) -> None:
-    """Made of other weights while they load; each rank makes its own."""
+    """Experts are quantised from other weights during loading, on each rank its own."""
     overrides = {**CASES["deepseek_v3"][1], "n_routed_experts": 8, "vocab_size": 5003}
     make_tiny(tmp_path, "deepseek_v3", **overrides)
     config = config_of(tmp_path)
@@ -118,8 +118,7 @@ def test_lanes_share_experts_in_fp8(tmp_path: Path) -> None:
 
 
 def test_a_corrupted_request_ends_alone(tmp_path: Path) -> None:
-    """What is not a number goes to the other lane's experts with its token, and comes back to it
-    alone."""
+    """NaN goes to the other lane's experts with its token, and returns only to that token."""
     family, overrides = CASES["qwen3_moe"]
     model = make_tiny(tmp_path, family, **{**overrides, "num_experts": 6})
     with torch.no_grad():

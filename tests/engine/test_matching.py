@@ -66,7 +66,7 @@ def tokens_of(mask: np.ndarray) -> list[int]:
 
 
 def check_walk(tag: str, seed: int, steps: int) -> int:
-    """Write at random next to the exact matcher. Return how many masks were near a limit."""
+    """Compare with the exact matcher on random text. Return the number of masks near a limit."""
     pair, rng, num_near = compiler().build(tag), Random(seed), 0
     assert pair.free is not None
     chars = pair.free.texts.chars
@@ -76,12 +76,12 @@ def check_walk(tag: str, seed: int, steps: int) -> int:
         matcher.fill(mask)
         allowed, expected = tokens_of(mask), tokens_of(right)
         assert allowed and set(allowed) <= set(expected)
-        # Whatever one character spells is there, so every text can be written still.
+        # Tokens of a single character are allowed, so every text can still be written.
         assert {t for t in expected if chars[t] <= 1} <= set(allowed)
         num_near += 0 < matcher._look().first_limit - matcher._look().num_chars < 6
         inner = [t for t in allowed if 0 < chars[t] < 9 and t < END]
         token = rng.choice(inner if inner and rng.random() < 0.9 else allowed)
-        if rng.random() < 0.2:  # drafts are taken back
+        if rng.random() < 0.2:  # drafts are rolled back
             assert matcher.accept_token(token)
             matcher.rollback(1)
         assert matcher.accept_token(token) and exact.accept_token(token)
@@ -97,7 +97,7 @@ def test_masks_are_those_of_the_exact_grammar_but_for_overlong_tokens(name: str)
 
 
 def test_after_a_limit_the_exact_grammar_decides_until_both_agree() -> None:
-    """Beyond its limit the free grammar would go on with letters instead of the last x."""
+    """After the limit, the free grammar would allow letters instead of the last x."""
     rules = 'root ::= body "xx" more\nbody[max_chars=30] ::= [a-z]*\nmore ::= "1" | more "2"'
     form = {"type": "grammar", "grammar": rules}
     tag = json.dumps({"type": "structural_tag", "format": form})

@@ -1,4 +1,4 @@
-"""Decode rows keep their pace beside long prompts: the keeper alone, and driving a scheduler."""
+"""Decode rows keep their pace next to long prompts: PaceKeeper alone, and with a scheduler."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.engine.no_grammars import NoGrammars
 from tests.paper.engine import PaperEngine, generate
 from tests.paper.gpu import PaperGPU, PaperHandle, solo_run
 
-# -- a device that takes time by a formula -----------------------------------------------------
+# -- a device whose times follow a formula -------------------------------------------------------
 
 
 class Step(NamedTuple):
     rows: int
     prompt: int
-    quiet_s: float  # what it would have taken without prompts
+    quiet_s: float  # time without prompts
     seconds: float
 
 
@@ -55,13 +55,13 @@ class Handle:
 
 @dataclass
 class Device:
-    """An executor. `noise`: the share by which times vary, evenly."""
+    """Executor with computed times. `noise` is their uniform relative variation."""
 
     base_s: float
     row_s: float
-    token_s: float  # of a prompt, in an empty context
-    launch_s: float  # of any prompt
-    context: float  # tokens that double token_s
+    token_s: float  # per prompt token, in an empty context
+    launch_s: float  # per step with any prompt
+    context: float  # number of context tokens that double token_s
     noise: float = 0.0
     steps: list[Step] = field(default_factory=list)
     lengths: Counter[int] = field(default_factory=Counter)
@@ -70,7 +70,7 @@ class Device:
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     def vet(self, request: Generate) -> None:
-        """It takes any."""
+        """Accept all requests."""
 
     def launch(self, plan: StepPlan) -> Handle:
         for admit in plan.admits:
@@ -126,7 +126,7 @@ class Load:
 
 
 def streams_and_prompts(name: str, noise: float, depth: int = 1) -> Load:
-    """8 streams, then three prompts of 4,000 tokens; until the last of these is fed."""
+    """Run 8 streams, then three prompts of 4,000 tokens, until the last prompt is fed."""
     device, step_tokens = DEVICES[name]
     schedule = Schedule(step_tokens=step_tokens)
     load = Load(
@@ -150,10 +150,11 @@ def test_a_decode_step_beside_long_prompts_stays_below_four_quiet_ones(
     name: str, noise: float, depth: int
 ) -> None:
     load = streams_and_prompts(name, noise, depth)
-    settled = load.device.mixed[5:] if name != "cpu" else load.device.mixed  # a CPU starts low
+    # A CPU starts with a low budget.
+    settled = load.device.mixed[5:] if name != "cpu" else load.device.mixed
     worst = sorted(step.seconds / step.quiet_s for step in settled)
     assert worst[int(0.99 * (len(worst) - 1))] < 4
-    # Nor do prompts starve: they have the device for 45 % of the time at least.
+    # Prompts do not starve either: they get at least 45 % of the device's time.
     beside = [step for step in load.device.steps if step.rows][30:]
     quiet_s, all_s = (sum(getattr(s, k) for s in beside) for k in ("quiet_s", "seconds"))
     assert 0.55 * all_s > quiet_s
@@ -178,7 +179,7 @@ def test_prompts_alone_have_whole_steps() -> None:
 
 
 def test_prompts_without_end_leave_a_quiet_step_now_and_then() -> None:
-    """Else nobody would know what a quiet one takes, once contexts have grown."""
+    """Contexts grow, so the time of a step without prompts must be measured again."""
     load = Load(copy_of(CPU, 0.1), 512, PaceKeeper(512, start=64))
     for _ in range(8):
         load.add(40, 100_000)
@@ -191,7 +192,7 @@ def test_prompts_without_end_leave_a_quiet_step_now_and_then() -> None:
     assert max(np.diff(quiet)) <= STALE_STEPS + 2
 
 
-# -- a slow host: every step with a prompt takes longer, however few tokens it has ---------------
+# -- a slow host: each step with a prompt takes longer, even with few tokens --------------------
 
 SLOW = Device(base_s=76e-3, row_s=2e-3, token_s=1e-3, launch_s=150e-3, context=5000)
 SLOWER = Device(base_s=76e-3, row_s=2e-3, token_s=1e-3, launch_s=400e-3, context=5000)
@@ -199,7 +200,7 @@ SLOWEST = Device(base_s=10e-3, row_s=1e-3, token_s=1e-3, launch_s=400e-3, contex
 
 
 def prompt_with_rows(device: Device, step_tokens: int, depth: int) -> list[Step]:
-    """The steps of a prompt of 2,000 tokens, with 12 rows that decode."""
+    """Return the steps of a prompt of 2,000 tokens, with 12 decode rows."""
     load = Load(device, step_tokens, PaceKeeper(step_tokens, start=step_tokens // 8))
     load.loop.depth = depth
     for _ in range(12):
@@ -226,8 +227,10 @@ def seconds_alone(device: Device, step_tokens: int) -> float:
 def test_a_prompt_on_a_slow_host_takes_a_few_times_as_long_as_alone(
     device: Device, step_tokens: int, noise: float, depth: int
 ) -> None:
-    """Four times by the bound, and some steps to find the cost of a token: 12 to 57 times before,
-    as each step had 1 to 24 tokens."""
+    """The time is at most four times that of the prompt alone, plus steps for measuring.
+
+    Before, it was 12 to 57 times, since each step had 1 to 24 prompt tokens.
+    """
     steps = prompt_with_rows(copy_of(device, noise), step_tokens, depth)
     assert sum(step.seconds for step in steps) < 6.5 * seconds_alone(
         copy_of(device, 0), step_tokens
@@ -236,16 +239,16 @@ def test_a_prompt_on_a_slow_host_takes_a_few_times_as_long_as_alone(
 
 @pytest.mark.parametrize("device", [SLOW, SLOWER, SLOWEST], ids=["slow", "slower", "slowest"])
 def test_once_the_cost_is_known_prompts_keep_a_quarter_of_their_pace(device: Device) -> None:
-    """And steps are not longer than that takes: a third more than without any token, on average."""
+    """Steps are no longer than needed: on average a third longer than without prompt tokens."""
     mixed = [s for s in prompt_with_rows(copy_of(device, 0), 512, 1) if s.prompt]
-    settled = mixed[-1 - len(mixed) // 4 * 2 : -1]  # an even number, as sizes swing
+    settled = mixed[-1 - len(mixed) // 4 * 2 : -1]  # an even number, since sizes alternate
     tokens, seconds = (sum(getattr(s, k) for s in settled) for k in ("prompt", "seconds"))
-    own_s = seconds - sum(s.quiet_s + device.launch_s for s in settled)  # of the tokens alone
+    own_s = seconds - sum(s.quiet_s + device.launch_s for s in settled)  # time of the tokens alone
     assert tokens > 1000 and 0.22 < own_s / seconds < 0.3
 
 
 def test_where_tokens_themselves_are_slow_steps_stay_as_short_as_before() -> None:
-    """No fixed part: prompts have 60 % of the time, and 8 tokens are the least."""
+    """Without a fixed part, prompts have 60 % of the time. The minimum is 8 tokens."""
     device = Device(base_s=76e-3, row_s=2e-3, token_s=7e-3, launch_s=0.0, context=1e9)
     mixed = [s for s in prompt_with_rows(device, 512, 1) if s.prompt]
     assert {step.prompt for step in mixed[:-1]} == {16}
@@ -253,7 +256,7 @@ def test_where_tokens_themselves_are_slow_steps_stay_as_short_as_before() -> Non
 
 
 class SlowPaperGPU(PaperGPU):
-    """A paper GPU on a host of SLOW's times."""
+    """A simulated GPU on a host with the times of SLOW."""
 
     def launch(self, plan: StepPlan) -> PaperHandle:
         handle = super().launch(plan)
@@ -267,10 +270,10 @@ class SlowPaperGPU(PaperGPU):
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_on_a_slow_paper_gpu_a_long_prompt_is_not_starved_and_texts_stay(depth: int) -> None:
-    """Its steps had ever fewer tokens, down to 2; the first token came after 70 s."""
+    """Before, its steps had fewer and fewer tokens, down to 2. The first token came after 70 s."""
     engine = PaperEngine(num_pages=400, num_slots=16, budget=128, mixed=128, depth=depth)
     engine.gpu = SlowPaperGPU(16, 400, 4, None)
-    engine.mixed = 10**9  # changes with each step
+    engine.mixed = 10**9  # the budget changes in each step
     engine.loop.pace = PaceKeeper(128, start=16)
     prompts = {name: [name, *range(5)] for name in range(12)} | {99: [*range(40)] * 12}
     for name in range(12):
@@ -290,7 +293,7 @@ def test_on_a_slow_paper_gpu_a_long_prompt_is_not_starved_and_texts_stay(depth: 
     assert first_s < 5 * alone_s and max(fed[5:]) >= 60
 
 
-# -- the keeper alone --------------------------------------------------------------------------
+# -- the keeper alone ----------------------------------------------------------------------------
 
 
 def told(pace: PaceKeeper, rows: int, prompt: int, seconds: float) -> int:
@@ -302,24 +305,24 @@ def told(pace: PaceKeeper, rows: int, prompt: int, seconds: float) -> int:
 def test_it_goes_where_the_times_say() -> None:
     pace = PaceKeeper(512, start=64)
     assert pace.prompt_tokens == 64 and pace.mixed_step_tokens == 64
-    assert told(pace, 0, 100, 10e-3) == 64  # of quiet steps nothing is known
-    assert told(pace, 8, 0, 10e-3) == 144  # 15 ms at 0.1 ms a token, in whole units
+    assert told(pace, 0, 100, 10e-3) == 64  # no step without prompts has been measured
+    assert told(pace, 8, 0, 10e-3) == 144  # 15 ms at 0.1 ms per token, in whole units
     for _ in range(3):
         assert told(pace, 8, 96, 10e-3 + 96 * 0.2e-3) % 8 == 0
     assert pace.prompt_tokens == int((TARGET - 1) * 10 / 0.2) // 8 * 8 == 72
     assert pace.mixed_step_tokens == 72 + 8
     for _ in range(3):
         told(pace, 8, 96, 10e-3 + 96 * 5e-3)
-    assert pace.prompt_tokens == 512 // UNITS == 8  # the least
+    assert pace.prompt_tokens == 512 // UNITS == 8  # the minimum
     for _ in range(3):
-        told(pace, 8, 96, 9e-3)  # faster than a quiet one: noise
+        told(pace, 8, 96, 9e-3)  # faster than a step without prompts: noise
     assert 96 < pace.prompt_tokens <= 512
 
 
 def test_the_cost_of_one_token_more_is_told_from_steps_of_different_sizes() -> None:
-    """Ten of 0.1 s beside a fixed part of 0.9 s, and one that took far longer."""
+    """Ten tokens take 0.1 s in addition to a fixed 0.9 s; one step took far longer."""
     costs = MixedCosts()
-    for num_prompt in (8, 9, 10, 11):  # too alike
+    for num_prompt in (8, 9, 10, 11):  # too similar
         costs.add(num_prompt, 0.9 + 0.01 * num_prompt)
     assert costs.token_s == 0 == costs.lower_bound(0.1)
     for num_prompt in (16, 8, 16, 8):
@@ -342,13 +345,13 @@ def test_one_slow_step_changes_nothing() -> None:
         before = told(pace, 4, 64, 20e-3)
     assert told(pace, 4, 64, 0.5) == before
     assert told(pace, 4, 0, 0.5) == before
-    assert told(pace, 4, 2, 20e-3) == before  # two tokens say nothing of one token's cost
+    assert told(pace, 4, 2, 20e-3) == before  # two tokens do not show the cost of a token
 
 
 def test_rows_that_are_new_are_measured_once_without_prompts() -> None:
     pace = PaceKeeper(512, start=64)
     told(pace, 4, 0, 10e-3)
-    assert told(pace, 5, 64, 20e-3) > 0  # 4 to 7 rows count as one number
+    assert told(pace, 5, 64, 20e-3) > 0  # 4 to 7 rows share an entry
     assert told(pace, 8, 64, 25e-3) == 0 == pace.mixed_step_tokens
     assert told(pace, 8, 0, 16e-3) > 0
     assert told(pace, 7, 64, 20e-3) > 0

@@ -1,4 +1,4 @@
-"""`engine: paper`: the whole server without a model, and what measures it."""
+"""`engine: paper`, the whole server without a model, and its measurement."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ QUESTION = [{"role": "user", "content": "Hello?"}]
 
 
 class Collector(NoGrammars):
-    """Publishes into lists; also the masker."""
+    """Publisher into lists, and also a masker."""
 
     def __init__(self) -> None:
         self.said: dict[int, list[int]] = {}
@@ -53,7 +53,7 @@ class Collector(NoGrammars):
 
 
 def run(num_pages: int, max_new: Sequence[int], step_s: float = 0.0) -> tuple[Collector, int]:
-    """One request for each of `max_new`; also how often one was preempted."""
+    """Run one request for each of `max_new`. Return the collector and the number of preemptions."""
     memory = KVMemory(num_pages, page_tokens=4)
     scheduler = Scheduler(memory, num_slots=8, step_tokens=32, max_model_tokens=64)
     collector = Collector()
@@ -83,8 +83,8 @@ def test_a_step_takes_its_time_whatever_was_planned_meanwhile() -> None:
 def test_a_mask_is_obeyed() -> None:
     result = StepResult(1, np.array([[5], [40], [40]], np.int32))
     masks = np.zeros((2, 2), np.int32)
-    masks[0] = 1 << 8, 1 << 7  # 8 and 39
-    masks[1] = 1 << 3, 1 << 8  # 3 and 40
+    masks[0] = 1 << 8, 1 << 7  # tokens 8 and 39
+    masks[1] = 1 << 3, 1 << 8  # tokens 3 and 40
     handle = PaperHandle(result, [1, 2], 0.0)
     handle.sample(masks)
     assert handle.wait().tokens.tolist() == [[5], [8], [40]]
@@ -104,7 +104,7 @@ def test_the_numbers_come_from_the_recipe_else_from_the_model() -> None:
         load_config(RECIPE, ["engine=card"])
 
 
-# -- behind the real server ------------------------------------------------------------------
+# -- with the real server ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def server() -> Iterator[Server]:
 
 
 def processes(server: Server) -> dict[str, int]:
-    """Process ids by the names that the system shows."""
+    """Return process ids by the names that the system shows."""
     return {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in server.children()}
 
 
@@ -144,7 +144,7 @@ def test_two_api_processes_serve_one_port_at_the_engine_s_rate(server: Server) -
     duration = time.monotonic() - begin
     assert [text for text, _ in answers] == [spoken(60 + i % 5) for i in range(32)]
     assert min(seconds for _, seconds in answers) >= 59 / 400
-    assert duration < 32 * 60 / 400  # not one after the other
+    assert duration < 32 * 60 / 400  # requests did not run one after the other
 
 
 def test_both_api_processes_take_connections(server: Server) -> None:
@@ -173,7 +173,8 @@ def test_the_engine_process_has_no_torch(server: Server) -> None:
     for name, pid in processes(server).items():
         maps = Path(f"/proc/{pid}/maps").read_text()
         assert "libtorch" not in maps, name
-        assert "tokenizers" in maps or not name.startswith("nanovllm")  # the check can see
+        # This shows that the check can detect libraries.
+        assert "tokenizers" in maps or not name.startswith("nanovllm")
 
 
 # -- the measurement -------------------------------------------------------------------------
@@ -192,7 +193,7 @@ def test_bench_counts_the_cpu_time_of_each_kind_of_process(tmp_path: Path) -> No
     assert metrics["output_tokens"] == 3200.0
     assert written.recipe["engine"] == "paper"
     for name in ("server_cpu_us_per_token", "engine_cpu_us_per_token"):
-        # No more than two cores' worth for the API processes and one for the engine.
+        # At most the time of two cores for the API processes, and of one for the engine.
         assert 0.0 < metrics[name] < 2e6 * metrics["duration_s"] / 3200 + 2000
 
 
@@ -213,7 +214,8 @@ def test_cpu_time_is_that_of_the_named_children_and_their_own() -> None:
             start_new_session=True,
         )
         for name, inner in (
-            ("nanovllm-engine", f"{spin}time.sleep(60)"),  # a rank of its own: counts with it
+            # A rank, which counts as part of the engine.
+            ("nanovllm-engine", f"{spin}time.sleep(60)"),
             ("nanovllm-api0", "pass"),
             ("something-else", "pass"),
         )

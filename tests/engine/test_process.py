@@ -1,4 +1,4 @@
-"""engine/process.py without a server: connections that are queues, grammars that are commands."""
+"""engine/process.py without a server. Connections are queues, and grammars are commands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SENTENCE = [5, 6, 7, 8, 9]
 
 
 class FakeConnection:
-    """Two queues. None ends it."""
+    """Two queues. The message None ends it."""
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
@@ -54,7 +54,7 @@ class FakeConnection:
 
 
 class Running:
-    """An engine in a thread, and everything it has said."""
+    """An engine in a thread, and all its messages."""
 
     def __init__(self, max_queue: int = 100, step_s: float = 0.001) -> None:
         self.connection = FakeConnection()
@@ -82,7 +82,7 @@ class Running:
             self.connection.inbox.put(message)
 
     def hear(self, *request_ids: int) -> None:
-        """Until each of them has ended."""
+        """Receive messages until each of the requests has ended."""
         while set(request_ids) - set(self.finished) - set(self.refused):
             self._take(self.connection.sent.get(timeout=30))
 
@@ -236,7 +236,7 @@ def test_nothing_stays_when_the_engine_stops(tmp_path) -> None:
 def test_the_compiler_of_grammars_is_made_before_the_engine_is_ready(
     device: str, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If there can be none, all other requests are served all the same."""
+    """If the compiler cannot be built, requests without grammars are still served."""
     executor, recipe, *others = paper.build(config := load_config("paper"))
     recipe = msgspec.structs.replace(recipe, device=device)
     told: list[str] = []

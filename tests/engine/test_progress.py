@@ -1,4 +1,4 @@
-"""When a step is late, and when it only is long."""
+"""Detection of late steps, as opposed to long ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_step_may_take_as_long_as_the_longest(clock: Clock) -> None:
 
 def test_the_first_long_prompt_is_no_alarm(clock: Clock) -> None:
     steps = StepProgress()
-    run(steps, clock, 2, 0.1)  # 50 ms a token
+    run(steps, clock, 2, 0.1)  # 50 ms per token
     steps.begin(512)
     clock.now += 25
     assert steps.late_s() < 0
@@ -67,7 +67,7 @@ def test_steps_in_flight_are_measured_from_the_last_that_ended(clock: Clock) -> 
     clock.now += 1
     steps.begin(1)
     clock.now += 1
-    steps.end()  # took 2
+    steps.end()  # took 2 s
     clock.now += 1.5
     assert steps.age_s() == 1.5
     steps.end()

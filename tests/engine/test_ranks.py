@@ -32,7 +32,7 @@ from tests.models.tiny import CASES, config_of, make_tiny
 from tests.parallel.test_mesh import COUNTS
 from tests.whole_engine import GREEDY, WholeEngine, prompts_of
 
-SMALL = dict(pages=24, slots=4, step_tokens=24, max_tokens=90)  # chunks, and preemptions
+SMALL = dict(pages=24, slots=4, step_tokens=24, max_tokens=90)  # chunked prompts and preemptions
 NUM_REQUESTS = 10
 EVERYTHING = Sampling(
     temperature=0.9,
@@ -58,7 +58,7 @@ def cut(config: Config, tp: int, ep: int = 1) -> Config:
 
 @contextmanager
 def ranked(config: Config, tp: int, folder: Path, **sizes: Any) -> Iterator[WholeEngine]:
-    """Rank 0's engine; the others follow it until the block ends."""
+    """Yield rank 0's engine. The other ranks follow it until the block ends."""
     first, *others = places_of(cut(config, tp, config.recipe.parallel.ep), str(folder))
     left: list[int] = []
 
@@ -70,7 +70,7 @@ def ranked(config: Config, tp: int, folder: Path, **sizes: Any) -> Iterator[Whol
                 follower.take(message)
             left.append(place.rank)
         finally:
-            engine.mesh.backend.clear()  # or rank 0 would wait for this one
+            engine.mesh.backend.clear()  # otherwise rank 0 would wait for this rank
 
     threads = [threading.Thread(target=follow, args=(place,)) for place in others]
     for thread in threads:
@@ -85,7 +85,7 @@ def ranked(config: Config, tp: int, folder: Path, **sizes: Any) -> Iterator[Whol
 
 
 def text_of(engine: WholeEngine) -> dict[int, list[int]]:
-    """What requests of all kinds get, the last one after the others so that it finds a prefix."""
+    """Return the texts of requests of all kinds. The last finds a cached prefix."""
     prompts = prompts_of(NUM_REQUESTS)
     kinds = [
         GREEDY,
@@ -107,23 +107,23 @@ def text_of(engine: WholeEngine) -> dict[int, list[int]]:
 
 
 def num_weights(engine: WholeEngine) -> int:
-    """Those of the layers."""
+    """Return the number of weights in the layers."""
     return sum(parameter.numel() for parameter in engine.runner.model.layers.parameters())
 
 
 @pytest.mark.parametrize(
     ("family", "drafts", "tp", "vocab_size"),
     [
-        ("qwen3", NGRAM, 2, 5003),  # 3 blocks on 2 ranks
+        ("qwen3", NGRAM, 2, 5003),  # 3 vocabulary blocks on 2 ranks
         ("llama", None, 2, 4096),
-        ("qwen3", None, 4, 8200),  # 5 blocks, of which the last has 8 tokens
-        ("llama", NGRAM, 4, 5003),  # each rank has all
+        ("qwen3", None, 4, 8200),  # 5 blocks, the last of which has 8 tokens
+        ("llama", NGRAM, 4, 5003),  # each rank has all blocks
     ],
 )
 def test_text_is_that_of_one_rank(
     family: str, drafts: Speculate | None, tp: int, vocab_size: int, tmp_path: Path
 ) -> None:
-    """With 2 key/value heads: at tp 4 each is kept by two ranks."""
+    """The model has 2 key/value heads. With tp 4, two ranks have a copy of each."""
     make_tiny(tmp_path, family, tie_word_embeddings=tp == 4, vocab_size=vocab_size)
     same_text(config_of(tmp_path), drafts, tp, 1, tmp_path)
 
@@ -147,7 +147,7 @@ def test_experts_over_ranks_write_the_text_of_one(
     overrides = {**CASES[family][1], COUNTS[family]: 10, "vocab_size": 5003}
     if family == "deepseek_v3":
         overrides["n_group"] = 5
-    if (family, tp) == ("qwen3_next", 4):  # each rank with a key head; with 2 of attention
+    if (family, tp) == ("qwen3_next", 4):  # each rank has one key head; attention has 2
         overrides |= {"linear_num_key_heads": 4, "linear_key_head_dim": 4}
     make_tiny(tmp_path, family, **overrides)
     same_text(config_of(tmp_path), drafts, tp, ep, tmp_path)
@@ -160,8 +160,10 @@ def test_experts_over_ranks_write_the_text_of_one(
 def test_copies_of_experts_write_the_text_of_one_rank(
     family: str, drafts: Speculate | None, tp: int, tmp_path: Path
 ) -> None:
-    """Either rank has 7 of 10 experts; what was counted of them is what one rank counts, or where
-    each rank is a lane, about half of it, and with the other's about as much."""
+    """Each of two ranks has 7 of 10 experts, and counts of tokens equal those of one rank.
+
+    If each rank is a lane, its count is about half, and both together are about the whole.
+    """
     overrides = {**CASES[family][1], COUNTS[family]: 10, "vocab_size": 5003}
     if family == "deepseek_v3":
         overrides["n_group"] = 5
@@ -198,7 +200,8 @@ def same_text(config: Config, drafts: Speculate | None, tp: int, ep: int, folder
         assert text_of(engine) == expected
         assert num_weights(engine) < 0.7 * num_weights(alone)
         steps = engine.loop.executor.steps_by_mode, alone.runner.steps_by_mode
-        # Above 2 ranks keep copies of heads, but none of states, so other numbers of both fit.
+        # With more than 2 ranks heads are replicated, but states are not. Other numbers of both
+        # fit.
         fits_else = tp > 2 and not isinstance(alone.runner.states, NoStates)
         assert fits_else or dict(steps[0]) == dict(steps[1])
     for request_id, entries in alone.logprobs.items():
@@ -235,11 +238,11 @@ def test_pages_are_the_least_of_any_rank(tmp_path: Path) -> None:
     assert together(meshes, lambda mesh: mesh.least(10 - mesh.tp_rank)) == [9, 9]
 
 
-# -- what is told ------------------------------------------------------------------------------
+# -- messages ------------------------------------------------------------------------------------
 
 
 class Own:
-    """An executor that notes what it is asked to do; also its steps' handle."""
+    """Executor that records its calls. It is also its steps' handle."""
 
     def __init__(self) -> None:
         self.padded_tokens = self.gap_s = self.busy_s = 0
@@ -276,7 +279,7 @@ def test_followers_hear_of_plans_and_masks_in_order(tmp_path: Path) -> None:
 
 
 def test_masks_of_many_rows_pass_a_small_ring() -> None:
-    """256 rows of a vocabulary of 151,936: 4.9 MB a step through 64 KiB."""
+    """256 rows with a vocabulary of 151,936: 4.9 MB per step through 64 KiB."""
     plan = StepPlan(1, [], [], 256, None, [], 9, [*range(256)])
     masks = [
         np.random.default_rng(step).integers(-(2**31), 2**31, (256, 4_748), np.int32)
@@ -347,7 +350,7 @@ def test_engines_follow_each_other_on_the_devices(tmp_path: Path) -> None:
 def test_ranks_on_a_cpu_share_its_cores(
     changes: list[str], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More threads than cores wait for each other: a token takes ten times as long."""
+    """With more threads than cores, a token takes ten times as long."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     model: Any = SimpleNamespace(parameters=lambda: [torch.empty(700, 1 << 20, device="meta")])
     assert cpu_threads(load_config(None, changes).recipe, model) == expected
@@ -372,7 +375,7 @@ def test_gpus_that_are_not_there_are_refused(
     )
 
 
-# -- what goes wrong while loading -------------------------------------------------------------
+# -- errors while loading -------------------------------------------------------------------------
 
 
 def test_a_rank_that_cannot_be_built_says_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

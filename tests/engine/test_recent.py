@@ -1,4 +1,4 @@
-"""What is kept of steps: all that happened, in a ring of fixed size, and nothing of any text."""
+"""The record of recent steps: complete, in a ring of fixed size, and without any text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def owners(step: Step) -> list[int]:
 
 def test_every_step_says_who_was_fed_what() -> None:
     engine = engine_of()
-    for name in range(5):  # more than slots
+    for name in range(5):  # more requests than slots
         engine.loop.handle(generate(name, [name + 9] * (20 + name), max_new=6))
     steps = run(engine)
     stats = engine.scheduler.stats()

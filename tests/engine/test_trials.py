@@ -1,4 +1,4 @@
-"""Processes that may end in any way: whoever asks gets an answer or an error, and none stays."""
+"""Processes that may end in any way. Each caller gets a result or an error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def server_of(trials) -> int:
 def test_answers(trials) -> None:
     assert ask(trials, "fine") == ""
     assert ask(trials, "bad because of \u00e4\u4e2d") == "because of \u00e4\u4e2d"
-    long = "length #" + "x" * 3_000_000  # more than a socket holds
+    long = "length #" + "x" * 3_000_000  # more than a socket buffers
     assert ask(trials, long) == str(len(long))
 
 
@@ -54,8 +54,8 @@ def test_one_that_takes_too_long_is_ended(trials, tmp_path) -> None:
 
 
 def test_cpu_time_is_counted_and_ends_an_attempt(trials, monkeypatch) -> None:
-    assert ask(trials, "sleep 1", 0.5) == ""  # it computes nothing
-    monkeypatch.setattr(trials_module, "WALL_FACTOR", 100.0)  # this machine may be busy
+    assert ask(trials, "sleep 1", 0.5) == ""  # sleeping uses no CPU time
+    monkeypatch.setattr(trials_module, "WALL_FACTOR", 100.0)  # the machine may be busy
     with pytest.raises(CpuTimeError):
         ask(trials, "spin 20", 0.5)
     assert ask(trials, "spin 0.1", 5.0) == ""
@@ -77,7 +77,7 @@ def test_one_that_is_cancelled_is_ended_at_once(trials, tmp_path) -> None:
     waiting.join(5)
     assert ended == [TrialDiedError]
     wait_gone(pids)
-    trial.cancel()  # again is fine
+    trial.cancel()  # a second call has no effect
     early = trials.begin()
     early.cancel()
     with pytest.raises(TrialDiedError):
@@ -109,7 +109,7 @@ def test_a_killed_server_is_replaced_and_its_forks_still_answer(trials, tmp_path
     waiting.join(20)
     assert told == [""]
     assert server_of(trials) != server
-    wait_gone([server])  # no zombie either
+    wait_gone([server])  # not even as a zombie
 
 
 def test_interrupts_are_ignored_and_there_are_no_zombies(trials) -> None:
