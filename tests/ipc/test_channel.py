@@ -1,4 +1,4 @@
-"""Frames survive any cut; both ends say the same; the end of a peer is seen at once."""
+"""Frames survive any split, both ends agree on messages, and a lost peer is noticed at once."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_frames_survive_any_cut(sent, data) -> None:
 
 
 class Notes:
-    """A sink that writes down what it is told."""
+    """A sink that records its calls."""
 
     def __init__(self) -> None:
         self.said: list[object] = []
@@ -100,7 +100,7 @@ def step(rows: dict[int, list[int]], **more: object) -> StepOutput:
 
 
 class Talk:
-    """A real client on one end, a real connection on the other."""
+    """A real client on one end and a real connection on the other."""
 
     def __init__(self, tmp_path) -> None:
         self.path = str(tmp_path / "engine.sock")
@@ -139,7 +139,7 @@ class Talk:
         self.client = await connecting
 
     async def says(self, *outputs: StepOutput) -> None:
-        """All in one write, so that they are decoded together."""
+        """Send all outputs in one write, so that they are decoded together."""
         encoder = msgspec.msgpack.Encoder()
         self.engine._sock.sendall(b"".join(frame(encoder, output) for output in outputs))
         await asyncio.sleep(0.02)
@@ -161,7 +161,7 @@ def test_requests_reach_the_engine_and_ids_carry_the_worker(talk) -> None:
         assert talk.client.new_id() == 3 << WORKER_BITS | 2
         talk.client.submit(first, Notes())
         talk.client.abort(first.request_id)
-        talk.client.abort(12345)  # unknown: says nothing
+        talk.client.abort(12345)  # an unknown id is ignored
         assert await asyncio.to_thread(talk.engine.recv) == first
         assert await asyncio.to_thread(talk.engine.recv) == Abort(first.request_id)
 
@@ -217,7 +217,7 @@ def test_a_dead_engine_ends_every_request(talk) -> None:
         assert talk.was_lost and talk.client.is_lost
         with pytest.raises(EngineLostError):
             talk.client.submit(generate(2), Notes())
-        talk.client.abort(1)  # nobody there: says nothing
+        talk.client.abort(1)  # without a peer nothing happens
 
     talk.run(main)
 
@@ -233,7 +233,7 @@ def test_an_engine_that_dies_while_loading_is_an_error(talk) -> None:
 
 
 async def heard_by(connecting: asyncio.Task[EngineClient], talk: Talk) -> None:
-    """The engine is there now, and hears of the client that waits for it."""
+    """Accept the waiting client and send the ready message."""
     (await talk.accept()).send(THIRD)
     client = await connecting
     assert client.ready == THIRD
@@ -251,7 +251,7 @@ def test_the_client_waits_for_an_engine_that_is_not_there_yet(tmp_path) -> None:
 
 
 def test_an_engine_that_ends_as_it_is_found_is_waited_for_again(tmp_path) -> None:
-    """The kernel has queued the connection, and resets it before the loop looks again."""
+    """The kernel has queued the connection and resets it before the event loop runs."""
 
     async def main() -> None:
         gone = Listener(path := str(tmp_path / "engine.sock"))

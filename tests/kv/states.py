@@ -1,4 +1,4 @@
-"""What always holds of checkpoints, and of the memory that deals in them."""
+"""Invariants of checkpoints and of the memory that uses them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def check_memory(memory: HybridMemory) -> None:
 
 
 def check_states(states: Checkpoints, num_taken: int = 0) -> None:
-    """`num_taken` places are taken and not used yet."""
+    """Check the checkpoints. `num_taken` places are reserved and not used yet."""
     assert len(states._blank) + len(states._of) + num_taken == states.count, "a place is lost"
     kept = [one for one in states._by_id if one is not None]
     assert len(kept) == len(states._of) == states.sizes["kept"]

@@ -1,4 +1,4 @@
-"""Which states go first, and that what is kept is what was put there."""
+"""Eviction order of checkpoints, and their lookup compared with a simple model."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_what_is_behind_a_lost_state_costs_more() -> None:
     states.remove(next(states.along(keys, 40)))
     for token in (2, 3, 4):
         keep(states, keys_of([token] * 32), 32)
-    assert lengths(states, keys) == [44]  # of 4 tokens more it would have been the first to go
+    # Counted as saving only 4 tokens, it would have been evicted first.
+    assert lengths(states, keys) == [44]
 
 
 def test_a_state_that_comes_between_two_is_before_the_later() -> None:
@@ -96,7 +97,7 @@ def test_without_places_nothing_is_kept() -> None:
 
 @given(st.lists(st.tuples(few_pages, st.sampled_from(["", "a"]), st.booleans()), max_size=40))
 def test_what_is_found_along_a_text_are_its_own_beginnings(actions) -> None:
-    """As many as fit, each with its place, whatever order they come and go in."""
+    """A lookup finds all kept prefixes of a text with their places, after any order of changes."""
     states = Checkpoints(6, PAGE)
     kept: dict[tuple[str, tuple[int, ...]], int] = {}
     for pages, salt, goes in actions:
@@ -120,7 +121,7 @@ def test_what_is_found_along_a_text_are_its_own_beginnings(actions) -> None:
 
 @dataclass
 class Naive:
-    """What Checkpoints answers, of names alone and by looking at all of them."""
+    """Model of Checkpoints that stores names only and always looks at all of them."""
 
     count: int
     kept: dict[int, Name] = field(default_factory=dict)  # by place
@@ -131,7 +132,7 @@ class Naive:
         self.blank = list(range(self.count))[::-1]
 
     def starts(self, name: Name) -> list[int]:
-        """Places of what the text begins with, or is, the longest last."""
+        """Return the places of kept prefixes of the text, the longest last."""
         salt, tokens = name
         found = [at for at, one in self.kept.items() if one == (salt, tokens[: len(one[1])])]
         return sorted(found, key=lambda at: len(self.kept[at][1]))
@@ -143,7 +144,7 @@ class Naive:
         return len(self.kept[place][1]) - len(self.kept.get(self.before(place), ("", ()))[1])
 
     def beyond(self, name: Name) -> set[int]:
-        """The nearest with more than all of these tokens."""
+        """Return the places of the shortest kept texts that extend this one."""
         size = len(name[1])
         of_it = {
             at
@@ -183,7 +184,7 @@ act = st.tuples(some_pages, st.sampled_from(["", "", "a"]), st.integers(1, 7), s
 
 @given(st.lists(act, max_size=60), st.integers(1, 9))
 def test_all_answers_are_those_of_looking_at_all_states(actions, count) -> None:
-    """Texts go on behind what is saved of them, and end inside of a page."""
+    """Texts continue after their saved states, and end inside pages."""
     states, naive = Checkpoints(count, PAGE), Naive(count)
     for pages, salt, num_pages, what in actions:
         tokens = [token for token in pages for _ in range(PAGE)]

@@ -1,4 +1,4 @@
-"""How a room is split between running states, checkpoints and pages."""
+"""Split of a device's memory into running states, checkpoints and pages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_state_has_the_bytes_that_the_model_has() -> None:
     recipe = Recipe(model="x", schedule=Schedule(slots=64))
     assert running_bytes(NEXT, recipe) == 65 * NEXT.bytes_per_state
     drafting = replace(recipe, speculate=Speculate(method="ngram", tokens=3))
-    fed = 36 * 4 * (8192 + 2 * 32) * 2  # inputs of the rule, of 1 + 3 tokens
+    fed = 36 * 4 * (8192 + 2 * 32) * 2  # inputs of the rule for 1 + 3 tokens
     assert running_bytes(NEXT, drafting) == 65 * (NEXT.bytes_per_state + fed)
     assert running_bytes(DENSE, recipe) == running_bytes(DENSE, drafting) == 0
 
@@ -66,7 +66,7 @@ def test_what_a_model_has_follows_from_its_layout(layout, checkpoints) -> None:
 
 
 def test_whatever_its_length_a_request_takes_little_more_than_it_must() -> None:
-    """Nothing is padded to a common size of pages and states: vLLM takes 7,808 tokens' pages."""
+    """Pages and states are not padded to a common size: vLLM uses pages of 7,808 tokens."""
     found = Split(9_000, Cache(), NEXT, PAGE).numbers((12, 500, 8_000, 100_000), 1)
     above = [found[f"a request of {n:,}, % above the least"] for n in (12, 500, 8_000, 100_000)]
     assert above == pytest.approx([3.68, 0.33, 0.57, 0.09], abs=0.01) and max(above) <= 5

@@ -1,4 +1,4 @@
-"""How many drafts rows feed, and what that is worth: simulated on a device that costs so much."""
+"""Number of drafts per row and the resulting speed, simulated on a device with given costs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ D = 3
 
 
 class Device:
-    """Accepts the drafts of a request with its share at each place, which is unconditional.
+    """Device that accepts drafts with each request's unconditional rates by position.
 
-    A step in which all rows feed D takes as long as `dear` steps without any, and one with fewer
-    between that and `least`. It finds `found` drafts for a row.
+    A step in which all rows feed D drafts takes `dear` times as long as one without drafts. A step
+    with fewer drafts takes between `least` and `dear` times as long. `found` is the number of
+    drafts found for a row.
     """
 
     def __init__(
         self, accept: Sequence[Sequence[float]], dear: float, least: float, found: int | None = D
     ) -> None:
-        self.accept = accept  # by request, over and over
+        self.accept = accept  # by request, cyclic
         self.dear = dear
         self.least = least
         self.found = found
@@ -65,7 +66,7 @@ def simulate(
     num_drafts: int = D,
     found: int = D,
 ) -> tuple[float, Scheduler, Device]:
-    """Requests one after the other, `num_rows` of them at a time. Returns tokens per unit of cost.
+    """Run requests, `num_rows` at a time. Return tokens per unit of cost.
 
     Their lengths differ, so that they begin and end at different times.
     """
@@ -85,17 +86,18 @@ def simulate(
         if (plan := scheduler.plan()) is not None:
             rows = scheduler._decoding._flights[plan.step].rows
             flying.append(device.run(plan, rows.ids.tolist()))
-        while len(flying) > (plan is not None):  # the next step is planned before this one's result
+        # The next step is planned before the result of this one.
+        while len(flying) > (plan is not None):
             scheduler.complete(flying.popleft())
     return scheduler.stats().generated_tokens / device.cost, scheduler, device
 
 
-ROWS = {1: 8, 64: 160, 256: 500}  # and requests
-DEAR = {1: 1.2, 64: 1.5, 256: 2.6}  # a step of these, each with D drafts
+ROWS = {1: 8, 64: 160, 256: 500}  # values are numbers of requests
+DEAR = {1: 1.2, 64: 1.5, 256: 2.6}  # relative cost of a step with D drafts for each row
 
 
 def gain(rows: int, *accept: Sequence[float], least: float, num_new: int = 256) -> float:
-    """Tokens per unit of time with drafts, compared with none."""
+    """Return the tokens per unit of time with drafts, relative to those without."""
     sizes = {"num_rows": rows, "num_requests": ROWS[rows], "num_new": num_new}
     plain, _, device = simulate(accept, DEAR[rows], least=least, num_drafts=0, **sizes)
     assert not any(device.fed)
@@ -105,7 +107,7 @@ def gain(rows: int, *accept: Sequence[float], least: float, num_new: int = 256) 
 @pytest.mark.parametrize("num_new", [64, 256])
 @pytest.mark.parametrize(("rows", "most"), [(1, 0.03), (64, 0.05)])
 def test_drafts_that_are_never_accepted_cost_little(rows, most, num_new) -> None:
-    """Although each step with any of them is as dear as one with all."""
+    """The cost of a step with any draft is that of a step with all."""
     assert 1 / gain(rows, (0, 0, 0), least=DEAR[rows], num_new=num_new) - 1 <= most
 
 
@@ -113,12 +115,13 @@ def test_drafts_that_are_never_accepted_cost_little(rows, most, num_new) -> None
 @pytest.mark.parametrize("rows", ROWS)
 def test_drafts_that_are_accepted_bring_what_they_can(rows, accept) -> None:
     costs = [1.1 + (DEAR[rows] - 1.1) * most / D for most in (1, 2, 3)]
-    best = max((1 + sum(accept[: i + 1])) / costs[i] for i in range(D))  # the same in every step
+    # The best constant number of drafts.
+    best = max((1 + sum(accept[: i + 1])) / costs[i] for i in range(D))
     assert gain(rows, accept, least=1.1) >= 0.9 * max(best, 1.0)
 
 
 def test_rows_whose_drafts_fail_do_not_drag_down_the_others() -> None:
-    """Most rows of a step then are of those that fail: they take longer."""
+    """Requests with rejected drafts take longer, so most rows of a step are theirs."""
     good, bad = (0.95, 0.9, 0.85), (0, 0, 0)
     assert gain(64, good, bad, least=1.1) > 1.1
 
@@ -134,7 +137,7 @@ def test_a_few_rows_among_many_do_not_make_all_steps_longer() -> None:
 
 def test_where_nothing_is_found_nothing_is_fed() -> None:
     device = simulate([(0.9, 0.8, 0.7)], 1.2, num_rows=4, num_requests=4, found=0)[2]
-    assert sum(fed > 0 for fed in device.fed) <= 2  # before the first reports
+    assert sum(fed > 0 for fed in device.fed) <= 2  # before the first report
 
 
 def test_a_row_falls_within_a_few_steps_and_rises_with_a_probe() -> None:

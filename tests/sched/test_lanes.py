@@ -1,4 +1,4 @@
-"""Lanes over paper GPUs, one each: any schedule gives every request the text it would get alone."""
+"""Lanes with a simulated GPU each: any schedule gives each request the same text as alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_ENGINES = 20 * settings().max_examples
 
 
 class LanesHandle:
-    """Implements engine.executor.StepHandle."""
+    """Implementation of engine.executor.StepHandle."""
 
     gap_s = busy_s = 0.0
 
@@ -46,7 +46,7 @@ class LanesHandle:
 
 
 class PaperLanes(PaperEngine):
-    """A paper GPU for each lane, whose scheduler is that of an engine of its own."""
+    """Engine with a simulated GPU for each lane. Schedulers of lanes belong to further engines."""
 
     def __init__(self, num_lanes: int, depth: int = 1, load_weight: float = 4.0, **sizes) -> None:
         super().__init__(depth=depth, **sizes)
@@ -68,7 +68,10 @@ class PaperLanes(PaperEngine):
         return LanesHandle(plan, handles)
 
     def _launch(self, gpu, plan: StepPlan) -> PaperHandle | None:
-        """What its GPU is to do, less what all lanes do alike; one that idles forgets its rows."""
+        """Launch a lane's part of a plan without the padding common to all lanes.
+
+        The GPU of an idle lane forgets its rows.
+        """
         if not plan.step:
             gpu.decodes = []
             return None
@@ -112,7 +115,7 @@ def test_lanes_never_change_the_text() -> None:
 @settings(deadline=None)
 @given(st.randoms())
 def test_the_smallest_conversation_that_goes_wrong(rng: Random) -> None:
-    """The same for few engines: of one that fails, Hypothesis makes the smallest that fails."""
+    """Run the same with few engines. Hypothesis reduces a failure to the smallest one."""
     converse(rng)
 
 
@@ -135,7 +138,7 @@ def converse(rng: Random) -> None:
     assert all(memory.pool.num_free == memory.pool.num_pages for memory in engine.memories)
 
 
-# -- who goes where ------------------------------------------------------------------------------
+# -- assignment of requests to lanes --------------------------------------------------------------
 
 ROOM = dict(num_pages=40, num_slots=4, budget=32)
 
@@ -162,7 +165,7 @@ def test_a_request_goes_where_its_prefix_is_unless_that_is_far_busier() -> None:
     engine.say(generate(0, prompt, 2))
     here = lane_of(engine, 0)
     engine.finish_all()
-    for request_id in (1, 2, 3):  # 12 tokens are cached: three requests' worth
+    for request_id in (1, 2, 3):  # 12 tokens are cached, which outweighs three requests
         engine.say(generate(request_id, [*prompt, request_id], 9))
     assert [lane_of(engine, one) for one in (1, 2, 3)] == [here] * 3
     engine.say(generate(4, [*prompt, 4], 9))
@@ -194,7 +197,7 @@ def test_the_queue_is_one_limit_of_all_lanes() -> None:
 
 
 def test_a_prompt_beside_what_others_decode_is_cut() -> None:
-    """A lane without decode rows would otherwise make all lanes wait for a full step."""
+    """Otherwise a full step of a lane without decode rows would delay all lanes."""
     engine = PaperLanes(2, num_pages=60, num_slots=4, budget=32, mixed=6)
     engine.say(generate(0, [1] * 5, 20))
     engine.step()

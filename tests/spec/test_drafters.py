@@ -1,4 +1,4 @@
-"""Drafters by name: what they are made of, what they propose, what of it is accepted."""
+"""Drafters by method: construction, proposals and acceptance."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_each_coin_is_thrown_at_the_share_among_those_before_it(accept, rates) -
 
 
 def test_what_comes_out_has_the_given_shares() -> None:
-    """2,000 rows: within five standard errors."""
+    """The rates of 2,000 rows are within five standard errors."""
     accept = [0.8, 0.6, 0.4]
     drafter = made("synthetic", 3, accept)
     slots_R, num_rows = torch.arange(2000), 2000
