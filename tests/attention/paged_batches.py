@@ -14,7 +14,7 @@ from nanovllm.attention.grouped import PagedKV
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.plan import Chunk
 
-Heads = tuple[int, int, int]  # query heads, key/value heads, width
+Heads = tuple[int, int, int]  # query heads, key/value heads, head size
 
 
 def make_batch(
@@ -27,7 +27,7 @@ def make_batch(
     *,
     width: int = 1,
 ) -> tuple[Tensor, PagedKV, Batch]:
-    """Queries, one layer's cache and the batch. Nobody's cells hold finite dirt.
+    """Return queries, one layer's cache and the batch. Unused cells have finite values.
 
     The first rows of up to `width` new tokens are decode rows.
     """
@@ -61,7 +61,7 @@ def make_batch(
 
 
 def error_share(o_THA: Tensor, q_THA: Tensor, cache: PagedKV, batch: Batch) -> float:
-    """The worst error as a share of an ulp of the sum of weight * |value|; 1 is the bound."""
+    """Return the largest error in ulps of the sum of weight * |value|; the bound is 1."""
     rows = batch.page_table_RM, batch.starts_R1, batch.lengths_R, batch.max_new
     expected_THA = paged_prefill(q_THA, cache.k_PSGA, cache.v_PSGA, *rows)
     size_THA = paged_prefill(q_THA, cache.k_PSGA, cache.v_PSGA.abs(), *rows)

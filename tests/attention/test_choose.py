@@ -1,4 +1,4 @@
-"""Which attention kernels a recipe gets on this machine, and what it is told about the others."""
+"""Attention kernels that a recipe gets on this machine, and the reasons for those it does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel decode rows go to, what it is told of them, and where chunks begin behind them."""
+"""Selection of a kernel for decode rows, its arguments, and where chunks begin after these rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS = 4, 2, 16
 
 
 class Kernels:
-    """Stand-ins for the Triton and the CuTe module, which compute by the definition."""
+    """Stand-ins for the Triton and the CuTe module that call the reference."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, object]]] = []
@@ -61,7 +61,7 @@ def by_definition(
     max_new: int,
     out_THA: Tensor | None = None,
 ) -> Tensor:
-    """Prompt chunks, whose tokens need not begin with the step's."""
+    """Reference of prompt chunks, which may start after the step's first token."""
     o_THA = torch.full_like(q_THA, torch.nan) if out_THA is None else out_THA
     first = int(starts_R1[0])
     rows = table_RM, starts_R1 - first, lengths_R, max_new
@@ -83,9 +83,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     [
         ([1] * 5, 1, "triton"),  # too few rows for the CuTe kernel
         ([1] * 9, 1, "cute"),
-        ([1] * 9, 2, "cute"),  # rows that happen to have no drafts are as wide as others
+        ([1] * 9, 2, "cute"),  # rows that have no drafts in this step
         ([1, 2, 2, 1, 2, 1, 1, 1, 2], 2, "cute"),
-        ([1, 3, 2, 1, 2, 1, 1, 1, 2], 3, "triton"),  # wider than the CuTe kernel goes
+        ([1, 3, 2, 1, 2, 1, 1, 1, 2], 3, "triton"),  # wider than the CuTe kernel supports
         ([8, 1, 3], 8, "triton"),
     ],
 )
@@ -101,7 +101,7 @@ def test_rows_and_tokens_are_split_where_chunks_begin(
     ((called, ragged),) = kernels.calls
     assert called == name
     if width == 1:
-        assert ragged == {}  # the call of a kernel that knows nothing of drafts
+        assert ragged == {}  # a kernel for one token per row has no such arguments
     else:
         assert ragged["width"] == width
         assert ragged["starts_R1"].diff().tolist() == counts

@@ -1,5 +1,6 @@
-"""Expanded chunks of a whole engine, with pieces, graphs and drafts, with a plain-torch stand-in of
-flash-attn-4: the flow of tests/gpu/test_latent.py, whose numbers it is to reach.
+"""An engine with expanded chunks, piecewise graphs and drafts, with flash-attn-4 replaced.
+
+The steps are those of tests/gpu/test_latent.py, with a stand-in in plain torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nanovllm.layers.latent_attention import LatentAttention
 from tests.gpu.test_latent import Made, agree, engine_of, in_small_pieces, made
 from tests.runner.tape import capture_on_tapes
 
-TILE = 128  # keys that a block of its threads has at once
+TILE = 128  # keys per tile of a thread block
 
 
 def flash_attn(
@@ -37,9 +38,11 @@ def flash_attn(
     *unused: object,
     is_causal: bool,
 ) -> None:
-    """What its forward kernel does with rows of any lengths: the last query sees the last key; lse
-    is [head, token], natural, of scaled scores. Keys and values come by whole tiles, of which what
-    is past a row's end, the next row's, is masked as a score, and as a value times 0.
+    """Compute the same as flash-attn-4's forward kernel, for rows of any lengths.
+
+    The last query sees the last key. lse is [head, token], natural, of scaled scores. Keys and
+    values are loaded in whole tiles; those of the next row in a tile have masked scores, and values
+    times 0.
     """
     assert q.stride(2) == k.stride(2) == v.stride(2) == out.stride(2) == lse.stride(1) == 1
     assert {starts.dtype, k_starts.dtype} == {torch.int32} and lse.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Prompt chunks on their way to flash-attn-4's kernel, and what importing the backend costs."""
+"""Arguments of flash-attn-4's kernel for prompt chunks, and the cost of importing the backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanovllm_kernels.attention_reference import paged_prefill
 from nanovllm.attention.flash import FlashPaged
 from tests.attention.paged_batches import error_share, make_batch
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flash-attn-4's imports
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by flash-attn-4
 CPU = torch.device("cpu")
 CHUNKS = ((130, 7, 64, 200, 33), (130, 2, 63, 5, 32))
 
@@ -25,7 +25,7 @@ def test_the_backend_does_not_import_the_language_of_its_kernel() -> None:
 
 @pytest.mark.parametrize("given", [False, True], ids=["new", "given"])
 def test_every_argument_is_in_its_place(given, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled kernel knows places only: here the definition stands in them."""
+    """The compiled kernel has positional arguments only; the reference replaces it."""
     from nanovllm_kernels import flash_prefill
 
     asked = []

@@ -1,7 +1,7 @@
-"""Qwen3-Next's text is transformers' with the gated delta rule in Triton: whole engines.
+"""Engines with the gated delta rule in Triton write transformers' text for Qwen3-Next.
 
-In Triton's interpreter, in a process of its own: TRITON_INTERPRET must be set before triton is
-imported. With the rule in plain torch: tests/end_to_end.
+They run in Triton's interpreter in a separate process: TRITON_INTERPRET must be set before triton
+is imported. tests/end_to_end has the rule in plain torch.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def test_in_the_interpreter() -> None:
 def test_a_convolution_that_the_kernels_cannot_compute_is_refused(
     taps, tmp_path, monkeypatch
 ) -> None:
-    """They would leave out what is further back than three tokens."""
+    """The kernels would ignore inputs older than three tokens."""
     make_tiny(tmp_path, "qwen3_next", **{**NEXT, "linear_conv_kernel_dim": taps})
-    WholeEngine(config_of(tmp_path))  # in plain torch
+    WholeEngine(config_of(tmp_path))  # accepted in plain torch
     monkeypatch.setattr(delta_kernels, "TORCH", TRITON)
     with pytest.raises(ConfigError) as caught:
         WholeEngine(config_of(tmp_path))
@@ -52,7 +52,7 @@ def test_engines_write_what_transformers_writes(heads, speculate, tmp_path, monk
     engine = WholeEngine(config_of(tmp_path), step_tokens=40, speculate=speculate)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, 199, length).tolist() for length in LENGTHS]
-    prompts.append([7, 8, 9, 10] * 5)  # its next tokens are drafted
+    prompts.append([7, 8, 9, 10] * 5)  # a repetitive text, which has drafts
     for name, prompt in enumerate(prompts):
         engine.submit(name, prompt, NEW)
     engine.run()

@@ -1,4 +1,4 @@
-"""Caches of 8 bits on a CPU: what they hold, what comes of them, and where scales come from."""
+"""Caches of 8 bits on a CPU: stored values, attention results, and sources of scales."""
 
 from __future__ import annotations
 

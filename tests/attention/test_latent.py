@@ -1,4 +1,4 @@
-"""Latents of all heads: absorbed equals expanded, in pieces or not, and pages hold nothing else."""
+"""Latent attention: absorbed equals expanded, in pieces or not, and only latents are cached."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCALE = 0.3
 
 
 def by_hand(q_NHA: Tensor, latents_CX: Tensor, cache: Latents) -> Tensor:
-    """One row, of which each query sees everything up to its own token."""
+    """Return the attention of one row. Each query sees all tokens up to its own."""
     keys_CHA = torch.einsum("cx,hax->cha", latents_CX[:, :RANK], cache.key_HAX)
     rotated_CHA = latents_CX[:, None, RANK:].expand(-1, HEADS, -1)
     values_CHA = torch.einsum("cx,hax->cha", latents_CX[:, :RANK], cache.value_HAX)
@@ -59,7 +59,7 @@ def test_absorbed_is_expanded(
 
 
 class Largest(TorchDispatchMode):
-    """The most bytes that one operation writes to new memory."""
+    """Mode that records the largest new memory of any operation."""
 
     num_bytes = 0
 
@@ -78,8 +78,9 @@ class Largest(TorchDispatchMode):
 def test_no_more_is_made_of_a_long_context_than_of_a_piece(
     way: Callable[..., Tensor], num_new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Be it scores of a piece, its keys and values, or queries. With latents repeated for each head
-    it would be 5 * 13 * 4 bytes for each of 4,000 tokens.
+    """The largest tensor is scores of a piece, its keys and values, or queries.
+
+    With latents repeated for each head it would be 5 * 13 * 4 bytes for each of 4,000 tokens.
     """
     monkeypatch.setattr(latent, "PIECE", 64)
     generator = torch.Generator().manual_seed(1)
@@ -98,7 +99,7 @@ def test_no_more_is_made_of_a_long_context_than_of_a_piece(
 
 @pytest.mark.parametrize("way", [absorbed, expanded])
 def test_scores_of_16_bit_numbers_are_not_rounded(way: Callable[..., Tensor]) -> None:
-    """Of scores up to 40, whose last bit in bfloat16 were a quarter."""
+    """The scores are up to 40, where the last bit of bfloat16 is a quarter."""
     generator = torch.Generator().manual_seed(4)
     q_RNHA = 20 * torch.randn(2, 6, HEADS, KEY + ROTATED, generator=generator)
     latents_RCX = torch.randn(2, 300, RANK + ROTATED, generator=generator)
@@ -117,7 +118,7 @@ def test_scores_of_16_bit_numbers_are_not_rounded(way: Callable[..., Tensor]) ->
 def test_rows_of_a_step_read_their_own_pages(
     few: int, into: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decode rows, rows with drafts and chunks; what lies behind a row's end is never counted."""
+    """There are decode rows, rows with drafts, and chunks. Cells after a row's end do not count."""
     monkeypatch.setattr(latent, "FEW", few)
     lengths, new = (90, 17, 64, 7, 130, 50), (1, 3, 4, 1, 40, 50)
     shape = HEADS, 1, RANK + ROTATED

@@ -1,5 +1,7 @@
-"""Latents on a GPU against plain torch, in Triton's interpreter, with flash-attn-4's meaning in its
-place: in a process of its own, since TRITON_INTERPRET must be set before triton is imported.
+"""Latent attention of the GPU backend against plain torch, in Triton's interpreter.
+
+A reference replaces flash-attn-4. The tests run in a separate process, since TRITON_INTERPRET must
+be set before triton is imported.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def attend_by_hand(
     *,
     is_causal: bool,
 ) -> Tensor:
-    """The meaning of flash_expanded, which multiplies whole blocks: by 0 what is not the row's."""
+    """Compute the same as flash_expanded. Its tiles multiply values of other rows by 0."""
     lse_HT = torch.full(q.shape[1::-1], torch.nan)
     spans = zip(pairwise(starts.tolist()), pairwise(k_starts.tolist()), strict=True)
     for (start, stop), (k_start, k_stop) in spans:
@@ -124,7 +126,7 @@ def test_absorbed(name: str, dtype: torch.dtype, is_fp8: bool) -> None:
 @in_interpreter
 @pytest.mark.parametrize("piece", [7, 16, 4096])
 def test_expanded(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In many pieces, of several rows or of one, in 16 and in 8 bits."""
+    """There are many pieces, of several rows or of one row, in 16 bits and in 8 bits."""
     import nanovllm_kernels.flash_prefill
 
     pieces = []
@@ -154,7 +156,7 @@ def test_expanded(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rotated", [8, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotated_parts_reach_all_heads_bit_by_bit(rotated: int, dtype: torch.dtype) -> None:
-    """Eight bytes at a time, or one number where sizes are odd."""
+    """Copies have eight bytes, or one element for odd sizes."""
     pages_PSX = torch.randn(3, PAGE, RANK + rotated).to(dtype)
     key, value = torch.randn(HEADS, KEY, RANK).to(dtype), torch.randn(HEADS, VALUE, RANK).to(dtype)
     slots, q_THA = torch.tensor([20, 3, 47]), torch.zeros(3, HEADS, KEY + rotated, dtype=dtype)
@@ -168,7 +170,7 @@ def test_rotated_parts_reach_all_heads_bit_by_bit(rotated: int, dtype: torch.dty
 @in_interpreter
 @pytest.mark.parametrize("piece", [7, 16, 4096])
 def test_what_is_no_number_stays_its_rows_own(piece: int, monkeypatch) -> None:
-    """Of a row's latents, whose values stand behind another row's."""
+    """The NaN is in a row's latents, whose values follow those of another row."""
     import nanovllm_kernels.flash_prefill
 
     monkeypatch.setattr(nanovllm_kernels.flash_prefill, "flash_expanded", attend_by_hand)
@@ -188,7 +190,7 @@ def test_what_is_no_number_stays_its_rows_own(piece: int, monkeypatch) -> None:
 @in_interpreter
 @pytest.mark.parametrize("cached", ["auto", "fp8"])
 def test_a_whole_engine_writes_the_same_text(cached: str, tmp_path: Path) -> None:
-    """Chunks beside decode rows, with drafts, and prompts of which pages are cached."""
+    """There are chunks next to decode rows, drafts, and prompts with cached pages."""
     family, overrides = CASES["deepseek_v3 tied"]
     make_tiny(tmp_path, family, **overrides)
     config, drafts = config_of(tmp_path), Speculate(method="ngram", tokens=3, min_match=1)
@@ -213,7 +215,7 @@ def test_a_whole_engine_writes_the_same_text(cached: str, tmp_path: Path) -> Non
 
 
 def test_few_tokens_are_absorbed_and_many_expanded() -> None:
-    """By operations, of all rows together; what is no multiple of 8 wide is always absorbed."""
+    """Operations of all rows together decide. Odd sizes are always absorbed."""
     q_THA, cache, _, batch = made("chunks", torch.bfloat16)
 
     def is_cheaper(*rows: tuple[int, int], wide: int = 24) -> bool:

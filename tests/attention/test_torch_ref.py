@@ -1,4 +1,4 @@
-"""Attention on a CPU: which rows are computed together, and that it changes nothing."""
+"""Attention on a CPU: rows that are computed together, with unchanged results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ CPU = torch.device("cpu")
 
 def test_rows_of_similar_contexts_are_computed_together() -> None:
     counts, lengths = [1] * 9, [300, 4000, 250, 310, 40, 3900, 800, 1, 1000]
-    # At most twice the shortest and 256 more: else a short row would read as much as a long one.
+    # A group's longest context is at most twice its shortest plus 256, since all rows read as
+    # many tokens as the longest.
     assert list(alike(counts, lengths)) == [[7, 4, 2], [0, 3, 6], [8], [5, 1]]
     assert list(alike([1, 7, 1, 7], [90, 90, 95, 90])) == [[0, 2], [1, 3]]
     assert list(alike([1], [5])) == [[0]]
@@ -28,7 +29,7 @@ def test_rows_of_similar_contexts_are_computed_together() -> None:
         ((900, 17, 1300, 40, 700, 65), (1, 1, 1, 40, 3, 3)),
         ((5, 800), (5, 1)),
         ((900, 17, 64, 700, 1, 1300, 50), (4, 1, 3, 1, 1, 4, 40)),  # rows with drafts, and a chunk
-        ((900, 17, 64, 0, 0, 60), (2, 1, 3, 0, 0, 50)),  # rows that pad a graph, before a chunk
+        ((900, 17, 64, 0, 0, 60), (2, 1, 3, 0, 0, 50)),  # padding rows of a graph, before a chunk
     ],
 )
 def test_rows_get_their_own_results_whatever_the_order(
@@ -36,7 +37,7 @@ def test_rows_get_their_own_results_whatever_the_order(
 ) -> None:
     q_THA, cache, batch = make_batch(lengths, new, (4, 2, 16), 16, torch.float32, CPU)
     backend = TorchPaged(cache)
-    backend.bind(batch)  # of a step before, whose copies are overwritten
+    backend.bind(batch)  # an earlier step; its copies are overwritten
     out_THA = torch.empty_like(q_THA) if into else None
     o_THA = backend.bind(batch)(cache, q_THA, out_THA)
     assert not into or o_THA is out_THA

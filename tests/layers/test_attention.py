@@ -1,4 +1,4 @@
-"""A layer's attention against transformers' MiniMax-M2: norms of whole rows, rotation of a part."""
+"""A layer's attention with norms of whole rows and partial rotation, against MiniMaxM2Attention."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def theirs(factor: float, num_kv_heads: int, head_dim: int) -> MiniMaxM2Attentio
 
 
 def expected(attention: MiniMaxM2Attention, x_TD: Tensor) -> Tensor:
-    """The residual stream behind their layer; a norm of weight 1 is before."""
+    """Return the residual stream after transformers' layer, with a norm of weight 1 before it."""
     normed = nn.functional.rms_norm(x_TD, (HIDDEN,), eps=1e-6)[None]
     angles = MiniMaxM2RotaryEmbedding(attention.config)(normed, torch.arange(TOKENS)[None])
     later = torch.full((TOKENS, TOKENS), -torch.inf).triu(1)[None, None]
@@ -112,7 +112,7 @@ def ours(attention: MiniMaxM2Attention, x_TD: Tensor, mesh: Mesh) -> Tensor:
 )
 @pytest.mark.parametrize(("factor", "head_dim"), [(0.5, 16), (0.25, 24), (1.0, 16)])
 def test_minimax_m2(tp: int, num_kv_heads: int, factor: float, head_dim: int) -> None:
-    """At tp 4 two key/value heads are kept by two ranks each, and count once in the mean."""
+    """With tp 4, each of two key/value heads is on two ranks, and the mean counts it once."""
     attention = theirs(factor, num_kv_heads, head_dim)
     x_TD = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
     meeting = Meeting(tp)
@@ -124,11 +124,11 @@ def test_minimax_m2(tp: int, num_kv_heads: int, factor: float, head_dim: int) ->
 
 
 def test_rows_are_not_heads() -> None:
-    """What the norm is over moves these results: heads have means of their own."""
+    """The range of the norm changes these results: heads would have different means."""
     attention = theirs(0.5, 2, 16)
     x_TD = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
     whole = expected(attention, x_TD)
-    attention.q_proj.weight.data[:16].mul_(10)  # of one head, which all others see in the mean
+    attention.q_proj.weight.data[:16].mul_(10)  # one head, which changes the mean of all
     moved = (expected(attention, x_TD) - whole).abs().max()
     assert moved > 0.1
     torch.testing.assert_close(ours(attention, x_TD, Mesh()), expected(attention, x_TD))

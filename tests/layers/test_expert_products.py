@@ -1,4 +1,4 @@
-"""Which products of experts serve how many tokens, and that the log tells it."""
+"""Selection of the products of experts by the number of tokens, and its log line."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_many_rows_of_an_expert_are_for_the_first_products_that_fit() -> None:
 
 
 def test_a_rank_asks_by_the_pairs_that_it_expects() -> None:
-    """A quarter of the experts get a quarter of the pairs: as many each as all would."""
+    """A quarter of the experts gets a quarter of the pairs, so the load per expert is the same."""
     assert chosen(kernels_of(*CUTE.many), 192, share=4) == ("few", 16)
     assert chosen(kernels_of(*CUTE.many), 196, share=4) == ("quack", 64)
     assert chosen(kernels_of(*CUTE.many), 1024, share=4) == ("quack", 192)
@@ -80,7 +80,7 @@ def test_a_cpu_has_the_definition() -> None:
 
 
 def test_a_gpu_has_kernels_of_its_own(monkeypatch) -> None:
-    """On Hopper those of many rows, too."""
+    """On Hopper, these include kernels for many rows."""
     cuda = torch.device("cuda")
     monkeypatch.setattr(ops, "obstacle", lambda _: "it is used on Hopper GPUs only")
     assert (ops.fastest("experts", cuda), ops.fastest("gated_linear", cuda)) == ("triton", "torch")

@@ -1,4 +1,4 @@
-"""Weights in block fp8: which they are, how they are cut, and what products with them give."""
+"""Weights in block fp8: selection, sharding, and results of products."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model_of(*kept: str, mesh: Mesh = Mesh(), ops: Ops | None = None, **fields: 
 
 
 def fill(linear: Linear, seed: int = 0) -> Tensor:
-    """Fills weight and scales; returns the weight that they stand for."""
+    """Fill weight and scales. Return the dequantised weight."""
     generator = torch.Generator().manual_seed(seed)
     weight, scale = linear.weight, linear.weight_scale
     weight.copy_(torch.randn(weight.shape, generator=generator).to(weight.dtype))
@@ -75,7 +75,7 @@ def test_modules_are_kept_by_whole_names() -> None:
 
 
 def test_a_norm_is_no_part_of_the_product_behind_it() -> None:
-    """Qwen's own checkpoints of experts in fp8 name norms among what they keep."""
+    """Qwen's fp8 checkpoints of experts list norms among their unquantised modules."""
     products = {"layers.0.attn.qkv", "layers.1.mlp.gate_up"}
     named = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
     named += [f"model.layers.1.mlp.{part}_proj" for part in ("gate", "up")]
@@ -106,7 +106,7 @@ def test_half_of_a_fused_product_cannot_be_kept() -> None:
     ("spans", "expected"),
     [
         ([Span(512, 0, 512)], 128),
-        ([Span(576, 0, 576)], 128),  # a ragged end is no start
+        ([Span(576, 0, 576)], 128),  # a partial last block starts no other
         ([Span(576, 0, 576), Span(128, 0, 128)], 64),
         ([Span(768, 192, 192)], 64),
         ([Span(96, 0, 96), Span(96, 0, 96)], 32),
@@ -164,12 +164,12 @@ def test_quantising_a_weight_is_exact_to_three_bits(rows: int, width: int) -> No
     found = Scaled(quantised, scale).dequantised()
     largest = spread(scale, rows, width) * 448
     assert bool((found - weight_ND).abs().le(weight_ND.abs() / 16 + largest * 2.0**-18).all())
-    again, _ = quantise_weight(found)  # in steps of its own
+    again, _ = quantise_weight(found)  # with other scales
     assert torch.equal(Scaled(again, scale).dequantised(), found)
 
 
 class Skinny:
-    """In place of the products of few rows: exact, and of one row only."""
+    """Exact stand-in for products of few rows. It supports one row."""
 
     def fits(self, num_rows: int, weight: Scaled, **kind: bool) -> bool:
         return num_rows == 1
@@ -188,7 +188,7 @@ class Skinny:
 
 
 class Stand:
-    """In place of the products of many rows: counts what it is given."""
+    """Stand-in for products of many rows that records its calls."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -226,8 +226,9 @@ def bfloat16() -> Iterator[None]:
 @pytest.mark.parametrize("kept", [(), ("model.layers.0.mlp.down_proj",)], ids=["", "down kept"])
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 60])
 def test_an_mlp_by_rows(num_rows: int, kept: tuple[str, ...]) -> None:
-    """One row is for skinny products; more are quantised, and more than 16 gated by the product,
-    which quantises what it gives, too.
+    """A row uses skinny products; more rows are quantised.
+
+    Products of more than 16 rows also apply the gate, and quantise their result.
     """
     stand = Stand()
     ops = replace(select_ops(Kernels(), CPU), fp8_linear=stand.linear())

@@ -1,4 +1,4 @@
-"""Routed experts: which products run, where uniform routing looks, what they take and read."""
+"""Routed experts: selection of products, uniform routing, and memory traffic."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_is_pending_is_added_before_and_the_result_behind() -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_shared_expert_is_one_of_the_experts_or_an_mlp(gated: bool) -> None:
-    """One of the experts if it is as wide as they are."""
+    """It is one of the experts if it has their width."""
     whole, apart = moe(shared=F, gated=gated), moe(shared=2 * F, gated=gated)
     assert whole.shared is None and whole.experts.gate_up.shape == (E + 1, 2 * F, D)
     assert whole.router.weight.shape == (8 if gated else E, D)
@@ -87,7 +87,7 @@ def test_a_shared_expert_is_one_of_the_experts_or_an_mlp(gated: bool) -> None:
     apart.router.weight.data.copy_(whole.router.weight)
     apart.experts.gate_up.data.copy_(whole.experts.gate_up[:E])
     apart.experts.down.data.copy_(whole.experts.down[:E])
-    # Twice as many elements, of which the others are zero.
+    # Twice the width; the other half is zero.
     halves = whole.experts.gate_up[E].unflatten(0, (2, F))
     gate_up.weight.data.copy_(torch.nn.functional.pad(halves, (0, 0, 0, F)).flatten(0, 1))
     down.data.copy_(torch.nn.functional.pad(whole.experts.down[E], (0, F)))
@@ -113,7 +113,7 @@ def test_only_an_exact_router_is_float32_in_a_model_of_bfloat16() -> None:
 
 
 def test_many_rows_have_products_of_their_own() -> None:
-    """As many as its share of experts is to expect: with half of them, of twice the tokens."""
+    """The pairs that a rank expects decide: half of the experts need twice the tokens."""
     asked: list[tuple[int, int]] = []
 
     def tile(num_pairs: int, num_experts: int) -> int:
@@ -150,7 +150,7 @@ def test_the_log_says_which_products_run() -> None:
 
 
 def chosen_in(folder: Path, counts: list[tuple[int, int]]) -> list[Tensor]:
-    """The experts of each layer and step."""
+    """Return the chosen experts of each layer and step."""
     found: list[Tensor] = []
 
     def route(*args: object) -> tuple[Tensor, Tensor]:
@@ -165,8 +165,10 @@ def chosen_in(folder: Path, counts: list[tuple[int, int]]) -> list[Tensor]:
 
 
 def test_uniform_routing_follows_slot_position_and_layer_alone(tmp_path: Path) -> None:
-    """However a prompt is cut into steps; also behind the last attention, where few tokens go on
-    (here all, in reverse)."""
+    """The choice does not depend on how a prompt is cut into steps.
+
+    After the last attention only sampled tokens continue; here all of them do, in reverse.
+    """
     family, overrides = CASES["qwen3_moe"]
     make_tiny(tmp_path, family, **overrides)
     (first, last), later = (chosen_in(tmp_path, SCHEDULES[name]) for name in ("whole", "decode"))
@@ -179,7 +181,7 @@ def test_uniform_routing_follows_slot_position_and_layer_alone(tmp_path: Path) -
         expected = route_reference.route(logits_TE, None, 3, RULE, where)[1]
         assert torch.equal(found, expected)
     assert not torch.equal(first, last.flip(0))
-    assert torch.equal(later[2], first[[30, 33 + 26]])  # the first tokens that are decoded
+    assert torch.equal(later[2], first[[30, 33 + 26]])  # the first decoded tokens
     loads_E = first.flatten().bincount(minlength=5)
     assert int(loads_E.min()) > 0.5 * sum(LENGTHS) * 3 / 5
 
@@ -193,12 +195,12 @@ def test_a_recipe_asks_for_uniform_routing(tmp_path: Path) -> None:
         assert model.layers[0].mlp.experts.kernels.is_uniform is is_uniform  # type: ignore[union-attr]
 
 
-# -- what a step takes and reads -----------------------------------------------------------------
+# -- memory traffic of a step ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fuses_gate", [True, False])
 def test_elements_of_a_token(fuses_gate: bool) -> None:
-    """Of each pair F and D elements and its places in lists, logits, and the result."""
+    """Per pair F and D elements and its list entries; per token the logits and the result."""
     assert moe().elements(0, fuses_gate=fuses_gate) == K * (F + D + 8) + E + D
 
 
@@ -207,7 +209,7 @@ def test_a_step_reads_the_experts_that_are_chosen() -> None:
     expert, others = 3 * F * D, D + E * D
     assert read_by(block, 1) == (4 * (others + K * expert), others + K * expert)
     num_bytes, used = read_by(block, 3)
-    share = 1 - (1 - K / E) ** 3  # of the experts that three tokens choose, on average
+    share = 1 - (1 - K / E) ** 3  # average share of experts that three tokens choose
     assert num_bytes == pytest.approx(4 * (others + share * E * expert))
     assert used == others + K * expert
     assert read_by(block, 10_000)[0] == pytest.approx(4 * (others + E * expert))

@@ -1,6 +1,7 @@
-"""The block of experts with its kernels in Triton is the one in plain torch.
+"""The MoE block gives the same results with Triton kernels as with plain torch.
 
-In Triton's interpreter, which must be on before triton is imported: in a process of its own.
+It runs in Triton's interpreter in a separate process. The interpreter must be on before triton is
+imported.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ def test_in_the_interpreter() -> None:
 
 
 def block(kernels: ExpertKernels, mesh: Mesh, *, exact: bool) -> MoE:
-    """With a router as R1's and fp8 weights if it is `exact`, else as Qwen3-Next's. A shared expert
-    is one of the experts where all are here."""
+    """Return a block like DeepSeek-R1's with fp8 weights if `exact`, else like Qwen3-Next's.
+
+    A shared expert is one of the experts if the rank has all of them.
+    """
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -71,7 +74,7 @@ def check(num_tokens: int, ep: int, exact: bool) -> None:
     expected, actual = (y_TD.float() for y_TD in found)
     scale = float(expected.abs().max())
     assert scale > 0
-    # Of bfloat16 all the way, to which the interpreter truncates.
+    # Everything is bfloat16, to which the interpreter truncates.
     assert float((expected - actual).abs().max()) < scale / 32
 
 

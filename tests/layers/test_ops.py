@@ -1,4 +1,4 @@
-"""The references of the fused operations, and which implementation a recipe gets."""
+"""References of the fused operations, and the implementations that a recipe selects."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_compiling_on_a_cpu_takes_a_compiler(monkeypatch: pytest.MonkeyPatch) ->
 
 @torch.inference_mode()
 def test_compiled_references_mean_the_same_for_any_number_of_tokens() -> None:
-    """And write to the cache itself, not to a copy of it."""
+    """They also write to the cache itself, not to a copy."""
     names = ("rms_norm", "add_rms_norm", "silu_mul", "sigmoid_mul", "rope_store")
     ops = select_ops(Kernels(**dict.fromkeys(names, "compile")), CPU)
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ def test_the_fused_gate_is_refused_where_it_cannot_run() -> None:
 
 
 class Doubled:
-    """In place of the fused gate: for three rows and more, and plain to tell apart."""
+    """Stand-in for the fused gate with doubled results. It supports three rows or more."""
 
     def fits(self, num_rows: int, weight_ND: Tensor) -> bool:
         return num_rows >= 3
@@ -117,7 +117,7 @@ def test_the_fused_gate_takes_steps_of_many_rows(num_rows: int, factor: float) -
     expected, _ = normed(REFERENCE, Added(x), norm_weight, weight, gated=True)
     torch.testing.assert_close(actual, factor * expected)
     assert torch.equal(after.stream_TD, x)
-    # Products without a gate are none of its business.
+    # Products without a gate do not use it.
     plain, _ = normed(fused, Added(x), norm_weight, weight)
     assert torch.equal(plain, normed(REFERENCE, Added(x), norm_weight, weight)[0])
 
@@ -141,15 +141,15 @@ def test_a_table_says_which_implementation_serves_how_many_rows() -> None:
 @pytest.mark.parametrize(
     ("num_rows", "num_features", "num_inputs", "slices"),
     [
-        (64, 1024, 2048, 1),  # other kernels'
+        (64, 1024, 2048, 1),  # served by other kernels
         (65, 1024, 2048, 4),
         (256, 1024, 3072, 4),
         (256, 4096, 12288, 2),
         (384, 4096, 12288, 2),
-        (385, 4096, 12288, 1),  # fills a GPU
+        (385, 4096, 12288, 1),  # fills a GPU without slices
         (192, 6144, 4096, 2),
-        (160, 4096, 1024, 1),  # too many lines
-        (160, 1024, 1032, 1),  # cannot be cut
+        (160, 4096, 1024, 1),  # too many rows of x
+        (160, 1024, 1032, 1),  # width not divisible
     ],
 )
 def test_products_of_some_hundred_rows_are_sliced(
@@ -196,7 +196,7 @@ def test_the_library_adds_the_stream_in_steps_of_many_rows(
 
 
 def test_norms_round_where_transformers_does() -> None:
-    """Bit for bit in bfloat16: normalised in float32, rounded, then scaled."""
+    """Results are equal bit for bit in bfloat16: normalised in float32, rounded, then scaled."""
     torch.manual_seed(0)
     theirs = Qwen3RMSNorm(128, eps=1e-6).bfloat16()
     theirs.weight.data.normal_(1, 0.3)

@@ -1,4 +1,4 @@
-"""A router's float32 weight as bfloat16 numbers: they are it exactly, and so is what they give."""
+"""A router's float32 weight as a sum of bfloat16 parts, exact in its value and its products."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.models.steps import CPU
 
 E, D, T = 64, 384, 300
 OPS = select_ops(Kernels(), CPU)
-ULP = 2.0**-24  # half of the distance of float32 numbers from 1 on
+ULP = 2.0**-24  # half of the distance between float32 numbers above 1
 
 
 def drawn(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """x_TD, bfloat16, and a weight_ED of as large products."""
+    """Return x_TD in bfloat16 and a weight_ED that gives results of the same size."""
     generator = torch.Generator().manual_seed(seed)
     x_TD = torch.randn(T, D, generator=generator).bfloat16()
     return x_TD, torch.randn(E, D, generator=generator) * D**-0.5
@@ -32,7 +32,7 @@ def float_sums(a: Tensor, b: Tensor) -> Tensor:
 
 
 def router(dtype: torch.dtype | None, model: torch.dtype = torch.bfloat16) -> Router:
-    """`dtype`: float32 of an exact one, or None."""
+    """Return a router; `dtype` is float32 for an exact one, or None."""
     torch.set_default_dtype(model)
     try:
         return Router([("", Span(E, 0, E))], D, OPS, exact=dtype is not None)
@@ -44,7 +44,7 @@ def router(dtype: torch.dtype | None, model: torch.dtype = torch.bfloat16) -> Ro
 
 
 def of_all_sizes() -> Tensor:
-    """Numbers of every bit pattern that is 2^-110 or more and less than bfloat16's largest."""
+    """Return random numbers of any bit pattern, from 2^-110 up to bfloat16's maximum."""
     bits = torch.randint(-(2**31), 2**31, (1000, 1000), generator=torch.Generator().manual_seed(3))
     numbers = bits.int().view(torch.float32)
     is_meant = (numbers.abs() >= 2.0**-110) & (numbers.abs() < torch.finfo(torch.bfloat16).max)
@@ -58,7 +58,7 @@ EXTREMES = (0.0, -0.0, 1.0, -1 / 3, 1 + 2.0**-23, -(2 - 2.0**-23), 1 + 2.0**-8 -
 
 @pytest.mark.parametrize("weight_ED", [of_all_sizes(), torch.tensor([EXTREMES]), drawn()[1]])
 def test_three_parts_are_the_weight_bit_by_bit(weight_ED: Tensor) -> None:
-    """However they are added up."""
+    """The order of addition does not matter."""
     parts_IED = bfloat16_parts(weight_ED)
     assert parts_IED.dtype == torch.bfloat16 and parts_IED.shape == (MOST_PARTS, *weight_ED.shape)
     first, second, third = parts_IED.float()
@@ -72,14 +72,14 @@ def test_as_few_parts_as_suffice() -> None:
     weight_ED = drawn()[1]
     rounded = weight_ED.bfloat16()
     assert torch.equal(bfloat16_parts(rounded.float()), rounded[None])
-    two = rounded.float() * (1 + 2.0**-8)  # of 16 bits
+    two = rounded.float() * (1 + 2.0**-8)  # of 16 significant bits
     parts_IED = bfloat16_parts(two)
     assert len(parts_IED) == 2 and torch.equal(parts_IED.float().sum(0), two)
     assert torch.equal(bfloat16_parts(torch.zeros(2, 3)), torch.zeros(1, 2, 3).bfloat16())
 
 
 def test_below_normal_numbers_a_little_is_lost() -> None:
-    """At most half of the least bfloat16, 2^-133, whatever the number; nothing else."""
+    """The error is at most 2^-134, half of the least bfloat16. Larger numbers have none."""
     generator = torch.Generator().manual_seed(5)
     bits = torch.randint(0, 17 << 23, (500, 500), generator=generator)  # below 2^-110
     weight_ED = bits.int().view(torch.float32)
@@ -92,14 +92,17 @@ def test_below_normal_numbers_a_little_is_lost() -> None:
 
 
 def exact(x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
-    """The product in float64, and the sum of |x w|."""
+    """Return the product in float64, and the sum of |x w|."""
     x, weight = x_TD.double(), weight_ED.double()
     return x @ weight.t(), x.abs() @ weight.abs().t()
 
 
 def tensor_cores(a_TD: Tensor, b_DN: Tensor) -> Tensor:
-    """Sums of float32 at their worst: 16 products at a time beside what they are added to, each cut
-    off at the last of the 24 bits that the largest of the 17 has, and so is their sum."""
+    """Return float32 sums with the largest possible error of tensor cores.
+
+    Each instruction adds 16 products to the accumulator. All 17 terms are truncated to the 24 bits
+    of the largest, and so is their sum.
+    """
     sums = torch.zeros(len(a_TD), b_DN.shape[1], dtype=torch.float64)
     for a, b in zip(a_TD.double().split(16, 1), b_DN.double().split(16), strict=True):
         terms = torch.cat((a[:, :, None] * b, sums[:, None]), 1)
@@ -119,8 +122,10 @@ SUMMED = [pytest.param(float_sums, 1.0, id="float32"), pytest.param(tensor_cores
 def test_a_product_by_parts_errs_as_sums_do(
     multiply: Callable[..., Tensor], factor: float, outlier: int
 ) -> None:
-    """Within the bound, which one part exceeds; where no element is much larger than others, within
-    a hundredth of it, which two parts exceed."""
+    """Three parts are within the error bound of float32 sums; one part exceeds it.
+
+    Without outliers, three parts are within a hundredth of the bound, which two parts exceed.
+    """
     x_TD, weight_ED = drawn()
     x_TD[:, 7] *= outlier
     expected, size = exact(x_TD, weight_ED)
@@ -135,7 +140,7 @@ def test_a_product_by_parts_errs_as_sums_do(
 
 
 def test_experts_are_the_same_where_scores_are_further_apart_than_the_error() -> None:
-    """Which is in nearly every row. With the first part alone many choose others."""
+    """Nearly all rows have such scores. With one part alone, many choose other experts."""
     x_TD, weight_ED = drawn()
     size = exact(x_TD, weight_ED)[1]
     plain = float_sums(x_TD, weight_ED.t())
@@ -154,7 +159,7 @@ def test_experts_are_the_same_where_scores_are_further_apart_than_the_error() ->
     assert not bool(same_rounded[is_clear].all())
 
 
-# -- which product -----------------------------------------------------------------------------
+# -- selection of a product ----------------------------------------------------------------------
 
 
 def test_a_cpu_multiplies_in_float32() -> None:
@@ -176,7 +181,7 @@ def test_a_cpu_multiplies_in_float32() -> None:
 def test_elsewhere_many_rows_of_bfloat16_are_multiplied_by_parts(
     dtype: torch.dtype | None, model: torch.dtype, of_many: str
 ) -> None:
-    """As torch's own rules say of a product with float32 sums: here shapes and types alone."""
+    """The meta device checks shapes and dtypes by torch's own rules for float32 results."""
     made = router(dtype, model).to("meta")
     for rows, name in ((LEAST_ROWS - 1, "library"), (LEAST_ROWS, of_many)):
         assert made.by_rows[rows].name == name
@@ -185,7 +190,7 @@ def test_elsewhere_many_rows_of_bfloat16_are_multiplied_by_parts(
 
 
 def test_parts_are_made_once_weights_are_loaded() -> None:
-    """Until then there is room for as many as there may be."""
+    """Before loading, memory for the maximum number of parts is allocated."""
     made = router(torch.float32)
     x_TD, weight_ED = drawn()
     for weight, count in ((weight_ED, MOST_PARTS), (weight_ED.bfloat16(), 1)):
