@@ -1,4 +1,4 @@
-"""Several ranks, as threads of one process, compute what one rank does."""
+"""Several ranks, as threads of one process, compute the same as one rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COUNTS = {"qwen3_moe": "num_experts", "minimax_m2": "num_local_experts",
 
 
 class Meeting:
-    """Where ranks meet to exchange."""
+    """Exchange of tensors between the threads of ranks."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=60)
@@ -57,9 +57,10 @@ class ThreadMesh(Mesh):
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_ranks_together_compute_the_same_logits(family: str, tp: int, tmp_path: Path) -> None:
-    """With 2 key/value heads: at tp 4 and 8 each is kept by 2 and 4 ranks.
+    """There are 2 key/value heads. With tp 4 and 8, 2 and 4 ranks have a copy of each.
 
-    Vocabularies of 3 blocks on 2 ranks, of 5 on 4, the last of them ragged, and of one on 8 ranks.
+    Vocabularies have 3 blocks on 2 ranks, 5 blocks on 4 ranks with a partial last one, and one
+    block on 8 ranks.
     """
     vocab_size = {2: 5003, 4: 8200, 8: 200}[tp]
     overrides = dict(num_attention_heads=8, tie_word_embeddings=tp == 4, vocab_size=vocab_size)
@@ -91,10 +92,10 @@ def test_ranks_together_compute_the_same_logits(family: str, tp: int, tmp_path: 
     ],
 )
 def test_experts_over_two_ranks_compute_the_same_logits(case: str, ep: int, tmp_path: Path) -> None:
-    """Whole experts on either rank, or a share of all."""
+    """Each rank has half of the experts, or half of each expert."""
     family, overrides = CASES[case]
     count = COUNTS[family]
-    overrides = {**overrides, count: 10}  # of which each rank can have 5
+    overrides = {**overrides, count: 10}  # each rank can have 5 of them
     if family == "deepseek_v3":
         overrides["n_group"] = 5
     make_tiny(tmp_path, family, **overrides)
@@ -104,7 +105,7 @@ def test_experts_over_two_ranks_compute_the_same_logits(case: str, ep: int, tmp_
     models = [load(tmp_path, mesh) for mesh in meshes]
     moe = models[1].layers[-1 if "dense 3" in case else 1].mlp  # type: ignore[union-attr]
     inner = 20 if ep > 1 else 10
-    count = 10 + (family == "deepseek_v3") if ep == 1 else 5  # its shared one is one of them
+    count = 10 + (family == "deepseek_v3") if ep == 1 else 5  # the shared expert is one of them
     assert list(moe.experts.gate_up.shape) == [count, 2 * inner, 64]
 
     def run(rank: int) -> list[Tensor]:
@@ -221,7 +222,7 @@ def test_one_rank_by_itself_has_nobody_to_meet() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_one_rank_by_itself_gathers_rows_as_wide_as_together(size: int) -> None:
-    """So that what is measured of one rank alone is what it takes beside the others."""
+    """Measurements of one rank alone then equal those with other ranks."""
     shard = Shard(Mesh(0, size), 5003)
     logits_SV = torch.arange(3.0 * shard.span.count).view(3, -1)
     rows_WV = shard.whole_rows(logits_SV, torch.tensor([0, 2]))

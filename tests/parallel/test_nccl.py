@@ -1,4 +1,7 @@
-"""Which sums and gathers go where. That they are right is for tests/gpu/test_ranks.py to say."""
+"""Selection of NCCL or the project's kernels for sums and gathers.
+
+tests/gpu/test_ranks.py checks the results.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from nanovllm.parallel.nccl import Links, NcclMesh
 
 
 class Recorded:
-    """As a ProcessGroupNCCL of two ranks with equal tensors."""
+    """Stand-in for a ProcessGroupNCCL of two ranks with equal tensors."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
@@ -45,7 +48,7 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> NcclMesh:
 
 
 def test_sums_beyond_the_crossover_are_nccls(mesh: NcclMesh) -> None:
-    """0.25: marks what our kernels did."""
+    """Stand-ins of the project's kernels add 0.25."""
     asked = mesh.connected[0].nccl.asked
     assert mesh.all_reduce(torch.ones(4, 64)).unique().tolist() == [2.25]
     assert asked == []
@@ -56,7 +59,7 @@ def test_sums_beyond_the_crossover_are_nccls(mesh: NcclMesh) -> None:
 
 
 def test_what_no_buffer_holds_is_gathered_by_nccl(mesh: NcclMesh) -> None:
-    """A gather takes twice its bytes of the buffers."""
+    """A gather uses twice its bytes of the buffers."""
     asked = mesh.connected[0].nccl.asked
     assert mesh.gather(torch.ones(512)).unique().tolist() == [1.25]
     assert asked == []
@@ -71,7 +74,7 @@ def lane(own_bytes: int) -> NcclMesh:
 
 
 def test_lanes_exchange_few_tokens_by_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their dense parts are whole, so that nothing else is summed up."""
+    """Each lane has whole dense parts, so nothing else is summed."""
     done: list[Any] = []
     monkeypatch.setattr(exchange, "gather_tokens", lambda *args: done.append(args[3]))
     monkeypatch.setattr(exchange, "add_own_sums", lambda *args: done.append(args[0].shape))

@@ -1,4 +1,4 @@
-"""How a rank gets at the memory of the others; torch's part of it is a stand-in."""
+"""Access to memory of other ranks, with a stand-in for torch's symmetric memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanovllm.config import ConfigError
 from nanovllm.parallel import peers as module
 from nanovllm.parallel.peers import connect_peers, crossover
 
-DEVICE = torch.device("cpu", 5)  # of rank 1, whose ranks have 4 to 6
+DEVICE = torch.device("cpu", 5)  # of rank 1; the ranks have devices 4 to 6
 
 
 def test_a_gpu_out_of_reach_is_said(monkeypatch) -> None:
@@ -76,7 +76,7 @@ def test_buffers_are_empty_before_any_rank_has_their_addresses(monkeypatch) -> N
 def test_the_crossover_is_the_first_that_any_rank_finds(
     monkeypatch, another_rank_stops_at, expected
 ) -> None:
-    """Ours takes 1 us for each 64 KiB, the other 5 us."""
+    """The project's kernel takes 1 us per 64 KiB, the other 5 us."""
     peers = Peers(0, 2, 4 << 20, torch.zeros(2), torch.zeros(64))
     asked = []
 

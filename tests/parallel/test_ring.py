@@ -1,4 +1,4 @@
-"""Messages of any length come out of a ring as they went in, and nobody waits for the dead."""
+"""Messages of any length pass a ring unchanged, and a dead peer is an error."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def open_ring(num_readers: int, size: int = SMALL) -> Iterator[tuple[RingWriter,
 
 
 def message(at: int, length: int) -> bytes:
-    """Another one for each `at`, so that a part of an older one is noticed."""
+    """Return a different message for each `at`, so that stale bytes are noticed."""
     return np.random.default_rng(at).bytes(length)
 
 
 def heard_by(reader: RingReader, pause_s: float = 0.0) -> list[bytes]:
-    """All until the writer goes."""
+    """Return all messages until the writer closes."""
     heard = []
     while (one := reader.recv()) is not None:
         heard.append(one)
@@ -82,7 +82,7 @@ def test_every_reader_gets_what_was_sent(lengths: list[int], num_readers: int) -
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, MOST)), max_size=200))
 def test_it_is_a_queue(steps: list[tuple[bool, int]]) -> None:
-    """Without threads, against a list: a message is sent where one fits, else one is read."""
+    """A message is sent if one fits; otherwise one is received. A list is the reference."""
     waiting: list[bytes] = []
     with open_ring(1) as (writer, (reader,)):
         for at, (sends, length) in enumerate(steps):
@@ -97,7 +97,7 @@ def test_it_is_a_queue(steps: list[tuple[bool, int]]) -> None:
 
 @pytest.mark.parametrize("length", [1, MOST - 1, MOST, MOST + 1, SMALL - HEADER.size, SMALL])
 def test_messages_go_round_the_end(length: int) -> None:
-    """Each begins elsewhere, so that headers and data meet the ring's end in every way."""
+    """Start offsets vary, so headers and data cross the ring's end in every way."""
     with open_ring(1) as (writer, (reader,)):
         thread = Reading(reader)
         sent = [message(at, length + 16 * (at % 7)) for at in range(300)]
@@ -110,7 +110,7 @@ def test_messages_go_round_the_end(length: int) -> None:
 
 
 def test_the_bell_holds_whatever_the_ring_holds() -> None:
-    """A writer must never wait in a bell: of the shortest messages all that fit are rung."""
+    """The bell holds a byte for each of the shortest messages, so a writer never blocks on it."""
     with open_ring(1) as (writer, (reader,)):
         room = (SMALL - writer.most) // writer.grain
         assert room <= PIPE_BYTES
@@ -144,7 +144,7 @@ def test_a_reader_that_reads_nothing_is_an_error_in_time() -> None:
         assert 0.2 <= time.monotonic() - begin < 20
         writer.close()
         thread.join(20)
-        assert 8 <= len(thread.heard) < 20  # what lay in the ring
+        assert 8 <= len(thread.heard) < 20  # the number of messages in the ring
 
 
 def test_a_reader_that_goes_while_the_ring_is_full_is_an_error_at_once() -> None:
@@ -162,7 +162,7 @@ def test_a_reader_that_goes_while_the_ring_is_full_is_an_error_at_once() -> None
 
 
 def echo(reader: RingReader, out: Pipe) -> None:
-    """A child: says how long each message took and how long it was, at the end its CPU time."""
+    """Child that sends the latency and the length of each message, and its CPU time at the end."""
     while (one := reader.recv()) is not None:
         took_s = (time.monotonic_ns() - int.from_bytes(one[:8], "little")) / 1e9
         out.send((took_s, len(one)))
@@ -192,7 +192,7 @@ def stamped(length: int) -> bytes:
 def test_a_sleeping_reader_wakes_and_an_idle_one_computes_nothing() -> None:
     with echoing() as (writer, ours, process):
         writer.send(stamped(3_000))
-        ours.recv()  # it has started
+        ours.recv()  # the child has started
         ticks = cpu_ticks(process.pid)
         time.sleep(1)
         assert cpu_ticks(process.pid) - ticks <= 1
@@ -202,7 +202,7 @@ def test_a_sleeping_reader_wakes_and_an_idle_one_computes_nothing() -> None:
             took.append(ours.recv())
             time.sleep(0.002)
         assert {length for _, length in took} == {3_000}
-        assert sorted(took)[25][0] < 0.005  # some tens of microseconds where nothing else runs
+        assert sorted(took)[25][0] < 0.005  # some tens of microseconds on an idle machine
         writer.send(stamped(5_000_000))  # masks of 256 rows
         assert ours.recv()[1] == 5_000_000
         writer.close()

@@ -1,4 +1,4 @@
-"""Every sampling feature against one request at a time in numpy, alone and mixed in one batch."""
+"""Every sampling feature against a numpy reference for one request, alone and in mixed batches."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ VOCAB, BLOCK, NUM_SLOTS, MAX_TOKENS = 5003, 2048, 11, 40
 WORD = 1 << 64
 
 
-# ---- the oracle: one request, plain Python ----
+# ---- the reference: one request in plain Python ----
 
 
 @dataclass
 class Asked:
-    """One request in some state: its tokens so far, its wishes, its logits."""
+    """A request with its tokens so far, its sampling parameters and its logits."""
 
     prompt: list[int]
     output: list[int]
@@ -66,7 +66,7 @@ def changed_logits(asked: Asked) -> np.ndarray:
 
 
 def kept_tokens(x: np.ndarray, wish: Sampling, top_p: float) -> set[int]:
-    """What min-p, top-k and top-p leave, ties included."""
+    """Return the tokens that min-p, top-k and top-p keep, with ties."""
     heat = wish.temperature
     best = x.max()
     kept = [v for v in range(len(x)) if x[v] > -math.inf]
@@ -101,7 +101,7 @@ def gumbel(key: int, index: int) -> float:
 
 
 def drawn(x: np.ndarray, kept: set[int], asked: Asked) -> tuple[int, float]:
-    """The token, and by how much it won (the runner-up may win within float32's rounding)."""
+    """Return the token and its margin. Within float32's rounding, the runner-up may win."""
     wish = asked.sampling
     if wish.temperature == 0:
         order = np.sort(x)[::-1]
@@ -127,7 +127,7 @@ def winner(scores: dict[int, float]) -> tuple[int, float]:
 
 
 class Bench:
-    """A sampler with the runner's two tensors."""
+    """A sampler with the two tensors of a runner."""
 
     def __init__(self, kernel: str = "torch", mesh: Mesh = Mesh()) -> None:
         self.tokens_NL = torch.zeros(NUM_SLOTS + 1, MAX_TOKENS + 1, dtype=torch.int32)
@@ -145,7 +145,7 @@ class Bench:
         admits = []
         for slot, asked in requests.items():
             known = np.array(asked.tokens, np.int32)
-            # What an earlier request left behind must not count.
+            # Tokens of an earlier request must not count.
             self.tokens_NL[slot] = torch.randint(0, VOCAB, (MAX_TOKENS + 1,))
             self.tokens_NL[slot, : len(known)] = torch.from_numpy(known)
             self.prompts_N[slot] = len(asked.prompt)
@@ -197,7 +197,7 @@ def wishes(draw: st.DrawFn, rng: np.random.Generator) -> Sampling:
 
 
 def word_about(rng: np.random.Generator, asked: Asked) -> list[int]:
-    """Often one that the newest tokens have begun."""
+    """Return a bad word. Often the latest tokens are its beginning."""
     likely = np.argsort(-asked.logits)[:8]
     known = asked.tokens if rng.random() < 0.3 else asked.output
     before = known[len(known) - int(rng.integers(0, 4)) :] if rng.random() < 0.7 else known[:2]
@@ -219,13 +219,13 @@ def batches(draw: st.DrawFn) -> dict[int, Asked]:
 
 
 def allowed_about(rng: np.random.Generator, asked: Asked) -> list[int]:
-    """More than bad words and the ends of a short text can forbid, some of them likely."""
+    """Return more tokens than bad words and stop ids can forbid. Some are likely."""
     likely = rng.choice(np.argsort(-asked.logits)[:8], 4).tolist()
     return [VOCAB + 3, *likely, *rng.integers(0, VOCAB, rng.integers(16, 30)).tolist()]
 
 
 def asking(rng: np.random.Generator, sampling: Sampling) -> Asked:
-    """Tokens come from the likely ones, so that penalties hit what may be drawn."""
+    """Return a request with likely tokens, so that penalties apply to tokens that may be drawn."""
     logits = (rng.standard_normal(VOCAB) * rng.choice([0.5, 3, 12])).astype(np.float32)
     likely = np.argsort(-logits)[:8]
     prompt = rng.choice(likely, rng.integers(1, 20)).tolist()
@@ -241,7 +241,7 @@ def asking(rng: np.random.Generator, sampling: Sampling) -> Asked:
 @given(first=batches(), requests=batches())
 def test_a_batch_of_mixed_wishes_equals_the_oracle(first, requests) -> None:
     bench = Bench()
-    bench.admit(first)  # slots are reused: nothing of these may remain
+    bench.admit(first)  # slots are reused, and nothing of these requests may remain
     bench.admit(requests)
     logits_SV, rows = bench.step(requests)
     before = logits_SV.clone()
@@ -255,7 +255,8 @@ def test_a_batch_of_mixed_wishes_equals_the_oracle(first, requests) -> None:
     for row, asked in enumerate(requests.values()):
         x, wish = changed_logits(asked), asked.sampling
         np.testing.assert_allclose(logits_SV[row].numpy(), x, rtol=1e-5, atol=2e-5)
-        x = logits_SV[row].numpy().astype(np.float64)  # its rounding is not the truncation's
+        # Rounding of logits is not an error of truncation.
+        x = logits_SV[row].numpy().astype(np.float64)
         found = set(np.flatnonzero(x >= thresholds_S[row].item()).tolist())
         if wish.temperature > 0:
             fewest, most = (kept_tokens(x, wish, wish.top_p + e) for e in (-1e-5, 1e-5))
@@ -309,7 +310,7 @@ def test_logprobs_are_of_the_raw_logits(requests) -> None:
         assert values == pytest.approx(expected[ids].tolist(), abs=1e-4)
 
 
-# ---- single features, by hand ----
+# ---- single features ----
 
 
 def one(logits: dict[int, float], sampling: Sampling, **more: list[int]) -> Asked:
@@ -337,14 +338,14 @@ def test_stop_tokens_wait_for_min_tokens(output, token) -> None:
 
 @pytest.mark.parametrize("more", [{}, {"repetition_penalty": 2.0}, {"frequency_penalty": 2.0}])
 def test_no_token_is_drawn_that_is_not_allowed(more) -> None:
-    """Whatever is added to it or multiplied with it, and whatever the allowed ones lose."""
+    """Penalties of allowed tokens and a bias of others do not change this."""
     wish = Sampling(temperature=0, allowed_tokens=[8, 9, 8], logit_bias={7: 100.0}, **more)
     asked = one({0: 50.0, 7: 60.0, 8: 4.0, 9: 3.0}, wish, prompt=[8] * 20, output=[8] * 20)
     assert token_of(asked) == (9 if more else 8)
 
 
 def test_a_reused_slot_forgets_the_allowed_tokens_of_the_one_before() -> None:
-    """Also beside one that has longer lists, whose unused entries are no tokens."""
+    """Unused entries of lists that another request lengthened do not count as tokens."""
     bench, logits = Bench(), {0: 9.0, 4: 7.0, 7: 5.0}
     for tokens, token in ([7, 4, 3], 4), ([7], 7), ([], 0):
         wish = Sampling(temperature=0, allowed_tokens=tokens)
@@ -359,7 +360,7 @@ def test_presence_counts_once_and_frequency_every_time() -> None:
         ([7, 7, 7], 1.1, 0.0, 8),
         ([7, 7, 7], 0.0, 0.3, 7),
         ([7, 7, 7], 0.0, 0.4, 8),
-        ([], 3.0, 3.0, 7),  # the prompt is free
+        ([], 3.0, 3.0, 7),  # prompt tokens have no penalty
     ]:
         wish = Sampling(temperature=0, presence_penalty=presence, frequency_penalty=frequency)
         assert token_of(one(logits, wish, prompt=[7, 7], output=output)) == token
@@ -379,7 +380,7 @@ def test_repetition_covers_the_prompt_and_pushes_negative_logits_down() -> None:
         ([1], [5, 6], 8),
         ([1], [6], 7),
         ([1], [6, 5], 7),
-        ([1, 5, 6], [], 7),  # what the prompt has begun may be finished
+        ([1, 5, 6], [], 7),  # a word that begins in the prompt may be completed
         ([1, 5], [6], 7),
         ([1], [9], 7),
     ],
@@ -400,8 +401,8 @@ def test_a_reused_slot_forgets_the_bad_words_of_the_one_before() -> None:
 def test_only_rows_that_ask_for_nothing_are_plain() -> None:
     bench = Bench()
     wished = {
-        0: Sampling(temperature=0, top_k=5, top_p=0.5, min_p=0.1),  # greedy: truncation is moot
-        1: Sampling(seed=3, min_tokens=4),  # nothing that could stop it
+        0: Sampling(temperature=0, top_k=5, top_p=0.5, min_p=0.1),  # truncation has no effect
+        1: Sampling(seed=3, min_tokens=4),  # no stop ids, so min_tokens has no effect
         2: Sampling(top_k=5),
         3: Sampling(top_p=0.9),
         4: Sampling(min_p=0.1),
@@ -412,7 +413,7 @@ def test_only_rows_that_ask_for_nothing_are_plain() -> None:
         10: Sampling(bad_words=[[3, 4]]),
     }
     requests = {slot: one({}, sampling) for slot, sampling in wished.items()}
-    requests[8] = one({}, Sampling(), stop=[7])  # may stop at once
+    requests[8] = one({}, Sampling(), stop=[7])  # may stop immediately
     bench.admit(requests)
     plain = {s for s in requests if bench.sampler.plain(np.array([s], np.int32))}
     assert plain == {0, 1, 8, 9}

@@ -1,4 +1,4 @@
-"""Several ranks, each with its columns of the logits, sample what one rank does, bit for bit."""
+"""Ranks with shards of the logits' columns sample the same as one rank, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nanovllm.wire import Sampling
 from tests.parallel.test_mesh import Meeting, ThreadMesh
 from tests.sampling.test_sampler import VOCAB, Asked, Bench, asking, batches, one
 
-SIZES = (2, 3, 4)  # of 3 blocks: 2 and 1, one each, and a copy for each
+SIZES = (2, 3, 4)  # 3 blocks over 2, 3 and 4 ranks: 2 and 1, one each, and a copy for each
 WISHES = {
     "greedy": Sampling(temperature=0.0),
     "seeded": Sampling(seed=3),
@@ -42,7 +42,7 @@ WISHES = {
 def together(
     requests: dict[int, Asked], size: int, masks: np.ndarray | None = None
 ) -> list[Sampled]:
-    """What each of so many ranks samples."""
+    """Return the samples of each of `size` ranks."""
     meeting = Meeting(size)
     benches = [Bench(mesh=ThreadMesh(rank, size, meeting)) for rank in range(size)]
     for bench in benches:
@@ -153,7 +153,7 @@ def test_greedy_takes_the_first_of_equal_logits_of_all_ranks(size: int) -> None:
 
 
 def test_plain_rows_exchange_eight_bytes_each_and_others_their_own_rows() -> None:
-    """Which rows are gathered does not depend on a rank: each tells of the same shapes."""
+    """All ranks gather the same rows, with the same shapes."""
     met: list[tuple[int, tuple[int, ...], torch.dtype]] = []
 
     class Counting(ThreadMesh):
@@ -202,7 +202,7 @@ def test_many_rows_are_gathered_a_few_at_a_time(size: int, monkeypatch: pytest.M
 
 
 def test_warming_up_uses_what_requests_will() -> None:
-    """Thresholds of gathered rows among it, by ranks that do the same."""
+    """Warm-up includes thresholds of gathered rows, on all ranks."""
     meeting = Meeting(2)
     benches = [Bench(mesh=ThreadMesh(rank, 2, meeting)) for rank in range(2)]
     found: list[tuple[int, ...]] = []
