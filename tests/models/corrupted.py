@@ -1,4 +1,4 @@
-"""Checkpoints with a poisoned token: whatever reads it computes NaN."""
+"""Checkpoints with a poisoned token, whose embedding makes NaN of all results."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from nanovllm.runner.build import build
 from nanovllm.runner.runner import Runner
 from tests.models.tiny import config_of, make_tiny
 
-POISON = 7  # the token
-VALUES = {"nan": math.nan, "inf": math.inf}  # what its embedding is full of
+POISON = 7  # token id
+VALUES = {"nan": math.nan, "inf": math.inf}  # values of its embedding
 PAGE_TOKENS, NUM_PAGES, NUM_SLOTS = 4, 60, 8
 
 
 def poisoned(folder: Path, value: float, **overrides: object) -> Config:
-    """A tiny random Qwen3 whose embedding of one token is `value` all over.
+    """Save a tiny random Qwen3 with one token's embedding full of `value`. Return its config.
 
-    It does not say that token by itself: its logit is 0, when the best ones are positive.
+    The model never generates that token: its logit is 0, and the best ones are positive.
     """
     model = make_tiny(folder, "qwen3", **overrides)
     model.get_input_embeddings().weight.data[POISON] = value

@@ -1,4 +1,4 @@
-"""Runs a model step by step as the runner would, without one: pages, batches, all logits."""
+"""A model run step by step without a runner: pages, batches and all logits."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def load(
 
 
 class Steps:
-    """Some prompts advancing together, each in its own scattered pages of a cache full of NaN."""
+    """Prompts that advance together, each in scattered pages of a cache full of NaN."""
 
     def __init__(
         self, folder: Path, model: Decoder, prompts: list[Tensor], mesh: Mesh, short: bool = False
     ) -> None:
-        """`short`: recurrent states in bfloat16."""
+        """Prepare the steps. `short` stores recurrent states in bfloat16."""
         self.model, self.prompts = model, prompts
         self.done = [0] * len(prompts)
         _, config = read_model_config(config_of(folder))
@@ -78,7 +78,7 @@ class Steps:
         self.pages = order.view(len(prompts), PAGES_EACH).int()
 
     def feed(self, counts: tuple[int, ...]) -> list[Tensor]:
-        """Feed counts[i] tokens of prompt i (0: it has no row in this step); their logits."""
+        """Feed counts[i] tokens of prompt i and return their logits. Prompts with 0 have no row."""
         logits = self.model.logits(self.hidden(self.batch(counts)))
         logits = self.shard.whole_rows(logits, torch.arange(len(logits)))
         return list(logits.flip(0).split([count for count in counts if count]))
@@ -89,7 +89,7 @@ class Steps:
         return self.model(batch.token_ids_T, ctx)
 
     def batch(self, counts: tuple[int, ...]) -> Batch:
-        """The step that feeds so many tokens of each prompt; all are predicted from."""
+        """Return the batch with counts[i] tokens of prompt i. All tokens are sampled."""
         rows = [row for row, count in enumerate(counts) if count]
         spans = {row: torch.arange(self.done[row], self.done[row] + counts[row]) for row in rows}
         for row in rows:
@@ -117,7 +117,7 @@ class Steps:
             starts_R1=torch.tensor(starts, dtype=torch.int32),
             lengths_R=torch.tensor(lengths, dtype=torch.int32),
             page_table_RM=table,
-            sampled_at=torch.arange(starts[-1]).flip(0),  # any order but the trivial one
+            sampled_at=torch.arange(starts[-1]).flip(0),  # an order other than the trivial one
             num_decodes=0,
             num_decode_tokens=0,
             decode_width=1,

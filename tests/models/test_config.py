@@ -1,4 +1,4 @@
-"""Which config.json is understood, and the one line said about others."""
+"""Accepted config.json files, and one-line refusals of others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models.tiny import CASES, COMMON, config_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-HUB_LLAMA: dict[str, Any] = dict(  # spelled as the hub does
+HUB_LLAMA: dict[str, Any] = dict(  # with the Hub's spelling
     architectures=["LlamaForCausalLM"],
     attention_bias=False,
     mlp_bias=False,
@@ -89,8 +89,10 @@ M2 = dict(architectures=["MiniMaxM2ForCausalLM"], head_dim=128, num_local_expert
 def test_what_a_config_leaves_out_is_what_transformers_takes_it_for(
     case: str, tmp_path: Path
 ) -> None:
-    """Unless it is refused, or the checkpoint's tensors would have other names or shapes. How much
-    of a head is rotated is another test's.
+    """A field that is left out has the default of transformers, or is refused.
+
+    Excluded are fields that the names or shapes of tensors show. Partial rotation has a separate
+    test.
     """
     family, sizes = CASES[case]
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**COMMON, **sizes}))
@@ -129,7 +131,7 @@ def test_transformers_5_spelling(tmp_path: Path) -> None:
 def test_scaling_beside_the_newer_spelling_is_heeded(
     own: dict[str, Any], outside: dict[str, Any], tmp_path: Path
 ) -> None:
-    """As a model's card asks for it, in a file that transformers 5 has written."""
+    """A model card adds such fields to a file written by transformers 5."""
     raw = {k: v for k, v in HUB_LLAMA.items() if k not in ("rope_theta", "rope_scaling")}
     raw |= {**outside, "rope_parameters": own, "partial_rotary_factor": 0.5}
     raw |= {**M2, "num_experts_per_tok": 2}
@@ -187,7 +189,7 @@ def test_experts_are_counted_under_either_name(
 def test_as_much_of_a_head_is_rotated_as_transformers_rotates(
     family: str, change: dict[str, Any], rope: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    """Of Llama, whose heads it rotates whole whatever a config asks for, a part is refused."""
+    """transformers ignores partial rotation for Llama, so it is refused."""
     sizes = {**CASES[family][1], "rotary_dim": None, "rope_parameters": None}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**COMMON, **sizes}))
     raw = {**model.config.to_dict(), "architectures": [type(model).__name__], **change}
@@ -372,7 +374,7 @@ def test_r1_as_published(tmp_path: Path) -> None:
     assert config.sizes == (7168, 128, 1536, 512, 128, 64, 128)
     assert (config.rotary_size, config.head_size) == (64, 128)
     rope = config.rope_parameters
-    assert rope.amplitude == 1.0  # of cosines and sines, and yet scores are scaled
+    assert rope.amplitude == 1.0  # of cosines and sines; scores are scaled instead
     assert config.score_scale == pytest.approx(192**-0.5 * 1.8738, rel=1e-4)
     lite = replace(rope, mscale=0.707, mscale_all_dim=0.707)
     assert lite.score_scale == pytest.approx(1.590, rel=1e-3)
@@ -390,7 +392,7 @@ def test_r1_as_published(tmp_path: Path) -> None:
 
 
 def test_what_r1_could_leave_out(tmp_path: Path) -> None:
-    """Groups, shared experts and dense layers that are not said are those of transformers."""
+    """Missing fields of groups, shared experts and dense layers get transformers' defaults."""
     others = dict(n_group=16, topk_group=5, n_shared_experts=3, first_k_dense_replace=2)
     others |= dict(q_lora_rank=77, routed_scaling_factor=3.5, norm_topk_prob=False)
     theirs = CONFIG_MAPPING["deepseek_v3"]()

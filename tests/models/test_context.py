@@ -1,4 +1,4 @@
-"""The longest context of a model whose config.json has YaRN."""
+"""Maximum context of a model whose config.json has YaRN."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ("change", "context"),
     [
         ({}, 40960),
-        ({"rope_scaling": YARN}, 131072),  # as Qwen3's card has it
+        ({"rope_scaling": YARN}, 131072),  # as in Qwen3's model card
         ({"rope_parameters": {**YARN, "rope_theta": 1000000}}, 131072),
-        ({"rope_parameters": YARN}, 131072),  # with rope_theta next to it
+        ({"rope_parameters": YARN}, 131072),  # rope_theta is next to it
         ({"rope_scaling": {**YARN, "factor": 2}}, 65536),
         ({"rope_scaling": {**YARN, "factor": 1.0}}, 40960),
         ({"rope_scaling": YARN, "max_position_embeddings": 131072}, 131072),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 163840),  # of max_position_embeddings
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 163840),  # 4 max_position_embeddings
         ({"rope_scaling": YARN, "original_max_position_embeddings": 16384}, 65536),
     ],
 )
@@ -37,7 +37,7 @@ def test_yarn_lengthens_the_context(tmp_path: Path, change: dict[str, Any], cont
     config = read(tmp_path, QWEN3_8B | change)
     assert config.max_position_embeddings == context
     reference = AutoConfig.from_pretrained(tmp_path)
-    reference.standardize_rope_params()  # as whatever computes with it does
+    reference.standardize_rope_params()  # also called by users of the config
     found = getattr(config.rope_parameters, "original_max_position_embeddings", None)
     assert found == reference.rope_parameters.get("original_max_position_embeddings")
 

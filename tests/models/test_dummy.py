@@ -1,4 +1,4 @@
-"""Random weights: from the seed, of a fixed scale, the same however many ranks share them."""
+"""Random weights of a fixed scale, which depend on the seed and not on the number of ranks."""
 
 from __future__ import annotations
 

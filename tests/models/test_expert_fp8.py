@@ -1,4 +1,4 @@
-"""Experts in block fp8 compute what their dequantised selves do, however ranks share them."""
+"""Experts in block fp8 give the results of their dequantised weights, over any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.models.test_parity import LENGTHS, SCHEDULES, our_logits, prompts
 from tests.models.tiny import config_of, make_tiny
 from tests.parallel.test_mesh import Meeting, ThreadMesh
 
-SIZES = dict(  # hidden sizes and, of some, the inner one end within a block
+SIZES = dict(  # hidden sizes, and sometimes inner sizes, that are no multiple of a block
     hidden_size=200, num_attention_heads=8, head_dim=32, num_key_value_heads=2,
     num_experts_per_tok=2, max_position_embeddings=128,
 )  # fmt: skip
@@ -29,7 +29,7 @@ FAMILIES = {
     "qwen3_moe": dict(num_experts=6, intermediate_size=256, mlp_only_layers=[1]),
     "minimax_m2": dict(num_local_experts=6, rotary_dim=16),
 }
-V3 = dict(  # with blocks of 64 rows at the end, as R1 has in kv_a_proj_with_mqa
+V3 = dict(  # with 64 rows in a last block, like R1's kv_a_proj_with_mqa
     num_key_value_heads=8, head_dim=64, n_routed_experts=6, n_group=3, topk_group=2,
     n_shared_experts=1, first_k_dense_replace=1, intermediate_size=256, kv_lora_rank=128,
     qk_nope_head_dim=40, qk_rope_head_dim=64, v_head_dim=32,
@@ -38,7 +38,7 @@ KEPT = "embed_tokens", "lm_head", "norm", "gate.", "e_score_correction_bias"
 
 
 def checkpoints(folder: Path, family: str, inner: int, **more: object) -> tuple[Path, Path]:
-    """One in block fp8, and one of the same numbers in float32."""
+    """Save a checkpoint in block fp8, and one of the same values in float32."""
     plain, blocks = folder / "plain", folder / "blocks"
     width = "intermediate_size" if family == "minimax_m2" else "moe_intermediate_size"
     overrides = {**SIZES, **{**FAMILIES, "deepseek_v3": V3}[family], width: inner, **more}
@@ -55,8 +55,9 @@ def checkpoints(folder: Path, family: str, inner: int, **more: object) -> tuple[
     save_file(numbers, plain / "model.safetensors")
     save_file(stored, blocks / "model.safetensors")
     raw = json.loads((blocks / "config.json").read_text())
-    named = ["gate", "e_score_correction_bias", "lm_head"]  # as MiniMax-M2 has it: of no module
-    if family == "qwen3_moe":  # as Qwen has it: every layer's norms and router
+    # Like MiniMax-M2, without a module's name.
+    named = ["gate", "e_score_correction_bias", "lm_head"]
+    if family == "qwen3_moe":  # like Qwen, with norms and router of every layer
         parts = "input_layernorm", "mlp.gate", "post_attention_layernorm"
         named = ["lm_head", *(f"model.layers.{n}.{part}" for n in (0, 1) for part in parts)]
     raw["quantization_config"] = dict(

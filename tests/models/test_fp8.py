@@ -1,4 +1,4 @@
-"""Checkpoints in block fp8 against transformers on the dequantised weights, on the CPU."""
+"""Checkpoints in block fp8 against transformers with dequantised weights, on the CPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NUM_TOKENS = 24
 
 
 def make_fp8(folder: Path, family: str, sizes: str) -> nn.Module:
-    """Saves a checkpoint in block fp8; returns the model of the weights that it stands for."""
+    """Save a checkpoint in block fp8. Return the model with its dequantised weights."""
     model = make_tiny(folder, family, **SIZES[sizes])
     quantise_files(folder, torch.float32, (KEPT,))
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Our logits against transformers', on the CPU in float32, however prompts are cut into steps."""
+"""Logits equal those of transformers, in float32 on the CPU, for any schedule of prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nanovllm.parallel.mesh import Mesh
 from tests.models.steps import CPU, Steps, load
 from tests.models.tiny import CASES, LLAMA3_ROPE, YARN, config_of, make_tiny
 
-Schedule = list[tuple[int, int]]  # per step, the tokens that each of two prompts feeds
+Schedule = list[tuple[int, int]]  # per step, the number of tokens that each of two prompts feeds
 SCHEDULES: dict[str, Schedule] = {
     "whole": [(33, 29)],
     "chunks": [(7, 3), (5, 5), (5, 5), (16, 16)],  # rows of equal counts and unequal lengths
@@ -34,7 +34,7 @@ SCHEDULES: dict[str, Schedule] = {
     "token by token": [(1, 1)] * 29 + [(1, 0)] * 4,
 }
 LENGTHS = (33, 29)
-YARN_ALONE = dict(  # as Qwen3's model cards say it: cosines and sines are scaled
+YARN_ALONE = dict(  # as in Qwen3's model cards; cosines and sines are scaled
     rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=2000
 )
 
@@ -50,7 +50,7 @@ def expected_logits(reference: torch.nn.Module) -> list[Tensor]:
 
 
 def our_logits(steps: Steps, schedule: Schedule) -> list[Tensor]:
-    """By prompt, put together from the steps."""
+    """Return the logits of each prompt, concatenated over steps."""
     pieces: list[list[Tensor]] = [[], []]
     for counts in schedule:
         fed = iter(steps.feed(counts))
@@ -61,7 +61,7 @@ def our_logits(steps: Steps, schedule: Schedule) -> list[Tensor]:
 
 
 def assert_equal_logits(got: list[Tensor], expected: list[Tensor], case: str = "") -> None:
-    """Of recurrent layers transformers, token by token, is up to 2e-4 from itself in one step."""
+    """For recurrent layers, transformers' own results vary by 2e-4 with the number of steps."""
     atol = 5e-4 if case.startswith("qwen3_next") else 1e-4
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=atol)
@@ -79,7 +79,7 @@ def test_logits_match_transformers(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_hidden_states_of_all_tokens_give_the_same_logits(case: str, tmp_path: Path) -> None:
-    """In a step of which two tokens are predicted from: one of a prompt's middle, one of an end."""
+    """Two tokens are sampled, one in the middle of a prompt and one at an end."""
     family, overrides = CASES[case]
     expected = torch.cat(
         [
@@ -117,7 +117,7 @@ def test_latents_expanded_for_chunks_give_the_same_logits(
 
 
 class InPlace:
-    """In place of the products of few rows: adds to the residual stream, where that is."""
+    """Stand-in for products of few rows that adds to the residual stream in place."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -149,14 +149,14 @@ class InPlace:
 
 @pytest.mark.parametrize("case", ["qwen3", "llama gqa 1, tied"])
 def test_products_of_few_rows_add_to_the_residual_stream(case: str, tmp_path: Path) -> None:
-    """In some steps and not in others, and of a layer everything or nothing."""
+    """Some steps use these products and others do not; a layer uses all or none."""
     family, overrides = CASES[case]
     expected = expected_logits(make_tiny(tmp_path, family, **overrides))
     products = InPlace()
     model = load(tmp_path, ops=replace(select_ops(Kernels(), CPU), skinny_linear=products))
     steps = Steps(tmp_path, model, prompts(), Mesh())
     assert_equal_logits(our_logits(steps, SCHEDULES["one late"]), expected)
-    # The steps have 16, 9, 21 and 16 tokens: none is small.
+    # These steps have 16, 9, 21 and 16 tokens, so none has few.
     assert products.calls == []
     steps = Steps(tmp_path, model, prompts(), Mesh())
     assert_equal_logits(our_logits(steps, SCHEDULES["decode"]), expected)
@@ -167,7 +167,7 @@ def test_products_of_few_rows_add_to_the_residual_stream(case: str, tmp_path: Pa
 def test_products_in_slices_and_onto_the_stream(
     case: str, num_sliced: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but gate and up are sliced (but a qkv of many lines), or else o and down are added."""
+    """One case slices all products but gate and up, and large qkv. The other adds o and down."""
     family, overrides = CASES[case]
     expected = expected_logits(make_tiny(tmp_path, family, **overrides))
     monkeypatch.setattr(library_linear, "LEAST_SLICED_ROWS", 1)
@@ -186,7 +186,7 @@ def test_products_in_slices_and_onto_the_stream(
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_tensor_is_invisible(case: str, tmp_path: Path) -> None:
-    """Removing any tensor of the checkpoint (norm_weight 1, weight 0) moves a logit."""
+    """Removing any tensor of the checkpoint changes a logit. Norm weights become 1, others 0."""
     family, overrides = CASES[case]
     make_tiny(tmp_path, family, **overrides)
     model = load(tmp_path)
@@ -231,7 +231,7 @@ def test_scaling_matters_in_these_tests(case: str, rope: dict[str, object], tmp_
 
 
 def test_the_older_rope_spelling_is_the_same_model(tmp_path: Path) -> None:
-    """The hub says rope_theta and rope_scaling, transformers 5 saves rope_parameters."""
+    """The Hub has rope_theta and rope_scaling; transformers 5 saves rope_parameters."""
     expected = expected_logits(make_tiny(tmp_path, "llama", rope_parameters=LLAMA3_ROPE))
     raw = AutoConfig.from_pretrained(tmp_path).to_dict()
     scaling = raw.pop("rope_parameters")

@@ -1,4 +1,4 @@
-"""Block fp8 out of files: as they have it, or made of what they have, over any number of ranks."""
+"""Block fp8 from fp8 files, or quantised during loading, over any number of ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.models.test_stacked import RULES, places_of
 from tests.models.tiny import config_of, make_tiny
 
 CPU = torch.device("cpu")
-SIZES = dict(  # of qkv, k's and v's rows of a rank are no whole blocks; the hidden size has a rest
+SIZES = dict(  # a rank's rows of q, k and v are no whole blocks, nor is the hidden size
     hidden_size=192, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4,
     head_dim=64,
 )  # fmt: skip
@@ -61,7 +61,7 @@ def quantise_files(
     kept: tuple[str, ...] = (),
     key: str = "modules_to_not_convert",
 ) -> None:
-    """The checkpoint in block fp8, as the hub has some."""
+    """Convert the checkpoint to block fp8 as found on the Hub."""
     path, found = folder / "model.safetensors", {}
     for name, tensor in load_file(path).items():
         found[name] = tensor
@@ -118,7 +118,7 @@ def test_a_rank_has_its_rows_of_numbers_and_of_scales(
 def test_what_is_made_while_loading_is_what_files_would_have(
     tp: int, staging: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a run holds no more than a row of blocks."""
+    """One case has staging memory for a row of blocks only."""
     for name in ("plain", "fp8"):
         make_tiny(tmp_path / name, "qwen3", **SIZES)
     quantise_files(tmp_path / "fp8", torch.float32)
@@ -180,7 +180,7 @@ def test_fp8_is_not_taken_for_a_plain_checkpoint(tmp_path: Path) -> None:
 
 
 class Experts(nn.Module):
-    """As layers/moe.py stacks them."""
+    """Parameters of stacked experts, like in layers/moe.py."""
 
     def __init__(self, experts: Span, inner: Span, hidden_size: int) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Experts(nn.Module):
 
 
 def deliver(tensor: Tensor, to: Destination) -> None:
-    """In pieces, as a file would be read."""
+    """Pass a tensor in pieces, as if read from a file."""
     dtype = next(name for name, known in shards.DTYPES.items() if known == tensor.dtype)
     for piece in pieces_of(Stored(Path(), 0, tensor.nbytes, dtype, tuple(tensor.shape)), to):
         to.take(tensor[piece.first :][: piece.rows.shape[0]], piece.first)
@@ -259,7 +259,7 @@ def test_experts_have_scales_of_their_own(
 
 
 def test_scales_of_a_hundred_thousand_tensors_are_planned_at_once() -> None:
-    """Those of MiniMax-M2's experts, and which of them are read at once."""
+    """Planning covers the scales of MiniMax-M2's experts, and the grouping of reads."""
     whole = Span(1536, 0, 1536)
     with torch.device("meta"):
         layers = [{"experts": Experts(Span(256, 64, 64), whole, 3072)} for _ in range(62)]

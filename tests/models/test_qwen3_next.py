@@ -1,4 +1,4 @@
-"""Qwen3-Next's checkpoints: fp8, shares of ranks, what is left out, what is refused, its states."""
+"""Qwen3-Next's checkpoints: fp8, shards, ignored tensors, refusals, and state sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.models.tiny import NEXT, config_of, make_tiny
 from tests.parallel.test_mesh import Meeting, ThreadMesh
 from tests.whole_engine import WholeEngine, prompts_of
 
-SIZES = dict(  # of heads that share blocks of 128, and ranks' shares that begin at some
+SIZES = dict(  # heads share blocks of 128, and ranks' shares begin at block boundaries
     NEXT, hidden_size=256, num_experts=6, head_dim=64, linear_num_key_heads=2,
     linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=64,
     shared_expert_intermediate_size=256,
@@ -35,7 +35,7 @@ KEPT = "embed", "lm_head", "norm", ".gate.", "in_proj_ba", "conv1d", "A_log", "d
 
 
 def checkpoints(folder: Path, inner: int) -> tuple[Path, Path]:
-    """One in block fp8 as the hub has it, and one of the same numbers in float32."""
+    """Save a checkpoint in block fp8 as on the Hub, and one of the same values in float32."""
     plain, blocks = folder / "plain", folder / "blocks"
     for made in (plain, blocks):
         make_tiny(made, "qwen3_next", **{**SIZES, "moe_intermediate_size": inner})
@@ -174,7 +174,7 @@ def test_configs_that_make_no_sense_are_refused(
 
 
 def test_the_first_layers_alone_write_the_text_of_a_model_of_them(tmp_path: Path) -> None:
-    """Eight layers, of which four are run: later tensors are left out."""
+    """Four of eight layers run, and tensors of later layers are ignored."""
     make_tiny(tmp_path / "eight", "qwen3_next", **{**NEXT, "num_hidden_layers": 8})
     make_tiny(tmp_path / "four", "qwen3_next", **NEXT)
     kept = load_file(tmp_path / "four" / "model.safetensors").keys()
@@ -201,7 +201,7 @@ def test_dummy_weights_are_the_same_over_ranks(tmp_path: Path) -> None:
     ranks = [load(tmp_path, Mesh(rank, 2), how=how).layers[0].attn for rank in range(2)]
     assert whole.norm.tolist() == [1.0] * 12 == ranks[1].norm.tolist()
     assert (whole.qkvzba.norm_weight == 1).all() and (whole.a_log == 1).all()
-    sizes = 8, 8, 24, 24, 2, 2  # rows of a head of keys: q, k, v, z, b, a
+    sizes = 8, 8, 24, 24, 2, 2  # rows per key head: q, k, v, z, b, a
     heads = [each.qkvzba.weight.split([*sizes], 0) for each in ranks]
     both = [torch.cat(pair) for pair in zip(*heads, strict=True)]
     assert torch.equal(torch.cat(both), whole.qkvzba.weight)
@@ -217,7 +217,7 @@ def test_a_state_takes_77_mb_of_all_ranks_together(tp: int) -> None:
     layout = family.cache_layout(model_config, Mesh(0, tp), 2)
     assert layout.state is not None and len(layout.state.layers) == 36
     assert layout.paged[0].layers == (*range(3, 48, 4),)
-    assert layout.bytes_per_token == 24_576 // math.gcd(tp, 2)  # 2 heads of keys
+    assert layout.bytes_per_token == 24_576 // math.gcd(tp, 2)  # 2 key/value heads
     assert tp * layout.bytes_per_state == 36 * (32 * 128 * 128 * 4 + 8192 * 3 * 2) == 77_266_944
     eight_bits = family.cache_layout(model_config, Mesh(0, tp), 1)
     assert eight_bits.bytes_per_state == layout.bytes_per_state

@@ -1,4 +1,4 @@
-"""Reading files: what is read at once, in which order, and files that change meanwhile."""
+"""Reading of files: grouping, order, and files that change during the read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_slice_arrives_whatever_is_read_at_once(
 
 
 def test_neighbours_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the file; a gap of other ranks' tensors is skipped if it is large."""
+    """The order is that of the file. A large gap with other ranks' tensors is skipped."""
     monkeypatch.setattr(shards, "STAGING", 4096)
     monkeypatch.setattr(shards, "GAP", 1024)
     tensors = {f"{i:02}": torch.full((16, 16), float(i)) for i in range(12)}  # 1024 bytes each
@@ -83,15 +83,16 @@ def test_neighbours_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_of_columns_a_rank_reads_its_own_alone(
     ranks: int, staging: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever they are in pages, and whatever lies before and behind."""
+    """The result does not depend on page boundaries or neighbouring data."""
     monkeypatch.setattr(shards, "STAGING", staging)
     generator = torch.Generator().manual_seed(0)
     tensors = {
-        "a": torch.arange(3).to(torch.float8_e4m3fn),  # so that b begins anywhere
+        "a": torch.arange(3).to(torch.float8_e4m3fn),  # so that b begins at an odd offset
         "b": torch.randn(301, 2048, generator=generator).to(torch.float8_e4m3fn),
         "c": torch.randn(100, 1000, generator=generator),
         "d": torch.randn(77, 4096, generator=generator).bfloat16(),
-        "e": torch.randn(8, 64, generator=generator),  # whose other columns cost less than a call
+        # Reading all columns of this one costs less than another call.
+        "e": torch.randn(8, 64, generator=generator),
         "f": torch.randn(1, 200_000, generator=generator),
     }
     stored = written(tmp_path / "a.safetensors", tensors)
@@ -110,7 +111,7 @@ def test_of_columns_a_rank_reads_its_own_alone(
 
 
 def test_tensors_at_odd_places_are_read_by_themselves(tmp_path: Path) -> None:
-    """Files of others may have a tensor of floats behind one of an odd number of bytes."""
+    """In files of other programs, a float tensor may follow one of an odd number of bytes."""
     entries = {
         "a": {"dtype": "F8_E4M3", "shape": [3], "data_offsets": [0, 3]},
         "b": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]},
@@ -128,7 +129,7 @@ def test_tensors_at_odd_places_are_read_by_themselves(tmp_path: Path) -> None:
 
 
 def said_after(how: str, path: Path, order: list[list[Piece]]) -> str:
-    """What reading says of a file that has changed since it was looked at."""
+    """Return the error of reading a file that changed after its header was read."""
     if how == "gone":
         path.unlink()
     else:

@@ -1,4 +1,4 @@
-"""Experts' tensors into stacked parameters: which of them a rank keeps, and how each is cut."""
+"""Loading experts' tensors into stacked parameters: selection and slicing by rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Experts(nn.Module):
 
 
 def places_of(experts: Span) -> tuple[int, ...]:
-    """Where a rank has each expert, or -1."""
+    """Return each expert's index on a rank, or -1."""
     own = range(experts.start, experts.start + experts.count)
     return tuple(e - experts.start if e in own else -1 for e in range(experts.full))
 
@@ -53,14 +53,14 @@ class Model(nn.Module):
 
 
 def spans(rank: int, tp: int, ep: int) -> tuple[Span, Span]:
-    """Experts and inner elements of a rank."""
+    """Return the experts and the inner elements of a rank."""
     if ep > 1:
         return Mesh(rank, tp).span("num_experts", E), Span(F, 0, F)
     return Span(E, 0, E), Mesh(rank, tp).span("intermediate_size", F)
 
 
 def checkpoint() -> dict[str, Tensor]:
-    """Every element different from any other."""
+    """Return tensors in which all elements are different."""
     shapes = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
     found, at = {}, 0
     for layer in range(2):
@@ -112,7 +112,7 @@ def test_rules_without_an_expert_do_not_fill_experts() -> None:
 
 
 def test_a_hundred_thousand_tensors_are_planned_at_once() -> None:
-    """MiniMax-M2 has 96,103, half of them scales."""
+    """MiniMax-M2 has 96,103 tensors, half of them scales."""
     with torch.device("meta"):
         model = Model(130, Span(256, 64, 64), Span(16, 0, 16), 8)
     began = time.process_time()

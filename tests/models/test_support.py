@@ -1,4 +1,4 @@
-"""Configs that cannot be served: one sentence each, with the nearest model that can."""
+"""Unsupported configs get one sentence, with the nearest supported model."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_older_checkpoints_say_so_in_another_file(tmp_path, file, form) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "advice"),
     [
-        ("any/name", {}, QWEN),  # by its sizes
+        ("any/name", {}, QWEN),  # by sizes
         ("Qwen/Qwen3-14B-AWQ", {}, "the unquantised Qwen/Qwen3-14B, or Qwen/Qwen3-14B-FP8"),
         ("any/name", {"hidden_size": 5}, "the unquantised model (with --set quantize=fp8 if that"),
         (

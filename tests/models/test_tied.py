@@ -1,4 +1,4 @@
-"""Checkpoints with a head although tie_word_embeddings is true: compared whole."""
+"""Checkpoints with an output head although tie_word_embeddings is true. All rows are compared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def put_head(checkpoint: Checkpoint, head: torch.Tensor) -> None:
 def test_a_head_that_differs_in_one_row_is_loaded_untied(
     where: str, row: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fine-tunes that train new tokens alone write such heads; transformers unties them, too."""
+    """Fine-tunes that train only new tokens have such heads. transformers also unties them."""
     reference = make_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
     weight = reference.model.embed_tokens.weight.detach()
     tensors = load_file(tmp_path / "model.safetensors")
@@ -61,7 +61,7 @@ def test_an_untied_head_computes_what_transformers_does(tmp_path: Path) -> None:
 
 
 def test_heads_are_compared_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tied, "ELEMENTS", 999)  # some are compared at once, the last ones alone
+    monkeypatch.setattr(tied, "ELEMENTS", 999)  # the last elements are a smaller part
     make_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     for dtype in (torch.float32, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: the layouts that load, and the one line said about those that do not."""
+"""Checkpoints on disk: supported layouts, and one-line refusals of others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def edit(folder: Path, change: Callable[[Checkpoint], object]) -> None:
 
 
 def line_of(folder: Path) -> str:
-    """What the user is told, with the folder's path as FOLDER."""
+    """Return the error message, with the folder's path as FOLDER."""
     with pytest.raises(ConfigError) as caught:
         load(folder)
     line = str(caught.value)
@@ -309,7 +309,7 @@ def test_the_first_layers_of_a_checkpoint(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def bytes_read() -> int:
-    """By this process, so far."""
+    """Return the number of bytes that this process has read."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
@@ -318,7 +318,7 @@ def bytes_read() -> int:
 def test_a_rank_reads_its_share_of_a_file_alone(
     tp: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of embedding and head, nearly all of this file, it reads its own rows."""
+    """Embedding and head are nearly all of this file, and a rank reads only its rows."""
     make_tiny(tmp_path, "llama", vocab_size=65536)
     caplog.set_level("INFO", "engine")
     for rank in range(tp):
@@ -326,7 +326,7 @@ def test_a_rank_reads_its_share_of_a_file_alone(
         load(tmp_path, Mesh(rank, tp))
         share = (32 << 20) // tp
         assert share < bytes_read() - before < share + (1 << 20)
-    total = {1: "0.03", 2: "0.02", 4: "0.01"}[tp]  # of what a rank is told that it loads
+    total = {1: "0.03", 2: "0.02", 4: "0.01"}[tp]  # bytes that a rank loads, as logged
     assert caplog.messages.count(f"loading {tmp_path}: {total} GB") == tp
 
 
@@ -334,7 +334,7 @@ def test_a_rank_reads_its_share_of_a_file_alone(
 def test_a_rank_reads_its_own_experts_alone(ep: int, tmp_path: Path) -> None:
     sizes = dict(num_experts=8, moe_intermediate_size=512, num_experts_per_tok=2)
     make_tiny(tmp_path, "qwen3_moe", **sizes)
-    experts = 2 * 8 * 3 * 512 * 64 * 4  # layers, experts, tensors, bytes of each
+    experts = 2 * 8 * 3 * 512 * 64 * 4  # layers, experts, tensors, bytes per tensor
     rest = (tmp_path / "model.safetensors").stat().st_size - experts
     for rank in range(ep):
         before = bytes_read()
@@ -343,7 +343,7 @@ def test_a_rank_reads_its_own_experts_alone(ep: int, tmp_path: Path) -> None:
         assert experts // ep < read < experts // ep + rest + (1 << 20)
 
 
-SHARED_BY_TWO = ("k_proj", "v_proj")  # of two heads, which four ranks keep by twos
+SHARED_BY_TWO = ("k_proj", "v_proj")  # two heads over four ranks, two copies of each
 
 
 @pytest.mark.parametrize("quantised", [False, True])
@@ -351,7 +351,7 @@ SHARED_BY_TWO = ("k_proj", "v_proj")  # of two heads, which four ranks keep by t
 def test_a_rank_takes_its_rows_and_its_columns_alone(
     tp: int, quantised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes that it stages, of which only those of rows are read by calls."""
+    """Staged bytes are counted. Only those of whole rows are read by system calls."""
     monkeypatch.setattr(shards, "GAP", 0)
     sizes = dict(hidden_size=256, num_attention_heads=8, head_dim=64, intermediate_size=2048)
     make_tiny(tmp_path, "qwen3", vocab_size=8192, num_key_value_heads=2, **sizes)
@@ -374,7 +374,7 @@ def test_a_rank_takes_its_rows_and_its_columns_alone(
         model = load(tmp_path, Mesh(rank, tp))
         assert (
             rows + columns <= sum(staged) < rows + columns + 1000
-        )  # of scales that begin within a block
+        )  # plus scales of blocks that two ranks share
         assert rows < bytes_read() - before < rows + 100_000  # and headers
         for name, parameter in load(tmp_path).named_parameters():
             if name.endswith(("out.weight", "down.weight")):
@@ -384,7 +384,7 @@ def test_a_rank_takes_its_rows_and_its_columns_alone(
 
 @pytest.mark.parametrize("family", ["minimax_m2", "deepseek_v3"])
 def test_routers_have_their_parts_once_weights_are_loaded(family: str, tmp_path: Path) -> None:
-    """In any engine before its first step, so that sizing finds them in memory."""
+    """The parts exist before the first step of any engine, so sizing counts their memory."""
     make_tiny(tmp_path, family, **CASES[family][1])
     model = load(tmp_path, dtype=torch.bfloat16)
     routers = [module for module in model.modules() if isinstance(module, Router)]

@@ -1,7 +1,7 @@
-"""Tiny checkpoints with loud weights, written and computed by transformers.
+"""Tiny checkpoints with large random weights, written and computed by transformers.
 
-A freshly initialised transformers model hides mistakes: norm gains are 1 and attention is nearly
-uniform, so dropping a third of its tensors changes no logit. Loud weights make each one matter.
+A new transformers model hides errors: norm gains are 1 and attention is nearly uniform, so dropping
+a third of its tensors changes no logit. With large weights each tensor matters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COMMON = dict(
     bos_token_id=None,
     eos_token_id=None,  # generate() runs to its max_new_tokens
 )
-LLAMA3_ROPE = dict(  # an original context so short that the scaling matters from the start
+LLAMA3_ROPE = dict(  # the original context is short, so scaling affects the first tokens
     rope_type="llama3",
     rope_theta=10000.0,
     factor=8.0,
@@ -36,7 +36,7 @@ LLAMA3_ROPE = dict(  # an original context so short that the scaling matters fro
 )
 EXPERTS = dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=20)
 M2 = dict(num_local_experts=6, num_experts_per_tok=2, intermediate_size=20, rotary_dim=8)
-YARN = dict(  # its scaling matters from the start, too
+YARN = dict(  # scaling affects the first tokens
     rope_type="yarn",
     rope_theta=10000.0,
     factor=40.0,
@@ -55,7 +55,7 @@ V3 = dict(
     topk_group=2,
     first_k_dense_replace=1,
     num_key_value_heads=4,
-    head_dim=8,  # of the rotated part, by transformers
+    head_dim=8,  # in transformers, of the rotated part
     q_lora_rank=24,
     kv_lora_rank=32,
     qk_nope_head_dim=16,
@@ -65,7 +65,8 @@ V3 = dict(
 NEXT = dict(
     EXPERTS,
     num_hidden_layers=4,
-    rms_norm_eps=1e-2,  # a smaller one makes noise of first tokens, whose states are nearly zero
+    # A smaller value amplifies noise of first tokens, whose states are nearly zero.
+    rms_norm_eps=1e-2,
     shared_expert_intermediate_size=28,
     linear_num_key_heads=2,
     linear_num_value_heads=4,
@@ -131,7 +132,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "qwen3_next",
         dict(NEXT, linear_num_value_heads=8, tie_word_embeddings=True, full_attention_interval=2),
     ),
-    "qwen3_next that repeats itself": (  # as little is added to the embedding
+    "qwen3_next that repeats itself": (  # since little is added to the embedding
         "qwen3_next",
         dict(NEXT, num_hidden_layers=2, full_attention_interval=2, tie_word_embeddings=True)
         | dict(linear_num_value_heads=2, linear_value_head_dim=4, moe_intermediate_size=4)
@@ -157,13 +158,13 @@ TOLD = (
     "minimax_m2",
     "deepseek_v3 tied",
     "qwen3_next that repeats itself",
-)  # that whole engines write text of
+)  # used for texts of whole engines
 
 
 def make_tiny(
     folder: Path, family: str, *, max_shard_size: str = "1GB", **overrides: object
 ) -> PreTrainedModel:
-    """Save a seeded random checkpoint of the family under `folder`; return the float32 model."""
+    """Save a seeded random checkpoint of the family in `folder`. Return the float32 model."""
     torch.manual_seed(0)
     config = CONFIG_MAPPING[family](**{**COMMON, **overrides})
     model = AutoModelForCausalLM.from_config(config).float().eval()
@@ -184,7 +185,7 @@ def make_loud(model: nn.Module) -> None:
 
 
 def config_of(folder: Path, load: Load = Load()) -> Config:
-    """What load_config would make of a recipe naming this folder."""
+    """Return the same Config as load_config for a recipe with this folder."""
     return Config(
         recipe=Recipe(model=str(folder), device="cpu", load=load),
         source="test",
