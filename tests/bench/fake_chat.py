@@ -1,9 +1,9 @@
-"""A tiny chat server with known timing and token counts: `python fake_chat.py PORT [WORD ...]`.
+"""Tiny chat server with fixed timing and token counts: `python fake_chat.py PORT [WORD ...]`.
 
-A prompt costs 9 tokens and 2 per word. "ill": it refuses every fifth request, and drops every
-seventh in the middle. "counts": it knows continuous_usage_stats. Any other word is its API key. It
-streams like a server one would not wish for: a comment first, an empty chunk, reasoning, events
-cut in two.
+A prompt has 9 tokens and 2 per word. With the word "ill", the server refuses every fifth request
+and drops every seventh in the middle. With "counts" it supports continuous_usage_stats. Any other
+word is its API key. Its streams are difficult but valid: a comment first, an empty chunk,
+reasoning, and events split over two writes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FakeChat:
                     text += f'{by_position}{{position="{at}"}} {count * self.num_requests}\n'
                 text += 'vllm:kv_cache_usage_perc{engine="0"} 0.5\n'
                 reply(writer, 200, text)
-            elif path.startswith("/debug/experts?engine="):  # of two engines
+            elif path.startswith("/debug/experts?engine="):  # two engines
                 each = '{"layer":3,"tokens":[4,1,3,0]}\n', '{"layer":3,"tokens":[5,1,0,4]}\n'
                 at = int(path.partition("=")[2])
                 reply(writer, 200, each[at]) if at < len(each) else reply(writer, 400, {})
@@ -103,7 +103,7 @@ class FakeChat:
         return event(writer, {"choices": [], "usage": usage})
 
     async def counted(self, num_tokens: int, usage: dict, writer: asyncio.StreamWriter) -> None:
-        """One token, then three in each chunk, which has the usage so far."""
+        """Stream one token, then three per chunk. Each chunk has the usage so far."""
         await asyncio.sleep(FIRST_S)
         for count in (*range(1, num_tokens, 3), num_tokens):
             sofar = usage | {"completion_tokens": count}

@@ -1,8 +1,8 @@
-"""Stands in for an interpreter that has vLLM: `python fake_vllm.py ARGUMENTS OF PYTHON`.
+"""Stand-in for a Python interpreter with vLLM: `python fake_vllm.py ARGUMENTS OF PYTHON`.
 
-`-m vllm.entrypoints.cli.main serve FOLDER --port PORT [...]` serves chats that count and stream as
-vLLM's do, with FOLDER's own tokenizer read by transformers, as vLLM reads it. In the folder of a
-model named "ill", every other stream ends in an error. A script runs with a module `vllm`.
+`-m vllm.entrypoints.cli.main serve FOLDER --port PORT [...]` serves chats with vLLM's token counts
+and chunks. Like vLLM, it reads FOLDER's tokenizer with transformers. For a model named "ill", every
+other stream ends with an error. A script runs with a stand-in for the module `vllm`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class VllmChat(FakeChat):
             await asyncio.sleep(GAP_S)
             is_last = at == num_tokens - 1
             if at == 1 and not is_last:
-                say({"content": ""})  # half a character
-            else:  # the last piece of text and the reason share a chunk
+                say({"content": ""})  # half of a character
+            else:  # the last text and the finish reason share a chunk
                 say({"content": " ab"}, "length" if is_last else None)
         del usage["prompt_tokens_details"]
         usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
@@ -67,7 +67,7 @@ class VllmChat(FakeChat):
 
 
 class LLM:
-    """What results/vllm_offline.py uses of vllm.LLM: a millisecond a token, all rows at once."""
+    """The part of vllm.LLM that results/vllm_offline.py uses. All rows take 1 ms per token."""
 
     def __init__(self, model: str, load_format: str, **settings: object) -> None:
         assert load_format == "dummy" and Path(model, "config.json").is_file()
@@ -82,7 +82,7 @@ class LLM:
 
 
 if __name__ == "__main__":
-    assert os.environ.get("VLLM_FAKE") == "yes"  # the settings of vLLM reach it
+    assert os.environ.get("VLLM_FAKE") == "yes"  # the environment for vLLM has arrived
     if sys.argv[1] == "-m":
         module, command, folder, *rest = sys.argv[2:]
         assert (module, command) == ("vllm.entrypoints.cli.main", "serve")

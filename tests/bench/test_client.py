@@ -1,4 +1,4 @@
-"""One client process: where it sends requests, and what it reads in a stream."""
+"""Requests of a client process, and its reading of streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.bench.test_online import fake_chat, measure
 
 
 def test_a_server_with_drafts_counts_the_tokens_of_each_chunk() -> None:
-    """Three tokens a chunk: the time between tokens is a third of the time between chunks."""
+    """With three tokens per chunk, ITL is a third of the time between chunks."""
     load = Workload(num_prompts=4, input_len=21, output_len=31, concurrency=2)
     with fake_chat("counts") as url:
         found = measure(url, load, warmup=0).record.metrics

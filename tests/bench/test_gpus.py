@@ -1,4 +1,4 @@
-"""Which GPUs --gpu knows, and what it says of others."""
+"""Names of GPUs for --gpu, and errors for unsupported ones."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def test_known_gpus_by_any_spelling() -> None:
     assert gpu_of("NVIDIA GeForce RTX 4090") is gpu_of("rtx-4090") is KNOWN["rtx4090"]
     assert gpu_of("NVIDIA H100 80GB HBM3").gb_per_s == 2987
     assert gpu_of("NVIDIA A100-SXM4-80GB") is KNOWN["a100"]
-    assert gpu_of("A1000:8").facts == "A1000, 8 GiB"  # no A100
+    assert gpu_of("A1000:8").facts == "A1000, 8 GiB"  # not an A100
     assert [gpu.is_hopper for gpu in KNOWN.values()] == [True, True, False, False, False, False]
     assert KNOWN["h200"].facts == "H200, 139.8 GiB, 4,280 GB/s, 790 TFLOP/s"
 
 
 def test_all_gpus_are_on_one_scale() -> None:
-    """An H100's data sheet has 989 TFLOP/s, as an H200's; the H200 alone was measured, at 790."""
+    """Data sheets have 989 TFLOP/s for H100 and H200; 790 were measured on the H200 only."""
     h100, h200 = KNOWN["h100"], KNOWN["h200"]
     assert (h100.tflops, h200.tflops) == (790, 790)
     assert h100.gb_per_s / h200.gb_per_s == pytest.approx(3350 / 4800, abs=1e-3)

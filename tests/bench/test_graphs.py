@@ -1,4 +1,4 @@
-"""capture-graphs on a CPU: the reasons; and its measuring, on graphs that a stand-in replays."""
+"""capture-graphs on a CPU: reasons for no graphs, and measurements with stand-ins for graphs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SLOTS = 12
 
 
 class Replayed:
-    """As a CUDA graph: runs the same rows again and leaves the logits where it left them before."""
+    """Stand-in for a CUDA graph that runs the same rows again into the same logits."""
 
     def __init__(
         self,
@@ -68,7 +68,10 @@ def capture_pretended(
     width: int = 1,
     before: Callable[[], object] = lambda: None,
 ) -> None:
-    """`order`: what the graphs make of the slots they should read; `before`: what they do first."""
+    """Add stand-ins for graphs of `sizes`. `order` changes the slots that they read.
+
+    `before` runs first in each replay.
+    """
     captured = runner.graphs.captured
     runner.builder.static_counts_R.zero_()
     for size in sizes:
@@ -193,13 +196,13 @@ def test_a_faithful_graph_gives_the_same_logits_row_by_row(built: Built) -> None
     assert all(graph.max_logit_difference == 0 and graph.is_right for graph in found)
     assert all(1 < graph.largest_logit < 1000 for graph in found)
     assert all(graph.replay_ms > 0 and graph.eager_ms > 0 for graph in found)
-    # Rows 3 and 4 replay the graph of 4, rows 5 to 8 that of 8.
+    # Rows 3 and 4 replay the graph of 4 rows, rows 5 to 8 that of 8.
     assert [graph.used for graph in found] == pytest.approx([0, 0, 2 / 6, 4 / 6, 0])
     assert [graph.padding for graph in found] == pytest.approx([0, 0, 1 / 8, 6 / 32, 0])
     assert metrics(found)["padding_percent"] == pytest.approx(100 * (1 + 6) / (8 + 32))
     assert (found[2].capture_ms, found[2].memory_mib) == (250.0, 4.0)
     graph = runner.graphs.captured[4, 1].graph
-    assert graph.count == 1 + 1 + 1  # compared, then warmed up and timed
+    assert graph.count == 1 + 1 + 1  # comparison, warm-up, timing
 
 
 def test_piecewise_graphs_are_measured_on_mixed_steps(built: Built) -> None:
@@ -234,14 +237,14 @@ def test_a_step_that_moves_states_is_compared_with_itself_from_the_same_ones(
     drafts: int, tmp_path: Path
 ) -> None:
     family, overrides = CASES["qwen3_next"]
-    dense = dict(mlp_only_layers=[0, 1, 2, 3])  # experts are called by what the host reads
+    dense = dict(mlp_only_layers=[0, 1, 2, 3])  # with experts, the host would have to read results
     make_tiny(tmp_path, family, **overrides, **dense)
     speculate = Speculate(method="ngram", tokens=drafts) if drafts else None
     runner = WholeEngine(config_of(tmp_path), slots=6, speculate=speculate).runner
     (_, _, _, kept_NWX, drafting, _), *_ = runner.states.by_layer.values()
 
     def loses(states: torch.Tensor, value: float = 0) -> list[bool]:
-        """Which steps are right if decode steps alone have lost these states."""
+        """Return which steps are right if decode steps overwrite these states."""
         for width in {1, 1 + drafts}:
             capture_pretended(runner, [3, 6], width=width, before=lambda: states.fill_(value))
         return [graph.is_right for graph in measure(runner, range(1, 7))]
@@ -333,7 +336,7 @@ def test_the_command_shows_and_records_what_it_measured(
 
 
 def test_eager_and_replay_are_the_runners_own(built: Built) -> None:
-    """The pretended graphs stand where captured ones would: `_run` replays them."""
+    """The stand-ins take the place of captured graphs, which `_run` replays."""
     runner = built.runner
     capture_pretended(runner, [SLOTS])
     occupy(runner)
@@ -346,7 +349,7 @@ def test_eager_and_replay_are_the_runners_own(built: Built) -> None:
 
 
 def test_made_up_requests_have_pages_for_their_drafts() -> None:
-    """Behind its own pages, a row would write where another one does."""
+    """A row without such pages would write to a page of another row."""
     runner = small_demo(SLOTS, "speculate={method: ngram, tokens: 5}").runner
     occupy(runner)
     slots, filled = runner.slots, context_of(runner)[0]

@@ -1,4 +1,4 @@
-"""profile-kv: its table, record and picture, exit codes, one error for each wrong flag."""
+"""profile-kv: table, record, plot, exit codes, and one error for each invalid flag."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(*arguments: str) -> Result:
 
 
 def lines(done: Result) -> list[str]:
-    """The lines of the output, spaces folded."""
+    """Return the lines of the output with single spaces."""
     return [" ".join(line.split()) for line in done.output.splitlines() if line]
 
 
@@ -69,7 +69,7 @@ def test_a_plan_for_several_numbers_of_gpus(tmp_path: Path) -> None:
     assert written.metrics["tp 1: pages"] == 6159
     assert written.metrics["tp 1: requests of 32,000"] == 6159 // 250
     assert written.metrics["tp 2: a token, 36 layers, KiB"] == 72
-    assert "tp 1: decode 256 x 32,000, ms" not in written.metrics  # so many have no room
+    assert "tp 1: decode 256 x 32,000, ms" not in written.metrics  # they do not fit
 
 
 def test_the_nearest_on_a_cpu_has_the_slots_that_a_cpu_gets() -> None:
@@ -104,7 +104,8 @@ def test_what_does_not_fit_ends_with_1_and_the_nearest(tmp_path: Path) -> None:
     assert nothing.exit_code == 1
     assert lines(nothing)[0].endswith("; no number of these GPUs is enough.")
     assert "GiB short of the smallest cache (2 pages)" in lines(nothing)[-1]
-    assert not [line for line in lines(nothing) if line.startswith("decode")]  # no speeds known
+    # There are no times, since no speeds of this GPU are available.
+    assert not [line for line in lines(nothing) if line.startswith("decode")]
     uncut = run("qwen3-8b", "--gpu", "h200", "--tp", "3", "--json", str(tmp_path / "x.json"),
                 "--plot", str(tmp_path / "y.svg"))  # fmt: skip
     assert uncut.exit_code == 1 and "no plan" in lines(uncut)
@@ -115,7 +116,7 @@ def test_what_does_not_fit_ends_with_1_and_the_nearest(tmp_path: Path) -> None:
 
 
 def test_ranks_that_are_asked_for_stand_for_those_of_the_recipe() -> None:
-    """As `serve --tp 8` does: minimax-m2's own parallel.tp is 4, with which ep 8 would not go."""
+    """`serve --tp 8` does the same. The recipe's own parallel.tp is 4, which ep 8 does not fit."""
     found = lines(run("minimax-m2", "--gpu", "h200", "--tp", "8", "--set", "parallel.ep=8"))
     assert "tp 8: fits" in found and "parallel: {tp: 8, ep: 8}" in found
 
@@ -144,7 +145,7 @@ def test_without_a_gpu_it_is_the_cpu_s_cache() -> None:
     ],
 )
 def test_on_a_cpu_it_plans_what_serve_starts_with(overrides: tuple[str, ...]) -> None:
-    """The pages, tokens and context that `serve` logs for the same command line."""
+    """The plan has the pages, tokens and context that `serve` logs for the same options."""
     options = [word for one in overrides for word in ("--set", one)]
     found = lines(run("--device", "cpu", *options, "--lengths", "100"))
     served = build(config_of(None, overrides, device="cpu")).recipe
@@ -221,13 +222,13 @@ def test_the_picture_shows_what_fills_the_memory(tmp_path: Path) -> None:
     run("qwen3-next-80b-a3b", "--gpu", "h200", "--tp", "2", "--plot", str(hybrid))
     fills = [re.findall(r"fill: (#\w+)", node.get("style", "")) for node in ET.parse(hybrid).iter()]
     colours = {fill for found in fills for fill in found} - {"#ffffff"}
-    assert len(colours) == 8  # as many as there are parts, states and checkpoints among them
+    assert len(colours) == 8  # one per part, including states and checkpoints
     assert "running states" not in {node.text for node in ET.parse(path).iter(f"{SVG}text")}
     error = CliRunner().invoke(profile_kv, ["--plot", str(tmp_path / "out.doc")]).exception
     assert isinstance(error, ConfigError) and "Format 'doc' is not supported" in str(error)
 
 
-# -- beside what is measured -------------------------------------------------------------------
+# -- compared with measurements ----------------------------------------------------------------
 
 
 class Facts:
@@ -236,7 +237,7 @@ class Facts:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
-    """Pretends that an H200 is here, on which a full step takes 1 % of the weights more."""
+    """Pretend to have an H200, on which a step needs extra memory of 1 % of the weights."""
     asked: list[MemoryPlan] = []
 
     def measure(config: Config, plan: MemoryPlan) -> MemoryPlan:
@@ -274,7 +275,7 @@ def test_another_gpu_and_what_does_not_fit_are_not_measured(here: list[MemoryPla
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_is_measured(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, with a memory that tells how much is held: 100, weights 7, peaks 50 and 60."""
+    """A CPU with simulated memory: 100 bytes in use, 7 of weights, peaks of 50 and 60."""
     held, peaks, sampled = [100, 107, 110], [150, 170], []
     cuda = {
         "memory_allocated": lambda device: held.pop(0), "reset_peak_memory_stats": lambda: None,
@@ -298,5 +299,5 @@ def test_what_is_measured(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     assert (measured.share, measured.spare, measured.found.mesh.tp_size) == (3600, 400, tp)
     (logprobs,) = [found for found in sampled if found is not None]
-    assert logprobs.top_ids_WK.shape == (3, 20)  # of every slot's row, as many as may be asked for
+    assert logprobs.top_ids_WK.shape == (3, 20)  # maximum number for each slot
     assert not held and not peaks

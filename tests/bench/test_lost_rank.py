@@ -1,4 +1,4 @@
-"""A rank that is lost while `bench --offline` measures ends it, as it ends a server."""
+"""A lost rank ends `bench --offline`, like a server."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import sys
 import time
 from pathlib import Path
 
-ENDED_S = 60.0  # some 4 pass until it is known
+ENDED_S = 60.0  # seconds; detection takes about 4
 
 
 def children(pid: int) -> dict[str, int]:
-    """The processes that it started, by their names."""
+    """Return the process ids of its children, by name."""
     asked = ["ps", "-o", "pid=,comm=", "--ppid", str(pid)]
     lines = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
     return {name: int(number) for number, name in map(str.split, lines)}
 
 
 def test_a_rank_that_hangs_ends_the_measurement(tmp_path: Path) -> None:
-    """Rank 0 waits for it, for ever on a GPU."""
+    """Rank 0 would otherwise wait for it without limit on a GPU."""
     command = [sys.executable, "-m", "nanovllm", "bench", "--offline", "--tp", "2"]
     command += ["--device", "cpu", "--workload", "bs64", "--warmup", "0"]
     with subprocess.Popen(
@@ -28,7 +28,7 @@ def test_a_rank_that_hangs_ends_the_measurement(tmp_path: Path) -> None:
     ) as bench:
         assert bench.stderr is not None and bench.stdout is not None
         said = b""
-        while b"bs64" not in said:  # the bar of what is measured
+        while b"bs64" not in said:  # the progress bar of the measurement
             more = os.read(bench.stderr.fileno(), 4096)
             assert more, said.decode()
             said += more

@@ -1,4 +1,4 @@
-"""The benchmark against a server and an engine whose behaviour is known exactly."""
+"""The benchmark against a server and an engine with predefined behaviour."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def no_bar(total: int, label: str) -> Iterator[Advance]:
         counts[1] += tokens
 
     yield advance
-    assert counts[0] == total  # a progress bar that ends at 100 %
+    assert counts[0] == total  # the progress bar ends at 100 %
     assert counts[1] > 0
 
 
@@ -78,11 +78,12 @@ def test_a_closed_loop_measures_what_the_server_does(healthy: str) -> None:
     outcome = measure(healthy, load)
     metrics = outcome.record.metrics
     assert (metrics["completed"], metrics["failed"]) == (24, 0)
-    assert metrics["input_tokens"] == 24 * 101  # the word count was found by asking
+    assert metrics["input_tokens"] == 24 * 101  # the token count of a word was measured by requests
     assert (metrics["output_tokens"], metrics["cached_tokens"]) == (240, 0)
     assert metrics["peak_concurrent"] == 6
-    assert metrics["output_chunks"] == 240  # the empty one, the comment and the usage are no tokens
-    # Lower bounds are the server's sleeps; upper ones leave room for a busy machine.
+    # The empty chunk, the comment and the usage are not tokens.
+    assert metrics["output_chunks"] == 240
+    # Lower bounds are the server's sleeps. Upper bounds allow for a busy machine.
     assert 30.0 <= metrics["ttft_p50_ms"] < 130.0
     assert 4.0 <= metrics["tpot_p50_ms"] < 40.0
     assert metrics["e2e_p50_ms"] >= 30.0 + 9 * 4.0
@@ -102,7 +103,7 @@ def test_an_open_loop_sends_when_requests_are_due(healthy: str) -> None:
     metrics = measure(healthy, load).record.metrics
     assert (metrics["completed"], metrics["output_tokens"]) == (40, 160)
     assert -1.0 < metrics["client_late_p50_ms"] < 50.0
-    assert 0.4 < metrics["duration_s"] < 3.0  # 40 arrivals at 50 a second
+    assert 0.4 < metrics["duration_s"] < 3.0  # 40 arrivals at 50 per second
     assert 1 <= metrics["peak_concurrent"] < 40
 
 
@@ -114,7 +115,7 @@ def test_failures_are_counted_named_and_make_a_run_invalid() -> None:
     refused = [error for error in errors if error.startswith("HTTP 503")]
     assert refused and "the queue is full" in refused[0]
     assert errors[refused[0]] == 7
-    # Each seventh of the 35 is dropped, and the 35th was refused before that.
+    # Every seventh of 35 is dropped, but the 35th was refused before.
     assert errors["the server closed the connection"] == 4
     assert (metrics["completed"], metrics["failed"]) == (24, 11)
     assert outcome.record.notes == "invalid: 11 of 35 requests failed, more than 1%"
@@ -153,7 +154,7 @@ def test_the_command_prints_a_table_and_writes_both_files(healthy: str, tmp_path
     (path,), (written,) = store.files(results), store.records(results)
     assert f"record: {path}#" in done.stdout
     assert "s3cret" not in path.read_text()
-    assert written.kind == "serve" and written.engine == "unknown"  # nothing tells
+    assert written.kind == "serve" and written.engine == "unknown"  # the server does not report it
     assert written.recipe == {"model": "fake", "served_by": "unknown", "command": ""}
     assert (written.workload["concurrency"], written.workload["input_len"]) == (4, 51)
     assert written.metrics["output_tokens"] == 48.0 and written.metrics["steps_full_decode"] == 8.0
@@ -209,7 +210,7 @@ def test_the_demo_model_is_served_and_measured_as_users_do_it(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     (path,), (written,) = store.files(tmp_path), store.records(tmp_path)
     assert written.metrics["completed"] == 4.0 and written.metrics["output_tokens"] == 32.0
-    assert 180.0 <= written.metrics["input_tokens"] <= 300.0  # four prompts that aim at 60
+    assert 180.0 <= written.metrics["input_tokens"] <= 300.0  # four prompts of about 60 tokens
     assert written.metrics["start_to_ready_s"] > 0.1
     assert written.changed["device"] == "cpu" and "s3cret" not in path.read_text()
 
@@ -270,7 +271,7 @@ def test_senseless_combinations_are_refused(arguments: list[str], message: str) 
 
 
 class PaperEngine:
-    """Stands in for EngineClient: each request gets its tokens, two a message."""
+    """Stand-in for EngineClient that sends two tokens per message."""
 
     def __init__(self, refuses: int = -1, loses: int = -1, dies: bool = False) -> None:
         recipe = json.dumps({"model": "paper", "schedule": {"depth": 1}})
@@ -312,7 +313,7 @@ class PaperEngine:
             ),
         )
         sink.finish(Finish(request.request_id, FinishReason.LENGTH))
-        # As an engine's counters do, behind the answer.
+        # Counters of an engine arrive after the finish message.
         return asyncio.get_running_loop().call_soon(setattr, self, "stats", told)
 
     def close(self) -> None: ...
@@ -348,7 +349,7 @@ def test_an_engine_that_does_less_than_asked_is_not_fast() -> None:
 
 @pytest.fixture
 def paper(monkeypatch: pytest.MonkeyPatch) -> list[PaperEngine]:
-    """The command meets PaperEngines; the list of them."""
+    """Replace engines of the command by PaperEngines. Return the list of these."""
     engines: list[PaperEngine] = []
 
     async def connect(path: str) -> PaperEngine:
@@ -402,7 +403,7 @@ def test_offline_writes_a_record_that_says_so(tmp_path: Path, paper: list[PaperE
     assert written.metrics["output_tokens"] == 512.0
     assert written.metrics["start_to_ready_s"] >= 0.01
     assert written.metrics["output_tokens_per_s"] == pytest.approx(512 / written.duration_s)
-    held = '{"layer":7,"tokens":[4,1,3,2],"ranks":[[0,1,2,3]]}\n'  # one rank has all
+    held = '{"layer":7,"tokens":[4,1,3,2],"ranks":[[0,1,2,3]]}\n'  # a single rank has all experts
     assert (tmp_path / "x").read_text() == held
     (engine,) = paper
     assert [request.max_new for request in engine.requests] == [17, 512]  # the warm-up first
@@ -438,7 +439,7 @@ def test_ablations_write_records_that_differ_in_one_key(
     table, _, again = done.output.partition("\nthis table again: nanovllm bench --compare ")
     rows = [row.split() for row in table.splitlines()[-3:]]
     assert [row[-1] for row in rows] == ["unchanged", "schedule.depth=0", "cache.prefix=False"]
-    assert [len(row) for row in rows] == [5, 8, 8]  # two of them with three ratios
+    assert [len(row) for row in rows] == [5, 8, 8]  # two rows have three ratios in addition
     *ids, flag, folder = again.split()
     assert (
         len(paper) == 3 and len({*ids}) == 3 and [flag, folder] == ["--results-dir", str(tmp_path)]
@@ -470,7 +471,7 @@ def test_an_ablation_that_does_not_start_costs_its_own_row_only(
     assert rows[0].endswith("  unchanged")
     assert rows[1].endswith("  cache.prefix=False kernels.silu_mul=torch")
     wrong = CliRunner().invoke(command.bench, [*arguments, "--ablate", "cache.prefx=false"])
-    assert isinstance(wrong.exception, ConfigError) and len(paper) == 2  # before any run
+    assert isinstance(wrong.exception, ConfigError) and len(paper) == 2  # refused before any run
 
 
 def test_offline_drives_one_engine() -> None:

@@ -1,4 +1,4 @@
-"""Another engine beside ours: results/peers.py and results/vllm_offline.py against a fake vLLM."""
+"""Comparison with another engine: results/peers.py and results/vllm_offline.py with a fake vLLM."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def peers() -> ModuleType:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folders of models go here, and the fake has its setting."""
+    """Put model folders into `tmp_path` and set the fake's environment."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("VLLM_FAKE", "yes")
@@ -57,7 +57,7 @@ def vllm_python(place: Path, lines: str = f'exec {sys.executable} {FAKE} "$@"') 
 
 
 def measured(place: Path, part: str, flags: str, python: str) -> subprocess.CompletedProcess[str]:
-    """`results/measure.sh PART` with the demo on this machine."""
+    """Run `results/measure.sh PART` with the demo model on this machine."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     given = {"RECIPES": "recipes/demo.yaml", "FLAGS": flags, "VLLM_PYTHON": python, "PATH": path}
     code = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
@@ -68,11 +68,11 @@ def measured(place: Path, part: str, flags: str, python: str) -> subprocess.Comp
 
 
 def tables(stdout: str) -> list[str]:
-    """Return the tables of ratios that peers.py printed, without `bench`'s own."""
+    """Return the tables of ratios that peers.py printed, without those of `bench`."""
     return re.findall(r"^(.+\n +load +tok/s (?:.+\n)+)this table again: ", stdout, re.MULTILINE)
 
 
-# -- the folder that both read -----------------------------------------------------------------
+# -- the shared folder -------------------------------------------------------------------------
 
 
 def test_every_id_of_the_vocabulary_has_a_text_and_words_cost_what_they_did(
@@ -90,12 +90,12 @@ def test_every_id_of_the_vocabulary_has_a_text_and_words_cost_what_they_did(
     assert vocabulary.texts[0x24ABC] == " 24abc" == tokenizer.decode([0x24ABC])
     text = f"<|im_start|>user\nWords: {' '.join(WORDS)} 24abc<|im_end|>\n"
     assert tokenizer.encode(text).ids == demo.encode(text).ids
-    # nanovllm serves it under the recipe's name, with its tokenizer.
+    # nanovllm serves it under the recipe's name, with its own tokenizer.
     served = load_config(config.source, ["load.format=dummy", f"model={folder}"])
     assert (served.served_name, served.tokenizer_dir) == ("Qwen3-0.6B", str(folder))
 
 
-# -- the client against vLLM's streams ---------------------------------------------------------
+# -- the client with vLLM's streams ------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -108,7 +108,7 @@ def fake_vllm(folder: Path) -> Iterator[str]:
 
 
 def demo_served_as(name: str, peers: ModuleType, load: Workload) -> Outcome:
-    """Measured of a fake vLLM that serves the demo's folder under this name."""
+    """Measure a fake vLLM that serves the demo model's folder under this name."""
     sets = ["load.format=dummy", f"server.served_name={name}"]
     with fake_vllm(peers.folder_for_both(load_config("demo", sets))) as url:
         return measure(url, load, warmup=0)
@@ -120,7 +120,7 @@ def test_what_vllm_streams_is_counted_as_it_counts(peers: ModuleType, place: Pat
     metrics = written.metrics
     assert (metrics["completed"], metrics["failed"]) == (6, 0)
     assert (metrics["input_tokens"], metrics["output_tokens"]) == (6 * 60, 6 * 10)
-    # The role, the empty piece and the usage are no text; the piece with the reason is.
+    # The role, the empty piece and the usage are not text. The piece with the finish reason is.
     assert (metrics["output_chunks"], metrics["cached_tokens"]) == (6 * 9, 0)
     assert metrics["ttft_p50_ms"] >= 34.0 and 4.0 <= metrics["tpot_p50_ms"] < 40.0
     assert written.engine == "vllm 0.26.0" and written.model == "demo"
@@ -134,7 +134,7 @@ def test_an_error_amid_a_stream_of_vllm_is_told(peers: ModuleType, place: Path) 
     assert outcome.record.notes == "invalid: 2 of 4 requests failed, more than 1%"
 
 
-# -- both engines, as results/measure.sh runs them ---------------------------------------------
+# -- both engines, run by results/measure.sh ---------------------------------------------------
 
 
 def test_both_engines_get_the_same_prompts_on_one_machine(place: Path) -> None:
@@ -154,7 +154,7 @@ def test_both_engines_get_the_same_prompts_on_one_machine(place: Path) -> None:
     for name, one in theirs.items():
         other = ours[name]
         assert one.machine == other.machine and one.commit == other.commit
-        assert one.workload == other.workload  # the prompts' digest too
+        assert one.workload == other.workload  # including the digest of the prompts
         assert len(one.workload["digest"]) == 12
         for key in ("input_tokens", "output_tokens", "completed"):
             assert one.metrics[key] == other.metrics[key] > 0
@@ -169,7 +169,7 @@ def test_both_engines_get_the_same_prompts_on_one_machine(place: Path) -> None:
     fixed, mixed = tables(done.stdout)
     rows = [row.split() for row in fixed.splitlines()[2:]]
     assert [row[0] for row in rows] == ["1", "1", "2", "2"]
-    assert [len(row) for row in rows] == [7, 9, 7, 9]  # three ratios beside every one of ours
+    assert [len(row) for row in rows] == [7, 9, 7, 9]  # three ratios in each row of nanovllm
     assert rows[1][-2:] == ["nanovllm,", "server.workers=2"]
     assert float(rows[1][2]) == pytest.approx(
         ours["c1"].metrics["output_tokens_per_s"] / theirs["c1"].metrics["output_tokens_per_s"],
@@ -205,7 +205,7 @@ def test_both_engines_without_http(
     assert theirs.machine == ours.machine and theirs.kind == ours.kind == "offline"
     assert theirs.metrics["output_tokens"] == ours.metrics["output_tokens"] == 256
     assert theirs.metrics["input_tokens"] == ours.metrics["input_tokens"] == 128
-    assert 0.256 <= theirs.duration_s < 1.0  # the fake's millisecond a token
+    assert 0.256 <= theirs.duration_s < 1.0  # the fake takes 1 ms per token
     assert theirs.metrics["output_tokens_per_s"] == pytest.approx(256 / theirs.duration_s)
     assert "LLM(model=" in theirs.recipe["command"] and theirs.recipe["model"] == "demo"
     random = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random " * (part == "experts")
@@ -218,7 +218,7 @@ def test_both_engines_without_http(
     (table,) = tables(done.stdout)
     rows = table.splitlines()[-2:]
     assert "vllm 0.26.0" in rows[0] and "nanovllm" in rows[1]
-    assert not [*results.rglob("*.svg")]  # one load is no curve
+    assert not [*results.rglob("*.svg")]  # one load makes no curve
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_vllm_gets_as_many_gpus_as_ours(
     monkeypatch.setattr(peers, "conclude", lambda *_: None)
     path = str(ROOT / "recipes" / f"{recipe}.yaml")
     monkeypatch.setattr(sys, "argv", ["peers.py", "offline", path, *given, "--warmup", "0"])
-    with pytest.raises(SystemExit, match="1"):  # vLLM said nothing
+    with pytest.raises(SystemExit, match="1"):  # vLLM wrote no record
         peers.main()
     assert [settings["tensor_parallel_size"] for settings in asked] == [gpus]
     (line,) = lines

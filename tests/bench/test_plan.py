@@ -1,4 +1,4 @@
-"""Plans by hand: weights, steps, caches, least times, and the pages that were measured."""
+"""Plans compared with values by hand: weights, steps, caches, least times, measured pages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def on_h200(name: str, *overrides: str, tp: int = 1) -> MemoryPlan:
 
 
 def test_a_small_model_by_hand() -> None:
-    """The demo: 8 layers of 256, 8 heads and 2 key/value heads of 32, 768 inside."""
+    """The demo model: 8 layers of 256, 8 heads and 2 key/value heads of 32, inner size 768."""
     plan = plan_of(config_of(None, "schedule.slots=4", "schedule.step_tokens=64"), H200, 1)
     demo = plan.found.model_config
     hidden, heads, kv, size, inner, vocab, layers = (
@@ -70,18 +70,18 @@ def test_a_small_model_by_hand() -> None:
     assert plan.taken[STEP] == columns + 2 * page + 32 * MIB + rows
     assert plan.taken[LOGPROBS] == 4 * vocab * (2 + 4 + 4)
     assert (plan.taken[OTHERS], plan.taken[GRAPHS]) == (CUDA_BYTES, GIB)
-    assert plan.pages == 4 * 32 and plan.tokens == 4 * 4096  # more would be of no use
+    assert plan.pages == 4 * 32 and plan.tokens == 4 * 4096  # 4 slots cannot use more
 
 
 @pytest.mark.parametrize(
     ("name", "weights", "token", "step", "pages"),
     [
-        # Embedding and head, blocks, norms; the rotary table is float32.
+        # Embedding and head, blocks, norms. The rotary table is float32.
         ("qwen3-0.6b", 151936 * 1024 + 28 * 15_730_944 + 1024, 28 * 8 * 256 * 2,
-         # 8192 tokens: three of the stream's width, q with k and v, q, what attention gives.
+         # 8192 tokens: three tensors of the stream's width; qkv, q, and attention's output.
          2 * 8192 * (3 * 1024 + 4096 + 2 * 2048), 8970),
         ("qwen3-8b", 2 * 151936 * 4096 + 36 * 192_946_432 + 4096, 36 * 8 * 256 * 2,
-         # The stream twice, its norm, and what gate and up give; o's product is added in place.
+         # The stream twice, its norm, and gate and up; o's product is added in place.
          2 * 8448 * (3 * 4096 + 12288), 6159),
         ("qwen3-32b", 2 * 151936 * 5120 + 64 * 487_598_336 + 5120, 64 * 8 * 256 * 2,
          2 * 8448 * (4 * 5120 + 25600), None),
@@ -98,7 +98,7 @@ def test_models_by_hand_and_the_pages_that_an_h200_had(
     assert plan.found.layout.bytes_per_token == token and page_bytes(plan) == 128 * token
     columns = 4 * (slots + 1) * (32768 + 1 + 256)
     assert plan.taken[STEP] == columns + 2 * page_bytes(plan) + 32 * MIB + step
-    if pages is not None:  # of records and of results/h200-x1/kv
+    if pages is not None:  # from records and results/h200-x1/kv
         assert plan.pages == pages
 
 
@@ -112,7 +112,7 @@ def test_a_cache_of_8_bits_takes_half() -> None:
 
 
 def test_a_full_step_as_it_was_measured() -> None:
-    """The 70B on an H200: 356.2 MiB of results/h200-x1/kv."""
+    """The 70B model on an H200 needs 356.2 MiB, as in results/h200-x1/kv."""
     assert round(on_h200("r1-distill-llama-70b").taken[STEP] / MIB, 1) == 356.2
 
 
@@ -127,8 +127,8 @@ def test_key_value_heads_are_cut_and_then_copied(tp: int, heads: int) -> None:
     assert plan.found.mesh.tp_size == tp
     (group,) = plan.found.layout.paged
     assert (group.num_heads, group.bytes_per_token) == (heads, 36 * heads * 256 * 2)
-    copied = 36 * 4096 * max(0, 2 * tp - 16) * 128  # of all ranks together
-    vocabulary = min(151936, -(-75 // tp) * 2048)  # whole blocks, rank 0 has one more than others
+    copied = 36 * 4096 * max(0, 2 * tp - 16) * 128  # over all ranks
+    vocabulary = min(151936, -(-75 // tp) * 2048)  # whole blocks; rank 0 has one more than others
     weights = 2 * vocabulary * 4096 + (36 * 192_946_432 + copied) // tp
     assert plan.taken[WEIGHTS] - 16 * MIB == pytest.approx(2 * weights, rel=0.01)
     assert plan.taken[OTHERS] == CUDA_BYTES + (RANKS_BYTES if tp > 1 else 0)
@@ -186,7 +186,7 @@ def test_the_states_of_a_hybrid_model_come_first_then_checkpoints_and_pages() ->
     assert dense.taken[STATES] == 0 and "checkpoints" not in pins(dense)
     none = on_h200("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "cache.checkpoints=0")
     assert none.split.bytes["checkpoints"] == 0
-    assert plan.pages // plan.pages_of(500) > 64  # but there are no more states
+    assert plan.pages // plan.pages_of(500) > 64  # but the number of states is the limit
     assert numbers(plan, [500])["requests of 500"] == 64
     assert numbers(dense, [500])["requests of 500"] == 1539
     many = on_h200("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "cache.checkpoints=900")
@@ -211,10 +211,10 @@ def test_checkpoints_in_the_hosts_memory_are_planned() -> None:
     assert cut.split.checkpoints == pytest.approx(2 * 889, abs=2)  # of each rank
     three = on_h200(shape[0], "quantize=fp8", "cache.checkpoint_host_gib=64", "parallel.dp=3", tp=2)
     host = numbers(three, [500])["all checkpoints in the host's memory, GiB"]
-    assert host == pytest.approx(3 * 2 * 64, abs=0.3)  # of two ranks of three engines
+    assert host == pytest.approx(3 * 2 * 64, abs=0.3)  # two ranks of three engines
 
 
-# -- what does not fit -------------------------------------------------------------------------
+# -- models that do not fit --------------------------------------------------------------------
 
 
 def test_problems() -> None:
@@ -264,7 +264,7 @@ def test_the_nearest_builds_a_model_once_for_each_number_of_gpus(
 
     monkeypatch.setattr(Resolved, "empty_model", counted)
     assert nearest(config_of("qwen3-8b"), gpu_of("mine:2"), [32000]) is None
-    assert built == [1, 2, 4, 8]  # of 48 plans
+    assert built == [1, 2, 4, 8]  # for 48 plans
 
 
 def test_a_larger_cache_than_fits_becomes_what_fits() -> None:
@@ -285,12 +285,12 @@ def test_engines_behind_one_server_stay_pinned() -> None:
     assert pins(on_h200("qwen3-8b", "parallel.dp=4")).startswith("parallel: {tp: 1, dp: 4}\n")
     lanes = on_h200("qwen3-30b-a3b", "parallel.ep=2", "parallel.dp=2", tp=2)
     assert pins(lanes).startswith("parallel: {tp: 1, ep: 2, dp: 2}\n")
-    dense = nearest(config_of("qwen3-8b", "parallel.ep=4"), H200, [500])  # which has no experts
+    dense = nearest(config_of("qwen3-8b", "parallel.ep=4"), H200, [500])  # a model without experts
     assert dense is not None and pins(dense).startswith("parallel: {tp: 1, ep: 1}\n")
 
 
 def test_weights_that_a_cpu_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of Qwen3-8B in float32, beside 2 GiB of cache and tables: 30.52 GiB."""
+    """Qwen3-8B in float32 takes 30.52 GiB, in addition to 2 GiB of cache and tables."""
     config = load_config("qwen3-8b", ["load.format=dummy"], {"device": "cpu"})
     plan = plan_of(config, CPU, 1)
     monkeypatch.setattr("nanovllm.runner.room.host_memory", lambda: 30 * GIB)
@@ -321,14 +321,14 @@ def test_the_pinned_lines_are_a_recipe_of_the_same_plan() -> None:
 
 def test_decode_steps_of_8b_by_hand() -> None:
     plan, two = on_h200("qwen3-8b"), on_h200("qwen3-8b", tp=2)
-    read = 36 * 192_946_432 + 151936 * 4096  # all layers, and the head
+    read = 36 * 192_946_432 + 151936 * 4096  # all layers and the head
     assert plan.decode_s(1, 1024) == pytest.approx((2 * read + 1024 * 147456) / 4.28e12)
     assert 1e3 * plan.decode_s(1, 1024) == pytest.approx(3.57, abs=0.01)
     cached = 256 * 1024 * 147456 / 4.28e12
     assert plan.decode_s(256, 1024) == pytest.approx(2 * 256 * read / 790e12 + cached)
     assert two.decode_s(64, 2000) == pytest.approx(plan.decode_s(64, 2000) / 2, rel=3e-3)
     eight, sixteen = (on_h200("qwen3-8b", tp=tp) for tp in (8, 16))
-    cached = 64 * 2000 * 36 * 256 * 2 / 4.28e12  # the one head of a rank, which others copy
+    cached = 64 * 2000 * 36 * 256 * 2 / 4.28e12  # one head per rank, some of them copies
     of_weights = [plan.decode_s(64, 2000) - cached for plan in (eight, sixteen)]
     assert 1.7 < of_weights[0] / of_weights[1] < 2
 
@@ -339,11 +339,11 @@ def test_prompts_of_8b_by_hand() -> None:
     attention = 36 * 32 * 128 * 2 * 4000**2
     flops = 16 * (2 * layers * 4000 + 2 * head + attention)
     assert plan.prefill_s(16, 4000) == pytest.approx(flops / 790e12)
-    assert plan.prefill_s(1, 1) == pytest.approx(2 * (layers + head) / 4.28e12)  # reads weights
+    assert plan.prefill_s(1, 1) == pytest.approx(2 * (layers + head) / 4.28e12)  # reads the weights
 
 
 def test_copies_of_experts_take_room(tmp_path: Path) -> None:
-    """One more of 128 on each of four ranks; and other numbers of ranks do not fit the file."""
+    """Each of four ranks has one more of 128. The file does not fit other numbers of ranks."""
     path = tmp_path / "x"
     lines = ExpertLoad([*range(48)], bytes(8 * 48 * 128), b"").lines()
     write_placement(lines, path, 4, 1)
@@ -359,7 +359,7 @@ def test_copies_of_experts_take_room(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ep", [1, 4])
 def test_experts_of_30b_by_hand(ep: int) -> None:
-    """128 experts of 3 * 768 * 2048, of which a token reads 8, and four GPUs a quarter each."""
+    """There are 128 experts of 3 * 768 * 2048; a token uses 8. Each of four GPUs has a quarter."""
     dense = 2048 * (4096 + 2 * 512 + 4096) + 2 * 2048 + 2 * 128 + 128 * 2048
     experts, head = 128 * 3 * 768 * 2048, 151936 * 2048
     plan = on_h200("qwen3-30b-a3b")
@@ -373,13 +373,13 @@ def test_experts_of_30b_by_hand(ep: int) -> None:
     four = on_h200("qwen3-30b-a3b", "parallel.tp=4", f"parallel.ep={ep}", tp=4)
     assert four.decode_s(64, 1024) == pytest.approx(plan.decode_s(64, 1024) / 4, rel=0.01)
     columns = 4 * (512 + 1) * (32768 + 1 + 256)
-    # Of 16384 tokens: the stream twice and its norm, what all pairs take, logits, and the result.
+    # 16384 tokens: the stream twice and its norm, memory per pair, logits, and the result.
     step = 2 * 16384 * (3 * 2048 + 8 * (768 + 2048 + 8) + 128 + 2048)
     assert plan.taken[STEP] == columns + 2 * 128 * 98304 + 32 * MIB + step
 
 
 def test_lanes_have_whole_attention_and_all_of_the_cache_each() -> None:
-    """Four GPUs: each a quarter of the experts, and a quarter of the requests."""
+    """Each of four GPUs has a quarter of the experts and of the requests."""
     dense = 2048 * (4096 + 2 * 512 + 4096) + 2 * 2048 + 2 * 128 + 128 * 2048
     experts, head = 128 * 3 * 768 * 2048, 151936 * 2048
     plan = on_h200("qwen3-30b-a3b", "parallel.ep=4", tp=4)
@@ -394,7 +394,7 @@ def test_lanes_have_whole_attention_and_all_of_the_cache_each() -> None:
     flops = 2 * 64000 * 48 * (dense + experts / 16) + 16 * (2 * head + 2 * 48 * 4096 * 4000**2)
     assert plan.prefill_s(16, 4000) == pytest.approx(flops / 4 / H200.tflops / 1e12)
     columns = 4 * (512 + 1) * (32768 + 1 + 256)
-    # Beside what one rank takes: the tokens of all lanes, 16384 at a time, and what is summed up.
+    # In addition to one rank: tokens of all lanes, 16384 at a time, and their sums.
     step = 2 * 16384 * (5 * 2048 + 8 * (768 + 2048 + 8) + 128 + 2048)
     assert plan.taken[STEP] == columns + 2 * 128 * 98304 + 32 * MIB + step
     assert pins(plan).startswith("parallel: {tp: 1, ep: 4}\n")
@@ -404,7 +404,7 @@ def test_lanes_have_whole_attention_and_all_of_the_cache_each() -> None:
 
 @pytest.mark.parametrize("rows", [1, 64, 256])
 def test_an_expert_that_all_tokens_share_is_read_once(rows: int) -> None:
-    """Qwen3-Next: 512 experts, of which 10, and one of 3 * 512 * 2048 more, on two GPUs."""
+    """A token of Qwen3-Next uses 10 of 512 experts and a shared one, 3 * 512 * 2048 each."""
     plan = on_h200("qwen3-next-80b-a3b", tp=2)
     full = 12 * (2 * 4096 + 2 * 512 + 4096) * 2048 // 2
     recurrent = 36 * ((2 * 2048 + 2 * 4096 + 64 + 4096) * 2048 + 8192 * 4) // 2
@@ -425,16 +425,16 @@ def test_minimax_m2_has_a_byte_a_weight() -> None:
 
 
 def test_r1_over_eight_ranks_by_hand() -> None:
-    """Latents are on every rank; of kv_b there is a copy in 16 bits, which multiplies."""
+    """All ranks have the latents, and a 16-bit copy of kv_b for products."""
     plan = on_h200("deepseek-r1", tp=8)
     hidden, experts, dense = 7168, 257, 3 * 7168 * 18432
-    kept = 16 * 192 * 1536, 16 * 256 * 512, 16 * 128 * 7168  # q_b, kv_b, o, of 16 heads
+    kept = 16 * 192 * 1536, 16 * 256 * 512, 16 * 128 * 7168  # q_b, kv_b and o of 16 heads
     attention = (1536 + 576) * hidden + sum(kept)
     sparse = experts * 3 * hidden * 2048 // 8
     in_fp8 = 61 * attention + 3 * dense // 8 + 58 * sparse
     copies = 61 * 2 * kept[1]
     routers = 58 * 256 * ((hidden + 1) * 4 + 3 * hidden * 2)  # and up to three parts in bfloat16
-    vocabulary = 2 * 2 * hidden * 8 * 2048  # whole blocks: rank 0 has 8 of 64
+    vocabulary = 2 * 2 * hidden * 8 * 2048  # whole blocks; rank 0 has 8 of 64
     tables = plan.found.max_model_tokens * 64 * 4
     expected = in_fp8 * (1 + 4 / 128**2) + copies + routers + vocabulary + tables
     assert plan.taken[WEIGHTS] == pytest.approx(expected, rel=1e-3)
@@ -451,7 +451,7 @@ def test_r1_over_eight_ranks_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
 def test_decode_steps_of_latents_multiply_longer_than_they_read(dtype: str) -> None:
-    """Where a rank has all 128 heads, which read each latent once; not where it has 16."""
+    """A rank with all 128 heads multiplies longer than it reads latents; one with 16 does not."""
     lanes = on_h200("deepseek-r1", "parallel.tp=1", "parallel.ep=8", f"cache.dtype={dtype}", tp=8)
     ranks = on_h200("deepseek-r1", f"cache.dtype={dtype}", tp=8)
     read = {"auto": 70272, "fp8": 40016}[dtype] / 4.28e12
@@ -464,14 +464,14 @@ def test_decode_steps_of_latents_multiply_longer_than_they_read(dtype: str) -> N
 
 
 def test_the_first_layers_of_r1_on_one_gpu() -> None:
-    """What is measured beside other engines."""
+    """The configuration of comparisons with other engines."""
     plan = on_h200("deepseek-r1", "model.num_layers=6", "experts.routing=uniform")
     assert 40e9 < plan.taken[WEIGHTS] < 44e9
     assert plan.problem([4000] * 16) == ""
 
 
 def test_drafts_of_every_slot_have_logits() -> None:
-    """Of 1,024 slots of 0.6B, four rows each: 1.24 GB, more than a prefill takes."""
+    """1,024 slots of Qwen3-0.6B with four rows each need 1.24 GB, more than a prefill."""
     many = "schedule.slots=1024"
     plain, drafting = (
         on_h200("qwen3-0.6b", many, *more).taken[STEP]

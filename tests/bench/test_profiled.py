@@ -1,4 +1,4 @@
-"""results/profiled.py on the demo: what the engine's steps are made of."""
+"""results/profiled.py on the demo model: operations of the engine's steps."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def test_a_profile_tells_what_steps_are_made_of(tmp_path: Path) -> None:
     said = file.read_text()
     heads = r"from step (\d+) on:\n2 steps of \d+\.\d us, \d+\.\d launches, \d+\.\d us idle\n"
     assert re.findall(heads, said) == ["20", "40"]
-    products = 8 * 4 + 1  # of a layer qkv, out, gate and up, down; the head
+    products = 8 * 4 + 1  # qkv, out, gate and up, down in each layer; the head
     assert re.search(rf" us +{products}\.0 x +\d+\.\d\d us  aten::linear\n", said), said
     assert "in order: start, duration\n     0.00 " in said

@@ -1,4 +1,4 @@
-"""The record of a measurement: its origin, its schema, and a file that holds one."""
+"""Record of a measurement: origin, schema, and files with one record."""
 
 from __future__ import annotations
 

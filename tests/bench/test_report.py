@@ -1,4 +1,4 @@
-"""From stamps to numbers, to the console table, to a comparison."""
+"""Metrics from timestamps, the console table, and comparisons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanovllm.wire import Stats
 from tests.bench.test_record import RECORD
 from tests.server.fake_engine import READY
 
-# Two requests of 4 and 2 tokens; the first one's second chunk carries two tokens.
+# Requests of 4 and 2 tokens. The second chunk of the first has two tokens.
 SAMPLES = [
     Sample(sent=10.0, stamps=[10.1, 10.2, 10.4], input_tokens=7, output_tokens=4, cached_tokens=3),
     Sample(sent=10.3, stamps=[10.5, 12.3], input_tokens=5, output_tokens=2),
@@ -44,23 +44,24 @@ def test_numbers_by_hand() -> None:
     assert (found["ttft_p50_ms"], found["ttft_p99_ms"]) == (near(150.0), near(199.0))
     assert found["tpot_mean_ms"] == found["tpot_p50_ms"] == near((100 + 1800) / 2)
     assert found["tpot_max_ms"] == near(1800.0)
-    # The first one's three tokens after the first chunk took 300 ms, two of them in one chunk.
+    # The first request's three tokens after the first chunk took 300 ms, two of them in one chunk.
     assert found["itl_mean_ms"] == near((2 * 100 / 1.5 + 2 * 200 / 1.5 + 1800) / 5)
     assert (found["icl_mean_ms"], found["icl_max_ms"]) == (near((100 + 200 + 1800) / 3), near(1800))
     assert found["icl_p99_ms"] == near(200 + 0.98 * 1600)
     assert (found["e2e_p50_ms"], found["e2e_p99_ms"]) == (near(1200.0), near(400 + 0.99 * 1600))
     assert found["peak_concurrent"] == 2
-    assert found["peak_output_tokens_per_s"] == near(5.0)  # all of the first, half of the second
+    # All tokens of the first request and half of those of the second.
+    assert found["peak_output_tokens_per_s"] == near(5.0)
 
 
 def test_a_gap_is_shared_by_the_tokens_that_end_it() -> None:
-    """As the engine's own counts, or a server's in every chunk, have it: 1, then 3 more, then 1."""
+    """Counts come from the engine, or from the server in every chunk: 1, then 3 more, then 1."""
     known = Sample(sent=0.0, stamps=[0.1, 0.4, 0.5], counts=[1, 4, 5], output_tokens=5)
     assert known.itl_s == pytest.approx([0.1, 0.1, 0.1, 0.1])
     found = summarise([known])
     assert (found["itl_max_ms"], found["icl_max_ms"]) == (near(100.0), near(300.0))
     assert found["itl_mean_ms"] == near(1e3 * known.tpot_s)
-    spread = msgspec.structs.replace(known, counts=[])  # evenly: 2 tokens in each of 2 gaps
+    spread = msgspec.structs.replace(known, counts=[])  # without counts: 2 tokens in each of 2 gaps
     assert spread.itl_s == pytest.approx([0.15, 0.15, 0.05, 0.05])
     alone = Sample(sent=0.0, stamps=[0.1, 0.3, 0.4], output_tokens=3)
     assert alone.itl_s == pytest.approx([0.2, 0.1])
@@ -124,7 +125,7 @@ def test_table_has_vllms_layout() -> None:
     assert "---------------Inter-token Latency----------------" in lines
     assert "----------------End-to-end Latency----------------" in lines
     assert "----------------Engine (nanovllm)-----------------" in lines
-    assert not [line for line in lines if line.startswith("P50 ")]  # that is the median
+    assert not [line for line in lines if line.startswith("P50 ")]  # P50 is shown as the median
     for line in (
         "Mean TTFT (ms):                          150.00",
         "P99 TTFT (ms):                           199.00",

@@ -1,4 +1,4 @@
-"""results/: every record of its files, links to them, and the tables that are made of them."""
+"""results/: all records in its files, links to them, and tables made of them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.bench.test_record import RECORD
 
 ROOT = Path(__file__).parents[2]
 MOST_FILES, MOST_BYTES = 60, 4_000_000
-# The entries that were files until November 2026: how many of each kind, texts apart, and a digest
-# of their ids in order. They are the first lines of their files and never change.
+# Entries that were separate files until November 2026: number by kind, number of texts, and a
+# digest of their ids in order. They are the first lines of their files and never change.
 CONVERTED = {
     "cpu-x2": ({"serve": 3, "clients": 3, "demo": 6, "page": 1}, {}, "671214ae0758f950"),
     "h200-x1": (
@@ -115,7 +115,7 @@ def test_every_anchor_is_a_heading(page: Path) -> None:
 
 
 def small(folder: Path) -> Records:
-    """Two records and a text of one kind of machine, as of a checkout in `folder`."""
+    """Return two records and a text of one machine type, in a checkout in `folder`."""
     results = folder / "results"
     for at, rate in enumerate((100.0, 250.0)):
         metrics = {"output_tokens_per_s": rate, "duration_s": 8.0 - at, "ttft_p50_ms": 12.345}

@@ -1,4 +1,4 @@
-"""results/steps.py: constants of kernels, changed for a step, and what it prints on the demo."""
+"""results/steps.py: temporary changes of kernel constants, and its output for the demo model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_change_is_undone() -> None:
-    """Of a constant, of a table's entry, of what was found by them, and after an error."""
+    """A constant, a table's entry, cached results of both, and errors are covered."""
     before, table = (few_fp8.START, few_fp8.SHAPES[16]), few_fp8.SHAPES
     change = "few_fp8.START = 7; few_fp8.SHAPES[16] = few_fp8.SHAPES[32]"
     with steps.changed(change):
         assert (few_fp8.START, few_fp8.SHAPES[16]) == (7, few_fp8.SHAPES[32])
     assert (few_fp8.START, few_fp8.SHAPES[16]) == before
-    assert few_fp8.SHAPES is table  # which others may have imported
+    assert few_fp8.SHAPES is table  # other modules may have imported it
     with pytest.raises(ZeroDivisionError), steps.changed("few_fp8.START = 1 // 0"):
         pass
     with pytest.raises(RuntimeError, match="within"), steps.changed("few_fp8.START = 8"):

@@ -1,4 +1,4 @@
-"""Files of records: appended lines, ids by content, records found by id."""
+"""Files of records: appended lines, ids by content, and lookup by id."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def name(made: Record) -> str:
 
 
 def entry_with(content: bytes) -> store.StoredEntry:
-    """Return an entry with this content, which may be no record."""
+    """Return an entry with this content, which need not be a record."""
     given = store.id_of(content)
     return store.StoredEntry(id=given, kind="offline", name="n", record=msgspec.Raw(content))
 
@@ -78,7 +78,7 @@ for nth in range(20):
 
 
 def test_numbers_stay_as_they_were_written(tmp_path: Path) -> None:
-    """A whole number in a metric stays one, so that old records keep their ids."""
+    """An integer in a metric stays an integer, so that old records keep their ids."""
     raw = msgspec.json.encode(RECORD).replace(b"100.0", b"100")
     entry = entry_with(raw)
     path = tmp_path / "m" / "records.jsonl"

@@ -1,4 +1,4 @@
-"""What a plot says; which records make one curve; the table of ratios."""
+"""Labels of plots, records that form a curve, and the table of ratios."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_records_are_compared_by_id_in_a_folder_of_results(tmp_path: Path) -> No
     again = sweep.command([PLAIN[1], SLOWER[0]], tmp_path)
     assert again.split() == ["nanovllm", "bench", "--compare", *given]
     assert sweep.command([PLAIN[1]], Path("results")) == f"nanovllm bench --compare {ids[0]}"
-    place = store.write(SLOWER[1], tmp_path / "other")  # a file may be named, too
+    place = store.write(SLOWER[1], tmp_path / "other")  # a file is accepted, too
     mixed = CliRunner().invoke(bench, ["--compare", str(place), *given])
     assert mixed.exit_code == 0 and "schedule.depth=0" in mixed.output, mixed.exception
     wrong = CliRunner().invoke(bench, ["--compare", "00000000", *given]).exception

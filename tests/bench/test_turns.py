@@ -1,4 +1,4 @@
-"""results/turns.py: what it asks, and what it says of the answers."""
+"""results/turns.py: its prompts and its summary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_turns_of_the_demo(tmp_path: Path) -> None:
-    """A second turn has the first prompt cached, its repetition all but a token."""
+    """A second turn finds the first prompt cached. Its repetition finds all but one token."""
     path = tmp_path / "record.json"
     asked = ["demo", "--set", "cache.page_tokens=16", "--tokens", "100", "--answer", "4"]
     command = [sys.executable, "results/turns.py", *asked, "--rounds", "1", "--json", str(path)]
@@ -29,7 +29,7 @@ def test_turns_of_the_demo(tmp_path: Path) -> None:
 
 
 def test_no_sweep_sends_the_prompts_of_its_widest_load_one_by_one() -> None:
-    """bench sends eight for each stream unless it is told how many."""
+    """By default, bench sends eight prompts per stream."""
     lines = (ROOT / "results" / "measure.sh").read_text().splitlines()
     sweeps = [line for line in lines if "--sweep" in line]
     assert len(sweeps) == 3 and [line for line in sweeps if "--num-prompts" in line] == []

@@ -1,4 +1,4 @@
-"""The loads are the ones other engines were measured on, and the same for the same seed."""
+"""Loads equal those published for other engines, and depend only on the seed."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_structured_bodies_ask_for_more_records_than_an_answer_can_hold() -> Non
     assert body["response_format"]["type"] == "json_schema" and asked["strict"] is True
     shortest = {"id": 0, "name": "", "kind": "pump", "values": [], "in_use": True}
     assert sorted(asked["schema"]["items"]["required"]) == sorted(shortest)
-    # A token is seldom longer than eight characters.
+    # A token seldom has more than eight characters.
     assert asked["schema"]["minItems"] * len(msgspec.json.encode(shortest)) / 8 > load.output_len
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
     assert "ignore_eos" not in body
@@ -135,7 +135,7 @@ def test_the_mixed_load_has_lengths_from_100_to_2000() -> None:
     outputs = [body["max_tokens"] for body in bodies]
     for found in (inputs, outputs):
         assert 100 <= min(found) < 150 and 1950 < max(found) <= 2000
-    # Whatever it is called: two servers that count alike get the same prompts.
+    # The name does not matter: servers with equal token counts get equal prompts.
     renamed = [msgspec.json.decode(body) for body in chat_bodies(load, "n", WORDING.text)]
     assert [body | {"model": "m"} for body in renamed] == bodies
 
@@ -167,7 +167,7 @@ def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float) -> None:
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert times[0] == 0.0 and len(times) == 20_000
     assert statistics.mean(gaps) == pytest.approx(1 / 50, rel=0.05)
-    # A gamma distribution's squared coefficient of variation is 1 / shape.
+    # The squared coefficient of variation of a gamma distribution is 1 / shape.
     variation = statistics.variance(gaps) / statistics.mean(gaps) ** 2
     assert variation == pytest.approx(1 / burstiness, rel=0.1)
 
