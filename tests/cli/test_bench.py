@@ -1,4 +1,4 @@
-"""`nanovllm bench` against a server whose behaviour is known exactly: sweeps, what is refused."""
+"""`nanovllm bench` with a server of predefined behaviour: sweeps and refusals."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def test_a_sweep_writes_a_record_per_concurrency_and_one_plot(tmp_path: Path) ->
     found = store.records(tmp_path)
     assert [one.workload["name"] for one in found] == ["c1", "c4"]
     assert [one.metrics["output_tokens"] for one in found] == [16.0, 16.0]
-    # Four at a time are about four times as fast; the server's sleeps leave room for a busy host.
+    # Four streams are about four times as fast as one. The bound allows for a busy host.
     rates = [one.metrics["output_tokens_per_s"] for one in found]
     assert rates[1] > 1.8 * rates[0]
     (plot,) = tmp_path.rglob("*.svg")
     assert plot.name.endswith("_fake_sweep_unknown.svg") and f"plot: {plot}" in done.output
     assert plot.parent == store.files(tmp_path)[0].parent
     labels = [node.text for node in ET.parse(plot).iter("{http://www.w3.org/2000/svg}text")]
-    assert labels.count("1") >= 2 and labels.count("4") >= 2  # a point in either panel
+    assert labels.count("1") >= 2 and labels.count("4") >= 2  # a point in each panel
     assert "\n     1  " in done.output and "\n     4  " in done.output
     (again,) = re.findall(r"^this table again: nanovllm bench (.+)$", done.output, re.MULTILINE)
     assert again.endswith(f" --results-dir {tmp_path}")
@@ -112,7 +112,7 @@ def test_the_experts_of_all_engines_are_placed(tmp_path: Path) -> None:
 
 
 class Stuck(PaperEngine):
-    """Answers the first load and its warm-up, and then nothing; or it has gone by then."""
+    """Engine that answers the first load and its warm-up only, or then raises EngineLostError."""
 
     def __init__(self, is_gone: bool) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Stuck(PaperEngine):
 def test_nobody_waits_for_an_engine_that_lost_a_rank(
     is_gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 may be stuck with the other's device, or its connection end before its process."""
+    """Rank 0 may wait for the lost rank, or its connection may end before its process."""
     why = "nanovllm-rank1 has been silent for 3 s"
     ticks = iter(range(1000))
 
@@ -151,5 +151,5 @@ def test_nobody_waits_for_an_engine_that_lost_a_rank(
     done = CliRunner().invoke(command.bench, [*arguments, "--results-dir", str(tmp_path)])
     assert done.exit_code == 1
     assert done.output.splitlines()[-1] == f"error: {why}"
-    (made,) = store.records(tmp_path)  # of the load before
+    (made,) = store.records(tmp_path)  # of the first load
     assert made.metrics["output_tokens"] == 512.0

@@ -1,4 +1,4 @@
-"""The click classes of all commands: their help, and which words are options of others."""
+"""The click classes of all commands: their help, and the detection of other programs' options."""
 
 from __future__ import annotations
 

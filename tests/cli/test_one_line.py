@@ -1,4 +1,4 @@
-"""Whatever is wrong with a command line, its user reads one line, and the exit code is 2."""
+"""Each wrong command line gives one line of error and the exit code 2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def said(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
-    """The exit code of the command line."""
+    """Return the exit code of the command line."""
     monkeypatch.setattr(sys, "argv", ["nanovllm", *arguments])
     with pytest.raises(SystemExit) as caught:
         cli.main()
@@ -111,5 +111,5 @@ def test_a_reader_who_leaves_and_an_interrupt_are_no_tracebacks(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "resolve", interrupted)
-    assert said(monkeypatch, "serve") == "aborted"  # which Python writes, and exits with 1
+    assert said(monkeypatch, "serve") == "aborted"  # Python writes it and exits with 1
     assert capsys.readouterr().err == "\n"

@@ -1,4 +1,4 @@
-"""Options of vLLM and SGLang are answered with ours, on every command line, and in README."""
+"""Options of vLLM and SGLang: answers with nanovllm's options, in every command and in README."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_every_option_of_others_is_known(head: str) -> None:
 
 
 def test_what_is_written_instead_is_ours() -> None:
-    """Every `--set` of the table names a key of a recipe, and every other option is one of ours."""
+    """Every `--set` of the table has a key of a recipe. All other options are nanovllm's."""
     own = {
         name
         for command in cli.COMMANDS
@@ -132,7 +132,7 @@ def test_what_is_written_instead_is_ours() -> None:
     keys = {key for text in texts for key in re.findall(r"--set '?([\w.]+)=", text)}
     assert len(keys) > 25
     for key in keys:
-        with pytest.raises(ConfigError) as caught:  # of the value, never of the key
+        with pytest.raises(ConfigError) as caught:  # an error of the value, not of the key
             load_config(None, [f"{key}={{nothing: [of, the, kind]}}"])
         assert f"unknown key {key};" not in str(caught.value) and key in str(caught.value)
     drafts = load_config(None, ["speculate={method: ngram, tokens: 3}"]).recipe.speculate
@@ -184,7 +184,7 @@ def test_an_option_that_none_has_is_still_none() -> None:
 
 
 def table_in(text: str) -> str | None:
-    """Return the lines between the markers; None without them."""
+    """Return the lines between the markers, or None without markers."""
     found = re.search(f"{re.escape(BEGIN)}\n(.*?)\n{re.escape(END)}", text, re.DOTALL)
     return found[1].strip() if found else None
 
@@ -196,7 +196,7 @@ def test_the_table_of_readme_is_made_from_the_code() -> None:
     assert all(row.count(" | ") == 1 for row in rows[2:]) and len(rows) > 50
     assert "| `--max-model-len`, `--context-length` | `--set server.max_model_tokens=N` |" in rows
     assert table_in(f"# A\n{BEGIN}\n{made}\n{END}\n") == made
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("nanovllm/*.md")):  # wherever there is one
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("nanovllm/*.md")):  # any may have the table
         assert table_in(path.read_text()) in (None, made), f"{path.name}: {other_flags.__name__}"
 
 

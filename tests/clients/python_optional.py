@@ -1,8 +1,8 @@
-"""LangChain and LiteLLM against one server, from the repository's root:
+"""LangChain and LiteLLM with one server. Run it from the repository's root:
 
     python -m tests.clients.python_optional http://127.0.0.1:8000
 
-Knows nothing of nanovllm but its address, and runs in an environment without it: tests.clients.run.
+It needs only the server's address. tests.clients.run starts it in an environment without nanovllm.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LangChain:
         asked = self.model.with_structured_output(Person, method="json_schema")
         assert asked.invoke(EXTRACT) == MARIA
         called = self.model.with_structured_output(Person, method="function_calling")
-        found = called.invoke(EXTRACT)  # which name the model writes into such a call is its own
+        found = called.invoke(EXTRACT)  # the name in such a call depends on the model
         assert isinstance(found, Person) and found.age == MARIA.age, found
 
     def refusal(self) -> None:
@@ -156,7 +156,7 @@ def checks(client: LangChain | LiteLLM) -> list[tuple[str, Callable[[], None]]]:
 
 
 def main(url: str) -> int:
-    """How many checks failed."""
+    """Run all checks and return the number of failures."""
     failed = 0
     for name, check in checks(LangChain(url)) + checks(LiteLLM(url)):
         try:

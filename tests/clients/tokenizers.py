@@ -1,8 +1,8 @@
-"""Real tokenizers and chat templates, without their models: a line for every check.
+"""Checks of real tokenizers and chat templates, without their models. Each prints a line:
 
     python -m tests.clients.tokenizers FOLDER
 
-FOLDER has a folder for each of TOKENIZERS, and the chat templates of llama.cpp in `templates`:
+FOLDER has a folder for each of TOKENIZERS, and the chat templates of llama.cpp in `templates`.
 `tests.clients.run tokenizers` downloads them. transformers is the reference for prompts, and the
 tokenizer's own `decode` for text.
 """
@@ -41,7 +41,7 @@ from nanovllm.server.template_files import template_files
 from nanovllm.wire import Ready
 
 TOKENIZERS = ("qwen3", "deepseek_v3", "llama3_1")
-# Templates of supported models: the tokenizer to use, and the parser that must be found.
+# Templates of supported models, with their tokenizer and the expected parser.
 MODELS = {
     "Qwen-Qwen3-0.6B": ("qwen3", "qwen3"),
     "Qwen-QwQ-32B": ("qwen3", "qwen3"),
@@ -89,7 +89,7 @@ RENDER, READY = Renderer(), {"worker": 0, "num_pages": 4, "page_tokens": 16, "nu
 
 
 class Model:
-    """A tokenizer's folder, with a template of its own or of another checkpoint."""
+    """A tokenizer's folder, with its own template or that of another checkpoint."""
 
     def __init__(self, folder: Path, source: str | None = None) -> None:
         self.folder = folder
@@ -141,7 +141,7 @@ class Model:
         return ids
 
     def events(self, ids: list[int]) -> list[Event]:
-        """What a client gets of an answer, token by token."""
+        """Return the events of an answer that is fed token by token."""
         parser = OutputParser(
             self.family, self.vocabulary.marks, "</think>", {"get_weather": PARAMETERS}
         )
@@ -157,7 +157,7 @@ def call(*, as_text: bool) -> dict[str, Any]:
 
 
 def conversations(*, as_text: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Per name, what is given to both: messages, and perhaps tools and variables."""
+    """Yield names and arguments for both renderers: messages, sometimes tools and variables."""
     system, user = {"role": "system", "content": "Be kind. é"}, {"role": "user", "content": " Hi\n"}
     assistant = {"role": "assistant", "content": "Hello. <b>"}
     calling = {"role": "assistant", "content": "", "tool_calls": [call(as_text=as_text)]}
@@ -186,7 +186,7 @@ def conversations(*, as_text: bool) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def check_rendering(model: Model) -> int:
-    """Return how many prompts and their ids are equal; both must refuse the same."""
+    """Return the number of equal prompts and equal ids. Both renderers must refuse the same."""
     count = 0
     for name, given in conversations(as_text=model.facts.arguments_as_text):
         if "tools" in given and not model.facts.shows_tools:
@@ -213,7 +213,7 @@ def check_rendering(model: Model) -> int:
 
 
 def check_unshown_tools(model: Model, given: dict[str, Any]) -> int:
-    """A template without a place for tools: ours shows them, or the request is refused."""
+    """If a template does not show tools, nanovllm's template does, or the request is refused."""
     try:
         text = model.template.render(asked(given))
     except ApiError as error:
@@ -255,7 +255,7 @@ def check_detokenising(model: Model) -> int:
 
 
 def written_call(model: Model) -> str:
-    """What the template, or ours for tools, shows of a call: up to where the turn ends."""
+    """Return the template's text of a call, up to the end of the turn."""
     messages = [{"role": "user", "content": "Hi"}]
     calling = {"role": "assistant", "content": "", "tool_calls": [call(as_text=False)]}
     given: dict[str, Any] = {"tools": [TOOL], "add_generation_prompt": False}
@@ -279,7 +279,7 @@ def check_parser(model: Model, parser: str) -> int:
     assert [type(event) for event in events] == [CallStart, CallPart], (text, events)
     assert json.loads(events[1].text) == ARGUMENTS, events  # type: ignore[union-attr]
     count = 1
-    for end in range(1, len(ids)):  # wherever the answer is cut: the call is whole, or it is open
+    for end in range(1, len(ids)):  # a truncated call is complete or still open
         for event in model.events(ids[:end]):
             if isinstance(event, CallPart):
                 assert is_open(event.text) or json.loads(event.text) == ARGUMENTS, event
@@ -309,7 +309,7 @@ def allows(model: Model, ids: list[int], **fields: Any) -> bool:
 
 
 def as_written(syntax: Syntax, arguments: dict[str, Any]) -> str:
-    """A call to the byte, as the grammar has it."""
+    """Return the text of a call, exactly as the grammar requires."""
     before, after = (part.replace("NAME", "get_weather") for part in syntax.call)
     before = before.replace("QUOTED", '"get_weather"')
     shown = json.dumps(arguments, ensure_ascii=False)
@@ -323,7 +323,7 @@ def as_written(syntax: Syntax, arguments: dict[str, Any]) -> str:
 
 
 def check_schemas(model: Model) -> int:
-    """Of a required call and of a schema: what fits is allowed, whatever its tokens."""
+    """Check that a required call and a schema allow valid text, for any tokens."""
     fields = {"tools": [TOOL], "tool_choice": "required"}
     syntax = model.family.syntax
     assert syntax is not None
@@ -342,11 +342,11 @@ def check_schemas(model: Model) -> int:
     return count + 1
 
 
-# -- all of them ----------------------------------------------------------------------------------
+# -- all models -----------------------------------------------------------------------------------
 
 
 def models(base: Path) -> Iterator[tuple[str, Model, str]]:
-    """Per template of a supported model: its name, a folder with it, and its parser."""
+    """Yield the name, a folder and the parser of each template of a supported model."""
     for name, (tokenizer, parser) in MODELS.items():
         folder = base / "models" / name
         folder.mkdir(parents=True)
@@ -356,7 +356,7 @@ def models(base: Path) -> Iterator[tuple[str, Model, str]]:
 
 
 def report(counts: Counter[str], name: str, check: Callable[..., int], *args: Any) -> bool:
-    """Run a check and write its line. `counts` sums what was compared, by the kind of check."""
+    """Run a check and print its line. `counts` sums the comparisons by kind of check."""
     try:
         count = check(*args)
     except Exception as error:

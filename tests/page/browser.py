@@ -39,12 +39,12 @@ def start_browser(*more: str) -> webdriver.Chrome:
 
 
 class Page:
-    """One server's page in a tab without history, and the actions of a visitor."""
+    """A server's page in a tab without history, and the actions of a visitor."""
 
     def __init__(self, driver: webdriver.Chrome, url: str, view: str = "#talk") -> None:
         self.driver = driver
         self.url = url
-        driver.get("about:blank")  # the page before this one stores its conversation
+        driver.get("about:blank")  # the previous page stores its conversation when it closes
         driver.get(f"{url}/page/theme.css")
         driver.execute_script("sessionStorage.clear()")
         self.resize(1280, 900)
@@ -63,26 +63,26 @@ class Page:
         return self.driver.find_elements(By.CSS_SELECTOR, css)
 
     def one(self, css: str) -> WebElement:
-        """Wait for elements that match, and return the last one."""
+        """Wait for matching elements and return the last one."""
         return self.until(lambda: self.all(css))[-1]
 
     def text(self, css: str) -> str:
-        """Return the text of the last match, also of a folded one."""
+        """Return the text of the last match, even if it is folded."""
         script = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
         texts = self.until(lambda: self.driver.execute_script(script, css))
         return str(texts[-1])
 
     def each(self, css: str, expression: str = "one.textContent") -> list[Any]:
-        """Return a JavaScript expression of `one` for each match."""
+        """Return the value of a JavaScript expression of `one` for each match."""
         script = f"return [...document.querySelectorAll(arguments[0])].map((one) => {expression})"
         return self.driver.execute_script(script, css)
 
     def pause(self, seconds: float) -> None:
-        """Let the page run on."""
+        """Wait while the page runs."""
         time.sleep(seconds)
 
     def change_requests(self, fields: str) -> None:
-        """Add fields, as the text of a JavaScript object, to each request's body."""
+        """Add fields, written as a JavaScript object, to each request's body."""
         self.driver.execute_script(
             "const send = window.fetch; window.fetch = (path, options) => send(path, options?.body"
             f" ? {{...options, body: JSON.stringify({{...JSON.parse(options.body), ...{fields}}})}}"
@@ -90,7 +90,7 @@ class Page:
         )
 
     def until(self, check: Callable[[], T], timeout_s: float = 20.0) -> T:
-        """Return the first true result of `check`."""
+        """Wait for a true result of `check` and return it."""
         deadline = time.monotonic() + timeout_s
         while not (found := check()):
             assert time.monotonic() < deadline, f"it never came true; {self.complaints()}"
@@ -106,7 +106,7 @@ class Page:
         self.until(lambda: len(self.all(turns)) == number and not self.all(f"{turns}[aria-busy]"))
 
     def set(self, name: str, value: str) -> None:
-        """Fill in a field of the settings."""
+        """Set a field of the settings."""
         script = "arguments[0].closest('details').open = true; arguments[0].value = arguments[1]"
         self.driver.execute_script(script, self.one(f"#set-{name}"), value)
 
@@ -124,6 +124,7 @@ class Page:
         return self.driver.execute_script(script)
 
     def complaints(self) -> list[str]:
-        """Return the console's messages: errors, and violations of the policy."""
+        """Return the console's messages: errors and violations of the content security policy."""
         lines = [entry["message"] for entry in self.driver.get_log("browser")]
-        return [line for line in lines if "willReadFrequently" not in line]  # tests read canvases
+        # Reading canvases in tests causes this message.
+        return [line for line in lines if "willReadFrequently" not in line]

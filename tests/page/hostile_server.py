@@ -1,4 +1,4 @@
-"""A server with the real page's files and hostile texts in each of its answers."""
+"""Server with the real page's files and hostile text in all of its answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def logprob(text: str) -> dict[str, Any]:
 
 
 class Hostile(BaseHTTPRequestHandler):
-    """Put hostile text into each text field of each answer."""
+    """Request handler that puts hostile text into each text field of each answer."""
 
     def log_message(self, *_: object) -> None: ...
 
@@ -97,7 +97,7 @@ def steps() -> dict[str, Any]:
 
 @contextmanager
 def hostile() -> Iterator[str]:
-    """Yield the server's address."""
+    """Start the server and yield its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hostile)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

@@ -1,4 +1,4 @@
-"""Pages of other origins: an empty document under any name, for scripts to run in."""
+"""Pages of other origins: an empty document under any host name, for scripts to run in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-NAMES = "*.test"  # all of them resolve to this machine, in the browser alone
+NAMES = "*.test"  # the browser resolves all of them to this machine
 OPTIONS = (f"--host-resolver-rules=MAP {NAMES} 127.0.0.1", "--no-proxy-server")
 
 
@@ -25,7 +25,7 @@ class Empty(BaseHTTPRequestHandler):
 
 @contextmanager
 def other_pages() -> Iterator[int]:
-    """Serve them, and yield the port."""
+    """Serve the pages and yield the port."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Empty)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

@@ -12,7 +12,7 @@ from tests.page.browser import Page
 
 THEMES = ("light", "dark")
 SURFACES = ("page", "surface", "raised")
-# Text colours, and the backgrounds that they are set on.
+# Text colours and their backgrounds.
 TEXT = [
     (("ink", "soft"), (*SURFACES, "mine")),
     (("accent", "good", "bad"), SURFACES),
@@ -26,7 +26,7 @@ MARKS = ("wait", "prompt", "decode", "draft", "preempted", "finished", "cached",
 
 
 def colours(theme: str) -> dict[str, str]:
-    """Return the theme's variables; the dark theme replaces those of the light one."""
+    """Return the theme's variables. The dark theme overrides those of the light one."""
     text = (FOLDER / "theme.css").read_text()
     blocks = re.findall(r":root(\[.*?\])? \{(.*?)\}", text, re.DOTALL)
     found: dict[str, str] = {}
@@ -37,7 +37,7 @@ def colours(theme: str) -> dict[str, str]:
 
 
 def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """Return the ratio of two colours of channels from 0 to 255."""
+    """Return the contrast ratio of two colours with channels from 0 to 255."""
     darker, lighter = sorted((luminance(one), luminance(other)))
     return (lighter + 0.05) / (darker + 0.05)
 
@@ -116,7 +116,7 @@ def test_each_visible_text_stands_out(driver, demo, theme) -> None:
     page.press("Settings")
     page.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     page.run("document.getElementById('set-logprobs').click()")
-    seen = page.run(MEASURE)  # the welcome
+    seen = page.run(MEASURE)  # the welcome text
     page.say("What is 17 + 25?")
     page.answered()
     page.set("schema", "{oops")

@@ -1,4 +1,4 @@
-"""Talk: its look, and the conversation that a tab keeps."""
+"""Talk: its layout, and the conversation that a tab keeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def page(driver, demo) -> Page:
 
 
 def box(page: Page, css: str, at: int = -1) -> dict[str, float]:
-    """Return the place of a match, by default the last one."""
+    """Return the rectangle of a match, by default the last one."""
     boxes = page.each(css, "one.getBoundingClientRect().toJSON()")
     return dict(boxes[at])
 
@@ -115,7 +115,7 @@ def test_a_reload_keeps_the_conversation_until_new_chat(page) -> None:
     page.press("Copy as curl")
     assert SUM_ANSWER in page.one("#copy-text").get_property("value")
     page.press("Close")
-    page.driver.get(f"{page.url}/")  # Talk comes first where there is a conversation
+    page.driver.get(f"{page.url}/")  # Talk is the first view if there is a conversation
     page.answered(2)
     assert page.one("#talk").is_displayed()
     page.press("New chat")

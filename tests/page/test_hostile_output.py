@@ -19,7 +19,7 @@ def page(driver) -> Iterator[Page]:
 
 
 def is_harmless(page: Page) -> None:
-    """Assert that no text became an element or ran, and that nothing is too wide."""
+    """Assert that no text became an element or ran, and that no element is too wide."""
     assert page.run("return window.caught ?? null") is None
     assert page.all("main script, main img, #notice img") == []
     width = "document.documentElement.scrollWidth - document.documentElement.clientWidth"

@@ -1,4 +1,4 @@
-"""What pages of other origins can do to a server on this machine, in a browser."""
+"""Requests of pages of other origins to a server on this machine, in a browser."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def closed() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def opened(port) -> Iterator[Server]:
-    """A server that lets in one page, and that has a name."""
+    """A server with a host name that allows one other origin."""
     settings = (
         f"server.allowed_origins=[http://chat.test:{port}]",
         "server.allowed_hosts=[box.test]",
@@ -79,14 +79,14 @@ def opened(port) -> Iterator[Server]:
 
 
 def counts(server: Server, path: str = CHAT) -> dict[int, int]:
-    """Return the number of answers of a path by their status."""
+    """Return the number of responses of a path by status."""
     text = httpx.get(f"{server.url}/metrics", trust_env=False).text
     found = re.findall(rf'http_requests_total{{.*,path="{path}",status="(\d+)"}} (\d+)', text)
     return {int(status): int(count) for status, count in found}
 
 
 def fetched(driver: webdriver.Chrome, url: str, **options: Any) -> list[Any]:
-    """Return the answer's type, status and text, as far as the page may read them."""
+    """Return the response's type, status and text, if the page may read them."""
     return driver.execute_async_script(FETCH, url, options)
 
 
@@ -108,7 +108,7 @@ def test_a_foreign_page_can_neither_chat_nor_read(browser, closed, port) -> None
     assert browser.execute_script(BEACON, chat, BODY)
     origin, kind = browser.execute_async_script(SANDBOX, chat, post("text/plain"))
     assert (origin, kind) == ("null", "failed")
-    eventually(lambda: counts(closed).get(403) == 7)  # one of them is the OPTIONS of JSON
+    eventually(lambda: counts(closed).get(403) == 7)  # including the OPTIONS request for JSON
     assert counts(closed) == {403: 7}
     refused = [line for line in closed.lines if "error=origin_not_allowed" in line]
     line = f"--set server.allowed_origins=[http://evil.test:{port}]"
@@ -119,14 +119,14 @@ def test_a_foreign_page_can_neither_chat_nor_read(browser, closed, port) -> None
 def test_a_form_of_a_foreign_page_does_not_chat(browser, closed, port, kind) -> None:
     browser.get(f"http://evil.test:{port}/")
     before = counts(closed)
-    name, value = BODY[:-1] + ', "user": "', '"}'  # JSON, once a text form joins them by "="
+    name, value = BODY[:-1] + ', "user": "', '"}'  # JSON, once a text form joins them with "="
     browser.execute_script(FORM, closed.url + CHAT, kind, name, value)
     eventually(lambda: counts(closed).get(403, 0) == before.get(403, 0) + 1)
     assert 200 not in counts(closed)
 
 
 def test_a_name_that_resolves_to_this_machine_reads_nothing(browser, closed) -> None:
-    """DNS rebinding: for the browser, it is one origin."""
+    """DNS rebinding: the browser regards both as one origin."""
     rebound = closed.url.replace("127.0.0.1", "rebind.test")
     before = counts(closed)
     browser.get(f"{rebound}/")
@@ -148,7 +148,7 @@ def test_a_page_of_this_machine_may(browser, closed, port) -> None:
 
 
 def test_a_page_that_is_named_may(browser, opened, port) -> None:
-    """As the openai client does in a browser, with a key and headers of its own."""
+    """The request is that of the openai client in a browser, with a key and its own headers."""
     browser.get(f"http://chat.test:{port}/")
     sent = post("application/json")
     sent["headers"] |= {"Authorization": "Bearer x", "X-Stainless-Lang": "js"}

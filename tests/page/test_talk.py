@@ -1,4 +1,4 @@
-"""Talk, in a browser, with the demo model."""
+"""Talk in a browser, with the demo model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watch, in a browser: many requests of the paper engine, and preemption in the demo."""
+"""Watch in a browser: many requests of the paper engine, and preemption with the demo model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def paper() -> Iterator[Server]:
 
 @contextmanager
 def streams(server: Server, count: int, max_tokens: int) -> Iterator[None]:
-    """Run `count` requests, each on its own connection, until the end of the block."""
+    """Run `count` requests, each on a separate connection, until the block ends."""
 
     async def one(client: httpx.AsyncClient, number: int) -> None:
         body = asked(f"Number {number}: go on.", max_tokens=max_tokens, stream=True)
@@ -82,7 +82,7 @@ def colours(page: Page, canvas: str) -> set[str]:
 
 def test_a_page_opened_while_64_requests_run_shows_64_lanes_and_right_totals(driver, paper) -> None:
     with streams(paper, 64, max_tokens=2000):
-        started = Page(driver, paper.url)  # Talk, until they run
+        started = Page(driver, paper.url)  # Talk, until the requests run
         started.until(lambda: paper.metric("vllm:num_requests_running") == 64)
         page = Page(driver, paper.url, "#watch")
         page.until(lambda: len(labels(page)) == 64)
@@ -169,7 +169,8 @@ def test_one_of_several_engines(driver) -> None:
         page = Page(driver, server.url, "#watch")
         page.until(lambda: page.one("select[aria-label=Engine]").is_displayed())
         page.press("16 requests")
-        page.until(lambda: total(page, "running") == 8)  # one stream of eight to each engine
+        # Each of the two engines runs eight requests.
+        page.until(lambda: total(page, "running") == 8)
 
         def running() -> list[int]:
             text = httpx.get(f"{server.url}/metrics").text
@@ -192,7 +193,7 @@ def test_one_of_several_engines(driver) -> None:
 
 
 def test_preemption_can_be_watched_in_the_demo(driver) -> None:
-    """The demo's cache is smaller than its slots can fill; here smaller still, to save time."""
+    """The demo's slots can fill more than its cache. A smaller cache saves time."""
     server = start("--set", "cache.pages=100")
     try:
         page = Page(driver, server.url, "#watch")
@@ -207,7 +208,7 @@ def test_preemption_can_be_watched_in_the_demo(driver) -> None:
 
 
 def test_the_demo_s_slots_may_fill_more_than_its_cache(demo) -> None:
-    """Preemption is visible in the server that `nanovllm serve` starts."""
+    """Preemption is visible in a server that `nanovllm serve` starts."""
     there = httpx.get(f"{demo.url}/debug/steps").json()
     (model,) = httpx.get(f"{demo.url}/v1/models").json()["data"]
     assert 16 * there["num_pages"] < there["num_slots"] * model["max_model_len"] / 4

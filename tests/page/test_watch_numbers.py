@@ -1,4 +1,4 @@
-"""Watch: its start, its numbers, its axes and its pictures, on an engine with 16 slots."""
+"""Watch: its start, numbers, axes and pictures, for an engine with 16 slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def paper() -> Iterator[Server]:
 
 @pytest.fixture
 def idle(paper) -> Iterator[Server]:
-    """The server without requests, before and after."""
+    """The server without requests, before and after the test."""
     yield paper
     deadline = time.monotonic() + 20
     while paper.metric("vllm:num_requests_running") + paper.metric("vllm:num_requests_waiting"):
@@ -78,7 +78,7 @@ def test_64_requests_while_16_run(driver, idle) -> None:
     page.until(lambda: total(page, "waiting") == 64)
     assert total(page, "running") == 16
     assert page.text("#in-flight") == "80 sample requests in flight"
-    page.press("16 requests")  # the browser has no connection for these
+    page.press("16 requests")  # the browser has no free connection for these
     page.until(lambda: "80 sample requests in flight; 16 more" in page.text("#in-flight"))
     end(page)
     assert page.text("#in-flight") == ""
@@ -123,7 +123,7 @@ def test_the_large_number_is_the_rate_of_tokens(driver, idle) -> None:
     first = page.until(lambda: re.fullmatch(r"[\d.]+ m?s", page.text("[data-total='first']")))
     time.sleep(3)  # the first tokens are older than a second, and still shown
     assert re.fullmatch(r"[\d.]+ m?s", page.text("[data-total='first']")), first
-    page = Page(driver, idle.url, "#watch")  # also by a page that was opened later
+    page = Page(driver, idle.url, "#watch")  # also on a page that was opened later
     page.until(lambda: total(page, "running") in (0, 16))
     page.until(lambda: re.fullmatch(r"[\d.]+ m?s", page.text("[data-total='first']")))
 

@@ -1,4 +1,4 @@
-// One line for each check, PASSED or FAILED; what both clients ask, and what the demo model answers.
+// Common part of both clients. Each check prints a line, PASSED or FAILED.
 import assert from "node:assert/strict";
 import { setTimeout as sleep } from "node:timers/promises";
 
@@ -30,7 +30,7 @@ async function running(url) {
   return Number(text.match(/^vllm:num_requests_running\{.*\} (\S+)$/m)[1]);
 }
 
-// Until the server runs as many requests as that.
+// Wait until the server runs `wanted` requests.
 export async function runs(url, wanted) {
   for (let waited = 0; (await running(url)) !== wanted; waited += 50) {
     assert.ok(waited < 10_000, `the server does not get to ${wanted} running requests`);

@@ -1,4 +1,4 @@
-// Both clients against one server: node main.mjs http://127.0.0.1:8000
+// Run both clients with one server: node main.mjs http://127.0.0.1:8000
 import { aiSdk } from "./ai_sdk.mjs";
 import { openai } from "./openai.mjs";
 
