@@ -1,4 +1,4 @@
-"""The demo's corpus: seeded, split cleanly, and right by its own rules."""
+"""The demo model's corpus: seeded, with separate held-out values, and correct by its own rules."""
 
 import json
 import logging
@@ -49,7 +49,7 @@ def test_rows_hold_whole_documents_and_mark_only_answers() -> None:
 
 
 def padding(row: "render.Rows", end: int) -> int:
-    """How many of the row's ends end nothing."""
+    """Return the number of end tokens that end no document."""
     ends = row == end
     return int((ends[1:] & ends[:-1]).sum())
 
@@ -112,7 +112,7 @@ def test_no_request_is_both_answered_and_refused() -> None:
 def test_about_questions_are_held_out_with_their_greetings() -> None:
     held = Draw(2, held=True)
     kept = sum(reserved(about(held).messages[0]["content"]) for _ in range(300))
-    assert kept > 240  # the others carry a typo
+    assert kept > 240  # the others contain a typo
     assert asked(Draw(2), "about.txt")[0].say
 
 
@@ -133,7 +133,7 @@ def test_every_sample_passes_its_own_judge(kind: str, held: bool) -> None:
 
 
 def valid(arguments: dict, schema: dict) -> bool:
-    """A small JSON Schema check, independent of the generator."""
+    """Check arguments with a small part of JSON Schema, independent of the generator."""
     properties = schema["properties"]
     if not set(schema.get("required", [])) <= set(arguments) <= set(properties):
         return False
@@ -221,7 +221,7 @@ def test_a_wording_is_held_out_only_where_many_others_are_left() -> None:
     train, held = ([Draw(i, side).wording([rich]) for i in range(900)] for side in (False, True))
     assert len(set(train)) == 58
     assert not any(map(reserved, train))
-    assert sum(map(reserved, held)) > 890  # it gives up after many tries
+    assert sum(map(reserved, held)) > 890  # a few drawings find no held-out wording
     assert {Draw(i, True).wording(["(Mail|Send) {a}"]) for i in range(50)} == {
         "Mail {a}",
         "Send {a}",
@@ -262,7 +262,7 @@ def test_the_template_shipped_is_the_one_trained_on() -> None:
     assert off == bare + "<think>\n\n</think>\n\n"
 
 
-GO_ON = [  # an independent reading of "and times 2?"
+GO_ON = [  # independent parser of follow-ups such as "and times 2?"
     (r"plus (\d+)|\+ ?(\d+)|add (\d+)|(\d+) more|with (\d+) added", "+"),
     (r"minus (\d+)|- ?(\d+)|(?:subtract|take away|take off) (\d+)|(\d+) less", "-"),
     (r"times (\d+)|[*x\u00d7] ?(\d+)|(?:multiply|multiplied) .*?by (\d+)|^.*?(\d+) times", "*"),
@@ -273,7 +273,7 @@ SPECIAL = {"double": "* 2", "twice": "* 2", "triple": "* 3", "three times": "* 3
 
 
 def read(text: str) -> str:
-    """The operator and the number of a follow-up."""
+    """Return the operator and the number of a follow-up."""
     for word, meaning in SPECIAL.items():
         if word in text:
             return meaning
@@ -443,7 +443,7 @@ def test_training_goes_on_from_given_weights(
 def test_training_ends_with_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A second after the tenth step, however fast the machine is, and not after 20,000 steps."""
+    """It ends a second after the tenth step on any machine, not after 20,000 steps."""
     argv = ["train", "--out", str(tmp_path), "--minutes", "0.001", "--rows", "1"]
     argv += ["--length", "128", "--workers", "1", "--device", "cpu", "--log-every", "1"]
     monkeypatch.setattr("sys.argv", argv)

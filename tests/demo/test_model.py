@@ -1,6 +1,6 @@
-"""A fixed dozen for the shipped demo model, through our engine: every kind of thing it can do.
+"""Twelve fixed prompts for the built-in demo model, one for each skill, run by the engine.
 
-The values come from the side that the corpus holds out, so none of this was trained word for word.
+Their values are held out from the corpus, so none of them was in the training data.
 """
 
 import json
@@ -20,7 +20,7 @@ MOST_NEW = 150
 
 
 def tool(tool_name: str, does: str, **arguments: str) -> dict[str, Any]:
-    """A function whose arguments are all required texts."""
+    """Return a tool definition with required string arguments."""
     properties = {name: {"type": "string", "description": text} for name, text in arguments.items()}
     parameters = {"type": "object", "properties": properties, "required": list(arguments)}
     function = {"name": tool_name, "description": does, "parameters": parameters}
@@ -102,7 +102,7 @@ DOZEN: dict[str, tuple[str | list[dict[str, Any]], list[dict[str, Any]], bool | 
 
 @pytest.fixture(scope="module")
 def written() -> dict[str, tuple[str, FinishReason]]:
-    """What the model writes, all twelve in one batch, and why it ended."""
+    """Return the model's outputs and finish reasons. All twelve run in one batch."""
     config = load_config(None, ["device=cpu", "dtype=float32"])
     engine = WholeEngine(
         config, pages=400, page_tokens=16, slots=12, step_tokens=512, max_tokens=512

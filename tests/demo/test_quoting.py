@@ -1,4 +1,4 @@
-"""The measurement of quoting tasks: what it asks, what it counts, and what it calls different."""
+"""The measurement of quoting tasks: questions, metrics, and comparison of answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DRAFTS = {"acceptance_length": 2.5}
 
 
 def answered(*texts: str, seconds: float = 1.0) -> Asked:
-    """Each a token a letter."""
+    """Return answers in which each letter counts as a token."""
     answers = [Answer({0: Choice(text)}, (9, len(text))) for text in texts]
     return Asked(seconds * len(texts), answers, [seconds] * len(texts))
 
@@ -39,7 +39,7 @@ def test_questions_quote_and_have_one_answer_each() -> None:
 
 
 def test_a_ratio_is_the_median_of_the_rounds_and_of_each_kind() -> None:
-    """One stream: 4 letters a question in 4, 2 and 1 seconds, against 4 without drafts."""
+    """4 letters per question take 4, 2 and 1 seconds with drafts, and 4 without, in one stream."""
     plain = answered("aaaa", "bbbb", "cccc", "dddd", seconds=4.0)
     rounds = [(plain, answered("aaaa", "bbbb", "cccc", "dddd", seconds=s)) for s in (4.0, 2.0, 1.0)]
     found = Found({1: rounds, 8: rounds[2:]}, {1: DRAFTS, 8: {}})
@@ -106,7 +106,7 @@ def test_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_fails_when_drafts_bring_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And serves with drafts on the second port alone."""
+    """The second server, and only that, has drafts."""
     commands: list[list[str]] = []
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The measurement over a folder of schemas: what it counts, and what it calls wrong."""
+"""The measurement with a folder of schemas: metrics and detection of wrong answers."""
 
 from __future__ import annotations
 

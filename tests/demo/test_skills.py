@@ -1,6 +1,7 @@
-"""What people try first on the shipped demo model, through our engine.
+"""Common first prompts for the built-in demo model, run by the engine.
 
-JSON without a schema, sums that go on, other languages, emoji, noise, and what it cannot know.
+They are JSON without a schema, continued sums, other languages, emoji, noise, and questions that
+the model must decline.
 """
 
 import json
@@ -83,7 +84,7 @@ ANSWERS: dict[str, tuple[tuple[str, ...], str]] = {
     "code": (("def f(x):\n    return x + 1",), refuse.CANNOT_CODE),
 }
 
-BEYOND = [  # any sentence that says so
+BEYOND = [  # any sentence that declines is accepted
     "Who painted the Mona Lisa?",
     "What is the largest river in Peru?",
     "How do I repair a bicycle?",
@@ -101,7 +102,7 @@ BEYOND = [  # any sentence that says so
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, str]:
-    """What the model answers to the last turn of each conversation, all in one batch."""
+    """Return the model's answers to the last turn of each conversation. All run in one batch."""
     config = load_config(None, ["device=cpu", "dtype=float32"])
     engine = WholeEngine(
         config, pages=1200, page_tokens=16, slots=64, step_tokens=1024, max_tokens=512

@@ -1,4 +1,4 @@
-"""What a soak calls the same answer, and what it calls a return to where things were."""
+"""Comparison of answers and of resource use in a soak test."""
 
 from __future__ import annotations
 
