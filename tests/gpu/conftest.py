@@ -1,4 +1,4 @@
-"""These tests need a CUDA device. Without one the directory collects nothing, and says so."""
+"""Tests that need a CUDA device. Without one, no test of this folder is collected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers on GPUs: small ones, each with its own time limit, that tell where they hang."""
+"""Small servers on GPUs. Each has a time limit and shows its output after a failure."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import httpx
 from tests.end_to_end.demo_server import Server, start
 
 log = logging.getLogger("tests")  # shown by pytest --log-cli-level=INFO
-START_S = 90.0  # most of which compiles kernels, the first time
+START_S = 90.0  # mostly the first compilation of kernels
 ANSWER_S = 30.0
-TOLD = 400  # lines of a server that failed
+TOLD = 400  # lines of a failed server's output
 SMALL = ("--device", "cuda", "--set", "cache.pages=400", "--set", "schedule.slots=12",
          "--set", "kernels.mixed_graph_tokens=128")  # fmt: skip
 
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[Server]:
-    """What fails within says what the server said, and where each of its threads was."""
+    """Start a server. An error inside the block shows its output and the stacks of its threads."""
     began = time.monotonic()
     server = start(*arguments, limit_s=START_S)
     log.info("%.1f s to start %s", time.monotonic() - began, " ".join(arguments))
@@ -40,7 +40,7 @@ def serving(*arguments: str) -> Iterator[Server]:
 
 
 def choices(server: Server, questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answers to questions that are asked all at a time."""
+    """Return the choices of questions that are sent at the same time."""
     url = f"{server.url}/v1/chat/completions"
     with httpx.Client(timeout=ANSWER_S) as client, ThreadPoolExecutor(len(questions)) as pool:
         answers = list(pool.map(lambda question: client.post(url, json=question), questions))

@@ -1,4 +1,4 @@
-"""Attention backends on a GPU against float32, on the batches an engine makes."""
+"""Attention backends on a GPU against float32, with batches like those of an engine."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ KINDS = [
     "one prompt", "decode", "one long decode", "mixed", "many rows",
     "drafts", "drafts before chunks",
 ]  # fmt: skip
-WIDTH = 4  # tokens of a decode row with drafts, at most
+WIDTH = 4  # maximum tokens of a decode row with drafts
 
 
 def rows_of(kind: str) -> tuple[list[int], list[int]]:
-    """Lengths and new tokens of each row."""
+    """Return the lengths and the numbers of new tokens of rows."""
     draw = random.Random(kind)
     if kind == "one prompt":
         return [777], [777]
@@ -37,7 +37,7 @@ def rows_of(kind: str) -> tuple[list[int], list[int]]:
     if kind == "mixed":
         lengths = [draw.randint(2, 2000) for _ in range(20)] + [4096, 515, 130, 1500]
         return lengths, [1] * 20 + [2048, 515, 2, 129]
-    if kind == "drafts":  # the last rows pad a graph
+    if kind == "drafts":  # the last rows are padding of a graph
         new = [draw.randint(1, WIDTH) for _ in range(37)]
         return [draw.randint(count, 3000) for count in new] + [0] * 3, new + [0] * 3
     if kind == "drafts before chunks":
@@ -81,7 +81,7 @@ def run_decode(batch: Batch, cache: PagedKV, q_RHA: Tensor) -> Tensor:
 
 
 def test_a_graph_of_decode_follows_lengths_and_pages() -> None:
-    """Captured with the shortest rows; replayed after they have grown and moved."""
+    """The graph is captured with the shortest rows, and replayed after they grew and moved."""
     heads, lengths = (16, 8, 128), [3000, 17, 1, 640, 129]
     q_RHA, cache, batch = make_batch(lengths, [1] * 5, heads, 64, torch.bfloat16, CUDA)
     table_RM, lengths_R = batch.page_table_RM.clone(), batch.lengths_R.clone()

@@ -1,4 +1,4 @@
-"""capture-graphs and profile-kv where there is something to capture and to measure."""
+"""capture-graphs and profile-kv on a GPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_graph_gives_the_eager_logits_and_is_faster_where_launches_count(
 
 @pytest.mark.gpu
 def test_the_profile_finds_the_engines_number_of_pages() -> None:
-    gc.collect()  # graphs of engines before would count as taken by the step
+    gc.collect()  # graphs of earlier engines would count as memory of the step
     config = load_config("qwen3-0.6b", ["load.format=dummy"], {"device": "cuda"})
     found = kv.profile(config, None, (1, 2), ())
     assert [*found.columns] == ["tp 1", "tp 1 measured", "tp 2", "tp 2 measured"]

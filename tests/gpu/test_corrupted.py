@@ -1,4 +1,4 @@
-"""Corrupted rows, and pages to clean and to copy, on a GPU: kernels, backends and graphs."""
+"""Corrupted rows, and cleaning and copying of pages, on a GPU: kernels, backends and graphs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.models.tiny import config_of, make_tiny
 from tests.runner.plans import Plans, admit
 
 CUDA = torch.device("cuda")
-WRONG = (math.nan, math.inf, -math.inf)  # of the last, a row full
+WRONG = (math.nan, math.inf, -math.inf)  # the last one fills a whole row
 MODES = {
     "flash, graphs": Kernels(attention="flash"),
     "flash, eager": Kernels(attention="flash", cuda_graphs=False),
@@ -70,7 +70,7 @@ def test_a_bad_number_anywhere_corrupts_its_row_alone(
 
 
 def test_pages_beyond_the_reach_of_32_bits() -> None:
-    """Of the last layer's last pages; their neighbours, and the other layers, stay."""
+    """Only the given pages at the end of the last layer change."""
     layout = CacheLayout((PagedGroup((0, 1, 2), 8, 128, 128, 2),))
     caches = make_caches(layout, 8000, 128, torch.bfloat16, CUDA)
     keys, values = caches.tensors
@@ -99,7 +99,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     folder: Path = tmp_path_factory.mktemp("poisoned")
     model = make_tiny(folder, "qwen3", **SHAPE, max_position_embeddings=2048).bfloat16()
     model.get_input_embeddings().weight.data[POISON] = math.nan
-    model.get_output_embeddings().weight.data[POISON] = 0  # it is hardly ever drawn
+    model.get_output_embeddings().weight.data[POISON] = 0  # the model rarely draws this token
     model.save_pretrained(folder)
     return config_of(folder)
 
@@ -130,13 +130,13 @@ def prompt_of(count: int, seed: int) -> list[int]:
 
 
 def test_neighbours_of_a_corrupted_row_are_as_beside_a_sound_one(runner: Runner) -> None:
-    """12 rows, so that decode steps go through the CuTe DSL kernel; in steps of the same shape."""
+    """12 rows use the CuTe DSL kernel in decode steps. Steps have the same shape in both runs."""
     texts = []
     for poisoned in (False, True):
         plans, prompts = Plans(runner), [prompt_of(40 + 9 * i, i) for i in range(12)]
         if poisoned:
             prompts[3][20] = prompts[8][0] = POISON
-        # Cold enough that nobody draws the poisoned token.
+        # At this temperature no row draws the poisoned token.
         asked = [Sampling(temperature=0.0), Sampling(temperature=0.2, seed=5)]
         admits = [
             admit(i, prompt, [1 + 2 * i, 2 + 2 * i], 0, asked[i % 2])
@@ -158,7 +158,7 @@ def test_pages_with_nan_serve_again_once_they_are_cleaned(runner: Runner) -> Non
     assert CORRUPTED not in expected
     plans = Plans(runner)
     for _ in range(2):
-        # All of its pages' cells: a later one that it attends to is NaN from the first on.
+        # All cells of these pages are NaN, since later tokens attend to the first.
         everywhere = [POISON, *prompt_of(255, 3)]
         assert plans.text(1, everywhere, [11, 12], 1) == [CORRUPTED]
         assert plans.text(1, poisoned, [13, 14], 3) == [CORRUPTED] * 3
@@ -182,7 +182,7 @@ def test_flash_attention_reads_past_the_end_so_cleaning_is_needed(config: Config
 
 @pytest.mark.parametrize("shared", [128, 100, 131, 150])
 def test_a_copied_page_carries_a_prompt_on_from_any_token(runner: Runner, shared: int) -> None:
-    """Fed in steps of the same shapes, so that what is computed is the same to the bit."""
+    """Steps have the same shapes, so results are equal bit for bit."""
     first = prompt_of(190, 4)
     second = [*first[:shared], *prompt_of(60, 5)]
 

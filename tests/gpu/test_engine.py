@@ -1,6 +1,6 @@
 """The whole engine on a GPU in bf16 against transformers in float32, teacher-forced.
 
-Text would flip at near-ties, so the reference scores the very tokens the engine chose.
+Small errors would change the text at near-ties. Therefore the reference scores the engine's tokens.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ MODES = {
         rope_store="torch", sample="torch", cuda_graphs=False,
     ),
 }  # fmt: skip
-TOLERANCE = 0.25  # of a log-probability; bf16 through 4 loud layers, measured 0.05 to 0.15
+# Maximum error of a log-probability. In bf16, 4 layers of large weights have 0.05 to 0.15.
+TOLERANCE = 0.25
 
 
-WIDE = {  # of Qwen3-0.6B: its products of few rows are read by the CuTe DSL kernel
+WIDE = {  # widths of Qwen3-0.6B, whose products of few rows use the CuTe DSL kernel
     **SHAPE,
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -98,7 +99,7 @@ def test_products_of_few_rows_agree_with_the_reference(wide, skinny: str, graphs
 
 
 def agreeing(made: Made, kernels: Kernels, page_tokens: int) -> WholeEngine:
-    """After requests that come one by one; every choice is a best one, or nearly."""
+    """Submit a request per step. Return the engine if each token is nearly the best."""
     config, model = made
     recipe = replace(config.recipe, device="cuda", kernels=kernels)
     engine = WholeEngine(
@@ -129,7 +130,7 @@ def test_a_page_hit_and_a_preemption_stay_near_the_reference(tiny) -> None:
         replace(config, recipe=recipe), pages=40, page_tokens=16, slots=12, step_tokens=64
     )
     prompts = prompts_of(14, seed=3)
-    prompts += prompts[::-1]  # the last ones' pages are still there
+    prompts += prompts[::-1]  # pages of the last ones are still cached
     for i, prompt in enumerate(prompts[:14]):
         engine.submit(i, prompt, 40)
     engine.run()

@@ -1,8 +1,8 @@
-"""Models with experts on a GPU in bf16 and block fp8, beside the CPU in float32.
+"""Models with experts on a GPU in bf16 and block fp8 against the CPU in float32.
 
-Experts are chosen between scores that may be as good as equal, and a token whose choice differs has
-other logits. So choices must agree where the margin is wider than what bf16 leaves of a score, and
-logits must where all of a token's choices agree.
+Rounding may change a choice between nearly equal scores, and then the token's logits. Therefore
+choices must agree where the margin exceeds bf16's error of a score. Logits must agree where all
+choices of a token agree.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ SCHEDULES = {
     "few tokens": [(28, 24), (1, 1), (2, 1), (2, 3)],
 }
 MARGIN = {"qwen3_moe": 0.25, "minimax_m2": 0.06}  # of logits; of sigmoid scores
-TOLERANCE = 0.35  # of a log-probability; through 3 loud layers
-IN_FP8 = 2.0  # times as much where activations have 8 bits, too
-# Of the tokens. If attention's products quantise their rows, as block fp8 means it, plain torch in
-# bfloat16 keeps 0.24 of qwen3_moe's, which choose six of 40 experts three times; 0.63 of M2's.
+TOLERANCE = 0.35  # of a log-probability, with 3 layers of large weights
+IN_FP8 = 2.0  # factor of both if activations are fp8, too
+# Share of tokens. Plain torch in bfloat16 agrees on 0.24 of tokens of qwen3_moe, and on 0.63 of
+# M2's, if attention's products quantise their rows as block fp8 defines. qwen3_moe chooses six of
+# 40 experts in three layers.
 MIN_AGREEING = {None: 0.5, "fp8": 0.15}
 
 
 @dataclass
 class Choice:
-    """What a router said, as float32 on the CPU: scores that it chooses by, and the chosen."""
+    """A router's scores and chosen experts, as float32 on the CPU."""
 
     scores_TE: Tensor
     experts_TK: Tensor
@@ -87,7 +88,7 @@ def model_on(device: torch.device, dtype: torch.dtype, config: Config, to: list[
 
 
 class StepsOn(Steps):
-    """With caches and batches on the model's device. Attention is by torch."""
+    """Steps with caches and batches on the model's device. Attention is in torch."""
 
     def __init__(self, folder: Path, model: Decoder, device: torch.device) -> None:
         super().__init__(folder, model, prompts(), Mesh())
@@ -114,13 +115,13 @@ class StepsOn(Steps):
         return replace(found, **tensors)
 
     def feed(self, counts: tuple[int, ...]) -> list[Tensor]:
-        """The logits, on the CPU."""
+        """Return the logits on the CPU."""
         logits_TV = self.model.logits(self.hidden(self.batch(counts))).float().cpu()
         return list(logits_TV.flip(0).split([count for count in counts if count]))
 
 
 def told(config: Config, device: torch.device, dtype: torch.dtype, schedule: str) -> tuple:
-    """log-probabilities_TV of all tokens, and each layer's choices in the same order."""
+    """Return log-probabilities_TV of all tokens and each layer's choices in the same order."""
     choices: list[Choice] = []
     model = model_on(device, dtype, config, choices)
     steps = StepsOn(Path(str(config.model_dir)), model, device)
@@ -132,7 +133,7 @@ def told(config: Config, device: torch.device, dtype: torch.dtype, schedule: str
         rows: list[list[Tensor]] = [[], []]
         for at, step in enumerate(counts):
             choice = choices[at * num_layers + layer]
-            # Behind the last layer's attention tokens go on in the order of sampled_at: reversed.
+            # After the last layer's attention, tokens have the order of sampled_at: reversed.
             flip = layer == num_layers - 1
             parts = [choice.scores_TE, choice.experts_TK]
             scores, experts = (part.flip(0) if flip else part for part in parts)
@@ -149,7 +150,7 @@ def told(config: Config, device: torch.device, dtype: torch.dtype, schedule: str
 def compare(
     folder: Path, family: str, schedule: str, quantize: str | None, device: torch.device
 ) -> float:
-    """Asserts all of it; returns the share of the tokens whose choices agree in every layer."""
+    """Assert both. Return the share of tokens whose choices agree in every layer."""
     make_tiny(folder, family, **FAMILIES[family]).bfloat16().save_pretrained(folder)
     config = config_of(folder)
     if quantize is not None:

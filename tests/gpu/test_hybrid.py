@@ -1,7 +1,7 @@
 """Qwen3-Next on a GPU in bf16 against transformers in float32, teacher-forced.
 
-All experts are chosen. Of some, bf16 would choose others where scores are as good as equal, which
-is another text (log-probabilities off by 7); test_experts.py is about those.
+All experts are chosen. Otherwise bf16 would choose others for nearly equal scores, with
+log-probabilities off by 7. test_experts.py covers such choices.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from tests.gpu.test_engine import Made, reference_logprobs
 from tests.models.tiny import NEXT, config_of, make_tiny
 from tests.whole_engine import GREEDY, WholeEngine, prompts_of
 
-SHAPE = dict(  # heads as in 80B-A3B, fewer of them
+SHAPE = dict(  # heads as in 80B-A3B, but fewer
     NEXT, vocab_size=2000, hidden_size=512, num_attention_heads=4, num_key_value_heads=2,
     head_dim=256, num_experts=4, num_experts_per_tok=4, moe_intermediate_size=128,
     shared_expert_intermediate_size=128, linear_num_key_heads=2, linear_num_value_heads=4,
     linear_key_head_dim=128, linear_value_head_dim=128, max_position_embeddings=1024,
 )  # fmt: skip
-TOLERANCE = 0.4  # of a log-probability; bf16 through 4 loud layers, of which 3 are recurrent
+TOLERANCE = 0.4  # of a log-probability; bf16 with 4 layers of large weights, 3 of them recurrent
 NGRAM = Speculate(method="ngram", tokens=3, min_match=1, max_match=4)
 STEM = [5, 6, 7, 8, 9, 10, 11, 12]
 PROMPTS = [*prompts_of(6), *([*STEM * (4 + 3 * i), i] for i in range(5))]
-FEW = [5, 6, 7]  # tokens that those with the stem may write: each was there, so there are drafts
+FEW = [5, 6, 7]  # allowed output tokens of prompts with the stem, which make drafts likely
 LIMITED = Sampling(temperature=0.0, logit_bias=dict.fromkeys(FEW, 80.0))
 
 
@@ -49,7 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def test_choices_agree_with_the_reference(
     made: Made, graphs: bool, speculate: Speculate | None
 ) -> None:
-    """The second time with hits, which begin from restored states."""
+    """Later turns have cached prefixes, which start from restored states."""
     config, model = made
     recipe = replace(config.recipe, device="cuda", kernels=Kernels(cuda_graphs=graphs))
     engine = WholeEngine(
@@ -76,8 +76,10 @@ def test_choices_agree_with_the_reference(
 @pytest.mark.gpu
 @pytest.mark.parametrize("delta", ["auto", "torch"])
 def test_text_is_the_same_with_checkpoints_in_the_hosts_memory(made: Made, delta: str) -> None:
-    """And so are they, bit by bit, saved inside of chunks and between steps. With few places, which
-    are given to others while steps that read them are in flight."""
+    """Checkpoints are also equal bit for bit, saved inside chunks and between steps.
+
+    The number of places is small, so places are reused while steps that read them are in flight.
+    """
     config, _ = made
     recipe = replace(config.recipe, device="cuda", kernels=Kernels(delta=delta))
     found = []

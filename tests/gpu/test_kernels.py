@@ -1,4 +1,4 @@
-"""Every case of every kernel, on the GPU. `nanovllm check-kernels` also times them."""
+"""All cases of all kernels on the GPU. `nanovllm check-kernels` also times them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_case(kernel: Kernel, case: Case) -> None:
 
 
 def test_graph_timing_grows_with_the_work() -> None:
-    """A copy of twice the bytes takes about twice the time, whatever the host's pace."""
+    """A copy of twice the bytes takes about twice the time, independent of the host's speed."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=CUDA)
     target = torch.empty_like(source)
     half = 1 << 29

@@ -1,4 +1,4 @@
-"""`parallel.ep` by data on two GPUs or four: one GPU's text, with graphs, drafts and masks."""
+"""`parallel.ep` by data on two or four GPUs: one GPU's text, with graphs, drafts and masks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def recipe_in(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[list[str]]]:
-    """What one GPU writes, begun beside what two do."""
+    """Yield the texts of one GPU, which are computed in parallel."""
     with ThreadPoolExecutor() as pool:
         yield pool.submit(texts, ASKS, recipe_in(tmp_path_factory.mktemp("alone")), *SMALL)
 
@@ -66,7 +66,7 @@ def test_lanes_write_what_one_gpu_does(
         found = [choice["message"]["content"] for choice in choices(server, ASKS)]
         page = httpx.get(f"{server.url}/metrics").text.splitlines()
     assert found == alone.result()
-    # Random weights may begin an object with nothing but spaces.
+    # With random weights, an object may begin with spaces only.
     assert all(text for text, ask in zip(found, ASKS, strict=True) if "response_format" not in ask)
     full = (line for line in page if "graph_steps_total" in line and 'mode="FULL"' in line)
     assert sum(float(line.split()[-1]) for line in full) > 50

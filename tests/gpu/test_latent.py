@@ -1,7 +1,7 @@
 """DeepSeek's attention on a GPU in bf16 against transformers in float32, teacher-forced.
 
-Layers are dense: a token whose experts are others has other logits, and experts have tests of their
-own. tests/attention/test_expanded.py runs the same on a CPU.
+All layers are dense, since a different choice of experts changes logits. Experts have separate
+tests. tests/attention/test_expanded.py runs the same on a CPU.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MODES = {
     "flash, triton decodes": Kernels(attention="flash", decode="triton"),
     "triton, eager": Kernels(attention="triton", cuda_graphs=False),
 }
-# The mean difference of a log-probability. Plain torch in bfloat16 has 0.053 to 0.071, and 0.37 at
-# most; latents in 8 bits 0.24 in float32. An lse of base 2 gives 0.20, pieces left out 1.5.
+# Mean difference of a log-probability. Plain torch in bfloat16 has 0.053 to 0.071, at most 0.37.
+# fp8 latents have 0.24 in float32. Errors are visible: lse of base 2 has 0.20, missing pieces 1.5.
 TOLERANCE = {"auto": 0.11, "fp8": 0.35}
 ROOM = {"page_tokens": 64, "slots": 12, "max_tokens": 512}
 PROMPTS = [[*STEM * (1 + 4 * (i % 4)), *range(i, i + 5 + 23 * i)] for i in range(10)]
@@ -58,7 +58,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def made(folder: Path) -> Made:
     make_tiny(folder, "deepseek_v3", **SHAPE).bfloat16().save_pretrained(folder)
-    # Anew: angles, which are no weights, have become bfloat16, too.
+    # Load again, since bfloat16() also rounded the rotary angles.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return config_of(folder), model.eval()
 
@@ -82,22 +82,22 @@ def test_choices_agree_with_the_reference(
 
 
 def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is before a chunk is expanded in pieces of 64 tokens."""
+    """Expand the context of a chunk in pieces of 64 tokens."""
     monkeypatch.setattr(latent_rows, "PIECE", 64)
-    monkeypatch.setattr(latent_rows, "SLOWER", 100)  # or so few tokens would be absorbed
+    monkeypatch.setattr(latent_rows, "SLOWER", 100)  # otherwise so few tokens would be absorbed
 
 
 def engine_of(config: Config, cached: str, *, drafts: bool) -> WholeEngine:
-    """Prompts come in chunks of up to 96 tokens."""
+    """Return an engine with prompt chunks of up to 96 tokens."""
     speculate = NGRAM if drafts else None
     return WholeEngine(config, speculate=speculate, cache_dtype=cached, step_tokens=96, **ROOM)
 
 
 def agree(tiny: Made, engine: WholeEngine, cached: str, *, drafts: bool) -> None:
-    """Requests that come one by one, and the reference's log-probabilities of what they chose.
+    """Submit a request per step, and compare with the reference's log-probabilities.
 
-    With drafts they may choose tokens of the prompts' stem alone, so that all are found again, and
-    every other request one token, so that drafts are right.
+    With drafts, only tokens of the prompts' stem are allowed, so that drafts are found. Every other
+    request may only generate one token, so that its drafts are right.
     """
     asked = Sampling(temperature=0.0, logprobs=1)
     for i, prompt in enumerate(PROMPTS):

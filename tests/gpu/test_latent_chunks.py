@@ -1,5 +1,6 @@
-"""Prompt chunks over latents of R1's shape on a GPU: flash-attn-4 alone, expanded beside absorbed,
-and which of them is the faster one for which chunks, with the memory that it takes at most:
+"""Prompt chunks over latents of R1's shape on a GPU: flash-attn-4, and expanded against absorbed.
+
+Run as a program, it prints the times of both ways for some chunks, and their peak memory:
 
     python -m tests.gpu.test_latent_chunks
 """
@@ -22,7 +23,7 @@ from tests.attention.paged_batches import make_batch
 
 HEADS, KEY, ROTATED, VALUE, RANK, PAGE = 128, 128, 64, 128, 512, 128
 CUDA = torch.device("cuda")
-Rows = list[tuple[int, int]]  # of each chunk: cached tokens before it, its own
+Rows = list[tuple[int, int]]  # of each chunk: cached tokens, new tokens
 TIMED: list[Rows] = [
     *([(0, new)] for new in (64, 128, 256, 512, 1024)),
     [(0, 128)] * 8,
@@ -33,7 +34,7 @@ TIMED: list[Rows] = [
     [(3808, 192), (0, 4000), (0, 4000)],
     [(24576, 8192)],
 ]
-MOST_ABSORBED = 4096  # tokens: more would take gigabytes
+MOST_ABSORBED = 4096  # tokens; more would need gigabytes
 
 
 def made(rows: Rows, device: torch.device, heads: int = HEADS) -> tuple[Tensor, Latents, Batch]:
@@ -75,7 +76,7 @@ def difference(rows: Rows, device: torch.device, heads: int = HEADS) -> None:
 
 @pytest.mark.gpu
 def test_what_is_no_number_stays_its_rows_own(device: torch.device = CUDA) -> None:
-    """flash-attn-4 multiplies the values of whole blocks, and the rows lie side by side."""
+    """flash-attn-4 multiplies values of whole tiles, and rows are adjacent."""
     (q_THA, cache, batch), found = made([(0, 130), (0, 5), (300, 17)], device), []
     for latent in (0.0, torch.nan):
         cache.pages_PSX[batch.page_table_RM[1, 0], 0, :RANK] = latent
@@ -95,7 +96,7 @@ def test_what_is_no_number_stays_its_rows_own(device: torch.device = CUDA) -> No
 def test_flash_attn_alone(
     new: tuple[int, ...], lengths: tuple[int, ...], is_causal: bool, device: torch.device = CUDA
 ) -> None:
-    """Means, and logarithms of sums, of rows that end at other places than its tiles."""
+    """Means and logarithms of sums are checked, for rows that end inside tiles."""
     from nanovllm_kernels.flash_prefill import flash_expanded
 
     sizes = (sum(new), KEY + ROTATED), (sum(lengths), KEY + ROTATED), (sum(lengths), VALUE)

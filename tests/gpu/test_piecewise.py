@@ -1,4 +1,4 @@
-"""Piecewise graphs on a GPU against the eager step; memory that graphs share."""
+"""Piecewise graphs on a GPU against the eager step, and memory shared by graphs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.gpu.test_engine import SHAPE
 from tests.models.tiny import config_of, make_tiny
 
 SLOTS, VOCABULARY = 80, SHAPE["vocab_size"]
-# Decode rows and prompt chunks. Short steps follow long ones, and sizes are used more than once.
+# Decode rows and prompt chunks. Short steps follow long ones, and sizes repeat.
 MIXES = [
     (64, [448]), (0, [512]), (63, [1]), (1, [300]), (79, [17]), (8, [9, 31, 1, 100]), (0, [5]),
     (40, [129, 2]), (3, [1]), (64, [400]), (0, [1]), (16, [200] * 2),
 ]  # fmt: skip
-NOISE = 0.03  # of the largest logit: padding may choose other kernels for the products
+NOISE = 0.03  # relative to the largest logit; with padding, other GEMM kernels may be chosen
 
 
 @pytest.fixture(scope="module", params=["flash", "triton"])
@@ -47,7 +47,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def rows_of(runner: Runner, num_decodes: int, counts: list[int]) -> StepRows:
-    """Decode rows of the first slots, chunks of the last; every other chunk samples."""
+    """Return decode rows of the first slots and chunks of the last. Every other chunk samples."""
     slots = torch.arange(num_decodes, dtype=torch.int32).numpy()
     chunks = [Chunk(SLOTS - 1 - i, count, i % 2 == 0) for i, count in enumerate(counts)]
     plan = StepPlan(0, [], [], num_decodes, slots.tobytes(), chunks, runner.slots.max_tokens, [])
@@ -60,7 +60,7 @@ def test_piecewise_graphs_give_the_eager_logits_whatever_the_mix(runner: Runner)
     assert list(runner.piecewise.captured) == piecewise_sizes(512)
     for seed, (num_decodes, counts) in enumerate(MIXES):
         occupy(runner, seed)
-        runner.slots.lengths_N[:SLOTS] //= 4  # there is room for the chunks
+        runner.slots.lengths_N[:SLOTS] //= 4  # make room for the chunks
         rows = rows_of(runner, num_decodes, counts)
         before = contents(runner)
         eager = runner.forward(rows).logits_SV
@@ -73,7 +73,7 @@ def test_piecewise_graphs_give_the_eager_logits_whatever_the_mix(runner: Runner)
         assert eager.abs().max() > 1
         assert off(replayed.logits_SV, eager) < NOISE, (num_decodes, counts)
         for found, expected in zip(contents(runner), after, strict=True):
-            assert off(found[:, 1:], expected[:, 1:]) < NOISE  # page 0 is for what only pads
+            assert off(found[:, 1:], expected[:, 1:]) < NOISE  # page 0 is for padding
 
 
 def contents(runner: Runner) -> list[torch.Tensor]:
@@ -81,14 +81,14 @@ def contents(runner: Runner) -> list[torch.Tensor]:
 
 
 def off(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, as a share of the largest number."""
+    """Return the largest difference relative to the largest value."""
     return float((actual.float() - expected.float()).abs().max() / expected.abs().max())
 
 
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_steps_of_all_kinds_can_follow_each_other(runner: Runner) -> None:
-    """Graphs share memory: none may spoil what another still needs."""
+    """Graphs share memory, and none may overwrite results that are still needed."""
     steps = [rows_of(runner, 24, [40]), rows_of(runner, 0, [300])]
     occupy(runner)
     runner.slots.lengths_N[:SLOTS] //= 4
@@ -100,7 +100,7 @@ def test_steps_of_all_kinds_can_follow_each_other(runner: Runner) -> None:
         assert logits is not None
         alone.append(logits.clone())
         torch.cuda.synchronize()
-    assert off(alone[0][:24], alone[1][:24]) < NOISE  # the same rows, beside a chunk and without
+    assert off(alone[0][:24], alone[1][:24]) < NOISE  # the same rows with and without a chunk
     for _ in range(3):
         for rows, expected in zip(steps, alone, strict=True):
             logits = runner._run(rows)[0].logits_SV

@@ -1,7 +1,7 @@
-"""`nanovllm serve --tp 2` on two GPUs: the CPU's text, one GPU's log-probabilities, its end.
+"""`nanovllm serve --tp 2` on two GPUs: the CPU's text, one GPU's log-probabilities, a lost rank.
 
-Then the first layers of larger models, by all kernels that `auto` chooses. Their weights are
-random, and the same over any number of ranks.
+In addition, first layers of larger models with all kernels that `auto` chooses. Their weights are
+random, and do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ QUESTIONS = [
 ]
 FLOAT32 = (*SMALL, "--tp", "2", "--set", "dtype=float32")
 DRAFTS = ("--set", "speculate={method: ngram, tokens: 3, min_match: 1}")
-# What one GPU has as well, and would be compiled for half a minute.
+# These kernels also run on one GPU, where compilation would take half a minute.
 BFLOAT16 = (*SMALL, *(word for key in ("decode=triton", "attention=triton", "skinny_linear=torch",
                                        "gated_linear=torch")
                       for word in ("--set", f"kernels.{key}")))  # fmt: skip
-WITHIN = 0.1  # of a log-probability: sums of bfloat16 in another order
+WITHIN = 0.1  # of a log-probability; sums of bfloat16 in another order
 LOST_S, ENDED_S = 5.0, 15.0
 FIRST = ("load.format=dummy", "model.num_layers=4", "server.served_name=demo")
-# A hash chooses experts, as roundings could choose others. Not the same one in each lane.
+# A hash chooses the experts, since roundings could change choices. Lanes have different hashes.
 HASHED = (*FIRST, "experts.routing=uniform")
-# A word that is always chosen, so that all write the same; log-probabilities are those before.
+# A forced token makes all texts equal. The log-probabilities do not include the bias.
 NUM_TOKENS = 6
 FORCED = {"logit_bias": {"100": 100}, "logprobs": True, "top_logprobs": 20}
 TEXTS = "Count.", "Tell me about ranks. " * 8, "All of this once more. " * 90
@@ -56,10 +56,10 @@ PROMPTS = [
     asked(text, temperature=0, max_tokens=NUM_TOKENS, return_tokens_as_token_ids=True, **FORCED)
     for text in TEXTS
 ]
-CERTAIN = 5  # of the 20 likeliest tokens; what is off has none of them in common
-# What products of bfloat16 or fp8 in other orders make of one, over so many GPUs, and of all on
-# average (root of the mean square). Over four ranks on a CPU, with activations rounded to fp8 as a
-# GPU does, narrow models of R1's kind are 0.09 off, and one of 60 a quarter.
+CERTAIN = 5  # of the 20 likeliest tokens; wrong results have none of them in common
+# Error of products in bfloat16 or fp8 in other orders: maximum by number of GPUs, and root mean
+# square of all. These are errors with four ranks on a CPU, and activations rounded to fp8 like on a
+# GPU: 0.09 in narrow models like R1, and 0.25 in one of 60 models.
 ROUNDED = {2: 0.25, 4: 0.5}
 ON_AVERAGE = 0.15
 FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are not four GPUs")
@@ -86,7 +86,7 @@ def test_log_probabilities_are_one_gpus() -> None:
         alone, together = (one.result() for one in both)
     assert len(together) == len(alone) > 10
     for one, two in zip(alone, together, strict=True):
-        if one["token"] != two["token"]:  # a tie in bfloat16, from which on the texts differ
+        if one["token"] != two["token"]:  # a tie in bfloat16, after which the texts differ
             gap = one["top_logprobs"][0]["logprob"] - one["top_logprobs"][1]["logprob"]
             assert gap < WITHIN
             return
@@ -120,7 +120,7 @@ def test_log_probabilities_are_one_gpus() -> None:
 def test_first_layers_on_several_gpus_say_what_they_do_on_one(
     name: str, parallel: str, keys: tuple[str, ...]
 ) -> None:
-    """Prompts in chunks, then decode steps from graphs."""
+    """Prompts run in chunks, then decode steps in graphs."""
     asks = [f"recipes/{name}.yaml", *SMALL, *(word for key in keys for word in ("--set", key))]
     with ThreadPoolExecutor() as pool:
         alone, together = pool.map(
@@ -137,7 +137,7 @@ def test_first_layers_on_several_gpus_say_what_they_do_on_one(
 
 
 def likeliest(*arguments: str) -> list[dict[str, float]]:
-    """The log-probabilities of the likeliest tokens, the first ones first, where any is written."""
+    """Return the log-probabilities of the likeliest tokens at each position, in order."""
     with serving(*arguments) as server:
         found = [choice["logprobs"]["content"] for question in PROMPTS
                  for choice in choices(server, [question])]  # fmt: skip
@@ -151,7 +151,7 @@ def log_probabilities(asks: list[dict[str, Any]], *arguments: str) -> list[dict[
 
 
 def is_running(pid: int) -> bool:
-    """Not if it only waits for somebody to ask how it ended: then it has no command line."""
+    """Return False for a zombie, which has no command line."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
     except FileNotFoundError:
@@ -159,7 +159,7 @@ def is_running(pid: int) -> bool:
 
 
 def ends_without_a_rank(server: Server, stopping: signal.Signals) -> None:
-    """Its streams end with an error, it with code 1, and nothing is left of it."""
+    """Streams end with an error, the server exits with code 1, and no process is left."""
     children = server.children()
     names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in children}
     rank = next(pid for pid, name in names.items() if name == "nanovllm-rank1")

@@ -1,5 +1,6 @@
-"""Routers of M2's and R1's sizes on a GPU: float32 products beside those by bfloat16 parts, their
-errors, and their times:
+"""Routers with the sizes of M2 and R1 on a GPU: float32 products and those of bfloat16 parts.
+
+Run as a program, it prints their errors and times:
 
     python -m tests.gpu.test_router
 """
@@ -39,7 +40,7 @@ def in_float32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def test_a_product_by_parts_is_as_exact_as_tensor_cores_add(
     num_tokens: int, hidden_size: int
 ) -> None:
-    """One part is a thousand times as wrong; experts differ only where two are as good as equal."""
+    """One part has 1,000 times the error. Experts only differ if scores are nearly equal."""
     x_TD, weight_ED = drawn(num_tokens, hidden_size, CUDA)
     expected, size = exact(x_TD, weight_ED)
     parts_IED = bfloat16_parts(weight_ED)
@@ -71,8 +72,10 @@ def test_a_graph_of_it_gives_the_same() -> None:
 
 
 def report(device: torch.device) -> None:
-    """us in float32, then by one, two and three parts; each one's largest difference from float64,
-    and rows with other experts than float64's."""
+    """Print times in us: float32, then one, two and three parts.
+
+    For each, print the largest difference from float64 and the number of rows with other experts.
+    """
     for name, hidden_size in SIZES.items():
         for num_tokens in (32, 64, 128, 256, 512, 2048, 8192):
             x_TD, weight_ED = drawn(num_tokens, hidden_size, device)

@@ -1,4 +1,4 @@
-"""Drafts on a GPU: every choice is a best one, or nearly, by the reference in float32."""
+"""Drafts on a GPU: each choice is nearly the best by the reference in float32."""
 
 from __future__ import annotations
 

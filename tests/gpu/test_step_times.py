@@ -1,4 +1,4 @@
-"""The device's idle time between steps, by events."""
+"""Idle time of the device between steps, measured with events."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 from nanovllm.runner.results import DeviceClock
 
-CYCLES = 40_000_000  # of the device: some 20 ms
+CYCLES = 40_000_000  # clock cycles of the device, about 20 ms
 
 
 def test_a_gap_is_the_device_s_own_idle_time() -> None:
     clock = DeviceClock(torch.device("cuda"))
     gaps = []
     for host_s in (0.0, 0.0, 0.1):
-        time.sleep(host_s)  # the third time long enough for the device to run dry
+        time.sleep(host_s)  # the third time, the device becomes idle
         gaps.append(clock.begin())
         torch.cuda._sleep(CYCLES)
         done = clock.end()
